@@ -1,0 +1,79 @@
+//! Payloads of the Pie driver protocol.
+//!
+//! A *request* ([`Frame`]) travels from the server to the driver, a *response*
+//! ([`ResponseFrame`], or the shorter fast token reply) travels back. Both are
+//! rkyv 0.8 archives: little-endian, naturally aligned, 32-bit relative
+//! pointers, the root at the end.
+//!
+//! | To … | use |
+//! |---|---|
+//! | read a request in place | [`access_request`], then the `Archived…` fields |
+//! | read a response in place | [`decode_reply`] or [`access_response`] |
+//! | read into owned values | [`decode_request`], [`decode_response`] |
+//! | write a response into the ring | [`encode_response`], [`encode_status`], [`encode_fast_tokens`] |
+//! | write a request | [`encode_request`] |
+//! | see archived numbers as native slices | [`NativeSlice::native`] |
+//! | read attention and logit masks | [`brle`] |
+//!
+//! Reading validates first and then borrows: nothing is copied and nothing is
+//! allocated. Any byte string is either accepted or refused with a
+//! [`WireError`]. Validation covers the *encoding* only; whether the arrays of
+//! a request agree with each other (§6.13) is the planner's business.
+//!
+//! Section numbers (§) in this documentation refer to the Pie driver protocol.
+//!
+//! # Example
+//!
+//! ```
+//! use pie_wire::{FastTokens, Reply, decode_reply, encode_fast_tokens};
+//!
+//! let mut buffer = [0; 64];
+//! let len = encode_fast_tokens(3, &[17, 42], &mut buffer)?;
+//! let Reply::Tokens(reply) = decode_reply(&buffer[..len])? else {
+//!     panic!("not a fast token reply");
+//! };
+//! assert_eq!(reply.driver_id(), 3);
+//! assert_eq!(reply.iter().collect::<Vec<_>>(), [17, 42]);
+//! # Ok::<(), pie_wire::WireError>(())
+//! ```
+#![deny(missing_docs)]
+
+#[cfg(target_endian = "big")]
+compile_error!("pie-wire reads archived numbers in place and needs a little-endian target");
+
+mod access;
+mod bounds;
+pub mod brle;
+mod encode;
+mod error;
+mod fast;
+mod layout;
+mod native;
+mod schema;
+
+pub use access::{
+    Reply, access_request, access_response, decode_reply, decode_request, decode_response,
+};
+pub use encode::{
+    MAX_ENCODED_LEN, abort_frame, encode_request, encode_response, encode_status, request_len,
+    response_len, set_response_build_us, status_frame,
+};
+pub use error::{PayloadKind, WireError};
+pub use fast::{FAST_TOKENS_MAGIC, FastTokens, encode_fast_tokens, fast_tokens_len};
+pub use layout::{REQUEST_ALIGN, REQUEST_ROOT_LEN, RESPONSE_ALIGN, RESPONSE_ROOT_LEN};
+pub use native::{NativeSlice, Plain};
+pub use schema::{
+    AdapterBinding, AdapterOp, AdapterRequest, ArchivedAdapterBinding, ArchivedAdapterOp,
+    ArchivedAdapterRequest, ArchivedBrle, ArchivedCopyDirection, ArchivedCopyRequest,
+    ArchivedCopyResource, ArchivedForwardRequest, ArchivedForwardResponse, ArchivedFrame,
+    ArchivedPayload, ArchivedResponseFrame, ArchivedResponsePayload, ArchivedSampler,
+    ArchivedStatusResponse, Brle, CopyDirection, CopyRequest, CopyResource, ForwardRequest,
+    ForwardResponse, Frame, Payload, ResponseFrame, ResponsePayload, Sampler, SamplerView,
+    StatusResponse,
+};
+
+/// The schema hash that the shared-memory header must carry, verbatim (§4.2).
+///
+/// It is a hash of the schema's source text and cannot be derived from the
+/// types of this crate.
+pub const SCHEMA_HASH: [u8; 8] = [0x89, 0xd0, 0xc2, 0xd1, 0xb7, 0x8c, 0xbb, 0x75];

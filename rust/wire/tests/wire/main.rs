@@ -1,0 +1,11 @@
+//! Tests of the public surface: vectors, round trips, hostile bytes, memory.
+
+mod allocation;
+mod encoders;
+mod hostile;
+mod json;
+mod message;
+mod random;
+mod samples;
+mod vectors;
+mod walk;
