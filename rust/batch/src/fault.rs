@@ -1,0 +1,187 @@
+//! Errors: what refuses a whole frame, and what empties one request of it.
+
+use thiserror::Error;
+
+/// The frame's arrays do not describe a batch; the answer is Status 2.
+#[derive(Debug, Clone, PartialEq, Eq, Error)]
+pub enum FrameError {
+    /// An offset array has the wrong number of entries.
+    #[error("{array} has {found} entries, expected {expected} (one per request and one more)")]
+    IndptrLength {
+        /// Name of the array.
+        array: &'static str,
+        /// Entries found.
+        found: usize,
+        /// Entries expected.
+        expected: usize,
+    },
+    /// An offset array does not start at 0, falls, or does not end at the length of its data.
+    #[error("{array} must rise from 0 to {end} (the length of its data); entry {index} is {value}")]
+    IndptrOrder {
+        /// Name of the array.
+        array: &'static str,
+        /// Length of the data that it partitions.
+        end: usize,
+        /// First offending entry.
+        index: usize,
+        /// Its value.
+        value: u32,
+    },
+    /// A per-request or per-token array has the wrong length.
+    #[error("{array} has {found} entries, expected {expected}")]
+    Length {
+        /// Name of the array.
+        array: &'static str,
+        /// Entries found.
+        found: usize,
+        /// Entries expected.
+        expected: usize,
+    },
+    /// `sampling_indptr` and `sampler_indptr` differ.
+    #[error("sampling_indptr and sampler_indptr differ at entry {index}")]
+    SamplerPartition {
+        /// First differing entry.
+        index: usize,
+    },
+}
+
+/// One request of a frame cannot be served; its ranges in the response are empty, the others are untouched.
+#[derive(Debug, Clone, PartialEq, Eq, Error)]
+pub enum RequestFault {
+    /// No page is listed for a request with tokens.
+    #[error("no KV page listed for {tokens} tokens")]
+    NoPages {
+        /// Input and draft tokens of the request.
+        tokens: u64,
+    },
+    /// A page id lies outside the pool.
+    #[error("page id {page} is outside the pool of {total_pages} pages")]
+    PageId {
+        /// The id.
+        page: u32,
+        /// Pages of the pool.
+        total_pages: u32,
+    },
+    /// `kv_last_page_lens` is not in `1..=page_size`.
+    #[error("kv_last_page_lens is {length}, must be 1..={page_size}")]
+    LastPageLength {
+        /// The length.
+        length: u32,
+        /// Tokens of a page.
+        page_size: u32,
+    },
+    /// The listed pages hold fewer tokens than the request brings.
+    #[error("{tokens} tokens do not fit the {capacity} that the listed pages hold")]
+    Geometry {
+        /// Input and draft tokens of the request.
+        tokens: u64,
+        /// KV length that the pages and the last page's length give.
+        capacity: u64,
+    },
+    /// The KV sequence is longer than a block-table row.
+    #[error("KV length {length} exceeds the limit of {limit} tokens; raise `context_length`")]
+    KvLength {
+        /// KV length after the pass.
+        length: u64,
+        /// The limit.
+        limit: u64,
+    },
+    /// A token id lies outside the vocabulary.
+    #[error("token id {token} is outside the vocabulary of {vocab_size}")]
+    TokenId {
+        /// The id.
+        token: u32,
+        /// Rows of the embedding table.
+        vocab_size: u32,
+    },
+    /// A position lies outside the model's position table.
+    #[error(
+        "position {position} is outside the model's limit of {limit}; raise `context_length` if the model allows"
+    )]
+    Position {
+        /// The position.
+        position: u32,
+        /// The limit.
+        limit: u32,
+    },
+    /// A sampling index points behind the request's own rows.
+    #[error("sampling index {index} is outside the request's {rows} rows")]
+    SamplingIndex {
+        /// The index.
+        index: u32,
+        /// Input tokens of the request.
+        rows: u32,
+    },
+    /// Samplers or drafts without an input token.
+    #[error("samplers or drafts need at least one input token")]
+    NoTokens,
+    /// The number of mask rows differs from the number of input tokens.
+    #[error("{rows} attention mask rows for {tokens} input tokens")]
+    MaskRows {
+        /// Rows found.
+        rows: usize,
+        /// Input tokens.
+        tokens: usize,
+    },
+    /// A mask row that is not causal.
+    #[error("attention mask row {row} is not causal; only causal masks are supported yet")]
+    NonCausalMask {
+        /// Row within the request.
+        row: usize,
+    },
+    /// A logit mask.
+    #[error("logit masks are not supported yet")]
+    LogitMask,
+    /// A sampler that returns something else than a token.
+    #[error("sampler {sampler} is not supported yet; use a token sampler")]
+    Probe {
+        /// Name of the sampler.
+        sampler: &'static str,
+    },
+    /// An adapter.
+    #[error("adapter {id} is not loaded; adapters are not supported yet")]
+    Adapter {
+        /// Adapter id.
+        id: i64,
+    },
+    /// Image or audio spans.
+    #[error("{spans} image or audio spans sent to a text-only model")]
+    Media {
+        /// Spans of the request.
+        spans: usize,
+    },
+}
+
+impl RequestFault {
+    /// Short stable name, used to limit how often a kind is logged.
+    #[must_use]
+    pub const fn kind(&self) -> &'static str {
+        match self {
+            Self::NoPages { .. } => "no-pages",
+            Self::PageId { .. } => "page-id",
+            Self::LastPageLength { .. } => "last-page-length",
+            Self::Geometry { .. } => "geometry",
+            Self::KvLength { .. } => "kv-length",
+            Self::TokenId { .. } => "token-id",
+            Self::Position { .. } => "position",
+            Self::SamplingIndex { .. } => "sampling-index",
+            Self::NoTokens => "no-tokens",
+            Self::MaskRows { .. } => "mask-rows",
+            Self::NonCausalMask { .. } => "non-causal-mask",
+            Self::LogitMask => "logit-mask",
+            Self::Probe { .. } => "probe",
+            Self::Adapter { .. } => "adapter",
+            Self::Media { .. } => "media",
+        }
+    }
+
+    /// Whether the request's tokens can still be computed and stored: the runtime counts them as stored, so KV is
+    /// written wherever it would be the right KV.
+    #[must_use]
+    pub const fn keeps_kv(&self) -> bool {
+        matches!(
+            self,
+            Self::SamplingIndex { .. } | Self::LogitMask | Self::Probe { .. }
+        )
+    }
+}

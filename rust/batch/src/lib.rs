@@ -1,0 +1,32 @@
+//! From a Pie forward frame to what a model needs, and back.
+//!
+//! ```text
+//! ArchivedForwardRequest ──Planner::plan──▶ plan (owned copy, faults, passes)
+//!                        ──Planner::stage──▶ one staging block per pass ──▶ forward + sampling
+//! sampled tokens         ──Planner::put_tokens, Planner::reply──▶ response bytes
+//! ```
+//!
+//! [`Planner::plan`] checks the frame as the Pie driver protocol asks, copies everything that the forward pass and the
+//! reply need, and cuts the batch into passes of at most [`Limits::chunk_tokens`] tokens. After it returns nothing
+//! refers to the request bytes. [`Planner::stage`] writes one pass into a block of memory that the engine owns (pinned on
+//! CUDA) at the offsets of its [`Layout`], so that one copy brings all of it to the device.
+
+mod fault;
+mod frame;
+mod layout;
+mod limits;
+mod plan;
+mod random;
+mod reply;
+mod request;
+mod sampler;
+mod stage;
+mod table;
+
+pub use fault::{FrameError, RequestFault};
+pub use layout::{DType, Field, FieldId, Layout};
+pub use limits::{LimitError, Limits};
+pub use plan::Planner;
+pub use reply::Probes;
+pub use sampler::{SamplerClass, TokenSampler};
+pub use stage::{Pass, SlotGroup, StageError};

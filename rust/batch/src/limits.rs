@@ -1,0 +1,100 @@
+//! What the model, its KV pool and the driver's configuration allow.
+
+use thiserror::Error;
+
+/// The bounds that a plan keeps to. All counts are in the unit that the field names.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Limits {
+    /// Tokens of one KV page.
+    pub page_size: u32,
+    /// Pages that the runtime may name: ids `0..total_pages`.
+    pub total_pages: u32,
+    /// Rows of the embedding table: token ids `0..vocab_size`.
+    pub vocab_size: u32,
+    /// Rows of the position table: positions `0..max_positions`.
+    pub max_positions: u32,
+    /// Pages of one block-table row, which bounds the KV length of one request.
+    pub row_pages: u32,
+    /// Requests of one pass (rows of the block table).
+    pub max_requests: u32,
+    /// Tokens of one pass.
+    pub chunk_tokens: u32,
+    /// Sampling slots (logit rows) computed at once.
+    pub max_slots: u32,
+}
+
+/// A limit that no plan can keep to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
+pub enum LimitError {
+    /// A limit is 0.
+    #[error("{0} is 0, must be at least 1")]
+    Zero(&'static str),
+    /// A product of limits exceeds a 31-bit index.
+    #[error("{what} is {value}, more than the {} that 31 bits count", i32::MAX)]
+    TooLarge {
+        /// What is counted.
+        what: &'static str,
+        /// Its value.
+        value: u64,
+    },
+}
+
+impl Limits {
+    /// Checks that every index derived from the limits fits its type.
+    ///
+    /// # Errors
+    /// [`LimitError`] names the first limit that is 0 or too large.
+    pub fn check(&self) -> Result<(), LimitError> {
+        let limits = [
+            ("page_size", self.page_size),
+            ("total_pages", self.total_pages),
+            ("vocab_size", self.vocab_size),
+            ("max_positions", self.max_positions),
+            ("row_pages", self.row_pages),
+            ("max_requests", self.max_requests),
+            ("chunk_tokens", self.chunk_tokens),
+            ("max_slots", self.max_slots),
+        ];
+        if let Some((name, _)) = limits.into_iter().find(|&(_, value)| value == 0) {
+            return Err(LimitError::Zero(name));
+        }
+        let products = [
+            (
+                "the storage slots of the pool",
+                (u64::from(self.total_pages) + 1) * u64::from(self.page_size),
+            ),
+            (
+                "the entries of the block table",
+                u64::from(self.max_requests) * u64::from(self.row_pages),
+            ),
+            ("the KV length of a request", self.max_kv_len()),
+            ("vocab_size", u64::from(self.vocab_size)),
+            ("chunk_tokens", u64::from(self.chunk_tokens)),
+        ];
+        let large = products
+            .into_iter()
+            .find(|&(_, value)| value > i32::MAX as u64);
+        large.map_or(Ok(()), |(what, value)| {
+            Err(LimitError::TooLarge { what, value })
+        })
+    }
+
+    /// Longest KV sequence of one request, in tokens.
+    #[must_use]
+    pub const fn max_kv_len(&self) -> u64 {
+        self.row_pages as u64 * self.page_size as u64
+    }
+
+    /// Storage slots of the whole pool, the padding page included.
+    #[must_use]
+    pub const fn storage_slots(&self) -> usize {
+        (self.total_pages as usize + 1) * self.page_size as usize
+    }
+
+    /// Storage slot of offset 0 of `page`. The engine keeps page 0 of its pool as the padding page, so the runtime's
+    /// page `p` is the pool's page `p + 1`.
+    #[must_use]
+    pub const fn first_slot(&self, page: u32) -> u32 {
+        (page + 1) * self.page_size
+    }
+}
