@@ -1,0 +1,195 @@
+//! The runtime's side of the ring, for the demo, tests and tools.
+
+use std::time::Duration;
+
+use pie_ring::{ClientConfig, Wait};
+use pie_wire::{
+    ArchivedResponsePayload, CopyDirection, CopyRequest, CopyResource, Frame, NativeSlice, Payload,
+};
+use pyo3::exceptions::PyValueError;
+use pyo3::prelude::*;
+use pyo3::types::PyBytes;
+
+use crate::error::{from_ring, from_wire};
+use crate::request::{Request, encode, frame};
+
+/// Sends requests to a driver as the Pie runtime does. Calls from several threads run on several slots.
+#[pyclass(frozen, module = "pie_driver_sglang._core")]
+pub(crate) struct Client {
+    inner: pie_ring::Client,
+}
+
+/// A driver's answer.
+#[pyclass(frozen, get_all, module = "pie_driver_sglang._core")]
+pub(crate) struct Reply {
+    /// The status code of a status answer, else None.
+    status: Option<i32>,
+    /// Whether the driver gave the request up.
+    aborted: bool,
+    /// Whether the fast token reply was used.
+    fast: bool,
+    /// Tokens of each request.
+    tokens: Vec<Vec<u32>>,
+    /// Driver-side microseconds: parse, plan, host-to-device, launch, sync, response.
+    probes: (u32, u32, u32, u32, u32, u32),
+}
+
+#[pymethods]
+impl Client {
+    /// Opens a driver's region.
+    ///
+    /// Args:
+    ///     name: POSIX name, `/pie_shmem_g<group_id>`.
+    ///     spin_budget_us: Microseconds to spin before parking; 0 parks at once, 2**64 - 1 never parks.
+    ///     timeout_s: Seconds that a call may take.
+    ///
+    /// Raises:
+    ///     FileNotFoundError: There is no such region.
+    ///     RingError: The region is not one that this client understands.
+    #[new]
+    #[pyo3(signature = (name, *, spin_budget_us = 1000, timeout_s = 60.0))]
+    fn new(name: &str, spin_budget_us: u64, timeout_s: f64) -> PyResult<Self> {
+        let timeout = Duration::try_from_secs_f64(timeout_s)
+            .map_err(|error| PyValueError::new_err(format!("timeout_s is {timeout_s}: {error}")))?;
+        let config = ClientConfig {
+            wait: Wait::from_spin_budget_us(spin_budget_us),
+            timeout,
+        };
+        let inner = pie_ring::Client::open(name, pie_wire::SCHEMA_HASH, config)
+            .map_err(|error| from_ring(&error))?;
+        Ok(Self { inner })
+    }
+
+    /// Sends raw bytes and returns the raw answer.
+    ///
+    /// Raises:
+    ///     TimeoutError: No answer in time.
+    ///     RingError: The request does not fit the slot.
+    fn call(&self, py: Python<'_>, request: &[u8]) -> PyResult<Py<PyBytes>> {
+        let answer = py
+            .detach(|| self.inner.call(request, <[u8]>::to_vec))
+            .map_err(|error| from_ring(&error))?;
+        Ok(PyBytes::new(py, &answer).unbind())
+    }
+
+    /// Sends a batch and waits for its answer. Errors as `call`.
+    #[expect(
+        clippy::needless_pass_by_value,
+        reason = "arguments from Python are owned"
+    )]
+    fn forward(&self, py: Python<'_>, requests: Vec<Request>) -> PyResult<Reply> {
+        self.send(py, &frame(&requests, 0))
+    }
+
+    /// Copies pages within the pool ("D2D") or in another direction and returns the status code.
+    fn copy(
+        &self,
+        py: Python<'_>,
+        direction: &str,
+        sources: Vec<u32>,
+        targets: Vec<u32>,
+    ) -> PyResult<Option<i32>> {
+        let dir = match direction {
+            "D2H" => CopyDirection::D2H,
+            "H2D" => CopyDirection::H2D,
+            "D2D" => CopyDirection::D2D,
+            "H2H" => CopyDirection::H2H,
+            _ => {
+                return Err(PyValueError::new_err(format!(
+                    "direction {direction:?} is none of D2H, H2D, D2D, H2H"
+                )));
+            }
+        };
+        let request = CopyRequest {
+            dir,
+            srcs: sources,
+            dsts: targets,
+            resource: CopyResource::Kv,
+        };
+        Ok(self
+            .send(
+                py,
+                &Frame {
+                    driver_id: 0,
+                    payload: Payload::Copy(request),
+                },
+            )?
+            .status)
+    }
+
+    /// Asks whether the driver is alive and returns the status code.
+    fn health(&self, py: Python<'_>) -> PyResult<Option<i32>> {
+        Ok(self
+            .send(
+                py,
+                &Frame {
+                    driver_id: 0,
+                    payload: Payload::Health,
+                },
+            )?
+            .status)
+    }
+
+    /// Ends every running and later call with an error.
+    fn abort(&self) {
+        self.inner.abort();
+    }
+}
+
+impl Client {
+    fn send(&self, py: Python<'_>, frame: &Frame) -> PyResult<Reply> {
+        let request = encode(frame)?;
+        let reply = py
+            .detach(|| self.inner.call(&request, decode))
+            .map_err(|error| from_ring(&error))?;
+        reply.map_err(|error| from_wire(&error))
+    }
+}
+
+fn decode(bytes: &[u8]) -> Result<Reply, pie_wire::WireError> {
+    let mut reply = Reply {
+        status: None,
+        aborted: false,
+        fast: false,
+        tokens: Vec::new(),
+        probes: Default::default(),
+    };
+    match pie_wire::decode_reply(bytes)? {
+        pie_wire::Reply::Tokens(tokens) => {
+            reply.fast = true;
+            reply.tokens = tokens.iter().map(|token| vec![token]).collect();
+        }
+        pie_wire::Reply::Frame(frame) => {
+            reply.aborted = frame.aborted;
+            match &frame.payload {
+                ArchivedResponsePayload::Status(status) => {
+                    reply.status = Some(status.status.to_native());
+                }
+                ArchivedResponsePayload::Forward(forward) => {
+                    let tokens = forward.tokens.native();
+                    let range = |pair: &[u32]| {
+                        tokens
+                            .get(pair[0] as usize..pair[1] as usize)
+                            .unwrap_or_default()
+                            .to_vec()
+                    };
+                    reply.tokens = forward
+                        .tokens_indptr
+                        .native()
+                        .windows(2)
+                        .map(range)
+                        .collect();
+                    reply.probes = (
+                        forward.probe_wire_parse_us.to_native(),
+                        forward.probe_plan_us.to_native(),
+                        forward.probe_h2d_us.to_native(),
+                        forward.probe_kernel_launch_us.to_native(),
+                        forward.probe_sync_us.to_native(),
+                        forward.probe_response_build_us.to_native(),
+                    );
+                }
+            }
+        }
+    }
+    Ok(reply)
+}

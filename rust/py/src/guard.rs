@@ -1,0 +1,33 @@
+//! Clean exit on SIGTERM and on the parent's death.
+
+use pyo3::prelude::*;
+
+use crate::error::from_ring;
+
+/// Ends the process with status 0 on SIGTERM and when the parent dies, and removes its regions first, whatever the other
+/// threads do. One guard per process.
+#[pyclass(frozen, module = "pie_driver_sglang._core")]
+pub(crate) struct ExitGuard {
+    pub(crate) inner: pie_ring::ExitGuard,
+}
+
+#[pymethods]
+impl ExitGuard {
+    /// Handles SIGTERM and watches the parent from now on.
+    ///
+    /// Raises:
+    ///     RingError: The process has a guard already, or the handler cannot be set.
+    #[new]
+    fn new() -> PyResult<Self> {
+        let inner = pie_ring::ExitGuard::install().map_err(|error| from_ring(&error))?;
+        Ok(Self { inner })
+    }
+
+    /// A guard that handles nothing, for a host with its own signal handling.
+    #[staticmethod]
+    fn inert() -> Self {
+        Self {
+            inner: pie_ring::ExitGuard::inert(),
+        }
+    }
+}

@@ -1,0 +1,52 @@
+//! `pie_driver_sglang._core`: thin Python wrappers around the driver's Rust crates. No logic lives here.
+
+// Doc comments here become Python docstrings, which mark code in their own way.
+#![allow(clippy::doc_markdown)]
+
+mod batch;
+mod client;
+mod error;
+mod guard;
+mod planner;
+mod request;
+mod server;
+
+use pyo3::prelude::*;
+
+/// The native half of the driver: ring, wire format and batch planning.
+#[pymodule(gil_used = false)]
+mod _core {
+    #[pymodule_export]
+    use super::build_info;
+    #[pymodule_export]
+    use crate::batch::{Batch, Copy, Pass, SlotGroup};
+    #[pymodule_export]
+    use crate::client::{Client, Reply};
+    #[pymodule_export]
+    use crate::error::{RingError, StageError, WireError};
+    #[pymodule_export]
+    use crate::guard::ExitGuard;
+    #[pymodule_export]
+    use crate::planner::Planner;
+    #[pymodule_export]
+    use crate::request::{Request, Sampler, encode_forward};
+    #[pymodule_export]
+    use crate::server::Server;
+}
+
+/// Facts about this build for bug reports: `version`, `profile` and `target`.
+#[pyfunction]
+fn build_info() -> std::collections::BTreeMap<&'static str, &'static str> {
+    let profile = if cfg!(debug_assertions) {
+        "debug"
+    } else {
+        "release"
+    };
+    let target = std::env::consts::ARCH;
+    [
+        ("version", env!("CARGO_PKG_VERSION")),
+        ("profile", profile),
+        ("target", target),
+    ]
+    .into()
+}
