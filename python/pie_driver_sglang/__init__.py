@@ -1,0 +1,50 @@
+"""A Pie driver on SGLang: the process that runs a model's forward passes for the Pie runtime.
+
+Importing this package is instant: names are loaded on first use, and neither torch nor SGLang is
+imported before the engine starts.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pie_driver_sglang.config import DriverConfig, load_config
+    from pie_driver_sglang.errors import ConfigError, DriverError, StartError
+    from pie_driver_sglang.handshake import Capabilities, Handshake
+    from pie_driver_sglang.options import DriverOptions
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Capabilities",
+    "ConfigError",
+    "DriverConfig",
+    "DriverError",
+    "DriverOptions",
+    "Handshake",
+    "StartError",
+    "__version__",
+    "load_config",
+]
+
+
+def __getattr__(name: str) -> Any:
+    homes = {
+        "Capabilities": "handshake",
+        "ConfigError": "errors",
+        "DriverConfig": "config",
+        "DriverError": "errors",
+        "DriverOptions": "options",
+        "Handshake": "handshake",
+        "StartError": "errors",
+        "load_config": "config",
+    }
+    if name not in homes:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{homes[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

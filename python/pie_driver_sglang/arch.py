@@ -1,0 +1,110 @@
+"""What the runtime is told about a model's architecture, read from its Hugging Face config."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Any, Final
+
+from pie_driver_sglang.errors import ConfigError, quoted
+
+#: Names for which the runtime has a chat template (the Pie driver protocol). Any other name gets
+#: plain ChatML.
+TEMPLATE_NAMES: Final = frozenset(
+    {
+        "deepseek_v3",
+        "deepseek_v4",
+        "gemma2",
+        "gemma3",
+        "gemma3_text",
+        "gemma3n",
+        "gemma3n_text",
+        "gemma4",
+        "gemma4_text",
+        "glm_moe_dsa",
+        "gpt_oss",
+        "gptoss",
+        "kimi_k2",
+        "kimi_k25",
+        "l4ma",
+        "llama2",
+        "llama3",
+        "ministral3",
+        "mistral3",
+        "nemotron_h",
+        "olmo2",
+        "olmo3",
+        "phi3",
+        "qwen2",
+        "qwen3",
+        "qwen3_5",
+        "qwen3_5_moe",
+        "qwen3_5_moe_text",
+        "qwen3_5_text",
+        "qwen3_moe",
+        "qwen3_vl",
+        "qwen3_vl_text",
+        "r1",
+    }
+)
+
+#: Hugging Face model types that the runtime knows by another name.
+_RUNTIME_NAMES: Final[Mapping[str, str]] = MappingProxyType(
+    {"llama": "llama3", "mistral": "mistral3", "gpt_oss": "gptoss"}
+)
+
+#: Keys under which a multi-modal config holds the config of its language model.
+_TEXT_KEYS: Final = ("text_config", "llm_config", "language_config", "thinker_config")
+
+
+def arch_name(hf_config: Mapping[str, Any]) -> str:
+    """Return the architecture name for the runtime, which picks the chat template by it.
+
+    The name is the config's `model_type`, renamed where the runtime uses another word. A
+    multi-modal model without a template of its own takes the name of its language model. A name
+    with `qwen3` or `gemma4` in it lets the runtime send images even for a text model, so frames
+    with media must be refused where they are served.
+
+    Raises:
+        ConfigError: The config has no `model_type`.
+    """
+    names = [_runtime_name(config) for config in _text_configs(hf_config)]
+    outer = names[-1]
+    if not outer:
+        raise ConfigError(
+            f"the model's config.json has no usable `model_type`: "
+            f"{quoted(hf_config.get('model_type'))}",
+            "download the model again, or use a snapshot in the Hugging Face format",
+        )
+    if outer in TEMPLATE_NAMES:
+        return outer
+    return next((name for name in names if name in TEMPLATE_NAMES), outer)
+
+
+def vocab_size(hf_config: Mapping[str, Any]) -> int | None:
+    """Return the size of the model's output vocabulary in tokens.
+
+    None if the config leaves it to the architecture's default, as some multi-modal configs do.
+    """
+    for config in _text_configs(hf_config):
+        size = config.get("vocab_size")
+        if type(size) is int and size > 0:
+            return size
+    return None
+
+
+def _runtime_name(config: Mapping[str, Any]) -> str:
+    name = config.get("model_type")
+    return _RUNTIME_NAMES.get(name, name) if isinstance(name, str) else ""
+
+
+def _text_configs(hf_config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Yield the nested language-model configs, the innermost first, and the config itself last."""
+    chain: list[Mapping[str, Any]] = [hf_config]
+    while len(chain) < 8:  # Real configs nest twice.
+        nested = (chain[-1].get(key) for key in _TEXT_KEYS)
+        inner = next((config for config in nested if isinstance(config, Mapping)), None)
+        if inner is None:
+            break
+        chain.append(inner)
+    yield from reversed(chain)

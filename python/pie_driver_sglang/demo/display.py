@@ -1,0 +1,100 @@
+"""What the demo shows: plain lines here, live panels in `live`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Self
+
+from pie_driver_sglang.demo.report import Grid
+from pie_driver_sglang.demo.runtime import WAITING, Context
+
+
+class Display:
+    """Prints plain lines: each context when it is done."""
+
+    def __init__(self) -> None:
+        """Prints to the standard output."""
+        self._printed: set[int] = set()
+
+    def note(self, line: str) -> None:
+        """Shows a line of information."""
+        print(line, flush=True)
+
+    def loading(self, elapsed_s: float, log_line: str) -> None:
+        """Shows that the driver still loads; called many times."""
+
+    def show(self, contexts: Sequence[Context]) -> None:
+        """Shows the state of all contexts; called after every step."""
+        for context in contexts:
+            if context.done and context.number not in self._printed:
+                self._printed.add(context.number)
+                body = printable(context.prompt + context.text)
+                print(f"\n--- {heading(context)} ---\n{body}", flush=True)
+
+    def finish(self, contexts: Sequence[Context], grids: Sequence[Grid]) -> None:
+        """Shows the whole texts, unless that is done already, and the tables."""
+        for grid in grids:
+            print(f"\n{plain_table(grid)}")
+
+    def __enter__(self) -> Self:
+        """Returns the display itself."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Gives the terminal back."""
+
+
+def open_display() -> Display:
+    """Returns live panels on a terminal that can show them, else plain lines."""
+    simple = os.environ.get("NO_COLOR") or os.environ.get("TERM", "dumb") == "dumb"
+    if simple or not sys.stdout.isatty():
+        return Display()
+    try:
+        from pie_driver_sglang.demo.live import LiveDisplay
+    except ImportError:
+        return Display()
+    return LiveDisplay()
+
+
+def heading(context: Context) -> str:
+    """Returns the title of a context: its number, its sampler and how far it is."""
+    state = f"{len(context.tokens)} tokens"
+    if context.done:
+        state += f", {context.state}"
+    return f"{context.number}: {context.sampling.label}, {_waits(context) or state}"
+
+
+def printable(text: str) -> str:
+    """Returns the text without tabs and without characters that would steer the terminal."""
+    lines = text.expandtabs(4).split("\n")
+    return "\n".join("".join(map(_visible, line)) for line in lines)
+
+
+def plain_table(grid: Grid) -> str:
+    """Returns a table of aligned columns."""
+    rows = [grid.headers, *grid.rows]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+
+    def cell(header: str, text: str, width: int) -> str:
+        return text.ljust(width) if header in grid.text else text.rjust(width)
+
+    lines = ["  ".join(map(cell, grid.headers, row, widths)).rstrip() for row in rows]
+    return "\n".join([f"{grid.title}:", *lines])
+
+
+def _waits(context: Context) -> str:
+    return context.state if context.state == WAITING else ""
+
+
+def _visible(character: str) -> str:
+    if character.isprintable():
+        return character
+    return " " if character.isspace() else "\N{REPLACEMENT CHARACTER}"

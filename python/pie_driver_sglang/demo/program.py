@@ -1,0 +1,211 @@
+"""The demo's command line, and its course from the first line to the last."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NoReturn
+
+from pie_driver_sglang.demo.display import Display, open_display
+from pie_driver_sglang.demo.driver import DriverEnded, Settings, SpawnedDriver, choose_profile
+from pie_driver_sglang.demo.report import Result, read_steps, summarise
+from pie_driver_sglang.demo.runtime import Context, Limits, Runtime, Sampling
+from pie_driver_sglang.errors import ConfigError, DriverError
+from pie_driver_sglang.logs import format_failure
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+PROMPTS: Final = (
+    "def read_config(path):\n",
+    "class Stack:\n    def __init__(self):\n",
+    "import socket\n\n\ndef connect(host, port):\n",
+    "    def test_split(self):\n",
+    "for line in lines:\n",
+    "async def main():\n",
+)
+SAMPLINGS: Final = (
+    Sampling("greedy", "greedy"),
+    Sampling("top-p 0.95 at 0.7", "top_p", (0.7, 0.95)),
+    Sampling("top-k 20, top-p 0.95 at 0.7", "top_k_top_p", (0.7, 20, 0.95)),
+    Sampling("top-p 0.95 at 0.7", "top_p", (0.7, 0.95)),
+    Sampling("min-p 0.1 at 0.7", "min_p", (0.7, 0.1)),
+    Sampling("top-p 0.95 at 0.7", "top_p", (0.7, 0.95)),
+)
+
+#: Steps between two arrivals.
+_STAGGER: Final = 4
+#: What models call the end of their turn, besides the ids in their configuration.
+_END_NAMES: Final = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|end_of_text|>", "</s>")
+_DOWNLOAD: Final = (
+    "pass a folder with config.json, tokenizer.json and weights to --model, "
+    "e.g. one from `hf download <repository>`"
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the demo.
+
+    Returns:
+        0, 1 after an error, 130 after Ctrl-C.
+    """
+    arguments = _parser().parse_args(argv)
+    signal.signal(signal.SIGTERM, _terminate)
+    # A terminal that is not UTF-8 shows marks instead of ending the demo.
+    getattr(sys.stdout, "reconfigure", dict)(errors="replace")
+    try:
+        rate = _run(arguments)
+        print(f"{rate:.1f} tok/s", flush=True)
+    except DriverError as error:
+        print(_failure(error), file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted: the driver is stopped", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # Whoever read the output is gone; the exit must not flush into the pipe again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 1
+    return 0
+
+
+def _run(arguments: argparse.Namespace) -> float:
+    _check_model(arguments.model)
+    profile = choose_profile(len(os.sched_getaffinity(0)), os.getloadavg()[0])
+    settings = Settings(arguments.model, arguments.device, arguments.seed, profile)
+    with (
+        tempfile.TemporaryDirectory(prefix="pie-demo-") as folder,
+        SpawnedDriver(settings, Path(folder)) as driver,
+        open_display() as display,
+    ):
+        display.note(f"{profile.name} profile: {profile.reason}")
+        display.note(f"starting the driver: {arguments.model} on {arguments.device}")
+        # The driver loads meanwhile.
+        tokenizer = _load_tokenizer(arguments.model)
+        end_tokens = _end_tokens(arguments.model, tokenizer)
+        limits = _wait(driver, display)
+        channel = driver.connect()
+        contexts = _contexts(arguments.prompt, tokenizer, arguments.tokens)
+        runtime = Runtime(channel, limits, contexts, end_tokens)
+        seconds = _decode(runtime, display)
+        result = Result(runtime, seconds, channel.round_trips_ns)
+        display.finish(contexts, summarise(result, read_steps(driver.trace_path)))
+    return result.rate
+
+
+def _wait(driver: SpawnedDriver, display: Display) -> Limits:
+    started = time.monotonic()
+    limits = driver.wait_ready(display.loading)
+    display.note(
+        f"ready after {time.monotonic() - started:.1f} s: {limits.arch_name}, "
+        f"{limits.total_pages} pages of {limits.kv_page_size} tokens"
+    )
+    return limits
+
+
+def _decode(runtime: Runtime, display: Display) -> float:
+    """Runs every step; returns the seconds it took."""
+    started = time.perf_counter()
+    while runtime.step():
+        display.show(runtime.contexts)
+    return time.perf_counter() - started
+
+
+def _contexts(prompts: Sequence[str], tokenizer: Tokenizer, limit: int) -> list[Context]:
+    from tokenizers.decoders import DecodeStream
+
+    contexts = []
+    for index, prompt in enumerate(prompts):
+        tokens = tokenizer.encode(prompt).ids
+        stream = DecodeStream(ids=tokens, skip_special_tokens=True)
+
+        def detokenise(token: int, stream: DecodeStream = stream) -> str:
+            return stream.step(tokenizer, token) or ""
+
+        sampling = SAMPLINGS[index % len(SAMPLINGS)]
+        arrival = index * _STAGGER
+        contexts.append(
+            Context(index + 1, prompt, tokens, sampling, limit, arrival, detokenise)
+        )
+    return contexts
+
+
+def _check_model(folder: Path) -> None:
+    """Refuses at once what can never work; the driver checks the rest.
+
+    Raises:
+        ConfigError: The folder or its tokenizer does not exist.
+    """
+    if not folder.is_dir():
+        raise ConfigError(f"there is no model folder {str(folder)!r}", _DOWNLOAD)
+    if not (folder / "tokenizer.json").is_file():
+        raise ConfigError(f"the model folder {str(folder)!r} has no tokenizer.json", _DOWNLOAD)
+
+
+def _load_tokenizer(folder: Path) -> Tokenizer:
+    from tokenizers import Tokenizer
+
+    path = folder / "tokenizer.json"
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # The package raises plain exceptions.
+        raise ConfigError(f"cannot read {str(path)!r}: {error}", _DOWNLOAD) from error
+
+
+def _end_tokens(folder: Path, tokenizer: Tokenizer) -> frozenset[int]:
+    """Returns the tokens that end a text, by the model's configuration and by their names."""
+    ends: set[int] = set()
+    for name in ("config.json", "generation_config.json"):
+        listed = _read_json(folder / name).get("eos_token_id")
+        for token in listed if isinstance(listed, list) else [listed]:
+            if isinstance(token, int):
+                ends.add(token)
+    named = map(tokenizer.token_to_id, _END_NAMES)
+    return frozenset(ends.union(token for token in named if token is not None))
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """Returns an object, empty if the file does not hold one: the driver judges the model."""
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _failure(error: DriverError) -> str:
+    if isinstance(error, DriverEnded):
+        return f"{error}\n\n{error.log}"
+    return format_failure(error)
+
+
+def _terminate(number: int, frame: object) -> NoReturn:
+    raise SystemExit(128 + number)
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise ValueError(text)
+    return number
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m pie_driver_sglang.demo",
+        description="Serves several prompts at once, from the ring to the text on the terminal.",
+    )
+    add = parser.add_argument
+    add("--model", type=Path, default=Path("models/pocket"), help="folder (default: %(default)s)")
+    add("--device", default="cpu", help="cpu or cuda:N (default: %(default)s)")
+    add("--tokens", type=_count, default=96, help="most tokens per prompt (default: %(default)s)")
+    add("--prompt", nargs="+", default=list(PROMPTS), metavar="TEXT", help="prompts to continue")
+    add("--seed", type=int, default=42, help="the driver's random seed (default: %(default)s)")
+    return parser

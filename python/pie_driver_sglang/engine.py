@@ -1,0 +1,62 @@
+"""What a lane needs from a model: the door between the driver and an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    from pie_driver_sglang._core import Pass, SlotGroup
+
+
+class Facts(NamedTuple):
+    """What the engine found out about the model while it loaded it."""
+
+    total_pages: int
+    """KV pages that the runtime may use: ids ``0..total_pages``."""
+    page_size: int
+    """Tokens of one page."""
+    vocab_size: int
+    """Rows of the embedding table and columns of the logits."""
+    context_length: int
+    """Positions ``0..context_length``."""
+    arch_name: str
+    """Architecture as the runtime's chat templates know it."""
+    dtype: str
+    """Activation dtype, e.g. ``bfloat16``."""
+    attention_backend: str
+    """SGLang's name of the attention backend."""
+
+
+class Engine(Protocol):
+    """A loaded model with its KV pool. All calls come from one thread."""
+
+    @property
+    def facts(self) -> Facts:
+        """Sizes and names of the loaded model."""
+
+    @property
+    def block(self) -> npt.NDArray[np.uint8]:
+        """The staging block that the planner fills: ``[bytes]`` uint8, pinned for a GPU."""
+
+    def forward(self, batch: Pass) -> None:
+        """Runs the staged pass and stores its KV.
+
+        The final hidden states stay with the engine until the pass's slot groups are sampled.
+        """
+
+    def sample(self, group: SlotGroup) -> npt.NDArray[np.int64]:
+        """Samples the staged slot group of the last pass.
+
+        Returns:
+            ``[slots]`` int64 token ids, in the group's order.
+        """
+
+    def take_waits(self) -> tuple[int, int]:
+        """Nanoseconds of host-to-device copies and of waiting for tokens, since the last call."""
+
+    def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copies whole KV pages of all layers within the device pool, pair by pair in order."""

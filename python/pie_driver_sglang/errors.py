@@ -1,0 +1,39 @@
+"""The errors that end a start, and how their messages show a user's values."""
+
+from __future__ import annotations
+
+import reprlib
+from typing import Any
+
+
+class DriverError(Exception):
+    """An error that the user can act on.
+
+    Attributes:
+        message: One sentence: what happened, with the value and the limit.
+        hint: One sentence: what to do about it; empty if there is nothing to do.
+    """
+
+    def __init__(self, message: str, hint: str = "") -> None:
+        """Keep the two sentences; `str(error)` is the first."""
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+
+class ConfigError(DriverError):
+    """The configuration, the snapshot or the command line is wrong."""
+
+
+class StartError(DriverError):
+    """The configuration is fine, but the driver cannot start with it here."""
+
+
+def quoted(value: Any) -> str:
+    """Show a user's value in a message: on one line, and cut where it is long."""
+    shortener = reprlib.Repr()
+    shortener.maxstring = shortener.maxother = shortener.maxlong = 80
+    try:
+        return shortener.repr(value)
+    except ValueError:  # Python refuses to print an integer of more than 4300 digits.
+        return "a number of more than 4300 digits"

@@ -1,0 +1,191 @@
+"""The start-up sequence: configuration, region, model, handshake; then serving until SIGTERM.
+
+What can be checked cheaply is checked first: configuration, snapshot and region errors show within
+a second, before torch or SGLang is imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pie_driver_sglang import __version__, _core
+from pie_driver_sglang.arch import vocab_size
+from pie_driver_sglang.config import DriverConfig, load_config, load_hf_config
+from pie_driver_sglang.errors import DriverError, StartError
+from pie_driver_sglang.handshake import UNLIMITED, Capabilities, Handshake
+from pie_driver_sglang.logs import configure_logging, format_failure
+from pie_driver_sglang.serve import serve, warm_up
+from pie_driver_sglang.trace import open_trace
+
+if TYPE_CHECKING:
+    from pie_driver_sglang.engine import Engine, Facts
+
+logger = logging.getLogger(__name__)
+
+# Bytes on the wire, by the sizing rule of the Pie driver protocol.
+_FRAME_BYTES = 4096
+_REQUEST_BYTES = 96
+_TOKEN_BYTES = 32
+
+NEVER_PARK = 2**64 - 1
+"""The `spin_budget_us` of the latency profile."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the driver.
+
+    Returns:
+        The exit status of a failed start, or 0. A running driver ends by SIGTERM or with its
+        parent, natively and with status 0.
+    """
+    arguments = _parser().parse_args(argv)
+    # Inferlets print to the inherited stdout: whatever a library prints belongs to the log.
+    os.dup2(2, 1)
+    # Ctrl-C reaches the whole process group; the server decides when its drivers stop.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        configure_logging()
+        guard = _core.ExitGuard()
+        with Handshake(arguments.handshake_fd) as handshake:
+            run(load_config(arguments.config), guard, handshake)
+    except DriverError as error:
+        logger.debug("the start failed", exc_info=True)
+        return _fail(error)
+    except Exception as error:
+        logger.exception("the driver stops on an unexpected error")
+        return _fail(
+            DriverError(f"{type(error).__name__}: {error}", "the traceback above says where")
+        )
+    return 0
+
+
+def run(config: DriverConfig, guard: _core.ExitGuard, handshake: Handshake) -> None:
+    """Starts the driver, announces it and serves.
+
+    Raises:
+        DriverError: The start failed; no region is left behind.
+    """
+    started = time.monotonic()
+    driver = config.driver
+    trace = open_trace(driver.options.trace_file)
+    server = _open_region(config, guard)
+    try:
+        engine = _start(config, server)
+        facts = engine.facts
+        caps = capabilities(config, facts, server.request_capacity)
+        handshake.announce(driver.group_id, server.name, caps)
+        logger.info(
+            "serving %s (%s) on %s: %s, attention %s, %d pages of %d tokens, ready in %.1f s",
+            config.model.name or config.model.snapshot_dir.name,
+            facts.arch_name,
+            driver.device[0],
+            facts.dtype,
+            facts.attention_backend,
+            facts.total_pages,
+            facts.page_size,
+            time.monotonic() - started,
+        )
+        serve(server, engine, trace)
+    finally:
+        server.unlink()
+
+
+def capabilities(config: DriverConfig, facts: Facts, request_bytes: int) -> Capabilities:
+    """What the runtime is told; limits that the driver handles by itself are unlimited.
+
+    Every batch within the limits fits a request of `request_bytes` bytes.
+    """
+    requests = config.driver.options.max_forward_requests
+    room = request_bytes - _FRAME_BYTES - _REQUEST_BYTES * requests - 4 * facts.vocab_size
+    # Half of the room for tokens, half for pages; a whole context always fits.
+    pool_tokens = facts.total_pages * facts.page_size
+    tokens = max(facts.context_length, min(pool_tokens, room // 2 // _TOKEN_BYTES))
+    return Capabilities(
+        total_pages=facts.total_pages,
+        kv_page_size=facts.page_size,
+        swap_pool_size=0,
+        max_forward_tokens=tokens,
+        max_forward_requests=requests,
+        max_page_refs=(room - _TOKEN_BYTES * tokens) // 4,
+        max_logit_rows=UNLIMITED,
+        max_prob_rows=UNLIMITED,
+        max_custom_mask_bytes=UNLIMITED,
+        max_sampler_rows=UNLIMITED,
+        max_logprob_labels=UNLIMITED,
+        arch_name=facts.arch_name,
+        vocab_size=facts.vocab_size,
+        max_model_len=facts.context_length,
+        activation_dtype=config.driver.activation_dtype,
+        snapshot_dir=str(config.model.snapshot_dir),
+    )
+
+
+def request_bytes(config: DriverConfig, hf_config: Mapping[str, Any]) -> int:
+    """Size that a request may need: one whole context in a full batch, one logit mask beside it."""
+    options = config.driver.options
+    text = hf_config.get("text_config", hf_config)
+    context = options.context_length or int(text.get("max_position_embeddings") or 0)
+    pages = 2 * (context // options.page_size + 1)
+    masks = 4 * (vocab_size(hf_config) or 0)
+    fixed = _FRAME_BYTES + _REQUEST_BYTES * options.max_forward_requests
+    return fixed + masks + _TOKEN_BYTES * context + 4 * pages
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m pie_driver_sglang",
+        description="The Pie runtime's driver process on SGLang. The runtime starts it.",
+    )
+    parser.add_argument("--config", type=Path, required=True, help="driver.toml")
+    parser.add_argument("--handshake-fd", type=int, required=True, help="write end of a pipe")
+    parser.add_argument("--version", action="version", version=__version__)
+    return parser
+
+
+def _open_region(config: DriverConfig, guard: _core.ExitGuard) -> _core.Server:
+    needed = request_bytes(config, load_hf_config(config.model.snapshot_dir))
+    try:
+        return _core.Server(
+            f"/pie_shmem_g{config.driver.group_id}",
+            guard,
+            spin_budget_us=config.driver.spin_budget_us,
+            min_request_bytes=needed,
+        )
+    except _core.RingError as error:
+        raise StartError(str(error)) from error
+
+
+def _start(config: DriverConfig, server: _core.Server) -> Engine:
+    """Loads the model and runs every kind of pass once."""
+    from pie_driver_sglang.sglang import environment
+
+    driver = config.driver
+    architectures = load_hf_config(config.model.snapshot_dir)["architectures"]
+    spins = driver.spin_budget_us == NEVER_PARK
+    environment.prepare(driver.device[0], architectures, spins=spins)
+    logger.info("importing SGLang")
+    from pie_driver_sglang.sglang.load import load_engine
+
+    logger.info("loading %s", config.model.snapshot_dir)
+    planner, engine = load_engine(config)
+    server.serve(planner, engine.block.data, _report)
+    logger.info("warming up")
+    warm_up(server, engine)
+    return engine
+
+
+def _report(kind: str, text: str) -> None:
+    logger.warning("%s", text, extra={"kind": kind})
+
+
+def _fail(error: DriverError) -> int:
+    print(format_failure(error), file=sys.stderr, flush=True)
+    return 1

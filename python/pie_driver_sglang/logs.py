@@ -1,0 +1,165 @@
+"""The driver's log: on stderr, one short line per record, repeats limited per kind.
+
+Standard output belongs to the runtime, which prints the programs' output there.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Final, TextIO
+
+from pie_driver_sglang.errors import ConfigError, DriverError, quoted
+
+#: Environment variable with the log level; `info` if unset.
+LEVEL_VARIABLE: Final = "PIE_DRIVER_LOG"
+LEVELS: Final[Mapping[str, int]] = MappingProxyType(
+    {
+        "debug": logging.DEBUG,
+        "info": logging.INFO,
+        "warning": logging.WARNING,
+        "error": logging.ERROR,
+    }
+)
+_QUIET_LIBRARIES: Final = ("sglang", "torch", "transformers")
+_MAX_KINDS: Final = 1024
+
+
+class RateLimitFilter(logging.Filter):
+    """Lets the first few records of a kind through, then at most one per interval.
+
+    The kind of a record is `extra={"kind": ...}` if given, else its level and its format string.
+    `extra={"kind": None}` exempts a record, e.g. a line of a progress report. The record that
+    ends a silence says how many were left out. Safe for several threads.
+    """
+
+    def __init__(
+        self,
+        first: int = 5,
+        interval_s: float = 10.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Allow `first` records of a kind, then one per `interval_s` seconds of `clock`."""
+        super().__init__()
+        self._first = first
+        self._interval_s = interval_s
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._kinds: dict[str, _Count] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Tell whether to print the record, and add the count of those left out before it."""
+        kind = getattr(record, "kind", f"{record.levelname} {record.msg}")
+        if kind is None:
+            return True
+        with self._lock:
+            note = self._admit(str(kind))
+        if note:
+            record.msg = f"{record.msg}{note}"
+        return note is not None
+
+    def _admit(self, kind: str) -> str | None:
+        """Return what to append to an admitted message; None to leave it out."""
+        now = self._clock()
+        count = self._kinds.setdefault(kind, _Count())
+        if len(self._kinds) > _MAX_KINDS:
+            del self._kinds[next(iter(self._kinds))]
+        if count.seen >= self._first and now - count.printed_at < self._interval_s:
+            count.left_out += 1
+            return None
+        left_out, count.left_out = count.left_out, 0
+        count.seen, count.printed_at = count.seen + 1, now
+        if left_out:
+            return f" ({left_out} more like this left out)"
+        if count.seen == self._first:
+            return f" (from now on at most once in {self._interval_s:g} s)"
+        return ""
+
+
+class _Count:
+    """How often one kind was printed and left out."""
+
+    __slots__ = ("left_out", "printed_at", "seen")
+
+    def __init__(self) -> None:
+        self.seen = 0
+        self.left_out = 0
+        self.printed_at = 0.0
+
+
+class Formatter(logging.Formatter):
+    """`HH:MM:SS.mmm LEVEL package: message` in local time."""
+
+    def __init__(self, color: bool = False) -> None:
+        """Paint the level's word if `color`; the text is the same either way."""
+        super().__init__("%(asctime)s.%(msecs)03d %(shown_level)s %(package)s: %(message)s")
+        self.datefmt = "%H:%M:%S"
+        self._color = color
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the record's line, with a traceback below it if it has one."""
+        paint = {logging.WARNING: "33", logging.ERROR: "31", logging.CRITICAL: "31"}
+        color = paint.get(record.levelno) if self._color else None
+        level = record.levelname
+        record.shown_level = f"\x1b[{color}m{level}\x1b[0m" if color else level
+        record.package = record.name.partition(".")[0]
+        return super().format(record)
+
+
+class _StderrHandler(logging.StreamHandler[TextIO]):
+    """The handler that `configure_logging` installs, so that a second call replaces it."""
+
+
+def configure_logging(level: str | None = None) -> None:
+    """Send every log record to stderr; call it before anything is loaded.
+
+    The driver logs at `level`, libraries at `warning` or above. Calling it again replaces what the
+    first call set up.
+
+    Args:
+        level: A key of `LEVELS`; None to take it from the environment variable PIE_DRIVER_LOG.
+
+    Raises:
+        ConfigError: The level is none of `LEVELS`.
+    """
+    number = _level_number(level)
+    handler = _StderrHandler(sys.stderr)
+    handler.setFormatter(Formatter(_wants_color(sys.stderr)))
+    handler.addFilter(RateLimitFilter())
+    root = logging.getLogger()
+    for old in [old for old in root.handlers if isinstance(old, _StderrHandler)]:
+        root.removeHandler(old)
+    root.addHandler(handler)
+    root.setLevel(max(number, logging.WARNING))
+    for name in _QUIET_LIBRARIES:
+        logging.getLogger(name).setLevel(max(number, logging.WARNING))
+    logging.getLogger(__package__).setLevel(number)
+
+
+def format_failure(error: DriverError) -> str:
+    """Return what to print when a start fails: one line, and below it what to do."""
+    line = f"{__package__}: {' '.join(str(error).split())}"
+    return f"{line}\n\nhint: {error.hint}" if error.hint else line
+
+
+def _level_number(level: str | None) -> int:
+    source = "log level"
+    if level is None:
+        source, level = f"environment variable {LEVEL_VARIABLE}", os.environ.get(LEVEL_VARIABLE)
+    name = (level or "info").strip().lower()
+    if name not in LEVELS:
+        raise ConfigError(
+            f"{source} is {quoted(level)}, expected one of {', '.join(LEVELS)}",
+            f"set {LEVEL_VARIABLE} to one of {', '.join(LEVELS)}, or unset it",
+        )
+    return LEVELS[name]
+
+
+def _wants_color(stream: TextIO) -> bool:
+    plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+    return not plain and stream.isatty()

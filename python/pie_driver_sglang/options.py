@@ -1,0 +1,353 @@
+"""The table `[driver.options]`: the driver's own keys and SGLang settings passed through.
+
+The keys and defaults of the driver are those of the Pie driver protocol. Every other key must be
+a field of SGLang's `ServerArgs` that the driver does not set itself; the list of those is
+generated (`_server_args.py`), so that nothing here imports SGLang.
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple
+
+import msgspec
+
+from pie_driver_sglang._server_args import SERVER_ARGS, ServerArg
+from pie_driver_sglang.errors import ConfigError, quoted
+
+logger = logging.getLogger(__name__)
+
+#: Requests per batch that the driver accepts when `cuda_graph_max_bs` is not set.
+DEFAULT_MAX_FORWARD_REQUESTS: Final = 256
+
+
+class DriverOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """The checked `[driver.options]`, with the defaults of the Pie driver protocol.
+
+    Attributes:
+        attention_backend: SGLang's attention backend, resolved for the device.
+        mem_fraction_static: Share of the device memory for weights and KV pages.
+        disable_radix_cache: No effect: the runtime shares prefixes, never SGLang.
+        disable_cuda_graph: Run every batch eagerly.
+        cuda_graph_max_bs: Most requests in one captured graph; None for the default.
+        chunked_prefill_size: Most tokens in one prefill step, -1 for no limit; None for SGLang's.
+        kv_cache_dtype: Element type of the KV pages; `auto` follows the activations.
+        trust_remote_code: Allow the snapshot to bring Python code of its own.
+        context_length: Cap of the positions of one request; None for the model's.
+        cpu_mem_budget_in_gb: Pinned host memory for swapped pages, in GiB.
+        spec_ngram_enabled: Draft tokens with n-grams.
+        spec_ngram_num_drafts: Draft tokens proposed per step.
+        spec_ngram_max_depth: Longest n-gram, in tokens.
+        spec_ngram_capacity: Budget of the n-gram index, in nodes.
+        page_size: Tokens in one KV page.
+        trace_file: File that records the frames served; None for no recording.
+        server_args: SGLang `ServerArgs` fields that the user set by name.
+    """
+
+    attention_backend: str
+    mem_fraction_static: float = 0.65
+    disable_radix_cache: bool = True
+    disable_cuda_graph: bool = False
+    cuda_graph_max_bs: int | None = None
+    chunked_prefill_size: int | None = None
+    kv_cache_dtype: str = "auto"
+    trust_remote_code: bool = True
+    context_length: int | None = None
+    cpu_mem_budget_in_gb: int = 0
+    spec_ngram_enabled: bool = False
+    spec_ngram_num_drafts: int = 4
+    spec_ngram_max_depth: int = 18
+    spec_ngram_capacity: int = 1_000_000
+    page_size: int = 16
+    trace_file: str | None = None
+    server_args: dict[str, Any] = {}
+
+    @property
+    def max_forward_requests(self) -> int:
+        """Requests in one batch, as announced to the runtime."""
+        return self.cuda_graph_max_bs or DEFAULT_MAX_FORWARD_REQUESTS
+
+
+class _Key(NamedTuple):
+    """What one key of the driver accepts: a type of `_TYPES` and inclusive limits."""
+
+    type: str
+    low: float | None = None
+    high: float | None = None
+
+
+_KEYS: Final[Mapping[str, _Key]] = MappingProxyType(
+    {
+        "attention_backend": _Key("str"),
+        "mem_fraction_static": _Key("float", 0.01, 0.99),
+        "disable_radix_cache": _Key("bool"),
+        "disable_cuda_graph": _Key("bool"),
+        "cuda_graph_max_bs": _Key("int", 1, 4096),
+        "chunked_prefill_size": _Key("int", -1, 2**31 - 1),
+        "kv_cache_dtype": _Key("str"),
+        "trust_remote_code": _Key("bool"),
+        "context_length": _Key("int", 1, 2**31 - 1),
+        "cpu_mem_budget_in_gb": _Key("int", 0, 2**20),
+        "spec_ngram_enabled": _Key("bool"),
+        "spec_ngram_num_drafts": _Key("int", 1, 64),
+        "spec_ngram_max_depth": _Key("int", 1, 1024),
+        "spec_ngram_capacity": _Key("int", 1, 2**32 - 1),
+        "page_size": _Key("int", 1, 1024),
+        "trace_file": _Key("str"),
+    }
+)
+
+#: Keys that name the interpreter: the runtime uses and removes them.
+_LAUNCHER_KEYS: Final = frozenset({"venv", "python"})
+
+#: Names by which the runtime's other drivers set their capacity; here the driver computes it.
+CAPACITY_NAMES: Final = frozenset(
+    {
+        "cpu_pages",
+        "linear_attn_max_slots",
+        "max_batch_size",
+        "max_batch_tokens",
+        "max_forward_requests",
+        "max_forward_tokens",
+        "max_num_batched_tokens",
+        "max_num_kv_pages",
+        "max_num_seqs",
+        "max_running_requests",
+        "max_total_tokens",
+        "total_pages",
+    }
+)
+
+#: Keys of the section above the options, which a user may put one level too deep.
+_SECTION_KEYS: Final = frozenset(
+    {"activation_dtype", "ipc_profile", "master_port", "spin_budget_us", "tensor_parallel_size"}
+)
+
+#: What other engines and older SGLang versions call one of our options.
+_OTHER_NAMES: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "cuda_graph_bs": "cuda_graph_bs_decode",
+        "enforce_eager": "disable_cuda_graph",
+        "gpu_memory_utilization": "mem_fraction_static",
+        "max_model_len": "context_length",
+    }
+)
+
+#: Who sets a field that the user may not, and what the user can do, by the generated owner.
+OWNERS: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
+    {
+        "adapters": ("adapters belong to the runtime", "remove the key"),
+        "capacity": (
+            "the driver computes its capacity from the memory and reports it to the runtime",
+            "set `mem_fraction_static` for more or fewer KV pages, "
+            "`cuda_graph_max_bs` for the requests per batch",
+        ),
+        "custom": ("it needs a Python object", "remove the key"),
+        "device": (
+            "the device comes from the runtime's configuration",
+            "set `device` under [model.driver] and remove the key",
+        ),
+        "disaggregation": ("the runtime places prefill and decode itself", "remove the key"),
+        "dtype": (
+            "the activation type comes from the runtime's configuration",
+            "set `activation_dtype` under [model.driver] and remove the key",
+        ),
+        "graphs": ("the driver sizes its CUDA graphs itself", "set `cuda_graph_max_bs` instead"),
+        "graphs_off": ("the driver decides this for all graphs", "set `disable_cuda_graph`"),
+        "media": ("this driver serves text only", "remove the key"),
+        "observability": (
+            "the driver writes its own log and serves no metrics",
+            "set the environment variable PIE_DRIVER_LOG for the log level and remove the key",
+        ),
+        "parallel": ("this driver uses one device", "remove the key"),
+        "pool": ("the driver lays out the KV pages itself", "set `page_size` or remove the key"),
+        "prefix_cache": ("the runtime shares prefixes itself", "remove the key"),
+        "sampling": ("the driver samples as each request asks", "remove the key"),
+        "schedule": ("the runtime schedules requests", "remove the key"),
+        "seed": (
+            "the seed comes from the runtime's configuration",
+            "set `random_seed` under [model.driver] and remove the key",
+        ),
+        "server": ("the runtime serves clients, not SGLang's server", "remove the key"),
+        "snapshot": (
+            "the weights come from the snapshot that the runtime resolved",
+            "set `hf_repo` under [model] and remove the key",
+        ),
+        "speculative": ("the driver does not use SGLang's speculation", "remove the key"),
+        "tokenizer": ("the runtime tokenizes, not the driver", "remove the key"),
+        "tokens": ("the driver only serves causal language models", "remove the key"),
+    }
+)
+
+_TYPES: Final[Mapping[str, tuple[Any, str]]] = MappingProxyType(
+    {
+        "bool": (bool, "true or false"),
+        "float": (float, "a number"),
+        "int": (int, "an integer"),
+        "list[float]": (list[float], "an array of numbers"),
+        "list[int]": (list[int], "an array of integers"),
+        "list[str]": (list[str], "an array of strings"),
+        "list[table]": (list[dict[str, Any]], "an array of tables"),
+        "str": (str, "a string"),
+        "table": (dict[str, Any], "a table"),
+    }
+)
+
+
+def default_attention_backend(device: str) -> str:
+    """Return the attention backend for `cpu` or `cuda:N` when the user names none."""
+    return "torch_native" if device == "cpu" else "triton"
+
+
+def valid_names() -> tuple[str, ...]:
+    """Return every name that `[driver.options]` accepts, sorted."""
+    passed = {name for name, field in SERVER_ARGS.items() if field.owner is None}
+    return tuple(sorted(passed | _KEYS.keys()))
+
+
+def parse_options(table: Mapping[str, Any], device: str) -> DriverOptions:
+    """Check the table `[driver.options]`.
+
+    Args:
+        table: The table as TOML gives it.
+        device: `cpu` or `cuda:N`; some defaults and limits depend on it.
+
+    Raises:
+        ConfigError: A key is unknown or not the user's to set, a value has the wrong type or is
+            out of its limits, or it asks for what this driver cannot do yet.
+    """
+    own: dict[str, Any] = {}
+    passed: dict[str, Any] = {}
+    for name, value in table.items():
+        if name in _KEYS:
+            own[name] = _check_key(name, value, _KEYS[name])
+        elif name not in _LAUNCHER_KEYS:
+            passed[name] = _check_passed(name, value)
+    own.setdefault("attention_backend", default_attention_backend(device))
+    options = DriverOptions(**own, server_args=passed)
+    _refuse_unfinished(options)
+    _check_device(options, device)
+    if not options.disable_radix_cache:
+        logger.warning(
+            "option `disable_radix_cache` is false, which has no effect: "
+            "the runtime shares prefixes itself"
+        )
+    return options
+
+
+def _check_key(name: str, value: Any, key: _Key) -> Any:
+    checked = _convert(name, value, key.type)
+    if key.low is not None and key.high is not None and not key.low <= checked <= key.high:
+        raise ConfigError(
+            f"option `{name}` is {quoted(value)}, outside {key.low} to {key.high}",
+            f"set `{name}` to a value from {key.low} to {key.high}, or remove it",
+        )
+    if name == "chunked_prefill_size" and checked == 0:
+        raise ConfigError(
+            "option `chunked_prefill_size` is 0, which leaves no token for a step",
+            "set it to at least 1, to -1 for no limit, or remove it",
+        )
+    if key.type == "str":
+        _check_text(name, checked, SERVER_ARGS.get(name, ServerArg("str")))
+    return checked
+
+
+def _check_passed(name: str, value: Any) -> Any:
+    field = SERVER_ARGS.get(name)
+    if name in CAPACITY_NAMES:
+        raise _owned(name, "capacity")
+    if field is None:
+        raise _unknown(name)
+    if field.owner is not None:
+        raise _owned(name, field.owner)
+    checked = _convert(name, value, field.type)
+    if isinstance(checked, str):
+        _check_text(name, checked, field)
+    return checked
+
+
+def _convert(name: str, value: Any, described: str) -> Any:
+    """Return the value as one of the described types (`int`, `str | table`, ...)."""
+    for alternative in described.split(" | "):
+        try:
+            return msgspec.convert(value, _TYPES[alternative][0])
+        except (ValueError, OverflowError):  # msgspec's own errors are ValueErrors.
+            continue
+    expected = " or ".join(_TYPES[alternative][1] for alternative in described.split(" | "))
+    raise ConfigError(
+        f"option `{name}` is {quoted(value)}, expected {expected}",
+        f"write {expected} for `{name}`, or remove it",
+    )
+
+
+def _check_text(name: str, value: str, field: ServerArg) -> None:
+    """Refuse an empty string and a word that is not among the choices."""
+    if not value or "\0" in value:
+        raise ConfigError(
+            f"option `{name}` is {quoted(value)}, which names nothing",
+            f"set `{name}` or remove it",
+        )
+    if not field.choices or value in field.choices:
+        return
+    hint = f"{_nearest(value, field.choices)} choose one of {', '.join(field.choices)}".strip()
+    if field.open_choices:
+        logger.warning("option `%s` is %s, unknown to SGLang itself: %s", name, quoted(value), hint)
+        return
+    raise ConfigError(f"option `{name}` is {quoted(value)}, which SGLang does not know", hint)
+
+
+def _owned(name: str, owner: str) -> ConfigError:
+    reason, remedy = OWNERS[owner]
+    return ConfigError(f"option `{name}` cannot be set: {reason}", remedy)
+
+
+def _unknown(name: str) -> ConfigError:
+    hint = _nearest(name.replace("-", "_").lower(), valid_names())
+    if name in _OTHER_NAMES:
+        hint = f"this driver calls it `{_OTHER_NAMES[name]}`"
+    elif name in _SECTION_KEYS:
+        hint = f"`{name}` belongs under [model.driver], not under its options"
+    return ConfigError(
+        f"unknown option {quoted(name)} in [model.driver.options]",
+        hint
+        or f"valid options of the driver: {', '.join(sorted(_KEYS))}; "
+        "and SGLang's settings for the model and its kernels, by their ServerArgs names",
+    )
+
+
+def _nearest(word: str, known: Iterable[str]) -> str:
+    """Return a question with the nearest known names; empty if none is near."""
+    names = sorted(known)
+    longer = [name for name in names if len(word) > 2 and name.startswith(word)]
+    matches = longer[:3] or difflib.get_close_matches(word[:100], names, n=3, cutoff=0.6)
+    return f"did you mean {' or '.join(f'`{match}`' for match in matches)}?" if matches else ""
+
+
+def _refuse_unfinished(options: DriverOptions) -> None:
+    if options.spec_ngram_enabled:
+        raise ConfigError(
+            "option `spec_ngram_enabled` is true, but n-gram speculation is not available yet",
+            "remove `spec_ngram_enabled`; the other `spec_ngram_*` keys may stay",
+        )
+    if options.cpu_mem_budget_in_gb > 0:
+        raise ConfigError(
+            f"option `cpu_mem_budget_in_gb` is {options.cpu_mem_budget_in_gb}, but swapping pages "
+            "to host memory is not available yet",
+            "set `cpu_mem_budget_in_gb` to 0 or remove it; "
+            "the runtime recomputes suspended contexts",
+        )
+
+
+def _check_device(options: DriverOptions, device: str) -> None:
+    """On the CPU only one of SGLang's backends runs; a plugin's may do, so only known ones fail."""
+    known = SERVER_ARGS["attention_backend"].choices
+    for name in ("attention_backend", "prefill_attention_backend", "decode_attention_backend"):
+        backend = options.server_args.get(name, options.attention_backend)
+        if device == "cpu" and backend in known and backend != "torch_native":
+            raise ConfigError(
+                f"option `{name}` is {quoted(backend)}, which does not run on the CPU",
+                f"set `{name}` to `torch_native` or remove it, or use a device `cuda:0`",
+            )

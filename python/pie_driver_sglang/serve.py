@@ -1,0 +1,119 @@
+"""The serving loop: batches and copies that need the model, one after the other."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from pie_driver_sglang import _core
+from pie_driver_sglang._core import Request, Sampler
+
+if TYPE_CHECKING:
+    from pie_driver_sglang.engine import Engine
+    from pie_driver_sglang.trace import Trace
+
+logger = logging.getLogger(__name__)
+
+STATUS_OK = 0
+STATUS_FAILED = 5
+
+
+def serve(server: _core.Server, engine: Engine, trace: Trace | None) -> None:
+    """Serves until the server is stopped. A failed request costs that request alone."""
+    for work in server:
+        if isinstance(work, _core.Copy):
+            _serve_copy(work, engine)
+        else:
+            _serve_batch(work, engine, trace)
+
+
+def warm_up(server: _core.Server, engine: Engine) -> None:
+    """Runs prefill, decode and mixed passes with every class of sampler, so that no request must.
+
+    The passes write to the first pages of the pool, which nobody owns yet.
+    """
+    for requests in _rehearsals(engine.facts.page_size, engine.facts.total_pages):
+        batch = server.rehearse(_core.encode_forward(requests))
+        run_batch(batch, engine)
+        batch.commit()
+
+
+def run_batch(batch: _core.Batch, engine: Engine) -> tuple[int, int]:
+    """Runs every pass of a batch and samples its slots.
+
+    Returns:
+        Nanoseconds of the forward passes and of sampling.
+    """
+    forward_ns = sample_ns = 0
+    while (staged := batch.stage()) is not None:
+        started = time.perf_counter_ns()
+        engine.forward(staged)
+        forward_ns += time.perf_counter_ns() - started
+        while (group := batch.stage_slots()) is not None:
+            started = time.perf_counter_ns()
+            tokens = engine.sample(group)
+            sample_ns += time.perf_counter_ns() - started
+            batch.put_tokens(tokens.data)
+    return forward_ns, sample_ns
+
+
+def _serve_batch(batch: _core.Batch, engine: Engine, trace: Trace | None) -> None:
+    # Read first: the planner takes its counts with it when the batch is answered.
+    requests, tokens = batch.requests, batch.tokens
+    try:
+        forward_ns, sample_ns = run_batch(batch, engine)
+        h2d_ns, sync_ns = engine.take_waits()
+        launch_ns = max(0, forward_ns + sample_ns - h2d_ns - sync_ns)
+        answered_ns = time.perf_counter_ns()
+        batch.commit(h2d_us=_micros(h2d_ns), launch_us=_micros(launch_ns), sync_us=_micros(sync_ns))
+    except Exception:
+        batch.fail()
+        logger.exception(
+            "a batch of %d requests and %d tokens failed and was answered by an abort",
+            requests,
+            tokens,
+            extra={"kind": "forward"},
+        )
+        return
+    if trace is not None:
+        phases = {
+            "parse": batch.parse_ns,
+            "plan": batch.plan_ns,
+            "forward": forward_ns,
+            "sample": sample_ns,
+            "respond": time.perf_counter_ns() - answered_ns,
+        }
+        trace.step(batch.received_ns, phases, requests=requests, tokens=tokens)
+
+
+def _serve_copy(copy: _core.Copy, engine: Engine) -> None:
+    try:
+        engine.copy_pages(copy.sources, copy.targets)
+    except Exception:
+        logger.exception("a copy of %d pages failed", len(copy.sources), extra={"kind": "copy"})
+        copy.commit(STATUS_FAILED)
+    else:
+        copy.commit(STATUS_OK)
+
+
+def _micros(nanoseconds: int) -> int:
+    return min((nanoseconds + 500) // 1000, 2**32 - 1)
+
+
+def _rehearsals(page_size: int, total_pages: int) -> list[list[Request]]:
+    """Decodes, a prefill of one page, and both together, each with every class of sampler."""
+    count = min(total_pages, 8)
+    samplers = [Sampler.greedy(), Sampler.multinomial(1.0), Sampler.top_k_top_p(0.8, 20, 0.9)]
+    samplers.append(Sampler.min_p(0.8, 0.1))
+
+    def request(page: int, tokens: int) -> Request:
+        pages: Sequence[int] = [page]
+        row = tokens - 1
+        slots = [(row, sampler) for sampler in samplers]
+        return Request([0] * tokens, list(range(tokens)), pages, tokens, slots)
+
+    decode = [request(page, 1) for page in range(count)]
+    prefill = [request(0, page_size)]
+    return [decode[:1], decode, prefill, decode[1:] + prefill]

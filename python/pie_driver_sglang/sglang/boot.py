@@ -1,0 +1,204 @@
+"""ServerArgs -> ModelConfig -> ModelRunner, without SGLang's scheduler or HTTP server."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+from unittest import mock
+
+import psutil
+import torch
+import torch.distributed as dist
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.distributed.parallel_state_wrapper import ParallelState
+from sglang.srt.layers import logits_processor
+from sglang.srt.layers.rotary_embedding import base as rotary_base
+from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.plugins import load_plugins
+from sglang.srt.runtime_context import publish
+from sglang.srt.server_args import ServerArgs
+
+from pie_driver_sglang.config import DriverConfig
+from pie_driver_sglang.errors import StartError
+from pie_driver_sglang.sglang import support
+
+logger = logging.getLogger(__name__)
+
+CPU_POOL_TOKENS = 65_536
+CPU_POOL_SHARE = 0.1
+"""Share of the free host memory that the KV pool of a CPU model may take."""
+DRAFT_ROOM = 64
+"""Tokens behind the last position that a request's drafts may occupy."""
+
+
+class Booted(NamedTuple):
+    """A loaded model and the sizes that the planner needs."""
+
+    runner: ModelRunner
+    row_pages: int
+    """Pages of one block-table row."""
+    max_requests: int
+    """Block-table rows that requests may use."""
+
+
+def boot(config: DriverConfig) -> Booted:
+    """Loads the model and allocates its KV pool.
+
+    Raises:
+        StartError: The device, the memory or the model's architecture does not allow it.
+    """
+    options = config.driver.options
+    load_plugins()
+    device_type, gpu_id = _device(config.driver.device[0])
+    with _translated_failures(config):
+        args = _server_args(config, device_type)
+        publish(args, role="scheduler")
+        model_config = ModelConfig.from_server_args(args)
+        support.check_config(model_config, args.attention_backend)
+        if device_type == "cpu":
+            # Without these SGLang's rotary embedding and soft-capped logits ask for CUDA kernels.
+            rotary_base._is_cpu = True
+            logits_processor._is_cpu = True
+            args.override(
+                "pie_driver_sglang", max_total_tokens=_cpu_pool_tokens(model_config, args)
+            )
+            publish(args, role="scheduler")
+        with _single_process_groups():
+            runner = ModelRunner(
+                model_config=model_config,
+                mem_fraction_static=args.mem_fraction_static,
+                gpu_id=gpu_id,
+                ps=ParallelState.trivial(gpu_id=gpu_id),
+                nccl_port=0,
+                server_args=args,
+            )
+        support.check_model(runner)
+        runner.alloc_memory_pool()
+        support.check_pool(runner)
+        row_pages = -(-(model_config.context_len + DRAFT_ROOM) // args.page_size)
+        runner.req_to_token_pool = ReqToTokenPool(
+            size=options.max_forward_requests,
+            max_context_len=row_pages * args.page_size,
+            device=runner.device,
+            enable_memory_saver=False,
+        )
+        runner.init_attention_backends()
+        runner.init_cuda_graphs(capture_decode_cuda_graph=False)
+    return Booted(runner, row_pages, options.max_forward_requests)
+
+
+def _device(device: str) -> tuple[str, int]:
+    if device == "cpu":
+        return "cpu", 0
+    index = int(device.removeprefix("cuda:"))
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if index >= count:
+        found = f"{count} CUDA devices are visible" if count else "no CUDA device is visible"
+        raise StartError(
+            f"device {device} does not exist: {found}",
+            hint='set `device = ["cpu"]` or make the GPU visible',
+        )
+    return "cuda", index
+
+
+def _server_args(config: DriverConfig, device_type: str) -> ServerArgs:
+    options = config.driver.options
+    owned: dict[str, Any] = {
+        "model_path": str(config.model.snapshot_dir),
+        "device": device_type,
+        "dtype": config.driver.activation_dtype,
+        "attention_backend": options.attention_backend,
+        "page_size": options.page_size,
+        "random_seed": config.driver.random_seed & 0x7FFF_FFFF,
+        "max_running_requests": options.max_forward_requests,
+        "mem_fraction_static": options.mem_fraction_static,
+        "kv_cache_dtype": options.kv_cache_dtype,
+        "trust_remote_code": options.trust_remote_code,
+        "context_length": options.context_length,
+        "chunked_prefill_size": options.chunked_prefill_size,
+        "skip_tokenizer_init": True,
+        "disable_radix_cache": True,
+        "disable_cuda_graph": True,
+        "disable_overlap_schedule": True,
+        # The planner knows one pool of slots; one more for windowed layers needs a second mapping.
+        "disable_hybrid_swa_memory": True,
+        "log_level": "warning",
+    }
+    return ServerArgs(**{**options.server_args, **owned})
+
+
+def _cpu_pool_tokens(model_config: ModelConfig, args: ServerArgs) -> int:
+    """max(2 x context, 65,536) tokens, at most a tenth of the free memory."""
+    layers = model_config.num_hidden_layers
+    width = model_config.get_num_kv_heads(1) * (model_config.head_dim + model_config.v_head_dim)
+    token_bytes = layers * width * model_config.dtype.itemsize
+    affordable = int(psutil.virtual_memory().available * CPU_POOL_SHARE) // token_bytes
+    tokens = min(max(2 * model_config.context_len, CPU_POOL_TOKENS), affordable)
+    if tokens < args.page_size:
+        raise StartError(
+            f"a tenth of the free memory holds {tokens} tokens of KV, less than one page of "
+            f"{args.page_size}",
+            hint="free memory or choose a smaller model",
+        )
+    return tokens // args.page_size * args.page_size
+
+
+@contextlib.contextmanager
+def _single_process_groups() -> Iterator[None]:
+    """Process groups of one process, which need no transport and so open no port."""
+    import torch.testing._internal.distributed.fake_pg  # noqa: F401  (registers the backend "fake")
+
+    if not dist.is_initialized():
+        dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=1)
+    new_group = dist.new_group
+
+    def new_fake_group(*args: Any, **kwargs: Any) -> Any:
+        return new_group(*args, **{**kwargs, "backend": "fake"})
+
+    def no_barrier(*_args: Any, **_kwargs: Any) -> None:
+        """One process has nobody to wait for."""
+
+    with (
+        mock.patch.object(dist, "new_group", new_fake_group),
+        mock.patch.object(dist, "monitored_barrier", no_barrier),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _translated_failures(config: DriverConfig) -> Iterator[None]:
+    """Turns what SGLang and torch raise into one line with the remedy."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise StartError(
+            f"{config.driver.device[0]} has too little memory for the model: {_first_line(error)}",
+            hint="lower `mem_fraction_static` or `context_length`, or free memory on the device",
+        ) from error
+    except (
+        ValueError,
+        RuntimeError,
+        KeyError,
+        ImportError,
+        OSError,
+        AssertionError,
+        NotImplementedError,
+    ) as error:
+        text = _first_line(error)
+        if "not supported" in text and "rchitecture" in text:
+            hint = "SGLang 0.5.17 has no such model; use one that it supports"
+        elif "mem" in text.lower():
+            hint = "adjust `mem_fraction_static` or `context_length`"
+        else:
+            hint = "check the model folder and [driver.options]"
+        raise StartError(
+            f"SGLang cannot load {config.model.snapshot_dir}: {text}", hint=hint
+        ) from error
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0][:500]

@@ -1,0 +1,239 @@
+"""The engine: SGLang's `ModelRunner`, fed from the planner's staging block."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from sglang.srt.layers.logits_processor import (
+    LogitsMetadata,
+    LogitsProcessor,
+    LogitsProcessorOutput,
+)
+from sglang.srt.model_executor.forward_batch_info import (
+    CaptureHiddenMode,
+    ForwardBatch,
+    ForwardMode,
+)
+
+from pie_driver_sglang.engine import Facts
+from pie_driver_sglang.sampling import SlotParams, sample_group
+
+if TYPE_CHECKING:
+    from pie_driver_sglang._core import Pass, Planner, SlotGroup
+    from pie_driver_sglang.sglang.boot import Booted
+
+_TORCH_DTYPES = {"int64": torch.int64, "int32": torch.int32, "float32": torch.float32}
+
+
+class _Hidden(NamedTuple):
+    """What the logits of a finished pass can be computed from."""
+
+    processor: LogitsProcessor
+    states: torch.Tensor
+    """``[tokens, hidden]`` after the final norm."""
+    input_ids: Any
+    lm_head: Any
+    metadata: LogitsMetadata
+
+
+class _Block:
+    """A staging block and, for each field, a view over its whole capacity."""
+
+    def __init__(self, memory: torch.Tensor, layout: Mapping[str, tuple[str, int, int]]) -> None:
+        self.memory = memory
+        self.fields = {
+            name: memory[offset : offset + capacity * _TORCH_DTYPES[dtype].itemsize].view(
+                _TORCH_DTYPES[dtype]
+            )
+            for name, (dtype, offset, capacity) in layout.items()
+        }
+        # The slot fields lie first, the table updates last: an upload ends with what is in use.
+        self.slots_end = layout["req_pool_indices"][1]
+        self.updates_offset = layout["table_updates"][1]
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self.fields[name]
+
+
+class SglangEngine:
+    """Implements :class:`pie_driver_sglang.engine.Engine`."""
+
+    def __init__(self, booted: Booted, planner: Planner, facts: Facts) -> None:
+        self._runner = booted.runner
+        self.facts = facts
+        device = torch.device(self._runner.device)
+        layout = dict(planner.layout)
+        on_cuda = device.type == "cuda"
+        host = torch.zeros(planner.block_bytes, dtype=torch.uint8, pin_memory=on_cuda)
+        self.block: npt.NDArray[np.uint8] = host.numpy()
+        self._host = _Block(host, layout)
+        # On the CPU the staging block is the device block.
+        self._device = (
+            _Block(torch.zeros_like(host, device=device), layout) if on_cuda else self._host
+        )
+        self._copied = torch.cuda.Event() if on_cuda else None
+        table = self._runner.req_to_token_pool.req_to_token
+        self._table_pages = table.view(-1, facts.page_size)
+        self._page_offsets = torch.arange(facts.page_size, dtype=table.dtype, device=device)
+        self._hidden: _Hidden | None = None
+        self._h2d_ns = self._sync_ns = 0
+        for module in self._runner.model.modules():
+            if isinstance(module, LogitsProcessor):
+                self._divert(module)
+
+    def _divert(self, processor: LogitsProcessor) -> None:
+        """Stops the forward pass before the LM head: logits are computed for sampled rows only."""
+
+        def keep_hidden(
+            input_ids: Any, states: torch.Tensor, lm_head: Any, metadata: Any, *_: Any
+        ) -> Any:
+            if isinstance(metadata, ForwardBatch):
+                metadata = LogitsMetadata.from_forward_batch(metadata)
+            self._hidden = _Hidden(processor, states, input_ids, lm_head, metadata)
+            return LogitsProcessorOutput(next_token_logits=None)
+
+        processor.forward = keep_hidden
+
+    @torch.inference_mode()
+    def forward(self, batch: Pass) -> None:
+        """Runs the staged pass; see :meth:`pie_driver_sglang.engine.Engine.forward`."""
+        self._upload(batch)
+        self._update_table(batch.updates)
+        self._hidden = None
+        self._runner.forward(self._forward_batch(batch))
+        if self._copied is not None:
+            # The planner may write the next pass once the device has read this one.
+            self._copied.synchronize()
+
+    @torch.inference_mode()
+    def sample(self, group: SlotGroup) -> npt.NDArray[np.int64]:
+        """Samples the staged slot group; see :meth:`pie_driver_sglang.engine.Engine.sample`."""
+        slots = group.greedy + group.plain + group.filtered
+        self._upload_slots()
+        fields = self._device
+        logits = self.logits(fields["slot_rows"][:slots])
+        names = ("temperatures", "top_ks", "top_ps", "min_ps", "uniforms")
+        params = SlotParams(*(fields[name][:slots] for name in names))
+        sampled = sample_group(logits, group, params)
+        started = time.perf_counter_ns()
+        tokens: npt.NDArray[np.int64] = sampled.cpu().numpy()
+        if self._copied is not None:
+            self._sync_ns += time.perf_counter_ns() - started
+        return tokens
+
+    def take_waits(self) -> tuple[int, int]:
+        """Copy and wait times; see :meth:`pie_driver_sglang.engine.Engine.take_waits`."""
+        waits = (self._h2d_ns, self._sync_ns)
+        self._h2d_ns = self._sync_ns = 0
+        return waits
+
+    def logits(self, rows: torch.Tensor) -> torch.Tensor:
+        """Logits of rows of the last pass: ``[rows]`` int64 -> ``[rows, vocabulary]`` float32."""
+        hidden = self._hidden
+        if hidden is None:
+            raise RuntimeError("no pass has run: stage and run one before sampling")
+        # In decode mode the processor keeps every row that it is given.
+        metadata = replace(hidden.metadata, forward_mode=ForwardMode.DECODE)
+        run = LogitsProcessor.forward
+        output = run(
+            hidden.processor, hidden.input_ids, hidden.states[rows], hidden.lm_head, metadata
+        )
+        logits: torch.Tensor = output.next_token_logits
+        return logits.float()
+
+    @torch.inference_mode()
+    def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copies pages within the pool; see :meth:`pie_driver_sglang.engine.Engine.copy_pages`."""
+        for group_sources, group_targets in _independent_groups(sources, targets):
+            source = torch.tensor(group_sources, device=self._runner.device) + 1
+            target = torch.tensor(group_targets, device=self._runner.device) + 1
+            for buffer in self._layer_buffers():
+                pages = buffer.view(-1, self.facts.page_size * buffer[0].numel())
+                pages[target] = pages[source]
+        self._synchronize()
+
+    def _layer_buffers(self) -> Iterator[torch.Tensor]:
+        pool = self._runner.token_to_kv_pool
+        for name in ("k_buffer", "v_buffer", "kv_buffer"):
+            yield from getattr(pool, name, ())
+
+    def _synchronize(self) -> None:
+        if self._copied is not None:
+            torch.cuda.current_stream().synchronize()
+
+    def _upload(self, batch: Pass) -> None:
+        if self._copied is None:
+            return
+        started = time.perf_counter_ns()
+        used = self._host.updates_offset + 16 * batch.updates
+        self._device.memory[:used].copy_(self._host.memory[:used], non_blocking=True)
+        self._copied.record()
+        self._h2d_ns += time.perf_counter_ns() - started
+
+    def _upload_slots(self) -> None:
+        if self._copied is None:
+            return
+        used = self._host.slots_end
+        self._device.memory[:used].copy_(self._host.memory[:used], non_blocking=True)
+
+    def _update_table(self, updates: int) -> None:
+        if not updates:
+            return
+        changed = self._device["table_updates"][: 2 * updates].view(updates, 2)
+        slots = changed[:, 1:].to(self._page_offsets.dtype) + self._page_offsets
+        self._table_pages[changed[:, 0]] = slots
+
+    def _forward_batch(self, batch: Pass) -> ForwardBatch:
+        device, host = self._device, self._host
+        tokens, requests = batch.tokens, batch.requests
+        seq_lens_cpu = host["seq_lens"][:requests]
+        fields: dict[str, Any] = {
+            "forward_mode": ForwardMode.DECODE,
+            "batch_size": requests,
+            "input_ids": device["input_ids"][:tokens],
+            "positions": device["positions"][:tokens],
+            "out_cache_loc": device["out_cache_loc"][:tokens],
+            "req_pool_indices": device["req_pool_indices"][:requests],
+            "seq_lens": device["seq_lens"][:requests],
+            "seq_lens_cpu": seq_lens_cpu,
+            "seq_lens_sum": batch.seq_lens_sum,
+            "orig_seq_lens": device["seq_lens"][:requests],
+            "capture_hidden_mode": CaptureHiddenMode.NULL,
+        }
+        if not batch.decode:
+            fields |= {
+                "forward_mode": ForwardMode.EXTEND,
+                "extend_num_tokens": tokens,
+                "extend_seq_lens": device["extend_seq_lens"][:requests],
+                "extend_prefix_lens": device["extend_prefix_lens"][:requests],
+                "extend_start_loc": device["extend_start_loc"][:requests],
+                "extend_seq_lens_cpu": host["extend_seq_lens"][:requests].tolist(),
+                "extend_prefix_lens_cpu": host["extend_prefix_lens"][:requests].tolist(),
+            }
+        return ForwardBatch(**fields)
+
+
+def _independent_groups(
+    sources: Sequence[int], targets: Sequence[int]
+) -> Iterator[tuple[list[int], list[int]]]:
+    """Cuts the pairs so that within a group no page is written twice, or read after it was written.
+
+    Each group can then be copied at once with the result of copying pair by pair in order.
+    """
+    group: tuple[list[int], list[int]] = ([], [])
+    written: set[int] = set()
+    for source, target in zip(sources, targets, strict=True):
+        if source in written or target in written:
+            yield group
+            group, written = ([], []), set()
+        group[0].append(source)
+        group[1].append(target)
+        written.add(target)
+    if group[0]:
+        yield group

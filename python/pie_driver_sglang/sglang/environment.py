@@ -1,0 +1,67 @@
+"""Process environment that SGLang and torch read while they are imported. Imports neither."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+
+def prepare(device: str, architectures: Iterable[str], *, spins: bool) -> None:
+    """Sets what must be set before the first ``import torch``.
+
+    Args:
+        device: ``cpu`` or ``cuda:N``.
+        architectures: class names from the model's ``config.json``.
+        spins: whether the ring thread spins without end and so keeps a core for itself.
+    """
+    if device == "cpu":
+        threads = max(1, len(os.sched_getaffinity(0)) - 1)
+        os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+        if spins:
+            os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    else:
+        os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")
+        os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "8")
+        os.environ.setdefault("CUDA_MODULE_LOADING", "AUTO")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    disabled = _other_model_modules(frozenset(architectures))
+    if disabled:
+        os.environ.setdefault("SGLANG_DISABLED_MODEL_ARCHS", ",".join(disabled))
+
+
+def _other_model_modules(architectures: frozenset[str]) -> list[str]:
+    """SGLang's model modules that define none of ``architectures``; empty if no module does.
+
+    SGLang imports more than 200 modules to find one class; naming the others saves seconds.
+    """
+    root = _package_folder("sglang")
+    if root is None:
+        return []
+    modules = {
+        path.stem: path.read_text(encoding="utf-8")
+        for path in (root / "srt" / "models").glob("*.py")
+    }
+    wanted = re.compile(
+        "|".join(rf"\b{re.escape(name)}\b" for name in sorted(architectures)) or r"(?!)"
+    )
+    entries = {name: _entry_classes(text) for name, text in modules.items()}
+    needed = {name for name, text in entries.items() if wanted.search(text)}
+    return sorted(entries.keys() - needed - {"__init__"}) if needed else []
+
+
+def _entry_classes(source: str) -> str:
+    """The text of a module's ``EntryClass`` assignment, or nothing."""
+    match = re.search(r"^EntryClass\s*=\s*(\[[^\]]*\]|.*)$", source, flags=re.MULTILINE)
+    return match.group(1) if match else ""
+
+
+def _package_folder(name: str) -> Path | None:
+    # The top-level package is located, not imported: importing it takes seconds.
+    spec = importlib.util.find_spec(name)
+    locations = spec.submodule_search_locations if spec else None
+    return Path(next(iter(locations))) if locations else None

@@ -1,0 +1,50 @@
+"""From a configuration to a planner and an engine that fit each other."""
+
+from __future__ import annotations
+
+from pie_driver_sglang._core import Planner
+from pie_driver_sglang.arch import arch_name
+from pie_driver_sglang.config import DriverConfig, load_hf_config
+from pie_driver_sglang.engine import Facts
+from pie_driver_sglang.sglang.boot import boot
+from pie_driver_sglang.sglang.engine import SglangEngine
+
+CHUNK_TOKENS = {"cpu": 2048, "cuda": 8192}
+"""Tokens of one pass unless `chunked_prefill_size` says otherwise."""
+MAX_SLOTS = 512
+"""Logit rows computed at once: 512 rows of a 152k vocabulary take 311 MB in float32."""
+
+
+def load_engine(config: DriverConfig) -> tuple[Planner, SglangEngine]:
+    """Loads the model and plans for its sizes.
+
+    Raises:
+        StartError: The model cannot be loaded or served here.
+    """
+    booted = boot(config)
+    runner, options = booted.runner, config.driver.options
+    args, model_config = runner.server_args, runner.model_config
+    facts = Facts(
+        total_pages=runner.max_total_num_tokens // args.page_size,
+        page_size=args.page_size,
+        vocab_size=model_config.vocab_size,
+        context_length=model_config.context_len,
+        arch_name=arch_name(load_hf_config(config.model.snapshot_dir)),
+        dtype=str(model_config.dtype).removeprefix("torch."),
+        attention_backend=args.attention_backend,
+    )
+    chunk = options.chunked_prefill_size
+    if chunk is None or chunk <= 0:
+        chunk = CHUNK_TOKENS[runner.device]
+    planner = Planner(
+        page_size=facts.page_size,
+        total_pages=facts.total_pages,
+        vocab_size=facts.vocab_size,
+        max_positions=facts.context_length,
+        row_pages=booted.row_pages,
+        max_requests=booted.max_requests,
+        chunk_tokens=chunk,
+        max_slots=MAX_SLOTS,
+        random_seed=config.driver.random_seed % 2**64,
+    )
+    return planner, SglangEngine(booted, planner, facts)

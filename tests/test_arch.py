@@ -1,0 +1,100 @@
+"""What the runtime is told about an architecture."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pie_driver_sglang.arch import TEMPLATE_NAMES, arch_name, vocab_size
+from pie_driver_sglang.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("model_type", "name"),
+    [
+        ("llama", "llama3"),
+        ("mistral", "mistral3"),
+        ("gpt_oss", "gptoss"),
+        ("qwen2", "qwen2"),
+        ("qwen3", "qwen3"),
+        ("qwen3_moe", "qwen3_moe"),
+        ("gemma2", "gemma2"),
+        ("gemma3_text", "gemma3_text"),
+        ("deepseek_v3", "deepseek_v3"),
+        ("falcon", "falcon"),
+    ],
+)
+def test_text_models(model_type: str, name: str) -> None:
+    assert arch_name({"model_type": model_type}) == name
+
+
+@pytest.mark.parametrize(
+    ("outer", "inner", "name"),
+    [
+        ("gemma3", "gemma3_text", "gemma3"),
+        ("qwen3_vl", "qwen3_vl_text", "qwen3_vl"),
+        ("mistral3", "mistral", "mistral3"),
+        ("llava", "llama", "llama3"),
+        ("qwen2_5_vl", "qwen2", "qwen2"),
+        ("idefics", "unknown", "idefics"),
+    ],
+)
+def test_models_with_a_language_model_inside(outer: str, inner: str, name: str) -> None:
+    config = {"model_type": outer, "text_config": {"model_type": inner}}
+    assert arch_name(config) == name
+
+
+def test_deeper_nesting() -> None:
+    text = {"model_type": "qwen2", "vocab_size": 7}
+    config = {"model_type": "omni", "thinker_config": {"text_config": text}}
+    assert arch_name(config) == "qwen2"
+    assert vocab_size(config) == 7
+
+
+def test_every_renamed_type_has_a_template() -> None:
+    for model_type in ("llama", "mistral", "gpt_oss"):
+        assert arch_name({"model_type": model_type}) in TEMPLATE_NAMES
+
+
+@pytest.mark.parametrize("config", [{}, {"model_type": None}, {"model_type": ""}])
+def test_no_model_type(config: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="model_type") as caught:
+        arch_name(config)
+    assert caught.value.hint
+
+
+def test_vocabulary() -> None:
+    assert vocab_size({"vocab_size": 151936}) == 151936
+    assert vocab_size({"vocab_size": 1, "text_config": {"vocab_size": 262208}}) == 262208
+    assert vocab_size({"vocab_size": 5, "text_config": {}}) == 5
+    assert vocab_size({"text_config": {}}) is None
+    assert vocab_size({"vocab_size": "5"}) is None
+    assert vocab_size({"vocab_size": True}) is None
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=5),
+    lambda inner: st.dictionaries(
+        st.sampled_from(["text_config", "model_type", "vocab_size", "llm_config"]), inner
+    ),
+    max_leaves=10,
+)
+
+
+@given(st.dictionaries(st.sampled_from(["text_config", "model_type", "vocab_size"]), JSON))
+def test_any_config(config: dict[str, Any]) -> None:
+    size = vocab_size(config)
+    assert size is None or size > 0
+    try:
+        assert arch_name(config)
+    except ConfigError:
+        assert not isinstance(config.get("model_type"), str) or not config["model_type"]
+
+
+def test_a_config_that_contains_itself_ends() -> None:
+    config: dict[str, Any] = {"model_type": "a"}
+    config["text_config"] = config
+    assert arch_name(config) == "a"

@@ -1,0 +1,279 @@
+"""`[driver.options]`: the driver's keys, SGLang's fields, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pie_driver_sglang._server_args import SERVER_ARGS
+from pie_driver_sglang.errors import ConfigError
+from pie_driver_sglang.options import (
+    _KEYS,
+    _TYPES,
+    CAPACITY_NAMES,
+    OWNERS,
+    DriverOptions,
+    parse_options,
+    valid_names,
+)
+
+GPU = "cuda:0"
+
+
+def refused(table: dict[str, Any], *parts: str, device: str = GPU) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_options(table, device)
+    error = caught.value
+    assert error.hint
+    for part in parts:
+        assert part in f"{error} {error.hint}"
+
+
+def test_the_documented_defaults() -> None:
+    assert parse_options({}, GPU) == DriverOptions(
+        attention_backend="triton",
+        mem_fraction_static=0.65,
+        disable_radix_cache=True,
+        disable_cuda_graph=False,
+        cuda_graph_max_bs=None,
+        chunked_prefill_size=None,
+        kv_cache_dtype="auto",
+        trust_remote_code=True,
+        context_length=None,
+        cpu_mem_budget_in_gb=0,
+        spec_ngram_enabled=False,
+        spec_ngram_num_drafts=4,
+        spec_ngram_max_depth=18,
+        spec_ngram_capacity=1_000_000,
+        page_size=16,
+        trace_file=None,
+        server_args={},
+    )
+
+
+def test_writing_the_defaults_changes_nothing() -> None:
+    table = {
+        "attention_backend": "triton",
+        "mem_fraction_static": 0.65,
+        "disable_radix_cache": True,
+        "disable_cuda_graph": False,
+        "kv_cache_dtype": "auto",
+        "trust_remote_code": True,
+        "cpu_mem_budget_in_gb": 0,
+        "spec_ngram_enabled": False,
+        "spec_ngram_num_drafts": 4,
+        "spec_ngram_max_depth": 18,
+        "spec_ngram_capacity": 1_000_000,
+    }
+    assert parse_options(table, GPU) == parse_options({}, GPU)
+
+
+def test_every_field_has_a_key_and_every_owner_a_sentence() -> None:
+    assert set(_KEYS) == set(DriverOptions.__struct_fields__) - {"server_args"}
+    owners = {field.owner for field in SERVER_ARGS.values()} - {None, "key"}
+    assert owners == set(OWNERS)
+    keys = {name for name, field in SERVER_ARGS.items() if field.owner == "key"}
+    assert keys <= set(_KEYS)
+    for name in keys:
+        assert _KEYS[name].type == SERVER_ARGS[name].type
+    types = {part for field in SERVER_ARGS.values() for part in field.type.split(" | ")}
+    assert types <= {*_TYPES, "any"}
+
+
+def test_the_cpu_has_its_own_attention_backend() -> None:
+    assert parse_options({}, "cpu").attention_backend == "torch_native"
+    refused(
+        {"attention_backend": "triton"}, "does not run on the CPU", "torch_native", device="cpu"
+    )
+    refused({"decode_attention_backend": "fa3"}, "decode_attention_backend", device="cpu")
+    assert parse_options({"attention_backend": "ours"}, "cpu").attention_backend == "ours"
+
+
+def test_the_batch_limit_follows_the_graphs() -> None:
+    assert parse_options({}, GPU).max_forward_requests == 256
+    assert parse_options({"cuda_graph_max_bs": 64}, GPU).max_forward_requests == 64
+
+
+def test_whole_numbers_are_numbers() -> None:
+    refused({"mem_fraction_static": 1}, "outside 0.01 to 0.99")
+    assert parse_options({"forward_hooks": [{"a": 1}]}, GPU).server_args == {
+        "forward_hooks": [{"a": 1}]
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "parts"),
+    [
+        ("mem_fraction_static", 0.0, ("0.0", "0.01 to 0.99")),
+        ("mem_fraction_static", float("nan"), ("nan",)),
+        ("mem_fraction_static", "0.5", ("'0.5'", "a number")),
+        ("page_size", 0, ("0", "1 to 1024")),
+        ("page_size", 2048, ("2048", "1 to 1024")),
+        ("page_size", True, ("True", "an integer")),
+        pytest.param("page_size", 1 << 100_000, ("4300 digits", "1 to 1024"), id="huge"),
+        ("cuda_graph_max_bs", 0, ("1 to 4096",)),
+        ("chunked_prefill_size", 0, ("at least 1",)),
+        ("chunked_prefill_size", -2, ("-2",)),
+        ("context_length", 0, ("context_length",)),
+        ("cpu_mem_budget_in_gb", -1, ("-1",)),
+        ("cpu_mem_budget_in_gb", 0.5, ("an integer",)),
+        ("disable_cuda_graph", 1, ("true or false",)),
+        ("trust_remote_code", "yes", ("true or false",)),
+        ("spec_ngram_num_drafts", 0, ("1 to 64",)),
+        ("spec_ngram_max_depth", "18", ("an integer",)),
+        ("spec_ngram_capacity", -1, ("spec_ngram_capacity",)),
+        ("spec_ngram_enabled", 0, ("true or false",)),
+        ("kv_cache_dtype", "fp8", ("'fp8'", "did you mean `fp8_e4m3` or `fp8_e5m2`?", "mxfp8")),
+        ("attention_backend", "", ("names nothing",)),
+        ("trace_file", "a\0b", ("names nothing",)),
+        ("attention_backend", ["triton"], ("a string",)),
+        ("quantization", 8, ("8", "a string")),
+        ("quantization", "", ("names nothing",)),
+        ("model_impl", 1, ("a string",)),
+        ("cuda_graph_bs_decode", [1, "2"], ("an array of integers",)),
+        ("cuda_graph_bs_decode", 8, ("an array of integers",)),
+        ("modelopt_quant", 1, ("a string or a table",)),
+        ("bf16_gemm_backend", "torhc", ("SGLang does not know", "`torch`")),
+        ("enable_torch_compile", "true", ("true or false",)),
+    ],
+)
+def test_wrong_values(name: str, value: Any, parts: tuple[str, ...]) -> None:
+    refused({name: value}, f"`{name}`", *parts)
+
+
+def test_what_is_not_finished_is_refused() -> None:
+    refused({"spec_ngram_enabled": True}, "not available yet", "remove `spec_ngram_enabled`")
+    refused({"cpu_mem_budget_in_gb": 4}, "is 4", "not available yet", "to 0")
+
+
+def test_the_settings_of_speculation_may_stay() -> None:
+    options = parse_options({"spec_ngram_num_drafts": 8, "spec_ngram_max_depth": 5}, GPU)
+    assert (options.spec_ngram_num_drafts, options.spec_ngram_max_depth) == (8, 5)
+
+
+def test_a_radix_cache_has_no_effect(caplog: pytest.LogCaptureFixture) -> None:
+    assert not parse_options({"disable_radix_cache": False}, GPU).disable_radix_cache
+    assert "no effect" in caplog.text
+
+
+def test_the_interpreter_is_not_ours() -> None:
+    assert parse_options({"venv": "/x", "python": "/y"}, GPU) == parse_options({}, GPU)
+
+
+def test_fields_pass_through_by_name() -> None:
+    table = {
+        "quantization": "fp8",
+        "load_format": "dummy",
+        "cpu_offload_gb": 2,
+        "cuda_graph_bs_decode": [1, 2, 4],
+        "modelopt_quant": {"a": 1},
+        "enable_deterministic_inference": True,
+    }
+    assert parse_options(table, GPU).server_args == table
+
+
+def test_a_plugin_may_add_choices(caplog: pytest.LogCaptureFixture) -> None:
+    options = parse_options({"quantization": "fp9", "attention_backend": "tritn"}, GPU)
+    assert options.server_args == {"quantization": "fp9"}
+    assert "did you mean `triton`" in caplog.text
+    assert "`fp8`" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        ("model_path", ("snapshot", "hf_repo")),
+        ("device", ("set `device` under [model.driver]",)),
+        ("dtype", ("`activation_dtype`",)),
+        ("random_seed", ("`random_seed` under [model.driver]",)),
+        ("tp_size", ("one device",)),
+        ("pp_size", ("one device",)),
+        ("dp_size", ("one device",)),
+        ("nnodes", ("one device",)),
+        ("node_rank", ("one device",)),
+        ("nccl_port", ("one device",)),
+        ("dist_init_addr", ("one device",)),
+        ("host", ("the runtime serves",)),
+        ("port", ("the runtime serves",)),
+        ("api_key", ("the runtime serves",)),
+        ("served_model_name", ("the runtime serves",)),
+        ("tokenizer_path", ("tokenizes",)),
+        ("tokenizer_mode", ("tokenizes",)),
+        ("skip_tokenizer_init", ("remove",)),
+        ("max_running_requests", ("computes its capacity",)),
+        ("max_total_tokens", ("computes its capacity",)),
+        ("speculative_algorithm", ("speculation",)),
+        ("disaggregation_mode", ("prefill and decode",)),
+        ("enable_lora", ("adapters",)),
+        ("lora_paths", ("adapters",)),
+        ("radix_eviction_policy", ("prefixes",)),
+        ("enable_hierarchical_cache", ("prefixes",)),
+        ("schedule_policy", ("schedules",)),
+        ("max_prefill_tokens", ("schedules",)),
+        ("log_level", ("PIE_DRIVER_LOG",)),
+        ("enable_metrics", ("no metrics",)),
+        ("cuda_graph_max_bs_decode", ("`cuda_graph_max_bs`",)),
+        ("sampling_backend", ("samples",)),
+    ],
+)
+def test_fields_of_the_driver_are_refused(name: str, parts: tuple[str, ...]) -> None:
+    refused({name: 1}, f"option `{name}` cannot be set", *parts)
+
+
+@pytest.mark.parametrize("name", sorted(CAPACITY_NAMES))
+def test_the_capacity_is_not_an_option(name: str) -> None:
+    refused({name: 1}, name, "computes its capacity", "mem_fraction_static")
+
+
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        ("atention_backend", ("`attention_backend`",)),
+        ("attention-backend", ("`attention_backend`",)),
+        ("QUANTIZATION", ("`quantization`",)),
+        ("quantisation", ("`quantization`",)),
+        ("pagesize", ("`page_size`",)),
+        ("mem_fraction", ("did you mean `mem_fraction_static`?",)),
+        ("gpu_memory_utilization", ("`mem_fraction_static`",)),
+        ("enforce_eager", ("`disable_cuda_graph`",)),
+        ("max_model_len", ("`context_length`",)),
+        ("activation_dtype", ("belongs under [model.driver]",)),
+        ("zzzzzz", ("valid options of the driver", "page_size")),
+        ("", ("valid options of the driver",)),
+    ],
+)
+def test_unknown_options(name: str, parts: tuple[str, ...]) -> None:
+    refused({name: 1}, "unknown option", *parts)
+
+
+def test_the_valid_names() -> None:
+    names = valid_names()
+    assert list(names) == sorted(set(names))
+    assert {"page_size", "quantization", "load_format", "trace_file"} <= set(names)
+    assert not {"model_path", "venv", *CAPACITY_NAMES} & set(names)
+
+
+ANY = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@given(
+    table=st.dictionaries(st.sampled_from([*SERVER_ARGS, *_KEYS]) | st.text(), ANY, max_size=4),
+    device=st.sampled_from(["cpu", GPU]),
+)
+def test_any_table_is_accepted_or_refused(table: dict[str, Any], device: str) -> None:
+    try:
+        options = parse_options(table, device)
+    except ConfigError as error:
+        assert error.hint
+        assert len(str(error)) < 1000
+    else:
+        assert set(table) <= {*valid_names(), "venv", "python"}
+        assert not options.spec_ngram_enabled
+        assert options.cpu_mem_budget_in_gb == 0

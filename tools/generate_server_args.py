@@ -1,0 +1,310 @@
+"""Write `pie_driver_sglang/_server_args.py`: which SGLang settings a user may pass through.
+
+Run it with an interpreter that has SGLang, after a change of the pinned SGLang version or of the
+rules below::
+
+    python tools/generate_server_args.py            # rewrite the list
+    python tools/generate_server_args.py --check    # fail if the checked-in list is stale
+
+The rules are the only place that decides who sets a field. A field is decided by the first of:
+its name in `BY_NAME`, a prefix in `BY_PREFIX`, SGLang's own namespace for it in `BY_NAMESPACE`.
+`None` means that the user may set it; a word names the owner, and `options.py` holds the sentence
+that the user reads for each owner.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib
+import sys
+import textwrap
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+TARGET: Final = Path(__file__).parent.parent / "python" / "pie_driver_sglang" / "_server_args.py"
+
+#: Options of the driver itself that carry the name of the SGLang field they resolve to.
+DRIVER_KEYS: Final = (
+    "attention_backend",
+    "chunked_prefill_size",
+    "context_length",
+    "disable_cuda_graph",
+    "disable_radix_cache",
+    "kv_cache_dtype",
+    "mem_fraction_static",
+    "page_size",
+    "trust_remote_code",
+)
+
+
+def _owner(owner: str | None, *names: str) -> dict[str, str | None]:
+    return dict.fromkeys(names, owner)
+
+
+BY_NAME: Final[Mapping[str, str | None]] = {
+    **_owner("key", *DRIVER_KEYS),
+    **_owner("dtype", "dtype"),
+    **_owner("seed", "random_seed"),
+    **_owner("capacity", "max_running_requests", "max_total_tokens", "max_mamba_cache_size"),
+    **_owner("graphs", "cuda_graph_config", "cuda_graph_max_bs_decode"),
+    **_owner("graphs_off", "disable_decode_cuda_graph"),
+    **_owner("snapshot", "model_path", "revision", "download_dir", "delete_ckpt_after_loading"),
+    **_owner("snapshot", "engine_info_bootstrap_port", "modelexpress_config"),
+    **_owner("server", "checkpoint_engine_wait_weights_before_ready"),
+    **_owner("tokens", "is_embedding"),
+    **_owner("speculative", "decrypted_draft_config_file", "enable_linear_replayssm_spec"),
+    **_owner("speculative", "enable_multi_layer_eagle", "linear_attn_verify_backend"),
+    **_owner("sampling", "grammar_backend", "sampling_backend"),
+    **_owner("prefix_cache", "mamba_radix_cache_strategy", "uses_mamba_radix_cache"),
+    **_owner("prefix_cache", "mamba_max_states_per_path", "mamba_track_interval"),
+    **_owner("pool", "swa_full_tokens_ratio", "disable_hybrid_swa_memory"),
+    **_owner("pool", "prefill_only_disable_kv_cache", "enable_page_major_kv_layout"),
+    **_owner("pool", "enable_unified_memory", "mamba_full_memory_ratio"),
+    **_owner("custom", "custom_sigquit_handler", "stat_loggers"),
+    # Allowed although the rest of their namespace is not: they act inside the model.
+    **_owner(None, "disable_chunked_prefix_cache", "enable_fp32_lm_head", "enable_tf32_matmul"),
+    **_owner(None, "debug_tensor_dump_input_file", "debug_tensor_dump_layers"),
+    **_owner(None, "debug_tensor_dump_output_folder", "forward_hooks"),
+    **_owner(None, "enable_layerwise_nvtx_marker"),
+    **_owner(None, "disable_flashinfer_cutlass_moe_fp4_allgather", "disable_shared_experts_fusion"),
+    **_owner(None, "enable_fused_moe_sum_all_reduce", "enforce_shared_experts_fusion"),
+    **_owner(None, "flashinfer_mxfp4_moe_precision", "moe_runner_backend"),
+}
+
+BY_PREFIX: Final[Mapping[str, str | None]] = {
+    "kt_": None,
+    "remote_instance_": "snapshot",
+    "tokenizer_": "tokenizer",
+    "detokenizer_": "tokenizer",
+    "weight_cache_": "snapshot",
+}
+
+BY_NAMESPACE: Final[Mapping[str, str | None]] = {
+    "device": "device",
+    "disagg": "disaggregation",
+    "exec.comm": "parallel",
+    "exec.deterministic": None,
+    "exec.dllm": "tokens",
+    "exec.features": "server",
+    "exec.graph": None,
+    "exec.kernel": None,
+    "exec.mamba": None,
+    "exec.moe": "parallel",
+    "exec.offload": None,
+    "exec.overlap": "schedule",
+    "lora": "adapters",
+    "memory": "prefix_cache",
+    "mm": "media",
+    "model": None,
+    "observability": "observability",
+    "parallel": "parallel",
+    "schedule": "schedule",
+    "serving": "server",
+    "spec": "speculative",
+}
+
+#: SGLang's lists of choices that plugins may extend (its `add_*_choices` functions): a value
+#: outside such a list is not an error by itself.
+OPEN_CHOICES: Final = (
+    "ATTENTION_BACKEND_CHOICES",
+    "FP4_GEMM_RUNNER_BACKEND_CHOICES",
+    "FP8_GEMM_RUNNER_BACKEND_CHOICES",
+    "LINEAR_ATTN_KERNEL_BACKEND_CHOICES",
+    "LOAD_FORMAT_CHOICES",
+    "MOE_RUNNER_BACKEND_CHOICES",
+    "QUANTIZATION_CHOICES",
+    "RL_ON_POLICY_TARGET_CHOICES",
+)
+
+HEADER: Final = '''\
+"""Every field of SGLang's `ServerArgs`, its type and who sets it.
+
+Generated by `tools/generate_server_args.py` from SGLang {version}. Do not edit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Final, NamedTuple
+
+
+class ServerArg(NamedTuple):
+    """One field of `ServerArgs`.
+
+    `type` lists what TOML may hold, e.g. `int` or `str | table`. `owner` is None when the user
+    may set the field, `key` when the driver has an option of that name, else who sets it.
+    `choices` lists the allowed words, if they are known; with `open_choices` an SGLang plugin may
+    add more.
+    """
+
+    type: str
+    owner: str | None = None
+    choices: tuple[str, ...] = ()
+    open_choices: bool = False
+
+
+SGLANG_VERSION: Final = "{version}"
+
+# fmt: off
+SERVER_ARGS: Final[Mapping[str, ServerArg]] = MappingProxyType(
+    {{
+'''
+FOOTER: Final = "    }\n)\n"
+
+
+class FieldInfo(typing.NamedTuple):
+    """What the generator reads off one dataclass field."""
+
+    name: str
+    annotation: Any
+    namespace: str
+    choices: tuple[str, ...]
+    open_choices: bool
+
+
+def read_fields() -> list[FieldInfo]:
+    """Import SGLang (about ten seconds) and read the fields of `ServerArgs` in its own order."""
+    module = importlib.import_module("sglang.srt.server_args")
+    open_lists = [getattr(module, name) for name in OPEN_CHOICES]
+    hints = typing.get_type_hints(module.ServerArgs, include_extras=True)
+    return [
+        _read_field(field.name, hints[field.name], open_lists)
+        for field in dataclasses.fields(module.ServerArgs)
+    ]
+
+
+def _read_field(name: str, hint: Any, open_lists: list[list[str]]) -> FieldInfo:
+    namespace, raw_choices = "", None
+    for extra in getattr(hint, "__metadata__", ()):
+        if type(extra).__name__ == "NS":
+            namespace = extra.path
+        elif type(extra).__name__ == "Arg":
+            raw_choices = extra.choices
+    annotation = hint.__origin__ if hasattr(hint, "__metadata__") else hint
+    words = raw_choices if raw_choices is not None else _literal_words(annotation)
+    if any(not isinstance(word, str | None) for word in words):
+        words = ()
+    is_open = any(_extends(raw_choices, known) for known in open_lists)
+    return FieldInfo(name, annotation, namespace, tuple(sorted(filter(None, words))), is_open)
+
+
+def _extends(choices: Any, known: list[str]) -> bool:
+    return choices is known or (isinstance(choices, list) and set(known) <= set(choices))
+
+
+def _literal_words(annotation: Any) -> Iterable[Any]:
+    if typing.get_origin(annotation) is typing.Literal:
+        return typing.get_args(annotation)
+    return [word for part in typing.get_args(annotation) for word in _literal_words(part)]
+
+
+def describe_type(annotation: Any) -> str:
+    """Name what TOML may hold for a Python annotation; `any` if TOML has no such value."""
+    names = {name for part in _alternatives(annotation) if (name := _describe_one(part))}
+    return " | ".join(sorted(names)) or "any"
+
+
+def _alternatives(annotation: Any) -> tuple[Any, ...]:
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        return typing.get_args(annotation)
+    return (annotation,)
+
+
+def _describe_one(annotation: Any) -> str | None:
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if annotation in (bool, int, float, str):
+        return str(annotation.__name__)
+    if origin is typing.Literal:
+        kinds = {type(value).__name__ for value in arguments if value is not None}
+        return kinds.pop() if len(kinds) == 1 else None
+    if dict in (annotation, origin) and type not in arguments:
+        return "table"
+    if origin in (list, set):
+        item = _describe_one(arguments[0])
+        return f"list[{item}]" if item else None
+    return None
+
+
+def decide_owner(field: FieldInfo) -> str | None:
+    """Apply the rules above to one field.
+
+    Raises:
+        LookupError: The field's namespace is new: add it to `BY_NAMESPACE`.
+    """
+    if field.name in BY_NAME:
+        return BY_NAME[field.name]
+    for prefix, owner in BY_PREFIX.items():
+        if field.name.startswith(prefix):
+            return owner
+    if field.namespace not in BY_NAMESPACE:
+        raise LookupError(f"no rule for `{field.name}` in SGLang's namespace `{field.namespace}`")
+    return BY_NAMESPACE[field.namespace]
+
+
+def render() -> str:
+    """Return the text of the generated module.
+
+    Raises:
+        LookupError: A rule is missing, or names a field that SGLang no longer has.
+    """
+    version = importlib.import_module("sglang").__version__
+    fields = sorted(read_fields())
+    stale = BY_NAME.keys() - {field.name for field in fields}
+    if stale:
+        raise LookupError(f"rules for fields that SGLang {version} has not: {sorted(stale)}")
+    return HEADER.format(version=version) + "".join(map(_render_field, fields)) + FOOTER
+
+
+def _render_field(field: FieldInfo) -> str:
+    owner, described = decide_owner(field), describe_type(field.annotation)
+    if owner is None and described == "any":
+        raise LookupError(f"`{field.name}` has no TOML type: give it an owner")
+    arguments = [f'"{described}"']
+    if owner:
+        arguments.append(f'"{owner}"')
+    if owner in (None, "key") and field.choices:
+        words = "".join(f'"{word}", ' for word in field.choices).strip()
+        words = words if len(field.choices) == 1 else words.rstrip(",")
+        arguments.append(f"choices=({words})")
+        if field.open_choices:
+            arguments.append("open_choices=True")
+    line = f'        "{field.name}": ServerArg({", ".join(arguments)}),\n'
+    return line if len(line) <= 101 else _wrap(field.name, arguments)
+
+
+def _wrap(name: str, arguments: list[str]) -> str:
+    """Fill long lists of choices to the line length, as no formatter would."""
+    lines = [f'        "{name}": ServerArg(']
+    for argument in arguments:
+        lines += textwrap.wrap(
+            f"{argument},",
+            width=100,
+            initial_indent=" " * 12,
+            subsequent_indent=" " * 16,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+    return "\n".join([*lines, "        ),", ""])
+
+
+def main() -> int:
+    """Write the list, or compare it with `--check`. Returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--check", action="store_true", help="compare, do not write")
+    check = parser.parse_args().check
+    text = render()
+    if not check:
+        TARGET.write_text(text, encoding="utf-8")
+    elif text != TARGET.read_text(encoding="utf-8"):
+        print(f"{TARGET} is stale: run {Path(__file__).name}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
