@@ -1,6 +1,9 @@
 # `make demo` and `make test` set everything up by themselves; see README.md for what the machine must have.
 
-PYTHON ?= $(shell command -v python3.12 || command -v python3.11 || command -v python3)
+# The first interpreter that runs and fits.
+PYTHON ?= $(shell for python in python3.12 python3.11 python3; do \
+    $$python -c 'import sys, venv; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null \
+    && echo $$python && break; done)
 VENV := .venv
 BIN := $(VENV)/bin
 # A wheel is only valid for the sources that it was built from.
@@ -58,9 +61,8 @@ $(WHEELS)/.built: $(VENV)/.dependencies $(SOURCES)
 
 # uv's cache makes a second environment cheap.
 $(VENV)/.dependencies: pyproject.toml
-	@"$(PYTHON)" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' \
-	    || { echo "Python 3.11 or 3.12 is needed; $(PYTHON) is another. Set PYTHON=..." >&2; exit 1; }
-	@test -x $(BIN)/uv || { "$(PYTHON)" -m venv $(VENV) && $(BIN)/python -m pip install --quiet uv; }
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or 3.12 with venv is needed. Set PYTHON=..." >&2; exit 1; }
+	@test -x $(BIN)/uv || { $(PYTHON) -m venv $(VENV) && $(BIN)/python -m pip install --quiet uv; }
 	$(BIN)/uv pip install --quiet --python $(BIN)/python -r pyproject.toml --extra demo --group dev
 	@touch $@
 

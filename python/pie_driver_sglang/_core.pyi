@@ -2,9 +2,11 @@
 The native half of the driver: ring, wire format and batch planning.
 """
 
-from _typeshed import Incomplete, SupportsGetItem
+from _typeshed import SupportsGetItem
 from typing import Any, SupportsFloat, SupportsIndex, final
 from typing_extensions import Buffer
+
+__all__ = ["Batch", "Client", "Copy", "ExitGuard", "Pass", "Planner", "Reply", "Request", "Sampler", "Server", "SlotGroup", "build_info", "encode_forward"]
 
 @final
 class Batch:
@@ -427,5 +429,3 @@ def encode_forward(requests: SupportsGetItem[int, Request], driver_id: SupportsI
         requests: The batch, in order.
         driver_id: Echoed by the response.
     """
-
-def __getattr__(name: str) -> Incomplete: ...

@@ -29,6 +29,18 @@ class StartError(DriverError):
     """The configuration is fine, but the driver cannot start with it here."""
 
 
+class RingError(Exception):
+    """The shared-memory region cannot be made, opened or used."""
+
+
+class WireError(ValueError):
+    """Bytes that are no valid frame, or a buffer that is too small for one."""
+
+
+class StageError(ValueError):
+    """A staging block or tokens that do not fit the plan."""
+
+
 def quoted(value: Any) -> str:
     """Show a user's value in a message: on one line, and cut where it is long."""
     shortener = reprlib.Repr()

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from pie_driver_sglang import __version__, _core
 from pie_driver_sglang.arch import vocab_size
 from pie_driver_sglang.config import DriverConfig, load_config, load_hf_config
-from pie_driver_sglang.errors import DriverError, StartError
+from pie_driver_sglang.errors import DriverError, RingError, StartError
 from pie_driver_sglang.handshake import UNLIMITED, Capabilities, Handshake
 from pie_driver_sglang.logs import configure_logging, format_failure
 from pie_driver_sglang.serve import serve, warm_up
@@ -159,8 +159,9 @@ def _open_region(config: DriverConfig, guard: _core.ExitGuard) -> _core.Server:
             spin_budget_us=config.driver.spin_budget_us,
             min_request_bytes=needed,
         )
-    except _core.RingError as error:
-        raise StartError(str(error)) from error
+    except RingError as error:
+        message, _, hint = str(error).partition("\n\nhint: ")
+        raise StartError(message, hint) from error
 
 
 def _start(config: DriverConfig, server: _core.Server) -> Engine:

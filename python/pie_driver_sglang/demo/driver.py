@@ -17,9 +17,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
 
-from pie_driver_sglang import _core
+from pie_driver_sglang import _core, errors
 from pie_driver_sglang.demo.runtime import Limits, Pass
-from pie_driver_sglang.errors import DriverError, StartError
+from pie_driver_sglang.errors import DriverError, RingError, StartError, WireError
 from pie_driver_sglang.launch import NEVER_PARK
 
 #: Free cores that two spinning processes and the engine's threads need.
@@ -142,7 +142,7 @@ class SpawnedDriver:
             client = _core.Client(
                 name, spin_budget_us=self._spin_budget_us, timeout_s=_CALL_TIMEOUT_S
             )
-        except (_core.RingError, FileNotFoundError) as error:
+        except (RingError, FileNotFoundError) as error:
             raise StartError(str(error)) from error
         threading.Thread(target=self._watch, args=(client,), daemon=True).start()
         return Channel(client, self._failure)
@@ -226,7 +226,7 @@ class Channel:
         started = time.perf_counter_ns()
         try:
             reply = self._client.forward(requests)
-        except (_core.RingError, _core.WireError, TimeoutError) as error:
+        except (RingError, WireError, TimeoutError) as error:
             raise self._failure(error) from error
         self.round_trips_ns.append(time.perf_counter_ns() - started)
         tokens = [token for row in reply.tokens for token in row]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
 import sys
@@ -11,17 +10,15 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from typing import Final, NoReturn
 
 from pie_driver_sglang.demo.display import Display, open_display
 from pie_driver_sglang.demo.driver import DriverEnded, Settings, SpawnedDriver, choose_profile
 from pie_driver_sglang.demo.report import Result, read_steps, summarise
 from pie_driver_sglang.demo.runtime import Context, Limits, Runtime, Sampling
-from pie_driver_sglang.errors import ConfigError, DriverError
+from pie_driver_sglang.demo.tokens import Tokenizer, check_model
+from pie_driver_sglang.errors import DriverError
 from pie_driver_sglang.logs import format_failure
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
 
 PROMPTS: Final = (
     "def read_config(path):\n",
@@ -42,12 +39,6 @@ SAMPLINGS: Final = (
 
 #: Steps between two arrivals.
 _STAGGER: Final = 4
-#: What models call the end of their turn, besides the ids in their configuration.
-_END_NAMES: Final = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|end_of_text|>", "</s>")
-_DOWNLOAD: Final = (
-    "pass a folder with config.json, tokenizer.json and weights to --model, "
-    "e.g. one from `hf download <repository>`"
-)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -77,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> float:
-    _check_model(arguments.model)
+    check_model(arguments.model)
     profile = choose_profile(len(os.sched_getaffinity(0)), os.getloadavg()[0])
     settings = Settings(arguments.model, arguments.device, arguments.seed, profile)
     with (
@@ -88,12 +79,11 @@ def _run(arguments: argparse.Namespace) -> float:
         display.note(f"{profile.name} profile: {profile.reason}")
         display.note(f"starting the driver: {arguments.model} on {arguments.device}")
         # The driver loads meanwhile.
-        tokenizer = _load_tokenizer(arguments.model)
-        end_tokens = _end_tokens(arguments.model, tokenizer)
+        tokenizer = Tokenizer(arguments.model)
         limits = _wait(driver, display)
         channel = driver.connect()
         contexts = _contexts(arguments.prompt, tokenizer, arguments.tokens)
-        runtime = Runtime(channel, limits, contexts, end_tokens)
+        runtime = Runtime(channel, limits, contexts, tokenizer.end_tokens)
         seconds = _decode(runtime, display)
         result = Result(runtime, seconds, channel.round_trips_ns)
         display.finish(contexts, summarise(result, read_steps(driver.trace_path)))
@@ -119,65 +109,21 @@ def _decode(runtime: Runtime, display: Display) -> float:
 
 
 def _contexts(prompts: Sequence[str], tokenizer: Tokenizer, limit: int) -> list[Context]:
-    from tokenizers.decoders import DecodeStream
-
     contexts = []
     for index, prompt in enumerate(prompts):
-        tokens = tokenizer.encode(prompt).ids
-        stream = DecodeStream(ids=tokens, skip_special_tokens=True)
-
-        def detokenise(token: int, stream: DecodeStream = stream) -> str:
-            return stream.step(tokenizer, token) or ""
-
-        sampling = SAMPLINGS[index % len(SAMPLINGS)]
-        arrival = index * _STAGGER
+        tokens = tokenizer.encode(prompt)
         contexts.append(
-            Context(index + 1, prompt, tokens, sampling, limit, arrival, detokenise)
+            Context(
+                number=index + 1,
+                prompt=prompt,
+                prompt_tokens=tokens,
+                sampling=SAMPLINGS[index % len(SAMPLINGS)],
+                limit=limit,
+                arrival=index * _STAGGER,
+                detokenise=tokenizer.stream(tokens),
+            )
         )
     return contexts
-
-
-def _check_model(folder: Path) -> None:
-    """Refuses at once what can never work; the driver checks the rest.
-
-    Raises:
-        ConfigError: The folder or its tokenizer does not exist.
-    """
-    if not folder.is_dir():
-        raise ConfigError(f"there is no model folder {str(folder)!r}", _DOWNLOAD)
-    if not (folder / "tokenizer.json").is_file():
-        raise ConfigError(f"the model folder {str(folder)!r} has no tokenizer.json", _DOWNLOAD)
-
-
-def _load_tokenizer(folder: Path) -> Tokenizer:
-    from tokenizers import Tokenizer
-
-    path = folder / "tokenizer.json"
-    try:
-        return Tokenizer.from_file(str(path))
-    except Exception as error:  # The package raises plain exceptions.
-        raise ConfigError(f"cannot read {str(path)!r}: {error}", _DOWNLOAD) from error
-
-
-def _end_tokens(folder: Path, tokenizer: Tokenizer) -> frozenset[int]:
-    """Returns the tokens that end a text, by the model's configuration and by their names."""
-    ends: set[int] = set()
-    for name in ("config.json", "generation_config.json"):
-        listed = _read_json(folder / name).get("eos_token_id")
-        for token in listed if isinstance(listed, list) else [listed]:
-            if isinstance(token, int):
-                ends.add(token)
-    named = map(tokenizer.token_to_id, _END_NAMES)
-    return frozenset(ends.union(token for token in named if token is not None))
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """Returns an object, empty if the file does not hold one: the driver judges the model."""
-    try:
-        value = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}
 
 
 def _failure(error: DriverError) -> str:

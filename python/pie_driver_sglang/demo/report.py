@@ -130,8 +130,6 @@ def _totals(result: Result) -> Grid:
 
 def _split(parts: Mapping[str, float]) -> Grid:
     whole = sum(parts.values())
-    rows = [
-        (part, f"{value:.1f}", f"{100 * value / whole:.1f}") for part, value in parts.items()
-    ]
+    rows = [(part, f"{value:.1f}", f"{100 * value / whole:.1f}") for part, value in parts.items()]
     rows.append(("whole step", f"{whole:.1f}", "100.0"))
     return Grid("mean step", ("part", "µs", "%"), rows, frozenset({"part"}))

@@ -143,16 +143,17 @@ def _cpu_pool_tokens(model_config: ModelConfig, args: ServerArgs) -> int:
             f"{args.page_size}",
             hint="free memory or choose a smaller model",
         )
-    return tokens // args.page_size * args.page_size
+    return int(tokens // args.page_size * args.page_size)
 
 
 @contextlib.contextmanager
 def _single_process_groups() -> Iterator[None]:
     """Process groups of one process, which need no transport and so open no port."""
     import torch.testing._internal.distributed.fake_pg  # noqa: F401  (registers the backend "fake")
+    from torch._C._distributed_c10d import HashStore
 
     if not dist.is_initialized():
-        dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group("fake", store=HashStore(), rank=0, world_size=1)
     new_group = dist.new_group
 
     def new_fake_group(*args: Any, **kwargs: Any) -> Any:

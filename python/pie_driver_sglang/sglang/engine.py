@@ -77,7 +77,9 @@ class SglangEngine:
         self._device = (
             _Block(torch.zeros_like(host, device=device), layout) if on_cuda else self._host
         )
-        self._copied = torch.cuda.Event() if on_cuda else None
+        self._copied: torch.cuda.Event | None = None
+        if on_cuda:
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
         table = self._runner.req_to_token_pool.req_to_token
         self._table_pages = table.view(-1, facts.page_size)
         self._page_offsets = torch.arange(facts.page_size, dtype=table.dtype, device=device)

@@ -1,26 +1,13 @@
 //! The one mapping from the crates' errors to Python exceptions.
+//!
+//! The classes live in `pie_driver_sglang.errors`, beside the driver's own.
 
-use pyo3::exceptions::{PyException, PyFileNotFoundError, PyTimeoutError, PyValueError};
-use pyo3::{PyErr, create_exception};
+use pyo3::exceptions::{PyFileNotFoundError, PyTimeoutError};
+use pyo3::{PyErr, import_exception};
 
-create_exception!(
-    _core,
-    RingError,
-    PyException,
-    "The shared-memory region cannot be made, opened or used."
-);
-create_exception!(
-    _core,
-    WireError,
-    PyValueError,
-    "Bytes that are no valid frame, or a buffer too small for one."
-);
-create_exception!(
-    _core,
-    StageError,
-    PyValueError,
-    "A staging block or tokens that do not fit the plan."
-);
+import_exception!(pie_driver_sglang.errors, RingError);
+import_exception!(pie_driver_sglang.errors, StageError);
+import_exception!(pie_driver_sglang.errors, WireError);
 
 pub(crate) fn from_ring(error: &pie_ring::RingError) -> PyErr {
     let text = error.to_string();

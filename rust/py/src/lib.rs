@@ -23,8 +23,6 @@ mod _core {
     #[pymodule_export]
     use crate::client::{Client, Reply};
     #[pymodule_export]
-    use crate::error::{RingError, StageError, WireError};
-    #[pymodule_export]
     use crate::guard::ExitGuard;
     #[pymodule_export]
     use crate::planner::Planner;
