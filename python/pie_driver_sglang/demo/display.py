@@ -66,10 +66,11 @@ def open_display() -> Display:
 
 def heading(context: Context) -> str:
     """Returns the title of a context: its number, its sampler and how far it is."""
-    state = f"{len(context.tokens)} tokens"
-    if context.done:
-        state += f", {context.state}"
-    return f"{context.number}: {context.sampling.label}, {_waits(context) or state}"
+    title = f"{context.number}: {context.sampling.label}"
+    if context.state == WAITING:
+        return f"{title}, {WAITING}"
+    stopped = f", {context.state}" if context.done else ""
+    return f"{title}, {len(context.tokens)} tokens{stopped}"
 
 
 def printable(text: str) -> str:
@@ -88,10 +89,6 @@ def plain_table(grid: Grid) -> str:
 
     lines = ["  ".join(map(cell, grid.headers, row, widths)).rstrip() for row in rows]
     return "\n".join([f"{grid.title}:", *lines])
-
-
-def _waits(context: Context) -> str:
-    return context.state if context.state == WAITING else ""
 
 
 def _visible(character: str) -> str:

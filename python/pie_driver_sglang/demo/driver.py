@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
 
-from pie_driver_sglang import _core, errors
+from pie_driver_sglang import _core
 from pie_driver_sglang.demo.runtime import Limits, Pass
 from pie_driver_sglang.errors import DriverError, RingError, StartError, WireError
 from pie_driver_sglang.launch import NEVER_PARK
@@ -31,6 +31,7 @@ _CALL_TIMEOUT_S: Final = 60.0
 _STOP_TIMEOUT_S: Final = 5.0
 _PR_SET_PDEATHSIG: Final = 1
 _LOG_LINES: Final = 25
+_LOG_MARK: Final = " pie_driver_sglang: "
 
 
 @dataclass(frozen=True)
@@ -196,8 +197,9 @@ class SpawnedDriver:
         return DriverEnded(f"the driver {end} {when}; its log ends so:", "\n".join(lines))
 
     def _last_log_line(self) -> str:
-        lines = self._log().split("\n")[:-1]
-        return next((line.strip() for line in reversed(lines) if line.strip()), "")
+        """Returns the driver's own last message; its libraries write to the log, too."""
+        lines = reversed(self._log().split("\n")[:-1])
+        return next((line.partition(_LOG_MARK)[2] for line in lines if _LOG_MARK in line), "")
 
     def _log(self) -> str:
         return self._log_path.read_text(encoding="utf-8", errors="replace")
@@ -273,7 +275,7 @@ def _spawn(config: Path, log: Path, write_end: int) -> subprocess.Popen[bytes]:
             stdout=log_file,
             stderr=log_file,
             env={**os.environ, "PATH": path},
-            # Python opens every descriptor close-on-exec, and closing would race with dup2.
+            # Python's descriptors are close-on-exec; closing all others would take number 3, too.
             close_fds=False,
             preexec_fn=in_child,
         )

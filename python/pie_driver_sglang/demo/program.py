@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import signal
 import sys
@@ -50,7 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     signal.signal(signal.SIGTERM, _terminate)
     # A terminal that is not UTF-8 shows marks instead of ending the demo.
-    getattr(sys.stdout, "reconfigure", dict)(errors="replace")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
     try:
         rate = _run(arguments)
         print(f"{rate:.1f} tok/s", flush=True)
@@ -133,14 +135,26 @@ def _failure(error: DriverError) -> str:
 
 
 def _terminate(number: int, frame: object) -> NoReturn:
+    signal.signal(number, signal.SIG_IGN)
     raise SystemExit(128 + number)
 
 
 def _count(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise ValueError(text)
-    return number
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1")
+    return int(text)
+
+
+def _text(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not UTF-8") from None
+    return text
+
+
+def _path(text: str) -> Path:
+    return Path(_text(text))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -149,9 +163,9 @@ def _parser() -> argparse.ArgumentParser:
         description="Serves several prompts at once, from the ring to the text on the terminal.",
     )
     add = parser.add_argument
-    add("--model", type=Path, default=Path("models/pocket"), help="folder (default: %(default)s)")
+    add("--model", type=_path, default=Path("models/pocket"), help="folder (default: %(default)s)")
     add("--device", default="cpu", help="cpu or cuda:N (default: %(default)s)")
     add("--tokens", type=_count, default=96, help="most tokens per prompt (default: %(default)s)")
-    add("--prompt", nargs="+", default=list(PROMPTS), metavar="TEXT", help="prompts to continue")
+    add("--prompt", type=_text, nargs="+", default=PROMPTS, metavar="TEXT", help="own prompts")
     add("--seed", type=int, default=42, help="the driver's random seed (default: %(default)s)")
     return parser

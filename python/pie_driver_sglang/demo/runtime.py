@@ -122,6 +122,7 @@ class PagePool:
         self._free = list(range(total_pages))
 
     def __len__(self) -> int:
+        """Returns how many pages are free."""
         return len(self._free)
 
     def take(self) -> int:
