@@ -179,7 +179,14 @@ def _start(config: DriverConfig, server: _core.Server) -> Engine:
     planner, engine = load_engine(config)
     server.serve(planner, engine.block.data, _report)
     logger.info("warming up")
-    warm_up(server, engine)
+    try:
+        warm_up(server, engine)
+    except Exception as error:
+        logger.debug("the warm-up failed", exc_info=True)
+        raise StartError(
+            f"the model loads but does not run on {driver.device[0]}: {error}",
+            "use another `attention_backend`, device or model",
+        ) from error
     return engine
 
 

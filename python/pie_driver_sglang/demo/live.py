@@ -87,8 +87,7 @@ class LiveDisplay(Display):
 
     def _panel(self, context: Context, width: int, lines: int | None) -> Panel:
         """Returns a panel with the whole text, or with its last lines."""
-        text = Text(printable(context.prompt), "dim")
-        text.append(printable(context.text), "not dim")
+        text = Text().append(printable(context.prompt), "dim").append(printable(context.text))
         if lines is not None:
             wrapped = text.wrap(self._console, width)
             text = Text("\n").join(wrapped[-lines:])

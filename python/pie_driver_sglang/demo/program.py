@@ -31,11 +31,11 @@ PROMPTS: Final = (
 )
 SAMPLINGS: Final = (
     Sampling("greedy", "greedy"),
-    Sampling("top-p 0.95 at 0.7", "top_p", (0.7, 0.95)),
-    Sampling("top-k 20, top-p 0.95 at 0.7", "top_k_top_p", (0.7, 20, 0.95)),
-    Sampling("top-p 0.95 at 0.7", "top_p", (0.7, 0.95)),
-    Sampling("min-p 0.1 at 0.7", "min_p", (0.7, 0.1)),
-    Sampling("top-p 0.95 at 0.7", "top_p", (0.7, 0.95)),
+    Sampling("T 0.7, p 0.95", "top_p", (0.7, 0.95)),
+    Sampling("T 0.7, k 20, p 0.95", "top_k_top_p", (0.7, 20, 0.95)),
+    Sampling("T 0.7, p 0.95", "top_p", (0.7, 0.95)),
+    Sampling("T 0.7, min-p 0.1", "min_p", (0.7, 0.1)),
+    Sampling("T 0.7, p 0.95", "top_p", (0.7, 0.95)),
 )
 
 #: Steps between two arrivals.

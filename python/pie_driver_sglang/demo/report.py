@@ -133,7 +133,7 @@ def _split(parts: Mapping[str, float]) -> Grid:
     rows = [(part, f"{value:.1f}", f"{100 * value / whole:.1f}") for part, value in parts.items()]
     rows.append(("whole step", f"{whole:.1f}", "100.0"))
     return Grid(
-        "mean step (ring: the round trip beyond the driver's step)",
+        "mean step",
         ("part", "µs", "%"),
         rows,
         frozenset({"part"}),

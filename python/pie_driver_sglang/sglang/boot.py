@@ -14,15 +14,20 @@ import torch.distributed as dist
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed.parallel_state_wrapper import ParallelState
 from sglang.srt.layers import logits_processor
+from sglang.srt.layers.moe import initialize_moe_config
+from sglang.srt.layers.quantization.fp4_utils import initialize_fp4_gemm_config
+from sglang.srt.layers.quantization.fp8_utils import initialize_fp8_gemm_config
+from sglang.srt.layers.quantization.unquant import initialize_bf16_gemm_config
 from sglang.srt.layers.rotary_embedding import base as rotary_base
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.plugins import load_plugins
 from sglang.srt.runtime_context import publish
 from sglang.srt.server_args import ServerArgs
+from sglang.srt.utils import set_random_seed
 
 from pie_driver_sglang.config import DriverConfig
-from pie_driver_sglang.errors import StartError
+from pie_driver_sglang.errors import DriverError, StartError
 from pie_driver_sglang.sglang import support
 
 logger = logging.getLogger(__name__)
@@ -54,40 +59,49 @@ def boot(config: DriverConfig) -> Booted:
     load_plugins()
     device_type, gpu_id = _device(config.driver.device[0])
     with _translated_failures(config):
-        args = _server_args(config, device_type)
-        publish(args, role="scheduler")
-        model_config = ModelConfig.from_server_args(args)
-        support.check_config(model_config, args.attention_backend)
-        if device_type == "cpu":
-            # Without these SGLang's rotary embedding and soft-capped logits ask for CUDA kernels.
-            rotary_base._is_cpu = True
-            logits_processor._is_cpu = True
-            args.override(
-                "pie_driver_sglang", max_total_tokens=_cpu_pool_tokens(model_config, args)
-            )
-            publish(args, role="scheduler")
-        with _single_process_groups():
-            runner = ModelRunner(
-                model_config=model_config,
-                mem_fraction_static=args.mem_fraction_static,
-                gpu_id=gpu_id,
-                ps=ParallelState.trivial(gpu_id=gpu_id),
-                nccl_port=0,
-                server_args=args,
-            )
-        support.check_model(runner)
+        runner = _load_model(_server_args(config, device_type), gpu_id)
         runner.alloc_memory_pool()
         support.check_pool(runner)
-        row_pages = -(-(model_config.context_len + DRAFT_ROOM) // args.page_size)
+        page_size = runner.server_args.page_size
+        row_pages = -(-(runner.model_config.context_len + DRAFT_ROOM) // page_size)
         runner.req_to_token_pool = ReqToTokenPool(
             size=options.max_forward_requests,
-            max_context_len=row_pages * args.page_size,
+            max_context_len=row_pages * page_size,
             device=runner.device,
             enable_memory_saver=False,
         )
         runner.init_attention_backends()
         runner.init_cuda_graphs(capture_decode_cuda_graph=False)
     return Booted(runner, row_pages, options.max_forward_requests)
+
+
+def _load_model(args: ServerArgs, gpu_id: int) -> ModelRunner:
+    publish(args, role="scheduler")
+    model_config = ModelConfig.from_server_args(args)
+    support.check_config(model_config, args.attention_backend)
+    if args.device == "cpu":
+        # Without these SGLang's rotary embedding and soft-capped logits ask for CUDA kernels.
+        rotary_base._is_cpu = True
+        logits_processor._is_cpu = True
+        args.override("pie_driver_sglang", max_total_tokens=_cpu_pool_tokens(model_config, args))
+        publish(args, role="scheduler")
+    # What SGLang's scheduler does before it makes a runner.
+    initialize_moe_config(args)
+    initialize_fp8_gemm_config(args)
+    initialize_fp4_gemm_config(args)
+    initialize_bf16_gemm_config(args)
+    set_random_seed(args.random_seed)
+    with _single_process_groups():
+        runner = ModelRunner(
+            model_config=model_config,
+            mem_fraction_static=args.mem_fraction_static,
+            gpu_id=gpu_id,
+            ps=ParallelState.trivial(gpu_id=gpu_id),
+            nccl_port=0,
+            server_args=args,
+        )
+    support.check_model(runner)
+    return runner
 
 
 def _device(device: str) -> tuple[str, int]:
@@ -179,15 +193,10 @@ def _translated_failures(config: DriverConfig) -> Iterator[None]:
             f"{config.driver.device[0]} has too little memory for the model: {_first_line(error)}",
             hint="lower `mem_fraction_static` or `context_length`, or free memory on the device",
         ) from error
-    except (
-        ValueError,
-        RuntimeError,
-        KeyError,
-        ImportError,
-        OSError,
-        AssertionError,
-        NotImplementedError,
-    ) as error:
+    except DriverError:
+        raise
+    except Exception as error:
+        logger.debug("SGLang failed", exc_info=True)
         text = _first_line(error)
         if "not supported" in text and "rchitecture" in text:
             hint = "SGLang 0.5.17 has no such model; use one that it supports"

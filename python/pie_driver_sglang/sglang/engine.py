@@ -93,7 +93,7 @@ class SglangEngine:
         """Stops the forward pass before the LM head: logits are computed for sampled rows only."""
 
         def keep_hidden(
-            input_ids: Any, states: torch.Tensor, lm_head: Any, metadata: Any, *_: Any
+            input_ids: Any, states: torch.Tensor, lm_head: Any, metadata: Any, *_: Any, **__: Any
         ) -> Any:
             if isinstance(metadata, ForwardBatch):
                 metadata = LogitsMetadata.from_forward_batch(metadata)

@@ -42,7 +42,7 @@ def check_model(runner: ModelRunner) -> None:
     layers = [module for module in runner.model.modules() if isinstance(module, RadixAttention)]
     config = runner.model_config.hf_text_config
     if runner.server_args.attention_backend == "torch_native" and any(
-        layer.logit_cap > 0 for layer in layers
+        (layer.logit_cap or 0) > 0 for layer in layers
     ):
         raise StartError(
             "the model soft-caps its attention scores, which the CPU backend ignores",
