@@ -1,0 +1,31 @@
+//! Sleeping on a word that two processes share. The private flag would tie the word to one address
+//! space, so it is never set here.
+
+use std::sync::atomic::AtomicU32;
+use std::time::Duration;
+
+use rustix::io::Errno;
+use rustix::thread::futex::{self, Flags, Timespec};
+
+use crate::error::RingError;
+
+/// Wakes every waiter of the word. It cannot fail on mapped memory, and it is safe to call from a
+/// signal handler.
+pub(crate) fn wake_all(word: &AtomicU32) {
+    let _ = futex::wake(word, Flags::empty(), i32::MAX.cast_unsigned());
+}
+
+/// Sleeps while the word has the value `expected`, at most for `timeout`. Returns for any reason,
+/// so the caller must check its condition again.
+pub(crate) fn wait(
+    word: &AtomicU32,
+    expected: u32,
+    timeout: Option<Duration>,
+) -> Result<(), RingError> {
+    // A time-out too long for the kernel is as good as none.
+    let timeout = timeout.and_then(|limit| Timespec::try_from(limit).ok());
+    match futex::wait(word, Flags::empty(), expected, timeout.as_ref()) {
+        Ok(()) | Err(Errno::AGAIN | Errno::INTR | Errno::TIMEDOUT) => Ok(()),
+        Err(error) => Err(RingError::system("wait on", "a wake counter", error)),
+    }
+}

@@ -1,0 +1,142 @@
+//! Leaves no region behind: on SIGTERM, or when the parent dies, a thread of its own removes every
+//! region and ends the process, however busy the other threads are.
+//!
+//! The thread needs nothing from the rest of the process but the list of regions, whose lock is only
+//! ever held for a few system calls. A region is made and listed under that lock, so none can exist
+//! unlisted.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::{self, JoinHandle};
+use std::time::Duration;
+
+use crate::error::RingError;
+use crate::region::NamedFile;
+use crate::signal::{self, TerminateSignal};
+
+/// The parent is looked at this often.
+const PARENT_CHECK: Duration = Duration::from_millis(100);
+
+/// The regions of this process.
+#[derive(Debug, Default)]
+pub(crate) struct Tracker(Mutex<Vec<NamedFile>>);
+
+impl Tracker {
+    /// The list, which no panic can leave in a bad state.
+    pub(crate) fn lock(&self) -> MutexGuard<'_, Vec<NamedFile>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Takes a region from the list; its name stays.
+    pub(crate) fn forget(&self, region: &NamedFile) {
+        self.lock().retain(|listed| listed != region);
+    }
+
+    /// Removes a listed region's name, and the region from the list, as one step.
+    pub(crate) fn remove(&self, region: &NamedFile) {
+        let mut regions = self.lock();
+        if let Some(index) = regions.iter().position(|listed| listed == region) {
+            // Best effort: the next owner replaces what stays.
+            let _ = region.remove();
+            regions.swap_remove(index);
+        }
+    }
+}
+
+/// Ends the process cleanly on SIGTERM and on its parent's death, with exit status 0.
+///
+/// Install it first thing, before anything is loaded: from then on SIGTERM works at once. At most one
+/// can be installed in a process. Programs that this process starts are not affected, and a forked
+/// child neither removes its parent's regions nor is protected itself.
+///
+/// A library that sets its own SIGTERM handler later takes the signal away from the guard; the watch
+/// of the parent stays. Dropping the guard restores the former handler.
+#[derive(Debug)]
+pub struct ExitGuard {
+    tracker: Arc<Tracker>,
+    _watch: Option<Watch>,
+}
+
+#[derive(Debug)]
+struct Watch {
+    thread: Option<JoinHandle<()>>,
+    pid: u32,
+    /// Restored on drop, after the thread has ended.
+    _signal: TerminateSignal,
+}
+
+impl ExitGuard {
+    /// Handles SIGTERM and watches the parent from now on.
+    ///
+    /// # Errors
+    /// [`RingError::GuardActive`] if the process has a guard; [`RingError::System`] if the handler
+    /// cannot be set or the thread cannot be started.
+    pub fn install() -> Result<Self, RingError> {
+        let tracker = Arc::new(Tracker::default());
+        // Known before the thread starts, so that no change can be missed.
+        let parent = rustix::process::getppid();
+        let signal = TerminateSignal::register()?;
+        let regions = Arc::clone(&tracker);
+        let thread = thread::Builder::new()
+            .name("pie-exit-guard".to_owned())
+            .spawn(move || watch(&regions, parent))
+            .map_err(|error| RingError::system("start", "the exit guard's thread", error))?;
+        let pid = std::process::id();
+        let watch = Some(Watch {
+            thread: Some(thread),
+            pid,
+            _signal: signal,
+        });
+        Ok(Self {
+            tracker,
+            _watch: watch,
+        })
+    }
+
+    /// A guard that handles nothing, for hosts with their own signal handling, benches and tests.
+    /// Regions are still removed when their server is dropped.
+    pub fn inert() -> Self {
+        Self {
+            tracker: Arc::default(),
+            _watch: None,
+        }
+    }
+
+    pub(crate) fn tracker(&self) -> &Arc<Tracker> {
+        &self.tracker
+    }
+}
+
+impl Drop for Watch {
+    fn drop(&mut self) {
+        // A forked child has no such thread.
+        if std::process::id() == self.pid {
+            signal::raise(signal::CLOSE);
+            if let Some(thread) = self.thread.take() {
+                let _ = thread.join();
+            }
+        }
+    }
+}
+
+fn watch(regions: &Tracker, parent: Option<rustix::process::Pid>) {
+    signal::unblock();
+    loop {
+        let events = signal::wait(PARENT_CHECK);
+        if events & signal::TERMINATE != 0 || rustix::process::getppid() != parent {
+            leave(regions);
+        }
+        if events & signal::CLOSE != 0 {
+            return;
+        }
+    }
+}
+
+/// Removes all regions and ends the process. The lock is kept: no region can be made any more.
+fn leave(regions: &Tracker) -> ! {
+    let regions = regions.lock();
+    for region in regions.iter() {
+        // Best effort: the next owner replaces what stays.
+        let _ = region.remove();
+    }
+    signal::exit_now()
+}

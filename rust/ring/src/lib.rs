@@ -1,0 +1,67 @@
+//! Shared-memory ring between the Pie runtime (the client) and a driver process (the server).
+//!
+//! A *region* is one POSIX shared-memory object: a 64-byte header, then a few *slots*. A slot is a
+//! mailbox for one request and its answer, so there is no queue to overflow and nothing to allocate
+//! on the way. Two sequence numbers per slot carry the whole protocol: the client raises the request
+//! sequence to send, the server sets the response sequence to the same value to answer. A wake
+//! counter beside each of them lets the other side sleep in a futex.
+//!
+//! | module | idea |
+//! |---|---|
+//! | `layout` | every offset and size of the region, header encoding and validation |
+//! | `mapping` | the mapped memory as atomics and byte slices |
+//! | `region` | who owns the name in `/dev/shm`: an exclusive `flock`, freed by the kernel with its owner |
+//! | `wait` | spin, spin then park, or park until a condition holds |
+//! | `server`, `lease` | take the oldest request, answer it exactly once |
+//! | `client` | send a request, wait for its answer |
+//! | `guard`, `signal` | leave no region behind on SIGTERM or when the parent dies |
+//!
+//! The ring never looks inside a payload.
+//!
+//! ```
+//! use pie_ring::{Client, ClientConfig, ExitGuard, RegionLayout, Server, ServerConfig, Wait};
+//!
+//! # fn main() -> Result<(), pie_ring::RingError> {
+//! let name = format!("/pie_ring_doc_{}", std::process::id());
+//! let mut config = ServerConfig::new(&name, *b"schema-1", b"aborted".to_vec());
+//! config.layout = RegionLayout::new(1, 4096, 4096)?;
+//! let mut server = Server::create(&config, &ExitGuard::inert())?;
+//! let client = Client::open(&name, *b"schema-1", ClientConfig::default())?;
+//! std::thread::scope(|scope| {
+//!     let answer = scope.spawn(|| client.call(b"ping", <[u8]>::to_vec));
+//!     if let Some(lease) = server.wait(Wait::Park)? {
+//!         assert_eq!(lease.request()?, b"ping");
+//!         lease.reply(b"pong")?;
+//!     }
+//!     assert_eq!(answer.join().unwrap()?, b"pong");
+//!     Ok(())
+//! })
+//! # }
+//! ```
+
+#[cfg(not(all(
+    target_os = "linux",
+    target_endian = "little",
+    target_pointer_width = "64"
+)))]
+compile_error!("the ring needs Linux on a 64-bit little-endian machine");
+
+mod client;
+mod error;
+mod futex;
+mod guard;
+mod layout;
+mod lease;
+mod mapping;
+mod region;
+mod server;
+mod signal;
+mod wait;
+
+pub use client::{Client, ClientConfig};
+pub use error::RingError;
+pub use guard::ExitGuard;
+pub use layout::{HEADER_BYTES, MAGIC, RegionLayout, SLOT_HEADER_BYTES, VERSION};
+pub use lease::{Lease, Publish};
+pub use server::{DEFAULT_TAKEOVER, Server, ServerConfig, Stop};
+pub use wait::Wait;

@@ -1,0 +1,344 @@
+//! Who owns a region: the process that holds an exclusive `flock` on the file behind the name.
+//!
+//! The kernel frees the lock when its owner dies, however it dies, so no pid and no age has to be
+//! guessed. A file without a lock is a leftover and is replaced by a new one; it is never reused,
+//! because its old client may still have it mapped.
+//!
+//! Between making a file and locking it there is a gap in which a rival may take the new file for a
+//! leftover. Two rules make that harmless. Only the holder of a file's lock removes the file from the
+//! name. And after taking a lock, each side checks that the name still leads to the locked file; if
+//! not, it starts over. So the lock that counts is the one on the file behind the name, and at most
+//! one process can hold it.
+//!
+//! The descriptor is close-on-exec: programs that the owner starts do not keep the lock. A child made
+//! by `fork` alone does share it until it ends.
+
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use rustix::fs::{AtFlags, CWD, FallocateFlags, FlockOperation, Mode, OFlags, Stat};
+use rustix::io::Errno;
+
+use crate::error::RingError;
+use crate::guard::Tracker;
+
+/// A live owner is asked again after this time.
+const RETRY: Duration = Duration::from_millis(20);
+/// Where the system keeps its shared-memory objects.
+const DIRECTORY: &str = "/dev/shm";
+
+/// A checked region name.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct RegionName {
+    name: String,
+    path: String,
+}
+
+impl RegionName {
+    pub(crate) fn new(name: &str) -> Result<Self, RingError> {
+        let usable = name.strip_prefix('/').is_some_and(|rest| {
+            (1..=250).contains(&rest.len())
+                && !rest.contains(['/', '\0'])
+                && rest != "."
+                && rest != ".."
+        });
+        if !usable {
+            return Err(RingError::Name {
+                name: name.to_owned(),
+            });
+        }
+        Ok(Self {
+            name: name.to_owned(),
+            path: format!("{DIRECTORY}{name}"),
+        })
+    }
+
+    pub(crate) fn as_str(&self) -> &str {
+        &self.name
+    }
+
+    /// Opens the existing region.
+    pub(crate) fn open(&self) -> Result<OwnedFd, Errno> {
+        // A link or a pipe under this name is not ours and must neither be followed nor block.
+        let flags = OFlags::RDWR | OFlags::CLOEXEC | OFlags::NOFOLLOW | OFlags::NONBLOCK;
+        rustix::fs::open(&self.path, flags, Mode::empty())
+    }
+
+    fn make(&self) -> Result<OwnedFd, Errno> {
+        let flags = OFlags::RDWR | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC;
+        rustix::fs::open(&self.path, flags, Mode::RUSR | Mode::WUSR)
+    }
+
+    pub(crate) fn failed(&self, action: &'static str, source: impl Into<io::Error>) -> RingError {
+        RingError::system(action, &self.path, source)
+    }
+}
+
+/// Identity of a file, independent of its name.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct FileId {
+    device: u64,
+    inode: u64,
+}
+
+impl From<Stat> for FileId {
+    fn from(stat: Stat) -> Self {
+        Self {
+            device: stat.st_dev,
+            inode: stat.st_ino,
+        }
+    }
+}
+
+/// A name together with the file that it should lead to.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct NamedFile {
+    name: RegionName,
+    id: FileId,
+}
+
+impl NamedFile {
+    fn new(name: &RegionName, file: BorrowedFd<'_>) -> Result<Self, RingError> {
+        let stat = rustix::fs::fstat(file).map_err(|error| name.failed("inspect", error))?;
+        Ok(Self {
+            name: name.clone(),
+            id: stat.into(),
+        })
+    }
+
+    /// Whether the name still leads to the file.
+    fn is_current(&self) -> bool {
+        rustix::fs::statat(CWD, &self.name.path, AtFlags::SYMLINK_NOFOLLOW)
+            .is_ok_and(|stat| FileId::from(stat) == self.id)
+    }
+
+    /// Removes the name unless it leads to another file by now.
+    pub(crate) fn remove(&self) -> Result<(), RingError> {
+        if !self.is_current() {
+            return Ok(());
+        }
+        match rustix::fs::unlink(&self.name.path) {
+            Ok(()) | Err(Errno::NOENT) => Ok(()),
+            Err(error) => Err(self.name.failed("remove", error)),
+        }
+    }
+}
+
+/// The file behind a region, owned by this process. Dropping it removes the name, then the lock.
+#[derive(Debug)]
+pub(crate) struct RegionFile {
+    file: OwnedFd,
+    named: NamedFile,
+    tracker: Arc<Tracker>,
+    pid: u32,
+}
+
+/// What one try to own the name led to.
+enum Attempt {
+    Owned(RegionFile),
+    /// A living process holds the lock.
+    Occupied,
+    /// A leftover was removed, or the name changed hands meanwhile.
+    Changed,
+}
+
+impl RegionFile {
+    /// Makes the region and reserves `bytes` for it, waiting up to `takeover` for a live owner.
+    pub(crate) fn create(
+        name: &RegionName,
+        bytes: u64,
+        takeover: Duration,
+        tracker: &Arc<Tracker>,
+    ) -> Result<Self, RingError> {
+        let start = Instant::now();
+        loop {
+            match Self::attempt(name, tracker)? {
+                Attempt::Owned(region) => {
+                    region.reserve(bytes)?;
+                    return Ok(region);
+                }
+                Attempt::Changed => {}
+                Attempt::Occupied => {
+                    let left = takeover.saturating_sub(start.elapsed());
+                    if left.is_zero() {
+                        let (name, owner) = (name.as_str().to_owned(), owner(name));
+                        return Err(RingError::Owned {
+                            name,
+                            owner,
+                            waited: takeover,
+                        });
+                    }
+                    thread::sleep(left.min(RETRY));
+                }
+            }
+        }
+    }
+
+    fn attempt(name: &RegionName, tracker: &Arc<Tracker>) -> Result<Attempt, RingError> {
+        let Some(region) = Self::make(name, tracker)? else {
+            return replace_leftover(name);
+        };
+        if !try_lock(name, region.file())? {
+            // A rival took the new file for a leftover. As holder of the lock it removes the file.
+            region.tracker.forget(&region.named);
+            return Ok(Attempt::Occupied);
+        }
+        // Such a rival may also be done already.
+        if region.named.is_current() {
+            Ok(Attempt::Owned(region))
+        } else {
+            Ok(Attempt::Occupied)
+        }
+    }
+
+    /// Makes the file and tracks it in one step; `None` if the name exists.
+    fn make(name: &RegionName, tracker: &Arc<Tracker>) -> Result<Option<Self>, RingError> {
+        let (pid, tracker) = (std::process::id(), Arc::clone(tracker));
+        let mut regions = tracker.lock();
+        let file = match name.make() {
+            Ok(file) => file,
+            Err(Errno::EXIST) => return Ok(None),
+            Err(error) => return Err(name.failed("create", error)),
+        };
+        let named = NamedFile::new(name, file.as_fd())?;
+        regions.push(named.clone());
+        drop(regions);
+        Ok(Some(Self {
+            file,
+            named,
+            tracker,
+            pid,
+        }))
+    }
+
+    /// Gives the file its size and its memory, so that no later access can run out of space.
+    fn reserve(&self, needed: u64) -> Result<(), RingError> {
+        let name = &self.named.name;
+        let no_space = |available| RingError::NoSpace {
+            name: name.as_str().to_owned(),
+            needed,
+            available,
+        };
+        let space = rustix::fs::fstatvfs(&self.file);
+        // A tmpfs without a limit says that it has 0 blocks.
+        let available = space.ok().filter(|space| space.f_blocks > 0);
+        let available = available.map(|space| space.f_bavail.saturating_mul(space.f_frsize));
+        if let Some(available) = available.filter(|&available| available < needed) {
+            return Err(no_space(available));
+        }
+        loop {
+            match rustix::fs::fallocate(&self.file, FallocateFlags::empty(), 0, needed) {
+                Ok(()) => return Ok(()),
+                Err(Errno::INTR) => {}
+                Err(Errno::NOSPC | Errno::NOMEM | Errno::FBIG) => {
+                    return Err(no_space(available.unwrap_or(0)));
+                }
+                Err(error) => return Err(name.failed("reserve the memory of", error)),
+            }
+        }
+    }
+
+    pub(crate) fn file(&self) -> BorrowedFd<'_> {
+        self.file.as_fd()
+    }
+
+    /// Removes the name if it still leads to this file. Does nothing in a forked child.
+    pub(crate) fn unlink(&self) {
+        if std::process::id() == self.pid {
+            self.tracker.remove(&self.named);
+        }
+    }
+}
+
+impl Drop for RegionFile {
+    fn drop(&mut self) {
+        self.unlink();
+    }
+}
+
+/// Removes the existing file if its owner is dead.
+fn replace_leftover(name: &RegionName) -> Result<Attempt, RingError> {
+    let file = match name.open() {
+        Ok(file) => file,
+        Err(Errno::NOENT) => return Ok(Attempt::Changed),
+        Err(error) => return Err(name.failed("take over", error)),
+    };
+    if !try_lock(name, file.as_fd())? {
+        return Ok(Attempt::Occupied);
+    }
+    NamedFile::new(name, file.as_fd())?.remove()?;
+    Ok(Attempt::Changed)
+}
+
+fn try_lock(name: &RegionName, file: BorrowedFd<'_>) -> Result<bool, RingError> {
+    loop {
+        match rustix::fs::flock(file, FlockOperation::NonBlockingLockExclusive) {
+            Ok(()) => return Ok(true),
+            Err(Errno::WOULDBLOCK) => return Ok(false),
+            Err(Errno::INTR) => {}
+            Err(error) => return Err(name.failed("lock", error)),
+        }
+    }
+}
+
+/// The pid that holds the lock on the file behind the name, if the kernel shows it.
+fn owner(name: &RegionName) -> Option<u32> {
+    let stat = rustix::fs::statat(CWD, &name.path, AtFlags::SYMLINK_NOFOLLOW).ok()?;
+    let (major, minor) = (
+        rustix::fs::major(stat.st_dev),
+        rustix::fs::minor(stat.st_dev),
+    );
+    find_lock(
+        &std::fs::read_to_string("/proc/locks").ok()?,
+        &format!("{major:02x}:{minor:02x}:{}", stat.st_ino),
+    )
+}
+
+/// Lines look like `1: FLOCK  ADVISORY  WRITE 4711 00:1a:567 0 EOF`.
+fn find_lock(locks: &str, file: &str) -> Option<u32> {
+    locks.lines().find_map(|line| {
+        let mut words = line.split_ascii_whitespace().skip(1);
+        let kind = words.next()?;
+        let pid = words.nth(2)?;
+        (kind == "FLOCK" && words.next()? == file).then(|| pid.parse().ok())?
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names() {
+        for good in ["/pie_shmem_g0", "/a", &format!("/{}", "x".repeat(250))] {
+            assert_eq!(RegionName::new(good).unwrap().as_str(), good);
+        }
+        for bad in [
+            "",
+            "/",
+            "a",
+            "/a/b",
+            "//a",
+            "/.",
+            "/..",
+            "/a\0",
+            &format!("/{}", "x".repeat(251)),
+        ] {
+            assert!(RegionName::new(bad).is_err(), "{bad:?}");
+        }
+    }
+
+    #[test]
+    fn lock_table() {
+        let locks = "1: POSIX  ADVISORY  WRITE 11 00:1a:567 0 EOF\n\
+                     2: FLOCK  ADVISORY  WRITE 12 00:1a:568 0 EOF\n\
+                     2: -> FLOCK  ADVISORY  WRITE 14 00:1a:567 0 EOF\n\
+                     3: FLOCK  ADVISORY  WRITE 13 00:1a:567 0 EOF\n";
+        assert_eq!(find_lock(locks, "00:1a:567"), Some(13));
+        assert_eq!(find_lock(locks, "00:1a:569"), None);
+        assert_eq!(find_lock("garbage\n\n1:", "00:1a:567"), None);
+    }
+}

@@ -1,0 +1,271 @@
+//! Client and server in one process, on threads.
+
+mod common;
+
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use common::{ABORT, HASH, Name, Running, STRATEGIES, answer, create, open};
+use pie_ring::{Client, ClientConfig, Publish, RingError, Wait};
+
+const LIMIT: Duration = Duration::from_secs(5);
+
+#[test]
+fn every_strategy_echoes() {
+    for wait in STRATEGIES {
+        let name = Name::new();
+        let running = Running::start(create(&name).unwrap(), wait);
+        let client = open(&name, wait, LIMIT);
+        for len in [0, 1, 63, 64, 4095, 4096].into_iter().cycle().take(120) {
+            let request: Vec<u8> = (0..len).map(|i: u32| (i * 7) as u8).collect();
+            let response = client.call(&request, <[u8]>::to_vec).unwrap();
+            assert_eq!(response, answer(&request), "{wait:?}, {len} bytes");
+        }
+        drop(running);
+    }
+}
+
+#[test]
+fn more_threads_than_slots() {
+    let name = Name::new();
+    let running = Running::start(create(&name).unwrap(), Wait::Park);
+    let client = open(&name, Wait::Park, LIMIT);
+    let answered = AtomicU32::new(0);
+    thread::scope(|scope| {
+        for thread in 0..9u32 {
+            let (client, answered) = (&client, &answered);
+            scope.spawn(move || {
+                for round in 0..200u32 {
+                    let request = [thread.to_le_bytes(), round.to_le_bytes()].concat();
+                    let response = client.call(&request, <[u8]>::to_vec).unwrap();
+                    assert_eq!(response, answer(&request));
+                    answered.fetch_add(1, Ordering::Relaxed);
+                }
+            });
+        }
+    });
+    assert_eq!(answered.into_inner(), 1800);
+    drop(running);
+}
+
+#[test]
+fn waiting_requests_are_served_in_the_order_of_their_sending() {
+    let name = Name::new();
+    let mut server = create(&name).unwrap();
+    let client = open(&name, Wait::Park, LIMIT);
+    thread::scope(|scope| {
+        for turn in 0..4u8 {
+            let client = &client;
+            scope.spawn(move || {
+                thread::sleep(Duration::from_millis(20 * u64::from(turn)));
+                client.call(&[turn], |_| ()).unwrap();
+            });
+        }
+        thread::sleep(Duration::from_millis(150));
+        for turn in 0..4 {
+            let lease = server.poll().unwrap();
+            assert_eq!(lease.request().unwrap(), [turn]);
+            assert_eq!(lease.request_id(), u32::from(turn) + 1);
+            assert!(lease.sent_us() > 0);
+            assert_eq!(lease.reply(&[]).unwrap(), Publish::Delivered);
+        }
+    });
+}
+
+#[test]
+fn a_copy_is_answered_while_a_forward_runs() {
+    let name = Name::new();
+    let mut server = create(&name).unwrap();
+    let client = open(&name, Wait::Park, LIMIT);
+    thread::scope(|scope| {
+        let forward = scope.spawn(|| client.call(b"forward", <[u8]>::to_vec).unwrap());
+        let mut lease = server.wait(Wait::Park).unwrap().unwrap();
+        let copy = scope.spawn(|| client.call(b"copy", <[u8]>::to_vec).unwrap());
+        let second = server.wait(Wait::Park).unwrap().unwrap();
+        assert_eq!(second.reply(b"copied").unwrap(), Publish::Delivered);
+        assert_eq!(copy.join().unwrap(), b"copied");
+        let (request, response) = lease.buffers().unwrap();
+        response[..request.len()].copy_from_slice(request);
+        assert_eq!(lease.commit(7).unwrap(), Publish::Delivered);
+        assert_eq!(forward.join().unwrap(), b"forward");
+    });
+}
+
+#[test]
+fn a_late_answer_is_dropped_and_the_next_request_gets_its_own() {
+    for wait in STRATEGIES {
+        let name = Name::new();
+        let mut config = common::config(&name);
+        config.layout = pie_ring::RegionLayout::new(1, 64, 64).unwrap();
+        let mut server = pie_ring::Server::create(&config, &pie_ring::ExitGuard::inert()).unwrap();
+        let client = open(&name, wait, Duration::from_millis(60));
+        let start = Instant::now();
+        let error = client.call(b"first", |_| ()).unwrap_err();
+        assert!(
+            matches!(error, RingError::TimedOut { id: 1, .. }),
+            "{error}"
+        );
+        assert!((60..1000).contains(&start.elapsed().as_millis()));
+        let late = server.poll().unwrap();
+
+        let patient = open(&name, wait, LIMIT);
+        thread::scope(|scope| {
+            let second = scope.spawn(|| patient.call(b"second", <[u8]>::to_vec).unwrap());
+            common::eventually(LIMIT, "the slot is reused", || late.is_stale());
+            assert_eq!(late.reply(b"late").unwrap(), Publish::Stale);
+            let lease = server.wait(wait).unwrap().unwrap();
+            assert_eq!(lease.request().unwrap(), b"second");
+            assert_eq!(lease.reply(b"own").unwrap(), Publish::Delivered);
+            assert_eq!(second.join().unwrap(), b"own");
+        });
+    }
+}
+
+#[test]
+fn an_answer_after_the_time_out_is_absorbed() {
+    let name = Name::new();
+    let mut server = create(&name).unwrap();
+    let impatient = open(&name, Wait::Park, Duration::from_millis(10));
+    assert!(impatient.call(b"x", |_| ()).is_err());
+    let lease = server.poll().unwrap();
+    assert_eq!(lease.reply(b"to nobody").unwrap(), Publish::Delivered);
+    let running = Running::start(server, Wait::Park);
+    let client = open(&name, Wait::Park, LIMIT);
+    for _ in 0..8 {
+        assert_eq!(client.call(b"ab", <[u8]>::to_vec).unwrap(), b"ba");
+    }
+    drop(running);
+}
+
+#[test]
+fn a_dropped_or_panicked_handler_sends_the_abort_reply() {
+    let name = Name::new();
+    let mut server = create(&name).unwrap();
+    let client = open(&name, Wait::Park, LIMIT);
+    thread::scope(|scope| {
+        for panics in [false, true] {
+            let call = scope.spawn(|| client.call(b"x", <[u8]>::to_vec).unwrap());
+            let lease = server.wait(Wait::Park).unwrap().unwrap();
+            let handler = thread::spawn(move || {
+                let _lease = lease;
+                assert!(!panics, "the handler of this test fails on purpose");
+            });
+            assert_eq!(handler.join().is_err(), panics);
+            assert_eq!(call.join().unwrap(), ABORT);
+        }
+    });
+}
+
+#[test]
+fn a_lease_outlives_its_server() {
+    let name = Name::new();
+    let mut server = create(&name).unwrap();
+    let client = open(&name, Wait::Park, LIMIT);
+    thread::scope(|scope| {
+        let call = scope.spawn(|| client.call(b"x", <[u8]>::to_vec).unwrap());
+        let lease = server.wait(Wait::Park).unwrap().unwrap();
+        drop(server);
+        assert!(!name.exists());
+        assert_eq!(lease.reply(b"still here").unwrap(), Publish::Delivered);
+        assert_eq!(call.join().unwrap(), b"still here");
+    });
+}
+
+#[test]
+fn abort_ends_running_and_later_calls() {
+    for wait in STRATEGIES {
+        let name = Name::new();
+        let _server = create(&name).unwrap();
+        let client = open(&name, wait, LIMIT);
+        let start = Instant::now();
+        thread::scope(|scope| {
+            // One more than slots: the last one waits for a slot.
+            let calls: Vec<_> = (0..5)
+                .map(|_| scope.spawn(|| client.call(b"x", |_| ())))
+                .collect();
+            thread::sleep(Duration::from_millis(40));
+            client.abort();
+            for call in calls {
+                assert!(matches!(call.join().unwrap(), Err(RingError::Aborted)));
+            }
+        });
+        assert!(matches!(client.call(b"x", |_| ()), Err(RingError::Aborted)));
+        assert!(start.elapsed() < Duration::from_secs(2));
+    }
+}
+
+#[test]
+fn an_oversized_request_is_not_sent() {
+    let name = Name::new();
+    let mut server = create(&name).unwrap();
+    let client = open(&name, Wait::Park, LIMIT);
+    let error = client.call(&[0; 4097], |_| ()).unwrap_err();
+    assert!(
+        matches!(
+            error,
+            RingError::RequestTooLarge {
+                len: 4097,
+                capacity: 4096
+            }
+        ),
+        "{error}"
+    );
+    assert!(server.poll().is_none());
+}
+
+#[test]
+fn a_response_length_beyond_the_slot_is_refused() {
+    use std::os::unix::fs::FileExt;
+    let name = Name::new();
+    let _server = create(&name).unwrap();
+    let file = std::fs::File::options()
+        .write(true)
+        .open(name.path())
+        .unwrap();
+    // A server gone mad: it has "answered" far ahead, with 4 GiB.
+    file.write_all_at(&u32::MAX.to_le_bytes(), 64 + 28).unwrap();
+    file.write_all_at(&9u64.to_le_bytes(), 64 + 8).unwrap();
+    let error = open(&name, Wait::Park, LIMIT)
+        .call(b"x", |_| ())
+        .unwrap_err();
+    assert!(
+        matches!(error, RingError::ResponseLength { slot: 0, .. }),
+        "{error}"
+    );
+}
+
+#[test]
+fn a_client_refuses_what_is_not_its_region() {
+    let name = Name::new();
+    let open = |hash| {
+        Client::open(&name, hash, ClientConfig::default())
+            .map(|_| ())
+            .unwrap_err()
+    };
+    assert!(matches!(open(HASH), RingError::NotFound { .. }));
+    std::fs::write(name.path(), [0; 63]).unwrap();
+    assert!(matches!(
+        open(HASH),
+        RingError::TooShort {
+            size: 63,
+            needed: 64,
+            ..
+        }
+    ));
+    std::fs::write(name.path(), [0; 64]).unwrap();
+    assert!(matches!(
+        open(HASH),
+        RingError::Header { field: "magic", .. }
+    ));
+    let _server = create(&name).unwrap();
+    assert!(matches!(
+        open(*b"other..."),
+        RingError::Header {
+            field: "schema hash",
+            ..
+        }
+    ));
+    let bad_name = Client::open("no slash", HASH, ClientConfig::default()).map(|_| ());
+    assert!(matches!(bad_name, Err(RingError::Name { .. })));
+}

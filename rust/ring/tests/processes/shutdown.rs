@@ -1,0 +1,108 @@
+//! Every way out leaves no region behind.
+
+use std::thread;
+use std::time::Duration;
+
+use pie_ring::{ExitGuard, RingError, Wait};
+use rustix::process::Signal;
+
+use crate::common::{Name, STRATEGIES, create, eventually};
+use crate::roles::{Process, echo, is_gone, parse_pid};
+
+const SOON: Duration = Duration::from_secs(1);
+
+fn assert_clean_exit(process: &mut Process, name: &Name) {
+    process.signal(Signal::TERM);
+    let status = process.ended(SOON);
+    assert!(status.success(), "{status}");
+    assert!(!name.exists());
+}
+
+#[test]
+fn sigterm_while_loading() {
+    let name = Name::new();
+    assert_clean_exit(&mut Process::ready("load", &name, Wait::Park), &name);
+}
+
+#[test]
+fn sigterm_while_waiting_in_every_strategy() {
+    for wait in STRATEGIES {
+        let name = Name::new();
+        let mut process = Process::ready("serve", &name, wait);
+        assert!(name.exists());
+        thread::sleep(Duration::from_millis(20));
+        assert_clean_exit(&mut process, &name);
+    }
+}
+
+#[test]
+fn sigterm_after_serving() {
+    let name = Name::new();
+    let mut process = Process::ready("serve", &name, Wait::Park);
+    echo(&name, Wait::Park);
+    assert_clean_exit(&mut process, &name);
+}
+
+#[test]
+fn sigterm_while_other_threads_burn_and_the_server_spins() {
+    let name = Name::new();
+    let mut process = Process::ready("burn", &name, Wait::Spin);
+    assert_clean_exit(&mut process, &name);
+}
+
+#[test]
+fn more_sigterms_change_nothing() {
+    let name = Name::new();
+    let mut process = Process::ready("serve", &name, Wait::Park);
+    for _ in 0..50 {
+        process.signal(Signal::TERM);
+    }
+    assert_clean_exit(&mut process, &name);
+}
+
+#[test]
+fn sigterm_while_waiting_for_a_live_owner_spares_the_owner() {
+    let name = Name::new();
+    let owner = create(&name).unwrap();
+    let mut process = Process::ready("takeover", &name, Wait::Park);
+    thread::sleep(Duration::from_millis(50));
+    process.signal(Signal::TERM);
+    assert!(process.ended(SOON).success());
+    assert!(name.exists());
+    drop(owner);
+}
+
+#[test]
+fn the_death_of_the_parent_ends_the_server() {
+    for wait_ms in [0, 150] {
+        let name = Name::new();
+        let mut parent = Process::start("parent", &name, Wait::Park);
+        // Two processes tell one thing each, in any order.
+        let told = [parent.told(), parent.told()];
+        assert!(told.iter().any(|message| message == "ready"), "{told:?}");
+        let server = told.iter().find_map(|message| parse_pid(message)).unwrap();
+        thread::sleep(Duration::from_millis(wait_ms));
+        assert!(name.exists());
+        parent.kill();
+        eventually(SOON, "the server ends", || is_gone(server));
+        assert!(!name.exists());
+    }
+}
+
+#[test]
+fn a_forked_child_leaves_everything_to_its_parent() {
+    let name = Name::new();
+    let mut process = Process::ready("fork", &name, Wait::Park);
+    echo(&name, Wait::Park);
+    assert_clean_exit(&mut process, &name);
+}
+
+/// The only test that installs a guard in the test process.
+#[test]
+fn one_guard_per_process_at_a_time() {
+    for _ in 0..3 {
+        let guard = ExitGuard::install().unwrap();
+        assert!(matches!(ExitGuard::install(), Err(RingError::GuardActive)));
+        drop(guard);
+    }
+}
