@@ -54,6 +54,11 @@ class Batch:
         """
         Requests of the frame.
         """
+    @property
+    def respond_ns(self, /) -> int:
+        """
+        Nanoseconds spent on building the response; 0 before the commit.
+        """
     def stage(self, /) -> Pass | None:
         """
         Writes the next pass into the staging block; None when all are done.

@@ -144,7 +144,7 @@ class SpawnedDriver:
                 name, spin_budget_us=self._spin_budget_us, timeout_s=_CALL_TIMEOUT_S
             )
         except (RingError, FileNotFoundError) as error:
-            raise StartError(str(error)) from error
+            raise _start_error("", error) from error
         threading.Thread(target=self._watch, args=(client,), daemon=True).start()
         return Channel(client, self._failure)
 
@@ -188,7 +188,7 @@ class SpawnedDriver:
         """Returns what to raise for a call that got no answer."""
         if self._process.poll() is not None:
             return self._ended("while it served")
-        return StartError(f"the driver does not answer: {error}", "report this as a bug")
+        return _start_error("the driver does not answer: ", error)
 
     def _ended(self, when: str) -> DriverEnded:
         status = self._wait(_STOP_TIMEOUT_S)
@@ -235,6 +235,12 @@ class Channel:
         if reply.aborted or reply.status is not None or len(tokens) != len(passes):
             raise self._failure(RuntimeError(_refusal(reply)))
         return tokens
+
+
+def _start_error(head: str, error: Exception) -> StartError:
+    """Returns an error of the ring as one of the start; the ring's may bring a hint."""
+    message, _, hint = str(error).partition("\n\nhint: ")
+    return StartError(head + message, hint or "run it again; if it persists, report this as a bug")
 
 
 def _request(item: Pass) -> Any:

@@ -87,7 +87,11 @@ class LiveDisplay(Display):
 
     def _panel(self, context: Context, width: int, lines: int | None) -> Panel:
         """Returns a panel with the whole text, or with its last lines."""
-        text = Text().append(printable(context.prompt), "dim").append(printable(context.text))
+        text = (
+            Text(overflow="fold")
+            .append(printable(context.prompt), "dim")
+            .append(printable(context.text))
+        )
         if lines is not None:
             wrapped = text.wrap(self._console, width)
             text = Text("\n").join(wrapped[-lines:])

@@ -32,6 +32,8 @@ pub(crate) struct Timing {
     received_ns: u64,
     parse: Duration,
     plan: Duration,
+    /// Building the response, up to its publication.
+    pub(crate) respond: Duration,
 }
 
 impl Timing {
@@ -40,6 +42,7 @@ impl Timing {
             received_ns,
             parse,
             plan,
+            respond: Duration::ZERO,
         }
     }
 
@@ -178,6 +181,12 @@ impl Batch {
         self.timing.plan.as_nanos() as u64
     }
 
+    /// Nanoseconds spent on building the response; 0 before the commit.
+    #[getter]
+    fn respond_ns(&self) -> u64 {
+        self.timing.respond.as_nanos() as u64
+    }
+
     /// Requests of the frame.
     #[getter]
     fn requests(&mut self) -> PyResult<usize> {
@@ -243,7 +252,7 @@ impl Batch {
         let mut planner = self.planner.take().ok_or_else(closed)?;
         let device_us = [h2d_us, launch_us, sync_us];
         let reports = match self.lease.take() {
-            Some(lease) => publish(lease, &mut planner, self.timing, device_us),
+            Some(lease) => publish(lease, &mut planner, &mut self.timing, device_us),
             None => Vec::new(),
         };
         self.shared.take_back(planner);

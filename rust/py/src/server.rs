@@ -317,10 +317,10 @@ fn handle(lease: Lease, shared: &Shared) -> Outcome {
                 return refuse(lease, driver_id, status::UNSUPPORTED, "busy", text);
             };
             let planned = planner.plan(driver_id, request);
-            let timing = Timing::new(received_ns, parsed - received, parsed.elapsed());
+            let mut timing = Timing::new(received_ns, parsed - received, parsed.elapsed());
             match planned {
                 Ok(()) if planner.pass_count() == 0 => {
-                    let reports = publish(lease, &mut planner, timing, [0; 3]);
+                    let reports = publish(lease, &mut planner, &mut timing, [0; 3]);
                     shared.take_back(planner);
                     Outcome::Answered(reports)
                 }
@@ -344,15 +344,19 @@ fn handle(lease: Lease, shared: &Shared) -> Outcome {
 pub(crate) fn publish(
     mut lease: Lease,
     planner: &mut pie_batch::Planner,
-    timing: Timing,
+    timing: &mut Timing,
     device_us: [u32; 3],
 ) -> Vec<Report> {
+    let started = Instant::now();
     let emptied = planner.faults().iter();
     let emptied =
         emptied.map(|(index, fault)| (fault.kind(), format!("request {index} emptied: {fault}")));
     let mut reports: Vec<Report> = emptied.map(|(kind, text)| Report { kind, text }).collect();
     let mut dropped = Vec::new();
-    let sent = match planner.reply(timing.probes(device_us), lease.response(), &mut dropped) {
+    let encoded = planner.reply(timing.probes(device_us), lease.response(), &mut dropped);
+    // Taken before the client is woken: it may want this core at once.
+    timing.respond = started.elapsed();
+    let sent = match encoded {
         Ok(length) => lease.commit(length).map_err(|error| error.to_string()),
         // Dropping the lease aborts the request.
         Err(error) => Err(error.to_string()),
