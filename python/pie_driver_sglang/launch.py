@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from pie_driver_sglang import __version__, _core
 from pie_driver_sglang.arch import vocab_size
 from pie_driver_sglang.config import DriverConfig, load_config, load_hf_config
+from pie_driver_sglang.device import check_device
 from pie_driver_sglang.errors import DriverError, RingError, StartError
 from pie_driver_sglang.handshake import UNLIMITED, Capabilities, Handshake
 from pie_driver_sglang.logs import configure_logging, format_failure
@@ -53,6 +55,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         configure_logging()
+        if not logger.isEnabledFor(logging.DEBUG):
+            # SGLang and torch warn about platforms and formats that nobody asked for.
+            warnings.simplefilter("ignore")
         guard = _core.ExitGuard()
         with Handshake(arguments.handshake_fd) as handshake:
             run(load_config(arguments.config), guard, handshake)
@@ -172,6 +177,7 @@ def _start(config: DriverConfig, server: _core.Server) -> Engine:
     architectures = load_hf_config(config.model.snapshot_dir)["architectures"]
     spins = driver.spin_budget_us == NEVER_PARK
     environment.prepare(driver.device[0], architectures, spins=spins)
+    check_device(driver.device[0])
     logger.info("importing SGLang")
     from pie_driver_sglang.sglang.load import load_engine
 

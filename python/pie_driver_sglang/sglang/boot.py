@@ -57,7 +57,8 @@ def boot(config: DriverConfig) -> Booted:
     """
     options = config.driver.options
     load_plugins()
-    device_type, gpu_id = _device(config.driver.device[0])
+    device_type, _, index = config.driver.device[0].partition(":")
+    gpu_id = int(index or 0)
     with _translated_failures(config):
         runner = _load_model(_server_args(config, device_type), gpu_id)
         runner.alloc_memory_pool()
@@ -102,20 +103,6 @@ def _load_model(args: ServerArgs, gpu_id: int) -> ModelRunner:
         )
     support.check_model(runner)
     return runner
-
-
-def _device(device: str) -> tuple[str, int]:
-    if device == "cpu":
-        return "cpu", 0
-    index = int(device.removeprefix("cuda:"))
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if index >= count:
-        found = f"{count} CUDA devices are visible" if count else "no CUDA device is visible"
-        raise StartError(
-            f"device {device} does not exist: {found}",
-            hint='set `device = ["cpu"]` or make the GPU visible',
-        )
-    return "cuda", index
 
 
 def _server_args(config: DriverConfig, device_type: str) -> ServerArgs:

@@ -29,6 +29,8 @@ def prepare(device: str, architectures: Iterable[str], *, spins: bool) -> None:
         os.environ.setdefault("CUDA_MODULE_LOADING", "AUTO")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    # joblib, which scikit-learn brings, otherwise tries out named semaphores in /dev/shm.
+    os.environ.setdefault("JOBLIB_MULTIPROCESSING", "0")
     disabled = _other_model_modules(frozenset(architectures))
     if disabled:
         os.environ.setdefault("SGLANG_DISABLED_MODEL_ARCHS", ",".join(disabled))
