@@ -20,6 +20,9 @@ def prepare(device: str, architectures: Iterable[str], *, spins: bool) -> None:
     if device == "cpu":
         threads = max(1, len(os.sched_getaffinity(0)) - 1)
         os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+        # Some SGLang layers are decorated with torch.compile, which needs a C++ compiler and half a
+        # minute on every start.
+        os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
         if spins:
             os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     else:

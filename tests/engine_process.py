@@ -1,0 +1,49 @@
+"""An engine without a ring, in a process of its own, for what a reply does not tell."""
+
+from __future__ import annotations
+
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import drivers
+
+
+def serve_logits(config_path: str, connection: Connection, stderr: str) -> None:
+    """Receives a list of encoded frames and sends the logits of all rows of each.
+
+    Args:
+        config_path: `driver.toml`.
+        connection: Receives `list[bytes]`, sends for each frame one array per pass:
+            ``[rows, vocabulary]`` float32.
+        stderr: Where to log.
+    """
+    from pie_driver_sglang import _core
+    from pie_driver_sglang.config import load_config
+    from pie_driver_sglang.sglang.load import load_engine
+
+    drivers.redirect_output(stderr)
+    config = load_config(Path(config_path))
+    # The region is nobody's: only its planner is used.
+    name = f"/pie_shmem_g{config.driver.group_id}"
+    server = _core.Server(name, _core.ExitGuard.inert(), spin_budget_us=0)
+    server.unlink()
+    planner, engine = load_engine(config)
+    server.serve(planner, engine.block, print)
+    with connection:
+        connection.send([_logits(server, engine, frame) for frame in connection.recv()])
+
+
+def _logits(server: Any, engine: Any, frame: bytes) -> list[Any]:
+    import torch
+
+    batch = server.rehearse(frame)
+    parts = []
+    while (staged := batch.stage()) is not None:
+        engine.forward(staged)
+        with torch.inference_mode():
+            parts.append(engine.logits(torch.arange(staged.tokens)).numpy())
+        while (group := batch.stage_slots()) is not None:
+            batch.put_tokens(engine.sample(group))
+    batch.commit()
+    return parts

@@ -1,0 +1,28 @@
+"""Preloaded by the fork server: everything that a driver imports, once for all of its children.
+
+Importing SGLang and its models takes seconds; a child that is forked from here has them already.
+"""
+
+from __future__ import annotations
+
+import os
+
+from pie_driver_sglang.sglang import environment
+
+ARCHITECTURES = (
+    "Gemma2ForCausalLM",
+    "Gemma3ForCausalLM",
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+)
+"""Classes that children can load; SGLang's other model modules are not imported."""
+
+# A child inherits the thread pool's bookkeeping but not its threads: there must be none.
+os.environ["OMP_NUM_THREADS"] = "1"
+environment.prepare("cpu", ARCHITECTURES, spins=False)
+
+import torch.testing._internal.distributed.fake_pg  # noqa: E402, F401
+
+from pie_driver_sglang.sglang import load  # noqa: E402, F401

@@ -1,0 +1,490 @@
+"""The driver's greedy tokens and logits against transformers, in float32."""
+
+from __future__ import annotations
+
+import multiprocessing
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+import drivers
+import engine_process
+import tiny_models
+from pie_driver_sglang import _core
+from pie_driver_sglang._core import Request
+from reference import GAP, Context, Pages, Reference, random_tokens
+
+pytestmark = pytest.mark.engine
+
+LENGTHS = (1, 15, 16, 17, 63, 130)
+CHUNK = 32
+TOLERANCE = 1e-4
+
+
+class Case(NamedTuple):
+    """A driver of the matrix."""
+
+    model: str
+    page_size: int
+    chunk: int | None
+
+    def __str__(self) -> str:
+        chunk = f"-chunk{self.chunk}" if self.chunk else ""
+        return f"{self.model}-page{self.page_size}{chunk}"
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """`[driver.options]`."""
+        chunk = {"chunked_prefill_size": self.chunk} if self.chunk else {}
+        return {"page_size": self.page_size, **chunk}
+
+
+SIZES = ((1, None), (16, None), (64, None), (16, CHUNK))
+CASES = [Case(model, *sizes) for model in tiny_models.model_names() for sizes in SIZES]
+
+
+class Bench:
+    """A driver, the reference for its model, and the runtime's side of the conversation."""
+
+    def __init__(self, driver: drivers.Driver, reference: Reference) -> None:
+        self.driver = driver
+        self.client = driver.client()
+        self.reference = reference
+        self.page_size: int = driver.caps["kv_page_size"]
+        self.allocator = Pages(driver.caps["total_pages"], self.page_size)
+        self.contexts: list[Context] = []
+
+    def context(self) -> Context:
+        """An empty context; its pages are given back at the end of the test."""
+        return self.keep(Context(self.allocator))
+
+    def keep(self, context: Context) -> Context:
+        """Gives the pages of a forked context back at the end of the test."""
+        self.contexts.append(context)
+        return context
+
+    def prompt(self, length: int, *seed: Any) -> list[int]:
+        """Reproducible tokens."""
+        return random_tokens(self.reference.vocab_size, length, *seed)
+
+    def send(self, *requests: Request) -> list[list[int]]:
+        """The tokens of each request of one frame."""
+        reply = self.client.forward(list(requests))
+        assert reply.status is None
+        assert not reply.aborted
+        assert len(reply.tokens) == len(requests)
+        return reply.tokens
+
+    def copy(self, sources: list[int], targets: list[int]) -> None:
+        """Copies pages within the pool."""
+        assert self.client.copy("D2D", sources, targets) == 0
+
+    def extend(self, context: Context, tokens: Sequence[int], **how: Any) -> int:
+        """Appends tokens in a frame of their own and returns the one sampled from the last row."""
+        [[token]] = self.send(context.append(tokens, **how))
+        return token
+
+    def decode(self, contexts: Sequence[Context], tokens: list[int], steps: int) -> None:
+        """Decodes contexts together and checks everything sampled.
+
+        Args:
+            contexts: All tokens but the last one are stored.
+            tokens: The last token of each.
+            steps: How many more tokens to sample.
+        """
+        found: list[list[int]] = [[] for _ in contexts]
+        for _ in range(steps):
+            pairs = zip(contexts, tokens, strict=True)
+            replies = self.send(*(context.append([token]) for context, token in pairs))
+            tokens = [reply[0] for reply in replies]
+            for tail, token in zip(found, tokens, strict=True):
+                tail.append(token)
+        for context, tail in zip(contexts, found, strict=True):
+            self.reference.check(context.tokens, tail, positions=context.positions)
+
+    def generate(self, context: Context, prompt: Sequence[int], steps: int = 4) -> None:
+        """Prefills in one frame, decodes alone and checks everything sampled."""
+        token = self.extend(context, prompt)
+        self.reference.check(context.tokens, [token], positions=context.positions)
+        self.decode([context], [token], steps)
+
+    def decided_prompt(self, length: int, steps: int, *seed: Any) -> tuple[list[int], list[int]]:
+        """A prompt whose greedy continuation leaves no choice, and that continuation."""
+        for attempt in range(20):
+            prompt = self.prompt(length, *seed, attempt)
+            continuation, gap = self.reference.greedy(prompt, steps)
+            if gap > GAP:
+                return prompt, continuation
+        raise AssertionError("the model is undecided too often")
+
+
+@pytest.fixture(scope="session")
+def references() -> dict[str, Reference]:
+    """Models of transformers, loaded on first use."""
+    drivers.start_fork_server()
+    return {}
+
+
+def load_reference(references: dict[str, Reference], name: str, snapshot: Path) -> Reference:
+    if name not in references:
+        references[name] = Reference(snapshot)
+    return references[name]
+
+
+@pytest.fixture(scope="module", params=CASES, ids=str)
+def served(
+    request: pytest.FixtureRequest,
+    references: dict[str, Reference],
+    models_folder: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[tuple[drivers.Driver, Reference]]:
+    """A driver of the matrix, shared by all tests, and its reference."""
+    case: Case = request.param
+    snapshot = tiny_models.snapshot(case.model, models_folder)
+    reference = load_reference(references, case.model, snapshot)
+    folder = tmp_path_factory.mktemp(case.model)
+    with drivers.fork(drivers.write_config(folder, snapshot, options=case.options)) as driver:
+        assert driver.caps["kv_page_size"] == case.page_size
+        yield driver, reference
+    assert driver.stop() == 0
+    assert not driver.region.exists()
+
+
+@pytest.fixture(scope="module")
+def shared_bench(served: tuple[drivers.Driver, Reference]) -> Bench:
+    return Bench(*served)
+
+
+@pytest.fixture
+def bench(shared_bench: Bench) -> Iterator[Bench]:
+    """The driver of the case with all of its pages free, but not empty."""
+    assert shared_bench.driver.process.poll() is None, "the driver has ended"
+    yield shared_bench
+    for context in shared_bench.contexts:
+        context.release()
+    shared_bench.contexts.clear()
+
+
+def test_a_swapped_page_changes_the_tokens(bench: Bench) -> None:
+    """The model is sensitive: a driver that mixed up pages could not pass the other tests."""
+    ours, other = bench.context(), bench.context()
+    length = max(bench.page_size, 16) + 4
+    bench.extend(ours, bench.prompt(length, "ours"))
+    bench.extend(other, bench.prompt(length, "other"))
+    tail = bench.prompt(12, "tail")
+    rows = range(len(tail))
+    right = bench.send(ours.append(tail, rows=rows))[0]
+    assert bench.reference.check(ours.tokens, right) > len(tail) // 2
+    assert len(set(right)) > len(tail) // 3
+    swapped = max(1, 16 // bench.page_size)
+    pages = other.pages[:swapped] + ours.pages[swapped:]
+    positions = ours.positions[-len(tail) :]
+    wrong = bench.send(ours.request(tail, positions, rows=rows, pages=pages))[0]
+    assert wrong != right
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_single_context(bench: Bench, length: int) -> None:
+    bench.generate(bench.context(), bench.prompt(length), steps=6)
+
+
+@pytest.mark.parametrize("sizes", [(1, 14, 2, 17, 30, 66), (63, 1, 1, 65), (16, 48, 3)], ids=str)
+def test_prompt_in_pieces(bench: Bench, sizes: tuple[int, ...]) -> None:
+    context = bench.context()
+    for size in sizes:
+        token = bench.extend(context, bench.prompt(size, "piece", len(context.tokens)))
+        bench.reference.check(context.tokens, [token])
+    bench.decode([context], [token], 4)
+
+
+def test_long_prompt_in_one_frame(bench: Bench) -> None:
+    context = bench.context()
+    prompt = bench.prompt(min(401, bench.reference.context_length - 16))
+    rows = sorted({0, CHUNK - 1, CHUNK, 2 * CHUNK - 1, len(prompt) // 2, len(prompt) - 1})
+    found = bench.send(context.append(prompt, rows=rows))[0]
+    bench.reference.check(context.tokens, found, rows=rows)
+    bench.decode([context], found[-1:], 4)
+
+
+def test_prompt_scoring(bench: Bench) -> None:
+    """Every row sampled, in any order, some twice."""
+    context = bench.context()
+    bench.extend(context, bench.prompt(21, "first"))
+    tail = bench.prompt(75, "scored")
+    rows = [*range(len(tail)), 3, 3, len(tail) - 1]
+    random.Random(1).shuffle(rows)
+    found = bench.send(context.append(tail, rows=rows))[0]
+    bench.reference.check(context.tokens, found, rows=[21 + row for row in rows])
+
+
+def test_mixed_batches(bench: Bench) -> None:
+    """Contexts join and leave one by one: 1 to 16 in a frame, prefill beside decode, any order."""
+    shuffle = random.Random(bench.page_size).shuffle
+    running: dict[int, Context] = {}
+    sampled: dict[int, list[int]] = {}
+    for step in range(32):
+        requests: list[tuple[int, Request]] = []
+        for index, context in running.items():
+            requests.append((index, context.append(sampled[index][-1:])))
+        if step < 16:
+            running[step], sampled[step] = bench.context(), []
+            prompt = bench.prompt((step * 37) % 101 + 1, "mixed", step)
+            requests.append((step, running[step].append(prompt)))
+        shuffle(requests)
+        replies = bench.send(*(request for _, request in requests))
+        for (index, _), [token] in zip(requests, replies, strict=True):
+            sampled[index].append(token)
+        if step >= 15:
+            context = running.pop(step * 7 % 16)
+            bench.reference.check(context.tokens, sampled[step * 7 % 16])
+            context.release()
+        if not running:
+            break
+    assert not running
+
+
+def test_shared_prefix(bench: Bench) -> None:
+    """Four contexts begin with the very same pages."""
+    first = bench.context()
+    prefix = bench.prompt(2 * max(bench.page_size, 16), "prefix")
+    bench.extend(first, prefix)
+    contexts = [first, *(bench.keep(first.fork(bench.copy)) for _ in range(3))]
+    assert all(context.pages == first.pages for context in contexts)
+    suffixes = [bench.prompt(5 + 6 * index, "suffix", index) for index in range(len(contexts))]
+    pairs = zip(contexts, suffixes, strict=True)
+    replies = bench.send(*(context.append(suffix) for context, suffix in pairs))
+    for context, [token] in zip(contexts, replies, strict=True):
+        bench.reference.check(context.tokens, [token])
+    bench.decode(contexts, [token for [token] in replies], 4)
+
+
+def test_forks_diverge(bench: Bench) -> None:
+    """Forks of forks, in the middle of a page, which is copied with its unused space."""
+    root = bench.context()
+    bench.extend(root, bench.prompt(70, "root"))
+    left = bench.keep(root.fork(bench.copy))
+    bench.extend(left, bench.prompt(3, "left"))
+    leaf = bench.keep(left.fork(bench.copy))
+    contexts = [leaf, root, left]
+    tokens = bench.prompt(len(contexts), "next")
+    bench.decode(contexts, tokens, 5)
+
+
+def test_rewind_and_rewrite(bench: Bench) -> None:
+    context = bench.context()
+    bench.extend(context, bench.prompt(70, "kept"))
+    for length in (66, 64, 37, 16, 15):
+        context.rewind(length)
+        tail = bench.prompt(9, "rewritten", length)
+        token = bench.extend(context, tail)
+        bench.reference.check(context.tokens, [token])
+        bench.decode([context], [token], 2)
+
+
+@pytest.mark.parametrize("gap", [0, 37], ids=["shifted", "with a gap"])
+def test_positions_differ_from_storage(bench: Bench, gap: int) -> None:
+    """All positions shifted by a constant; then also a gap in the middle."""
+    context = bench.context()
+    head, tail = bench.prompt(33, "head"), bench.prompt(12, "tail")
+    bench.extend(context, head, positions=range(50, 50 + len(head)))
+    first = 50 + len(head) + gap
+    rows = range(len(tail))
+    request = context.append(tail, positions=range(first, first + len(tail)), rows=rows)
+    found = bench.send(request)[0]
+    bench.reference.check(context.tokens, found, positions=context.positions)
+    if gap:
+        plain = bench.reference.rows([*head, *tail])[-len(tail) :]
+        assert found != [token for token, _ in plain]
+    bench.decode([context], found[-1:], 3)
+
+
+@pytest.mark.parametrize("length", [1, 3], ids=["one token", "three tokens"])
+def test_the_later_of_two_writers_wins(bench: Bench, length: int) -> None:
+    """An orphaned decode and what replaced it, in one frame: the latter sees and leaves its own."""
+    context = bench.context()
+    for stored in (5, 16, 31):
+        context.rewind(0)
+        bench.extend(context, bench.prompt(stored, "written"))
+        orphan = context.append(bench.prompt(1, "orphan", stored))
+        context.rewind(stored)
+        final = bench.prompt(length, "final", stored)
+        ignored, found = bench.send(orphan, context.append(final))
+        assert len(ignored) == 1
+        bench.reference.check(context.tokens, found)
+        tail = bench.prompt(9, "tail", stored)
+        found = bench.send(context.append(tail, rows=range(len(tail))))[0]
+        bench.reference.check(context.tokens, found)
+
+
+def test_same_request_twice_in_a_frame(bench: Bench) -> None:
+    context = bench.context()
+    bench.extend(context, bench.prompt(20, "stored"))
+    tail = bench.prompt(14, "twice")
+    request = context.append(tail)
+    first, second = bench.send(request, request)
+    assert first == second
+    bench.reference.check(context.tokens, first)
+    bench.decode([context], first, 3)
+
+
+def test_replay_into_new_pages(bench: Bench) -> None:
+    """A suspended context comes back, without samplers, beside the decode of another one."""
+    suspended, running = bench.context(), bench.context()
+    token = bench.extend(suspended, bench.prompt(41, "suspended"))
+    other = bench.extend(running, bench.prompt(18, "running"))
+    tokens = list(suspended.tokens)
+    suspended.rewind(0)
+    bench.generate(bench.context(), bench.prompt(100, "takes the pages"), steps=1)
+    replay = suspended.append(tokens, rows=[], context_id=0, masks=suspended.causal_masks(tokens))
+    replies = bench.send(running.append([other]), replay)
+    assert replies[1] == []
+    bench.reference.check(running.tokens, replies[0])
+    bench.decode([suspended, running], [token, replies[0][0]], 4)
+
+
+def test_pages_move_between_frames(bench: Bench) -> None:
+    """All pages change, then some; other contexts overwrite the former ones."""
+    context = bench.context()
+    token = bench.extend(context, bench.prompt(70, "moved"))
+    context.move(bench.copy)
+    bench.generate(bench.context(), bench.prompt(80, "over the former pages"), steps=1)
+    bench.decode([context], [token], 2)
+    [[token]] = bench.send(context.append(bench.prompt(1, "moved again")))
+    former = context.pages[0]
+    context.pages[0] = bench.allocator.take()
+    bench.copy([former], context.pages[:1])
+    bench.allocator.give_back([former])
+    bench.generate(bench.context(), bench.prompt(80, "over the first page"), steps=1)
+    bench.decode([context], [token], 2)
+
+
+@pytest.mark.parametrize("trailing", [False, True], ids=["bare", "padded"])
+def test_causal_masks_are_no_masks(bench: Bench, trailing: bool) -> None:
+    context = bench.context()
+    for size in (23, 1, 30):
+        tokens = bench.prompt(size, "masked", size)
+        masks = context.causal_masks(tokens)
+        end = len(context.tokens) + size
+        if trailing:
+            masks = [[*mask, end - mask[1]] if mask[1] < end else mask for mask in masks]
+        token = bench.extend(context, tokens, masks=masks)
+        bench.reference.check(context.tokens, [token])
+    bench.decode([context], [token], 2)
+
+
+def test_other_masks_empty_their_request_alone(bench: Bench) -> None:
+    prompts = [bench.prompt(20, "mask", index) for index in range(3)]
+    masks = [[0, row + 1] for row in range(20)]
+    masks[7] = [0, 2, 3, 3]
+    first, emptied, last = bench.send(
+        bench.context().append(prompts[0]),
+        bench.context().append(prompts[1], masks=masks),
+        bench.context().append(prompts[2]),
+    )
+    assert emptied == []
+    bench.reference.check(prompts[0], first)
+    bench.reference.check(prompts[2], last)
+
+
+def test_drafts_change_nothing(bench: Bench) -> None:
+    """Right, wrong and partly right drafts, across page borders, beside a context without any."""
+    prompt, continuation = bench.decided_prompt(max(13, bench.page_size - 3), 24, "drafts")
+    context, other = bench.context(), bench.context()
+    produced = [bench.extend(context, prompt)]
+    neighbour = bench.extend(other, bench.prompt(12, "neighbour"))
+    plans = [(4, 4), (3, 0), (5, 2), (1, 1), (4, 1), (2, 0), (5, 5)]
+    for count, right in plans:
+        drafts = continuation[len(produced) : len(produced) + count]
+        wrong = bench.reference.vocab_size - 1
+        if right < len(drafts):
+            drafts[right] = wrong if drafts[right] != wrong else wrong - 1
+        expected = continuation[len(produced) : len(produced) + right + 1]
+        request = context.append(produced[-1:], drafts=drafts)
+        found, [neighbour_next] = bench.send(request, other.append([neighbour]))
+        assert found == expected
+        bench.reference.check(other.tokens, [neighbour_next])
+        context.rewind(len(context.tokens) - (count - right))
+        produced += found
+        neighbour = neighbour_next
+    assert produced == continuation[: len(produced)]
+    bench.decode([context], produced[-1:], 2)
+
+
+def test_drafts_behind_several_inputs(bench: Bench) -> None:
+    """A prompt and its drafts in one request; only the last row and the drafts are sampled."""
+    prompt, continuation = bench.decided_prompt(27, 6, "prompt with drafts")
+    context = bench.context()
+    [found] = bench.send(context.append(prompt, drafts=continuation[:5]))
+    assert found == continuation
+    bench.decode([context], found[-1:], 2)
+
+
+def test_driver_started_by_the_runtime(
+    llama_driver: drivers.Driver, llama_snapshot: Path, references: dict[str, Reference]
+) -> None:
+    """The other drivers are forked; this one is not."""
+    bench = Bench(llama_driver, load_reference(references, "llama", llama_snapshot))
+    bench.generate(bench.context(), bench.prompt(70), steps=8)
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("model", tiny_models.model_names())
+def test_logits(
+    model: str,
+    page_size: int,
+    models_folder: Path,
+    references: dict[str, Reference],
+    tmp_path: Path,
+) -> None:
+    """Logits of every row within 1e-4: prefill, prefill in several passes, mixed, decode."""
+    snapshot = tiny_models.snapshot(model, models_folder)
+    reference = load_reference(references, model, snapshot)
+    case = Case(model, page_size, CHUNK)
+    config = drivers.write_config(tmp_path, snapshot, options=case.options)
+    allocator = Pages(1024 // page_size, page_size)
+    frames: list[list[tuple[Context, list[int]]]] = []
+    a, b, c = (Context(allocator) for _ in range(3))
+
+    def tokens(count: int) -> list[int]:
+        return random_tokens(reference.vocab_size, count, model, len(frames))
+
+    frames.append([(a, tokens(20))])
+    frames.append([(b, tokens(131))])
+    frames.append([(b, tokens(1)), (c, tokens(33)), (a, tokens(5))])
+    frames.extend([(a, tokens(1)), (b, tokens(2)[1:]), (c, tokens(3)[2:])] for _ in range(3))
+    expected: list[list[Any]] = []
+    encoded: list[bytes] = []
+    for frame in frames:
+        requests = [context.append(tokens) for context, tokens in frame]
+        encoded.append(_core.encode_forward(requests))
+        rows = [reference.logits(context.tokens)[-len(tokens) :] for context, tokens in frame]
+        expected.append([row for part in rows for row in part])
+    for passes, wanted in zip(run_frames(config, encoded, tmp_path), expected, strict=True):
+        assert len(passes) == -(-len(wanted) // CHUNK)
+        found = [row for one in passes for row in one]
+        for row, (logits, right) in enumerate(zip(found, wanted, strict=True)):
+            error = float(abs(logits - right.numpy()).max())
+            assert error <= TOLERANCE, f"row {row}: logits off by {error}"
+
+
+def run_frames(config: Path, frames: list[bytes], folder: Path) -> list[list[Any]]:
+    """Of each frame and pass, the logits of all rows; an engine in a process of its own runs them.
+
+    Returns:
+        For each frame one array per pass: ``[rows, vocabulary]`` float32.
+    """
+    ours, theirs = multiprocessing.Pipe()
+    log = folder / "engine.stderr"
+    process = drivers.fork_call(engine_process.serve_logits, (str(config), theirs, str(log)))
+    theirs.close()
+    with ours:
+        try:
+            ours.send(frames)
+            found: list[list[Any]] = ours.recv()
+        except (EOFError, ConnectionError):
+            pytest.fail(f"the engine ended early:\n{log.read_text()}")
+    assert process.wait(drivers.STOP_TIMEOUT_S) == 0
+    return found
