@@ -99,7 +99,11 @@ where
             align,
         });
     }
-    access_with_context(bytes, &mut Bounds::of(bytes)).map_err(|source| WireError::InvalidArchive { kind, len, source })
+    access_with_context(bytes, &mut Bounds::of(bytes)).map_err(|source| WireError::InvalidArchive {
+        kind,
+        len,
+        source,
+    })
 }
 
 fn own<A, T>(kind: PayloadKind, bytes: &[u8], archived: &A) -> Result<T, WireError>

@@ -5,7 +5,10 @@
 //! are harmless here: every archived type is plain data that is only ever read. What all arrays
 //! claim together is bounded by the payload, so that shared bytes cannot multiply the work of a
 //! reader.
-#![expect(unsafe_code, reason = "the trait promises that accepted pointers may be read")]
+#![expect(
+    unsafe_code,
+    reason = "the trait promises that accepted pointers may be read"
+)]
 
 use std::alloc::Layout;
 use std::fmt;
@@ -44,7 +47,10 @@ struct OutOfBounds {
 impl fmt::Display for OutOfBounds {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { offset, size, len } = self;
-        write!(f, "{size} bytes at offset {offset} are outside the {len} of the payload")
+        write!(
+            f,
+            "{size} bytes at offset {offset} are outside the {len} of the payload"
+        )
     }
 }
 
