@@ -2,7 +2,7 @@
 //!
 //! The classes live in `pie_driver_sglang.errors`, beside the driver's own.
 
-use pyo3::exceptions::{PyFileNotFoundError, PyTimeoutError};
+use pyo3::exceptions::{PyFileNotFoundError, PyRuntimeError, PyTimeoutError};
 use pyo3::{PyErr, import_exception};
 
 import_exception!(pie_driver_sglang.errors, RingError);
@@ -24,4 +24,12 @@ pub(crate) fn from_wire(error: &pie_wire::WireError) -> PyErr {
 
 pub(crate) fn from_stage(error: pie_batch::StageError) -> PyErr {
     StageError::new_err(error.to_string())
+}
+
+pub(crate) fn from_rehearsal(error: &pie_serve::RehearsalError) -> PyErr {
+    let text = error.to_string();
+    match error {
+        pie_serve::RehearsalError::Busy => PyRuntimeError::new_err(text),
+        _ => WireError::new_err(text),
+    }
 }

@@ -3,10 +3,10 @@
 // Doc comments here become Python docstrings, which mark code in their own way.
 #![allow(clippy::doc_markdown)]
 
-mod batch;
 mod client;
 mod error;
 mod guard;
+mod job;
 mod planner;
 mod request;
 mod server;
@@ -19,11 +19,11 @@ mod _core {
     #[pymodule_export]
     use super::build_info;
     #[pymodule_export]
-    use crate::batch::{Batch, Copy, Pass, SlotGroup};
-    #[pymodule_export]
     use crate::client::{Client, Reply};
     #[pymodule_export]
     use crate::guard::ExitGuard;
+    #[pymodule_export]
+    use crate::job::{Batch, Copy, Pass, SlotGroup};
     #[pymodule_export]
     use crate::planner::Planner;
     #[pymodule_export]

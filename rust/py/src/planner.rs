@@ -68,7 +68,7 @@ impl Planner {
 
     /// Size of the staging block in bytes.
     #[getter]
-    fn block_bytes(&self) -> usize {
+    pub(crate) fn block_bytes(&self) -> usize {
         self.layout.bytes()
     }
 

@@ -1,0 +1,261 @@
+//! Work that needs the model: a planned batch, or a copy of pages.
+
+use std::sync::Arc;
+
+use pie_serve::{DeviceTimes, Note};
+use pyo3::buffer::PyBuffer;
+use pyo3::exceptions::{PyRuntimeError, PyValueError};
+use pyo3::prelude::*;
+
+use crate::error::from_stage;
+
+/// What the server and its jobs share of Python's: the staging block and the log.
+pub(crate) struct Desk {
+    block: PyBuffer<u8>,
+    report: Py<PyAny>,
+}
+
+impl Desk {
+    pub(crate) fn new(block: PyBuffer<u8>, needed: usize, report: Py<PyAny>) -> PyResult<Self> {
+        if block.readonly() || !block.is_c_contiguous() || block.len_bytes() < needed {
+            return Err(PyValueError::new_err(format!(
+                "the staging block must be writable, contiguous and at least {needed} bytes; it has {}",
+                block.len_bytes()
+            )));
+        }
+        Ok(Self { block, report })
+    }
+
+    pub(crate) fn report(&self, py: Python<'_>, notes: &[Note]) -> PyResult<()> {
+        notes
+            .iter()
+            .try_for_each(|note| self.report.call1(py, (note.kind, &note.text)).map(drop))
+    }
+
+    /// The staging block as plain bytes.
+    #[expect(unsafe_code, reason = "the one view over the engine's memory")]
+    fn block_bytes<'a>(&'a self, _attached: Python<'a>) -> &'a mut [u8] {
+        // SAFETY: `new` accepted the buffer as writable and contiguous, and the `PyBuffer` keeps its memory alive. By
+        // the contract of `Server.serve` nobody else writes to it, and the engine reads it only between two calls of
+        // the one open batch, never while this exclusive slice lives.
+        unsafe {
+            std::slice::from_raw_parts_mut(
+                self.block.buf_ptr().cast::<u8>(),
+                self.block.len_bytes(),
+            )
+        }
+    }
+}
+
+/// One staged forward pass.
+#[pyclass(frozen, get_all, module = "pie_driver_sglang._core")]
+pub(crate) struct Pass {
+    /// Rows.
+    tokens: usize,
+    /// Requests.
+    requests: usize,
+    /// Whether every request has exactly one row.
+    decode: bool,
+    /// Sum of the KV lengths after the pass.
+    seq_lens_sum: u64,
+    /// Changed block-table entries.
+    updates: usize,
+    /// Sampling slots of the pass, over all its groups.
+    slots: usize,
+}
+
+/// Staged sampling slots: first the greedy ones, then the plain, then the filtered.
+#[pyclass(frozen, get_all, module = "pie_driver_sglang._core")]
+pub(crate) struct SlotGroup {
+    /// Arg-max slots.
+    greedy: usize,
+    /// Slots that sample the whole distribution.
+    plain: usize,
+    /// Slots with top-k, top-p or min-p.
+    filtered: usize,
+}
+
+#[pymethods]
+impl SlotGroup {
+    /// A group of the given sizes; the planner makes them, tests may.
+    #[new]
+    #[pyo3(signature = (greedy = 0, plain = 0, filtered = 0))]
+    fn new(greedy: usize, plain: usize, filtered: usize) -> Self {
+        Self {
+            greedy,
+            plain,
+            filtered,
+        }
+    }
+
+    fn __len__(&self) -> usize {
+        self.greedy + self.plain + self.filtered
+    }
+}
+
+/// A planned forward request. Stage and run every pass, hand in the tokens of every slot group, then commit. Dropped
+/// without a commit it is answered by an abort.
+#[pyclass(module = "pie_driver_sglang._core")]
+pub(crate) struct Batch {
+    inner: pie_serve::Batch,
+    desk: Arc<Desk>,
+}
+
+impl Batch {
+    pub(crate) const fn new(inner: pie_serve::Batch, desk: Arc<Desk>) -> Self {
+        Self { inner, desk }
+    }
+
+    fn plan(&self) -> PyResult<&pie_batch::Planner> {
+        self.inner
+            .plan()
+            .ok_or_else(|| PyRuntimeError::new_err("the batch was already answered"))
+    }
+}
+
+#[pymethods]
+impl Batch {
+    /// When the request was seen, in nanoseconds of `time.perf_counter_ns`.
+    #[getter]
+    fn received_ns(&self) -> u64 {
+        self.inner.timing().received_ns
+    }
+
+    /// Nanoseconds spent on validating the archive.
+    #[getter]
+    fn parse_ns(&self) -> u64 {
+        self.inner.timing().parse.as_nanos() as u64
+    }
+
+    /// Nanoseconds spent on planning and staging so far.
+    #[getter]
+    fn plan_ns(&self) -> u64 {
+        self.inner.timing().plan.as_nanos() as u64
+    }
+
+    /// Nanoseconds spent on building the response; 0 before the commit.
+    #[getter]
+    fn respond_ns(&self) -> u64 {
+        self.inner.timing().respond.as_nanos() as u64
+    }
+
+    /// Requests of the frame.
+    #[getter]
+    fn requests(&self) -> PyResult<usize> {
+        Ok(self.plan()?.request_count())
+    }
+
+    /// Rows that the model computes, drafts included.
+    #[getter]
+    fn tokens(&self) -> PyResult<usize> {
+        Ok(self.plan()?.token_count())
+    }
+
+    /// Writes the next pass into the staging block; None when all are done.
+    fn stage(&mut self, py: Python<'_>) -> PyResult<Option<Pass>> {
+        self.plan()?;
+        let pass = self
+            .inner
+            .stage(self.desk.block_bytes(py))
+            .map_err(from_stage)?;
+        Ok(pass.map(|pass| Pass {
+            tokens: pass.tokens,
+            requests: pass.requests,
+            decode: pass.decode,
+            seq_lens_sum: pass.seq_lens_sum,
+            updates: pass.updates,
+            slots: pass.slots,
+        }))
+    }
+
+    /// Writes the next slot group of the current pass into the staging block; None when all are done.
+    fn stage_slots(&mut self, py: Python<'_>) -> PyResult<Option<SlotGroup>> {
+        self.plan()?;
+        let group = self
+            .inner
+            .stage_slots(self.desk.block_bytes(py))
+            .map_err(from_stage)?;
+        Ok(group.map(|group| SlotGroup {
+            greedy: group.greedy,
+            plain: group.plain,
+            filtered: group.filtered,
+        }))
+    }
+
+    /// Takes the tokens of the last staged slot group: `[slots]` int64, contiguous.
+    ///
+    /// Raises:
+    ///     StageError: Their number or a value cannot be right.
+    #[expect(
+        clippy::needless_pass_by_value,
+        reason = "arguments from Python are owned"
+    )]
+    fn put_tokens(&mut self, py: Python<'_>, tokens: PyBuffer<i64>) -> PyResult<()> {
+        self.plan()?;
+        self.inner
+            .put_tokens(&tokens.to_vec(py)?)
+            .map_err(from_stage)
+    }
+
+    /// Builds the response in the slot and publishes it.
+    ///
+    /// Args:
+    ///     h2d_us: Microseconds of host-to-device copies.
+    ///     launch_us: Microseconds of issuing the forward pass and sampling.
+    ///     sync_us: Microseconds of waiting for the sampled tokens.
+    #[pyo3(signature = (*, h2d_us = 0, launch_us = 0, sync_us = 0))]
+    fn commit(
+        &mut self,
+        py: Python<'_>,
+        h2d_us: u32,
+        launch_us: u32,
+        sync_us: u32,
+    ) -> PyResult<()> {
+        self.plan()?;
+        let notes = self.inner.commit(DeviceTimes {
+            h2d_us,
+            launch_us,
+            sync_us,
+        });
+        self.desk.report(py, &notes)
+    }
+
+    /// Answers with an abort, after an engine error: the device's block table counts as lost.
+    fn fail(&mut self) {
+        self.inner.fail();
+    }
+}
+
+/// A copy of whole KV pages within the device pool. Dropped without a commit it is answered by an abort.
+#[pyclass(module = "pie_driver_sglang._core")]
+pub(crate) struct Copy {
+    inner: pie_serve::Copy,
+    desk: Arc<Desk>,
+}
+
+impl Copy {
+    pub(crate) const fn new(inner: pie_serve::Copy, desk: Arc<Desk>) -> Self {
+        Self { inner, desk }
+    }
+}
+
+#[pymethods]
+impl Copy {
+    /// Pages to read.
+    #[getter]
+    fn sources(&self) -> &[u32] {
+        self.inner.sources()
+    }
+
+    /// Pages to write, pair by pair with the sources.
+    #[getter]
+    fn targets(&self) -> &[u32] {
+        self.inner.targets()
+    }
+
+    /// Answers with a status code: 0 = done, 5 = internal failure.
+    fn commit(&mut self, py: Python<'_>, status: i32) -> PyResult<()> {
+        let note = self.inner.commit(status);
+        self.desk.report(py, note.as_slice())
+    }
+}

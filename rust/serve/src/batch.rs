@@ -1,0 +1,170 @@
+//! An open batch: a planned request that waits for its tokens.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
+
+use pie_batch::{Pass, Planner, SlotGroup, StageError};
+use pie_ring::Lease;
+
+use crate::note::Note;
+use crate::timing::{DeviceTimes, Timing};
+
+/// Where the planner is while no batch is open.
+#[derive(Debug)]
+pub(crate) struct Desk(Mutex<Option<Box<Planner>>>);
+
+impl Desk {
+    pub(crate) fn new(planner: Planner) -> Self {
+        Self(Mutex::new(Some(Box::new(planner))))
+    }
+
+    pub(crate) fn take(&self) -> Option<Box<Planner>> {
+        self.lock().take()
+    }
+
+    pub(crate) fn put_back(&self, planner: Box<Planner>) {
+        *self.lock() = Some(planner);
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Option<Box<Planner>>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// A planned forward request. Stage and run every pass, hand in the tokens of every slot group, then
+/// commit. Dropped without a commit it is answered by an abort.
+pub struct Batch {
+    /// `None` for a rehearsal, and once answered.
+    lease: Option<Lease>,
+    /// `Some` until answered.
+    planner: Option<Box<Planner>>,
+    desk: Arc<Desk>,
+    timing: Timing,
+}
+
+impl Batch {
+    pub(crate) const fn new(
+        lease: Option<Lease>,
+        planner: Box<Planner>,
+        desk: Arc<Desk>,
+        timing: Timing,
+    ) -> Self {
+        Self {
+            lease,
+            planner: Some(planner),
+            desk,
+            timing,
+        }
+    }
+
+    /// The plan; `None` once the batch is answered.
+    #[must_use]
+    pub fn plan(&self) -> Option<&Planner> {
+        self.planner.as_deref()
+    }
+
+    /// What the host's steps have taken so far.
+    #[must_use]
+    pub const fn timing(&self) -> Timing {
+        self.timing
+    }
+
+    /// Writes the next pass into the staging block; `None` when all are done, or the batch is answered.
+    ///
+    /// # Errors
+    /// [`StageError`] when the block does not fit the layout.
+    pub fn stage(&mut self, block: &mut [u8]) -> Result<Option<Pass>, StageError> {
+        self.timed(|planner| planner.stage(block))
+    }
+
+    /// Writes the next slot group of the current pass into the staging block; `None` when all are done.
+    ///
+    /// # Errors
+    /// [`StageError`] when the block does not fit the layout.
+    pub fn stage_slots(&mut self, block: &mut [u8]) -> Result<Option<SlotGroup>, StageError> {
+        self.timed(|planner| planner.stage_slots(block))
+    }
+
+    /// Takes the tokens of the last staged slot group, in its order.
+    ///
+    /// # Errors
+    /// [`StageError`] when their number or a value cannot be right.
+    pub fn put_tokens(&mut self, tokens: &[i64]) -> Result<(), StageError> {
+        self.planner
+            .as_mut()
+            .map_or(Ok(()), |planner| planner.put_tokens(tokens))
+    }
+
+    /// Runs a step of the planner and counts its time as planning.
+    fn timed<T>(
+        &mut self,
+        step: impl FnOnce(&mut Planner) -> Result<Option<T>, StageError>,
+    ) -> Result<Option<T>, StageError> {
+        let started = Instant::now();
+        let staged = self.planner.as_deref_mut().map_or(Ok(None), step);
+        self.timing.plan += started.elapsed();
+        staged
+    }
+
+    /// Builds the response in the slot and publishes it. Returns what is worth a log line: emptied
+    /// requests with their reasons, and a client that gave up.
+    pub fn commit(&mut self, device: DeviceTimes) -> Vec<Note> {
+        let mut notes = Vec::new();
+        if let (Some(lease), Some(planner)) = (self.lease.take(), self.planner.as_mut()) {
+            notes = publish(lease, planner, &mut self.timing, device);
+        }
+        if let Some(planner) = self.planner.take() {
+            self.desk.put_back(planner);
+        }
+        notes
+    }
+
+    /// Answers with an abort, after an engine error: the device's block table counts as lost.
+    pub fn fail(&mut self) {
+        if let Some(mut planner) = self.planner.take() {
+            planner.forget_table();
+            self.desk.put_back(planner);
+        }
+        // Dropping an open lease publishes the abort reply.
+        self.lease = None;
+    }
+}
+
+impl Drop for Batch {
+    fn drop(&mut self) {
+        self.fail();
+    }
+}
+
+fn publish(
+    mut lease: Lease,
+    planner: &mut Planner,
+    timing: &mut Timing,
+    device: DeviceTimes,
+) -> Vec<Note> {
+    let started = Instant::now();
+    let emptied =
+        |index: usize, reason: &dyn std::fmt::Display| format!("request {index} emptied: {reason}");
+    let mut notes: Vec<Note> = planner
+        .faults()
+        .iter()
+        .map(|(index, fault)| Note::new(fault.kind(), emptied(*index, fault)))
+        .collect();
+    let mut dropped = Vec::new();
+    let encoded = planner.reply(timing.probes(device), lease.response(), &mut dropped);
+    // Taken before the client is woken: it may want this core at once.
+    timing.respond = started.elapsed();
+    let published = match encoded {
+        Ok(length) => lease.commit(length).map_err(|error| error.to_string()),
+        // Dropping the lease aborts the request.
+        Err(error) => Err(error.to_string()),
+    };
+    let reason = "the response does not fit the slot";
+    notes.extend(
+        dropped
+            .into_iter()
+            .map(|index| Note::new("oversize", emptied(index, &reason))),
+    );
+    notes.extend(Note::of_publication(published));
+    notes
+}

@@ -1,0 +1,35 @@
+//! The responder between ring and engine.
+//!
+//! [`Responder::next`] waits for a request. What needs no model is answered at once: malformed
+//! frames, health checks, operations that are not supported, batches without tokens. The rest comes
+//! out as a [`Job`]: an open [`Batch`] to stage, run and commit, or a [`Copy`] of pages. A job that
+//! is dropped without an answer aborts its request, so nothing is ever left waiting.
+
+mod batch;
+mod copy;
+mod decide;
+mod note;
+mod responder;
+mod timing;
+
+pub use batch::Batch;
+pub use copy::Copy;
+pub use note::Note;
+pub use responder::{Event, Job, RehearsalError, Responder};
+pub use timing::{DeviceTimes, Timing, monotonic_ns};
+
+/// Status codes of the Pie driver protocol.
+pub mod status {
+    /// Done.
+    pub const OK: i32 = 0;
+    /// The frame or its arrays are malformed.
+    pub const MALFORMED: i32 = 2;
+    /// A page id is out of range.
+    pub const OUT_OF_RANGE: i32 = 3;
+    /// The operation is not supported.
+    pub const UNSUPPORTED: i32 = 4;
+    /// The engine failed.
+    pub const FAILED: i32 = 5;
+    /// `GenerateAudio` counts frames with positive numbers; its errors are negative.
+    pub const NO_AUDIO: i32 = -1;
+}

@@ -1,0 +1,162 @@
+//! Waits for requests and answers what needs no model.
+
+use std::sync::Arc;
+
+use pie_batch::{FrameError, Planner};
+use pie_ring::{Lease, RingError, Server, Wait};
+use pie_wire::{ArchivedPayload, WireError};
+use thiserror::Error;
+
+use crate::batch::{Batch, Desk};
+use crate::copy::{Copy, answer};
+use crate::decide::{Action, Decision, decide};
+use crate::note::Note;
+use crate::status;
+use crate::timing::{DeviceTimes, Timing, monotonic_ns};
+
+/// What came of waiting.
+pub enum Event {
+    /// The server was stopped.
+    Stopped,
+    /// A request was answered, and this is worth a log line.
+    Notes(Vec<Note>),
+    /// The engine must act.
+    Job(Job),
+}
+
+/// What the engine must do.
+pub enum Job {
+    /// Run a batch.
+    Batch(Batch),
+    /// Copy pages.
+    Copy(Copy),
+}
+
+/// A frame that cannot be rehearsed.
+#[derive(Debug, Error)]
+pub enum RehearsalError {
+    /// The bytes are no frame.
+    #[error(transparent)]
+    Wire(#[from] WireError),
+    /// The frame's arrays contradict each other.
+    #[error(transparent)]
+    Frame(#[from] FrameError),
+    /// The frame is not a forward request.
+    #[error("only forward frames can be rehearsed")]
+    NotForward,
+    /// The last batch is still open.
+    #[error("another batch is open")]
+    Busy,
+}
+
+/// Takes requests off the ring, one at a time and oldest first.
+pub struct Responder {
+    desk: Arc<Desk>,
+    wait: Wait,
+}
+
+impl Responder {
+    /// A responder that plans with `planner` and waits by `wait`.
+    #[must_use]
+    pub fn new(planner: Planner, wait: Wait) -> Self {
+        Self {
+            desk: Arc::new(Desk::new(planner)),
+            wait,
+        }
+    }
+
+    /// Waits until there is something to tell or to do. Requests that are answered without either
+    /// do not end the wait.
+    ///
+    /// # Errors
+    /// [`RingError`] when the kernel refuses to wait.
+    pub fn next(&self, ring: &mut Server) -> Result<Event, RingError> {
+        while let Some(lease) = ring.wait(self.wait)? {
+            match self.handle(lease) {
+                Event::Notes(notes) if notes.is_empty() => {}
+                event => return Ok(event),
+            }
+        }
+        Ok(Event::Stopped)
+    }
+
+    fn handle(&self, lease: Lease) -> Event {
+        let received_ns = monotonic_ns();
+        let Some(mut planner) = self.desk.take() else {
+            // Only a caller that keeps a batch open while it waits for the next comes here.
+            let note = Note::new("busy", "a request came while a batch was open");
+            let published = answer(lease, 0, status::UNSUPPORTED);
+            return Event::Notes([note].into_iter().chain(published).collect());
+        };
+        let Decision {
+            driver_id,
+            action,
+            parse,
+            plan,
+        } = decide(&lease, &mut planner);
+        let timing = Timing {
+            received_ns,
+            parse,
+            plan,
+            ..Timing::default()
+        };
+        match action {
+            None => self.open(lease, planner, timing),
+            Some(action) => {
+                self.desk.put_back(planner);
+                act(lease, driver_id, action)
+            }
+        }
+    }
+
+    /// Hands out a batch that needs the model, and answers one that does not.
+    fn open(&self, lease: Lease, planner: Box<Planner>, timing: Timing) -> Event {
+        let needs_model = planner.pass_count() > 0;
+        let mut batch = Batch::new(Some(lease), planner, Arc::clone(&self.desk), timing);
+        if needs_model {
+            return Event::Job(Job::Batch(batch));
+        }
+        Event::Notes(batch.commit(DeviceTimes::default()))
+    }
+
+    /// Plans a frame of the caller's own, for warm-up: its answer goes nowhere.
+    ///
+    /// # Errors
+    /// [`RehearsalError`] when the bytes are no consistent forward frame, or a batch is open.
+    pub fn rehearse(&self, frame: &[u8]) -> Result<Batch, RehearsalError> {
+        // An archive is read in place and must start at a multiple of its alignment.
+        let mut aligned = vec![0_u64; frame.len().div_ceil(size_of::<u64>())];
+        let bytes = &mut bytemuck::cast_slice_mut(&mut aligned)[..frame.len()];
+        bytes.copy_from_slice(frame);
+        let frame = pie_wire::access_request(bytes)?;
+        let ArchivedPayload::Forward(request) = &frame.payload else {
+            return Err(RehearsalError::NotForward);
+        };
+        let mut planner = self.desk.take().ok_or(RehearsalError::Busy)?;
+        if let Err(error) = planner.plan(frame.driver_id.to_native(), request) {
+            self.desk.put_back(planner);
+            return Err(error.into());
+        }
+        let timing = Timing {
+            received_ns: monotonic_ns(),
+            ..Timing::default()
+        };
+        Ok(Batch::new(None, planner, Arc::clone(&self.desk), timing))
+    }
+}
+
+/// Answers a request, or hands out its copy.
+fn act(lease: Lease, driver_id: u32, action: Action) -> Event {
+    match action {
+        Action::Copy(sources, targets) => {
+            Event::Job(Job::Copy(Copy::new(lease, driver_id, sources, targets)))
+        }
+        Action::Status(code) => Event::Notes(answer(lease, driver_id, code).into_iter().collect()),
+        Action::Refuse { code, kind, text } => {
+            // The answer comes first: a slow log must not delay it.
+            let published = answer(lease, driver_id, code);
+            let note = Note::new(kind, format!("{text}; answered status {code}"));
+            Event::Notes([note].into_iter().chain(published).collect())
+        }
+    }
+}

@@ -1,0 +1,303 @@
+//! A client against the responder, with an engine that samples token 7.
+
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::thread;
+
+use pie_batch::{Layout, Limits, Planner};
+use pie_ring::{Client, ClientConfig, ExitGuard, RegionLayout, Server, ServerConfig, Wait};
+use pie_serve::{Batch, DeviceTimes, Event, Job, RehearsalError, Responder, status};
+use pie_wire::{
+    AdapterBinding, AdapterOp, AdapterRequest, ArchivedResponsePayload, CopyDirection, CopyRequest,
+    CopyResource, ForwardRequest, Frame, NativeSlice, Payload, Reply, Sampler,
+};
+
+const LIMITS: Limits = Limits {
+    page_size: 16,
+    total_pages: 32,
+    vocab_size: 100,
+    max_positions: 256,
+    row_pages: 16,
+    max_requests: 8,
+    chunk_tokens: 32,
+    max_slots: 8,
+};
+
+/// What the client saw.
+#[derive(Debug, PartialEq)]
+enum Answer {
+    Status(i32),
+    Aborted,
+    Tokens(Vec<Vec<u32>>),
+}
+
+fn decode(bytes: &[u8]) -> Answer {
+    match pie_wire::decode_reply(bytes).expect("a valid reply") {
+        Reply::Tokens(tokens) => Answer::Tokens(tokens.iter().map(|token| vec![token]).collect()),
+        Reply::Frame(frame) if frame.aborted => Answer::Aborted,
+        Reply::Frame(frame) => match &frame.payload {
+            ArchivedResponsePayload::Status(status) => Answer::Status(status.status.to_native()),
+            ArchivedResponsePayload::Forward(forward) => {
+                let tokens = forward.tokens.native();
+                let range = |pair: &[u32]| tokens[pair[0] as usize..pair[1] as usize].to_vec();
+                Answer::Tokens(
+                    forward
+                        .tokens_indptr
+                        .native()
+                        .windows(2)
+                        .map(range)
+                        .collect(),
+                )
+            }
+        },
+    }
+}
+
+fn encode(payload: Payload) -> Vec<u8> {
+    let frame = Frame {
+        driver_id: 3,
+        payload,
+    };
+    let mut bytes = vec![0; pie_wire::request_len(&frame).unwrap()];
+    pie_wire::encode_request(&frame, &mut bytes).unwrap();
+    bytes
+}
+
+/// One request per entry: its number of tokens; page r holds request r. One greedy sampler each.
+fn forward(tokens: &[u32]) -> ForwardRequest {
+    let ends = |count: fn(u32) -> u32| -> Vec<u32> {
+        let sums = tokens.iter().scan(0, |sum, &n| {
+            *sum += count(n);
+            Some(*sum)
+        });
+        [0].into_iter().chain(sums).collect()
+    };
+    let samplers = tokens.iter().filter(|&&n| n > 0).count();
+    ForwardRequest {
+        token_ids: tokens.iter().flat_map(|&n| 0..n).collect(),
+        position_ids: tokens.iter().flat_map(|&n| 0..n).collect(),
+        qo_indptr: ends(|n| n),
+        kv_page_indices: (0..tokens.len() as u32).collect(),
+        kv_page_indptr: (0..=tokens.len() as u32).collect(),
+        kv_last_page_lens: tokens.iter().map(|&n| n.max(1)).collect(),
+        sampling_indices: tokens.iter().filter(|&&n| n > 0).map(|&n| n - 1).collect(),
+        sampling_indptr: ends(|n| n.min(1)),
+        samplers: vec![
+            Sampler::TopP {
+                temperature: 0.0,
+                p: 1.0
+            };
+            samplers
+        ],
+        sampler_indptr: ends(|n| n.min(1)),
+        adapter_bindings: vec![AdapterBinding::NONE; tokens.len()],
+        ..ForwardRequest::default()
+    }
+}
+
+fn run(batch: &mut Batch) {
+    let mut block = vec![0_u64; Layout::new(&LIMITS).bytes().div_ceil(8)];
+    let block = bytemuck::cast_slice_mut(&mut block);
+    while batch.stage(block).unwrap().is_some() {
+        while let Some(group) = batch.stage_slots(block).unwrap() {
+            batch.put_tokens(&vec![7; group.len()]).unwrap();
+        }
+    }
+}
+
+/// Sends `requests` in order; the engine does what `serve` says. Returns the answers and the kinds
+/// of the notes.
+fn converse(requests: &[Vec<u8>], serve: fn(Job)) -> (Vec<Answer>, Vec<&'static str>) {
+    static NUMBER: AtomicU32 = AtomicU32::new(0);
+    let number = NUMBER.fetch_add(1, Ordering::Relaxed);
+    let name = format!("/pie_serve_test_{}_{number}", std::process::id());
+    let abort = pie_wire::abort_frame(0).to_vec();
+    let mut config = ServerConfig::new(&name, pie_wire::SCHEMA_HASH, abort);
+    config.layout = RegionLayout::new(2, 1 << 16, 1 << 16).unwrap();
+    let mut ring = Server::create(&config, &ExitGuard::inert()).unwrap();
+    let client = Client::open(&name, pie_wire::SCHEMA_HASH, ClientConfig::default()).unwrap();
+    let stop = ring.stop_handle();
+    let responder = Responder::new(Planner::new(LIMITS, 1), Wait::Park);
+    let mut kinds = Vec::new();
+    let answers = thread::scope(|scope| {
+        let answers = scope.spawn(move || {
+            let answers = requests
+                .iter()
+                .map(|bytes| client.call(bytes, decode).unwrap());
+            let answers: Vec<Answer> = answers.collect();
+            stop.stop();
+            answers
+        });
+        loop {
+            match responder.next(&mut ring).unwrap() {
+                Event::Stopped => break,
+                Event::Notes(notes) => kinds.extend(notes.iter().map(|note| note.kind)),
+                Event::Job(job) => serve(job),
+            }
+        }
+        answers.join().unwrap()
+    });
+    (answers, kinds)
+}
+
+fn serve_all(job: Job) {
+    match job {
+        Job::Batch(mut batch) => {
+            run(&mut batch);
+            assert_eq!(batch.commit(DeviceTimes::default()), []);
+        }
+        Job::Copy(mut copy) => {
+            assert_eq!((copy.sources(), copy.targets()), (&[1, 2][..], &[3, 4][..]));
+            assert_eq!(copy.commit(status::OK), None);
+            assert_eq!(
+                copy.commit(status::FAILED),
+                None,
+                "a second answer is nothing"
+            );
+        }
+    }
+}
+
+fn must_not_be_called(_: Job) {
+    panic!("this needs no model");
+}
+
+fn copy(dir: CopyDirection, srcs: &[u32], dsts: &[u32], resource: CopyResource) -> Vec<u8> {
+    encode(Payload::Copy(CopyRequest {
+        dir,
+        srcs: srcs.to_vec(),
+        dsts: dsts.to_vec(),
+        resource,
+    }))
+}
+
+#[test]
+fn batches_and_copies_reach_the_engine() {
+    let requests = [
+        encode(Payload::Forward(forward(&[1, 1]))),
+        encode(Payload::Forward(forward(&[16, 0, 16, 16]))),
+        copy(CopyDirection::D2D, &[1, 2], &[3, 4], CopyResource::Kv),
+    ];
+    let (answers, kinds) = converse(&requests, serve_all);
+    let sevens = |counts: &[usize]| Answer::Tokens(counts.iter().map(|&n| vec![7; n]).collect());
+    assert_eq!(
+        answers,
+        [
+            sevens(&[1, 1]),
+            sevens(&[1, 0, 1, 1]),
+            Answer::Status(status::OK)
+        ]
+    );
+    assert!(kinds.is_empty(), "{kinds:?}");
+}
+
+#[test]
+fn what_needs_no_model_is_answered_alone() {
+    let adapter = |op| {
+        encode(Payload::Adapter(AdapterRequest {
+            op,
+            adapter_id: 1,
+            path: String::new(),
+        }))
+    };
+    let mut broken = forward(&[1]);
+    broken.position_ids.clear();
+    let requests = [
+        encode(Payload::Health),
+        adapter(AdapterOp::Load),
+        adapter(AdapterOp::GenerateAudio),
+        copy(CopyDirection::D2D, &[], &[], CopyResource::Kv),
+        copy(CopyDirection::D2D, &[1], &[], CopyResource::Kv),
+        copy(CopyDirection::D2D, &[32], &[1], CopyResource::Kv),
+        copy(CopyDirection::D2H, &[1], &[1], CopyResource::Kv),
+        copy(CopyDirection::D2D, &[1], &[1], CopyResource::Rs),
+        vec![0xA5; 1000],
+        encode(Payload::Forward(broken)),
+        encode(Payload::Forward(ForwardRequest::default())),
+        encode(Payload::Forward(forward(&[0, 0, 0]))),
+    ];
+    let (answers, kinds) = converse(&requests, must_not_be_called);
+    let codes = [0, 4, -1, 0, 2, 3, 4, 4, 2, 2].map(Answer::Status);
+    assert_eq!(answers[..codes.len()], codes);
+    let empty = [Answer::Tokens(vec![]), Answer::Tokens(vec![vec![]; 3])];
+    assert_eq!(answers[codes.len()..], empty);
+    let copies = ["copy"; 4];
+    let expected = [&["adapter"; 2][..], &copies, &["malformed"; 2]].concat();
+    assert_eq!(kinds, expected);
+}
+
+#[test]
+fn floods_without_tokens_never_reach_the_engine() {
+    let requests = vec![encode(Payload::Forward(forward(&[0; 8]))); 2000];
+    let (answers, kinds) = converse(&requests, must_not_be_called);
+    assert!(
+        answers
+            .iter()
+            .all(|answer| *answer == Answer::Tokens(vec![vec![]; 8]))
+    );
+    assert!(kinds.is_empty());
+}
+
+#[test]
+fn a_dropped_job_aborts_its_request_and_the_next_is_served() {
+    let requests = [
+        encode(Payload::Forward(forward(&[2]))),
+        copy(CopyDirection::D2D, &[1, 2], &[3, 4], CopyResource::Kv),
+        encode(Payload::Health),
+    ];
+    let (answers, _) = converse(&requests, drop);
+    assert_eq!(
+        answers,
+        [Answer::Aborted, Answer::Aborted, Answer::Status(status::OK)]
+    );
+}
+
+#[test]
+fn one_bad_request_is_emptied_with_its_reason() {
+    fn serve(job: Job) {
+        let Job::Batch(mut batch) = job else {
+            panic!("a batch")
+        };
+        run(&mut batch);
+        let notes = batch.commit(DeviceTimes::default());
+        assert_eq!(
+            notes.iter().map(|note| note.kind).collect::<Vec<_>>(),
+            ["token-id"]
+        );
+        assert!(notes[0].text.contains("request 1") && notes[0].text.contains("100"));
+    }
+    let mut request = forward(&[1, 1]);
+    request.token_ids[1] = 100;
+    let (answers, _) = converse(&[encode(Payload::Forward(request))], serve);
+    assert_eq!(answers, [Answer::Tokens(vec![vec![7], vec![]])]);
+}
+
+#[test]
+fn rehearsals_plan_any_forward_frame_at_any_address() {
+    let responder = Responder::new(Planner::new(LIMITS, 1), Wait::Park);
+    let bytes = [vec![0], encode(Payload::Forward(forward(&[3, 1])))].concat();
+    let mut batch = responder.rehearse(&bytes[1..]).unwrap();
+    assert!(matches!(
+        responder.rehearse(&bytes[1..]),
+        Err(RehearsalError::Busy)
+    ));
+    run(&mut batch);
+    assert_eq!(batch.commit(DeviceTimes::default()), []);
+    let health = encode(Payload::Health);
+    assert!(matches!(
+        responder.rehearse(&health),
+        Err(RehearsalError::NotForward)
+    ));
+    assert!(matches!(
+        responder.rehearse(b"short"),
+        Err(RehearsalError::Wire(_))
+    ));
+    let mut broken = forward(&[1]);
+    broken.kv_last_page_lens.clear();
+    let broken = encode(Payload::Forward(broken));
+    assert!(matches!(
+        responder.rehearse(&broken),
+        Err(RehearsalError::Frame(_))
+    ));
+    drop(responder.rehearse(&bytes[1..]).unwrap());
+    assert!(responder.rehearse(&bytes[1..]).is_ok());
+}
