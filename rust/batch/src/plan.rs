@@ -169,11 +169,13 @@ impl Planner {
         let samplers = range(frame.sampler_indptr, index);
         let vocab_size = self.limits.vocab_size;
         if geometry.drafts > 0 {
-            // Verification: the last input row and every draft row, each with the first sampler.
-            let sampler = frame.samplers[samplers].first();
-            let sampler = sampler
-                .and_then(|sampler| TokenSampler::from_wire(sampler.view(), vocab_size).ok());
-            let sampler = sampler.unwrap_or(TokenSampler::greedy(vocab_size));
+            // Verification: the last input row and every draft row, each with the first sampler. Without any sampler
+            // nothing is returned, as for every request.
+            let Some(first) = frame.samplers[samplers].first() else {
+                return;
+            };
+            let sampler = TokenSampler::from_wire(first.view(), vocab_size)
+                .unwrap_or(TokenSampler::greedy(vocab_size));
             let last_input = first_row + geometry.inputs as usize - 1;
             for row in last_input..first_row + geometry.rows() as usize {
                 self.add_slot(row, 0, sampler);
@@ -195,7 +197,7 @@ impl Planner {
             Some(seed) => uniform(u64::from(seed), u64::from(self.positions[row]), slot),
             // The upper half of the key space: no caller's 32-bit seed meets it.
             None => uniform(
-                self.random_seed ^ (1 << 63),
+                self.random_seed | (1 << 63),
                 self.frames,
                 self.slots.len() as u64,
             ),
