@@ -1,6 +1,11 @@
 """`python -m pie_driver_sglang`: the driver process, as the Pie runtime starts it."""
 
-from pie_driver_sglang.launch import main
+from pie_driver_sglang import _core
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    # SIGTERM is handled before anything else, because the other imports take a while.
+    guard = _core.ExitGuard()
+
+    from pie_driver_sglang.launch import main
+
+    raise SystemExit(main(guard=guard))

@@ -41,8 +41,12 @@ NEVER_PARK = 2**64 - 1
 """The `spin_budget_us` of the latency profile."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, guard: _core.ExitGuard | None = None) -> int:
     """Runs the driver.
+
+    Args:
+        argv: The arguments behind the program's name; None for the process's own.
+        guard: Handles SIGTERM already; None to handle it from here on.
 
     Returns:
         The exit status of a failed start, or 0. A running driver ends by SIGTERM or with its
@@ -58,9 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not logger.isEnabledFor(logging.DEBUG):
             # SGLang and torch warn about platforms and formats that nobody asked for.
             warnings.simplefilter("ignore")
-        guard = _core.ExitGuard()
         with Handshake(arguments.handshake_fd) as handshake:
-            run(load_config(arguments.config), guard, handshake)
+            run(load_config(arguments.config), guard or _core.ExitGuard(), handshake)
     except DriverError as error:
         logger.debug("the start failed", exc_info=True)
         return _fail(error)
