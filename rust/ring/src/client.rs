@@ -31,7 +31,7 @@ impl Default for ClientConfig {
     fn default() -> Self {
         Self {
             wait: Wait::SpinThenPark(Duration::from_millis(1)),
-            timeout: Duration::from_secs(60),
+            timeout: Duration::from_mins(1),
         }
     }
 }
