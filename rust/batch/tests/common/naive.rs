@@ -1,0 +1,412 @@
+//! A planner written from the protocol's text alone: slow, without reuse, one row at a time.
+
+use std::collections::{BTreeSet, HashMap};
+use std::ops::Range;
+
+use pie_batch::{Limits, SamplerClass};
+use pie_wire::{ForwardRequest, Sampler};
+
+/// One token to compute.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Row {
+    pub(crate) token: u32,
+    pub(crate) position: u32,
+    /// KV index.
+    pub(crate) index: u64,
+    /// Storage slot of the pool.
+    pub(crate) storage: i64,
+}
+
+/// One logit row to sample.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) struct Slot {
+    pub(crate) request: usize,
+    /// Number within the request.
+    pub(crate) number: usize,
+    /// Row within the request.
+    pub(crate) row: usize,
+    pub(crate) class: SamplerClass,
+    pub(crate) temperature: f32,
+    pub(crate) top_k: u32,
+    pub(crate) top_p: f32,
+    pub(crate) min_p: f32,
+    /// Seed, position and sampler slot; `None` = fresh randomness.
+    pub(crate) key: Option<(u32, u32, usize)>,
+}
+
+/// One request: all that is wrong with it, and what is left to do.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Request {
+    /// Fault kinds that forbid computing.
+    pub(crate) refused: BTreeSet<&'static str>,
+    /// Fault kinds that only cost the outputs.
+    pub(crate) muted: BTreeSet<&'static str>,
+    pub(crate) rows: Vec<Row>,
+    pub(crate) pages: Vec<u32>,
+    pub(crate) drafts: Vec<u32>,
+    pub(crate) slots: Vec<Slot>,
+}
+
+/// Consecutive rows of one request in one pass.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Segment {
+    pub(crate) request: usize,
+    /// Rows within the request.
+    pub(crate) rows: Range<usize>,
+}
+
+/// What the protocol asks for one frame.
+#[derive(Debug, Clone)]
+pub(crate) struct Plan {
+    pub(crate) requests: Vec<Request>,
+    pub(crate) passes: Vec<Vec<Segment>>,
+}
+
+/// Plans a frame whose arrays agree with each other.
+pub(crate) fn plan(limits: &Limits, frame: &ForwardRequest) -> Plan {
+    let count = frame.qo_indptr.len().saturating_sub(1);
+    let requests: Vec<_> = (0..count).map(|r| request(limits, frame, r)).collect();
+    let passes = cut(limits, &requests);
+    Plan { requests, passes }
+}
+
+/// The elements of request `r`; absent offsets count as zeros.
+fn part<'a, T>(array: &'a [T], indptr: &[u32], r: usize) -> &'a [T] {
+    if indptr.is_empty() {
+        return &[];
+    }
+    &array[indptr[r] as usize..indptr[r + 1] as usize]
+}
+
+fn spans(indptr: &[u32], r: usize) -> u32 {
+    if indptr.is_empty() {
+        0
+    } else {
+        indptr[r + 1] - indptr[r]
+    }
+}
+
+fn request(limits: &Limits, frame: &ForwardRequest, r: usize) -> Request {
+    let tokens = part(&frame.token_ids, &frame.qo_indptr, r);
+    let samplers = part(&frame.samplers, &frame.sampler_indptr, r);
+    let drafts = part(&frame.spec_token_ids, &frame.spec_indptr, r);
+    let mut request = Request::default();
+    if tokens.is_empty() {
+        if !samplers.is_empty() || !drafts.is_empty() {
+            request.refused.insert("no-tokens");
+        }
+        return request;
+    }
+    request.pages = part(&frame.kv_page_indices, &frame.kv_page_indptr, r).to_vec();
+    request.drafts = drafts.to_vec();
+    let positions = positions(frame, r, drafts.len());
+    refuse(
+        &mut request.refused,
+        spans(&frame.image_indptr, r) + spans(&frame.audio_indptr, r) > 0,
+        "media",
+    );
+    refuse(
+        &mut request.refused,
+        frame.adapter_bindings[r].adapter_id >= 0,
+        "adapter",
+    );
+    let all = || tokens.iter().chain(drafts);
+    refuse(
+        &mut request.refused,
+        all().any(|&id| id >= limits.vocab_size),
+        "token-id",
+    );
+    refuse(
+        &mut request.refused,
+        positions
+            .iter()
+            .any(|&at| at >= u64::from(limits.max_positions)),
+        "position",
+    );
+    let kv_end = kv_end(limits, frame, r, &mut request.refused);
+    masks(frame, r, kv_end, &mut request.refused);
+    if !request.refused.is_empty() {
+        return request;
+    }
+    let first = kv_end - tokens.len() as u64;
+    request.rows = all()
+        .zip(&positions)
+        .zip(first..)
+        .map(|((&token, &position), index)| Row {
+            token,
+            position: position as u32,
+            index,
+            storage: storage(limits, &request.pages, index),
+        })
+        .collect();
+    outputs(limits, frame, r, &mut request);
+    request
+}
+
+fn refuse(faults: &mut BTreeSet<&'static str>, broken: bool, kind: &'static str) {
+    if broken {
+        faults.insert(kind);
+    }
+}
+
+/// Positions of the inputs and of the drafts; the latter consecutive unless the frame has one for each draft.
+fn positions(frame: &ForwardRequest, r: usize, drafts: usize) -> Vec<u64> {
+    let inputs = part(&frame.position_ids, &frame.qo_indptr, r);
+    let mut all: Vec<_> = inputs.iter().map(|&at| u64::from(at)).collect();
+    if frame.spec_position_ids.len() == frame.spec_token_ids.len() {
+        let given = part(&frame.spec_position_ids, &frame.spec_indptr, r);
+        all.extend(given.iter().map(|&at| u64::from(at)));
+    } else {
+        let last = all[all.len() - 1];
+        all.extend((0..drafts as u64).map(|draft| last + 1 + draft));
+    }
+    all
+}
+
+/// KV length after the inputs; meaningless when a fault was added.
+fn kv_end(
+    limits: &Limits,
+    frame: &ForwardRequest,
+    r: usize,
+    faults: &mut BTreeSet<&'static str>,
+) -> u64 {
+    let pages = part(&frame.kv_page_indices, &frame.kv_page_indptr, r);
+    let inputs = i128::from(frame.qo_indptr[r + 1] - frame.qo_indptr[r]);
+    let drafts = part(&frame.spec_token_ids, &frame.spec_indptr, r).len() as i128;
+    let length = i128::from(frame.kv_last_page_lens[r]);
+    let page_size = i128::from(limits.page_size);
+    let valid = (1..=page_size).contains(&length);
+    refuse(faults, pages.is_empty(), "no-pages");
+    refuse(
+        faults,
+        pages.iter().any(|&page| page >= limits.total_pages),
+        "page-id",
+    );
+    refuse(faults, !valid, "last-page-length");
+    if pages.is_empty() || !valid {
+        return 0;
+    }
+    let end = (pages.len() as i128 - 1) * page_size + (length + drafts - 1) % page_size + 1;
+    refuse(faults, end - drafts < inputs, "geometry");
+    refuse(
+        faults,
+        end > i128::from(limits.row_pages) * page_size,
+        "kv-length",
+    );
+    u64::try_from(end - drafts).unwrap_or(0)
+}
+
+fn masks(frame: &ForwardRequest, r: usize, kv_end: u64, faults: &mut BTreeSet<&'static str>) {
+    let rows = part(&frame.masks, &frame.mask_indptr, r);
+    let positions = part(&frame.position_ids, &frame.qo_indptr, r);
+    if !frame.has_user_mask || rows.is_empty() {
+        return;
+    }
+    if rows.len() != positions.len() {
+        faults.insert("mask-rows");
+        return;
+    }
+    if !faults.is_empty() {
+        // Without a geometry there is no causality to compare with.
+        return;
+    }
+    for (row, (mask, &position)) in rows.iter().zip(positions).enumerate() {
+        let runs = &mask.buffer;
+        let synthesized =
+            runs.len() == 2 && runs[0] == 0 && u64::from(runs[1]) == u64::from(position) + 1;
+        let own = kv_end - positions.len() as u64 + row as u64;
+        let bits = expand(runs, kv_end);
+        let causal = (0..kv_end).all(|index| bits[index as usize] == (index <= own));
+        refuse(
+            faults,
+            !(runs.is_empty() || synthesized || causal),
+            "non-causal-mask",
+        );
+    }
+}
+
+/// The first `limit` bits of a bit string.
+fn expand(runs: &[u32], limit: u64) -> Vec<bool> {
+    let mut bits = Vec::new();
+    for (number, &run) in runs.iter().enumerate() {
+        for _ in 0..u64::from(run).min(limit) {
+            bits.push(number % 2 == 1);
+        }
+    }
+    bits.resize((limit as usize).max(bits.len()), false);
+    bits.truncate(limit as usize);
+    bits
+}
+
+/// The engine's page 0 is padding, so the runtime's page p is the engine's page p + 1.
+fn storage(limits: &Limits, pages: &[u32], index: u64) -> i64 {
+    let page_size = u64::from(limits.page_size);
+    let page = u64::from(pages[(index / page_size) as usize]);
+    ((page + 1) * page_size + index % page_size) as i64
+}
+
+fn outputs(limits: &Limits, frame: &ForwardRequest, r: usize, request: &mut Request) {
+    let inputs = part(&frame.token_ids, &frame.qo_indptr, r).len();
+    let rows = part(&frame.sampling_indices, &frame.sampling_indptr, r);
+    let samplers = part(&frame.samplers, &frame.sampler_indptr, r);
+    let logit_masks = part(&frame.logit_masks, &frame.logit_mask_indptr, r);
+    let muted = &mut request.muted;
+    refuse(
+        muted,
+        rows.iter().any(|&row| row as usize >= inputs),
+        "sampling-index",
+    );
+    let probe = |sampler: &Sampler| !sampler.view().is_token() && *sampler != Sampler::Embedding;
+    refuse(muted, samplers.iter().any(probe), "probe");
+    refuse(
+        muted,
+        !samplers.is_empty() && logit_masks.iter().any(|mask| !mask.buffer.is_empty()),
+        "logit-mask",
+    );
+    if !muted.is_empty() || samplers.is_empty() {
+        return;
+    }
+    // Per output: row, sampler (`None` = arg-max) and sampler slot.
+    let wanted: Vec<(usize, Option<&Sampler>, usize)> = if request.drafts.is_empty() {
+        let all = rows.iter().zip(samplers).enumerate();
+        all.filter(|(_, (_, sampler))| sampler.view().is_token())
+            .map(|(slot, (&row, sampler))| (row as usize, Some(sampler), slot))
+            .collect()
+    } else {
+        let first = Some(&samplers[0]).filter(|sampler| sampler.view().is_token());
+        (inputs - 1..request.rows.len())
+            .map(|row| (row, first, 0))
+            .collect()
+    };
+    for (number, (row, sampler, place)) in wanted.into_iter().enumerate() {
+        let mut slot = sampled(limits, sampler);
+        (slot.request, slot.number, slot.row) = (r, number, row);
+        slot.key = seed(sampler).map(|seed| (seed, request.rows[row].position, place));
+        request.slots.push(slot);
+    }
+}
+
+fn seed(sampler: Option<&Sampler>) -> Option<u32> {
+    match sampler {
+        Some(&Sampler::Multinomial { seed, .. }) if seed >= 2 => Some(seed),
+        _ => None,
+    }
+}
+
+/// The slot of a sampler with every parameter in range.
+fn sampled(limits: &Limits, sampler: Option<&Sampler>) -> Slot {
+    let (temperature, k, p, min_p) = match sampler.cloned() {
+        Some(Sampler::Multinomial { temperature, .. }) => (temperature, 0, 1.0, 0.0),
+        Some(Sampler::TopK { temperature, k }) => (temperature, k, 1.0, 0.0),
+        Some(Sampler::TopP { temperature, p }) => (temperature, 0, p, 0.0),
+        Some(Sampler::MinP { temperature, p }) => (temperature, 0, 1.0, p),
+        Some(Sampler::TopKTopP { temperature, k, p }) => (temperature, k, p, 0.0),
+        _ => (0.0, 0, 1.0, 0.0),
+    };
+    let all = limits.vocab_size;
+    let top_k = if k == 0 { all } else { k.min(all) };
+    let top_p = if p.is_nan() { 1.0 } else { p.clamp(0.0, 1.0) };
+    let min_p = if min_p.is_nan() {
+        0.0
+    } else {
+        min_p.clamp(0.0, 1.0)
+    };
+    let filters = top_k != all || top_p < 1.0 || min_p > 0.0;
+    let random = temperature > 1e-5;
+    let class = match (random, filters) {
+        (false, _) => SamplerClass::Greedy,
+        (true, false) => SamplerClass::Plain,
+        (true, true) => SamplerClass::Filtered,
+    };
+    Slot {
+        request: 0,
+        number: 0,
+        row: 0,
+        class,
+        temperature: if random {
+            temperature.min(f32::MAX)
+        } else {
+            1.0
+        },
+        top_k,
+        top_p,
+        min_p,
+        key: None,
+    }
+}
+
+/// Deals the rows out one by one.
+fn cut(limits: &Limits, requests: &[Request]) -> Vec<Vec<Segment>> {
+    let mut passes: Vec<Vec<Segment>> = Vec::new();
+    let mut tokens = limits.chunk_tokens;
+    for (request, row) in requests
+        .iter()
+        .enumerate()
+        .flat_map(|(request, all)| (0..all.rows.len()).map(move |row| (request, row)))
+    {
+        let segments = passes.last().map_or(0, Vec::len);
+        let known = passes
+            .last()
+            .and_then(|pass| pass.last())
+            .is_some_and(|segment| segment.request == request);
+        if tokens == limits.chunk_tokens || (!known && segments == limits.max_requests as usize) {
+            passes.push(Vec::new());
+            tokens = 0;
+        }
+        tokens += 1;
+        let pass = passes.last_mut().expect("there is a pass");
+        match pass.last_mut() {
+            Some(segment) if segment.request == request => segment.rows.end += 1,
+            _ => pass.push(Segment {
+                request,
+                rows: row..row + 1,
+            }),
+        }
+    }
+    passes
+}
+
+impl Plan {
+    /// The rows of a pass with the storage slots that they may write: the last one of each slot, padding else.
+    pub(crate) fn pass_rows(&self, pass: usize) -> Vec<(Row, i64)> {
+        let rows: Vec<Row> = self.passes[pass]
+            .iter()
+            .flat_map(|segment| self.requests[segment.request].rows[segment.rows.clone()].to_vec())
+            .collect();
+        let last: HashMap<i64, usize> = rows
+            .iter()
+            .enumerate()
+            .map(|(number, row)| (row.storage, number))
+            .collect();
+        let target = |(number, row): (usize, &Row)| {
+            let wins = last[&row.storage] == number;
+            (*row, if wins { row.storage } else { 0 })
+        };
+        rows.iter().enumerate().map(target).collect()
+    }
+
+    /// The slots of a pass in groups, each ordered by class, with the row of the pass.
+    pub(crate) fn pass_groups(&self, pass: usize, limits: &Limits) -> Vec<Vec<(usize, Slot)>> {
+        let mut start = 0;
+        let mut slots = Vec::new();
+        for segment in &self.passes[pass] {
+            for slot in &self.requests[segment.request].slots {
+                if segment.rows.contains(&slot.row) {
+                    slots.push((start + slot.row - segment.rows.start, *slot));
+                }
+            }
+            start += segment.rows.len();
+        }
+        let mut groups: Vec<Vec<_>> = Vec::new();
+        for group in slots.chunks(limits.max_slots as usize) {
+            let of = |class| group.iter().copied().filter(move |(_, s)| s.class == class);
+            groups.push(
+                of(SamplerClass::Greedy)
+                    .chain(of(SamplerClass::Plain))
+                    .chain(of(SamplerClass::Filtered))
+                    .collect(),
+            );
+        }
+        groups
+    }
+}

@@ -1,0 +1,292 @@
+//! Frames that are large in one direction, and numbers at the ends of their types.
+//!
+//! The time limits are far above what linear work takes and far below what quadratic work would.
+
+mod common;
+
+use std::time::{Duration, Instant};
+
+use common::builder::{Encoded, GREEDY, ROOMY, Req, decode, frame};
+use common::device::{DRIVER, answer};
+use pie_batch::{LimitError, Limits, Planner, Probes, RequestFault};
+use pie_wire::ForwardRequest;
+
+/// Runs a frame from plan to reply with token 1 everywhere; returns the planner and the tokens of each request.
+fn run(limits: Limits, request: &ForwardRequest, capacity: usize) -> (Planner, Vec<Vec<u32>>) {
+    limits.check().expect("sound limits");
+    let encoded = Encoded::new(DRIVER, request);
+    let mut planner = Planner::new(limits, 0);
+    let mut block = vec![0_u64; planner.layout().bytes() / 8];
+    let mut words = vec![0_u64; capacity / 8];
+    let (block, buffer) = (
+        bytemuck::cast_slice_mut(&mut block),
+        bytemuck::cast_slice_mut(&mut words),
+    );
+    let started = Instant::now();
+    planner
+        .plan(DRIVER, encoded.forward())
+        .expect("a sound frame");
+    while planner.stage(block).expect("it fits").is_some() {
+        while let Some(group) = planner.stage_slots(block).expect("it fits") {
+            planner.put_tokens(&vec![1; group.len()]).expect("one each");
+        }
+    }
+    let length = planner
+        .reply(Probes::default(), buffer, &mut Vec::new())
+        .expect("it fits");
+    let elapsed = started.elapsed();
+    assert!(elapsed < Duration::from_secs(20), "{elapsed:?}");
+    (planner, answer(&buffer[..length]).tokens())
+}
+
+#[test]
+fn a_hundred_thousand_requests_without_tokens() {
+    let idle = Req::new(16, 5, &[], &[0]);
+    let mut requests = vec![idle; 100_000];
+    requests[50_000] = decode(3, 1, &[0]);
+    let (planner, tokens) = run(ROOMY, &frame(&requests), 1 << 20);
+    assert_eq!(
+        (planner.request_count(), planner.token_count()),
+        (100_000, 1)
+    );
+    assert_eq!(tokens.iter().filter(|tokens| !tokens.is_empty()).count(), 1);
+    assert_eq!(tokens[50_000], [1]);
+}
+
+#[test]
+fn a_hundred_thousand_faults() {
+    let mut outside = decode(3, 1, &[64]);
+    outside.masks = Vec::new();
+    let (planner, _) = run(ROOMY, &frame(&vec![outside; 100_000]), 1 << 20);
+    assert_eq!(planner.faults().len(), 100_000);
+    assert_eq!(planner.pass_count(), 0);
+}
+
+#[test]
+fn a_hundred_thousand_samplers_on_one_row() {
+    let mut request = decode(3, 1, &[0]);
+    request.samplers = vec![(0, GREEDY); 100_000];
+    let (_, tokens) = run(ROOMY, &frame(&[request.clone()]), 1 << 20);
+    assert_eq!(tokens, [vec![1; 100_000]]);
+    // All in one group, and in a reply that they do not fit.
+    let limits = Limits {
+        max_slots: 100_000,
+        ..ROOMY
+    };
+    let (_, tokens) = run(limits, &frame(&[request]), 1 << 16);
+    assert_eq!(tokens, [[]] as [[u32; 0]; 1]);
+}
+
+#[test]
+fn every_row_of_a_long_prompt_is_sampled() {
+    let count = 100_000;
+    let pages: Vec<u32> = (0..count / 16).collect();
+    let mut request = Req::new(16, 0, &vec![1; count as usize], &pages);
+    request.samplers = (0..count).map(|row| (row, GREEDY)).collect();
+    let limits = Limits {
+        total_pages: count,
+        row_pages: count / 16,
+        max_positions: count,
+        ..ROOMY
+    };
+    let (planner, tokens) = run(limits, &frame(&[request]), 1 << 20);
+    assert_eq!(planner.pass_count(), 391);
+    assert_eq!(tokens[0].len(), count as usize);
+}
+
+#[test]
+fn a_million_pages() {
+    let limits = Limits {
+        page_size: 1,
+        total_pages: 1 << 20,
+        row_pages: 1 << 20,
+        max_requests: 2,
+        max_positions: u32::MAX,
+        ..ROOMY
+    };
+    let pages: Vec<u32> = (0..1 << 20).rev().collect();
+    let mut request = Req::new(1, (1 << 20) - 600, &[1; 600], &pages).sample(599, GREEDY);
+    request.positions[0] = u32::MAX - 1;
+    let (planner, tokens) = run(limits, &frame(&[request.clone(), request]), 1 << 16);
+    assert_eq!((planner.pass_count(), tokens), (5, vec![vec![1]; 2]));
+}
+
+#[test]
+fn many_drafts_are_counted_without_wrapping() {
+    // 100 000 drafts on one page, on pages that hold them, and with the last page's length at its ends.
+    let drafts = vec![1; 100_000];
+    let limits = Limits {
+        total_pages: 10_000,
+        row_pages: 8000,
+        max_positions: 1 << 20,
+        ..ROOMY
+    };
+    for last_page_len in [1, 16] {
+        let mut request = Req::new(16, 0, &[1], &[0])
+            .sample(0, GREEDY)
+            .verify(&drafts);
+        request.last_page_len = last_page_len;
+        let (planner, _) = run(limits, &frame(&[request]), 1 << 20);
+        assert!(matches!(
+            planner.faults(),
+            [(
+                0,
+                RequestFault::Geometry {
+                    tokens: 100_001,
+                    capacity: 1 | 16
+                }
+            )]
+        ));
+    }
+    let pages: Vec<u32> = (0..6251).collect();
+    let request = Req::new(16, 0, &[1], &pages)
+        .sample(0, GREEDY)
+        .verify(&drafts);
+    let (planner, tokens) = run(limits, &frame(&[request]), 1 << 20);
+    assert_eq!(planner.token_count(), 100_001);
+    assert_eq!(tokens, [vec![1; 100_001]]);
+}
+
+#[test]
+fn consecutive_draft_positions_do_not_wrap() {
+    let limits = Limits {
+        max_positions: u32::MAX,
+        ..ROOMY
+    };
+    let mut request = decode(3, 1, &[0]).verify(&[1, 2, 3]);
+    request.positions[0] = u32::MAX - 2;
+    request.draft_positions.clear();
+    let (planner, _) = run(limits, &frame(&[request]), 1 << 12);
+    assert!(matches!(
+        planner.faults(),
+        [(
+            0,
+            RequestFault::Position {
+                position: u32::MAX,
+                ..
+            }
+        )]
+    ));
+}
+
+#[test]
+fn a_long_mask_row_is_read_once() {
+    let mut request = decode(3, 1, &[0]);
+    let mut runs = vec![0; 1_000_000];
+    runs[1] = 4;
+    request = request.masked([&runs]);
+    let mut request = frame(&[request]);
+    request.has_user_mask = true;
+    let (planner, tokens) = run(ROOMY, &request, 1 << 12);
+    assert_eq!((planner.faults().len(), tokens), (0, vec![vec![1]]));
+}
+
+#[test]
+fn limits_of_zero_are_named() {
+    for (name, zero) in [
+        (
+            "page_size",
+            Limits {
+                page_size: 0,
+                ..ROOMY
+            },
+        ),
+        (
+            "total_pages",
+            Limits {
+                total_pages: 0,
+                ..ROOMY
+            },
+        ),
+        (
+            "vocab_size",
+            Limits {
+                vocab_size: 0,
+                ..ROOMY
+            },
+        ),
+        (
+            "max_positions",
+            Limits {
+                max_positions: 0,
+                ..ROOMY
+            },
+        ),
+        (
+            "row_pages",
+            Limits {
+                row_pages: 0,
+                ..ROOMY
+            },
+        ),
+        (
+            "max_requests",
+            Limits {
+                max_requests: 0,
+                ..ROOMY
+            },
+        ),
+        (
+            "chunk_tokens",
+            Limits {
+                chunk_tokens: 0,
+                ..ROOMY
+            },
+        ),
+        (
+            "max_slots",
+            Limits {
+                max_slots: 0,
+                ..ROOMY
+            },
+        ),
+    ] {
+        assert_eq!(zero.check(), Err(LimitError::Zero(name)));
+    }
+}
+
+#[test]
+fn limits_that_overflow_are_refused() {
+    for large in [
+        Limits {
+            total_pages: u32::MAX,
+            page_size: u32::MAX,
+            ..ROOMY
+        },
+        Limits {
+            total_pages: (1 << 27) - 1,
+            ..ROOMY
+        },
+        Limits {
+            row_pages: 1 << 27,
+            ..ROOMY
+        },
+        Limits {
+            max_requests: u32::MAX,
+            row_pages: u32::MAX,
+            ..ROOMY
+        },
+        Limits {
+            vocab_size: 1 << 31,
+            ..ROOMY
+        },
+        Limits {
+            chunk_tokens: 1 << 31,
+            ..ROOMY
+        },
+    ] {
+        assert!(
+            matches!(large.check(), Err(LimitError::TooLarge { .. })),
+            "{large:?}"
+        );
+    }
+    let largest = Limits {
+        total_pages: (1 << 27) - 2,
+        ..ROOMY
+    };
+    largest.check().expect("2^31 - 16 storage slots");
+    assert_eq!(
+        largest.first_slot(largest.total_pages - 1),
+        i32::MAX as u32 - 31
+    );
+}

@@ -1,0 +1,193 @@
+//! The planner equals a naive one, pass by pass and frame by frame.
+
+mod common;
+
+use std::collections::HashSet;
+
+use common::builder::{GREEDY, ROOMY, Req, decode, frame};
+use common::device::Device;
+use common::generate::{self, VOCAB};
+use common::naive::{Plan, Slot};
+use pie_batch::Limits;
+use pie_wire::Sampler;
+use proptest::prelude::*;
+
+/// Tokens for slots: drafts are accepted more often than not, other tokens tell neighbours apart.
+fn pick(salt: u32) -> impl FnMut(&Plan, &Slot) -> u32 {
+    let mut calls = salt;
+    move |plan, slot| {
+        calls = calls.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+        let draft = plan.requests[slot.request].drafts.get(slot.number);
+        match draft {
+            Some(&draft) if calls >> 30 != 0 => draft,
+            _ => (calls >> 8) % VOCAB,
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 1500, ..ProptestConfig::default() })]
+
+    /// Faults, staged arrays, slots and replies of every frame; one planner sees them all.
+    #[test]
+    fn planner_equals_the_naive_one((limits, frames) in generate::sequence(), lost in 0_usize..8) {
+        let mut device = Device::new(limits);
+        for (number, frame) in frames.iter().enumerate() {
+            if number == lost {
+                device.lose_table();
+            }
+            device.run(frame, pick(number as u32));
+        }
+    }
+
+    /// What a planner saw before does not show in what it answers.
+    #[test]
+    fn frames_do_not_depend_on_their_predecessors((limits, frames) in generate::sequence()) {
+        let mut device = Device::new(limits);
+        for (number, frame) in frames.iter().enumerate() {
+            let answer = device.run(frame, pick(number as u32));
+            let alone = Device::new(limits).run(frame, pick(number as u32));
+            prop_assert_eq!(answer.tokens(), alone.tokens());
+        }
+    }
+}
+
+fn plain(seed: u32) -> Sampler {
+    Sampler::Multinomial {
+        temperature: 1.0,
+        seed,
+    }
+}
+
+/// A decode request with `count` slots of one sampler.
+fn slots(prefix: u32, page: u32, count: usize, sampler: &Sampler) -> Req {
+    let mut request = Req::new(16, prefix, &[1], &[page]);
+    request.samplers = vec![(0, sampler.clone()); count];
+    request
+}
+
+/// The bits of the uniforms of the last frame.
+fn bits(device: &Device) -> Vec<u32> {
+    device
+        .uniforms
+        .values()
+        .map(|uniform| uniform.to_bits())
+        .collect()
+}
+
+#[test]
+fn seeded_uniforms_depend_on_seed_position_and_slot_alone() {
+    let mut first = Device::with_seed(ROOMY, 1);
+    first.run(&frame(&[slots(5, 0, 3, &plain(42))]), |_, _| 0);
+    let mut second = Device::with_seed(ROOMY, 2);
+    for _ in 0..3 {
+        let greedy = slots(9, 2, 2, &GREEDY);
+        second.run(
+            &frame(&[greedy, decode(3, 1, &[7]), slots(5, 4, 3, &plain(42))]),
+            |_, _| 0,
+        );
+    }
+    for number in 0..3 {
+        assert_eq!(
+            first.uniforms[&(0, number)].to_bits(),
+            second.uniforms[&(2, number)].to_bits()
+        );
+    }
+    // Another position, another seed, another slot.
+    let mut all: HashSet<_> = bits(&first).into_iter().collect();
+    for (prefix, seed) in [(6, 42), (5, 43), (5, 2), (5, u32::MAX)] {
+        second.run(&frame(&[slots(prefix, 0, 3, &plain(seed))]), |_, _| 0);
+        all.extend(bits(&second));
+    }
+    assert_eq!(all.len(), 5 * 3);
+}
+
+#[test]
+fn seeded_position_is_the_rotary_one() {
+    let mut device = Device::new(ROOMY);
+    device.run(&frame(&[slots(5, 0, 1, &plain(9))]), |_, _| 0);
+    let expected = bits(&device);
+    let mut moved = slots(30, 3, 1, &plain(9));
+    moved.pages = vec![3, 4];
+    moved.positions = vec![5];
+    device.run(&frame(&[moved]), |_, _| 0);
+    assert_eq!(bits(&device), expected);
+}
+
+#[test]
+fn fresh_uniforms_differ_between_slots_frames_and_planners() {
+    let fresh = [
+        plain(0),
+        plain(1),
+        Sampler::TopP {
+            temperature: 0.7,
+            p: 0.9,
+        },
+        Sampler::TopK {
+            temperature: 0.7,
+            k: 3,
+        },
+    ];
+    let requests: Vec<_> = (0..12)
+        .map(|r| slots(5, r, 5, &fresh[r as usize % 4]))
+        .collect();
+    let mut all = HashSet::new();
+    for seed in [0, 1, u64::MAX] {
+        let mut device = Device::with_seed(ROOMY, seed);
+        for _ in 0..3 {
+            device.run(&frame(&requests), |_, _| 0);
+            all.extend(bits(&device));
+        }
+    }
+    assert_eq!(all.len(), 3 * 3 * 60);
+}
+
+#[test]
+fn fresh_uniforms_do_not_meet_seeded_ones() {
+    // Frame 1, slot 0 of a planner whose random seed ends like a caller's seed.
+    for random_seed in [42, (1 << 63) + 42] {
+        let mut device = Device::with_seed(ROOMY, random_seed);
+        device.run(&frame(&[slots(1, 0, 1, &plain(0))]), |_, _| 0);
+        let fresh = bits(&device);
+        device.run(&frame(&[slots(1, 0, 1, &plain(42))]), |_, _| 0);
+        assert_ne!(fresh, bits(&device), "random seed {random_seed:#x}");
+    }
+}
+
+#[test]
+fn verify_rows_share_the_first_samplers_seed_but_not_its_draw() {
+    let request = Req::new(16, 4, &[1], &[0])
+        .sample(0, plain(8))
+        .sample(0, GREEDY)
+        .verify(&[2, 3]);
+    let mut device = Device::new(ROOMY);
+    let plan = device.compute(&frame(&[request]), |_, _| 0);
+    let keys: Vec<_> = plan.requests[0].slots.iter().map(|slot| slot.key).collect();
+    assert_eq!(keys, [Some((8, 4, 0)), Some((8, 5, 0)), Some((8, 6, 0))]);
+    assert_eq!(bits(&device).into_iter().collect::<HashSet<_>>().len(), 3);
+}
+
+#[test]
+fn only_changed_table_entries_travel() {
+    let limits = Limits {
+        chunk_tokens: 4,
+        ..ROOMY
+    };
+    let mut device = Device::new(limits);
+    let updates = |device: &mut Device, requests: &[Req]| {
+        device.compute(&frame(requests), |_, _| 0);
+        device.last_updates.clone()
+    };
+    let long = |last| decode(40, 1, &[5, 6, last]);
+    assert_eq!(updates(&mut device, &[long(7)]), [3]);
+    assert_eq!(updates(&mut device, &[long(7)]), [0]);
+    assert_eq!(updates(&mut device, &[long(8)]), [1]);
+    // A shorter list leaves the rest of the row as it is.
+    assert_eq!(updates(&mut device, &[decode(4, 1, &[5])]), [0]);
+    assert_eq!(updates(&mut device, &[long(8)]), [0]);
+    // The passes of a long prompt name the same pages.
+    let prompt = Req::new(16, 0, &[1; 10], &[9]);
+    assert_eq!(updates(&mut device, &[prompt]), [1, 0, 0]);
+    device.lose_table();
+    assert_eq!(updates(&mut device, &[long(8)]), [3]);
+}

@@ -1,0 +1,353 @@
+//! Rules about one request of a frame: what empties it, and that the others do not notice.
+
+mod common;
+
+use common::builder::{GREEDY, ROOMY, Req, brle, decode, frame};
+use common::device::Device;
+use pie_batch::{Limits, RequestFault};
+use pie_wire::Sampler;
+
+/// The fault of the first of two requests; the second must be served in any case.
+fn fault(request: Req) -> Option<RequestFault> {
+    let mut device = Device::new(ROOMY);
+    let mut both = frame(&[request, decode(20, 8, &[40, 41])]);
+    both.has_user_mask = true;
+    let answer = device.run(&both, |_, slot| 100 + slot.request as u32);
+    assert_eq!(answer.tokens()[1], [101]);
+    assert!(device.planner.faults().len() <= 1);
+    device.planner.faults().first().map(|(index, fault)| {
+        assert_eq!(*index, 0);
+        assert!(answer.tokens()[0].is_empty());
+        fault.clone()
+    })
+}
+
+#[test]
+fn page_ids_stay_in_the_pool() {
+    assert_eq!(fault(decode(3, 1, &[63])), None);
+    for page in [64, u32::MAX] {
+        let expected = RequestFault::PageId {
+            page,
+            total_pages: 64,
+        };
+        assert_eq!(fault(decode(20, 1, &[page, 3])), Some(expected));
+    }
+    assert_eq!(
+        fault(decode(3, 1, &[])),
+        Some(RequestFault::NoPages { tokens: 1 })
+    );
+}
+
+#[test]
+fn last_page_lengths_stay_in_the_page() {
+    for length in [0, 17, u32::MAX] {
+        let mut request = decode(3, 1, &[0]);
+        request.last_page_len = length;
+        assert_eq!(
+            fault(request.clone()),
+            Some(RequestFault::LastPageLength {
+                length,
+                page_size: 16
+            })
+        );
+        request = request.verify(&[4, 5]);
+        assert_eq!(
+            fault(request),
+            Some(RequestFault::LastPageLength {
+                length,
+                page_size: 16
+            })
+        );
+    }
+}
+
+#[test]
+fn pages_hold_all_tokens() {
+    let prompt = |inputs: usize, last_page_len| Req {
+        last_page_len,
+        ..Req::new(16, 0, &vec![1; inputs], &[0, 1])
+    };
+    assert_eq!(fault(prompt(20, 4)), None);
+    assert_eq!(
+        fault(prompt(21, 4)),
+        Some(RequestFault::Geometry {
+            tokens: 21,
+            capacity: 20
+        })
+    );
+    // Two pages for 15 + 4 tokens; with 6 drafts the end wraps to the first page's share.
+    assert_eq!(fault(prompt(15, 15).verify(&[1; 4])), None);
+    assert_eq!(
+        fault(prompt(15, 15).verify(&[1; 18])),
+        Some(RequestFault::Geometry {
+            tokens: 33,
+            capacity: 17
+        })
+    );
+}
+
+#[test]
+fn rows_of_the_block_table_are_not_exceeded() {
+    let pages: Vec<u32> = (0..33).collect();
+    assert_eq!(fault(decode(511, 1, &pages[..32])), None);
+    let mut long = decode(512, 1, &pages);
+    long.positions = vec![5];
+    assert_eq!(
+        fault(long),
+        Some(RequestFault::KvLength {
+            length: 513,
+            limit: 512
+        })
+    );
+}
+
+#[test]
+fn token_ids_stay_in_the_vocabulary() {
+    assert_eq!(fault(decode(3, 999, &[0])), None);
+    for token in [1000, u32::MAX] {
+        let expected = Some(RequestFault::TokenId {
+            token,
+            vocab_size: 1000,
+        });
+        assert_eq!(fault(decode(3, token, &[0])), expected);
+        assert_eq!(fault(decode(3, 1, &[0]).verify(&[4, token])), expected);
+    }
+}
+
+#[test]
+fn positions_stay_in_the_models_table() {
+    let at = |position| Req {
+        positions: vec![position],
+        ..decode(3, 1, &[0])
+    };
+    assert_eq!(fault(at(511)), None);
+    for position in [512, u32::MAX] {
+        assert_eq!(
+            fault(at(position)),
+            Some(RequestFault::Position {
+                position,
+                limit: 512
+            })
+        );
+    }
+    let drafted = |positions: &[u32]| Req {
+        draft_positions: positions.to_vec(),
+        ..at(510).verify(&[1, 2])
+    };
+    assert_eq!(fault(drafted(&[511, 511])), None);
+    assert_eq!(
+        fault(drafted(&[511, 512])),
+        Some(RequestFault::Position {
+            position: 512,
+            limit: 512
+        })
+    );
+    // Counted on from the last input when their number is wrong.
+    assert_eq!(
+        fault(drafted(&[3])),
+        Some(RequestFault::Position {
+            position: 512,
+            limit: 512
+        })
+    );
+    let miscounted = Req {
+        draft_positions: vec![400; 3],
+        ..at(20).verify(&[1, 2])
+    };
+    let plan = Device::new(ROOMY).compute(&frame(&[miscounted]), |_, _| 0);
+    assert_eq!(
+        plan.requests[0]
+            .rows
+            .iter()
+            .map(|row| row.position)
+            .collect::<Vec<_>>(),
+        [20, 21, 22]
+    );
+}
+
+#[test]
+fn sampling_indices_stay_in_the_request() {
+    for index in [1, u32::MAX] {
+        let request = decode(3, 1, &[0]).sample(index, GREEDY);
+        assert_eq!(
+            fault(request),
+            Some(RequestFault::SamplingIndex { index, rows: 1 })
+        );
+    }
+    // Drafts are no rows to name.
+    let request = decode(3, 1, &[0]).sample(1, GREEDY).verify(&[4, 5]);
+    assert_eq!(
+        fault(request),
+        Some(RequestFault::SamplingIndex { index: 1, rows: 1 })
+    );
+}
+
+#[test]
+fn requests_without_tokens_compute_nothing() {
+    let idle = Req {
+        last_page_len: 77,
+        ..Req::new(16, 5, &[], &[9999])
+    };
+    assert_eq!(fault(idle.clone()), None);
+    assert_eq!(
+        fault(idle.clone().sample(0, GREEDY)),
+        Some(RequestFault::NoTokens)
+    );
+    assert_eq!(fault(idle.verify(&[3])), Some(RequestFault::NoTokens));
+}
+
+#[test]
+fn mask_rows_are_one_per_token() {
+    let prompt = || Req::new(16, 0, &[1, 2], &[0]).sample(1, GREEDY);
+    assert_eq!(fault(prompt().masked([&[0, 1], &[0, 2]])), None);
+    assert_eq!(fault(prompt()), None);
+    assert_eq!(
+        fault(prompt().masked([&[0, 1]])),
+        Some(RequestFault::MaskRows { rows: 1, tokens: 2 })
+    );
+    let three = prompt().masked([&[0, 1], &[0, 2], &[0, 3]]);
+    assert_eq!(
+        fault(three.clone()),
+        Some(RequestFault::MaskRows { rows: 3, tokens: 2 })
+    );
+    // Without the frame's flag nobody looks.
+    let answer = Device::new(ROOMY).run(&frame(&[three]), |_, _| 3);
+    assert_eq!(answer.tokens(), [[3]]);
+}
+
+#[test]
+fn only_causal_masks_are_served() {
+    // KV indices 18, 19, 20 at positions 40, 41, 42: a trimmed list.
+    let extend = || Req {
+        positions: vec![40, 41, 42],
+        ..Req::new(16, 18, &[1, 2, 3], &[0, 1]).sample(2, GREEDY)
+    };
+    for rows in [
+        [&[0, 41][..], &[0, 42], &[0, 43]],
+        [&[0, 19], &[0, 20], &[0, 21]],
+        [&[0, 19, 2], &[0, 20, 1], &[0, 21, 99]],
+        [&[0, 9, 0, 10], &[0, 20, 1, 5], &[0, u32::MAX]],
+        [&[], &[0, 20], &[]],
+    ] {
+        assert_eq!(fault(extend().masked(rows)), None, "{rows:?}");
+    }
+    for (wrong, row) in [
+        ([&[0, 18][..], &[0, 20], &[0, 21]], 0),
+        ([&[0, 20], &[0, 20], &[0, 21]], 0),
+        ([&[0, 19], &[1, 19], &[0, 21]], 1),
+        ([&[0, 19], &[0, 20], &[0, 4, 1, 16]], 2),
+        ([&[0, 19], &[0, 20], &[21]], 2),
+        ([&[0, 19], &[0], &[0, 21]], 1),
+        ([&[0, 42], &[0, 42], &[0, 43]], 0),
+    ] {
+        let expected = RequestFault::NonCausalMask { row };
+        assert_eq!(fault(extend().masked(wrong)), Some(expected), "{wrong:?}");
+    }
+}
+
+#[test]
+fn logit_masks_probes_adapters_and_media_are_refused() {
+    let masked = |runs: &[u32]| Req {
+        logit_masks: vec![brle(runs)],
+        ..decode(3, 1, &[0])
+    };
+    assert_eq!(fault(masked(&[])), None);
+    assert_eq!(fault(masked(&[0, 300])), Some(RequestFault::LogitMask));
+    assert_eq!(
+        fault(Req {
+            samplers: Vec::new(),
+            ..masked(&[5, 3])
+        }),
+        None
+    );
+
+    for (name, probe) in [
+        (
+            "Dist",
+            Sampler::Dist {
+                temperature: 0.0,
+                num_tokens: 0,
+            },
+        ),
+        ("RawLogits", Sampler::RawLogits),
+        ("Logprob", Sampler::Logprob { token_id: u32::MAX }),
+        (
+            "Logprobs",
+            Sampler::Logprobs {
+                token_ids: Vec::new(),
+            },
+        ),
+        ("Entropy", Sampler::Entropy),
+    ] {
+        let expected = RequestFault::Probe { sampler: name };
+        assert_eq!(fault(decode(3, 1, &[0]).sample(0, probe)), Some(expected));
+    }
+    assert_eq!(
+        fault(decode(3, 1, &[0]).sample(0, Sampler::Embedding)),
+        None
+    );
+
+    for (id, expected) in [
+        (-1, None),
+        (0, Some(0)),
+        (7, Some(7)),
+        (i64::MAX, Some(i64::MAX)),
+    ] {
+        let request = Req {
+            adapter: id,
+            ..decode(3, 1, &[0])
+        };
+        assert_eq!(
+            fault(request),
+            expected.map(|id| RequestFault::Adapter { id })
+        );
+    }
+    let media = |images, audios| Req {
+        images,
+        audios,
+        ..decode(3, 1, &[0])
+    };
+    assert_eq!(fault(media(1, 0)), Some(RequestFault::Media { spans: 1 }));
+    assert_eq!(fault(media(0, 1)), Some(RequestFault::Media { spans: 1 }));
+    assert_eq!(fault(media(2, 3)), Some(RequestFault::Media { spans: 5 }));
+}
+
+#[test]
+fn sampler_parameters_are_brought_into_range() {
+    let mut request = Req::new(16, 3, &[1], &[0]);
+    for temperature in [f32::NAN, -1.0, 0.0, 1e-5, 1e-4, 1.0, f32::INFINITY] {
+        for share in [f32::NAN, -1.0, 0.0, 0.5, 1.0, 2.0, f32::INFINITY] {
+            for k in [0, 1, 999, 1000, 1001, u32::MAX] {
+                request = request
+                    .sample(
+                        0,
+                        Sampler::TopP {
+                            temperature,
+                            p: share,
+                        },
+                    )
+                    .sample(
+                        0,
+                        Sampler::MinP {
+                            temperature,
+                            p: share,
+                        },
+                    )
+                    .sample(
+                        0,
+                        Sampler::TopKTopP {
+                            temperature,
+                            k,
+                            p: share,
+                        },
+                    )
+                    .sample(0, Sampler::TopK { temperature, k });
+            }
+        }
+    }
+    let limits = Limits {
+        max_slots: 100,
+        ..ROOMY
+    };
+    Device::new(limits).run(&frame(&[request]), |_, slot| slot.number as u32 % 1000);
+}
