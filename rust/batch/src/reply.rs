@@ -1,5 +1,6 @@
 //! From sampled tokens to response bytes.
 
+use std::cmp::Reverse;
 use std::time::Instant;
 
 use pie_wire::{ResponseFrame, ResponsePayload, WireError};
@@ -24,7 +25,7 @@ pub struct Probes {
 impl Planner {
     /// Encodes the answer to the current frame into `buffer` and returns its length in bytes: the fast token reply when
     /// every request has exactly one token, else a response archive. When the archive does not fit, the requests with
-    /// most tokens are emptied until it does; their indices are pushed to `dropped`.
+    /// most tokens are emptied until it does; `dropped` then lists them in ascending order.
     ///
     /// # Errors
     /// [`WireError`] when even the empty answer does not fit.
@@ -39,12 +40,7 @@ impl Planner {
         if self.wants_fast_reply(buffer.len()) {
             return pie_wire::encode_fast_tokens(self.driver_id, &self.reply.tokens, buffer);
         }
-        while pie_wire::response_len(&self.reply) > buffer.len() {
-            match self.drop_largest() {
-                Some(request) => dropped.push(request),
-                None => break,
-            }
-        }
+        self.fit(buffer.len(), dropped);
         self.reply.probe_wire_parse_us = probes.wire_parse;
         self.reply.probe_plan_us = probes.plan;
         self.reply.probe_h2d_us = probes.h2d;
@@ -100,25 +96,44 @@ impl Planner {
         tokens > 0 && one_each && pie_wire::fast_tokens_len(tokens) <= capacity
     }
 
-    /// Empties the request with most tokens and returns its index; `None` when all are empty.
-    fn drop_largest(&mut self) -> Option<usize> {
-        let indptr = &mut self.reply.tokens_indptr;
-        let (largest, count) = indptr
-            .windows(2)
-            .map(|pair| pair[1] - pair[0])
-            .enumerate()
-            .max_by_key(|&(_, n)| n)?;
-        if count == 0 {
-            return None;
+    /// Empties requests, those with most tokens first, until the archive takes at most `capacity` bytes; lists them in
+    /// `dropped` in ascending order.
+    fn fit(&mut self, capacity: usize, dropped: &mut Vec<usize>) {
+        let excess = pie_wire::response_len(&self.reply).saturating_sub(capacity);
+        if excess == 0 {
+            return;
         }
-        self.reply
-            .tokens
-            .drain(indptr[largest] as usize..indptr[largest + 1] as usize);
-        indptr[largest + 1..]
-            .iter_mut()
-            .for_each(|end| *end -= count);
-        Some(largest)
+        let indptr = &mut self.reply.tokens_indptr;
+        let size =
+            |request: usize| (indptr[request + 1] - indptr[request]) as usize * size_of::<u32>();
+        dropped.clear();
+        dropped.extend((0..self.requests.len()).filter(|&request| size(request) > 0));
+        dropped.sort_unstable_by_key(|&request| Reverse((size(request), request)));
+        let mut saved = 0;
+        let enough = dropped.iter().position(|&request| {
+            saved += size(request);
+            saved >= excess
+        });
+        dropped.truncate(enough.map_or(dropped.len(), |last| last + 1));
+        dropped.sort_unstable();
+        close_gaps(&mut self.reply.tokens, indptr, dropped);
     }
+}
+
+/// Takes the ranges of `dropped` (ascending) out of `values` and moves the others up.
+fn close_gaps(values: &mut Vec<u32>, indptr: &mut [u32], dropped: &[usize]) {
+    let mut dropped = dropped.iter().copied().peekable();
+    let (mut start, mut end) = (0, 0);
+    for request in 0..indptr.len().saturating_sub(1) {
+        let range = start..indptr[request + 1] as usize;
+        start = range.end;
+        if dropped.next_if_eq(&request).is_none() {
+            values.copy_within(range.clone(), end);
+            end += range.len();
+        }
+        indptr[request + 1] = end as u32;
+    }
+    values.truncate(end);
 }
 
 /// Tokens that verification yields: the accepted drafts (equal to what was sampled in their place) and one more.
