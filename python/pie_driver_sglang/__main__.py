@@ -1,10 +1,13 @@
 """`python -m pie_driver_sglang`: the driver process, as the Pie runtime starts it."""
 
+import signal
+
 from pie_driver_sglang import _core
 
 if __name__ == "__main__":
-    # SIGTERM is handled before anything else, because the other imports take a while.
+    # Before anything else, because the other imports take a while.
     guard = _core.ExitGuard()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     from pie_driver_sglang.launch import main
 

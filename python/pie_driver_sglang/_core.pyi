@@ -385,6 +385,7 @@ class Server:
 
         Raises:
             ValueError: The block is too small or not writable, or the planner was given away before.
+            RuntimeError: The server serves already.
         """
     def stop(self, /) -> None:
         """
@@ -392,7 +393,7 @@ class Server:
         """
     def unlink(self, /) -> None:
         """
-        Removes the region's name. The mapping lives on as long as the server.
+        Ends the iteration and removes the region's name. The mapping lives on as long as the server.
         """
 
 @final

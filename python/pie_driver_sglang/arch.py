@@ -57,6 +57,17 @@ _RUNTIME_NAMES: Final[Mapping[str, str]] = MappingProxyType(
 _TEXT_KEYS: Final = ("text_config", "llm_config", "language_config", "thinker_config")
 
 
+#: Keys of the trained context length, in the order in which SGLang asks for them.
+_CONTEXT_KEYS: Final = (
+    "max_sequence_length",
+    "seq_length",
+    "max_seq_len",
+    "model_max_length",
+    "max_position_embeddings",
+)
+_DEFAULT_CONTEXT: Final = 2048
+
+
 def arch_name(hf_config: Mapping[str, Any]) -> str:
     """Return the architecture name for the runtime, which picks the chat template by it.
 
@@ -91,6 +102,26 @@ def vocab_size(hf_config: Mapping[str, Any]) -> int | None:
         if type(size) is int and size > 0:
             return size
     return None
+
+
+def context_length(hf_config: Mapping[str, Any]) -> int:
+    """Return the positions that SGLang will give the model, before the model is loaded.
+
+    SGLang scales the trained length by a rope factor, except where the factor is part of it.
+    """
+    config = next(_text_configs(hf_config))
+    scaling = config.get("rope_scaling") or config.get("rope_parameters")
+    factor: Any = 1
+    if isinstance(scaling, Mapping) and scaling.get("rope_type") != "llama3":
+        plain = "original_max_position_embeddings" in scaling
+        factor = 1 if plain else scaling.get("factor") or 1
+    lengths = (config.get(key) for key in _CONTEXT_KEYS)
+    length: Any = next(filter(_is_number, lengths), _DEFAULT_CONTEXT)
+    return int(length * (factor if _is_number(factor) else 1))
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 2**40
 
 
 def _runtime_name(config: Mapping[str, Any]) -> str:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pie_driver_sglang import __version__, _core
-from pie_driver_sglang.arch import vocab_size
+from pie_driver_sglang.arch import context_length, vocab_size
 from pie_driver_sglang.config import DriverConfig, load_config, load_hf_config
 from pie_driver_sglang.device import check_device
 from pie_driver_sglang.errors import DriverError, RingError, StartError
@@ -116,6 +116,11 @@ def capabilities(config: DriverConfig, facts: Facts, request_bytes: int) -> Capa
     # Half of the room for tokens, half for pages; a whole context always fits.
     pool_tokens = facts.total_pages * facts.page_size
     tokens = max(facts.context_length, min(pool_tokens, room // 2 // _TOKEN_BYTES))
+    if room < _TOKEN_BYTES * tokens + 4 * -(-tokens // facts.page_size):
+        raise StartError(
+            f"a context of {tokens} tokens does not fit a request of {request_bytes} bytes",
+            "set `context_length` in the options",
+        )
     return Capabilities(
         total_pages=facts.total_pages,
         kv_page_size=facts.page_size,
@@ -139,8 +144,7 @@ def capabilities(config: DriverConfig, facts: Facts, request_bytes: int) -> Capa
 def request_bytes(config: DriverConfig, hf_config: Mapping[str, Any]) -> int:
     """Size that a request may need: one whole context in a full batch, one logit mask beside it."""
     options = config.driver.options
-    text = hf_config.get("text_config", hf_config)
-    context = options.context_length or int(text.get("max_position_embeddings") or 0)
+    context = options.context_length or context_length(hf_config)
     pages = 2 * (context // options.page_size + 1)
     masks = 4 * (vocab_size(hf_config) or 0)
     fixed = _FRAME_BYTES + _REQUEST_BYTES * options.max_forward_requests
@@ -169,7 +173,7 @@ def _open_region(config: DriverConfig, guard: _core.ExitGuard) -> _core.Server:
         )
     except RingError as error:
         message, _, hint = str(error).partition("\n\nhint: ")
-        raise StartError(message, hint) from error
+        raise StartError(message, hint or "lower `context_length` in the options") from error
 
 
 def _start(config: DriverConfig, server: _core.Server) -> Engine:

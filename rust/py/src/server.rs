@@ -1,6 +1,6 @@
 //! The region and the work that comes through it.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
 use pie_ring::{RegionLayout, RingError, ServerConfig, Wait};
@@ -16,13 +16,15 @@ use crate::planner::Planner;
 
 /// Owns the shared-memory region and iterates over the work that needs Python: `Batch` and `Copy` objects. Everything
 /// else (malformed frames, health checks, frames without tokens, unsupported operations) is answered without it.
-#[pyclass(module = "pie_driver_sglang._core")]
+#[pyclass(frozen, module = "pie_driver_sglang._core")]
 pub(crate) struct Server {
-    ring: pie_ring::Server,
+    /// Locked while a thread waits for work, and never with the GIL held.
+    ring: Mutex<pie_ring::Server>,
     stop: pie_ring::Stop,
+    layout: RegionLayout,
     name: String,
     wait: Wait,
-    serving: Option<Serving>,
+    serving: OnceLock<Serving>,
 }
 
 struct Serving {
@@ -74,11 +76,12 @@ impl Server {
             Wait::from_spin_budget_us(spin_budget_us),
         );
         Ok(Self {
-            ring,
             stop,
+            layout: config.layout,
             name,
             wait,
-            serving: None,
+            serving: OnceLock::new(),
+            ring: Mutex::new(ring),
         })
     }
 
@@ -91,13 +94,13 @@ impl Server {
     /// Bytes that one request may have.
     #[getter]
     fn request_capacity(&self) -> usize {
-        self.ring.layout().request_capacity()
+        self.layout.request_capacity()
     }
 
     /// Bytes that one response may have.
     #[getter]
     fn response_capacity(&self) -> usize {
-        self.ring.layout().response_capacity()
+        self.layout.response_capacity()
     }
 
     /// Takes the planner and the staging block; iterate over the server afterwards.
@@ -109,23 +112,17 @@ impl Server {
     ///
     /// Raises:
     ///     ValueError: The block is too small or not writable, or the planner was given away before.
-    fn serve(
-        &mut self,
-        planner: &mut Planner,
-        block: PyBuffer<u8>,
-        report: Py<PyAny>,
-    ) -> PyResult<()> {
+    ///     RuntimeError: The server serves already.
+    fn serve(&self, planner: &mut Planner, block: PyBuffer<u8>, report: Py<PyAny>) -> PyResult<()> {
         let desk = Desk::new(block, planner.block_bytes(), report)?;
         let planner = planner
             .inner
             .take()
             .ok_or_else(|| PyValueError::new_err("the planner already serves"))?;
         let responder = Responder::new(planner, self.wait);
-        self.serving = Some(Serving {
-            responder,
-            desk: Arc::new(desk),
-        });
-        Ok(())
+        let desk = Arc::new(desk);
+        let started = self.serving.set(Serving { responder, desk });
+        started.map_err(|_| PyRuntimeError::new_err("the server serves already"))
     }
 
     fn __iter__(slf: PyRef<'_, Self>) -> PyRef<'_, Self> {
@@ -133,12 +130,11 @@ impl Server {
     }
 
     /// Waits for the next batch or copy, without the GIL; ends when the server was stopped.
-    fn __next__(&mut self, py: Python<'_>) -> PyResult<Option<Job>> {
-        let Serving { responder, desk } = self.serving.as_ref().ok_or_else(not_serving)?;
-        let ring = &mut self.ring;
+    fn __next__(&self, py: Python<'_>) -> PyResult<Option<Job>> {
+        let Serving { responder, desk } = self.serving.get().ok_or_else(not_serving)?;
         loop {
             let event = py
-                .detach(|| responder.next(ring))
+                .detach(|| responder.next(&mut self.ring()))
                 .map_err(|error| from_ring(&error))?;
             let job = match event {
                 Event::Stopped => return Ok(None),
@@ -163,7 +159,7 @@ impl Server {
     ///     RuntimeError: `serve` was not called, or a batch is open.
     ///     WireError: The bytes are no forward frame, or its arrays contradict each other.
     fn rehearse(&self, frame: &[u8]) -> PyResult<Batch> {
-        let Serving { responder, desk } = self.serving.as_ref().ok_or_else(not_serving)?;
+        let Serving { responder, desk } = self.serving.get().ok_or_else(not_serving)?;
         let batch = responder
             .rehearse(frame)
             .map_err(|error| from_rehearsal(&error))?;
@@ -175,9 +171,16 @@ impl Server {
         self.stop.stop();
     }
 
-    /// Removes the region's name. The mapping lives on as long as the server.
-    fn unlink(&self) {
-        self.ring.unlink();
+    /// Ends the iteration and removes the region's name. The mapping lives on as long as the server.
+    fn unlink(&self, py: Python<'_>) {
+        self.stop.stop();
+        py.detach(|| self.ring().unlink());
+    }
+}
+
+impl Server {
+    fn ring(&self) -> MutexGuard<'_, pie_ring::Server> {
+        self.ring.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

@@ -1,0 +1,607 @@
+"""Start, handshake and every way in which a driver ends."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import drivers
+import runtime_client as rc
+import tiny_models
+from pie_driver_sglang._core import Request, Sampler
+from pie_driver_sglang.arch import TEMPLATE_NAMES
+from pie_driver_sglang.errors import RingError
+
+pytestmark = pytest.mark.engine
+
+END_S = 2.0
+"""The requirement is one second; twice that allows for a loaded machine."""
+UNLIMITED = 2**32 - 1
+
+
+def is_running(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"
+
+
+def long_prefill() -> list[Request]:
+    """A batch that computes for seconds: many whole contexts in the same pages."""
+    tokens = 512
+    sampler = [(tokens - 1, Sampler.greedy())]
+    request = Request([7] * tokens, list(range(tokens)), list(range(32)), 16, sampler)
+    return [request] * 250
+
+
+def pie_regions() -> set[str]:
+    return {path.name for path in Path("/dev/shm").glob("pie_shmem_g*")}
+
+
+@pytest.fixture(scope="module")
+def ready(
+    llama_snapshot: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Path, rc.Start]]:
+    """A ready driver with stdout and stderr apart, and its configuration."""
+    config = drivers.write_config(tmp_path_factory.mktemp("ready"), llama_snapshot)
+    with rc.forked(config) as start:
+        start.wait_until_ready()
+        yield config, start
+
+
+class TestHandshake:
+    """What the runtime reads."""
+
+    def test_two_lines_in_order_and_then_the_end(self, llama_driver: drivers.Driver) -> None:
+        # The harness reads up to the end of the file: it came while the driver runs.
+        group, sentinel = llama_driver.handshake
+        assert list(group) == ["group_id", "shmem_name", "caps"]
+        assert sentinel == {"ready": True, "num_groups": 1}
+        assert group["shmem_name"] == f"/pie_shmem_g{group['group_id']}"
+        assert group["caps"]["shmem_name"] == group["shmem_name"]
+        assert is_running(llama_driver.process.pid)
+
+    def test_no_descriptor_of_the_pipe_stays_open(self, llama_driver: drivers.Driver) -> None:
+        folder = Path(f"/proc/{llama_driver.process.pid}/fd")
+        targets = {path.name: str(path.readlink()) for path in folder.iterdir()}
+        assert targets["0"] == "/dev/null"
+        assert not [name for name, target in targets.items() if target.startswith("pipe:")]
+
+    def test_the_limits(self, llama_driver: drivers.Driver) -> None:
+        caps = llama_driver.caps
+        assert caps["kv_page_size"] == 16
+        assert caps["max_model_len"] == tiny_models.CONTEXT
+        assert caps["max_forward_tokens"] >= caps["max_model_len"]
+        assert caps["total_pages"] * 16 >= 2 * caps["max_model_len"]
+        assert caps["max_page_refs"] >= caps["max_model_len"] // 16
+        assert caps["max_forward_requests"] == 256
+        assert caps["vocab_size"] == tiny_models.VOCABULARY
+        assert caps["swap_pool_size"] == 0
+        for name in ("logit_rows", "prob_rows", "custom_mask_bytes", "sampler_rows"):
+            assert caps[f"max_{name}"] == UNLIMITED
+
+    def test_every_count_is_an_integer_of_32_bits(self, llama_driver: drivers.Driver) -> None:
+        strings = {"arch_name", "activation_dtype", "snapshot_dir", "shmem_name"}
+        for name, value in llama_driver.caps.items():
+            if name in strings:
+                assert type(value) is str
+            else:
+                assert type(value) is int
+                assert 0 <= value <= UNLIMITED
+
+    def test_the_names(self, llama_driver: drivers.Driver, llama_snapshot: Path) -> None:
+        caps = llama_driver.caps
+        assert caps["arch_name"] == "llama3"
+        assert caps["arch_name"] in TEMPLATE_NAMES
+        assert caps["activation_dtype"] == "float32"
+        assert caps["snapshot_dir"] == str(llama_snapshot)
+
+    def test_the_region_is_the_one_that_was_announced(self, llama_driver: drivers.Driver) -> None:
+        with rc.Region(llama_driver.region) as region:
+            assert (region.magic, region.version) == (0x50494534, 2)
+            assert region.schema_hash == bytes.fromhex("89d0c2d1b78cbb75")
+            assert region.slots >= 1
+            both = region.request_bytes + region.response_bytes
+            assert region.stride == -(-(64 + both) // 64) * 64
+            size = llama_driver.region.stat().st_size
+            assert size >= 64 + region.slots * region.stride
+            caps = llama_driver.caps
+            needed = 4 * caps["max_page_refs"] + 32 * caps["max_forward_tokens"]
+            assert region.request_bytes >= needed + 96 * caps["max_forward_requests"]
+        assert llama_driver.region.stat().st_mode & 0o777 == 0o600
+
+    def test_the_highest_page_and_the_last_position_can_be_used(
+        self, llama_driver: drivers.Driver
+    ) -> None:
+        caps = llama_driver.caps
+        count = caps["max_model_len"]
+        pages = [caps["total_pages"] - 1 - index for index in range(count // 16)]
+        context = rc.Context([9] * count, pages)
+        (tokens,) = llama_driver.client().forward([context.request()]).tokens
+        assert len(tokens) == 1
+
+    def test_nothing_is_printed_on_stdout(self, ready: tuple[Path, rc.Start]) -> None:
+        start = ready[1]
+        assert start.client().health() == 0
+        assert start.stdout.read_bytes() == b""
+        assert "serving" in start.log()
+
+    def test_the_region_exists_long_before_the_lines(
+        self, llama_snapshot: Path, tmp_path: Path
+    ) -> None:
+        with rc.forked(drivers.write_config(tmp_path, llama_snapshot)) as start:
+            rc.eventually(start.region.exists, "the region")
+            assert start.lines() == []
+            start.wait_until_ready()
+            assert start.region.exists()
+            assert start.stop() == 0
+
+    def test_a_context_that_rope_scaling_stretches(
+        self, models_folder: Path, tmp_path: Path
+    ) -> None:
+        source = tiny_models.build("llama", models_folder)
+        snapshot = Path(shutil.copytree(source, tmp_path / "llama"))
+        scaling = {"rope_type": "linear", "factor": 5.0, "rope_theta": 10000.0}
+        hf_config(
+            snapshot, max_position_embeddings=65_536, rope_scaling=scaling, rope_parameters=scaling
+        )
+        with drivers.fork(drivers.write_config(tmp_path, snapshot)) as driver:
+            assert driver.caps["max_model_len"] == 5 * 65_536
+            assert driver.caps["max_forward_tokens"] >= 5 * 65_536
+            assert driver.caps["max_page_refs"] >= 5 * 65_536 // 16
+
+    def test_the_log_names_the_package_and_stays_short(self, llama_driver: drivers.Driver) -> None:
+        own = [line for line in llama_driver.stderr().splitlines() if "pie_driver_sglang:" in line]
+        assert 3 <= len(own) <= 200
+        pattern = r"\d\d:\d\d:\d\d\.\d{3} (INFO|WARNING|ERROR) pie_driver_sglang: \S"
+        assert all(re.match(pattern, line) for line in own)
+
+
+def socket_inodes(pid: int) -> set[str]:
+    inodes: set[str] = set()
+    for path in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            match = re.fullmatch(r"socket:\[(\d+)\]", str(path.readlink()))
+            inodes.update(match.groups() if match else ())
+    return inodes
+
+
+def network_inodes(pid: int) -> set[str]:
+    """Inodes of the TCP and UDP sockets of a process's network namespace."""
+    inodes: set[str] = set()
+    for name in ("tcp", "tcp6", "udp", "udp6"):
+        with contextlib.suppress(FileNotFoundError):
+            rows = Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]
+            inodes.update(row.split()[9] for row in rows)
+    return inodes
+
+
+class TestNetwork:
+    """A driver talks through shared memory alone."""
+
+    def test_the_driver_has_no_network_socket(self, llama_driver: drivers.Driver) -> None:
+        pid = llama_driver.process.pid
+        assert not socket_inodes(pid) & network_inodes(pid)
+
+    @pytest.mark.parametrize("kind", [socket.SOCK_STREAM, socket.SOCK_DGRAM])
+    def test_such_a_socket_would_be_seen(self, kind: socket.SocketKind) -> None:
+        with socket.socket(socket.AF_INET, kind) as probe:
+            probe.bind(("127.0.0.1", 0))
+            if kind == socket.SOCK_STREAM:
+                probe.listen()
+            assert socket_inodes(os.getpid()) & network_inodes(os.getpid())
+
+    def test_no_other_process_belongs_to_the_driver(self, llama_driver: drivers.Driver) -> None:
+        pid = llama_driver.process.pid
+        children = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children")]
+        assert not "".join(children).split()
+
+
+def assert_ends(start: rc.Start) -> None:
+    """Sends SIGTERM twice, as the runtime does: status 0 in time, and no region."""
+    os.kill(start.process.pid, signal.SIGTERM)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(start.process.pid, signal.SIGTERM)
+    assert start.process.wait(END_S) == 0, start.log()
+    assert not start.region.exists()
+
+
+def handles_sigterm(pid: int) -> bool:
+    status = Path(f"/proc/{pid}/status").read_text()
+    (caught,) = re.findall(r"^SigCgt:\s*([0-9a-f]+)$", status, re.MULTILINE)
+    return bool(int(caught, 16) >> (signal.SIGTERM - 1) & 1)
+
+
+class TestTerminate:
+    """SIGTERM at any moment."""
+
+    @pytest.fixture
+    def config(self, llama_snapshot: Path, tmp_path: Path) -> Path:
+        return drivers.write_config(tmp_path, llama_snapshot)
+
+    def test_while_the_interpreter_starts(self, config: Path) -> None:
+        # Before the first line of the driver runs, the signal ends any process by itself.
+        with rc.started(config) as start:
+            assert start.stop(END_S) in (0, -signal.SIGTERM)
+            assert not start.region.exists()
+            assert start.lines() == []
+
+    def test_as_soon_as_it_handles_the_signal(self, config: Path) -> None:
+        with rc.started(config) as start:
+            rc.eventually(lambda: handles_sigterm(start.process.pid), "the signal handler")
+            assert_ends(start)
+            assert start.lines() == []
+
+    def test_as_soon_as_the_region_exists(self, config: Path) -> None:
+        with rc.started(config) as start:
+            rc.eventually(start.region.exists, "the region")
+            assert_ends(start)
+            assert start.lines() == []
+
+    @pytest.mark.parametrize("delay_s", [0.0, 0.5, 2.5])
+    def test_while_it_imports_sglang(self, config: Path, delay_s: float) -> None:
+        with rc.started(config) as start:
+            start.wait_for_log("importing SGLang")
+            time.sleep(delay_s)
+            assert_ends(start)
+            assert start.lines() == []
+
+    @pytest.mark.parametrize("text", ["loading", "warming up"])
+    def test_while_it_loads_and_warms_up(self, config: Path, text: str) -> None:
+        with rc.forked(config) as start:
+            start.wait_for_log(f": {text}")
+            assert_ends(start)
+
+    @pytest.mark.parametrize("spin", [0, rc.NEVER_PARK], ids=["parked", "spinning"])
+    def test_while_it_waits_for_requests(
+        self, llama_snapshot: Path, tmp_path: Path, spin: int | str
+    ) -> None:
+        config = drivers.write_config(tmp_path, llama_snapshot, spin_budget_us=spin)
+        with rc.forked(config) as start:
+            start.wait_until_ready()
+            assert start.client().health() == 0
+            assert_ends(start)
+            assert start.stdout.read_bytes() == b""
+
+    def test_while_a_forward_runs(self, config: Path) -> None:
+        with rc.forked(config) as start:
+            start.wait_until_ready()
+            client = start.client()
+            with (
+                rc.Region(start.region) as region,
+                rc.background(lambda: client.forward(long_prefill())) as results,
+            ):
+                rc.eventually(region.in_flight, "the request")
+                time.sleep(0.2)
+                assert region.in_flight(), "the batch is too small for this test"
+                assert_ends(start)
+                client.abort()
+            assert isinstance(results[0], RingError)
+
+    def test_ctrl_c_is_left_to_the_runtime(self, llama_driver: drivers.Driver) -> None:
+        for _ in range(3):
+            os.kill(llama_driver.process.pid, signal.SIGINT)
+            assert llama_driver.client().health() == 0
+        assert "KeyboardInterrupt" not in llama_driver.stderr()
+
+    def test_ctrl_c_while_it_starts(self, config: Path) -> None:
+        with rc.forked(config) as start:
+            start.wait_for_log(": loading")
+            os.kill(start.process.pid, signal.SIGINT)
+            start.wait_until_ready()
+            assert start.stop(END_S) == 0
+
+
+PARENT = """
+import subprocess, sys
+print(subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL).pid, flush=True)
+sys.stdin.read()
+"""
+
+
+class TestParentDeath:
+    """A driver does not outlive the runtime, even one that is killed."""
+
+    def test_while_it_imports_sglang(self, llama_snapshot: Path, tmp_path: Path) -> None:
+        config = drivers.write_config(tmp_path, llama_snapshot)
+        region = Path(f"/dev/shm/pie_shmem_g{rc.group_id(config)}")
+        handshake = tmp_path / "handshake"
+        with (
+            rc.adopting_orphans(),
+            subprocess.Popen(
+                [sys.executable, "-c", PARENT, *rc.command(config, handshake)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+            ) as parent,
+        ):
+            assert parent.stdout is not None
+            driver = int(parent.stdout.readline())
+            rc.eventually(region.exists, "the region")
+            parent.kill()
+            assert rc.orphan_status(driver, END_S) == 0
+        assert not region.exists()
+        assert handshake.read_bytes() == b""
+
+    @pytest.mark.parametrize("spin", [0, rc.NEVER_PARK], ids=["parked", "spinning"])
+    def test_while_it_serves(self, llama_snapshot: Path, tmp_path: Path, spin: int | str) -> None:
+        config = drivers.write_config(tmp_path, llama_snapshot, spin_budget_us=spin)
+        names = ("handshake", "stdout", "stderr", "pid")
+        files = [tmp_path / name for name in names]
+        for path in files:
+            path.touch()
+        with rc.adopting_orphans():
+            arguments = (str(config), *map(str, files))
+            parent = drivers.fork_call(rc.drive_in_child, arguments)
+            rc.eventually(lambda: b"ready" in files[0].read_bytes(), "the handshake", 60.0)
+            driver = int(files[3].read_text())
+            os.kill(parent.pid, signal.SIGKILL)
+            assert parent.wait(10.0) == -signal.SIGKILL
+            assert rc.orphan_status(driver, END_S) == 0
+        assert not Path(f"/dev/shm/pie_shmem_g{rc.group_id(config)}").exists()
+
+
+class TestRegionName:
+    """One driver per group id, and no lock that a crash leaves behind."""
+
+    def test_a_killed_drivers_region_is_replaced(
+        self, llama_snapshot: Path, tmp_path: Path
+    ) -> None:
+        config = drivers.write_config(tmp_path, llama_snapshot)
+        killed = drivers.fork(config)
+        assert killed.stop(sig=signal.SIGKILL) == -signal.SIGKILL
+        assert killed.region.exists()
+        stale = killed.region.stat().st_ino
+        with drivers.fork(config) as driver:
+            assert driver.name == killed.name
+            assert driver.region.stat().st_ino != stale
+            assert driver.client().health() == 0
+            assert "belongs to a running process" not in driver.stderr()
+        assert driver.stop() == 0
+        assert not driver.region.exists()
+
+    def test_a_file_that_is_no_region_is_replaced(
+        self, llama_snapshot: Path, tmp_path: Path
+    ) -> None:
+        config = drivers.write_config(tmp_path, llama_snapshot)
+        path = Path(f"/dev/shm/pie_shmem_g{rc.group_id(config)}")
+        path.write_bytes(b"of somebody else")
+        with drivers.fork(config) as driver:
+            assert driver.client().health() == 0
+        assert not path.exists()
+
+    def test_a_second_driver_of_a_live_group_is_refused(
+        self, llama_driver: drivers.Driver, llama_snapshot: Path, tmp_path: Path
+    ) -> None:
+        group = llama_driver.handshake[0]["group_id"]
+        before = llama_driver.region.stat().st_ino
+        config = drivers.write_config(tmp_path, llama_snapshot, group_id=group)
+        with pytest.raises(drivers.StartFailedError) as caught:
+            drivers.spawn(config)
+        assert caught.value.returncode == 1
+        message = failure_line(caught.value.stderr)
+        assert llama_driver.name in message
+        assert f"pid {llama_driver.process.pid}" in message
+        assert llama_driver.region.stat().st_ino == before
+        assert llama_driver.client().health() == 0
+
+    def test_a_second_driver_takes_over_when_the_first_one_leaves(
+        self, llama_snapshot: Path, tmp_path: Path
+    ) -> None:
+        config = drivers.write_config(tmp_path, llama_snapshot)
+        first = drivers.fork(config)
+        with rc.forked(config) as second:
+            time.sleep(0.3)
+            assert first.stop() == 0
+            second.wait_until_ready()
+            assert second.client().health() == 0
+            assert second.stop(END_S) == 0
+            assert not second.region.exists()
+
+    def test_each_region_is_removed_with_its_own_driver(
+        self, ready: tuple[Path, rc.Start], llama_snapshot: Path, tmp_path: Path
+    ) -> None:
+        with drivers.fork(drivers.write_config(tmp_path, llama_snapshot)) as driver:
+            assert driver.region != ready[1].region
+        assert not driver.region.exists()
+        assert ready[1].client().health() == 0
+
+
+def failure_line(stderr: str) -> str:
+    """The one line that says what went wrong, which a hint must follow."""
+    lines = stderr.splitlines()
+    (at,) = [i for i, line in enumerate(lines) if line.startswith("pie_driver_sglang: ")]
+    hints = [line for line in lines[at + 1 :] if line.startswith("hint: ")]
+    assert len(hints) == 1, stderr
+    assert len(hints[0]) > len("hint: ") + 5
+    assert "Traceback" not in stderr
+    return lines[at]
+
+
+def hf_config(snapshot: Path, **changed: Any) -> None:
+    path = snapshot / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changed}))
+
+
+def missing_snapshot(_: Path) -> dict[str, Any]:
+    return {"snapshot": Path("/nonexistent/snapshot")}
+
+
+def without_weights(snapshot: Path) -> dict[str, Any]:
+    (snapshot / "model.safetensors").unlink()
+    return {}
+
+
+def without_config(snapshot: Path) -> dict[str, Any]:
+    (snapshot / "config.json").unlink()
+    return {}
+
+
+def with_unknown_option(_: Path) -> dict[str, Any]:
+    return {"options": {"page_sise": 16}}
+
+
+def with_cuda_attention(_: Path) -> dict[str, Any]:
+    return {"options": {"attention_backend": "flashinfer"}}
+
+
+def with_trace_nowhere(_: Path) -> dict[str, Any]:
+    return {"options": {"trace_file": "/nonexistent/trace.json"}}
+
+
+def with_two_devices(_: Path) -> dict[str, Any]:
+    return {"device": ["cpu", "cpu"]}
+
+
+EARLY = {
+    "the snapshot is missing": (missing_snapshot, "/nonexistent/snapshot"),
+    "the weights are missing": (without_weights, "no weights"),
+    "config.json is missing": (without_config, "no config.json"),
+    "an option is unknown": (with_unknown_option, "page_sise"),
+    "the attention backend needs CUDA": (with_cuda_attention, "flashinfer"),
+    "the trace cannot be written": (with_trace_nowhere, "/nonexistent/trace.json"),
+    "there are two devices": (with_two_devices, "device"),
+}
+"""Failures that show before SGLang is imported: how to cause them, and what the line names."""
+
+
+def with_unknown_architecture(snapshot: Path) -> dict[str, Any]:
+    hf_config(snapshot, architectures=["UnheardOfForCausalLM"])
+    return {}
+
+
+def without_a_gpu(_: Path) -> dict[str, Any]:
+    return {"device": ["cuda:0"], "options": {"attention_backend": "flashinfer"}}
+
+
+def with_corrupt_weights(snapshot: Path) -> dict[str, Any]:
+    path = snapshot / "model.safetensors"
+    path.write_bytes(b"\xff" * 64 + path.read_bytes()[64:])
+    return {}
+
+
+def with_half_of_the_weights(snapshot: Path) -> dict[str, Any]:
+    path = snapshot / "model.safetensors"
+    data = path.read_bytes()
+    path.write_bytes(data[: len(data) // 2])
+    return {}
+
+
+def with_a_window_that_is_ignored(snapshot: Path) -> dict[str, Any]:
+    hf_config(
+        snapshot, model_type="mistral", architectures=["MistralForCausalLM"], sliding_window=64
+    )
+    return {}
+
+
+def with_soft_capped_attention(snapshot: Path) -> dict[str, Any]:
+    hf_config(snapshot, attn_logit_softcapping=50.0)
+    return {}
+
+
+LATE = {
+    "the architecture is unknown": ("llama", with_unknown_architecture, "UnheardOfForCausalLM"),
+    "there is no GPU": ("llama", without_a_gpu, "cuda:0"),
+    "the weights are corrupt": ("llama", with_corrupt_weights, ""),
+    "the weights are cut off": ("llama", with_half_of_the_weights, ""),
+    "a sliding window is ignored": ("mistral", with_a_window_that_is_ignored, "64 tokens"),
+    "the attention is soft-capped": ("gemma2", with_soft_capped_attention, "soft-caps"),
+}
+"""Failures that only show with SGLang loaded."""
+
+
+class TestFailedStart:
+    """One clear line, a hint, a status, and nothing left behind."""
+
+    @pytest.fixture
+    def snapshot(self, request: pytest.FixtureRequest, models_folder: Path, tmp_path: Path) -> Path:
+        model = getattr(request, "param", "llama")
+        return Path(shutil.copytree(tiny_models.build(model, models_folder), tmp_path / model))
+
+    @pytest.mark.parametrize("name", EARLY)
+    def test_before_sglang_is_imported(self, name: str, snapshot: Path, tmp_path: Path) -> None:
+        cause, expected = EARLY[name]
+        changed = cause(snapshot)
+        config = drivers.write_config(tmp_path, changed.pop("snapshot", snapshot), **changed)
+        with rc.started(config, PYTHONPROFILEIMPORTTIME="1") as start:
+            assert start.process.wait(30.0) == 1
+            self.check_remains(start)
+            log = start.log()
+            assert expected in failure_line(log)
+            assert "import time:" in log
+            assert not re.search(r"\| +(sglang|torch|transformers)(\.|$)", log, re.MULTILINE)
+
+    def test_an_unknown_option_gets_a_suggestion(self, snapshot: Path, tmp_path: Path) -> None:
+        config = drivers.write_config(tmp_path, snapshot, options={"page_sise": 16})
+        with rc.started(config) as start:
+            assert start.process.wait(30.0) == 1
+            assert "page_size" in start.log()
+
+    def test_a_context_that_no_region_can_hold(self, snapshot: Path, tmp_path: Path) -> None:
+        config = drivers.write_config(tmp_path, snapshot, options={"context_length": 2**31 - 1})
+        with rc.started(config, PYTHONPROFILEIMPORTTIME="1") as start:
+            assert start.process.wait(30.0) == 1
+            self.check_remains(start)
+            failure_line(start.log())
+            assert "context_length" in start.log().partition("hint: ")[2]
+            assert not re.search(r"\| +(sglang|torch)(\.|$)", start.log(), re.MULTILINE)
+
+    @pytest.mark.parametrize(
+        ("snapshot", "name"), [(LATE[name][0], name) for name in LATE], indirect=["snapshot"]
+    )
+    def test_with_sglang(self, name: str, snapshot: Path, tmp_path: Path) -> None:
+        _, cause, expected = LATE[name]
+        config = drivers.write_config(tmp_path, snapshot, **cause(snapshot))
+        with rc.forked(config) as start:
+            assert start.process.wait(60.0) == 1
+            self.check_remains(start)
+            assert expected in failure_line(start.log())
+
+    @staticmethod
+    def check_remains(start: rc.Start) -> None:
+        assert start.handshake.read_bytes() == b""
+        assert start.stdout.read_bytes() == b""
+        assert not start.region.exists()
+
+    def test_a_handshake_that_nobody_reads(self, llama_snapshot: Path, tmp_path: Path) -> None:
+        config = drivers.write_config(tmp_path, llama_snapshot)
+        command = [sys.executable, "-m", "pie_driver_sglang", "--config", str(config)]
+        ended = subprocess.run(
+            [*command, "--handshake-fd", "77"], capture_output=True, text=True, check=False
+        )
+        assert ended.returncode == 1
+        assert "--handshake-fd 77" in failure_line(ended.stderr)
+        assert ended.stdout == ""
+
+
+def test_the_end_of_a_failed_start_closes_the_pipe(llama_snapshot: Path, tmp_path: Path) -> None:
+    config = drivers.write_config(tmp_path, llama_snapshot, device=["cuda:0"])
+    with pytest.raises(drivers.StartFailedError) as caught:
+        drivers.fork(config)  # Returns at the end of the pipe, not at the harness's time-out.
+    assert caught.value.returncode == 1
+
+
+def test_no_test_of_this_file_left_a_region(ready: tuple[Path, rc.Start]) -> None:
+    start = ready[1]
+    assert start.stop(END_S) == 0
+    running = {driver.region.name for driver in drivers.Driver.live}
+    left = {name for name in pie_regions() - running if is_of_this_run(name)}
+    assert not left
+
+
+def is_of_this_run(name: str) -> bool:
+    return int(name.removeprefix("pie_shmem_g")) >> 12 == os.getpid() % 2**20

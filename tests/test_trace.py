@@ -1,0 +1,120 @@
+"""The trace of the steps."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import drivers
+import runtime_client as rc
+from pie_driver_sglang import _core
+from pie_driver_sglang.errors import ConfigError
+from pie_driver_sglang.trace import Trace, open_trace
+
+PHASES = ("parse", "plan", "forward", "sample", "respond")
+
+
+def events_of(text: str) -> list[dict[str, Any]]:
+    """Closes the array as a viewer does."""
+    return json.loads(text + "\n]")  # type: ignore[no-any-return]
+
+
+def one_step(file: io.StringIO) -> list[dict[str, Any]]:
+    phases = {name: 1000 * (index + 1) for index, name in enumerate(PHASES)}
+    Trace(file).step(5_000_000, phases, requests=3, tokens=40)
+    return events_of(file.getvalue())
+
+
+def test_without_steps_the_array_holds_the_process_name() -> None:
+    file = io.StringIO()
+    Trace(file)
+    (event,) = events_of(file.getvalue())
+    assert (event["name"], event["ph"], event["pid"]) == ("process_name", "M", os.getpid())
+    assert event["args"] == {"name": "pie_driver_sglang"}
+
+
+def test_a_step_has_its_counts_and_lasts_as_long_as_its_phases() -> None:
+    step = one_step(io.StringIO())[1]
+    assert step["name"] == "step"
+    assert step["ph"] == "X"
+    assert step["args"] == {"requests": 3, "tokens": 40}
+    assert (step["ts"], step["dur"]) == (5000.0, 15.0)  # microseconds
+
+
+def test_the_phases_lie_one_behind_the_other_within_the_step() -> None:
+    step, *phases = one_step(io.StringIO())[1:]
+    assert [phase["name"] for phase in phases] == list(PHASES)
+    assert [phase["ts"] for phase in phases] == [5000.0, 5001.0, 5003.0, 5006.0, 5010.0]
+    assert [phase["dur"] for phase in phases] == [1.0, 2.0, 3.0, 4.0, 5.0]
+    assert phases[-1]["ts"] + phases[-1]["dur"] == step["ts"] + step["dur"]
+    assert {(phase["pid"], phase["tid"]) for phase in phases} == {(step["pid"], step["tid"])}
+
+
+def test_every_step_is_readable_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    trace = open_trace(str(path))
+    assert trace is not None
+    for count in range(1, 4):
+        trace.step(count * 1000, {"forward": 10}, requests=1, tokens=1)
+        steps = [event for event in events_of(path.read_text()) if event["name"] == "step"]
+        assert len(steps) == count
+    trace._file.close()
+
+
+def test_no_path_means_no_trace() -> None:
+    assert open_trace(None) is None
+
+
+def test_an_older_trace_is_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    path.write_text("of an earlier run")
+    trace = open_trace(str(path))
+    assert trace is not None
+    trace._file.close()
+    assert len(events_of(path.read_text())) == 1
+
+
+@pytest.mark.parametrize("name", ["missing/trace.json", "."])
+def test_a_file_that_cannot_be_written_is_a_configuration_error(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match="trace_file") as caught:
+        open_trace(str(tmp_path / name))
+    assert caught.value.hint
+
+
+@pytest.mark.engine
+def test_a_driver_records_its_batches_and_nothing_else(
+    llama_snapshot: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "trace.json"
+    config = drivers.write_config(tmp_path, llama_snapshot, options={"trace_file": str(path)})
+    with drivers.fork(config) as driver:
+        client = driver.client()
+        client.health()
+        client.copy("D2D", [1], [2])
+        serve_two_batches(client)
+        rc.eventually(lambda: path.read_text().count('"step"') >= 2, "the second step")
+    assert driver.stop() == 0
+    events = events_of(path.read_text())
+    assert [event["name"] for event in events[1:]] == ["step", *PHASES] * 2
+    steps = [event for event in events if event["name"] == "step"]
+    assert [step["args"] for step in steps] == [
+        {"requests": 1, "tokens": 5},
+        {"requests": 2, "tokens": 2},
+    ]
+    assert steps[0]["ts"] + steps[0]["dur"] <= steps[1]["ts"]
+    assert all(event["dur"] >= 0 for event in events[1:])
+    assert {event["pid"] for event in events} == {driver.process.pid}
+    assert all(phase["dur"] > 0 for phase in events if phase["name"] in ("forward", "sample"))
+
+
+def serve_two_batches(client: _core.Client) -> None:
+    """A prefill of five tokens, then a decode of two requests."""
+    first = rc.Context([5, 6, 7, 8, 9], [3])
+    (tokens,) = client.forward([first.request()]).tokens
+    first.take(tokens[0])
+    client.forward([first.request(), rc.Context([7], [4]).request()])
