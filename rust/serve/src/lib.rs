@@ -2,7 +2,7 @@
 //!
 //! [`Responder::next`] waits for a request. What needs no model is answered at once: malformed
 //! frames, health checks, operations that are not supported, batches without tokens. The rest comes
-//! out as a [`Job`]: an open [`Batch`] to stage, run and commit, or a [`Copy`] of pages. A job that
+//! out as a [`Job`]: an open [`Batch`] to stage, run and commit, or a [copy](struct@Copy) of pages. A job that
 //! is dropped without an answer aborts its request, so nothing is ever left waiting.
 
 mod batch;
