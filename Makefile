@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 SOURCES := pyproject.toml Cargo.toml Cargo.lock README.md LICENSE \
     $(shell find rust python -type f \( -name '*.rs' -o -name '*.py' -o -name '*.pyi' -o -name '*.toml' \))
 WHEELS := target/wheels
-CHECKED := python/pie_driver_sglang tests tools
+CHECKED := python/pie_driver_sglang tests tools benches/gpu
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-rust test-python bench lint format stubs wheel

@@ -1,13 +1,14 @@
-"""Serves models on a CUDA GPU through the installed wheel and checks and times the answers.
+"""Serves models on a CUDA GPU through the installed wheel, and checks and times the answers.
 
-    python benches/gpu/serve_check.py [--pocket models/pocket] [--shapes CONFIG_DIR] [--backends triton,flashinfer]
+    python benches/gpu/serve_check.py [--pocket DIR] [--shapes CONFIG_DIR] [--backends A,B]
 
 Two parts, both against a driver process spawned as the Pie runtime does it:
 
-1. `pocket` in bfloat16: the greedy tokens must be those of `transformers` (eager attention, float32 on the CPU of the
-   same weights) wherever the reference's two best logits are more than `MIN_GAP` apart.
-2. Random weights in the shape of CONFIG_DIR: decode steps at a context of 512 by batch size, as the client sees them
-   (round trip, p50 over the steps) with the driver's own probes.
+1. `pocket` in bfloat16: the greedy tokens must be those of `transformers` (eager attention, float32
+   on the CPU, the same weights) wherever the reference's two best logits are more than `MIN_GAP`
+   apart.
+2. Random weights in the shape of CONFIG_DIR: decode steps at a context of 512 by batch size, as the
+   client sees them (round trip, p50 over the steps), with the driver's own probes.
 """
 
 from __future__ import annotations
@@ -67,12 +68,15 @@ def driver(model: Path, options: dict[str, object]) -> Iterator[tuple[Client, di
         started = time.monotonic()
         status = process.wait(20)
         text = (folder / "log").read_text()
-        print("    " + next((line for line in text.splitlines() if "serving" in line), text[-2000:]))
+        line = next((line for line in text.splitlines() if "serving" in line), text[-2000:])
+        seconds = time.monotonic() - started
         left = Path(f"/dev/shm/pie_shmem_g{group}").exists()
-        print(f"    SIGTERM: status {status} after {time.monotonic() - started:.2f} s, region left: {left}")
+        print(f"    {line}")
+        print(f"    SIGTERM: status {status} after {seconds:.2f} s, region left: {left}")
 
 
 def pages(first: int, tokens: int) -> list[int]:
+    """Consecutive pages that hold `tokens`."""
     return list(range(first, first + -(-tokens // PAGE)))
 
 
@@ -133,16 +137,18 @@ def time_shapes(model: Path, backend: str) -> None:
             times, probes = [], (0, 0, 0, 0, 0, 0)
             for n in range(STEPS):
                 batch = [step([5], CONTEXT + n, c * stride, c + 1) for c in range(size)]
-                # A request without a sampler makes the driver answer with an archive, which has probes.
+                # With a request that has no token the answer is an archive, which has probes.
                 batch.append(Request([], [], [], 1))
                 started = time.perf_counter_ns()
                 probes = client.forward(batch).probes
                 times.append((time.perf_counter_ns() - started) / 1000)
             _, plan, h2d, launch, sync, _ = probes
-            print(f"    {size:5}   {statistics.median(times):11.0f}   {plan:12} {h2d:4} {launch:7} {sync:5}")
+            p50 = statistics.median(times)
+            print(f"    {size:5}   {p50:11.0f}   {plan:12} {h2d:4} {launch:7} {sync:5}")
 
 
 def main() -> None:
+    """Checks and times every backend."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--pocket", type=Path, default=Path("models/pocket"))
     parser.add_argument("--shapes", type=Path)
