@@ -10,17 +10,17 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-# The first draw of text builds tables for seconds, and a machine may be busy: neither is a failure.
-settings.register_profile(
-    "patient", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
-)
-settings.load_profile("patient")
-
 # Tests are imported without a package; what they share lies beside them.
 sys.path.insert(0, str(Path(__file__).parent))
 
 import drivers
 import tiny_models
+
+# The first draw of text builds tables for seconds, and a machine may be busy: neither is a failure.
+settings.register_profile(
+    "patient", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
+)
+settings.load_profile("patient")
 
 _STDERR_TAIL = 6000
 

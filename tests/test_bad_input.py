@@ -153,7 +153,9 @@ class TestGarbage:
         expect_status(good, rc.with_length(mixed_frame(), name, count), MALFORMED)
 
     @settings(
-        max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+        max_examples=150,
+        deadline=None,
+        suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
     )
     @given(data=st.data())
     def test_anything(self, good: Good, data: st.DataObject) -> None:
