@@ -27,7 +27,7 @@ from pie_driver_sglang import _core
 from pie_driver_sglang._core import Request, Sampler
 from pie_driver_sglang.engine import Facts
 from pie_driver_sglang.errors import RingError
-from pie_driver_sglang.serve import serve
+from pie_driver_sglang.serve import run_batch, serve, warm_up
 
 MALFORMED, OUT_OF_RANGE, UNSUPPORTED = 2, 3, 4
 PROMPT = [5, 17, 99, 200, 31, 77, 3]
@@ -569,6 +569,8 @@ class FakeEngine:
         self.passes = 0
         self.copies: list[tuple[list[int], list[int]]] = []
         self.token = 42
+        self.copy_ns = 0
+        self.waited_ns = 0
         self.at_forward: Callable[[], object] = lambda: None
         self.at_copy: Callable[[], object] = lambda: None
 
@@ -578,6 +580,7 @@ class FakeEngine:
 
     def forward(self, batch: _core.Pass) -> None:
         self.passes += 1
+        self.waited_ns += self.copy_ns
         self.at_forward()
         self.fail("forward")
 
@@ -587,7 +590,8 @@ class FakeEngine:
 
     def take_waits(self) -> tuple[int, int]:
         self.fail("take_waits")
-        return 0, 0
+        waited, self.waited_ns = self.waited_ns, 0
+        return waited, 0
 
     def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         self.fail("copy_pages")
@@ -661,6 +665,34 @@ def logged(caplog: pytest.LogCaptureFixture) -> Iterator[list[logging.LogRecord]
     caplog.clear()
     with caplog.at_level(logging.DEBUG, logger="pie_driver_sglang"):
         yield caplog.records
+
+
+class TestProbes:
+    """A batch's probes count its own waits alone."""
+
+    def test_a_failed_batch_leaves_nothing_to_the_next(self, served: Served) -> None:
+        # A request without a sampler makes the answer an archive, which has probes.
+        frame = [*small(1), Request([5], [0], [9], 1)]
+        served.engine.copy_ns = 7_000_000
+        served.engine.fails_in, served.engine.error = "sample", RuntimeError("late")
+        assert served.client.forward(frame).aborted
+        served.engine.copy_ns, served.engine.error = 2_000_000, None
+        reply = served.client.forward(frame)
+        assert not reply.fast
+        assert reply.probes[2] == 2000
+
+    def test_the_warm_up_leaves_nothing_to_the_first_batch(self) -> None:
+        name = f"/pie_shmem_g{drivers.new_group_id()}"
+        server = _core.Server(name, _core.ExitGuard.inert(), spin_budget_us=0)
+        planner = make_planner()
+        engine = FakeEngine(planner.block_bytes)
+        server.serve(planner, engine.block.data, lambda kind, text: None)
+        engine.copy_ns = 3_000_000
+        warm_up(server, engine)
+        engine.copy_ns = 1_000_000
+        batch = server.rehearse(_core.encode_forward(small(1)))
+        assert run_batch(batch, engine).h2d_ns == 1_000_000
+        server.unlink()
 
 
 class TestEngineFailure:

@@ -56,7 +56,7 @@ class Engine(Protocol):
         """
 
     def take_waits(self) -> tuple[int, int]:
-        """Nanoseconds of host-to-device copies and of waiting for tokens, since the last call."""
+        """Host nanoseconds of host-to-device copies and of waiting, since the last call."""
 
     def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copies whole KV pages of all layers within the device pool, pair by pair in order."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from pie_driver_sglang import _core
 from pie_driver_sglang._core import Request, Sampler
@@ -40,12 +40,23 @@ def warm_up(server: _core.Server, engine: Engine) -> None:
         batch.commit()
 
 
-def run_batch(batch: _core.Batch, engine: Engine) -> tuple[int, int]:
-    """Runs every pass of a batch and samples its slots.
+class Times(NamedTuple):
+    """Nanoseconds that a batch took on the host. A GPU works on while the host goes ahead."""
 
-    Returns:
-        Nanoseconds of the forward passes and of sampling.
-    """
+    forward_ns: int
+    """Issuing the forward passes."""
+    sample_ns: int
+    """Sampling, up to the tokens."""
+    h2d_ns: int
+    """Of both: host-to-device copies."""
+    sync_ns: int
+    """Of both: waiting for the device."""
+
+
+def run_batch(batch: _core.Batch, engine: Engine) -> Times:
+    """Runs every pass of a batch and samples its slots."""
+    # What a failed batch or the warm-up left behind is not this batch's.
+    engine.take_waits()
     forward_ns = sample_ns = 0
     while (staged := batch.stage()) is not None:
         started = time.perf_counter_ns()
@@ -56,17 +67,20 @@ def run_batch(batch: _core.Batch, engine: Engine) -> tuple[int, int]:
             tokens = engine.sample(group)
             sample_ns += time.perf_counter_ns() - started
             batch.put_tokens(tokens.data)
-    return forward_ns, sample_ns
+    return Times(forward_ns, sample_ns, *engine.take_waits())
 
 
 def _serve_batch(batch: _core.Batch, engine: Engine, trace: Trace | None) -> None:
     # Read first: the planner takes its counts with it when the batch is answered.
     requests, tokens = batch.requests, batch.tokens
     try:
-        forward_ns, sample_ns = run_batch(batch, engine)
-        h2d_ns, sync_ns = engine.take_waits()
-        launch_ns = max(0, forward_ns + sample_ns - h2d_ns - sync_ns)
-        batch.commit(h2d_us=_micros(h2d_ns), launch_us=_micros(launch_ns), sync_us=_micros(sync_ns))
+        times = run_batch(batch, engine)
+        launch_ns = max(0, times.forward_ns + times.sample_ns - times.h2d_ns - times.sync_ns)
+        batch.commit(
+            h2d_us=_micros(times.h2d_ns),
+            launch_us=_micros(launch_ns),
+            sync_us=_micros(times.sync_ns),
+        )
     except Exception:
         batch.fail()
         logger.exception(
@@ -80,8 +94,8 @@ def _serve_batch(batch: _core.Batch, engine: Engine, trace: Trace | None) -> Non
         phases = {
             "parse": batch.parse_ns,
             "plan": batch.plan_ns,
-            "forward": forward_ns,
-            "sample": sample_ns,
+            "forward": times.forward_ns,
+            "sample": times.sample_ns,
             "respond": batch.respond_ns,
         }
         trace.step(batch.received_ns, phases, requests=requests, tokens=tokens)

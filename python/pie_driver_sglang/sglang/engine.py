@@ -111,7 +111,9 @@ class SglangEngine:
         self._runner.forward(self._forward_batch(batch))
         if self._copied is not None:
             # The planner may write the next pass once the device has read this one.
+            started = time.perf_counter_ns()
             self._copied.synchronize()
+            self._sync_ns += time.perf_counter_ns() - started
 
     @torch.inference_mode()
     def sample(self, group: SlotGroup) -> npt.NDArray[np.int64]:
@@ -170,19 +172,18 @@ class SglangEngine:
             torch.cuda.current_stream().synchronize()
 
     def _upload(self, batch: Pass) -> None:
-        if self._copied is None:
-            return
-        started = time.perf_counter_ns()
-        used = self._host.updates_offset + 16 * batch.updates
-        self._device.memory[:used].copy_(self._host.memory[:used], non_blocking=True)
-        self._copied.record()
-        self._h2d_ns += time.perf_counter_ns() - started
+        if self._copied is not None:
+            self._upload_bytes(self._host.updates_offset + 16 * batch.updates)
+            self._copied.record()
 
     def _upload_slots(self) -> None:
-        if self._copied is None:
-            return
-        used = self._host.slots_end
+        if self._copied is not None:
+            self._upload_bytes(self._host.slots_end)
+
+    def _upload_bytes(self, used: int) -> None:
+        started = time.perf_counter_ns()
         self._device.memory[:used].copy_(self._host.memory[:used], non_blocking=True)
+        self._h2d_ns += time.perf_counter_ns() - started
 
     def _update_table(self, updates: int) -> None:
         if not updates:
