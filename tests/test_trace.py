@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
+import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -68,6 +70,29 @@ def test_every_step_is_readable_at_once(tmp_path: Path) -> None:
 
 def test_no_path_means_no_trace() -> None:
     assert open_trace(None) is None
+
+
+class FullDisk(io.StringIO):
+    """A file on a disk that fills up."""
+
+    full = False
+
+    def write(self, text: str) -> int:
+        if self.full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return super().write(text)
+
+
+def test_a_full_disk_ends_the_trace_and_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
+    file = FullDisk()
+    trace = Trace(file)
+    trace.step(1, {"parse": 1}, requests=1, tokens=1)
+    file.full = True
+    with caplog.at_level(logging.WARNING, logger="pie_driver_sglang"):
+        trace.step(2, {"parse": 1}, requests=1, tokens=1)
+        trace.step(3, {"parse": 1}, requests=1, tokens=1)
+    (record,) = caplog.records
+    assert "No space left" in record.getMessage()
 
 
 def test_an_older_trace_is_replaced(tmp_path: Path) -> None:

@@ -39,11 +39,13 @@ class ModelSection(msgspec.Struct, frozen=True, kw_only=True):
         name: Display name.
         hf_repo: Repository id or path as the user wrote it.
         snapshot_dir: Local directory with the config and the weights.
+        hf_config: The model's `config.json`.
     """
 
     name: str = ""
     hf_repo: str = ""
     snapshot_dir: Path
+    hf_config: dict[str, Any] = {}
 
 
 class DriverSection(msgspec.Struct, frozen=True, kw_only=True):
@@ -121,10 +123,11 @@ def load_config(path: Path) -> DriverConfig:
     table = _decode(path, _read(path))
     driver = _check_driver(table.driver)
     model = _check_model(table.model)
-    load_hf_config(model.snapshot_dir)
+    hf_config = load_hf_config(model.snapshot_dir)
     load_format = driver.options.server_args.get("load_format", "auto")
     _check_weights(model.snapshot_dir, load_format)
     _check_tokenizer(model.snapshot_dir)
+    model = msgspec.structs.replace(model, hf_config=hf_config)
     return DriverConfig(model=model, driver=driver)
 
 

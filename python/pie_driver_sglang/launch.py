@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from pie_driver_sglang import __version__, _core
 from pie_driver_sglang.arch import context_length, vocab_size
-from pie_driver_sglang.config import DriverConfig, load_config, load_hf_config
+from pie_driver_sglang.config import DriverConfig, load_config
 from pie_driver_sglang.device import check_device
 from pie_driver_sglang.errors import DriverError, RingError, StartError
 from pie_driver_sglang.handshake import UNLIMITED, Capabilities, Handshake
@@ -83,9 +83,10 @@ def run(config: DriverConfig, guard: _core.ExitGuard, handshake: Handshake) -> N
     """
     started = time.monotonic()
     driver = config.driver
-    trace = open_trace(driver.options.trace_file)
     server = _open_region(config, guard)
     try:
+        # Only now: a driver that must leave to a live one leaves its trace alone, too.
+        trace = open_trace(driver.options.trace_file)
         engine = _start(config, server)
         facts = engine.facts
         caps = capabilities(config, facts, server.request_capacity)
@@ -163,7 +164,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _open_region(config: DriverConfig, guard: _core.ExitGuard) -> _core.Server:
-    needed = request_bytes(config, load_hf_config(config.model.snapshot_dir))
+    needed = request_bytes(config, config.model.hf_config)
     try:
         return _core.Server(
             f"/pie_shmem_g{config.driver.group_id}",
@@ -181,7 +182,7 @@ def _start(config: DriverConfig, server: _core.Server) -> Engine:
     from pie_driver_sglang.sglang import environment
 
     driver = config.driver
-    architectures = load_hf_config(config.model.snapshot_dir)["architectures"]
+    architectures = config.model.hf_config["architectures"]
     spins = driver.spin_budget_us == NEVER_PARK
     environment.prepare(driver.device[0], architectures, spins=spins)
     check_device(driver.device[0])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,17 +12,20 @@ from typing import TextIO
 
 from pie_driver_sglang.errors import ConfigError
 
+logger = logging.getLogger(__name__)
+
 
 class Trace:
     """Appends one event per step and one per phase of it.
 
     The file is a JSON array without its end, which the trace format allows, so it is readable
-    whenever the driver stops. Every step is flushed.
+    whenever the driver stops. Every step is flushed. A file that can no longer be written ends the
+    trace, not the driver.
     """
 
     def __init__(self, file: TextIO) -> None:
         """Writes the head of the array."""
-        self._file = file
+        self._file: TextIO | None = file
         self._pid = os.getpid()
         process = {"name": "process_name", "ph": "M", "pid": self._pid}
         file.write("[\n" + json.dumps({**process, "args": {"name": "pie_driver_sglang"}}))
@@ -37,13 +42,21 @@ class Trace:
             requests: Requests of the batch.
             tokens: Rows that the model computed.
         """
+        if self._file is None:
+            return
         args = {"requests": requests, "tokens": tokens}
         events = [self._event("step", started_ns, sum(phases.values())) | {"args": args}]
         for name, duration_ns in phases.items():
             events.append(self._event(name, started_ns, duration_ns))
             started_ns += duration_ns
-        self._file.write("".join(",\n" + json.dumps(event) for event in events))
-        self._file.flush()
+        try:
+            self._file.write("".join(",\n" + json.dumps(event) for event in events))
+            self._file.flush()
+        except OSError as error:
+            logger.warning("the trace ends here: %s", error.strerror or error)
+            with contextlib.suppress(OSError):
+                self._file.close()
+            self._file = None
 
     def _event(self, name: str, started_ns: int, duration_ns: int) -> dict[str, object]:
         times = {"ts": started_ns / 1000, "dur": duration_ns / 1000}

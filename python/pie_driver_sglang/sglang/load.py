@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pie_driver_sglang._core import Planner
 from pie_driver_sglang.arch import arch_name
-from pie_driver_sglang.config import DriverConfig, load_hf_config
+from pie_driver_sglang.config import DriverConfig
 from pie_driver_sglang.engine import Facts
 from pie_driver_sglang.sglang.boot import boot
 from pie_driver_sglang.sglang.engine import SglangEngine
@@ -29,7 +29,7 @@ def load_engine(config: DriverConfig) -> tuple[Planner, SglangEngine]:
         page_size=args.page_size,
         vocab_size=model_config.vocab_size,
         context_length=model_config.context_len,
-        arch_name=arch_name(load_hf_config(config.model.snapshot_dir)),
+        arch_name=arch_name(config.model.hf_config),
         dtype=str(model_config.dtype).removeprefix("torch."),
         attention_backend=args.attention_backend,
     )
