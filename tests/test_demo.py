@@ -300,14 +300,6 @@ def test_the_ring_takes_what_the_driver_does_not(tmp_path: Path) -> None:
     assert parts == pytest.approx(expected)
 
 
-def test_what_follows_the_answer_is_left_out(tmp_path: Path) -> None:
-    path = tmp_path / "trace.json"
-    write_trace(path, [(1000, 2000, 100_000, 20_000, 900_000)])
-    parts = mean_parts(read_steps(path), [130_000])
-    expected = {"ring": 0, "parse and plan": 3, "forward": 100, "sample": 20, "respond": 7}
-    assert parts == pytest.approx(expected)
-
-
 def test_a_cut_trace_counts_as_far_as_it_goes(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     write_trace(path, [(1000, 2000, 100_000, 20_000, 3000)])

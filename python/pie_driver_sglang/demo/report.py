@@ -75,8 +75,9 @@ def mean_parts(
 ) -> dict[str, float]:
     """Returns the mean microseconds of each part of a step; empty without a step.
 
-    The ring's part is what the round trip took beyond the driver's step. A step may end after its
-    round trip: then the rest of `respond` came after the answer had gone out, and is left out.
+    The ring's part is what the round trip took beyond the driver's phases: waking both sides, and
+    the interpreter between the phases. On a GPU `forward` is the time to issue the passes, and
+    `sample` includes the wait for them.
 
     Args:
         steps: The driver's steps, as `read_steps` returns them.
@@ -87,9 +88,7 @@ def mean_parts(
         return {}
     totals = dict.fromkeys(PARTS, 0.0)
     for step, round_trip_ns in pairs:
-        ring = round_trip_ns / 1000 - step["step"]
-        totals["ring"] += max(0.0, ring)
-        totals["respond"] += min(0.0, ring)
+        totals["ring"] += round_trip_ns / 1000 - step["step"]
         for part, events in PARTS.items():
             totals[part] += sum(step.get(event, 0.0) for event in events)
     return {part: total / len(pairs) for part, total in totals.items()}

@@ -187,7 +187,7 @@ def _translated_failures(config: DriverConfig) -> Iterator[None]:
         text = _first_line(error)
         if "not supported" in text and "rchitecture" in text:
             hint = "SGLang 0.5.17 has no such model; use one that it supports"
-        elif "mem" in text.lower():
+        elif "memory" in text.lower() or "mem_fraction" in text or "mem-fraction" in text:
             hint = "adjust `mem_fraction_static` or `context_length`"
         else:
             hint = "check the model folder and [driver.options]"

@@ -68,7 +68,8 @@ pub struct Planner {
 }
 
 impl Planner {
-    /// A planner for one engine. `random_seed` keys the randomness of unseeded samplers.
+    /// A planner for one engine. `random_seed` keys the randomness of unseeded samplers. The limits must pass
+    /// [`Limits::check`].
     #[must_use]
     pub fn new(limits: Limits, random_seed: u64) -> Self {
         Self {

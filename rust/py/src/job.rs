@@ -10,12 +10,12 @@ use pyo3::prelude::*;
 use crate::error::from_stage;
 
 /// What the server and its jobs share of Python's: the staging block and the log.
-pub(crate) struct Desk {
+pub(crate) struct Shared {
     block: PyBuffer<u8>,
     report: Py<PyAny>,
 }
 
-impl Desk {
+impl Shared {
     pub(crate) fn new(block: PyBuffer<u8>, needed: usize, report: Py<PyAny>) -> PyResult<Self> {
         if block.readonly() || !block.is_c_contiguous() || block.len_bytes() < needed {
             return Err(PyValueError::new_err(format!(
@@ -98,12 +98,12 @@ impl SlotGroup {
 #[pyclass(module = "pie_driver_sglang._core")]
 pub(crate) struct Batch {
     inner: pie_serve::Batch,
-    desk: Arc<Desk>,
+    shared: Arc<Shared>,
 }
 
 impl Batch {
-    pub(crate) const fn new(inner: pie_serve::Batch, desk: Arc<Desk>) -> Self {
-        Self { inner, desk }
+    pub(crate) const fn new(inner: pie_serve::Batch, shared: Arc<Shared>) -> Self {
+        Self { inner, shared }
     }
 
     fn plan(&self) -> PyResult<&pie_batch::Planner> {
@@ -156,7 +156,7 @@ impl Batch {
         self.plan()?;
         let pass = self
             .inner
-            .stage(self.desk.block_bytes(py))
+            .stage(self.shared.block_bytes(py))
             .map_err(from_stage)?;
         Ok(pass.map(|pass| Pass {
             tokens: pass.tokens,
@@ -173,7 +173,7 @@ impl Batch {
         self.plan()?;
         let group = self
             .inner
-            .stage_slots(self.desk.block_bytes(py))
+            .stage_slots(self.shared.block_bytes(py))
             .map_err(from_stage)?;
         Ok(group.map(|group| SlotGroup {
             greedy: group.greedy,
@@ -217,7 +217,7 @@ impl Batch {
             launch_us,
             sync_us,
         });
-        self.desk.report(py, &notes)
+        self.shared.report(py, &notes)
     }
 
     /// Answers with an abort, after an engine error: the device's block table counts as lost.
@@ -230,12 +230,12 @@ impl Batch {
 #[pyclass(module = "pie_driver_sglang._core")]
 pub(crate) struct Copy {
     inner: pie_serve::Copy,
-    desk: Arc<Desk>,
+    shared: Arc<Shared>,
 }
 
 impl Copy {
-    pub(crate) const fn new(inner: pie_serve::Copy, desk: Arc<Desk>) -> Self {
-        Self { inner, desk }
+    pub(crate) const fn new(inner: pie_serve::Copy, shared: Arc<Shared>) -> Self {
+        Self { inner, shared }
     }
 }
 
@@ -256,6 +256,6 @@ impl Copy {
     /// Answers with a status code: 0 = done, 5 = internal failure.
     fn commit(&mut self, py: Python<'_>, status: i32) -> PyResult<()> {
         let note = self.inner.commit(status);
-        self.desk.report(py, note.as_slice())
+        self.shared.report(py, note.as_slice())
     }
 }

@@ -11,7 +11,7 @@ use pyo3::prelude::*;
 
 use crate::error::{from_rehearsal, from_ring};
 use crate::guard::ExitGuard;
-use crate::job::{Batch, Copy, Desk};
+use crate::job::{Batch, Copy, Shared};
 use crate::planner::Planner;
 
 /// Owns the shared-memory region and iterates over the work that needs Python: `Batch` and `Copy` objects. Everything
@@ -29,7 +29,7 @@ pub(crate) struct Server {
 
 struct Serving {
     responder: Responder,
-    desk: Arc<Desk>,
+    shared: Arc<Shared>,
 }
 
 /// What Python gets to do.
@@ -114,14 +114,14 @@ impl Server {
     ///     ValueError: The block is too small or not writable, or the planner was given away before.
     ///     RuntimeError: The server serves already.
     fn serve(&self, planner: &mut Planner, block: PyBuffer<u8>, report: Py<PyAny>) -> PyResult<()> {
-        let desk = Desk::new(block, planner.block_bytes(), report)?;
+        let shared = Shared::new(block, planner.block_bytes(), report)?;
         let planner = planner
             .inner
             .take()
             .ok_or_else(|| PyValueError::new_err("the planner already serves"))?;
         let responder = Responder::new(planner, self.wait);
-        let desk = Arc::new(desk);
-        let started = self.serving.set(Serving { responder, desk });
+        let shared = Arc::new(shared);
+        let started = self.serving.set(Serving { responder, shared });
         started.map_err(|_| PyRuntimeError::new_err("the server serves already"))
     }
 
@@ -131,7 +131,7 @@ impl Server {
 
     /// Waits for the next batch or copy, without the GIL; ends when the server was stopped.
     fn __next__(&self, py: Python<'_>) -> PyResult<Option<Job>> {
-        let Serving { responder, desk } = self.serving.get().ok_or_else(not_serving)?;
+        let Serving { responder, shared } = self.serving.get().ok_or_else(not_serving)?;
         loop {
             let event = py
                 .detach(|| responder.next(&mut self.ring()))
@@ -139,14 +139,14 @@ impl Server {
             let job = match event {
                 Event::Stopped => return Ok(None),
                 Event::Notes(notes) => {
-                    desk.report(py, &notes)?;
+                    shared.report(py, &notes)?;
                     continue;
                 }
                 Event::Job(pie_serve::Job::Batch(batch)) => {
-                    Job::Batch(Py::new(py, Batch::new(batch, Arc::clone(desk)))?)
+                    Job::Batch(Py::new(py, Batch::new(batch, Arc::clone(shared)))?)
                 }
                 Event::Job(pie_serve::Job::Copy(copy)) => {
-                    Job::Copy(Py::new(py, Copy::new(copy, Arc::clone(desk)))?)
+                    Job::Copy(Py::new(py, Copy::new(copy, Arc::clone(shared)))?)
                 }
             };
             return Ok(Some(job));
@@ -159,11 +159,11 @@ impl Server {
     ///     RuntimeError: `serve` was not called, or a batch is open.
     ///     WireError: The bytes are no forward frame, or its arrays contradict each other.
     fn rehearse(&self, frame: &[u8]) -> PyResult<Batch> {
-        let Serving { responder, desk } = self.serving.get().ok_or_else(not_serving)?;
+        let Serving { responder, shared } = self.serving.get().ok_or_else(not_serving)?;
         let batch = responder
             .rehearse(frame)
             .map_err(|error| from_rehearsal(&error))?;
-        Ok(Batch::new(batch, Arc::clone(desk)))
+        Ok(Batch::new(batch, Arc::clone(shared)))
     }
 
     /// Ends the iteration; may be called from any thread.

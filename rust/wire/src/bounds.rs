@@ -106,10 +106,12 @@ unsafe impl<E: Source> ArchiveContext<E> for Bounds {
         Ok(())
     }
 
+    // SAFETY: the range stays that of the whole payload, which `check_subtree_ptr` enforces alone.
     unsafe fn push_subtree_range(&mut self, _: *const u8, _: *const u8) -> Result<Range<usize>, E> {
         Ok(0..0)
     }
 
+    // SAFETY: as above: nothing was pushed.
     unsafe fn pop_subtree_range(&mut self, _: Range<usize>) -> Result<(), E> {
         Ok(())
     }
