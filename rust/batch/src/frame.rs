@@ -27,6 +27,8 @@ pub(crate) struct Frame<'a> {
     pub(crate) draft_indptr: &'a [u32],
     pub(crate) image_indptr: &'a [u32],
     pub(crate) audio_indptr: &'a [u32],
+    /// 0 = nobody; empty when the frame names no contexts.
+    pub(crate) context_ids: &'a [u64],
     request: &'a ArchivedForwardRequest,
 }
 
@@ -113,6 +115,7 @@ impl<'a> Frame<'a> {
             draft_indptr: request.spec_indptr.native(),
             image_indptr: request.image_indptr.native(),
             audio_indptr: request.audio_indptr.native(),
+            context_ids: request.context_ids.native(),
             request,
         }
     }
@@ -178,18 +181,31 @@ fn check_indptr(
             expected: requests + 1,
         });
     }
-    let mut previous = 0;
-    for (index, &value) in indptr.iter().enumerate() {
-        let last = index == requests;
-        if value < previous || (index == 0 && value != 0) || (last && value as usize != end) {
-            return Err(FrameError::IndptrOrder {
-                array,
-                end,
-                index,
-                value,
-            });
-        }
-        previous = value;
+    let starts = indptr[0] == 0 && indptr[requests] as usize == end;
+    // Counted without an early exit, so that several entries are compared at a time.
+    let falls = indptr
+        .iter()
+        .zip(&indptr[1..])
+        .filter(|(a, b)| a > b)
+        .count();
+    if starts && falls == 0 {
+        return Ok(());
     }
-    Ok(())
+    let wrong = |index: usize| match index {
+        0 => indptr[0] != 0,
+        _ => {
+            indptr[index] < indptr[index - 1]
+                || (index == requests && indptr[index] as usize != end)
+        }
+    };
+    let index = (0..requests)
+        .find(|&index| wrong(index))
+        .unwrap_or(requests);
+    let value = indptr[index];
+    Err(FrameError::IndptrOrder {
+        array,
+        end,
+        index,
+        value,
+    })
 }

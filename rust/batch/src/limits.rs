@@ -91,6 +91,13 @@ impl Limits {
         (self.total_pages as usize + 1) * self.page_size as usize
     }
 
+    /// The block-table change that makes entry `column` of `row` name `page`: index of the entry and first storage slot of
+    /// the page. Row 0 of the engine's table belongs to padding.
+    pub(crate) fn table_update(&self, row: usize, column: usize, page: u32) -> [i64; 2] {
+        let entry = (row as i64 + 1) * i64::from(self.row_pages) + column as i64;
+        [entry, i64::from(self.first_slot(page))]
+    }
+
     /// Storage slot of offset 0 of `page`. The engine keeps page 0 of its pool as the padding page, so the runtime's
     /// page `p` is the pool's page `p + 1`.
     #[must_use]

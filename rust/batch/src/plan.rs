@@ -2,23 +2,30 @@
 
 use std::ops::Range;
 
-use pie_wire::ArchivedForwardRequest;
+use pie_wire::{ArchivedForwardRequest, SamplerView};
 
 use crate::frame::{Frame, range};
 use crate::random::uniform;
-use crate::request::{Checked, Geometry, draft_positions};
+use crate::request::{
+    Geometry, Survey, check_compute, check_outputs, check_pages, draft_positions, is_idle,
+};
 use crate::stage::Stage;
-use crate::{FrameError, Layout, Limits, RequestFault, TokenSampler};
+use crate::table::BlockTable;
+use crate::{FrameError, Layout, Limits, RequestFault, SamplerClass, TokenSampler};
 
 /// One request of the plan.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Default)]
 pub(crate) struct Request {
     /// Its rows in [`Planner::token_ids`], drafts behind the inputs; empty when nothing is computed.
     pub(crate) rows: Range<usize>,
-    /// Its pages in [`Planner::pages`].
-    pub(crate) pages: Range<usize>,
     /// Its slots in [`Planner::slots`].
     pub(crate) slots: Range<usize>,
+    /// Its row in [`Planner::table`].
+    pub(crate) table_row: usize,
+    /// Its block-table changes in [`Planner::updates`].
+    pub(crate) updates: Range<usize>,
+    /// Its pages in [`Planner::spilled`]: of a request that takes over a row in the middle of the frame.
+    pub(crate) spilled: Range<usize>,
     /// Tokens stored before this frame.
     pub(crate) prefix: u32,
     /// Draft tokens: the last `drafts` rows.
@@ -31,7 +38,8 @@ pub(crate) struct Slot {
     /// Row in [`Planner::token_ids`].
     pub(crate) row: usize,
     pub(crate) sampler: TokenSampler,
-    /// Uniform number in `[0, 1)`.
+    pub(crate) class: SamplerClass,
+    /// Uniform number in `[0, 1)`; 0 for greedy slots.
     pub(crate) uniform: f32,
     /// The sampled token, once known.
     pub(crate) token: u32,
@@ -54,7 +62,10 @@ pub struct Planner {
     pub(crate) driver_id: u32,
     pub(crate) token_ids: Vec<u32>,
     pub(crate) positions: Vec<u32>,
-    pub(crate) pages: Vec<u32>,
+    pub(crate) table: BlockTable,
+    /// Changed block-table entries: index of the entry and first storage slot of the page that it now names.
+    pub(crate) updates: Vec<[i64; 2]>,
+    pub(crate) spilled: Vec<u32>,
     pub(crate) requests: Vec<Request>,
     pub(crate) slots: Vec<Slot>,
     pub(crate) segments: Vec<Segment>,
@@ -78,7 +89,9 @@ impl Planner {
             driver_id: 0,
             token_ids: Vec::new(),
             positions: Vec::new(),
-            pages: Vec::new(),
+            table: BlockTable::new(&limits),
+            updates: Vec::new(),
+            spilled: Vec::new(),
             requests: Vec::new(),
             slots: Vec::new(),
             segments: Vec::new(),
@@ -111,18 +124,25 @@ impl Planner {
         self.driver_id = driver_id;
         let frame = Frame::check(request)?;
         self.frames += 1;
+        self.table.start_frame();
+        let survey = Survey::of(&frame, &self.limits);
         for index in 0..frame.requests {
-            let checked = Checked::request(&frame, &self.limits, index);
-            self.add(&frame, index, checked);
+            let request = self.add(&frame, survey, index);
+            self.requests.push(request);
         }
         self.cut();
         Ok(())
     }
 
     fn clear(&mut self) {
+        if self.stage.passes_left(self.passes.len()) {
+            // Changes that the mirror holds never reached the device.
+            self.table.forget();
+        }
         self.token_ids.clear();
         self.positions.clear();
-        self.pages.clear();
+        self.updates.clear();
+        self.spilled.clear();
         self.requests.clear();
         self.slots.clear();
         self.segments.clear();
@@ -131,73 +151,129 @@ impl Planner {
         self.stage.restart();
     }
 
-    fn add(&mut self, frame: &Frame<'_>, index: usize, checked: Checked) {
-        let geometry = checked.geometry.unwrap_or(Geometry {
-            inputs: 0,
-            drafts: 0,
-            kv_end: 0,
+    /// Plans one request; one without rows or slots where it cannot be served.
+    fn add(&mut self, frame: &Frame<'_>, survey: Survey, index: usize) -> Request {
+        let geometry = match is_idle(frame, index) {
+            Ok(true) => return Request::default(),
+            Ok(false) => check_compute(frame, survey, &self.limits, index),
+            Err(fault) => Err(fault),
+        };
+        let mut request = Request::default();
+        let placed = geometry.and_then(|geometry| {
+            self.place(frame, index, &mut request)?;
+            Ok(geometry)
         });
-        let (first_row, first_page) = (self.token_ids.len(), self.pages.len());
-        if checked.geometry.is_some() {
-            let inputs = range(frame.qo_indptr, index);
-            let drafts = range(frame.draft_indptr, index);
-            let positions = &frame.positions[inputs.clone()];
-            self.token_ids.extend_from_slice(&frame.token_ids[inputs]);
-            self.token_ids
-                .extend_from_slice(&frame.draft_ids[drafts.clone()]);
-            self.positions.extend_from_slice(positions);
-            self.positions
-                .extend(draft_positions(frame, drafts, positions));
-            self.pages
-                .extend_from_slice(&frame.pages[range(frame.page_indptr, index)]);
-        }
+        let geometry = match placed {
+            Ok(geometry) => geometry,
+            Err(fault) => {
+                self.faults.push((index, fault));
+                return request;
+            }
+        };
+        request.prefix = geometry.prefix();
+        request.drafts = geometry.drafts;
+        request.rows = self.add_rows(frame, index);
         let first_slot = self.slots.len();
-        if checked.geometry.is_some() && checked.fault.is_none() {
-            self.add_slots(frame, index, first_row, geometry);
+        let planned = check_outputs(frame, index)
+            .and_then(|()| self.add_slots(frame, index, request.rows.start, geometry));
+        if let Err(fault) = planned {
+            self.slots.truncate(first_slot);
+            self.faults.push((index, fault));
         }
-        self.requests.push(Request {
-            rows: first_row..first_row + geometry.rows() as usize,
-            pages: first_page..self.pages.len(),
-            slots: first_slot..self.slots.len(),
-            prefix: geometry.prefix(),
-            drafts: geometry.drafts,
-        });
-        self.faults
-            .extend(checked.fault.map(|fault| (index, fault)));
+        request.slots = first_slot..self.slots.len();
+        request
     }
 
-    fn add_slots(&mut self, frame: &Frame<'_>, index: usize, first_row: usize, geometry: Geometry) {
+    /// Finds the request's row of the block table, checks its pages and notes which entries change.
+    fn place(
+        &mut self,
+        frame: &Frame<'_>,
+        index: usize,
+        request: &mut Request,
+    ) -> Result<(), RequestFault> {
+        let pages = &frame.pages[range(frame.page_indptr, index)];
+        let context = frame.context_ids.get(index).copied().unwrap_or(0);
+        let Some(row) = self.table.find(context) else {
+            check_pages(pages, &self.limits)?;
+            request.table_row = self.table.take_over();
+            request.spilled = self.spilled.len()..self.spilled.len() + pages.len();
+            self.spilled.extend_from_slice(pages);
+            return Ok(());
+        };
+        // Entries that the mirror holds were checked when they came.
+        let matching = self.table.matching(row, pages);
+        check_pages(&pages[matching..], &self.limits)?;
+        self.table.take(row, context);
+        let first = self.updates.len();
+        let (limits, updates) = (&self.limits, &mut self.updates);
+        self.table.update(row, pages, matching, |column, page| {
+            updates.push(limits.table_update(row, column, page));
+        });
+        request.table_row = row;
+        request.updates = first..self.updates.len();
+        Ok(())
+    }
+
+    /// Copies the request's inputs and drafts; returns their rows.
+    fn add_rows(&mut self, frame: &Frame<'_>, index: usize) -> Range<usize> {
+        let first = self.token_ids.len();
+        let inputs = range(frame.qo_indptr, index);
+        let drafts = range(frame.draft_indptr, index);
+        let positions = &frame.positions[inputs.clone()];
+        self.token_ids.extend_from_slice(&frame.token_ids[inputs]);
+        self.positions.extend_from_slice(positions);
+        if !drafts.is_empty() {
+            self.token_ids
+                .extend_from_slice(&frame.draft_ids[drafts.clone()]);
+            self.positions
+                .extend(draft_positions(frame, drafts, positions));
+        }
+        first..self.token_ids.len()
+    }
+
+    fn add_slots(
+        &mut self,
+        frame: &Frame<'_>,
+        index: usize,
+        first_row: usize,
+        geometry: Geometry,
+    ) -> Result<(), RequestFault> {
         let samplers = range(frame.sampler_indptr, index);
         let vocab_size = self.limits.vocab_size;
-        if geometry.drafts > 0 {
-            // Verification: the last input row and every draft row, each with the first sampler. Without any sampler
-            // nothing is returned, as for every request.
-            let Some(first) = frame.samplers[samplers].first() else {
-                return;
+        let mut first = None;
+        for (slot, sampler) in samplers.enumerate() {
+            let view = frame.samplers[sampler].view();
+            // Reserved: it has no output that could be missing.
+            let reserved = matches!(view, SamplerView::Embedding);
+            let parsed = match TokenSampler::from_wire(view, vocab_size) {
+                Ok(parsed) => parsed,
+                Err(_) if reserved => TokenSampler::greedy(vocab_size),
+                Err(sampler) => return Err(RequestFault::Probe { sampler }),
             };
-            let sampler = TokenSampler::from_wire(first.view(), vocab_size)
-                .unwrap_or(TokenSampler::greedy(vocab_size));
+            first.get_or_insert(parsed);
+            if geometry.drafts == 0 && !reserved {
+                let row = first_row + frame.sampling_indices[sampler] as usize;
+                self.add_slot(row, slot as u64, parsed);
+            }
+        }
+        // Verification: the last input row and every draft row, each with the first sampler. Without any sampler
+        // nothing is returned, as for every request.
+        if let Some(sampler) = first.filter(|_| geometry.drafts > 0) {
             let last_input = first_row + geometry.inputs as usize - 1;
             for row in last_input..first_row + geometry.rows() as usize {
                 self.add_slot(row, 0, sampler);
             }
-            return;
         }
-        for (slot, sampler) in samplers.enumerate() {
-            if let Ok(token_sampler) =
-                TokenSampler::from_wire(frame.samplers[sampler].view(), vocab_size)
-            {
-                let row = first_row + frame.sampling_indices[sampler] as usize;
-                self.add_slot(row, slot as u64, token_sampler);
-            }
-        }
+        Ok(())
     }
 
     fn add_slot(&mut self, row: usize, slot: u64, sampler: TokenSampler) {
-        let uniform = match sampler.seed {
-            Some(seed) => uniform(u64::from(seed), u64::from(self.positions[row]), slot),
+        let class = sampler.class(self.limits.vocab_size);
+        let uniform = match (class, sampler.seed) {
+            (SamplerClass::Greedy, _) => 0.0,
+            (_, Some(seed)) => uniform(u64::from(seed), u64::from(self.positions[row]), slot),
             // The upper half of the key space: no caller's 32-bit seed meets it.
-            None => uniform(
+            (_, None) => uniform(
                 self.random_seed | (1 << 63),
                 self.frames,
                 self.slots.len() as u64,
@@ -206,6 +282,7 @@ impl Planner {
         self.slots.push(Slot {
             row,
             sampler,
+            class,
             uniform,
             token: 0,
         });
@@ -273,6 +350,6 @@ impl Planner {
 
     /// Forgets what the device's block table holds; call it after a pass failed half-way.
     pub fn forget_table(&mut self) {
-        self.stage.forget_table();
+        self.table.forget();
     }
 }

@@ -2,10 +2,10 @@
 
 use std::ops::Range;
 
-use pie_wire::{ArchivedSampler, NativeSlice, brle};
+use pie_wire::{NativeSlice, brle};
 
 use crate::frame::{Frame, range};
-use crate::{Limits, RequestFault, TokenSampler};
+use crate::{Limits, RequestFault};
 
 /// KV geometry of one request, in tokens. Input row `j` is stored at KV index `kv_end - inputs + j`, draft `d` at
 /// `kv_end + d`; each row sees every KV index up to its own.
@@ -31,95 +31,112 @@ impl Geometry {
     }
 }
 
-/// What the planner found out about one request.
-#[derive(Debug)]
-pub(crate) struct Checked {
-    /// `None`: nothing to compute.
-    pub(crate) geometry: Option<Geometry>,
-    /// Set: the request's outputs are empty.
-    pub(crate) fault: Option<RequestFault>,
+/// What holds for the whole frame, so that single requests need not be asked.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Survey {
+    /// Every input and draft token is in the vocabulary.
+    ids_fit: bool,
+    /// Every input position is below the limit.
+    positions_fit: bool,
+    /// Some request brings images or audio.
+    media: bool,
 }
 
-impl Checked {
-    pub(crate) fn request(frame: &Frame<'_>, limits: &Limits, index: usize) -> Self {
-        let tokens = range(frame.qo_indptr, index);
-        if tokens.is_empty() {
-            let idle = range(frame.sampler_indptr, index).is_empty()
-                && range(frame.draft_indptr, index).is_empty();
-            return Self {
-                geometry: None,
-                fault: (!idle).then_some(RequestFault::NoTokens),
-            };
-        }
-        match check_compute(frame, limits, index) {
-            Err(fault) => Self {
-                geometry: None,
-                fault: Some(fault),
-            },
-            Ok(geometry) => Self {
-                geometry: Some(geometry),
-                fault: check_outputs(frame, limits, index).err(),
-            },
+impl Survey {
+    pub(crate) fn of(frame: &Frame<'_>, limits: &Limits) -> Self {
+        let below = |values: &[u32], limit: u32| {
+            values.iter().fold(0, |max, &value| value.max(max)) < limit
+        };
+        Self {
+            ids_fit: below(frame.token_ids, limits.vocab_size)
+                && below(frame.draft_ids, limits.vocab_size),
+            positions_fit: below(frame.positions, limits.max_positions),
+            media: [frame.image_indptr, frame.audio_indptr]
+                .iter()
+                .any(|indptr| indptr.last().is_some_and(|&end| end > 0)),
         }
     }
 }
 
-/// Checks all that decides whether the request's KV can be computed.
-fn check_compute(
+/// Whether request `index` has nothing to compute.
+///
+/// # Errors
+/// [`RequestFault::NoTokens`] when it asks for outputs all the same.
+pub(crate) fn is_idle(frame: &Frame<'_>, index: usize) -> Result<bool, RequestFault> {
+    if !range(frame.qo_indptr, index).is_empty() {
+        return Ok(false);
+    }
+    let silent = range(frame.sampler_indptr, index).is_empty()
+        && range(frame.draft_indptr, index).is_empty();
+    if silent {
+        Ok(true)
+    } else {
+        Err(RequestFault::NoTokens)
+    }
+}
+
+/// Checks all that decides whether the request's KV can be computed, but the page ids.
+pub(crate) fn check_compute(
     frame: &Frame<'_>,
+    survey: Survey,
     limits: &Limits,
     index: usize,
 ) -> Result<Geometry, RequestFault> {
-    let spans = frame.spans(index);
-    if spans > 0 {
-        return Err(RequestFault::Media { spans });
+    if survey.media {
+        let spans = frame.spans(index);
+        if spans > 0 {
+            return Err(RequestFault::Media { spans });
+        }
     }
     let adapter = frame.adapter(index);
     if adapter >= 0 {
         return Err(RequestFault::Adapter { id: adapter });
     }
-    let geometry = check_geometry(frame, limits, index)?;
     let tokens = range(frame.qo_indptr, index);
     let drafts = range(frame.draft_indptr, index);
-    check_ids(&frame.token_ids[tokens.clone()], limits)?;
-    check_ids(&frame.draft_ids[drafts.clone()], limits)?;
+    let pages = range(frame.page_indptr, index).len();
+    let geometry = check_geometry(
+        limits,
+        tokens.len(),
+        drafts.len(),
+        pages,
+        frame.last_page_lens[index],
+    )?;
+    if !survey.ids_fit {
+        check_ids(&frame.token_ids[tokens.clone()], limits)?;
+        check_ids(&frame.draft_ids[drafts.clone()], limits)?;
+    }
     let positions = &frame.positions[tokens];
-    check_positions(positions.iter().copied(), limits)?;
+    if !survey.positions_fit {
+        check_positions(positions.iter().copied(), limits)?;
+    }
     check_positions(draft_positions(frame, drafts, positions), limits)?;
-    check_masks(frame, geometry, positions, index)?;
+    if frame.has_user_mask && !frame.masks.is_empty() {
+        check_masks(frame, geometry, positions, index)?;
+    }
     Ok(geometry)
 }
 
 fn check_geometry(
-    frame: &Frame<'_>,
     limits: &Limits,
-    index: usize,
+    inputs: usize,
+    drafts: usize,
+    pages: usize,
+    last_page_len: u32,
 ) -> Result<Geometry, RequestFault> {
-    let pages = &frame.pages[range(frame.page_indptr, index)];
-    let inputs = range(frame.qo_indptr, index).len() as u64;
-    let drafts = range(frame.draft_indptr, index).len() as u64;
-    let page_size = u64::from(limits.page_size);
-    if pages.is_empty() {
+    let (inputs, drafts) = (inputs as u64, drafts as u64);
+    if pages == 0 {
         return Err(RequestFault::NoPages {
             tokens: inputs + drafts,
         });
     }
-    if let Some(&page) = pages.iter().find(|&&page| page >= limits.total_pages) {
-        return Err(RequestFault::PageId {
-            page,
-            total_pages: limits.total_pages,
-        });
+    let (length, page_size) = (last_page_len, limits.page_size);
+    if length == 0 || length > page_size {
+        return Err(RequestFault::LastPageLength { length, page_size });
     }
-    let length = frame.last_page_lens[index];
-    if length == 0 || length > limits.page_size {
-        return Err(RequestFault::LastPageLength {
-            length,
-            page_size: limits.page_size,
-        });
-    }
+    let page_size = u64::from(page_size);
     // The list covers the drafts, the last page's length does not.
-    let end =
-        (pages.len() as u64 - 1) * page_size + (u64::from(length) + drafts - 1) % page_size + 1;
+    let end = (pages as u64 - 1) * page_size + (u64::from(length) + drafts - 1) % page_size + 1;
     if end < inputs + drafts {
         return Err(RequestFault::Geometry {
             tokens: inputs + drafts,
@@ -137,6 +154,19 @@ fn check_geometry(
         drafts: drafts as u32,
         kv_end: (end - drafts) as u32,
     })
+}
+
+/// Checks page ids.
+pub(crate) fn check_pages(pages: &[u32], limits: &Limits) -> Result<(), RequestFault> {
+    let total_pages = limits.total_pages;
+    // The largest one is found several at a time.
+    if pages.iter().fold(0, |max, &page| page.max(max)) < total_pages {
+        return Ok(());
+    }
+    match pages.iter().find(|&&page| page >= total_pages) {
+        Some(&page) => Err(RequestFault::PageId { page, total_pages }),
+        None => Ok(()),
+    }
 }
 
 fn check_ids(ids: &[u32], limits: &Limits) -> Result<(), RequestFault> {
@@ -177,7 +207,7 @@ pub(crate) fn draft_positions<'a>(
     })
 }
 
-/// Accepts only rows that mean "causal"; without the frame's flag the rows are not looked at.
+/// Accepts only rows that mean "causal".
 fn check_masks(
     frame: &Frame<'_>,
     geometry: Geometry,
@@ -185,7 +215,7 @@ fn check_masks(
     index: usize,
 ) -> Result<(), RequestFault> {
     let rows = &frame.masks[range(frame.mask_indptr, index)];
-    if !frame.has_user_mask || rows.is_empty() {
+    if rows.is_empty() {
         return Ok(());
     }
     if rows.len() != positions.len() {
@@ -211,29 +241,19 @@ fn check_masks(
     }
 }
 
-/// Checks what concerns the request's outputs alone.
-fn check_outputs(frame: &Frame<'_>, limits: &Limits, index: usize) -> Result<(), RequestFault> {
+/// Checks what concerns the request's outputs as a whole; its samplers are read as they are planned.
+pub(crate) fn check_outputs(frame: &Frame<'_>, index: usize) -> Result<(), RequestFault> {
     let rows = range(frame.qo_indptr, index).len() as u32;
     let slots = range(frame.sampler_indptr, index);
-    if let Some(&index) = frame.sampling_indices[slots.clone()]
-        .iter()
-        .find(|&&row| row >= rows)
-    {
+    let outside = |&&row: &&u32| row >= rows;
+    if let Some(&index) = frame.sampling_indices[slots.clone()].iter().find(outside) {
         return Err(RequestFault::SamplingIndex { index, rows });
     }
-    for sampler in &frame.samplers[slots.clone()] {
-        if matches!(sampler, ArchivedSampler::Embedding) {
-            // Reserved: it has no output that could be missing.
-            continue;
+    if !frame.logit_masks.is_empty() && !slots.is_empty() {
+        let masks = &frame.logit_masks[range(frame.logit_mask_indptr, index)];
+        if masks.iter().any(|mask| !mask.buffer.is_empty()) {
+            return Err(RequestFault::LogitMask);
         }
-        TokenSampler::from_wire(sampler.view(), limits.vocab_size)
-            .map_err(|sampler| RequestFault::Probe { sampler })?;
     }
-    let logit_masks = &frame.logit_masks[range(frame.logit_mask_indptr, index)];
-    let constrains = logit_masks.iter().any(|mask| !mask.buffer.is_empty());
-    if constrains && !slots.is_empty() {
-        Err(RequestFault::LogitMask)
-    } else {
-        Ok(())
-    }
+    Ok(())
 }

@@ -1,5 +1,7 @@
 //! Writes one pass of a plan into the staging block.
 
+use std::ops::Range;
+
 use bytemuck::{Pod, PodCastError};
 use thiserror::Error;
 
@@ -82,10 +84,9 @@ pub enum StageError {
     },
 }
 
-/// Staging state: the next pass, its slots, and what the device holds.
+/// Staging state: the next pass and its slots.
 #[derive(Debug)]
 pub(crate) struct Stage {
-    table: BlockTable,
     /// Per storage slot: the last pass that wrote it.
     writers: Vec<u32>,
     pass_number: u32,
@@ -93,13 +94,12 @@ pub(crate) struct Stage {
     /// Slots of the current pass, ordered by class within each group.
     pass_slots: Vec<usize>,
     next_slot: usize,
-    group: std::ops::Range<usize>,
+    group: Range<usize>,
 }
 
 impl Stage {
     pub(crate) fn new(limits: &Limits) -> Self {
         Self {
-            table: BlockTable::new(limits),
             writers: vec![0; limits.storage_slots()],
             pass_number: 0,
             next_pass: 0,
@@ -116,8 +116,9 @@ impl Stage {
         self.group = 0..0;
     }
 
-    pub(crate) fn forget_table(&mut self) {
-        self.table.forget();
+    /// Whether some of `passes` have not been staged.
+    pub(crate) fn passes_left(&self, passes: usize) -> bool {
+        self.next_pass < passes
     }
 
     fn number_pass(&mut self) -> u32 {
@@ -130,31 +131,74 @@ impl Stage {
     }
 }
 
-/// Typed windows into the caller's bytes.
-struct Block<'a> {
-    layout: &'a Layout,
-    bytes: &'a mut [u8],
+/// The arrays of the caller's block, each with its whole capacity.
+struct Arrays<'a> {
+    slot_rows: &'a mut [i64],
+    temperatures: &'a mut [f32],
+    top_ps: &'a mut [f32],
+    min_ps: &'a mut [f32],
+    uniforms: &'a mut [f32],
+    top_ks: &'a mut [i32],
+    req_pool_indices: &'a mut [i64],
+    seq_lens: &'a mut [i64],
+    extend_prefix_lens: &'a mut [i32],
+    extend_seq_lens: &'a mut [i32],
+    extend_start_loc: &'a mut [i32],
+    input_ids: &'a mut [i64],
+    positions: &'a mut [i64],
+    out_cache_loc: &'a mut [i64],
+    table_updates: &'a mut [i64],
 }
 
-impl<'a> Block<'a> {
-    fn new(layout: &'a Layout, bytes: &'a mut [u8]) -> Result<Self, StageError> {
-        if bytes.len() < layout.bytes() {
-            return Err(StageError::BlockSize {
-                found: bytes.len(),
-                needed: layout.bytes(),
-            });
+impl<'a> Arrays<'a> {
+    fn of(layout: &Layout, block: &'a mut [u8]) -> Result<Self, StageError> {
+        let (found, needed) = (block.len(), layout.bytes());
+        if found < needed {
+            return Err(StageError::BlockSize { found, needed });
         }
-        bytemuck::try_cast_slice::<u8, u64>(&bytes[..8]).map_err(StageError::Alignment)?;
-        Ok(Self { layout, bytes })
+        bytemuck::try_cast_slice::<u8, u64>(&block[..8]).map_err(StageError::Alignment)?;
+        let mut rest = Rest {
+            layout,
+            at: 0,
+            block,
+        };
+        // In the order of the layout.
+        Ok(Self {
+            slot_rows: rest.take(FieldId::SlotRows),
+            temperatures: rest.take(FieldId::Temperatures),
+            top_ps: rest.take(FieldId::TopPs),
+            min_ps: rest.take(FieldId::MinPs),
+            uniforms: rest.take(FieldId::Uniforms),
+            top_ks: rest.take(FieldId::TopKs),
+            req_pool_indices: rest.take(FieldId::ReqPoolIndices),
+            seq_lens: rest.take(FieldId::SeqLens),
+            extend_prefix_lens: rest.take(FieldId::ExtendPrefixLens),
+            extend_seq_lens: rest.take(FieldId::ExtendSeqLens),
+            extend_start_loc: rest.take(FieldId::ExtendStartLoc),
+            input_ids: rest.take(FieldId::InputIds),
+            positions: rest.take(FieldId::Positions),
+            out_cache_loc: rest.take(FieldId::OutCacheLoc),
+            table_updates: rest.take(FieldId::TableUpdates),
+        })
     }
+}
 
-    /// The whole capacity of one array.
-    fn array<T: Pod>(&mut self, id: FieldId) -> &mut [T] {
+/// The part of a block from `at` on.
+struct Rest<'a, 'l> {
+    layout: &'l Layout,
+    at: usize,
+    block: &'a mut [u8],
+}
+
+impl<'a> Rest<'a, '_> {
+    fn take<T: Pod>(&mut self, id: FieldId) -> &'a mut [T] {
         let field = self.layout.field(id);
         debug_assert_eq!(field.dtype.size(), size_of::<T>());
-        bytemuck::cast_slice_mut(
-            &mut self.bytes[field.offset..][..field.capacity * field.dtype.size()],
-        )
+        let end = field.offset + field.capacity * size_of::<T>();
+        let (head, tail) = std::mem::take(&mut self.block).split_at_mut(end - self.at);
+        let array = &mut head[field.offset - self.at..];
+        (self.block, self.at) = (tail, end);
+        bytemuck::cast_slice_mut(array)
     }
 }
 
@@ -164,46 +208,59 @@ impl Planner {
     /// # Errors
     /// [`StageError`] when the block does not fit the layout.
     pub fn stage(&mut self, block: &mut [u8]) -> Result<Option<Pass>, StageError> {
-        let Some(segments) = self.passes.get(self.stage.next_pass).cloned() else {
+        let Some(range) = self.passes.get(self.stage.next_pass).cloned() else {
             return Ok(None);
         };
-        let mut block = Block::new(&self.layout, block)?;
-        let segments = &self.segments[segments];
-        let updates = stage_requests(
-            &mut block,
+        let mut arrays = Arrays::of(&self.layout, block)?;
+        let updates = self.stage_updates(range.clone(), arrays.table_updates);
+        let segments = &self.segments[range];
+        stage_requests(&mut arrays, segments, &self.requests);
+        let tokens = stage_tokens(&mut arrays, segments, &self.token_ids, &self.positions);
+        self.stage.write_storage(
             &self.limits,
+            &self.table,
             segments,
             &self.requests,
-            &self.pages,
-            &mut self.stage,
+            arrays.out_cache_loc,
         );
-        let tokens = stage_tokens(&mut block, segments, &self.token_ids, &self.positions);
-        stage_storage(
-            &mut block,
-            &self.limits,
-            segments,
-            &self.requests,
-            &self.pages,
-            &mut self.stage,
-        );
-        collect_slots(
-            &mut self.stage,
-            &self.limits,
-            segments,
-            &self.requests,
-            &self.slots,
-        );
+        self.stage
+            .collect_slots(&self.limits, segments, &self.requests, &self.slots);
         self.stage.next_pass += 1;
+        let seq_lens = &arrays.seq_lens[..segments.len()];
         Ok(Some(Pass {
             tokens,
             requests: segments.len(),
             decode: segments.iter().all(|segment| segment.len == 1),
-            seq_lens_sum: block.array::<i64>(FieldId::SeqLens)[..segments.len()]
-                .iter()
-                .sum::<i64>() as u64,
+            seq_lens_sum: seq_lens.iter().sum::<i64>() as u64,
             updates,
             slots: self.stage.pass_slots.len(),
         }))
+    }
+
+    /// Writes the block-table changes of the requests that begin in these segments; returns their number.
+    fn stage_updates(&mut self, segments: Range<usize>, out: &mut [i64]) -> usize {
+        let mut count = 0;
+        for segment in &self.segments[segments] {
+            let request = &self.requests[segment.request];
+            if segment.start != request.rows.start {
+                continue;
+            }
+            let row = request.table_row;
+            if !request.spilled.is_empty() {
+                let pages = &self.spilled[request.spilled.clone()];
+                let matching = self.table.matching(row, pages);
+                self.table.update(row, pages, matching, |column, page| {
+                    let update = self.limits.table_update(row, column, page);
+                    out[2 * count..][..2].copy_from_slice(&update);
+                    count += 1;
+                });
+                continue;
+            }
+            let updates = self.updates[request.updates.clone()].as_flattened();
+            out[2 * count..][..updates.len()].copy_from_slice(updates);
+            count += updates.len() / 2;
+        }
+        count
     }
 
     /// Writes the next group of sampling slots of the current pass into `block`; `None` when all are done.
@@ -212,32 +269,29 @@ impl Planner {
     /// [`StageError`] when the block does not fit the layout.
     pub fn stage_slots(&mut self, block: &mut [u8]) -> Result<Option<SlotGroup>, StageError> {
         let first = self.stage.next_slot;
-        let end = self
-            .stage
-            .pass_slots
-            .len()
-            .min(first + self.limits.max_slots as usize);
+        let most = first + self.limits.max_slots as usize;
+        let end = self.stage.pass_slots.len().min(most);
         if first == end {
             return Ok(None);
         }
-        let mut block = Block::new(&self.layout, block)?;
+        let mut arrays = Arrays::of(&self.layout, block)?;
         let base = self.segments[self.passes[self.stage.next_pass - 1].start].start;
         let mut group = SlotGroup::default();
         for (entry, &slot) in self.stage.pass_slots[first..end].iter().enumerate() {
             let slot = &self.slots[slot];
-            match slot.sampler.class(self.limits.vocab_size) {
+            match slot.class {
                 SamplerClass::Greedy => group.greedy += 1,
                 SamplerClass::Plain => group.plain += 1,
                 SamplerClass::Filtered => group.filtered += 1,
             }
-            stage_slot(&mut block, entry, slot, base);
+            arrays.put_slot(entry, slot, base);
         }
         self.stage.group = first..end;
         self.stage.next_slot = end;
         Ok(Some(group))
     }
 
-    /// Takes the tokens sampled for the last staged group, in the group's order.
+    /// Takes the tokens of the last staged slot group, in its order.
     ///
     /// # Errors
     /// [`StageError`] when their number or a value cannot be right.
@@ -260,127 +314,99 @@ impl Planner {
     }
 }
 
-fn stage_requests(
-    block: &mut Block<'_>,
-    limits: &Limits,
-    segments: &[Segment],
-    requests: &[Request],
-    pages: &[u32],
-    stage: &mut Stage,
-) -> usize {
+fn stage_requests(arrays: &mut Arrays<'_>, segments: &[Segment], requests: &[Request]) {
     let mut start = 0;
-    let mut updates = 0;
-    for (row, segment) in segments.iter().enumerate() {
+    for (entry, segment) in segments.iter().enumerate() {
         let request = &requests[segment.request];
         let prefix = request.prefix as usize + (segment.start - request.rows.start);
         // Row 0 of the engine's table belongs to padding.
-        block.array::<i64>(FieldId::ReqPoolIndices)[row] = row as i64 + 1;
-        block.array::<i64>(FieldId::SeqLens)[row] = (prefix + segment.len) as i64;
-        block.array::<i32>(FieldId::ExtendPrefixLens)[row] = prefix as i32;
-        block.array::<i32>(FieldId::ExtendSeqLens)[row] = segment.len as i32;
-        block.array::<i32>(FieldId::ExtendStartLoc)[row] = start as i32;
+        arrays.req_pool_indices[entry] = request.table_row as i64 + 1;
+        arrays.seq_lens[entry] = (prefix + segment.len) as i64;
+        arrays.extend_prefix_lens[entry] = prefix as i32;
+        arrays.extend_seq_lens[entry] = segment.len as i32;
+        arrays.extend_start_loc[entry] = start as i32;
         start += segment.len;
-        let first_entry = (row as i64 + 1) * i64::from(limits.row_pages);
-        stage
-            .table
-            .update(row, &pages[request.pages.clone()], |column, page| {
-                let update = &mut block.array::<i64>(FieldId::TableUpdates)[2 * updates..][..2];
-                update.copy_from_slice(&[
-                    first_entry + column as i64,
-                    i64::from(limits.first_slot(page)),
-                ]);
-                updates += 1;
-            });
     }
-    updates
 }
 
 fn stage_tokens(
-    block: &mut Block<'_>,
+    arrays: &mut Arrays<'_>,
     segments: &[Segment],
     token_ids: &[u32],
     positions: &[u32],
 ) -> usize {
     // Segments of a pass are consecutive rows: requests without rows leave no gap.
-    let rows =
-        segments[0].start..segments[segments.len() - 1].start + segments[segments.len() - 1].len;
-    let count = rows.len();
-    for (id, source) in [
-        (FieldId::InputIds, token_ids),
-        (FieldId::Positions, positions),
-    ] {
-        for (target, &value) in block.array::<i64>(id)[..count]
-            .iter_mut()
-            .zip(&source[rows.clone()])
-        {
+    let last = &segments[segments.len() - 1];
+    let rows = segments[0].start..last.start + last.len;
+    let widen = |target: &mut [i64], source: &[u32]| {
+        for (target, &value) in target.iter_mut().zip(source) {
             *target = i64::from(value);
         }
-    }
-    count
+    };
+    widen(arrays.input_ids, &token_ids[rows.clone()]);
+    widen(arrays.positions, &positions[rows.clone()]);
+    rows.len()
 }
 
-/// Storage slots, last row first: when two rows name one slot, the later row keeps it and the earlier one writes into
-/// the padding page.
-fn stage_storage(
-    block: &mut Block<'_>,
-    limits: &Limits,
-    segments: &[Segment],
-    requests: &[Request],
-    pages: &[u32],
-    stage: &mut Stage,
-) {
-    let pass = stage.number_pass();
-    let base = segments[0].start;
-    let out = block.array::<i64>(FieldId::OutCacheLoc);
-    for segment in segments.iter().rev() {
-        let request = &requests[segment.request];
-        let pages = &pages[request.pages.clone()];
-        let prefix = request.prefix as usize + (segment.start - request.rows.start);
-        for offset in (0..segment.len).rev() {
-            let index = prefix + offset;
-            let page = pages[index / limits.page_size as usize];
-            let slot = limits.first_slot(page) as usize + index % limits.page_size as usize;
-            let taken = stage.writers[slot] == pass;
-            stage.writers[slot] = pass;
-            out[segment.start - base + offset] = if taken { 0 } else { slot as i64 };
+impl Stage {
+    /// Storage slots, last row first: when two rows name one slot, the later row keeps it and the earlier one writes
+    /// into the padding page.
+    fn write_storage(
+        &mut self,
+        limits: &Limits,
+        table: &BlockTable,
+        segments: &[Segment],
+        requests: &[Request],
+        out: &mut [i64],
+    ) {
+        let pass = self.number_pass();
+        let base = segments[0].start;
+        let page_size = limits.page_size as usize;
+        for segment in segments.iter().rev() {
+            let request = &requests[segment.request];
+            let pages = table.pages(request.table_row);
+            let prefix = request.prefix as usize + (segment.start - request.rows.start);
+            let out = &mut out[segment.start - base..][..segment.len];
+            for (index, out) in (prefix..prefix + segment.len).zip(out).rev() {
+                let slot = limits.first_slot(pages[index / page_size]) as usize + index % page_size;
+                let taken = self.writers[slot] == pass;
+                self.writers[slot] = pass;
+                *out = if taken { 0 } else { slot as i64 };
+            }
+        }
+    }
+
+    fn collect_slots(
+        &mut self,
+        limits: &Limits,
+        segments: &[Segment],
+        requests: &[Request],
+        slots: &[Slot],
+    ) {
+        self.pass_slots.clear();
+        self.next_slot = 0;
+        self.group = 0..0;
+        for segment in segments {
+            let rows = segment.start..segment.start + segment.len;
+            let own = requests[segment.request].slots.clone();
+            self.pass_slots
+                .extend(own.filter(|&slot| rows.contains(&slots[slot].row)));
+        }
+        for group in self.pass_slots.chunks_mut(limits.max_slots as usize) {
+            group.sort_unstable_by_key(|&slot| (slots[slot].class as u8, slot));
         }
     }
 }
 
-fn collect_slots(
-    stage: &mut Stage,
-    limits: &Limits,
-    segments: &[Segment],
-    requests: &[Request],
-    slots: &[Slot],
-) {
-    stage.pass_slots.clear();
-    stage.next_slot = 0;
-    stage.group = 0..0;
-    for segment in segments {
-        let rows = segment.start..segment.start + segment.len;
-        let own = requests[segment.request].slots.clone();
-        stage
-            .pass_slots
-            .extend(own.filter(|&slot| rows.contains(&slots[slot].row)));
+impl Arrays<'_> {
+    fn put_slot(&mut self, entry: usize, slot: &Slot, base: usize) {
+        let sampler = slot.sampler;
+        let greedy = slot.class == SamplerClass::Greedy;
+        self.slot_rows[entry] = (slot.row - base) as i64;
+        self.temperatures[entry] = if greedy { 1.0 } else { sampler.temperature };
+        self.top_ps[entry] = sampler.top_p;
+        self.min_ps[entry] = sampler.min_p;
+        self.uniforms[entry] = slot.uniform;
+        self.top_ks[entry] = sampler.top_k as i32;
     }
-    for group in stage.pass_slots.chunks_mut(limits.max_slots as usize) {
-        group.sort_unstable_by_key(|&slot| {
-            (slots[slot].sampler.class(limits.vocab_size) as u8, slot)
-        });
-    }
-}
-
-fn stage_slot(block: &mut Block<'_>, entry: usize, slot: &Slot, base: usize) {
-    let sampler = slot.sampler;
-    block.array::<i64>(FieldId::SlotRows)[entry] = (slot.row - base) as i64;
-    block.array::<f32>(FieldId::Temperatures)[entry] = if sampler.temperature > 0.0 {
-        sampler.temperature
-    } else {
-        1.0
-    };
-    block.array::<f32>(FieldId::TopPs)[entry] = sampler.top_p;
-    block.array::<f32>(FieldId::MinPs)[entry] = sampler.min_p;
-    block.array::<f32>(FieldId::Uniforms)[entry] = slot.uniform;
-    block.array::<i32>(FieldId::TopKs)[entry] = sampler.top_k as i32;
 }

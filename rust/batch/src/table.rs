@@ -1,48 +1,194 @@
-//! The host's mirror of the device's block table: only entries that differ travel.
+//! The host's mirror of the device's block table: which context a row was last used for, and which pages the row names.
+//! Only entries that differ travel.
+//!
+//! A context finds its row again by its id, so that its pages need not be sent anew when its place in the batch changes.
+//! Ids only make that likely: a row's pages are compared with the frame's before they are relied on.
+
+use rustc_hash::{FxBuildHasher, FxHashMap};
 
 use crate::Limits;
 
-/// For each row, the pages that the device's row names.
-#[derive(Debug, Default)]
+/// Context id of requests that name none.
+const ANONYMOUS: u64 = 0;
+
+#[derive(Debug, Clone, Default)]
+struct Row {
+    context: u64,
+    /// What the device's row names; entries behind a shorter list stay, they may be right again later.
+    pages: Vec<u32>,
+    /// Number of the last frame that used the row.
+    used: u64,
+    /// Neighbours in the order of use.
+    older: usize,
+    newer: usize,
+}
+
+/// A row for each request of a pass.
+#[derive(Debug)]
 pub(crate) struct BlockTable {
-    rows: Vec<Vec<u32>>,
+    /// One more than there are: the last one links the newest row with the oldest.
+    rows: Vec<Row>,
+    by_context: FxHashMap<u64, usize>,
+    /// The rows of this frame's requests so far, then those of the last frame: the next request most likely wants the
+    /// row that its predecessor had.
+    order: Vec<usize>,
+    /// Requests of this frame that have a row.
+    taken: usize,
+    frame: u64,
 }
 
 impl BlockTable {
     pub(crate) fn new(limits: &Limits) -> Self {
+        let count = limits.max_requests as usize;
+        // Twice the entries, so that removed ones are cleared away in place.
+        let by_context = FxHashMap::with_capacity_and_hasher(2 * count, FxBuildHasher);
+        let rows = (0..=count).map(|row| Row {
+            older: row.checked_sub(1).unwrap_or(count),
+            newer: if row == count { 0 } else { row + 1 },
+            ..Row::default()
+        });
         Self {
-            rows: vec![Vec::new(); limits.max_requests as usize],
+            rows: rows.collect(),
+            by_context,
+            order: Vec::with_capacity(count),
+            taken: 0,
+            frame: 0,
         }
     }
 
-    /// Makes `row` name `pages` and reports each `(column, page)` that changed.
+    /// Number of rows.
+    fn len(&self) -> usize {
+        self.rows.len() - 1
+    }
+
+    /// Frees every row for the requests of a new frame.
+    pub(crate) fn start_frame(&mut self) {
+        self.frame += 1;
+        self.taken = 0;
+    }
+
+    /// A free row for the next request, that of its context if there is one; `None` when this frame has used all.
+    pub(crate) fn find(&self, context: u64) -> Option<usize> {
+        if self.taken >= self.len() {
+            return None;
+        }
+        let free = |row: &Row| row.used != self.frame;
+        let expected = self.order.get(self.taken).copied();
+        let expected = expected.filter(|&row| {
+            let row = &self.rows[row];
+            row.context == context && free(row)
+        });
+        let named = || {
+            let row = self.by_context.get(&context).copied();
+            row.filter(|&row| free(&self.rows[row]))
+        };
+        // Rows of this frame are newer than all others, so the oldest is free.
+        let oldest = || self.rows[self.len()].newer;
+        Some(expected.or_else(named).unwrap_or_else(oldest))
+    }
+
+    /// How many entries of `pages` the row names already, from the first on.
+    pub(crate) fn matching(&self, row: usize, pages: &[u32]) -> usize {
+        common_prefix(&self.rows[row].pages, pages)
+    }
+
+    /// Gives `row` to the next request of the frame.
+    pub(crate) fn take(&mut self, row: usize, context: u64) {
+        self.rows[row].used = self.frame;
+        self.make_newest(row);
+        self.rename(row, context);
+        match self.order.get_mut(self.taken) {
+            Some(place) => *place = row,
+            None => self.order.push(row),
+        }
+        self.taken += 1;
+    }
+
+    fn make_newest(&mut self, row: usize) {
+        let Row { older, newer, .. } = self.rows[row];
+        self.rows[older].newer = newer;
+        self.rows[newer].older = older;
+        let end = self.len();
+        let newest = std::mem::replace(&mut self.rows[end].older, row);
+        self.rows[newest].newer = row;
+        (self.rows[row].older, self.rows[row].newer) = (newest, end);
+    }
+
+    /// A row for one request more than there are rows. It is that of the request as many places before, which no pass
+    /// holds together with this one; update it when its turn has come.
+    pub(crate) fn take_over(&mut self) -> usize {
+        let row = self.order[self.taken - self.len()];
+        self.order.truncate(self.taken);
+        self.order.push(row);
+        self.taken += 1;
+        row
+    }
+
+    /// Notes that `row` is now used for `context`.
+    fn rename(&mut self, row: usize, context: u64) {
+        let old = std::mem::replace(&mut self.rows[row].context, context);
+        if old == context {
+            return;
+        }
+        if self.by_context.get(&old) == Some(&row) {
+            self.by_context.remove(&old);
+        }
+        if context != ANONYMOUS {
+            self.by_context.insert(context, row);
+        }
+    }
+
+    /// Makes `row` name `pages`, of which the first `matching` are known to agree, and reports each `(column, page)`
+    /// that changed.
     pub(crate) fn update(
         &mut self,
         row: usize,
         pages: &[u32],
+        matching: usize,
         mut changed: impl FnMut(usize, u32),
     ) {
-        let mirror = &mut self.rows[row];
-        let same = common_prefix(mirror, pages);
-        for (column, &page) in pages.iter().enumerate().skip(same) {
-            if mirror.get(column) != Some(&page) {
-                changed(column, page);
+        let mirror = &mut self.rows[row].pages;
+        for (column, &page) in pages.iter().enumerate().skip(matching) {
+            match mirror.get_mut(column) {
+                Some(entry) if *entry == page => continue,
+                Some(entry) => *entry = page,
+                None => mirror.push(page),
             }
+            changed(column, page);
         }
-        // Entries behind `pages` are still on the device: keep them, they may be right again later.
-        let kept = mirror.len().min(pages.len());
-        mirror[same..kept].copy_from_slice(&pages[same..kept]);
-        mirror.extend_from_slice(&pages[kept..]);
+    }
+
+    /// The pages of a row; those of its request come first.
+    pub(crate) fn pages(&self, row: usize) -> &[u32] {
+        &self.rows[row].pages
     }
 
     /// Forgets what the device holds: after a failed pass its state is unknown.
     pub(crate) fn forget(&mut self) {
-        self.rows.iter_mut().for_each(Vec::clear);
+        self.rows.iter_mut().for_each(|row| row.pages.clear());
     }
 }
 
 fn common_prefix(a: &[u32], b: &[u32]) -> usize {
-    a.iter().zip(b).take_while(|(a, b)| a == b).count()
+    const BLOCK: usize = 64;
+    let most = a.len().min(b.len());
+    let (a, b) = (&a[..most], &b[..most]);
+    // Whole slices are compared far faster than their elements.
+    if a == b {
+        return most;
+    }
+    let equal_blocks = a
+        .chunks(BLOCK)
+        .zip(b.chunks(BLOCK))
+        .take_while(|(a, b)| a == b)
+        .count();
+    let start = equal_blocks * BLOCK;
+    start
+        + a[start..]
+            .iter()
+            .zip(&b[start..])
+            .take_while(|(a, b)| a == b)
+            .count()
 }
 
 #[cfg(test)]
@@ -50,24 +196,142 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
+    const ROWS: usize = 4;
+
+    fn table() -> BlockTable {
+        let limits = Limits {
+            page_size: 1,
+            total_pages: 1,
+            vocab_size: 1,
+            max_positions: 1,
+            row_pages: 12,
+            max_requests: ROWS as u32,
+            chunk_tokens: 1,
+            max_slots: 1,
+        };
+        BlockTable::new(&limits)
+    }
+
+    /// One frame of `(context, pages)`; returns the row of each and how many entries travelled.
+    fn frame(table: &mut BlockTable, requests: &[(u64, Vec<u32>)]) -> (Vec<usize>, usize) {
+        table.start_frame();
+        let mut rows = Vec::new();
+        let mut updates = 0;
+        for (context, pages) in requests {
+            let row = table
+                .find(*context)
+                .unwrap_or_else(|| panic!("{rows:?} leave a row"));
+            let matching = table.matching(row, pages);
+            table.take(row, *context);
+            table.update(row, pages, matching, |_, _| updates += 1);
+            rows.push(row);
+        }
+        (rows, updates)
+    }
+
+    #[test]
+    fn contexts_keep_their_rows_when_their_places_change() {
+        let mut table = table();
+        let context = |id: u64| (id, vec![id as u32; 5]);
+        let (before, updates) = frame(&mut table, &[context(7), context(8), context(9)]);
+        assert_eq!(updates, 15);
+        let (after, updates) = frame(&mut table, &[context(9), context(7)]);
+        assert_eq!((after, updates), (vec![before[2], before[0]], 0));
+        // A newcomer takes the row that was never used, not that of the context which only paused.
+        let (all, updates) = frame(
+            &mut table,
+            &[context(5), context(8), context(9), context(7)],
+        );
+        assert_eq!(all[1..], [before[1], before[2], before[0]]);
+        assert_eq!(updates, 5);
+    }
+
+    #[test]
+    fn the_longest_unused_row_is_taken_first() {
+        let mut table = table();
+        let context = |id: u64| (id, vec![id as u32]);
+        frame(&mut table, &[1, 2, 3, 4].map(context));
+        let (rows, _) = frame(&mut table, &[1, 2, 4].map(context));
+        let three = (0..ROWS).find(|row| !rows.contains(row));
+        frame(&mut table, &[1, 2, 4].map(context));
+        let (newcomer, _) = frame(&mut table, &[5].map(context));
+        assert_eq!(Some(newcomer[0]), three, "{rows:?}");
+    }
+
+    #[test]
+    fn a_context_that_stands_twice_has_two_rows() {
+        let mut table = table();
+        let (rows, _) = frame(&mut table, &[(3, vec![1, 2]), (3, vec![1, 5])]);
+        assert_ne!(rows[0], rows[1]);
+        let (again, updates) = frame(&mut table, &[(3, vec![1, 2]), (3, vec![1, 5])]);
+        assert_eq!((again, updates), (rows, 0));
+    }
+
+    #[test]
+    fn requests_without_a_context_keep_their_places() {
+        let mut table = table();
+        let pages = |first| (ANONYMOUS, vec![first, 4, 4]);
+        let (rows, _) = frame(&mut table, &[pages(1), pages(2), pages(3)]);
+        let (again, updates) = frame(&mut table, &[pages(1), pages(2), pages(9)]);
+        assert_eq!((again, updates), (rows, 1));
+    }
+
+    #[test]
+    fn prefixes() {
+        for (length, differs) in [
+            (0, 0),
+            (3, 1),
+            (64, 63),
+            (64, 64),
+            (65, 64),
+            (200, 128),
+            (200, 199),
+        ] {
+            let a: Vec<u32> = (0..length).collect();
+            let mut b = a.clone();
+            b.extend([7; 3]);
+            assert_eq!(common_prefix(&a, &b), length as usize);
+            if let Some(entry) = b.get_mut(differs).filter(|_| differs < length as usize) {
+                *entry ^= 1;
+                assert_eq!(common_prefix(&a, &b), differs);
+                assert_eq!(common_prefix(&b, &a), differs);
+            }
+        }
+    }
+
     proptest! {
-        /// A device that only ever sees the reported changes names the right pages after every update.
+        /// A device that only ever sees the reported changes names the right pages for every request of every frame,
+        /// with a row of its own for each, and nothing travels twice.
         #[test]
         fn changes_alone_keep_the_device_true(
-            updates in proptest::collection::vec((0_usize..3, proptest::collection::vec(0_u32..6, 0..12), any::<bool>()), 1..40),
+            frames in proptest::collection::vec(
+                (proptest::collection::vec((0_u64..7, proptest::collection::vec(0_u32..3, 0..12)), 0..=ROWS), any::<bool>()), 1..40),
         ) {
-            let mut mirror = BlockTable { rows: vec![Vec::new(); 3] };
-            let mut device = vec![vec![u32::MAX; 12]; 3];
-            for (row, pages, lost) in updates {
+            let mut table = table();
+            let mut device = vec![vec![u32::MAX; 12]; ROWS];
+            for (requests, lost) in frames {
                 if lost {
-                    mirror.forget();
-                    device[row].fill(u32::MAX);
+                    table.forget();
+                    device = vec![vec![u32::MAX; 12]; ROWS];
                 }
-                mirror.update(row, &pages, |column, page| device[row][column] = page);
-                prop_assert_eq!(&device[row][..pages.len()], &pages[..]);
-                let mut again = 0;
-                mirror.update(row, &pages, |_, _| again += 1);
-                prop_assert_eq!(again, 0);
+                table.start_frame();
+                let mut used = Vec::new();
+                for (context, pages) in &requests {
+                    let row = table.find(*context).expect("no more requests than rows");
+                    let matching = table.matching(row, pages);
+                    table.take(row, *context);
+                    table.update(row, pages, matching, |column, page| {
+                        assert_ne!(device[row][column], page);
+                        device[row][column] = page;
+                    });
+                    prop_assert_eq!(&table.pages(row)[..pages.len()], &pages[..]);
+                    prop_assert!(!used.contains(&row));
+                    used.push(row);
+                }
+                for (row, (_, pages)) in used.iter().zip(&requests) {
+                    prop_assert_eq!(&device[*row][..pages.len()], &pages[..]);
+                }
+                prop_assert_eq!(table.find(1).is_none(), requests.len() == ROWS);
             }
         }
     }

@@ -4,8 +4,8 @@ mod common;
 
 use std::collections::HashSet;
 
-use common::builder::{GREEDY, ROOMY, Req, decode, frame};
-use common::device::Device;
+use common::builder::{Encoded, GREEDY, ROOMY, Req, decode, frame};
+use common::device::{DRIVER, Device};
 use common::generate::{self, VOCAB};
 use common::naive::{Plan, Slot};
 use pie_batch::Limits;
@@ -190,4 +190,36 @@ fn only_changed_table_entries_travel() {
     assert_eq!(updates(&mut device, &[prompt]), [1, 0, 0]);
     device.lose_table();
     assert_eq!(updates(&mut device, &[long(8)]), [3]);
+}
+
+#[test]
+fn a_context_keeps_its_entries_when_its_place_changes() {
+    let mut device = Device::new(ROOMY);
+    let requests: Vec<_> = (0..8).map(|r| decode(40, 1, &[r, r + 8, r + 16])).collect();
+    let run = |device: &mut Device, order: &[usize]| {
+        let chosen: Vec<_> = order.iter().map(|&r| requests[r].clone()).collect();
+        let mut frame = frame(&chosen);
+        frame.context_ids = order.iter().map(|&r| 100 + r as u64).collect();
+        device.compute(&frame, |_, _| 0);
+        device.last_updates[0]
+    };
+    assert_eq!(run(&mut device, &[0, 1, 2, 3]), 12);
+    assert_eq!(run(&mut device, &[3, 1, 0]), 0);
+    assert_eq!(run(&mut device, &[5, 2, 1, 0, 3]), 3);
+    // An id that changed hands is no promise.
+    let mut other = frame(&[requests[7].clone()]);
+    other.context_ids = vec![103];
+    device.compute(&other, |_, _| 0);
+    assert_eq!(device.last_updates, [3]);
+}
+
+#[test]
+fn what_was_planned_but_not_staged_is_not_on_the_device() {
+    let mut device = Device::new(ROOMY);
+    let request = frame(&[decode(40, 1, &[5, 6, 7])]);
+    let encoded = Encoded::new(DRIVER, &request);
+    let planned = device.planner.plan(DRIVER, encoded.forward());
+    planned.expect("a sound frame");
+    device.compute(&request, |_, _| 0);
+    assert_eq!(device.last_updates, [3]);
 }

@@ -1,6 +1,6 @@
 //! A device that knows only what the staging block tells it, and compares all of it with the naive plan.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 
 use bytemuck::Pod;
 use pie_batch::{FieldId, Limits, Planner, Probes, SamplerClass};
@@ -258,6 +258,7 @@ impl Device {
         self.table.extend(changes);
         let row_pages = self.limits.row_pages as usize;
         let (mut start, mut sum) = (0, 0);
+        let mut table_rows = HashSet::new();
         for (row, segment) in segments.iter().enumerate() {
             let request = &plan.requests[segment.request];
             let prefix = request.rows[segment.rows.start].index;
@@ -265,13 +266,18 @@ impl Device {
             let all = row + 1;
             let last_i64 = |id| self.array::<i64>(id, all)[row];
             let last_i32 = |id| self.array::<i32>(id, all)[row];
-            assert_eq!(last_i64(FieldId::ReqPoolIndices), row as i64 + 1);
+            let table_row = last_i64(FieldId::ReqPoolIndices) as usize;
+            assert!((1..=self.limits.max_requests as usize).contains(&table_row));
+            assert!(
+                table_rows.insert(table_row),
+                "two requests share row {table_row}"
+            );
             assert_eq!(last_i64(FieldId::SeqLens), prefix as i64 + length as i64);
             assert_eq!(last_i32(FieldId::ExtendPrefixLens), prefix as i32);
             assert_eq!(last_i32(FieldId::ExtendSeqLens), length as i32);
             assert_eq!(last_i32(FieldId::ExtendStartLoc), start);
             for (column, &page) in request.pages.iter().enumerate() {
-                let entry = ((row + 1) * row_pages + column) as i64;
+                let entry = (table_row * row_pages + column) as i64;
                 let slot = i64::from(page + 1) * i64::from(self.limits.page_size);
                 assert_eq!(
                     self.table.get(&entry),
@@ -326,7 +332,9 @@ impl Device {
             let uniform = uniforms[entry];
             assert!((0.0..1.0).contains(&uniform), "{uniform}");
             self.uniforms.insert((slot.request, slot.number), uniform);
-            if let Some(key) = slot.key {
+            if slot.class == SamplerClass::Greedy {
+                assert_eq!(uniform.to_bits(), 0, "a greedy slot draws nothing");
+            } else if let Some(key) = slot.key {
                 let known = *self.seeded.entry(key).or_insert(uniform.to_bits());
                 assert_eq!(known, uniform.to_bits(), "{key:?}");
             }

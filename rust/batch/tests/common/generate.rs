@@ -246,9 +246,13 @@ fn break_request(request: &mut Req, flaw: Flaw, limits: Limits) {
 /// One frame for the given limits.
 fn forward(limits: Limits) -> impl Strategy<Value = ForwardRequest> {
     let flags = (any::<bool>(), any::<bool>(), proptest::bool::weighted(0.2));
-    (vec(request(limits), 0..7), flags).prop_map(|(requests, (user, elide, no_positions))| {
+    // Few contexts: they come back elsewhere, with other pages, twice in one frame, or as nobody (0).
+    let contexts = vec(0_u64..6, 7);
+    (vec(request(limits), 0..7), contexts, flags).prop_map(|(requests, contexts, flags)| {
+        let (user, elide, no_positions) = flags;
         let mut request = frame(&requests);
         request.has_user_mask = user;
+        request.context_ids = contexts[..requests.len()].to_vec();
         if no_positions {
             request.spec_position_ids.clear();
         }

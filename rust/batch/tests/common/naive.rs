@@ -125,9 +125,9 @@ fn request(limits: &Limits, frame: &ForwardRequest, r: usize) -> Request {
     );
     let kv_end = kv_end(limits, frame, r, &mut request.refused);
     masks(frame, r, kv_end, &mut request.refused);
-    if !request.refused.is_empty() {
+    let Some(kv_end) = kv_end.filter(|_| request.refused.is_empty()) else {
         return request;
-    }
+    };
     let first = kv_end - tokens.len() as u64;
     request.rows = all()
         .zip(&positions)
@@ -163,13 +163,13 @@ fn positions(frame: &ForwardRequest, r: usize, drafts: usize) -> Vec<u64> {
     all
 }
 
-/// KV length after the inputs; meaningless when a fault was added.
+/// KV length after the inputs; `None` when the page list and its last length give none that fits.
 fn kv_end(
     limits: &Limits,
     frame: &ForwardRequest,
     r: usize,
     faults: &mut BTreeSet<&'static str>,
-) -> u64 {
+) -> Option<u64> {
     let pages = part(&frame.kv_page_indices, &frame.kv_page_indptr, r);
     let inputs = i128::from(frame.qo_indptr[r + 1] - frame.qo_indptr[r]);
     let drafts = part(&frame.spec_token_ids, &frame.spec_indptr, r).len() as i128;
@@ -184,19 +184,24 @@ fn kv_end(
     );
     refuse(faults, !valid, "last-page-length");
     if pages.is_empty() || !valid {
-        return 0;
+        return None;
     }
     let end = (pages.len() as i128 - 1) * page_size + (length + drafts - 1) % page_size + 1;
-    refuse(faults, end - drafts < inputs, "geometry");
-    refuse(
-        faults,
+    let (short, long) = (
+        end - drafts < inputs,
         end > i128::from(limits.row_pages) * page_size,
-        "kv-length",
     );
-    u64::try_from(end - drafts).unwrap_or(0)
+    refuse(faults, short, "geometry");
+    refuse(faults, long, "kv-length");
+    (!short && !long).then_some((end - drafts) as u64)
 }
 
-fn masks(frame: &ForwardRequest, r: usize, kv_end: u64, faults: &mut BTreeSet<&'static str>) {
+fn masks(
+    frame: &ForwardRequest,
+    r: usize,
+    kv_end: Option<u64>,
+    faults: &mut BTreeSet<&'static str>,
+) {
     let rows = part(&frame.masks, &frame.mask_indptr, r);
     let positions = part(&frame.position_ids, &frame.qo_indptr, r);
     if !frame.has_user_mask || rows.is_empty() {
@@ -206,10 +211,8 @@ fn masks(frame: &ForwardRequest, r: usize, kv_end: u64, faults: &mut BTreeSet<&'
         faults.insert("mask-rows");
         return;
     }
-    if !faults.is_empty() {
-        // Without a geometry there is no causality to compare with.
-        return;
-    }
+    // Without a geometry there is no causality to compare with.
+    let Some(kv_end) = kv_end else { return };
     for (row, (mask, &position)) in rows.iter().zip(positions).enumerate() {
         let runs = &mask.buffer;
         let synthesized =
