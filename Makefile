@@ -10,10 +10,10 @@ BIN := $(VENV)/bin
 SOURCES := pyproject.toml Cargo.toml Cargo.lock README.md LICENSE \
     $(shell find rust python -type f \( -name '*.rs' -o -name '*.py' -o -name '*.pyi' -o -name '*.toml' \))
 WHEELS := target/wheels
-CHECKED := python/pie_driver_sglang tests tools benches/gpu
+CHECKED := python/pie_driver_sglang tests tools benches/gpu benches/peers
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-rust test-python bench lint format stubs wheel
+.PHONY: help demo test test-rust test-python bench counts lint format stubs wheel
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -29,12 +29,16 @@ test-rust:
 test-python: $(VENV)/.installed
 	$(BIN)/python -m pytest -q
 
-bench: ## Run the benchmarks and print their table; ARGS=ring/ for some of them, ARGS=--quick to try them out
+bench: $(VENV)/.dependencies ## Run the benchmarks and print their table; ARGS=ring/ for some of them, ARGS=--quick to try them out
 	cargo bench --manifest-path benches/Cargo.toml -- $(ARGS)
-	@cargo run --quiet --release --manifest-path benches/Cargo.toml -- $(filter --quick,$(ARGS))
+	@cargo run --quiet --release --manifest-path benches/Cargo.toml --bin report -- $(filter --quick,$(ARGS))
+
+counts: ## Count the instructions of the hot paths and hold them to benches/counts.json (needs valgrind)
+	@cargo run --quiet --release --manifest-path benches/Cargo.toml --no-default-features --bin counts -- $(ARGS)
 
 lint: $(VENV)/.installed ## Check format, lints, types, docs and the native module's stub
 	cargo fmt --all --check
+	cargo fmt --manifest-path benches/Cargo.toml --check
 	cargo clippy --workspace --all-targets --quiet -- -D warnings
 	RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps --quiet
 	$(BIN)/ruff check $(CHECKED)

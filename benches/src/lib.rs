@@ -1,10 +1,15 @@
 //! Frames for the benches, as the runtime sends them; timing and report.
 
+#[cfg(feature = "timing")]
 pub mod conditions;
+#[cfg(feature = "timing")]
+pub mod python;
+#[cfg(feature = "timing")]
 pub mod report;
+#[cfg(feature = "timing")]
 pub mod timing;
 
-use pie_batch::{Layout, Limits, Planner};
+use pie_batch::{FieldId, Layout, Limits, Planner};
 use pie_wire::{AdapterBinding, ForwardRequest, Frame, Payload, Sampler};
 
 /// Tokens of a page.
@@ -22,44 +27,136 @@ pub const LIMITS: Limits = Limits {
     max_slots: 512,
 };
 
+/// Pages that each context of a frame may use.
+const PAGES_PER_CONTEXT: u32 = 256;
+
+/// What one context brings to a frame.
+#[derive(Clone, Debug)]
+struct Turn {
+    /// Tokens stored before.
+    prefix: u32,
+    /// Tokens to compute; the last one is sampled.
+    tokens: u32,
+    sampler: Sampler,
+}
+
+const GREEDY: Sampler = Sampler::TopP {
+    temperature: 0.0,
+    p: 1.0,
+};
+
 /// `requests` contexts of `context` tokens that decode one token each, greedily. `step` moves them on.
 #[must_use]
 pub fn decode_frame(requests: u32, context: u32, step: u32) -> Frame {
-    let length = context + step;
-    let pages = length.div_ceil(PAGE_SIZE);
-    let indptr: Vec<u32> = (0..=requests).collect();
+    let turn = Turn {
+        prefix: context + step - 1,
+        tokens: 1,
+        sampler: GREEDY,
+    };
+    frame(&vec![turn; requests as usize])
+}
+
+/// A prompt of `tokens` tokens.
+#[must_use]
+pub fn prefill_frame(tokens: u32) -> Frame {
+    frame(&[Turn {
+        prefix: 0,
+        tokens,
+        sampler: GREEDY,
+    }])
+}
+
+/// 60 contexts that decode with samplers of every kind, and 4 prompts that come in chunks of 512 tokens.
+#[must_use]
+pub fn mixed_frame(step: u32) -> Frame {
+    let samplers = [
+        GREEDY,
+        Sampler::TopP {
+            temperature: 0.7,
+            p: 0.9,
+        },
+        Sampler::Multinomial {
+            temperature: 1.0,
+            seed: 42,
+        },
+        Sampler::TopKTopP {
+            temperature: 0.8,
+            k: 40,
+            p: 0.95,
+        },
+        Sampler::MinP {
+            temperature: 1.1,
+            p: 0.05,
+        },
+    ];
+    let decode = samplers
+        .iter()
+        .cycle()
+        .zip(0..60)
+        .map(|(sampler, context)| Turn {
+            prefix: 300 + 40 * context + step,
+            tokens: 1,
+            sampler: sampler.clone(),
+        });
+    let prefill = Turn {
+        prefix: 512 * (step % 4),
+        tokens: 512,
+        sampler: GREEDY,
+    };
+    frame(&decode.chain(vec![prefill; 4]).collect::<Vec<_>>())
+}
+
+fn frame(turns: &[Turn]) -> Frame {
+    let count = turns.len();
+    let one_each: Vec<u32> = (0..=count as u32).collect();
+    let none: Vec<u32> = vec![0; count + 1];
+    let ends = |length: &dyn Fn(&Turn) -> u32| {
+        let ends = turns.iter().scan(0, |end, turn| {
+            *end += length(turn);
+            Some(*end)
+        });
+        std::iter::once(0).chain(ends).collect::<Vec<u32>>()
+    };
+    let end = |turn: &Turn| turn.prefix + turn.tokens;
+    let pages = |turn: &Turn| end(turn).div_ceil(PAGE_SIZE);
+    let first_pages = (0..).step_by(PAGES_PER_CONTEXT as usize);
     Frame {
         driver_id: 0,
         payload: Payload::Forward(ForwardRequest {
-            token_ids: vec![100; requests as usize],
-            position_ids: vec![length - 1; requests as usize],
-            kv_page_indices: (0..requests)
-                .flat_map(|r| r * 160..r * 160 + pages)
+            token_ids: turns
+                .iter()
+                .flat_map(|turn| (0..turn.tokens).map(|token| 100 + token % 999))
                 .collect(),
-            kv_page_indptr: (0..=requests).map(|r| r * pages).collect(),
-            kv_last_page_lens: vec![(length - 1) % PAGE_SIZE + 1; requests as usize],
-            qo_indptr: indptr.clone(),
-            mask_indptr: vec![0; requests as usize + 1],
-            logit_mask_indptr: vec![0; requests as usize + 1],
-            sampling_indices: vec![0; requests as usize],
-            sampling_indptr: indptr.clone(),
-            samplers: vec![
-                Sampler::TopP {
-                    temperature: 0.0,
-                    p: 1.0
-                };
-                requests as usize
-            ],
-            sampler_indptr: indptr,
-            adapter_bindings: vec![AdapterBinding::NONE; requests as usize],
-            spec_indptr: vec![0; requests as usize + 1],
-            output_spec_flags: vec![false; requests as usize],
-            context_ids: (1..=u64::from(requests)).collect(),
-            single_token_mode: true,
-            image_indptr: vec![0; requests as usize + 1],
+            position_ids: turns
+                .iter()
+                .flat_map(|turn| turn.prefix..end(turn))
+                .collect(),
+            kv_page_indices: turns
+                .iter()
+                .zip(first_pages)
+                .flat_map(|(turn, first)| first..first + pages(turn))
+                .collect(),
+            kv_page_indptr: ends(&pages),
+            kv_last_page_lens: turns
+                .iter()
+                .map(|turn| (end(turn) - 1) % PAGE_SIZE + 1)
+                .collect(),
+            qo_indptr: ends(&|turn| turn.tokens),
+            mask_indptr: none.clone(),
+            logit_mask_indptr: none.clone(),
+            sampling_indices: turns.iter().map(|turn| turn.tokens - 1).collect(),
+            sampling_indptr: one_each.clone(),
+            samplers: turns.iter().map(|turn| turn.sampler.clone()).collect(),
+            sampler_indptr: one_each,
+            adapter_bindings: vec![AdapterBinding::NONE; count],
+            spec_indptr: none.clone(),
+            output_spec_flags: vec![false; count],
+            context_ids: (1..=count as u64).collect(),
+            single_token_mode: turns.iter().all(|turn| turn.tokens == 1),
+            image_indptr: none.clone(),
             image_pixel_indptr: vec![0],
             image_mrope_indptr: vec![0],
-            audio_indptr: vec![0; requests as usize + 1],
+            audio_indptr: none,
             audio_feature_indptr: vec![0],
             ..ForwardRequest::default()
         }),
@@ -115,18 +212,21 @@ impl Default for HostPath {
             planner: Planner::new(LIMITS, 42),
             block: vec![0; bytes.div_ceil(8)],
             response: vec![0; 4 << 20],
-            tokens: Vec::new(),
+            tokens: vec![TOKEN; LIMITS.max_slots as usize],
             dropped: Vec::new(),
         }
     }
 }
 
+/// The token that every slot samples.
+pub const TOKEN: i64 = 7;
+
 impl HostPath {
-    /// Request bytes to response bytes; every slot samples `token`.
+    /// Request bytes to response bytes; every slot samples [`TOKEN`].
     ///
     /// # Panics
     /// When the frame is not a forward that the planner takes.
-    pub fn run(&mut self, request: &[u8], token: i64) -> &[u8] {
+    pub fn run(&mut self, request: &[u8]) -> &[u8] {
         let frame = pie_wire::access_request(request).expect("a valid frame");
         let pie_wire::ArchivedPayload::Forward(forward) = &frame.payload else {
             panic!("a forward frame");
@@ -135,11 +235,8 @@ impl HostPath {
         let block = bytemuck::cast_slice_mut(&mut self.block);
         while self.planner.stage(block).expect("the block fits").is_some() {
             while let Some(group) = self.planner.stage_slots(block).expect("the block fits") {
-                self.tokens.clear();
-                self.tokens.resize(group.len(), token);
-                self.planner
-                    .put_tokens(&self.tokens)
-                    .expect("one token per slot");
+                let tokens = &self.tokens[..group.len()];
+                self.planner.put_tokens(tokens).expect("one token per slot");
             }
         }
         let written = self.planner.reply(
@@ -148,5 +245,19 @@ impl HostPath {
             &mut self.dropped,
         );
         &self.response[..written.expect("the response fits")]
+    }
+
+    /// The first `count` entries of an array, as the last pass and slot group left it.
+    #[must_use]
+    pub fn staged(&self, id: FieldId, count: usize) -> &[u8] {
+        let field = self.planner.layout().field(id);
+        let bytes: &[u8] = bytemuck::cast_slice(&self.block);
+        &bytes[field.offset..][..count * field.dtype.size()]
+    }
+
+    /// The planner, with the plan of the last frame.
+    #[must_use]
+    pub fn planner(&self) -> &Planner {
+        &self.planner
     }
 }

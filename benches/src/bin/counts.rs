@@ -1,0 +1,158 @@
+//! Counts the instructions of the hot paths with callgrind and compares them with `counts.json`.
+//!
+//! Counts are the same on a busy machine as on an idle one, so a check can hold them. `--update` writes the file anew; what
+//! got longer is then explained by the commit.
+
+use std::collections::BTreeMap;
+use std::hint::black_box;
+use std::path::PathBuf;
+use std::process::{Command, ExitCode};
+use std::{env, fs, io};
+
+use pie_benches::{Bytes, HostPath, decode_frame, mixed_frame, prefill_frame};
+use pie_wire::{ForwardResponse, Frame, ResponseFrame, ResponsePayload};
+
+/// `memcmp` and `memcpy` pick their code by the processor, which moves the counts a little.
+const TOLERANCE: f64 = 0.03;
+const CONTEXT: u32 = 2048;
+
+type Counts = BTreeMap<String, u64>;
+
+/// A case prepares itself, then calls [`counted`] once.
+const CASES: [(&str, fn()); 8] = [
+    ("wire/access", access),
+    ("wire/encode_reply", || encode_reply(2)),
+    ("wire/encode_reply/fast", || encode_reply(1)),
+    ("plan/decode/1x2048", || decode(1)),
+    ("plan/decode/64x2048", || decode(64)),
+    ("plan/decode/256x2048", || decode(256)),
+    ("plan/mixed", || plan(&mixed_frame(4), &mixed_frame(5))),
+    ("plan/prefill/8192", || {
+        plan(&decode_frame(1, CONTEXT, 0), &prefill_frame(8192))
+    }),
+];
+
+/// What callgrind counts.
+#[inline(never)]
+fn counted<T>(operation: impl FnOnce() -> T) {
+    black_box(operation());
+}
+
+fn access() {
+    let frame = Bytes::of(&decode_frame(256, CONTEXT, 0));
+    counted(|| pie_wire::access_request(frame.as_slice()).is_ok());
+}
+
+fn encode_reply(tokens_each: u32) {
+    let tokens = vec![7; 256 * tokens_each as usize];
+    let mut buffer = vec![0; 8192];
+    if tokens_each == 1 {
+        return counted(|| pie_wire::encode_fast_tokens(0, &tokens, &mut buffer).is_ok());
+    }
+    let response = ForwardResponse {
+        num_requests: 256,
+        tokens_indptr: (0..=256).map(|request| tokens_each * request).collect(),
+        tokens,
+        ..ForwardResponse::default()
+    };
+    let frame = ResponseFrame {
+        driver_id: 0,
+        aborted: false,
+        payload: ResponsePayload::Forward(response),
+    };
+    counted(|| pie_wire::encode_response(&frame, &mut buffer).is_ok());
+}
+
+/// A step within a page.
+fn decode(requests: u32) {
+    plan(
+        &decode_frame(requests, CONTEXT, 1),
+        &decode_frame(requests, CONTEXT, 2),
+    );
+}
+
+/// Counts `frame` after `before` was served.
+fn plan(before: &Frame, frame: &Frame) {
+    let (before, frame) = (Bytes::of(before), Bytes::of(frame));
+    let mut path = HostPath::default();
+    // Twice, so that every buffer has its size.
+    path.run(before.as_slice());
+    path.run(before.as_slice());
+    counted(|| path.run(frame.as_slice()).len());
+}
+
+fn main() -> ExitCode {
+    let argument = env::args().nth(1);
+    if let Some((_, case)) = CASES
+        .iter()
+        .find(|(name, _)| Some(*name) == argument.as_deref())
+    {
+        case();
+        return ExitCode::SUCCESS;
+    }
+    match compare(argument.as_deref() == Some("--update")) {
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => ExitCode::FAILURE,
+        Err(error) => {
+            eprintln!("{error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// Counts every case and prints it beside its limit; `false` if one is over it.
+fn compare(update: bool) -> io::Result<bool> {
+    let path = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("counts.json");
+    let limits: Counts = match fs::read(&path) {
+        Ok(text) => serde_json::from_slice(&text)?,
+        Err(_) if update => Counts::new(),
+        Err(error) => return Err(error),
+    };
+    let mut counts = Counts::new();
+    let mut within = true;
+    for (name, _) in CASES {
+        let count = count(name)?;
+        let limit = limits.get(name).copied().unwrap_or(0);
+        let change = count as f64 / limit.max(1) as f64 - 1.0;
+        let verdict = match change {
+            _ if limit == 0 => "no limit",
+            change if change > TOLERANCE => "TOO MANY",
+            change if change < -TOLERANCE => "fewer: lower the limit with --update",
+            _ => "",
+        };
+        within &= limit > 0 && change <= TOLERANCE;
+        println!(
+            "{name:24} {count:9} instructions, limit {limit:9} ({:+.1} %) {verdict}",
+            change * 100.0
+        );
+        counts.insert(name.to_owned(), count);
+    }
+    if update {
+        fs::write(path, serde_json::to_string_pretty(&counts)? + "\n")?;
+    }
+    Ok(within || update)
+}
+
+/// Runs one case of this program under callgrind.
+fn count(case: &str) -> io::Result<u64> {
+    let output = Command::new("valgrind")
+        .args([
+            "--tool=callgrind",
+            "--callgrind-out-file=/dev/null",
+            "--collect-atstart=no",
+        ])
+        .arg("--toggle-collect=counts::counted*")
+        .arg(env::current_exe()?)
+        .arg(case)
+        .output()
+        .map_err(|error| {
+            io::Error::other(format!("valgrind: {error}; apt-get install valgrind"))
+        })?;
+    let report = String::from_utf8_lossy(&output.stderr).into_owned();
+    let count = report
+        .lines()
+        .find_map(|line| line.split("Collected : ").nth(1)?.trim().parse().ok());
+    count
+        .filter(|&count| output.status.success() && count > 0)
+        .ok_or_else(|| io::Error::other(format!("{case} was not counted:\n{report}")))
+}
