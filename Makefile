@@ -13,7 +13,7 @@ WHEELS := target/wheels
 CHECKED := python/pie_driver_sglang tests tools benches/gpu benches/peers
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-rust test-python bench counts lint format stubs wheel
+.PHONY: help demo test test-rust test-python bench counts fuzz lint format stubs wheel
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -25,6 +25,7 @@ test: test-rust test-python ## Run every test
 
 test-rust:
 	cargo test --workspace --quiet
+	cargo test --manifest-path fuzz/Cargo.toml --quiet
 
 test-python: $(VENV)/.installed
 	$(BIN)/python -m pytest -q
@@ -36,10 +37,16 @@ bench: $(VENV)/.dependencies ## Run the benchmarks and print their table; ARGS=r
 counts: ## Count the instructions of the hot paths and hold them to benches/counts.json (needs valgrind)
 	@cargo run --quiet --release --manifest-path benches/Cargo.toml --no-default-features --bin counts -- $(ARGS)
 
+TARGET ?= plan_frames
+fuzz: ## Fuzz TARGET=plan_frames for a minute; ARGS=-max_total_time=600 for longer, fuzz/README.md for more
+	@fuzz/run $(TARGET) -max_total_time=60 $(ARGS)
+
 lint: $(VENV)/.installed ## Check format, lints, types, docs and the native module's stub
 	cargo fmt --all --check
 	cargo fmt --manifest-path benches/Cargo.toml --check
 	cargo clippy --workspace --all-targets --quiet -- -D warnings
+	cargo fmt --manifest-path fuzz/Cargo.toml --check
+	cargo clippy --manifest-path fuzz/Cargo.toml --all-targets --quiet -- -D warnings
 	RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps --quiet
 	$(BIN)/ruff check $(CHECKED)
 	$(BIN)/ruff format --check $(CHECKED)
@@ -50,6 +57,8 @@ lint: $(VENV)/.installed ## Check format, lints, types, docs and the native modu
 
 format: $(VENV)/.installed ## Format the sources
 	cargo fmt --all
+	cargo fmt --manifest-path benches/Cargo.toml
+	cargo fmt --manifest-path fuzz/Cargo.toml
 	$(BIN)/ruff check --fix-only $(CHECKED)
 	$(BIN)/ruff format $(CHECKED)
 

@@ -10,7 +10,7 @@ use crate::plan::{Planner, Request, Slot};
 /// Driver-side timings of one forward, in µs; 0 = not measured.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Probes {
-    /// Validating the archive.
+    /// Copying and validating the archive.
     pub wire_parse: u32,
     /// Planning and staging.
     pub plan: u32,

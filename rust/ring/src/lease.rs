@@ -77,22 +77,28 @@ impl Lease {
         self.sent_us
     }
 
-    /// The request. Its bytes may change if the client gives up and reuses the slot, so check
-    /// whatever is read from them, and copy what must outlive the answer.
+    /// The request in place. Its bytes may change at any time, if the client gives up and reuses
+    /// the slot: what was checked may be different when it is read again. Whoever reads anything
+    /// twice takes a [copy](Self::copy_request).
     ///
     /// # Errors
     /// [`RingError::RequestLength`] if the client announced more than the slot holds.
     pub fn request(&self) -> Result<&[u8], RingError> {
-        let capacity = self.shared.mapping.layout().request_capacity();
-        if self.request_len > capacity {
-            let (slot, len) = (self.slot, self.request_len);
-            return Err(RingError::RequestLength {
-                slot,
-                len,
-                capacity,
-            });
-        }
+        self.check_request()?;
         Ok(self.shared.mapping.request(self.slot, self.request_len))
+    }
+
+    /// Copies the request to the start of `words`, which it replaces, and returns its length in
+    /// bytes. If the client rewrites its slot meanwhile the copy may be a mixture, but it stays as
+    /// it is.
+    ///
+    /// # Errors
+    /// As [`Lease::request`].
+    pub fn copy_request(&self, words: &mut Vec<u64>) -> Result<usize, RingError> {
+        self.check_request()?;
+        let mapping = &self.shared.mapping;
+        mapping.copy_request(self.slot, self.request_len, words);
+        Ok(self.request_len)
     }
 
     /// The whole response buffer. Ask [`Lease::is_stale`] before a long fill.
@@ -138,6 +144,19 @@ impl Lease {
 
     fn words(&self) -> SlotWords<'_> {
         self.shared.mapping.slot(self.slot)
+    }
+
+    fn check_request(&self) -> Result<(), RingError> {
+        let capacity = self.shared.mapping.layout().request_capacity();
+        if self.request_len > capacity {
+            let (slot, len) = (self.slot, self.request_len);
+            return Err(RingError::RequestLength {
+                slot,
+                len,
+                capacity,
+            });
+        }
+        Ok(())
     }
 
     fn check_response(&self, len: usize) -> Result<(), RingError> {

@@ -2,7 +2,8 @@
 //! writes at the wrong time is a wrong value and never a data race; payloads are byte slices.
 //!
 //! A payload slice is stable only as long as both sides keep the protocol. The bytes of a request
-//! may change once its client has timed out and used the slot again.
+//! may change once its client has timed out and used the slot again, so a request is also copied
+//! word by word, by atomic loads.
 
 #![expect(unsafe_code, reason = "a file mapping is raw memory")]
 
@@ -87,6 +88,21 @@ impl Mapping {
     pub(crate) fn request(&self, index: usize, len: usize) -> &[u8] {
         assert!(len <= self.layout.request_capacity());
         self.bytes(self.slot(index).offset + slot::REQUEST, len)
+    }
+
+    /// Copies the first `len` bytes of a request into whole words. For the server.
+    pub(crate) fn copy_request(&self, index: usize, len: usize, words: &mut Vec<u64>) {
+        assert!(len <= self.layout.request_capacity());
+        let start = self.slot(index).offset + slot::REQUEST;
+        let count = len.div_ceil(size_of::<u64>());
+        assert!(start.is_multiple_of(size_of::<u64>()));
+        assert!(start + count * size_of::<u64>() <= self.layout.total_bytes());
+        // SAFETY: aligned and inside the mapping by the assertions; atomics may change while they
+        // are borrowed.
+        let shared: &[AtomicU64] =
+            unsafe { std::slice::from_raw_parts(self.base.as_ptr().add(start).cast(), count) };
+        words.clear();
+        words.extend(shared.iter().map(|word| word.load(Ordering::Relaxed)));
     }
 
     /// The first `len` bytes of a response. For the client, which never writes them.

@@ -77,6 +77,26 @@ fn a_request_is_delivered_once() {
 }
 
 #[test]
+fn a_copy_stays_when_the_client_rewrites_its_slot() {
+    let mut server = server(2);
+    let full: Vec<u8> = (0..128).collect();
+    for (slot, length) in [(0, 0), (1, 1), (0, 12), (1, 128)] {
+        send(&server, slot, 7);
+        let mapping = &server.shared.mapping;
+        let (request, len) = (&full[..length], length as u32);
+        mapping.write_request(slot, request);
+        mapping.slot(slot).req_len().store(len, Ordering::Relaxed);
+        let lease = server.poll().unwrap();
+        let mut words = vec![u64::MAX; 40];
+        assert_eq!(lease.copy_request(&mut words).unwrap(), length);
+        server.shared.mapping.write_request(slot, &[0xEE; 128]);
+        let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
+        assert_eq!(bytes[..length], *request);
+        assert_eq!(words.len(), length.div_ceil(8));
+    }
+}
+
+#[test]
 fn other_slots_are_served_while_a_lease_is_held() {
     let mut server = server(2);
     send(&server, 0, 1);
@@ -145,6 +165,9 @@ fn an_oversized_request_can_still_be_answered() {
         )
     };
     assert!(lease.request().is_err_and(refused));
+    let mut words = vec![5];
+    assert!(lease.copy_request(&mut words).is_err_and(refused));
+    assert_eq!(words, [5]);
     assert!(lease.buffers().is_err());
     assert_eq!(lease.reply(b"malformed").unwrap(), Publish::Delivered);
 }

@@ -16,7 +16,7 @@ pub(crate) struct Decision {
     pub(crate) driver_id: u32,
     /// `None`: the planner holds a plan.
     pub(crate) action: Option<Action>,
-    /// Validating the archive.
+    /// Copying and validating the archive.
     pub(crate) parse: Duration,
     /// Planning.
     pub(crate) plan: Duration,
@@ -45,12 +45,15 @@ impl Action {
     }
 }
 
-/// Reads the request and plans it if it is a batch.
-pub(crate) fn decide(lease: &Lease, planner: &mut Planner) -> Decision {
+/// Reads the request and plans it if it is a batch. What is read is a copy in `words`: a client that
+/// gives up rewrites its slot at any time, and what was checked must still be true when it is used.
+pub(crate) fn decide(lease: &Lease, words: &mut Vec<u64>, planner: &mut Planner) -> Decision {
     let started = Instant::now();
-    let frame = lease.request().map_err(|error| error.to_string());
-    let frame =
-        frame.and_then(|bytes| pie_wire::access_request(bytes).map_err(|error| error.to_string()));
+    let length = lease.copy_request(words).map_err(|error| error.to_string());
+    let bytes: &[u8] = bytemuck::cast_slice(words);
+    let frame = length.and_then(|length| {
+        pie_wire::access_request(&bytes[..length]).map_err(|error| error.to_string())
+    });
     let parsed = Instant::now();
     let (driver_id, action) = match frame {
         Err(text) => (0, Some(Action::malformed(text))),

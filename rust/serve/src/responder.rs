@@ -1,6 +1,6 @@
 //! Waits for requests and answers what needs no model.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use pie_batch::{FrameError, Planner};
 use pie_ring::{Lease, RingError, Server, Wait};
@@ -52,6 +52,8 @@ pub enum RehearsalError {
 /// Takes requests off the ring, one at a time and oldest first.
 pub struct Responder {
     desk: Arc<Desk>,
+    /// The request under examination, as large as the largest so far.
+    request: Mutex<Vec<u64>>,
     wait: Wait,
 }
 
@@ -61,6 +63,7 @@ impl Responder {
     pub fn new(planner: Planner, wait: Wait) -> Self {
         Self {
             desk: Arc::new(Desk::new(planner)),
+            request: Mutex::default(),
             wait,
         }
     }
@@ -93,7 +96,10 @@ impl Responder {
             action,
             parse,
             plan,
-        } = decide(&lease, &mut planner);
+        } = {
+            let mut words = self.request.lock().unwrap_or_else(PoisonError::into_inner);
+            decide(&lease, &mut words, &mut planner)
+        };
         let timing = Timing {
             received_ns,
             parse,

@@ -17,7 +17,7 @@ pub fn monotonic_ns() -> u64 {
 pub struct Timing {
     /// When the request was seen, by [`monotonic_ns`].
     pub received_ns: u64,
-    /// Validating the archive.
+    /// Copying and validating the archive.
     pub parse: Duration,
     /// Planning and staging.
     pub plan: Duration,

@@ -1,0 +1,42 @@
+//! Fuzz targets: functions that take any bytes and panic when the product breaks a promise.
+//!
+//! `tests/corpus.rs` replays the corpus under plain `cargo test`; `src/main.rs` gives the same functions to libFuzzer.
+
+mod brle;
+mod memory;
+mod plan;
+mod region;
+mod serve;
+mod wire;
+
+#[path = "../../rust/batch/tests/common/mod.rs"]
+#[allow(
+    unreachable_pub,
+    clippy::pedantic,
+    reason = "checked where it is at home"
+)]
+mod common;
+#[path = "../../rust/wire/tests/wire/message.rs"]
+#[allow(dead_code, reason = "a part is used")]
+mod message;
+#[path = "../../rust/wire/tests/wire/samples.rs"]
+#[allow(dead_code, reason = "a part is used")]
+mod samples;
+#[path = "../../rust/wire/tests/wire/walk.rs"]
+mod walk;
+
+pub mod seeds;
+
+/// A target's name and its function.
+pub type Target = (&'static str, fn(&[u8]));
+
+/// Every target.
+pub const TARGETS: [Target; 7] = [
+    ("wire_request", wire::request),
+    ("wire_response", wire::response),
+    ("brle", brle::check),
+    ("plan_bytes", plan::bytes),
+    ("plan_frames", plan::frames),
+    ("region_header", region::header),
+    ("serve", serve::call),
+];

@@ -1,0 +1,71 @@
+//! First inputs for the fuzzer: payloads of every kind and random frames.
+
+use pie_batch::Limits;
+use pie_ring::RegionLayout;
+use pie_wire::{ForwardRequest, SCHEMA_HASH};
+use proptest::strategy::{Strategy, ValueTree};
+use proptest::test_runner::TestRunner;
+
+use crate::common::builder::Encoded;
+use crate::common::device::DRIVER;
+use crate::common::generate;
+use crate::{plan, samples, serve};
+
+/// Inputs for the targets that are fed with payloads; the others start from nothing.
+#[must_use]
+pub fn of(target: &str) -> Vec<Vec<u8>> {
+    match target {
+        "wire_request" => payloads(true)
+            .chain(random().into_iter().flat_map(|(_, frames)| frames))
+            .collect(),
+        "wire_response" => payloads(false).collect(),
+        "plan_bytes" => random()
+            .into_iter()
+            .map(|(limits, frames)| plan::join(&limits, &frames))
+            .collect(),
+        "region_header" => vec![header()],
+        "serve" => serve_seeds(),
+        _ => Vec::new(),
+    }
+}
+
+fn payloads(requests: bool) -> impl Iterator<Item = Vec<u8>> {
+    let samples = samples::all().into_iter().map(|(_, message)| message);
+    samples
+        .filter(move |message| (message.kind() == "request") == requests)
+        .map(|message| message.encode().to_vec())
+}
+
+/// Sequences of random frames with the limits that they were made for.
+fn random() -> Vec<(Limits, Vec<Vec<u8>>)> {
+    let mut runner = TestRunner::deterministic();
+    let sequence = generate::sequence();
+    let mut draw = || {
+        sequence
+            .new_tree(&mut runner)
+            .expect("nothing is filtered")
+            .current()
+    };
+    let encode = |frame: &ForwardRequest| Encoded::new(DRIVER, frame).bytes().to_vec();
+    (0..200)
+        .map(|_| draw())
+        .map(|(limits, frames)| (limits, frames.iter().map(encode).collect()))
+        .collect()
+}
+
+fn header() -> Vec<u8> {
+    let layout = RegionLayout::default();
+    let mut bytes = layout.encode_header(SCHEMA_HASH).to_vec();
+    bytes.extend((layout.total_bytes() as u64).to_be_bytes());
+    bytes
+}
+
+fn serve_seeds() -> Vec<Vec<u8>> {
+    let frames = random()
+        .into_iter()
+        .filter_map(|(_, frames)| frames.into_iter().next());
+    let payloads = payloads(true).chain(frames).enumerate();
+    payloads
+        .map(|(number, payload)| serve::join(number as u8, &payload))
+        .collect()
+}
