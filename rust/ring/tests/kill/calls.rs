@@ -7,11 +7,11 @@ use std::time::{Duration, Instant};
 use pie_ring::Wait;
 
 use crate::common::{Name, Running, create, open};
-use crate::tracee::{Tracee, alone, stop};
+use crate::tracee::{Next, Tracee, alone, stop};
 
 /// Calls in a round.
 const CALLS: u32 = 1000;
-const LIMIT: Duration = Duration::from_secs(20);
+const LIMIT: Duration = Duration::from_secs(50);
 const MARK: &[u8] = b"mark";
 
 /// The end of a round, for the tracer.
@@ -25,13 +25,13 @@ fn find_silent_round(mut child: Tracee) {
     let (start, mut calls, mut rounds) = (Instant::now(), 0, 0);
     while child.run_to_call() {
         match child.entered() {
-            (libc::SYS_getppid, ..) => {
+            Next::Call(libc::SYS_getppid, _) => {
                 if rounds > 0 && calls == 0 {
                     return;
                 }
                 (calls, rounds) = (0, rounds + 1);
             }
-            (libc::SYS_futex, _, operation) => {
+            Next::Call(libc::SYS_futex, operation) => {
                 assert_eq!(operation, libc::FUTEX_WAKE as u64);
                 calls += 1;
             }
