@@ -3,18 +3,15 @@
 //! A call takes a slot, copies the request, raises `req_seq`, wakes the server and waits until
 //! `resp_seq` has caught up. Any number of threads may call; each slot carries one call at a time.
 
-use std::os::fd::{AsFd, OwnedFd};
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError, TryLockError};
-use std::time::{Duration, Instant};
-
-use rustix::io::Errno;
+use std::sync::{PoisonError, TryLockError};
+use std::time::Duration;
 
 use crate::error::RingError;
 use crate::futex;
-use crate::layout::{HEADER_BYTES, RegionLayout};
-use crate::mapping::{Mapping, epoch_us};
-use crate::region::RegionName;
+use crate::layout::RegionLayout;
+use crate::mapping::Mapping;
+use crate::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
+use crate::sync::{Mutex, MutexGuard, epoch_us};
 use crate::wait::{self, Wait};
 
 /// How a client waits.
@@ -48,30 +45,16 @@ pub struct Client {
 }
 
 impl Client {
-    /// Opens an existing region.
-    ///
-    /// # Errors
-    /// [`RingError::NotFound`], [`RingError::Header`] or [`RingError::TooShort`] if there is no
-    /// usable region, [`RingError::Name`] or [`RingError::System`] otherwise.
-    pub fn open(name: &str, schema_hash: [u8; 8], config: ClientConfig) -> Result<Self, RingError> {
-        let name = RegionName::new(name)?;
-        let file = name.open().map_err(|error| match error {
-            Errno::NOENT => RingError::NotFound {
-                name: name.as_str().to_owned(),
-            },
-            error => name.failed("open", error),
-        })?;
-        let layout = read_layout(&name, &file, schema_hash)?;
-        let mapping =
-            Mapping::new(file.as_fd(), layout, false).map_err(|error| name.failed("map", error))?;
-        Ok(Self {
+    pub(crate) fn new(mapping: Mapping, config: ClientConfig) -> Self {
+        let slots = mapping.layout().slots();
+        Self {
             mapping,
             config,
-            slots: (0..layout.slots()).map(|_| Mutex::default()).collect(),
+            slots: (0..slots).map(|_| Mutex::new(())).collect(),
             next_slot: AtomicUsize::new(0),
             next_id: AtomicU32::new(1),
             aborted: AtomicBool::new(false),
-        })
+        }
     }
 
     /// The layout that the server chose.
@@ -104,7 +87,7 @@ impl Client {
         // SYNC: pairs with the acquire load in `is_aborted`.
         self.aborted.store(true, Ordering::Release);
         for slot in 0..self.slots.len() {
-            let wake = self.mapping.slot(slot).resp_wake();
+            let wake = &self.mapping.slot(slot).resp_wake;
             // SYNC: pairs with the snapshot in `wait::park`.
             wake.fetch_add(1, Ordering::Release);
             futex::wake_all(wake);
@@ -137,42 +120,65 @@ impl Client {
 
     fn send(&self, slot: usize, request: &[u8]) -> (u64, u32) {
         let words = self.mapping.slot(slot);
-        self.mapping.write_request(slot, request);
-        let id = self.next_id.fetch_add(1, Ordering::Relaxed);
-        words.req_id().store(id, Ordering::Relaxed);
-        words
-            .req_len()
-            .store(request.len() as u32, Ordering::Relaxed);
-        words.sent_us().store(epoch_us(), Ordering::Relaxed);
+        // The server looks at the words all the time: what takes time comes before the first store.
+        let (id, now) = (self.next_id.fetch_add(1, Ordering::Relaxed), epoch_us());
         // The slot's mutex makes this thread the only writer of `req_seq`.
-        let seq = words.req_seq().load(Ordering::Relaxed).wrapping_add(1);
-        // SYNC: pairs with the acquire loads in `Server::scan` and `Lease::is_stale`.
-        words.req_seq().store(seq, Ordering::Release);
+        let seq = words.req_seq.load(Ordering::Relaxed).wrapping_add(1);
+        self.mapping.write_request(slot, request);
+        words.req_id.store(id, Ordering::Relaxed);
+        words.req_len.store(request.len() as u32, Ordering::Relaxed);
+        words.sent_us.store(now, Ordering::Relaxed);
+        // SYNC: pairs with the acquire loads in `Queue::scan` and `Lease::is_stale`.
+        words.req_seq.store(seq, Ordering::Release);
+        let req_wake = &self.mapping.header().req_wake;
         // SYNC: pairs with the snapshot in `wait::park`.
-        self.mapping.req_wake().fetch_add(1, Ordering::Release);
-        futex::wake_all(self.mapping.req_wake());
+        req_wake.fetch_add(1, Ordering::Release);
         (seq, id)
     }
 
+    /// Wakes the server and waits for the answer. A client that spins makes the futex call only when
+    /// it has waited for a while: a server that spins too has answered by then.
     fn receive(&self, slot: usize, seq: u64, id: u32) -> Result<(), RingError> {
-        let words = self.mapping.slot(slot);
+        let Self {
+            mapping, config, ..
+        } = self;
+        let words = mapping.slot(slot);
+        let mut owed = true;
+        let mut wake_server = || {
+            if std::mem::take(&mut owed) {
+                futex::wake_all(&mapping.header().req_wake);
+            }
+        };
+        if config.wait != Wait::Spin {
+            wake_server();
+        }
         let ready = || {
-            // SYNC: pairs with the release store in `Lease::publish`.
-            if words.resp_seq().load(Ordering::Acquire) >= seq {
+            // SYNC: pairs with the release store in `Lease::publish`. The distance decides, because
+            // numbers wrap around; short of that it is what the protocol demands, `resp_seq >= seq`.
+            let ahead = words.resp_seq.load(Ordering::Acquire).wrapping_sub(seq);
+            if ahead.cast_signed() >= 0 {
                 return Some(Ok(()));
             }
             self.is_aborted().then_some(Err(RingError::Aborted))
         };
-        let after = self.config.timeout;
-        // A limit beyond the clock's range is none.
-        let deadline = Instant::now().checked_add(after);
-        wait::until(self.config.wait, words.resp_wake(), deadline, ready)?
-            .unwrap_or(Err(RingError::TimedOut { id, after }))
+        let after = config.timeout;
+        let result = wait::until(
+            config.wait,
+            &words.resp_wake,
+            Some(after),
+            ready,
+            &mut wake_server,
+        )?
+        .unwrap_or(Err(RingError::TimedOut { id, after }));
+        if result.is_err() {
+            wake_server();
+        }
+        result
     }
 
     fn read_response<R>(&self, slot: usize, read: impl FnOnce(&[u8]) -> R) -> Result<R, RingError> {
         let capacity = self.layout().response_capacity();
-        let len = self.mapping.slot(slot).resp_len().load(Ordering::Relaxed) as usize;
+        let len = self.mapping.slot(slot).resp_len.load(Ordering::Relaxed) as usize;
         if len > capacity {
             return Err(RingError::ResponseLength {
                 slot,
@@ -182,20 +188,4 @@ impl Client {
         }
         Ok(read(self.mapping.response(slot, len)))
     }
-}
-
-fn read_layout(
-    name: &RegionName,
-    file: &OwnedFd,
-    schema_hash: [u8; 8],
-) -> Result<RegionLayout, RingError> {
-    let stat = rustix::fs::fstat(file).map_err(|error| name.failed("inspect", error))?;
-    let size = u64::try_from(stat.st_size).unwrap_or(0);
-    let mut header = [0; HEADER_BYTES];
-    let read = rustix::io::pread(file, &mut header, 0);
-    if read.map_err(|error| name.failed("read", error))? < HEADER_BYTES {
-        let (name, needed) = (name.as_str().to_owned(), HEADER_BYTES as u64);
-        return Err(RingError::TooShort { name, size, needed });
-    }
-    RegionLayout::decode_header(&header, schema_hash, name.as_str(), size)
 }

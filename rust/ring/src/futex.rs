@@ -9,10 +9,10 @@ use rustix::thread::futex::{self, Flags, Timespec};
 
 use crate::error::RingError;
 
-/// Wakes every waiter of the word. It cannot fail on mapped memory, and it is safe to call from a
-/// signal handler.
-pub(crate) fn wake_all(word: &AtomicU32) {
-    let _ = futex::wake(word, Flags::empty(), i32::MAX.cast_unsigned());
+/// Wakes every waiter of the word and tells how many slept. It cannot fail on mapped memory, and it
+/// is safe to call from a signal handler.
+pub(crate) fn wake_all(word: &AtomicU32) -> usize {
+    futex::wake(word, Flags::empty(), i32::MAX.cast_unsigned()).unwrap_or(0)
 }
 
 /// Sleeps while the word has the value `expected`, at most for `timeout`. Returns for any reason,

@@ -19,7 +19,7 @@ pub const SLOT_HEADER_BYTES: usize = 64;
 /// Everything starts on a cache line.
 const ALIGN: u32 = 64;
 
-/// Byte offsets in the region header.
+/// Byte offsets of the header's constants; `words` has the words that change.
 pub(crate) mod header {
     pub(crate) const MAGIC: usize = 0;
     pub(crate) const VERSION: usize = 4;
@@ -28,24 +28,6 @@ pub(crate) mod header {
     pub(crate) const REQUEST_CAPACITY: usize = 16;
     pub(crate) const RESPONSE_CAPACITY: usize = 20;
     pub(crate) const SCHEMA_HASH: usize = 24;
-    /// Hot: raised by every send, the server sleeps on it.
-    pub(crate) const REQ_WAKE: usize = 32;
-}
-
-/// Byte offsets in a slot.
-pub(crate) mod slot {
-    /// u64, hot: raised by the client to send.
-    pub(crate) const REQ_SEQ: usize = 0;
-    /// u64, hot: set by the server to answer.
-    pub(crate) const RESP_SEQ: usize = 8;
-    pub(crate) const REQ_ID: usize = 16;
-    pub(crate) const REQ_LEN: usize = 24;
-    pub(crate) const RESP_LEN: usize = 28;
-    pub(crate) const SENT_US: usize = 32;
-    pub(crate) const RESPONDED_US: usize = 40;
-    /// u32, hot: raised by every answer, the client sleeps on it.
-    pub(crate) const RESP_WAKE: usize = 48;
-    pub(crate) const REQUEST: usize = super::SLOT_HEADER_BYTES;
 }
 
 /// Number of slots and the capacities of each. A value of this type always has a valid stride.
@@ -138,9 +120,9 @@ impl RegionLayout {
         HEADER_BYTES + index * self.stride()
     }
 
-    /// Offset of a slot's response buffer in the region.
-    pub(crate) fn response_offset(&self, index: usize) -> usize {
-        self.slot_offset(index) + slot::REQUEST + self.request_capacity()
+    /// Offset of the response buffer in a slot.
+    pub(crate) fn response_offset(&self) -> usize {
+        SLOT_HEADER_BYTES + self.request_capacity()
     }
 
     /// The 64 header bytes of a fresh region.

@@ -7,17 +7,17 @@
 
 #![expect(
     unsafe_code,
-    reason = "the response buffer is exclusive by the lease flag"
+    reason = "the response buffer is exclusive by the slot's state"
 )]
 
 use std::fmt;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
 use crate::error::RingError;
-use crate::futex;
-use crate::mapping::{SlotWords, epoch_us};
-use crate::server::Shared;
+use crate::shared::Shared;
+use crate::sync::atomic::Ordering;
+use crate::sync::epoch_us;
+use crate::words::SlotWords;
 
 /// What became of an answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -41,11 +41,10 @@ pub struct Lease {
 }
 
 impl Lease {
-    pub(crate) fn new(shared: Arc<Shared>, slot: usize, seq: u64) -> Self {
+    pub(crate) fn new(shared: Arc<Shared>, slot: usize, seq: u64, id: u32) -> Self {
         let words = shared.mapping.slot(slot);
-        let id = words.req_id().load(Ordering::Relaxed);
-        let request_len = words.req_len().load(Ordering::Relaxed) as usize;
-        let sent_us = words.sent_us().load(Ordering::Relaxed);
+        let request_len = words.req_len.load(Ordering::Relaxed) as usize;
+        let sent_us = words.sent_us.load(Ordering::Relaxed);
         Self {
             shared,
             slot,
@@ -103,7 +102,7 @@ impl Lease {
 
     /// The whole response buffer. Ask [`Lease::is_stale`] before a long fill.
     pub fn response(&mut self) -> &mut [u8] {
-        // SAFETY: the leased flag allows one lease per slot, and `self` is borrowed exclusively.
+        // SAFETY: one lease per slot (`Shared::is_free`), and `self` is borrowed exclusively.
         unsafe { self.shared.mapping.response_mut(self.slot) }
     }
 
@@ -121,7 +120,7 @@ impl Lease {
     /// Whether the client has given up and sent something else in this slot.
     pub fn is_stale(&self) -> bool {
         // SYNC: pairs with the release store in `Client::send`.
-        self.words().req_seq().load(Ordering::Acquire) != self.seq
+        self.words().req_seq.load(Ordering::Acquire) != self.seq
     }
 
     /// Publishes the first `len` bytes of the response buffer.
@@ -142,7 +141,7 @@ impl Lease {
         Ok(self.fill_and_publish(response))
     }
 
-    fn words(&self) -> SlotWords<'_> {
+    fn words(&self) -> &SlotWords {
         self.shared.mapping.slot(self.slot)
     }
 
@@ -177,24 +176,23 @@ impl Lease {
     /// Answers, unless stale, and gives the slot back. The length has been checked.
     fn publish(&mut self, len: usize) -> Publish {
         self.open = false;
-        let words = self.words();
         let stale = self.is_stale();
         if !stale {
-            words.resp_len().store(len as u32, Ordering::Relaxed);
-            words.responded_us().store(epoch_us(), Ordering::Relaxed);
-            // SYNC: pairs with the acquire load in `Client::call`: payload, length and time follow.
-            words.resp_seq().store(self.seq, Ordering::Release);
+            // The client looks at the words all the time: the clock comes before the first store.
+            let (words, now) = (self.words(), epoch_us());
+            words.resp_len.store(len as u32, Ordering::Relaxed);
+            words.responded_us.store(now, Ordering::Relaxed);
+            // SYNC: pairs with the acquire load in `Client::receive`: payload, length, time follow.
+            words.resp_seq.store(self.seq, Ordering::Release);
+            // SYNC: pairs with the snapshot in `wait::park`.
+            words.resp_wake.fetch_add(1, Ordering::Release);
         }
-        // The slot is free before the client is woken, so its next request finds it free.
-        self.shared.end_lease(self.slot, self.seq);
+        self.shared.end_lease(self.slot, !stale);
         if stale {
-            return Publish::Stale;
+            Publish::Stale
+        } else {
+            Publish::Delivered
         }
-        // SYNC: pairs with the snapshot in `wait::park`. Clients do not tell whether they sleep, so
-        // they are always woken; one that spins has its answer already.
-        words.resp_wake().fetch_add(1, Ordering::Release);
-        futex::wake_all(words.resp_wake());
-        Publish::Delivered
     }
 }
 

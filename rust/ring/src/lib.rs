@@ -9,12 +9,16 @@
 //! | module | idea |
 //! |---|---|
 //! | `layout` | every offset and size of the region, header encoding and validation |
-//! | `mapping` | the mapped memory as atomics and byte slices |
+//! | `words`, `mapping` | the mapped memory as atomics and byte slices |
 //! | `region` | who owns the name in `/dev/shm`: an exclusive `flock`, freed by the kernel with its owner |
 //! | `wait` | spin, spin then park, or park until a condition holds |
-//! | `server`, `lease` | take the oldest request, answer it exactly once |
-//! | `client` | send a request, wait for its answer |
+//! | `server`, `dispatch`, `lease` | take the oldest request, answer it exactly once |
+//! | `shared` | what server and leases agree on about a slot, and who must still be woken |
+//! | `client`, `connect` | open a region, send a request, wait for its answer |
 //! | `guard`, `signal` | leave no region behind on SIGTERM or when the parent dies |
+//!
+//! Two sides that spin exchange messages without a system call: each leaves the other's wake-up until
+//! it has nothing better to do, and drops it when the other side has been seen awake.
 //!
 //! The ring never looks inside a payload.
 //!
@@ -47,6 +51,8 @@
 compile_error!("the ring needs Linux on a 64-bit little-endian machine");
 
 mod client;
+mod connect;
+mod dispatch;
 mod error;
 mod futex;
 mod guard;
@@ -55,13 +61,17 @@ mod lease;
 mod mapping;
 mod region;
 mod server;
+mod shared;
 mod signal;
+mod sync;
 mod wait;
+mod words;
 
 pub use client::{Client, ClientConfig};
 pub use error::RingError;
 pub use guard::ExitGuard;
 pub use layout::{HEADER_BYTES, MAGIC, RegionLayout, SLOT_HEADER_BYTES, VERSION};
 pub use lease::{Lease, Publish};
-pub use server::{DEFAULT_TAKEOVER, Server, ServerConfig, Stop};
+pub use server::{DEFAULT_TAKEOVER, Server, ServerConfig};
+pub use shared::Stop;
 pub use wait::Wait;

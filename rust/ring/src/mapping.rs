@@ -1,5 +1,5 @@
-//! The mapped region. All raw memory access of the crate is here: words are atomics, so a peer that
-//! writes at the wrong time is a wrong value and never a data race; payloads are byte slices.
+//! The mapped region. All raw memory access of the crate is here: words are atomics, payloads are
+//! byte slices.
 //!
 //! A payload slice is stable only as long as both sides keep the protocol. The bytes of a request
 //! may change once its client has timed out and used the slot again, so a request is also copied
@@ -8,13 +8,30 @@
 #![expect(unsafe_code, reason = "a file mapping is raw memory")]
 
 use std::io;
+use std::mem::offset_of;
 use std::os::fd::BorrowedFd;
 use std::ptr::{self, NonNull};
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use rustix::mm::{MapFlags, ProtFlags};
 
-use crate::layout::{HEADER_BYTES, RegionLayout, header, slot};
+use crate::layout::{HEADER_BYTES, RegionLayout, SLOT_HEADER_BYTES};
+use crate::words::{HeaderWords, SlotWords};
+
+// The offsets of the protocol.
+const _: () = {
+    assert!(size_of::<HeaderWords>() == HEADER_BYTES);
+    assert!(offset_of!(HeaderWords, req_wake) == 32);
+    assert!(size_of::<SlotWords>() == SLOT_HEADER_BYTES);
+    assert!(offset_of!(SlotWords, req_seq) == 0);
+    assert!(offset_of!(SlotWords, resp_seq) == 8);
+    assert!(offset_of!(SlotWords, req_id) == 16);
+    assert!(offset_of!(SlotWords, req_len) == 24);
+    assert!(offset_of!(SlotWords, resp_len) == 28);
+    assert!(offset_of!(SlotWords, sent_us) == 32);
+    assert!(offset_of!(SlotWords, responded_us) == 40);
+    assert!(offset_of!(SlotWords, resp_wake) == 48);
+};
 
 /// A shared, writable mapping of a whole region.
 pub(crate) struct Mapping {
@@ -62,68 +79,61 @@ impl Mapping {
 
     /// Writes the header; the magic goes last, so that a reader who comes too early is told so.
     pub(crate) fn write_header(&self, bytes: &[u8; HEADER_BYTES]) {
-        let (words, _) = bytes.as_chunks::<4>();
-        for (index, word) in words.iter().enumerate().rev() {
+        // The words after the fixed ones are zero, and so is a fresh file.
+        let values = bytes.as_chunks::<4>().0;
+        for (word, value) in self.header().fixed.iter().zip(values).rev() {
             // SYNC: orders the words for a client that reads them from the file.
-            self.word32(index * 4)
-                .store(u32::from_le_bytes(*word), Ordering::Release);
+            word.store(u32::from_le_bytes(*value), Ordering::Release);
         }
     }
 
-    /// Counter of sends; the server sleeps on it.
-    pub(crate) fn req_wake(&self) -> &AtomicU32 {
-        self.word32(header::REQ_WAKE)
+    /// The region's header.
+    pub(crate) fn header(&self) -> &HeaderWords {
+        // SAFETY: a mapping starts on a page and is longer than a header, whose words are atomics.
+        unsafe { self.base.cast().as_ref() }
     }
 
     /// The words of a slot.
-    pub(crate) fn slot(&self, index: usize) -> SlotWords<'_> {
-        assert!(index < self.layout.slots(), "slot {index} is out of range");
-        SlotWords {
-            mapping: self,
-            offset: self.layout.slot_offset(index),
-        }
+    pub(crate) fn slot(&self, index: usize) -> &SlotWords {
+        let start = self.start(index, 0);
+        // SAFETY: in bounds (checked by `start`) and aligned, because slots start at multiples of
+        // 64; the words are atomics.
+        unsafe { &*start.cast() }
     }
 
     /// The first `len` bytes of a request. For the server, which never writes them.
     pub(crate) fn request(&self, index: usize, len: usize) -> &[u8] {
         assert!(len <= self.layout.request_capacity());
-        self.bytes(self.slot(index).offset + slot::REQUEST, len)
+        // SAFETY: in bounds for every slot of the layout.
+        unsafe { std::slice::from_raw_parts(self.start(index, SLOT_HEADER_BYTES), len) }
     }
 
     /// Copies the first `len` bytes of a request into whole words. For the server.
     pub(crate) fn copy_request(&self, index: usize, len: usize, words: &mut Vec<u64>) {
-        assert!(len <= self.layout.request_capacity());
-        let start = self.slot(index).offset + slot::REQUEST;
         let count = len.div_ceil(size_of::<u64>());
-        assert!(start.is_multiple_of(size_of::<u64>()));
-        assert!(start + count * size_of::<u64>() <= self.layout.total_bytes());
-        // SAFETY: aligned and inside the mapping by the assertions; atomics may change while they
-        // are borrowed.
-        let shared: &[AtomicU64] =
-            unsafe { std::slice::from_raw_parts(self.base.as_ptr().add(start).cast(), count) };
+        assert!(count * size_of::<u64>() <= self.layout.request_capacity());
+        let start = self.start(index, SLOT_HEADER_BYTES).cast::<AtomicU64>();
+        // SAFETY: in bounds by the assertion; aligned, because slots start at multiples of 64;
+        // atomics may change while they are borrowed.
+        let shared = unsafe { std::slice::from_raw_parts(start, count) };
         words.clear();
         words.extend(shared.iter().map(|word| word.load(Ordering::Relaxed)));
     }
 
     /// The first `len` bytes of a response. For the client, which never writes them.
     pub(crate) fn response(&self, index: usize, len: usize) -> &[u8] {
-        assert!(index < self.layout.slots() && len <= self.layout.response_capacity());
-        self.bytes(self.layout.response_offset(index), len)
+        assert!(len <= self.layout.response_capacity());
+        // SAFETY: in bounds for every slot of the layout.
+        unsafe { std::slice::from_raw_parts(self.start(index, self.layout.response_offset()), len) }
     }
 
     /// Copies a request into its slot. For the client, which never reads it back.
     pub(crate) fn write_request(&self, index: usize, request: &[u8]) {
         assert!(request.len() <= self.layout.request_capacity());
-        let offset = self.slot(index).offset + slot::REQUEST;
+        let start = self.start(index, SLOT_HEADER_BYTES);
         // SAFETY: in bounds by the assertion; the source is a borrowed slice outside the buffer,
         // because nothing in this process borrows the request buffer of a client's mapping.
-        unsafe {
-            ptr::copy_nonoverlapping(
-                request.as_ptr(),
-                self.base.as_ptr().add(offset),
-                request.len(),
-            );
-        }
+        unsafe { ptr::copy_nonoverlapping(request.as_ptr(), start, request.len()) }
     }
 
     /// The response buffer of a slot. For the server.
@@ -132,35 +142,16 @@ impl Mapping {
     /// No other reference to this buffer may exist in this process while the result lives.
     #[expect(clippy::mut_from_ref, reason = "exclusive by contract, not by borrow")]
     pub(crate) unsafe fn response_mut(&self, index: usize) -> &mut [u8] {
-        assert!(index < self.layout.slots());
-        let start = self
-            .base
-            .as_ptr()
-            .wrapping_add(self.layout.response_offset(index));
+        let start = self.start(index, self.layout.response_offset());
         // SAFETY: in bounds for every slot of the layout; exclusive by the caller's promise.
         unsafe { std::slice::from_raw_parts_mut(start, self.layout.response_capacity()) }
     }
 
-    fn bytes(&self, offset: usize, len: usize) -> &[u8] {
-        debug_assert!(offset + len <= self.layout.total_bytes());
-        // SAFETY: the callers checked slot and length, so the range is inside the mapping.
-        unsafe { std::slice::from_raw_parts(self.base.as_ptr().add(offset), len) }
-    }
-
-    fn word32(&self, offset: usize) -> &AtomicU32 {
-        self.check_word(offset, 4);
-        // SAFETY: inside the mapping and aligned (checked); only accessed atomically.
-        unsafe { AtomicU32::from_ptr(self.base.as_ptr().add(offset).cast()) }
-    }
-
-    fn word64(&self, offset: usize) -> &AtomicU64 {
-        self.check_word(offset, 8);
-        // SAFETY: inside the mapping and aligned (checked); only accessed atomically.
-        unsafe { AtomicU64::from_ptr(self.base.as_ptr().add(offset).cast()) }
-    }
-
-    fn check_word(&self, offset: usize, size: usize) {
-        assert!(offset.is_multiple_of(size) && offset + size <= self.layout.total_bytes());
+    /// The address of a part of a slot.
+    fn start(&self, index: usize, offset: usize) -> *mut u8 {
+        assert!(index < self.layout.slots(), "slot {index} is out of range");
+        let offset = self.layout.slot_offset(index) + offset;
+        self.base.as_ptr().wrapping_add(offset)
     }
 }
 
@@ -169,60 +160,4 @@ impl Drop for Mapping {
         // SAFETY: base and length are those of `new`; every borrow of the mapping has ended.
         let _ = unsafe { rustix::mm::munmap(self.base.as_ptr().cast(), self.layout.total_bytes()) };
     }
-}
-
-/// The words of one slot. `req_seq`, `resp_seq` and `resp_wake` carry the protocol; the others are
-/// plain values published by them.
-#[derive(Clone, Copy)]
-pub(crate) struct SlotWords<'a> {
-    mapping: &'a Mapping,
-    offset: usize,
-}
-
-impl<'a> SlotWords<'a> {
-    /// Number of requests sent through this slot. Written by the client.
-    pub(crate) fn req_seq(self) -> &'a AtomicU64 {
-        self.mapping.word64(self.offset + slot::REQ_SEQ)
-    }
-
-    /// The last answered `req_seq`. Written by the server.
-    pub(crate) fn resp_seq(self) -> &'a AtomicU64 {
-        self.mapping.word64(self.offset + slot::RESP_SEQ)
-    }
-
-    /// Counter of answers and aborts; the client sleeps on it.
-    pub(crate) fn resp_wake(self) -> &'a AtomicU32 {
-        self.mapping.word32(self.offset + slot::RESP_WAKE)
-    }
-
-    /// Number of the request among all of its client. Written before `req_seq`.
-    pub(crate) fn req_id(self) -> &'a AtomicU32 {
-        self.mapping.word32(self.offset + slot::REQ_ID)
-    }
-
-    /// Length of the request. Written before `req_seq`.
-    pub(crate) fn req_len(self) -> &'a AtomicU32 {
-        self.mapping.word32(self.offset + slot::REQ_LEN)
-    }
-
-    /// Length of the response. Written before `resp_seq`.
-    pub(crate) fn resp_len(self) -> &'a AtomicU32 {
-        self.mapping.word32(self.offset + slot::RESP_LEN)
-    }
-
-    /// Time of the send in microseconds since the epoch. Written before `req_seq`.
-    pub(crate) fn sent_us(self) -> &'a AtomicU64 {
-        self.mapping.word64(self.offset + slot::SENT_US)
-    }
-
-    /// Time of the answer in microseconds since the epoch. Written before `resp_seq`.
-    pub(crate) fn responded_us(self) -> &'a AtomicU64 {
-        self.mapping.word64(self.offset + slot::RESPONDED_US)
-    }
-}
-
-/// Microseconds since the epoch.
-pub(crate) fn epoch_us() -> u64 {
-    let since = std::time::UNIX_EPOCH.elapsed().unwrap_or_default();
-    u64::try_from(since.as_micros()).unwrap_or(u64::MAX)
 }

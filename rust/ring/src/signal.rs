@@ -70,6 +70,12 @@ impl Drop for TerminateSignal {
             let _ = set_disposition(&self.previous);
         }
         OWNER.store(0, Ordering::Relaxed);
+        // SYNC: pairs with the release in `raise`.
+        if EVENTS.load(Ordering::Acquire) & TERMINATE != 0 {
+            // It came after the waiter's last look, and is for the former disposition now.
+            // SAFETY: no preconditions.
+            unsafe { libc::raise(libc::SIGTERM) };
+        }
     }
 }
 

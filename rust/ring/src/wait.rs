@@ -4,19 +4,18 @@
 //! condition, sleep only while the counter still equals the snapshot. The other side makes the
 //! condition true first and raises the counter second.
 
-use std::sync::atomic::{AtomicU32, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use crate::error::RingError;
 use crate::futex;
-
-/// The clock is read once per this many turns of a spin loop.
-const TURNS_PER_CLOCK_READ: u32 = 256;
+use crate::sync::atomic::{AtomicU32, Ordering};
+use crate::sync::{Instant, TURNS, spin_loop};
 
 /// How to wait.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Wait {
-    /// Never sleep: lowest latency, one core fully used. A server makes no system call.
+    /// Never sleep: lowest latency, one core fully used, and no system call as long as the other side
+    /// is as quick. One that sleeps although this side spins is woken a little later.
     Spin,
     /// Spin for this long, then sleep.
     SpinThenPark(Duration),
@@ -36,54 +35,71 @@ impl Wait {
     }
 }
 
-/// Waits until `ready` gives a value; `None` once the deadline has passed. `word` is the wake
-/// counter that the other side raises after it made `ready` true.
+/// Waits until `ready` gives a value; `None` once `timeout` has passed. `word` is the wake counter
+/// that the other side raises after it made `ready` true. `idle` is called every few microseconds of
+/// spinning.
 pub(crate) fn until<T>(
     wait: Wait,
     word: &AtomicU32,
-    deadline: Option<Instant>,
+    timeout: Option<Duration>,
     mut ready: impl FnMut() -> Option<T>,
+    idle: impl FnMut(),
 ) -> Result<Option<T>, RingError> {
     if let Some(value) = ready() {
         return Ok(Some(value));
     }
-    match wait {
-        Wait::Spin => Ok(spin(deadline, &mut ready)),
-        Wait::SpinThenPark(budget) => {
-            let limit = Instant::now().checked_add(budget);
-            let limit = limit.into_iter().chain(deadline).min();
-            match spin(limit, &mut ready) {
-                Some(value) => Ok(Some(value)),
-                None => park(word, deadline, ready),
-            }
+    let budget = match wait {
+        Wait::Spin => return Ok(spin(timeout, &mut ready, idle)),
+        Wait::SpinThenPark(budget) => budget,
+        Wait::Park => Duration::ZERO,
+    };
+    // A limit beyond the clock's range is none.
+    let deadline = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
+    if !budget.is_zero() {
+        let budget = timeout.map_or(budget, |timeout| timeout.min(budget));
+        if let Some(value) = spin(Some(budget), &mut ready, idle) {
+            return Ok(Some(value));
         }
-        Wait::Park => park(word, deadline, ready),
     }
+    park(word, deadline, ready)
 }
 
-/// Spins until `ready` or `limit`. Without a limit the clock is never read.
-fn spin<T>(limit: Option<Instant>, ready: &mut impl FnMut() -> Option<T>) -> Option<T> {
+/// Spins until `ready`, or for `limit`. The clock is not read before the first turns are over.
+fn spin<T>(
+    limit: Option<Duration>,
+    ready: &mut impl FnMut() -> Option<T>,
+    mut idle: impl FnMut(),
+) -> Option<T> {
+    let mut end = None;
     loop {
-        for _ in 0..TURNS_PER_CLOCK_READ {
+        for _ in 0..TURNS {
             if let Some(value) = ready() {
                 return Some(value);
             }
-            std::hint::spin_loop();
+            spin_loop();
         }
-        if limit.is_some_and(|limit| Instant::now() >= limit) {
-            return None;
+        idle();
+        if let Some(limit) = limit {
+            let now = Instant::now();
+            // As above: a limit beyond the clock's range is none.
+            let end = *end.get_or_insert_with(|| now.checked_add(limit));
+            if end.is_some_and(|end| now >= end) {
+                return None;
+            }
         }
     }
 }
 
+/// Sleeps until `ready`, or until `deadline`.
 fn park<T>(
     word: &AtomicU32,
     deadline: Option<Instant>,
     mut ready: impl FnMut() -> Option<T>,
 ) -> Result<Option<T>, RingError> {
     loop {
-        // SYNC: pairs with the release increments of the wake counters (client: `send`, `abort`;
-        // server: `Lease::publish`, `Shared::wake_server`). A new value brings the condition along.
+        // SYNC: pairs with the release increments of the wake counters (client: `receive`, `abort`;
+        // server: `Shared::wake_client`, `Shared::wake_server`). A new value brings the condition
+        // along.
         let snapshot = word.load(Ordering::Acquire);
         if let Some(value) = ready() {
             return Ok(Some(value));
@@ -113,9 +129,10 @@ mod tests {
         let word = AtomicU32::new(0);
         for budget in [0, 1, 1000, u64::MAX - 1, u64::MAX] {
             let start = Instant::now();
-            let deadline = Some(start + Duration::from_millis(20));
+            let limit = Some(Duration::from_millis(20));
             let wait = Wait::from_spin_budget_us(budget);
-            assert_eq!(until(wait, &word, deadline, || None::<()>).unwrap(), None);
+            let result = until(wait, &word, limit, || None::<()>, || ());
+            assert_eq!(result.unwrap(), None);
             assert!(start.elapsed() >= Duration::from_millis(20), "{wait:?}");
         }
     }
@@ -125,10 +142,8 @@ mod tests {
         let word = AtomicU32::new(0);
         for budget in [0, 1000, u64::MAX] {
             let wait = Wait::from_spin_budget_us(budget);
-            assert_eq!(
-                until(wait, &word, Some(Instant::now()), || Some(7)).unwrap(),
-                Some(7)
-            );
+            let result = until(wait, &word, Some(Duration::ZERO), || Some(7), || ());
+            assert_eq!(result.unwrap(), Some(7));
         }
     }
 }

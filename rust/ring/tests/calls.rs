@@ -7,7 +7,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use common::{ABORT, HASH, Name, Running, STRATEGIES, answer, create, open};
-use pie_ring::{Client, ClientConfig, Publish, RingError, Wait};
+use pie_ring::{Client, ClientConfig, ExitGuard, Publish, RegionLayout, RingError, Server, Wait};
 
 const LIMIT: Duration = Duration::from_secs(5);
 
@@ -97,8 +97,8 @@ fn a_late_answer_is_dropped_and_the_next_request_gets_its_own() {
     for wait in STRATEGIES {
         let name = Name::new();
         let mut config = common::config(&name);
-        config.layout = pie_ring::RegionLayout::new(1, 64, 64).unwrap();
-        let mut server = pie_ring::Server::create(&config, &pie_ring::ExitGuard::inert()).unwrap();
+        config.layout = RegionLayout::new(1, 64, 64).unwrap();
+        let mut server = Server::create(&config, &ExitGuard::inert()).unwrap();
         let client = open(&name, wait, Duration::from_millis(60));
         let start = Instant::now();
         let error = client.call(b"first", |_| ()).unwrap_err();
@@ -193,6 +193,21 @@ fn abort_ends_running_and_later_calls() {
         assert!(matches!(client.call(b"x", |_| ()), Err(RingError::Aborted)));
         assert!(start.elapsed() < Duration::from_secs(2));
     }
+}
+
+#[test]
+fn an_abort_reply_must_fit() {
+    let mut config = common::config(&Name::new());
+    config.layout = RegionLayout::new(1, 64, 64).unwrap();
+    config.abort_reply = vec![0; 65];
+    let result = Server::create(&config, &ExitGuard::inert());
+    assert!(matches!(
+        result,
+        Err(RingError::AbortReplyTooLarge {
+            len: 65,
+            capacity: 64
+        })
+    ));
 }
 
 #[test]

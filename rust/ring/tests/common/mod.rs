@@ -95,9 +95,16 @@ pub(crate) struct Running {
 }
 
 impl Running {
-    pub(crate) fn start(mut server: Server, wait: Wait) -> Self {
+    pub(crate) fn start(server: Server, wait: Wait) -> Self {
+        Self::start_with(server, move |server| serve(server, wait).unwrap())
+    }
+
+    pub(crate) fn start_with(
+        mut server: Server,
+        serve: impl FnOnce(&mut Server) + Send + 'static,
+    ) -> Self {
         let stop = server.stop_handle();
-        let thread = Some(thread::spawn(move || serve(&mut server, wait).unwrap()));
+        let thread = Some(thread::spawn(move || serve(&mut server)));
         Self { stop, thread }
     }
 }

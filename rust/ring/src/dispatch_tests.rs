@@ -1,50 +1,67 @@
 //! Order, edges and half-finished sends, driven word by word by a client that stops where it likes.
 
-use std::sync::atomic::AtomicU32;
+use std::os::fd::AsFd;
+use std::sync::mpsc::{self, Sender};
 use std::thread;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use proptest::prelude::*;
+use rustix::fs::MemfdFlags;
+use rustix::thread::Pid;
 
 use super::*;
+use crate::client::{Client, ClientConfig};
+use crate::futex;
+use crate::layout::RegionLayout;
 use crate::lease::Publish;
+use crate::shared::Stop;
 
-const HASH: [u8; 8] = *b"unittest";
 const ABORT: &[u8] = b"abort reply";
 
-fn server(slots: u32) -> Server {
-    static NEXT: AtomicU32 = AtomicU32::new(0);
-    let number = NEXT.fetch_add(1, Ordering::Relaxed);
-    let name = format!("/pie_ring_unit_{}_{number}", std::process::id());
-    let mut config = ServerConfig::new(name, HASH, ABORT.to_vec());
-    config.layout = RegionLayout::new(slots, 128, 64).unwrap();
-    Server::create(&config, &ExitGuard::inert()).unwrap()
+/// A server without a name.
+fn server(slots: u32) -> Dispatcher {
+    pair(slots, Wait::Park).0
+}
+
+/// A server without a name, and its client.
+fn pair(slots: u32, wait: Wait) -> (Dispatcher, Client) {
+    let layout = RegionLayout::new(slots, 128, 64).unwrap();
+    let file = rustix::fs::memfd_create("ring", MemfdFlags::CLOEXEC).unwrap();
+    rustix::fs::ftruncate(&file, layout.total_bytes() as u64).unwrap();
+    let map = || Mapping::new(file.as_fd(), layout, true).unwrap();
+    let timeout = Duration::from_secs(5);
+    let client = Client::new(map(), ClientConfig { wait, timeout });
+    (Dispatcher::new(map(), ABORT.to_vec()), client)
+}
+
+fn stop_handle(server: &Dispatcher) -> Stop {
+    Stop(Arc::clone(server.shared()))
 }
 
 /// The stores of a send, in order. A client may vanish after any of them.
 const SEND: [fn(&Mapping, usize, u32); 5] = [
     |mapping, slot, id| mapping.write_request(slot, &id.to_le_bytes()),
-    |mapping, slot, id| mapping.slot(slot).req_id().store(id, Ordering::Relaxed),
-    |mapping, slot, _| mapping.slot(slot).req_len().store(4, Ordering::Relaxed),
+    |mapping, slot, id| mapping.slot(slot).req_id.store(id, Ordering::Relaxed),
+    |mapping, slot, _| mapping.slot(slot).req_len.store(4, Ordering::Relaxed),
     |mapping, slot, _| {
-        mapping.slot(slot).req_seq().fetch_add(1, Ordering::Release);
+        mapping.slot(slot).req_seq.fetch_add(1, Ordering::Release);
     },
     |mapping, _, _| {
-        mapping.req_wake().fetch_add(1, Ordering::Release);
-        futex::wake_all(mapping.req_wake());
+        mapping.header().req_wake.fetch_add(1, Ordering::Release);
+        futex::wake_all(&mapping.header().req_wake);
     },
 ];
 
-fn send(server: &Server, slot: usize, id: u32) {
+fn send(server: &Dispatcher, slot: usize, id: u32) {
     for step in SEND {
         step(&server.shared.mapping, slot, id);
     }
 }
 
-fn response(server: &Server, slot: usize) -> (u64, Vec<u8>) {
+fn response(server: &Dispatcher, slot: usize) -> (u64, Vec<u8>) {
     let words = server.shared.mapping.slot(slot);
-    let seq = words.resp_seq().load(Ordering::Acquire);
-    let len = words.resp_len().load(Ordering::Relaxed) as usize;
+    let seq = words.resp_seq.load(Ordering::Acquire);
+    let len = words.resp_len.load(Ordering::Relaxed) as usize;
     (seq, server.shared.mapping.response(slot, len).to_vec())
 }
 
@@ -85,7 +102,7 @@ fn a_copy_stays_when_the_client_rewrites_its_slot() {
         let mapping = &server.shared.mapping;
         let (request, len) = (&full[..length], length as u32);
         mapping.write_request(slot, request);
-        mapping.slot(slot).req_len().store(len, Ordering::Relaxed);
+        mapping.slot(slot).req_len.store(len, Ordering::Relaxed);
         let lease = server.poll().unwrap();
         let mut words = vec![u64::MAX; 40];
         assert_eq!(lease.copy_request(&mut words).unwrap(), length);
@@ -151,7 +168,7 @@ fn an_oversized_request_can_still_be_answered() {
         .shared
         .mapping
         .slot(0)
-        .req_len()
+        .req_len
         .store(129, Ordering::Relaxed);
     let mut lease = server.poll().unwrap();
     let refused = |error| {
@@ -210,6 +227,125 @@ fn the_end_of_a_stale_lease_wakes_a_parked_server() {
     ender.join().unwrap();
 }
 
+/// A call by a thread that tells its id first.
+fn told_call(client: &Client, told: &Sender<Pid>) -> bool {
+    told.send(rustix::thread::gettid()).unwrap();
+    let answer = client.call(b"x", <[u8]>::to_vec);
+    answer.is_ok_and(|answer| answer == b"ok")
+}
+
+/// Waits until a thread of this process sleeps.
+fn await_sleep(thread: Pid) {
+    let path = format!("/proc/self/task/{}/stat", thread.as_raw_nonzero());
+    let sleeps = |stat: String| stat.rsplit(')').next().unwrap().starts_with(" S");
+    while !std::fs::read_to_string(&path).is_ok_and(sleeps) {
+        thread::sleep(Duration::from_millis(1));
+    }
+}
+
+/// A client sleeps in slot 0, a server that spins has answered, and the wake is owed: now `pay` must
+/// lead to it.
+fn owed_to_a_sleeper(pay: impl FnOnce(Dispatcher)) {
+    let (mut server, client) = pair(2, Wait::Park);
+    let shared = Arc::clone(server.shared());
+    let (told, tid) = mpsc::channel();
+    thread::scope(|scope| {
+        let call = scope.spawn(|| told_call(&client, &told));
+        let lease = server.wait(Wait::Spin).unwrap().unwrap();
+        await_sleep(tid.recv().unwrap());
+        assert_eq!(lease.reply(b"ok").unwrap(), Publish::Delivered);
+        assert!(shared.owes(0) && !call.is_finished());
+        pay(server);
+        assert!(!shared.owes(0));
+        assert!(call.join().unwrap());
+    });
+}
+
+#[test]
+fn an_owed_wake_is_paid() {
+    let start = Instant::now();
+    owed_to_a_sleeper(drop);
+    owed_to_a_sleeper(|mut server| assert!(server.poll().is_none()));
+    owed_to_a_sleeper(|server| stop_handle(&server).stop());
+    for wait in [Wait::Spin, Wait::Park, Wait::SpinThenPark(Duration::MAX)] {
+        owed_to_a_sleeper(|mut server| {
+            let stop = stop_handle(&server);
+            let stopper = thread::spawn(move || {
+                thread::sleep(Duration::from_millis(30));
+                assert!(!stop.0.owes(0), "paid only when stopped");
+                stop.stop();
+            });
+            assert!(server.wait(wait).unwrap().is_none());
+            stopper.join().unwrap();
+        });
+    }
+    assert!(
+        start.elapsed() < Duration::from_secs(4),
+        "a client timed out"
+    );
+}
+
+/// As many deliveries as slots, without an idle moment.
+#[test]
+fn an_owed_wake_is_paid_by_a_busy_server() {
+    owed_to_a_sleeper(|mut server| {
+        for id in 2..4 {
+            assert!(server.shared.owes(0));
+            send(&server, 1, id);
+            let lease = server.wait(Wait::Spin).unwrap().unwrap();
+            assert_eq!(lease.reply(b"ok").unwrap(), Publish::Delivered);
+        }
+    });
+}
+
+#[test]
+fn a_client_that_takes_the_slots_in_turn_costs_no_wake() {
+    let mut server = server(3);
+    for id in 0..30 {
+        let slot = id as usize % 3;
+        send(&server, slot, id);
+        let lease = server.wait(Wait::Spin).unwrap().unwrap();
+        assert!(!server.shared.owes(slot), "the client has sent again");
+        assert_eq!(lease.reply(b"ok").unwrap(), Publish::Delivered);
+        let owed = (0..3).filter(|&slot| server.shared.owes(slot)).count();
+        assert_eq!(owed, (id as usize + 1).min(3));
+    }
+}
+
+#[test]
+fn no_wake_is_owed_by_a_server_that_does_not_spin() {
+    let mut server = server(1);
+    let stop = stop_handle(&server);
+    for (id, wait) in (0..).zip([None, Some(Wait::Park), Some(Wait::Spin), Some(Wait::Spin)]) {
+        send(&server, 0, id);
+        let lease = match wait {
+            None => server.poll().unwrap(),
+            Some(wait) => server.wait(wait).unwrap().unwrap(),
+        };
+        if id == 3 {
+            stop.stop();
+        }
+        assert_eq!(lease.reply(b"ok").unwrap(), Publish::Delivered);
+        assert_eq!(server.shared.owes(0), id == 2);
+    }
+}
+
+#[test]
+fn a_client_found_asleep_is_woken_at_once_the_next_time() {
+    let (mut server, client) = pair(1, Wait::Park);
+    let (told, tid) = mpsc::channel();
+    thread::scope(|scope| {
+        let call = scope.spawn(|| [(); 2].map(|()| told_call(&client, &told)));
+        for round in 0..2 {
+            let lease = server.wait(Wait::Spin).unwrap().unwrap();
+            await_sleep(tid.recv().unwrap());
+            assert_eq!(lease.reply(b"ok").unwrap(), Publish::Delivered);
+            assert_eq!(server.shared.owes(0), round == 0);
+        }
+        assert_eq!(call.join().unwrap(), [true; 2]);
+    });
+}
+
 /// A client that vanishes after any store of a send leaves the other slots, the stopping and its
 /// own slot usable.
 #[test]
@@ -246,11 +382,11 @@ fn no_request_overtakes_an_older_one() {
     const START: u32 = u32::MAX - 1000;
     const LAST: usize = 63;
     let mut server = server(64);
-    let (shared, stop) = (Arc::clone(&server.shared), server.stop_handle());
+    let (shared, stop) = (Arc::clone(&server.shared), stop_handle(&server));
     let end = Instant::now() + Duration::from_millis(300);
     let sender = thread::spawn(move || {
         let mapping = &shared.mapping;
-        let answered = |slot| mapping.slot(slot).resp_seq().load(Ordering::Acquire);
+        let answered = |slot| mapping.slot(slot).resp_seq.load(Ordering::Acquire);
         let mut round = 0;
         while Instant::now() < end {
             for (slot, id) in [(0, 2 * round), (LAST, 2 * round + 1)] {
@@ -283,7 +419,7 @@ fn stop_ends_every_strategy() {
         Wait::Park,
     ] {
         let mut server = server(1);
-        let stop = server.stop_handle();
+        let stop = stop_handle(&server);
         let stopper = thread::spawn(move || {
             thread::sleep(Duration::from_millis(30));
             stop.stop();
@@ -294,20 +430,6 @@ fn stop_ends_every_strategy() {
         assert!(server.wait(wait).unwrap().is_none(), "stopping is final");
         stopper.join().unwrap();
     }
-}
-
-#[test]
-fn an_abort_reply_must_fit() {
-    let mut config = ServerConfig::new("/pie_ring_unit_never", HASH, vec![0; 65]);
-    config.layout = RegionLayout::new(1, 64, 64).unwrap();
-    let result = Server::create(&config, &ExitGuard::inert());
-    assert!(matches!(
-        result,
-        Err(RingError::AbortReplyTooLarge {
-            len: 65,
-            capacity: 64
-        })
-    ));
 }
 
 proptest! {

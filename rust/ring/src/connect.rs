@@ -1,0 +1,48 @@
+//! How a client finds its region.
+
+use std::os::fd::{AsFd, OwnedFd};
+
+use rustix::io::Errno;
+
+use crate::client::{Client, ClientConfig};
+use crate::error::RingError;
+use crate::layout::{HEADER_BYTES, RegionLayout};
+use crate::mapping::Mapping;
+use crate::region::RegionName;
+
+impl Client {
+    /// Opens an existing region.
+    ///
+    /// # Errors
+    /// [`RingError::NotFound`], [`RingError::Header`] or [`RingError::TooShort`] if there is no
+    /// usable region, [`RingError::Name`] or [`RingError::System`] otherwise.
+    pub fn open(name: &str, schema_hash: [u8; 8], config: ClientConfig) -> Result<Self, RingError> {
+        let name = RegionName::new(name)?;
+        let file = name.open().map_err(|error| match error {
+            Errno::NOENT => RingError::NotFound {
+                name: name.as_str().to_owned(),
+            },
+            error => name.failed("open", error),
+        })?;
+        let layout = read_layout(&name, &file, schema_hash)?;
+        let mapping =
+            Mapping::new(file.as_fd(), layout, false).map_err(|error| name.failed("map", error))?;
+        Ok(Self::new(mapping, config))
+    }
+}
+
+fn read_layout(
+    name: &RegionName,
+    file: &OwnedFd,
+    schema_hash: [u8; 8],
+) -> Result<RegionLayout, RingError> {
+    let stat = rustix::fs::fstat(file).map_err(|error| name.failed("inspect", error))?;
+    let size = u64::try_from(stat.st_size).unwrap_or(0);
+    let mut header = [0; HEADER_BYTES];
+    let read = rustix::io::pread(file, &mut header, 0);
+    if read.map_err(|error| name.failed("read", error))? < HEADER_BYTES {
+        let (name, needed) = (name.as_str().to_owned(), HEADER_BYTES as u64);
+        return Err(RingError::TooShort { name, size, needed });
+    }
+    RegionLayout::decode_header(&header, schema_hash, name.as_str(), size)
+}

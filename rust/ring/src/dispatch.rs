@@ -1,0 +1,162 @@
+//! Takes requests out of the slots, oldest first.
+//!
+//! A slot is pending when its `req_seq` differs from the last one delivered. Among pending slots the
+//! lowest request id wins. One scan is not enough for that: request 5 may enter slot 0 after the scan
+//! has passed it, and request 6 slot 3 before the scan gets there. Whoever has seen request 6 also
+//! sees everything sent before it, so the slots before the choice are scanned again until none of
+//! them has an older request.
+//!
+//! A slot whose lease is still alive is not delivered again, even if its client gave up and sent a
+//! new request: the two leases would share one response buffer. The lease wakes the server when it
+//! ends with a request behind it.
+
+use std::sync::Arc;
+
+use crate::error::RingError;
+use crate::lease::Lease;
+use crate::mapping::Mapping;
+use crate::shared::Shared;
+use crate::sync::atomic::Ordering;
+use crate::wait::{self, Wait};
+
+/// The serving part of a server.
+pub(crate) struct Dispatcher {
+    shared: Arc<Shared>,
+    queue: Queue,
+    /// Answers may owe their wake, because the server spins and comes back to pay.
+    owing: bool,
+}
+
+impl Dispatcher {
+    pub(crate) fn new(mapping: Mapping, abort_reply: Vec<u8>) -> Self {
+        let slots = vec![Delivered::default(); mapping.layout().slots()].into_boxed_slice();
+        Self {
+            shared: Arc::new(Shared::new(mapping, abort_reply)),
+            queue: Queue { slots, count: 0 },
+            owing: false,
+        }
+    }
+
+    pub(crate) fn shared(&self) -> &Arc<Shared> {
+        &self.shared
+    }
+
+    /// Waits for the next request; `None` once stopped.
+    pub(crate) fn wait(&mut self, wait: Wait) -> Result<Option<Lease>, RingError> {
+        self.allow_owing(wait == Wait::Spin);
+        let Self { shared, queue, .. } = self;
+        let ready = || {
+            if shared.is_stopped() {
+                Some(None)
+            } else {
+                queue.take(shared).map(Some)
+            }
+        };
+        let word = &shared.mapping.header().req_wake;
+        let lease = wait::until(wait, word, None, ready, || shared.pay_all())?.flatten();
+        if lease.is_none() {
+            self.allow_owing(false);
+        }
+        Ok(lease)
+    }
+
+    /// Takes the oldest pending request, if there is one, without waiting.
+    pub(crate) fn poll(&mut self) -> Option<Lease> {
+        self.allow_owing(false);
+        self.queue.take(&self.shared)
+    }
+
+    fn allow_owing(&mut self, allowed: bool) {
+        if self.owing != allowed {
+            self.owing = allowed;
+            self.shared.allow_owing(allowed);
+        }
+    }
+}
+
+impl Drop for Dispatcher {
+    fn drop(&mut self) {
+        // In a forked child this may wake the parent's clients for nothing, which they must bear.
+        self.allow_owing(false);
+    }
+}
+
+/// The last delivery of a slot.
+#[derive(Clone, Copy, Default)]
+struct Delivered {
+    seq: u64,
+    /// Number of the delivery among all.
+    number: u64,
+}
+
+struct Queue {
+    slots: Box<[Delivered]>,
+    /// Deliveries so far.
+    count: u64,
+}
+
+/// A pending request.
+#[derive(Clone, Copy, Debug)]
+struct Pending {
+    slot: usize,
+    seq: u64,
+    id: u32,
+}
+
+impl Queue {
+    /// Takes the oldest pending request.
+    fn take(&mut self, shared: &Arc<Shared>) -> Option<Lease> {
+        let mut choice = self.scan(shared, self.slots.len())?;
+        while let Some(older) = self.scan(shared, choice.slot)
+            && is_older(older.id, choice.id)
+        {
+            choice = older;
+        }
+        let Pending { slot, seq, id } = choice;
+        shared.begin_lease(slot);
+        self.count += 1;
+        self.slots[slot] = Delivered {
+            seq,
+            number: self.count,
+        };
+        self.pay_overdue(shared);
+        Some(Lease::new(Arc::clone(shared), slot, seq, id))
+    }
+
+    /// The oldest pending request of the first `end` slots.
+    fn scan(&self, shared: &Shared, end: usize) -> Option<Pending> {
+        let mut oldest: Option<Pending> = None;
+        for (slot, delivered) in self.slots[..end].iter().enumerate() {
+            let words = shared.mapping.slot(slot);
+            // SYNC: pairs with the release store in `Client::send`: id, length and payload follow.
+            let seq = words.req_seq.load(Ordering::Acquire);
+            if seq == delivered.seq || !shared.is_free(slot) {
+                continue;
+            }
+            let id = words.req_id.load(Ordering::Relaxed);
+            if oldest.is_none_or(|oldest| is_older(id, oldest.id)) {
+                oldest = Some(Pending { slot, seq, id });
+            }
+        }
+        oldest
+    }
+
+    /// Wakes the clients whose slots have sat out a whole round of deliveries. One that takes the
+    /// slots in turn is back before that.
+    fn pay_overdue(&self, shared: &Shared) {
+        for (slot, delivered) in self.slots.iter().enumerate() {
+            if shared.owes(slot) && self.count - delivered.number >= self.slots.len() as u64 {
+                shared.pay(slot);
+            }
+        }
+    }
+}
+
+/// Whether id `a` was given out before `b`. Ids wrap around, so the shorter way round decides.
+fn is_older(a: u32, b: u32) -> bool {
+    a.wrapping_sub(b).cast_signed() < 0
+}
+
+#[cfg(test)]
+#[path = "dispatch_tests.rs"]
+mod tests;

@@ -1,0 +1,165 @@
+//! What the server shares with its leases and stop handles, all of it inside the server's process.
+//!
+//! An answer raises the client's wake counter at once. The futex call that follows is wasted on a
+//! client that does not sleep, and clients do not tell. So a server that spins may *owe* the call. It
+//! is cancelled when the slot's next request is delivered: a client that sends again has read its
+//! answer. It is made when the server finds nothing to do for a while, after at most as many
+//! deliveries as there are slots, and when the server stops, is dropped or no longer spins.
+//!
+//! Lease, server and stop handle may be on three threads. Everything they must agree on about a slot
+//! is therefore in one atomic word, whose changes have one order for all of them.
+
+use std::sync::Arc;
+
+use crate::futex;
+use crate::mapping::Mapping;
+use crate::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+
+/// A lease exists.
+const LEASED: u32 = 1;
+/// The server has seen a request behind the lease and waits for the lease's end.
+const AWAITED: u32 = 2;
+/// The futex call of the last answer has not been made.
+const OWED: u32 = 4;
+/// Calls are made at once: the server might sleep, or never come back to make one that is owed.
+const AT_ONCE: u32 = 8;
+
+/// What the server shares with its leases and stop handles.
+pub(crate) struct Shared {
+    pub(crate) mapping: Mapping,
+    pub(crate) abort_reply: Vec<u8>,
+    /// Per slot: a set of the bits above.
+    states: Box<[AtomicU32]>,
+    /// The last call found a client asleep, so the next one will not be owed. Only a hint.
+    clients_sleep: AtomicBool,
+    stopped: AtomicBool,
+    /// The process that made the region. A forked child must not answer for it.
+    pub(crate) pid: u32,
+}
+
+impl Shared {
+    pub(crate) fn new(mapping: Mapping, abort_reply: Vec<u8>) -> Self {
+        let states = (0..mapping.layout().slots())
+            .map(|_| AtomicU32::new(AT_ONCE))
+            .collect();
+        Self {
+            mapping,
+            abort_reply,
+            states,
+            clients_sleep: AtomicBool::new(false),
+            stopped: AtomicBool::new(false),
+            pid: std::process::id(),
+        }
+    }
+
+    /// Whether the slot has no lease. If it has one, its end will wake the server.
+    pub(crate) fn is_free(&self, slot: usize) -> bool {
+        let state = &self.states[slot];
+        // SYNC: pairs with the release in `end_lease`: the old borrow of the buffer is over.
+        let seen = state.load(Ordering::Acquire);
+        if seen & LEASED == 0 {
+            return true;
+        }
+        // SYNC: as above. Either the lease has just ended or its end will find the bit.
+        seen & AWAITED == 0 && state.fetch_or(AWAITED, Ordering::Acquire) & LEASED == 0
+    }
+
+    /// Marks a free slot as leased. Its client has sent again and is owed nothing.
+    pub(crate) fn begin_lease(&self, slot: usize) {
+        // `is_free` has synchronized with the former lease; nothing else is published by the word.
+        self.update(slot, |state| state & AT_ONCE | LEASED);
+    }
+
+    /// Frees the slot for the next delivery, and wakes whom the lease's end concerns.
+    pub(crate) fn end_lease(&self, slot: usize, answered: bool) {
+        let state = &self.states[slot];
+        let before = if answered {
+            // SYNC: pairs with the acquire loads in `is_free`.
+            state.fetch_xor(LEASED | OWED, Ordering::Release)
+        } else {
+            // SYNC: as above.
+            state.fetch_and(!LEASED, Ordering::Release)
+        };
+        // A server that spins will see for itself.
+        if before & (AWAITED | AT_ONCE) == AWAITED | AT_ONCE {
+            self.wake_server();
+        }
+        if before & AT_ONCE != 0 || self.clients_sleep.load(Ordering::Relaxed) {
+            self.pay(slot);
+        }
+    }
+
+    /// Whether the futex call of the slot's last answer is owed.
+    pub(crate) fn owes(&self, slot: usize) -> bool {
+        self.states[slot].load(Ordering::Relaxed) & OWED != 0
+    }
+
+    /// Wakes the client of the slot if that is owed.
+    pub(crate) fn pay(&self, slot: usize) {
+        if self.owes(slot) && self.update(slot, |state| state & !OWED) & OWED != 0 {
+            self.wake_client(slot);
+        }
+    }
+
+    /// Makes every call that is owed.
+    pub(crate) fn pay_all(&self) {
+        for slot in 0..self.states.len() {
+            self.pay(slot);
+        }
+    }
+
+    /// Whether answers may owe their call from now on. If not, nothing is owed afterwards.
+    pub(crate) fn allow_owing(&self, allowed: bool) {
+        for slot in 0..self.states.len() {
+            if allowed {
+                self.update(slot, |state| state & !AT_ONCE);
+            } else if self.update(slot, |state| state & !OWED | AT_ONCE) & OWED != 0 {
+                self.wake_client(slot);
+            }
+        }
+    }
+
+    pub(crate) fn is_stopped(&self) -> bool {
+        // SYNC: pairs with the release store in `Stop::stop`.
+        self.stopped.load(Ordering::Acquire)
+    }
+
+    /// Changes the state of a slot and returns the former one.
+    fn update(&self, slot: usize, change: impl Fn(u32) -> u32) -> u32 {
+        let (state, relaxed) = (&self.states[slot], Ordering::Relaxed);
+        let (Ok(before) | Err(before)) = state.fetch_update(relaxed, relaxed, |s| Some(change(s)));
+        before
+    }
+
+    fn wake_client(&self, slot: usize) {
+        let woken = futex::wake_all(&self.mapping.slot(slot).resp_wake);
+        self.clients_sleep.store(woken > 0, Ordering::Relaxed);
+    }
+
+    fn wake_server(&self) {
+        let word = &self.mapping.header().req_wake;
+        // SYNC: pairs with the snapshot in `wait::park`.
+        word.fetch_add(1, Ordering::Release);
+        futex::wake_all(word);
+    }
+}
+
+/// Ends the waiting of a server from any thread or signal handler. Stopping is final.
+#[derive(Clone)]
+pub struct Stop(pub(crate) Arc<Shared>);
+
+impl Stop {
+    /// Makes the running and every later [`Server::wait`](crate::Server::wait) return `None`. Only
+    /// atomics and futex calls, so it may be used in a signal handler.
+    pub fn stop(&self) {
+        // SYNC: pairs with the acquire load in `is_stopped`.
+        self.0.stopped.store(true, Ordering::Release);
+        self.0.wake_server();
+        self.0.allow_owing(false);
+    }
+
+    /// Whether `stop` was called.
+    pub fn is_stopped(&self) -> bool {
+        self.0.is_stopped()
+    }
+}

@@ -1,0 +1,18 @@
+//! What `client`, `lease`, `shared`, `dispatch`, `words` and `wait` take from the outside world. The
+//! model in `rust/ring/model` compiles the same files against its own version of this one.
+
+use std::time::UNIX_EPOCH;
+
+pub(crate) use std::hint::spin_loop;
+pub(crate) use std::sync::{Mutex, MutexGuard, atomic};
+pub(crate) use std::time::Instant;
+
+/// Turns of a spin loop between two looks at the clock and at what else there is to do: some
+/// microseconds. A peer that spins, too, and has nothing to compute answers within the first of them.
+pub(crate) const TURNS: u32 = 256;
+
+/// Microseconds since the epoch.
+pub(crate) fn epoch_us() -> u64 {
+    let since = UNIX_EPOCH.elapsed().unwrap_or_default();
+    u64::try_from(since.as_micros()).unwrap_or(u64::MAX)
+}
