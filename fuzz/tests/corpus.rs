@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use pie_fuzz::TARGETS;
 
 /// Damaged inputs of each target.
-const DAMAGED: usize = 20_000;
+const DAMAGED: usize = 60_000;
 
 fn corpus(target: &str) -> Vec<Vec<u8>> {
     let directory = Path::new(env!("CARGO_MANIFEST_DIR"))
@@ -47,7 +47,7 @@ impl Random {
                 2 | 3 if at < bytes.len() => bytes[at] ^= 1 << self.below(8),
                 _ if at + 4 <= bytes.len() => {
                     let word = [
-                        self.below(20) as u32,
+                        self.below(40) as u32,
                         u32::MAX - self.below(400) as u32,
                         self.below(1 << 31) as u32,
                     ];
