@@ -29,8 +29,9 @@ test-rust:
 test-python: $(VENV)/.installed
 	$(BIN)/python -m pytest -q
 
-bench: ## Run the benchmarks (criterion)
-	cargo bench --manifest-path benches/Cargo.toml
+bench: ## Run the benchmarks and print their table; ARGS=ring/ for some of them, ARGS=--quick to try them out
+	cargo bench --manifest-path benches/Cargo.toml -- $(ARGS)
+	@cargo run --quiet --release --manifest-path benches/Cargo.toml -- $(filter --quick,$(ARGS))
 
 lint: $(VENV)/.installed ## Check format, lints, types, docs and the native module's stub
 	cargo fmt --all --check

@@ -1,6 +1,8 @@
 //! Frame to reply without the ring and the model.
 
-use criterion::{BenchmarkId, Criterion, criterion_group, criterion_main};
+use criterion::{Criterion, criterion_group, criterion_main};
+use pie_benches::report::Unit;
+use pie_benches::timing::{self, Race};
 use pie_benches::{Bytes, HostPath, decode_frame};
 use pie_wire::Reply;
 
@@ -10,31 +12,28 @@ const SIZES: [u32; 3] = [1, 64, 256];
 const STEPS: u32 = 32;
 
 fn wire(criterion: &mut Criterion) {
-    let mut group = criterion.benchmark_group("wire/access");
     for size in SIZES {
         let bytes = Bytes::of(&decode_frame(size, CONTEXT, 0));
-        group.bench_function(BenchmarkId::from_parameter(format!("{size}x{CONTEXT}")), |bencher| {
-            bencher.iter(|| pie_wire::access_request(bytes.as_slice()).is_ok());
-        });
+        let access = || pie_wire::access_request(bytes.as_slice()).is_ok();
+        assert!(access());
+        Race::new(format!("wire/access/{size}x{CONTEXT}"), Unit::Ns, access).run(criterion);
     }
-    group.finish();
 }
 
 fn plan(criterion: &mut Criterion) {
-    let mut group = criterion.benchmark_group("plan/decode");
     for size in SIZES {
-        let frames: Vec<Bytes> = (0..STEPS).map(|step| Bytes::of(&decode_frame(size, CONTEXT, step))).collect();
+        let frames: Vec<Bytes> = (0..STEPS)
+            .map(|step| Bytes::of(&decode_frame(size, CONTEXT, step)))
+            .collect();
         let mut path = HostPath::default();
         check(&mut path, &frames, size);
         let mut step = 0;
-        group.bench_function(BenchmarkId::from_parameter(format!("{size}x{CONTEXT}")), |bencher| {
-            bencher.iter(|| {
-                step = (step + 1) % frames.len();
-                path.run(frames[step].as_slice(), 7).len()
-            });
-        });
+        let decode = || {
+            step = (step + 1) % frames.len();
+            path.run(frames[step].as_slice(), 7).len()
+        };
+        Race::new(format!("plan/decode/{size}x{CONTEXT}"), Unit::Ns, decode).run(criterion);
     }
-    group.finish();
 }
 
 /// Every request of every frame must come back with the token that was sampled for it.
@@ -47,5 +46,9 @@ fn check(path: &mut HostPath, frames: &[Bytes], size: u32) {
     }
 }
 
-criterion_group!(benches, wire, plan);
+criterion_group! {
+    name = benches;
+    config = timing::criterion();
+    targets = wire, plan
+}
 criterion_main!(benches);

@@ -1,4 +1,8 @@
-//! Frames for the benches, as the runtime sends them.
+//! Frames for the benches, as the runtime sends them; timing and report.
+
+pub mod conditions;
+pub mod report;
+pub mod timing;
 
 use pie_batch::{Layout, Limits, Planner};
 use pie_wire::{AdapterBinding, ForwardRequest, Frame, Payload, Sampler};
@@ -29,7 +33,9 @@ pub fn decode_frame(requests: u32, context: u32, step: u32) -> Frame {
         payload: Payload::Forward(ForwardRequest {
             token_ids: vec![100; requests as usize],
             position_ids: vec![length - 1; requests as usize],
-            kv_page_indices: (0..requests).flat_map(|r| r * 160..r * 160 + pages).collect(),
+            kv_page_indices: (0..requests)
+                .flat_map(|r| r * 160..r * 160 + pages)
+                .collect(),
             kv_page_indptr: (0..=requests).map(|r| r * pages).collect(),
             kv_last_page_lens: vec![(length - 1) % PAGE_SIZE + 1; requests as usize],
             qo_indptr: indptr.clone(),
@@ -37,7 +43,13 @@ pub fn decode_frame(requests: u32, context: u32, step: u32) -> Frame {
             logit_mask_indptr: vec![0; requests as usize + 1],
             sampling_indices: vec![0; requests as usize],
             sampling_indptr: indptr.clone(),
-            samplers: vec![Sampler::TopP { temperature: 0.0, p: 1.0 }; requests as usize],
+            samplers: vec![
+                Sampler::TopP {
+                    temperature: 0.0,
+                    p: 1.0
+                };
+                requests as usize
+            ],
             sampler_indptr: indptr,
             adapter_bindings: vec![AdapterBinding::NONE; requests as usize],
             spec_indptr: vec![0; requests as usize + 1],
@@ -68,7 +80,10 @@ impl Bytes {
     #[must_use]
     pub fn of(frame: &Frame) -> Self {
         let len = pie_wire::request_len(frame).expect("the frame is small");
-        let mut bytes = Self { words: vec![0; len.div_ceil(8)], len };
+        let mut bytes = Self {
+            words: vec![0; len.div_ceil(8)],
+            len,
+        };
         pie_wire::encode_request(frame, bytes.as_mut()).expect("the buffer has its length");
         bytes
     }
@@ -122,10 +137,16 @@ impl HostPath {
             while let Some(group) = self.planner.stage_slots(block).expect("the block fits") {
                 self.tokens.clear();
                 self.tokens.resize(group.len(), token);
-                self.planner.put_tokens(&self.tokens).expect("one token per slot");
+                self.planner
+                    .put_tokens(&self.tokens)
+                    .expect("one token per slot");
             }
         }
-        let written = self.planner.reply(pie_batch::Probes::default(), &mut self.response, &mut self.dropped);
+        let written = self.planner.reply(
+            pie_batch::Probes::default(),
+            &mut self.response,
+            &mut self.dropped,
+        );
         &self.response[..written.expect("the response fits")]
     }
 }
