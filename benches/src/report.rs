@@ -11,6 +11,14 @@ use std::{fs, io};
 use comfy_table::{CellAlignment, Table, presets};
 use serde::{Deserialize, Serialize};
 
+use crate::conditions::Disturbance;
+
+/// Share of the time above which the hypervisor has spoilt a row.
+const MOST_STOLEN: f64 = 0.01;
+/// The same for threads that wait for a core. Peers with threads of their own have some on a machine
+/// with two cores.
+const MOST_CONTENDED: f64 = 0.5;
+
 /// What the figures of a row count.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
@@ -79,17 +87,14 @@ impl Summary {
         }
     }
 
-    /// What makes the percentiles those of the scheduler.
-    fn doubt(&self) -> Option<String> {
-        let (switches, samples) = (self.involuntary_switches, self.samples);
-        let spoilt = match samples {
-            _ if switches * 1000 < samples || switches == 0 => return None,
-            _ if switches * 100 < samples => "p99.9",
-            _ => "p99 and p99.9",
-        };
-        Some(format!(
-            "{switches} involuntary context switches in {samples} samples: do not trust {spoilt}"
-        ))
+    /// Which percentiles are the scheduler's rather than the code's.
+    fn doubt(&self) -> Option<&'static str> {
+        match self.involuntary_switches {
+            0 => None,
+            switches if switches * 100 >= self.samples => Some("p99 and p99.9"),
+            switches if switches * 1000 >= self.samples => Some("p99.9"),
+            _ => None,
+        }
     }
 }
 
@@ -106,8 +111,8 @@ pub struct Row {
     pub ours: Summary,
     /// What it is compared with.
     pub peers: BTreeMap<String, Summary>,
-    /// Share of the machine's time that the hypervisor gave to others meanwhile.
-    pub steal: f64,
+    /// What happened on the machine meanwhile.
+    pub disturbance: Disturbance,
 }
 
 impl Row {
@@ -121,7 +126,7 @@ impl Row {
             taken,
             ours,
             peers: BTreeMap::new(),
-            steal: 0.0,
+            disturbance: Disturbance::default(),
         }
     }
 
@@ -145,18 +150,30 @@ impl Row {
         )
     }
 
-    /// Why not to believe the row; empty if the run was undisturbed.
+    /// Why not to believe the row, if anything disturbed it.
     #[must_use]
-    pub fn warnings(&self) -> Vec<String> {
-        let steal = (self.steal > 0.01)
-            .then(|| format!("{:.1} % of the time was stolen", self.steal * 100.0));
-        let doubts = self
-            .sides()
-            .filter_map(|(side, summary)| Some(format!("{side}: {}", summary.doubt()?)));
-        doubts
-            .chain(steal)
-            .map(|text| format!("{}: {text}", self.bench))
-            .collect()
+    pub fn warning(&self) -> Option<String> {
+        let doubts = self.sides().filter_map(|(side, summary)| {
+            let (doubt, switches) = (summary.doubt()?, summary.involuntary_switches);
+            Some(format!(
+                "{doubt} of {side} ({switches} in {})",
+                summary.samples
+            ))
+        });
+        let Disturbance { stolen, contended } = self.disturbance;
+        let shares = [
+            (stolen, MOST_STOLEN, "stolen by the hypervisor"),
+            (
+                contended,
+                MOST_CONTENDED,
+                "spent with more threads than cores",
+            ),
+        ];
+        let shares = shares.into_iter().filter(|(share, most, _)| share > most);
+        let shares =
+            shares.map(|(share, _, what)| format!("all of it ({:.0} % {what})", share * 100.0));
+        let doubts: Vec<_> = shares.chain(doubts).collect();
+        (!doubts.is_empty()).then(|| format!("{}: {}", self.bench, doubts.join(", ")))
     }
 
     fn sides(&self) -> impl Iterator<Item = (&str, &Summary)> {
@@ -224,7 +241,7 @@ pub fn write_medians(folder: &Path, rows: &[Row]) -> io::Result<()> {
 #[must_use]
 pub fn table(rows: &[Row]) -> Table {
     let mut table = Table::new();
-    table.load_style(presets::UTF8_HORIZONTAL_ONLY);
+    table.load_style(presets::UTF8_BORDERS_ONLY);
     table.set_header([
         "bench",
         "age",
@@ -332,20 +349,17 @@ mod tests {
     #[test]
     fn a_run_replaces_its_rows_and_keeps_the_others() {
         let folder = Folder::new("merge");
-        let row = |bench, p50| Row::new(bench, Unit::Ns, summary(p50, 1000, 0));
-        row("a/16", 4.0).write(&folder.0).unwrap();
-        row("b/1", 1.0).write(&folder.0).unwrap();
-        row("a/2", 2.0).write(&folder.0).unwrap();
-        row("b/1", 3.0)
-            .peer("numpy", summary(6.0, 1000, 0))
-            .write(&folder.0)
-            .unwrap();
-        let rows = read(&folder.0).unwrap();
-        let found: Vec<_> = rows
-            .iter()
-            .map(|row| (row.bench.as_str(), row.ours.p50, row.peers.len()))
-            .collect();
-        assert_eq!(found, [("a/2", 2.0, 0), ("a/16", 4.0, 0), ("b/1", 3.0, 1)]);
+        let row = |bench, p50| Row::new(bench, Unit::Ns, summary(p50, 1000, 3));
+        let replaced = row("b/2", 1.0);
+        let rows = [
+            row("a/2", 2.0),
+            row("a/16", 4.0),
+            row("b/2", 3.0).peer("numpy", summary(6.0, 1000, 7)),
+        ];
+        for row in std::iter::once(&replaced).chain(&rows) {
+            row.write(&folder.0).unwrap();
+        }
+        assert_eq!(read(&folder.0).unwrap(), rows);
     }
 
     #[test]
@@ -375,17 +389,29 @@ mod tests {
 
     #[test]
     fn disturbance_is_told_by_the_percentile_it_reaches() {
-        let warnings = |switches, steal| {
+        let warning = |switches, stolen, contended| {
             let mut row = Row::new("a/1", Unit::Ns, summary(1.0, 100_000, 0));
-            row.steal = steal;
-            row.peer("numpy", summary(1.0, 100_000, switches))
-                .warnings()
+            row.disturbance = Disturbance { stolen, contended };
+            let row = row.peer("numpy", summary(1.0, 100_000, switches));
+            row.warning().unwrap_or_default()
         };
-        assert!(warnings(99, 0.01).is_empty());
-        assert!(warnings(100, 0.0)[0].ends_with("do not trust p99.9"));
-        assert!(warnings(1000, 0.0)[0].starts_with("a/1: numpy: 1000 involuntary"));
-        assert!(warnings(1000, 0.0)[0].ends_with("do not trust p99 and p99.9"));
-        assert_eq!(warnings(0, 0.02), ["a/1: 2.0 % of the time was stolen"]);
+        assert_eq!(warning(99, 0.01, 0.5), "");
+        assert_eq!(
+            warning(100, 0.0, 0.0),
+            "a/1: p99.9 of numpy (100 in 100000)"
+        );
+        assert_eq!(
+            warning(1000, 0.0, 0.0),
+            "a/1: p99 and p99.9 of numpy (1000 in 100000)"
+        );
+        assert_eq!(
+            warning(0, 0.02, 0.0),
+            "a/1: all of it (2 % stolen by the hypervisor)"
+        );
+        assert_eq!(
+            warning(0, 0.0, 0.9),
+            "a/1: all of it (90 % spent with more threads than cores)"
+        );
     }
 
     #[test]
@@ -399,7 +425,8 @@ mod tests {
         let text = table(&rows).to_string();
         let cells: Vec<Vec<_>> = text
             .lines()
-            .map(|line| line.split_whitespace().collect())
+            .map(|line| line.split(|c: char| c == '│' || c.is_whitespace()))
+            .map(|words| words.filter(|word| !word.is_empty()).collect())
             .collect();
         assert!(cells.contains(&vec![
             "a/1", "0", "s", "ns", "ours", "200.0", "400.0", "800.0", "1", "1000"

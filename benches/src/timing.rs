@@ -1,7 +1,8 @@
 //! Timing ours and its peers in turns, so that a drift of the machine hits all alike.
 //!
-//! Criterion sets the pace and judges ours. In each of its samples every side runs the same number of
-//! operations, one side after the other, and every single operation goes into the side's histogram.
+//! Criterion sets the pace and judges ours. In each of its samples the sides run one after the other,
+//! a slow peer fewer operations than ours, so that turns take about the same time. Every single
+//! operation goes into its side's histogram.
 
 use std::cell::RefCell;
 use std::hint::black_box;
@@ -10,13 +11,15 @@ use std::time::{Duration, Instant};
 use criterion::Criterion;
 use hdrhistogram::Histogram;
 
-use crate::conditions::{CpuTime, clock_read, involuntary_switches};
+use crate::conditions::{Watch, clock_read, involuntary_switches};
 use crate::report::{self, Row, Summary, Unit};
 
 /// Before this much time has passed nothing is recorded.
 const WARM_UP: Duration = Duration::from_secs(3);
 /// Operations before each turn: the side before has emptied the caches.
 const TURN_WARM_UP: u64 = 8;
+/// Fewest operations of a peer's turn, however slow it is.
+const SHORTEST_TURN: u64 = 32;
 /// A value is this much longer than the reading of the clock that it contains.
 const CLOCK_READS: u32 = 10;
 /// A longer time counts as this one.
@@ -129,6 +132,8 @@ struct Side<'a> {
     name: String,
     turn: Turn<'a>,
     samples: Samples,
+    /// Seconds per operation in the fastest turn, which nothing else on the machine has made longer.
+    fastest: f64,
 }
 
 /// A row to be measured: ours first, then peers.
@@ -182,6 +187,7 @@ impl<'a> Race<'a> {
             name: name.to_owned(),
             turn: Box::new(turn),
             samples: Samples::new(),
+            fastest: f64::INFINITY,
         });
         self
     }
@@ -198,24 +204,24 @@ impl<'a> Race<'a> {
     /// # Panics
     /// When the row's file cannot be written.
     pub fn run(mut self, criterion: &mut Criterion) {
-        let before = CpuTime::now();
+        let watch = Watch::start();
         let begin = RefCell::new(None);
         let bench = self.bench.clone();
         criterion.bench_function(&bench, |bencher| {
             bencher.iter_custom(|operations| {
                 let begin = *begin.borrow_mut().get_or_insert_with(Instant::now);
                 let recording = report::is_quick() || begin.elapsed() >= WARM_UP;
-                let alone = self.sides.len() == 1;
-                let mut ours = None;
-                for side in &mut self.sides {
-                    let elapsed = side.take_turn(operations, recording, alone);
-                    ours.get_or_insert(elapsed);
+                let (ours, peers) = self.sides.split_first_mut().expect("ours is a side");
+                let elapsed = ours.take_turn(operations, recording, peers.is_empty());
+                for peer in peers {
+                    let fitting = peer.fitting(operations, ours.fastest);
+                    peer.take_turn(fitting, recording, false);
                 }
-                ours.unwrap_or_default()
+                elapsed
             });
         });
         if let Some(mut row) = self.row() {
-            row.steal = CpuTime::now().stolen_since(before);
+            row.disturbance = watch.disturbance();
             row.write(&report::folder())
                 .expect("the row's file can be written");
         }
@@ -238,6 +244,13 @@ impl<'a> Race<'a> {
 }
 
 impl Side<'_> {
+    /// How many operations take as long as so many of ours; at most the same number.
+    fn fitting(&self, operations: u64, ours: f64) -> u64 {
+        // Zero as long as the peer has had no turn.
+        let fitting = operations as f64 * ours / self.fastest;
+        (fitting as u64).max(SHORTEST_TURN).min(operations)
+    }
+
     fn take_turn(&mut self, operations: u64, recording: bool, alone: bool) -> Duration {
         self.samples.recording = false;
         if !alone {
@@ -248,6 +261,7 @@ impl Side<'_> {
         let elapsed = (self.turn)(operations, &mut self.samples);
         let switches = involuntary_switches("thread-self") - before;
         self.samples.add_involuntary_switches(switches);
+        self.fastest = self.fastest.min(elapsed.as_secs_f64() / operations as f64);
         elapsed
     }
 }
@@ -343,6 +357,27 @@ mod tests {
             .unwrap();
         assert_eq!((row.ours.samples, row.peers["peer"].samples), (50, 50));
         assert!((row.peers["numpy"].p50 - 3.0).abs() < 1e-9);
+    }
+
+    #[test]
+    fn a_slow_peer_runs_fewer_operations() {
+        let mut race = Race::new("a/1", Unit::Ns, || ());
+        let side = &mut race.sides[0];
+        assert_eq!((side.fitting(1000, 1.0), side.fitting(7, 1.0)), (32, 7));
+        side.fastest = 4.0;
+        let fitting = [0.01, 1.0, 3.0, 8.0].map(|ours| side.fitting(1000, ours));
+        assert_eq!(fitting, [32, 250, 750, 1000]);
+    }
+
+    #[test]
+    fn the_fastest_turn_counts() {
+        let times = RefCell::new(vec![50, 20, 30]);
+        let turn = |_, _: &mut Samples| Duration::from_secs(times.borrow_mut().pop().unwrap());
+        let mut race = Race::new_turns("a/1", Unit::Ns, turn);
+        for _ in 0..3 {
+            race.sides[0].take_turn(10, true, true);
+        }
+        assert!((race.sides[0].fastest - 2.0).abs() < 1e-9);
     }
 
     #[test]

@@ -28,7 +28,7 @@ const CASES: [(&str, fn()); 8] = [
     ("plan/decode/256x2048", || decode(256)),
     ("plan/mixed", || plan(&mixed_frame(4), &mixed_frame(5))),
     ("plan/prefill/8192", || {
-        plan(&decode_frame(1, CONTEXT, 0), &prefill_frame(8192))
+        plan(&decode_frame(1, CONTEXT, 0), &prefill_frame(8192));
     }),
 ];
 

@@ -6,6 +6,9 @@ use std::fs;
 use pie_benches::conditions::Machine;
 use pie_benches::report::{self, Row};
 
+const DISTURBED: &str = "warning: the machine was not idle (involuntary context switches in samples). \
+     Do not trust:";
+
 fn main() -> Result<(), Box<dyn Error>> {
     let folder = report::folder();
     let rows = report::read(&folder)?;
@@ -18,10 +21,11 @@ fn main() -> Result<(), Box<dyn Error>> {
 
 /// The machine, what makes rows invalid, the table.
 fn text(rows: &[Row]) -> String {
-    let warnings = rows.iter().flat_map(Row::warnings);
-    let warnings: String = warnings
-        .flat_map(|text| ["warning: ".to_owned(), text, "\n".to_owned()])
-        .collect();
+    let doubtful: Vec<_> = rows.iter().filter_map(Row::warning).collect();
+    let warning = match doubtful.as_slice() {
+        [] => String::new(),
+        doubtful => format!("{DISTURBED}\n  {}\n", doubtful.join("\n  ")),
+    };
     let (machine, table) = (Machine::now(), report::table(rows));
-    format!("{machine}\n{warnings}{table}\n")
+    format!("{machine}\n{warning}{table}\n")
 }
