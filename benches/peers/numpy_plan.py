@@ -82,6 +82,7 @@ class HostPath:
 
     def run(self, frame: Array, tokens: Array) -> Array:
         """Stages a frame and answers it with `tokens`, one per slot in the staged order."""
+        frame = frame.copy()
         v = self.parse(frame)
         qo = v["qo_indptr"].astype(np.int64)
         indptr = v["page_indptr"].astype(np.int64)

@@ -199,6 +199,7 @@ impl Bytes {
 /// The planner with a staging block and a response buffer: all of the host path but ring and model.
 pub struct HostPath {
     planner: Planner,
+    request: Vec<u64>,
     block: Vec<u64>,
     response: Vec<u8>,
     tokens: Vec<i64>,
@@ -210,6 +211,7 @@ impl Default for HostPath {
         let bytes = Layout::new(&LIMITS).bytes();
         Self {
             planner: Planner::new(LIMITS, 42),
+            request: Vec::new(),
             block: vec![0; bytes.div_ceil(8)],
             response: vec![0; 4 << 20],
             tokens: vec![TOKEN; LIMITS.max_slots as usize],
@@ -227,7 +229,11 @@ impl HostPath {
     /// # Panics
     /// When the frame is not a forward that the planner takes.
     pub fn run(&mut self, request: &[u8]) -> &[u8] {
-        let frame = pie_wire::access_request(request).expect("a valid frame");
+        // As the driver does: a client may rewrite its slot while it is read.
+        self.request.resize(request.len().div_ceil(8), 0);
+        let bytes = &mut bytemuck::cast_slice_mut(&mut self.request)[..request.len()];
+        bytes.copy_from_slice(request);
+        let frame = pie_wire::access_request(bytes).expect("a valid frame");
         let pie_wire::ArchivedPayload::Forward(forward) = &frame.payload else {
             panic!("a forward frame");
         };
