@@ -73,6 +73,8 @@ impl Limits {
             ("the KV length of a request", self.max_kv_len()),
             ("vocab_size", u64::from(self.vocab_size)),
             ("chunk_tokens", u64::from(self.chunk_tokens)),
+            // Relative pointers of the response have 31 bits too.
+            ("reply_bytes", u64::from(self.reply_bytes)),
             (
                 "the words of the packed logit masks",
                 u64::from(self.max_slots) * self.mask_words() as u64,

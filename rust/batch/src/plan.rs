@@ -215,10 +215,10 @@ impl Planner {
         first..self.token_ids.len()
     }
 
-    /// Notes a fault that shows only after its request was planned.
-    pub(crate) fn add_fault(&mut self, index: usize, fault: RequestFault) {
-        let place = self.faults.partition_point(|&(faulty, _)| faulty < index);
-        self.faults.insert(place, (index, fault));
+    /// Notes faults that show only after their requests were planned.
+    pub(crate) fn add_faults(&mut self, faults: impl IntoIterator<Item = (usize, RequestFault)>) {
+        self.faults.extend(faults);
+        self.faults.sort_unstable_by_key(|&(index, _)| index);
     }
 
     /// Cuts the rows into passes of at most `chunk_tokens` tokens and `max_requests` requests, in the frame's order, so

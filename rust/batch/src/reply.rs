@@ -91,16 +91,18 @@ impl Planner {
         let mut largest: Vec<_> = self.requests.iter().map(size).zip(0..).collect();
         largest.sort_unstable_by_key(|&place| Reverse(place));
         let mut saved = 0;
-        let emptied = largest.into_iter().take_while(|&(bytes, _)| {
+        let needed = largest.iter().take_while(|&&(bytes, _)| {
             let needed = saved < excess && bytes > 0;
             saved += bytes;
             needed
         });
-        for (bytes, index) in emptied.collect::<Vec<_>>() {
-            let request: &mut Request = &mut self.requests[index];
-            request.slots.end = request.slots.start;
-            self.add_fault(index, RequestFault::Oversize { bytes, limit });
+        largest.truncate(needed.count());
+        for &(_, index) in &largest {
+            let slots = &mut self.requests[index].slots;
+            slots.end = slots.start;
         }
+        let fault = |(bytes, index)| (index, RequestFault::Oversize { bytes, limit });
+        self.add_faults(largest.into_iter().map(fault));
     }
 
     /// Whether the fast reply will do, and fits.

@@ -332,9 +332,8 @@ impl Planner {
     /// # Errors
     /// [`StageError`] when an array does not have the length that the group's slots ask for; nothing is taken then.
     pub fn put_outputs(&mut self, outputs: &Outputs<'_>) -> Result<(), StageError> {
-        let group = std::mem::take(&mut self.slots.group);
         let slots = &mut self.slots;
-        let staged = &self.stage.pass_slots[group];
+        let staged = &self.stage.pass_slots[slots.group.clone()];
         let vocab_size = self.limits.vocab_size;
         let values = |class: SlotClass| -> usize {
             let own = staged.iter().map(|&slot| &slots.all[slot]);
@@ -370,6 +369,7 @@ impl Planner {
                 });
             }
         }
+        slots.group = 0..0;
         let mut tokens = outputs.tokens.iter();
         let mut next = [
             slots.dist_probs.len(),
@@ -421,9 +421,11 @@ impl Planner {
                 spoilt.push(index);
             }
         }
-        for index in spoilt {
-            self.add_fault(index, RequestFault::Logits);
-        }
+        self.add_faults(
+            spoilt
+                .into_iter()
+                .map(|index| (index, RequestFault::Logits)),
+        );
     }
 }
 
