@@ -35,7 +35,8 @@ impl ForwardResponse {
     /// [`ResponseRule`] names the first array that breaks its rule.
     pub fn check(&self) -> Result<(), ResponseRule> {
         let requests = self.num_requests as usize;
-        if requests > 0 || !self.tokens_indptr.is_empty() {
+        // A response to no requests may leave their offsets out.
+        if requests > 0 || !self.tokens_indptr.is_empty() || !self.tokens.is_empty() {
             partition(
                 "tokens_indptr",
                 &self.tokens_indptr,
