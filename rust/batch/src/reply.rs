@@ -50,9 +50,9 @@ pub(crate) struct Reply {
 const WORD: usize = 4;
 
 impl Planner {
-    /// Encodes the answer to the current frame into `buffer`, which has the [`Limits::reply_bytes`] that the frame was
-    /// planned for, and returns its length in bytes: the fast token reply when every request has exactly one token, else a
-    /// response archive.
+    /// Encodes the answer to the current frame into `buffer`, which has the [`reply_bytes`](crate::Limits::reply_bytes)
+    /// that the frame was planned for, and returns its length in bytes: the fast token reply when every request has exactly
+    /// one token, else a response archive.
     ///
     /// # Errors
     /// [`ReplyError`] when the buffer is smaller, or the arrays contradict each other.
@@ -74,8 +74,8 @@ impl Planner {
         Ok(length)
     }
 
-    /// Empties requests, those with the largest outputs first, until the response fits into [`Limits::reply_bytes`]. How
-    /// many drafts will be accepted is not known yet, so all of them count.
+    /// Empties requests, those with the largest outputs first, until the response fits into the limits' `reply_bytes`.
+    /// How many drafts will be accepted is not known yet, so all of them count.
     pub(crate) fn empty_oversize_requests(&mut self) {
         self.reply.asked = [false; SlotClass::COUNT];
         for slot in &self.slots.all {

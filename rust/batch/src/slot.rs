@@ -160,7 +160,7 @@ struct Common {
 }
 
 impl Planner {
-    /// Plans the slots of a request whose rows start at `first_row`. Returns how many of them verify drafts.
+    /// Plans the slots of a request whose rows start at `first_row`; those that verify drafts come first.
     ///
     /// # Errors
     /// [`RequestFault`] when its sampling indices or masks are wrong; nothing is added then.
