@@ -44,6 +44,6 @@ def _logits(server: Any, engine: Any, frame: bytes) -> list[Any]:
         with torch.inference_mode():
             parts.append(engine.logits(torch.arange(staged.tokens)).numpy())
         while (group := batch.stage_slots()) is not None:
-            batch.put_tokens(engine.sample(group))
+            batch.put_outputs(engine.sample(group).tokens.numpy())
     batch.commit()
     return parts

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -27,6 +28,7 @@ from pie_driver_sglang import _core
 from pie_driver_sglang._core import Request, Sampler
 from pie_driver_sglang.engine import Facts
 from pie_driver_sglang.errors import RingError
+from pie_driver_sglang.sampling import Outputs
 from pie_driver_sglang.serve import run_batch, serve, warm_up
 
 MALFORMED, OUT_OF_RANGE, UNSUPPORTED = 2, 3, 4
@@ -562,8 +564,10 @@ class TestEndurance:
 class FakeEngine:
     """Computes nothing; fails when told to."""
 
-    def __init__(self, block_bytes: int) -> None:
-        self.block: npt.NDArray[np.uint8] = np.zeros(block_bytes, dtype=np.uint8)
+    def __init__(self, planner: _core.Planner) -> None:
+        self.block: npt.NDArray[np.uint8] = np.zeros(planner.block_bytes, dtype=np.uint8)
+        _, offset, capacity = dict(planner.layout)["top_ks"]
+        self.top_ks = self.block[offset : offset + 4 * capacity].view(np.int32)
         self.error: BaseException | None = None
         self.fails_in = ""
         self.passes = 0
@@ -584,9 +588,16 @@ class FakeEngine:
         self.at_forward()
         self.fail("forward")
 
-    def sample(self, group: _core.SlotGroup) -> npt.NDArray[np.int64]:
+    def sample(self, group: _core.SlotGroup) -> Outputs:
         self.fail("sample")
-        return np.full(len(group), self.token, dtype=np.int64)
+        tokens = group.greedy + group.plain + group.filtered
+        listed = int(self.top_ks[tokens : tokens + group.dists].sum())
+        return Outputs(
+            torch.full((tokens,), self.token),
+            torch.zeros(listed, dtype=torch.int64),
+            *map(torch.zeros, (listed, 300 * group.logits, len(group.labels) // 16)),
+            torch.zeros(group.entropies),
+        )
 
     def take_waits(self) -> tuple[int, int]:
         self.fail("take_waits")
@@ -631,7 +642,7 @@ def served() -> Iterator[Served]:
     name = f"/pie_shmem_g{drivers.new_group_id()}"
     server = _core.Server(name, _core.ExitGuard.inert(), spin_budget_us=0)
     planner = make_planner()
-    engine = FakeEngine(planner.block_bytes)
+    engine = FakeEngine(planner)
     reports: list[tuple[str, str]] = []
     server.serve(planner, engine.block.data, lambda kind, text: reports.append((kind, text)))
     ended: list[BaseException] = []
@@ -685,7 +696,7 @@ class TestProbes:
         name = f"/pie_shmem_g{drivers.new_group_id()}"
         server = _core.Server(name, _core.ExitGuard.inert(), spin_budget_us=0)
         planner = make_planner()
-        engine = FakeEngine(planner.block_bytes)
+        engine = FakeEngine(planner)
         server.serve(planner, engine.block.data, lambda kind, text: None)
         engine.copy_ns = 3_000_000
         warm_up(server, engine)
@@ -732,9 +743,10 @@ class TestEngineFailure:
         assert served.client.forward([long]).tokens == [[42]]
 
     @pytest.mark.parametrize("token", [300, -1, 2**40])
-    def test_tokens_that_no_engine_may_return(self, served: Served, token: int) -> None:
+    def test_tokens_of_logits_that_are_no_numbers(self, served: Served, token: int) -> None:
         served.engine.token = token
-        assert served.client.forward(small()).aborted
+        reply = served.client.forward([*small(2), Request([5], [0], [9], 1)])
+        assert (reply.aborted, reply.tokens) == (False, [[], [], []])
         served.engine.token = 7
         assert served.client.forward(small()).tokens == [[7]]
 
@@ -839,7 +851,7 @@ class TestStop:
         name = f"/pie_shmem_g{drivers.new_group_id()}"
         server = _core.Server(name, _core.ExitGuard.inert(), spin_budget_us=0)
         planner = make_planner()
-        engine = FakeEngine(planner.block_bytes)
+        engine = FakeEngine(planner)
         server.serve(planner, engine.block.data, lambda _kind, _text: None)
         thread = threading.Thread(target=serve, args=(server, engine, None), daemon=True)
         thread.start()

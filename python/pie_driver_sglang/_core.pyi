@@ -37,12 +37,20 @@ class Batch:
         """
         Nanoseconds spent on planning and staging so far.
         """
-    def put_tokens(self, /, tokens: Buffer) -> None:
+    def put_outputs(self, /, tokens: Buffer, dist_ids: Buffer | None = None, dist_probs: Buffer | None = None, logits: Buffer | None = None, logprobs: Buffer | None = None, entropies: Buffer | None = None) -> None:
         """
-        Takes the tokens of the last staged slot group: `[slots]` int64, contiguous.
+        Takes what the last staged slot group yields: for each class its slots' values one behind the other.
+
+        Args:
+            tokens: `[token slots]` int64; one outside the vocabulary empties its request.
+            dist_ids: `[listed]` int64: the tokens of each distribution, most probable first.
+            dist_probs: `[listed]` float32: their probabilities.
+            logits: `[raw slots * vocabulary]` float32.
+            logprobs: `[labels]` float32.
+            entropies: `[entropy slots]` float32.
 
         Raises:
-            StageError: Their number or a value cannot be right.
+            StageError: The group asks for another number of values.
         """
     @property
     def received_ns(self, /) -> int:
@@ -236,9 +244,29 @@ class Reply:
         Whether the driver gave the request up.
         """
     @property
+    def dists(self, /) -> list[list[tuple[list[int], list[float]]]]:
+        """
+        Distributions of each request: token ids and probabilities.
+        """
+    @property
+    def entropies(self, /) -> list[list[float]]:
+        """
+        Entropies of each request.
+        """
+    @property
     def fast(self, /) -> bool:
         """
         Whether the fast token reply was used.
+        """
+    @property
+    def logits(self, /) -> list[list[list[float]]]:
+        """
+        Logit rows of each request.
+        """
+    @property
+    def logprobs(self, /) -> list[list[list[float]]]:
+        """
+        Log-probability entries of each request.
         """
     @property
     def probes(self, /) -> tuple[int, int, int, int, int, int]:
@@ -291,6 +319,11 @@ class Sampler:
         The num_tokens most probable tokens with their probabilities.
         """
     @staticmethod
+    def embedding() -> Sampler:
+        """
+        Reserved by the protocol: no output.
+        """
+    @staticmethod
     def entropy() -> Sampler:
         """
         The entropy of the distribution.
@@ -301,6 +334,16 @@ class Sampler:
         The arg-max, as the SDKs ask for it.
         """
     @staticmethod
+    def logprob(token_id: SupportsIndex) -> Sampler:
+        """
+        The log-probability of one token.
+        """
+    @staticmethod
+    def logprobs(token_ids: SupportsGetItem[int, SupportsIndex]) -> Sampler:
+        """
+        The log-probabilities of some tokens, in their order.
+        """
+    @staticmethod
     def min_p(temperature: SupportsFloat | SupportsIndex, p: SupportsFloat | SupportsIndex) -> Sampler:
         """
         Samples among tokens at least p times as probable as the best.
@@ -309,6 +352,11 @@ class Sampler:
     def multinomial(temperature: SupportsFloat | SupportsIndex, seed: SupportsIndex = 0) -> Sampler:
         """
         Samples the whole distribution; seeds 0 and 1 ask for fresh randomness.
+        """
+    @staticmethod
+    def raw_logits() -> Sampler:
+        """
+        All logits of the row.
         """
     @staticmethod
     def top_k(temperature: SupportsFloat | SupportsIndex, k: SupportsIndex) -> Sampler:
@@ -399,12 +447,22 @@ class Server:
 @final
 class SlotGroup:
     """
-    Staged sampling slots: first the greedy ones, then the plain, then the filtered.
+    Staged slots, class by class in the order of the attributes.
     """
     def __len__(self, /) -> int: ...
-    def __new__(cls, /, greedy: SupportsIndex = 0, plain: SupportsIndex = 0, filtered: SupportsIndex = 0) -> SlotGroup:
+    def __new__(cls, /, greedy: SupportsIndex = 0, plain: SupportsIndex = 0, filtered: SupportsIndex = 0, dists: SupportsIndex = 0, logits: SupportsIndex = 0, logprobs: SupportsIndex = 0, entropies: SupportsIndex = 0) -> SlotGroup:
         """
         A group of the given sizes; the planner makes them, tests may.
+        """
+    @property
+    def dists(self, /) -> int:
+        """
+        Slots that return the most probable tokens.
+        """
+    @property
+    def entropies(self, /) -> int:
+        """
+        Slots that return their entropy.
         """
     @property
     def filtered(self, /) -> int:
@@ -415,6 +473,27 @@ class SlotGroup:
     def greedy(self, /) -> int:
         """
         Arg-max slots.
+        """
+    @property
+    def labels(self, /) -> bytes:
+        """
+        Of each log-probability that is asked for: the slot, counted from the first log-probability slot, and the token;
+        `[labels, 2]` int64.
+        """
+    @property
+    def logits(self, /) -> int:
+        """
+        Slots that return their logits.
+        """
+    @property
+    def logprobs(self, /) -> int:
+        """
+        Slots that return log-probabilities.
+        """
+    @property
+    def masks(self, /) -> int:
+        """
+        Staged logit masks.
         """
     @property
     def plain(self, /) -> int:

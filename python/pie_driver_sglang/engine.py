@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from pie_driver_sglang._core import Pass, SlotGroup
+    from pie_driver_sglang.sampling import Outputs
 
 
 class Facts(NamedTuple):
@@ -48,12 +49,8 @@ class Engine(Protocol):
         The final hidden states stay with the engine until the pass's slot groups are sampled.
         """
 
-    def sample(self, group: SlotGroup) -> npt.NDArray[np.int64]:
-        """Samples the staged slot group of the last pass.
-
-        Returns:
-            ``[slots]`` int64 token ids, in the group's order.
-        """
+    def sample(self, group: SlotGroup) -> Outputs:
+        """Computes the staged slot group of the last pass: tokens and probes, on the host."""
 
     def take_waits(self) -> tuple[int, int]:
         """Host nanoseconds of host-to-device copies and of waiting, since the last call."""

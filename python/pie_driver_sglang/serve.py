@@ -64,9 +64,9 @@ def run_batch(batch: _core.Batch, engine: Engine) -> Times:
         forward_ns += time.perf_counter_ns() - started
         while (group := batch.stage_slots()) is not None:
             started = time.perf_counter_ns()
-            tokens = engine.sample(group)
+            outputs = engine.sample(group)
             sample_ns += time.perf_counter_ns() - started
-            batch.put_tokens(tokens.data)
+            batch.put_outputs(*(None if part is None else part.numpy() for part in outputs))
     return Times(forward_ns, sample_ns, *engine.take_waits())
 
 
@@ -119,13 +119,15 @@ def _rehearsals(page_size: int, total_pages: int) -> list[list[Request]]:
     """Decodes, a prefill of one page, and both together, each with every class of sampler."""
     count = min(total_pages, 8)
     samplers = [Sampler.greedy(), Sampler.multinomial(1.0), Sampler.top_k_top_p(0.8, 20, 0.9)]
-    samplers.append(Sampler.min_p(0.8, 0.1))
+    samplers += [Sampler.min_p(0.8, 0.1), Sampler.dist(1.0, 4), Sampler.raw_logits()]
+    samplers += [Sampler.logprobs([0, 1]), Sampler.entropy()]
 
     def request(page: int, tokens: int) -> Request:
         pages: Sequence[int] = [page]
         row = tokens - 1
         slots = [(row, sampler) for sampler in samplers]
-        return Request([0] * tokens, list(range(tokens)), pages, tokens, slots)
+        mask = [0, 2] if page % 2 else None
+        return Request([0] * tokens, list(range(tokens)), pages, tokens, slots, logit_mask=mask)
 
     decode = [request(page, 1) for page in range(count)]
     prefill = [request(0, page_size)]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
+from sglang.kernels.ops.grammar.bitmask_ops import apply_token_bitmask_inplace_triton
 from sglang.srt.layers.logits_processor import (
     LogitsMetadata,
     LogitsProcessor,
@@ -22,7 +23,7 @@ from sglang.srt.model_executor.forward_batch_info import (
 )
 
 from pie_driver_sglang.engine import Facts
-from pie_driver_sglang.sampling import SlotParams, sample_group
+from pie_driver_sglang.sampling import Outputs, SlotParams, apply_masks, run_group
 
 if TYPE_CHECKING:
     from pie_driver_sglang._core import Pass, Planner, SlotGroup
@@ -53,9 +54,10 @@ class _Block:
             )
             for name, (dtype, offset, capacity) in layout.items()
         }
-        # The slot fields lie first, the table updates last: an upload ends with what is in use.
+        # The slot fields lie first, table updates and masks last: an upload ends with what is used.
         self.slots_end = layout["req_pool_indices"][1]
         self.updates_offset = layout["table_updates"][1]
+        self.masks_offset = layout["mask_words"][1]
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return self.fields[name]
@@ -83,6 +85,7 @@ class SglangEngine:
         table = self._runner.req_to_token_pool.req_to_token
         self._table_pages = table.view(-1, facts.page_size)
         self._page_offsets = torch.arange(facts.page_size, dtype=table.dtype, device=device)
+        self._mask_width = -(-facts.vocab_size // 32)
         self._hidden: _Hidden | None = None
         self._h2d_ns = self._sync_ns = 0
         for module in self._runner.model.modules():
@@ -116,20 +119,38 @@ class SglangEngine:
             self._sync_ns += time.perf_counter_ns() - started
 
     @torch.inference_mode()
-    def sample(self, group: SlotGroup) -> npt.NDArray[np.int64]:
-        """Samples the staged slot group; see :meth:`pie_driver_sglang.engine.Engine.sample`."""
-        slots = group.greedy + group.plain + group.filtered
-        self._upload_slots()
+    def sample(self, group: SlotGroup) -> Outputs:
+        """Computes the staged slot group; see :meth:`pie_driver_sglang.engine.Engine.sample`."""
+        slots = len(group)
+        self._upload_slots(group)
         fields = self._device
         logits = self.logits(fields["slot_rows"][:slots])
+        if group.masks:
+            self._mask(logits, slots)
         names = ("temperatures", "top_ks", "top_ps", "min_ps", "uniforms")
         params = SlotParams(*(fields[name][:slots] for name in names))
-        sampled = sample_group(logits, group, params)
+        labels = None
+        if group.logprobs:
+            pairs = np.frombuffer(group.labels, np.int64).reshape(-1, 2).copy()
+            labels = torch.from_numpy(pairs).to(logits.device)
+        outputs = run_group(logits, group, params, labels)
         started = time.perf_counter_ns()
-        tokens: npt.NDArray[np.int64] = sampled.cpu().numpy()
+        outputs = Outputs(*(part if part is None else part.cpu() for part in outputs))
         if self._copied is not None:
             self._sync_ns += time.perf_counter_ns() - started
-        return tokens
+        return outputs
+
+    def _mask(self, logits: torch.Tensor, slots: int) -> None:
+        """Sets the logits that the slots' masks forbid to -inf."""
+        # The host knows which slots have one, so that nobody waits for the device.
+        masked = torch.from_numpy(np.flatnonzero(self._host["slot_masks"][:slots].numpy() >= 0))
+        rows = self._host["slot_masks"][:slots][masked].long().to(logits.device)
+        masked = masked.to(logits.device)
+        words = self._device["mask_words"].view(-1, self._mask_width)
+        apply = apply_masks if self._copied is None else apply_token_bitmask_inplace_triton
+        chosen = logits[masked]
+        apply(chosen, words[rows])
+        logits[masked] = chosen
 
     def take_waits(self) -> tuple[int, int]:
         """Copy and wait times; see :meth:`pie_driver_sglang.engine.Engine.take_waits`."""
@@ -176,13 +197,17 @@ class SglangEngine:
             self._upload_bytes(self._host.updates_offset + 16 * batch.updates)
             self._copied.record()
 
-    def _upload_slots(self) -> None:
+    def _upload_slots(self, group: SlotGroup) -> None:
         if self._copied is not None:
             self._upload_bytes(self._host.slots_end)
+            if group.masks:
+                start = self._host.masks_offset
+                self._upload_bytes(start + 4 * self._mask_width * group.masks, start)
 
-    def _upload_bytes(self, used: int) -> None:
+    def _upload_bytes(self, end: int, start: int = 0) -> None:
         started = time.perf_counter_ns()
-        self._device.memory[:used].copy_(self._host.memory[:used], non_blocking=True)
+        used = slice(start, end)
+        self._device.memory[used].copy_(self._host.memory[used], non_blocking=True)
         self._h2d_ns += time.perf_counter_ns() - started
 
     def _update_table(self, updates: int) -> None:

@@ -129,15 +129,25 @@ pub enum RequestFault {
         /// Row within the request.
         row: usize,
     },
-    /// A logit mask.
-    #[error("logit masks are not supported yet")]
-    LogitMask,
-    /// A sampler that returns something else than a token.
-    #[error("sampler {sampler} is not supported yet; use a token sampler")]
-    Probe {
-        /// Name of the sampler.
-        sampler: &'static str,
+    /// More logit masks than one.
+    #[error("{masks} logit masks, a request may have one")]
+    LogitMasks {
+        /// Masks of the request.
+        masks: usize,
     },
+    /// The outputs of the batch do not fit a response, and this request's are among the largest.
+    #[error(
+        "its outputs of {bytes} bytes do not fit the response of {limit}; ask for fewer in one batch"
+    )]
+    Oversize {
+        /// Bytes of the request's outputs.
+        bytes: usize,
+        /// Bytes of a response.
+        limit: usize,
+    },
+    /// A row of logits with values that are no numbers.
+    #[error("the model's logits are not numbers; look for overflow in this precision")]
+    Logits,
     /// An adapter.
     #[error("adapter {id} is not loaded; adapters are not supported yet")]
     Adapter {
@@ -168,8 +178,9 @@ impl RequestFault {
             Self::NoTokens => "no-tokens",
             Self::MaskRows { .. } => "mask-rows",
             Self::NonCausalMask { .. } => "non-causal-mask",
-            Self::LogitMask => "logit-mask",
-            Self::Probe { .. } => "probe",
+            Self::LogitMasks { .. } => "logit-masks",
+            Self::Oversize { .. } => "oversize",
+            Self::Logits => "logits",
             Self::Adapter { .. } => "adapter",
             Self::Media { .. } => "media",
         }
@@ -181,7 +192,10 @@ impl RequestFault {
     pub const fn keeps_kv(&self) -> bool {
         matches!(
             self,
-            Self::SamplingIndex { .. } | Self::LogitMask | Self::Probe { .. }
+            Self::SamplingIndex { .. }
+                | Self::LogitMasks { .. }
+                | Self::Oversize { .. }
+                | Self::Logits
         )
     }
 }

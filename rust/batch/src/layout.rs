@@ -40,7 +40,7 @@ impl DType {
 pub enum FieldId {
     /// `[slots]` int64: row of the pass whose logits the slot samples.
     SlotRows,
-    /// `[slots]` float32: temperature, 1 for greedy slots.
+    /// `[slots]` float32: temperature, 1 for greedy slots; 0 for a distribution with all mass on the arg-max.
     Temperatures,
     /// `[slots]` float32: top-p mass, 1 = all.
     TopPs,
@@ -48,8 +48,10 @@ pub enum FieldId {
     MinPs,
     /// `[slots]` float32: the slot's uniform number in `[0, 1)`.
     Uniforms,
-    /// `[slots]` int32: top-k count, the vocabulary size = all.
+    /// `[slots]` int32: top-k count, or ids of a distribution; the vocabulary size = all.
     TopKs,
+    /// `[slots]` int32: row of the slot's logit mask, -1 = none.
+    SlotMasks,
     /// `[requests]` int64: block-table row.
     ReqPoolIndices,
     /// `[requests]` int64: KV length after the pass.
@@ -67,8 +69,10 @@ pub enum FieldId {
     /// `[tokens]` int64: storage slots, 0 = the padding page.
     OutCacheLoc,
     /// `[updates, 2]` int64: changed entry of the block table (`row * row_pages + column`) and the first storage slot of
-    /// the page that it now names. Last, so that a copy of the block can end with the entries in use.
+    /// the page that it now names. Behind the pass's arrays, so that a copy can end with the entries in use.
     TableUpdates,
+    /// `[masks, words]` int32: packed logit masks, bit `i` of word `w` allows token `32 w + i`.
+    MaskWords,
 }
 
 /// One array of the block.
@@ -109,6 +113,7 @@ impl Layout {
             ("min_ps", DType::F32, slots),
             ("uniforms", DType::F32, slots),
             ("top_ks", DType::I32, slots),
+            ("slot_masks", DType::I32, slots),
             ("req_pool_indices", DType::I64, requests),
             ("seq_lens", DType::I64, requests),
             ("extend_prefix_lens", DType::I32, requests),
@@ -118,6 +123,7 @@ impl Layout {
             ("positions", DType::I64, tokens),
             ("out_cache_loc", DType::I64, tokens),
             ("table_updates", DType::I64, 2 * updates),
+            ("mask_words", DType::I32, slots * limits.mask_words()),
         ];
         let mut bytes = 0;
         let fields = order

@@ -3,7 +3,7 @@
 //! ```text
 //! ArchivedForwardRequest ──Planner::plan──▶ plan (owned copy, faults, passes)
 //!                        ──Planner::stage──▶ one staging block per pass ──▶ forward + sampling
-//! sampled tokens         ──Planner::put_tokens, Planner::reply──▶ response bytes
+//! tokens, probes         ──Planner::put_outputs, Planner::reply──▶ response bytes
 //! ```
 //!
 //! [`Planner::plan`] checks the frame as the Pie driver protocol asks, copies everything that the forward pass and the
@@ -20,6 +20,7 @@ mod random;
 mod reply;
 mod request;
 mod sampler;
+mod slot;
 mod stage;
 mod table;
 
@@ -28,5 +29,7 @@ pub use layout::{DType, Field, FieldId, Layout};
 pub use limits::{LimitError, Limits};
 pub use plan::Planner;
 pub use reply::Probes;
-pub use sampler::{SamplerClass, TokenSampler};
-pub use stage::{Pass, SlotGroup, StageError};
+pub use reply::ReplyError;
+pub use sampler::{SamplerParams, SlotClass};
+pub use slot::{Outputs, SlotGroup};
+pub use stage::{Pass, StageError};

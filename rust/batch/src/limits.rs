@@ -21,6 +21,8 @@ pub struct Limits {
     pub chunk_tokens: u32,
     /// Sampling slots (logit rows) computed at once.
     pub max_slots: u32,
+    /// Bytes of a response.
+    pub reply_bytes: u32,
 }
 
 /// A limit that no plan can keep to.
@@ -54,6 +56,7 @@ impl Limits {
             ("max_requests", self.max_requests),
             ("chunk_tokens", self.chunk_tokens),
             ("max_slots", self.max_slots),
+            ("reply_bytes", self.reply_bytes),
         ];
         if let Some((name, _)) = limits.into_iter().find(|&(_, value)| value == 0) {
             return Err(LimitError::Zero(name));
@@ -70,6 +73,12 @@ impl Limits {
             ("the KV length of a request", self.max_kv_len()),
             ("vocab_size", u64::from(self.vocab_size)),
             ("chunk_tokens", u64::from(self.chunk_tokens)),
+            // Relative pointers of the response have 31 bits too.
+            ("reply_bytes", u64::from(self.reply_bytes)),
+            (
+                "the words of the packed logit masks",
+                u64::from(self.max_slots) * self.mask_words() as u64,
+            ),
         ];
         let large = products
             .into_iter()
@@ -83,6 +92,12 @@ impl Limits {
     #[must_use]
     pub const fn max_kv_len(&self) -> u64 {
         self.row_pages as u64 * self.page_size as u64
+    }
+
+    /// Words of one packed logit mask.
+    #[must_use]
+    pub const fn mask_words(&self) -> usize {
+        self.vocab_size.div_ceil(32) as usize
     }
 
     /// Storage slots of the whole pool, the padding page included.

@@ -2,23 +2,22 @@
 
 use std::ops::Range;
 
-use pie_wire::{ArchivedForwardRequest, SamplerView};
+use pie_wire::ArchivedForwardRequest;
 
 use crate::frame::{Frame, range};
-use crate::random::uniform;
-use crate::request::{
-    Geometry, Survey, check_compute, check_outputs, check_pages, draft_positions, is_idle,
-};
+use crate::reply::Reply;
+use crate::request::{Survey, check_compute, check_pages, draft_positions, is_idle};
+use crate::slot::Slots;
 use crate::stage::Stage;
 use crate::table::BlockTable;
-use crate::{FrameError, Layout, Limits, RequestFault, SamplerClass, TokenSampler};
+use crate::{FrameError, Layout, Limits, RequestFault};
 
 /// One request of the plan.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Request {
     /// Its rows in [`Planner::token_ids`], drafts behind the inputs; empty when nothing is computed.
     pub(crate) rows: Range<usize>,
-    /// Its slots in [`Planner::slots`].
+    /// Its slots in [`Slots::all`]; of a request with drafts those that verify come first.
     pub(crate) slots: Range<usize>,
     /// Its row in [`Planner::table`].
     pub(crate) table_row: usize,
@@ -30,19 +29,6 @@ pub(crate) struct Request {
     pub(crate) prefix: u32,
     /// Draft tokens: the last `drafts` rows.
     pub(crate) drafts: u32,
-}
-
-/// One logit row to sample from.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Slot {
-    /// Row in [`Planner::token_ids`].
-    pub(crate) row: usize,
-    pub(crate) sampler: TokenSampler,
-    pub(crate) class: SamplerClass,
-    /// Uniform number in `[0, 1)`; 0 for greedy slots.
-    pub(crate) uniform: f32,
-    /// The sampled token, once known.
-    pub(crate) token: u32,
 }
 
 /// Consecutive rows of one request within one pass.
@@ -67,15 +53,15 @@ pub struct Planner {
     pub(crate) updates: Vec<[i64; 2]>,
     pub(crate) spilled: Vec<u32>,
     pub(crate) requests: Vec<Request>,
-    pub(crate) slots: Vec<Slot>,
+    pub(crate) slots: Slots,
     pub(crate) segments: Vec<Segment>,
     /// Segments of each pass.
     pub(crate) passes: Vec<Range<usize>>,
     pub(crate) stage: Stage,
-    pub(crate) reply: pie_wire::ForwardResponse,
-    faults: Vec<(usize, RequestFault)>,
-    random_seed: u64,
-    frames: u64,
+    pub(crate) reply: Reply,
+    pub(crate) faults: Vec<(usize, RequestFault)>,
+    pub(crate) random_seed: u64,
+    pub(crate) frames: u64,
 }
 
 impl Planner {
@@ -93,11 +79,11 @@ impl Planner {
             updates: Vec::new(),
             spilled: Vec::new(),
             requests: Vec::new(),
-            slots: Vec::new(),
+            slots: Slots::default(),
             segments: Vec::new(),
             passes: Vec::new(),
             stage: Stage::new(&limits),
-            reply: pie_wire::ForwardResponse::default(),
+            reply: Reply::default(),
             faults: Vec::new(),
             random_seed,
             frames: 0,
@@ -130,6 +116,7 @@ impl Planner {
             let request = self.add(&frame, survey, index);
             self.requests.push(request);
         }
+        self.empty_oversize_requests();
         self.cut();
         Ok(())
     }
@@ -173,14 +160,11 @@ impl Planner {
         request.prefix = geometry.prefix();
         request.drafts = geometry.drafts;
         request.rows = self.add_rows(frame, index);
-        let first_slot = self.slots.len();
-        let planned = check_outputs(frame, index)
-            .and_then(|()| self.add_slots(frame, index, request.rows.start, geometry));
-        if let Err(fault) = planned {
-            self.slots.truncate(first_slot);
+        let first_slot = self.slots.all.len();
+        if let Err(fault) = self.add_slots(frame, index, request.rows.start, geometry) {
             self.faults.push((index, fault));
         }
-        request.slots = first_slot..self.slots.len();
+        request.slots = first_slot..self.slots.all.len();
         request
     }
 
@@ -231,61 +215,10 @@ impl Planner {
         first..self.token_ids.len()
     }
 
-    fn add_slots(
-        &mut self,
-        frame: &Frame<'_>,
-        index: usize,
-        first_row: usize,
-        geometry: Geometry,
-    ) -> Result<(), RequestFault> {
-        let samplers = range(frame.sampler_indptr, index);
-        let vocab_size = self.limits.vocab_size;
-        let mut first = None;
-        for (slot, sampler) in samplers.enumerate() {
-            let view = frame.samplers[sampler].view();
-            // Reserved: it has no output that could be missing.
-            let reserved = matches!(view, SamplerView::Embedding);
-            let parsed = match TokenSampler::from_wire(view, vocab_size) {
-                Ok(parsed) => parsed,
-                Err(_) if reserved => TokenSampler::greedy(vocab_size),
-                Err(sampler) => return Err(RequestFault::Probe { sampler }),
-            };
-            first.get_or_insert(parsed);
-            if geometry.drafts == 0 && !reserved {
-                let row = first_row + frame.sampling_indices[sampler] as usize;
-                self.add_slot(row, slot as u64, parsed);
-            }
-        }
-        // Verification: the last input row and every draft row, each with the first sampler. Without any sampler
-        // nothing is returned, as for every request.
-        if let Some(sampler) = first.filter(|_| geometry.drafts > 0) {
-            let last_input = first_row + geometry.inputs as usize - 1;
-            for row in last_input..first_row + geometry.rows() as usize {
-                self.add_slot(row, 0, sampler);
-            }
-        }
-        Ok(())
-    }
-
-    fn add_slot(&mut self, row: usize, slot: u64, sampler: TokenSampler) {
-        let class = sampler.class(self.limits.vocab_size);
-        let uniform = match (class, sampler.seed) {
-            (SamplerClass::Greedy, _) => 0.0,
-            (_, Some(seed)) => uniform(u64::from(seed), u64::from(self.positions[row]), slot),
-            // The upper half of the key space: no caller's 32-bit seed meets it.
-            (_, None) => uniform(
-                self.random_seed | (1 << 63),
-                self.frames,
-                self.slots.len() as u64,
-            ),
-        };
-        self.slots.push(Slot {
-            row,
-            sampler,
-            class,
-            uniform,
-            token: 0,
-        });
+    /// Notes faults that show only after their requests were planned.
+    pub(crate) fn add_faults(&mut self, faults: impl IntoIterator<Item = (usize, RequestFault)>) {
+        self.faults.extend(faults);
+        self.faults.sort_unstable_by_key(|&(index, _)| index);
     }
 
     /// Cuts the rows into passes of at most `chunk_tokens` tokens and `max_requests` requests, in the frame's order, so

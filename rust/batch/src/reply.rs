@@ -1,11 +1,16 @@
-//! From sampled tokens to response bytes.
+//! From the slots' outputs to response bytes.
 
 use std::cmp::Reverse;
 use std::time::Instant;
 
-use pie_wire::{ResponseFrame, ResponsePayload, WireError};
+use pie_wire::{
+    ForwardResponse, RESPONSE_ROOT_LEN, ResponseFrame, ResponsePayload, ResponseRule, WireError,
+};
+use thiserror::Error;
 
-use crate::plan::{Planner, Request, Slot};
+use crate::plan::{Planner, Request};
+use crate::slot::{Slot, Slots};
+use crate::{RequestFault, SlotClass};
 
 /// Driver-side timings of one forward, in µs; 0 = not measured.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -22,127 +27,313 @@ pub struct Probes {
     pub sync: u32,
 }
 
+/// A response that must not be sent.
+#[derive(Debug, Error)]
+pub enum ReplyError {
+    /// It does not fit the buffer.
+    #[error(transparent)]
+    Wire(#[from] WireError),
+    /// The runtime would index the arrays out of bounds.
+    #[error("the response breaks a rule of the protocol: {0}")]
+    Rule(#[from] ResponseRule),
+}
+
+/// The response under construction; its arrays are reused.
+#[derive(Debug, Default)]
+pub(crate) struct Reply {
+    response: ForwardResponse,
+    /// Which kinds of probes the frame asks for, by class.
+    asked: [bool; SlotClass::COUNT],
+}
+
+/// Bytes of one index or number.
+const WORD: usize = 4;
+
 impl Planner {
-    /// Encodes the answer to the current frame into `buffer` and returns its length in bytes: the fast token reply when
-    /// every request has exactly one token, else a response archive. When the archive does not fit, the requests with
-    /// most tokens are emptied until it does; `dropped` then lists them in ascending order.
+    /// Encodes the answer to the current frame into `buffer`, which has the [`reply_bytes`](crate::Limits::reply_bytes)
+    /// that the frame was planned for, and returns its length in bytes: the fast token reply when every request has exactly
+    /// one token, else a response archive.
     ///
     /// # Errors
-    /// [`WireError`] when even the empty answer does not fit.
-    pub fn reply(
-        &mut self,
-        probes: Probes,
-        buffer: &mut [u8],
-        dropped: &mut Vec<usize>,
-    ) -> Result<usize, WireError> {
+    /// [`ReplyError`] when the buffer is smaller, or the arrays contradict each other.
+    pub fn reply(&mut self, probes: Probes, buffer: &mut [u8]) -> Result<usize, ReplyError> {
         let started = Instant::now();
+        if self.gather_fast() {
+            let tokens = &self.reply.response.tokens;
+            return Ok(pie_wire::encode_fast_tokens(
+                self.driver_id,
+                tokens,
+                buffer,
+            )?);
+        }
         self.gather();
-        if self.wants_fast_reply(buffer.len()) {
-            return pie_wire::encode_fast_tokens(self.driver_id, &self.reply.tokens, buffer);
-        }
-        self.fit(buffer.len(), dropped);
-        self.reply.probe_wire_parse_us = probes.wire_parse;
-        self.reply.probe_plan_us = probes.plan;
-        self.reply.probe_h2d_us = probes.h2d;
-        self.reply.probe_kernel_launch_us = probes.kernel_launch;
-        self.reply.probe_sync_us = probes.sync;
-        // The payload owns the arrays only while it is encoded; they come back for the next frame.
-        let frame = ResponseFrame {
-            driver_id: self.driver_id,
-            aborted: false,
-            payload: ResponsePayload::Forward(std::mem::take(&mut self.reply)),
-        };
-        let written = pie_wire::encode_response(&frame, buffer);
-        if let ResponsePayload::Forward(reply) = frame.payload {
-            self.reply = reply;
-        }
-        let length = written?;
+        self.reply.response.check()?;
+        let length = self.encode(probes, buffer)?;
         let micros = u32::try_from(started.elapsed().as_micros()).unwrap_or(u32::MAX);
         pie_wire::set_response_build_us(&mut buffer[..length], micros);
         Ok(length)
     }
 
-    /// Lists each request's tokens in the order of its samplers.
-    fn gather(&mut self) {
-        let reply = &mut self.reply;
-        reply.num_requests = self.requests.len() as u32;
-        reply.tokens.clear();
-        reply.tokens_indptr.clear();
-        if self.requests.is_empty() {
+    /// Empties requests, those with the largest outputs first, until the response fits into the limits' `reply_bytes`.
+    /// How many drafts will be accepted is not known yet, so all of them count.
+    pub(crate) fn empty_oversize_requests(&mut self) {
+        self.reply.asked = [false; SlotClass::COUNT];
+        for slot in &self.slots.all {
+            self.reply.asked[slot.class as usize] = true;
+        }
+        let limit = self.limits.reply_bytes as usize;
+        let size = |request: &Request| self.output_bytes(request);
+        let outputs: usize = self.requests.iter().map(size).sum();
+        let excess = (self.empty_bytes() + outputs).saturating_sub(limit);
+        if excess == 0 || self.is_fast(limit) {
             return;
         }
-        reply.tokens_indptr.push(0);
-        for request in &self.requests {
-            let slots = &self.slots[request.slots.clone()];
-            let count = if request.drafts > 0 {
-                self::accepted(request, slots, &self.token_ids)
-            } else {
-                slots.len()
-            };
-            reply
-                .tokens
-                .extend(slots[..count].iter().map(|slot| slot.token));
-            reply.tokens_indptr.push(reply.tokens.len() as u32);
-        }
-    }
-
-    fn wants_fast_reply(&self, capacity: usize) -> bool {
-        let tokens = self.reply.tokens.len();
-        let one_each = self
-            .reply
-            .tokens_indptr
-            .windows(2)
-            .all(|pair| pair[1] - pair[0] == 1);
-        tokens > 0 && one_each && pie_wire::fast_tokens_len(tokens) <= capacity
-    }
-
-    /// Empties requests, those with most tokens first, until the archive takes at most `capacity` bytes; lists them in
-    /// `dropped` in ascending order.
-    fn fit(&mut self, capacity: usize, dropped: &mut Vec<usize>) {
-        let excess = pie_wire::response_len(&self.reply).saturating_sub(capacity);
-        if excess == 0 {
-            return;
-        }
-        let indptr = &mut self.reply.tokens_indptr;
-        let size =
-            |request: usize| (indptr[request + 1] - indptr[request]) as usize * size_of::<u32>();
-        dropped.clear();
-        dropped.extend((0..self.requests.len()).filter(|&request| size(request) > 0));
-        dropped.sort_unstable_by_key(|&request| Reverse((size(request), request)));
+        let mut largest: Vec<_> = self.requests.iter().map(size).zip(0..).collect();
+        largest.sort_unstable_by_key(|&place| Reverse(place));
         let mut saved = 0;
-        let enough = dropped.iter().position(|&request| {
-            saved += size(request);
-            saved >= excess
+        let needed = largest.iter().take_while(|&&(bytes, _)| {
+            let needed = saved < excess && bytes > 0;
+            saved += bytes;
+            needed
         });
-        dropped.truncate(enough.map_or(dropped.len(), |last| last + 1));
-        dropped.sort_unstable();
-        close_gaps(&mut self.reply.tokens, indptr, dropped);
+        largest.truncate(needed.count());
+        for &(_, index) in &largest {
+            let slots = &mut self.requests[index].slots;
+            slots.end = slots.start;
+        }
+        let fault = |(bytes, index)| (index, RequestFault::Oversize { bytes, limit });
+        self.add_faults(largest.into_iter().map(fault));
+    }
+
+    /// Whether the fast reply will do, and fits.
+    fn is_fast(&self, limit: usize) -> bool {
+        let one_token = |request: &Request| request.drafts == 0 && request.slots.len() == 1;
+        !self.asks_probes()
+            && self.requests.iter().all(one_token)
+            && pie_wire::fast_tokens_len(self.requests.len()) <= limit
+    }
+
+    fn asks_probes(&self) -> bool {
+        self.reply.asked[SlotClass::Dist as usize..].contains(&true)
+    }
+
+    /// Lists one token for each request; `false` when some request has more or fewer.
+    fn gather_fast(&mut self) -> bool {
+        if self.asks_probes() {
+            return false;
+        }
+        let (requests, slots) = (&self.requests, &self.slots.all);
+        let tokens = &mut self.reply.response.tokens;
+        tokens.clear();
+        for request in requests {
+            let slots = &slots[request.slots.clone()];
+            if token_count(request, slots, &self.token_ids) != 1 {
+                return false;
+            }
+            tokens.push(slots[0].token);
+        }
+        !requests.is_empty()
+    }
+
+    /// Bytes that the outputs of a request take, beside the offsets that every request has.
+    fn output_bytes(&self, request: &Request) -> usize {
+        let slots = &self.slots.all[request.slots.clone()];
+        let tokens = match request.drafts as usize {
+            0 => WORD * slots.iter().filter(|slot| slot.class.is_token()).count(),
+            drafts => WORD * slots.len().min(drafts + 1),
+        };
+        let probes = slots.iter().map(|slot| {
+            let values = slot.output(self.limits.vocab_size).len();
+            match slot.class {
+                SlotClass::Greedy | SlotClass::Plain | SlotClass::Filtered => 0,
+                SlotClass::Dist => WORD + 2 * WORD * values,
+                SlotClass::Logits | SlotClass::Logprobs => WORD + WORD * values,
+                SlotClass::Entropy => WORD,
+            }
+        });
+        tokens + probes.sum::<usize>()
+    }
+
+    /// Bytes of the response without any output.
+    fn empty_bytes(&self) -> usize {
+        let offsets = match self.requests.len() {
+            0 => 0,
+            requests => WORD * (requests + 1),
+        };
+        let probes = [
+            (SlotClass::Dist, WORD),
+            (SlotClass::Logits, WORD),
+            (SlotClass::Logprobs, WORD),
+            (SlotClass::Entropy, 0),
+        ];
+        let asked = probes
+            .iter()
+            .filter(|(class, _)| self.reply.asked[*class as usize]);
+        RESPONSE_ROOT_LEN + offsets + asked.map(|(_, more)| offsets + more).sum::<usize>()
+    }
+
+    /// Lists the outputs of every request, each kind in the order of its samplers.
+    fn gather(&mut self) {
+        let vocab_size = self.limits.vocab_size;
+        self.reply.start(self.requests.len());
+        for request in &self.requests {
+            let slots = &self.slots.all[request.slots.clone()];
+            let tokens = token_count(request, slots, &self.token_ids);
+            let own = slots.iter().filter(|slot| slot.class.is_token());
+            let out = &mut self.reply.response.tokens;
+            out.extend(own.take(tokens).map(|slot| slot.token));
+            for slot in slots.iter().filter(|slot| !slot.class.is_token()) {
+                self.reply.add_probe(slot, &self.slots, vocab_size);
+            }
+            self.reply.end_request();
+        }
+    }
+
+    fn encode(&mut self, probes: Probes, buffer: &mut [u8]) -> Result<usize, WireError> {
+        let response = &mut self.reply.response;
+        response.probe_wire_parse_us = probes.wire_parse;
+        response.probe_plan_us = probes.plan;
+        response.probe_h2d_us = probes.h2d;
+        response.probe_kernel_launch_us = probes.kernel_launch;
+        response.probe_sync_us = probes.sync;
+        // The payload owns the arrays only while it is encoded; they come back for the next frame.
+        let frame = ResponseFrame {
+            driver_id: self.driver_id,
+            aborted: false,
+            payload: ResponsePayload::Forward(std::mem::take(response)),
+        };
+        let written = pie_wire::encode_response(&frame, buffer);
+        if let ResponsePayload::Forward(response) = frame.payload {
+            self.reply.response = response;
+        }
+        written
     }
 }
 
-/// Takes the ranges of `dropped` (ascending) out of `values` and moves the others up.
-fn close_gaps(values: &mut Vec<u32>, indptr: &mut [u32], dropped: &[usize]) {
-    let mut dropped = dropped.iter().copied().peekable();
-    let (mut start, mut end) = (0, 0);
-    for request in 0..indptr.len().saturating_sub(1) {
-        let range = start..indptr[request + 1] as usize;
-        start = range.end;
-        if dropped.next_if_eq(&request).is_none() {
-            values.copy_within(range.clone(), end);
-            end += range.len();
+impl Reply {
+    /// Empties the arrays and gives those of the kinds that are asked for their first offset.
+    fn start(&mut self, requests: usize) {
+        let r = &mut self.response;
+        r.num_requests = requests as u32;
+        for offsets in [
+            &mut r.tokens_indptr,
+            &mut r.tokens,
+            &mut r.dists_req_indptr,
+            &mut r.dists_kv_indptr,
+            &mut r.dists_ids,
+            &mut r.logits_req_indptr,
+            &mut r.logits_byte_indptr,
+            &mut r.logprobs_req_indptr,
+            &mut r.logprobs_val_indptr,
+            &mut r.entropies_indptr,
+        ] {
+            offsets.clear();
         }
-        indptr[request + 1] = end as u32;
+        for values in [&mut r.dists_probs, &mut r.logprobs_values, &mut r.entropies] {
+            values.clear();
+        }
+        r.logits_bytes.clear();
+        if requests == 0 {
+            return;
+        }
+        r.tokens_indptr.push(0);
+        for (class, offsets) in [
+            (
+                SlotClass::Dist,
+                [&mut r.dists_req_indptr, &mut r.dists_kv_indptr].as_mut_slice(),
+            ),
+            (
+                SlotClass::Logits,
+                &mut [&mut r.logits_req_indptr, &mut r.logits_byte_indptr],
+            ),
+            (
+                SlotClass::Logprobs,
+                &mut [&mut r.logprobs_req_indptr, &mut r.logprobs_val_indptr],
+            ),
+            (SlotClass::Entropy, &mut [&mut r.entropies_indptr]),
+        ] {
+            if self.asked[class as usize] {
+                for offsets in offsets {
+                    offsets.push(0);
+                }
+            }
+        }
     }
-    values.truncate(end);
+
+    fn add_probe(&mut self, slot: &Slot, slots: &Slots, vocab_size: u32) {
+        let r = &mut self.response;
+        let values = slot.output(vocab_size);
+        match slot.class {
+            SlotClass::Greedy | SlotClass::Plain | SlotClass::Filtered => {}
+            SlotClass::Dist => {
+                r.dists_ids
+                    .extend_from_slice(&slots.dist_ids[values.clone()]);
+                r.dists_probs.extend_from_slice(&slots.dist_probs[values]);
+                r.dists_kv_indptr.push(r.dists_ids.len() as u32);
+            }
+            SlotClass::Logits => {
+                let bytes = WORD * values.start..WORD * values.end;
+                r.logits_bytes.extend_from_slice(&slots.logits[bytes]);
+                r.logits_byte_indptr.push(r.logits_bytes.len() as u32);
+            }
+            SlotClass::Logprobs => {
+                r.logprobs_values.extend_from_slice(&slots.logprobs[values]);
+                r.logprobs_val_indptr.push(r.logprobs_values.len() as u32);
+            }
+            SlotClass::Entropy => r.entropies.extend_from_slice(&slots.entropies[values]),
+        }
+    }
+
+    /// Notes where the outputs of a request end.
+    fn end_request(&mut self) {
+        let r = &mut self.response;
+        r.tokens_indptr.push(r.tokens.len() as u32);
+        for (class, offsets, entries) in [
+            (
+                SlotClass::Dist,
+                &mut r.dists_req_indptr,
+                r.dists_kv_indptr.len(),
+            ),
+            (
+                SlotClass::Logits,
+                &mut r.logits_req_indptr,
+                r.logits_byte_indptr.len(),
+            ),
+            (
+                SlotClass::Logprobs,
+                &mut r.logprobs_req_indptr,
+                r.logprobs_val_indptr.len(),
+            ),
+            // Its values have no offsets of their own.
+            (
+                SlotClass::Entropy,
+                &mut r.entropies_indptr,
+                r.entropies.len() + 1,
+            ),
+        ] {
+            if self.asked[class as usize] {
+                offsets.push(entries as u32 - 1);
+            }
+        }
+    }
+}
+
+/// Tokens that a request returns: one of each token slot, or what verification yields.
+fn token_count(request: &Request, slots: &[Slot], token_ids: &[u32]) -> usize {
+    if request.drafts > 0 {
+        return accepted(request, slots, token_ids);
+    }
+    slots.iter().filter(|slot| slot.class.is_token()).count()
 }
 
 /// Tokens that verification yields: the accepted drafts (equal to what was sampled in their place) and one more.
 fn accepted(request: &Request, slots: &[Slot], token_ids: &[u32]) -> usize {
     let drafts = &token_ids[request.rows.end - request.drafts as usize..request.rows.end];
-    let matching = slots
+    let verified = &slots[..slots.len().min(drafts.len() + 1)];
+    let matching = verified
         .iter()
         .zip(drafts)
         .take_while(|(slot, draft)| slot.token == **draft)
         .count();
-    slots.len().min(matching + 1)
+    verified.len().min(matching + 1)
 }

@@ -240,20 +240,3 @@ fn check_masks(
         None => Ok(()),
     }
 }
-
-/// Checks what concerns the request's outputs as a whole; its samplers are read as they are planned.
-pub(crate) fn check_outputs(frame: &Frame<'_>, index: usize) -> Result<(), RequestFault> {
-    let rows = range(frame.qo_indptr, index).len() as u32;
-    let slots = range(frame.sampler_indptr, index);
-    let outside = |&&row: &&u32| row >= rows;
-    if let Some(&index) = frame.sampling_indices[slots.clone()].iter().find(outside) {
-        return Err(RequestFault::SamplingIndex { index, rows });
-    }
-    if !frame.logit_masks.is_empty() && !slots.is_empty() {
-        let masks = &frame.logit_masks[range(frame.logit_mask_indptr, index)];
-        if masks.iter().any(|mask| !mask.buffer.is_empty()) {
-            return Err(RequestFault::LogitMask);
-        }
-    }
-    Ok(())
-}

@@ -1,24 +1,45 @@
-//! Token samplers, with their parameters brought into range.
+//! Samplers, with their parameters brought into range.
 
 use pie_wire::SamplerView;
 
-/// How a slot is sampled; slots of one class lie together in a group.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum SamplerClass {
-    /// Arg-max, lowest id on ties.
+/// What a slot makes of its logit row. Slots of one class lie together in a group, in this order.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+#[repr(u8)]
+pub enum SlotClass {
+    /// A token: arg-max, lowest id on ties.
     Greedy,
-    /// The whole tempered distribution.
+    /// A token of the whole tempered distribution.
     Plain,
-    /// Top-k, top-p or min-p restrict it.
+    /// A token of the distribution that top-k, top-p or min-p restrict.
     Filtered,
+    /// The most probable tokens with their probabilities.
+    Dist,
+    /// The logits themselves.
+    Logits,
+    /// Log-probabilities of given tokens.
+    Logprobs,
+    /// The distribution's entropy.
+    Entropy,
 }
 
-/// A token sampler's parameters, clamped as the Pie driver protocol asks.
+impl SlotClass {
+    /// Number of classes.
+    pub const COUNT: usize = 7;
+
+    /// Whether the slot yields a token; otherwise it is a probe.
+    #[must_use]
+    pub const fn is_token(self) -> bool {
+        matches!(self, Self::Greedy | Self::Plain | Self::Filtered)
+    }
+}
+
+/// A sampler's parameters, clamped as the Pie driver protocol asks. Those that a class does not know have the value that
+/// restricts nothing.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct TokenSampler {
-    /// Temperature; 0 = arg-max.
+pub struct SamplerParams {
+    /// Temperature; 0 = arg-max, or all mass on it.
     pub temperature: f32,
-    /// Keep the k most probable; `vocab_size` = all.
+    /// Keep, or report, the k most probable; `vocab_size` = all.
     pub top_k: u32,
     /// Keep the smallest head of the distribution with at least this mass; 1 = all, 0 = one.
     pub top_p: f32,
@@ -31,8 +52,8 @@ pub struct TokenSampler {
 /// Temperatures up to this one mean arg-max.
 const GREEDY_TEMPERATURE: f32 = 1e-5;
 
-impl TokenSampler {
-    /// The arg-max sampler.
+impl SamplerParams {
+    /// Those of the arg-max sampler.
     #[must_use]
     pub const fn greedy(vocab_size: u32) -> Self {
         Self {
@@ -44,59 +65,64 @@ impl TokenSampler {
         }
     }
 
-    /// Reads a sampler off the wire.
-    ///
-    /// # Errors
-    /// The name of the sampler when it does not sample a token.
-    pub fn from_wire(sampler: SamplerView<'_>, vocab_size: u32) -> Result<Self, &'static str> {
+    /// Reads a sampler off the wire; `None` for the reserved one, which has no output.
+    #[must_use]
+    pub fn from_wire(sampler: SamplerView<'_>, vocab_size: u32) -> Option<(SlotClass, Self)> {
+        let greedy = Self::greedy(vocab_size);
         let base = |temperature: f32| Self {
             temperature: clamp_temperature(temperature),
-            ..Self::greedy(vocab_size)
+            ..greedy
         };
-        Ok(match sampler {
-            SamplerView::Multinomial { temperature, seed } => {
+        let token = |params: Self| (params.token_class(vocab_size), params);
+        Some(match sampler {
+            SamplerView::Multinomial { temperature, seed } => token(Self {
                 // 1 is the draw count that the SDKs put into this field.
-                let seed = Some(seed).filter(|&seed| seed > 1);
-                Self {
-                    seed,
-                    ..base(temperature)
-                }
-            }
-            SamplerView::TopK { temperature, k } => Self {
+                seed: Some(seed).filter(|&seed| seed > 1),
+                ..base(temperature)
+            }),
+            SamplerView::TopK { temperature, k } => token(Self {
                 top_k: clamp_k(k, vocab_size),
                 ..base(temperature)
-            },
-            SamplerView::TopP { temperature, p } => Self {
+            }),
+            SamplerView::TopP { temperature, p } => token(Self {
                 top_p: clamp_share(p, 1.0),
                 ..base(temperature)
-            },
-            SamplerView::MinP { temperature, p } => Self {
+            }),
+            SamplerView::MinP { temperature, p } => token(Self {
                 min_p: clamp_share(p, 0.0),
                 ..base(temperature)
-            },
-            SamplerView::TopKTopP { temperature, k, p } => Self {
+            }),
+            SamplerView::TopKTopP { temperature, k, p } => token(Self {
                 top_k: clamp_k(k, vocab_size),
                 top_p: clamp_share(p, 1.0),
                 ..base(temperature)
-            },
-            SamplerView::Embedding => return Err("Embedding"),
-            SamplerView::Dist { .. } => return Err("Dist"),
-            SamplerView::RawLogits => return Err("RawLogits"),
-            SamplerView::Logprob { .. } => return Err("Logprob"),
-            SamplerView::Logprobs { .. } => return Err("Logprobs"),
-            SamplerView::Entropy => return Err("Entropy"),
+            }),
+            SamplerView::Dist {
+                temperature,
+                num_tokens,
+            } => (
+                SlotClass::Dist,
+                Self {
+                    top_k: clamp_k(num_tokens, vocab_size),
+                    ..base(temperature)
+                },
+            ),
+            SamplerView::RawLogits => (SlotClass::Logits, greedy),
+            SamplerView::Logprob { .. } | SamplerView::Logprobs { .. } => {
+                (SlotClass::Logprobs, greedy)
+            }
+            SamplerView::Entropy => (SlotClass::Entropy, greedy),
+            SamplerView::Embedding => return None,
         })
     }
 
-    /// The class that the parameters put the slot in.
-    #[must_use]
-    pub fn class(&self, vocab_size: u32) -> SamplerClass {
+    fn token_class(&self, vocab_size: u32) -> SlotClass {
         if self.temperature == 0.0 {
-            SamplerClass::Greedy
+            SlotClass::Greedy
         } else if self.top_k < vocab_size || self.top_p < 1.0 || self.min_p > 0.0 {
-            SamplerClass::Filtered
+            SlotClass::Filtered
         } else {
-            SamplerClass::Plain
+            SlotClass::Plain
         }
     }
 }

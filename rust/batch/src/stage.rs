@@ -5,10 +5,11 @@ use std::ops::Range;
 use bytemuck::{Pod, PodCastError};
 use thiserror::Error;
 
+use crate::Limits;
 use crate::layout::{FieldId, Layout};
-use crate::plan::{Planner, Request, Segment, Slot};
+use crate::plan::{Planner, Request, Segment};
+use crate::slot::Slot;
 use crate::table::BlockTable;
-use crate::{Limits, SamplerClass};
 
 /// One forward pass over the staged arrays.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -27,32 +28,7 @@ pub struct Pass {
     pub slots: usize,
 }
 
-/// Slots that are sampled together: first the greedy ones, then the plain, then the filtered.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct SlotGroup {
-    /// Arg-max slots.
-    pub greedy: usize,
-    /// Slots that sample the whole distribution.
-    pub plain: usize,
-    /// Slots with top-k, top-p or min-p.
-    pub filtered: usize,
-}
-
-impl SlotGroup {
-    /// Slots of the group.
-    #[must_use]
-    pub const fn len(&self) -> usize {
-        self.greedy + self.plain + self.filtered
-    }
-
-    /// Whether the group has no slot.
-    #[must_use]
-    pub const fn is_empty(&self) -> bool {
-        self.len() == 0
-    }
-}
-
-/// The block or the tokens handed in do not fit the plan: a fault of the caller.
+/// The block or the outputs handed in do not fit the plan: a fault of the caller.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
 pub enum StageError {
     /// The staging block is too small.
@@ -66,21 +42,15 @@ pub enum StageError {
     /// The staging block is misaligned.
     #[error("the staging block is not aligned to 8 bytes ({0})")]
     Alignment(PodCastError),
-    /// A different number of tokens than the slot group asked for.
-    #[error("{found} tokens for a group of {expected} slots")]
-    TokenCount {
-        /// Tokens given.
+    /// An output array of another length than the slot group asked for.
+    #[error("{array} has {found} values, the slot group asks for {expected}")]
+    OutputCount {
+        /// Name of the array.
+        array: &'static str,
+        /// Values given.
         found: usize,
-        /// Slots of the group.
+        /// Values needed.
         expected: usize,
-    },
-    /// A sampled token outside the vocabulary.
-    #[error("sampled token {token} is outside the vocabulary of {vocab_size}")]
-    Token {
-        /// The token.
-        token: i64,
-        /// Rows of the embedding table.
-        vocab_size: u32,
     },
 }
 
@@ -90,11 +60,10 @@ pub(crate) struct Stage {
     /// Per storage slot: the last pass that wrote it.
     writers: Vec<u32>,
     pass_number: u32,
-    next_pass: usize,
+    pub(crate) next_pass: usize,
     /// Slots of the current pass, ordered by class within each group.
-    pass_slots: Vec<usize>,
-    next_slot: usize,
-    group: Range<usize>,
+    pub(crate) pass_slots: Vec<usize>,
+    pub(crate) next_slot: usize,
 }
 
 impl Stage {
@@ -105,7 +74,6 @@ impl Stage {
             next_pass: 0,
             pass_slots: Vec::new(),
             next_slot: 0,
-            group: 0..0,
         }
     }
 
@@ -113,7 +81,11 @@ impl Stage {
         self.next_pass = 0;
         self.pass_slots.clear();
         self.next_slot = 0;
-        self.group = 0..0;
+    }
+
+    /// The next slots of the current pass, at most `most`.
+    pub(crate) fn next_group(&self, most: usize) -> Range<usize> {
+        self.next_slot..self.pass_slots.len().min(self.next_slot + most)
     }
 
     /// Whether some of `passes` have not been staged.
@@ -132,13 +104,14 @@ impl Stage {
 }
 
 /// The arrays of the caller's block, each with its whole capacity.
-struct Arrays<'a> {
-    slot_rows: &'a mut [i64],
-    temperatures: &'a mut [f32],
-    top_ps: &'a mut [f32],
-    min_ps: &'a mut [f32],
-    uniforms: &'a mut [f32],
-    top_ks: &'a mut [i32],
+pub(crate) struct Arrays<'a> {
+    pub(crate) slot_rows: &'a mut [i64],
+    pub(crate) temperatures: &'a mut [f32],
+    pub(crate) top_ps: &'a mut [f32],
+    pub(crate) min_ps: &'a mut [f32],
+    pub(crate) uniforms: &'a mut [f32],
+    pub(crate) top_ks: &'a mut [i32],
+    pub(crate) slot_masks: &'a mut [i32],
     req_pool_indices: &'a mut [i64],
     seq_lens: &'a mut [i64],
     extend_prefix_lens: &'a mut [i32],
@@ -148,10 +121,11 @@ struct Arrays<'a> {
     positions: &'a mut [i64],
     out_cache_loc: &'a mut [i64],
     table_updates: &'a mut [i64],
+    pub(crate) mask_words: &'a mut [i32],
 }
 
 impl<'a> Arrays<'a> {
-    fn of(layout: &Layout, block: &'a mut [u8]) -> Result<Self, StageError> {
+    pub(crate) fn of(layout: &Layout, block: &'a mut [u8]) -> Result<Self, StageError> {
         let (found, needed) = (block.len(), layout.bytes());
         if found < needed {
             return Err(StageError::BlockSize { found, needed });
@@ -170,6 +144,7 @@ impl<'a> Arrays<'a> {
             min_ps: rest.take(FieldId::MinPs),
             uniforms: rest.take(FieldId::Uniforms),
             top_ks: rest.take(FieldId::TopKs),
+            slot_masks: rest.take(FieldId::SlotMasks),
             req_pool_indices: rest.take(FieldId::ReqPoolIndices),
             seq_lens: rest.take(FieldId::SeqLens),
             extend_prefix_lens: rest.take(FieldId::ExtendPrefixLens),
@@ -179,6 +154,7 @@ impl<'a> Arrays<'a> {
             positions: rest.take(FieldId::Positions),
             out_cache_loc: rest.take(FieldId::OutCacheLoc),
             table_updates: rest.take(FieldId::TableUpdates),
+            mask_words: rest.take(FieldId::MaskWords),
         })
     }
 }
@@ -224,7 +200,8 @@ impl Planner {
             arrays.out_cache_loc,
         );
         self.stage
-            .collect_slots(&self.limits, segments, &self.requests, &self.slots);
+            .collect_slots(&self.limits, segments, &self.requests, &self.slots.all);
+        self.slots.close_group();
         self.stage.next_pass += 1;
         let seq_lens = &arrays.seq_lens[..segments.len()];
         Ok(Some(Pass {
@@ -261,56 +238,6 @@ impl Planner {
             count += updates.len() / 2;
         }
         count
-    }
-
-    /// Writes the next group of sampling slots of the current pass into `block`; `None` when all are done.
-    ///
-    /// # Errors
-    /// [`StageError`] when the block does not fit the layout.
-    pub fn stage_slots(&mut self, block: &mut [u8]) -> Result<Option<SlotGroup>, StageError> {
-        let first = self.stage.next_slot;
-        let most = first + self.limits.max_slots as usize;
-        let end = self.stage.pass_slots.len().min(most);
-        if first == end {
-            return Ok(None);
-        }
-        let mut arrays = Arrays::of(&self.layout, block)?;
-        let base = self.segments[self.passes[self.stage.next_pass - 1].start].start;
-        let mut group = SlotGroup::default();
-        for (entry, &slot) in self.stage.pass_slots[first..end].iter().enumerate() {
-            let slot = &self.slots[slot];
-            match slot.class {
-                SamplerClass::Greedy => group.greedy += 1,
-                SamplerClass::Plain => group.plain += 1,
-                SamplerClass::Filtered => group.filtered += 1,
-            }
-            arrays.put_slot(entry, slot, base);
-        }
-        self.stage.group = first..end;
-        self.stage.next_slot = end;
-        Ok(Some(group))
-    }
-
-    /// Takes the tokens of the last staged slot group, in its order.
-    ///
-    /// # Errors
-    /// [`StageError`] when their number or a value cannot be right.
-    pub fn put_tokens(&mut self, tokens: &[i64]) -> Result<(), StageError> {
-        let group = std::mem::take(&mut self.stage.group);
-        if tokens.len() != group.len() {
-            return Err(StageError::TokenCount {
-                found: tokens.len(),
-                expected: group.len(),
-            });
-        }
-        for (&slot, &token) in self.stage.pass_slots[group].iter().zip(tokens) {
-            let vocab_size = self.limits.vocab_size;
-            self.slots[slot].token = u32::try_from(token)
-                .ok()
-                .filter(|&token| token < vocab_size)
-                .ok_or(StageError::Token { token, vocab_size })?;
-        }
-        Ok(())
     }
 }
 
@@ -385,7 +312,6 @@ impl Stage {
     ) {
         self.pass_slots.clear();
         self.next_slot = 0;
-        self.group = 0..0;
         for segment in segments {
             let rows = segment.start..segment.start + segment.len;
             let own = requests[segment.request].slots.clone();
@@ -393,20 +319,7 @@ impl Stage {
                 .extend(own.filter(|&slot| rows.contains(&slots[slot].row)));
         }
         for group in self.pass_slots.chunks_mut(limits.max_slots as usize) {
-            group.sort_unstable_by_key(|&slot| (slots[slot].class as u8, slot));
+            group.sort_unstable_by_key(|&slot| (slots[slot].class, slot));
         }
-    }
-}
-
-impl Arrays<'_> {
-    fn put_slot(&mut self, entry: usize, slot: &Slot, base: usize) {
-        let sampler = slot.sampler;
-        let greedy = slot.class == SamplerClass::Greedy;
-        self.slot_rows[entry] = (slot.row - base) as i64;
-        self.temperatures[entry] = if greedy { 1.0 } else { sampler.temperature };
-        self.top_ps[entry] = sampler.top_p;
-        self.min_ps[entry] = sampler.min_p;
-        self.uniforms[entry] = slot.uniform;
-        self.top_ks[entry] = sampler.top_k as i32;
     }
 }

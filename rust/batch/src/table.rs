@@ -208,6 +208,7 @@ mod tests {
             max_requests: ROWS as u32,
             chunk_tokens: 1,
             max_slots: 1,
+            reply_bytes: 1 << 12,
         };
         BlockTable::new(&limits)
     }

@@ -9,6 +9,7 @@ use std::cell::Cell;
 
 use common::builder::{Encoded, GREEDY, ROOMY, Req, decode, frame};
 use common::device::DRIVER;
+use common::engine::Engine;
 use pie_batch::{Limits, Planner, Probes};
 use pie_wire::{ForwardRequest, Sampler};
 
@@ -17,6 +18,8 @@ thread_local! {
     static COUNT: Cell<u64> = const { Cell::new(0) };
     /// Bytes that this thread has allocated and not freed.
     static LIVE: Cell<isize> = const { Cell::new(0) };
+    /// The most that it ever had.
+    static PEAK: Cell<isize> = const { Cell::new(0) };
 }
 
 /// The system's allocator, counting.
@@ -25,6 +28,7 @@ struct Counting;
 fn count(grown: isize) {
     COUNT.set(COUNT.get() + u64::from(grown > 0));
     LIVE.set(LIVE.get() + grown);
+    PEAK.set(PEAK.get().max(LIVE.get()));
 }
 
 // SAFETY: every call is passed on unchanged to the system's allocator.
@@ -46,22 +50,20 @@ unsafe impl GlobalAlloc for Counting {
 static ALLOCATOR: Counting = Counting;
 
 /// A planner with all the memory that one frame needs.
-struct Engine {
+struct Driver {
     planner: Planner,
+    engine: Engine,
     block: Vec<u64>,
     buffer: Vec<u64>,
-    tokens: Vec<i64>,
-    dropped: Vec<usize>,
 }
 
-impl Engine {
+impl Driver {
     fn new(limits: Limits) -> Self {
         let planner = Planner::new(limits, 0);
         Self {
             block: vec![0; planner.layout().bytes() / 8],
             buffer: vec![0; 1 << 13],
-            tokens: vec![3; limits.max_slots as usize],
-            dropped: Vec::with_capacity(64),
+            engine: Engine::default(),
             planner,
         }
     }
@@ -75,22 +77,12 @@ impl Engine {
             return false;
         }
         let block = bytemuck::cast_slice_mut(&mut self.block);
-        while self.planner.stage(block).expect("it fits").is_some() {
-            while let Some(group) = self.planner.stage_slots(block).expect("it fits") {
-                self.planner
-                    .put_tokens(&self.tokens[..group.len()])
-                    .expect("one each");
-            }
-        }
+        self.engine.run(&mut self.planner, block);
         let buffer: &mut [u8] = bytemuck::cast_slice_mut(&mut self.buffer);
-        self.dropped.clear();
-        self.planner
-            .reply(
-                Probes::default(),
-                &mut buffer[..capacity],
-                &mut self.dropped,
-            )
-            .is_ok()
+        let reply = self
+            .planner
+            .reply(Probes::default(), &mut buffer[..capacity]);
+        reply.is_ok()
     }
 }
 
@@ -109,7 +101,25 @@ fn random(temperature: f32) -> Sampler {
     }
 }
 
-/// Decode, mixed and verify frames, a replay and one whose requests fail.
+/// A request with every kind of probe and a logit mask.
+fn probed(page: u32, allowed: &[u32]) -> Req {
+    let labels = Sampler::Logprobs {
+        token_ids: vec![1, 2000, 3],
+    };
+    let dist = Sampler::Dist {
+        temperature: 0.5,
+        num_tokens: 20,
+    };
+    Req::new(16, 0, &[1, 2, 3], &[page])
+        .sample(2, random(0.9))
+        .sample(0, Sampler::RawLogits)
+        .sample(1, labels)
+        .sample(2, dist)
+        .sample(2, Sampler::Entropy)
+        .allow(allowed)
+}
+
+/// Decode, mixed and verify frames, probes and masks, a replay and one whose requests fail.
 fn frames() -> Vec<ForwardRequest> {
     let steps: Vec<_> = (0..16).map(|r| decode(20 + r, 1, &[r, r + 20])).collect();
     let scored = Req::new(16, 16, &[1; 40], &[1, 2, 3, 4])
@@ -125,12 +135,21 @@ fn frames() -> Vec<ForwardRequest> {
         .collect();
     let mut outside = decode(3, 1, &[64]);
     outside.samplers.push((0, Sampler::Entropy));
-    let probed = decode(3, 1, &[4]).sample(0, Sampler::RawLogits);
+    let masks: [&[u32]; 4] = [&[3, 40, 2, 7], &[3, 40, 2, 7], &[5000], &[0, 999]];
+    let scored: Vec<_> = masks
+        .iter()
+        .zip(0..)
+        .map(|(mask, page)| probed(page, mask))
+        .collect();
+    let both = probed(5, &[9, 9]).verify(&[3, 3]);
+    let two_masks = probed(6, &[9, 9]).allow(&[9, 9]);
     vec![
+        frame(&scored),
+        frame(&[both, steps[2].clone().allow(&[0, 9])]),
         frame(&steps),
         mixed,
         frame(&verify),
-        frame(&[outside, probed, steps[1].clone()]),
+        frame(&[outside, two_masks, steps[1].clone()]),
         frame(&[]),
     ]
 }
@@ -155,19 +174,16 @@ fn the_steady_state_allocates_nothing() {
         .map(|frame| Encoded::new(DRIVER, frame))
         .collect();
     for limits in [ROOMY, tight] {
-        let mut engine = Engine::new(limits);
+        let mut driver = Driver::new(limits);
         for encoded in encoded.iter().chain(&encoded) {
-            assert!(engine.step(encoded, 1 << 15));
+            assert!(driver.step(encoded, 1 << 15));
         }
         for _ in 0..3 {
             for (number, encoded) in encoded.iter().enumerate() {
-                let count = allocations(|| assert!(engine.step(encoded, 1 << 15)));
+                let count = allocations(|| assert!(driver.step(encoded, 1 << 15)));
                 assert_eq!(count, 0, "frame {number}");
-                // Requests that the reply has no room for are no exception, nor is a reply that fails.
-                engine.step(encoded, 256);
-                let count = allocations(|| _ = engine.step(encoded, 256));
-                assert_eq!(count, 0, "frame {number}, short of room");
-                let count = allocations(|| assert!(!engine.step(encoded, 0)));
+                // A reply that fails is no exception.
+                let count = allocations(|| assert!(!driver.step(encoded, 0)));
                 assert_eq!(count, 0, "frame {number}, without room");
             }
         }
@@ -176,14 +192,70 @@ fn the_steady_state_allocates_nothing() {
 
 #[test]
 fn a_lost_block_table_costs_no_memory() {
-    let mut engine = Engine::new(ROOMY);
+    let mut driver = Driver::new(ROOMY);
     let encoded = Encoded::new(DRIVER, &frames()[0]);
-    assert!(engine.step(&encoded, 1 << 15));
+    assert!(driver.step(&encoded, 1 << 15));
     let count = allocations(|| {
-        engine.planner.forget_table();
-        assert!(engine.step(&encoded, 1 << 15));
+        driver.planner.forget_table();
+        assert!(driver.step(&encoded, 1 << 15));
     });
     assert_eq!(count, 0);
+}
+
+/// The most memory that planning, staging and answering a frame adds to what was there.
+fn peak(limits: Limits, request: &ForwardRequest) -> (isize, Driver) {
+    let encoded = Encoded::new(DRIVER, request);
+    let mut driver = Driver::new(limits);
+    let before = LIVE.get();
+    PEAK.set(before);
+    driver.step(&encoded, 1 << 16);
+    (PEAK.get() - before, driver)
+}
+
+#[test]
+fn outputs_that_do_not_fit_take_no_memory() {
+    let limits = Limits {
+        vocab_size: 150_000,
+        ..ROOMY
+    };
+    let dist = Sampler::Dist {
+        temperature: 1.0,
+        num_tokens: 0,
+    };
+    for probe in [Sampler::RawLogits, dist] {
+        // Alone they would take 60 GB, or 120.
+        let one = Req {
+            samplers: vec![(0, probe.clone()); 100_000],
+            ..decode(3, 1, &[0])
+        };
+        let many: Vec<_> = (0..100_000_u32)
+            .map(|r| Req::new(16, 3, &[1], &[r % 64]).sample(0, probe.clone()))
+            .collect();
+        for (requests, faults) in [(vec![one], 1), (many, 100_000)] {
+            let (peak, driver) = peak(limits, &frame(&requests));
+            assert_eq!(driver.planner.faults().len(), faults);
+            assert_eq!(driver.planner.token_count(), requests.len());
+            // A slot and a request are records of some hundred bytes.
+            assert!(peak < 1000 * 100_000, "{peak} bytes");
+        }
+    }
+}
+
+#[test]
+fn requests_that_do_not_fit_do_not_accumulate() {
+    let limits = Limits {
+        reply_bytes: 5000,
+        ..ROOMY
+    };
+    let mut driver = Driver::new(limits);
+    let encoded = Encoded::new(DRIVER, &frames()[0]);
+    assert!(driver.step(&encoded, 5000));
+    assert!(!driver.planner.faults().is_empty());
+    let live = LIVE.get();
+    for _ in 0..100 {
+        assert!(driver.step(&encoded, 5000));
+    }
+    assert_eq!(LIVE.get(), live);
 }
 
 /// A small generator of damage.
@@ -225,18 +297,23 @@ fn hostile_frames_do_not_accumulate() {
         .unwrap_or(0);
     let mut damage = Damage(1);
     let start = LIVE.get();
-    let mut engine = Engine::new(ROOMY);
+    let limits = Limits {
+        vocab_size: 100,
+        ..ROOMY
+    };
+    let mut driver = Driver::new(limits);
     let empty = LIVE.get() - start;
     let mut planned = 0;
     for round in 0..4000 {
         let mut encoded = originals[round % originals.len()].clone();
         damage.apply(&mut encoded);
-        planned += usize::from(engine.step(&encoded, 1 << 15));
+        planned += usize::from(driver.step(&encoded, 1 << 15));
         drop(encoded);
-        // Every buffer is at most twice a small multiple of the largest frame.
+        // Every buffer is at most twice a small multiple of the largest frame or of the longest reply.
         let grown = LIVE.get() - start - empty;
+        let bound = 32 * largest + 8 * limits.reply_bytes as usize;
         assert!(
-            grown < 32 * largest as isize,
+            grown < bound as isize,
             "{grown} bytes after frame {round} of at most {largest}"
         );
     }

@@ -8,11 +8,16 @@ use std::time::{Duration, Instant};
 
 use common::builder::{Encoded, GREEDY, ROOMY, Req, decode, frame};
 use common::device::{DRIVER, answer};
-use pie_batch::{LimitError, Limits, Planner, Probes, RequestFault};
-use pie_wire::ForwardRequest;
+use common::engine::Engine;
+use pie_batch::{LimitError, Limits, Outputs, Planner, Probes, RequestFault};
+use pie_wire::{ForwardRequest, Sampler};
 
 /// Runs a frame from plan to reply with token 1 everywhere; returns the planner and the tokens of each request.
 fn run(limits: Limits, request: &ForwardRequest, capacity: usize) -> (Planner, Vec<Vec<u32>>) {
+    let limits = Limits {
+        reply_bytes: capacity as u32,
+        ..limits
+    };
     limits.check().expect("sound limits");
     let encoded = Encoded::new(DRIVER, request);
     let mut planner = Planner::new(limits, 0);
@@ -26,14 +31,8 @@ fn run(limits: Limits, request: &ForwardRequest, capacity: usize) -> (Planner, V
     planner
         .plan(DRIVER, encoded.forward())
         .expect("a sound frame");
-    while planner.stage(block).expect("it fits").is_some() {
-        while let Some(group) = planner.stage_slots(block).expect("it fits") {
-            planner.put_tokens(&vec![1; group.len()]).expect("one each");
-        }
-    }
-    let length = planner
-        .reply(Probes::default(), buffer, &mut Vec::new())
-        .expect("it fits");
+    Engine::default().run(&mut planner, block);
+    let length = planner.reply(Probes::default(), buffer).expect("it fits");
     let elapsed = started.elapsed();
     assert!(elapsed < Duration::from_secs(20), "{elapsed:?}");
     (planner, answer(&buffer[..length]).tokens())
@@ -75,6 +74,82 @@ fn a_hundred_thousand_samplers_on_one_row() {
     };
     let (_, tokens) = run(limits, &frame(&[request]), 1 << 16);
     assert_eq!(tokens, [[]] as [[u32; 0]; 1]);
+}
+
+#[test]
+fn a_hundred_thousand_probes_of_every_kind() {
+    let labels = Sampler::Logprobs {
+        token_ids: vec![2; 9],
+    };
+    let dist = Sampler::Dist {
+        temperature: 0.0,
+        num_tokens: 3,
+    };
+    let kinds = [Sampler::Entropy, dist, Sampler::RawLogits, labels, GREEDY];
+    let mut request = decode(3, 1, &[0]);
+    request.samplers = (0..100_000).map(|n| (0, kinds[n % 5].clone())).collect();
+    let limits = Limits {
+        vocab_size: 50,
+        ..ROOMY
+    };
+    let (planner, tokens) = run(limits, &frame(&[request]), 1 << 23);
+    assert!(planner.faults().is_empty());
+    assert_eq!(tokens, [vec![1; 20_000]]);
+}
+
+#[test]
+fn a_hundred_thousand_requests_for_logits_that_do_not_fit() {
+    let mut request = decode(3, 1, &[0]);
+    request.samplers = vec![(0, Sampler::RawLogits)];
+    let (planner, _) = run(ROOMY, &frame(&vec![request; 100_000]), 1 << 20);
+    // Offsets of all requests twice, and what is left for rows of 1000.
+    assert_eq!(planner.faults().len(), 100_000 - 62);
+    assert!(planner.faults().is_sorted_by_key(|(request, _)| *request));
+    assert_eq!(planner.token_count(), 100_000);
+}
+
+#[test]
+fn a_hundred_thousand_spoilt_requests() {
+    let requests = vec![decode(3, 1, &[0]); 100_000];
+    let encoded = Encoded::new(DRIVER, &frame(&requests));
+    let mut planner = Planner::new(ROOMY, 0);
+    let mut block = vec![0_u64; planner.layout().bytes() / 8];
+    let block = bytemuck::cast_slice_mut(&mut block);
+    let started = Instant::now();
+    planner
+        .plan(DRIVER, encoded.forward())
+        .expect("a sound frame");
+    while planner.stage(block).expect("it fits").is_some() {
+        while let Some(group) = planner.stage_slots(block).expect("it fits") {
+            let tokens = vec![-1; group.len()];
+            let outputs = Outputs {
+                tokens: &tokens,
+                ..Outputs::default()
+            };
+            planner.put_outputs(&outputs).expect("one each");
+        }
+    }
+    assert_eq!(planner.faults().len(), 100_000);
+    let elapsed = started.elapsed();
+    assert!(elapsed < Duration::from_secs(20), "{elapsed:?}");
+}
+
+#[test]
+fn a_logit_mask_for_each_of_a_hundred_thousand_requests() {
+    let requests: Vec<_> = (0..100_000)
+        .map(|r| decode(3, 1, &[0]).allow(&[r % 900, 1 + r % 7]))
+        .collect();
+    let (planner, tokens) = run(ROOMY, &frame(&requests), 1 << 20);
+    assert_eq!((planner.faults().len(), tokens.len()), (0, 100_000));
+}
+
+#[test]
+fn a_long_logit_mask_is_packed() {
+    let mut runs = vec![0; 1_000_000];
+    runs[999_999] = 4;
+    let requests = vec![decode(3, 1, &[0]).allow(&runs); 3];
+    let (planner, tokens) = run(ROOMY, &frame(&requests), 1 << 12);
+    assert_eq!((planner.faults().len(), tokens), (0, vec![vec![1]; 3]));
 }
 
 #[test]
@@ -240,6 +315,13 @@ fn limits_of_zero_are_named() {
                 ..ROOMY
             },
         ),
+        (
+            "reply_bytes",
+            Limits {
+                reply_bytes: 0,
+                ..ROOMY
+            },
+        ),
     ] {
         assert_eq!(zero.check(), Err(LimitError::Zero(name)));
     }
@@ -272,6 +354,15 @@ fn limits_that_overflow_are_refused() {
         },
         Limits {
             chunk_tokens: 1 << 31,
+            ..ROOMY
+        },
+        // 32 words for each mask.
+        Limits {
+            max_slots: 1 << 26,
+            ..ROOMY
+        },
+        Limits {
+            reply_bytes: 1 << 31,
             ..ROOMY
         },
     ] {

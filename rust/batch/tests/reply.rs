@@ -2,15 +2,19 @@
 
 mod common;
 
+use std::slice;
+
 use common::builder::{Encoded, GREEDY, ROOMY, Req, decode, frame};
-use common::device::{Answer, DRIVER, Device, check_archive};
+use common::device::{Answer, DRIVER, Device};
 use common::naive::{Plan, Slot};
-use pie_batch::{Limits, Planner, Probes, StageError};
+use pie_batch::{
+    Limits, Outputs, Planner, Probes, ReplyError, RequestFault, SlotClass, StageError,
+};
 use pie_wire::{ForwardRequest, RESPONSE_ROOT_LEN, Sampler, WireError, fast_tokens_len};
 use proptest::collection::vec;
 use proptest::prelude::*;
 
-/// Gives the slots of each request the listed tokens.
+/// Gives the token slots of each request the listed tokens.
 fn listed(tokens: &[&[u32]]) -> impl FnMut(&Plan, &Slot) -> u32 {
     let tokens: Vec<Vec<u32>> = tokens.iter().map(|tokens| tokens.to_vec()).collect();
     move |_, slot| tokens[slot.request][slot.number]
@@ -138,31 +142,73 @@ fn verification_spans_passes_and_groups() {
 }
 
 #[test]
-fn a_probe_before_the_drafts_is_refused_and_an_embedding_means_greedy() {
-    let probed = Req::new(16, 4, &[1], &[0])
-        .sample(0, Sampler::Entropy)
-        .sample(0, GREEDY)
-        .verify(&[20]);
-    let mut device = Device::new(ROOMY);
-    let answer = device.run(&frame(&[probed, decode(9, 1, &[1])]), listed(&[&[], &[7]]));
-    assert_eq!(answer.archive().tokens_indptr, [0, 0, 1]);
-    assert_eq!(device.planner.faults()[0].1.kind(), "probe");
-    // Input, draft and the other request: the keys and values are stored.
-    assert_eq!(device.planner.token_count(), 3);
+fn a_first_sampler_without_a_token_means_greedy_verification() {
+    for first in [Sampler::Embedding, Sampler::Entropy, Sampler::RawLogits] {
+        let request = Req::new(16, 4, &[1], &[0])
+            .sample(0, first)
+            .sample(0, GREEDY)
+            .verify(&[20]);
+        let mut device = Device::new(ROOMY);
+        device.run(&frame(slice::from_ref(&request)), listed(&[&[20, 21]]));
+        assert_eq!(device.expected_tokens(), [[20, 21]]);
+        let plan = device.compute(&frame(&[request]), listed(&[&[20, 21]]));
+        let tokens = plan.requests[0].slots.iter().map(|slot| slot.class);
+        let tokens: Vec<_> = tokens.filter(|class| class.is_token()).collect();
+        assert_eq!(tokens, [SlotClass::Greedy; 2]);
+    }
+}
 
-    let reserved = Req::new(16, 4, &[1], &[0])
-        .sample(0, Sampler::Embedding)
-        .verify(&[20]);
-    let plan = device.compute(&frame(&[reserved]), listed(&[&[20, 21]]));
-    assert!(
-        plan.requests[0]
-            .slots
-            .iter()
-            .all(|slot| slot.class == pie_batch::SamplerClass::Greedy)
+#[test]
+fn probes_beside_drafts_are_answered_too() {
+    let request = Req::new(16, 4, &[1, 2], &[0])
+        .sample(1, GREEDY)
+        .sample(0, Sampler::Entropy)
+        .sample(1, Sampler::Logprob { token_id: 4 })
+        .sample(0, GREEDY)
+        .sample(1, Sampler::Entropy)
+        .verify(&[20, 21]);
+    let requests = [request, decode(9, 1, &[1])];
+    let answer = run(&requests, &[&[20, 9, 8], &[7]]);
+    let outputs = answer.outputs();
+    assert_eq!(answer.tokens(), [vec![20, 9], vec![7]]);
+    assert_eq!(
+        (outputs[0].entropies.len(), outputs[0].logprobs.len()),
+        (2, 1)
     );
-    assert_eq!(device.expected_tokens(), [[20, 21]]);
-    let (answer, _) = device.reply(Probes::default(), 4096);
-    assert_eq!(answer.expect("it fits").tokens(), [[20, 21]]);
+    assert_eq!(
+        (outputs[1].entropies.len(), outputs[1].logprobs.len()),
+        (0, 0)
+    );
+}
+
+#[test]
+fn a_probe_keeps_the_fast_reply_away() {
+    let probed = decode(4, 1, &[0]).sample(0, Sampler::Entropy);
+    let answer = run(&[probed, decode(9, 1, &[1])], &[&[5], &[6]]);
+    assert_eq!(answer.archive().tokens, [5, 6]);
+    assert_eq!(answer.archive().entropies_indptr, [0, 1, 1]);
+    // Not in the next frame.
+    let mut device = Device::new(ROOMY);
+    let probed = decode(4, 1, &[0]).sample(0, Sampler::RawLogits);
+    device.run(&frame(&[probed]), |_, _| 5);
+    assert!(
+        device
+            .run(&frame(&[decode(5, 1, &[0])]), |_, _| 5)
+            .is_fast()
+    );
+}
+
+#[test]
+fn entries_without_values_are_entries() {
+    let none = |row| {
+        let token_ids = Vec::new();
+        (row, Sampler::Logprobs { token_ids })
+    };
+    let mut request = flush(0);
+    request.samplers = vec![none(2), (0, Sampler::Logprob { token_id: 1 }), none(1)];
+    let answer = run(&[request, flush(1)], &[&[], &[]]);
+    assert_eq!(answer.archive().logprobs_req_indptr, [0, 3, 3]);
+    assert_eq!(answer.archive().logprobs_val_indptr, [0, 0, 1, 1]);
 }
 
 #[test]
@@ -198,8 +244,7 @@ fn timings_come_back() {
         kernel_launch: 4,
         sync: u32::MAX,
     };
-    let (answer, _) = device.reply(probes, 4096);
-    let answer = answer.expect("it fits");
+    let answer = device.reply(probes).expect("it fits");
     let response = answer.archive();
     let found = [
         response.probe_wire_parse_us,
@@ -212,8 +257,8 @@ fn timings_come_back() {
     assert!(response.probe_response_build_us < 1_000_000);
     // They do not stay.
     device.compute(&frame(&[flush(0)]), |_, _| 0);
-    let (answer, _) = device.reply(Probes::default(), 4096);
-    assert_eq!(answer.expect("it fits").archive().probe_sync_us, 0);
+    let answer = device.reply(Probes::default()).expect("it fits");
+    assert_eq!(answer.archive().probe_sync_us, 0);
 }
 
 /// A request with `count` slots.
@@ -223,20 +268,28 @@ fn wide(page: u32, count: usize) -> Req {
     request
 }
 
-/// A device that has computed requests with the given numbers of slots.
-fn computed(counts: &[usize]) -> Device {
-    let mut device = Device::new(ROOMY);
-    let requests: Vec<_> = counts
-        .iter()
-        .zip(0..)
-        .map(|(&count, page)| wide(page, count))
-        .collect();
+/// The frame of requests with the given numbers of slots.
+fn widths(counts: &[usize]) -> ForwardRequest {
+    let counts = counts.iter().zip(0..);
+    let requests: Vec<_> = counts.map(|(&count, page)| wide(page, count)).collect();
+    frame(&requests)
+}
+
+/// A device with room for replies of so many bytes.
+fn room(reply_bytes: usize) -> Device {
+    Device::new(Limits {
+        reply_bytes: reply_bytes as u32,
+        ..ROOMY
+    })
+}
+
+/// Numbers that tell slots apart.
+fn counted() -> impl FnMut(&Plan, &Slot) -> u32 {
     let mut next = 0;
-    device.compute(&frame(&requests), |_, _| {
+    move |_, _| {
         next = (next + 1) % 1000;
         next
-    });
-    device
+    }
 }
 
 /// Bytes of an archive with this many requests and tokens.
@@ -244,91 +297,181 @@ const fn archive_len(requests: usize, tokens: usize) -> usize {
     RESPONSE_ROOT_LEN + 4 * (requests + 1 + tokens)
 }
 
+/// The emptied requests and the bytes that they would have taken; their faults name the limit.
+fn emptied(device: &Device) -> Vec<(usize, usize)> {
+    let limits = *device.planner.limits();
+    let faults = device.planner.faults().iter();
+    faults
+        .map(|(index, fault)| match fault {
+            RequestFault::Oversize { bytes, limit } if *limit == limits.reply_bytes as usize => {
+                (*index, *bytes)
+            }
+            other => panic!("{other}"),
+        })
+        .collect()
+}
+
 #[test]
 fn too_many_tokens_empty_the_largest_requests() {
-    let mut device = computed(&[2, 40, 1, 50, 0]);
-    for (room, expected) in [
+    for (tokens, expected) in [
         (93, &[][..]),
-        (92, &[3]),
-        (43, &[3]),
-        (42, &[1, 3]),
-        (3, &[1, 3]),
+        (92, &[(3, 200)]),
+        (43, &[(3, 200)]),
+        (42, &[(1, 160), (3, 200)]),
+        (3, &[(1, 160), (3, 200)]),
+        (2, &[(0, 8), (1, 160), (3, 200)]),
     ] {
-        let (answer, dropped) = device.reply(Probes::default(), archive_len(5, room));
-        assert_eq!(dropped, expected, "room for {room} tokens");
-        let mut tokens = device.expected_tokens();
-        for &request in expected {
-            tokens[request].clear();
+        let mut device = room(archive_len(5, tokens));
+        let answer = device.run(&widths(&[2, 40, 1, 50, 0]), counted());
+        assert_eq!(emptied(&device), expected, "room for {tokens} tokens");
+        let counts = answer.tokens().iter().map(Vec::len).collect::<Vec<_>>();
+        let mut left = [2, 40, 1, 50, 0];
+        for &(request, _) in expected {
+            left[request] = 0;
         }
-        let answer = answer.expect("it fits now");
-        assert_eq!(answer.tokens(), tokens, "room for {room} tokens");
-        check_archive(answer.archive(), 5);
+        assert_eq!(counts, left, "room for {tokens} tokens");
+        // Their tokens are computed and stored all the same.
+        assert_eq!(device.planner.token_count(), 5);
     }
 }
 
 #[test]
-fn a_buffer_below_the_empty_answer_is_an_error() {
-    let mut device = computed(&[2, 3]);
+fn equal_requests_are_emptied_from_the_last_on() {
+    let mut device = room(archive_len(3, 4));
+    device.run(&widths(&[2, 2, 2]), counted());
+    assert_eq!(emptied(&device), [(2, 8)]);
+}
+
+#[test]
+fn room_for_less_than_the_empty_answer_is_an_error() {
     let enough = archive_len(2, 0);
-    let (answer, dropped) = device.reply(Probes::default(), enough);
-    assert_eq!(
-        answer.expect("the empty answer fits").tokens(),
-        [[], []] as [[u32; 0]; 2]
-    );
-    assert_eq!(dropped, [0, 1]);
-    for capacity in [0, 19, RESPONSE_ROOT_LEN, enough - 1] {
-        let (answer, _) = device.reply(Probes::default(), capacity);
-        let error = answer.expect_err("it cannot fit");
-        assert!(matches!(error, WireError::BufferTooSmall { needed, .. } if needed == enough));
+    let mut device = room(enough);
+    let answer = device.run(&widths(&[2, 3]), counted());
+    assert_eq!(answer.tokens(), [[], []] as [[u32; 0]; 2]);
+    assert_eq!(emptied(&device), [(0, 8), (1, 12)]);
+    for reply_bytes in [1, 19, RESPONSE_ROOT_LEN, enough - 1] {
+        let mut device = room(reply_bytes);
+        device.compute(&widths(&[2, 3]), counted());
+        let error = device.reply(Probes::default()).expect_err("it cannot fit");
+        assert!(matches!(
+            error,
+            ReplyError::Wire(WireError::BufferTooSmall { needed, .. }) if needed == enough
+        ));
     }
-    // The failure costs nothing but itself.
-    let (answer, dropped) = device.reply(Probes::default(), 4096);
-    assert_eq!(answer.expect("it fits").tokens(), device.expected_tokens());
-    assert!(dropped.is_empty());
+}
+
+#[test]
+fn a_reply_that_fails_costs_nothing_but_itself() {
+    let mut device = Device::new(ROOMY);
+    device.compute(&widths(&[2, 3]), counted());
+    for capacity in [0, 19, archive_len(2, 5) - 1] {
+        let mut words = vec![0_u64; capacity.div_ceil(8)];
+        let buffer = &mut bytemuck::cast_slice_mut(&mut words)[..capacity];
+        let error = device.planner.reply(Probes::default(), buffer);
+        error.expect_err("it was planned for more");
+    }
+    let answer = device.reply(Probes::default()).expect("it fits");
+    assert_eq!(answer.outputs(), device.expected());
     let answer = device.run(&frame(&[decode(3, 1, &[0])]), |_, _| 4);
     assert_eq!(answer, Answer::Fast(vec![4]));
 }
 
 #[test]
 fn a_fast_reply_needs_less_room_than_the_archive() {
-    let mut device = computed(&[1; 12]);
-    let (answer, dropped) = device.reply(Probes::default(), fast_tokens_len(12));
-    assert!(answer.expect("it fits").is_fast());
-    assert!(dropped.is_empty());
-    let (answer, _) = device.reply(Probes::default(), fast_tokens_len(12) - 1);
-    answer.expect_err("the empty archive is longer still");
+    let mut device = room(fast_tokens_len(12));
+    assert!(device.run(&widths(&[1; 12]), counted()).is_fast());
+    let mut device = room(fast_tokens_len(12) - 1);
+    assert!(device.try_run(&widths(&[1; 12]), counted()).is_none());
+    assert_eq!(device.planner.faults().len(), 12);
 }
 
-proptest! {
-    /// Whatever the room: requests are whole or dropped, and dropped only from the largest on.
-    #[test]
-    fn every_capacity_keeps_what_it_can(counts in vec(0_usize..9, 1..8), capacity in 0_usize..500) {
-        let mut device = computed(&counts);
-        let (answer, mut dropped) = device.reply(Probes::default(), capacity);
-        let mut tokens = device.expected_tokens();
-        dropped.sort_by_key(|&request| std::cmp::Reverse(tokens[request].len()));
-        let fast = counts.iter().all(|&count| count == 1) && fast_tokens_len(counts.len()) <= capacity;
-        let Ok(answer) = answer else {
-            prop_assert!(!fast && capacity < archive_len(counts.len(), 0));
-            return Ok(());
-        };
-        prop_assert_eq!(answer.is_fast(), fast);
-        let total = |tokens: &[Vec<u32>]| tokens.iter().map(Vec::len).sum::<usize>();
-        for &request in &dropped {
-            // Still too much, and nobody has more.
-            prop_assert!(archive_len(counts.len(), total(&tokens)) > capacity);
-            prop_assert!(!tokens[request].is_empty());
-            prop_assert!(tokens.iter().all(|other| other.len() <= tokens[request].len()));
-            tokens[request].clear();
-        }
-        prop_assert_eq!(answer.tokens(), tokens);
+/// A request with outputs of one kind, three as large as one in `size`.
+fn sized(page: u32, kind: usize, size: u32) -> Req {
+    let labels = |count| Sampler::Logprobs {
+        token_ids: (0..count).collect(),
+    };
+    let dist = |num_tokens| Sampler::Dist {
+        temperature: 1.0,
+        num_tokens,
+    };
+    let request = Req::new(16, 3, &[1], &[page]);
+    let times = |sampler: &Sampler| Req {
+        samplers: vec![(0, sampler.clone()); size as usize],
+        ..request.clone()
+    };
+    match kind {
+        0 => times(&GREEDY),
+        1 => request.sample(0, dist(size)),
+        2 => times(&Sampler::RawLogits),
+        3 => request.sample(0, labels(size)),
+        4 => times(&Sampler::Logprob { token_id: 2 }),
+        5 => times(&Sampler::Entropy),
+        6 => times(&dist(0)),
+        _ => request.sample(0, GREEDY).verify(&vec![7; size as usize]),
     }
 }
 
-/// A planner with one staged group of two slots, and the block.
-fn staged() -> (Planner, Vec<u64>) {
+#[test]
+fn the_limit_is_exact_for_every_kind() {
+    for kind in 0..8 {
+        let requests = [1, 3, 2].map(|size| sized(size, kind, size));
+        let run = |reply_bytes| {
+            let mut device = room(reply_bytes);
+            // All drafts are accepted.
+            device.run(&frame(&requests), |_, _| 7);
+            device
+        };
+        let full = run(1 << 20);
+        assert!(emptied(&full).is_empty());
+        let exact = run(full.reply_len);
+        assert_eq!(emptied(&exact), [], "kind {kind}");
+        assert_eq!(exact.reply_len, full.reply_len, "kind {kind}");
+        let short = run(full.reply_len - 1);
+        let saved = full.reply_len - short.reply_len;
+        assert_eq!(emptied(&short), [(1, saved)], "kind {kind}");
+    }
+}
+
+#[test]
+fn drafts_count_as_accepted() {
+    let requests = [decode(3, 1, &[0]).verify(&[7; 5]), decode(3, 1, &[1])];
+    for (tokens, expected) in [(7, &[][..]), (6, &[(0, 24)])] {
+        let mut device = room(archive_len(2, tokens));
+        // None of them is.
+        device.run(&frame(&requests), |_, _| 9);
+        assert_eq!(emptied(&device), expected);
+    }
+}
+
+proptest! {
+    /// Whatever the room: requests are whole or emptied, and emptied only from the largest on.
+    #[test]
+    fn every_room_keeps_what_it_can(counts in vec(0_usize..9, 1..8), reply_bytes in 1_usize..500) {
+        let mut device = room(reply_bytes);
+        let answer = device.try_run(&widths(&counts), counted());
+        let mut gone = emptied(&device);
+        gone.sort_by_key(|&(_, bytes)| std::cmp::Reverse(bytes));
+        let fast = counts.iter().all(|&count| count == 1) && fast_tokens_len(counts.len()) <= reply_bytes;
+        let Some(answer) = answer else {
+            prop_assert!(!fast && reply_bytes < archive_len(counts.len(), 0));
+            return Ok(());
+        };
+        prop_assert_eq!(answer.is_fast(), fast);
+        let mut left = counts.clone();
+        for (request, _) in gone {
+            // Still too much, and nobody has more.
+            prop_assert!(archive_len(counts.len(), left.iter().sum()) > reply_bytes);
+            prop_assert!(left[request] > 0 && left.iter().all(|&other| other <= left[request]));
+            left[request] = 0;
+        }
+        prop_assert_eq!(answer.tokens().iter().map(Vec::len).collect::<Vec<_>>(), left);
+    }
+}
+
+/// A planner that has staged the first group of a frame, and the block.
+fn staged(request: &Req) -> (Planner, Vec<u64>) {
     let mut planner = Planner::new(ROOMY, 0);
-    let encoded = Encoded::new(DRIVER, &frame(&[wide(0, 2)]));
+    let encoded = Encoded::new(DRIVER, &frame(slice::from_ref(request)));
     planner
         .plan(DRIVER, encoded.forward())
         .expect("a sound frame");
@@ -342,55 +485,187 @@ fn staged() -> (Planner, Vec<u64>) {
     (planner, block)
 }
 
+/// A request with a slot of every class.
+fn every_class() -> Req {
+    let dist = Sampler::Dist {
+        temperature: 1.0,
+        num_tokens: 2,
+    };
+    let labels = Sampler::Logprobs {
+        token_ids: vec![1, 2, 3],
+    };
+    [Sampler::Entropy, dist, Sampler::RawLogits, labels]
+        .into_iter()
+        .fold(wide(0, 2), |request, sampler| request.sample(0, sampler))
+}
+
+/// Right outputs for [`every_class`].
+const RIGHT: Outputs<'static> = Outputs {
+    tokens: &[1, 2],
+    dist_ids: &[3, 4],
+    dist_probs: &[0.5; 2],
+    logits: &[0.25; 1000],
+    logprobs: &[-1.0; 3],
+    entropies: &[0.5],
+};
+
 #[test]
-fn wrong_tokens_are_refused() {
-    for (tokens, error) in [
+fn outputs_of_a_wrong_length_are_refused() {
+    let long = [0.0; 1001];
+    for (array, wrong, found, expected) in [
         (
-            &[1][..],
-            StageError::TokenCount {
-                found: 1,
-                expected: 2,
+            "tokens",
+            Outputs {
+                tokens: &[1],
+                ..RIGHT
             },
+            1,
+            2,
         ),
         (
-            &[1, 2, 3],
-            StageError::TokenCount {
-                found: 3,
-                expected: 2,
+            "tokens",
+            Outputs {
+                tokens: &[1; 3],
+                ..RIGHT
             },
+            3,
+            2,
         ),
         (
-            &[1, -1],
-            StageError::Token {
-                token: -1,
-                vocab_size: 1000,
+            "dist_ids",
+            Outputs {
+                dist_ids: &[1; 3],
+                ..RIGHT
             },
+            3,
+            2,
         ),
         (
-            &[1000, 1],
-            StageError::Token {
-                token: 1000,
-                vocab_size: 1000,
+            "dist_probs",
+            Outputs {
+                dist_probs: &[0.0],
+                ..RIGHT
             },
+            1,
+            2,
         ),
         (
-            &[1 << 32, 1],
-            StageError::Token {
-                token: 1 << 32,
-                vocab_size: 1000,
+            "logits",
+            Outputs {
+                logits: &long,
+                ..RIGHT
             },
+            1001,
+            1000,
+        ),
+        (
+            "logits",
+            Outputs {
+                logits: &[],
+                ..RIGHT
+            },
+            0,
+            1000,
+        ),
+        (
+            "logprobs",
+            Outputs {
+                logprobs: &[0.0; 2],
+                ..RIGHT
+            },
+            2,
+            3,
+        ),
+        (
+            "entropies",
+            Outputs {
+                entropies: &[0.0; 2],
+                ..RIGHT
+            },
+            2,
+            1,
         ),
     ] {
-        let (mut planner, _) = staged();
-        assert_eq!(planner.put_tokens(tokens), Err(error));
+        let (mut planner, _) = staged(&every_class());
+        let error = StageError::OutputCount {
+            array,
+            found,
+            expected,
+        };
+        assert_eq!(planner.put_outputs(&wrong), Err(error));
+        assert!(error.to_string().contains(array));
+        // Nothing of it was taken, so the right ones are welcome; once.
+        planner.put_outputs(&RIGHT).expect("all that was asked");
+        let again = planner.put_outputs(&RIGHT);
+        assert!(matches!(
+            again,
+            Err(StageError::OutputCount { expected: 0, .. })
+        ));
+        let mut words = vec![0_u64; 1 << 10];
+        let buffer: &mut [u8] = bytemuck::cast_slice_mut(&mut words);
+        let length = planner.reply(Probes::default(), buffer).expect("it fits");
+        let answer = common::device::answer(&buffer[..length]);
+        assert_eq!(answer.archive().entropies, RIGHT.entropies);
+        assert_eq!(answer.archive().dists_ids, [3, 4]);
+        assert_eq!(answer.archive().logits_bytes.len(), 4000);
     }
-    let (mut planner, _) = staged();
-    planner.put_tokens(&[1, 2]).expect("two tokens");
-    let again = StageError::TokenCount {
-        found: 2,
-        expected: 0,
+}
+
+#[test]
+fn tokens_outside_the_vocabulary_empty_their_request_alone() {
+    for token in [-1, 1000, 1 << 32, i64::MIN, i64::MAX, i64::from(u32::MAX)] {
+        let mut planner = Planner::new(ROOMY, 0);
+        let probed = wide(0, 2).sample(0, Sampler::Entropy);
+        let encoded = Encoded::new(DRIVER, &frame(&[wide(1, 1), probed, wide(2, 1)]));
+        planner
+            .plan(DRIVER, encoded.forward())
+            .expect("a sound frame");
+        let mut block = vec![0_u64; planner.layout().bytes() / 8];
+        let bytes = bytemuck::cast_slice_mut(&mut block);
+        planner.stage(bytes).expect("it fits").expect("a pass");
+        planner
+            .stage_slots(bytes)
+            .expect("it fits")
+            .expect("a group");
+        let outputs = Outputs {
+            tokens: &[0, 5, token, 999],
+            entropies: &[0.5],
+            ..Outputs::default()
+        };
+        planner.put_outputs(&outputs).expect("one each");
+        assert_eq!(planner.faults(), [(1, RequestFault::Logits)]);
+        let mut words = vec![0_u64; 100];
+        let buffer: &mut [u8] = bytemuck::cast_slice_mut(&mut words);
+        let length = planner.reply(Probes::default(), buffer).expect("it fits");
+        let answer = common::device::answer(&buffer[..length]);
+        assert_eq!(answer.tokens(), [vec![0], vec![], vec![999]], "{token}");
+        assert!(answer.archive().entropies.is_empty());
+    }
+}
+
+#[test]
+fn a_request_is_spoilt_once_and_for_all() {
+    // Its slots lie in several groups and passes, behind and before it other requests have faults.
+    let limits = Limits {
+        chunk_tokens: 2,
+        max_slots: 1,
+        ..ROOMY
     };
-    assert_eq!(planner.put_tokens(&[1, 2]), Err(again));
+    let long = flush(0)
+        .sample(0, GREEDY)
+        .sample(0, GREEDY)
+        .sample(1, Sampler::Entropy)
+        .sample(2, GREEDY);
+    let outside = decode(3, 1, &[64]);
+    let requests = [outside.clone(), long, outside, decode(3, 1, &[3])];
+    let mut device = Device::new(limits);
+    device.run(&frame(&requests), |_, slot| match slot.request {
+        1 => 1000 + slot.number as u32,
+        _ => 5,
+    });
+    let kinds = device.planner.faults().iter();
+    let kinds: Vec<_> = kinds.map(|(index, fault)| (*index, fault.kind())).collect();
+    assert_eq!(kinds, [(0, "page-id"), (1, "logits"), (2, "page-id")]);
 }
 
 #[test]

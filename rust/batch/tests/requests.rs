@@ -2,7 +2,9 @@
 
 mod common;
 
-use common::builder::{GREEDY, ROOMY, Req, brle, decode, frame};
+use std::slice;
+
+use common::builder::{GREEDY, ROOMY, Req, decode, frame};
 use common::device::Device;
 use pie_batch::{Limits, RequestFault};
 use pie_wire::Sampler;
@@ -246,47 +248,76 @@ fn only_causal_masks_are_served() {
 }
 
 #[test]
-fn logit_masks_probes_adapters_and_media_are_refused() {
-    let masked = |runs: &[u32]| Req {
-        logit_masks: vec![brle(runs)],
-        ..decode(3, 1, &[0])
+fn a_request_has_one_logit_mask() {
+    let masked = |masks: &[Vec<u32>]| {
+        let request = decode(3, 1, &[0]);
+        masks
+            .iter()
+            .fold(request, |request, runs| request.allow(runs))
     };
     assert_eq!(fault(masked(&[])), None);
-    assert_eq!(fault(masked(&[0, 300])), Some(RequestFault::LogitMask));
-    assert_eq!(
-        fault(Req {
-            samplers: Vec::new(),
-            ..masked(&[5, 3])
-        }),
-        None
-    );
-
-    for (name, probe) in [
-        (
-            "Dist",
-            Sampler::Dist {
-                temperature: 0.0,
-                num_tokens: 0,
-            },
-        ),
-        ("RawLogits", Sampler::RawLogits),
-        ("Logprob", Sampler::Logprob { token_id: u32::MAX }),
-        (
-            "Logprobs",
-            Sampler::Logprobs {
-                token_ids: Vec::new(),
-            },
-        ),
-        ("Entropy", Sampler::Entropy),
-    ] {
-        let expected = RequestFault::Probe { sampler: name };
-        assert_eq!(fault(decode(3, 1, &[0]).sample(0, probe)), Some(expected));
+    for runs in [vec![], vec![0, 300], vec![9], vec![0, u32::MAX]] {
+        assert_eq!(fault(masked(slice::from_ref(&runs))), None, "{runs:?}");
+        for masks in [2, 3] {
+            let several = masked(&vec![runs.clone(); masks]);
+            let expected = RequestFault::LogitMasks { masks };
+            assert_eq!(fault(several), Some(expected), "{runs:?}");
+        }
     }
-    assert_eq!(
-        fault(decode(3, 1, &[0]).sample(0, Sampler::Embedding)),
-        None
-    );
+    // Without samplers nobody looks.
+    let flush = Req {
+        samplers: Vec::new(),
+        ..masked(&[vec![5, 3], vec![5, 3]])
+    };
+    assert_eq!(fault(flush), None);
+}
 
+#[test]
+fn every_probe_is_served_at_the_ends_of_its_parameters() {
+    let dist = |temperature, num_tokens| Sampler::Dist {
+        temperature,
+        num_tokens,
+    };
+    let labels = |token_ids: &[u32]| Sampler::Logprobs {
+        token_ids: token_ids.to_vec(),
+    };
+    for (probe, values) in [
+        (dist(0.0, 0), 1000),
+        (dist(f32::NAN, 1), 1),
+        (dist(1.0, 999), 999),
+        (dist(1.0, 1000), 1000),
+        (dist(f32::INFINITY, 1001), 1000),
+        (dist(-1.0, u32::MAX), 1000),
+        (Sampler::RawLogits, 1000),
+        (Sampler::Logprob { token_id: u32::MAX }, 1),
+        (labels(&[]), 0),
+        (labels(&[1000, u32::MAX, 3, 3]), 4),
+        (labels(&[7; 2000]), 2000),
+        (Sampler::Entropy, 1),
+    ] {
+        let request = decode(3, 1, &[0]).sample(0, probe.clone());
+        let mut device = Device::new(ROOMY);
+        let answer = device.run(&frame(&[request]), |_, _| 5);
+        let outputs = answer.outputs().remove(0);
+        let dists = outputs.dists.iter().map(|(ids, _)| ids.len());
+        let floats = outputs.logits.iter().chain(&outputs.logprobs).map(Vec::len);
+        let found: Vec<_> = dists
+            .chain(floats)
+            .chain(outputs.entropies.iter().map(|_| 1))
+            .collect();
+        assert_eq!(found, [values], "{probe:?}");
+        assert_eq!(outputs.tokens, [5]);
+    }
+}
+
+#[test]
+fn the_reserved_sampler_is_no_fault() {
+    let request = decode(3, 1, &[0]).sample(0, Sampler::Embedding);
+    assert_eq!(fault(request), None);
+}
+
+#[test]
+fn adapters_and_media_are_refused() {
     for (id, expected) in [
         (-1, None),
         (0, Some(0)),

@@ -4,13 +4,13 @@ use std::time::Duration;
 
 use pie_ring::{ClientConfig, Wait};
 use pie_wire::{
-    ArchivedResponsePayload, CopyDirection, CopyRequest, CopyResource, Frame, NativeSlice, Payload,
+    CopyDirection, CopyRequest, CopyResource, ForwardResponse, Frame, Payload, ResponsePayload,
 };
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
-use crate::error::{from_ring, from_wire};
+use crate::error::{WireError, from_ring};
 use crate::request::{Request, encode, frame};
 
 /// Sends requests to a driver as the Pie runtime does. Calls from several threads run on several slots.
@@ -21,6 +21,7 @@ pub(crate) struct Client {
 
 /// A driver's answer.
 #[pyclass(frozen, get_all, module = "pie_driver_sglang._core")]
+#[derive(Default)]
 pub(crate) struct Reply {
     /// The status code of a status answer, else None.
     status: Option<i32>,
@@ -30,6 +31,14 @@ pub(crate) struct Reply {
     fast: bool,
     /// Tokens of each request.
     tokens: Vec<Vec<u32>>,
+    /// Distributions of each request: token ids and probabilities.
+    dists: Vec<Vec<(Vec<u32>, Vec<f32>)>>,
+    /// Logit rows of each request.
+    logits: Vec<Vec<Vec<f32>>>,
+    /// Log-probability entries of each request.
+    logprobs: Vec<Vec<Vec<f32>>>,
+    /// Entropies of each request.
+    entropies: Vec<Vec<f32>>,
     /// Driver-side microseconds: parse, plan, host-to-device, launch, sync, response.
     probes: (u32, u32, u32, u32, u32, u32),
 }
@@ -142,54 +151,82 @@ impl Client {
         let reply = py
             .detach(|| self.inner.call(&request, decode))
             .map_err(|error| from_ring(&error))?;
-        reply.map_err(|error| from_wire(&error))
+        reply.map_err(WireError::new_err)
     }
 }
 
-fn decode(bytes: &[u8]) -> Result<Reply, pie_wire::WireError> {
-    let mut reply = Reply {
-        status: None,
-        aborted: false,
-        fast: false,
-        tokens: Vec::new(),
-        probes: Default::default(),
-    };
-    match pie_wire::decode_reply(bytes)? {
-        pie_wire::Reply::Tokens(tokens) => {
-            reply.fast = true;
-            reply.tokens = tokens.iter().map(|token| vec![token]).collect();
-        }
-        pie_wire::Reply::Frame(frame) => {
-            reply.aborted = frame.aborted;
-            match &frame.payload {
-                ArchivedResponsePayload::Status(status) => {
-                    reply.status = Some(status.status.to_native());
-                }
-                ArchivedResponsePayload::Forward(forward) => {
-                    let tokens = forward.tokens.native();
-                    let range = |pair: &[u32]| {
-                        tokens
-                            .get(pair[0] as usize..pair[1] as usize)
-                            .unwrap_or_default()
-                            .to_vec()
-                    };
-                    reply.tokens = forward
-                        .tokens_indptr
-                        .native()
-                        .windows(2)
-                        .map(range)
-                        .collect();
-                    reply.probes = (
-                        forward.probe_wire_parse_us.to_native(),
-                        forward.probe_plan_us.to_native(),
-                        forward.probe_h2d_us.to_native(),
-                        forward.probe_kernel_launch_us.to_native(),
-                        forward.probe_sync_us.to_native(),
-                        forward.probe_response_build_us.to_native(),
-                    );
-                }
-            }
+/// Reads an answer; the error is a text, because it is made without the GIL.
+fn decode(bytes: &[u8]) -> Result<Reply, String> {
+    let mut reply = Reply::default();
+    if let pie_wire::Reply::Tokens(tokens) = pie_wire::decode_reply(bytes).map_err(text)? {
+        reply.fast = true;
+        reply.tokens = tokens.iter().map(|token| vec![token]).collect();
+        return Ok(reply);
+    }
+    let frame = pie_wire::decode_response(bytes).map_err(text)?;
+    reply.aborted = frame.aborted;
+    match frame.payload {
+        ResponsePayload::Status(status) => reply.status = Some(status.status),
+        ResponsePayload::Forward(forward) => {
+            forward.check().map_err(text)?;
+            reply.read(&forward);
         }
     }
     Ok(reply)
+}
+
+#[expect(clippy::needless_pass_by_value, reason = "the form that map_err takes")]
+fn text(error: impl ToString) -> String {
+    error.to_string()
+}
+
+/// The parts of `values` that `indptr` cuts them into.
+fn parts<'a, T>(indptr: &'a [u32], values: &'a [T]) -> impl Iterator<Item = &'a [T]> {
+    indptr
+        .windows(2)
+        .map(|ends| &values[ends[0] as usize..ends[1] as usize])
+}
+
+/// For each request its entries.
+fn entries<T: Clone>(indptr: &[u32], entries: &[T]) -> Vec<Vec<T>> {
+    parts(indptr, entries).map(<[T]>::to_vec).collect()
+}
+
+impl Reply {
+    /// Takes the outputs of a response whose offsets were checked.
+    fn read(&mut self, forward: &ForwardResponse) {
+        self.tokens = entries(&forward.tokens_indptr, &forward.tokens);
+        let ids = parts(&forward.dists_kv_indptr, &forward.dists_ids);
+        let probs = parts(&forward.dists_kv_indptr, &forward.dists_probs);
+        let dists: Vec<_> = ids
+            .zip(probs)
+            .map(|(ids, probs)| (ids.to_vec(), probs.to_vec()))
+            .collect();
+        self.dists = entries(&forward.dists_req_indptr, &dists);
+        let rows: Vec<_> = parts(&forward.logits_byte_indptr, &forward.logits_bytes)
+            .map(|bytes| {
+                bytes
+                    .as_chunks()
+                    .0
+                    .iter()
+                    .copied()
+                    .map(f32::from_le_bytes)
+                    .collect()
+            })
+            .collect::<Vec<Vec<f32>>>();
+        self.logits = entries(&forward.logits_req_indptr, &rows);
+        let logprobs: Vec<_> = parts(&forward.logprobs_val_indptr, &forward.logprobs_values)
+            .map(<[f32]>::to_vec)
+            .collect();
+        self.logprobs = entries(&forward.logprobs_req_indptr, &logprobs);
+        self.entropies = entries(&forward.entropies_indptr, &forward.entropies);
+        self.probes = (
+            forward.probe_wire_parse_us,
+            forward.probe_plan_us,
+            forward.probe_h2d_us,
+            forward.probe_kernel_launch_us,
+            forward.probe_sync_us,
+            forward.probe_response_build_us,
+        );
+    }
 }

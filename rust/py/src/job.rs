@@ -2,10 +2,12 @@
 
 use std::sync::Arc;
 
+use pie_batch::{Outputs, SlotClass};
 use pie_serve::{DeviceTimes, Note};
-use pyo3::buffer::PyBuffer;
+use pyo3::buffer::{Element, PyBuffer};
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
+use pyo3::types::PyBytes;
 
 use crate::error::from_stage;
 
@@ -64,32 +66,92 @@ pub(crate) struct Pass {
     slots: usize,
 }
 
-/// Staged sampling slots: first the greedy ones, then the plain, then the filtered.
-#[pyclass(frozen, get_all, module = "pie_driver_sglang._core")]
+/// Staged slots, class by class in the order of the attributes.
+#[pyclass(frozen, module = "pie_driver_sglang._core")]
 pub(crate) struct SlotGroup {
-    /// Arg-max slots.
-    greedy: usize,
-    /// Slots that sample the whole distribution.
-    plain: usize,
-    /// Slots with top-k, top-p or min-p.
-    filtered: usize,
+    inner: pie_batch::SlotGroup,
+    labels: Vec<[i64; 2]>,
 }
 
 #[pymethods]
 impl SlotGroup {
     /// A group of the given sizes; the planner makes them, tests may.
     #[new]
-    #[pyo3(signature = (greedy = 0, plain = 0, filtered = 0))]
-    fn new(greedy: usize, plain: usize, filtered: usize) -> Self {
+    #[pyo3(signature = (greedy = 0, plain = 0, filtered = 0, dists = 0, logits = 0, logprobs = 0, entropies = 0))]
+    const fn new(
+        greedy: usize,
+        plain: usize,
+        filtered: usize,
+        dists: usize,
+        logits: usize,
+        logprobs: usize,
+        entropies: usize,
+    ) -> Self {
+        let counts = [greedy, plain, filtered, dists, logits, logprobs, entropies];
+        let inner = pie_batch::SlotGroup { counts, masks: 0 };
         Self {
-            greedy,
-            plain,
-            filtered,
+            inner,
+            labels: Vec::new(),
         }
     }
 
     fn __len__(&self) -> usize {
-        self.greedy + self.plain + self.filtered
+        self.inner.len()
+    }
+
+    /// Arg-max slots.
+    #[getter]
+    const fn greedy(&self) -> usize {
+        self.inner.count(SlotClass::Greedy)
+    }
+
+    /// Slots that sample the whole distribution.
+    #[getter]
+    const fn plain(&self) -> usize {
+        self.inner.count(SlotClass::Plain)
+    }
+
+    /// Slots with top-k, top-p or min-p.
+    #[getter]
+    const fn filtered(&self) -> usize {
+        self.inner.count(SlotClass::Filtered)
+    }
+
+    /// Slots that return the most probable tokens.
+    #[getter]
+    const fn dists(&self) -> usize {
+        self.inner.count(SlotClass::Dist)
+    }
+
+    /// Slots that return their logits.
+    #[getter]
+    const fn logits(&self) -> usize {
+        self.inner.count(SlotClass::Logits)
+    }
+
+    /// Slots that return log-probabilities.
+    #[getter]
+    const fn logprobs(&self) -> usize {
+        self.inner.count(SlotClass::Logprobs)
+    }
+
+    /// Slots that return their entropy.
+    #[getter]
+    const fn entropies(&self) -> usize {
+        self.inner.count(SlotClass::Entropy)
+    }
+
+    /// Staged logit masks.
+    #[getter]
+    const fn masks(&self) -> usize {
+        self.inner.masks
+    }
+
+    /// Of each log-probability that is asked for: the slot, counted from the first log-probability slot, and the token;
+    /// `[labels, 2]` int64.
+    #[getter]
+    fn labels<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
+        PyBytes::new(py, bytemuck::cast_slice(&self.labels))
     }
 }
 
@@ -171,30 +233,54 @@ impl Batch {
     /// Writes the next slot group of the current pass into the staging block; None when all are done.
     fn stage_slots(&mut self, py: Python<'_>) -> PyResult<Option<SlotGroup>> {
         self.plan()?;
-        let group = self
-            .inner
-            .stage_slots(self.shared.block_bytes(py))
-            .map_err(from_stage)?;
-        Ok(group.map(|group| SlotGroup {
-            greedy: group.greedy,
-            plain: group.plain,
-            filtered: group.filtered,
+        let block = self.shared.block_bytes(py);
+        let group = self.inner.stage_slots(block).map_err(from_stage)?;
+        Ok(group.map(|inner| SlotGroup {
+            inner,
+            labels: self.inner.group_labels().to_vec(),
         }))
     }
 
-    /// Takes the tokens of the last staged slot group: `[slots]` int64, contiguous.
+    /// Takes what the last staged slot group yields: for each class its slots' values one behind the other.
+    ///
+    /// Args:
+    ///     tokens: `[token slots]` int64; one outside the vocabulary empties its request.
+    ///     dist_ids: `[listed]` int64: the tokens of each distribution, most probable first.
+    ///     dist_probs: `[listed]` float32: their probabilities.
+    ///     logits: `[raw slots * vocabulary]` float32.
+    ///     logprobs: `[labels]` float32.
+    ///     entropies: `[entropy slots]` float32.
     ///
     /// Raises:
-    ///     StageError: Their number or a value cannot be right.
+    ///     StageError: The group asks for another number of values.
+    #[pyo3(signature = (tokens, dist_ids = None, dist_probs = None, logits = None, logprobs = None, entropies = None))]
+    #[expect(clippy::too_many_arguments, reason = "one argument per kind of output")]
     #[expect(
         clippy::needless_pass_by_value,
         reason = "arguments from Python are owned"
     )]
-    fn put_tokens(&mut self, py: Python<'_>, tokens: PyBuffer<i64>) -> PyResult<()> {
+    fn put_outputs(
+        &mut self,
+        py: Python<'_>,
+        tokens: PyBuffer<i64>,
+        dist_ids: Option<PyBuffer<i64>>,
+        dist_probs: Option<PyBuffer<f32>>,
+        logits: Option<PyBuffer<f32>>,
+        logprobs: Option<PyBuffer<f32>>,
+        entropies: Option<PyBuffer<f32>>,
+    ) -> PyResult<()> {
         self.plan()?;
-        self.inner
-            .put_tokens(&tokens.to_vec(py)?)
-            .map_err(from_stage)
+        let [dist_probs, logits, logprobs, entropies] =
+            [dist_probs, logits, logprobs, entropies].map(|part| values(py, part));
+        let outputs = Outputs {
+            tokens: &tokens.to_vec(py)?,
+            dist_ids: &values(py, dist_ids)?,
+            dist_probs: &dist_probs?,
+            logits: &logits?,
+            logprobs: &logprobs?,
+            entropies: &entropies?,
+        };
+        self.inner.put_outputs(&outputs).map_err(from_stage)
     }
 
     /// Builds the response in the slot and publishes it.
@@ -224,6 +310,11 @@ impl Batch {
     fn fail(&mut self) {
         self.inner.fail();
     }
+}
+
+/// The values of an optional buffer.
+fn values<T: Element>(py: Python<'_>, buffer: Option<PyBuffer<T>>) -> PyResult<Vec<T>> {
+    buffer.map_or_else(|| Ok(Vec::new()), |buffer| buffer.to_vec(py))
 }
 
 /// A copy of whole KV pages within the device pool. Dropped without a commit it is answered by an abort.

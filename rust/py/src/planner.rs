@@ -1,6 +1,7 @@
 //! The planner as Python sees it until a server takes it.
 
 use pie_batch::Limits;
+use pie_ring::RegionLayout;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
@@ -54,6 +55,7 @@ impl Planner {
             max_requests,
             chunk_tokens,
             max_slots,
+            reply_bytes: RegionLayout::default().response_capacity() as u32,
         };
         limits
             .check()

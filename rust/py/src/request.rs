@@ -59,6 +59,30 @@ impl Sampler {
         })
     }
 
+    /// All logits of the row.
+    #[staticmethod]
+    fn raw_logits() -> Self {
+        Self(pie_wire::Sampler::RawLogits)
+    }
+
+    /// The log-probability of one token.
+    #[staticmethod]
+    fn logprob(token_id: u32) -> Self {
+        Self(pie_wire::Sampler::Logprob { token_id })
+    }
+
+    /// The log-probabilities of some tokens, in their order.
+    #[staticmethod]
+    fn logprobs(token_ids: Vec<u32>) -> Self {
+        Self(pie_wire::Sampler::Logprobs { token_ids })
+    }
+
+    /// Reserved by the protocol: no output.
+    #[staticmethod]
+    fn embedding() -> Self {
+        Self(pie_wire::Sampler::Embedding)
+    }
+
     /// The entropy of the distribution.
     #[staticmethod]
     fn entropy() -> Self {

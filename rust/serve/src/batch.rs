@@ -3,7 +3,7 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
-use pie_batch::{Pass, Planner, SlotGroup, StageError};
+use pie_batch::{Outputs, Pass, Planner, SlotGroup, StageError};
 use pie_ring::Lease;
 
 use crate::note::Note;
@@ -85,14 +85,20 @@ impl Batch {
         self.timed(|planner| planner.stage_slots(block))
     }
 
-    /// Takes the tokens of the last staged slot group, in its order.
+    /// The labels of the last staged slot group; see [`Planner::group_labels`].
+    #[must_use]
+    pub fn group_labels(&self) -> &[[i64; 2]] {
+        self.planner.as_deref().map_or(&[], Planner::group_labels)
+    }
+
+    /// Takes what the engine computed for the last staged slot group.
     ///
     /// # Errors
-    /// [`StageError`] when their number or a value cannot be right.
-    pub fn put_tokens(&mut self, tokens: &[i64]) -> Result<(), StageError> {
+    /// [`StageError`] when an array has another length than the group asks for.
+    pub fn put_outputs(&mut self, outputs: &Outputs<'_>) -> Result<(), StageError> {
         self.planner
             .as_mut()
-            .map_or(Ok(()), |planner| planner.put_tokens(tokens))
+            .map_or(Ok(()), |planner| planner.put_outputs(outputs))
     }
 
     /// Runs a step of the planner and counts its time as planning.
@@ -143,15 +149,12 @@ fn publish(
     device: DeviceTimes,
 ) -> Vec<Note> {
     let started = Instant::now();
-    let emptied =
-        |index: usize, reason: &dyn std::fmt::Display| format!("request {index} emptied: {reason}");
     let mut notes: Vec<Note> = planner
         .faults()
         .iter()
-        .map(|(index, fault)| Note::new(fault.kind(), emptied(*index, fault)))
+        .map(|(index, fault)| Note::new(fault.kind(), format!("request {index} emptied: {fault}")))
         .collect();
-    let mut dropped = Vec::new();
-    let encoded = planner.reply(timing.probes(device), lease.response(), &mut dropped);
+    let encoded = planner.reply(timing.probes(device), lease.response());
     // Taken before the client is woken: it may want this core at once.
     timing.respond = started.elapsed();
     let published = match encoded {
@@ -159,12 +162,6 @@ fn publish(
         // Dropping the lease aborts the request.
         Err(error) => Err(error.to_string()),
     };
-    let reason = "the response does not fit the slot";
-    notes.extend(
-        dropped
-            .into_iter()
-            .map(|index| Note::new("oversize", emptied(index, &reason))),
-    );
     notes.extend(Note::of_publication(published));
     notes
 }

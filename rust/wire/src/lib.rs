@@ -49,6 +49,7 @@ mod error;
 mod fast;
 mod layout;
 mod native;
+mod rules;
 mod schema;
 
 pub use access::{
@@ -62,6 +63,7 @@ pub use error::{PayloadKind, WireError};
 pub use fast::{FAST_TOKENS_MAGIC, FastTokens, encode_fast_tokens, fast_tokens_len};
 pub use layout::{REQUEST_ALIGN, REQUEST_ROOT_LEN, RESPONSE_ALIGN, RESPONSE_ROOT_LEN};
 pub use native::{NativeSlice, Plain};
+pub use rules::ResponseRule;
 pub use schema::{
     AdapterBinding, AdapterOp, AdapterRequest, ArchivedAdapterBinding, ArchivedAdapterOp,
     ArchivedAdapterRequest, ArchivedBrle, ArchivedCopyDirection, ArchivedCopyRequest,

@@ -16,6 +16,7 @@ pub(crate) const ROOMY: Limits = Limits {
     max_requests: 16,
     chunk_tokens: 256,
     max_slots: 64,
+    reply_bytes: 1 << 16,
 };
 
 /// Arg-max, as the SDK writes it.
@@ -74,6 +75,12 @@ impl Req {
     /// Replaces the mask rows by the given runs.
     pub(crate) fn masked<const N: usize>(mut self, rows: [&[u32]; N]) -> Self {
         self.masks = rows.map(brle).to_vec();
+        self
+    }
+
+    /// Allows the tokens that the given runs allow.
+    pub(crate) fn allow(mut self, runs: &[u32]) -> Self {
+        self.logit_masks.push(brle(runs));
         self
     }
 }

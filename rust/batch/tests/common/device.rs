@@ -1,10 +1,11 @@
 //! A device that knows only what the staging block tells it, and compares all of it with the naive plan.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
+use std::ops::Range;
 
 use bytemuck::Pod;
-use pie_batch::{FieldId, Limits, Planner, Probes, SamplerClass};
-use pie_wire::{ForwardRequest, ForwardResponse, Reply, ResponsePayload, WireError, decode_reply};
+use pie_batch::{FieldId, Limits, Outputs, Planner, Probes, ReplyError, SlotClass, SlotGroup};
+use pie_wire::{ForwardRequest, ForwardResponse, Reply, ResponsePayload, decode_reply};
 
 use crate::common::builder::Encoded;
 use crate::common::naive::{self, Plan, Slot};
@@ -21,17 +22,49 @@ pub(crate) enum Answer {
     Archive(Box<ForwardResponse>),
 }
 
+/// What one request gets back: each kind in the order of its samplers, floats as their bits.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(crate) struct Returned {
+    pub(crate) tokens: Vec<u32>,
+    /// Ids and probabilities.
+    pub(crate) dists: Vec<(Vec<u32>, Vec<u32>)>,
+    pub(crate) logits: Vec<Vec<u32>>,
+    pub(crate) logprobs: Vec<Vec<u32>>,
+    pub(crate) entropies: Vec<u32>,
+}
+
+impl Returned {
+    fn is_one_token(&self) -> bool {
+        let tokens = vec![self.tokens.first().copied().unwrap_or(0)];
+        *self
+            == Self {
+                tokens,
+                ..Self::default()
+            }
+    }
+}
+
 impl Answer {
-    /// The tokens of each request.
-    pub(crate) fn tokens(&self) -> Vec<Vec<u32>> {
+    /// The outputs of each request.
+    pub(crate) fn outputs(&self) -> Vec<Returned> {
         match self {
-            Self::Fast(tokens) => tokens.iter().map(|&token| vec![token]).collect(),
-            Self::Archive(response) => response
-                .tokens_indptr
-                .windows(2)
-                .map(|ends| response.tokens[ends[0] as usize..ends[1] as usize].to_vec())
+            Self::Fast(tokens) => tokens
+                .iter()
+                .map(|&token| Returned {
+                    tokens: vec![token],
+                    ..Returned::default()
+                })
+                .collect(),
+            Self::Archive(response) => (0..response.num_requests as usize)
+                .map(|request| read(response, request))
                 .collect(),
         }
+    }
+
+    /// The tokens of each request.
+    pub(crate) fn tokens(&self) -> Vec<Vec<u32>> {
+        let outputs = self.outputs().into_iter();
+        outputs.map(|returned| returned.tokens).collect()
     }
 
     pub(crate) fn is_fast(&self) -> bool {
@@ -43,6 +76,64 @@ impl Answer {
             Self::Archive(response) => response,
             Self::Fast(_) => panic!("a fast reply"),
         }
+    }
+}
+
+/// Reads the outputs of one request as the runtime walks them: offsets per request lead to entries, offsets per entry to
+/// values.
+fn read(response: &ForwardResponse, request: usize) -> Returned {
+    fn part(offsets: &[u32], index: usize) -> Range<usize> {
+        if offsets.is_empty() {
+            return 0..0;
+        }
+        offsets[index] as usize..offsets[index + 1] as usize
+    }
+    fn bits(values: &[f32]) -> Vec<u32> {
+        values.iter().map(|value| value.to_bits()).collect()
+    }
+    let r = response;
+    let entries = |requests: &[u32], entries: &[u32]| -> Vec<Range<usize>> {
+        let own = part(requests, request);
+        own.map(|entry| part(entries, entry)).collect()
+    };
+    let dists = entries(&r.dists_req_indptr, &r.dists_kv_indptr).into_iter();
+    let logits = entries(&r.logits_req_indptr, &r.logits_byte_indptr).into_iter();
+    let logprobs = entries(&r.logprobs_req_indptr, &r.logprobs_val_indptr).into_iter();
+    let words = |bytes: &[u8]| {
+        let (words, rest) = bytes.as_chunks();
+        assert!(rest.is_empty(), "logits are whole words");
+        words.iter().map(|&word| u32::from_le_bytes(word)).collect()
+    };
+    Returned {
+        tokens: r.tokens[part(&r.tokens_indptr, request)].to_vec(),
+        dists: dists
+            .map(|own| (r.dists_ids[own.clone()].to_vec(), bits(&r.dists_probs[own])))
+            .collect(),
+        logits: logits.map(|own| words(&r.logits_bytes[own])).collect(),
+        logprobs: logprobs.map(|own| bits(&r.logprobs_values[own])).collect(),
+        entropies: bits(&r.entropies[part(&r.entropies_indptr, request)]),
+    }
+}
+
+/// The output of one slot.
+#[derive(Debug, Clone)]
+enum Given {
+    Token(u32),
+    /// Ids, of a distribution, and the bits of floats.
+    Probe(Vec<u32>, Vec<u32>),
+}
+
+/// Numbers that look random.
+#[derive(Debug, Default)]
+pub(crate) struct Noise(u64);
+
+impl Noise {
+    pub(crate) fn next(&mut self) -> u32 {
+        self.0 = self
+            .0
+            .wrapping_mul(6_364_136_223_846_793_005)
+            .wrapping_add(1_442_695_040_888_963_407);
+        (self.0 >> 32) as u32
     }
 }
 
@@ -59,9 +150,12 @@ pub(crate) struct Device {
     pub(crate) uniforms: HashMap<(usize, usize), f32>,
     /// Block-table updates of each pass of the last frame.
     pub(crate) last_updates: Vec<usize>,
-    /// The tokens that the last frame's slots were given.
-    given: Vec<Vec<u32>>,
+    /// What the last frame's slots were given, by request, kind and number.
+    given: BTreeMap<(usize, Option<SlotClass>, usize), Given>,
+    noise: Noise,
     expected: Option<Plan>,
+    /// The last reply's bytes.
+    pub(crate) reply_len: usize,
 }
 
 impl Device {
@@ -81,13 +175,15 @@ impl Device {
             seeded: HashMap::new(),
             uniforms: HashMap::new(),
             last_updates: Vec::new(),
-            given: Vec::new(),
+            given: BTreeMap::new(),
+            noise: Noise(random_seed),
             expected: None,
+            reply_len: 0,
         }
     }
 
-    /// Plans a frame and runs all its passes; `choose` gives the token of a request's slot. Everything staged is
-    /// compared with the naive plan, which is returned.
+    /// Plans a frame and runs all its passes; `choose` gives the token of a request's slot, one outside the vocabulary
+    /// for logits that are no numbers. Everything staged is compared with the naive plan, which is returned.
     pub(crate) fn compute(
         &mut self,
         frame: &ForwardRequest,
@@ -98,54 +194,93 @@ impl Device {
             .plan(DRIVER, encoded.forward())
             .expect("the frame's arrays agree");
         drop(encoded);
-        let plan = naive::plan(&self.limits, frame);
+        let mut plan = naive::plan(&self.limits, frame);
         self.check_faults(&plan);
         self.uniforms.clear();
         self.last_updates.clear();
-        self.given = plan
-            .requests
-            .iter()
-            .map(|r| vec![u32::MAX; r.slots.len()])
-            .collect();
+        self.given.clear();
         for pass in 0..plan.passes.len() {
             self.check_pass(&plan, pass);
+            let mut spoilt = BTreeSet::new();
             for group in plan.pass_groups(pass, &self.limits) {
-                self.check_group(&group);
-                let tokens: Vec<i64> = group
-                    .iter()
-                    .map(|(_, slot)| {
-                        let token = choose(&plan, slot);
-                        self.given[slot.request][slot.number] = token;
-                        i64::from(token)
-                    })
-                    .collect();
-                self.planner
-                    .put_tokens(&tokens)
-                    .expect("one token per slot");
+                self.check_group(&plan, &group);
+                for (_, slot) in &group {
+                    let given = if slot.class.is_token() {
+                        Given::Token(choose(&plan, slot))
+                    } else {
+                        self.invent(slot)
+                    };
+                    if matches!(given, Given::Token(token) if token >= self.limits.vocab_size) {
+                        spoilt.insert(slot.request);
+                    }
+                    self.given.insert(key(slot), given);
+                }
+                self.put(&group);
             }
             let block = bytemuck::cast_slice_mut(&mut self.block);
             assert_eq!(self.planner.stage_slots(block), Ok(None));
+            // Later passes know of it.
+            for request in spoilt {
+                plan.requests[request].slots.clear();
+                plan.requests[request].muted.insert("logits");
+            }
         }
         let block = bytemuck::cast_slice_mut(&mut self.block);
         assert_eq!(self.planner.stage(block), Ok(None));
+        self.check_faults(&plan);
         self.expected = Some(plan.clone());
         plan
     }
 
-    /// The reply to the last frame in `capacity` bytes, and the requests that were dropped to make it fit.
-    pub(crate) fn reply(
-        &mut self,
-        probes: Probes,
-        capacity: usize,
-    ) -> (Result<Answer, WireError>, Vec<usize>) {
+    /// Any bits in the place of a probe's floats.
+    fn invent(&mut self, slot: &Slot) -> Given {
+        let vocab_size = self.limits.vocab_size;
+        let count = slot.values(vocab_size);
+        let ids = match slot.class {
+            SlotClass::Dist => (0..count).map(|_| self.noise.next() % vocab_size).collect(),
+            _ => Vec::new(),
+        };
+        Given::Probe(ids, (0..count).map(|_| self.noise.next()).collect())
+    }
+
+    /// Hands over what the slots of a group were given.
+    fn put(&mut self, group: &[(usize, Slot)]) {
+        let given = |class: SlotClass| -> (Vec<i64>, Vec<f32>) {
+            let (mut ids, mut floats) = (Vec::new(), Vec::new());
+            for (_, slot) in group.iter().filter(|(_, slot)| slot.class == class) {
+                match &self.given[&key(slot)] {
+                    Given::Token(token) => ids.push(i64::from(*token)),
+                    Given::Probe(own_ids, bits) => {
+                        ids.extend(own_ids.iter().copied().map(i64::from));
+                        floats.extend(bits.iter().copied().map(f32::from_bits));
+                    }
+                }
+            }
+            (ids, floats)
+        };
+        let token_classes = [SlotClass::Greedy, SlotClass::Plain, SlotClass::Filtered];
+        let tokens = token_classes.map(|class| given(class).0).concat();
+        let (dist_ids, dist_probs) = given(SlotClass::Dist);
+        let outputs = Outputs {
+            tokens: &tokens,
+            dist_ids: &dist_ids,
+            dist_probs: &dist_probs,
+            logits: &given(SlotClass::Logits).1,
+            logprobs: &given(SlotClass::Logprobs).1,
+            entropies: &given(SlotClass::Entropy).1,
+        };
+        self.planner
+            .put_outputs(&outputs)
+            .expect("outputs of the lengths asked for");
+    }
+
+    /// The reply to the last frame, in a buffer of the length that it was planned for.
+    pub(crate) fn reply(&mut self, probes: Probes) -> Result<Answer, ReplyError> {
+        let capacity = self.limits.reply_bytes as usize;
         let mut words = vec![u64::MAX; capacity.div_ceil(8)];
         let buffer = &mut bytemuck::cast_slice_mut(&mut words)[..capacity];
-        let mut dropped = Vec::new();
-        let answer = self
-            .planner
-            .reply(probes, buffer, &mut dropped)
-            .map(|length| answer(&buffer[..length]));
-        (answer, dropped)
+        self.reply_len = self.planner.reply(probes, buffer)?;
+        Ok(answer(&buffer[..self.reply_len]))
     }
 
     /// Runs a frame from bytes to reply and compares the reply with what the protocol asks for.
@@ -154,39 +289,62 @@ impl Device {
         frame: &ForwardRequest,
         choose: impl FnMut(&Plan, &Slot) -> u32,
     ) -> Answer {
-        self.compute(frame, choose);
-        let (answer, dropped) = self.reply(Probes::default(), 1 << 16);
-        let answer = answer.expect("the reply fits");
-        assert!(dropped.is_empty());
-        let tokens = self.expected_tokens();
-        assert_eq!(answer.tokens(), tokens);
-        let one_each = !tokens.is_empty() && tokens.iter().all(|tokens| tokens.len() == 1);
-        assert_eq!(answer.is_fast(), one_each, "{tokens:?}");
+        self.try_run(frame, choose).expect("the reply fits")
+    }
+
+    /// Like [`Device::run`]; `None` when not even an empty reply fits.
+    pub(crate) fn try_run(
+        &mut self,
+        frame: &ForwardRequest,
+        choose: impl FnMut(&Plan, &Slot) -> u32,
+    ) -> Option<Answer> {
+        let plan = self.compute(frame, choose);
+        let answer = match self.reply(Probes::default()) {
+            Ok(answer) => answer,
+            Err(error) => {
+                assert!(!plan.fits, "{error}");
+                return None;
+            }
+        };
+        let expected = self.expected();
+        assert!(plan.fits);
+        assert_eq!(answer.outputs(), expected);
+        let fast = !expected.is_empty() && expected.iter().all(Returned::is_one_token);
+        assert_eq!(answer.is_fast(), fast, "{expected:?}");
         if let Answer::Archive(response) = &answer {
-            check_archive(response, tokens.len());
+            check_archive(response, expected.len());
         }
-        answer
+        Some(answer)
+    }
+
+    /// What the last frame's requests must return.
+    pub(crate) fn expected(&self) -> Vec<Returned> {
+        let plan = self.expected.as_ref().expect("a frame was computed");
+        let expected = plan.requests.iter().map(|request| {
+            let mut returned = Returned::default();
+            for slot in &request.slots {
+                match (self.given[&key(slot)].clone(), slot.class) {
+                    (Given::Token(token), _) => returned.tokens.push(token),
+                    (Given::Probe(ids, bits), SlotClass::Dist) => returned.dists.push((ids, bits)),
+                    (Given::Probe(_, bits), SlotClass::Logits) => returned.logits.push(bits),
+                    (Given::Probe(_, bits), SlotClass::Logprobs) => returned.logprobs.push(bits),
+                    (Given::Probe(_, bits), _) => returned.entropies.extend(bits),
+                }
+            }
+            if !request.drafts.is_empty() {
+                let accepted = returned.tokens.iter().zip(&request.drafts);
+                let accepted = accepted.take_while(|(token, draft)| token == draft).count();
+                returned.tokens.truncate(accepted + 1);
+            }
+            returned
+        });
+        expected.collect()
     }
 
     /// The tokens that the last frame's requests must return.
     pub(crate) fn expected_tokens(&self) -> Vec<Vec<u32>> {
-        let plan = self.expected.as_ref().expect("a frame was computed");
-        let tokens = plan.requests.iter().zip(&self.given);
-        tokens
-            .map(|(request, given)| {
-                if request.drafts.is_empty() || given.is_empty() {
-                    return given.clone();
-                }
-                let mut tokens = Vec::new();
-                for (number, &token) in given.iter().enumerate() {
-                    tokens.push(token);
-                    if request.drafts.get(number) != Some(&token) {
-                        break;
-                    }
-                }
-                tokens
-            })
-            .collect()
+        let expected = self.expected().into_iter();
+        expected.map(|returned| returned.tokens).collect()
     }
 
     /// Forgets the block table, as after a failed pass.
@@ -297,7 +455,7 @@ impl Device {
         assert_eq!(staged.slots, slots);
     }
 
-    fn check_group(&mut self, group: &[(usize, Slot)]) {
+    fn check_group(&mut self, plan: &Plan, group: &[(usize, Slot)]) {
         let block = bytemuck::cast_slice_mut(&mut self.block);
         let staged = self
             .planner
@@ -306,39 +464,88 @@ impl Device {
             .expect("a group is left");
         let count = |class| group.iter().filter(|(_, slot)| slot.class == class).count();
         assert_eq!(staged.len(), group.len());
-        assert_eq!(staged.greedy, count(SamplerClass::Greedy));
-        assert_eq!(staged.plain, count(SamplerClass::Plain));
-        assert_eq!(staged.filtered, count(SamplerClass::Filtered));
+        for class in CLASSES {
+            assert_eq!(staged.count(class), count(class), "{class:?}");
+        }
         let rows = self.array::<i64>(FieldId::SlotRows, group.len());
-        let floats = [FieldId::Temperatures, FieldId::TopPs, FieldId::MinPs]
-            .map(|id| self.array::<f32>(id, group.len()));
+        let [temperatures, top_ps, min_ps, uniforms] = [
+            FieldId::Temperatures,
+            FieldId::TopPs,
+            FieldId::MinPs,
+            FieldId::Uniforms,
+        ]
+        .map(|id| self.array::<f32>(id, group.len()));
         let top_ks = self.array::<i32>(FieldId::TopKs, group.len());
-        let uniforms = self.array::<f32>(FieldId::Uniforms, group.len());
-        for (entry, &(row, slot)) in group.iter().enumerate() {
-            assert_eq!(rows[entry], row as i64, "{slot:?}");
-            assert_eq!(
-                floats[0][entry].to_bits(),
-                slot.temperature.to_bits(),
-                "{slot:?}"
-            );
-            if slot.class != SamplerClass::Greedy {
-                let parameters = (floats[1][entry], floats[2][entry], top_ks[entry]);
-                assert_eq!(
-                    parameters,
-                    (slot.top_p, slot.min_p, slot.top_k as i32),
-                    "{slot:?}"
-                );
+        for (entry, (row, slot)) in group.iter().enumerate() {
+            assert_eq!(rows[entry], *row as i64, "{slot:?}");
+            if slot.class <= SlotClass::Dist {
+                let (staged, expected) = (temperatures[entry], slot.temperature);
+                assert_eq!(staged.to_bits(), expected.to_bits(), "{slot:?}");
+            }
+            if matches!(
+                slot.class,
+                SlotClass::Filtered | SlotClass::Plain | SlotClass::Dist
+            ) {
+                let parameters = (top_ps[entry], min_ps[entry], top_ks[entry]);
+                let expected = (slot.top_p, slot.min_p, slot.top_k as i32);
+                assert_eq!(parameters, expected, "{slot:?}");
             }
             let uniform = uniforms[entry];
             assert!((0.0..1.0).contains(&uniform), "{uniform}");
+            if !matches!(slot.class, SlotClass::Plain | SlotClass::Filtered) {
+                assert_eq!(uniform.to_bits(), 0, "{slot:?} draws nothing");
+                continue;
+            }
             self.uniforms.insert((slot.request, slot.number), uniform);
-            if slot.class == SamplerClass::Greedy {
-                assert_eq!(uniform.to_bits(), 0, "a greedy slot draws nothing");
-            } else if let Some(key) = slot.key {
+            if let Some(key) = slot.key {
                 let known = *self.seeded.entry(key).or_insert(uniform.to_bits());
                 assert_eq!(known, uniform.to_bits(), "{key:?}");
             }
         }
+        self.check_labels(group);
+        self.check_masks(plan, group, staged);
+    }
+
+    /// Numbers and tokens of the group's log-probability slots.
+    fn check_labels(&self, group: &[(usize, Slot)]) {
+        let asking = group
+            .iter()
+            .filter(|(_, slot)| slot.class == SlotClass::Logprobs);
+        let mut expected = Vec::new();
+        for (number, (_, slot)) in asking.enumerate() {
+            expected.extend(
+                slot.labels
+                    .iter()
+                    .map(|&label| [number as i64, i64::from(label)]),
+            );
+        }
+        assert_eq!(self.planner.group_labels(), expected);
+    }
+
+    /// Each slot leads to its request's mask, and a request's mask is staged once.
+    fn check_masks(&self, plan: &Plan, group: &[(usize, Slot)], staged: SlotGroup) {
+        let vocab_size = self.limits.vocab_size as usize;
+        let width = vocab_size.div_ceil(32);
+        let words = self.array::<i32>(FieldId::MaskWords, staged.masks * width);
+        let slot_masks = self.array::<i32>(FieldId::SlotMasks, group.len());
+        let mut of_request = HashMap::new();
+        let mut used = HashSet::new();
+        for ((_, slot), &row) in group.iter().zip(&slot_masks) {
+            let Some(mask) = &plan.requests[slot.request].mask else {
+                assert_eq!(row, -1, "{slot:?}");
+                continue;
+            };
+            let row = usize::try_from(row).expect("a row");
+            used.insert(row);
+            assert_eq!(*of_request.entry(slot.request).or_insert(row), row);
+            let words = &words[row * width..][..width];
+            let bit = |token: usize| words[token / 32].cast_unsigned() >> (token % 32) & 1 == 1;
+            for token in 0..32 * width {
+                let allowed = mask.get(token).copied().unwrap_or(false);
+                assert_eq!(bit(token), allowed, "token {token} of {slot:?}");
+            }
+        }
+        assert_eq!(used.len(), staged.masks, "masks without a slot");
     }
 
     /// The first entries of a staged array.
@@ -369,27 +576,29 @@ pub(crate) fn answer(bytes: &[u8]) -> Answer {
     }
 }
 
+/// Where the output of a slot is noted: tokens are numbered whatever their class.
+fn key(slot: &Slot) -> (usize, Option<SlotClass>, usize) {
+    let probe = Some(slot.class).filter(|class| !class.is_token());
+    (slot.request, probe, slot.number)
+}
+
+/// All classes in order.
+const CLASSES: [SlotClass; SlotClass::COUNT] = [
+    SlotClass::Greedy,
+    SlotClass::Plain,
+    SlotClass::Filtered,
+    SlotClass::Dist,
+    SlotClass::Logits,
+    SlotClass::Logprobs,
+    SlotClass::Entropy,
+];
+
 /// The rules that the runtime relies on without checking.
 pub(crate) fn check_archive(response: &ForwardResponse, requests: usize) {
     assert_eq!(response.num_requests as usize, requests);
+    response.check().expect("a response that keeps the rules");
     if requests > 0 {
         assert_eq!(response.tokens_indptr.len(), requests + 1);
     }
-    assert_eq!(response.tokens_indptr.first().copied().unwrap_or(0), 0);
-    assert!(response.tokens_indptr.is_sorted());
-    let end = response.tokens_indptr.last().copied().unwrap_or(0);
-    assert_eq!(end as usize, response.tokens.len());
-    let empty = ForwardResponse {
-        num_requests: response.num_requests,
-        tokens_indptr: response.tokens_indptr.clone(),
-        tokens: response.tokens.clone(),
-        probe_wire_parse_us: response.probe_wire_parse_us,
-        probe_plan_us: response.probe_plan_us,
-        probe_h2d_us: response.probe_h2d_us,
-        probe_kernel_launch_us: response.probe_kernel_launch_us,
-        probe_sync_us: response.probe_sync_us,
-        probe_response_build_us: response.probe_response_build_us,
-        ..ForwardResponse::default()
-    };
-    assert_eq!(*response, empty, "only tokens are returned");
+    assert!(response.spec_indptr.is_empty(), "no drafts are returned");
 }

@@ -19,8 +19,11 @@ pub(crate) fn limits() -> impl Strategy<Value = Limits> {
         4_u32..30,
         3_u32..26,
     );
-    (sizes, 1_u32..5, 1_u32..11, 1_u32..6).prop_map(
-        |((page_size, total_pages, row_pages), max_requests, chunk_tokens, max_slots)| Limits {
+    let reply_bytes = prop_oneof![4 => Just(1_u32 << 16), 3 => 176_u32..1500];
+    let sizes = (sizes, 1_u32..5, 1_u32..11, 1_u32..6);
+    (sizes, reply_bytes).prop_map(|(sizes, reply_bytes)| {
+        let ((page_size, total_pages, row_pages), max_requests, chunk_tokens, max_slots) = sizes;
+        Limits {
             page_size,
             total_pages,
             vocab_size: VOCAB,
@@ -29,8 +32,9 @@ pub(crate) fn limits() -> impl Strategy<Value = Limits> {
             max_requests,
             chunk_tokens,
             max_slots,
-        },
-    )
+            reply_bytes,
+        }
+    })
 }
 
 /// Temperatures and shares, the odd ones included.
@@ -64,13 +68,56 @@ fn token_sampler() -> impl Strategy<Value = Sampler> {
 }
 
 fn probe() -> impl Strategy<Value = Sampler> {
+    let count = prop_oneof![0_u32..4, Just(VOCAB), Just(VOCAB + 1), Just(u32::MAX)];
+    let label = || prop_oneof![4 => 0..VOCAB, 1 => Just(VOCAB), 1 => any::<u32>()];
     prop_oneof![
-        3 => Just(Sampler::Embedding),
+        1 => Just(Sampler::Embedding),
+        2 => (float(), count).prop_map(|(temperature, num_tokens)| Sampler::Dist { temperature, num_tokens }),
         1 => Just(Sampler::RawLogits),
+        1 => label().prop_map(|token_id| Sampler::Logprob { token_id }),
+        2 => vec(label(), 0..4).prop_map(|token_ids| Sampler::Logprobs { token_ids }),
+        1 => vec(label(), 90).prop_map(|token_ids| Sampler::Logprobs { token_ids }),
         1 => Just(Sampler::Entropy),
-        1 => Just(Sampler::Logprob { token_id: 3 }),
-        1 => vec(any::<u32>(), 0..3).prop_map(|token_ids| Sampler::Logprobs { token_ids }),
-        1 => Just(Sampler::Dist { temperature: 1.0, num_tokens: 2 }),
+    ]
+}
+
+/// Samplers of one request: with or without probes.
+fn samplers() -> impl Strategy<Value = Vec<(u32, Sampler)>> {
+    let any_sampler = prop_oneof![1 => token_sampler(), 1 => probe()];
+    prop_oneof![
+        vec((any::<u32>(), token_sampler()), 0..7),
+        vec((any::<u32>(), any_sampler), 0..7),
+        Just(vec![(
+            0,
+            Sampler::TopP {
+                temperature: 0.0,
+                p: 1.0
+            }
+        )]),
+    ]
+}
+
+/// Runs of a logit mask: none, all or some allowed, shorter and longer than the vocabulary.
+pub(crate) fn logit_mask(vocab_size: u32) -> impl Strategy<Value = Vec<u32>> {
+    let run = prop_oneof![2 => Just(0), 6 => 0_u32..40, 1 => Just(vocab_size), 1 => Just(u32::MAX)];
+    prop_oneof![
+        6 => vec(run, 0..9),
+        1 => Just(vec![]),
+        // Common to several requests.
+        2 => Just(vec![5, 3]),
+        1 => Just(vec![0, vocab_size]),
+        1 => Just(vec![0, u32::MAX, u32::MAX, u32::MAX]),
+        1 => prop_oneof![Just(0), Just(vocab_size), Just(u32::MAX)].prop_map(|run| vec![run]),
+        1 => Just(vec![vocab_size - 1, 1]),
+        1 => Just(vec![vocab_size, 1]),
+    ]
+}
+
+fn logit_masks() -> impl Strategy<Value = Vec<Vec<u32>>> {
+    prop_oneof![
+        12 => Just(Vec::new()),
+        8 => vec(logit_mask(VOCAB), 1),
+        1 => vec(logit_mask(VOCAB), 2..4),
     ]
 }
 
@@ -93,7 +140,7 @@ enum Masks {
 }
 
 /// The one thing that is wrong with a request.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Copy)]
 enum Flaw {
     Nothing,
     PageId,
@@ -106,8 +153,6 @@ enum Flaw {
     DraftPosition,
     Adapter(i64),
     Spans(u32, u32),
-    LogitMask(Vec<u32>),
-    Probe(Sampler, usize),
     SamplingIndex(u32),
     NoTokens,
     OddDraftCount,
@@ -138,8 +183,6 @@ fn flaw() -> impl Strategy<Value = Flaw> {
         1 => Just(Flaw::DraftPosition),
         1 => prop_oneof![Just(0), Just(1), Just(-2), Just(i64::MAX), Just(i64::MIN)].prop_map(Flaw::Adapter),
         1 => (0_u32..2, 0_u32..3).prop_map(|(images, audios)| Flaw::Spans(images, audios)),
-        1 => vec(0_u32..9, 0..3).prop_map(Flaw::LogitMask),
-        3 => (probe(), any::<usize>()).prop_map(|(sampler, place)| Flaw::Probe(sampler, place)),
         1 => (0_u32..3).prop_map(Flaw::SamplingIndex),
         2 => Just(Flaw::NoTokens),
         1 => Just(Flaw::OddDraftCount),
@@ -156,9 +199,9 @@ fn request(limits: Limits) -> impl Strategy<Value = Req> {
     );
     let ids = (vec(0_u32..VOCAB, 20), vec(0..limits.total_pages, 60));
     let own_positions = proptest::option::weighted(0.2, vec(0_u32..POSITIONS, 20));
-    let samplers = vec((any::<u32>(), token_sampler()), 0..7);
-    (sizes, ids, own_positions, samplers, masks(), flaw()).prop_map(
-        move |((inputs, drafts, prefix), (ids, pages), own_positions, samplers, masks, flaw)| {
+    let outputs = (samplers(), logit_masks());
+    (sizes, ids, own_positions, outputs, masks(), flaw()).prop_map(
+        move |((inputs, drafts, prefix), (ids, pages), own_positions, outputs, masks, flaw)| {
             let prefix = prefix.min(longest.saturating_sub(inputs + drafts));
             let end = prefix + inputs + drafts;
             let pages = &pages[..end.div_ceil(limits.page_size) as usize];
@@ -170,6 +213,8 @@ fn request(limits: Limits) -> impl Strategy<Value = Req> {
             if drafts > 0 {
                 request = request.verify(&rest[..drafts as usize]);
             }
+            let (samplers, logit_masks) = outputs;
+            request.logit_masks = logit_masks.iter().map(|runs| brle(runs)).collect();
             let samplers = samplers.into_iter();
             request.samplers = samplers
                 .map(|(row, sampler)| (row % inputs, sampler))
@@ -223,11 +268,6 @@ fn break_request(request: &mut Req, flaw: Flaw, limits: Limits) {
             .for_each(|at| *at = POSITIONS),
         Flaw::Adapter(id) => request.adapter = id,
         Flaw::Spans(images, audios) => (request.images, request.audios) = (images, audios),
-        Flaw::LogitMask(runs) => request.logit_masks = vec![brle(&runs)],
-        Flaw::Probe(sampler, place) => {
-            let place = place % (request.samplers.len() + 1);
-            request.samplers.insert(place, (0, sampler));
-        }
         Flaw::SamplingIndex(behind) => {
             let row = request.tokens.len() as u32 + behind;
             request

@@ -1,8 +1,9 @@
-//! What the test files share: a builder of frames, a naive planner, a device that knows only what it is told, and
-//! random frames.
+//! What the test files share: a builder of frames, a naive planner, a device that knows only what it is told, a
+//! bare engine, and random frames.
 #![allow(dead_code, reason = "every test file uses a part")]
 
 pub(crate) mod builder;
 pub(crate) mod device;
+pub(crate) mod engine;
 pub(crate) mod generate;
 pub(crate) mod naive;

@@ -3,8 +3,8 @@
 use std::collections::{BTreeSet, HashMap};
 use std::ops::Range;
 
-use pie_batch::{Limits, SamplerClass};
-use pie_wire::{ForwardRequest, Sampler};
+use pie_batch::{Limits, SlotClass};
+use pie_wire::{ForwardRequest, RESPONSE_ROOT_LEN, Sampler, fast_tokens_len};
 
 /// One token to compute.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -17,21 +17,36 @@ pub(crate) struct Row {
     pub(crate) storage: i64,
 }
 
-/// One logit row to sample.
-#[derive(Debug, Clone, Copy, PartialEq)]
+/// One logit row and what is made of it.
+#[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Slot {
     pub(crate) request: usize,
-    /// Number within the request.
+    /// Number among the request's tokens, or among its probes.
     pub(crate) number: usize,
     /// Row within the request.
     pub(crate) row: usize,
-    pub(crate) class: SamplerClass,
+    pub(crate) class: SlotClass,
     pub(crate) temperature: f32,
     pub(crate) top_k: u32,
     pub(crate) top_p: f32,
     pub(crate) min_p: f32,
     /// Seed, position and sampler slot; `None` = fresh randomness.
     pub(crate) key: Option<(u32, u32, usize)>,
+    /// Tokens whose log-probabilities are asked for.
+    pub(crate) labels: Vec<u32>,
+}
+
+impl Slot {
+    /// Numbers that a probe returns.
+    pub(crate) fn values(&self, vocab_size: u32) -> usize {
+        match self.class {
+            SlotClass::Dist => self.top_k as usize,
+            SlotClass::Logits => vocab_size as usize,
+            SlotClass::Logprobs => self.labels.len(),
+            SlotClass::Entropy => 1,
+            _ => 0,
+        }
+    }
 }
 
 /// One request: all that is wrong with it, and what is left to do.
@@ -45,6 +60,8 @@ pub(crate) struct Request {
     pub(crate) pages: Vec<u32>,
     pub(crate) drafts: Vec<u32>,
     pub(crate) slots: Vec<Slot>,
+    /// Allowed tokens, where some but not necessarily all are.
+    pub(crate) mask: Option<Vec<bool>>,
 }
 
 /// Consecutive rows of one request in one pass.
@@ -60,14 +77,72 @@ pub(crate) struct Segment {
 pub(crate) struct Plan {
     pub(crate) requests: Vec<Request>,
     pub(crate) passes: Vec<Vec<Segment>>,
+    /// Whether the reply fits.
+    pub(crate) fits: bool,
 }
 
 /// Plans a frame whose arrays agree with each other.
 pub(crate) fn plan(limits: &Limits, frame: &ForwardRequest) -> Plan {
     let count = frame.qo_indptr.len().saturating_sub(1);
-    let requests: Vec<_> = (0..count).map(|r| request(limits, frame, r)).collect();
+    let mut requests: Vec<_> = (0..count).map(|r| request(limits, frame, r)).collect();
+    let fits = empty_largest(limits, &mut requests);
     let passes = cut(limits, &requests);
-    Plan { requests, passes }
+    Plan {
+        requests,
+        passes,
+        fits,
+    }
+}
+
+/// Empties the largest request, of several the last one, until the longest reply fits; `false` when it never does.
+fn empty_largest(limits: &Limits, requests: &mut [Request]) -> bool {
+    let limit = limits.reply_bytes as usize;
+    let slots = requests.iter().flat_map(|request| &request.slots);
+    let asked: BTreeSet<_> = slots.map(|slot| slot.class).collect();
+    let one_token = |request: &Request| {
+        request.drafts.is_empty() && request.slots.len() == 1 && request.slots[0].class.is_token()
+    };
+    if requests.iter().all(one_token) && fast_tokens_len(requests.len()) <= limit {
+        return !requests.is_empty() || archive_bytes(limits, requests, &asked) <= limit;
+    }
+    while archive_bytes(limits, requests, &asked) > limit {
+        let size = |&r: &usize| own_words(limits, &requests[r]);
+        let Some(largest) = (0..requests.len()).max_by_key(size) else {
+            return false;
+        };
+        if size(&largest) == 0 {
+            return false;
+        }
+        requests[largest].slots.clear();
+        requests[largest].muted.insert("oversize");
+    }
+    true
+}
+
+/// Length of the longest response: root, offsets of all requests for tokens and the kinds asked for, outputs.
+fn archive_bytes(limits: &Limits, requests: &[Request], asked: &BTreeSet<SlotClass>) -> usize {
+    if requests.is_empty() {
+        return RESPONSE_ROOT_LEN;
+    }
+    let probes = asked.iter().filter(|class| !class.is_token());
+    // A kind whose outputs have lengths of their own has a second array of offsets, which starts with 0.
+    let nested = probes.clone().filter(|&&class| class != SlotClass::Entropy);
+    let offsets = (1 + probes.count()) * (requests.len() + 1) + nested.count();
+    let outputs = requests.iter().map(|request| own_words(limits, request));
+    RESPONSE_ROOT_LEN + 4 * (offsets + outputs.sum::<usize>())
+}
+
+/// Words that the outputs of a request take at most.
+fn own_words(limits: &Limits, request: &Request) -> usize {
+    let word = |slot: &Slot| {
+        let values = slot.values(limits.vocab_size);
+        match slot.class {
+            SlotClass::Dist => 1 + 2 * values,
+            SlotClass::Logits | SlotClass::Logprobs => 1 + values,
+            _ => 1,
+        }
+    };
+    request.slots.iter().map(word).sum()
 }
 
 /// The elements of request `r`; absent offsets count as zeros.
@@ -259,31 +334,42 @@ fn outputs(limits: &Limits, frame: &ForwardRequest, r: usize, request: &mut Requ
         rows.iter().any(|&row| row as usize >= inputs),
         "sampling-index",
     );
-    let probe = |sampler: &Sampler| !sampler.view().is_token() && *sampler != Sampler::Embedding;
-    refuse(muted, samplers.iter().any(probe), "probe");
     refuse(
         muted,
-        !samplers.is_empty() && logit_masks.iter().any(|mask| !mask.buffer.is_empty()),
-        "logit-mask",
+        !samplers.is_empty() && logit_masks.len() > 1,
+        "logit-masks",
     );
     if !muted.is_empty() || samplers.is_empty() {
         return;
     }
-    // Per output: row, sampler (`None` = arg-max) and sampler slot.
-    let wanted: Vec<(usize, Option<&Sampler>, usize)> = if request.drafts.is_empty() {
-        let all = rows.iter().zip(samplers).enumerate();
-        all.filter(|(_, (_, sampler))| sampler.view().is_token())
-            .map(|(slot, (&row, sampler))| (row as usize, Some(sampler), slot))
-            .collect()
-    } else {
+    let runs = logit_masks.first().map_or(&[][..], |mask| &mask.buffer);
+    let bits = expand(runs, u64::from(limits.vocab_size));
+    let forbidden = !runs.is_empty() && !bits.contains(&true);
+    request.mask = (!runs.is_empty() && !forbidden).then_some(bits);
+    // Per output: row, sampler (`None` = arg-max) and sampler slot. Verification stands for all token samplers.
+    let mut wanted: Vec<(usize, Option<&Sampler>, usize)> = Vec::new();
+    if !request.drafts.is_empty() {
         let first = Some(&samplers[0]).filter(|sampler| sampler.view().is_token());
-        (inputs - 1..request.rows.len())
-            .map(|row| (row, first, 0))
-            .collect()
-    };
-    for (number, (row, sampler, place)) in wanted.into_iter().enumerate() {
+        wanted.extend((inputs - 1..request.rows.len()).map(|row| (row, first, 0)));
+    }
+    for (place, (&row, sampler)) in rows.iter().zip(samplers).enumerate() {
+        let verified = sampler.view().is_token() && !request.drafts.is_empty();
+        if *sampler != Sampler::Embedding && !verified {
+            wanted.push((row as usize, Some(sampler), place));
+        }
+    }
+    let (mut tokens, mut probes) = (0.., 0..);
+    for (row, sampler, place) in wanted {
+        let arg_max = forbidden && sampler.is_some_and(|sampler| sampler.view().is_token());
+        let sampler = sampler.filter(|_| !arg_max);
         let mut slot = sampled(limits, sampler);
-        (slot.request, slot.number, slot.row) = (r, number, row);
+        let numbers = if slot.class.is_token() {
+            &mut tokens
+        } else {
+            &mut probes
+        };
+        slot.number = numbers.next().expect("numbers do not end");
+        (slot.request, slot.row) = (r, row);
         slot.key = seed(sampler).map(|seed| (seed, request.rows[row].position, place));
         request.slots.push(slot);
     }
@@ -304,6 +390,10 @@ fn sampled(limits: &Limits, sampler: Option<&Sampler>) -> Slot {
         Some(Sampler::TopP { temperature, p }) => (temperature, 0, p, 0.0),
         Some(Sampler::MinP { temperature, p }) => (temperature, 0, 1.0, p),
         Some(Sampler::TopKTopP { temperature, k, p }) => (temperature, k, p, 0.0),
+        Some(Sampler::Dist {
+            temperature,
+            num_tokens,
+        }) => (temperature, num_tokens, 1.0, 0.0),
         _ => (0.0, 0, 1.0, 0.0),
     };
     let all = limits.vocab_size;
@@ -316,25 +406,34 @@ fn sampled(limits: &Limits, sampler: Option<&Sampler>) -> Slot {
     };
     let filters = top_k != all || top_p < 1.0 || min_p > 0.0;
     let random = temperature > 1e-5;
-    let class = match (random, filters) {
-        (false, _) => SamplerClass::Greedy,
-        (true, false) => SamplerClass::Plain,
-        (true, true) => SamplerClass::Filtered,
+    let class = match (sampler, random, filters) {
+        (Some(Sampler::Dist { .. }), ..) => SlotClass::Dist,
+        (Some(Sampler::RawLogits), ..) => SlotClass::Logits,
+        (Some(Sampler::Logprob { .. } | Sampler::Logprobs { .. }), ..) => SlotClass::Logprobs,
+        (Some(Sampler::Entropy), ..) => SlotClass::Entropy,
+        (_, false, _) => SlotClass::Greedy,
+        (_, true, false) => SlotClass::Plain,
+        (_, true, true) => SlotClass::Filtered,
     };
     Slot {
         request: 0,
         number: 0,
         row: 0,
         class,
-        temperature: if random {
-            temperature.min(f32::MAX)
-        } else {
-            1.0
+        temperature: match (random, class) {
+            (true, _) => temperature.min(f32::MAX),
+            (false, SlotClass::Greedy) => 1.0,
+            (false, _) => 0.0,
         },
         top_k,
         top_p,
         min_p,
         key: None,
+        labels: match sampler {
+            Some(Sampler::Logprob { token_id }) => vec![*token_id],
+            Some(Sampler::Logprobs { token_ids }) => token_ids.clone(),
+            _ => Vec::new(),
+        },
     }
 }
 
@@ -395,20 +494,18 @@ impl Plan {
         for segment in &self.passes[pass] {
             for slot in &self.requests[segment.request].slots {
                 if segment.rows.contains(&slot.row) {
-                    slots.push((start + slot.row - segment.rows.start, *slot));
+                    slots.push((start + slot.row - segment.rows.start, slot.clone()));
                 }
             }
             start += segment.rows.len();
         }
-        let mut groups: Vec<Vec<_>> = Vec::new();
-        for group in slots.chunks(limits.max_slots as usize) {
-            let of = |class| group.iter().copied().filter(move |(_, s)| s.class == class);
-            groups.push(
-                of(SamplerClass::Greedy)
-                    .chain(of(SamplerClass::Plain))
-                    .chain(of(SamplerClass::Filtered))
-                    .collect(),
-            );
+        let mut groups: Vec<Vec<_>> = slots
+            .chunks(limits.max_slots as usize)
+            .map(<[_]>::to_vec)
+            .collect();
+        for group in &mut groups {
+            // Stable: of one class, in the order of the requests.
+            group.sort_by_key(|(_, slot)| slot.class);
         }
         groups
     }

@@ -6,6 +6,7 @@ mod hostile;
 mod json;
 mod message;
 mod random;
+mod rules;
 mod samples;
 mod vectors;
 mod walk;
