@@ -9,7 +9,7 @@ pub mod report;
 #[cfg(feature = "timing")]
 pub mod timing;
 
-use pie_batch::{FieldId, Layout, Limits, Planner};
+use pie_batch::{FieldId, Layout, Limits, Outputs, Planner, Probes};
 use pie_wire::{AdapterBinding, ForwardRequest, Frame, Payload, Sampler};
 
 /// Tokens of a page.
@@ -25,6 +25,7 @@ pub const LIMITS: Limits = Limits {
     max_requests: 256,
     chunk_tokens: 8_192,
     max_slots: 512,
+    reply_bytes: 4 << 20,
 };
 
 /// Pages that each context of a frame may use.
@@ -203,7 +204,6 @@ pub struct HostPath {
     block: Vec<u64>,
     response: Vec<u8>,
     tokens: Vec<i64>,
-    dropped: Vec<usize>,
 }
 
 impl Default for HostPath {
@@ -215,7 +215,6 @@ impl Default for HostPath {
             block: vec![0; bytes.div_ceil(8)],
             response: vec![0; 4 << 20],
             tokens: vec![TOKEN; LIMITS.max_slots as usize],
-            dropped: Vec::new(),
         }
     }
 }
@@ -241,15 +240,16 @@ impl HostPath {
         let block = bytemuck::cast_slice_mut(&mut self.block);
         while self.planner.stage(block).expect("the block fits").is_some() {
             while let Some(group) = self.planner.stage_slots(block).expect("the block fits") {
-                let tokens = &self.tokens[..group.len()];
-                self.planner.put_tokens(tokens).expect("one token per slot");
+                let outputs = Outputs {
+                    tokens: &self.tokens[..group.len()],
+                    ..Outputs::default()
+                };
+                self.planner
+                    .put_outputs(&outputs)
+                    .expect("one token per slot");
             }
         }
-        let written = self.planner.reply(
-            pie_batch::Probes::default(),
-            &mut self.response,
-            &mut self.dropped,
-        );
+        let written = self.planner.reply(Probes::default(), &mut self.response);
         &self.response[..written.expect("the response fits")]
     }
 

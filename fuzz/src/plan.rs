@@ -3,7 +3,7 @@
 
 use arbitrary::{Arbitrary, Unstructured};
 use bytemuck::Pod;
-use pie_batch::{FieldId, Layout, Limits, Pass, Planner, Probes, SlotGroup};
+use pie_batch::{FieldId, Layout, Limits, Outputs, Pass, Planner, Probes, SlotClass, SlotGroup};
 use pie_wire::{
     ArchivedForwardRequest, ArchivedPayload, Brle, ForwardRequest, Payload, RESPONSE_ROOT_LEN,
     Sampler,
@@ -29,6 +29,7 @@ const fn limits(pages: [u32; 3], pass: [u32; 3]) -> Limits {
         max_requests,
         chunk_tokens,
         max_slots,
+        reply_bytes: ROOM as u32,
     }
 }
 
@@ -45,7 +46,7 @@ const LIMITS: [Limits; 6] = [
 /// Room for the reply to any frame that the targets bring.
 const ROOM: usize = 1 << 16;
 
-/// The limits, by number; the bytes that a reply lacks; then frames as they come, each behind its length in 16 bits.
+/// The limits, by number; how much less room a reply has; then frames as they come, each behind its length in 16 bits.
 pub(crate) fn bytes(data: &[u8]) {
     let Some((&[limits, lack], mut rest)) = data.split_first_chunk() else {
         return;
@@ -304,10 +305,6 @@ struct Trial {
     limits: Limits,
     planner: Planner,
     block: Vec<u64>,
-    tokens: Vec<i64>,
-    dropped: Vec<usize>,
-    /// Bytes that a reply lacks when it is short of room.
-    lack: usize,
     /// Bytes that the planner has taken since it was made.
     grown: isize,
     /// Bytes of the largest frame.
@@ -318,18 +315,14 @@ struct Trial {
 
 impl Trial {
     fn new(limits: u8, lack: u8) -> Self {
-        let limits = LIMITS[usize::from(limits) % LIMITS.len()];
+        let mut limits = LIMITS[usize::from(limits) % LIMITS.len()];
+        limits.reply_bytes -= u32::from(lack) * 256;
         let device = Device::new(limits);
         let planner = Planner::new(limits, 1);
         Self {
             limits,
             block: vec![u64::MAX; planner.layout().bytes().div_ceil(8)],
             planner,
-            tokens: (0..i64::from(limits.max_slots))
-                .map(|slot| slot % i64::from(VOCAB))
-                .collect(),
-            dropped: Vec::new(),
-            lack: lack.into(),
             grown: 0,
             largest: 0,
             device,
@@ -354,8 +347,9 @@ impl Trial {
         if !self.plan(request) {
             return;
         }
-        let length = self.reply(ROOM).expect("there is room");
-        self.reply(length.saturating_sub(self.lack));
+        if self.reply(self.limits.reply_bytes as usize).is_none() {
+            return;
+        }
         self.reply(0);
         let owned = pie_wire::decode_request(bytes)
             .expect("it is valid")
@@ -418,9 +412,10 @@ impl Trial {
             {
                 self.staged().check_group(&pass, &group);
                 slots += group.len();
-                self.planner
-                    .put_tokens(&self.tokens[..group.len()])
-                    .expect("one each");
+                let labels = self.planner.group_labels().len();
+                let outputs = Blank::of(&self.staged(), &group, labels);
+                let taken = outputs.with(|outputs| self.planner.put_outputs(outputs));
+                taken.expect("as many as asked for");
             }
             assert_eq!(slots, pass.slots);
         }
@@ -438,28 +433,58 @@ impl Trial {
     /// Replies into a buffer of exactly `capacity` bytes; the length, if there is room.
     fn reply(&mut self, capacity: usize) -> Option<usize> {
         let mut buffer = exact::<4>(&vec![0xEE; capacity]);
-        self.dropped.clear();
-        let reply = self
-            .planner
-            .reply(Probes::default(), &mut buffer, &mut self.dropped);
+        let reply = self.planner.reply(Probes::default(), &mut buffer);
         let requests = self.planner.request_count();
         let Ok(length) = reply else {
-            let empty = RESPONSE_ROOT_LEN + 4 * (requests + 1);
+            // Four kinds of probes at most, each with offsets for the requests and for its entries.
+            let empty = RESPONSE_ROOT_LEN + 5 * 4 * (requests + 2);
             assert!(capacity < empty, "{capacity} bytes hold the empty answer");
             return None;
         };
-        let tokens: Vec<usize> = match answer(&buffer[..length]) {
-            Answer::Fast(tokens) => vec![1; tokens.len()],
-            Answer::Archive(response) => {
-                check_archive(&response, requests);
-                let ends = response.tokens_indptr.windows(2);
-                ends.map(|pair| (pair[1] - pair[0]) as usize).collect()
-            }
-        };
-        assert_eq!(tokens.len(), requests);
-        assert!(self.dropped.is_sorted());
-        assert!(self.dropped.iter().all(|&request| tokens[request] == 0));
+        if let Answer::Archive(response) = answer(&buffer[..length]) {
+            check_archive(&response, requests);
+        }
         Some(length)
+    }
+}
+
+/// Outputs of the right lengths.
+pub(crate) struct Blank {
+    tokens: Vec<i64>,
+    dist_ids: Vec<i64>,
+    /// Probabilities, logits, log-probabilities, entropies.
+    values: [Vec<f32>; 4],
+}
+
+impl Blank {
+    pub(crate) fn of(staged: &Staged<'_>, group: &SlotGroup, labels: usize) -> Self {
+        let count = |class| group.count(class);
+        let classes = [SlotClass::Greedy, SlotClass::Plain, SlotClass::Filtered];
+        let tokens: usize = classes.into_iter().map(count).sum();
+        let listed = staged.array::<i32>(FieldId::TopKs, group.len());
+        let listed = &listed[tokens..tokens + count(SlotClass::Dist)];
+        let listed: usize = listed.iter().map(|&count| count as usize).sum();
+        let logits = count(SlotClass::Logits) * staged.limits.vocab_size as usize;
+        let lengths = [listed, logits, labels, count(SlotClass::Entropy)];
+        Self {
+            tokens: (0..tokens as i64)
+                .map(|slot| slot % i64::from(VOCAB))
+                .collect(),
+            dist_ids: vec![3; listed],
+            values: lengths.map(|length| vec![0.25; length]),
+        }
+    }
+
+    pub(crate) fn with<T>(&self, take: impl FnOnce(&Outputs<'_>) -> T) -> T {
+        let [dist_probs, logits, logprobs, entropies] = &self.values;
+        take(&Outputs {
+            tokens: &self.tokens,
+            dist_ids: &self.dist_ids,
+            dist_probs,
+            logits,
+            logprobs,
+            entropies,
+        })
     }
 }
 
@@ -506,6 +531,11 @@ impl Staged<'_> {
     pub(crate) fn check_group(&self, pass: &Pass, group: &SlotGroup) {
         assert!(!group.is_empty() && group.len() <= self.limits.max_slots as usize);
         self.check(FieldId::SlotRows, group.len(), pass.tokens);
+        let masks = self.array::<i32>(FieldId::SlotMasks, group.len());
+        let rows = -1..group.masks as i32;
+        assert!(masks.iter().all(|mask| rows.contains(mask)), "{masks:?}");
+        let words = group.masks * self.limits.mask_words();
+        assert!(self.array::<i32>(FieldId::MaskWords, words).len() == words);
     }
 
     /// The first `count` elements lie in `0..end`.

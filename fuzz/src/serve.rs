@@ -17,7 +17,7 @@ use pie_wire::SCHEMA_HASH;
 use rustix::mm::{MapFlags, ProtFlags};
 use rustix::thread::futex;
 
-use crate::plan::Staged;
+use crate::plan::{Blank, Staged};
 use crate::wire::exact;
 
 const REQUEST: usize = 1 << 13;
@@ -35,6 +35,7 @@ const LIMITS: Limits = Limits {
     max_requests: 4,
     chunk_tokens: 16,
     max_slots: 8,
+    reply_bytes: RESPONSE as u32,
 };
 
 /// Offsets in the region, from the protocol's text.
@@ -355,7 +356,15 @@ fn run(batch: &mut Batch, block: &mut [u64]) {
                 block,
             }
             .check_group(&pass, &group);
-            batch.put_tokens(&vec![7; group.len()]).expect("one each");
+            let labels = batch.group_labels().len();
+            let staged = Staged {
+                limits: &LIMITS,
+                layout: &layout,
+                block,
+            };
+            let outputs = Blank::of(&staged, &group, labels);
+            let taken = outputs.with(|outputs| batch.put_outputs(outputs));
+            taken.expect("as many as asked for");
         }
     }
 }

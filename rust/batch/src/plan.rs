@@ -132,6 +132,7 @@ impl Planner {
         self.spilled.clear();
         self.requests.clear();
         self.slots.clear();
+        self.reply.clear();
         self.segments.clear();
         self.passes.clear();
         self.faults.clear();

@@ -33,6 +33,14 @@ pub enum ReplyError {
     /// It does not fit the buffer.
     #[error(transparent)]
     Wire(#[from] WireError),
+    /// Slots that the engine was never asked for, or has not answered.
+    #[error(
+        "{slots} slots have no output: stage every pass and put the outputs of every slot group"
+    )]
+    Unanswered {
+        /// Slots without an output.
+        slots: usize,
+    },
     /// The runtime would index the arrays out of bounds.
     #[error("the response breaks a rule of the protocol: {0}")]
     Rule(#[from] ResponseRule),
@@ -42,7 +50,7 @@ pub enum ReplyError {
 #[derive(Debug, Default)]
 pub(crate) struct Reply {
     response: ForwardResponse,
-    /// Which kinds of probes the frame asks for, by class.
+    /// Which classes of slots the frame has.
     asked: [bool; SlotClass::COUNT],
 }
 
@@ -55,7 +63,7 @@ impl Planner {
     /// one token, else a response archive.
     ///
     /// # Errors
-    /// [`ReplyError`] when the buffer is smaller, or the arrays contradict each other.
+    /// [`ReplyError`] when the buffer is smaller, a slot has no output, or the arrays contradict each other.
     pub fn reply(&mut self, probes: Probes, buffer: &mut [u8]) -> Result<usize, ReplyError> {
         let started = Instant::now();
         if self.gather_fast() {
@@ -66,7 +74,7 @@ impl Planner {
                 buffer,
             )?);
         }
-        self.gather();
+        self.gather()?;
         self.reply.response.check()?;
         let length = self.encode(probes, buffer)?;
         let micros = u32::try_from(started.elapsed().as_micros()).unwrap_or(u32::MAX);
@@ -77,11 +85,12 @@ impl Planner {
     /// Empties requests, those with the largest outputs first, until the response fits into the limits' `reply_bytes`.
     /// How many drafts will be accepted is not known yet, so all of them count.
     pub(crate) fn empty_oversize_requests(&mut self) {
-        self.reply.asked = [false; SlotClass::COUNT];
-        for slot in &self.slots.all {
-            self.reply.asked[slot.class as usize] = true;
-        }
         let limit = self.limits.reply_bytes as usize;
+        // The usual batch: tokens alone, and few of them.
+        let tokens = WORD * self.slots.all.len();
+        if !self.asks_probes() && self.empty_bytes() + tokens <= limit {
+            return;
+        }
         let size = |request: &Request| self.output_bytes(request);
         let outputs: usize = self.requests.iter().map(size).sum();
         let excess = (self.empty_bytes() + outputs).saturating_sub(limit);
@@ -126,11 +135,13 @@ impl Planner {
         let tokens = &mut self.reply.response.tokens;
         tokens.clear();
         for request in requests {
-            let slots = &slots[request.slots.clone()];
-            if token_count(request, slots, &self.token_ids) != 1 {
-                return false;
+            match &slots[request.slots.clone()] {
+                [slot] if slot.answered && request.drafts == 0 => tokens.push(slot.token),
+                slots if verified(request, slots, &self.token_ids) == Some(1) => {
+                    tokens.push(slots[0].token);
+                }
+                _ => return false,
             }
-            tokens.push(slots[0].token);
         }
         !requests.is_empty()
     }
@@ -173,7 +184,13 @@ impl Planner {
     }
 
     /// Lists the outputs of every request, each kind in the order of its samplers.
-    fn gather(&mut self) {
+    fn gather(&mut self) -> Result<(), ReplyError> {
+        let requests = self.requests.iter();
+        let slots = requests.flat_map(|request| &self.slots.all[request.slots.clone()]);
+        match slots.filter(|slot| !slot.answered).count() {
+            0 => {}
+            slots => return Err(ReplyError::Unanswered { slots }),
+        }
         let vocab_size = self.limits.vocab_size;
         self.reply.start(self.requests.len());
         for request in &self.requests {
@@ -187,6 +204,7 @@ impl Planner {
             }
             self.reply.end_request();
         }
+        Ok(())
     }
 
     fn encode(&mut self, probes: Probes, buffer: &mut [u8]) -> Result<usize, WireError> {
@@ -211,6 +229,16 @@ impl Planner {
 }
 
 impl Reply {
+    /// Notes that the frame has a slot of this class.
+    pub(crate) fn ask(&mut self, class: SlotClass) {
+        self.asked[class as usize] = true;
+    }
+
+    /// Forgets which kinds the last frame asked for.
+    pub(crate) fn clear(&mut self) {
+        self.asked = [false; SlotClass::COUNT];
+    }
+
     /// Empties the arrays and gives those of the kinds that are asked for their first offset.
     fn start(&mut self, requests: usize) {
         let r = &mut self.response;
@@ -320,20 +348,22 @@ impl Reply {
 
 /// Tokens that a request returns: one of each token slot, or what verification yields.
 fn token_count(request: &Request, slots: &[Slot], token_ids: &[u32]) -> usize {
-    if request.drafts > 0 {
-        return accepted(request, slots, token_ids);
-    }
-    slots.iter().filter(|slot| slot.class.is_token()).count()
+    verified(request, slots, token_ids)
+        .unwrap_or_else(|| slots.iter().filter(|slot| slot.class.is_token()).count())
 }
 
-/// Tokens that verification yields: the accepted drafts (equal to what was sampled in their place) and one more.
-fn accepted(request: &Request, slots: &[Slot], token_ids: &[u32]) -> usize {
+/// Tokens that verification yields: the accepted drafts (equal to what was sampled in their place) and one more; `None`
+/// for a request without drafts, or with a slot that has no output.
+fn verified(request: &Request, slots: &[Slot], token_ids: &[u32]) -> Option<usize> {
+    if request.drafts == 0 || !slots.iter().all(|slot| slot.answered) {
+        return None;
+    }
     let drafts = &token_ids[request.rows.end - request.drafts as usize..request.rows.end];
-    let verified = &slots[..slots.len().min(drafts.len() + 1)];
-    let matching = verified
+    let slots = &slots[..slots.len().min(drafts.len() + 1)];
+    let matching = slots
         .iter()
         .zip(drafts)
         .take_while(|(slot, draft)| slot.token == **draft)
         .count();
-    verified.len().min(matching + 1)
+    Some(slots.len().min(matching + 1))
 }

@@ -24,6 +24,8 @@ pub(crate) struct Slot {
     mask: Option<usize>,
     /// Its tokens in [`Slots::labels`], of a log-probability slot.
     labels: Range<usize>,
+    /// Whether its output has come.
+    pub(crate) answered: bool,
     /// The token, once sampled.
     pub(crate) token: u32,
     /// Where its output begins among those of its class, once computed.
@@ -136,6 +138,76 @@ impl Slots {
     pub(crate) fn close_group(&mut self) {
         self.group = 0..0;
         self.group_labels.clear();
+    }
+
+    /// Checks that each array has the values that the slots ask for.
+    fn check_outputs(
+        &self,
+        staged: &[usize],
+        outputs: &Outputs<'_>,
+        vocab_size: u32,
+    ) -> Result<(), StageError> {
+        let slots = || staged.iter().map(|&slot| &self.all[slot]);
+        let values = |class: SlotClass| -> usize {
+            let own = slots().filter(|slot| slot.class == class);
+            own.map(|slot| slot.len(vocab_size)).sum()
+        };
+        let tokens = slots().filter(|slot| slot.class.is_token()).count();
+        let dists = values(SlotClass::Dist);
+        let (logits, logprobs) = (values(SlotClass::Logits), values(SlotClass::Logprobs));
+        let entropies = values(SlotClass::Entropy);
+        for (array, found, expected) in [
+            ("tokens", outputs.tokens.len(), tokens),
+            ("dist_ids", outputs.dist_ids.len(), dists),
+            ("dist_probs", outputs.dist_probs.len(), dists),
+            ("logits", outputs.logits.len(), logits),
+            ("logprobs", outputs.logprobs.len(), logprobs),
+            ("entropies", outputs.entropies.len(), entropies),
+        ] {
+            if found != expected {
+                return Err(StageError::OutputCount {
+                    array,
+                    found,
+                    expected,
+                });
+            }
+        }
+        Ok(())
+    }
+
+    /// Hands each slot its output; `false` when a token is outside the vocabulary.
+    fn take_outputs(&mut self, staged: &[usize], outputs: &Outputs<'_>, vocab_size: u32) -> bool {
+        let mut tokens = outputs.tokens.iter();
+        let mut next = [
+            self.dist_probs.len(),
+            self.logits.len() / size_of::<f32>(),
+            self.logprobs.len(),
+            self.entropies.len(),
+        ];
+        let mut valid = true;
+        for &index in staged {
+            let slot = &mut self.all[index];
+            slot.answered = true;
+            if slot.class.is_token() {
+                let token = tokens.next().and_then(|&token| u32::try_from(token).ok());
+                let token = token.filter(|&token| token < vocab_size);
+                slot.token = token.unwrap_or(INVALID_TOKEN);
+                valid &= token.is_some();
+                continue;
+            }
+            let next = &mut next[slot.class as usize - SlotClass::Dist as usize];
+            slot.output = *next;
+            *next += slot.len(vocab_size);
+        }
+        // Ids come from arg-sorting a row of the vocabulary's length.
+        let ids = outputs.dist_ids.iter().map(|&id| id as u32);
+        self.dist_ids.extend(ids);
+        self.dist_probs.extend_from_slice(outputs.dist_probs);
+        let logits = bytemuck::cast_slice(outputs.logits);
+        self.logits.extend_from_slice(logits);
+        self.logprobs.extend_from_slice(outputs.logprobs);
+        self.entropies.extend_from_slice(outputs.entropies);
+        valid
     }
 
     /// Plans the first mask of a request.
@@ -266,6 +338,7 @@ impl Planner {
             ),
             _ => 0.0,
         };
+        self.reply.ask(class);
         self.slots.all.push(Slot {
             row,
             class,
@@ -273,6 +346,7 @@ impl Planner {
             uniform,
             mask: common.mask,
             labels: 0..0,
+            answered: false,
             token: 0,
             output: 0,
         });
@@ -334,78 +408,10 @@ impl Planner {
     pub fn put_outputs(&mut self, outputs: &Outputs<'_>) -> Result<(), StageError> {
         let slots = &mut self.slots;
         let staged = &self.stage.pass_slots[slots.group.clone()];
-        let vocab_size = self.limits.vocab_size;
-        let values = |class: SlotClass| -> usize {
-            let own = staged.iter().map(|&slot| &slots.all[slot]);
-            own.filter(|slot| slot.class == class)
-                .map(|slot| slot.len(vocab_size))
-                .sum()
-        };
-        let tokens = staged
-            .iter()
-            .filter(|&&slot| slots.all[slot].class.is_token());
-        let dists = values(SlotClass::Dist);
-        for (array, found, expected) in [
-            ("tokens", outputs.tokens.len(), tokens.count()),
-            ("dist_ids", outputs.dist_ids.len(), dists),
-            ("dist_probs", outputs.dist_probs.len(), dists),
-            ("logits", outputs.logits.len(), values(SlotClass::Logits)),
-            (
-                "logprobs",
-                outputs.logprobs.len(),
-                values(SlotClass::Logprobs),
-            ),
-            (
-                "entropies",
-                outputs.entropies.len(),
-                values(SlotClass::Entropy),
-            ),
-        ] {
-            if found != expected {
-                return Err(StageError::OutputCount {
-                    array,
-                    found,
-                    expected,
-                });
-            }
-        }
+        slots.check_outputs(staged, outputs, self.limits.vocab_size)?;
         slots.group = 0..0;
-        let mut tokens = outputs.tokens.iter();
-        let mut next = [
-            slots.dist_probs.len(),
-            slots.logits.len() / size_of::<f32>(),
-            slots.logprobs.len(),
-            slots.entropies.len(),
-        ];
-        let mut spoilt = None;
-        for &index in staged {
-            let slot = &mut slots.all[index];
-            if slot.class.is_token() {
-                let token = tokens.next().copied().unwrap_or(-1);
-                let valid = u32::try_from(token)
-                    .ok()
-                    .filter(|&token| token < vocab_size);
-                slot.token = valid.unwrap_or(INVALID_TOKEN);
-                if valid.is_none() {
-                    spoilt = Some(index);
-                }
-                continue;
-            }
-            let next = &mut next[slot.class as usize - SlotClass::Dist as usize];
-            slot.output = *next;
-            *next += slot.len(vocab_size);
-        }
-        // Ids come from arg-sorting a row of the vocabulary's length.
-        slots
-            .dist_ids
-            .extend(outputs.dist_ids.iter().map(|&id| id as u32));
-        slots.dist_probs.extend_from_slice(outputs.dist_probs);
-        slots
-            .logits
-            .extend_from_slice(bytemuck::cast_slice(outputs.logits));
-        slots.logprobs.extend_from_slice(outputs.logprobs);
-        slots.entropies.extend_from_slice(outputs.entropies);
-        if spoilt.is_some() {
+        let valid = slots.take_outputs(staged, outputs, self.limits.vocab_size);
+        if !valid {
             self.empty_spoilt_requests();
         }
         Ok(())
@@ -435,9 +441,13 @@ const INVALID_TOKEN: u32 = u32::MAX;
 impl Arrays<'_> {
     fn put_slot(&mut self, entry: usize, slot: &Slot, base: usize) {
         let params = slot.params;
-        let greedy = slot.class == SlotClass::Greedy;
+        // Only what the tempered distribution decides divides by the temperature.
+        let tempered = matches!(
+            slot.class,
+            SlotClass::Plain | SlotClass::Filtered | SlotClass::Dist
+        );
         self.slot_rows[entry] = (slot.row - base) as i64;
-        self.temperatures[entry] = if greedy { 1.0 } else { params.temperature };
+        self.temperatures[entry] = if tempered { params.temperature } else { 1.0 };
         self.top_ps[entry] = params.top_p;
         self.min_ps[entry] = params.min_p;
         self.uniforms[entry] = slot.uniform;

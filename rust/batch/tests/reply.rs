@@ -697,3 +697,18 @@ fn unfit_blocks_are_refused_and_change_nothing() {
     );
     assert!(planner.stage_slots(bytes).expect("it fits").is_some());
 }
+
+#[test]
+fn a_reply_without_every_output_is_an_error() {
+    let request = decode(3, 1, &[0])
+        .sample(0, Sampler::Entropy)
+        .sample(0, GREEDY);
+    let encoded = Encoded::new(DRIVER, &frame(&[request]));
+    let mut planner = Planner::new(ROOMY, 0);
+    planner
+        .plan(DRIVER, encoded.forward())
+        .expect("a sound frame");
+    let mut buffer = [0; 4096];
+    let reply = planner.reply(Probes::default(), &mut buffer);
+    assert!(matches!(reply, Err(ReplyError::Unanswered { slots: 3 })));
+}

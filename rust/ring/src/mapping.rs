@@ -112,10 +112,10 @@ impl Mapping {
     pub(crate) fn copy_request(&self, index: usize, len: usize, words: &mut Vec<u64>) {
         let count = len.div_ceil(size_of::<u64>());
         assert!(count * size_of::<u64>() <= self.layout.request_capacity());
-        let start = self.start(index, SLOT_HEADER_BYTES).cast::<AtomicU64>();
+        let start = self.start(index, SLOT_HEADER_BYTES);
         // SAFETY: in bounds by the assertion; aligned, because slots start at multiples of 64;
         // atomics may change while they are borrowed.
-        let shared = unsafe { std::slice::from_raw_parts(start, count) };
+        let shared: &[AtomicU64] = unsafe { std::slice::from_raw_parts(start.cast(), count) };
         words.clear();
         words.extend(shared.iter().map(|word| word.load(Ordering::Relaxed)));
     }

@@ -3,7 +3,7 @@
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::thread;
 
-use pie_batch::{Layout, Limits, Planner};
+use pie_batch::{Layout, Limits, Outputs, Planner};
 use pie_ring::{Client, ClientConfig, ExitGuard, RegionLayout, Server, ServerConfig, Wait};
 use pie_serve::{Batch, DeviceTimes, Event, Job, RehearsalError, Responder, status};
 use pie_wire::{
@@ -20,6 +20,7 @@ const LIMITS: Limits = Limits {
     max_requests: 8,
     chunk_tokens: 32,
     max_slots: 8,
+    reply_bytes: 1 << 16,
 };
 
 /// What the client saw.
@@ -99,7 +100,11 @@ fn run(batch: &mut Batch) {
     let block = bytemuck::cast_slice_mut(&mut block);
     while batch.stage(block).unwrap().is_some() {
         while let Some(group) = batch.stage_slots(block).unwrap() {
-            batch.put_tokens(&vec![7; group.len()]).unwrap();
+            let outputs = Outputs {
+                tokens: &vec![7; group.len()],
+                ..Outputs::default()
+            };
+            batch.put_outputs(&outputs).unwrap();
         }
     }
 }
