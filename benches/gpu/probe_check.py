@@ -1,0 +1,183 @@
+"""Checks probes and logit masks on a CUDA GPU, and times batches of mixed samplers.
+
+    python benches/gpu/probe_check.py [--pocket DIR] [--shapes CONFIG_DIR]
+
+1. `pocket` in float32: every sampler kind, with and without a mask, against float64 distributions
+   of `transformers` logits (float32, CPU). Prints the largest difference of each kind.
+2. Random weights in the shape of CONFIG_DIR, 256 contexts that decode: step times with one kind of
+   token sampler each, with all of them, with probes, and with masks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from serve_check import PAGE, driver, pages
+
+from pie_driver_sglang._core import Client, Request, Sampler
+
+MASKS: tuple[list[int] | None, ...] = (None, [300, 200, 50, 700], [1000, 2**32 - 1])
+TOLERANCE = 2e-3
+SIZE = 256
+CONTEXT = 512
+STEPS = 30
+
+
+def request(
+    tokens: Sequence[int], samplers: Sequence[tuple[int, Sampler]], mask: list[int] | None
+) -> Request:
+    """A whole context in one request."""
+    length = (len(tokens) - 1) % PAGE + 1
+    positions = list(range(len(tokens)))
+    listed = pages(0, len(tokens))
+    return Request(list(tokens), positions, listed, length, list(samplers), logit_mask=mask)
+
+
+def check(
+    client: Client, model: Any, tokens: list[int], mask: list[int] | None
+) -> dict[str, float]:
+    """The largest difference of each kind of output from the reference."""
+    import torch
+
+    with torch.no_grad():
+        logits = model(torch.tensor([tokens])).logits[0].double()
+    vocabulary = logits.shape[-1]
+    if mask is not None:
+        allowed = torch.zeros(vocabulary, dtype=torch.bool)
+        end = 0
+        for number, run in enumerate(mask):
+            start, end = end, min(end + run, vocabulary)
+            allowed[start:end] = number % 2 == 1
+        logits = logits.masked_fill(~allowed, -math.inf)
+    last = len(tokens) - 1
+    labels = [5, 301, 1500, vocabulary]
+    kinds = [Sampler.greedy(), Sampler.raw_logits(), Sampler.entropy(), Sampler.logprobs(labels)]
+    kinds += [Sampler.dist(0.7, 8), Sampler.dist(1.0, 0), Sampler.top_p(1.0, 0.8)]
+    reply = client.forward([request(tokens, [(last, kind) for kind in kinds], mask)])
+    row = logits[last]
+    greedy, drawn = reply.tokens[0]
+    [raw], [entropy], [logprobs] = reply.logits[0], reply.entropies[0], reply.logprobs[0]
+    few, everything = reply.dists[0]
+    finite = row.isfinite()
+    found = torch.tensor(raw, dtype=torch.float64)
+    assert torch.equal(found.isfinite(), finite), "the mask forbids other tokens"
+    assert bool(finite[drawn]), f"token {drawn} is forbidden"
+    logs = row.log_softmax(-1)
+    wanted = [float(logs[label]) if label < vocabulary else -math.inf for label in labels]
+    gaps = [abs(a - b) for a, b in zip(logprobs, wanted, strict=True) if a != b]
+    tempered, plain = (row / 0.7).softmax(-1), row.softmax(-1)
+    return {
+        "greedy": float(row.max() - row[greedy]),
+        "logits": float((found - row)[finite].abs().max()),
+        "entropy": abs(entropy - float(torch.special.entr(plain).sum())),
+        "logprobs": max(gaps, default=0.0),
+        "dist": max(abs(p - float(tempered[t])) for t, p in zip(*few, strict=True)),
+        "whole dist": max(abs(p - float(plain[t])) for t, p in zip(*everything, strict=True)),
+    }
+
+
+def check_pocket(path: Path) -> None:
+    """Every kind, for every mask."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, attn_implementation="eager"
+    )
+    worst: dict[str, float] = {}
+    with driver(path, {"page_size": PAGE}, dtype="float32") as (client, _):
+        for number in range(8):
+            tokens = [(7 * i + 131 * number) % 2000 + 300 for i in range(3 + 9 * number)]
+            for mask in MASKS:
+                for kind, gap in check(client, model, tokens, mask).items():
+                    worst[kind] = max(gap, worst.get(kind, 0.0))
+    print("    largest differences: " + ", ".join(f"{k} {v:.1e}" for k, v in worst.items()))
+    if max(worst.values()) > TOLERANCE:
+        raise SystemExit("probes differ from the reference")
+
+
+def time_samplers(path: Path) -> None:
+    """Step times of 256 contexts by what they sample."""
+    greedy = Sampler.greedy()
+    tokens = {
+        "greedy": greedy,
+        "multinomial": Sampler.multinomial(1.0),
+        "top-k": Sampler.top_k(1.0, 40),
+        "top-p": Sampler.top_p(1.0, 0.9),
+        "min-p": Sampler.min_p(1.0, 0.05),
+        "top-k, top-p": Sampler.top_k_top_p(1.0, 40, 0.9),
+    }
+    all_kinds = list(tokens.values())
+    probes = [Sampler.logprobs([1, 2]), Sampler.entropy(), Sampler.dist(1.0, 5)]
+    cases: dict[str, tuple[list[list[Sampler]], list[int] | None]] = {
+        name: ([[sampler]] * SIZE, None) for name, sampler in tokens.items()
+    }
+    cases["all kinds"] = ([[all_kinds[c % 6]] for c in range(SIZE)], None)
+    cases["greedy and a probe"] = ([[greedy, probes[c % 3]] for c in range(SIZE)], None)
+    cases["greedy, masked"] = ([[greedy]] * SIZE, [10, 50_000, 5, 10])
+    with driver(path, {"page_size": PAGE, "load_format": "dummy"}) as (client, _):
+        stride = 2 * CONTEXT // PAGE
+        for c in range(SIZE):
+            client.forward([step([3] * CONTEXT, 0, c * stride, c, [], None)])
+        times: dict[str, list[float]] = {name: [] for name in cases}
+        plans: dict[str, int] = {}
+        for n in range(STEPS):
+            for name, (samplers, mask) in cases.items():
+                batch = [
+                    step([5], CONTEXT + n % 8, c * stride, c, samplers[c], mask)
+                    for c in range(SIZE)
+                ]
+                started = time.perf_counter_ns()
+                plans[name] = client.forward(batch).probes[1]
+                times[name].append((time.perf_counter_ns() - started) / 1e6)
+    base = {name: statistics.median(values[5:]) for name, values in times.items()}
+    for name, milliseconds in base.items():
+        plan = f", plan {plans[name]} us" if plans[name] else ""
+        print(f"    {name:20} {milliseconds:7.2f} ms{plan}")
+    dearest = max(base[name] for name in tokens)
+    print(f"    all kinds / dearest kind: {base['all kinds'] / dearest:.2f}")
+
+
+def step(
+    tokens: list[int],
+    start: int,
+    page: int,
+    context: int,
+    samplers: Sequence[Sampler],
+    mask: list[int] | None,
+) -> Request:
+    """Tokens at positions `start..`, sampled at the last."""
+    end = start + len(tokens)
+    slots = [(len(tokens) - 1, sampler) for sampler in samplers]
+    return Request(
+        tokens,
+        list(range(start, end)),
+        pages(page, end),
+        (end - 1) % PAGE + 1,
+        slots,
+        context_id=context + 1,
+        logit_mask=mask,
+    )
+
+
+def main() -> None:
+    """Checks, then times."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--pocket", type=Path, default=Path("models/pocket"))
+    parser.add_argument("--shapes", type=Path)
+    arguments = parser.parse_args()
+    print("pocket, float32")
+    check_pocket(arguments.pocket.resolve())
+    if arguments.shapes:
+        print(f"{arguments.shapes.name} shape, random weights, {SIZE} contexts of {CONTEXT}")
+        time_samplers(arguments.shapes.resolve())
+
+
+if __name__ == "__main__":
+    main()
