@@ -123,11 +123,21 @@ pub enum RequestFault {
         /// Input tokens.
         tokens: usize,
     },
-    /// A mask row that is not causal.
-    #[error("attention mask row {row} is not causal; only causal masks are supported yet")]
+    /// A mask row that is not causal, for an engine that applies no masks.
+    #[error("attention mask row {row} is not causal; this model's attention takes no other masks")]
     NonCausalMask {
         /// Row within the request.
         row: usize,
+    },
+    /// A mask that lets rows attend to later tokens, of a request that one pass cannot hold.
+    #[error(
+        "the attention mask lets a row see later tokens, so its {tokens} tokens need one pass, which holds {limit}; raise `chunked_prefill_size`"
+    )]
+    MaskAhead {
+        /// Input and draft tokens of the request.
+        tokens: u32,
+        /// Tokens of a pass.
+        limit: u32,
     },
     /// More logit masks than one.
     #[error("{masks} logit masks, a request may have one")]
@@ -178,6 +188,7 @@ impl RequestFault {
             Self::NoTokens => "no-tokens",
             Self::MaskRows { .. } => "mask-rows",
             Self::NonCausalMask { .. } => "non-causal-mask",
+            Self::MaskAhead { .. } => "mask-ahead",
             Self::LogitMasks { .. } => "logit-masks",
             Self::Oversize { .. } => "oversize",
             Self::Logits => "logits",
