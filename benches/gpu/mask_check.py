@@ -1,23 +1,27 @@
 """Compares masked attention, Triton's and torch's, with dense attention in float64.
 
-    python benches/gpu/mask_check.py [--device cuda]
+    python benches/gpu/mask_check.py [--device cuda] [--pocket DIR] [--backends A,B]
 
-Without a GPU the kernel runs in Triton's interpreter: `TRITON_INTERPRET=1`, `--device cpu`.
+On a GPU it also serves `pocket` in bfloat16: every node of a tree in one request, under a mask,
+must give the token that its branch gives alone, where the two best logits are more than `MIN_GAP`
+apart. Without a GPU the kernel runs in Triton's interpreter: `TRITON_INTERPRET=1`, `--device cpu`.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
+from serve_check import MIN_GAP, PAGE, driver, pages
 
+from pie_driver_sglang._core import Request, Sampler
 from pie_driver_sglang.sglang import masked_torch, masked_triton
 from pie_driver_sglang.sglang.masked_torch import Requests, Rule
 
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-PAGE = 16
 
 
 class Case(NamedTuple):
@@ -71,12 +75,12 @@ class Pass(NamedTuple):
 
 def make_pass(case: Case, generator: torch.Generator) -> Pass:
     """Scattered pages; each request has a mask of another kind, some rows see nothing."""
-    pages = [-(-(prefix + rows) // PAGE) for prefix, rows in case.shape]
-    order = torch.randperm(sum(pages) + 3, generator=generator)[3:]
+    counts = [-(-(prefix + rows) // PAGE) for prefix, rows in case.shape]
+    order = torch.randperm(sum(counts) + 3, generator=generator)[3:]
     tokens = sum(rows for _, rows in case.shape)
     slots, visible = [], []
     for request, (prefix, rows) in enumerate(case.shape):
-        own, order = order[: pages[request]], order[pages[request] :]
+        own, order = order[: counts[request]], order[counts[request] :]
         all_slots = (own[:, None] * PAGE + torch.arange(PAGE)).flatten()
         slots.append(all_slots[: prefix + rows])
         density = (0.5, 0.02, 0.9)[request % 3]
@@ -85,7 +89,7 @@ def make_pass(case: Case, generator: torch.Generator) -> Pass:
         if request % 2:
             mask[:, : prefix // 2] = False
         visible.append(mask)
-    storage = (sum(pages) + 3) * PAGE
+    storage = (sum(counts) + 3) * PAGE
 
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator).to(case.dtype)
@@ -167,11 +171,51 @@ def run(case: Case, inputs: Pass, scale: float, device: str) -> dict[str, torch.
     return {"torch": out, "triton": kernel_out.cpu()}
 
 
+def check_tree(model: Path, backend: str) -> int:
+    """Serves a tree and its branches; returns how many decided nodes differ."""
+    root = [3 + 7 * index % 900 for index in range(45)]
+    parents = [-1, -1, 0, 0, 1, 2, 2, 5, 7, 7, 4]
+    nodes = [500 + 13 * index for index in range(len(parents))]
+
+    def branch(node: int) -> list[int]:
+        return [] if node < 0 else [*branch(parents[node]), node]
+
+    def request(tokens: list[int], positions: list[int], first: int, **how: Any) -> Request:
+        slots = [(row, Sampler.raw_logits()) for row in range(len(tokens))]
+        last = (len(tokens) - 1) % PAGE + 1
+        return Request(tokens, positions, pages(first, len(tokens)), last, slots, **how)
+
+    paths = [branch(node) for node in range(len(parents))]
+    positions = [*range(len(root)), *(len(root) + len(path) - 1 for path in paths)]
+    masks = [[0, row + 1] for row in range(len(root))]
+    for path in paths:
+        bits = "1" * len(root) + "".join("01"[key in path] for key in range(len(parents)))
+        masks.append([0, *(len(list(run)) for _, run in itertools.groupby(bits))])
+    tree = request([*root, *nodes], positions, 0, masks=masks)
+    alone = []
+    for number, path in enumerate(paths):
+        tokens = [*root, *(nodes[node] for node in path)]
+        alone.append(request(tokens, list(range(len(tokens))), 16 * (number + 1)))
+    with driver(model, {"page_size": PAGE, "attention_backend": backend}) as (client, _):
+        [found, *expected] = client.forward([tree, *alone]).logits
+    decided = differ = 0
+    for node, rows in enumerate(expected):
+        best = torch.tensor(rows[-1]).topk(2)
+        if best.values[0] - best.values[1] > MIN_GAP:
+            decided += 1
+            differ += int(torch.tensor(found[len(root) + node]).argmax()) != int(best.indices[0])
+    print(f"{backend}: of {len(nodes)} nodes {decided} are decided, {differ} of them differ")
+    return differ if decided else 1
+
+
 def main() -> None:
     """Checks every case and prints the largest error of each."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cuda")
-    device = parser.parse_args().device
+    parser.add_argument("--pocket", type=Path, default=Path("models/pocket"))
+    parser.add_argument("--backends", default="triton,flashinfer")
+    arguments = parser.parse_args()
+    device = arguments.device
     failed = 0
     for number, case in enumerate(cases(large=device != "cpu")):
         inputs = make_pass(case, torch.Generator().manual_seed(number))
@@ -184,8 +228,11 @@ def main() -> None:
             right = error <= TOLERANCES[case.dtype] and bool((found[blind] == 0).all())
             failed += not right
             print(f"{'ok' if right else 'WRONG'}  {name}: error {error:.1e}  {case}", flush=True)
+    if device != "cpu":
+        for backend in arguments.backends.split(","):
+            failed += check_tree(arguments.pocket, backend)
     if failed:
-        raise SystemExit(f"{failed} cases are wrong")
+        raise SystemExit(f"{failed} results are wrong")
 
 
 if __name__ == "__main__":

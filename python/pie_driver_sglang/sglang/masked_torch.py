@@ -98,9 +98,9 @@ def _attend_rows(
     rule: Rule,
 ) -> torch.Tensor:
     """Rows of one request: ``[rows, heads, value_dim]``."""
-    rows, heads, _ = queries.shape
+    rows, heads, dim = queries.shape
     kv_len, kv_heads, _ = keys.shape
-    grouped = queries.unflatten(1, (kv_heads, -1))
+    grouped = queries.reshape(rows, kv_heads, -1, dim)
     scores = torch.einsum("rkgd,tkd->rkgt", grouped, keys).flatten(1, 2) * rule.scale
     if rule.cap > 0:
         scores = rule.cap * torch.tanh(scores / rule.cap)
@@ -109,5 +109,6 @@ def _attend_rows(
         scores = torch.cat([scores, rule.sinks.float().expand(rows, heads)[..., None]], dim=-1)
     weights = scores.softmax(dim=-1)[..., :kv_len]
     weights = weights.masked_fill(~visible.any(dim=-1)[:, None, None], 0.0)
-    mixed = torch.einsum("rkgt,tkd->rkgd", weights.unflatten(1, (kv_heads, -1)), values)
+    weights = weights.reshape(rows, kv_heads, -1, kv_len)
+    mixed = torch.einsum("rkgt,tkd->rkgd", weights, values)
     return mixed.flatten(1, 2)

@@ -15,7 +15,7 @@ WORD_BITS = tl.constexpr(32)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _attend(
+def _attend(  # type: ignore[no-untyped-def]
     queries, keys, values, out, table, table_rows, kv_lens, row_counts, first_rows,
     first_words, mask_words, sinks, scale, cap, window,
     query_stride, key_slot_stride, key_head_stride, value_slot_stride, value_head_stride,

@@ -123,12 +123,9 @@ pub enum RequestFault {
         /// Input tokens.
         tokens: usize,
     },
-    /// A mask row that is not causal, for an engine that applies no masks.
-    #[error("attention mask row {row} is not causal; this model's attention takes no other masks")]
-    NonCausalMask {
-        /// Row within the request.
-        row: usize,
-    },
+    /// A mask that is not causal, for an engine that applies no masks.
+    #[error("the attention mask is not causal, and this model's attention takes no other masks")]
+    NonCausalMask,
     /// A mask that lets rows attend to later tokens, of a request that one pass cannot hold.
     #[error(
         "the attention mask lets a row see later tokens, so its {tokens} tokens need one pass, which holds {limit}; raise `chunked_prefill_size`"
@@ -187,7 +184,7 @@ impl RequestFault {
             Self::SamplingIndex { .. } => "sampling-index",
             Self::NoTokens => "no-tokens",
             Self::MaskRows { .. } => "mask-rows",
-            Self::NonCausalMask { .. } => "non-causal-mask",
+            Self::NonCausalMask => "non-causal-mask",
             Self::MaskAhead { .. } => "mask-ahead",
             Self::LogitMasks { .. } => "logit-masks",
             Self::Oversize { .. } => "oversize",

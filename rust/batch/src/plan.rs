@@ -7,7 +7,7 @@ use pie_wire::ArchivedForwardRequest;
 use crate::frame::{Frame, range};
 use crate::mask::{MaskRows, Sight};
 use crate::reply::Reply;
-use crate::request::{Survey, check_compute, check_pages, draft_positions, is_idle};
+use crate::request::{Geometry, Survey, check_compute, check_pages, draft_positions, is_idle};
 use crate::slot::Slots;
 use crate::stage::Stage;
 use crate::table::BlockTable;
@@ -134,7 +134,7 @@ impl Planner {
         let frame = Frame::check(request)?;
         self.frames += 1;
         self.table.start_frame();
-        let survey = Survey::of(&frame, &self.limits, self.masks);
+        let survey = Survey::of(&frame, &self.limits);
         for index in 0..frame.requests {
             let request = self.add(&frame, survey, index);
             self.requests.push(request);
@@ -171,6 +171,7 @@ impl Planner {
         };
         let mut request = Request::default();
         let placed = geometry.and_then(|geometry| {
+            self.check_sight(geometry)?;
             self.place(frame, index, &mut request)?;
             Ok(geometry)
         });
@@ -194,6 +195,16 @@ impl Planner {
         }
         request.slots = first_slot..self.slots.all.len();
         request
+    }
+
+    /// Checks that a pass can apply the request's mask.
+    const fn check_sight(&self, geometry: Geometry) -> Result<(), RequestFault> {
+        let (tokens, limit) = (geometry.rows(), self.limits.chunk_tokens);
+        match geometry.sight {
+            Sight::Masked | Sight::MaskedAhead if !self.masks => Err(RequestFault::NonCausalMask),
+            Sight::MaskedAhead if tokens > limit => Err(RequestFault::MaskAhead { tokens, limit }),
+            Sight::Causal | Sight::Masked | Sight::MaskedAhead => Ok(()),
+        }
     }
 
     /// Finds the request's row of the block table, checks its pages and notes which entries change.

@@ -42,12 +42,10 @@ pub(crate) struct Survey {
     positions_fit: bool,
     /// Some request brings images or audio.
     media: bool,
-    /// The engine applies masks that are not causal.
-    masks: bool,
 }
 
 impl Survey {
-    pub(crate) fn of(frame: &Frame<'_>, limits: &Limits, masks: bool) -> Self {
+    pub(crate) fn of(frame: &Frame<'_>, limits: &Limits) -> Self {
         let below = |values: &[u32], limit: u32| {
             values.iter().fold(0, |max, &value| value.max(max)) < limit
         };
@@ -58,7 +56,6 @@ impl Survey {
             media: [frame.image_indptr, frame.audio_indptr]
                 .iter()
                 .any(|indptr| indptr.last().is_some_and(|&end| end > 0)),
-            masks,
         }
     }
 }
@@ -117,7 +114,7 @@ pub(crate) fn check_compute(
     }
     check_positions(draft_positions(frame, drafts, positions), limits)?;
     if frame.has_user_mask && !frame.masks.is_empty() {
-        geometry.sight = check_masks(frame, survey, limits, geometry, index)?;
+        geometry.sight = check_masks(frame, geometry, index)?;
     }
     Ok(geometry)
 }
@@ -214,13 +211,7 @@ pub(crate) fn draft_positions<'a>(
 }
 
 /// What the request's mask rows let it see.
-fn check_masks(
-    frame: &Frame<'_>,
-    survey: Survey,
-    limits: &Limits,
-    geometry: Geometry,
-    index: usize,
-) -> Result<Sight, RequestFault> {
+fn check_masks(frame: &Frame<'_>, geometry: Geometry, index: usize) -> Result<Sight, RequestFault> {
     let rows = &frame.masks[range(frame.mask_indptr, index)];
     let positions = &frame.positions[range(frame.qo_indptr, index)];
     if rows.is_empty() {
@@ -240,23 +231,16 @@ fn check_masks(
             || *runs == [0, positions[row].saturating_add(1)]
             || brle::is_causal(runs, causal_end(row), u64::from(geometry.kv_end))
     };
-    let Some(row) = (0..rows.len()).find(|&row| !causal(row)) else {
+    if (0..rows.len()).all(causal) {
         return Ok(Sight::Causal);
-    };
-    if !survey.masks {
-        return Err(RequestFault::NonCausalMask { row });
     }
     let stored = u64::from(geometry.kv_end) + u64::from(geometry.drafts);
     let sees_ahead = |row: usize| {
         let last = brle::true_ranges(rows[row].buffer.native(), stored).last();
         last.is_some_and(|visible| visible.end > causal_end(row))
     };
-    if !(0..rows.len()).any(sees_ahead) {
-        return Ok(Sight::Masked);
+    if (0..rows.len()).any(sees_ahead) {
+        return Ok(Sight::MaskedAhead);
     }
-    let (tokens, limit) = (geometry.rows(), limits.chunk_tokens);
-    if tokens > limit {
-        return Err(RequestFault::MaskAhead { tokens, limit });
-    }
-    Ok(Sight::MaskedAhead)
+    Ok(Sight::Masked)
 }
