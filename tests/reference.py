@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import random
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -108,6 +109,80 @@ class Reference:
             )
         logits: torch.Tensor = output.logits[0]
         return logits
+
+
+class MaskedReference:
+    """A model in float64 with eager attention under a mask that names every row and key."""
+
+    def __init__(self, snapshot: Path) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            import torch
+            import transformers
+
+            torch.set_num_threads(1)
+            transformers.utils.logging.disable_progress_bar()
+            transformers.AttentionInterface.register(_EAGER_OR_NOTHING, _eager_or_nothing)
+            model = transformers.AutoModelForCausalLM.from_pretrained(
+                snapshot, attn_implementation=_EAGER_OR_NOTHING, dtype=torch.float64
+            )
+        self._model = model.eval()
+        self._torch = torch
+        config = model.config
+        self.vocab_size: int = config.vocab_size
+        # Layers of another kind take another mask.
+        self._kinds: set[str] = set(getattr(config, "layer_types", None) or ())
+        self._window: int | None = getattr(config, "sliding_window", None)
+
+    def logits(
+        self, tokens: Sequence[int], positions: Sequence[int], visible: Sequence[Sequence[bool]]
+    ) -> torch.Tensor:
+        """Logits of every row: ``[tokens, vocabulary]``.
+
+        Args:
+            tokens: In the order in which their KV is stored.
+            positions: One per token.
+            visible: For each row which of all tokens it sees; shorter rows see none of the rest.
+        """
+        torch = self._torch
+        count = len(tokens)
+        shown = torch.zeros(count, count, dtype=torch.bool)
+        for row, bits in enumerate(visible):
+            shown[row, : len(bits)] = torch.tensor(bits[:count], dtype=torch.bool)
+        index = torch.arange(count)
+        masks: Any = self._additive(shown)
+        if "sliding_attention" in self._kinds:
+            near = index > index[:, None] - self._window
+            masks = {"full_attention": masks, "sliding_attention": self._additive(shown & near)}
+        with torch.inference_mode():
+            output = self._model(
+                input_ids=torch.tensor([tokens]),
+                attention_mask=masks,
+                position_ids=torch.tensor([positions]),
+                use_cache=False,
+            )
+        logits: torch.Tensor = output.logits[0]
+        return logits
+
+    def _additive(self, shown: torch.Tensor) -> torch.Tensor:
+        torch = self._torch
+        return torch.zeros(shown.shape, dtype=torch.float64).masked_fill(~shown, -torch.inf)[
+            None, None
+        ]
+
+
+_EAGER_OR_NOTHING: Final = "eager_or_nothing"
+
+
+def _eager_or_nothing(
+    module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **how: Any
+) -> tuple[Any, Any]:
+    """The model's own eager attention; rows that see nothing, which it cannot do, give zeros."""
+    eager = sys.modules[type(module).__module__].eager_attention_forward
+    blind = attention_mask.isneginf().all(dim=-1, keepdim=True)
+    mask = attention_mask.masked_fill(blind, 0.0)
+    output, weights = eager(module, query, key, value, mask, **how)
+    return output.masked_fill(blind[0, 0, None, :, :, None], 0.0), weights
 
 
 class Pages:

@@ -375,20 +375,6 @@ def test_causal_masks_are_no_masks(bench: Bench, trailing: bool) -> None:
     bench.decode([context], [token], 2)
 
 
-def test_other_masks_empty_their_request_alone(bench: Bench) -> None:
-    prompts = [bench.prompt(20, "mask", index) for index in range(3)]
-    masks = [[0, row + 1] for row in range(20)]
-    masks[7] = [0, 2, 3, 3]
-    first, emptied, last = bench.send(
-        bench.context().append(prompts[0]),
-        bench.context().append(prompts[1], masks=masks),
-        bench.context().append(prompts[2]),
-    )
-    assert emptied == []
-    bench.reference.check(prompts[0], first)
-    bench.reference.check(prompts[2], last)
-
-
 def test_drafts_change_nothing(bench: Bench) -> None:
     """Right, wrong and partly right drafts, across page borders, beside a context without any."""
     prompt, continuation = bench.decided_prompt(max(13, bench.page_size - 3), 24, "drafts")

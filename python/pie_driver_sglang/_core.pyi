@@ -6,7 +6,24 @@ from _typeshed import SupportsGetItem
 from typing import Any, SupportsFloat, SupportsIndex, final
 from typing_extensions import Buffer
 
-__all__ = ["Batch", "Client", "Copy", "ExitGuard", "Pass", "Planner", "Reply", "Request", "Sampler", "Server", "SlotGroup", "build_info", "encode_forward"]
+__all__ = ["AttentionMask", "Batch", "Client", "Copy", "ExitGuard", "Pass", "Planner", "Reply", "Request", "Sampler", "Server", "SlotGroup", "build_info", "encode_forward"]
+
+@final
+class AttentionMask:
+    """
+    Which KV indices each row of a pass may attend to.
+    """
+    @property
+    def offsets(self, /) -> bytearray:
+        """
+        `[requests]` int64: first word of each request.
+        """
+    @property
+    def words(self, /) -> bytearray:
+        """
+        `[words]` int32, row by row: bit `i` of a row's word `w` admits KV index `32 w + i`. A row has
+        `ceil(KV length after the pass / 32)` words.
+        """
 
 @final
 class Batch:
@@ -171,7 +188,12 @@ class Pass:
     @property
     def decode(self, /) -> bool:
         """
-        Whether every request has exactly one row.
+        Whether every request has exactly one row, which sees all KV up to itself.
+        """
+    @property
+    def mask(self, /) -> AttentionMask | None:
+        """
+        What the rows may attend to; None when each sees all KV up to itself.
         """
     @property
     def requests(self, /) -> int:
@@ -204,7 +226,7 @@ class Planner:
     """
     Turns frames into passes over a staging block. Give it to `Server.serve`.
     """
-    def __new__(cls, /, *, page_size: SupportsIndex, total_pages: SupportsIndex, vocab_size: SupportsIndex, max_positions: SupportsIndex, row_pages: SupportsIndex, max_requests: SupportsIndex, chunk_tokens: SupportsIndex, max_slots: SupportsIndex, random_seed: SupportsIndex) -> Planner:
+    def __new__(cls, /, *, page_size: SupportsIndex, total_pages: SupportsIndex, vocab_size: SupportsIndex, max_positions: SupportsIndex, row_pages: SupportsIndex, max_requests: SupportsIndex, chunk_tokens: SupportsIndex, max_slots: SupportsIndex, random_seed: SupportsIndex, masks: bool = True) -> Planner:
         """
         A planner for a model and its KV pool.
 
@@ -218,6 +240,7 @@ class Planner:
             chunk_tokens: Tokens of one pass.
             max_slots: Logit rows computed at once.
             random_seed: Key of the randomness of unseeded samplers.
+            masks: The engine applies attention masks; otherwise requests whose mask is not causal are emptied.
 
         Raises:
             ValueError: A limit is 0, or the pool has more storage slots than a 31-bit index names.

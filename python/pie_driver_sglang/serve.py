@@ -116,19 +116,24 @@ def _micros(nanoseconds: int) -> int:
 
 
 def _rehearsals(page_size: int, total_pages: int) -> list[list[Request]]:
-    """Decodes, a prefill of one page, and both together, each with every class of sampler."""
+    """Decodes, a prefill of one page, both together, and a prefill under an attention mask.
+
+    Each with every class of sampler.
+    """
     count = min(total_pages, 8)
     samplers = [Sampler.greedy(), Sampler.multinomial(1.0), Sampler.top_k_top_p(0.8, 20, 0.9)]
     samplers += [Sampler.min_p(0.8, 0.1), Sampler.dist(1.0, 4), Sampler.raw_logits()]
     samplers += [Sampler.logprobs([0, 1]), Sampler.entropy()]
 
-    def request(page: int, tokens: int) -> Request:
+    def request(page: int, tokens: int, masks: list[list[int]] | None = None) -> Request:
         pages: Sequence[int] = [page]
         row = tokens - 1
         slots = [(row, sampler) for sampler in samplers]
         mask = [0, 2] if page % 2 else None
-        return Request([0] * tokens, list(range(tokens)), pages, tokens, slots, logit_mask=mask)
+        positions = list(range(tokens))
+        return Request([0] * tokens, positions, pages, tokens, slots, masks=masks, logit_mask=mask)
 
     decode = [request(page, 1) for page in range(count)]
     prefill = [request(0, page_size)]
-    return [decode[:1], decode, prefill, decode[1:] + prefill]
+    masked = [request(0, page_size, masks=[[1]] * page_size)]
+    return [decode[:1], decode, prefill, decode[1:] + prefill, masked]

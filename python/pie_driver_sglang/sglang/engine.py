@@ -24,6 +24,7 @@ from sglang.srt.model_executor.forward_batch_info import (
 
 from pie_driver_sglang.engine import Facts
 from pie_driver_sglang.sampling import Outputs, SlotParams, apply_masks, run_group
+from pie_driver_sglang.sglang.masked_attention import MaskedAttention
 
 if TYPE_CHECKING:
     from pie_driver_sglang._core import Pass, Planner, SlotGroup
@@ -86,6 +87,7 @@ class SglangEngine:
         self._table_pages = table.view(-1, facts.page_size)
         self._page_offsets = torch.arange(facts.page_size, dtype=table.dtype, device=device)
         self._mask_width = -(-facts.vocab_size // 32)
+        self._masked_attention = MaskedAttention(self._runner)
         self._hidden: _Hidden | None = None
         self._h2d_ns = self._sync_ns = 0
         for module in self._runner.model.modules():
@@ -111,7 +113,12 @@ class SglangEngine:
         self._upload(batch)
         self._update_table(batch.updates)
         self._hidden = None
-        self._runner.forward(self._forward_batch(batch))
+        forward_batch = self._forward_batch(batch)
+        if batch.mask is None:
+            self._runner.forward(forward_batch)
+        else:
+            with self._masked_attention.applied(batch.mask, forward_batch):
+                self._runner.forward(forward_batch)
         if self._copied is not None:
             # The planner may write the next pass once the device has read this one.
             started = time.perf_counter_ns()

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import logging
+
 from pie_driver_sglang._core import Planner
 from pie_driver_sglang.arch import arch_name
 from pie_driver_sglang.config import DriverConfig
 from pie_driver_sglang.engine import Facts
+from pie_driver_sglang.sglang import support
 from pie_driver_sglang.sglang.boot import boot
 from pie_driver_sglang.sglang.engine import SglangEngine
+
+logger = logging.getLogger(__name__)
 
 CHUNK_TOKENS = {"cpu": 2048, "cuda": 8192}
 """Tokens of one pass unless `chunked_prefill_size` says otherwise."""
@@ -36,6 +41,9 @@ def load_engine(config: DriverConfig) -> tuple[Planner, SglangEngine]:
     chunk = options.chunked_prefill_size
     if chunk is None or chunk <= 0:
         chunk = CHUNK_TOKENS[runner.device]
+    obstacle = support.mask_obstacle(runner)
+    if obstacle is not None:
+        logger.info("attention masks that are not causal are refused: %s", obstacle)
     planner = Planner(
         page_size=facts.page_size,
         total_pages=facts.total_pages,
@@ -46,5 +54,6 @@ def load_engine(config: DriverConfig) -> tuple[Planner, SglangEngine]:
         chunk_tokens=chunk,
         max_slots=MAX_SLOTS,
         random_seed=config.driver.random_seed % 2**64,
+        masks=obstacle is None,
     )
     return planner, SglangEngine(booted, planner, facts)

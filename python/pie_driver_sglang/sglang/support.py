@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 from sglang.srt.configs.model_config import AttentionArch
-from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 
 from pie_driver_sglang.errors import StartError
@@ -39,7 +40,7 @@ def check_model(runner: ModelRunner) -> None:
     Raises:
         StartError: Attention soft-capping, or a sliding window that SGLang's model class ignores.
     """
-    layers = [module for module in runner.model.modules() if isinstance(module, RadixAttention)]
+    layers = _attention_layers(runner)
     config = runner.model_config.hf_text_config
     if runner.server_args.attention_backend == "torch_native" and any(
         (layer.logit_cap or 0) > 0 for layer in layers
@@ -70,6 +71,33 @@ def check_pool(runner: ModelRunner) -> None:
             f"the model needs a {type(pool).__name__}, which this driver does not support yet",
             hint="use a model with plain attention layers",
         )
+
+
+def mask_obstacle(runner: ModelRunner) -> str | None:
+    """Why the driver cannot apply attention masks to this model; None when it can."""
+    pool = runner.token_to_kv_pool
+    if type(pool) is not MHATokenToKVPool:
+        return f"the model's KV pool is a {type(pool).__name__}"
+    if pool.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return f"the model's KV pool keeps {pool.dtype}"
+    if not all(_is_plain(layer) for layer in _attention_layers(runner)):
+        return "some of the model's layers attend in a way of their own"
+    return None
+
+
+def _is_plain(layer: RadixAttention) -> bool:
+    return (
+        layer.attn_type == AttentionType.DECODER
+        and not layer.is_cross_attention
+        and not layer.use_irope
+        and layer.pos_encoding_mode == "NONE"
+        and layer.xai_temperature_len <= 0
+        and (not layer.logit_cap or layer.logit_capping_method == "tanh")
+    )
+
+
+def _attention_layers(runner: ModelRunner) -> list[RadixAttention]:
+    return [module for module in runner.model.modules() if isinstance(module, RadixAttention)]
 
 
 def _sliding_window(config: Any) -> int | None:

@@ -123,11 +123,18 @@ pub enum RequestFault {
         /// Input tokens.
         tokens: usize,
     },
-    /// A mask row that is not causal.
-    #[error("attention mask row {row} is not causal; only causal masks are supported yet")]
-    NonCausalMask {
-        /// Row within the request.
-        row: usize,
+    /// A mask that is not causal, for an engine that applies no masks.
+    #[error("the attention mask is not causal, and this model's attention takes no other masks")]
+    NonCausalMask,
+    /// A mask that lets rows attend to later tokens, of a request that one pass cannot hold.
+    #[error(
+        "the attention mask lets a row see later tokens, so its {tokens} tokens need one pass, which holds {limit}; raise `chunked_prefill_size`"
+    )]
+    MaskAhead {
+        /// Input and draft tokens of the request.
+        tokens: u32,
+        /// Tokens of a pass.
+        limit: u32,
     },
     /// More logit masks than one.
     #[error("{masks} logit masks, a request may have one")]
@@ -177,7 +184,8 @@ impl RequestFault {
             Self::SamplingIndex { .. } => "sampling-index",
             Self::NoTokens => "no-tokens",
             Self::MaskRows { .. } => "mask-rows",
-            Self::NonCausalMask { .. } => "non-causal-mask",
+            Self::NonCausalMask => "non-causal-mask",
+            Self::MaskAhead { .. } => "mask-ahead",
             Self::LogitMasks { .. } => "logit-masks",
             Self::Oversize { .. } => "oversize",
             Self::Logits => "logits",

@@ -5,8 +5,9 @@ use std::ops::Range;
 use pie_wire::ArchivedForwardRequest;
 
 use crate::frame::{Frame, range};
+use crate::mask::{MaskRows, Sight};
 use crate::reply::Reply;
-use crate::request::{Survey, check_compute, check_pages, draft_positions, is_idle};
+use crate::request::{Geometry, Survey, check_compute, check_pages, draft_positions, is_idle};
 use crate::slot::Slots;
 use crate::stage::Stage;
 use crate::table::BlockTable;
@@ -29,6 +30,9 @@ pub(crate) struct Request {
     pub(crate) prefix: u32,
     /// Draft tokens: the last `drafts` rows.
     pub(crate) drafts: u32,
+    pub(crate) sight: Sight,
+    /// The mask of each input row in [`Planner::mask_rows`]; empty unless the request is masked.
+    pub(crate) mask_rows: Range<usize>,
 }
 
 /// Consecutive rows of one request within one pass.
@@ -38,6 +42,13 @@ pub(crate) struct Segment {
     /// First row in [`Planner::token_ids`].
     pub(crate) start: usize,
     pub(crate) len: usize,
+}
+
+impl Segment {
+    /// KV index of its first row.
+    pub(crate) const fn kv_start(self, request: &Request) -> usize {
+        request.prefix as usize + (self.start - request.rows.start)
+    }
 }
 
 /// Turns frames into plans and tokens into replies. Owns every buffer and reuses it from frame to frame.
@@ -54,6 +65,9 @@ pub struct Planner {
     pub(crate) spilled: Vec<u32>,
     pub(crate) requests: Vec<Request>,
     pub(crate) slots: Slots,
+    /// The engine applies masks that are not causal.
+    pub(crate) masks: bool,
+    pub(crate) mask_rows: MaskRows,
     pub(crate) segments: Vec<Segment>,
     /// Segments of each pass.
     pub(crate) passes: Vec<Range<usize>>,
@@ -80,6 +94,8 @@ impl Planner {
             spilled: Vec::new(),
             requests: Vec::new(),
             slots: Slots::default(),
+            masks: true,
+            mask_rows: MaskRows::default(),
             segments: Vec::new(),
             passes: Vec::new(),
             stage: Stage::new(&limits),
@@ -88,6 +104,13 @@ impl Planner {
             random_seed,
             frames: 0,
         }
+    }
+
+    /// For an engine that cannot apply attention masks: a request whose mask is not causal is emptied.
+    #[must_use]
+    pub const fn without_masks(mut self) -> Self {
+        self.masks = false;
+        self
     }
 
     /// The layout of the staging block that [`Planner::stage`] fills.
@@ -133,6 +156,7 @@ impl Planner {
         self.requests.clear();
         self.slots.clear();
         self.reply.clear();
+        self.mask_rows.clear();
         self.segments.clear();
         self.passes.clear();
         self.faults.clear();
@@ -148,6 +172,7 @@ impl Planner {
         };
         let mut request = Request::default();
         let placed = geometry.and_then(|geometry| {
+            self.check_sight(geometry)?;
             self.place(frame, index, &mut request)?;
             Ok(geometry)
         });
@@ -160,6 +185,10 @@ impl Planner {
         };
         request.prefix = geometry.prefix();
         request.drafts = geometry.drafts;
+        request.sight = geometry.sight;
+        if geometry.sight != Sight::Causal {
+            request.mask_rows = self.mask_rows.add(frame, index);
+        }
         request.rows = self.add_rows(frame, index);
         let first_slot = self.slots.all.len();
         if let Err(fault) = self.add_slots(frame, index, request.rows.start, geometry) {
@@ -167,6 +196,16 @@ impl Planner {
         }
         request.slots = first_slot..self.slots.all.len();
         request
+    }
+
+    /// Checks that a pass can apply the request's mask.
+    const fn check_sight(&self, geometry: Geometry) -> Result<(), RequestFault> {
+        let (tokens, limit) = (geometry.rows(), self.limits.chunk_tokens);
+        match geometry.sight {
+            Sight::Masked | Sight::MaskedAhead if !self.masks => Err(RequestFault::NonCausalMask),
+            Sight::MaskedAhead if tokens > limit => Err(RequestFault::MaskAhead { tokens, limit }),
+            Sight::Causal | Sight::Masked | Sight::MaskedAhead => Ok(()),
+        }
     }
 
     /// Finds the request's row of the block table, checks its pages and notes which entries change.
@@ -223,23 +262,30 @@ impl Planner {
     }
 
     /// Cuts the rows into passes of at most `chunk_tokens` tokens and `max_requests` requests, in the frame's order, so
-    /// that a later request's writes always land last.
+    /// that a later request's writes always land last. A pass is masked or causal as a whole.
     fn cut(&mut self) {
         let (chunk, most) = (
             self.limits.chunk_tokens as usize,
             self.limits.max_requests as usize,
         );
-        let (mut first, mut tokens) = (0, 0);
-        for request in 0..self.requests.len() {
-            let mut rows = self.requests[request].rows.clone();
+        let (mut first, mut tokens, mut masked) = (0, 0, false);
+        for (index, request) in self.requests.iter().enumerate() {
+            let mut rows = request.rows.clone();
             while !rows.is_empty() {
-                if tokens == chunk || self.segments.len() - first == most {
+                let wanted = match request.sight {
+                    Sight::Causal | Sight::Masked => 1,
+                    Sight::MaskedAhead => rows.len(),
+                };
+                let full = tokens + wanted > chunk || self.segments.len() - first == most;
+                let mixed = masked != (request.sight != Sight::Causal);
+                if tokens > 0 && (full || mixed) {
                     self.passes.push(first..self.segments.len());
                     (first, tokens) = (self.segments.len(), 0);
                 }
+                masked = request.sight != Sight::Causal;
                 let len = rows.len().min(chunk - tokens);
                 self.segments.push(Segment {
-                    request,
+                    request: index,
                     start: rows.start,
                     len,
                 });

@@ -5,10 +5,11 @@ use std::ops::Range;
 use pie_wire::{NativeSlice, brle};
 
 use crate::frame::{Frame, range};
+use crate::mask::Sight;
 use crate::{Limits, RequestFault};
 
 /// KV geometry of one request, in tokens. Input row `j` is stored at KV index `kv_end - inputs + j`, draft `d` at
-/// `kv_end + d`; each row sees every KV index up to its own.
+/// `kv_end + d`; unless a mask says otherwise, each row sees every KV index up to its own.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Geometry {
     /// Input tokens.
@@ -17,6 +18,7 @@ pub(crate) struct Geometry {
     pub(crate) drafts: u32,
     /// KV length after the inputs, before the drafts.
     pub(crate) kv_end: u32,
+    pub(crate) sight: Sight,
 }
 
 impl Geometry {
@@ -95,7 +97,7 @@ pub(crate) fn check_compute(
     let tokens = range(frame.qo_indptr, index);
     let drafts = range(frame.draft_indptr, index);
     let pages = range(frame.page_indptr, index).len();
-    let geometry = check_geometry(
+    let mut geometry = check_geometry(
         limits,
         tokens.len(),
         drafts.len(),
@@ -112,7 +114,7 @@ pub(crate) fn check_compute(
     }
     check_positions(draft_positions(frame, drafts, positions), limits)?;
     if frame.has_user_mask && !frame.masks.is_empty() {
-        check_masks(frame, geometry, positions, index)?;
+        geometry.sight = check_masks(frame, geometry, index)?;
     }
     Ok(geometry)
 }
@@ -153,6 +155,7 @@ fn check_geometry(
         inputs: inputs as u32,
         drafts: drafts as u32,
         kv_end: (end - drafts) as u32,
+        sight: Sight::Causal,
     })
 }
 
@@ -207,16 +210,12 @@ pub(crate) fn draft_positions<'a>(
     })
 }
 
-/// Accepts only rows that mean "causal".
-fn check_masks(
-    frame: &Frame<'_>,
-    geometry: Geometry,
-    positions: &[u32],
-    index: usize,
-) -> Result<(), RequestFault> {
+/// What the request's mask rows let it see.
+fn check_masks(frame: &Frame<'_>, geometry: Geometry, index: usize) -> Result<Sight, RequestFault> {
     let rows = &frame.masks[range(frame.mask_indptr, index)];
+    let positions = &frame.positions[range(frame.qo_indptr, index)];
     if rows.is_empty() {
-        return Ok(());
+        return Ok(Sight::Causal);
     }
     if rows.len() != positions.len() {
         return Err(RequestFault::MaskRows {
@@ -224,19 +223,24 @@ fn check_masks(
             tokens: positions.len(),
         });
     }
+    let causal_end = |row: usize| u64::from(geometry.prefix()) + row as u64 + 1;
     let causal = |row: usize| {
         let runs = rows[row].buffer.native();
         // Every row that the runtime itself wrote has the first form, whatever the row's KV index.
         runs.is_empty()
             || *runs == [0, positions[row].saturating_add(1)]
-            || brle::is_causal(
-                runs,
-                u64::from(geometry.prefix()) + row as u64 + 1,
-                u64::from(geometry.kv_end),
-            )
+            || brle::is_causal(runs, causal_end(row), u64::from(geometry.kv_end))
     };
-    match (0..rows.len()).find(|&row| !causal(row)) {
-        Some(row) => Err(RequestFault::NonCausalMask { row }),
-        None => Ok(()),
+    if (0..rows.len()).all(causal) {
+        return Ok(Sight::Causal);
     }
+    let stored = u64::from(geometry.kv_end) + u64::from(geometry.drafts);
+    let sees_ahead = |row: usize| {
+        let last = brle::true_ranges(rows[row].buffer.native(), stored).last();
+        last.is_some_and(|visible| visible.end > causal_end(row))
+    };
+    if (0..rows.len()).any(sees_ahead) {
+        return Ok(Sight::MaskedAhead);
+    }
+    Ok(Sight::Masked)
 }

@@ -5,6 +5,7 @@ use std::ops::Range;
 use pie_wire::{NativeSlice, SamplerView, brle};
 
 use crate::frame::{Frame, range};
+use crate::mask::set_bits;
 use crate::plan::Planner;
 use crate::random::uniform;
 use crate::request::Geometry;
@@ -460,17 +461,7 @@ impl Arrays<'_> {
         let words = &mut self.mask_words[row * count..][..count];
         words.fill(0);
         for allowed in brle::true_ranges(runs, u64::from(limits.vocab_size)) {
-            let (start, last) = (allowed.start as usize, allowed.end as usize - 1);
-            let head = u32::MAX << (start % 32);
-            let tail = u32::MAX >> (31 - last % 32);
-            let (first_word, last_word) = (start / 32, last / 32);
-            if first_word == last_word {
-                words[first_word] |= (head & tail).cast_signed();
-                continue;
-            }
-            words[first_word] |= head.cast_signed();
-            words[first_word + 1..last_word].fill(-1);
-            words[last_word] |= tail.cast_signed();
+            set_bits(words, allowed);
         }
     }
 }

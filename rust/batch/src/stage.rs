@@ -7,6 +7,7 @@ use thiserror::Error;
 
 use crate::Limits;
 use crate::layout::{FieldId, Layout};
+use crate::mask::Sight;
 use crate::plan::{Planner, Request, Segment};
 use crate::slot::Slot;
 use crate::table::BlockTable;
@@ -18,8 +19,10 @@ pub struct Pass {
     pub tokens: usize,
     /// Requests.
     pub requests: usize,
-    /// Whether every request has exactly one row.
+    /// Whether every request has exactly one row, which sees all KV up to itself.
     pub decode: bool,
+    /// Whether rows see what [`Planner::attention_mask`] says, and not all KV up to themselves.
+    pub masked: bool,
     /// Sum of the KV lengths after the pass.
     pub seq_lens_sum: u64,
     /// Changed block-table entries.
@@ -204,10 +207,12 @@ impl Planner {
         self.slots.close_group();
         self.stage.next_pass += 1;
         let seq_lens = &arrays.seq_lens[..segments.len()];
+        let masked = self.requests[segments[0].request].sight != Sight::Causal;
         Ok(Some(Pass {
             tokens,
             requests: segments.len(),
-            decode: segments.iter().all(|segment| segment.len == 1),
+            decode: !masked && segments.iter().all(|segment| segment.len == 1),
+            masked,
             seq_lens_sum: seq_lens.iter().sum::<i64>() as u64,
             updates,
             slots: self.stage.pass_slots.len(),
@@ -245,7 +250,7 @@ fn stage_requests(arrays: &mut Arrays<'_>, segments: &[Segment], requests: &[Req
     let mut start = 0;
     for (entry, segment) in segments.iter().enumerate() {
         let request = &requests[segment.request];
-        let prefix = request.prefix as usize + (segment.start - request.rows.start);
+        let prefix = segment.kv_start(request);
         // Row 0 of the engine's table belongs to padding.
         arrays.req_pool_indices[entry] = request.table_row as i64 + 1;
         arrays.seq_lens[entry] = (prefix + segment.len) as i64;
@@ -292,7 +297,7 @@ impl Stage {
         for segment in segments.iter().rev() {
             let request = &requests[segment.request];
             let pages = table.pages(request.table_row);
-            let prefix = request.prefix as usize + (segment.start - request.rows.start);
+            let prefix = segment.kv_start(request);
             let out = &mut out[segment.start - base..][..segment.len];
             for (index, out) in (prefix..prefix + segment.len).zip(out).rev() {
                 let slot = limits.first_slot(pages[index / page_size]) as usize + index % page_size;

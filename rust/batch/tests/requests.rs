@@ -4,9 +4,9 @@ mod common;
 
 use std::slice;
 
-use common::builder::{GREEDY, ROOMY, Req, decode, frame};
+use common::builder::{Encoded, GREEDY, ROOMY, Req, decode, frame};
 use common::device::Device;
-use pie_batch::{Limits, RequestFault};
+use pie_batch::{Limits, Planner, RequestFault};
 use pie_wire::Sampler;
 
 /// The fault of the first of two requests; the second must be served in any case.
@@ -217,34 +217,125 @@ fn mask_rows_are_one_per_token() {
     assert_eq!(answer.tokens(), [[3]]);
 }
 
-#[test]
-fn only_causal_masks_are_served() {
-    // KV indices 18, 19, 20 at positions 40, 41, 42: a trimmed list.
-    let extend = || Req {
+/// KV indices 18, 19, 20 at positions 40, 41, 42: a trimmed list.
+fn trimmed() -> Req {
+    Req {
         positions: vec![40, 41, 42],
         ..Req::new(16, 18, &[1, 2, 3], &[0, 1]).sample(2, GREEDY)
+    }
+}
+
+const CAUSAL: [[&[u32]; 3]; 5] = [
+    [&[0, 41], &[0, 42], &[0, 43]],
+    [&[0, 19], &[0, 20], &[0, 21]],
+    [&[0, 19, 2], &[0, 20, 1], &[0, 21, 99]],
+    [&[0, 9, 0, 10], &[0, 20, 1, 5], &[0, u32::MAX]],
+    [&[], &[0, 20], &[]],
+];
+
+const NOT_CAUSAL: [[&[u32]; 3]; 7] = [
+    [&[0, 18], &[0, 20], &[0, 21]],
+    [&[0, 20], &[0, 20], &[0, 21]],
+    [&[0, 19], &[1, 19], &[0, 21]],
+    [&[0, 19], &[0, 20], &[0, 4, 1, 16]],
+    [&[0, 19], &[0, 20], &[21]],
+    [&[0, 19], &[0], &[0, 21]],
+    [&[0, 42], &[0, 42], &[0, 43]],
+];
+
+#[test]
+fn causal_masks_are_no_masks() {
+    let mut device = Device::new(ROOMY);
+    let mut masked = |rows: [&[u32]; 3]| {
+        let mut request = frame(&[trimmed().masked(rows)]);
+        request.has_user_mask = true;
+        device.compute(&request, |_, _| 0).requests[0]
+            .sees
+            .is_some()
     };
-    for rows in [
-        [&[0, 41][..], &[0, 42], &[0, 43]],
-        [&[0, 19], &[0, 20], &[0, 21]],
-        [&[0, 19, 2], &[0, 20, 1], &[0, 21, 99]],
-        [&[0, 9, 0, 10], &[0, 20, 1, 5], &[0, u32::MAX]],
-        [&[], &[0, 20], &[]],
-    ] {
-        assert_eq!(fault(extend().masked(rows)), None, "{rows:?}");
+    for rows in CAUSAL {
+        assert_eq!(fault(trimmed().masked(rows)), None, "{rows:?}");
+        assert!(!masked(rows), "{rows:?}");
     }
-    for (wrong, row) in [
-        ([&[0, 18][..], &[0, 20], &[0, 21]], 0),
-        ([&[0, 20], &[0, 20], &[0, 21]], 0),
-        ([&[0, 19], &[1, 19], &[0, 21]], 1),
-        ([&[0, 19], &[0, 20], &[0, 4, 1, 16]], 2),
-        ([&[0, 19], &[0, 20], &[21]], 2),
-        ([&[0, 19], &[0], &[0, 21]], 1),
-        ([&[0, 42], &[0, 42], &[0, 43]], 0),
-    ] {
-        let expected = RequestFault::NonCausalMask { row };
-        assert_eq!(fault(extend().masked(wrong)), Some(expected), "{wrong:?}");
+    for rows in NOT_CAUSAL {
+        assert_eq!(fault(trimmed().masked(rows)), None, "{rows:?}");
+        assert!(masked(rows), "{rows:?}");
     }
+}
+
+#[test]
+fn an_engine_without_masks_serves_causal_ones() {
+    let mut planner = Planner::new(ROOMY, 1).without_masks();
+    let mut faults = |rows: [&[u32]; 3]| {
+        let mut request = frame(&[trimmed().masked(rows)]);
+        request.has_user_mask = true;
+        let planned = planner.plan(1, Encoded::new(1, &request).forward());
+        planned.expect("the frame's arrays agree");
+        planner.faults().to_vec()
+    };
+    for rows in CAUSAL {
+        assert_eq!(faults(rows), [], "{rows:?}");
+    }
+    for rows in NOT_CAUSAL {
+        let expected = (0, RequestFault::NonCausalMask);
+        assert_eq!(faults(rows), [expected], "{rows:?}");
+    }
+}
+
+/// The passes of a frame of masked requests, as tokens of each.
+fn masked_passes(requests: &[Req]) -> Vec<usize> {
+    let limits = Limits {
+        chunk_tokens: 8,
+        ..ROOMY
+    };
+    let mut request = frame(requests);
+    request.has_user_mask = true;
+    let plan = Device::new(limits).compute(&request, |_, _| 0);
+    let tokens = plan.passes.iter().map(|pass| {
+        let lengths = pass.iter().map(|segment| segment.rows.len());
+        lengths.sum()
+    });
+    tokens.collect()
+}
+
+#[test]
+fn passes_are_masked_or_causal_as_a_whole() {
+    let causal = |token| decode(3, token, &[token]);
+    let masked = |token| causal(token).masked([&[1, 3]]);
+    let requests = [causal(1), causal(2), masked(3), masked(4), causal(5)];
+    assert_eq!(masked_passes(&requests), [2, 2, 1]);
+    assert_eq!(masked_passes(&[masked(1), causal(2), masked(3)]), [1, 1, 1]);
+}
+
+#[test]
+fn a_request_that_sees_ahead_is_not_cut() {
+    let behind = || Req::new(16, 0, &[1; 5], &[0]).masked([&[1]; 5]);
+    let ahead = |page| Req::new(16, 0, &[1; 5], &[page]).masked([&[0, 5]; 5]);
+    assert_eq!(masked_passes(&[behind(), behind()]), [8, 2]);
+    assert_eq!(masked_passes(&[behind(), ahead(1), behind()]), [5, 8, 2]);
+    assert_eq!(masked_passes(&[ahead(1), ahead(2)]), [5, 5]);
+    // Seven inputs and a draft just fit, of which only the draft lies ahead.
+    let last = |drafts: &[u32]| {
+        let rows: [&[u32]; 7] = [&[0, 1], &[1], &[1], &[1], &[1], &[1], &[0, 8]];
+        let prompt = Req::new(16, 0, &[1; 7], &[0]).sample(6, GREEDY);
+        prompt.verify(drafts).masked(rows)
+    };
+    assert_eq!(masked_passes(&[behind(), last(&[3])]), [5, 8]);
+    assert_eq!(masked_passes(&[last(&[3, 4])]), [0; 0]);
+}
+
+#[test]
+fn a_request_that_sees_ahead_must_fit_one_pass() {
+    let tokens = [1; 257];
+    let request = Req::new(16, 0, &tokens, &(0..17).collect::<Vec<_>>());
+    let all: &[u32] = &[0, 257];
+    let expected = RequestFault::MaskAhead {
+        tokens: 257,
+        limit: 256,
+    };
+    assert_eq!(fault(request.clone().masked([all; 257])), Some(expected));
+    let behind: &[u32] = &[0, 1];
+    assert_eq!(fault(request.masked([behind; 257])), None);
 }
 
 #[test]

@@ -63,7 +63,7 @@ const GOLDEN: [Expected; 6] = [
         &[12..17, 0..0],
         &[(1, "adapter")],
     ),
-    faulty("forward_masks", &[0..0], &[(0, "non-causal-mask")]),
+    served("forward_masks", &[0..3]),
     served("forward_spec", &[24..29, 31..32]),
     faulty("forward_multimodal", &[0..0], &[(0, "media")]),
 ];
@@ -98,12 +98,8 @@ const CAPTURED: [Expected; 25] = [
     served("verify_3_drafts", &[4..8]),
     served("verify_3_contexts", &[6..10, 6..10, 6..10]),
     served("verify_drafts_cross_page", &[15..19]),
-    faulty("trimmed_window_mask", &[0..0], &[(0, "non-causal-mask")]),
-    faulty(
-        "trimmed_drafts_cross_page",
-        &[0..0],
-        &[(0, "non-causal-mask")],
-    ),
+    served("trimmed_window_mask", &[26..28]),
+    served("trimmed_drafts_cross_page", &[31..35]),
     faulty("zero_tokens_with_sampler", &[0..0], &[(0, "no-tokens")]),
 ];
 

@@ -7,7 +7,7 @@ use pie_serve::{DeviceTimes, Note};
 use pyo3::buffer::{Element, PyBuffer};
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
-use pyo3::types::PyBytes;
+use pyo3::types::{PyByteArray, PyBytes};
 
 use crate::error::from_stage;
 
@@ -56,7 +56,7 @@ pub(crate) struct Pass {
     tokens: usize,
     /// Requests.
     requests: usize,
-    /// Whether every request has exactly one row.
+    /// Whether every request has exactly one row, which sees all KV up to itself.
     decode: bool,
     /// Sum of the KV lengths after the pass.
     seq_lens_sum: u64,
@@ -64,6 +64,28 @@ pub(crate) struct Pass {
     updates: usize,
     /// Sampling slots of the pass, over all its groups.
     slots: usize,
+    /// What the rows may attend to; None when each sees all KV up to itself.
+    mask: Option<Py<AttentionMask>>,
+}
+
+/// Which KV indices each row of a pass may attend to.
+#[pyclass(frozen, get_all, module = "pie_driver_sglang._core")]
+pub(crate) struct AttentionMask {
+    /// `[requests]` int64: first word of each request.
+    offsets: Py<PyByteArray>,
+    /// `[words]` int32, row by row: bit `i` of a row's word `w` admits KV index `32 w + i`. A row has
+    /// `ceil(KV length after the pass / 32)` words.
+    words: Py<PyByteArray>,
+}
+
+impl AttentionMask {
+    fn new(py: Python<'_>, mask: &pie_batch::AttentionMask) -> Self {
+        let bytes = |values: &[u8]| PyByteArray::new(py, values).unbind();
+        Self {
+            offsets: bytes(bytemuck::cast_slice(&mask.offsets)),
+            words: bytes(bytemuck::cast_slice(&mask.words)),
+        }
+    }
 }
 
 /// Staged slots, class by class in the order of the attributes.
@@ -216,17 +238,20 @@ impl Batch {
     /// Writes the next pass into the staging block; None when all are done.
     fn stage(&mut self, py: Python<'_>) -> PyResult<Option<Pass>> {
         self.plan()?;
-        let pass = self
-            .inner
-            .stage(self.shared.block_bytes(py))
-            .map_err(from_stage)?;
-        Ok(pass.map(|pass| Pass {
+        let block = self.shared.block_bytes(py);
+        let Some(pass) = self.inner.stage(block).map_err(from_stage)? else {
+            return Ok(None);
+        };
+        let mask = self.inner.attention_mask();
+        let mask = mask.map(|mask| Py::new(py, AttentionMask::new(py, &mask)));
+        Ok(Some(Pass {
             tokens: pass.tokens,
             requests: pass.requests,
             decode: pass.decode,
             seq_lens_sum: pass.seq_lens_sum,
             updates: pass.updates,
             slots: pass.slots,
+            mask: mask.transpose()?,
         }))
     }
 

@@ -23,7 +23,7 @@ mod _core {
     #[pymodule_export]
     use crate::guard::ExitGuard;
     #[pymodule_export]
-    use crate::job::{Batch, Copy, Pass, SlotGroup};
+    use crate::job::{AttentionMask, Batch, Copy, Pass, SlotGroup};
     #[pymodule_export]
     use crate::planner::Planner;
     #[pymodule_export]

@@ -26,11 +26,12 @@ impl Planner {
     ///     chunk_tokens: Tokens of one pass.
     ///     max_slots: Logit rows computed at once.
     ///     random_seed: Key of the randomness of unseeded samplers.
+    ///     masks: The engine applies attention masks; otherwise requests whose mask is not causal are emptied.
     ///
     /// Raises:
     ///     ValueError: A limit is 0, or the pool has more storage slots than a 31-bit index names.
     #[new]
-    #[pyo3(signature = (*, page_size, total_pages, vocab_size, max_positions, row_pages, max_requests, chunk_tokens, max_slots, random_seed))]
+    #[pyo3(signature = (*, page_size, total_pages, vocab_size, max_positions, row_pages, max_requests, chunk_tokens, max_slots, random_seed, masks = true))]
     #[expect(
         clippy::too_many_arguments,
         reason = "keyword-only limits, named at the call"
@@ -45,6 +46,7 @@ impl Planner {
         chunk_tokens: u32,
         max_slots: u32,
         random_seed: u64,
+        masks: bool,
     ) -> PyResult<Self> {
         let limits = Limits {
             page_size,
@@ -61,6 +63,7 @@ impl Planner {
             .check()
             .map_err(|error| PyValueError::new_err(error.to_string()))?;
         let inner = pie_batch::Planner::new(limits, random_seed);
+        let inner = if masks { inner } else { inner.without_masks() };
         let layout = inner.layout().clone();
         Ok(Self {
             inner: Some(inner),

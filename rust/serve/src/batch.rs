@@ -3,7 +3,7 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
-use pie_batch::{Outputs, Pass, Planner, SlotGroup, StageError};
+use pie_batch::{AttentionMask, Outputs, Pass, Planner, SlotGroup, StageError};
 use pie_ring::Lease;
 
 use crate::note::Note;
@@ -83,6 +83,12 @@ impl Batch {
     /// [`StageError`] when the block does not fit the layout.
     pub fn stage_slots(&mut self, block: &mut [u8]) -> Result<Option<SlotGroup>, StageError> {
         self.timed(|planner| planner.stage_slots(block))
+    }
+
+    /// The attention mask of the last staged pass; see [`Planner::attention_mask`].
+    #[must_use]
+    pub fn attention_mask(&self) -> Option<AttentionMask> {
+        self.planner.as_deref().and_then(Planner::attention_mask)
     }
 
     /// The labels of the last staged slot group; see [`Planner::group_labels`].

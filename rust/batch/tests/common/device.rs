@@ -8,7 +8,7 @@ use pie_batch::{FieldId, Limits, Outputs, Planner, Probes, ReplyError, SlotClass
 use pie_wire::{ForwardRequest, ForwardResponse, Reply, ResponsePayload, decode_reply};
 
 use crate::common::builder::Encoded;
-use crate::common::naive::{self, Plan, Slot};
+use crate::common::naive::{self, Plan, Segment, Slot};
 
 /// The driver that all test frames address.
 pub(crate) const DRIVER: u32 = 7;
@@ -395,10 +395,10 @@ impl Device {
             (staged.tokens, staged.requests),
             (rows.len(), segments.len())
         );
-        assert_eq!(
-            staged.decode,
-            segments.iter().all(|segment| segment.rows.len() == 1)
-        );
+        let masked = plan.requests[segments[0].request].sees.is_some();
+        let single = segments.iter().all(|segment| segment.rows.len() == 1);
+        assert_eq!((staged.masked, staged.decode), (masked, single && !masked));
+        self.check_attention_mask(plan, segments);
 
         let tokens: Vec<_> = rows.iter().map(|(row, _)| i64::from(row.token)).collect();
         assert_eq!(self.array::<i64>(FieldId::InputIds, rows.len()), tokens);
@@ -453,6 +453,37 @@ impl Device {
             .map(Vec::len)
             .sum();
         assert_eq!(staged.slots, slots);
+    }
+
+    /// Each row of the pass sees what its request's mask says of the KV that is stored by then.
+    fn check_attention_mask(&self, plan: &Plan, segments: &[Segment]) {
+        let mask = self.planner.attention_mask();
+        let mut expected = Vec::new();
+        let mut found = Vec::new();
+        for (entry, segment) in segments.iter().enumerate() {
+            let request = &plan.requests[segment.request];
+            let Some(sees) = &request.sees else {
+                assert_eq!(mask, None);
+                return;
+            };
+            let mask = mask.as_ref().expect("a masked pass");
+            assert_eq!(mask.offsets.len(), segments.len());
+            let kv_len = request.rows[segment.rows.end - 1].index as usize + 1;
+            let width = kv_len.div_ceil(32);
+            for (number, row) in segment.rows.clone().enumerate() {
+                let start = mask.offsets[entry] as usize + number * width;
+                let words = &mask.words[start..start + width];
+                let bit = |index: usize| words[index / 32].cast_unsigned() >> (index % 32) & 1 == 1;
+                found.push((0..32 * width).map(bit).collect::<Vec<_>>());
+                let mut bits = sees[row].clone();
+                assert!(!bits[kv_len..].contains(&true), "sees what is not stored");
+                bits.resize(32 * width, false);
+                expected.push(bits);
+            }
+        }
+        assert_eq!(found, expected);
+        let words: usize = found.iter().map(|bits| bits.len() / 32).sum();
+        assert_eq!(mask.map(|mask| mask.words.len()), Some(words));
     }
 
     fn check_group(&mut self, plan: &Plan, group: &[(usize, Slot)]) {

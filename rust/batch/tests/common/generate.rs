@@ -137,6 +137,10 @@ enum Masks {
     Empty,
     /// One row that hides or shows too much.
     NotCausal,
+    /// Rows see as many KV indices up to their own.
+    Window(u32),
+    /// Any runs, from this seed: below the KV end, behind it, none at all.
+    Random(u32),
 }
 
 /// The one thing that is wrong with a request.
@@ -167,6 +171,8 @@ fn masks() -> impl Strategy<Value = Masks> {
         1 => Just(Masks::Miscounted),
         1 => Just(Masks::Empty),
         1 => Just(Masks::NotCausal),
+        3 => (0_u32..9).prop_map(Masks::Window),
+        3 => any::<u32>().prop_map(Masks::Random),
     ]
 }
 
@@ -240,6 +246,11 @@ fn mask_rows(masks: Masks, request: &Req, prefix: u32) -> Vec<Brle> {
             Masks::Empty => brle(&[]),
             Masks::NotCausal if row > 0 => brle(&[0, visible]),
             Masks::NotCausal => brle(&[0, visible + 1]),
+            Masks::Window(width) => {
+                let width = width.min(visible);
+                brle(&[visible - width, width])
+            }
+            Masks::Random(seed) => brle(&random_runs(seed, row, kv_end)),
         }
     };
     let count = match masks {
@@ -249,6 +260,17 @@ fn mask_rows(masks: Masks, request: &Req, prefix: u32) -> Vec<Brle> {
         _ => inputs,
     };
     (0..count).map(row).collect()
+}
+
+/// At most six runs that together may be shorter or longer than the KV.
+fn random_runs(seed: u32, row: u32, kv_end: u32) -> Vec<u32> {
+    let mut state = seed ^ row.wrapping_mul(2_654_435_761);
+    let mut next = || {
+        state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+        state >> 8
+    };
+    let count = next() % 7;
+    (0..count).map(|_| next() % (kv_end / 2 + 2)).collect()
 }
 
 fn break_request(request: &mut Req, flaw: Flaw, limits: Limits) {

@@ -62,6 +62,19 @@ pub(crate) struct Request {
     pub(crate) slots: Vec<Slot>,
     /// Allowed tokens, where some but not necessarily all are.
     pub(crate) mask: Option<Vec<bool>>,
+    /// For each row the KV indices that it sees, where the user's mask is not causal.
+    pub(crate) sees: Option<Vec<Vec<bool>>>,
+}
+
+impl Request {
+    /// Whether some row sees KV that its own request stores behind it.
+    fn sees_ahead(&self) -> bool {
+        self.sees.as_ref().is_some_and(|rows| {
+            let prefix = rows[0].len() - rows.len();
+            let mut rows = rows.iter().enumerate();
+            rows.any(|(row, bits)| bits[prefix + row + 1..].contains(&true))
+        })
+    }
 }
 
 /// Consecutive rows of one request in one pass.
@@ -199,7 +212,10 @@ fn request(limits: &Limits, frame: &ForwardRequest, r: usize) -> Request {
         "position",
     );
     let kv_end = kv_end(limits, frame, r, &mut request.refused);
-    masks(frame, r, kv_end, &mut request.refused);
+    request.sees = masks(frame, r, kv_end, &mut request.refused);
+    let rows = tokens.len() + drafts.len();
+    let split = request.sees_ahead() && rows > limits.chunk_tokens as usize;
+    refuse(&mut request.refused, split, "mask-ahead");
     let Some(kv_end) = kv_end.filter(|_| request.refused.is_empty()) else {
         return request;
     };
@@ -276,18 +292,22 @@ fn masks(
     r: usize,
     kv_end: Option<u64>,
     faults: &mut BTreeSet<&'static str>,
-) {
+) -> Option<Vec<Vec<bool>>> {
     let rows = part(&frame.masks, &frame.mask_indptr, r);
     let positions = part(&frame.position_ids, &frame.qo_indptr, r);
     if !frame.has_user_mask || rows.is_empty() {
-        return;
+        return None;
     }
     if rows.len() != positions.len() {
         faults.insert("mask-rows");
-        return;
+        return None;
     }
     // Without a geometry there is no causality to compare with.
-    let Some(kv_end) = kv_end else { return };
+    let kv_end = kv_end?;
+    let drafts = part(&frame.spec_token_ids, &frame.spec_indptr, r).len() as u64;
+    let up_to = |own: u64| (0..kv_end + drafts).map(|index| index <= own).collect();
+    let mut all_causal = true;
+    let mut sees: Vec<Vec<bool>> = Vec::new();
     for (row, (mask, &position)) in rows.iter().zip(positions).enumerate() {
         let runs = &mask.buffer;
         let synthesized =
@@ -295,12 +315,15 @@ fn masks(
         let own = kv_end - positions.len() as u64 + row as u64;
         let bits = expand(runs, kv_end);
         let causal = (0..kv_end).all(|index| bits[index as usize] == (index <= own));
-        refuse(
-            faults,
-            !(runs.is_empty() || synthesized || causal),
-            "non-causal-mask",
-        );
+        all_causal &= runs.is_empty() || synthesized || causal;
+        sees.push(if runs.is_empty() {
+            up_to(own)
+        } else {
+            expand(runs, kv_end + drafts)
+        });
     }
+    sees.extend((kv_end..kv_end + drafts).map(up_to));
+    (!all_causal).then_some(sees)
 }
 
 /// The first `limit` bits of a bit string.
@@ -451,7 +474,18 @@ fn cut(limits: &Limits, requests: &[Request]) -> Vec<Vec<Segment>> {
             .last()
             .and_then(|pass| pass.last())
             .is_some_and(|segment| segment.request == request);
-        if tokens == limits.chunk_tokens || (!known && segments == limits.max_requests as usize) {
+        let all = &requests[request];
+        let other_kind = passes
+            .last()
+            .and_then(|pass| pass.last())
+            .is_some_and(|last| requests[last.request].sees.is_some() != all.sees.is_some());
+        let whole = row == 0 && all.sees_ahead();
+        let rest = (limits.chunk_tokens - tokens) as usize;
+        if tokens == limits.chunk_tokens
+            || (!known && segments == limits.max_requests as usize)
+            || other_kind
+            || (whole && all.rows.len() > rest)
+        {
             passes.push(Vec::new());
             tokens = 0;
         }

@@ -1,0 +1,114 @@
+"""Masked attention in plain torch, for the CPU; and what it and the GPU's kernel are told."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+WORD_BITS = 32
+SCORES = 1 << 24
+"""Scores that are computed at once: 64 MB."""
+
+
+class Requests(NamedTuple):
+    """Where each request's rows, KV and mask lie."""
+
+    table: torch.Tensor
+    """``[table rows, tokens]`` int32: storage slot of each KV index."""
+    table_rows: torch.Tensor
+    """``[requests]`` int64."""
+    kv_lens: torch.Tensor
+    """``[requests]`` int64: KV length after the pass."""
+    row_counts: torch.Tensor
+    """``[requests]`` int32: rows of the pass, the last ones of the KV."""
+    first_rows: torch.Tensor
+    """``[requests]`` int32: first row of the pass."""
+    first_words: torch.Tensor
+    """``[requests]`` int64: first word of the mask."""
+    words: torch.Tensor
+    """``[words]`` int32: mask, as `Pass.mask` has it."""
+
+
+class Rule(NamedTuple):
+    """How a layer turns queries and keys into weights."""
+
+    scale: float
+    """Factor of the scores."""
+    cap: float = 0.0
+    """Scores are bent to stay within ``-cap..cap``; 0 = not at all."""
+    window: int = -1
+    """Stored keys that a row sees at most before its own, by KV index; -1 = all."""
+    sinks: torch.Tensor | None = None
+    """``[heads]``: scores of a key without a value."""
+
+
+def attend(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    out: torch.Tensor,
+    requests: Requests,
+    rule: Rule,
+) -> None:
+    """Attends in float32 to what mask and window show; a row that sees nothing gives zeros.
+
+    Args:
+        queries: ``[tokens, heads, dim]``.
+        keys: ``[slots, kv_heads, dim]``; each serves the same number of neighbouring heads.
+        values: ``[slots, kv_heads, value_dim]``.
+        out: ``[tokens, heads, value_dim]``, written.
+        requests: the pass.
+        rule: the layer.
+    """
+    table, rest = requests.table, [part.tolist() for part in requests[1:6]]
+    for table_row, kv_len, rows, first_row, first_word in zip(*rest, strict=True):
+        slots = table[table_row, :kv_len]
+        k, v = keys[slots].float(), values[slots].float()
+        visible = expand(requests.words[first_word:], rows, kv_len)
+        if rule.window >= 0:
+            index = torch.arange(kv_len)
+            visible &= index >= index[kv_len - rows :, None] - rule.window
+        step = max(1, SCORES // (queries.shape[1] * kv_len))
+        for start in range(0, rows, step):
+            part = slice(first_row + start, first_row + min(start + step, rows))
+            shown = visible[start : start + step]
+            out[part] = _attend_rows(queries[part].float(), k, v, shown, rule).to(out.dtype)
+
+
+def expand(words: torch.Tensor, rows: int, kv_len: int) -> torch.Tensor:
+    """The bits of a request's mask: ``[rows, kv_len]`` bool.
+
+    Args:
+        words: int32, from the request's first word on.
+        rows: Its query rows.
+        kv_len: Its KV length after the pass.
+    """
+    width = -(-kv_len // WORD_BITS)
+    bits = torch.arange(WORD_BITS, dtype=torch.int32)
+    packed = words[: rows * width].view(rows, width, 1)
+    return ((packed >> bits) & 1).bool().flatten(1)[:, :kv_len]
+
+
+def _attend_rows(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    visible: torch.Tensor,
+    rule: Rule,
+) -> torch.Tensor:
+    """Rows of one request: ``[rows, heads, value_dim]``."""
+    rows, heads, dim = queries.shape
+    kv_len, kv_heads, _ = keys.shape
+    grouped = queries.reshape(rows, kv_heads, -1, dim)
+    scores = torch.einsum("rkgd,tkd->rkgt", grouped, keys).flatten(1, 2) * rule.scale
+    if rule.cap > 0:
+        scores = rule.cap * torch.tanh(scores / rule.cap)
+    scores = scores.masked_fill(~visible[:, None], -torch.inf)
+    if rule.sinks is not None:
+        scores = torch.cat([scores, rule.sinks.float().expand(rows, heads)[..., None]], dim=-1)
+    weights = scores.softmax(dim=-1)[..., :kv_len]
+    weights = weights.masked_fill(~visible.any(dim=-1)[:, None, None], 0.0)
+    weights = weights.reshape(rows, kv_heads, -1, kv_len)
+    mixed = torch.einsum("rkgt,tkd->rkgd", weights, values)
+    return mixed.flatten(1, 2)

@@ -1,0 +1,118 @@
+//! User attention masks: which KV indices a row may attend to, one bit each.
+
+use std::ops::Range;
+
+use pie_wire::{NativeSlice, brle};
+
+use crate::frame::{Frame, range};
+use crate::plan::{Planner, Request, Segment};
+
+/// What the rows of a request may attend to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(crate) enum Sight {
+    /// Every KV index up to the row's own.
+    #[default]
+    Causal,
+    /// What the request's mask admits, and nothing behind the row.
+    Masked,
+    /// What the request's mask admits; of some row that is KV of later rows, so one pass must store all of them.
+    MaskedAhead,
+}
+
+/// Mask rows of a frame's masked requests.
+#[derive(Debug, Default)]
+pub(crate) struct MaskRows {
+    /// Where each row's runs lie.
+    rows: Vec<Range<usize>>,
+    runs: Vec<u32>,
+}
+
+impl MaskRows {
+    pub(crate) fn clear(&mut self) {
+        self.rows.clear();
+        self.runs.clear();
+    }
+
+    /// Copies the rows of request `index`; returns where they stand.
+    pub(crate) fn add(&mut self, frame: &Frame<'_>, index: usize) -> Range<usize> {
+        let first = self.rows.len();
+        for row in &frame.masks[range(frame.mask_indptr, index)] {
+            let start = self.runs.len();
+            self.runs.extend_from_slice(row.buffer.native());
+            self.rows.push(start..self.runs.len());
+        }
+        first..self.rows.len()
+    }
+
+    fn runs(&self, row: usize) -> &[u32] {
+        &self.runs[self.rows[row].clone()]
+    }
+}
+
+/// Which KV indices the rows of a masked pass may attend to.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct AttentionMask {
+    /// `[requests]`: first word of each request of the pass.
+    pub offsets: Vec<i64>,
+    /// Row by row: bit `i` of a row's word `w` admits KV index `32 w + i`. A row has `ceil(KV length after the pass / 32)`
+    /// words.
+    pub words: Vec<i32>,
+}
+
+impl AttentionMask {
+    /// Adds the rows of a segment. Draft rows are causal, and so are rows without runs.
+    fn add(&mut self, segment: Segment, request: &Request, rows: &MaskRows) {
+        self.offsets.push(self.words.len() as i64);
+        let kv_start = segment.kv_start(request);
+        let kv_end = kv_start + segment.len;
+        let words = kv_end.div_ceil(WORD_BITS);
+        let first_row = segment.start - request.rows.start;
+        for row in 0..segment.len {
+            let start = self.words.len();
+            self.words.resize(start + words, 0);
+            let words = &mut self.words[start..];
+            let mask = request.mask_rows.clone().nth(first_row + row);
+            let runs = mask.map_or(&[][..], |mask| rows.runs(mask));
+            if runs.is_empty() {
+                set_bits(words, 0..(kv_start + row + 1) as u64);
+            }
+            for visible in brle::true_ranges(runs, kv_end as u64) {
+                set_bits(words, visible);
+            }
+        }
+    }
+}
+
+impl Planner {
+    /// The attention mask of the last staged pass; `None` when its rows are causal.
+    #[must_use]
+    pub fn attention_mask(&self) -> Option<AttentionMask> {
+        let pass = self.stage.next_pass.checked_sub(1)?;
+        let segments = &self.segments[self.passes.get(pass)?.clone()];
+        let masked = self.requests[segments[0].request].sight != Sight::Causal;
+        masked.then(|| {
+            let mut mask = AttentionMask::default();
+            for &segment in segments {
+                mask.add(segment, &self.requests[segment.request], &self.mask_rows);
+            }
+            mask
+        })
+    }
+}
+
+const WORD_BITS: usize = u32::BITS as usize;
+
+/// Sets a range of bits that is not empty; bit `i` of word `w` is bit `32 w + i`.
+pub(crate) fn set_bits(words: &mut [i32], bits: Range<u64>) {
+    let (start, last) = (bits.start as usize, bits.end as usize - 1);
+    let head = u32::MAX << (start % WORD_BITS);
+    let tail = u32::MAX >> (WORD_BITS - 1 - last % WORD_BITS);
+    let (first_word, last_word) = (start / WORD_BITS, last / WORD_BITS);
+    if first_word == last_word {
+        words[first_word] |= (head & tail).cast_signed();
+        return;
+    }
+    words[first_word] |= head.cast_signed();
+    words[first_word + 1..last_word].fill(-1);
+    words[last_word] |= tail.cast_signed();
+}
