@@ -36,12 +36,14 @@ STEPS = 50
 
 
 @contextmanager
-def driver(model: Path, options: dict[str, object]) -> Iterator[tuple[Client, dict[str, int]]]:
+def driver(
+    model: Path, options: dict[str, object], device: str = "cuda:0"
+) -> Iterator[tuple[Client, dict[str, int]]]:
     """A driver process and its capabilities."""
     folder = Path(tempfile.mkdtemp())
     group = os.getpid() % 100_000
     lines = ["[model]", 'name = "check"', 'hf_repo = ""', f'snapshot_dir = "{model}"', "[driver]"]
-    lines += [f"group_id = {group}", 'device = ["cuda:0"]', 'activation_dtype = "bfloat16"']
+    lines += [f"group_id = {group}", f'device = ["{device}"]', 'activation_dtype = "bfloat16"']
     lines += ['spin_budget_us = "18446744073709551615"', "[driver.options]"]
     lines += [f"{key} = {json.dumps(value)}" for key, value in options.items()]
     config = folder / "driver.toml"
