@@ -176,6 +176,11 @@ class TestBudget:
         with pytest.raises(StartError, match=r"is 2, but the host has only 1\.0 GiB") as caught:
             memory.check_budget(2)
         assert "at most 1" in caught.value.hint
+        limit.write_text(f"{2 << 30}\n")
+        memory.check_budget(2)
+        limit.write_text(f"{(2 << 30) - 1}\n")
+        with pytest.raises(StartError):
+            memory.check_budget(2)
 
     def test_no_budget_is_always_there(self, limit: Path) -> None:
         limit.write_text("0\n")

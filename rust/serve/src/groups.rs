@@ -54,7 +54,8 @@ mod tests {
         let mut lengths = Vec::new();
         for (sources, targets) in groups(&sources, &targets, one_pool) {
             let read: Vec<u32> = sources.iter().map(|&page| pages[page as usize]).collect();
-            for (&target, value) in targets.iter().zip(read) {
+            // In any order: no target is written twice.
+            for (&target, value) in targets.iter().zip(read).rev() {
                 pages[target as usize + shift] = value;
             }
             lengths.push(sources.len());
