@@ -571,7 +571,8 @@ class FakeEngine:
         self.error: BaseException | None = None
         self.fails_in = ""
         self.passes = 0
-        self.copies: list[tuple[list[int], list[int]]] = []
+        self.copies: list[tuple[str, list[int], list[int]]] = []
+        self.host_pages = 0
         self.token = 42
         self.copy_ns = 0
         self.waited_ns = 0
@@ -580,7 +581,7 @@ class FakeEngine:
 
     @property
     def facts(self) -> Facts:
-        return Facts(64, 16, 300, 512, "llama3", "float32", "none")
+        return Facts(64, 16, 300, 512, "llama3", "float32", "none", self.host_pages)
 
     def forward(self, batch: _core.Pass) -> None:
         self.passes += 1
@@ -604,10 +605,10 @@ class FakeEngine:
         waited, self.waited_ns = self.waited_ns, 0
         return waited, 0
 
-    def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+    def copy_pages(self, direction: str, sources: Sequence[int], targets: Sequence[int]) -> None:
         self.fail("copy_pages")
         self.at_copy()
-        self.copies.append((list(sources), list(targets)))
+        self.copies.append((direction, list(sources), list(targets)))
 
     def fail(self, where: str) -> None:
         if self.error is not None and self.fails_in == where:
@@ -705,6 +706,22 @@ class TestProbes:
         assert run_batch(batch, engine).h2d_ns == 1_000_000
         server.unlink()
 
+    @pytest.mark.parametrize(
+        ("host_pages", "directions"), [(0, ["D2D"]), (1, ["D2D", "D2H", "H2D", "H2H"])]
+    )
+    def test_the_warm_up_copies_as_the_runtime_may(
+        self, host_pages: int, directions: list[str]
+    ) -> None:
+        name = f"/pie_shmem_g{drivers.new_group_id()}"
+        server = _core.Server(name, _core.ExitGuard.inert(), spin_budget_us=0)
+        server.unlink()
+        planner = make_planner()
+        engine = FakeEngine(planner)
+        engine.host_pages = host_pages
+        server.serve(planner, engine.block.data, lambda kind, text: None, host_pages=host_pages)
+        warm_up(server, engine)
+        assert engine.copies == [(direction, [0], [0]) for direction in directions]
+
 
 class TestEngineFailure:
     """An exception costs its frame alone."""
@@ -761,10 +778,15 @@ class TestEngineFailure:
         served.engine.error, served.engine.fails_in = RuntimeError("no copy"), "copy_pages"
         with logged(caplog) as records:
             assert served.client.copy("D2D", [1, 2], [3, 4]) == 5
-        assert [record.exc_info is not None for record in records] == [True]
+        (record,) = records
+        assert record.exc_info is not None
+        assert "D2D copy of 2 pages" in record.getMessage()
         served.engine.error = None
         assert served.client.copy("D2D", [1, 2], [3, 4]) == 0
-        assert served.engine.copies == [([1, 2], [3, 4])]
+        assert served.engine.copies == [("D2D", [1, 2], [3, 4])]
+        # Lists that overlap come in parts.
+        assert served.client.copy("D2D", [1, 2], [2, 3]) == 0
+        assert served.engine.copies[1:] == [("D2D", [1], [2]), ("D2D", [2], [3])]
 
     def test_a_client_that_gives_up_is_reported(self, served: Served) -> None:
         path = Path("/dev/shm", served.name.removeprefix("/"))

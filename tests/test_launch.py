@@ -136,13 +136,13 @@ def test_one_context_of_a_long_model_fits_with_one_token_pages() -> None:
 
 def test_the_capabilities_repeat_what_the_engine_found() -> None:
     config = config_of(cuda_graph_max_bs=7)
-    caps = launch.capabilities(config, facts_of(), DEFAULT_REQUEST_BYTES)
+    caps = launch.capabilities(config, facts_of(host_pages=90), DEFAULT_REQUEST_BYTES)
     assert (caps.total_pages, caps.kv_page_size, caps.vocab_size) == (4096, 16, 300)
     assert (caps.max_model_len, caps.arch_name) == (512, "llama3")
     assert caps.max_forward_requests == 7
     assert caps.activation_dtype == "bfloat16"
     assert caps.snapshot_dir == "snapshot"
-    assert caps.swap_pool_size == 0
+    assert caps.swap_pool_size == 90
     assert not caps.system_speculation_supported
     assert not caps.enable_system_speculation
 

@@ -146,7 +146,6 @@ def test_wrong_values(name: str, value: Any, parts: tuple[str, ...]) -> None:
 
 def test_what_is_not_finished_is_refused() -> None:
     refused({"spec_ngram_enabled": True}, "not available yet", "remove `spec_ngram_enabled`")
-    refused({"cpu_mem_budget_in_gb": 4}, "is 4", "not available yet", "to 0")
 
 
 def test_the_settings_of_speculation_may_stay() -> None:
@@ -276,4 +275,4 @@ def test_any_table_is_accepted_or_refused(table: dict[str, Any], device: str) ->
     else:
         assert set(table) <= {*valid_names(), "venv", "python"}
         assert not options.spec_ngram_enabled
-        assert options.cpu_mem_budget_in_gb == 0
+        assert 0 <= options.cpu_mem_budget_in_gb <= 2**20

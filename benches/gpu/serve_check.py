@@ -37,13 +37,13 @@ STEPS = 50
 
 @contextmanager
 def driver(
-    model: Path, options: dict[str, object], *, dtype: str = "bfloat16"
+    model: Path, options: dict[str, object], device: str = "cuda:0", *, dtype: str = "bfloat16"
 ) -> Iterator[tuple[Client, dict[str, int]]]:
     """A driver process and its capabilities."""
     folder = Path(tempfile.mkdtemp())
     group = os.getpid() % 100_000
     lines = ["[model]", 'name = "check"', 'hf_repo = ""', f'snapshot_dir = "{model}"', "[driver]"]
-    lines += [f"group_id = {group}", 'device = ["cuda:0"]', f'activation_dtype = "{dtype}"']
+    lines += [f"group_id = {group}", f'device = ["{device}"]', f'activation_dtype = "{dtype}"']
     lines += ['spin_budget_us = "18446744073709551615"', "[driver.options]"]
     lines += [f"{key} = {json.dumps(value)}" for key, value in options.items()]
     config = folder / "driver.toml"

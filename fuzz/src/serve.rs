@@ -13,7 +13,7 @@ use pie_ring::{
     ExitGuard, HEADER_BYTES, RegionLayout, SLOT_HEADER_BYTES, Server, ServerConfig, Wait,
 };
 use pie_serve::{Batch, DeviceTimes, Event, Job, Responder, status};
-use pie_wire::SCHEMA_HASH;
+use pie_wire::{CopyDirection, SCHEMA_HASH};
 use rustix::mm::{MapFlags, ProtFlags};
 use rustix::thread::futex;
 
@@ -37,6 +37,9 @@ const LIMITS: Limits = Limits {
     max_slots: 8,
     reply_bytes: RESPONSE as u32,
 };
+
+/// Pages of the host pool.
+const HOST_PAGES: u32 = 9;
 
 /// Offsets in the region, from the protocol's text.
 mod offset {
@@ -290,7 +293,7 @@ impl Region {
 
 /// The driver: answers for ever.
 fn serve(mut server: Server, prompts: &Prompts) {
-    let responder = Responder::new(Planner::new(LIMITS, 1), WAIT);
+    let responder = Responder::new(Planner::new(LIMITS, 1), HOST_PAGES, WAIT);
     let mut block = vec![0_u64; Layout::new(&LIMITS).bytes().div_ceil(8)];
     loop {
         match responder
@@ -318,13 +321,20 @@ fn serve(mut server: Server, prompts: &Prompts) {
 fn work(job: Job, block: &mut [u64]) {
     match job {
         Job::Copy(mut copy) => {
-            assert_eq!(copy.sources().len(), copy.targets().len());
-            assert!(
-                copy.sources()
-                    .iter()
-                    .chain(copy.targets())
-                    .all(|&page| page < LIMITS.total_pages)
-            );
+            let (from, to) = match copy.direction() {
+                CopyDirection::D2H => (LIMITS.total_pages, HOST_PAGES),
+                CopyDirection::H2D => (HOST_PAGES, LIMITS.total_pages),
+                CopyDirection::D2D => (LIMITS.total_pages, LIMITS.total_pages),
+                CopyDirection::H2H => (HOST_PAGES, HOST_PAGES),
+            };
+            let mut pairs = 0;
+            for (sources, targets) in copy.groups() {
+                assert_eq!(sources.len(), targets.len());
+                assert!(sources.iter().all(|&page| page < from));
+                assert!(targets.iter().all(|&page| page < to));
+                pairs += sources.len();
+            }
+            assert_eq!(pairs, copy.len());
             copy.commit(status::OK);
         }
         Job::Batch(mut batch) => {

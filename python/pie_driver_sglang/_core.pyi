@@ -130,7 +130,12 @@ class Client:
         """
     def copy(self, /, direction: str, sources: SupportsGetItem[int, SupportsIndex], targets: SupportsGetItem[int, SupportsIndex]) -> int | None:
         """
-        Copies pages within the pool ("D2D") or in another direction and returns the status code.
+        Copies pages and returns the status code.
+
+        Args:
+            direction: "D2H", "H2D", "D2D" or "H2H", with D for device pages and H for slots of the host pool.
+            sources: Pages to read.
+            targets: Pages to write, pair by pair.
         """
     def forward(self, /, requests: SupportsGetItem[int, Request]) -> Reply:
         """
@@ -144,21 +149,26 @@ class Client:
 @final
 class Copy:
     """
-    A copy of whole KV pages within the device pool. Dropped without a commit it is answered by an abort.
+    A copy of whole KV pages within or between the device pool and the host pool. Dropped without a commit it is answered
+    by an abort.
     """
+    def __len__(self, /) -> int:
+        """
+        Number of pages.
+        """
     def commit(self, /, status: SupportsIndex) -> None:
         """
         Answers with a status code: 0 = done, 5 = internal failure.
         """
     @property
-    def sources(self, /) -> list[int]:
+    def direction(self, /) -> str:
         """
-        Pages to read.
+        The pools of sources and targets: `"D2H"`, `"H2D"`, `"D2D"` or `"H2H"`, with D for device and H for host.
         """
-    @property
-    def targets(self, /) -> list[int]:
+    def groups(self, /) -> list[tuple[list[int], list[int]]]:
         """
-        Pages to write, pair by pair with the sources.
+        Sources and targets, cut so that copying the parts in order, and each of them at once, gives the result of
+        copying pair by pair. Only lists that overlap have more than one part.
         """
 
 @final
@@ -445,7 +455,7 @@ class Server:
         """
         Bytes that one response may have.
         """
-    def serve(self, /, planner: Planner, block: Buffer, report: Any) -> None:
+    def serve(self, /, planner: Planner, block: Buffer, report: Any, *, host_pages: SupportsIndex = 0) -> None:
         """
         Takes the planner and the staging block; iterate over the server afterwards.
 
@@ -453,6 +463,7 @@ class Server:
             planner: It cannot be used by anyone else from now on.
             block: Writable bytes, at least `planner.block_bytes` of them. The engine must not write to them.
             report: Called as `report(kind, text)` for what deserves a log line.
+            host_pages: Size of the engine's host pool; 0 for none.
 
         Raises:
             ValueError: The block is too small or not writable, or the planner was given away before.

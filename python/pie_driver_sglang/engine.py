@@ -30,6 +30,8 @@ class Facts(NamedTuple):
     """Activation dtype, e.g. ``bfloat16``."""
     attention_backend: str
     """SGLang's name of the attention backend."""
+    host_pages: int = 0
+    """Pages of the host's pool, for swapping: slots ``0..host_pages``."""
 
 
 class Engine(Protocol):
@@ -55,5 +57,13 @@ class Engine(Protocol):
     def take_waits(self) -> tuple[int, int]:
         """Host nanoseconds of host-to-device copies and of waiting, since the last call."""
 
-    def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copies whole KV pages of all layers within the device pool, pair by pair in order."""
+    def copy_pages(self, direction: str, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copies whole KV pages of all layers, at once; they are there when the call returns.
+
+        Args:
+            direction: The pools of sources and targets, `D2H`, `H2D`, `D2D` or `H2H`, with D for
+                the device's and H for the host's.
+            sources: Pages to read.
+            targets: Pages to write, pair by pair. None is named twice, and none is the source of a
+                later pair.
+        """

@@ -24,6 +24,7 @@ from pie_driver_sglang.device import check_device
 from pie_driver_sglang.errors import DriverError, RingError, StartError
 from pie_driver_sglang.handshake import UNLIMITED, Capabilities, Handshake
 from pie_driver_sglang.logs import configure_logging, format_failure
+from pie_driver_sglang.memory import check_budget
 from pie_driver_sglang.serve import serve, warm_up
 from pie_driver_sglang.trace import open_trace
 
@@ -92,7 +93,8 @@ def run(config: DriverConfig, guard: _core.ExitGuard, handshake: Handshake) -> N
         caps = capabilities(config, facts, server.request_capacity)
         handshake.announce(driver.group_id, server.name, caps)
         logger.info(
-            "serving %s (%s) on %s: %s, attention %s, %d pages of %d tokens, ready in %.1f s",
+            "serving %s (%s) on %s: %s, attention %s, %d pages of %d tokens, %d more on the host, "
+            "ready in %.1f s",
             config.model.name or config.model.snapshot_dir.name,
             facts.arch_name,
             driver.device[0],
@@ -100,6 +102,7 @@ def run(config: DriverConfig, guard: _core.ExitGuard, handshake: Handshake) -> N
             facts.attention_backend,
             facts.total_pages,
             facts.page_size,
+            facts.host_pages,
             time.monotonic() - started,
         )
         serve(server, engine, trace)
@@ -125,7 +128,7 @@ def capabilities(config: DriverConfig, facts: Facts, request_bytes: int) -> Capa
     return Capabilities(
         total_pages=facts.total_pages,
         kv_page_size=facts.page_size,
-        swap_pool_size=0,
+        swap_pool_size=facts.host_pages,
         max_forward_tokens=tokens,
         max_forward_requests=requests,
         max_page_refs=(room - _TOKEN_BYTES * tokens) // 4,
@@ -185,13 +188,14 @@ def _start(config: DriverConfig, server: _core.Server) -> Engine:
     architectures = config.model.hf_config["architectures"]
     spins = driver.spin_budget_us == NEVER_PARK
     environment.prepare(driver.device[0], architectures, spins=spins)
+    check_budget(driver.options.cpu_mem_budget_in_gb)
     check_device(driver.device[0])
     logger.info("importing SGLang")
     from pie_driver_sglang.sglang.load import load_engine
 
     logger.info("loading %s", config.model.snapshot_dir)
     planner, engine = load_engine(config)
-    server.serve(planner, engine.block.data, _report)
+    server.serve(planner, engine.block.data, _report, host_pages=engine.facts.host_pages)
     logger.info("warming up")
     try:
         warm_up(server, engine)

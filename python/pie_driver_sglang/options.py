@@ -37,7 +37,8 @@ class DriverOptions(msgspec.Struct, frozen=True, kw_only=True):
         kv_cache_dtype: Element type of the KV pages; `auto` follows the activations.
         trust_remote_code: Allow the snapshot to bring Python code of its own.
         context_length: Cap of the positions of one request; None for the model's.
-        cpu_mem_budget_in_gb: Pinned host memory for swapped pages, in GiB.
+        cpu_mem_budget_in_gb: Host memory for swapped pages, in GiB, page-locked for a GPU; 0 for
+            no swapping.
         spec_ngram_enabled: Draft tokens with n-grams.
         spec_ngram_num_drafts: Draft tokens proposed per step.
         spec_ngram_max_depth: Longest n-gram, in tokens.
@@ -331,13 +332,6 @@ def _refuse_unfinished(options: DriverOptions) -> None:
         raise ConfigError(
             "option `spec_ngram_enabled` is true, but n-gram speculation is not available yet",
             "remove `spec_ngram_enabled`; the other `spec_ngram_*` keys may stay",
-        )
-    if options.cpu_mem_budget_in_gb > 0:
-        raise ConfigError(
-            f"option `cpu_mem_budget_in_gb` is {options.cpu_mem_budget_in_gb}, but swapping pages "
-            "to host memory is not available yet",
-            "set `cpu_mem_budget_in_gb` to 0 or remove it; "
-            "the runtime recomputes suspended contexts",
         )
 
 

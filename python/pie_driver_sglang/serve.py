@@ -30,10 +30,12 @@ def serve(server: _core.Server, engine: Engine, trace: Trace | None) -> None:
 
 
 def warm_up(server: _core.Server, engine: Engine) -> None:
-    """Runs prefill, decode and mixed passes with every class of sampler, so that no request must.
+    """Runs every kind of pass, with every class of sampler, and of copy, so that no request must.
 
-    The passes write to the first pages of the pool, which nobody owns yet.
+    They write to the first pages of the pools, which nobody owns yet.
     """
+    for direction in ("D2D", "D2H", "H2D", "H2H") if engine.facts.host_pages else ("D2D",):
+        engine.copy_pages(direction, [0], [0])
     for requests in _rehearsals(engine.facts.page_size, engine.facts.total_pages):
         batch = server.rehearse(_core.encode_forward(requests))
         run_batch(batch, engine)
@@ -103,9 +105,12 @@ def _serve_batch(batch: _core.Batch, engine: Engine, trace: Trace | None) -> Non
 
 def _serve_copy(copy: _core.Copy, engine: Engine) -> None:
     try:
-        engine.copy_pages(copy.sources, copy.targets)
+        for sources, targets in copy.groups():
+            engine.copy_pages(copy.direction, sources, targets)
     except Exception:
-        logger.exception("a copy of %d pages failed", len(copy.sources), extra={"kind": "copy"})
+        logger.exception(
+            "a %s copy of %d pages failed", copy.direction, len(copy), extra={"kind": "copy"}
+        )
         copy.commit(STATUS_FAILED)
     else:
         copy.commit(STATUS_OK)

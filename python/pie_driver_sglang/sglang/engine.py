@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -29,6 +29,7 @@ from pie_driver_sglang.sglang.masked_attention import MaskedAttention
 if TYPE_CHECKING:
     from pie_driver_sglang._core import Pass, Planner, SlotGroup
     from pie_driver_sglang.sglang.boot import Booted
+    from pie_driver_sglang.sglang.pool import PagePools
 
 _TORCH_DTYPES = {"int64": torch.int64, "int32": torch.int32, "float32": torch.float32}
 
@@ -67,8 +68,9 @@ class _Block:
 class SglangEngine:
     """Implements :class:`pie_driver_sglang.engine.Engine`."""
 
-    def __init__(self, booted: Booted, planner: Planner, facts: Facts) -> None:
+    def __init__(self, booted: Booted, planner: Planner, facts: Facts, pools: PagePools) -> None:
         self._runner = booted.runner
+        self._pools = pools
         self.facts = facts
         device = torch.device(self._runner.device)
         layout = dict(planner.layout)
@@ -180,24 +182,9 @@ class SglangEngine:
         return logits.float()
 
     @torch.inference_mode()
-    def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copies pages within the pool; see :meth:`pie_driver_sglang.engine.Engine.copy_pages`."""
-        for group_sources, group_targets in _independent_groups(sources, targets):
-            source = torch.tensor(group_sources, device=self._runner.device) + 1
-            target = torch.tensor(group_targets, device=self._runner.device) + 1
-            for buffer in self._layer_buffers():
-                pages = buffer.view(-1, self.facts.page_size * buffer[0].numel())
-                pages[target] = pages[source]
-        self._synchronize()
-
-    def _layer_buffers(self) -> Iterator[torch.Tensor]:
-        pool = self._runner.token_to_kv_pool
-        for name in ("k_buffer", "v_buffer", "kv_buffer"):
-            yield from getattr(pool, name, ())
-
-    def _synchronize(self) -> None:
-        if self._copied is not None:
-            torch.cuda.current_stream().synchronize()
+    def copy_pages(self, direction: str, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copies pages; see :meth:`pie_driver_sglang.engine.Engine.copy_pages`."""
+        self._pools.copy(direction, sources, targets)
 
     def _upload(self, batch: Pass) -> None:
         if self._copied is not None:
@@ -252,23 +239,3 @@ class SglangEngine:
                 "extend_prefix_lens_cpu": host["extend_prefix_lens"][:requests].tolist(),
             }
         return ForwardBatch(**fields)
-
-
-def _independent_groups(
-    sources: Sequence[int], targets: Sequence[int]
-) -> Iterator[tuple[list[int], list[int]]]:
-    """Cuts the pairs so that within a group no page is written twice, or read after it was written.
-
-    Each group can then be copied at once with the result of copying pair by pair in order.
-    """
-    group: tuple[list[int], list[int]] = ([], [])
-    written: set[int] = set()
-    for source, target in zip(sources, targets, strict=True):
-        if source in written or target in written:
-            yield group
-            group, written = ([], []), set()
-        group[0].append(source)
-        group[1].append(target)
-        written.add(target)
-    if group[0]:
-        yield group

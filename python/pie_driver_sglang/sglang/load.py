@@ -11,6 +11,7 @@ from pie_driver_sglang.engine import Facts
 from pie_driver_sglang.sglang import support
 from pie_driver_sglang.sglang.boot import boot
 from pie_driver_sglang.sglang.engine import SglangEngine
+from pie_driver_sglang.sglang.pool import PagePools, host_pages, page_buffers
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +30,8 @@ def load_engine(config: DriverConfig) -> tuple[Planner, SglangEngine]:
     booted = boot(config)
     runner, options = booted.runner, config.driver.options
     args, model_config = runner.server_args, runner.model_config
+    buffers = page_buffers(runner.token_to_kv_pool)
+    pools = PagePools(buffers, host_pages(options.cpu_mem_budget_in_gb, buffers))
     facts = Facts(
         total_pages=runner.max_total_num_tokens // args.page_size,
         page_size=args.page_size,
@@ -37,6 +40,7 @@ def load_engine(config: DriverConfig) -> tuple[Planner, SglangEngine]:
         arch_name=arch_name(config.model.hf_config),
         dtype=str(model_config.dtype).removeprefix("torch."),
         attention_backend=args.attention_backend,
+        host_pages=pools.host_pages,
     )
     chunk = options.chunked_prefill_size
     if chunk is None or chunk <= 0:
@@ -56,4 +60,4 @@ def load_engine(config: DriverConfig) -> tuple[Planner, SglangEngine]:
         random_seed=config.driver.random_seed % 2**64,
         masks=obstacle is None,
     )
-    return planner, SglangEngine(booted, planner, facts)
+    return planner, SglangEngine(booted, planner, facts, pools)

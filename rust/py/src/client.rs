@@ -90,7 +90,12 @@ impl Client {
         self.send(py, &frame(&requests, 0))
     }
 
-    /// Copies pages within the pool ("D2D") or in another direction and returns the status code.
+    /// Copies pages and returns the status code.
+    ///
+    /// Args:
+    ///     direction: "D2H", "H2D", "D2D" or "H2H", with D for device pages and H for slots of the host pool.
+    ///     sources: Pages to read.
+    ///     targets: Pages to write, pair by pair.
     fn copy(
         &self,
         py: Python<'_>,

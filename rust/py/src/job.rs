@@ -342,7 +342,8 @@ fn values<T: Element>(py: Python<'_>, buffer: Option<PyBuffer<T>>) -> PyResult<V
     buffer.map_or_else(|| Ok(Vec::new()), |buffer| buffer.to_vec(py))
 }
 
-/// A copy of whole KV pages within the device pool. Dropped without a commit it is answered by an abort.
+/// A copy of whole KV pages within or between the device pool and the host pool. Dropped without a commit it is answered
+/// by an abort.
 #[pyclass(module = "pie_driver_sglang._core")]
 pub(crate) struct Copy {
     inner: pie_serve::Copy,
@@ -357,16 +358,21 @@ impl Copy {
 
 #[pymethods]
 impl Copy {
-    /// Pages to read.
-    #[getter]
-    fn sources(&self) -> &[u32] {
-        self.inner.sources()
+    /// Number of pages.
+    const fn __len__(&self) -> usize {
+        self.inner.len()
     }
 
-    /// Pages to write, pair by pair with the sources.
+    /// The pools of sources and targets: `"D2H"`, `"H2D"`, `"D2D"` or `"H2H"`, with D for device and H for host.
     #[getter]
-    fn targets(&self) -> &[u32] {
-        self.inner.targets()
+    fn direction(&self) -> String {
+        format!("{:?}", self.inner.direction())
+    }
+
+    /// Sources and targets, cut so that copying the parts in order, and each of them at once, gives the result of
+    /// copying pair by pair. Only lists that overlap have more than one part.
+    fn groups(&self) -> Vec<(&[u32], &[u32])> {
+        self.inner.groups().collect()
     }
 
     /// Answers with a status code: 0 = done, 5 = internal failure.

@@ -109,17 +109,25 @@ impl Server {
     ///     planner: It cannot be used by anyone else from now on.
     ///     block: Writable bytes, at least `planner.block_bytes` of them. The engine must not write to them.
     ///     report: Called as `report(kind, text)` for what deserves a log line.
+    ///     host_pages: Size of the engine's host pool; 0 for none.
     ///
     /// Raises:
     ///     ValueError: The block is too small or not writable, or the planner was given away before.
     ///     RuntimeError: The server serves already.
-    fn serve(&self, planner: &mut Planner, block: PyBuffer<u8>, report: Py<PyAny>) -> PyResult<()> {
+    #[pyo3(signature = (planner, block, report, *, host_pages = 0))]
+    fn serve(
+        &self,
+        planner: &mut Planner,
+        block: PyBuffer<u8>,
+        report: Py<PyAny>,
+        host_pages: u32,
+    ) -> PyResult<()> {
         let shared = Shared::new(block, planner.block_bytes(), report)?;
         let planner = planner
             .inner
             .take()
             .ok_or_else(|| PyValueError::new_err("the planner already serves"))?;
-        let responder = Responder::new(planner, self.wait);
+        let responder = Responder::new(planner, host_pages, self.wait);
         let shared = Arc::new(shared);
         let started = self.serving.set(Serving { responder, shared });
         started.map_err(|_| PyRuntimeError::new_err("the server serves already"))

@@ -1,43 +1,58 @@
 //! An open copy of pages.
 
 use pie_ring::Lease;
+use pie_wire::CopyDirection;
 
+use crate::groups::groups;
 use crate::note::Note;
 
-/// A copy of whole KV pages within the device pool, pair by pair. Dropped without a commit it is
-/// answered by an abort.
+/// Which pages to copy: as many sources as targets, all within their pools.
+pub(crate) struct Pairs {
+    pub(crate) direction: CopyDirection,
+    pub(crate) sources: Vec<u32>,
+    pub(crate) targets: Vec<u32>,
+}
+
+/// A copy of whole KV pages within or between the device pool and the host pool, pair by pair.
+/// Dropped without a commit it is answered by an abort.
 pub struct Copy {
     lease: Option<Lease>,
     driver_id: u32,
-    sources: Vec<u32>,
-    targets: Vec<u32>,
+    pairs: Pairs,
 }
 
 impl Copy {
-    pub(crate) const fn new(
-        lease: Lease,
-        driver_id: u32,
-        sources: Vec<u32>,
-        targets: Vec<u32>,
-    ) -> Self {
+    pub(crate) const fn new(lease: Lease, driver_id: u32, pairs: Pairs) -> Self {
         Self {
             lease: Some(lease),
             driver_id,
-            sources,
-            targets,
+            pairs,
         }
     }
 
-    /// Pages to read.
+    /// The pools that sources and targets belong to.
     #[must_use]
-    pub fn sources(&self) -> &[u32] {
-        &self.sources
+    pub const fn direction(&self) -> CopyDirection {
+        self.pairs.direction
     }
 
-    /// Pages to write, as many as sources.
+    /// Number of pairs.
     #[must_use]
-    pub fn targets(&self) -> &[u32] {
-        &self.targets
+    #[expect(clippy::len_without_is_empty, reason = "no copy is empty")]
+    pub const fn len(&self) -> usize {
+        self.pairs.sources.len()
+    }
+
+    /// Sources and targets, cut so that copying the parts in order, and each of them at once, gives
+    /// the result of copying pair by pair. Only lists that overlap have more than one part.
+    pub fn groups(&self) -> impl Iterator<Item = (&[u32], &[u32])> {
+        let Pairs {
+            direction,
+            sources,
+            targets,
+        } = &self.pairs;
+        let one_pool = matches!(direction, CopyDirection::D2D | CopyDirection::H2H);
+        groups(sources, targets, one_pool)
     }
 
     /// Answers with a code of [`crate::status`], once.

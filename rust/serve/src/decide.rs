@@ -9,6 +9,7 @@ use pie_wire::{
     CopyResource, NativeSlice,
 };
 
+use crate::copy::Pairs;
 use crate::status;
 
 /// What to do about a request.
@@ -31,8 +32,8 @@ pub(crate) enum Action {
         kind: &'static str,
         text: String,
     },
-    /// Copy pages: sources and targets.
-    Copy(Vec<u32>, Vec<u32>),
+    /// Copy pages.
+    Copy(Pairs),
 }
 
 impl Action {
@@ -47,7 +48,13 @@ impl Action {
 
 /// Reads the request and plans it if it is a batch. What is read is a copy in `words`: a client that
 /// gives up rewrites its slot at any time, and what was checked must still be true when it is used.
-pub(crate) fn decide(lease: &Lease, words: &mut Vec<u64>, planner: &mut Planner) -> Decision {
+/// `host_pages` is the size of the host pool.
+pub(crate) fn decide(
+    lease: &Lease,
+    words: &mut Vec<u64>,
+    planner: &mut Planner,
+    host_pages: u32,
+) -> Decision {
     let started = Instant::now();
     let length = lease.copy_request(words).map_err(|error| error.to_string());
     let bytes: &[u8] = bytemuck::cast_slice(words);
@@ -62,7 +69,9 @@ pub(crate) fn decide(lease: &Lease, words: &mut Vec<u64>, planner: &mut Planner)
             let action = match &frame.payload {
                 ArchivedPayload::Health => Some(Action::Status(status::OK)),
                 ArchivedPayload::Adapter(request) => Some(adapter(request)),
-                ArchivedPayload::Copy(request) => Some(copy(request, planner.limits().total_pages)),
+                ArchivedPayload::Copy(request) => {
+                    Some(copy(request, planner.limits().total_pages, host_pages))
+                }
                 ArchivedPayload::Forward(request) => {
                     let planned = planner.plan(driver_id, request);
                     planned
@@ -91,30 +100,54 @@ fn adapter(request: &ArchivedAdapterRequest) -> Action {
     Action::refuse(code, "adapter", text)
 }
 
-fn copy(request: &ArchivedCopyRequest, total_pages: u32) -> Action {
+fn copy(request: &ArchivedCopyRequest, device_pages: u32, host_pages: u32) -> Action {
     let (direction, resource) = (request.dir.to_native(), request.resource.to_native());
     let (sources, targets) = (request.srcs.native(), request.dsts.native());
-    let operation = format!("{direction:?} copy of {resource:?}");
-    if direction != CopyDirection::D2D || resource != CopyResource::Kv {
+    let refuse = |code, text: String| {
+        let text = format!("{direction:?} copy of {resource:?} {text}");
+        Action::refuse(code, "copy", text)
+    };
+    if resource != CopyResource::Kv {
+        let text = "is not supported: the model has no recurrent state";
+        return refuse(status::UNSUPPORTED, text.to_owned());
+    }
+    if host_pages == 0 && direction != CopyDirection::D2D {
         let text =
-            format!("{operation} is not supported: there is no host pool and no recurrent state");
-        return Action::refuse(status::UNSUPPORTED, "copy", text);
+            "is not supported: there is no host pool, as the option `cpu_mem_budget_in_gb` is 0";
+        return refuse(status::UNSUPPORTED, text.to_owned());
     }
     if sources.len() != targets.len() {
         let (from, to) = (sources.len(), targets.len());
-        let text = format!("{operation} names {from} sources and {to} targets");
-        return Action::refuse(status::MALFORMED, "copy", text);
+        let text = format!("names {from} sources and {to} targets");
+        return refuse(status::MALFORMED, text);
     }
-    if let Some(page) = sources
-        .iter()
-        .chain(targets)
-        .find(|&&page| page >= total_pages)
-    {
-        let text = format!("{operation} names page {page}; the pool has {total_pages} pages");
-        return Action::refuse(status::OUT_OF_RANGE, "copy", text);
+    let device = ("device page", device_pages);
+    let host = ("host slot", host_pages);
+    let (source_pool, target_pool) = match direction {
+        CopyDirection::D2H => (device, host),
+        CopyDirection::H2D => (host, device),
+        CopyDirection::D2D => (device, device),
+        CopyDirection::H2H => (host, host),
+    };
+    let outside =
+        outside("source", sources, source_pool).or_else(|| outside("target", targets, target_pool));
+    if let Some(text) = outside {
+        return refuse(status::OUT_OF_RANGE, text);
     }
     if sources.is_empty() {
         return Action::Status(status::OK);
     }
-    Action::Copy(sources.to_vec(), targets.to_vec())
+    Action::Copy(Pairs {
+        direction,
+        sources: sources.to_vec(),
+        targets: targets.to_vec(),
+    })
+}
+
+/// Names the first id that the pool, of `limit` pages called `noun`, does not have.
+fn outside(role: &str, ids: &[u32], (noun, limit): (&str, u32)) -> Option<String> {
+    let id = ids.iter().find(|&&id| id >= limit)?;
+    Some(format!(
+        "names {role} {noun} {id}, but there are only {limit}"
+    ))
 }

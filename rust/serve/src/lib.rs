@@ -8,6 +8,7 @@
 mod batch;
 mod copy;
 mod decide;
+mod groups;
 mod note;
 mod responder;
 mod timing;

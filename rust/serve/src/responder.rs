@@ -54,16 +54,19 @@ pub struct Responder {
     desk: Arc<Desk>,
     /// The request under examination, as large as the largest so far.
     request: Mutex<Vec<u64>>,
+    host_pages: u32,
     wait: Wait,
 }
 
 impl Responder {
-    /// A responder that plans with `planner` and waits by `wait`.
+    /// A responder that plans with `planner` and waits by `wait`. The engine's host pool has
+    /// `host_pages` pages; 0 for none.
     #[must_use]
-    pub fn new(planner: Planner, wait: Wait) -> Self {
+    pub fn new(planner: Planner, host_pages: u32, wait: Wait) -> Self {
         Self {
             desk: Arc::new(Desk::new(planner)),
             request: Mutex::default(),
+            host_pages,
             wait,
         }
     }
@@ -98,7 +101,7 @@ impl Responder {
             plan,
         } = {
             let mut words = self.request.lock().unwrap_or_else(PoisonError::into_inner);
-            decide(&lease, &mut words, &mut planner)
+            decide(&lease, &mut words, &mut planner, self.host_pages)
         };
         let timing = Timing {
             received_ns,
@@ -154,9 +157,7 @@ impl Responder {
 /// Answers a request, or hands out its copy.
 fn act(lease: Lease, driver_id: u32, action: Action) -> Event {
     match action {
-        Action::Copy(sources, targets) => {
-            Event::Job(Job::Copy(Copy::new(lease, driver_id, sources, targets)))
-        }
+        Action::Copy(pairs) => Event::Job(Job::Copy(Copy::new(lease, driver_id, pairs))),
         Action::Status(code) => Event::Notes(answer(lease, driver_id, code).into_iter().collect()),
         Action::Refuse { code, kind, text } => {
             // The answer comes first: a slow log must not delay it.

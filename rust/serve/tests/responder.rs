@@ -1,11 +1,12 @@
 //! A client against the responder, with an engine that samples token 7.
 
+use std::cell::RefCell;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::thread;
 
 use pie_batch::{Layout, Limits, Outputs, Planner};
 use pie_ring::{Client, ClientConfig, ExitGuard, RegionLayout, Server, ServerConfig, Wait};
-use pie_serve::{Batch, DeviceTimes, Event, Job, RehearsalError, Responder, status};
+use pie_serve::{Batch, DeviceTimes, Event, Job, Note, RehearsalError, Responder, status};
 use pie_wire::{
     AdapterBinding, AdapterOp, AdapterRequest, ArchivedResponsePayload, CopyDirection, CopyRequest,
     CopyResource, ForwardRequest, Frame, NativeSlice, Payload, Reply, Sampler,
@@ -22,6 +23,7 @@ const LIMITS: Limits = Limits {
     max_slots: 8,
     reply_bytes: 1 << 16,
 };
+const HOST_PAGES: u32 = 4;
 
 /// What the client saw.
 #[derive(Debug, PartialEq)]
@@ -109,9 +111,12 @@ fn run(batch: &mut Batch) {
     }
 }
 
-/// Sends `requests` in order; the engine does what `serve` says. Returns the answers and the kinds
-/// of the notes.
-fn converse(requests: &[Vec<u8>], serve: fn(Job)) -> (Vec<Answer>, Vec<&'static str>) {
+/// Sends `requests` in order to a responder with `host_pages`; the engine does what `serve` says.
+fn converse_with(
+    host_pages: u32,
+    requests: &[Vec<u8>],
+    serve: impl Fn(Job),
+) -> (Vec<Answer>, Vec<Note>) {
     static NUMBER: AtomicU32 = AtomicU32::new(0);
     let number = NUMBER.fetch_add(1, Ordering::Relaxed);
     let name = format!("/pie_serve_test_{}_{number}", std::process::id());
@@ -121,8 +126,8 @@ fn converse(requests: &[Vec<u8>], serve: fn(Job)) -> (Vec<Answer>, Vec<&'static 
     let mut ring = Server::create(&config, &ExitGuard::inert()).unwrap();
     let client = Client::open(&name, pie_wire::SCHEMA_HASH, ClientConfig::default()).unwrap();
     let stop = ring.stop_handle();
-    let responder = Responder::new(Planner::new(LIMITS, 1), Wait::Park);
-    let mut kinds = Vec::new();
+    let responder = Responder::new(Planner::new(LIMITS, 1), host_pages, Wait::Park);
+    let mut noted = Vec::new();
     let answers = thread::scope(|scope| {
         let answers = scope.spawn(move || {
             let answers = requests
@@ -135,13 +140,19 @@ fn converse(requests: &[Vec<u8>], serve: fn(Job)) -> (Vec<Answer>, Vec<&'static 
         loop {
             match responder.next(&mut ring).unwrap() {
                 Event::Stopped => break,
-                Event::Notes(notes) => kinds.extend(notes.iter().map(|note| note.kind)),
+                Event::Notes(notes) => noted.extend(notes),
                 Event::Job(job) => serve(job),
             }
         }
         answers.join().unwrap()
     });
-    (answers, kinds)
+    (answers, noted)
+}
+
+/// [`converse_with`] a host pool; of the notes only the kinds.
+fn converse(requests: &[Vec<u8>], serve: fn(Job)) -> (Vec<Answer>, Vec<&'static str>) {
+    let (answers, notes) = converse_with(HOST_PAGES, requests, serve);
+    (answers, notes.iter().map(|note| note.kind).collect())
 }
 
 fn serve_all(job: Job) {
@@ -151,7 +162,10 @@ fn serve_all(job: Job) {
             assert_eq!(batch.commit(DeviceTimes::default()), []);
         }
         Job::Copy(mut copy) => {
-            assert_eq!((copy.sources(), copy.targets()), (&[1, 2][..], &[3, 4][..]));
+            assert_eq!(copy.direction(), CopyDirection::D2D);
+            assert_eq!(copy.len(), 2);
+            let groups: Vec<_> = copy.groups().collect();
+            assert_eq!(groups, [(&[1, 2][..], &[3, 4][..])]);
             assert_eq!(copy.commit(status::OK), None);
             assert_eq!(
                 copy.commit(status::FAILED),
@@ -213,7 +227,7 @@ fn what_needs_no_model_is_answered_alone() {
         copy(CopyDirection::D2D, &[], &[], CopyResource::Kv),
         copy(CopyDirection::D2D, &[1], &[], CopyResource::Kv),
         copy(CopyDirection::D2D, &[32], &[1], CopyResource::Kv),
-        copy(CopyDirection::D2H, &[1], &[1], CopyResource::Kv),
+        copy(CopyDirection::D2H, &[1], &[4], CopyResource::Kv),
         copy(CopyDirection::D2D, &[1], &[1], CopyResource::Rs),
         vec![0xA5; 1000],
         encode(Payload::Forward(broken)),
@@ -221,7 +235,7 @@ fn what_needs_no_model_is_answered_alone() {
         encode(Payload::Forward(forward(&[0, 0, 0]))),
     ];
     let (answers, kinds) = converse(&requests, must_not_be_called);
-    let codes = [0, 4, -1, 0, 2, 3, 4, 4, 2, 2].map(Answer::Status);
+    let codes = [0, 4, -1, 0, 2, 3, 3, 4, 2, 2].map(Answer::Status);
     assert_eq!(answers[..codes.len()], codes);
     let empty = [Answer::Tokens(vec![]), Answer::Tokens(vec![vec![]; 3])];
     assert_eq!(answers[codes.len()..], empty);
@@ -278,7 +292,7 @@ fn one_bad_request_is_emptied_with_its_reason() {
 
 #[test]
 fn rehearsals_plan_any_forward_frame_at_any_address() {
-    let responder = Responder::new(Planner::new(LIMITS, 1), Wait::Park);
+    let responder = Responder::new(Planner::new(LIMITS, 1), 0, Wait::Park);
     let bytes = [vec![0], encode(Payload::Forward(forward(&[3, 1])))].concat();
     let mut batch = responder.rehearse(&bytes[1..]).unwrap();
     assert!(matches!(
@@ -305,4 +319,118 @@ fn rehearsals_plan_any_forward_frame_at_any_address() {
     ));
     drop(responder.rehearse(&bytes[1..]).unwrap());
     assert!(responder.rehearse(&bytes[1..]).is_ok());
+}
+
+/// What each direction reads and writes: the size of its source pool and of its target pool.
+const POOLS: [(CopyDirection, u32, u32); 4] = [
+    (CopyDirection::D2H, LIMITS.total_pages, HOST_PAGES),
+    (CopyDirection::H2D, HOST_PAGES, LIMITS.total_pages),
+    (CopyDirection::D2D, LIMITS.total_pages, LIMITS.total_pages),
+    (CopyDirection::H2H, HOST_PAGES, HOST_PAGES),
+];
+
+/// A direction, and the sources and targets of each part.
+type Seen = (CopyDirection, Vec<(Vec<u32>, Vec<u32>)>);
+
+/// Sends copies; every one that reaches the engine is done. Returns what the engine saw, too.
+fn converse_copies(host_pages: u32, requests: &[Vec<u8>]) -> (Vec<Seen>, Vec<Answer>, Vec<String>) {
+    let seen = RefCell::new(Vec::new());
+    let (answers, notes) = converse_with(host_pages, requests, |job| {
+        let Job::Copy(mut copy) = job else { return };
+        let groups = copy.groups();
+        let groups: Vec<_> = groups
+            .map(|(from, to)| (from.to_vec(), to.to_vec()))
+            .collect();
+        let pairs = groups.iter().map(|(sources, _)| sources.len()).sum();
+        if copy.len() == pairs {
+            seen.borrow_mut().push((copy.direction(), groups));
+            copy.commit(status::OK);
+        }
+    });
+    let texts = notes.into_iter().map(|note| note.text).collect();
+    (seen.into_inner(), answers, texts)
+}
+
+#[test]
+fn every_direction_has_its_own_bounds() {
+    for (direction, source_limit, target_limit) in POOLS {
+        let send =
+            |sources: &[u32], targets: &[u32]| copy(direction, sources, targets, CopyResource::Kv);
+        let (last_source, last_target) = (source_limit - 1, target_limit - 1);
+        let requests = [
+            send(&[last_source, 0], &[last_target, 1]),
+            send(&[], &[]),
+            send(&[0, source_limit], &[1, 2]),
+            send(&[0, 1], &[target_limit, u32::MAX]),
+            send(&[0, 1], &[2]),
+            send(&[], &[u32::MAX]),
+        ];
+        let (seen, answers, texts) = converse_copies(HOST_PAGES, &requests);
+        let group = (vec![last_source, 0], vec![last_target, 1]);
+        assert_eq!(seen, [(direction, vec![group])]);
+        let codes = [0, 0, 3, 3, 2, 2].map(Answer::Status);
+        assert_eq!(answers, codes, "{direction:?}");
+        let outside = |role, limit| {
+            let noun = if limit == HOST_PAGES {
+                "host slot"
+            } else {
+                "device page"
+            };
+            format!("names {role} {noun} {limit}, but there are only {limit}; answered status 3")
+        };
+        let expected = [
+            outside("source", source_limit),
+            outside("target", target_limit),
+            "names 2 sources and 1 targets; answered status 2".to_owned(),
+            "names 0 sources and 1 targets; answered status 2".to_owned(),
+        ];
+        assert_eq!(
+            texts,
+            expected.map(|text| format!("{direction:?} copy of Kv {text}"))
+        );
+    }
+}
+
+#[test]
+fn without_a_host_pool_only_the_device_copies() {
+    let kv = |direction, pages: &[u32]| copy(direction, pages, pages, CopyResource::Kv);
+    let requests = [
+        kv(CopyDirection::D2H, &[0]),
+        kv(CopyDirection::H2D, &[0]),
+        kv(CopyDirection::H2H, &[0]),
+        kv(CopyDirection::D2H, &[]),
+        kv(CopyDirection::D2D, &[1]),
+    ];
+    let (seen, answers, texts) = converse_copies(0, &requests);
+    assert_eq!(answers, [4, 4, 4, 4, 0].map(Answer::Status));
+    assert_eq!(seen.len(), 1);
+    assert_eq!(texts.len(), 4);
+    assert!(
+        texts
+            .iter()
+            .all(|text| text.contains("cpu_mem_budget_in_gb"))
+    );
+}
+
+#[test]
+fn overlapping_lists_come_in_parts() {
+    let group = |sources: &[u32], targets: &[u32]| (sources.to_vec(), targets.to_vec());
+    for (direction, _, _) in POOLS {
+        let request = copy(direction, &[0, 1, 2, 3], &[1, 2, 0, 2], CopyResource::Kv);
+        let (seen, answers, _) = converse_copies(HOST_PAGES, &[request]);
+        let groups = match direction {
+            // Pages 1 and 2 are read after they were written.
+            CopyDirection::D2D | CopyDirection::H2H => vec![
+                group(&[0], &[1]),
+                group(&[1], &[2]),
+                group(&[2, 3], &[0, 2]),
+            ],
+            // The target 2 is written twice.
+            CopyDirection::D2H | CopyDirection::H2D => {
+                vec![group(&[0, 1, 2], &[1, 2, 0]), group(&[3], &[2])]
+            }
+        };
+        assert_eq!(seen, [(direction, groups)]);
+        assert_eq!(answers, [Answer::Status(status::OK)]);
+    }
 }

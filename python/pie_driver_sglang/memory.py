@@ -1,0 +1,40 @@
+"""Whether the host has the memory that was asked for, before anything slow is imported."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pie_driver_sglang.errors import StartError
+
+_CONTAINER_LIMITS = (
+    Path("/sys/fs/cgroup/memory.max"),
+    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+)
+
+
+def check_budget(gib: int) -> None:
+    """Refuses a budget for swapped pages that the host cannot give.
+
+    Args:
+        gib: The option `cpu_mem_budget_in_gb`.
+
+    Raises:
+        StartError: The budget exceeds the host's free memory, or its container's limit.
+    """
+    available = available_bytes() if gib else 0
+    if gib << 30 > available:
+        raise StartError(
+            f"option `cpu_mem_budget_in_gb` is {gib}, but the host has only "
+            f"{available / 2**30:.1f} GiB of memory available",
+            f"set `cpu_mem_budget_in_gb` to at most {available >> 30}",
+        )
+
+
+def available_bytes() -> int:
+    """Memory that can be had without swapping, within the container's limit if there is one."""
+    import psutil
+
+    # Without a limit the file is missing, says "max" or gives a huge number.
+    texts = [path.read_text().strip() for path in _CONTAINER_LIMITS if path.is_file()]
+    limits = [int(text) for text in texts if text.isdecimal()]
+    return int(min([psutil.virtual_memory().available, *limits]))

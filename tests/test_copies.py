@@ -1,0 +1,242 @@
+"""Page copies of a running driver: swapped contexts go on as if nothing had happened."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import drivers
+from pie_driver_sglang import _core
+from pie_driver_sglang._core import Sampler
+from reference import Context, Pages, random_tokens
+from tiny_models import VOCABULARY
+
+pytestmark = pytest.mark.engine
+
+PAGE = 16
+BUDGET = 1 << 30
+OK, MALFORMED, OUT_OF_RANGE = 0, 2, 3
+PAGE_BYTES = {"float32": 2 * 2 * PAGE * 2 * 16 * 4, "bfloat16": 2 * 2 * PAGE * 2 * 16 * 2}
+"""The tiny Llama: layers, keys and values, tokens, heads, their width, bytes."""
+
+
+class Bench:
+    """A driver with a host pool, and the runtime's allocators."""
+
+    def __init__(self, driver: drivers.Driver) -> None:
+        self.driver = driver
+        self.client = driver.client()
+        self.device = Pages(driver.caps["total_pages"], PAGE)
+        self.host = Pages(driver.caps["swap_pool_size"], PAGE)
+
+    def copy(self, direction: str, sources: list[int], targets: list[int]) -> None:
+        assert self.client.copy(direction, sources, targets) == OK
+
+    def started(self, tokens: list[int]) -> Context:
+        """A context that stores `tokens`."""
+        context = Context(self.device)
+        assert len(self.client.forward([context.append(tokens)]).tokens[0]) == 1
+        return context
+
+    def logits(self, context: Context, token: int) -> list[float]:
+        """Logits behind one more token, bit for bit."""
+        context.append([token])
+        request = _core.Request(
+            [token],
+            context.positions[-1:],
+            context.pages,
+            (len(context.tokens) - 1) % PAGE + 1,
+            [(0, Sampler.raw_logits())],
+            context_id=context.id,
+        )
+        ((row,),) = self.client.forward([request]).logits
+        assert len(row) == VOCABULARY
+        return row
+
+    def greedy(self, context: Context, token: int, steps: int) -> list[int]:
+        found = []
+        for _ in range(steps):
+            ((token,),) = self.client.forward([context.append([token])]).tokens
+            found.append(token)
+        return found
+
+    def store_page(self, page: int, tokens: list[int]) -> None:
+        request = _core.Request(tokens, list(range(PAGE)), [page], PAGE)
+        assert self.client.forward([request]).tokens == [[]]
+
+    def page_logits(self, page: int, prompt: list[int]) -> list[float]:
+        """Logits of a page's last token, which is stored again, over those that the page holds."""
+        sampler = [(0, Sampler.raw_logits())]
+        request = _core.Request(prompt[-1:], [PAGE - 1], [page], PAGE, sampler)
+        ((row,),) = self.client.forward([request]).logits
+        return row
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def driver(
+    request: pytest.FixtureRequest, llama_snapshot: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[drivers.Driver]:
+    config = drivers.write_config(
+        tmp_path_factory.mktemp("copies"),
+        llama_snapshot,
+        activation_dtype=request.param,
+        options={"cpu_mem_budget_in_gb": 1, "page_size": PAGE},
+    )
+    with drivers.fork(config) as driver:
+        assert driver.caps["swap_pool_size"] == BUDGET // PAGE_BYTES[request.param]
+        yield driver
+    assert driver.stop() == 0
+    assert not driver.region.exists()
+
+
+@pytest.fixture
+def bench(driver: drivers.Driver) -> Bench:
+    return Bench(driver)
+
+
+def prompt(length: int, *seed: object) -> list[int]:
+    return random_tokens(VOCABULARY, length, *seed)
+
+
+def take(pages: Pages, count: int) -> list[int]:
+    return [pages.take() for _ in range(count)]
+
+
+def continues_alike(bench: Bench, disturbed: Context, undisturbed: Context) -> None:
+    """Both contexts hold the same tokens; what follows is the same to the last bit."""
+    assert disturbed.tokens == undisturbed.tokens
+    assert disturbed.pages != undisturbed.pages
+    for token in prompt(3, "next"):
+        assert bench.logits(disturbed, token) == bench.logits(undisturbed, token)
+    assert bench.greedy(disturbed, 7, 20) == bench.greedy(undisturbed, 7, 20)
+
+
+@pytest.mark.parametrize("length", [16, 70, 300])
+@pytest.mark.parametrize("order", ["as allocated", "scattered"])
+def test_a_swapped_context_goes_on(bench: Bench, length: int, order: str) -> None:
+    tokens = prompt(length, "swapped")
+    undisturbed, context = bench.started(tokens), bench.started(tokens)
+    slots = take(bench.host, len(context.pages))
+    if order == "scattered":
+        slots = random.Random(length).sample(range(200), len(slots))
+    former = context.pages
+    bench.copy("D2H", former, slots)
+    bench.device.give_back(reversed(former))
+    others = [bench.started(prompt(length, "over it", number)) for number in range(2)]
+    assert set(former) <= {page for other in others for page in other.pages}
+    context.pages = take(bench.device, len(former))
+    assert not set(context.pages) & set(former)
+    bench.copy("H2D", slots, context.pages)
+    continues_alike(bench, context, undisturbed)
+
+
+def test_two_contexts_in_turns(bench: Bench) -> None:
+    """The slots of one are read while those beside them are written."""
+    first, second = prompt(50, "first"), prompt(50, "second")
+    undisturbed = [bench.started(first), bench.started(second)]
+    one, two = bench.started(first), bench.started(second)
+    slots = take(bench.host, 8)
+    bench.copy("D2H", one.pages, slots[::2])
+    bench.copy("D2H", two.pages, slots[1::2])
+    # Each comes back where the other was.
+    one.pages, two.pages = two.pages, one.pages
+    bench.copy("H2D", slots[::2], one.pages)
+    bench.copy("H2D", slots[1::2], two.pages)
+    continues_alike(bench, one, undisturbed[0])
+    continues_alike(bench, two, undisturbed[1])
+
+
+def test_a_fork_goes_on(bench: Bench) -> None:
+    tokens = prompt(70, "forked")
+    undisturbed, parent = bench.started(tokens), bench.started(tokens)
+    child = parent.fork(lambda sources, targets: bench.copy("D2D", sources, targets))
+    assert child.pages[:-1] == parent.pages[:-1]
+    bench.greedy(parent, 9, 5)
+    continues_alike(bench, child, undisturbed)
+
+
+def test_a_context_moves_within_the_host(bench: Bench) -> None:
+    tokens = prompt(70, "moved")
+    undisturbed, context = bench.started(tokens), bench.started(tokens)
+    other = bench.started(prompt(70, "other"))
+    count = len(context.pages)
+    first, second = take(bench.host, count), take(bench.host, count)
+    bench.copy("D2H", context.pages, first)
+    bench.copy("H2H", first, second)
+    bench.copy("D2H", other.pages, first)
+    context.pages = take(bench.device, count)
+    bench.copy("H2D", second, context.pages)
+    continues_alike(bench, context, undisturbed)
+
+
+def test_lists_that_overlap_are_copied_pair_by_pair(bench: Bench) -> None:
+    """Random calls in every direction on a few pages, against lists of what the pages hold."""
+    source = random.Random(11)
+    limits = {"D": 6, "H": 5}
+    prompts = [prompt(PAGE, "page", number) for number in range(limits["D"])]
+    spare = limits["D"]
+    expected: list[list[float]] = []
+    for _ in range(12):
+        held = {pool: [source.randrange(limits["D"]) for _ in range(limits[pool])] for pool in "DH"}
+        for page, tokens in enumerate(prompts):
+            bench.store_page(page, tokens)
+        if not expected:
+            expected = [bench.page_logits(page, tokens) for page, tokens in enumerate(prompts)]
+            assert all(row != expected[0] for row in expected[1:])
+        bench.copy("D2H", held["H"], list(range(limits["H"])))
+        for page, number in enumerate(held["D"]):
+            bench.store_page(page, prompts[number])
+        for _ in range(4):
+            direction = source.choice(["D2D", "D2H", "H2D", "H2H"])
+            reads, writes = direction[0], direction[2]
+            count = source.randrange(1, 6)
+            sources = [source.randrange(limits[reads]) for _ in range(count)]
+            targets = [source.randrange(limits[writes]) for _ in range(count)]
+            bench.copy(direction, sources, targets)
+            for one, other in zip(sources, targets, strict=True):
+                held[writes][other] = held[reads][one]
+        for page, number in enumerate(held["D"]):
+            assert bench.page_logits(page, prompts[number]) == expected[number]
+        for slot, number in enumerate(held["H"]):
+            bench.copy("H2D", [slot], [spare])
+            assert bench.page_logits(spare, prompts[number]) == expected[number]
+
+
+@pytest.mark.parametrize("direction", ["D2D", "D2H", "H2D", "H2H"])
+class TestBounds:
+    """Ids are checked against the pool that they belong to."""
+
+    def limits(self, bench: Bench, direction: str) -> tuple[int, int]:
+        limits = {"D": bench.driver.caps["total_pages"], "H": bench.driver.caps["swap_pool_size"]}
+        assert limits["D"] < limits["H"]
+        return limits[direction[0]], limits[direction[2]]
+
+    def test_the_last_ones(self, bench: Bench, direction: str) -> None:
+        sources, targets = self.limits(bench, direction)
+        assert bench.client.copy(direction, [sources - 1, 0], [targets - 1, 1]) == OK
+        assert bench.client.copy(direction, [sources], [0]) == OUT_OF_RANGE
+        assert bench.client.copy(direction, [0, 0], [0, targets]) == OUT_OF_RANGE
+        assert bench.client.copy(direction, [2**32 - 1], [0]) == OUT_OF_RANGE
+
+    def test_lengths(self, bench: Bench, direction: str) -> None:
+        assert bench.client.copy(direction, [], []) == OK
+        assert bench.client.copy(direction, [0], []) == MALFORMED
+        assert bench.client.copy(direction, [0, 1], [2, 3, 4]) == MALFORMED
+        assert bench.client.health() == OK
+
+
+def test_a_budget_that_the_machine_does_not_have(llama_snapshot: Path, tmp_path: Path) -> None:
+    options = {"cpu_mem_budget_in_gb": 2**20}
+    config = drivers.write_config(tmp_path, llama_snapshot, options=options)
+    with pytest.raises(drivers.StartFailedError) as caught:
+        drivers.fork(config)
+    assert caught.value.returncode == 1
+    last = caught.value.stderr.strip().splitlines()
+    text = "\n".join(last[-3:])
+    assert "`cpu_mem_budget_in_gb` is 1048576" in text
+    assert "GiB of memory available" in text
+    assert "at most" in text
+    assert "loading" not in caught.value.stderr
