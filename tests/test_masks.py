@@ -404,6 +404,25 @@ def test_tree_decoding(bench: Bench) -> None:
         assert_close([tree[node]], torch.tensor(reply.logits[0], dtype=torch.float64))
 
 
+def test_a_pool_that_takes_no_masks_refuses_them_alone(models_folder: Path, tmp_path: Path) -> None:
+    snapshot = tiny_models.build("llama", models_folder)
+    options = {"page_size": PAGE, "kv_cache_dtype": "fp8_e4m3"}
+    with drivers.fork(drivers.write_config(tmp_path, snapshot, options=options)) as driver:
+        allocator = Pages(driver.caps["total_pages"], PAGE)
+        masked, plain = Masked(allocator), Masked(allocator)
+        tokens = random_tokens(tiny_models.VOCABULARY, 9)
+        requests = [
+            masked.send(tokens, window(masked, 9, 3)).request,
+            plain.send(tokens, plain.causal(9)).request,
+        ]
+        client = driver.client()
+        assert [len(rows) for rows in client.forward(requests).logits] == [0, 9]
+        # The reason is logged behind the answer, but before the next one.
+        client.forward(requests[1:])
+        assert "the attention mask is not causal" in driver.stderr()
+        assert "attention masks that are not causal are refused: the model's KV" in driver.stderr()
+
+
 def test_both_implementations_agree_with_dense_attention() -> None:
     """Soft caps, windows, sinks, odd sizes; the kernel of the GPU in Triton's interpreter."""
     script = tiny_models.REPOSITORY / "benches" / "gpu" / "mask_check.py"

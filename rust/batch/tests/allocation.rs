@@ -119,7 +119,7 @@ fn probed(page: u32, allowed: &[u32]) -> Req {
         .allow(allowed)
 }
 
-/// Decode, mixed and verify frames, probes and masks, a replay and one whose requests fail.
+/// Decode, mixed and verify frames, probes and masks of both kinds, a replay and one whose requests fail.
 fn frames() -> Vec<ForwardRequest> {
     let steps: Vec<_> = (0..16).map(|r| decode(20 + r, 1, &[r, r + 20])).collect();
     let scored = Req::new(16, 16, &[1; 40], &[1, 2, 3, 4])
@@ -133,6 +133,10 @@ fn frames() -> Vec<ForwardRequest> {
         .iter()
         .map(|step| step.clone().verify(&[3, 3, 4]))
         .collect();
+    let behind = Req::new(16, 0, &[1; 9], &[10]).masked([&[1]; 9]);
+    let ahead = Req::new(16, 16, &[1; 5], &[1, 11]).masked([&[3, 6, 4, 6]; 5]);
+    let mut masked = frame(&[behind, steps[4].clone(), ahead]);
+    masked.has_user_mask = true;
     let mut outside = decode(3, 1, &[64]);
     outside.samplers.push((0, Sampler::Entropy));
     let masks: [&[u32]; 4] = [&[3, 40, 2, 7], &[3, 40, 2, 7], &[5000], &[0, 999]];
@@ -148,6 +152,7 @@ fn frames() -> Vec<ForwardRequest> {
         frame(&[both, steps[2].clone().allow(&[0, 9])]),
         frame(&steps),
         mixed,
+        masked,
         frame(&verify),
         frame(&[outside, two_masks, steps[1].clone()]),
         frame(&[]),
