@@ -68,7 +68,10 @@ def run_batch(batch: _core.Batch, engine: Engine) -> Times:
             started = time.perf_counter_ns()
             outputs = engine.sample(group)
             sample_ns += time.perf_counter_ns() - started
-            batch.put_outputs(*(None if part is None else part.numpy() for part in outputs))
+            batch.put_outputs(
+                outputs.tokens.numpy().data,
+                *(None if part is None else part.numpy().data for part in outputs[1:]),
+            )
     return Times(forward_ns, sample_ns, *engine.take_waits())
 
 

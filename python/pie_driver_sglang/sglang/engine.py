@@ -144,7 +144,7 @@ class SglangEngine:
             labels = torch.from_numpy(pairs).to(logits.device)
         outputs = run_group(logits, group, params, labels)
         started = time.perf_counter_ns()
-        outputs = Outputs(*(part if part is None else part.cpu() for part in outputs))
+        outputs = Outputs._make(part if part is None else part.cpu() for part in outputs)
         if self._copied is not None:
             self._sync_ns += time.perf_counter_ns() - started
         return outputs
