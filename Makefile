@@ -11,6 +11,8 @@ SOURCES := pyproject.toml Cargo.toml Cargo.lock README.md LICENSE \
     $(shell find rust python -type f \( -name '*.rs' -o -name '*.py' -o -name '*.pyi' -o -name '*.toml' \))
 WHEELS := target/wheels
 CHECKED := python/pie_driver_sglang tests tools benches/gpu benches/peers
+# Runs the ring's sources under loom; a workspace of its own.
+MODEL := --manifest-path rust/ring/model/Cargo.toml
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-rust test-python bench counts fuzz lint format stubs wheel
@@ -26,6 +28,7 @@ test: test-rust test-python ## Run every test
 test-rust:
 	cargo test --workspace --quiet
 	cargo test --manifest-path fuzz/Cargo.toml --quiet
+	cargo test $(MODEL) --target-dir target/model --quiet
 
 test-python: $(VENV)/.installed
 	$(BIN)/python -m pytest -q
@@ -47,6 +50,8 @@ lint: $(VENV)/.installed ## Check format, lints, types, docs and the native modu
 	cargo clippy --workspace --all-targets --quiet -- -D warnings
 	cargo fmt --manifest-path fuzz/Cargo.toml --check
 	cargo clippy --manifest-path fuzz/Cargo.toml --all-targets --quiet -- -D warnings
+	cargo fmt $(MODEL) --check
+	cargo clippy $(MODEL) --target-dir target/model --lib --test models --quiet -- -D warnings
 	RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps --quiet
 	$(BIN)/ruff check $(CHECKED)
 	$(BIN)/ruff format --check $(CHECKED)
@@ -59,6 +64,7 @@ format: $(VENV)/.installed ## Format the sources
 	cargo fmt --all
 	cargo fmt --manifest-path benches/Cargo.toml
 	cargo fmt --manifest-path fuzz/Cargo.toml
+	cargo fmt $(MODEL)
 	$(BIN)/ruff check --fix-only $(CHECKED)
 	$(BIN)/ruff format $(CHECKED)
 

@@ -84,8 +84,8 @@ impl Client {
 
     /// Makes every running and later call fail with [`RingError::Aborted`]. The server is not told.
     pub fn abort(&self) {
-        // SYNC: pairs with the acquire load in `is_aborted`.
-        self.aborted.store(true, Ordering::Release);
+        // A client that sleeps learns it by the raised counter, one that spins by and by.
+        self.aborted.store(true, Ordering::Relaxed);
         for slot in 0..self.slots.len() {
             let wake = &self.mapping.slot(slot).resp_wake;
             // SYNC: pairs with the snapshot in `wait::park`.
@@ -95,8 +95,7 @@ impl Client {
     }
 
     fn is_aborted(&self) -> bool {
-        // SYNC: pairs with the release store in `abort`.
-        self.aborted.load(Ordering::Acquire)
+        self.aborted.load(Ordering::Relaxed)
     }
 
     /// The first free slot from a rotating start; if all are busy, waits for the first.
@@ -128,7 +127,7 @@ impl Client {
         words.req_id.store(id, Ordering::Relaxed);
         words.req_len.store(request.len() as u32, Ordering::Relaxed);
         words.sent_us.store(now, Ordering::Relaxed);
-        // SYNC: pairs with the acquire loads in `Queue::scan` and `Lease::is_stale`.
+        // SYNC: pairs with the acquire load in `Queue::scan`.
         words.req_seq.store(seq, Ordering::Release);
         let req_wake = &self.mapping.header().req_wake;
         // SYNC: pairs with the snapshot in `wait::park`.

@@ -265,8 +265,14 @@ fn owed_to_a_sleeper(pay: impl FnOnce(Dispatcher)) {
 fn an_owed_wake_is_paid() {
     let start = Instant::now();
     owed_to_a_sleeper(drop);
-    owed_to_a_sleeper(|mut server| assert!(server.poll().is_none()));
-    owed_to_a_sleeper(|server| stop_handle(&server).stop());
+    owed_to_a_sleeper(|mut server| {
+        assert!(server.poll().is_none());
+        assert!(!server.shared.owes(0), "paid only when dropped");
+    });
+    owed_to_a_sleeper(|server| {
+        stop_handle(&server).stop();
+        assert!(!server.shared.owes(0), "paid only when dropped");
+    });
     for wait in [Wait::Spin, Wait::Park, Wait::SpinThenPark(Duration::MAX)] {
         owed_to_a_sleeper(|mut server| {
             let stop = stop_handle(&server);
@@ -295,6 +301,7 @@ fn an_owed_wake_is_paid_by_a_busy_server() {
             let lease = server.wait(Wait::Spin).unwrap().unwrap();
             assert_eq!(lease.reply(b"ok").unwrap(), Publish::Delivered);
         }
+        assert!(!server.shared.owes(0), "paid only when dropped");
     });
 }
 
@@ -328,6 +335,12 @@ fn no_wake_is_owed_by_a_server_that_does_not_spin() {
         assert_eq!(lease.reply(b"ok").unwrap(), Publish::Delivered);
         assert_eq!(server.shared.owes(0), id == 2);
     }
+    // Waiting to spin after the stop changes nothing.
+    send(&server, 0, 4);
+    let lease = server.poll().unwrap();
+    assert!(server.wait(Wait::Spin).unwrap().is_none());
+    assert_eq!(lease.reply(b"ok").unwrap(), Publish::Delivered);
+    assert!(!server.shared.owes(0));
 }
 
 #[test]

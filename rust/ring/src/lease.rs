@@ -119,8 +119,7 @@ impl Lease {
 
     /// Whether the client has given up and sent something else in this slot.
     pub fn is_stale(&self) -> bool {
-        // SYNC: pairs with the release store in `Client::send`.
-        self.words().req_seq.load(Ordering::Acquire) != self.seq
+        self.words().req_seq.load(Ordering::Relaxed) != self.seq
     }
 
     /// Publishes the first `len` bytes of the response buffer.

@@ -20,6 +20,10 @@
 //! Two sides that spin exchange messages without a system call: each leaves the other's wake-up until
 //! it has nothing better to do, and drops it when the other side has been seen awake.
 //!
+//! The crate in `model` runs the files that hold the protocol under loom, which tries interleavings
+//! and memory orders exhaustively up to a number of preemptions; `sync` is the seam. `tests/kill`
+//! kills either side after each step that the other can see.
+//!
 //! The ring never looks inside a payload.
 //!
 //! ```

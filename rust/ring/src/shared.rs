@@ -55,18 +55,16 @@ impl Shared {
     /// Whether the slot has no lease. If it has one, its end will wake the server.
     pub(crate) fn is_free(&self, slot: usize) -> bool {
         let state = &self.states[slot];
-        // SYNC: pairs with the release in `end_lease`: the old borrow of the buffer is over.
-        let seen = state.load(Ordering::Acquire);
+        let seen = state.load(Ordering::Relaxed);
         if seen & LEASED == 0 {
             return true;
         }
-        // SYNC: as above. Either the lease has just ended or its end will find the bit.
-        seen & AWAITED == 0 && state.fetch_or(AWAITED, Ordering::Acquire) & LEASED == 0
+        // Either the lease has just ended or its end will find the bit.
+        seen & AWAITED == 0 && state.fetch_or(AWAITED, Ordering::Relaxed) & LEASED == 0
     }
 
     /// Marks a free slot as leased. Its client has sent again and is owed nothing.
     pub(crate) fn begin_lease(&self, slot: usize) {
-        // `is_free` has synchronized with the former lease; nothing else is published by the word.
         self.update(slot, |state| state & AT_ONCE | LEASED);
     }
 
@@ -74,7 +72,7 @@ impl Shared {
     pub(crate) fn end_lease(&self, slot: usize, answered: bool) {
         let state = &self.states[slot];
         let before = if answered {
-            // SYNC: pairs with the acquire loads in `is_free`.
+            // SYNC: pairs with the acquire in `update`.
             state.fetch_xor(LEASED | OWED, Ordering::Release)
         } else {
             // SYNC: as above.
@@ -120,14 +118,17 @@ impl Shared {
     }
 
     pub(crate) fn is_stopped(&self) -> bool {
-        // SYNC: pairs with the release store in `Stop::stop`.
-        self.stopped.load(Ordering::Acquire)
+        self.stopped.load(Ordering::Relaxed)
     }
 
     /// Changes the state of a slot and returns the former one.
     fn update(&self, slot: usize, change: impl Fn(u32) -> u32) -> u32 {
-        let (state, relaxed) = (&self.states[slot], Ordering::Relaxed);
-        let (Ok(before) | Err(before)) = state.fetch_update(relaxed, relaxed, |s| Some(change(s)));
+        let (state, change) = (&self.states[slot], |state| Some(change(state)));
+        // SYNC: pairs with the release in `end_lease`. The next lease finds the old one's use of the
+        // buffer over, and whoever makes a call that another thread owed has its raise of the
+        // counter, so that a client which is only falling asleep sees it.
+        let result = state.fetch_update(Ordering::Acquire, Ordering::Relaxed, change);
+        let (Ok(before) | Err(before)) = result;
         before
     }
 
@@ -152,8 +153,8 @@ impl Stop {
     /// Makes the running and every later [`Server::wait`](crate::Server::wait) return `None`. Only
     /// atomics and futex calls, so it may be used in a signal handler.
     pub fn stop(&self) {
-        // SYNC: pairs with the acquire load in `is_stopped`.
-        self.0.stopped.store(true, Ordering::Release);
+        // A server that sleeps learns it by the raised counter, one that spins by and by.
+        self.0.stopped.store(true, Ordering::Relaxed);
         self.0.wake_server();
         self.0.allow_owing(false);
     }

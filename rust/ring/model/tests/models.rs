@@ -1,0 +1,84 @@
+//! Runs the models.
+
+use std::time::Duration;
+
+use pie_ring_model::{self as model, Ending, Wait};
+
+const BRIEFLY: Wait = Wait::SpinThenPark(Duration::from_secs(1));
+
+#[test]
+fn echo_spin_spin() {
+    model::echo(Wait::Spin, Wait::Spin, 2);
+}
+
+#[test]
+fn echo_spin_park() {
+    model::echo(Wait::Spin, Wait::Park, 2);
+}
+
+#[test]
+fn echo_park_spin() {
+    model::echo(Wait::Park, Wait::Spin, 2);
+}
+
+#[test]
+fn echo_park_park() {
+    model::echo(Wait::Park, Wait::Park, 2);
+}
+
+#[test]
+fn echo_across_the_wrap() {
+    model::echo_across_the_wrap(Wait::Spin);
+    model::echo_across_the_wrap(Wait::Park);
+}
+
+#[test]
+fn an_idle_server_pays() {
+    model::an_idle_server_pays();
+}
+
+#[test]
+fn an_answer_meets_the_end_of_spinning() {
+    for ending in [Ending::Drop, Ending::Poll, Ending::Stop, Ending::Park] {
+        model::an_answer_meets_the_end_of_spinning(ending);
+    }
+}
+
+#[test]
+fn stop() {
+    for wait in [Wait::Spin, BRIEFLY, Wait::Park] {
+        model::stop(wait);
+    }
+}
+
+#[test]
+fn abort() {
+    for wait in [Wait::Spin, Wait::Park] {
+        model::abort(wait);
+    }
+}
+
+#[test]
+fn time_out() {
+    for wait in [Wait::Spin, Wait::Park] {
+        model::time_out(wait);
+    }
+}
+
+#[test]
+fn a_request_behind_a_lease() {
+    for wait in [Wait::Spin, Wait::Park] {
+        model::a_request_behind_a_lease(wait);
+    }
+}
+
+#[test]
+fn a_stale_lease() {
+    model::a_stale_lease();
+}
+
+#[test]
+fn oldest_first() {
+    model::oldest_first(2, 3);
+    model::oldest_first(3, 2);
+}
