@@ -87,8 +87,8 @@ impl Mapping {
             .with(|bytes| unsafe { &(&*bytes)[..len] })
     }
 
-    /// A client that gives up may write meanwhile, so the ring reads word by word. Here it is a read like any other:
-    /// the models that copy have clients which do not give up.
+    /// For `Lease::copy_request`, which no model calls: a client that gives up may write meanwhile, and this would be
+    /// a race.
     pub(crate) fn copy_request(&self, index: usize, len: usize, words: &mut Vec<u64>) {
         words.clear();
         let (whole, rest) = self.request(index, len).as_chunks::<8>();
