@@ -14,8 +14,7 @@ from pie_driver_sglang.demo.runtime import Context, Runtime
 PARTS: Final[Mapping[str, tuple[str, ...]]] = {
     "ring": (),
     "parse and plan": ("parse", "plan"),
-    "forward": ("forward",),
-    "sample": ("sample",),
+    "model and sampling": ("forward", "sample", "launch", "wait"),
     "respond": ("respond",),
 }
 

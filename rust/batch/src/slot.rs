@@ -18,11 +18,11 @@ pub(crate) struct Slot {
     /// Row in [`Planner::token_ids`].
     pub(crate) row: usize,
     pub(crate) class: SlotClass,
-    params: SamplerParams,
+    pub(crate) params: SamplerParams,
     /// Uniform number in `[0, 1)`; 0 for slots that draw nothing.
-    uniform: f32,
+    pub(crate) uniform: f32,
     /// Its request's mask in [`Slots::masks`].
-    mask: Option<usize>,
+    pub(crate) mask: Option<usize>,
     /// Its tokens in [`Slots::labels`], of a log-probability slot.
     labels: Range<usize>,
     /// Whether its output has come.
@@ -211,6 +211,11 @@ impl Slots {
         valid
     }
 
+    /// Packs a planned mask.
+    pub(crate) fn pack_mask(&self, mask: usize, words: &mut [i32], limits: &Limits) {
+        pack(&self.runs[self.masks[mask].clone()], words, limits);
+    }
+
     /// Plans the first mask of a request.
     fn add_mask(&mut self, runs: &[u32]) -> usize {
         let last = self.masks.last().cloned();
@@ -377,7 +382,9 @@ impl Planner {
             let mask = slot.mask.map(|mask| {
                 *slots.mask_rows[mask].get_or_insert_with(|| {
                     let runs = &slots.runs[slots.masks[mask].clone()];
-                    arrays.put_mask(staged.masks, runs, &self.limits);
+                    let words = self.limits.mask_words();
+                    let row = &mut arrays.mask_words[staged.masks * words..][..words];
+                    pack(runs, row, &self.limits);
                     staged.masks += 1;
                     staged.masks - 1
                 })
@@ -419,7 +426,7 @@ impl Planner {
     }
 
     /// Empties the requests with a slot whose logits were no numbers.
-    fn empty_spoilt_requests(&mut self) {
+    pub(crate) fn empty_spoilt_requests(&mut self) {
         let mut spoilt = Vec::new();
         for (index, request) in self.requests.iter_mut().enumerate() {
             let slots = &self.slots.all[request.slots.clone()];
@@ -437,7 +444,7 @@ impl Planner {
 }
 
 /// In a slot whose logits were no numbers.
-const INVALID_TOKEN: u32 = u32::MAX;
+pub(crate) const INVALID_TOKEN: u32 = u32::MAX;
 
 impl Arrays<'_> {
     fn put_slot(&mut self, entry: usize, slot: &Slot, base: usize) {
@@ -454,14 +461,12 @@ impl Arrays<'_> {
         self.uniforms[entry] = slot.uniform;
         self.top_ks[entry] = params.top_k as i32;
     }
+}
 
-    /// Packs a mask: bit `i` of word `w` allows token `32 w + i`.
-    fn put_mask(&mut self, row: usize, runs: &[u32], limits: &Limits) {
-        let count = limits.mask_words();
-        let words = &mut self.mask_words[row * count..][..count];
-        words.fill(0);
-        for allowed in brle::true_ranges(runs, u64::from(limits.vocab_size)) {
-            set_bits(words, allowed);
-        }
+/// Packs a mask: bit `i` of word `w` allows token `32 w + i`.
+fn pack(runs: &[u32], words: &mut [i32], limits: &Limits) {
+    words.fill(0);
+    for allowed in brle::true_ranges(runs, u64::from(limits.vocab_size)) {
+        set_bits(words, allowed);
     }
 }
