@@ -30,6 +30,7 @@ from pie_driver_sglang.sglang.masked_attention import MaskedAttention
 if TYPE_CHECKING:
     from pie_driver_sglang._core import Lane, Pass, Planner, SlotGroup
     from pie_driver_sglang.sglang.boot import Booted
+    from pie_driver_sglang.sglang.lane import StepRunner
     from pie_driver_sglang.sglang.pool import PagePools
 
 class _Hidden(NamedTuple):
@@ -83,12 +84,17 @@ class SglangEngine:
         self._page_offsets = torch.arange(facts.page_size, dtype=table.dtype, device=device)
         self._mask_width = -(-facts.vocab_size // 32)
         self._masked_attention = MaskedAttention(self.runner)
-        self.lane: Lane | None = None
+        self.steps: StepRunner | None = None
         self._hidden: _Hidden | None = None
         self._h2d_ns = self._sync_ns = 0
         for module in self.runner.model.modules():
             if isinstance(module, LogitsProcessor):
                 self._divert(module)
+
+    @property
+    def lane(self) -> Lane | None:
+        """The fast lane; see :attr:`pie_driver_sglang.engine.Engine.lane`."""
+        return None if self.steps is None else self.steps.lane()
 
     def _divert(self, processor: LogitsProcessor) -> None:
         """Stops the forward pass before the LM head: logits are computed for sampled rows only."""

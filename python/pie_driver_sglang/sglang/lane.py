@@ -7,6 +7,7 @@ tokens (``rust/serve/src/lane.rs``); what a row is, see ``rust/batch/src/graph.r
 
 from __future__ import annotations
 
+import abc
 import logging
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -47,7 +48,7 @@ class _Graph(NamedTuple):
     bytes: int
 
 
-class StepRunner:
+class StepRunner(abc.ABC):
     """Runs steps of fixed numbers of rows over memory that is shared with Rust."""
 
     def __init__(self, engine: SglangEngine, rows: list[int]) -> None:
@@ -71,6 +72,10 @@ class StepRunner:
             )
             for count, layout in layouts.items()
         ]
+
+    @abc.abstractmethod
+    def lane(self) -> Lane:
+        """The lane that runs these steps."""
 
     def _lane_memory(self) -> tuple[Any, Any, Any]:
         words, results = self._mask_words.flatten().numpy(), self._results.numpy()
@@ -140,7 +145,20 @@ class CudaSteps(StepRunner):
             for graph in self._graphs
         ]
         most = self._graphs[-1].rows
-        return Lane.cuda(*self._lane_memory(), handles, self._stream.cuda_stream, most)
+        stream = self._stream.cuda_stream
+        return Lane.cuda(*self._lane_memory(), handles, stream, most, self)
+
+    def time(self, rows: int, repeats: int = 50) -> float:
+        """Microseconds that the last step of up to `rows` rows takes, launched back to back."""
+        graph = next(graph for graph in self._graphs if graph.rows >= rows)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(self._stream):
+            start.record()
+            for _ in range(repeats):
+                self._captured[graph.rows].replay()
+            end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end)) / repeats * 1000
 
     @torch.inference_mode()
     def _capture_all(self) -> None:

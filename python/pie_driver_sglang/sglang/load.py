@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from pie_driver_sglang._core import Lane, Planner
+from pie_driver_sglang._core import Planner
 from pie_driver_sglang.arch import arch_name
 from pie_driver_sglang.config import DriverConfig
 from pie_driver_sglang.engine import Facts
@@ -12,7 +12,7 @@ from pie_driver_sglang.options import DriverOptions
 from pie_driver_sglang.sglang import support
 from pie_driver_sglang.sglang.boot import boot
 from pie_driver_sglang.sglang.engine import SglangEngine
-from pie_driver_sglang.sglang.lane import CpuSteps, CudaSteps, ladder
+from pie_driver_sglang.sglang.lane import CpuSteps, CudaSteps, StepRunner, ladder
 from pie_driver_sglang.sglang.pool import PagePools, host_pages, page_buffers
 
 logger = logging.getLogger(__name__)
@@ -63,15 +63,15 @@ def load_engine(config: DriverConfig) -> tuple[Planner, SglangEngine]:
         masks=obstacle is None,
     )
     engine = SglangEngine(booted, planner, facts, pools)
-    engine.lane = _lane(engine, options)
+    engine.steps = _steps(engine, options)
     return planner, engine
 
 
-def _lane(engine: SglangEngine, options: DriverOptions) -> Lane | None:
+def _steps(engine: SglangEngine, options: DriverOptions) -> StepRunner | None:
     """What runs short batches without Python, unless the user or the model rules it out."""
     obstacle = support.lane_obstacle(engine.runner)
     if options.disable_cuda_graph or obstacle is not None:
         logger.info("every batch runs eagerly: %s", obstacle or "`disable_cuda_graph` is set")
         return None
     make = CpuSteps if engine.runner.device == "cpu" else CudaSteps
-    return make(engine, ladder(options.max_forward_requests)).lane()
+    return make(engine, ladder(options.max_forward_requests))

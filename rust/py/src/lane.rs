@@ -35,8 +35,7 @@ impl Lane {
     ///     graphs: Rows and `cudaGraphExec_t` of each graph, fewest rows first.
     ///     stream: The `cudaStream_t` that they run on.
     ///     most: Most rows of one request.
-    ///
-    /// Handles and memory must stay valid, and nobody else may use them, as long as the lane lives.
+    ///     owner: Owns graphs, stream and memory, and is kept alive with the lane. Nobody else may use them.
     ///
     /// Raises:
     ///     RuntimeError: There is no CUDA driver, or no context on this thread.
@@ -50,12 +49,16 @@ impl Lane {
         graphs: Vec<(usize, usize)>,
         stream: usize,
         most: usize,
+        owner: Py<PyAny>,
     ) -> PyResult<Self> {
         let (rows, handles): (Vec<usize>, Vec<usize>) = graphs.into_iter().unzip();
-        // SAFETY: the caller keeps the handles valid and to itself; see the docstring.
-        let device = unsafe { CudaGraphs::new(stream, &handles) };
-        let device = device.map_err(|error| PyRuntimeError::new_err(error.to_string()))?;
-        let device = Box::new(device);
+        // SAFETY: the owner keeps the handles valid and to itself; see the docstring.
+        let graphs = unsafe { CudaGraphs::new(stream, &handles) };
+        let graphs = graphs.map_err(|error| PyRuntimeError::new_err(error.to_string()))?;
+        let device = Box::new(Owned {
+            graphs,
+            _owner: owner,
+        });
         Self::new(device, block, mask_words, results, rows, most)
     }
 
@@ -180,6 +183,22 @@ impl pie_serve::Memory for Buffers {
                 self.results.item_count(),
             )
         }
+    }
+}
+
+/// CUDA graphs and the Python object that owns them.
+struct Owned {
+    graphs: CudaGraphs,
+    _owner: Py<PyAny>,
+}
+
+impl Launch for Owned {
+    fn launch(&mut self, graph: usize) -> Result<(), LaunchError> {
+        self.graphs.launch(graph)
+    }
+
+    fn ended(&mut self) -> Result<bool, LaunchError> {
+        self.graphs.ended()
     }
 }
 
