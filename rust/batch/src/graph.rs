@@ -8,7 +8,7 @@ use crate::SlotClass;
 use crate::layout::{DType, Layout};
 use crate::mask::Sight;
 use crate::plan::{Planner, Request};
-use crate::slot::INVALID_TOKEN;
+use crate::slot::{INVALID_TOKEN, Slot};
 use crate::stage::{Rest, StageError};
 
 /// Changed block-table entries that one step carries; a pass with more goes another way.
@@ -117,12 +117,14 @@ impl Planner {
         let [_] = &self.passes[..] else { return None };
         let short =
             |request: &Request| request.sight == Sight::Causal && request.rows.len() <= most;
-        let fits = self.updates.len() <= STEP_UPDATES && !self.asks_probes();
-        let fits = fits && self.requests.iter().all(short);
+        let fits = self.updates.len() <= STEP_UPDATES && self.requests.iter().all(short);
+        let tokens = || self.asked_slots().all(|slot| slot.class.is_token());
         // The rows of consecutive slots rise, but for requests with several samplers in another order.
-        let slots = &self.slots.all;
-        let one_each = || slots.is_sorted_by(|slot, next| slot.row < next.row);
-        (fits && one_each()).then_some(self.token_ids.len())
+        let one_each = || {
+            self.asked_slots()
+                .is_sorted_by(|slot, next| slot.row < next.row)
+        };
+        (fits && tokens() && one_each()).then_some(self.token_ids.len())
     }
 
     /// Writes the plan's one pass as step number `step` for a graph of at least [`Planner::graph_rows`] rows.
@@ -175,6 +177,12 @@ impl Planner {
         Ok(())
     }
 
+    /// The slots of all requests, without those of requests that were emptied.
+    fn asked_slots(&self) -> impl Iterator<Item = &Slot> {
+        let ranges = self.requests.iter().map(|request| request.slots.clone());
+        ranges.flat_map(|slots| &self.slots.all[slots])
+    }
+
     fn stage_row_slots(
         &self,
         arrays: &mut Step<'_>,
@@ -184,7 +192,7 @@ impl Planner {
         arrays.mask_rows.fill(-1);
         let (mut masks, mut last) = (0, None);
         let words = self.limits.mask_words();
-        for slot in &self.slots.all {
+        for slot in self.asked_slots() {
             let (row, params) = (slot.row, slot.params);
             arrays.temperatures[row] = match slot.class {
                 SlotClass::Greedy => 0.0,

@@ -122,7 +122,7 @@ impl Planner {
             && pie_wire::fast_tokens_len(self.requests.len()) <= limit
     }
 
-    pub(crate) fn asks_probes(&self) -> bool {
+    fn asks_probes(&self) -> bool {
         self.reply.asked[SlotClass::Dist as usize..].contains(&true)
     }
 
