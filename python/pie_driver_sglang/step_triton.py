@@ -168,9 +168,10 @@ def _weight(x, largest, scale, cap, CAPPED: tl.constexpr):  # type: ignore[no-un
 
 @triton.jit
 def _cap(x, cap):  # type: ignore[no-untyped-def]
-    # tanh by the exponential of a negative number, which cannot overflow.
+    # tanh by the exponential of a negative number, which cannot overflow. Forbidden stays forbidden.
     e = tl.exp(-2.0 * tl.abs(x) / cap)
-    return tl.where(x < 0, -cap, cap) * (1.0 - e) / (1.0 + e)
+    capped = tl.where(x < 0, -cap, cap) * (1.0 - e) / (1.0 + e)
+    return tl.where(x == float("-inf"), x, capped)
 
 
 @triton.jit
