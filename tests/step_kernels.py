@@ -1,4 +1,4 @@
-"""The fast lane's kernels under Triton's interpreter, against float64: prints how many tokens differ.
+"""The fast lane's kernels under Triton's interpreter, against float64; prints the differences.
 
 Run with ``TRITON_INTERPRET=1``. A token that rounding may exchange, because its share of the mass
 ends within 1e-4 of the uniform number or of top-p, counts as close.
@@ -11,8 +11,9 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
+
 from pie_driver_sglang.sampling import SlotParams
-from pie_driver_sglang.step_triton import Sampler, apply_masks, update_table
+from pie_driver_sglang.sampling_triton import apply_masks, sample_step, update_table
 
 ROWS = 8
 CAPS = (None, 30.0, 3.0)
@@ -93,14 +94,15 @@ def check_sampler() -> int:
     for number, (logits, params, cap) in enumerate(cases(torch.Generator().manual_seed(3)), 1):
         results = torch.zeros(ROWS, dtype=torch.int64)
         step = torch.tensor([number], dtype=torch.int32)
-        Sampler(ROWS, torch.device("cpu"))(logits, params, results, step, cap)
+        sample_step(logits, params, results, step, cap)
         assert (results >> 32 == number).all()
         for row, token in enumerate((results & 0xFFFFFFFF).tolist()):
             total += 1
             if token == exact(logits, params, row, cap).token:
                 continue
             near = any(
-                token == edge.token or (edge.distance < 1e-4 and bool(edge.kept[token : token + 1].any()))
+                token == edge.token
+                or (edge.distance < 1e-4 and bool(edge.kept[token : token + 1].any()))
                 for shift in (-EDGE, 0.0, EDGE)
                 for edge in [exact(logits, params, row, cap, shift=shift)]
             )

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -122,9 +123,7 @@ def test_masks_hold_in_the_fast_lane(traced: Traced) -> None:
     assert tokens[0][0] < 3
     assert tokens[1][0] in (60, 61)
     assert tokens[2] == [127]
-    unmasked = both(
-        traced, [contexts[3].request()], [contexts[3].request(Sampler.greedy(), PROBE)]
-    )
+    unmasked = both(traced, [contexts[3].request()], [contexts[3].request(Sampler.greedy(), PROBE)])
     assert tokens[3] == unmasked[0]
 
 
@@ -143,9 +142,9 @@ def test_a_bad_request_costs_nobody_else_anything(traced: Traced) -> None:
 def test_without_graphs_every_batch_takes_the_general_lane(
     llama_snapshot: Path, tmp_path: Path
 ) -> None:
-    for traced in start(tmp_path, llama_snapshot, disable_cuda_graph=True):
-        assert len(traced.client.forward([rc.Context([7], [4]).request()]).tokens) == 1
-        rc.eventually(lambda: traced.lanes() == ["general"], "the step")
+    with contextmanager(start)(tmp_path, llama_snapshot, disable_cuda_graph=True) as eager:
+        assert len(eager.client.forward([rc.Context([7], [4]).request()]).tokens) == 1
+        rc.eventually(lambda: eager.lanes() == ["general"], "the step")
 
 
 def test_the_gpu_kernels_sample_as_the_exact_ones_do() -> None:

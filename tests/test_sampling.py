@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +18,7 @@ from hypothesis import strategies as st
 
 import drivers
 import runtime_client as rc
+import tiny_models
 from pie_driver_sglang import _core
 from pie_driver_sglang._core import Request, Sampler, SlotGroup
 from pie_driver_sglang.sampling import SlotParams, sample_filtered, sample_group, sample_plain
@@ -282,6 +286,23 @@ class TestExtremes:
     def test_the_first_uniform_draws_the_first_possible_token(self) -> None:
         row = torch.tensor([[-math.inf, 0.0, 0.0]])
         assert sample_plain(row, params_of([Filter()], [0.0], 3)).tolist() == [1]
+
+
+def test_both_implementations_agree_with_exact_distributions() -> None:
+    """Hostile rows and filters over several blocks; the GPU's kernel in Triton's interpreter."""
+    script = tiny_models.REPOSITORY / "benches" / "gpu" / "sampler_check.py"
+    package = str(Path(_core.__file__).parents[1])
+    search_path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
+    result = subprocess.run(
+        [sys.executable, str(script), "--device", "cpu"],
+        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": search_path},
+        capture_output=True,
+        text=True,
+        timeout=drivers.START_TIMEOUT_S,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.stdout.count("ok  ") == 14
 
 
 class TestGroup:

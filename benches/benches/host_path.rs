@@ -6,7 +6,9 @@ use criterion::{Criterion, criterion_group, criterion_main};
 use pie_benches::python::{Case, PythonPeer};
 use pie_benches::report::Unit;
 use pie_benches::timing::{self, Race};
-use pie_benches::{Bytes, HostPath, TOKEN, decode_frame, mixed_frame, prefill_frame};
+use pie_benches::{
+    Asked, Bytes, HostPath, TOKEN, asking_frame, decode_frame, mixed_frame, prefill_frame,
+};
 use pie_wire::{ForwardResponse, Reply, ResponseFrame, ResponsePayload};
 
 const CONTEXT: u32 = 2048;
@@ -67,6 +69,31 @@ fn plan(criterion: &mut Criterion) {
     race(criterion, "plan/prefill/8192", [prefill_frame(8192)], 1);
 }
 
+/// The largest decode batch with a probe, a logit mask, or both in each request.
+fn plan_asked(criterion: &mut Criterion) {
+    for (name, probes, masks) in [
+        ("probes", true, false),
+        ("masks", false, true),
+        ("probes_masks", true, true),
+    ] {
+        let frames = (0..STEPS)
+            .map(|step| Bytes::of(&asking_frame(256, CONTEXT, step, Asked { probes, masks })));
+        let frames: Vec<Bytes> = frames.collect();
+        let mut path = HostPath::default();
+        for frame in &frames {
+            let reply = pie_wire::decode_reply(path.run(frame.as_slice())).expect("a valid reply");
+            assert_eq!(matches!(reply, Reply::Frame(_)), probes);
+            assert!(path.planner().faults().is_empty());
+        }
+        let mut step = 0;
+        let ours = || {
+            step = (step + 1) % frames.len();
+            path.run(frames[step].as_slice()).len()
+        };
+        Race::new(format!("plan/{name}/256x{CONTEXT}"), Unit::Ns, ours).run(criterion);
+    }
+}
+
 /// Ours against numpy over the same frames in turn. Every request of every frame gets one token.
 fn race(
     criterion: &mut Criterion,
@@ -113,6 +140,6 @@ fn check_reply(reply: &[u8], requests: usize) {
 criterion_group! {
     name = benches;
     config = timing::criterion();
-    targets = access, encode_reply, plan
+    targets = access, encode_reply, plan, plan_asked
 }
 criterion_main!(benches);

@@ -24,12 +24,13 @@ import time
 from pathlib import Path
 
 from pie_driver_sglang import _core
-from pie_driver_sglang._core import Client, Sampler
+from pie_driver_sglang._core import Client
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
+from serve_check import PAGE, driver, step
+
 from lane_walk import Walk
-from serve_check import PAGE, driver, pages, step
 
 BATCHES = (1, 8, 64, 256)
 CONTEXTS = (512, 2048)
@@ -51,6 +52,7 @@ def check_walk(model: Path, steps: int) -> None:
 def time_steps(model: Path) -> list[dict[str, float]]:
     """Decode steps through the ring, and the same graphs back to back."""
     import torch
+
     from pie_driver_sglang.config import load_config
     from pie_driver_sglang.serve import serve, warm_up
     from pie_driver_sglang.sglang import environment

@@ -9,8 +9,8 @@ pub mod report;
 #[cfg(feature = "timing")]
 pub mod timing;
 
-use pie_batch::{FieldId, Layout, Limits, Outputs, Planner, Probes};
-use pie_wire::{AdapterBinding, ForwardRequest, Frame, Payload, Sampler};
+use pie_batch::{FieldId, Layout, Limits, Outputs, Planner, Probes, SlotClass};
+use pie_wire::{AdapterBinding, Brle, ForwardRequest, Frame, Payload, Sampler};
 
 /// Tokens of a page.
 pub const PAGE_SIZE: u32 = 16;
@@ -38,7 +38,10 @@ struct Turn {
     prefix: u32,
     /// Tokens to compute; the last one is sampled.
     tokens: u32,
-    sampler: Sampler,
+    /// What is asked of it.
+    samplers: Vec<Sampler>,
+    /// The tokens that may be sampled.
+    mask: Option<Brle>,
 }
 
 const GREEDY: Sampler = Sampler::TopP {
@@ -52,9 +55,56 @@ pub fn decode_frame(requests: u32, context: u32, step: u32) -> Frame {
     let turn = Turn {
         prefix: context + step - 1,
         tokens: 1,
-        sampler: GREEDY,
+        samplers: vec![GREEDY],
+        mask: None,
     };
     frame(&vec![turn; requests as usize])
+}
+
+/// What the requests of [`asking_frame`] ask for beside a greedy token.
+#[derive(Clone, Copy, Debug)]
+pub struct Asked {
+    /// One probe each, of all kinds whose answers are small.
+    pub probes: bool,
+    /// One logit mask each, of 20 runs.
+    pub masks: bool,
+}
+
+/// The contexts of [`decode_frame`] with more to answer.
+#[must_use]
+pub fn asking_frame(requests: u32, context: u32, step: u32, asked: Asked) -> Frame {
+    let probes = [
+        Sampler::Dist {
+            temperature: 1.0,
+            num_tokens: DIST_TOKENS as u32,
+        },
+        Sampler::Logprob { token_id: 11 },
+        Sampler::Logprobs {
+            token_ids: vec![1, 2, 3],
+        },
+        Sampler::Entropy,
+    ];
+    let turns = (0..requests).map(|request| {
+        let probe = asked
+            .probes
+            .then(|| probes[request as usize % probes.len()].clone());
+        Turn {
+            prefix: context + step - 1,
+            tokens: 1,
+            samplers: std::iter::once(GREEDY).chain(probe).collect(),
+            mask: asked.masks.then(|| mask(request + step)),
+        }
+    });
+    frame(&turns.collect::<Vec<_>>())
+}
+
+/// A tenth of the vocabulary, in ten stretches that depend on `number`.
+fn mask(number: u32) -> Brle {
+    let (forbidden, allowed) = (13_500 + number % 100, 1_500 - number % 7);
+    Brle {
+        buffer: [forbidden, allowed].repeat(10),
+        total_size: 10 * u64::from(forbidden + allowed),
+    }
 }
 
 /// A prompt of `tokens` tokens.
@@ -63,7 +113,8 @@ pub fn prefill_frame(tokens: u32) -> Frame {
     frame(&[Turn {
         prefix: 0,
         tokens,
-        sampler: GREEDY,
+        samplers: vec![GREEDY],
+        mask: None,
     }])
 }
 
@@ -97,19 +148,20 @@ pub fn mixed_frame(step: u32) -> Frame {
         .map(|(sampler, context)| Turn {
             prefix: 300 + 40 * context + step,
             tokens: 1,
-            sampler: sampler.clone(),
+            samplers: vec![sampler.clone()],
+            mask: None,
         });
     let prefill = Turn {
         prefix: 512 * (step % 4),
         tokens: 512,
-        sampler: GREEDY,
+        samplers: vec![GREEDY],
+        mask: None,
     };
     frame(&decode.chain(vec![prefill; 4]).collect::<Vec<_>>())
 }
 
 fn frame(turns: &[Turn]) -> Frame {
     let count = turns.len();
-    let one_each: Vec<u32> = (0..=count as u32).collect();
     let none: Vec<u32> = vec![0; count + 1];
     let ends = |length: &dyn Fn(&Turn) -> u32| {
         let ends = turns.iter().scan(0, |end, turn| {
@@ -118,6 +170,7 @@ fn frame(turns: &[Turn]) -> Frame {
         });
         std::iter::once(0).chain(ends).collect::<Vec<u32>>()
     };
+    let samplers = ends(&|turn| turn.samplers.len() as u32);
     let end = |turn: &Turn| turn.prefix + turn.tokens;
     let pages = |turn: &Turn| end(turn).div_ceil(PAGE_SIZE);
     let first_pages = (0..).step_by(PAGES_PER_CONTEXT as usize);
@@ -144,11 +197,18 @@ fn frame(turns: &[Turn]) -> Frame {
                 .collect(),
             qo_indptr: ends(&|turn| turn.tokens),
             mask_indptr: none.clone(),
-            logit_mask_indptr: none.clone(),
-            sampling_indices: turns.iter().map(|turn| turn.tokens - 1).collect(),
-            sampling_indptr: one_each.clone(),
-            samplers: turns.iter().map(|turn| turn.sampler.clone()).collect(),
-            sampler_indptr: one_each,
+            logit_masks: turns.iter().filter_map(|turn| turn.mask.clone()).collect(),
+            logit_mask_indptr: ends(&|turn| u32::from(turn.mask.is_some())),
+            sampling_indices: turns
+                .iter()
+                .flat_map(|turn| turn.samplers.iter().map(|_| turn.tokens - 1))
+                .collect(),
+            sampling_indptr: samplers.clone(),
+            samplers: turns
+                .iter()
+                .flat_map(|turn| turn.samplers.clone())
+                .collect(),
+            sampler_indptr: samplers,
             adapter_bindings: vec![AdapterBinding::NONE; count],
             spec_indptr: none.clone(),
             output_spec_flags: vec![false; count],
@@ -204,6 +264,8 @@ pub struct HostPath {
     block: Vec<u64>,
     response: Vec<u8>,
     tokens: Vec<i64>,
+    ids: Vec<i64>,
+    numbers: Vec<f32>,
 }
 
 impl Default for HostPath {
@@ -215,15 +277,19 @@ impl Default for HostPath {
             block: vec![0; bytes.div_ceil(8)],
             response: vec![0; 4 << 20],
             tokens: vec![TOKEN; LIMITS.max_slots as usize],
+            ids: vec![TOKEN; DIST_TOKENS * LIMITS.max_slots as usize],
+            numbers: vec![0.5; DIST_TOKENS * LIMITS.max_slots as usize],
         }
     }
 }
 
 /// The token that every slot samples.
 pub const TOKEN: i64 = 7;
+/// Tokens of every distribution.
+const DIST_TOKENS: usize = 5;
 
 impl HostPath {
-    /// Request bytes to response bytes; every slot samples [`TOKEN`].
+    /// Request bytes to response bytes; every token slot samples [`TOKEN`].
     ///
     /// # Panics
     /// When the frame is not a forward that the planner takes.
@@ -240,9 +306,17 @@ impl HostPath {
         let block = bytemuck::cast_slice_mut(&mut self.block);
         while self.planner.stage(block).expect("the block fits").is_some() {
             while let Some(group) = self.planner.stage_slots(block).expect("the block fits") {
+                let tokens = group.count(SlotClass::Greedy)
+                    + group.count(SlotClass::Plain)
+                    + group.count(SlotClass::Filtered);
+                let dists = DIST_TOKENS * group.count(SlotClass::Dist);
                 let outputs = Outputs {
-                    tokens: &self.tokens[..group.len()],
-                    ..Outputs::default()
+                    tokens: &self.tokens[..tokens],
+                    dist_ids: &self.ids[..dists],
+                    dist_probs: &self.numbers[..dists],
+                    logits: &[],
+                    logprobs: &self.numbers[..self.planner.group_labels().len()],
+                    entropies: &self.numbers[..group.count(SlotClass::Entropy)],
                 };
                 self.planner
                     .put_outputs(&outputs)

@@ -196,20 +196,21 @@ class Lane:
     Captured graphs, and the memory that they share with the host. Give it to `Server.serve`.
     """
     @staticmethod
-    def call(block: Buffer, mask_words: Buffer, results: Buffer, rows: SupportsGetItem[int, SupportsIndex], run: Any) -> Lane:
+    def call(block: Buffer, mask_words: Buffer, results: Buffer, rows: SupportsGetItem[int, SupportsIndex], most: SupportsIndex, run: Any) -> Lane:
         """
         Calls of a Python function in place of graphs, for a device that has none.
 
         Args:
             block, mask_words, results: As for `cuda`.
             rows: Rows of each graph, fewest first.
+            most: Most rows of one request.
             run: Called as `run(graph)` with its number; the results are there when it returns.
 
         Raises:
             ValueError: A buffer is too small.
         """
     @staticmethod
-    def cuda(block: Buffer, mask_words: Buffer, results: Buffer, graphs: SupportsGetItem[int, tuple[SupportsIndex, SupportsIndex]], stream: SupportsIndex) -> Lane:
+    def cuda(block: Buffer, mask_words: Buffer, results: Buffer, graphs: SupportsGetItem[int, tuple[SupportsIndex, SupportsIndex]], stream: SupportsIndex, most: SupportsIndex, owner: Any) -> Lane:
         """
         CUDA graphs, launched by their raw handles on the current device.
 
@@ -219,8 +220,8 @@ class Lane:
             results: `[rows]` uint64 that graphs write: for each sampled or padded row `step << 32 | token`, at once.
             graphs: Rows and `cudaGraphExec_t` of each graph, fewest rows first.
             stream: The `cudaStream_t` that they run on.
-
-        Handles and memory must stay valid, and nobody else may use them, as long as the lane lives.
+            most: Most rows of one request.
+            owner: Owns graphs, stream and memory, and is kept alive with the lane. Nobody else may use them.
 
         Raises:
             RuntimeError: There is no CUDA driver, or no context on this thread.

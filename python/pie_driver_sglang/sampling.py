@@ -2,7 +2,8 @@
 
 A slot's output is a function of its own row, parameters and uniform number alone, so it does not
 change with the company that it keeps in a batch. Tokens are drawn by inverting the cumulative
-distribution. A row with values that are no numbers gives the vocabulary's size for a token.
+distribution over the ids. A row with values that are no numbers gives the vocabulary's size for a
+token.
 """
 
 from __future__ import annotations
@@ -93,18 +94,13 @@ def sample_group(logits: torch.Tensor, group: SlotGroup, params: SlotParams) -> 
     Returns:
         ``[token slots]`` int64 token ids.
     """
-    plain_end = group.greedy + group.plain
+    end = group.greedy + group.plain + group.filtered
     parts = []
     if group.greedy:
         parts.append(sample_greedy(logits[: group.greedy]))
-    if group.plain:
-        parts.append(
-            sample_plain(logits[group.greedy : plain_end], params.rows(group.greedy, plain_end))
-        )
-    if group.filtered:
-        parts.append(
-            sample_filtered(logits[plain_end:], params.rows(plain_end, plain_end + group.filtered))
-        )
+    if end > group.greedy:
+        rows = params.rows(group.greedy, end)
+        parts.append(_sample_drawn(logits[group.greedy : end], group.plain, rows))
     if not parts:
         return torch.empty(0, dtype=torch.int64, device=logits.device)
     return parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -135,6 +131,21 @@ def sample_rows(logits: torch.Tensor, params: SlotParams) -> torch.Tensor:
             own = SlotParams(*(field[rows] for field in params))
             tokens[rows] = sample(logits[rows], own)
     return tokens
+
+
+def _sample_drawn(logits: torch.Tensor, plain: int, params: SlotParams) -> torch.Tensor:
+    """Samples `plain` slots without a filter, then filtered ones."""
+    if logits.is_cuda:
+        # Imported here: a machine without a GPU may have no Triton.
+        from pie_driver_sglang import sampling_triton
+
+        return sampling_triton.sample(logits, params)
+    parts = []
+    if plain:
+        parts.append(sample_plain(logits[:plain], params.rows(0, plain)))
+    if plain < len(logits):
+        parts.append(sample_filtered(logits[plain:], params.rows(plain, len(logits))))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def apply_masks(logits: torch.Tensor, words: torch.Tensor) -> None:
@@ -198,7 +209,9 @@ def sample_plain(logits: torch.Tensor, params: SlotParams) -> torch.Tensor:
 def sample_filtered(logits: torch.Tensor, params: SlotParams) -> torch.Tensor:
     """Samples with top-k, then top-p on the renormalised rest, and min-p beside them.
 
-    Min-p compares with the largest probability. Shapes as in :func:`sample_group`.
+    Min-p compares with the largest probability; ties go to lower ids. It sorts every row; on a GPU
+    :mod:`pie_driver_sglang.sampling_triton` does the same without. Shapes as in
+    :func:`sample_group`.
     """
     ordered, ids = logits.sort(dim=-1, descending=True, stable=True)
     probs = _tempered(ordered, params.temperatures)
@@ -211,10 +224,9 @@ def sample_filtered(logits: torch.Tensor, params: SlotParams) -> torch.Tensor:
         probs < params.min_ps[:, None] * probs[:, :1]
     )
     probs = probs.masked_fill(outside & (rank > 0), 0.0)
-    places = _invert(probs, params.uniforms)
-    vocabulary = logits.shape[-1]
-    tokens = ids.gather(-1, places.clamp(max=vocabulary - 1)[:, None])[:, 0]
-    return torch.where(places < vocabulary, tokens, vocabulary)
+    # Back in the order of the ids: the order of the draw does not depend on what is kept.
+    weights = torch.empty_like(probs).scatter_(-1, ids, probs)
+    return _invert(weights, params.uniforms)
 
 
 def _tempered(logits: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ use std::path::PathBuf;
 use std::process::{Command, ExitCode};
 use std::{env, fs, io};
 
-use pie_benches::{Bytes, HostPath, decode_frame, mixed_frame, prefill_frame};
+use pie_benches::{Asked, Bytes, HostPath, asking_frame, decode_frame, mixed_frame, prefill_frame};
 use pie_wire::{ForwardResponse, Frame, ResponseFrame, ResponsePayload};
 
 /// `memcmp` and `memcpy` pick their code by the processor, which moves the counts a little.
@@ -19,13 +19,16 @@ const CONTEXT: u32 = 2048;
 type Counts = BTreeMap<String, u64>;
 
 /// A case prepares itself, then calls [`counted`] once.
-const CASES: [(&str, fn()); 8] = [
+const CASES: [(&str, fn()); 11] = [
     ("wire/access", access),
     ("wire/encode_reply", || encode_reply(2)),
     ("wire/encode_reply/fast", || encode_reply(1)),
     ("plan/decode/1x2048", || decode(1)),
     ("plan/decode/64x2048", || decode(64)),
     ("plan/decode/256x2048", || decode(256)),
+    ("plan/probes/256x2048", || asking(true, false)),
+    ("plan/masks/256x2048", || asking(false, true)),
+    ("plan/probes_masks/256x2048", || asking(true, true)),
     ("plan/mixed", || plan(&mixed_frame(4), &mixed_frame(5))),
     ("plan/prefill/8192", || {
         plan(&decode_frame(1, CONTEXT, 0), &prefill_frame(8192));
@@ -68,6 +71,14 @@ fn decode(requests: u32) {
     plan(
         &decode_frame(requests, CONTEXT, 1),
         &decode_frame(requests, CONTEXT, 2),
+    );
+}
+
+fn asking(probes: bool, masks: bool) {
+    let asked = Asked { probes, masks };
+    plan(
+        &asking_frame(256, CONTEXT, 1, asked),
+        &asking_frame(256, CONTEXT, 2, asked),
     );
 }
 
@@ -122,7 +133,7 @@ fn compare(update: bool) -> io::Result<bool> {
         };
         within &= limit > 0 && change <= TOLERANCE;
         println!(
-            "{name:24} {count:9} instructions, limit {limit:9} ({:+.1} %) {verdict}",
+            "{name:27} {count:9} instructions, limit {limit:9} ({:+.1} %) {verdict}",
             change * 100.0
         );
         counts.insert(name.to_owned(), count);

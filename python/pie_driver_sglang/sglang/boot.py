@@ -61,7 +61,7 @@ def boot(config: DriverConfig) -> Booted:
     gpu_id = int(index or 0)
     if device_type == "cuda":
         # Captured graphs and everything else in one order; the default stream cannot be captured.
-        torch.cuda.set_stream(torch.cuda.Stream(gpu_id))
+        torch.cuda.set_stream(torch.cuda.Stream(gpu_id))  # type: ignore[no-untyped-call]
     with _translated_failures(config):
         runner = _load_model(_server_args(config, device_type), gpu_id)
         runner.alloc_memory_pool()

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from pie_driver_sglang.sglang.lane import StepRunner
     from pie_driver_sglang.sglang.pool import PagePools
 
+
 class _Hidden(NamedTuple):
     """What the logits of a finished pass can be computed from."""
 

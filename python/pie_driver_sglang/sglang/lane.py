@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 CPU_ROWS_PER_REQUEST = 8
 """On the CPU each row attends by a call of its own: longer prompts do better as one."""
 
+
 def ladder(most: int) -> list[int]:
     """Rows of the graphs: dense where a step is short, and `most` at the end."""
     rows = [*range(1, 9), 12, *range(16, 65, 8), *range(80, 257, 16), *range(288, 4097, 32)]
@@ -60,16 +61,12 @@ class StepRunner(abc.ABC):
         layouts = {count: dict(graph_layout(count)) for count in rows}
         sizes = {count: _bytes(layout) for count, layout in layouts.items()}
         self._host = torch.zeros(max(sizes.values()), dtype=torch.uint8, pin_memory=on_cuda)
-        self._block = (
-            torch.zeros_like(self._host, device=self._device) if on_cuda else self._host
-        )
+        self._block = torch.zeros_like(self._host, device=self._device) if on_cuda else self._host
         words = torch.empty((rows[-1], -(-vocab // 32)), dtype=torch.int32, pin_memory=on_cuda)
         self._mask_words = words
         self._results = torch.zeros(rows[-1], dtype=torch.int64, pin_memory=on_cuda)
         self._graphs = [
-            _Graph(
-                count, views(self._host, layout), views(self._block, layout), sizes[count]
-            )
+            _Graph(count, views(self._host, layout), views(self._block, layout), sizes[count])
             for count, layout in layouts.items()
         ]
 
@@ -130,10 +127,7 @@ class CudaSteps(StepRunner):
 
     def __init__(self, engine: SglangEngine, rows: list[int]) -> None:
         """Captures a graph for each of `rows`, largest first."""
-        from pie_driver_sglang.step_triton import Sampler
-
         super().__init__(engine, rows)
-        self._sampler = Sampler(rows[-1], self._device)
         self._stream = torch.cuda.current_stream(self._device)
         self._captured: dict[int, torch.cuda.CUDAGraph] = {}
         self._capture_all()
@@ -141,8 +135,7 @@ class CudaSteps(StepRunner):
     def lane(self) -> Lane:
         """The lane that launches these graphs."""
         handles = [
-            (graph.rows, self._captured[graph.rows].raw_cuda_graph_exec())
-            for graph in self._graphs
+            (graph.rows, self._captured[graph.rows].raw_cuda_graph_exec()) for graph in self._graphs
         ]
         most = self._graphs[-1].rows
         stream = self._stream.cuda_stream
@@ -198,22 +191,22 @@ class CudaSteps(StepRunner):
         return captured
 
     def _step(self, graph: _Graph) -> None:
-        from pie_driver_sglang import step_triton
+        from pie_driver_sglang import sampling_triton
 
         engine, backend, fields = self._engine, self._engine.runner.attn_backend, graph.device
         used = slice(0, graph.bytes)
         self._block[used].copy_(self._host[used], non_blocking=True)
         header = fields["header"]
-        step_triton.update_table(
+        sampling_triton.update_table(
             engine.table_pages, fields["table_updates"].view(-1, 2), header[1:2]
         )
         batch = self._forward_batch(graph)
         backend.init_forward_metadata_out_graph(batch, in_capture=True)
         backend.init_forward_metadata_in_graph(batch)
         logits, softcap = engine.row_logits(batch)
-        step_triton.apply_masks(logits, fields["mask_rows"], self._mask_words)
+        sampling_triton.apply_masks(logits, fields["mask_rows"], self._mask_words)
         results = self._results[: graph.rows]
-        self._sampler(logits, _params(fields), results, header[:1], softcap)
+        sampling_triton.sample_step(logits, _params(fields), results, header[:1], softcap)
 
 
 def _params(fields: dict[str, torch.Tensor]) -> SlotParams:

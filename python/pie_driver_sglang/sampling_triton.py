@@ -1,11 +1,10 @@
-"""Sampling on a GPU without sorting, for captured graphs: one program for each row.
+"""Sampling on a GPU without sorting, and what else a captured step needs of kernels.
 
 Computes what :mod:`pie_driver_sglang.sampling` computes, from logits as the model gives them (bf16
-logits are not widened in memory). A threshold on the logits stands for top-k and top-p; bisecting
-their bits finds it exactly. Ties at the threshold go to lower ids.
+logits are not widened in memory), one program for each row. Top-k and top-p keep all logits above
+some value and, of those equal to it, the ones with the lowest ids; bisecting the bits of the logits
+finds that value exactly. A row's arithmetic has one order, whatever else is in the batch.
 """
-
-# ruff: noqa: PLR0913  (kernels take one argument per array)
 
 from __future__ import annotations
 
@@ -23,65 +22,63 @@ _MASK_BLOCK = tl.constexpr(64)
 _UPDATE_BLOCK = tl.constexpr(64)
 
 
-class Sampler:
-    """Samples up to `rows` rows; owns the scratch memory for it.
+def sample(logits: torch.Tensor, params: SlotParams) -> torch.Tensor:
+    """Samples as :func:`pie_driver_sglang.sampling.sample_rows` does, up to rounding.
 
-    Every call issues the same kernels, so it can be captured for a number of rows.
+    Args:
+        logits: ``[rows, vocabulary]`` bfloat16, float16 or float32.
+        params: ``[rows]`` parameters.
+
+    Returns:
+        ``[rows]`` int64 token ids; the vocabulary's size where the logits are no numbers.
     """
+    tokens = logits.new_empty(len(logits), dtype=torch.int64)
+    if len(logits):
+        step = torch.zeros(1, dtype=torch.int32, device=logits.device)
+        sample_step(logits, params, tokens, step)
+    return tokens
 
-    def __init__(self, rows: int, device: torch.device) -> None:
-        """Allocates scratch memory for `rows` rows."""
-        self._splits = {count: _splits(count) for count in range(1, rows + 1)}
-        size = max(count * splits for count, splits in self._splits.items())
-        self._best = torch.empty(size, dtype=torch.float32, device=device)
-        self._ids = torch.empty(size, dtype=torch.int32, device=device)
 
-    def __call__(
-        self,
-        logits: torch.Tensor,
-        params: SlotParams,
-        results: torch.Tensor,
-        step: torch.Tensor,
-        softcap: float | None = None,
-    ) -> None:
-        """Samples each row and writes ``step << 32 | token`` at once.
+def sample_step(
+    logits: torch.Tensor,
+    params: SlotParams,
+    results: torch.Tensor,
+    step: torch.Tensor,
+    softcap: float | None = None,
+) -> None:
+    """Samples each row and writes ``step << 32 | token`` at once; can be captured.
 
-        Args:
-            logits: ``[rows, vocabulary]`` bfloat16, float16 or float32.
-            params: ``[rows]`` parameters; a temperature of 0 takes the arg-max, one below 0
-                samples nothing.
-            results: ``[rows]`` int64, may be pinned memory of the host. The token is the
-                vocabulary's size where the logits are no numbers.
-            step: ``[1]`` int32.
-            softcap: Limit of the logits' size by ``cap * tanh(logit / cap)``.
-        """
-        rows, vocab = logits.shape
-        splits = self._splits[rows]
-        _find_best[(rows, splits)](
-            logits,
-            logits.stride(0),
-            vocab,
-            self._best,
-            self._ids,
-            triton.cdiv(vocab, splits),
-            num_warps=_WARPS,
-        )
-        _sample_rows[(rows,)](
-            logits,
-            logits.stride(0),
-            vocab,
-            self._best,
-            self._ids,
-            splits,
-            *params,
-            results,
-            step,
-            softcap or 0.0,
-            CAPPED=softcap is not None,
-            # The lower half of a widened bfloat16 holds no information.
-            SHIFT=16 if logits.dtype == torch.bfloat16 else 0,
-            num_warps=_WARPS,
-        )
+    Args:
+        logits: ``[rows, vocabulary]`` bfloat16, float16 or float32, at least one row.
+        params: ``[rows]`` parameters; a temperature of 0 takes the arg-max, one below 0 samples
+            nothing.
+        results: ``[rows]`` int64, may be pinned memory of the host. The token is the vocabulary's
+            size where the logits are no numbers.
+        step: ``[1]`` int32.
+        softcap: Limit of the logits' size by ``cap * tanh(logit / cap)``.
+    """
+    rows, vocab = logits.shape
+    splits = max(1, min(16, _PROGRAMS // rows))
+    best = logits.new_empty(rows * splits, dtype=torch.float32)
+    ids = logits.new_empty(rows * splits, dtype=torch.int32)
+    share = triton.cdiv(vocab, splits)
+    _find_best[(rows, splits)](logits, logits.stride(0), vocab, best, ids, share, num_warps=_WARPS)
+    _sample_rows[(rows,)](
+        logits,
+        logits.stride(0),
+        vocab,
+        best,
+        ids,
+        splits,
+        *(field.contiguous() for field in params),
+        results,
+        step,
+        softcap or 0.0,
+        CAPPED=softcap is not None,
+        # The lower half of a widened bfloat16 holds no information.
+        SHIFT=16 if logits.dtype == torch.bfloat16 else 0,
+        num_warps=_WARPS,
+    )
 
 
 def apply_masks(logits: torch.Tensor, mask_rows: torch.Tensor, words: torch.Tensor) -> None:
@@ -110,10 +107,6 @@ def update_table(table: torch.Tensor, updates: torch.Tensor, count: torch.Tensor
     grid = (triton.cdiv(len(updates), _UPDATE_BLOCK.value),)
     page = table.shape[1]
     _update_table[grid](table, page, updates, count, PAGE=triton.next_power_of_2(page))
-
-
-def _splits(rows: int) -> int:
-    return int(max(1, min(16, _PROGRAMS // rows)))
 
 
 @triton.jit
@@ -157,8 +150,8 @@ def _load(base, first, vocab):  # type: ignore[no-untyped-def]
     return x.to(tl.float32)
 
 
-@triton.jit
-def _weight(x, largest, scale, cap, CAPPED: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+@triton.jit  # type: ignore[untyped-decorator]
+def _weight(x, largest, scale, cap, CAPPED: tl.constexpr):  # type: ignore[no-untyped-def]
     """The probability of a logit, as a multiple of the largest probability."""
     if CAPPED:
         x = _cap(x, cap)
@@ -168,13 +161,13 @@ def _weight(x, largest, scale, cap, CAPPED: tl.constexpr):  # type: ignore[no-un
 
 @triton.jit
 def _cap(x, cap):  # type: ignore[no-untyped-def]
-    # tanh by the exponential of a negative number, which cannot overflow. Forbidden stays forbidden.
+    # tanh by the exponential of a negative number, which cannot overflow; -inf stays.
     e = tl.exp(-2.0 * tl.abs(x) / cap)
     capped = tl.where(x < 0, -cap, cap) * (1.0 - e) / (1.0 + e)
     return tl.where(x == float("-inf"), x, capped)
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def _sample_rows(  # type: ignore[no-untyped-def]
     logits,
     stride,
@@ -190,8 +183,8 @@ def _sample_rows(  # type: ignore[no-untyped-def]
     results,
     step,
     cap,
-    CAPPED: tl.constexpr,  # noqa: N803
-    SHIFT: tl.constexpr,  # noqa: N803
+    CAPPED: tl.constexpr,
+    SHIFT: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperatures + row)
@@ -226,7 +219,7 @@ def _sample_rows(  # type: ignore[no-untyped-def]
     tl.store(results + row, (number << 32) | token.to(tl.int64))
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def _draw(  # type: ignore[no-untyped-def]
     base,
     vocab,
@@ -237,8 +230,8 @@ def _draw(  # type: ignore[no-untyped-def]
     min_p,
     uniform,
     cap,
-    CAPPED: tl.constexpr,  # noqa: N803
-    SHIFT: tl.constexpr,  # noqa: N803
+    CAPPED: tl.constexpr,
+    SHIFT: tl.constexpr,
 ):
     """A token of one row: the first whose cumulative weight, by id, exceeds its share."""
     highest = _ordered(largest) >> SHIFT
@@ -264,13 +257,11 @@ def _draw(  # type: ignore[no-untyped-def]
         wanted = tl.minimum(wanted, vocab * 1.0).to(tl.int32)
         ties = tl.where(share_edge == edge, tl.minimum(ties, wanted), wanted)
         edge = share_edge
-    return _invert(
-        base, vocab, edge, ties, min_p, uniform, largest, scale, cap, CAPPED, SHIFT
-    )
+    return _invert(base, vocab, edge, ties, min_p, uniform, largest, scale, cap, CAPPED, SHIFT)
 
 
-@triton.jit
-def _edge_of_count(base, vocab, low, high, count, SHIFT: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+@triton.jit  # type: ignore[untyped-decorator]
+def _edge_of_count(base, vocab, low, high, count, SHIFT: tl.constexpr):  # type: ignore[no-untyped-def]
     """The `count`-th largest key, and how many keys are larger."""
     above = 0
     while low < high:
@@ -296,7 +287,7 @@ def _middle(low, high):  # type: ignore[no-untyped-def]
     return wide.to(tl.int32)
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def _edge_of_mass(  # type: ignore[no-untyped-def]
     base,
     vocab,
@@ -306,8 +297,8 @@ def _edge_of_mass(  # type: ignore[no-untyped-def]
     largest,
     scale,
     cap,
-    CAPPED: tl.constexpr,  # noqa: N803
-    SHIFT: tl.constexpr,  # noqa: N803
+    CAPPED: tl.constexpr,
+    SHIFT: tl.constexpr,
 ):
     """The largest key at and above which lies the mass `goal`, and the mass above it."""
     above = 0.0
@@ -321,7 +312,7 @@ def _edge_of_mass(  # type: ignore[no-untyped-def]
     return low, above
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def _mass(  # type: ignore[no-untyped-def]
     base,
     vocab,
@@ -329,8 +320,8 @@ def _mass(  # type: ignore[no-untyped-def]
     largest,
     scale,
     cap,
-    CAPPED: tl.constexpr,  # noqa: N803
-    SHIFT: tl.constexpr,  # noqa: N803
+    CAPPED: tl.constexpr,
+    SHIFT: tl.constexpr,
 ):
     """The weight of all keys from `least` on."""
     total = tl.zeros([_BLOCK], tl.float32)
@@ -341,7 +332,7 @@ def _mass(  # type: ignore[no-untyped-def]
     return tl.sum(total, 0)
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def _edge_weight(  # type: ignore[no-untyped-def]
     base,
     vocab,
@@ -349,8 +340,8 @@ def _edge_weight(  # type: ignore[no-untyped-def]
     largest,
     scale,
     cap,
-    CAPPED: tl.constexpr,  # noqa: N803
-    SHIFT: tl.constexpr,  # noqa: N803
+    CAPPED: tl.constexpr,
+    SHIFT: tl.constexpr,
 ):
     """The weight of one logit whose key is `edge`; 0 if there is none."""
     bits = edge << SHIFT
@@ -363,7 +354,7 @@ def _edge_weight(  # type: ignore[no-untyped-def]
     return tl.where((x == x) & (weight == weight), weight, 0.0)
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def _invert(  # type: ignore[no-untyped-def]
     base,
     vocab,
@@ -374,8 +365,8 @@ def _invert(  # type: ignore[no-untyped-def]
     largest,
     scale,
     cap,
-    CAPPED: tl.constexpr,  # noqa: N803
-    SHIFT: tl.constexpr,  # noqa: N803
+    CAPPED: tl.constexpr,
+    SHIFT: tl.constexpr,
 ):
     """The first id whose cumulative kept weight exceeds `uniform` of all kept weight."""
     total = 0.0
@@ -412,7 +403,7 @@ def _invert(  # type: ignore[no-untyped-def]
     return tl.where(token < 0, last, token)
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def _kept(  # type: ignore[no-untyped-def]
     base,
     first,
@@ -423,8 +414,8 @@ def _kept(  # type: ignore[no-untyped-def]
     largest,
     scale,
     cap,
-    CAPPED: tl.constexpr,  # noqa: N803
-    SHIFT: tl.constexpr,  # noqa: N803
+    CAPPED: tl.constexpr,
+    SHIFT: tl.constexpr,
 ):
     """Weights of a block, 0 where dropped, and how many keys lie at the edge; `ties` may stay."""
     x = _load(base, first, vocab)
@@ -453,8 +444,8 @@ def _apply_masks(logits, stride, vocab, mask_rows, words, width):  # type: ignor
         tl.store(logits + row * stride + offsets, none, mask=forbidden & (offsets < vocab))
 
 
-@triton.jit
-def _update_table(table, page, updates, count, PAGE: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+@triton.jit  # type: ignore[untyped-decorator]
+def _update_table(table, page, updates, count, PAGE: tl.constexpr):  # type: ignore[no-untyped-def]
     places = tl.program_id(0) * _UPDATE_BLOCK + tl.arange(0, _UPDATE_BLOCK)
     used = places < tl.load(count)
     entries = tl.load(updates + 2 * places, mask=used, other=0)
