@@ -20,6 +20,7 @@ from sglang.srt.model_executor.forward_batch_info import (
 )
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 from sglang.srt.model_executor.runner_utils.capture_mode import model_capture_mode
+from tqdm import tqdm
 
 from pie_driver_sglang._core import Lane, graph_layout
 from pie_driver_sglang.sampling import SlotParams, apply_masks, sample_rows
@@ -162,8 +163,12 @@ class CudaSteps(StepRunner):
         pool = torch.cuda.graph_pool_handle()
         context = ForwardContext(attn_backend=runner.attn_backend)
         with forward_context(context), model_capture_mode():
-            for graph in reversed(self._graphs):
+            # Shown on a terminal only.
+            bar = tqdm(reversed(self._graphs), total=len(self._graphs), disable=None)
+            for graph in bar:
                 self._captured[graph.rows] = self._capture(graph, pool)
+                left = torch.cuda.mem_get_info(self._device)[0] / 2**30
+                bar.set_description(f"graph of {graph.rows} rows, {left:.1f} GiB free")
         torch.cuda.synchronize(self._device)
         used = free - torch.cuda.mem_get_info(self._device)[0]
         logger.info(
@@ -178,9 +183,11 @@ class CudaSteps(StepRunner):
         # Nobody samples these rows, and they touch the padding page alone.
         for name, field in graph.host.items():
             field.fill_({"seq_lens": 1, "temperatures": -1, "mask_rows": -1}.get(name, 0))
+        started = time.monotonic()
         # Kernels that the first run compiles or tunes cannot be compiled in a capture.
         self._step(graph)
         self._stream.synchronize()
+        ran = time.monotonic()
         captured = torch.cuda.CUDAGraph()
         captured.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:
@@ -188,6 +195,8 @@ class CudaSteps(StepRunner):
         finally:
             captured.capture_end()
         captured.replay()
+        seconds = time.monotonic() - ran
+        logger.debug("%d rows: %.2f s to run, %.2f to capture", graph.rows, ran - started, seconds)
         return captured
 
     def _step(self, graph: _Graph) -> None:
