@@ -59,7 +59,9 @@ pub(crate) struct Samples {
 impl Samples {
     fn of(exchanges: &[Exchange]) -> Self {
         let mut samples = Self::default();
-        exchanges.iter().for_each(|exchange| samples.push(exchange));
+        for exchange in exchanges {
+            samples.push(exchange);
+        }
         samples
     }
 
