@@ -1,7 +1,9 @@
-"""Writes the lengths of the standard workload: python lengths.py > lengths.json
+"""Writes the lengths of the standard workload.
 
-256 requests, prompt and output lengths uniform in 100..1024. They come from Python's generator with seed 0 in the order
-in which the peers draw them: every prompt draws its length, then its tokens.
+    python benches/pie_load/lengths.py > benches/pie_load/lengths.json
+
+256 requests, prompt and output lengths uniform in 100..1024. They come from Python's generator with
+seed 0 in the order in which the peers draw them: every prompt draws its length, then its tokens.
 """
 
 from __future__ import annotations

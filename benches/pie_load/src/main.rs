@@ -80,10 +80,7 @@ fn run(args: &Args) -> Result<(), LoadError> {
         }
     }
     report.print_rest();
-    // What was found before a failure is kept.
-    if let Some(path) = &args.output.json {
-        report.write(path)?;
-    }
+    report.save()?;
     played
 }
 
@@ -110,6 +107,7 @@ fn play_steps(
     steps::play(link, caps, &args.steps, |row| {
         report::print_row(&row);
         report.steps.push(row);
+        report.save()
     })
 }
 
@@ -126,6 +124,7 @@ fn play_throughput(
         let run = throughput::play(link, caps, lengths, sampler)?;
         report::print_run(repeat, &run);
         report.throughput.push(run);
+        report.save()?;
     }
     Ok(())
 }

@@ -21,8 +21,10 @@ pub(crate) struct Report<'a> {
     pub(crate) commit: Option<&'a str>,
     /// Seconds since 1970.
     pub(crate) started: u64,
+    #[serde(skip)]
+    path: Option<&'a Path>,
     /// The raw samples, beside this file.
-    pub(crate) samples: Option<PathBuf>,
+    samples: Option<PathBuf>,
     pub(crate) driver: &'a DriverArgs,
     pub(crate) capabilities: Capabilities,
     pub(crate) ready_s: f64,
@@ -44,6 +46,7 @@ impl<'a> Report<'a> {
             version: 1,
             commit: args.output.commit.as_deref(),
             started,
+            path: args.output.json.as_deref(),
             samples: args.output.json.as_deref().map(samples_path),
             driver: &args.driver,
             capabilities,
@@ -66,8 +69,11 @@ impl<'a> Report<'a> {
         }
     }
 
-    /// Writes the figures to `path` and the samples beside it.
-    pub(crate) fn write(&self, path: &Path) -> Result<(), LoadError> {
+    /// Writes the figures and, beside them, the samples; called after every row, so that nothing is lost with the process.
+    pub(crate) fn save(&self) -> Result<(), LoadError> {
+        let (Some(path), Some(samples_path)) = (self.path, &self.samples) else {
+            return Ok(());
+        };
         let rows = self.steps.iter().filter(|row| row.figures.is_some());
         let samples = Samples {
             steps: rows
@@ -76,7 +82,7 @@ impl<'a> Report<'a> {
             throughput: self.throughput.iter().map(|run| &run.record).collect(),
         };
         write_json(path, self)?;
-        write_json(&samples_path(path), &samples)
+        write_json(samples_path, &samples)
     }
 
     /// Prints what only the trace and the end of the driver have told.

@@ -82,7 +82,7 @@ pub(crate) fn play(
     link: &mut Link,
     caps: &Capabilities,
     args: &StepsArgs,
-    mut done: impl FnMut(Row),
+    mut done: impl FnMut(Row) -> Result<(), LoadError>,
 ) -> Result<(), LoadError> {
     let mut pool = PagePool::new(caps.total_pages);
     for &context in &args.context {
@@ -106,7 +106,7 @@ pub(crate) fn play(
                 };
                 row.figures = Some(player.play(&mut row)?);
             }
-            done(row);
+            done(row)?;
         }
     }
     Ok(())
