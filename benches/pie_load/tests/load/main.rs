@@ -125,7 +125,7 @@ fn lengths(array: &Value) -> usize {
 
 #[test]
 fn steps_keep_every_token_in_its_place() {
-    let line = "steps --batch 1,3,5,9 --context 7,20 --steps 6 --warm-up 2 --probe-steps 3 --sampler mixed";
+    let line = "steps --batch 1,3,5,9 --context 7,20 --steps 6 --warm-up 2 --probe-steps 3 --sampler mixed --trace";
     let out = load("serve", &line.split(' ').collect::<Vec<_>>());
     assert!(out.success, "{}{}", out.stdout, out.stderr);
     let rows = out.json["steps"].as_array().unwrap();
@@ -144,7 +144,13 @@ fn steps_keep_every_token_in_its_place() {
         assert!(row["skipped"].is_null(), "{row}");
         assert_eq!(lengths(&samples["round_trip_ns"]), 6);
         assert_eq!(lengths(&samples["client_ns"]), 6);
+        for series in ["round_trip_ns", "client_ns"] {
+            let samples = samples[series].as_array().unwrap();
+            assert!(samples.iter().all(|sample| sample.as_u64() > Some(0)));
+        }
         assert_eq!(row["fast"], true);
+        // Prompts, outside of the timed steps, have longer events.
+        assert_eq!(row["trace_us"]["plan"], 2.5);
         assert!(row["round_trip_us"]["p99"].as_f64() >= row["round_trip_us"]["p50"].as_f64());
         // The stand-in says 17 µs; a frame of five has no place for a sixth request.
         let expected = if batch == 5 { Value::Null } else { 17.0.into() };
