@@ -151,6 +151,8 @@ mod tests {
         assert_eq!(outcome(&buffer[..length], 2, 2), Ok(vec![8, 9]));
         let other = outcome(&buffer[..length], 3, 3);
         assert!(matches!(other, Err(AnswerError::Requests { found: 2, .. })));
+        let more = outcome(&buffer[..length], 1, 1);
+        assert!(matches!(more, Err(AnswerError::Requests { found: 2, .. })));
         let surplus = outcome(&buffer[..length], 2, 1);
         assert_eq!(surplus, Err(wrong_tokens(1, 1, 0)));
     }

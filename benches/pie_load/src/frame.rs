@@ -230,5 +230,12 @@ mod tests {
         assert_eq!(body.sampler_indptr, [0, 1, 2, 2]);
         assert_eq!(body.sampling_indptr, body.sampler_indptr);
         assert_eq!(body.context_ids, [5, 6, 0]);
+
+        let pair = Turn {
+            tokens: &[10, 11],
+            ..prompt
+        };
+        let body = decoded(&encoded(&mut FrameBuilder::new(4), &[pair]));
+        assert!(!body.single_token_mode && body.masks.len() == 2);
     }
 }

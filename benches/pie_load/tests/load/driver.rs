@@ -13,6 +13,7 @@ use pie_ring::{ExitGuard, RegionLayout, Server, ServerConfig, Wait};
 use pie_wire::{
     ArchivedPayload, ForwardRequest, ForwardResponse, Payload, ResponseFrame, ResponsePayload,
 };
+use rustix::process::{Signal, getppid, kill_process};
 use rustix::time::{ClockId, clock_gettime};
 use serde_json::json;
 
@@ -87,6 +88,9 @@ fn serve(group: i64, behaviour: &str, trace_file: Option<&str>) {
         if behaviour == "die-later" && frames > 5 {
             server.unlink();
             process::exit(7);
+        }
+        if behaviour == "kill-later" && frames > 5 {
+            kill_process(getppid().unwrap(), Signal::KILL).unwrap();
         }
         if behaviour == "stuck" {
             thread::sleep(Duration::from_mins(1));

@@ -60,6 +60,7 @@ fn load(behaviour: &str, arguments: &[&str]) -> Outcome {
         .arg("--log")
         .arg(&log)
         .env("PIE_LOAD_TEST_BEHAVIOUR", behaviour)
+        .stdin(Stdio::piped())
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())
         .spawn()
@@ -76,7 +77,11 @@ fn load(behaviour: &str, arguments: &[&str]) -> Outcome {
         thread::sleep(Duration::from_millis(5));
     };
     assert!(started.elapsed() < WATCHDOG, "pie_load hung");
-    assert!(!PathBuf::from(&region).exists(), "{region} was left behind");
+    // Of a load that was killed the driver removes it, a moment later.
+    while PathBuf::from(&region).exists() {
+        assert!(started.elapsed() < WATCHDOG, "{region} was left behind");
+        thread::sleep(Duration::from_millis(5));
+    }
     let [mut stdout, mut stderr] = [String::new(), String::new()];
     child.stdout.unwrap().read_to_string(&mut stdout).unwrap();
     child.stderr.unwrap().read_to_string(&mut stderr).unwrap();
@@ -107,6 +112,7 @@ fn script(folder: &TempDir) -> PathBuf {
     let text = format!(
         "#!/bin/sh\n\
          [ \"$#:$1:$2:$3:$5:$6\" = 6:-m:pie_driver_sglang:--config:--handshake-fd:3 ] || exit 64\n\
+         [ \"$(readlink /proc/self/fd/0)\" = /dev/null ] || exit 65\n\
          [ $PIE_LOAD_TEST_BEHAVIOUR = stuck ] && trap '' TERM\n\
          PIE_LOAD_TEST_CONFIG=\"$4\" exec '{}' --exact stand_in --nocapture\n",
         this.display()
@@ -245,6 +251,15 @@ fn a_driver_that_dies_while_it_serves_ends_the_run_and_keeps_its_figures() {
     assert!(out.stderr.contains(expected), "{}", out.stderr);
     // Five frames are one prompt and the first row.
     assert_eq!(lengths(&out.json["steps"]), 1);
+}
+
+#[test]
+fn a_load_that_is_killed_has_written_its_rows_and_leaves_no_driver() {
+    let line = "steps --batch 1,2 --context 5 --steps 4 --warm-up 0";
+    let out = load("kill-later", &line.split(' ').collect::<Vec<_>>());
+    assert!(!out.success && out.stderr.is_empty());
+    assert_eq!(lengths(&out.json["steps"]), 1);
+    assert_eq!(lengths(&out.samples["steps"]["1x5"]["round_trip_ns"]), 4);
 }
 
 #[test]
