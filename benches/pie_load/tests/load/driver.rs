@@ -94,6 +94,7 @@ fn serve(group: i64, behaviour: &str, trace_file: Option<&str>) {
         }
         if behaviour == "stuck" {
             thread::sleep(Duration::from_mins(1));
+            return;
         }
         let mut response = match account.take(lease.request().unwrap()) {
             Ok(response) => response,

@@ -60,6 +60,8 @@ fn load(behaviour: &str, arguments: &[&str]) -> Outcome {
         .arg("--log")
         .arg(&log)
         .env("PIE_LOAD_TEST_BEHAVIOUR", behaviour)
+        // A load that is killed cannot tidy up.
+        .env("TMPDIR", folder.path())
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())
