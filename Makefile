@@ -10,12 +10,14 @@ BIN := $(VENV)/bin
 SOURCES := pyproject.toml Cargo.toml Cargo.lock README.md LICENSE \
     $(shell find rust python -type f \( -name '*.rs' -o -name '*.py' -o -name '*.pyi' -o -name '*.toml' \))
 WHEELS := target/wheels
-CHECKED := python/pie_driver_sglang tests tools benches/gpu benches/peers
+CHECKED := python/pie_driver_sglang tests tools benches/gpu benches/peers benches/pie_load
 # Runs the ring's sources under loom; a workspace of its own.
 MODEL := --manifest-path rust/ring/model/Cargo.toml
+# The load generator; a workspace of its own.
+LOAD := --manifest-path benches/pie_load/Cargo.toml
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-rust test-python bench counts fuzz lint format stubs wheel
+.PHONY: help demo test test-rust test-python bench load counts fuzz lint format stubs wheel
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -29,6 +31,7 @@ test-rust:
 	cargo test --workspace --quiet
 	cargo test --manifest-path fuzz/Cargo.toml --quiet
 	cargo test $(MODEL) --target-dir target/model --quiet
+	cargo test $(LOAD) --target-dir target/load --quiet
 
 test-python: $(VENV)/.installed
 	$(BIN)/python -m pytest -q
@@ -36,6 +39,9 @@ test-python: $(VENV)/.installed
 bench: $(VENV)/.dependencies ## Run the benchmarks and print their table; ARGS=ring/ for some of them, ARGS=--quick to try them out
 	cargo bench --manifest-path benches/Cargo.toml -- $(ARGS)
 	@cargo run --quiet --release --manifest-path benches/Cargo.toml --bin report -- $(filter --quick,$(ARGS))
+
+load: ## Build target/load/release/pie_load, which plays the runtime against a driver; see benches/README.md
+	cargo build $(LOAD) --target-dir target/load --release --quiet
 
 counts: ## Count the instructions of the hot paths and hold them to benches/counts.json (needs valgrind)
 	@cargo run --quiet --release --manifest-path benches/Cargo.toml --no-default-features --bin counts -- $(ARGS)
@@ -52,6 +58,8 @@ lint: $(VENV)/.installed ## Check format, lints, types, docs and the native modu
 	cargo clippy --manifest-path fuzz/Cargo.toml --all-targets --quiet -- -D warnings
 	cargo fmt $(MODEL) --check
 	cargo clippy $(MODEL) --target-dir target/model --lib --test models --quiet -- -D warnings
+	cargo fmt $(LOAD) --check
+	cargo clippy $(LOAD) --target-dir target/load --all-targets --quiet -- -D warnings
 	RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps --quiet
 	$(BIN)/ruff check $(CHECKED)
 	$(BIN)/ruff format --check $(CHECKED)
@@ -65,6 +73,7 @@ format: $(VENV)/.installed ## Format the sources
 	cargo fmt --manifest-path benches/Cargo.toml
 	cargo fmt --manifest-path fuzz/Cargo.toml
 	cargo fmt $(MODEL)
+	cargo fmt $(LOAD)
 	$(BIN)/ruff check --fix-only $(CHECKED)
 	$(BIN)/ruff format $(CHECKED)
 

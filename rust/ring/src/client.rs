@@ -69,17 +69,55 @@ impl Client {
     /// [`RingError::RequestTooLarge`] before anything is sent; [`RingError::TimedOut`],
     /// [`RingError::Aborted`] or [`RingError::ResponseLength`] after.
     pub fn call<R>(&self, request: &[u8], read: impl FnOnce(&[u8]) -> R) -> Result<R, RingError> {
-        let (len, capacity) = (request.len(), self.layout().request_capacity());
+        self.check_len(request.len())?;
+        let write = |slot| {
+            self.mapping.write_request(slot, request);
+            Ok(request.len())
+        };
+        self.exchange(write, read)
+    }
+
+    /// As [`call`](Self::call), but `write` makes the request in the slot itself and returns its length.
+    ///
+    /// # Errors
+    /// What `write` returns, with nothing sent; otherwise those of [`call`](Self::call).
+    pub fn call_in_place<R, E: From<RingError>>(
+        &self,
+        write: impl FnOnce(&mut [u8]) -> Result<usize, E>,
+        read: impl FnOnce(&[u8]) -> R,
+    ) -> Result<R, E> {
+        let write = |slot| {
+            #[expect(unsafe_code, reason = "the buffer is exclusive by the slot's mutex")]
+            // SAFETY: `exchange` holds the slot's mutex, and no other code of a client borrows the
+            // request buffer.
+            let len = write(unsafe { self.mapping.request_mut(slot) })?;
+            self.check_len(len)?;
+            Ok(len)
+        };
+        self.exchange(write, read)
+    }
+
+    fn exchange<R, E: From<RingError>>(
+        &self,
+        write: impl FnOnce(usize) -> Result<usize, E>,
+        read: impl FnOnce(&[u8]) -> R,
+    ) -> Result<R, E> {
+        let (slot, _in_use) = self.take_slot();
+        if self.is_aborted() {
+            return Err(RingError::Aborted.into());
+        }
+        let len = write(slot)?;
+        let (seq, id) = self.send(slot, len);
+        self.receive(slot, seq, id)?;
+        Ok(self.read_response(slot, read)?)
+    }
+
+    fn check_len(&self, len: usize) -> Result<(), RingError> {
+        let capacity = self.layout().request_capacity();
         if len > capacity {
             return Err(RingError::RequestTooLarge { len, capacity });
         }
-        let (slot, _in_use) = self.take_slot();
-        if self.is_aborted() {
-            return Err(RingError::Aborted);
-        }
-        let (seq, id) = self.send(slot, request);
-        self.receive(slot, seq, id)?;
-        self.read_response(slot, read)
+        Ok(())
     }
 
     /// Makes every running and later call fail with [`RingError::Aborted`]. The server is not told.
@@ -117,15 +155,15 @@ impl Client {
         )
     }
 
-    fn send(&self, slot: usize, request: &[u8]) -> (u64, u32) {
+    /// Sends the `len` bytes that the slot holds.
+    fn send(&self, slot: usize, len: usize) -> (u64, u32) {
         let words = self.mapping.slot(slot);
         // The server looks at the words all the time: what takes time comes before the first store.
         let (id, now) = (self.next_id.fetch_add(1, Ordering::Relaxed), epoch_us());
         // The slot's mutex makes this thread the only writer of `req_seq`.
         let seq = words.req_seq.load(Ordering::Relaxed).wrapping_add(1);
-        self.mapping.write_request(slot, request);
         words.req_id.store(id, Ordering::Relaxed);
-        words.req_len.store(request.len() as u32, Ordering::Relaxed);
+        words.req_len.store(len as u32, Ordering::Relaxed);
         words.sent_us.store(now, Ordering::Relaxed);
         // SYNC: pairs with the acquire load in `Queue::scan`.
         words.req_seq.store(seq, Ordering::Release);

@@ -136,6 +136,17 @@ impl Mapping {
         unsafe { ptr::copy_nonoverlapping(request.as_ptr(), start, request.len()) }
     }
 
+    /// The request buffer of a slot. For the client.
+    ///
+    /// # Safety
+    /// No other reference to this buffer may exist in this process while the result lives.
+    #[expect(clippy::mut_from_ref, reason = "exclusive by contract, not by borrow")]
+    pub(crate) unsafe fn request_mut(&self, index: usize) -> &mut [u8] {
+        let start = self.start(index, SLOT_HEADER_BYTES);
+        // SAFETY: in bounds for every slot of the layout; exclusive by the caller's promise.
+        unsafe { std::slice::from_raw_parts_mut(start, self.layout.request_capacity()) }
+    }
+
     /// The response buffer of a slot. For the server.
     ///
     /// # Safety

@@ -27,6 +27,32 @@ fn every_strategy_echoes() {
 }
 
 #[test]
+fn a_request_is_made_in_its_slot() {
+    let name = Name::new();
+    let running = Running::start(create(&name).unwrap(), Wait::Park);
+    let client = open(&name, Wait::Park, LIMIT);
+    // More rounds than slots, so that every slot has refused and served.
+    for round in 0..9u8 {
+        let make = |buffer: &mut [u8]| {
+            assert_eq!(buffer.len(), 4096);
+            buffer[..2].copy_from_slice(&[round, 77]);
+            Ok::<_, RingError>(2)
+        };
+        let response = client.call_in_place(make, <[u8]>::to_vec).unwrap();
+        assert_eq!(response, [77, round]);
+
+        let refuse = |_: &mut [u8]| Err(RingError::Aborted);
+        let error = client.call_in_place(refuse, |_| panic!("nothing was sent"));
+        assert!(matches!(error, Err(RingError::Aborted)), "{error:?}");
+        let overrun = |buffer: &mut [u8]| Ok::<_, RingError>(buffer.len() + 1);
+        let error = client.call_in_place(overrun, |_| panic!("nothing was sent"));
+        let expected = "the request has 4097 bytes, a slot takes 4096";
+        assert!(error.unwrap_err().to_string().starts_with(expected));
+    }
+    drop(running);
+}
+
+#[test]
 fn more_threads_than_slots() {
     let name = Name::new();
     let running = Running::start(create(&name).unwrap(), Wait::Park);

@@ -120,6 +120,16 @@ impl Mapping {
     /// # Safety
     /// As in the ring.
     #[expect(clippy::mut_from_ref, reason = "as in the ring")]
+    pub(crate) unsafe fn request_mut(&self, index: usize) -> &mut [u8] {
+        // SAFETY: as above.
+        self.0.slots[index]
+            .request
+            .with_mut(|bytes| unsafe { (&mut *bytes).as_mut_slice() })
+    }
+
+    /// # Safety
+    /// As in the ring.
+    #[expect(clippy::mut_from_ref, reason = "as in the ring")]
     pub(crate) unsafe fn response_mut(&self, index: usize) -> &mut [u8] {
         // SAFETY: as above.
         self.0.slots[index]

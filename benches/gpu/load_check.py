@@ -1,0 +1,300 @@
+"""Plays the runtime's load against a driver on a CUDA GPU, beside a prototype and SGLang itself.
+
+    python benches/gpu/load_check.py --shapes CONFIG --pie-load BINARY --out DIR \
+        [--onegraph SCRIPT] [--bench-sgl SCRIPT] [--graph-times FILE] [--parts A,B]
+
+Parts, each in processes of its own; one that fails costs the others nothing:
+
+1. `prototype`: overhead of a decode step that is one CUDA graph, by batch size, at a context of
+   512.
+2. `steps`, `throughput`: round trips of decode steps, and tokens per second of the standard
+   workload, on one driver.
+3. `peers`: SGLang's own tokens per second, by attention backend.
+4. `trace`, only when named: the driver's own split of a step. Writing it costs time in every step.
+
+Figures go to DIR/h200.json after every part, everything that was printed to DIR/load_check.log.
+Host overhead is the p50 round trip less the GPU time of the same graph launched back to back.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+DEFAULT_PARTS = "prototype,steps,throughput,peers"
+PROTOTYPE_CONTEXT = 512
+STOP_S = 8.0
+PART_S = {"prototype": 120.0, "load": 240.0, "trace": 120.0, "peers": 150.0}
+"""The longest that a process of each part may take."""
+_PROTOTYPE_LINE = re.compile(r"batch (\d+): gpu (\d+) us, .* overhead (-?\d+) us")
+_PEER_LINE = re.compile(r"sglang (\S+) repeat \d+: .* = (\d+) tok/s")
+
+
+class Runner:
+    """Runs processes until the time is spent."""
+
+    def __init__(self, log: Path, budget_s: float) -> None:
+        """Starts the clock."""
+        self._log = log.open("w", encoding="utf-8")
+        self._end = time.monotonic() + budget_s
+
+    def run(self, what: str, command: Sequence[object], limit_s: float) -> str:
+        """Prints and returns the output; an error or a time-out is printed like it."""
+        left_s = min(limit_s, self._end - time.monotonic())
+        words = [str(word) for word in command]
+        self.say(f"--- {what}: {' '.join(words)}")
+        if left_s < STOP_S:
+            self.say(f"{what}: no time left")
+            return ""
+        try:
+            process = subprocess.Popen(
+                words,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
+                start_new_session=True,
+            )
+        except OSError as error:
+            self.say(f"{what}: {error}")
+            return ""
+        try:
+            output, _ = process.communicate(timeout=left_s - STOP_S / 2)
+        except subprocess.TimeoutExpired:
+            self.say(f"{what}: stopped after {left_s:.0f} s")
+            output = self._stop(process)
+        self.say(output.rstrip())
+        if process.returncode:
+            self.say(f"{what}: status {process.returncode}")
+        return output
+
+    def say(self, text: str) -> None:
+        """Prints and logs."""
+        print(text, flush=True)
+        print(text, file=self._log, flush=True)
+
+    @staticmethod
+    def _stop(process: subprocess.Popen[str]) -> str:
+        """Ends a process and those that it has started; a driver removes its region on SIGTERM."""
+        output = ""
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            # The session of its own is what the process leads.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, number)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                output, _ = process.communicate(timeout=STOP_S / 4)
+        return output
+
+
+def prototype_figures(output: str) -> dict[str, dict[str, float]]:
+    """GPU time and overhead in µs by batch size, as the prototype prints them."""
+    found = _PROTOTYPE_LINE.findall(output)
+    return {batch: {"gpu_us": float(gpu), "overhead_us": float(us)} for batch, gpu, us in found}
+
+
+def peer_figures(output: str) -> list[float]:
+    """Tokens per second of each repeat."""
+    return [float(speed) for _, speed in _PEER_LINE.findall(output)]
+
+
+def graph_gpu_us(times: Mapping[str, float], batch: int, context: int) -> float | None:
+    """GPU time of the decode graph launched back to back, in µs; None when it is not known."""
+    return times.get(f"{batch}x{context}")
+
+
+def host_overhead_us(
+    trips: Mapping[str, float], times: Mapping[str, float], context: int
+) -> dict[str, float]:
+    """Round trip less GPU time in µs by batch size, where both are known."""
+    overhead = {}
+    for row, trip in trips.items():
+        batch, row_context = (int(number) for number in row.split("x"))
+        gpu = graph_gpu_us(times, batch, context)
+        if row_context == context and gpu is not None:
+            overhead[str(batch)] = trip - gpu
+    return overhead
+
+
+class Check:
+    """The parts and their figures."""
+
+    def __init__(self, arguments: argparse.Namespace, model: Path) -> None:
+        """Begins with empty figures."""
+        self._arguments = arguments
+        self._model = model
+        self._out: Path = arguments.out
+        self._runner = Runner(self._out / "load_check.log", arguments.budget_s)
+        self._figures: dict[str, Any] = {
+            "commit": arguments.commit,
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "script": " ".join(["benches/gpu/load_check.py", *sys.argv[1:]]),
+            "host_overhead_us": {},
+            "prototype_overhead_us": {},
+            "tokens_per_s": {"ours": None, "sglang": {}},
+            "steps": None,
+            "detail": {},
+        }
+
+    def play(self) -> None:
+        """Plays the parts that were asked for."""
+        parts = self._arguments.parts.split(",")
+        if "prototype" in parts and self._arguments.onegraph:
+            self._part("prototype", self._prototype)
+        loads = [part for part in ("steps", "throughput") if part in parts]
+        if loads:
+            self._part("load", lambda: self._load(loads))
+        if "peers" in parts and self._arguments.bench_sgl:
+            for backend in self._arguments.peer_backends.split(","):
+                self._part(f"peer {backend}", lambda backend=backend: self._peer(backend))
+        if "trace" in parts:
+            self._part("trace", self._trace)
+        self._runner.say(json.dumps({**self._figures, "detail": "..."}, indent=1))
+
+    def _part(self, what: str, play: Any) -> None:
+        started = time.monotonic()
+        try:
+            play()
+        except Exception as error:
+            self._runner.say(f"{what} failed: {type(error).__name__}: {error}")
+        self._runner.say(f"--- {what} took {time.monotonic() - started:.0f} s")
+        text = json.dumps(self._figures, indent=1)
+        (self._out / "h200.json").write_text(text + "\n", encoding="utf-8")
+
+    def _prototype(self) -> None:
+        batches = self._arguments.batch
+        command = [sys.executable, self._arguments.onegraph, self._model, "triton", 16, batches]
+        output = self._runner.run("prototype", command, PART_S["prototype"])
+        found = prototype_figures(output)
+        overhead = {batch: row["overhead_us"] for batch, row in found.items()}
+        self._figures["prototype_overhead_us"] = overhead
+        self._figures["detail"]["prototype"] = found
+
+    def _load(self, workloads: list[str]) -> None:
+        found = self._pie_load("load", workloads, PART_S["load"])
+        if "throughput" in workloads and not found.get("throughput"):
+            # What ended the steps may spare the rest.
+            again = self._pie_load("throughput", ["throughput"], PART_S["load"])
+            found = {**again, "steps": found.get("steps", [])}
+        rows = [row for row in found.get("steps", []) if row["skipped"] is None]
+        trips = {f"{r['batch']}x{r['context']}": r["round_trip_us"]["p50"] for r in rows}
+        speeds = [run["tokens_per_s"] for run in found.get("throughput", [])]
+        times = self._graph_times()
+        detail = {
+            "round_trip_p50_us": trips,
+            "client_p50_us": {f"{r['batch']}x{r['context']}": r["client_us"]["p50"] for r in rows},
+            "graph_gpu_us": times,
+            "ours_repeats": speeds,
+            "ours": found,
+        }
+        self._figures["detail"] |= detail
+        self._figures["host_overhead_us"] = host_overhead_us(trips, times, PROTOTYPE_CONTEXT)
+        if speeds:
+            self._figures["tokens_per_s"]["ours"] = speeds[-1]
+        if rows:
+            self._figures["steps"] = "load.samples.json"
+
+    def _trace(self) -> None:
+        more = ["--trace", "--steps", "50"]
+        found = self._pie_load("trace", ["steps"], PART_S["trace"], more)
+        rows = {f"{r['batch']}x{r['context']}": r["trace_us"] for r in found.get("steps", [])}
+        self._figures["detail"]["trace_us"] = rows
+
+    def _pie_load(
+        self, name: str, workloads: list[str], limit_s: float, more: Sequence[str] = ()
+    ) -> dict[str, Any]:
+        """Plays workloads on a driver and returns what was written."""
+        arguments, path = self._arguments, self._out / f"{name}.json"
+        path.unlink(missing_ok=True)
+        command: list[object] = [arguments.pie_load, *workloads, "--python", sys.executable]
+        command += ["--model", self._model, "--device", arguments.device, "--json", path]
+        command += ["--profile", arguments.profile, "--log", self._out / f"{name}.driver.log"]
+        command += ["--batch", arguments.batch, "--context", arguments.context]
+        command += ["--commit", arguments.commit]
+        if arguments.lengths:
+            command += ["--lengths", arguments.lengths]
+        for option in arguments.option:
+            command += ["--option", option]
+        self._runner.run(name, [*command, *more], limit_s)
+        found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+        return found
+
+    def _peer(self, backend: str) -> None:
+        if backend == "fa3" and not _has_fa3():
+            self._runner.say("peer fa3: its kernels are not installed")
+            return
+        command = [sys.executable, self._arguments.bench_sgl, self._model, backend]
+        speeds = peer_figures(self._runner.run(f"peer {backend}", command, PART_S["peers"]))
+        self._figures["detail"].setdefault("sglang_repeats", {})[backend] = speeds
+        if speeds:
+            self._figures["tokens_per_s"]["sglang"][backend] = speeds[-1]
+
+    def _graph_times(self) -> dict[str, float]:
+        path: Path | None = self._arguments.graph_times
+        times: dict[str, float] = json.loads(path.read_text()) if path else {}
+        return times
+
+
+def _has_fa3() -> bool:
+    spec = importlib.util.find_spec("sgl_kernel")
+    folders = spec.submodule_search_locations if spec else None
+    return any((Path(folder) / "flash_ops.abi3.so").exists() for folder in folders or ())
+
+
+def model_folder(shapes: Path, folder: Path) -> Path:
+    """A folder that names a model's shapes; weights are made up by those who load it."""
+    config = shapes / "config.json" if shapes.is_dir() else shapes
+    shutil.copyfile(config, folder / "config.json")
+    return folder
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    model = parser.add_mutually_exclusive_group(required=True)
+    model.add_argument("--shapes", type=Path, help="config.json of a model; weights are random")
+    model.add_argument("--model", type=Path, help="a whole model folder instead")
+    parser.add_argument("--pie-load", type=Path, required=True, help="the load generator's binary")
+    parser.add_argument("--out", type=Path, required=True, help="folder for figures and logs")
+    parser.add_argument("--onegraph", type=Path, help="the prototype's script")
+    parser.add_argument("--bench-sgl", type=Path, help="the peers' script")
+    parser.add_argument("--graph-times", type=Path, help='{"<batch>x<context>": µs on the GPU}')
+    parser.add_argument("--parts", default=DEFAULT_PARTS)
+    parser.add_argument("--peer-backends", default="fa3,flashinfer,triton")
+    parser.add_argument("--batch", default="1,8,64,256")
+    parser.add_argument("--context", default="512,2048")
+    parser.add_argument("--lengths", type=Path, help="another workload, for a try on the CPU")
+    parser.add_argument("--device", default="cuda:0")
+    parser.add_argument("--profile", default="latency")
+    parser.add_argument("--option", action="append", default=[], help="for the driver's options")
+    parser.add_argument("--commit", default="unknown")
+    parser.add_argument("--budget-s", type=float, default=520.0, help="seconds for all parts")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Plays the parts."""
+    arguments = _arguments()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        if arguments.shapes:
+            arguments.model = model_folder(arguments.shapes, Path(folder))
+            arguments.option.append('load_format="dummy"')
+        Check(arguments, arguments.model).play()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,241 @@
+//! Forward frames as the Pie runtime sends them, made in buffers that are used again.
+
+use pie_wire::{AdapterBinding, Brle, ForwardRequest, Frame, Payload, Sampler, WireError};
+
+/// What one context brings to a frame.
+#[derive(Clone, Copy)]
+pub(crate) struct Turn<'a> {
+    pub(crate) context_id: u64,
+    pub(crate) tokens: &'a [u32],
+    /// Position, and KV index, of the first token.
+    pub(crate) start: u32,
+    /// Every page up to the last token.
+    pub(crate) pages: &'a [u32],
+    /// For the last token; `None` to sample nothing.
+    pub(crate) sampler: Option<&'a Sampler>,
+}
+
+impl Turn<'_> {
+    /// A request without a token. With it the answer must be an archive, which has the driver's probes.
+    pub(crate) const EMPTY: Self = Self {
+        context_id: 0,
+        tokens: &[],
+        start: 1,
+        pages: &[],
+        sampler: None,
+    };
+
+    fn end(&self) -> u32 {
+        self.start + self.tokens.len() as u32
+    }
+}
+
+/// Builds frames one after the other.
+pub(crate) struct FrameBuilder {
+    frame: Frame,
+    page_size: u32,
+}
+
+impl FrameBuilder {
+    pub(crate) fn new(page_size: u32) -> Self {
+        let body = ForwardRequest {
+            image_pixel_indptr: vec![0],
+            image_mrope_indptr: vec![0],
+            audio_feature_indptr: vec![0],
+            ..ForwardRequest::default()
+        };
+        let frame = Frame {
+            driver_id: 0,
+            payload: Payload::Forward(body),
+        };
+        Self { frame, page_size }
+    }
+
+    /// Makes a frame of `turns` in `buffer` and returns its length.
+    pub(crate) fn encode<'a>(
+        &mut self,
+        turns: impl Iterator<Item = Turn<'a>> + Clone,
+        buffer: &mut [u8],
+    ) -> Result<usize, WireError> {
+        self.fill(turns);
+        pie_wire::encode_request(&self.frame, buffer)
+    }
+
+    fn fill<'a>(&mut self, turns: impl Iterator<Item = Turn<'a>> + Clone) {
+        let Payload::Forward(body) = &mut self.frame.payload else {
+            unreachable!("made so by `new`");
+        };
+        clear(body);
+        // Mask rows are left out of the whole frame when no request has more than one token.
+        body.single_token_mode = turns.clone().all(|turn| turn.tokens.len() <= 1);
+        for turn in turns {
+            append(body, &turn, self.page_size);
+        }
+    }
+}
+
+fn clear(body: &mut ForwardRequest) {
+    for array in [
+        &mut body.token_ids,
+        &mut body.position_ids,
+        &mut body.kv_page_indices,
+        &mut body.kv_last_page_lens,
+        &mut body.sampling_indices,
+    ] {
+        array.clear();
+    }
+    body.masks.clear();
+    body.samplers.clear();
+    body.adapter_bindings.clear();
+    body.output_spec_flags.clear();
+    body.context_ids.clear();
+    for indptr in indptrs(body) {
+        indptr.clear();
+        indptr.push(0);
+    }
+}
+
+fn append(body: &mut ForwardRequest, turn: &Turn<'_>, page_size: u32) {
+    let positions = turn.start..turn.end();
+    body.token_ids.extend(turn.tokens);
+    body.position_ids.extend(positions.clone());
+    body.kv_page_indices.extend(turn.pages);
+    body.kv_last_page_lens
+        .push((turn.end() - 1) % page_size + 1);
+    if !body.single_token_mode {
+        body.masks.extend(positions.map(|position| Brle {
+            buffer: vec![0, position + 1],
+            total_size: u64::from(position) + 1,
+        }));
+    }
+    if let Some(sampler) = turn.sampler {
+        body.sampling_indices.push(turn.tokens.len() as u32 - 1);
+        body.samplers.push(sampler.clone());
+    }
+    body.adapter_bindings.push(AdapterBinding::NONE);
+    body.output_spec_flags.push(false);
+    body.context_ids.push(turn.context_id);
+    let ends = [
+        body.token_ids.len(),
+        body.kv_page_indices.len(),
+        body.masks.len(),
+        body.samplers.len(),
+        body.samplers.len(),
+        0,
+        0,
+        0,
+        0,
+    ];
+    for (indptr, end) in indptrs(body).into_iter().zip(ends) {
+        indptr.push(end as u32);
+    }
+}
+
+/// The offsets of requests, in the order of the ends in [`append`].
+fn indptrs(body: &mut ForwardRequest) -> [&mut Vec<u32>; 9] {
+    [
+        &mut body.qo_indptr,
+        &mut body.kv_page_indptr,
+        &mut body.mask_indptr,
+        &mut body.sampling_indptr,
+        &mut body.sampler_indptr,
+        &mut body.logit_mask_indptr,
+        &mut body.spec_indptr,
+        &mut body.image_indptr,
+        &mut body.audio_indptr,
+    ]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn encoded(builder: &mut FrameBuilder, turns: &[Turn<'_>]) -> Vec<u8> {
+        let mut buffer = vec![0; 1 << 16];
+        let length = builder.encode(turns.iter().copied(), &mut buffer).unwrap();
+        buffer.truncate(length);
+        buffer
+    }
+
+    /// An archive is read in place and must start at a multiple of 8.
+    #[repr(align(8))]
+    struct Aligned([u8; 2048]);
+
+    fn decoded(bytes: &[u8]) -> ForwardRequest {
+        let mut aligned = Aligned([0; 2048]);
+        aligned.0[..bytes.len()].copy_from_slice(bytes);
+        let frame = pie_wire::decode_request(&aligned.0[..bytes.len()]).unwrap();
+        match frame.payload {
+            Payload::Forward(body) => body,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    /// The golden decode frame of the protocol's vectors, taken apart and made again, in a builder that has made a
+    /// larger frame before.
+    #[test]
+    fn a_decode_frame_has_the_golden_bytes() {
+        let golden = include_bytes!("../../../tests/data/wire/forward_decode.bin");
+        let body = decoded(golden);
+        let turns: Vec<Turn<'_>> = (0..body.context_ids.len())
+            .map(|request| Turn {
+                context_id: body.context_ids[request],
+                tokens: &body.token_ids[request..=request],
+                start: body.position_ids[request],
+                pages: &body.kv_page_indices[2 * request..2 * request + 2],
+                sampler: Some(&body.samplers[request]),
+            })
+            .collect();
+        let mut builder = FrameBuilder::new(16);
+        let prompt = Turn {
+            tokens: &[1; 40],
+            start: 0,
+            pages: &[9, 8, 7],
+            ..turns[0]
+        };
+        encoded(&mut builder, &[prompt, turns[0]]);
+        assert_eq!(encoded(&mut builder, &turns), golden);
+    }
+
+    #[test]
+    fn one_prompt_brings_the_mask_rows_back() {
+        let sampler = Sampler::RawLogits;
+        let decode = Turn {
+            context_id: 5,
+            tokens: &[30],
+            start: 4,
+            pages: &[2, 6],
+            sampler: Some(&sampler),
+        };
+        let prompt = Turn {
+            context_id: 6,
+            tokens: &[10, 11, 12],
+            start: 0,
+            pages: &[3],
+            sampler: Some(&sampler),
+        };
+        let body = decoded(&encoded(
+            &mut FrameBuilder::new(4),
+            &[decode, prompt, Turn::EMPTY],
+        ));
+        let rows: Vec<&[u32]> = body.masks.iter().map(|row| &row.buffer[..]).collect();
+        assert_eq!(rows, [&[0, 5][..], &[0, 1], &[0, 2], &[0, 3]]);
+        assert_eq!(body.mask_indptr, [0, 1, 4, 4]);
+        assert!(!body.single_token_mode && !body.has_user_mask);
+        assert_eq!(body.position_ids, [4, 0, 1, 2]);
+        assert_eq!(body.kv_page_indices, [2, 6, 3]);
+        assert_eq!(body.kv_page_indptr, [0, 2, 3, 3]);
+        assert_eq!(body.kv_last_page_lens, [1, 3, 1]);
+        assert_eq!(body.sampling_indices, [0, 2]);
+        assert_eq!(body.sampler_indptr, [0, 1, 2, 2]);
+        assert_eq!(body.sampling_indptr, body.sampler_indptr);
+        assert_eq!(body.context_ids, [5, 6, 0]);
+
+        let pair = Turn {
+            tokens: &[10, 11],
+            ..prompt
+        };
+        let body = decoded(&encoded(&mut FrameBuilder::new(4), &[pair]));
+        assert!(!body.single_token_mode && body.masks.len() == 2);
+    }
+}

@@ -1,0 +1,201 @@
+//! Tables for people, files for programs.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use serde::Serialize;
+
+use crate::args::{Args, DriverArgs, StepsArgs, ThroughputArgs};
+use crate::driver::Exit;
+use crate::error::LoadError;
+use crate::handshake::Capabilities;
+use crate::steps::Row;
+use crate::throughput::Run;
+use crate::trace::Trace;
+
+/// Everything that a run has found out.
+#[derive(Serialize)]
+pub(crate) struct Report<'a> {
+    pub(crate) version: u32,
+    pub(crate) commit: Option<&'a str>,
+    /// Seconds since 1970.
+    pub(crate) started: u64,
+    #[serde(skip)]
+    path: Option<&'a Path>,
+    /// The raw samples, beside this file.
+    samples: Option<PathBuf>,
+    pub(crate) driver: &'a DriverArgs,
+    pub(crate) capabilities: Capabilities,
+    pub(crate) ready_s: f64,
+    pub(crate) exit: Option<Exit>,
+    pub(crate) steps_args: &'a StepsArgs,
+    pub(crate) steps: Vec<Row>,
+    pub(crate) throughput_args: &'a ThroughputArgs,
+    pub(crate) throughput: Vec<Run>,
+}
+
+impl<'a> Report<'a> {
+    pub(crate) fn new(
+        args: &'a Args,
+        capabilities: Capabilities,
+        ready_s: f64,
+        started: u64,
+    ) -> Self {
+        Self {
+            version: 1,
+            commit: args.output.commit.as_deref(),
+            started,
+            path: args.output.json.as_deref(),
+            samples: args.output.json.as_deref().map(samples_path),
+            driver: &args.driver,
+            capabilities,
+            ready_s,
+            exit: None,
+            steps_args: &args.steps,
+            steps: Vec::new(),
+            throughput_args: &args.throughput,
+            throughput: Vec::new(),
+        }
+    }
+
+    /// Takes the means of each row's and run's time from the driver's trace.
+    pub(crate) fn add_trace(&mut self, trace: &Trace) {
+        for row in &mut self.steps {
+            row.trace_us = trace.means(&row.window);
+        }
+        for run in &mut self.throughput {
+            run.trace_us = trace.means(&run.window);
+        }
+    }
+
+    /// Writes the figures and, beside them, the samples; called after every row, so that nothing is lost with the process.
+    pub(crate) fn save(&self) -> Result<(), LoadError> {
+        let (Some(path), Some(samples_path)) = (self.path, &self.samples) else {
+            return Ok(());
+        };
+        let rows = self.steps.iter().filter(|row| row.figures.is_some());
+        let samples = Samples {
+            steps: rows
+                .map(|row| (format!("{}x{}", row.batch, row.context), &row.samples))
+                .collect(),
+            throughput: self.throughput.iter().map(|run| &run.record).collect(),
+        };
+        write_json(path, self)?;
+        write_json(samples_path, &samples)
+    }
+
+    /// Prints what only the trace and the end of the driver have told.
+    pub(crate) fn print_rest(&self) {
+        for row in self.steps.iter().filter(|row| !row.trace_us.is_empty()) {
+            println!(
+                "trace {}x{}, µs: {}",
+                row.batch,
+                row.context,
+                listed(&row.trace_us)
+            );
+        }
+        for (repeat, run) in self.throughput.iter().enumerate() {
+            if !run.trace_us.is_empty() {
+                println!(
+                    "trace of throughput {repeat}, µs: {}",
+                    listed(&run.trace_us)
+                );
+            }
+        }
+        if let Some(exit) = &self.exit {
+            let left = if exit.region_left {
+                "its region was left behind"
+            } else {
+                "no region left"
+            };
+            println!(
+                "SIGTERM: {} after {:.2} s, {left}",
+                exit.status, exit.seconds
+            );
+        }
+    }
+}
+
+/// Steps by `<batch>x<context>`.
+#[derive(Serialize)]
+struct Samples<'a> {
+    steps: BTreeMap<String, &'a crate::steps::Samples>,
+    throughput: Vec<&'a crate::throughput::Record>,
+}
+
+fn samples_path(json: &Path) -> PathBuf {
+    json.with_extension("samples.json")
+}
+
+fn write_json(path: &Path, value: &impl Serialize) -> Result<(), LoadError> {
+    let text = serde_json::to_vec(value).map_err(Into::into);
+    text.and_then(|text| fs::write(path, text))
+        .map_err(|source| LoadError::File {
+            action: "cannot write",
+            path: path.to_owned(),
+            source,
+        })
+}
+
+/// The head of the table of [`print_row`].
+pub(crate) fn print_row_head() {
+    println!(
+        "{:>5} {:>7} | {:>9} {:>9} {:>9} | {:>9} | {:>10} | {:>8} | reply",
+        "batch", "context", "p50 µs", "p90", "p99", "client µs", "tokens/s", "request"
+    );
+}
+
+pub(crate) fn print_row(row: &Row) {
+    print!("{:>5} {:>7} | ", row.batch, row.context);
+    let Some(figures) = &row.figures else {
+        println!("skipped: {}", row.skipped.as_deref().unwrap_or_default());
+        return;
+    };
+    let trip = figures.round_trip_us;
+    println!(
+        "{:>9.1} {:>9.1} {:>9.1} | {:>9.1} | {:>10.0} | {:>8} | {}",
+        trip.p50,
+        trip.p90,
+        trip.p99,
+        figures.client_us.p50,
+        figures.tokens_per_s,
+        figures.request_bytes,
+        if figures.fast { "fast" } else { "archive" }
+    );
+    if let (Some(probes), Some(p50)) = (&figures.probes_us, figures.probe_round_trip_us) {
+        println!(
+            "{:>13} | p50 {p50:.1} µs with probes: {}",
+            "",
+            listed(probes)
+        );
+    }
+}
+
+pub(crate) fn print_run(repeat: usize, run: &Run) {
+    println!(
+        "throughput {repeat}: {} requests, {} output tokens in {:.3} s = {:.0} tokens/s, client {:.1} µs a step",
+        run.requests, run.output_tokens, run.seconds, run.tokens_per_s, run.client_us
+    );
+    for (what, share) in [
+        ("with prompts", run.with_prompts),
+        ("decode only", run.decode),
+    ] {
+        let steps = f64::from(share.steps.max(1));
+        println!(
+            "  {what}: {} steps, {:.3} s, {:.1} requests and {:.1} tokens a frame",
+            share.steps,
+            share.seconds,
+            share.requests as f64 / steps,
+            share.tokens as f64 / steps
+        );
+    }
+}
+
+fn listed(means: &BTreeMap<impl AsRef<str>, f64>) -> String {
+    let parts: Vec<String> = means
+        .iter()
+        .map(|(name, mean)| format!("{} {mean:.1}", name.as_ref()))
+        .collect();
+    parts.join(", ")
+}

@@ -1,0 +1,244 @@
+//! Decode steps by batch size and context.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+
+use serde::Serialize;
+
+use crate::answer::Probes;
+use crate::args::StepsArgs;
+use crate::context::{Context, prompt};
+use crate::error::LoadError;
+use crate::frame::Turn;
+use crate::handshake::Capabilities;
+use crate::link::{Exchange, Link, Room};
+use crate::pages::PagePool;
+use crate::summary::{Summary, mean, micros};
+use crate::trace::now_us;
+
+/// One batch size and context.
+#[derive(Debug, Serialize)]
+pub(crate) struct Row {
+    pub(crate) batch: u32,
+    pub(crate) context: u32,
+    /// Why there are no figures.
+    pub(crate) skipped: Option<String>,
+    #[serde(flatten)]
+    pub(crate) figures: Option<Figures>,
+    /// Means of the trace's events, in µs.
+    pub(crate) trace_us: BTreeMap<String, f64>,
+    #[serde(skip)]
+    pub(crate) window: Range<f64>,
+    #[serde(skip)]
+    pub(crate) samples: Samples,
+}
+
+/// What the timed steps of a row took.
+#[derive(Debug, Serialize)]
+pub(crate) struct Figures {
+    pub(crate) steps: usize,
+    pub(crate) round_trip_us: Summary,
+    pub(crate) client_us: Summary,
+    pub(crate) tokens_per_s: f64,
+    pub(crate) request_bytes: usize,
+    /// Whether every answer was the fast reply.
+    pub(crate) fast: bool,
+    /// Means of the probe steps, in µs.
+    pub(crate) probes_us: Option<BTreeMap<&'static str, f64>>,
+    /// p50 of the probe steps' round trips.
+    pub(crate) probe_round_trip_us: Option<f64>,
+}
+
+/// Every timed step, in order.
+#[derive(Debug, Default, Serialize)]
+pub(crate) struct Samples {
+    pub(crate) round_trip_ns: Vec<u64>,
+    pub(crate) client_ns: Vec<u64>,
+}
+
+impl Samples {
+    fn of(exchanges: &[Exchange]) -> Self {
+        let mut samples = Self::default();
+        for exchange in exchanges {
+            samples.push(exchange);
+        }
+        samples
+    }
+
+    pub(crate) fn push(&mut self, exchange: &Exchange) {
+        self.round_trip_ns.push(exchange.round_trip_ns);
+        self.client_ns.push(exchange.client_ns);
+    }
+
+    /// Seconds of all steps, with the load's own work.
+    pub(crate) fn seconds(&self) -> f64 {
+        let series = self.round_trip_ns.iter().chain(&self.client_ns);
+        series.sum::<u64>() as f64 / 1e9
+    }
+}
+
+/// Plays every combination; `done` takes each row, so that a failure loses no earlier one.
+pub(crate) fn play(
+    link: &mut Link,
+    caps: &Capabilities,
+    args: &StepsArgs,
+    mut done: impl FnMut(Row) -> Result<(), LoadError>,
+) -> Result<(), LoadError> {
+    let mut pool = PagePool::new(caps.total_pages);
+    for &context in &args.context {
+        for &batch in &args.batch {
+            let mut row = Row {
+                batch,
+                context,
+                skipped: obstacle(caps, args, batch, context),
+                figures: None,
+                trace_us: BTreeMap::new(),
+                window: 0.0..0.0,
+                samples: Samples::default(),
+            };
+            if row.skipped.is_none() {
+                let mut player = Player {
+                    link,
+                    pool: &mut pool,
+                    caps,
+                    args,
+                    contexts: Vec::new(),
+                };
+                row.figures = Some(player.play(&mut row)?);
+            }
+            done(row)?;
+        }
+    }
+    Ok(())
+}
+
+/// Why the driver cannot serve this combination.
+fn obstacle(caps: &Capabilities, args: &StepsArgs, batch: u32, context: u32) -> Option<String> {
+    let length = context + args.warm_up + args.steps + args.probe_steps;
+    let pages = u64::from(batch) * u64::from(length.div_ceil(caps.kv_page_size));
+    let limits = [
+        ("tokens in a frame", context.into(), caps.max_forward_tokens),
+        (
+            "requests in a frame",
+            batch.into(),
+            caps.max_forward_requests,
+        ),
+        ("positions", length.into(), caps.max_model_len),
+        ("pages", pages, caps.total_pages.min(caps.max_page_refs)),
+    ];
+    let (what, needed, limit) = limits
+        .into_iter()
+        .find(|&(_, needed, limit)| needed > u64::from(limit))?;
+    Some(format!("{needed} {what}, the driver has {limit}"))
+}
+
+struct Player<'a> {
+    link: &'a mut Link,
+    pool: &'a mut PagePool,
+    caps: &'a Capabilities,
+    args: &'a StepsArgs,
+    contexts: Vec<Context>,
+}
+
+impl Player<'_> {
+    fn play(&mut self, row: &mut Row) -> Result<Figures, LoadError> {
+        self.contexts = (0..row.batch as usize)
+            .map(|index| {
+                let id = index as u64 + 1;
+                let tokens = prompt(id, row.context, self.caps.vocab_size);
+                Context::new(id, tokens, self.args.sampler.of(index), u32::MAX)
+            })
+            .collect();
+        self.prefill()?;
+        self.link.rest();
+        self.several_steps(self.args.warm_up, false)?;
+        let begin = now_us();
+        let timed = self.several_steps(self.args.steps, false)?;
+        row.window = begin..now_us();
+        // A full frame has no place for the request that asks for probes.
+        let has_place = row.batch < self.caps.max_forward_requests;
+        let probe_steps = if has_place { self.args.probe_steps } else { 0 };
+        let probed = self.several_steps(probe_steps, true)?;
+        for context in &mut self.contexts {
+            context.release(self.pool);
+        }
+        row.samples = Samples::of(&timed);
+        Ok(figures(row, &timed, &probed))
+    }
+
+    /// Stores the prompts, as many in a frame as the driver takes.
+    fn prefill(&mut self) -> Result<(), LoadError> {
+        let page_size = self.caps.kv_page_size;
+        let mut rest = &mut self.contexts[..];
+        while !rest.is_empty() {
+            let mut room = Room::of(self.caps);
+            let fit = rest
+                .iter()
+                .take_while(|context| room.take(context.tokens(), context.pages_needed(page_size)))
+                .count();
+            let (now, later) = rest.split_at_mut(fit.max(1));
+            for context in &mut *now {
+                context.reserve(self.pool, page_size)?;
+            }
+            self.link.forward(now.iter().map(Context::turn))?;
+            advance(now, &self.link.tokens);
+            rest = later;
+        }
+        Ok(())
+    }
+
+    fn several_steps(&mut self, count: u32, with_probes: bool) -> Result<Vec<Exchange>, LoadError> {
+        (0..count).map(|_| self.step(with_probes)).collect()
+    }
+
+    /// One token for every context.
+    fn step(&mut self, with_probes: bool) -> Result<Exchange, LoadError> {
+        for context in &mut self.contexts {
+            context.reserve(self.pool, self.caps.kv_page_size)?;
+        }
+        let turns = self.contexts.iter().map(Context::turn);
+        let exchange = self
+            .link
+            .forward(turns.chain(with_probes.then_some(Turn::EMPTY)))?;
+        advance(&mut self.contexts, &self.link.tokens);
+        Ok(exchange)
+    }
+}
+
+fn advance(contexts: &mut [Context], tokens: &[u32]) {
+    for (context, &token) in contexts.iter_mut().zip(tokens) {
+        context.advance(token);
+    }
+}
+
+fn figures(row: &Row, timed: &[Exchange], probed: &[Exchange]) -> Figures {
+    let probes: Vec<Probes> = probed.iter().filter_map(|step| step.probes).collect();
+    let probed = Samples::of(probed).round_trip_ns;
+    Figures {
+        steps: timed.len(),
+        round_trip_us: Summary::of(&row.samples.round_trip_ns),
+        client_us: Summary::of(&row.samples.client_ns),
+        tokens_per_s: f64::from(row.batch) * timed.len() as f64 / row.samples.seconds(),
+        request_bytes: timed.last().map_or(0, |step| step.request_bytes),
+        fast: timed.iter().all(|step| step.probes.is_none()),
+        probe_round_trip_us: (!probed.is_empty()).then(|| Summary::of(&probed).p50),
+        probes_us: (!probes.is_empty()).then(|| probe_means(&probes)),
+    }
+}
+
+fn probe_means(probes: &[Probes]) -> BTreeMap<&'static str, f64> {
+    let of = |field: fn(&Probes) -> u32| mean(probes.iter().map(|probes| f64::from(field(probes))));
+    BTreeMap::from([
+        ("parse", of(|probes| probes.parse)),
+        ("plan", of(|probes| probes.plan)),
+        ("h2d", of(|probes| probes.h2d)),
+        ("launch", of(|probes| probes.launch)),
+        ("sync", of(|probes| probes.sync)),
+        ("respond", of(|probes| probes.respond)),
+    ])
+}
+
+/// Mean client time in µs, for the tables.
+pub(crate) fn client_mean_us(samples: &Samples) -> f64 {
+    mean(samples.client_ns.iter().map(|&sample| micros(sample)))
+}
