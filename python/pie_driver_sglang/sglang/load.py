@@ -9,6 +9,7 @@ from pie_driver_sglang.arch import arch_name
 from pie_driver_sglang.config import DriverConfig
 from pie_driver_sglang.engine import Facts
 from pie_driver_sglang.sglang import support
+from pie_driver_sglang.sglang.adapters import Adapters
 from pie_driver_sglang.sglang.boot import boot
 from pie_driver_sglang.sglang.engine import SglangEngine
 from pie_driver_sglang.sglang.pool import PagePools, host_pages, page_buffers
@@ -32,6 +33,9 @@ def load_engine(config: DriverConfig) -> tuple[Planner, SglangEngine]:
     args, model_config = runner.server_args, runner.model_config
     buffers = page_buffers(runner.token_to_kv_pool)
     pools = PagePools(buffers, host_pages(options.cpu_mem_budget_in_gb, buffers))
+    adapters = (
+        Adapters(runner.lora_manager, options.max_loaded_loras) if options.enable_lora else None
+    )
     facts = Facts(
         total_pages=runner.max_total_num_tokens // args.page_size,
         page_size=args.page_size,
@@ -41,6 +45,7 @@ def load_engine(config: DriverConfig) -> tuple[Planner, SglangEngine]:
         dtype=str(model_config.dtype).removeprefix("torch."),
         attention_backend=args.attention_backend,
         host_pages=pools.host_pages,
+        adapter_slots=adapters.slots if adapters else 0,
     )
     chunk = options.chunked_prefill_size
     if chunk is None or chunk <= 0:
@@ -59,5 +64,6 @@ def load_engine(config: DriverConfig) -> tuple[Planner, SglangEngine]:
         max_slots=MAX_SLOTS,
         random_seed=config.driver.random_seed % 2**64,
         masks=obstacle is None,
+        adapter_slots=facts.adapter_slots,
     )
-    return planner, SglangEngine(booted, planner, facts, pools)
+    return planner, SglangEngine(booted, planner, facts, pools, adapters)

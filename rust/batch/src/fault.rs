@@ -209,10 +209,10 @@ impl RequestFault {
             Self::LogitMasks { .. } => "logit-masks",
             Self::Oversize { .. } => "oversize",
             Self::Logits => "logits",
-            Self::AdapterId { .. }
-            | Self::AdaptersOff { .. }
-            | Self::UnknownAdapter { .. }
-            | Self::AdapterLost { .. } => "adapter",
+            Self::AdapterId { .. } | Self::AdaptersOff { .. } | Self::UnknownAdapter { .. } => {
+                "adapter"
+            }
+            Self::AdapterLost { .. } => "adapter-lost",
             Self::Media { .. } => "media",
         }
     }

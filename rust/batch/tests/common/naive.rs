@@ -540,7 +540,7 @@ impl Plan {
                 request.dropped = true;
                 request.slots.clear();
                 if request.muted.is_empty() {
-                    request.refused.insert("adapter");
+                    request.refused.insert("adapter-lost");
                 }
             }
         }
