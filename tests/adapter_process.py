@@ -24,8 +24,6 @@ def load_broken(
             weights are copied into their slot.
         stderr: Where to log.
     """
-    import torch
-
     from pie_driver_sglang.config import load_config
     from pie_driver_sglang.sglang.load import load_engine
 
@@ -55,6 +53,42 @@ def load_broken(
     pool = manager.memory_pool
     with mock.patch.object(pool, "load_lora_weight_to_buffer", fails):
         results["SGLang's own"] = attempt(good)
-    assert torch.is_inference_mode_enabled() is False
     with connection:
         connection.send(results)
+
+
+def count_loaded(config_path: str, good: str, connection: Connection, stderr: str) -> None:
+    """Loads an adapter under many ids, each twice, and fetches some of them again.
+
+    Args:
+        config_path: `driver.toml`.
+        good: An adapter that fits.
+        connection: Sends how many adapters SGLang's manager has after each step.
+        stderr: Where to log.
+    """
+    from pie_driver_sglang.config import load_config
+    from pie_driver_sglang.sglang.load import load_engine
+
+    drivers.redirect_output(stderr)
+    _, engine = load_engine(load_config(Path(config_path)))
+    manager = engine._runner.lora_manager
+    counts = []
+
+    def count() -> None:
+        tables = (manager.configs, manager.loras, manager.lora_refs)
+        [size] = {len(table) for table in tables}
+        counts.append(size)
+        assert len(manager.memory_pool.eviction_policy.access_order) <= size
+
+    for number in range(1, 10):
+        for _ in range(2):
+            engine.load_adapter(number, good)
+            count()
+    for numbers in ([1, 2], [9, 1], [4, 3], [3]):
+        assert engine.fetch_adapters(numbers) == {}
+        count()
+    with engine.rehearsal_adapter():
+        pass
+    count()
+    with connection:
+        connection.send(counts)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import multiprocessing
 import os
 import shutil
@@ -334,6 +333,19 @@ class TestLife:
         for number in [*range(1, count + 1), *range(count, 0, -1), 3, 8, 1, 6]:
             assert bound_logits(fresh, number) == expected[number - 1]
 
+    def test_a_slot_keeps_nothing_of_its_former_adapter(
+        self, models_folder: Path, tmp_path: Path
+    ) -> None:
+        """All adapters take turns in the only slot."""
+        snapshot = tiny_models.build("llama", models_folder)
+        options = {**OPTIONS, "max_loras_per_batch": 1}
+        with drivers.fork(drivers.write_config(tmp_path, snapshot, options=options)) as driver:
+            bench = Bench(driver, "llama", models_folder)
+            bench.load_all(NAMES)
+            order = [one for pair in itertools.permutations(EVERYTHING, 2) for one in pair]
+            bench.check_logits(order, 6)
+        assert driver.stop() == 0
+
     @pytest.mark.parametrize("how", ["removed", "changed", "broken"])
     def test_only_requests_of_a_lost_adapter_fail(self, fresh: Bench, how: str) -> None:
         count = 2 * LOADED
@@ -609,7 +621,19 @@ def test_failed_loads_leave_nothing_behind(
             assert part in text, (name, text)
 
 
-def test_a_rank_that_no_option_of_the_log_explains(made: lora_adapters.Made) -> None:
-    """What the other tests rely on: PEFT wrote what was asked for."""
-    config = json.loads((made.adapter / "adapter_config.json").read_text())
-    assert (config["r"], config["lora_alpha"]) == (8, 16)
+def test_host_memory_is_bounded(
+    models_folder: Path, made: lora_adapters.Made, tmp_path: Path
+) -> None:
+    snapshot = tiny_models.build("llama", models_folder)
+    config = drivers.write_config(tmp_path, snapshot, options=OPTIONS)
+    receiver, sender = multiprocessing.Pipe()
+    arguments = (str(config), str(made.adapter), sender, str(tmp_path / "stderr"))
+    process = drivers.fork_call(adapter_process.count_loaded, arguments)
+    sender.close()
+    with receiver:
+        assert receiver.poll(60.0)
+        counts: list[int] = receiver.recv()
+    assert process.wait(30.0) == 0
+    assert counts[:8] == [1, 1, 2, 2, 3, 3, 4, 4]
+    assert counts[8:-1] == [LOADED] * (len(counts) - 9)
+    assert counts[-1] == LOADED - 1
