@@ -216,8 +216,9 @@ class Context:
 
     _ids = itertools.count(1)
 
-    def __init__(self, allocator: Pages) -> None:
+    def __init__(self, allocator: Pages, *, adapter_id: int = -1) -> None:
         self.allocator = allocator
+        self.adapter_id = adapter_id
         self.id = next(Context._ids)
         self.tokens: list[int] = []
         self.positions: list[int] = []
@@ -282,6 +283,7 @@ class Context:
             context_id=self.id if context_id is None else context_id,
             masks=None if masks is None else [list(row) for row in masks],
             drafts=list(drafts),
+            adapter_id=self.adapter_id,
         )
 
     def causal_masks(self, tokens: Sequence[int]) -> list[list[int]]:
@@ -295,7 +297,7 @@ class Context:
         Args:
             copy: Copies pages within the pool; it gets the last page unless that one is full.
         """
-        child = Context(self.allocator)
+        child = Context(self.allocator, adapter_id=self.adapter_id)
         child.tokens, child.positions = list(self.tokens), list(self.positions)
         full = len(self.tokens) // self.allocator.size
         child.pages = self.pages[:full]

@@ -49,6 +49,12 @@ def test_the_documented_defaults() -> None:
         spec_ngram_max_depth=18,
         spec_ngram_capacity=1_000_000,
         page_size=16,
+        enable_lora=False,
+        max_lora_rank=64,
+        lora_target_modules=("all",),
+        max_loras_per_batch=8,
+        max_loaded_loras=32,
+        lora_backend="csgmv",
         trace_file=None,
         server_args={},
     )
@@ -105,6 +111,24 @@ def test_the_cpu_has_its_own_attention_backend() -> None:
     )
     refused({"decode_attention_backend": "fa3"}, "decode_attention_backend", device="cpu")
     assert parse_options({"attention_backend": "ours"}, "cpu").attention_backend == "ours"
+
+
+def test_adapters() -> None:
+    options = parse_options({"enable_lora": True, "max_lora_chunk_size": 32}, GPU)
+    assert (options.enable_lora, options.lora_backend) == (True, "csgmv")
+    assert options.server_args == {"max_lora_chunk_size": 32}
+    assert parse_options({"enable_lora": True}, "cpu").lora_backend == "torch_native"
+    assert parse_options({"lora_backend": "triton"}, GPU).lora_backend == "triton"
+    refused({"lora_backend": "triton"}, "`torch_native`", device="cpu")
+    refused({"lora_backend": "torch_native"}, "`csgmv` or `triton`")
+    refused({"lora_backend": "punica"}, "SGLang does not know", "csgmv")
+    for targets in ([], ["q"], ["all", "q_proj"], [""]):
+        refused({"lora_target_modules": targets}, "lora_target_modules", "q_proj", '["all"]')
+    targets = ["q_proj", "lm_head"]
+    assert parse_options({"lora_target_modules": targets}, GPU).lora_target_modules == targets
+    refused({"max_loaded_loras": 7}, "less than `max_loras_per_batch`, which is 8")
+    refused({"max_loras_per_batch": 33}, "set `max_loaded_loras` to at least 33")
+    assert parse_options({"max_loaded_loras": 8}, GPU).max_loaded_loras == 8
 
 
 def test_the_batch_limit_follows_the_graphs() -> None:
@@ -221,8 +245,9 @@ def test_a_plugin_may_add_choices(caplog: pytest.LogCaptureFixture) -> None:
         ("max_total_tokens", ("computes its capacity",)),
         ("speculative_algorithm", ("speculation",)),
         ("disaggregation_mode", ("prefill and decode",)),
-        ("enable_lora", ("adapters",)),
-        ("lora_paths", ("adapters",)),
+        ("lora_paths", ("adapters", "`enable_lora = true`")),
+        ("enable_lora_overlap_loading", ("adapters",)),
+        ("lora_strict_loading", ("adapters",)),
         ("radix_eviction_policy", ("prefixes",)),
         ("enable_hierarchical_cache", ("prefixes",)),
         ("schedule_policy", ("schedules",)),

@@ -3,10 +3,15 @@ The native half of the driver: ring, wire format and batch planning.
 """
 
 from _typeshed import SupportsGetItem
-from typing import Any, SupportsFloat, SupportsIndex, final
+from typing import Any, Final, SupportsFloat, SupportsIndex, final
 from typing_extensions import Buffer
 
-__all__ = ["AttentionMask", "Batch", "Client", "Copy", "ExitGuard", "Lane", "Pass", "Planner", "Reply", "Request", "Sampler", "Server", "SlotGroup", "Step", "build_info", "encode_forward", "graph_layout"]
+__all__ = ["REHEARSAL_ADAPTER", "AttentionMask", "Batch", "Client", "Copy", "ExitGuard", "Lane", "Load", "Pass", "Planner", "Reply", "Request", "Sampler", "Server", "SlotGroup", "Step", "build_info", "encode_forward", "graph_layout"]
+
+REHEARSAL_ADAPTER: Final[int]
+"""
+The adapter that a rehearsal may bind without loading one.
+"""
 
 @final
 class AttentionMask:
@@ -40,9 +45,21 @@ class Batch:
             launch_us: Microseconds of issuing the forward pass and sampling.
             sync_us: Microseconds of waiting for the sampled tokens.
         """
+    def drop_adapter(self, /, adapter_id: SupportsIndex, reason: str) -> None:
+        """
+        Empties the requests that the next passes bind to an adapter that cannot be had.
+
+        Args:
+            adapter_id: One that the next pass needs.
+            reason: What happened and what to do, for the log.
+        """
     def fail(self, /) -> None:
         """
         Answers with an abort, after an engine error: the device's block table counts as lost.
+        """
+    def next_adapters(self, /) -> list[int]:
+        """
+        The different adapters that the next pass needs.
         """
     @property
     def parse_ns(self, /) -> int:
@@ -119,6 +136,15 @@ class Client:
     def abort(self, /) -> None:
         """
         Ends every running and later call with an error.
+        """
+    def adapter(self, /, operation: str, adapter_id: SupportsIndex, path: str = "") -> int | None:
+        """
+        Sends an adapter operation and returns the status code.
+
+        Args:
+            operation: "Load", "Save", "ZoInit", "ZoUpdate" or "GenerateAudio".
+            adapter_id: The id that requests bind.
+            path: What the operation asks for, of a load where the adapter lies.
         """
     def call(self, /, request: bytes) -> bytes:
         """
@@ -229,10 +255,36 @@ class Lane:
         """
 
 @final
+class Load:
+    """
+    An adapter to load, in the place of the one that has its id already. Dropped without a commit it is answered by an
+    abort, and requests find what they found before.
+    """
+    @property
+    def adapter_id(self, /) -> int:
+        """
+        The id that requests bind, at least 1.
+        """
+    def commit(self, /, status: SupportsIndex) -> None:
+        """
+        Answers with a status code: 0 = done, requests may bind the adapter from now on; 5 = it cannot be had.
+        """
+    @property
+    def path(self, /) -> str:
+        """
+        Where the adapter lies.
+        """
+
+@final
 class Pass:
     """
     One staged forward pass.
     """
+    @property
+    def adapters(self, /) -> bytes | None:
+        """
+        `[requests]` int64: the adapter of each request, -1 for none; None when no request has one.
+        """
     @property
     def decode(self, /) -> bool:
         """
@@ -274,7 +326,7 @@ class Planner:
     """
     Turns frames into passes over a staging block. Give it to `Server.serve`.
     """
-    def __new__(cls, /, *, page_size: SupportsIndex, total_pages: SupportsIndex, vocab_size: SupportsIndex, max_positions: SupportsIndex, row_pages: SupportsIndex, max_requests: SupportsIndex, chunk_tokens: SupportsIndex, max_slots: SupportsIndex, random_seed: SupportsIndex, masks: bool = True) -> Planner:
+    def __new__(cls, /, *, page_size: SupportsIndex, total_pages: SupportsIndex, vocab_size: SupportsIndex, max_positions: SupportsIndex, row_pages: SupportsIndex, max_requests: SupportsIndex, chunk_tokens: SupportsIndex, max_slots: SupportsIndex, random_seed: SupportsIndex, masks: bool = True, adapter_slots: SupportsIndex = 0) -> Planner:
         """
         A planner for a model and its KV pool.
 
@@ -289,6 +341,7 @@ class Planner:
             max_slots: Logit rows computed at once.
             random_seed: Key of the randomness of unseeded samplers.
             masks: The engine applies attention masks; otherwise requests whose mask is not causal are emptied.
+            adapter_slots: Adapters that a pass can hold, no adapter being one of them; 0 for an engine without adapters.
 
         Raises:
             ValueError: A limit is 0, or the pool has more storage slots than a 31-bit index names.
@@ -451,7 +504,7 @@ class Sampler:
 @final
 class Server:
     """
-    Owns the shared-memory region and iterates over the work that needs Python: `Batch` and `Copy` objects. Everything
+    Owns the shared-memory region and iterates over the work that needs Python: `Batch`, `Copy` and `Load` objects. Everything
     else (malformed frames, health checks, frames without tokens, unsupported operations) is answered without it.
     """
     def __iter__(self, /) -> Server: ...
@@ -469,7 +522,7 @@ class Server:
         Raises:
             RingError: Another driver owns the name, or the memory cannot be had.
         """
-    def __next__(self, /) -> Batch | Copy | Step:
+    def __next__(self, /) -> Batch | Copy | Step | Load:
         """
         Waits for the next job, without the GIL; ends when the server was stopped.
         """
@@ -480,7 +533,7 @@ class Server:
         """
     def rehearse(self, /, frame: bytes) -> Batch:
         """
-        Plans a request frame of the caller's own, for warm-up: its answer goes nowhere.
+        Plans a request frame of the caller's own, for warm-up: its answer goes nowhere. It may bind `REHEARSAL_ADAPTER`.
 
         Raises:
             RuntimeError: `serve` was not called, or a batch is open.

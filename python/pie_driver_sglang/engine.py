@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
@@ -32,6 +33,8 @@ class Facts(NamedTuple):
     """SGLang's name of the attention backend."""
     host_pages: int = 0
     """Pages of the host's pool, for swapping: slots ``0..host_pages``."""
+    adapter_slots: int = 0
+    """Different adapters of a pass, no adapter being one of them; 0: adapters are off."""
 
 
 class Engine(Protocol):
@@ -52,7 +55,8 @@ class Engine(Protocol):
     def forward(self, batch: Pass) -> None:
         """Runs the staged pass and stores its KV.
 
-        The final hidden states stay with the engine until the pass's slot groups are sampled.
+        The final hidden states stay with the engine until the pass's slot groups are sampled. The
+        adapters of the pass have been fetched.
         """
 
     def sample(self, group: SlotGroup) -> Outputs:
@@ -71,3 +75,20 @@ class Engine(Protocol):
             targets: Pages to write, pair by pair. None is named twice, and none is the source of a
                 later pair.
         """
+
+    def load_adapter(self, adapter_id: int, path: str) -> None:
+        """Loads an adapter, in the place of the one that has its id already.
+
+        Args:
+            adapter_id: What passes name it by.
+            path: A PEFT folder, or a safetensors file beside its `adapter_config.json`.
+
+        Raises:
+            AdapterError: It cannot be read or does not fit the model; nothing has changed.
+        """
+
+    def fetch_adapters(self, adapter_ids: Sequence[int]) -> dict[int, str]:
+        """Makes the adapters of the next pass ready; returns why those that are missing are."""
+
+    def rehearsal_adapter(self) -> AbstractContextManager[None]:
+        """Within it `REHEARSAL_ADAPTER` is an adapter of all layers that changes nothing."""

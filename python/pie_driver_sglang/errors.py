@@ -29,6 +29,10 @@ class StartError(DriverError):
     """The configuration is fine, but the driver cannot start with it here."""
 
 
+class AdapterError(DriverError):
+    """An adapter cannot be read, or does not fit the model."""
+
+
 class RingError(Exception):
     """The shared-memory region cannot be made, opened or used."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
@@ -44,6 +44,13 @@ class DriverOptions(msgspec.Struct, frozen=True, kw_only=True):
         spec_ngram_max_depth: Longest n-gram, in tokens.
         spec_ngram_capacity: Budget of the n-gram index, in nodes.
         page_size: Tokens in one KV page.
+        enable_lora: Take LoRA adapters.
+        max_lora_rank: Largest rank of an adapter.
+        lora_target_modules: Layers that adapters may change, by checkpoint names; `all` for all
+            that SGLang has adapters for.
+        max_loras_per_batch: Different adapters of one forward pass, no adapter being one of them.
+        max_loaded_loras: Adapters kept in host memory.
+        lora_backend: SGLang's LoRA kernels, resolved for the device.
         trace_file: File that records the frames served; None for no recording.
         server_args: SGLang `ServerArgs` fields that the user set by name.
     """
@@ -63,6 +70,12 @@ class DriverOptions(msgspec.Struct, frozen=True, kw_only=True):
     spec_ngram_max_depth: int = 18
     spec_ngram_capacity: int = 1_000_000
     page_size: int = 16
+    enable_lora: bool = False
+    max_lora_rank: int = 64
+    lora_target_modules: Sequence[str] = ("all",)
+    max_loras_per_batch: int = 8
+    max_loaded_loras: int = 32
+    lora_backend: str = "csgmv"
     trace_file: str | None = None
     server_args: dict[str, Any] = {}
 
@@ -97,6 +110,12 @@ _KEYS: Final[Mapping[str, _Key]] = MappingProxyType(
         "spec_ngram_max_depth": _Key("int", 1, 1024),
         "spec_ngram_capacity": _Key("int", 1, 2**32 - 1),
         "page_size": _Key("int", 1, 1024),
+        "enable_lora": _Key("bool"),
+        "max_lora_rank": _Key("int", 1, 4096),
+        "lora_target_modules": _Key("list[str]"),
+        "max_loras_per_batch": _Key("int", 1, 4096),
+        "max_loaded_loras": _Key("int", 1, 2**20),
+        "lora_backend": _Key("str"),
         "trace_file": _Key("str"),
     }
 )
@@ -140,7 +159,10 @@ _OTHER_NAMES: Final[Mapping[str, str]] = MappingProxyType(
 #: Who sets a field that the user may not, and what the user can do, by the generated owner.
 OWNERS: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
     {
-        "adapters": ("adapters belong to the runtime", "remove the key"),
+        "adapters": (
+            "the runtime loads adapters, and this driver manages them",
+            "set `enable_lora = true` and remove the key",
+        ),
         "capacity": (
             "the driver computes its capacity from the memory and reports it to the runtime",
             "set `mem_fraction_static` for more or fewer KV pages, "
@@ -228,9 +250,11 @@ def parse_options(table: Mapping[str, Any], device: str) -> DriverOptions:
         elif name not in _LAUNCHER_KEYS:
             passed[name] = _check_passed(name, value)
     own.setdefault("attention_backend", default_attention_backend(device))
+    own.setdefault("lora_backend", "torch_native" if device == "cpu" else "csgmv")
     options = DriverOptions(**own, server_args=passed)
     _refuse_unfinished(options)
     _check_device(options, device)
+    _check_adapters(options, device)
     if not options.disable_radix_cache:
         logger.warning(
             "option `disable_radix_cache` is false, which has no effect: "
@@ -353,6 +377,29 @@ def _refuse_unfinished(options: DriverOptions) -> None:
         raise ConfigError(
             "option `spec_ngram_enabled` is true, but n-gram speculation is not available yet",
             "remove `spec_ngram_enabled`; the other `spec_ngram_*` keys may stay",
+        )
+
+
+def _check_adapters(options: DriverOptions, device: str) -> None:
+    known = SERVER_ARGS["lora_target_modules"].choices
+    targets = options.lora_target_modules
+    unknown = [target for target in targets if target not in known]
+    if unknown or not targets or ("all" in targets and len(targets) > 1):
+        raise ConfigError(
+            f"option `lora_target_modules` is {quoted(list(targets))}",
+            f'write ["all"], or some of {", ".join(known)}',
+        )
+    if options.max_loaded_loras < options.max_loras_per_batch:
+        raise ConfigError(
+            f"option `max_loaded_loras` is {options.max_loaded_loras}, less than "
+            f"`max_loras_per_batch`, which is {options.max_loras_per_batch}",
+            f"set `max_loaded_loras` to at least {options.max_loras_per_batch}",
+        )
+    if (options.lora_backend == "torch_native") != (device == "cpu"):
+        fitting = "torch_native" if device == "cpu" else "csgmv` or `triton"
+        raise ConfigError(
+            f"option `lora_backend` is {quoted(options.lora_backend)}, not for {device}",
+            f"set `lora_backend` to `{fitting}`, or remove it",
         )
 
 

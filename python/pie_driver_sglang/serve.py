@@ -1,4 +1,4 @@
-"""The serving loop: batches and copies that need the model, one after the other."""
+"""The serving loop: batches, copies and loads that need the model, one after the other."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from pie_driver_sglang import _core
-from pie_driver_sglang._core import Request, Sampler
+from pie_driver_sglang._core import REHEARSAL_ADAPTER, Request, Sampler
+from pie_driver_sglang.errors import AdapterError, quoted
 
 if TYPE_CHECKING:
     from pie_driver_sglang.engine import Engine
@@ -25,6 +26,8 @@ def serve(server: _core.Server, engine: Engine, trace: Trace | None) -> None:
     for work in server:
         if isinstance(work, _core.Copy):
             _serve_copy(work, engine)
+        elif isinstance(work, _core.Load):
+            _serve_load(work, engine)
         elif isinstance(work, _core.Batch):
             _serve_batch(work, engine, trace)
         elif trace is not None:
@@ -38,11 +41,10 @@ def warm_up(server: _core.Server, engine: Engine) -> None:
     """
     for direction in ("D2D", "D2H", "H2D", "H2H") if engine.facts.host_pages else ("D2D",):
         engine.copy_pages(direction, [0], [0])
-    for requests in _rehearsals(engine.facts.page_size, engine.facts.total_pages):
-        frame = _core.encode_forward(requests)
-        batch = server.rehearse(frame)
-        run_batch(batch, engine)
-        batch.commit()
+    _rehearse(server, engine, None)
+    if engine.facts.adapter_slots:
+        with engine.rehearsal_adapter():
+            _rehearse(server, engine, REHEARSAL_ADAPTER)
     for sampler in (Sampler.greedy(), Sampler.top_k_top_p(0.8, 20, 0.9)):
         server.rehearse_lane(_core.encode_forward([Request([0], [0], [0], 1, [(0, sampler)])]))
 
@@ -65,7 +67,12 @@ def run_batch(batch: _core.Batch, engine: Engine) -> Times:
     # What a failed batch or the warm-up left behind is not this batch's.
     engine.take_waits()
     forward_ns = sample_ns = 0
-    while (staged := batch.stage()) is not None:
+    while True:
+        if adapter_ids := batch.next_adapters():
+            for adapter_id, reason in engine.fetch_adapters(adapter_ids).items():
+                batch.drop_adapter(adapter_id, reason)
+        if (staged := batch.stage()) is None:
+            break
         started = time.perf_counter_ns()
         engine.forward(staged)
         forward_ns += time.perf_counter_ns() - started
@@ -135,14 +142,39 @@ def _serve_copy(copy: _core.Copy, engine: Engine) -> None:
         copy.commit(STATUS_OK)
 
 
+def _serve_load(load: _core.Load, engine: Engine) -> None:
+    adapter_id, path = load.adapter_id, quoted(load.path)
+    status = STATUS_FAILED
+    try:
+        engine.load_adapter(adapter_id, load.path)
+        status = STATUS_OK
+        logger.info("adapter %d loaded from %s", adapter_id, path, extra={"kind": "loaded"})
+    except AdapterError as error:
+        text = "adapter %d cannot be loaded from %s: %s; %s"
+        arguments = (adapter_id, path, error.message, error.hint)
+        logger.warning(text, *arguments, extra={"kind": "load"})
+    except Exception:
+        text = "loading adapter %d from %s failed"
+        logger.exception(text, adapter_id, path, extra={"kind": "load"})
+    load.commit(status)
+
+
+def _rehearse(server: _core.Server, engine: Engine, adapter_id: int | None) -> None:
+    facts = engine.facts
+    for requests in _rehearsals(facts.page_size, facts.total_pages, adapter_id):
+        batch = server.rehearse(_core.encode_forward(requests))
+        run_batch(batch, engine)
+        batch.commit()
+
+
 def _micros(nanoseconds: int) -> int:
     return min((nanoseconds + 500) // 1000, 2**32 - 1)
 
 
-def _rehearsals(page_size: int, total_pages: int) -> list[list[Request]]:
+def _rehearsals(page_size: int, total_pages: int, adapter_id: int | None) -> list[list[Request]]:
     """Decodes, a prefill of one page, both together, and a prefill under an attention mask.
 
-    Each with every class of sampler.
+    Each with every class of sampler; with an adapter, every other request is bound to it.
     """
     count = min(total_pages, 8)
     samplers = [Sampler.greedy(), Sampler.multinomial(1.0), Sampler.top_k_top_p(0.8, 20, 0.9)]
@@ -155,7 +187,17 @@ def _rehearsals(page_size: int, total_pages: int) -> list[list[Request]]:
         slots = [(row, sampler) for sampler in samplers]
         mask = [0, 2] if page % 2 else None
         positions = list(range(tokens))
-        return Request([0] * tokens, positions, pages, tokens, slots, masks=masks, logit_mask=mask)
+        bound = adapter_id if adapter_id is not None and page % 2 == 0 else -1
+        return Request(
+            [0] * tokens,
+            positions,
+            pages,
+            tokens,
+            slots,
+            masks=masks,
+            logit_mask=mask,
+            adapter_id=bound,
+        )
 
     decode = [request(page, 1) for page in range(count)]
     prefill = [request(0, page_size)]

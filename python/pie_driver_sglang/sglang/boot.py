@@ -28,7 +28,7 @@ from sglang.srt.utils import set_random_seed
 
 from pie_driver_sglang.config import DriverConfig
 from pie_driver_sglang.errors import DriverError, StartError
-from pie_driver_sglang.sglang import support
+from pie_driver_sglang.sglang import adapters, support
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +47,14 @@ class Booted(NamedTuple):
     """Pages of one block-table row."""
     max_requests: int
     """Block-table rows that requests may use."""
+
+
+class _Runner(ModelRunner):
+    """SGLang's runner, whose adapters fit the model that it has loaded."""
+
+    def init_lora_manager(self) -> None:
+        with adapters.fitting(self):
+            super().init_lora_manager()
 
 
 def boot(config: DriverConfig) -> Booted:
@@ -96,7 +104,7 @@ def _load_model(args: ServerArgs, gpu_id: int) -> ModelRunner:
     initialize_bf16_gemm_config(args)
     set_random_seed(args.random_seed)
     with _single_process_groups():
-        runner = ModelRunner(
+        runner = _Runner(
             model_config=model_config,
             mem_fraction_static=args.mem_fraction_static,
             gpu_id=gpu_id,
@@ -131,7 +139,9 @@ def _server_args(config: DriverConfig, device_type: str) -> ServerArgs:
         "disable_hybrid_swa_memory": True,
         "log_level": "warning",
     }
-    return ServerArgs(**{**options.server_args, **owned})
+    args = ServerArgs(**{**options.server_args, **owned, **adapters.server_args(options)})
+    args.check_lora_server_args()
+    return args
 
 
 def _cpu_pool_tokens(model_config: ModelConfig, args: ServerArgs) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,6 +17,7 @@ from sglang.srt.layers.logits_processor import (
     LogitsProcessor,
     LogitsProcessorOutput,
 )
+from sglang.srt.lora.layers import ParallelLMHeadWithLoRA
 from sglang.srt.model_executor.forward_batch_info import (
     CaptureHiddenMode,
     ForwardBatch,
@@ -29,6 +31,7 @@ from pie_driver_sglang.sglang.masked_attention import MaskedAttention
 
 if TYPE_CHECKING:
     from pie_driver_sglang._core import Lane, Pass, Planner, SlotGroup
+    from pie_driver_sglang.sglang.adapters import Adapters
     from pie_driver_sglang.sglang.boot import Booted
     from pie_driver_sglang.sglang.lane import StepRunner
     from pie_driver_sglang.sglang.pool import PagePools
@@ -43,6 +46,8 @@ class _Hidden(NamedTuple):
     input_ids: Any
     lm_head: Any
     metadata: LogitsMetadata
+    adapters: list[int] | None
+    """The adapter of each row, -1 for none; None when the LM head applies none."""
 
 
 class _Block:
@@ -63,9 +68,18 @@ class _Block:
 class SglangEngine:
     """Implements :class:`pie_driver_sglang.engine.Engine`."""
 
-    def __init__(self, booted: Booted, planner: Planner, facts: Facts, pools: PagePools) -> None:
+    def __init__(
+        self,
+        booted: Booted,
+        planner: Planner,
+        facts: Facts,
+        pools: PagePools,
+        adapters: Adapters | None,
+    ) -> None:
         self.runner = booted.runner
         self._pools = pools
+        self._adapters = adapters
+        self._row_adapters: list[int] | None = None
         self.facts = facts
         device = torch.device(self.runner.device)
         layout = dict(planner.layout)
@@ -105,7 +119,16 @@ class SglangEngine:
         ) -> Any:
             if isinstance(metadata, ForwardBatch):
                 metadata = LogitsMetadata.from_forward_batch(metadata)
-            self._hidden = _Hidden(processor, states, input_ids, lm_head, metadata)
+            rows = self._row_adapters
+            if rows is None:
+                # Without an adapter of its own the LM head is SGLang's, not its wrapper.
+                lm_head = getattr(lm_head, "base_layer", lm_head)
+            elif not isinstance(lm_head, ParallelLMHeadWithLoRA):
+                raise RuntimeError(
+                    "the model takes its logits past its LM head; set `lora_target_modules` "
+                    "without embed_tokens and lm_head"
+                )
+            self._hidden = _Hidden(processor, states, input_ids, lm_head, metadata, rows)
             return LogitsProcessorOutput(next_token_logits=None)
 
         processor.forward = keep_hidden
@@ -117,6 +140,8 @@ class SglangEngine:
         self.update_table(self._device["table_updates"][: 2 * batch.updates].view(-1, 2))
         self._hidden = None
         forward_batch = self._forward_batch(batch)
+        if self._adapters is not None:
+            self._row_adapters = _bind(self._adapters, forward_batch, batch.adapters)
         if batch.mask is None:
             self.runner.forward(forward_batch)
         else:
@@ -171,6 +196,8 @@ class SglangEngine:
     def logits(self, rows: torch.Tensor) -> torch.Tensor:
         """Logits of rows of the last pass: ``[rows]`` int64 -> ``[rows, vocabulary]`` float32."""
         hidden = self._finished()
+        if self._adapters is not None and hidden.adapters is not None:
+            self._adapters.bind_rows([hidden.adapters[row] for row in rows.tolist()])
         # In decode mode the processor keeps every row that it is given.
         metadata = replace(hidden.metadata, forward_mode=ForwardMode.DECODE)
         run = LogitsProcessor.forward
@@ -211,6 +238,23 @@ class SglangEngine:
     def copy_pages(self, direction: str, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copies pages; see :meth:`pie_driver_sglang.engine.Engine.copy_pages`."""
         self._pools.copy(direction, sources, targets)
+
+    def load_adapter(self, adapter_id: int, path: str) -> None:
+        """Loads an adapter; see :meth:`pie_driver_sglang.engine.Engine.load_adapter`."""
+        self._with_adapters().load(adapter_id, path)
+
+    def fetch_adapters(self, adapter_ids: Sequence[int]) -> dict[int, str]:
+        """Fetches adapters; see :meth:`pie_driver_sglang.engine.Engine.fetch_adapters`."""
+        return self._with_adapters().fetch(adapter_ids)
+
+    def rehearsal_adapter(self) -> AbstractContextManager[None]:
+        """For warm-up; see :meth:`pie_driver_sglang.engine.Engine.rehearsal_adapter`."""
+        return self._with_adapters().rehearsal()
+
+    def _with_adapters(self) -> Adapters:
+        if self._adapters is None:
+            raise RuntimeError("adapters are off")
+        return self._adapters
 
     def _upload(self, batch: Pass) -> None:
         if self._copied is not None:
@@ -269,3 +313,17 @@ class SglangEngine:
                 "extend_prefix_lens_cpu": host["extend_prefix_lens"][:requests].tolist(),
             }
         return ForwardBatch(**fields)
+
+
+def _bind(adapters: Adapters, batch: ForwardBatch, adapter_ids: bytes | None) -> list[int] | None:
+    """Binds the requests of a pass; returns the adapter of each row if the LM head needs it."""
+    if adapter_ids is None:
+        adapters.unbind()
+        return None
+    ids = np.frombuffer(adapter_ids, np.int64)
+    numbers = ids.tolist()
+    adapters.bind(batch, numbers)
+    if not adapters.embed(numbers):
+        return None
+    lengths = batch.extend_seq_lens_cpu
+    return numbers if lengths is None else np.repeat(ids, lengths).tolist()

@@ -10,6 +10,7 @@ from pie_driver_sglang.config import DriverConfig
 from pie_driver_sglang.engine import Facts
 from pie_driver_sglang.options import DriverOptions
 from pie_driver_sglang.sglang import support
+from pie_driver_sglang.sglang.adapters import Adapters
 from pie_driver_sglang.sglang.boot import boot
 from pie_driver_sglang.sglang.engine import SglangEngine
 from pie_driver_sglang.sglang.lane import CpuSteps, CudaSteps, StepRunner, ladder
@@ -34,6 +35,9 @@ def load_engine(config: DriverConfig) -> tuple[Planner, SglangEngine]:
     args, model_config = runner.server_args, runner.model_config
     buffers = page_buffers(runner.token_to_kv_pool)
     pools = PagePools(buffers, host_pages(options.cpu_mem_budget_in_gb, buffers))
+    adapters = (
+        Adapters(runner.lora_manager, options.max_loaded_loras) if options.enable_lora else None
+    )
     facts = Facts(
         total_pages=runner.max_total_num_tokens // args.page_size,
         page_size=args.page_size,
@@ -43,6 +47,7 @@ def load_engine(config: DriverConfig) -> tuple[Planner, SglangEngine]:
         dtype=str(model_config.dtype).removeprefix("torch."),
         attention_backend=args.attention_backend,
         host_pages=pools.host_pages,
+        adapter_slots=adapters.slots if adapters else 0,
     )
     chunk = options.chunked_prefill_size
     if chunk is None or chunk <= 0:
@@ -61,8 +66,9 @@ def load_engine(config: DriverConfig) -> tuple[Planner, SglangEngine]:
         max_slots=MAX_SLOTS,
         random_seed=config.driver.random_seed % 2**64,
         masks=obstacle is None,
+        adapter_slots=facts.adapter_slots,
     )
-    engine = SglangEngine(booted, planner, facts, pools)
+    engine = SglangEngine(booted, planner, facts, pools, adapters)
     engine.steps = _steps(engine, options)
     return planner, engine
 
@@ -70,8 +76,12 @@ def load_engine(config: DriverConfig) -> tuple[Planner, SglangEngine]:
 def _steps(engine: SglangEngine, options: DriverOptions) -> StepRunner | None:
     """What runs short batches without Python, unless the user or the model rules it out."""
     obstacle = support.lane_obstacle(engine.runner)
-    if options.disable_cuda_graph or obstacle is not None:
-        logger.info("every batch runs eagerly: %s", obstacle or "`disable_cuda_graph` is set")
+    if options.disable_cuda_graph:
+        obstacle = "`disable_cuda_graph` is set"
+    elif engine.facts.adapter_slots:
+        obstacle = "adapters are on, which are bound anew for every batch"
+    if obstacle is not None:
+        logger.info("every batch runs eagerly: %s", obstacle)
         return None
     make = CpuSteps if engine.runner.device == "cpu" else CudaSteps
     return make(engine, ladder(options.max_forward_requests))

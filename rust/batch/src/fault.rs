@@ -155,11 +155,31 @@ pub enum RequestFault {
     /// A row of logits with values that are no numbers.
     #[error("the model's logits are not numbers; look for overflow in this precision")]
     Logits,
-    /// An adapter.
-    #[error("adapter {id} is not loaded; adapters are not supported yet")]
-    Adapter {
+    /// An adapter id that none has.
+    #[error("adapter id {id} names nothing: ids start at 1, and -1 stands for no adapter")]
+    AdapterId {
+        /// The id.
+        id: i64,
+    },
+    /// An adapter, for an engine that takes none.
+    #[error("adapters are off, so {id} cannot be bound; set `enable_lora = true` in the options")]
+    AdaptersOff {
         /// Adapter id.
         id: i64,
+    },
+    /// An adapter that was never loaded.
+    #[error("adapter {id} is not loaded; load it before it is bound")]
+    UnknownAdapter {
+        /// Adapter id.
+        id: i64,
+    },
+    /// An adapter that was loaded, but is not there any more when it is needed.
+    #[error("adapter {id} is lost: {reason}")]
+    AdapterLost {
+        /// Adapter id.
+        id: i64,
+        /// What happened, and what to do.
+        reason: Box<str>,
     },
     /// Image or audio spans.
     #[error("{spans} image or audio spans sent to a text-only model")]
@@ -189,7 +209,10 @@ impl RequestFault {
             Self::LogitMasks { .. } => "logit-masks",
             Self::Oversize { .. } => "oversize",
             Self::Logits => "logits",
-            Self::Adapter { .. } => "adapter",
+            Self::AdapterId { .. } | Self::AdaptersOff { .. } | Self::UnknownAdapter { .. } => {
+                "adapter"
+            }
+            Self::AdapterLost { .. } => "adapter-lost",
             Self::Media { .. } => "media",
         }
     }

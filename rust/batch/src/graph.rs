@@ -110,8 +110,8 @@ pub struct StepMemory<'a> {
 }
 
 impl Planner {
-    /// Rows of the current plan if a graph with enough rows can run it: one causal pass with at most `most` rows of each
-    /// request, whose outputs are tokens, at most one for each row. `None` otherwise.
+    /// Rows of the current plan if a graph with enough rows can run it: one causal pass without adapters, with at most `most`
+    /// rows of each request, whose outputs are tokens, at most one for each row. `None` otherwise.
     #[must_use]
     pub fn graph_rows(&self, most: usize) -> Option<usize> {
         let [_] = &self.passes[..] else { return None };

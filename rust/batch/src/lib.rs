@@ -11,6 +11,7 @@
 //! refers to the request bytes. [`Planner::stage`] writes one pass into a block of memory that the engine owns (pinned on
 //! CUDA) at the offsets of its [`Layout`], so that one copy brings all of it to the device.
 
+mod adapter;
 mod fault;
 mod frame;
 mod graph;
@@ -26,6 +27,7 @@ mod slot;
 mod stage;
 mod table;
 
+pub use adapter::REHEARSAL_ADAPTER;
 pub use fault::{FrameError, RequestFault};
 pub use graph::StepMemory;
 pub use layout::{DType, Field, FieldId, Layout};

@@ -4,6 +4,7 @@ use std::ops::Range;
 
 use pie_wire::ArchivedForwardRequest;
 
+use crate::adapter::Adapters;
 use crate::frame::{Frame, range};
 use crate::mask::{MaskRows, Sight};
 use crate::reply::Reply;
@@ -30,6 +31,10 @@ pub(crate) struct Request {
     pub(crate) prefix: u32,
     /// Draft tokens: the last `drafts` rows.
     pub(crate) drafts: u32,
+    /// The adapter that it is bound to.
+    pub(crate) adapter: Option<i64>,
+    /// Its rows are computed in vain: they store no KV.
+    pub(crate) dropped: bool,
     pub(crate) sight: Sight,
     /// The mask of each input row in [`Planner::mask_rows`]; empty unless the request is masked.
     pub(crate) mask_rows: Range<usize>,
@@ -65,6 +70,7 @@ pub struct Planner {
     pub(crate) spilled: Vec<u32>,
     pub(crate) requests: Vec<Request>,
     pub(crate) slots: Slots,
+    pub(crate) adapters: Adapters,
     /// The engine applies masks that are not causal.
     pub(crate) masks: bool,
     pub(crate) mask_rows: MaskRows,
@@ -94,6 +100,7 @@ impl Planner {
             spilled: Vec::new(),
             requests: Vec::new(),
             slots: Slots::default(),
+            adapters: Adapters::default(),
             masks: true,
             mask_rows: MaskRows::default(),
             segments: Vec::new(),
@@ -172,6 +179,7 @@ impl Planner {
         };
         let mut request = Request::default();
         let placed = geometry.and_then(|geometry| {
+            request.adapter = self.adapters.binding(frame.adapter(index))?;
             self.check_sight(geometry)?;
             self.place(frame, index, &mut request)?;
             Ok(geometry)
@@ -262,13 +270,15 @@ impl Planner {
     }
 
     /// Cuts the rows into passes of at most `chunk_tokens` tokens and `max_requests` requests, in the frame's order, so
-    /// that a later request's writes always land last. A pass is masked or causal as a whole.
+    /// that a later request's writes always land last. A pass is masked or causal as a whole, and needs no more
+    /// adapters than it can hold.
     fn cut(&mut self) {
         let (chunk, most) = (
             self.limits.chunk_tokens as usize,
             self.limits.max_requests as usize,
         );
         let (mut first, mut tokens, mut masked) = (0, 0, false);
+        self.adapters.start_pass();
         for (index, request) in self.requests.iter().enumerate() {
             let mut rows = request.rows.clone();
             while !rows.is_empty() {
@@ -276,12 +286,16 @@ impl Planner {
                     Sight::Causal | Sight::Masked => 1,
                     Sight::MaskedAhead => rows.len(),
                 };
-                let full = tokens + wanted > chunk || self.segments.len() - first == most;
+                let full = tokens + wanted > chunk
+                    || self.segments.len() - first == most
+                    || !self.adapters.admits(request.adapter);
                 let mixed = masked != (request.sight != Sight::Causal);
                 if tokens > 0 && (full || mixed) {
                     self.passes.push(first..self.segments.len());
                     (first, tokens) = (self.segments.len(), 0);
+                    self.adapters.start_pass();
                 }
+                self.adapters.add(request.adapter);
                 masked = request.sight != Sight::Causal;
                 let len = rows.len().min(chunk - tokens);
                 self.segments.push(Segment {

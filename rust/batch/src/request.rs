@@ -90,10 +90,6 @@ pub(crate) fn check_compute(
             return Err(RequestFault::Media { spans });
         }
     }
-    let adapter = frame.adapter(index);
-    if adapter >= 0 {
-        return Err(RequestFault::Adapter { id: adapter });
-    }
     let tokens = range(frame.qo_indptr, index);
     let drafts = range(frame.draft_indptr, index);
     let pages = range(frame.page_indptr, index).len();

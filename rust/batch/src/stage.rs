@@ -288,7 +288,7 @@ fn stage_tokens(
 
 impl Stage {
     /// Storage slots, last row first: when two rows name one slot, the later row keeps it and the earlier one writes
-    /// into the padding page.
+    /// into the padding page, as dropped requests do.
     pub(crate) fn write_storage(
         &mut self,
         limits: &Limits,
@@ -305,6 +305,10 @@ impl Stage {
             let pages = table.pages(request.table_row);
             let prefix = segment.kv_start(request);
             let out = &mut out[segment.start - base..][..segment.len];
+            if request.dropped {
+                out.fill(0);
+                continue;
+            }
             for (index, out) in (prefix..prefix + segment.len).zip(out).rev() {
                 let slot = limits.first_slot(pages[index / page_size]) as usize + index % page_size;
                 let taken = self.writers[slot] == pass;

@@ -61,6 +61,28 @@ proptest! {
     }
 }
 
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 1500, ..ProptestConfig::default() })]
+
+    /// The same with adapters: passes hold as many as they can, and those of lost ones are dropped.
+    #[test]
+    fn planner_with_adapters_equals_the_naive_one(
+        (limits, mut frames) in generate::sequence(),
+        slots in 1_usize..4,
+        ids in prop::collection::vec(prop_oneof![Just(-1_i64), 1_i64..6], 42),
+        salt in any::<u32>(),
+    ) {
+        let mut device = Device::with_adapters(limits, slots, 4);
+        let bindings = frames.iter_mut().flat_map(|frame| &mut frame.adapter_bindings);
+        for (binding, id) in bindings.zip(ids) {
+            binding.adapter_id = id;
+        }
+        for (number, frame) in frames.iter().enumerate() {
+            device.try_run(frame, pick(salt.wrapping_add(number as u32)));
+        }
+    }
+}
+
 fn plain(seed: u32) -> Sampler {
     Sampler::Multinomial {
         temperature: 1.0,

@@ -411,18 +411,16 @@ fn the_reserved_sampler_is_no_fault() {
 fn adapters_and_media_are_refused() {
     for (id, expected) in [
         (-1, None),
-        (0, Some(0)),
-        (7, Some(7)),
-        (i64::MAX, Some(i64::MAX)),
+        (0, Some(RequestFault::AdapterId { id: 0 })),
+        (-2, Some(RequestFault::AdapterId { id: -2 })),
+        (7, Some(RequestFault::AdaptersOff { id: 7 })),
+        (i64::MAX, Some(RequestFault::AdaptersOff { id: i64::MAX })),
     ] {
         let request = Req {
             adapter: id,
             ..decode(3, 1, &[0])
         };
-        assert_eq!(
-            fault(request),
-            expected.map(|id| RequestFault::Adapter { id })
-        );
+        assert_eq!(fault(request), expected);
     }
     let media = |images, audios| Req {
         images,

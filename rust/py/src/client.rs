@@ -4,7 +4,8 @@ use std::time::Duration;
 
 use pie_ring::{ClientConfig, Wait};
 use pie_wire::{
-    CopyDirection, CopyRequest, CopyResource, ForwardResponse, Frame, Payload, ResponsePayload,
+    AdapterOp, AdapterRequest, CopyDirection, CopyRequest, CopyResource, ForwardResponse, Frame,
+    Payload, ResponsePayload,
 };
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
@@ -126,6 +127,48 @@ impl Client {
                 &Frame {
                     driver_id: 0,
                     payload: Payload::Copy(request),
+                },
+            )?
+            .status)
+    }
+
+    /// Sends an adapter operation and returns the status code.
+    ///
+    /// Args:
+    ///     operation: "Load", "Save", "ZoInit", "ZoUpdate" or "GenerateAudio".
+    ///     adapter_id: The id that requests bind.
+    ///     path: What the operation asks for, of a load where the adapter lies.
+    #[pyo3(signature = (operation, adapter_id, path = ""))]
+    fn adapter(
+        &self,
+        py: Python<'_>,
+        operation: &str,
+        adapter_id: u64,
+        path: &str,
+    ) -> PyResult<Option<i32>> {
+        let op = match operation {
+            "Load" => AdapterOp::Load,
+            "Save" => AdapterOp::Save,
+            "ZoInit" => AdapterOp::ZoInit,
+            "ZoUpdate" => AdapterOp::ZoUpdate,
+            "GenerateAudio" => AdapterOp::GenerateAudio,
+            _ => {
+                return Err(PyValueError::new_err(format!(
+                    "operation {operation:?} is none of Load, Save, ZoInit, ZoUpdate, GenerateAudio"
+                )));
+            }
+        };
+        let request = AdapterRequest {
+            op,
+            adapter_id,
+            path: path.to_owned(),
+        };
+        Ok(self
+            .send(
+                py,
+                &Frame {
+                    driver_id: 0,
+                    payload: Payload::Adapter(request),
                 },
             )?
             .status)

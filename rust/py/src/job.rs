@@ -1,4 +1,4 @@
-//! Work that needs the model: a planned batch, or a copy of pages.
+//! Work that needs the model: a planned batch, a copy of pages, or an adapter to load.
 
 use std::sync::Arc;
 
@@ -66,6 +66,8 @@ pub(crate) struct Pass {
     slots: usize,
     /// What the rows may attend to; None when each sees all KV up to itself.
     mask: Option<Py<AttentionMask>>,
+    /// `[requests]` int64: the adapter of each request, -1 for none; None when no request has one.
+    adapters: Option<Py<PyBytes>>,
 }
 
 /// Which KV indices each row of a pass may attend to.
@@ -235,6 +237,20 @@ impl Batch {
         Ok(self.plan()?.token_count())
     }
 
+    /// The different adapters that the next pass needs.
+    fn next_adapters(&self) -> Vec<i64> {
+        self.inner.next_adapters()
+    }
+
+    /// Empties the requests that the next passes bind to an adapter that cannot be had.
+    ///
+    /// Args:
+    ///     adapter_id: One that the next pass needs.
+    ///     reason: What happened and what to do, for the log.
+    fn drop_adapter(&mut self, adapter_id: i64, reason: &str) {
+        self.inner.drop_adapter(adapter_id, reason);
+    }
+
     /// Writes the next pass into the staging block; None when all are done.
     fn stage(&mut self, py: Python<'_>) -> PyResult<Option<Pass>> {
         self.plan()?;
@@ -244,6 +260,8 @@ impl Batch {
         };
         let mask = self.inner.attention_mask();
         let mask = mask.map(|mask| Py::new(py, AttentionMask::new(py, &mask)));
+        let adapters = self.inner.pass_adapters();
+        let adapters = adapters.map(|ids| PyBytes::new(py, bytemuck::cast_slice(&ids)).unbind());
         Ok(Some(Pass {
             tokens: pass.tokens,
             requests: pass.requests,
@@ -252,6 +270,7 @@ impl Batch {
             updates: pass.updates,
             slots: pass.slots,
             mask: mask.transpose()?,
+            adapters,
         }))
     }
 
@@ -416,5 +435,40 @@ impl Step {
             wait_ns: u64::from(step.device.sync_us) * 1000,
             respond_ns: nanos(step.timing.respond),
         }
+    }
+}
+
+/// An adapter to load, in the place of the one that has its id already. Dropped without a commit it is answered by an
+/// abort, and requests find what they found before.
+#[pyclass(module = "pie_driver_sglang._core")]
+pub(crate) struct Load {
+    inner: pie_serve::Load,
+    shared: Arc<Shared>,
+}
+
+impl Load {
+    pub(crate) const fn new(inner: pie_serve::Load, shared: Arc<Shared>) -> Self {
+        Self { inner, shared }
+    }
+}
+
+#[pymethods]
+impl Load {
+    /// The id that requests bind, at least 1.
+    #[getter]
+    const fn adapter_id(&self) -> i64 {
+        self.inner.id()
+    }
+
+    /// Where the adapter lies.
+    #[getter]
+    fn path(&self) -> &str {
+        self.inner.path()
+    }
+
+    /// Answers with a status code: 0 = done, requests may bind the adapter from now on; 5 = it cannot be had.
+    fn commit(&mut self, py: Python<'_>, status: i32) -> PyResult<()> {
+        let note = self.inner.commit(status);
+        self.shared.report(py, note.as_slice())
     }
 }

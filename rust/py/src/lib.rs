@@ -17,6 +17,9 @@ use pyo3::prelude::*;
 /// The native half of the driver: ring, wire format and batch planning.
 #[pymodule(gil_used = false)]
 mod _core {
+    /// The adapter that a rehearsal may bind without loading one.
+    #[pymodule_export]
+    const REHEARSAL_ADAPTER: i64 = pie_batch::REHEARSAL_ADAPTER;
     #[pymodule_export]
     use super::build_info;
     #[pymodule_export]
@@ -24,7 +27,7 @@ mod _core {
     #[pymodule_export]
     use crate::guard::ExitGuard;
     #[pymodule_export]
-    use crate::job::{AttentionMask, Batch, Copy, Pass, SlotGroup, Step};
+    use crate::job::{AttentionMask, Batch, Copy, Load, Pass, SlotGroup, Step};
     #[pymodule_export]
     use crate::lane::Lane;
     #[pymodule_export]

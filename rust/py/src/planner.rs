@@ -1,5 +1,7 @@
 //! The planner as Python sees it until a server takes it.
 
+use std::num::NonZeroUsize;
+
 use pie_batch::Limits;
 use pie_ring::RegionLayout;
 use pyo3::exceptions::PyValueError;
@@ -27,11 +29,12 @@ impl Planner {
     ///     max_slots: Logit rows computed at once.
     ///     random_seed: Key of the randomness of unseeded samplers.
     ///     masks: The engine applies attention masks; otherwise requests whose mask is not causal are emptied.
+    ///     adapter_slots: Adapters that a pass can hold, no adapter being one of them; 0 for an engine without adapters.
     ///
     /// Raises:
     ///     ValueError: A limit is 0, or the pool has more storage slots than a 31-bit index names.
     #[new]
-    #[pyo3(signature = (*, page_size, total_pages, vocab_size, max_positions, row_pages, max_requests, chunk_tokens, max_slots, random_seed, masks = true))]
+    #[pyo3(signature = (*, page_size, total_pages, vocab_size, max_positions, row_pages, max_requests, chunk_tokens, max_slots, random_seed, masks = true, adapter_slots = 0))]
     #[expect(
         clippy::too_many_arguments,
         reason = "keyword-only limits, named at the call"
@@ -47,6 +50,7 @@ impl Planner {
         max_slots: u32,
         random_seed: u64,
         masks: bool,
+        adapter_slots: usize,
     ) -> PyResult<Self> {
         let limits = Limits {
             page_size,
@@ -64,6 +68,10 @@ impl Planner {
             .map_err(|error| PyValueError::new_err(error.to_string()))?;
         let inner = pie_batch::Planner::new(limits, random_seed);
         let inner = if masks { inner } else { inner.without_masks() };
+        let inner = match NonZeroUsize::new(adapter_slots) {
+            Some(slots) => inner.with_adapters(slots),
+            None => inner,
+        };
         let layout = inner.layout().clone();
         Ok(Self {
             inner: Some(inner),

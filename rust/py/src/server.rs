@@ -11,11 +11,11 @@ use pyo3::prelude::*;
 
 use crate::error::{from_rehearsal, from_ring};
 use crate::guard::ExitGuard;
-use crate::job::{Batch, Copy, Shared, Step};
+use crate::job::{Batch, Copy, Load, Shared, Step};
 use crate::lane::Lane;
 use crate::planner::Planner;
 
-/// Owns the shared-memory region and iterates over the work that needs Python: `Batch` and `Copy` objects. Everything
+/// Owns the shared-memory region and iterates over the work that needs Python: `Batch`, `Copy` and `Load` objects. Everything
 /// else (malformed frames, health checks, frames without tokens, unsupported operations) is answered without it.
 #[pyclass(frozen, module = "pie_driver_sglang._core")]
 pub(crate) struct Server {
@@ -39,6 +39,7 @@ enum Job {
     Batch(Py<Batch>),
     Copy(Py<Copy>),
     Step(Py<Step>),
+    Load(Py<Load>),
 }
 
 #[pymethods]
@@ -172,12 +173,15 @@ impl Server {
                 Event::Job(pie_serve::Job::Copy(copy)) => {
                     Job::Copy(Py::new(py, Copy::new(copy, Arc::clone(shared)))?)
                 }
+                Event::Job(pie_serve::Job::Load(load)) => {
+                    Job::Load(Py::new(py, Load::new(load, Arc::clone(shared)))?)
+                }
             };
             return Ok(Some(job));
         }
     }
 
-    /// Plans a request frame of the caller's own, for warm-up: its answer goes nowhere.
+    /// Plans a request frame of the caller's own, for warm-up: its answer goes nowhere. It may bind `REHEARSAL_ADAPTER`.
     ///
     /// Raises:
     ///     RuntimeError: `serve` was not called, or a batch is open.

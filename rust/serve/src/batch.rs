@@ -27,6 +27,13 @@ impl Desk {
         *self.lock() = Some(planner);
     }
 
+    /// From now on requests may bind the adapter.
+    pub(crate) fn add_adapter(&self, id: i64) {
+        if let Some(planner) = self.lock().as_mut() {
+            planner.add_adapter(id);
+        }
+    }
+
     fn lock(&self) -> MutexGuard<'_, Option<Box<Planner>>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -93,6 +100,27 @@ impl Batch {
             self.timing.plan += staging;
             device
         }))
+    }
+
+    /// The different adapters that the next pass needs; see [`Planner::next_adapters`].
+    #[must_use]
+    pub fn next_adapters(&self) -> Vec<i64> {
+        self.planner
+            .as_deref()
+            .map_or_else(Vec::new, Planner::next_adapters)
+    }
+
+    /// Empties the requests of an adapter that cannot be had; see [`Planner::drop_adapter`].
+    pub fn drop_adapter(&mut self, id: i64, reason: &str) {
+        if let Some(planner) = self.planner.as_deref_mut() {
+            planner.drop_adapter(id, reason);
+        }
+    }
+
+    /// The adapter of each request of the last staged pass; see [`Planner::pass_adapters`].
+    #[must_use]
+    pub fn pass_adapters(&self) -> Option<Vec<i64>> {
+        self.planner.as_deref().and_then(Planner::pass_adapters)
     }
 
     /// The attention mask of the last staged pass; see [`Planner::attention_mask`].

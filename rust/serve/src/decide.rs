@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use pie_batch::Planner;
+use pie_batch::{Planner, REHEARSAL_ADAPTER};
 use pie_ring::Lease;
 use pie_wire::{
     AdapterOp, ArchivedAdapterRequest, ArchivedCopyRequest, ArchivedPayload, CopyDirection,
@@ -10,6 +10,7 @@ use pie_wire::{
 };
 
 use crate::copy::Pairs;
+use crate::load::Wanted;
 use crate::status;
 
 /// What to do about a request.
@@ -34,6 +35,8 @@ pub(crate) enum Action {
     },
     /// Copy pages.
     Copy(Pairs),
+    /// Load an adapter.
+    Load(Wanted),
 }
 
 impl Action {
@@ -68,7 +71,9 @@ pub(crate) fn decide(
             let driver_id = frame.driver_id.to_native();
             let action = match &frame.payload {
                 ArchivedPayload::Health => Some(Action::Status(status::OK)),
-                ArchivedPayload::Adapter(request) => Some(adapter(request)),
+                ArchivedPayload::Adapter(request) => {
+                    Some(adapter(request, planner.takes_adapters()))
+                }
                 ArchivedPayload::Copy(request) => {
                     Some(copy(request, planner.limits().total_pages, host_pages))
                 }
@@ -90,14 +95,43 @@ pub(crate) fn decide(
     }
 }
 
-fn adapter(request: &ArchivedAdapterRequest) -> Action {
+fn adapter(request: &ArchivedAdapterRequest, taken: bool) -> Action {
+    let refuse = |code, text: String| Action::refuse(code, "adapter", text);
     let operation = request.op.to_native();
-    let code = match operation {
-        AdapterOp::GenerateAudio => status::NO_AUDIO,
-        _ => status::UNSUPPORTED,
-    };
-    let text = format!("adapter operation {operation:?} is not supported yet");
-    Action::refuse(code, "adapter", text)
+    match operation {
+        AdapterOp::GenerateAudio => {
+            let text = "GenerateAudio is not supported: the model makes no audio";
+            return refuse(status::NO_AUDIO, text.to_owned());
+        }
+        AdapterOp::Load if taken => {}
+        AdapterOp::Load => {
+            let text = "adapters are off; set `enable_lora = true` in the options";
+            return refuse(status::UNSUPPORTED, text.to_owned());
+        }
+        AdapterOp::Save | AdapterOp::ZoInit | AdapterOp::ZoUpdate => {
+            let text = format!("adapter operation {operation:?} is not supported, only Load is");
+            return refuse(status::UNSUPPORTED, text);
+        }
+    }
+    let (id, path) = (request.adapter_id.to_native(), request.path.as_str());
+    let largest = REHEARSAL_ADAPTER - 1;
+    let known = i64::try_from(id)
+        .ok()
+        .filter(|id| (1..=largest).contains(id));
+    match known {
+        None => {
+            let text = format!("adapter id {id} is outside 1 to {largest}");
+            refuse(status::MALFORMED, text)
+        }
+        Some(id) if path.is_empty() || path.contains('\0') => {
+            let text = format!("the path of adapter {id} is empty or has a NUL in it");
+            refuse(status::MALFORMED, text)
+        }
+        Some(id) => Action::Load(Wanted {
+            id,
+            path: path.to_owned(),
+        }),
+    }
 }
 
 fn copy(request: &ArchivedCopyRequest, device_pages: u32, host_pages: u32) -> Action {

@@ -2,7 +2,7 @@
 
 use std::sync::{Arc, Mutex, PoisonError};
 
-use pie_batch::{FrameError, Planner};
+use pie_batch::{FrameError, Planner, REHEARSAL_ADAPTER};
 use pie_ring::{Lease, RingError, Server, Wait};
 use pie_wire::{ArchivedPayload, WireError};
 use thiserror::Error;
@@ -11,6 +11,7 @@ use crate::batch::{Batch, Desk};
 use crate::copy::{Copy, answer};
 use crate::decide::{Action, Decision, decide};
 use crate::lane::{Lane, LaneError};
+use crate::load::Load;
 use crate::note::Note;
 use crate::status;
 use crate::timing::{DeviceTimes, Timing, monotonic_ns};
@@ -48,6 +49,8 @@ pub enum Job {
     Batch(Batch),
     /// Copy pages.
     Copy(Copy),
+    /// Load an adapter.
+    Load(Load),
 }
 
 /// A frame that cannot be rehearsed.
@@ -152,7 +155,7 @@ impl Responder {
             None => self.open(lease, planner, timing),
             Some(action) => {
                 self.desk.put_back(planner);
-                act(lease, driver_id, action)
+                self.act(lease, driver_id, action)
             }
         }
     }
@@ -215,7 +218,7 @@ impl Responder {
         }
     }
 
-    /// Plans a frame of the caller's own, for warm-up: its answer goes nowhere.
+    /// Plans a frame of the caller's own, for warm-up: its answer goes nowhere. It may bind [`REHEARSAL_ADAPTER`].
     ///
     /// # Errors
     /// [`RehearsalError`] when the bytes are no consistent forward frame, or a batch is open.
@@ -229,7 +232,10 @@ impl Responder {
             return Err(RehearsalError::NotForward);
         };
         let mut planner = self.desk.take().ok_or(RehearsalError::Busy)?;
-        if let Err(error) = planner.plan(frame.driver_id.to_native(), request) {
+        planner.add_adapter(REHEARSAL_ADAPTER);
+        let planned = planner.plan(frame.driver_id.to_native(), request);
+        planner.remove_adapter(REHEARSAL_ADAPTER);
+        if let Err(error) = planned {
             self.desk.put_back(planner);
             return Err(error.into());
         }
@@ -239,18 +245,24 @@ impl Responder {
         };
         Ok(Batch::new(None, planner, Arc::clone(&self.desk), timing))
     }
-}
 
-/// Answers a request, or hands out its copy.
-fn act(lease: Lease, driver_id: u32, action: Action) -> Event {
-    match action {
-        Action::Copy(pairs) => Event::Job(Job::Copy(Copy::new(lease, driver_id, pairs))),
-        Action::Status(code) => Event::Notes(answer(lease, driver_id, code).into_iter().collect()),
-        Action::Refuse { code, kind, text } => {
-            // The answer comes first: a slow log must not delay it.
-            let published = answer(lease, driver_id, code);
-            let note = Note::new(kind, format!("{text}; answered status {code}"));
-            Event::Notes([note].into_iter().chain(published).collect())
+    /// Answers a request, or hands out its job.
+    fn act(&self, lease: Lease, driver_id: u32, action: Action) -> Event {
+        match action {
+            Action::Copy(pairs) => Event::Job(Job::Copy(Copy::new(lease, driver_id, pairs))),
+            Action::Load(wanted) => {
+                let desk = Arc::clone(&self.desk);
+                Event::Job(Job::Load(Load::new(lease, driver_id, wanted, desk)))
+            }
+            Action::Status(code) => {
+                Event::Notes(answer(lease, driver_id, code).into_iter().collect())
+            }
+            Action::Refuse { code, kind, text } => {
+                // The answer comes first: a slow log must not delay it.
+                let published = answer(lease, driver_id, code);
+                let note = Note::new(kind, format!("{text}; answered status {code}"));
+                Event::Notes([note].into_iter().chain(published).collect())
+            }
         }
     }
 }

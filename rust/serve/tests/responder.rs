@@ -4,7 +4,7 @@ use std::cell::RefCell;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::thread;
 
-use pie_batch::{Layout, Limits, Outputs, Planner};
+use pie_batch::{Layout, Limits, Outputs, Planner, REHEARSAL_ADAPTER};
 use pie_ring::{Client, ClientConfig, ExitGuard, RegionLayout, Server, ServerConfig, Wait};
 use pie_serve::{Batch, DeviceTimes, Event, Job, Note, RehearsalError, Responder, status};
 use pie_wire::{
@@ -117,6 +117,15 @@ fn converse_with(
     requests: &[Vec<u8>],
     serve: impl Fn(Job),
 ) -> (Vec<Answer>, Vec<Note>) {
+    converse_by(Planner::new(LIMITS, 1), host_pages, requests, serve)
+}
+
+fn converse_by(
+    planner: Planner,
+    host_pages: u32,
+    requests: &[Vec<u8>],
+    serve: impl Fn(Job),
+) -> (Vec<Answer>, Vec<Note>) {
     static NUMBER: AtomicU32 = AtomicU32::new(0);
     let number = NUMBER.fetch_add(1, Ordering::Relaxed);
     let name = format!("/pie_serve_test_{}_{number}", std::process::id());
@@ -126,7 +135,7 @@ fn converse_with(
     let mut ring = Server::create(&config, &ExitGuard::inert()).unwrap();
     let client = Client::open(&name, pie_wire::SCHEMA_HASH, ClientConfig::default()).unwrap();
     let stop = ring.stop_handle();
-    let responder = Responder::new(Planner::new(LIMITS, 1), host_pages, Wait::Park);
+    let responder = Responder::new(planner, host_pages, Wait::Park);
     let mut noted = Vec::new();
     let answers = thread::scope(|scope| {
         let answers = scope.spawn(move || {
@@ -174,6 +183,7 @@ fn serve_all(job: Job) {
                 "a second answer is nothing"
             );
         }
+        Job::Load(_) => panic!("adapters are off"),
     }
 }
 
@@ -212,13 +222,7 @@ fn batches_and_copies_reach_the_engine() {
 
 #[test]
 fn what_needs_no_model_is_answered_alone() {
-    let adapter = |op| {
-        encode(Payload::Adapter(AdapterRequest {
-            op,
-            adapter_id: 1,
-            path: String::new(),
-        }))
-    };
+    let adapter = |op| adapter(op, 1, "");
     let mut broken = forward(&[1]);
     broken.position_ids.clear();
     let requests = [
@@ -243,6 +247,118 @@ fn what_needs_no_model_is_answered_alone() {
     let copies = ["copy"; 4];
     let expected = [&["adapter"; 2][..], &copies, &["malformed"; 2]].concat();
     assert_eq!(kinds, expected);
+}
+
+fn adapter(op: AdapterOp, adapter_id: u64, path: &str) -> Vec<u8> {
+    encode(Payload::Adapter(AdapterRequest {
+        op,
+        adapter_id,
+        path: path.to_owned(),
+    }))
+}
+
+/// One token for each id, bound to it.
+fn bound(ids: &[i64]) -> Vec<u8> {
+    let mut request = forward(&vec![1; ids.len()]);
+    for (binding, &adapter_id) in request.adapter_bindings.iter_mut().zip(ids) {
+        binding.adapter_id = adapter_id;
+    }
+    encode(Payload::Forward(request))
+}
+
+/// Sends requests to an engine with room for two adapters: a load fails that asks for `broken`, one is dropped that
+/// asks for `lost`, and adapter 3 is lost whenever it is needed.
+fn converse_adapters(requests: &[Vec<u8>]) -> (Vec<Answer>, Vec<String>) {
+    let planner = Planner::new(LIMITS, 1).with_adapters(2.try_into().unwrap());
+    let (answers, notes) = converse_by(planner, 0, requests, |job| match job {
+        Job::Load(mut load) => {
+            assert!((1..i64::MAX).contains(&load.id()));
+            match load.path() {
+                "lost" => {}
+                "broken" => assert_eq!(load.commit(status::FAILED), None),
+                _ => assert_eq!(load.commit(status::OK), None),
+            }
+        }
+        Job::Batch(mut batch) => {
+            if batch.next_adapters().contains(&3) {
+                batch.drop_adapter(3, "it is gone");
+            }
+            run(&mut batch);
+            let texts = batch.commit(DeviceTimes::default());
+            assert!(texts.iter().all(|note| note.kind.starts_with("adapter")));
+        }
+        Job::Copy(_) => panic!("nobody copies"),
+    });
+    (answers, notes.into_iter().map(|note| note.text).collect())
+}
+
+#[test]
+fn adapters_can_be_bound_once_they_are_loaded() {
+    let requests = [
+        bound(&[1, -1]),
+        adapter(AdapterOp::Load, 1, "broken"),
+        adapter(AdapterOp::Load, 1, "lost"),
+        bound(&[1, -1]),
+        adapter(AdapterOp::Load, 1, "a"),
+        bound(&[1, -1]),
+        adapter(AdapterOp::Load, 1, "broken"),
+        adapter(AdapterOp::Load, i64::MAX as u64 - 1, "b"),
+        adapter(AdapterOp::Load, 3, "c"),
+        bound(&[3, 1, i64::MAX - 1, 2, i64::MAX, -1, 0]),
+    ];
+    let (answers, _) = converse_adapters(&requests);
+    let sevens = |counts: &[usize]| Answer::Tokens(counts.iter().map(|&n| vec![7; n]).collect());
+    let expected = [
+        sevens(&[0, 1]),
+        Answer::Status(status::FAILED),
+        Answer::Aborted,
+        sevens(&[0, 1]),
+        Answer::Status(status::OK),
+        sevens(&[1, 1]),
+        Answer::Status(status::FAILED),
+        Answer::Status(status::OK),
+        Answer::Status(status::OK),
+        sevens(&[0, 1, 1, 0, 0, 1, 0]),
+    ];
+    assert_eq!(answers, expected);
+}
+
+#[test]
+fn adapter_operations_that_ask_for_nothing_are_refused() {
+    let load = |id, path| adapter(AdapterOp::Load, id, path);
+    let requests = [
+        load(0, "a"),
+        load(i64::MAX as u64, "a"),
+        load(u64::MAX, "a"),
+        load(1, ""),
+        load(1, "a\0b"),
+        adapter(AdapterOp::Save, 1, "a"),
+        adapter(AdapterOp::ZoInit, 1, ""),
+        adapter(AdapterOp::ZoUpdate, 0, ""),
+        adapter(AdapterOp::GenerateAudio, 0, "{}"),
+    ];
+    let (answers, texts) = converse_adapters(&requests);
+    let codes = [2, 2, 2, 2, 2, 4, 4, 4, -1].map(Answer::Status);
+    assert_eq!(answers, codes);
+    assert_eq!(texts.len(), codes.len());
+    let (answers, texts) = converse_with(0, &[load(1, "a"), load(0, "")], must_not_be_called);
+    assert_eq!(answers, [4, 4].map(Answer::Status));
+    assert!(texts.iter().all(|note| note.text.contains("enable_lora")));
+}
+
+/// Warm-up may bind an adapter that nobody loaded, and nobody else may.
+#[test]
+fn rehearsals_have_an_adapter_of_their_own() {
+    let planner = Planner::new(LIMITS, 1).with_adapters(2.try_into().unwrap());
+    let responder = Responder::new(planner, 0, Wait::Park);
+    let mut batch = responder
+        .rehearse(&bound(&[REHEARSAL_ADAPTER, -1]))
+        .unwrap();
+    assert_eq!(batch.next_adapters(), [REHEARSAL_ADAPTER]);
+    run(&mut batch);
+    assert_eq!(batch.pass_adapters(), Some(vec![REHEARSAL_ADAPTER, -1]));
+    assert_eq!(batch.commit(DeviceTimes::default()), []);
+    assert!(batch.next_adapters().is_empty());
 }
 
 #[test]

@@ -8,7 +8,7 @@ use pie_batch::{FieldId, Limits, Outputs, Planner, Probes, ReplyError, SlotClass
 use pie_wire::{ForwardRequest, ForwardResponse, Reply, ResponsePayload, decode_reply};
 
 use crate::common::builder::Encoded;
-use crate::common::naive::{self, Plan, Segment, Slot};
+use crate::common::naive::{self, Adapters, Plan, Segment, Slot};
 
 /// The driver that all test frames address.
 pub(crate) const DRIVER: u32 = 7;
@@ -141,6 +141,7 @@ impl Noise {
 pub(crate) struct Device {
     pub(crate) planner: Planner,
     limits: Limits,
+    adapters: Adapters,
     block: Vec<u64>,
     /// Block-table entries as told so far: entry → first storage slot of the page.
     table: HashMap<i64, i64>,
@@ -170,6 +171,7 @@ impl Device {
         Self {
             planner,
             limits,
+            adapters: Adapters::default(),
             block,
             table: HashMap::new(),
             seeded: HashMap::new(),
@@ -180,6 +182,19 @@ impl Device {
             expected: None,
             reply_len: 0,
         }
+    }
+
+    /// A device with adapters of the ids `1..=count`, now and then one of which is lost when it is needed.
+    pub(crate) fn with_adapters(limits: Limits, slots: usize, count: i64) -> Self {
+        let mut device = Self::new(limits);
+        let slots = slots.try_into().expect("a slot");
+        device.planner = device.planner.with_adapters(slots);
+        device.adapters.slots = slots.get();
+        for id in 1..=count {
+            device.planner.add_adapter(id);
+            device.adapters.loaded.insert(id);
+        }
+        device
     }
 
     /// Plans a frame and runs all its passes; `choose` gives the token of a request's slot, one outside the vocabulary
@@ -194,12 +209,13 @@ impl Device {
             .plan(DRIVER, encoded.forward())
             .expect("the frame's arrays agree");
         drop(encoded);
-        let mut plan = naive::plan(&self.limits, frame);
+        let mut plan = naive::plan(&self.limits, &self.adapters, frame);
         self.check_faults(&plan);
         self.uniforms.clear();
         self.last_updates.clear();
         self.given.clear();
         for pass in 0..plan.passes.len() {
+            self.lose_adapters(&mut plan, pass);
             self.check_pass(&plan, pass);
             let mut spoilt = BTreeSet::new();
             for group in plan.pass_groups(pass, &self.limits) {
@@ -230,6 +246,20 @@ impl Device {
         self.check_faults(&plan);
         self.expected = Some(plan.clone());
         plan
+    }
+
+    /// Checks which adapters the next pass needs, and may lose some of them.
+    fn lose_adapters(&mut self, plan: &mut Plan, pass: usize) {
+        let expected = plan.pass_adapters(pass);
+        let needed = self.planner.next_adapters();
+        assert_eq!(needed.len(), expected.len(), "each once");
+        assert_eq!(BTreeSet::from_iter(needed), expected);
+        for id in expected {
+            if self.noise.next().is_multiple_of(8) {
+                self.planner.drop_adapter(id, "it is gone");
+                plan.drop_adapter(id, pass);
+            }
+        }
     }
 
     /// Any bits in the place of a probe's floats.
@@ -399,6 +429,12 @@ impl Device {
         let single = segments.iter().all(|segment| segment.rows.len() == 1);
         assert_eq!((staged.masked, staged.decode), (masked, single && !masked));
         self.check_attention_mask(plan, segments);
+        let adapters = segments.iter();
+        let adapters: Vec<_> = adapters
+            .map(|segment| plan.requests[segment.request].adapter.unwrap_or(-1))
+            .collect();
+        let bound = adapters.iter().any(|&id| id != -1);
+        assert_eq!(self.planner.pass_adapters(), bound.then_some(adapters));
 
         let tokens: Vec<_> = rows.iter().map(|(row, _)| i64::from(row.token)).collect();
         assert_eq!(self.array::<i64>(FieldId::InputIds, rows.len()), tokens);

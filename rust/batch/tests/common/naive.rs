@@ -64,6 +64,9 @@ pub(crate) struct Request {
     pub(crate) mask: Option<Vec<bool>>,
     /// For each row the KV indices that it sees, where the user's mask is not causal.
     pub(crate) sees: Option<Vec<Vec<bool>>>,
+    pub(crate) adapter: Option<i64>,
+    /// Computed in vain, its adapter was lost.
+    pub(crate) dropped: bool,
 }
 
 impl Request {
@@ -75,6 +78,14 @@ impl Request {
             rows.any(|(row, bits)| bits[prefix + row + 1..].contains(&true))
         })
     }
+}
+
+/// An engine's adapters.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Adapters {
+    /// Different bindings of a pass; 0 = the engine takes no adapters.
+    pub(crate) slots: usize,
+    pub(crate) loaded: BTreeSet<i64>,
 }
 
 /// Consecutive rows of one request in one pass.
@@ -95,11 +106,13 @@ pub(crate) struct Plan {
 }
 
 /// Plans a frame whose arrays agree with each other.
-pub(crate) fn plan(limits: &Limits, frame: &ForwardRequest) -> Plan {
+pub(crate) fn plan(limits: &Limits, adapters: &Adapters, frame: &ForwardRequest) -> Plan {
     let count = frame.qo_indptr.len().saturating_sub(1);
-    let mut requests: Vec<_> = (0..count).map(|r| request(limits, frame, r)).collect();
+    let mut requests: Vec<_> = (0..count)
+        .map(|r| request(limits, adapters, frame, r))
+        .collect();
     let fits = empty_largest(limits, &mut requests);
-    let passes = cut(limits, &requests);
+    let passes = cut(limits, adapters, &requests);
     Plan {
         requests,
         passes,
@@ -174,7 +187,7 @@ fn spans(indptr: &[u32], r: usize) -> u32 {
     }
 }
 
-fn request(limits: &Limits, frame: &ForwardRequest, r: usize) -> Request {
+fn request(limits: &Limits, adapters: &Adapters, frame: &ForwardRequest, r: usize) -> Request {
     let tokens = part(&frame.token_ids, &frame.qo_indptr, r);
     let samplers = part(&frame.samplers, &frame.sampler_indptr, r);
     let drafts = part(&frame.spec_token_ids, &frame.spec_indptr, r);
@@ -193,11 +206,10 @@ fn request(limits: &Limits, frame: &ForwardRequest, r: usize) -> Request {
         spans(&frame.image_indptr, r) + spans(&frame.audio_indptr, r) > 0,
         "media",
     );
-    refuse(
-        &mut request.refused,
-        frame.adapter_bindings[r].adapter_id >= 0,
-        "adapter",
-    );
+    let adapter = frame.adapter_bindings[r].adapter_id;
+    request.adapter = (adapter != -1).then_some(adapter);
+    let known = adapters.slots > 0 && adapters.loaded.contains(&adapter);
+    refuse(&mut request.refused, adapter != -1 && !known, "adapter");
     let all = || tokens.iter().chain(drafts);
     refuse(
         &mut request.refused,
@@ -461,7 +473,7 @@ fn sampled(limits: &Limits, sampler: Option<&Sampler>) -> Slot {
 }
 
 /// Deals the rows out one by one.
-fn cut(limits: &Limits, requests: &[Request]) -> Vec<Vec<Segment>> {
+fn cut(limits: &Limits, adapters: &Adapters, requests: &[Request]) -> Vec<Vec<Segment>> {
     let mut passes: Vec<Vec<Segment>> = Vec::new();
     let mut tokens = limits.chunk_tokens;
     for (request, row) in requests
@@ -479,11 +491,19 @@ fn cut(limits: &Limits, requests: &[Request]) -> Vec<Vec<Segment>> {
             .last()
             .and_then(|pass| pass.last())
             .is_some_and(|last| requests[last.request].sees.is_some() != all.sees.is_some());
+        let bindings: BTreeSet<_> = passes
+            .last()
+            .into_iter()
+            .flatten()
+            .map(|segment| requests[segment.request].adapter)
+            .chain([all.adapter])
+            .collect();
         let whole = row == 0 && all.sees_ahead();
         let rest = (limits.chunk_tokens - tokens) as usize;
         if tokens == limits.chunk_tokens
             || (!known && segments == limits.max_requests as usize)
             || other_kind
+            || (adapters.slots > 0 && bindings.len() > adapters.slots)
             || (whole && all.rows.len() > rest)
         {
             passes.push(Vec::new());
@@ -503,11 +523,43 @@ fn cut(limits: &Limits, requests: &[Request]) -> Vec<Vec<Segment>> {
 }
 
 impl Plan {
+    /// The different adapters of a pass.
+    pub(crate) fn pass_adapters(&self, pass: usize) -> BTreeSet<i64> {
+        let segments = self.passes[pass].iter();
+        segments
+            .filter_map(|segment| self.requests[segment.request].adapter)
+            .collect()
+    }
+
+    /// Drops the requests of an adapter that have rows in a pass from `pass` on.
+    pub(crate) fn drop_adapter(&mut self, id: i64, pass: usize) {
+        for segment in self.passes[pass..].iter().flatten() {
+            let request = &mut self.requests[segment.request];
+            if request.adapter == Some(id) {
+                request.adapter = None;
+                request.dropped = true;
+                request.slots.clear();
+                if request.muted.is_empty() {
+                    request.refused.insert("adapter-lost");
+                }
+            }
+        }
+    }
+
     /// The rows of a pass with the storage slots that they may write: the last one of each slot, padding else.
     pub(crate) fn pass_rows(&self, pass: usize) -> Vec<(Row, i64)> {
         let rows: Vec<Row> = self.passes[pass]
             .iter()
-            .flat_map(|segment| self.requests[segment.request].rows[segment.rows.clone()].to_vec())
+            .flat_map(|segment| {
+                let request = &self.requests[segment.request];
+                let mut rows = request.rows[segment.rows.clone()].to_vec();
+                if request.dropped {
+                    for row in &mut rows {
+                        row.storage = 0;
+                    }
+                }
+                rows
+            })
             .collect();
         let last: HashMap<i64, usize> = rows
             .iter()

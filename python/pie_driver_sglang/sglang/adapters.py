@@ -1,0 +1,370 @@
+"""Adapters by the runtime's ids, on top of SGLang's LoRA manager."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+from unittest import mock
+
+import torch
+from sglang.srt.configs.model_config import AttentionArch
+from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
+from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from sglang.srt.lora.backend.lora_registry import LORA_SUPPORTED_BACKENDS
+from sglang.srt.lora.backend.torch_backend import (
+    TorchNativeLoRABackend,
+    TorchNativeLoRABatchInfo,
+)
+from sglang.srt.lora.layers import (
+    ColumnParallelLinearWithLoRA,
+    MergedColumnParallelLinearWithLoRA,
+    QKVParallelLinearWithLoRA,
+    RowParallelLinearWithLoRA,
+)
+from sglang.srt.lora.lora_manager import LoRAManager
+from sglang.srt.lora.lora_registry import LoRARef
+from sglang.srt.lora.utils import (
+    auto_detect_lora_target_modules,
+    generate_sequence_lengths,
+    get_normalized_target_modules,
+)
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+from sglang.srt.runtime_context import get_lora
+
+from pie_driver_sglang._core import REHEARSAL_ADAPTER
+from pie_driver_sglang.errors import AdapterError, StartError
+from pie_driver_sglang.sglang.adapter_files import (
+    EMBEDDINGS,
+    Adapter,
+    Linear,
+    Source,
+    assemble,
+    blank,
+    checkpoint_name,
+    read,
+)
+
+if TYPE_CHECKING:
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+    from pie_driver_sglang.options import DriverOptions
+
+logger = logging.getLogger(__name__)
+
+_FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+"""What checkpoints call the parts of SGLang's fused layers, in their order."""
+
+
+class _Loaded(NamedTuple):
+    """An adapter in host memory."""
+
+    uid: str
+    """Its name for SGLang, which no other load ever had."""
+    embeds: bool
+    """Whether it changes embeddings or the LM head."""
+
+
+class Adapters:
+    """The loaded adapters: at most `max_loaded` of them in host memory, some of these in slots.
+
+    An adapter that had to leave is read from its files again when it is needed.
+    """
+
+    def __init__(self, manager: LoRAManager, max_loaded: int) -> None:
+        self._manager = manager
+        self._max_loaded = max_loaded
+        self._layers = _layers_of(manager)
+        self._sources: dict[int, Source] = {}
+        self._resident: OrderedDict[int, _Loaded] = OrderedDict()
+        """By the runtime's ids, the least recently used one first."""
+        self._numbers = itertools.count()
+
+    @property
+    def slots(self) -> int:
+        """Different adapters of a pass, no adapter being one of them."""
+        return int(self._manager.max_loras_per_batch)
+
+    def load(self, adapter_id: int, path: str) -> None:
+        """Loads an adapter, in the place of the one that has its id already.
+
+        Raises:
+            AdapterError: It does not fit, and nothing has changed.
+        """
+        source, adapter = self._read(path)
+        loaded = self._register(adapter_id, adapter)
+        former = self._resident.pop(adapter_id, None)
+        if former is not None:
+            self._forget(former.uid)
+        self._resident[adapter_id] = loaded
+        self._sources[adapter_id] = source
+
+    def fetch(self, adapter_ids: Sequence[int]) -> dict[int, str]:
+        """Brings loaded adapters, no more than there are slots, into host memory.
+
+        Returns:
+            The reasons of those that are lost.
+        """
+        lost = {}
+        for adapter_id in adapter_ids:
+            if adapter_id in self._resident:
+                self._resident.move_to_end(adapter_id)
+        for adapter_id in adapter_ids:
+            if adapter_id not in self._resident:
+                source = self._sources[adapter_id]
+                try:
+                    _, adapter = self._read(source.weights, source.digest)
+                    self._resident[adapter_id] = self._register(adapter_id, adapter)
+                except AdapterError as error:
+                    lost[adapter_id] = f"{error.message}; {error.hint}"
+        return lost
+
+    def bind(self, batch: ForwardBatch, adapter_ids: Sequence[int]) -> None:
+        """Makes the next forward pass apply the adapter of each request of its batch.
+
+        Args:
+            batch: The pass.
+            adapter_ids: One fetched adapter for each request, -1 for none.
+        """
+        uids = [self._resident[number].uid if number >= 0 else None for number in adapter_ids]
+        batch.lora_ids = uids
+        self._manager.fetch_new_loras(set(uids))
+        self._manager.prepare_lora_batch(batch)
+
+    def bind_rows(self, adapter_ids: Sequence[int]) -> None:
+        """Makes the LM head apply the adapter of each row: one fetched adapter, -1 for none."""
+        batch = ForwardBatch(
+            forward_mode=ForwardMode.DECODE,
+            batch_size=len(adapter_ids),
+            input_ids=None,
+            req_pool_indices=None,
+            seq_lens=None,
+            out_cache_loc=None,
+            seq_lens_sum=0,
+        )
+        self.bind(batch, adapter_ids)
+
+    def unbind(self) -> None:
+        """Makes the next forward pass one without adapters, at no cost."""
+        self._manager.reset_lora_batch()
+
+    def embed(self, adapter_ids: Iterable[int]) -> bool:
+        """Whether one of these fetched adapters changes the embeddings or the LM head."""
+        return any(number >= 0 and self._resident[number].embeds for number in adapter_ids)
+
+    @contextlib.contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        """Within it `REHEARSAL_ADAPTER` is an adapter of all layers that changes nothing."""
+        rank, dtype = self._manager.max_lora_rank, self._manager.dtype
+        adapter = assemble(blank(self._layers, rank), self._layers, dtype)
+        loaded = self._register(REHEARSAL_ADAPTER, adapter)
+        self._resident[REHEARSAL_ADAPTER] = loaded
+        try:
+            yield
+        finally:
+            del self._resident[REHEARSAL_ADAPTER]
+            self._forget(loaded.uid)
+
+    def _read(self, path: Any, digest: bytes | None = None) -> tuple[Source, Adapter]:
+        manager = self._manager
+        return read(path, self._layers, manager.max_lora_rank, manager.dtype, digest)
+
+    def _register(self, adapter_id: int, adapter: Adapter) -> _Loaded:
+        """Puts an adapter into host memory and, as the proof that it fits, into a slot."""
+        self._make_room(adapter_id)
+        uid = f"{adapter_id}.{next(self._numbers)}"
+        config = {
+            "peft_type": "LORA",
+            # Its scaling is in its weights already.
+            "r": adapter.rank,
+            "lora_alpha": adapter.rank,
+            "target_modules": adapter.targets,
+        }
+        ref = LoRARef(lora_id=uid, lora_name=uid, lora_path=uid, pinned=False)
+        try:
+            result = self._manager.load_lora_adapter_from_tensors(ref, adapter.tensors, config)
+            if not result.success:
+                raise ValueError(result.error_message)
+            self._manager.fetch_new_loras({uid})
+        except Exception as error:
+            self._forget(uid)
+            raise AdapterError(
+                f"SGLang does not take it: {error}", "use an adapter of this very model"
+            ) from error
+        return _Loaded(uid, adapter.embeds)
+
+    def _make_room(self, adapter_id: int) -> None:
+        """Lets the least recently used adapters go, but not the one that is to be replaced."""
+        others = [number for number in self._resident if number != adapter_id]
+        for number in others[: max(0, len(others) + 1 - self._max_loaded)]:
+            self._forget(self._resident.pop(number).uid)
+
+    def _forget(self, uid: str) -> None:
+        """Removes all that SGLang knows of an adapter, be it half registered only."""
+        manager = self._manager
+        manager.memory_pool.remove_lora(uid)
+        manager.memory_pool.eviction_policy.remove(uid)
+        for table in (manager.configs, manager.loras, manager.lora_refs):
+            table.pop(uid, None)
+
+
+class HostLoRABackend(TorchNativeLoRABackend):
+    """SGLang's kernels for the CPU, fed without pinned memory, which only a GPU's driver gives."""
+
+    def prepare_lora_batch(
+        self,
+        forward_batch: ForwardBatch,
+        weight_indices: list[int],
+        lora_ranks: list[int],
+        scalings: list[float],
+        use_cuda_graph: bool,
+        use_prefill_cuda_graph: bool = False,
+    ) -> None:
+        """Takes the slot of each request, and the rank and the factor of each slot."""
+        lengths = generate_sequence_lengths(forward_batch, device=torch.device("cpu"))
+        offsets = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+        slots = torch.tensor(weight_indices, dtype=torch.int32)
+        ranks = torch.tensor(lora_ranks, dtype=torch.int32)
+        factors = torch.tensor(scalings, dtype=torch.float)
+        self.batch_info = TorchNativeLoRABatchInfo(
+            use_cuda_graph=False,
+            bs=len(lengths),
+            num_segments=len(lengths),
+            max_len=int(lengths.max()),
+            seg_lens=lengths,
+            seg_lens_cpu=lengths,
+            seg_indptr=offsets,
+            seg_indptr_cpu=offsets,
+            weight_indices=slots,
+            weight_indices_cpu=slots,
+            lora_ranks=ranks,
+            lora_ranks_cpu=ranks,
+            scalings=factors,
+            scalings_cpu=factors,
+            permutation=None,
+        )
+
+
+def server_args(options: DriverOptions) -> dict[str, Any]:
+    """The fields of `ServerArgs` about adapters."""
+    if not options.enable_lora:
+        return {}
+    return {
+        "enable_lora": True,
+        "max_lora_rank": options.max_lora_rank,
+        "lora_target_modules": list(options.lora_target_modules),
+        "max_loras_per_batch": options.max_loras_per_batch,
+        "max_loaded_loras": options.max_loaded_loras,
+        "lora_backend": options.lora_backend,
+    }
+
+
+@contextlib.contextmanager
+def fitting(runner: ModelRunner) -> Iterator[None]:
+    """Within it the runner, which has loaded its model, can make its LoRA manager.
+
+    Raises:
+        StartError: There are no adapters for the model, or for one of the layers asked for.
+    """
+    targets = _targets(runner, get_lora().lora_target_modules)
+    logger.debug("adapters may change %s", ", ".join(sorted(targets)))
+    on_the_host = _on_the_host() if runner.device == "cpu" else contextlib.nullcontext()
+    with get_lora().override(lora_target_modules=targets), on_the_host:
+        yield
+
+
+@contextlib.contextmanager
+def _on_the_host() -> Iterator[None]:
+    """Within it SGLang's LoRA manager can be made without a GPU.
+
+    Its layers pin a tensor of offsets each when they are made, which fails without a GPU's driver;
+    its backend pins some for every batch. The former lasts as long as this context; the latter is
+    replaced by `HostLoRABackend`, for managers that are made within it.
+    """
+    make = torch.tensor
+
+    def unpinned(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
+        return make(*args, **kwargs)
+
+    def same(tensor: torch.Tensor, *_: Any) -> torch.Tensor:
+        return tensor
+
+    backends = {"torch_native": lambda: HostLoRABackend}
+    with (
+        mock.patch.object(torch, "tensor", unpinned),
+        mock.patch.object(torch.Tensor, "pin_memory", same),
+        mock.patch.dict(LORA_SUPPORTED_BACKENDS, backends),
+    ):
+        yield
+
+
+def _targets(runner: ModelRunner, wanted: Iterable[str]) -> set[str]:
+    """SGLang's names of the layers to wrap."""
+    architecture = type(runner.model).__name__
+    if runner.model_config.attention_arch == AttentionArch.MLA:
+        raise StartError(
+            f"{architecture} uses multi-head latent attention, for which there are no adapters yet",
+            hint="remove `enable_lora`",
+        )
+    modules = dict(runner.model.named_modules())
+    found = auto_detect_lora_target_modules(runner.model) - set(EMBEDDINGS)
+    if any(isinstance(module, FusedMoE) for module in modules.values()):
+        # SGLang would wrap the experts, which checkpoints spell in many ways.
+        found -= {"gate_up_proj", "down_proj"}
+    own_head = isinstance(getattr(runner.model, "lm_head", None), VocabParallelEmbedding)
+    if own_head and isinstance(modules.get("model.embed_tokens"), VocabParallelEmbedding):
+        found |= set(EMBEDDINGS)
+    targets: set[str] = found if "all" in wanted else get_normalized_target_modules(wanted)
+    if not targets or targets - found:
+        named = ", ".join(sorted(targets - found)) or "no layer"
+        raise StartError(
+            f"option `lora_target_modules` asks for {named}, "
+            f"but adapters of {architecture} can change {', '.join(sorted(found)) or 'nothing'}",
+            hint="remove `lora_target_modules`, or `enable_lora` where nothing can be changed",
+        )
+    return targets
+
+
+def _layers_of(manager: LoRAManager) -> dict[str, Linear]:
+    """The layers that take adapters, by the names that checkpoints have for them."""
+    wrapped = [item for layer in manager.lora_modules for item in layer.items()]
+    linears = [linear for name, module in wrapped for linear in _linears(name, module)]
+    pool = manager.memory_pool
+    for name, module, down, up in (
+        (
+            "embed_tokens",
+            manager.embed_tokens_module,
+            pool.embedding_A_buffer,
+            pool.embedding_B_buffer,
+        ),
+        ("lm_head", manager.lm_head_module, pool.lm_head_A_buffer, pool.lm_head_B_buffer),
+    ):
+        if module is not None:
+            sizes = down[name].shape[2], up[name].shape[1]
+            linears.append(Linear(name, *sizes, fused=(name,), base=module.weight))
+    return {checkpoint_name(linear.name): linear for linear in linears}
+
+
+def _linears(name: str, module: Any) -> list[Linear]:
+    """The parts of a wrapped layer; none of a kind that this driver has no adapters for."""
+    base = module.base_layer
+    parent, _, last = name.rpartition(".")
+    if (
+        type(module) is QKVParallelLinearWithLoRA
+        or type(module) is MergedColumnParallelLinearWithLoRA
+    ):
+        parts, sizes = _FUSED.get(last, ()), base.output_sizes
+        if len(parts) != len(sizes):
+            return []
+    elif type(module) in (ColumnParallelLinearWithLoRA, RowParallelLinearWithLoRA):
+        parts, sizes = (last,), [base.output_size]
+    else:
+        return []
+    names = [f"{parent}.{part}" for part in parts]
+    fused = tuple(checkpoint_name(part) for part in names)
+    return [
+        Linear(part, base.input_size, size, fused) for part, size in zip(names, sizes, strict=True)
+    ]

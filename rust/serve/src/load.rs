@@ -1,0 +1,57 @@
+//! An open load of an adapter.
+
+use std::sync::Arc;
+
+use pie_ring::Lease;
+
+use crate::batch::Desk;
+use crate::copy::answer;
+use crate::note::Note;
+use crate::status;
+
+/// Which adapter to load.
+pub(crate) struct Wanted {
+    pub(crate) id: i64,
+    pub(crate) path: String,
+}
+
+/// An adapter to load, in the place of the one that has its id already. Dropped without a commit it is answered by an
+/// abort, and requests find what they found before.
+pub struct Load {
+    lease: Option<Lease>,
+    driver_id: u32,
+    wanted: Wanted,
+    desk: Arc<Desk>,
+}
+
+impl Load {
+    pub(crate) const fn new(lease: Lease, driver_id: u32, wanted: Wanted, desk: Arc<Desk>) -> Self {
+        Self {
+            lease: Some(lease),
+            driver_id,
+            wanted,
+            desk,
+        }
+    }
+
+    /// The id that requests bind, at least 1.
+    #[must_use]
+    pub const fn id(&self) -> i64 {
+        self.wanted.id
+    }
+
+    /// Where the adapter lies; not empty.
+    #[must_use]
+    pub fn path(&self) -> &str {
+        &self.wanted.path
+    }
+
+    /// Answers with a code of [`crate::status`], once. After [`status::OK`] requests may bind the adapter.
+    pub fn commit(&mut self, code: i32) -> Option<Note> {
+        let lease = self.lease.take()?;
+        if code == status::OK {
+            self.desk.add_adapter(self.wanted.id);
+        }
+        answer(lease, self.driver_id, code)
+    }
+}
