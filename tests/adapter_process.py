@@ -29,7 +29,7 @@ def load_broken(
 
     drivers.redirect_output(stderr)
     _, engine = load_engine(load_config(Path(config_path)))
-    manager = engine._runner.lora_manager
+    manager = engine.runner.lora_manager
     engine.load_adapter(1, good)
 
     def state() -> Any:
@@ -71,7 +71,7 @@ def count_loaded(config_path: str, good: str, connection: Connection, stderr: st
 
     drivers.redirect_output(stderr)
     _, engine = load_engine(load_config(Path(config_path)))
-    manager = engine._runner.lora_manager
+    manager = engine.runner.lora_manager
     counts = []
 
     def count() -> None:
