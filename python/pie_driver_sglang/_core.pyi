@@ -525,9 +525,9 @@ class SlotGroup:
         Slots that return log-probabilities.
         """
     @property
-    def masks(self, /) -> int:
+    def mask_words(self, /) -> int:
         """
-        Staged logit masks.
+        Words of the staged logit masks.
         """
     @property
     def plain(self, /) -> int:

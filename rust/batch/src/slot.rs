@@ -58,6 +58,8 @@ pub struct SlotGroup {
     pub counts: [usize; SlotClass::COUNT],
     /// Staged logit masks.
     pub masks: usize,
+    /// The words that they take.
+    pub mask_words: usize,
 }
 
 impl SlotGroup {
@@ -116,8 +118,8 @@ pub(crate) struct Slots {
     /// The staged group: its slots, and for log-probability slots `[number among them, token]` of each label.
     group: Range<usize>,
     group_labels: Vec<[i64; 2]>,
-    /// For each mask its row in the staged group.
-    mask_rows: Vec<Option<usize>>,
+    /// For each mask where it lies in the staged group.
+    staged_masks: Vec<Option<[i32; 2]>>,
 }
 
 impl Slots {
@@ -369,20 +371,22 @@ impl Planner {
         let mut staged = SlotGroup::default();
         let slots = &mut self.slots;
         slots.close_group();
-        slots.mask_rows.clear();
-        slots.mask_rows.resize(slots.masks.len(), None);
+        slots.staged_masks.clear();
+        slots.staged_masks.resize(slots.masks.len(), None);
         for (entry, &slot) in self.stage.pass_slots[group.clone()].iter().enumerate() {
             let slot = &slots.all[slot];
             arrays.put_slot(entry, slot, base);
             let mask = slot.mask.map(|mask| {
-                *slots.mask_rows[mask].get_or_insert_with(|| {
+                *slots.staged_masks[mask].get_or_insert_with(|| {
                     let runs = &slots.runs[slots.masks[mask].clone()];
-                    arrays.put_mask(staged.masks, runs, &self.limits);
+                    let first = staged.mask_words;
+                    let (words, edges) = arrays.put_mask(first, runs, &self.limits);
                     staged.masks += 1;
-                    staged.masks - 1
+                    staged.mask_words += words;
+                    [first as i32, edges]
                 })
             });
-            arrays.slot_masks[entry] = mask.map_or(-1, |row| row as i32);
+            arrays.slot_masks[2 * entry..][..2].copy_from_slice(&mask.unwrap_or_default());
             let number = staged.count(slot.class) as i64;
             let labels = slots.labels[slot.labels.clone()].iter();
             slots
@@ -436,6 +440,8 @@ impl Planner {
     }
 }
 
+/// Edges of a mask whose bits are staged.
+const BITS: i32 = -1;
 /// In a slot whose logits were no numbers.
 const INVALID_TOKEN: u32 = u32::MAX;
 
@@ -455,13 +461,22 @@ impl Arrays<'_> {
         self.top_ks[entry] = params.top_k as i32;
     }
 
-    /// Packs a mask: bit `i` of word `w` allows token `32 w + i`.
-    fn put_mask(&mut self, row: usize, runs: &[u32], limits: &Limits) {
-        let count = limits.mask_words();
-        let words = &mut self.mask_words[row * count..][..count];
-        words.fill(0);
-        for allowed in brle::true_ranges(runs, u64::from(limits.vocab_size)) {
-            set_bits(words, allowed);
+    /// Writes a mask from word `first` on: its edges, or its bits where edges could take more room. Returns its words
+    /// and what [`FieldId::SlotMasks`](crate::FieldId::SlotMasks) says of its edges.
+    fn put_mask(&mut self, first: usize, runs: &[u32], limits: &Limits) -> (usize, i32) {
+        let width = limits.mask_words();
+        let words = &mut self.mask_words[first..][..width];
+        let ranges = brle::true_ranges(runs, u64::from(limits.vocab_size));
+        if runs.len() > width {
+            words.fill(0);
+            ranges.for_each(|allowed| set_bits(words, allowed));
+            return (width, BITS);
         }
+        let mut edges = 0;
+        for allowed in ranges {
+            words[edges..][..2].copy_from_slice(&[allowed.start as i32, allowed.end as i32]);
+            edges += 2;
+        }
+        (edges, edges as i32)
     }
 }
