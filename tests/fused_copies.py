@@ -6,21 +6,32 @@ import random
 
 import torch
 
-from pie_driver_sglang.sglang.page_copy import BLOCK
+from pie_driver_sglang.sglang import pool as pool_module
+from pie_driver_sglang.sglang.page_copy import BLOCK, Rows, move
 from pie_driver_sglang.sglang.pool import PagePools, page_bytes
 
 PAGES = 9
 WIDTHS = (3, 1, BLOCK + 5, 2)
 
 
+def move_backwards(
+    source: Rows, source_rows: torch.Tensor, target: Rows, target_rows: torch.Tensor
+) -> None:
+    """The interpreter takes pair after pair; a GPU takes them in any order."""
+    move(source, source_rows.flip(0), target, target_rows.flip(0))
+
+
 def main() -> None:
     """Copies at random."""
+    pool_module.move = move_backwards
     torch.manual_seed(1)
     source = random.Random(2)
     for dtype in (torch.int64, torch.uint8):
         # Rows with a gap behind them, as a view of a pool may have.
         wide = [torch.randint(0, 200, (PAGES, width + 1), dtype=dtype) for width in WIDTHS]
-        fused, plain = ([part.clone()[:, :-1] for part in wide] for _ in range(2))
+        plain = [part.clone()[:, :-1] for part in wide]
+        fused = [part[:, :-1] for part in wide]
+        gaps = [part[:, -1].clone() for part in wide]
         staging = 2 * page_bytes(fused)
         pools = [
             PagePools(buffers, PAGES, staging_bytes=staging, fused=way)
@@ -42,6 +53,8 @@ def main() -> None:
                 pool.copy(direction, sources, targets)
             if not all(torch.equal(a, b) for a, b in zip(fused, plain, strict=True)):
                 raise SystemExit(f"{dtype}: {direction} {sources} -> {targets} differ")
+        if not all(torch.equal(part[:, -1], gap) for part, gap in zip(wide, gaps, strict=True)):
+            raise SystemExit(f"{dtype}: a copy wrote behind a row")
         print(f"ok  {dtype}")
 
 
