@@ -296,7 +296,7 @@ def test_the_ring_takes_what_the_driver_does_not(tmp_path: Path) -> None:
     steps = read_steps(path)
     assert [step["step"] for step in steps] == [126.0, 352.0]
     parts = mean_parts(steps, [136_000, 382_000])
-    expected = {"ring": 20, "parse and plan": 5, "forward": 200, "sample": 30, "respond": 4}
+    expected = {"ring": 20, "parse and plan": 5, "model and sampling": 230, "respond": 4}
     assert parts == pytest.approx(expected)
 
 
@@ -324,8 +324,7 @@ def test_the_tables_of_a_run() -> None:
     assert split.rows == [
         ("ring", "40.0", "40.0"),
         ("parse and plan", "10.0", "10.0"),
-        ("forward", "40.0", "40.0"),
-        ("sample", "8.0", "8.0"),
+        ("model and sampling", "48.0", "48.0"),
         ("respond", "2.0", "2.0"),
         ("whole step", "100.0", "100.0"),
     ]
@@ -437,6 +436,6 @@ def test_six_prompts_from_end_to_end() -> None:
     assert re.match("(latency|balanced) profile: ", lines[0])
     assert sum(line.startswith("--- ") for line in lines) == len(program.PROMPTS)
     assert done.stdout.count("def read_config(path):\n") == 1
-    for part in ("ring", "parse and plan", "forward", "sample", "respond"):
+    for part in ("ring", "parse and plan", "model and sampling", "respond"):
         assert any(line.startswith(f"{part} ") for line in lines)
     assert {path.name for path in Path("/dev/shm").glob("pie_shmem_g*")} <= before

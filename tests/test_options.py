@@ -83,6 +83,21 @@ def test_every_field_has_a_key_and_every_owner_a_sentence() -> None:
     assert types <= {*_TYPES, "any"}
 
 
+def test_attention_backend_may_name_those_of_prefill_and_decode() -> None:
+    options = parse_options({"attention_backend": "flashinfer, triton"}, GPU)
+    assert options.attention_backend == "triton"
+    assert options.server_args == {
+        "prefill_attention_backend": "flashinfer",
+        "decode_attention_backend": "triton",
+    }
+    refused({"attention_backend": "fa3,"}, "names nothing")
+    refused(
+        {"attention_backend": "fa3,triton", "prefill_attention_backend": "fa3"},
+        "remove `prefill_attention_backend`",
+    )
+    refused({"attention_backend": "torch_native,triton"}, "does not run on the CPU", device="cpu")
+
+
 def test_the_cpu_has_its_own_attention_backend() -> None:
     assert parse_options({}, "cpu").attention_backend == "torch_native"
     refused(

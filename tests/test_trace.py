@@ -125,7 +125,9 @@ def test_a_driver_records_its_batches_and_nothing_else(
         rc.eventually(lambda: path.read_text().count('"step"') >= 2, "the second step")
     assert driver.stop() == 0
     events = events_of(path.read_text())
-    assert [event["name"] for event in events[1:]] == ["step", *PHASES] * 2
+    # Both are short enough for the fast lane.
+    phases = ("parse", "plan", "launch", "wait", "respond")
+    assert [event["name"] for event in events[1:]] == ["step", *phases] * 2
     steps = [event for event in events if event["name"] == "step"]
     assert [step["args"] for step in steps] == [
         {"requests": 1, "tokens": 5},
@@ -134,7 +136,7 @@ def test_a_driver_records_its_batches_and_nothing_else(
     assert steps[0]["ts"] + steps[0]["dur"] <= steps[1]["ts"]
     assert all(event["dur"] >= 0 for event in events[1:])
     assert {event["pid"] for event in events} == {driver.process.pid}
-    assert all(phase["dur"] > 0 for phase in events if phase["name"] in ("forward", "sample"))
+    assert all(phase["dur"] > 0 for phase in events if phase["name"] == "launch")
 
 
 def serve_two_batches(client: _core.Client) -> None:

@@ -1,11 +1,11 @@
 """Checks the token sampler of a GPU against exact distributions, and times it.
 
-    python benches/gpu/sampler_check.py [--device cuda:0] [--tune]
+    python benches/gpu/sampler_check.py [--device cuda:0]
 
 1. Rows and filters of every kind, common and hostile. Each token must be one that the filter keeps,
    and the one that the uniform number selects, by a float64 reference that sorts the row.
 2. A batch of 256 slots over 151,936 logits: each kind of sampler alone, all of them mixed, and the
-   same through the implementation in torch, which sorts. `--tune` tries other launches.
+   same through the implementation in torch, which sorts.
 
 With `TRITON_INTERPRET=1 ... --device cpu` the first part runs anywhere, on fewer cases.
 """
@@ -21,10 +21,9 @@ from typing import NamedTuple
 
 import torch
 
-from pie_driver_sglang import mask_triton, sampling, sampling_triton
+from pie_driver_sglang import sampling, sampling_triton
 from pie_driver_sglang._core import SlotGroup
 from pie_driver_sglang.sampling import SlotParams
-from pie_driver_sglang.sampling_triton import Launch
 
 SLOTS = 256
 VOCABULARY = 151_936
@@ -191,7 +190,7 @@ def check_masks(device: str) -> int:
     expected = logits.masked_fill(~torch.stack(allowed), -math.inf)
     spans, data = (torch.tensor(values, dtype=torch.int32).to(device) for values in (places, words))
     found = logits.clone().to(device)
-    mask_triton.apply(found, spans, data)
+    sampling_triton.apply_masks(found, spans, data)
     sampling.apply_masks(logits, *(part.cpu() for part in (spans, data)))
     failed = int((found.cpu() != expected).sum()) + int((logits != expected).sum())
     print(f"{'WRONG' if failed else 'ok'}  logit masks")
@@ -293,27 +292,10 @@ def time_kinds(device: str) -> None:
     )
 
 
-def tune(device: str) -> None:
-    """Other launches."""
-    cases = {kind: batch(kind, device) for kind in ("multinomial", "top-k, top-p")}
-    sizes = itertools.product((1024, 2048, 4096), (4, 8, 16), (3, 5, 8), (8, 16, 32))
-    for launch in itertools.starmap(Launch, sizes):
-        try:
-            found = [
-                milliseconds(lambda: sampling_triton.sample(logits, params, launch))  # noqa: B023
-                for logits, params, _ in cases.values()
-            ]
-        except Exception as error:
-            print(f"    {launch}: {type(error).__name__}")
-            continue
-        print(f"    {launch}: " + ", ".join(f"{ms:.3f}" for ms in found), flush=True)
-
-
 def main() -> None:
     """Checks, then times."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda:0")
-    parser.add_argument("--tune", action="store_true")
     arguments = parser.parse_args()
     device = arguments.device
     failed = check_exact(device) + check_masks(device)
@@ -323,8 +305,6 @@ def main() -> None:
         failed += sum(check(vocabulary, 64, device) for vocabulary in (1000, 32_001, VOCABULARY))
         failed += check_company(device)
         time_kinds(device)
-        if arguments.tune:
-            tune(device)
     if failed:
         raise SystemExit(f"{failed} tokens are wrong")
 

@@ -301,7 +301,7 @@ fn serve(mut server: Server, prompts: &Prompts) {
             .expect("the kernel lets it wait")
         {
             Event::Stopped => return,
-            Event::Notes(_) => {}
+            Event::Notes(_) | Event::Step(_) => {}
             Event::Job(job) => {
                 if prompts.hold.load(Ordering::Acquire) {
                     prompts.held.store(true, Ordering::Release);

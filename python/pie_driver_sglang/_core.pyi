@@ -6,7 +6,7 @@ from _typeshed import SupportsGetItem
 from typing import Any, SupportsFloat, SupportsIndex, final
 from typing_extensions import Buffer
 
-__all__ = ["AttentionMask", "Batch", "Client", "Copy", "ExitGuard", "Pass", "Planner", "Reply", "Request", "Sampler", "Server", "SlotGroup", "build_info", "encode_forward"]
+__all__ = ["AttentionMask", "Batch", "Client", "Copy", "ExitGuard", "Lane", "Pass", "Planner", "Reply", "Request", "Sampler", "Server", "SlotGroup", "Step", "build_info", "encode_forward", "graph_layout"]
 
 @final
 class AttentionMask:
@@ -191,6 +191,44 @@ class ExitGuard:
         """
 
 @final
+class Lane:
+    """
+    Captured graphs, and the memory that they share with the host. Give it to `Server.serve`.
+    """
+    @staticmethod
+    def call(block: Buffer, mask_words: Buffer, results: Buffer, rows: SupportsGetItem[int, SupportsIndex], most: SupportsIndex, run: Any) -> Lane:
+        """
+        Calls of a Python function in place of graphs, for a device that has none.
+
+        Args:
+            block, mask_words, results: As for `cuda`.
+            rows: Rows of each graph, fewest first.
+            most: Most rows of one request.
+            run: Called as `run(graph)` with its number; the results are there when it returns.
+
+        Raises:
+            ValueError: A buffer is too small.
+        """
+    @staticmethod
+    def cuda(block: Buffer, mask_words: Buffer, results: Buffer, graphs: SupportsGetItem[int, tuple[SupportsIndex, SupportsIndex]], stream: SupportsIndex, most: SupportsIndex, owner: Any) -> Lane:
+        """
+        CUDA graphs, launched by their raw handles on the current device.
+
+        Args:
+            block: Writable bytes that graphs read, laid out as `graph_layout(rows)`; large enough for every graph.
+            mask_words: `[rows * ceil(vocabulary / 32)]` int32 that graphs read: logit masks.
+            results: `[rows]` uint64 that graphs write: for each sampled or padded row `step << 32 | token`, at once.
+            graphs: Rows and `cudaGraphExec_t` of each graph, fewest rows first.
+            stream: The `cudaStream_t` that they run on.
+            most: Most rows of one request.
+            owner: Owns graphs, stream and memory, and is kept alive with the lane. Nobody else may use them.
+
+        Raises:
+            RuntimeError: There is no CUDA driver, or no context on this thread.
+            ValueError: A buffer is too small.
+        """
+
+@final
 class Pass:
     """
     One staged forward pass.
@@ -263,7 +301,10 @@ class Planner:
     @property
     def layout(self, /) -> list[tuple[str, tuple[str, int, int]]]:
         """
-        The arrays of the staging block: name to (dtype, byte offset, capacity in elements), in the order in which they lie.
+        The arrays of the staging block, in the order in which they lie.
+
+        Returns:
+            Of each array its name, and dtype, byte offset and capacity in elements.
         """
 
 @final
@@ -428,9 +469,9 @@ class Server:
         Raises:
             RingError: Another driver owns the name, or the memory cannot be had.
         """
-    def __next__(self, /) -> Batch | Copy:
+    def __next__(self, /) -> Batch | Copy | Step:
         """
-        Waits for the next batch or copy, without the GIL; ends when the server was stopped.
+        Waits for the next job, without the GIL; ends when the server was stopped.
         """
     @property
     def name(self, /) -> str:
@@ -445,6 +486,17 @@ class Server:
             RuntimeError: `serve` was not called, or a batch is open.
             WireError: The bytes are no forward frame, or its arrays contradict each other.
         """
+    def rehearse_lane(self, /, frame: bytes) -> bool:
+        """
+        Runs a request frame of the caller's own on the fast lane, for warm-up: its answer goes nowhere.
+
+        Returns:
+            Whether the lane took it.
+
+        Raises:
+            RuntimeError: As `rehearse`, or the lane failed.
+            WireError: As `rehearse`.
+        """
     @property
     def request_capacity(self, /) -> int:
         """
@@ -455,7 +507,7 @@ class Server:
         """
         Bytes that one response may have.
         """
-    def serve(self, /, planner: Planner, block: Buffer, report: Any, *, host_pages: SupportsIndex = 0) -> None:
+    def serve(self, /, planner: Planner, block: Buffer, report: Any, *, host_pages: SupportsIndex = 0, lane: Lane | None = None, steps: bool = False) -> None:
         """
         Takes the planner and the staging block; iterate over the server afterwards.
 
@@ -464,9 +516,11 @@ class Server:
             block: Writable bytes, at least `planner.block_bytes` of them. The engine must not write to them.
             report: Called as `report(kind, text)` for what deserves a log line.
             host_pages: Size of the engine's host pool; 0 for none.
+            lane: Answers the batches that its graphs can run, without Python.
+            steps: Iterate over these too, as `Step` objects, once they are answered.
 
         Raises:
-            ValueError: The block is too small or not writable, or the planner was given away before.
+            ValueError: The block is too small or not writable, or planner or lane were given away before.
             RuntimeError: The server serves already.
         """
     def stop(self, /) -> None:
@@ -535,6 +589,52 @@ class SlotGroup:
         Slots that sample the whole distribution.
         """
 
+@final
+class Step:
+    """
+    A batch that the fast lane answered.
+    """
+    @property
+    def launch_ns(self, /) -> int:
+        """
+        Nanoseconds of the launch.
+        """
+    @property
+    def parse_ns(self, /) -> int:
+        """
+        Nanoseconds of copying and validating the archive.
+        """
+    @property
+    def plan_ns(self, /) -> int:
+        """
+        Nanoseconds of planning and staging.
+        """
+    @property
+    def received_ns(self, /) -> int:
+        """
+        When the request was seen, by `time.perf_counter_ns`.
+        """
+    @property
+    def requests(self, /) -> int:
+        """
+        Requests of the batch.
+        """
+    @property
+    def respond_ns(self, /) -> int:
+        """
+        Nanoseconds of building the response.
+        """
+    @property
+    def tokens(self, /) -> int:
+        """
+        Rows that the model computed.
+        """
+    @property
+    def wait_ns(self, /) -> int:
+        """
+        Nanoseconds of waiting for the tokens.
+        """
+
 def build_info() -> dict[str, str]:
     """
     Facts about this build for bug reports: `version`, `profile` and `target`.
@@ -547,4 +647,9 @@ def encode_forward(requests: SupportsGetItem[int, Request], driver_id: SupportsI
     Args:
         requests: The batch, in order.
         driver_id: Echoed by the response.
+    """
+
+def graph_layout(rows: SupportsIndex) -> list[tuple[str, tuple[str, int, int]]]:
+    """
+    The arrays of the block of a graph for `rows` rows, in the order in which they lie; see `Planner.layout`.
     """

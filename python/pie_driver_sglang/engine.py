@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from pie_driver_sglang._core import Pass, SlotGroup
+    from pie_driver_sglang._core import Lane, Pass, SlotGroup
     from pie_driver_sglang.sampling import Outputs
 
 
@@ -44,6 +44,10 @@ class Engine(Protocol):
     @property
     def block(self) -> npt.NDArray[np.uint8]:
         """The staging block that the planner fills: ``[bytes]`` uint8, pinned for a GPU."""
+
+    @property
+    def lane(self) -> Lane | None:
+        """What runs short batches without Python; None if every batch goes through `forward`."""
 
     def forward(self, batch: Pass) -> None:
         """Runs the staged pass and stores its KV.

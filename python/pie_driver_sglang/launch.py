@@ -195,7 +195,14 @@ def _start(config: DriverConfig, server: _core.Server) -> Engine:
 
     logger.info("loading %s", config.model.snapshot_dir)
     planner, engine = load_engine(config)
-    server.serve(planner, engine.block.data, _report, host_pages=engine.facts.host_pages)
+    server.serve(
+        planner,
+        engine.block.data,
+        _report,
+        host_pages=engine.facts.host_pages,
+        lane=engine.lane,
+        steps=driver.options.trace_file is not None,
+    )
     logger.info("warming up")
     try:
         warm_up(server, engine)

@@ -222,7 +222,7 @@ def parse_options(table: Mapping[str, Any], device: str) -> DriverOptions:
     """
     own: dict[str, Any] = {}
     passed: dict[str, Any] = {}
-    for name, value in table.items():
+    for name, value in _with_both_backends(table).items():
         if name in _KEYS:
             own[name] = _check_key(name, value, _KEYS[name])
         elif name not in _LAUNCHER_KEYS:
@@ -237,6 +237,27 @@ def parse_options(table: Mapping[str, Any], device: str) -> DriverOptions:
             "the runtime shares prefixes itself"
         )
     return options
+
+
+def _with_both_backends(table: Mapping[str, Any]) -> dict[str, Any]:
+    """The table with `attention_backend = "prefill,decode"` written as two keys."""
+    value = table.get("attention_backend")
+    if not isinstance(value, str) or "," not in value:
+        return dict(table)
+    prefill, _, decode = (word.strip() for word in value.partition(","))
+    for name in ("prefill_attention_backend", "decode_attention_backend"):
+        if name in table:
+            raise ConfigError(
+                f"option `attention_backend` is {quoted(value)}, which names the backends of "
+                f"prefill and decode, and `{name}` names one again",
+                f"remove `{name}`",
+            )
+    return {
+        **table,
+        "attention_backend": decode,
+        "prefill_attention_backend": prefill,
+        "decode_attention_backend": decode,
+    }
 
 
 def _check_key(name: str, value: Any, key: _Key) -> Any:

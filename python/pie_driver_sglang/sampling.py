@@ -106,6 +106,33 @@ def sample_group(logits: torch.Tensor, group: SlotGroup, params: SlotParams) -> 
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
+def sample_rows(logits: torch.Tensor, params: SlotParams) -> torch.Tensor:
+    """Samples rows of any class in any order.
+
+    Args:
+        logits: ``[rows, vocabulary]`` float32.
+        params: ``[rows]`` parameters; a temperature of 0 takes the arg-max, one below 0 samples
+            nothing.
+
+    Returns:
+        ``[rows]`` int64 token ids; the vocabulary's size for rows that are not sampled.
+    """
+    vocabulary = logits.shape[-1]
+    tokens = torch.full((len(logits),), vocabulary, dtype=torch.int64)
+    drawn = params.temperatures > 0
+    restricted = (params.top_ks < vocabulary) | (params.top_ps < 1.0) | (params.min_ps > 0.0)
+    for chosen, sample in (
+        (params.temperatures == 0, lambda rows, _: sample_greedy(rows)),
+        (drawn & ~restricted, sample_plain),
+        (drawn & restricted, sample_filtered),
+    ):
+        rows = chosen.nonzero()[:, 0]
+        if len(rows):
+            own = SlotParams(*(field[rows] for field in params))
+            tokens[rows] = sample(logits[rows], own)
+    return tokens
+
+
 def _sample_drawn(logits: torch.Tensor, plain: int, params: SlotParams) -> torch.Tensor:
     """Samples `plain` slots without a filter, then filtered ones."""
     if logits.is_cuda:
@@ -132,9 +159,9 @@ def apply_masks(logits: torch.Tensor, slot_masks: torch.Tensor, words: torch.Ten
             word ``w`` allows token ``32 w + i``.
     """
     if logits.is_cuda:
-        from pie_driver_sglang import mask_triton
+        from pie_driver_sglang import sampling_triton
 
-        mask_triton.apply(logits, slot_masks, words)
+        sampling_triton.apply_masks(logits, slot_masks, words)
         return
     vocabulary = logits.shape[-1]
     for row, (first, edges) in zip(logits, slot_masks.tolist(), strict=True):

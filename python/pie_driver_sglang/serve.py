@@ -25,8 +25,10 @@ def serve(server: _core.Server, engine: Engine, trace: Trace | None) -> None:
     for work in server:
         if isinstance(work, _core.Copy):
             _serve_copy(work, engine)
-        else:
+        elif isinstance(work, _core.Batch):
             _serve_batch(work, engine, trace)
+        elif trace is not None:
+            _trace_step(work, trace)
 
 
 def warm_up(server: _core.Server, engine: Engine) -> None:
@@ -37,9 +39,12 @@ def warm_up(server: _core.Server, engine: Engine) -> None:
     for direction in ("D2D", "D2H", "H2D", "H2H") if engine.facts.host_pages else ("D2D",):
         engine.copy_pages(direction, [0], [0])
     for requests in _rehearsals(engine.facts.page_size, engine.facts.total_pages):
-        batch = server.rehearse(_core.encode_forward(requests))
+        frame = _core.encode_forward(requests)
+        batch = server.rehearse(frame)
         run_batch(batch, engine)
         batch.commit()
+    for sampler in (Sampler.greedy(), Sampler.top_k_top_p(0.8, 20, 0.9)):
+        server.rehearse_lane(_core.encode_forward([Request([0], [0], [0], 1, [(0, sampler)])]))
 
 
 class Times(NamedTuple):
@@ -104,6 +109,17 @@ def _serve_batch(batch: _core.Batch, engine: Engine, trace: Trace | None) -> Non
             "respond": batch.respond_ns,
         }
         trace.step(batch.received_ns, phases, requests=requests, tokens=tokens)
+
+
+def _trace_step(step: _core.Step, trace: Trace) -> None:
+    phases = {
+        "parse": step.parse_ns,
+        "plan": step.plan_ns,
+        "launch": step.launch_ns,
+        "wait": step.wait_ns,
+        "respond": step.respond_ns,
+    }
+    trace.step(step.received_ns, phases, requests=step.requests, tokens=step.tokens)
 
 
 def _serve_copy(copy: _core.Copy, engine: Engine) -> None:

@@ -14,8 +14,7 @@ from pie_driver_sglang.demo.runtime import Context, Runtime
 PARTS: Final[Mapping[str, tuple[str, ...]]] = {
     "ring": (),
     "parse and plan": ("parse", "plan"),
-    "forward": ("forward",),
-    "sample": ("sample",),
+    "model and sampling": ("forward", "sample", "launch", "wait"),
     "respond": ("respond",),
 }
 
@@ -76,8 +75,7 @@ def mean_parts(
     """Returns the mean microseconds of each part of a step; empty without a step.
 
     The ring's part is what the round trip took beyond the driver's phases: waking both sides, and
-    the interpreter between the phases. On a GPU `forward` is the time to issue the passes, and
-    `sample` includes the wait for them.
+    the interpreter between the phases.
 
     Args:
         steps: The driver's steps, as `read_steps` returns them.

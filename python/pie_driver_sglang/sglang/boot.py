@@ -59,6 +59,9 @@ def boot(config: DriverConfig) -> Booted:
     load_plugins()
     device_type, _, index = config.driver.device[0].partition(":")
     gpu_id = int(index or 0)
+    if device_type == "cuda":
+        # Captured graphs and everything else in one order; the default stream cannot be captured.
+        torch.cuda.set_stream(torch.cuda.Stream(gpu_id))  # type: ignore[no-untyped-call]
     with _translated_failures(config):
         runner = _load_model(_server_args(config, device_type), gpu_id)
         runner.alloc_memory_pool()

@@ -23,14 +23,14 @@ from sglang.srt.model_executor.forward_batch_info import (
 
 from pie_driver_sglang.engine import Facts
 from pie_driver_sglang.sampling import Outputs, SlotParams, apply_masks, run_group
+from pie_driver_sglang.sglang.block import views
 from pie_driver_sglang.sglang.masked_attention import MaskedAttention
 
 if TYPE_CHECKING:
-    from pie_driver_sglang._core import Pass, Planner, SlotGroup
+    from pie_driver_sglang._core import Lane, Pass, Planner, SlotGroup
     from pie_driver_sglang.sglang.boot import Booted
+    from pie_driver_sglang.sglang.lane import StepRunner
     from pie_driver_sglang.sglang.pool import PagePools
-
-_TORCH_DTYPES = {"int64": torch.int64, "int32": torch.int32, "float32": torch.float32}
 
 
 class _Hidden(NamedTuple):
@@ -49,12 +49,7 @@ class _Block:
 
     def __init__(self, memory: torch.Tensor, layout: Mapping[str, tuple[str, int, int]]) -> None:
         self.memory = memory
-        self.fields = {
-            name: memory[offset : offset + capacity * _TORCH_DTYPES[dtype].itemsize].view(
-                _TORCH_DTYPES[dtype]
-            )
-            for name, (dtype, offset, capacity) in layout.items()
-        }
+        self.fields = views(memory, layout)
         # The slot fields lie first, table updates and masks last: an upload ends with what is used.
         self.slots_end = layout["req_pool_indices"][1]
         self.updates_offset = layout["table_updates"][1]
@@ -68,10 +63,10 @@ class SglangEngine:
     """Implements :class:`pie_driver_sglang.engine.Engine`."""
 
     def __init__(self, booted: Booted, planner: Planner, facts: Facts, pools: PagePools) -> None:
-        self._runner = booted.runner
+        self.runner = booted.runner
         self._pools = pools
         self.facts = facts
-        device = torch.device(self._runner.device)
+        device = torch.device(self.runner.device)
         layout = dict(planner.layout)
         on_cuda = device.type == "cuda"
         host = torch.zeros(planner.block_bytes, dtype=torch.uint8, pin_memory=on_cuda)
@@ -84,15 +79,21 @@ class SglangEngine:
         self._copied: torch.cuda.Event | None = None
         if on_cuda:
             self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        table = self._runner.req_to_token_pool.req_to_token
-        self._table_pages = table.view(-1, facts.page_size)
+        table = self.runner.req_to_token_pool.req_to_token
+        self.table_pages = table.view(-1, facts.page_size)
         self._page_offsets = torch.arange(facts.page_size, dtype=table.dtype, device=device)
-        self._masked_attention = MaskedAttention(self._runner)
+        self._masked_attention = MaskedAttention(self.runner)
+        self.steps: StepRunner | None = None
         self._hidden: _Hidden | None = None
         self._h2d_ns = self._sync_ns = 0
-        for module in self._runner.model.modules():
+        for module in self.runner.model.modules():
             if isinstance(module, LogitsProcessor):
                 self._divert(module)
+
+    @property
+    def lane(self) -> Lane | None:
+        """The fast lane; see :attr:`pie_driver_sglang.engine.Engine.lane`."""
+        return None if self.steps is None else self.steps.lane()
 
     def _divert(self, processor: LogitsProcessor) -> None:
         """Stops the forward pass before the LM head: logits are computed for sampled rows only."""
@@ -111,14 +112,14 @@ class SglangEngine:
     def forward(self, batch: Pass) -> None:
         """Runs the staged pass; see :meth:`pie_driver_sglang.engine.Engine.forward`."""
         self._upload(batch)
-        self._update_table(batch.updates)
+        self.update_table(self._device["table_updates"][: 2 * batch.updates].view(-1, 2))
         self._hidden = None
         forward_batch = self._forward_batch(batch)
         if batch.mask is None:
-            self._runner.forward(forward_batch)
+            self.runner.forward(forward_batch)
         else:
             with self._masked_attention.applied(batch.mask, forward_batch):
-                self._runner.forward(forward_batch)
+                self.runner.forward(forward_batch)
         if self._copied is not None:
             # The planner may write the next pass once the device has read this one.
             started = time.perf_counter_ns()
@@ -155,9 +156,7 @@ class SglangEngine:
 
     def logits(self, rows: torch.Tensor) -> torch.Tensor:
         """Logits of rows of the last pass: ``[rows]`` int64 -> ``[rows, vocabulary]`` float32."""
-        hidden = self._hidden
-        if hidden is None:
-            raise RuntimeError("no pass has run: stage and run one before sampling")
+        hidden = self._finished()
         # In decode mode the processor keeps every row that it is given.
         metadata = replace(hidden.metadata, forward_mode=ForwardMode.DECODE)
         run = LogitsProcessor.forward
@@ -166,6 +165,33 @@ class SglangEngine:
         )
         logits: torch.Tensor = output.next_token_logits
         return logits.float()
+
+    def run_rows(self, batch: ForwardBatch) -> torch.Tensor:
+        """Runs a decode batch: ``[rows, vocabulary]`` float32 logits of all its rows."""
+        self._hidden = None
+        self.runner.forward(batch)
+        return self.logits(torch.arange(batch.batch_size, device=self.runner.device))
+
+    def row_logits(self, batch: ForwardBatch) -> tuple[torch.Tensor, float | None]:
+        """Runs the model alone, as a graph captures it.
+
+        The batch's metadata and the forward context are the caller's.
+
+        Returns:
+            ``[rows, vocabulary]`` logits in the model's dtype, and the cap that they still need.
+        """
+        self.runner.model.forward(batch.input_ids, batch.positions, batch)
+        hidden = self._finished()
+        processor = hidden.processor
+        logits = processor._compute_lm_head(hidden.states, hidden.lm_head)
+        if processor.logit_scale is not None:
+            logits.mul_(processor.logit_scale)
+        return logits[:, : self.facts.vocab_size], processor.final_logit_softcapping
+
+    def _finished(self) -> _Hidden:
+        if self._hidden is None:
+            raise RuntimeError("no pass has run: stage and run one before sampling")
+        return self._hidden
 
     @torch.inference_mode()
     def copy_pages(self, direction: str, sources: Sequence[int], targets: Sequence[int]) -> None:
@@ -190,12 +216,16 @@ class SglangEngine:
         self._device.memory[used].copy_(self._host.memory[used], non_blocking=True)
         self._h2d_ns += time.perf_counter_ns() - started
 
-    def _update_table(self, updates: int) -> None:
-        if not updates:
+    def update_table(self, changed: torch.Tensor) -> None:
+        """Writes changed block-table entries.
+
+        Args:
+            changed: ``[updates, 2]`` int64: entry, and first storage slot of its page.
+        """
+        if not len(changed):
             return
-        changed = self._device["table_updates"][: 2 * updates].view(updates, 2)
         slots = changed[:, 1:].to(self._page_offsets.dtype) + self._page_offsets
-        self._table_pages[changed[:, 0]] = slots
+        self.table_pages[changed[:, 0]] = slots
 
     def _forward_batch(self, batch: Pass) -> ForwardBatch:
         device, host = self._device, self._host

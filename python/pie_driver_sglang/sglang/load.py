@@ -8,9 +8,11 @@ from pie_driver_sglang._core import Planner
 from pie_driver_sglang.arch import arch_name
 from pie_driver_sglang.config import DriverConfig
 from pie_driver_sglang.engine import Facts
+from pie_driver_sglang.options import DriverOptions
 from pie_driver_sglang.sglang import support
 from pie_driver_sglang.sglang.boot import boot
 from pie_driver_sglang.sglang.engine import SglangEngine
+from pie_driver_sglang.sglang.lane import CpuSteps, CudaSteps, StepRunner, ladder
 from pie_driver_sglang.sglang.pool import PagePools, host_pages, page_buffers
 
 logger = logging.getLogger(__name__)
@@ -60,4 +62,16 @@ def load_engine(config: DriverConfig) -> tuple[Planner, SglangEngine]:
         random_seed=config.driver.random_seed % 2**64,
         masks=obstacle is None,
     )
-    return planner, SglangEngine(booted, planner, facts, pools)
+    engine = SglangEngine(booted, planner, facts, pools)
+    engine.steps = _steps(engine, options)
+    return planner, engine
+
+
+def _steps(engine: SglangEngine, options: DriverOptions) -> StepRunner | None:
+    """What runs short batches without Python, unless the user or the model rules it out."""
+    obstacle = support.lane_obstacle(engine.runner)
+    if options.disable_cuda_graph or obstacle is not None:
+        logger.info("every batch runs eagerly: %s", obstacle or "`disable_cuda_graph` is set")
+        return None
+    make = CpuSteps if engine.runner.device == "cpu" else CudaSteps
+    return make(engine, ladder(options.max_forward_requests))

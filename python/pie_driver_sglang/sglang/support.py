@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
 
+GRAPH_BACKENDS = frozenset({"triton"})
+"""Attention backends whose decode metadata is made on the device alone."""
+
+
 def check_config(model_config: ModelConfig, attention_backend: str | None) -> None:
     """Refuses what is known before the weights are read.
 
@@ -82,6 +86,18 @@ def mask_obstacle(runner: ModelRunner) -> str | None:
         return f"the model's KV pool keeps {pool.dtype}"
     if not all(_is_plain(layer) for layer in _attention_layers(runner)):
         return "some of the model's layers attend in a way of their own"
+    return None
+
+
+def lane_obstacle(runner: ModelRunner) -> str | None:
+    """Why short batches cannot run as one captured step; None when they can."""
+    args = runner.server_args
+    backend = args.decode_attention_backend or args.attention_backend
+    if runner.device != "cpu" and backend not in GRAPH_BACKENDS:
+        return (
+            f"the attention backend {backend} plans decodes on the host; "
+            f"set `decode_attention_backend` to one of {', '.join(sorted(GRAPH_BACKENDS))}"
+        )
     return None
 
 

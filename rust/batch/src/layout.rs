@@ -91,7 +91,7 @@ pub struct Field {
 
 const ALIGNMENT: usize = 64;
 
-/// Offsets of every array for given [`Limits`]; the block needs [`Layout::bytes`] bytes, aligned to 8.
+/// Offsets of every array of a block; the block needs [`Layout::bytes`] bytes, aligned to 8.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Layout {
     fields: Vec<Field>,
@@ -99,7 +99,7 @@ pub struct Layout {
 }
 
 impl Layout {
-    /// Lays the arrays out one behind the other.
+    /// That of the staging block, with the arrays of [`FieldId`].
     #[must_use]
     pub fn new(limits: &Limits) -> Self {
         let slots = limits.max_slots as usize;
@@ -126,10 +126,14 @@ impl Layout {
             ("table_updates", DType::I64, 2 * updates),
             ("mask_words", DType::I32, slots * limits.mask_words()),
         ];
+        Self::of(&order)
+    }
+
+    pub(crate) fn of(arrays: &[(&'static str, DType, usize)]) -> Self {
         let mut bytes = 0;
-        let fields = order
-            .into_iter()
-            .map(|(name, dtype, capacity)| {
+        let fields = arrays
+            .iter()
+            .map(|&(name, dtype, capacity)| {
                 let offset = bytes;
                 bytes += (capacity * dtype.size()).next_multiple_of(ALIGNMENT);
                 Field {
@@ -143,7 +147,7 @@ impl Layout {
         Self { fields, bytes }
     }
 
-    /// The arrays in the order of [`FieldId`].
+    /// The arrays in the order in which they lie.
     #[must_use]
     pub fn fields(&self) -> &[Field] {
         &self.fields

@@ -13,6 +13,7 @@
 
 mod fault;
 mod frame;
+mod graph;
 mod layout;
 mod limits;
 mod mask;
@@ -26,6 +27,7 @@ mod stage;
 mod table;
 
 pub use fault::{FrameError, RequestFault};
+pub use graph::StepMemory;
 pub use layout::{DType, Field, FieldId, Layout};
 pub use limits::{LimitError, Limits};
 pub use mask::AttentionMask;

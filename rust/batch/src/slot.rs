@@ -18,11 +18,11 @@ pub(crate) struct Slot {
     /// Row in [`Planner::token_ids`].
     pub(crate) row: usize,
     pub(crate) class: SlotClass,
-    params: SamplerParams,
+    pub(crate) params: SamplerParams,
     /// Uniform number in `[0, 1)`; 0 for slots that draw nothing.
-    uniform: f32,
+    pub(crate) uniform: f32,
     /// Its request's mask in [`Slots::masks`].
-    mask: Option<usize>,
+    pub(crate) mask: Option<usize>,
     /// Its tokens in [`Slots::labels`], of a log-probability slot.
     labels: Range<usize>,
     /// Whether its output has come.
@@ -213,6 +213,11 @@ impl Slots {
         valid
     }
 
+    /// Writes a planned mask; see [`put_mask`].
+    pub(crate) fn put_mask(&self, mask: usize, words: &mut [i32], limits: &Limits) -> (usize, i32) {
+        put_mask(&self.runs[self.masks[mask].clone()], words, limits)
+    }
+
     /// Plans the first mask of a request.
     fn add_mask(&mut self, runs: &[u32]) -> usize {
         let last = self.masks.last().cloned();
@@ -380,7 +385,9 @@ impl Planner {
                 *slots.staged_masks[mask].get_or_insert_with(|| {
                     let runs = &slots.runs[slots.masks[mask].clone()];
                     let first = staged.mask_words;
-                    let (words, edges) = arrays.put_mask(first, runs, &self.limits);
+                    let width = self.limits.mask_words();
+                    let out = &mut arrays.mask_words[first..][..width];
+                    let (words, edges) = put_mask(runs, out, &self.limits);
                     staged.masks += 1;
                     staged.mask_words += words;
                     [first as i32, edges]
@@ -423,7 +430,7 @@ impl Planner {
     }
 
     /// Empties the requests with a slot whose logits were no numbers.
-    fn empty_spoilt_requests(&mut self) {
+    pub(crate) fn empty_spoilt_requests(&mut self) {
         let mut spoilt = Vec::new();
         for (index, request) in self.requests.iter_mut().enumerate() {
             let slots = &self.slots.all[request.slots.clone()];
@@ -443,7 +450,7 @@ impl Planner {
 /// Edges of a mask whose bits are staged.
 const BITS: i32 = -1;
 /// In a slot whose logits were no numbers.
-const INVALID_TOKEN: u32 = u32::MAX;
+pub(crate) const INVALID_TOKEN: u32 = u32::MAX;
 
 impl Arrays<'_> {
     fn put_slot(&mut self, entry: usize, slot: &Slot, base: usize) {
@@ -460,23 +467,21 @@ impl Arrays<'_> {
         self.uniforms[entry] = slot.uniform;
         self.top_ks[entry] = params.top_k as i32;
     }
+}
 
-    /// Writes a mask from word `first` on: its edges, or its bits where edges could take more room. Returns its words
-    /// and what [`FieldId::SlotMasks`](crate::FieldId::SlotMasks) says of its edges.
-    fn put_mask(&mut self, first: usize, runs: &[u32], limits: &Limits) -> (usize, i32) {
-        let width = limits.mask_words();
-        let words = &mut self.mask_words[first..][..width];
-        let ranges = brle::true_ranges(runs, u64::from(limits.vocab_size));
-        if runs.len() > width {
-            words.fill(0);
-            ranges.for_each(|allowed| set_bits(words, allowed));
-            return (width, BITS);
-        }
-        let mut edges = 0;
-        for allowed in ranges {
-            words[edges..][..2].copy_from_slice(&[allowed.start as i32, allowed.end as i32]);
-            edges += 2;
-        }
-        (edges, edges as i32)
+/// Writes a mask into [`Limits::mask_words`] words: its edges, or its bits where edges could take more room. Returns the
+/// words in use and what [`FieldId::SlotMasks`](crate::FieldId::SlotMasks) says of its edges.
+fn put_mask(runs: &[u32], words: &mut [i32], limits: &Limits) -> (usize, i32) {
+    let ranges = brle::true_ranges(runs, u64::from(limits.vocab_size));
+    if runs.len() > words.len() {
+        words.fill(0);
+        ranges.for_each(|allowed| set_bits(words, allowed));
+        return (words.len(), BITS);
     }
+    let mut edges = 0;
+    for allowed in ranges {
+        words[edges..][..2].copy_from_slice(&[allowed.start as i32, allowed.end as i32]);
+        edges += 2;
+    }
+    (edges, edges as i32)
 }

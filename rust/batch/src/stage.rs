@@ -6,7 +6,7 @@ use bytemuck::{Pod, PodCastError};
 use thiserror::Error;
 
 use crate::Limits;
-use crate::layout::{FieldId, Layout};
+use crate::layout::{Field, Layout};
 use crate::mask::Sight;
 use crate::plan::{Planner, Request, Segment};
 use crate::slot::Slot;
@@ -129,49 +129,55 @@ pub(crate) struct Arrays<'a> {
 
 impl<'a> Arrays<'a> {
     pub(crate) fn of(layout: &Layout, block: &'a mut [u8]) -> Result<Self, StageError> {
+        let mut rest = Rest::of(layout, block)?;
+        // In the order of the layout.
+        Ok(Self {
+            slot_rows: rest.take(),
+            temperatures: rest.take(),
+            top_ps: rest.take(),
+            min_ps: rest.take(),
+            uniforms: rest.take(),
+            top_ks: rest.take(),
+            slot_masks: rest.take(),
+            req_pool_indices: rest.take(),
+            seq_lens: rest.take(),
+            extend_prefix_lens: rest.take(),
+            extend_seq_lens: rest.take(),
+            extend_start_loc: rest.take(),
+            input_ids: rest.take(),
+            positions: rest.take(),
+            out_cache_loc: rest.take(),
+            table_updates: rest.take(),
+            mask_words: rest.take(),
+        })
+    }
+}
+
+/// The part of a block whose arrays are still to be taken, in the order of the layout.
+pub(crate) struct Rest<'a, 'l> {
+    fields: std::slice::Iter<'l, Field>,
+    at: usize,
+    block: &'a mut [u8],
+}
+
+impl<'a, 'l> Rest<'a, 'l> {
+    pub(crate) fn of(layout: &'l Layout, block: &'a mut [u8]) -> Result<Self, StageError> {
         let (found, needed) = (block.len(), layout.bytes());
         if found < needed {
             return Err(StageError::BlockSize { found, needed });
         }
         bytemuck::try_cast_slice::<u8, u64>(&block[..8]).map_err(StageError::Alignment)?;
-        let mut rest = Rest {
-            layout,
+        Ok(Self {
+            fields: layout.fields().iter(),
             at: 0,
             block,
-        };
-        // In the order of the layout.
-        Ok(Self {
-            slot_rows: rest.take(FieldId::SlotRows),
-            temperatures: rest.take(FieldId::Temperatures),
-            top_ps: rest.take(FieldId::TopPs),
-            min_ps: rest.take(FieldId::MinPs),
-            uniforms: rest.take(FieldId::Uniforms),
-            top_ks: rest.take(FieldId::TopKs),
-            slot_masks: rest.take(FieldId::SlotMasks),
-            req_pool_indices: rest.take(FieldId::ReqPoolIndices),
-            seq_lens: rest.take(FieldId::SeqLens),
-            extend_prefix_lens: rest.take(FieldId::ExtendPrefixLens),
-            extend_seq_lens: rest.take(FieldId::ExtendSeqLens),
-            extend_start_loc: rest.take(FieldId::ExtendStartLoc),
-            input_ids: rest.take(FieldId::InputIds),
-            positions: rest.take(FieldId::Positions),
-            out_cache_loc: rest.take(FieldId::OutCacheLoc),
-            table_updates: rest.take(FieldId::TableUpdates),
-            mask_words: rest.take(FieldId::MaskWords),
         })
     }
-}
 
-/// The part of a block from `at` on.
-struct Rest<'a, 'l> {
-    layout: &'l Layout,
-    at: usize,
-    block: &'a mut [u8],
-}
-
-impl<'a> Rest<'a, '_> {
-    fn take<T: Pod>(&mut self, id: FieldId) -> &'a mut [T] {
-        let field = self.layout.field(id);
+    pub(crate) fn take<T: Pod>(&mut self) -> &'a mut [T] {
+        let Some(field) = self.fields.next() else {
+            return &mut [];
+        };
         debug_assert_eq!(field.dtype.size(), size_of::<T>());
         let end = field.offset + field.capacity * size_of::<T>();
         let (head, tail) = std::mem::take(&mut self.block).split_at_mut(end - self.at);
@@ -283,7 +289,7 @@ fn stage_tokens(
 impl Stage {
     /// Storage slots, last row first: when two rows name one slot, the later row keeps it and the earlier one writes
     /// into the padding page.
-    fn write_storage(
+    pub(crate) fn write_storage(
         &mut self,
         limits: &Limits,
         table: &BlockTable,

@@ -4,13 +4,13 @@
 
 mod common;
 
-use std::alloc::{GlobalAlloc, Layout, System};
+use std::alloc::{self, GlobalAlloc, System};
 use std::cell::Cell;
 
 use common::builder::{Encoded, GREEDY, ROOMY, Req, decode, frame};
 use common::device::DRIVER;
 use common::engine::Engine;
-use pie_batch::{Limits, Planner, Probes};
+use pie_batch::{Layout, Limits, Planner, Probes, StepMemory};
 use pie_wire::{ForwardRequest, Sampler};
 
 thread_local! {
@@ -33,13 +33,13 @@ fn count(grown: isize) {
 
 // SAFETY: every call is passed on unchanged to the system's allocator.
 unsafe impl GlobalAlloc for Counting {
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+    unsafe fn alloc(&self, layout: alloc::Layout) -> *mut u8 {
         count(layout.size() as isize);
         // SAFETY: the caller's promises are those of the system's allocator.
         unsafe { System.alloc(layout) }
     }
 
-    unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
+    unsafe fn dealloc(&self, pointer: *mut u8, layout: alloc::Layout) {
         count(-(layout.size() as isize));
         // SAFETY: the caller's promises are those of the system's allocator.
         unsafe { System.dealloc(pointer, layout) }
@@ -49,11 +49,16 @@ unsafe impl GlobalAlloc for Counting {
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
 
+/// Rows of the graph.
+const ROWS: usize = 64;
+
 /// A planner with all the memory that one frame needs.
 struct Driver {
     planner: Planner,
     engine: Engine,
     block: Vec<u64>,
+    graph: Layout,
+    masks: Vec<i32>,
     buffer: Vec<u64>,
 }
 
@@ -62,10 +67,28 @@ impl Driver {
         let planner = Planner::new(limits, 0);
         Self {
             block: vec![0; planner.layout().bytes() / 8],
+            graph: Layout::graph(ROWS),
+            masks: vec![0; ROWS * limits.mask_words()],
             buffer: vec![0; 1 << 13],
             engine: Engine::default(),
             planner,
         }
+    }
+
+    /// Plan, a step for a graph, reply; `false` when no graph takes the frame.
+    fn graph_step(&mut self, encoded: &Encoded) -> bool {
+        let planned = self.planner.plan(DRIVER, encoded.forward());
+        if planned.is_err() || self.planner.graph_rows(ROWS).is_none_or(|rows| rows > ROWS) {
+            return false;
+        }
+        let memory = StepMemory {
+            block: bytemuck::cast_slice_mut(&mut self.block),
+            mask_words: &mut self.masks,
+        };
+        let staged = self.planner.stage_graph(&self.graph, memory, 1);
+        self.planner.put_row_tokens(|row| row as u32);
+        let buffer: &mut [u8] = bytemuck::cast_slice_mut(&mut self.buffer);
+        staged.is_ok() && self.planner.reply(Probes::default(), buffer).is_ok()
     }
 
     /// Plan, every pass, every group, reply; `false` when the frame is refused.
@@ -193,6 +216,23 @@ fn the_steady_state_allocates_nothing() {
             }
         }
     }
+}
+
+#[test]
+fn steps_for_graphs_allocate_nothing() {
+    let encoded: Vec<_> = frames()
+        .iter()
+        .map(|frame| Encoded::new(DRIVER, frame))
+        .collect();
+    let mut driver = Driver::new(ROOMY);
+    let taken = |driver: &mut Driver| {
+        let taken = encoded.iter().map(|encoded| driver.graph_step(encoded));
+        taken.filter(|&taken| taken).count()
+    };
+    taken(&mut driver);
+    let mut count = 0;
+    assert_eq!(allocations(|| count = taken(&mut driver)), 0);
+    assert_eq!(count, 3, "decodes, drafts, and what is left of a bad frame");
 }
 
 #[test]

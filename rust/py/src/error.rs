@@ -29,7 +29,9 @@ pub(crate) fn from_stage(error: pie_batch::StageError) -> PyErr {
 pub(crate) fn from_rehearsal(error: &pie_serve::RehearsalError) -> PyErr {
     let text = error.to_string();
     match error {
-        pie_serve::RehearsalError::Busy => PyRuntimeError::new_err(text),
+        pie_serve::RehearsalError::Busy | pie_serve::RehearsalError::Lane(_) => {
+            PyRuntimeError::new_err(text)
+        }
         _ => WireError::new_err(text),
     }
 }

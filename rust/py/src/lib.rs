@@ -7,6 +7,7 @@ mod client;
 mod error;
 mod guard;
 mod job;
+mod lane;
 mod planner;
 mod request;
 mod server;
@@ -23,9 +24,11 @@ mod _core {
     #[pymodule_export]
     use crate::guard::ExitGuard;
     #[pymodule_export]
-    use crate::job::{AttentionMask, Batch, Copy, Pass, SlotGroup};
+    use crate::job::{AttentionMask, Batch, Copy, Pass, SlotGroup, Step};
     #[pymodule_export]
-    use crate::planner::Planner;
+    use crate::lane::Lane;
+    #[pymodule_export]
+    use crate::planner::{Planner, graph_layout};
     #[pymodule_export]
     use crate::request::{Request, Sampler, encode_forward};
     #[pymodule_export]

@@ -77,15 +77,31 @@ impl Planner {
         self.layout.bytes()
     }
 
-    /// The arrays of the staging block: name to (dtype, byte offset, capacity in elements), in the order in which they lie.
+    /// The arrays of the staging block, in the order in which they lie.
+    ///
+    /// Returns:
+    ///     Of each array its name, and dtype, byte offset and capacity in elements.
     #[getter]
-    fn layout(&self) -> Vec<(&'static str, (&'static str, usize, usize))> {
-        let entry = |field: &pie_batch::Field| {
-            (
-                field.name,
-                (field.dtype.name(), field.offset, field.capacity),
-            )
-        };
-        self.layout.fields().iter().map(entry).collect()
+    fn layout(&self) -> Vec<Field> {
+        fields(&self.layout)
     }
+}
+
+/// The arrays of the block of a graph for `rows` rows, in the order in which they lie; see `Planner.layout`.
+#[pyfunction]
+pub(crate) fn graph_layout(rows: usize) -> Vec<Field> {
+    fields(&pie_batch::Layout::graph(rows))
+}
+
+/// Name, and dtype, byte offset and capacity in elements.
+type Field = (&'static str, (&'static str, usize, usize));
+
+fn fields(layout: &pie_batch::Layout) -> Vec<Field> {
+    let entry = |field: &pie_batch::Field| {
+        (
+            field.name,
+            (field.dtype.name(), field.offset, field.capacity),
+        )
+    };
+    layout.fields().iter().map(entry).collect()
 }

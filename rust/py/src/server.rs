@@ -11,7 +11,8 @@ use pyo3::prelude::*;
 
 use crate::error::{from_rehearsal, from_ring};
 use crate::guard::ExitGuard;
-use crate::job::{Batch, Copy, Shared};
+use crate::job::{Batch, Copy, Shared, Step};
+use crate::lane::Lane;
 use crate::planner::Planner;
 
 /// Owns the shared-memory region and iterates over the work that needs Python: `Batch` and `Copy` objects. Everything
@@ -37,6 +38,7 @@ struct Serving {
 enum Job {
     Batch(Py<Batch>),
     Copy(Py<Copy>),
+    Step(Py<Step>),
 }
 
 #[pymethods]
@@ -110,24 +112,34 @@ impl Server {
     ///     block: Writable bytes, at least `planner.block_bytes` of them. The engine must not write to them.
     ///     report: Called as `report(kind, text)` for what deserves a log line.
     ///     host_pages: Size of the engine's host pool; 0 for none.
+    ///     lane: Answers the batches that its graphs can run, without Python.
+    ///     steps: Iterate over these too, as `Step` objects, once they are answered.
     ///
     /// Raises:
-    ///     ValueError: The block is too small or not writable, or the planner was given away before.
+    ///     ValueError: The block is too small or not writable, or planner or lane were given away before.
     ///     RuntimeError: The server serves already.
-    #[pyo3(signature = (planner, block, report, *, host_pages = 0))]
+    #[pyo3(signature = (planner, block, report, *, host_pages = 0, lane = None, steps = false))]
     fn serve(
         &self,
         planner: &mut Planner,
         block: PyBuffer<u8>,
         report: Py<PyAny>,
         host_pages: u32,
+        lane: Option<&Lane>,
+        steps: bool,
     ) -> PyResult<()> {
         let shared = Shared::new(block, planner.block_bytes(), report)?;
         let planner = planner
             .inner
             .take()
             .ok_or_else(|| PyValueError::new_err("the planner already serves"))?;
-        let responder = Responder::new(planner, host_pages, self.wait);
+        let mut responder = Responder::new(planner, host_pages, self.wait);
+        if let Some(lane) = lane {
+            responder = responder.with_lane(lane.take(self.wait)?);
+        }
+        if steps {
+            responder = responder.with_steps();
+        }
         let shared = Arc::new(shared);
         let started = self.serving.set(Serving { responder, shared });
         started.map_err(|_| PyRuntimeError::new_err("the server serves already"))
@@ -137,7 +149,7 @@ impl Server {
         slf
     }
 
-    /// Waits for the next batch or copy, without the GIL; ends when the server was stopped.
+    /// Waits for the next job, without the GIL; ends when the server was stopped.
     fn __next__(&self, py: Python<'_>) -> PyResult<Option<Job>> {
         let Serving { responder, shared } = self.serving.get().ok_or_else(not_serving)?;
         loop {
@@ -149,6 +161,10 @@ impl Server {
                 Event::Notes(notes) => {
                     shared.report(py, &notes)?;
                     continue;
+                }
+                Event::Step(step) => {
+                    shared.report(py, &step.notes)?;
+                    Job::Step(Py::new(py, Step::new(&step))?)
                 }
                 Event::Job(pie_serve::Job::Batch(batch)) => {
                     Job::Batch(Py::new(py, Batch::new(batch, Arc::clone(shared)))?)
@@ -172,6 +188,20 @@ impl Server {
             .rehearse(frame)
             .map_err(|error| from_rehearsal(&error))?;
         Ok(Batch::new(batch, Arc::clone(shared)))
+    }
+
+    /// Runs a request frame of the caller's own on the fast lane, for warm-up: its answer goes nowhere.
+    ///
+    /// Returns:
+    ///     Whether the lane took it.
+    ///
+    /// Raises:
+    ///     RuntimeError: As `rehearse`, or the lane failed.
+    ///     WireError: As `rehearse`.
+    fn rehearse_lane(&self, py: Python<'_>, frame: &[u8]) -> PyResult<bool> {
+        let Serving { responder, .. } = self.serving.get().ok_or_else(not_serving)?;
+        py.detach(|| responder.rehearse_lane(frame))
+            .map_err(|error| from_rehearsal(&error))
     }
 
     /// Ends the iteration; may be called from any thread.

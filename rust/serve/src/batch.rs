@@ -6,6 +6,7 @@ use std::time::Instant;
 use pie_batch::{AttentionMask, Outputs, Pass, Planner, SlotGroup, StageError};
 use pie_ring::Lease;
 
+use crate::lane::{Lane, LaneError};
 use crate::note::Note;
 use crate::timing::{DeviceTimes, Timing};
 
@@ -83,6 +84,15 @@ impl Batch {
     /// [`StageError`] when the block does not fit the layout.
     pub fn stage_slots(&mut self, block: &mut [u8]) -> Result<Option<SlotGroup>, StageError> {
         self.timed(|planner| planner.stage_slots(block))
+    }
+
+    /// Runs the whole plan on the fast lane; `None` if that does not take it. Commit afterwards, or fail.
+    pub(crate) fn run(&mut self, lane: &mut Lane) -> Option<Result<DeviceTimes, LaneError>> {
+        let run = lane.run(self.planner.as_deref_mut()?)?;
+        Some(run.map(|(staging, device)| {
+            self.timing.plan += staging;
+            device
+        }))
     }
 
     /// The attention mask of the last staged pass; see [`Planner::attention_mask`].

@@ -1,22 +1,24 @@
 //! The responder between ring and engine.
 //!
 //! [`Responder::next`] waits for a request. What needs no model is answered at once: malformed
-//! frames, health checks, operations that are not supported, batches without tokens. The rest comes
-//! out as a [`Job`]: an open [`Batch`] to stage, run and commit, or a [copy](struct@Copy) of pages. A job that
+//! frames, health checks, operations that are not supported, batches without tokens. So are batches
+//! that a captured graph can run, by the [`Lane`]. The rest comes out as a [`Job`]: an open [`Batch`] to stage, run and commit, or a [copy](struct@Copy) of pages. A job that
 //! is dropped without an answer aborts its request, so nothing is ever left waiting.
 
 mod batch;
 mod copy;
 mod decide;
 mod groups;
+mod lane;
 mod note;
 mod responder;
 mod timing;
 
 pub use batch::Batch;
 pub use copy::Copy;
+pub use lane::{Lane, LaneError, Memory};
 pub use note::Note;
-pub use responder::{Event, Job, RehearsalError, Responder};
+pub use responder::{Event, Job, RehearsalError, Responder, Step};
 pub use timing::{DeviceTimes, Timing, monotonic_ns};
 
 /// Status codes of the Pie driver protocol.

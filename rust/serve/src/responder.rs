@@ -10,6 +10,7 @@ use thiserror::Error;
 use crate::batch::{Batch, Desk};
 use crate::copy::{Copy, answer};
 use crate::decide::{Action, Decision, decide};
+use crate::lane::{Lane, LaneError};
 use crate::note::Note;
 use crate::status;
 use crate::timing::{DeviceTimes, Timing, monotonic_ns};
@@ -20,8 +21,25 @@ pub enum Event {
     Stopped,
     /// A request was answered, and this is worth a log line.
     Notes(Vec<Note>),
+    /// The fast lane answered a batch, and the caller [asked to be told](Responder::with_steps).
+    Step(Step),
     /// The engine must act.
     Job(Job),
+}
+
+/// A batch that the fast lane answered.
+#[derive(Debug, Clone)]
+pub struct Step {
+    /// Requests of the batch.
+    pub requests: usize,
+    /// Rows that the model computed.
+    pub tokens: usize,
+    /// The host's side.
+    pub timing: Timing,
+    /// The device's side.
+    pub device: DeviceTimes,
+    /// What is worth a log line.
+    pub notes: Vec<Note>,
 }
 
 /// What the engine must do.
@@ -47,6 +65,9 @@ pub enum RehearsalError {
     /// The last batch is still open.
     #[error("another batch is open")]
     Busy,
+    /// The fast lane failed.
+    #[error(transparent)]
+    Lane(#[from] LaneError),
 }
 
 /// Takes requests off the ring, one at a time and oldest first.
@@ -56,6 +77,8 @@ pub struct Responder {
     request: Mutex<Vec<u64>>,
     host_pages: u32,
     wait: Wait,
+    lane: Mutex<Option<Lane>>,
+    steps: bool,
 }
 
 impl Responder {
@@ -68,7 +91,23 @@ impl Responder {
             request: Mutex::default(),
             host_pages,
             wait,
+            lane: Mutex::new(None),
+            steps: false,
         }
+    }
+
+    /// With a fast lane for the batches that it takes.
+    #[must_use]
+    pub fn with_lane(mut self, lane: Lane) -> Self {
+        self.lane = Mutex::new(Some(lane));
+        self
+    }
+
+    /// Tells of every batch that the fast lane answered.
+    #[must_use]
+    pub const fn with_steps(mut self) -> Self {
+        self.steps = true;
+        self
     }
 
     /// Waits until there is something to tell or to do. Requests that are answered without either
@@ -122,10 +161,58 @@ impl Responder {
     fn open(&self, lease: Lease, planner: Box<Planner>, timing: Timing) -> Event {
         let needs_model = planner.pass_count() > 0;
         let mut batch = Batch::new(Some(lease), planner, Arc::clone(&self.desk), timing);
-        if needs_model {
-            return Event::Job(Job::Batch(batch));
+        if !needs_model {
+            return Event::Notes(batch.commit(DeviceTimes::default()));
         }
-        Event::Notes(batch.commit(DeviceTimes::default()))
+        match self.run(&mut batch) {
+            None => Event::Job(Job::Batch(batch)),
+            Some(Ok(device)) => self.finish(batch, device),
+            Some(Err(error)) => {
+                batch.fail();
+                let text = format!("a batch was answered by an abort: {error}");
+                Event::Notes(vec![Note::new("forward", text)])
+            }
+        }
+    }
+
+    /// Runs a batch on the fast lane, if that takes it.
+    fn run(&self, batch: &mut Batch) -> Option<Result<DeviceTimes, LaneError>> {
+        let mut lane = self.lane.lock().unwrap_or_else(PoisonError::into_inner);
+        batch.run(lane.as_mut()?)
+    }
+
+    fn finish(&self, mut batch: Batch, device: DeviceTimes) -> Event {
+        let (requests, tokens) = batch
+            .plan()
+            .map_or((0, 0), |plan| (plan.request_count(), plan.token_count()));
+        let notes = batch.commit(device);
+        if !self.steps {
+            return Event::Notes(notes);
+        }
+        let timing = batch.timing();
+        Event::Step(Step {
+            requests,
+            tokens,
+            timing,
+            device,
+            notes,
+        })
+    }
+
+    /// Runs a frame of the caller's own on the fast lane, for warm-up: its answer goes nowhere. Returns whether
+    /// the lane took it.
+    ///
+    /// # Errors
+    /// [`RehearsalError`] as [`Responder::rehearse`], and when the lane fails.
+    pub fn rehearse_lane(&self, frame: &[u8]) -> Result<bool, RehearsalError> {
+        let mut batch = self.rehearse(frame)?;
+        match self.run(&mut batch) {
+            None => Ok(false),
+            Some(result) => {
+                batch.commit(result?);
+                Ok(true)
+            }
+        }
     }
 
     /// Plans a frame of the caller's own, for warm-up: its answer goes nowhere.

@@ -142,6 +142,7 @@ fn converse_with(
                 Event::Stopped => break,
                 Event::Notes(notes) => noted.extend(notes),
                 Event::Job(job) => serve(job),
+                Event::Step(_) => unreachable!("no lane"),
             }
         }
         answers.join().unwrap()

@@ -1,0 +1,144 @@
+"""The fast lane on a GPU: its tokens against the general lane's, and what a step costs the host.
+
+    python benches/gpu/lane_check.py [--pocket DIR] [--shapes CONFIG_DIR] [--steps N] [--json FILE]
+
+1. `pocket` in bfloat16, N random steps of joins, leaves, forks, moved pages and drafts, each sent
+   over both lanes: tokens are equal, or their logits at most two bfloat16 ulps apart.
+2. Random weights in the shape of CONFIG_DIR, in one process with the driver's loop and a client
+   process: the round trip of a greedy decode step by batch and context, and the time that the GPU
+   takes for the very same graph launched back to back.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+from pie_driver_sglang import _core
+from pie_driver_sglang._core import Client
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
+
+from serve_check import PAGE, driver, step
+
+from lane_walk import Walk
+
+BATCHES = (1, 8, 64, 256)
+CONTEXTS = (512, 2048)
+STEPS = 200
+NEVER_PARK = 2**64 - 1
+
+
+def check_walk(model: Path, steps: int) -> None:
+    """Both lanes over a random walk."""
+    vocab = json.loads((model / "config.json").read_text())["vocab_size"]
+    with driver(model, {"page_size": PAGE}) as (client, caps):
+        walk = Walk(client, min(caps["total_pages"], 4000), PAGE, vocab, seed=1)
+        walk.run(steps)
+    ulps = [d.gap / 2.0 ** (math.floor(math.log2(abs(d.best))) - 7) for d in walk.differences]
+    print(f"    {steps} steps, {walk.compared} tokens, {len(ulps)} differ, at most "
+          f"{max(ulps, default=0):.2f} bf16 ulps apart")  # fmt: skip
+
+
+def time_steps(model: Path) -> list[dict[str, float]]:
+    """Decode steps through the ring, and the same graphs back to back."""
+    import torch
+
+    from pie_driver_sglang.config import load_config
+    from pie_driver_sglang.serve import serve, warm_up
+    from pie_driver_sglang.sglang import environment
+
+    name = f"/pie_shmem_g{os.getpid() % 100_000}"
+    folder = Path(tempfile.mkdtemp())
+    (folder / "driver.toml").write_text(
+        f'[model]\nname = "check"\nhf_repo = ""\nsnapshot_dir = "{model}"\n[driver]\n'
+        'group_id = 0\ndevice = ["cuda:0"]\nactivation_dtype = "bfloat16"\n'
+        f'spin_budget_us = "{NEVER_PARK}"\n[driver.options]\nload_format = "dummy"\n'
+        f"page_size = {PAGE}\n"
+    )
+    config = load_config(folder / "driver.toml")
+    environment.prepare("cuda:0", config.model.hf_config["architectures"], spins=True)
+    from pie_driver_sglang.sglang.load import load_engine
+
+    server = _core.Server(name, _core.ExitGuard(), spin_budget_us=NEVER_PARK)
+    planner, engine = load_engine(config)
+    server.serve(planner, engine.block.data, print, lane=engine.lane)
+    warm_up(server, engine)
+    stream = torch.cuda.current_stream()
+    rows = []
+
+    def run() -> None:
+        torch.cuda.set_stream(stream)
+        serve(server, engine, None)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    try:
+        for context in CONTEXTS:
+            for batch in BATCHES:
+                command = [sys.executable, __file__, "--client", name, str(batch), str(context)]
+                done = subprocess.run(command, check=True, capture_output=True, text=True)
+                row = json.loads(done.stdout.splitlines()[-1])
+                row |= {"gpu_us": engine.steps.time(batch)}
+                row["overhead_us"] = row["p50_us"] - row["gpu_us"]
+                rows.append(row)
+                print("    " + "  ".join(f"{key} {value:.0f}" for key, value in row.items()
+                                         if key != "samples_us"), flush=True)  # fmt: skip
+    finally:
+        server.unlink()
+        thread.join(10)
+    return rows
+
+
+def client(name: str, batch: int, context: int) -> None:
+    """Prefills contexts and times their decode steps, from request to reply."""
+    link = Client(name, spin_budget_us=NEVER_PARK)
+    stride = (context + STEPS) // PAGE + 2
+    prompt = [3 + i % 1000 for i in range(context)]
+    for c in range(batch):
+        link.forward([step(prompt, 0, c * stride, c + 1)])
+    samples = []
+    for n in range(STEPS):
+        requests = [step([5], context + n, c * stride, c + 1) for c in range(batch)]
+        frame = _core.encode_forward(requests)
+        started = time.perf_counter_ns()
+        link.call(frame)
+        samples.append((time.perf_counter_ns() - started) / 1000)
+    cut = statistics.quantiles(samples[10:], n=10)
+    print(json.dumps({"batch": batch, "context": context, "p50_us": statistics.median(samples[10:]),
+                      "p90_us": cut[-1], "samples_us": samples}))  # fmt: skip
+
+
+def main() -> None:
+    """Runs the parts."""
+    if sys.argv[1:2] == ["--client"]:
+        client(sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
+        return
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--pocket", type=Path, default=Path("models/pocket"))
+    parser.add_argument("--shapes", type=Path)
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    print(f"python {sys.version.split()[0]}, {_core.build_info()}")
+    if arguments.steps:
+        print("both lanes, pocket, bfloat16")
+        check_walk(arguments.pocket.resolve(), arguments.steps)
+    if arguments.shapes:
+        print(f"{arguments.shapes.name} shape, random weights, decode steps")
+        rows = time_steps(arguments.shapes.resolve())
+        if arguments.json:
+            arguments.json.write_text(json.dumps(rows))
+
+
+if __name__ == "__main__":
+    main()

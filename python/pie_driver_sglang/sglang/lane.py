@@ -1,0 +1,226 @@
+"""The fast lane's device side: steps of few rows as CUDA graphs, or as calls on the CPU.
+
+A step is staging copy, block-table changes, attention metadata, model, LM head, logit masks,
+sampling, and the tokens in the host's memory. Rust fills the block, starts the step and reads the
+tokens (``rust/serve/src/lane.rs``); what a row is, see ``rust/batch/src/graph.rs``.
+"""
+
+from __future__ import annotations
+
+import abc
+import logging
+import time
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from sglang.srt.model_executor.forward_batch_info import (
+    CaptureHiddenMode,
+    ForwardBatch,
+    ForwardMode,
+)
+from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+from sglang.srt.model_executor.runner_utils.capture_mode import model_capture_mode
+from tqdm import tqdm
+
+from pie_driver_sglang._core import Lane, graph_layout
+from pie_driver_sglang.sampling import SlotParams, apply_masks, sample_rows
+from pie_driver_sglang.sglang.block import views
+
+if TYPE_CHECKING:
+    from pie_driver_sglang.sglang.engine import SglangEngine
+
+logger = logging.getLogger(__name__)
+
+CPU_ROWS_PER_REQUEST = 8
+"""On the CPU each row attends by a call of its own: longer prompts do better as one."""
+
+
+def ladder(most: int) -> list[int]:
+    """Rows of the graphs: dense where a step is short, and `most` at the end."""
+    rows = [*range(1, 9), 12, *range(16, 65, 8), *range(80, 257, 16), *range(288, 4097, 32)]
+    return [*(count for count in rows if count < most), most]
+
+
+class _Graph(NamedTuple):
+    """The views of one graph over the common memory."""
+
+    rows: int
+    host: dict[str, torch.Tensor]
+    device: dict[str, torch.Tensor]
+    bytes: int
+
+
+class StepRunner(abc.ABC):
+    """Runs steps of fixed numbers of rows over memory that is shared with Rust."""
+
+    def __init__(self, engine: SglangEngine, rows: list[int]) -> None:
+        """Allocates the memory for the largest of `rows`."""
+        self._engine = engine
+        runner, vocab = engine.runner, engine.facts.vocab_size
+        self._device = torch.device(runner.device)
+        on_cuda = self._device.type == "cuda"
+        layouts = {count: dict(graph_layout(count)) for count in rows}
+        sizes = {count: _bytes(layout) for count, layout in layouts.items()}
+        self._host = torch.zeros(max(sizes.values()), dtype=torch.uint8, pin_memory=on_cuda)
+        self._block = torch.zeros_like(self._host, device=self._device) if on_cuda else self._host
+        words = rows[-1] * -(-vocab // 32)
+        self._mask_words = torch.empty(words, dtype=torch.int32, pin_memory=on_cuda)
+        self._results = torch.zeros(rows[-1], dtype=torch.int64, pin_memory=on_cuda)
+        self._graphs = [
+            _Graph(count, views(self._host, layout), views(self._block, layout), sizes[count])
+            for count, layout in layouts.items()
+        ]
+
+    @abc.abstractmethod
+    def lane(self) -> Lane:
+        """The lane that runs these steps."""
+
+    def _lane_memory(self) -> tuple[Any, Any, Any]:
+        words, results = self._mask_words.numpy(), self._results.numpy()
+        return self._host.numpy().data, words.data, results.view("uint64").data
+
+    def _forward_batch(self, graph: _Graph) -> ForwardBatch:
+        rows, fields = graph.rows, graph.device
+        return ForwardBatch(
+            forward_mode=ForwardMode.DECODE,
+            batch_size=rows,
+            input_ids=fields["input_ids"],
+            positions=fields["positions"],
+            out_cache_loc=fields["out_cache_loc"],
+            req_pool_indices=fields["req_pool_indices"],
+            seq_lens=fields["seq_lens"],
+            seq_lens_cpu=graph.host["seq_lens"],
+            # An upper bound is what sizes buffers; the device knows the sum.
+            seq_lens_sum=rows,
+            orig_seq_lens=fields["seq_lens"],
+            capture_hidden_mode=CaptureHiddenMode.NULL,
+        )
+
+
+class CpuSteps(StepRunner):
+    """Steps on the CPU: the staging block is the device's, and a graph is a call."""
+
+    def lane(self) -> Lane:
+        """The lane that runs these steps."""
+        rows = [graph.rows for graph in self._graphs]
+        return Lane.call(*self._lane_memory(), rows, CPU_ROWS_PER_REQUEST, self.run)
+
+    @torch.inference_mode()
+    def run(self, number: int) -> None:
+        """Runs the staged step of graph `number`; called by Rust."""
+        graph, fields = self._graphs[number], self._graphs[number].host
+        step, updates, _ = fields["header"][:3].tolist()
+        self._engine.update_table(fields["table_updates"][: 2 * updates].view(updates, 2))
+        batch = self._forward_batch(graph)
+        batch.seq_lens_sum = int(fields["seq_lens"].sum())
+        logits = self._engine.run_rows(batch)
+        apply_masks(logits, fields["slot_masks"].view(-1, 2), self._mask_words)
+        tokens = sample_rows(logits, _params(fields))
+        self._results[: graph.rows] = (step << 32) | tokens
+
+
+class CudaSteps(StepRunner):
+    """Steps as CUDA graphs, all in one memory pool and on the engine's stream."""
+
+    def __init__(self, engine: SglangEngine, rows: list[int]) -> None:
+        """Captures a graph for each of `rows`, largest first."""
+        super().__init__(engine, rows)
+        self._stream = torch.cuda.current_stream(self._device)
+        self._captured: dict[int, torch.cuda.CUDAGraph] = {}
+        self._device_mask_words = torch.empty_like(self._mask_words, device=self._device)
+        self._capture_all()
+
+    def lane(self) -> Lane:
+        """The lane that launches these graphs."""
+        handles = [
+            (graph.rows, self._captured[graph.rows].raw_cuda_graph_exec()) for graph in self._graphs
+        ]
+        most = self._graphs[-1].rows
+        stream = self._stream.cuda_stream
+        return Lane.cuda(*self._lane_memory(), handles, stream, most, self)
+
+    def time(self, rows: int, repeats: int = 50) -> float:
+        """Microseconds that the last step of up to `rows` rows takes, launched back to back."""
+        graph = next(graph for graph in self._graphs if graph.rows >= rows)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(self._stream):
+            start.record()
+            for _ in range(repeats):
+                self._captured[graph.rows].replay()
+            end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end)) / repeats * 1000
+
+    @torch.inference_mode()
+    def _capture_all(self) -> None:
+        runner, started = self._engine.runner, time.monotonic()
+        free = torch.cuda.mem_get_info(self._device)[0]
+        most = self._graphs[-1].rows
+        runner.attn_backend.init_cuda_graph_state(most, most)
+        pool = torch.cuda.graph_pool_handle()
+        context = ForwardContext(attn_backend=runner.attn_backend)
+        with forward_context(context), model_capture_mode():
+            # Shown on a terminal only.
+            bar = tqdm(reversed(self._graphs), total=len(self._graphs), disable=None)
+            for graph in bar:
+                self._captured[graph.rows] = self._capture(graph, pool)
+                left = torch.cuda.mem_get_info(self._device)[0] / 2**30
+                bar.set_description(f"graph of {graph.rows} rows, {left:.1f} GiB free")
+        torch.cuda.synchronize(self._device)
+        used = free - torch.cuda.mem_get_info(self._device)[0]
+        logger.info(
+            "captured %d graphs of up to %d rows in %.1f s, %.2f GiB",
+            len(self._graphs),
+            most,
+            time.monotonic() - started,
+            used / 2**30,
+        )
+
+    def _capture(self, graph: _Graph, pool: Any) -> torch.cuda.CUDAGraph:
+        # Nobody samples these rows, and they touch the padding page alone.
+        for name, field in graph.host.items():
+            field.fill_({"seq_lens": 1, "temperatures": -1}.get(name, 0))
+        started = time.monotonic()
+        # Kernels that the first run compiles or tunes cannot be compiled in a capture.
+        self._step(graph)
+        self._stream.synchronize()
+        ran = time.monotonic()
+        captured = torch.cuda.CUDAGraph()
+        captured.capture_begin(pool=pool, capture_error_mode="thread_local")
+        try:
+            self._step(graph)
+        finally:
+            captured.capture_end()
+        captured.replay()
+        seconds = time.monotonic() - ran
+        logger.debug("%d rows: %.2f s to run, %.2f to capture", graph.rows, ran - started, seconds)
+        return captured
+
+    def _step(self, graph: _Graph) -> None:
+        from pie_driver_sglang import sampling_triton
+
+        engine, backend, fields = self._engine, self._engine.runner.attn_backend, graph.device
+        used = slice(0, graph.bytes)
+        self._block[used].copy_(self._host[used], non_blocking=True)
+        header = fields["header"]
+        sampling_triton.update_table(
+            engine.table_pages, fields["table_updates"].view(-1, 2), header[1:2]
+        )
+        batch = self._forward_batch(graph)
+        backend.init_forward_metadata_out_graph(batch, in_capture=True)
+        backend.init_forward_metadata_in_graph(batch)
+        logits, softcap = engine.row_logits(batch)
+        sampling_triton.fetch(self._mask_words, self._device_mask_words, header[3:4])
+        sampling_triton.apply_masks(logits, fields["slot_masks"], self._device_mask_words)
+        results = self._results[: graph.rows]
+        sampling_triton.sample_step(logits, _params(fields), results, header[:1], softcap)
+
+
+def _params(fields: dict[str, torch.Tensor]) -> SlotParams:
+    names = ("temperatures", "top_ks", "top_ps", "min_ps", "uniforms")
+    return SlotParams(*(fields[name] for name in names))
+
+
+def _bytes(layout: dict[str, tuple[str, int, int]]) -> int:
+    sizes = {"int64": 8, "int32": 4, "float32": 4}
+    return max(offset + capacity * sizes[dtype] for dtype, offset, capacity in layout.values())

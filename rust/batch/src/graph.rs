@@ -1,0 +1,240 @@
+//! Steps for captured graphs: passes of few rows, each staged like a decode of its own.
+//!
+//! A row stores its KV before any row attends, and sees the KV up to itself. So a row of a prompt, and a row that verifies
+//! a draft, is a decode with its own KV length over its request's block-table row: one graph per number of rows serves
+//! decodes, drafts and short prompts in any mix.
+
+use crate::SlotClass;
+use crate::layout::{DType, Layout};
+use crate::mask::Sight;
+use crate::plan::{Planner, Request};
+use crate::slot::{INVALID_TOKEN, Slot};
+use crate::stage::{Rest, StageError};
+
+/// Changed block-table entries that one step carries; a pass with more goes another way.
+const STEP_UPDATES: usize = 512;
+
+/// Temperature of a row that nobody samples.
+const UNSAMPLED: f32 = -1.0;
+
+impl Layout {
+    /// The arrays of a graph for `rows` rows. Sizes follow from `rows` but for the first and the last.
+    ///
+    /// | name | dtype | per row |
+    /// |---|---|---|
+    /// | `header` | int32 | not per row: number of the step, changed block-table entries, rows and mask words in use |
+    /// | `input_ids`, `positions` | int64 | as in the staging block |
+    /// | `out_cache_loc` | int64 | storage slot, 0 = the padding page |
+    /// | `req_pool_indices` | int64 | block-table row, 0 = padding |
+    /// | `seq_lens` | int64 | KV that the row sees, itself included |
+    /// | `temperatures` | float32 | 0 = arg-max, below 0 = nobody samples the row |
+    /// | `top_ps`, `min_ps`, `uniforms` | float32 | as in the staging block |
+    /// | `top_ks` | int32 | as in the staging block |
+    /// | `slot_masks` | int32 | two per row: as in the staging block |
+    /// | `table_updates` | int64 | not per row: as in the staging block |
+    #[must_use]
+    pub fn graph(rows: usize) -> Self {
+        Self::of(&[
+            ("header", DType::I32, 4),
+            ("input_ids", DType::I64, rows),
+            ("positions", DType::I64, rows),
+            ("out_cache_loc", DType::I64, rows),
+            ("req_pool_indices", DType::I64, rows),
+            ("seq_lens", DType::I64, rows),
+            ("temperatures", DType::F32, rows),
+            ("top_ps", DType::F32, rows),
+            ("min_ps", DType::F32, rows),
+            ("uniforms", DType::F32, rows),
+            ("top_ks", DType::I32, rows),
+            ("slot_masks", DType::I32, 2 * rows),
+            ("table_updates", DType::I64, 2 * STEP_UPDATES),
+        ])
+    }
+}
+
+/// The arrays of [`Layout::graph`] in a block.
+struct Step<'a> {
+    header: &'a mut [i32],
+    input_ids: &'a mut [i64],
+    positions: &'a mut [i64],
+    out_cache_loc: &'a mut [i64],
+    req_pool_indices: &'a mut [i64],
+    seq_lens: &'a mut [i64],
+    temperatures: &'a mut [f32],
+    top_ps: &'a mut [f32],
+    min_ps: &'a mut [f32],
+    uniforms: &'a mut [f32],
+    top_ks: &'a mut [i32],
+    slot_masks: &'a mut [i32],
+    table_updates: &'a mut [i64],
+}
+
+impl<'a> Step<'a> {
+    fn of(layout: &Layout, block: &'a mut [u8]) -> Result<Self, StageError> {
+        let mut rest = Rest::of(layout, block)?;
+        // In the order of the layout.
+        Ok(Self {
+            header: rest.take(),
+            input_ids: rest.take(),
+            positions: rest.take(),
+            out_cache_loc: rest.take(),
+            req_pool_indices: rest.take(),
+            seq_lens: rest.take(),
+            temperatures: rest.take(),
+            top_ps: rest.take(),
+            min_ps: rest.take(),
+            uniforms: rest.take(),
+            top_ks: rest.take(),
+            slot_masks: rest.take(),
+            table_updates: rest.take(),
+        })
+    }
+
+    /// Makes the rows from `first` on such that they touch the padding page alone and nobody samples them.
+    fn pad(&mut self, first: usize) {
+        self.input_ids[first..].fill(0);
+        self.positions[first..].fill(0);
+        self.out_cache_loc[first..].fill(0);
+        self.req_pool_indices[first..].fill(0);
+        self.seq_lens[first..].fill(1);
+    }
+}
+
+/// Where a step's masks go, and its number.
+#[derive(Debug)]
+pub struct StepMemory<'a> {
+    /// The block, laid out as [`Layout::graph`].
+    pub block: &'a mut [u8],
+    /// `[words]` int32: logit masks as in the staging block; room for one of [`Limits::mask_words`](crate::Limits::mask_words) in each row.
+    pub mask_words: &'a mut [i32],
+}
+
+impl Planner {
+    /// Rows of the current plan if a graph with enough rows can run it: one causal pass with at most `most` rows of each
+    /// request, whose outputs are tokens, at most one for each row. `None` otherwise.
+    #[must_use]
+    pub fn graph_rows(&self, most: usize) -> Option<usize> {
+        let [_] = &self.passes[..] else { return None };
+        let short =
+            |request: &Request| request.sight == Sight::Causal && request.rows.len() <= most;
+        let fits = self.updates.len() <= STEP_UPDATES && self.requests.iter().all(short);
+        let tokens = || self.asked_slots().all(|slot| slot.class.is_token());
+        // The rows of consecutive slots rise, but for requests with several samplers in another order.
+        let one_each = || {
+            self.asked_slots()
+                .is_sorted_by(|slot, next| slot.row < next.row)
+        };
+        (fits && tokens() && one_each()).then_some(self.token_ids.len())
+    }
+
+    /// Writes the plan's one pass as step number `step` for a graph of at least [`Planner::graph_rows`] rows.
+    ///
+    /// # Errors
+    /// [`StageError`] when the memory does not fit the layout.
+    ///
+    /// # Panics
+    /// If [`Planner::graph_rows`] is `None` or exceeds the layout's rows.
+    pub fn stage_graph(
+        &mut self,
+        layout: &Layout,
+        memory: StepMemory<'_>,
+        step: u32,
+    ) -> Result<(), StageError> {
+        let StepMemory { block, mask_words } = memory;
+        let mut arrays = Step::of(layout, block)?;
+        let rows = self.token_ids.len();
+        let updates = self.updates.as_flattened();
+        arrays.header[..3].copy_from_slice(&[
+            step.cast_signed(),
+            self.updates.len() as i32,
+            rows as i32,
+        ]);
+        arrays.table_updates[..updates.len()].copy_from_slice(updates);
+        for (row, (&token, &position)) in self.token_ids.iter().zip(&self.positions).enumerate() {
+            arrays.input_ids[row] = i64::from(token);
+            arrays.positions[row] = i64::from(position);
+        }
+        for segment in &self.segments {
+            let request = &self.requests[segment.request];
+            let kv_start = segment.kv_start(request) as i64;
+            let own = segment.start..segment.start + segment.len;
+            // Row 0 of the engine's table belongs to padding.
+            arrays.req_pool_indices[own.clone()].fill(request.table_row as i64 + 1);
+            for (seen, length) in arrays.seq_lens[own].iter_mut().zip(kv_start + 1..) {
+                *seen = length;
+            }
+        }
+        self.stage.write_storage(
+            &self.limits,
+            &self.table,
+            &self.segments,
+            &self.requests,
+            arrays.out_cache_loc,
+        );
+        arrays.pad(rows);
+        self.stage_row_slots(&mut arrays, mask_words)?;
+        self.stage.next_pass = self.passes.len();
+        Ok(())
+    }
+
+    /// The slots of all requests, without those of requests that were emptied.
+    fn asked_slots(&self) -> impl Iterator<Item = &Slot> {
+        let ranges = self.requests.iter().map(|request| request.slots.clone());
+        ranges.flat_map(|slots| &self.slots.all[slots])
+    }
+
+    fn stage_row_slots(
+        &self,
+        arrays: &mut Step<'_>,
+        mask_words: &mut [i32],
+    ) -> Result<(), StageError> {
+        arrays.temperatures.fill(UNSAMPLED);
+        arrays.slot_masks.fill(0);
+        let (mut used, mut last) = (0, None);
+        let mut place = [0; 2];
+        let width = self.limits.mask_words();
+        for slot in self.asked_slots() {
+            let (row, params) = (slot.row, slot.params);
+            arrays.temperatures[row] = match slot.class {
+                SlotClass::Greedy => 0.0,
+                _ => params.temperature,
+            };
+            arrays.top_ps[row] = params.top_p;
+            arrays.min_ps[row] = params.min_p;
+            arrays.uniforms[row] = slot.uniform;
+            arrays.top_ks[row] = params.top_k as i32;
+            let Some(mask) = slot.mask else { continue };
+            if last != Some(mask) {
+                let (found, needed) = (4 * mask_words.len(), 4 * (used + width));
+                let out = mask_words.get_mut(used..used + width);
+                let out = out.ok_or(StageError::BlockSize { found, needed })?;
+                let (words, edges) = self.slots.put_mask(mask, out, &self.limits);
+                place = [used as i32, edges];
+                (used, last) = (used + words, Some(mask));
+            }
+            arrays.slot_masks[2 * row..][..2].copy_from_slice(&place);
+        }
+        arrays.header[3] = used as i32;
+        Ok(())
+    }
+
+    /// Takes the token of each sampled row of the staged step; one outside the vocabulary says that the row's logits are
+    /// no numbers.
+    pub fn put_row_tokens(&mut self, token: impl Fn(usize) -> u32) {
+        let vocab_size = self.limits.vocab_size;
+        let mut valid = true;
+        for slot in &mut self.slots.all {
+            let token = token(slot.row);
+            slot.answered = true;
+            slot.token = if token < vocab_size {
+                token
+            } else {
+                INVALID_TOKEN
+            };
+            valid &= token < vocab_size;
+        }
+        if !valid {
+            self.empty_spoilt_requests();
+        }
+    }
+}

@@ -1,0 +1,337 @@
+//! Steps for graphs hold what the staged pass holds, row by row, and the tokens of their rows make the same reply.
+
+mod common;
+
+use std::collections::HashSet;
+
+use common::builder::{Encoded, GREEDY, ROOMY, Req, decode, frame};
+use common::device::DRIVER;
+use common::generate;
+use pie_batch::{FieldId, Layout, Limits, Outputs, Pass, Planner, Probes, SlotClass, StepMemory};
+use pie_wire::{ForwardRequest, Sampler};
+use proptest::prelude::*;
+
+/// Rows beyond those in use.
+const PADDING: usize = 3;
+
+struct Lane {
+    planner: Planner,
+    block: Vec<u64>,
+    masks: Vec<i32>,
+}
+
+/// One array of a block.
+fn array<T: bytemuck::Pod>(layout: &Layout, block: &[u64], name: &str) -> Vec<T> {
+    let field = layout.fields().iter().find(|field| field.name == name);
+    let field = field.expect("a field of the layout");
+    let bytes: &[u8] = bytemuck::cast_slice(block);
+    let end = field.offset + field.capacity * field.dtype.size();
+    bytemuck::cast_slice(&bytes[field.offset..end]).to_vec()
+}
+
+impl Lane {
+    fn new(limits: Limits) -> Self {
+        Self {
+            planner: Planner::new(limits, 9),
+            block: Vec::new(),
+            masks: Vec::new(),
+        }
+    }
+
+    /// Stages step number 5 into memory that held something else.
+    fn stage(&mut self, rows: usize) -> Layout {
+        let layout = Layout::graph(rows + PADDING);
+        self.block = vec![0x5555_5555_5555_5555; layout.bytes().div_ceil(8)];
+        self.masks = vec![0x5555_5555; rows * self.planner.limits().mask_words()];
+        let memory = StepMemory {
+            block: bytemuck::cast_slice_mut(&mut self.block),
+            mask_words: &mut self.masks,
+        };
+        self.planner
+            .stage_graph(&layout, memory, 5)
+            .expect("the memory fits");
+        layout
+    }
+
+    fn get<T: bytemuck::Pod>(&self, layout: &Layout, name: &str) -> Vec<T> {
+        array(layout, &self.block, name)
+    }
+
+    fn reply(&mut self) -> Vec<u8> {
+        let mut buffer = vec![0_u64; self.planner.limits().reply_bytes as usize / 8 + 1];
+        let bytes: &mut [u8] = bytemuck::cast_slice_mut(&mut buffer);
+        let length = self
+            .planner
+            .reply(Probes::default(), bytes)
+            .expect("the reply fits");
+        bytes[..length].to_vec()
+    }
+}
+
+/// A token for a row; few are none.
+fn token(salt: u32, row: usize) -> u32 {
+    let hash = (salt ^ row as u32).wrapping_mul(2_654_435_761) >> 8;
+    if hash.is_multiple_of(37) {
+        u32::MAX
+    } else {
+        hash % generate::VOCAB
+    }
+}
+
+/// Runs all passes in the general way. Returns the first pass and each slot's row and class, group by group.
+fn run(planner: &mut Planner, block: &mut [u64], salt: u32) -> Option<(Pass, Vec<Slot>)> {
+    let layout = planner.layout().clone();
+    let mut first = None;
+    let mut slots = Vec::new();
+    while let Some(pass) = planner.stage(bytemuck::cast_slice_mut(block)).unwrap() {
+        first.get_or_insert(pass);
+        while let Some(group) = planner
+            .stage_slots(bytemuck::cast_slice_mut(block))
+            .unwrap()
+        {
+            let token_classes = [SlotClass::Greedy, SlotClass::Plain, SlotClass::Filtered];
+            let tokens: usize = token_classes.iter().map(|&class| group.count(class)).sum();
+            let rows: Vec<i64> = array(&layout, block, "slot_rows");
+            let params: Vec<Vec<u32>> = ["temperatures", "top_ps", "min_ps", "uniforms", "top_ks"]
+                .iter()
+                .map(|name| array(&layout, block, name))
+                .collect();
+            let masks: Vec<i32> = array(&layout, block, "slot_masks");
+            let words: Vec<i32> = array(&layout, block, "mask_words");
+            for slot in 0..group.len() {
+                slots.push(Slot {
+                    row: rows[slot] as usize,
+                    greedy: slot < group.count(SlotClass::Greedy),
+                    probe: slot >= tokens,
+                    params: params.iter().map(|values| values[slot]).collect(),
+                    mask: mask_of(planner, &masks[2 * slot..], &words),
+                });
+            }
+            let own = &slots[slots.len() - group.len()..];
+            let tokens: Vec<i64> = own[..tokens]
+                .iter()
+                .map(|slot| i64::from(token(salt, slot.row)))
+                .collect();
+            let outputs = Outputs {
+                tokens: &tokens,
+                ..Outputs::default()
+            };
+            if tokens.len() == group.len() {
+                planner.put_outputs(&outputs).unwrap();
+            }
+        }
+    }
+    first.map(|pass| (pass, slots))
+}
+
+/// How many edges a slot's mask has, and its words; `None` without a mask.
+fn mask_of(planner: &Planner, place: &[i32], words: &[i32]) -> Option<(i32, Vec<i32>)> {
+    let (first, edges) = (place[0] as usize, place[1]);
+    let width = usize::try_from(edges).unwrap_or_else(|_| planner.limits().mask_words());
+    (edges != 0).then(|| (edges, words[first..][..width].to_vec()))
+}
+
+#[derive(Debug)]
+struct Slot {
+    row: usize,
+    greedy: bool,
+    probe: bool,
+    /// Bits of temperature, top-p, min-p, uniform number, top-k.
+    params: Vec<u32>,
+    mask: Option<(i32, Vec<i32>)>,
+}
+
+/// Compares a step with the pass that the general way staged.
+fn compare(
+    lane: &Lane,
+    layout: &Layout,
+    general: &Planner,
+    block: &[u64],
+    pass: &Pass,
+    slots: &[Slot],
+) {
+    let rows = pass.tokens;
+    let staged = |name: &str| array::<i64>(general.layout(), block, name);
+    assert_eq!(
+        lane.get::<i32>(layout, "header")[..3],
+        [5, pass.updates as i32, rows as i32]
+    );
+    for name in ["input_ids", "positions", "out_cache_loc"] {
+        let got: Vec<i64> = lane.get(layout, name);
+        assert_eq!(got[..rows], staged(name)[..rows], "{name}");
+        assert_eq!(got[rows..], [0; PADDING], "{name} of padding");
+    }
+    let updates = 2 * pass.updates;
+    assert_eq!(
+        lane.get::<i64>(layout, "table_updates")[..updates],
+        staged("table_updates")[..updates]
+    );
+    let lengths: Vec<i32> = array(general.layout(), block, "extend_seq_lens");
+    let prefixes: Vec<i32> = array(general.layout(), block, "extend_prefix_lens");
+    let mut table_rows = Vec::new();
+    let mut seen = Vec::new();
+    for request in 0..pass.requests {
+        for row in 0..lengths[request] {
+            table_rows.push(staged("req_pool_indices")[request]);
+            seen.push(i64::from(prefixes[request] + row + 1));
+        }
+    }
+    table_rows.extend([0; PADDING]);
+    seen.extend([1; PADDING]);
+    assert_eq!(lane.get::<i64>(layout, "req_pool_indices"), table_rows);
+    assert_eq!(lane.get::<i64>(layout, "seq_lens"), seen);
+    compare_slots(lane, layout, rows, slots);
+}
+
+fn compare_slots(lane: &Lane, layout: &Layout, rows: usize, slots: &[Slot]) {
+    let temperatures: Vec<f32> = lane.get(layout, "temperatures");
+    let masks: Vec<i32> = lane.get(layout, "slot_masks");
+    let used = lane.get::<i32>(layout, "header")[3] as usize;
+    for row in 0..rows + PADDING {
+        let Some(slot) = slots.iter().find(|slot| slot.row == row) else {
+            assert!(temperatures[row] < 0.0);
+            assert_eq!(masks[2 * row..][..2], [0; 2]);
+            continue;
+        };
+        let temperature = f32::from_bits(slot.params[0]);
+        let expected = if slot.greedy { 0.0 } else { temperature };
+        assert_eq!(temperatures[row].to_bits(), expected.to_bits());
+        for (name, bits) in ["top_ps", "min_ps", "uniforms", "top_ks"]
+            .iter()
+            .zip(&slot.params[1..])
+        {
+            assert_eq!(lane.get::<u32>(layout, name)[row], *bits, "{name}");
+        }
+        let mask = mask_of(&lane.planner, &masks[2 * row..], &lane.masks[..used]);
+        assert_eq!(mask, slot.mask);
+    }
+}
+
+/// One frame in both ways; `None` if the graph does not take it.
+fn differ(
+    limits: Limits,
+    general: &mut Planner,
+    lane: &mut Lane,
+    frame: &ForwardRequest,
+    salt: u32,
+) -> Option<usize> {
+    let encoded = Encoded::new(DRIVER, frame);
+    general.plan(DRIVER, encoded.forward()).unwrap();
+    lane.planner.plan(DRIVER, encoded.forward()).unwrap();
+    let mut block = vec![0_u64; general.layout().bytes().div_ceil(8)];
+    let staged = run(general, &mut block, salt);
+    let rows = lane.planner.graph_rows(usize::MAX);
+    let Some((pass, slots)) = staged else {
+        assert_eq!(rows, None, "nothing to run");
+        return None;
+    };
+    let sampled: HashSet<usize> = slots.iter().map(|slot| slot.row).collect();
+    let takes = general.pass_count() == 1
+        && !pass.masked
+        && pass.updates <= 512
+        && sampled.len() == slots.len()
+        && slots.iter().all(|slot| !slot.probe);
+    let Some(rows) = rows else {
+        // Slots of one request in another order than its rows are left to the general way too.
+        let ordered = frame
+            .sampling_indptr
+            .windows(2)
+            .all(|ends| frame.sampling_indices[ends[0] as usize..ends[1] as usize].is_sorted());
+        assert!(
+            !takes || !ordered,
+            "left without a reason: {pass:?} {slots:?}"
+        );
+        let mut other = vec![0_u64; block.len()];
+        run(&mut lane.planner, &mut other, salt);
+        return None;
+    };
+    assert!(takes, "{pass:?}");
+    assert_eq!(rows, pass.tokens);
+    let layout = lane.stage(rows);
+    compare(lane, &layout, general, &block, &pass, &slots);
+    lane.planner.put_row_tokens(|row| token(salt, row));
+    let mut buffer = vec![0_u64; limits.reply_bytes as usize / 8 + 1];
+    let bytes: &mut [u8] = bytemuck::cast_slice_mut(&mut buffer);
+    if let Ok(length) = general.reply(Probes::default(), bytes) {
+        assert_eq!(tokens_of(&lane.reply()), tokens_of(&bytes[..length]));
+    }
+    assert_eq!(
+        format!("{:?}", lane.planner.faults()),
+        format!("{:?}", general.faults())
+    );
+    Some(rows)
+}
+
+/// All but the time that the reply took to build.
+fn tokens_of(reply: &[u8]) -> Vec<Vec<u32>> {
+    common::device::answer(reply).tokens()
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 1500, ..ProptestConfig::default() })]
+
+    #[test]
+    fn a_step_holds_what_the_pass_holds(
+        (limits, frames) in generate::sequence(),
+        salt in any::<u32>(),
+    ) {
+        let mut general = Planner::new(limits, 9);
+        let mut lane = Lane::new(limits);
+        for frame in &frames {
+            differ(limits, &mut general, &mut lane, frame, salt);
+        }
+    }
+}
+
+#[test]
+fn decodes_drafts_and_short_prompts_are_taken_and_others_left() {
+    let sampler = Sampler::TopKTopP {
+        temperature: 0.7,
+        k: 3,
+        p: 0.8,
+    };
+    let prompt = Req::new(16, 0, &[1, 2, 3, 4, 5], &[7]).sample(4, sampler.clone());
+    let silent = Req::new(16, 16, &[1, 2], &[3, 4]);
+    let drafted = decode(20, 5, &[1, 2]).verify(&[8, 9]);
+    let constrained = decode(3, 6, &[5]).allow(&[4, 10]);
+    let twice = decode(3, 6, &[5]).sample(0, GREEDY);
+    let probed = decode(3, 6, &[5]).sample(0, Sampler::Entropy);
+    let run = |requests: &[Req]| {
+        let (mut general, mut lane) = (Planner::new(ROOMY, 9), Lane::new(ROOMY));
+        differ(ROOMY, &mut general, &mut lane, &frame(requests), 3)
+    };
+    assert_eq!(
+        run(&[prompt.clone(), silent, drafted, constrained]),
+        Some(5 + 2 + 3 + 1)
+    );
+    assert_eq!(run(&[twice]), None);
+    assert_eq!(run(&[probed]), None);
+    assert_eq!(run(&[]), None);
+    let mut planner = Planner::new(ROOMY, 9);
+    let encoded = Encoded::new(DRIVER, &frame(&[prompt]));
+    planner.plan(DRIVER, encoded.forward()).unwrap();
+    assert_eq!(planner.graph_rows(5), Some(5));
+    assert_eq!(
+        planner.graph_rows(4),
+        None,
+        "more rows of one request than allowed"
+    );
+}
+
+#[test]
+fn memory_that_does_not_fit_is_an_error() {
+    let mut planner = Planner::new(ROOMY, 9);
+    let encoded = Encoded::new(DRIVER, &frame(&[decode(3, 6, &[5]).allow(&[4, 10])]));
+    planner.plan(DRIVER, encoded.forward()).unwrap();
+    let layout = Layout::graph(1);
+    let mut block = vec![0_u64; layout.bytes() / 8];
+    for (length, masks) in [(layout.bytes() - 8, 32), (layout.bytes(), 31)] {
+        let memory = StepMemory {
+            block: &mut bytemuck::cast_slice_mut(&mut block)[..length],
+            mask_words: &mut vec![0; masks],
+        };
+        assert!(planner.stage_graph(&layout, memory, 1).is_err());
+    }
+    // The field exists in the staging block too, with a mask for each slot.
+    assert!(planner.layout().field(FieldId::MaskWords).capacity >= ROOMY.mask_words());
+}

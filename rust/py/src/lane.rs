@@ -1,0 +1,219 @@
+//! The fast lane as Python sets it up: memory and graphs.
+
+use std::sync::atomic::AtomicU64;
+use std::sync::{Mutex, PoisonError};
+
+use pie_batch::{Layout, StepMemory};
+use pie_launch::{CudaGraphs, Launch, LaunchError};
+use pie_ring::Wait;
+use pyo3::buffer::{Element, PyBuffer};
+use pyo3::exceptions::{PyRuntimeError, PyValueError};
+use pyo3::prelude::*;
+
+/// Captured graphs, and the memory that they share with the host. Give it to `Server.serve`.
+#[pyclass(frozen, module = "pie_driver_sglang._core")]
+pub(crate) struct Lane {
+    /// `None` once it serves.
+    parts: Mutex<Option<Parts>>,
+}
+
+struct Parts {
+    device: Box<dyn Launch>,
+    memory: Buffers,
+    rows: Vec<usize>,
+    most: usize,
+}
+
+#[pymethods]
+impl Lane {
+    /// CUDA graphs, launched by their raw handles on the current device.
+    ///
+    /// Args:
+    ///     block: Writable bytes that graphs read, laid out as `graph_layout(rows)`; large enough for every graph.
+    ///     mask_words: `[rows * ceil(vocabulary / 32)]` int32 that graphs read: logit masks.
+    ///     results: `[rows]` uint64 that graphs write: for each sampled or padded row `step << 32 | token`, at once.
+    ///     graphs: Rows and `cudaGraphExec_t` of each graph, fewest rows first.
+    ///     stream: The `cudaStream_t` that they run on.
+    ///     most: Most rows of one request.
+    ///     owner: Owns graphs, stream and memory, and is kept alive with the lane. Nobody else may use them.
+    ///
+    /// Raises:
+    ///     RuntimeError: There is no CUDA driver, or no context on this thread.
+    ///     ValueError: A buffer is too small.
+    #[staticmethod]
+    #[expect(unsafe_code, reason = "raw handles come from Python as numbers")]
+    fn cuda(
+        block: PyBuffer<u8>,
+        mask_words: PyBuffer<i32>,
+        results: PyBuffer<u64>,
+        graphs: Vec<(usize, usize)>,
+        stream: usize,
+        most: usize,
+        owner: Py<PyAny>,
+    ) -> PyResult<Self> {
+        let (rows, handles): (Vec<usize>, Vec<usize>) = graphs.into_iter().unzip();
+        // SAFETY: the owner keeps the handles valid and to itself; see the docstring.
+        let graphs = unsafe { CudaGraphs::new(stream, &handles) };
+        let graphs = graphs.map_err(|error| PyRuntimeError::new_err(error.to_string()))?;
+        let device = Box::new(Owned {
+            graphs,
+            _owner: owner,
+        });
+        Self::new(device, block, mask_words, results, rows, most)
+    }
+
+    /// Calls of a Python function in place of graphs, for a device that has none.
+    ///
+    /// Args:
+    ///     block, mask_words, results: As for `cuda`.
+    ///     rows: Rows of each graph, fewest first.
+    ///     most: Most rows of one request.
+    ///     run: Called as `run(graph)` with its number; the results are there when it returns.
+    ///
+    /// Raises:
+    ///     ValueError: A buffer is too small.
+    #[staticmethod]
+    fn call(
+        block: PyBuffer<u8>,
+        mask_words: PyBuffer<i32>,
+        results: PyBuffer<u64>,
+        rows: Vec<usize>,
+        most: usize,
+        run: Py<PyAny>,
+    ) -> PyResult<Self> {
+        let device = Box::new(Call { run });
+        Self::new(device, block, mask_words, results, rows, most)
+    }
+}
+
+impl Lane {
+    fn new(
+        device: Box<dyn Launch>,
+        block: PyBuffer<u8>,
+        mask_words: PyBuffer<i32>,
+        results: PyBuffer<u64>,
+        rows: Vec<usize>,
+        most: usize,
+    ) -> PyResult<Self> {
+        let largest = rows.last().copied().unwrap_or(0);
+        if largest == 0 || !rows.is_sorted_by(|a, b| a < b) || rows[0] == 0 {
+            let text = format!("rows are {rows:?}; they must be positive and rise");
+            return Err(PyValueError::new_err(text));
+        }
+        check("block", &block, Layout::graph(largest).bytes())?;
+        check("mask_words", &mask_words, 0)?;
+        check("results", &results, largest * size_of::<u64>())?;
+        let memory = Buffers {
+            block,
+            mask_words,
+            results,
+        };
+        Ok(Self {
+            parts: Mutex::new(Some(Parts {
+                device,
+                memory,
+                rows,
+                most,
+            })),
+        })
+    }
+
+    /// The lane for a responder, once.
+    pub(crate) fn take(&self, wait: Wait) -> PyResult<pie_serve::Lane> {
+        let parts = self.parts.lock();
+        let parts = parts.unwrap_or_else(PoisonError::into_inner).take();
+        let Parts {
+            device,
+            memory,
+            rows,
+            most,
+        } = parts.ok_or_else(|| PyValueError::new_err("the lane already serves"))?;
+        Ok(pie_serve::Lane::new(
+            device,
+            Box::new(memory),
+            &rows,
+            most,
+            wait,
+        ))
+    }
+}
+
+fn check<T: Element>(name: &str, buffer: &PyBuffer<T>, needed: usize) -> PyResult<()> {
+    if buffer.readonly() || !buffer.is_c_contiguous() || buffer.len_bytes() < needed {
+        let found = buffer.len_bytes();
+        return Err(PyValueError::new_err(format!(
+            "`{name}` must be writable, contiguous and at least {needed} bytes; it has {found}"
+        )));
+    }
+    Ok(())
+}
+
+/// Memory of Python's, pinned for a GPU.
+struct Buffers {
+    block: PyBuffer<u8>,
+    mask_words: PyBuffer<i32>,
+    results: PyBuffer<u64>,
+}
+
+#[expect(unsafe_code, reason = "views over the engine's memory")]
+impl pie_serve::Memory for Buffers {
+    fn step(&mut self) -> StepMemory<'_> {
+        // SAFETY: `Lane::new` accepted the buffers as writable and contiguous, and they keep their memory alive. By the
+        // contract of `Lane.cuda` and `Lane.call` nobody else writes to them, and the graphs read them only between a
+        // launch and its results, when no such view lives.
+        unsafe {
+            StepMemory {
+                block: std::slice::from_raw_parts_mut(
+                    self.block.buf_ptr().cast::<u8>(),
+                    self.block.len_bytes(),
+                ),
+                mask_words: std::slice::from_raw_parts_mut(
+                    self.mask_words.buf_ptr().cast::<i32>(),
+                    self.mask_words.item_count(),
+                ),
+            }
+        }
+    }
+
+    fn results(&self) -> &[AtomicU64] {
+        // SAFETY: as above, aligned for its element type; a device writes to it at any time, hence the atomic words.
+        unsafe {
+            std::slice::from_raw_parts(
+                self.results.buf_ptr().cast::<AtomicU64>(),
+                self.results.item_count(),
+            )
+        }
+    }
+}
+
+/// CUDA graphs and the Python object that owns them.
+struct Owned {
+    graphs: CudaGraphs,
+    _owner: Py<PyAny>,
+}
+
+impl Launch for Owned {
+    fn launch(&mut self, graph: usize) -> Result<(), LaunchError> {
+        self.graphs.launch(graph)
+    }
+
+    fn ended(&mut self) -> Result<bool, LaunchError> {
+        self.graphs.ended()
+    }
+}
+
+/// Runs a step by calling Python.
+struct Call {
+    run: Py<PyAny>,
+}
+
+impl Launch for Call {
+    fn launch(&mut self, graph: usize) -> Result<(), LaunchError> {
+        Python::attach(|py| self.run.call1(py, (graph,)).map(drop))
+            .map_err(|error| LaunchError::Failed(error.to_string()))
+    }
+
+    fn ended(&mut self) -> Result<bool, LaunchError> {
+        Ok(true)
+    }
+}

@@ -1,0 +1,163 @@
+//! The fast lane: a planned batch becomes one launch of a captured graph, and its tokens are read where the device writes
+//! them. No Python runs in between.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use pie_batch::{Layout, Planner, StageError, StepMemory};
+use pie_launch::{Launch, LaunchError};
+use pie_ring::Wait;
+use thiserror::Error;
+
+use crate::timing::DeviceTimes;
+
+/// Memory that the host shares with the graphs.
+pub trait Memory: Send {
+    /// What the graphs read.
+    fn step(&mut self) -> StepMemory<'_>;
+
+    /// What they write, one word for each row: the step's number in the upper half, the token in the lower one. Each word
+    /// is written at once, so the number says that the token is there.
+    fn results(&self) -> &[AtomicU64];
+}
+
+/// Why the fast lane did not answer a batch that it accepted.
+#[derive(Debug, Clone, PartialEq, Eq, Error)]
+pub enum LaneError {
+    /// The memory does not fit the graphs.
+    #[error(transparent)]
+    Stage(#[from] StageError),
+    /// The device failed.
+    #[error("a graph of {graph_rows} rows failed with {rows} in use: {source}")]
+    Launch {
+        /// Rows of the graph.
+        graph_rows: usize,
+        /// Rows in use.
+        rows: usize,
+        /// What the device said.
+        source: LaunchError,
+    },
+}
+
+/// How often the device is asked whether it still works, while its results are awaited.
+const CHECK_INTERVAL: Duration = Duration::from_millis(1);
+/// Polls between two looks at the clock.
+const POLLS: u32 = 256;
+/// Sleep between two polls of a driver that must not spin.
+const NAP: Duration = Duration::from_micros(20);
+
+/// Graphs by their number of rows, and what they need.
+pub struct Lane {
+    device: Box<dyn Launch>,
+    memory: Box<dyn Memory>,
+    /// Rows and block layout of each graph, fewest rows first.
+    graphs: Vec<(usize, Layout)>,
+    /// Most rows of one request.
+    most: usize,
+    step: u32,
+    /// How long results are awaited without sleeping; `None` = for ever.
+    spin: Option<Duration>,
+}
+
+impl Lane {
+    /// Graph `i` of `device` runs steps of up to `rows[i]` rows; `rows` rises. Batches with more than `most` rows of one
+    /// request are not taken. Results are awaited as requests are.
+    #[must_use]
+    pub fn new(
+        device: Box<dyn Launch>,
+        memory: Box<dyn Memory>,
+        rows: &[usize],
+        most: usize,
+        wait: Wait,
+    ) -> Self {
+        Self {
+            device,
+            memory,
+            most,
+            graphs: rows
+                .iter()
+                .map(|&rows| (rows, Layout::graph(rows)))
+                .collect(),
+            step: 0,
+            spin: match wait {
+                Wait::Spin => None,
+                Wait::SpinThenPark(spin) => Some(spin),
+                Wait::Park => Some(Duration::ZERO),
+            },
+        }
+    }
+
+    /// Runs the plan if a graph can; `None` if it must go another way, untouched.
+    pub(crate) fn run(
+        &mut self,
+        planner: &mut Planner,
+    ) -> Option<Result<(Duration, DeviceTimes), LaneError>> {
+        let rows = planner.graph_rows(self.most)?;
+        let graph = self.graphs.partition_point(|(most, _)| *most < rows);
+        let (graph_rows, _) = *self.graphs.get(graph)?;
+        let failed = |source| LaneError::Launch {
+            graph_rows,
+            rows,
+            source,
+        };
+        let started = Instant::now();
+        Some(self.stage(planner, graph).and_then(|()| {
+            let staged = Instant::now();
+            self.device.launch(graph).map_err(failed)?;
+            let launched = Instant::now();
+            self.await_results(rows).map_err(failed)?;
+            let results = self.memory.results();
+            planner.put_row_tokens(|row| results[row].load(Ordering::Relaxed) as u32);
+            let times = DeviceTimes {
+                h2d_us: 0,
+                launch_us: micros(launched - staged),
+                sync_us: micros(launched.elapsed()),
+            };
+            Ok((staged - started, times))
+        }))
+    }
+
+    fn stage(&mut self, planner: &mut Planner, graph: usize) -> Result<(), LaneError> {
+        // 0 is what the results hold at first.
+        self.step = self.step.checked_add(1).unwrap_or(1);
+        planner.stage_graph(&self.graphs[graph].1, self.memory.step(), self.step)?;
+        Ok(())
+    }
+
+    fn await_results(&mut self, rows: usize) -> Result<(), LaunchError> {
+        let started = Instant::now();
+        let mut next_check = CHECK_INTERVAL;
+        let mut ended = false;
+        let mut row = 0;
+        loop {
+            for _ in 0..POLLS {
+                let results = &self.memory.results()[row..rows];
+                row += results
+                    .iter()
+                    // SYNC: pairs with the device's write of the whole word.
+                    .take_while(|word| (word.load(Ordering::Acquire) >> 32) as u32 == self.step)
+                    .count();
+                if row == rows {
+                    return Ok(());
+                }
+                std::hint::spin_loop();
+            }
+            if ended {
+                let text = format!("it ended without a result in row {row}");
+                return Err(LaunchError::Failed(text));
+            }
+            let waited = started.elapsed();
+            if waited >= next_check {
+                next_check = waited + CHECK_INTERVAL;
+                ended = self.device.ended()?;
+            }
+            if self.spin.is_some_and(|spin| waited >= spin) {
+                std::thread::sleep(NAP);
+            }
+        }
+    }
+}
+
+fn micros(duration: Duration) -> u32 {
+    u32::try_from(duration.as_micros()).unwrap_or(u32::MAX)
+}

@@ -1,0 +1,147 @@
+"""A random walk of contexts through a driver: joins, leaves, forks, moved pages, drafts.
+
+Each step is sent twice, alone and with a probe beside it. The probe keeps the second one off the
+fast lane, and its logits say which tokens a rounding error may exchange.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from pie_driver_sglang._core import Client, Request, Sampler
+
+MOST_CONTEXTS = 12
+LONGEST = 200
+
+
+@dataclass
+class _Context:
+    number: int
+    tokens: list[int]
+    stored: int = 0
+    """Tokens whose KV is there."""
+    pages: list[int] = field(default_factory=list)
+
+
+class Difference(NamedTuple):
+    """A token that the lanes disagree on."""
+
+    step: int
+    fast: int
+    general: int
+    gap: float
+    """Between the two logits, as the general lane has them."""
+    best: float
+    """The larger of the two."""
+
+
+class Walk:
+    """Drives a driver; the general lane's tokens are taken."""
+
+    def __init__(self, client: Client, pages: int, page_size: int, vocab: int, seed: int) -> None:
+        """Starts without contexts, with `pages` free pages."""
+        self._client = client
+        self._page_size = page_size
+        self._vocab = vocab
+        self._random = random.Random(seed)
+        self._free = list(range(pages))
+        self._contexts: list[_Context] = []
+        self._numbers = 0
+        self.differences: list[Difference] = []
+        self.compared = 0
+
+    def run(self, steps: int) -> None:
+        """Takes steps and compares the lanes."""
+        for step in range(steps):
+            self._mutate()
+            self._step(step)
+
+    def _mutate(self) -> None:
+        draw = self._random.random()
+        if not self._contexts or (draw < 0.15 and len(self._contexts) < MOST_CONTEXTS):
+            self._numbers += 1
+            prompt = self._tokens(self._random.choice([1, 3, 8, 17, 40]))
+            self._contexts.append(_Context(self._numbers, prompt))
+        elif draw < 0.25 and len(self._contexts) < MOST_CONTEXTS:
+            self._fork(self._random.choice(self._contexts))
+        elif draw < 0.35:
+            self._move_page(self._random.choice(self._contexts))
+        self._random.shuffle(self._contexts)
+        for context in [c for c in self._contexts if len(c.tokens) > LONGEST]:
+            self._leave(context)
+        if draw > 0.95 and len(self._contexts) > 1:
+            self._leave(self._contexts[0])
+
+    def _leave(self, context: _Context) -> None:
+        self._contexts.remove(context)
+        used = {page for other in self._contexts for page in other.pages}
+        self._free += [page for page in dict.fromkeys(context.pages) if page not in used]
+        self._random.shuffle(self._free)
+
+    def _fork(self, parent: _Context) -> None:
+        """A child that shares full pages and copies the last one."""
+        self._numbers += 1
+        full = parent.stored // self._page_size
+        child = _Context(self._numbers, list(parent.tokens), parent.stored, parent.pages[:full])
+        for page in parent.pages[full:]:
+            child.pages.append(self._copy(page))
+        self._contexts.append(child)
+
+    def _move_page(self, context: _Context) -> None:
+        owners = [c for c in self._contexts if set(c.pages) & set(context.pages)]
+        if context.pages and owners == [context]:
+            index = self._random.randrange(len(context.pages))
+            old = context.pages[index]
+            context.pages[index] = self._copy(old)
+            self._free.append(old)
+
+    def _copy(self, page: int) -> int:
+        target = self._free.pop()
+        if self._client.copy("D2D", [page], [target]) != 0:
+            raise RuntimeError(f"copying page {page} to {target} failed")
+        return target
+
+    def _tokens(self, count: int) -> list[int]:
+        return [self._random.randrange(self._vocab) for _ in range(count)]
+
+    def _step(self, step: int) -> None:
+        batch = [c for c in self._contexts if self._random.random() < 0.8] or self._contexts[:1]
+        drafts = [self._tokens(self._random.choice([0, 0, 0, 1, 3])) for _ in batch]
+        for context, guesses in zip(batch, drafts, strict=True):
+            end = len(context.tokens) + len(guesses)
+            while len(context.pages) * self._page_size < end:
+                context.pages.append(self._free.pop())
+        pairs = list(zip(batch, drafts, strict=True))
+        fast = self._client.forward([self._request(*pair, probe=False) for pair in pairs])
+        slow = self._client.forward([self._request(*pair, probe=True) for pair in pairs])
+        for context, got, wanted, logits in zip(
+            batch, fast.tokens, slow.tokens, slow.logits, strict=True
+        ):
+            self.compared += 1
+            # The probe is of the last input's row, whose token comes first.
+            if got[0] != wanted[0]:
+                values = logits[0]
+                high, low = values[wanted[0]], values[got[0]]
+                self.differences.append(Difference(step, got[0], wanted[0], high - low, high))
+            context.stored = len(context.tokens)
+            context.tokens.append(wanted[0])
+
+    def _request(self, context: _Context, drafts: list[int], *, probe: bool) -> Request:
+        end = len(context.tokens)
+        start = min(context.stored, end - 1)
+        pages = context.pages[: -(-(end + len(drafts)) // self._page_size)]
+        row = end - start - 1
+        slots = [(row, Sampler.greedy())]
+        if probe:
+            slots.append((row, Sampler.raw_logits()))
+        return Request(
+            context.tokens[start:],
+            list(range(start, end)),
+            pages,
+            (end - 1) % self._page_size + 1,
+            slots,
+            context_id=context.number,
+            drafts=drafts,
+        )

@@ -1,0 +1,152 @@
+"""The fast lane's kernels under Triton's interpreter, against float64; prints the differences.
+
+Run with ``TRITON_INTERPRET=1``. A token that rounding may exchange, because its share of the mass
+ends within 1e-4 of the uniform number or of top-p, counts as close.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from pie_driver_sglang.sampling import SlotParams
+from pie_driver_sglang.sampling_triton import apply_masks, fetch, sample_step, update_table
+
+ROWS = 8
+CAPS = (None, 30.0, 3.0)
+EDGE = 1e-5
+"""What float32 may move the mass at which top-p ends."""
+DTYPES = (torch.bfloat16, torch.float32, torch.float16)
+
+
+class Exact(NamedTuple):
+    """What float64 says about a row."""
+
+    token: int
+    distance: float
+    """Between the uniform number and the nearest edge of a kept token."""
+    kept: torch.Tensor
+
+
+def exact(
+    logits: torch.Tensor, params: SlotParams, row: int, cap: float | None, *, shift: float = 0.0
+) -> Exact:
+    """One row by sorting; `shift` moves the top-p edge."""
+    temperature, top_k, top_p, min_p, uniform = (float(field[row]) for field in params)
+    top_p += shift if top_p < 1 else 0.0
+    values = logits[row].double()
+    vocab = len(values)
+    nobody = torch.zeros(vocab, dtype=torch.bool)
+    if temperature < 0 or values.isnan().any():
+        return Exact(vocab, 1.0, nobody)
+    if temperature == 0:
+        return Exact(int(logits[row].float().argmax()), 1.0, nobody)
+    if cap is not None:
+        values = cap * torch.tanh(values / cap)
+    order = torch.argsort(values, descending=True, stable=True)
+    weights = torch.exp((values - values.max()) / temperature)[order]
+    weights[int(top_k) :] = 0.0
+    before = weights.cumsum(0) - weights
+    dropped = (weights < min_p) | ((before >= top_p * weights.sum()) if top_p < 1 else nobody)
+    dropped[0] = False
+    weights = weights.masked_fill(dropped, 0.0)
+    by_id = torch.zeros(vocab, dtype=torch.float64)
+    by_id[order] = weights
+    shares = by_id.cumsum(0) / by_id.sum()
+    return Exact(
+        int((shares > uniform).nonzero()[0, 0]),
+        float((shares - uniform).abs().min()),
+        by_id > 0,
+    )
+
+
+def cases(generator: torch.Generator) -> Iterator[tuple[torch.Tensor, SlotParams, float | None]]:
+    """Rows of all kinds: ties, masked tokens, no numbers, vocabularies of any size."""
+    for number in range(24):
+        size = (1, 300) if number % 4 else (8000, 17000)
+        vocab = int(torch.randint(*size, (1,), generator=generator))
+        scale = (1.0, 5.0, 0.1)[number % 3]
+        logits = torch.randn(ROWS, vocab, generator=generator) * scale
+        if number % 5 == 0:
+            logits = torch.randint(-2, 3, (ROWS, vocab), generator=generator).float()
+        if vocab > 3:
+            logits[0, ::2] = -torch.inf
+            logits[3, vocab // 2] = torch.nan if number % 7 == 3 else 0.0
+        top_ks = [vocab, max(1, vocab // 3), vocab, 1, vocab, max(1, vocab // 2), vocab, vocab]
+        params = SlotParams(
+            torch.tensor([0.0, 1.0, 0.6, 1.0, 1.5, 0.8, -1.0, 1e-3]),
+            torch.tensor(top_ks, dtype=torch.int32),
+            torch.tensor([1.0, 1.0, 0.9, 0.5, 0.0, 0.7, 1.0, 0.3]),
+            torch.tensor([0.0, 0.0, 0.0, 0.0, 0.1, 0.05, 0.0, 0.0]),
+            torch.rand(ROWS, generator=generator),
+        )
+        turn = torch.randperm(ROWS, generator=generator)
+        params = SlotParams(*(field[turn] for field in params[:4]), params.uniforms)
+        yield logits.to(DTYPES[number % 3]), params, CAPS[number % 3]
+
+
+def check_sampler() -> int:
+    """Returns how many tokens are wrong."""
+    wrong = close = total = 0
+    for number, (logits, params, cap) in enumerate(cases(torch.Generator().manual_seed(3)), 1):
+        results = torch.zeros(ROWS, dtype=torch.int64)
+        step = torch.tensor([number], dtype=torch.int32)
+        sample_step(logits, params, results, step, cap)
+        assert (results >> 32 == number).all()
+        for row, token in enumerate((results & 0xFFFFFFFF).tolist()):
+            total += 1
+            if token == exact(logits, params, row, cap).token:
+                continue
+            near = any(
+                token == edge.token
+                or (edge.distance < 1e-4 and bool(edge.kept[token : token + 1].any()))
+                for shift in (-EDGE, 0.0, EDGE)
+                for edge in [exact(logits, params, row, cap, shift=shift)]
+            )
+            close += near
+            wrong += not near
+    print(f"{total} tokens, {close} close, {wrong} wrong")
+    return wrong
+
+
+def check_masks() -> None:
+    """Masks as bits and as edges, in a vocabulary that fills no word and more than one block."""
+    vocab = 2053
+    allowed = torch.rand(2, vocab) < 0.5
+    bits = torch.nn.functional.pad(allowed[0], (0, -vocab % 32)).view(-1, 32).long()
+    packed = (bits << torch.arange(32)).sum(-1)
+    packed = torch.where(packed >= 2**31, packed - 2**32, packed)
+    closed = torch.nn.functional.pad(allowed[1], (1, 1))
+    edges = (closed[1:] != closed[:-1]).nonzero()[:, 0]
+    source = torch.cat([packed, edges, torch.tensor([7])]).int()
+    words = torch.zeros_like(source)
+    fetch(source, words, torch.tensor([len(source) - 1], dtype=torch.int32))
+    assert torch.equal(words[:-1], source[:-1])
+    assert words[-1] == 0, "more words than announced"
+    logits = torch.randn(4, vocab)
+    places = [[len(packed), len(edges)], [0, 0], [0, -1], [len(packed), len(edges)]]
+    expected = logits.clone()
+    for row, mask in ((0, 1), (2, 0), (3, 1)):
+        expected[row, ~allowed[mask]] = -torch.inf
+    apply_masks(logits, torch.tensor(places, dtype=torch.int32), words)
+    assert torch.equal(logits, expected)
+
+
+def check_table() -> None:
+    """Only the announced entries change."""
+    table = torch.zeros(40, 5, dtype=torch.int32)
+    updates = torch.stack([torch.randperm(40), torch.randint(0, 1000, (40,))], dim=1)
+    update_table(table, updates, torch.tensor([17], dtype=torch.int32))
+    expected = torch.zeros_like(table)
+    for entry, slot in updates[:17].tolist():
+        expected[entry] = torch.arange(slot, slot + 5)
+    assert torch.equal(table, expected)
+
+
+if __name__ == "__main__":
+    check_masks()
+    check_table()
+    sys.exit(check_sampler() > 0)

@@ -1,0 +1,162 @@
+"""The fast lane on the CPU: the same tokens as the general lane, and who takes what."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+import drivers
+import runtime_client as rc
+from lane_walk import Walk
+from pie_driver_sglang._core import Request, Sampler
+
+pytestmark = pytest.mark.engine
+
+PROMPT = [5, 9, 77, 3, 41]
+PROBE = Sampler.raw_logits()
+
+
+class Traced:
+    """A driver that tells which lane took a batch."""
+
+    def __init__(self, driver: drivers.Driver, trace: Path) -> None:
+        self.client = driver.client()
+        self.caps = driver.caps
+        self.vocab = int(driver.caps["vocab_size"])
+        self._trace = trace
+
+    def lanes(self) -> list[str]:
+        """The lane of each batch so far."""
+        text = self._trace.read_text().rstrip().removesuffix(",")
+        names = [event["name"] for event in json.loads(text + "]")]
+        return [{"launch": "fast", "forward": "general"}[n] for n in names if n in LANES]
+
+
+LANES = ("launch", "forward")
+
+
+def start(folder: Path, snapshot: Path, **options: object) -> Iterator[Traced]:
+    trace = folder / "trace.json"
+    config = drivers.write_config(folder, snapshot, options={"trace_file": str(trace), **options})
+    with drivers.fork(config) as driver:
+        yield Traced(driver, trace)
+    assert driver.stop() == 0
+
+
+@pytest.fixture(scope="module")
+def traced(llama_snapshot: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Traced]:
+    yield from start(tmp_path_factory.mktemp("lane"), llama_snapshot)
+
+
+def both(traced: Traced, requests: list[Request], probed: list[Request]) -> list[list[int]]:
+    """Tokens of a batch that the fast lane takes and of one that it leaves; they must agree."""
+    before = len(traced.lanes())
+    fast, general = (traced.client.forward(batch).tokens for batch in (requests, probed))
+    rc.eventually(lambda: len(traced.lanes()) == before + 2, "two steps in the trace")
+    assert traced.lanes()[before:] == ["fast", "general"]
+    assert fast == general
+    return fast
+
+
+def test_random_contexts_get_the_same_tokens(traced: Traced) -> None:
+    walk = Walk(traced.client, 400, rc.PAGE, traced.vocab, seed=7)
+    before = len(traced.lanes())
+    walk.run(120)
+    assert walk.compared > 500
+    assert walk.differences == []
+    taken = traced.lanes()[before:]
+    assert taken.count("fast") > 60
+    # Long prompts are left, and every batch with a probe.
+    assert taken.count("general") > 120
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [Sampler.greedy(), Sampler.multinomial(0.9, 1234), Sampler.multinomial(3.0, 77)],
+    ids=["greedy", "seeded", "hot"],
+)
+def test_a_sampler_draws_the_same_token_in_both_lanes(traced: Traced, sampler: Sampler) -> None:
+    contexts = [rc.Context([*PROMPT[:2], token], [page]) for page, token in enumerate(PROMPT)]
+    requests = [context.request(sampler) for context in contexts]
+    both(traced, requests, [context.request(sampler, PROBE) for context in contexts])
+
+
+def test_unseeded_samplers_draw_what_they_may(traced: Traced) -> None:
+    contexts = [rc.Context(PROMPT, [page]) for page in range(4)]
+    (logits,) = traced.client.forward([contexts[0].request(PROBE)]).logits
+    order = sorted(range(traced.vocab), key=logits[0].__getitem__, reverse=True)
+    samplers = [
+        Sampler.top_k(5.0, 3),
+        Sampler.top_p(5.0, 0.0),
+        Sampler.min_p(1.0, 1.0),
+        Sampler.top_k_top_p(2.0, 2, 1.0),
+    ]
+    kept = [3, 1, 1, 2]
+    seen: list[set[int]] = [set() for _ in samplers]
+    for _ in range(12):
+        batch = [c.request(sampler) for c, sampler in zip(contexts, samplers, strict=True)]
+        for tokens, (token,) in zip(seen, traced.client.forward(batch).tokens, strict=True):
+            tokens.add(token)
+    for tokens, count in zip(seen, kept, strict=True):
+        assert tokens <= set(order[:count])
+    assert len(seen[0]) > 1
+
+
+def test_masks_hold_in_the_fast_lane(traced: Traced) -> None:
+    allowed = [[0, 3], [60, 2, 66], [127, 1], [0, traced.vocab]]
+    contexts = [rc.Context(PROMPT, [page]) for page in range(4)]
+    requests = [
+        context.request(logit_mask=runs) for context, runs in zip(contexts, allowed, strict=True)
+    ]
+    probed = [
+        context.request(Sampler.greedy(), PROBE, logit_mask=runs)
+        for context, runs in zip(contexts, allowed, strict=True)
+    ]
+    tokens = both(traced, requests, probed)
+    assert tokens[0][0] < 3
+    assert tokens[1][0] in (60, 61)
+    assert tokens[2] == [127]
+    unmasked = both(traced, [contexts[3].request()], [contexts[3].request(Sampler.greedy(), PROBE)])
+    assert tokens[3] == unmasked[0]
+
+
+def test_a_bad_request_costs_nobody_else_anything(traced: Traced) -> None:
+    good = rc.Context(PROMPT, [2])
+    bad = rc.Context(PROMPT, [traced.caps["total_pages"]])
+    tokens = both(
+        traced,
+        [bad.request(), good.request()],
+        [bad.request(), good.request(Sampler.greedy(), PROBE)],
+    )
+    assert tokens[0] == []
+    assert len(tokens[1]) == 1
+
+
+def test_without_graphs_every_batch_takes_the_general_lane(
+    llama_snapshot: Path, tmp_path: Path
+) -> None:
+    with contextmanager(start)(tmp_path, llama_snapshot, disable_cuda_graph=True) as eager:
+        assert len(eager.client.forward([rc.Context([7], [4]).request()]).tokens) == 1
+        rc.eventually(lambda: eager.lanes() == ["general"], "the step")
+
+
+def test_the_gpu_kernels_sample_as_the_exact_ones_do() -> None:
+    """Triton's interpreter runs the kernels of the fast lane on the CPU."""
+    script = Path(__file__).with_name("step_kernels.py")
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "0 wrong" in done.stdout
