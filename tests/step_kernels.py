@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from pie_driver_sglang.sampling import SlotParams
-from pie_driver_sglang.sampling_triton import apply_masks, sample_step, update_table
+from pie_driver_sglang.sampling_triton import apply_masks, fetch, sample_step, update_table
 
 ROWS = 8
 CAPS = (None, 30.0, 3.0)
@@ -113,16 +113,25 @@ def check_sampler() -> int:
 
 
 def check_masks() -> None:
-    """Packed masks of some rows, in a vocabulary that fills no word."""
-    logits = torch.randn(4, 77)
-    words = torch.randint(-(2**31), 2**31 - 1, (2, 3), dtype=torch.int32)
-    rows = torch.tensor([1, -1, 0, 1], dtype=torch.int32)
+    """Masks as bits and as edges, in a vocabulary that fills no word and more than one block."""
+    vocab = 2053
+    allowed = torch.rand(2, vocab) < 0.5
+    bits = torch.nn.functional.pad(allowed[0], (0, -vocab % 32)).view(-1, 32).long()
+    packed = (bits << torch.arange(32)).sum(-1)
+    packed = torch.where(packed >= 2**31, packed - 2**32, packed)
+    closed = torch.nn.functional.pad(allowed[1], (1, 1))
+    edges = (closed[1:] != closed[:-1]).nonzero()[:, 0]
+    source = torch.cat([packed, edges, torch.tensor([7])]).int()
+    words = torch.zeros_like(source)
+    fetch(source, words, torch.tensor([len(source) - 1], dtype=torch.int32))
+    assert torch.equal(words[:-1], source[:-1])
+    assert words[-1] == 0, "more words than announced"
+    logits = torch.randn(4, vocab)
+    places = [[len(packed), len(edges)], [0, 0], [0, -1], [len(packed), len(edges)]]
     expected = logits.clone()
-    for row, mask in enumerate(rows.tolist()):
-        for token in range(77):
-            if mask >= 0 and not int(words[mask, token // 32]) >> token % 32 & 1:
-                expected[row, token] = -torch.inf
-    apply_masks(logits, rows, words)
+    for row, mask in ((0, 1), (2, 0), (3, 1)):
+        expected[row, ~allowed[mask]] = -torch.inf
+    apply_masks(logits, torch.tensor(places, dtype=torch.int32), words)
     assert torch.equal(logits, expected)
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -105,6 +108,23 @@ def test_a_pool_that_is_larger_than_the_staging_area() -> None:
     moved = torch.randperm(200).tolist()
     pools.copy("H2D", slots, moved)
     assert torch.equal(torch.cat(buffers, dim=1)[moved], expected[pages])
+
+
+def test_one_kernel_copies_what_single_buffers_do() -> None:
+    """The GPU's kernel, in Triton's interpreter."""
+    script = Path(__file__).parent / "fused_copies.py"
+    package = str(Path(memory.__file__).parents[1])
+    search_path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
+    result = subprocess.run(
+        [sys.executable, str(script)],
+        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": search_path},
+        capture_output=True,
+        text=True,
+        timeout=drivers.START_TIMEOUT_S,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.stdout.count("ok  ") == 2
 
 
 def test_a_direction_that_does_not_exist() -> None:

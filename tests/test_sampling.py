@@ -302,7 +302,7 @@ def test_both_implementations_agree_with_exact_distributions() -> None:
         check=False,
     )
     assert result.returncode == 0, result.stdout + result.stderr
-    assert result.stdout.count("ok  ") == 14
+    assert result.stdout.count("ok  ") == 16
 
 
 class TestGroup:

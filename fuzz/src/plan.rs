@@ -531,11 +531,20 @@ impl Staged<'_> {
     pub(crate) fn check_group(&self, pass: &Pass, group: &SlotGroup) {
         assert!(!group.is_empty() && group.len() <= self.limits.max_slots as usize);
         self.check(FieldId::SlotRows, group.len(), pass.tokens);
-        let masks = self.array::<i32>(FieldId::SlotMasks, group.len());
-        let rows = -1..group.masks as i32;
-        assert!(masks.iter().all(|mask| rows.contains(mask)), "{masks:?}");
-        let words = group.masks * self.limits.mask_words();
-        assert!(self.array::<i32>(FieldId::MaskWords, words).len() == words);
+        let words = self.array::<i32>(FieldId::MaskWords, group.mask_words);
+        let masks = self.array::<i32>(FieldId::SlotMasks, 2 * group.len());
+        for &[first, edges] in masks.as_chunks().0 {
+            let width = usize::try_from(edges).unwrap_or(self.limits.mask_words());
+            let words = &words[first as usize..][..width];
+            let end = self.limits.vocab_size as i32;
+            assert!(
+                edges < 0
+                    || (edges % 2 == 0
+                        && words.is_sorted_by(|a, b| a < b)
+                        && words.iter().all(|edge| (0..=end).contains(edge))),
+                "{words:?}"
+            );
+        }
     }
 
     /// The first `count` elements lie in `0..end`.

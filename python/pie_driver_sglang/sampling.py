@@ -148,17 +148,33 @@ def _sample_drawn(logits: torch.Tensor, plain: int, params: SlotParams) -> torch
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def apply_masks(logits: torch.Tensor, words: torch.Tensor) -> None:
+def apply_masks(logits: torch.Tensor, slot_masks: torch.Tensor, words: torch.Tensor) -> None:
     """Sets forbidden logits to -inf, in place.
 
     Args:
-        logits: ``[rows, vocabulary]`` float32.
-        words: ``[rows, ceil(vocabulary / 32)]`` int32: bit ``i`` of word ``w`` allows token
-            ``32 w + i``.
+        logits: ``[slots, vocabulary]`` float32, rows contiguous.
+        slot_masks: ``[slots, 2]`` int32: the first word of the slot's mask and how many edges it
+            has; 0 edges for no mask, -1 for bits.
+        words: int32: edges, between whose pairs tokens are allowed; or bits, of which bit ``i`` of
+            word ``w`` allows token ``32 w + i``.
     """
-    bits = torch.arange(32, dtype=torch.int32, device=words.device)
-    forbidden = ((words[:, :, None] >> bits) & 1 == 0).flatten(1)
-    logits.masked_fill_(forbidden[:, : logits.shape[-1]], -torch.inf)
+    if logits.is_cuda:
+        from pie_driver_sglang import sampling_triton
+
+        sampling_triton.apply_masks(logits, slot_masks, words)
+        return
+    vocabulary = logits.shape[-1]
+    for row, (first, edges) in zip(logits, slot_masks.tolist(), strict=True):
+        if edges < 0:
+            packed = words[first : first + -(-vocabulary // 32)]
+            shifts = torch.arange(32, dtype=torch.int32)
+            allowed = ((packed[:, None] >> shifts) & 1).flatten()[:vocabulary]
+        else:
+            flips = torch.zeros(vocabulary + 1, dtype=torch.int32)
+            flips[words[first : first + edges].long()] = 1
+            allowed = flips.cumsum(0)[:vocabulary] & 1
+        if edges:
+            row.masked_fill_(allowed == 0, -torch.inf)
 
 
 def most_probable(logits: torch.Tensor, params: SlotParams) -> tuple[torch.Tensor, torch.Tensor]:

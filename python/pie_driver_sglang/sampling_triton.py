@@ -18,7 +18,8 @@ _BLOCK = tl.constexpr(8192)
 _WARPS = 16
 _PROGRAMS = 264
 """Programs that keep the device busy while it looks for the largest logits."""
-_MASK_BLOCK = tl.constexpr(64)
+_MASK_BLOCK = tl.constexpr(2048)
+_FETCH_BLOCK = tl.constexpr(4096)
 _UPDATE_BLOCK = tl.constexpr(64)
 
 
@@ -81,19 +82,23 @@ def sample_step(
     )
 
 
-def apply_masks(logits: torch.Tensor, mask_rows: torch.Tensor, words: torch.Tensor) -> None:
-    """Sets forbidden logits to -inf, in place.
+def apply_masks(logits: torch.Tensor, slot_masks: torch.Tensor, words: torch.Tensor) -> None:
+    """Forbids as :func:`pie_driver_sglang.sampling.apply_masks` does, logits of any type."""
+    slots, vocab = logits.shape
+    grid = (slots, triton.cdiv(vocab, _MASK_BLOCK.value))
+    _apply_masks[grid](logits, logits.stride(0), vocab, slot_masks, words)
+
+
+def fetch(source: torch.Tensor, target: torch.Tensor, count: torch.Tensor) -> None:
+    """Copies the first words; can be captured, for a kernel reads how many.
 
     Args:
-        logits: ``[rows, vocabulary]``.
-        mask_rows: ``[rows]`` int32: row of `words`, -1 = no mask.
-        words: ``[masks, ceil(vocabulary / 32)]`` int32, may be pinned memory of the host: bit ``i``
-            of word ``w`` allows token ``32 w + i``.
+        source: ``[words]`` int32, may be pinned memory of the host.
+        target: ``[words]`` int32.
+        count: ``[1]`` int32.
     """
-    rows, vocab = logits.shape
-    width = words.shape[1]
-    grid = (rows, triton.cdiv(width, _MASK_BLOCK.value))
-    _apply_masks[grid](logits, logits.stride(0), vocab, mask_rows, words, width)
+    grid = (triton.cdiv(len(source), _FETCH_BLOCK.value),)
+    _fetch[grid](source, target, count)
 
 
 def update_table(table: torch.Tensor, updates: torch.Tensor, count: torch.Tensor) -> None:
@@ -431,17 +436,43 @@ def _kept(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _apply_masks(logits, stride, vocab, mask_rows, words, width):  # type: ignore[no-untyped-def]
-    row = tl.program_id(0).to(tl.int64)
-    mask = tl.load(mask_rows + row).to(tl.int64)
-    if mask >= 0:
-        places = tl.program_id(1) * _MASK_BLOCK + tl.arange(0, _MASK_BLOCK)
-        packed = tl.load(words + mask * width + places, mask=places < width, other=0)
-        bits = tl.arange(0, 32)
-        forbidden = ((packed[:, None] >> bits[None, :]) & 1) == 0
-        offsets = places[:, None] * 32 + bits[None, :]
-        none = tl.full([_MASK_BLOCK, 32], float("-inf"), logits.dtype.element_ty)
-        tl.store(logits + row * stride + offsets, none, mask=forbidden & (offsets < vocab))
+def _apply_masks(logits, stride, vocab, slot_masks, words):  # type: ignore[no-untyped-def]
+    slot = tl.program_id(0).to(tl.int64)
+    mask = words + tl.load(slot_masks + 2 * slot)
+    edges = tl.load(slot_masks + 2 * slot + 1)
+    if edges == 0:
+        return
+    start = tl.program_id(1) * _MASK_BLOCK
+    ids = start + tl.arange(0, _MASK_BLOCK)
+    if edges < 0:
+        bits = tl.load(mask + ids // 32, mask=ids < vocab, other=0)
+        allowed = (bits >> (ids % 32)) & 1
+    else:
+        # The first stretch of allowed tokens that ends behind the block's first token.
+        stretch = 0
+        above = edges // 2
+        while stretch < above:
+            middle = (stretch + above) // 2
+            before = tl.load(mask + 2 * middle + 1) <= start
+            stretch = tl.where(before, middle + 1, stretch)
+            above = tl.where(before, above, middle)
+        allowed = tl.zeros([_MASK_BLOCK], tl.int32)
+        more = 2 * stretch < edges
+        while more:
+            begin = tl.load(mask + 2 * stretch)
+            end = tl.load(mask + 2 * stretch + 1)
+            allowed = allowed | ((ids >= begin) & (ids < end)).to(tl.int32)
+            stretch += 1
+            more = (2 * stretch < edges) & (end < start + _MASK_BLOCK)
+    none = tl.full([_MASK_BLOCK], float("-inf"), logits.dtype.element_ty)
+    tl.store(logits + slot * stride + ids, none, mask=(ids < vocab) & (allowed == 0))
+
+
+@triton.jit
+def _fetch(source, target, count):  # type: ignore[no-untyped-def]
+    places = tl.program_id(0) * _FETCH_BLOCK + tl.arange(0, _FETCH_BLOCK)
+    used = places < tl.load(count)
+    tl.store(target + places, tl.load(source + places, mask=used), mask=used)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

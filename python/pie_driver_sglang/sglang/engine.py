@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
-from sglang.kernels.ops.grammar.bitmask_ops import apply_token_bitmask_inplace_triton
 from sglang.srt.layers.logits_processor import (
     LogitsMetadata,
     LogitsProcessor,
@@ -97,7 +96,6 @@ class SglangEngine:
         table = self.runner.req_to_token_pool.req_to_token
         self.table_pages = table.view(-1, facts.page_size)
         self._page_offsets = torch.arange(facts.page_size, dtype=table.dtype, device=device)
-        self._mask_width = -(-facts.vocab_size // 32)
         self._masked_attention = MaskedAttention(self.runner)
         self.steps: StepRunner | None = None
         self._hidden: _Hidden | None = None
@@ -160,8 +158,8 @@ class SglangEngine:
         self._upload_slots(group)
         fields = self._device
         logits = self.logits(fields["slot_rows"][:slots])
-        if group.masks:
-            self._mask(logits, slots)
+        if group.mask_words:
+            apply_masks(logits, fields["slot_masks"][: 2 * slots].view(-1, 2), fields["mask_words"])
         names = ("temperatures", "top_ks", "top_ps", "min_ps", "uniforms")
         params = SlotParams(*(fields[name][:slots] for name in names))
         labels = None
@@ -174,18 +172,6 @@ class SglangEngine:
         if self._copied is not None:
             self._sync_ns += time.perf_counter_ns() - started
         return outputs
-
-    def _mask(self, logits: torch.Tensor, slots: int) -> None:
-        """Sets the logits that the slots' masks forbid to -inf."""
-        # The host knows which slots have one, so that nobody waits for the device.
-        masked = torch.from_numpy(np.flatnonzero(self._host["slot_masks"][:slots].numpy() >= 0))
-        rows = self._host["slot_masks"][:slots][masked].long().to(logits.device)
-        masked = masked.to(logits.device)
-        words = self._device["mask_words"].view(-1, self._mask_width)
-        apply = apply_masks if self._copied is None else apply_token_bitmask_inplace_triton
-        chosen = logits[masked]
-        apply(chosen, words[rows])
-        logits[masked] = chosen
 
     def take_waits(self) -> tuple[int, int]:
         """Copy and wait times; see :meth:`pie_driver_sglang.engine.Engine.take_waits`."""
@@ -264,9 +250,9 @@ class SglangEngine:
     def _upload_slots(self, group: SlotGroup) -> None:
         if self._copied is not None:
             self._upload_bytes(self._host.slots_end)
-            if group.masks:
+            if group.mask_words:
                 start = self._host.masks_offset
-                self._upload_bytes(start + 4 * self._mask_width * group.masks, start)
+                self._upload_bytes(start + 4 * group.mask_words, start)
 
     def _upload_bytes(self, end: int, start: int = 0) -> None:
         started = time.perf_counter_ns()

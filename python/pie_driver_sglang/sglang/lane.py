@@ -63,8 +63,8 @@ class StepRunner(abc.ABC):
         sizes = {count: _bytes(layout) for count, layout in layouts.items()}
         self._host = torch.zeros(max(sizes.values()), dtype=torch.uint8, pin_memory=on_cuda)
         self._block = torch.zeros_like(self._host, device=self._device) if on_cuda else self._host
-        words = torch.empty((rows[-1], -(-vocab // 32)), dtype=torch.int32, pin_memory=on_cuda)
-        self._mask_words = words
+        words = rows[-1] * -(-vocab // 32)
+        self._mask_words = torch.empty(words, dtype=torch.int32, pin_memory=on_cuda)
         self._results = torch.zeros(rows[-1], dtype=torch.int64, pin_memory=on_cuda)
         self._graphs = [
             _Graph(count, views(self._host, layout), views(self._block, layout), sizes[count])
@@ -76,7 +76,7 @@ class StepRunner(abc.ABC):
         """The lane that runs these steps."""
 
     def _lane_memory(self) -> tuple[Any, Any, Any]:
-        words, results = self._mask_words.flatten().numpy(), self._results.numpy()
+        words, results = self._mask_words.numpy(), self._results.numpy()
         return self._host.numpy().data, words.data, results.view("uint64").data
 
     def _forward_batch(self, graph: _Graph) -> ForwardBatch:
@@ -114,11 +114,7 @@ class CpuSteps(StepRunner):
         batch = self._forward_batch(graph)
         batch.seq_lens_sum = int(fields["seq_lens"].sum())
         logits = self._engine.run_rows(batch)
-        masked = (fields["mask_rows"] >= 0).nonzero()[:, 0]
-        if len(masked):
-            chosen = logits[masked]
-            apply_masks(chosen, self._mask_words[fields["mask_rows"][masked].long()])
-            logits[masked] = chosen
+        apply_masks(logits, fields["slot_masks"].view(-1, 2), self._mask_words)
         tokens = sample_rows(logits, _params(fields))
         self._results[: graph.rows] = (step << 32) | tokens
 
@@ -131,6 +127,7 @@ class CudaSteps(StepRunner):
         super().__init__(engine, rows)
         self._stream = torch.cuda.current_stream(self._device)
         self._captured: dict[int, torch.cuda.CUDAGraph] = {}
+        self._device_mask_words = torch.empty_like(self._mask_words, device=self._device)
         self._capture_all()
 
     def lane(self) -> Lane:
@@ -182,7 +179,7 @@ class CudaSteps(StepRunner):
     def _capture(self, graph: _Graph, pool: Any) -> torch.cuda.CUDAGraph:
         # Nobody samples these rows, and they touch the padding page alone.
         for name, field in graph.host.items():
-            field.fill_({"seq_lens": 1, "temperatures": -1, "mask_rows": -1}.get(name, 0))
+            field.fill_({"seq_lens": 1, "temperatures": -1}.get(name, 0))
         started = time.monotonic()
         # Kernels that the first run compiles or tunes cannot be compiled in a capture.
         self._step(graph)
@@ -213,7 +210,8 @@ class CudaSteps(StepRunner):
         backend.init_forward_metadata_out_graph(batch, in_capture=True)
         backend.init_forward_metadata_in_graph(batch)
         logits, softcap = engine.row_logits(batch)
-        sampling_triton.apply_masks(logits, fields["mask_rows"], self._mask_words)
+        sampling_triton.fetch(self._mask_words, self._device_mask_words, header[3:4])
+        sampling_triton.apply_masks(logits, fields["slot_masks"], self._device_mask_words)
         results = self._results[: graph.rows]
         sampling_triton.sample_step(logits, _params(fields), results, header[:1], softcap)
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from pie_driver_sglang.errors import StartError
+from pie_driver_sglang.sglang.page_copy import Rows, move
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.memory_pool import KVCache
@@ -64,7 +65,12 @@ class PagePools:
     """
 
     def __init__(
-        self, buffers: list[torch.Tensor], pages: int, *, staging_bytes: int = STAGING_BYTES
+        self,
+        buffers: list[torch.Tensor],
+        pages: int,
+        *,
+        staging_bytes: int = STAGING_BYTES,
+        fused: bool | None = None,
     ) -> None:
         """Allocates the host's pool.
 
@@ -72,6 +78,7 @@ class PagePools:
             buffers: Of the device; see `page_buffers`.
             pages: Of the host; 0 for none.
             staging_bytes: Most device memory to use for a copy; one page at least.
+            fused: Whether one kernel moves the rows of all buffers; by default on a GPU.
 
         Raises:
             StartError: The host has too little memory.
@@ -85,6 +92,10 @@ class PagePools:
         self._host = _allocate(pages, sum(widths), buffers[0])
         self._staging = buffers[0].new_empty((staged, sum(widths)))
         self._staging_parts = torch.split(self._staging, widths, dim=1)
+        self._rows = self._staging_rows = None
+        if self._device.type == "cuda" if fused is None else fused:
+            self._rows, self._staging_rows = Rows.of(buffers), Rows.of(self._staging_parts)
+            self._staging_numbers = torch.arange(staged, device=self._device)
 
     @property
     def host_pages(self) -> int:
@@ -111,6 +122,9 @@ class PagePools:
             torch.cuda.current_stream(self._device).synchronize()
 
     def _copy_on_device(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        if self._rows is not None and set(sources).isdisjoint(targets):
+            move(self._rows, self._index(sources), self._rows, self._index(targets))
+            return
         parts = (torch.split(self._index(ids), self._pages_at_once) for ids in (sources, targets))
         # Part by part in order: a later pair may write what an earlier one reads.
         for source, target in zip(*parts, strict=True):
@@ -120,8 +134,7 @@ class PagePools:
     def _swap_out(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         pages, slots = _by_slot(sources, targets)
         for start, page in self._staged(pages):
-            for buffer, part in zip(self._buffers, self._staging_parts, strict=True):
-                torch.index_select(buffer, 0, page, out=part[: len(page)])
+            self._gather(page)
             for host, staging in self._runs(slots[start : start + len(page)]):
                 host.copy_(staging, non_blocking=True)
 
@@ -130,8 +143,23 @@ class PagePools:
         for start, page in self._staged(pages):
             for host, staging in self._runs(slots[start : start + len(page)]):
                 staging.copy_(host, non_blocking=True)
-            for buffer, part in zip(self._buffers, self._staging_parts, strict=True):
-                buffer.index_copy_(0, page, part[: len(page)])
+            self._spread(page)
+
+    def _gather(self, pages: torch.Tensor) -> None:
+        """Device pages to the first rows of the staging area."""
+        if self._rows is not None and self._staging_rows is not None:
+            move(self._rows, pages, self._staging_rows, self._staging_numbers[: len(pages)])
+            return
+        for buffer, part in zip(self._buffers, self._staging_parts, strict=True):
+            torch.index_select(buffer, 0, pages, out=part[: len(pages)])
+
+    def _spread(self, pages: torch.Tensor) -> None:
+        """The first rows of the staging area to device pages."""
+        if self._rows is not None and self._staging_rows is not None:
+            move(self._staging_rows, self._staging_numbers[: len(pages)], self._rows, pages)
+            return
+        for buffer, part in zip(self._buffers, self._staging_parts, strict=True):
+            buffer.index_copy_(0, pages, part[: len(pages)])
 
     def _index(self, pages: Sequence[int]) -> torch.Tensor:
         return torch.tensor(pages, dtype=torch.int64, device=self._device)

@@ -18,11 +18,11 @@ const STEP_UPDATES: usize = 512;
 const UNSAMPLED: f32 = -1.0;
 
 impl Layout {
-    /// The arrays of a graph for `rows` rows. All have `rows` elements but the first and the last.
+    /// The arrays of a graph for `rows` rows. Sizes follow from `rows` but for the first and the last.
     ///
     /// | name | dtype | per row |
     /// |---|---|---|
-    /// | `header` | int32 | not per row: number of the step, changed block-table entries, rows in use |
+    /// | `header` | int32 | not per row: number of the step, changed block-table entries, rows and mask words in use |
     /// | `input_ids`, `positions` | int64 | as in the staging block |
     /// | `out_cache_loc` | int64 | storage slot, 0 = the padding page |
     /// | `req_pool_indices` | int64 | block-table row, 0 = padding |
@@ -30,7 +30,7 @@ impl Layout {
     /// | `temperatures` | float32 | 0 = arg-max, below 0 = nobody samples the row |
     /// | `top_ps`, `min_ps`, `uniforms` | float32 | as in the staging block |
     /// | `top_ks` | int32 | as in the staging block |
-    /// | `mask_rows` | int32 | row of the row's logit mask, -1 = none |
+    /// | `slot_masks` | int32 | two per row: as in the staging block |
     /// | `table_updates` | int64 | not per row: as in the staging block |
     #[must_use]
     pub fn graph(rows: usize) -> Self {
@@ -46,7 +46,7 @@ impl Layout {
             ("min_ps", DType::F32, rows),
             ("uniforms", DType::F32, rows),
             ("top_ks", DType::I32, rows),
-            ("mask_rows", DType::I32, rows),
+            ("slot_masks", DType::I32, 2 * rows),
             ("table_updates", DType::I64, 2 * STEP_UPDATES),
         ])
     }
@@ -65,7 +65,7 @@ struct Step<'a> {
     min_ps: &'a mut [f32],
     uniforms: &'a mut [f32],
     top_ks: &'a mut [i32],
-    mask_rows: &'a mut [i32],
+    slot_masks: &'a mut [i32],
     table_updates: &'a mut [i64],
 }
 
@@ -85,7 +85,7 @@ impl<'a> Step<'a> {
             min_ps: rest.take(),
             uniforms: rest.take(),
             top_ks: rest.take(),
-            mask_rows: rest.take(),
+            slot_masks: rest.take(),
             table_updates: rest.take(),
         })
     }
@@ -105,7 +105,7 @@ impl<'a> Step<'a> {
 pub struct StepMemory<'a> {
     /// The block, laid out as [`Layout::graph`].
     pub block: &'a mut [u8],
-    /// `[rows, words]` int32: packed logit masks; bit `i` of word `w` allows token `32 w + i`.
+    /// `[words]` int32: logit masks as in the staging block; room for one of [`Limits::mask_words`](crate::Limits::mask_words) in each row.
     pub mask_words: &'a mut [i32],
 }
 
@@ -189,9 +189,10 @@ impl Planner {
         mask_words: &mut [i32],
     ) -> Result<(), StageError> {
         arrays.temperatures.fill(UNSAMPLED);
-        arrays.mask_rows.fill(-1);
-        let (mut masks, mut last) = (0, None);
-        let words = self.limits.mask_words();
+        arrays.slot_masks.fill(0);
+        let (mut used, mut last) = (0, None);
+        let mut place = [0; 2];
+        let width = self.limits.mask_words();
         for slot in self.asked_slots() {
             let (row, params) = (slot.row, slot.params);
             arrays.temperatures[row] = match slot.class {
@@ -204,14 +205,16 @@ impl Planner {
             arrays.top_ks[row] = params.top_k as i32;
             let Some(mask) = slot.mask else { continue };
             if last != Some(mask) {
-                let (found, needed) = (4 * mask_words.len(), 4 * words * (masks + 1));
-                let out = mask_words.get_mut(words * masks..words * (masks + 1));
+                let (found, needed) = (4 * mask_words.len(), 4 * (used + width));
+                let out = mask_words.get_mut(used..used + width);
                 let out = out.ok_or(StageError::BlockSize { found, needed })?;
-                self.slots.pack_mask(mask, out, &self.limits);
-                (masks, last) = (masks + 1, Some(mask));
+                let (words, edges) = self.slots.put_mask(mask, out, &self.limits);
+                place = [used as i32, edges];
+                (used, last) = (used + words, Some(mask));
             }
-            arrays.mask_rows[row] = masks as i32 - 1;
+            arrays.slot_masks[2 * row..][..2].copy_from_slice(&place);
         }
+        arrays.header[3] = used as i32;
         Ok(())
     }
 

@@ -50,7 +50,7 @@ pub enum FieldId {
     Uniforms,
     /// `[slots]` int32: top-k count, or ids of a distribution; the vocabulary size = all.
     TopKs,
-    /// `[slots]` int32: row of the slot's logit mask, -1 = none.
+    /// `[slots, 2]` int32: first word of the slot's logit mask and how many edges it has; 0 edges = no mask, -1 = bits.
     SlotMasks,
     /// `[requests]` int64: block-table row.
     ReqPoolIndices,
@@ -71,7 +71,8 @@ pub enum FieldId {
     /// `[updates, 2]` int64: changed entry of the block table (`row * row_pages + column`) and the first storage slot of
     /// the page that it now names. Behind the pass's arrays, so that a copy can end with the entries in use.
     TableUpdates,
-    /// `[masks, words]` int32: packed logit masks, bit `i` of word `w` allows token `32 w + i`.
+    /// `[words]` int32: logit masks one behind the other. Edges `e0 < e1 < e2 < …` allow the tokens `e0..e1`, `e2..e3`
+    /// and so on; where bits take less room, bit `i` of word `w` allows token `32 w + i`.
     MaskWords,
 }
 
@@ -113,7 +114,7 @@ impl Layout {
             ("min_ps", DType::F32, slots),
             ("uniforms", DType::F32, slots),
             ("top_ks", DType::I32, slots),
-            ("slot_masks", DType::I32, slots),
+            ("slot_masks", DType::I32, 2 * slots),
             ("req_pool_indices", DType::I64, requests),
             ("seq_lens", DType::I64, requests),
             ("extend_prefix_lens", DType::I32, requests),

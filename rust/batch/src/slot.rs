@@ -58,6 +58,8 @@ pub struct SlotGroup {
     pub counts: [usize; SlotClass::COUNT],
     /// Staged logit masks.
     pub masks: usize,
+    /// The words that they take.
+    pub mask_words: usize,
 }
 
 impl SlotGroup {
@@ -116,8 +118,8 @@ pub(crate) struct Slots {
     /// The staged group: its slots, and for log-probability slots `[number among them, token]` of each label.
     group: Range<usize>,
     group_labels: Vec<[i64; 2]>,
-    /// For each mask its row in the staged group.
-    mask_rows: Vec<Option<usize>>,
+    /// For each mask where it lies in the staged group.
+    staged_masks: Vec<Option<[i32; 2]>>,
 }
 
 impl Slots {
@@ -211,9 +213,9 @@ impl Slots {
         valid
     }
 
-    /// Packs a planned mask.
-    pub(crate) fn pack_mask(&self, mask: usize, words: &mut [i32], limits: &Limits) {
-        pack(&self.runs[self.masks[mask].clone()], words, limits);
+    /// Writes a planned mask; see [`put_mask`].
+    pub(crate) fn put_mask(&self, mask: usize, words: &mut [i32], limits: &Limits) -> (usize, i32) {
+        put_mask(&self.runs[self.masks[mask].clone()], words, limits)
     }
 
     /// Plans the first mask of a request.
@@ -374,22 +376,24 @@ impl Planner {
         let mut staged = SlotGroup::default();
         let slots = &mut self.slots;
         slots.close_group();
-        slots.mask_rows.clear();
-        slots.mask_rows.resize(slots.masks.len(), None);
+        slots.staged_masks.clear();
+        slots.staged_masks.resize(slots.masks.len(), None);
         for (entry, &slot) in self.stage.pass_slots[group.clone()].iter().enumerate() {
             let slot = &slots.all[slot];
             arrays.put_slot(entry, slot, base);
             let mask = slot.mask.map(|mask| {
-                *slots.mask_rows[mask].get_or_insert_with(|| {
+                *slots.staged_masks[mask].get_or_insert_with(|| {
                     let runs = &slots.runs[slots.masks[mask].clone()];
-                    let words = self.limits.mask_words();
-                    let row = &mut arrays.mask_words[staged.masks * words..][..words];
-                    pack(runs, row, &self.limits);
+                    let first = staged.mask_words;
+                    let width = self.limits.mask_words();
+                    let out = &mut arrays.mask_words[first..][..width];
+                    let (words, edges) = put_mask(runs, out, &self.limits);
                     staged.masks += 1;
-                    staged.masks - 1
+                    staged.mask_words += words;
+                    [first as i32, edges]
                 })
             });
-            arrays.slot_masks[entry] = mask.map_or(-1, |row| row as i32);
+            arrays.slot_masks[2 * entry..][..2].copy_from_slice(&mask.unwrap_or_default());
             let number = staged.count(slot.class) as i64;
             let labels = slots.labels[slot.labels.clone()].iter();
             slots
@@ -443,6 +447,8 @@ impl Planner {
     }
 }
 
+/// Edges of a mask whose bits are staged.
+const BITS: i32 = -1;
 /// In a slot whose logits were no numbers.
 pub(crate) const INVALID_TOKEN: u32 = u32::MAX;
 
@@ -463,10 +469,19 @@ impl Arrays<'_> {
     }
 }
 
-/// Packs a mask: bit `i` of word `w` allows token `32 w + i`.
-fn pack(runs: &[u32], words: &mut [i32], limits: &Limits) {
-    words.fill(0);
-    for allowed in brle::true_ranges(runs, u64::from(limits.vocab_size)) {
-        set_bits(words, allowed);
+/// Writes a mask into [`Limits::mask_words`] words: its edges, or its bits where edges could take more room. Returns the
+/// words in use and what [`FieldId::SlotMasks`](crate::FieldId::SlotMasks) says of its edges.
+fn put_mask(runs: &[u32], words: &mut [i32], limits: &Limits) -> (usize, i32) {
+    let ranges = brle::true_ranges(runs, u64::from(limits.vocab_size));
+    if runs.len() > words.len() {
+        words.fill(0);
+        ranges.for_each(|allowed| set_bits(words, allowed));
+        return (words.len(), BITS);
     }
+    let mut edges = 0;
+    for allowed in ranges {
+        words[edges..][..2].copy_from_slice(&[allowed.start as i32, allowed.end as i32]);
+        edges += 2;
+    }
+    (edges, edges as i32)
 }

@@ -98,15 +98,13 @@ fn run(planner: &mut Planner, block: &mut [u64], salt: u32) -> Option<(Pass, Vec
                 .collect();
             let masks: Vec<i32> = array(&layout, block, "slot_masks");
             let words: Vec<i32> = array(&layout, block, "mask_words");
-            let width = planner.limits().mask_words();
             for slot in 0..group.len() {
-                let mask = usize::try_from(masks[slot]).ok();
                 slots.push(Slot {
                     row: rows[slot] as usize,
                     greedy: slot < group.count(SlotClass::Greedy),
                     probe: slot >= tokens,
                     params: params.iter().map(|values| values[slot]).collect(),
-                    mask: mask.map(|mask| words[mask * width..][..width].to_vec()),
+                    mask: mask_of(planner, &masks[2 * slot..], &words),
                 });
             }
             let own = &slots[slots.len() - group.len()..];
@@ -126,6 +124,13 @@ fn run(planner: &mut Planner, block: &mut [u64], salt: u32) -> Option<(Pass, Vec
     first.map(|pass| (pass, slots))
 }
 
+/// How many edges a slot's mask has, and its words; `None` without a mask.
+fn mask_of(planner: &Planner, place: &[i32], words: &[i32]) -> Option<(i32, Vec<i32>)> {
+    let (first, edges) = (place[0] as usize, place[1]);
+    let width = usize::try_from(edges).unwrap_or_else(|_| planner.limits().mask_words());
+    (edges != 0).then(|| (edges, words[first..][..width].to_vec()))
+}
+
 #[derive(Debug)]
 struct Slot {
     row: usize,
@@ -133,7 +138,7 @@ struct Slot {
     probe: bool,
     /// Bits of temperature, top-p, min-p, uniform number, top-k.
     params: Vec<u32>,
-    mask: Option<Vec<i32>>,
+    mask: Option<(i32, Vec<i32>)>,
 }
 
 /// Compares a step with the pass that the general way staged.
@@ -180,12 +185,12 @@ fn compare(
 
 fn compare_slots(lane: &Lane, layout: &Layout, rows: usize, slots: &[Slot]) {
     let temperatures: Vec<f32> = lane.get(layout, "temperatures");
-    let mask_rows: Vec<i32> = lane.get(layout, "mask_rows");
-    let width = lane.planner.limits().mask_words();
+    let masks: Vec<i32> = lane.get(layout, "slot_masks");
+    let used = lane.get::<i32>(layout, "header")[3] as usize;
     for row in 0..rows + PADDING {
         let Some(slot) = slots.iter().find(|slot| slot.row == row) else {
             assert!(temperatures[row] < 0.0);
-            assert_eq!(mask_rows[row], -1);
+            assert_eq!(masks[2 * row..][..2], [0; 2]);
             continue;
         };
         let temperature = f32::from_bits(slot.params[0]);
@@ -197,8 +202,7 @@ fn compare_slots(lane: &Lane, layout: &Layout, rows: usize, slots: &[Slot]) {
         {
             assert_eq!(lane.get::<u32>(layout, name)[row], *bits, "{name}");
         }
-        let mask = usize::try_from(mask_rows[row]).ok();
-        let mask = mask.map(|mask| lane.masks[mask * width..][..width].to_vec());
+        let mask = mask_of(&lane.planner, &masks[2 * row..], &lane.masks[..used]);
         assert_eq!(mask, slot.mask);
     }
 }

@@ -52,7 +52,7 @@ proptest! {
     }
 }
 
-/// Plans and stages a frame; returns the classes' counts, the staged masks and the slots' rows.
+/// Plans and stages a frame; returns the classes' counts, the staged masks and each slot's mask, -1 = none.
 fn staged(requests: &[Req]) -> ([usize; SlotClass::COUNT], usize, Vec<i32>) {
     let mut planner = Planner::new(sized(50), 0);
     let encoded = Encoded::new(DRIVER, &frame(requests));
@@ -65,7 +65,19 @@ fn staged(requests: &[Req]) -> ([usize; SlotClass::COUNT], usize, Vec<i32>) {
     let group = planner.stage_slots(block).expect("it fits");
     let group = group.expect("a group");
     let rows = planner.layout().field(pie_batch::FieldId::SlotMasks);
-    let rows = bytemuck::cast_slice(&block[rows.offset..][..4 * group.len()]).to_vec();
+    let places: &[[i32; 2]] = bytemuck::cast_slice(&block[rows.offset..][..8 * group.len()]);
+    let mut firsts: Vec<i32> = Vec::new();
+    let rows = places.iter().map(|&[first, edges]| {
+        if edges == 0 {
+            return -1;
+        }
+        if !firsts.contains(&first) {
+            firsts.push(first);
+        }
+        let row = firsts.iter().position(|&known| known == first);
+        row.expect("it is there") as i32
+    });
+    let rows = rows.collect();
     (group.counts, group.masks, rows)
 }
 

@@ -412,7 +412,13 @@ fn the_worked_mixed_batch_is_answered_byte_for_byte() {
     let group = planner.stage_slots(block).expect("it fits");
     // A greedy and a top-p token, one distribution, no raw logits, two log-probability entries, one entropy.
     let counts = [1, 0, 1, 1, 0, 2, 1];
-    assert_eq!(group, Some(SlotGroup { counts, masks: 0 }));
+    assert_eq!(
+        group,
+        Some(SlotGroup {
+            counts,
+            ..SlotGroup::default()
+        })
+    );
     assert_eq!(planner.group_labels(), [[0, 7], [0, 9], [1, 3]]);
     let outputs = Outputs {
         tokens: &[42, 31],

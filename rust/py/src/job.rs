@@ -102,7 +102,7 @@ impl SlotGroup {
     /// A group of the given sizes; the planner makes them, tests may.
     #[new]
     #[pyo3(signature = (greedy = 0, plain = 0, filtered = 0, dists = 0, logits = 0, logprobs = 0, entropies = 0))]
-    const fn new(
+    fn new(
         greedy: usize,
         plain: usize,
         filtered: usize,
@@ -112,7 +112,10 @@ impl SlotGroup {
         entropies: usize,
     ) -> Self {
         let counts = [greedy, plain, filtered, dists, logits, logprobs, entropies];
-        let inner = pie_batch::SlotGroup { counts, masks: 0 };
+        let inner = pie_batch::SlotGroup {
+            counts,
+            ..pie_batch::SlotGroup::default()
+        };
         Self {
             inner,
             labels: Vec::new(),
@@ -165,10 +168,10 @@ impl SlotGroup {
         self.inner.count(SlotClass::Entropy)
     }
 
-    /// Staged logit masks.
+    /// Words of the staged logit masks.
     #[getter]
-    const fn masks(&self) -> usize {
-        self.inner.masks
+    const fn mask_words(&self) -> usize {
+        self.inner.mask_words
     }
 
     /// Of each log-probability that is asked for: the slot, counted from the first log-probability slot, and the token;

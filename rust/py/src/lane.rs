@@ -30,7 +30,7 @@ impl Lane {
     ///
     /// Args:
     ///     block: Writable bytes that graphs read, laid out as `graph_layout(rows)`; large enough for every graph.
-    ///     mask_words: `[rows, ceil(vocabulary / 32)]` int32 that graphs read: packed logit masks.
+    ///     mask_words: `[rows * ceil(vocabulary / 32)]` int32 that graphs read: logit masks.
     ///     results: `[rows]` uint64 that graphs write: for each sampled or padded row `step << 32 | token`, at once.
     ///     graphs: Rows and `cudaGraphExec_t` of each graph, fewest rows first.
     ///     stream: The `cudaStream_t` that they run on.

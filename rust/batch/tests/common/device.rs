@@ -593,23 +593,30 @@ impl Device {
     fn check_masks(&self, plan: &Plan, group: &[(usize, Slot)], staged: SlotGroup) {
         let vocab_size = self.limits.vocab_size as usize;
         let width = vocab_size.div_ceil(32);
-        let words = self.array::<i32>(FieldId::MaskWords, staged.masks * width);
-        let slot_masks = self.array::<i32>(FieldId::SlotMasks, group.len());
+        let words = self.array::<i32>(FieldId::MaskWords, staged.mask_words);
+        let slot_masks = self.array::<i32>(FieldId::SlotMasks, 2 * group.len());
         let mut of_request = HashMap::new();
         let mut used = HashSet::new();
-        for ((_, slot), &row) in group.iter().zip(&slot_masks) {
+        for ((_, slot), place) in group.iter().zip(slot_masks.as_chunks().0) {
             let Some(mask) = &plan.requests[slot.request].mask else {
-                assert_eq!(row, -1, "{slot:?}");
+                assert_eq!(*place, [0, 0], "{slot:?}");
                 continue;
             };
-            let row = usize::try_from(row).expect("a row");
-            used.insert(row);
-            assert_eq!(*of_request.entry(slot.request).or_insert(row), row);
-            let words = &words[row * width..][..width];
-            let bit = |token: usize| words[token / 32].cast_unsigned() >> (token % 32) & 1 == 1;
+            let [first, edges] = *place;
+            used.insert(first);
+            assert_eq!(*of_request.entry(slot.request).or_insert(first), first);
+            let words = &words[usize::try_from(first).expect("a word")..];
+            let allows = |token: usize| match usize::try_from(edges) {
+                // Behind an odd number of edges.
+                Ok(edges) => {
+                    let before = words[..edges].partition_point(|&edge| edge as usize <= token);
+                    before % 2 == 1
+                }
+                Err(_) => words[token / 32].cast_unsigned() >> (token % 32) & 1 == 1,
+            };
             for token in 0..32 * width {
                 let allowed = mask.get(token).copied().unwrap_or(false);
-                assert_eq!(bit(token), allowed, "token {token} of {slot:?}");
+                assert_eq!(allows(token), allowed, "token {token} of {slot:?}");
             }
         }
         assert_eq!(used.len(), staged.masks, "masks without a slot");

@@ -1,0 +1,73 @@
+"""One kernel for rows of many buffers: a page's rows in all layers move in a single launch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+BLOCK = 1024
+"""Elements that a program moves."""
+
+
+class Rows(NamedTuple):
+    """Rows of several buffers of one dtype, as a kernel finds them."""
+
+    dtype: torch.dtype
+    starts: torch.Tensor
+    """``[buffers]`` int64: the address of each buffer's row 0."""
+    strides: torch.Tensor
+    """``[buffers]`` int64: elements from one row to the next."""
+    widths: torch.Tensor
+    """``[buffers]`` int32: elements of a row."""
+    widest: int
+
+    @classmethod
+    def of(cls, buffers: Sequence[torch.Tensor]) -> Rows:
+        """The rows of ``[rows, width]`` buffers, which must outlive this."""
+        device = buffers[0].device
+        widths = [buffer.shape[1] for buffer in buffers]
+        return cls(
+            buffers[0].dtype,
+            torch.tensor([buffer.data_ptr() for buffer in buffers], device=device),
+            torch.tensor([buffer.stride(0) for buffer in buffers], device=device),
+            torch.tensor(widths, dtype=torch.int32, device=device),
+            max(widths),
+        )
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _move(  # type: ignore[no-untyped-def]
+    source_starts, source_strides, source_rows, target_starts, target_strides, target_rows, widths,
+    ELEMENT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    pair = tl.program_id(0)
+    buffer = tl.program_id(1)
+    elements = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    inside = elements < tl.load(widths + buffer)
+    pointer = tl.pointer_type(ELEMENT)
+    source = tl.load(source_starts + buffer).to(pointer)
+    source += tl.load(source_rows + pair) * tl.load(source_strides + buffer)
+    target = tl.load(target_starts + buffer).to(pointer)
+    target += tl.load(target_rows + pair) * tl.load(target_strides + buffer)
+    tl.store(target + elements, tl.load(source + elements, mask=inside), mask=inside)
+
+
+def move(source: Rows, source_rows: torch.Tensor, target: Rows, target_rows: torch.Tensor) -> None:
+    """Copies a row of every buffer for each pair. No target may be among the sources.
+
+    Args:
+        source: from where; buffers of the same widths as those of `target`.
+        source_rows: ``[pairs]`` int64.
+        target: to where.
+        target_rows: ``[pairs]`` int64, all different.
+    """
+    grid = (len(source_rows), len(source.starts), triton.cdiv(source.widest, BLOCK))
+    _move[grid](
+        source.starts, source.strides, source_rows,
+        target.starts, target.strides, target_rows, source.widths,
+        ELEMENT=tl.int64 if source.dtype == torch.int64 else tl.uint8, BLOCK=BLOCK,
+    )  # fmt: skip
