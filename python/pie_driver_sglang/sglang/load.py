@@ -38,6 +38,9 @@ def load_engine(config: DriverConfig) -> tuple[Planner, SglangEngine]:
     adapters = (
         Adapters(runner.lora_manager, options.max_loaded_loras) if options.enable_lora else None
     )
+    if adapters is not None:
+        rank = options.max_lora_rank
+        logger.info("adapters: %d slots of rank %d, %s", adapters.slots, rank, args.lora_backend)
     facts = Facts(
         total_pages=runner.max_total_num_tokens // args.page_size,
         page_size=args.page_size,

@@ -279,6 +279,7 @@ impl Planner {
         );
         let (mut first, mut tokens, mut masked) = (0, 0, false);
         self.adapters.start_pass();
+        let adapters = self.takes_adapters();
         for (index, request) in self.requests.iter().enumerate() {
             let mut rows = request.rows.clone();
             while !rows.is_empty() {
@@ -288,14 +289,16 @@ impl Planner {
                 };
                 let full = tokens + wanted > chunk
                     || self.segments.len() - first == most
-                    || !self.adapters.admits(request.adapter);
+                    || (adapters && !self.adapters.admits(request.adapter));
                 let mixed = masked != (request.sight != Sight::Causal);
                 if tokens > 0 && (full || mixed) {
                     self.passes.push(first..self.segments.len());
                     (first, tokens) = (self.segments.len(), 0);
                     self.adapters.start_pass();
                 }
-                self.adapters.add(request.adapter);
+                if adapters {
+                    self.adapters.add(request.adapter);
+                }
                 masked = request.sight != Sight::Causal;
                 let len = rows.len().min(chunk - tokens);
                 self.segments.push(Segment {
