@@ -13,6 +13,7 @@
 
 mod fault;
 mod frame;
+mod image;
 mod layout;
 mod limits;
 mod mask;
@@ -25,7 +26,8 @@ mod slot;
 mod stage;
 mod table;
 
-pub use fault::{FrameError, RequestFault};
+pub use fault::{FrameError, Medium, RequestFault};
+pub use image::{ImageError, ImageSpan, PassImages, Vision};
 pub use layout::{DType, Field, FieldId, Layout};
 pub use limits::{LimitError, Limits};
 pub use mask::AttentionMask;
