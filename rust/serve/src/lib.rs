@@ -9,12 +9,14 @@ mod batch;
 mod copy;
 mod decide;
 mod groups;
+mod media;
 mod note;
 mod responder;
 mod timing;
 
 pub use batch::Batch;
 pub use copy::Copy;
+pub use media::Media;
 pub use note::Note;
 pub use responder::{Event, Job, RehearsalError, Responder};
 pub use timing::{DeviceTimes, Timing, monotonic_ns};

@@ -10,6 +10,7 @@ use thiserror::Error;
 use crate::batch::{Batch, Desk};
 use crate::copy::{Copy, answer};
 use crate::decide::{Action, Decision, decide};
+use crate::media::Media;
 use crate::note::Note;
 use crate::status;
 use crate::timing::{DeviceTimes, Timing, monotonic_ns};
@@ -97,6 +98,7 @@ impl Responder {
         let Decision {
             driver_id,
             action,
+            media,
             parse,
             plan,
         } = {
@@ -110,7 +112,7 @@ impl Responder {
             ..Timing::default()
         };
         match action {
-            None => self.open(lease, planner, timing),
+            None => self.open(lease, planner, media, timing),
             Some(action) => {
                 self.desk.put_back(planner);
                 act(lease, driver_id, action)
@@ -119,9 +121,15 @@ impl Responder {
     }
 
     /// Hands out a batch that needs the model, and answers one that does not.
-    fn open(&self, lease: Lease, planner: Box<Planner>, timing: Timing) -> Event {
+    fn open(
+        &self,
+        lease: Lease,
+        planner: Box<Planner>,
+        media: Option<Media>,
+        timing: Timing,
+    ) -> Event {
         let needs_model = planner.pass_count() > 0;
-        let mut batch = Batch::new(Some(lease), planner, Arc::clone(&self.desk), timing);
+        let mut batch = Batch::new(Some(lease), planner, Arc::clone(&self.desk), media, timing);
         if needs_model {
             return Event::Job(Job::Batch(batch));
         }
@@ -146,11 +154,14 @@ impl Responder {
             self.desk.put_back(planner);
             return Err(error.into());
         }
+        let pixels = Media::pixel_range(bytes, request);
+        let media = planner.has_images().then(|| Media::new(aligned, pixels));
         let timing = Timing {
             received_ns: monotonic_ns(),
             ..Timing::default()
         };
-        Ok(Batch::new(None, planner, Arc::clone(&self.desk), timing))
+        let desk = Arc::clone(&self.desk);
+        Ok(Batch::new(None, planner, desk, media, timing))
     }
 }
 
