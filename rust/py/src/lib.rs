@@ -23,11 +23,11 @@ mod _core {
     #[pymodule_export]
     use crate::guard::ExitGuard;
     #[pymodule_export]
-    use crate::job::{AttentionMask, Batch, Copy, Pass, SlotGroup};
+    use crate::job::{AttentionMask, Batch, Copy, ImageSpan, Pass, PassImages, SlotGroup};
     #[pymodule_export]
     use crate::planner::Planner;
     #[pymodule_export]
-    use crate::request::{Request, Sampler, encode_forward};
+    use crate::request::{Image, Request, Sampler, encode_forward};
     #[pymodule_export]
     use crate::server::Server;
 }

@@ -1,6 +1,6 @@
 //! The planner as Python sees it until a server takes it.
 
-use pie_batch::Limits;
+use pie_batch::{LimitError, Limits, Vision};
 use pie_ring::RegionLayout;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
@@ -27,11 +27,13 @@ impl Planner {
     ///     max_slots: Logit rows computed at once.
     ///     random_seed: Key of the randomness of unseeded samplers.
     ///     masks: The engine applies attention masks; otherwise requests whose mask is not causal are emptied.
+    ///     vision: What the engine's encoder takes: numbers of a patch, patches that are merged per side, and patches of
+    ///         the longest side. None: requests with images are emptied.
     ///
     /// Raises:
     ///     ValueError: A limit is 0, or the pool has more storage slots than a 31-bit index names.
     #[new]
-    #[pyo3(signature = (*, page_size, total_pages, vocab_size, max_positions, row_pages, max_requests, chunk_tokens, max_slots, random_seed, masks = true))]
+    #[pyo3(signature = (*, page_size, total_pages, vocab_size, max_positions, row_pages, max_requests, chunk_tokens, max_slots, random_seed, masks = true, vision = None))]
     #[expect(
         clippy::too_many_arguments,
         reason = "keyword-only limits, named at the call"
@@ -47,6 +49,7 @@ impl Planner {
         max_slots: u32,
         random_seed: u64,
         masks: bool,
+        vision: Option<(u32, u32, u32)>,
     ) -> PyResult<Self> {
         let limits = Limits {
             page_size,
@@ -59,11 +62,21 @@ impl Planner {
             max_slots,
             reply_bytes: RegionLayout::default().response_capacity() as u32,
         };
-        limits
-            .check()
-            .map_err(|error| PyValueError::new_err(error.to_string()))?;
-        let inner = pie_batch::Planner::new(limits, random_seed);
-        let inner = if masks { inner } else { inner.without_masks() };
+        let refuse = |error: LimitError| PyValueError::new_err(error.to_string());
+        limits.check().map_err(refuse)?;
+        let mut inner = pie_batch::Planner::new(limits, random_seed);
+        if !masks {
+            inner = inner.without_masks();
+        }
+        if let Some((patch_values, merge_size, max_side)) = vision {
+            let vision = Vision {
+                patch_values,
+                merge_size,
+                max_side,
+            };
+            vision.check().map_err(refuse)?;
+            inner = inner.with_vision(vision);
+        }
         let layout = inner.layout().clone();
         Ok(Self {
             inner: Some(inner),
