@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import multiprocessing
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 import drivers
+import engine_process
 import tiny_models
 from pie_driver_sglang import _core
 from pie_driver_sglang._core import Image, Request, Sampler
@@ -304,6 +306,28 @@ def test_decoding_behind_images(bench: Bench) -> None:
         bench.run(story.send(*text(2, turn), START, Picture(4, 8, turn), END, *text(2, turn)))
         for step in range(20):
             bench.run(story.send(*text(1, turn, step)))
+
+
+def test_an_image_is_encoded_once(models_folder: Path, tmp_path: Path) -> None:
+    """However many passes have rows of it; but again when it comes again."""
+    snapshot = tiny_models.build("qwen3-vl", models_folder)
+    options = {"page_size": PAGE, "chunked_prefill_size": CHUNK}
+    config = drivers.write_config(tmp_path, snapshot, options=options)
+    allocator = Pages(16, PAGE)
+    parts = [START, Picture(10, 12), END, START, Picture(2, 4), END, START, Picture(4, 10), END]
+    slots = [(0, Sampler.greedy())]
+    sent = [Story(allocator).send(*parts, samplers=slots) for _ in range(2)]
+    frames = [_core.encode_forward([each.request]) for each in sent]
+    log = tmp_path / "engine.stderr"
+    ours, theirs = multiprocessing.Pipe()
+    arguments = (str(config), theirs, str(log))
+    process = drivers.fork_call(engine_process.count_images, arguments)
+    theirs.close()
+    with ours:
+        ours.send(frames)
+        # The first two passes have rows of the first image, the last one all of the others.
+        assert ours.recv() == [[1, 2], [1, 2]]
+    assert process.wait(drivers.STOP_TIMEOUT_S) == 0
 
 
 def test_an_image_of_one_row_alone(bench: Bench) -> None:

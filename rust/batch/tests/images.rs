@@ -380,24 +380,26 @@ fn rows_belong_to_the_request_and_carry_no_text() {
 
 #[test]
 fn an_image_of_the_rows_of_another_request_is_refused() {
-    let (bad, good) = (Image::new(4, 2, 2), Image::new(0, 2, 2));
+    let (behind, good) = (Image::new(4, 2, 2), Image::new(0, 2, 2));
+    // One row in front of its request.
+    let before = Image::new(u32::MAX, 2, 2);
     let frame = with_images(&[
-        (request(4, &[], 0), vec![bad]),
+        (request(4, &[], 0), vec![behind]),
         (request(2, std::slice::from_ref(&good), 1), vec![good]),
+        (request(3, &[], 2), vec![before]),
     ]);
     let mut planner = planner(ROOMY);
     staged(&mut planner, &frame);
-    let problem = ImageError::Rows {
-        row: 4,
-        tokens: 1,
-        start: 0,
-        end: 4,
+    let fault = |row, start, end| RequestFault::Image {
+        number: 0,
+        problem: ImageError::Rows {
+            row,
+            tokens: 1,
+            start,
+            end,
+        },
     };
-    let number = 0;
-    assert_eq!(
-        planner.faults(),
-        [(0, RequestFault::Image { number, problem })]
-    );
+    assert_eq!(planner.faults(), [(0, fault(4, 0, 4)), (2, fault(5, 6, 9))]);
 }
 
 #[test]
