@@ -18,6 +18,41 @@ def serve_logits(config_path: str, connection: Connection, stderr: str) -> None:
             ``[rows, vocabulary]`` float32.
         stderr: Where to log.
     """
+    server, engine = _start(config_path, stderr)
+    with connection:
+        connection.send([_logits(server, engine, frame) for frame in connection.recv()])
+
+
+def count_images(config_path: str, connection: Connection, stderr: str) -> None:
+    """Receives a list of encoded frames and sends how many images were encoded for each.
+
+    Args:
+        config_path: `driver.toml` of a model that takes images.
+        connection: Receives `list[bytes]`, sends for each frame the images of each call of the
+            encoder.
+        stderr: Where to log.
+    """
+    server, engine = _start(config_path, stderr)
+    model = engine._runner.model
+    encode = model.get_image_feature
+    calls: list[int] = []
+
+    def counted(items: list[Any]) -> Any:
+        calls.append(len(items))
+        return encode(items)
+
+    model.get_image_feature = counted
+    with connection:
+        counts = []
+        for frame in connection.recv():
+            calls.clear()
+            _logits(server, engine, frame)
+            counts.append(list(calls))
+        connection.send(counts)
+
+
+def _start(config_path: str, stderr: str) -> tuple[Any, Any]:
+    """A server without a region, and its engine."""
     from pie_driver_sglang import _core
     from pie_driver_sglang.config import load_config
     from pie_driver_sglang.sglang.load import load_engine
@@ -30,8 +65,7 @@ def serve_logits(config_path: str, connection: Connection, stderr: str) -> None:
     server.unlink()
     planner, engine = load_engine(config)
     server.serve(planner, engine.block, print)
-    with connection:
-        connection.send([_logits(server, engine, frame) for frame in connection.recv()])
+    return server, engine
 
 
 def _logits(server: Any, engine: Any, frame: bytes) -> list[Any]:

@@ -16,6 +16,7 @@ ARCHITECTURES = (
     "MistralForCausalLM",
     "Qwen2ForCausalLM",
     "Qwen3ForCausalLM",
+    "Qwen3VLForConditionalGeneration",
 )
 """Classes that children can load; SGLang's other model modules are not imported."""
 

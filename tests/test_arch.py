@@ -8,7 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pie_driver_sglang.arch import TEMPLATE_NAMES, arch_name, vocab_size
+from pie_driver_sglang.arch import (
+    TEMPLATE_NAMES,
+    arch_name,
+    image_token_bytes,
+    takes_images,
+    vocab_size,
+)
 from pie_driver_sglang.errors import ConfigError
 
 
@@ -73,6 +79,25 @@ def test_vocabulary() -> None:
     assert vocab_size({"text_config": {}}) is None
     assert vocab_size({"vocab_size": "5"}) is None
     assert vocab_size({"vocab_size": True}) is None
+
+
+def test_image_tokens() -> None:
+    """A Qwen3-VL 8B: four patches of 2 frames, 16 x 16 pixels and 3 colours, and positions."""
+    named = {"architectures": ["Qwen3VLForConditionalGeneration"]}
+    shape = {"in_channels": 3, "patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2}
+    expected = 4 * (4 * 2 * 16 * 16 * 3 + 2 * 4) + 3 * 4
+    for vision in (shape, {}, None, [], {"patch_size": None, "depth": 27}):
+        assert image_token_bytes({**named, "vision_config": vision}) == expected
+    small = {**shape, "patch_size": 4, "spatial_merge_size": 3}
+    expected = 9 * (4 * 2 * 4 * 4 * 3 + 2 * 4) + 3 * 4
+    assert image_token_bytes({**named, "vision_config": small}) == expected
+
+
+def test_only_models_that_the_driver_feeds_take_images() -> None:
+    for architecture in ("Qwen2_5_VLForConditionalGeneration", "Qwen3ForCausalLM"):
+        config = {"architectures": [architecture], "vision_config": {"patch_size": 16}}
+        assert not takes_images(config)
+        assert image_token_bytes(config) == 0
 
 
 JSON = st.recursive(

@@ -125,6 +125,37 @@ def test_the_largest_prefill_batch_really_fits() -> None:
     assert len(frame) <= room
 
 
+def test_images_fit_beside_the_largest_text_batch() -> None:
+    """Text does not eat the room for the pixels and positions of images."""
+    config, facts = config_of(max_image_tokens=100), facts_of(context_length=32_768)
+    vision = {"patch_size": 4, "spatial_merge_size": 2}
+    hf_config = {
+        "architectures": ["Qwen3VLForConditionalGeneration"],
+        "vision_config": vision,
+        "max_position_embeddings": facts.context_length,
+        "vocab_size": facts.vocab_size,
+    }
+    config = msgspec.structs.replace(
+        config, model=msgspec.structs.replace(config.model, hf_config=hf_config)
+    )
+    room = launch.request_bytes(config, hf_config)
+    without = launch.request_bytes(config, {**hf_config, "architectures": []})
+    caps = launch.capabilities(config, facts, room)
+    tokens = caps.max_forward_tokens
+    pages = caps.max_page_refs
+    sampler = [(tokens - 1, _core.Sampler.greedy())]
+    patch = bytes(4 * 2 * 4 * 4 * 3)
+    images = [
+        _core.Image(row, (1, 20, 2), 40 * patch, [0] * 30, patch_positions=[0] * 80)
+        for row in range(0, 100, 10)
+    ]
+    request = _core.Request(
+        [0] * tokens, list(range(tokens)), [0] * pages, 16, sampler, images=images
+    )
+    size = len(_core.encode_forward([request]))
+    assert without < size <= room
+
+
 def test_one_context_of_a_long_model_fits_with_one_token_pages() -> None:
     config = config_of(page_size=1)
     facts = facts_of(page_size=1, context_length=262_144)

@@ -21,6 +21,9 @@ CONTEXT: Final = 512
 WINDOW: Final = 24
 """Sliding window of the Gemma models, in tokens."""
 
+PATCH_VALUES: Final = 3 * 2 * 4 * 4
+"""Numbers of one patch of the model with images: channels, frames, height and width."""
+
 _COMMON: Final[dict[str, Any]] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 64,
@@ -37,7 +40,10 @@ _COMMON: Final[dict[str, Any]] = {
 
 
 def build(name: str, folder: Path) -> Path:
-    """Makes the model `name` of :data:`TINY` in a subfolder of `folder`, once, and returns it."""
+    """Makes the model `name` of :data:`TINY`, or `qwen3-vl`, in a subfolder of `folder`, once.
+
+    Returns the subfolder.
+    """
     target = folder / name
     if not target.exists():
         unfinished = folder / f".{name}"
@@ -78,7 +84,7 @@ def _make(name: str) -> Any:
     transformers.utils.logging.disable_progress_bar()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(sum(name.encode()))
-        model = TINY[name]()
+        model = _BUILDERS[name]()
         _randomize(model)
     return model
 
@@ -109,6 +115,39 @@ def _mistral() -> Any:
     return MistralForCausalLM(
         MistralConfig(**_COMMON, sliding_window=None, tie_word_embeddings=False)
     )
+
+
+def _qwen3_vl() -> Any:
+    from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+
+    rope = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_interleaved": True}
+    text = {
+        **_COMMON,
+        "head_dim": 32,
+        "num_key_value_heads": 1,
+        "rope_parameters": {**rope, "mrope_section": [6, 5, 5]},
+    }
+    vision = {
+        "depth": 3,
+        "hidden_size": 32,
+        # SGLang loads no weights of odd sizes.
+        "intermediate_size": 64,
+        "num_heads": 2,
+        "patch_size": 4,
+        "out_hidden_size": _COMMON["hidden_size"],
+        "num_position_embeddings": 36,
+        "deepstack_visual_indexes": [0, 1],
+    }
+    config = Qwen3VLConfig(
+        text_config=text,
+        vision_config=vision,
+        tie_word_embeddings=True,
+        image_token_id=VOCABULARY - 4,
+        video_token_id=VOCABULARY - 3,
+        vision_start_token_id=VOCABULARY - 2,
+        vision_end_token_id=VOCABULARY - 1,
+    )
+    return Qwen3VLForConditionalGeneration(config)
 
 
 def _gemma3() -> Any:
@@ -150,7 +189,9 @@ TINY: Final[dict[str, Callable[[], Any]]] = {
     "gemma3": _gemma3,
     "gemma2": _gemma2,
 }
-"""Builders of the random models."""
+"""Builders of the random models of the parity matrix."""
+
+_BUILDERS: Final[dict[str, Callable[[], Any]]] = {**TINY, "qwen3-vl": _qwen3_vl}
 
 
 def _randomize(model: Any) -> None:
@@ -167,7 +208,7 @@ def _randomize(model: Any) -> None:
                 centre = 0.0 if gemma else 1.0
                 if name.endswith(("q_norm.weight", "k_norm.weight")):
                     centre += 0.5
-                if name == "model.norm.weight":
+                if name.endswith(("model.norm.weight", "language_model.norm.weight")):
                     centre += 6.0 if gemma else 1.5
                 weight.normal_(centre, 0.1)
             elif name.endswith("bias"):

@@ -3,7 +3,9 @@
 
 use arbitrary::{Arbitrary, Unstructured};
 use bytemuck::Pod;
-use pie_batch::{FieldId, Layout, Limits, Outputs, Pass, Planner, Probes, SlotClass, SlotGroup};
+use pie_batch::{
+    FieldId, Layout, Limits, Outputs, Pass, Planner, Probes, SlotClass, SlotGroup, Vision,
+};
 use pie_wire::{
     ArchivedForwardRequest, ArchivedPayload, Brle, ForwardRequest, Payload, RESPONSE_ROOT_LEN,
     Sampler,
@@ -274,6 +276,12 @@ fn edit(request: &mut ForwardRequest, array: u8, at: u8, value: u32) {
         &mut request.spec_indptr,
         &mut request.image_indptr,
         &mut request.image_grids,
+        &mut request.image_anchor_rows,
+        &mut request.image_anchor_positions,
+        &mut request.image_pixel_indptr,
+        &mut request.image_mrope_positions,
+        &mut request.image_mrope_indptr,
+        &mut request.image_patch_positions,
         &mut request.audio_indptr,
         &mut request.audio_anchor_rows,
         &mut request.rs_slot_ids,
@@ -310,8 +318,17 @@ struct Trial {
     /// Bytes of the largest frame.
     largest: usize,
     device: Device,
+    /// A planner for a model that takes images.
+    sighted: Planner,
     turns: u32,
 }
+
+/// Patches of 4 bytes, four to a row.
+const VISION: Vision = Vision {
+    patch_values: 1,
+    merge_size: 2,
+    max_side: 64,
+};
 
 impl Trial {
     fn new(limits: u8, lack: u8) -> Self {
@@ -326,6 +343,7 @@ impl Trial {
             grown: 0,
             largest: 0,
             device,
+            sighted: Planner::new(limits, 1).with_vision(VISION),
             turns: 0,
         }
     }
@@ -333,6 +351,27 @@ impl Trial {
     fn lose_table(&mut self) {
         self.planner.forget_table();
         self.device.lose_table();
+    }
+
+    /// Plans a frame with its images: every pass has pixels for what it says.
+    fn look(&mut self, request: &ArchivedForwardRequest) {
+        if self.sighted.plan(DRIVER, request).is_err() {
+            return;
+        }
+        let block: &mut [u8] = bytemuck::cast_slice_mut(&mut self.block);
+        while let Some(pass) = self.sighted.stage(block).expect("the block fits") {
+            let Some(images) = self.sighted.pass_images() else {
+                continue;
+            };
+            assert_eq!(images.positions.len(), 3 * pass.tokens);
+            for span in images.spans {
+                let [time, height, width] = span.grid;
+                assert!(time == 1 && span.request < pass.requests);
+                assert_eq!(span.kv.len() as u32, height / 2 * (width / 2));
+                let pixels = request.image_pixels.get(span.pixels);
+                assert!(pixels.is_some_and(|pixels| pixels.len() as u32 == 4 * height * width));
+            }
+        }
     }
 
     /// Takes one frame, whatever it is.
@@ -344,6 +383,7 @@ impl Trial {
             return;
         };
         self.largest = self.largest.max(bytes.len());
+        self.look(request);
         if !self.plan(request) {
             return;
         }

@@ -6,7 +6,7 @@ from _typeshed import SupportsGetItem
 from typing import Any, Final, SupportsFloat, SupportsIndex, final
 from typing_extensions import Buffer
 
-__all__ = ["REHEARSAL_ADAPTER", "AttentionMask", "Batch", "Client", "Copy", "ExitGuard", "Lane", "Load", "Pass", "Planner", "Reply", "Request", "Sampler", "Server", "SlotGroup", "Step", "build_info", "encode_forward", "graph_layout"]
+__all__ = ["REHEARSAL_ADAPTER", "AttentionMask", "Batch", "Client", "Copy", "ExitGuard", "Image", "ImageSpan", "Lane", "Load", "Pass", "PassImages", "Planner", "Reply", "Request", "Sampler", "Server", "SlotGroup", "Step", "build_info", "encode_forward", "graph_layout"]
 
 REHEARSAL_ADAPTER: Final[int]
 """
@@ -217,6 +217,56 @@ class ExitGuard:
         """
 
 @final
+class Image:
+    """
+    An image of a request.
+    """
+    def __new__(cls, /, row: SupportsIndex, grid: tuple[SupportsIndex, SupportsIndex, SupportsIndex], pixels: bytes, positions: SupportsGetItem[int, SupportsIndex] = ..., *, anchor: SupportsIndex | None = None, patch_positions: SupportsGetItem[int, SupportsIndex] = ...) -> Image:
+        """
+        Describes an image; its rows of the request have token 0.
+
+        Args:
+            row: Its first row, counted from the request's first token.
+            grid: Patches in time, height and width.
+            pixels: float32 `[patches, values of a patch]`, little-endian.
+            positions: Rotary positions (time, height, width) of each row, one behind the other; empty = as for text.
+            anchor: Position of the first row; None = as the request says.
+            patch_positions: x and y of each patch, for models that need them.
+        """
+
+@final
+class ImageSpan:
+    """
+    An image with rows in a pass. Its buffer is the pixels: float32 `[patches, values of a patch]`, little-endian, at any
+    address.
+    """
+    @property
+    def continues(self, /) -> bool:
+        """
+        Whether a later pass has rows of it.
+        """
+    @property
+    def grid(self, /) -> tuple[int, int, int]:
+        """
+        Patches in time, height and width.
+        """
+    @property
+    def kv(self, /) -> tuple[int, int]:
+        """
+        KV indices of its first row and behind its last one, also of rows in other passes.
+        """
+    @property
+    def number(self, /) -> int:
+        """
+        Tells it from every other image that the planner has seen.
+        """
+    @property
+    def request(self, /) -> int:
+        """
+        Its request within the pass.
+        """
+
+@final
 class Lane:
     """
     Captured graphs, and the memory that they share with the host. Give it to `Server.serve`.
@@ -288,7 +338,12 @@ class Pass:
     @property
     def decode(self, /) -> bool:
         """
-        Whether every request has exactly one row, which sees all KV up to itself.
+        Whether every request has exactly one row, of text, which sees all KV up to itself.
+        """
+    @property
+    def images(self, /) -> PassImages | None:
+        """
+        Images that give some rows their embeddings; None when all rows are text.
         """
     @property
     def mask(self, /) -> AttentionMask | None:
@@ -322,11 +377,27 @@ class Pass:
         """
 
 @final
+class PassImages:
+    """
+    The images of a pass. Their rows are staged with the token `vocab_size`, which no text has.
+    """
+    @property
+    def positions(self, /) -> bytearray:
+        """
+        `[3, tokens]` int64: rotary position of each row of the pass on the axes time, height and width.
+        """
+    @property
+    def spans(self, /) -> list[ImageSpan]:
+        """
+        In the order of their rows.
+        """
+
+@final
 class Planner:
     """
     Turns frames into passes over a staging block. Give it to `Server.serve`.
     """
-    def __new__(cls, /, *, page_size: SupportsIndex, total_pages: SupportsIndex, vocab_size: SupportsIndex, max_positions: SupportsIndex, row_pages: SupportsIndex, max_requests: SupportsIndex, chunk_tokens: SupportsIndex, max_slots: SupportsIndex, random_seed: SupportsIndex, masks: bool = True, adapter_slots: SupportsIndex = 0) -> Planner:
+    def __new__(cls, /, *, page_size: SupportsIndex, total_pages: SupportsIndex, vocab_size: SupportsIndex, max_positions: SupportsIndex, row_pages: SupportsIndex, max_requests: SupportsIndex, chunk_tokens: SupportsIndex, max_slots: SupportsIndex, random_seed: SupportsIndex, masks: bool = True, adapter_slots: SupportsIndex = 0, vision: tuple[SupportsIndex, SupportsIndex, SupportsIndex] | None = None) -> Planner:
         """
         A planner for a model and its KV pool.
 
@@ -342,6 +413,8 @@ class Planner:
             random_seed: Key of the randomness of unseeded samplers.
             masks: The engine applies attention masks; otherwise requests whose mask is not causal are emptied.
             adapter_slots: Adapters that a pass can hold, no adapter being one of them; 0 for an engine without adapters.
+            vision: What the engine's encoder takes: numbers of a patch, patches that are merged per side, and patches of
+                the longest side. None: requests with images are emptied.
 
         Raises:
             ValueError: A limit is 0, or the pool has more storage slots than a 31-bit index names.
@@ -417,7 +490,7 @@ class Request:
     One request of a forward frame. KV geometry follows from `pages`, `last_page_len`, `tokens` and `drafts` as the Pie
     driver protocol defines it.
     """
-    def __new__(cls, /, tokens: SupportsGetItem[int, SupportsIndex], positions: SupportsGetItem[int, SupportsIndex], pages: SupportsGetItem[int, SupportsIndex], last_page_len: SupportsIndex, samplers: SupportsGetItem[int, tuple[SupportsIndex, Sampler]] = ..., *, context_id: SupportsIndex = 0, masks: SupportsGetItem[int, SupportsGetItem[int, SupportsIndex]] | None = None, logit_mask: SupportsGetItem[int, SupportsIndex] | None = None, drafts: SupportsGetItem[int, SupportsIndex] = ..., draft_positions: SupportsGetItem[int, SupportsIndex] = ..., adapter_id: SupportsIndex = ...) -> Request:
+    def __new__(cls, /, tokens: SupportsGetItem[int, SupportsIndex], positions: SupportsGetItem[int, SupportsIndex], pages: SupportsGetItem[int, SupportsIndex], last_page_len: SupportsIndex, samplers: SupportsGetItem[int, tuple[SupportsIndex, Sampler]] = ..., *, context_id: SupportsIndex = 0, masks: SupportsGetItem[int, SupportsGetItem[int, SupportsIndex]] | None = None, logit_mask: SupportsGetItem[int, SupportsIndex] | None = None, drafts: SupportsGetItem[int, SupportsIndex] = ..., draft_positions: SupportsGetItem[int, SupportsIndex] = ..., adapter_id: SupportsIndex = ..., images: SupportsGetItem[int, Image] = ..., audio: SupportsGetItem[int, tuple[SupportsIndex, SupportsGetItem[int, SupportsIndex]]] = ...) -> Request:
         """
         Describes one request.
 
@@ -433,6 +506,8 @@ class Request:
             drafts: Draft tokens to verify.
             draft_positions: One position per draft, empty = consecutive.
             adapter_id: -1 = none.
+            images: In the order of their rows.
+            audio: (row, features) pairs: first row of a clip, and its log-mel features.
         """
 
 @final

@@ -57,6 +57,14 @@ _RUNTIME_NAMES: Final[Mapping[str, str]] = MappingProxyType(
 _TEXT_KEYS: Final = ("text_config", "llm_config", "language_config", "thinker_config")
 
 
+#: SGLang's model classes with a vision encoder that the driver feeds.
+_IMAGE_ARCHITECTURES: Final = frozenset({"Qwen3VLForConditionalGeneration"})
+
+#: Of their vision encoder, where the config leaves it out.
+_VISION_DEFAULTS: Final[Mapping[str, int]] = MappingProxyType(
+    {"in_channels": 3, "patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2}
+)
+
 #: Keys of the trained context length, in the order in which SGLang asks for them.
 _CONTEXT_KEYS: Final = (
     "max_sequence_length",
@@ -118,6 +126,28 @@ def context_length(hf_config: Mapping[str, Any]) -> int:
     lengths = (config.get(key) for key in _CONTEXT_KEYS)
     length: Any = next(filter(_is_number, lengths), _DEFAULT_CONTEXT)
     return int(length * (factor if _is_number(factor) else 1))
+
+
+def takes_images(hf_config: Mapping[str, Any]) -> bool:
+    """Whether the driver serves images with this model."""
+    return not _IMAGE_ARCHITECTURES.isdisjoint(hf_config.get("architectures") or ())
+
+
+def image_token_bytes(hf_config: Mapping[str, Any]) -> int:
+    """Return the bytes of a request behind one token of an image; 0 for a model without images.
+
+    They are the pixels and positions of its patches, and its own positions on three axes.
+    """
+    if not takes_images(hf_config):
+        return 0
+    vision = hf_config.get("vision_config")
+    given: Mapping[str, Any] = vision if isinstance(vision, Mapping) else {}
+    channels, size, merge, frames = (
+        given[key] if _is_number(given.get(key)) else default
+        for key, default in _VISION_DEFAULTS.items()
+    )
+    patch = 4 * channels * frames * size**2 + 8
+    return int(merge**2 * patch + 12)
 
 
 def _is_number(value: object) -> bool:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pie_driver_sglang import __version__, _core
-from pie_driver_sglang.arch import context_length, vocab_size
+from pie_driver_sglang.arch import context_length, image_token_bytes, vocab_size
 from pie_driver_sglang.config import DriverConfig, load_config
 from pie_driver_sglang.device import check_device
 from pie_driver_sglang.errors import DriverError, RingError, StartError
@@ -117,6 +117,7 @@ def capabilities(config: DriverConfig, facts: Facts, request_bytes: int) -> Capa
     """
     requests = config.driver.options.max_forward_requests
     room = request_bytes - _FRAME_BYTES - _REQUEST_BYTES * requests - 4 * facts.vocab_size
+    room -= _image_bytes(config, config.model.hf_config)
     # Half of the room for tokens, half for pages; a whole context always fits.
     pool_tokens = facts.total_pages * facts.page_size
     tokens = max(facts.context_length, min(pool_tokens, room // 2 // _TOKEN_BYTES))
@@ -146,13 +147,22 @@ def capabilities(config: DriverConfig, facts: Facts, request_bytes: int) -> Capa
 
 
 def request_bytes(config: DriverConfig, hf_config: Mapping[str, Any]) -> int:
-    """Size that a request may need: one whole context in a full batch, one logit mask beside it."""
+    """Size that a request may need.
+
+    One whole context in a full batch, one logit mask beside it, and the images to make room for.
+    """
     options = config.driver.options
     context = options.context_length or context_length(hf_config)
     pages = 2 * (context // options.page_size + 1)
     masks = 4 * (vocab_size(hf_config) or 0)
     fixed = _FRAME_BYTES + _REQUEST_BYTES * options.max_forward_requests
-    return fixed + masks + _TOKEN_BYTES * context + 4 * pages
+    images = _image_bytes(config, hf_config)
+    return fixed + masks + _TOKEN_BYTES * context + 4 * pages + images
+
+
+def _image_bytes(config: DriverConfig, hf_config: Mapping[str, Any]) -> int:
+    """Room for the images of a request."""
+    return config.driver.options.max_image_tokens * image_token_bytes(hf_config)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -177,7 +187,8 @@ def _open_region(config: DriverConfig, guard: _core.ExitGuard) -> _core.Server:
         )
     except RingError as error:
         message, _, hint = str(error).partition("\n\nhint: ")
-        raise StartError(message, hint or "lower `context_length` in the options") from error
+        remedy = "lower `context_length` or, of a model with images, `max_image_tokens`"
+        raise StartError(message, hint or f"{remedy} in the options") from error
 
 
 def _start(config: DriverConfig, server: _core.Server) -> Engine:

@@ -39,6 +39,8 @@ class DriverOptions(msgspec.Struct, frozen=True, kw_only=True):
         context_length: Cap of the positions of one request; None for the model's.
         cpu_mem_budget_in_gb: Host memory for swapped pages, in GiB, page-locked for a GPU; 0 for
             no swapping.
+        max_image_tokens: Tokens of images that the batches of a model with a vision encoder have
+            room for.
         spec_ngram_enabled: Draft tokens with n-grams.
         spec_ngram_num_drafts: Draft tokens proposed per step.
         spec_ngram_max_depth: Longest n-gram, in tokens.
@@ -65,6 +67,7 @@ class DriverOptions(msgspec.Struct, frozen=True, kw_only=True):
     trust_remote_code: bool = True
     context_length: int | None = None
     cpu_mem_budget_in_gb: int = 0
+    max_image_tokens: int = 1024
     spec_ngram_enabled: bool = False
     spec_ngram_num_drafts: int = 4
     spec_ngram_max_depth: int = 18
@@ -105,6 +108,7 @@ _KEYS: Final[Mapping[str, _Key]] = MappingProxyType(
         "trust_remote_code": _Key("bool"),
         "context_length": _Key("int", 1, 2**31 - 1),
         "cpu_mem_budget_in_gb": _Key("int", 0, 2**20),
+        "max_image_tokens": _Key("int", 0, 2**17),
         "spec_ngram_enabled": _Key("bool"),
         "spec_ngram_num_drafts": _Key("int", 1, 64),
         "spec_ngram_max_depth": _Key("int", 1, 1024),
@@ -180,7 +184,7 @@ OWNERS: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
         ),
         "graphs": ("the driver sizes its CUDA graphs itself", "set `cuda_graph_max_bs` instead"),
         "graphs_off": ("the driver decides this for all graphs", "set `disable_cuda_graph`"),
-        "media": ("this driver serves text only", "remove the key"),
+        "media": ("images come from the runtime, ready for the model", "remove the key"),
         "observability": (
             "the driver writes its own log and serves no metrics",
             "set the environment variable PIE_DRIVER_LOG for the log level and remove the key",

@@ -26,6 +26,7 @@ from sglang.srt.model_executor.forward_batch_info import (
 from pie_driver_sglang.engine import Facts
 from pie_driver_sglang.sampling import Outputs, SlotParams, apply_masks, run_group
 from pie_driver_sglang.sglang.block import views
+from pie_driver_sglang.sglang.images import ImageInputs
 from pie_driver_sglang.sglang.masked_attention import MaskedAttention
 
 if TYPE_CHECKING:
@@ -97,6 +98,8 @@ class SglangEngine:
         self.table_pages = table.view(-1, facts.page_size)
         self._page_offsets = torch.arange(facts.page_size, dtype=table.dtype, device=device)
         self._masked_attention = MaskedAttention(self.runner)
+        chunk_tokens = layout["input_ids"][2]
+        self._images = ImageInputs(self.runner, chunk_tokens, placeholder=facts.vocab_size)
         self.steps: StepRunner | None = None
         self._hidden: _Hidden | None = None
         self._h2d_ns = self._sync_ns = 0
@@ -286,6 +289,7 @@ class SglangEngine:
             "seq_lens_cpu": seq_lens_cpu,
             "seq_lens_sum": batch.seq_lens_sum,
             "orig_seq_lens": device["seq_lens"][:requests],
+            "mrope_positions": self._images.positions(batch, device["positions"][:tokens]),
             "capture_hidden_mode": CaptureHiddenMode.NULL,
         }
         if not batch.decode:
@@ -298,6 +302,8 @@ class SglangEngine:
                 "extend_seq_lens_cpu": host["extend_seq_lens"][:requests].tolist(),
                 "extend_prefix_lens_cpu": host["extend_prefix_lens"][:requests].tolist(),
             }
+        if batch.images is not None:
+            fields["mm_inputs"] = self._images.inputs(batch.images, requests)
         return ForwardBatch(**fields)
 
 

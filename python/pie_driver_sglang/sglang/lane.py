@@ -58,6 +58,7 @@ class StepRunner(abc.ABC):
         self._engine = engine
         runner, vocab = engine.runner, engine.facts.vocab_size
         self._device = torch.device(runner.device)
+        self._has_axes = bool(runner.model_config.model_is_mrope)
         on_cuda = self._device.type == "cuda"
         layouts = {count: dict(graph_layout(count)) for count in rows}
         sizes = {count: _bytes(layout) for count, layout in layouts.items()}
@@ -81,11 +82,14 @@ class StepRunner(abc.ABC):
 
     def _forward_batch(self, graph: _Graph) -> ForwardBatch:
         rows, fields = graph.rows, graph.device
+        # Text has the same position on every axis.
+        axes = fields["positions"].expand(3, -1) if self._has_axes else None
         return ForwardBatch(
             forward_mode=ForwardMode.DECODE,
             batch_size=rows,
             input_ids=fields["input_ids"],
             positions=fields["positions"],
+            mrope_positions=axes,
             out_cache_loc=fields["out_cache_loc"],
             req_pool_indices=fields["req_pool_indices"],
             seq_lens=fields["seq_lens"],

@@ -13,6 +13,7 @@ from pie_driver_sglang.sglang import support
 from pie_driver_sglang.sglang.adapters import Adapters
 from pie_driver_sglang.sglang.boot import boot
 from pie_driver_sglang.sglang.engine import SglangEngine
+from pie_driver_sglang.sglang.images import find_vision
 from pie_driver_sglang.sglang.lane import CpuSteps, CudaSteps, StepRunner, ladder
 from pie_driver_sglang.sglang.pool import PagePools, host_pages, page_buffers
 
@@ -58,6 +59,9 @@ def load_engine(config: DriverConfig) -> tuple[Planner, SglangEngine]:
     obstacle = support.mask_obstacle(runner)
     if obstacle is not None:
         logger.info("attention masks that are not causal are refused: %s", obstacle)
+    vision = find_vision(runner)
+    if vision is None and model_config.is_multimodal:
+        logger.info("the model is served without its media: the driver has no way for them")
     planner = Planner(
         page_size=facts.page_size,
         total_pages=facts.total_pages,
@@ -70,6 +74,7 @@ def load_engine(config: DriverConfig) -> tuple[Planner, SglangEngine]:
         random_seed=config.driver.random_seed % 2**64,
         masks=obstacle is None,
         adapter_slots=facts.adapter_slots,
+        vision=vision,
     )
     engine = SglangEngine(booted, planner, facts, pools, adapters)
     engine.steps = _steps(engine, options)

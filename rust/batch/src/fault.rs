@@ -1,6 +1,10 @@
 //! Errors: what refuses a whole frame, and what empties one request of it.
 
+use std::fmt;
+
 use thiserror::Error;
+
+use crate::ImageError;
 
 /// The frame's arrays do not describe a batch; the answer is Status 2.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
@@ -181,12 +185,40 @@ pub enum RequestFault {
         /// What happened, and what to do.
         reason: Box<str>,
     },
-    /// Image or audio spans.
-    #[error("{spans} image or audio spans sent to a text-only model")]
+    /// Spans of a medium that the model does not take.
+    #[error("{spans} {medium} spans were sent, but this model is served without {medium} input")]
     Media {
+        /// What they carry.
+        medium: Medium,
         /// Spans of the request.
         spans: usize,
     },
+    /// An image that cannot be served.
+    #[error("image {number} of the request: {problem}")]
+    Image {
+        /// Which of the request's images, from 0 on.
+        number: usize,
+        /// What is wrong with it.
+        problem: ImageError,
+    },
+}
+
+/// What a span carries.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Medium {
+    /// Pixels.
+    Image,
+    /// Log-mel features.
+    Audio,
+}
+
+impl fmt::Display for Medium {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.write_str(match self {
+            Self::Image => "image",
+            Self::Audio => "audio",
+        })
+    }
 }
 
 impl RequestFault {
@@ -214,6 +246,7 @@ impl RequestFault {
             }
             Self::AdapterLost { .. } => "adapter-lost",
             Self::Media { .. } => "media",
+            Self::Image { problem, .. } => problem.kind(),
         }
     }
 

@@ -29,7 +29,7 @@ pub(crate) struct Frame<'a> {
     pub(crate) audio_indptr: &'a [u32],
     /// 0 = nobody; empty when the frame names no contexts.
     pub(crate) context_ids: &'a [u64],
-    request: &'a ArchivedForwardRequest,
+    pub(crate) request: &'a ArchivedForwardRequest,
 }
 
 impl<'a> Frame<'a> {
@@ -153,11 +153,6 @@ impl<'a> Frame<'a> {
     pub(crate) fn adapter(&self, index: usize) -> i64 {
         self.request.adapter_bindings[index].adapter_id.to_native()
     }
-
-    /// Image and audio spans of request `index`.
-    pub(crate) fn spans(&self, index: usize) -> usize {
-        range(self.image_indptr, index).len() + range(self.audio_indptr, index).len()
-    }
 }
 
 /// The range of request `index` in a checked offset array; an absent one gives the empty range.
@@ -168,7 +163,8 @@ pub(crate) fn range(indptr: &[u32], index: usize) -> std::ops::Range<usize> {
     }
 }
 
-fn check_indptr(
+/// Checks that an offset array cuts data of length `end` into `requests` ranges.
+pub(crate) fn check_indptr(
     array: &'static str,
     indptr: &[u32],
     requests: usize,

@@ -110,14 +110,15 @@ pub struct StepMemory<'a> {
 }
 
 impl Planner {
-    /// Rows of the current plan if a graph with enough rows can run it: one causal pass without adapters, with at most `most`
-    /// rows of each request, whose outputs are tokens, at most one for each row. `None` otherwise.
+    /// Rows of the current plan if a graph with enough rows can run it: one causal pass without adapters and images, with at
+    /// most `most` rows of each request, whose outputs are tokens, at most one for each row. `None` otherwise.
     #[must_use]
     pub fn graph_rows(&self, most: usize) -> Option<usize> {
         let [_] = &self.passes[..] else { return None };
         let short =
             |request: &Request| request.sight == Sight::Causal && request.rows.len() <= most;
-        let fits = self.updates.len() <= STEP_UPDATES && self.requests.iter().all(short);
+        let fits = self.updates.len() <= STEP_UPDATES && !self.has_images();
+        let fits = fits && self.requests.iter().all(short);
         let tokens = || self.asked_slots().all(|slot| slot.class.is_token());
         // The rows of consecutive slots rise, but for requests with several samplers in another order.
         let one_each = || {

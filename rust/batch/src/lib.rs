@@ -15,6 +15,7 @@ mod adapter;
 mod fault;
 mod frame;
 mod graph;
+mod image;
 mod layout;
 mod limits;
 mod mask;
@@ -28,8 +29,9 @@ mod stage;
 mod table;
 
 pub use adapter::REHEARSAL_ADAPTER;
-pub use fault::{FrameError, RequestFault};
+pub use fault::{FrameError, Medium, RequestFault};
 pub use graph::StepMemory;
+pub use image::{ImageError, ImageSpan, PassImages, Vision};
 pub use layout::{DType, Field, FieldId, Layout};
 pub use limits::{LimitError, Limits};
 pub use mask::AttentionMask;

@@ -6,6 +6,7 @@ use pie_wire::ArchivedForwardRequest;
 
 use crate::adapter::Adapters;
 use crate::frame::{Frame, range};
+use crate::image::{Images, Vision};
 use crate::mask::{MaskRows, Sight};
 use crate::reply::Reply;
 use crate::request::{Geometry, Survey, check_compute, check_pages, draft_positions, is_idle};
@@ -56,6 +57,12 @@ impl Segment {
     }
 }
 
+/// The rows of a pass: requests without rows leave no gap.
+pub(crate) fn pass_rows(segments: &[Segment]) -> Range<usize> {
+    let last = &segments[segments.len() - 1];
+    segments[0].start..last.start + last.len
+}
+
 /// Turns frames into plans and tokens into replies. Owns every buffer and reuses it from frame to frame.
 #[derive(Debug)]
 pub struct Planner {
@@ -74,6 +81,8 @@ pub struct Planner {
     /// The engine applies masks that are not causal.
     pub(crate) masks: bool,
     pub(crate) mask_rows: MaskRows,
+    pub(crate) vision: Option<Vision>,
+    pub(crate) images: Images,
     pub(crate) segments: Vec<Segment>,
     /// Segments of each pass.
     pub(crate) passes: Vec<Range<usize>>,
@@ -103,6 +112,8 @@ impl Planner {
             adapters: Adapters::default(),
             masks: true,
             mask_rows: MaskRows::default(),
+            vision: None,
+            images: Images::default(),
             segments: Vec::new(),
             passes: Vec::new(),
             stage: Stage::new(&limits),
@@ -141,9 +152,9 @@ impl Planner {
         let frame = Frame::check(request)?;
         self.frames += 1;
         self.table.start_frame();
-        let survey = Survey::of(&frame, &self.limits);
+        let survey = Survey::of(&frame, &self.limits, self.vision)?;
         for index in 0..frame.requests {
-            let request = self.add(&frame, survey, index);
+            let request = self.add(&frame, &survey, index);
             self.requests.push(request);
         }
         self.empty_oversize_requests();
@@ -164,6 +175,7 @@ impl Planner {
         self.slots.clear();
         self.reply.clear();
         self.mask_rows.clear();
+        self.images.clear();
         self.segments.clear();
         self.passes.clear();
         self.faults.clear();
@@ -171,7 +183,7 @@ impl Planner {
     }
 
     /// Plans one request; one without rows or slots where it cannot be served.
-    fn add(&mut self, frame: &Frame<'_>, survey: Survey, index: usize) -> Request {
+    fn add(&mut self, frame: &Frame<'_>, survey: &Survey<'_>, index: usize) -> Request {
         let geometry = match is_idle(frame, index) {
             Ok(true) => return Request::default(),
             Ok(false) => check_compute(frame, survey, &self.limits, index),
@@ -198,6 +210,11 @@ impl Planner {
             request.mask_rows = self.mask_rows.add(frame, index);
         }
         request.rows = self.add_rows(frame, index);
+        if let Some(images) = &survey.images {
+            let tokens = (&mut self.token_ids[..], self.limits.vocab_size);
+            self.images
+                .add(frame, images, index, request.rows.start, tokens);
+        }
         let first_slot = self.slots.all.len();
         if let Err(fault) = self.add_slots(frame, index, request.rows.start, geometry) {
             self.faults.push((index, fault));

@@ -5,8 +5,9 @@ use std::ops::Range;
 use pie_wire::{NativeSlice, brle};
 
 use crate::frame::{Frame, range};
+use crate::image::{ImageArrays, Vision, check_media};
 use crate::mask::Sight;
-use crate::{Limits, RequestFault};
+use crate::{FrameError, Limits, RequestFault};
 
 /// KV geometry of one request, in tokens. Input row `j` is stored at KV index `kv_end - inputs + j`, draft `d` at
 /// `kv_end + d`; unless a mask says otherwise, each row sees every KV index up to its own.
@@ -34,29 +35,37 @@ impl Geometry {
 }
 
 /// What holds for the whole frame, so that single requests need not be asked.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Survey {
+#[derive(Debug, Clone)]
+pub(crate) struct Survey<'a> {
     /// Every input and draft token is in the vocabulary.
     ids_fit: bool,
     /// Every input position is below the limit.
     positions_fit: bool,
     /// Some request brings images or audio.
     media: bool,
+    /// The images, if there are some and the model takes them.
+    pub(crate) images: Option<ImageArrays<'a>>,
 }
 
-impl Survey {
-    pub(crate) fn of(frame: &Frame<'_>, limits: &Limits) -> Self {
+impl<'a> Survey<'a> {
+    pub(crate) fn of(
+        frame: &Frame<'a>,
+        limits: &Limits,
+        vision: Option<Vision>,
+    ) -> Result<Self, FrameError> {
         let below = |values: &[u32], limit: u32| {
             values.iter().fold(0, |max, &value| value.max(max)) < limit
         };
-        Self {
+        let images = vision.map(|vision| ImageArrays::check(frame, vision));
+        Ok(Self {
             ids_fit: below(frame.token_ids, limits.vocab_size)
                 && below(frame.draft_ids, limits.vocab_size),
             positions_fit: below(frame.positions, limits.max_positions),
             media: [frame.image_indptr, frame.audio_indptr]
                 .iter()
                 .any(|indptr| indptr.last().is_some_and(|&end| end > 0)),
-        }
+            images: images.transpose()?.flatten(),
+        })
     }
 }
 
@@ -80,15 +89,12 @@ pub(crate) fn is_idle(frame: &Frame<'_>, index: usize) -> Result<bool, RequestFa
 /// Checks all that decides whether the request's KV can be computed, but the page ids.
 pub(crate) fn check_compute(
     frame: &Frame<'_>,
-    survey: Survey,
+    survey: &Survey<'_>,
     limits: &Limits,
     index: usize,
 ) -> Result<Geometry, RequestFault> {
     if survey.media {
-        let spans = frame.spans(index);
-        if spans > 0 {
-            return Err(RequestFault::Media { spans });
-        }
+        check_media(frame, survey.images.as_ref(), limits, index)?;
     }
     let tokens = range(frame.qo_indptr, index);
     let drafts = range(frame.draft_indptr, index);

@@ -8,7 +8,7 @@ use thiserror::Error;
 use crate::Limits;
 use crate::layout::{Field, Layout};
 use crate::mask::Sight;
-use crate::plan::{Planner, Request, Segment};
+use crate::plan::{Planner, Request, Segment, pass_rows};
 use crate::slot::Slot;
 use crate::table::BlockTable;
 
@@ -19,7 +19,7 @@ pub struct Pass {
     pub tokens: usize,
     /// Requests.
     pub requests: usize,
-    /// Whether every request has exactly one row, which sees all KV up to itself.
+    /// Whether every request has exactly one row, of text, which sees all KV up to itself.
     pub decode: bool,
     /// Whether rows see what [`Planner::attention_mask`] says, and not all KV up to themselves.
     pub masked: bool,
@@ -217,7 +217,9 @@ impl Planner {
         Ok(Some(Pass {
             tokens,
             requests: segments.len(),
-            decode: !masked && segments.iter().all(|segment| segment.len == 1),
+            decode: !masked
+                && segments.iter().all(|segment| segment.len == 1)
+                && !self.images.touch(&pass_rows(segments)),
             masked,
             seq_lens_sum: seq_lens.iter().sum::<i64>() as u64,
             updates,
@@ -273,9 +275,7 @@ fn stage_tokens(
     token_ids: &[u32],
     positions: &[u32],
 ) -> usize {
-    // Segments of a pass are consecutive rows: requests without rows leave no gap.
-    let last = &segments[segments.len() - 1];
-    let rows = segments[0].start..last.start + last.len;
+    let rows = pass_rows(segments);
     let widen = |target: &mut [i64], source: &[u32]| {
         for (target, &value) in target.iter_mut().zip(source) {
             *target = i64::from(value);

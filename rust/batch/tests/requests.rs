@@ -6,7 +6,7 @@ use std::slice;
 
 use common::builder::{Encoded, GREEDY, ROOMY, Req, decode, frame};
 use common::device::Device;
-use pie_batch::{Limits, Planner, RequestFault};
+use pie_batch::{Limits, Medium, Planner, RequestFault};
 use pie_wire::Sampler;
 
 /// The fault of the first of two requests; the second must be served in any case.
@@ -427,9 +427,10 @@ fn adapters_and_media_are_refused() {
         audios,
         ..decode(3, 1, &[0])
     };
-    assert_eq!(fault(media(1, 0)), Some(RequestFault::Media { spans: 1 }));
-    assert_eq!(fault(media(0, 1)), Some(RequestFault::Media { spans: 1 }));
-    assert_eq!(fault(media(2, 3)), Some(RequestFault::Media { spans: 5 }));
+    let refused = |medium, spans| Some(RequestFault::Media { medium, spans });
+    assert_eq!(fault(media(1, 0)), refused(Medium::Image, 1));
+    assert_eq!(fault(media(0, 1)), refused(Medium::Audio, 1));
+    assert_eq!(fault(media(2, 3)), refused(Medium::Image, 2));
 }
 
 #[test]

@@ -3,9 +3,10 @@
 use std::sync::Arc;
 
 use pie_batch::{Outputs, SlotClass};
-use pie_serve::{DeviceTimes, Note};
+use pie_serve::{DeviceTimes, Media, Note};
 use pyo3::buffer::{Element, PyBuffer};
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
+use pyo3::ffi;
 use pyo3::prelude::*;
 use pyo3::types::{PyByteArray, PyBytes};
 
@@ -56,7 +57,7 @@ pub(crate) struct Pass {
     tokens: usize,
     /// Requests.
     requests: usize,
-    /// Whether every request has exactly one row, which sees all KV up to itself.
+    /// Whether every request has exactly one row, of text, which sees all KV up to itself.
     decode: bool,
     /// Sum of the KV lengths after the pass.
     seq_lens_sum: u64,
@@ -68,6 +69,8 @@ pub(crate) struct Pass {
     mask: Option<Py<AttentionMask>>,
     /// `[requests]` int64: the adapter of each request, -1 for none; None when no request has one.
     adapters: Option<Py<PyBytes>>,
+    /// Images that give some rows their embeddings; None when all rows are text.
+    images: Option<Py<PassImages>>,
 }
 
 /// Which KV indices each row of a pass may attend to.
@@ -86,6 +89,94 @@ impl AttentionMask {
         Self {
             offsets: bytes(bytemuck::cast_slice(&mask.offsets)),
             words: bytes(bytemuck::cast_slice(&mask.words)),
+        }
+    }
+}
+
+/// The images of a pass. Their rows are staged with the token `vocab_size`, which no text has.
+#[pyclass(frozen, get_all, module = "pie_driver_sglang._core")]
+pub(crate) struct PassImages {
+    /// In the order of their rows.
+    spans: Vec<Py<ImageSpan>>,
+    /// `[3, tokens]` int64: rotary position of each row of the pass on the axes time, height and width.
+    positions: Py<PyByteArray>,
+}
+
+impl PassImages {
+    fn new(
+        py: Python<'_>,
+        images: pie_batch::PassImages,
+        media: &Arc<Media>,
+    ) -> PyResult<Py<Self>> {
+        let spans = images.spans.into_iter().map(|inner| {
+            let media = Arc::clone(media);
+            Py::new(py, ImageSpan { inner, media })
+        });
+        let positions = bytemuck::cast_slice(&images.positions);
+        let images = Self {
+            spans: spans.collect::<PyResult<_>>()?,
+            positions: PyByteArray::new(py, positions).unbind(),
+        };
+        Py::new(py, images)
+    }
+}
+
+/// An image with rows in a pass. Its buffer is the pixels: float32 `[patches, values of a patch]`, little-endian, at any
+/// address.
+#[pyclass(frozen, module = "pie_driver_sglang._core")]
+pub(crate) struct ImageSpan {
+    inner: pie_batch::ImageSpan,
+    media: Arc<Media>,
+}
+
+#[pymethods]
+impl ImageSpan {
+    /// Tells it from every other image that the planner has seen.
+    #[getter]
+    const fn number(&self) -> u64 {
+        self.inner.number
+    }
+
+    /// Its request within the pass.
+    #[getter]
+    const fn request(&self) -> usize {
+        self.inner.request
+    }
+
+    /// KV indices of its first row and behind its last one, also of rows in other passes.
+    #[getter]
+    const fn kv(&self) -> (usize, usize) {
+        (self.inner.kv.start, self.inner.kv.end)
+    }
+
+    /// Whether a later pass has rows of it.
+    #[getter]
+    const fn continues(&self) -> bool {
+        self.inner.continues
+    }
+
+    /// Patches in time, height and width.
+    #[getter]
+    const fn grid(&self) -> (u32, u32, u32) {
+        let [time, height, width] = self.inner.grid;
+        (time, height, width)
+    }
+
+    #[expect(unsafe_code, reason = "the buffer protocol is a C interface")]
+    unsafe fn __getbuffer__(
+        slf: &Bound<'_, Self>,
+        view: *mut ffi::Py_buffer,
+        flags: std::ffi::c_int,
+    ) -> PyResult<()> {
+        let span = slf.get();
+        let pixels = &span.media.pixels()[span.inner.pixels.clone()];
+        let (start, len) = (pixels.as_ptr().cast_mut().cast(), pixels.len() as isize);
+        // SAFETY: the interpreter hands in a `Py_buffer` to fill. The bytes live as long as `slf`, to which the view
+        // holds a reference; nobody writes to them, and the view is read-only.
+        let status = unsafe { ffi::PyBuffer_FillInfo(view, slf.as_ptr(), start, len, 1, flags) };
+        match status {
+            0 => Ok(()),
+            _ => Err(PyErr::fetch(slf.py())),
         }
     }
 }
@@ -265,6 +356,8 @@ impl Batch {
         let mask = mask.map(|mask| Py::new(py, AttentionMask::new(py, &mask)));
         let adapters = self.inner.pass_adapters();
         let adapters = adapters.map(|ids| PyBytes::new(py, bytemuck::cast_slice(&ids)).unbind());
+        let images = self.inner.pass_images();
+        let images = images.map(|(images, media)| PassImages::new(py, images, media));
         Ok(Some(Pass {
             tokens: pass.tokens,
             requests: pass.requests,
@@ -274,6 +367,7 @@ impl Batch {
             slots: pass.slots,
             mask: mask.transpose()?,
             adapters,
+            images: images.transpose()?,
         }))
     }
 

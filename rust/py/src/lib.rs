@@ -27,13 +27,15 @@ mod _core {
     #[pymodule_export]
     use crate::guard::ExitGuard;
     #[pymodule_export]
-    use crate::job::{AttentionMask, Batch, Copy, Load, Pass, SlotGroup, Step};
+    use crate::job::{
+        AttentionMask, Batch, Copy, ImageSpan, Load, Pass, PassImages, SlotGroup, Step,
+    };
     #[pymodule_export]
     use crate::lane::Lane;
     #[pymodule_export]
     use crate::planner::{Planner, graph_layout};
     #[pymodule_export]
-    use crate::request::{Request, Sampler, encode_forward};
+    use crate::request::{Image, Request, Sampler, encode_forward};
     #[pymodule_export]
     use crate::server::Server;
 }

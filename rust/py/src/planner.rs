@@ -2,7 +2,7 @@
 
 use std::num::NonZeroUsize;
 
-use pie_batch::Limits;
+use pie_batch::{LimitError, Limits, Vision};
 use pie_ring::RegionLayout;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
@@ -30,11 +30,13 @@ impl Planner {
     ///     random_seed: Key of the randomness of unseeded samplers.
     ///     masks: The engine applies attention masks; otherwise requests whose mask is not causal are emptied.
     ///     adapter_slots: Adapters that a pass can hold, no adapter being one of them; 0 for an engine without adapters.
+    ///     vision: What the engine's encoder takes: numbers of a patch, patches that are merged per side, and patches of
+    ///         the longest side. None: requests with images are emptied.
     ///
     /// Raises:
     ///     ValueError: A limit is 0, or the pool has more storage slots than a 31-bit index names.
     #[new]
-    #[pyo3(signature = (*, page_size, total_pages, vocab_size, max_positions, row_pages, max_requests, chunk_tokens, max_slots, random_seed, masks = true, adapter_slots = 0))]
+    #[pyo3(signature = (*, page_size, total_pages, vocab_size, max_positions, row_pages, max_requests, chunk_tokens, max_slots, random_seed, masks = true, adapter_slots = 0, vision = None))]
     #[expect(
         clippy::too_many_arguments,
         reason = "keyword-only limits, named at the call"
@@ -51,6 +53,7 @@ impl Planner {
         random_seed: u64,
         masks: bool,
         adapter_slots: usize,
+        vision: Option<(u32, u32, u32)>,
     ) -> PyResult<Self> {
         let limits = Limits {
             page_size,
@@ -63,15 +66,24 @@ impl Planner {
             max_slots,
             reply_bytes: RegionLayout::default().response_capacity() as u32,
         };
-        limits
-            .check()
-            .map_err(|error| PyValueError::new_err(error.to_string()))?;
-        let inner = pie_batch::Planner::new(limits, random_seed);
-        let inner = if masks { inner } else { inner.without_masks() };
-        let inner = match NonZeroUsize::new(adapter_slots) {
-            Some(slots) => inner.with_adapters(slots),
-            None => inner,
-        };
+        let refuse = |error: LimitError| PyValueError::new_err(error.to_string());
+        limits.check().map_err(refuse)?;
+        let mut inner = pie_batch::Planner::new(limits, random_seed);
+        if !masks {
+            inner = inner.without_masks();
+        }
+        if let Some(slots) = NonZeroUsize::new(adapter_slots) {
+            inner = inner.with_adapters(slots);
+        }
+        if let Some((patch_values, merge_size, max_side)) = vision {
+            let vision = Vision {
+                patch_values,
+                merge_size,
+                max_side,
+            };
+            vision.check().map_err(refuse)?;
+            inner = inner.with_vision(vision);
+        }
         let layout = inner.layout().clone();
         Ok(Self {
             inner: Some(inner),

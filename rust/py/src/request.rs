@@ -90,6 +90,50 @@ impl Sampler {
     }
 }
 
+/// An image of a request.
+#[pyclass(frozen, from_py_object, module = "pie_driver_sglang._core")]
+#[derive(Clone)]
+pub(crate) struct Image {
+    row: u32,
+    grid: [u32; 3],
+    pixels: Vec<u8>,
+    positions: Vec<u32>,
+    anchor: Option<u32>,
+    patch_positions: Vec<u32>,
+}
+
+#[pymethods]
+impl Image {
+    /// Describes an image; its rows of the request have token 0.
+    ///
+    /// Args:
+    ///     row: Its first row, counted from the request's first token.
+    ///     grid: Patches in time, height and width.
+    ///     pixels: float32 `[patches, values of a patch]`, little-endian.
+    ///     positions: Rotary positions (time, height, width) of each row, one behind the other; empty = as for text.
+    ///     anchor: Position of the first row; None = as the request says.
+    ///     patch_positions: x and y of each patch, for models that need them.
+    #[new]
+    #[pyo3(signature = (row, grid, pixels, positions = Vec::new(), *, anchor = None, patch_positions = Vec::new()))]
+    fn new(
+        row: u32,
+        grid: (u32, u32, u32),
+        pixels: &[u8],
+        positions: Vec<u32>,
+        anchor: Option<u32>,
+        patch_positions: Vec<u32>,
+    ) -> Self {
+        Self {
+            row,
+            grid: grid.into(),
+            pixels: pixels.to_vec(),
+            positions,
+            anchor,
+            patch_positions,
+        }
+    }
+}
+
 /// One request of a forward frame. KV geometry follows from `pages`, `last_page_len`, `tokens` and `drafts` as the Pie
 /// driver protocol defines it.
 #[pyclass(frozen, from_py_object, module = "pie_driver_sglang._core")]
@@ -106,6 +150,8 @@ pub(crate) struct Request {
     drafts: Vec<u32>,
     draft_positions: Vec<u32>,
     adapter_id: i64,
+    images: Vec<Image>,
+    audio: Vec<(u32, Vec<u8>)>,
 }
 
 #[pymethods]
@@ -124,8 +170,10 @@ impl Request {
     ///     drafts: Draft tokens to verify.
     ///     draft_positions: One position per draft, empty = consecutive.
     ///     adapter_id: -1 = none.
+    ///     images: In the order of their rows.
+    ///     audio: (row, features) pairs: first row of a clip, and its log-mel features.
     #[new]
-    #[pyo3(signature = (tokens, positions, pages, last_page_len, samplers = Vec::new(), *, context_id = 0, masks = None, logit_mask = None, drafts = Vec::new(), draft_positions = Vec::new(), adapter_id = -1))]
+    #[pyo3(signature = (tokens, positions, pages, last_page_len, samplers = Vec::new(), *, context_id = 0, masks = None, logit_mask = None, drafts = Vec::new(), draft_positions = Vec::new(), adapter_id = -1, images = Vec::new(), audio = Vec::new()))]
     #[expect(
         clippy::too_many_arguments,
         reason = "one keyword per field of the request"
@@ -142,6 +190,8 @@ impl Request {
         drafts: Vec<u32>,
         draft_positions: Vec<u32>,
         adapter_id: i64,
+        images: Vec<Image>,
+        audio: Vec<(u32, Vec<u8>)>,
     ) -> Self {
         Self {
             tokens,
@@ -155,6 +205,8 @@ impl Request {
             drafts,
             draft_positions,
             adapter_id,
+            images,
+            audio,
         }
     }
 }
@@ -227,7 +279,31 @@ fn indptrs(body: &mut ForwardRequest) -> [&mut Vec<u32>; 9] {
     ]
 }
 
+/// Adds the spans of a request whose first row is `first_row` of the frame.
+fn append_media(body: &mut ForwardRequest, request: &Request, first_row: u32) {
+    for image in &request.images {
+        let position = request.positions.get(image.row as usize).copied();
+        body.image_grids.extend(image.grid);
+        body.image_anchor_positions
+            .push(image.anchor.or(position).unwrap_or(0));
+        body.image_anchor_rows.push(first_row + image.row);
+        body.image_pixels.extend(&image.pixels);
+        body.image_pixel_indptr.push(body.image_pixels.len() as u32);
+        body.image_mrope_positions.extend(&image.positions);
+        body.image_mrope_indptr
+            .push(body.image_mrope_positions.len() as u32);
+        body.image_patch_positions.extend(&image.patch_positions);
+    }
+    for (row, features) in &request.audio {
+        body.audio_anchor_rows.push(first_row + row);
+        body.audio_features.extend(features);
+        body.audio_feature_indptr
+            .push(body.audio_features.len() as u32);
+    }
+}
+
 fn append(body: &mut ForwardRequest, request: &Request, elide_masks: bool) {
+    append_media(body, request, body.token_ids.len() as u32);
     body.token_ids.extend(&request.tokens);
     body.position_ids.extend(&request.positions);
     body.kv_page_indices.extend(&request.pages);
@@ -264,8 +340,8 @@ fn append(body: &mut ForwardRequest, request: &Request, elide_masks: bool) {
         body.samplers.len(),
         body.samplers.len(),
         body.spec_token_ids.len(),
-        0,
-        0,
+        body.image_anchor_rows.len(),
+        body.audio_anchor_rows.len(),
     ];
     for (indptr, end) in indptrs(body).into_iter().zip(ends) {
         indptr.push(end as u32);

@@ -3,10 +3,11 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
-use pie_batch::{AttentionMask, Outputs, Pass, Planner, SlotGroup, StageError};
+use pie_batch::{AttentionMask, Outputs, Pass, PassImages, Planner, SlotGroup, StageError};
 use pie_ring::Lease;
 
 use crate::lane::{Lane, LaneError};
+use crate::media::Media;
 use crate::note::Note;
 use crate::timing::{DeviceTimes, Timing};
 
@@ -47,20 +48,23 @@ pub struct Batch {
     /// `Some` until answered.
     planner: Option<Box<Planner>>,
     desk: Arc<Desk>,
+    media: Option<Arc<Media>>,
     timing: Timing,
 }
 
 impl Batch {
-    pub(crate) const fn new(
+    pub(crate) fn new(
         lease: Option<Lease>,
         planner: Box<Planner>,
         desk: Arc<Desk>,
+        media: Option<Media>,
         timing: Timing,
     ) -> Self {
         Self {
             lease,
             planner: Some(planner),
             desk,
+            media: media.map(Arc::new),
             timing,
         }
     }
@@ -127,6 +131,13 @@ impl Batch {
     #[must_use]
     pub fn attention_mask(&self) -> Option<AttentionMask> {
         self.planner.as_deref().and_then(Planner::attention_mask)
+    }
+
+    /// The images of the last staged pass, see [`Planner::pass_images`], and what holds their pixels.
+    #[must_use]
+    pub fn pass_images(&self) -> Option<(PassImages, &Arc<Media>)> {
+        let media = self.media.as_ref()?;
+        Some((self.plan()?.pass_images()?, media))
     }
 
     /// The labels of the last staged slot group; see [`Planner::group_labels`].

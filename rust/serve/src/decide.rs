@@ -1,5 +1,6 @@
 //! What a request asks for, in owned values: afterwards nobody reads its bytes again.
 
+use std::mem;
 use std::time::{Duration, Instant};
 
 use pie_batch::{Planner, REHEARSAL_ADAPTER};
@@ -11,6 +12,7 @@ use pie_wire::{
 
 use crate::copy::Pairs;
 use crate::load::Wanted;
+use crate::media::Media;
 use crate::status;
 
 /// What to do about a request.
@@ -18,6 +20,8 @@ pub(crate) struct Decision {
     pub(crate) driver_id: u32,
     /// `None`: the planner holds a plan.
     pub(crate) action: Option<Action>,
+    /// What the passes of the plan will read of the request.
+    pub(crate) media: Option<Media>,
     /// Copying and validating the archive.
     pub(crate) parse: Duration,
     /// Planning.
@@ -51,6 +55,7 @@ impl Action {
 
 /// Reads the request and plans it if it is a batch. What is read is a copy in `words`: a client that
 /// gives up rewrites its slot at any time, and what was checked must still be true when it is used.
+/// The copy leaves `words` with a batch that has images.
 /// `host_pages` is the size of the host pool.
 pub(crate) fn decide(
     lease: &Lease,
@@ -65,6 +70,7 @@ pub(crate) fn decide(
         pie_wire::access_request(&bytes[..length]).map_err(|error| error.to_string())
     });
     let parsed = Instant::now();
+    let mut pixels = 0..0;
     let (driver_id, action) = match frame {
         Err(text) => (0, Some(Action::malformed(text))),
         Ok(frame) => {
@@ -78,6 +84,7 @@ pub(crate) fn decide(
                     Some(copy(request, planner.limits().total_pages, host_pages))
                 }
                 ArchivedPayload::Forward(request) => {
+                    pixels = Media::pixel_range(bytes, request);
                     let planned = planner.plan(driver_id, request);
                     planned
                         .err()
@@ -87,9 +94,11 @@ pub(crate) fn decide(
             (driver_id, action)
         }
     };
+    let has_images = !pixels.is_empty() && action.is_none() && planner.has_images();
     Decision {
         driver_id,
         action,
+        media: has_images.then(|| Media::new(mem::take(words), pixels)),
         parse: parsed - started,
         plan: parsed.elapsed(),
     }

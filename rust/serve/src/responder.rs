@@ -12,6 +12,7 @@ use crate::copy::{Copy, answer};
 use crate::decide::{Action, Decision, decide};
 use crate::lane::{Lane, LaneError};
 use crate::load::Load;
+use crate::media::Media;
 use crate::note::Note;
 use crate::status;
 use crate::timing::{DeviceTimes, Timing, monotonic_ns};
@@ -139,6 +140,7 @@ impl Responder {
         let Decision {
             driver_id,
             action,
+            media,
             parse,
             plan,
         } = {
@@ -152,7 +154,7 @@ impl Responder {
             ..Timing::default()
         };
         match action {
-            None => self.open(lease, planner, timing),
+            None => self.open(lease, planner, media, timing),
             Some(action) => {
                 self.desk.put_back(planner);
                 self.act(lease, driver_id, action)
@@ -161,9 +163,15 @@ impl Responder {
     }
 
     /// Hands out a batch that needs the model, and answers one that does not.
-    fn open(&self, lease: Lease, planner: Box<Planner>, timing: Timing) -> Event {
+    fn open(
+        &self,
+        lease: Lease,
+        planner: Box<Planner>,
+        media: Option<Media>,
+        timing: Timing,
+    ) -> Event {
         let needs_model = planner.pass_count() > 0;
-        let mut batch = Batch::new(Some(lease), planner, Arc::clone(&self.desk), timing);
+        let mut batch = Batch::new(Some(lease), planner, Arc::clone(&self.desk), media, timing);
         if !needs_model {
             return Event::Notes(batch.commit(DeviceTimes::default()));
         }
@@ -239,11 +247,14 @@ impl Responder {
             self.desk.put_back(planner);
             return Err(error.into());
         }
+        let pixels = Media::pixel_range(bytes, request);
+        let media = planner.has_images().then(|| Media::new(aligned, pixels));
         let timing = Timing {
             received_ns: monotonic_ns(),
             ..Timing::default()
         };
-        Ok(Batch::new(None, planner, Arc::clone(&self.desk), timing))
+        let desk = Arc::clone(&self.desk);
+        Ok(Batch::new(None, planner, desk, media, timing))
     }
 
     /// Answers a request, or hands out its job.

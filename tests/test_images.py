@@ -1,0 +1,489 @@
+"""Images, against transformers: its model, its positions, and the patches of its processor."""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+import drivers
+import engine_process
+import tiny_models
+from pie_driver_sglang import _core
+from pie_driver_sglang._core import Image, Request, Sampler
+from reference import Context, Pages, random_tokens
+from test_lifecycle import network_inodes, socket_inodes
+
+pytestmark = pytest.mark.engine
+
+TOLERANCE = 1e-4
+PAGE = 16
+CHUNK = 16
+"""Tokens of a pass: some of the images have more."""
+MERGE = 2
+IMAGE_TOKEN = tiny_models.VOCABULARY - 4
+START, END = tiny_models.VOCABULARY - 2, tiny_models.VOCABULARY - 1
+
+
+class Picture:
+    """An image as a processor leaves it: patches of a grid, each square of them a token."""
+
+    def __init__(self, height: int, width: int, *seed: int, frames: int = 1) -> None:
+        generator = torch.Generator().manual_seed(hash((height, width, seed)) % 2**31)
+        self.grid = (frames, height, width)
+        shape = (frames * height * width, tiny_models.PATCH_VALUES)
+        self.pixels = torch.randn(shape, generator=generator)
+        self.merged = (frames, height // MERGE, width // MERGE)
+        self.tokens = frames * height * width // MERGE**2
+
+    def axes(self, first: int) -> list[int]:
+        """Positions of each token in time, height and width, from `first` on."""
+        places = itertools.product(*map(range, self.merged))
+        return [first + at for place in places for at in place]
+
+
+class Span(NamedTuple):
+    """An image in a context."""
+
+    picture: Picture
+    start: int
+    """Its first token."""
+
+
+class Sent(NamedTuple):
+    """A request, and which tokens of its context its logit rows belong to."""
+
+    request: Request
+    context: Story
+    rows: list[int]
+
+
+class Story(Context):
+    """A context of text and images, with positions as the runtime gives them."""
+
+    def __init__(self, allocator: Pages) -> None:
+        super().__init__(allocator)
+        self.spans: list[Span] = []
+        self.next = 0
+        """Position of the next text token."""
+
+    def send(
+        self,
+        *parts: int | Picture,
+        drafts: Sequence[int] = (),
+        samplers: Sequence[tuple[int, Sampler]] | None = None,
+        masks: list[list[int]] | None = None,
+        **changed: Any,
+    ) -> Sent:
+        """Appends tokens and images.
+
+        Args:
+            parts: Token ids and images.
+            drafts: Tokens to verify behind them.
+            samplers: By default the logits of all rows.
+            masks: Run lengths of each row.
+            changed: Replaces fields of the images.
+        """
+        start, tokens, positions, images = len(self.tokens), [], [], []
+        for part in parts:
+            if isinstance(part, int):
+                tokens.append(part)
+                positions.append(self.next)
+                self.next += 1
+                continue
+            axes = part.axes(self.next)
+            fields = {"row": len(tokens), "grid": part.grid, "positions": axes}
+            fields |= {"pixels": part.pixels.numpy().tobytes(), **changed}
+            images.append(Image(**fields))
+            self.spans.append(Span(part, start + len(tokens)))
+            tokens += [0] * part.tokens
+            positions += range(self.next, self.next + part.tokens)
+            # Text goes on behind the longest side.
+            self.next += max(part.merged)
+        self.append(tokens, positions=positions, drafts=drafts)
+        if samplers is None:
+            samplers = [(row, Sampler.raw_logits()) for row in range(len(tokens))]
+        request = Request(
+            tokens,
+            positions,
+            self.pages,
+            (start + len(tokens) - 1) % PAGE + 1,
+            samplers,
+            context_id=self.id,
+            images=images,
+            drafts=list(drafts),
+            masks=masks,
+        )
+        raw = [start + row for row, _ in samplers]
+        return Sent(request, self, raw)
+
+
+class Reference:
+    """The model in float32. It computes the positions by itself, from tokens and grids."""
+
+    def __init__(self, snapshot: Path) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            import transformers
+
+            torch.set_num_threads(1)
+            transformers.utils.logging.disable_progress_bar()
+            model = transformers.Qwen3VLForConditionalGeneration.from_pretrained(
+                snapshot, attn_implementation="eager", dtype=torch.float32
+            )
+        self._model = model.eval()
+
+    def logits(self, story: Story, visible: torch.Tensor | None = None) -> torch.Tensor:
+        """Logits of every row of a context: ``[tokens, vocabulary]``.
+
+        Args:
+            story: The context.
+            visible: Which token each row sees, ``[tokens, tokens]``; by default all before it.
+        """
+        ids = torch.tensor([story.tokens])
+        media: dict[str, Any] = {}
+        for picture, start in story.spans:
+            ids[0, start : start + picture.tokens] = IMAGE_TOKEN
+        if story.spans:
+            pictures = [span.picture for span in story.spans]
+            media["pixel_values"] = torch.cat([picture.pixels for picture in pictures])
+            media["image_grid_thw"] = torch.tensor([picture.grid for picture in pictures])
+        kinds = (ids == IMAGE_TOKEN).int()
+        everyone = torch.ones_like(ids)
+        mask = everyone
+        if visible is not None:
+            positions, _ = self._model.model.get_rope_index(
+                ids, kinds, image_grid_thw=media.get("image_grid_thw"), attention_mask=everyone
+            )
+            media["position_ids"] = positions
+            mask = torch.zeros(visible.shape).masked_fill(~visible, -torch.inf)[None, None]
+        with torch.inference_mode():
+            output = self._model(
+                input_ids=ids,
+                attention_mask=mask,
+                mm_token_type_ids=kinds,
+                use_cache=False,
+                **media,
+            )
+        logits: torch.Tensor = output.logits[0]
+        return logits
+
+
+class Bench:
+    """A driver of a model with images, and its reference."""
+
+    def __init__(self, driver: drivers.Driver, reference: Reference) -> None:
+        self.driver = driver
+        self.client = driver.client()
+        self.reference = reference
+        self.allocator = Pages(driver.caps["total_pages"], PAGE)
+        self._stories: list[Story] = []
+
+    def story(self) -> Story:
+        """An empty context."""
+        self._stories.append(Story(self.allocator))
+        return self._stories[-1]
+
+    def run(self, *sent: Sent) -> _core.Reply:
+        """Sends one frame and compares the logits of all rows."""
+        reply = self.client.forward([each.request for each in sent])
+        assert reply.status is None
+        assert not reply.aborted
+        for found, each in zip(reply.logits, sent, strict=True):
+            assert_close(found, self.reference.logits(each.context)[each.rows])
+        return reply
+
+    def reasons(self) -> str:
+        """Why requests were refused, once nothing runs."""
+        # A reason is logged behind the answer, but before the next one.
+        story = self.story()
+        self.run(story.send(5))
+        return self.driver.stderr()
+
+    def release(self) -> None:
+        """Gives all pages back."""
+        for story in self._stories:
+            story.release()
+        self._stories.clear()
+
+
+def assert_close(found: Sequence[Sequence[float]], expected: torch.Tensor) -> None:
+    torch.testing.assert_close(torch.tensor(found), expected, rtol=0, atol=TOLERANCE)
+
+
+def text(count: int, *seed: Any) -> list[int]:
+    """Reproducible tokens, none of which means an image."""
+    return random_tokens(IMAGE_TOKEN, count, "images", *seed)
+
+
+@pytest.fixture(scope="module")
+def shared(models_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    drivers.start_fork_server()
+    snapshot = tiny_models.build("qwen3-vl", models_folder)
+    reference = Reference(snapshot)
+    options = {"page_size": PAGE, "chunked_prefill_size": CHUNK}
+    config = drivers.write_config(tmp_path_factory.mktemp("images"), snapshot, options=options)
+    with drivers.fork(config) as driver:
+        yield Bench(driver, reference)
+    assert driver.stop() == 0
+    assert not driver.region.exists()
+
+
+@pytest.fixture
+def bench(shared: Bench) -> Iterator[Bench]:
+    yield shared
+    shared.release()
+
+
+def test_a_start_needs_neither_processor_nor_network(bench: Bench, models_folder: Path) -> None:
+    assert bench.driver.caps["arch_name"] == "qwen3_vl"
+    assert not list((models_folder / "qwen3-vl").glob("*processor*"))
+    pid = bench.driver.process.pid
+    assert not socket_inodes(pid) & network_inodes(pid)
+
+
+@pytest.mark.parametrize("grid", [(2, 2), (2, 8), (6, 2), (4, 6), (8, 8), (10, 12)])
+def test_text_around_an_image(bench: Bench, grid: tuple[int, int]) -> None:
+    """The first fit one pass; the last have more tokens than one, and are cut twice."""
+    picture = Picture(*grid)
+    bench.run(bench.story().send(*text(3), START, picture, END, *text(4, "behind")))
+
+
+def test_an_image_changes_the_logits(bench: Bench) -> None:
+    """The reference is sensitive: one image for another could not pass."""
+    first, second = bench.story(), bench.story()
+    for story, seed in ((first, 1), (second, 2)):
+        bench.run(story.send(*text(3), START, Picture(4, 4, seed), END, *text(3)))
+    change = bench.reference.logits(first) - bench.reference.logits(second)
+    assert float(change[4:].abs().amax(1).min()) > 100 * TOLERANCE
+    assert float(change[:4].abs().max()) == 0.0
+
+
+def test_two_images_in_a_request(bench: Bench) -> None:
+    parts = [*text(2), START, Picture(4, 4, 1), END, *text(3, 1), START, Picture(2, 6, 2), END]
+    bench.run(bench.story().send(*parts, *text(2, 2)))
+    # The same one twice, one behind the other.
+    twice = Picture(4, 4, 3)
+    bench.run(bench.story().send(START, twice, END, START, twice, END))
+
+
+@pytest.mark.parametrize("before", range(1, CHUNK + 1))
+def test_passes_end_everywhere_in_an_image(bench: Bench, before: int) -> None:
+    """Between its rows, in front of it, behind it; then two images share a pass."""
+    parts = [*text(before - 1, before), START, Picture(4, 10), END, START, Picture(2, 4), END]
+    bench.run(bench.story().send(*parts))
+
+
+def test_images_and_text_in_one_frame(bench: Bench) -> None:
+    """Two requests with images, others in front, between and behind; then all decode together."""
+    stories = [bench.story() for _ in range(5)]
+    parts: list[list[int | Picture]] = [
+        [*text(3, 0)],
+        [*text(1, 1), START, Picture(4, 4, 1), END],
+        [*text(9, 2)],
+        [START, Picture(6, 10, 2), END, *text(2, 3)],
+        [*text(1, 4)],
+    ]
+    bench.run(*(story.send(*part) for story, part in zip(stories, parts, strict=True)))
+    for step in range(3):
+        bench.run(*(story.send(*text(1, "decode", step)) for story in stories))
+    late, *others = stories
+    image = late.send(START, Picture(4, 4, 3), END, *text(2, 5))
+    bench.run(*(story.send(*text(1, "late")) for story in others), image)
+
+
+def test_decoding_behind_images(bench: Bench) -> None:
+    """Several turns with the KV of the former; positions come from the frame alone."""
+    story = bench.story()
+    for turn in range(3):
+        bench.run(story.send(*text(2, turn), START, Picture(4, 8, turn), END, *text(2, turn)))
+        for step in range(20):
+            bench.run(story.send(*text(1, turn, step)))
+
+
+def test_an_image_is_encoded_once(models_folder: Path, tmp_path: Path) -> None:
+    """However many passes have rows of it; but again when it comes again."""
+    snapshot = tiny_models.build("qwen3-vl", models_folder)
+    options = {"page_size": PAGE, "chunked_prefill_size": CHUNK}
+    config = drivers.write_config(tmp_path, snapshot, options=options)
+    allocator = Pages(16, PAGE)
+    parts = [START, Picture(10, 12), END, START, Picture(2, 4), END, START, Picture(4, 10), END]
+    slots = [(0, Sampler.greedy())]
+    sent = [Story(allocator).send(*parts, samplers=slots) for _ in range(2)]
+    frames = [_core.encode_forward([each.request]) for each in sent]
+    log = tmp_path / "engine.stderr"
+    ours, theirs = multiprocessing.Pipe()
+    arguments = (str(config), theirs, str(log))
+    process = drivers.fork_call(engine_process.count_images, arguments)
+    theirs.close()
+    with ours:
+        ours.send(frames)
+        # The first two passes have rows of the first image, the last one all of the others.
+        assert ours.recv() == [[1, 2], [1, 2]]
+    assert process.wait(drivers.STOP_TIMEOUT_S) == 0
+
+
+def test_an_image_of_one_row_alone(bench: Bench) -> None:
+    """A request that is nothing but one placeholder is no decode, though all have one row."""
+    stories = [bench.story() for _ in range(3)]
+    bench.run(*(story.send(*text(4, index), START) for index, story in enumerate(stories)))
+    first, second, third = stories
+    bench.run(first.send(END), second.send(Picture(2, 2)), third.send(7))
+
+
+def test_positions_of_text_where_an_image_brings_none(bench: Bench) -> None:
+    """Without positions of its own an image has those of its rows, on every axis."""
+    picture = Picture(2, 2)
+    story = bench.story()
+    bench.run(story.send(*text(3), START, picture, END, *text(2), positions=[]))
+
+
+def test_text_alone(bench: Bench) -> None:
+    """In any mixture, with the logits of the language model."""
+    first, second = bench.story(), bench.story()
+    bench.run(first.send(*text(50)))
+    bench.run(first.send(*text(1, 1)), second.send(*text(9, 2)))
+    bench.run(second.send(*text(1, 3)), first.send(*text(1, 4)))
+
+
+def test_masks_beside_images(bench: Bench) -> None:
+    """Rows of images see, and are seen, as the mask says."""
+    masked, plain = bench.story(), bench.story()
+    parts: list[int | Picture] = [*text(4), START, Picture(4, 10), END, *text(5)]
+    count = 4 + 1 + 10 + 1 + 5
+    rows = [[max(0, row - 6), min(row, 6) + 1] for row in range(count)]
+    window = torch.ones(count, count).tril().triu(-6).bool()
+    sent = masked.send(*parts, masks=rows)
+    other = plain.send(START, Picture(4, 4), END)
+    reply = bench.client.forward([sent.request, other.request])
+    assert_close(reply.logits[0], bench.reference.logits(masked, window))
+    assert_close(reply.logits[1], bench.reference.logits(plain))
+    unmasked = bench.reference.logits(masked)
+    assert float((torch.tensor(reply.logits[0]) - unmasked).abs().max()) > 100 * TOLERANCE
+
+
+def test_drafts_and_probes_behind_an_image(bench: Bench) -> None:
+    story, plain = bench.story(), bench.story()
+    parts: list[int | Picture] = [*text(3), START, Picture(4, 6), END, *text(3, 1)]
+    last = 3 + 1 + 6 + 1 + 3 - 1
+    bench.run(plain.send(*parts))
+    drafts: list[int] = []
+    for _ in range(3):
+        best = bench.reference.logits(plain)[-1].topk(2)
+        assert best.values[0] - best.values[1] > 2 * TOLERANCE
+        drafts.append(int(best.indices[0]))
+        bench.run(plain.send(drafts[-1]))
+    samplers = [(last, Sampler.greedy()), (last, Sampler.entropy()), (2, Sampler.logprobs([5, 6]))]
+    sent = story.send(*parts, drafts=drafts[:2], samplers=samplers)
+    reply = bench.client.forward([sent.request])
+    assert reply.tokens == [drafts]
+    scores = torch.log_softmax(bench.reference.logits(plain), dim=-1)
+    entropy = -(scores[last].exp() * scores[last]).sum()
+    assert reply.entropies[0] == [pytest.approx(float(entropy), abs=TOLERANCE)]
+    assert_close([reply.logprobs[0][0]], scores[2, [5, 6]][None])
+
+
+def test_patches_of_the_processor(bench: Bench) -> None:
+    """The rows of `pixel_values` travel as they are: what the processor makes is what is served."""
+    from transformers import Qwen2VLImageProcessor
+
+    generator = np.random.default_rng(5)
+    photo = generator.integers(0, 256, (20, 28, 3), dtype=np.uint8)
+    processor = Qwen2VLImageProcessor(
+        patch_size=4, temporal_patch_size=2, merge_size=MERGE, min_pixels=64, max_pixels=4096
+    )
+    made = processor(images=[photo], return_tensors="pt")
+    [grid] = made["image_grid_thw"].tolist()
+    picture = Picture(grid[1], grid[2])
+    picture.pixels = made["pixel_values"]
+    assert picture.pixels.shape == (picture.tokens * MERGE**2, tiny_models.PATCH_VALUES)
+    assert picture.pixels.dtype == torch.float32
+    bench.run(bench.story().send(START, picture, END, *text(3)))
+
+
+def wrong_images() -> dict[str, tuple[dict[str, Any], str]]:
+    """Changes of a request's image of 4 x 4 patches, and the reason of the refusal.
+
+    A second one of the same kind is not logged at once.
+    """
+    values = 4 * tiny_models.PATCH_VALUES
+    return {
+        "clip": (
+            {"grid": (2, 4, 4), "pixels": bytes(32 * values)},
+            "video clips are not supported",
+        ),
+        "no frames": ({"grid": (0, 4, 4)}, "its grid is 0 x 4 x 4"),
+        "odd": ({"grid": (1, 16, 1)}, ""),
+        "too long": ({"grid": (1, 8194, 2)}, "8194 patches long, the model's limit is 8192"),
+        "short pixels": ({"pixels": bytes(16 * values - 1)}, f"needs {16 * values}"),
+        "no pixels": ({"pixels": b""}, ""),
+        "too many rows": ({"grid": (1, 8, 8), "pixels": bytes(64 * values)}, "16 rows from row"),
+        "other row": ({"row": 0, "anchor": 0}, "not the placeholder 0"),
+        "anchor": ({"anchor": 9}, "its anchor position is 9"),
+        "axes": ({"positions": [1] * 11}, "11 rotary positions, expected none or 12"),
+        "far axis": ({"positions": [1] * 11 + [tiny_models.CONTEXT]}, "rotary position 512"),
+        "patches": ({"patch_positions": [0] * 31}, "`image_patch_positions` must have"),
+    }
+
+
+@pytest.mark.parametrize("flaw", wrong_images())
+def test_a_wrong_image_is_refused_alone(bench: Bench, flaw: str) -> None:
+    changed, reason = wrong_images()[flaw]
+    bad, text_only, good = bench.story(), bench.story(), bench.story()
+    refused = bad.send(7, START, Picture(4, 4), END, **changed)
+    # Nobody can tell whose patch positions are too many, so images go together.
+    company = text(3) if flaw == "patches" else [START, Picture(4, 4, 2), END]
+    sent = [refused, text_only.send(*text(4)), good.send(*company)]
+    reply = bench.client.forward([each.request for each in sent])
+    assert reply.logits[0] == []
+    for found, each in zip(reply.logits[1:], sent[1:], strict=True):
+        assert_close(found, bench.reference.logits(each.context))
+    assert reason in bench.reasons()
+
+
+def test_pixels_at_any_address(bench: Bench) -> None:
+    """Those behind an odd number of bytes are not aligned."""
+    bad, good = bench.story(), bench.story()
+    refused = bad.send(START, Picture(2, 2), END, pixels=b"123")
+    sent = good.send(START, Picture(4, 4), END)
+    reply = bench.client.forward([refused.request, sent.request])
+    assert reply.logits[0] == []
+    assert_close(reply.logits[1], bench.reference.logits(good))
+
+
+def test_patch_positions_are_accepted(bench: Bench) -> None:
+    """They are for models that place patches by them; this one goes by the grid."""
+    story = bench.story()
+    bench.run(story.send(START, Picture(4, 4), END, patch_positions=[7] * 32))
+
+
+def test_audio_is_refused_alone(bench: Bench) -> None:
+    story = bench.story()
+    sent = story.send(START, Picture(4, 4), END)
+    clip = Request([0], [0], [0], 1, [(0, Sampler.greedy())], audio=[(0, bytes(4 * 128))])
+    reply = bench.client.forward([clip, sent.request])
+    assert reply.tokens[0] == []
+    assert_close(reply.logits[1], bench.reference.logits(story))
+    assert "1 audio spans were sent, but this model is served without audio" in bench.reasons()
+
+
+def test_a_text_model_refuses_images_alone(llama_driver: drivers.Driver) -> None:
+    picture = Picture(4, 4)
+    sampler = [(0, Sampler.greedy())]
+    image = Image(0, picture.grid, picture.pixels.numpy().tobytes(), picture.axes(0))
+    bad = Request([0] * 4, list(range(4)), [0], 4, sampler, images=[image])
+    good = Request([5], [0], [1], 1, sampler)
+    client = llama_driver.client()
+    reply = client.forward([bad, good])
+    assert [len(tokens) for tokens in reply.tokens] == [0, 1]
+    client.forward([good])
+    assert "1 image spans were sent, but this model is served without image" in (
+        llama_driver.stderr()
+    )
