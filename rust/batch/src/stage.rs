@@ -5,12 +5,12 @@ use std::ops::Range;
 use bytemuck::{Pod, PodCastError};
 use thiserror::Error;
 
-use crate::Limits;
 use crate::layout::{Field, Layout};
 use crate::mask::Sight;
 use crate::plan::{Planner, Request, Segment, pass_rows};
 use crate::slot::Slot;
 use crate::table::BlockTable;
+use crate::{Limits, SlotClass};
 
 /// One forward pass over the staged arrays.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -67,6 +67,26 @@ pub(crate) struct Stage {
     /// Slots of the current pass, ordered by class within each group.
     pub(crate) pass_slots: Vec<usize>,
     pub(crate) next_slot: usize,
+    /// A group as it was before it was ordered.
+    unordered: Vec<usize>,
+}
+
+/// Orders a group by class; slots of one class keep their order. There are few classes, so that places are counted.
+fn order_by_class(group: &mut [usize], unordered: &mut Vec<usize>, slots: &[Slot]) {
+    let mut places = [0; SlotClass::COUNT + 1];
+    for &slot in &*group {
+        places[slots[slot].class as usize + 1] += 1;
+    }
+    for class in 1..places.len() {
+        places[class] += places[class - 1];
+    }
+    unordered.clear();
+    unordered.extend_from_slice(group);
+    for &slot in &*unordered {
+        let place = &mut places[slots[slot].class as usize];
+        group[*place] = slot;
+        *place += 1;
+    }
 }
 
 impl Stage {
@@ -77,6 +97,7 @@ impl Stage {
             next_pass: 0,
             pass_slots: Vec::new(),
             next_slot: 0,
+            unordered: Vec::new(),
         }
     }
 
@@ -334,7 +355,7 @@ impl Stage {
                 .extend(own.filter(|&slot| rows.contains(&slots[slot].row)));
         }
         for group in self.pass_slots.chunks_mut(limits.max_slots as usize) {
-            group.sort_unstable_by_key(|&slot| (slots[slot].class, slot));
+            order_by_class(group, &mut self.unordered, slots);
         }
     }
 }
