@@ -21,7 +21,7 @@ CONTEXT: Final = 512
 WINDOW: Final = 24
 """Sliding window of the Gemma models, in tokens."""
 
-_COMMON: Final[dict[str, Any]] = {
+COMMON: Final[dict[str, Any]] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -79,27 +79,27 @@ def _make(name: str) -> Any:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(sum(name.encode()))
         model = TINY[name]()
-        _randomize(model)
+        randomize(model)
     return model
 
 
 def _llama(*, tied: bool) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    return LlamaForCausalLM(LlamaConfig(**_COMMON, tie_word_embeddings=tied))
+    return LlamaForCausalLM(LlamaConfig(**COMMON, tie_word_embeddings=tied))
 
 
 def _qwen3() -> Any:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    changed = {**_COMMON, "head_dim": 32, "num_key_value_heads": 1}
+    changed = {**COMMON, "head_dim": 32, "num_key_value_heads": 1}
     return Qwen3ForCausalLM(Qwen3Config(**changed, tie_word_embeddings=True))
 
 
 def _qwen2() -> Any:
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    changed = {key: value for key, value in _COMMON.items() if key != "head_dim"}
+    changed = {key: value for key, value in COMMON.items() if key != "head_dim"}
     return Qwen2ForCausalLM(Qwen2Config(**changed, tie_word_embeddings=False))
 
 
@@ -107,7 +107,7 @@ def _mistral() -> Any:
     from transformers import MistralConfig, MistralForCausalLM
 
     return MistralForCausalLM(
-        MistralConfig(**_COMMON, sliding_window=None, tie_word_embeddings=False)
+        MistralConfig(**COMMON, sliding_window=None, tie_word_embeddings=False)
     )
 
 
@@ -115,7 +115,7 @@ def _gemma3() -> Any:
     from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
     config = Gemma3TextConfig(
-        **{**_COMMON, "head_dim": 32, "num_hidden_layers": 3},
+        **{**COMMON, "head_dim": 32, "num_hidden_layers": 3},
         layer_types=["sliding_attention", "full_attention", "sliding_attention"],
         sliding_window=WINDOW,
         query_pre_attn_scalar=32,
@@ -128,7 +128,7 @@ def _gemma2() -> Any:
     from transformers import Gemma2Config, Gemma2ForCausalLM
 
     config = Gemma2Config(
-        **_COMMON,
+        **COMMON,
         hidden_act="gelu_pytorch_tanh",
         hidden_activation="gelu_pytorch_tanh",
         sliding_window=WINDOW,
@@ -153,7 +153,7 @@ TINY: Final[dict[str, Callable[[], Any]]] = {
 """Builders of the random models."""
 
 
-def _randomize(model: Any) -> None:
+def randomize(model: Any) -> None:
     """Fresh weights: distinct logits, attention that is far from uniform, norms that are not 1.
 
     Blocks outweigh the embeddings, else a tied model would repeat its last token for ever.
@@ -163,7 +163,7 @@ def _randomize(model: Any) -> None:
     gemma = model.config.model_type.startswith("gemma")
     with torch.no_grad():
         for name, weight in sorted(model.named_parameters()):
-            if "norm" in name:
+            if "norm" in name or ".ln_" in name:
                 centre = 0.0 if gemma else 1.0
                 if name.endswith(("q_norm.weight", "k_norm.weight")):
                     centre += 0.5
@@ -175,7 +175,8 @@ def _randomize(model: Any) -> None:
             elif "embed_tokens" in name:
                 # Gemma multiplies its embeddings by sqrt(hidden_size).
                 weight.normal_(0.0, 0.03 if gemma else 0.1)
-            else:
+            elif weight.dim() > 1:
+                # Vectors with a meaning of their own, such as decay rates, stay as they are.
                 attends = name.endswith(("q_proj.weight", "k_proj.weight"))
                 mixes = name.endswith(("v_proj.weight", "o_proj.weight"))
                 gain = 1.3 if attends else 1.5 if mixes else 1.0

@@ -102,6 +102,7 @@ def _load_model(args: ServerArgs, gpu_id: int) -> ModelRunner:
             server_args=args,
         )
     support.check_model(runner)
+    support.correct_windows(runner)
     return runner
 
 
@@ -186,7 +187,10 @@ def _translated_failures(config: DriverConfig) -> Iterator[None]:
         logger.debug("SGLang failed", exc_info=True)
         text = _first_line(error)
         if "not supported" in text and "rchitecture" in text:
+            text = text.partition("Supported architectures")[0]
             hint = "SGLang 0.5.17 has no such model; use one that it supports"
+        elif "attention backend" in text and config.driver.device[0] == "cpu":
+            hint = 'SGLang runs this model on a GPU only: set `device = ["cuda:0"]`'
         elif "memory" in text.lower() or "mem_fraction" in text or "mem-fraction" in text:
             hint = "adjust `mem_fraction_static` or `context_length`"
         else:
