@@ -89,8 +89,12 @@ def test_experts_that_sglang_pads_are_refused(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(architectures.ARCHITECTURES, "odd", odd)
         snapshot = architectures.build("odd", tmp_path)
-    with pytest.raises(drivers.StartFailedError, match="experts are 80 wide"):
-        drivers.fork(drivers.write_config(tmp_path, snapshot))
+    config = drivers.write_config(tmp_path, snapshot)
+    with (
+        pytest.raises(drivers.StartFailedError, match="experts are 80 wide"),
+        drivers.fork(config),
+    ):
+        pass
 
 
 @pytest.mark.skipif(not GPU_TABLES, reason="no run on a GPU is committed")
