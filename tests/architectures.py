@@ -16,6 +16,8 @@ from typing import Any, Final, NamedTuple
 import tiny_models
 
 WINDOW: Final = tiny_models.WINDOW
+HEAD: Final = 64
+"""Width of an attention head of a wide model."""
 
 _PLAIN: Final = {
     **tiny_models.COMMON,
@@ -241,14 +243,20 @@ ARCHITECTURES: Final[dict[str, Architecture]] = {
 }
 
 
-def build(name: str, folder: Path) -> Path:
-    """Makes the model of an architecture in a subfolder of `folder`, once, and returns it."""
+def build(name: str, folder: Path, *, wide: bool = False) -> Path:
+    """Makes the model of an architecture in a subfolder of `folder`, once, and returns it.
+
+    Args:
+        name: Of :data:`ARCHITECTURES`.
+        folder: Where to put it.
+        wide: With heads of :data:`HEAD` and weights of bfloat16, as the kernels of GPUs want them.
+    """
     target = folder / name.replace(" ", "-")
     if not target.exists():
         unfinished = folder / f".{target.name}"
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            _make(name).save_pretrained(unfinished)
+            _make(ARCHITECTURES[name], sum(name.encode()), wide).save_pretrained(unfinished)
         config = unfinished / "config.json"
         written = json.loads(config.read_text())
         config.write_text(json.dumps({**written, **ARCHITECTURES[name].published}))
@@ -256,15 +264,19 @@ def build(name: str, folder: Path) -> Path:
     return target
 
 
-def _make(name: str) -> Any:
+def _make(architecture: Architecture, seed: int, wide: bool) -> Any:
     import torch
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
-    architecture = ARCHITECTURES[name]
+    options = dict(architecture.options)
+    if wide:
+        sizes = {"hidden_size": 4 * HEAD, "n_embd": 4 * HEAD, "head_dim": HEAD}
+        sizes |= {"word_embed_proj_dim": 4 * HEAD, "intermediate_size": 4 * HEAD}
+        options |= {name: size for name, size in sizes.items() if name in options}
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(sum(name.encode()))
-        config = getattr(transformers, architecture.config)(**architecture.options)
+        torch.manual_seed(seed)
+        config = getattr(transformers, architecture.config)(**options)
         model = getattr(transformers, architecture.model)(config)
         tiny_models.randomize(model)
-    return model
+    return model.bfloat16() if wide else model
