@@ -35,6 +35,8 @@ class Served(NamedTuple):
     client: Client
     pages: Pages
     host: Pages
+    states: Pages | None
+    """Slots of recurrent state, of a model that has some."""
     reference: Reference
     masked: Callable[[], MaskedReference]
     equal: Equal
@@ -44,6 +46,10 @@ class Served(NamedTuple):
     def prompt(self, length: int, *seed: Any) -> list[int]:
         """Reproducible tokens."""
         return random_tokens(self.reference.vocab_size, length, *seed)
+
+    def context(self) -> Context:
+        """An empty context."""
+        return Context(self.pages, self.states.take() if self.states else None)
 
     def check_rows(self, context: Context, rows: torch.Tensor) -> None:
         """Logits of the context's last rows against transformers."""
@@ -67,7 +73,7 @@ def _cell(check: Callable[[Served], str], served: Served) -> str:
 
 def _runs(served: Served) -> str:
     """Prefill in several passes, appending, decode beside prefill, decode, by all logits."""
-    a, b, c = (Context(served.pages) for _ in range(3))
+    a, b, c = (served.context() for _ in range(3))
     frames = [[(a, 20)], [(b, 3 * CHUNK + 7)], [(b, 1), (c, CHUNK + 1), (a, 5)]]
     frames += [[(a, 1), (b, 1), (c, 1)]] * 3
     for number, frame in enumerate(frames):
@@ -83,7 +89,7 @@ def _runs(served: Served) -> str:
 
 def _masks(served: Served) -> str:
     """Rows that skip some of what was stored before, and some of their own request."""
-    context = Context(served.pages)
+    context = served.context()
     reply = served.client.forward([_scored(context, served.prompt(CHUNK, "stored"))])
     served.check_rows(context, *_logits(reply))
     choose = random.Random(1).random
@@ -103,7 +109,7 @@ def _masks(served: Served) -> str:
 def _drafts(served: Served) -> str:
     """Verified drafts give the tokens of plain decoding: all right, none, and some."""
     prompt, continuation = _decided(served, CHUNK - 3, 8)
-    context = Context(served.pages)
+    context = served.context()
     [produced] = served.client.forward([context.append(prompt)]).tokens
     assert produced == continuation[:1], f"{produced} instead of {continuation[:1]}"
     for count, right in ((2, 2), (2, 0), (2, 1)):
@@ -124,12 +130,16 @@ def _drafts(served: Served) -> str:
 
 def _copies(served: Served) -> str:
     """Copied and swapped pages serve as the former ones did, which are overwritten meanwhile."""
-    context, other = Context(served.pages), Context(served.pages)
+    context, other = served.context(), served.context()
     served.client.forward([context.append(served.prompt(CHUNK + 9, "copied"))])
 
     def move(copy: Callable[[list[int], list[int]], None]) -> None:
         former = list(context.pages)
         context.move(copy)
+        if served.states and context.state is not None:
+            other.state, context.state = context.state, served.states.take()
+            states = ([other.state], [context.state])
+            assert served.client.copy("D2D", *states, states=True) == 0, "a state is not copied"
         overwritten = served.prompt(len(former) * served.pages.size, "over", *former)
         other.pages, other.tokens, other.positions = former, [], []
         served.client.forward([other.append(overwritten)])

@@ -220,8 +220,10 @@ class Context:
 
     _ids = itertools.count(1)
 
-    def __init__(self, allocator: Pages) -> None:
+    def __init__(self, allocator: Pages, state: int | None = None) -> None:
         self.allocator = allocator
+        self.state = state
+        """Slot of recurrent state, of a model that has some; it cannot be rewound."""
         self.id = next(Context._ids)
         self.tokens: list[int] = []
         self.positions: list[int] = []
@@ -290,6 +292,8 @@ class Context:
             context_id=self.id if context_id is None else context_id,
             masks=None if masks is None else [list(row) for row in masks],
             drafts=list(drafts),
+            state_slot=self.state,
+            state_reset=stored == len(tokens),
         )
 
     def causal_masks(self, tokens: Sequence[int]) -> list[list[int]]:

@@ -61,6 +61,7 @@ def test_cells(name: str, models_folder: Path, tmp_path: Path) -> None:
             client=driver.client(),
             pages=Pages(driver.caps["total_pages"], PAGE),
             host=Pages(driver.caps["swap_pool_size"], PAGE),
+            states=None,
             reference=Reference(snapshot),
             # torch has no experts in float64.
             masked=functools.partial(MaskedReference, snapshot, "float32"),

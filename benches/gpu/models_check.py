@@ -89,6 +89,7 @@ def check(name: str, folder: Path, device: str) -> dict[str, str]:
                 client=client,
                 pages=Pages(caps["total_pages"], PAGE),
                 host=Pages(caps["swap_pool_size"], PAGE),
+                states=Pages(caps["rs_cache_slots"], 1) if caps.get("rs_cache_slots") else None,
                 reference=reference,
                 masked=functools.partial(MaskedReference, snapshot, "float32"),
                 equal=errors.equal,

@@ -128,7 +128,7 @@ class Client:
             TimeoutError: No answer in time.
             RingError: The request does not fit the slot.
         """
-    def copy(self, /, direction: str, sources: SupportsGetItem[int, SupportsIndex], targets: SupportsGetItem[int, SupportsIndex]) -> int | None:
+    def copy(self, /, direction: str, sources: SupportsGetItem[int, SupportsIndex], targets: SupportsGetItem[int, SupportsIndex], *, states: bool = False) -> int | None:
         """
         Copies pages and returns the status code.
 
@@ -136,6 +136,7 @@ class Client:
             direction: "D2H", "H2D", "D2D" or "H2H", with D for device pages and H for slots of the host pool.
             sources: Pages to read.
             targets: Pages to write, pair by pair.
+            states: They are slots of recurrent state, not pages.
         """
     def forward(self, /, requests: SupportsGetItem[int, Request]) -> Reply:
         """
@@ -149,12 +150,12 @@ class Client:
 @final
 class Copy:
     """
-    A copy of whole KV pages within or between the device pool and the host pool. Dropped without a commit it is answered
+    A copy of whole KV pages within or between the device pool and the host pool, or of recurrent state. Dropped without a commit it is answered
     by an abort.
     """
     def __len__(self, /) -> int:
         """
-        Number of pages.
+        Number of pages or slots.
         """
     def commit(self, /, status: SupportsIndex) -> None:
         """
@@ -169,6 +170,11 @@ class Copy:
         """
         Sources and targets, cut so that copying the parts in order, and each of them at once, gives the result of
         copying pair by pair. Only lists that overlap have more than one part.
+        """
+    @property
+    def states(self, /) -> bool:
+        """
+        Whether slots of recurrent state are copied, not pages.
         """
 
 @final
@@ -221,6 +227,12 @@ class Pass:
         Sampling slots of the pass, over all its groups.
         """
     @property
+    def states(self, /) -> bytearray | None:
+        """
+        `[requests, 2]` int64: slot of the state pool, 0 for the padding slot, and 1 where it starts from zeros; None for a
+        model without recurrent state.
+        """
+    @property
     def tokens(self, /) -> int:
         """
         Rows.
@@ -236,7 +248,7 @@ class Planner:
     """
     Turns frames into passes over a staging block. Give it to `Server.serve`.
     """
-    def __new__(cls, /, *, page_size: SupportsIndex, total_pages: SupportsIndex, vocab_size: SupportsIndex, max_positions: SupportsIndex, row_pages: SupportsIndex, max_requests: SupportsIndex, chunk_tokens: SupportsIndex, max_slots: SupportsIndex, random_seed: SupportsIndex, masks: bool = True) -> Planner:
+    def __new__(cls, /, *, page_size: SupportsIndex, total_pages: SupportsIndex, vocab_size: SupportsIndex, max_positions: SupportsIndex, row_pages: SupportsIndex, max_requests: SupportsIndex, chunk_tokens: SupportsIndex, max_slots: SupportsIndex, random_seed: SupportsIndex, states: SupportsIndex = 0, masks: bool = True) -> Planner:
         """
         A planner for a model and its KV pool.
 
@@ -250,6 +262,7 @@ class Planner:
             chunk_tokens: Tokens of one pass.
             max_slots: Logit rows computed at once.
             random_seed: Key of the randomness of unseeded samplers.
+            states: Slots of the engine's pool of recurrent state that the runtime may name; 0 for none.
             masks: The engine applies attention masks; otherwise requests whose mask is not causal are emptied.
 
         Raises:
@@ -323,7 +336,7 @@ class Request:
     One request of a forward frame. KV geometry follows from `pages`, `last_page_len`, `tokens` and `drafts` as the Pie
     driver protocol defines it.
     """
-    def __new__(cls, /, tokens: SupportsGetItem[int, SupportsIndex], positions: SupportsGetItem[int, SupportsIndex], pages: SupportsGetItem[int, SupportsIndex], last_page_len: SupportsIndex, samplers: SupportsGetItem[int, tuple[SupportsIndex, Sampler]] = ..., *, context_id: SupportsIndex = 0, masks: SupportsGetItem[int, SupportsGetItem[int, SupportsIndex]] | None = None, logit_mask: SupportsGetItem[int, SupportsIndex] | None = None, drafts: SupportsGetItem[int, SupportsIndex] = ..., draft_positions: SupportsGetItem[int, SupportsIndex] = ..., adapter_id: SupportsIndex = ...) -> Request:
+    def __new__(cls, /, tokens: SupportsGetItem[int, SupportsIndex], positions: SupportsGetItem[int, SupportsIndex], pages: SupportsGetItem[int, SupportsIndex], last_page_len: SupportsIndex, samplers: SupportsGetItem[int, tuple[SupportsIndex, Sampler]] = ..., *, context_id: SupportsIndex = 0, masks: SupportsGetItem[int, SupportsGetItem[int, SupportsIndex]] | None = None, logit_mask: SupportsGetItem[int, SupportsIndex] | None = None, drafts: SupportsGetItem[int, SupportsIndex] = ..., draft_positions: SupportsGetItem[int, SupportsIndex] = ..., adapter_id: SupportsIndex = ..., state_slot: SupportsIndex | None = None, state_reset: bool = False) -> Request:
         """
         Describes one request.
 
@@ -339,6 +352,8 @@ class Request:
             drafts: Draft tokens to verify.
             draft_positions: One position per draft, empty = consecutive.
             adapter_id: -1 = none.
+            state_slot: Slot of recurrent state, None = none. All requests of a batch have one, or none has.
+            state_reset: The slot starts from zeros.
         """
 
 @final

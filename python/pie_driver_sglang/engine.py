@@ -32,6 +32,10 @@ class Facts(NamedTuple):
     """SGLang's name of the attention backend."""
     host_pages: int = 0
     """Pages of the host's pool, for swapping: slots ``0..host_pages``."""
+    state_slots: int = 0
+    """Slots of recurrent state: ``0..state_slots``; 0 for a model without."""
+    state_bytes: int = 0
+    """Bytes of one of them."""
 
 
 class Engine(Protocol):
@@ -67,3 +71,6 @@ class Engine(Protocol):
             targets: Pages to write, pair by pair. None is named twice, and none is the source of a
                 later pair.
         """
+
+    def copy_states(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copies slots of recurrent state, under the conditions of `copy_pages`."""

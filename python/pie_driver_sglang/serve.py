@@ -11,7 +11,7 @@ from pie_driver_sglang import _core
 from pie_driver_sglang._core import Request, Sampler
 
 if TYPE_CHECKING:
-    from pie_driver_sglang.engine import Engine
+    from pie_driver_sglang.engine import Engine, Facts
     from pie_driver_sglang.trace import Trace
 
 logger = logging.getLogger(__name__)
@@ -36,7 +36,9 @@ def warm_up(server: _core.Server, engine: Engine) -> None:
     """
     for direction in ("D2D", "D2H", "H2D", "H2H") if engine.facts.host_pages else ("D2D",):
         engine.copy_pages(direction, [0], [0])
-    for requests in _rehearsals(engine.facts.page_size, engine.facts.total_pages):
+    if engine.facts.state_slots:
+        engine.copy_states([0], [0])
+    for requests in _rehearsals(engine.facts):
         batch = server.rehearse(_core.encode_forward(requests))
         run_batch(batch, engine)
         batch.commit()
@@ -109,10 +111,17 @@ def _serve_batch(batch: _core.Batch, engine: Engine, trace: Trace | None) -> Non
 def _serve_copy(copy: _core.Copy, engine: Engine) -> None:
     try:
         for sources, targets in copy.groups():
-            engine.copy_pages(copy.direction, sources, targets)
+            if copy.states:
+                engine.copy_states(sources, targets)
+            else:
+                engine.copy_pages(copy.direction, sources, targets)
     except Exception:
         logger.exception(
-            "a %s copy of %d pages failed", copy.direction, len(copy), extra={"kind": "copy"}
+            "a %s copy of %d %s failed",
+            copy.direction,
+            len(copy),
+            "states" if copy.states else "pages",
+            extra={"kind": "copy"},
         )
         copy.commit(STATUS_FAILED)
     else:
@@ -123,12 +132,13 @@ def _micros(nanoseconds: int) -> int:
     return min((nanoseconds + 500) // 1000, 2**32 - 1)
 
 
-def _rehearsals(page_size: int, total_pages: int) -> list[list[Request]]:
+def _rehearsals(facts: Facts) -> list[list[Request]]:
     """Decodes, a prefill of one page, both together, and a prefill under an attention mask.
 
     Each with every class of sampler.
     """
-    count = min(total_pages, 8)
+    page_size, has_state = facts.page_size, facts.state_slots > 0
+    count = min(facts.total_pages, facts.state_slots or 8, 8)
     samplers = [Sampler.greedy(), Sampler.multinomial(1.0), Sampler.top_k_top_p(0.8, 20, 0.9)]
     samplers += [Sampler.min_p(0.8, 0.1), Sampler.dist(1.0, 4), Sampler.raw_logits()]
     samplers += [Sampler.logprobs([0, 1]), Sampler.entropy()]
@@ -139,7 +149,17 @@ def _rehearsals(page_size: int, total_pages: int) -> list[list[Request]]:
         slots = [(row, sampler) for sampler in samplers]
         mask = [0, 2] if page % 2 else None
         positions = list(range(tokens))
-        return Request([0] * tokens, positions, pages, tokens, slots, masks=masks, logit_mask=mask)
+        return Request(
+            [0] * tokens,
+            positions,
+            pages,
+            tokens,
+            slots,
+            masks=masks,
+            logit_mask=mask,
+            state_slot=page if has_state else None,
+            state_reset=has_state,
+        )
 
     decode = [request(page, 1) for page in range(count)]
     prefill = [request(0, page_size)]

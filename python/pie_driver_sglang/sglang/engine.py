@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from pie_driver_sglang._core import Pass, Planner, SlotGroup
     from pie_driver_sglang.sglang.boot import Booted
     from pie_driver_sglang.sglang.pool import PagePools
+    from pie_driver_sglang.sglang.state import StatePool
 
 _TORCH_DTYPES = {"int64": torch.int64, "int32": torch.int32, "float32": torch.float32}
 
@@ -68,9 +69,17 @@ class _Block:
 class SglangEngine:
     """Implements :class:`pie_driver_sglang.engine.Engine`."""
 
-    def __init__(self, booted: Booted, planner: Planner, facts: Facts, pools: PagePools) -> None:
+    def __init__(
+        self,
+        booted: Booted,
+        planner: Planner,
+        facts: Facts,
+        pools: PagePools,
+        states: StatePool | None,
+    ) -> None:
         self._runner = booted.runner
         self._pools = pools
+        self._states = states
         self.facts = facts
         device = torch.device(self._runner.device)
         layout = dict(planner.layout)
@@ -116,6 +125,8 @@ class SglangEngine:
         self._update_table(batch.updates)
         self._hidden = None
         forward_batch = self._forward_batch(batch)
+        if self._states is not None and batch.states is not None:
+            self._states.assign(forward_batch.req_pool_indices, batch.states)
         if batch.mask is None:
             self._runner.forward(forward_batch)
         else:
@@ -185,6 +196,13 @@ class SglangEngine:
     def copy_pages(self, direction: str, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copies pages; see :meth:`pie_driver_sglang.engine.Engine.copy_pages`."""
         self._pools.copy(direction, sources, targets)
+
+    @torch.inference_mode()
+    def copy_states(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copies state; see :meth:`pie_driver_sglang.engine.Engine.copy_states`."""
+        if self._states is None:
+            raise RuntimeError("the model has no recurrent state")
+        self._states.copy(sources, targets)
 
     def _upload(self, batch: Pass) -> None:
         if self._copied is not None:

@@ -12,6 +12,7 @@ from pie_driver_sglang.sglang import support
 from pie_driver_sglang.sglang.boot import boot
 from pie_driver_sglang.sglang.engine import SglangEngine
 from pie_driver_sglang.sglang.pool import PagePools, host_pages, page_buffers
+from pie_driver_sglang.sglang.state import StatePool
 
 logger = logging.getLogger(__name__)
 
@@ -30,8 +31,9 @@ def load_engine(config: DriverConfig) -> tuple[Planner, SglangEngine]:
     booted = boot(config)
     runner, options = booted.runner, config.driver.options
     args, model_config = runner.server_args, runner.model_config
-    buffers = page_buffers(runner.token_to_kv_pool)
+    buffers = page_buffers(support.paged(runner.token_to_kv_pool))
     pools = PagePools(buffers, host_pages(options.cpu_mem_budget_in_gb, buffers))
+    states = StatePool.of(runner.req_to_token_pool)
     facts = Facts(
         total_pages=runner.max_total_num_tokens // args.page_size,
         page_size=args.page_size,
@@ -41,6 +43,8 @@ def load_engine(config: DriverConfig) -> tuple[Planner, SglangEngine]:
         dtype=str(model_config.dtype).removeprefix("torch."),
         attention_backend=args.attention_backend,
         host_pages=pools.host_pages,
+        state_slots=states.slots if states else 0,
+        state_bytes=states.slot_bytes if states else 0,
     )
     chunk = options.chunked_prefill_size
     if chunk is None or chunk <= 0:
@@ -58,6 +62,7 @@ def load_engine(config: DriverConfig) -> tuple[Planner, SglangEngine]:
         chunk_tokens=chunk,
         max_slots=MAX_SLOTS,
         random_seed=config.driver.random_seed % 2**64,
+        states=facts.state_slots,
         masks=obstacle is None,
     )
-    return planner, SglangEngine(booted, planner, facts, pools)
+    return planner, SglangEngine(booted, planner, facts, pools, states)

@@ -8,13 +8,18 @@ import torch
 from sglang.srt.configs.model_config import AttentionArch, ModelImpl
 from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
+from sglang.srt.mem_cache.memory_pool import (
+    HybridLinearKVPool,
+    MHATokenToKVPool,
+    MLATokenToKVPool,
+)
 from sglang.srt.model_loader.utils import get_resolved_model_impl
 
 from pie_driver_sglang.errors import StartError
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.mem_cache.memory_pool import KVCache
     from sglang.srt.model_executor.model_runner import ModelRunner
 
 
@@ -129,14 +134,25 @@ def check_pool(runner: ModelRunner) -> None:
     """Refuses KV pools that the planner's single slot space cannot describe.
 
     Raises:
-        StartError: The model keeps recurrent state or a second pool.
+        StartError: The model needs another pool, or keeps recurrent state on a CPU.
     """
+    architecture = runner.model_config.hf_config.architectures[0]
     pool = runner.token_to_kv_pool
-    if type(pool) not in (MHATokenToKVPool, MLATokenToKVPool):
+    if type(pool) is HybridLinearKVPool and runner.device == "cpu":
         raise StartError(
-            f"the model needs a {type(pool).__name__}, which this driver does not support yet",
-            hint="use a model with plain attention layers",
+            f"{architecture} keeps recurrent state, for which SGLang has no code on a CPU",
+            hint='set `device = ["cuda:0"]`',
         )
+    if type(paged(pool)) not in (MHATokenToKVPool, MLATokenToKVPool):
+        raise StartError(
+            f"{architecture} needs a {type(pool).__name__}, which this driver does not support",
+            hint="use a model with one pool of keys and values",
+        )
+
+
+def paged(pool: KVCache) -> KVCache:
+    """The part of a pool that consists of pages: all of it, unless some layers are recurrent."""
+    return pool.full_kv_pool if isinstance(pool, HybridLinearKVPool) else pool
 
 
 def mask_obstacle(runner: ModelRunner) -> str | None:

@@ -23,6 +23,7 @@ mod request;
 mod sampler;
 mod slot;
 mod stage;
+mod state;
 mod table;
 
 pub use fault::{FrameError, RequestFault};

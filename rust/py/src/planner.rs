@@ -26,12 +26,13 @@ impl Planner {
     ///     chunk_tokens: Tokens of one pass.
     ///     max_slots: Logit rows computed at once.
     ///     random_seed: Key of the randomness of unseeded samplers.
+    ///     states: Slots of the engine's pool of recurrent state that the runtime may name; 0 for none.
     ///     masks: The engine applies attention masks; otherwise requests whose mask is not causal are emptied.
     ///
     /// Raises:
     ///     ValueError: A limit is 0, or the pool has more storage slots than a 31-bit index names.
     #[new]
-    #[pyo3(signature = (*, page_size, total_pages, vocab_size, max_positions, row_pages, max_requests, chunk_tokens, max_slots, random_seed, masks = true))]
+    #[pyo3(signature = (*, page_size, total_pages, vocab_size, max_positions, row_pages, max_requests, chunk_tokens, max_slots, random_seed, states = 0, masks = true))]
     #[expect(
         clippy::too_many_arguments,
         reason = "keyword-only limits, named at the call"
@@ -46,6 +47,7 @@ impl Planner {
         chunk_tokens: u32,
         max_slots: u32,
         random_seed: u64,
+        states: u32,
         masks: bool,
     ) -> PyResult<Self> {
         let limits = Limits {
@@ -62,7 +64,7 @@ impl Planner {
         limits
             .check()
             .map_err(|error| PyValueError::new_err(error.to_string()))?;
-        let inner = pie_batch::Planner::new(limits, random_seed);
+        let inner = pie_batch::Planner::new(limits, random_seed).with_states(states);
         let inner = if masks { inner } else { inner.without_masks() };
         let layout = inner.layout().clone();
         Ok(Self {

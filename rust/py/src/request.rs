@@ -106,6 +106,8 @@ pub(crate) struct Request {
     drafts: Vec<u32>,
     draft_positions: Vec<u32>,
     adapter_id: i64,
+    state_slot: Option<u32>,
+    state_reset: bool,
 }
 
 #[pymethods]
@@ -124,8 +126,10 @@ impl Request {
     ///     drafts: Draft tokens to verify.
     ///     draft_positions: One position per draft, empty = consecutive.
     ///     adapter_id: -1 = none.
+    ///     state_slot: Slot of recurrent state, None = none. All requests of a batch have one, or none has.
+    ///     state_reset: The slot starts from zeros.
     #[new]
-    #[pyo3(signature = (tokens, positions, pages, last_page_len, samplers = Vec::new(), *, context_id = 0, masks = None, logit_mask = None, drafts = Vec::new(), draft_positions = Vec::new(), adapter_id = -1))]
+    #[pyo3(signature = (tokens, positions, pages, last_page_len, samplers = Vec::new(), *, context_id = 0, masks = None, logit_mask = None, drafts = Vec::new(), draft_positions = Vec::new(), adapter_id = -1, state_slot = None, state_reset = false))]
     #[expect(
         clippy::too_many_arguments,
         reason = "one keyword per field of the request"
@@ -142,6 +146,8 @@ impl Request {
         drafts: Vec<u32>,
         draft_positions: Vec<u32>,
         adapter_id: i64,
+        state_slot: Option<u32>,
+        state_reset: bool,
     ) -> Self {
         Self {
             tokens,
@@ -155,6 +161,8 @@ impl Request {
             drafts,
             draft_positions,
             adapter_id,
+            state_slot,
+            state_reset,
         }
     }
 }
@@ -254,6 +262,10 @@ fn append(body: &mut ForwardRequest, request: &Request, elide_masks: bool) {
     });
     body.spec_token_ids.extend(&request.drafts);
     body.spec_position_ids.extend(&request.draft_positions);
+    if let Some(slot) = request.state_slot {
+        body.rs_slot_ids.push(slot);
+        body.rs_slot_flags.push(u8::from(request.state_reset));
+    }
     body.output_spec_flags.push(false);
     body.context_ids.push(request.context_id);
     let ends = [

@@ -111,9 +111,9 @@ fn run(batch: &mut Batch) {
     }
 }
 
-/// Sends `requests` in order to a responder with `host_pages`; the engine does what `serve` says.
+/// Sends `requests` in order to a responder with `host_pages` and `states`; the engine does what `serve` says.
 fn converse_with(
-    host_pages: u32,
+    (host_pages, states): (u32, u32),
     requests: &[Vec<u8>],
     serve: impl Fn(Job),
 ) -> (Vec<Answer>, Vec<Note>) {
@@ -126,7 +126,8 @@ fn converse_with(
     let mut ring = Server::create(&config, &ExitGuard::inert()).unwrap();
     let client = Client::open(&name, pie_wire::SCHEMA_HASH, ClientConfig::default()).unwrap();
     let stop = ring.stop_handle();
-    let responder = Responder::new(Planner::new(LIMITS, 1), host_pages, Wait::Park);
+    let planner = Planner::new(LIMITS, 1).with_states(states);
+    let responder = Responder::new(planner, host_pages, Wait::Park);
     let mut noted = Vec::new();
     let answers = thread::scope(|scope| {
         let answers = scope.spawn(move || {
@@ -151,7 +152,7 @@ fn converse_with(
 
 /// [`converse_with`] a host pool; of the notes only the kinds.
 fn converse(requests: &[Vec<u8>], serve: fn(Job)) -> (Vec<Answer>, Vec<&'static str>) {
-    let (answers, notes) = converse_with(HOST_PAGES, requests, serve);
+    let (answers, notes) = converse_with((HOST_PAGES, 0), requests, serve);
     (answers, notes.iter().map(|note| note.kind).collect())
 }
 
@@ -245,6 +246,31 @@ fn what_needs_no_model_is_answered_alone() {
 }
 
 #[test]
+fn recurrent_state_is_copied_on_the_device_alone() {
+    const STATES: u32 = 40;
+    fn serve(job: Job) {
+        let Job::Copy(mut copy) = job else {
+            panic!("a copy")
+        };
+        let groups: Vec<_> = copy.groups().collect();
+        let expected = [(&[39][..], &[3][..]), (&[3][..], &[4][..])];
+        assert_eq!((copy.states(), groups), (true, expected.to_vec()));
+        assert_eq!(copy.commit(status::OK), None);
+    }
+    // There are fewer pages than slots, of the host too.
+    const { assert!(LIMITS.total_pages < STATES && HOST_PAGES < STATES) };
+    let requests = [
+        copy(CopyDirection::D2D, &[39, 3], &[3, 4], CopyResource::Rs),
+        copy(CopyDirection::D2D, &[40], &[3], CopyResource::Rs),
+        copy(CopyDirection::D2D, &[3], &[40], CopyResource::Rs),
+        copy(CopyDirection::D2H, &[1], &[1], CopyResource::Rs),
+        copy(CopyDirection::D2D, &[39], &[3], CopyResource::Kv),
+    ];
+    let (answers, _) = converse_with((HOST_PAGES, STATES), &requests, serve);
+    assert_eq!(answers, [0, 3, 3, 4, 3].map(Answer::Status));
+}
+
+#[test]
 fn floods_without_tokens_never_reach_the_engine() {
     let requests = vec![encode(Payload::Forward(forward(&[0; 8]))); 2000];
     let (answers, kinds) = converse(&requests, must_not_be_called);
@@ -335,7 +361,7 @@ type Seen = (CopyDirection, Vec<(Vec<u32>, Vec<u32>)>);
 /// Sends copies; every one that reaches the engine is done. Returns what the engine saw, too.
 fn converse_copies(host_pages: u32, requests: &[Vec<u8>]) -> (Vec<Seen>, Vec<Answer>, Vec<String>) {
     let seen = RefCell::new(Vec::new());
-    let (answers, notes) = converse_with(host_pages, requests, |job| {
+    let (answers, notes) = converse_with((host_pages, 0), requests, |job| {
         let Job::Copy(mut copy) = job else { return };
         let groups = copy.groups();
         let groups: Vec<_> = groups
