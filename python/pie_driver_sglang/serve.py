@@ -170,7 +170,7 @@ def _serve_load(load: _core.Load, engine: Engine) -> None:
 
 def _rehearse(server: _core.Server, engine: Engine, adapter_id: int | None) -> None:
     facts = engine.facts
-    for requests in _rehearsals(facts.page_size, facts.total_pages, adapter_id):
+    for requests in _rehearsals(facts, adapter_id):
         batch = server.rehearse(_core.encode_forward(requests))
         run_batch(batch, engine)
         batch.commit()
