@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import os
 
+import architectures
 from pie_driver_sglang.sglang import environment
 
 ARCHITECTURES = (
-    "Gemma2ForCausalLM",
-    "Gemma3ForCausalLM",
-    "LlamaForCausalLM",
-    "MistralForCausalLM",
-    "Qwen2ForCausalLM",
-    "Qwen3ForCausalLM",
+    # What SGLang makes of an architecture that it lacks.
+    "TransformersForCausalLM",
     "Qwen3VLForConditionalGeneration",
+    *(architecture.name for architecture in architectures.ARCHITECTURES.values()),
 )
 """Classes that children can load; SGLang's other model modules are not imported."""
 

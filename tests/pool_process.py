@@ -32,6 +32,74 @@ def copy_in_pools(connection: Connection, stderr: str) -> None:
         connection.send(results)
 
 
+def states_in_pool(connection: Connection, stderr: str) -> None:
+    """Assigns, clears and copies recurrent state in SGLang's pool of three slots.
+
+    Sends the bytes of a slot, the slot of each block-table row, and what every slot of the pool
+    holds, as the number of the slot that it was copied from; -1 where its layers disagree.
+    """
+    import numpy as np
+    import torch
+    from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+
+    from pie_driver_sglang.sglang.state import StatePool, widen
+
+    drivers.redirect_output(stderr)
+    plain = ReqToTokenPool(size=5, max_context_len=8, device="cpu", enable_memory_saver=False)
+    table = _hybrid_table()
+    widen(table, plain)
+    assert table.req_to_token is plain.req_to_token
+    states = StatePool.of(table)
+    assert states is not None
+    assert StatePool.of(plain) is None
+    cache = table.mamba_pool.mamba_cache
+    parts = [*cache.conv, cache.temporal]
+    for part in parts:
+        numbers = torch.arange(1.0, part.shape[1] + 1).view(1, -1, *[1] * (part.dim() - 2))
+        part.copy_(numbers.expand(part.shape))
+    passed = np.array([[3, 0], [1, 1], [0, 0]], dtype=np.int64)
+    states.assign(torch.tensor([5, 1, 2]), bytearray(passed.tobytes()))
+    states.copy([2], [1])
+    whole = torch.cat([part.movedim(1, 0).reshape(part.shape[1], -1) for part in parts], dim=1)
+    same = (whole == whole[:, :1]).all(dim=1)
+    slots = torch.where(same, whole[:, 0] - 1, -2.0).int().tolist()
+    rows = table.req_index_to_mamba_index_mapping.tolist()
+    with connection:
+        connection.send((states.slots, states.slot_bytes, rows, slots))
+
+
+def _hybrid_table() -> Any:
+    import torch
+    from sglang.srt.configs.mamba_utils import (
+        Mamba2CacheParams,
+        Mamba2StateDType,
+        Mamba2StateShape,
+    )
+    from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
+
+    shape = Mamba2StateShape.create(
+        tp_world_size=1,
+        intermediate_size=16,
+        n_groups=1,
+        num_heads=2,
+        head_dim=8,
+        state_size=4,
+        conv_kernel=4,
+    )
+    dtype = Mamba2StateDType(conv=torch.bfloat16, temporal=torch.float32)
+    return HybridReqToTokenPool(
+        size=2,
+        mamba_size=3,
+        mamba_spec_state_size=0,
+        max_context_len=4,
+        device="cpu",
+        enable_memory_saver=False,
+        cache_params=Mamba2CacheParams(shape=shape, dtype=dtype, layers=[0, 2]),
+        mamba_layer_ids=[0, 2],
+        enable_mamba_extra_buffer=False,
+    )
+
+
 def _pools() -> list[tuple[str, Any]]:
     import torch
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool

@@ -112,9 +112,12 @@ class Reference:
 
 
 class MaskedReference:
-    """A model in float64 with eager attention under a mask that names every row and key."""
+    """A model with eager attention under a mask that names every row and key.
 
-    def __init__(self, snapshot: Path) -> None:
+    In float64 by default, which torch does not have for experts.
+    """
+
+    def __init__(self, snapshot: Path, dtype: str = "float64") -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             import torch
@@ -124,10 +127,11 @@ class MaskedReference:
             transformers.utils.logging.disable_progress_bar()
             transformers.AttentionInterface.register(_EAGER_OR_NOTHING, _eager_or_nothing)
             model = transformers.AutoModelForCausalLM.from_pretrained(
-                snapshot, attn_implementation=_EAGER_OR_NOTHING, dtype=torch.float64
+                snapshot, attn_implementation=_EAGER_OR_NOTHING, dtype=dtype
             )
         self._model = model.eval()
         self._torch = torch
+        self._dtype = model.dtype
         config = model.config
         self.vocab_size: int = config.vocab_size
         # Layers of another kind take another mask.
@@ -166,7 +170,7 @@ class MaskedReference:
 
     def _additive(self, shown: torch.Tensor) -> torch.Tensor:
         torch = self._torch
-        return torch.zeros(shown.shape, dtype=torch.float64).masked_fill(~shown, -torch.inf)[
+        return torch.zeros(shown.shape, dtype=self._dtype).masked_fill(~shown, -torch.inf)[
             None, None
         ]
 
@@ -216,9 +220,11 @@ class Context:
 
     _ids = itertools.count(1)
 
-    def __init__(self, allocator: Pages, *, adapter_id: int = -1) -> None:
+    def __init__(self, allocator: Pages, state: int | None = None, *, adapter_id: int = -1) -> None:
         self.allocator = allocator
         self.adapter_id = adapter_id
+        self.state = state
+        """Slot of recurrent state, of a model that has some; it cannot be rewound."""
         self.id = next(Context._ids)
         self.tokens: list[int] = []
         self.positions: list[int] = []
@@ -234,16 +240,18 @@ class Context:
         drafts: Sequence[int] = (),
         masks: Sequence[Sequence[int]] | None = None,
         context_id: int | None = None,
+        sampler: Sampler | None = None,
     ) -> Request:
         """The request that stores tokens, and drafts behind them; both count as stored afterwards.
 
         Args:
             tokens: The input.
-            rows: Input rows to sample greedily; by default the last one.
+            rows: Input rows to sample; by default the last one.
             positions: Of the input; by default those that follow.
             drafts: Tokens to verify.
             masks: One run-length row per token.
             context_id: By default the context's own.
+            sampler: Of all rows; by default greedy.
         """
         following = self.positions[-1] + 1 if self.positions else 0
         given = list(range(following, following + len(tokens)) if positions is None else positions)
@@ -258,6 +266,7 @@ class Context:
             drafts=drafts,
             masks=masks,
             context_id=context_id,
+            sampler=sampler,
         )
 
     def request(
@@ -270,6 +279,7 @@ class Context:
         drafts: Sequence[int] = (),
         masks: Sequence[Sequence[int]] | None = None,
         context_id: int | None = None,
+        sampler: Sampler | None = None,
     ) -> Request:
         """A request whose tokens and drafts are the last stored ones; nothing is recorded."""
         rows = [len(tokens) - 1] if rows is None else rows
@@ -279,11 +289,13 @@ class Context:
             list(positions),
             list(self.pages if pages is None else pages),
             (stored - 1) % self.allocator.size + 1,
-            [(row, Sampler.greedy()) for row in rows],
+            [(row, sampler or Sampler.greedy()) for row in rows],
             context_id=self.id if context_id is None else context_id,
             masks=None if masks is None else [list(row) for row in masks],
             drafts=list(drafts),
             adapter_id=self.adapter_id,
+            state_slot=self.state,
+            state_reset=stored == len(tokens),
         )
 
     def causal_masks(self, tokens: Sequence[int]) -> list[list[int]]:

@@ -572,7 +572,9 @@ class FakeEngine:
         self.fails_in = ""
         self.passes = 0
         self.copies: list[tuple[str, list[int], list[int]]] = []
-        self.host_pages = 0
+        self.state_copies: list[tuple[list[int], list[int]]] = []
+        self.states: list[list[int]] = []
+        self.host_pages = self.state_slots = 0
         self.token = 42
         self.copy_ns = 0
         self.waited_ns = 0
@@ -581,10 +583,14 @@ class FakeEngine:
 
     @property
     def facts(self) -> Facts:
-        return Facts(64, 16, 300, 512, "llama3", "float32", "none", self.host_pages)
+        return Facts(
+            64, 16, 300, 512, "llama3", "float32", "none", self.host_pages, self.state_slots
+        )
 
     def forward(self, batch: _core.Pass) -> None:
         self.passes += 1
+        if batch.states is not None:
+            self.states.append(np.frombuffer(batch.states, np.int64).tolist())
         self.waited_ns += self.copy_ns
         self.at_forward()
         self.fail("forward")
@@ -610,6 +616,10 @@ class FakeEngine:
         self.at_copy()
         self.copies.append((direction, list(sources), list(targets)))
 
+    def copy_states(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        self.fail("copy_states")
+        self.state_copies.append((list(sources), list(targets)))
+
     def fail(self, where: str) -> None:
         if self.error is not None and self.fails_in == where:
             raise self.error
@@ -624,8 +634,9 @@ class Served(NamedTuple):
     name: str
 
 
-def make_planner() -> _core.Planner:
+def make_planner(states: int = 0) -> _core.Planner:
     return _core.Planner(
+        states=states,
         page_size=16,
         total_pages=64,
         vocab_size=300,
@@ -639,10 +650,11 @@ def make_planner() -> _core.Planner:
 
 
 @pytest.fixture
-def served() -> Iterator[Served]:
+def served(request: pytest.FixtureRequest) -> Iterator[Served]:
+    """A driver without recurrent state, or with as many slots as the parameter says."""
     name = f"/pie_shmem_g{drivers.new_group_id()}"
     server = _core.Server(name, _core.ExitGuard.inert(), spin_budget_us=0)
-    planner = make_planner()
+    planner = make_planner(getattr(request, "param", 0))
     engine = FakeEngine(planner)
     reports: list[tuple[str, str]] = []
     server.serve(planner, engine.block.data, lambda kind, text: reports.append((kind, text)))
@@ -677,6 +689,57 @@ def logged(caplog: pytest.LogCaptureFixture) -> Iterator[list[logging.LogRecord]
     caplog.clear()
     with caplog.at_level(logging.DEBUG, logger="pie_driver_sglang"):
         yield caplog.records
+
+
+class TestStates:
+    """Slots of recurrent state on their way from a frame to the engine."""
+
+    @pytest.mark.parametrize("served", [4], indirect=True)
+    def test_requests(self, served: Served) -> None:
+        requests = [
+            rc.Context([5, 6], [0]).request(state_slot=3, state_reset=True),
+            rc.Context([5, 6], [1]).request(state_slot=0),
+        ]
+        assert served.client.forward(requests).tokens == [[42], [42]]
+        assert served.engine.states == [[4, 1, 1, 0]]
+        for bad in ({"state_slot": 4}, {"state_slot": 0, "drafts": [1]}):
+            reply = served.client.forward([rc.Context([5, 6], [0]).request(**bad)])
+            assert reply.tokens == [[]]
+        assert served.client.forward(small(1)).tokens == [[]]
+        kinds = [kind for kind, _ in served.reports]
+        assert kinds == ["state-slot", "state-drafts", "state-slot"]
+
+    @pytest.mark.parametrize("served", [4], indirect=True)
+    def test_copies(self, served: Served) -> None:
+        assert served.client.copy("D2D", [3, 1], [1, 2], states=True) == 0
+        assert served.engine.state_copies == [([3], [1]), ([1], [2])]
+        assert served.client.copy("D2D", [4], [1], states=True) == 3
+        assert served.client.copy("D2H", [1], [1], states=True) == 4
+        assert served.client.copy("D2D", [4], [1]) == 0
+        assert served.engine.copies == [("D2D", [4], [1])]
+
+    def test_a_model_without_them(self, served: Served) -> None:
+        assert served.client.copy("D2D", [0], [1], states=True) == 4
+        assert served.client.forward(small(1, state_slot=9)).tokens == [[42]]
+        assert served.engine.states == []
+
+    @pytest.mark.parametrize("slots", [1, 3])
+    def test_the_warm_up(self, slots: int) -> None:
+        name = f"/pie_shmem_g{drivers.new_group_id()}"
+        server = _core.Server(name, _core.ExitGuard.inert(), spin_budget_us=0)
+        planner = make_planner(slots)
+        engine = FakeEngine(planner)
+        engine.state_slots = slots
+        reports: list[tuple[str, str]] = []
+        server.serve(planner, engine.block.data, lambda kind, text: reports.append((kind, text)))
+        warm_up(server, engine)
+        server.unlink()
+        assert not reports
+        assert engine.state_copies == [([0], [0])]
+        # One, all of them, a prefill, all together, a mask.
+        together = [part for slot in range(slots) for part in (slot + 1, 1)]
+        assert engine.states[:3] == [[1, 1], together, [1, 1]]
+        assert sorted(engine.states[3][::2]) == [*range(1, slots + 1)]
 
 
 class TestProbes:

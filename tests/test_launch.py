@@ -95,6 +95,19 @@ def test_a_whole_context_always_fits(
     assert needed <= request_bytes
 
 
+def test_recurrent_state_is_announced() -> None:
+    config = config_of()
+    caps = launch.capabilities(config, facts_of(), DEFAULT_REQUEST_BYTES)
+    found = (caps.rs_cache_required, caps.rs_cache_slots, caps.rs_cache_slot_bytes)
+    assert found == (False, 0, 0)
+    facts = facts_of(state_slots=256, state_bytes=5 << 32)
+    caps = launch.capabilities(config, facts, DEFAULT_REQUEST_BYTES)
+    found = (caps.rs_cache_required, caps.rs_cache_slots, caps.rs_cache_slot_bytes)
+    assert found == (True, 256, 5 << 32)
+    # Rejected drafts advance it for good.
+    assert not caps.rs_cache_spec_rollback
+
+
 def requests_of(count: int, tokens: int, pages: int) -> list[_core.Request]:
     """`count` requests of `tokens` tokens, each with `pages` pages and one sampler."""
     sampler = [(tokens - 1, _core.Sampler.greedy())]

@@ -484,6 +484,21 @@ def with_unknown_architecture(snapshot: Path) -> dict[str, Any]:
     return {}
 
 
+def with_an_architecture_of_transformers(snapshot: Path) -> dict[str, Any]:
+    hf_config(snapshot, model_type="gpt_neox", architectures=["GPTNeoXForCausalLM"])
+    return {}
+
+
+def with_an_encoder(snapshot: Path) -> dict[str, Any]:
+    hf_config(snapshot, architectures=["LlamaForCausalLM", "WhisperForConditionalGeneration"])
+    return {}
+
+
+def without_tokens(snapshot: Path) -> dict[str, Any]:
+    hf_config(snapshot, architectures=["LlamaForSequenceClassification"])
+    return {}
+
+
 def without_a_gpu(_: Path) -> dict[str, Any]:
     return {"device": ["cuda:0"], "options": {"attention_backend": "flashinfer"}}
 
@@ -515,6 +530,13 @@ def with_soft_capped_attention(snapshot: Path) -> dict[str, Any]:
 
 LATE = {
     "the architecture is unknown": ("llama", with_unknown_architecture, "UnheardOfForCausalLM"),
+    "only transformers has it": (
+        "llama",
+        with_an_architecture_of_transformers,
+        "GPTNeoXForCausalLM, and what it would take from transformers",
+    ),
+    "it has an encoder": ("llama", with_an_encoder, "has an encoder"),
+    "it classifies": ("llama", without_tokens, "does not generate text"),
     "there is no GPU": ("llama", without_a_gpu, "cuda:0"),
     "the weights are corrupt": ("llama", with_corrupt_weights, ""),
     "the weights are cut off": ("llama", with_half_of_the_weights, ""),

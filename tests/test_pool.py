@@ -7,9 +7,10 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -209,11 +210,10 @@ class TestBudget:
             memory.check_budget(1)
 
 
-@pytest.mark.engine
-def test_pools_of_sglang(tmp_path: Path) -> None:
+def from_sglang(function: Callable[[Connection, str], None], log: Path) -> Any:
+    """What a function sends from a process that has SGLang."""
     receiver, sender = multiprocessing.Pipe(duplex=False)
-    log = tmp_path / "log"
-    process = drivers.fork_call(pool_process.copy_in_pools, (sender, str(log)))
+    process = drivers.fork_call(function, (sender, str(log)))
     sender.close()
     with receiver:
         assert receiver.poll(60.0), log.read_text()
@@ -222,6 +222,23 @@ def test_pools_of_sglang(tmp_path: Path) -> None:
         except EOFError:
             pytest.fail(log.read_text())
     assert process.wait(20.0) == 0
+    return results
+
+
+@pytest.mark.engine
+def test_recurrent_state_of_sglang(tmp_path: Path) -> None:
+    slots, slot_bytes, rows, holds = from_sglang(pool_process.states_in_pool, tmp_path / "log")
+    # Two layers: a window of 3 x (16 + 2 x 4) bfloat16, and 2 x 8 x 4 float32.
+    assert (slots, slot_bytes) == (3, 2 * (3 * 24 * 2 + 2 * 8 * 4 * 4))
+    # Row 0 is for padding, and so is slot 0.
+    assert rows == [0, 1, 0, 0, 0, 3]
+    # Slot 1 was cleared; the runtime's slot 2 was copied to its slot 1.
+    assert holds == [0, -1, 3, 3]
+
+
+@pytest.mark.engine
+def test_pools_of_sglang(tmp_path: Path) -> None:
+    results = from_sglang(pool_process.copy_in_pools, tmp_path / "log")
     expected = list(range(pool_process.PAGES))
     expected[11], expected[7], expected[10] = 0, 2, 9
     assert len(results) == 8

@@ -24,7 +24,7 @@ WINDOW: Final = 24
 PATCH_VALUES: Final = 3 * 2 * 4 * 4
 """Numbers of one patch of the model with images: channels, frames, height and width."""
 
-_COMMON: Final[dict[str, Any]] = {
+COMMON: Final[dict[str, Any]] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -85,27 +85,27 @@ def _make(name: str) -> Any:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(sum(name.encode()))
         model = _BUILDERS[name]()
-        _randomize(model)
+        randomize(model)
     return model
 
 
 def _llama(*, tied: bool) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    return LlamaForCausalLM(LlamaConfig(**_COMMON, tie_word_embeddings=tied))
+    return LlamaForCausalLM(LlamaConfig(**COMMON, tie_word_embeddings=tied))
 
 
 def _qwen3() -> Any:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    changed = {**_COMMON, "head_dim": 32, "num_key_value_heads": 1}
+    changed = {**COMMON, "head_dim": 32, "num_key_value_heads": 1}
     return Qwen3ForCausalLM(Qwen3Config(**changed, tie_word_embeddings=True))
 
 
 def _qwen2() -> Any:
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    changed = {key: value for key, value in _COMMON.items() if key != "head_dim"}
+    changed = {key: value for key, value in COMMON.items() if key != "head_dim"}
     return Qwen2ForCausalLM(Qwen2Config(**changed, tie_word_embeddings=False))
 
 
@@ -113,7 +113,7 @@ def _mistral() -> Any:
     from transformers import MistralConfig, MistralForCausalLM
 
     return MistralForCausalLM(
-        MistralConfig(**_COMMON, sliding_window=None, tie_word_embeddings=False)
+        MistralConfig(**COMMON, sliding_window=None, tie_word_embeddings=False)
     )
 
 
@@ -122,7 +122,7 @@ def _qwen3_vl() -> Any:
 
     rope = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_interleaved": True}
     text = {
-        **_COMMON,
+        **COMMON,
         "head_dim": 32,
         "num_key_value_heads": 1,
         "rope_parameters": {**rope, "mrope_section": [6, 5, 5]},
@@ -134,7 +134,7 @@ def _qwen3_vl() -> Any:
         "intermediate_size": 64,
         "num_heads": 2,
         "patch_size": 4,
-        "out_hidden_size": _COMMON["hidden_size"],
+        "out_hidden_size": COMMON["hidden_size"],
         "num_position_embeddings": 36,
         "deepstack_visual_indexes": [0, 1],
     }
@@ -154,7 +154,7 @@ def _gemma3() -> Any:
     from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
     config = Gemma3TextConfig(
-        **{**_COMMON, "head_dim": 32, "num_hidden_layers": 3},
+        **{**COMMON, "head_dim": 32, "num_hidden_layers": 3},
         layer_types=["sliding_attention", "full_attention", "sliding_attention"],
         sliding_window=WINDOW,
         query_pre_attn_scalar=32,
@@ -167,7 +167,7 @@ def _gemma2() -> Any:
     from transformers import Gemma2Config, Gemma2ForCausalLM
 
     config = Gemma2Config(
-        **_COMMON,
+        **COMMON,
         hidden_act="gelu_pytorch_tanh",
         hidden_activation="gelu_pytorch_tanh",
         sliding_window=WINDOW,
@@ -194,7 +194,7 @@ TINY: Final[dict[str, Callable[[], Any]]] = {
 _BUILDERS: Final[dict[str, Callable[[], Any]]] = {**TINY, "qwen3-vl": _qwen3_vl}
 
 
-def _randomize(model: Any) -> None:
+def randomize(model: Any) -> None:
     """Fresh weights: distinct logits, attention that is far from uniform, norms that are not 1.
 
     Blocks outweigh the embeddings, else a tied model would repeat its last token for ever.
@@ -204,7 +204,7 @@ def _randomize(model: Any) -> None:
     gemma = model.config.model_type.startswith("gemma")
     with torch.no_grad():
         for name, weight in sorted(model.named_parameters()):
-            if "norm" in name:
+            if "norm" in name or ".ln_" in name:
                 centre = 0.0 if gemma else 1.0
                 if name.endswith(("q_norm.weight", "k_norm.weight")):
                     centre += 0.5
@@ -216,7 +216,8 @@ def _randomize(model: Any) -> None:
             elif "embed_tokens" in name:
                 # Gemma multiplies its embeddings by sqrt(hidden_size).
                 weight.normal_(0.0, 0.03 if gemma else 0.1)
-            else:
+            elif weight.dim() > 1:
+                # Vectors with a meaning of their own, such as decay rates, stay as they are.
                 attends = name.endswith(("q_proj.weight", "k_proj.weight"))
                 mixes = name.endswith(("v_proj.weight", "o_proj.weight"))
                 gain = 1.3 if attends else 1.5 if mixes else 1.0

@@ -37,14 +37,19 @@ STEPS = 50
 
 @contextmanager
 def driver(
-    model: Path, options: dict[str, object], device: str = "cuda:0", *, dtype: str = "bfloat16"
+    model: Path,
+    options: dict[str, object],
+    device: str = "cuda:0",
+    *,
+    dtype: str = "bfloat16",
+    spin_budget_us: int = 2**64 - 1,
 ) -> Iterator[tuple[Client, dict[str, int]]]:
     """A driver process and its capabilities."""
     folder = Path(tempfile.mkdtemp())
     group = os.getpid() % 100_000
     lines = ["[model]", 'name = "check"', 'hf_repo = ""', f'snapshot_dir = "{model}"', "[driver]"]
     lines += [f"group_id = {group}", f'device = ["{device}"]', f'activation_dtype = "{dtype}"']
-    lines += ['spin_budget_us = "18446744073709551615"', "[driver.options]"]
+    lines += [f'spin_budget_us = "{spin_budget_us}"', "[driver.options]"]
     lines += [f"{key} = {json.dumps(value)}" for key, value in options.items()]
     config = folder / "driver.toml"
     config.write_text("\n".join(lines))
@@ -64,7 +69,7 @@ def driver(
         if not announced:
             raise SystemExit((folder / "log").read_text()[-4000:])
         caps = json.loads(announced[0])["caps"]
-        yield Client(f"/pie_shmem_g{group}", spin_budget_us=2**64 - 1), caps
+        yield Client(f"/pie_shmem_g{group}", spin_budget_us=spin_budget_us), caps
     finally:
         process.terminate()
         started = time.monotonic()

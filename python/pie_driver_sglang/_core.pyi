@@ -154,7 +154,7 @@ class Client:
             TimeoutError: No answer in time.
             RingError: The request does not fit the slot.
         """
-    def copy(self, /, direction: str, sources: SupportsGetItem[int, SupportsIndex], targets: SupportsGetItem[int, SupportsIndex]) -> int | None:
+    def copy(self, /, direction: str, sources: SupportsGetItem[int, SupportsIndex], targets: SupportsGetItem[int, SupportsIndex], *, states: bool = False) -> int | None:
         """
         Copies pages and returns the status code.
 
@@ -162,6 +162,7 @@ class Client:
             direction: "D2H", "H2D", "D2D" or "H2H", with D for device pages and H for slots of the host pool.
             sources: Pages to read.
             targets: Pages to write, pair by pair.
+            states: They are slots of recurrent state, not pages.
         """
     def forward(self, /, requests: SupportsGetItem[int, Request]) -> Reply:
         """
@@ -175,12 +176,12 @@ class Client:
 @final
 class Copy:
     """
-    A copy of whole KV pages within or between the device pool and the host pool. Dropped without a commit it is answered
+    A copy of whole KV pages within or between the device pool and the host pool, or of recurrent state. Dropped without a commit it is answered
     by an abort.
     """
     def __len__(self, /) -> int:
         """
-        Number of pages.
+        Number of pages or slots.
         """
     def commit(self, /, status: SupportsIndex) -> None:
         """
@@ -195,6 +196,11 @@ class Copy:
         """
         Sources and targets, cut so that copying the parts in order, and each of them at once, gives the result of
         copying pair by pair. Only lists that overlap have more than one part.
+        """
+    @property
+    def states(self, /) -> bool:
+        """
+        Whether slots of recurrent state are copied, not pages.
         """
 
 @final
@@ -366,6 +372,12 @@ class Pass:
         Sampling slots of the pass, over all its groups.
         """
     @property
+    def states(self, /) -> bytearray | None:
+        """
+        `[requests, 2]` int64: slot of the state pool, 0 for the padding slot, and 1 where it starts from zeros; None for a
+        model without recurrent state.
+        """
+    @property
     def tokens(self, /) -> int:
         """
         Rows.
@@ -397,7 +409,7 @@ class Planner:
     """
     Turns frames into passes over a staging block. Give it to `Server.serve`.
     """
-    def __new__(cls, /, *, page_size: SupportsIndex, total_pages: SupportsIndex, vocab_size: SupportsIndex, max_positions: SupportsIndex, row_pages: SupportsIndex, max_requests: SupportsIndex, chunk_tokens: SupportsIndex, max_slots: SupportsIndex, random_seed: SupportsIndex, masks: bool = True, adapter_slots: SupportsIndex = 0, vision: tuple[SupportsIndex, SupportsIndex, SupportsIndex] | None = None) -> Planner:
+    def __new__(cls, /, *, page_size: SupportsIndex, total_pages: SupportsIndex, vocab_size: SupportsIndex, max_positions: SupportsIndex, row_pages: SupportsIndex, max_requests: SupportsIndex, chunk_tokens: SupportsIndex, max_slots: SupportsIndex, random_seed: SupportsIndex, states: SupportsIndex = 0, masks: bool = True, adapter_slots: SupportsIndex = 0, vision: tuple[SupportsIndex, SupportsIndex, SupportsIndex] | None = None) -> Planner:
         """
         A planner for a model and its KV pool.
 
@@ -411,6 +423,7 @@ class Planner:
             chunk_tokens: Tokens of one pass.
             max_slots: Logit rows computed at once.
             random_seed: Key of the randomness of unseeded samplers.
+            states: Slots of the engine's pool of recurrent state that the runtime may name; 0 for none.
             masks: The engine applies attention masks; otherwise requests whose mask is not causal are emptied.
             adapter_slots: Adapters that a pass can hold, no adapter being one of them; 0 for an engine without adapters.
             vision: What the engine's encoder takes: numbers of a patch, patches that are merged per side, and patches of
@@ -490,7 +503,7 @@ class Request:
     One request of a forward frame. KV geometry follows from `pages`, `last_page_len`, `tokens` and `drafts` as the Pie
     driver protocol defines it.
     """
-    def __new__(cls, /, tokens: SupportsGetItem[int, SupportsIndex], positions: SupportsGetItem[int, SupportsIndex], pages: SupportsGetItem[int, SupportsIndex], last_page_len: SupportsIndex, samplers: SupportsGetItem[int, tuple[SupportsIndex, Sampler]] = ..., *, context_id: SupportsIndex = 0, masks: SupportsGetItem[int, SupportsGetItem[int, SupportsIndex]] | None = None, logit_mask: SupportsGetItem[int, SupportsIndex] | None = None, drafts: SupportsGetItem[int, SupportsIndex] = ..., draft_positions: SupportsGetItem[int, SupportsIndex] = ..., adapter_id: SupportsIndex = ..., images: SupportsGetItem[int, Image] = ..., audio: SupportsGetItem[int, tuple[SupportsIndex, SupportsGetItem[int, SupportsIndex]]] = ...) -> Request:
+    def __new__(cls, /, tokens: SupportsGetItem[int, SupportsIndex], positions: SupportsGetItem[int, SupportsIndex], pages: SupportsGetItem[int, SupportsIndex], last_page_len: SupportsIndex, samplers: SupportsGetItem[int, tuple[SupportsIndex, Sampler]] = ..., *, context_id: SupportsIndex = 0, masks: SupportsGetItem[int, SupportsGetItem[int, SupportsIndex]] | None = None, logit_mask: SupportsGetItem[int, SupportsIndex] | None = None, drafts: SupportsGetItem[int, SupportsIndex] = ..., draft_positions: SupportsGetItem[int, SupportsIndex] = ..., adapter_id: SupportsIndex = ..., images: SupportsGetItem[int, Image] = ..., audio: SupportsGetItem[int, tuple[SupportsIndex, SupportsGetItem[int, SupportsIndex]]] = ..., state_slot: SupportsIndex | None = None, state_reset: bool = False) -> Request:
         """
         Describes one request.
 
@@ -508,6 +521,8 @@ class Request:
             adapter_id: -1 = none.
             images: In the order of their rows.
             audio: (row, features) pairs: first row of a clip, and its log-mel features.
+            state_slot: Slot of recurrent state, None = none. All requests of a batch have one, or none has.
+            state_reset: The slot starts from zeros.
         """
 
 @final

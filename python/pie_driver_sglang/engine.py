@@ -35,6 +35,10 @@ class Facts(NamedTuple):
     """Pages of the host's pool, for swapping: slots ``0..host_pages``."""
     adapter_slots: int = 0
     """Different adapters of a pass, no adapter being one of them; 0: adapters are off."""
+    state_slots: int = 0
+    """Slots of recurrent state: ``0..state_slots``; 0 for a model without."""
+    state_bytes: int = 0
+    """Bytes of one of them."""
 
 
 class Engine(Protocol):
@@ -92,3 +96,6 @@ class Engine(Protocol):
 
     def rehearsal_adapter(self) -> AbstractContextManager[None]:
         """Within it `REHEARSAL_ADAPTER` is an adapter of all layers that changes nothing."""
+
+    def copy_states(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copies slots of recurrent state, under the conditions of `copy_pages`."""

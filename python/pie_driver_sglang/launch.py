@@ -143,6 +143,9 @@ def capabilities(config: DriverConfig, facts: Facts, request_bytes: int) -> Capa
         max_model_len=facts.context_length,
         activation_dtype=config.driver.activation_dtype,
         snapshot_dir=str(config.model.snapshot_dir),
+        rs_cache_required=facts.state_slots > 0,
+        rs_cache_slots=facts.state_slots,
+        rs_cache_slot_bytes=facts.state_bytes,
     )
 
 

@@ -12,7 +12,7 @@ from pie_driver_sglang._core import REHEARSAL_ADAPTER, Request, Sampler
 from pie_driver_sglang.errors import AdapterError, quoted
 
 if TYPE_CHECKING:
-    from pie_driver_sglang.engine import Engine
+    from pie_driver_sglang.engine import Engine, Facts
     from pie_driver_sglang.trace import Trace
 
 logger = logging.getLogger(__name__)
@@ -41,6 +41,8 @@ def warm_up(server: _core.Server, engine: Engine) -> None:
     """
     for direction in ("D2D", "D2H", "H2D", "H2H") if engine.facts.host_pages else ("D2D",):
         engine.copy_pages(direction, [0], [0])
+    if engine.facts.state_slots:
+        engine.copy_states([0], [0])
     _rehearse(server, engine, None)
     if engine.facts.adapter_slots:
         with engine.rehearsal_adapter():
@@ -132,10 +134,17 @@ def _trace_step(step: _core.Step, trace: Trace) -> None:
 def _serve_copy(copy: _core.Copy, engine: Engine) -> None:
     try:
         for sources, targets in copy.groups():
-            engine.copy_pages(copy.direction, sources, targets)
+            if copy.states:
+                engine.copy_states(sources, targets)
+            else:
+                engine.copy_pages(copy.direction, sources, targets)
     except Exception:
         logger.exception(
-            "a %s copy of %d pages failed", copy.direction, len(copy), extra={"kind": "copy"}
+            "a %s copy of %d %s failed",
+            copy.direction,
+            len(copy),
+            "states" if copy.states else "pages",
+            extra={"kind": "copy"},
         )
         copy.commit(STATUS_FAILED)
     else:
@@ -161,7 +170,7 @@ def _serve_load(load: _core.Load, engine: Engine) -> None:
 
 def _rehearse(server: _core.Server, engine: Engine, adapter_id: int | None) -> None:
     facts = engine.facts
-    for requests in _rehearsals(facts.page_size, facts.total_pages, adapter_id):
+    for requests in _rehearsals(facts, adapter_id):
         batch = server.rehearse(_core.encode_forward(requests))
         run_batch(batch, engine)
         batch.commit()
@@ -171,12 +180,13 @@ def _micros(nanoseconds: int) -> int:
     return min((nanoseconds + 500) // 1000, 2**32 - 1)
 
 
-def _rehearsals(page_size: int, total_pages: int, adapter_id: int | None) -> list[list[Request]]:
+def _rehearsals(facts: Facts, adapter_id: int | None) -> list[list[Request]]:
     """Decodes, a prefill of one page, both together, and a prefill under an attention mask.
 
     Each with every class of sampler; with an adapter, every other request is bound to it.
     """
-    count = min(total_pages, 8)
+    page_size, has_state = facts.page_size, facts.state_slots > 0
+    count = min(facts.total_pages, facts.state_slots or 8, 8)
     samplers = [Sampler.greedy(), Sampler.multinomial(1.0), Sampler.top_k_top_p(0.8, 20, 0.9)]
     samplers += [Sampler.min_p(0.8, 0.1), Sampler.dist(1.0, 4), Sampler.raw_logits()]
     samplers += [Sampler.logprobs([0, 1]), Sampler.entropy()]
@@ -197,6 +207,8 @@ def _rehearsals(page_size: int, total_pages: int, adapter_id: int | None) -> lis
             masks=masks,
             logit_mask=mask,
             adapter_id=bound,
+            state_slot=page if has_state else None,
+            state_reset=has_state,
         )
 
     decode = [request(page, 1) for page in range(count)]

@@ -11,6 +11,9 @@ from unittest import mock
 import psutil
 import torch
 import torch.distributed as dist
+from sglang.kernels.ops.mamba.triton_ops import (
+    initialize_mamba_selective_state_update_backend,
+)
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed.parallel_state_wrapper import ParallelState
 from sglang.srt.layers import logits_processor
@@ -19,7 +22,7 @@ from sglang.srt.layers.quantization.fp4_utils import initialize_fp4_gemm_config
 from sglang.srt.layers.quantization.fp8_utils import initialize_fp8_gemm_config
 from sglang.srt.layers.quantization.unquant import initialize_bf16_gemm_config
 from sglang.srt.layers.rotary_embedding import base as rotary_base
-from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool, ReqToTokenPool
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.plugins import load_plugins
 from sglang.srt.runtime_context import publish
@@ -29,6 +32,7 @@ from sglang.srt.utils import set_random_seed
 from pie_driver_sglang.config import DriverConfig
 from pie_driver_sglang.errors import DriverError, StartError
 from pie_driver_sglang.sglang import adapters, support
+from pie_driver_sglang.sglang.state import widen
 
 logger = logging.getLogger(__name__)
 
@@ -76,12 +80,16 @@ def boot(config: DriverConfig) -> Booted:
         support.check_pool(runner)
         page_size = runner.server_args.page_size
         row_pages = -(-(runner.model_config.context_len + DRAFT_ROOM) // page_size)
-        runner.req_to_token_pool = ReqToTokenPool(
+        table = ReqToTokenPool(
             size=options.max_forward_requests,
             max_context_len=row_pages * page_size,
             device=runner.device,
             enable_memory_saver=False,
         )
+        if isinstance(runner.req_to_token_pool, HybridReqToTokenPool):
+            widen(runner.req_to_token_pool, table)
+        else:
+            runner.req_to_token_pool = table
         runner.init_attention_backends()
         runner.init_cuda_graphs(capture_decode_cuda_graph=False)
     return Booted(runner, row_pages, options.max_forward_requests)
@@ -102,6 +110,7 @@ def _load_model(args: ServerArgs, gpu_id: int) -> ModelRunner:
     initialize_fp8_gemm_config(args)
     initialize_fp4_gemm_config(args)
     initialize_bf16_gemm_config(args)
+    initialize_mamba_selective_state_update_backend(args)
     set_random_seed(args.random_seed)
     with _single_process_groups():
         runner = _Runner(
@@ -113,6 +122,7 @@ def _load_model(args: ServerArgs, gpu_id: int) -> ModelRunner:
             server_args=args,
         )
     support.check_model(runner)
+    support.correct_windows(runner)
     return runner
 
 
@@ -199,7 +209,10 @@ def _translated_failures(config: DriverConfig) -> Iterator[None]:
         logger.debug("SGLang failed", exc_info=True)
         text = _first_line(error)
         if "not supported" in text and "rchitecture" in text:
+            text = text.partition("Supported architectures")[0]
             hint = "SGLang 0.5.17 has no such model; use one that it supports"
+        elif "attention backend" in text and config.driver.device[0] == "cpu":
+            hint = 'SGLang runs this model on a GPU only: set `device = ["cuda:0"]`'
         elif "memory" in text.lower() or "mem_fraction" in text or "mem-fraction" in text:
             hint = "adjust `mem_fraction_static` or `context_length`"
         else:

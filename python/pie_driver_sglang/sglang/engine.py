@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from pie_driver_sglang.sglang.boot import Booted
     from pie_driver_sglang.sglang.lane import StepRunner
     from pie_driver_sglang.sglang.pool import PagePools
+    from pie_driver_sglang.sglang.state import StatePool
 
 
 class _Hidden(NamedTuple):
@@ -75,10 +76,12 @@ class SglangEngine:
         facts: Facts,
         pools: PagePools,
         adapters: Adapters | None,
+        states: StatePool | None,
     ) -> None:
         self.runner = booted.runner
         self._pools = pools
         self._adapters = adapters
+        self._states = states
         self._row_adapters: list[int] | None = None
         self.facts = facts
         device = torch.device(self.runner.device)
@@ -143,6 +146,8 @@ class SglangEngine:
         forward_batch = self._forward_batch(batch)
         if self._adapters is not None:
             self._row_adapters = _bind(self._adapters, forward_batch, batch.adapters)
+        if self._states is not None and batch.states is not None:
+            self._states.assign(forward_batch.req_pool_indices, batch.states)
         if batch.mask is None:
             self.runner.forward(forward_batch)
         else:
@@ -244,6 +249,13 @@ class SglangEngine:
         if self._adapters is None:
             raise RuntimeError("adapters are off")
         return self._adapters
+
+    @torch.inference_mode()
+    def copy_states(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copies state; see :meth:`pie_driver_sglang.engine.Engine.copy_states`."""
+        if self._states is None:
+            raise RuntimeError("the model has no recurrent state")
+        self._states.copy(sources, targets)
 
     def _upload(self, batch: Pass) -> None:
         if self._copied is not None:

@@ -16,6 +16,7 @@ from pie_driver_sglang.sglang.engine import SglangEngine
 from pie_driver_sglang.sglang.images import find_vision
 from pie_driver_sglang.sglang.lane import CpuSteps, CudaSteps, StepRunner, ladder
 from pie_driver_sglang.sglang.pool import PagePools, host_pages, page_buffers
+from pie_driver_sglang.sglang.state import StatePool
 
 logger = logging.getLogger(__name__)
 
@@ -34,8 +35,9 @@ def load_engine(config: DriverConfig) -> tuple[Planner, SglangEngine]:
     booted = boot(config)
     runner, options = booted.runner, config.driver.options
     args, model_config = runner.server_args, runner.model_config
-    buffers = page_buffers(runner.token_to_kv_pool)
+    buffers = page_buffers(support.paged(runner.token_to_kv_pool))
     pools = PagePools(buffers, host_pages(options.cpu_mem_budget_in_gb, buffers))
+    states = StatePool.of(runner.req_to_token_pool)
     adapters = (
         Adapters(runner.lora_manager, options.max_loaded_loras) if options.enable_lora else None
     )
@@ -52,6 +54,8 @@ def load_engine(config: DriverConfig) -> tuple[Planner, SglangEngine]:
         attention_backend=args.attention_backend,
         host_pages=pools.host_pages,
         adapter_slots=adapters.slots if adapters else 0,
+        state_slots=states.slots if states else 0,
+        state_bytes=states.slot_bytes if states else 0,
     )
     chunk = options.chunked_prefill_size
     if chunk is None or chunk <= 0:
@@ -72,11 +76,12 @@ def load_engine(config: DriverConfig) -> tuple[Planner, SglangEngine]:
         chunk_tokens=chunk,
         max_slots=MAX_SLOTS,
         random_seed=config.driver.random_seed % 2**64,
+        states=facts.state_slots,
         masks=obstacle is None,
         adapter_slots=facts.adapter_slots,
         vision=vision,
     )
-    engine = SglangEngine(booted, planner, facts, pools, adapters)
+    engine = SglangEngine(booted, planner, facts, pools, adapters, states)
     engine.steps = _steps(engine, options)
     return planner, engine
 
@@ -88,6 +93,8 @@ def _steps(engine: SglangEngine, options: DriverOptions) -> StepRunner | None:
         obstacle = "`disable_cuda_graph` is set"
     elif engine.facts.adapter_slots:
         obstacle = "adapters are on, which are bound anew for every batch"
+    elif engine.facts.state_slots:
+        obstacle = "the model keeps recurrent state"
     if obstacle is not None:
         logger.info("every batch runs eagerly: %s", obstacle)
         return None

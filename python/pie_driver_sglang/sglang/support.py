@@ -5,14 +5,21 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from sglang.srt.configs.model_config import AttentionArch
+from sglang.srt.configs.model_config import AttentionArch, ModelImpl
+from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
+from sglang.srt.mem_cache.memory_pool import (
+    HybridLinearKVPool,
+    MHATokenToKVPool,
+    MLATokenToKVPool,
+)
+from sglang.srt.model_loader.utils import get_resolved_model_impl
 
 from pie_driver_sglang.errors import StartError
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.mem_cache.memory_pool import KVCache
     from sglang.srt.model_executor.model_runner import ModelRunner
 
 
@@ -31,6 +38,18 @@ def check_config(model_config: ModelConfig, attention_backend: str | None) -> No
         raise StartError(
             f"{architecture} does not generate text", hint="use a causal language model"
         )
+    if get_resolved_model_impl(model_config) == ModelImpl.TRANSFORMERS:
+        raise StartError(
+            f"SGLang 0.5.17 has no {architecture}, and what it would take from transformers "
+            "instead need not attend as the model does",
+            hint="use a model of an architecture that SGLang has",
+        )
+    if model_config.is_encoder_decoder:
+        raise StartError(
+            f"{architecture} has an encoder whose output its decoder attends to, for which the "
+            "runtime's pages have no room",
+            hint="use a decoder-only language model",
+        )
     if attention_backend == "torch_native" and model_config.attention_arch == AttentionArch.MLA:
         raise StartError(
             f"{architecture} uses multi-head latent attention, which the CPU backend lacks",
@@ -39,27 +58,79 @@ def check_config(model_config: ModelConfig, attention_backend: str | None) -> No
 
 
 def check_model(runner: ModelRunner) -> None:
-    """Refuses attention that `torch_native` would compute wrongly without an error.
+    """Refuses what SGLang would compute wrongly without an error.
 
     Raises:
-        StartError: Attention soft-capping, or a sliding window that SGLang's model class ignores.
+        StartError: SGLang serves the model without what its configuration or checkpoint asks for.
     """
-    layers = _attention_layers(runner)
-    config = runner.model_config.hf_text_config
-    if runner.server_args.attention_backend == "torch_native" and any(
-        (layer.logit_cap or 0) > 0 for layer in layers
-    ):
+    _check_windows(runner)
+    if getattr(getattr(runner.model, "lm_head", None), "bias", None) is not None:
         raise StartError(
-            "the model soft-caps its attention scores, which the CPU backend ignores",
-            hint='set `device = ["cuda:0"]`, or choose a model without attention soft-capping',
+            f"the output layer of {type(runner.model).__name__} has a bias, which SGLang ignores",
+            hint="choose a model without one",
         )
+    if runner.server_args.device == "cpu":
+        _check_cpu(runner)
+
+
+def _check_windows(runner: ModelRunner) -> None:
+    config = runner.model_config.hf_text_config
     window = _sliding_window(config)
-    ignored = not any((layer.sliding_window_size or -1) > -1 for layer in layers)
-    if window is not None and window < runner.model_config.context_len and ignored:
+    if window is None or window >= runner.model_config.context_len:
+        return
+    windowed = [layer for layer in _attention_layers(runner) if layer.sliding_window_size > -1]
+    kinds = getattr(config, "layer_types", None) or ()
+    expected = list(kinds).count("sliding_attention")
+    if not windowed or (expected and len(windowed) != expected):
+        ignores = f"in {expected - len(windowed)} layers " if windowed else ""
         raise StartError(
             f"the model attends to a sliding window of {window} tokens, which SGLang's "
-            f"{type(runner.model).__name__} ignores",
+            f"{type(runner.model).__name__} {ignores}ignores",
             hint=f"set `context_length = {window}` or choose a model without a window",
+        )
+
+
+def correct_windows(runner: ModelRunner) -> None:
+    """Narrows windows that a model class of SGLang (Cohere 2) takes for one token too many.
+
+    A configuration's window counts a row's own token, that of SGLang's layers does not.
+    """
+    window = _sliding_window(runner.model_config.hf_text_config)
+    if window is None:
+        return
+    for layer in _attention_layers(runner):
+        if layer.sliding_window_size == window:
+            layer.sliding_window_size = window - 1
+            # Attention backends plan for this one; such a class does not set it.
+            runner.sliding_window_size = window - 1
+
+
+def _check_cpu(runner: ModelRunner) -> None:
+    """Refuses what SGLang's code for CPUs ignores.
+
+    Raises:
+        StartError: Attention that is not plain, or experts of a size that SGLang pads.
+    """
+    remedy = 'set `device = ["cuda:0"]` or choose another model'
+    layers = _attention_layers(runner)
+    if any((layer.logit_cap or 0) > 0 for layer in layers):
+        raise StartError(
+            "the model soft-caps its attention scores, which the CPU backend ignores", hint=remedy
+        )
+    if not all(_is_plain(layer) for layer in layers):
+        raise StartError(
+            "some of the model's layers attend in a way of their own, which the CPU backend lacks",
+            hint=remedy,
+        )
+    config = runner.model_config.hf_text_config
+    experts = any(isinstance(module, FusedMoE) for module in runner.model.modules())
+    names = ("moe_intermediate_size", "intermediate_size")
+    padded = [name for name in names if hasattr(config, f"original_{name}")]
+    if experts and padded:
+        size = getattr(config, f"original_{padded[0]}")
+        raise StartError(
+            f"the model's experts are {size} wide, which SGLang pads on a CPU with random memory",
+            hint=remedy,
         )
 
 
@@ -67,14 +138,25 @@ def check_pool(runner: ModelRunner) -> None:
     """Refuses KV pools that the planner's single slot space cannot describe.
 
     Raises:
-        StartError: The model keeps recurrent state or a second pool.
+        StartError: The model needs another pool, or keeps recurrent state on a CPU.
     """
+    architecture = runner.model_config.hf_config.architectures[0]
     pool = runner.token_to_kv_pool
-    if type(pool) not in (MHATokenToKVPool, MLATokenToKVPool):
+    if type(pool) is HybridLinearKVPool and runner.device == "cpu":
         raise StartError(
-            f"the model needs a {type(pool).__name__}, which this driver does not support yet",
-            hint="use a model with plain attention layers",
+            f"{architecture} keeps recurrent state, for which SGLang has no code on a CPU",
+            hint='set `device = ["cuda:0"]`',
         )
+    if type(paged(pool)) not in (MHATokenToKVPool, MLATokenToKVPool):
+        raise StartError(
+            f"{architecture} needs a {type(pool).__name__}, which this driver does not support",
+            hint="use a model with one pool of keys and values",
+        )
+
+
+def paged(pool: KVCache) -> KVCache:
+    """The part of a pool that consists of pages: all of it, unless some layers are recurrent."""
+    return pool.full_kv_pool if isinstance(pool, HybridLinearKVPool) else pool
 
 
 def mask_obstacle(runner: ModelRunner) -> str | None:

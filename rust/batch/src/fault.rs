@@ -140,6 +140,25 @@ pub enum RequestFault {
         /// Tokens of a pass.
         limit: u32,
     },
+    /// No slot for the recurrent state of a model that has some.
+    #[error("the model has recurrent state, and the request names no slot for it")]
+    NoStateSlot,
+    /// A slot outside the pool of recurrent state.
+    #[error("state slot {slot} is outside the pool of {slots} slots")]
+    StateSlot {
+        /// The slot.
+        slot: u32,
+        /// Slots of the pool.
+        slots: u32,
+    },
+    /// Drafts for a model with recurrent state.
+    #[error(
+        "the model has recurrent state, which cannot go back behind rejected ones of the {drafts} drafts"
+    )]
+    StateDrafts {
+        /// Drafts of the request.
+        drafts: u32,
+    },
     /// More logit masks than one.
     #[error("{masks} logit masks, a request may have one")]
     LogitMasks {
@@ -238,6 +257,8 @@ impl RequestFault {
             Self::MaskRows { .. } => "mask-rows",
             Self::NonCausalMask => "non-causal-mask",
             Self::MaskAhead { .. } => "mask-ahead",
+            Self::NoStateSlot | Self::StateSlot { .. } => "state-slot",
+            Self::StateDrafts { .. } => "state-drafts",
             Self::LogitMasks { .. } => "logit-masks",
             Self::Oversize { .. } => "oversize",
             Self::Logits => "logits",

@@ -29,6 +29,9 @@ pub(crate) struct Frame<'a> {
     pub(crate) audio_indptr: &'a [u32],
     /// 0 = nobody; empty when the frame names no contexts.
     pub(crate) context_ids: &'a [u64],
+    /// Of recurrent state; empty when the frame names none, and so are the flags.
+    pub(crate) state_slots: &'a [u32],
+    pub(crate) state_flags: &'a [u8],
     pub(crate) request: &'a ArchivedForwardRequest,
 }
 
@@ -116,6 +119,8 @@ impl<'a> Frame<'a> {
             image_indptr: request.image_indptr.native(),
             audio_indptr: request.audio_indptr.native(),
             context_ids: request.context_ids.native(),
+            state_slots: request.rs_slot_ids.native(),
+            state_flags: request.rs_slot_flags.as_slice(),
             request,
         }
     }

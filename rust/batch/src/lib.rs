@@ -26,6 +26,7 @@ mod request;
 mod sampler;
 mod slot;
 mod stage;
+mod state;
 mod table;
 
 pub use adapter::REHEARSAL_ADAPTER;

@@ -12,6 +12,7 @@ use crate::reply::Reply;
 use crate::request::{Geometry, Survey, check_compute, check_pages, draft_positions, is_idle};
 use crate::slot::Slots;
 use crate::stage::Stage;
+use crate::state::State;
 use crate::table::BlockTable;
 use crate::{FrameError, Layout, Limits, RequestFault};
 
@@ -36,6 +37,8 @@ pub(crate) struct Request {
     pub(crate) adapter: Option<i64>,
     /// Its rows are computed in vain: they store no KV.
     pub(crate) dropped: bool,
+    /// Its recurrent state; `None` when it has none or may not keep it.
+    pub(crate) state: Option<State>,
     pub(crate) sight: Sight,
     /// The mask of each input row in [`Planner::mask_rows`]; empty unless the request is masked.
     pub(crate) mask_rows: Range<usize>,
@@ -78,6 +81,8 @@ pub struct Planner {
     pub(crate) requests: Vec<Request>,
     pub(crate) slots: Slots,
     pub(crate) adapters: Adapters,
+    /// Slots of the engine's pool of recurrent state; 0 when it has none.
+    pub(crate) states: u32,
     /// The engine applies masks that are not causal.
     pub(crate) masks: bool,
     pub(crate) mask_rows: MaskRows,
@@ -110,6 +115,7 @@ impl Planner {
             requests: Vec::new(),
             slots: Slots::default(),
             adapters: Adapters::default(),
+            states: 0,
             masks: true,
             mask_rows: MaskRows::default(),
             vision: None,
@@ -129,6 +135,19 @@ impl Planner {
     pub const fn without_masks(mut self) -> Self {
         self.masks = false;
         self
+    }
+
+    /// For an engine with recurrent state: the runtime may name slots `0..slots`.
+    #[must_use]
+    pub const fn with_states(mut self, slots: u32) -> Self {
+        self.states = slots;
+        self
+    }
+
+    /// Slots of the engine's pool of recurrent state; 0 when it has none.
+    #[must_use]
+    pub const fn states(&self) -> u32 {
+        self.states
     }
 
     /// The layout of the staging block that [`Planner::stage`] fills.
@@ -158,6 +177,7 @@ impl Planner {
             self.requests.push(request);
         }
         self.empty_oversize_requests();
+        self.keep_last_states();
         self.cut();
         Ok(())
     }
@@ -193,6 +213,7 @@ impl Planner {
         let placed = geometry.and_then(|geometry| {
             request.adapter = self.adapters.binding(frame.adapter(index))?;
             self.check_sight(geometry)?;
+            request.state = self.check_state(frame, index, geometry)?;
             self.place(frame, index, &mut request)?;
             Ok(geometry)
         });
@@ -230,6 +251,22 @@ impl Planner {
             Sight::Masked | Sight::MaskedAhead if !self.masks => Err(RequestFault::NonCausalMask),
             Sight::MaskedAhead if tokens > limit => Err(RequestFault::MaskAhead { tokens, limit }),
             Sight::Causal | Sight::Masked | Sight::MaskedAhead => Ok(()),
+        }
+    }
+
+    /// The request's recurrent state, which rejected drafts would spoil.
+    fn check_state(
+        &self,
+        frame: &Frame<'_>,
+        index: usize,
+        geometry: Geometry,
+    ) -> Result<Option<State>, RequestFault> {
+        let state = State::of(frame, self.states, index)?;
+        match state {
+            Some(_) if geometry.drafts > 0 => Err(RequestFault::StateDrafts {
+                drafts: geometry.drafts,
+            }),
+            state => Ok(state),
         }
     }
 

@@ -97,12 +97,15 @@ impl Client {
     ///     direction: "D2H", "H2D", "D2D" or "H2H", with D for device pages and H for slots of the host pool.
     ///     sources: Pages to read.
     ///     targets: Pages to write, pair by pair.
+    ///     states: They are slots of recurrent state, not pages.
+    #[pyo3(signature = (direction, sources, targets, *, states = false))]
     fn copy(
         &self,
         py: Python<'_>,
         direction: &str,
         sources: Vec<u32>,
         targets: Vec<u32>,
+        states: bool,
     ) -> PyResult<Option<i32>> {
         let dir = match direction {
             "D2H" => CopyDirection::D2H,
@@ -119,7 +122,11 @@ impl Client {
             dir,
             srcs: sources,
             dsts: targets,
-            resource: CopyResource::Kv,
+            resource: if states {
+                CopyResource::Rs
+            } else {
+                CopyResource::Kv
+            },
         };
         Ok(self
             .send(

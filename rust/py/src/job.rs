@@ -71,6 +71,9 @@ pub(crate) struct Pass {
     adapters: Option<Py<PyBytes>>,
     /// Images that give some rows their embeddings; None when all rows are text.
     images: Option<Py<PassImages>>,
+    /// `[requests, 2]` int64: slot of the state pool, 0 for the padding slot, and 1 where it starts from zeros; None for a
+    /// model without recurrent state.
+    states: Option<Py<PyByteArray>>,
 }
 
 /// Which KV indices each row of a pass may attend to.
@@ -358,6 +361,9 @@ impl Batch {
         let adapters = adapters.map(|ids| PyBytes::new(py, bytemuck::cast_slice(&ids)).unbind());
         let images = self.inner.pass_images();
         let images = images.map(|(images, media)| PassImages::new(py, images, media));
+        let states = self.inner.pass_states();
+        let states =
+            states.map(|states| PyByteArray::new(py, bytemuck::cast_slice(&states)).unbind());
         Ok(Some(Pass {
             tokens: pass.tokens,
             requests: pass.requests,
@@ -368,6 +374,7 @@ impl Batch {
             mask: mask.transpose()?,
             adapters,
             images: images.transpose()?,
+            states,
         }))
     }
 
@@ -458,7 +465,7 @@ fn values<T: Element>(py: Python<'_>, buffer: Option<PyBuffer<T>>) -> PyResult<V
     buffer.map_or_else(|| Ok(Vec::new()), |buffer| buffer.to_vec(py))
 }
 
-/// A copy of whole KV pages within or between the device pool and the host pool. Dropped without a commit it is answered
+/// A copy of whole KV pages within or between the device pool and the host pool, or of recurrent state. Dropped without a commit it is answered
 /// by an abort.
 #[pyclass(module = "pie_driver_sglang._core")]
 pub(crate) struct Copy {
@@ -474,7 +481,7 @@ impl Copy {
 
 #[pymethods]
 impl Copy {
-    /// Number of pages.
+    /// Number of pages or slots.
     const fn __len__(&self) -> usize {
         self.inner.len()
     }
@@ -483,6 +490,12 @@ impl Copy {
     #[getter]
     fn direction(&self) -> String {
         format!("{:?}", self.inner.direction())
+    }
+
+    /// Whether slots of recurrent state are copied, not pages.
+    #[getter]
+    const fn states(&self) -> bool {
+        self.inner.states()
     }
 
     /// Sources and targets, cut so that copying the parts in order, and each of them at once, gives the result of

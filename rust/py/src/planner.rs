@@ -28,6 +28,7 @@ impl Planner {
     ///     chunk_tokens: Tokens of one pass.
     ///     max_slots: Logit rows computed at once.
     ///     random_seed: Key of the randomness of unseeded samplers.
+    ///     states: Slots of the engine's pool of recurrent state that the runtime may name; 0 for none.
     ///     masks: The engine applies attention masks; otherwise requests whose mask is not causal are emptied.
     ///     adapter_slots: Adapters that a pass can hold, no adapter being one of them; 0 for an engine without adapters.
     ///     vision: What the engine's encoder takes: numbers of a patch, patches that are merged per side, and patches of
@@ -36,7 +37,7 @@ impl Planner {
     /// Raises:
     ///     ValueError: A limit is 0, or the pool has more storage slots than a 31-bit index names.
     #[new]
-    #[pyo3(signature = (*, page_size, total_pages, vocab_size, max_positions, row_pages, max_requests, chunk_tokens, max_slots, random_seed, masks = true, adapter_slots = 0, vision = None))]
+    #[pyo3(signature = (*, page_size, total_pages, vocab_size, max_positions, row_pages, max_requests, chunk_tokens, max_slots, random_seed, states = 0, masks = true, adapter_slots = 0, vision = None))]
     #[expect(
         clippy::too_many_arguments,
         reason = "keyword-only limits, named at the call"
@@ -51,6 +52,7 @@ impl Planner {
         chunk_tokens: u32,
         max_slots: u32,
         random_seed: u64,
+        states: u32,
         masks: bool,
         adapter_slots: usize,
         vision: Option<(u32, u32, u32)>,
@@ -68,7 +70,7 @@ impl Planner {
         };
         let refuse = |error: LimitError| PyValueError::new_err(error.to_string());
         limits.check().map_err(refuse)?;
-        let mut inner = pie_batch::Planner::new(limits, random_seed);
+        let mut inner = pie_batch::Planner::new(limits, random_seed).with_states(states);
         if !masks {
             inner = inner.without_masks();
         }

@@ -152,6 +152,8 @@ pub(crate) struct Request {
     adapter_id: i64,
     images: Vec<Image>,
     audio: Vec<(u32, Vec<u8>)>,
+    state_slot: Option<u32>,
+    state_reset: bool,
 }
 
 #[pymethods]
@@ -172,8 +174,10 @@ impl Request {
     ///     adapter_id: -1 = none.
     ///     images: In the order of their rows.
     ///     audio: (row, features) pairs: first row of a clip, and its log-mel features.
+    ///     state_slot: Slot of recurrent state, None = none. All requests of a batch have one, or none has.
+    ///     state_reset: The slot starts from zeros.
     #[new]
-    #[pyo3(signature = (tokens, positions, pages, last_page_len, samplers = Vec::new(), *, context_id = 0, masks = None, logit_mask = None, drafts = Vec::new(), draft_positions = Vec::new(), adapter_id = -1, images = Vec::new(), audio = Vec::new()))]
+    #[pyo3(signature = (tokens, positions, pages, last_page_len, samplers = Vec::new(), *, context_id = 0, masks = None, logit_mask = None, drafts = Vec::new(), draft_positions = Vec::new(), adapter_id = -1, images = Vec::new(), audio = Vec::new(), state_slot = None, state_reset = false))]
     #[expect(
         clippy::too_many_arguments,
         reason = "one keyword per field of the request"
@@ -192,6 +196,8 @@ impl Request {
         adapter_id: i64,
         images: Vec<Image>,
         audio: Vec<(u32, Vec<u8>)>,
+        state_slot: Option<u32>,
+        state_reset: bool,
     ) -> Self {
         Self {
             tokens,
@@ -207,6 +213,8 @@ impl Request {
             adapter_id,
             images,
             audio,
+            state_slot,
+            state_reset,
         }
     }
 }
@@ -330,6 +338,10 @@ fn append(body: &mut ForwardRequest, request: &Request, elide_masks: bool) {
     });
     body.spec_token_ids.extend(&request.drafts);
     body.spec_position_ids.extend(&request.draft_positions);
+    if let Some(slot) = request.state_slot {
+        body.rs_slot_ids.push(slot);
+        body.rs_slot_flags.push(u8::from(request.state_reset));
+    }
     body.output_spec_flags.push(false);
     body.context_ids.push(request.context_id);
     let ends = [

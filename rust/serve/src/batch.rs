@@ -140,6 +140,12 @@ impl Batch {
         Some((self.plan()?.pass_images()?, media))
     }
 
+    /// The recurrent state of the last staged pass; see [`Planner::pass_states`].
+    #[must_use]
+    pub fn pass_states(&self) -> Option<Vec<[i64; 2]>> {
+        self.planner.as_deref().and_then(Planner::pass_states)
+    }
+
     /// The labels of the last staged slot group; see [`Planner::group_labels`].
     #[must_use]
     pub fn group_labels(&self) -> &[[i64; 2]] {

@@ -1,4 +1,4 @@
-//! An open copy of pages.
+//! An open copy of pages or of recurrent state.
 
 use pie_ring::Lease;
 use pie_wire::CopyDirection;
@@ -9,11 +9,13 @@ use crate::note::Note;
 /// Which pages to copy: as many sources as targets, all within their pools.
 pub(crate) struct Pairs {
     pub(crate) direction: CopyDirection,
+    /// They are slots of recurrent state, not pages.
+    pub(crate) states: bool,
     pub(crate) sources: Vec<u32>,
     pub(crate) targets: Vec<u32>,
 }
 
-/// A copy of whole KV pages within or between the device pool and the host pool, pair by pair.
+/// A copy of whole KV pages within or between the device pool and the host pool, or of recurrent state, pair by pair.
 /// Dropped without a commit it is answered by an abort.
 pub struct Copy {
     lease: Option<Lease>,
@@ -36,6 +38,12 @@ impl Copy {
         self.pairs.direction
     }
 
+    /// Whether recurrent state is copied, not pages.
+    #[must_use]
+    pub const fn states(&self) -> bool {
+        self.pairs.states
+    }
+
     /// Number of pairs.
     #[must_use]
     #[expect(clippy::len_without_is_empty, reason = "no copy is empty")]
@@ -50,6 +58,7 @@ impl Copy {
             direction,
             sources,
             targets,
+            ..
         } = &self.pairs;
         let one_pool = matches!(direction, CopyDirection::D2D | CopyDirection::H2H);
         groups(sources, targets, one_pool)

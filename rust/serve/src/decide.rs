@@ -81,7 +81,12 @@ pub(crate) fn decide(
                     Some(adapter(request, planner.takes_adapters()))
                 }
                 ArchivedPayload::Copy(request) => {
-                    Some(copy(request, planner.limits().total_pages, host_pages))
+                    let pools = Pools {
+                        device_pages: planner.limits().total_pages,
+                        host_pages,
+                        states: planner.states(),
+                    };
+                    Some(copy(request, pools))
                 }
                 ArchivedPayload::Forward(request) => {
                     pixels = Media::pixel_range(bytes, request);
@@ -143,18 +148,31 @@ fn adapter(request: &ArchivedAdapterRequest, taken: bool) -> Action {
     }
 }
 
-fn copy(request: &ArchivedCopyRequest, device_pages: u32, host_pages: u32) -> Action {
+/// How much of each there is.
+#[derive(Clone, Copy)]
+struct Pools {
+    device_pages: u32,
+    host_pages: u32,
+    states: u32,
+}
+
+fn copy(request: &ArchivedCopyRequest, pools: Pools) -> Action {
     let (direction, resource) = (request.dir.to_native(), request.resource.to_native());
     let (sources, targets) = (request.srcs.native(), request.dsts.native());
     let refuse = |code, text: String| {
         let text = format!("{direction:?} copy of {resource:?} {text}");
         Action::refuse(code, "copy", text)
     };
-    if resource != CopyResource::Kv {
+    let states = resource == CopyResource::Rs;
+    if states && pools.states == 0 {
         let text = "is not supported: the model has no recurrent state";
         return refuse(status::UNSUPPORTED, text.to_owned());
     }
-    if host_pages == 0 && direction != CopyDirection::D2D {
+    if states && direction != CopyDirection::D2D {
+        let text = "is not supported: recurrent state stays on the device";
+        return refuse(status::UNSUPPORTED, text.to_owned());
+    }
+    if pools.host_pages == 0 && direction != CopyDirection::D2D {
         let text =
             "is not supported: there is no host pool, as the option `cpu_mem_budget_in_gb` is 0";
         return refuse(status::UNSUPPORTED, text.to_owned());
@@ -164,8 +182,12 @@ fn copy(request: &ArchivedCopyRequest, device_pages: u32, host_pages: u32) -> Ac
         let text = format!("names {from} sources and {to} targets");
         return refuse(status::MALFORMED, text);
     }
-    let device = ("device page", device_pages);
-    let host = ("host slot", host_pages);
+    let device = if states {
+        ("state slot", pools.states)
+    } else {
+        ("device page", pools.device_pages)
+    };
+    let host = ("host slot", pools.host_pages);
     let (source_pool, target_pool) = match direction {
         CopyDirection::D2H => (device, host),
         CopyDirection::H2D => (host, device),
@@ -182,6 +204,7 @@ fn copy(request: &ArchivedCopyRequest, device_pages: u32, host_pages: u32) -> Ac
     }
     Action::Copy(Pairs {
         direction,
+        states,
         sources: sources.to_vec(),
         targets: targets.to_vec(),
     })

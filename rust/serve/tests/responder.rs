@@ -119,13 +119,15 @@ fn run(batch: &mut Batch) {
     }
 }
 
-/// Sends `requests` in order to a responder with `host_pages`; the engine does what `serve` says.
+/// Sends `requests` in order to a responder with `host_pages` and `states`; the engine does what `serve` says.
 fn converse_with(
-    host_pages: u32,
+    (host_pages, states): (u32, u32),
     requests: &[Vec<u8>],
     serve: impl Fn(Job),
 ) -> (Vec<Answer>, Vec<Note>) {
-    let planner = Planner::new(LIMITS, 1).with_vision(VISION);
+    let planner = Planner::new(LIMITS, 1)
+        .with_vision(VISION)
+        .with_states(states);
     converse_by(planner, host_pages, requests, serve)
 }
 
@@ -170,7 +172,7 @@ fn converse_by(
 
 /// [`converse_with`] a host pool; of the notes only the kinds.
 fn converse(requests: &[Vec<u8>], serve: fn(Job)) -> (Vec<Answer>, Vec<&'static str>) {
-    let (answers, notes) = converse_with(HOST_PAGES, requests, serve);
+    let (answers, notes) = converse_with((HOST_PAGES, 0), requests, serve);
     (answers, notes.iter().map(|note| note.kind).collect())
 }
 
@@ -350,7 +352,7 @@ fn adapter_operations_that_ask_for_nothing_are_refused() {
     let codes = [2, 2, 2, 2, 2, 4, 4, 4, -1].map(Answer::Status);
     assert_eq!(answers, codes);
     assert_eq!(texts.len(), codes.len());
-    let (answers, texts) = converse_with(0, &[load(1, "a"), load(0, "")], must_not_be_called);
+    let (answers, texts) = converse_with((0, 0), &[load(1, "a"), load(0, "")], must_not_be_called);
     assert_eq!(answers, [4, 4].map(Answer::Status));
     assert!(texts.iter().all(|note| note.text.contains("enable_lora")));
 }
@@ -368,6 +370,31 @@ fn rehearsals_have_an_adapter_of_their_own() {
     assert_eq!(batch.pass_adapters(), Some(vec![REHEARSAL_ADAPTER, -1]));
     assert_eq!(batch.commit(DeviceTimes::default()), []);
     assert!(batch.next_adapters().is_empty());
+}
+
+#[test]
+fn recurrent_state_is_copied_on_the_device_alone() {
+    const STATES: u32 = 40;
+    fn serve(job: Job) {
+        let Job::Copy(mut copy) = job else {
+            panic!("a copy")
+        };
+        let groups: Vec<_> = copy.groups().collect();
+        let expected = [(&[39][..], &[3][..]), (&[3][..], &[4][..])];
+        assert_eq!((copy.states(), groups), (true, expected.to_vec()));
+        assert_eq!(copy.commit(status::OK), None);
+    }
+    // There are fewer pages than slots, of the host too.
+    const { assert!(LIMITS.total_pages < STATES && HOST_PAGES < STATES) };
+    let requests = [
+        copy(CopyDirection::D2D, &[39, 3], &[3, 4], CopyResource::Rs),
+        copy(CopyDirection::D2D, &[40], &[3], CopyResource::Rs),
+        copy(CopyDirection::D2D, &[3], &[40], CopyResource::Rs),
+        copy(CopyDirection::D2H, &[1], &[1], CopyResource::Rs),
+        copy(CopyDirection::D2D, &[39], &[3], CopyResource::Kv),
+    ];
+    let (answers, _) = converse_with((HOST_PAGES, STATES), &requests, serve);
+    assert_eq!(answers, [0, 3, 3, 4, 3].map(Answer::Status));
 }
 
 #[test]
@@ -480,7 +507,7 @@ fn pixels_stay_as_they_were_sent() {
     let frames = [with_images(0), forward(&[2]), faulty, with_images(50)];
     let requests = frames.map(|frame| encode(Payload::Forward(frame)));
     let kept = RefCell::new(Vec::new());
-    converse_with(0, &requests, |job| {
+    converse_with((0, 0), &requests, |job| {
         let Job::Batch(mut batch) = job else { return };
         kept.borrow_mut().push(pixels(&mut batch));
         batch.commit(DeviceTimes::default());
@@ -529,7 +556,7 @@ type Seen = (CopyDirection, Vec<(Vec<u32>, Vec<u32>)>);
 /// Sends copies; every one that reaches the engine is done. Returns what the engine saw, too.
 fn converse_copies(host_pages: u32, requests: &[Vec<u8>]) -> (Vec<Seen>, Vec<Answer>, Vec<String>) {
     let seen = RefCell::new(Vec::new());
-    let (answers, notes) = converse_with(host_pages, requests, |job| {
+    let (answers, notes) = converse_with((host_pages, 0), requests, |job| {
         let Job::Copy(mut copy) = job else { return };
         let groups = copy.groups();
         let groups: Vec<_> = groups

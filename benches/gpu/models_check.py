@@ -1,0 +1,161 @@
+"""Finds out on a CUDA GPU what docs/supported-models.md says of each architecture.
+
+    python benches/gpu/models_check.py [--device cuda:0] [--workers 4] [NAME ...]
+
+Small random models of the architectures in `tests/architectures.py` are served in bfloat16 and
+compared with `transformers` in float32 on the CPU, the same weights. Every model has a process and
+a time limit of its own; several run at once, each with a small part of the memory. Prints the
+document's table, and below it by how much the logits differ. `--device cpu` tries the script out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import json
+import math
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from serve_check import PAGE, driver
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
+
+import architectures
+import model_checks
+from reference import MaskedReference, Pages, Reference
+
+if TYPE_CHECKING:
+    import torch
+
+NAMES = (
+    # The CPU has no code for these,
+    *("Gemma 2", "EXAONE 4", "Qwen2-MoE", "DeepSeek-V2", "DeepSeek-V3", "GPT-OSS", "Qwen3-Next"),
+    # and these differ from each other in attention, experts or normalization.
+    *("Llama", "Qwen3", "Gemma 3", "Cohere 2", "Phi-3", "OLMo-2", "Qwen3-MoE", "Mixtral"),
+    "GLM-4.5",
+)
+LIMIT_S = 150
+"""Of one model."""
+TYPICAL, WORST, OUTLIERS = 0.04, 0.25, 0.1
+"""A row's error is that of its logits (root of the mean square) over their spread. The median row
+must keep to the first figure, and all but a tenth of the rows, in which an expert may have changed,
+to the second."""
+GAP = 0.12
+"""Logit gap above which bfloat16 must agree with float32, in spreads."""
+
+
+class Errors:
+    """Compares logits and remembers the largest median."""
+
+    def __init__(self) -> None:
+        self.largest = 0.0
+
+    def equal(self, found: torch.Tensor, expected: torch.Tensor) -> None:
+        """Asserts that rows are equal but for bfloat16."""
+        spread = expected.std(dim=-1)
+        rows = (found - expected).pow(2).mean(dim=-1).sqrt() / spread
+        median = float(rows.median())
+        self.largest = max(self.largest, median) if math.isfinite(median) else math.nan
+        outliers = float((~(rows <= WORST)).float().mean())
+        assert median <= TYPICAL, f"rows off by {median:.1%} of their spread"
+        assert outliers <= OUTLIERS, f"{outliers:.0%} of the rows off by more than {WORST:.0%}"
+
+
+def check(name: str, folder: Path, device: str) -> dict[str, str]:
+    """Cells of one architecture; runs in a process of its own."""
+    snapshot = architectures.build(name, folder, wide=True)
+    options: dict[str, object] = {
+        "page_size": PAGE,
+        "chunked_prefill_size": model_checks.CHUNK,
+        "cpu_mem_budget_in_gb": model_checks.SWAP_GIB,
+        "mem_fraction_static": 0.05,
+        "cuda_graph_max_bs": 16,
+    }
+    errors = Errors()
+    with ThreadPoolExecutor() as pool:
+        loading = pool.submit(Reference, snapshot)
+        with driver(snapshot, options, device, spin_budget_us=200) as (client, caps):
+            reference = loading.result()
+            spread = float(reference.logits(list(range(3, 100))).std(dim=-1).median())
+            served = model_checks.Served(
+                client=client,
+                pages=Pages(caps["total_pages"], PAGE),
+                host=Pages(caps["swap_pool_size"], PAGE),
+                states=Pages(caps["rs_cache_slots"], 1) if caps.get("rs_cache_slots") else None,
+                reference=reference,
+                masked=functools.partial(MaskedReference, snapshot, "float32"),
+                equal=errors.equal,
+                gap=GAP * spread,
+            )
+            return {**model_checks.find_out(served), "off": f"{errors.largest:.2%}"}
+
+
+def row(name: str, folder: Path, device: str) -> tuple[str, str]:
+    """A line of the table, and a line below it."""
+    command = [sys.executable, __file__, "--device", device, "--folder", str(folder), "--one", name]
+    started = time.monotonic()
+    try:
+        ended = subprocess.run(
+            command, capture_output=True, text=True, timeout=LIMIT_S, check=False
+        )
+        output, status = ended.stdout + ended.stderr, str(ended.returncode)
+    except subprocess.TimeoutExpired as error:
+        output = "".join(part.decode() for part in (error.stdout, error.stderr) if part)
+        status = f"over {LIMIT_S} s"
+    seconds = f"{name}: {time.monotonic() - started:.0f} s"
+    found = last(output, lambda line: json.loads(line.removeprefix("found ")), "found ")
+    if found is None:
+        reason = last(output, lambda line: line.partition(": ")[2], "pie_driver_sglang: ")
+        text = reason or f"FAILED, status {status}: {' / '.join(output.splitlines()[-3:])}"
+        cells = [model_checks.REFUSED if reason else "FAILED", *["—"] * 4, text[:300]]
+        return "| " + " | ".join([name, *cells]) + " |", seconds
+    cells = [found[subject] for subject in model_checks.SUBJECTS]
+    wrong = [f"{subject}: {found[subject]}" for subject in found if len(found[subject]) > 8]
+    cells = [cell.partition(":")[0] for cell in cells]
+    line = "| " + " | ".join([name, *cells, "—", "; ".join(wrong)[:300]]) + " |"
+    return line.replace("|  |", "| |"), f"{seconds}, logits off by {found['off']}"
+
+
+def last(output: str, read: Callable[[str], Any], start: str) -> Any:
+    """What the last line with a known start says."""
+    lines = [line for line in output.splitlines() if line.startswith(start)]
+    return read(lines[-1]) if lines else None
+
+
+def main() -> None:
+    """One architecture, or a table of them."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", default=NAMES)
+    parser.add_argument("--device", default="cuda:0")
+    parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--folder", type=Path)
+    parser.add_argument("--one")
+    arguments = parser.parse_args()
+    if arguments.one:
+        with contextlib.redirect_stdout(sys.stderr):
+            found = check(arguments.one, arguments.folder, arguments.device)
+        print(f"found {json.dumps(found)}")
+        return
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(arguments.workers) as pool:
+        results = [
+            pool.submit(row, name, Path(folder), arguments.device) for name in arguments.names
+        ]
+        print("| architecture | runs | masks | drafts | copies | LoRA | why not |")
+        print("|---|---|---|---|---|---|---|")
+        for result in results:
+            print(result.result()[0], flush=True)
+        print()
+        for result in results:
+            print(f"    {result.result()[1]}")
+
+
+if __name__ == "__main__":
+    main()
