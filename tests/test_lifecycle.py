@@ -533,7 +533,7 @@ LATE = {
     "only transformers has it": (
         "llama",
         with_an_architecture_of_transformers,
-        "GPTNeoXForCausalLM, and what it would take from transformers",
+        "would take GPTNeoXForCausalLM from transformers",
     ),
     "it has an encoder": ("llama", with_an_encoder, "has an encoder"),
     "it classifies": ("llama", without_tokens, "does not generate text"),

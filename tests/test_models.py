@@ -12,7 +12,7 @@ import architectures
 import drivers
 import model_checks
 import tiny_models
-from reference import MaskedReference, Pages, Reference
+from reference import Context, MaskedReference, Pages, Reference, random_tokens
 
 pytestmark = pytest.mark.engine
 
@@ -104,3 +104,65 @@ def test_the_table_of_the_gpu_is_that_of_the_last_run() -> None:
     table = [line for line in lines if line.startswith("| ")]
     assert table
     assert "\n".join(table[1:]) in DOCUMENT.read_text()
+
+
+class TestOptions:
+    """Settings that reach SGLang, on a tiny Llama."""
+
+    LENGTH: Final = 40
+
+    @pytest.mark.parametrize(
+        ("options", "dtype", "gap"),
+        [
+            ({"kv_cache_dtype": "bf16"}, "float32", 0.1),
+            ({"kv_cache_dtype": "fp8_e4m3"}, "float32", 0.6),
+            ({"kv_cache_dtype": "fp8_e5m2"}, "float32", 1.2),
+            ({}, "float16", 0.05),
+            ({}, "bfloat16", 0.25),
+            ({"enable_fp32_lm_head": True}, "float32", 1e-3),
+        ],
+        ids=str,
+    )
+    def test_numbers(
+        self,
+        options: dict[str, str | bool],
+        dtype: str,
+        gap: float,
+        llama_snapshot: Path,
+        tmp_path: Path,
+    ) -> None:
+        """The tokens that logits leave no choice about are those of float32."""
+        drivers.start_fork_server()
+        config = drivers.write_config(
+            tmp_path, llama_snapshot, options=options, activation_dtype=dtype
+        )
+        reference = Reference(llama_snapshot)
+        prompt = random_tokens(reference.vocab_size, self.LENGTH, "options")
+        with drivers.fork(config) as driver:
+            context = Context(Pages(driver.caps["total_pages"], driver.caps["kv_page_size"]))
+            request = context.append(prompt, rows=range(self.LENGTH))
+            [found] = driver.client().forward([request]).tokens
+        rows = list(zip(reference.rows(prompt), found, strict=True))
+        decided = [(best, token) for (best, behind), token in rows if behind > gap]
+        assert len(decided) > self.LENGTH // 4
+        assert all(best == token for best, token in decided)
+
+    @pytest.mark.parametrize(
+        ("options", "named"),
+        [
+            ({"quantization": "awq"}, ["config file for awq", "`quantization` = 'awq'"]),
+            ({"quantization": "fp8"}, ["method fp8", "`activation_dtype` = 'float32'"]),
+            ({"kv_cache_dtype": "nvfp4"}, ["`kv_cache_dtype` = 'nvfp4'", "`device` = 'cpu'"]),
+            ({"enable_deterministic_inference": True}, ["`attention_backend` = 'torch_native'"]),
+            ({"model_impl": "transformers"}, ["LlamaForCausalLM from transformers", "model_impl"]),
+        ],
+        ids=str,
+    )
+    def test_what_cannot_be(
+        self, options: dict[str, str | bool], named: list[str], llama_snapshot: Path, tmp_path: Path
+    ) -> None:
+        config = drivers.write_config(tmp_path, llama_snapshot, options=options)
+        with pytest.raises(drivers.StartFailedError) as caught, drivers.fork(config):
+            pass
+        _, _, failure = caught.value.stderr.rpartition("pie_driver_sglang: ")
+        assert all(text in failure for text in named), failure

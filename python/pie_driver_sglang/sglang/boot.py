@@ -30,7 +30,7 @@ from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils import set_random_seed
 
 from pie_driver_sglang.config import DriverConfig
-from pie_driver_sglang.errors import DriverError, StartError
+from pie_driver_sglang.errors import DriverError, StartError, quoted
 from pie_driver_sglang.sglang import adapters, support
 from pie_driver_sglang.sglang.state import widen
 
@@ -211,15 +211,27 @@ def _translated_failures(config: DriverConfig) -> Iterator[None]:
         if "not supported" in text and "rchitecture" in text:
             text = text.partition("Supported architectures")[0]
             hint = "SGLang 0.5.17 has no such model; use one that it supports"
-        elif "attention backend" in text and config.driver.device[0] == "cpu":
-            hint = 'SGLang runs this model on a GPU only: set `device = ["cuda:0"]`'
         elif "memory" in text.lower() or "mem_fraction" in text or "mem-fraction" in text:
             hint = "adjust `mem_fraction_static` or `context_length`"
         else:
-            hint = "check the model folder and [driver.options]"
+            hint = f"check the model folder and what reaches SGLang: {_settings(config)}"
         raise StartError(
             f"SGLang cannot load {config.model.snapshot_dir}: {text}", hint=hint
         ) from error
+
+
+def _settings(config: DriverConfig) -> str:
+    """The settings that SGLang can disagree with, as the configuration has them."""
+    options = config.driver.options
+    named = {
+        "device": config.driver.device[0],
+        "activation_dtype": config.driver.activation_dtype,
+        "attention_backend": options.attention_backend,
+        "kv_cache_dtype": options.kv_cache_dtype,
+        "page_size": options.page_size,
+        **options.server_args,
+    }
+    return ", ".join(f"`{name}` = {quoted(value)}" for name, value in named.items())
 
 
 def _first_line(error: BaseException) -> str:

@@ -40,9 +40,9 @@ def check_config(model_config: ModelConfig, attention_backend: str | None) -> No
         )
     if get_resolved_model_impl(model_config) == ModelImpl.TRANSFORMERS:
         raise StartError(
-            f"SGLang 0.5.17 has no {architecture}, and what it would take from transformers "
-            "instead need not attend as the model does",
-            hint="use a model of an architecture that SGLang has",
+            f"SGLang would take {architecture} from transformers, where it need not attend as the "
+            "model does",
+            hint="use an architecture that SGLang 0.5.17 has itself, and leave `model_impl` alone",
         )
     if model_config.is_encoder_decoder:
         raise StartError(
