@@ -37,8 +37,8 @@ pub(crate) struct Request {
     pub(crate) adapter: Option<i64>,
     /// Its rows are computed in vain: they store no KV.
     pub(crate) dropped: bool,
-    /// Its recurrent state; `None` when it has none or may not keep it.
-    pub(crate) state: Option<State>,
+    /// Its recurrent state, of an engine that has some.
+    pub(crate) state: State,
     pub(crate) sight: Sight,
     /// The mask of each input row in [`Planner::mask_rows`]; empty unless the request is masked.
     pub(crate) mask_rows: Range<usize>,
@@ -137,7 +137,7 @@ impl Planner {
         self
     }
 
-    /// For an engine with recurrent state: the runtime may name slots `0..slots`.
+    /// For an engine with recurrent state: the runtime may name slots `0..slots`, fewer than 2^31.
     #[must_use]
     pub const fn with_states(mut self, slots: u32) -> Self {
         self.states = slots;
@@ -213,7 +213,9 @@ impl Planner {
         let placed = geometry.and_then(|geometry| {
             request.adapter = self.adapters.binding(frame.adapter(index))?;
             self.check_sight(geometry)?;
-            request.state = self.check_state(frame, index, geometry)?;
+            if self.states > 0 {
+                request.state = self.check_state(frame, index, geometry)?;
+            }
             self.place(frame, index, &mut request)?;
             Ok(geometry)
         });
@@ -260,13 +262,10 @@ impl Planner {
         frame: &Frame<'_>,
         index: usize,
         geometry: Geometry,
-    ) -> Result<Option<State>, RequestFault> {
-        let state = State::of(frame, self.states, index)?;
-        match state {
-            Some(_) if geometry.drafts > 0 => Err(RequestFault::StateDrafts {
-                drafts: geometry.drafts,
-            }),
-            state => Ok(state),
+    ) -> Result<State, RequestFault> {
+        match geometry.drafts {
+            0 => State::of(frame, self.states, index),
+            drafts => Err(RequestFault::StateDrafts { drafts }),
         }
     }
 

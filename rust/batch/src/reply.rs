@@ -114,9 +114,11 @@ impl Planner {
         self.add_faults(largest.into_iter().map(fault));
     }
 
-    /// Whether the fast reply will do, and fits.
+    /// Whether the fast reply will do whatever comes, and fits. A request may yet lose its adapter, and its token with it.
     fn is_fast(&self, limit: usize) -> bool {
-        let one_token = |request: &Request| request.drafts == 0 && request.slots.len() == 1;
+        let one_token = |request: &Request| {
+            request.drafts == 0 && request.slots.len() == 1 && request.adapter.is_none()
+        };
         !self.asks_probes()
             && self.requests.iter().all(one_token)
             && pie_wire::fast_tokens_len(self.requests.len()) <= limit

@@ -4,29 +4,26 @@ use std::collections::HashSet;
 
 use crate::RequestFault;
 use crate::frame::Frame;
-use crate::plan::Planner;
+use crate::plan::{Planner, Segment};
 
 /// Bit 0 of `rs_slot_flags`: what the slot holds belongs to nobody.
 const RESET: u8 = 1;
 
-/// A request's slot.
+/// A request's slot, and whether it starts from zeros: twice the engine's slot, and one for the zeros. It fills a gap in
+/// [`crate::plan::Request`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct State {
-    slot: u32,
-    /// The slot starts from zeros.
-    reset: bool,
+pub(crate) struct State(u32);
+
+impl Default for State {
+    /// The engine's padding slot, from zeros.
+    fn default() -> Self {
+        Self(1)
+    }
 }
 
 impl State {
-    /// The slot of request `index`, for an engine with `slots` of them; `None` when it has none.
-    pub(crate) fn of(
-        frame: &Frame<'_>,
-        slots: u32,
-        index: usize,
-    ) -> Result<Option<Self>, RequestFault> {
-        if slots == 0 {
-            return Ok(None);
-        }
+    /// The slot of request `index`, for an engine with `slots` of them.
+    pub(crate) fn of(frame: &Frame<'_>, slots: u32, index: usize) -> Result<Self, RequestFault> {
         let slot = *frame
             .state_slots
             .get(index)
@@ -35,8 +32,16 @@ impl State {
             return Err(RequestFault::StateSlot { slot, slots });
         }
         let flags = frame.state_flags.get(index).copied().unwrap_or(0);
-        let reset = flags & RESET != 0;
-        Ok(Some(Self { slot, reset }))
+        Ok(Self(2 * (slot + 1) + u32::from(flags & RESET)))
+    }
+
+    /// The engine's slot; 0 is for padding.
+    const fn slot(self) -> u32 {
+        self.0 / 2
+    }
+
+    const fn resets(self) -> bool {
+        self.0 % 2 == 1
     }
 }
 
@@ -53,7 +58,9 @@ impl Planner {
             .iter_mut()
             .filter(|request| !request.rows.is_empty());
         for request in computed.rev() {
-            request.state = request.state.filter(|state| taken.insert(state.slot));
+            if !taken.insert(request.state.slot()) {
+                request.state = State::default();
+            }
         }
     }
 
@@ -64,12 +71,11 @@ impl Planner {
         let pass = self.stage.next_pass.checked_sub(1)?;
         let segments = &self.segments[self.passes.get(pass)?.clone()];
         (self.states > 0).then(|| {
-            let entry = |segment: &crate::plan::Segment| {
+            let entry = |segment: &Segment| {
                 let request = &self.requests[segment.request];
                 let first = segment.start == request.rows.start;
-                request.state.map_or([0, 1], |state| {
-                    [i64::from(state.slot) + 1, i64::from(state.reset && first)]
-                })
+                let (slot, resets) = (request.state.slot(), request.state.resets() && first);
+                [i64::from(slot), i64::from(resets)]
             };
             segments.iter().map(entry).collect()
         })

@@ -144,8 +144,12 @@ proptest! {
                     expected.push(Vec::new());
                 }
                 if token == 0 || tokens % CHUNK == 0 {
-                    let kept = [i64::from(slot) + 1, i64::from(flags & 1 == 1 && token == 0)];
-                    expected.last_mut().unwrap().push(if last { kept } else { [0, 1] });
+                    let first = token == 0;
+                    expected.last_mut().unwrap().push(if last {
+                        [i64::from(slot) + 1, i64::from(flags & 1 == 1 && first)]
+                    } else {
+                        [0, i64::from(first)]
+                    });
                 }
                 tokens += 1;
             }

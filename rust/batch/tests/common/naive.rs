@@ -126,7 +126,10 @@ fn empty_largest(limits: &Limits, requests: &mut [Request]) -> bool {
     let slots = requests.iter().flat_map(|request| &request.slots);
     let asked: BTreeSet<_> = slots.map(|slot| slot.class).collect();
     let one_token = |request: &Request| {
-        request.drafts.is_empty() && request.slots.len() == 1 && request.slots[0].class.is_token()
+        request.drafts.is_empty()
+            && request.adapter.is_none()
+            && request.slots.len() == 1
+            && request.slots[0].class.is_token()
     };
     if requests.iter().all(one_token) && fast_tokens_len(requests.len()) <= limit {
         return !requests.is_empty() || archive_bytes(limits, requests, &asked) <= limit;
