@@ -33,7 +33,7 @@ def count_images(config_path: str, connection: Connection, stderr: str) -> None:
         stderr: Where to log.
     """
     server, engine = _start(config_path, stderr)
-    model = engine._runner.model
+    model = engine.runner.model
     encode = model.get_image_feature
     calls: list[int] = []
 

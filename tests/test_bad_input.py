@@ -583,9 +583,8 @@ class FakeEngine:
 
     @property
     def facts(self) -> Facts:
-        return Facts(
-            64, 16, 300, 512, "llama3", "float32", "none", self.host_pages, self.state_slots
-        )
+        sizes = {"host_pages": self.host_pages, "state_slots": self.state_slots}
+        return Facts(64, 16, 300, 512, "llama3", "float32", "none", **sizes)
 
     def forward(self, batch: _core.Pass) -> None:
         self.passes += 1
@@ -732,8 +731,10 @@ class TestStates:
         engine.state_slots = slots
         reports: list[tuple[str, str]] = []
         server.serve(planner, engine.block.data, lambda kind, text: reports.append((kind, text)))
-        warm_up(server, engine)
-        server.unlink()
+        try:
+            warm_up(server, engine)
+        finally:
+            server.unlink()
         assert not reports
         assert engine.state_copies == [([0], [0])]
         # One, all of them, a prefill, all together, a mask.
