@@ -174,6 +174,7 @@ ARCHITECTURES: Final[dict[str, Architecture]] = {
             "sliding_window": WINDOW,
             "layer_types": ["sliding_attention", "full_attention"],
         },
+        {"sliding_window_pattern": "LG"},
     ),
     "ERNIE 4.5": Architecture(
         "Ernie4_5Config", "Ernie4_5ForCausalLM", _PLAIN, {"architectures": ["Ernie4_5_ForCausalLM"]}
@@ -208,11 +209,14 @@ ARCHITECTURES: Final[dict[str, Architecture]] = {
             "first_k_dense_replace": 1,
         },
     ),
-    "DeepSeek-V2": Architecture("DeepseekV2Config", "DeepseekV2ForCausalLM", _LATENT),
+    "DeepSeek-V2": Architecture(
+        "DeepseekV2Config", "DeepseekV2ForCausalLM", _LATENT, {"moe_layer_freq": 1}
+    ),
     "DeepSeek-V3": Architecture(
         "DeepseekV3Config",
         "DeepseekV3ForCausalLM",
         {**_LATENT, "n_group": 2, "topk_group": 1, "q_lora_rank": 32},
+        {"moe_layer_freq": 1},
     ),
     "GPT-OSS": Architecture(
         "GptOssConfig",
@@ -224,6 +228,7 @@ ARCHITECTURES: Final[dict[str, Architecture]] = {
             "sliding_window": WINDOW,
             "layer_types": ["sliding_attention", "full_attention"],
         },
+        {"swiglu_limit": 7.0},
     ),
     "Qwen3-Next": Architecture(
         "Qwen3NextConfig",

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import functools
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Final
 
@@ -21,6 +25,9 @@ GPU_TABLES: Final = sorted((tiny_models.REPOSITORY / "benches/gpu/output").glob(
 TOLERANCE: Final = 1e-4
 GAP: Final = 1e-3
 PAGE: Final = 16
+WINDOW: Final = 4
+LENGTHS: Final = (1, 3, 4, 5, 9)
+"""What `window_lists.py` asks for."""
 OPTIONS: Final = {
     "page_size": PAGE,
     "chunked_prefill_size": model_checks.CHUNK,
@@ -98,6 +105,22 @@ def test_experts_that_sglang_pads_are_refused(tmp_path: Path) -> None:
         pass
 
 
+def test_decodes_see_the_whole_window() -> None:
+    """Triton's interpreter runs what lists a decode's tokens in windowed layers on a GPU."""
+    script = Path(__file__).with_name("window_lists.py")
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    windows = [[*range(max(length - WINDOW, 0), length)] for length in LENGTHS]
+    assert json.loads(done.stdout.splitlines()[-1]) == [windows, windows]
+
+
 @pytest.mark.skipif(not GPU_TABLES, reason="no run on a GPU is committed")
 def test_the_table_of_the_gpu_is_that_of_the_last_run() -> None:
     lines = GPU_TABLES[-1].read_text().splitlines()
@@ -151,6 +174,7 @@ class TestOptions:
         ("options", "named"),
         [
             ({"quantization": "awq"}, ["config file for awq", "`quantization` = 'awq'"]),
+            ({"quantization": "w8a8_int8"}, ["'w8a8_int8' reads quantized checkpoints"]),
             ({"quantization": "fp8"}, ["method fp8", "`activation_dtype` = 'float32'"]),
             ({"kv_cache_dtype": "nvfp4"}, ["`kv_cache_dtype` = 'nvfp4'", "`device` = 'cpu'"]),
             ({"enable_deterministic_inference": True}, ["`attention_backend` = 'torch_native'"]),

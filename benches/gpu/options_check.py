@@ -59,7 +59,7 @@ ROWS: Final[dict[str, Row]] = {
         {"kv_cache_dtype": "fp8_e4m3", "attention_backend": "flashinfer"}, 1.5
     ),
     "KV fp8_e4m3, fa3": Row({"kv_cache_dtype": "fp8_e4m3", "attention_backend": "fa3"}, 1.5),
-    "KV fp4_e2m1": Row({"kv_cache_dtype": "fp4_e2m1"}, 5.0),
+    "KV fp4_mx_block16": Row({"kv_cache_dtype": "fp4_mx_block16"}, 5.0),
     "fp8": Row({"quantization": "fp8"}, 1.5),
     "fp8, KV fp8_e4m3": Row({"quantization": "fp8", "kv_cache_dtype": "fp8_e4m3"}, 2.5),
     "w8a8_int8": Row({"quantization": "w8a8_int8"}, 2.5),
@@ -79,7 +79,7 @@ def check(row: Row, pocket: Path, device: str) -> str:
     import torch
     from transformers import AutoModelForCausalLM
 
-    options = {"page_size": 16, "mem_fraction_static": 0.05, "cuda_graph_max_bs": 16}
+    options = {"page_size": 16, "mem_fraction_static": 0.08, "cuda_graph_max_bs": 16}
     with driver(
         pocket, {**options, **row.options}, device, dtype=row.dtype, spin_budget_us=200
     ) as (client, caps):

@@ -67,7 +67,9 @@ def driver(
         announced = pipe.read().splitlines()
     try:
         if not announced:
-            raise SystemExit((folder / "log").read_text()[-4000:])
+            status = process.wait(20)
+            text = (folder / "log").read_text()[-4000:]
+            raise SystemExit(f"{text}\nThe driver ended with status {status}")
         caps = json.loads(announced[0])["caps"]
         yield Client(f"/pie_shmem_g{group}", spin_budget_us=spin_budget_us), caps
     finally:

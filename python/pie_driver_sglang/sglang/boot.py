@@ -91,6 +91,7 @@ def boot(config: DriverConfig) -> Booted:
         else:
             runner.req_to_token_pool = table
         runner.init_attention_backends()
+        support.correct_decode_windows(runner)
         runner.init_cuda_graphs(capture_decode_cuda_graph=False)
     return Booted(runner, row_pages, options.max_forward_requests)
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.configs.model_config import AttentionArch, ModelImpl
+from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.mem_cache.memory_pool import (
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 GRAPH_BACKENDS = frozenset({"triton"})
 """Attention backends whose decode metadata is made on the device alone."""
+QUANTIZED_CHECKPOINTS = frozenset({"w8a8_int8", "auto-round-int8", "blockwise_int8", "w4afp8"})
+"""Methods that take a checkpoint's numbers for quantized ones, whatever they are."""
 
 
 def check_config(model_config: ModelConfig, attention_backend: str | None) -> None:
@@ -54,6 +57,14 @@ def check_config(model_config: ModelConfig, attention_backend: str | None) -> No
         raise StartError(
             f"{architecture} uses multi-head latent attention, which the CPU backend lacks",
             hint='set `device = ["cuda:0"]`',
+        )
+    method = model_config.quantization
+    quantized = getattr(model_config.hf_config, "quantization_config", None)
+    if method in QUANTIZED_CHECKPOINTS and not quantized:
+        raise StartError(
+            f"`quantization` = {method!r} reads quantized checkpoints, and the `config.json` of "
+            "this one has no `quantization_config`",
+            hint="quantize the checkpoint, or choose a method that quantizes what it reads (fp8)",
         )
 
 
@@ -103,6 +114,19 @@ def correct_windows(runner: ModelRunner) -> None:
             layer.sliding_window_size = window - 1
             # Attention backends plan for this one; such a class does not set it.
             runner.sliding_window_size = window - 1
+
+
+def correct_decode_windows(runner: ModelRunner) -> None:
+    """Widens what SGLang's triton backend lists for a row that decodes in a windowed layer.
+
+    It lists as many tokens as a window has beside the row's own, but counts the row's own, so that
+    the oldest is missing. Rows of extends are masked by their layer's window, whatever is listed.
+    """
+    backend = runner.attn_backend
+    parts = [getattr(backend, f"{part}_backend", None) for part in ("prefill", "decode")]
+    for part in {id(part): part for part in (backend, *parts)}.values():
+        if isinstance(part, TritonAttnBackend) and (part.sliding_window_size or 0) > 0:
+            part.sliding_window_size += 1
 
 
 def _check_cpu(runner: ModelRunner) -> None:
