@@ -241,6 +241,8 @@ class Context:
         masks: Sequence[Sequence[int]] | None = None,
         context_id: int | None = None,
         sampler: Sampler | None = None,
+        logit_mask: Sequence[int] | None = None,
+        wants_drafts: bool = False,
     ) -> Request:
         """The request that stores tokens, and drafts behind them; both count as stored afterwards.
 
@@ -252,6 +254,8 @@ class Context:
             masks: One run-length row per token.
             context_id: By default the context's own.
             sampler: Of all rows; by default greedy.
+            logit_mask: Run lengths over the vocabulary.
+            wants_drafts: Ask for drafts.
         """
         following = self.positions[-1] + 1 if self.positions else 0
         given = list(range(following, following + len(tokens)) if positions is None else positions)
@@ -267,6 +271,8 @@ class Context:
             masks=masks,
             context_id=context_id,
             sampler=sampler,
+            logit_mask=logit_mask,
+            wants_drafts=wants_drafts,
         )
 
     def request(
@@ -280,6 +286,8 @@ class Context:
         masks: Sequence[Sequence[int]] | None = None,
         context_id: int | None = None,
         sampler: Sampler | None = None,
+        logit_mask: Sequence[int] | None = None,
+        wants_drafts: bool = False,
     ) -> Request:
         """A request whose tokens and drafts are the last stored ones; nothing is recorded."""
         rows = [len(tokens) - 1] if rows is None else rows
@@ -296,6 +304,8 @@ class Context:
             adapter_id=self.adapter_id,
             state_slot=self.state,
             state_reset=stored == len(tokens),
+            logit_mask=None if logit_mask is None else list(logit_mask),
+            wants_drafts=wants_drafts,
         )
 
     def causal_masks(self, tokens: Sequence[int]) -> list[list[int]]:

@@ -48,6 +48,8 @@ def test_the_documented_defaults() -> None:
         spec_ngram_enabled=False,
         spec_ngram_num_drafts=4,
         spec_ngram_max_depth=18,
+        spec_ngram_min_n=1,
+        spec_ngram_max_n=None,
         spec_ngram_capacity=1_000_000,
         page_size=16,
         enable_lora=False,
@@ -166,6 +168,7 @@ def test_whole_numbers_are_numbers() -> None:
         ("trust_remote_code", "yes", ("true or false",)),
         ("spec_ngram_num_drafts", 0, ("1 to 64",)),
         ("spec_ngram_max_depth", "18", ("an integer",)),
+        ("spec_ngram_max_depth", 256, ("1 to 255",)),
         ("spec_ngram_capacity", -1, ("spec_ngram_capacity",)),
         ("spec_ngram_enabled", 0, ("true or false",)),
         ("kv_cache_dtype", "fp8", ("'fp8'", "did you mean `fp8_e4m3` or `fp8_e5m2`?", "mxfp8")),
@@ -186,13 +189,16 @@ def test_wrong_values(name: str, value: Any, parts: tuple[str, ...]) -> None:
     refused({name: value}, f"`{name}`", *parts)
 
 
-def test_what_is_not_finished_is_refused() -> None:
-    refused({"spec_ngram_enabled": True}, "not available yet", "remove `spec_ngram_enabled`")
+def test_settings_of_speculation() -> None:
+    table = {"spec_ngram_num_drafts": 8, "spec_ngram_min_n": 2, "spec_ngram_max_n": 2}
+    options = parse_options({**table, "spec_ngram_enabled": True}, GPU)
+    assert options.spec_ngram_enabled
+    assert {name: getattr(options, name) for name in table} == table
 
 
-def test_the_settings_of_speculation_may_stay() -> None:
-    options = parse_options({"spec_ngram_num_drafts": 8, "spec_ngram_max_depth": 5}, GPU)
-    assert (options.spec_ngram_num_drafts, options.spec_ngram_max_depth) == (8, 5)
+@pytest.mark.parametrize("longest", ["spec_ngram_max_n", "spec_ngram_max_depth"])
+def test_matches_that_cannot_be(longest: str) -> None:
+    refused({"spec_ngram_min_n": 5, longest: 4}, "`spec_ngram_min_n` is 5", "longer than 4")
 
 
 def test_a_radix_cache_has_no_effect(caplog: pytest.LogCaptureFixture) -> None:

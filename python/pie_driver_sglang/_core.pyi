@@ -6,7 +6,7 @@ from _typeshed import SupportsGetItem
 from typing import Any, Final, SupportsFloat, SupportsIndex, final
 from typing_extensions import Buffer
 
-__all__ = ["REHEARSAL_ADAPTER", "AttentionMask", "Batch", "Client", "Copy", "ExitGuard", "Image", "ImageSpan", "Lane", "Load", "Pass", "PassImages", "Planner", "Reply", "Request", "Sampler", "Server", "SlotGroup", "Step", "build_info", "encode_forward", "graph_layout"]
+__all__ = ["REHEARSAL_ADAPTER", "AttentionMask", "Batch", "Client", "Copy", "DraftCounters", "ExitGuard", "Image", "ImageSpan", "Lane", "Load", "Pass", "PassImages", "Planner", "Reply", "Request", "Sampler", "Server", "SlotGroup", "Step", "build_info", "encode_forward", "graph_layout"]
 
 REHEARSAL_ADAPTER: Final[int]
 """
@@ -201,6 +201,37 @@ class Copy:
     def states(self, /) -> bool:
         """
         Whether slots of recurrent state are copied, not pages.
+        """
+
+@final
+class DraftCounters:
+    """
+    Counters of the drafter.
+    """
+    @property
+    def accepted(self, /) -> int:
+        """
+        Of these, accepted.
+        """
+    @property
+    def drafted(self, /) -> int:
+        """
+        Drafts that were verified.
+        """
+    @property
+    def probes(self, /) -> int:
+        """
+        Drafts that were tried only to learn.
+        """
+    @property
+    def steps(self, /) -> int:
+        """
+        Batches with requests that asked for drafts.
+        """
+    @property
+    def text(self, /) -> str:
+        """
+        All of it as a line.
         """
 
 @final
@@ -437,6 +468,23 @@ class Planner:
         """
         Size of the staging block in bytes.
         """
+    def draft(self, /, *, num_drafts: SupportsIndex, max_depth: SupportsIndex, min_n: SupportsIndex, max_n: SupportsIndex | None, capacity: SupportsIndex, context_bytes: SupportsIndex, host_pages: SupportsIndex, rungs: SupportsGetItem[int, SupportsIndex]) -> None:
+        """
+        Drafts for requests that ask for them, from what contexts have said.
+
+        Args:
+            num_drafts: Most drafts of a request.
+            max_depth: Longest match, in tokens.
+            min_n: Shortest match that drafts.
+            max_n: Longest match, if that is less than `max_depth`.
+            capacity: Tokens of the history that contexts share.
+            context_bytes: Memory of contexts, above which the one that was not used for longest is released.
+            host_pages: Size of the engine's host pool.
+            rungs: Rows of the graphs that a step may run as, rising.
+
+        Raises:
+            ValueError: A limit is out of range, or the planner was given away.
+        """
     @property
     def layout(self, /) -> list[tuple[str, tuple[str, int, int]]]:
         """
@@ -460,6 +508,16 @@ class Reply:
     def dists(self, /) -> list[list[tuple[list[int], list[float]]]]:
         """
         Distributions of each request: token ids and probabilities.
+        """
+    @property
+    def draft_positions(self, /) -> list[list[int]]:
+        """
+        Their positions.
+        """
+    @property
+    def drafts(self, /) -> list[list[int]]:
+        """
+        Drafts for the next request of each, empty when no request has some.
         """
     @property
     def entropies(self, /) -> list[list[float]]:
@@ -503,7 +561,7 @@ class Request:
     One request of a forward frame. KV geometry follows from `pages`, `last_page_len`, `tokens` and `drafts` as the Pie
     driver protocol defines it.
     """
-    def __new__(cls, /, tokens: SupportsGetItem[int, SupportsIndex], positions: SupportsGetItem[int, SupportsIndex], pages: SupportsGetItem[int, SupportsIndex], last_page_len: SupportsIndex, samplers: SupportsGetItem[int, tuple[SupportsIndex, Sampler]] = ..., *, context_id: SupportsIndex = 0, masks: SupportsGetItem[int, SupportsGetItem[int, SupportsIndex]] | None = None, logit_mask: SupportsGetItem[int, SupportsIndex] | None = None, drafts: SupportsGetItem[int, SupportsIndex] = ..., draft_positions: SupportsGetItem[int, SupportsIndex] = ..., adapter_id: SupportsIndex = ..., images: SupportsGetItem[int, Image] = ..., audio: SupportsGetItem[int, tuple[SupportsIndex, SupportsGetItem[int, SupportsIndex]]] = ..., state_slot: SupportsIndex | None = None, state_reset: bool = False) -> Request:
+    def __new__(cls, /, tokens: SupportsGetItem[int, SupportsIndex], positions: SupportsGetItem[int, SupportsIndex], pages: SupportsGetItem[int, SupportsIndex], last_page_len: SupportsIndex, samplers: SupportsGetItem[int, tuple[SupportsIndex, Sampler]] = ..., *, context_id: SupportsIndex = 0, masks: SupportsGetItem[int, SupportsGetItem[int, SupportsIndex]] | None = None, logit_mask: SupportsGetItem[int, SupportsIndex] | None = None, drafts: SupportsGetItem[int, SupportsIndex] = ..., draft_positions: SupportsGetItem[int, SupportsIndex] = ..., adapter_id: SupportsIndex = ..., images: SupportsGetItem[int, Image] = ..., audio: SupportsGetItem[int, tuple[SupportsIndex, SupportsGetItem[int, SupportsIndex]]] = ..., state_slot: SupportsIndex | None = None, state_reset: bool = False, wants_drafts: bool = False) -> Request:
         """
         Describes one request.
 
@@ -523,6 +581,7 @@ class Request:
             audio: (row, features) pairs: first row of a clip, and its log-mel features.
             state_slot: Slot of recurrent state, None = none. All requests of a batch have one, or none has.
             state_reset: The slot starts from zeros.
+            wants_drafts: The answer may bring drafts for the next request.
         """
 
 @final
@@ -615,6 +674,11 @@ class Server:
     def __next__(self, /) -> Batch | Copy | Step | Load:
         """
         Waits for the next job, without the GIL; ends when the server was stopped.
+        """
+    @property
+    def draft_counters(self, /) -> DraftCounters | None:
+        """
+        What became of drafts so far; None without a drafter, or while a batch is open.
         """
     @property
     def name(self, /) -> str:

@@ -146,6 +146,9 @@ def capabilities(config: DriverConfig, facts: Facts, request_bytes: int) -> Capa
         rs_cache_required=facts.state_slots > 0,
         rs_cache_slots=facts.state_slots,
         rs_cache_slot_bytes=facts.state_bytes,
+        # What is rejected would stay in recurrent state.
+        system_speculation_supported=not facts.state_slots,
+        enable_system_speculation=config.driver.options.spec_ngram_enabled,
     )
 
 
@@ -230,7 +233,8 @@ def _start(config: DriverConfig, server: _core.Server) -> Engine:
 
 
 def _report(kind: str, text: str) -> None:
-    logger.warning("%s", text, extra={"kind": kind})
+    level = logging.INFO if kind == "drafts" else logging.WARNING
+    logger.log(level, "%s", text, extra={"kind": kind})
 
 
 def _fail(error: DriverError) -> int:

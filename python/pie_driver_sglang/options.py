@@ -41,10 +41,12 @@ class DriverOptions(msgspec.Struct, frozen=True, kw_only=True):
             no swapping.
         max_image_tokens: Tokens of images that the batches of a model with a vision encoder have
             room for.
-        spec_ngram_enabled: Draft tokens with n-grams.
-        spec_ngram_num_drafts: Draft tokens proposed per step.
-        spec_ngram_max_depth: Longest n-gram, in tokens.
-        spec_ngram_capacity: Budget of the n-gram index, in nodes.
+        spec_ngram_enabled: Draft tokens for requests that ask for them.
+        spec_ngram_num_drafts: Most draft tokens of a request and step.
+        spec_ngram_max_depth: Longest match that is looked for, in tokens.
+        spec_ngram_min_n: Shortest match that drafts.
+        spec_ngram_max_n: Longest match, if shorter than `spec_ngram_max_depth`.
+        spec_ngram_capacity: Tokens of the history that contexts share.
         page_size: Tokens in one KV page.
         enable_lora: Take LoRA adapters.
         max_lora_rank: Largest rank of an adapter.
@@ -71,6 +73,8 @@ class DriverOptions(msgspec.Struct, frozen=True, kw_only=True):
     spec_ngram_enabled: bool = False
     spec_ngram_num_drafts: int = 4
     spec_ngram_max_depth: int = 18
+    spec_ngram_min_n: int = 1
+    spec_ngram_max_n: int | None = None
     spec_ngram_capacity: int = 1_000_000
     page_size: int = 16
     enable_lora: bool = False
@@ -111,8 +115,10 @@ _KEYS: Final[Mapping[str, _Key]] = MappingProxyType(
         "max_image_tokens": _Key("int", 0, 2**17),
         "spec_ngram_enabled": _Key("bool"),
         "spec_ngram_num_drafts": _Key("int", 1, 64),
-        "spec_ngram_max_depth": _Key("int", 1, 1024),
-        "spec_ngram_capacity": _Key("int", 1, 2**32 - 1),
+        "spec_ngram_max_depth": _Key("int", 1, 255),
+        "spec_ngram_min_n": _Key("int", 1, 255),
+        "spec_ngram_max_n": _Key("int", 1, 255),
+        "spec_ngram_capacity": _Key("int", 0, 2**30),
         "page_size": _Key("int", 1, 1024),
         "enable_lora": _Key("bool"),
         "max_lora_rank": _Key("int", 1, 4096),
@@ -256,7 +262,7 @@ def parse_options(table: Mapping[str, Any], device: str) -> DriverOptions:
     own.setdefault("attention_backend", default_attention_backend(device))
     own.setdefault("lora_backend", "torch_native" if device == "cpu" else "csgmv")
     options = DriverOptions(**own, server_args=passed)
-    _refuse_unfinished(options)
+    _check_drafts(options)
     _check_device(options, device)
     _check_adapters(options, device)
     if not options.disable_radix_cache:
@@ -376,11 +382,13 @@ def _nearest(word: str, known: Iterable[str]) -> str:
     return f"did you mean {' or '.join(f'`{match}`' for match in matches)}?" if matches else ""
 
 
-def _refuse_unfinished(options: DriverOptions) -> None:
-    if options.spec_ngram_enabled:
+def _check_drafts(options: DriverOptions) -> None:
+    shortest, longest = options.spec_ngram_min_n, options.spec_ngram_max_n
+    longest = min(longest or options.spec_ngram_max_depth, options.spec_ngram_max_depth)
+    if shortest > longest:
         raise ConfigError(
-            "option `spec_ngram_enabled` is true, but n-gram speculation is not available yet",
-            "remove `spec_ngram_enabled`; the other `spec_ngram_*` keys may stay",
+            f"option `spec_ngram_min_n` is {shortest}, but no match is longer than {longest}",
+            "lower it, or raise `spec_ngram_max_n` and `spec_ngram_max_depth`",
         )
 
 

@@ -8,6 +8,7 @@ from pie_driver_sglang._core import Planner
 from pie_driver_sglang.arch import arch_name
 from pie_driver_sglang.config import DriverConfig
 from pie_driver_sglang.engine import Facts
+from pie_driver_sglang.errors import StartError
 from pie_driver_sglang.options import DriverOptions
 from pie_driver_sglang.sglang import support
 from pie_driver_sglang.sglang.adapters import Adapters
@@ -24,6 +25,9 @@ CHUNK_TOKENS = {"cpu": 2048, "cuda": 8192}
 """Tokens of one pass unless `chunked_prefill_size` says otherwise."""
 MAX_SLOTS = 512
 """Logit rows computed at once: 512 rows of a 152k vocabulary take 311 MB in float32."""
+
+DRAFT_CONTEXT_BYTES = 2**30
+"""Host memory for what contexts have said; the one that was not used for longest is forgotten."""
 
 
 def load_engine(config: DriverConfig) -> tuple[Planner, SglangEngine]:
@@ -81,12 +85,37 @@ def load_engine(config: DriverConfig) -> tuple[Planner, SglangEngine]:
         adapter_slots=facts.adapter_slots,
         vision=vision,
     )
+    rungs = ladder(options.max_forward_requests)
+    if options.spec_ngram_enabled:
+        _draft(planner, facts, options, rungs)
     engine = SglangEngine(booted, planner, facts, pools, adapters, states)
-    engine.steps = _steps(engine, options)
+    engine.steps = _steps(engine, options, rungs)
     return planner, engine
 
 
-def _steps(engine: SglangEngine, options: DriverOptions) -> StepRunner | None:
+def _draft(planner: Planner, facts: Facts, options: DriverOptions, rungs: list[int]) -> None:
+    """Gives the planner a drafter."""
+    if facts.state_slots:
+        raise StartError(
+            f"{facts.arch_name} keeps recurrent state, from which rejected drafts cannot be taken "
+            "back",
+            "set `spec_ngram_enabled = false`",
+        )
+    planner.draft(
+        num_drafts=options.spec_ngram_num_drafts,
+        max_depth=options.spec_ngram_max_depth,
+        min_n=options.spec_ngram_min_n,
+        max_n=options.spec_ngram_max_n,
+        capacity=options.spec_ngram_capacity,
+        context_bytes=DRAFT_CONTEXT_BYTES,
+        host_pages=facts.host_pages,
+        rungs=rungs,
+    )
+
+
+def _steps(
+    engine: SglangEngine, options: DriverOptions, rungs: list[int]
+) -> StepRunner | None:
     """What runs short batches without Python, unless the user or the model rules it out."""
     obstacle = support.lane_obstacle(engine.runner)
     if options.disable_cuda_graph:
@@ -99,4 +128,4 @@ def _steps(engine: SglangEngine, options: DriverOptions) -> StepRunner | None:
         logger.info("every batch runs eagerly: %s", obstacle)
         return None
     make = CpuSteps if engine.runner.device == "cpu" else CudaSteps
-    return make(engine, ladder(options.max_forward_requests))
+    return make(engine, rungs)

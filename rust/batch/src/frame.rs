@@ -154,6 +154,12 @@ impl<'a> Frame<'a> {
         Ok(())
     }
 
+    /// Whether request `index` asks for drafts for its next step.
+    pub(crate) fn wants_drafts(&self, index: usize) -> bool {
+        let flags = &self.request.output_spec_flags;
+        flags.get(index).is_some_and(|flag| *flag)
+    }
+
     /// Adapter id of request `index`, -1 = none.
     pub(crate) fn adapter(&self, index: usize) -> i64 {
         self.request.adapter_bindings[index].adapter_id.to_native()

@@ -12,9 +12,11 @@
 //! CUDA) at the offsets of its [`Layout`], so that one copy brings all of it to the device.
 
 mod adapter;
+mod drafting;
 mod fault;
 mod frame;
 mod graph;
+mod history;
 mod image;
 mod layout;
 mod limits;
@@ -30,12 +32,15 @@ mod state;
 mod table;
 
 pub use adapter::REHEARSAL_ADAPTER;
+pub use drafting::DraftOptions;
 pub use fault::{FrameError, Medium, RequestFault};
 pub use graph::StepMemory;
+pub use history::PagePool;
 pub use image::{ImageError, ImageSpan, PassImages, Vision};
 pub use layout::{DType, Field, FieldId, Layout};
 pub use limits::{LimitError, Limits};
 pub use mask::AttentionMask;
+pub use pie_ngram::{Config as NgramConfig, ConfigError as NgramError, Counters as DraftCounters};
 pub use plan::Planner;
 pub use reply::Probes;
 pub use reply::ReplyError;

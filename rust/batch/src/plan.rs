@@ -5,6 +5,7 @@ use std::ops::Range;
 use pie_wire::ArchivedForwardRequest;
 
 use crate::adapter::Adapters;
+use crate::drafting::Drafting;
 use crate::frame::{Frame, range};
 use crate::image::{Images, Vision};
 use crate::mask::{MaskRows, Sight};
@@ -93,6 +94,7 @@ pub struct Planner {
     pub(crate) passes: Vec<Range<usize>>,
     pub(crate) stage: Stage,
     pub(crate) reply: Reply,
+    pub(crate) drafting: Option<Box<Drafting>>,
     pub(crate) faults: Vec<(usize, RequestFault)>,
     pub(crate) random_seed: u64,
     pub(crate) frames: u64,
@@ -124,6 +126,7 @@ impl Planner {
             passes: Vec::new(),
             stage: Stage::new(&limits),
             reply: Reply::default(),
+            drafting: None,
             faults: Vec::new(),
             random_seed,
             frames: 0,
@@ -194,6 +197,9 @@ impl Planner {
         self.requests.clear();
         self.slots.clear();
         self.reply.clear();
+        if let Some(drafting) = &mut self.drafting {
+            drafting.clear();
+        }
         self.mask_rows.clear();
         self.images.clear();
         self.segments.clear();
@@ -233,6 +239,7 @@ impl Planner {
             request.mask_rows = self.mask_rows.add(frame, index);
         }
         request.rows = self.add_rows(frame, index);
+        self.note_text(frame, index, &request);
         if let Some(images) = &survey.images {
             let tokens = (&mut self.token_ids[..], self.limits.vocab_size);
             self.images
@@ -314,6 +321,20 @@ impl Planner {
                 .extend(draft_positions(frame, drafts, positions));
         }
         first..self.token_ids.len()
+    }
+
+    /// Tells the drafter what the request stores, and whether it asks for drafts.
+    fn note_text(&mut self, frame: &Frame<'_>, index: usize, request: &Request) {
+        let Some(drafting) = &mut self.drafting else {
+            return;
+        };
+        let context = frame.context_ids.get(index).copied().unwrap_or(0);
+        let pages = &frame.pages[range(frame.page_indptr, index)];
+        drafting.add(
+            (index, context, frame.wants_drafts(index)),
+            (pages, request.prefix as usize),
+            &self.token_ids[request.rows.clone()],
+        );
     }
 
     /// Notes faults that show only after their requests were planned.

@@ -1,6 +1,7 @@
 //! From the slots' outputs to response bytes.
 
 use std::cmp::Reverse;
+use std::mem;
 use std::time::Instant;
 
 use pie_wire::{
@@ -66,6 +67,23 @@ impl Planner {
     /// [`ReplyError`] when the buffer is smaller, a slot has no output, or the arrays contradict each other.
     pub fn reply(&mut self, probes: Probes, buffer: &mut [u8]) -> Result<usize, ReplyError> {
         let started = Instant::now();
+        self.propose_drafts();
+        match self.write(probes, buffer, started) {
+            // The frame was planned for a reply without drafts, which may be left out at any time.
+            Err(ReplyError::Wire(_)) if self.has_drafts() => {
+                self.drop_drafts();
+                self.write(probes, buffer, started)
+            }
+            written => written,
+        }
+    }
+
+    fn write(
+        &mut self,
+        probes: Probes,
+        buffer: &mut [u8],
+        started: Instant,
+    ) -> Result<usize, ReplyError> {
         if self.gather_fast() {
             let tokens = &self.reply.response.tokens;
             return Ok(pie_wire::encode_fast_tokens(
@@ -130,7 +148,7 @@ impl Planner {
 
     /// Lists one token for each request; `false` when some request has more or fewer.
     fn gather_fast(&mut self) -> bool {
-        if self.asks_probes() {
+        if self.asks_probes() || self.has_drafts() {
             return false;
         }
         let (requests, slots) = (&self.requests, &self.slots.all);
@@ -206,7 +224,23 @@ impl Planner {
             }
             self.reply.end_request();
         }
+        self.gather_drafts();
         Ok(())
+    }
+
+    fn gather_drafts(&mut self) {
+        let mut response = mem::take(&mut self.reply.response);
+        if self.has_drafts() {
+            response.spec_indptr.push(0);
+        }
+        for (tokens, first_position) in self.drafts() {
+            response.spec_tokens.extend_from_slice(tokens);
+            response
+                .spec_positions
+                .extend((first_position..).take(tokens.len()));
+            response.spec_indptr.push(response.spec_tokens.len() as u32);
+        }
+        self.reply.response = response;
     }
 
     fn encode(&mut self, probes: Probes, buffer: &mut [u8]) -> Result<usize, WireError> {
@@ -220,7 +254,7 @@ impl Planner {
         let frame = ResponseFrame {
             driver_id: self.driver_id,
             aborted: false,
-            payload: ResponsePayload::Forward(std::mem::take(response)),
+            payload: ResponsePayload::Forward(mem::take(response)),
         };
         let written = pie_wire::encode_response(&frame, buffer);
         if let ResponsePayload::Forward(response) = frame.payload {
@@ -256,6 +290,9 @@ impl Reply {
             &mut r.logprobs_req_indptr,
             &mut r.logprobs_val_indptr,
             &mut r.entropies_indptr,
+            &mut r.spec_indptr,
+            &mut r.spec_tokens,
+            &mut r.spec_positions,
         ] {
             offsets.clear();
         }
@@ -349,7 +386,7 @@ impl Reply {
 }
 
 /// Tokens that a request returns: one of each token slot, or what verification yields.
-fn token_count(request: &Request, slots: &[Slot], token_ids: &[u32]) -> usize {
+pub(crate) fn token_count(request: &Request, slots: &[Slot], token_ids: &[u32]) -> usize {
     verified(request, slots, token_ids)
         .unwrap_or_else(|| slots.iter().filter(|slot| slot.class.is_token()).count())
 }

@@ -64,6 +64,33 @@ proptest! {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 1500, ..ProptestConfig::default() })]
 
+    /// Drafts change nothing else, come only where they are asked for, and name tokens and positions that there are.
+    #[test]
+    fn planner_with_drafts_equals_the_naive_one(
+        (limits, mut frames) in generate::sequence(),
+        asks in prop::collection::vec(any::<bool>(), 42),
+        salt in any::<u32>(),
+    ) {
+        let mut device = Device::with_drafts(limits);
+        let flags = frames.iter_mut().flat_map(|frame| &mut frame.output_spec_flags);
+        for (flag, asks) in flags.zip(asks) {
+            *flag = asks;
+        }
+        for frame in &frames {
+            // Few different tokens, so that texts repeat themselves.
+            let answer = device.try_run(frame, |_, slot| (salt >> slot.number) % 3);
+            let Some(Answer::Archive(response)) = answer else { continue };
+            for (index, ends) in response.spec_indptr.windows(2).enumerate() {
+                let own = ends[0] as usize..ends[1] as usize;
+                let (flag, context) = (frame.output_spec_flags.get(index), frame.context_ids.get(index));
+                prop_assert!(own.is_empty() || (flag == Some(&true) && context.is_some_and(|&id| id != 0)));
+                prop_assert!(own.len() <= 3);
+                prop_assert!(response.spec_tokens[own.clone()].iter().all(|&token| token < limits.vocab_size));
+                prop_assert!(response.spec_positions[own].iter().all(|&position| position < limits.max_positions));
+            }
+        }
+    }
+
     /// The same with adapters: passes hold as many as they can, and those of lost ones are dropped.
     #[test]
     fn planner_with_adapters_equals_the_naive_one(

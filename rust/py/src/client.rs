@@ -40,6 +40,10 @@ pub(crate) struct Reply {
     logprobs: Vec<Vec<Vec<f32>>>,
     /// Entropies of each request.
     entropies: Vec<Vec<f32>>,
+    /// Drafts for the next request of each, empty when no request has some.
+    drafts: Vec<Vec<u32>>,
+    /// Their positions.
+    draft_positions: Vec<Vec<u32>>,
     /// Driver-side microseconds: parse, plan, host-to-device, launch, sync, response.
     probes: (u32, u32, u32, u32, u32, u32),
 }
@@ -275,6 +279,8 @@ impl Reply {
             .collect();
         self.logprobs = entries(&forward.logprobs_req_indptr, &logprobs);
         self.entropies = entries(&forward.entropies_indptr, &forward.entropies);
+        self.drafts = entries(&forward.spec_indptr, &forward.spec_tokens);
+        self.draft_positions = entries(&forward.spec_indptr, &forward.spec_positions);
         self.probes = (
             forward.probe_wire_parse_us,
             forward.probe_plan_us,

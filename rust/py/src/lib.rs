@@ -37,7 +37,7 @@ mod _core {
     #[pymodule_export]
     use crate::request::{Image, Request, Sampler, encode_forward};
     #[pymodule_export]
-    use crate::server::Server;
+    use crate::server::{DraftCounters, Server};
 }
 
 /// Facts about this build for bug reports: `version`, `profile` and `target`.

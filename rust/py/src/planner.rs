@@ -2,7 +2,7 @@
 
 use std::num::NonZeroUsize;
 
-use pie_batch::{LimitError, Limits, Vision};
+use pie_batch::{DraftOptions, LimitError, Limits, NgramConfig, Vision};
 use pie_ring::RegionLayout;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
@@ -91,6 +91,55 @@ impl Planner {
             inner: Some(inner),
             layout,
         })
+    }
+
+    /// Drafts for requests that ask for them, from what contexts have said.
+    ///
+    /// Args:
+    ///     num_drafts: Most drafts of a request.
+    ///     max_depth: Longest match, in tokens.
+    ///     min_n: Shortest match that drafts.
+    ///     max_n: Longest match, if that is less than `max_depth`.
+    ///     capacity: Tokens of the history that contexts share.
+    ///     context_bytes: Memory of contexts, above which the one that was not used for longest is released.
+    ///     host_pages: Size of the engine's host pool.
+    ///     rungs: Rows of the graphs that a step may run as, rising.
+    ///
+    /// Raises:
+    ///     ValueError: A limit is out of range, or the planner was given away.
+    #[pyo3(signature = (*, num_drafts, max_depth, min_n, max_n, capacity, context_bytes, host_pages, rungs))]
+    #[expect(
+        clippy::too_many_arguments,
+        reason = "keyword-only limits, named at the call"
+    )]
+    fn draft(
+        &mut self,
+        num_drafts: usize,
+        max_depth: usize,
+        min_n: usize,
+        max_n: Option<usize>,
+        capacity: usize,
+        context_bytes: usize,
+        host_pages: u32,
+        rungs: Vec<usize>,
+    ) -> PyResult<()> {
+        let options = DraftOptions {
+            ngram: NgramConfig {
+                max_depth,
+                min_n,
+                max_n,
+                capacity,
+                context_bytes,
+            },
+            num_drafts,
+            rungs,
+            host_pages,
+        };
+        let given_away = || PyValueError::new_err("the planner already serves");
+        let planner = self.inner.as_mut().ok_or_else(given_away)?;
+        planner
+            .draft(&options)
+            .map_err(|error| PyValueError::new_err(error.to_string()))
     }
 
     /// Size of the staging block in bytes.

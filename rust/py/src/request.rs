@@ -154,6 +154,7 @@ pub(crate) struct Request {
     audio: Vec<(u32, Vec<u8>)>,
     state_slot: Option<u32>,
     state_reset: bool,
+    wants_drafts: bool,
 }
 
 #[pymethods]
@@ -176,8 +177,9 @@ impl Request {
     ///     audio: (row, features) pairs: first row of a clip, and its log-mel features.
     ///     state_slot: Slot of recurrent state, None = none. All requests of a batch have one, or none has.
     ///     state_reset: The slot starts from zeros.
+    ///     wants_drafts: The answer may bring drafts for the next request.
     #[new]
-    #[pyo3(signature = (tokens, positions, pages, last_page_len, samplers = Vec::new(), *, context_id = 0, masks = None, logit_mask = None, drafts = Vec::new(), draft_positions = Vec::new(), adapter_id = -1, images = Vec::new(), audio = Vec::new(), state_slot = None, state_reset = false))]
+    #[pyo3(signature = (tokens, positions, pages, last_page_len, samplers = Vec::new(), *, context_id = 0, masks = None, logit_mask = None, drafts = Vec::new(), draft_positions = Vec::new(), adapter_id = -1, images = Vec::new(), audio = Vec::new(), state_slot = None, state_reset = false, wants_drafts = false))]
     #[expect(
         clippy::too_many_arguments,
         reason = "one keyword per field of the request"
@@ -198,6 +200,7 @@ impl Request {
         audio: Vec<(u32, Vec<u8>)>,
         state_slot: Option<u32>,
         state_reset: bool,
+        wants_drafts: bool,
     ) -> Self {
         Self {
             tokens,
@@ -215,6 +218,7 @@ impl Request {
             audio,
             state_slot,
             state_reset,
+            wants_drafts,
         }
     }
 }
@@ -342,7 +346,7 @@ fn append(body: &mut ForwardRequest, request: &Request, elide_masks: bool) {
         body.rs_slot_ids.push(slot);
         body.rs_slot_flags.push(u8::from(request.state_reset));
     }
-    body.output_spec_flags.push(false);
+    body.output_spec_flags.push(request.wants_drafts);
     body.context_ids.push(request.context_id);
     let ends = [
         body.token_ids.len(),

@@ -28,11 +28,9 @@ impl Desk {
         *self.lock() = Some(planner);
     }
 
-    /// From now on requests may bind the adapter.
-    pub(crate) fn add_adapter(&self, id: i64) {
-        if let Some(planner) = self.lock().as_mut() {
-            planner.add_adapter(id);
-        }
+    /// Does something with the planner, unless a batch has it.
+    pub(crate) fn with<T>(&self, act: impl FnOnce(&mut Planner) -> T) -> Option<T> {
+        self.lock().as_deref_mut().map(act)
     }
 
     fn lock(&self) -> MutexGuard<'_, Option<Box<Planner>>> {
@@ -215,7 +213,10 @@ fn publish(
         .iter()
         .map(|(index, fault)| Note::new(fault.kind(), format!("request {index} emptied: {fault}")))
         .collect();
+    planner.step_took(device.busy());
     let encoded = planner.reply(timing.probes(device), lease.response());
+    let report = planner.draft_report();
+    notes.extend(report.map(|counters| Note::new("drafts", counters.to_string())));
     // Taken before the client is woken: it may want this core at once.
     timing.respond = started.elapsed();
     let published = match encoded {

@@ -1,10 +1,15 @@
 //! An open copy of pages or of recurrent state.
 
+use std::sync::Arc;
+
+use pie_batch::{PagePool, Planner};
 use pie_ring::Lease;
 use pie_wire::CopyDirection;
 
+use crate::batch::Desk;
 use crate::groups::groups;
 use crate::note::Note;
+use crate::status;
 
 /// Which pages to copy: as many sources as targets, all within their pools.
 pub(crate) struct Pairs {
@@ -15,20 +20,37 @@ pub(crate) struct Pairs {
     pub(crate) targets: Vec<u32>,
 }
 
+impl Pairs {
+    /// Tells the planner what the pages hold now.
+    fn note_in(&self, planner: &mut Planner) {
+        let (from, to) = match self.direction {
+            CopyDirection::D2D => (PagePool::Device, PagePool::Device),
+            CopyDirection::D2H => (PagePool::Device, PagePool::Host),
+            CopyDirection::H2D => (PagePool::Host, PagePool::Device),
+            CopyDirection::H2H => (PagePool::Host, PagePool::Host),
+        };
+        for (&source, &target) in self.sources.iter().zip(&self.targets) {
+            planner.page_copied((from, source), (to, target));
+        }
+    }
+}
+
 /// A copy of whole KV pages within or between the device pool and the host pool, or of recurrent state, pair by pair.
 /// Dropped without a commit it is answered by an abort.
 pub struct Copy {
     lease: Option<Lease>,
     driver_id: u32,
     pairs: Pairs,
+    desk: Arc<Desk>,
 }
 
 impl Copy {
-    pub(crate) const fn new(lease: Lease, driver_id: u32, pairs: Pairs) -> Self {
+    pub(crate) const fn new(lease: Lease, driver_id: u32, pairs: Pairs, desk: Arc<Desk>) -> Self {
         Self {
             lease: Some(lease),
             driver_id,
             pairs,
+            desk,
         }
     }
 
@@ -66,7 +88,11 @@ impl Copy {
 
     /// Answers with a code of [`crate::status`], once.
     pub fn commit(&mut self, code: i32) -> Option<Note> {
-        answer(self.lease.take()?, self.driver_id, code)
+        let lease = self.lease.take()?;
+        if code == status::OK && !self.pairs.states {
+            self.desk.with(|planner| self.pairs.note_in(planner));
+        }
+        answer(lease, self.driver_id, code)
     }
 }
 

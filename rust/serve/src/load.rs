@@ -50,7 +50,8 @@ impl Load {
     pub fn commit(&mut self, code: i32) -> Option<Note> {
         let lease = self.lease.take()?;
         if code == status::OK {
-            self.desk.add_adapter(self.wanted.id);
+            let id = self.wanted.id;
+            self.desk.with(|planner| planner.add_adapter(id));
         }
         answer(lease, self.driver_id, code)
     }

@@ -2,7 +2,7 @@
 
 use std::sync::{Arc, Mutex, PoisonError};
 
-use pie_batch::{FrameError, Planner, REHEARSAL_ADAPTER};
+use pie_batch::{DraftCounters, FrameError, Planner, REHEARSAL_ADAPTER};
 use pie_ring::{Lease, RingError, Server, Wait};
 use pie_wire::{ArchivedPayload, WireError};
 use thiserror::Error;
@@ -112,6 +112,12 @@ impl Responder {
     pub const fn with_steps(mut self) -> Self {
         self.steps = true;
         self
+    }
+
+    /// What became of the drafts of answered batches; `None` without a drafter, or while a batch is open.
+    #[must_use]
+    pub fn draft_counters(&self) -> Option<DraftCounters> {
+        self.desk.with(|planner| planner.draft_counters()).flatten()
     }
 
     /// Waits until there is something to tell or to do. Requests that are answered without either
@@ -260,7 +266,10 @@ impl Responder {
     /// Answers a request, or hands out its job.
     fn act(&self, lease: Lease, driver_id: u32, action: Action) -> Event {
         match action {
-            Action::Copy(pairs) => Event::Job(Job::Copy(Copy::new(lease, driver_id, pairs))),
+            Action::Copy(pairs) => {
+                let desk = Arc::clone(&self.desk);
+                Event::Job(Job::Copy(Copy::new(lease, driver_id, pairs, desk)))
+            }
             Action::Load(wanted) => {
                 let desk = Arc::clone(&self.desk);
                 Event::Job(Job::Load(Load::new(lease, driver_id, wanted, desk)))

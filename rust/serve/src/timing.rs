@@ -36,6 +36,13 @@ pub struct DeviceTimes {
     pub sync_us: u32,
 }
 
+impl DeviceTimes {
+    /// How long the batch kept the engine.
+    pub(crate) fn busy(self) -> Duration {
+        Duration::from_micros(u64::from(self.launch_us) + u64::from(self.sync_us))
+    }
+}
+
 impl Timing {
     pub(crate) fn probes(&self, device: DeviceTimes) -> Probes {
         Probes {

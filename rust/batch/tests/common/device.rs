@@ -2,9 +2,13 @@
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::ops::Range;
+use std::time::Duration;
 
 use bytemuck::Pod;
-use pie_batch::{FieldId, Limits, Outputs, Planner, Probes, ReplyError, SlotClass, SlotGroup};
+use pie_batch::{
+    DraftOptions, FieldId, Limits, NgramConfig, Outputs, Planner, Probes, ReplyError, SlotClass,
+    SlotGroup,
+};
 use pie_wire::{ForwardRequest, ForwardResponse, Reply, ResponsePayload, decode_reply};
 
 use crate::common::builder::Encoded;
@@ -65,6 +69,14 @@ impl Answer {
     pub(crate) fn tokens(&self) -> Vec<Vec<u32>> {
         let outputs = self.outputs().into_iter();
         outputs.map(|returned| returned.tokens).collect()
+    }
+
+    /// How many drafts there are.
+    pub(crate) fn drafts(&self) -> usize {
+        match self {
+            Self::Fast(_) => 0,
+            Self::Archive(response) => response.spec_tokens.len(),
+        }
     }
 
     pub(crate) fn is_fast(&self) -> bool {
@@ -194,6 +206,19 @@ impl Device {
             device.planner.add_adapter(id);
             device.adapters.loaded.insert(id);
         }
+        device
+    }
+
+    /// A device that drafts.
+    pub(crate) fn with_drafts(limits: Limits) -> Self {
+        let mut device = Self::new(limits);
+        let options = DraftOptions {
+            ngram: NgramConfig::default(),
+            num_drafts: 3,
+            rungs: vec![1, 4, 16, 64, 256],
+            host_pages: 1,
+        };
+        device.planner.draft(&options).expect("right options");
         device
     }
 
@@ -340,10 +365,15 @@ impl Device {
         assert!(plan.fits);
         assert_eq!(answer.outputs(), expected);
         let fast = !expected.is_empty() && expected.iter().all(Returned::is_one_token);
-        assert_eq!(answer.is_fast(), fast, "{expected:?}");
+        let drafts = answer.drafts();
+        assert_eq!(answer.is_fast(), fast && drafts == 0, "{expected:?}");
+        assert!(drafts == 0 || self.planner.draft_counters().is_some());
         if let Answer::Archive(response) = &answer {
             check_archive(response, expected.len());
         }
+        let rows = self.planner.token_count();
+        self.planner
+            .step_took(Duration::from_micros(100 + rows as u64));
         Some(answer)
     }
 
@@ -674,5 +704,8 @@ pub(crate) fn check_archive(response: &ForwardResponse, requests: usize) {
     if requests > 0 {
         assert_eq!(response.tokens_indptr.len(), requests + 1);
     }
-    assert!(response.spec_indptr.is_empty(), "no drafts are returned");
+    if !response.spec_indptr.is_empty() {
+        assert_eq!(response.spec_indptr.len(), requests + 1);
+        assert!(!response.spec_tokens.is_empty());
+    }
 }

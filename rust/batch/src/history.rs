@@ -1,0 +1,122 @@
+//! Which tokens the KV pages hold: what a context has said before its requests named it.
+
+use std::ops::Range;
+
+/// A slot that no token is known of.
+const UNKNOWN: u32 = u32::MAX;
+
+/// A pool whose pages can be copied.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum PagePool {
+    /// The engine's KV pool.
+    Device,
+    /// The host's pool of swapped pages.
+    Host,
+}
+
+/// The tokens of every page of both pools.
+#[derive(Debug)]
+pub(crate) struct PageTokens {
+    page_size: usize,
+    device: Vec<u32>,
+    host: Vec<u32>,
+}
+
+impl PageTokens {
+    /// Pages of which nothing is known.
+    pub(crate) fn new(page_size: u32, device_pages: u32, host_pages: u32) -> Self {
+        let page_size = page_size as usize;
+        Self {
+            page_size,
+            device: vec![UNKNOWN; page_size * device_pages as usize],
+            host: vec![UNKNOWN; page_size * host_pages as usize],
+        }
+    }
+
+    /// Notes that a request with these pages stores `tokens` from KV index `start` on.
+    pub(crate) fn store(&mut self, pages: &[u32], start: usize, mut tokens: &[u32]) {
+        let mut at = start;
+        while !tokens.is_empty() {
+            let (page, offset) = (at / self.page_size, at % self.page_size);
+            let count = tokens.len().min(self.page_size - offset);
+            let (part, rest) = tokens.split_at(count);
+            let slot = pages[page] as usize * self.page_size + offset;
+            self.device[slot..slot + count].copy_from_slice(part);
+            (tokens, at) = (rest, at + count);
+        }
+    }
+
+    /// Appends what KV indices `range` of a request with these pages hold; returns the first index from which on all is
+    /// known, and leaves out what lies before it.
+    pub(crate) fn load(&self, pages: &[u32], range: Range<usize>, out: &mut Vec<u32>) -> usize {
+        let first = out.len();
+        let mut at = range.start;
+        while at < range.end {
+            let (page, offset) = (at / self.page_size, at % self.page_size);
+            let count = (range.end - at).min(self.page_size - offset);
+            let slot = pages[page] as usize * self.page_size + offset;
+            out.extend_from_slice(&self.device[slot..slot + count]);
+            at += count;
+        }
+        let loaded = &out[first..];
+        let known = loaded.iter().rposition(|&token| token == UNKNOWN);
+        let unknown = known.map_or(0, |last| last + 1);
+        out.drain(first..first + unknown);
+        range.start + unknown
+    }
+
+    /// Notes that a page was copied.
+    pub(crate) fn copy(&mut self, source: (PagePool, u32), target: (PagePool, u32)) {
+        let range = |page: u32| {
+            let start = page as usize * self.page_size;
+            start..start + self.page_size
+        };
+        let (from, to) = (range(source.1), range(target.1));
+        match (source.0, target.0) {
+            (PagePool::Device, PagePool::Device) => self.device.copy_within(from, to.start),
+            (PagePool::Host, PagePool::Host) => self.host.copy_within(from, to.start),
+            (PagePool::Device, PagePool::Host) => {
+                self.host[to].copy_from_slice(&self.device[from]);
+            }
+            (PagePool::Host, PagePool::Device) => {
+                self.device[to].copy_from_slice(&self.host[from]);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use PagePool::{Device, Host};
+
+    #[test]
+    fn contexts_are_read_back_across_pages() {
+        let mut pages = PageTokens::new(4, 5, 2);
+        pages.store(&[3, 1], 0, &[10, 11, 12, 13, 14]);
+        pages.store(&[3, 1], 5, &[15]);
+        let mut out = vec![7];
+        assert_eq!(pages.load(&[3, 1], 2..6, &mut out), 2);
+        assert_eq!(out, [7, 12, 13, 14, 15]);
+        // Of another context that shares the first page nothing else is known.
+        out.clear();
+        assert_eq!(pages.load(&[3, 2], 0..6, &mut out), 6);
+        assert!(out.is_empty());
+        pages.store(&[3, 2], 5, &[25]);
+        assert_eq!(pages.load(&[3, 2], 0..6, &mut out), 5);
+        assert_eq!(out, [25]);
+    }
+
+    #[test]
+    fn copies_take_tokens_along() {
+        let mut pages = PageTokens::new(2, 4, 3);
+        pages.store(&[0, 1], 0, &[1, 2, 3, 4]);
+        pages.copy((Device, 0), (Host, 2));
+        pages.copy((Device, 1), (Device, 0));
+        pages.copy((Host, 2), (Host, 1));
+        pages.copy((Host, 1), (Device, 3));
+        let mut out = Vec::new();
+        assert_eq!(pages.load(&[0, 3], 0..4, &mut out), 0);
+        assert_eq!(out, [3, 4, 1, 2]);
+    }
+}

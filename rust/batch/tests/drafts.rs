@@ -1,0 +1,311 @@
+//! Drafts in replies: who gets them, what they say, where they stand, and that they pay.
+
+mod common;
+
+use std::cell::Cell;
+use std::time::Duration;
+
+use common::builder::{Encoded, GREEDY, ROOMY, Req, frame};
+use common::device::{Answer, answer};
+use pie_batch::{DraftOptions, Layout, Limits, NgramConfig, PagePool, Planner, Probes, StepMemory};
+
+const NUM_DRAFTS: usize = 4;
+const ROWS: usize = 64;
+
+/// A planner that drafts, and a model that says `text[position]` at every position.
+struct Server<F> {
+    planner: Planner,
+    text: F,
+    /// How long a step takes by its rows.
+    cost: fn(usize) -> Duration,
+}
+
+/// What a request was answered.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Answered {
+    tokens: Vec<u32>,
+    drafts: Vec<u32>,
+    positions: Vec<u32>,
+}
+
+impl<F: Fn(u32) -> u32> Server<F> {
+    fn new(limits: Limits, text: F) -> Self {
+        let mut planner = Planner::new(limits, 9);
+        let options = DraftOptions {
+            ngram: NgramConfig::default(),
+            num_drafts: NUM_DRAFTS,
+            rungs: vec![1, 2, 4, 8, 16, 32, ROWS],
+            host_pages: 8,
+        };
+        planner.draft(&options).expect("the options are right");
+        Self {
+            planner,
+            text,
+            cost: |_| Duration::from_millis(1),
+        }
+    }
+
+    /// Requests with their context, and whether they ask for drafts.
+    fn run(&mut self, requests: &[(Req, u64, bool)]) -> (Vec<Answered>, bool) {
+        let parts: Vec<Req> = requests
+            .iter()
+            .map(|(request, ..)| request.clone())
+            .collect();
+        let mut frame = frame(&parts);
+        frame.context_ids = requests.iter().map(|&(_, context, _)| context).collect();
+        frame.output_spec_flags = requests.iter().map(|&(.., asks)| asks).collect();
+        let encoded = Encoded::new(common::device::DRIVER, &frame);
+        let planned = self.planner.plan(common::device::DRIVER, encoded.forward());
+        planned.expect("a right frame");
+        assert_eq!(self.planner.faults(), []);
+        let positions: Vec<u32> = parts
+            .iter()
+            .flat_map(|request| request.positions.iter().chain(&request.draft_positions))
+            .copied()
+            .collect();
+        self.compute(&positions);
+        self.planner.step_took((self.cost)(positions.len()));
+        let capacity = self.planner.limits().reply_bytes as usize;
+        let mut words = vec![0_u64; capacity.div_ceil(8)];
+        let bytes = &mut bytemuck::cast_slice_mut(&mut words)[..capacity];
+        let length = self.planner.reply(Probes::default(), bytes);
+        let length = length.expect("the reply fits");
+        match answer(&bytes[..length]) {
+            Answer::Fast(tokens) => {
+                let alone = |token| Answered {
+                    tokens: vec![token],
+                    drafts: Vec::new(),
+                    positions: Vec::new(),
+                };
+                (tokens.into_iter().map(alone).collect(), true)
+            }
+            Answer::Archive(response) => {
+                response.check().expect("a response that keeps the rules");
+                let part = |indptr: &[u32], values: &[u32], index: usize| match indptr {
+                    [] => Vec::new(),
+                    ends => values[ends[index] as usize..ends[index + 1] as usize].to_vec(),
+                };
+                let r = &response;
+                let answered = |index| Answered {
+                    tokens: part(&r.tokens_indptr, &r.tokens, index),
+                    drafts: part(&r.spec_indptr, &r.spec_tokens, index),
+                    positions: part(&r.spec_indptr, &r.spec_positions, index),
+                };
+                ((0..requests.len()).map(answered).collect(), false)
+            }
+        }
+    }
+
+    fn compute(&mut self, positions: &[u32]) {
+        let rows = self.planner.graph_rows(ROWS).expect("a graph takes it");
+        let layout = Layout::graph(rows);
+        let mut block = vec![0_u64; layout.bytes().div_ceil(8)];
+        let mut masks = vec![0; rows * self.planner.limits().mask_words()];
+        let memory = StepMemory {
+            block: bytemuck::cast_slice_mut(&mut block),
+            mask_words: &mut masks,
+        };
+        let staged = self.planner.stage_graph(&layout, memory, 1);
+        staged.expect("the memory fits");
+        let text = &self.text;
+        self.planner.put_row_tokens(|row| text(positions[row] + 1));
+    }
+}
+
+/// A context that is decoded as an inferlet does.
+struct Context {
+    id: u64,
+    pages: Vec<u32>,
+    stored: u32,
+    input: u32,
+    drafts: Vec<u32>,
+    drafted: usize,
+}
+
+impl Context {
+    fn new(id: u64, pages: std::ops::Range<u32>, input: u32) -> Self {
+        Self {
+            id,
+            pages: pages.collect(),
+            stored: 0,
+            input,
+            drafts: Vec::new(),
+            drafted: 0,
+        }
+    }
+
+    fn request(&self) -> Req {
+        let end = self.stored + 1 + self.drafts.len() as u32;
+        let pages = &self.pages[..end.div_ceil(16) as usize];
+        Req::new(16, self.stored, &[self.input], pages)
+            .sample(0, GREEDY)
+            .verify(&self.drafts)
+    }
+
+    fn take(&mut self, answered: &Answered) {
+        let Answered {
+            tokens,
+            drafts,
+            positions,
+        } = answered;
+        let first = self.stored + tokens.len() as u32 + 1;
+        assert_eq!(positions, &(first..).take(drafts.len()).collect::<Vec<_>>());
+        assert!(drafts.len() <= NUM_DRAFTS);
+        self.drafted += self.drafts.len();
+        self.stored += tokens.len() as u32;
+        self.input = tokens[tokens.len() - 1];
+        self.drafts.clone_from(drafts);
+    }
+}
+
+/// Decodes contexts together until the first one has stored `length` tokens; returns the steps.
+fn decode<F: Fn(u32) -> u32>(
+    server: &mut Server<F>,
+    contexts: &mut [Context],
+    asks: bool,
+    length: u32,
+) -> usize {
+    let mut steps = 0;
+    while contexts[0].stored < length {
+        let requests: Vec<_> = contexts.iter().map(|c| (c.request(), c.id, asks)).collect();
+        let (answers, _) = server.run(&requests);
+        for (context, answered) in contexts.iter_mut().zip(&answers) {
+            let from = context.stored + 1;
+            let expected: Vec<u32> = (from..)
+                .take(answered.tokens.len())
+                .map(&server.text)
+                .collect();
+            assert_eq!(answered.tokens, expected);
+            context.take(answered);
+        }
+        steps += 1;
+    }
+    steps
+}
+
+fn cycle(position: u32) -> u32 {
+    100 + position % 7
+}
+
+/// Short words in an order that nothing foretells.
+fn noise(position: u32) -> u32 {
+    (position.wrapping_mul(2_654_435_761) >> 13) % 5
+}
+
+#[test]
+fn drafts_pay_where_text_repeats_itself() {
+    let mut server = Server::new(ROOMY, cycle);
+    let mut contexts = [
+        Context::new(1, 0..24, cycle(0)),
+        Context::new(2, 24..48, cycle(0)),
+    ];
+    let steps = decode(&mut server, &mut contexts, true, 350);
+    assert!(steps < 350 / 4, "{steps} steps");
+    let counters = server.planner.draft_counters().expect("it drafts");
+    assert!(counters.accepted * 10 > counters.drafted * 9, "{counters}");
+}
+
+#[test]
+fn drafts_that_fail_are_left() {
+    let mut server = Server::new(ROOMY, noise);
+    // A row more costs as much as a step.
+    server.cost = |rows| Duration::from_millis(rows as u64);
+    let mut contexts = [
+        Context::new(1, 0..24, noise(0)),
+        Context::new(2, 24..48, noise(0)),
+    ];
+    let steps = decode(&mut server, &mut contexts, true, 350);
+    let drafted = contexts[0].drafted + contexts[1].drafted;
+    assert!(drafted < steps / 10, "{drafted} drafts in {steps} steps");
+}
+
+#[test]
+fn only_who_asks_and_is_somebody_gets_drafts() {
+    let mut server = Server::new(ROOMY, cycle);
+    let mut contexts = [
+        Context::new(1, 0..24, cycle(0)),
+        Context::new(0, 24..48, cycle(0)),
+    ];
+    assert_eq!(decode(&mut server, &mut contexts, false, 100), 100);
+    let quiet = contexts.map(|context| (context.request(), context.id, context.id == 0));
+    let (answers, fast) = server.run(&quiet);
+    assert!(fast && answers.iter().all(|answered| answered.drafts.is_empty()));
+}
+
+#[test]
+fn a_context_is_known_from_its_pages() {
+    let mut server = Server::new(ROOMY, cycle);
+    let mut contexts = [Context::new(1, 0..24, cycle(0))];
+    decode(&mut server, &mut contexts, false, 40);
+    let [parent] = contexts;
+    // Swapped out and in elsewhere, under another id.
+    for page in 0..3 {
+        let host = (PagePool::Host, 2 * page);
+        server.planner.page_copied((PagePool::Device, page), host);
+        server
+            .planner
+            .page_copied(host, (PagePool::Device, 40 + page));
+    }
+    let mut child = Context::new(9, 40..64, parent.input);
+    child.stored = parent.stored;
+    let (answers, fast) = server.run(&[(child.request(), child.id, true)]);
+    assert!(!fast);
+    child.take(&answers[0]);
+    let expected: Vec<u32> = (child.stored + 1..).take(NUM_DRAFTS).map(cycle).collect();
+    assert!(!child.drafts.is_empty());
+    assert_eq!(child.drafts, expected[..child.drafts.len()]);
+}
+
+#[test]
+fn an_id_that_changed_hands_is_noticed() {
+    let other = Cell::new(false);
+    let text = |position| {
+        if other.get() {
+            500 + position % 3
+        } else {
+            cycle(position)
+        }
+    };
+    let mut server = Server::new(ROOMY, text);
+    let mut contexts = [Context::new(1, 0..24, cycle(0))];
+    decode(&mut server, &mut contexts, true, 30);
+    let [former] = contexts;
+    // Another text, stored by somebody who asks for nothing, goes on under the same id at the same length.
+    other.set(true);
+    let mut contexts = [Context::new(0, 24..48, 500)];
+    decode(&mut server, &mut contexts, false, former.stored);
+    let [mut heir] = contexts;
+    heir.id = former.id;
+    let (answers, _) = server.run(&[(heir.request(), heir.id, true)]);
+    heir.take(&answers[0]);
+    let expected: Vec<u32> = (heir.stored + 1..).take(NUM_DRAFTS).map(text).collect();
+    assert!(!heir.drafts.is_empty());
+    assert_eq!(heir.drafts, expected[..heir.drafts.len()]);
+}
+
+#[test]
+fn drafts_are_left_out_of_a_reply_without_room_for_them() {
+    let limits = Limits {
+        reply_bytes: 180,
+        ..ROOMY
+    };
+    let mut server = Server::new(limits, cycle);
+    let mut contexts = [Context::new(1, 0..24, cycle(0))];
+    assert_eq!(decode(&mut server, &mut contexts, true, 60), 60);
+    let mut roomy = Server::new(ROOMY, cycle);
+    let mut contexts = [Context::new(1, 0..24, cycle(0))];
+    assert!(decode(&mut roomy, &mut contexts, true, 60) < 60);
+}
+
+#[test]
+fn drafts_end_with_the_positions() {
+    let limits = Limits {
+        max_positions: 64,
+        ..ROOMY
+    };
+    let mut server = Server::new(limits, cycle);
+    let mut contexts = [Context::new(1, 0..24, cycle(0))];
+    // A draft beyond the last position would be refused, and so would its request.
+    decode(&mut server, &mut contexts, true, 63);
+    assert!(contexts[0].drafts.is_empty());
+}

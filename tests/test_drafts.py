@@ -1,0 +1,213 @@
+"""Drafts that the driver returns: where they come from, and that they change no token."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+import drivers
+from pie_driver_sglang._core import Client, Request
+from reference import Context, Pages, random_tokens
+
+pytestmark = pytest.mark.engine
+
+PAGE = 4
+NUM_DRAFTS = 3
+MOST_STEPS = 2000
+"""Until what does not pay was tried."""
+OPTIONS: dict[str, object] = {
+    "page_size": PAGE,
+    "cpu_mem_budget_in_gb": 1,
+    "cuda_graph_max_bs": 16,
+    "spec_ngram_enabled": True,
+    "spec_ngram_num_drafts": NUM_DRAFTS,
+}
+
+
+class Bench(NamedTuple):
+    """A driver that drafts."""
+
+    driver: drivers.Driver
+    client: Client
+    pages: Pages
+    host: Pages
+    vocab: int
+
+    def prompt(self, length: int, *seed: object) -> list[int]:
+        return random_tokens(self.vocab, length, *seed)
+
+    def loop(self, *seed: object) -> list[int]:
+        """A prompt that says the same four times, so that what follows is known."""
+        return self.prompt(7, *seed) * 4
+
+    def within(self, sources: list[int], targets: list[int]) -> None:
+        assert self.client.copy("D2D", sources, targets) == 0
+
+    def through_the_host(self, sources: list[int], targets: list[int]) -> None:
+        slots = [self.host.take() for _ in sources]
+        assert self.client.copy("D2H", sources, slots) == 0
+        assert self.client.copy("H2D", slots, targets) == 0
+        self.host.give_back(slots)
+
+
+@pytest.fixture(scope="module")
+def bench(llama_snapshot: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    folder = tmp_path_factory.mktemp("drafts")
+    config = drivers.write_config(folder, llama_snapshot, options=OPTIONS)
+    with drivers.fork(config) as driver:
+        assert driver.caps["system_speculation_supported"]
+        assert driver.caps["enable_system_speculation"]
+        pages = Pages(driver.caps["total_pages"], PAGE)
+        host = Pages(driver.caps["swap_pool_size"], PAGE)
+        yield Bench(driver, driver.client(), pages, host, driver.caps["vocab_size"])
+    assert driver.stop() == 0
+
+
+class Story:
+    """A context that is decoded with drafts, or without."""
+
+    def __init__(self, bench: Bench, context: Context, inputs: list[int], *, wants: bool) -> None:
+        self.bench, self.context, self.inputs, self.wants = bench, context, inputs, wants
+        self.drafts: list[int] = []
+        self.produced: list[int] = []
+        self.drafted = self.accepted = 0
+
+    def request(self) -> Request:
+        """The next step: what is not stored yet, and the drafts of the last answer."""
+        return self.context.append(self.inputs, drafts=self.drafts, wants_drafts=self.wants)
+
+    def take(self, tokens: list[int], drafts: list[int], positions: list[int]) -> None:
+        """An answer."""
+        rejected = len(self.drafts) - (len(tokens) - 1)
+        self.drafted += len(self.drafts)
+        self.accepted += len(tokens) - 1
+        self.context.rewind(len(self.context.tokens) - rejected)
+        assert 1 <= len(tokens) <= len(self.drafts) + 1
+        self.produced += tokens
+        self.inputs, self.drafts = tokens[-1:], drafts
+        assert len(drafts) <= (NUM_DRAFTS if self.wants else 0)
+        first = self.context.positions[-1] + 2
+        assert positions == list(range(first, first + len(drafts)))
+
+
+def run(bench: Bench, stories: list[Story], steps: int) -> None:
+    """Decodes all stories together."""
+    for _ in range(steps):
+        reply = bench.client.forward([story.request() for story in stories])
+        assert reply.status is None
+        assert not reply.aborted
+        nothing: list[list[int]] = [[]] * len(stories)
+        drafts = zip(
+            stories,
+            reply.tokens,
+            reply.drafts or nothing,
+            reply.draft_positions or nothing,
+            strict=True,
+        )
+        for story, tokens, own, positions in drafts:
+            story.take(tokens, own, positions)
+
+
+def only(vocab: int, token: int) -> list[int]:
+    """A mask that leaves one token."""
+    return [token, 1, vocab - token - 1]
+
+
+def drafts_behind(bench: Bench, context: Context, inputs: list[int], token: int) -> list[int]:
+    """What is drafted behind `token`, which the step is made to choose.
+
+    What does not pay is drafted now and then, so it may take a while.
+    """
+    length = len(context.tokens)
+    for _ in range(MOST_STEPS):
+        mask = only(bench.vocab, token)
+        request = context.append(inputs, logit_mask=mask, wants_drafts=True)
+        context.rewind(length)
+        reply = bench.client.forward([request])
+        assert reply.tokens == [[token]]
+        if reply.drafts and reply.drafts[0]:
+            return reply.drafts[0]
+    raise AssertionError("no drafts")
+
+
+def test_greedy_tokens_are_those_without_drafts(bench: Bench) -> None:
+    plain, drafted = (
+        [
+            Story(bench, Context(bench.pages), prompt, wants=wants)
+            for prompt in ([*bench.prompt(9, "a")], bench.loop("b"), bench.prompt(30, "c"))
+        ]
+        for wants in (False, True)
+    )
+    run(bench, plain, 160)
+    run(bench, drafted, 160)
+    for a, b in zip(plain, drafted, strict=True):
+        assert len(b.produced) >= len(a.produced)
+        assert b.produced[: len(a.produced)] == a.produced
+        assert a.drafted == 0
+    assert sum(story.drafted for story in drafted) > 0
+    for story in (*plain, *drafted):
+        story.context.release()
+
+
+def test_beside_a_request_that_asks_for_none(bench: Bench) -> None:
+    contexts = [Context(bench.pages) for _ in range(2)]
+    asks, does_not = (
+        Story(bench, context, bench.loop("beside"), wants=wants)
+        for context, wants in zip(contexts, (True, False), strict=True)
+    )
+    run(bench, [asks, does_not], 60)
+    assert asks.produced[: len(does_not.produced)] == does_not.produced
+    assert asks.drafted > 0
+    for context in contexts:
+        context.release()
+
+
+def test_nobody_gets_none(bench: Bench) -> None:
+    context = Context(bench.pages)
+    requests = [context.append(bench.loop("nobody"), context_id=0, wants_drafts=True)]
+    for _ in range(50):
+        reply = bench.client.forward(requests)
+        assert not any(reply.drafts)
+    context.release()
+
+
+@pytest.mark.parametrize("way", ["fork", "move", "swap"])
+def test_pages_bring_their_text(bench: Bench, way: str) -> None:
+    """A context drafts from tokens that another one stored, wherever they were copied to."""
+    cycle = list(dict.fromkeys(bench.prompt(11, "cycle", way)))
+    parent = Context(bench.pages)
+    text = cycle * 3
+    bench.client.forward([parent.append(text[:-1])])
+    child = parent.fork(bench.within)
+    if way == "move":
+        child.move(bench.within)
+    elif way == "swap":
+        child.move(bench.through_the_host)
+    # The parent's pages say something else before the child is heard.
+    parent.rewind(0)
+    bench.client.forward([parent.append(bench.prompt(len(text), "other", way))])
+    drafts = drafts_behind(bench, child, text[-1:], cycle[0])
+    assert drafts == cycle[1 : 1 + len(drafts)]
+    parent.release()
+    child.release()
+
+
+def test_two_tokens_continue_nothing(bench: Bench) -> None:
+    context = Context(bench.pages)
+    loop = bench.loop("two")
+    bench.client.forward([context.append(loop)])
+    length = len(context.tokens)
+    for _ in range(MOST_STEPS // 4):
+        two = context.append(loop[:1], rows=[0, 0], wants_drafts=True)
+        context.rewind(length)
+        reply = bench.client.forward([two])
+        assert len(reply.tokens[0]) == 2
+        assert not any(reply.drafts)
+    context.release()
+
+
+def test_the_log_says_what_drafts_did(bench: Bench) -> None:
+    assert " drafts accepted (" in bench.driver.stderr()
