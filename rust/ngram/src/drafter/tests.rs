@@ -1,0 +1,346 @@
+//! The drafter against plain lists of tokens and a matcher that compares every position.
+
+use std::collections::HashMap;
+
+use proptest::prelude::*;
+
+use super::*;
+use crate::index::BOUNDARY;
+use crate::naive::Naive;
+use crate::tree::ROOT;
+
+/// What a drafter must remember.
+#[derive(Default)]
+struct Model {
+    /// First position and tokens.
+    contexts: HashMap<u64, (usize, Vec<u32>)>,
+}
+
+impl Model {
+    fn update(&mut self, id: u64, position: usize, tokens: &[u32]) {
+        if id == NOBODY {
+            return;
+        }
+        let (start, text) = self.contexts.entry(id).or_insert((position, Vec::new()));
+        if position < *start || position > *start + text.len() {
+            (*start, *text) = (position, Vec::new());
+        }
+        text.truncate(position - *start);
+        text.extend(tokens);
+    }
+
+    fn fork(&mut self, parent: u64, child: u64) {
+        if child != NOBODY
+            && child != parent
+            && let Some(text) = self.contexts.get(&parent).cloned()
+        {
+            self.contexts.insert(child, text);
+        }
+    }
+}
+
+/// The texts that a context is matched with, in the order of preference.
+fn texts(drafter: &Drafter, id: u64) -> Vec<&[u32]> {
+    let Some(context) = drafter.contexts.get(id) else {
+        return Vec::new();
+    };
+    let history = drafter.history.iter().flat_map(History::generations);
+    let indices = [context.top()]
+        .into_iter()
+        .chain(context.frozen())
+        .chain(history);
+    indices.map(Index::text).collect()
+}
+
+/// What must be drafted for a context: the tokens and the length of the match.
+fn expected(drafter: &Drafter, id: u64, count: usize) -> (Vec<u32>, usize) {
+    let (depth, shortest) = (drafter.depth, drafter.config.min_n);
+    let texts = texts(drafter, id);
+    let Some(&top) = texts.first() else {
+        return (Vec::new(), 0);
+    };
+    let start = top
+        .iter()
+        .rposition(|&token| token == BOUNDARY)
+        .unwrap_or(0);
+    let suffix = &top[start..];
+    let mut best = (0, 0);
+    for (number, text) in texts.iter().enumerate() {
+        let naive = Naive { text, depth };
+        let length = if number == 0 {
+            naive.own_match().map(|found| found.0)
+        } else {
+            naive.find(suffix, depth, false).map(|found| found.0)
+        };
+        if length.unwrap_or(0) > best.0 {
+            best = (length.unwrap_or(0), number);
+        }
+    }
+    if best.0 < shortest || count == 0 {
+        return (Vec::new(), 0);
+    }
+    let naive = Naive {
+        text: texts[best.1],
+        depth,
+    };
+    let own = best.1 == 0;
+    let draft = Draft {
+        count,
+        shortest,
+        open: own,
+    };
+    (naive.draft(own, suffix, draft), best.0)
+}
+
+fn check(drafter: &Drafter, model: &Model) {
+    for (id, context) in drafter.contexts.all() {
+        let (start, text) = context.all();
+        let (known, wanted) = &model.contexts[&id];
+        // A context that was released for want of room has started anew.
+        assert!(
+            start >= *known && wanted.ends_with(&text),
+            "context {id}: {text:?}, not {wanted:?}"
+        );
+        assert_eq!(start + text.len(), known + wanted.len());
+    }
+    let held: HashMap<_, _> = drafter
+        .contexts
+        .all()
+        .flat_map(|(_, context)| context.held())
+        .collect();
+    assert_eq!(held.values().sum::<usize>(), drafter.ledger.bytes);
+    assert!(drafter.ledger.bytes <= drafter.config.context_bytes);
+    assert_eq!(drafter.contexts.all().count(), drafter.contexts.len());
+    if let Some(history) = &drafter.history {
+        let generations: Vec<_> = history.generations().map(Index::len).collect();
+        let tokens: usize = generations.iter().sum();
+        assert!(tokens <= drafter.config.capacity, "{generations:?}");
+    }
+}
+
+#[derive(Clone, Debug)]
+enum Event {
+    /// Contexts with how far back their steps start, and what they add.
+    Batch(Vec<(u64, i32, Vec<u32>)>),
+    /// A context goes on with tokens that another one has said.
+    Echo(u64, u64, usize, usize),
+    Fork(u64, u64),
+    Release(u64),
+}
+
+fn event() -> impl Strategy<Value = Event> {
+    let id = || 0..5_u64;
+    let tokens = prop_oneof![
+        3 => prop::collection::vec(0..3_u32, 0..9),
+        1 => prop::collection::vec(0..40_u32, 0..200),
+        1 => prop::collection::vec(prop_oneof![Just(1), Just(BOUNDARY)], 0..4),
+    ];
+    let back = prop_oneof![6 => Just(0), 2 => 0..8_i32, 1 => 0..300_i32, 1 => -3..0_i32];
+    prop_oneof![
+        6 => prop::collection::vec((id(), back, tokens), 1..5).prop_map(Event::Batch),
+        3 => (id(), id(), 0..200_usize, 1..40_usize).prop_map(|(to, from, start, count)| Event::Echo(to, from, start, count)),
+        2 => (id(), id()).prop_map(|(parent, child)| Event::Fork(parent, child)),
+        1 => id().prop_map(Event::Release),
+    ]
+}
+
+struct Run {
+    drafter: Drafter,
+    drafts: Drafts,
+    model: Model,
+}
+
+impl Run {
+    fn new(config: Config) -> Self {
+        Self {
+            drafter: Drafter::new(config).expect("a valid config"),
+            drafts: Drafts::default(),
+            model: Model::default(),
+        }
+    }
+
+    fn end(&self, id: u64) -> i32 {
+        let known = self.model.contexts.get(&id);
+        known.map_or(0, |(start, text)| (start + text.len()) as i32)
+    }
+
+    /// One batch; the drafts of each context's last step are compared.
+    fn batch(&mut self, batch: &[(u64, i32, Vec<u32>)]) {
+        let mut positions = Vec::new();
+        for (id, back, tokens) in batch {
+            let position = (self.end(*id) - back).max(0) as u32;
+            positions.push(position);
+            self.model.update(*id, position as usize, tokens);
+        }
+        let steps = batch.iter().zip(&positions);
+        let steps = steps.map(|((context, _, tokens), &position)| Step {
+            context: *context,
+            position,
+            tokens,
+            drafts: 5,
+        });
+        self.drafter
+            .step(&steps.collect::<Vec<_>>(), &mut self.drafts);
+        assert_eq!(self.drafts.len(), batch.len());
+        // Later steps may have changed the history.
+        let last = batch.len() - 1;
+        let found = (
+            self.drafts.tokens(last).to_vec(),
+            self.drafts.match_length(last),
+        );
+        assert_eq!(found, expected(&self.drafter, batch[last].0, 5));
+    }
+
+    fn apply(&mut self, event: Event) {
+        match event {
+            Event::Batch(batch) => self.batch(&batch),
+            Event::Echo(to, from, start, count) => {
+                let said = self
+                    .model
+                    .contexts
+                    .get(&from)
+                    .map(|(_, text)| text.iter().skip(start).take(count));
+                let tokens = said.into_iter().flatten().copied().collect();
+                self.batch(&[(to, 0, tokens)]);
+            }
+            Event::Fork(parent, child) => {
+                if self.drafter.contexts.get(parent).is_some() {
+                    self.model.fork(parent, child);
+                }
+                self.drafter.fork(parent, child);
+            }
+            Event::Release(id) => {
+                self.drafter.release(id);
+                self.model.contexts.remove(&id);
+            }
+        }
+        check(&self.drafter, &self.model);
+        for id in 0..5 {
+            check_tree(&mut self.drafter, id, 9);
+        }
+    }
+}
+
+/// The most frequent continuation of each match, the longest first, with its share.
+fn candidates(
+    naive: &Naive<'_>,
+    own: bool,
+    suffix: &[u32],
+    start: usize,
+    shortest: usize,
+) -> Vec<(u32, f64)> {
+    let mut found: Vec<(u32, f64)> = Vec::new();
+    for length in (shortest..=naive.depth).rev() {
+        let all = naive.matches(suffix, length);
+        let first = own && suffix.len() == start;
+        let last = naive.text.len() - 1;
+        let followed = match all[..] {
+            [] => None,
+            [only] if only == last && first => None,
+            [only] if only == last => own.then(|| (suffix[start], 0.5)),
+            [only] => naive.continuation(only).map(|token| (token, 0.5)),
+            _ => naive.most_frequent(&all).map(|token| {
+                let count = all
+                    .iter()
+                    .filter(|&&at| naive.continuation(at) == Some(token))
+                    .count();
+                (token, count as f64 / (all.len() as f64 + 1.0))
+            }),
+        };
+        found.extend(followed.filter(|(token, _)| found.iter().all(|(known, _)| known != token)));
+    }
+    found
+}
+
+/// The tree against one that is grown by searching all open tokens for the most probable.
+fn check_tree(drafter: &mut Drafter, id: u64, count: usize) {
+    let mut tree = Tree::default();
+    drafter.tree(id, count, &mut tree);
+    let texts = texts(drafter, id);
+    let Some(&top) = texts.first() else {
+        assert!(tree.tokens().is_empty());
+        return;
+    };
+    let start = top
+        .iter()
+        .rposition(|&token| token == BOUNDARY)
+        .unwrap_or(0);
+    let suffix = &top[start..];
+    let length = |number: usize| {
+        let naive = Naive {
+            text: texts[number],
+            depth: drafter.depth,
+        };
+        if number == 0 {
+            naive.own_match().map(|found| found.0)
+        } else {
+            naive
+                .find(suffix, drafter.depth, false)
+                .map(|found| found.0)
+        }
+    };
+    // The first of the longest.
+    let best = (0..texts.len())
+        .rev()
+        .max_by_key(|&number| length(number))
+        .unwrap_or(0);
+    let mut expected: Vec<(u32, u32)> = Vec::new();
+    if length(best).is_some_and(|length| length >= drafter.config.min_n) {
+        let naive = Naive {
+            text: texts[best],
+            depth: drafter.depth,
+        };
+        let mut open: Vec<(f64, u32, u32)> = Vec::new();
+        let (mut parent, mut reached) = (ROOT, 1.0);
+        while expected.len() < count {
+            let mut path = Vec::new();
+            let mut at = parent;
+            while at != ROOT {
+                path.insert(0, expected[at as usize].0);
+                at = expected[at as usize].1;
+            }
+            let text = [suffix, &path].concat();
+            let mut left: f64 = reached;
+            for (token, share) in
+                candidates(&naive, best == 0, &text, suffix.len(), drafter.config.min_n)
+            {
+                let probability = left * share;
+                left -= probability;
+                open.push((probability, token, parent));
+            }
+            let most = (0..open.len())
+                .rev()
+                .max_by(|&a, &b| open[a].0.total_cmp(&open[b].0));
+            let Some(most) = most else { break };
+            let (probability, token, from) = open.remove(most);
+            (parent, reached) = (expected.len() as u32, probability);
+            expected.push((token, from));
+        }
+    }
+    let found: Vec<_> = tree
+        .tokens()
+        .iter()
+        .copied()
+        .zip(tree.parents().iter().copied())
+        .collect();
+    assert_eq!(found, expected, "{top:?}");
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(200))]
+
+    #[test]
+    fn it_remembers_and_drafts_as_the_model(
+        depth in 1..8_usize, min_n in 1..3_usize, capacity in prop_oneof![Just(0), Just(60), Just(600), Just(100_000)],
+        context_bytes in prop_oneof![1 => Just(6_000_usize), 3 => Just(1 << 30)],
+        events in prop::collection::vec(event(), 1..40),
+    ) {
+        let config = Config { max_depth: depth, min_n: min_n.min(depth), max_n: None, capacity, context_bytes };
+        let mut run = Run::new(config);
+        events.into_iter().for_each(|event| run.apply(event));
+        for id in 0..5 {
+            run.drafter.release(id);
+        }
+        prop_assert_eq!((run.drafter.ledger.bytes, run.drafter.contexts()), (0, 0));
+    }
+}
