@@ -50,10 +50,6 @@ impl Layer {
     fn tokens(&self) -> &[u32] {
         &self.index.text()[1..]
     }
-
-    fn append(&mut self, tokens: &[u32]) {
-        tokens.iter().for_each(|&token| self.index.append(token));
-    }
 }
 
 /// A context's layers, and what of it the shared history has.
@@ -114,7 +110,7 @@ impl Context {
         let known = known.take_while(|&(&token, at)| self.token(at) == Some(token));
         let known = known.count();
         self.rewind(position + known, ledger);
-        self.top.append(&tokens[known..]);
+        self.top.index.extend(&tokens[known..]);
         self.settle(ledger);
     }
 
@@ -147,17 +143,7 @@ impl Context {
             };
             self.uncover(layer, ledger);
         }
-        let kept = end - self.top.start;
-        // Whichever is less work.
-        if self.top.index.len() - kept > kept {
-            let mut index = Index::new(self.depth, true);
-            self.top.tokens()[..kept]
-                .iter()
-                .for_each(|&token| index.append(token));
-            self.top.index = index;
-        } else {
-            self.top.index.rewind(kept);
-        }
+        self.top.index.rewind(end - self.top.start);
     }
 
     /// Replaces the top by the layer below it, which is copied if others stand on it.
@@ -213,7 +199,7 @@ impl Context {
         // With the boundary before them they are as long as the longest match and the token before it.
         let repeated = tokens.len().min(self.depth + 1);
         let mut top = Layer::new(self.depth, end - repeated);
-        top.append(&tokens[tokens.len() - repeated..]);
+        top.index.extend(&tokens[tokens.len() - repeated..]);
         top.repeated = repeated;
         self.layers
             .push(Arc::new(std::mem::replace(&mut self.top, top)));
@@ -238,7 +224,7 @@ impl Context {
             Ok(layer) => (layer, both),
             Err(layer) => (Layer::clone(&layer), 0),
         };
-        merged.append(&upper.tokens()[upper.repeated..]);
+        merged.index.extend(&upper.tokens()[upper.repeated..]);
         ledger.bytes = ledger.bytes + merged.index.bytes() - held;
         self.layers[lower] = Arc::new(merged);
         ledger.bytes -= Arc::into_inner(upper).map_or(0, |layer| layer.index.bytes());

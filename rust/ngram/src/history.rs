@@ -34,7 +34,7 @@ impl History {
             let young = Index::new(self.depth, false);
             self.old = Some(std::mem::replace(&mut self.young, young));
         }
-        tokens.iter().for_each(|&token| self.young.append(token));
+        self.young.extend(tokens);
         self.young.end_text();
     }
 

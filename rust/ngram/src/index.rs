@@ -16,6 +16,7 @@
 //! one; a continuation that was replaced is remembered in `undo`.
 
 use crate::table::{Child, Table};
+use crate::undo::Undo;
 
 /// Stands before the first token of a text, and between texts. It matches itself, and no context extends beyond it.
 pub(crate) const BOUNDARY: u32 = u32::MAX;
@@ -67,7 +68,7 @@ pub(crate) struct Index {
     nodes: Vec<Node>,
     edges: Table,
     /// What continuations were replaced: position, and whether the count rose. `None` if nothing is ever rewound.
-    undo: Option<Vec<u32>>,
+    undo: Option<Undo>,
     /// The last position's nodes, from the root down.
     path: Vec<u32>,
     spare: Vec<u32>,
@@ -85,7 +86,7 @@ impl Index {
             segment: 0,
             nodes: vec![Node::default()],
             edges: Table::default(),
-            undo: rewinds.then(Vec::new),
+            undo: rewinds.then(Undo::default),
             path: Vec::new(),
             spare: Vec::new(),
         }
@@ -109,9 +110,12 @@ impl Index {
 
     /// Heap memory in bytes.
     pub(crate) fn bytes(&self) -> usize {
-        let undo = self.undo.as_ref().map_or(0, Vec::capacity);
-        let words = self.text.capacity() + undo + self.path.capacity() + self.spare.capacity();
-        words * size_of::<u32>() + self.nodes.capacity() * size_of::<Node>() + self.edges.bytes()
+        let undo = self.undo.as_ref().map_or(0, Undo::bytes);
+        let words = self.text.capacity() + self.path.capacity() + self.spare.capacity();
+        words * size_of::<u32>()
+            + undo
+            + self.nodes.capacity() * size_of::<Node>()
+            + self.edges.bytes()
     }
 
     fn node(&self, id: u32) -> &Node {
@@ -163,6 +167,13 @@ impl Index {
         self.append(BOUNDARY);
     }
 
+    /// Appends tokens. [`BOUNDARY`] ends the text.
+    pub(crate) fn extend(&mut self, tokens: &[u32]) {
+        for &token in tokens {
+            self.append(token);
+        }
+    }
+
     /// Appends a token. [`BOUNDARY`] ends the text.
     pub(crate) fn append(&mut self, token: u32) {
         let position = self.text.len();
@@ -190,6 +201,9 @@ impl Index {
     /// Tells the nodes of the position before that `position` follows.
     fn count_continuation(&mut self, position: u32, path: &[u32], reached: &Reached) {
         let token = self.text[position as usize];
+        if let Some(undo) = &mut self.undo {
+            undo.turn(position as usize);
+        }
         let below = match reached.below {
             None => 0,
             Some(Child::Leaf(_)) => 1,
@@ -222,7 +236,7 @@ impl Index {
         if !same {
             if let Some(undo) = &mut self.undo {
                 let rose = if node.best_count < count { ROSE } else { 0 };
-                push(undo, node.best | rose);
+                undo.push(node.best | rose);
             }
             node.best = position;
         }
@@ -271,6 +285,16 @@ impl Index {
 
     /// Takes tokens from the end until `length` are left. Needs an index that was made for it.
     pub(crate) fn rewind(&mut self, length: usize) {
+        let known = self
+            .undo
+            .as_ref()
+            .is_some_and(|undo| length + 1 >= undo.floor());
+        // Whichever is less work.
+        if !known || self.len() > 2 * length {
+            let text = std::mem::take(&mut self.text);
+            *self = Self::new(self.depth, self.undo.is_some());
+            return self.extend(&text[1..=length]);
+        }
         while self.len() > length {
             self.take_last();
         }
@@ -337,7 +361,7 @@ impl Index {
         for number in (0..self.continued()).rev() {
             let node = &mut self.nodes[self.path[number] as usize];
             if node.best == position {
-                let replaced = self.undo.as_mut().and_then(Vec::pop).unwrap_or(0);
+                let replaced = self.undo.as_mut().and_then(Undo::pop).unwrap_or(0);
                 node.best = replaced & !ROSE;
                 node.best_count -= u32::from(replaced & ROSE != 0);
             } else if self.text[node.best as usize] == token {
@@ -514,10 +538,10 @@ pub(crate) struct Draft {
     pub(crate) open: bool,
 }
 
-/// Pushes with growth by a quarter: these are the large vectors, and doubling would leave half of them empty.
-fn push<T>(vector: &mut Vec<T>, value: T) {
+/// Pushes with growth by an eighth: these are the large vectors, and doubling would leave half of them empty.
+pub(crate) fn push<T>(vector: &mut Vec<T>, value: T) {
     if vector.len() == vector.capacity() {
-        vector.reserve_exact(vector.capacity() / 4 + 16);
+        vector.reserve_exact(vector.capacity() / 8 + 16);
     }
     vector.push(value);
 }

@@ -21,10 +21,13 @@ mod history;
 mod index;
 #[cfg(test)]
 mod naive;
+mod policy;
 mod store;
 mod table;
 mod tree;
+mod undo;
 
 pub use config::{Config, ConfigError};
 pub use drafter::{Drafter, Drafts, Step};
+pub use policy::{Counters, Offer, Policy};
 pub use tree::{ROOT, Tree};

@@ -90,7 +90,7 @@ impl Segment {
     }
 
     fn home(&self, hash: u64) -> usize {
-        ((hash & 0xffff_ffff) * self.slots.len() as u64 >> 32) as usize
+        (((hash & 0xffff_ffff) * self.slots.len() as u64) >> 32) as usize
     }
 
     fn after(&self, index: usize) -> usize {

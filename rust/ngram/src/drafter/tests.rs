@@ -337,7 +337,9 @@ proptest! {
     ) {
         let config = Config { max_depth: depth, min_n: min_n.min(depth), max_n: None, capacity, context_bytes };
         let mut run = Run::new(config);
-        events.into_iter().for_each(|event| run.apply(event));
+        for event in events {
+            run.apply(event);
+        }
         for id in 0..5 {
             run.drafter.release(id);
         }

@@ -78,16 +78,15 @@ fn check_foreign(index: &Index, suffix: &[u32], shortest: usize) {
 }
 
 /// Everything that later appends and rewinds depend on.
-fn state(index: &Index) -> (Vec<u32>, Vec<[u32; 4]>, Vec<u32>, Option<Vec<u32>>, usize) {
+fn state(index: &Index) -> impl PartialEq + std::fmt::Debug + use<> {
     let nodes = index
         .nodes
         .iter()
         .map(|node| [node.best, node.best_count, node.count, node.depth]);
     (
         index.text.clone(),
-        nodes.collect(),
+        nodes.collect::<Vec<_>>(),
         index.path.clone(),
-        index.undo.clone(),
         index.segment,
     )
 }
@@ -148,10 +147,10 @@ proptest! {
         let mut index = Index::new(depth, true);
         for change in changes {
             match change {
-                Change::Append(tokens) => tokens.iter().for_each(|&token| index.append(token)),
+                Change::Append(tokens) => index.extend(&tokens),
                 Change::Repeat(from, count) => {
                     let tokens: Vec<_> = index.text().iter().skip(from).take(count).copied().collect();
-                    tokens.iter().for_each(|&token| index.append(token));
+                    index.extend(&tokens);
                 }
                 Change::Rewind(count) => index.rewind(index.len().saturating_sub(count)),
                 Change::End => index.end_text(),
