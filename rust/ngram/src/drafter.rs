@@ -289,7 +289,7 @@ fn source<'a>(
     let mut length = found.map_or(0, |found| found.length);
     for index in context.frozen() {
         if length < depth
-            && let Some(found) = index.find(suffix, depth, false, scratch)
+            && let Some(found) = index.find(suffix, depth, scratch)
             && found.length > length
         {
             length = found.length;

@@ -49,7 +49,7 @@ impl History {
         for index in self.generations() {
             let length = best.map_or(longer_than, |(found, _)| found.length);
             if length < self.depth
-                && let Some(found) = index.find(suffix, self.depth, false, scratch)
+                && let Some(found) = index.find(suffix, self.depth, scratch)
                 && found.length > length
             {
                 best = Some((found, index));

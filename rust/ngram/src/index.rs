@@ -402,13 +402,11 @@ impl Index {
         (node.best_count > 0).then_some(Match { length, place })
     }
 
-    /// The longest match of the end of `suffix` that was continued, of at most `limit` tokens. `open` says that the suffix
-    /// goes on where the text ends, so its last position has a continuation too.
+    /// The longest match of the end of `suffix` that was continued, of at most `limit` tokens.
     pub(crate) fn find(
         &self,
         suffix: &[u32],
         limit: usize,
-        open: bool,
         scratch: &mut Scratch,
     ) -> Option<Match> {
         let limit = limit.min(self.depth);
@@ -416,10 +414,8 @@ impl Index {
         let below = reached.below.and_then(|place| match place {
             Child::Node(id) => self.node_match(id, reached.matched),
             Child::Leaf(leaf) => {
-                let last = leaf as usize + 1 == self.text.len();
-                let continued = (last && open) || self.continuations(leaf) > 0;
                 let length = reached.matched;
-                continued.then_some(Match { length, place })
+                (self.continuations(leaf) > 0).then_some(Match { length, place })
             }
         });
         let above = || {
@@ -451,7 +447,7 @@ impl Index {
             if suffix.len() == end {
                 return;
             }
-            match self.find(suffix, found.length + 1, draft.open, scratch) {
+            match self.find(suffix, found.length + 1, scratch) {
                 Some(next) if next.length >= draft.shortest => found = next,
                 _ => return,
             }

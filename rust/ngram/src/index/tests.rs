@@ -57,7 +57,7 @@ fn check_foreign(index: &Index, suffix: &[u32], shortest: usize) {
         open: false,
     };
     let mut scratch = Scratch::default();
-    let found = index.find(suffix, index.depth, false, &mut scratch);
+    let found = index.find(suffix, index.depth, &mut scratch);
     let expected = naive.find(suffix, index.depth, false);
     assert_eq!(
         found.map(|found| found.length),
