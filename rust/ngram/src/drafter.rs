@@ -5,13 +5,16 @@ use crate::context::{Context, Ledger};
 use crate::history::History;
 use crate::index::{Draft, Index, Match, Scratch};
 use crate::store::Store;
-use crate::tree::{Tree, TreeBuilder};
+use crate::tree::{Soil, Tree, TreeBuilder};
 use crate::{Config, ConfigError};
 
 /// The context of requests that name none; nothing is remembered of it.
 const NOBODY: u64 = 0;
 /// The history gets a context's tokens when so many are new, or at its end.
 const SHARED: usize = 128;
+/// A match in the history must be so much longer than the context's own: what a context says again is its own more often
+/// than another's.
+const LONGER: usize = 2;
 /// Tokens that are repeated before them, so that their contexts are not cut short.
 const REPEATED: usize = 8;
 
@@ -90,8 +93,8 @@ struct Source<'a> {
 
 /// Remembers contexts and drafts what they will say next, from what they and others have said.
 ///
-/// The longest match of a context's end decides; at equal length the context's own text before that of others. Of the
-/// continuations that it had, the most frequent is drafted, of several the newest. The draft goes on in the same text.
+/// The longest match of a context's end decides, where one in the text of others must be two tokens longer than the
+/// context's own. Of the continuations that it had, the most frequent is drafted, of several the newest. The draft goes on in the same text.
 #[derive(Debug)]
 pub struct Drafter {
     config: Config,
@@ -173,25 +176,16 @@ impl Drafter {
         };
         self.suffix.clear();
         self.suffix.extend_from_slice(context.top().tail());
-        let history = self.history.as_ref();
-        let source = source(
-            context,
-            history,
-            &self.suffix,
-            self.depth,
-            &mut self.scratch,
-        );
-        if let Some(source) = source.filter(|source| source.found.length >= self.config.min_n) {
-            let shortest = self.config.min_n;
-            self.tree.build(
-                source.index,
-                source.own,
-                shortest,
-                count,
-                &mut self.suffix,
-                tree,
-            );
-        }
+        let history = self.history.iter().flat_map(History::generations);
+        let indices = [context.top()]
+            .into_iter()
+            .chain(context.frozen())
+            .chain(history);
+        let soil = Soil {
+            indices: &indices.collect::<Vec<_>>(),
+            shortest: self.config.min_n,
+        };
+        self.tree.build(&soil, count, &mut self.suffix, tree);
     }
 
     /// Number of contexts that are known.
@@ -271,7 +265,7 @@ impl Drafter {
     }
 }
 
-/// The longest match of a context's end: its own text before that of others, newer before older.
+/// The best match of a context's end: its own text before that of others, newer before older.
 fn source<'a>(
     context: &'a Context,
     history: Option<&'a History>,
@@ -300,7 +294,8 @@ fn source<'a>(
             });
         }
     }
-    let shared = history.and_then(|history| history.find(suffix, length, scratch));
+    let own = if length == 0 { 0 } else { length + LONGER - 1 };
+    let shared = history.and_then(|history| history.find(suffix, own, scratch));
     let shared = shared.map(|(found, index)| Source {
         index,
         found,

@@ -454,48 +454,53 @@ impl Index {
         }
     }
 
-    /// What most often followed the end of `suffix`, for each of its matches of at least `shortest` tokens, the longest
-    /// first; each token once. In an index of the context's `own` text, what lies behind `start` is the draft.
+    /// Adds what most often followed the end of `suffix`, for each of its matches of at least `shortest` tokens. In the
+    /// index of the context's `own` text, what lies behind `start` is the draft.
     pub(crate) fn candidates(
         &self,
-        suffix: &[u32],
-        start: usize,
+        (suffix, start): (&[u32], usize),
         own: bool,
         shortest: usize,
         found: &mut Vec<Candidate>,
         scratch: &mut Scratch,
     ) {
-        found.clear();
         let mut below = None;
         let path = if own && suffix.len() == start {
             &self.path[..self.continued()]
         } else {
             let reached = self.descend(suffix, self.depth, &mut scratch.path);
-            below = reached.below.filter(|_| reached.matched >= shortest);
+            below = reached.below.map(|place| (place, reached.matched));
             &scratch.path[..]
         };
-        let long = path.iter().rev().copied();
-        let long = long.filter(|&id| self.node(id).depth as usize >= shortest);
-        for place in below.into_iter().chain(long.map(Child::Node)) {
-            let candidate = match place {
-                Child::Leaf(leaf) => {
-                    let behind = self.text.get(leaf as usize + 1);
-                    let behind = behind.or(if own { suffix.get(start) } else { None });
-                    behind.map(|&token| Candidate { token, share: 0.5 })
-                }
+        let above = path.iter().rev().map(|&id| {
+            let length = self.depth.min(self.node(id).depth as usize);
+            (Child::Node(id), length)
+        });
+        let behind = if own { suffix.get(start) } else { None };
+        for (place, length) in below.into_iter().chain(above) {
+            if length < shortest {
+                break;
+            }
+            let (token, count, all) = match place {
+                Child::Leaf(leaf) => (self.text.get(leaf as usize + 1).or(behind), 1, 1),
                 Child::Node(id) => {
-                    let node = self.node(id);
-                    let share = f64::from(node.best_count) / (f64::from(node.count) + 1.0);
-                    let token = self.text[node.best as usize];
-                    (node.best_count > 0).then_some(Candidate { token, share })
+                    let &Node {
+                        best,
+                        best_count,
+                        count,
+                        ..
+                    } = self.node(id);
+                    (self.text.get(best as usize), best_count, count)
                 }
             };
-            let new = |candidate: &Candidate| {
-                let known = found.iter().any(|known| known.token == candidate.token);
-                candidate.token != BOUNDARY && !known
-            };
-            if let Some(candidate) = candidate.filter(new) {
-                found.push(candidate);
+            // The longer the match, the less likely is something that never followed it.
+            let share = f64::from(count) / (f64::from(all) + 1.0 / length as f64);
+            if let Some(&token) = token.filter(|&&token| count > 0 && token != BOUNDARY) {
+                found.push(Candidate {
+                    token,
+                    length,
+                    share,
+                });
             }
         }
     }
@@ -520,7 +525,9 @@ impl Index {
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Candidate {
     pub(crate) token: u32,
-    /// Its share of what followed the match that it comes from, with one unseen continuation counted.
+    /// Tokens of the match that it followed.
+    pub(crate) length: usize,
+    /// Its share of what followed that, with room for what never did.
     pub(crate) share: f64,
 }
 

@@ -1,6 +1,6 @@
 //! Drafts as trees.
 
-use std::cmp::Ordering;
+use std::cmp::{Ordering, Reverse};
 use std::collections::BinaryHeap;
 
 use crate::index::{Candidate, Index, Scratch};
@@ -82,6 +82,13 @@ impl PartialEq for Open {
 
 impl Eq for Open {}
 
+/// What trees grow from: indices, of which the first is that of the context's own text.
+pub(crate) struct Soil<'a> {
+    pub(crate) indices: &'a [&'a Index],
+    /// Shortest match that may draft.
+    pub(crate) shortest: usize,
+}
+
 /// Grows trees from the most probable token to the next.
 #[derive(Debug, Default)]
 pub(crate) struct TreeBuilder {
@@ -91,12 +98,10 @@ pub(crate) struct TreeBuilder {
 }
 
 impl TreeBuilder {
-    /// Grows a tree of at most `count` tokens behind `suffix` from one index.
+    /// Grows a tree of at most `count` tokens behind `suffix`.
     pub(crate) fn build(
         &mut self,
-        index: &Index,
-        own: bool,
-        shortest: usize,
+        soil: &Soil<'_>,
         count: usize,
         suffix: &mut Vec<u32>,
         tree: &mut Tree,
@@ -107,16 +112,13 @@ impl TreeBuilder {
         while tree.tokens.len() < count {
             suffix.truncate(start);
             append_path(tree, parent, suffix);
-            index.candidates(
-                suffix,
-                start,
-                own,
-                shortest,
-                &mut self.found,
-                &mut self.scratch,
-            );
+            self.find(soil, suffix, start);
             let mut left: f64 = reached;
-            for candidate in &self.found {
+            for (at, candidate) in self.found.iter().enumerate() {
+                let known = &self.found[..at];
+                if known.iter().any(|known| known.token == candidate.token) {
+                    continue;
+                }
                 let probability = left * candidate.share;
                 left -= probability;
                 number += 1;
@@ -133,6 +135,24 @@ impl TreeBuilder {
             tree.tokens.push(next.token);
             tree.parents.push(next.parent);
         }
+    }
+
+    /// Finds what may follow `suffix`, behind longer matches first.
+    fn find(&mut self, soil: &Soil<'_>, suffix: &[u32], start: usize) {
+        self.found.clear();
+        for (number, index) in soil.indices.iter().enumerate() {
+            let (own, suffix) = (number == 0, (suffix, start));
+            index.candidates(
+                suffix,
+                own,
+                soil.shortest,
+                &mut self.found,
+                &mut self.scratch,
+            );
+        }
+        // Stable: of equal length the context's own come first.
+        self.found
+            .sort_by_key(|candidate| Reverse(candidate.length));
     }
 }
 

@@ -65,6 +65,10 @@ fn expected(drafter: &Drafter, id: u64, count: usize) -> (Vec<u32>, usize) {
         .unwrap_or(0);
     let suffix = &top[start..];
     let mut best = (0, 0);
+    let own = 1 + drafter
+        .contexts
+        .get(id)
+        .map_or(0, |context| context.frozen().count());
     for (number, text) in texts.iter().enumerate() {
         let naive = Naive { text, depth };
         let length = if number == 0 {
@@ -72,7 +76,12 @@ fn expected(drafter: &Drafter, id: u64, count: usize) -> (Vec<u32>, usize) {
         } else {
             naive.find(suffix, depth, false).map(|found| found.0)
         };
-        if length.unwrap_or(0) > best.0 {
+        let more = if number >= own && best.1 < own && best.0 > 0 {
+            LONGER
+        } else {
+            1
+        };
+        if length.unwrap_or(0) >= best.0 + more {
             best = (length.unwrap_or(0), number);
         }
     }
@@ -216,38 +225,39 @@ impl Run {
         }
         check(&self.drafter, &self.model);
         for id in 0..5 {
-            check_tree(&mut self.drafter, id, 9);
+            check_tree(&mut self.drafter, id, if id == 1 { 70 } else { 9 });
         }
     }
 }
 
-/// The most frequent continuation of each match, the longest first, with its share.
+/// The most frequent continuation of each match, the longest first: length, token and share.
 fn candidates(
     naive: &Naive<'_>,
     own: bool,
-    suffix: &[u32],
-    start: usize,
+    (suffix, start): (&[u32], usize),
     shortest: usize,
-) -> Vec<(u32, f64)> {
-    let mut found: Vec<(u32, f64)> = Vec::new();
+) -> Vec<(usize, u32, f64)> {
+    let mut found: Vec<(usize, u32, f64)> = Vec::new();
     for length in (shortest..=naive.depth).rev() {
         let all = naive.matches(suffix, length);
         let first = own && suffix.len() == start;
         let last = naive.text.len() - 1;
+        let unseen = 1.0 / length as f64;
         let followed = match all[..] {
             [] => None,
             [only] if only == last && first => None,
-            [only] if only == last => own.then(|| (suffix[start], 0.5)),
-            [only] => naive.continuation(only).map(|token| (token, 0.5)),
+            [only] if only == last => own.then(|| (suffix[start], 1)),
+            [only] => naive.continuation(only).map(|token| (token, 1)),
             _ => naive.most_frequent(&all).map(|token| {
-                let count = all
-                    .iter()
-                    .filter(|&&at| naive.continuation(at) == Some(token))
-                    .count();
-                (token, count as f64 / (all.len() as f64 + 1.0))
+                let same = |&&at: &&usize| naive.continuation(at) == Some(token);
+                (token, all.iter().filter(same).count())
             }),
         };
-        found.extend(followed.filter(|(token, _)| found.iter().all(|(known, _)| known != token)));
+        if let Some((token, count)) = followed {
+            let known = found.iter().any(|&(_, known, _)| known == token);
+            let share = count as f64 / (all.len() as f64 + unseen);
+            found.extend((!known).then_some((length, token, share)));
+        }
     }
     found
 }
@@ -266,64 +276,69 @@ fn check_tree(drafter: &mut Drafter, id: u64, count: usize) {
         .rposition(|&token| token == BOUNDARY)
         .unwrap_or(0);
     let suffix = &top[start..];
-    let length = |number: usize| {
-        let naive = Naive {
-            text: texts[number],
-            depth: drafter.depth,
-        };
-        if number == 0 {
-            naive.own_match().map(|found| found.0)
-        } else {
-            naive
-                .find(suffix, drafter.depth, false)
-                .map(|found| found.0)
-        }
-    };
-    // The first of the longest.
-    let best = (0..texts.len())
-        .rev()
-        .max_by_key(|&number| length(number))
-        .unwrap_or(0);
     let mut expected: Vec<(u32, u32)> = Vec::new();
-    if length(best).is_some_and(|length| length >= drafter.config.min_n) {
-        let naive = Naive {
-            text: texts[best],
-            depth: drafter.depth,
-        };
-        let mut open: Vec<(f64, u32, u32)> = Vec::new();
-        let (mut parent, mut reached) = (ROOT, 1.0);
-        while expected.len() < count {
-            let mut path = Vec::new();
-            let mut at = parent;
-            while at != ROOT {
-                path.insert(0, expected[at as usize].0);
-                at = expected[at as usize].1;
-            }
-            let text = [suffix, &path].concat();
-            let mut left: f64 = reached;
-            for (token, share) in
-                candidates(&naive, best == 0, &text, suffix.len(), drafter.config.min_n)
-            {
-                let probability = left * share;
-                left -= probability;
-                open.push((probability, token, parent));
-            }
-            let most = (0..open.len())
-                .rev()
-                .max_by(|&a, &b| open[a].0.total_cmp(&open[b].0));
-            let Some(most) = most else { break };
-            let (probability, token, from) = open.remove(most);
-            (parent, reached) = (expected.len() as u32, probability);
-            expected.push((token, from));
+    let mut open: Vec<(f64, u32, u32)> = Vec::new();
+    let (mut parent, mut reached) = (ROOT, 1.0);
+    while expected.len() < count {
+        let mut path = Vec::new();
+        let mut at = parent;
+        while at != ROOT {
+            path.insert(0, expected[at as usize].0);
+            at = expected[at as usize].1;
         }
+        let text = [suffix, &path].concat();
+        let mut found = Vec::new();
+        for (number, known) in texts.iter().enumerate() {
+            let (depth, shortest) = (drafter.depth, drafter.config.min_n);
+            let naive = Naive { text: known, depth };
+            found.extend(candidates(
+                &naive,
+                number == 0,
+                (&text, suffix.len()),
+                shortest,
+            ));
+        }
+        let mut left: f64 = reached;
+        let mut known = Vec::new();
+        for length in (1..=drafter.depth).rev() {
+            for &(_, token, share) in found.iter().filter(|found| found.0 == length) {
+                if !known.contains(&token) {
+                    known.push(token);
+                    let probability = left * share;
+                    left -= probability;
+                    open.push((probability, token, parent));
+                }
+            }
+        }
+        let most = (0..open.len())
+            .rev()
+            .max_by(|&a, &b| open[a].0.total_cmp(&open[b].0));
+        let Some(most) = most else { break };
+        let (probability, token, from) = open.remove(most);
+        (parent, reached) = (expected.len() as u32, probability);
+        expected.push((token, from));
     }
-    let found: Vec<_> = tree
-        .tokens()
-        .iter()
-        .copied()
-        .zip(tree.parents().iter().copied())
-        .collect();
+    let tokens = tree.tokens().iter().copied();
+    let found: Vec<_> = tokens.zip(tree.parents().iter().copied()).collect();
     assert_eq!(found, expected, "{top:?}");
+    check_mask(&tree);
+}
+
+/// The bits of each row are those of the path to its token.
+fn check_mask(tree: &Tree) {
+    let mut rows = vec![7];
+    tree.mask(&mut rows);
+    let words = tree.tokens().len().div_ceil(64);
+    assert_eq!(rows.len(), words * tree.tokens().len());
+    for number in 0..tree.tokens().len() {
+        let mut row = vec![0_u64; words];
+        let mut at = number as u32;
+        while at != ROOT {
+            row[at as usize / 64] |= 1 << (at % 64);
+            at = tree.parents()[at as usize];
+        }
+        assert_eq!(rows[number * words..][..words], row);
+    }
 }
 
 proptest! {
