@@ -12,9 +12,9 @@ use crate::{Config, ConfigError};
 const NOBODY: u64 = 0;
 /// The history gets a context's tokens when so many are new, or at its end.
 const SHARED: usize = 128;
-/// A match in the history must be so much longer than the context's own: what a context says again is its own more often
-/// than another's.
-const LONGER: usize = 2;
+/// A match in the texts of others counts as so many tokens shorter: what a context says again is its own more often than
+/// another's.
+pub(crate) const HANDICAP: usize = 1;
 /// Tokens that are repeated before them, so that their contexts are not cut short.
 const REPEATED: usize = 8;
 
@@ -183,6 +183,7 @@ impl Drafter {
             .chain(history);
         let soil = Soil {
             indices: &indices.collect::<Vec<_>>(),
+            own: 1 + context.frozen().count(),
             shortest: self.config.min_n,
         };
         self.tree.build(&soil, count, &mut self.suffix, tree);
@@ -294,7 +295,7 @@ fn source<'a>(
             });
         }
     }
-    let own = if length == 0 { 0 } else { length + LONGER - 1 };
+    let own = if length == 0 { 0 } else { length + HANDICAP };
     let shared = history.and_then(|history| history.find(suffix, own, scratch));
     let shared = shared.map(|(found, index)| Source {
         index,

@@ -498,7 +498,7 @@ impl Index {
             if let Some(&token) = token.filter(|&&token| count > 0 && token != BOUNDARY) {
                 found.push(Candidate {
                     token,
-                    length,
+                    rank: length,
                     share,
                 });
             }
@@ -525,8 +525,8 @@ impl Index {
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Candidate {
     pub(crate) token: u32,
-    /// Tokens of the match that it followed.
-    pub(crate) length: usize,
+    /// The length of the match that it followed; longer ones come first.
+    pub(crate) rank: usize,
     /// Its share of what followed that, with room for what never did.
     pub(crate) share: f64,
 }

@@ -3,6 +3,7 @@
 use std::cmp::{Ordering, Reverse};
 use std::collections::BinaryHeap;
 
+use crate::drafter::HANDICAP;
 use crate::index::{Candidate, Index, Scratch};
 
 /// The parent of a tree's first tokens: the context's last one.
@@ -82,9 +83,12 @@ impl PartialEq for Open {
 
 impl Eq for Open {}
 
-/// What trees grow from: indices, of which the first is that of the context's own text.
+/// What trees grow from.
 pub(crate) struct Soil<'a> {
+    /// The first is the one that ends as the context does.
     pub(crate) indices: &'a [&'a Index],
+    /// How many of them are the context's own.
+    pub(crate) own: usize,
     /// Shortest match that may draft.
     pub(crate) shortest: usize,
 }
@@ -141,18 +145,16 @@ impl TreeBuilder {
     fn find(&mut self, soil: &Soil<'_>, suffix: &[u32], start: usize) {
         self.found.clear();
         for (number, index) in soil.indices.iter().enumerate() {
-            let (own, suffix) = (number == 0, (suffix, start));
-            index.candidates(
-                suffix,
-                own,
-                soil.shortest,
-                &mut self.found,
-                &mut self.scratch,
-            );
+            let (own, suffix, first) = (number == 0, (suffix, start), self.found.len());
+            let (found, scratch) = (&mut self.found, &mut self.scratch);
+            index.candidates(suffix, own, soil.shortest, found, scratch);
+            let handicap = if number < soil.own { 0 } else { HANDICAP };
+            for candidate in &mut self.found[first..] {
+                candidate.rank = candidate.rank.saturating_sub(handicap);
+            }
         }
-        // Stable: of equal length the context's own come first.
-        self.found
-            .sort_by_key(|candidate| Reverse(candidate.length));
+        // Stable: of equal rank the context's own come first.
+        self.found.sort_by_key(|candidate| Reverse(candidate.rank));
     }
 }
 

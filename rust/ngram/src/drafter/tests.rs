@@ -77,7 +77,7 @@ fn expected(drafter: &Drafter, id: u64, count: usize) -> (Vec<u32>, usize) {
             naive.find(suffix, depth, false).map(|found| found.0)
         };
         let more = if number >= own && best.1 < own && best.0 > 0 {
-            LONGER
+            1 + HANDICAP
         } else {
             1
         };
@@ -276,6 +276,10 @@ fn check_tree(drafter: &mut Drafter, id: u64, count: usize) {
         .rposition(|&token| token == BOUNDARY)
         .unwrap_or(0);
     let suffix = &top[start..];
+    let own = 1 + drafter
+        .contexts
+        .get(id)
+        .map_or(0, |context| context.frozen().count());
     let mut expected: Vec<(u32, u32)> = Vec::new();
     let mut open: Vec<(f64, u32, u32)> = Vec::new();
     let (mut parent, mut reached) = (ROOT, 1.0);
@@ -291,16 +295,16 @@ fn check_tree(drafter: &mut Drafter, id: u64, count: usize) {
         for (number, known) in texts.iter().enumerate() {
             let (depth, shortest) = (drafter.depth, drafter.config.min_n);
             let naive = Naive { text: known, depth };
-            found.extend(candidates(
-                &naive,
-                number == 0,
-                (&text, suffix.len()),
-                shortest,
-            ));
+            let handicap = if number < own { 0 } else { HANDICAP };
+            let all = candidates(&naive, number == 0, (&text, suffix.len()), shortest);
+            let ranked = all
+                .into_iter()
+                .map(|(length, token, share)| (length.saturating_sub(handicap), token, share));
+            found.extend(ranked);
         }
         let mut left: f64 = reached;
         let mut known = Vec::new();
-        for length in (1..=drafter.depth).rev() {
+        for length in (0..=drafter.depth).rev() {
             for &(_, token, share) in found.iter().filter(|found| found.0 == length) {
                 if !known.contains(&token) {
                     known.push(token);
