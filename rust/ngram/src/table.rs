@@ -318,6 +318,8 @@ mod tests {
             .map(|segment| segment.slots.len())
             .sum();
         assert_eq!(slots, table.slots);
+        let sizes = table.segments.iter().map(|segment| segment.slots.len());
+        assert!(sizes.max() < Some(2 * SEGMENT), "no insertion moves more");
         assert!(table.bytes() < 200_000 * 22);
         for count in 1..200_000 {
             assert_eq!(table.get(count, count % 97), Some(Child::Leaf(count)));

@@ -49,3 +49,29 @@ impl Undo {
         (self.young.capacity() + self.old.capacity()) * size_of::<u32>()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_newest_words_are_kept_within_bounds() {
+        let mut undo = Undo::default();
+        let each = 18;
+        for length in 0..5000_usize {
+            undo.turn(length);
+            (0..each).for_each(|at| undo.push((length * each + at) as u32));
+            assert!(
+                undo.bytes() <= 6 * length + 40 * ROOM + 400,
+                "{} for {length}",
+                undo.bytes()
+            );
+        }
+        let floor = undo.floor();
+        assert!(floor > 0 && (5000 - floor) * each >= 2500, "{floor}");
+        for word in (floor * each..5000 * each).rev() {
+            assert_eq!(undo.pop(), Some(word as u32));
+        }
+        assert_eq!(undo.pop(), None);
+    }
+}

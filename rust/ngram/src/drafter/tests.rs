@@ -365,3 +365,207 @@ proptest! {
         prop_assert_eq!((run.drafter.ledger.bytes, run.drafter.contexts()), (0, 0));
     }
 }
+
+fn new(capacity: usize, context_bytes: usize) -> Run {
+    Run::new(Config {
+        capacity,
+        context_bytes,
+        ..Config::default()
+    })
+}
+
+impl Run {
+    /// Drafts for a context after its step.
+    fn say(&mut self, context: u64, position: u32, tokens: &[u32]) -> (&[u32], usize) {
+        let step = Step {
+            context,
+            position,
+            tokens,
+            drafts: 4,
+        };
+        self.drafter.step(&[step], &mut self.drafts);
+        (self.drafts.tokens(0), self.drafts.match_length(0))
+    }
+
+    fn history(&self) -> usize {
+        let history = self.drafter.history.iter();
+        history.flat_map(History::generations).map(Index::len).sum()
+    }
+
+    fn layers(&self, id: u64) -> usize {
+        let context = self.drafter.contexts.get(id);
+        context.map_or(0, |context| context.frozen().count())
+    }
+}
+
+#[test]
+fn what_is_known_is_not_learnt_again() {
+    let mut run = new(10_000, usize::MAX);
+    let text: Vec<u32> = (0..1000).collect();
+    run.say(1, 0, &text);
+    let history = run.history();
+    assert!(history >= 1000);
+    run.say(1, 0, &text);
+    run.say(1, 300, &text[300..]);
+    assert_eq!(run.history(), history);
+}
+
+#[test]
+fn a_fork_matches_as_its_parent_does() {
+    let mut run = new(0, usize::MAX);
+    let text: Vec<u32> = (0..40).chain(10..35).collect();
+    assert_eq!(run.say(1, 0, &text), (&[35, 36, 37, 38][..], 18));
+    run.drafter.fork(1, 2);
+    for context in [1, 2] {
+        assert_eq!(run.say(context, 65, &[]), (&[35, 36, 37, 38][..], 18));
+    }
+    // Where parent and child part they stop to know of each other.
+    run.say(1, 65, &[70, 71, 72]);
+    assert_eq!(run.say(2, 65, &[70]).0, []);
+    assert_eq!(run.say(1, 68, &[70]), (&[71, 72, 70, 71][..], 1));
+}
+
+#[test]
+fn going_back_behind_a_fork_uncovers_its_layer() {
+    let mut run = new(0, usize::MAX);
+    run.say(1, 0, &(0..100).collect::<Vec<_>>());
+    run.drafter.fork(1, 2);
+    run.say(2, 100, &[200, 201]);
+    assert_eq!((run.layers(1), run.layers(2)), (1, 1));
+    run.say(2, 101, &[]);
+    assert_eq!(run.layers(2), 1);
+    run.say(2, 99, &[5]);
+    assert_eq!((run.layers(1), run.layers(2)), (1, 0));
+    assert_eq!(run.say(2, 100, &[]), (&[6, 7, 8, 9][..], 1));
+    // The parent's layer is as it was.
+    assert_eq!(run.say(1, 100, &[97, 98]).0, [99, 97, 98, 99]);
+}
+
+#[test]
+fn chains_of_forks_keep_few_layers() {
+    for kept in [false, true] {
+        let mut run = new(0, usize::MAX);
+        let mut text = Vec::new();
+        for context in 1..40_u64 {
+            let more: Vec<u32> = (0..20 + context as u32 % 7)
+                .map(|at| at * context as u32)
+                .collect();
+            run.say(context, text.len() as u32, &more);
+            text.extend(more);
+            run.drafter.fork(context, context + 1);
+            if !kept {
+                run.drafter.release(context);
+            }
+            let forked = run.drafter.contexts.get(context + 1).unwrap();
+            assert_eq!(forked.all(), (0, text.clone()));
+            assert!(forked.frozen().count() <= 4);
+            let held = run
+                .drafter
+                .contexts
+                .all()
+                .flat_map(|(_, context)| context.held());
+            let held: HashMap<_, _> = held.collect();
+            assert_eq!(held.values().sum::<usize>(), run.drafter.ledger.bytes);
+        }
+    }
+}
+
+#[test]
+fn texts_of_the_history_do_not_run_into_each_other() {
+    let mut run = new(10_000, usize::MAX);
+    for (context, start) in [(1, 100), (2, 200)] {
+        run.say(context, 0, &(start..start + 50).collect::<Vec<_>>());
+        run.drafter.release(context);
+    }
+    assert_eq!(run.say(3, 0, &[145, 146, 147]), (&[148, 149][..], 3));
+}
+
+#[test]
+fn a_short_context_is_shared_when_it_ends() {
+    let mut run = new(10_000, usize::MAX);
+    run.say(1, 0, &[5, 6, 7, 8, 9, 10, 11, 12]);
+    assert_eq!(run.say(2, 0, &[4, 5, 6]).0, []);
+    run.drafter.release(1);
+    assert_eq!(run.say(2, 0, &[4, 5, 6]), (&[7, 8, 9, 10][..], 2));
+}
+
+#[test]
+fn the_text_of_others_must_match_by_more() {
+    let mut run = new(10_000, usize::MAX);
+    run.say(1, 0, &[9, 9, 1, 2, 3, 4, 50, 51, 52, 53]);
+    run.drafter.release(1);
+    // Its own text knows (3 4); the history (2 3 4), then (1 2 3 4).
+    assert_eq!(
+        run.say(2, 0, &[3, 4, 60, 61, 2, 3, 4]),
+        (&[60, 61, 2, 3][..], 2)
+    );
+    assert_eq!(
+        run.say(3, 0, &[3, 4, 60, 61, 1, 2, 3, 4]),
+        (&[50, 51, 52, 53][..], 4)
+    );
+}
+
+#[test]
+fn the_context_that_was_not_used_for_longest_goes() {
+    let text: Vec<u32> = (0..500).collect();
+    let mut probe = new(0, usize::MAX);
+    probe.say(1, 0, &text);
+    let mut run = new(0, 5 * probe.drafter.ledger.bytes / 2);
+    run.say(1, 0, &text);
+    run.say(2, 0, &text);
+    run.say(1, 500, &[]);
+    run.say(3, 0, &text);
+    let known: Vec<_> = run.drafter.contexts.all().map(|(id, _)| id).collect();
+    assert_eq!(known, [3, 1]);
+}
+
+#[test]
+fn limits_are_checked() {
+    let config = Config::default();
+    for (config, wanted) in [
+        (
+            Config {
+                max_depth: 0,
+                ..config
+            },
+            "spec_ngram_max_depth is 0; it must be from 1 to 255",
+        ),
+        (
+            Config {
+                max_depth: 256,
+                ..config
+            },
+            "spec_ngram_max_depth is 256; it must be from 1 to 255",
+        ),
+        (
+            Config { min_n: 0, ..config },
+            "spec_ngram_min_n is 0; it must be from 1 to the longest match, 18",
+        ),
+        (
+            Config {
+                min_n: 5,
+                max_n: Some(4),
+                ..config
+            },
+            "spec_ngram_min_n is 5; it must be from 1 to the longest match, 4",
+        ),
+        (
+            Config {
+                capacity: 1 << 31,
+                ..config
+            },
+            "spec_ngram_capacity is 2147483648; it must be at most 1073741824",
+        ),
+    ] {
+        assert_eq!(Drafter::new(config).unwrap_err().to_string(), wanted);
+    }
+    // Matches longer than `max_n` count as that long.
+    let mut run = Run::new(Config {
+        max_n: Some(4),
+        ..config
+    });
+    assert_eq!(
+        run.say(1, 0, &[1, 2, 3, 4, 5, 6, 1, 2, 3, 4, 5]),
+        (&[6, 1, 2, 3][..], 4)
+    );
+}

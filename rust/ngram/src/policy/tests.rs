@@ -290,3 +290,30 @@ fn counters_make_a_line() {
     let line = "5 of 6 drafts accepted (83 %) in 1 steps, 0 probes, 0 of 1 contexts quiet";
     assert_eq!(policy.counters().to_string(), line);
 }
+
+#[test]
+fn probes_go_round() {
+    let mut world = World::new(&[0.0; 5], ROOFLINE);
+    let mut policy = policy();
+    world.run(&mut policy, 3000);
+    let offers: Vec<_> = (1..=5)
+        .map(|context| Offer {
+            context,
+            match_length: 5,
+            drafts: 8,
+        })
+        .collect();
+    let (mut lengths, mut probes) = (Vec::new(), [0; 5]);
+    for _ in 0..5000 {
+        policy.choose(&offers, &mut lengths);
+        for (probes, length) in probes.iter_mut().zip(&lengths) {
+            *probes += length;
+        }
+        policy.timed(5 + lengths.iter().sum::<usize>(), Duration::from_millis(1));
+    }
+    let fewest = probes.iter().min().copied().unwrap_or(0);
+    assert!(
+        fewest > 30 && probes.iter().all(|&count| count <= fewest + 1),
+        "{probes:?}"
+    );
+}
