@@ -113,8 +113,8 @@ fn race(
         let case = &case;
         move |operations, samples: &mut timing::Samples| {
             let mut peer = peer.borrow_mut();
-            let peer =
-                peer.get_or_insert_with(|| PythonPeer::start("numpy_plan.py", variant, case));
+            let peer = peer
+                .get_or_insert_with(|| PythonPeer::start("numpy_plan.py", variant, case.folder()));
             peer.turn(operations, samples)
         }
     });

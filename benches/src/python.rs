@@ -10,6 +10,7 @@ use pie_batch::FieldId;
 use serde_json::{Value, json};
 
 use crate::conditions::involuntary_switches;
+use crate::report::Summary;
 use crate::timing::Samples;
 use crate::{Bytes, HostPath, LIMITS, TOKEN};
 
@@ -46,6 +47,14 @@ impl Case {
         fs::write(folder.join("data.bin"), data).expect("the case's data");
         fs::write(folder.join("case.json"), case.to_string()).expect("the case's description");
         Self { folder }
+    }
+}
+
+impl Case {
+    /// The folder that a peer is given.
+    #[must_use]
+    pub fn folder(&self) -> &Path {
+        &self.folder
     }
 }
 
@@ -87,6 +96,32 @@ fn describe(path: &mut HostPath, frame: &[u8], data: &mut Vec<u8>) -> Value {
     json!({ "request": request, "reply": reply, "arrays": arrays })
 }
 
+/// What starts `benches/peers/<script>`.
+fn command(script: &str, variant: &str, folder: &Path) -> Command {
+    let project = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let python = std::env::var_os("PIE_BENCH_PYTHON")
+        .map_or_else(|| project.join("../.venv/bin/python"), PathBuf::from);
+    let mut command = Command::new(python);
+    command
+        .arg(project.join("peers").join(script))
+        .args([variant.as_ref(), folder.as_os_str()]);
+    command
+}
+
+/// What a peer hands in that needs no turns: a summary as JSON on stdout.
+///
+/// # Panics
+/// When it fails; its own message is on stderr.
+#[must_use]
+pub fn summary(script: &str, variant: &str, folder: &Path) -> Summary {
+    let output = command(script, variant, folder)
+        .stderr(Stdio::inherit())
+        .output()
+        .expect("the peer starts");
+    assert!(output.status.success(), "{variant} of {script} failed");
+    serde_json::from_slice(&output.stdout).expect("a summary")
+}
+
 /// A running peer. It has compared its results with the case's before this value exists.
 pub struct PythonPeer {
     child: Child,
@@ -100,22 +135,12 @@ impl PythonPeer {
     /// # Panics
     /// When it does not start, or its results differ from the case's; its own message is on stderr.
     #[must_use]
-    pub fn start(script: &str, variant: &str, case: &Case) -> Self {
-        let project = Path::new(env!("CARGO_MANIFEST_DIR"));
-        let python = std::env::var_os("PIE_BENCH_PYTHON")
-            .map_or_else(|| project.join("../.venv/bin/python"), PathBuf::from);
-        let mut child = Command::new(&python)
-            .arg(project.join("peers").join(script))
-            .args([variant.as_ref(), case.folder.as_os_str()])
+    pub fn start(script: &str, variant: &str, folder: &Path) -> Self {
+        let mut child = command(script, variant, folder)
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()
-            .unwrap_or_else(|error| {
-                panic!(
-                    "{}: {error}; set PIE_BENCH_PYTHON to a Python with numpy",
-                    python.display()
-                )
-            });
+            .unwrap_or_else(|error| panic!("{error}; set PIE_BENCH_PYTHON to a Python with numpy"));
         let (requests, times) = (child.stdin.take(), child.stdout.take());
         let mut peer = Self {
             child,

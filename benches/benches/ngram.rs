@@ -1,0 +1,262 @@
+//! The n-gram drafter.
+
+#![expect(unsafe_code, reason = "a global allocator is an unsafe trait")]
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::cell::RefCell;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+use criterion::{Criterion, criterion_group, criterion_main};
+use pie_benches::python::{self, PythonPeer};
+use pie_benches::report::{self, Summary, Unit};
+use pie_benches::text::text;
+use pie_benches::timing::{self, Race, Samples};
+use pie_ngram::{Config, Drafter, Drafts, Step};
+use serde_json::json;
+
+/// Bytes that are allocated.
+static LIVE: AtomicUsize = AtomicUsize::new(0);
+
+/// The system's allocator, counting.
+struct Counting;
+
+// SAFETY: every call is passed on unchanged to the system's allocator.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        LIVE.fetch_add(layout.size(), Ordering::Relaxed);
+        // SAFETY: the caller's promises are those of the system's allocator.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
+        LIVE.fetch_sub(layout.size(), Ordering::Relaxed);
+        // SAFETY: the caller's promises are those of the system's allocator.
+        unsafe { System.dealloc(pointer, layout) }
+    }
+
+    unsafe fn realloc(&self, pointer: *mut u8, layout: Layout, size: usize) -> *mut u8 {
+        LIVE.fetch_add(size, Ordering::Relaxed);
+        LIVE.fetch_sub(layout.size(), Ordering::Relaxed);
+        // SAFETY: the caller's promises are those of the system's allocator.
+        unsafe { System.realloc(pointer, layout, size) }
+    }
+}
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
+
+const MILLION: usize = 1_000_000;
+/// Tokens that are appended at once; their mean is a value.
+const CHUNK: usize = 512;
+const DEPTH: usize = 18;
+const REQUESTS: usize = 64;
+/// Tokens of each context that drafts.
+const CONTEXT: usize = 2048;
+const DRAFTS: usize = 4;
+
+/// A text with what peers need to know, in a folder of its own.
+struct Case {
+    folder: PathBuf,
+    text: Vec<u32>,
+}
+
+impl Case {
+    fn new(name: &str, text: Vec<u32>, held: usize, drafts: usize) -> Self {
+        let name = format!(
+            "pie_benches_{}_{}",
+            std::process::id(),
+            name.replace('/', "_")
+        );
+        let folder = std::env::temp_dir().join(name);
+        fs::create_dir_all(&folder).expect("the case's folder");
+        fs::write(folder.join("text.bin"), bytemuck::cast_slice(&text)).expect("the text");
+        let case = json!({
+            "depth": DEPTH, "capacity": MILLION, "requests": REQUESTS, "context": CONTEXT,
+            "held": held, "drafts": drafts,
+        });
+        fs::write(folder.join("case.json"), case.to_string()).expect("the case's description");
+        Self { folder, text }
+    }
+}
+
+impl Drop for Case {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir_all(&self.folder);
+    }
+}
+
+/// A peer that is started when it is first asked.
+fn peer<'a>(
+    script: &'a str,
+    variant: &'a str,
+    folder: &'a Path,
+) -> impl FnMut(u64, &mut Samples) -> Duration + 'a {
+    let peer = RefCell::new(None);
+    move |operations, samples| {
+        let mut peer = peer.borrow_mut();
+        let peer = peer.get_or_insert_with(|| PythonPeer::start(script, variant, folder));
+        peer.turn(operations, samples)
+    }
+}
+
+fn drafter(capacity: usize) -> Drafter {
+    let config = Config {
+        capacity,
+        context_bytes: 1 << 32,
+        ..Config::default()
+    };
+    Drafter::new(config).expect("a valid config")
+}
+
+fn step(context: usize, position: usize, tokens: &[u32], drafts: usize) -> Step<'_> {
+    Step {
+        context: context as u64 + 1,
+        position: position as u32,
+        tokens,
+        drafts,
+    }
+}
+
+/// One token appended to a context that has so many, in stretches of [`CHUNK`].
+fn append(criterion: &mut Criterion) {
+    for (name, held) in [("1k", 1000), ("64k", 64_000), ("1M", MILLION)] {
+        let case = Case::new(name, text(held + 200_000.min(16 * held), 1), held, DRAFTS);
+        let text = &case.text;
+        let (mut drafter, mut drafts, mut at) = (drafter(0), Drafts::default(), held);
+        drafter.step(&[step(0, 0, &text[..held], 0)], &mut drafts);
+        // Not long enough for the size to change; what was appended is taken back.
+        let furthest = held + (held / 4).clamp(CHUNK, 16 * CHUNK);
+        let mut shift = 0;
+        let ours = |operations, samples: &mut Samples| {
+            let mut total = Duration::ZERO;
+            for _ in 0..operations {
+                if at + CHUNK > furthest {
+                    at = held;
+                    drafter.step(&[step(0, held, &[], 0)], &mut drafts);
+                }
+                shift = (shift + CHUNK) % (text.len() - held - CHUNK + 1);
+                let tokens = &text[held + shift..][..CHUNK];
+                let start = std::time::Instant::now();
+                drafter.step(&[step(0, at, tokens, 0)], &mut drafts);
+                let each = start.elapsed() / CHUNK as u32;
+                at += CHUNK;
+                samples.record(each);
+                total += each;
+            }
+            total
+        };
+        Race::new_turns(format!("ngram/append/{name}"), Unit::Ns, ours)
+            .peer_turns("sglang", peer("ngram_sglang.py", "append", &case.folder))
+            .run(criterion);
+    }
+}
+
+/// Eight tokens for one context.
+fn draft(criterion: &mut Criterion) {
+    let case = Case::new("draft", text(2 * CONTEXT, 2), 0, 8);
+    let (mut drafter, mut drafts) = (drafter(MILLION), Drafts::default());
+    drafter.step(&[step(0, 0, &case.text[..CONTEXT], 0)], &mut drafts);
+    let ours = || {
+        drafter.step(&[step(0, CONTEXT, &[], 8)], &mut drafts);
+        drafts.tokens(0).len()
+    };
+    Race::new("ngram/draft", Unit::Ns, ours)
+        .peer_turns("sglang", peer("ngram_sglang.py", "draft", &case.folder))
+        .peer_turns(
+            "prompt_lookup",
+            peer("ngram_lookup.py", "draft", &case.folder),
+        )
+        .run(criterion);
+}
+
+/// A decode step: each of 64 contexts with 2,048 tokens gets one more and four drafts.
+fn steps(criterion: &mut Criterion) {
+    let stretch = 2 * CONTEXT;
+    let case = Case::new("step", text(REQUESTS * stretch, 3), 0, DRAFTS);
+    let (mut drafter, mut drafts) = (drafter(MILLION), Drafts::default());
+    let context = |request: usize| &case.text[request * stretch..][..stretch];
+    for request in 0..REQUESTS {
+        drafter.step(
+            &[step(request, 0, &context(request)[..CONTEXT], 0)],
+            &mut drafts,
+        );
+    }
+    let mut end = CONTEXT;
+    let ours = || {
+        // Behind the last token the contexts go back to where they were, once in some thousand steps.
+        end = if end == stretch { CONTEXT } else { end + 1 };
+        let steps: [_; REQUESTS] = std::array::from_fn(|request| {
+            step(request, end - 1, &context(request)[end - 1..end], DRAFTS)
+        });
+        drafter.step(&steps, &mut drafts);
+        drafts.len()
+    };
+    Race::new("ngram/step/64", Unit::Us, ours)
+        .peer_turns("sglang", peer("ngram_sglang.py", "step", &case.folder))
+        .peer_turns(
+            "prompt_lookup",
+            peer("ngram_lookup.py", "step", &case.folder),
+        )
+        .run(criterion);
+}
+
+/// A context of 2,048 tokens is forked; the fork is forgotten.
+fn fork_and_release(criterion: &mut Criterion) {
+    let text = text(CONTEXT, 4);
+    let (mut forking, mut drafts) = (drafter(0), Drafts::default());
+    forking.step(&[step(0, 0, &text, 0)], &mut drafts);
+    let fork = |operations, samples: &mut Samples| {
+        let mut total = Duration::ZERO;
+        for _ in 0..operations {
+            total += samples.time(1, || forking.fork(1, 2));
+            forking.release(2);
+        }
+        total
+    };
+    Race::new_turns("ngram/fork", Unit::Ns, fork).run(criterion);
+    let mut releasing = drafter(0);
+    let release = |operations, samples: &mut Samples| {
+        let mut total = Duration::ZERO;
+        for _ in 0..operations {
+            releasing.step(&[step(0, 0, &text, 0)], &mut drafts);
+            total += samples.time(1, || releasing.release(1));
+        }
+        total
+    };
+    Race::new_turns("ngram/release", Unit::Ns, release).run(criterion);
+}
+
+/// Bytes for each of a million tokens of one context.
+fn memory(criterion: &mut Criterion) {
+    let name = "ngram/memory/1M";
+    // Criterion's filter, for a row that has nothing to time.
+    let mut wanted = false;
+    criterion.bench_function(name, |bencher| {
+        wanted = true;
+        bencher.iter_custom(|operations| Duration::from_nanos(operations));
+    });
+    if !wanted {
+        return;
+    }
+    let case = Case::new("memory", text(MILLION, 5), 0, DRAFTS);
+    let before = LIVE.load(Ordering::Relaxed);
+    let (mut drafter, mut drafts) = (drafter(0), Drafts::default());
+    drafter.step(&[step(0, 0, &case.text, 0)], &mut drafts);
+    let held = LIVE.load(Ordering::Relaxed) - before;
+    let sglang = python::summary("ngram_sglang.py", "memory", &case.folder);
+    let ours = Summary::exact(held as f64 / MILLION as f64);
+    report::Row::new(name, Unit::Bytes, ours)
+        .peer("sglang", sglang)
+        .write(&report::folder())
+        .expect("the row's file can be written");
+}
+
+criterion_group! {
+    name = benches;
+    config = timing::criterion();
+    targets = append, draft, steps, fork_and_release, memory
+}
+criterion_main!(benches);

@@ -1,0 +1,259 @@
+//! One context: what it said, indexed.
+//!
+//! A fork freezes the index. Parent and child both stand on the frozen layer and write into one of their own, which
+//! repeats the last tokens before it, so that its contexts are whole. Layers are searched one by one; counts are those of
+//! a layer alone.
+
+use std::sync::Arc;
+
+use crate::config::LONGEST;
+use crate::index::Index;
+
+/// Most frozen layers of a context; a fork that would have more merges two neighbours.
+const LAYERS: usize = 4;
+
+/// Bytes that all contexts hold together.
+#[derive(Debug, Default)]
+pub(crate) struct Ledger {
+    pub(crate) bytes: usize,
+}
+
+#[derive(Clone, Debug)]
+pub(crate) struct Layer {
+    pub(crate) index: Index,
+    /// The context's position at which the index starts.
+    start: usize,
+    /// Leading tokens that the layer below has, too.
+    repeated: usize,
+}
+
+impl Layer {
+    fn new(depth: usize, start: usize) -> Self {
+        let index = Index::new(depth, true);
+        Self {
+            index,
+            start,
+            repeated: 0,
+        }
+    }
+
+    /// The position behind the last token.
+    fn end(&self) -> usize {
+        self.start + self.index.len()
+    }
+
+    /// The first position that no layer below has.
+    fn fresh(&self) -> usize {
+        self.start + self.repeated
+    }
+
+    fn tokens(&self) -> &[u32] {
+        &self.index.text()[1..]
+    }
+}
+
+/// A context's layers, and what of it the shared history has.
+#[derive(Debug)]
+pub(crate) struct Context {
+    depth: usize,
+    /// Frozen layers, the oldest first.
+    layers: Vec<Arc<Layer>>,
+    top: Layer,
+    /// Bytes of `top` that the ledger knows.
+    charged: usize,
+    /// The shared history has what lies before this position.
+    shared: usize,
+}
+
+impl Context {
+    /// A context whose tokens before `start` are not known.
+    pub(crate) fn new(depth: usize, start: usize) -> Self {
+        Self {
+            depth,
+            layers: Vec::new(),
+            top: Layer::new(depth, start),
+            charged: 0,
+            shared: start,
+        }
+    }
+
+    /// First position that is known.
+    fn start(&self) -> usize {
+        self.layers
+            .first()
+            .map_or(self.top.start, |layer| layer.start)
+    }
+
+    /// The position behind the last token.
+    fn end(&self) -> usize {
+        self.top.end()
+    }
+
+    /// What is written to, whose text ends as the context does.
+    pub(crate) fn top(&self) -> &Index {
+        &self.top.index
+    }
+
+    /// The frozen layers, newest first.
+    pub(crate) fn frozen(&self) -> impl Iterator<Item = &Index> {
+        self.layers.iter().rev().map(|layer| &layer.index)
+    }
+
+    /// Makes `tokens` the context's end, from `position` on. What is known of them already stays as it is; what lies
+    /// behind them is forgotten. After a gap the context starts anew.
+    pub(crate) fn update(&mut self, position: usize, tokens: &[u32], ledger: &mut Ledger) {
+        let long = self.top.index.len() + tokens.len() > LONGEST;
+        if position < self.start() || position > self.end() || long {
+            self.restart(position, ledger);
+        }
+        let known = tokens.iter().zip(position..self.end());
+        let known = known.take_while(|&(&token, at)| self.token(at) == Some(token));
+        let known = known.count();
+        self.rewind(position + known, ledger);
+        self.top.index.extend(&tokens[known..]);
+        self.settle(ledger);
+    }
+
+    fn token(&self, position: usize) -> Option<u32> {
+        let mut layers = self.layers.iter().rev().map(Arc::as_ref);
+        let layer = if position >= self.top.start {
+            &self.top
+        } else {
+            layers.find(|layer| position >= layer.start)?
+        };
+        layer.tokens().get(position - layer.start).copied()
+    }
+
+    fn restart(&mut self, position: usize, ledger: &mut Ledger) {
+        self.release(ledger);
+        *self = Self::new(self.depth, position);
+    }
+
+    fn rewind(&mut self, end: usize, ledger: &mut Ledger) {
+        if end == self.end() {
+            return;
+        }
+        if end == self.start() {
+            return self.restart(end, ledger);
+        }
+        self.shared = self.shared.min(end);
+        while end < self.top.fresh() {
+            let Some(layer) = self.layers.pop() else {
+                break;
+            };
+            self.uncover(layer, ledger);
+        }
+        self.top.index.rewind(end - self.top.start);
+    }
+
+    /// Replaces the top by the layer below it, which is copied if others stand on it.
+    fn uncover(&mut self, layer: Arc<Layer>, ledger: &mut Ledger) {
+        ledger.bytes -= self.charged;
+        match Arc::try_unwrap(layer) {
+            Ok(layer) => {
+                self.charged = layer.index.bytes();
+                self.top = layer;
+            }
+            Err(layer) => {
+                self.charged = 0;
+                self.top = Layer::clone(&layer);
+            }
+        }
+    }
+
+    /// Enters what the top has grown by.
+    fn settle(&mut self, ledger: &mut Ledger) {
+        let bytes = self.top.index.bytes();
+        ledger.bytes = ledger.bytes + bytes - self.charged;
+        self.charged = bytes;
+    }
+
+    /// Takes all that the context held alone out of the ledger.
+    pub(crate) fn release(&mut self, ledger: &mut Ledger) {
+        ledger.bytes -= std::mem::take(&mut self.charged);
+        for layer in self.layers.drain(..) {
+            ledger.bytes -= Arc::into_inner(layer).map_or(0, |layer| layer.index.bytes());
+        }
+    }
+
+    /// A second context with the same tokens.
+    pub(crate) fn fork(&mut self, ledger: &mut Ledger) -> Self {
+        // A top that has nothing of its own is not worth a layer.
+        if self.top.index.len() > self.top.repeated {
+            self.freeze(ledger);
+        }
+        let mut fork = Self {
+            depth: self.depth,
+            layers: self.layers.clone(),
+            top: self.top.clone(),
+            charged: 0,
+            shared: self.shared,
+        };
+        fork.settle(ledger);
+        fork
+    }
+
+    fn freeze(&mut self, ledger: &mut Ledger) {
+        let end = self.end();
+        let tokens = self.top.tokens();
+        // With the boundary before them they are as long as the longest match and the token before it.
+        let repeated = tokens.len().min(self.depth + 1);
+        let mut top = Layer::new(self.depth, end - repeated);
+        top.index.extend(&tokens[tokens.len() - repeated..]);
+        top.repeated = repeated;
+        self.layers
+            .push(Arc::new(std::mem::replace(&mut self.top, top)));
+        self.charged = 0;
+        self.settle(ledger);
+        if self.layers.len() > LAYERS {
+            self.merge(ledger);
+        }
+    }
+
+    /// Makes one layer of the two neighbours that are shortest together.
+    fn merge(&mut self, ledger: &mut Ledger) {
+        let length =
+            |pair: &[Arc<Layer>]| pair.iter().map(|layer| layer.index.len()).sum::<usize>();
+        let pairs = self.layers.windows(2).enumerate();
+        let shortest = pairs.min_by_key(|(_, pair)| length(pair));
+        let Some((lower, _)) = shortest else { return };
+        let upper = self.layers.remove(lower + 1);
+        let below = std::mem::replace(&mut self.layers[lower], Arc::clone(&upper));
+        let both = below.index.bytes();
+        let (mut merged, held) = match Arc::try_unwrap(below) {
+            Ok(layer) => (layer, both),
+            Err(layer) => (Layer::clone(&layer), 0),
+        };
+        merged.index.extend(&upper.tokens()[upper.repeated..]);
+        ledger.bytes = ledger.bytes + merged.index.bytes() - held;
+        self.layers[lower] = Arc::new(merged);
+        ledger.bytes -= Arc::into_inner(upper).map_or(0, |layer| layer.index.bytes());
+    }
+
+    /// Tokens that the shared history does not have.
+    pub(crate) fn unshared(&self) -> usize {
+        self.end() - self.shared
+    }
+
+    /// The same with at most `before` tokens before them, as far as the top has them; they count as shared from now on.
+    pub(crate) fn share(&mut self, before: usize) -> &[u32] {
+        let from = self.shared.saturating_sub(before).max(self.top.start);
+        self.shared = self.end();
+        &self.top.tokens()[from - self.top.start..]
+    }
+}
+
+#[cfg(test)]
+impl Context {
+    /// The first position and all tokens from there on.
+    pub(crate) fn all(&self) -> (usize, Vec<u32>) {
+        let tokens = (self.start()..self.end()).filter_map(|at| self.token(at));
+        (self.start(), tokens.collect())
+    }
+
+    /// The memory of each index by address, so that shared ones count once.
+    pub(crate) fn held(&self) -> impl Iterator<Item = (*const Index, usize)> {
+        let indices = self.frozen().chain([self.top()]);
+        indices.map(|index| (std::ptr::from_ref(index), index.bytes()))
+    }
+}

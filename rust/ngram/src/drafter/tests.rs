@@ -1,0 +1,571 @@
+//! The drafter against plain lists of tokens and a matcher that compares every position.
+
+use std::collections::HashMap;
+
+use proptest::prelude::*;
+
+use super::*;
+use crate::index::BOUNDARY;
+use crate::naive::Naive;
+use crate::tree::ROOT;
+
+/// What a drafter must remember.
+#[derive(Default)]
+struct Model {
+    /// First position and tokens.
+    contexts: HashMap<u64, (usize, Vec<u32>)>,
+}
+
+impl Model {
+    fn update(&mut self, id: u64, position: usize, tokens: &[u32]) {
+        if id == NOBODY {
+            return;
+        }
+        let (start, text) = self.contexts.entry(id).or_insert((position, Vec::new()));
+        if position < *start || position > *start + text.len() {
+            (*start, *text) = (position, Vec::new());
+        }
+        text.truncate(position - *start);
+        text.extend(tokens);
+    }
+
+    fn fork(&mut self, parent: u64, child: u64) {
+        if child != NOBODY
+            && child != parent
+            && let Some(text) = self.contexts.get(&parent).cloned()
+        {
+            self.contexts.insert(child, text);
+        }
+    }
+}
+
+/// The texts that a context is matched with, in the order of preference.
+fn texts(drafter: &Drafter, id: u64) -> Vec<&[u32]> {
+    let Some(context) = drafter.contexts.get(id) else {
+        return Vec::new();
+    };
+    let history = drafter.history.iter().flat_map(History::generations);
+    let indices = [context.top()]
+        .into_iter()
+        .chain(context.frozen())
+        .chain(history);
+    indices.map(Index::text).collect()
+}
+
+/// What must be drafted for a context: the tokens and the length of the match.
+fn expected(drafter: &Drafter, id: u64, count: usize) -> (Vec<u32>, usize) {
+    let (depth, shortest) = (drafter.depth, drafter.config.min_n);
+    let texts = texts(drafter, id);
+    let Some(&top) = texts.first() else {
+        return (Vec::new(), 0);
+    };
+    let start = top
+        .iter()
+        .rposition(|&token| token == BOUNDARY)
+        .unwrap_or(0);
+    let suffix = &top[start..];
+    let mut best = (0, 0);
+    let own = 1 + drafter
+        .contexts
+        .get(id)
+        .map_or(0, |context| context.frozen().count());
+    for (number, text) in texts.iter().enumerate() {
+        let naive = Naive { text, depth };
+        let length = if number == 0 {
+            naive.own_match().map(|found| found.0)
+        } else {
+            naive.find(suffix, depth, false).map(|found| found.0)
+        };
+        let more = if number >= own && best.1 < own && best.0 > 0 {
+            1 + HANDICAP
+        } else {
+            1
+        };
+        if length.unwrap_or(0) >= best.0 + more {
+            best = (length.unwrap_or(0), number);
+        }
+    }
+    if best.0 < shortest || count == 0 {
+        return (Vec::new(), 0);
+    }
+    let naive = Naive {
+        text: texts[best.1],
+        depth,
+    };
+    let own = best.1 == 0;
+    let draft = Draft {
+        count,
+        shortest,
+        open: own,
+    };
+    (naive.draft(own, suffix, draft), best.0)
+}
+
+fn check(drafter: &Drafter, model: &Model) {
+    for (id, context) in drafter.contexts.all() {
+        let (start, text) = context.all();
+        let (known, wanted) = &model.contexts[&id];
+        // A context that was released for want of room has started anew.
+        assert!(
+            start >= *known && wanted.ends_with(&text),
+            "context {id}: {text:?}, not {wanted:?}"
+        );
+        assert_eq!(start + text.len(), known + wanted.len());
+    }
+    let held: HashMap<_, _> = drafter
+        .contexts
+        .all()
+        .flat_map(|(_, context)| context.held())
+        .collect();
+    assert_eq!(held.values().sum::<usize>(), drafter.ledger.bytes);
+    assert!(drafter.ledger.bytes <= drafter.config.context_bytes);
+    assert_eq!(drafter.contexts.all().count(), drafter.contexts.len());
+    if let Some(history) = &drafter.history {
+        let generations: Vec<_> = history.generations().map(Index::len).collect();
+        let tokens: usize = generations.iter().sum();
+        assert!(tokens <= drafter.config.capacity, "{generations:?}");
+    }
+}
+
+#[derive(Clone, Debug)]
+enum Event {
+    /// Contexts with how far back their steps start, and what they add.
+    Batch(Vec<(u64, i32, Vec<u32>)>),
+    /// A context goes on with tokens that another one has said.
+    Echo(u64, u64, usize, usize),
+    Fork(u64, u64),
+    Release(u64),
+}
+
+fn event() -> impl Strategy<Value = Event> {
+    let id = || 0..5_u64;
+    let tokens = prop_oneof![
+        3 => prop::collection::vec(0..3_u32, 0..9),
+        1 => prop::collection::vec(0..40_u32, 0..200),
+        1 => prop::collection::vec(prop_oneof![Just(1), Just(BOUNDARY)], 0..4),
+    ];
+    let back = prop_oneof![6 => Just(0), 2 => 0..8_i32, 1 => 0..300_i32, 1 => -3..0_i32];
+    prop_oneof![
+        6 => prop::collection::vec((id(), back, tokens), 1..5).prop_map(Event::Batch),
+        3 => (id(), id(), 0..200_usize, 1..40_usize).prop_map(|(to, from, start, count)| Event::Echo(to, from, start, count)),
+        2 => (id(), id()).prop_map(|(parent, child)| Event::Fork(parent, child)),
+        1 => id().prop_map(Event::Release),
+    ]
+}
+
+struct Run {
+    drafter: Drafter,
+    drafts: Drafts,
+    model: Model,
+}
+
+impl Run {
+    fn new(config: Config) -> Self {
+        Self {
+            drafter: Drafter::new(config).expect("a valid config"),
+            drafts: Drafts::default(),
+            model: Model::default(),
+        }
+    }
+
+    fn end(&self, id: u64) -> i32 {
+        let known = self.model.contexts.get(&id);
+        known.map_or(0, |(start, text)| (start + text.len()) as i32)
+    }
+
+    /// One batch; the drafts of each context's last step are compared.
+    fn batch(&mut self, batch: &[(u64, i32, Vec<u32>)]) {
+        let mut positions = Vec::new();
+        for (id, back, tokens) in batch {
+            let position = (self.end(*id) - back).max(0) as u32;
+            positions.push(position);
+            self.model.update(*id, position as usize, tokens);
+        }
+        let steps = batch.iter().zip(&positions);
+        let steps = steps.map(|((context, _, tokens), &position)| Step {
+            context: *context,
+            position,
+            tokens,
+            drafts: 5,
+        });
+        self.drafter
+            .step(&steps.collect::<Vec<_>>(), &mut self.drafts);
+        assert_eq!(self.drafts.len(), batch.len());
+        // Later steps may have changed the history.
+        let last = batch.len() - 1;
+        let found = (
+            self.drafts.tokens(last).to_vec(),
+            self.drafts.match_length(last),
+        );
+        assert_eq!(found, expected(&self.drafter, batch[last].0, 5));
+    }
+
+    fn apply(&mut self, event: Event) {
+        match event {
+            Event::Batch(batch) => self.batch(&batch),
+            Event::Echo(to, from, start, count) => {
+                let said = self
+                    .model
+                    .contexts
+                    .get(&from)
+                    .map(|(_, text)| text.iter().skip(start).take(count));
+                let tokens = said.into_iter().flatten().copied().collect();
+                self.batch(&[(to, 0, tokens)]);
+            }
+            Event::Fork(parent, child) => {
+                if self.drafter.contexts.get(parent).is_some() {
+                    self.model.fork(parent, child);
+                }
+                self.drafter.fork(parent, child);
+            }
+            Event::Release(id) => {
+                self.drafter.release(id);
+                self.model.contexts.remove(&id);
+            }
+        }
+        check(&self.drafter, &self.model);
+        for id in 0..5 {
+            check_tree(&mut self.drafter, id, if id == 1 { 70 } else { 9 });
+        }
+    }
+}
+
+/// The most frequent continuation of each match, the longest first: length, token and share.
+fn candidates(
+    naive: &Naive<'_>,
+    own: bool,
+    (suffix, start): (&[u32], usize),
+    shortest: usize,
+) -> Vec<(usize, u32, f64)> {
+    let mut found: Vec<(usize, u32, f64)> = Vec::new();
+    for length in (shortest..=naive.depth).rev() {
+        let all = naive.matches(suffix, length);
+        let first = own && suffix.len() == start;
+        let last = naive.text.len() - 1;
+        let unseen = 1.0 / length as f64;
+        let followed = match all[..] {
+            [] => None,
+            [only] if only == last && first => None,
+            [only] if only == last => own.then(|| (suffix[start], 1)),
+            [only] => naive.continuation(only).map(|token| (token, 1)),
+            _ => naive.most_frequent(&all).map(|token| {
+                let same = |&&at: &&usize| naive.continuation(at) == Some(token);
+                (token, all.iter().filter(same).count())
+            }),
+        };
+        if let Some((token, count)) = followed {
+            let known = found.iter().any(|&(_, known, _)| known == token);
+            let share = count as f64 / (all.len() as f64 + unseen);
+            found.extend((!known).then_some((length, token, share)));
+        }
+    }
+    found
+}
+
+/// The tree against one that is grown by searching all open tokens for the most probable.
+fn check_tree(drafter: &mut Drafter, id: u64, count: usize) {
+    let mut tree = Tree::default();
+    drafter.tree(id, count, &mut tree);
+    let texts = texts(drafter, id);
+    let Some(&top) = texts.first() else {
+        assert!(tree.tokens().is_empty());
+        return;
+    };
+    let start = top
+        .iter()
+        .rposition(|&token| token == BOUNDARY)
+        .unwrap_or(0);
+    let suffix = &top[start..];
+    let own = 1 + drafter
+        .contexts
+        .get(id)
+        .map_or(0, |context| context.frozen().count());
+    let mut expected: Vec<(u32, u32)> = Vec::new();
+    let mut open: Vec<(f64, u32, u32)> = Vec::new();
+    let (mut parent, mut reached) = (ROOT, 1.0);
+    while expected.len() < count {
+        let mut path = Vec::new();
+        let mut at = parent;
+        while at != ROOT {
+            path.insert(0, expected[at as usize].0);
+            at = expected[at as usize].1;
+        }
+        let text = [suffix, &path].concat();
+        let mut found = Vec::new();
+        for (number, known) in texts.iter().enumerate() {
+            let (depth, shortest) = (drafter.depth, drafter.config.min_n);
+            let naive = Naive { text: known, depth };
+            let handicap = if number < own { 0 } else { HANDICAP };
+            let all = candidates(&naive, number == 0, (&text, suffix.len()), shortest);
+            let ranked = all
+                .into_iter()
+                .map(|(length, token, share)| (length.saturating_sub(handicap), token, share));
+            found.extend(ranked);
+        }
+        let mut left: f64 = reached;
+        let mut known = Vec::new();
+        for length in (0..=drafter.depth).rev() {
+            for &(_, token, share) in found.iter().filter(|found| found.0 == length) {
+                if !known.contains(&token) {
+                    known.push(token);
+                    let probability = left * share;
+                    left -= probability;
+                    open.push((probability, token, parent));
+                }
+            }
+        }
+        let most = (0..open.len())
+            .rev()
+            .max_by(|&a, &b| open[a].0.total_cmp(&open[b].0));
+        let Some(most) = most else { break };
+        let (probability, token, from) = open.remove(most);
+        (parent, reached) = (expected.len() as u32, probability);
+        expected.push((token, from));
+    }
+    let tokens = tree.tokens().iter().copied();
+    let found: Vec<_> = tokens.zip(tree.parents().iter().copied()).collect();
+    assert_eq!(found, expected, "{top:?}");
+    check_mask(&tree);
+}
+
+/// The bits of each row are those of the path to its token.
+fn check_mask(tree: &Tree) {
+    let mut rows = vec![7];
+    tree.mask(&mut rows);
+    let words = tree.tokens().len().div_ceil(64);
+    assert_eq!(rows.len(), words * tree.tokens().len());
+    for number in 0..tree.tokens().len() {
+        let mut row = vec![0_u64; words];
+        let mut at = number as u32;
+        while at != ROOT {
+            row[at as usize / 64] |= 1 << (at % 64);
+            at = tree.parents()[at as usize];
+        }
+        assert_eq!(rows[number * words..][..words], row);
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(200))]
+
+    #[test]
+    fn it_remembers_and_drafts_as_the_model(
+        depth in 1..8_usize, min_n in 1..3_usize, capacity in prop_oneof![Just(0), Just(60), Just(600), Just(100_000)],
+        context_bytes in prop_oneof![1 => Just(6_000_usize), 3 => Just(1 << 30)],
+        events in prop::collection::vec(event(), 1..40),
+    ) {
+        let config = Config { max_depth: depth, min_n: min_n.min(depth), max_n: None, capacity, context_bytes };
+        let mut run = Run::new(config);
+        for event in events {
+            run.apply(event);
+        }
+        for id in 0..5 {
+            run.drafter.release(id);
+        }
+        prop_assert_eq!((run.drafter.ledger.bytes, run.drafter.contexts()), (0, 0));
+    }
+}
+
+fn new(capacity: usize, context_bytes: usize) -> Run {
+    Run::new(Config {
+        capacity,
+        context_bytes,
+        ..Config::default()
+    })
+}
+
+impl Run {
+    /// Drafts for a context after its step.
+    fn say(&mut self, context: u64, position: u32, tokens: &[u32]) -> (&[u32], usize) {
+        let step = Step {
+            context,
+            position,
+            tokens,
+            drafts: 4,
+        };
+        self.drafter.step(&[step], &mut self.drafts);
+        (self.drafts.tokens(0), self.drafts.match_length(0))
+    }
+
+    fn history(&self) -> usize {
+        let history = self.drafter.history.iter();
+        history.flat_map(History::generations).map(Index::len).sum()
+    }
+
+    fn layers(&self, id: u64) -> usize {
+        let context = self.drafter.contexts.get(id);
+        context.map_or(0, |context| context.frozen().count())
+    }
+}
+
+#[test]
+fn what_is_known_is_not_learnt_again() {
+    let mut run = new(10_000, usize::MAX);
+    let text: Vec<u32> = (0..1000).collect();
+    run.say(1, 0, &text);
+    let history = run.history();
+    assert!(history >= 1000);
+    run.say(1, 0, &text);
+    run.say(1, 300, &text[300..]);
+    assert_eq!(run.history(), history);
+}
+
+#[test]
+fn a_fork_matches_as_its_parent_does() {
+    let mut run = new(0, usize::MAX);
+    let text: Vec<u32> = (0..40).chain(10..35).collect();
+    assert_eq!(run.say(1, 0, &text), (&[35, 36, 37, 38][..], 18));
+    run.drafter.fork(1, 2);
+    for context in [1, 2] {
+        assert_eq!(run.say(context, 65, &[]), (&[35, 36, 37, 38][..], 18));
+    }
+    // Where parent and child part they stop to know of each other.
+    run.say(1, 65, &[70, 71, 72]);
+    assert_eq!(run.say(2, 65, &[70]).0, []);
+    assert_eq!(run.say(1, 68, &[70]), (&[71, 72, 70, 71][..], 1));
+}
+
+#[test]
+fn going_back_behind_a_fork_uncovers_its_layer() {
+    let mut run = new(0, usize::MAX);
+    run.say(1, 0, &(0..100).collect::<Vec<_>>());
+    run.drafter.fork(1, 2);
+    run.say(2, 100, &[200, 201]);
+    assert_eq!((run.layers(1), run.layers(2)), (1, 1));
+    run.say(2, 101, &[]);
+    assert_eq!(run.layers(2), 1);
+    run.say(2, 99, &[5]);
+    assert_eq!((run.layers(1), run.layers(2)), (1, 0));
+    assert_eq!(run.say(2, 100, &[]), (&[6, 7, 8, 9][..], 1));
+    // The parent's layer is as it was.
+    assert_eq!(run.say(1, 100, &[97, 98]).0, [99, 97, 98, 99]);
+}
+
+#[test]
+fn chains_of_forks_keep_few_layers() {
+    for kept in [false, true] {
+        let mut run = new(0, usize::MAX);
+        let mut text = Vec::new();
+        for context in 1..40_u64 {
+            let more: Vec<u32> = (0..20 + context as u32 % 7)
+                .map(|at| at * context as u32)
+                .collect();
+            run.say(context, text.len() as u32, &more);
+            text.extend(more);
+            run.drafter.fork(context, context + 1);
+            if !kept {
+                run.drafter.release(context);
+            }
+            let forked = run.drafter.contexts.get(context + 1).unwrap();
+            assert_eq!(forked.all(), (0, text.clone()));
+            assert!(forked.frozen().count() <= 4);
+            let held = run
+                .drafter
+                .contexts
+                .all()
+                .flat_map(|(_, context)| context.held());
+            let held: HashMap<_, _> = held.collect();
+            assert_eq!(held.values().sum::<usize>(), run.drafter.ledger.bytes);
+        }
+    }
+}
+
+#[test]
+fn texts_of_the_history_do_not_run_into_each_other() {
+    let mut run = new(10_000, usize::MAX);
+    for (context, start) in [(1, 100), (2, 200)] {
+        run.say(context, 0, &(start..start + 50).collect::<Vec<_>>());
+        run.drafter.release(context);
+    }
+    assert_eq!(run.say(3, 0, &[145, 146, 147]), (&[148, 149][..], 3));
+}
+
+#[test]
+fn a_short_context_is_shared_when_it_ends() {
+    let mut run = new(10_000, usize::MAX);
+    run.say(1, 0, &[5, 6, 7, 8, 9, 10, 11, 12]);
+    assert_eq!(run.say(2, 0, &[4, 5, 6]).0, []);
+    run.drafter.release(1);
+    assert_eq!(run.say(2, 0, &[4, 5, 6]), (&[7, 8, 9, 10][..], 2));
+}
+
+#[test]
+fn the_text_of_others_must_match_by_more() {
+    let mut run = new(10_000, usize::MAX);
+    run.say(1, 0, &[9, 9, 1, 2, 3, 4, 50, 51, 52, 53]);
+    run.drafter.release(1);
+    // Its own text knows (3 4); the history (2 3 4), then (1 2 3 4).
+    assert_eq!(
+        run.say(2, 0, &[3, 4, 60, 61, 2, 3, 4]),
+        (&[60, 61, 2, 3][..], 2)
+    );
+    assert_eq!(
+        run.say(3, 0, &[3, 4, 60, 61, 1, 2, 3, 4]),
+        (&[50, 51, 52, 53][..], 4)
+    );
+}
+
+#[test]
+fn the_context_that_was_not_used_for_longest_goes() {
+    let text: Vec<u32> = (0..500).collect();
+    let mut probe = new(0, usize::MAX);
+    probe.say(1, 0, &text);
+    let mut run = new(0, 5 * probe.drafter.ledger.bytes / 2);
+    run.say(1, 0, &text);
+    run.say(2, 0, &text);
+    run.say(1, 500, &[]);
+    run.say(3, 0, &text);
+    let known: Vec<_> = run.drafter.contexts.all().map(|(id, _)| id).collect();
+    assert_eq!(known, [3, 1]);
+}
+
+#[test]
+fn limits_are_checked() {
+    let config = Config::default();
+    for (config, wanted) in [
+        (
+            Config {
+                max_depth: 0,
+                ..config
+            },
+            "spec_ngram_max_depth is 0; it must be from 1 to 255",
+        ),
+        (
+            Config {
+                max_depth: 256,
+                ..config
+            },
+            "spec_ngram_max_depth is 256; it must be from 1 to 255",
+        ),
+        (
+            Config { min_n: 0, ..config },
+            "spec_ngram_min_n is 0; it must be from 1 to the longest match, 18",
+        ),
+        (
+            Config {
+                min_n: 5,
+                max_n: Some(4),
+                ..config
+            },
+            "spec_ngram_min_n is 5; it must be from 1 to the longest match, 4",
+        ),
+        (
+            Config {
+                capacity: 1 << 31,
+                ..config
+            },
+            "spec_ngram_capacity is 2147483648; it must be at most 1073741824",
+        ),
+    ] {
+        assert_eq!(Drafter::new(config).unwrap_err().to_string(), wanted);
+    }
+    // Matches longer than `max_n` count as that long.
+    let mut run = Run::new(Config {
+        max_n: Some(4),
+        ..config
+    });
+    assert_eq!(
+        run.say(1, 0, &[1, 2, 3, 4, 5, 6, 1, 2, 3, 4, 5]),
+        (&[6, 1, 2, 3][..], 4)
+    );
+}

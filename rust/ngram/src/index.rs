@@ -1,0 +1,553 @@
+//! The n-gram index of one text: for the end of any context, the longest earlier match and what most often followed it.
+//!
+//! A PATRICIA trie over reversed contexts: the path from the root along `text[i]`, `text[i-1]`, … names the context that ends
+//! at position `i`, so the longest earlier match of a suffix is as deep as its path goes. Each position adds at most one
+//! leaf, which is no more than a position in an edge, and one inner node. A node counts its occurrences and knows the
+//! continuation that most of them have.
+//!
+//! **Continuations are kept while appending.** How often token `a` followed context `x` is how often `xa` occurred: the count
+//! on the path of the new context, one token deeper. So one descent gives all counts that an append changes, and the
+//! nodes of the path before compare them with their best. Ties go to the newer.
+//!
+//! **Paths are one token longer than matches,** because counting the continuations of the longest match needs the counts
+//! of contexts one token longer.
+//!
+//! **Rewinding is appending backwards.** Nodes are numbered in the order of their making, so the last token's is the last
+//! one; a continuation that was replaced is remembered in `undo`.
+
+use crate::table::{Child, Table};
+use crate::undo::Undo;
+
+/// Stands before the first token of a text, and between texts. It matches itself, and no context extends beyond it.
+pub(crate) const BOUNDARY: u32 = u32::MAX;
+
+/// The node above all; the only one without an occurrence.
+const ROOT: u32 = 0;
+
+/// Contexts that share their last `depth` tokens.
+#[derive(Clone, Copy, Debug, Default)]
+struct Node {
+    /// Position of one occurrence of the most frequent continuation; the one before it is an occurrence of the node.
+    best: u32,
+    /// How often that continuation followed; 0 if none ever did.
+    best_count: u32,
+    /// Occurrences, one without a continuation included.
+    count: u32,
+    depth: u32,
+}
+
+/// A place in the trie with a continuation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Match {
+    /// Tokens that match.
+    pub(crate) length: usize,
+    place: Child,
+}
+
+/// How far a descent came; the nodes on the way are in the path.
+struct Reached {
+    matched: usize,
+    /// The end of the edge on which the match ends, if it ends on one.
+    below: Option<Child>,
+}
+
+/// What a search needs beside the index, kept to be reused.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Scratch {
+    path: Vec<u32>,
+}
+
+/// An index over one text, or over several with boundaries between.
+#[derive(Clone, Debug)]
+pub(crate) struct Index {
+    /// Longest match.
+    depth: usize,
+    text: Vec<u32>,
+    /// Position of the last boundary.
+    segment: usize,
+    nodes: Vec<Node>,
+    edges: Table,
+    /// What continuations were replaced: position, and whether the count rose. `None` if nothing is ever rewound.
+    undo: Option<Undo>,
+    /// The last position's nodes, from the root down.
+    path: Vec<u32>,
+    spare: Vec<u32>,
+}
+
+/// In a word of `undo`: the replaced continuation had one occurrence less.
+const ROSE: u32 = 1 << 31;
+
+impl Index {
+    /// An empty index for matches of at most `depth` tokens.
+    pub(crate) fn new(depth: usize, rewinds: bool) -> Self {
+        Self {
+            depth,
+            text: vec![BOUNDARY],
+            segment: 0,
+            nodes: vec![Node::default()],
+            edges: Table::default(),
+            undo: rewinds.then(Undo::default),
+            path: Vec::new(),
+            spare: Vec::new(),
+        }
+    }
+
+    /// The text, which starts with a boundary.
+    pub(crate) fn text(&self) -> &[u32] {
+        &self.text
+    }
+
+    /// The end of the text, no more than a search looks at.
+    pub(crate) fn tail(&self) -> &[u32] {
+        let start = self.text.len().saturating_sub(self.depth);
+        &self.text[start.max(self.segment)..]
+    }
+
+    /// Tokens in the text, its first boundary not counted.
+    pub(crate) fn len(&self) -> usize {
+        self.text.len() - 1
+    }
+
+    /// Heap memory in bytes.
+    pub(crate) fn bytes(&self) -> usize {
+        let undo = self.undo.as_ref().map_or(0, Undo::bytes);
+        let words = self.text.capacity() + self.path.capacity() + self.spare.capacity();
+        words * size_of::<u32>()
+            + undo
+            + self.nodes.capacity() * size_of::<Node>()
+            + self.edges.bytes()
+    }
+
+    fn node(&self, id: u32) -> &Node {
+        &self.nodes[id as usize]
+    }
+
+    /// The token `back` before position `at`.
+    fn before(&self, at: u32, back: usize) -> u32 {
+        self.text[at as usize - back]
+    }
+
+    /// How often the context at a leaf was continued.
+    fn continuations(&self, leaf: u32) -> u32 {
+        let next = self.text.get(leaf as usize + 1);
+        u32::from(next.is_some_and(|&token| token != BOUNDARY))
+    }
+
+    /// Goes down along the end of `suffix`, at most `limit` tokens.
+    fn descend(&self, suffix: &[u32], limit: usize, path: &mut Vec<u32>) -> Reached {
+        path.clear();
+        let length = limit.min(suffix.len());
+        let token = |depth: usize| suffix[suffix.len() - 1 - depth];
+        let (mut node, mut depth, mut below) = (ROOT, 0, None);
+        // Edges are told apart by their first tokens alone; one comparison at the end finds where they differ.
+        while depth < length {
+            below = self.edges.get(node, token(depth));
+            let Some(Child::Node(id)) = below else { break };
+            path.push(id);
+            (node, depth) = (id, self.node(id).depth as usize);
+        }
+        let (occurrence, known) = match below {
+            Some(Child::Leaf(position)) => (position, length),
+            _ if node == ROOT => (0, 0),
+            _ => (self.node(node).best - 1, length.min(depth)),
+        };
+        let matched = (0..known).find(|&depth| self.before(occurrence, depth) != token(depth));
+        let matched = matched.unwrap_or(known);
+        let whole = path.partition_point(|&id| self.node(id).depth as usize <= matched);
+        let below = match path.get(whole) {
+            Some(&id) => Some(Child::Node(id)),
+            None => below.filter(|child| matches!(child, Child::Leaf(_))),
+        };
+        path.truncate(whole);
+        Reached { matched, below }
+    }
+
+    /// Ends the text; what follows has no context.
+    pub(crate) fn end_text(&mut self) {
+        self.append(BOUNDARY);
+    }
+
+    /// Appends tokens. [`BOUNDARY`] ends the text.
+    pub(crate) fn extend(&mut self, tokens: &[u32]) {
+        for &token in tokens {
+            self.append(token);
+        }
+    }
+
+    /// Appends a token. [`BOUNDARY`] ends the text.
+    pub(crate) fn append(&mut self, token: u32) {
+        let position = self.text.len();
+        push(&mut self.text, token);
+        if token == BOUNDARY {
+            self.segment = position;
+            self.path.clear();
+            return;
+        }
+        let mut path = std::mem::take(&mut self.spare);
+        let reached = self.descend(&self.text[self.segment..], self.depth + 1, &mut path);
+        self.count_continuation(position as u32, &path, &reached);
+        self.add_context(position as u32, &mut path, &reached);
+        self.spare = std::mem::replace(&mut self.path, path);
+    }
+
+    /// How many nodes of the last path, from the root down, have continuations that count. A node deeper than the longest
+    /// match stands for it, unless there is one of just that depth.
+    fn continued(&self) -> usize {
+        let above = self.path.iter().rev().nth(1);
+        let twice = above.is_some_and(|&id| self.node(id).depth as usize == self.depth);
+        self.path.len() - usize::from(twice)
+    }
+
+    /// Tells the nodes of the position before that `position` follows.
+    fn count_continuation(&mut self, position: u32, path: &[u32], reached: &Reached) {
+        let token = self.text[position as usize];
+        if let Some(undo) = &mut self.undo {
+            undo.turn(position as usize);
+        }
+        let below = match reached.below {
+            None => 0,
+            Some(Child::Leaf(_)) => 1,
+            Some(Child::Node(id)) => self.node(id).count,
+        };
+        let mut deeper = path.iter().peekable();
+        for number in 0..self.continued() {
+            let id = self.path[number];
+            let length = self.depth.min(self.node(id).depth as usize);
+            while deeper
+                .next_if(|&&id| self.node(id).depth as usize <= length)
+                .is_some()
+            {}
+            let known = match deeper.peek() {
+                Some(&&id) => self.node(id).count,
+                None if length < reached.matched => below,
+                None => 0,
+            };
+            self.offer(id, position, token, known + 1);
+        }
+    }
+
+    /// `token` has followed node `id` for the `count`th time.
+    fn offer(&mut self, id: u32, position: u32, token: u32, count: u32) {
+        let node = &mut self.nodes[id as usize];
+        let same = self.text[node.best as usize] == token;
+        if !same && count < node.best_count {
+            return;
+        }
+        if !same {
+            if let Some(undo) = &mut self.undo {
+                let rose = if node.best_count < count { ROSE } else { 0 };
+                undo.push(node.best | rose);
+            }
+            node.best = position;
+        }
+        node.best_count = count;
+    }
+
+    /// Adds the context that ends at `position`, and its new node to the path.
+    fn add_context(&mut self, position: u32, path: &mut Vec<u32>, reached: &Reached) {
+        for &id in &*path {
+            self.nodes[id as usize].count += 1;
+        }
+        let matched = reached.matched;
+        let length = (self.depth + 1).min(position as usize + 1 - self.segment);
+        let parent = path.last().copied().unwrap_or(ROOT);
+        let branch = self.before(position, self.node(parent).depth as usize);
+        let Some(below) = reached.below else {
+            if matched < length {
+                self.edges.set(parent, branch, Child::Leaf(position));
+            }
+            return;
+        };
+        let (count, best, best_count) = match below {
+            Child::Leaf(leaf) => (1, leaf + 1, self.continuations(leaf)),
+            Child::Node(id) => {
+                let node = self.node(id);
+                (node.count, node.best, node.best_count)
+            }
+        };
+        let id = self.nodes.len() as u32;
+        let node = Node {
+            best,
+            best_count,
+            count: count + 1,
+            depth: matched as u32,
+        };
+        push(&mut self.nodes, node);
+        push(path, id);
+        self.edges.set(parent, branch, Child::Node(id));
+        // The whole context again: the node takes the leaf's place.
+        if matched < length {
+            self.edges.set(id, self.before(best - 1, matched), below);
+            let token = self.before(position, matched);
+            self.edges.set(id, token, Child::Leaf(position));
+        }
+    }
+
+    /// Takes tokens from the end until `length` are left. Needs an index that was made for it.
+    pub(crate) fn rewind(&mut self, length: usize) {
+        let known = self
+            .undo
+            .as_ref()
+            .is_some_and(|undo| length + 1 >= undo.floor());
+        // Whichever is less work.
+        if !known || self.len() > 2 * length {
+            let text = std::mem::take(&mut self.text);
+            *self = Self::new(self.depth, self.undo.is_some());
+            return self.extend(&text[1..=length]);
+        }
+        while self.len() > length {
+            self.take_last();
+        }
+    }
+
+    fn take_last(&mut self) {
+        let position = self.text.len() - 1;
+        let token = self.text[position];
+        if token != BOUNDARY {
+            self.remove_context(position as u32);
+        }
+        self.text.pop();
+        if token == BOUNDARY {
+            let last = self.text.iter().rposition(|&token| token == BOUNDARY);
+            self.segment = last.unwrap_or(0);
+        }
+        self.trace();
+        if token != BOUNDARY {
+            self.forget_continuation(position as u32, token);
+        }
+    }
+
+    /// Undoes [`Self::add_context`] for the last position.
+    fn remove_context(&mut self, position: u32) {
+        for &id in &self.path {
+            self.nodes[id as usize].count -= 1;
+        }
+        let Some(id) = self.path.pop() else {
+            let token = self.before(position, 0);
+            return self.edges.remove(ROOT, token);
+        };
+        let Node {
+            best, count, depth, ..
+        } = *self.node(id);
+        let depth = depth as usize;
+        let length = (self.depth + 1).min(position as usize + 1 - self.segment);
+        // Any other context of the node; the node is needed if there are more than that one's subtree.
+        let below = if depth == length {
+            Child::Leaf(best - 1)
+        } else {
+            self.edges.remove(id, self.before(position, depth));
+            let other = self.edges.get(id, self.before(best - 1, depth));
+            other.unwrap_or(Child::Leaf(best - 1))
+        };
+        let others = match below {
+            Child::Leaf(_) => 1,
+            Child::Node(id) => self.node(id).count,
+        };
+        if others < count {
+            return;
+        }
+        if depth < length {
+            self.edges.remove(id, self.before(best - 1, depth));
+        }
+        let parent = self.path.last().copied().unwrap_or(ROOT);
+        let branch = self.before(position, self.node(parent).depth as usize);
+        self.edges.set(parent, branch, below);
+        debug_assert_eq!(id as usize + 1, self.nodes.len());
+        self.nodes.truncate(id as usize);
+    }
+
+    /// Undoes [`Self::count_continuation`] for the position that was the last one.
+    fn forget_continuation(&mut self, position: u32, token: u32) {
+        for number in (0..self.continued()).rev() {
+            let node = &mut self.nodes[self.path[number] as usize];
+            if node.best == position {
+                let replaced = self.undo.as_mut().and_then(Undo::pop).unwrap_or(0);
+                node.best = replaced & !ROSE;
+                node.best_count -= u32::from(replaced & ROSE != 0);
+            } else if self.text[node.best as usize] == token {
+                node.best_count -= 1;
+            }
+        }
+    }
+
+    /// Finds the path of the last position, which is there.
+    fn trace(&mut self) {
+        self.path.clear();
+        let last = self.text.len() - 1;
+        let length = (self.depth + 1).min(last + 1 - self.segment);
+        if last == self.segment {
+            return;
+        }
+        let (mut node, mut depth) = (ROOT, 0);
+        while depth < length {
+            let token = self.text[last - depth];
+            let Some(Child::Node(id)) = self.edges.get(node, token) else {
+                break;
+            };
+            self.path.push(id);
+            (node, depth) = (id, self.node(id).depth as usize);
+        }
+    }
+
+    /// The longest earlier match of the text's own end.
+    pub(crate) fn own_match(&self) -> Option<Match> {
+        let mut path = self.path[..self.continued()].iter().rev();
+        path.find_map(|&id| self.node_match(id, self.depth))
+    }
+
+    fn node_match(&self, id: u32, limit: usize) -> Option<Match> {
+        let node = self.node(id);
+        let length = limit.min(node.depth as usize);
+        let place = Child::Node(id);
+        (node.best_count > 0).then_some(Match { length, place })
+    }
+
+    /// The longest match of the end of `suffix` that was continued, of at most `limit` tokens.
+    pub(crate) fn find(
+        &self,
+        suffix: &[u32],
+        limit: usize,
+        scratch: &mut Scratch,
+    ) -> Option<Match> {
+        let limit = limit.min(self.depth);
+        let reached = self.descend(suffix, limit, &mut scratch.path);
+        let below = reached.below.and_then(|place| match place {
+            Child::Node(id) => self.node_match(id, reached.matched),
+            Child::Leaf(leaf) => {
+                let length = reached.matched;
+                (self.continuations(leaf) > 0).then_some(Match { length, place })
+            }
+        });
+        let above = || {
+            let mut path = scratch.path.iter().rev();
+            path.find_map(|&id| self.node_match(id, limit))
+        };
+        below.or_else(above)
+    }
+
+    /// Appends at most `count` tokens to `suffix`: what most often followed `first`, then what followed that, as long as
+    /// at least `shortest` tokens match. What occurred once is copied on.
+    pub(crate) fn draft(
+        &self,
+        first: Match,
+        draft: Draft,
+        suffix: &mut Vec<u32>,
+        scratch: &mut Scratch,
+    ) {
+        let start = suffix.len();
+        let end = start + draft.count;
+        let mut found = first;
+        while suffix.len() < end {
+            match found.place {
+                Child::Leaf(leaf) => {
+                    return self.copy(leaf as usize + 1, start, end, draft, suffix);
+                }
+                Child::Node(id) => suffix.push(self.text[self.node(id).best as usize]),
+            }
+            if suffix.len() == end {
+                return;
+            }
+            match self.find(suffix, found.length + 1, scratch) {
+                Some(next) if next.length >= draft.shortest => found = next,
+                _ => return,
+            }
+        }
+    }
+
+    /// Adds what most often followed the end of `suffix`, for each of its matches of at least `shortest` tokens. In the
+    /// index of the context's `own` text, what lies behind `start` is the draft.
+    pub(crate) fn candidates(
+        &self,
+        (suffix, start): (&[u32], usize),
+        own: bool,
+        shortest: usize,
+        found: &mut Vec<Candidate>,
+        scratch: &mut Scratch,
+    ) {
+        let mut below = None;
+        let path = if own && suffix.len() == start {
+            &self.path[..self.continued()]
+        } else {
+            let reached = self.descend(suffix, self.depth, &mut scratch.path);
+            below = reached.below.map(|place| (place, reached.matched));
+            &scratch.path[..]
+        };
+        let above = path.iter().rev().map(|&id| {
+            let length = self.depth.min(self.node(id).depth as usize);
+            (Child::Node(id), length)
+        });
+        let behind = if own { suffix.get(start) } else { None };
+        for (place, length) in below.into_iter().chain(above) {
+            if length < shortest {
+                break;
+            }
+            let (token, count, all) = match place {
+                Child::Leaf(leaf) => (self.text.get(leaf as usize + 1).or(behind), 1, 1),
+                Child::Node(id) => {
+                    let &Node {
+                        best,
+                        best_count,
+                        count,
+                        ..
+                    } = self.node(id);
+                    (self.text.get(best as usize), best_count, count)
+                }
+            };
+            // The longer the match, the less likely is something that never followed it.
+            let share = f64::from(count) / (f64::from(all) + 1.0 / length as f64);
+            if let Some(&token) = token.filter(|&&token| count > 0 && token != BOUNDARY) {
+                found.push(Candidate {
+                    token,
+                    rank: length,
+                    share,
+                });
+            }
+        }
+    }
+
+    /// Copies the text from `at`, and beyond its end the draft itself.
+    fn copy(&self, at: usize, start: usize, end: usize, draft: Draft, suffix: &mut Vec<u32>) {
+        for at in at..at + (end - suffix.len()) {
+            let token = match self.text.get(at) {
+                Some(&token) => token,
+                None if draft.open => suffix[start + at - self.text.len()],
+                None => BOUNDARY,
+            };
+            if token == BOUNDARY {
+                return;
+            }
+            suffix.push(token);
+        }
+    }
+}
+
+/// A token that may follow.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct Candidate {
+    pub(crate) token: u32,
+    /// The length of the match that it followed; longer ones come first.
+    pub(crate) rank: usize,
+    /// Its share of what followed that, with room for what never did.
+    pub(crate) share: f64,
+}
+
+/// What a linear draft shall be.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Draft {
+    pub(crate) count: usize,
+    /// Shortest match that may draft.
+    pub(crate) shortest: usize,
+    /// Whether the draft goes on where the index's text ends.
+    pub(crate) open: bool,
+}
+
+/// Pushes with growth by an eighth: these are the large vectors, and doubling would leave half of them empty.
+pub(crate) fn push<T>(vector: &mut Vec<T>, value: T) {
+    if vector.len() == vector.capacity() {
+        vector.reserve_exact(vector.capacity() / 8 + 16);
+    }
+    vector.push(value);
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,210 @@
+//! The index against a matcher that compares every position.
+
+use proptest::prelude::*;
+
+use super::*;
+use crate::naive::Naive;
+
+fn own_draft(index: &Index, draft: Draft) -> Vec<u32> {
+    let mut suffix = index.tail().to_vec();
+    let start = suffix.len();
+    let first = index
+        .own_match()
+        .filter(|found| found.length >= draft.shortest);
+    if let Some(first) = first {
+        index.draft(first, draft, &mut suffix, &mut Scratch::default());
+    }
+    suffix.split_off(start)
+}
+
+fn check(index: &Index, shortest: usize) {
+    let naive = Naive {
+        text: index.text(),
+        depth: index.depth,
+    };
+    let draft = Draft {
+        count: 6,
+        shortest,
+        open: true,
+    };
+    let last = index.text.len() - 1;
+    if index.text[last] != BOUNDARY {
+        let found = index.own_match().map(|found| found.length);
+        assert_eq!(
+            found,
+            naive.own_match().map(|found| found.0),
+            "{:?}",
+            index.text()
+        );
+        let suffix = &index.text()[index.segment..];
+        assert_eq!(
+            own_draft(index, draft),
+            naive.draft(true, suffix, draft),
+            "{:?}",
+            index.text()
+        );
+    }
+}
+
+fn check_foreign(index: &Index, suffix: &[u32], shortest: usize) {
+    let naive = Naive {
+        text: index.text(),
+        depth: index.depth,
+    };
+    let draft = Draft {
+        count: 6,
+        shortest,
+        open: false,
+    };
+    let mut scratch = Scratch::default();
+    let found = index.find(suffix, index.depth, &mut scratch);
+    let expected = naive.find(suffix, index.depth, false);
+    assert_eq!(
+        found.map(|found| found.length),
+        expected.map(|found| found.0),
+        "{:?} {suffix:?}",
+        index.text()
+    );
+    let mut drafted = suffix.to_vec();
+    if let Some(found) = found.filter(|found| found.length >= shortest) {
+        index.draft(found, draft, &mut drafted, &mut scratch);
+    }
+    assert_eq!(
+        drafted[suffix.len()..],
+        naive.draft(false, suffix, draft),
+        "{:?} {suffix:?}",
+        index.text()
+    );
+}
+
+/// Everything that later appends and rewinds depend on.
+fn state(index: &Index) -> impl PartialEq + std::fmt::Debug + use<> {
+    let nodes = index
+        .nodes
+        .iter()
+        .map(|node| [node.best, node.best_count, node.count, node.depth]);
+    (
+        index.text.clone(),
+        nodes.collect::<Vec<_>>(),
+        index.path.clone(),
+        index.segment,
+    )
+}
+
+fn fibonacci(length: usize) -> Vec<u32> {
+    let (mut a, mut b) = (vec![1], vec![1, 2]);
+    while b.len() < length {
+        let next = [&b[..], &a[..]].concat();
+        (a, b) = (b, next);
+    }
+    b.truncate(length);
+    b
+}
+
+/// Every word of `order` letters once.
+fn de_bruijn(letters: u32, order: u32) -> Vec<u32> {
+    let words = letters.pow(order);
+    let mut seen = vec![false; words as usize];
+    let (mut word, mut text) = (0, vec![0; order as usize]);
+    seen[0] = true;
+    while let Some(letter) = (0..letters)
+        .rev()
+        .find(|letter| !seen[((word * letters + letter) % words) as usize])
+    {
+        word = (word * letters + letter) % words;
+        seen[word as usize] = true;
+        text.push(letter);
+    }
+    text
+}
+
+#[derive(Clone, Debug)]
+enum Change {
+    Append(Vec<u32>),
+    Repeat(usize, usize),
+    Rewind(usize),
+    End,
+}
+
+fn change() -> impl Strategy<Value = Change> {
+    prop_oneof![
+        4 => prop::collection::vec(0..3_u32, 1..8).prop_map(Change::Append),
+        2 => prop::collection::vec(0..50_u32, 1..8).prop_map(Change::Append),
+        4 => (0..200_usize, 1..12_usize).prop_map(|(from, count)| Change::Repeat(from, count)),
+        3 => (1..20_usize).prop_map(Change::Rewind),
+        1 => Just(Change::Rewind(1000)),
+        1 => Just(Change::End),
+    ]
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(300))]
+
+    #[test]
+    fn it_finds_what_a_comparison_finds(
+        depth in 1..8_usize, shortest in 1..3_usize, changes in prop::collection::vec(change(), 1..40),
+    ) {
+        let mut index = Index::new(depth, true);
+        for change in changes {
+            match change {
+                Change::Append(tokens) => index.extend(&tokens),
+                Change::Repeat(from, count) => {
+                    let tokens: Vec<_> = index.text().iter().skip(from).take(count).copied().collect();
+                    index.extend(&tokens);
+                }
+                Change::Rewind(count) => index.rewind(index.len().saturating_sub(count)),
+                Change::End => index.end_text(),
+            }
+            check(&index, shortest);
+            let text = index.text();
+            for end in 1..text.len().min(12) {
+                let start = text[..=end].iter().rposition(|&token| token == BOUNDARY).unwrap_or(0);
+                check_foreign(&index, &text[start..=end], shortest);
+                check_foreign(&index, &[&text[start..=end], &[1, 0]].concat(), shortest);
+            }
+        }
+    }
+
+    #[test]
+    fn rewinding_restores_what_was(
+        depth in 1..8_usize, tokens in prop::collection::vec(0..4_u32, 1..120), back in 1..60_usize,
+    ) {
+        let mut index = Index::new(depth, true);
+        let mut states = Vec::new();
+        for &token in &tokens {
+            states.push(state(&index));
+            index.append(if token == 3 { BOUNDARY } else { token });
+        }
+        while let Some(wanted) = states.pop().filter(|_| states.len() + back >= tokens.len()) {
+            index.rewind(states.len());
+            prop_assert_eq!(state(&index), wanted);
+        }
+        index.rewind(0);
+        prop_assert_eq!(state(&index), state(&Index::new(depth, true)));
+    }
+}
+
+#[test]
+fn adversarial_texts() {
+    let texts = [
+        vec![7; 60],
+        fibonacci(150),
+        de_bruijn(2, 6),
+        de_bruijn(3, 4),
+        (0..60).collect(),
+        [1, 2, 3, 4, 5].repeat(20),
+    ];
+    for text in texts {
+        for depth in [1, 2, 3, 5, 18, 255] {
+            let mut index = Index::new(depth, true);
+            for &token in &text {
+                index.append(token);
+                check(&index, 1);
+            }
+            for left in (0..text.len()).rev().step_by(7) {
+                index.rewind(left);
+                check(&index, 1);
+            }
+        }
+    }
+}

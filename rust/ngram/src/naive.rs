@@ -1,0 +1,121 @@
+//! What the index must find, by comparing every position.
+
+use crate::index::{BOUNDARY, Draft};
+
+/// What the index must find, from the text alone.
+pub(crate) struct Naive<'a> {
+    pub(crate) text: &'a [u32],
+    pub(crate) depth: usize,
+}
+
+impl Naive<'_> {
+    /// How many tokens before and at `position` match the end of `suffix`; a boundary is the last that can.
+    fn matching(&self, position: usize, suffix: &[u32]) -> usize {
+        let known = self.text[..=position].iter().rev();
+        let mut ended = false;
+        let matching = known
+            .zip(suffix.iter().rev())
+            .take_while(|(known, wanted)| {
+                let equal = !ended && known == wanted;
+                ended = **known == BOUNDARY;
+                equal
+            });
+        matching.take(self.depth).count()
+    }
+
+    /// All positions whose contexts end as `suffix` does, over `length` tokens.
+    pub(crate) fn matches(&self, suffix: &[u32], length: usize) -> Vec<usize> {
+        let positions = (0..self.text.len()).filter(|&position| self.text[position] != BOUNDARY);
+        positions
+            .filter(|&at| self.matching(at, suffix) >= length)
+            .collect()
+    }
+
+    pub(crate) fn continuation(&self, position: usize) -> Option<u32> {
+        let next = self.text.get(position + 1).copied();
+        next.filter(|&token| token != BOUNDARY)
+    }
+
+    /// The longest match that goes on, of at most `limit` tokens: its length, how it goes on, and where it is if it is the
+    /// only one.
+    pub(crate) fn find(
+        &self,
+        suffix: &[u32],
+        limit: usize,
+        open: bool,
+    ) -> Option<(usize, u32, Option<usize>)> {
+        let last = self.text.len() - 1;
+        (1..=limit.min(self.depth)).rev().find_map(|length| {
+            let matching = self.matches(suffix, length);
+            if let [only] = matching[..] {
+                let next = self.continuation(only);
+                let next = next.or((only == last && open).then_some(BOUNDARY))?;
+                return Some((length, next, Some(only)));
+            }
+            Some((length, self.most_frequent(&matching)?, None))
+        })
+    }
+
+    /// The continuation that most of these positions have; of several the newest.
+    pub(crate) fn most_frequent(&self, positions: &[usize]) -> Option<u32> {
+        let next = positions
+            .iter()
+            .filter_map(|&at| Some((at, self.continuation(at)?)));
+        let next: Vec<_> = next.collect();
+        let count = |token| next.iter().filter(|(_, other)| *other == token).count();
+        let best = next.iter().max_by_key(|(at, token)| (count(*token), *at));
+        best.map(|&(_, token)| token)
+    }
+
+    /// The longest match of the text's own end before it, and how it goes on.
+    pub(crate) fn own_match(&self) -> Option<(usize, u32)> {
+        let last = self.text.len() - 1;
+        let ended = self.text[last] == BOUNDARY;
+        (1..=self.depth)
+            .rev()
+            .filter(|_| !ended)
+            .find_map(|length| {
+                let mut matching = self.matches(self.text, length);
+                matching.retain(|&at| at < last);
+                Some((length, self.most_frequent(&matching)?))
+            })
+    }
+
+    pub(crate) fn draft(&self, own: bool, suffix: &[u32], draft: Draft) -> Vec<u32> {
+        let mut text = suffix.to_vec();
+        let start = text.len();
+        let mut limit = self.depth;
+        while text.len() < start + draft.count {
+            let first = own && text.len() == start;
+            let found = if first {
+                self.own_match()
+                    .map(|(length, token)| (length, token, None))
+            } else {
+                self.find(&text, limit, draft.open)
+            };
+            let Some((length, token, only)) = found.filter(|found| found.0 >= draft.shortest)
+            else {
+                break;
+            };
+            if let Some(only) = only {
+                let mut whole = self.text.to_vec();
+                if draft.open {
+                    whole.extend(&text[start..]);
+                }
+                let mut at = only + 1;
+                while text.len() < start + draft.count && at < whole.len() && whole[at] != BOUNDARY
+                {
+                    text.push(whole[at]);
+                    if draft.open {
+                        whole.push(whole[at]);
+                    }
+                    at += 1;
+                }
+                break;
+            }
+            text.push(token);
+            limit = length + 1;
+        }
+        text.split_off(start)
+    }
+}

@@ -1,0 +1,235 @@
+//! How many drafts to try, so that nobody gets slower.
+//!
+//! A verified draft costs a row. Rows cost by steps, since graphs exist for a ladder of row counts; a draft is worth the
+//! probability that it is accepted. Both are learnt while serving: [`cost`] from the times of steps, [`acceptance`] from
+//! what became of earlier drafts. For each batch drafts are taken in the order of their probability, as many as give
+//! the most tokens per second.
+//!
+//! A context whose drafts fail gets none: it is quiet. So that it is heard again when it starts to repeat itself, drafts
+//! that are not worth their row are tried now and then, within [`PROBE_ROWS`] of the rows and [`PROBE_TIME`] of the time.
+//!
+//! Nothing here reads a clock or draws a random number.
+
+mod acceptance;
+mod cost;
+
+use std::fmt;
+use std::time::Duration;
+
+use acceptance::Acceptance;
+use cost::Cost;
+
+/// Share of the rows that may be spent on probes.
+const PROBE_ROWS: f64 = 1.0 / 128.0;
+/// Share of the time that may be spent on them.
+const PROBE_TIME: f64 = 1.0 / 256.0;
+/// Rows that probes may save up.
+const MOST_PROBES: f64 = 4.0;
+/// Drafts less probable than this are not worth their trouble, even in rows that are there anyway.
+const LEAST: f64 = 0.03;
+/// Drafts must make a step better by this factor: times are never quite right.
+const GAIN: f64 = 1.01;
+
+/// What a request could have verified.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Offer {
+    /// The context's id.
+    pub context: u64,
+    /// Tokens that matched before the first draft.
+    pub match_length: usize,
+    /// Tokens that are drafted.
+    pub drafts: usize,
+}
+
+/// What was tried so far. It is written to logs as a line.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Counters {
+    /// Batches that were chosen for.
+    pub steps: u64,
+    /// Drafts that were verified.
+    pub drafted: u64,
+    /// Drafts that were accepted.
+    pub accepted: u64,
+    /// Drafts that were tried only to learn.
+    pub probes: u64,
+    /// Requests of the last batch that had drafts, none of which was likely enough.
+    pub quiet: usize,
+    /// Requests of the last batch.
+    pub requests: usize,
+}
+
+impl fmt::Display for Counters {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self {
+            steps,
+            drafted,
+            accepted,
+            probes,
+            quiet,
+            requests,
+        } = self;
+        let percent = 100.0 * *accepted as f64 / (*drafted).max(1) as f64;
+        write!(
+            f,
+            "{accepted} of {drafted} drafts accepted ({percent:.0} %) in {steps} steps, {probes} probes, \
+             {quiet} of {requests} contexts quiet"
+        )
+    }
+}
+
+/// A draft that may be taken: all before it in its request are more probable.
+#[derive(Clone, Copy, Debug)]
+struct Choice {
+    probability: f64,
+    request: usize,
+}
+
+/// Chooses how many drafts of each request are verified.
+#[derive(Debug)]
+pub struct Policy {
+    most: usize,
+    acceptance: Acceptance,
+    cost: Cost,
+    counters: Counters,
+    choices: Vec<Choice>,
+    /// Rows and seconds that probes may take.
+    probe_rows: f64,
+    probe_time: f64,
+    /// The request that probes start with, so that all have their turn.
+    turn: usize,
+}
+
+impl Policy {
+    /// A policy for at most `num_drafts` drafts per request, and for graphs with so many rows. A step with more rows than
+    /// the largest gets no drafts.
+    #[must_use]
+    pub fn new(num_drafts: usize, rungs: &[usize]) -> Self {
+        Self {
+            most: num_drafts,
+            acceptance: Acceptance::default(),
+            cost: Cost::new(rungs),
+            counters: Counters::default(),
+            choices: Vec::new(),
+            probe_rows: 0.0,
+            probe_time: 0.0,
+            turn: 0,
+        }
+    }
+
+    /// What was tried so far.
+    #[must_use]
+    pub fn counters(&self) -> Counters {
+        self.counters
+    }
+
+    /// Chooses for a batch with one row for each request: how many of its drafts to verify.
+    pub fn choose(&mut self, offers: &[Offer], lengths: &mut Vec<usize>) {
+        lengths.clear();
+        lengths.resize(offers.len(), 0);
+        self.counters.steps += 1;
+        self.counters.requests = offers.len();
+        self.rank(offers);
+        for choice in &self.choices[..self.worthwhile(offers.len())] {
+            lengths[choice.request] += 1;
+        }
+        self.probe(offers, lengths);
+    }
+
+    /// Lists all drafts that are likely enough, the most probable first.
+    fn rank(&mut self, offers: &[Offer]) {
+        self.choices.clear();
+        self.counters.quiet = 0;
+        for (request, offer) in offers.iter().enumerate() {
+            let odds = self.acceptance.odds(offer.context);
+            let (before, mut probability) = (self.choices.len(), 1.0);
+            for draft in 0..offer.drafts.min(self.most) {
+                let length = offer.match_length + draft;
+                probability *= self.acceptance.probability(length, odds);
+                if probability < LEAST {
+                    break;
+                }
+                self.choices.push(Choice {
+                    probability,
+                    request,
+                });
+            }
+            let silent = offer.drafts > 0 && self.choices.len() == before;
+            self.counters.quiet += usize::from(silent);
+        }
+        // Stable: drafts of one request stay in their order.
+        self.choices
+            .sort_by(|a, b| b.probability.total_cmp(&a.probability));
+    }
+
+    /// How many of the ranked drafts give the most tokens per second.
+    fn worthwhile(&self, requests: usize) -> usize {
+        let Some(alone) = self.cost.of(requests, requests) else {
+            return 0;
+        };
+        let mut tokens = requests as f64;
+        let mut best = (0, GAIN * tokens / alone);
+        for (index, choice) in self.choices.iter().enumerate() {
+            tokens += choice.probability;
+            let Some(cost) = self.cost.of(requests + index + 1, requests) else {
+                break;
+            };
+            if tokens / cost > best.1 {
+                best = (index + 1, tokens / cost);
+            }
+        }
+        best.0
+    }
+
+    /// Tries drafts of requests that got none, if they may cost that much.
+    fn probe(&mut self, offers: &[Offer], lengths: &mut [usize]) {
+        let rows = offers.len() + lengths.iter().sum::<usize>();
+        let Some(cost) = self.cost.of(rows, rows) else {
+            return;
+        };
+        self.probe_time = (self.probe_time + PROBE_TIME * cost).min(2.0 * cost);
+        self.probe_rows = (self.probe_rows + PROBE_ROWS * offers.len() as f64)
+            .min(MOST_PROBES.max(PROBE_ROWS * offers.len() as f64));
+        let waiting = |request: usize| offers[request].drafts > 0 && self.most > 0;
+        let turns = (0..offers.len()).map(|turn| (self.turn + turn) % offers.len());
+        let turns = turns.filter(|&request| lengths[request] == 0 && waiting(request));
+        let turns: Vec<usize> = turns.take(self.probe_rows as usize).collect();
+        let Some(&last) = turns.last() else { return };
+        let Some(more) = self.cost.at_most(rows + turns.len(), rows) else {
+            return;
+        };
+        if more - cost > self.probe_time {
+            return;
+        }
+        self.probe_time -= more - cost;
+        self.probe_rows -= turns.len() as f64;
+        self.counters.probes += turns.len() as u64;
+        self.turn = last + 1;
+        for request in turns {
+            lengths[request] = 1;
+        }
+    }
+
+    /// Learns that the first `accepted` of `drafted` tokens were right. The match length is the offer's.
+    pub fn verified(&mut self, context: u64, match_length: usize, drafted: usize, accepted: usize) {
+        let accepted = accepted.min(drafted);
+        self.counters.drafted += drafted as u64;
+        self.counters.accepted += accepted as u64;
+        for draft in 0..drafted.min(accepted + 1) {
+            let right = draft < accepted;
+            self.acceptance.learn(context, match_length + draft, right);
+        }
+    }
+
+    /// Learns how long a step with so many rows took.
+    pub fn timed(&mut self, rows: usize, time: Duration) {
+        self.cost.learn(rows, time.as_secs_f64());
+    }
+
+    /// Forgets a context.
+    pub fn release(&mut self, context: u64) {
+        self.acceptance.release(context);
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,185 @@
+//! How likely a draft is accepted, by the length of its match and by its context.
+//!
+//! For each match length all contexts share decayed counts of right and wrong drafts; a length of which little is known is
+//! taken to be like all lengths together. A context has its own counts, and
+//! the counts that were to be expected of it; their odds ratio is what it differs by from the others.
+
+use rustc_hash::FxHashMap;
+
+/// Weight of what lies one draft further back, in the counts of all contexts.
+const KEPT: f64 = 0.998;
+/// The same in the counts of one context.
+const KEPT_BY_CONTEXT: f32 = 0.95;
+/// Match lengths up to each of these are counted together; longer ones, too.
+const LENGTHS: [usize; 8] = [1, 2, 3, 4, 6, 8, 12, 18];
+/// Contexts of a generation.
+const CONTEXTS: usize = 1 << 15;
+
+/// Weight of what is expected against what was seen, in drafts.
+const PRIOR: f64 = 2.0;
+
+#[derive(Clone, Copy, Debug, Default)]
+struct Count {
+    right: f64,
+    wrong: f64,
+}
+
+impl Count {
+    fn probability(self, expected: f64) -> f64 {
+        (self.right + PRIOR * expected) / (self.right + self.wrong + PRIOR)
+    }
+
+    fn learn(&mut self, right: bool) {
+        self.right = self.right * KEPT + f64::from(u8::from(right));
+        self.wrong = self.wrong * KEPT + f64::from(u8::from(!right));
+    }
+}
+
+#[derive(Clone, Copy, Debug, Default)]
+struct Record {
+    right: f32,
+    wrong: f32,
+    /// What `right` would be if the context were like all.
+    expected: f32,
+}
+
+impl Record {
+    /// The context's odds over those of all; one unit of evidence for their being alike.
+    fn odds(self) -> f64 {
+        let all = self.right + self.wrong;
+        let right = (self.right + 1.0) / (self.expected + 1.0);
+        let wrong = (self.wrong + 1.0) / (all - self.expected + 1.0);
+        f64::from(right / wrong)
+    }
+}
+
+#[derive(Debug, Default)]
+pub(super) struct Acceptance {
+    counts: [Count; LENGTHS.len() + 1],
+    /// Of all lengths.
+    all: Count,
+    /// Contexts that were heard of lately, and those before them; so many contexts that nobody releases do no harm.
+    young: FxHashMap<u64, Record>,
+    old: FxHashMap<u64, Record>,
+}
+
+fn class(length: usize) -> usize {
+    LENGTHS.partition_point(|&longest| longest < length)
+}
+
+impl Acceptance {
+    /// What a context's odds are multiplied by.
+    pub(super) fn odds(&self, context: u64) -> f64 {
+        let record = self.young.get(&context).or_else(|| self.old.get(&context));
+        record.map_or(1.0, |record| record.odds())
+    }
+
+    /// Probability that the draft behind a match of this length is right, if those before it are.
+    pub(super) fn probability(&self, length: usize, odds: f64) -> f64 {
+        let probability = self.common(class(length));
+        let odds = odds * probability / (1.0 - probability);
+        odds / (1.0 + odds)
+    }
+
+    /// The probability over all contexts.
+    fn common(&self, class: usize) -> f64 {
+        self.counts[class].probability(self.all.probability(0.5))
+    }
+
+    pub(super) fn learn(&mut self, context: u64, length: usize, right: bool) {
+        let class = class(length);
+        let expected = self.common(class) as f32;
+        self.counts[class].learn(right);
+        self.all.learn(right);
+        let record = self.record(context);
+        record.right = record.right * KEPT_BY_CONTEXT + f32::from(u8::from(right));
+        record.wrong = record.wrong * KEPT_BY_CONTEXT + f32::from(u8::from(!right));
+        record.expected = record.expected * KEPT_BY_CONTEXT + expected;
+    }
+
+    fn record(&mut self, context: u64) -> &mut Record {
+        if self.young.len() >= CONTEXTS && !self.young.contains_key(&context) {
+            std::mem::swap(&mut self.young, &mut self.old);
+            self.young.clear();
+        }
+        let old = &mut self.old;
+        let record = self.young.entry(context);
+        record.or_insert_with(|| old.remove(&context).unwrap_or_default())
+    }
+
+    pub(super) fn release(&mut self, context: u64) {
+        self.young.remove(&context);
+        self.old.remove(&context);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn contexts_differ_from_what_all_have_in_common() {
+        let mut acceptance = Acceptance::default();
+        for round in 0..2000 {
+            acceptance.learn(1, 2, round % 10 != 0);
+            acceptance.learn(2, 2, round % 10 == 0);
+            acceptance.learn(3, 9, true);
+        }
+        let probability =
+            |length, context| acceptance.probability(length, acceptance.odds(context));
+        for (length, context, wanted) in [
+            (2, 1, 0.9),
+            (2, 2, 0.1),
+            (2, 4, 0.5),
+            (9, 3, 1.0),
+            (9, 4, 1.0),
+        ] {
+            let found = probability(length, context);
+            assert!(
+                (found - wanted).abs() < 0.06,
+                "{found} for {context} at {length}"
+            );
+        }
+        // Nothing is known of this length: it is like the others.
+        let all = probability(30, 4);
+        assert!((all - 2.0 / 3.0).abs() < 0.06, "{all}");
+    }
+
+    #[test]
+    fn a_change_is_noticed() {
+        let mut acceptance = Acceptance::default();
+        (0..1000).for_each(|_| acceptance.learn(1, 2, false));
+        assert!(acceptance.probability(2, acceptance.odds(1)) < 0.01);
+        (0..60).for_each(|_| acceptance.learn(1, 2, true));
+        assert!(acceptance.probability(2, acceptance.odds(1)) > 0.5);
+        assert!(
+            acceptance.probability(2, 1.0) < 0.2,
+            "the others have not changed yet"
+        );
+    }
+
+    #[test]
+    fn forgotten_contexts_do_not_accumulate() {
+        let mut acceptance = Acceptance::default();
+        for context in 0..1_000_000 {
+            acceptance.learn(context, 2, true);
+        }
+        assert!(acceptance.young.len() + acceptance.old.len() <= 2 * CONTEXTS);
+        acceptance.release(999_999);
+        assert!((acceptance.odds(999_999) - 1.0).abs() < 1e-9);
+        // One that is heard of again moves to the young ones.
+        let old = *acceptance.old.keys().next().unwrap();
+        acceptance.learn(old, 2, true);
+        assert!(acceptance.young.contains_key(&old) && !acceptance.old.contains_key(&old));
+        let Record { right, wrong, .. } = acceptance.young[&old];
+        assert_eq!((right, wrong), (1.95, 0.0));
+    }
+
+    #[test]
+    fn lengths_are_told_apart_while_it_matters() {
+        assert_eq!(
+            [0, 1, 2, 3, 4, 5, 6, 7, 12, 13, 18, 19, 300].map(class),
+            [0, 0, 1, 2, 3, 4, 4, 5, 6, 7, 7, 8, 8]
+        );
+    }
+}

@@ -1,0 +1,319 @@
+//! The policy against simulated contexts and costs.
+
+use super::*;
+
+/// Rows of the graphs.
+const RUNGS: [usize; 14] = [1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256];
+const MOST: usize = 8;
+
+/// Pseudo-random numbers from 0 to 1.
+struct Random(u64);
+
+impl Random {
+    fn next(&mut self) -> f64 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        (self.0 >> 11) as f64 / (1_u64 << 53) as f64
+    }
+}
+
+/// Seconds of a step, by the rows of its graph.
+type Curve = fn(f64) -> f64;
+
+/// Small steps wait for the weights, large ones compute.
+const ROOFLINE: Curve = |rows| 1e-3 * (1.0 + rows / 400.0).max(rows / 40.0);
+const FLAT: Curve = |_| 1e-3;
+/// Every row costs as much as the first.
+const LINEAR: Curve = |rows| 1e-4 * rows;
+
+struct World {
+    /// Probability that a draft of each context is right.
+    rates: Vec<f64>,
+    curve: Curve,
+    random: Random,
+}
+
+/// What was gained in a stretch of steps.
+#[derive(Clone, Copy, Default)]
+struct Outcome {
+    tokens: f64,
+    seconds: f64,
+    drafts: f64,
+    rows: f64,
+}
+
+impl Outcome {
+    fn speed(self) -> f64 {
+        self.tokens / self.seconds
+    }
+}
+
+impl World {
+    fn new(rates: &[f64], curve: Curve) -> Self {
+        Self {
+            rates: rates.to_vec(),
+            curve,
+            random: Random(42),
+        }
+    }
+
+    fn seconds(&mut self, rows: usize) -> f64 {
+        let rung = RUNGS.into_iter().find(|&rung| rung >= rows);
+        let noise = 0.95 + 0.1 * self.random.next();
+        (self.curve)(rung.expect("a graph") as f64) * noise
+    }
+
+    fn accepted(&mut self, context: usize, drafts: usize) -> usize {
+        (0..drafts)
+            .take_while(|_| self.random.next() < self.rates[context])
+            .count()
+    }
+
+    /// Every context drafts so many tokens in every step.
+    fn fixed(&mut self, drafts: usize, steps: usize) -> Outcome {
+        let mut outcome = Outcome::default();
+        let contexts = self.rates.len();
+        for _ in 0..steps {
+            let accepted: usize = (0..contexts)
+                .map(|context| self.accepted(context, drafts))
+                .sum();
+            outcome.tokens += (contexts + accepted) as f64;
+            outcome.seconds += self.seconds(contexts * (1 + drafts));
+        }
+        outcome
+    }
+
+    /// The best that one length for all can do.
+    fn best_fixed(&mut self, steps: usize) -> f64 {
+        let contexts = self.rates.len();
+        let largest = RUNGS[RUNGS.len() - 1];
+        let lengths = (0..=MOST).filter(|drafts| contexts * (1 + drafts) <= largest);
+        lengths
+            .map(|drafts| self.fixed(drafts, steps).speed())
+            .fold(0.0, f64::max)
+    }
+
+    fn run(&mut self, policy: &mut Policy, steps: usize) -> Outcome {
+        let (mut outcome, mut lengths) = (Outcome::default(), Vec::new());
+        for step in 0..steps {
+            let offer = |context: usize| Offer {
+                context: context as u64 + 1,
+                match_length: 1 + (step + context) % 20,
+                drafts: MOST,
+            };
+            let offers: Vec<_> = (0..self.rates.len()).map(offer).collect();
+            policy.choose(&offers, &mut lengths);
+            let mut rows = offers.len();
+            for (context, (offer, &drafts)) in offers.iter().zip(&lengths).enumerate() {
+                let accepted = self.accepted(context, drafts);
+                if drafts > 0 {
+                    policy.verified(offer.context, offer.match_length, drafts, accepted);
+                }
+                rows += drafts;
+                outcome.tokens += (1 + accepted) as f64;
+                outcome.drafts += drafts as f64;
+            }
+            let seconds = self.seconds(rows);
+            outcome.seconds += seconds;
+            outcome.rows += rows as f64;
+            policy.timed(rows, Duration::from_secs_f64(seconds));
+        }
+        outcome
+    }
+}
+
+fn policy() -> Policy {
+    Policy::new(MOST, &RUNGS)
+}
+
+#[test]
+fn nothing_accepted_costs_nothing() {
+    for curve in [ROOFLINE, FLAT, LINEAR] {
+        for contexts in [1, 3, 8, 32, 64, 200, 256] {
+            let mut world = World::new(&vec![0.0; contexts], curve);
+            let (mut policy, steps) = (policy(), 3000);
+            let plain = world.fixed(0, steps).speed();
+            let first = world.run(&mut policy, steps);
+            let gained = first.speed() / plain;
+            assert!(
+                gained > 0.98,
+                "{gained} with {contexts} contexts from the start"
+            );
+            world.run(&mut policy, steps);
+            let later = world.run(&mut policy, steps);
+            let gained = later.speed() / plain;
+            assert!(gained > 0.99, "{gained} with {contexts} contexts");
+            assert!(
+                later.drafts < 0.01 * later.rows,
+                "{} of {} rows",
+                later.drafts,
+                later.rows
+            );
+            let Counters {
+                quiet, requests, ..
+            } = policy.counters();
+            // With all rows of the largest graph taken nothing is ever tried.
+            let tried = contexts < RUNGS[RUNGS.len() - 1];
+            assert_eq!(quiet, if tried { requests } else { 0 });
+        }
+    }
+}
+
+#[test]
+fn it_is_as_good_as_the_best_fixed_length() {
+    let mixed = |count: usize| (0..count).map(|at| [0.95, 0.7, 0.3, 0.0][at % 4]).collect();
+    let worlds: [Vec<f64>; 7] = [
+        vec![0.9],
+        vec![0.5; 4],
+        vec![0.95; 16],
+        vec![0.8; 64],
+        mixed(8),
+        mixed(32),
+        mixed(64),
+    ];
+    for curve in [ROOFLINE, FLAT, LINEAR] {
+        for rates in &worlds {
+            let mut world = World::new(rates, curve);
+            let best = world.best_fixed(2000);
+            let mut policy = policy();
+            world.run(&mut policy, 1000);
+            let found = world.run(&mut policy, 4000).speed() / best;
+            assert!(found > 0.96, "{found} of the best with {rates:?}");
+        }
+    }
+}
+
+#[test]
+fn it_beats_every_fixed_length_when_contexts_differ() {
+    let rates: Vec<_> = (0..32)
+        .map(|at| if at % 2 == 0 { 0.98 } else { 0.02 })
+        .collect();
+    let mut world = World::new(&rates, ROOFLINE);
+    let best = world.best_fixed(2000);
+    let mut policy = policy();
+    world.run(&mut policy, 1000);
+    let found = world.run(&mut policy, 4000).speed() / best;
+    assert!(found > 1.3, "{found}");
+}
+
+#[test]
+fn a_quiet_context_is_heard_again() {
+    let mut world = World::new(&[0.0; 4], ROOFLINE);
+    let mut policy = policy();
+    world.run(&mut policy, 3000);
+    world.rates = vec![0.95; 4];
+    world.run(&mut policy, 6000);
+    let best = world.best_fixed(2000);
+    let found = world.run(&mut policy, 1000).speed() / best;
+    assert!(found > 0.95, "{found}");
+    assert_eq!(policy.counters().quiet, 0);
+}
+
+#[test]
+fn drafts_go_to_those_who_use_them() {
+    let mut world = World::new(&[0.95, 0.05], LINEAR);
+    let mut policy = policy();
+    world.run(&mut policy, 2000);
+    policy.cost = Cost::new(&RUNGS);
+    policy.timed(2, Duration::from_millis(1));
+    policy.timed(4, Duration::from_millis(1));
+    let offers = [1, 2].map(|context| Offer {
+        context,
+        match_length: 5,
+        drafts: 8,
+    });
+    let mut lengths = Vec::new();
+    policy.choose(&offers, &mut lengths);
+    assert_eq!(lengths, [6, 0], "the free rows and the next rung");
+    policy.timed(8, Duration::from_millis(3));
+    policy.choose(&offers, &mut lengths);
+    assert_eq!(lengths, [2, 0], "the free rows");
+}
+
+#[test]
+fn no_more_than_what_is_there() {
+    let mut policy = Policy::new(3, &RUNGS);
+    let mut lengths = vec![7];
+    policy.choose(&[], &mut lengths);
+    assert_eq!(lengths, []);
+    for rows in RUNGS {
+        policy.timed(rows, Duration::from_millis(1));
+    }
+    let offer = |drafts| Offer {
+        context: 1,
+        match_length: 4,
+        drafts,
+    };
+    policy.choose(&[offer(0), offer(2), offer(9)], &mut lengths);
+    assert_eq!(lengths, [0, 2, 3]);
+    policy.choose(&[offer(9); 300], &mut lengths);
+    assert_eq!(lengths, [0; 300], "no graph has so many rows");
+    policy.choose(&[offer(9); 200], &mut lengths);
+    assert_eq!(
+        lengths.iter().sum::<usize>(),
+        56,
+        "the rows that the largest has left"
+    );
+    let mut none = Policy::new(0, &RUNGS);
+    none.timed(4, Duration::from_millis(1));
+    for _ in 0..1000 {
+        none.choose(&[offer(9); 4], &mut lengths);
+        assert_eq!(lengths, [0; 4]);
+    }
+}
+
+#[test]
+fn the_same_history_gives_the_same_choices() {
+    let run = || {
+        let mut policy = policy();
+        let outcome = World::new(&[0.9, 0.4, 0.0], ROOFLINE).run(&mut policy, 500);
+        (outcome.tokens, outcome.drafts, policy.counters())
+    };
+    assert_eq!(run(), run());
+}
+
+#[test]
+fn counters_make_a_line() {
+    let mut policy = policy();
+    policy.verified(1, 3, 4, 3);
+    policy.verified(1, 3, 2, 9);
+    let mut lengths = Vec::new();
+    policy.choose(
+        &[Offer {
+            context: 1,
+            match_length: 3,
+            drafts: 1,
+        }],
+        &mut lengths,
+    );
+    let line = "5 of 6 drafts accepted (83 %) in 1 steps, 0 probes, 0 of 1 contexts quiet";
+    assert_eq!(policy.counters().to_string(), line);
+}
+
+#[test]
+fn probes_go_round() {
+    let mut world = World::new(&[0.0; 5], ROOFLINE);
+    let mut policy = policy();
+    world.run(&mut policy, 3000);
+    let offers: Vec<_> = (1..=5)
+        .map(|context| Offer {
+            context,
+            match_length: 5,
+            drafts: 8,
+        })
+        .collect();
+    let (mut lengths, mut probes) = (Vec::new(), [0; 5]);
+    for _ in 0..5000 {
+        policy.choose(&offers, &mut lengths);
+        for (probes, length) in probes.iter_mut().zip(&lengths) {
+            *probes += length;
+        }
+        policy.timed(5 + lengths.iter().sum::<usize>(), Duration::from_millis(1));
+    }
+    let fewest = probes.iter().min().copied().unwrap_or(0);
+    assert!(
+        fewest > 30 && probes.iter().all(|&count| count <= fewest + 1),
+        "{probes:?}"
+    );
+}

@@ -1,0 +1,328 @@
+//! The edges of a trie: (node, token) to child, in one hash table that grows in small steps.
+//!
+//! Extendible hashing: a directory over the hash's leading bits names segments, and a full segment is split in two. Below
+//! its largest size a segment grows by a quarter. So no insertion moves more than one segment's slots, and the load stays
+//! between two thirds and [`FULL`] at every size. Within a segment: linear probing, and removal that shifts back.
+
+/// Slots of the largest segment.
+const SEGMENT: usize = 1024;
+/// Slots of the first segment, allocated with the first edge.
+const SMALLEST: usize = 8;
+/// A segment with more of its slots taken grows or is split.
+const FULL: f64 = 0.85;
+/// Splits stop here, so that keys that hash alike cannot make the directory grow without end.
+const MAX_BITS: u32 = 24;
+
+/// What an edge leads to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Child {
+    /// An inner node, by number.
+    Node(u32),
+    /// The context that ends at this position of the text.
+    Leaf(u32),
+}
+
+const LEAF: u32 = 1 << 31;
+
+impl Child {
+    fn pack(self) -> u32 {
+        match self {
+            Self::Node(id) => id,
+            Self::Leaf(position) => position | LEAF,
+        }
+    }
+
+    fn unpack(word: u32) -> Self {
+        if word & LEAF == 0 {
+            Self::Node(word)
+        } else {
+            Self::Leaf(word & !LEAF)
+        }
+    }
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Slot {
+    node: u32,
+    token: u32,
+    child: u32,
+}
+
+/// No child has this word: positions end below it.
+const EMPTY: Slot = Slot {
+    node: 0,
+    token: 0,
+    child: u32::MAX,
+};
+
+impl Slot {
+    fn is_empty(self) -> bool {
+        self.child == EMPTY.child
+    }
+
+    fn hash(self) -> u64 {
+        hash(self.node, self.token)
+    }
+}
+
+/// A multiplication whose upper half is folded back, as in wyhash.
+fn hash(node: u32, token: u32) -> u64 {
+    let key = u64::from(node) << 32 | u64::from(token);
+    let wide = u128::from(key ^ 0x9e37_79b9_7f4a_7c15) * 0xe703_7ed1_a0b4_28db;
+    (wide as u64) ^ (wide >> 64) as u64
+}
+
+#[derive(Clone, Debug)]
+struct Segment {
+    slots: Box<[Slot]>,
+    taken: usize,
+    /// Leading bits that all hashes of this segment share.
+    bits: u32,
+}
+
+impl Segment {
+    fn new(slots: usize, bits: u32) -> Self {
+        Self {
+            slots: vec![EMPTY; slots].into_boxed_slice(),
+            taken: 0,
+            bits,
+        }
+    }
+
+    fn home(&self, hash: u64) -> usize {
+        (((hash & 0xffff_ffff) * self.slots.len() as u64) >> 32) as usize
+    }
+
+    fn after(&self, index: usize) -> usize {
+        if index + 1 == self.slots.len() {
+            0
+        } else {
+            index + 1
+        }
+    }
+
+    /// The slot of this key, or the empty one where it belongs. There is always an empty one.
+    fn find(&self, node: u32, token: u32, hash: u64) -> usize {
+        let mut index = self.home(hash);
+        loop {
+            let slot = self.slots[index];
+            if slot.is_empty() || (slot.node == node && slot.token == token) {
+                return index;
+            }
+            index = self.after(index);
+        }
+    }
+
+    fn put(&mut self, slot: Slot) {
+        let index = self.find(slot.node, slot.token, slot.hash());
+        self.taken += usize::from(self.slots[index].is_empty());
+        self.slots[index] = slot;
+    }
+
+    fn is_full(&self) -> bool {
+        (self.taken + 1) as f64 > self.slots.len() as f64 * FULL
+    }
+
+    /// Empties a slot and moves up those behind it that had to give way.
+    fn clear(&mut self, mut hole: usize) {
+        self.taken -= 1;
+        let mut index = hole;
+        loop {
+            index = self.after(index);
+            let slot = self.slots[index];
+            if slot.is_empty() {
+                break;
+            }
+            let length = self.slots.len();
+            let way = |from: usize| (index + length - from) % length;
+            // It may move if the hole lies on its way from home.
+            if way(self.home(slot.hash())) >= way(hole) {
+                self.slots[hole] = slot;
+                hole = index;
+            }
+        }
+        self.slots[hole] = EMPTY;
+    }
+
+    /// The slots in a segment of another size, and those whose next bit is set in a second one if it is to be split.
+    fn rebuilt(&self, slots: usize, split: bool) -> (Self, Self) {
+        let bits = self.bits + u32::from(split);
+        let mut low = Self::new(slots, bits);
+        let mut high = Self::new(if split { slots } else { 0 }, bits);
+        for &slot in self.slots.iter().filter(|slot| !slot.is_empty()) {
+            let upper = split && prefix(slot.hash(), bits) & 1 == 1;
+            let half = if upper { &mut high } else { &mut low };
+            while half.is_full() {
+                *half = half.rebuilt(larger(half.slots.len()), false).0;
+            }
+            half.put(slot);
+        }
+        (low, high)
+    }
+}
+
+/// The leading bits of a hash.
+fn prefix(hash: u64, bits: u32) -> usize {
+    (hash >> 1 >> (63 - bits)) as usize
+}
+
+/// Doubling while small, then a quarter more.
+fn larger(slots: usize) -> usize {
+    match slots {
+        0..SMALLEST => SMALLEST,
+        SMALLEST..64 => 2 * slots,
+        _ => slots + slots / 4,
+    }
+}
+
+/// (node, token) to child.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Table {
+    segments: Vec<Segment>,
+    /// Segment of each value of the leading `bits` bits.
+    directory: Vec<u32>,
+    bits: u32,
+    /// Slots of all segments.
+    slots: usize,
+}
+
+impl Table {
+    /// Heap memory in bytes.
+    pub(crate) fn bytes(&self) -> usize {
+        self.slots * size_of::<Slot>()
+            + self.segments.capacity() * size_of::<Segment>()
+            + self.directory.capacity() * size_of::<u32>()
+    }
+
+    pub(crate) fn get(&self, node: u32, token: u32) -> Option<Child> {
+        let hash = hash(node, token);
+        let &segment = self.directory.get(prefix(hash, self.bits))?;
+        let segment = &self.segments[segment as usize];
+        let slot = segment.slots[segment.find(node, token, hash)];
+        (!slot.is_empty()).then(|| Child::unpack(slot.child))
+    }
+
+    /// Adds an edge, or lets it lead elsewhere.
+    pub(crate) fn set(&mut self, node: u32, token: u32, child: Child) {
+        let hash = hash(node, token);
+        if self.directory.is_empty() {
+            self.segments.push(Segment::new(SMALLEST, 0));
+            self.directory.push(0);
+            self.slots = SMALLEST;
+        }
+        let mut number = self.directory[prefix(hash, self.bits)] as usize;
+        while self.segments[number].is_full() {
+            self.make_room(number);
+            number = self.directory[prefix(hash, self.bits)] as usize;
+        }
+        let child = child.pack();
+        self.segments[number].put(Slot { node, token, child });
+    }
+
+    /// Removes an edge, if it is there.
+    pub(crate) fn remove(&mut self, node: u32, token: u32) {
+        let hash = hash(node, token);
+        let Some(&number) = self.directory.get(prefix(hash, self.bits)) else {
+            return;
+        };
+        let segment = &mut self.segments[number as usize];
+        let index = segment.find(node, token, hash);
+        if !segment.slots[index].is_empty() {
+            segment.clear(index);
+        }
+    }
+
+    fn make_room(&mut self, number: usize) {
+        let segment = &self.segments[number];
+        let size = segment.slots.len();
+        self.slots -= size;
+        if size < SEGMENT || segment.bits >= MAX_BITS {
+            let grown = segment.rebuilt(larger(size), false).0;
+            self.slots += grown.slots.len();
+            self.segments[number] = grown;
+            return;
+        }
+        let (low, high) = segment.rebuilt((size * 5).div_ceil(8), true);
+        self.slots += low.slots.len() + high.slots.len();
+        self.double_directory(low.bits);
+        let added = self.segments.len();
+        let bits = low.bits;
+        let shift = self.bits - bits;
+        for (value, entry) in self.directory.iter_mut().enumerate() {
+            if *entry as usize == number && (value >> shift) & 1 == 1 {
+                *entry = added as u32;
+            }
+        }
+        self.segments[number] = low;
+        self.segments.push(high);
+    }
+
+    /// Makes the directory tell hashes apart by so many bits.
+    fn double_directory(&mut self, bits: u32) {
+        while self.bits < bits {
+            self.directory = self
+                .directory
+                .iter()
+                .flat_map(|&entry| [entry; 2])
+                .collect();
+            self.bits += 1;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashMap;
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(64))]
+
+        #[test]
+        fn it_is_a_map(operations in prop::collection::vec((0..60_u32, 0..40_u32, 0..3_u32), 0..6000)) {
+            let (mut table, mut model) = (Table::default(), HashMap::new());
+            for (step, (node, token, kind)) in operations.into_iter().enumerate() {
+                if kind == 0 {
+                    table.remove(node, token);
+                    model.remove(&(node, token));
+                } else {
+                    let child = if kind == 1 { Child::Leaf(step as u32) } else { Child::Node(step as u32) };
+                    table.set(node, token, child);
+                    model.insert((node, token), child);
+                }
+            }
+            for node in 0..61 {
+                for token in 0..40 {
+                    prop_assert_eq!(table.get(node, token), model.get(&(node, token)).copied());
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn the_load_is_high_at_every_size() {
+        let mut table = Table::default();
+        for count in 1..200_000_u32 {
+            table.set(count, count % 97, Child::Leaf(count));
+            if count > 1000 {
+                let load = f64::from(count) / table.slots as f64;
+                assert!((0.6..=FULL).contains(&load), "{load} at {count}");
+            }
+        }
+        let slots: usize = table
+            .segments
+            .iter()
+            .map(|segment| segment.slots.len())
+            .sum();
+        assert_eq!(slots, table.slots);
+        let sizes = table.segments.iter().map(|segment| segment.slots.len());
+        assert!(sizes.max() < Some(2 * SEGMENT), "no insertion moves more");
+        assert!(table.bytes() < 200_000 * 22);
+        for count in 1..200_000 {
+            assert_eq!(table.get(count, count % 97), Some(Child::Leaf(count)));
+        }
+    }
+}

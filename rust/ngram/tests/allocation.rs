@@ -1,0 +1,294 @@
+//! What the drafter holds is what it says, stays within its budgets, and does not grow with the contexts that it has seen.
+
+#![expect(unsafe_code, reason = "a global allocator is an unsafe trait")]
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::cell::Cell;
+
+use pie_ngram::{Config, Drafter, Drafts, Step, Tree};
+
+thread_local! {
+    /// Allocations of this thread; tests run in parallel.
+    static COUNT: Cell<u64> = const { Cell::new(0) };
+    /// Bytes that this thread has allocated and not freed.
+    static LIVE: Cell<isize> = const { Cell::new(0) };
+    /// The most that it ever had.
+    static PEAK: Cell<isize> = const { Cell::new(0) };
+}
+
+/// The system's allocator, counting.
+struct Counting;
+
+fn count(grown: isize) {
+    COUNT.set(COUNT.get() + u64::from(grown > 0));
+    LIVE.set(LIVE.get() + grown);
+    PEAK.set(PEAK.get().max(LIVE.get()));
+}
+
+// SAFETY: every call is passed on unchanged to the system's allocator.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        count(layout.size() as isize);
+        // SAFETY: the caller's promises are those of the system's allocator.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
+        count(-(layout.size() as isize));
+        // SAFETY: the caller's promises are those of the system's allocator.
+        unsafe { System.dealloc(pointer, layout) }
+    }
+}
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
+
+/// Pseudo-random numbers.
+struct Random(u64);
+
+impl Random {
+    fn next(&mut self) -> u64 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        self.0 >> 11
+    }
+
+    /// A token below `vocab`, each as frequent as its number is small.
+    fn zipf(&mut self, vocab: u32) -> u32 {
+        let uniform = self.next() as f64 / (1_u64 << 53) as f64;
+        f64::from(vocab).powf(uniform) as u32 - 1
+    }
+}
+
+fn fibonacci(length: usize) -> Vec<u32> {
+    let (mut a, mut b) = (vec![1], vec![1, 2]);
+    while b.len() < length {
+        let next = [&b[..], &a[..]].concat();
+        (a, b) = (b, next);
+    }
+    b.truncate(length);
+    b
+}
+
+/// Every context is followed by 0 and 1 in turns, so that each token replaces what followed best at every length.
+fn alternating(length: usize) -> Vec<u32> {
+    let mut text = vec![0; 20];
+    let mut last = std::collections::HashMap::new();
+    while text.len() < length {
+        let end: Vec<u32> = text[text.len() - 12..].to_vec();
+        let next = last.entry(end).or_insert(0);
+        *next = 1 - *next;
+        text.push(*next);
+    }
+    text
+}
+
+/// Texts of so many tokens that ask for much memory, or little.
+fn texts(length: usize) -> Vec<(&'static str, Vec<u32>)> {
+    let mut random = Random(88_172_645_463_325_252);
+    let zipf = (0..length).map(|_| random.zipf(50_000)).collect();
+    let bits = (0..length).map(|_| (random.next() & 1) as u32).collect();
+    let letters = (0..length).map(|_| (random.next() % 20) as u32).collect();
+    let numbers = (0..length as u32).collect();
+    let phrase: Vec<_> = (0..100).map(|_| random.zipf(5000)).collect();
+    let edited = (0..length).map(|at| {
+        if random.next().is_multiple_of(20) {
+            random.zipf(5000)
+        } else {
+            phrase[at % 100]
+        }
+    });
+    let edited = edited.collect();
+    vec![
+        ("zipf", zipf),
+        ("bits", bits),
+        ("letters", letters),
+        ("numbers", numbers),
+        ("same", vec![7; length]),
+        ("fibonacci", fibonacci(length)),
+        ("edited", edited),
+        ("alternating", alternating(length)),
+    ]
+}
+
+const ALONE: Config = Config {
+    max_depth: 18,
+    min_n: 1,
+    max_n: None,
+    capacity: 0,
+    context_bytes: usize::MAX,
+};
+
+fn step(context: u64, position: usize, tokens: &[u32]) -> Step<'_> {
+    Step {
+        context,
+        position: position as u32,
+        tokens,
+        drafts: 4,
+    }
+}
+
+#[test]
+fn a_token_takes_at_most_64_bytes() {
+    // Sizes at which tables have just grown, and others.
+    for length in [3_000, 20_000, 55_000, 70_000, 140_000] {
+        for (name, text) in texts(length) {
+            for (kind, capacity) in [("context", 0), ("history", 2 * length + 10)] {
+                let before = LIVE.get();
+                let mut drafter = Drafter::new(Config { capacity, ..ALONE }).unwrap();
+                let mut drafts = Drafts::default();
+                drafter.step(&[step(1, 0, &text)], &mut drafts);
+                if capacity > 0 {
+                    drafter.release(1);
+                }
+                drop(drafts);
+                let held = (LIVE.get() - before) as f64;
+                let each = held / length as f64;
+                assert!(
+                    each <= 64.0,
+                    "{each} bytes for each of {length} tokens of {name} in a {kind}"
+                );
+                let said = drafter.bytes() as f64;
+                assert!(
+                    (said / held - 1.0).abs() < 0.05,
+                    "{said} bytes are said to be held, not {held}"
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn a_new_drafter_is_small() {
+    let before = LIVE.get();
+    let drafter = Drafter::new(Config::default()).unwrap();
+    assert!(LIVE.get() - before < 10_000);
+    drop(drafter);
+    assert_eq!(LIVE.get(), before);
+}
+
+#[test]
+fn a_million_contexts_leave_nothing() {
+    let mut random = Random(7);
+    let mut drafter = Drafter::new(Config {
+        capacity: 4000,
+        context_bytes: 200_000,
+        ..Config::default()
+    })
+    .unwrap();
+    let mut drafts = Drafts::default();
+    let mut early = 0;
+    for context in 1..=1_000_000_u64 {
+        let tokens = [(); 6].map(|()| random.zipf(1000));
+        drafter.step(&[step(context, 0, &tokens)], &mut drafts);
+        match context % 3 {
+            0 => drafter.release(context),
+            1 => drafter.fork(context, context + 2_000_000),
+            _ => {}
+        }
+        assert!(drafter.contexts() < 1000);
+        if context == 50_000 {
+            early = LIVE.get();
+            PEAK.set(early);
+        }
+    }
+    assert!(
+        PEAK.get() < early + early / 4 + 200_000,
+        "{} bytes, {early} early on",
+        PEAK.get()
+    );
+}
+
+#[test]
+fn contexts_keep_to_their_budget() {
+    let mut random = Random(9);
+    let budget = 1_000_000;
+    let mut drafter = Drafter::new(Config {
+        capacity: 0,
+        context_bytes: budget,
+        ..ALONE
+    })
+    .unwrap();
+    let mut drafts = Drafts::default();
+    let mut ends = [0; 200];
+    for round in 0..3000 {
+        let context = (random.next() % 200) as usize;
+        let tokens: Vec<_> = (0..random.next() % 400).map(|_| random.zipf(100)).collect();
+        drafter.step(
+            &[step(context as u64 + 1, ends[context], &tokens)],
+            &mut drafts,
+        );
+        ends[context] += tokens.len();
+        // What the store itself takes comes on top.
+        assert!(
+            drafter.bytes() < budget + 300 * 500,
+            "{} bytes in round {round}",
+            drafter.bytes()
+        );
+    }
+    assert!(drafter.bytes() > budget / 2);
+}
+
+#[test]
+fn decoding_allocates_only_to_grow() {
+    let mut random = Random(3);
+    let phrase: Vec<_> = (0..300).map(|_| random.zipf(1000)).collect();
+    let mut drafter = Drafter::new(Config {
+        capacity: 1_000_000,
+        ..ALONE
+    })
+    .unwrap();
+    let (mut drafts, mut tree) = (Drafts::default(), Tree::default());
+    let said = |context: usize, at: usize| phrase[(at + context * 7) % phrase.len()];
+    let mut quiet = 0;
+    for at in 0..4000 {
+        let tokens: Vec<_> = (0..16).map(|context| [said(context, at)]).collect();
+        let steps = tokens
+            .iter()
+            .zip(1..)
+            .map(|(tokens, context)| step(context, at, tokens));
+        let steps: Vec<_> = steps.collect();
+        let before = COUNT.get();
+        drafter.step(&steps, &mut drafts);
+        quiet += u32::from(COUNT.get() == before);
+        if at > 1000 {
+            assert_eq!(
+                drafts.tokens(3),
+                [1, 2, 3, 4].map(|ahead| said(3, at + ahead))
+            );
+            // The text of a context only grows by its tokens now, so most steps find room.
+            drafter.tree(4, 8, &mut tree);
+        }
+    }
+    assert!(quiet > 3500, "{quiet} of 4000 steps allocated nothing");
+    // Verifying again what is known takes nothing at all, wherever it goes back to.
+    let again: Vec<_> = (3000..4000).map(|at| said(0, at)).collect();
+    let count = |drafter: &mut Drafter, drafts: &mut Drafts, from: usize| {
+        let before = COUNT.get();
+        drafter.step(&[step(1, 3000 + from, &again[from..])], drafts);
+        COUNT.get() - before
+    };
+    for from in [0, 500, 999, 1000] {
+        assert_eq!(count(&mut drafter, &mut drafts, from), 0);
+    }
+}
+
+#[test]
+fn rewinding_is_paid_for_once() {
+    let mut random = Random(5);
+    let text: Vec<_> = (0..5000).map(|_| random.zipf(300)).collect();
+    let mut drafter = Drafter::new(ALONE).unwrap();
+    let mut drafts = Drafts::default();
+    drafter.step(&[step(1, 0, &text)], &mut drafts);
+    for round in 0..1000 {
+        drafter.step(&[step(1, 4900, &text[..100])], &mut drafts);
+        drafter.step(&[step(1, 4900, &text[100 + round..][..100])], &mut drafts);
+    }
+    let live = LIVE.get();
+    for round in 0..1000 {
+        drafter.step(&[step(1, 4900, &text[..100])], &mut drafts);
+        drafter.step(&[step(1, 4900, &text[1000 + round..][..100])], &mut drafts);
+    }
+    assert!(LIVE.get() <= live + 50_000);
+}
