@@ -114,6 +114,15 @@ impl Context {
         self.settle(ledger);
     }
 
+    /// Whether these tokens are known from `position` on.
+    pub(crate) fn holds(&self, position: usize, tokens: &[u32]) -> bool {
+        (self.start()..=self.end()).contains(&position)
+            && tokens
+                .iter()
+                .zip(position..)
+                .all(|(&token, at)| self.token(at) == Some(token))
+    }
+
     fn token(&self, position: usize) -> Option<u32> {
         let mut layers = self.layers.iter().rev().map(Arc::as_ref);
         let layer = if position >= self.top.start {

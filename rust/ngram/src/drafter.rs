@@ -189,6 +189,14 @@ impl Drafter {
         self.tree.build(&soil, count, &mut self.suffix, tree);
     }
 
+    /// Whether a context is known to have these tokens from `position` on.
+    #[must_use]
+    pub fn holds(&self, context: u64, position: usize, tokens: &[u32]) -> bool {
+        self.contexts
+            .get(context)
+            .is_some_and(|context| context.holds(position, tokens))
+    }
+
     /// Number of contexts that are known.
     #[must_use]
     pub fn contexts(&self) -> usize {
