@@ -1,7 +1,7 @@
 """Decode attention over pages under Triton's interpreter, against dense attention in float64.
 
-Run with ``TRITON_INTERPRET=1``; prints the largest difference of each case. Storage that no row may
-see is not a number, and neither are slots that no row has.
+Run with ``TRITON_INTERPRET=1``; prints the error of each case. Storage that no row may see holds
+what is no number, and the table's unused entries name no slot.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ import torch
 from pie_driver_sglang.sglang.masked_torch import Rule
 from pie_driver_sglang.sglang.paged_triton import Cut, Rows, Tuning, attend, share
 
-TOLERANCES = {torch.float32: 2e-6, torch.float16: 3e-3}
+TOLERANCES = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
+"""Of the largest value of a row."""
 NO_SLOT = 2**31 - 1
 
 
@@ -44,9 +45,9 @@ class Case(NamedTuple):
     """All rows are one context's, as those of a draft."""
 
 
-# The interpreter multiplies no matrices of bfloat16.
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 RAGGED = (40, 0, 1, 15, 16, 17, 100, 0, 33)
+# Without bfloat16, of which the interpreter multiplies no matrices.
 CASES = [
     # Nothing to see anywhere, in the first row, in the last one.
     Case((0,)),
@@ -82,7 +83,7 @@ CASES = [
     Case(RAGGED, dtype=torch.float16, pool=torch.float16),
     *(
         Case(RAGGED, dtype=dtype, pool=pool, value_scale=0.75)
-        for dtype, pool in itertools.product(TOLERANCES, FP8)
+        for dtype, pool in itertools.product((torch.float32, torch.float16), FP8)
     ),
 ]  # fmt: skip
 
@@ -160,19 +161,30 @@ def dense(case: Case, step: Step) -> torch.Tensor:
     return out
 
 
-def check_attention(case: Case, generator: torch.Generator) -> bool:
-    """Whether a case comes out right."""
+def check_attention(
+    case: Case, generator: torch.Generator, device: str = "cpu", how: Tuning | None = None
+) -> bool:
+    """Whether a case comes out right, on a GPU twice the same; `how` replaces the case's block."""
     step = make_step(case, generator)
-    cut = Cut(Tuning(case.block, 4, 3, 1), case.kv_heads, case.window)
-    shares = share(step.rows, cut, case.multiprocessors)
+    cut = Cut(how or Tuning(case.block, 4, 3, 1), case.kv_heads, case.window)
     # Queries come as a part of what one product gives for queries, keys and values.
-    wide = torch.nn.functional.pad(step.queries.flatten(1), (3, 5))
-    queries = wide[:, 3:-5].view(step.queries.shape)
-    out = step.queries.new_full((len(queries), case.heads, case.value_dim), math.nan)
-    attend(queries, step.keys, step.values, out, step.rows, shares, step.rule, case.page,
-           case.value_scale)  # fmt: skip
-    error = float((out.double() - dense(case, step)).abs().max())
-    right = error < TOLERANCES[case.dtype]
+    wide = torch.nn.functional.pad(step.queries.flatten(1), (16, 32)).to(device)
+    queries = wide[:, 16:-32].view(step.queries.shape)
+    keys, values = step.keys.to(device), step.values.to(device)
+    rows = Rows(*(part.to(device) for part in step.rows))
+    sinks = step.rule.sinks
+    rule = step.rule._replace(sinks=None if sinks is None else sinks.to(device))
+    outs = []
+    for _ in range(1 if device == "cpu" else 2):
+        shares = share(rows, cut, case.multiprocessors)
+        out = queries.new_full((len(queries), case.heads, case.value_dim), math.nan)
+        attend(queries, keys, values, out, rows, shares, rule, case.page, case.value_scale)
+        outs.append(out.cpu())
+    expected = dense(case, step).flatten(1)
+    largest = expected.abs().amax(1)
+    errors = (outs[0].double().flatten(1) - expected).abs().amax(1)
+    error = float((errors / torch.where(largest > 0, largest, 1.0)).max())
+    right = error < TOLERANCES[case.dtype] and torch.equal(outs[0], outs[-1])
     print(f"{error:.1e} {'' if right else 'WRONG '}{case}")
     return right
 

@@ -12,6 +12,7 @@ import random
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from pie_driver_sglang import _core
 from pie_driver_sglang._core import Request, Sampler
@@ -91,7 +92,42 @@ def difference(config: DriverConfig) -> float:
     assert isinstance(backend, paged_attention.PagedDecode)
     assert runner.server_args.get_attention_backends() == ("torch_native", "pie")
     found = decode(server, engine, Contexts(64, page_size, vocab))
+    check_refusals(runner)
     return float((found - expected).abs().max())
+
+
+def check_refusals(runner: Any) -> None:
+    """What the kernels cannot do is refused, with the reason."""
+    import torch
+    from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
+
+    from pie_driver_sglang.errors import StartError
+    from pie_driver_sglang.sglang import support
+
+    latent = MLATokenToKVPool(
+        size=16, page_size=16, dtype=torch.float32, kv_lora_rank=4, qk_rope_head_dim=2,
+        layer_num=1, device="cpu", enable_memory_saver=False,
+    )  # fmt: skip
+    layer = support.attention_layers(runner)[-1]
+    for owner, name, value, reason in (
+        (runner, "token_to_kv_pool", latent, "its KV pool is a MLATokenToKVPool"),
+        (runner.token_to_kv_pool, "dtype", torch.uint8, "its KV pool keeps torch.uint8"),
+        (layer, "use_irope", True, "some of its layers attend in a way of their own"),
+    ):
+        with mock.patch.object(owner, name, value):
+            try:
+                support.check_paged_decode(runner)
+            except StartError as error:
+                assert reason in str(error), error
+            else:
+                raise AssertionError(f"not refused: {reason}")
+    runner.server_args.override("test", enable_deterministic_inference=True)
+    try:
+        support.check_paged_decode(runner)
+    except StartError as error:
+        assert "enable_deterministic_inference" in str(error), error
+    else:
+        raise AssertionError("not refused: what must not depend on the batch")
 
 
 if __name__ == "__main__":

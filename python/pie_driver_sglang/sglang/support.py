@@ -182,8 +182,15 @@ def check_paged_decode(runner: ModelRunner) -> None:
     """Refuses models whose decodes the backend `pie` cannot compute.
 
     Raises:
-        StartError: The pool is none of keys and values, or a layer attends in a way of its own.
+        StartError: The pool is none of keys and values, a layer attends in a way of its own, or
+            results must not depend on the batch.
     """
+    if runner.server_args.enable_deterministic_inference:
+        raise StartError(
+            f"the attention backend {PAGED_DECODE} adds a row's parts up as the other rows of the "
+            "batch have it, and `enable_deterministic_inference` is set",
+            hint='set `attention_backend = "triton"`, or remove one of them',
+        )
     pool = paged(runner.token_to_kv_pool)
     reason = None
     if type(pool) is not MHATokenToKVPool:
