@@ -82,7 +82,7 @@ def test_writing_the_defaults_changes_nothing() -> None:
 
 
 def test_every_field_has_a_key_and_every_owner_a_sentence() -> None:
-    assert set(_KEYS) == set(DriverOptions.__struct_fields__) - {"server_args"}
+    assert set(_KEYS) == set(DriverOptions.__struct_fields__) - {"paged_decode", "server_args"}
     owners = {field.owner for field in SERVER_ARGS.values()} - {None, "key"}
     assert owners == set(OWNERS)
     keys = {name for name, field in SERVER_ARGS.items() if field.owner == "key"}
@@ -106,6 +106,51 @@ def test_attention_backend_may_name_those_of_prefill_and_decode() -> None:
         "remove `prefill_attention_backend`",
     )
     refused({"attention_backend": "torch_native,triton"}, "does not run on the CPU", device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("table", "base", "passed"),
+    [
+        ({"attention_backend": "pie"}, "triton", {}),
+        ({"attention_backend": "fa3, pie"}, "fa3", {"prefill_attention_backend": "fa3"}),
+        ({"decode_attention_backend": "pie"}, "triton", {}),
+        ({"attention_backend": "pie", "decode_attention_backend": "pie"}, "triton", {}),
+        (
+            {"attention_backend": "pie", "prefill_attention_backend": "fa3"},
+            "fa3",
+            {"prefill_attention_backend": "fa3"},
+        ),
+        (
+            {"attention_backend": "flashinfer", "decode_attention_backend": "pie"},
+            "flashinfer",
+            {},
+        ),
+    ],
+    ids=str,
+)
+def test_the_drivers_own_attention_backend_decodes(
+    table: dict[str, Any], base: str, passed: dict[str, str]
+) -> None:
+    """SGLang hears of its own backends only."""
+    options = parse_options({**table, "trace_file": "pie"}, GPU)
+    assert (options.paged_decode, options.attention_backend) == (True, base)
+    assert options.server_args == passed
+    assert options.trace_file == "pie"
+    refused(table, "'pie' does not run on the CPU", "torch_native", device="cpu")
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        {"attention_backend": "pie,triton"},
+        {"attention_backend": "pie,pie"},
+        {"prefill_attention_backend": "pie"},
+        {"attention_backend": "pie", "decode_attention_backend": "triton"},
+    ],
+    ids=str,
+)
+def test_the_drivers_own_attention_backend_does_not_prefill(table: dict[str, Any]) -> None:
+    refused(table, "decodes only", '"triton,pie"')
 
 
 def test_the_cpu_has_its_own_attention_backend() -> None:

@@ -1,6 +1,7 @@
 """The fast lane on a GPU: its tokens against the general lane's, and what a step costs the host.
 
     python benches/gpu/lane_check.py [--pocket DIR] [--shapes CONFIG_DIR] [--steps N] [--json FILE]
+        [--attention BACKEND]
 
 1. `pocket` in bfloat16, N random steps of joins, leaves, forks, moved pages and drafts, each sent
    over both lanes: tokens are equal, or their logits at most two bfloat16 ulps apart.
@@ -38,10 +39,11 @@ STEPS = 200
 NEVER_PARK = 2**64 - 1
 
 
-def check_walk(model: Path, steps: int) -> None:
+def check_walk(model: Path, steps: int, attention: str) -> None:
     """Both lanes over a random walk."""
     vocab = json.loads((model / "config.json").read_text())["vocab_size"]
-    with driver(model, {"page_size": PAGE}) as (client, caps):
+    options = {"page_size": PAGE, "attention_backend": attention}
+    with driver(model, options) as (client, caps):
         walk = Walk(client, min(caps["total_pages"], 4000), PAGE, vocab, seed=1)
         walk.run(steps)
     ulps = [d.gap / 2.0 ** (math.floor(math.log2(abs(d.best))) - 7) for d in walk.differences]
@@ -49,7 +51,7 @@ def check_walk(model: Path, steps: int) -> None:
           f"{max(ulps, default=0):.2f} bf16 ulps apart")  # fmt: skip
 
 
-def time_steps(model: Path) -> list[dict[str, float]]:
+def time_steps(model: Path, attention: str) -> list[dict[str, float]]:
     """Decode steps through the ring, and the same graphs back to back."""
     import torch
 
@@ -63,7 +65,7 @@ def time_steps(model: Path) -> list[dict[str, float]]:
         f'[model]\nname = "check"\nhf_repo = ""\nsnapshot_dir = "{model}"\n[driver]\n'
         'group_id = 0\ndevice = ["cuda:0"]\nactivation_dtype = "bfloat16"\n'
         f'spin_budget_us = "{NEVER_PARK}"\n[driver.options]\nload_format = "dummy"\n'
-        f"page_size = {PAGE}\n"
+        f'page_size = {PAGE}\nattention_backend = "{attention}"\n'
     )
     config = load_config(folder / "driver.toml")
     environment.prepare("cuda:0", config.model.hf_config["architectures"], spins=True)
@@ -127,14 +129,15 @@ def main() -> None:
     parser.add_argument("--shapes", type=Path)
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--attention", default="triton")
     arguments = parser.parse_args()
     print(f"python {sys.version.split()[0]}, {_core.build_info()}")
     if arguments.steps:
         print("both lanes, pocket, bfloat16")
-        check_walk(arguments.pocket.resolve(), arguments.steps)
+        check_walk(arguments.pocket.resolve(), arguments.steps, arguments.attention)
     if arguments.shapes:
         print(f"{arguments.shapes.name} shape, random weights, decode steps")
-        rows = time_steps(arguments.shapes.resolve())
+        rows = time_steps(arguments.shapes.resolve(), arguments.attention)
         if arguments.json:
             arguments.json.write_text(json.dumps(rows))
 

@@ -52,6 +52,11 @@ ROWS: Final[dict[str, Row]] = {
     "prefill flashinfer, decode triton": Row(
         {"prefill_attention_backend": "flashinfer", "decode_attention_backend": "triton"}
     ),
+    "pie": Row({"attention_backend": "pie"}),
+    "pie, page size 1": Row({"attention_backend": "pie", "page_size": 1}),
+    "pie, page size 64": Row({"attention_backend": "flashinfer,pie", "page_size": 64}),
+    "pie, float32": Row({"attention_backend": "pie"}, 0.05, "float32"),
+    "KV fp8_e4m3, pie": Row({"kv_cache_dtype": "fp8_e4m3", "attention_backend": "pie"}, 1.5),
     "KV bf16": Row({"kv_cache_dtype": "bf16"}),
     "KV fp8_e5m2": Row({"kv_cache_dtype": "fp8_e5m2"}, 2.5),
     "KV fp8_e4m3": Row({"kv_cache_dtype": "fp8_e4m3"}, 1.5),

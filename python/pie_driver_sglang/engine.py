@@ -30,7 +30,7 @@ class Facts(NamedTuple):
     dtype: str
     """Activation dtype, e.g. ``bfloat16``."""
     attention_backend: str
-    """SGLang's name of the attention backend."""
+    """The attention backend, or ``prefill,decode``."""
     host_pages: int = 0
     """Pages of the host's pool, for swapping: slots ``0..host_pages``."""
     adapter_slots: int = 0

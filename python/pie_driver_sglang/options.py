@@ -20,6 +20,9 @@ from pie_driver_sglang.errors import ConfigError, quoted
 
 logger = logging.getLogger(__name__)
 
+#: The driver's own attention backend, for decodes on a GPU.
+PAGED_DECODE: Final = "pie"
+
 #: Requests per batch that the driver accepts when `cuda_graph_max_bs` is not set.
 DEFAULT_MAX_FORWARD_REQUESTS: Final = 256
 
@@ -29,6 +32,7 @@ class DriverOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         attention_backend: SGLang's attention backend, resolved for the device.
+        paged_decode: Decode with the driver's own attention backend, :data:`PAGED_DECODE`.
         mem_fraction_static: Share of the device memory for weights and KV pages.
         disable_radix_cache: No effect: the runtime shares prefixes, never SGLang.
         disable_cuda_graph: Run every batch eagerly.
@@ -60,6 +64,7 @@ class DriverOptions(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     attention_backend: str
+    paged_decode: bool = False
     mem_fraction_static: float = 0.65
     disable_radix_cache: bool = True
     disable_cuda_graph: bool = False
@@ -252,9 +257,10 @@ def parse_options(table: Mapping[str, Any], device: str) -> DriverOptions:
         ConfigError: A key is unknown or not the user's to set, a value has the wrong type or is
             out of its limits, or it asks for what this driver cannot do yet.
     """
-    own: dict[str, Any] = {}
+    backends, paged_decode = _without_paged(_with_both_backends(table), device)
+    own: dict[str, Any] = {"paged_decode": paged_decode}
     passed: dict[str, Any] = {}
-    for name, value in _with_both_backends(table).items():
+    for name, value in backends.items():
         if name in _KEYS:
             own[name] = _check_key(name, value, _KEYS[name])
         elif name not in _LAUNCHER_KEYS:
@@ -292,6 +298,28 @@ def _with_both_backends(table: Mapping[str, Any]) -> dict[str, Any]:
         "prefill_attention_backend": prefill,
         "decode_attention_backend": decode,
     }
+
+
+def _without_paged(table: dict[str, Any], device: str) -> tuple[dict[str, Any], bool]:
+    """The table with backends of SGLang alone, and whether the driver's own one decodes."""
+    names = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
+    both, prefill, decode = (table.get(name) for name in names)
+    if PAGED_DECODE not in (both, prefill, decode):
+        return table, False
+    if device == "cpu":
+        raise ConfigError(
+            f"the attention backend {quoted(PAGED_DECODE)} does not run on the CPU",
+            "set `attention_backend` to `torch_native` or remove it, or use a device `cuda:0`",
+        )
+    if prefill == PAGED_DECODE or decode not in (PAGED_DECODE, None):
+        raise ConfigError(
+            f"the attention backend {quoted(PAGED_DECODE)} decodes only, and is named for prefill",
+            f'set `attention_backend = "triton,{PAGED_DECODE}"`',
+        )
+    rest = {key: table[key] for key in table if key not in names or table[key] != PAGED_DECODE}
+    if both == PAGED_DECODE and prefill is not None:
+        rest["attention_backend"] = prefill
+    return rest, True
 
 
 def _check_key(name: str, value: Any, key: _Key) -> Any:

@@ -31,7 +31,7 @@ from sglang.srt.utils import set_random_seed
 
 from pie_driver_sglang.config import DriverConfig
 from pie_driver_sglang.errors import DriverError, StartError, quoted
-from pie_driver_sglang.sglang import adapters, support
+from pie_driver_sglang.sglang import adapters, paged_attention, support
 from pie_driver_sglang.sglang.state import widen
 
 logger = logging.getLogger(__name__)
@@ -90,6 +90,8 @@ def boot(config: DriverConfig) -> Booted:
             widen(runner.req_to_token_pool, table)
         else:
             runner.req_to_token_pool = table
+        if options.paged_decode:
+            paged_attention.install(runner)
         runner.init_attention_backends()
         support.correct_decode_windows(runner)
         runner.init_cuda_graphs(capture_decode_cuda_graph=False)

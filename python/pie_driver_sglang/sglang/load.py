@@ -55,7 +55,7 @@ def load_engine(config: DriverConfig) -> tuple[Planner, SglangEngine]:
         context_length=model_config.context_len,
         arch_name=arch_name(config.model.hf_config),
         dtype=str(model_config.dtype).removeprefix("torch."),
-        attention_backend=args.attention_backend,
+        attention_backend=",".join(dict.fromkeys(args.get_attention_backends())),
         host_pages=pools.host_pages,
         adapter_slots=adapters.slots if adapters else 0,
         state_slots=states.slots if states else 0,

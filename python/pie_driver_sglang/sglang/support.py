@@ -17,6 +17,7 @@ from sglang.srt.mem_cache.memory_pool import (
 from sglang.srt.model_loader.utils import get_resolved_model_impl
 
 from pie_driver_sglang.errors import StartError
+from pie_driver_sglang.options import PAGED_DECODE
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
@@ -24,10 +25,16 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
 
-GRAPH_BACKENDS = frozenset({"triton"})
+GRAPH_BACKENDS = frozenset({"triton", PAGED_DECODE})
 """Attention backends whose decode metadata is made on the device alone."""
 QUANTIZED_CHECKPOINTS = frozenset({"w8a8_int8", "auto-round-int8", "blockwise_int8", "w4afp8"})
 """Methods that take a checkpoint's numbers for quantized ones, whatever they are."""
+
+
+PAGED_DTYPES = frozenset(
+    {torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2}
+)
+"""KV that the backend `pie` reads."""
 
 
 def check_config(model_config: ModelConfig, attention_backend: str | None) -> None:
@@ -89,7 +96,7 @@ def _check_windows(runner: ModelRunner) -> None:
     window = _sliding_window(config)
     if window is None or window >= runner.model_config.context_len:
         return
-    windowed = [layer for layer in _attention_layers(runner) if layer.sliding_window_size > -1]
+    windowed = [layer for layer in attention_layers(runner) if layer.sliding_window_size > -1]
     kinds = getattr(config, "layer_types", None) or ()
     expected = list(kinds).count("sliding_attention")
     if not windowed or (expected and len(windowed) != expected):
@@ -109,7 +116,7 @@ def correct_windows(runner: ModelRunner) -> None:
     window = _sliding_window(runner.model_config.hf_text_config)
     if window is None:
         return
-    for layer in _attention_layers(runner):
+    for layer in attention_layers(runner):
         if layer.sliding_window_size == window:
             layer.sliding_window_size = window - 1
             # Attention backends plan for this one; such a class does not set it.
@@ -136,7 +143,7 @@ def _check_cpu(runner: ModelRunner) -> None:
         StartError: Attention that is not plain, or experts of a size that SGLang pads.
     """
     remedy = 'set `device = ["cuda:0"]` or choose another model'
-    layers = _attention_layers(runner)
+    layers = attention_layers(runner)
     if any((layer.logit_cap or 0) > 0 for layer in layers):
         raise StartError(
             "the model soft-caps its attention scores, which the CPU backend ignores", hint=remedy
@@ -190,9 +197,40 @@ def mask_obstacle(runner: ModelRunner) -> str | None:
         return f"the model's KV pool is a {type(pool).__name__}"
     if pool.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return f"the model's KV pool keeps {pool.dtype}"
-    if not all(_is_plain(layer) for layer in _attention_layers(runner)):
+    if not all(_is_plain(layer) for layer in attention_layers(runner)):
         return "some of the model's layers attend in a way of their own"
     return None
+
+
+def check_paged_decode(runner: ModelRunner) -> None:
+    """Refuses models whose decodes the backend `pie` cannot compute.
+
+    Raises:
+        StartError: The pool is none of keys and values, a layer attends in a way of its own, or
+            results must not depend on the batch.
+    """
+    if runner.server_args.enable_deterministic_inference:
+        raise StartError(
+            f"the attention backend {PAGED_DECODE} adds a row's parts up as the other rows of the "
+            "batch have it, and `enable_deterministic_inference` is set",
+            hint='set `attention_backend = "triton"`, or remove one of them',
+        )
+    pool = paged(runner.token_to_kv_pool)
+    reason = None
+    if type(pool) is not MHATokenToKVPool:
+        reason = f"its KV pool is a {type(pool).__name__}"
+    elif pool.dtype not in PAGED_DTYPES:
+        reason = f"its KV pool keeps {pool.dtype}"
+    elif pool.get_key_buffer(pool.start_layer).dim() != 3:
+        reason = "its KV pool is laid out by heads"
+    elif not all(_is_plain(layer) for layer in attention_layers(runner)):
+        reason = "some of its layers attend in a way of their own"
+    if reason is not None:
+        raise StartError(
+            f"the attention backend {PAGED_DECODE} cannot decode "
+            f"{type(runner.model).__name__}: {reason}",
+            hint='set `attention_backend = "triton"`, or remove it',
+        )
 
 
 def lane_obstacle(runner: ModelRunner) -> str | None:
@@ -218,7 +256,8 @@ def _is_plain(layer: RadixAttention) -> bool:
     )
 
 
-def _attention_layers(runner: ModelRunner) -> list[RadixAttention]:
+def attention_layers(runner: ModelRunner) -> list[RadixAttention]:
+    """The layers that attend to pages."""
     return [module for module in runner.model.modules() if isinstance(module, RadixAttention)]
 
 

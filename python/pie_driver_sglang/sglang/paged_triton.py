@@ -1,0 +1,424 @@
+"""GPU kernels of decode attention over pages: each row attends to its own KV.
+
+What the rows see is counted in blocks of tokens. The programs of a KV head take equally many of
+them, in the order of the rows, so a program may begin and end within a row, and rows of any mix of
+lengths take as long as their sum. A row that one program has alone is finished there; of the others
+the programs leave parts, which a second kernel merges. Shares are computed on the device, once a
+step, and grids are fixed: everything can be captured. A row's result depends on how it is cut, so
+its last bits may depend on the other rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from pie_driver_sglang.sglang.masked_torch import Rule
+
+_LOG2E = tl.constexpr(1.4426950408889634)
+_PLANNED_ROWS = 128
+_PLANNED_PROGRAMS = 64
+_MERGED_PARTS = 16
+_MOST_PAGES = 8
+"""Pages of a block that are looked up one by one; smaller ones come as a vector of slots."""
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """How the work is cut; ``benches/gpu/attention_check.py --tune`` measures it."""
+
+    block: int
+    """Tokens that a program looks at in one turn of its loop."""
+    warps: int
+    """Warps of a program."""
+    stages: int
+    """Blocks that a program has at hand or on their way."""
+    programs: int
+    """Programs for each multiprocessor."""
+
+
+def tuning(dim: int, itemsize: int) -> Tuning:
+    """The cut for a head size, the larger of keys' and values', and the bytes of an element."""
+    elements = 4096 if itemsize > 2 else 8192
+    block = min(128, max(16, elements // triton.next_power_of_2(dim)))
+    return Tuning(block, warps=4, stages=4, programs=2)
+
+
+class Rows(NamedTuple):
+    """The rows of a step, each with KV of its own."""
+
+    table: torch.Tensor
+    """``[table rows, tokens]`` int32: storage slot of each KV index, consecutive within a page."""
+    table_rows: torch.Tensor
+    """``[rows]`` int64."""
+    kv_lens: torch.Tensor
+    """``[rows]`` int64: KV that the row sees, its own token's included."""
+
+
+class Cut(NamedTuple):
+    """What layers have in common that share their programs in the same way."""
+
+    tuning: Tuning
+    kv_heads: int
+    window: int
+    """Stored keys that a row sees at most before its own, by KV index; -1 = all."""
+
+
+class Shares(NamedTuple):
+    """Which blocks each program of a KV head looks at."""
+
+    cut: Cut
+    size: torch.Tensor
+    """``[1]`` int32: blocks of a program."""
+    bounds: torch.Tensor
+    """``[rows + 1]`` int32: blocks before each row, and of all rows."""
+    first_rows: torch.Tensor
+    """``[programs]`` int32: the row that a program begins in."""
+
+
+def share(rows: Rows, cut: Cut, multiprocessors: int) -> Shares:
+    """Shares the step's blocks out; can be captured."""
+    count = len(rows.kv_lens)
+    programs = max(1, multiprocessors * cut.tuning.programs // cut.kv_heads)
+    size, bounds, first_rows = (
+        torch.empty(length, dtype=torch.int32, device=rows.kv_lens.device)
+        for length in (1, count + 1, programs)
+    )
+    _share[(triton.cdiv(programs, _PLANNED_PROGRAMS),)](
+        rows.kv_lens, size, bounds, first_rows, count, programs, cut.window,
+        BLOCK=cut.tuning.block, WINDOWED=cut.window >= 0,
+        ROWS=_PLANNED_ROWS, PROGRAMS=_PLANNED_PROGRAMS,
+    )  # fmt: skip
+    return Shares(cut, size, bounds, first_rows)
+
+
+def attend(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    out: torch.Tensor,
+    rows: Rows,
+    shares: Shares,
+    rule: Rule,
+    page_size: int,
+    value_scale: float = 1.0,
+) -> None:
+    """Attends with every row; one that sees nothing gives zeros. Can be captured.
+
+    Sums are float32, factors of products have the type of the queries.
+
+    Args:
+        queries: ``[rows, heads, dim]``, heads contiguous.
+        keys: ``[slots, kv_heads, dim]`` of any float type; each serves the same number of
+            neighbouring heads.
+        values: ``[slots, kv_heads, value_dim]``.
+        out: ``[rows, heads, value_dim]``, heads contiguous, written.
+        rows: the step.
+        shares: of this step, for this layer's `kv_heads` and window.
+        rule: the layer, but for its window; the scale includes that of stored keys.
+        page_size: tokens of a page.
+        value_scale: what stored values are to be multiplied with.
+    """
+    row_count, heads, dim = queries.shape
+    _, kv_heads, value_dim = values.shape
+    how, group, programs = shares.cut.tuning, heads // kv_heads, len(shares.first_rows)
+    parts = queries.new_empty((2 * programs, heads, value_dim), dtype=torch.float32)
+    sums = queries.new_empty((2 * programs, heads), dtype=torch.float32)
+    sinks = out if rule.sinks is None else rule.sinks
+    # Scores are exponents of two; where capped, cap * tanh(score / cap).
+    scale, cap = rule.scale * _LOG2E.value, 0.0
+    if rule.cap:
+        scale, cap = rule.scale / rule.cap, rule.cap * _LOG2E.value
+    common = {
+        "VALUE_DIM": value_dim,
+        "VALUE_BLOCK": max(16, triton.next_power_of_2(value_dim)),
+        "SINKS": rule.sinks is not None,
+    }
+    _attend[(kv_heads, programs)](
+        queries, keys, values, out, *rows, *shares[1:], parts, sums, sinks,
+        scale, value_scale, cap, shares.cut.window, row_count,
+        queries.stride(0), keys.stride(0), keys.stride(1), values.stride(0), values.stride(1),
+        out.stride(0), rows.table.stride(0),
+        GROUP=group, DIM=dim, PAGE=page_size, PAGES=_pages(how.block, page_size), BLOCK=how.block,
+        GROUP_BLOCK=max(16, triton.next_power_of_2(group)),
+        DIM_BLOCK=max(16, triton.next_power_of_2(dim)),
+        CAPPED=rule.cap > 0, WINDOWED=shares.cut.window >= 0, **common,
+        num_warps=how.warps, num_stages=how.stages,
+    )  # fmt: skip
+    if programs > 1:
+        _merge[(programs - 1, heads)](
+            out, *shares[1:], parts, sums, sinks, row_count, out.stride(0),
+            PARTS=_MERGED_PARTS, **common,
+        )  # fmt: skip
+
+
+def _pages(block: int, page_size: int) -> int:
+    """Pages that a block consists of or lies in; 0 where each token is looked up."""
+    if page_size % block == 0:
+        return 1
+    pages, rest = divmod(block, page_size)
+    return pages if not rest and pages <= _MOST_PAGES else 0
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _first_seen(kv_len, window, WINDOWED: tl.constexpr):  # type: ignore[no-untyped-def]
+    if WINDOWED:
+        return tl.maximum(kv_len - 1 - window, 0)
+    else:  # noqa: RET505  (Triton's compiler drops one of the branches)
+        return 0
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _blocks(  # type: ignore[no-untyped-def]
+    kv_lens, rows, row_count, window, BLOCK: tl.constexpr, WINDOWED: tl.constexpr
+):
+    """Blocks of rows; one for a row that sees nothing, so that somebody writes its zeros."""
+    inside = rows < row_count
+    kv_len = tl.load(kv_lens + rows, mask=inside, other=0).to(tl.int32)
+    unseen = _first_seen(kv_len, window, WINDOWED) // BLOCK
+    return tl.where(inside, tl.maximum(tl.cdiv(kv_len, BLOCK) - unseen, 1), 0)
+
+
+@triton.jit(do_not_specialize=["row_count", "program_count", "window"])  # type: ignore[untyped-decorator]
+def _share(  # type: ignore[no-untyped-def]
+    kv_lens, size, bounds, first_rows, row_count, program_count, window,
+    BLOCK: tl.constexpr, WINDOWED: tl.constexpr, ROWS: tl.constexpr, PROGRAMS: tl.constexpr,
+):  # fmt: skip
+    """Shares for `PROGRAMS` programs; each instance sums all rows, the first one keeps the sums."""
+    lanes = tl.arange(0, ROWS)
+    total = 0
+    for first in range(0, row_count, ROWS):
+        total += tl.sum(_blocks(kv_lens, first + lanes, row_count, window, BLOCK, WINDOWED))
+    share = tl.cdiv(total, program_count)
+    programs = tl.program_id(0) * PROGRAMS + tl.arange(0, PROGRAMS)
+    keeps = tl.program_id(0) == 0
+    tl.store(size, share, mask=keeps)
+    tl.store(bounds, 0, mask=keeps)
+    before = 0
+    # A program begins in the row whose number is that of the rows that end before.
+    ended = tl.zeros([PROGRAMS], tl.int32)
+    for first in range(0, row_count, ROWS):
+        rows = first + lanes
+        blocks = _blocks(kv_lens, rows, row_count, window, BLOCK, WINDOWED)
+        ends = before + tl.cumsum(blocks, 0)
+        inside = rows < row_count
+        tl.store(bounds + 1 + rows, ends, mask=inside & keeps)
+        passed = (ends[None, :] <= programs[:, None] * share) & inside[None, :]
+        ended += tl.sum(passed.to(tl.int32), 1)
+        before += tl.sum(blocks)
+    tl.store(first_rows + programs, ended, mask=programs < program_count)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _look_up(  # type: ignore[no-untyped-def]
+    slots, token, end, PAGE: tl.constexpr, PAGES: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Where the block at `token` is stored: first slots of its pages, or slots of its tokens."""
+    found = ()
+    if PAGES == 0:
+        index = token + tl.arange(0, BLOCK)
+        found = (tl.load(slots + index, mask=index < end, other=0),)  # type: ignore[assignment]
+    for page in tl.static_range(PAGES):
+        index = token + page * PAGE
+        start = tl.load(slots + index, mask=index < end, other=0)
+        found = found + (start,)  # type: ignore[assignment]  # noqa: RUF005
+    return found
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _slots(  # type: ignore[no-untyped-def]
+    found, PAGE: tl.constexpr, PAGES: tl.constexpr, BLOCK: tl.constexpr
+):
+    """``[BLOCK]`` int64 slots of a block that was looked up."""
+    slots = found[0]
+    lanes = tl.arange(0, BLOCK)
+    if PAGES > 0:
+        slots = found[0] + lanes
+    for page in tl.static_range(1, PAGES):
+        slots = tl.where(lanes >= page * PAGE, found[page] + lanes - page * PAGE, slots)
+    return slots.to(tl.int64)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _finish(  # type: ignore[no-untyped-def]
+    mixed, best, total, sinks, heads, in_group, SINKS: tl.constexpr
+):
+    """Values by their weights; best and total as exponents of two."""
+    if SINKS:
+        sink = tl.load(sinks + heads, mask=in_group, other=0.0).to(tl.float32) * _LOG2E
+        largest = tl.maximum(best, sink)
+        mixed = mixed * tl.exp2(best - largest)[:, None]
+        total = total * tl.exp2(best - largest) + tl.exp2(sink - largest)
+    # A row that sees nothing gives zeros.
+    return mixed / tl.where(total > 0, total, 1.0)[:, None]
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _attend_span(  # type: ignore[no-untyped-def]
+    q, head_keys, head_values, slots_row, first_token, end_token, first_seen, scale, cap,
+    key_slot_stride, value_slot_stride,
+    DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    PAGE: tl.constexpr, PAGES: tl.constexpr, BLOCK: tl.constexpr,
+    GROUP_BLOCK: tl.constexpr, DIM_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr,
+    CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
+):  # fmt: skip
+    """Whole blocks of a row: weighted values, the largest score, and the sum of the weights.
+
+    Scores are exponents of two, weights those of scores above the largest.
+    """
+    lanes = tl.arange(0, BLOCK)
+    dims = tl.arange(0, DIM_BLOCK)
+    value_dims = tl.arange(0, VALUE_BLOCK)
+    best = tl.full([GROUP_BLOCK], float("-inf"), tl.float32)
+    # Summed over the lanes at the end, for sums over lanes make warps wait for each other.
+    totals = tl.zeros([GROUP_BLOCK, BLOCK], tl.float32)
+    mixed = tl.zeros([GROUP_BLOCK, VALUE_BLOCK], tl.float32)
+    found = _look_up(slots_row, first_token, end_token, PAGE, PAGES, BLOCK)
+    for token in tl.range(first_token, end_token, BLOCK):
+        slots = _slots(found, PAGE, PAGES, BLOCK)
+        # One turn ahead: the address of KV must not wait for it.
+        found = _look_up(slots_row, token + BLOCK, end_token, PAGE, PAGES, BLOCK)
+        # Storage that the row does not see may hold anything, even what is no number.
+        seen = token + lanes < end_token
+        if WINDOWED:
+            seen = seen & (token + lanes >= first_seen)
+        k = tl.load(
+            head_keys + slots[None, :] * key_slot_stride + dims[:, None],
+            mask=seen[None, :] & (dims[:, None] < DIM),
+            other=0.0,
+        )
+        v = tl.load(
+            head_values + slots[:, None] * value_slot_stride + value_dims[None, :],
+            mask=seen[:, None] & (value_dims[None, :] < VALUE_DIM),
+            other=0.0,
+        )
+        scores = tl.dot(q, k.to(q.dtype), input_precision="ieee") * scale
+        if CAPPED:
+            # tanh(x) = 2 sigmoid(2 x) - 1
+            scores = cap * (2.0 * tl.sigmoid(2.0 * scores) - 1.0)
+        scores = tl.where(seen[None, :], scores, float("-inf"))
+        # Every block has a token that is seen, so there is a largest score.
+        largest = tl.maximum(best, tl.max(scores, 1))
+        shrink = tl.exp2(best - largest)
+        weights = tl.exp2(scores - largest[:, None])
+        totals = totals * shrink[:, None] + weights
+        mixed = mixed * shrink[:, None]
+        mixed += tl.dot(weights.to(q.dtype), v.to(q.dtype), input_precision="ieee")
+        best = largest
+    return mixed, best, tl.sum(totals, 1)
+
+
+@triton.jit(do_not_specialize=["row_count", "window"])  # type: ignore[untyped-decorator]
+def _attend(  # type: ignore[no-untyped-def]
+    queries, keys, values, out, table, table_rows, kv_lens, size, bounds, first_rows,
+    parts, sums, sinks, scale, value_scale, cap, window, row_count,
+    query_stride, key_slot_stride, key_head_stride, value_slot_stride, value_head_stride,
+    out_stride, table_stride,
+    GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    PAGE: tl.constexpr, PAGES: tl.constexpr, BLOCK: tl.constexpr,
+    GROUP_BLOCK: tl.constexpr, DIM_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr,
+    CAPPED: tl.constexpr, WINDOWED: tl.constexpr, SINKS: tl.constexpr,
+):  # fmt: skip
+    """A program's share of the blocks, with the heads of one KV head."""
+    program = tl.program_id(1)
+    share = tl.load(size)
+    start = program * share
+    stop = tl.minimum(start + share, tl.load(bounds + row_count))
+    if start >= stop:
+        return
+    kv_head = tl.program_id(0)
+    head_count = tl.num_programs(0) * GROUP
+    group = tl.arange(0, GROUP_BLOCK)
+    in_group = group < GROUP
+    heads = kv_head * GROUP + group
+    dims = tl.arange(0, DIM_BLOCK)
+    value_dims = tl.arange(0, VALUE_BLOCK)
+    written = in_group[:, None] & (value_dims[None, :] < VALUE_DIM)
+    row = tl.load(first_rows + program)
+    begin = tl.load(bounds + row)
+    block = start
+    while block < stop:
+        end = tl.load(bounds + row + 1)
+        last = tl.minimum(end, stop)
+        kv_len = tl.load(kv_lens + row).to(tl.int32)
+        first_seen = _first_seen(kv_len, window, WINDOWED)
+        skipped = first_seen // BLOCK - begin
+        q = tl.load(
+            queries + row.to(tl.int64) * query_stride + heads[:, None] * DIM + dims[None, :],
+            mask=in_group[:, None] & (dims[None, :] < DIM),
+            other=0.0,
+        )
+        mixed, best, total = _attend_span(
+            q, keys + kv_head * key_head_stride, values + kv_head * value_head_stride,
+            table + tl.load(table_rows + row) * table_stride,
+            (block + skipped) * BLOCK, tl.minimum((last + skipped) * BLOCK, kv_len), first_seen,
+            scale, cap, key_slot_stride, value_slot_stride,
+            DIM, VALUE_DIM, PAGE, PAGES, BLOCK, GROUP_BLOCK, DIM_BLOCK, VALUE_BLOCK,
+            CAPPED, WINDOWED,
+        )  # fmt: skip
+        mixed = mixed * value_scale
+        if (begin >= start) & (end <= stop):
+            mixed = _finish(mixed, best, total, sinks, heads, in_group, SINKS)
+            row_out = out + row.to(tl.int64) * out_stride + heads[:, None] * VALUE_DIM
+            tl.store(row_out + value_dims[None, :], mixed, mask=written)
+        else:
+            # Where the row begins the second of the program's two places, else the first.
+            place = (2 * program + (begin >= start).to(tl.int32)) * head_count + heads
+            tl.store(
+                parts + place[:, None] * VALUE_DIM + value_dims[None, :],
+                mixed / total[:, None],
+                mask=written,
+            )
+            tl.store(sums + place, best + tl.log2(total), mask=in_group)
+        block = last
+        begin = end
+        row += 1
+
+
+@triton.jit(do_not_specialize=["row_count"])  # type: ignore[untyped-decorator]
+def _merge(  # type: ignore[no-untyped-def]
+    out, size, bounds, first_rows, parts, sums, sinks, row_count, out_stride,
+    VALUE_DIM: tl.constexpr, VALUE_BLOCK: tl.constexpr, PARTS: tl.constexpr, SINKS: tl.constexpr,
+):  # fmt: skip
+    """The row that begins in a program and goes on in the next, if there is one."""
+    first = tl.program_id(0)
+    share = tl.load(size)
+    stop = (first + 1) * share
+    if stop >= tl.load(bounds + row_count):
+        return
+    row = tl.load(first_rows + first + 1)
+    begin = tl.load(bounds + row)
+    if (begin >= stop) | (begin < first * share):
+        return
+    last = (tl.load(bounds + row + 1) - 1) // share
+    head = tl.program_id(1)
+    head_count = tl.num_programs(1)
+    value_dims = tl.arange(0, VALUE_BLOCK)
+    in_value = value_dims < VALUE_DIM
+    best = tl.full([1], float("-inf"), tl.float32)
+    total = tl.zeros([1], tl.float32)
+    mixed = tl.zeros([1, VALUE_BLOCK], tl.float32)
+    for start in range(first, last + 1, PARTS):
+        programs = start + tl.arange(0, PARTS)
+        known = programs <= last
+        places = (2 * programs + (programs == first).to(tl.int32)) * head_count + head
+        logs = tl.load(sums + places, mask=known, other=float("-inf"))
+        part = tl.load(
+            parts + places[:, None] * VALUE_DIM + value_dims[None, :],
+            mask=known[:, None] & in_value[None, :],
+            other=0.0,
+        )
+        largest = tl.maximum(best, tl.max(logs, 0))
+        shrink = tl.exp2(best - largest)
+        weights = tl.exp2(logs - largest)
+        total = total * shrink + tl.sum(weights, 0)
+        mixed = mixed * shrink[:, None] + tl.sum(weights[:, None] * part, 0)[None, :]
+        best = largest
+    heads = head + tl.arange(0, 1)
+    mixed = _finish(mixed, best, total, sinks, heads, heads >= 0, SINKS)
+    place = row.to(tl.int64) * out_stride + head * VALUE_DIM + value_dims
+    tl.store(out + place[None, :], mixed, mask=in_value[None, :])

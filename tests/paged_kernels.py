@@ -1,0 +1,240 @@
+"""Decode attention over pages under Triton's interpreter, against dense attention in float64.
+
+Run with ``TRITON_INTERPRET=1``; prints the error of each case. Storage that no row may see holds
+what is no number, and the table's unused entries name no slot.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import sys
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from pie_driver_sglang.sglang.masked_torch import Rule
+from pie_driver_sglang.sglang.paged_triton import Cut, Rows, Tuning, attend, share
+
+TOLERANCES = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
+"""Of the largest value of a row."""
+NO_SLOT = 2**31 - 1
+
+
+class Case(NamedTuple):
+    """A layer, a step and how it is cut."""
+
+    lengths: tuple[int, ...]
+    """KV of each row."""
+    heads: int = 4
+    kv_heads: int = 2
+    dim: int = 16
+    value_dim: int = 16
+    page: int = 16
+    block: int = 16
+    multiprocessors: int = 6
+    dtype: torch.dtype = torch.float32
+    pool: torch.dtype = torch.float32
+    cap: float = 0.0
+    window: int = -1
+    sinks: bool = False
+    value_scale: float = 1.0
+    shared: bool = False
+    """All rows are one context's, as those of a draft."""
+
+
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+RAGGED = (40, 0, 1, 15, 16, 17, 100, 0, 33)
+# Without bfloat16, of which the interpreter multiplies no matrices.
+CASES = [
+    # Nothing to see anywhere, in the first row, in the last one.
+    Case((0,)),
+    Case((0, 0, 3)),
+    Case((5, 0)),
+    Case(RAGGED),
+    # One program for everything; as many as blocks; far more.
+    Case(RAGGED, multiprocessors=1),
+    Case((160,), multiprocessors=20),
+    Case((160,), multiprocessors=99),
+    # A row over more programs than are merged at once.
+    Case((16 * 37,), multiprocessors=74),
+    # Pages of every size beside blocks of every size.
+    *(
+        Case((70, 3, 48), page=page, block=block)
+        for page, block in ((1, 16), (3, 32), (8, 16), (8, 128), (16, 64), (24, 16), (64, 32))
+    ),
+    # Head sizes that fill no power of two, and groups.
+    *(
+        Case((37, 5), heads, kv_heads, dim, value_dim)
+        for heads, kv_heads, dim, value_dim in (
+            (5, 1, 64, 64), (20, 1, 16, 16), (3, 3, 24, 40), (8, 8, 80, 80), (4, 2, 96, 64),
+            (2, 1, 128, 128), (4, 1, 192, 128), (2, 2, 256, 256),
+        )
+    ),
+    # Windows that end within a block, at its edge, that hide blocks, all but the row's own token.
+    *(Case(RAGGED, window=window) for window in (0, 7, 15, 16, 40, 1000)),
+    Case((37, 38, 39, 40, 41), shared=True),
+    Case(RAGGED, sinks=True),
+    Case(RAGGED, sinks=True, multiprocessors=20),
+    Case(RAGGED, cap=2.0),
+    Case(RAGGED, cap=5.0, window=20, sinks=True, multiprocessors=20),
+    Case(RAGGED, dtype=torch.float16, pool=torch.float16),
+    *(
+        Case(RAGGED, dtype=dtype, pool=pool, value_scale=0.75)
+        for dtype, pool in itertools.product((torch.float32, torch.float16), FP8)
+    ),
+]  # fmt: skip
+
+
+class Step(NamedTuple):
+    """Random inputs of a case."""
+
+    queries: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+    rows: Rows
+    rule: Rule
+    slots: list[torch.Tensor]
+    """Storage slot of each KV index, by row."""
+
+
+def make_step(case: Case, generator: torch.Generator) -> Step:
+    """Scattered pages, one of them nobody's."""
+    counts = [-(-length // case.page) for length in case.lengths]
+    order = torch.randperm(sum(counts) + 1, generator=generator)
+    width = max(counts) * case.page + 7
+    table = torch.full((len(counts) + 2, width), NO_SLOT, dtype=torch.int32)
+    table_rows = torch.randperm(len(counts), generator=generator) + 1
+    seen = torch.zeros((sum(counts) + 1) * case.page, dtype=torch.bool)
+    slots = []
+    if case.shared:
+        table_rows[:] = table_rows[0]
+    for row, count, length in zip(table_rows, counts, case.lengths, strict=True):
+        own = order[:count]
+        order = order if case.shared else order[count:]
+        page_slots = (own[:, None] * case.page + torch.arange(case.page)).flatten()
+        table[row, : len(page_slots)] = page_slots.int()
+        slots.append(page_slots[:length])
+        first = max(0, length - 1 - case.window) if case.window >= 0 else 0
+        seen[slots[-1][first:]] = True
+    storage = len(seen)
+
+    def random_like(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    def stored(dim: int) -> torch.Tensor:
+        found = random_like(storage, case.kv_heads, dim)
+        found[~seen] = math.nan
+        return found.to(case.pool)
+
+    return Step(
+        random_like(len(counts), case.heads, case.dim).to(case.dtype),
+        stored(case.dim),
+        stored(case.value_dim),
+        Rows(table, table_rows, torch.tensor(case.lengths)),
+        Rule(case.dim**-0.5, case.cap, sinks=random_like(case.heads) if case.sinks else None),
+        slots,
+    )
+
+
+def dense(case: Case, step: Step) -> torch.Tensor:
+    """What the kernels must compute, in float64."""
+    out = torch.zeros(len(case.lengths), case.heads, case.value_dim, dtype=torch.float64)
+    for row, slots in enumerate(step.slots):
+        if not len(slots):
+            continue
+        if case.window >= 0:
+            slots = slots[max(0, len(slots) - 1 - case.window) :]
+        group = case.heads // case.kv_heads
+        keys, values = (
+            part[slots].double().repeat_interleave(group, 1) for part in (step.keys, step.values)
+        )
+        scores = torch.einsum("hd,thd->ht", step.queries[row].double(), keys) * step.rule.scale
+        if case.cap:
+            scores = case.cap * torch.tanh(scores / case.cap)
+        if step.rule.sinks is not None:
+            scores = torch.cat([scores, step.rule.sinks.double()[:, None]], 1)
+        weights = scores.softmax(1)[:, : len(slots)]
+        out[row] = torch.einsum("ht,thd->hd", weights, values) * case.value_scale
+    return out
+
+
+def check_attention(
+    case: Case, generator: torch.Generator, device: str = "cpu", how: Tuning | None = None
+) -> bool:
+    """Whether a case comes out right, on a GPU twice the same; `how` replaces the case's block."""
+    step = make_step(case, generator)
+    cut = Cut(how or Tuning(case.block, 4, 3, 1), case.kv_heads, case.window)
+    # Queries come as a part of what one product gives for queries, keys and values.
+    wide = torch.nn.functional.pad(step.queries.flatten(1), (16, 32)).to(device)
+    queries = wide[:, 16:-32].view(step.queries.shape)
+    keys, values = step.keys.to(device), step.values.to(device)
+    rows = Rows(*(part.to(device) for part in step.rows))
+    sinks = step.rule.sinks
+    rule = step.rule._replace(sinks=None if sinks is None else sinks.to(device))
+    outs = []
+    for _ in range(1 if device == "cpu" else 2):
+        shares = share(rows, cut, case.multiprocessors)
+        out = queries.new_full((len(queries), case.heads, case.value_dim), math.nan)
+        attend(queries, keys, values, out, rows, shares, rule, case.page, case.value_scale)
+        outs.append(out.cpu())
+    expected = dense(case, step).flatten(1)
+    largest = expected.abs().amax(1)
+    errors = (outs[0].double().flatten(1) - expected).abs().amax(1)
+    error = float((errors / torch.where(largest > 0, largest, 1.0)).max())
+    right = error < TOLERANCES[case.dtype] and torch.equal(outs[0], outs[-1])
+    print(f"{error:.1e} {'' if right else 'WRONG '}{case}")
+    return right
+
+
+def random_cases() -> Iterator[Case]:
+    """Mixes of everything."""
+    draw = random.Random(5)
+    for _ in range(24):
+        lengths = tuple(draw.choice((0, 1, 7, 16, 31, 64, 90)) for _ in range(draw.randint(1, 9)))
+        kv_heads = draw.choice((1, 2, 3))
+        yield Case(
+            lengths,
+            kv_heads * draw.choice((1, 2, 5)),
+            kv_heads,
+            draw.choice((16, 24, 40)),
+            draw.choice((16, 24, 40)),
+            draw.choice((1, 2, 8, 16, 24, 32, 64)),
+            draw.choice((16, 32, 64)),
+            draw.choice((1, 3, 7, 20, 60)),
+            cap=draw.choice((0.0, 0.0, 3.0)),
+            window=draw.choice((-1, -1, 0, 9, 30)),
+            sinks=draw.random() < 0.4,
+            value_scale=draw.choice((1.0, 0.5)),
+        )
+
+
+def check_shares() -> bool:
+    """Every block of every row has one program, and none has more than its share."""
+    draw = random.Random(7)
+    right = True
+    for rows, programs, window in itertools.product((1, 127, 300), (1, 65, 130), (-1, 100)):
+        lengths = [draw.choice((0, 1, 64, 65, 500, 3000)) for _ in range(rows)]
+        step = Rows(torch.empty(0), torch.empty(0), torch.tensor(lengths))
+        shares = share(step, Cut(Tuning(64, 4, 3, 1), 2, window), 2 * programs)
+        hidden = [max(0, length - 1 - window) // 64 if window >= 0 else 0 for length in lengths]
+        blocks = [max(1, -(-n // 64) - gone) for n, gone in zip(lengths, hidden, strict=True)]
+        bounds = [0, *itertools.accumulate(blocks)]
+        size = -(-bounds[-1] // programs)
+        owners = [row for row, count in enumerate(blocks) for _ in range(count)]
+        starts = [owners[start] if start < len(owners) else rows
+                  for start in range(0, programs * size, size)]  # fmt: skip
+        right &= shares.size.tolist() == [size]
+        right &= shares.bounds.tolist() == bounds
+        right &= shares.first_rows.tolist() == starts
+    return right
+
+
+if __name__ == "__main__":
+    seeded = torch.Generator().manual_seed(3)
+    found = [check_attention(case, seeded) for case in itertools.chain(CASES, random_cases())]
+    results = [*found, check_shares()]
+    print(f"{len(results)} checks, {results.count(False)} wrong")
+    sys.exit(not all(results))

@@ -1,0 +1,138 @@
+"""A model's decodes by the backend `pie` and by SGLang's; prints the difference.
+
+    TRITON_INTERPRET=1 python tests/paged_model.py CONFIG
+
+CONFIG is a `driver.toml` of a model in float32 on the CPU, where the driver itself does not offer
+that backend.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from pie_driver_sglang import _core
+from pie_driver_sglang._core import Request, Sampler
+from pie_driver_sglang.config import DriverConfig, load_config
+from pie_driver_sglang.sglang import environment
+
+LENGTHS = (1, 16, 17, 45, 100)
+STEPS = 3
+TOLERANCE = 1e-4
+
+
+class Contexts:
+    """Contexts of random tokens that are decoded together, in pages of their own."""
+
+    def __init__(self, first_page: int, page_size: int, vocab: int) -> None:
+        draw = random.Random(11)
+        self._tokens = [[draw.randrange(vocab) for _ in range(n + STEPS)] for n in LENGTHS]
+        self._page_size = page_size
+        pages = list(range(first_page, first_page + 64))
+        draw.shuffle(pages)
+        self._pages = [pages[8 * number : 8 * number + 8] for number in range(len(LENGTHS))]
+
+    def frame(self, step: int) -> bytes:
+        """The prompts (-1), or the decode of this number."""
+        return _core.encode_forward([self._request(c, step) for c in range(len(LENGTHS))])
+
+    def _request(self, context: int, step: int) -> Request:
+        length = LENGTHS[context]
+        start, end = (0, length) if step < 0 else (length + step, length + step + 1)
+        used = self._pages[context][: -(-end // self._page_size)]
+        return Request(
+            self._tokens[context][start:end],
+            list(range(start, end)),
+            used,
+            (end - 1) % self._page_size + 1,
+            [(end - start - 1, Sampler.greedy())],
+        )
+
+
+def decode(server: Any, engine: Any, contexts: Contexts) -> Any:
+    """``[steps, contexts, vocabulary]`` logits."""
+    import torch
+
+    found = []
+    for step in range(-1, STEPS):
+        batch = server.rehearse(contexts.frame(step))
+        while (staged := batch.stage()) is not None:
+            assert staged.decode == (step >= 0)
+            engine.forward(staged)
+            with torch.inference_mode():
+                logits = engine.logits(torch.arange(staged.tokens))
+            while (group := batch.stage_slots()) is not None:
+                batch.put_outputs(engine.sample(group).tokens.numpy())
+        batch.commit()
+        if step >= 0:
+            found.append(logits)
+    return torch.stack(found)
+
+
+def difference(config: DriverConfig) -> float:
+    """The largest difference of a logit."""
+    from pie_driver_sglang.sglang import paged_attention
+    from pie_driver_sglang.sglang.load import load_engine
+
+    name = f"/pie_shmem_g{config.driver.group_id}"
+    server = _core.Server(name, _core.ExitGuard.inert(), spin_budget_us=0)
+    # The region is nobody's: only its planner is used.
+    server.unlink()
+    planner, engine = load_engine(config)
+    server.serve(planner, engine.block, print)
+    page_size, vocab = engine.facts.page_size, engine.facts.vocab_size
+    expected = decode(server, engine, Contexts(0, page_size, vocab))
+    runner = engine.runner
+    paged_attention.install(runner)
+    runner.init_attention_backends()
+    backend = runner.attn_backend.decode_backend
+    assert isinstance(backend, paged_attention.PagedDecode)
+    assert runner.server_args.get_attention_backends() == ("torch_native", "pie")
+    found = decode(server, engine, Contexts(64, page_size, vocab))
+    check_refusals(runner)
+    return float((found - expected).abs().max())
+
+
+def check_refusals(runner: Any) -> None:
+    """What the kernels cannot do is refused, with the reason."""
+    import torch
+    from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
+
+    from pie_driver_sglang.errors import StartError
+    from pie_driver_sglang.sglang import support
+
+    latent = MLATokenToKVPool(
+        size=16, page_size=16, dtype=torch.float32, kv_lora_rank=4, qk_rope_head_dim=2,
+        layer_num=1, device="cpu", enable_memory_saver=False,
+    )  # fmt: skip
+    layer = support.attention_layers(runner)[-1]
+    for owner, name, value, reason in (
+        (runner, "token_to_kv_pool", latent, "its KV pool is a MLATokenToKVPool"),
+        (runner.token_to_kv_pool, "dtype", torch.uint8, "its KV pool keeps torch.uint8"),
+        (layer, "use_irope", True, "some of its layers attend in a way of their own"),
+    ):
+        with mock.patch.object(owner, name, value):
+            try:
+                support.check_paged_decode(runner)
+            except StartError as error:
+                assert reason in str(error), error
+            else:
+                raise AssertionError(f"not refused: {reason}")
+    runner.server_args.override("test", enable_deterministic_inference=True)
+    try:
+        support.check_paged_decode(runner)
+    except StartError as error:
+        assert "enable_deterministic_inference" in str(error), error
+    else:
+        raise AssertionError("not refused: what must not depend on the batch")
+
+
+if __name__ == "__main__":
+    loaded = load_config(Path(sys.argv[1]))
+    environment.prepare("cpu", loaded.model.hf_config["architectures"], spins=False)
+    error = difference(loaded)
+    print(f"{error:.1e}")
+    sys.exit(not error < TOLERANCE)
