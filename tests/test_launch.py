@@ -187,8 +187,15 @@ def test_the_capabilities_repeat_what_the_engine_found() -> None:
     assert caps.activation_dtype == "bfloat16"
     assert caps.snapshot_dir == "snapshot"
     assert caps.swap_pool_size == 90
-    assert not caps.system_speculation_supported
+    assert caps.system_speculation_supported
     assert not caps.enable_system_speculation
+
+
+def test_speculation_is_what_the_operator_and_the_model_allow() -> None:
+    config = config_of(cuda_graph_max_bs=7, spec_ngram_enabled=True)
+    assert launch.capabilities(config, facts_of(), DEFAULT_REQUEST_BYTES).enable_system_speculation
+    recurrent = launch.capabilities(config_of(), facts_of(state_slots=4), DEFAULT_REQUEST_BYTES)
+    assert not recurrent.system_speculation_supported
 
 
 @pytest.mark.parametrize(

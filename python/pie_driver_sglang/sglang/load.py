@@ -113,9 +113,7 @@ def _draft(planner: Planner, facts: Facts, options: DriverOptions, rungs: list[i
     )
 
 
-def _steps(
-    engine: SglangEngine, options: DriverOptions, rungs: list[int]
-) -> StepRunner | None:
+def _steps(engine: SglangEngine, options: DriverOptions, rungs: list[int]) -> StepRunner | None:
     """What runs short batches without Python, unless the user or the model rules it out."""
     obstacle = support.lane_obstacle(engine.runner)
     if options.disable_cuda_graph:
