@@ -48,7 +48,13 @@ def compile_launch(kernel: JITFunction[Any], *args: Any, **options: Any) -> Any:
 
 
 def launches(
-    dim: int, pool: torch.dtype, queries: torch.dtype, page: int, rule: Rule, window: int
+    dim: int,
+    group: int,
+    pool: torch.dtype,
+    queries: torch.dtype,
+    page: int,
+    rule: Rule,
+    window: int,
 ) -> list[Any]:
     """Everything that one layer launches, compiled."""
     compiled = []
@@ -59,20 +65,20 @@ def launches(
     lengths = torch.tensor([100, 7, 3])
     rows = Rows(torch.zeros(4, 512, dtype=torch.int32), torch.arange(3), lengths)
     storage = torch.zeros(64, 8, dim).to(pool)
-    q = torch.zeros(3, 40, dim, dtype=queries)
+    q = torch.zeros(3, 8 * group, dim, dtype=queries)
     with mock.patch.object(JITFunction, "run", record):
-        shares = share(rows, Cut(tuning(dim, pool.itemsize), 8, window), 132)
+        shares = share(rows, Cut(tuning(dim, group, pool.itemsize), 8, window), 132)
         attend(q, storage, storage, torch.empty_like(q), rows, shares, rule, page)
     return compiled
 
 
-CASES: list[tuple[int, torch.dtype, torch.dtype, int, Rule, int]] = [
-    (128, torch.bfloat16, torch.bfloat16, 16, Rule(0.1), -1),
-    (128, torch.bfloat16, torch.bfloat16, 1, Rule(0.1), 100),
-    (64, torch.float16, torch.float16, 64, Rule(0.1, cap=3.0), -1),
-    (80, torch.float8_e4m3fn, torch.bfloat16, 16, Rule(0.1, sinks=torch.zeros(40)), -1),
-    (256, torch.float8_e5m2, torch.bfloat16, 24, Rule(0.1), 0),
-    (128, torch.float32, torch.float32, 16, Rule(0.1), -1),
+CASES: list[tuple[int, int, torch.dtype, torch.dtype, int, Rule, int]] = [
+    (128, 2, torch.bfloat16, torch.bfloat16, 16, Rule(0.1), -1),
+    (128, 5, torch.bfloat16, torch.bfloat16, 1, Rule(0.1), 100),
+    (64, 71, torch.float16, torch.float16, 64, Rule(0.1, cap=3.0), -1),
+    (80, 5, torch.float8_e4m3fn, torch.bfloat16, 16, Rule(0.1, sinks=torch.zeros(40)), -1),
+    (256, 1, torch.float8_e5m2, torch.bfloat16, 24, Rule(0.1), 0),
+    (128, 5, torch.float32, torch.float32, 16, Rule(0.1), -1),
 ]
 
 
@@ -86,5 +92,6 @@ if __name__ == "__main__":
                 assert "async_copy_global_to_local" in loop, "KV is not loaded ahead"
                 # Two programs have room on a multiprocessor of an H100 or H200.
                 assert 2 * (kernel.metadata.shared + 1024) <= 228 * 1024, kernel.metadata.shared
+                print(f"{kernel.metadata.shared} bytes of shared memory: {case[:5]}")
         assert names == ["_share", "_attend", "_merge"]
     print(f"{len(CASES)} layers compiled")

@@ -69,6 +69,10 @@ class Shape(NamedTuple):
     kv_heads: int
     dim: int
 
+    def tuning(self, itemsize: int) -> Tuning:
+        """The default cut."""
+        return tuning(self.dim, self.heads // self.kv_heads, itemsize)
+
 
 SHAPES = (Shape("0.6B", 16, 8, 128), Shape("14B", 40, 8, 128))
 
@@ -143,7 +147,7 @@ def multiprocessors(device: torch.device) -> int:
 def pie(step: Step, how: Tuning | None = None) -> Call:
     """This driver's kernels."""
     shape, device = step.work.shape, step.queries.device
-    how = how or tuning(shape.dim, step.queries.itemsize)
+    how = how or shape.tuning(step.queries.itemsize)
     rows = Rows(step.table, torch.arange(len(step.lengths), device=device), step.lengths)
     cut = Cut(how, shape.kv_heads, -1)
     shares = share(rows, cut, multiprocessors(device))
@@ -162,7 +166,7 @@ def share_out(step: Step) -> Call:
     """What this driver's kernels need once a step."""
     shape, device = step.work.shape, step.queries.device
     rows = Rows(step.table, torch.arange(len(step.lengths), device=device), step.lengths)
-    cut = Cut(tuning(shape.dim, step.queries.itemsize), shape.kv_heads, -1)
+    cut = Cut(shape.tuning(step.queries.itemsize), shape.kv_heads, -1)
     return lambda _: share(rows, cut, multiprocessors(device)).bounds
 
 
@@ -427,7 +431,8 @@ def check_parity(run: Run) -> int:
     wrong = 0
     cases = parity_cases()[:: 4 if run.tiny else 1]
     for case in cases:
-        how = tuning(max(case.dim, case.value_dim), case.pool.itemsize)
+        group = case.heads // case.kv_heads
+        how = tuning(max(case.dim, case.value_dim), group, case.pool.itemsize)
         case = case._replace(multiprocessors=multiprocessors(run.device))
         if run.tiny:
             shorter = tuple(length // 40 for length in case.lengths)
@@ -485,7 +490,7 @@ class Tuner:
         self.run, self.shape = run, shape
         storage = run.storage(shape)
         self.steps = [Step(work, storage) for work in tuned_steps(shape, run.tiny)]
-        self.default = tuning(shape.dim, storage.dtype.itemsize)
+        self.default = shape.tuning(storage.dtype.itemsize)
         self.tried: dict[Tuning, float] = {}
         print(f"{shape.name}: mean | {', '.join(step.work.name for step in self.steps)}")
 

@@ -126,9 +126,10 @@ class PagedDecode(AttentionBackend):
 
     def _cut(self, layer: RadixAttention) -> Cut:
         dim = max(layer.qk_head_dim, layer.v_head_dim)
+        group = layer.tp_q_head_num // layer.tp_k_head_num
         window = layer.sliding_window_size
         return Cut(
-            paged_triton.tuning(dim, self._itemsize),
+            paged_triton.tuning(dim, group, self._itemsize),
             layer.tp_k_head_num,
             -1 if window is None else window,
         )

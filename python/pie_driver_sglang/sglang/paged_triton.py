@@ -41,9 +41,17 @@ class Tuning:
     """Programs for each multiprocessor."""
 
 
-def tuning(dim: int, itemsize: int) -> Tuning:
-    """The cut for a head size, the larger of keys' and values', and the bytes of an element."""
+def tuning(dim: int, group: int, itemsize: int) -> Tuning:
+    """The cut for a layer.
+
+    Args:
+        dim: head size, the larger of keys' and values'.
+        group: heads that share a KV head.
+        itemsize: bytes of a stored element.
+    """
     elements = 4096 if itemsize > 2 else 8192
+    # Up to 16 heads take the same registers.
+    elements = elements * 16 // max(16, triton.next_power_of_2(group))
     block = min(128, max(16, elements // triton.next_power_of_2(dim)))
     return Tuning(block, warps=4, stages=4, programs=2)
 
@@ -354,7 +362,7 @@ def _attend(  # type: ignore[no-untyped-def]
         )
         mixed, best, total = _attend_span(
             q, keys + kv_head * key_head_stride, values + kv_head * value_head_stride,
-            table + tl.load(table_rows + row) * table_stride,
+            table + tl.load(table_rows + row).to(tl.int64) * table_stride,
             (block + skipped) * BLOCK, tl.minimum((last + skipped) * BLOCK, kv_len), first_seen,
             scale, cap, key_slot_stride, value_slot_stride,
             DIM, VALUE_DIM, PAGE, PAGES, BLOCK, GROUP_BLOCK, DIM_BLOCK, VALUE_BLOCK,
