@@ -10,14 +10,14 @@ BIN := $(VENV)/bin
 SOURCES := pyproject.toml Cargo.toml Cargo.lock README.md LICENSE \
     $(shell find rust python -type f \( -name '*.rs' -o -name '*.py' -o -name '*.pyi' -o -name '*.toml' \))
 WHEELS := target/wheels
-CHECKED := python/pie_driver_sglang tests tools benches/gpu benches/peers benches/pie_load
+CHECKED := python/pie_driver_sglang tests tools benches/gpu benches/ngram_replay benches/peers benches/pie_load
 # Runs the ring's sources under loom; a workspace of its own.
 MODEL := --manifest-path rust/ring/model/Cargo.toml
 # The load generator; a workspace of its own.
 LOAD := --manifest-path benches/pie_load/Cargo.toml
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-rust test-python bench load counts fuzz lint format stubs wheel
+.PHONY: help demo test test-rust test-python bench replay load counts fuzz lint format stubs wheel
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -39,6 +39,14 @@ test-python: $(VENV)/.installed
 bench: $(VENV)/.dependencies ## Run the benchmarks and print their table; ARGS=ring/ for some of them, ARGS=--quick to try them out
 	cargo bench --manifest-path benches/Cargo.toml -- $(ARGS)
 	@cargo run --quiet --release --manifest-path benches/Cargo.toml --bin report -- $(filter --quick,$(ARGS))
+
+STREAMS := target/ngram_streams.json
+$(STREAMS): benches/ngram_replay/streams.py | $(VENV)/.dependencies
+	$(BIN)/python $< $@
+
+replay: $(STREAMS) ## Replay token streams through the n-gram drafter and its peers: accepted drafts per step
+	@cargo build --quiet --release --manifest-path benches/Cargo.toml --no-default-features --target-dir target --bin ngram_replay
+	@$(BIN)/python benches/ngram_replay/replay.py $(STREAMS) target/release/ngram_replay
 
 load: ## Build target/load/release/pie_load, which plays the runtime against a driver; see benches/README.md
 	cargo build $(LOAD) --target-dir target/load --release --quiet

@@ -7,7 +7,7 @@ use std::cell::RefCell;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use criterion::{Criterion, criterion_group, criterion_main};
 use pie_benches::python::{self, PythonPeer};
@@ -50,7 +50,7 @@ static ALLOCATOR: Counting = Counting;
 
 const MILLION: usize = 1_000_000;
 /// Tokens that are appended at once; their mean is a value.
-const CHUNK: usize = 512;
+const CHUNK: u32 = 128;
 const DEPTH: usize = 18;
 const REQUESTS: usize = 64;
 /// Tokens of each context that drafts.
@@ -120,36 +120,40 @@ fn step(context: usize, position: usize, tokens: &[u32], drafts: usize) -> Step<
     }
 }
 
-/// One token appended to a context that has so many, in stretches of [`CHUNK`].
+/// A token appended to a context that has so many, in stretches of [`CHUNK`].
 fn append(criterion: &mut Criterion) {
+    let chunk = CHUNK as usize;
     for (name, held) in [("1k", 1000), ("64k", 64_000), ("1M", MILLION)] {
         let case = Case::new(name, text(held + 200_000.min(16 * held), 1), held, DRAFTS);
         let text = &case.text;
         let (mut drafter, mut drafts, mut at) = (drafter(0), Drafts::default(), held);
         drafter.step(&[step(0, 0, &text[..held], 0)], &mut drafts);
         // Not long enough for the size to change; what was appended is taken back.
-        let furthest = held + (held / 4).clamp(CHUNK, 16 * CHUNK);
+        let furthest = held + (held / 4).clamp(chunk, 64 * chunk);
         let mut shift = 0;
         let ours = |operations, samples: &mut Samples| {
             let mut total = Duration::ZERO;
             for _ in 0..operations {
-                if at + CHUNK > furthest {
+                if at + chunk > furthest {
                     at = held;
                     drafter.step(&[step(0, held, &[], 0)], &mut drafts);
                 }
-                shift = (shift + CHUNK) % (text.len() - held - CHUNK + 1);
-                let tokens = &text[held + shift..][..CHUNK];
-                let start = std::time::Instant::now();
+                shift = (shift + chunk) % (text.len() - held - chunk + 1);
+                let tokens = &text[held + shift..][..chunk];
+                let start = Instant::now();
                 drafter.step(&[step(0, at, tokens, 0)], &mut drafts);
-                let each = start.elapsed() / CHUNK as u32;
-                at += CHUNK;
-                samples.record(each);
-                total += each;
+                let elapsed = start.elapsed();
+                at += chunk;
+                samples.record(elapsed / CHUNK);
+                total += elapsed;
             }
             total
         };
+        let mut peer = peer("ngram_sglang.py", "append", &case.folder);
         Race::new_turns(format!("ngram/append/{name}"), Unit::Ns, ours)
-            .peer_turns("sglang", peer("ngram_sglang.py", "append", &case.folder))
+            .peer_turns("sglang", |operations, samples| {
+                CHUNK * peer(operations, samples)
+            })
             .run(criterion);
     }
 }
@@ -203,30 +207,28 @@ fn steps(criterion: &mut Criterion) {
         .run(criterion);
 }
 
-/// A context of 2,048 tokens is forked; the fork is forgotten.
+/// A context of 2,048 tokens is forked for the first time; then it is forgotten.
 fn fork_and_release(criterion: &mut Criterion) {
     let text = text(CONTEXT, 4);
-    let (mut forking, mut drafts) = (drafter(0), Drafts::default());
-    forking.step(&[step(0, 0, &text, 0)], &mut drafts);
-    let fork = |operations, samples: &mut Samples| {
-        let mut total = Duration::ZERO;
-        for _ in 0..operations {
-            total += samples.time(1, || forking.fork(1, 2));
-            forking.release(2);
-        }
-        total
-    };
-    Race::new_turns("ngram/fork", Unit::Ns, fork).run(criterion);
-    let mut releasing = drafter(0);
-    let release = |operations, samples: &mut Samples| {
-        let mut total = Duration::ZERO;
-        for _ in 0..operations {
-            releasing.step(&[step(0, 0, &text, 0)], &mut drafts);
-            total += samples.time(1, || releasing.release(1));
-        }
-        total
-    };
-    Race::new_turns("ngram/release", Unit::Ns, release).run(criterion);
+    let (mut drafter, mut drafts) = (drafter(0), Drafts::default());
+    for (name, forks) in [("fork", true), ("release", false)] {
+        let turn = |operations, samples: &mut Samples| {
+            let start = Instant::now();
+            for _ in 0..operations {
+                drafter.step(&[step(0, 0, &text, 0)], &mut drafts);
+                if forks {
+                    samples.time(1, || drafter.fork(1, 2));
+                    drafter.release(2);
+                    drafter.release(1);
+                } else {
+                    samples.time(1, || drafter.release(1));
+                }
+            }
+            // With what comes before each operation, or criterion would ask for too many.
+            start.elapsed()
+        };
+        Race::new_turns(format!("ngram/{name}"), Unit::Ns, turn).run(criterion);
+    }
 }
 
 /// Bytes for each of a million tokens of one context.
@@ -236,7 +238,7 @@ fn memory(criterion: &mut Criterion) {
     let mut wanted = false;
     criterion.bench_function(name, |bencher| {
         wanted = true;
-        bencher.iter_custom(|operations| Duration::from_nanos(operations));
+        bencher.iter_custom(Duration::from_millis);
     });
     if !wanted {
         return;

@@ -27,8 +27,8 @@ RESULTS = Path(__file__).parents[1] / "results" / "ngram.json"
 Stream = dict[str, list[int]]
 Kinds = dict[str, list[Stream]]
 Outcome = dict[str, float]
-# Drafts for a text of which so many tokens are new: how many were drafted, and the paths that a
-# right one must follow, as tokens with the numbers of their parents.
+# Drafts for a text of which so many tokens are new: tokens with the numbers of their parents, of
+# which -1 is the text's last token.
 Drafter = Callable[[list[int], int], tuple[list[int], list[int]]]
 
 
@@ -72,8 +72,10 @@ def prompt_lookup(drafts: int, shortest: int, longest: int) -> Drafter:
 
 
 def sglang(drafts: int, breadth: int, match_type: str) -> Drafter:
-    """A chain (breadth 1) or a tree from all that was put in. Every new token is put in, with the
-    tokens before it."""
+    """A chain (breadth 1) or a tree from all that was put in.
+
+    Every new token is put in, with the tokens before it.
+    """
     corpus = NgramCorpus(
         max_trie_depth=DEPTH,
         min_bfs_breadth=1,

@@ -92,7 +92,10 @@ def main(path: Path) -> None:
         "chat": generate([chat(question) for question in QUESTIONS]),
         "source": [{"given": i[: len(i) // 4], "said": i[len(i) // 4 :][:1500]} for i in files],
         "rename": [
-            {"given": ids[:1500], "said": tokenizer(renamed(tokenizer.decode(ids[:1500])))["input_ids"]}
+            {
+                "given": ids[:1500],
+                "said": tokenizer(renamed(tokenizer.decode(ids[:1500])))["input_ids"],
+            }
             for ids in files
         ],
     }

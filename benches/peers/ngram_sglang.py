@@ -26,6 +26,8 @@ os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PAT
 from sglang.srt.speculative.cpp_ngram.ngram_corpus import NgramCorpus
 
 CHUNK = 512
+# Tokens that are added at once to be timed.
+STRETCH = 128
 
 
 def corpus(case: dict[str, Any]) -> NgramCorpus:
@@ -69,19 +71,19 @@ def append(case: dict[str, Any], text: list[int]) -> Callable[[], int]:
 
     def run() -> int:
         nonlocal at
-        if at + CHUNK > len(text):
+        if at + STRETCH > len(text):
             at = held
         begin = perf_counter_ns()
-        put(ours, text, at, at + CHUNK, depth)
+        put(ours, text, at, at + STRETCH, depth)
         elapsed = perf_counter_ns() - begin
-        at += CHUNK
-        return elapsed // CHUNK
+        at += STRETCH
+        return elapsed // STRETCH
 
     return run
 
 
 def batch(case: dict[str, Any], text: list[int], requests: int, adds: bool) -> Callable[[], int]:
-    """Drafts for contexts that take turns through the text, and before that adds a token to each."""
+    """Drafts for contexts that are stretches of the text, before that perhaps a token for each."""
     ours, depth, length = corpus(case), case["depth"], case["context"]
     stretch = len(text) // requests
     for request in range(requests):

@@ -9,7 +9,9 @@ use std::path::PathBuf;
 use std::process::{Command, ExitCode};
 use std::{env, fs, io};
 
+use pie_benches::text::text;
 use pie_benches::{Asked, Bytes, HostPath, asking_frame, decode_frame, mixed_frame, prefill_frame};
+use pie_ngram::{Config, Drafter, Drafts, Step};
 use pie_wire::{ForwardResponse, Frame, ResponseFrame, ResponsePayload};
 
 /// `memcmp` and `memcpy` pick their code by the processor, which moves the counts a little.
@@ -19,7 +21,7 @@ const CONTEXT: u32 = 2048;
 type Counts = BTreeMap<String, u64>;
 
 /// A case prepares itself, then calls [`counted`] once.
-const CASES: [(&str, fn()); 11] = [
+const CASES: [(&str, fn()); 12] = [
     ("wire/access", access),
     ("wire/encode_reply", || encode_reply(2)),
     ("wire/encode_reply/fast", || encode_reply(1)),
@@ -30,6 +32,7 @@ const CASES: [(&str, fn()); 11] = [
     ("plan/masks/256x2048", || asking(false, true)),
     ("plan/probes_masks/256x2048", || asking(true, true)),
     ("plan/mixed", || plan(&mixed_frame(4), &mixed_frame(5))),
+    ("ngram/step/64", drafts),
     ("plan/prefill/8192", || {
         plan(&decode_frame(1, CONTEXT, 0), &prefill_frame(8192));
     }),
@@ -80,6 +83,32 @@ fn asking(probes: bool, masks: bool) {
         &asking_frame(256, CONTEXT, 1, asked),
         &asking_frame(256, CONTEXT, 2, asked),
     );
+}
+
+/// A decode step of 64 contexts, with four drafts each.
+fn drafts() {
+    let text = text(64 * 2 * CONTEXT as usize, 3);
+    let (mut drafter, mut drafts) = (
+        Drafter::new(Config::default()).expect("a valid config"),
+        Drafts::default(),
+    );
+    let mut step = |from: u32, to: u32| {
+        let contexts = text.chunks(2 * CONTEXT as usize).zip(1..);
+        let steps = contexts.map(|(text, context)| Step {
+            context,
+            position: from,
+            tokens: &text[from as usize..to as usize],
+            drafts: 4,
+        });
+        let steps: Vec<_> = steps.collect();
+        if to - from > 1 {
+            drafter.step(&steps, &mut drafts);
+        } else {
+            counted(|| drafter.step(&steps, &mut drafts));
+        }
+    };
+    step(0, CONTEXT);
+    step(CONTEXT, CONTEXT + 1);
 }
 
 /// Counts `frame` after `before` was served.

@@ -1,4 +1,4 @@
-//! Replays token streams through the drafter: `ngram_replay STREAMS DRAFTS`. See `ngram_replay/README.md`.
+//! Replays token streams through the drafter: `ngram_replay STREAMS DRAFTS`, for `ngram_replay/replay.py`.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -55,7 +55,7 @@ fn replay(streams: &[Stream], variant: Variant, count: usize) -> Outcome {
                 drafter.tree(context, count, &mut tree);
             }
             elapsed += start.elapsed();
-            let (drafted, accepted) = if variant.tree {
+            let (tried, accepted) = if variant.tree {
                 (tree.tokens().len(), walk(&tree, &text[end..]))
             } else {
                 let right = drafts.tokens(0).iter().zip(&text[end..]);
@@ -65,7 +65,7 @@ fn replay(streams: &[Stream], variant: Variant, count: usize) -> Outcome {
                 )
             };
             outcome.steps += 1;
-            outcome.drafted += drafted;
+            outcome.drafted += tried;
             outcome.accepted += accepted;
             (known, end) = (end, (end + accepted + 1).min(text.len()));
         }
