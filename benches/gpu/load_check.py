@@ -29,6 +29,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
@@ -53,7 +54,7 @@ class Runner:
         self._end = time.monotonic() + budget_s
 
     def run(self, what: str, command: Sequence[object], limit_s: float) -> str:
-        """Prints and returns the output; an error or a time-out is printed like it."""
+        """Prints, line by line, and returns the output; an error or a time-out is printed like it."""
         left_s = min(limit_s, self._end - time.monotonic())
         words = [str(word) for word in command]
         self.say(f"--- {what}: {' '.join(words)}")
@@ -73,32 +74,31 @@ class Runner:
         except OSError as error:
             self.say(f"{what}: {error}")
             return ""
-        try:
-            output, _ = process.communicate(timeout=left_s - STOP_S / 2)
-        except subprocess.TimeoutExpired:
-            self.say(f"{what}: stopped after {left_s:.0f} s")
-            output = self._stop(process)
-        self.say(output.rstrip())
+        watchdog = threading.Timer(left_s - STOP_S / 2, self._stop, (what, process))
+        watchdog.start()
+        lines = []
+        with process:
+            for line in process.stdout or ():
+                self.say(line.rstrip())
+                lines.append(line)
+        watchdog.cancel()
         if process.returncode:
             self.say(f"{what}: status {process.returncode}")
-        return output
+        return "".join(lines)
 
     def say(self, text: str) -> None:
         """Prints and logs."""
         print(text, flush=True)
         print(text, file=self._log, flush=True)
 
-    @staticmethod
-    def _stop(process: subprocess.Popen[str]) -> str:
+    def _stop(self, what: str, process: subprocess.Popen[str]) -> None:
         """Ends a process and those that it has started; a driver removes its region on SIGTERM."""
-        output = ""
+        self.say(f"{what}: no time left, stopped")
         for number in (signal.SIGTERM, signal.SIGKILL):
             # The session of its own is what the process leads.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, number)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                output, _ = process.communicate(timeout=STOP_S / 4)
-        return output
+            time.sleep(STOP_S / 4)
 
 
 def prototype_figures(output: str) -> dict[str, dict[str, float]]:

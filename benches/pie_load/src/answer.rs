@@ -1,9 +1,12 @@
 //! Reading the driver's answers.
 
+use std::ops::Range;
+
 use pie_wire::{ArchivedForwardResponse, ArchivedResponsePayload, NativeSlice, Reply};
 use serde::Serialize;
 
 use crate::error::{AnswerError, LoadError};
+use crate::frame::Turn;
 
 /// The driver's own times of a batch in µs, which only an archive carries.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
@@ -16,55 +19,142 @@ pub(crate) struct Probes {
     pub(crate) respond: u32,
 }
 
-/// Reads the tokens into `tokens`. The first `sampled` requests have one token each, the rest of the `requests` none.
-pub(crate) fn read(
-    bytes: &[u8],
-    requests: usize,
-    sampled: usize,
-    tokens: &mut Vec<u32>,
-) -> Result<Option<Probes>, LoadError> {
-    tokens.clear();
-    match pie_wire::decode_reply(bytes)? {
-        Reply::Tokens(reply) => {
-            check_requests(reply.len(), requests)?;
-            if let Some(request) = (sampled < requests).then_some(sampled) {
-                return Err(wrong_tokens(request, 1, 0).into());
-            }
-            tokens.extend(reply.iter());
-            Ok(None)
+/// What the requests of a frame were answered, in buffers that are used again.
+#[derive(Debug, Default)]
+pub(crate) struct Answer {
+    /// Of all requests. Without drafts each request that samples has one.
+    pub(crate) tokens: Vec<u32>,
+    token_ends: Vec<u32>,
+    drafts: Vec<u32>,
+    /// Empty when nobody has drafts.
+    draft_ends: Vec<u32>,
+}
+
+impl Answer {
+    /// A request's tokens: the drafts that were accepted, and one more.
+    pub(crate) fn tokens_of(&self, request: usize) -> &[u32] {
+        &self.tokens[range(&self.token_ends, request)]
+    }
+
+    /// What is drafted behind a request's tokens.
+    pub(crate) fn drafts_of(&self, request: usize) -> &[u32] {
+        if self.draft_ends.is_empty() {
+            return &[];
         }
-        Reply::Frame(frame) if frame.aborted => Err(AnswerError::Aborted.into()),
-        Reply::Frame(frame) => match &frame.payload {
-            ArchivedResponsePayload::Status(status) => {
-                Err(AnswerError::Status(status.status.to_native()).into())
+        &self.drafts[range(&self.draft_ends, request)]
+    }
+
+    /// Reads and checks what was answered to a frame of `turns`; those that sample come first.
+    pub(crate) fn read<'a>(
+        &mut self,
+        bytes: &[u8],
+        turns: impl Iterator<Item = Turn<'a>> + Clone,
+    ) -> Result<Option<Probes>, LoadError> {
+        for array in [
+            &mut self.tokens,
+            &mut self.token_ends,
+            &mut self.drafts,
+            &mut self.draft_ends,
+        ] {
+            array.clear();
+        }
+        let requests = turns.clone().count();
+        match pie_wire::decode_reply(bytes)? {
+            Reply::Tokens(reply) => {
+                check_requests(reply.len(), requests)?;
+                self.tokens.extend(reply.iter());
+                self.token_ends.extend(0..=requests as u32);
+                self.check_tokens(turns)?;
+                Ok(None)
             }
-            ArchivedResponsePayload::Forward(forward) => {
-                read_archive(forward, requests, sampled, tokens)?;
-                Ok(Some(probes(forward)))
+            Reply::Frame(frame) if frame.aborted => Err(AnswerError::Aborted.into()),
+            Reply::Frame(frame) => match &frame.payload {
+                ArchivedResponsePayload::Status(status) => {
+                    Err(AnswerError::Status(status.status.to_native()).into())
+                }
+                ArchivedResponsePayload::Forward(forward) => {
+                    check_requests(forward.num_requests.to_native() as usize, requests)?;
+                    self.read_tokens(forward, requests)?;
+                    self.check_tokens(turns.clone())?;
+                    self.read_drafts(forward, turns)?;
+                    Ok(Some(probes(forward)))
+                }
+            },
+        }
+    }
+
+    fn read_tokens(
+        &mut self,
+        forward: &ArchivedForwardResponse,
+        requests: usize,
+    ) -> Result<(), AnswerError> {
+        self.token_ends.extend(forward.tokens_indptr.native());
+        self.tokens.extend(forward.tokens.native());
+        check_ends(&self.token_ends, requests, self.tokens.len())
+    }
+
+    /// One token for each turn that samples; with drafts, those that were accepted before it.
+    fn check_tokens<'a>(&self, turns: impl Iterator<Item = Turn<'a>>) -> Result<(), AnswerError> {
+        for (request, turn) in turns.enumerate() {
+            let found = self.tokens_of(request);
+            let expected = usize::from(turn.sampler.is_some());
+            if !(expected..=expected + turn.drafts.len()).contains(&found.len()) {
+                return Err(wrong_tokens(request, found.len(), expected));
             }
-        },
+            let accepted = found.len() - expected;
+            if found[..accepted] != turn.drafts[..accepted] {
+                return Err(AnswerError::Accepted(request));
+            }
+        }
+        Ok(())
+    }
+
+    fn read_drafts<'a>(
+        &mut self,
+        forward: &ArchivedForwardResponse,
+        turns: impl Iterator<Item = Turn<'a>>,
+    ) -> Result<(), AnswerError> {
+        let positions = forward.spec_positions.native();
+        self.drafts.extend(forward.spec_tokens.native());
+        if self.drafts.is_empty() {
+            return Ok(());
+        }
+        let requests = self.token_ends.len() - 1;
+        self.draft_ends.extend(forward.spec_indptr.native());
+        check_ends(
+            &self.draft_ends,
+            requests,
+            self.drafts.len().min(positions.len()),
+        )?;
+        for (request, turn) in turns.enumerate() {
+            let range = range(&self.draft_ends, request);
+            // The last token of the answer stands between.
+            let first = turn.end() + self.tokens_of(request).len() as u32;
+            let follow = (first..).zip(&positions[range.clone()]);
+            if !follow
+                .into_iter()
+                .all(|(expected, &found)| expected == found)
+                || !(turn.wants_drafts || range.is_empty())
+            {
+                return Err(AnswerError::Drafts {
+                    request,
+                    drafts: range.len(),
+                });
+            }
+        }
+        Ok(())
     }
 }
 
-fn read_archive(
-    forward: &ArchivedForwardResponse,
-    requests: usize,
-    sampled: usize,
-    tokens: &mut Vec<u32>,
-) -> Result<(), AnswerError> {
-    check_requests(forward.num_requests.to_native() as usize, requests)?;
-    let (ends, all) = (forward.tokens_indptr.native(), forward.tokens.native());
-    if ends.len() != requests + 1 {
+fn range(ends: &[u32], request: usize) -> Range<usize> {
+    ends[request] as usize..ends[request + 1] as usize
+}
+
+/// Offsets of `requests` ranges within `length` entries.
+fn check_ends(ends: &[u32], requests: usize, length: usize) -> Result<(), AnswerError> {
+    let within = ends.last().is_some_and(|&end| end as usize <= length);
+    if ends.len() != requests + 1 || !ends.is_sorted() || !within {
         return Err(AnswerError::Offsets);
-    }
-    for (request, range) in ends.windows(2).enumerate() {
-        let (first, end) = (range[0] as usize, range[1] as usize);
-        let found = all.get(first..end).ok_or(AnswerError::Offsets)?;
-        let expected = usize::from(request < sampled);
-        if found.len() != expected {
-            return Err(wrong_tokens(request, found.len(), expected));
-        }
-        tokens.extend(found);
     }
     Ok(())
 }
@@ -97,19 +187,38 @@ fn probes(forward: &ArchivedForwardResponse) -> Probes {
 
 #[cfg(test)]
 mod tests {
-    use pie_wire::{ForwardResponse, ResponseFrame, ResponsePayload};
+    use pie_wire::{ForwardResponse, ResponseFrame, ResponsePayload, Sampler};
 
     use super::*;
 
-    fn archive(indptr: &[u32], tokens: &[u32]) -> Vec<u8> {
-        let forward = ForwardResponse {
+    /// A decode at position 9.
+    const TURN: Turn<'_> = Turn {
+        tokens: &[1],
+        start: 9,
+        sampler: Some(&Sampler::RawLogits),
+        ..Turn::EMPTY
+    };
+
+    fn turns(requests: usize, sampled: usize) -> impl Iterator<Item = Turn<'static>> + Clone {
+        (0..requests).map(move |request| if request < sampled { TURN } else { Turn::EMPTY })
+    }
+
+    fn response(indptr: &[u32], tokens: &[u32]) -> ForwardResponse {
+        ForwardResponse {
             num_requests: indptr.len() as u32 - 1,
             tokens_indptr: indptr.to_vec(),
             tokens: tokens.to_vec(),
             probe_plan_us: 7,
             probe_sync_us: 9,
             ..ForwardResponse::default()
-        };
+        }
+    }
+
+    fn archive(indptr: &[u32], tokens: &[u32]) -> Vec<u8> {
+        encoded(response(indptr, tokens))
+    }
+
+    fn encoded(forward: ForwardResponse) -> Vec<u8> {
         let frame = ResponseFrame {
             driver_id: 0,
             aborted: false,
@@ -122,9 +231,10 @@ mod tests {
     }
 
     fn outcome(bytes: &[u8], requests: usize, sampled: usize) -> Result<Vec<u32>, AnswerError> {
-        let mut tokens = vec![99];
-        match read(bytes, requests, sampled, &mut tokens) {
-            Ok(_) => Ok(tokens),
+        let mut answer = Answer::default();
+        answer.tokens.push(99);
+        match answer.read(bytes, turns(requests, sampled)) {
+            Ok(_) => Ok(answer.tokens),
             Err(LoadError::Answer(error)) => Err(error),
             Err(error) => panic!("{error}"),
         }
@@ -173,7 +283,79 @@ mod tests {
             ..Probes::default()
         };
         let bytes = archive(&[0, 1], &[5]);
-        let probes = read(&bytes, 1, 1, &mut Vec::new()).unwrap();
+        let probes = Answer::default().read(&bytes, turns(1, 1)).unwrap();
         assert_eq!(probes, Some(expected));
+    }
+
+    /// Two requests of the worked example of the protocol: both ask, the first had four drafts.
+    fn drafted(response: ForwardResponse) -> Result<Answer, AnswerError> {
+        let asks = Turn {
+            wants_drafts: true,
+            ..TURN
+        };
+        let verifies = Turn {
+            drafts: &[40, 41, 42, 43],
+            ..asks
+        };
+        let mut answer = Answer::default();
+        match answer.read(&encoded(response), [verifies, asks, TURN].into_iter()) {
+            Ok(_) => Ok(answer),
+            Err(LoadError::Answer(error)) => Err(error),
+            Err(error) => panic!("{error}"),
+        }
+    }
+
+    #[test]
+    fn drafts_follow_what_was_accepted() {
+        let right = ForwardResponse {
+            spec_indptr: vec![0, 2, 3, 3],
+            spec_tokens: vec![50, 51, 60],
+            spec_positions: vec![13, 14, 11],
+            ..response(&[0, 3, 4, 5], &[40, 41, 5, 6, 7])
+        };
+        let answer = drafted(right.clone()).unwrap();
+        assert_eq!(
+            [0, 1, 2].map(|request| answer.tokens_of(request)),
+            [&[40, 41, 5][..], &[6], &[7]]
+        );
+        assert_eq!(
+            [0, 1, 2].map(|request| answer.drafts_of(request)),
+            [&[50, 51][..], &[60], &[]]
+        );
+
+        let none = drafted(response(&[0, 1, 2, 3], &[5, 6, 7])).unwrap();
+        assert_eq!(
+            [0, 1, 2].map(|request| none.drafts_of(request).len()),
+            [0; 3]
+        );
+
+        let wrong = |change: fn(&mut ForwardResponse)| {
+            let mut response = right.clone();
+            change(&mut response);
+            drafted(response).unwrap_err()
+        };
+        assert_eq!(wrong(|of| of.tokens[1] = 42), AnswerError::Accepted(0));
+        let misplaced = |request, drafts| AnswerError::Drafts { request, drafts };
+        assert_eq!(wrong(|of| of.spec_positions[1] = 15), misplaced(0, 2));
+        assert_eq!(wrong(|of| of.spec_positions[2] = 10), misplaced(1, 1));
+        assert_eq!(
+            wrong(|of| of.spec_indptr = vec![0, 2, 2, 3]),
+            misplaced(2, 1)
+        );
+        assert_eq!(
+            wrong(|of| of.spec_indptr = vec![0, 2, 3]),
+            AnswerError::Offsets
+        );
+        assert_eq!(
+            wrong(|of| of.spec_indptr = vec![0, 3, 2, 3]),
+            AnswerError::Offsets
+        );
+        assert_eq!(
+            wrong(|of| of.spec_positions.truncate(2)),
+            AnswerError::Offsets
+        );
+        // Six tokens for four drafts.
+        let surplus = response(&[0, 6, 7, 8], &[40, 41, 42, 43, 44, 45, 6, 7]);
+        assert_eq!(drafted(surplus).unwrap_err(), wrong_tokens(0, 6, 1));
     }
 }

@@ -28,7 +28,20 @@ pub(crate) struct Args {
     #[command(flatten)]
     pub(crate) throughput: ThroughputArgs,
     #[command(flatten)]
+    pub(crate) drafts: DraftsArgs,
+    #[command(flatten)]
     pub(crate) output: OutputArgs,
+}
+
+impl Args {
+    /// Has the driver draft, when that is played; an `--option` may still say otherwise.
+    pub(crate) fn complete(mut self) -> Self {
+        if self.workloads.contains(&Workload::Drafts) {
+            let enabled = "spec_ngram_enabled=true".to_owned();
+            self.driver.options.insert(0, enabled);
+        }
+        self
+    }
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -37,6 +50,8 @@ pub(crate) enum Workload {
     Steps,
     /// Requests of mixed lengths with continuous batching: tokens per second.
     Throughput,
+    /// The same prompts without and with the driver's drafts.
+    Drafts,
 }
 
 /// The driver process.
@@ -137,6 +152,31 @@ pub(crate) struct ThroughputArgs {
     pub(crate) throughput_sampler: SamplerMix,
 }
 
+/// The workload `drafts`.
+#[derive(clap::Args, Serialize)]
+#[command(next_help_heading = "drafts")]
+pub(crate) struct DraftsArgs {
+    /// Batch sizes.
+    #[arg(long, value_delimiter = ',', default_value = "1,4,16,64", value_parser = count(1))]
+    pub(crate) draft_batch: Vec<u32>,
+    /// Times to play each, with other prompts while there are some.
+    #[arg(long, default_value_t = 3, value_parser = count(1))]
+    pub(crate) draft_repeats: u32,
+    /// JSON file with a list of prompts, each a list of token ids; without it prompts are random.
+    #[arg(long)]
+    pub(crate) prompts: Option<PathBuf>,
+    /// Tokens of a random prompt.
+    #[arg(long, default_value_t = 128, value_parser = count(1))]
+    pub(crate) draft_prompt: u32,
+    /// Tokens that every context produces; the first is not timed.
+    #[arg(long, default_value_t = 512, value_parser = count(2))]
+    pub(crate) draft_output: u32,
+    /// Sampler of this workload. At a high temperature no text repeats itself.
+    #[arg(long, default_value = "greedy", value_parser = SamplerMix::parse)]
+    #[serde(serialize_with = "name")]
+    pub(crate) draft_sampler: SamplerMix,
+}
+
 /// Where figures go.
 #[derive(clap::Args)]
 #[command(next_help_heading = "Output")]
@@ -187,6 +227,7 @@ mod tests {
         assert!(args.workloads == [Workload::Steps, Workload::Throughput]);
         assert_eq!(args.steps.batch, [1, 2]);
         assert_eq!(args.steps.context, [512, 2048]);
+        assert!(args.complete().driver.options.is_empty());
         assert!(Args::try_parse_from(["pie_load", "--model", "m"]).is_err());
         for limit in ["-1", "NaN", "inf", "soon"] {
             let limit = format!("--timeout-s={limit}");
@@ -195,5 +236,21 @@ mod tests {
                 "{limit}"
             );
         }
+    }
+
+    #[test]
+    fn who_plays_drafts_has_them_drafted() {
+        let line = [
+            "pie_load",
+            "drafts",
+            "--model",
+            "m",
+            "--option",
+            "spec_ngram_capacity=0",
+        ];
+        let args = Args::try_parse_from(line).unwrap().complete();
+        let expected = ["spec_ngram_enabled=true", "spec_ngram_capacity=0"];
+        assert_eq!(args.driver.options, expected);
+        assert!(Args::try_parse_from([&line[..], &["--draft-output", "1"]].concat()).is_err());
     }
 }

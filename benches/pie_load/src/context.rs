@@ -12,9 +12,15 @@ pub(crate) struct Context {
     id: u64,
     /// The tokens of the next pass: the prompt, then the last token.
     pending: Vec<u32>,
+    /// What the driver drafted behind them.
+    drafts: Vec<u32>,
+    wants_drafts: bool,
     /// Tokens whose KV is stored.
     stored: u32,
+    /// Rejected drafts may leave one more than the next pass needs.
     pages: Vec<u32>,
+    /// Pages of the next pass.
+    in_use: usize,
     sampler: Sampler,
     /// Tokens that it may still produce.
     pub(crate) remaining: u32,
@@ -25,21 +31,32 @@ impl Context {
         Self {
             id,
             pending: prompt,
+            drafts: Vec::new(),
+            wants_drafts: false,
             stored: 0,
             pages: Vec::new(),
+            in_use: 0,
             sampler,
             remaining: output,
         }
     }
 
-    /// Tokens of the next pass.
+    /// The same, with drafts.
+    pub(crate) fn drafting(self) -> Self {
+        Self {
+            wants_drafts: true,
+            ..self
+        }
+    }
+
+    /// Tokens of the next pass, without drafts.
     pub(crate) fn tokens(&self) -> u32 {
         self.pending.len() as u32
     }
 
     /// Pages that hold everything up to the end of the next pass.
     pub(crate) fn pages_needed(&self, page_size: u32) -> u32 {
-        (self.stored + self.tokens()).div_ceil(page_size)
+        (self.stored + self.tokens() + self.drafts.len() as u32).div_ceil(page_size)
     }
 
     /// Pages at the end of its life: the last token is not stored.
@@ -49,29 +66,46 @@ impl Context {
 
     /// Takes the pages that the next pass lacks.
     pub(crate) fn reserve(&mut self, pool: &mut PagePool, page_size: u32) -> Result<(), LoadError> {
-        while self.pages.len() < self.pages_needed(page_size) as usize {
+        self.in_use = self.pages_needed(page_size) as usize;
+        while self.pages.len() < self.in_use {
             self.pages.push(pool.take()?);
         }
         Ok(())
     }
 
-    /// Its share of the next frame; its last row is sampled.
+    /// Its share of the next frame, once pages are reserved; its last row is sampled.
     pub(crate) fn turn(&self) -> Turn<'_> {
         Turn {
             context_id: self.id,
             tokens: &self.pending,
             start: self.stored,
-            pages: &self.pages,
+            drafts: &self.drafts,
+            wants_drafts: self.wants_drafts,
+            pages: &self.pages[..self.in_use],
             sampler: Some(&self.sampler),
         }
     }
 
     /// The pass is done: what was pending is stored, and `token` comes next.
     pub(crate) fn advance(&mut self, token: u32) {
-        self.stored += self.tokens();
+        self.take(&[token], &[]);
+    }
+
+    /// The pass is done: what was pending is stored, and so are the drafts that were accepted, all of `tokens` but the last.
+    /// That one comes next, in the place of the first rejected draft; behind it `drafts`, as far as they may be produced.
+    pub(crate) fn take(&mut self, tokens: &[u32], drafts: &[u32]) {
+        self.stored += self.tokens() + tokens.len() as u32 - 1;
         self.pending.clear();
-        self.pending.push(token);
-        self.remaining = self.remaining.saturating_sub(1);
+        self.pending.extend(tokens.last());
+        self.remaining = self.remaining.saturating_sub(tokens.len() as u32);
+        let usable = drafts.len().min(self.remaining.saturating_sub(1) as usize);
+        self.drafts.clear();
+        self.drafts.extend(&drafts[..usable]);
+    }
+
+    /// How many drafts the next pass verifies.
+    pub(crate) fn drafted(&self) -> usize {
+        self.drafts.len()
     }
 
     pub(crate) fn release(&mut self, pool: &mut PagePool) {
@@ -124,6 +158,63 @@ mod tests {
         assert_eq!((context.remaining, pool.free()), (0, 7));
         context.release(&mut pool);
         assert_eq!(pool.free(), 9);
+    }
+
+    /// The worked example of the protocol, with its pages of 16 tokens, and what may follow it.
+    #[test]
+    fn rejected_drafts_leave_their_page_for_later() {
+        let mut pool = PagePool::new(9);
+        let mut context = Context::new(1, vec![5; 13], GREEDY, 9).drafting();
+        let mut passes = Vec::new();
+        let answers: [(&[u32], &[u32]); 5] = [
+            (&[10], &[20, 21, 22, 23]),
+            // Two of four accepted, across the border of the page.
+            (&[20, 21, 11], &[24, 25]),
+            // None accepted.
+            (&[12], &[26, 27, 28, 29]),
+            (&[26, 27, 13], &[30]),
+            (&[14], &[31]),
+        ];
+        for (tokens, drafts) in answers {
+            context.reserve(&mut pool, 16).unwrap();
+            let turn = context.turn();
+            assert!(turn.wants_drafts);
+            passes.push((
+                turn.start,
+                turn.tokens.len(),
+                turn.drafts.len(),
+                turn.pages.len(),
+            ));
+            context.take(tokens, drafts);
+        }
+        // Of the drafts behind 12 only as many are sent as may be produced; behind 13 one token is left and no draft.
+        let expected = [
+            (0, 13, 0, 1),
+            (13, 1, 4, 2),
+            (16, 1, 2, 2),
+            (17, 1, 3, 2),
+            (20, 1, 0, 2),
+        ];
+        assert_eq!(passes, expected);
+        assert_eq!(
+            (context.remaining, context.drafted(), pool.free()),
+            (0, 0, 7)
+        );
+
+        let mut context = Context::new(2, vec![5; 13], GREEDY, 9).drafting();
+        context.take(&[10], &[20, 21, 22, 23]);
+        context.reserve(&mut pool, 16).unwrap();
+        let pages = context.turn().pages.to_vec();
+        context.take(&[11], &[]);
+        context.reserve(&mut pool, 16).unwrap();
+        assert_eq!(context.turn().pages, &pages[..1]);
+        assert_eq!(
+            (context.turn().start, context.turn().tokens),
+            (14, &[11][..])
+        );
+        context.take(&[12], &[24, 25]);
+        context.reserve(&mut pool, 16).unwrap();
+        assert_eq!((context.turn().pages, pool.free()), (&pages[..], 5));
     }
 
     #[test]

@@ -20,6 +20,8 @@ pub(crate) enum LoadError {
         "--option {fragment:?} is not a line of TOML: {problem}\n\nhint: write key=value; strings need quotes, as in 'attention_backend=\"triton\"'"
     )]
     Option { fragment: String, problem: String },
+    #[error("{} is not a list of prompts, lists of token ids: {problem}", path.display())]
+    Prompts { path: PathBuf, problem: String },
     #[error("the lengths are not usable: {0}")]
     Lengths(String),
     #[error("cannot spawn {}: {source}", python.display())]
@@ -73,4 +75,10 @@ pub(crate) enum AnswerError {
     },
     #[error("answered with offsets that lead nowhere")]
     Offsets,
+    #[error("accepted other drafts of request {0} than it was sent")]
+    Accepted(usize),
+    #[error(
+        "drafted {drafts} tokens for request {request}, at positions that do not follow, or unasked"
+    )]
+    Drafts { request: usize, drafts: usize },
 }

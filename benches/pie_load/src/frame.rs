@@ -9,7 +9,11 @@ pub(crate) struct Turn<'a> {
     pub(crate) tokens: &'a [u32],
     /// Position, and KV index, of the first token.
     pub(crate) start: u32,
-    /// Every page up to the last token.
+    /// Behind the tokens, to be verified.
+    pub(crate) drafts: &'a [u32],
+    /// Whether it asks for drafts.
+    pub(crate) wants_drafts: bool,
+    /// Every page up to the last token, or draft.
     pub(crate) pages: &'a [u32],
     /// For the last token; `None` to sample nothing.
     pub(crate) sampler: Option<&'a Sampler>,
@@ -21,11 +25,14 @@ impl Turn<'_> {
         context_id: 0,
         tokens: &[],
         start: 1,
+        drafts: &[],
+        wants_drafts: false,
         pages: &[],
         sampler: None,
     };
 
-    fn end(&self) -> u32 {
+    /// Position behind the last token.
+    pub(crate) fn end(&self) -> u32 {
         self.start + self.tokens.len() as u32
     }
 }
@@ -66,10 +73,12 @@ impl FrameBuilder {
             unreachable!("made so by `new`");
         };
         clear(body);
-        // Mask rows are left out of the whole frame when no request has more than one token.
         body.single_token_mode = turns.clone().all(|turn| turn.tokens.len() <= 1);
+        // Mask rows are left out of the whole frame when every request has one token and no draft.
+        let with_masks =
+            !body.single_token_mode || turns.clone().any(|turn| !turn.drafts.is_empty());
         for turn in turns {
-            append(body, &turn, self.page_size);
+            append(body, &turn, self.page_size, with_masks);
         }
     }
 }
@@ -81,6 +90,8 @@ fn clear(body: &mut ForwardRequest) {
         &mut body.kv_page_indices,
         &mut body.kv_last_page_lens,
         &mut body.sampling_indices,
+        &mut body.spec_token_ids,
+        &mut body.spec_position_ids,
     ] {
         array.clear();
     }
@@ -95,14 +106,14 @@ fn clear(body: &mut ForwardRequest) {
     }
 }
 
-fn append(body: &mut ForwardRequest, turn: &Turn<'_>, page_size: u32) {
+fn append(body: &mut ForwardRequest, turn: &Turn<'_>, page_size: u32, with_masks: bool) {
     let positions = turn.start..turn.end();
     body.token_ids.extend(turn.tokens);
     body.position_ids.extend(positions.clone());
     body.kv_page_indices.extend(turn.pages);
     body.kv_last_page_lens
         .push((turn.end() - 1) % page_size + 1);
-    if !body.single_token_mode {
+    if with_masks {
         body.masks.extend(positions.map(|position| Brle {
             buffer: vec![0, position + 1],
             total_size: u64::from(position) + 1,
@@ -113,7 +124,10 @@ fn append(body: &mut ForwardRequest, turn: &Turn<'_>, page_size: u32) {
         body.samplers.push(sampler.clone());
     }
     body.adapter_bindings.push(AdapterBinding::NONE);
-    body.output_spec_flags.push(false);
+    body.spec_token_ids.extend(turn.drafts);
+    body.spec_position_ids
+        .extend(turn.end()..turn.end() + turn.drafts.len() as u32);
+    body.output_spec_flags.push(turn.wants_drafts);
     body.context_ids.push(turn.context_id);
     let ends = [
         body.token_ids.len(),
@@ -122,7 +136,7 @@ fn append(body: &mut ForwardRequest, turn: &Turn<'_>, page_size: u32) {
         body.samplers.len(),
         body.samplers.len(),
         0,
-        0,
+        body.spec_token_ids.len(),
         0,
         0,
     ];
@@ -182,6 +196,8 @@ mod tests {
                 context_id: body.context_ids[request],
                 tokens: &body.token_ids[request..=request],
                 start: body.position_ids[request],
+                drafts: &[],
+                wants_drafts: false,
                 pages: &body.kv_page_indices[2 * request..2 * request + 2],
                 sampler: Some(&body.samplers[request]),
             })
@@ -204,6 +220,8 @@ mod tests {
             context_id: 5,
             tokens: &[30],
             start: 4,
+            drafts: &[],
+            wants_drafts: false,
             pages: &[2, 6],
             sampler: Some(&sampler),
         };
@@ -211,6 +229,8 @@ mod tests {
             context_id: 6,
             tokens: &[10, 11, 12],
             start: 0,
+            drafts: &[],
+            wants_drafts: false,
             pages: &[3],
             sampler: Some(&sampler),
         };
@@ -237,5 +257,46 @@ mod tests {
         };
         let body = decoded(&encoded(&mut FrameBuilder::new(4), &[pair]));
         assert!(!body.single_token_mode && body.masks.len() == 2);
+    }
+
+    /// The worked example of the protocol, beside a request that has no drafts.
+    #[test]
+    fn drafts_lie_behind_the_last_page_length() {
+        let sampler = Sampler::RawLogits;
+        let verifies = Turn {
+            context_id: 5,
+            tokens: &[30],
+            start: 13,
+            drafts: &[40, 41, 42, 43],
+            wants_drafts: true,
+            pages: &[2, 6],
+            sampler: Some(&sampler),
+        };
+        let plain = Turn {
+            context_id: 6,
+            start: 15,
+            drafts: &[],
+            wants_drafts: false,
+            pages: &[3],
+            ..verifies
+        };
+        let mut builder = FrameBuilder::new(16);
+        let body = decoded(&encoded(&mut builder, &[verifies, plain]));
+        assert_eq!(body.spec_token_ids, [40, 41, 42, 43]);
+        assert_eq!(body.spec_position_ids, [14, 15, 16, 17]);
+        assert_eq!(body.spec_indptr, [0, 4, 4]);
+        assert_eq!(body.output_spec_flags, [true, false]);
+        assert_eq!(body.kv_last_page_lens, [14, 16]);
+        assert_eq!(
+            (&body.token_ids[..], &body.sampling_indices[..]),
+            (&[30, 30][..], &[0, 0][..])
+        );
+        let rows: Vec<&[u32]> = body.masks.iter().map(|row| &row.buffer[..]).collect();
+        assert_eq!(rows, [[0, 14], [0, 16]]);
+        assert!(body.single_token_mode);
+
+        let body = decoded(&encoded(&mut builder, &[plain]));
+        assert!(body.masks.is_empty() && body.spec_token_ids.is_empty());
+        assert_eq!(body.spec_indptr, [0, 0]);
     }
 }

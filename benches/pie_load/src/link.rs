@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use pie_ring::Client;
 
-use crate::answer::{self, Probes};
+use crate::answer::{Answer, Probes};
 use crate::error::LoadError;
 use crate::frame::{FrameBuilder, Turn};
 use crate::handshake::Capabilities;
@@ -16,8 +16,8 @@ pub(crate) struct Link {
     builder: FrameBuilder,
     /// When the last answer was seen.
     seen: Option<Instant>,
-    /// The tokens of the last answer, one for each sampled turn.
-    pub(crate) tokens: Vec<u32>,
+    /// The last answer.
+    pub(crate) answer: Answer,
 }
 
 /// One frame and its answer.
@@ -38,7 +38,7 @@ impl Link {
             client,
             builder: FrameBuilder::new(page_size),
             seen: None,
-            tokens: Vec::new(),
+            answer: Answer::default(),
         }
     }
 
@@ -55,21 +55,19 @@ impl Link {
         let Self {
             client,
             builder,
-            tokens,
+            answer,
             ..
         } = self;
-        let requests = turns.clone().count();
-        let sampled = turns.clone().filter(|turn| turn.sampler.is_some()).count();
         let (mut request_bytes, mut sent) = (0, Instant::now());
         let (seen, probes) = client.call_in_place(
             |buffer| {
-                request_bytes = builder.encode(turns, buffer)?;
+                request_bytes = builder.encode(turns.clone(), buffer)?;
                 sent = Instant::now();
                 Ok::<_, LoadError>(request_bytes)
             },
             |bytes| {
                 let seen = Instant::now();
-                (seen, answer::read(bytes, requests, sampled, tokens))
+                (seen, answer.read(bytes, turns.clone()))
             },
         )?;
         let exchange = Exchange {

@@ -7,19 +7,21 @@
 //! | `driver`, `handshake` | the process: spawned, watched, stopped; what it announces |
 //! | `pages`, `context`, `frame` | the runtime's state: free pages, sequences, frames |
 //! | `link`, `answer` | one frame there, one answer back, with their times |
-//! | `steps`, `throughput`, `sampler` | the workloads |
+//! | `steps`, `throughput`, `drafts`, `sampler`, `prompts` | the workloads |
 //! | `summary`, `trace`, `report` | percentiles, the driver's own trace, tables and files |
 
 mod answer;
 mod args;
 mod config;
 mod context;
+mod drafts;
 mod driver;
 mod error;
 mod frame;
 mod handshake;
 mod link;
 mod pages;
+mod prompts;
 mod report;
 mod sampler;
 mod steps;
@@ -43,7 +45,7 @@ use crate::throughput::Lengths;
 use crate::trace::Trace;
 
 fn main() -> ExitCode {
-    match run(&Args::parse()) {
+    match run(&Args::parse().complete()) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("pie_load: {error}");
@@ -69,6 +71,7 @@ fn run(args: &Args) -> Result<(), LoadError> {
         .try_for_each(|workload| match workload {
             Workload::Steps => play_steps(&mut link, &caps, args, &mut report),
             Workload::Throughput => play_throughput(&mut link, &caps, args, &lengths, &mut report),
+            Workload::Drafts => play_drafts(&mut link, &caps, args, &mut report),
         });
     let played = played.map_err(|error| driver.explain(error));
     report.exit = Some(driver.stop());
@@ -127,4 +130,18 @@ fn play_throughput(
         report.save()?;
     }
     Ok(())
+}
+
+fn play_drafts(
+    link: &mut Link,
+    caps: &Capabilities,
+    args: &Args,
+    report: &mut Report<'_>,
+) -> Result<(), LoadError> {
+    report::print_drafts_head(&args.drafts);
+    drafts::play(link, caps, &args.drafts, |row| {
+        report::print_drafts(&row);
+        report.drafts.push(row);
+        report.save()
+    })
 }

@@ -6,7 +6,8 @@ use std::path::{Path, PathBuf};
 
 use serde::Serialize;
 
-use crate::args::{Args, DriverArgs, StepsArgs, ThroughputArgs};
+use crate::args::{Args, DraftsArgs, DriverArgs, StepsArgs, ThroughputArgs};
+use crate::drafts;
 use crate::driver::Exit;
 use crate::error::LoadError;
 use crate::handshake::Capabilities;
@@ -33,6 +34,8 @@ pub(crate) struct Report<'a> {
     pub(crate) steps: Vec<Row>,
     pub(crate) throughput_args: &'a ThroughputArgs,
     pub(crate) throughput: Vec<Run>,
+    pub(crate) drafts_args: &'a DraftsArgs,
+    pub(crate) drafts: Vec<drafts::Row>,
 }
 
 impl<'a> Report<'a> {
@@ -56,6 +59,8 @@ impl<'a> Report<'a> {
             steps: Vec::new(),
             throughput_args: &args.throughput,
             throughput: Vec::new(),
+            drafts_args: &args.drafts,
+            drafts: Vec::new(),
         }
     }
 
@@ -80,6 +85,7 @@ impl<'a> Report<'a> {
                 .map(|row| (format!("{}x{}", row.batch, row.context), &row.samples))
                 .collect(),
             throughput: self.throughput.iter().map(|run| &run.record).collect(),
+            drafts: self.drafts.iter().flat_map(pair_samples).collect(),
         };
         write_json(path, self)?;
         write_json(samples_path, &samples)
@@ -117,11 +123,28 @@ impl<'a> Report<'a> {
     }
 }
 
-/// Steps by `<batch>x<context>`.
+/// Steps by `<batch>x<context>`, drafts by batch.
 #[derive(Serialize)]
 struct Samples<'a> {
     steps: BTreeMap<String, &'a crate::steps::Samples>,
     throughput: Vec<&'a crate::throughput::Record>,
+    drafts: Vec<PairSamples<'a>>,
+}
+
+/// A repeat of the drafts.
+#[derive(Serialize)]
+struct PairSamples<'a> {
+    batch: u32,
+    without: &'a crate::steps::Samples,
+    with: &'a crate::steps::Samples,
+}
+
+fn pair_samples(row: &drafts::Row) -> impl Iterator<Item = PairSamples<'_>> {
+    row.repeats.iter().map(|pair| PairSamples {
+        batch: row.batch,
+        without: &pair.without.samples,
+        with: &pair.with.samples,
+    })
 }
 
 fn samples_path(json: &Path) -> PathBuf {
@@ -190,6 +213,69 @@ pub(crate) fn print_run(repeat: usize, run: &Run) {
             share.tokens as f64 / steps
         );
     }
+}
+
+/// What the rows of [`print_drafts`] are, and what they are not.
+pub(crate) fn print_drafts_head(args: &DraftsArgs) {
+    println!(
+        "drafts, {}, {} tokens of output. Every repeat plays its prompts without drafts and with them. What was said with \
+         drafts may be drafted from later, unless spec_ngram_capacity is 0: `new` counts only repeats whose prompts had \
+         not been played.",
+        args.draft_sampler.name, args.draft_output
+    );
+    println!(
+        "{:>5} | {:>9} {:>9} {:>6} {:>6} | {:>13} | {:>8} {:>8} {:>6} | {:>19} | {:>19} | greedy tokens",
+        "batch",
+        "tokens/s",
+        "drafts",
+        "ratio",
+        "new",
+        "steps",
+        "drafted",
+        "accepted",
+        "a step",
+        "step p50, p99 µs",
+        "with drafts"
+    );
+}
+
+pub(crate) fn print_drafts(row: &drafts::Row) {
+    print!("{:>5} | ", row.batch);
+    let Some(figures) = &row.figures else {
+        println!("skipped: {}", row.skipped.as_deref().unwrap_or_default());
+        return;
+    };
+    let (without, with) = (&figures.without, &figures.with);
+    let new = figures.ratio_of_new;
+    println!(
+        "{:>9.0} {:>9.0} {:>6.3} {:>6} | {:>6.0} {:>6.0} | {:>8} {:>8} {:>6.2} | {:>9.1} {:>9.1} | {:>9.1} {:>9.1} | {}",
+        without.tokens_per_s,
+        with.tokens_per_s,
+        figures.ratio,
+        new.map_or_else(|| "-".to_owned(), |ratio| format!("{ratio:.3}")),
+        without.steps,
+        with.steps,
+        figures.drafted,
+        figures.accepted,
+        figures.accepted_per_step,
+        without.p50_us,
+        without.p99_us,
+        with.p50_us,
+        with.p99_us,
+        figures.agreement.map_or_else(String::new, agreed)
+    );
+}
+
+fn agreed(agreement: drafts::Agreement) -> String {
+    let drafts::Agreement {
+        contexts,
+        differ,
+        equal,
+    } = agreement;
+    format!(
+        "{differ} of {contexts} contexts differ, {:.1} % equal before",
+        100.0 * equal
+    )
 }
 
 fn listed(means: &BTreeMap<impl AsRef<str>, f64>) -> String {

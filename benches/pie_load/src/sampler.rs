@@ -32,6 +32,11 @@ impl SamplerMix {
         })
     }
 
+    /// Whether tokens depend on nothing but the text.
+    pub(crate) fn is_greedy(&self) -> bool {
+        self.samplers.iter().all(|sampler| *sampler == GREEDY)
+    }
+
     /// The sampler of a context.
     pub(crate) fn of(&self, context: usize) -> Sampler {
         self.samplers[context % self.samplers.len()].clone()

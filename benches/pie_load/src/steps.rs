@@ -149,7 +149,7 @@ impl Player<'_> {
                 Context::new(id, tokens, self.args.sampler.of(index), u32::MAX)
             })
             .collect();
-        self.prefill()?;
+        prefill(self.link, self.caps, self.pool, &mut self.contexts)?;
         self.link.rest();
         self.several_steps(self.args.warm_up, false)?;
         let begin = now_us();
@@ -166,27 +166,6 @@ impl Player<'_> {
         Ok(figures(row, &timed, &probed))
     }
 
-    /// Stores the prompts, as many in a frame as the driver takes.
-    fn prefill(&mut self) -> Result<(), LoadError> {
-        let page_size = self.caps.kv_page_size;
-        let mut rest = &mut self.contexts[..];
-        while !rest.is_empty() {
-            let mut room = Room::of(self.caps);
-            let fit = rest
-                .iter()
-                .take_while(|context| room.take(context.tokens(), context.pages_needed(page_size)))
-                .count();
-            let (now, later) = rest.split_at_mut(fit.max(1));
-            for context in &mut *now {
-                context.reserve(self.pool, page_size)?;
-            }
-            self.link.forward(now.iter().map(Context::turn))?;
-            advance(now, &self.link.tokens);
-            rest = later;
-        }
-        Ok(())
-    }
-
     fn several_steps(&mut self, count: u32, with_probes: bool) -> Result<Vec<Exchange>, LoadError> {
         (0..count).map(|_| self.step(with_probes)).collect()
     }
@@ -200,15 +179,42 @@ impl Player<'_> {
         let exchange = self
             .link
             .forward(turns.chain(with_probes.then_some(Turn::EMPTY)))?;
-        advance(&mut self.contexts, &self.link.tokens);
+        for (context, &token) in self.contexts.iter_mut().zip(&self.link.answer.tokens) {
+            context.advance(token);
+        }
         Ok(exchange)
     }
 }
 
-fn advance(contexts: &mut [Context], tokens: &[u32]) {
-    for (context, &token) in contexts.iter_mut().zip(tokens) {
-        context.advance(token);
+/// Stores the prompts, as many in a frame as the driver takes.
+pub(crate) fn prefill(
+    link: &mut Link,
+    caps: &Capabilities,
+    pool: &mut PagePool,
+    contexts: &mut [Context],
+) -> Result<(), LoadError> {
+    let page_size = caps.kv_page_size;
+    let mut rest = contexts;
+    while !rest.is_empty() {
+        let mut room = Room::of(caps);
+        let fit = rest
+            .iter()
+            .take_while(|context| room.take(context.tokens(), context.pages_needed(page_size)))
+            .count();
+        let (now, later) = rest.split_at_mut(fit.max(1));
+        for context in &mut *now {
+            context.reserve(pool, page_size)?;
+        }
+        link.forward(now.iter().map(Context::turn))?;
+        for (request, context) in now.iter_mut().enumerate() {
+            context.take(
+                link.answer.tokens_of(request),
+                link.answer.drafts_of(request),
+            );
+        }
+        rest = later;
     }
+    Ok(())
 }
 
 fn figures(row: &Row, timed: &[Exchange], probed: &[Exchange]) -> Figures {

@@ -37,6 +37,14 @@ pub(crate) fn mean(values: impl Iterator<Item = f64>) -> f64 {
     if count == 0 { 0.0 } else { sum / count as f64 }
 }
 
+/// The middle one; the mean of the two in the middle of an even number.
+pub(crate) fn median(values: impl Iterator<Item = f64>) -> Option<f64> {
+    let mut sorted: Vec<f64> = values.collect();
+    sorted.sort_unstable_by(f64::total_cmp);
+    let upper = sorted.get(sorted.len() / 2)?;
+    Some(f64::midpoint(sorted[(sorted.len() - 1) / 2], *upper))
+}
+
 pub(crate) fn micros(nanoseconds: u64) -> f64 {
     nanoseconds as f64 / 1000.0
 }
@@ -44,6 +52,13 @@ pub(crate) fn micros(nanoseconds: u64) -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_median_is_in_the_middle() {
+        assert_eq!(median([3.0, 1.0, 9.0].into_iter()), Some(3.0));
+        assert_eq!(median([3.0, 1.0, 9.0, 5.0].into_iter()), Some(4.0));
+        assert_eq!(median([].into_iter()), None);
+    }
 
     #[test]
     fn percentiles_are_samples() {

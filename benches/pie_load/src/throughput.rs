@@ -123,7 +123,7 @@ pub(crate) fn play(
         record.requests.push(scheduler.running.len() as u32);
         record.tokens.push(tokens);
         record.samples.push(&exchange);
-        scheduler.advance(&link.tokens);
+        scheduler.advance(&link.answer.tokens);
     }
     let seconds = started.elapsed().as_secs_f64();
     Ok(figures(record, seconds, begin..now_us(), lengths))

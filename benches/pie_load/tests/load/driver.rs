@@ -33,9 +33,12 @@ const LIMITS: Limits = Limits {
     row_pages: POSITIONS / PAGE,
     max_requests: MOST_REQUESTS,
     chunk_tokens: MOST_TOKENS,
-    max_slots: MOST_REQUESTS,
+    max_slots: MOST_TOKENS,
     reply_bytes: 1 << 16,
 };
+
+/// Drafts of an answer; not all of them are right.
+const MOST_DRAFTS: usize = 6;
 
 /// Serves until it is stopped, or fails as the test asks.
 pub(crate) fn main(config: &str) {
@@ -180,7 +183,11 @@ impl Account {
             ));
         }
         let pages = &body.kv_page_indices[range(&body.kv_page_indptr, request)];
-        let end = (pages.len() as u32 - 1) * PAGE + body.kv_last_page_lens[request];
+        let drafts = range(&body.spec_indptr, request);
+        let count = drafts.len() as u32;
+        // The page list covers the drafts, the last page's length does not.
+        let full = (body.kv_last_page_lens[request] + count + PAGE - 1) % PAGE + 1;
+        let end = (pages.len() as u32 - 1) * PAGE + full - count;
         if history.len() != start as usize || end != start + tokens.len() as u32 {
             return Err(format!(
                 "context {id} has {} tokens, not {start}",
@@ -195,6 +202,14 @@ impl Account {
             let slot = (pages[(index / PAGE) as usize], index % PAGE);
             self.slots.insert(slot, (id, index, token));
             history.push(token);
+        }
+        for (index, place) in (history.len() as u32..).zip(drafts) {
+            if body.spec_position_ids[place] != index {
+                return Err(format!("a draft of context {id} is not at {index}"));
+            }
+            let slot = (pages[(index / PAGE) as usize], index % PAGE);
+            self.slots
+                .insert(slot, (id, index, body.spec_token_ids[place]));
         }
         Ok(())
     }
@@ -222,20 +237,60 @@ impl Account {
         let mut response = ForwardResponse {
             num_requests: body.context_ids.len() as u32,
             tokens_indptr: vec![0],
+            spec_indptr: vec![0],
             probe_plan_us: 17,
             ..ForwardResponse::default()
         };
         for (request, &id) in body.context_ids.iter().enumerate() {
             if !range(&body.sampler_indptr, request).is_empty() {
-                let mix = |sum: u32, &token: &u32| (sum * 31 + token + 1) % VOCABULARY;
-                let token = self.histories[&id].iter().fold(7, mix);
-                self.given.insert(id, token);
-                response.tokens.push(token);
+                let drafts = &body.spec_token_ids[range(&body.spec_indptr, request)];
+                self.verify(id, drafts, &mut response);
+                if body.output_spec_flags[request] {
+                    self.draft(id, &mut response);
+                }
             }
+            response.spec_indptr.push(response.spec_tokens.len() as u32);
             response.tokens_indptr.push(response.tokens.len() as u32);
         }
         response
     }
+}
+
+impl Account {
+    /// Answers with the drafts that are right, which are part of the history from now on, and one more token.
+    fn verify(&mut self, id: u64, drafts: &[u32], response: &mut ForwardResponse) {
+        let history = self.histories.get_mut(&id).unwrap();
+        for &draft in drafts {
+            if draft != next(history) {
+                break;
+            }
+            history.push(draft);
+            response.tokens.push(draft);
+        }
+        let token = next(history);
+        self.given.insert(id, token);
+        response.tokens.push(token);
+    }
+
+    /// Up to [`MOST_DRAFTS`], of which a first part is right.
+    fn draft(&self, id: u64, response: &mut ForwardResponse) {
+        let mut text = self.histories[&id].clone();
+        text.push(self.given[&id]);
+        let count = (text.len() * 5 + id as usize) % (MOST_DRAFTS + 1);
+        let right = text.len() % (MOST_DRAFTS + 1);
+        for index in 0..count {
+            let token = (next(&text) + u32::from(index >= right)) % VOCABULARY;
+            response.spec_positions.push(text.len() as u32);
+            response.spec_tokens.push(token);
+            text.push(token);
+        }
+    }
+}
+
+/// What follows a text.
+fn next(text: &[u32]) -> u32 {
+    let mix = |sum: u32, &token: &u32| (sum * 31 + token + 1) % VOCABULARY;
+    text.iter().fold(7, mix)
 }
 
 /// What the runtime keeps to in every frame.
@@ -247,8 +302,12 @@ fn check_frame(body: &ForwardRequest) -> Result<(), String> {
         body.samplers.len(),
     ];
     eprintln!(
-        "frame {} {} {} {}",
-        counts[0], counts[1], counts[2], counts[3]
+        "frame {} {} {} {} {}",
+        counts[0],
+        counts[1],
+        counts[2],
+        counts[3],
+        body.spec_token_ids.len()
     );
     let limits = [MOST_REQUESTS, MOST_TOKENS, MOST_PAGE_REFS, MOST_REQUESTS];
     if counts
@@ -265,10 +324,13 @@ fn check_frame(body: &ForwardRequest) -> Result<(), String> {
         .iter()
         .map(|position| [0, position + 1])
         .collect();
-    if single != body.single_token_mode
-        || (single && !rows.is_empty())
-        || (!single && rows != causal)
-    {
+    let with_masks = !single || !body.spec_token_ids.is_empty();
+    let right = if with_masks {
+        rows == causal
+    } else {
+        rows.is_empty()
+    };
+    if single != body.single_token_mode || !right {
         return Err(format!("single {single}, masks {rows:?}"));
     }
     for (request, &row) in body.sampling_indices.iter().enumerate() {
@@ -290,7 +352,7 @@ fn reply(response: ForwardResponse, buffer: &mut [u8]) -> usize {
         .tokens_indptr
         .windows(2)
         .all(|ends| ends[1] == ends[0] + 1);
-    if one_each {
+    if one_each && response.spec_tokens.is_empty() {
         return pie_wire::encode_fast_tokens(0, &response.tokens, buffer).unwrap();
     }
     let frame = ResponseFrame {

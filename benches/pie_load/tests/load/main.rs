@@ -31,8 +31,8 @@ struct Outcome {
     stderr: String,
     json: Value,
     samples: Value,
-    /// `requests tokens pages samplers` of every frame that the driver took.
-    frames: Vec<[u32; 4]>,
+    /// `requests tokens pages samplers drafts` of every frame that the driver took.
+    frames: Vec<[u32; 5]>,
 }
 
 /// Runs `pie_load` against the stand-in of that behaviour.
@@ -211,6 +211,49 @@ fn throughput_serves_every_request_to_its_end() {
     }
     assert_eq!(out.frames.len() as u64, 2 * steps);
     assert_eq!(out.frames.iter().map(|frame| frame[3]).sum::<u32>(), 2 * 59);
+}
+
+#[test]
+fn drafts_change_no_token_and_are_counted() {
+    let line = "drafts --draft-batch 1,3,9 --draft-repeats 2 --draft-prompt 7 --draft-output 30";
+    let out = load("serve", &line.split(' ').collect::<Vec<_>>());
+    assert!(out.success, "{}{}", out.stdout, out.stderr);
+    assert_eq!(out.json["driver"]["options"][0], "spec_ngram_enabled=true");
+    let rows = out.json["drafts"].as_array().unwrap();
+    assert_eq!(rows.len(), 3);
+    assert_eq!(
+        rows[2]["skipped"],
+        "9 requests in a frame, the driver has 5"
+    );
+    let mut drafted = 0;
+    for (row, batch) in rows.iter().zip([1, 3]) {
+        // The prompt's frame brings the first of 30 tokens.
+        let agreement = serde_json::json!({"contexts": 2 * batch, "differ": 0, "equal": 1.0});
+        assert_eq!(row["agreement"], agreement);
+        assert_eq!(row["ratio"], row["ratio_of_new"]);
+        for pair in row["repeats"].as_array().unwrap() {
+            let number = |play: &str, what: &str| pair[play][what].as_u64().unwrap();
+            let (with, without) = (|what| number("with", what), |what| number("without", what));
+            assert_eq!(
+                (with("tokens"), without("tokens")),
+                (29 * batch, 29 * batch)
+            );
+            assert_eq!((without("steps"), without("drafted")), (29, 0));
+            assert!(with("steps") < 29 && with("accepted") < with("drafted"));
+            assert_eq!(with("requests") + with("accepted"), 29 * batch);
+            drafted += with("drafted");
+        }
+    }
+    assert_eq!(
+        out.frames
+            .iter()
+            .map(|frame| u64::from(frame[4]))
+            .sum::<u64>(),
+        drafted
+    );
+    let samples = out.samples["drafts"].as_array().unwrap();
+    assert_eq!(samples.len(), 4);
+    assert_eq!(lengths(&samples[3]["without"]["round_trip_ns"]), 29);
 }
 
 #[test]

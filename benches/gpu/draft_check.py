@@ -1,0 +1,215 @@
+"""Measures what n-gram drafts gain on a GPU, and that they cost nothing where they gain nothing.
+
+    python benches/gpu/draft_check.py --pie-load BINARY --pocket models/pocket --shapes CONFIG \
+        --out DIR [--parts text,cycles,random]
+
+Parts, each on a driver of its own, which plays the same prompts without and with drafts in turns:
+
+1. `text`: pocket on text that repeats itself: code edits, lists, tables, paragraphs.
+2. `cycles`: random weights and greedy tokens, which fall into cycles.
+3. `random`: random weights, tokens drawn at high temperatures. Nothing repeats itself: the ratio
+   must stay above the limit.
+
+In the first two `spec_ngram_capacity` is 0, so that a context drafts from its own text alone; the
+last has the default, and with it the cost of a history. `--option` changes either. Figures go to
+DIR/drafts.json after every part, everything that was printed to DIR/draft_check.log. The status is
+1 when a part failed, a batch was skipped, or a ratio of the last part is below the limit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from load_check import Runner, model_folder
+from tokenizers import Tokenizer
+
+LEAST_RATIO = 0.98
+"""Of tokens per second with drafts that are of no use, by those without."""
+STRICT = "spec_ngram_capacity=0"
+DUMMY = 'load_format="dummy"'
+
+
+class Part(NamedTuple):
+    """What is played on one driver."""
+
+    batch: str
+    sampler: str
+    options: tuple[str, ...]
+    limit_s: float
+    """The longest that it may take, with the driver's start."""
+
+
+PARTS = {
+    "text": Part("1,4,16", "greedy", (STRICT,), 45.0),
+    "cycles": Part("1,4,16,64", "greedy", (STRICT, DUMMY), 60.0),
+    "random": Part("1,16,64,256", "multinomial:1,multinomial:2,multinomial:5", (DUMMY,), 75.0),
+}
+
+NAMES = (
+    ("load", "path", "lines"),
+    ("merge", "left", "result"),
+    ("parse", "text", "fields"),
+    ("collect", "source", "items"),
+)
+"""A function's name, and two of its variables."""
+WORDS = (
+    ("January", "February", "March", "April", "May", "June"),
+    ("red", "orange", "yellow", "green", "blue", "violet"),
+    ("north", "south", "east", "west", "up", "down"),
+    ("alpha", "beta", "gamma", "delta", "epsilon", "zeta"),
+)
+
+
+def edit(names: tuple[str, str, str]) -> str:
+    """A function, and the beginning of the same with one name changed."""
+    function, argument, result = names
+    body = f"""({argument}, strict=False):
+    \"\"\"Return the entries of {argument} in order, without duplicates.\"\"\"
+    seen = set()
+    {result} = []
+    for entry in {argument}:
+        if entry in seen:
+            if strict:
+                raise ValueError("duplicate entry: %r" % (entry,))
+            continue
+        seen.add(entry)
+        {result}.append(entry)
+    return {result}
+
+"""
+    return "".join(f"def {function}_{kind}{body}\n" for kind in ("first", "second")) + (
+        f"def {function}_third({argument}, strict=False):\n"
+    )
+
+
+def listing(words: Sequence[str]) -> str:
+    """A table of calls, begun a second time."""
+    lines = [
+        f'    register("{word}", {number}, default=None)\n' for number, word in enumerate(words)
+    ]
+    return f"def setup(register):\n{''.join(lines)}\n\ndef setup_again(register):\n{lines[0]}"
+
+
+def checks(words: Sequence[str]) -> str:
+    """Lines that differ in a word each."""
+    lines = [f'        self.assertEqual(convert("{word}"), "{word}")\n' for word in words]
+    return f"class ConvertTest(unittest.TestCase):\n    def test_convert(self):\n{''.join(lines)}"
+
+
+def paragraph(words: Sequence[str]) -> str:
+    """A comment three times, and the beginning of the fourth."""
+    text = (
+        f"# The {words[0]} value is read before the {words[1]} one, since a missing {words[2]}\n"
+        f"# value may be replaced by the default of the {words[3]} section of the file.\n"
+    )
+    return text * 3 + text[:20]
+
+
+def prompts() -> list[str]:
+    """Sixteen texts, of which neighbours are of different kinds."""
+    rows = zip(NAMES, WORDS, strict=True)
+    return [
+        text
+        for names, words in rows
+        for text in (edit(names), listing(words), checks(words), paragraph(words))
+    ]
+
+
+def problems(part: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What is wrong with a part's figures."""
+    found = [
+        f"{part}: batch {row['batch']} skipped: {row['skipped']}" for row in rows if row["skipped"]
+    ]
+    if len(rows) < len(PARTS[part].batch.split(",")):
+        found.append(f"{part}: only {len(rows)} batch sizes were played")
+    slow = [row for row in rows if part == "random" and row.get("ratio", 1.0) < LEAST_RATIO]
+    return found + [
+        f"{part}: batch {row['batch']} has {row['ratio']:.3f} of its speed, less than {LEAST_RATIO}"
+        for row in slow
+    ]
+
+
+class Check:
+    """The parts and their figures."""
+
+    def __init__(self, arguments: argparse.Namespace, folder: Path) -> None:
+        """Writes the prompts."""
+        self._arguments = arguments
+        self._out: Path = arguments.out
+        self._runner = Runner(self._out / "draft_check.log", arguments.budget_s)
+        self._prompts = folder / "prompts.json"
+        tokenizer = Tokenizer.from_file(str(arguments.pocket / "tokenizer.json"))
+        tokens = [tokenizer.encode(text, add_special_tokens=False).ids for text in prompts()]
+        self._prompts.write_text(json.dumps(tokens))
+        self._shapes = model_folder(arguments.shapes, folder) if arguments.shapes else None
+
+    def play(self) -> list[str]:
+        """Plays the parts that were asked for; returns what is wrong."""
+        figures: dict[str, Any] = {"commit": self._arguments.commit}
+        wrong = []
+        for name in self._arguments.parts.split(","):
+            figures[name] = self._part(name)
+            (self._out / "drafts.json").write_text(json.dumps(figures, indent=1) + "\n")
+            wrong += problems(name, figures[name].get("drafts", []))
+        for problem in wrong or ["all parts are right"]:
+            self._runner.say(problem)
+        return wrong
+
+    def _part(self, name: str) -> dict[str, Any]:
+        """Plays one part and returns what was written."""
+        arguments, part = self._arguments, PARTS[name]
+        model = arguments.pocket if name == "text" else self._shapes
+        if model is None:
+            self._runner.say(f"{name}: no --shapes")
+            return {}
+        path = self._out / f"drafts.{name}.json"
+        path.unlink(missing_ok=True)
+        command: list[object] = [arguments.pie_load, "drafts", "--python", sys.executable]
+        command += ["--model", model, "--device", arguments.device, "--json", path]
+        command += ["--profile", arguments.profile, "--log", self._out / f"drafts.{name}.log"]
+        command += ["--draft-batch", part.batch, "--draft-sampler", part.sampler]
+        command += ["--draft-output", arguments.output, "--draft-repeats", arguments.repeats]
+        command += ["--commit", arguments.commit]
+        if name == "text":
+            command += ["--prompts", self._prompts]
+        for option in (*part.options, *arguments.option):
+            command += ["--option", option]
+        self._runner.run(name, command, part.limit_s * arguments.patience)
+        found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+        return found
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--pie-load", type=Path, required=True, help="the load generator's binary")
+    parser.add_argument("--pocket", type=Path, required=True, help="folder of the embedded model")
+    parser.add_argument("--shapes", type=Path, help="config.json of a model; weights are random")
+    parser.add_argument("--out", type=Path, required=True, help="folder for figures and logs")
+    parser.add_argument("--parts", default=",".join(PARTS))
+    parser.add_argument("--output", type=int, default=384, help="tokens of every context")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--device", default="cuda:0")
+    parser.add_argument("--profile", default="latency")
+    parser.add_argument("--option", action="append", default=[], help="for the driver's options")
+    parser.add_argument("--commit", default="unknown")
+    parser.add_argument("--budget-s", type=float, default=150.0, help="seconds for all parts")
+    parser.add_argument("--patience", type=float, default=1.0, help="factor of the parts' limits")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Plays the parts."""
+    arguments = _arguments()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        sys.exit(bool(Check(arguments, Path(folder)).play()))
+
+
+if __name__ == "__main__":
+    main()
