@@ -54,7 +54,7 @@ class Runner:
         self._end = time.monotonic() + budget_s
 
     def run(self, what: str, command: Sequence[object], limit_s: float) -> str:
-        """Prints, line by line, and returns the output; an error or a time-out is printed like it."""
+        """Prints, line by line, and returns the output; an error or a time-out is printed too."""
         left_s = min(limit_s, self._end - time.monotonic())
         words = [str(word) for word in command]
         self.say(f"--- {what}: {' '.join(words)}")

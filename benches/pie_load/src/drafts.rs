@@ -258,8 +258,8 @@ fn figures(repeats: &[Pair]) -> Figures {
     let requests: u64 = with().map(|play| play.requests).sum();
     let new = repeats.iter().filter(|pair| pair.again == 0);
     Figures {
-        without: side(repeats.iter().map(|pair| &pair.without)),
-        with: side(with()),
+        without: side(repeats, |pair| &pair.without),
+        with: side(repeats, |pair| &pair.with),
         ratio: median(repeats.iter().map(|pair| pair.ratio)).unwrap_or_default(),
         ratio_of_new: median(new.map(|pair| pair.ratio)),
         drafted: with().map(|play| play.drafted).sum(),
@@ -269,8 +269,10 @@ fn figures(repeats: &[Pair]) -> Figures {
     }
 }
 
-fn side<'a>(plays: impl Iterator<Item = &'a Play> + Clone) -> Side {
-    let of = |figure: fn(&Play) -> f64| median(plays.clone().map(figure)).unwrap_or_default();
+fn side(repeats: &[Pair], play: fn(&Pair) -> &Play) -> Side {
+    let of = |figure: fn(&Play) -> f64| {
+        median(repeats.iter().map(|pair| figure(play(pair)))).unwrap_or_default()
+    };
     Side {
         tokens_per_s: of(|play| play.tokens_per_s),
         steps: of(|play| play.steps as f64),

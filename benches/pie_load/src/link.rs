@@ -58,16 +58,17 @@ impl Link {
             answer,
             ..
         } = self;
+        let sent_turns = turns.clone();
         let (mut request_bytes, mut sent) = (0, Instant::now());
         let (seen, probes) = client.call_in_place(
             |buffer| {
-                request_bytes = builder.encode(turns.clone(), buffer)?;
+                request_bytes = builder.encode(turns, buffer)?;
                 sent = Instant::now();
                 Ok::<_, LoadError>(request_bytes)
             },
             |bytes| {
                 let seen = Instant::now();
-                (seen, answer.read(bytes, turns.clone()))
+                (seen, answer.read(bytes, sent_turns))
             },
         )?;
         let exchange = Exchange {
