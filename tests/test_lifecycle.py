@@ -96,9 +96,12 @@ class TestHandshake:
 
     def test_every_count_is_an_integer_of_32_bits(self, llama_driver: drivers.Driver) -> None:
         strings = {"arch_name", "activation_dtype", "snapshot_dir", "shmem_name"}
+        flags = {"system_speculation_supported", "enable_system_speculation"}
         for name, value in llama_driver.caps.items():
             if name in strings:
                 assert type(value) is str
+            elif name in flags:
+                assert type(value) is bool
             else:
                 assert type(value) is int
                 assert 0 <= value <= UNLIMITED

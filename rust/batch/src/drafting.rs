@@ -1,7 +1,12 @@
 //! Drafts for the next step: what requests said goes to the n-gram drafter, and what it offers, as far as that pays, goes
 //! into the reply.
+//!
+//! What a request brings along is taken while the device computes. Behind its answer there is work only for requests that
+//! may get drafts: of the others the drafter hears with their next request.
 
+use std::mem;
 use std::ops::Range;
+use std::slice;
 use std::time::Duration;
 
 use pie_ngram::{
@@ -40,6 +45,8 @@ pub struct DraftOptions {
 struct Asking {
     request: usize,
     context: u64,
+    /// Whether its answer is worth drafting behind.
+    promising: bool,
 }
 
 /// What is drafted behind a request of the current frame.
@@ -57,6 +64,8 @@ pub(crate) struct Drafting {
     most: usize,
     pages: PageTokens,
     asking: Vec<Asking>,
+    /// The drafter has what the requests brought along.
+    prepared: bool,
     /// How long the match was that a context's drafts were offered for.
     awaited: FxHashMap<u64, usize>,
     /// What a request adds to its context.
@@ -65,6 +74,7 @@ pub(crate) struct Drafting {
     tokens: Vec<u32>,
     drafts: Vec<Draft>,
     offers: Vec<Offer>,
+    marks: Vec<bool>,
     lengths: Vec<usize>,
 }
 
@@ -76,12 +86,14 @@ impl Drafting {
             most: options.num_drafts,
             pages: PageTokens::new(limits.page_size, limits.total_pages, options.host_pages),
             asking: Vec::new(),
+            prepared: false,
             awaited: FxHashMap::default(),
             said: Vec::new(),
             found: Drafts::default(),
             tokens: Vec::new(),
             drafts: Vec::new(),
             offers: Vec::new(),
+            marks: Vec::new(),
             lengths: Vec::new(),
         })
     }
@@ -90,6 +102,7 @@ impl Drafting {
     pub(crate) fn clear(&mut self) {
         self.asking.clear();
         self.lengths.clear();
+        self.prepared = false;
     }
 
     /// Notes what a request stores in its pages, and whether it asks for drafts.
@@ -101,7 +114,11 @@ impl Drafting {
     ) {
         self.pages.store(pages, start, tokens);
         if asks && context != 0 {
-            self.asking.push(Asking { request, context });
+            self.asking.push(Asking {
+                request,
+                context,
+                promising: false,
+            });
         }
     }
 
@@ -110,11 +127,53 @@ impl Drafting {
         self.lengths.iter().any(|&length| length > 0)
     }
 
-    /// Takes what the requests of a computed frame said, and chooses their drafts.
+    /// Takes what the requests brought along, and finds out which may get drafts.
+    fn prepare(&mut self, planner: &Planner) {
+        if mem::replace(&mut self.prepared, true) || self.asking.is_empty() {
+            return;
+        }
+        self.offers.clear();
+        for index in 0..self.asking.len() {
+            let Asking {
+                request, context, ..
+            } = self.asking[index];
+            let request = &planner.requests[request];
+            self.said.clear();
+            let start = self.catch_up(planner, request, context);
+            let inputs = request.rows.start..request.rows.end - request.drafts as usize;
+            self.said.extend_from_slice(&planner.token_ids[inputs]);
+            let offer = self.hear(context, start, 1);
+            self.offers.push(offer);
+        }
+        let requests = planner.requests.len();
+        self.policy.listen(&self.offers, requests, &mut self.marks);
+        for (asking, &promising) in self.asking.iter_mut().zip(&self.marks) {
+            asking.promising = promising;
+        }
+    }
+
+    /// Takes what is in `said` as the context's end from KV index `start` on, and drafts behind it.
+    fn hear(&mut self, context: u64, start: usize, drafts: usize) -> Offer {
+        let step = Step {
+            context,
+            position: start as u32,
+            tokens: &self.said,
+            drafts,
+        };
+        self.drafter.step(slice::from_ref(&step), &mut self.found);
+        Offer {
+            context,
+            match_length: self.found.match_length(0),
+            drafts: self.found.tokens(0).len(),
+        }
+    }
+
+    /// Takes what the requests of a computed frame were answered, and chooses their drafts.
     fn propose(&mut self, planner: &Planner) {
         if self.asking.is_empty() {
             return;
         }
+        self.prepare(planner);
         self.tokens.clear();
         self.drafts.clear();
         self.drafts.resize(planner.requests.len(), Draft::default());
@@ -133,13 +192,10 @@ impl Drafting {
         if self.awaited.len() > AWAITED {
             self.awaited.clear();
         }
-        for (offer, _) in self
-            .offers
-            .iter()
-            .zip(&self.lengths)
-            .filter(|(_, length)| **length > 0)
-        {
-            self.awaited.insert(offer.context, offer.match_length);
+        for (offer, &length) in self.offers.iter().zip(&self.lengths) {
+            if length > 0 {
+                self.awaited.insert(offer.context, offer.match_length);
+            }
         }
     }
 
@@ -147,65 +203,54 @@ impl Drafting {
         let Asking {
             request: index,
             context,
+            promising,
         } = asking;
         let request = &planner.requests[index];
+        let drafted = request.drafts as usize;
+        if !promising && drafted == 0 {
+            return;
+        }
         let slots = &planner.slots.all[request.slots.clone()];
         if slots.iter().any(|slot| !slot.answered) {
             return;
         }
         let count = token_count(request, slots, &planner.token_ids);
-        let drafted = request.drafts as usize;
         if drafted > 0
             && let Some(match_length) = self.awaited.remove(&context)
         {
+            let accepted = count.saturating_sub(1);
             self.policy
-                .verified(context, match_length, drafted, count.saturating_sub(1));
+                .verified(context, match_length, drafted, accepted);
         }
         let inputs = request.rows.start..request.rows.end - drafted;
-        let tokens = slots
-            .iter()
-            .filter(|slot| slot.class.is_token())
-            .take(count);
         // Without drafts, a token that does not follow the last input continues nothing.
         let follows =
             drafted > 0 || (count == 1 && slots.iter().any(|slot| slot.row + 1 == inputs.end));
         if inputs.is_empty() || !follows {
             return;
         }
+        let tokens = slots.iter().filter(|slot| slot.class.is_token());
         self.said.clear();
-        let start = self.catch_up(planner, request, context);
-        self.said
-            .extend_from_slice(&planner.token_ids[inputs.clone()]);
-        self.said.extend(tokens.map(|slot| slot.token));
+        self.said.extend(tokens.take(count).map(|slot| slot.token));
         let limits = &planner.limits;
         let first_position = planner.positions[inputs.end - 1] + count as u32 + 1;
-        let end = request.prefix as usize + inputs.len() + count;
+        let start = request.prefix as usize + inputs.len();
         let room = (limits.max_positions.saturating_sub(first_position) as usize)
-            .min((limits.max_kv_len() as usize).saturating_sub(end));
-        let step = Step {
-            context,
-            position: start as u32,
-            tokens: &self.said,
-            drafts: self.most.min(room),
-        };
-        self.drafter
-            .step(std::slice::from_ref(&step), &mut self.found);
-        let found = self.found.tokens(0);
+            .min((limits.max_kv_len() as usize).saturating_sub(start + count));
+        let most = if promising { self.most.min(room) } else { 0 };
+        let offer = self.hear(context, start, most);
         // A placeholder of an image is no token.
-        let usable = found
-            .iter()
-            .take_while(|&&token| token < limits.vocab_size)
-            .count();
+        let found = self.found.tokens(0).iter();
+        let usable = found.take_while(|&&token| token < limits.vocab_size);
         let first = self.tokens.len();
-        self.tokens.extend_from_slice(&found[..usable]);
+        self.tokens.extend(usable);
         self.drafts[index] = Draft {
             tokens: first..self.tokens.len(),
             first_position,
         };
         self.offers[index] = Offer {
-            context,
-            match_length: self.found.match_length(0),
-            drafts: usable,
+            drafts: self.tokens.len() - first,
+            ..offer
         };
     }
 
@@ -274,6 +319,15 @@ impl Planner {
             && step
         {
             drafting.policy.timed(rows, time);
+        }
+    }
+
+    /// Does what can be done for the drafts of the current frame before its tokens are known; call it while the device
+    /// computes. Whoever does not call it waits for it with the reply.
+    pub fn prepare_drafts(&mut self) {
+        if let Some(mut drafting) = self.drafting.take() {
+            drafting.prepare(self);
+            self.drafting = Some(drafting);
         }
     }
 

@@ -18,6 +18,8 @@ struct Server<F> {
     text: F,
     /// How long a step takes by its rows.
     cost: fn(usize) -> Duration,
+    /// Whether it prepares drafts before the tokens are known.
+    early: bool,
 }
 
 /// What a request was answered.
@@ -42,6 +44,7 @@ impl<F: Fn(u32) -> u32> Server<F> {
             planner,
             text,
             cost: |_| Duration::from_millis(1),
+            early: true,
         }
     }
 
@@ -107,6 +110,9 @@ impl<F: Fn(u32) -> u32> Server<F> {
         };
         let staged = self.planner.stage_graph(&layout, memory, 1);
         staged.expect("the memory fits");
+        if self.early {
+            self.planner.prepare_drafts();
+        }
         let text = &self.text;
         self.planner.put_row_tokens(|row| text(positions[row] + 1));
     }
@@ -203,6 +209,33 @@ fn drafts_pay_where_text_repeats_itself() {
     assert!(steps < 350 / 4, "{steps} steps");
     let counters = server.planner.draft_counters().expect("it drafts");
     assert!(counters.accepted * 10 > counters.drafted * 9, "{counters}");
+}
+
+#[test]
+fn it_does_not_matter_when_drafts_are_prepared() {
+    let text = |position: u32| {
+        if position % 40 < 25 {
+            cycle(position)
+        } else {
+            noise(position)
+        }
+    };
+    let [mut early, mut late] = [true, false].map(|early| {
+        let mut server = Server::new(ROOMY, text);
+        server.early = early;
+        (server, Context::new(1, 0..24, text(0)))
+    });
+    let mut drafted = 0;
+    while early.1.stored < 300 {
+        let [a, b] = [&mut early, &mut late].map(|(server, context)| {
+            let (answers, _) = server.run(&[(context.request(), context.id, true)]);
+            context.take(&answers[0]);
+            answers
+        });
+        assert_eq!(a, b);
+        drafted += a[0].drafts.len();
+    }
+    assert!(drafted > 50);
 }
 
 #[test]

@@ -27,6 +27,8 @@ const PROBE_TIME: f64 = 1.0 / 256.0;
 const MOST_PROBES: f64 = 4.0;
 /// Drafts less probable than this are not worth their trouble, even in rows that are there anyway.
 const LEAST: f64 = 0.03;
+/// Seconds that drafting behind an answer takes, which the device waits for.
+const DRAFTING: f64 = 2e-6;
 /// Drafts must make a step better by this factor: times are never quite right.
 const GAIN: f64 = 1.01;
 
@@ -122,6 +124,46 @@ impl Policy {
         self.counters
     }
 
+    /// Says of which contexts of a batch with so many requests the next token is worth drafting behind, by what is offered
+    /// before that token is known: those whose drafts are likely to come true, and those whose turn it is to be probed.
+    pub fn listen(&mut self, offers: &[Offer], requests: usize, marks: &mut Vec<bool>) {
+        marks.clear();
+        marks.resize(offers.len(), false);
+        let (alone, more) = (
+            self.cost.of(requests, requests),
+            self.cost.of(requests + 1, requests),
+        );
+        let (Some(alone), Some(more)) = (alone, more) else {
+            // Nothing is known of what steps cost yet, or there is no room for drafts.
+            marks.fill(self.cost.is_empty());
+            return;
+        };
+        // A token is worth a request's share of the step, and a draft costs a row; half of that, for some are likelier.
+        let doubled = self.cost.of(2 * requests, requests).unwrap_or(more);
+        let least = LEAST
+            .max(DRAFTING * requests as f64 / alone)
+            .max(0.5 * (doubled / alone - 1.0));
+        let probe_time = self.probe_time + PROBE_TIME * alone;
+        let probed = self.cost.at_most(requests + 1, requests);
+        let affordable = probed.is_some_and(|probed| probed - alone <= probe_time);
+        let mut probes = if affordable {
+            self.probe_rows as usize
+        } else {
+            0
+        };
+        let turns = (0..offers.len()).map(|turn| (self.turn + turn) % offers.len());
+        for index in turns {
+            let offer = &offers[index];
+            if offer.drafts == 0 || self.most == 0 {
+                continue;
+            }
+            let odds = self.acceptance.odds(offer.context);
+            let likely = self.acceptance.probability(offer.match_length, odds) >= least;
+            marks[index] = likely || probes > 0;
+            probes -= usize::from(!likely && probes > 0);
+        }
+    }
+
     /// Chooses for a batch with one row for each request: how many of its drafts to verify.
     pub fn choose(&mut self, offers: &[Offer], lengths: &mut Vec<usize>) {
         lengths.clear();
@@ -139,7 +181,8 @@ impl Policy {
     fn rank(&mut self, offers: &[Offer]) {
         self.choices.clear();
         self.counters.quiet = 0;
-        for (request, offer) in offers.iter().enumerate() {
+        let offered = offers.iter().enumerate();
+        for (request, offer) in offered.filter(|(_, offer)| offer.drafts > 0) {
             let odds = self.acceptance.odds(offer.context);
             let (before, mut probability) = (self.choices.len(), 1.0);
             for draft in 0..offer.drafts.min(self.most) {

@@ -105,6 +105,7 @@ impl Lane {
             let staged = Instant::now();
             self.device.launch(graph).map_err(failed)?;
             let launched = Instant::now();
+            planner.prepare_drafts();
             self.await_results(rows).map_err(failed)?;
             let results = self.memory.results();
             planner.put_row_tokens(|row| results[row].load(Ordering::Relaxed) as u32);

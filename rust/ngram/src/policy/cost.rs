@@ -55,6 +55,11 @@ impl Cost {
         }
     }
 
+    /// Whether nothing is known at all.
+    pub(super) fn is_empty(&self) -> bool {
+        self.curve.is_empty()
+    }
+
     fn rung(&self, rows: usize) -> usize {
         self.rungs.partition_point(|rung| rung.rows < rows)
     }

@@ -317,3 +317,55 @@ fn probes_go_round() {
         "{probes:?}"
     );
 }
+
+#[test]
+fn it_listens_where_drafts_may_come_true() {
+    let mut policy = Policy::new(MOST, &RUNGS);
+    let offers = |lengths: [usize; 4]| {
+        [1, 2, 3, 4]
+            .into_iter()
+            .zip(lengths)
+            .map(|(context, match_length)| Offer {
+                context,
+                match_length,
+                drafts: usize::from(match_length > 0),
+            })
+            .collect::<Vec<_>>()
+    };
+    let mut marks = Vec::new();
+    // Of costs nothing is known yet.
+    policy.listen(&offers([3, 3, 0, 3]), 4, &mut marks);
+    assert_eq!(marks, [true; 4]);
+    policy.timed(4, Duration::from_millis(1));
+    policy.timed(8, Duration::from_millis(2));
+    for _ in 0..400 {
+        policy.verified(1, 3, 4, 4);
+        policy.verified(2, 3, 4, 0);
+        policy.verified(4, 3, 4, 0);
+    }
+    let mut heard = [0; 4];
+    for _ in 0..2000 {
+        let offered = offers([3, 3, 0, 3]);
+        policy.listen(&offered, 4, &mut marks);
+        for (heard, &mark) in heard.iter_mut().zip(&marks) {
+            *heard += usize::from(mark);
+        }
+        // Where it does not listen nothing is drafted.
+        let drafted = offered.iter().zip(&marks).map(|(offer, &mark)| Offer {
+            drafts: if mark { offer.drafts } else { 0 },
+            ..*offer
+        });
+        let drafted: Vec<_> = drafted.collect();
+        policy.choose(&drafted, &mut Vec::new());
+        policy.timed(4, Duration::from_millis(1));
+    }
+    assert_eq!((heard[0], heard[2]), (2000, 0));
+    assert!(
+        (1..200).contains(&heard[1]) && (1..200).contains(&heard[3]),
+        "{heard:?}"
+    );
+    // There is no graph for one row more.
+    policy.timed(256, Duration::from_millis(1));
+    policy.listen(&offers([3, 3, 3, 3]), 256, &mut marks);
+    assert_eq!(marks, [false; 4]);
+}
