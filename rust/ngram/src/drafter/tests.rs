@@ -569,3 +569,35 @@ fn limits_are_checked() {
         (&[6, 1, 2, 3][..], 4)
     );
 }
+
+#[test]
+fn contexts_that_decode_together_do_not_share_in_the_same_step() {
+    let mut run = new(100_000, usize::MAX);
+    let (mut most, mut before) = (0, 0);
+    for at in 0..600_u32 {
+        let token = [at];
+        let step = |context| Step {
+            context,
+            position: at,
+            tokens: &token,
+            drafts: 0,
+        };
+        let steps: Vec<_> = (1..=64).map(step).collect();
+        run.drafter.step(&steps, &mut run.drafts);
+        most = most.max(run.history() - before);
+        before = run.history();
+    }
+    assert!(most < 500, "{most} in one step");
+    // Prompts do not wait.
+    let prompt: Vec<u32> = (0..1000).collect();
+    let step = |context| Step {
+        context,
+        position: 0,
+        tokens: &prompt,
+        drafts: 0,
+    };
+    let steps: Vec<_> = (101..=110).map(step).collect();
+    run.drafter.step(&steps, &mut run.drafts);
+    assert_eq!(run.history(), before + 10 * 1001);
+    assert!(before > 64 * 400, "{before} of all");
+}
