@@ -601,3 +601,14 @@ fn contexts_that_decode_together_do_not_share_in_the_same_step() {
     assert_eq!(run.history(), before + 10 * 1001);
     assert!(before > 64 * 400, "{before} of all");
 }
+
+#[test]
+fn tokens_that_no_model_has_end_the_text() {
+    let mut run = new(1000, usize::MAX);
+    for large in [BOUNDARY, 1 << 24, (1 << 24) + 2, u32::MAX] {
+        let text = [1, 2, 3, large, 2, 9, large, 2, 9, large, 1, 2];
+        assert_eq!(run.say(1, 0, &text), (&[3][..], 2));
+        assert_eq!(run.say(1, 12, &[3, 2]), (&[9][..], 1));
+        assert_eq!(run.say(1, 14, &[large]), (&[][..], 0));
+    }
+}
