@@ -3,7 +3,6 @@
 #![expect(unsafe_code, reason = "a global allocator is an unsafe trait")]
 
 use std::alloc::{GlobalAlloc, Layout, System};
-use std::cell::RefCell;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -88,18 +87,19 @@ impl Drop for Case {
     }
 }
 
-/// A peer that is started when it is first asked.
+/// A peer, started at once if the row will run: one takes half a minute, which criterion would take for warming up.
 fn peer<'a>(
+    row: &str,
     script: &'a str,
     variant: &'a str,
     folder: &'a Path,
 ) -> impl FnMut(u64, &mut Samples) -> Duration + 'a {
-    let peer = RefCell::new(None);
-    move |operations, samples| {
-        let mut peer = peer.borrow_mut();
-        let peer = peer.get_or_insert_with(|| PythonPeer::start(script, variant, folder));
-        peer.turn(operations, samples)
-    }
+    let start = move || PythonPeer::start(script, variant, folder);
+    let mut filters = std::env::args()
+        .skip(1)
+        .filter(|argument| !argument.starts_with('-'));
+    let mut running = filters.all(|filter| row.contains(&filter)).then(start);
+    move |operations, samples| running.get_or_insert_with(start).turn(operations, samples)
 }
 
 fn drafter(capacity: usize) -> Drafter {
@@ -149,8 +149,9 @@ fn append(criterion: &mut Criterion) {
             }
             total
         };
-        let mut peer = peer("ngram_sglang.py", "append", &case.folder);
-        Race::new_turns(format!("ngram/append/{name}"), Unit::Ns, ours)
+        let row = format!("ngram/append/{name}");
+        let mut peer = peer(&row, "ngram_sglang.py", "append", &case.folder);
+        Race::new_turns(row, Unit::Ns, ours)
             .peer_turns("sglang", |operations, samples| {
                 CHUNK * peer(operations, samples)
             })
@@ -167,11 +168,15 @@ fn draft(criterion: &mut Criterion) {
         drafter.step(&[step(0, CONTEXT, &[], 8)], &mut drafts);
         drafts.tokens(0).len()
     };
-    Race::new("ngram/draft", Unit::Ns, ours)
-        .peer_turns("sglang", peer("ngram_sglang.py", "draft", &case.folder))
+    let row = "ngram/draft";
+    Race::new(row, Unit::Ns, ours)
+        .peer_turns(
+            "sglang",
+            peer(row, "ngram_sglang.py", "draft", &case.folder),
+        )
         .peer_turns(
             "prompt_lookup",
-            peer("ngram_lookup.py", "draft", &case.folder),
+            peer(row, "ngram_lookup.py", "draft", &case.folder),
         )
         .run(criterion);
 }
@@ -198,11 +203,12 @@ fn steps(criterion: &mut Criterion) {
         drafter.step(&steps, &mut drafts);
         drafts.len()
     };
-    Race::new("ngram/step/64", Unit::Us, ours)
-        .peer_turns("sglang", peer("ngram_sglang.py", "step", &case.folder))
+    let row = "ngram/step/64";
+    Race::new(row, Unit::Us, ours)
+        .peer_turns("sglang", peer(row, "ngram_sglang.py", "step", &case.folder))
         .peer_turns(
             "prompt_lookup",
-            peer("ngram_lookup.py", "step", &case.folder),
+            peer(row, "ngram_lookup.py", "step", &case.folder),
         )
         .run(criterion);
 }

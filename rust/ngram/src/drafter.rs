@@ -12,6 +12,9 @@ use crate::{Config, ConfigError};
 const NOBODY: u64 = 0;
 /// The history gets a context's tokens when so many are new, or at its end.
 const SHARED: usize = 128;
+/// Once a batch has given it so many, further contexts wait for the next: those that decode together would all be due in
+/// the same step.
+const SHARED_AT_ONCE: usize = 256;
 /// A match in the texts of others counts as so many tokens shorter: what a context says again is its own more often than
 /// another's.
 pub(crate) const HANDICAP: usize = 1;
@@ -26,7 +29,7 @@ pub struct Step<'a> {
     /// Position of the first of `tokens`. Where it lies below what is known of the context, that is compared and
     /// taken back as far as it differs; where it lies above, the context starts anew.
     pub position: u32,
-    /// The context's end, from `position` on.
+    /// The context's end, from `position` on. No match extends over tokens from 2^24 - 1 on.
     pub tokens: &'a [u32],
     /// Most tokens to draft.
     pub drafts: usize,
@@ -130,12 +133,18 @@ impl Drafter {
     /// Takes what each request adds, one after the other, and drafts what follows.
     pub fn step(&mut self, steps: &[Step<'_>], drafts: &mut Drafts) {
         drafts.clear();
+        let mut shared = 0;
         for step in steps {
             let mut match_length = 0;
             self.suffix.clear();
             let mut start = 0;
             if step.context != NOBODY {
                 self.update(step);
+                // A prompt takes long enough for this not to matter.
+                if shared < SHARED_AT_ONCE || step.tokens.len() >= SHARED {
+                    shared += self.share(step.context, SHARED);
+                }
+                self.keep_to_budget();
                 if step.drafts > 0 {
                     (start, match_length) = self.draft(step.context, step.drafts);
                 }
@@ -220,18 +229,19 @@ impl Drafter {
         if let Some(context) = self.contexts.touch(step.context) {
             context.update(position, tokens, &mut self.ledger);
         }
-        self.share(step.context, SHARED);
-        self.keep_to_budget();
     }
 
-    /// Gives the history what it does not have of a context, if that is at least `fewest` tokens.
-    fn share(&mut self, context: u64, fewest: usize) {
+    /// Gives the history what it does not have of a context, if that is at least `fewest` tokens; returns how many it got.
+    fn share(&mut self, context: u64, fewest: usize) -> usize {
         if let Some(history) = &mut self.history
             && let Some(context) = self.contexts.touch(context)
             && context.unshared() >= fewest
         {
-            history.add(context.share(REPEATED));
+            let tokens = context.share(REPEATED);
+            history.add(tokens);
+            return tokens.len();
         }
+        0
     }
 
     fn keep_to_budget(&mut self) {

@@ -15,14 +15,14 @@
 //! **Rewinding is appending backwards.** Nodes are numbered in the order of their making, so the last token's is the last
 //! one; a continuation that was replaced is remembered in `undo`.
 
-use crate::table::{Child, Table};
+use crate::table::{Child, Inner, LARGEST, Table};
 use crate::undo::Undo;
 
 /// Stands before the first token of a text, and between texts. It matches itself, and no context extends beyond it.
-pub(crate) const BOUNDARY: u32 = u32::MAX;
+pub(crate) const BOUNDARY: u32 = LARGEST;
 
 /// The node above all; the only one without an occurrence.
-const ROOT: u32 = 0;
+const ROOT: Inner = Inner { id: 0, depth: 0 };
 
 /// Contexts that share their last `depth` tokens.
 #[derive(Clone, Copy, Debug, Default)]
@@ -33,7 +33,12 @@ struct Node {
     best_count: u32,
     /// Occurrences, one without a continuation included.
     count: u32,
-    depth: u32,
+}
+
+impl Inner {
+    fn depth(self) -> usize {
+        self.depth as usize
+    }
 }
 
 /// A place in the trie with a continuation.
@@ -54,7 +59,7 @@ struct Reached {
 /// What a search needs beside the index, kept to be reused.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Scratch {
-    path: Vec<u32>,
+    path: Vec<Inner>,
 }
 
 /// An index over one text, or over several with boundaries between.
@@ -70,8 +75,8 @@ pub(crate) struct Index {
     /// What continuations were replaced: position, and whether the count rose. `None` if nothing is ever rewound.
     undo: Option<Undo>,
     /// The last position's nodes, from the root down.
-    path: Vec<u32>,
-    spare: Vec<u32>,
+    path: Vec<Inner>,
+    spare: Vec<Inner>,
 }
 
 /// In a word of `undo`: the replaced continuation had one occurrence less.
@@ -111,8 +116,9 @@ impl Index {
     /// Heap memory in bytes.
     pub(crate) fn bytes(&self) -> usize {
         let undo = self.undo.as_ref().map_or(0, Undo::bytes);
-        let words = self.text.capacity() + self.path.capacity() + self.spare.capacity();
-        words * size_of::<u32>()
+        let paths = self.path.capacity() + self.spare.capacity();
+        self.text.capacity() * size_of::<u32>()
+            + paths * size_of::<Inner>()
             + undo
             + self.nodes.capacity() * size_of::<Node>()
             + self.edges.bytes()
@@ -134,28 +140,30 @@ impl Index {
     }
 
     /// Goes down along the end of `suffix`, at most `limit` tokens.
-    fn descend(&self, suffix: &[u32], limit: usize, path: &mut Vec<u32>) -> Reached {
+    fn descend(&self, suffix: &[u32], limit: usize, path: &mut Vec<Inner>) -> Reached {
         path.clear();
         let length = limit.min(suffix.len());
         let token = |depth: usize| suffix[suffix.len() - 1 - depth];
-        let (mut node, mut depth, mut below) = (ROOT, 0, None);
+        let (mut node, mut below) = (ROOT, None);
         // Edges are told apart by their first tokens alone; one comparison at the end finds where they differ.
-        while depth < length {
-            below = self.edges.get(node, token(depth));
-            let Some(Child::Node(id)) = below else { break };
-            path.push(id);
-            (node, depth) = (id, self.node(id).depth as usize);
+        while node.depth() < length {
+            below = self.edges.get(node.id, token(node.depth()));
+            let Some(Child::Node(inner)) = below else {
+                break;
+            };
+            path.push(inner);
+            node = inner;
         }
         let (occurrence, known) = match below {
             Some(Child::Leaf(position)) => (position, length),
             _ if node == ROOT => (0, 0),
-            _ => (self.node(node).best - 1, length.min(depth)),
+            _ => (self.node(node.id).best - 1, length.min(node.depth())),
         };
         let matched = (0..known).find(|&depth| self.before(occurrence, depth) != token(depth));
         let matched = matched.unwrap_or(known);
-        let whole = path.partition_point(|&id| self.node(id).depth as usize <= matched);
+        let whole = path.partition_point(|node| node.depth() <= matched);
         let below = match path.get(whole) {
-            Some(&id) => Some(Child::Node(id)),
+            Some(&node) => Some(Child::Node(node)),
             None => below.filter(|child| matches!(child, Child::Leaf(_))),
         };
         path.truncate(whole);
@@ -174,8 +182,9 @@ impl Index {
         }
     }
 
-    /// Appends a token. [`BOUNDARY`] ends the text.
+    /// Appends a token. [`BOUNDARY`] ends the text, as all do that are larger.
     pub(crate) fn append(&mut self, token: u32) {
+        let token = token.min(BOUNDARY);
         let position = self.text.len();
         push(&mut self.text, token);
         if token == BOUNDARY {
@@ -194,12 +203,12 @@ impl Index {
     /// match stands for it, unless there is one of just that depth.
     fn continued(&self) -> usize {
         let above = self.path.iter().rev().nth(1);
-        let twice = above.is_some_and(|&id| self.node(id).depth as usize == self.depth);
+        let twice = above.is_some_and(|node| node.depth() == self.depth);
         self.path.len() - usize::from(twice)
     }
 
     /// Tells the nodes of the position before that `position` follows.
-    fn count_continuation(&mut self, position: u32, path: &[u32], reached: &Reached) {
+    fn count_continuation(&mut self, position: u32, path: &[Inner], reached: &Reached) {
         let token = self.text[position as usize];
         if let Some(undo) = &mut self.undo {
             undo.turn(position as usize);
@@ -207,22 +216,19 @@ impl Index {
         let below = match reached.below {
             None => 0,
             Some(Child::Leaf(_)) => 1,
-            Some(Child::Node(id)) => self.node(id).count,
+            Some(Child::Node(node)) => self.node(node.id).count,
         };
         let mut deeper = path.iter().peekable();
         for number in 0..self.continued() {
-            let id = self.path[number];
-            let length = self.depth.min(self.node(id).depth as usize);
-            while deeper
-                .next_if(|&&id| self.node(id).depth as usize <= length)
-                .is_some()
-            {}
+            let node = self.path[number];
+            let length = self.depth.min(node.depth());
+            while deeper.next_if(|node| node.depth() <= length).is_some() {}
             let known = match deeper.peek() {
-                Some(&&id) => self.node(id).count,
+                Some(node) => self.node(node.id).count,
                 None if length < reached.matched => below,
                 None => 0,
             };
-            self.offer(id, position, token, known + 1);
+            self.offer(node.id, position, token, known + 1);
         }
     }
 
@@ -244,37 +250,38 @@ impl Index {
     }
 
     /// Adds the context that ends at `position`, and its new node to the path.
-    fn add_context(&mut self, position: u32, path: &mut Vec<u32>, reached: &Reached) {
-        for &id in &*path {
-            self.nodes[id as usize].count += 1;
+    fn add_context(&mut self, position: u32, path: &mut Vec<Inner>, reached: &Reached) {
+        for node in &*path {
+            self.nodes[node.id as usize].count += 1;
         }
         let matched = reached.matched;
         let length = (self.depth + 1).min(position as usize + 1 - self.segment);
         let parent = path.last().copied().unwrap_or(ROOT);
-        let branch = self.before(position, self.node(parent).depth as usize);
+        let branch = self.before(position, parent.depth());
         let Some(below) = reached.below else {
             if matched < length {
-                self.edges.set(parent, branch, Child::Leaf(position));
+                self.edges.set(parent.id, branch, Child::Leaf(position));
             }
             return;
         };
         let (count, best, best_count) = match below {
             Child::Leaf(leaf) => (1, leaf + 1, self.continuations(leaf)),
-            Child::Node(id) => {
-                let node = self.node(id);
+            Child::Node(inner) => {
+                let node = self.node(inner.id);
                 (node.count, node.best, node.best_count)
             }
         };
         let id = self.nodes.len() as u32;
+        let depth = matched as u32;
         let node = Node {
             best,
             best_count,
             count: count + 1,
-            depth: matched as u32,
         };
         push(&mut self.nodes, node);
-        push(path, id);
-        self.edges.set(parent, branch, Child::Node(id));
+        push(path, Inner { id, depth });
+        let child = Child::Node(Inner { id, depth });
+        self.edges.set(parent.id, branch, child);
         // The whole context again: the node takes the leaf's place.
         if matched < length {
             self.edges.set(id, self.before(best - 1, matched), below);
@@ -319,17 +326,15 @@ impl Index {
 
     /// Undoes [`Self::add_context`] for the last position.
     fn remove_context(&mut self, position: u32) {
-        for &id in &self.path {
-            self.nodes[id as usize].count -= 1;
+        for node in &self.path {
+            self.nodes[node.id as usize].count -= 1;
         }
-        let Some(id) = self.path.pop() else {
+        let Some(last) = self.path.pop() else {
             let token = self.before(position, 0);
-            return self.edges.remove(ROOT, token);
+            return self.edges.remove(ROOT.id, token);
         };
-        let Node {
-            best, count, depth, ..
-        } = *self.node(id);
-        let depth = depth as usize;
+        let (id, depth) = (last.id, last.depth());
+        let Node { best, count, .. } = *self.node(id);
         let length = (self.depth + 1).min(position as usize + 1 - self.segment);
         // Any other context of the node; the node is needed if there are more than that one's subtree.
         let below = if depth == length {
@@ -341,7 +346,7 @@ impl Index {
         };
         let others = match below {
             Child::Leaf(_) => 1,
-            Child::Node(id) => self.node(id).count,
+            Child::Node(node) => self.node(node.id).count,
         };
         if others < count {
             return;
@@ -350,8 +355,8 @@ impl Index {
             self.edges.remove(id, self.before(best - 1, depth));
         }
         let parent = self.path.last().copied().unwrap_or(ROOT);
-        let branch = self.before(position, self.node(parent).depth as usize);
-        self.edges.set(parent, branch, below);
+        let branch = self.before(position, parent.depth());
+        self.edges.set(parent.id, branch, below);
         debug_assert_eq!(id as usize + 1, self.nodes.len());
         self.nodes.truncate(id as usize);
     }
@@ -359,7 +364,7 @@ impl Index {
     /// Undoes [`Self::count_continuation`] for the position that was the last one.
     fn forget_continuation(&mut self, position: u32, token: u32) {
         for number in (0..self.continued()).rev() {
-            let node = &mut self.nodes[self.path[number] as usize];
+            let node = &mut self.nodes[self.path[number].id as usize];
             if node.best == position {
                 let replaced = self.undo.as_mut().and_then(Undo::pop).unwrap_or(0);
                 node.best = replaced & !ROSE;
@@ -378,28 +383,27 @@ impl Index {
         if last == self.segment {
             return;
         }
-        let (mut node, mut depth) = (ROOT, 0);
-        while depth < length {
-            let token = self.text[last - depth];
-            let Some(Child::Node(id)) = self.edges.get(node, token) else {
+        let mut node = ROOT;
+        while node.depth() < length {
+            let token = self.text[last - node.depth()];
+            let Some(Child::Node(inner)) = self.edges.get(node.id, token) else {
                 break;
             };
-            self.path.push(id);
-            (node, depth) = (id, self.node(id).depth as usize);
+            self.path.push(inner);
+            node = inner;
         }
     }
 
     /// The longest earlier match of the text's own end.
     pub(crate) fn own_match(&self) -> Option<Match> {
         let mut path = self.path[..self.continued()].iter().rev();
-        path.find_map(|&id| self.node_match(id, self.depth))
+        path.find_map(|&node| self.node_match(node, self.depth))
     }
 
-    fn node_match(&self, id: u32, limit: usize) -> Option<Match> {
-        let node = self.node(id);
-        let length = limit.min(node.depth as usize);
-        let place = Child::Node(id);
-        (node.best_count > 0).then_some(Match { length, place })
+    fn node_match(&self, node: Inner, limit: usize) -> Option<Match> {
+        let length = limit.min(node.depth());
+        let place = Child::Node(node);
+        (self.node(node.id).best_count > 0).then_some(Match { length, place })
     }
 
     /// The longest match of the end of `suffix` that was continued, of at most `limit` tokens.
@@ -412,7 +416,7 @@ impl Index {
         let limit = limit.min(self.depth);
         let reached = self.descend(suffix, limit, &mut scratch.path);
         let below = reached.below.and_then(|place| match place {
-            Child::Node(id) => self.node_match(id, reached.matched),
+            Child::Node(node) => self.node_match(node, reached.matched),
             Child::Leaf(leaf) => {
                 let length = reached.matched;
                 (self.continuations(leaf) > 0).then_some(Match { length, place })
@@ -420,7 +424,7 @@ impl Index {
         });
         let above = || {
             let mut path = scratch.path.iter().rev();
-            path.find_map(|&id| self.node_match(id, limit))
+            path.find_map(|&node| self.node_match(node, limit))
         };
         below.or_else(above)
     }
@@ -442,7 +446,7 @@ impl Index {
                 Child::Leaf(leaf) => {
                     return self.copy(leaf as usize + 1, start, end, draft, suffix);
                 }
-                Child::Node(id) => suffix.push(self.text[self.node(id).best as usize]),
+                Child::Node(node) => suffix.push(self.text[self.node(node.id).best as usize]),
             }
             if suffix.len() == end {
                 return;
@@ -472,9 +476,9 @@ impl Index {
             below = reached.below.map(|place| (place, reached.matched));
             &scratch.path[..]
         };
-        let above = path.iter().rev().map(|&id| {
-            let length = self.depth.min(self.node(id).depth as usize);
-            (Child::Node(id), length)
+        let above = path.iter().rev().map(|&node| {
+            let length = self.depth.min(node.depth());
+            (Child::Node(node), length)
         });
         let behind = if own { suffix.get(start) } else { None };
         for (place, length) in below.into_iter().chain(above) {
@@ -483,13 +487,12 @@ impl Index {
             }
             let (token, count, all) = match place {
                 Child::Leaf(leaf) => (self.text.get(leaf as usize + 1).or(behind), 1, 1),
-                Child::Node(id) => {
+                Child::Node(node) => {
                     let &Node {
                         best,
                         best_count,
                         count,
-                        ..
-                    } = self.node(id);
+                    } = self.node(node.id);
                     (self.text.get(best as usize), best_count, count)
                 }
             };

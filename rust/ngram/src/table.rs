@@ -3,6 +3,8 @@
 //! Extendible hashing: a directory over the hash's leading bits names segments, and a full segment is split in two. Below
 //! its largest size a segment grows by a quarter. So no insertion moves more than one segment's slots, and the load stays
 //! between two thirds and [`FULL`] at every size. Within a segment: linear probing, and removal that shifts back.
+//!
+//! A slot also knows how deep its child lies, so that a descent reads no nodes: each would be one more wait for memory.
 
 /// Slots of the largest segment.
 const SEGMENT: usize = 1024;
@@ -13,38 +15,33 @@ const FULL: f64 = 0.85;
 /// Splits stop here, so that keys that hash alike cannot make the directory grow without end.
 const MAX_BITS: u32 = 24;
 
+/// An inner node of the trie.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Inner {
+    pub(crate) id: u32,
+    /// Tokens from the root, from 1 to 256.
+    pub(crate) depth: u32,
+}
+
 /// What an edge leads to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Child {
-    /// An inner node, by number.
-    Node(u32),
+    Node(Inner),
     /// The context that ends at this position of the text.
     Leaf(u32),
 }
 
+/// The largest token of an edge: the depth stands in the bits above.
+pub(crate) const LARGEST: u32 = (1 << TOKEN_BITS) - 1;
+const TOKEN_BITS: u32 = 24;
 const LEAF: u32 = 1 << 31;
-
-impl Child {
-    fn pack(self) -> u32 {
-        match self {
-            Self::Node(id) => id,
-            Self::Leaf(position) => position | LEAF,
-        }
-    }
-
-    fn unpack(word: u32) -> Self {
-        if word & LEAF == 0 {
-            Self::Node(word)
-        } else {
-            Self::Leaf(word & !LEAF)
-        }
-    }
-}
 
 #[derive(Clone, Copy, Debug)]
 struct Slot {
     node: u32,
+    /// The edge's first token, and above it the depth of an inner child less one.
     token: u32,
+    /// An inner node, or a position with [`LEAF`].
     child: u32,
 }
 
@@ -56,12 +53,34 @@ const EMPTY: Slot = Slot {
 };
 
 impl Slot {
+    fn new(node: u32, token: u32, child: Child) -> Self {
+        let (child, depth) = match child {
+            Child::Node(Inner { id, depth }) => (id, depth - 1),
+            Child::Leaf(position) => (position | LEAF, 0),
+        };
+        let token = token | depth << TOKEN_BITS;
+        Self { node, token, child }
+    }
+
+    fn token(self) -> u32 {
+        self.token & LARGEST
+    }
+
+    fn child(self) -> Child {
+        if self.child & LEAF != 0 {
+            return Child::Leaf(self.child & !LEAF);
+        }
+        let depth = (self.token >> TOKEN_BITS) + 1;
+        let id = self.child;
+        Child::Node(Inner { id, depth })
+    }
+
     fn is_empty(self) -> bool {
         self.child == EMPTY.child
     }
 
     fn hash(self) -> u64 {
-        hash(self.node, self.token)
+        hash(self.node, self.token())
     }
 }
 
@@ -106,7 +125,7 @@ impl Segment {
         let mut index = self.home(hash);
         loop {
             let slot = self.slots[index];
-            if slot.is_empty() || (slot.node == node && slot.token == token) {
+            if slot.is_empty() || (slot.node == node && slot.token() == token) {
                 return index;
             }
             index = self.after(index);
@@ -114,7 +133,7 @@ impl Segment {
     }
 
     fn put(&mut self, slot: Slot) {
-        let index = self.find(slot.node, slot.token, slot.hash());
+        let index = self.find(slot.node, slot.token(), slot.hash());
         self.taken += usize::from(self.slots[index].is_empty());
         self.slots[index] = slot;
     }
@@ -199,7 +218,7 @@ impl Table {
         let &segment = self.directory.get(prefix(hash, self.bits))?;
         let segment = &self.segments[segment as usize];
         let slot = segment.slots[segment.find(node, token, hash)];
-        (!slot.is_empty()).then(|| Child::unpack(slot.child))
+        (!slot.is_empty()).then(|| slot.child())
     }
 
     /// Adds an edge, or lets it lead elsewhere.
@@ -215,8 +234,7 @@ impl Table {
             self.make_room(number);
             number = self.directory[prefix(hash, self.bits)] as usize;
         }
-        let child = child.pack();
-        self.segments[number].put(Slot { node, token, child });
+        self.segments[number].put(Slot::new(node, token, child));
     }
 
     /// Removes an edge, if it is there.
@@ -289,7 +307,7 @@ mod tests {
                     table.remove(node, token);
                     model.remove(&(node, token));
                 } else {
-                    let child = if kind == 1 { Child::Leaf(step as u32) } else { Child::Node(step as u32) };
+                    let child = if kind == 1 { Child::Leaf(step as u32) } else { Child::Node(Inner { id: step as u32, depth: 1 + step as u32 % 256 }) };
                     table.set(node, token, child);
                     model.insert((node, token), child);
                 }

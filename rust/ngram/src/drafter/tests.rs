@@ -569,3 +569,46 @@ fn limits_are_checked() {
         (&[6, 1, 2, 3][..], 4)
     );
 }
+
+#[test]
+fn contexts_that_decode_together_do_not_share_in_the_same_step() {
+    let mut run = new(100_000, usize::MAX);
+    let (mut most, mut before) = (0, 0);
+    for at in 0..600_u32 {
+        let token = [at];
+        let step = |context| Step {
+            context,
+            position: at,
+            tokens: &token,
+            drafts: 0,
+        };
+        let steps: Vec<_> = (1..=64).map(step).collect();
+        run.drafter.step(&steps, &mut run.drafts);
+        most = most.max(run.history() - before);
+        before = run.history();
+    }
+    assert!(most < 500, "{most} in one step");
+    // Prompts do not wait.
+    let prompt: Vec<u32> = (0..1000).collect();
+    let step = |context| Step {
+        context,
+        position: 0,
+        tokens: &prompt,
+        drafts: 0,
+    };
+    let steps: Vec<_> = (101..=110).map(step).collect();
+    run.drafter.step(&steps, &mut run.drafts);
+    assert_eq!(run.history(), before + 10 * 1001);
+    assert!(before > 64 * 400, "{before} of all");
+}
+
+#[test]
+fn tokens_that_no_model_has_end_the_text() {
+    let mut run = new(1000, usize::MAX);
+    for large in [BOUNDARY, 1 << 24, (1 << 24) + 2, u32::MAX] {
+        let text = [1, 2, 3, large, 2, 9, large, 2, 9, large, 1, 2];
+        assert_eq!(run.say(1, 0, &text), (&[3][..], 2));
+        assert_eq!(run.say(1, 12, &[3, 2]), (&[9][..], 1));
+        assert_eq!(run.say(1, 14, &[large]), (&[][..], 0));
+    }
+}

@@ -82,7 +82,7 @@ fn state(index: &Index) -> impl PartialEq + std::fmt::Debug + use<> {
     let nodes = index
         .nodes
         .iter()
-        .map(|node| [node.best, node.best_count, node.count, node.depth]);
+        .map(|node| [node.best, node.best_count, node.count]);
     (
         index.text.clone(),
         nodes.collect::<Vec<_>>(),
