@@ -6,7 +6,7 @@ from _typeshed import SupportsGetItem
 from typing import Any, Final, SupportsFloat, SupportsIndex, final
 from typing_extensions import Buffer
 
-__all__ = ["REHEARSAL_ADAPTER", "AttentionMask", "Batch", "Client", "Copy", "DraftCounters", "ExitGuard", "Image", "ImageSpan", "Lane", "Load", "Pass", "PassImages", "Planner", "Reply", "Request", "Sampler", "Server", "SlotGroup", "Step", "build_info", "encode_forward", "graph_layout"]
+__all__ = ["REHEARSAL_ADAPTER", "AttentionMask", "Batch", "Client", "Copy", "DraftCounters", "Drafter", "ExitGuard", "Image", "ImageSpan", "Lane", "Load", "Pass", "PassImages", "Planner", "Reply", "Request", "Sampler", "Server", "SlotGroup", "Step", "build_info", "encode_forward", "graph_layout"]
 
 REHEARSAL_ADAPTER: Final[int]
 """
@@ -232,6 +232,52 @@ class DraftCounters:
     def text(self, /) -> str:
         """
         All of it as a line.
+        """
+
+@final
+class Drafter:
+    """
+    Remembers what contexts said, and drafts what they will say next as trees of one size.
+    """
+    def __new__(cls, /, *, nodes: SupportsIndex, max_depth: SupportsIndex, capacity: SupportsIndex, context_bytes: SupportsIndex, branches: bool) -> Drafter:
+        """
+        A drafter that knows nothing.
+
+        Args:
+            nodes: Nodes of every tree, the context's last token included.
+            max_depth: Longest match, in tokens.
+            capacity: Tokens of the history that contexts share.
+            context_bytes: Memory of contexts, above which the one that was not used for longest is released.
+            branches: Trees may branch; otherwise each is one chain.
+
+        Raises:
+            ValueError: A limit is out of range.
+        """
+    def draft(self, /, contexts: SupportsGetItem[int, SupportsIndex], positions: SupportsGetItem[int, SupportsIndex], tokens: SupportsGetItem[int, SupportsGetItem[int, SupportsIndex]]) -> tuple[bytearray, bytearray]:
+        """
+        Takes the ends of some contexts, and drafts behind each.
+
+        Args:
+            contexts: Their ids, none of them 0.
+            positions: The position of each one's first token here. What is known from there on is compared, and taken back
+                as far as it differs; behind a gap the context starts anew.
+            tokens: At least one of each.
+
+        Returns:
+            The trees one after the other, in native byte order: the tokens of their nodes as int64, the first one's being
+            the context's last; and a row of bytes for each node, 1 for itself and the nodes that it follows. A node that
+            is missing is a 0 behind the first.
+
+        Raises:
+            ValueError: There are not as many of each, or a context has no tokens.
+        """
+    def length(self, /, context: SupportsIndex) -> int:
+        """
+        Number of tokens that a context is known to have; 0 for one that is not known.
+        """
+    def release(self, /, context: SupportsIndex) -> None:
+        """
+        Forgets a context; the shared history keeps what it said.
         """
 
 @final

@@ -85,7 +85,7 @@ impl Context {
     }
 
     /// The position behind the last token.
-    fn end(&self) -> usize {
+    pub(crate) fn end(&self) -> usize {
         self.top.end()
     }
 

@@ -198,6 +198,19 @@ impl Drafter {
         self.tree.build(&soil, count, &mut self.suffix, tree);
     }
 
+    /// The same without branches: what [`Self::step`] drafts.
+    pub fn chain(&mut self, context: u64, count: usize, tree: &mut Tree) {
+        self.suffix.clear();
+        let (start, _) = self.draft(context, count);
+        tree.grow_chain(&self.suffix[start..]);
+    }
+
+    /// How many tokens a context is known to have; 0 for one that is not known.
+    #[must_use]
+    pub fn length(&self, context: u64) -> usize {
+        self.contexts.get(context).map_or(0, Context::end)
+    }
+
     /// Whether a context is known to have these tokens from `position` on.
     #[must_use]
     pub fn holds(&self, context: u64, position: usize, tokens: &[u32]) -> bool {

@@ -45,6 +45,45 @@ impl Tree {
         }
     }
 
+    /// Appends the tree as verifiers of trees of one size take it: `nodes` nodes, the first of which is the context's last
+    /// token `root`. To `tokens` goes the token of each, to `mask` a row of `nodes` bytes, 1 for the node itself and those
+    /// that it follows, else 0. What there is no room for is left out; nodes that are missing are tokens 0 behind the first.
+    pub fn append_padded(
+        &self,
+        root: u32,
+        nodes: usize,
+        tokens: &mut Vec<i64>,
+        mask: &mut Vec<u8>,
+    ) {
+        let start = mask.len();
+        mask.resize(start + nodes * nodes, 0);
+        let rows = &mut mask[start..];
+        for node in 0..nodes {
+            let draft = node
+                .checked_sub(1)
+                .filter(|&draft| draft < self.tokens.len());
+            let (token, parent) = match draft {
+                Some(draft) => (
+                    self.tokens[draft],
+                    self.parents[draft].wrapping_add(1) as usize,
+                ),
+                None if node == 0 => (root, 0),
+                None => (0, 0),
+            };
+            tokens.push(i64::from(token));
+            rows.copy_within(parent * nodes..(parent + 1) * nodes, node * nodes);
+            rows[node * nodes + node] = 1;
+        }
+    }
+
+    /// A tree without branches.
+    pub(crate) fn grow_chain(&mut self, tokens: &[u32]) {
+        self.clear();
+        self.tokens.extend_from_slice(tokens);
+        let parents = [ROOT].into_iter().chain(0..).take(tokens.len());
+        self.parents.extend(parents);
+    }
+
     pub(crate) fn clear(&mut self) {
         self.tokens.clear();
         self.parents.clear();

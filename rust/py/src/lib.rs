@@ -4,6 +4,7 @@
 #![allow(clippy::doc_markdown)]
 
 mod client;
+mod drafter;
 mod error;
 mod guard;
 mod job;
@@ -24,6 +25,8 @@ mod _core {
     use super::build_info;
     #[pymodule_export]
     use crate::client::{Client, Reply};
+    #[pymodule_export]
+    use crate::drafter::Drafter;
     #[pymodule_export]
     use crate::guard::ExitGuard;
     #[pymodule_export]

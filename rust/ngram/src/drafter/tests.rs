@@ -326,6 +326,44 @@ fn check_tree(drafter: &mut Drafter, id: u64, count: usize) {
     let found: Vec<_> = tokens.zip(tree.parents().iter().copied()).collect();
     assert_eq!(found, expected, "{top:?}");
     check_mask(&tree);
+    for nodes in [1, count / 2, count + 1, count + 3] {
+        check_padded(&tree, nodes);
+    }
+    check_chain(drafter, id, count);
+}
+
+/// Trees of one size: a root above, and what is missing behind it.
+fn check_padded(tree: &Tree, nodes: usize) {
+    let (mut tokens, mut mask) = (vec![-1], vec![9]);
+    tree.append_padded(77, nodes, &mut tokens, &mut mask);
+    let (tokens, mask) = (&tokens[1..], &mask[1..]);
+    assert_eq!((tokens.len(), mask.len()), (nodes, nodes * nodes));
+    for node in 0..nodes {
+        let draft = node
+            .checked_sub(1)
+            .filter(|&draft| draft < tree.tokens().len());
+        let token = draft.map_or(0, |draft| i64::from(tree.tokens()[draft]));
+        assert_eq!(tokens[node], if node == 0 { 77 } else { token });
+        let mut row = vec![0; nodes];
+        (row[0], row[node]) = (1, 1);
+        let mut above = draft.map(|draft| tree.parents()[draft]);
+        while let Some(parent) = above.filter(|&parent| parent != ROOT) {
+            row[parent as usize + 1] = 1;
+            above = Some(tree.parents()[parent as usize]);
+        }
+        assert_eq!(mask[node * nodes..][..nodes], row);
+    }
+}
+
+/// A tree without branches is what a step drafts.
+fn check_chain(drafter: &mut Drafter, id: u64, count: usize) {
+    let mut tree = Tree::default();
+    drafter.tree(id, 1, &mut tree);
+    drafter.chain(id, count, &mut tree);
+    assert_eq!(tree.tokens(), expected(drafter, id, count).0);
+    let parents = (0..tree.tokens().len()).map(|number| number.checked_sub(1));
+    let parents = parents.map(|parent| parent.map_or(ROOT, |parent| parent as u32));
+    assert_eq!(tree.parents(), parents.collect::<Vec<_>>());
 }
 
 /// The bits of each row are those of the path to its token.

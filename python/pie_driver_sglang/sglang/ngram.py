@@ -1,0 +1,167 @@
+"""The n-gram drafter inside SGLang itself: a plugin that replaces the corpus of its NGRAM worker.
+
+SGLang loads what is installed as ``sglang.srt.plugins``; this one does nothing unless it is named::
+
+    SGLANG_PLUGINS=pie_ngram python -m sglang.launch_server --speculative-algorithm NGRAM ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+from hashlib import blake2b
+from typing import Any, NoReturn
+
+import numpy as np
+import numpy.typing as npt
+
+from pie_driver_sglang._core import Drafter
+
+NAME = "pie_ngram"
+"""The plugin's name, in ``SGLANG_PLUGINS`` and among the entry points."""
+
+_CORPUS = "sglang.srt.speculative.cpp_ngram.ngram_corpus.NgramCorpus"
+_WORKER = "sglang.srt.speculative.ngram_worker.NGRAMWorker"
+_CONTEXT_BYTES = 1 << 30
+"""Memory of what running requests said; the shared history has ``capacity``."""
+
+
+class NgramCorpus:
+    """Stands in for SGLang 0.5.17's class of that name, see ``srt/speculative/cpp_ngram``.
+
+    A request's whole text is searched from its first step on, its prompt included, and what other
+    requests said. Of the settings ``min_bfs_breadth`` and ``match_type`` have no meaning here: a
+    tree always grows where it is most probable.
+
+    Args:
+        max_trie_depth: Longest match, in tokens.
+        min_bfs_breadth: Not used.
+        max_bfs_breadth: 1 for drafts without branches.
+        draft_token_num: Nodes of a tree, the last token included.
+        match_type: Not used.
+        capacity: Tokens of the history that requests share.
+        external_sam_budget: Must be 0.
+        external_corpus_max_tokens: Not used.
+
+    Raises:
+        ValueError: A setting is out of range, or external corpora are asked for.
+    """
+
+    def __init__(
+        self,
+        max_trie_depth: int = 18,
+        min_bfs_breadth: int = 1,
+        max_bfs_breadth: int = 8,
+        draft_token_num: int = 8,
+        match_type: str = "BFS",
+        capacity: int = 1_000_000,
+        external_sam_budget: int = 0,
+        external_corpus_max_tokens: int = 10_000_000,
+    ) -> None:
+        if external_sam_budget:
+            _refuse_corpora(f"speculative_ngram_external_sam_budget={external_sam_budget}")
+        self.draft_token_num = draft_token_num
+        self._new = partial(
+            Drafter,
+            nodes=draft_token_num,
+            max_depth=max_trie_depth,
+            capacity=capacity,
+            context_bytes=_CONTEXT_BYTES,
+            branches=max_bfs_breadth > 1,
+        )
+        self._drafter = self._new()
+
+    def hear(self, req_id: str, tokens: Sequence[int]) -> None:
+        """Takes a request's whole text, unless as much of it is known."""
+        context = _context(req_id)
+        if self._drafter.length(context) < len(tokens):
+            self._drafter.draft([context], [0], [tokens])
+
+    def batch_get(
+        self, req_ids: list[str], batch_tokens: list[list[int]], total_lens: list[int]
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+        """Drafts behind requests.
+
+        Args:
+            req_ids: Whose drafts.
+            batch_tokens: The last tokens of each, one at least.
+            total_lens: The number of all its tokens.
+
+        Returns:
+            tokens int64 ``(requests * nodes,)`` and the mask bool ``(requests * nodes * nodes,)``.
+            The first node of a tree is the last token; missing ones are tokens 0 behind it.
+        """
+        contexts = [_context(req_id) for req_id in req_ids]
+        starts = [
+            total - len(tokens) for total, tokens in zip(total_lens, batch_tokens, strict=True)
+        ]
+        tokens, mask = self._drafter.draft(contexts, starts, batch_tokens)
+        return np.frombuffer(tokens, np.int64), np.frombuffer(mask, np.bool_)
+
+    def batch_put(self, batch_tokens: list[list[int]]) -> None:
+        """Does nothing: `batch_get` brings the same tokens, and says whose they are."""
+
+    def synchronize(self) -> None:
+        """Does nothing: nothing runs in the background."""
+
+    def erase_match_state(self, req_ids: list[str]) -> None:
+        """Forgets requests that are over; what they said stays in the shared history."""
+        for req_id in req_ids:
+            self._drafter.release(_context(req_id))
+
+    def reset(self) -> None:
+        """Forgets everything."""
+        self._drafter = self._new()
+
+    def load_external_corpus_named(self, corpus_id: str, chunks: Iterable[Sequence[int]]) -> int:
+        """Refuses: there are no external corpora here."""
+        _refuse_corpora(f"external corpus {corpus_id!r}")
+
+    def commit_external_corpus_load(self, corpus_id: str, loaded_token_count: int) -> None:
+        """Refuses: there are no external corpora here."""
+        _refuse_corpora(f"external corpus {corpus_id!r}")
+
+    def remove_external_corpus(self, corpus_id: str) -> None:
+        """Refuses: there are no external corpora here."""
+        _refuse_corpora(f"external corpus {corpus_id!r}")
+
+    def list_external_corpora(self) -> dict[str, int]:
+        """None."""
+        return {}
+
+
+def _refuse_corpora(what: str) -> NoReturn:
+    raise ValueError(
+        f"{what}: the plugin {NAME} has no external corpora; "
+        f"leave them out, or start without {NAME} in SGLANG_PLUGINS"
+    )
+
+
+def _context(req_id: str) -> int:
+    """A request's number, not 0. Ranks must agree on it, so Python's own hash will not do."""
+    return int.from_bytes(blake2b(req_id.encode(), digest_size=8).digest(), "little") or 1
+
+
+def _bring_all(_: None, worker: Any, *__: Any, **___: Any) -> None:
+    """Lets the worker bring as many tokens of a request as one step may have said."""
+    worker.max_trie_depth = max(worker.max_trie_depth, worker.draft_token_num)
+
+
+def _hear_prompts(worker: Any, batch: Any, *_: Any, **__: Any) -> None:
+    """Brings prompts to the corpus before they are computed."""
+    if batch.forward_mode.is_extend():
+        for request in batch.reqs:
+            text = [*request.origin_input_ids, *request.output_ids]
+            worker.ngram_corpus.hear(request.rid, text)
+
+
+def register() -> None:
+    """Hooks the corpus in, if ``SGLANG_PLUGINS`` names it; SGLang calls this in each process."""
+    from sglang.srt.environ import envs
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    named = [name.strip() for name in envs.SGLANG_PLUGINS.get().split(",")]
+    if NAME in named:
+        HookRegistry.register(_CORPUS, NgramCorpus, HookType.REPLACE)
+        HookRegistry.register(f"{_WORKER}.__init__", _bring_all, HookType.AFTER)
+        HookRegistry.register(f"{_WORKER}.forward_batch_generation", _hear_prompts, HookType.BEFORE)
