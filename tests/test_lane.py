@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +11,7 @@ import pytest
 
 import drivers
 import runtime_client as rc
+import scripts
 from lane_walk import Walk
 from pie_driver_sglang._core import Request, Sampler
 
@@ -150,14 +148,4 @@ def test_without_graphs_every_batch_takes_the_general_lane(
 
 def test_the_gpu_kernels_sample_as_the_exact_ones_do() -> None:
     """Triton's interpreter runs the kernels of the fast lane on the CPU."""
-    script = Path(__file__).with_name("step_kernels.py")
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert "0 wrong" in done.stdout
+    assert "0 wrong" in scripts.run("tests/step_kernels.py", interpreted=True)

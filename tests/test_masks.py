@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import os
 import random
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,6 +12,7 @@ import pytest
 import torch
 
 import drivers
+import scripts
 import tiny_models
 from pie_driver_sglang import _core
 from pie_driver_sglang._core import Request, Sampler
@@ -425,16 +423,5 @@ def test_a_pool_that_takes_no_masks_refuses_them_alone(models_folder: Path, tmp_
 
 def test_both_implementations_agree_with_dense_attention() -> None:
     """Soft caps, windows, sinks, odd sizes; the kernel of the GPU in Triton's interpreter."""
-    script = tiny_models.REPOSITORY / "benches" / "gpu" / "mask_check.py"
-    package = str(Path(_core.__file__).parents[1])
-    search_path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
-    result = subprocess.run(
-        [sys.executable, str(script), "--device", "cpu"],
-        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": search_path},
-        capture_output=True,
-        text=True,
-        timeout=drivers.START_TIMEOUT_S,
-        check=False,
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert result.stdout.count("ok  triton") == result.stdout.count("ok  torch") == 5
+    out = scripts.run("benches/gpu/mask_check.py", "--device", "cpu", interpreted=True)
+    assert out.count("ok  triton") == out.count("ok  torch") == 5

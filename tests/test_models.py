@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Final
 
@@ -15,6 +12,7 @@ import pytest
 import architectures
 import drivers
 import model_checks
+import scripts
 import tiny_models
 from reference import Context, MaskedReference, Pages, Reference, random_tokens
 
@@ -107,18 +105,9 @@ def test_experts_that_sglang_pads_are_refused(tmp_path: Path) -> None:
 
 def test_decodes_see_the_whole_window() -> None:
     """Triton's interpreter runs what lists a decode's tokens in windowed layers on a GPU."""
-    script = Path(__file__).with_name("window_lists.py")
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    out = scripts.run("tests/window_lists.py", interpreted=True)
     windows = [[*range(max(length - WINDOW, 0), length)] for length in LENGTHS]
-    assert json.loads(done.stdout.splitlines()[-1]) == [windows, windows]
+    assert json.loads(out.splitlines()[-1]) == [windows, windows]
 
 
 @pytest.mark.skipif(not GPU_TABLES, reason="no run on a GPU is committed")

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -22,6 +19,7 @@ from hypothesis import strategies as st
 
 import drivers
 import pool_process
+import scripts
 from pie_driver_sglang import memory
 from pie_driver_sglang.errors import StartError
 from pie_driver_sglang.sglang.pool import PagePools, host_pages, page_bytes
@@ -113,19 +111,7 @@ def test_a_pool_that_is_larger_than_the_staging_area() -> None:
 
 def test_one_kernel_copies_what_single_buffers_do() -> None:
     """The GPU's kernel, in Triton's interpreter."""
-    script = Path(__file__).parent / "fused_copies.py"
-    package = str(Path(memory.__file__).parents[1])
-    search_path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
-    result = subprocess.run(
-        [sys.executable, str(script)],
-        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": search_path},
-        capture_output=True,
-        text=True,
-        timeout=drivers.START_TIMEOUT_S,
-        check=False,
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert result.stdout.count("ok  ") == 2
+    assert scripts.run("tests/fused_copies.py", interpreted=True).count("ok  ") == 2
 
 
 def test_a_direction_that_does_not_exist() -> None:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +15,7 @@ from hypothesis import strategies as st
 
 import drivers
 import runtime_client as rc
-import tiny_models
+import scripts
 from pie_driver_sglang import _core
 from pie_driver_sglang._core import Request, Sampler, SlotGroup
 from pie_driver_sglang.sampling import SlotParams, sample_filtered, sample_group, sample_plain
@@ -290,19 +287,8 @@ class TestExtremes:
 
 def test_both_implementations_agree_with_exact_distributions() -> None:
     """Hostile rows and filters over several blocks; the GPU's kernel in Triton's interpreter."""
-    script = tiny_models.REPOSITORY / "benches" / "gpu" / "sampler_check.py"
-    package = str(Path(_core.__file__).parents[1])
-    search_path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
-    result = subprocess.run(
-        [sys.executable, str(script), "--device", "cpu"],
-        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": search_path},
-        capture_output=True,
-        text=True,
-        timeout=drivers.START_TIMEOUT_S,
-        check=False,
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert result.stdout.count("ok  ") == 16
+    out = scripts.run("benches/gpu/sampler_check.py", "--device", "cpu", interpreted=True)
+    assert out.count("ok  ") == 16
 
 
 class TestGroup:

@@ -2,37 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from importlib.metadata import entry_points
-from pathlib import Path
 
 import numpy as np
 import pytest
 
+import scripts
 from pie_driver_sglang._core import Drafter
 from pie_driver_sglang.sglang.ngram import NAME, NgramCorpus
 
 TEXT = [5, 6, 7, 8, 9, 5, 6, 7]
-
-
-def run(plugins: str | None) -> str:
-    """Decodes in a process of its own and returns what it prints."""
-    environment = {name: value for name, value in os.environ.items() if name != "SGLANG_PLUGINS"}
-    if plugins is not None:
-        environment["SGLANG_PLUGINS"] = plugins
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("plugin_process.py"))],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=230,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return done.stdout
 
 
 @pytest.mark.engine
@@ -43,14 +23,16 @@ class TestInSglang:
         assert [entry.value for entry in found] == ["pie_driver_sglang.sglang.ngram:register"]
 
     def test_named_it_replaces_the_corpus_and_drafts(self) -> None:
-        out = run(f"another, {NAME}")
+        out = scripts.run("tests/plugin_process.py", plugins=f"another, {NAME}")
         assert "corpus pie_driver_sglang.sglang.ngram" in out
         speeds = [float(speed) for speed in re.findall(r"\d+\.\d+", out)]
         # Of 37 tokens one cannot be foreseen; prompts are known from the first step on.
         assert len(speeds) == 8 and min(speeds) > 5, out
 
     def test_not_named_it_leaves_sglang_alone(self) -> None:
-        assert "corpus sglang.srt.speculative.cpp_ngram.ngram_corpus" in run(None)
+        assert "corpus sglang.srt.speculative.cpp_ngram.ngram_corpus" in scripts.run(
+            "tests/plugin_process.py"
+        )
 
 
 class TestCorpus:

@@ -106,7 +106,8 @@ pub(crate) fn play(
         contexts: 0,
     };
     for &batch in &args.draft_batch {
-        let skipped = obstacle(caps, args, batch, prompts.longest());
+        let prompt = prompts.longest();
+        let skipped = caps.obstacle(batch, prompt, prompt + args.draft_output);
         let count = if skipped.is_some() {
             0
         } else {
@@ -122,26 +123,6 @@ pub(crate) fn play(
         })?;
     }
     Ok(())
-}
-
-/// Why the driver cannot serve this batch.
-fn obstacle(caps: &Capabilities, args: &DraftsArgs, batch: u32, prompt: u32) -> Option<String> {
-    let length = prompt + args.draft_output;
-    let pages = u64::from(batch) * u64::from(length.div_ceil(caps.kv_page_size));
-    let limits = [
-        ("tokens in a frame", prompt.into(), caps.max_forward_tokens),
-        (
-            "requests in a frame",
-            batch.into(),
-            caps.max_forward_requests,
-        ),
-        ("positions", length.into(), caps.max_model_len),
-        ("pages", pages, caps.total_pages.min(caps.max_page_refs)),
-    ];
-    let (what, needed, limit) = limits
-        .into_iter()
-        .find(|&(_, needed, limit)| needed > u64::from(limit))?;
-    Some(format!("{needed} {what}, the driver has {limit}"))
 }
 
 struct Player<'a> {

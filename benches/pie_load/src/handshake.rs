@@ -22,6 +22,27 @@ pub(crate) struct Capabilities {
     pub(crate) arch_name: String,
 }
 
+impl Capabilities {
+    /// Why the driver cannot serve `batch` contexts together, whose prompts of `prompt` tokens grow to `length`.
+    pub(crate) fn obstacle(&self, batch: u32, prompt: u32, length: u32) -> Option<String> {
+        let pages = u64::from(batch) * u64::from(length.div_ceil(self.kv_page_size));
+        let limits = [
+            ("tokens in a frame", prompt.into(), self.max_forward_tokens),
+            (
+                "requests in a frame",
+                batch.into(),
+                self.max_forward_requests,
+            ),
+            ("positions", length.into(), self.max_model_len),
+            ("pages", pages, self.total_pages.min(self.max_page_refs)),
+        ];
+        let (what, needed, limit) = limits
+            .into_iter()
+            .find(|&(_, needed, limit)| needed > u64::from(limit))?;
+        Some(format!("{needed} {what}, the driver has {limit}"))
+    }
+}
+
 /// Collects the lines of a handshake.
 pub(crate) struct Handshake {
     group: u32,

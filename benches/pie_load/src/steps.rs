@@ -86,11 +86,12 @@ pub(crate) fn play(
 ) -> Result<(), LoadError> {
     let mut pool = PagePool::new(caps.total_pages);
     for &context in &args.context {
+        let longest = context + args.warm_up + args.steps + args.probe_steps;
         for &batch in &args.batch {
             let mut row = Row {
                 batch,
                 context,
-                skipped: obstacle(caps, args, batch, context),
+                skipped: caps.obstacle(batch, context, longest),
                 figures: None,
                 trace_us: BTreeMap::new(),
                 window: 0.0..0.0,
@@ -110,26 +111,6 @@ pub(crate) fn play(
         }
     }
     Ok(())
-}
-
-/// Why the driver cannot serve this combination.
-fn obstacle(caps: &Capabilities, args: &StepsArgs, batch: u32, context: u32) -> Option<String> {
-    let length = context + args.warm_up + args.steps + args.probe_steps;
-    let pages = u64::from(batch) * u64::from(length.div_ceil(caps.kv_page_size));
-    let limits = [
-        ("tokens in a frame", context.into(), caps.max_forward_tokens),
-        (
-            "requests in a frame",
-            batch.into(),
-            caps.max_forward_requests,
-        ),
-        ("positions", length.into(), caps.max_model_len),
-        ("pages", pages, caps.total_pages.min(caps.max_page_refs)),
-    ];
-    let (what, needed, limit) = limits
-        .into_iter()
-        .find(|&(_, needed, limit)| needed > u64::from(limit))?;
-    Some(format!("{needed} {what}, the driver has {limit}"))
 }
 
 struct Player<'a> {
