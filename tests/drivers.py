@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,6 +32,7 @@ from pie_driver_sglang import _core
 TESTS: Final = Path(__file__).resolve().parent
 START_TIMEOUT_S: Final = 90.0
 STOP_TIMEOUT_S: Final = 10.0
+LOG_TIMEOUT_S: Final = 10.0
 
 _RENUMBER: Final = """
 import os, sys
@@ -90,6 +92,17 @@ class Driver:
     def stderr(self) -> str:
         """What the driver has logged so far."""
         return self._stderr.read_text(errors="replace")
+
+    def logged(self, *texts: str) -> str:
+        """What the driver has logged, once all of `texts` are there: it logs behind its answers."""
+        end = time.monotonic() + LOG_TIMEOUT_S
+        while True:
+            log = self.stderr()
+            missing = [text for text in texts if text not in log]
+            if not missing:
+                return log
+            assert time.monotonic() < end, f"not logged: {missing}\n{log[-3000:]}"
+            time.sleep(0.01)
 
     def stop(self, *, sig: int = signal.SIGTERM) -> int:
         """Ends the driver, by SIGTERM unless told otherwise, and returns its exit status.

@@ -273,12 +273,6 @@ def bound_logits(bench: Bench, number: int) -> list[float] | None:
     return rows[0] if rows else None
 
 
-def logged(bench: Bench, *texts: str) -> None:
-    log = bench.driver.stderr()
-    for text in texts:
-        assert text in log, log[-3000:]
-
-
 class TestLife:
     """Loads, replacements and evictions."""
 
@@ -376,7 +370,7 @@ class TestLife:
             else:
                 fresh.reference(context).check(tokens, found)
         reason = "has changed" if how != "removed" else "is missing"
-        logged(fresh, "request 1 emptied: adapter 1 is lost", "request 7 emptied", reason)
+        fresh.driver.logged("request 1 emptied: adapter 1 is lost", "request 7 emptied", reason)
         # It is served again as soon as it is there.
         shutil.rmtree(lost, ignore_errors=True)
         aside.rename(lost)
@@ -547,14 +541,14 @@ class TestRefusals:
         call = loader.client.adapter
         for number in (0, 2**63 - 1, 2**63, 2**64 - 1):
             assert call("Load", number, "/a") == MALFORMED
-        logged(loader, "adapter id 0 is outside 1 to 9223372036854775806")
+        loader.driver.logged("adapter id 0 is outside 1 to 9223372036854775806")
         for operation in ("Save", "ZoInit", "ZoUpdate"):
             assert call(operation, 1) == UNSUPPORTED
         assert call("GenerateAudio", 0, "{}") == -1
         assert call("Load", 2, "") == MALFORMED
         assert call("Load", 2, "a\0b") == MALFORMED
         assert call("Load", 2, "x" * 5000) == FAILED
-        logged(loader, "adapter 2 cannot be loaded from 'xxx", "File name too long")
+        loader.driver.logged("adapter 2 cannot be loaded from 'xxx", "File name too long")
         assert len(loader.driver.stderr()) < 20_000
 
     def test_bindings(self, loader: Bench) -> None:
@@ -568,7 +562,7 @@ class TestRefusals:
     def test_reasons(self, fresh: Bench) -> None:
         for number in (0, -2, 5):
             assert bound_logits(fresh, number) is None
-        logged(fresh, "adapter id 0 names nothing", "id -2 names", "adapter 5 is not loaded")
+        fresh.driver.logged("adapter id 0 names nothing", "id -2 names", "adapter 5 is not loaded")
 
     def test_an_adapter_without_rows_of_its_own(self, loader: Bench) -> None:
         """A request without tokens may name anything."""
@@ -580,7 +574,10 @@ class TestRefusals:
         assert client.adapter("Load", 1, "/anything") == UNSUPPORTED
         request = Request([5], [0], [0], 1, [(0, Sampler.greedy())], adapter_id=1)
         assert client.forward([request]).tokens == [[]]
-        assert llama_driver.stderr().count("enable_lora = true") >= 2
+        llama_driver.logged(
+            "adapters are off; set `enable_lora = true` in the options",
+            "emptied: adapters are off, so 1 cannot be bound; set `enable_lora = true`",
+        )
 
     def test_layers_that_the_options_leave_out(
         self, models_folder: Path, made: lora_adapters.Made, tmp_path: Path
@@ -590,7 +587,7 @@ class TestRefusals:
         with drivers.fork(drivers.write_config(tmp_path, snapshot, options=options)) as driver:
             bench = Bench(driver, "llama", models_folder)
             assert bench.client.adapter("Load", 1, str(made.adapter)) == FAILED
-            logged(bench, "only targets k_proj, q_proj, v_proj", "lora_target_modules")
+            bench.driver.logged("only targets k_proj, q_proj, v_proj", "lora_target_modules")
             attention = lora_adapters.make("llama", "attention", models_folder)
             assert bench.client.adapter("Load", 1, str(attention.adapter)) == OK
 

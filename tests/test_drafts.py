@@ -210,4 +210,4 @@ def test_two_tokens_continue_nothing(bench: Bench) -> None:
 
 
 def test_the_log_says_what_drafts_did(bench: Bench) -> None:
-    assert " drafts accepted (" in bench.driver.stderr()
+    bench.driver.logged(" drafts accepted (")
