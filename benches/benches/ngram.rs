@@ -1,13 +1,10 @@
 //! The n-gram drafter.
 
-#![expect(unsafe_code, reason = "a global allocator is an unsafe trait")]
-
-use std::alloc::{GlobalAlloc, Layout, System};
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
+use allocation_counter::measure;
 use criterion::{Criterion, criterion_group, criterion_main};
 use pie_benches::python::{self, PythonPeer};
 use pie_benches::report::{self, Summary, Unit};
@@ -15,37 +12,6 @@ use pie_benches::text::text;
 use pie_benches::timing::{self, Race, Samples};
 use pie_ngram::{Config, Drafter, Drafts, Step};
 use serde_json::json;
-
-/// Bytes that are allocated.
-static LIVE: AtomicUsize = AtomicUsize::new(0);
-
-/// The system's allocator, counting.
-struct Counting;
-
-// SAFETY: every call is passed on unchanged to the system's allocator.
-unsafe impl GlobalAlloc for Counting {
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        LIVE.fetch_add(layout.size(), Ordering::Relaxed);
-        // SAFETY: the caller's promises are those of the system's allocator.
-        unsafe { System.alloc(layout) }
-    }
-
-    unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
-        LIVE.fetch_sub(layout.size(), Ordering::Relaxed);
-        // SAFETY: the caller's promises are those of the system's allocator.
-        unsafe { System.dealloc(pointer, layout) }
-    }
-
-    unsafe fn realloc(&self, pointer: *mut u8, layout: Layout, size: usize) -> *mut u8 {
-        LIVE.fetch_add(size, Ordering::Relaxed);
-        LIVE.fetch_sub(layout.size(), Ordering::Relaxed);
-        // SAFETY: the caller's promises are those of the system's allocator.
-        unsafe { System.realloc(pointer, layout, size) }
-    }
-}
-
-#[global_allocator]
-static ALLOCATOR: Counting = Counting;
 
 const MILLION: usize = 1_000_000;
 /// Tokens that are appended at once; their mean is a value.
@@ -250,12 +216,13 @@ fn memory(criterion: &mut Criterion) {
         return;
     }
     let case = Case::new("memory", text(MILLION, 5), 0, DRAFTS);
-    let before = LIVE.load(Ordering::Relaxed);
-    let (mut drafter, mut drafts) = (drafter(0), Drafts::default());
-    drafter.step(&[step(0, 0, &case.text, 0)], &mut drafts);
-    let held = LIVE.load(Ordering::Relaxed) - before;
+    let mut made = None;
+    let held = measure(|| {
+        let drafter = made.insert(drafter(0));
+        drafter.step(&[step(0, 0, &case.text, 0)], &mut Drafts::default());
+    });
     let sglang = python::summary("ngram_sglang.py", "memory", &case.folder);
-    let ours = Summary::exact(held as f64 / MILLION as f64);
+    let ours = Summary::exact(held.bytes_current as f64 / MILLION as f64);
     report::Row::new(name, Unit::Bytes, ours)
         .peer("sglang", sglang)
         .write(&report::folder())

@@ -403,14 +403,13 @@ impl Trial {
 
     /// Plans and stages every pass; `false` when the frame is refused.
     fn plan(&mut self, request: &ArchivedForwardRequest) -> bool {
-        let before = memory::live();
-        let (planned, peak) = memory::peak(|| {
+        let (planned, info) = memory::measured(|| {
             self.planner
                 .plan(DRIVER, request)
                 .map(|()| self.stage_all())
         });
-        self.check_memory(peak);
-        self.grown += memory::live() - before;
+        self.check_memory(info.bytes_max as usize);
+        self.grown += info.bytes_current as isize;
         match planned {
             Ok(rows) => assert_eq!(rows, self.planner.token_count()),
             Err(ref error) => assert!(!error.to_string().is_empty()),

@@ -1,53 +1,13 @@
 //! The steady state does not touch the heap, and no frame makes the planner grow beyond its own size.
 
-#![expect(unsafe_code, reason = "a global allocator is an unsafe trait")]
-
 mod common;
 
-use std::alloc::{self, GlobalAlloc, System};
-use std::cell::Cell;
-
+use allocation_counter::measure;
 use common::builder::{Encoded, GREEDY, ROOMY, Req, decode, frame};
 use common::device::DRIVER;
 use common::engine::Engine;
 use pie_batch::{Layout, Limits, Planner, Probes, StepMemory};
 use pie_wire::{ForwardRequest, Sampler};
-
-thread_local! {
-    /// Allocations of this thread; tests run in parallel.
-    static COUNT: Cell<u64> = const { Cell::new(0) };
-    /// Bytes that this thread has allocated and not freed.
-    static LIVE: Cell<isize> = const { Cell::new(0) };
-    /// The most that it ever had.
-    static PEAK: Cell<isize> = const { Cell::new(0) };
-}
-
-/// The system's allocator, counting.
-struct Counting;
-
-fn count(grown: isize) {
-    COUNT.set(COUNT.get() + u64::from(grown > 0));
-    LIVE.set(LIVE.get() + grown);
-    PEAK.set(PEAK.get().max(LIVE.get()));
-}
-
-// SAFETY: every call is passed on unchanged to the system's allocator.
-unsafe impl GlobalAlloc for Counting {
-    unsafe fn alloc(&self, layout: alloc::Layout) -> *mut u8 {
-        count(layout.size() as isize);
-        // SAFETY: the caller's promises are those of the system's allocator.
-        unsafe { System.alloc(layout) }
-    }
-
-    unsafe fn dealloc(&self, pointer: *mut u8, layout: alloc::Layout) {
-        count(-(layout.size() as isize));
-        // SAFETY: the caller's promises are those of the system's allocator.
-        unsafe { System.dealloc(pointer, layout) }
-    }
-}
-
-#[global_allocator]
-static ALLOCATOR: Counting = Counting;
 
 /// Rows of the graph.
 const ROWS: usize = 64;
@@ -111,9 +71,7 @@ impl Driver {
 
 /// Allocations made by a closure.
 fn allocations(action: impl FnOnce()) -> u64 {
-    let before = COUNT.get();
-    action();
-    COUNT.get() - before
+    measure(action).count_total
 }
 
 fn random(temperature: f32) -> Sampler {
@@ -184,9 +142,13 @@ fn frames() -> Vec<ForwardRequest> {
 
 #[test]
 fn the_counter_counts() {
-    let live = LIVE.get();
-    let count = allocations(|| drop(std::hint::black_box(vec![1_u8; 9])));
-    assert_eq!((count, LIVE.get()), (1, live));
+    let counted = measure(|| drop(std::hint::black_box(vec![1_u8; 9])));
+    let numbers = (
+        counted.count_total,
+        counted.bytes_max,
+        counted.bytes_current,
+    );
+    assert_eq!(numbers, (1, 9, 0));
 }
 
 #[test]
@@ -248,13 +210,11 @@ fn a_lost_block_table_costs_no_memory() {
 }
 
 /// The most memory that planning, staging and answering a frame adds to what was there.
-fn peak(limits: Limits, request: &ForwardRequest) -> (isize, Driver) {
+fn peak(limits: Limits, request: &ForwardRequest) -> (u64, Driver) {
     let encoded = Encoded::new(DRIVER, request);
     let mut driver = Driver::new(limits);
-    let before = LIVE.get();
-    PEAK.set(before);
-    driver.step(&encoded, 1 << 16);
-    (PEAK.get() - before, driver)
+    let taken = measure(|| _ = driver.step(&encoded, 1 << 16));
+    (taken.bytes_max, driver)
 }
 
 #[test]
@@ -296,11 +256,12 @@ fn requests_that_do_not_fit_do_not_accumulate() {
     let encoded = Encoded::new(DRIVER, &frames()[0]);
     assert!(driver.step(&encoded, 5000));
     assert!(!driver.planner.faults().is_empty());
-    let live = LIVE.get();
-    for _ in 0..100 {
-        assert!(driver.step(&encoded, 5000));
-    }
-    assert_eq!(LIVE.get(), live);
+    let again = measure(|| {
+        for _ in 0..100 {
+            assert!(driver.step(&encoded, 5000));
+        }
+    });
+    assert_eq!(again.bytes_current, 0);
 }
 
 /// A small generator of damage.
@@ -341,24 +302,21 @@ fn hostile_frames_do_not_accumulate() {
         .max()
         .unwrap_or(0);
     let mut damage = Damage(1);
-    let start = LIVE.get();
     let limits = Limits {
         vocab_size: 100,
         ..ROOMY
     };
     let mut driver = Driver::new(limits);
-    let empty = LIVE.get() - start;
-    let mut planned = 0;
+    let (mut planned, mut grown) = (0, 0);
     for round in 0..4000 {
         let mut encoded = originals[round % originals.len()].clone();
         damage.apply(&mut encoded);
-        planned += usize::from(driver.step(&encoded, 1 << 15));
-        drop(encoded);
+        let stepped = measure(|| planned += usize::from(driver.step(&encoded, 1 << 15)));
+        grown += stepped.bytes_current;
         // Every buffer is at most twice a small multiple of the largest frame or of the longest reply.
-        let grown = LIVE.get() - start - empty;
         let bound = 32 * largest + 8 * limits.reply_bytes as usize;
         assert!(
-            grown < bound as isize,
+            grown < bound as i64,
             "{grown} bytes after frame {round} of at most {largest}"
         );
     }

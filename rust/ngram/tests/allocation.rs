@@ -1,47 +1,7 @@
 //! What the drafter holds is what it says, stays within its budgets, and does not grow with the contexts that it has seen.
 
-#![expect(unsafe_code, reason = "a global allocator is an unsafe trait")]
-
-use std::alloc::{GlobalAlloc, Layout, System};
-use std::cell::Cell;
-
+use allocation_counter::measure;
 use pie_ngram::{Config, Drafter, Drafts, Step, Tree};
-
-thread_local! {
-    /// Allocations of this thread; tests run in parallel.
-    static COUNT: Cell<u64> = const { Cell::new(0) };
-    /// Bytes that this thread has allocated and not freed.
-    static LIVE: Cell<isize> = const { Cell::new(0) };
-    /// The most that it ever had.
-    static PEAK: Cell<isize> = const { Cell::new(0) };
-}
-
-/// The system's allocator, counting.
-struct Counting;
-
-fn count(grown: isize) {
-    COUNT.set(COUNT.get() + u64::from(grown > 0));
-    LIVE.set(LIVE.get() + grown);
-    PEAK.set(PEAK.get().max(LIVE.get()));
-}
-
-// SAFETY: every call is passed on unchanged to the system's allocator.
-unsafe impl GlobalAlloc for Counting {
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        count(layout.size() as isize);
-        // SAFETY: the caller's promises are those of the system's allocator.
-        unsafe { System.alloc(layout) }
-    }
-
-    unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
-        count(-(layout.size() as isize));
-        // SAFETY: the caller's promises are those of the system's allocator.
-        unsafe { System.dealloc(pointer, layout) }
-    }
-}
-
-#[global_allocator]
-static ALLOCATOR: Counting = Counting;
 
 /// Pseudo-random numbers.
 struct Random(u64);
@@ -135,21 +95,22 @@ fn a_token_takes_at_most_64_bytes() {
     for length in [3_000, 20_000, 55_000, 70_000, 140_000] {
         for (name, text) in texts(length) {
             for (kind, capacity) in [("context", 0), ("history", 2 * length + 10)] {
-                let before = LIVE.get();
-                let mut drafter = Drafter::new(Config { capacity, ..ALONE }).unwrap();
-                let mut drafts = Drafts::default();
-                drafter.step(&[step(1, 0, &text)], &mut drafts);
-                if capacity > 0 {
-                    drafter.release(1);
-                }
-                drop(drafts);
-                let held = (LIVE.get() - before) as f64;
+                let mut made = None;
+                let held = measure(|| {
+                    let config = Config { capacity, ..ALONE };
+                    let drafter = made.insert(Drafter::new(config).unwrap());
+                    drafter.step(&[step(1, 0, &text)], &mut Drafts::default());
+                    if capacity > 0 {
+                        drafter.release(1);
+                    }
+                });
+                let held = held.bytes_current as f64;
                 let each = held / length as f64;
                 assert!(
                     each <= 64.0,
                     "{each} bytes for each of {length} tokens of {name} in a {kind}"
                 );
-                let said = drafter.bytes() as f64;
+                let said = made.map_or(0, |drafter| drafter.bytes()) as f64;
                 assert!(
                     (said / held - 1.0).abs() < 0.05,
                     "{said} bytes are said to be held, not {held}"
@@ -161,11 +122,9 @@ fn a_token_takes_at_most_64_bytes() {
 
 #[test]
 fn a_new_drafter_is_small() {
-    let before = LIVE.get();
-    let drafter = Drafter::new(Config::default()).unwrap();
-    assert!(LIVE.get() - before < 10_000);
-    drop(drafter);
-    assert_eq!(LIVE.get(), before);
+    let made = measure(|| drop(Drafter::new(Config::default()).unwrap()));
+    assert!(made.bytes_max < 10_000, "{made:?}");
+    assert_eq!(made.bytes_current, 0);
 }
 
 #[test]
@@ -178,8 +137,7 @@ fn a_million_contexts_leave_nothing() {
     })
     .unwrap();
     let mut drafts = Drafts::default();
-    let mut early = 0;
-    for context in 1..=1_000_000_u64 {
+    let mut open = |context: u64| {
         let tokens = [(); 6].map(|()| random.zipf(1000));
         drafter.step(&[step(context, 0, &tokens)], &mut drafts);
         match context % 3 {
@@ -188,15 +146,14 @@ fn a_million_contexts_leave_nothing() {
             _ => {}
         }
         assert!(drafter.contexts() < 1000);
-        if context == 50_000 {
-            early = LIVE.get();
-            PEAK.set(early);
-        }
-    }
+    };
+    let early = measure(|| (1..=50_000).for_each(&mut open));
+    let later = measure(|| (50_001..=1_000_000).for_each(&mut open));
+    let early = early.bytes_current as u64;
     assert!(
-        PEAK.get() < early + early / 4 + 200_000,
-        "{} bytes, {early} early on",
-        PEAK.get()
+        later.bytes_max < early / 4 + 200_000,
+        "{} bytes more than {early} early on",
+        later.bytes_max
     );
 }
 
@@ -249,9 +206,8 @@ fn decoding_allocates_only_to_grow() {
             .zip(1..)
             .map(|(tokens, context)| step(context, at, tokens));
         let steps: Vec<_> = steps.collect();
-        let before = COUNT.get();
-        drafter.step(&steps, &mut drafts);
-        quiet += u32::from(COUNT.get() == before);
+        let stepped = measure(|| drafter.step(&steps, &mut drafts));
+        quiet += u32::from(stepped.count_total == 0);
         if at > 1000 {
             assert_eq!(
                 drafts.tokens(3),
@@ -265,9 +221,7 @@ fn decoding_allocates_only_to_grow() {
     // Verifying again what is known takes nothing at all, wherever it goes back to.
     let again: Vec<_> = (3000..4000).map(|at| said(0, at)).collect();
     let count = |drafter: &mut Drafter, drafts: &mut Drafts, from: usize| {
-        let before = COUNT.get();
-        drafter.step(&[step(1, 3000 + from, &again[from..])], drafts);
-        COUNT.get() - before
+        measure(|| drafter.step(&[step(1, 3000 + from, &again[from..])], drafts)).count_total
     };
     for from in [0, 500, 999, 1000] {
         assert_eq!(count(&mut drafter, &mut drafts, from), 0);
@@ -285,10 +239,11 @@ fn rewinding_is_paid_for_once() {
         drafter.step(&[step(1, 4900, &text[..100])], &mut drafts);
         drafter.step(&[step(1, 4900, &text[100 + round..][..100])], &mut drafts);
     }
-    let live = LIVE.get();
-    for round in 0..1000 {
-        drafter.step(&[step(1, 4900, &text[..100])], &mut drafts);
-        drafter.step(&[step(1, 4900, &text[1000 + round..][..100])], &mut drafts);
-    }
-    assert!(LIVE.get() <= live + 50_000);
+    let again = measure(|| {
+        for round in 0..1000 {
+            drafter.step(&[step(1, 4900, &text[..100])], &mut drafts);
+            drafter.step(&[step(1, 4900, &text[1000 + round..][..100])], &mut drafts);
+        }
+    });
+    assert!(again.bytes_current <= 50_000, "{again:?}");
 }
