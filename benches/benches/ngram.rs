@@ -159,6 +159,7 @@ fn steps(criterion: &mut Criterion) {
             &mut drafts,
         );
     }
+    drafter.settle();
     let mut end = CONTEXT;
     let ours = || {
         // Behind the last token the contexts go back to where they were, once in some thousand steps.

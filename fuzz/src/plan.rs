@@ -307,8 +307,8 @@ fn damaged(request: &ForwardRequest, damage: &[(u16, Value)]) -> AlignedVec<8> {
     bytes
 }
 
-/// Two planners that see the same frames: one gets the bytes as they are, the other the same values encoded anew and
-/// compared with the naive planner at every step.
+/// Planners that see the same frames: one gets the bytes as they are, others the same values encoded anew and compared
+/// with the naive planner at every step.
 struct Trial {
     limits: Limits,
     planner: Planner,
@@ -318,6 +318,8 @@ struct Trial {
     /// Bytes of the largest frame.
     largest: usize,
     device: Device,
+    /// The same with a drafter, for which every request asks.
+    drafting: Device,
     /// A planner for a model that takes images.
     sighted: Planner,
     turns: u32,
@@ -343,6 +345,7 @@ impl Trial {
             grown: 0,
             largest: 0,
             device,
+            drafting: Device::with_drafts(limits),
             sighted: Planner::new(limits, 1).with_vision(VISION),
             turns: 0,
         }
@@ -399,6 +402,9 @@ impl Trial {
         };
         self.turns += 1;
         self.device.run(&owned, pick(self.turns));
+        let mut asking = owned;
+        asking.output_spec_flags.fill(true);
+        self.drafting.run(&asking, pick(self.turns));
     }
 
     /// Plans and stages every pass; `false` when the frame is refused.

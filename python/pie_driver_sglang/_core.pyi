@@ -6,7 +6,7 @@ from _typeshed import SupportsGetItem
 from typing import Any, Final, SupportsFloat, SupportsIndex, final
 from typing_extensions import Buffer
 
-__all__ = ["REHEARSAL_ADAPTER", "AttentionMask", "Batch", "Client", "Copy", "DraftCounters", "Drafter", "ExitGuard", "Image", "ImageSpan", "Lane", "Load", "Pass", "PassImages", "Planner", "Reply", "Request", "Sampler", "Server", "SlotGroup", "Step", "build_info", "encode_forward", "graph_layout"]
+__all__ = ["REHEARSAL_ADAPTER", "AttentionMask", "Batch", "Client", "Copy", "Drafter", "ExitGuard", "Image", "ImageSpan", "Lane", "Load", "Pass", "PassImages", "Planner", "Reply", "Request", "Sampler", "Server", "SlotGroup", "Step", "build_info", "encode_forward", "graph_layout"]
 
 REHEARSAL_ADAPTER: Final[int]
 """
@@ -70,6 +70,10 @@ class Batch:
     def plan_ns(self, /) -> int:
         """
         Nanoseconds spent on planning and staging so far.
+        """
+    def prepare_drafts(self, /) -> None:
+        """
+        Does what can be done for drafts before tokens are known; call it while the device computes.
         """
     def put_outputs(self, /, tokens: Buffer, dist_ids: Buffer | None = None, dist_probs: Buffer | None = None, logits: Buffer | None = None, logprobs: Buffer | None = None, entropies: Buffer | None = None) -> None:
         """
@@ -201,37 +205,6 @@ class Copy:
     def states(self, /) -> bool:
         """
         Whether slots of recurrent state are copied, not pages.
-        """
-
-@final
-class DraftCounters:
-    """
-    Counters of the drafter.
-    """
-    @property
-    def accepted(self, /) -> int:
-        """
-        Of these, accepted.
-        """
-    @property
-    def drafted(self, /) -> int:
-        """
-        Drafts that were verified.
-        """
-    @property
-    def probes(self, /) -> int:
-        """
-        Drafts that were tried only to learn.
-        """
-    @property
-    def steps(self, /) -> int:
-        """
-        Batches with requests that asked for drafts.
-        """
-    @property
-    def text(self, /) -> str:
-        """
-        All of it as a line.
         """
 
 @final
@@ -720,11 +693,6 @@ class Server:
     def __next__(self, /) -> Batch | Copy | Step | Load:
         """
         Waits for the next job, without the GIL; ends when the server was stopped.
-        """
-    @property
-    def draft_counters(self, /) -> DraftCounters | None:
-        """
-        What became of drafts so far; None without a drafter, or while a batch is open.
         """
     @property
     def name(self, /) -> str:

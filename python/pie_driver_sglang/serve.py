@@ -78,6 +78,7 @@ def run_batch(batch: _core.Batch, engine: Engine) -> Times:
         started = time.perf_counter_ns()
         engine.forward(staged)
         forward_ns += time.perf_counter_ns() - started
+        batch.prepare_drafts()
         while (group := batch.stage_slots()) is not None:
             started = time.perf_counter_ns()
             outputs = engine.sample(group)

@@ -103,6 +103,7 @@ fn drafts() {
         let steps: Vec<_> = steps.collect();
         if to - from > 1 {
             drafter.step(&steps, &mut drafts);
+            drafter.settle();
         } else {
             counted(|| drafter.step(&steps, &mut drafts));
         }

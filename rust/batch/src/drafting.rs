@@ -1,18 +1,18 @@
 //! Drafts for the next step: what requests said goes to the n-gram drafter, and what it offers, as far as that pays, goes
 //! into the reply.
 //!
-//! What a request brings along is taken while the device computes. Behind its answer there is work only for requests that
-//! may get drafts: of the others the drafter hears with their next request.
+//! What a request brings along is taken while the device computes, and so is everything that can wait: what contexts said
+//! before they asked, the shared history. Behind an answer there is work only for requests that may get drafts: of the
+//! others the drafter hears with their next request.
 
 use std::mem;
 use std::ops::Range;
-use std::slice;
 use std::time::Duration;
 
 use pie_ngram::{
     Config, ConfigError, Counters as DraftCounters, Drafter, Drafts, Offer, Policy, Step,
 };
-use rustc_hash::FxHashMap;
+use rustc_hash::{FxHashMap, FxHashSet};
 
 use crate::Limits;
 use crate::history::{PagePool, PageTokens};
@@ -21,6 +21,10 @@ use crate::reply::token_count;
 
 /// Tokens before a request's own that must be those that the drafter knows; else its context is another one.
 const CHECKED: usize = 16;
+/// Tokens that are read again from their pages in a second, with room to spare.
+const RECALLED: f64 = 1e6;
+/// Of those, in one frame: at least, and at most.
+const RECALL: (usize, usize) = (256, 1 << 16);
 /// Steps before the first report, and between two of them later on; in the meantime their number doubles.
 const FIRST_REPORT: u64 = 1 << 8;
 const REPORT_STEPS: u64 = 1 << 14;
@@ -49,6 +53,12 @@ struct Asking {
     promising: bool,
 }
 
+const NOTHING: Offer = Offer {
+    context: 0,
+    match_length: 0,
+    drafts: 0,
+};
+
 /// What is drafted behind a request of the current frame.
 #[derive(Debug, Clone, Default)]
 struct Draft {
@@ -61,11 +71,17 @@ struct Draft {
 pub(crate) struct Drafting {
     drafter: Drafter,
     policy: Policy,
-    most: usize,
     pages: PageTokens,
     asking: Vec<Asking>,
+    /// Contexts that ask, while they are looked through.
+    seen: FxHashSet<u64>,
     /// The drafter has what the requests brought along.
     prepared: bool,
+    /// Tokens of earlier frames that may be read again in this one.
+    recall: usize,
+    /// The current frame is a graph's, or some frame was.
+    graph: bool,
+    graphs: bool,
     /// How long the match was that a context's drafts were offered for.
     awaited: FxHashMap<u64, usize>,
     /// What a request adds to its context.
@@ -83,10 +99,13 @@ impl Drafting {
         Ok(Self {
             drafter: Drafter::new(options.ngram)?,
             policy: Policy::new(options.num_drafts, &options.rungs),
-            most: options.num_drafts,
             pages: PageTokens::new(limits.page_size, limits.total_pages, options.host_pages),
             asking: Vec::new(),
+            seen: FxHashSet::default(),
             prepared: false,
+            recall: RECALL.0,
+            graph: false,
+            graphs: false,
             awaited: FxHashMap::default(),
             said: Vec::new(),
             found: Drafts::default(),
@@ -103,6 +122,7 @@ impl Drafting {
         self.asking.clear();
         self.lengths.clear();
         self.prepared = false;
+        self.graph = false;
     }
 
     /// Notes what a request stores in its pages, and whether it asks for drafts.
@@ -132,24 +152,36 @@ impl Drafting {
         if mem::replace(&mut self.prepared, true) || self.asking.is_empty() {
             return;
         }
+        self.drafter.settle();
+        self.keep_last();
+        // Every request is a row of the next step, whether it asks for drafts or not.
         self.offers.clear();
+        self.offers.resize(planner.requests.len(), NOTHING);
         for index in 0..self.asking.len() {
             let Asking {
                 request, context, ..
             } = self.asking[index];
-            let request = &planner.requests[request];
-            self.said.clear();
-            let start = self.catch_up(planner, request, context);
-            let inputs = request.rows.start..request.rows.end - request.drafts as usize;
-            self.said.extend_from_slice(&planner.token_ids[inputs]);
-            let offer = self.hear(context, start, 1);
-            self.offers.push(offer);
+            let asking = &planner.requests[request];
+            if self.catch_up(planner, asking, context) {
+                let inputs = asking.rows.start..asking.rows.end - asking.drafts as usize;
+                self.said.clear();
+                self.said.extend_from_slice(&planner.token_ids[inputs]);
+                self.offers[request] = self.hear(context, asking.prefix as usize, 1);
+            }
         }
-        let requests = planner.requests.len();
-        self.policy.listen(&self.offers, requests, &mut self.marks);
-        for (asking, &promising) in self.asking.iter_mut().zip(&self.marks) {
-            asking.promising = promising;
+        self.policy.listen(&self.offers, &mut self.marks);
+        for asking in &mut self.asking {
+            asking.promising = self.marks[asking.request];
         }
+    }
+
+    /// Leaves out requests whose context another one behind them has, too.
+    fn keep_last(&mut self) {
+        self.seen.clear();
+        let seen = &mut self.seen;
+        self.asking.reverse();
+        self.asking.retain(|asking| seen.insert(asking.context));
+        self.asking.reverse();
     }
 
     /// Takes what is in `said` as the context's end from KV index `start` on, and drafts behind it.
@@ -160,7 +192,8 @@ impl Drafting {
             tokens: &self.said,
             drafts,
         };
-        self.drafter.step(slice::from_ref(&step), &mut self.found);
+        self.found.clear();
+        self.drafter.hear(&step, &mut self.found);
         Offer {
             context,
             match_length: self.found.match_length(0),
@@ -177,14 +210,7 @@ impl Drafting {
         self.tokens.clear();
         self.drafts.clear();
         self.drafts.resize(planner.requests.len(), Draft::default());
-        self.offers.clear();
-        // Every request is a row of the next step, whether it asks for drafts or not.
-        let nothing = Offer {
-            context: 0,
-            match_length: 0,
-            drafts: 0,
-        };
-        self.offers.resize(planner.requests.len(), nothing);
+        self.offers.fill(NOTHING);
         for index in 0..self.asking.len() {
             self.draft(planner, self.asking[index]);
         }
@@ -192,11 +218,19 @@ impl Drafting {
         if self.awaited.len() > AWAITED {
             self.awaited.clear();
         }
-        for (offer, &length) in self.offers.iter().zip(&self.lengths) {
-            if length > 0 {
-                self.awaited.insert(offer.context, offer.match_length);
-            }
+        let offered = self.offers.iter().zip(&self.lengths);
+        for (offer, _) in offered.filter(|(_, length)| **length > 0) {
+            self.awaited.insert(offer.context, offer.match_length);
         }
+    }
+
+    /// Takes the choice of drafts back.
+    fn take_back(&mut self) {
+        let offered = self.offers.iter().zip(&self.lengths);
+        for (offer, _) in offered.filter(|(_, length)| **length > 0) {
+            self.awaited.remove(&offer.context);
+        }
+        self.lengths.clear();
     }
 
     fn draft(&mut self, planner: &Planner, asking: Asking) {
@@ -215,29 +249,33 @@ impl Drafting {
             return;
         }
         let count = token_count(request, slots, &planner.token_ids);
+        // It was emptied, or has no samplers.
+        if count == 0 {
+            return;
+        }
         if drafted > 0
             && let Some(match_length) = self.awaited.remove(&context)
         {
-            let accepted = count.saturating_sub(1);
             self.policy
-                .verified(context, match_length, drafted, accepted);
+                .verified(context, match_length, drafted, count - 1);
         }
         let inputs = request.rows.start..request.rows.end - drafted;
         // Without drafts, a token that does not follow the last input continues nothing.
+        let tokens = slots.iter().filter(|slot| slot.class.is_token());
         let follows =
-            drafted > 0 || (count == 1 && slots.iter().any(|slot| slot.row + 1 == inputs.end));
-        if inputs.is_empty() || !follows {
+            drafted > 0 || (count == 1 && tokens.clone().all(|slot| slot.row + 1 == inputs.end));
+        if !promising || !follows {
             return;
         }
-        let tokens = slots.iter().filter(|slot| slot.class.is_token());
         self.said.clear();
         self.said.extend(tokens.take(count).map(|slot| slot.token));
         let limits = &planner.limits;
-        let first_position = planner.positions[inputs.end - 1] + count as u32 + 1;
+        let last_position = planner.positions[inputs.end - 1];
+        let first_position = last_position.saturating_add(count as u32 + 1);
         let start = request.prefix as usize + inputs.len();
         let room = (limits.max_positions.saturating_sub(first_position) as usize)
             .min((limits.max_kv_len() as usize).saturating_sub(start + count));
-        let most = if promising { self.most.min(room) } else { 0 };
+        let most = self.policy.num_drafts().min(room);
         let offer = self.hear(context, start, most);
         // A placeholder of an image is no token.
         let found = self.found.tokens(0).iter();
@@ -254,20 +292,42 @@ impl Drafting {
         };
     }
 
-    /// Puts into `said` what the drafter lacks of the context before this request; returns its first position.
-    fn catch_up(&mut self, planner: &Planner, request: &Request, context: u64) -> usize {
+    /// Brings the drafter up to what the context has said before this request; `false` if there is more of that than may be
+    /// read in one frame, and the rest comes with the next.
+    fn catch_up(&mut self, planner: &Planner, request: &Request, context: u64) -> bool {
         let prefix = request.prefix as usize;
         let Some(pages) = planner.known_pages(request) else {
-            return prefix;
+            return true;
         };
-        let recent = prefix.saturating_sub(CHECKED)..prefix;
-        let start = self.pages.load(pages, recent, &mut self.said);
-        if self.drafter.holds(context, start, &self.said) {
-            self.said.clear();
-            return prefix;
-        }
+        let known = self.drafter.length(context).min(prefix);
         self.said.clear();
-        self.pages.load(pages, 0..prefix, &mut self.said)
+        let recent = known.saturating_sub(CHECKED)..known;
+        let start = self.pages.load(pages, recent, &mut self.said);
+        let known = if self.drafter.holds(context, start, &self.said) {
+            known
+        } else {
+            0
+        };
+        let end = prefix.min(known + self.recall);
+        if known < end {
+            self.recall -= end - known;
+            self.said.clear();
+            let start = self.pages.load(pages, known..end, &mut self.said);
+            self.drafter.recall(context, start as u32, &self.said);
+        }
+        end == prefix
+    }
+
+    /// Learns how long the device took for a frame, which as a step of the model would have so many rows.
+    fn took(&mut self, time: Duration, step_rows: Option<usize>) {
+        let recalled = (time.as_secs_f64() / 2.0 * RECALLED) as usize;
+        self.recall = recalled.clamp(RECALL.0, RECALL.1);
+        // Where there are graphs, a step without one tells nothing of theirs.
+        if let Some(rows) = step_rows
+            && self.graph == self.graphs
+        {
+            self.policy.timed(rows, time);
+        }
     }
 }
 
@@ -307,18 +367,28 @@ impl Planner {
         }
     }
 
+    /// Notes that it is not known any more what a page holds.
+    pub fn page_lost(&mut self, page: (PagePool, u32)) {
+        if let Some(drafting) = &mut self.drafting {
+            drafting.pages.forget(page);
+        }
+    }
+
     /// Notes how long the device took for the current frame: what drafts cost is learnt from frames that are steps.
     pub fn step_took(&mut self, time: Duration) {
-        let rows = self.token_ids.len();
+        let mut computed = (self.requests.iter()).filter(|request| !request.rows.is_empty());
         let step = self.passes.len() == 1
-            && self
-                .requests
-                .iter()
-                .all(|request| request.rows.len() == request.drafts as usize + 1);
-        if let Some(drafting) = &mut self.drafting
-            && step
-        {
-            drafting.policy.timed(rows, time);
+            && computed.all(|request| request.rows.len() == request.drafts as usize + 1);
+        let rows = step.then_some(self.token_ids.len());
+        if let Some(drafting) = &mut self.drafting {
+            drafting.took(time, rows);
+        }
+    }
+
+    /// Notes that a graph computes the current frame.
+    pub(crate) fn runs_as_graph(&mut self) {
+        if let Some(drafting) = &mut self.drafting {
+            (drafting.graph, drafting.graphs) = (true, true);
         }
     }
 
@@ -348,7 +418,7 @@ impl Planner {
     /// Leaves the drafts out of the reply.
     pub(crate) fn drop_drafts(&mut self) {
         if let Some(drafting) = &mut self.drafting {
-            drafting.lengths.clear();
+            drafting.take_back();
         }
     }
 

@@ -141,6 +141,7 @@ impl Planner {
         memory: StepMemory<'_>,
         step: u32,
     ) -> Result<(), StageError> {
+        self.runs_as_graph();
         let StepMemory { block, mask_words } = memory;
         let mut arrays = Step::of(layout, block)?;
         let rows = self.token_ids.len();

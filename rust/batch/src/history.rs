@@ -65,13 +65,11 @@ impl PageTokens {
         range.start + unknown
     }
 
-    /// Notes that a page was copied.
+    /// Notes that a page was copied. Of pages outside their pool nothing is noted.
     pub(crate) fn copy(&mut self, source: (PagePool, u32), target: (PagePool, u32)) {
-        let range = |page: u32| {
-            let start = page as usize * self.page_size;
-            start..start + self.page_size
+        let (Some(from), Some(to)) = (self.slots(source), self.slots(target)) else {
+            return;
         };
-        let (from, to) = (range(source.1), range(target.1));
         match (source.0, target.0) {
             (PagePool::Device, PagePool::Device) => self.device.copy_within(from, to.start),
             (PagePool::Host, PagePool::Host) => self.host.copy_within(from, to.start),
@@ -82,6 +80,28 @@ impl PageTokens {
                 self.device[to].copy_from_slice(&self.host[from]);
             }
         }
+    }
+
+    /// Notes that nothing is known of a page.
+    pub(crate) fn forget(&mut self, page: (PagePool, u32)) {
+        if let Some(slots) = self.slots(page) {
+            let pool = match page.0 {
+                PagePool::Device => &mut self.device,
+                PagePool::Host => &mut self.host,
+            };
+            pool[slots].fill(UNKNOWN);
+        }
+    }
+
+    /// The slots of a page in its pool; `None` if that is smaller.
+    fn slots(&self, (pool, page): (PagePool, u32)) -> Option<Range<usize>> {
+        let slots = match pool {
+            PagePool::Device => self.device.len(),
+            PagePool::Host => self.host.len(),
+        };
+        let start = page as usize * self.page_size;
+        let range = start..start + self.page_size;
+        (range.end <= slots).then_some(range)
     }
 }
 
@@ -118,5 +138,13 @@ mod tests {
         let mut out = Vec::new();
         assert_eq!(pages.load(&[0, 3], 0..4, &mut out), 0);
         assert_eq!(out, [3, 4, 1, 2]);
+        // Of what failed, and of what was not announced, nothing is known.
+        pages.forget((Device, 0));
+        pages.copy((Host, 7), (Device, 3));
+        pages.copy((Device, 3), (Host, 3));
+        pages.forget((Host, 3));
+        out.clear();
+        assert_eq!(pages.load(&[0, 3], 0..4, &mut out), 2);
+        assert_eq!(out, [1, 2]);
     }
 }

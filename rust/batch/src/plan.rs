@@ -239,12 +239,12 @@ impl Planner {
             request.mask_rows = self.mask_rows.add(frame, index);
         }
         request.rows = self.add_rows(frame, index);
-        self.note_text(frame, index, &request);
         if let Some(images) = &survey.images {
             let tokens = (&mut self.token_ids[..], self.limits.vocab_size);
             self.images
                 .add(frame, images, index, request.rows.start, tokens);
         }
+        self.note_text(frame, index, &request);
         let first_slot = self.slots.all.len();
         if let Err(fault) = self.add_slots(frame, index, request.rows.start, geometry) {
             self.faults.push((index, fault));

@@ -253,6 +253,30 @@ fn drafts_that_fail_are_left() {
 }
 
 #[test]
+fn batches_that_no_graph_runs_say_nothing_of_graphs() {
+    let drafted = |eager: bool| {
+        let mut server = Server::new(ROOMY, noise);
+        server.cost = |rows| Duration::from_millis(rows as u64);
+        let mut context = Context::new(1, 0..24, noise(0));
+        while context.stored < 350 {
+            let (answers, _) = server.run(&[(context.request(), context.id, true)]);
+            context.take(&answers[0]);
+            if eager {
+                let other = Encoded::new(
+                    common::device::DRIVER,
+                    &frame(&[Req::new(16, 0, &[1], &[40])]),
+                );
+                let planned = server.planner.plan(common::device::DRIVER, other.forward());
+                planned.expect("a right frame");
+                server.planner.step_took(Duration::from_millis(100));
+            }
+        }
+        context.drafted
+    };
+    assert_eq!(drafted(true), drafted(false));
+}
+
+#[test]
 fn only_who_asks_and_is_somebody_gets_drafts() {
     let mut server = Server::new(ROOMY, cycle);
     let mut contexts = [
@@ -287,6 +311,51 @@ fn a_context_is_known_from_its_pages() {
     let expected: Vec<u32> = (child.stored + 1..).take(NUM_DRAFTS).map(cycle).collect();
     assert!(!child.drafts.is_empty());
     assert_eq!(child.drafts, expected[..child.drafts.len()]);
+}
+
+#[test]
+fn a_long_past_comes_by_and_by() {
+    let limits = Limits {
+        max_positions: 4096,
+        row_pages: 256,
+        total_pages: 256,
+        ..ROOMY
+    };
+    let mut server = Server::new(limits, cycle);
+    // Steps so short that little can be read again in one.
+    server.cost = |_| Duration::from_micros(10);
+    let mut contexts = [Context::new(0, 0..256, cycle(0))];
+    decode(&mut server, &mut contexts, false, 1500);
+    let [mut context] = contexts;
+    context.id = 3;
+    let drafted: Vec<usize> = (0..10)
+        .map(|_| {
+            let (answers, _) = server.run(&[(context.request(), 3, true)]);
+            context.take(&answers[0]);
+            context.drafts.len()
+        })
+        .collect();
+    let first = drafted.iter().position(|&drafts| drafts > 0);
+    assert_eq!(first, Some(1500 / 256), "{drafted:?}");
+}
+
+#[test]
+fn of_a_context_that_stands_twice_the_last_request_counts() {
+    let mut server = Server::new(ROOMY, cycle);
+    // What a step costs is known from here on.
+    decode(&mut server, &mut [Context::new(0, 40..64, 0)], false, 2);
+    let context = Context::new(1, 0..24, cycle(0));
+    let part = |start: u32| {
+        let tokens: Vec<u32> = (start..start + 20).map(cycle).collect();
+        let pages = &context.pages[..(start + 20).div_ceil(16) as usize];
+        Req::new(16, start, &tokens, pages).sample(19, GREEDY)
+    };
+    // Both parts of a prompt in one frame.
+    let (answers, _) = server.run(&[(part(0), 1, true), (part(20), 1, true)]);
+    assert!(answers[0].drafts.is_empty());
+    let expected: Vec<u32> = (41..).take(answers[1].drafts.len()).map(cycle).collect();
+    assert!(!expected.is_empty());
+    assert_eq!(answers[1].drafts, expected);
 }
 
 #[test]

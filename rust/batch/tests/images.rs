@@ -3,12 +3,13 @@
 mod common;
 
 use std::ops::Range;
+use std::time::Duration;
 
-use common::builder::{Encoded, ROOMY, Req, frame};
-use common::device::DRIVER;
+use common::builder::{Encoded, GREEDY, ROOMY, Req, frame};
+use common::device::{Answer, DRIVER, answer};
 use pie_batch::{
-    FieldId, FrameError, ImageError, LimitError, Limits, Medium, Pass, PassImages, Planner,
-    RequestFault, Vision,
+    DraftOptions, FieldId, FrameError, ImageError, LimitError, Limits, Medium, NgramConfig,
+    Outputs, Pass, PassImages, Planner, Probes, RequestFault, Vision,
 };
 use pie_wire::{ArchivedForwardRequest, ForwardRequest};
 use proptest::collection::vec;
@@ -698,4 +699,58 @@ proptest! {
             prop_assert_eq!(emptied, expected);
         }
     }
+}
+
+/// Answers a frame of one request with a token; returns the drafts behind it.
+fn drafts_behind(planner: &mut Planner, frame: &ForwardRequest, token: i64) -> Vec<u32> {
+    staged(planner, frame);
+    let mut block = vec![0_u64; planner.layout().bytes() / 8];
+    let block: &mut [u8] = bytemuck::cast_slice_mut(&mut block);
+    while planner.stage_slots(block).expect("it fits").is_some() {
+        let tokens = Outputs {
+            tokens: &[token],
+            ..Outputs::default()
+        };
+        planner.put_outputs(&tokens).expect("one token");
+    }
+    let mut reply = vec![0_u64; 1 << 10];
+    let bytes: &mut [u8] = bytemuck::cast_slice_mut(&mut reply);
+    let length = planner.reply(Probes::default(), bytes).expect("it fits");
+    planner.step_took(Duration::from_millis(1));
+    match answer(&bytes[..length]) {
+        Answer::Fast(_) => Vec::new(),
+        Answer::Archive(response) => response.spec_tokens,
+    }
+}
+
+#[test]
+fn images_are_no_tokens_to_draft() {
+    let mut planner = planner(ROOMY);
+    let options = DraftOptions {
+        ngram: NgramConfig::default(),
+        num_drafts: 4,
+        rungs: vec![1, 8],
+        host_pages: 0,
+    };
+    planner.draft(&options).expect("right options");
+    // What a step costs is known from here on.
+    let first = Req::new(16, 0, &[3], &[9]).sample(0, GREEDY);
+    drafts_behind(&mut planner, &frame(&[first]), 3);
+    let mut asked = |id: u64, image: bool| {
+        let page = id as u32;
+        let prompt = Req::new(16, 0, &[7, 7, 0, 0, 8, 8, 8], &[page]).sample(6, GREEDY);
+        let images = if image {
+            vec![Image::new(2, 2, 4)]
+        } else {
+            Vec::new()
+        };
+        drafts_behind(&mut planner, &with_images(&[(prompt, images)]), 7);
+        // Another context goes on in its pages, and asks.
+        let mut again = frame(&[Req::new(16, 7, &[7], &[page]).sample(0, GREEDY)]);
+        again.context_ids = vec![id + 10];
+        again.output_spec_flags = vec![true];
+        drafts_behind(&mut planner, &again, 7)
+    };
+    assert!(asked(1, true).is_empty());
+    assert_eq!(asked(2, false), [0, 0, 8, 8]);
 }

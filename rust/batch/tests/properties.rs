@@ -2,6 +2,7 @@
 
 mod common;
 
+use std::cell::Cell;
 use std::collections::HashSet;
 
 use common::builder::{Encoded, GREEDY, ROOMY, Req, decode, frame};
@@ -9,8 +10,9 @@ use common::device::{Answer, DRIVER, Device};
 use common::generate::{self, VOCAB};
 use common::naive::{Plan, Slot};
 use pie_batch::Limits;
-use pie_wire::Sampler;
+use pie_wire::{ForwardRequest, ForwardResponse, Sampler};
 use proptest::prelude::*;
+use proptest::test_runner::TestRunner;
 
 /// Tokens for slots: drafts are accepted more often than not, other tokens tell neighbours apart, few are none.
 fn pick(salt: u32) -> impl FnMut(&Plan, &Slot) -> u32 {
@@ -64,33 +66,6 @@ proptest! {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 1500, ..ProptestConfig::default() })]
 
-    /// Drafts change nothing else, come only where they are asked for, and name tokens and positions that there are.
-    #[test]
-    fn planner_with_drafts_equals_the_naive_one(
-        (limits, mut frames) in generate::sequence(),
-        asks in prop::collection::vec(any::<bool>(), 42),
-        salt in any::<u32>(),
-    ) {
-        let mut device = Device::with_drafts(limits);
-        let flags = frames.iter_mut().flat_map(|frame| &mut frame.output_spec_flags);
-        for (flag, asks) in flags.zip(asks) {
-            *flag = asks;
-        }
-        for frame in &frames {
-            // Few different tokens, so that texts repeat themselves.
-            let answer = device.try_run(frame, |_, slot| (salt >> slot.number) % 3);
-            let Some(Answer::Archive(response)) = answer else { continue };
-            for (index, ends) in response.spec_indptr.windows(2).enumerate() {
-                let own = ends[0] as usize..ends[1] as usize;
-                let (flag, context) = (frame.output_spec_flags.get(index), frame.context_ids.get(index));
-                prop_assert!(own.is_empty() || (flag == Some(&true) && context.is_some_and(|&id| id != 0)));
-                prop_assert!(own.len() <= 3);
-                prop_assert!(response.spec_tokens[own.clone()].iter().all(|&token| token < limits.vocab_size));
-                prop_assert!(response.spec_positions[own].iter().all(|&position| position < limits.max_positions));
-            }
-        }
-    }
-
     /// The same with adapters: passes hold as many as they can, and those of lost ones are dropped.
     #[test]
     fn planner_with_adapters_equals_the_naive_one(
@@ -108,6 +83,85 @@ proptest! {
             device.try_run(frame, pick(salt.wrapping_add(number as u32)));
         }
     }
+}
+
+/// Drafts change nothing else, come only where they are asked for, and name tokens and positions that there are.
+#[test]
+fn planner_with_drafts_equals_the_naive_one() {
+    let drafted = Cell::new(0);
+    let asks = prop::collection::vec(prop::bool::weighted(0.8), 42);
+    let strategy = (generate::sequence(), asks, any::<u32>());
+    let config = ProptestConfig {
+        cases: 1500,
+        ..ProptestConfig::default()
+    };
+    let run = TestRunner::new(config).run(&strategy, |((limits, mut frames), asks, salt)| {
+        let mut device = Device::with_drafts(limits);
+        let flags = frames
+            .iter_mut()
+            .flat_map(|frame| &mut frame.output_spec_flags);
+        for (flag, asks) in flags.zip(asks) {
+            *flag = asks;
+        }
+        // Few different tokens, so that texts repeat themselves.
+        let tokens = frames.iter_mut().flat_map(|frame| &mut frame.token_ids);
+        for token in tokens.filter(|token| **token < VOCAB) {
+            *token %= 3;
+        }
+        for frame in &frames {
+            let answer = device.try_run(frame, |_, slot| (salt >> slot.number) % 3);
+            if let Some(Answer::Archive(response)) = answer {
+                check_drafts(&response, frame, &limits)?;
+                drafted.set(drafted.get() + response.spec_tokens.len());
+            }
+        }
+        Ok(())
+    });
+    run.unwrap_or_else(|error| panic!("{error}"));
+    assert!(drafted.get() > 1000, "only {} drafts", drafted.get());
+}
+
+#[test]
+fn only_a_token_behind_the_last_input_is_continued() {
+    let drafts = |slots: &[(u32, Sampler)]| {
+        let mut device = Device::with_drafts(ROOMY);
+        let tokens: Vec<u32> = (0..20).map(|position| 1 + position % 7).collect();
+        let mut request = Req::new(16, 0, &tokens, &[1, 2]);
+        request.samplers = slots.to_vec();
+        let mut frame = frame(&[request]);
+        frame.output_spec_flags.fill(true);
+        let answer = device.run(&frame, |_, slot| 1 + (slot.row as u32 + 1) % 7);
+        answer.drafts()
+    };
+    assert!(drafts(&[(19, GREEDY)]) > 0);
+    assert!(drafts(&[(3, Sampler::Entropy), (19, GREEDY)]) > 0);
+    assert_eq!(drafts(&[(3, GREEDY)]), 0);
+    assert_eq!(drafts(&[(3, GREEDY), (19, Sampler::Entropy)]), 0);
+    assert_eq!(drafts(&[(19, Sampler::Entropy)]), 0);
+}
+
+fn check_drafts(
+    response: &ForwardResponse,
+    frame: &ForwardRequest,
+    limits: &Limits,
+) -> Result<(), TestCaseError> {
+    for (index, ends) in response.spec_indptr.windows(2).enumerate() {
+        let own = ends[0] as usize..ends[1] as usize;
+        let (flag, context) = (
+            frame.output_spec_flags.get(index),
+            frame.context_ids.get(index),
+        );
+        let asked = flag == Some(&true) && context.is_some_and(|&id| id != 0);
+        prop_assert!(own.is_empty() || asked);
+        prop_assert!(own.len() <= 3);
+        let (mut tokens, mut positions) = (
+            response.spec_tokens[own.clone()].iter(),
+            response.spec_positions[own].iter(),
+        );
+        prop_assert!(tokens.all(|&token| token < limits.vocab_size));
+        prop_assert!(positions.all(|&position| position < limits.max_positions));
+    }
+    Ok(())
 }
 
 fn plain(seed: u32) -> Sampler {

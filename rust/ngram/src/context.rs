@@ -63,6 +63,8 @@ pub(crate) struct Context {
     charged: usize,
     /// The shared history has what lies before this position.
     shared: usize,
+    /// It is noted that the history lacks some.
+    due: bool,
 }
 
 impl Context {
@@ -74,6 +76,7 @@ impl Context {
             top: Layer::new(depth, start),
             charged: 0,
             shared: start,
+            due: false,
         }
     }
 
@@ -197,6 +200,7 @@ impl Context {
             top: self.top.clone(),
             charged: 0,
             shared: self.shared,
+            due: false,
         };
         fork.settle(ledger);
         fork
@@ -240,12 +244,29 @@ impl Context {
     }
 
     /// Tokens that the shared history does not have.
-    pub(crate) fn unshared(&self) -> usize {
+    fn unshared(&self) -> usize {
         self.end() - self.shared
     }
 
-    /// The same with at most `before` tokens before them, as far as the top has them; they count as shared from now on.
-    pub(crate) fn share(&mut self, before: usize) -> &[u32] {
+    /// Whether they are `fewest` or more, and that was not said since they were last shared.
+    pub(crate) fn falls_due(&mut self, fewest: usize) -> bool {
+        let was_due = self.due;
+        self.due = was_due || self.unshared() >= fewest;
+        self.due && !was_due
+    }
+
+    /// Counts everything as shared.
+    pub(crate) fn count_as_shared(&mut self) {
+        self.shared = self.end();
+    }
+
+    /// What the shared history does not have, with at most `before` tokens before it, as far as the top has them; it
+    /// counts as shared from now on. Nothing if it is less than `fewest` tokens.
+    pub(crate) fn share(&mut self, fewest: usize, before: usize) -> &[u32] {
+        self.due = false;
+        if self.unshared() < fewest {
+            return &[];
+        }
         let from = self.shared.saturating_sub(before).max(self.top.start);
         self.shared = self.end();
         &self.top.tokens()[from - self.top.start..]

@@ -1,10 +1,15 @@
 //! Drafts for batches of requests.
 
+use std::collections::VecDeque;
+use std::mem;
+
+use lru::LruCache;
+use rustc_hash::FxBuildHasher;
+
 use crate::config::LONGEST;
 use crate::context::{Context, Ledger};
 use crate::history::History;
 use crate::index::{Draft, Index, Match, Scratch};
-use crate::store::Store;
 use crate::tree::{Soil, Tree, TreeBuilder};
 use crate::{Config, ConfigError};
 
@@ -12,12 +17,13 @@ use crate::{Config, ConfigError};
 const NOBODY: u64 = 0;
 /// The history gets a context's tokens when so many are new, or at its end.
 const SHARED: usize = 128;
-/// Once a batch has given it so many, further contexts wait for the next: those that decode together would all be due in
-/// the same step.
+/// Once so many were given to it, further contexts wait: those that decode together would all be due in the same step.
 const SHARED_AT_ONCE: usize = 256;
 /// A match in the texts of others counts as so many tokens shorter: what a context says again is its own more often than
 /// another's.
 pub(crate) const HANDICAP: usize = 1;
+/// What a context takes beside its text: it is an entry of a list and of a table.
+const CONTEXT_BYTES: usize = size_of::<(u64, Context)>() + 6 * size_of::<usize>();
 /// Tokens that are repeated before them, so that their contexts are not cut short.
 const REPEATED: usize = 8;
 
@@ -75,7 +81,8 @@ impl Drafts {
             .map_or(self.tokens.len(), |step| step.0)
     }
 
-    fn clear(&mut self) {
+    /// Forgets all of them.
+    pub fn clear(&mut self) {
         self.tokens.clear();
         self.steps.clear();
     }
@@ -102,9 +109,14 @@ struct Source<'a> {
 pub struct Drafter {
     config: Config,
     depth: usize,
-    contexts: Store,
+    /// By id, in the order of their last use.
+    contexts: LruCache<u64, Context, FxBuildHasher>,
     ledger: Ledger,
     history: Option<History>,
+    /// Contexts that owe the history [`SHARED`] tokens or more.
+    owing: VecDeque<u64>,
+    /// Tokens that came since the history was last given some.
+    heard: usize,
     suffix: Vec<u32>,
     scratch: Scratch,
     tree: TreeBuilder,
@@ -121,36 +133,61 @@ impl Drafter {
         Ok(Self {
             config,
             depth,
-            contexts: Store::default(),
+            contexts: LruCache::unbounded_with_hasher(FxBuildHasher),
             ledger: Ledger::default(),
             history: (config.capacity > 0).then(|| History::new(depth, config.capacity)),
+            owing: VecDeque::new(),
+            heard: 0,
             suffix: Vec::new(),
             scratch: Scratch::default(),
             tree: TreeBuilder::default(),
         })
     }
 
-    /// Takes what each request adds, one after the other, and drafts what follows.
+    /// Takes what each request adds, one after the other, and drafts what follows; the same as [`Self::settle`] and
+    /// [`Self::hear`] for each.
     pub fn step(&mut self, steps: &[Step<'_>], drafts: &mut Drafts) {
+        self.settle();
         drafts.clear();
-        let mut shared = 0;
         for step in steps {
-            let mut match_length = 0;
-            self.suffix.clear();
-            let mut start = 0;
-            if step.context != NOBODY {
-                self.update(step);
-                // A prompt takes long enough for this not to matter.
-                if shared < SHARED_AT_ONCE || step.tokens.len() >= SHARED {
-                    shared += self.share(step.context, SHARED);
-                }
-                self.keep_to_budget();
-                if step.drafts > 0 {
-                    (start, match_length) = self.draft(step.context, step.drafts);
-                }
-            }
-            drafts.push(&self.suffix[start..], match_length);
+            self.hear(step, drafts);
         }
+    }
+
+    /// Takes what a request adds, and appends what follows to `drafts`.
+    pub fn hear(&mut self, step: &Step<'_>, drafts: &mut Drafts) {
+        self.suffix.clear();
+        let (mut start, mut match_length) = (0, 0);
+        if step.context != NOBODY {
+            self.update(step.context, step.position as usize, step.tokens);
+            self.heard += step.tokens.len();
+            if step.drafts > 0 {
+                (start, match_length) = self.draft(step.context, step.drafts);
+            }
+        }
+        drafts.push(&self.suffix[start..], match_length);
+    }
+
+    /// Takes what a context said before, as a step would, but not for the shared history, which had it then.
+    pub fn recall(&mut self, context: u64, position: u32, tokens: &[u32]) {
+        if context != NOBODY {
+            self.update(context, position as usize, tokens);
+            if let Some(context) = self.contexts.get_mut(&context) {
+                context.count_as_shared();
+            }
+        }
+    }
+
+    /// Gives the shared history what contexts have said, about as much as came since the last time, and forgets the
+    /// contexts that do not fit the memory. Takes as long as hearing did, and can be done when there is time.
+    pub fn settle(&mut self) {
+        let mut left = mem::take(&mut self.heard).max(SHARED_AT_ONCE);
+        while left > 0
+            && let Some(context) = self.owing.pop_front()
+        {
+            left = left.saturating_sub(self.share(context, SHARED));
+        }
+        self.keep_to_budget();
     }
 
     /// Lets `child` start with what `parent` has said. Does nothing if `parent` is not known, or either is nobody.
@@ -159,19 +196,19 @@ impl Drafter {
             return;
         }
         self.share(parent, 1);
-        let Some(context) = self.contexts.touch(parent) else {
+        let Some(context) = self.contexts.get_mut(&parent) else {
             return;
         };
         let fork = context.fork(&mut self.ledger);
         self.release(child);
-        self.contexts.insert(child, fork);
+        self.contexts.put(child, fork);
         self.keep_to_budget();
     }
 
     /// Forgets a context; the shared history keeps what it said.
     pub fn release(&mut self, context: u64) {
         self.share(context, REPEATED);
-        if let Some(mut context) = self.contexts.remove(context) {
+        if let Some(mut context) = self.contexts.pop(&context) {
             context.release(&mut self.ledger);
         }
     }
@@ -180,7 +217,7 @@ impl Drafter {
     /// come first.
     pub fn tree(&mut self, context: u64, count: usize, tree: &mut Tree) {
         tree.clear();
-        let Some(context) = self.contexts.get(context) else {
+        let Some(context) = self.contexts.peek(&context) else {
             return;
         };
         self.suffix.clear();
@@ -208,14 +245,14 @@ impl Drafter {
     /// How many tokens a context is known to have; 0 for one that is not known.
     #[must_use]
     pub fn length(&self, context: u64) -> usize {
-        self.contexts.get(context).map_or(0, Context::end)
+        self.contexts.peek(&context).map_or(0, Context::end)
     }
 
     /// Whether a context is known to have these tokens from `position` on.
     #[must_use]
     pub fn holds(&self, context: u64, position: usize, tokens: &[u32]) -> bool {
         self.contexts
-            .get(context)
+            .peek(&context)
             .is_some_and(|context| context.holds(position, tokens))
     }
 
@@ -229,46 +266,47 @@ impl Drafter {
     #[must_use]
     pub fn bytes(&self) -> usize {
         let history = self.history.as_ref().map_or(0, History::bytes);
-        self.ledger.bytes + self.contexts.bytes() + history
+        self.context_bytes() + history
     }
 
-    fn update(&mut self, step: &Step<'_>) {
-        let skipped = step.tokens.len().saturating_sub(LONGEST / 2);
-        let (position, tokens) = (step.position as usize + skipped, &step.tokens[skipped..]);
-        if self.contexts.touch(step.context).is_none() {
-            let context = Context::new(self.depth, position);
-            self.contexts.insert(step.context, context);
-        }
-        if let Some(context) = self.contexts.touch(step.context) {
-            context.update(position, tokens, &mut self.ledger);
+    fn context_bytes(&self) -> usize {
+        // The list has two ends that hold nothing.
+        self.ledger.bytes + (self.contexts.len() + 2) * CONTEXT_BYTES
+    }
+
+    fn update(&mut self, context: u64, position: usize, tokens: &[u32]) {
+        let skipped = tokens.len().saturating_sub(LONGEST / 2);
+        let (position, tokens) = (position + skipped, &tokens[skipped..]);
+        let depth = self.depth;
+        let entry = (self.contexts).get_or_insert_mut(context, || Context::new(depth, position));
+        entry.update(position, tokens, &mut self.ledger);
+        if entry.falls_due(SHARED) && self.history.is_some() {
+            self.owing.push_back(context);
         }
     }
 
     /// Gives the history what it does not have of a context, if that is at least `fewest` tokens; returns how many it got.
     fn share(&mut self, context: u64, fewest: usize) -> usize {
-        if let Some(history) = &mut self.history
-            && let Some(context) = self.contexts.touch(context)
-            && context.unshared() >= fewest
-        {
-            let tokens = context.share(REPEATED);
-            history.add(tokens);
-            return tokens.len();
-        }
-        0
+        let (Some(history), Some(context)) = (&mut self.history, self.contexts.get_mut(&context))
+        else {
+            return 0;
+        };
+        let tokens = context.share(fewest, REPEATED);
+        history.add(tokens);
+        tokens.len()
     }
 
     fn keep_to_budget(&mut self) {
-        while self.ledger.bytes > self.config.context_bytes {
-            let Some(oldest) = self.contexts.oldest() else {
-                return;
-            };
+        while self.context_bytes() > self.config.context_bytes
+            && let Some((&oldest, _)) = self.contexts.peek_lru()
+        {
             self.release(oldest);
         }
     }
 
     /// Drafts behind `suffix`; returns where the draft starts there and how long its match was.
     fn draft(&mut self, context: u64, count: usize) -> (usize, usize) {
-        let Some(context) = self.contexts.get(context) else {
+        let Some(context) = self.contexts.peek(&context) else {
             return (0, 0);
         };
         self.suffix.extend_from_slice(context.top().tail());

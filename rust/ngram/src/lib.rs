@@ -22,7 +22,6 @@ mod index;
 #[cfg(test)]
 mod naive;
 mod policy;
-mod store;
 mod table;
 mod tree;
 mod undo;

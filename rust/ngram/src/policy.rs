@@ -14,6 +14,7 @@ mod acceptance;
 mod cost;
 
 use std::fmt;
+use std::mem;
 use std::time::Duration;
 
 use acceptance::Acceptance;
@@ -97,6 +98,8 @@ pub struct Policy {
     /// Rows and seconds that probes may take.
     probe_rows: f64,
     probe_time: f64,
+    /// Requests with offers that the last call of [`Self::listen`] left out.
+    unheard: usize,
     /// The request that probes start with, so that all have their turn.
     turn: usize,
 }
@@ -114,8 +117,15 @@ impl Policy {
             choices: Vec::new(),
             probe_rows: 0.0,
             probe_time: 0.0,
+            unheard: 0,
             turn: 0,
         }
+    }
+
+    /// Most drafts of a request.
+    #[must_use]
+    pub fn num_drafts(&self) -> usize {
+        self.most
     }
 
     /// What was tried so far.
@@ -124,11 +134,14 @@ impl Policy {
         self.counters
     }
 
-    /// Says of which contexts of a batch with so many requests the next token is worth drafting behind, by what is offered
-    /// before that token is known: those whose drafts are likely to come true, and those whose turn it is to be probed.
-    pub fn listen(&mut self, offers: &[Offer], requests: usize, marks: &mut Vec<bool>) {
+    /// Says behind which requests of a batch the next token is worth drafting, by what is offered before that token is known:
+    /// those whose drafts are likely to come true, and those whose turn it is to be probed. Offers of the others may be
+    /// left out of [`Self::choose`].
+    pub fn listen(&mut self, offers: &[Offer], marks: &mut Vec<bool>) {
+        let requests = offers.len();
         marks.clear();
-        marks.resize(offers.len(), false);
+        marks.resize(requests, false);
+        self.unheard = 0;
         let (alone, more) = (
             self.cost.of(requests, requests),
             self.cost.of(requests + 1, requests),
@@ -151,7 +164,7 @@ impl Policy {
         } else {
             0
         };
-        let turns = (0..offers.len()).map(|turn| (self.turn + turn) % offers.len());
+        let turns = (0..requests).map(|turn| (self.turn + turn) % requests);
         for index in turns {
             let offer = &offers[index];
             if offer.drafts == 0 || self.most == 0 {
@@ -161,6 +174,7 @@ impl Policy {
             let likely = self.acceptance.probability(offer.match_length, odds) >= least;
             marks[index] = likely || probes > 0;
             probes -= usize::from(!likely && probes > 0);
+            self.unheard += usize::from(!marks[index]);
         }
     }
 
@@ -180,7 +194,7 @@ impl Policy {
     /// Lists all drafts that are likely enough, the most probable first.
     fn rank(&mut self, offers: &[Offer]) {
         self.choices.clear();
-        self.counters.quiet = 0;
+        self.counters.quiet = mem::take(&mut self.unheard);
         let offered = offers.iter().enumerate();
         for (request, offer) in offered.filter(|(_, offer)| offer.drafts > 0) {
             let odds = self.acceptance.odds(offer.context);
@@ -196,8 +210,7 @@ impl Policy {
                     request,
                 });
             }
-            let silent = offer.drafts > 0 && self.choices.len() == before;
-            self.counters.quiet += usize::from(silent);
+            self.counters.quiet += usize::from(self.choices.len() == before);
         }
         // Stable: drafts of one request stay in their order.
         self.choices
@@ -266,11 +279,6 @@ impl Policy {
     /// Learns how long a step with so many rows took.
     pub fn timed(&mut self, rows: usize, time: Duration) {
         self.cost.learn(rows, time.as_secs_f64());
-    }
-
-    /// Forgets a context.
-    pub fn release(&mut self, context: u64) {
-        self.acceptance.release(context);
     }
 }
 

@@ -348,6 +348,11 @@ impl Batch {
         self.inner.drop_adapter(adapter_id, reason);
     }
 
+    /// Does what can be done for drafts before tokens are known; call it while the device computes.
+    fn prepare_drafts(&mut self, py: Python<'_>) {
+        py.detach(|| self.inner.prepare_drafts());
+    }
+
     /// Writes the next pass into the staging block; None when all are done.
     fn stage(&mut self, py: Python<'_>) -> PyResult<Option<Pass>> {
         self.plan()?;

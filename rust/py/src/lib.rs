@@ -40,7 +40,7 @@ mod _core {
     #[pymodule_export]
     use crate::request::{Image, Request, Sampler, encode_forward};
     #[pymodule_export]
-    use crate::server::{DraftCounters, Server};
+    use crate::server::Server;
 }
 
 /// Facts about this build for bug reports: `version`, `profile` and `target`.

@@ -33,21 +33,6 @@ struct Serving {
     shared: Arc<Shared>,
 }
 
-/// Counters of the drafter.
-#[pyclass(frozen, get_all, module = "pie_driver_sglang._core")]
-pub(crate) struct DraftCounters {
-    /// Batches with requests that asked for drafts.
-    steps: u64,
-    /// Drafts that were verified.
-    drafted: u64,
-    /// Of these, accepted.
-    accepted: u64,
-    /// Drafts that were tried only to learn.
-    probes: u64,
-    /// All of it as a line.
-    text: String,
-}
-
 /// What Python gets to do.
 #[derive(IntoPyObject)]
 enum Job {
@@ -194,19 +179,6 @@ impl Server {
             };
             return Ok(Some(job));
         }
-    }
-
-    /// What became of drafts so far; None without a drafter, or while a batch is open.
-    #[getter]
-    fn draft_counters(&self) -> Option<DraftCounters> {
-        let counters = self.serving.get()?.responder.draft_counters()?;
-        Some(DraftCounters {
-            steps: counters.steps,
-            drafted: counters.drafted,
-            accepted: counters.accepted,
-            probes: counters.probes,
-            text: counters.to_string(),
-        })
     }
 
     /// Plans a request frame of the caller's own, for warm-up: its answer goes nowhere. It may bind `REHEARSAL_ADAPTER`.

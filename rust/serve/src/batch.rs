@@ -104,6 +104,13 @@ impl Batch {
         }))
     }
 
+    /// See [`Planner::prepare_drafts`].
+    pub fn prepare_drafts(&mut self) {
+        if let Some(planner) = self.planner.as_deref_mut() {
+            planner.prepare_drafts();
+        }
+    }
+
     /// The different adapters that the next pass needs; see [`Planner::next_adapters`].
     #[must_use]
     pub fn next_adapters(&self) -> Vec<i64> {
@@ -213,10 +220,7 @@ fn publish(
         .iter()
         .map(|(index, fault)| Note::new(fault.kind(), format!("request {index} emptied: {fault}")))
         .collect();
-    planner.step_took(device.busy());
     let encoded = planner.reply(timing.probes(device), lease.response());
-    let report = planner.draft_report();
-    notes.extend(report.map(|counters| Note::new("drafts", counters.to_string())));
     // Taken before the client is woken: it may want this core at once.
     timing.respond = started.elapsed();
     let published = match encoded {
@@ -225,5 +229,8 @@ fn publish(
         Err(error) => Err(error.to_string()),
     };
     notes.extend(Note::of_publication(published));
+    planner.step_took(device.busy());
+    let report = planner.draft_report();
+    notes.extend(report.map(|counters| Note::new("drafts", counters.to_string())));
     notes
 }

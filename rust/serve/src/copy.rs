@@ -21,8 +21,8 @@ pub(crate) struct Pairs {
 }
 
 impl Pairs {
-    /// Tells the planner what the pages hold now.
-    fn note_in(&self, planner: &mut Planner) {
+    /// Tells the planner what the pages hold now; if the copy failed, nothing is known of its targets.
+    fn note_in(&self, planner: &mut Planner, code: i32) {
         let (from, to) = match self.direction {
             CopyDirection::D2D => (PagePool::Device, PagePool::Device),
             CopyDirection::D2H => (PagePool::Device, PagePool::Host),
@@ -30,7 +30,11 @@ impl Pairs {
             CopyDirection::H2H => (PagePool::Host, PagePool::Host),
         };
         for (&source, &target) in self.sources.iter().zip(&self.targets) {
-            planner.page_copied((from, source), (to, target));
+            if code == status::OK {
+                planner.page_copied((from, source), (to, target));
+            } else {
+                planner.page_lost((to, target));
+            }
         }
     }
 }
@@ -89,8 +93,8 @@ impl Copy {
     /// Answers with a code of [`crate::status`], once.
     pub fn commit(&mut self, code: i32) -> Option<Note> {
         let lease = self.lease.take()?;
-        if code == status::OK && !self.pairs.states {
-            self.desk.with(|planner| self.pairs.note_in(planner));
+        if !self.pairs.states {
+            self.desk.with(|planner| self.pairs.note_in(planner, code));
         }
         answer(lease, self.driver_id, code)
     }

@@ -2,7 +2,7 @@
 
 use std::sync::{Arc, Mutex, PoisonError};
 
-use pie_batch::{DraftCounters, FrameError, Planner, REHEARSAL_ADAPTER};
+use pie_batch::{FrameError, Planner, REHEARSAL_ADAPTER};
 use pie_ring::{Lease, RingError, Server, Wait};
 use pie_wire::{ArchivedPayload, WireError};
 use thiserror::Error;
@@ -112,12 +112,6 @@ impl Responder {
     pub const fn with_steps(mut self) -> Self {
         self.steps = true;
         self
-    }
-
-    /// What became of the drafts of answered batches; `None` without a drafter, or while a batch is open.
-    #[must_use]
-    pub fn draft_counters(&self) -> Option<DraftCounters> {
-        self.desk.with(|planner| planner.draft_counters()).flatten()
     }
 
     /// Waits until there is something to tell or to do. Requests that are answered without either

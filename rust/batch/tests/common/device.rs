@@ -11,7 +11,7 @@ use pie_batch::{
 };
 use pie_wire::{ForwardRequest, ForwardResponse, Reply, ResponsePayload, decode_reply};
 
-use crate::common::builder::Encoded;
+use crate::common::builder::{Encoded, GREEDY, Req, frame};
 use crate::common::naive::{self, Adapters, Plan, Segment, Slot};
 
 /// The driver that all test frames address.
@@ -219,6 +219,9 @@ impl Device {
             host_pages: 1,
         };
         device.planner.draft(&options).expect("right options");
+        // What a step costs is known from here on.
+        let decode = Req::new(limits.page_size, 0, &[1], &[0]).sample(0, GREEDY);
+        device.try_run(&frame(&[decode]), |_, _| 0);
         device
     }
 
@@ -707,5 +710,10 @@ pub(crate) fn check_archive(response: &ForwardResponse, requests: usize) {
     if !response.spec_indptr.is_empty() {
         assert_eq!(response.spec_indptr.len(), requests + 1);
         assert!(!response.spec_tokens.is_empty());
+        // Drafts continue tokens.
+        let ends = response.spec_indptr.windows(2);
+        for (drafts, tokens) in ends.zip(response.tokens_indptr.windows(2)) {
+            assert!(drafts[0] == drafts[1] || tokens[0] < tokens[1]);
+        }
     }
 }

@@ -41,7 +41,7 @@ impl Model {
 
 /// The texts that a context is matched with, in the order of preference.
 fn texts(drafter: &Drafter, id: u64) -> Vec<&[u32]> {
-    let Some(context) = drafter.contexts.get(id) else {
+    let Some(context) = drafter.contexts.peek(&id) else {
         return Vec::new();
     };
     let history = drafter.history.iter().flat_map(History::generations);
@@ -67,7 +67,7 @@ fn expected(drafter: &Drafter, id: u64, count: usize) -> (Vec<u32>, usize) {
     let mut best = (0, 0);
     let own = 1 + drafter
         .contexts
-        .get(id)
+        .peek(&id)
         .map_or(0, |context| context.frozen().count());
     for (number, text) in texts.iter().enumerate() {
         let naive = Naive { text, depth };
@@ -102,9 +102,9 @@ fn expected(drafter: &Drafter, id: u64, count: usize) -> (Vec<u32>, usize) {
 }
 
 fn check(drafter: &Drafter, model: &Model) {
-    for (id, context) in drafter.contexts.all() {
+    for (id, context) in &drafter.contexts {
         let (start, text) = context.all();
-        let (known, wanted) = &model.contexts[&id];
+        let (known, wanted) = &model.contexts[id];
         // A context that was released for want of room has started anew.
         assert!(
             start >= *known && wanted.ends_with(&text),
@@ -114,12 +114,12 @@ fn check(drafter: &Drafter, model: &Model) {
     }
     let held: HashMap<_, _> = drafter
         .contexts
-        .all()
+        .iter()
         .flat_map(|(_, context)| context.held())
         .collect();
     assert_eq!(held.values().sum::<usize>(), drafter.ledger.bytes);
-    assert!(drafter.ledger.bytes <= drafter.config.context_bytes);
-    assert_eq!(drafter.contexts.all().count(), drafter.contexts.len());
+    assert!(drafter.context_bytes() <= drafter.config.context_bytes);
+    assert_eq!(drafter.contexts.iter().count(), drafter.contexts.len());
     if let Some(history) = &drafter.history {
         let generations: Vec<_> = history.generations().map(Index::len).collect();
         let tokens: usize = generations.iter().sum();
@@ -213,7 +213,7 @@ impl Run {
                 self.batch(&[(to, 0, tokens)]);
             }
             Event::Fork(parent, child) => {
-                if self.drafter.contexts.get(parent).is_some() {
+                if self.drafter.contexts.peek(&parent).is_some() {
                     self.model.fork(parent, child);
                 }
                 self.drafter.fork(parent, child);
@@ -223,6 +223,7 @@ impl Run {
                 self.model.contexts.remove(&id);
             }
         }
+        self.drafter.settle();
         check(&self.drafter, &self.model);
         for id in 0..5 {
             check_tree(&mut self.drafter, id, if id == 1 { 70 } else { 9 });
@@ -278,7 +279,7 @@ fn check_tree(drafter: &mut Drafter, id: u64, count: usize) {
     let suffix = &top[start..];
     let own = 1 + drafter
         .contexts
-        .get(id)
+        .peek(&id)
         .map_or(0, |context| context.frozen().count());
     let mut expected: Vec<(u32, u32)> = Vec::new();
     let mut open: Vec<(f64, u32, u32)> = Vec::new();
@@ -431,7 +432,7 @@ impl Run {
     }
 
     fn layers(&self, id: u64) -> usize {
-        let context = self.drafter.contexts.get(id);
+        let context = self.drafter.contexts.peek(&id);
         context.map_or(0, |context| context.frozen().count())
     }
 }
@@ -441,11 +442,51 @@ fn what_is_known_is_not_learnt_again() {
     let mut run = new(10_000, usize::MAX);
     let text: Vec<u32> = (0..1000).collect();
     run.say(1, 0, &text);
+    run.drafter.settle();
     let history = run.history();
     assert!(history >= 1000);
     run.say(1, 0, &text);
     run.say(1, 300, &text[300..]);
+    run.drafter.settle();
     assert_eq!(run.history(), history);
+}
+
+#[test]
+fn what_was_said_before_is_not_shared_again() {
+    let mut run = new(10_000, usize::MAX);
+    let text: Vec<u32> = (0..1000).collect();
+    run.drafter.recall(1, 0, &text);
+    run.drafter.settle();
+    assert_eq!((run.history(), run.drafter.length(1)), (0, 1000));
+    assert_eq!(run.say(1, 1000, &[7, 8]).0, [9, 10, 11, 12]);
+    // What follows is, with the tokens before it.
+    run.say(1, 1002, &text[..200]);
+    run.drafter.settle();
+    assert_eq!(run.history(), 2 + 200 + 8 + 1);
+    run.drafter.recall(0, 0, &text);
+    assert_eq!(run.drafter.length(0), 0);
+}
+
+#[test]
+fn what_is_taken_back_before_it_is_shared_is_shared_later() {
+    let mut run = new(10_000, usize::MAX);
+    let text: Vec<u32> = (0..300).collect();
+    let mut hear = |position, tokens| {
+        let step = Step {
+            context: 1,
+            position,
+            tokens,
+            drafts: 0,
+        };
+        run.drafter.hear(&step, &mut run.drafts);
+    };
+    hear(0, &text[..200]);
+    hear(100, &[]);
+    run.drafter.settle();
+    assert_eq!(run.history(), 0);
+    run.say(1, 100, &text[100..]);
+    run.drafter.settle();
+    assert_eq!(run.history(), 301);
 }
 
 #[test]
@@ -494,13 +535,13 @@ fn chains_of_forks_keep_few_layers() {
             if !kept {
                 run.drafter.release(context);
             }
-            let forked = run.drafter.contexts.get(context + 1).unwrap();
+            let forked = run.drafter.contexts.peek(&(context + 1)).unwrap();
             assert_eq!(forked.all(), (0, text.clone()));
             assert!(forked.frozen().count() <= 4);
             let held = run
                 .drafter
                 .contexts
-                .all()
+                .iter()
                 .flat_map(|(_, context)| context.held());
             let held: HashMap<_, _> = held.collect();
             assert_eq!(held.values().sum::<usize>(), run.drafter.ledger.bytes);
@@ -553,7 +594,8 @@ fn the_context_that_was_not_used_for_longest_goes() {
     run.say(2, 0, &text);
     run.say(1, 500, &[]);
     run.say(3, 0, &text);
-    let known: Vec<_> = run.drafter.contexts.all().map(|(id, _)| id).collect();
+    run.drafter.settle();
+    let known: Vec<_> = run.drafter.contexts.iter().map(|(&id, _)| id).collect();
     assert_eq!(known, [3, 1]);
 }
 
@@ -636,6 +678,7 @@ fn contexts_that_decode_together_do_not_share_in_the_same_step() {
     };
     let steps: Vec<_> = (101..=110).map(step).collect();
     run.drafter.step(&steps, &mut run.drafts);
+    run.drafter.settle();
     assert_eq!(run.history(), before + 10 * 1001);
     assert!(before > 64 * 400, "{before} of all");
 }

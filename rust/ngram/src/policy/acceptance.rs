@@ -106,11 +106,6 @@ impl Acceptance {
         let record = self.young.entry(context);
         record.or_insert_with(|| old.remove(&context).unwrap_or_default())
     }
-
-    pub(super) fn release(&mut self, context: u64) {
-        self.young.remove(&context);
-        self.old.remove(&context);
-    }
 }
 
 #[cfg(test)]
@@ -165,8 +160,6 @@ mod tests {
             acceptance.learn(context, 2, true);
         }
         assert!(acceptance.young.len() + acceptance.old.len() <= 2 * CONTEXTS);
-        acceptance.release(999_999);
-        assert!((acceptance.odds(999_999) - 1.0).abs() < 1e-9);
         // One that is heard of again moves to the young ones.
         let old = *acceptance.old.keys().next().unwrap();
         acceptance.learn(old, 2, true);

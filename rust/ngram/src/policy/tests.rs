@@ -334,7 +334,7 @@ fn it_listens_where_drafts_may_come_true() {
     };
     let mut marks = Vec::new();
     // Of costs nothing is known yet.
-    policy.listen(&offers([3, 3, 0, 3]), 4, &mut marks);
+    policy.listen(&offers([3, 3, 0, 3]), &mut marks);
     assert_eq!(marks, [true; 4]);
     policy.timed(4, Duration::from_millis(1));
     policy.timed(8, Duration::from_millis(2));
@@ -346,7 +346,7 @@ fn it_listens_where_drafts_may_come_true() {
     let mut heard = [0; 4];
     for _ in 0..2000 {
         let offered = offers([3, 3, 0, 3]);
-        policy.listen(&offered, 4, &mut marks);
+        policy.listen(&offered, &mut marks);
         for (heard, &mark) in heard.iter_mut().zip(&marks) {
             *heard += usize::from(mark);
         }
@@ -357,6 +357,8 @@ fn it_listens_where_drafts_may_come_true() {
         });
         let drafted: Vec<_> = drafted.collect();
         policy.choose(&drafted, &mut Vec::new());
+        let silent = drafted.iter().filter(|offer| offer.drafts == 0).count() - 1;
+        assert!(policy.counters().quiet >= silent);
         policy.timed(4, Duration::from_millis(1));
     }
     assert_eq!((heard[0], heard[2]), (2000, 0));
@@ -366,6 +368,38 @@ fn it_listens_where_drafts_may_come_true() {
     );
     // There is no graph for one row more.
     policy.timed(256, Duration::from_millis(1));
-    policy.listen(&offers([3, 3, 3, 3]), 256, &mut marks);
-    assert_eq!(marks, [false; 4]);
+    policy.listen(&offers([3; 4]).repeat(64), &mut marks);
+    assert_eq!(marks, [false; 256]);
+}
+
+#[test]
+fn probes_go_round_where_few_ask() {
+    let mut policy = Policy::new(MOST, &RUNGS);
+    for context in [1, 3] {
+        (0..400).for_each(|_| policy.verified(context, 3, 4, 0));
+    }
+    policy.timed(4, Duration::from_millis(1));
+    policy.timed(8, Duration::from_millis(2));
+    let (mut heard, mut marks) = ([0; 4], Vec::new());
+    for _ in 0..5000 {
+        // The others do not ask for drafts.
+        let mut offers = [0, 1, 0, 3].map(|context| Offer {
+            context,
+            match_length: 3,
+            drafts: usize::from(context > 0),
+        });
+        policy.listen(&offers, &mut marks);
+        for (request, offer) in offers.iter_mut().enumerate() {
+            heard[request] += usize::from(marks[request]);
+            offer.drafts *= usize::from(marks[request]);
+        }
+        policy.choose(&offers, &mut Vec::new());
+        policy.timed(4, Duration::from_millis(1));
+        policy.timed(8, Duration::from_millis(2));
+    }
+    assert_eq!((heard[0], heard[2]), (0, 0));
+    assert!(
+        heard[1].min(heard[3]) > 5 && heard[1].abs_diff(heard[3]) < 5,
+        "{heard:?}"
+    );
 }
