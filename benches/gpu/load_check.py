@@ -54,7 +54,13 @@ class Runner:
         self._log = log.open("w", encoding="utf-8")
         self._end = time.monotonic() + budget_s
 
-    def run(self, what: str, command: Sequence[object], limit_s: float) -> str:
+    def run(
+        self,
+        what: str,
+        command: Sequence[object],
+        limit_s: float,
+        environment: Mapping[str, str] | None = None,
+    ) -> str:
         """Prints, line by line, and returns the output; an error or a time-out is printed too."""
         left_s = min(limit_s, self._end - time.monotonic())
         words = [str(word) for word in command]
@@ -65,6 +71,7 @@ class Runner:
         try:
             process = subprocess.Popen(
                 words,
+                env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
