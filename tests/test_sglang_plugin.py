@@ -127,6 +127,16 @@ class TestCorpus:
         tokens, _ = corpus.batch_get(["0", "1"], [[7], [7]], [len(TEXT)] * 2)
         assert tokens.tolist() == [7, 0, 0, 7, 8, 9]
 
+    def test_where_nobody_decodes_the_oldest_is_forgotten(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("pie_driver_sglang.sglang.ngram._MOST_WAITING", 2)
+        corpus = NgramCorpus(draft_token_num=3, max_bfs_breadth=1, capacity=0)
+        for number in range(3):
+            corpus.hear(str(number), TEXT)
+        tokens, _ = corpus.batch_get(["0", "1"], [[7], [7]], [len(TEXT)] * 2)
+        assert tokens.tolist() == [7, 0, 0, 7, 8, 9]
+
     def test_what_is_over_helps_others_until_the_reset(self) -> None:
         corpus = NgramCorpus(draft_token_num=3, max_bfs_breadth=1)
         corpus.hear("a", TEXT)

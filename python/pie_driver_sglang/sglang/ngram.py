@@ -27,6 +27,8 @@ _CORPUS = "sglang.srt.speculative.cpp_ngram.ngram_corpus.NgramCorpus"
 _WORKER = "sglang.srt.speculative.ngram_worker.NGRAMWorker"
 _CONTEXT_BYTES = 1 << 30
 """Memory of what requests said, above which the one that was silent for longest is forgotten."""
+_MOST_WAITING = 4096
+"""Requests between prompt and first decode; of more, the oldest must have ended with its prompt."""
 _PAD_VALUES = 1_000_000
 """SGLang's ids of what images and the like fill start here, above every vocabulary."""
 _NAMES = {
@@ -76,8 +78,8 @@ class NgramCorpus:
         self.draft_token_num = draft_token_num
         self.vocab_size = _PAD_VALUES
         """Tokens from here on are not drafted; the worker's hook knows the model's own number."""
-        self._waiting: set[str] = set()
-        """Whose prompts were heard since the last decode."""
+        self._waiting: dict[str, None] = {}
+        """Whose prompts were heard since the last decode, the oldest first."""
         self._new = partial(
             Drafter,
             nodes=draft_token_num,
@@ -98,7 +100,11 @@ class NgramCorpus:
         """Takes a request's whole text, one token at least, before its first decode."""
         start, known = self._known(tokens)
         self._drafter.hear(_context(req_id), start, known)
-        self._waiting.add(req_id)
+        self._waiting[req_id] = None
+        if len(self._waiting) > _MOST_WAITING:
+            oldest = next(iter(self._waiting))
+            del self._waiting[oldest]
+            self.erase_match_state([oldest])
 
     def decoded(self, req_ids: Iterable[str]) -> None:
         """Forgets the requests that were heard and are not among those that decode now.
@@ -106,7 +112,7 @@ class NgramCorpus:
         SGLang erases only what has decoded before. A request that ended with its prompt, or was
         taken back, is in no batch; whoever waits longer brings its last tokens, or is heard again.
         """
-        self.erase_match_state(list(self._waiting.difference(req_ids)))
+        self.erase_match_state(list(self._waiting.keys() - set(req_ids)))
         self._waiting.clear()
 
     def batch_get(
@@ -186,7 +192,7 @@ def _context(req_id: str) -> int:
 
 
 def _know_worker(_: None, worker: Any, *__: Any, **___: Any) -> None:
-    """Has a new worker bring as many tokens of a request as one step may have said."""
+    """Has a new worker bring as many tokens as one step may have said, of the model's vocabulary."""
     worker.max_trie_depth = max(worker.max_trie_depth, worker.draft_token_num)
     worker.ngram_corpus.vocab_size = worker.model_runner.model_config.vocab_size
 
