@@ -147,6 +147,17 @@ class TestCorpus:
         tokens, _ = corpus.batch_get(["c"], [[5, 6, 7]], [3])
         assert tokens.tolist() == [7, 0, 0]
 
+    def test_ranks_agree_in_whatever_order_requests_leave(self) -> None:
+        drafts = []
+        for order in (["a", "b"], ["b", "a"]):
+            corpus = NgramCorpus(draft_token_num=3, max_bfs_breadth=1)
+            corpus.hear("a", [*TEXT, 1])
+            corpus.hear("b", [*TEXT, 2])
+            corpus.erase_match_state(order)
+            tokens, _ = corpus.batch_get(["c"], [[9, 5, 6, 7]], [4])
+            drafts.append(tokens.tolist())
+        assert drafts == [[7, 2, 0]] * 2
+
     def test_external_corpora_are_refused(self) -> None:
         with pytest.raises(ValueError, match="external_sam_budget=4"):
             NgramCorpus(external_sam_budget=4)

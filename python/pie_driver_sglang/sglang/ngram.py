@@ -146,8 +146,11 @@ class NgramCorpus:
         """Does nothing: nothing runs in the background."""
 
     def erase_match_state(self, req_ids: list[str]) -> None:
-        """Forgets requests that are over; what they said stays in the shared history."""
-        for req_id in req_ids:
+        """Forgets requests that are over; what they said stays in the shared history.
+
+        It gets there in the order of their ids: SGLang's comes from a set, and differs by rank.
+        """
+        for req_id in sorted(req_ids):
             self._drafter.release(_context(req_id))
 
     def reset(self) -> None:
@@ -192,7 +195,7 @@ def _context(req_id: str) -> int:
 
 
 def _know_worker(_: None, worker: Any, *__: Any, **___: Any) -> None:
-    """Has a new worker bring as many tokens as one step may have said, of the model's vocabulary."""
+    """Has a new worker bring what one step may have said, of tokens that its model knows."""
     worker.max_trie_depth = max(worker.max_trie_depth, worker.draft_token_num)
     worker.ngram_corpus.vocab_size = worker.model_runner.model_config.vocab_size
 
