@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -22,6 +23,8 @@ from pie_driver_sglang.sglang import environment
 LENGTHS = (1, 16, 17, 45, 100)
 STEPS = 3
 TOLERANCE = 1e-4
+MULTIPROCESSORS = 4
+"""Of the device that Triton's interpreter is."""
 
 
 class Contexts:
@@ -87,7 +90,10 @@ def difference(config: DriverConfig) -> float:
     expected = decode(server, engine, Contexts(0, page_size, vocab))
     runner = engine.runner
     paged_attention.install(runner)
-    runner.init_attention_backends()
+    # There is no device to ask on the CPU.
+    device = SimpleNamespace(multi_processor_count=MULTIPROCESSORS)
+    with mock.patch("torch.cuda.get_device_properties", return_value=device):
+        runner.init_attention_backends()
     backend = runner.attn_backend.decode_backend
     assert isinstance(backend, paged_attention.PagedDecode)
     assert runner.server_args.get_attention_backends() == ("torch_native", "pie")

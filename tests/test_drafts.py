@@ -18,6 +18,8 @@ PAGE = 4
 NUM_DRAFTS = 3
 MOST_STEPS = 2000
 """Until what does not pay was tried."""
+FIRST_REPORT = 256
+"""Steps with requests that ask for drafts, behind which the log says what came of them."""
 OPTIONS: dict[str, object] = {
     "page_size": PAGE,
     "cpu_mem_budget_in_gb": 1,
@@ -166,12 +168,22 @@ def test_beside_a_request_that_asks_for_none(bench: Bench) -> None:
 
 
 def test_nobody_gets_none(bench: Bench) -> None:
-    context = Context(bench.pages)
-    requests = [context.append(bench.loop("nobody"), context_id=0, wants_drafts=True)]
-    for _ in range(50):
-        reply = bench.client.forward(requests)
+    """The same request gets drafts when it says whose it is."""
+    cycle = list(dict.fromkeys(bench.prompt(11, "nobody")))
+    context, somebody = Context(bench.pages), Context(bench.pages)
+    assert drafts_behind(bench, somebody, cycle * 3, cycle[0])
+    request = context.append(
+        cycle * 3, logit_mask=only(bench.vocab, cycle[0]), context_id=0, wants_drafts=True
+    )
+    for _ in range(MOST_STEPS // 4):
+        reply = bench.client.forward([request])
+        assert reply.tokens == [[cycle[0]]]
         assert not any(reply.drafts)
+    # It still pays to draft here.
+    somebody.rewind(0)
+    assert drafts_behind(bench, somebody, cycle * 3, cycle[0])
     context.release()
+    somebody.release()
 
 
 @pytest.mark.parametrize("way", ["fork", "move", "swap"])
@@ -210,4 +222,7 @@ def test_two_tokens_continue_nothing(bench: Bench) -> None:
 
 
 def test_the_log_says_what_drafts_did(bench: Bench) -> None:
+    context = Context(bench.pages)
+    run(bench, [Story(bench, context, bench.loop("log"), wants=True)], FIRST_REPORT)
+    context.release()
     bench.driver.logged(" drafts accepted (")

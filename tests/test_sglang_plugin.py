@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import re
+import json
 from importlib.metadata import entry_points
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,18 @@ from pie_driver_sglang.sglang.ngram import NAME, NgramCorpus
 TEXT = [5, 6, 7, 8, 9, 5, 6, 7]
 
 
+IMAGE = 1_000_000 + 5
+"""SGLang fills the place of an image with such ids."""
+LIMIT_S = 210.0
+
+
+def played(plugins: str = "") -> dict[str, Any]:
+    """What `plugin_process.py` found, as its last line."""
+    out = scripts.run("tests/plugin_process.py", plugins=plugins, limit_s=LIMIT_S)
+    found: dict[str, Any] = json.loads(out.splitlines()[-1])
+    return found
+
+
 @pytest.mark.engine
 @pytest.mark.timeout(240)
 class TestInSglang:
@@ -23,16 +36,24 @@ class TestInSglang:
         assert [entry.value for entry in found] == ["pie_driver_sglang.sglang.ngram:register"]
 
     def test_named_it_replaces_the_corpus_and_drafts(self) -> None:
-        out = scripts.run("tests/plugin_process.py", plugins=f"another, {NAME}")
-        assert "corpus pie_driver_sglang.sglang.ngram" in out
-        speeds = [float(speed) for speed in re.findall(r"\d+\.\d+", out)]
-        # Of 37 tokens one cannot be foreseen; prompts are known from the first step on.
-        assert len(speeds) == 8 and min(speeds) > 5, out
+        found = played(f"another, {NAME}")
+        assert found["corpus"] == "pie_driver_sglang.sglang.ngram"
+        settings = [(each["overlap"], each["breadth"]) for each in found["rounds"]]
+        assert settings == [(False, 1), (False, 8), (True, 1), (True, 8)]
+        for each in found["rounds"]:
+            # Of 37 tokens one cannot be foreseen; prompts are known from the first step on.
+            assert each["tokens_a_step"] > 5, each
+            assert each["tokens_at_first"] > 5, each
+            # Requests 0 to 3, 4 to 7 and 8 to 11: the third of each four is cut in two passes, the
+            # last ends with its prompt.
+            heard = [4 * wave + number for wave in range(3) for number in (0, 1, 2, 3)]
+            assert each["heard"] == [f"request-{number}" for number in heard]
+            # The last wave's requests were still there.
+            erased = [*range(8), 11]
+            assert sorted(each["erased"]) == sorted(f"request-{number}" for number in erased)
 
     def test_not_named_it_leaves_sglang_alone(self) -> None:
-        assert "corpus sglang.srt.speculative.cpp_ngram.ngram_corpus" in scripts.run(
-            "tests/plugin_process.py"
-        )
+        assert played()["corpus"] == "sglang.srt.speculative.cpp_ngram.ngram_corpus"
 
 
 class TestCorpus:
@@ -64,14 +85,57 @@ class TestCorpus:
         tokens, _ = corpus.batch_get(["a"], [[7, 8]], [4])
         assert tokens.tolist() == [8, 0, 0]
 
-    def test_prompts_are_heard_once(self) -> None:
+    def test_prompts_are_heard(self) -> None:
         corpus = NgramCorpus(draft_token_num=3, max_bfs_breadth=1)
+        for _ in range(2):
+            corpus.hear("a", TEXT)
+            tokens, _ = corpus.batch_get(["a"], [[7]], [len(TEXT)])
+            assert tokens.tolist() == [7, 8, 9]
+
+    def test_an_id_that_is_used_again_has_a_new_text(self) -> None:
+        corpus = NgramCorpus(draft_token_num=3, max_bfs_breadth=1, capacity=0)
         corpus.hear("a", TEXT)
-        tokens, _ = corpus.batch_get(["a"], [[7]], [len(TEXT)])
-        assert tokens.tolist() == [7, 8, 9]
-        corpus.hear("a", TEXT[:4])
-        tokens, _ = corpus.batch_get(["a"], [[7]], [len(TEXT)])
-        assert tokens.tolist() == [7, 8, 9]
+        corpus.hear("a", [5, 6, 1, 5, 6])
+        tokens, _ = corpus.batch_get(["a"], [[6]], [5])
+        assert tokens.tolist() == [6, 1, 5]
+        # As long as the one before.
+        corpus.hear("a", [5, 6, 2, 5, 6])
+        tokens, _ = corpus.batch_get(["a"], [[6]], [5])
+        assert tokens.tolist() == [6, 2, 5]
+
+    @pytest.mark.parametrize("outside", [IMAGE, -1, 1 << 40, 50])
+    def test_ids_outside_the_vocabulary_are_not_drafted(self, outside: int) -> None:
+        corpus = NgramCorpus(draft_token_num=3, max_bfs_breadth=1)
+        corpus.vocab_size = 50
+        prompt = [5, 6, 7, outside, 5, 6, 8, 9, 1, 2, 3, 4, 5, 6]
+        corpus.hear("a", prompt)
+        tokens, _ = corpus.batch_get(["a"], [prompt[-12:]], [len(prompt)])
+        assert tokens.tolist() == [6, 8, 9]
+        # Nor by another request, from what they share.
+        corpus.erase_match_state(["a"])
+        tokens, _ = corpus.batch_get(["b"], [[6, 7]], [2])
+        assert tokens.tolist() == [7, 0, 0]
+        tokens, _ = corpus.batch_get(["b", "c"], [[6, 8], [1, outside]], [2, 2])
+        assert tokens.tolist() == [8, 9, 1, 0, 0, 0]
+
+    def test_who_was_heard_and_does_not_decode_is_forgotten(self) -> None:
+        corpus = NgramCorpus(draft_token_num=3, max_bfs_breadth=1, capacity=0)
+        for number in range(2):
+            corpus.hear(str(number), TEXT)
+        corpus.decoded(["1"])
+        corpus.decoded([])
+        tokens, _ = corpus.batch_get(["0", "1"], [[7], [7]], [len(TEXT)] * 2)
+        assert tokens.tolist() == [7, 0, 0, 7, 8, 9]
+
+    def test_where_nobody_decodes_the_oldest_is_forgotten(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("pie_driver_sglang.sglang.ngram._MOST_WAITING", 2)
+        corpus = NgramCorpus(draft_token_num=3, max_bfs_breadth=1, capacity=0)
+        for number in range(3):
+            corpus.hear(str(number), TEXT)
+        tokens, _ = corpus.batch_get(["0", "1"], [[7], [7]], [len(TEXT)] * 2)
+        assert tokens.tolist() == [7, 0, 0, 7, 8, 9]
 
     def test_what_is_over_helps_others_until_the_reset(self) -> None:
         corpus = NgramCorpus(draft_token_num=3, max_bfs_breadth=1)
@@ -83,6 +147,17 @@ class TestCorpus:
         tokens, _ = corpus.batch_get(["c"], [[5, 6, 7]], [3])
         assert tokens.tolist() == [7, 0, 0]
 
+    def test_ranks_agree_in_whatever_order_requests_leave(self) -> None:
+        drafts = []
+        for order in (["a", "b"], ["b", "a"]):
+            corpus = NgramCorpus(draft_token_num=3, max_bfs_breadth=1)
+            corpus.hear("a", [*TEXT, 1])
+            corpus.hear("b", [*TEXT, 2])
+            corpus.erase_match_state(order)
+            tokens, _ = corpus.batch_get(["c"], [[9, 5, 6, 7]], [4])
+            drafts.append(tokens.tolist())
+        assert drafts == [[7, 2, 0]] * 2
+
     def test_external_corpora_are_refused(self) -> None:
         with pytest.raises(ValueError, match="external_sam_budget=4"):
             NgramCorpus(external_sam_budget=4)
@@ -92,8 +167,10 @@ class TestCorpus:
             corpus.load_external_corpus_named("docs", [[1]])
 
     def test_settings_out_of_range(self) -> None:
-        with pytest.raises(ValueError, match="max_depth is 256"):
+        with pytest.raises(ValueError, match="speculative_ngram_max_trie_depth is 256"):
             NgramCorpus(max_trie_depth=256)
+        with pytest.raises(ValueError, match="speculative_ngram_capacity is 2000000000"):
+            NgramCorpus(capacity=2_000_000_000)
         with pytest.raises(ValueError, match="0 nodes"):
             NgramCorpus(draft_token_num=0)
 
@@ -113,3 +190,9 @@ class TestDrafter:
         drafter = Drafter(nodes=2, max_depth=4, capacity=0, context_bytes=1000, branches=True)
         with pytest.raises(ValueError, match=said):
             drafter.draft(contexts, positions, tokens)
+
+    @pytest.mark.parametrize(("context", "tokens"), [(1, []), (0, [1])])
+    def test_nothing_is_not_heard(self, context: int, tokens: list[int]) -> None:
+        drafter = Drafter(nodes=2, max_depth=4, capacity=0, context_bytes=1000, branches=True)
+        with pytest.raises(ValueError, match=f"context {context} has {len(tokens)} tokens"):
+            drafter.hear(context, 0, tokens)

@@ -38,6 +38,7 @@ from typing import Any
 
 DEFAULT_PARTS = "prototype,steps,throughput,peers"
 PROTOTYPE_CONTEXT = 512
+PEER = Path(__file__).parents[1] / "peers" / "sglang_engine.py"
 STOP_S = 8.0
 PART_S = {"prototype": 120.0, "load": 240.0, "trace": 120.0, "peers": 150.0}
 """The longest that a process of each part may take."""
@@ -53,7 +54,13 @@ class Runner:
         self._log = log.open("w", encoding="utf-8")
         self._end = time.monotonic() + budget_s
 
-    def run(self, what: str, command: Sequence[object], limit_s: float) -> str:
+    def run(
+        self,
+        what: str,
+        command: Sequence[object],
+        limit_s: float,
+        environment: Mapping[str, str] | None = None,
+    ) -> str:
         """Prints, line by line, and returns the output; an error or a time-out is printed too."""
         left_s = min(limit_s, self._end - time.monotonic())
         words = [str(word) for word in command]
@@ -64,6 +71,7 @@ class Runner:
         try:
             process = subprocess.Popen(
                 words,
+                env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -77,11 +85,14 @@ class Runner:
         watchdog = threading.Timer(left_s - STOP_S / 2, self._stop, (what, process))
         watchdog.start()
         lines = []
-        with process:
-            for line in process.stdout or ():
-                self.say(line.rstrip())
-                lines.append(line)
-        watchdog.cancel()
+        try:
+            with process:
+                for line in process.stdout or ():
+                    self.say(line.rstrip())
+                    lines.append(line)
+        finally:
+            # Its number may be another's by then.
+            watchdog.cancel()
         if process.returncode:
             self.say(f"{what}: status {process.returncode}")
         return "".join(lines)
@@ -158,7 +169,7 @@ class Check:
         loads = [part for part in ("steps", "throughput") if part in parts]
         if loads:
             self._part("load", lambda: self._load(loads))
-        if "peers" in parts and self._arguments.bench_sgl:
+        if "peers" in parts:
             for backend in self._arguments.peer_backends.split(","):
                 self._part(f"peer {backend}", lambda backend=backend: self._peer(backend))
         if "trace" in parts:
@@ -237,7 +248,10 @@ class Check:
         if backend == "fa3" and not _has_fa3():
             self._runner.say("peer fa3: its kernels are not installed")
             return
-        command = [sys.executable, self._arguments.bench_sgl, self._model, backend]
+        arguments = self._arguments
+        command = [sys.executable, arguments.bench_sgl, self._model, backend]
+        if arguments.lengths and arguments.bench_sgl == PEER:
+            command += ["--lengths", arguments.lengths]
         speeds = peer_figures(self._runner.run(f"peer {backend}", command, PART_S["peers"]))
         self._figures["detail"].setdefault("sglang_repeats", {})[backend] = speeds
         if speeds:
@@ -270,7 +284,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--pie-load", type=Path, required=True, help="the load generator's binary")
     parser.add_argument("--out", type=Path, required=True, help="folder for figures and logs")
     parser.add_argument("--onegraph", type=Path, help="the prototype's script")
-    parser.add_argument("--bench-sgl", type=Path, help="the peers' script")
+    parser.add_argument("--bench-sgl", type=Path, default=PEER, help="another peers' script")
     parser.add_argument("--graph-times", type=Path, help='{"<batch>x<context>": µs on the GPU}')
     parser.add_argument("--parts", default=DEFAULT_PARTS)
     parser.add_argument("--peer-backends", default="fa3,flashinfer,triton")

@@ -3,9 +3,15 @@
     python benches/gpu/plugin_check.py --pocket models/pocket --out DIR [--engines plain,sglang,pie]
 
 Each engine is a process of its own; `pie` is SGLang with ``SGLANG_PLUGINS=pie_ngram``, everything
-else being equal. Greedy tokens of the last repeat are compared with those of the first engine:
-verification computes several rows at once, so a few may differ where two logits are nearly equal.
-Figures go to DIR/plugin.json. The status is 1 if an engine failed or drafted nothing.
+else being equal. A repeat takes the prompts behind those of the one before, and what drafters and
+caches know is flushed before it, so that no engine drafts from its own answer to the same prompt.
+
+Greedy tokens of the last repeat are compared with those of the first engine. Verification computes
+several rows at once, so texts part where two logits are nearly equal; what counts is the share of
+the tokens before that.
+
+Figures go to DIR/plugin.json after every engine, everything that was printed to
+DIR/plugin_check.log. The status is 1 if an engine failed, drafted nothing or said something else.
 """
 
 from __future__ import annotations
@@ -13,13 +19,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from draft_check import prompts
+from load_check import Runner
 
 ENGINES = {
     "plain": {},
@@ -28,10 +35,29 @@ ENGINES = {
 }
 """What each engine is told beside what all are."""
 BATCHES = (1, 4, 16)
+LEAST_SAME = 0.75
+"""Of an engine's tokens, those before the first that differs in their text. Near ties part some
+texts somewhere; a verification that is wrong parts all of them near their start."""
+FLUSH_S = 10.0
+"""Until when an engine that has answered must be idle."""
+
+
+def file_of(arguments: argparse.Namespace, name: str) -> Path:
+    """Where an engine's process leaves its figures."""
+    folder: Path = arguments.out
+    return folder / f"plugin.{name}.json"
+
+
+def flush(engine: Any) -> None:
+    """Has the engine forget what was said. It is idle a little after its last answer."""
+    end = time.monotonic() + FLUSH_S
+    while not engine.flush_cache().success:
+        assert time.monotonic() < end, "the engine is not idle"
+        time.sleep(0.05)
 
 
 def serve(arguments: argparse.Namespace) -> None:
-    """One engine's figures, as the last line of what it prints."""
+    """One engine's figures, written after every batch size."""
     import sglang
     from tokenizers import Tokenizer
 
@@ -50,11 +76,14 @@ def serve(arguments: argparse.Namespace) -> None:
         **ENGINES[arguments.serve],
     )
     figures: dict[str, Any] = {"start_s": time.perf_counter() - started, "batches": {}}
+    file = file_of(arguments, arguments.serve)
     sampling = {"temperature": 0.0, "ignore_eos": True, "max_new_tokens": arguments.output}
     for batch in BATCHES:
-        for _ in range(arguments.repeats):
+        for repeat in range(arguments.repeats):
+            chosen = [texts[(repeat * batch + row) % len(texts)] for row in range(batch)]
+            flush(engine)
             started = time.perf_counter()
-            results = engine.generate(input_ids=texts[:batch], sampling_params=sampling)
+            results = engine.generate(input_ids=chosen, sampling_params=sampling)
             seconds = time.perf_counter() - started
         said = [result["output_ids"] for result in results]
         steps = [result["meta_info"].get("spec_verify_ct", 0) for result in results]
@@ -64,48 +93,60 @@ def serve(arguments: argparse.Namespace) -> None:
             "tokens_a_step": count / sum(steps) if sum(steps) else 1.0,
             "tokens": said,
         }
+        file.write_text(json.dumps(figures) + "\n")
     engine.shutdown()
-    print(json.dumps(figures))
+    figures["ended"] = True
+    file.write_text(json.dumps(figures) + "\n")
+
+
+def common(said: Sequence[int], other: Sequence[int]) -> int:
+    """Tokens before the first that differs."""
+    pairs = enumerate(zip(said, other, strict=True))
+    return next((at for at, (one, another) in pairs if one != another), len(said))
 
 
 def compare(figures: dict[str, Any]) -> list[str]:
     """Prints a row for each batch and engine; returns what is wrong."""
     wrong = []
-    base = next(iter(figures.values()))["batches"]
+    first = next(iter(figures), None)
     for name, found in figures.items():
         print(f"{name}: start {found['start_s']:.1f} s")
+        before = count = 0
         for batch, row in found["batches"].items():
-            plain = base[batch]
-            same = sum(a == b for a, b in zip(row["tokens"], plain["tokens"], strict=True))
-            print(
-                f"  batch {batch:>2}: {row['tokens_per_s']:>8.0f} tokens/s, "
-                f"{row['tokens_per_s'] / plain['tokens_per_s']:.2f} of the first, "
-                f"{row['tokens_a_step']:.2f} tokens a step, "
-                f"{same} of {len(row['tokens'])} texts equal"
-            )
+            base = figures[first]["batches"].get(batch)
+            line = f"  batch {batch:>2}: {row['tokens_per_s']:>8.0f} tokens/s"
+            line += f", {row['tokens_a_step']:.2f} tokens a step"
+            if base is not None:
+                pairs = list(zip(row["tokens"], base["tokens"], strict=True))
+                same = [common(said, other) for said, other in pairs]
+                equal = sum(said == other for said, other in pairs)
+                before += sum(same)
+                count += sum(len(said) for said, _ in pairs)
+                line += f", {row['tokens_per_s'] / base['tokens_per_s']:.2f} of {first}'s speed"
+                line += f", {equal} of {len(pairs)} texts equal"
+            print(line)
             if name != "plain" and row["tokens_a_step"] < 1.2:
                 wrong.append(f"{name}, batch {batch}: no drafts came true")
+        if name != first:
+            share = before / max(count, 1)
+            print(f"  {share:.1%} of the tokens before a difference to {first}")
+            if share < LEAST_SAME:
+                wrong.append(f"{name}: says something else than {first}: {share:.1%} before that")
     return wrong
 
 
-def run(name: str, arguments: argparse.Namespace) -> dict[str, Any] | None:
-    """An engine's figures, or None if it failed."""
+def run(name: str, arguments: argparse.Namespace, runner: Runner) -> dict[str, Any] | None:
+    """An engine's figures; of one that failed those it got to, or None."""
     environment = {key: value for key, value in os.environ.items() if key != "SGLANG_PLUGINS"}
     if name == "pie":
         environment["SGLANG_PLUGINS"] = "pie_ngram"
-    done = subprocess.run(
-        [sys.executable, __file__, *sys.argv[1:], "--serve", name],
-        env=environment,
-        stdout=subprocess.PIPE,
-        text=True,
-        check=False,
-        timeout=arguments.limit,
-    )
-    if done.returncode:
-        print(f"{name}: status {done.returncode}")
-        return None
-    figures: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return figures
+    file = file_of(arguments, name)
+    file.unlink(missing_ok=True)
+    command = [sys.executable, __file__, *sys.argv[1:], "--serve", name]
+    runner.run(name, command, arguments.limit, environment)
+    found: dict[str, Any] | None = json.loads(file.read_text()) if file.exists() else None
+    file.unlink(missing_ok=True)
+    return found
 
 
 def main() -> int:
@@ -124,12 +165,19 @@ def main() -> int:
     if arguments.serve:
         serve(arguments)
         return 0
-    figures = {name: run(name, arguments) for name in arguments.engines.split(",")}
-    found = {name: figure for name, figure in figures.items() if figure}
-    wrong = [f"{name} failed" for name in figures if name not in found]
-    wrong += compare(found) if found else []
     arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / "plugin.json").write_text(json.dumps(found) + "\n")
+    names = arguments.engines.split(",")
+    runner = Runner(arguments.out / "plugin_check.log", arguments.limit * len(names))
+    figures: dict[str, Any] = {}
+    wrong = []
+    for name in names:
+        found = run(name, arguments, runner)
+        if found is None or "ended" not in found:
+            wrong.append(f"{name} failed")
+        if found is not None:
+            figures[name] = found
+        (arguments.out / "plugin.json").write_text(json.dumps(figures) + "\n")
+    wrong += compare(figures)
     print("\n".join(wrong or ["every engine is right"]))
     return bool(wrong)
 

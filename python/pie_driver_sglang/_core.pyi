@@ -242,11 +242,19 @@ class Drafter:
             is missing is a 0 behind the first.
 
         Raises:
-            ValueError: There are not as many of each, or a context has no tokens.
+            ValueError: There are not as many of each, an id is 0, or a context has no tokens.
         """
-    def length(self, /, context: SupportsIndex) -> int:
+    def hear(self, /, context: SupportsIndex, position: SupportsIndex, tokens: SupportsGetItem[int, SupportsIndex]) -> None:
         """
-        Number of tokens that a context is known to have; 0 for one that is not known.
+        Takes the end of a context, as `draft` does, and drafts nothing.
+
+        Args:
+            context: Its id, not 0.
+            position: The position of the first token here.
+            tokens: At least one.
+
+        Raises:
+            ValueError: The id is 0, or there are no tokens.
         """
     def release(self, /, context: SupportsIndex) -> None:
         """

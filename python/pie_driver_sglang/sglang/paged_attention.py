@@ -24,9 +24,6 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
 
-INTERPRETED_MULTIPROCESSORS = 4
-"""Of the device that Triton's interpreter is, on a CPU."""
-
 
 def install(runner: ModelRunner) -> None:
     """Has a loaded model decode with this backend; to be called before it gets its backends.
@@ -69,10 +66,8 @@ class PagedDecode(AttentionBackend):
         self._page_size = runner.server_args.page_size
         self._itemsize = support.paged(runner.token_to_kv_pool).dtype.itemsize
         self._cuts = {self._cut(layer) for layer in support.attention_layers(runner)}
-        self._multiprocessors = INTERPRETED_MULTIPROCESSORS
-        if runner.device == "cuda":
-            properties = torch.cuda.get_device_properties(runner.gpu_id)
-            self._multiprocessors = properties.multi_processor_count
+        properties = torch.cuda.get_device_properties(runner.gpu_id)
+        self._multiprocessors = properties.multi_processor_count
         self._step: _Step | None = None
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:

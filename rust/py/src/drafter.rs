@@ -59,9 +59,26 @@ impl Drafter {
         })
     }
 
-    /// Number of tokens that a context is known to have; 0 for one that is not known.
-    fn length(&self, context: u64) -> usize {
-        self.inner.length(context)
+    /// Takes the end of a context, as `draft` does, and drafts nothing.
+    ///
+    /// Args:
+    ///     context: Its id, not 0.
+    ///     position: The position of the first token here.
+    ///     tokens: At least one.
+    ///
+    /// Raises:
+    ///     ValueError: The id is 0, or there are no tokens.
+    fn hear(
+        &mut self,
+        py: Python<'_>,
+        context: u64,
+        position: u32,
+        tokens: Vec<u32>,
+    ) -> PyResult<()> {
+        let tokens = [tokens];
+        let steps = steps(&[context], &[position], &tokens)?;
+        py.detach(|| self.inner.step(&steps, &mut self.drafts));
+        Ok(())
     }
 
     /// Takes the ends of some contexts, and drafts behind each.
@@ -78,7 +95,7 @@ impl Drafter {
     ///     is missing is a 0 behind the first.
     ///
     /// Raises:
-    ///     ValueError: There are not as many of each, or a context has no tokens.
+    ///     ValueError: There are not as many of each, an id is 0, or a context has no tokens.
     #[expect(clippy::needless_pass_by_value, reason = "made from Python's lists")]
     fn draft<'py>(
         &mut self,
