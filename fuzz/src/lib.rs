@@ -3,10 +3,12 @@
 //! `tests/corpus.rs` replays the corpus under plain `cargo test`; `src/main.rs` gives the same functions to libFuzzer.
 
 mod brle;
+mod cases;
 mod memory;
 mod plan;
 mod region;
 mod serve;
+mod staged;
 mod wire;
 
 #[path = "../../rust/batch/tests/common/mod.rs"]
@@ -36,7 +38,7 @@ pub const TARGETS: [Target; 7] = [
     ("wire_response", wire::response),
     ("brle", brle::check),
     ("plan_bytes", plan::bytes),
-    ("plan_frames", plan::frames),
+    ("plan_frames", cases::frames),
     ("region_header", region::header),
     ("serve", serve::call),
 ];

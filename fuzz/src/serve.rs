@@ -17,7 +17,7 @@ use pie_wire::{CopyDirection, SCHEMA_HASH};
 use rustix::mm::{MapFlags, ProtFlags};
 use rustix::thread::futex;
 
-use crate::plan::{Blank, Staged};
+use crate::staged::{Blank, Staged};
 use crate::wire::exact;
 
 const REQUEST: usize = 1 << 13;
