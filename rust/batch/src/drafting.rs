@@ -171,7 +171,9 @@ impl Drafting {
         }
         self.policy.listen(&self.offers, &mut self.marks);
         for asking in &mut self.asking {
-            asking.promising = self.marks[asking.request];
+            // One that was not heard would start anew with its token.
+            let heard = self.offers[asking.request].context == asking.context;
+            asking.promising = heard && self.marks[asking.request];
         }
     }
 

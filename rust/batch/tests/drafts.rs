@@ -321,22 +321,31 @@ fn a_long_past_comes_by_and_by() {
         total_pages: 256,
         ..ROOMY
     };
-    let mut server = Server::new(limits, cycle);
-    // Steps so short that little can be read again in one.
-    server.cost = |_| Duration::from_micros(10);
-    let mut contexts = [Context::new(0, 0..256, cycle(0))];
-    decode(&mut server, &mut contexts, false, 1500);
-    let [mut context] = contexts;
-    context.id = 3;
-    let drafted: Vec<usize> = (0..10)
-        .map(|_| {
-            let (answers, _) = server.run(&[(context.request(), 3, true)]);
-            context.take(&answers[0]);
-            context.drafts.len()
-        })
-        .collect();
-    let first = drafted.iter().position(|&drafts| drafts > 0);
-    assert_eq!(first, Some(1500 / 256), "{drafted:?}");
+    for costs_are_known in [true, false] {
+        let mut server = Server::new(limits, cycle);
+        // Steps so short that little can be read again in one.
+        server.cost = |_| Duration::from_micros(10);
+        let mut context = Context::new(3, 0..256, cycle(1500));
+        if costs_are_known {
+            decode(&mut server, &mut [Context::new(0, 100..124, 0)], false, 2);
+        }
+        for start in (0..1500).step_by(60) {
+            let tokens: Vec<u32> = (start..start + 60).map(cycle).collect();
+            let pages = &context.pages[..(start + 60).div_ceil(16) as usize];
+            let part = Req::new(16, start, &tokens, pages).sample(59, GREEDY);
+            server.run(&[(part, 0, false)]);
+        }
+        context.stored = 1500;
+        let drafted: Vec<usize> = (0..10)
+            .map(|_| {
+                let (answers, _) = server.run(&[(context.request(), 3, true)]);
+                context.take(&answers[0]);
+                context.drafts.len()
+            })
+            .collect();
+        let first = drafted.iter().position(|&drafts| drafts > 0);
+        assert_eq!(first, Some(1500 / 256), "{drafted:?}");
+    }
 }
 
 #[test]
