@@ -170,6 +170,65 @@ pub enum RingError {
     #[error("the client was aborted")]
     Aborted,
 
+    /// A broadcast cannot have so many readers.
+    #[error("a broadcast to {readers} readers is not possible, it may have 1 to {limit}")]
+    Readers {
+        /// The refused number.
+        readers: usize,
+        /// The largest one.
+        limit: usize,
+    },
+
+    /// A broadcast has no such reader.
+    #[error("reader {reader} does not exist: the broadcast has {readers}, counted from 0")]
+    Reader {
+        /// Number of the reader.
+        reader: usize,
+        /// How many there are.
+        readers: usize,
+    },
+
+    /// Somebody else is this reader of a broadcast, or was.
+    #[error(
+        "reader {reader} of the broadcast was opened before\n\n\
+         hint: give each worker a number of its own, and workers of a new leader a new broadcast"
+    )]
+    ReaderTaken {
+        /// Number of the reader.
+        reader: usize,
+    },
+
+    /// A reader claims what cannot be.
+    #[error(
+        "reader {reader} says that it has taken {taken} fragments: {published} were published, of \
+         which at most {slots} may be left"
+    )]
+    ReaderCount {
+        /// Number of the reader.
+        reader: usize,
+        /// What it says.
+        taken: u64,
+        /// Fragments published.
+        published: u64,
+        /// Slots of the broadcast.
+        slots: u64,
+    },
+
+    /// An earlier message was sent in part.
+    #[error("the broadcast ended within a message, by an error that was reported then")]
+    Torn,
+
+    /// A leader announced a fragment longer than its slot.
+    #[error("slot {slot} announces a fragment of {len} bytes, it can hold {capacity}")]
+    FragmentLength {
+        /// Index of the slot.
+        slot: usize,
+        /// Announced length.
+        len: usize,
+        /// Bytes that a slot takes.
+        capacity: usize,
+    },
+
     /// The process already has an exit guard.
     #[error("this process already has an exit guard\n\nhint: install one and share it")]
     GuardActive,

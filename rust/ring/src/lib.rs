@@ -15,6 +15,7 @@
 //! | `server`, `dispatch`, `lease` | take the oldest request, answer it exactly once |
 //! | `shared` | what server and leases agree on about a slot, and who must still be woken |
 //! | `client`, `connect` | open a region, send a request, wait for its answer |
+//! | `broadcast` | one leader tells several workers the same, without names and without answers |
 //! | `guard`, `signal` | leave no region behind on SIGTERM or when the parent dies |
 //!
 //! Two sides that spin exchange messages without a system call: each leaves the other's wake-up until
@@ -54,6 +55,7 @@
 )))]
 compile_error!("the ring needs Linux on a 64-bit little-endian machine");
 
+mod broadcast;
 mod client;
 mod connect;
 mod dispatch;
@@ -71,6 +73,7 @@ mod sync;
 mod wait;
 mod words;
 
+pub use broadcast::{Broadcast, Listener};
 pub use client::{Client, ClientConfig};
 pub use error::RingError;
 pub use guard::ExitGuard;

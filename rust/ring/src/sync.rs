@@ -1,7 +1,7 @@
-//! What `client`, `lease`, `shared`, `dispatch`, `words` and `wait` take from the outside world. The
+//! What `client`, `lease`, `shared`, `dispatch`, `broadcast`, `words` and `wait` take from the outside world. The
 //! model in `rust/ring/model` compiles the same files against its own version of this one.
 
-use std::time::UNIX_EPOCH;
+use std::time::{Duration, UNIX_EPOCH};
 
 pub(crate) use std::hint::spin_loop;
 pub(crate) use std::sync::{Mutex, MutexGuard, atomic};
@@ -10,6 +10,11 @@ pub(crate) use std::time::Instant;
 /// Turns of a spin loop between two looks at the clock and at what else there is to do: some
 /// microseconds. A peer that spins, too, and has nothing to compute answers within the first of them.
 pub(crate) const TURNS: u32 = 256;
+
+/// Gives the core away for a while.
+pub(crate) fn nap(duration: Duration) {
+    std::thread::sleep(duration);
+}
 
 /// Microseconds since the epoch.
 pub(crate) fn epoch_us() -> u64 {

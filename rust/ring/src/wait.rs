@@ -97,9 +97,9 @@ fn park<T>(
     mut ready: impl FnMut() -> Option<T>,
 ) -> Result<Option<T>, RingError> {
     loop {
-        // SYNC: pairs with the release increments of the wake counters (client: `receive`, `abort`;
-        // server: `Shared::wake_client`, `Shared::wake_server`). A new value brings the condition
-        // along.
+        // SYNC: pairs with the releases of new values of the wake counters (client: `send`, `abort`;
+        // server: `Lease::publish`, `Shared::wake_server`; `Broadcast::publish`). A new value brings
+        // the condition along.
         let snapshot = word.load(Ordering::Acquire);
         if let Some(value) = ready() {
             return Ok(Some(value));

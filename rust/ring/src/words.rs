@@ -1,4 +1,4 @@
-//! The words of a region. They are atomics, so a peer that writes at the wrong time is a wrong value
+//! The words of a region and of a broadcast. They are atomics, so a peer that writes at the wrong time is a wrong value
 //! and never a data race.
 
 use crate::sync::atomic::{AtomicU32, AtomicU64};
@@ -34,4 +34,38 @@ pub(crate) struct SlotWords {
     /// Raised by an answer or an abort; the client sleeps on it.
     pub(crate) resp_wake: AtomicU32,
     pub(crate) rest: [AtomicU32; 3],
+}
+
+/// The writer's line of a broadcast.
+#[repr(C)]
+pub(crate) struct WriterWords {
+    /// Fragments written so far. Written by the writer, who never reads it back.
+    pub(crate) published: AtomicU64,
+    /// Changes with `published`; readers sleep on it. Written by the writer.
+    pub(crate) wake: AtomicU32,
+    /// Readers that sleep or are about to. Too many, after a death, cost the writer system calls.
+    pub(crate) sleepers: AtomicU32,
+    pub(crate) rest: [AtomicU32; 12],
+}
+
+/// A reader's line of a broadcast.
+#[repr(C)]
+pub(crate) struct ReaderWords {
+    /// Fragments read so far. Written by the reader; the writer checks what it reads.
+    pub(crate) taken: AtomicU64,
+    /// Whether the reader's number is in use, or was.
+    pub(crate) claimed: AtomicU32,
+    pub(crate) rest: [AtomicU32; 13],
+}
+
+/// The first cache line of a broadcast's slot. Plain values published by [`WriterWords::published`].
+#[repr(C)]
+pub(crate) struct FragmentWords {
+    /// The message's kind.
+    pub(crate) kind: AtomicU32,
+    /// Bytes of this fragment.
+    pub(crate) len: AtomicU32,
+    /// Whether the message goes on in the next slot.
+    pub(crate) has_more: AtomicU32,
+    pub(crate) rest: [AtomicU32; 13],
 }

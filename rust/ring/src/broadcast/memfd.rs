@@ -1,0 +1,87 @@
+//! The file of a broadcast. It never has a name: workers inherit its descriptor, and it is gone when
+//! the last of them and the leader are. Its size is sealed, so no worker can cut it under the others.
+
+use std::os::fd::{BorrowedFd, OwnedFd};
+
+use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags};
+use rustix::io::{Errno, FdFlags};
+
+use super::listener::Listener;
+use super::mapping::Mapping;
+use super::sender::Broadcast;
+use super::shape::{HEADER_BYTES, NAME, Shape};
+use crate::error::RingError;
+
+impl Broadcast {
+    /// Makes a broadcast to so many readers: 2 MiB of memory, all of it reserved and mapped.
+    ///
+    /// # Errors
+    /// [`RingError::Readers`] for none or too many, [`RingError::System`] without memory.
+    pub fn create(readers: usize) -> Result<Self, RingError> {
+        Self::with_shape(Shape::new(readers)?)
+    }
+
+    pub(super) fn with_shape(shape: Shape) -> Result<Self, RingError> {
+        let file = make(shape)?;
+        let mapping = Mapping::new(file, shape).map_err(|error| failed("map", error))?;
+        Ok(Self::new(mapping))
+    }
+
+    /// The file, to be inherited by the workers. It is close-on-exec: who starts a worker clears that
+    /// for it.
+    pub fn fd(&self) -> BorrowedFd<'_> {
+        self.mapping.file()
+    }
+}
+
+impl Listener {
+    /// Opens an inherited broadcast as reader number `reader`, counted from 0. Each number can be
+    /// taken once, and everything sent from the beginning on arrives. The descriptor is made
+    /// close-on-exec.
+    ///
+    /// # Errors
+    /// [`RingError::Header`] or [`RingError::TooShort`] if this is no broadcast of this version,
+    /// [`RingError::Reader`] or [`RingError::ReaderTaken`] for a bad number, [`RingError::System`]
+    /// otherwise.
+    pub fn open(fd: OwnedFd, reader: usize) -> Result<Self, RingError> {
+        let shape = read_shape(&fd)?;
+        rustix::io::fcntl_setfd(&fd, FdFlags::CLOEXEC).map_err(|error| failed("keep", error))?;
+        let mapping = Mapping::new(fd, shape).map_err(|error| failed("map", error))?;
+        Self::new(mapping, reader)
+    }
+}
+
+fn failed(action: &'static str, source: impl Into<std::io::Error>) -> RingError {
+    RingError::system(action, format!("the {NAME}"), source)
+}
+
+fn make(shape: Shape) -> Result<OwnedFd, RingError> {
+    let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+    let name = format!("pie_{NAME}");
+    let file = rustix::fs::memfd_create(name, flags).map_err(|error| failed("create", error))?;
+    let bytes = shape.total_bytes() as u64;
+    loop {
+        match rustix::fs::fallocate(&file, FallocateFlags::empty(), 0, bytes) {
+            Ok(()) => break,
+            Err(Errno::INTR) => {}
+            Err(error) => return Err(failed("reserve the memory of", error)),
+        }
+    }
+    let seals = SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL;
+    rustix::fs::fcntl_add_seals(&file, seals).map_err(|error| failed("seal", error))?;
+    rustix::io::pwrite(&file, &shape.encode_header(), 0)
+        .map_err(|error| failed("write the header of", error))?;
+    Ok(file)
+}
+
+fn read_shape(file: &OwnedFd) -> Result<Shape, RingError> {
+    let stat = rustix::fs::fstat(file).map_err(|error| failed("inspect", error))?;
+    let size = u64::try_from(stat.st_size).unwrap_or(0);
+    let mut header = [0; HEADER_BYTES];
+    let read = rustix::io::pread(file, &mut header, 0);
+    if read.map_err(|error| failed("read", error))? < HEADER_BYTES {
+        let (name, needed) = (NAME.to_owned(), HEADER_BYTES as u64);
+        return Err(RingError::TooShort { name, size, needed });
+    }
+    Shape::decode_header(&header, size)
+}
