@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import multiprocessing
@@ -21,8 +22,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar, Final, Protocol, Self
@@ -168,6 +169,11 @@ def write_config(
     return path
 
 
+def spread(ranks: int) -> dict[str, Any]:
+    """`[driver]` of a model on the CPU in so many processes."""
+    return {"device": ["cpu"] * ranks, "tensor_parallel_size": ranks}
+
+
 def spawn(config: Path, *, environment: Mapping[str, str] | None = None) -> Driver:
     """Starts a driver exactly as the Pie runtime does and waits until it is ready.
 
@@ -275,7 +281,33 @@ def _drive(config: str, sender: Any, stderr: str) -> None:
     redirect_output(stderr)
     with sender:
         handshake = os.dup(sender.fileno())
-    sys.exit(launch.main(["--config", config, "--handshake-fd", str(handshake)]))
+    arguments = ["--config", config, "--handshake-fd", str(handshake)]
+    sys.exit(launch.main(arguments, start_worker=functools.partial(ForkedWorker, handshake)))
+
+
+class ForkedWorker:
+    """A rank of a forked driver, forked from it before it has loaded anything."""
+
+    def __init__(
+        self, handshake: int, arguments: Sequence[str], _descriptors: Sequence[int]
+    ) -> None:
+        from pie_driver_sglang import worker
+
+        self._pid = os.fork()
+        if self._pid == 0:
+            try:
+                # The runtime waits for its end.
+                os.close(handshake)
+                os._exit(worker.main(arguments))
+            finally:
+                os._exit(70)
+
+    def wait(self) -> int:
+        return os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
+
+    def kill(self) -> None:
+        with suppress(ProcessLookupError):
+            os.kill(self._pid, signal.SIGKILL)
 
 
 def redirect_output(path: str) -> None:

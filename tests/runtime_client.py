@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import itertools
 import json
 import mmap
@@ -283,6 +284,12 @@ def eventually(condition: Callable[[], object], what: str, timeout_s: float = 30
 # --- processes ----------------------------------------------------------------------------------
 
 
+def children(pid: int) -> list[int]:
+    """The processes that a process has started, and that live."""
+    lists = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children")]
+    return [int(number) for number in " ".join(lists).split()]
+
+
 @dataclass
 class Start:
     """A driver whose start is still under way, or failed."""
@@ -387,7 +394,9 @@ def drive(config: str, handshake: str, stdout: str, stderr: str) -> None:
     os.dup2(out, 1)
     os.close(out)
     writer = os.open(handshake, os.O_WRONLY)
-    sys.exit(launch.main(["--config", config, "--handshake-fd", str(writer)]))
+    start_worker = functools.partial(drivers.ForkedWorker, writer)
+    arguments = ["--config", config, "--handshake-fd", str(writer)]
+    sys.exit(launch.main(arguments, start_worker=start_worker))
 
 
 def drive_in_child(config: str, handshake: str, stdout: str, stderr: str, pid_file: str) -> None:

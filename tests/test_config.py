@@ -19,7 +19,12 @@ from pie_driver_sglang.config import DriverConfig, load_config, load_hf_config
 from pie_driver_sglang.errors import ConfigError, quoted
 
 ROOT = Path(__file__).parent.parent
-HF_CONFIG = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "vocab_size": 151936}
+HF_CONFIG = {
+    "model_type": "qwen3",
+    "architectures": ["Qwen3ForCausalLM"],
+    "vocab_size": 151936,
+    "num_attention_heads": 4,
+}
 Write = Callable[..., Path]
 
 
@@ -145,11 +150,35 @@ def test_devices(write: Write, written: str, device: str) -> None:
     assert load_config(write(device=written)).driver.device == (device,)
 
 
+@pytest.mark.parametrize("devices", [("cpu", "cpu"), ("cuda:0", "cuda:1"), ("cuda:3", "cuda:1")])
+def test_a_device_for_each_rank(write: Write, devices: tuple[str, ...]) -> None:
+    driver = load_config(write("tensor_parallel_size = 2", device=json.dumps(devices))).driver
+    assert driver.device == devices
+    assert driver.tensor_parallel_size == 2
+
+
+@pytest.mark.parametrize(
+    ("devices", "lines", "parts"),
+    [
+        (("cpu", "cuda:0"), (), ("'cpu', 'cuda:0'", "not both", "one kind")),
+        (("cuda:1", "cuda:1"), (), ("lists cuda:1 more than once", "different GPUs")),
+        (("cpu",) * 65, (), ("65", "outside 1 to 64")),
+        (("cpu",) * 3, (), ("is 3", "has 4 attention heads", "use 1 or 2 devices")),
+        (("cpu", "cpu"), ("options = { enable_lora = true }",), ("enable_lora", "one device")),
+    ],
+)
+def test_devices_that_do_not_go_together(
+    write: Write, devices: tuple[str, ...], lines: tuple[str, ...], parts: tuple[str, ...]
+) -> None:
+    size = f"tensor_parallel_size = {len(devices)}"
+    refused(write("\n".join([size, *lines]), device=json.dumps(devices)), *parts)
+
+
 @pytest.mark.parametrize(
     ("line", "parts"),
     [
         ("tensor_parallel_size = 0", ("driver.tensor_parallel_size", "outside 1")),
-        ("tensor_parallel_size = 2", ("is 2", "not supported yet", "one device")),
+        ("tensor_parallel_size = 2", ("lists 1", "is 2", "each rank", "tensor_parallel_size = 1")),
         ('activation_dtype = "int8"', ("'int8'", "bfloat16, float16, float32")),
         ("activation_dtype = 16", ("driver.activation_dtype", "16", "expected string")),
         ("random_seed = 0xffffffffffffffffff", ("driver.random_seed", "outside")),
@@ -176,7 +205,7 @@ def test_wrong_values(write: Write, line: str, parts: tuple[str, ...]) -> None:
         ({"device": '["gpu"]'}, ("'gpu'", "`cpu` or `cuda:N`")),
         ({"device": '["cuda:-1"]'}, ("'cuda:-1'", "`cuda:N`")),
         ({"device": '["cuda:٣"]'}, ("`cuda:N`",)),
-        ({"device": '["cuda:0", "cuda:1"]'}, ("lists 2", "not supported yet", "one device")),
+        ({"device": '["cuda:0", "cuda:1"]'}, ("lists 2", "each rank", "tensor_parallel_size = 2")),
         ({"device": "[0]"}, ("driver.device[0]", "expected string")),
         ({"snapshot_dir": '""'}, ("model.snapshot_dir", "names no directory")),
         ({"snapshot_dir": r'"\u0000"'}, ("model.snapshot_dir", "names no directory")),

@@ -75,18 +75,25 @@ class Bench:
         return row
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+@pytest.fixture(
+    scope="module",
+    params=[("float32", 1), ("bfloat16", 1), ("float32", 2)],
+    ids=lambda param: f"{param[0]}-tp{param[1]}",
+)
 def driver(
     request: pytest.FixtureRequest, llama_snapshot: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[drivers.Driver]:
+    dtype, ranks = request.param
     config = drivers.write_config(
         tmp_path_factory.mktemp("copies"),
         llama_snapshot,
-        activation_dtype=request.param,
+        activation_dtype=dtype,
         options={"cpu_mem_budget_in_gb": 1, "page_size": PAGE},
+        **drivers.spread(ranks),
     )
     with drivers.fork(config) as driver:
-        assert driver.caps["swap_pool_size"] == BUDGET // PAGE_BYTES[request.param]
+        # Each rank has a part of the budget, and the same part of a page.
+        assert driver.caps["swap_pool_size"] == BUDGET // PAGE_BYTES[dtype]
         yield driver
     assert driver.stop() == 0
     assert not driver.region.exists()

@@ -42,17 +42,20 @@ class Traced:
 LANES = ("launch", "forward")
 
 
-def start(folder: Path, snapshot: Path, **options: object) -> Iterator[Traced]:
+def start(folder: Path, snapshot: Path, ranks: int = 1, **options: object) -> Iterator[Traced]:
     trace = folder / "trace.json"
-    config = drivers.write_config(folder, snapshot, options={"trace_file": str(trace), **options})
+    options = {"trace_file": str(trace), **options}
+    config = drivers.write_config(folder, snapshot, options=options, **drivers.spread(ranks))
     with drivers.fork(config) as driver:
         yield Traced(driver, trace)
     assert driver.stop() == 0
 
 
-@pytest.fixture(scope="module")
-def traced(llama_snapshot: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Traced]:
-    yield from start(tmp_path_factory.mktemp("lane"), llama_snapshot)
+@pytest.fixture(scope="module", params=[1, 2], ids=["tp1", "tp2"])
+def traced(
+    request: pytest.FixtureRequest, llama_snapshot: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Traced]:
+    yield from start(tmp_path_factory.mktemp("lane"), llama_snapshot, request.param)
 
 
 def both(traced: Traced, requests: list[Request], probed: list[Request]) -> list[list[int]]:

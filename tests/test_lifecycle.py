@@ -209,9 +209,7 @@ class TestNetwork:
             assert socket_inodes(os.getpid()) & network_inodes(os.getpid())
 
     def test_no_other_process_belongs_to_the_driver(self, llama_driver: drivers.Driver) -> None:
-        pid = llama_driver.process.pid
-        children = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children")]
-        assert not "".join(children).split()
+        assert not rc.children(llama_driver.process.pid)
 
 
 def assert_ends(start: rc.Start) -> None:

@@ -23,7 +23,8 @@ pytestmark = pytest.mark.engine
 TOLERANCE = 1e-4
 PAGE = 16
 CHUNK = 64
-MODELS = ("llama", "qwen3", "gemma3", "gemma2")
+MODELS = (("llama", 1), ("qwen3", 1), ("gemma3", 1), ("gemma2", 1), ("llama", 2))
+"""And over how many ranks they are spread."""
 
 Bits = list[bool]
 
@@ -149,15 +150,17 @@ def assert_close(found: Sequence[Sequence[float]], expected: torch.Tensor) -> No
     torch.testing.assert_close(got, expected, rtol=0, atol=TOLERANCE)
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=MODELS, ids=lambda param: f"{param[0]}-tp{param[1]}")
 def shared(
     request: pytest.FixtureRequest, models_folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Bench]:
     drivers.start_fork_server()
-    snapshot = tiny_models.build(request.param, models_folder)
+    model, ranks = request.param
+    snapshot = tiny_models.build(model, models_folder)
     reference = MaskedReference(snapshot)
     options = {"page_size": PAGE, "chunked_prefill_size": CHUNK}
-    config = drivers.write_config(tmp_path_factory.mktemp("masks"), snapshot, options=options)
+    folder, devices = tmp_path_factory.mktemp("masks"), drivers.spread(ranks)
+    config = drivers.write_config(folder, snapshot, options=options, **devices)
     with drivers.fork(config) as driver:
         yield Bench(driver, reference)
     assert driver.stop() == 0

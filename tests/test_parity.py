@@ -30,10 +30,12 @@ class Case(NamedTuple):
     model: str
     page_size: int
     chunk: int | None
+    ranks: int = 1
 
     def __str__(self) -> str:
         chunk = f"-chunk{self.chunk}" if self.chunk else ""
-        return f"{self.model}-page{self.page_size}{chunk}"
+        ranks = f"-tp{self.ranks}" if self.ranks > 1 else ""
+        return f"{self.model}-page{self.page_size}{chunk}{ranks}"
 
     @property
     def options(self) -> dict[str, Any]:
@@ -42,7 +44,7 @@ class Case(NamedTuple):
         return {"page_size": self.page_size, **chunk}
 
 
-SIZES = ((1, None), (16, None), (64, None), (16, CHUNK))
+SIZES = ((1, None), (16, None), (64, None), (16, CHUNK), (16, None, 2))
 CASES = [Case(model, *sizes) for model in tiny_models.model_names() for sizes in SIZES]
 
 
@@ -146,7 +148,9 @@ def served(
     snapshot = tiny_models.snapshot(case.model, models_folder)
     reference = load_reference(references, case.model, snapshot)
     folder = tmp_path_factory.mktemp(case.model)
-    with drivers.fork(drivers.write_config(folder, snapshot, options=case.options)) as driver:
+    devices = drivers.spread(case.ranks)
+    config = drivers.write_config(folder, snapshot, options=case.options, **devices)
+    with drivers.fork(config) as driver:
         assert driver.caps["kv_page_size"] == case.page_size
         yield driver, reference
     assert driver.stop() == 0

@@ -136,19 +136,19 @@ class TestSize:
     @pytest.mark.parametrize(("gib", "pages"), [(0, 0), (1, 64), (3, 192)])
     def test_whole_pages(self, gib: int, pages: int) -> None:
         assert page_bytes(self.BUFFERS) == 16 << 20
-        assert host_pages(gib, self.BUFFERS) == pages
+        assert host_pages(gib << 30, self.BUFFERS) == pages
 
     def test_the_last_page_must_fit_whole(self) -> None:
         width = (1 << 18) - 1
-        assert host_pages(1, [torch.empty((4, width + 2), device="meta")]) == 1023
-        assert host_pages(1, [torch.empty((4, width), device="meta")]) == 1024
+        assert host_pages(1 << 30, [torch.empty((4, width + 2), device="meta")]) == 1023
+        assert host_pages(1 << 30, [torch.empty((4, width), device="meta")]) == 1024
 
     def test_a_page_larger_than_the_budget(self) -> None:
         buffers = [torch.empty((4, 3 << 28), device="meta")]
         with pytest.raises(
-            StartError, match=r"`cpu_mem_budget_in_gb` is 2, .* one page of 3\.0 GiB"
+            StartError, match=r"`cpu_mem_budget_in_gb` gives 2 GiB .* one page of 3\.0 GiB"
         ):
-            host_pages(2, buffers)
+            host_pages(2 << 30, buffers)
         assert host_pages(0, buffers) == 0
 
     def test_memory_that_cannot_be_had(self) -> None:

@@ -39,11 +39,11 @@ STEPS = 200
 NEVER_PARK = 2**64 - 1
 
 
-def check_walk(model: Path, steps: int, attention: str) -> None:
+def check_walk(model: Path, steps: int, attention: str, device: str = "cuda:0") -> None:
     """Both lanes over a random walk."""
     vocab = json.loads((model / "config.json").read_text())["vocab_size"]
     options = {"page_size": PAGE, "attention_backend": attention}
-    with driver(model, options) as (client, caps):
+    with driver(model, options, device) as (client, caps):
         walk = Walk(client, min(caps["total_pages"], 4000), PAGE, vocab, seed=1)
         walk.run(steps)
     ulps = [d.gap / 2.0 ** (math.floor(math.log2(abs(d.best))) - 7) for d in walk.differences]

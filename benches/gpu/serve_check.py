@@ -44,11 +44,13 @@ def driver(
     dtype: str = "bfloat16",
     spin_budget_us: int = 2**64 - 1,
 ) -> Iterator[tuple[Client, dict[str, int]]]:
-    """A driver process and its capabilities."""
+    """A driver process on one device, or several with commas between, and its capabilities."""
     folder = Path(tempfile.mkdtemp())
     group = os.getpid() % 100_000
     lines = ["[model]", 'name = "check"', 'hf_repo = ""', f'snapshot_dir = "{model}"', "[driver]"]
-    lines += [f"group_id = {group}", f'device = ["{device}"]', f'activation_dtype = "{dtype}"']
+    devices = device.split(",")
+    lines += [f"group_id = {group}", f"device = {json.dumps(devices)}"]
+    lines += [f"tensor_parallel_size = {len(devices)}", f'activation_dtype = "{dtype}"']
     lines += [f'spin_budget_us = "{spin_budget_us}"', "[driver.options]"]
     lines += [f"{key} = {json.dumps(value)}" for key, value in options.items()]
     config = folder / "driver.toml"
@@ -98,7 +100,9 @@ def step(tokens: list[int], start: int, first_page: int, context: int) -> Reques
     return Request(tokens, positions, pages(first_page, end), length, slots, context_id=context)
 
 
-def check_pocket(model: Path, backend: str, new_tokens: int = 48) -> None:
+def check_pocket(
+    model: Path, backend: str, new_tokens: int = 48, *, device: str = "cuda:0"
+) -> None:
     """Greedy parity of four contexts decoded together."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -107,7 +111,7 @@ def check_pocket(model: Path, backend: str, new_tokens: int = 48) -> None:
         model, dtype=torch.float32, attn_implementation="eager"
     )
     prompts = [[(7 * i + 11 * c) % 2000 + 300 for i in range(5 + 30 * c)] for c in range(4)]
-    with driver(model, {"attention_backend": backend, "page_size": PAGE}) as (client, _):
+    with driver(model, {"attention_backend": backend, "page_size": PAGE}, device) as (client, _):
         ids = [list(prompt) for prompt in prompts]
         batch = [step(prompt, 0, 200 * c, c + 1) for c, prompt in enumerate(prompts)]
         for _ in range(new_tokens):

@@ -6,7 +6,7 @@ from _typeshed import SupportsGetItem
 from typing import Any, Final, SupportsFloat, SupportsIndex, final
 from typing_extensions import Buffer
 
-__all__ = ["REHEARSAL_ADAPTER", "AttentionMask", "Batch", "Client", "Copy", "Drafter", "ExitGuard", "Image", "ImageSpan", "Lane", "Load", "Pass", "PassImages", "Planner", "Reply", "Request", "Sampler", "Server", "SlotGroup", "Step", "build_info", "encode_forward", "graph_layout"]
+__all__ = ["REHEARSAL_ADAPTER", "AttentionMask", "Batch", "Broadcast", "Client", "Copy", "Drafter", "ExitGuard", "Follower", "Image", "ImageSpan", "Lane", "Load", "Pass", "PassImages", "Planner", "Reply", "Request", "Sampler", "Server", "SlotGroup", "Step", "build_info", "die_with_parent", "encode_forward", "graph_layout"]
 
 REHEARSAL_ADAPTER: Final[int]
 """
@@ -117,6 +117,39 @@ class Batch:
     def tokens(self, /) -> int:
         """
         Rows that the model computes, drafts included.
+        """
+
+@final
+class Broadcast:
+    """
+    Tells the other ranks of a model what this one is about to do, in shared memory without a name.
+    """
+    def __new__(cls, /, followers: SupportsIndex) -> Broadcast:
+        """
+        A broadcast to `followers` others.
+
+        Raises:
+            RingError: The memory cannot be had.
+        """
+    @property
+    def fd(self, /) -> int:
+        """
+        The descriptor that the followers' processes must inherit.
+        """
+    def send(self, /, data: bytes) -> None:
+        """
+        Hands a command to the followers, in the order of everything else that they are told.
+
+        Raises:
+            RingError: A follower has spoilt the memory.
+        """
+    def send_block(self, /, block: Buffer, end: SupportsIndex) -> None:
+        """
+        Hands the first `end` bytes of the staging block to the followers.
+
+        Raises:
+            RingError: A follower has spoilt the memory.
+            ValueError: The block is shorter.
         """
 
 @final
@@ -274,10 +307,41 @@ class ExitGuard:
         Raises:
             RingError: The process has a guard already, or the handler cannot be set.
         """
+    def exit(self, /, status: SupportsIndex) -> None:
+        """
+        Removes the regions and ends the process at once, from any thread and whatever the others do.
+        """
     @staticmethod
     def inert() -> ExitGuard:
         """
         A guard that handles nothing, for a host with its own signal handling.
+        """
+
+@final
+class Follower:
+    """
+    A rank's end of a `Broadcast`: iterates over the commands, and does in between what needs no Python. It keeps the staging
+    block as the leader's is, and runs the leader's steps on its own lane.
+    """
+    def __iter__(self, /) -> Follower: ...
+    def __new__(cls, /, fd: SupportsIndex, index: SupportsIndex, block: Buffer, *, spin_budget_us: SupportsIndex, lane: Lane | None = None) -> Follower:
+        """
+        Follower number `index`, from 0.
+
+        Args:
+            fd: `Broadcast.fd`, inherited; the follower takes it.
+            index: Which follower this is; each can be taken once.
+            block: This rank's staging block: writable bytes that only the engine reads.
+            spin_budget_us: As `Server`.
+            lane: Runs the leader's steps.
+
+        Raises:
+            RingError: The descriptor is no broadcast's, or the follower is taken.
+            ValueError: The block is not writable, or the lane already serves.
+        """
+    def __next__(self, /) -> bytes:
+        """
+        Waits for the next command, without the GIL. It does not end by itself.
         """
 
 @final
@@ -325,6 +389,11 @@ class ImageSpan:
         Tells it from every other image that the planner has seen.
         """
     @property
+    def pixels(self, /) -> memoryview:
+        """
+        The pixels, as bytes.
+        """
+    @property
     def request(self, /) -> int:
         """
         Its request within the pass.
@@ -366,6 +435,13 @@ class Lane:
         Raises:
             RuntimeError: There is no CUDA driver, or no context on this thread.
             ValueError: A buffer is too small.
+        """
+    def lead(self, /, broadcast: Broadcast) -> None:
+        """
+        Tells the other ranks of a model of every step, so that their lanes run it, too.
+
+        Raises:
+            ValueError: The lane already serves.
         """
 
 @final
@@ -701,6 +777,9 @@ class Server:
     def __next__(self, /) -> Batch | Copy | Step | Load:
         """
         Waits for the next job, without the GIL; ends when the server was stopped.
+
+        Raises:
+            RuntimeError: A step failed on one rank of several, so that none can go on.
         """
     @property
     def name(self, /) -> str:
@@ -867,6 +946,12 @@ class Step:
 def build_info() -> dict[str, str]:
     """
     Facts about this build for bug reports: `version`, `profile` and `target`.
+    """
+
+def die_with_parent(parent: SupportsIndex) -> None:
+    """
+    Has the kernel kill this process as soon as its parent dies, which must be the process `parent`; kills it at once if it is
+    another.
     """
 
 def encode_forward(requests: SupportsGetItem[int, Request], driver_id: SupportsIndex = 0) -> bytes:

@@ -25,6 +25,9 @@ logger = logging.getLogger(__name__)
 #: The activation types that the driver can run.
 ACTIVATION_DTYPES: Final = ("bfloat16", "float16", "float32")
 
+#: The most devices of one model: SGLang's fast kernels know up to 8, the rest is room.
+MAX_RANKS: Final = 64
+
 _MAX_FILE_BYTES: Final = 1 << 20
 _U32_MAX: Final = 2**32 - 1
 _U64_MAX: Final = 2**64 - 1
@@ -53,11 +56,11 @@ class DriverSection(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         group_id: Global index of this group; determines the name of the region.
-        device: The one device of this driver, `cpu` or `cuda:N`.
-        tensor_parallel_size: Devices of one model; 1.
+        device: The devices that the model is spread over, all `cpu` or different `cuda:N`.
+        tensor_parallel_size: How many there are.
         activation_dtype: One of `ACTIVATION_DTYPES`.
         random_seed: The user's 64-bit seed; may be negative.
-        master_port: TCP port for a rendezvous.
+        master_port: TCP port for a rendezvous; unused, the ranks of one host meet without a port.
         ready_timeout_s: How long the runtime waits for the handshake, in seconds.
         spin_budget_us: How long to spin for a request before parking, in microseconds; 2**64 - 1
             for ever.
@@ -124,6 +127,7 @@ def load_config(path: Path) -> DriverConfig:
     driver = _check_driver(table.driver)
     model = _check_model(table.model)
     hf_config = load_hf_config(model.snapshot_dir)
+    _check_heads(hf_config, driver.tensor_parallel_size)
     load_format = driver.options.server_args.get("load_format", "auto")
     _check_weights(model.snapshot_dir, load_format)
     _check_tokenizer(model.snapshot_dir)
@@ -233,7 +237,7 @@ def _check_driver(table: _DriverTable) -> DriverSection:
     _check_range("driver.random_seed", table.random_seed, -(2**63), _U64_MAX)
     _check_range("driver.master_port", table.master_port, 1, 65535)
     _check_range("driver.ready_timeout_s", table.ready_timeout_s, 0, float("inf"))
-    device = _check_devices(table.device, table.tensor_parallel_size)
+    devices = _check_devices(table.device, table.tensor_parallel_size)
     if table.activation_dtype not in ACTIVATION_DTYPES:
         raise ConfigError(
             f"`driver.activation_dtype` is {quoted(table.activation_dtype)}, "
@@ -242,14 +246,14 @@ def _check_driver(table: _DriverTable) -> DriverSection:
         )
     return DriverSection(
         group_id=table.group_id,
-        device=(device,),
-        tensor_parallel_size=1,
+        device=devices,
+        tensor_parallel_size=len(devices),
         activation_dtype=table.activation_dtype,
         random_seed=table.random_seed,
         master_port=table.master_port,
         ready_timeout_s=table.ready_timeout_s,
         spin_budget_us=_check_spin_budget(table.spin_budget_us),
-        options=parse_options(table.options, device),
+        options=_check_options(table.options, devices),
     )
 
 
@@ -274,21 +278,56 @@ def _check_spin_budget(value: int | str) -> int:
     return number
 
 
-def _check_devices(listed: list[str] | str, tensor_parallel_size: int) -> str:
-    """Return the one device."""
+def _check_devices(listed: list[str] | str, tensor_parallel_size: int) -> tuple[str, ...]:
+    """Return the devices, one for each rank."""
     devices = [listed] if isinstance(listed, str) else listed
     if not devices:
         raise ConfigError("`driver.device` is empty", 'set `device = ["cuda:0"]` or `["cpu"]`')
-    checked = [_check_device(device) for device in devices]
-    _check_range("driver.tensor_parallel_size", tensor_parallel_size, 1, _U32_MAX)
-    if len(checked) > 1 or tensor_parallel_size > 1:
+    checked = tuple(_check_device(device) for device in devices)
+    _check_range("driver.tensor_parallel_size", tensor_parallel_size, 1, MAX_RANKS)
+    if len(checked) != tensor_parallel_size:
         raise ConfigError(
             f"`driver.device` lists {len(checked)} and `driver.tensor_parallel_size` is "
-            f"{tensor_parallel_size}: several devices for one model are not supported yet",
-            f"use one device, e.g. `device = [{json.dumps(checked[0])}]` and "
-            "`tensor_parallel_size = 1` under [model.driver]",
+            f"{tensor_parallel_size}: each rank needs one device",
+            f"list {tensor_parallel_size} under `device`, or set "
+            f"`tensor_parallel_size = {len(checked)}` under [model.driver]",
         )
-    return checked[0]
+    if len({device.partition(":")[0] for device in checked}) > 1:
+        raise ConfigError(
+            f"`driver.device` is {quoted(list(checked))}: one model needs CPU or GPUs, not both",
+            "list devices of one kind",
+        )
+    doubled = next((device for device in checked if checked.count(device) > 1), "cpu")
+    if doubled != "cpu":
+        raise ConfigError(
+            f"`driver.device` lists {doubled} more than once: each rank needs a GPU of its own",
+            "list different GPUs",
+        )
+    return checked
+
+
+def _check_options(table: dict[str, Any], devices: tuple[str, ...]) -> DriverOptions:
+    options = parse_options(table, devices[0])
+    if len(devices) > 1 and options.enable_lora:
+        raise ConfigError(
+            f"option `enable_lora` is set and `driver.tensor_parallel_size` is {len(devices)}: "
+            "adapters run on one device only",
+            "remove `enable_lora`, or use one device",
+        )
+    return options
+
+
+def _check_heads(hf_config: Mapping[str, Any], ranks: int) -> None:
+    """Refuse a model whose attention heads cannot be dealt out evenly."""
+    text = hf_config.get("text_config")
+    heads = (text if isinstance(text, dict) else hf_config).get("num_attention_heads")
+    if ranks > 1 and isinstance(heads, int) and heads % ranks:
+        fitting = [str(count) for count in range(1, ranks) if heads % count == 0]
+        raise ConfigError(
+            f"`driver.tensor_parallel_size` is {ranks}, but the model has {heads} attention heads, "
+            "which cannot be dealt out evenly",
+            f"use {' or '.join(fitting)} devices",
+        )
 
 
 def _check_device(device: str) -> str:

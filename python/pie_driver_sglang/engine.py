@@ -45,6 +45,10 @@ class Engine(Protocol):
     """A loaded model with its KV pool. All calls come from one thread."""
 
     @property
+    def recovers(self) -> bool:
+        """Whether it can go on after a call that failed."""
+
+    @property
     def facts(self) -> Facts:
         """Sizes and names of the loaded model."""
 

@@ -7,13 +7,16 @@ a second, before torch or SGLang is imported.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import functools
 import logging
 import os
 import signal
 import sys
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,13 +26,16 @@ from pie_driver_sglang.config import DriverConfig, load_config
 from pie_driver_sglang.device import check_device
 from pie_driver_sglang.errors import DriverError, RingError, StartError
 from pie_driver_sglang.handshake import UNLIMITED, Capabilities, Handshake
+from pie_driver_sglang.leader import LeadingEngine
 from pie_driver_sglang.logs import configure_logging, format_failure
 from pie_driver_sglang.memory import check_budget
+from pie_driver_sglang.parallel import ALONE, Rank, Start, Workers
 from pie_driver_sglang.serve import serve, warm_up
 from pie_driver_sglang.trace import open_trace
 
 if TYPE_CHECKING:
     from pie_driver_sglang.engine import Engine, Facts
+    from pie_driver_sglang.sglang.engine import SglangEngine
 
 logger = logging.getLogger(__name__)
 
@@ -42,12 +48,18 @@ NEVER_PARK = 2**64 - 1
 """The `spin_budget_us` of the latency profile."""
 
 
-def main(argv: Sequence[str] | None = None, guard: _core.ExitGuard | None = None) -> int:
+def main(
+    argv: Sequence[str] | None = None,
+    guard: _core.ExitGuard | None = None,
+    start_worker: Start | None = None,
+) -> int:
     """Runs the driver.
 
     Args:
         argv: The arguments behind the program's name; None for the process's own.
         guard: Handles SIGTERM already; None to handle it from here on.
+        start_worker: How to start the other ranks of a model on several devices; None for new
+            interpreters.
 
     Returns:
         The exit status of a failed start, or 0. A running driver ends by SIGTERM or with its
@@ -64,7 +76,11 @@ def main(argv: Sequence[str] | None = None, guard: _core.ExitGuard | None = None
             # SGLang and torch warn about platforms and formats that nobody asked for.
             warnings.simplefilter("ignore")
         with Handshake(arguments.handshake_fd) as handshake:
-            run(load_config(arguments.config), guard or _core.ExitGuard(), handshake)
+            guard = guard or _core.ExitGuard()
+            config = load_config(arguments.config)
+            check_budget(config.driver.options.cpu_mem_budget_in_gb)
+            workers = functools.partial(_workers, arguments.config, config, guard, start_worker)
+            run(config, guard, handshake, workers)
     except DriverError as error:
         logger.debug("the start failed", exc_info=True)
         return _fail(error)
@@ -76,8 +92,19 @@ def main(argv: Sequence[str] | None = None, guard: _core.ExitGuard | None = None
     return 0
 
 
-def run(config: DriverConfig, guard: _core.ExitGuard, handshake: Handshake) -> None:
+def run(
+    config: DriverConfig,
+    guard: _core.ExitGuard,
+    handshake: Handshake,
+    start_workers: Callable[[], AbstractContextManager[Workers | None]],
+) -> None:
     """Starts the driver, announces it and serves.
+
+    Args:
+        config: What to serve.
+        guard: Removes the region when this process must end.
+        handshake: The way to the runtime.
+        start_workers: Starts the other ranks, if there are any, for as long as its context lasts.
 
     Raises:
         DriverError: The start failed; no region is left behind.
@@ -88,26 +115,30 @@ def run(config: DriverConfig, guard: _core.ExitGuard, handshake: Handshake) -> N
     try:
         # Only now: a driver that must leave to a live one leaves its trace alone, too.
         trace = open_trace(driver.options.trace_file)
-        engine = _start(config, server)
-        facts = engine.facts
-        caps = capabilities(config, facts, server.request_capacity)
-        handshake.announce(driver.group_id, server.name, caps)
-        logger.info(
-            "serving %s (%s) on %s: %s, attention %s, %d pages of %d tokens, %d more on the host, "
-            "ready in %.1f s",
-            config.model.name or config.model.snapshot_dir.name,
-            facts.arch_name,
-            driver.device[0],
-            facts.dtype,
-            facts.attention_backend,
-            facts.total_pages,
-            facts.page_size,
-            facts.host_pages,
-            time.monotonic() - started,
-        )
-        serve(server, engine, trace)
+        with start_workers() as workers:
+            engine = _start(config, server, workers)
+            caps = capabilities(config, engine.facts, server.request_capacity)
+            handshake.announce(driver.group_id, server.name, caps)
+            _log_ready(config, engine.facts, time.monotonic() - started)
+            serve(server, engine, trace)
     finally:
         server.unlink()
+
+
+def _log_ready(config: DriverConfig, facts: Facts, seconds: float) -> None:
+    logger.info(
+        "serving %s (%s) on %s: %s, attention %s, %d pages of %d tokens, %d more on the host, "
+        "ready in %.1f s",
+        config.model.name or config.model.snapshot_dir.name,
+        facts.arch_name,
+        ", ".join(config.driver.device),
+        facts.dtype,
+        facts.attention_backend,
+        facts.total_pages,
+        facts.page_size,
+        facts.host_pages,
+        seconds,
+    )
 
 
 def capabilities(config: DriverConfig, facts: Facts, request_bytes: int) -> Capabilities:
@@ -197,21 +228,48 @@ def _open_region(config: DriverConfig, guard: _core.ExitGuard) -> _core.Server:
         raise StartError(message, hint or f"{remedy} in the options") from error
 
 
-def _start(config: DriverConfig, server: _core.Server) -> Engine:
-    """Loads the model and runs every kind of pass once."""
+def load_rank(config: DriverConfig, rank: Rank) -> tuple[_core.Planner, SglangEngine]:
+    """Loads a rank's part of the model; all ranks do so at once.
+
+    Raises:
+        DriverError: The device is not there, or the model cannot be loaded or served on it.
+    """
     from pie_driver_sglang.sglang import environment
 
     driver = config.driver
     architectures = config.model.hf_config["architectures"]
     spins = driver.spin_budget_us == NEVER_PARK
-    environment.prepare(driver.device[0], architectures, spins=spins)
-    check_budget(driver.options.cpu_mem_budget_in_gb)
-    check_device(driver.device[0])
+    environment.prepare(driver.device[rank.number], architectures, spins=spins, ranks=rank.size)
+    check_device(driver.device[rank.number])
     logger.info("importing SGLang")
     from pie_driver_sglang.sglang.load import load_engine
 
     logger.info("loading %s", config.model.snapshot_dir)
-    planner, engine = load_engine(config)
+    return load_engine(config, rank)
+
+
+@contextlib.contextmanager
+def _workers(
+    path: Path, config: DriverConfig, guard: _core.ExitGuard, start: Start | None
+) -> Iterator[Workers | None]:
+    """The other ranks of a model on several devices; None for a model on one."""
+    devices = config.driver.device
+    if len(devices) == 1:
+        yield None
+        return
+
+    def fail(error: DriverError) -> None:
+        guard.exit(_fail(error))
+
+    with Workers(path, devices, fail, start) as workers:
+        yield workers
+
+
+def _start(config: DriverConfig, server: _core.Server, workers: Workers | None) -> Engine:
+    """Loads the model and runs every kind of pass once."""
+    driver = config.driver
+    planner, own = load_rank(config, ALONE if workers is None else workers.rank)
+    engine: Engine = own if workers is None else LeadingEngine(own, workers.broadcast)
     server.serve(
         planner,
         engine.block.data,
@@ -226,7 +284,7 @@ def _start(config: DriverConfig, server: _core.Server) -> Engine:
     except Exception as error:
         logger.debug("the warm-up failed", exc_info=True)
         raise StartError(
-            f"the model loads but does not run on {driver.device[0]}: {error}",
+            f"the model loads but does not run on {', '.join(driver.device)}: {error}",
             "use another `attention_backend`, device or model",
         ) from error
     return engine

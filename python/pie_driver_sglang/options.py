@@ -200,7 +200,10 @@ OWNERS: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
             "the driver writes its own log and serves no metrics",
             "set the environment variable PIE_DRIVER_LOG for the log level and remove the key",
         ),
-        "parallel": ("this driver uses one device", "remove the key"),
+        "parallel": (
+            "the driver spreads a model over its devices by itself",
+            "list `device`, set `tensor_parallel_size` under [model.driver] and remove the key",
+        ),
         "pool": ("the driver lays out the KV pages itself", "set `page_size` or remove the key"),
         "prefix_cache": ("the runtime shares prefixes itself", "remove the key"),
         "sampling": ("the driver samples as each request asks", "remove the key"),

@@ -109,6 +109,8 @@ def _serve_batch(batch: _core.Batch, engine: Engine, trace: Trace | None) -> Non
             tokens,
             extra={"kind": "forward"},
         )
+        if not engine.recovers:
+            raise
         return
     if trace is not None:
         phases = {
@@ -148,6 +150,8 @@ def _serve_copy(copy: _core.Copy, engine: Engine) -> None:
             extra={"kind": "copy"},
         )
         copy.commit(STATUS_FAILED)
+        if not engine.recovers:
+            raise
     else:
         copy.commit(STATUS_OK)
 

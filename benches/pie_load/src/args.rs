@@ -64,7 +64,7 @@ pub(crate) struct DriverArgs {
     /// Model folder.
     #[arg(long)]
     pub(crate) model: PathBuf,
-    /// `cuda:N` or `cpu`.
+    /// `cuda:N` or `cpu`; several, with commas between, share the model.
     #[arg(long, default_value = "cuda:0")]
     pub(crate) device: String,
     /// Activation type; bfloat16, on the CPU float32, where half precision is emulated.
@@ -98,7 +98,7 @@ pub(crate) struct DriverArgs {
 
 impl DriverArgs {
     pub(crate) fn dtype(&self) -> &str {
-        let default = if self.device == "cpu" {
+        let default = if self.device.starts_with("cpu") {
             "float32"
         } else {
             "bfloat16"

@@ -72,14 +72,16 @@ pub(crate) fn driver_toml(args: &DriverArgs, group: u32, options: Table) -> Stri
         ("hf_repo", text(&args.model)),
         ("snapshot_dir", text(&args.model)),
     ]);
+    let devices: Vec<_> = args.device.split(',').map(str::to_owned).collect();
+    let ranks = devices.len() as i64;
     let port = 29_500 + i64::from(std::process::id() % 1000);
     let driver = table([
         ("group_id", Value::Integer(group.into())),
         (
             "device",
-            Value::Array(vec![Value::String(args.device.clone())]),
+            Value::Array(devices.into_iter().map(Value::String).collect()),
         ),
-        ("tensor_parallel_size", Value::Integer(1)),
+        ("tensor_parallel_size", Value::Integer(ranks)),
         ("activation_dtype", Value::String(args.dtype().to_owned())),
         ("random_seed", Value::Integer(args.seed)),
         ("master_port", Value::Integer(port)),

@@ -10,12 +10,10 @@ from unittest import mock
 
 import psutil
 import torch
-import torch.distributed as dist
 from sglang.kernels.ops.mamba.triton_ops import (
     initialize_mamba_selective_state_update_backend,
 )
 from sglang.srt.configs.model_config import ModelConfig
-from sglang.srt.distributed.parallel_state_wrapper import ParallelState
 from sglang.srt.layers import logits_processor
 from sglang.srt.layers.moe import initialize_moe_config
 from sglang.srt.layers.quantization.fp4_utils import initialize_fp4_gemm_config
@@ -23,6 +21,7 @@ from sglang.srt.layers.quantization.fp8_utils import initialize_fp8_gemm_config
 from sglang.srt.layers.quantization.unquant import initialize_bf16_gemm_config
 from sglang.srt.layers.rotary_embedding import base as rotary_base
 from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool, ReqToTokenPool
+from sglang.srt.model_executor import model_runner
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.plugins import load_plugins
 from sglang.srt.runtime_context import publish
@@ -31,7 +30,8 @@ from sglang.srt.utils import set_random_seed
 
 from pie_driver_sglang.config import DriverConfig
 from pie_driver_sglang.errors import DriverError, StartError, quoted
-from pie_driver_sglang.sglang import adapters, paged_attention, support
+from pie_driver_sglang.parallel import Rank
+from pie_driver_sglang.sglang import adapters, groups, paged_attention, support
 from pie_driver_sglang.sglang.state import widen
 
 logger = logging.getLogger(__name__)
@@ -61,21 +61,21 @@ class _Runner(ModelRunner):
             super().init_lora_manager()
 
 
-def boot(config: DriverConfig) -> Booted:
-    """Loads the model and allocates its KV pool.
+def boot(config: DriverConfig, rank: Rank) -> Booted:
+    """Loads a rank's part of the model and allocates its KV pool.
 
     Raises:
         StartError: The device, the memory or the model's architecture does not allow it.
     """
     options = config.driver.options
     load_plugins()
-    device_type, _, index = config.driver.device[0].partition(":")
+    device_type, _, index = config.driver.device[rank.number].partition(":")
     gpu_id = int(index or 0)
     if device_type == "cuda":
         # Captured graphs and everything else in one order; the default stream cannot be captured.
         torch.cuda.set_stream(torch.cuda.Stream(gpu_id))  # type: ignore[no-untyped-call]
     with _translated_failures(config):
-        runner = _load_model(_server_args(config, device_type), gpu_id)
+        runner = _load_model(_server_args(config, device_type), gpu_id, rank)
         runner.alloc_memory_pool()
         support.check_pool(runner)
         page_size = runner.server_args.page_size
@@ -98,7 +98,12 @@ def boot(config: DriverConfig) -> Booted:
     return Booted(runner, row_pages, options.max_forward_requests)
 
 
-def _load_model(args: ServerArgs, gpu_id: int) -> ModelRunner:
+def _load_model(args: ServerArgs, gpu_id: int, rank: Rank) -> ModelRunner:
+    with groups.joined(rank, args.device):
+        return _load_joined(args, gpu_id, rank)
+
+
+def _load_joined(args: ServerArgs, gpu_id: int, rank: Rank) -> ModelRunner:
     publish(args, role="scheduler")
     model_config = ModelConfig.from_server_args(args)
     support.check_config(model_config, args.attention_backend)
@@ -106,7 +111,14 @@ def _load_model(args: ServerArgs, gpu_id: int) -> ModelRunner:
         # Without these SGLang's rotary embedding and soft-capped logits ask for CUDA kernels.
         rotary_base._is_cpu = True
         logits_processor._is_cpu = True
-        args.override("pie_driver_sglang", max_total_tokens=_cpu_pool_tokens(model_config, args))
+        tokens = groups.least(_cpu_pool_tokens(model_config, args))
+        if tokens < args.page_size:
+            raise StartError(
+                f"a tenth of the free memory holds {tokens} tokens of KV, less than one page of "
+                f"{args.page_size}",
+                hint="free memory or choose a smaller model",
+            )
+        args.override("pie_driver_sglang", max_total_tokens=tokens)
         publish(args, role="scheduler")
     # What SGLang's scheduler does before it makes a runner.
     initialize_moe_config(args)
@@ -115,12 +127,12 @@ def _load_model(args: ServerArgs, gpu_id: int) -> ModelRunner:
     initialize_bf16_gemm_config(args)
     initialize_mamba_selective_state_update_backend(args)
     set_random_seed(args.random_seed)
-    with _single_process_groups():
+    with _unpadded():
         runner = _Runner(
             model_config=model_config,
             mem_fraction_static=args.mem_fraction_static,
             gpu_id=gpu_id,
-            ps=ParallelState.trivial(gpu_id=gpu_id),
+            ps=groups.state(rank, gpu_id),
             nccl_port=0,
             server_args=args,
         )
@@ -144,6 +156,9 @@ def _server_args(config: DriverConfig, device_type: str) -> ServerArgs:
         "trust_remote_code": options.trust_remote_code,
         "context_length": options.context_length,
         "chunked_prefill_size": options.chunked_prefill_size,
+        "tp_size": config.driver.tensor_parallel_size,
+        # It would use NVLink's multicast.
+        "enforce_disable_flashinfer_allreduce_fusion": True,
         "skip_tokenizer_init": True,
         "disable_radix_cache": True,
         "disable_cuda_graph": True,
@@ -158,41 +173,29 @@ def _server_args(config: DriverConfig, device_type: str) -> ServerArgs:
 
 
 def _cpu_pool_tokens(model_config: ModelConfig, args: ServerArgs) -> int:
-    """max(2 x context, 65,536) tokens, at most a tenth of the free memory."""
+    """max(2 x context, 65,536) tokens, at most a tenth of the free memory over all ranks."""
     layers = model_config.num_hidden_layers
-    width = model_config.get_num_kv_heads(1) * (model_config.head_dim + model_config.v_head_dim)
+    heads = model_config.get_num_kv_heads(args.tp_size)
+    width = heads * (model_config.head_dim + model_config.v_head_dim)
     token_bytes = layers * width * model_config.dtype.itemsize
-    affordable = int(psutil.virtual_memory().available * CPU_POOL_SHARE) // token_bytes
+    share = CPU_POOL_SHARE / args.tp_size
+    affordable = int(psutil.virtual_memory().available * share) // token_bytes
     tokens = min(max(2 * model_config.context_len, CPU_POOL_TOKENS), affordable)
-    if tokens < args.page_size:
-        raise StartError(
-            f"a tenth of the free memory holds {tokens} tokens of KV, less than one page of "
-            f"{args.page_size}",
-            hint="free memory or choose a smaller model",
-        )
     return int(tokens // args.page_size * args.page_size)
 
 
 @contextlib.contextmanager
-def _single_process_groups() -> Iterator[None]:
-    """Process groups of one process, which need no transport and so open no port."""
-    import torch.testing._internal.distributed.fake_pg  # noqa: F401  (registers the backend "fake")
-    from torch._C._distributed_c10d import HashStore
+def _unpadded() -> Iterator[None]:
+    """Within it models on a CPU keep their sizes.
 
-    if not dist.is_initialized():
-        dist.init_process_group("fake", store=HashStore(), rank=0, world_size=1)
-    new_group = dist.new_group
+    SGLang rounds heads and widths up for Intel's matrix units, which nobody uses here, and fills
+    what it adds by code that only they run.
+    """
 
-    def new_fake_group(*args: Any, **kwargs: Any) -> Any:
-        return new_group(*args, **{**kwargs, "backend": "fake"})
+    def keep(config: ModelConfig, *_args: Any) -> ModelConfig:
+        return config
 
-    def no_barrier(*_args: Any, **_kwargs: Any) -> None:
-        """One process has nobody to wait for."""
-
-    with (
-        mock.patch.object(dist, "new_group", new_fake_group),
-        mock.patch.object(dist, "monitored_barrier", no_barrier),
-    ):
+    with mock.patch.object(model_runner, "adjust_config_with_unaligned_cpu_tp", keep):
         yield
 
 
@@ -203,7 +206,8 @@ def _translated_failures(config: DriverConfig) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         raise StartError(
-            f"{config.driver.device[0]} has too little memory for the model: {_first_line(error)}",
+            f"{', '.join(config.driver.device)} has too little memory for the model: "
+            f"{_first_line(error)}",
             hint="lower `mem_fraction_static` or `context_length`, or free memory on the device",
         ) from error
     except DriverError:
@@ -227,7 +231,7 @@ def _settings(config: DriverConfig) -> str:
     """The settings that SGLang can disagree with, as the configuration has them."""
     options = config.driver.options
     named = {
-        "device": config.driver.device[0],
+        "device": ", ".join(config.driver.device),
         "activation_dtype": config.driver.activation_dtype,
         "attention_backend": options.attention_backend,
         "kv_cache_dtype": options.kv_cache_dtype,

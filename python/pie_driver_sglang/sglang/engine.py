@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
+from sglang.srt.distributed import tensor_model_parallel_all_gather
 from sglang.srt.layers.logits_processor import (
     LogitsMetadata,
     LogitsProcessor,
@@ -31,6 +32,7 @@ from pie_driver_sglang.sglang.masked_attention import MaskedAttention
 
 if TYPE_CHECKING:
     from pie_driver_sglang._core import Lane, Pass, Planner, SlotGroup
+    from pie_driver_sglang.commands import Forward
     from pie_driver_sglang.sglang.adapters import Adapters
     from pie_driver_sglang.sglang.boot import Booted
     from pie_driver_sglang.sglang.lane import StepRunner
@@ -67,7 +69,9 @@ class _Block:
 
 
 class SglangEngine:
-    """Implements :class:`pie_driver_sglang.engine.Engine`."""
+    """Implements :class:`pie_driver_sglang.engine.Engine`, or a rank's part of one."""
+
+    recovers = True
 
     def __init__(
         self,
@@ -117,6 +121,8 @@ class SglangEngine:
 
     def _divert(self, processor: LogitsProcessor) -> None:
         """Stops the forward pass before the LM head: logits are computed for sampled rows only."""
+        # Its other way to gather logits needs NVLink's multicast.
+        processor._logits_gatherer._state = None
 
         def keep_hidden(
             input_ids: Any, states: torch.Tensor, lm_head: Any, metadata: Any, *_: Any, **__: Any
@@ -138,9 +144,9 @@ class SglangEngine:
         processor.forward = keep_hidden
 
     @torch.inference_mode()
-    def forward(self, batch: Pass) -> None:
+    def forward(self, batch: Pass | Forward) -> None:
         """Runs the staged pass; see :meth:`pie_driver_sglang.engine.Engine.forward`."""
-        self._upload(batch)
+        self._upload_bytes(self.pass_bytes(batch))
         self.update_table(self._device["table_updates"][: 2 * batch.updates].view(-1, 2))
         self._hidden = None
         forward_batch = self._forward_batch(batch)
@@ -153,11 +159,7 @@ class SglangEngine:
         else:
             with self._masked_attention.applied(batch.mask, forward_batch):
                 self.runner.forward(forward_batch)
-        if self._copied is not None:
-            # The planner may write the next pass once the device has read this one.
-            started = time.perf_counter_ns()
-            self._copied.synchronize()
-            self._sync_ns += time.perf_counter_ns() - started
+        self._await_copy()
 
     @torch.inference_mode()
     def sample(self, group: SlotGroup) -> Outputs:
@@ -180,6 +182,22 @@ class SglangEngine:
         if self._copied is not None:
             self._sync_ns += time.perf_counter_ns() - started
         return outputs
+
+    @torch.inference_mode()
+    def compute_logits(self, slots: int) -> None:
+        """Computes the logits of the staged slots for the other ranks, which have a part each."""
+        self._upload_bytes(self._host.slots_end)
+        self.logits(self._device["slot_rows"][:slots])
+        self._await_copy()
+
+    def pass_bytes(self, batch: Pass | Forward) -> int:
+        """Length of the staging block's beginning that the pass is in."""
+        return self._host.updates_offset + 16 * batch.updates
+
+    @property
+    def slot_bytes(self) -> int:
+        """Length of the staging block's beginning that slots are in, without their masks."""
+        return self._host.slots_end
 
     def take_waits(self) -> tuple[int, int]:
         """Copy and wait times; see :meth:`pie_driver_sglang.engine.Engine.take_waits`."""
@@ -221,6 +239,8 @@ class SglangEngine:
         logits = processor._compute_lm_head(hidden.states, hidden.lm_head)
         if processor.logit_scale is not None:
             logits.mul_(processor.logit_scale)
+        if processor.do_tensor_parallel_all_gather:
+            logits = tensor_model_parallel_all_gather(logits)
         return logits[:, : self.facts.vocab_size], processor.final_logit_softcapping
 
     def _finished(self) -> _Hidden:
@@ -257,23 +277,28 @@ class SglangEngine:
             raise RuntimeError("the model has no recurrent state")
         self._states.copy(sources, targets)
 
-    def _upload(self, batch: Pass) -> None:
-        if self._copied is not None:
-            self._upload_bytes(self._host.updates_offset + 16 * batch.updates)
-            self._copied.record()
-
     def _upload_slots(self, group: SlotGroup) -> None:
-        if self._copied is not None:
-            self._upload_bytes(self._host.slots_end)
-            if group.mask_words:
-                start = self._host.masks_offset
-                self._upload_bytes(start + 4 * group.mask_words, start)
+        self._upload_bytes(self._host.slots_end)
+        if group.mask_words:
+            start = self._host.masks_offset
+            self._upload_bytes(start + 4 * group.mask_words, start)
 
     def _upload_bytes(self, end: int, start: int = 0) -> None:
+        if self._copied is None:
+            return
         started = time.perf_counter_ns()
         used = slice(start, end)
         self._device.memory[used].copy_(self._host.memory[used], non_blocking=True)
+        self._copied.record()
         self._h2d_ns += time.perf_counter_ns() - started
+
+    def _await_copy(self) -> None:
+        """The staging block may be written again once the device has read it."""
+        if self._copied is None:
+            return
+        started = time.perf_counter_ns()
+        self._copied.synchronize()
+        self._sync_ns += time.perf_counter_ns() - started
 
     def update_table(self, changed: torch.Tensor) -> None:
         """Writes changed block-table entries.
@@ -286,7 +311,7 @@ class SglangEngine:
         slots = changed[:, 1:].to(self._page_offsets.dtype) + self._page_offsets
         self.table_pages[changed[:, 0]] = slots
 
-    def _forward_batch(self, batch: Pass) -> ForwardBatch:
+    def _forward_batch(self, batch: Pass | Forward) -> ForwardBatch:
         device, host = self._device, self._host
         tokens, requests = batch.tokens, batch.requests
         seq_lens_cpu = host["seq_lens"][:requests]

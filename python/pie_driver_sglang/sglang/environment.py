@@ -9,16 +9,19 @@ from collections.abc import Iterable
 from pathlib import Path
 
 
-def prepare(device: str, architectures: Iterable[str], *, spins: bool) -> None:
+def prepare(device: str, architectures: Iterable[str], *, spins: bool, ranks: int = 1) -> None:
     """Sets what must be set before the first ``import torch``.
 
     Args:
         device: ``cpu`` or ``cuda:N``.
         architectures: class names from the model's ``config.json``.
         spins: whether the ring thread spins without end and so keeps a core for itself.
+        ranks: processes of the model, all of them on this host.
     """
+    if ranks > 1:
+        _prepare_ranks(ranks)
     if device == "cpu":
-        threads = max(1, len(os.sched_getaffinity(0)) - 1)
+        threads = max(1, (len(os.sched_getaffinity(0)) - 1) // ranks)
         os.environ.setdefault("OMP_NUM_THREADS", str(threads))
         # Some SGLang layers are decorated with torch.compile, which needs a C++ compiler and half a
         # minute on every start.
@@ -37,6 +40,22 @@ def prepare(device: str, architectures: Iterable[str], *, spins: bool) -> None:
     disabled = _other_model_modules(frozenset(architectures))
     if disabled:
         os.environ.setdefault("SGLANG_DISABLED_MODEL_ARCHS", ",".join(disabled))
+
+
+def _prepare_ranks(ranks: int) -> None:
+    """For ranks of one host: nothing listens on its other interfaces, and nothing gets a name."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    # SGLang's own broadcast, which nobody uses here, keeps a named region.
+    os.environ.setdefault("SGLANG_USE_MESSAGE_QUEUE_BROADCASTER", "0")
+    # As `NCCL_NVLS_ENABLE`: not every host can do it, and one that cannot may lose its GPUs.
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+    # The second is compiled on the first start.
+    os.environ.setdefault("SGLANG_OPT_USE_CUSTOM_ALL_REDUCE_V2", "0")
+    cores = sorted(os.sched_getaffinity(0))
+    bound = "|".join(str(cores[rank % len(cores)]) for rank in range(ranks))
+    # It must be there; SGLang binds threads by it with Intel's AMX only.
+    os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", bound)
 
 
 def _other_model_modules(architectures: frozenset[str]) -> list[str]:

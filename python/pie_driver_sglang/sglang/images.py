@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
     from pie_driver_sglang._core import ImageSpan, Pass, PassImages
+    from pie_driver_sglang.commands import Forward, Images, Span
 
 
 class Vision(NamedTuple):
@@ -57,7 +58,7 @@ class ImageInputs:
             )
         self._cut: dict[int, torch.Tensor] = {}
 
-    def positions(self, batch: Pass, plain: torch.Tensor) -> torch.Tensor | None:
+    def positions(self, batch: Pass | Forward, plain: torch.Tensor) -> torch.Tensor | None:
         """Rotary positions ``[3, tokens]`` int64 for the pass, None for a model with one axis.
 
         Args:
@@ -71,7 +72,7 @@ class ImageInputs:
         staged = torch.frombuffer(batch.images.positions, dtype=torch.int64).view(3, -1)
         return self._positions[:, : batch.tokens].copy_(staged)
 
-    def inputs(self, images: PassImages, requests: int) -> list[MultimodalInputs | None]:
+    def inputs(self, images: PassImages | Images, requests: int) -> list[MultimodalInputs | None]:
         """Embeddings of the images of a pass, by request."""
         self._encode([span for span in images.spans if span.number not in self._cut])
         items: dict[int, list[MultimodalDataItem]] = {}
@@ -90,7 +91,7 @@ class ImageInputs:
             for request in range(requests)
         ]
 
-    def _encode(self, spans: list[ImageSpan]) -> None:
+    def _encode(self, spans: list[ImageSpan | Span]) -> None:
         """Encodes images together and adds their embeddings to those at hand."""
         if not spans:
             return
@@ -100,10 +101,10 @@ class ImageInputs:
         self._cut |= {span.number: part for span, part in zip(spans, parts, strict=True)}
 
 
-def _features(span: ImageSpan) -> MultimodalDataItem:
+def _features(span: ImageSpan | Span) -> MultimodalDataItem:
     """The pixels of an image as SGLang's encoder takes them."""
     time, height, width = span.grid
-    pixels = torch.frombuffer(span, dtype=torch.uint8)
+    pixels = torch.frombuffer(span.pixels, dtype=torch.uint8)
     if pixels.data_ptr() % torch.float32.itemsize:
         pixels = pixels.clone()
     return MultimodalDataItem(

@@ -13,6 +13,7 @@ import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from sglang.srt.distributed.parallel_state import graph_capture
 from sglang.srt.model_executor.forward_batch_info import (
     CaptureHiddenMode,
     ForwardBatch,
@@ -163,14 +164,20 @@ class CudaSteps(StepRunner):
         runner.attn_backend.init_cuda_graph_state(most, most)
         pool = torch.cuda.graph_pool_handle()
         context = ForwardContext(attn_backend=runner.attn_backend)
-        with forward_context(context), model_capture_mode():
+        # Other ranks capture the same collective operations at the same time.
+        collectives = graph_capture(stream=self._stream)
+        with forward_context(context), model_capture_mode(), collectives:
             # Shown on a terminal only.
             bar = tqdm(reversed(self._graphs), total=len(self._graphs), disable=None)
             for graph in bar:
                 self._captured[graph.rows] = self._capture(graph, pool)
                 left = torch.cuda.mem_get_info(self._device)[0] / 2**30
                 bar.set_description(f"graph of {graph.rows} rows, {left:.1f} GiB free")
-        torch.cuda.synchronize(self._device)
+        # Only now do collective operations know the memory that graphs use.
+        for graph in self._graphs:
+            _blank(graph)
+            self._captured[graph.rows].replay()
+            self._stream.synchronize()
         used = free - torch.cuda.mem_get_info(self._device)[0]
         logger.info(
             "captured %d graphs of up to %d rows in %.1f s, %.2f GiB",
@@ -181,9 +188,7 @@ class CudaSteps(StepRunner):
         )
 
     def _capture(self, graph: _Graph, pool: Any) -> torch.cuda.CUDAGraph:
-        # Nobody samples these rows, and they touch the padding page alone.
-        for name, field in graph.host.items():
-            field.fill_({"seq_lens": 1, "temperatures": -1}.get(name, 0))
+        _blank(graph)
         started = time.monotonic()
         # Kernels that the first run compiles or tunes cannot be compiled in a capture.
         self._step(graph)
@@ -195,7 +200,6 @@ class CudaSteps(StepRunner):
             self._step(graph)
         finally:
             captured.capture_end()
-        captured.replay()
         seconds = time.monotonic() - ran
         logger.debug("%d rows: %.2f s to run, %.2f to capture", graph.rows, ran - started, seconds)
         return captured
@@ -218,6 +222,12 @@ class CudaSteps(StepRunner):
         sampling_triton.apply_masks(logits, fields["slot_masks"], self._device_mask_words)
         results = self._results[: graph.rows]
         sampling_triton.sample_step(logits, _params(fields), results, header[:1], softcap)
+
+
+def _blank(graph: _Graph) -> None:
+    """Stages rows that nobody samples, and that touch the padding page alone."""
+    for name, field in graph.host.items():
+        field.fill_({"seq_lens": 1, "temperatures": -1}.get(name, 0))
 
 
 def _params(fields: dict[str, torch.Tensor]) -> SlotParams:

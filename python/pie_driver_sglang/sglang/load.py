@@ -10,6 +10,7 @@ from pie_driver_sglang.config import DriverConfig
 from pie_driver_sglang.engine import Facts
 from pie_driver_sglang.errors import StartError
 from pie_driver_sglang.options import DriverOptions
+from pie_driver_sglang.parallel import ALONE, Rank
 from pie_driver_sglang.sglang import support
 from pie_driver_sglang.sglang.adapters import Adapters
 from pie_driver_sglang.sglang.boot import boot
@@ -30,24 +31,25 @@ DRAFT_CONTEXT_BYTES = 2**30
 """Host memory for what contexts have said; the one that was not used for longest is forgotten."""
 
 
-def load_engine(config: DriverConfig) -> tuple[Planner, SglangEngine]:
-    """Loads the model and plans for its sizes.
+def load_engine(config: DriverConfig, rank: Rank = ALONE) -> tuple[Planner, SglangEngine]:
+    """Loads a rank's part of the model and plans for its sizes.
 
     Raises:
         StartError: The model cannot be loaded or served here.
     """
-    booted = boot(config)
+    booted = boot(config, rank)
     runner, options = booted.runner, config.driver.options
     args, model_config = runner.server_args, runner.model_config
     buffers = page_buffers(support.paged(runner.token_to_kv_pool))
-    pools = PagePools(buffers, host_pages(options.cpu_mem_budget_in_gb, buffers))
+    budget = (options.cpu_mem_budget_in_gb << 30) // rank.size
+    pools = PagePools(buffers, host_pages(budget, buffers))
     states = StatePool.of(runner.req_to_token_pool)
     adapters = (
         Adapters(runner.lora_manager, options.max_loaded_loras) if options.enable_lora else None
     )
     if adapters is not None:
-        rank = options.max_lora_rank
-        logger.info("adapters: %d slots of rank %d, %s", adapters.slots, rank, args.lora_backend)
+        slots, most = adapters.slots, options.max_lora_rank
+        logger.info("adapters: %d slots of rank %d, %s", slots, most, args.lora_backend)
     facts = Facts(
         total_pages=runner.max_total_num_tokens // args.page_size,
         page_size=args.page_size,

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
     from pie_driver_sglang._core import AttentionMask
+    from pie_driver_sglang.commands import Mask
 
 
 class MaskedAttention(AttentionBackend):
@@ -39,7 +40,7 @@ class MaskedAttention(AttentionBackend):
         self._longest = 0
 
     @contextlib.contextmanager
-    def applied(self, mask: AttentionMask, forward_batch: ForwardBatch) -> Iterator[None]:
+    def applied(self, mask: AttentionMask | Mask, forward_batch: ForwardBatch) -> Iterator[None]:
         """Within it a forward pass over `forward_batch`, an extend, attends as the mask says."""
         self._requests = Requests(
             self.req_to_token_pool.req_to_token,

@@ -40,17 +40,17 @@ def page_bytes(buffers: Sequence[torch.Tensor]) -> int:
     return sum(buffer.shape[1] * buffer.itemsize for buffer in buffers)
 
 
-def host_pages(budget_gib: int, buffers: Sequence[torch.Tensor]) -> int:
-    """Pages that a budget of host memory holds.
+def host_pages(budget: int, buffers: Sequence[torch.Tensor]) -> int:
+    """Pages that a budget of host memory, in bytes, holds.
 
     Raises:
         StartError: There is a budget, but it does not hold one page.
     """
-    pages = (budget_gib << 30) // page_bytes(buffers)
-    if budget_gib and not pages:
+    pages = budget // page_bytes(buffers)
+    if budget and not pages:
         raise StartError(
-            f"option `cpu_mem_budget_in_gb` is {budget_gib}, which does not hold one page of "
-            f"{page_bytes(buffers) / 2**30:.1f} GiB",
+            f"option `cpu_mem_budget_in_gb` gives {budget / 2**30:g} GiB to a device, which does "
+            f"not hold one page of {page_bytes(buffers) / 2**30:.1f} GiB",
             hint="raise `cpu_mem_budget_in_gb`, lower `page_size`, or set the budget to 0",
         )
     return pages

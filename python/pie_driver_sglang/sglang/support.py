@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from sglang.srt.configs.model_config import AttentionArch, ModelImpl
 from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
-from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.mem_cache.memory_pool import (
     HybridLinearKVPool,
@@ -140,7 +139,7 @@ def _check_cpu(runner: ModelRunner) -> None:
     """Refuses what SGLang's code for CPUs ignores.
 
     Raises:
-        StartError: Attention that is not plain, or experts of a size that SGLang pads.
+        StartError: Attention that is not plain.
     """
     remedy = 'set `device = ["cuda:0"]` or choose another model'
     layers = attention_layers(runner)
@@ -151,16 +150,6 @@ def _check_cpu(runner: ModelRunner) -> None:
     if not all(_is_plain(layer) for layer in layers):
         raise StartError(
             "some of the model's layers attend in a way of their own, which the CPU backend lacks",
-            hint=remedy,
-        )
-    config = runner.model_config.hf_text_config
-    experts = any(isinstance(module, FusedMoE) for module in runner.model.modules())
-    names = ("moe_intermediate_size", "intermediate_size")
-    padded = [name for name in names if hasattr(config, f"original_{name}")]
-    if experts and padded:
-        size = getattr(config, f"original_{padded[0]}")
-        raise StartError(
-            f"the model's experts are {size} wide, which SGLang pads on a CPU with random memory",
             hint=remedy,
         )
 

@@ -128,7 +128,8 @@ impl Planner {
         (fits && tokens() && one_each()).then_some(self.token_ids.len())
     }
 
-    /// Writes the plan's one pass as step number `step` for a graph of at least [`Planner::graph_rows`] rows.
+    /// Writes the plan's one pass as step number `step` for a graph of at least [`Planner::graph_rows`] rows. Returns how many
+    /// mask words it uses.
     ///
     /// # Errors
     /// [`StageError`] when the memory does not fit the layout.
@@ -140,7 +141,7 @@ impl Planner {
         layout: &Layout,
         memory: StepMemory<'_>,
         step: u32,
-    ) -> Result<(), StageError> {
+    ) -> Result<usize, StageError> {
         self.runs_as_graph();
         let StepMemory { block, mask_words } = memory;
         let mut arrays = Step::of(layout, block)?;
@@ -174,9 +175,9 @@ impl Planner {
             arrays.out_cache_loc,
         );
         arrays.pad(rows);
-        self.stage_row_slots(&mut arrays, mask_words)?;
+        let used = self.stage_row_slots(&mut arrays, mask_words)?;
         self.stage.next_pass = self.passes.len();
-        Ok(())
+        Ok(used)
     }
 
     /// The slots of all requests, without those of requests that were emptied.
@@ -189,7 +190,7 @@ impl Planner {
         &self,
         arrays: &mut Step<'_>,
         mask_words: &mut [i32],
-    ) -> Result<(), StageError> {
+    ) -> Result<usize, StageError> {
         arrays.temperatures.fill(UNSAMPLED);
         arrays.slot_masks.fill(0);
         let (mut used, mut last) = (0, None);
@@ -217,7 +218,7 @@ impl Planner {
             arrays.slot_masks[2 * row..][..2].copy_from_slice(&place);
         }
         arrays.header[3] = used as i32;
-        Ok(())
+        Ok(used)
     }
 
     /// Takes the token of each sampled row of the staged step; one outside the vocabulary says that the row's logits are

@@ -8,7 +8,7 @@ use pyo3::buffer::{Element, PyBuffer};
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::ffi;
 use pyo3::prelude::*;
-use pyo3::types::{PyByteArray, PyBytes};
+use pyo3::types::{PyByteArray, PyBytes, PyMemoryView};
 
 use crate::error::from_stage;
 
@@ -163,6 +163,12 @@ impl ImageSpan {
     const fn grid(&self) -> (u32, u32, u32) {
         let [time, height, width] = self.inner.grid;
         (time, height, width)
+    }
+
+    /// The pixels, as bytes.
+    #[getter]
+    fn pixels<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyMemoryView>> {
+        PyMemoryView::from(slf)
     }
 
     #[expect(unsafe_code, reason = "the buffer protocol is a C interface")]

@@ -6,9 +6,12 @@ use std::sync::{Mutex, PoisonError};
 use pie_batch::{Layout, StepMemory};
 use pie_launch::{CudaGraphs, Launch, LaunchError};
 use pie_ring::Wait;
+use pie_serve::Lead;
 use pyo3::buffer::{Element, PyBuffer};
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
+
+use crate::ranks::Broadcast;
 
 /// Captured graphs, and the memory that they share with the host. Give it to `Server.serve`.
 #[pyclass(frozen, module = "pie_driver_sglang._core")]
@@ -22,6 +25,7 @@ struct Parts {
     memory: Buffers,
     rows: Vec<usize>,
     most: usize,
+    lead: Option<Lead>,
 }
 
 #[pymethods]
@@ -84,6 +88,17 @@ impl Lane {
         let device = Box::new(Call { run });
         Self::new(device, block, mask_words, results, rows, most)
     }
+
+    /// Tells the other ranks of a model of every step, so that their lanes run it, too.
+    ///
+    /// Raises:
+    ///     ValueError: The lane already serves.
+    fn lead(&self, broadcast: &Broadcast) -> PyResult<()> {
+        let mut parts = self.parts.lock().unwrap_or_else(PoisonError::into_inner);
+        let parts = parts.as_mut().ok_or_else(already_serves)?;
+        parts.lead = Some(broadcast.lead.clone());
+        Ok(())
+    }
 }
 
 impl Lane {
@@ -114,6 +129,7 @@ impl Lane {
                 memory,
                 rows,
                 most,
+                lead: None,
             })),
         })
     }
@@ -127,15 +143,18 @@ impl Lane {
             memory,
             rows,
             most,
-        } = parts.ok_or_else(|| PyValueError::new_err("the lane already serves"))?;
-        Ok(pie_serve::Lane::new(
-            device,
-            Box::new(memory),
-            &rows,
-            most,
-            wait,
-        ))
+            lead,
+        } = parts.ok_or_else(already_serves)?;
+        let lane = pie_serve::Lane::new(device, Box::new(memory), &rows, most, wait);
+        Ok(match lead {
+            Some(lead) => lane.leading(lead),
+            None => lane,
+        })
     }
+}
+
+fn already_serves() -> PyErr {
+    PyValueError::new_err("the lane already serves")
 }
 
 fn check<T: Element>(name: &str, buffer: &PyBuffer<T>, needed: usize) -> PyResult<()> {

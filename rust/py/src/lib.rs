@@ -10,6 +10,7 @@ mod guard;
 mod job;
 mod lane;
 mod planner;
+mod ranks;
 mod request;
 mod server;
 
@@ -37,6 +38,8 @@ mod _core {
     use crate::lane::Lane;
     #[pymodule_export]
     use crate::planner::{Planner, graph_layout};
+    #[pymodule_export]
+    use crate::ranks::{Broadcast, Follower, die_with_parent};
     #[pymodule_export]
     use crate::request::{Image, Request, Sampler, encode_forward};
     #[pymodule_export]

@@ -151,6 +151,9 @@ impl Server {
     }
 
     /// Waits for the next job, without the GIL; ends when the server was stopped.
+    ///
+    /// Raises:
+    ///     RuntimeError: A step failed on one rank of several, so that none can go on.
     fn __next__(&self, py: Python<'_>) -> PyResult<Option<Job>> {
         let Serving { responder, shared } = self.serving.get().ok_or_else(not_serving)?;
         loop {
@@ -163,6 +166,7 @@ impl Server {
                     shared.report(py, &notes)?;
                     continue;
                 }
+                Event::Lost(error) => return Err(PyRuntimeError::new_err(error.to_string())),
                 Event::Step(step) => {
                     shared.report(py, &step.notes)?;
                     Job::Step(Py::new(py, Step::new(&step))?)

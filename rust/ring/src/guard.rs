@@ -101,6 +101,11 @@ impl ExitGuard {
         }
     }
 
+    /// Removes the regions and ends the process with `status`, from any thread and whatever the others do.
+    pub fn exit(&self, status: i32) -> ! {
+        leave(&self.tracker, status)
+    }
+
     pub(crate) fn tracker(&self) -> &Arc<Tracker> {
         &self.tracker
     }
@@ -123,7 +128,7 @@ fn watch(regions: &Tracker, parent: Option<rustix::process::Pid>) {
     loop {
         let events = signal::wait(PARENT_CHECK);
         if events & signal::TERMINATE != 0 || rustix::process::getppid() != parent {
-            leave(regions);
+            leave(regions, 0);
         }
         if events & signal::CLOSE != 0 {
             return;
@@ -132,11 +137,27 @@ fn watch(regions: &Tracker, parent: Option<rustix::process::Pid>) {
 }
 
 /// Removes all regions and ends the process. The lock is kept: no region can be made any more.
-fn leave(regions: &Tracker) -> ! {
+fn leave(regions: &Tracker, status: i32) -> ! {
     let regions = regions.lock();
     for region in regions.iter() {
         // Best effort: the next owner replaces what stays.
         let _ = region.remove();
     }
-    signal::exit_now()
+    signal::exit_now(status)
+}
+
+/// Has the kernel kill this process as soon as the thread that started it ends, and with it its parent, which must be the
+/// process `parent`. If it is another one, the parent is dead already, and so is this process.
+///
+/// # Errors
+/// [`RingError::System`] if the kernel refuses.
+pub fn die_with_parent(parent: u32) -> Result<(), RingError> {
+    rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::KILL))
+        .map_err(|error| RingError::system("follow", "the parent process", error))?;
+    // Asked behind the call: a parent that dies from here on takes this process along.
+    let found = rustix::process::getppid().map(|pid| pid.as_raw_nonzero().get().cast_unsigned());
+    if found != Some(parent) {
+        signal::exit_now(0);
+    }
+    Ok(())
 }

@@ -76,7 +76,7 @@ mod words;
 pub use broadcast::{Broadcast, Listener};
 pub use client::{Client, ClientConfig};
 pub use error::RingError;
-pub use guard::ExitGuard;
+pub use guard::{ExitGuard, die_with_parent};
 pub use layout::{HEADER_BYTES, MAGIC, RegionLayout, SLOT_HEADER_BYTES, VERSION};
 pub use lease::{Lease, Publish};
 pub use server::{DEFAULT_TAKEOVER, Server, ServerConfig};

@@ -106,9 +106,9 @@ pub(crate) fn unblock() {
 }
 
 /// Ends the process at once: no exit handlers, no destructors, no waiting for other threads.
-pub(crate) fn exit_now() -> ! {
+pub(crate) fn exit_now(status: i32) -> ! {
     // SAFETY: _exit has no preconditions; the caller has finished its clean-up.
-    unsafe { libc::_exit(0) }
+    unsafe { libc::_exit(status) }
 }
 
 extern "C" fn on_terminate(signal: libc::c_int) {

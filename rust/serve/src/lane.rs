@@ -9,6 +9,7 @@ use pie_launch::{Launch, LaunchError};
 use pie_ring::Wait;
 use thiserror::Error;
 
+use crate::follow::{Lead, StepHead};
 use crate::timing::DeviceTimes;
 
 /// Memory that the host shares with the graphs.
@@ -27,6 +28,9 @@ pub enum LaneError {
     /// The memory does not fit the graphs.
     #[error(transparent)]
     Stage(#[from] StageError),
+    /// The other ranks cannot be told.
+    #[error("the other ranks cannot be told of a step: {0}")]
+    Lead(String),
     /// The device failed.
     #[error("a graph of {graph_rows} rows failed with {rows} in use: {source}")]
     Launch {
@@ -57,6 +61,8 @@ pub struct Lane {
     step: u32,
     /// How long results are awaited without sleeping; `None` = for ever.
     spin: Option<Duration>,
+    /// Tells the other ranks of a model on several devices.
+    lead: Option<Lead>,
 }
 
 impl Lane {
@@ -84,7 +90,20 @@ impl Lane {
                 Wait::SpinThenPark(spin) => Some(spin),
                 Wait::Park => Some(Duration::ZERO),
             },
+            lead: None,
         }
+    }
+
+    /// Tells other ranks of every step before it is launched here, so that they [follow](crate::Follow).
+    #[must_use]
+    pub fn leading(mut self, lead: Lead) -> Self {
+        self.lead = Some(lead);
+        self
+    }
+
+    /// Whether other ranks do what this lane does.
+    pub(crate) const fn leads(&self) -> bool {
+        self.lead.is_some()
     }
 
     /// Runs the plan if a graph can; `None` if it must go another way, untouched.
@@ -101,7 +120,7 @@ impl Lane {
             source,
         };
         let started = Instant::now();
-        Some(self.stage(planner, graph).and_then(|()| {
+        Some(self.stage(planner, graph, rows).and_then(|()| {
             let staged = Instant::now();
             self.device.launch(graph).map_err(failed)?;
             let launched = Instant::now();
@@ -118,11 +137,59 @@ impl Lane {
         }))
     }
 
-    fn stage(&mut self, planner: &mut Planner, graph: usize) -> Result<(), LaneError> {
+    fn stage(&mut self, planner: &mut Planner, graph: usize, rows: usize) -> Result<(), LaneError> {
         // 0 is what the results hold at first.
         self.step = self.step.checked_add(1).unwrap_or(1);
-        planner.stage_graph(&self.graphs[graph].1, self.memory.step(), self.step)?;
-        Ok(())
+        let layout = &self.graphs[graph].1;
+        let mask_words = planner.stage_graph(layout, self.memory.step(), self.step)?;
+        let Some(lead) = &self.lead else {
+            return Ok(());
+        };
+        let head = StepHead {
+            graph: graph as u32,
+            rows: rows as u32,
+            step: self.step,
+            mask_words: mask_words as u32,
+        };
+        let memory = self.memory.step();
+        let (block, masks) = (
+            &memory.block[..layout.bytes()],
+            &memory.mask_words[..mask_words],
+        );
+        lead.step(head, block, masks)
+            .map_err(|error| LaneError::Lead(error.to_string()))
+    }
+
+    /// Runs a step that another rank has staged, to its end. Returns false, and does nothing, if it is none of this lane's
+    /// graphs.
+    pub(crate) fn follow(
+        &mut self,
+        head: StepHead,
+        block: &[u8],
+        mask_words: &[u8],
+    ) -> Result<bool, LaneError> {
+        let (graph, rows) = (head.graph as usize, head.rows as usize);
+        let fits = |(most, layout): &(usize, Layout)| {
+            (1..=*most).contains(&rows) && layout.bytes() == block.len()
+        };
+        let memory = self.memory.step();
+        let masks: &mut [u8] = bytemuck::cast_slice_mut(memory.mask_words);
+        if !self.graphs.get(graph).is_some_and(fits) || masks.len() < mask_words.len() {
+            return Ok(false);
+        }
+        memory.block[..block.len()].copy_from_slice(block);
+        masks[..mask_words.len()].copy_from_slice(mask_words);
+        self.step = head.step;
+        let graph_rows = self.graphs[graph].0;
+        let failed = |source| LaneError::Launch {
+            graph_rows,
+            rows,
+            source,
+        };
+        self.device.launch(graph).map_err(failed)?;
+        // The next step must not be staged before this one has read its own.
+        self.await_results(rows).map_err(failed)?;
+        Ok(true)
     }
 
     fn await_results(&mut self, rows: usize) -> Result<(), LaunchError> {

@@ -4,11 +4,13 @@
 //! frames, health checks, operations that are not supported, batches without tokens. So are batches
 //! that a captured graph can run, by the [`Lane`]. The rest comes out as a [`Job`]: an open [`Batch`] to
 //! stage, run and commit, a [copy](struct@Copy) of pages, or an adapter to [`Load`]. A job that is
-//! dropped without an answer aborts its request, so nothing is ever left waiting.
+//! dropped without an answer aborts its request, so nothing is ever left waiting. Of a model on several devices the leader
+//! has a responder, and the others [`Follow`].
 
 mod batch;
 mod copy;
 mod decide;
+mod follow;
 mod groups;
 mod lane;
 mod load;
@@ -19,6 +21,7 @@ mod timing;
 
 pub use batch::Batch;
 pub use copy::Copy;
+pub use follow::{Follow, FollowError, Lead};
 pub use lane::{Lane, LaneError, Memory};
 pub use load::Load;
 pub use media::Media;

@@ -27,6 +27,9 @@ pub enum Event {
     Step(Step),
     /// The engine must act.
     Job(Job),
+    /// A step failed on this rank of several, and the others wait for it: nothing can be served any more. The request was
+    /// answered by an abort.
+    Lost(LaneError),
 }
 
 /// A batch that the fast lane answered.
@@ -180,10 +183,18 @@ impl Responder {
             Some(Ok(device)) => self.finish(batch, device),
             Some(Err(error)) => {
                 batch.fail();
+                if self.leads() {
+                    return Event::Lost(error);
+                }
                 let text = format!("a batch was answered by an abort: {error}");
                 Event::Notes(vec![Note::new("forward", text)])
             }
         }
+    }
+
+    fn leads(&self) -> bool {
+        let lane = self.lane.lock().unwrap_or_else(PoisonError::into_inner);
+        lane.as_ref().is_some_and(Lane::leads)
     }
 
     /// Runs a batch on the fast lane, if that takes it.

@@ -212,6 +212,7 @@ fn converse(responder: &Responder, frames: &[Vec<u8>]) -> (Vec<Answer>, Vec<Stri
                 Event::Stopped => break,
                 Event::Notes(notes) => told.extend(notes.into_iter().map(|note| note.text)),
                 Event::Step(step) => told.push(format!("{}/{}", step.requests, step.tokens)),
+                Event::Lost(error) => told.push(format!("lost: {error}")),
                 Event::Job(_) => told.push("job".into()),
             }
         }

@@ -162,7 +162,7 @@ fn converse_by(
                 Event::Stopped => break,
                 Event::Notes(notes) => noted.extend(notes),
                 Event::Job(job) => serve(job),
-                Event::Step(_) => unreachable!("no lane"),
+                Event::Step(_) | Event::Lost(_) => unreachable!("no lane"),
             }
         }
         answers.join().unwrap()

@@ -1,0 +1,181 @@
+"""A model on several GPUs: its tokens, its decode steps, and what a step costs the host.
+
+    python benches/gpu/ranks_check.py --out DIR [--pocket DIR] [--shapes CONFIG] [--ranks 1,2,4] \
+        [--attention triton,pie] [--option KEY=VALUE ...]
+
+1. `tokens`: `pocket` in bfloat16 on every number of GPUs: greedy tokens against transformers in
+   float32, and both lanes over random steps.
+2. `steps`: random weights in the shape of CONFIG, decode steps through the ring as the client sees
+   them, and the time that the very same graphs take launched back to back on all ranks at once.
+   Their difference is the host's overhead.
+
+Figures go to DIR/ranks.json after every part, everything that was printed to DIR/ranks_check.log.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from lane_check import NEVER_PARK, PAGE, check_walk
+from load_check import Runner, model_folder
+from repeat_step import Repeat
+from serve_check import check_pocket
+
+BATCHES = (1, 8, 64, 256)
+CONTEXTS = (512, 2048)
+PART_S = {"tokens": 150.0, "steps": 240.0}
+FOLDER = Path(__file__).resolve().parent
+
+
+def devices(ranks: int) -> str:
+    """The first GPUs."""
+    return ",".join(f"cuda:{index}" for index in range(ranks))
+
+
+@contextmanager
+def serving(model: Path, arguments: argparse.Namespace) -> Iterator[tuple[str, Any, Any]]:
+    """A driver in this process: its region, its own engine, and the other ranks or None."""
+    from pie_driver_sglang import _core
+    from pie_driver_sglang.config import load_config
+    from pie_driver_sglang.launch import load_rank
+    from pie_driver_sglang.leader import LeadingEngine
+    from pie_driver_sglang.parallel import ALONE, Workers
+    from pie_driver_sglang.serve import serve, warm_up
+
+    names = devices(arguments.count).split(",")
+    path = Path(tempfile.mkdtemp()) / "driver.toml"
+    options = [f"page_size = {PAGE}", f'attention_backend = "{arguments.attention}"']
+    path.write_text(
+        f'[model]\nname = "check"\nhf_repo = ""\nsnapshot_dir = "{model}"\n[driver]\n'
+        f"group_id = 0\ndevice = {json.dumps(names)}\ntensor_parallel_size = {len(names)}\n"
+        f'activation_dtype = "bfloat16"\nspin_budget_us = "{NEVER_PARK}"\n[driver.options]\n'
+        + "\n".join([*options, 'load_format = "dummy"', *arguments.option])
+    )
+    config = load_config(path)
+    name = f"/pie_shmem_g{os.getpid() % 100_000}"
+    guard = _core.ExitGuard()
+
+    def fail(error: Exception) -> None:
+        print(error, flush=True)
+        guard.exit(1)
+
+    workers = Workers(path, names, fail) if len(names) > 1 else None
+    server = _core.Server(name, guard, spin_budget_us=NEVER_PARK)
+    planner, own = load_rank(config, workers.rank if workers else ALONE)
+    engine = LeadingEngine(own, workers.broadcast) if workers else own
+    server.serve(planner, engine.block.data, print, lane=engine.lane)
+    warm_up(server, engine)
+
+    import torch
+
+    stream = torch.cuda.current_stream()
+
+    def run() -> None:
+        torch.cuda.set_stream(stream)
+        serve(server, engine, None)
+
+    threading.Thread(target=run, daemon=True).start()
+    try:
+        yield name, own, workers
+    finally:
+        server.unlink()
+
+
+def time_steps(model: Path, arguments: argparse.Namespace) -> None:
+    """Prints a row of JSON for each context and batch."""
+    with serving(model, arguments) as (name, own, workers):
+        for context in CONTEXTS:
+            for batch in BATCHES:
+                client = [sys.executable, FOLDER / "lane_check.py", "--client", name]
+                command = [*map(str, client), str(batch), str(context)]
+                done = subprocess.run(command, check=True, capture_output=True, text=True)
+                row = json.loads(done.stdout.splitlines()[-1])
+                again = Repeat(batch)
+                if workers is not None:
+                    workers.broadcast.send(pickle.dumps(again))
+                row |= {"ranks": arguments.count, "gpu_us": again.run(own)}
+                row["overhead_us"] = row["p50_us"] - row["gpu_us"]
+                row["tokens_per_s"] = batch / row["p50_us"] * 1e6
+                del row["samples_us"]
+                print(json.dumps(row), flush=True)
+    # Ranks that end one after the other have nothing more to say to each other.
+    os._exit(0)
+
+
+def summary(rows: list[dict[str, float]]) -> list[str]:
+    """Speed and overhead by the number of GPUs, against one."""
+    alone = {(row["batch"], row["context"]): row for row in rows if row["ranks"] == 1}
+    lines = []
+    for row in rows:
+        base = alone.get((row["batch"], row["context"]))
+        line = f"tp {row['ranks']}  {row['batch']:>3} x {row['context']:>4}:"
+        line += f" {row['p50_us']:>7.0f} us, GPU {row['gpu_us']:>7.0f},"
+        line += f" host {row['overhead_us']:>5.0f}, {row['tokens_per_s']:>7.0f} tokens/s"
+        if base is not None:
+            line += f", {base['p50_us'] / row['p50_us']:.2f} of one GPU's speed"
+        lines.append(line)
+    return lines
+
+
+def play(arguments: argparse.Namespace) -> None:
+    """Runs both parts for every number of GPUs, in processes of their own."""
+    runner = Runner(arguments.out / "ranks_check.log", arguments.budget_s)
+    figures: dict[str, Any] = {"commit": arguments.commit, "tokens": {}, "steps": []}
+    for part in arguments.parts.split(","):
+        for count in map(int, arguments.ranks.split(",")):
+            command = [sys.executable, __file__, *sys.argv[1:], "--part", part]
+            found = runner.run(f"{part} {count}", [*command, "--count", count], PART_S[part])
+            if part == "tokens":
+                figures["tokens"][count] = [line.strip() for line in found.splitlines()]
+            else:
+                lines = [line for line in found.splitlines() if line.startswith('{"')]
+                figures["steps"] += map(json.loads, lines)
+            (arguments.out / "ranks.json").write_text(json.dumps(figures, indent=1) + "\n")
+    for line in summary(figures["steps"]):
+        runner.say(line)
+
+
+def main() -> None:
+    """Runs the parts."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True, help="folder for figures and logs")
+    parser.add_argument("--pocket", type=Path, default=Path("models/pocket"))
+    parser.add_argument("--shapes", type=Path, help="config.json of a model; weights are random")
+    parser.add_argument("--ranks", default="1,2,4")
+    parser.add_argument("--parts", default="tokens,steps")
+    parser.add_argument("--attention", default="triton,pie")
+    parser.add_argument("--steps", type=int, default=200, help="random steps over both lanes")
+    parser.add_argument("--option", action="append", default=[], help="for the driver's options")
+    parser.add_argument("--commit", default="unknown")
+    parser.add_argument("--budget-s", type=float, default=520.0, help="seconds for all parts")
+    parser.add_argument("--part", choices=PART_S, help=argparse.SUPPRESS)
+    parser.add_argument("--count", type=int, default=1, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    # The other ranks must find the command above.
+    paths = [str(FOLDER), os.environ.get("PYTHONPATH", "")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    if arguments.part == "tokens":
+        names = devices(arguments.count)
+        check_pocket(arguments.pocket.resolve(), arguments.attention, device=names)
+        check_walk(arguments.pocket.resolve(), arguments.steps, arguments.attention, names)
+    elif arguments.part == "steps":
+        with tempfile.TemporaryDirectory() as folder:
+            time_steps(model_folder(arguments.shapes, Path(folder)), arguments)
+    else:
+        play(arguments)
+
+
+if __name__ == "__main__":
+    main()

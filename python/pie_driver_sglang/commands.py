@@ -1,0 +1,131 @@
+"""What a leader has its workers do, in their order. Steps of the fast lane go past Python.
+
+Commands travel as pickles between processes of one start, over memory that no other process has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    from pie_driver_sglang._core import Pass, PassImages
+
+
+class Rows(Protocol):
+    """What commands need from a rank's engine."""
+
+    def forward(self, batch: Forward) -> None:
+        """Runs the staged pass; see :meth:`pie_driver_sglang.engine.Engine.forward`."""
+
+    def compute_logits(self, slots: int) -> None:
+        """Computes the logits of the staged slots, for the sake of the other ranks."""
+
+    def copy_pages(self, direction: str, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copies pages; see :meth:`pie_driver_sglang.engine.Engine.copy_pages`."""
+
+    def copy_states(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copies state; see :meth:`pie_driver_sglang.engine.Engine.copy_states`."""
+
+
+class Mask(NamedTuple):
+    """A copy of :class:`pie_driver_sglang._core.AttentionMask`."""
+
+    offsets: bytearray
+    words: bytearray
+
+
+class Span(NamedTuple):
+    """A copy of :class:`pie_driver_sglang._core.ImageSpan`."""
+
+    number: int
+    request: int
+    kv: tuple[int, int]
+    continues: bool
+    grid: tuple[int, int, int]
+    pixels: bytes
+
+
+class Images(NamedTuple):
+    """A copy of :class:`pie_driver_sglang._core.PassImages`."""
+
+    spans: list[Span]
+    positions: bytearray
+
+
+class Forward(NamedTuple):
+    """Run the staged pass: a copy of :class:`pie_driver_sglang._core.Pass`."""
+
+    tokens: int
+    requests: int
+    decode: bool
+    seq_lens_sum: int
+    updates: int
+    mask: Mask | None
+    adapters: bytes | None
+    images: Images | None
+    states: bytearray | None
+
+    @staticmethod
+    def of(batch: Pass) -> Forward:
+        """Copies what the planner says of a pass."""
+        mask = batch.mask
+        return Forward(
+            tokens=batch.tokens,
+            requests=batch.requests,
+            decode=batch.decode,
+            seq_lens_sum=batch.seq_lens_sum,
+            updates=batch.updates,
+            mask=None if mask is None else Mask(mask.offsets, mask.words),
+            adapters=batch.adapters,
+            images=None if batch.images is None else _copied(batch.images),
+            states=batch.states,
+        )
+
+    def run(self, engine: Rows) -> None:
+        """Runs it."""
+        engine.forward(self)
+
+
+class Logits(NamedTuple):
+    """Compute the logits of the staged slots."""
+
+    slots: int
+
+    def run(self, engine: Rows) -> None:
+        """Runs it."""
+        engine.compute_logits(self.slots)
+
+
+class CopyPages(NamedTuple):
+    """Copy pages."""
+
+    direction: str
+    sources: Sequence[int]
+    targets: Sequence[int]
+
+    def run(self, engine: Rows) -> None:
+        """Runs it."""
+        engine.copy_pages(*self)
+
+
+class CopyStates(NamedTuple):
+    """Copy slots of recurrent state."""
+
+    sources: Sequence[int]
+    targets: Sequence[int]
+
+    def run(self, engine: Rows) -> None:
+        """Runs it."""
+        engine.copy_states(*self)
+
+
+Command = Forward | Logits | CopyPages | CopyStates
+
+
+def _copied(images: PassImages) -> Images:
+    spans = [
+        Span(span.number, span.request, span.kv, span.continues, span.grid, bytes(span.pixels))
+        for span in images.spans
+    ]
+    return Images(spans, images.positions)

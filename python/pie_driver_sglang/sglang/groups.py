@@ -1,0 +1,95 @@
+"""The process groups of a model's ranks, in SGLang's and torch's terms."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch.distributed as dist
+from sglang.srt.distributed.parallel_state import GroupCoordinator
+from sglang.srt.distributed.parallel_state_wrapper import ParallelState
+from torch._C._distributed_c10d import FileStore, HashStore
+
+from pie_driver_sglang.parallel import Rank
+
+
+def state(rank: Rank, gpu_id: int) -> ParallelState:
+    """A rank's place, as SGLang wants to hear it."""
+    return ParallelState.trivial(
+        gpu_id=gpu_id,
+        tp_rank=rank.number,
+        tp_size=rank.size,
+        attn_tp_rank=rank.number,
+        attn_tp_size=rank.size,
+    )
+
+
+def least(value: int) -> int:
+    """The smallest of what the ranks bring along."""
+    if dist.get_world_size() == 1:
+        return value
+    values: list[int] = [0] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return min(values)
+
+
+@contextlib.contextmanager
+def joined(rank: Rank, device: str) -> Iterator[None]:
+    """Within it SGLang makes its groups; they stay.
+
+    Args:
+        rank: Which rank this process is.
+        device: ``cpu`` or ``cuda``.
+    """
+    if rank.size == 1:
+        with _alone():
+            yield
+    elif device == "cpu":
+        _meet(rank, "gloo")
+        with _without_device_communicators():
+            yield
+    else:
+        _meet(rank, "cpu:gloo,cuda:nccl")
+        yield
+
+
+def _meet(rank: Rank, backend: str) -> None:
+    """Waits for the other ranks in the file that all of them have inherited."""
+    store = FileStore(f"/proc/self/fd/{rank.rendezvous}", rank.size)
+    dist.init_process_group(backend, store=store, rank=rank.number, world_size=rank.size)
+
+
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    """Process groups of one process, which need no transport and so open no port."""
+    import torch.testing._internal.distributed.fake_pg  # noqa: F401  (registers the backend "fake")
+
+    if not dist.is_initialized():
+        dist.init_process_group("fake", store=HashStore(), rank=0, world_size=1)
+    new_group = dist.new_group
+
+    def new_fake_group(*args: Any, **kwargs: Any) -> Any:
+        return new_group(*args, **{**kwargs, "backend": "fake"})
+
+    def no_barrier(*_args: Any, **_kwargs: Any) -> None:
+        """One process has nobody to wait for."""
+
+    with (
+        mock.patch.object(dist, "new_group", new_fake_group),
+        mock.patch.object(dist, "monitored_barrier", no_barrier),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _without_device_communicators() -> Iterator[None]:
+    """SGLang gives groups on the CPU communicators for GPUs, too."""
+    initialize = GroupCoordinator.__init__
+
+    def initialize_plain(*args: Any, **kwargs: Any) -> None:
+        initialize(*args, **{**kwargs, "use_pynccl": False, "use_custom_allreduce": False})
+
+    with mock.patch.object(GroupCoordinator, "__init__", initialize_plain):
+        yield

@@ -1,0 +1,158 @@
+//! A model on several devices: the leader's voice, and what its followers do.
+
+use std::os::fd::{FromRawFd, OwnedFd, RawFd};
+use std::sync::Mutex;
+
+use pie_ring::Wait;
+use pie_serve::{Follow, FollowError, Lead};
+use pyo3::buffer::PyBuffer;
+use pyo3::exceptions::{PyRuntimeError, PyValueError};
+use pyo3::prelude::*;
+use pyo3::types::PyBytes;
+
+use crate::error::from_ring;
+use crate::lane::Lane;
+
+/// Tells the other ranks of a model what this one is about to do, in shared memory without a name.
+#[pyclass(frozen, module = "pie_driver_sglang._core")]
+pub(crate) struct Broadcast {
+    pub(crate) lead: Lead,
+}
+
+#[pymethods]
+impl Broadcast {
+    /// A broadcast to `followers` others.
+    ///
+    /// Raises:
+    ///     RingError: The memory cannot be had.
+    #[new]
+    fn new(followers: usize) -> PyResult<Self> {
+        let lead = Lead::new(followers).map_err(|error| from_ring(&error))?;
+        Ok(Self { lead })
+    }
+
+    /// The descriptor that the followers' processes must inherit.
+    #[getter]
+    fn fd(&self) -> RawFd {
+        self.lead.fd()
+    }
+
+    /// Hands a command to the followers, in the order of everything else that they are told.
+    ///
+    /// Raises:
+    ///     RingError: A follower has spoilt the memory.
+    fn send(&self, py: Python<'_>, data: &[u8]) -> PyResult<()> {
+        py.detach(|| self.lead.command(data))
+            .map_err(|error| from_ring(&error))
+    }
+
+    /// Hands the first `end` bytes of the staging block to the followers.
+    ///
+    /// Raises:
+    ///     RingError: A follower has spoilt the memory.
+    ///     ValueError: The block is shorter.
+    #[expect(unsafe_code, reason = "a view over the engine's memory")]
+    #[expect(
+        clippy::needless_pass_by_value,
+        reason = "arguments from Python are owned"
+    )]
+    fn send_block(&self, py: Python<'_>, block: PyBuffer<u8>, end: usize) -> PyResult<()> {
+        let size = block.len_bytes();
+        if end > size || !block.is_c_contiguous() {
+            let text = format!("the block is contiguous and has {size} bytes, not {end}");
+            return Err(PyValueError::new_err(text));
+        }
+        // SAFETY: contiguous and at least `end` bytes long; the `PyBuffer` keeps its memory alive. The planner writes to it in
+        // calls of the open batch alone, and by the engine's contract none runs at the same time.
+        let data = unsafe { std::slice::from_raw_parts(block.buf_ptr().cast::<u8>(), end) };
+        py.detach(|| self.lead.block(data))
+            .map_err(|error| from_ring(&error))
+    }
+}
+
+/// A rank's end of a `Broadcast`: iterates over the commands, and does in between what needs no Python. It keeps the staging
+/// block as the leader's is, and runs the leader's steps on its own lane.
+#[pyclass(frozen, module = "pie_driver_sglang._core")]
+pub(crate) struct Follower {
+    /// Locked while a thread waits for a command, and never with the GIL held.
+    follow: Mutex<Follow>,
+    block: PyBuffer<u8>,
+}
+
+#[pymethods]
+impl Follower {
+    /// Follower number `index`, from 0.
+    ///
+    /// Args:
+    ///     fd: `Broadcast.fd`, inherited; the follower takes it.
+    ///     index: Which follower this is; each can be taken once.
+    ///     block: This rank's staging block: writable bytes that only the engine reads.
+    ///     spin_budget_us: As `Server`.
+    ///     lane: Runs the leader's steps.
+    ///
+    /// Raises:
+    ///     RingError: The descriptor is no broadcast's, or the follower is taken.
+    ///     ValueError: The block is not writable, or the lane already serves.
+    #[new]
+    #[pyo3(signature = (fd, index, block, *, spin_budget_us, lane = None))]
+    #[expect(unsafe_code, reason = "descriptors come from Python as numbers")]
+    fn new(
+        fd: RawFd,
+        index: usize,
+        block: PyBuffer<u8>,
+        spin_budget_us: u64,
+        lane: Option<&Lane>,
+    ) -> PyResult<Self> {
+        if block.readonly() || !block.is_c_contiguous() {
+            let text = "the staging block must be writable and contiguous";
+            return Err(PyValueError::new_err(text));
+        }
+        if fd < 0 {
+            return Err(PyValueError::new_err(format!("{fd} is no descriptor")));
+        }
+        let wait = Wait::from_spin_budget_us(spin_budget_us);
+        let lane = lane.map(|lane| lane.take(wait)).transpose()?;
+        // SAFETY: not negative, and by the docstring nobody else owns it.
+        let fd = unsafe { OwnedFd::from_raw_fd(fd) };
+        let follow = Follow::open(fd, index, lane, wait).map_err(|error| from_ring(&error))?;
+        Ok(Self {
+            follow: Mutex::new(follow),
+            block,
+        })
+    }
+
+    fn __iter__(slf: PyRef<'_, Self>) -> PyRef<'_, Self> {
+        slf
+    }
+
+    /// Waits for the next command, without the GIL. It does not end by itself.
+    #[expect(unsafe_code, reason = "a view over the engine's memory")]
+    fn __next__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
+        let (address, size) = (
+            self.block.buf_ptr().expose_provenance(),
+            self.block.len_bytes(),
+        );
+        let command = py.detach(|| {
+            let mut follow = self
+                .follow
+                .lock()
+                .unwrap_or_else(std::sync::PoisonError::into_inner);
+            let start = std::ptr::with_exposed_provenance_mut::<u8>(address);
+            // SAFETY: `new` accepted the buffer as writable and contiguous, and it keeps its memory alive. The engine reads it
+            // between two commands only, when no such slice lives; the lock keeps others away.
+            follow.next(unsafe { std::slice::from_raw_parts_mut(start, size) })
+        });
+        match command {
+            Ok(command) => Ok(PyBytes::new(py, &command)),
+            Err(FollowError::Ring(error)) => Err(from_ring(&error)),
+            Err(error) => Err(PyRuntimeError::new_err(error.to_string())),
+        }
+    }
+}
+
+/// Has the kernel kill this process as soon as its parent dies, which must be the process `parent`; kills it at once if it is
+/// another.
+#[pyfunction]
+pub(crate) fn die_with_parent(parent: u32) -> PyResult<()> {
+    pie_ring::die_with_parent(parent).map_err(|error| from_ring(&error))
+}

@@ -1,0 +1,277 @@
+"""A model on several devices: how its processes start, meet and end. What they answer is compared
+with one process's by the other tests, whose drivers run spread as well.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+import drivers
+import runtime_client as rc
+import tiny_models
+from pie_driver_sglang import _core
+from pie_driver_sglang._core import Request, Sampler
+from pie_driver_sglang.errors import DriverError
+from pie_driver_sglang.parallel import Workers
+from reference import Context, Pages, Reference, random_tokens
+from test_lifecycle import END_S, failure_line, is_running
+
+LOCAL = ("0100007F", "00000000000000000000000001000000")
+"""127.0.0.1 and ::1 as `/proc/net` writes them."""
+
+
+def shared_memory() -> set[str]:
+    return {path.name for path in Path("/dev/shm").iterdir()}
+
+
+def listening(pid: int) -> list[str]:
+    """The addresses that a process listens on."""
+    inodes = set()
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        target = str(entry.readlink())
+        if target.startswith("socket:["):
+            inodes.add(target[len("socket:[") : -1])
+    found = []
+    for name in ("tcp", "tcp6"):
+        for row in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]:
+            cells = row.split()
+            if cells[9] in inodes and cells[3] == "0A":
+                found.append(cells[1].partition(":")[0])
+    return found
+
+
+def ask(driver: drivers.Driver | rc.Start, count: int = 3) -> list[list[int]]:
+    """Greedy tokens of a prompt and what follows it."""
+    client, tokens, found = driver.client(), [5, 9, 77, 3, 41], []
+    start = 0
+    for _ in range(count):
+        new = tokens[start:]
+        greedy = [(len(new) - 1, Sampler.greedy())]
+        positions = list(range(start, len(tokens)))
+        reply = client.forward([Request(new, positions, [0], len(tokens), greedy)])
+        start = len(tokens)
+        tokens.append(reply.tokens[0][0])
+        found.append(reply.tokens[0])
+    return found
+
+
+@pytest.mark.engine
+class TestEnds:
+    """No process outlives another one, and nothing is left behind."""
+
+    @pytest.fixture
+    def config(self, llama_snapshot: Path, tmp_path: Path) -> Path:
+        return drivers.write_config(tmp_path, llama_snapshot, **drivers.spread(2))
+
+    @pytest.fixture
+    def ready(self, config: Path) -> Iterator[tuple[rc.Start, int]]:
+        """A driver and its worker's number."""
+        with rc.forked(config) as start:
+            start.wait_until_ready()
+            [worker] = rc.children(start.process.pid)
+            yield start, worker
+        rc.eventually(lambda: not is_running(worker), "the worker's end", END_S)
+
+    def test_as_the_runtime_starts_it(
+        self, config: Path, llama_snapshot: Path, tmp_path: Path
+    ) -> None:
+        before = shared_memory()
+        with drivers.spawn(config) as driver:
+            assert shared_memory() - before == {driver.region.name}
+            pids = [driver.process.pid, *rc.children(driver.process.pid)]
+            assert len(pids) == 2
+            for pid in pids:
+                assert set(listening(pid)) <= set(LOCAL)
+            tokens = ask(driver)
+        assert driver.stop() == 0
+        assert shared_memory() <= before
+        rc.eventually(lambda: not is_running(pids[1]), "the worker's end", END_S)
+        with drivers.fork(drivers.write_config(tmp_path, llama_snapshot)) as alone:
+            assert ask(alone) == tokens
+
+    def test_a_killed_worker_ends_the_driver(self, ready: tuple[rc.Start, int]) -> None:
+        start, worker = ready
+        ask(start)
+        os.kill(worker, signal.SIGKILL)
+        assert start.process.wait(END_S) == 1
+        assert "rank 1 on cpu was killed by signal 9" in failure_line(start.log())
+        assert not start.region.exists()
+
+    def test_a_worker_that_is_told_to_end_ends_the_driver(
+        self, ready: tuple[rc.Start, int]
+    ) -> None:
+        start, worker = ready
+        os.kill(worker, signal.SIGTERM)
+        assert start.process.wait(END_S) == 1
+        assert "rank 1 on cpu was killed by signal 15" in failure_line(start.log())
+        assert not start.region.exists()
+
+    def test_a_killed_driver_takes_its_worker_along(self, ready: tuple[rc.Start, int]) -> None:
+        start, worker = ready
+        os.kill(start.process.pid, signal.SIGKILL)
+        rc.eventually(lambda: not is_running(worker), "the worker's end", END_S)
+
+    def test_sigterm_while_a_step_runs(self, ready: tuple[rc.Start, int]) -> None:
+        start, _ = ready
+        tokens = 512
+        sampler = [(tokens - 1, Sampler.greedy())]
+        request = Request([7] * tokens, list(range(tokens)), list(range(32)), 16, sampler)
+        client = _core.Client(f"/{start.region.name}", spin_budget_us=200, timeout_s=2.0)
+        with rc.background(lambda: client.forward([request] * 250)):
+            time.sleep(0.3)
+            assert start.stop(END_S) == 0
+        assert not start.region.exists()
+
+    @pytest.mark.parametrize("log", [None, "importing SGLang", "loading", "warming up"])
+    def test_a_driver_killed_while_it_starts(self, config: Path, log: str | None) -> None:
+        with rc.forked(config) as start:
+            pid = start.process.pid
+            if log is None:
+                rc.eventually(lambda: rc.children(pid), "the worker")
+            else:
+                start.wait_for_log(log)
+            workers = rc.children(pid)
+            os.kill(pid, signal.SIGKILL)
+            for worker in workers:
+                rc.eventually(lambda pid=worker: not is_running(pid), "the worker's end", END_S)
+
+    @pytest.mark.parametrize("delay", [0.0, 2.0])
+    def test_a_worker_killed_while_it_starts(self, config: Path, delay: float) -> None:
+        with rc.forked(config) as start:
+            rc.eventually(lambda: rc.children(start.process.pid), "the worker")
+            time.sleep(delay)
+            os.kill(rc.children(start.process.pid)[0], signal.SIGKILL)
+            assert start.process.wait(END_S) == 1
+            assert "rank 1 on cpu was killed by signal 9" in failure_line(start.log())
+            assert not start.region.exists()
+            assert start.handshake.read_bytes() == b""
+
+    def test_a_workers_own_error_is_the_last_line(
+        self, config: Path, llama_snapshot: Path, tmp_path: Path
+    ) -> None:
+        broken = Path(shutil.copytree(llama_snapshot, tmp_path / "broken"))
+        weights = next(broken.glob("*.safetensors"))
+        weights.write_bytes(weights.read_bytes()[:-1000])
+        other = drivers.write_config(tmp_path, broken, **drivers.spread(2))
+        files = [tmp_path / name for name in ("handshake", "stderr")]
+        for path in files:
+            path.touch()
+        arguments = (str(config), str(other), *map(str, files))
+        driver = drivers.fork_call(drive_with_another_worker, arguments)
+        assert driver.wait(60.0) == 1
+        line = failure_line(files[1].read_text())
+        assert "rank 1 on cpu: SGLang cannot load" in line
+        assert "broken" in line
+        assert files[0].read_bytes() == b""
+
+
+def drive_with_another_worker(config: str, other: str, handshake: str, stderr: str) -> None:
+    """Runs in a fork: a driver whose worker is told another model, as if its disk were broken."""
+    from pie_driver_sglang import launch
+
+    drivers.redirect_output(stderr)
+    writer = os.open(handshake, os.O_WRONLY)
+
+    def start(arguments: Sequence[str], descriptors: Sequence[int]) -> drivers.ForkedWorker:
+        changed = [other if word == config else word for word in arguments]
+        return drivers.ForkedWorker(writer, changed, descriptors)
+
+    arguments = ["--config", config, "--handshake-fd", str(writer)]
+    sys.exit(launch.main(arguments, start_worker=start))
+
+
+class TestWorkers:
+    """The leader's side, with processes that do as the test says."""
+
+    @staticmethod
+    def workers(script: str, count: int = 1) -> tuple[Workers, list[DriverError]]:
+        """Workers that run a script of Python, and what becomes of them."""
+        failures: list[DriverError] = []
+
+        def start(arguments: Sequence[str], descriptors: Sequence[int]) -> subprocess.Popen[bytes]:
+            command = [sys.executable, "-c", script, *arguments]
+            return subprocess.Popen(command, pass_fds=descriptors)
+
+        return Workers(Path("c.toml"), ["cpu"] * (count + 1), failures.append, start), failures
+
+    def test_a_report_is_what_is_said(self) -> None:
+        report = json.dumps({"message": "no such thing", "hint": "get one"})
+        script = f"import os, sys; os.write(int(sys.argv[-1]), {report.encode()!r}); sys.exit(1)"
+        workers, failures = self.workers(script)
+        rc.eventually(lambda: failures, "the failure")
+        with workers:
+            assert str(failures[0]) == "rank 1 on cpu: no such thing"
+            assert failures[0].hint == "get one"
+
+    @pytest.mark.parametrize("garbage", [b"", b"{", b"[]", b'{"message": 1}', b"\xff\xfe"])
+    def test_without_a_report_the_status_is_said(self, garbage: bytes) -> None:
+        script = f"import os, sys; os.write(int(sys.argv[-1]), {garbage!r}); sys.exit(3)"
+        workers, failures = self.workers(script)
+        rc.eventually(lambda: failures, "the failure")
+        with workers:
+            assert str(failures[0]) == "rank 1 on cpu ended with status 3"
+
+    def test_workers_are_killed_in_the_end(self) -> None:
+        workers, failures = self.workers("import time; time.sleep(1000)", count=3)
+        started = time.monotonic()
+        pids = rc.children(os.getpid())
+        with workers:
+            pass
+        assert time.monotonic() - started < END_S
+        assert not failures
+        assert len(set(pids) - set(rc.children(os.getpid()))) >= 3
+
+    def test_a_worker_that_ends_beside_a_failure_has_the_last_word(self) -> None:
+        workers, failures = self.workers("import time; time.sleep(0.5)")
+        with pytest.raises(KeyError), workers:
+            raise KeyError
+        assert [str(failure) for failure in failures] == ["rank 1 on cpu ended with status 0"]
+
+
+@pytest.mark.engine
+def test_replicas_serve_side_by_side(models_folder: Path, tmp_path: Path) -> None:
+    """Data parallelism is a driver for each replica, told apart by its group."""
+    snapshot = tiny_models.build("llama", models_folder)
+    reference = Reference(snapshot)
+    configs = [drivers.write_config(tmp_path, snapshot) for _ in range(2)]
+    with drivers.fork(configs[0]) as first, drivers.fork(configs[1]) as second:
+        replicas = (first, second)
+        assert first.region != second.region
+        groups = [driver.handshake[0]["group_id"] for driver in replicas]
+        assert groups == [rc.group_id(config) for config in configs]
+        pools = [Pages(driver.caps["total_pages"], 16) for driver in replicas]
+        clients = [driver.client() for driver in replicas]
+        # Contexts in turns; both replicas use the same page numbers for different texts.
+        contexts = [Context(pools[number % 2]) for number in range(8)]
+        pending = []
+        for number, context in enumerate(contexts):
+            prompt = random_tokens(reference.vocab_size, 20 + number, "replica", number)
+            pending.append(context.append(prompt))
+        found: list[list[int]] = [[] for _ in contexts]
+        for _ in range(6):
+            for replica, client in enumerate(clients):
+                own = range(replica, len(contexts), 2)
+                reply = client.forward([pending[number] for number in own])
+                for number, tokens in zip(own, reply.tokens, strict=True):
+                    found[number] += tokens
+                    pending[number] = contexts[number].append(tokens)
+        for context, tokens in zip(contexts, found, strict=True):
+            assert len(tokens) == 6
+            # The last one is sent below.
+            reference.check(context.tokens[:-1], tokens)
+        # One that ends leaves the other alone.
+        assert first.stop() == 0
+        assert clients[1].forward(pending[1::2]).tokens
+    assert second.stop() == 0
+    assert not first.region.exists()
+    assert not second.region.exists()
