@@ -90,7 +90,7 @@ def boot(config: DriverConfig) -> Booted:
             widen(runner.req_to_token_pool, table)
         else:
             runner.req_to_token_pool = table
-        if options.paged_decode:
+        if support.decodes_paged(runner, options.paged_decode):
             paged_attention.install(runner)
         runner.init_attention_backends()
         support.correct_decode_windows(runner)

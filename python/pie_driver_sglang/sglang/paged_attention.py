@@ -29,11 +29,8 @@ def install(runner: ModelRunner) -> None:
     """Has a loaded model decode with this backend; to be called before it gets its backends.
 
     SGLang checks its settings against lists of its own backends, so they hear of this one only now.
-
-    Raises:
-        StartError: The model attends in a way that the kernel does not know.
+    Whether the kernel knows the model's attention is `support.decodes_paged`.
     """
-    support.check_paged_decode(runner)
     register_attention_backend(PAGED_DECODE)(PagedDecode)
     args = runner.server_args
     prefill, _ = args.get_attention_backends()
