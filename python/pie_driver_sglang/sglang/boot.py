@@ -101,6 +101,7 @@ def boot(config: DriverConfig) -> Booted:
 def _load_model(args: ServerArgs, gpu_id: int) -> ModelRunner:
     publish(args, role="scheduler")
     model_config = ModelConfig.from_server_args(args)
+    support.correct_rope(model_config)
     support.check_config(model_config, args.attention_backend)
     if args.device == "cpu":
         # Without these SGLang's rotary embedding and soft-capped logits ask for CUDA kernels.

@@ -112,6 +112,18 @@ def _check_windows(runner: ModelRunner) -> None:
         )
 
 
+def correct_rope(model_config: ModelConfig) -> None:
+    """Gives a configuration the `rope_theta` that a model class of SGLang (EXAONE 4) looks for.
+
+    transformers 5 keeps it in `rope_parameters` alone, and such a class takes a default of its own.
+    """
+    for config in (model_config.hf_config, model_config.hf_text_config):
+        parameters = getattr(config, "rope_parameters", None)
+        theta = parameters.get("rope_theta") if isinstance(parameters, dict) else None
+        if isinstance(theta, int | float) and getattr(config, "rope_theta", None) is None:
+            config.rope_theta = theta
+
+
 def correct_windows(runner: ModelRunner) -> None:
     """Narrows windows that a model class of SGLang (Cohere 2) takes for one token too many.
 
