@@ -210,13 +210,16 @@ ARCHITECTURES: Final[dict[str, Architecture]] = {
         },
     ),
     "DeepSeek-V2": Architecture(
-        "DeepseekV2Config", "DeepseekV2ForCausalLM", _LATENT, {"moe_layer_freq": 1}
+        "DeepseekV2Config",
+        "DeepseekV2ForCausalLM",
+        {**_LATENT, "n_group": 1, "topk_group": 1},
+        {"moe_layer_freq": 1, "scoring_func": "softmax"},
     ),
     "DeepSeek-V3": Architecture(
         "DeepseekV3Config",
         "DeepseekV3ForCausalLM",
         {**_LATENT, "n_group": 2, "topk_group": 1, "q_lora_rank": 32},
-        {"moe_layer_freq": 1},
+        {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
     ),
     "GPT-OSS": Architecture(
         "GptOssConfig",

@@ -97,7 +97,7 @@ def _masks(served: Served) -> str:
     rows = [[choose() < 0.6 for _ in range(start + row)] + [True] for row in range(count)]
     tokens = served.prompt(count, "masked")
     reply = served.client.forward([_scored(context, tokens, masks=[_runs_of(row) for row in rows])])
-    if not reply.logits[0]:
+    if not any(reply.logits):
         return REFUSED
     causal = [[True] * (row + 1) for row in range(start)]
     expected = served.masked().logits(context.tokens, context.positions, causal + rows)

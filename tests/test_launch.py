@@ -16,7 +16,7 @@ import drivers
 from pie_driver_sglang import __version__, _core, launch
 from pie_driver_sglang.config import DriverConfig, DriverSection, ModelSection
 from pie_driver_sglang.engine import Facts
-from pie_driver_sglang.errors import StartError
+from pie_driver_sglang.errors import StartError, not_running
 from pie_driver_sglang.handshake import UNLIMITED, Handshake
 from pie_driver_sglang.options import DriverOptions, parse_options
 
@@ -249,6 +249,13 @@ class TestRequestBytes:
         base = launch.request_bytes(config_of(), self.HF)
         assert launch.request_bytes(config_of(page_size=1), self.HF) > base
         assert launch.request_bytes(config_of(cuda_graph_max_bs=1000), self.HF) > base
+
+
+def test_a_model_that_does_not_run_is_one_line() -> None:
+    error = not_running("cuda:0", RuntimeError("failed to dispatch data type Float\nat norm.cu:1"))
+    assert str(error).endswith("does not run on cuda:0: failed to dispatch data type Float")
+    assert "`activation_dtype`" in error.hint
+    assert str(not_running("cpu", AssertionError())).endswith("cpu: AssertionError")
 
 
 def test_the_version_is_printed_without_a_configuration(

@@ -418,6 +418,9 @@ def test_a_pool_that_takes_no_masks_refuses_them_alone(models_folder: Path, tmp_
         ]
         client = driver.client()
         assert [len(rows) for rows in client.forward(requests).logits] == [0, 9]
+        alone = Masked(allocator)
+        reply = client.forward([alone.send(tokens, window(alone, 9, 3)).request])
+        assert not any(reply.logits)
         driver.logged(
             "the attention mask is not causal",
             "attention masks that are not causal are refused: the model's KV",

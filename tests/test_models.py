@@ -113,6 +113,14 @@ def test_decodes_see_the_whole_window() -> None:
     assert json.loads(out.splitlines()[-1]) == [windows, windows]
 
 
+def test_the_rope_theta_of_a_configuration_is_found(models_folder: Path) -> None:
+    """Gemma 3 has one for each kind of layer, GPT-2 none."""
+    names = ("EXAONE 4", "Qwen3", "Gemma 3", "GPT-2")
+    snapshots = [str(architectures.build(name, models_folder)) for name in names]
+    out = scripts.run("tests/rope_theta.py", *snapshots)
+    assert json.loads(out.splitlines()[-1]) == [10000.0, 10000.0, None, None]
+
+
 @pytest.mark.skipif(not GPU_TABLES, reason="no run on a GPU is committed")
 def test_the_table_of_the_gpu_is_that_of_the_last_run() -> None:
     lines = GPU_TABLES[-1].read_text().splitlines()

@@ -35,6 +35,7 @@ def refused(table: dict[str, Any], *parts: str, device: str = GPU) -> None:
 def test_the_documented_defaults() -> None:
     assert parse_options({}, GPU) == DriverOptions(
         attention_backend="triton",
+        paged_decode=None,
         mem_fraction_static=0.65,
         disable_radix_cache=True,
         disable_cuda_graph=False,
@@ -65,7 +66,6 @@ def test_the_documented_defaults() -> None:
 
 def test_writing_the_defaults_changes_nothing() -> None:
     table = {
-        "attention_backend": "triton",
         "mem_fraction_static": 0.65,
         "disable_radix_cache": True,
         "disable_cuda_graph": False,
@@ -151,6 +151,24 @@ def test_the_drivers_own_attention_backend_decodes(
 )
 def test_the_drivers_own_attention_backend_does_not_prefill(table: dict[str, Any]) -> None:
     refused(table, "decodes only", '"triton,pie"')
+
+
+@pytest.mark.parametrize(
+    ("table", "device", "paged"),
+    [
+        ({}, GPU, None),
+        ({"page_size": 64}, GPU, None),
+        ({"attention_backend": "triton"}, GPU, False),
+        ({"prefill_attention_backend": "fa3"}, GPU, False),
+        ({"decode_attention_backend": "triton"}, GPU, False),
+        ({}, "cpu", False),
+    ],
+    ids=str,
+)
+def test_only_who_names_no_backend_leaves_the_choice(
+    table: dict[str, Any], device: str, paged: bool | None
+) -> None:
+    assert parse_options(table, device).paged_decode is paged
 
 
 def test_the_cpu_has_its_own_attention_backend() -> None:

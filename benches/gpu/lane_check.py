@@ -36,13 +36,17 @@ from lane_walk import Walk
 BATCHES = (1, 8, 64, 256)
 CONTEXTS = (512, 2048)
 STEPS = 200
+DEFAULT = "default"
+"""As BACKEND: none is named, and the driver chooses."""
 NEVER_PARK = 2**64 - 1
 
 
 def check_walk(model: Path, steps: int, attention: str, device: str = "cuda:0") -> None:
     """Both lanes over a random walk."""
     vocab = json.loads((model / "config.json").read_text())["vocab_size"]
-    options = {"page_size": PAGE, "attention_backend": attention}
+    options: dict[str, object] = {"page_size": PAGE, "mem_fraction_static": 0.1}
+    if attention != DEFAULT:
+        options["attention_backend"] = attention
     with driver(model, options, device) as (client, caps):
         walk = Walk(client, min(caps["total_pages"], 4000), PAGE, vocab, seed=1)
         walk.run(steps)
@@ -65,7 +69,8 @@ def time_steps(model: Path, attention: str) -> list[dict[str, float]]:
         f'[model]\nname = "check"\nhf_repo = ""\nsnapshot_dir = "{model}"\n[driver]\n'
         'group_id = 0\ndevice = ["cuda:0"]\nactivation_dtype = "bfloat16"\n'
         f'spin_budget_us = "{NEVER_PARK}"\n[driver.options]\nload_format = "dummy"\n'
-        f'page_size = {PAGE}\nattention_backend = "{attention}"\n'
+        f"page_size = {PAGE}\n"
+        + ("" if attention == DEFAULT else f'attention_backend = "{attention}"\n')
     )
     config = load_config(folder / "driver.toml")
     environment.prepare("cuda:0", config.model.hf_config["architectures"], spins=True)
@@ -129,7 +134,7 @@ def main() -> None:
     parser.add_argument("--shapes", type=Path)
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--attention", default="triton")
+    parser.add_argument("--attention", default=DEFAULT)
     arguments = parser.parse_args()
     print(f"python {sys.version.split()[0]}, {_core.build_info()}")
     if arguments.steps:

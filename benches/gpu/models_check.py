@@ -1,11 +1,12 @@
 """Finds out on a CUDA GPU what docs/supported-models.md says of each architecture.
 
-    python benches/gpu/models_check.py [--device cuda:0] [--workers 4] [NAME ...]
+    python benches/gpu/models_check.py [--device cuda:0] [--workers 4] [--limit S] [NAME ...]
 
 Small random models of the architectures in `tests/architectures.py` are served in bfloat16 and
 compared with `transformers` in float32 on the CPU, the same weights. Every model has a process and
 a time limit of its own; several run at once, each with a small part of the memory. Prints the
-document's table, and below it by how much the logits differ. `--device cpu` tries the script out.
+document's table, and below it by how much the logits differ and which attention backends the driver
+took. `--device cpu` tries the script out.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import contextlib
 import functools
 import json
 import math
+import re
 import subprocess
 import sys
 import tempfile
@@ -40,8 +42,8 @@ NAMES = (
     *("Llama", "Qwen3", "Gemma 3", "Cohere 2", "Phi-3", "OLMo-2", "Qwen3-MoE", "Mixtral"),
     "GLM-4.5",
 )
-LIMIT_S = 150
-"""Of one model."""
+RACED = "leave no GPU memory"
+"""What a driver says if another took memory while its weights were loaded."""
 TYPICAL, WORST, OUTLIERS = 0.04, 0.25, 0.1
 """A row's error is that of its logits (root of the mean square) over their spread. The median row
 must keep to the first figure, and all but a tenth of the rows, in which an expert may have changed,
@@ -92,7 +94,7 @@ def check(name: str, folder: Path, device: str) -> dict[str, str]:
         "page_size": PAGE,
         "chunked_prefill_size": model_checks.CHUNK,
         "cpu_mem_budget_in_gb": model_checks.SWAP_GIB,
-        "mem_fraction_static": 0.05,
+        "mem_fraction_static": 0.1,
         "cuda_graph_max_bs": 16,
     }
     errors = Errors()
@@ -119,19 +121,26 @@ def check(name: str, folder: Path, device: str) -> dict[str, str]:
             return {**cells, "off": f"{errors.largest:.2%}"}
 
 
-def row(name: str, folder: Path, device: str) -> tuple[str, str]:
+def row(name: str, folder: Path, device: str, limit: float) -> tuple[str, str]:
     """A line of the table, and a line below it."""
     command = [sys.executable, __file__, "--device", device, "--folder", str(folder), "--one", name]
     started = time.monotonic()
-    try:
-        ended = subprocess.run(
-            command, capture_output=True, text=True, timeout=LIMIT_S, check=False
-        )
-        output, status = ended.stdout + ended.stderr, str(ended.returncode)
-    except subprocess.TimeoutExpired as error:
-        output = "".join(part.decode() for part in (error.stdout, error.stderr) if part)
-        status = f"over {LIMIT_S} s"
+    output = RACED
+    while RACED in output:
+        left = limit - (time.monotonic() - started)
+        try:
+            ended = subprocess.run(
+                command, capture_output=True, text=True, timeout=left, check=False
+            )
+            output, status = ended.stdout + ended.stderr, str(ended.returncode)
+        except subprocess.TimeoutExpired as error:
+            output = "".join(part.decode() for part in (error.stdout, error.stderr) if part)
+            status = f"over {limit:.0f} s"
+            break
     seconds = f"{name}: {time.monotonic() - started:.0f} s"
+    taken = re.search(r"attention (\S+), \d+ pages", output)
+    if taken is not None:
+        seconds += f", attention {taken[1]}"
     found = last(output, lambda line: json.loads(line.removeprefix("found ")), "found ")
     if found is None:
         reason = last(output, lambda line: line.partition(": ")[2], "pie_driver_sglang: ")
@@ -157,6 +166,7 @@ def main() -> None:
     parser.add_argument("names", nargs="*", default=NAMES)
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--limit", type=float, default=150.0, help="seconds of one model")
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--one")
     arguments = parser.parse_args()
@@ -167,7 +177,8 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(arguments.workers) as pool:
         results = [
-            pool.submit(row, name, Path(folder), arguments.device) for name in arguments.names
+            pool.submit(row, name, Path(folder), arguments.device, arguments.limit)
+            for name in arguments.names
         ]
         print("| architecture | runs | masks | drafts | copies | LoRA | why not |")
         print("|---|---|---|---|---|---|---|")

@@ -40,7 +40,8 @@ class Row(NamedTuple):
 
 
 ROWS: Final[dict[str, Row]] = {
-    "triton": Row({}),
+    "default": Row({}),
+    "triton": Row({"attention_backend": "triton"}),
     "float16": Row({}, dtype="float16"),
     "float32": Row({}, 0.05, "float32"),
     "page size 1": Row({"page_size": 1}),

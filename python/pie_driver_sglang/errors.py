@@ -45,6 +45,15 @@ class StageError(ValueError):
     """A staging block or tokens that do not fit the plan."""
 
 
+def not_running(device: str, error: Exception) -> StartError:
+    """Of a model whose passes fail; the kernels of some GPUs take no float32, for example."""
+    lines = str(error).splitlines() or [type(error).__name__]
+    return StartError(
+        f"the model loads but does not run on {device}: {lines[0]}",
+        "use another `attention_backend`, `activation_dtype`, device or model",
+    )
+
+
 def quoted(value: Any) -> str:
     """Show a user's value in a message: on one line, and cut where it is long."""
     shortener = reprlib.Repr()

@@ -24,7 +24,7 @@ from pie_driver_sglang import __version__, _core
 from pie_driver_sglang.arch import context_length, image_token_bytes, vocab_size
 from pie_driver_sglang.config import DriverConfig, load_config
 from pie_driver_sglang.device import check_device
-from pie_driver_sglang.errors import DriverError, RingError, StartError
+from pie_driver_sglang.errors import DriverError, RingError, StartError, not_running
 from pie_driver_sglang.handshake import UNLIMITED, Capabilities, Handshake
 from pie_driver_sglang.leader import LeadingEngine
 from pie_driver_sglang.logs import configure_logging, format_failure
@@ -283,10 +283,7 @@ def _start(config: DriverConfig, server: _core.Server, workers: Workers | None) 
         warm_up(server, engine)
     except Exception as error:
         logger.debug("the warm-up failed", exc_info=True)
-        raise StartError(
-            f"the model loads but does not run on {', '.join(driver.device)}: {error}",
-            "use another `attention_backend`, device or model",
-        ) from error
+        raise not_running(", ".join(driver.device), error) from error
     return engine
 
 

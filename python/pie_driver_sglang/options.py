@@ -23,6 +23,13 @@ logger = logging.getLogger(__name__)
 #: The driver's own attention backend, for decodes on a GPU.
 PAGED_DECODE: Final = "pie"
 
+#: The options that name attention backends: for everything, for prefills, for decodes.
+_BACKENDS: Final = (
+    "attention_backend",
+    "prefill_attention_backend",
+    "decode_attention_backend",
+)
+
 #: Requests per batch that the driver accepts when `cuda_graph_max_bs` is not set.
 DEFAULT_MAX_FORWARD_REQUESTS: Final = 256
 
@@ -32,7 +39,8 @@ class DriverOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         attention_backend: SGLang's attention backend, resolved for the device.
-        paged_decode: Decode with the driver's own attention backend, :data:`PAGED_DECODE`.
+        paged_decode: Decode with the driver's own attention backend, :data:`PAGED_DECODE`; None
+            for where the model allows it.
         mem_fraction_static: Share of the device memory for weights and KV pages.
         disable_radix_cache: No effect: the runtime shares prefixes, never SGLang.
         disable_cuda_graph: Run every batch eagerly.
@@ -64,7 +72,7 @@ class DriverOptions(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     attention_backend: str
-    paged_decode: bool = False
+    paged_decode: bool | None = False
     mem_fraction_static: float = 0.65
     disable_radix_cache: bool = True
     disable_cuda_graph: bool = False
@@ -239,7 +247,7 @@ _TYPES: Final[Mapping[str, tuple[Any, str]]] = MappingProxyType(
 
 
 def default_attention_backend(device: str) -> str:
-    """Return the attention backend for `cpu` or `cuda:N` when the user names none."""
+    """Return SGLang's attention backend for `cpu` or `cuda:N` when the user names none."""
     return "torch_native" if device == "cpu" else "triton"
 
 
@@ -260,7 +268,10 @@ def parse_options(table: Mapping[str, Any], device: str) -> DriverOptions:
         ConfigError: A key is unknown or not the user's to set, a value has the wrong type or is
             out of its limits, or it asks for what this driver cannot do yet.
     """
+    paged_decode: bool | None
     backends, paged_decode = _without_paged(_with_both_backends(table), device)
+    if device != "cpu" and table.keys().isdisjoint(_BACKENDS):
+        paged_decode = None
     own: dict[str, Any] = {"paged_decode": paged_decode}
     passed: dict[str, Any] = {}
     for name, value in backends.items():
@@ -305,8 +316,7 @@ def _with_both_backends(table: Mapping[str, Any]) -> dict[str, Any]:
 
 def _without_paged(table: dict[str, Any], device: str) -> tuple[dict[str, Any], bool]:
     """The table with backends of SGLang alone, and whether the driver's own one decodes."""
-    names = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
-    both, prefill, decode = (table.get(name) for name in names)
+    both, prefill, decode = (table.get(name) for name in _BACKENDS)
     if PAGED_DECODE not in (both, prefill, decode):
         return table, False
     if device == "cpu":
@@ -319,7 +329,7 @@ def _without_paged(table: dict[str, Any], device: str) -> tuple[dict[str, Any], 
             f"the attention backend {quoted(PAGED_DECODE)} decodes only, and is named for prefill",
             f'set `attention_backend = "triton,{PAGED_DECODE}"`',
         )
-    rest = {key: table[key] for key in table if key not in names or table[key] != PAGED_DECODE}
+    rest = {key: table[key] for key in table if key not in _BACKENDS or table[key] != PAGED_DECODE}
     if both == PAGED_DECODE and prefill is not None:
         rest["attention_backend"] = prefill
     return rest, True
@@ -449,7 +459,7 @@ def _check_adapters(options: DriverOptions, device: str) -> None:
 def _check_device(options: DriverOptions, device: str) -> None:
     """On the CPU only one of SGLang's backends runs; a plugin's may do, so only known ones fail."""
     known = SERVER_ARGS["attention_backend"].choices
-    for name in ("attention_backend", "prefill_attention_backend", "decode_attention_backend"):
+    for name in _BACKENDS:
         backend = options.server_args.get(name, options.attention_backend)
         if device == "cpu" and backend in known and backend != "torch_native":
             raise ConfigError(

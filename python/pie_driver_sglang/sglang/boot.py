@@ -90,7 +90,7 @@ def boot(config: DriverConfig, rank: Rank) -> Booted:
             widen(runner.req_to_token_pool, table)
         else:
             runner.req_to_token_pool = table
-        if options.paged_decode:
+        if support.decodes_paged(runner, options.paged_decode):
             paged_attention.install(runner)
         runner.init_attention_backends()
         support.correct_decode_windows(runner)
@@ -106,6 +106,7 @@ def _load_model(args: ServerArgs, gpu_id: int, rank: Rank) -> ModelRunner:
 def _load_joined(args: ServerArgs, gpu_id: int, rank: Rank) -> ModelRunner:
     publish(args, role="scheduler")
     model_config = ModelConfig.from_server_args(args)
+    support.correct_rope(model_config)
     support.check_config(model_config, args.attention_backend)
     if args.device == "cpu":
         # Without these SGLang's rotary embedding and soft-capped logits ask for CUDA kernels.

@@ -8,7 +8,7 @@ from pie_driver_sglang._core import Planner
 from pie_driver_sglang.arch import arch_name
 from pie_driver_sglang.config import DriverConfig
 from pie_driver_sglang.engine import Facts
-from pie_driver_sglang.errors import StartError
+from pie_driver_sglang.errors import StartError, not_running
 from pie_driver_sglang.options import DriverOptions
 from pie_driver_sglang.parallel import ALONE, Rank
 from pie_driver_sglang.sglang import support
@@ -128,4 +128,8 @@ def _steps(engine: SglangEngine, options: DriverOptions, rungs: list[int]) -> St
         logger.info("every batch runs eagerly: %s", obstacle)
         return None
     make = CpuSteps if engine.runner.device == "cpu" else CudaSteps
-    return make(engine, rungs)
+    try:
+        return make(engine, rungs)
+    except Exception as error:
+        logger.debug("a step failed", exc_info=True)
+        raise not_running(engine.runner.device, error) from error

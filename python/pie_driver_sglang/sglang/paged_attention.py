@@ -6,12 +6,14 @@ for each step, a list of the slots of all tokens, is not needed; see `paged_trit
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from sglang.srt.layers.attention.attention_registry import register_attention_backend
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+from sglang.srt.model_executor.model_runner_components import attention_backend_setup
 from sglang.srt.runtime_context import publish
 
 from pie_driver_sglang.options import PAGED_DECODE
@@ -29,11 +31,8 @@ def install(runner: ModelRunner) -> None:
     """Has a loaded model decode with this backend; to be called before it gets its backends.
 
     SGLang checks its settings against lists of its own backends, so they hear of this one only now.
-
-    Raises:
-        StartError: The model attends in a way that the kernel does not know.
+    Whether the kernel knows the model's attention is `support.decodes_paged`.
     """
-    support.check_paged_decode(runner)
     register_attention_backend(PAGED_DECODE)(PagedDecode)
     args = runner.server_args
     prefill, _ = args.get_attention_backends()
@@ -43,6 +42,12 @@ def install(runner: ModelRunner) -> None:
         decode_attention_backend=PAGED_DECODE,
     )
     publish(args, role="scheduler")
+    # It calls every pair of backends experimental.
+    logging.getLogger(attention_backend_setup.__name__).addFilter(_without_doubt)
+
+
+def _without_doubt(record: logging.LogRecord) -> bool:
+    return "hybrid attention backend is experimental" not in record.getMessage()
 
 
 class _Step(NamedTuple):

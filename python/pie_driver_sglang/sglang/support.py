@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.memory_pool import KVCache
     from sglang.srt.model_executor.model_runner import ModelRunner
 
+logger = logging.getLogger(__name__)
 
 GRAPH_BACKENDS = frozenset({"triton", PAGED_DECODE})
 """Attention backends whose decode metadata is made on the device alone."""
@@ -34,6 +36,8 @@ PAGED_DTYPES = frozenset(
     {torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2}
 )
 """KV that the backend `pie` reads."""
+PAGED_WIDEST = 256
+"""Heads up to which that backend is chosen where none is named."""
 
 
 def check_config(model_config: ModelConfig, attention_backend: str | None) -> None:
@@ -105,6 +109,18 @@ def _check_windows(runner: ModelRunner) -> None:
             f"{type(runner.model).__name__} {ignores}ignores",
             hint=f"set `context_length = {window}` or choose a model without a window",
         )
+
+
+def correct_rope(model_config: ModelConfig) -> None:
+    """Gives a configuration the `rope_theta` that a model class of SGLang (EXAONE 4) looks for.
+
+    transformers 5 keeps it in `rope_parameters` alone, and such a class takes a default of its own.
+    """
+    for config in (model_config.hf_config, model_config.hf_text_config):
+        parameters = getattr(config, "rope_parameters", None)
+        theta = parameters.get("rope_theta") if isinstance(parameters, dict) else None
+        if isinstance(theta, int | float) and getattr(config, "rope_theta", None) is None:
+            config.rope_theta = theta
 
 
 def correct_windows(runner: ModelRunner) -> None:
@@ -191,35 +207,60 @@ def mask_obstacle(runner: ModelRunner) -> str | None:
     return None
 
 
-def check_paged_decode(runner: ModelRunner) -> None:
-    """Refuses models whose decodes the backend `pie` cannot compute.
+def decodes_paged(runner: ModelRunner, asked: bool | None) -> bool:
+    """Whether the backend `pie` computes a model's decodes.
+
+    Args:
+        runner: with its pools.
+        asked: as :attr:`DriverOptions.paged_decode`.
 
     Raises:
-        StartError: The pool is none of keys and values, a layer attends in a way of its own, or
-            results must not depend on the batch.
+        StartError: It is asked for and cannot.
     """
-    if runner.server_args.enable_deterministic_inference:
-        raise StartError(
-            f"the attention backend {PAGED_DECODE} adds a row's parts up as the other rows of the "
-            "batch have it, and `enable_deterministic_inference` is set",
-            hint='set `attention_backend = "triton"`, or remove one of them',
-        )
-    pool = paged(runner.token_to_kv_pool)
-    reason = None
-    if type(pool) is not MHATokenToKVPool:
-        reason = f"its KV pool is a {type(pool).__name__}"
-    elif pool.dtype not in PAGED_DTYPES:
-        reason = f"its KV pool keeps {pool.dtype}"
-    elif pool.get_key_buffer(pool.start_layer).dim() != 3:
-        reason = "its KV pool is laid out by heads"
-    elif not all(_is_plain(layer) for layer in attention_layers(runner)):
-        reason = "some of its layers attend in a way of their own"
-    if reason is not None:
+    if asked is False:
+        return False
+    obstacle = paged_decode_obstacle(runner)
+    if asked and obstacle is not None:
         raise StartError(
             f"the attention backend {PAGED_DECODE} cannot decode "
-            f"{type(runner.model).__name__}: {reason}",
+            f"{type(runner.model).__name__}: {obstacle}",
             hint='set `attention_backend = "triton"`, or remove it',
         )
+    if not asked:
+        obstacle = obstacle or _paged_decode_doubt(runner)
+    if obstacle is not None:
+        logger.info("the attention backend %s is not used: %s", PAGED_DECODE, obstacle)
+    return obstacle is None
+
+
+def paged_decode_obstacle(runner: ModelRunner) -> str | None:
+    """Why the backend `pie` cannot decode this model; None when it can."""
+    pool = paged(runner.token_to_kv_pool)
+    if runner.server_args.enable_deterministic_inference:
+        return (
+            "`enable_deterministic_inference` is set, and it adds a row's parts up as the other "
+            "rows of the batch have it"
+        )
+    if type(pool) is not MHATokenToKVPool:
+        return f"its KV pool is a {type(pool).__name__}"
+    if pool.dtype not in PAGED_DTYPES:
+        return f"its KV pool keeps {pool.dtype}"
+    if pool.get_key_buffer(pool.start_layer).dim() != 3:
+        return "its KV pool is laid out by heads"
+    if not all(_is_plain(layer) for layer in attention_layers(runner)):
+        return "some of its layers attend in a way of their own"
+    return None
+
+
+def _paged_decode_doubt(runner: ModelRunner) -> str | None:
+    """Why the backend `pie` is for this model only if asked for: what it was never tried with."""
+    if isinstance(runner.token_to_kv_pool, HybridLinearKVPool):
+        return "the model keeps recurrent state"
+    layers = attention_layers(runner)
+    widest = max((max(layer.qk_head_dim, layer.v_head_dim) for layer in layers), default=0)
+    if widest > PAGED_WIDEST:
+        return f"the model's heads are {widest} wide"
+    return None
 
 
 def lane_obstacle(runner: ModelRunner) -> str | None:
