@@ -1,10 +1,11 @@
 //! Which core each side runs on.
 
+use std::error::Error;
 use std::fs;
 
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
-use crate::transport::Result;
+type Result<T> = std::result::Result<T, Box<dyn Error>>;
 
 /// The cores of the client and of the server.
 #[derive(Clone, Copy, Debug)]

@@ -19,7 +19,7 @@ pub use crate::wait::Wait;
 
 const ABORT: &[u8] = b"abort";
 
-fn check(preemptions: usize, model: impl Fn() + Sync + Send + 'static) {
+pub(crate) fn check(preemptions: usize, model: impl Fn() + Sync + Send + 'static) {
     let mut builder = loom::model::Builder::new();
     builder.preemption_bound = Some(preemptions);
     builder.check(model);

@@ -82,3 +82,26 @@ fn oldest_first() {
     model::oldest_first(2, 3);
     model::oldest_first(3, 2);
 }
+
+/// Who waits how for a broadcast.
+const READERS: [[Wait; 2]; 3] = [
+    [Wait::Spin, Wait::Spin],
+    [Wait::Spin, Wait::Park],
+    [Wait::Park, Wait::Park],
+];
+
+#[test]
+fn a_broadcast_wakes_every_reader() {
+    for waits in READERS {
+        model::broadcast(&[4], waits, 2);
+    }
+    model::broadcast(&[1], [Wait::Park; 2], 3);
+}
+
+#[test]
+fn a_broadcast_uses_its_slots_again() {
+    for waits in READERS {
+        model::broadcast(&[4, 1], waits, 1);
+    }
+    model::broadcast(&[0, 5], [Wait::Park; 2], 1);
+}

@@ -1,6 +1,7 @@
 //! What a started process does, and how a test starts, watches and ends it.
 
 use std::io::{BufRead, BufReader, Write};
+use std::os::fd::OwnedFd;
 use std::os::unix::process::ExitStatusExt;
 use std::process::{Child, ChildStdout, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
@@ -9,6 +10,7 @@ use std::{env, thread};
 use pie_ring::{ExitGuard, Server, Wait};
 use rustix::process::{Pid, Signal};
 
+use crate::broadcast;
 use crate::common::{self, config, open, serve};
 
 const ROLE: &str = "PIE_RING_TEST_ROLE";
@@ -34,12 +36,14 @@ fn role() {
         "call" => call(&name),
         "parent" => parent(&name),
         "fork" => fork(&name),
+        "listen" => broadcast::listen(&name, wait),
+        "hold" => broadcast::hold(&name, wait),
         other => panic!("unknown role {other}"),
     }
 }
 
 /// Tells the test something. The leading newline separates it from the harness's own output.
-fn tell(message: &str) {
+pub(crate) fn tell(message: &str) {
     let mut out = std::io::stdout().lock();
     writeln!(out, "\n@{message}").unwrap();
     out.flush().unwrap();
@@ -164,7 +168,16 @@ pub(crate) struct Process {
 
 impl Process {
     pub(crate) fn start(role: &str, name: &str, wait: Wait) -> Self {
-        let mut child = command(role, name, wait).spawn().unwrap();
+        Self::spawn(&mut command(role, name, wait))
+    }
+
+    /// Starts a process whose standard input is `file`.
+    pub(crate) fn inheriting(role: &str, name: &str, wait: Wait, file: OwnedFd) -> Self {
+        Self::spawn(command(role, name, wait).stdin(file))
+    }
+
+    fn spawn(command: &mut Command) -> Self {
+        let mut child = command.spawn().unwrap();
         let output = BufReader::new(child.stdout.take().unwrap());
         Self { child, output }
     }
