@@ -20,6 +20,22 @@ const LONGEST_NAP: Duration = Duration::from_millis(1);
 /// on until the ring is full of what they have not taken, and then waits for them, without a limit. To
 /// end a leader whose worker has died is somebody else's business, and so is to end workers whose leader
 /// has died: they wait for its next message.
+///
+/// ```
+/// use pie_ring::{Broadcast, Listener, Wait};
+///
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// let mut broadcast = Broadcast::create(1)?;
+/// broadcast.send(7, &[b"a message ", b"in two parts"])?;
+///
+/// // In a worker, which inherits the descriptor:
+/// let inherited = broadcast.fd().try_clone_to_owned()?;
+/// let mut listener = Listener::open(inherited, 0)?;
+/// let (kind, len) = listener.with_next(Wait::Park, |kind, bytes| (kind, bytes.len()))?;
+/// assert_eq!((kind, len), (7, 22));
+/// # Ok(())
+/// # }
+/// ```
 pub struct Broadcast {
     pub(super) mapping: Mapping,
     /// Fragments so far.
