@@ -563,6 +563,8 @@ class TestEndurance:
 class FakeEngine:
     """Computes nothing; fails when told to."""
 
+    recovers = True
+
     def __init__(self, planner: _core.Planner) -> None:
         self.block: npt.NDArray[np.uint8] = np.zeros(planner.block_bytes, dtype=np.uint8)
         _, offset, capacity = dict(planner.layout)["top_ks"]
@@ -786,6 +788,13 @@ class TestProbes:
         assert engine.copies == [(direction, [0], [0]) for direction in directions]
 
 
+def ask(client: _core.Client, where: str) -> bool:
+    """Asks for what fails there; whether the answer says so."""
+    if where == "copy_pages":
+        return client.copy("D2D", [1], [2]) == 5
+    return client.forward(small()).aborted
+
+
 class TestEngineFailure:
     """An exception costs its frame alone."""
 
@@ -836,6 +845,23 @@ class TestEngineFailure:
             assert served.client.forward(small(4)).aborted
         served.engine.error = None
         assert served.client.forward(small(4)).tokens == [[42]] * 4
+
+    @pytest.mark.parametrize("where", ["forward", "sample", "copy_pages"])
+    def test_one_rank_of_several_cannot_go_on(self, where: str) -> None:
+        """The others wait for it in a collective operation; the request is aborted."""
+        name = f"/pie_shmem_g{drivers.new_group_id()}"
+        server = _core.Server(name, _core.ExitGuard.inert(), spin_budget_us=0)
+        planner = make_planner()
+        engine = FakeEngine(planner)
+        engine.recovers = False
+        engine.error, engine.fails_in = RuntimeError("no luck"), where
+        server.serve(planner, engine.block.data, lambda kind, text: None)
+        client = _core.Client(name, timeout_s=20.0)
+        asked = rc.background(lambda: ask(client, where))
+        with asked as answers, pytest.raises(RuntimeError, match="no luck"):
+            serve(server, engine, None)
+        server.unlink()
+        assert answers == [True]
 
     def test_a_copy_that_fails(self, served: Served, caplog: pytest.LogCaptureFixture) -> None:
         served.engine.error, served.engine.fails_in = RuntimeError("no copy"), "copy_pages"

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import shutil
 import signal
 import subprocess
@@ -13,7 +14,9 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 import drivers
@@ -21,7 +24,8 @@ import runtime_client as rc
 import tiny_models
 from pie_driver_sglang import _core
 from pie_driver_sglang._core import Request, Sampler
-from pie_driver_sglang.errors import DriverError
+from pie_driver_sglang.commands import CopyPages, Forward, Span
+from pie_driver_sglang.errors import DriverError, RingError
 from pie_driver_sglang.parallel import Workers
 from reference import Context, Pages, Reference, random_tokens
 from test_lifecycle import END_S, failure_line, is_running
@@ -236,6 +240,74 @@ class TestWorkers:
         with pytest.raises(KeyError), workers:
             raise KeyError
         assert [str(failure) for failure in failures] == ["rank 1 on cpu ended with status 0"]
+
+
+class TestCommands:
+    """What the leader tells, as a worker hears it."""
+
+    def test_all_of_a_pass_arrives(self) -> None:
+        mask = SimpleNamespace(offsets=bytearray(8), words=bytearray(b"1234"))
+        span = SimpleNamespace(
+            number=7,
+            request=1,
+            kv=(3, 9),
+            continues=True,
+            grid=(1, 2, 4),
+            pixels=memoryview(b"pixel"),
+        )
+        images = SimpleNamespace(spans=[span], positions=bytearray(b"positions"))
+        told = {
+            "tokens": 9,
+            "requests": 2,
+            "decode": False,
+            "seq_lens_sum": 30,
+            "updates": 4,
+            "mask": mask,
+            "adapters": None,
+            "images": images,
+            "states": bytearray(16),
+        }
+        heard = pickle.loads(pickle.dumps(Forward.of(SimpleNamespace(**told))))
+        for name in told.keys() - {"mask", "images"}:
+            assert getattr(heard, name) == told[name]
+        assert heard.mask == (mask.offsets, mask.words)
+        assert heard.images.positions == images.positions
+        assert heard.images.spans == [(7, 1, (3, 9), True, (1, 2, 4), b"pixel")]
+
+    def test_nothing_of_a_pass_is_forgotten(self) -> None:
+        """A field that planner and engine agree on later must be told, too."""
+        public = {name for name in dir(_core.Pass) if not name.startswith("_")}
+        # Counted for the leader's sampling alone.
+        assert public - {"slots"} == set(Forward._fields)
+        public = {name for name in dir(_core.ImageSpan) if not name.startswith("_")}
+        assert public == set(Span._fields)
+
+    def test_commands_follow_their_block(self) -> None:
+        broadcast = _core.Broadcast(1)
+        block, other = np.arange(100, dtype=np.uint8), np.zeros(100, dtype=np.uint8)
+        follower = _core.Follower(os.dup(broadcast.fd), 0, other.data, spin_budget_us=0)
+        broadcast.send_block(block.data, 60)
+        broadcast.send(pickle.dumps(CopyPages("D2H", [1], [2])))
+        assert pickle.loads(next(follower)) == CopyPages("D2H", [1], [2])
+        assert other.tolist() == [*range(60), *[0] * 40]
+
+    def test_what_does_not_fit_is_refused(self) -> None:
+        broadcast = _core.Broadcast(1)
+        block = np.zeros(10, dtype=np.uint8)
+        with pytest.raises(ValueError, match="has 10 bytes, not 11"):
+            broadcast.send_block(block.data, 11)
+        with pytest.raises(RingError, match="2"):
+            _core.Follower(os.dup(broadcast.fd), 2, block.data, spin_budget_us=0)
+        with pytest.raises(ValueError, match="writable"):
+            _core.Follower(os.dup(broadcast.fd), 0, bytes(10), spin_budget_us=0)
+        with pytest.raises(ValueError, match="-1"):
+            _core.Follower(-1, 0, block.data, spin_budget_us=0)
+        follower = _core.Follower(os.dup(broadcast.fd), 0, block.data, spin_budget_us=0)
+        with pytest.raises(RingError, match="opened before"):
+            _core.Follower(os.dup(broadcast.fd), 0, block.data, spin_budget_us=0)
+        broadcast.send_block(np.zeros(20, dtype=np.uint8).data, 20)
+        with pytest.raises(RuntimeError, match="20 bytes of a block of 10"):
+            next(follower)
 
 
 @pytest.mark.engine

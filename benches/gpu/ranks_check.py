@@ -97,6 +97,9 @@ def time_steps(model: Path, arguments: argparse.Namespace) -> None:
     with serving(model, arguments) as (name, own, workers):
         for context in CONTEXTS:
             for batch in BATCHES:
+                if batch * (context // PAGE + 2) > own.facts.total_pages:
+                    print(f"{batch} contexts of {context} exceed the pool", flush=True)
+                    continue
                 client = [sys.executable, FOLDER / "lane_check.py", "--client", name]
                 command = [*map(str, client), str(batch), str(context)]
                 done = subprocess.run(command, check=True, capture_output=True, text=True)

@@ -50,8 +50,6 @@ def _prepare_ranks(ranks: int) -> None:
     os.environ.setdefault("SGLANG_USE_MESSAGE_QUEUE_BROADCASTER", "0")
     # As `NCCL_NVLS_ENABLE`: not every host can do it, and one that cannot may lose its GPUs.
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-    # The second is compiled on the first start.
-    os.environ.setdefault("SGLANG_OPT_USE_CUSTOM_ALL_REDUCE_V2", "0")
     cores = sorted(os.sched_getaffinity(0))
     bound = "|".join(str(cores[rank % len(cores)]) for rank in range(ranks))
     # It must be there; SGLang binds threads by it with Intel's AMX only.

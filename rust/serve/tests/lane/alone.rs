@@ -1,0 +1,115 @@
+//! One rank.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use pie_launch::LaunchError;
+use pie_ring::Wait;
+use pie_serve::RehearsalError;
+
+use crate::devices::{ROWS, Shared, converse, counting, frame, lane, responder};
+
+#[test]
+fn the_smallest_graph_that_holds_the_rows_runs() {
+    let (shared, launched) = (Shared::default(), Arc::default());
+    let responder = responder(counting(&shared, &launched, Duration::from_micros(200)));
+    let taken = |tokens: &[u32]| responder.rehearse_lane(&frame(tokens)).unwrap();
+    assert!(taken(&[1]));
+    assert!(taken(&[2]));
+    assert!(taken(&[1, 1, 1]));
+    assert!(taken(&[4, 1, 1]));
+    assert!(!taken(&[5]), "more rows of one request than allowed");
+    assert!(!taken(&[4, 3]), "more rows than any graph has");
+    assert!(taken(&[1, 1]), "a batch that was left changes nothing");
+    assert_eq!(*launched.lock().unwrap(), [0, 1, 2, 2, 1]);
+}
+
+#[test]
+fn tokens_reach_the_client_without_a_job_and_steps_are_told_when_asked() {
+    let (shared, launched) = (Shared::default(), Arc::default());
+    let lane = counting(&shared, &launched, Duration::ZERO);
+    let quiet = responder(lane);
+    let frames = [frame(&[1, 1]), frame(&[2, 1]), frame(&[1; 6])];
+    let singles = |tokens: &[u32]| Some(tokens.iter().map(|&token| vec![token]).collect());
+    let expected = [
+        singles(&[0, 10]),
+        singles(&[10, 20]),
+        singles(&[0, 10, 20, 30, 40, 50]),
+    ];
+    assert_eq!(converse(&quiet, &frames), (expected.to_vec(), vec![]));
+    let lane = counting(&shared, &launched, Duration::ZERO);
+    let telling = responder(lane).with_steps();
+    let told = ["2/2", "2/3", "6/6"].map(String::from).to_vec();
+    assert_eq!(converse(&telling, &frames), (expected.to_vec(), told));
+}
+
+#[test]
+fn a_device_that_fails_costs_its_batch_and_the_reason_names_the_shape() {
+    let shared = Shared::default();
+    let device = shared.clone();
+    let mut step = 0;
+    let launch = move |graph: usize| {
+        step += 1;
+        if step == 1 {
+            let text = "out of order".to_owned();
+            return Err(LaunchError::Failed(text));
+        }
+        for row in 0..ROWS[graph] {
+            device.put(row, step, 7);
+        }
+        Ok(())
+    };
+    let responder = responder(lane(&shared, launch, || Ok(false), Wait::Spin));
+    let (answers, told) = converse(&responder, &[frame(&[1, 2]), frame(&[1])]);
+    assert_eq!(answers, [None, Some(vec![vec![7]])]);
+    let [told] = &told[..] else {
+        panic!("{told:?}")
+    };
+    assert!(
+        told.contains("6 rows") && told.contains("3 in use"),
+        "{told}"
+    );
+    assert!(told.contains("out of order"), "{told}");
+}
+
+#[test]
+fn a_device_that_dies_or_forgets_results_ends_the_wait() {
+    for (ended, expected) in [
+        (Ok(true), "without a result in row 1"),
+        (Err(LaunchError::Failed("dead".into())), "dead"),
+    ] {
+        for wait in [Wait::Spin, Wait::Park] {
+            let (shared, ended) = (Shared::default(), ended.clone());
+            let device = shared.clone();
+            let launch = move |_| {
+                device.put(0, 1, 7);
+                // Of another step: not this one's.
+                device.put(1, 9, 7);
+                Ok(())
+            };
+            let lane = lane(&shared, launch, move || ended.clone(), wait);
+            let error = responder(lane).rehearse_lane(&frame(&[1, 1])).unwrap_err();
+            assert!(matches!(error, RehearsalError::Lane(_)));
+            assert!(error.to_string().contains(expected), "{error}");
+        }
+    }
+}
+
+#[test]
+fn a_token_outside_the_vocabulary_empties_its_request_alone() {
+    let shared = Shared::default();
+    let device = shared.clone();
+    let launch = move |_| {
+        for (row, token) in [5, 100, 6].into_iter().enumerate() {
+            device.put(row, 1, token);
+        }
+        Ok(())
+    };
+    let responder = responder(lane(&shared, launch, || Ok(false), Wait::Spin));
+    let (answers, told) = converse(&responder, &[frame(&[1, 1, 1])]);
+    assert_eq!(answers, [Some(vec![vec![5], vec![], vec![6]])]);
+    let [told] = &told[..] else {
+        panic!("{told:?}")
+    };
+    assert!(told.contains("request 1 emptied"), "{told}");
+}

@@ -1,0 +1,5 @@
+//! The fast lane over devices that answer at once, late, wrongly or not at all, and on several ranks at once.
+
+mod alone;
+mod devices;
+mod ranks;
