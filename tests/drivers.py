@@ -282,15 +282,27 @@ def _drive(config: str, sender: Any, stderr: str) -> None:
     with sender:
         handshake = os.dup(sender.fileno())
     arguments = ["--config", config, "--handshake-fd", str(handshake)]
-    sys.exit(launch.main(arguments, start_worker=functools.partial(ForkedWorker, handshake)))
+    start_worker = functools.partial(ForkedWorker, handshake, list)
+    sys.exit(launch.main(arguments, start_worker=start_worker))
 
 
 class ForkedWorker:
     """A rank of a forked driver, forked from it before it has loaded anything."""
 
     def __init__(
-        self, handshake: int, arguments: Sequence[str], _descriptors: Sequence[int]
+        self,
+        handshake: int,
+        change: Callable[[Sequence[str]], Sequence[str]],
+        arguments: Sequence[str],
+        _descriptors: Sequence[int],
     ) -> None:
+        """Starts it.
+
+        Args:
+            handshake: The driver's, which it must not keep.
+            change: Called in the worker: what its arguments become.
+            arguments: As the driver gives them.
+        """
         from pie_driver_sglang import worker
 
         self._pid = os.fork()
@@ -298,7 +310,7 @@ class ForkedWorker:
             try:
                 # The runtime waits for its end.
                 os.close(handshake)
-                os._exit(worker.main(arguments))
+                os._exit(worker.main(change(arguments)))
             finally:
                 os._exit(70)
 

@@ -364,11 +364,19 @@ def started(config: Path, **environment: str) -> Iterator[Start]:
 
 
 @contextlib.contextmanager
-def forked(config: Path) -> Iterator[Start]:
-    """Starts a driver in a fork of a process with SGLang, without waiting for it."""
+def forked(
+    config: Path, change: Callable[[str, Sequence[str]], list[str]] | None = None, by: str = ""
+) -> Iterator[Start]:
+    """Starts a driver in a fork of a process with SGLang, without waiting for it.
+
+    Args:
+        config: `driver.toml`.
+        change: Called in its workers with `by` and their arguments, which it may change.
+        by: For `change`.
+    """
     files = _start_files(config)
     names = [str(files[name]) for name in ("handshake", "stdout", "stderr")]
-    process = drivers.fork_call(drive, (str(config), *names))
+    process = drivers.fork_call(drive, (str(config), *names, change, by))
     with _killed(process, files["region"]):
         yield Start(process, **files)
 
@@ -385,7 +393,14 @@ def _killed(process: drivers.Process, region: Path) -> Iterator[None]:
         region.unlink(missing_ok=True)
 
 
-def drive(config: str, handshake: str, stdout: str, stderr: str) -> None:
+def drive(
+    config: str,
+    handshake: str,
+    stdout: str,
+    stderr: str,
+    change: Callable[[str, Sequence[str]], list[str]] | None = None,
+    by: str = "",
+) -> None:
     """Runs in the fork: the driver's main function, with stdout and stderr apart."""
     from pie_driver_sglang import launch
 
@@ -394,7 +409,8 @@ def drive(config: str, handshake: str, stdout: str, stderr: str) -> None:
     os.dup2(out, 1)
     os.close(out)
     writer = os.open(handshake, os.O_WRONLY)
-    start_worker = functools.partial(drivers.ForkedWorker, writer)
+    changed = list if change is None else functools.partial(change, by)
+    start_worker = functools.partial(drivers.ForkedWorker, writer, changed)
     arguments = ["--config", config, "--handshake-fd", str(writer)]
     sys.exit(launch.main(arguments, start_worker=start_worker))
 

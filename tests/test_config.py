@@ -23,7 +23,8 @@ HF_CONFIG = {
     "model_type": "qwen3",
     "architectures": ["Qwen3ForCausalLM"],
     "vocab_size": 151936,
-    "num_attention_heads": 4,
+    "num_attention_heads": 24,
+    "num_key_value_heads": 8,
 }
 Write = Callable[..., Path]
 
@@ -163,7 +164,8 @@ def test_a_device_for_each_rank(write: Write, devices: tuple[str, ...]) -> None:
         (("cpu", "cuda:0"), (), ("'cpu', 'cuda:0'", "not both", "one kind")),
         (("cuda:1", "cuda:1"), (), ("lists cuda:1 more than once", "different GPUs")),
         (("cpu",) * 65, (), ("65", "outside 1 to 64")),
-        (("cpu",) * 3, (), ("is 3", "has 4 attention heads", "use 1 or 2 devices")),
+        (("cpu",) * 5, (), ("is 5", "has 24 attention heads", "use 1 or 2 or 4 or 8 devices")),
+        (("cpu",) * 3, (), ("over 8 of keys and values", "use 1 or 2 or 4 devices")),
         (("cpu", "cpu"), ("options = { enable_lora = true }",), ("enable_lora", "one device")),
     ],
 )

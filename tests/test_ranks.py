@@ -19,6 +19,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+import architectures
 import drivers
 import runtime_client as rc
 import tiny_models
@@ -28,7 +29,7 @@ from pie_driver_sglang.commands import CopyPages, Forward, Span
 from pie_driver_sglang.errors import DriverError, RingError
 from pie_driver_sglang.parallel import Workers
 from reference import Context, Pages, Reference, random_tokens
-from test_lifecycle import END_S, failure_line, is_running
+from test_lifecycle import END_S, is_running
 
 LOCAL = ("0100007F", "00000000000000000000000001000000")
 """127.0.0.1 and ::1 as `/proc/net` writes them."""
@@ -54,6 +55,15 @@ def listening(pid: int) -> list[str]:
     return found
 
 
+def last_words(log: str) -> str:
+    """The line that says what went wrong: the last one but for its hint."""
+    *_, line, empty, hint = log.rstrip().splitlines()
+    assert line.startswith("pie_driver_sglang: ")
+    assert empty == ""
+    assert hint.startswith("hint: ")
+    return line
+
+
 def ask(driver: drivers.Driver | rc.Start, count: int = 3) -> list[list[int]]:
     """Greedy tokens of a prompt and what follows it."""
     client, tokens, found = driver.client(), [5, 9, 77, 3, 41], []
@@ -67,6 +77,16 @@ def ask(driver: drivers.Driver | rc.Start, count: int = 3) -> list[list[int]]:
         tokens.append(reply.tokens[0][0])
         found.append(reply.tokens[0])
     return found
+
+
+def keep_busy(start: rc.Start, lane: str) -> None:
+    """Asks for one long batch, or for many short ones, until there is no answer any more."""
+    client = _core.Client(f"/{start.region.name}", spin_budget_us=200, timeout_s=2.0)
+    tokens = 512 if lane == "eager" else 1
+    greedy = [(tokens - 1, Sampler.greedy())]
+    request = Request([7] * tokens, list(range(tokens)), list(range(32)), 16, greedy)
+    while not client.forward([request] * (250 if lane == "eager" else 1)).aborted:
+        pass
 
 
 @pytest.mark.engine
@@ -108,7 +128,7 @@ class TestEnds:
         ask(start)
         os.kill(worker, signal.SIGKILL)
         assert start.process.wait(END_S) == 1
-        assert "rank 1 on cpu was killed by signal 9" in failure_line(start.log())
+        assert "rank 1 on cpu was killed by signal 9" in last_words(start.log())
         assert not start.region.exists()
 
     def test_a_worker_that_is_told_to_end_ends_the_driver(
@@ -117,7 +137,7 @@ class TestEnds:
         start, worker = ready
         os.kill(worker, signal.SIGTERM)
         assert start.process.wait(END_S) == 1
-        assert "rank 1 on cpu was killed by signal 15" in failure_line(start.log())
+        assert "rank 1 on cpu was killed by signal 15" in last_words(start.log())
         assert not start.region.exists()
 
     def test_a_killed_driver_takes_its_worker_along(self, ready: tuple[rc.Start, int]) -> None:
@@ -125,13 +145,26 @@ class TestEnds:
         os.kill(start.process.pid, signal.SIGKILL)
         rc.eventually(lambda: not is_running(worker), "the worker's end", END_S)
 
+    @pytest.mark.parametrize("lane", ["eager", "fast"])
+    @pytest.mark.parametrize("victim", ["driver", "worker"])
+    def test_one_is_killed_while_both_compute(
+        self, ready: tuple[rc.Start, int], victim: str, lane: str
+    ) -> None:
+        """The other one may be waiting for it in a collective operation."""
+        start, worker = ready
+        with rc.background(lambda: keep_busy(start, lane)):
+            time.sleep(0.5)
+            os.kill(start.process.pid if victim == "driver" else worker, signal.SIGKILL)
+            if victim == "driver":
+                rc.eventually(lambda: not is_running(worker), "the worker's end", END_S)
+            else:
+                assert start.process.wait(END_S) == 1
+                assert "rank 1 on cpu was killed by signal 9" in last_words(start.log())
+                assert not start.region.exists()
+
     def test_sigterm_while_a_step_runs(self, ready: tuple[rc.Start, int]) -> None:
         start, _ = ready
-        tokens = 512
-        sampler = [(tokens - 1, Sampler.greedy())]
-        request = Request([7] * tokens, list(range(tokens)), list(range(32)), 16, sampler)
-        client = _core.Client(f"/{start.region.name}", spin_budget_us=200, timeout_s=2.0)
-        with rc.background(lambda: client.forward([request] * 250)):
+        with rc.background(lambda: keep_busy(start, "eager")):
             time.sleep(0.3)
             assert start.stop(END_S) == 0
         assert not start.region.exists()
@@ -140,25 +173,22 @@ class TestEnds:
     def test_a_driver_killed_while_it_starts(self, config: Path, log: str | None) -> None:
         with rc.forked(config) as start:
             pid = start.process.pid
-            if log is None:
-                rc.eventually(lambda: rc.children(pid), "the worker")
-            else:
+            rc.eventually(lambda: rc.children(pid), "the worker")
+            if log is not None:
                 start.wait_for_log(log)
-            workers = rc.children(pid)
+            [worker] = rc.children(pid)
             os.kill(pid, signal.SIGKILL)
-            for worker in workers:
-                rc.eventually(lambda pid=worker: not is_running(pid), "the worker's end", END_S)
+            rc.eventually(lambda: not is_running(worker), "the worker's end", END_S)
 
-    @pytest.mark.parametrize("delay", [0.0, 2.0])
+    @pytest.mark.parametrize("delay", [0.0, 0.3, 1.0])
     def test_a_worker_killed_while_it_starts(self, config: Path, delay: float) -> None:
         with rc.forked(config) as start:
             rc.eventually(lambda: rc.children(start.process.pid), "the worker")
             time.sleep(delay)
             os.kill(rc.children(start.process.pid)[0], signal.SIGKILL)
             assert start.process.wait(END_S) == 1
-            assert "rank 1 on cpu was killed by signal 9" in failure_line(start.log())
+            assert "rank 1 on cpu was killed by signal 9" in last_words(start.log())
             assert not start.region.exists()
-            assert start.handshake.read_bytes() == b""
 
     def test_a_workers_own_error_is_the_last_line(
         self, config: Path, llama_snapshot: Path, tmp_path: Path
@@ -167,31 +197,43 @@ class TestEnds:
         weights = next(broken.glob("*.safetensors"))
         weights.write_bytes(weights.read_bytes()[:-1000])
         other = drivers.write_config(tmp_path, broken, **drivers.spread(2))
-        files = [tmp_path / name for name in ("handshake", "stderr")]
-        for path in files:
-            path.touch()
-        arguments = (str(config), str(other), *map(str, files))
-        driver = drivers.fork_call(drive_with_another_worker, arguments)
-        assert driver.wait(60.0) == 1
-        line = failure_line(files[1].read_text())
-        assert "rank 1 on cpu: SGLang cannot load" in line
-        assert "broken" in line
-        assert files[0].read_bytes() == b""
+        with rc.forked(config, with_another_model, str(other)) as start:
+            assert start.process.wait(60.0) == 1
+            assert "rank 1 on cpu: SGLang cannot load" in last_words(start.log())
+            assert "broken" in last_words(start.log())
+            assert start.handshake.read_bytes() == b""
+
+    def test_a_worker_that_fails_in_a_command_ends_the_driver(self, config: Path) -> None:
+        with rc.forked(config, with_a_broken_copy, "") as start:
+            start.wait_until_ready()
+            ask(start)
+            with rc.background(lambda: start.client().copy("D2D", [5], [6])):
+                assert start.process.wait(5.0) == 1
+            assert "rank 1 on cpu: OSError: no such page" in last_words(start.log())
+            assert not start.region.exists()
 
 
-def drive_with_another_worker(config: str, other: str, handshake: str, stderr: str) -> None:
-    """Runs in a fork: a driver whose worker is told another model, as if its disk were broken."""
-    from pie_driver_sglang import launch
+def with_another_model(other: str, arguments: Sequence[str]) -> list[str]:
+    """As if the worker's disk were broken."""
+    at = list(arguments).index("--config") + 1
+    return [*arguments[:at], other, *arguments[at + 1 :]]
 
-    drivers.redirect_output(stderr)
-    writer = os.open(handshake, os.O_WRONLY)
 
-    def start(arguments: Sequence[str], descriptors: Sequence[int]) -> drivers.ForkedWorker:
-        changed = [other if word == config else word for word in arguments]
-        return drivers.ForkedWorker(writer, changed, descriptors)
+def with_a_broken_copy(_: str, arguments: Sequence[str]) -> list[str]:
+    """Runs in the worker, before it starts."""
+    from pie_driver_sglang.sglang.engine import SglangEngine
 
-    arguments = ["--config", config, "--handshake-fd", str(writer)]
-    sys.exit(launch.main(arguments, start_worker=start))
+    copy = SglangEngine.copy_pages
+
+    def copy_but_page_5(
+        engine: SglangEngine, direction: str, sources: Sequence[int], targets: Sequence[int]
+    ) -> None:
+        if 5 in sources:
+            raise OSError("no such page")
+        copy(engine, direction, sources, targets)
+
+    SglangEngine.copy_pages = copy_but_page_5  # type: ignore[method-assign]
+    return list(arguments)
 
 
 class TestWorkers:
@@ -209,7 +251,7 @@ class TestWorkers:
         return Workers(Path("c.toml"), ["cpu"] * (count + 1), failures.append, start), failures
 
     def test_a_report_is_what_is_said(self) -> None:
-        report = json.dumps({"message": "no such thing", "hint": "get one"})
+        report = json.dumps({"message": "no such thing", "hint": "get one"}) + "\n"
         script = f"import os, sys; os.write(int(sys.argv[-1]), {report.encode()!r}); sys.exit(1)"
         workers, failures = self.workers(script)
         rc.eventually(lambda: failures, "the failure")
@@ -224,6 +266,26 @@ class TestWorkers:
         rc.eventually(lambda: failures, "the failure")
         with workers:
             assert str(failures[0]) == "rank 1 on cpu ended with status 3"
+
+    def test_a_report_counts_before_its_worker_has_ended(self) -> None:
+        """One with a GPU may need seconds for that, while its connections are closed already."""
+        report = json.dumps({"message": "no memory", "hint": "get some"}) + "\n"
+        script = "import os, sys, time;"
+        script += f"os.write(int(sys.argv[-1]), {report.encode()!r}); time.sleep(1000)"
+        workers, failures = self.workers(script)
+        with pytest.raises(ConnectionError), workers:
+            raise ConnectionError
+        assert [str(failure) for failure in failures] == ["rank 1 on cpu: no memory"]
+
+    def test_a_process_that_a_worker_has_started_holds_nobody_up(self, tmp_path: Path) -> None:
+        script = "import os, sys, subprocess;"
+        script += "subprocess.Popen(['sleep', '30'], pass_fds=[int(sys.argv[-1])])"
+        workers, failures = self.workers(script)
+        rc.eventually(lambda: failures, "the failure", END_S)
+        started = time.monotonic()
+        with workers:
+            assert str(failures[0]) == "rank 1 on cpu ended with status 0"
+        assert time.monotonic() - started < 2 * END_S
 
     def test_workers_are_killed_in_the_end(self) -> None:
         workers, failures = self.workers("import time; time.sleep(1000)", count=3)
@@ -308,6 +370,19 @@ class TestCommands:
         broadcast.send_block(np.zeros(20, dtype=np.uint8).data, 20)
         with pytest.raises(RuntimeError, match="20 bytes of a block of 10"):
             next(follower)
+
+
+@pytest.mark.engine
+def test_experts_on_two_ranks(tmp_path: Path) -> None:
+    snapshot = architectures.build("Qwen3-MoE", tmp_path)
+    reference = Reference(snapshot)
+    prompt = random_tokens(reference.vocab_size, 40, "experts")
+    config = drivers.write_config(tmp_path, snapshot, **drivers.spread(2))
+    with drivers.fork(config) as driver:
+        context = Context(Pages(driver.caps["total_pages"], 16))
+        reply = driver.client().forward([context.append(prompt, rows=range(len(prompt)))])
+        assert reference.check(prompt, reply.tokens[0]) > len(prompt) // 2
+    assert driver.stop() == 0
 
 
 @pytest.mark.engine

@@ -79,7 +79,7 @@ BY_NAME: Final[Mapping[str, str | None]] = {
     **_owner(None, "enable_layerwise_nvtx_marker"),
     **_owner(None, "disable_flashinfer_cutlass_moe_fp4_allgather", "disable_shared_experts_fusion"),
     **_owner(None, "enable_fused_moe_sum_all_reduce", "enforce_shared_experts_fusion"),
-    **_owner(None, "disable_custom_all_reduce", "enable_p2p_check"),
+    **_owner(None, "disable_custom_all_reduce"),
     **_owner(None, "flashinfer_mxfp4_moe_precision", "moe_runner_backend"),
 }
 

@@ -9,6 +9,7 @@ mod plan;
 mod region;
 mod serve;
 mod staged;
+mod step;
 mod wire;
 
 #[path = "../../rust/batch/tests/common/mod.rs"]

@@ -10,6 +10,7 @@ use crate::common::generate::{POSITIONS, VOCAB};
 use crate::common::naive::{Plan, Slot};
 use crate::memory;
 use crate::staged::{Blank, Staged};
+use crate::step::Steps;
 use crate::wire::exact;
 
 const fn limits(pages: [u32; 3], pass: [u32; 3]) -> Limits {
@@ -84,6 +85,8 @@ pub(crate) struct Trial {
     drafting: Device,
     /// A planner for a model that takes images.
     sighted: Planner,
+    /// A planner whose batches run as graphs.
+    steps: Steps,
     turns: u32,
 }
 
@@ -109,6 +112,7 @@ impl Trial {
             device,
             drafting: Device::with_drafts(limits),
             sighted: Planner::new(limits, 1).with_vision(VISION),
+            steps: Steps::new(limits),
             turns: 0,
         }
     }
@@ -149,6 +153,7 @@ impl Trial {
         };
         self.largest = self.largest.max(bytes.len());
         self.look(request);
+        self.steps.frame(request);
         if !self.plan(request) {
             return;
         }

@@ -303,6 +303,7 @@ fn serve(mut server: Server, prompts: &Prompts) {
         {
             Event::Stopped => return,
             Event::Notes(_) | Event::Step(_) => {}
+            Event::Lost(error) => panic!("there is no lane: {error}"),
             Event::Job(job) => {
                 if prompts.hold.load(Ordering::Acquire) {
                     prompts.held.store(true, Ordering::Release);

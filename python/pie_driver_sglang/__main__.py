@@ -1,5 +1,6 @@
 """`python -m pie_driver_sglang`: the driver process, as the Pie runtime starts it."""
 
+import os
 import signal
 
 from pie_driver_sglang import _core
@@ -11,4 +12,5 @@ if __name__ == "__main__":
 
     from pie_driver_sglang.launch import main
 
-    raise SystemExit(main(guard=guard))
+    # Not by way of the interpreter's end, in which libraries may wait for other ranks.
+    os._exit(main(guard=guard))

@@ -950,7 +950,7 @@ def build_info() -> dict[str, str]:
 
 def die_with_parent(parent: SupportsIndex) -> None:
     """
-    Has the kernel kill this process as soon as its parent dies, which must be the process `parent`; kills it at once if it is
+    Has the kernel kill this process as soon as its parent dies, which must be the process `parent`; ends it at once if it is
     another.
     """
 

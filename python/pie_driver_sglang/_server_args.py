@@ -213,7 +213,7 @@ SERVER_ARGS: Final[Mapping[str, ServerArg]] = MappingProxyType(
         "enable_multi_layer_eagle": ServerArg("bool", "speculative"),
         "enable_multimodal": ServerArg("bool", "media"),
         "enable_nccl_nvls": ServerArg("bool", "parallel"),
-        "enable_p2p_check": ServerArg("bool"),
+        "enable_p2p_check": ServerArg("bool", "parallel"),
         "enable_page_major_kv_layout": ServerArg("bool", "pool"),
         "enable_pdmux": ServerArg("bool", "disaggregation"),
         "enable_precise_embedding_interpolation": ServerArg("bool"),

@@ -5,7 +5,7 @@ Commands travel as pickles between processes of one start, over memory that no o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
@@ -67,8 +67,13 @@ class Forward(NamedTuple):
     states: bytearray | None
 
     @staticmethod
-    def of(batch: Pass) -> Forward:
-        """Copies what the planner says of a pass."""
+    def of(batch: Pass, known: Container[int] = ()) -> Forward:
+        """Copies what the planner says of a pass.
+
+        Args:
+            batch: The pass.
+            known: Images that the former pass had too; their pixels are not told again.
+        """
         mask = batch.mask
         return Forward(
             tokens=batch.tokens,
@@ -78,9 +83,14 @@ class Forward(NamedTuple):
             updates=batch.updates,
             mask=None if mask is None else Mask(mask.offsets, mask.words),
             adapters=batch.adapters,
-            images=None if batch.images is None else _copied(batch.images),
+            images=None if batch.images is None else _copied(batch.images, known),
             states=batch.states,
         )
+
+    @property
+    def spans(self) -> list[Span]:
+        """Its images."""
+        return [] if self.images is None else self.images.spans
 
     def run(self, engine: Rows) -> None:
         """Runs it."""
@@ -123,9 +133,10 @@ class CopyStates(NamedTuple):
 Command = Forward | Logits | CopyPages | CopyStates
 
 
-def _copied(images: PassImages) -> Images:
-    spans = [
-        Span(span.number, span.request, span.kv, span.continues, span.grid, bytes(span.pixels))
-        for span in images.spans
-    ]
+def _copied(images: PassImages, known: Container[int]) -> Images:
+    spans = []
+    for span in images.spans:
+        pixels = b"" if span.number in known else bytes(span.pixels)
+        row = (span.number, span.request, span.kv, span.continues, span.grid)
+        spans.append(Span(*row, pixels))
     return Images(spans, images.positions)

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 #: The activation types that the driver can run.
 ACTIVATION_DTYPES: Final = ("bfloat16", "float16", "float32")
 
-#: The most devices of one model: SGLang's fast kernels know up to 8, the rest is room.
+#: The most devices of one model; more do not fit a host.
 MAX_RANKS: Final = 64
 
 _MAX_FILE_BYTES: Final = 1 << 20
@@ -320,12 +320,20 @@ def _check_options(table: dict[str, Any], devices: tuple[str, ...]) -> DriverOpt
 def _check_heads(hf_config: Mapping[str, Any], ranks: int) -> None:
     """Refuse a model whose attention heads cannot be dealt out evenly."""
     text = hf_config.get("text_config")
-    heads = (text if isinstance(text, dict) else hf_config).get("num_attention_heads")
-    if ranks > 1 and isinstance(heads, int) and heads % ranks:
-        fitting = [str(count) for count in range(1, ranks) if heads % count == 0]
+    text = text if isinstance(text, dict) else hf_config
+    heads = text.get("num_attention_heads")
+    kv_heads = text.get("num_key_value_heads") or heads
+    if not isinstance(heads, int) or not isinstance(kv_heads, int):
+        return
+
+    def fits(count: int) -> bool:
+        return heads % count == 0 and (kv_heads % count == 0 or count % kv_heads == 0)
+
+    if not fits(ranks):
+        fitting = [str(count) for count in range(1, 2 * ranks) if fits(count)]
         raise ConfigError(
-            f"`driver.tensor_parallel_size` is {ranks}, but the model has {heads} attention heads, "
-            "which cannot be dealt out evenly",
+            f"`driver.tensor_parallel_size` is {ranks}, but the model has {heads} attention heads "
+            f"over {kv_heads} of keys and values, which cannot be dealt out evenly",
             f"use {' or '.join(fitting)} devices",
         )
 

@@ -84,7 +84,8 @@ def main(
     except DriverError as error:
         logger.debug("the start failed", exc_info=True)
         return _fail(error)
-    except Exception as error:
+    except BaseException as error:
+        # A panic of the native half is none of the exceptions.
         logger.exception("the driver stops on an unexpected error")
         return _fail(
             DriverError(f"{type(error).__name__}: {error}", "the traceback above says where")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Protocol
 
@@ -13,6 +14,7 @@ from pie_driver_sglang.engine import Engine, Facts
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
+    import torch
 
     from pie_driver_sglang._core import Broadcast, Lane, Pass, SlotGroup
     from pie_driver_sglang.sampling import Outputs
@@ -28,6 +30,12 @@ class Ranked(Engine, Protocol):
     def slot_bytes(self) -> int:
         """Length of the block's beginning that slots are staged in."""
 
+    def slot_logits(self, group: SlotGroup) -> torch.Tensor:
+        """The logits of the staged slots, for which all ranks are needed."""
+
+    def sample_logits(self, group: SlotGroup, logits: torch.Tensor) -> Outputs:
+        """Samples them, which is this rank's alone."""
+
 
 class LeadingEngine:
     """Implements :class:`pie_driver_sglang.engine.Engine` on all ranks at once.
@@ -36,12 +44,13 @@ class LeadingEngine:
     time. Sampling is this rank's alone.
     """
 
-    recovers = False
-    """A rank that fails leaves the others waiting in a collective operation."""
+    recovers = True
+    """False once this rank has failed where the others wait for it in a collective operation."""
 
     def __init__(self, engine: Ranked, broadcast: Broadcast) -> None:
         self._engine = engine
         self._broadcast = broadcast
+        self._cut: list[int] = []
 
     @property
     def facts(self) -> Facts:
@@ -64,14 +73,17 @@ class LeadingEngine:
     def forward(self, batch: Pass) -> None:
         """Runs the pass; see :meth:`pie_driver_sglang.engine.Engine.forward`."""
         self._broadcast.send_block(self.block.data, self._engine.pass_bytes(batch))
-        self._tell(Forward.of(batch))
-        self._engine.forward(batch)
+        command = Forward.of(batch, self._cut)
+        self._cut = [span.number for span in command.spans if span.continues]
+        with self._together(command):
+            self._engine.forward(batch)
 
     def sample(self, group: SlotGroup) -> Outputs:
         """Computes the group; see :meth:`pie_driver_sglang.engine.Engine.sample`."""
         self._broadcast.send_block(self.block.data, self._engine.slot_bytes)
-        self._tell(Logits(len(group)))
-        return self._engine.sample(group)
+        with self._together(Logits(len(group))):
+            logits = self._engine.slot_logits(group)
+        return self._engine.sample_logits(group, logits)
 
     def take_waits(self) -> tuple[int, int]:
         """This rank's; see :meth:`pie_driver_sglang.engine.Engine.take_waits`."""
@@ -79,13 +91,13 @@ class LeadingEngine:
 
     def copy_pages(self, direction: str, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copies each rank's part; see :meth:`pie_driver_sglang.engine.Engine.copy_pages`."""
-        self._tell(CopyPages(direction, sources, targets))
-        self._engine.copy_pages(direction, sources, targets)
+        with self._together(CopyPages(direction, sources, targets)):
+            self._engine.copy_pages(direction, sources, targets)
 
     def copy_states(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copies each rank's part; see :meth:`pie_driver_sglang.engine.Engine.copy_states`."""
-        self._tell(CopyStates(sources, targets))
-        self._engine.copy_states(sources, targets)
+        with self._together(CopyStates(sources, targets)):
+            self._engine.copy_states(sources, targets)
 
     def load_adapter(self, adapter_id: int, path: str) -> None:
         """Adapters are off; see :meth:`pie_driver_sglang.engine.Engine.load_adapter`."""
@@ -99,5 +111,10 @@ class LeadingEngine:
         """Adapters are off; see :meth:`pie_driver_sglang.engine.Engine.rehearsal_adapter`."""
         return self._engine.rehearsal_adapter()
 
-    def _tell(self, command: Command) -> None:
+    @contextlib.contextmanager
+    def _together(self, command: Command) -> Iterator[None]:
+        """Within it this rank does what the others are told."""
+        self.recovers = False
         self._broadcast.send(pickle.dumps(command))
+        yield
+        self.recovers = True

@@ -23,8 +23,10 @@ from pie_driver_sglang import _core
 from pie_driver_sglang.errors import DriverError, StartError
 
 GRACE_S = 1.0
-"""How long a leader that fails waits for a worker's end, which may be the reason."""
-_MAX_REPORT_BYTES = 1 << 16
+"""How long a leader that fails waits for a worker to say why it ends, which may be the reason."""
+END_S = 2.0
+"""How long a leader waits for the workers that it has killed. Their end needs no more of it."""
+_MAX_REPORT_CHARS = 4000
 
 
 class Rank(NamedTuple):
@@ -96,21 +98,33 @@ class Workers:
             arguments += [name, str(descriptor)]
         process = start(arguments, descriptors)
         os.close(writer)
-        self._processes.append(process)
         what = f"rank {index} on {device}"
-        watch = threading.Thread(
-            target=self._watch, args=(what, process, reader), name=what, daemon=True
-        )
-        self._watches.append(watch)
-        watch.start()
+        listening = threading.Thread(target=self._listen, args=(what, reader), daemon=True)
+        waiting = threading.Thread(target=self._wait, args=(what, process, listening), daemon=True)
+        self._processes.append(process)
+        self._watches += [listening, waiting]
+        listening.start()
+        waiting.start()
 
-    def _watch(self, what: str, process: Process, reader: int) -> None:
+    def _listen(self, what: str, reader: int) -> None:
+        """What a worker says of its end comes before its end, which can take long on a GPU."""
         with os.fdopen(reader, "rb") as pipe:
-            # To its end, which is the worker's, too.
-            report = pipe.read(_MAX_REPORT_BYTES)
-        error = _failure(what, report, process.wait())
+            error = _told(what, pipe.readline())
+        if error is not None:
+            self._end(error)
+
+    def _wait(self, what: str, process: Process, listening: threading.Thread) -> None:
+        status = process.wait()
+        # The pipe's end may have been inherited: what has been said is read by then, all the same.
+        listening.join(GRACE_S / 2)
+        ended = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
+        hint = "look for its last words above, and for the kernel's in `dmesg`"
+        self._end(StartError(f"{what} {ended}", hint))
+
+    def _end(self, error: DriverError) -> None:
         with self._lock:
             if not self._over:
+                self._over = True
                 self._fail(error)
 
     def __enter__(self) -> Self:
@@ -124,34 +138,31 @@ class Workers:
         traceback: TracebackType | None,
     ) -> None:
         """Ends the workers. After an error, a worker that ends by itself has the last word."""
-        until = time.monotonic() + (GRACE_S if error is not None else 0.0)
-        while time.monotonic() < until and all(watch.is_alive() for watch in self._watches):
+        until = time.monotonic() + GRACE_S
+        while error is not None and not self._over and time.monotonic() < until:
             time.sleep(0.01)
         with self._lock:
             self._over = True
         for process in self._processes:
             process.kill()
+        until = time.monotonic() + END_S
         for watch in self._watches:
-            watch.join()
+            watch.join(max(0.0, until - time.monotonic()))
 
 
 def report(descriptor: int, error: DriverError) -> None:
     """Tells the leader what ends this worker."""
-    text = json.dumps({"message": error.message, "hint": error.hint}).encode()
-    os.write(descriptor, text[:_MAX_REPORT_BYTES])
+    told = {"message": error.message[:_MAX_REPORT_CHARS], "hint": error.hint[:_MAX_REPORT_CHARS]}
+    os.write(descriptor, json.dumps(told).encode() + b"\n")
 
 
-def _failure(what: str, report: bytes, status: int) -> DriverError:
-    """What ended a worker, as its leader tells it."""
+def _told(what: str, line: bytes) -> DriverError | None:
+    """What ended a worker, as it says itself; None if it does not."""
     try:
-        told = json.loads(report)
+        told = json.loads(line)
         return StartError(f"{what}: {told['message']}", str(told["hint"]))
     except (ValueError, LookupError, TypeError):
-        pass
-    ended = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
-    return StartError(
-        f"{what} {ended}", "look for its last words above, and for the kernel's in `dmesg`"
-    )
+        return None
 
 
 def _start_interpreter(arguments: Sequence[str], descriptors: Sequence[int]) -> Process:

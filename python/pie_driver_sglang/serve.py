@@ -22,7 +22,11 @@ STATUS_FAILED = 5
 
 
 def serve(server: _core.Server, engine: Engine, trace: Trace | None) -> None:
-    """Serves until the server is stopped. A failed request costs that request alone."""
+    """Serves until the server is stopped.
+
+    A failed request costs that request alone, as long as the engine recovers; else it is answered,
+    and its exception ends the loop.
+    """
     for work in server:
         if isinstance(work, _core.Copy):
             _serve_copy(work, engine)

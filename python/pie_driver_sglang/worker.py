@@ -38,6 +38,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = _parser().parse_args(argv)
     _core.die_with_parent(arguments.leader)
+    # What this process may start must not keep them open behind its end.
+    for name in ("rendezvous_fd", "broadcast_fd", "report_fd"):
+        os.set_inheritable(getattr(arguments, name), False)
     os.dup2(2, 1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
@@ -49,7 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except DriverError as error:
         logger.debug("rank %d failed", arguments.rank, exc_info=True)
         report(arguments.report_fd, error)
-    except Exception as error:
+    except BaseException as error:
+        # A panic of the native half is none of the exceptions.
         logger.exception("rank %d stops on an unexpected error", arguments.rank)
         text = f"{type(error).__name__}: {' '.join(str(error).split())}"
         report(arguments.report_fd, DriverError(text, "the traceback above says where"))
@@ -79,12 +83,11 @@ def run(config: DriverConfig, rank: Rank, broadcast_fd: int) -> None:
 
 
 def _configure_logging() -> None:
-    """Says only what the leader does not say, too."""
+    """Says only what the leader does not say, too: it has the same configuration and model."""
     configure_logging()
-    package = logging.getLogger(__package__)
-    if package.isEnabledFor(logging.DEBUG):
+    if logging.getLogger(__package__).isEnabledFor(logging.DEBUG):
         return
-    package.setLevel(max(package.level, logging.WARNING))
+    logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
 
 

@@ -74,7 +74,7 @@ def boot(config: DriverConfig, rank: Rank) -> Booted:
     if device_type == "cuda":
         # Captured graphs and everything else in one order; the default stream cannot be captured.
         torch.cuda.set_stream(torch.cuda.Stream(gpu_id))  # type: ignore[no-untyped-call]
-    with _translated_failures(config):
+    with _translated_failures(config, rank):
         runner = _load_model(_server_args(config, device_type), gpu_id, rank)
         runner.alloc_memory_pool()
         support.check_pool(runner)
@@ -201,13 +201,13 @@ def _unpadded() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _translated_failures(config: DriverConfig) -> Iterator[None]:
+def _translated_failures(config: DriverConfig, rank: Rank) -> Iterator[None]:
     """Turns what SGLang and torch raise into one line with the remedy."""
     try:
         yield
     except torch.OutOfMemoryError as error:
         raise StartError(
-            f"{', '.join(config.driver.device)} has too little memory for the model: "
+            f"{config.driver.device[rank.number]} has too little memory for the model: "
             f"{_first_line(error)}",
             hint="lower `mem_fraction_static` or `context_length`, or free memory on the device",
         ) from error
@@ -219,6 +219,8 @@ def _translated_failures(config: DriverConfig) -> Iterator[None]:
         if "not supported" in text and "rchitecture" in text:
             text = text.partition("Supported architectures")[0]
             hint = "SGLang 0.5.17 has no such model; use one that it supports"
+        elif "capacity is unbalanced" in text:
+            hint = "end what else uses these GPUs, or choose others: ranks take equal parts"
         elif "memory" in text.lower() or "mem_fraction" in text or "mem-fraction" in text:
             hint = "adjust `mem_fraction_static` or `context_length`"
         else:
@@ -233,6 +235,7 @@ def _settings(config: DriverConfig) -> str:
     options = config.driver.options
     named = {
         "device": ", ".join(config.driver.device),
+        "tensor_parallel_size": config.driver.tensor_parallel_size,
         "activation_dtype": config.driver.activation_dtype,
         "attention_backend": options.attention_backend,
         "kv_cache_dtype": options.kv_cache_dtype,

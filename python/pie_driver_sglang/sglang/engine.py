@@ -161,13 +161,20 @@ class SglangEngine:
                 self.runner.forward(forward_batch)
         self._await_copy()
 
-    @torch.inference_mode()
     def sample(self, group: SlotGroup) -> Outputs:
         """Computes the staged slot group; see :meth:`pie_driver_sglang.engine.Engine.sample`."""
-        slots = len(group)
+        return self.sample_logits(group, self.slot_logits(group))
+
+    @torch.inference_mode()
+    def slot_logits(self, group: SlotGroup) -> torch.Tensor:
+        """The logits of the staged slots: ``[slots, vocabulary]`` float32."""
         self._upload_slots(group)
-        fields = self._device
-        logits = self.logits(fields["slot_rows"][:slots])
+        return self.logits(self._device["slot_rows"][: len(group)])
+
+    @torch.inference_mode()
+    def sample_logits(self, group: SlotGroup, logits: torch.Tensor) -> Outputs:
+        """Computes the staged slot group from its logits, which may be changed."""
+        slots, fields = len(group), self._device
         if group.mask_words:
             apply_masks(logits, fields["slot_masks"][: 2 * slots].view(-1, 2), fields["mask_words"])
         names = ("temperatures", "top_ks", "top_ps", "min_ps", "uniforms")

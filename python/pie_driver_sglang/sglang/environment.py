@@ -44,15 +44,14 @@ def prepare(device: str, architectures: Iterable[str], *, spins: bool, ranks: in
 
 def _prepare_ranks(ranks: int) -> None:
     """For ranks of one host: nothing listens on its other interfaces, and nothing gets a name."""
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = "lo"
     # SGLang's own broadcast, which nobody uses here, keeps a named region.
     os.environ.setdefault("SGLANG_USE_MESSAGE_QUEUE_BROADCASTER", "0")
     # As `NCCL_NVLS_ENABLE`: not every host can do it, and one that cannot may lose its GPUs.
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     cores = sorted(os.sched_getaffinity(0))
     bound = "|".join(str(cores[rank % len(cores)]) for rank in range(ranks))
-    # It must be there; SGLang binds threads by it with Intel's AMX only.
+    # It must be there. SGLang binds threads by it only where it brings kernels for the CPU.
     os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", bound)
 
 

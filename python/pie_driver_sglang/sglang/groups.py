@@ -52,7 +52,8 @@ def joined(rank: Rank, device: str) -> Iterator[None]:
             yield
     else:
         _meet(rank, "cpu:gloo,cuda:nccl")
-        yield
+        with _on_one_host(rank.size):
+            yield
 
 
 def _meet(rank: Rank, backend: str) -> None:
@@ -92,4 +93,22 @@ def _without_device_communicators() -> Iterator[None]:
         initialize(*args, **{**kwargs, "use_pynccl": False, "use_custom_allreduce": False})
 
     with mock.patch.object(GroupCoordinator, "__init__", initialize_plain):
+        yield
+
+
+@contextlib.contextmanager
+def _on_one_host(size: int) -> Iterator[None]:
+    """SGLang finds out whether ranks share a host by a region with a name, which might stay."""
+    from sglang.srt.distributed.device_communicators import (
+        custom_all_reduce_utils,
+        custom_all_reduce_v2,
+    )
+
+    def all_here(*_args: Any, **_kwargs: Any) -> list[bool]:
+        return [True] * size
+
+    with (
+        mock.patch.object(custom_all_reduce_utils, "in_the_same_node_as", all_here),
+        mock.patch.object(custom_all_reduce_v2, "in_the_same_node_as", all_here),
+    ):
         yield

@@ -167,8 +167,9 @@ class CudaSteps(StepRunner):
         # Other ranks capture the same collective operations at the same time.
         collectives = graph_capture(stream=self._stream)
         with forward_context(context), model_capture_mode(), collectives:
-            # Shown on a terminal only.
-            bar = tqdm(reversed(self._graphs), total=len(self._graphs), disable=None)
+            # Shown on a terminal only, by one rank.
+            hidden = None if runner.ps.tp_rank == 0 else True
+            bar = tqdm(reversed(self._graphs), total=len(self._graphs), disable=hidden)
             for graph in bar:
                 self._captured[graph.rows] = self._capture(graph, pool)
                 left = torch.cuda.mem_get_info(self._device)[0] / 2**30

@@ -139,7 +139,8 @@ impl Follower {
                 .unwrap_or_else(std::sync::PoisonError::into_inner);
             let start = std::ptr::with_exposed_provenance_mut::<u8>(address);
             // SAFETY: `new` accepted the buffer as writable and contiguous, and it keeps its memory alive. The engine reads it
-            // between two commands only, when no such slice lives; the lock keeps others away.
+            // when it runs a command, and no such slice lives then; a step of the lane, which may be a call of Python while
+            // this one lives, reads the lane's memory alone. The lock keeps other callers away.
             follow.next(unsafe { std::slice::from_raw_parts_mut(start, size) })
         });
         match command {
@@ -150,7 +151,7 @@ impl Follower {
     }
 }
 
-/// Has the kernel kill this process as soon as its parent dies, which must be the process `parent`; kills it at once if it is
+/// Has the kernel kill this process as soon as its parent dies, which must be the process `parent`; ends it at once if it is
 /// another.
 #[pyfunction]
 pub(crate) fn die_with_parent(parent: u32) -> PyResult<()> {

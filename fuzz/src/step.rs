@@ -1,0 +1,133 @@
+//! The fast lane's way from a plan to tokens: whatever a graph follows is there, in every row that it has.
+
+use bytemuck::Pod;
+use pie_batch::{Layout, Limits, Planner, Probes, StepMemory};
+use pie_wire::ArchivedForwardRequest;
+
+use crate::common::device::DRIVER;
+use crate::common::generate::VOCAB;
+use crate::wire::exact;
+
+/// Most rows of one request that a graph takes.
+const MOST: usize = 12;
+
+/// A planner whose batches run as graphs where they can.
+pub(crate) struct Steps {
+    limits: Limits,
+    planner: Planner,
+    number: u32,
+}
+
+impl Steps {
+    pub(crate) fn new(limits: Limits) -> Self {
+        Self {
+            limits,
+            planner: Planner::new(limits, 1),
+            number: 0,
+        }
+    }
+
+    /// Plans a frame, runs it one way or the other, and answers.
+    pub(crate) fn frame(&mut self, request: &ArchivedForwardRequest) {
+        if self.planner.plan(DRIVER, request).is_err() {
+            return;
+        }
+        match self.planner.graph_rows(MOST) {
+            Some(rows) => self.step(rows),
+            // What a general pass brings to the block table must be known to the next step.
+            None => self.pass(),
+        }
+        let mut buffer = exact::<4>(&vec![0xEE; self.limits.reply_bytes as usize]);
+        let _ = self.planner.reply(Probes::default(), &mut buffer);
+    }
+
+    fn pass(&mut self) {
+        let mut block = vec![0_u64; self.planner.layout().bytes().div_ceil(8)];
+        let block: &mut [u8] = bytemuck::cast_slice_mut(&mut block);
+        while self.planner.stage(block).expect("the block fits").is_some() {}
+        // Nobody computes the slots, as after an error.
+        self.planner.forget_table();
+    }
+
+    fn step(&mut self, rows: usize) {
+        self.number += 1;
+        let layout = Layout::graph(rows.next_power_of_two());
+        // Neither may be written past its end, nor hold what a former step left there.
+        let mut block = vec![u64::MAX; layout.bytes().div_ceil(8)];
+        let mut mask_words = vec![-1; rows * self.limits.mask_words()];
+        let memory = StepMemory {
+            block: bytemuck::cast_slice_mut(&mut block),
+            mask_words: &mut mask_words,
+        };
+        let used = self.planner.stage_graph(&layout, memory, self.number);
+        let used = used.expect("the memory fits");
+        let staged = Step {
+            limits: &self.limits,
+            layout: &layout,
+            block: &block,
+        };
+        staged.check(rows, used, self.number);
+        // One of them is no token.
+        let token = |row: usize| (row as u32 * 7 + self.number) % (VOCAB + 1);
+        self.planner.put_row_tokens(token);
+    }
+}
+
+struct Step<'a> {
+    limits: &'a Limits,
+    layout: &'a Layout,
+    block: &'a [u64],
+}
+
+impl Step<'_> {
+    fn check(&self, rows: usize, used: usize, number: u32) {
+        let limits = self.limits;
+        let table_rows = limits.max_requests as usize + 1;
+        self.below("input_ids", limits.vocab_size as usize);
+        self.below("positions", limits.max_positions as usize);
+        self.below("out_cache_loc", limits.storage_slots());
+        self.below("req_pool_indices", table_rows);
+        self.below("seq_lens", limits.max_kv_len() as usize + 1);
+        assert!(self.all::<i64>("seq_lens").iter().all(|&length| length > 0));
+        let header = self.all::<i32>("header");
+        assert_eq!(
+            [header[0], header[2], header[3]],
+            [number as i32, rows as i32, used as i32]
+        );
+        let pages = limits.row_pages as usize;
+        let updates = &self.all::<i64>("table_updates")[..2 * header[1] as usize];
+        for &[entry, slot] in updates.as_chunks().0 {
+            assert!((pages..pages * table_rows).contains(&(entry as usize)));
+            assert!((slot as usize) < limits.storage_slots());
+        }
+        for &[first, edges] in self.all::<i32>("slot_masks").as_chunks().0 {
+            let width = usize::try_from(edges).unwrap_or(limits.mask_words());
+            assert!(first as usize + width <= used.max(first as usize));
+        }
+        // Rows that are not in use are padding: they store into the padding page, and nobody samples them.
+        let page = limits.page_size as usize;
+        let slots = &self.all::<i64>("out_cache_loc")[rows..];
+        assert!(slots.iter().all(|&slot| (slot as usize) < page));
+        let table = &self.all::<i64>("req_pool_indices")[rows..];
+        assert!(table.iter().all(|&row| row == 0));
+        let temperatures = &self.all::<f32>("temperatures")[rows..];
+        assert!(temperatures.iter().all(|&temperature| temperature < 0.0));
+    }
+
+    /// All elements of an array lie in `0..end`.
+    fn below(&self, name: &str, end: usize) {
+        let values = self.all::<i64>(name);
+        let fits = |&value: &i64| usize::try_from(value).is_ok_and(|value| value < end);
+        assert!(
+            values.iter().all(fits),
+            "{name} {values:?}, must be below {end}"
+        );
+    }
+
+    fn all<T: Pod>(&self, name: &str) -> &[T] {
+        let field = self.layout.fields().iter().find(|field| field.name == name);
+        let field = field.expect("a name of the layout");
+        let bytes: &[u8] = bytemuck::cast_slice(self.block);
+        bytemuck::cast_slice(&bytes[field.offset..][..field.capacity * size_of::<T>()])
+    }
+}
