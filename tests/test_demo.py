@@ -221,12 +221,12 @@ def test_the_driver_accepts_its_configuration(tmp_path: Path) -> None:
     (model / "model.safetensors").touch()
     (model / "tokenizer.json").write_text("{}")
     file = tmp_path / "driver.toml"
-    for spin in (NEVER_PARK, 1000):
-        settings = Settings(model, "cpu", 7, Profile("", spin, ""))
+    for spin, devices in ((NEVER_PARK, ("cpu",)), (1000, ("cuda:1", "cuda:0"))):
+        settings = Settings(model, ",".join(devices), 7, Profile("", spin, ""))
         file.write_text(_toml(settings, 5, tmp_path / "trace.json"), encoding="utf-8")
         read = load_config(file)
         assert (read.model.snapshot_dir, read.model.name) == (model, model.name)
-        assert (read.driver.group_id, read.driver.device) == (5, ("cpu",))
+        assert (read.driver.group_id, read.driver.device) == (5, devices)
         assert (read.driver.spin_budget_us, read.driver.random_seed) == (spin, 7)
         assert read.driver.options.trace_file == str(tmp_path / "trace.json")
 

@@ -131,13 +131,18 @@ class TestEnds:
         assert "rank 1 on cpu was killed by signal 9" in last_words(start.log())
         assert not start.region.exists()
 
-    def test_a_worker_that_is_told_to_end_ends_the_driver(
-        self, ready: tuple[rc.Start, int]
+    @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+    def test_a_signal_to_all_is_for_the_driver(
+        self, ready: tuple[rc.Start, int], number: signal.Signals
     ) -> None:
         start, worker = ready
-        os.kill(worker, signal.SIGTERM)
-        assert start.process.wait(END_S) == 1
-        assert "rank 1 on cpu was killed by signal 15" in last_words(start.log())
+        os.kill(worker, number)
+        ask(start)
+        os.kill(start.process.pid, number)
+        if number == signal.SIGINT:
+            ask(start)
+            os.kill(start.process.pid, signal.SIGTERM)
+        assert start.process.wait(END_S) == 0
         assert not start.region.exists()
 
     def test_a_killed_driver_takes_its_worker_along(self, ready: tuple[rc.Start, int]) -> None:

@@ -42,7 +42,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in ("rendezvous_fd", "broadcast_fd", "report_fd"):
         os.set_inheritable(getattr(arguments, name), False)
     os.dup2(2, 1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # What is sent to all processes is the leader's to obey: this one ends with it.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     try:
         _configure_logging()
         config = load_config(arguments.config)

@@ -296,7 +296,8 @@ def _toml(settings: Settings, group_id: int, trace_path: Path) -> str:
     model = settings.model.resolve()
     spin = settings.profile.spin_budget_us
     # Half precision is emulated on most CPUs.
-    dtype = "float32" if settings.device == "cpu" else "bfloat16"
+    dtype = "float32" if settings.device.startswith("cpu") else "bfloat16"
+    devices = settings.device.split(",")
     return f"""\
 [model]
 name = {text(model.name)}
@@ -305,8 +306,8 @@ snapshot_dir = {text(model)}
 
 [driver]
 group_id = {group_id}
-device = [{text(settings.device)}]
-tensor_parallel_size = 1
+device = [{", ".join(map(text, devices))}]
+tensor_parallel_size = {len(devices)}
 activation_dtype = "{dtype}"
 random_seed = {settings.seed}
 master_port = {29500 + os.getpid() % 1000}

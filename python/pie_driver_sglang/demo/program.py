@@ -164,7 +164,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--model", type=_path, default=Path("models/pocket"), help="folder (default: %(default)s)")
-    add("--device", default="cpu", help="cpu or cuda:N (default: %(default)s)")
+    add("--device", default="cpu", help="cpu or cuda:N; several share the model: cuda:0,cuda:1")
     add("--tokens", type=_count, default=96, help="most tokens per prompt (default: %(default)s)")
     add("--prompt", type=_text, nargs="+", default=PROMPTS, metavar="TEXT", help="own prompts")
     add("--seed", type=int, default=42, help="the driver's random seed (default: %(default)s)")
