@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from pathlib import Path
@@ -299,7 +300,8 @@ def test_a_driver_that_is_refused_leaves_the_trace_of_the_live_one_alone(tmp_pat
     read, write = os.pipe()
     try:
         with Handshake(write) as handshake, pytest.raises(StartError, match="pie_shmem"):
-            launch.run(DriverConfig(model=model, driver=driver), guard, handshake)
+            whole = DriverConfig(model=model, driver=driver)
+            launch.run(whole, guard, handshake, contextlib.nullcontext)
     finally:
         os.close(read)
         live.unlink()
