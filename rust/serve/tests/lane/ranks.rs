@@ -14,9 +14,12 @@ use pie_serve::{Follow, FollowError, Lane, Lead, Memory};
 
 use crate::devices::{Answer, Device, Host, ROWS, Shared, converse, frame, responder};
 
-/// The graphs that a rank's device was launched with, and its block at that time.
+/// A graph that was launched, and the block at that time.
+type Launched = (usize, Vec<u8>);
+
+/// What a rank's device was launched with.
 #[derive(Clone, Default)]
-struct Log(Arc<Mutex<Vec<(usize, Vec<u8>)>>>);
+struct Log(Arc<Mutex<Vec<Launched>>>);
 
 impl Log {
     fn graphs(&self) -> Vec<usize> {
