@@ -73,7 +73,7 @@ pub(crate) fn driver_toml(args: &DriverArgs, group: u32, options: Table) -> Stri
         ("snapshot_dir", text(&args.model)),
     ]);
     let devices: Vec<_> = args.device.split(',').map(str::to_owned).collect();
-    let ranks = devices.len() as i64;
+    let ranks = i64::try_from(devices.len()).unwrap_or(i64::MAX);
     let port = 29_500 + i64::from(std::process::id() % 1000);
     let driver = table([
         ("group_id", Value::Integer(group.into())),
