@@ -31,7 +31,7 @@ from typing import Any, ClassVar, Final, Protocol, Self
 from pie_driver_sglang import _core
 
 TESTS: Final = Path(__file__).resolve().parent
-START_TIMEOUT_S: Final = 90.0
+START_TIMEOUT_S: Final = 180.0
 STOP_TIMEOUT_S: Final = 10.0
 LOG_TIMEOUT_S: Final = 10.0
 
