@@ -212,7 +212,8 @@ class TestEnds:
         with rc.forked(config, with_a_broken_copy, "") as start:
             start.wait_until_ready()
             ask(start)
-            with rc.background(lambda: start.client().copy("D2D", [5], [6])):
+            client = _core.Client(f"/{start.region.name}", spin_budget_us=200, timeout_s=2.0)
+            with rc.background(lambda: client.copy("D2D", [5], [6])):
                 assert start.process.wait(5.0) == 1
             assert "rank 1 on cpu: OSError: no such page" in last_words(start.log())
             assert not start.region.exists()
