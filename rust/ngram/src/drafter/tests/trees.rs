@@ -2,11 +2,11 @@
 
 use super::{expected, texts};
 use crate::drafter::{Drafter, HANDICAP};
-use crate::index::BOUNDARY;
+use crate::index::{BOUNDARY, SECOND};
 use crate::naive::Naive;
 use crate::tree::{ROOT, Tree};
 
-/// The most frequent continuation of each match, the longest first: length, token and share.
+/// The most frequent continuation of each match and the second one, the longest first: length, token and share.
 fn candidates(
     naive: &Naive<'_>,
     own: bool,
@@ -18,7 +18,7 @@ fn candidates(
         let all = naive.matches(suffix, length);
         let first = own && suffix.len() == start;
         let last = naive.text.len() - 1;
-        let unseen = 1.0 / length as f64;
+        let total = all.len() - usize::from(first && !all.is_empty());
         let followed = match all[..] {
             [] => None,
             [only] if only == last && first => None,
@@ -29,10 +29,16 @@ fn candidates(
                 (token, all.iter().filter(same).count())
             }),
         };
-        if let Some((token, count)) = followed {
+        let mut add = |token, count| {
             let known = found.iter().any(|&(_, known, _)| known == token);
-            let share = count as f64 / (all.len() as f64 + unseen);
-            found.extend((!known).then_some((length, token, share)));
+            let share = count / (total as f64 + 1.0 / length as f64);
+            found.extend((!known && count > 0.0).then_some((length, token, share)));
+        };
+        if let Some((token, count)) = followed {
+            add(token, count as f64);
+            if let Some(second) = naive.second(&all) {
+                add(second, SECOND * (total - count) as f64);
+            }
         }
     }
     found
