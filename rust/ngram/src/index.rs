@@ -420,6 +420,14 @@ impl Index {
         path.find_map(|&node| self.node_match(node, self.depth))
     }
 
+    /// The position of what most often followed a match.
+    pub(crate) fn next(&self, found: Match) -> usize {
+        match found.place {
+            Child::Leaf(leaf) => leaf as usize + 1,
+            Child::Node(node) => self.node(node.id).best as usize,
+        }
+    }
+
     fn node_match(&self, node: Inner, limit: usize) -> Option<Match> {
         let length = limit.min(node.depth());
         let place = Child::Node(node);
@@ -563,7 +571,7 @@ pub(crate) struct Candidate {
 /// The share of `count` in `all` that followed a match, with room for what never did: the longer the match, the less likely
 /// is that.
 pub(crate) fn share(count: f64, all: f64, length: usize) -> f64 {
-    count / (all + 1.0 / length as f64)
+    count / (all + 2.0 / (length as f64 + 1.0))
 }
 
 /// What a linear draft shall be.
