@@ -249,9 +249,6 @@ impl Index {
             return;
         }
         let replaces = count >= node.best_count;
-        if !replaces && self.text[node.second as usize] == token {
-            return;
-        }
         if let Some(undo) = &mut self.undo {
             let rose = replaces && node.best_count < count;
             undo.push(node.second | if rose { ROSE } else { 0 });
