@@ -7,7 +7,8 @@
 use std::sync::Arc;
 
 use crate::config::LONGEST;
-use crate::index::Index;
+use crate::copying::Copying;
+use crate::index::{BOUNDARY, Index, Match, Scratch};
 
 /// Most frozen layers of a context; a fork that would have more merges two neighbours.
 const LAYERS: usize = 4;
@@ -52,6 +53,16 @@ impl Layer {
     }
 }
 
+/// The longest match in a context's own text.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Own {
+    pub(crate) found: Match,
+    /// The number of its layer: 0 is the top, then the newest frozen one.
+    pub(crate) layer: usize,
+    /// The context's position of what most often followed.
+    pub(crate) next: usize,
+}
+
 /// A context's layers, and what of it the shared history has.
 #[derive(Debug)]
 pub(crate) struct Context {
@@ -65,6 +76,8 @@ pub(crate) struct Context {
     shared: usize,
     /// It is noted that the history lacks some.
     due: bool,
+    /// What was last found to be copied.
+    copying: Option<Copying>,
 }
 
 impl Context {
@@ -77,6 +90,7 @@ impl Context {
             charged: 0,
             shared: start,
             due: false,
+            copying: None,
         }
     }
 
@@ -100,6 +114,108 @@ impl Context {
     /// The frozen layers, newest first.
     pub(crate) fn frozen(&self) -> impl Iterator<Item = &Index> {
         self.layers.iter().rev().map(|layer| &layer.index)
+    }
+
+    /// A layer's index, by [`Own::layer`].
+    pub(crate) fn index(&self, layer: usize) -> &Index {
+        match layer {
+            0 => &self.top.index,
+            _ => &self.layers[self.layers.len() - layer].index,
+        }
+    }
+
+    /// The longest earlier match of the context's end, `suffix`; the newest layer's, if several have it.
+    pub(crate) fn own_match(&self, suffix: &[u32], scratch: &mut Scratch) -> Option<Own> {
+        let own = |layer: &Layer, number, found| {
+            let Layer { index, start, .. } = layer;
+            Own {
+                found,
+                layer: number,
+                next: start + index.next(found) - 1,
+            }
+        };
+        let mut best = (self.top.index.own_match()).map(|found| own(&self.top, 0, found));
+        for (layer, number) in self.layers.iter().rev().zip(1..) {
+            let length = best.map_or(0, |best| best.found.length);
+            if length < self.depth
+                && let Some(found) = layer.index.find(suffix, self.depth, scratch)
+                && found.length > length
+            {
+                best = Some(own(layer, number, found));
+            }
+        }
+        best
+    }
+
+    /// Finds what the context copies, by its longest match; returns it if a change has just ended.
+    pub(crate) fn follow(&mut self, own: Option<Own>) -> Option<Copying> {
+        let end = self.end();
+        let (top, start) = (self.top.tokens(), self.top.start);
+        let last = top.last();
+        let matching = |source: usize| {
+            let before = top.get(source.wrapping_sub(start + 1));
+            if before.is_some() && before != last {
+                return 0;
+            }
+            self.matching(source)
+        };
+        let found = own.map(|own| Copying {
+            source: own.next,
+            end,
+            matched: own.found.length,
+        });
+        // Nothing matches better than the longest match.
+        let goes_on = |copying: &Copying| {
+            found.filter(|found| copying.end < end && copying.expected(end) == found.source)
+        };
+        let copying = self
+            .copying
+            .and_then(|copying| goes_on(&copying).or_else(|| copying.at(end, matching)));
+        let yields = |found: &Copying| Copying::yields_to(copying, end, found.matched);
+        let copying = found.filter(yields).or(copying);
+        self.copying = copying;
+        self.resumed()
+    }
+
+    /// The copy that goes on behind a change which has just ended.
+    pub(crate) fn resumed(&self) -> Option<Copying> {
+        let ended = |copying: &Copying| copying.end == self.end() && copying.is_resumed();
+        let goes_on = |copying: &Copying| self.token(copying.source) != Some(BOUNDARY);
+        self.copying.filter(ended).filter(goes_on)
+    }
+
+    /// How many tokens before position `source` are those of the context's end, of at most `depth` and none a boundary.
+    fn matching(&self, source: usize) -> usize {
+        let same = |a: Option<&u32>, b: Option<&u32>| a == b && a != Some(&BOUNDARY);
+        let top = self.top.tokens();
+        let before = match source.checked_sub(self.top.start) {
+            Some(before) if before >= self.depth || self.layers.is_empty() => &top[..before],
+            _ => {
+                let places = (self.start()..source).rev().zip((0..self.end()).rev());
+                let matching = places
+                    .take(self.depth)
+                    .take_while(|&(a, b)| same(self.token(a).as_ref(), self.token(b).as_ref()));
+                return matching.count();
+            }
+        };
+        let pairs = before.iter().rev().zip(top.iter().rev());
+        pairs
+            .take(self.depth)
+            .take_while(|&(a, b)| same(Some(a), Some(b)))
+            .count()
+    }
+
+    /// Appends `count` tokens of the context from `source` on to `suffix`, and behind its end those themselves, as far as
+    /// no boundary comes.
+    pub(crate) fn copy(&self, source: usize, count: usize, suffix: &mut Vec<u32>) {
+        let (start, end) = (suffix.len(), self.end());
+        for at in source..source + count {
+            let token = self.token(at).unwrap_or_else(|| suffix[start + at - end]);
+            if token == BOUNDARY {
+                return;
+            }
+            suffix.push(token);
+        }
     }
 
     /// Makes `tokens` the context's end, from `position` on. What is known of them already stays as it is; what lies
@@ -149,6 +265,7 @@ impl Context {
             return self.restart(end, ledger);
         }
         self.shared = self.shared.min(end);
+        self.copying = self.copying.filter(|copying| copying.end <= end);
         while end < self.top.fresh() {
             let Some(layer) = self.layers.pop() else {
                 break;
@@ -201,6 +318,7 @@ impl Context {
             charged: 0,
             shared: self.shared,
             due: false,
+            copying: self.copying,
         };
         fork.settle(ledger);
         fork
@@ -275,6 +393,10 @@ impl Context {
 
 #[cfg(test)]
 impl Context {
+    pub(crate) fn copying(&self) -> Option<Copying> {
+        self.copying
+    }
+
     /// The first position and all tokens from there on.
     pub(crate) fn all(&self) -> (usize, Vec<u32>) {
         let tokens = (self.start()..self.end()).filter_map(|at| self.token(at));

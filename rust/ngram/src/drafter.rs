@@ -8,8 +8,9 @@ use rustc_hash::FxBuildHasher;
 
 use crate::config::LONGEST;
 use crate::context::{Context, Ledger};
+use crate::copying::RESUMED;
 use crate::history::History;
-use crate::index::{Draft, Index, Match, Scratch};
+use crate::index::{Draft, Scratch};
 use crate::tree::{Soil, Tree, TreeBuilder};
 use crate::{Config, ConfigError};
 
@@ -69,7 +70,7 @@ impl Drafts {
         &self.tokens[start..self.end(step)]
     }
 
-    /// Tokens that matched before the first drafted one; 0 without a draft.
+    /// Tokens that matched before the first drafted one, two more if they are where a copy goes on; 0 without a draft.
     #[must_use]
     pub fn match_length(&self, step: usize) -> usize {
         self.steps.get(step).map_or(0, |step| step.1)
@@ -93,18 +94,12 @@ impl Drafts {
     }
 }
 
-/// Where a draft comes from.
-struct Source<'a> {
-    index: &'a Index,
-    found: Match,
-    /// Whether it is the index that ends as the context does.
-    own: bool,
-}
-
 /// Remembers contexts and drafts what they will say next, from what they and others have said.
 ///
 /// The longest match of a context's end decides, where one in the text of others must be two tokens longer than the
-/// context's own. Of the continuations that it had, the most frequent is drafted, of several the newest. The draft goes on in the same text.
+/// context's own. Of the continuations that it had, the most frequent is drafted, of several the newest. The draft goes on
+/// in the same text. Where a context copied its own text and then said something else, a token or two that match just
+/// behind what it copied count as two more.
 #[derive(Debug)]
 pub struct Drafter {
     config: Config,
@@ -118,6 +113,7 @@ pub struct Drafter {
     /// Tokens that came since the history was last given some.
     heard: usize,
     suffix: Vec<u32>,
+    copied: Vec<u32>,
     scratch: Scratch,
     tree: TreeBuilder,
 }
@@ -139,6 +135,7 @@ impl Drafter {
             owing: VecDeque::new(),
             heard: 0,
             suffix: Vec::new(),
+            copied: Vec::new(),
             scratch: Scratch::default(),
             tree: TreeBuilder::default(),
         })
@@ -217,12 +214,19 @@ impl Drafter {
     /// come first.
     pub fn tree(&mut self, context: u64, count: usize, tree: &mut Tree) {
         tree.clear();
-        let Some(context) = self.contexts.peek(&context) else {
+        let Some(context) = self.contexts.peek_mut(&context) else {
             return;
         };
         self.suffix.clear();
         self.suffix.extend_from_slice(context.top().tail());
+        let own = context.own_match(&self.suffix, &mut self.scratch);
+        let resumed = context.follow(own);
+        self.copied.clear();
+        if let Some(copying) = resumed {
+            context.copy(copying.source, count, &mut self.copied);
+        }
         let history = self.history.iter().flat_map(History::generations);
+        let context = &*context;
         let indices = [context.top()]
             .into_iter()
             .chain(context.frozen())
@@ -230,6 +234,8 @@ impl Drafter {
         let soil = Soil {
             indices: &indices.collect::<Vec<_>>(),
             own: 1 + context.frozen().count(),
+            copied: &self.copied,
+            matched: resumed.map_or(0, |copying| copying.matched),
             shortest: self.config.min_n,
         };
         self.tree.build(&soil, count, &mut self.suffix, tree);
@@ -306,72 +312,44 @@ impl Drafter {
 
     /// Drafts behind `suffix`; returns where the draft starts there and how long its match was.
     fn draft(&mut self, context: u64, count: usize) -> (usize, usize) {
-        let Some(context) = self.contexts.peek(&context) else {
+        let Some(context) = self.contexts.peek_mut(&context) else {
             return (0, 0);
         };
-        self.suffix.extend_from_slice(context.top().tail());
-        let start = self.suffix.len();
-        let history = self.history.as_ref();
-        let source = source(
-            context,
-            history,
-            &self.suffix,
-            self.depth,
-            &mut self.scratch,
-        );
+        let (suffix, scratch) = (&mut self.suffix, &mut self.scratch);
         let shortest = self.config.min_n;
-        let Some(source) = source.filter(|source| source.found.length >= shortest) else {
-            return (start, 0);
+        suffix.extend_from_slice(context.top().tail());
+        let start = suffix.len();
+        let own = context.own_match(suffix, scratch);
+        let mut length = own.map_or(0, |own| own.found.length);
+        let resumed = context
+            .follow(own)
+            .filter(|copying| copying.matched >= shortest && copying.matched + RESUMED > length);
+        if let Some(copying) = resumed {
+            length = copying.matched + RESUMED;
+        }
+        let longer_than = if length == 0 { 0 } else { length + HANDICAP };
+        let shared = self.history.as_ref();
+        let shared = shared.and_then(|history| history.find(suffix, longer_than, scratch));
+        let (found, index, open) = match (shared, resumed, own) {
+            (Some((found, index)), _, _) => (found, index, false),
+            (None, Some(copying), _) => {
+                context.copy(copying.source, count, suffix);
+                return (start, length);
+            }
+            (None, None, Some(own)) => (own.found, context.index(own.layer), own.layer == 0),
+            (None, None, None) => return (start, 0),
         };
+        if found.length < shortest {
+            return (start, 0);
+        }
         let draft = Draft {
             count,
             shortest,
-            open: source.own,
+            open,
         };
-        source
-            .index
-            .draft(source.found, draft, &mut self.suffix, &mut self.scratch);
-        (start, source.found.length)
+        index.draft(found, draft, suffix, scratch);
+        (start, found.length)
     }
-}
-
-/// The best match of a context's end: its own text before that of others, newer before older.
-fn source<'a>(
-    context: &'a Context,
-    history: Option<&'a History>,
-    suffix: &[u32],
-    depth: usize,
-    scratch: &mut Scratch,
-) -> Option<Source<'a>> {
-    let index = context.top();
-    let found = index.own_match();
-    let mut best = found.map(|found| Source {
-        index,
-        found,
-        own: true,
-    });
-    let mut length = found.map_or(0, |found| found.length);
-    for index in context.frozen() {
-        if length < depth
-            && let Some(found) = index.find(suffix, depth, scratch)
-            && found.length > length
-        {
-            length = found.length;
-            best = Some(Source {
-                index,
-                found,
-                own: false,
-            });
-        }
-    }
-    let own = if length == 0 { 0 } else { length + HANDICAP };
-    let shared = history.and_then(|history| history.find(suffix, own, scratch));
-    let shared = shared.map(|(found, index)| Source {
-        index,
-        found,
-        own: false,
-    });
-    shared.or(best)
 }
 
 #[cfg(test)]

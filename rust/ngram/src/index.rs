@@ -7,13 +7,16 @@
 //!
 //! **Continuations are kept while appending.** How often token `a` followed context `x` is how often `xa` occurred: the count
 //! on the path of the new context, one token deeper. So one descent gives all counts that an append changes, and the
-//! nodes of the path before compare them with their best. Ties go to the newer.
+//! nodes of the path before compare them with their best. Ties go to the newer. What loses the place, or comes without
+//! taking it, is the second, which only trees draft.
 //!
 //! **Paths are one token longer than matches,** because counting the continuations of the longest match needs the counts
 //! of contexts one token longer.
 //!
 //! **Rewinding is appending backwards.** Nodes are numbered in the order of their making, so the last token's is the last
 //! one; a continuation that was replaced is remembered in `undo`.
+
+use std::mem;
 
 use crate::table::{Child, Inner, LARGEST, Table};
 use crate::undo::Undo;
@@ -33,6 +36,9 @@ struct Node {
     best_count: u32,
     /// Occurrences, one without a continuation included.
     count: u32,
+    /// Position of another continuation: the last one that was not the best, or was replaced as that. A boundary if there
+    /// is none.
+    second: u32,
 }
 
 impl Inner {
@@ -72,14 +78,17 @@ pub(crate) struct Index {
     segment: usize,
     nodes: Vec<Node>,
     edges: Table,
-    /// What continuations were replaced: position, and whether the count rose. `None` if nothing is ever rewound.
+    /// What seconds were replaced: position, and whether the best's count rose. `None` if nothing is ever rewound.
     undo: Option<Undo>,
     /// The last position's nodes, from the root down.
     path: Vec<Inner>,
     spare: Vec<Inner>,
 }
 
-/// In a word of `undo`: the replaced continuation had one occurrence less.
+/// How many of the continuations that are not the best a second is taken for.
+pub(crate) const SECOND: f64 = 0.75;
+
+/// In a word of `undo`: the best before had one occurrence less.
 const ROSE: u32 = 1 << 31;
 
 impl Index {
@@ -192,11 +201,11 @@ impl Index {
             self.path.clear();
             return;
         }
-        let mut path = std::mem::take(&mut self.spare);
+        let mut path = mem::take(&mut self.spare);
         let reached = self.descend(&self.text[self.segment..], self.depth + 1, &mut path);
         self.count_continuation(position as u32, &path, &reached);
         self.add_context(position as u32, &mut path, &reached);
-        self.spare = std::mem::replace(&mut self.path, path);
+        self.spare = mem::replace(&mut self.path, path);
     }
 
     /// How many nodes of the last path, from the root down, have continuations that count. A node deeper than the longest
@@ -235,18 +244,21 @@ impl Index {
     /// `token` has followed node `id` for the `count`th time.
     fn offer(&mut self, id: u32, position: u32, token: u32, count: u32) {
         let node = &mut self.nodes[id as usize];
-        let same = self.text[node.best as usize] == token;
-        if !same && count < node.best_count {
+        if self.text[node.best as usize] == token {
+            node.best_count = count;
             return;
         }
-        if !same {
-            if let Some(undo) = &mut self.undo {
-                let rose = if node.best_count < count { ROSE } else { 0 };
-                undo.push(node.best | rose);
-            }
-            node.best = position;
+        let replaces = count >= node.best_count;
+        if let Some(undo) = &mut self.undo {
+            let rose = replaces && node.best_count < count;
+            undo.push(node.second | if rose { ROSE } else { 0 });
         }
-        node.best_count = count;
+        if replaces {
+            node.second = mem::replace(&mut node.best, position);
+            node.best_count = count;
+        } else {
+            node.second = position;
+        }
     }
 
     /// Adds the context that ends at `position`, and its new node to the path.
@@ -264,19 +276,21 @@ impl Index {
             }
             return;
         };
-        let (count, best, best_count) = match below {
-            Child::Leaf(leaf) => (1, leaf + 1, self.continuations(leaf)),
-            Child::Node(inner) => {
-                let node = self.node(inner.id);
-                (node.count, node.best, node.best_count)
-            }
+        let known = match below {
+            Child::Leaf(leaf) => Node {
+                best: leaf + 1,
+                best_count: self.continuations(leaf),
+                count: 1,
+                second: 0,
+            },
+            Child::Node(inner) => *self.node(inner.id),
         };
+        let best = known.best;
         let id = self.nodes.len() as u32;
         let depth = matched as u32;
         let node = Node {
-            best,
-            best_count,
-            count: count + 1,
+            count: known.count + 1,
+            ..known
         };
         push(&mut self.nodes, node);
         push(path, Inner { id, depth });
@@ -298,7 +312,7 @@ impl Index {
             .is_some_and(|undo| length + 1 >= undo.floor());
         // Whichever is less work.
         if !known || self.len() > 2 * length {
-            let text = std::mem::take(&mut self.text);
+            let text = mem::take(&mut self.text);
             *self = Self::new(self.depth, self.undo.is_some());
             return self.extend(&text[1..=length]);
         }
@@ -365,10 +379,13 @@ impl Index {
     fn forget_continuation(&mut self, position: u32, token: u32) {
         for number in (0..self.continued()).rev() {
             let node = &mut self.nodes[self.path[number].id as usize];
-            if node.best == position {
+            if node.best == position || node.second == position {
                 let replaced = self.undo.as_mut().and_then(Undo::pop).unwrap_or(0);
-                node.best = replaced & !ROSE;
-                node.best_count -= u32::from(replaced & ROSE != 0);
+                let second = mem::replace(&mut node.second, replaced & !ROSE);
+                if node.best == position {
+                    node.best = second;
+                    node.best_count -= u32::from(replaced & ROSE != 0);
+                }
             } else if self.text[node.best as usize] == token {
                 node.best_count -= 1;
             }
@@ -398,6 +415,14 @@ impl Index {
     pub(crate) fn own_match(&self) -> Option<Match> {
         let mut path = self.path[..self.continued()].iter().rev();
         path.find_map(|&node| self.node_match(node, self.depth))
+    }
+
+    /// The position of what most often followed a match.
+    pub(crate) fn next(&self, found: Match) -> usize {
+        match found.place {
+            Child::Leaf(leaf) => leaf as usize + 1,
+            Child::Node(node) => self.node(node.id).best as usize,
+        }
     }
 
     fn node_match(&self, node: Inner, limit: usize) -> Option<Match> {
@@ -458,8 +483,8 @@ impl Index {
         }
     }
 
-    /// Adds what most often followed the end of `suffix`, for each of its matches of at least `shortest` tokens. In the
-    /// index of the context's `own` text, what lies behind `start` is the draft.
+    /// Adds what most often followed the end of `suffix`, for each of its matches of at least `shortest` tokens, and the
+    /// second behind it. In the index of the context's `own` text, what lies behind `start` is the draft.
     pub(crate) fn candidates(
         &self,
         (suffix, start): (&[u32], usize),
@@ -469,7 +494,8 @@ impl Index {
         scratch: &mut Scratch,
     ) {
         let mut below = None;
-        let path = if own && suffix.len() == start {
+        let ends = own && suffix.len() == start;
+        let path = if ends {
             &self.path[..self.continued()]
         } else {
             let reached = self.descend(suffix, self.depth, &mut scratch.path);
@@ -485,26 +511,31 @@ impl Index {
             if length < shortest {
                 break;
             }
-            let (token, count, all) = match place {
-                Child::Leaf(leaf) => (self.text.get(leaf as usize + 1).or(behind), 1, 1),
-                Child::Node(node) => {
-                    let &Node {
-                        best,
-                        best_count,
-                        count,
-                    } = self.node(node.id);
-                    (self.text.get(best as usize), best_count, count)
+            let known = match place {
+                Child::Leaf(leaf) => Node {
+                    best: leaf + 1,
+                    best_count: 1,
+                    count: 1,
+                    second: 0,
+                },
+                Child::Node(node) => *self.node(node.id),
+            };
+            // Nothing has followed the text's end.
+            let all = known.count - u32::from(ends);
+            let mut add = |token: Option<&u32>, count: f64| {
+                if let Some(&token) = token.filter(|&&token| count > 0.0 && token != BOUNDARY) {
+                    found.push(Candidate {
+                        token,
+                        rank: length,
+                        share: share(count, f64::from(all), length),
+                    });
                 }
             };
-            // The longer the match, the less likely is something that never followed it.
-            let share = f64::from(count) / (f64::from(all) + 1.0 / length as f64);
-            if let Some(&token) = token.filter(|&&token| count > 0 && token != BOUNDARY) {
-                found.push(Candidate {
-                    token,
-                    rank: length,
-                    share,
-                });
-            }
+            let best = self.text.get(known.best as usize).or(behind);
+            add(best, f64::from(known.best_count));
+            let others = all.saturating_sub(known.best_count);
+            let second = &self.text[known.second as usize];
+            add(Some(second), SECOND * f64::from(others));
         }
     }
 
@@ -532,6 +563,12 @@ pub(crate) struct Candidate {
     pub(crate) rank: usize,
     /// Its share of what followed that, with room for what never did.
     pub(crate) share: f64,
+}
+
+/// The share of `count` in `all` that followed a match, with room for what never did: the longer the match, the less likely
+/// is that.
+pub(crate) fn share(count: f64, all: f64, length: usize) -> f64 {
+    count / (all + 2.0 / (length as f64 + 1.0))
 }
 
 /// What a linear draft shall be.

@@ -16,6 +16,7 @@
 
 mod config;
 mod context;
+mod copying;
 mod drafter;
 mod history;
 mod index;

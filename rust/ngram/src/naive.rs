@@ -67,6 +67,24 @@ impl Naive<'_> {
         best.map(|&(_, token)| token)
     }
 
+    /// The last continuation of these positions, which are in order, that was not the most frequent one when it came, or
+    /// was replaced as that.
+    pub(crate) fn second(&self, positions: &[usize]) -> Option<u32> {
+        let (mut best, mut second) = (None, None);
+        for seen in 1..=positions.len() {
+            let Some(next) = self.continuation(positions[seen - 1]) else {
+                continue;
+            };
+            let replaced = std::mem::replace(&mut best, self.most_frequent(&positions[..seen]));
+            if replaced != best {
+                second = replaced;
+            } else if best != Some(next) {
+                second = Some(next);
+            }
+        }
+        second
+    }
+
     /// The longest match of the text's own end before it, and how it goes on.
     pub(crate) fn own_match(&self) -> Option<(usize, u32)> {
         let last = self.text.len() - 1;

@@ -3,8 +3,9 @@
 use std::cmp::{Ordering, Reverse};
 use std::collections::BinaryHeap;
 
+use crate::copying::RESUMED;
 use crate::drafter::HANDICAP;
-use crate::index::{Candidate, Index, Scratch};
+use crate::index::{Candidate, Index, Scratch, share};
 
 /// The parent of a tree's first tokens: the context's last one.
 pub const ROOT: u32 = u32::MAX;
@@ -128,6 +129,9 @@ pub(crate) struct Soil<'a> {
     pub(crate) indices: &'a [&'a Index],
     /// How many of them are the context's own.
     pub(crate) own: usize,
+    /// How a copy that goes on would, and how many tokens before it match.
+    pub(crate) copied: &'a [u32],
+    pub(crate) matched: usize,
     /// Shortest match that may draft.
     pub(crate) shortest: usize,
 }
@@ -184,6 +188,9 @@ impl TreeBuilder {
     fn find(&mut self, soil: &Soil<'_>, suffix: &[u32], start: usize) {
         self.found.clear();
         for (number, index) in soil.indices.iter().enumerate() {
+            if number == soil.own {
+                self.find_copied(soil, &suffix[start..]);
+            }
             let (own, suffix, first) = (number == 0, (suffix, start), self.found.len());
             let (found, scratch) = (&mut self.found, &mut self.scratch);
             index.candidates(suffix, own, soil.shortest, found, scratch);
@@ -192,8 +199,25 @@ impl TreeBuilder {
                 candidate.rank = candidate.rank.saturating_sub(handicap);
             }
         }
+        if soil.indices.len() == soil.own {
+            self.find_copied(soil, &suffix[start..]);
+        }
         // Stable: of equal rank the context's own come first.
         self.found.sort_by_key(|candidate| Reverse(candidate.rank));
+    }
+
+    /// Finds what follows the `draft` if the context goes on with its copy.
+    fn find_copied(&mut self, soil: &Soil<'_>, draft: &[u32]) {
+        let length = soil.matched + draft.len();
+        if soil.matched >= soil.shortest
+            && let Some(&token) = soil.copied.strip_prefix(draft).and_then(<[_]>::first)
+        {
+            self.found.push(Candidate {
+                token,
+                rank: length + RESUMED,
+                share: share(1.0, 1.0, length),
+            });
+        }
     }
 }
 

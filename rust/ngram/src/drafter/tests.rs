@@ -5,9 +5,10 @@ use std::collections::HashMap;
 use proptest::prelude::*;
 
 use super::*;
-use crate::index::BOUNDARY;
+use crate::index::{BOUNDARY, Index};
 use crate::naive::Naive;
 
+mod copies;
 mod trees;
 
 /// What a drafter must remember.
@@ -70,7 +71,12 @@ fn expected(drafter: &Drafter, id: u64, count: usize) -> (Vec<u32>, usize) {
         .contexts
         .peek(&id)
         .map_or(0, |context| context.frozen().count());
+    let mut copied = None;
     for (number, text) in texts.iter().enumerate() {
+        if number == own {
+            copied = copies::resumed(drafter, id, best.0, count);
+            best.0 = copied.as_ref().map_or(best.0, |copied| copied.1);
+        }
         let naive = Naive { text, depth };
         let length = if number == 0 {
             naive.own_match().map(|found| found.0)
@@ -84,7 +90,16 @@ fn expected(drafter: &Drafter, id: u64, count: usize) -> (Vec<u32>, usize) {
         };
         if length.unwrap_or(0) >= best.0 + more {
             best = (length.unwrap_or(0), number);
+            copied = None;
         }
+    }
+    if texts.len() == own {
+        copied = copies::resumed(drafter, id, best.0, count);
+    }
+    if count > 0
+        && let Some(copied) = copied
+    {
+        return copied;
     }
     if best.0 < shortest || count == 0 {
         return (Vec::new(), 0);
@@ -189,11 +204,16 @@ impl Run {
             tokens,
             drafts: 5,
         });
+        // Later steps may have changed the history.
+        let last = batch.len() - 1;
+        let id = batch[last].0;
+        let before = copies::before(&self.drafter, id);
         self.drafter
             .step(&steps.collect::<Vec<_>>(), &mut self.drafts);
         assert_eq!(self.drafts.len(), batch.len());
-        // Later steps may have changed the history.
-        let last = batch.len() - 1;
+        if batch.iter().filter(|step| step.0 == id).count() == 1 {
+            copies::check(&self.drafter, id, before);
+        }
         let found = (
             self.drafts.tokens(last).to_vec(),
             self.drafts.match_length(last),

@@ -82,7 +82,7 @@ fn state(index: &Index) -> impl PartialEq + std::fmt::Debug + use<> {
     let nodes = index
         .nodes
         .iter()
-        .map(|node| [node.best, node.best_count, node.count]);
+        .map(|node| [node.best, node.best_count, node.count, node.second]);
     (
         index.text.clone(),
         nodes.collect::<Vec<_>>(),

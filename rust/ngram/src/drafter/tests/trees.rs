@@ -1,12 +1,12 @@
 //! Trees against ones that are grown by searching everything.
 
-use super::{expected, texts};
+use super::{copies, expected, texts};
 use crate::drafter::{Drafter, HANDICAP};
-use crate::index::BOUNDARY;
+use crate::index::{BOUNDARY, SECOND, share};
 use crate::naive::Naive;
 use crate::tree::{ROOT, Tree};
 
-/// The most frequent continuation of each match, the longest first: length, token and share.
+/// The most frequent continuation of each match and the second one, the longest first: length, token and share.
 fn candidates(
     naive: &Naive<'_>,
     own: bool,
@@ -18,7 +18,7 @@ fn candidates(
         let all = naive.matches(suffix, length);
         let first = own && suffix.len() == start;
         let last = naive.text.len() - 1;
-        let unseen = 1.0 / length as f64;
+        let total = all.len() - usize::from(first && !all.is_empty());
         let followed = match all[..] {
             [] => None,
             [only] if only == last && first => None,
@@ -29,10 +29,16 @@ fn candidates(
                 (token, all.iter().filter(same).count())
             }),
         };
-        if let Some((token, count)) = followed {
+        let mut add = |token, count| {
             let known = found.iter().any(|&(_, known, _)| known == token);
-            let share = count as f64 / (all.len() as f64 + unseen);
-            found.extend((!known).then_some((length, token, share)));
+            let share = share(count, total as f64, length);
+            found.extend((!known && count > 0.0).then_some((length, token, share)));
+        };
+        if let Some((token, count)) = followed {
+            add(token, count as f64);
+            if let Some(second) = naive.second(&all) {
+                add(second, SECOND * (total - count) as f64);
+            }
         }
     }
     found
@@ -41,7 +47,9 @@ fn candidates(
 /// The tree against one that is grown by searching all open tokens for the most probable.
 pub(super) fn check(drafter: &mut Drafter, id: u64, count: usize) {
     let mut tree = Tree::default();
+    let before = copies::before(drafter, id);
     drafter.tree(id, count, &mut tree);
+    copies::check(drafter, id, before);
     let texts = texts(drafter, id);
     let Some(&top) = texts.first() else {
         assert!(tree.tokens().is_empty());
@@ -56,6 +64,7 @@ pub(super) fn check(drafter: &mut Drafter, id: u64, count: usize) {
         .contexts
         .peek(&id)
         .map_or(0, |context| context.frozen().count());
+    let resumed = copies::resumed(drafter, id, 0, count);
     let mut expected: Vec<(u32, u32)> = Vec::new();
     let mut open: Vec<(f64, u32, u32)> = Vec::new();
     let (mut parent, mut reached) = (ROOT, 1.0);
@@ -69,6 +78,9 @@ pub(super) fn check(drafter: &mut Drafter, id: u64, count: usize) {
         let text = [suffix, &path].concat();
         let mut found = Vec::new();
         for (number, known) in texts.iter().enumerate() {
+            if number == own {
+                found.extend(copies::candidate(resumed.as_ref(), &path));
+            }
             let (depth, shortest) = (drafter.depth, drafter.config.min_n);
             let naive = Naive { text: known, depth };
             let handicap = if number < own { 0 } else { HANDICAP };
@@ -78,9 +90,13 @@ pub(super) fn check(drafter: &mut Drafter, id: u64, count: usize) {
                 .map(|(length, token, share)| (length.saturating_sub(handicap), token, share));
             found.extend(ranked);
         }
+        if texts.len() == own {
+            found.extend(copies::candidate(resumed.as_ref(), &path));
+        }
         let mut left: f64 = reached;
         let mut known = Vec::new();
-        for length in (0..=drafter.depth).rev() {
+        let longest = found.iter().map(|found| found.0).max();
+        for length in (0..=longest.unwrap_or(0)).rev() {
             for &(_, token, share) in found.iter().filter(|found| found.0 == length) {
                 if !known.contains(&token) {
                     known.push(token);
