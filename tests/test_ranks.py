@@ -23,7 +23,7 @@ import architectures
 import drivers
 import runtime_client as rc
 import tiny_models
-from pie_driver_sglang import _core
+from pie_driver_sglang import _core, worker
 from pie_driver_sglang._core import Request, Sampler
 from pie_driver_sglang.commands import CopyPages, Forward, Span
 from pie_driver_sglang.errors import DriverError, RingError
@@ -220,7 +220,14 @@ class TestEnds:
 
 
 def with_another_model(other: str, arguments: Sequence[str]) -> list[str]:
-    """As if the worker's disk were broken."""
+    """As if the worker's disk were broken, and a progress bar just being drawn."""
+    report = worker.report
+
+    def report_behind_a_bar(descriptor: int, error: DriverError) -> None:
+        os.write(2, b"loading: 40%")
+        report(descriptor, error)
+
+    worker.report = report_behind_a_bar
     at = list(arguments).index("--config") + 1
     return [*arguments[:at], other, *arguments[at + 1 :]]
 

@@ -260,6 +260,8 @@ def _workers(
         return
 
     def fail(error: DriverError) -> None:
+        # A rank's progress bar may have left its line open.
+        print(file=sys.stderr)
         guard.exit(_fail(error))
 
     with Workers(path, devices, fail, start) as workers:
