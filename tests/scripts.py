@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import runpy
+import signal
 import subprocess
 import sys
 import tempfile
@@ -13,6 +14,7 @@ from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Final, NamedTuple, Self
+from unittest import mock
 
 import drivers
 from tiny_models import REPOSITORY
@@ -49,7 +51,7 @@ def run(script: str, *arguments: str, plugins: str = "") -> str:
         try:
             status = process.wait(LIMIT_S)
         except subprocess.TimeoutExpired:
-            os.kill(process.pid, 9)
+            os.kill(process.pid, signal.SIGKILL)
             status = process.wait()
         return _printed(prepared, status)
 
@@ -64,9 +66,8 @@ class Interpreter:
         self._connection, theirs = multiprocessing.Pipe()
         context = multiprocessing.get_context("spawn")
         self._process = context.Process(target=_serve, args=(theirs,))
-        os.environ["TRITON_INTERPRET"] = "1"
-        self._process.start()
-        del os.environ["TRITON_INTERPRET"]
+        with mock.patch.dict(os.environ, TRITON_INTERPRET="1"):
+            self._process.start()
         theirs.close()
 
     def run(self, script: str, *arguments: str) -> str:
