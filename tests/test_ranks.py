@@ -32,14 +32,16 @@ from pie_driver_sglang.errors import AdapterError, DriverError, RingError
 from pie_driver_sglang.leader import LeadingEngine
 from pie_driver_sglang.parallel import Workers
 from reference import Context, Pages, Reference, random_tokens
-from test_lifecycle import END_S, is_running
+from test_lifecycle import END_S, is_of_this_run, is_running
 
 LOCAL = ("0100007F", "00000000000000000000000001000000")
 """127.0.0.1 and ::1 as `/proc/net` writes them."""
 
 
 def shared_memory() -> set[str]:
-    return {path.name for path in Path("/dev/shm").iterdir()}
+    """The names that are there, but for the regions of other runs on this machine."""
+    names = {path.name for path in Path("/dev/shm").iterdir()}
+    return {name for name in names if not name.startswith("pie_shmem_g") or is_of_this_run(name)}
 
 
 def listening(pid: int) -> list[str]:
