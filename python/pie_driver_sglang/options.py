@@ -65,7 +65,7 @@ class DriverOptions(msgspec.Struct, frozen=True, kw_only=True):
         lora_target_modules: Layers that adapters may change, by checkpoint names; `all` for all
             that SGLang has adapters for.
         max_loras_per_batch: Different adapters of one forward pass, no adapter being one of them.
-        max_loaded_loras: Adapters kept in host memory.
+        max_loaded_loras: Adapters kept in host memory, of each rank.
         lora_backend: SGLang's LoRA kernels, resolved for the device.
         trace_file: File that records the frames served; None for no recording.
         server_args: SGLang `ServerArgs` fields that the user set by name.

@@ -112,7 +112,7 @@ def _load_joined(args: ServerArgs, gpu_id: int, rank: Rank) -> ModelRunner:
         # Without these SGLang's rotary embedding and soft-capped logits ask for CUDA kernels.
         rotary_base._is_cpu = True
         logits_processor._is_cpu = True
-        tokens = groups.least(_cpu_pool_tokens(model_config, args))
+        tokens = min(groups.gathered(_cpu_pool_tokens(model_config, args)))
         if tokens < args.page_size:
             raise StartError(
                 f"a tenth of the free memory holds {tokens} tokens of KV, less than one page of "

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -268,9 +267,13 @@ class SglangEngine:
         """Fetches adapters; see :meth:`pie_driver_sglang.engine.Engine.fetch_adapters`."""
         return self._with_adapters().fetch(adapter_ids)
 
-    def rehearsal_adapter(self) -> AbstractContextManager[None]:
-        """For warm-up; see :meth:`pie_driver_sglang.engine.Engine.rehearsal_adapter`."""
-        return self._with_adapters().rehearsal()
+    def load_rehearsal_adapter(self) -> None:
+        """For warm-up; see :meth:`pie_driver_sglang.engine.Engine.load_rehearsal_adapter`."""
+        self._with_adapters().load_rehearsal()
+
+    def drop_rehearsal_adapter(self) -> None:
+        """After it; see :meth:`pie_driver_sglang.engine.Engine.drop_rehearsal_adapter`."""
+        self._with_adapters().drop_rehearsal()
 
     def _with_adapters(self) -> Adapters:
         if self._adapters is None:
