@@ -87,6 +87,10 @@ pub(crate) struct Index {
 
 /// How many of the continuations that are not the best a second is taken for.
 pub(crate) const SECOND: f64 = 0.75;
+/// Occurrences behind which more of them prove nothing.
+const EVIDENCE: f64 = 1.5;
+/// What never followed a match counts as so many occurrences, shared among its length and one.
+const NOVEL: f64 = 2.5;
 
 /// In a word of `undo`: the best before had one occurrence less.
 const ROSE: u32 = 1 << 31;
@@ -566,9 +570,11 @@ pub(crate) struct Candidate {
 }
 
 /// The share of `count` in `all` that followed a match, with room for what never did: the longer the match, the less likely
-/// is that.
+/// is that. More occurrences than [`EVIDENCE`] leave no less room: a text that repeats itself has many, and they say little
+/// of what another text, or the same one behind its next change, goes on with.
 pub(crate) fn share(count: f64, all: f64, length: usize) -> f64 {
-    count / (all + 2.0 / (length as f64 + 1.0))
+    let seen = all.min(EVIDENCE);
+    count / all * seen / (seen + NOVEL / (length as f64 + 1.0))
 }
 
 /// What a linear draft shall be.
