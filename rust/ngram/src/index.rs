@@ -639,10 +639,10 @@ pub(crate) struct Draft {
     pub(crate) open: bool,
 }
 
-/// Pushes with growth by an eighth: these are the large vectors, and doubling would leave half of them empty.
+/// Pushes with growth by a quarter: these are the large vectors, and doubling would leave half of them empty.
 pub(crate) fn push<T>(vector: &mut Vec<T>, value: T) {
     if vector.len() == vector.capacity() {
-        vector.reserve_exact(vector.capacity() / 8 + 16);
+        vector.reserve_exact(vector.capacity() / 4 + 16);
     }
     vector.push(value);
 }
