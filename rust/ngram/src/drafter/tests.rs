@@ -325,7 +325,7 @@ fn a_text_that_repeats_itself_leaves_room_in_trees() {
     run.say(1, 0, &[4, 5, 6, 7, 8].repeat(30));
     run.say(2, 0, &[5, 20, 21, 22].repeat(40));
     (1..3).for_each(|id| run.drafter.release(id));
-    run.say(3, 0, &[4, 5]);
+    run.say(3, 0, &[9, 4, 5]);
     let mut tree = Tree::default();
     run.drafter.tree(3, 12, &mut tree);
     let first = tree.tokens().iter().zip(tree.parents());
