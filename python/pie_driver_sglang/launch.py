@@ -287,6 +287,7 @@ def _start(config: DriverConfig, server: _core.Server, workers: Workers | None) 
     except Exception as error:
         logger.debug("the warm-up failed", exc_info=True)
         raise not_running(", ".join(driver.device), error) from error
+    logger.info("%s", own.compare_memory())
     return engine
 
 

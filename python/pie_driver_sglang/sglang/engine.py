@@ -25,10 +25,12 @@ from sglang.srt.model_executor.forward_batch_info import (
 )
 
 from pie_driver_sglang.engine import Facts
+from pie_driver_sglang.memory_plan import comparison
 from pie_driver_sglang.sampling import Outputs, SlotParams, apply_masks, run_group
 from pie_driver_sglang.sglang.block import views
 from pie_driver_sglang.sglang.images import ImageInputs
 from pie_driver_sglang.sglang.masked_attention import MaskedAttention
+from pie_driver_sglang.sglang.memory import measure_loaded
 
 if TYPE_CHECKING:
     from pie_driver_sglang._core import Lane, Pass, Planner, SlotGroup
@@ -83,6 +85,7 @@ class SglangEngine:
         states: StatePool | None,
     ) -> None:
         self.runner = booted.runner
+        self._plan = booted.plan
         self._pools = pools
         self._adapters = adapters
         self._states = states
@@ -259,6 +262,11 @@ class SglangEngine:
     def copy_pages(self, direction: str, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copies pages; see :meth:`pie_driver_sglang.engine.Engine.copy_pages`."""
         self._pools.copy(direction, sources, targets)
+
+    def compare_memory(self) -> str:
+        """What the model takes beside what was planned, for people; to be asked after a pass."""
+        graphs = 0 if self.steps is None else self.steps.graph_bytes
+        return comparison(self._plan, measure_loaded(self.runner, graphs))
 
     def load_adapter(self, adapter_id: int, path: str) -> None:
         """Loads an adapter; see :meth:`pie_driver_sglang.engine.Engine.load_adapter`."""

@@ -1,0 +1,233 @@
+"""The memory plan of a model that SGLang is about to load, and what became of it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Final
+
+import psutil
+import torch
+import transformers
+from sglang.srt.configs.hybrid_arch import mambaish_config
+from sglang.srt.configs.model_config import AttentionArch
+from sglang.srt.mem_cache.kv_cache_dtype import configure_kv_cache_dtype
+
+from pie_driver_sglang.arch import takes_images
+from pie_driver_sglang.config import DriverConfig
+from pie_driver_sglang.limits import MAX_SLOTS, chunk_tokens
+from pie_driver_sglang.memory import available_bytes
+from pie_driver_sglang.memory_plan import (
+    ANY_RANKS,
+    EVERYWHERE,
+    Device,
+    Loaded,
+    Model,
+    Part,
+    Settings,
+)
+from pie_driver_sglang.sglang import support
+from pie_driver_sglang.sglang.pool import page_buffers
+from pie_driver_sglang.weights import ONLINE_BYTES, Loading, Tensor, read_tensors, weight_parts
+
+if TYPE_CHECKING:
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.model_executor.model_runner import ModelRunner
+    from sglang.srt.server_args import ServerArgs
+
+logger = logging.getLogger(__name__)
+
+FLASHINFER_BYTES: Final = 512 << 20
+"""SGLang's workspace for flashinfer, the larger of its two usual sizes."""
+ROTARY_ROOM: Final = 256
+"""Rows that SGLang's rotary tables have beyond the context."""
+RECURRENT_COPIES: Final = 12
+"""Hidden states' worth of what a recurrent layer holds at once. A guess."""
+ENCODER_COPIES: Final = 12
+"""The same of a vision encoder's layer, for each patch. A guess."""
+_ADAPTED: Final = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def measure(name: str, gpu_id: int, ranks: int) -> Device:
+    """What a device has now. Ranks on a CPU share the host's memory evenly."""
+    if name == "cpu":
+        total = psutil.virtual_memory().total
+        return Device("cpu", total, min(available_bytes(), total) // ranks)
+    free, total = torch.cuda.mem_get_info(gpu_id)
+    return Device(name, total, free)
+
+
+def measure_loaded(runner: ModelRunner, graphs: int) -> Loaded:
+    """What a model that is loaded, and has run, takes.
+
+    Args:
+        runner: With its pool.
+        graphs: Bytes that captured graphs take.
+    """
+    tensors = {id(tensor): tensor for tensor in _stored(runner.model)}.values()
+    pool = support.paged(runner.token_to_kv_pool)
+    free = None
+    if runner.device != "cpu":
+        torch.cuda.empty_cache()
+        free = torch.cuda.mem_get_info(runner.gpu_id)[0]
+    return Loaded(
+        weights=sum(tensor.numel() * tensor.itemsize for tensor in tensors),
+        graphs=graphs,
+        tokens=runner.max_total_num_tokens,
+        kv=sum(buffer.numel() * buffer.itemsize for buffer in page_buffers(pool)),
+        free=free,
+    )
+
+
+def _stored(model: torch.nn.Module) -> Iterator[torch.Tensor]:
+    yield from model.parameters()
+    yield from model.buffers()
+
+
+def settings_of(config: DriverConfig, model_config: ModelConfig, args: ServerArgs) -> Settings:
+    """What a configuration means for the memory."""
+    options = config.driver.options
+    backends = set(args.get_attention_backends())
+    own = options.paged_decode is not False
+    return Settings(
+        context_length=model_config.context_len,
+        page_size=args.page_size,
+        requests=options.max_forward_requests,
+        chunk_tokens=chunk_tokens(args.device, options.chunked_prefill_size),
+        slots=MAX_SLOTS,
+        ranks=config.driver.tensor_parallel_size,
+        fraction=options.mem_fraction_static,
+        captures=not (options.disable_cuda_graph or options.enable_lora),
+        triton_tables="triton" in backends and not own,
+        workspace_bytes=FLASHINFER_BYTES if "flashinfer" in backends else 0,
+        swaps=options.cpu_mem_budget_in_gb > 0,
+        adapter_slots=options.max_loras_per_batch if options.enable_lora else 0,
+        adapter_rank=options.max_lora_rank,
+        image_tokens=options.max_image_tokens,
+    )
+
+
+def sizes_of(config: DriverConfig, model_config: ModelConfig, args: ServerArgs) -> Model:
+    """The sizes of a model before its weights are read.
+
+    Weights that cannot be known count as none.
+    """
+    recurrent = mambaish_config(model_config)
+    return Model(
+        weights=_weights(config, model_config, args),
+        token_bytes=_token_bytes(model_config, args, recurrent),
+        row_numbers=_row_numbers(model_config, recurrent is not None),
+        itemsize=model_config.dtype.itemsize,
+        hidden_size=model_config.hidden_size,
+        layers=model_config.num_hidden_layers,
+        vocabulary=model_config.vocab_size,
+        heads=model_config.num_attention_heads,
+        head_dim=model_config.head_dim,
+        state_bytes=int(recurrent.mamba2_cache_params.mamba_cache_per_req) if recurrent else 0,
+        adapter_bytes=_adapter_bytes(config, model_config) if args.enable_lora else 0,
+        image_bytes=_image_bytes(config.model.hf_config, model_config.dtype.itemsize),
+    )
+
+
+def _weights(config: DriverConfig, model_config: ModelConfig, args: ServerArgs) -> tuple[Part, ...]:
+    text = model_config.hf_text_config
+    checkpoint_is_quantized = getattr(model_config.hf_config, "quantization_config", None)
+    method = model_config.quantization
+    loading = Loading(
+        itemsize=model_config.dtype.itemsize,
+        layers=model_config.num_hidden_layers,
+        kv_heads=max(1, model_config.get_total_num_kv_heads()),
+        vocabulary=model_config.vocab_size,
+        tied=bool(getattr(text, "tie_word_embeddings", False)),
+        quantized=bool(checkpoint_is_quantized),
+        online=method if method in ONLINE_BYTES else None,
+    )
+    try:
+        made_up = args.load_format == "dummy"
+        folder = config.model.snapshot_dir
+        tensors = _made_up(model_config) if made_up else read_tensors(folder)
+    except Exception as error:
+        # The loader will say what is wrong, if anything is.
+        logger.debug("the weights' sizes are not known", exc_info=True)
+        logger.warning("the memory plan does not know the weights: %s", error)
+        return ()
+    # SGLang keeps rotary tables in float32.
+    rotary = 4 * (model_config.context_len + ROTARY_ROOM) * model_config.head_dim
+    return (*weight_parts(tensors, loading), Part(rotary, EVERYWHERE))
+
+
+def _made_up(model_config: ModelConfig) -> list[Tensor]:
+    """The tensors that a checkpoint of this shape would have, by transformers' model class."""
+    hf_config = model_config.hf_config
+    make: Any = getattr(transformers, hf_config.architectures[0])
+    itemsize = model_config.dtype.itemsize
+    with torch.device("meta"):
+        parameters = make(hf_config).named_parameters()
+    return [
+        Tensor(name, tuple(value.shape), value.numel() * itemsize, floating=True)
+        for name, value in parameters
+    ]
+
+
+def _token_bytes(model_config: ModelConfig, args: ServerArgs, recurrent: Any) -> Part:
+    """As SGLang's `DefaultPoolConfigurator` counts a token, over all ranks."""
+    layers = len(recurrent.full_attention_layer_ids) if recurrent else None
+    layers = model_config.num_hidden_layers if layers is None else layers
+    _, dtype = configure_kv_cache_dtype(
+        server_args_kv_cache_dtype=args.kv_cache_dtype,
+        model=torch.nn.Module(),
+        model_dtype=model_config.dtype,
+        is_draft_worker=False,
+        is_dflash=False,
+        speculative_draft_attention_backend="",
+    )
+    if model_config.attention_arch == AttentionArch.MLA:
+        width = model_config.kv_lora_rank + model_config.qk_rope_head_dim
+        return Part(layers * width * dtype.itemsize, EVERYWHERE)
+    heads = model_config.get_total_num_kv_heads()
+    width = model_config.head_dim + model_config.v_head_dim
+    return Part(layers * heads * width * dtype.itemsize, heads)
+
+
+def _row_numbers(model_config: ModelConfig, recurrent: bool) -> tuple[Part, ...]:
+    """What attention or an MLP holds for a row, whichever is more; experts count with copies."""
+    text = model_config.hf_text_config
+    heads = model_config.num_attention_heads
+    kv_heads = model_config.get_total_num_kv_heads()
+    attention = 2 * heads * model_config.head_dim
+    attention += kv_heads * (model_config.head_dim + model_config.v_head_dim)
+    # Gate, up and their product.
+    dense = 3 * int(getattr(text, "intermediate_size", None) or 4 * model_config.hidden_size)
+    chosen = int(getattr(text, "num_experts_per_tok", None) or 0)
+    expert = int(getattr(text, "moe_intermediate_size", None) or dense // 3)
+    divided = max(attention, dense, chosen * 3 * expert)
+    copied = chosen * model_config.hidden_size
+    copied += RECURRENT_COPIES * model_config.hidden_size if recurrent else 0
+    return (Part(divided, ANY_RANKS), Part(copied, EVERYWHERE))
+
+
+def _adapter_bytes(config: DriverConfig, model_config: ModelConfig) -> int:
+    """A slot for rank 1: an input and an output for each layer that adapters may change."""
+    text, hidden = model_config.hf_text_config, model_config.hidden_size
+    queries = model_config.num_attention_heads * model_config.head_dim
+    keys = model_config.get_total_num_kv_heads() * model_config.head_dim
+    inner = int(getattr(text, "intermediate_size", None) or 4 * hidden)
+    outputs = dict(zip(_ADAPTED, (queries, keys, keys, queries, inner, inner, inner), strict=True))
+    targets = config.driver.options.lora_target_modules
+    everything = "all" in targets
+    layer = sum(hidden + size for name, size in outputs.items() if everything or name in targets)
+    ends = sum(everything or name in targets for name in ("embed_tokens", "lm_head"))
+    numbers = layer * model_config.num_hidden_layers + ends * (hidden + model_config.vocab_size)
+    return int(numbers * model_config.dtype.itemsize)
+
+
+def _image_bytes(hf_config: dict[str, Any], itemsize: int) -> int:
+    """Activations of a vision encoder for one token of an image, and its pixels."""
+    vision = hf_config.get("vision_config")
+    if not takes_images(hf_config) or not isinstance(vision, dict):
+        return 0
+    merge = int(vision.get("spatial_merge_size") or 2)
+    width = int(vision.get("hidden_size") or 1152)
+    inner = int(vision.get("intermediate_size") or 4 * width)
+    pixels = 4 * 3 * 2 * int(vision.get("patch_size") or 16) ** 2
+    return merge**2 * ((ENCODER_COPIES * width + 2 * inner) * itemsize + pixels)

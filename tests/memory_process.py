@@ -1,0 +1,136 @@
+"""Models planned and loaded in a process that has SGLang, and what both say about the memory."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import drivers
+
+
+def load(config_path: str, free: int | None, connection: Connection, stderr: str) -> None:
+    """Loads a model and sends its plan, what it was found to take, and its large tensors.
+
+    Args:
+        config_path: `driver.toml` of a model on the CPU.
+        free: Bytes of a GPU that the planner and SGLang are to see instead of the host; None for
+            the host.
+        connection: Sends the plan, what is loaded, and the bytes of each tensor that has half of
+            a layer's keys or more.
+        stderr: Where to log.
+    """
+    drivers.redirect_output(stderr)
+    from pie_driver_sglang.config import load_config
+    from pie_driver_sglang.sglang import memory
+    from pie_driver_sglang.sglang.load import load_engine
+
+    with ExitStack() as stack:
+        if free is not None:
+            stack.enter_context(_pretended(free))
+        _, engine = load_engine(load_config(Path(config_path)))
+    loaded = memory.measure_loaded(engine.runner, 0)
+    keys = loaded.kv // (2 * engine.runner.model_config.num_hidden_layers)
+    with connection:
+        connection.send((engine._plan, loaded, _storages(keys // 2)))
+
+
+def count_tokens(snapshots: list[str], connection: Connection, stderr: str) -> None:
+    """Sends what one token of KV takes in each model, by the planner and by SGLang's own count."""
+    drivers.redirect_output(stderr)
+    with connection:
+        connection.send([_count_token(snapshot) for snapshot in snapshots])
+
+
+@contextmanager
+def _pretended(free: int) -> Iterator[None]:
+    """Within it the CPU's memory is a GPU's, of which loaded weights take their part."""
+    from sglang.srt.distributed import bootstrap
+    from sglang.srt.mem_cache import kv_cache_configurator
+
+    from pie_driver_sglang.memory_plan import Device
+    from pie_driver_sglang.sglang import memory
+
+    with (
+        mock.patch.object(memory, "measure", lambda *_: Device("cuda:0", free, free)),
+        mock.patch.object(bootstrap, "get_available_gpu_memory", _free_by(lambda: free)),
+        mock.patch.object(
+            kv_cache_configurator,
+            "get_available_gpu_memory",
+            _free_by(lambda: free - _parameter_bytes()),
+        ),
+    ):
+        yield
+
+
+def _free_by(free: Callable[[], int]) -> Callable[..., float]:
+    """SGLang's function: GiB."""
+
+    def available(*_args: Any, **_kwargs: Any) -> float:
+        return free() / 2**30
+
+    return available
+
+
+def _parameter_bytes() -> int:
+    """Of the model that is loaded, which a runner of SGLang holds."""
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+    (runner,) = [found for found in gc.get_objects() if isinstance(found, ModelRunner)]
+    tensors = [*runner.model.parameters(), *runner.model.buffers()]
+    return sum(tensor.numel() * tensor.itemsize for tensor in tensors)
+
+
+def _storages(least: int) -> list[int]:
+    """Sizes of all memory that tensors of at least so many bytes have, each once."""
+    import torch
+
+    tensors = [found for found in gc.get_objects() if isinstance(found, torch.Tensor)]
+    storages = {tensor.data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors
+                if tensor.device.type == "cpu" and tensor.storage_offset() == 0}  # fmt: skip
+    return sorted(size for size in storages.values() if size >= least)
+
+
+def _count_token(snapshot: str) -> tuple[int, int]:
+    from types import SimpleNamespace
+
+    import torch
+    from sglang.srt.configs.hybrid_arch import mambaish_config
+    from sglang.srt.configs.model_config import AttentionArch, ModelConfig
+    from sglang.srt.model_executor.pool_configurator import DefaultPoolConfigurator
+    from sglang.srt.runtime_context import publish
+    from sglang.srt.server_args import ServerArgs
+
+    from pie_driver_sglang.sglang import memory
+
+    args = ServerArgs(model_path=snapshot, device="cpu", dtype="bfloat16",
+                      attention_backend="torch_native", disable_cuda_graph=True,
+                      skip_tokenizer_init=True)  # fmt: skip
+    publish(args, role="scheduler")
+    model_config = ModelConfig.from_server_args(args)
+    recurrent = mambaish_config(model_config)
+    part = memory._token_bytes(model_config, args, recurrent)
+    layers = model_config.num_hidden_layers
+    theirs: Any = SimpleNamespace(
+        kv_cache_dtype_str="auto",
+        kv_cache_dtype=torch.bfloat16,
+        model_config=model_config,
+        layer_info=SimpleNamespace(start_layer=0, end_layer=layers, num_effective_layers=layers),
+        server_args=args,
+        use_mla_backend=model_config.attention_arch == AttentionArch.MLA,
+        ps=SimpleNamespace(pp_size=1),
+        spec_algorithm=args.spec_algorithm if hasattr(args, "spec_algorithm") else _NoDrafts(),
+        is_draft_worker=False,
+    )
+    return part.of_rank(1), DefaultPoolConfigurator(theirs)._cell_size
+
+
+class _NoDrafts:
+    def is_eagle(self) -> bool:
+        return False
+
+    is_standalone = is_dflash_family = is_eagle
