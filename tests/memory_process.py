@@ -36,14 +36,18 @@ def load(config_path: str, free: int | None, connection: Connection, stderr: str
     loaded = memory.measure_loaded(engine.runner, 0)
     keys = loaded.kv // (2 * engine.runner.model_config.num_hidden_layers)
     with connection:
-        connection.send((engine._plan, loaded, _storages(keys // 2)))
+        connection.send((engine.plan, loaded, _storages(keys // 2)))
 
 
 def count_tokens(snapshots: list[str], connection: Connection, stderr: str) -> None:
-    """Sends what one token of KV takes in each model, by the planner and by SGLang's own count."""
+    """Sends what a token of KV takes in each model on one rank and two, and its state.
+
+    Each is the planner's count, SGLang's, and the bytes of recurrent state by the planner.
+    """
     drivers.redirect_output(stderr)
+    counts = [[_count_token(snapshot, ranks) for ranks in (1, 2)] for snapshot in snapshots]
     with connection:
-        connection.send([_count_token(snapshot) for snapshot in snapshots])
+        connection.send(counts)
 
 
 @contextmanager
@@ -95,25 +99,34 @@ def _storages(least: int) -> list[int]:
     return sorted(size for size in storages.values() if size >= least)
 
 
-def _count_token(snapshot: str) -> tuple[int, int]:
+def _count_token(snapshot: str, ranks: int) -> tuple[int, int, int]:
+    """Bytes by the planner and by SGLang, and recurrent state."""
     from types import SimpleNamespace
 
     import torch
     from sglang.srt.configs.hybrid_arch import mambaish_config
     from sglang.srt.configs.model_config import AttentionArch, ModelConfig
     from sglang.srt.model_executor.pool_configurator import DefaultPoolConfigurator
-    from sglang.srt.runtime_context import publish
+    from sglang.srt.runtime_context import get_parallel, publish
     from sglang.srt.server_args import ServerArgs
 
     from pie_driver_sglang.sglang import memory
 
-    args = ServerArgs(model_path=snapshot, device="cpu", dtype="bfloat16",
-                      attention_backend="torch_native", disable_cuda_graph=True,
-                      skip_tokenizer_init=True)  # fmt: skip
+    args = ServerArgs(
+        model_path=snapshot,
+        device="cpu",
+        dtype="bfloat16",
+        attention_backend="triton",
+        disable_cuda_graph=True,
+        disable_radix_cache=True,
+        disable_hybrid_swa_memory=True,
+        disable_overlap_schedule=True,
+        skip_tokenizer_init=True,
+        tp_size=ranks,
+    )
     publish(args, role="scheduler")
     model_config = ModelConfig.from_server_args(args)
     recurrent = mambaish_config(model_config)
-    part = memory._token_bytes(model_config, args, recurrent)
     layers = model_config.num_hidden_layers
     theirs: Any = SimpleNamespace(
         kv_cache_dtype_str="auto",
@@ -123,13 +136,28 @@ def _count_token(snapshot: str) -> tuple[int, int]:
         server_args=args,
         use_mla_backend=model_config.attention_arch == AttentionArch.MLA,
         ps=SimpleNamespace(pp_size=1),
-        spec_algorithm=args.spec_algorithm if hasattr(args, "spec_algorithm") else _NoDrafts(),
+        spec_algorithm=_NoDrafts(),
         is_draft_worker=False,
     )
-    return part.of_rank(1), DefaultPoolConfigurator(theirs)._cell_size
+    with get_parallel().override(attn_tp_size=ranks):
+        cell = DefaultPoolConfigurator(theirs)._cell_size
+    sizes = memory.sizes_of(_config(snapshot), model_config, args)
+    assert (sizes.state_bytes > 0) == (recurrent is not None)
+    return sizes.token_bytes.of_rank(ranks), cell, sizes.state_bytes
+
+
+def _config(snapshot: str) -> Any:
+    """As much of a configuration as sizes depend on."""
+    import json
+    from types import SimpleNamespace
+
+    hf_config = json.loads((Path(snapshot) / "config.json").read_text())
+    return SimpleNamespace(model=SimpleNamespace(snapshot_dir=Path(snapshot), hf_config=hf_config))
 
 
 class _NoDrafts:
+    """SGLang's speculation, off."""
+
     def is_eagle(self) -> bool:
         return False
 

@@ -20,7 +20,10 @@ from drivers import StartFailedError, write_config
 PAGE = 16
 GPU_FREE = 1536 << 20
 """Free bytes of the GPU that the planner and SGLang are made to see."""
-TINY = ("llama", "llama-tied", "qwen3", "gemma3", "pocket")
+TINY = ("llama", "llama-tied", "qwen3", "gemma3", "qwen3-vl", "pocket")
+ERRORS = {"gemma3": 0.01, "qwen3-vl": 0.3}
+"""Relative errors of weights: a scale for each norm, and the rotary table of a vision encoder,
+which has 8,192 rows however small the encoder is."""
 
 # Random weights: little of them, and much KV.
 WIDE = {
@@ -82,10 +85,9 @@ def refused(config: Path) -> tuple[str, str]:
 def test_the_plan_is_what_is_loaded(name: str, models_folder: Path, tmp_path: Path) -> None:
     config = write_config(tmp_path, tiny_models.snapshot(name, models_folder))
     plan, loaded, _ = load(config, tmp_path / "log")
-    assert loaded.tokens == plan.tokens
+    assert loaded.tokens == plan.tokens >= 65_536
     assert loaded.kv == plan.kv
-    # The rotary tables of some models are narrower than a head, or there are two.
-    assert loaded.weights == pytest.approx(plan.weights, rel=0.02, abs=160_000)
+    assert loaded.weights == pytest.approx(plan.weights, rel=ERRORS.get(name, 0.002))
 
 
 @pytest.mark.parametrize("ratio", [None, 0.05, 0.2])
@@ -117,9 +119,10 @@ def test_tokens_take_what_sglang_counts(models_folder: Path, tmp_path: Path) -> 
     log = tmp_path / "log"
     process = drivers.fork_call(memory_process.count_tokens, (snapshots, sender, str(log)))
     found = _received(receiver, sender, process, log)
-    ours, theirs = ({name: pair[side] for name, pair in zip(names, found, strict=True)}
-                    for side in (0, 1))  # fmt: skip
-    assert ours == theirs
+    for name, counts in zip(names, found, strict=True):
+        for ours, theirs, state in counts:
+            assert ours == theirs, name
+            assert (state > 0) == (name == "Qwen3-Next"), name
 
 
 def test_a_start_prints_its_plan_and_what_became_of_it(llama_driver: drivers.Driver) -> None:

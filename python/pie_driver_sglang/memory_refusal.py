@@ -21,6 +21,8 @@ SHORT_CONTEXT: Final = 2048
 SHORT_CHUNK: Final = 256
 """No shorter pass is proposed."""
 MOST_RANKS: Final = 64
+SMALLER_BY: Final = 0.05
+"""By how much the share is to be lowered where the plan was wrong."""
 _FRACTIONS: Final = [thousandths / 1000 for thousandths in range(10, 991)]
 
 
@@ -53,6 +55,15 @@ def find_doubt(plan: Plan, model: Model, settings: Settings) -> str | None:
     text = f"`mem_fraction_static` = {settings.fraction} leaves a reserve of {reserve}, of {enough}"
     text += " that are safe: a large batch may run out of memory"
     return f"{text}; up to {safe.fraction:.3f} is safe" if safe.tokens else text
+
+
+def exceeded(plan: Plan, text: str) -> StartError:
+    """Of a device that ran out of memory although the plan fits."""
+    smaller = max(_FRACTIONS[0], plan.fraction - SMALLER_BY)
+    return StartError(
+        f"{plan.device.name} has less memory than was planned with: {text}",
+        f"set `mem_fraction_static = {smaller:.3f}` in the options",
+    )
 
 
 def find_remedy(device: Device, model: Model, settings: Settings) -> tuple[str, int | float] | None:

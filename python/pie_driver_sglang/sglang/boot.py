@@ -31,15 +31,15 @@ from pie_driver_sglang.config import DriverConfig
 from pie_driver_sglang.errors import DriverError, StartError, quoted
 from pie_driver_sglang.limits import row_pages
 from pie_driver_sglang.memory_plan import Plan, table
-from pie_driver_sglang.memory_refusal import find_doubt, require_fit
+from pie_driver_sglang.memory_refusal import exceeded, find_doubt, require_fit
 from pie_driver_sglang.parallel import Rank
 from pie_driver_sglang.sglang import adapters, groups, memory, paged_attention, support
 from pie_driver_sglang.sglang.state import widen
 
 logger = logging.getLogger(__name__)
 
-SMALLER_BY = 0.05
-"""By how much less `mem_fraction_static` is proposed to a user whose GPU had too little memory."""
+_HOST_FRACTION = 0.99
+"""What SGLang hears on a CPU, where it limits the pool by `max_total_tokens`."""
 _UNPLANNED_FRACTION = 0.5
 """What SGLang hears until the plan is made."""
 
@@ -164,9 +164,11 @@ def _plan(
     doubt = find_doubt(plan, sizes, settings)
     if doubt is not None:
         logger.warning("%s", doubt)
-    # On a host the pool has a limit other than its share of the memory.
-    limit = plan.tokens if device.is_host else None
-    args.override("pie_driver_sglang", mem_fraction_static=plan.fraction, max_total_tokens=limit)
+    share, limit = plan.fraction, None
+    if device.is_host:
+        # What is free there changes all the time: the plan decides, not what SGLang measures.
+        share, limit = _HOST_FRACTION, plan.tokens
+    args.override("pie_driver_sglang", mem_fraction_static=share, max_total_tokens=limit)
     publish(args, role="scheduler")
     return plan
 
@@ -223,11 +225,7 @@ def _within(plan: Plan) -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as error:
-        smaller = max(1 / plan.fraction - SMALLER_BY)
-        raise StartError(
-            f"{plan.device.name} has less memory than planned: {_first_line(error)}",
-            hint=f"set `mem_fraction_static = {smaller:.3f}` in the options",
-        ) from error
+        raise exceeded(plan, _first_line(error)) from error
 
 
 @contextlib.contextmanager

@@ -85,7 +85,7 @@ class SglangEngine:
         states: StatePool | None,
     ) -> None:
         self.runner = booted.runner
-        self._plan = booted.plan
+        self.plan = booted.plan
         self._pools = pools
         self._adapters = adapters
         self._states = states
@@ -266,7 +266,7 @@ class SglangEngine:
     def compare_memory(self) -> str:
         """What the model takes beside what was planned, for people; to be asked after a pass."""
         graphs = 0 if self.steps is None else self.steps.graph_bytes
-        return comparison(self._plan, measure_loaded(self.runner, graphs))
+        return comparison(self.plan, measure_loaded(self.runner, graphs))
 
     def load_adapter(self, adapter_id: int, path: str) -> None:
         """Loads an adapter; see :meth:`pie_driver_sglang.engine.Engine.load_adapter`."""

@@ -12,6 +12,7 @@ import transformers
 from sglang.srt.configs.hybrid_arch import mambaish_config
 from sglang.srt.configs.model_config import AttentionArch
 from sglang.srt.mem_cache.kv_cache_dtype import configure_kv_cache_dtype
+from sglang.srt.runtime_context import get_parallel
 
 from pie_driver_sglang.arch import takes_images
 from pie_driver_sglang.config import DriverConfig
@@ -113,6 +114,11 @@ def sizes_of(config: DriverConfig, model_config: ModelConfig, args: ServerArgs) 
     Weights that cannot be known count as none.
     """
     recurrent = mambaish_config(model_config)
+    state_bytes = 0
+    if recurrent is not None:
+        # The groups that it asks about are made later.
+        with get_parallel().override(attn_tp_size=args.tp_size):
+            state_bytes = int(recurrent.mamba2_cache_params.mamba_cache_per_req)
     return Model(
         weights=_weights(config, model_config, args),
         token_bytes=_token_bytes(model_config, args, recurrent),
@@ -123,7 +129,7 @@ def sizes_of(config: DriverConfig, model_config: ModelConfig, args: ServerArgs) 
         vocabulary=model_config.vocab_size,
         heads=model_config.num_attention_heads,
         head_dim=model_config.head_dim,
-        state_bytes=int(recurrent.mamba2_cache_params.mamba_cache_per_req) if recurrent else 0,
+        state_bytes=state_bytes,
         adapter_bytes=_adapter_bytes(config, model_config) if args.enable_lora else 0,
         image_bytes=_image_bytes(config.model.hf_config, model_config.dtype.itemsize),
     )
@@ -151,9 +157,20 @@ def _weights(config: DriverConfig, model_config: ModelConfig, args: ServerArgs) 
         logger.debug("the weights' sizes are not known", exc_info=True)
         logger.warning("the memory plan does not know the weights: %s", error)
         return ()
-    # SGLang keeps rotary tables in float32.
-    rotary = 4 * (model_config.context_len + ROTARY_ROOM) * model_config.head_dim
+    rotary = _rotary_bytes(model_config, args.device)
     return (*weight_parts(tensors, loading), Part(rotary, EVERYWHERE))
+
+
+def _rotary_bytes(model_config: ModelConfig, device_type: str) -> int:
+    """SGLang's tables of sines and cosines: one for each kind of layer, in float32 on a GPU."""
+    text = model_config.hf_text_config
+    longest = int(getattr(text, "max_position_embeddings", None) or 0)
+    rows = max(longest, model_config.context_len) + ROTARY_ROOM
+    width = int(model_config.head_dim * float(getattr(text, "partial_rotary_factor", None) or 1))
+    kinds = getattr(text, "rope_parameters", None) or {}
+    tables = max(1, sum(isinstance(kind, dict) for kind in kinds.values()))
+    itemsize = model_config.dtype.itemsize if device_type == "cpu" else 4
+    return int(tables * rows * width * itemsize)
 
 
 def _made_up(model_config: ModelConfig) -> list[Tensor]:
