@@ -135,6 +135,22 @@ def test_a_start_prints_its_plan_and_what_became_of_it(llama_driver: drivers.Dri
     assert f"{tokens:,} tokens ({tokens:,})" in log
 
 
+def test_ranks_take_what_was_planned_for_each(tmp_path: Path) -> None:
+    config = write_config(
+        tmp_path, tiny_models.POCKET, activation_dtype="bfloat16", **drivers.spread(2)
+    )
+    with drivers.fork(config) as driver:
+        log = driver.logged("memory as it is (as planned)")
+    assert driver.stop() == 0
+    assert re.search(r"weights +[\d.]+ MiB  of which every rank has 0\.\d MiB", log)
+    found = re.search(r"planned\): weights ([\d.]+) MiB \(([\d.]+) MiB\), KV (\S+) MiB", log)
+    assert found is not None
+    real, planned, _ = map(float, found.groups())
+    assert real == pytest.approx(planned, abs=0.11)
+    whole = (tiny_models.POCKET / "model.safetensors").stat().st_size / 2**20
+    assert whole / 2 < real < whole / 2 * 1.1
+
+
 def test_a_share_without_room_for_a_context_names_one_with_it(tmp_path: Path) -> None:
     # About three hundredths of the memory.
     context = int(psutil.virtual_memory().available * 0.03) // WIDE_TOKEN // PAGE * PAGE

@@ -126,8 +126,8 @@ class Settings(NamedTuple):
     """Whether SGLang's triton backend decodes, with lists of all tokens of all rows."""
     workspace_bytes: int = 0
     """What attention backends take for themselves."""
-    swaps: bool = False
-    """Whether pages can be swapped out."""
+    swap_bytes: int = 0
+    """Host memory of this rank for swapped pages."""
     adapter_slots: int = 0
     adapter_rank: int = 0
     image_tokens: int = 0
@@ -206,7 +206,8 @@ def plan_memory(device: Device, model: Model, settings: Settings) -> Plan:
         state=state,
         activations=_activations(model, settings),
         graphs=_graphs(device, model, settings),
-        tables=_tables(model, settings) + tokens * _side_bytes(settings) // settings.page_size,
+        tables=_tables(device, model, settings)
+        + tokens * _side_bytes(settings) // settings.page_size,
         reserve=0,
         tokens=tokens,
         token_bytes=token_bytes,
@@ -255,7 +256,9 @@ def table(plan: Plan) -> str:
         ("KV", plan.kv, kv),
     ]
     optional = ("adapters", "state", "graphs")
-    lines = [f"memory planned for {device.name}, with `mem_fraction_static = {plan.fraction:.3f}`"]
+    lines = [
+        f"memory planned for {device.name}, with `mem_fraction_static = {shown(plan.fraction)}`"
+    ]
     for name, size, note in rows:
         if size or name not in optional:
             lines.append(f"  {name:<12}{size_text(size):>12}  {note}".rstrip())
@@ -275,6 +278,11 @@ def comparison(plan: Plan, loaded: Loaded) -> str:
     return f"memory as it is (as planned): {', '.join(parts)}, {tokens}"
 
 
+def shown(fraction: float) -> float:
+    """A fraction for people, in thousandths and never more than it is."""
+    return int(fraction * 1000 + 1e-6) / 1000
+
+
 def size_text(size: int) -> str:
     """Bytes for people."""
     if abs(size) >= GIB:
@@ -286,7 +294,7 @@ def _safe_fraction(device: Device, model: Model, settings: Settings, stays: int)
     """The largest share that leaves what is needed; 0 where nothing is left for KV."""
     room = device.free - stays - wanted_reserve(device, model, settings)
     room -= _activations(model, settings) + _graphs(device, model, settings)
-    room -= _tables(model, settings)
+    room -= _tables(device, model, settings)
     # Some tables grow with the pool.
     page_bytes = settings.page_size * model.token_bytes.of_rank(settings.ranks)
     kv = max(0, room) * page_bytes // (page_bytes + _side_bytes(settings))
@@ -315,8 +323,11 @@ def _row_bytes(model: Model, settings: Settings) -> int:
 
 
 def _graphs(device: Device, model: Model, settings: Settings) -> int:
-    """All graphs share one pool, which the largest needs; the nodes are each one's own."""
-    if device.is_host or not settings.captures:
+    """All graphs share one pool, which the largest needs; the nodes are each one's own.
+
+    Models with recurrent state have none.
+    """
+    if device.is_host or not settings.captures or model.state_bytes:
         return 0
     nodes = len(ladder(settings.requests)) * model.layers * GRAPH_LAYER_BYTES
     row = _row_bytes(model, settings) + model.vocabulary * model.itemsize
@@ -337,12 +348,14 @@ def _block_table(settings: Settings) -> int:
     return 4 * (settings.requests + 1) * tokens
 
 
-def _tables(model: Model, settings: Settings) -> int:
+def _tables(device: Device, model: Model, settings: Settings) -> int:
     """What does not depend on the pool: see `rust/batch/src/layout.rs` for the staging block."""
     rows = row_pages(settings.context_length, settings.page_size)
     staged = 16 * settings.requests * rows + 24 * settings.chunk_tokens
     masks = (settings.slots + settings.requests) * model.vocabulary // 8
-    swapping = PAGE_STAGING_BYTES if settings.swaps else 0
+    swapping = PAGE_STAGING_BYTES if settings.swap_bytes else 0
+    # Pages that a host swaps out stay in its memory.
+    swapping += settings.swap_bytes if device.is_host else 0
     inputs = INPUT_BYTES * settings.chunk_tokens
     fixed = staged + masks + swapping + inputs
     return _block_table(settings) + fixed + settings.workspace_bytes

@@ -12,6 +12,7 @@ from pie_driver_sglang.memory_plan import (
     Plan,
     Settings,
     plan_memory,
+    shown,
     size_text,
     wanted_reserve,
 )
@@ -20,7 +21,8 @@ SHORT_CONTEXT: Final = 2048
 """A shorter context is proposed only where no other key helps."""
 SHORT_CHUNK: Final = 256
 """No shorter pass is proposed."""
-MOST_RANKS: Final = 64
+RANKS: Final = (2, 4, 8, 16, 32, 64)
+"""Numbers of GPUs that are proposed."""
 SMALLER_BY: Final = 0.05
 """By how much the share is to be lowered where the plan was wrong."""
 _FRACTIONS: Final = [thousandths / 1000 for thousandths in range(10, 991)]
@@ -41,7 +43,7 @@ def require_fit(device: Device, model: Model, settings: Settings) -> Plan:
     elif remedy[0] == "tensor_parallel_size":
         hint = f"set `tensor_parallel_size = {remedy[1]}` under [model.driver], with as many GPUs"
     else:
-        hint = f"set `{remedy[0]} = {remedy[1]:g}` in the options"
+        hint = f"set `{remedy[0]} = {remedy[1]}` in the options"
     raise StartError(_reason(plan, model, settings), hint)
 
 
@@ -54,7 +56,7 @@ def find_doubt(plan: Plan, model: Model, settings: Settings) -> str | None:
     reserve, enough = size_text(plan.reserve), size_text(wanted)
     text = f"`mem_fraction_static` = {settings.fraction} leaves a reserve of {reserve}, of {enough}"
     text += " that are safe: a large batch may run out of memory"
-    return f"{text}; up to {safe.fraction:.3f} is safe" if safe.tokens else text
+    return f"{text}; up to {shown(safe.fraction)} is safe" if safe.tokens else text
 
 
 def exceeded(plan: Plan, text: str) -> StartError:
@@ -62,7 +64,7 @@ def exceeded(plan: Plan, text: str) -> StartError:
     smaller = max(_FRACTIONS[0], plan.fraction - SMALLER_BY)
     return StartError(
         f"{plan.device.name} has less memory than was planned with: {text}",
-        f"set `mem_fraction_static = {smaller:.3f}` in the options",
+        f"set `mem_fraction_static = {shown(smaller)}` in the options",
     )
 
 
@@ -101,27 +103,27 @@ def _remedies(
     if requests:
         yield "cuda_graph_max_bs", requests
     if not device.is_host and not settings.adapter_slots:
-        for ranks in range(settings.ranks + 1, MOST_RANKS + 1):
-            if model.heads % ranks == 0 and fits(ranks=ranks):
-                yield "tensor_parallel_size", ranks
+        counts = (count for count in RANKS if count > settings.ranks and _divide(model, count))
+        yield from (("tensor_parallel_size", count) for count in counts if fits(ranks=count))
     if context:
         yield "context_length", context
 
 
-def _nearest_fraction(device: Device, model: Model, settings: Settings) -> float:
-    """The largest with room for what comes and goes, but none above the smallest for a context."""
+def _divide(model: Model, ranks: int) -> bool:
+    """Whether ranks get equal numbers of heads, or copies of those for keys and values."""
+    kv_heads = model.token_bytes.most
+    return model.heads % ranks == 0 and (kv_heads % ranks == 0 or ranks % kv_heads == 0)
 
-    def leaves_room(fraction: float) -> bool:
-        return plan_memory(device, model, settings._replace(fraction=fraction)).reserve >= 0
+
+def _nearest_fraction(device: Device, model: Model, settings: Settings) -> float:
+    """The smallest that holds a context; of one that does already, the largest that is safe."""
 
     def holds_context(fraction: float) -> bool:
         plan = plan_memory(device, model, settings._replace(fraction=fraction))
         return plan.tokens >= settings.context_tokens
 
     if settings.fraction is not None and holds_context(settings.fraction):
-        return _FRACTIONS[
-            _largest(len(_FRACTIONS) - 1, lambda index: leaves_room(_FRACTIONS[index]))
-        ]
+        return shown(plan_memory(device, model, settings._replace(fraction=None)).fraction)
     too_small = _largest(len(_FRACTIONS) - 1, lambda index: not holds_context(_FRACTIONS[index]))
     return _FRACTIONS[min(too_small + 1, len(_FRACTIONS) - 1)]
 

@@ -47,6 +47,10 @@ RECURRENT_COPIES: Final = 12
 ENCODER_COPIES: Final = 12
 """The same of a vision encoder's layer, for each patch. A guess."""
 _ADAPTED: Final = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+_FUSED: Final = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+}
 
 
 def measure(name: str, gpu_id: int, ranks: int) -> Device:
@@ -101,7 +105,7 @@ def settings_of(config: DriverConfig, model_config: ModelConfig, args: ServerArg
         captures=not (options.disable_cuda_graph or options.enable_lora),
         triton_tables="triton" in backends and not own,
         workspace_bytes=FLASHINFER_BYTES if "flashinfer" in backends else 0,
-        swaps=options.cpu_mem_budget_in_gb > 0,
+        swap_bytes=(options.cpu_mem_budget_in_gb << 30) // config.driver.tensor_parallel_size,
         adapter_slots=options.max_loras_per_batch if options.enable_lora else 0,
         adapter_rank=options.max_lora_rank,
         image_tokens=options.max_image_tokens,
@@ -214,13 +218,19 @@ def _row_numbers(model_config: ModelConfig, recurrent: bool) -> tuple[Part, ...]
     attention = 2 * heads * model_config.head_dim
     attention += kv_heads * (model_config.head_dim + model_config.v_head_dim)
     # Gate, up and their product.
-    dense = 3 * int(getattr(text, "intermediate_size", None) or 4 * model_config.hidden_size)
-    chosen = int(getattr(text, "num_experts_per_tok", None) or 0)
-    expert = int(getattr(text, "moe_intermediate_size", None) or dense // 3)
+    dense = 3 * _most(text, "intermediate_size", 4 * model_config.hidden_size)
+    chosen = _most(text, "num_experts_per_tok", 0)
+    expert = _most(text, "moe_intermediate_size", dense // 3)
     divided = max(attention, dense, chosen * 3 * expert)
     copied = chosen * model_config.hidden_size
     copied += RECURRENT_COPIES * model_config.hidden_size if recurrent else 0
     return (Part(divided, ANY_RANKS), Part(copied, EVERYWHERE))
+
+
+def _most(config: Any, name: str, default: int) -> int:
+    """A size in a model's configuration, the largest where layers have different ones."""
+    value = getattr(config, name, None) or default
+    return int(max(value) if isinstance(value, list | tuple) else value)
 
 
 def _adapter_bytes(config: DriverConfig, model_config: ModelConfig) -> int:
@@ -228,9 +238,10 @@ def _adapter_bytes(config: DriverConfig, model_config: ModelConfig) -> int:
     text, hidden = model_config.hf_text_config, model_config.hidden_size
     queries = model_config.num_attention_heads * model_config.head_dim
     keys = model_config.get_total_num_kv_heads() * model_config.head_dim
-    inner = int(getattr(text, "intermediate_size", None) or 4 * hidden)
+    inner = _most(text, "intermediate_size", 4 * hidden)
     outputs = dict(zip(_ADAPTED, (queries, keys, keys, queries, inner, inner, inner), strict=True))
-    targets = config.driver.options.lora_target_modules
+    named = config.driver.options.lora_target_modules
+    targets = {part for name in named for part in _FUSED.get(name, (name,))}
     everything = "all" in targets
     layer = sum(hidden + size for name, size in outputs.items() if everything or name in targets)
     ends = sum(everything or name in targets for name in ("embed_tokens", "lm_head"))
