@@ -13,7 +13,13 @@ from unittest import mock
 import drivers
 
 
-def load(config_path: str, free: int | None, connection: Connection, stderr: str) -> None:
+def load(
+    config_path: str,
+    free: int | None,
+    connection: Connection,
+    stderr: str,
+    lost: int = 0,
+) -> None:
     """Loads a model and sends its plan, what it was found to take, and its large tensors.
 
     Args:
@@ -21,19 +27,25 @@ def load(config_path: str, free: int | None, connection: Connection, stderr: str
         free: Bytes of a GPU that the planner and SGLang are to see instead of the host; None for
             the host.
         connection: Sends the plan, what is loaded, and the bytes of each tensor that has half of
-            a layer's keys or more.
+            a layer's keys or more; or the error of the start.
         stderr: Where to log.
+        lost: Bytes of the GPU that others take while the model is loaded.
     """
     drivers.redirect_output(stderr)
     from pie_driver_sglang.config import load_config
-    from pie_driver_sglang.sglang import memory
+    from pie_driver_sglang.errors import StartError
     from pie_driver_sglang.sglang.load import load_engine
 
     with ExitStack() as stack:
         if free is not None:
-            stack.enter_context(_pretended(free))
-        _, engine = load_engine(load_config(Path(config_path)))
-    loaded = memory.measure_loaded(engine.runner, 0)
+            stack.enter_context(_pretended(free, lost))
+        try:
+            _, engine = load_engine(load_config(Path(config_path)))
+        except StartError as error:
+            with connection:
+                connection.send(error)
+            return
+    loaded = engine.measure_memory()
     keys = loaded.kv // (2 * engine.runner.model_config.num_hidden_layers)
     with connection:
         connection.send((engine.plan, loaded, _storages(keys // 2)))
@@ -51,7 +63,7 @@ def count_tokens(snapshots: list[str], connection: Connection, stderr: str) -> N
 
 
 @contextmanager
-def _pretended(free: int) -> Iterator[None]:
+def _pretended(free: int, lost: int) -> Iterator[None]:
     """Within it the CPU's memory is a GPU's, of which loaded weights take their part."""
     from sglang.srt.distributed import bootstrap
     from sglang.srt.mem_cache import kv_cache_configurator
@@ -65,7 +77,7 @@ def _pretended(free: int) -> Iterator[None]:
         mock.patch.object(
             kv_cache_configurator,
             "get_available_gpu_memory",
-            _free_by(lambda: free - _parameter_bytes()),
+            _free_by(lambda: free - lost - _parameter_bytes()),
         ),
     ):
         yield

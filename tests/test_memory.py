@@ -16,6 +16,7 @@ import drivers
 import memory_process
 import tiny_models
 from drivers import StartFailedError, write_config
+from pie_driver_sglang.errors import StartError
 
 PAGE = 16
 GPU_FREE = 1536 << 20
@@ -45,10 +46,10 @@ WIDE_TOKEN = 4 * 32 * 2 * 64 * 4
 pytestmark = pytest.mark.engine
 
 
-def load(config: Path, log: Path, free: int | None = None) -> Any:
+def load(config: Path, log: Path, free: int | None = None, lost: int = 0) -> Any:
     """What `memory_process.load` sends."""
     receiver, sender = multiprocessing.Pipe(duplex=False)
-    process = drivers.fork_call(memory_process.load, (str(config), free, sender, str(log)))
+    process = drivers.fork_call(memory_process.load, (str(config), free, sender, str(log), lost))
     return _received(receiver, sender, process, log)
 
 
@@ -90,6 +91,17 @@ def test_the_plan_is_what_is_loaded(name: str, models_folder: Path, tmp_path: Pa
     assert loaded.weights == pytest.approx(plan.weights, rel=ERRORS.get(name, 0.002))
 
 
+@pytest.mark.parametrize("targets", [["all"], ["q_proj", "down_proj"], ["qkv_proj", "lm_head"]])
+def test_adapters_take_what_was_planned(
+    targets: list[str], models_folder: Path, tmp_path: Path
+) -> None:
+    options = {"enable_lora": True, "max_lora_rank": 8, "max_loras_per_batch": 3}
+    options |= {"max_loaded_loras": 3, "lora_target_modules": targets}
+    config = write_config(tmp_path, tiny_models.snapshot("llama", models_folder), options=options)
+    plan, loaded, _ = load(config, tmp_path / "log")
+    assert loaded.adapters == plan.adapters > 0
+
+
 @pytest.mark.parametrize("ratio", [None, 0.05, 0.2])
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_sglang_divides_a_gpu_as_planned(
@@ -102,6 +114,16 @@ def test_sglang_divides_a_gpu_as_planned(
     assert ratio is None or plan.fraction == ratio
     assert plan.tokens > 10_000
     assert loaded.tokens == pytest.approx(plan.tokens, rel=0.01)
+
+
+def test_a_gpu_that_others_fill_meanwhile_ends_the_start(
+    models_folder: Path, tmp_path: Path
+) -> None:
+    config = write_config(tmp_path, tiny_models.snapshot("llama", models_folder))
+    error = load(config, tmp_path / "log", GPU_FREE, lost=GPU_FREE)
+    assert isinstance(error, StartError)
+    assert str(error).startswith("cuda:0 has room for 0 tokens of KV, less than one context of 512")
+    assert "another process took memory" in str(error)
 
 
 def test_there_is_one_pool(models_folder: Path, tmp_path: Path) -> None:

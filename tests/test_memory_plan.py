@@ -27,7 +27,13 @@ from pie_driver_sglang.memory_plan import (
     used,
     wanted_reserve,
 )
-from pie_driver_sglang.memory_refusal import exceeded, find_doubt, find_remedy, require_fit
+from pie_driver_sglang.memory_refusal import (
+    exceeded,
+    find_doubt,
+    find_remedy,
+    require_fit,
+    shrunk,
+)
 
 PAGE = 16
 H200 = Device("cuda:0", 140 * GIB, 139 * GIB)
@@ -244,7 +250,7 @@ def test_the_table_of_a_rank_names_what_every_rank_has() -> None:
 
 def test_the_comparison() -> None:
     plan = plan_memory(H200, QWEN, USUAL)
-    loaded = Loaded(weights=GIB, graphs=2**28, tokens=plan.tokens - 16, kv=plan.kv, free=5 * GIB)
+    loaded = Loaded(GIB, 0, 0, graphs=2**28, tokens=plan.tokens - 16, kv=plan.kv, free=5 * GIB)
     assert comparison(plan, loaded) == (
         "memory as it is (as planned): weights 1.00 GiB (1.13 GiB), graphs 256.0 MiB (215.9 MiB), "
         "KV 129.24 GiB (129.24 GiB), free 5.00 GiB (8.30 GiB), 1,209,968 tokens (1,209,984)"
@@ -341,3 +347,20 @@ def test_a_device_that_runs_out_although_the_plan_fits_names_a_smaller_share() -
     assert error.hint == "set `mem_fraction_static = 0.85` in the options"
     tiny = exceeded(plan._replace(fraction=0.02), "")
     assert tiny.hint == "set `mem_fraction_static = 0.01` in the options"
+
+
+def test_a_pool_that_became_too_small_says_why() -> None:
+    plan = plan_memory(H200, QWEN, USUAL._replace(fraction=0.05))
+    raced = shrunk(plan, 30_000, 40_960, plan.weights)
+    assert str(raced) == (
+        "cuda:0 has room for 30,000 tokens of KV, less than one context of 40,960, where 54,480 "
+        "were planned: another process took memory while the model was loaded"
+    )
+    assert raced.hint == "set `context_length = 30000` in the options"
+    none = shrunk(plan, 0, 40_960, plan.weights)
+    assert none.hint == "end what else uses the device, or choose a smaller model"
+    # With weights of 8 GiB a context takes 12.4 of 139.
+    larger = shrunk(plan, 0, 40_960, 8 * GIB)
+    assert "the weights take 8.00 GiB instead of 1.13 GiB" in str(larger)
+    assert larger.hint == "set `mem_fraction_static = 0.091` in the options"
+    assert 0.091 * H200.free > 8 * GIB + 40_960 * plan.token_bytes

@@ -45,7 +45,6 @@ def check(shapes: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     from pie_driver_sglang.logs import configure_logging
     from pie_driver_sglang.parallel import ALONE
     from pie_driver_sglang.serve import warm_up
-    from pie_driver_sglang.sglang.memory import measure_loaded
 
     configure_logging()
     folder = Path(tempfile.mkdtemp())
@@ -63,9 +62,7 @@ def check(shapes: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     planner, engine = load_rank(config, ALONE)
     server.serve(planner, engine.block.data, print, lane=engine.lane)
     warm_up(server, engine)
-    graphs = 0 if engine.steps is None else engine.steps.graph_bytes
-    loaded = measure_loaded(engine.runner, graphs)
-    plan = engine.plan
+    loaded, plan = engine.measure_memory(), engine.plan
     row: dict[str, Any] = {
         "model": shapes.name,
         "planned": {**plan._asdict(), "device": plan.device._asdict(), "kv": plan.kv},

@@ -174,6 +174,8 @@ class Loaded(NamedTuple):
     """What a loaded model was found to take, in bytes."""
 
     weights: int
+    adapters: int
+    state: int
     graphs: int
     tokens: int
     """Of the KV pool."""
@@ -267,10 +269,10 @@ def table(plan: Plan) -> str:
 
 def comparison(plan: Plan, loaded: Loaded) -> str:
     """A loaded model beside its plan, in one line."""
-    pairs = [("weights", loaded.weights, plan.weights)]
-    if plan.graphs:
-        pairs.append(("graphs", loaded.graphs, plan.graphs))
+    names = ("weights", "adapters", "state", "graphs")
+    pairs = [(name, getattr(loaded, name), getattr(plan, name)) for name in names]
     pairs.append(("KV", loaded.kv, plan.kv))
+    pairs = [pair for pair in pairs if any(pair[1:])]
     if loaded.free is not None:
         pairs.append(("free", loaded.free, plan.reserve + plan.activations))
     parts = [f"{name} {size_text(real)} ({size_text(planned)})" for name, real, planned in pairs]

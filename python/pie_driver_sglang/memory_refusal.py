@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
@@ -65,6 +66,33 @@ def exceeded(plan: Plan, text: str) -> StartError:
     return StartError(
         f"{plan.device.name} has less memory than was planned with: {text}",
         f"set `mem_fraction_static = {shown(smaller)}` in the options",
+    )
+
+
+def shrunk(plan: Plan, tokens: int, least: int, weights: int) -> StartError:
+    """Of a loaded model with less room for KV than one context, although the plan fits.
+
+    Args:
+        plan: The plan.
+        tokens: That the pool holds.
+        least: That a context takes.
+        weights: Bytes that the weights turned out to take.
+    """
+    larger = weights > plan.weights + plan.token_bytes * plan.page_size
+    cause = "another process took memory while the model was loaded"
+    if larger:
+        cause = f"the weights take {size_text(weights)} instead of {size_text(plan.weights)}"
+    stays = weights + plan.adapters + plan.state + least * plan.token_bytes
+    fraction = math.ceil(stays / plan.device.free * 1000 + 1) / 1000
+    hint = "end what else uses the device, or choose a smaller model"
+    if tokens >= min(SHORT_CONTEXT, least // 2):
+        hint = f"set `context_length = {tokens}` in the options"
+    elif larger and plan.fraction < fraction <= _FRACTIONS[-1]:
+        hint = f"set `mem_fraction_static = {fraction}` in the options"
+    return StartError(
+        f"{plan.device.name} has room for {tokens:,} tokens of KV, less than one context of "
+        f"{least:,}, where {plan.tokens:,} were planned: {cause}",
+        hint,
     )
 
 

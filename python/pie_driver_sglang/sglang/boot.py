@@ -31,7 +31,7 @@ from pie_driver_sglang.config import DriverConfig
 from pie_driver_sglang.errors import DriverError, StartError, quoted
 from pie_driver_sglang.limits import row_pages
 from pie_driver_sglang.memory_plan import Plan, table
-from pie_driver_sglang.memory_refusal import exceeded, find_doubt, require_fit
+from pie_driver_sglang.memory_refusal import exceeded, find_doubt, require_fit, shrunk
 from pie_driver_sglang.parallel import Rank
 from pie_driver_sglang.sglang import adapters, groups, memory, paged_attention, support
 from pie_driver_sglang.sglang.state import widen
@@ -92,16 +92,12 @@ def boot(config: DriverConfig, rank: Rank) -> Booted:
 
 def _allocate(runner: ModelRunner, plan: Plan, requests: int) -> int:
     """Makes the KV pool and a block table; returns the pages of one of its rows."""
-    runner.alloc_memory_pool()
-    support.check_pool(runner)
     args, context = runner.server_args, runner.model_config.context_len
-    if runner.max_total_num_tokens < -(-context // args.page_size) * args.page_size:
-        raise StartError(
-            f"the KV pool of {plan.device.name} has {runner.max_total_num_tokens} tokens, less "
-            f"than a context of {context}, where {plan.tokens} were planned: something else took "
-            "memory meanwhile, or the weights are larger than their files",
-            hint=f"set `context_length = {runner.max_total_num_tokens}` in the options",
-        )
+    tokens = _make_pool(runner)
+    least = -(-context // args.page_size) * args.page_size
+    if tokens < least:
+        raise shrunk(plan, tokens, least, memory.weight_bytes(runner))
+    support.check_pool(runner)
     pages = row_pages(context, args.page_size)
     block_table = ReqToTokenPool(
         size=requests,
@@ -114,6 +110,20 @@ def _allocate(runner: ModelRunner, plan: Plan, requests: int) -> int:
     else:
         runner.req_to_token_pool = block_table
     return pages
+
+
+def _make_pool(runner: ModelRunner) -> int:
+    """Tokens of the KV pool that SGLang makes; 0 where it says that there is no memory for one."""
+    try:
+        runner.alloc_memory_pool()
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, ValueError) as error:
+        if "memory" not in str(error):
+            raise
+        logger.debug("SGLang has no memory for KV", exc_info=True)
+        return 0
+    return int(runner.max_total_num_tokens)
 
 
 def _load_model(
@@ -249,8 +259,8 @@ def _translated_failures(config: DriverConfig, rank: Rank) -> Iterator[None]:
             hint = "SGLang 0.5.17 has no such model; use one that it supports"
         elif "capacity is unbalanced" in text:
             hint = "end what else uses these GPUs, or choose others: ranks take equal parts"
-        elif "memory" in text.lower() or "mem_fraction" in text or "mem-fraction" in text:
-            hint = "adjust `mem_fraction_static` or `context_length`"
+        elif "memory" in text.lower():
+            hint = "free memory on the device, or choose a smaller or a quantized model"
         else:
             hint = f"check the model folder and what reaches SGLang: {_settings(config)}"
         raise StartError(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Final
 
 import psutil
@@ -22,13 +21,10 @@ from pie_driver_sglang.memory_plan import (
     ANY_RANKS,
     EVERYWHERE,
     Device,
-    Loaded,
     Model,
     Part,
     Settings,
 )
-from pie_driver_sglang.sglang import support
-from pie_driver_sglang.sglang.pool import page_buffers
 from pie_driver_sglang.weights import ONLINE_BYTES, Loading, Tensor, read_tensors, weight_parts
 
 if TYPE_CHECKING:
@@ -47,10 +43,11 @@ RECURRENT_COPIES: Final = 12
 ENCODER_COPIES: Final = 12
 """The same of a vision encoder's layer, for each patch. A guess."""
 _ADAPTED: Final = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-_FUSED: Final = {
-    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
-    "gate_up_proj": ("gate_proj", "up_proj"),
-}
+_FUSED: Final = (
+    ("q_proj", "k_proj", "v_proj", "qkv_proj"),
+    ("gate_proj", "up_proj", "gate_up_proj"),
+)
+"""Layers whose adapters SGLang keeps together, whichever of them is named."""
 
 
 def measure(name: str, gpu_id: int, ranks: int) -> Device:
@@ -62,31 +59,18 @@ def measure(name: str, gpu_id: int, ranks: int) -> Device:
     return Device(name, total, free)
 
 
-def measure_loaded(runner: ModelRunner, graphs: int) -> Loaded:
-    """What a model that is loaded, and has run, takes.
-
-    Args:
-        runner: With its pool.
-        graphs: Bytes that captured graphs take.
-    """
-    tensors = {id(tensor): tensor for tensor in _stored(runner.model)}.values()
-    pool = support.paged(runner.token_to_kv_pool)
-    free = None
-    if runner.device != "cpu":
-        torch.cuda.empty_cache()
-        free = torch.cuda.mem_get_info(runner.gpu_id)[0]
-    return Loaded(
-        weights=sum(tensor.numel() * tensor.itemsize for tensor in tensors),
-        graphs=graphs,
-        tokens=runner.max_total_num_tokens,
-        kv=sum(buffer.numel() * buffer.itemsize for buffer in page_buffers(pool)),
-        free=free,
-    )
+def weight_bytes(runner: ModelRunner) -> int:
+    """What the parameters and buffers of a loaded model take."""
+    tensors = [*runner.model.parameters(), *runner.model.buffers()]
+    return sum(tensor.numel() * tensor.itemsize for tensor in tensors)
 
 
-def _stored(model: torch.nn.Module) -> Iterator[torch.Tensor]:
-    yield from model.parameters()
-    yield from model.buffers()
+def free_bytes(runner: ModelRunner) -> int | None:
+    """What a GPU has left for passes; None for a host, where that is others' too."""
+    if runner.device == "cpu":
+        return None
+    torch.cuda.empty_cache()
+    return int(torch.cuda.mem_get_info(runner.gpu_id)[0])
 
 
 def settings_of(config: DriverConfig, model_config: ModelConfig, args: ServerArgs) -> Settings:
@@ -241,10 +225,14 @@ def _adapter_bytes(config: DriverConfig, model_config: ModelConfig) -> int:
     inner = _most(text, "intermediate_size", 4 * hidden)
     outputs = dict(zip(_ADAPTED, (queries, keys, keys, queries, inner, inner, inner), strict=True))
     named = config.driver.options.lora_target_modules
-    targets = {part for name in named for part in _FUSED.get(name, (name,))}
+    targets = {part for name in named for part in next((x for x in _FUSED if name in x), (name,))}
     everything = "all" in targets
+    if _most(text, "num_experts_per_tok", 0):
+        # Experts take no adapters.
+        outputs = {name: outputs[name] for name in _ADAPTED[:4]}
     layer = sum(hidden + size for name, size in outputs.items() if everything or name in targets)
-    ends = sum(everything or name in targets for name in ("embed_tokens", "lm_head"))
+    # Where both are named SGLang keeps both twice.
+    ends = sum(everything or name in targets for name in ("embed_tokens", "lm_head")) ** 2
     numbers = layer * model_config.num_hidden_layers + ends * (hidden + model_config.vocab_size)
     return int(numbers * model_config.dtype.itemsize)
 
