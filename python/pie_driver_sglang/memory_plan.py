@@ -241,7 +241,7 @@ def wanted_reserve(device: Device, model: Model, settings: Settings) -> int:
 
 
 def table(plan: Plan) -> str:
-    """The plan for people: a row for each part, in GiB."""
+    """The plan for people: a row for each part."""
     device = plan.device
     copied = f"of which every rank has {size_text(plan.copied)}" if plan.copied else ""
     pages = f"{plan.tokens // plan.page_size:,} pages of {plan.page_size}"

@@ -68,10 +68,15 @@ class Loading(NamedTuple):
     """A method of `ONLINE_BYTES`, which quantizes linear layers."""
 
 
-def read_tensors(folder: Path) -> list[Tensor]:
+def read_tensors(folder: Path, itemsize: int) -> list[Tensor]:
     """The tensors of a snapshot by its headers; no weights are read.
 
-    Files without such headers count as one tensor each. Empty where there are no weights.
+    Args:
+        folder: The snapshot.
+        itemsize: Bytes of a number, in files without such headers. Each counts as one tensor.
+
+    Returns:
+        All tensors; none where there are no weights.
 
     Raises:
         OSError: A file cannot be read.
@@ -81,7 +86,7 @@ def read_tensors(folder: Path) -> list[Tensor]:
     if files:
         return [tensor for path in files for tensor in _header(path)]
     others = [path for pattern in _OTHER_FILES for path in sorted(folder.glob(pattern))]
-    return [Tensor(path.name, (), path.stat().st_size, floating=False) for path in others]
+    return [_whole_file(path, itemsize) for path in others]
 
 
 def weight_parts(tensors: Iterable[Tensor], loading: Loading) -> tuple[Part, ...]:
@@ -106,6 +111,11 @@ def _checkpoint_files(folder: Path) -> list[Path]:
         files = [path for path in files if path.name in named] or files
     plain = [path for path in files if not path.name.startswith("consolidated")]
     return plain or files
+
+
+def _whole_file(path: Path, itemsize: int) -> Tensor:
+    size = path.stat().st_size
+    return Tensor(path.name, (size // itemsize,), size, floating=path.suffix != ".gguf")
 
 
 def _header(path: Path) -> Iterator[Tensor]:

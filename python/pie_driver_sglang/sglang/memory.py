@@ -35,7 +35,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FLASHINFER_BYTES: Final = 512 << 20
-"""SGLang's workspace for flashinfer, the larger of its two usual sizes."""
+"""SGLang's workspace for flashinfer: some models take less."""
+DETERMINISTIC_BYTES: Final = 2 << 30
+"""The same with `enable_deterministic_inference`."""
 ROTARY_ROOM: Final = 256
 """Rows that SGLang's rotary tables have beyond the context."""
 RECURRENT_COPIES: Final = 12
@@ -78,6 +80,7 @@ def settings_of(config: DriverConfig, model_config: ModelConfig, args: ServerArg
     options = config.driver.options
     backends = set(args.get_attention_backends())
     own = options.paged_decode is not False
+    workspace = DETERMINISTIC_BYTES if args.enable_deterministic_inference else FLASHINFER_BYTES
     return Settings(
         context_length=model_config.context_len,
         page_size=args.page_size,
@@ -88,7 +91,7 @@ def settings_of(config: DriverConfig, model_config: ModelConfig, args: ServerArg
         fraction=options.mem_fraction_static,
         captures=not (options.disable_cuda_graph or options.enable_lora),
         triton_tables="triton" in backends and not own,
-        workspace_bytes=FLASHINFER_BYTES if "flashinfer" in backends else 0,
+        workspace_bytes=workspace if "flashinfer" in backends else 0,
         swap_bytes=(options.cpu_mem_budget_in_gb << 30) // config.driver.tensor_parallel_size,
         adapter_slots=options.max_loras_per_batch if options.enable_lora else 0,
         adapter_rank=options.max_lora_rank,
@@ -137,9 +140,7 @@ def _weights(config: DriverConfig, model_config: ModelConfig, args: ServerArgs) 
         online=method if method in ONLINE_BYTES else None,
     )
     try:
-        made_up = args.load_format == "dummy"
-        folder = config.model.snapshot_dir
-        tensors = _made_up(model_config) if made_up else read_tensors(folder)
+        tensors = _tensors(config, model_config, args)
     except Exception as error:
         # The loader will say what is wrong, if anything is.
         logger.debug("the weights' sizes are not known", exc_info=True)
@@ -147,6 +148,16 @@ def _weights(config: DriverConfig, model_config: ModelConfig, args: ServerArgs) 
         return ()
     rotary = _rotary_bytes(model_config, args.device)
     return (*weight_parts(tensors, loading), Part(rotary, EVERYWHERE))
+
+
+def _tensors(config: DriverConfig, model_config: ModelConfig, args: ServerArgs) -> list[Tensor]:
+    """Those of the snapshot, or of the shape where the weights are made up."""
+    if args.load_format == "dummy":
+        return _made_up(model_config)
+    stored = getattr(model_config.hf_config, "dtype", None) or model_config.dtype
+    if isinstance(stored, str):
+        stored = getattr(torch, stored, model_config.dtype)
+    return read_tensors(config.model.snapshot_dir, stored.itemsize)
 
 
 def _rotary_bytes(model_config: ModelConfig, device_type: str) -> int:
