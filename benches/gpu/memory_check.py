@@ -10,6 +10,7 @@ all slots of logits. Prints the plan, and for each row what it became:
 
 - `weights`, `graphs`, `KV`: bytes, and the pool's tokens.
 - `activations`: the peak of torch's allocations in those passes, over what was there before them.
+  The plan has distributions in its reserve.
 - `left`: the least that was free on the GPU, torch's own cache included; beside it the reserve.
 
 The script ends with status 1 if a start fails, a pass runs out of memory, or nothing is left.
@@ -68,10 +69,11 @@ def check(shapes: Path, arguments: argparse.Namespace) -> dict[str, Any]:
         "planned": {**plan._asdict(), "device": plan.device._asdict(), "kv": plan.kv},
         "loaded": loaded._asdict(),
     }
-    return row | measure_passes(server, engine)
+    chunk = dict(planner.layout)["input_ids"][2]
+    return row | measure_passes(server, engine, chunk)
 
 
-def measure_passes(server: _core.Server, engine: Any) -> dict[str, int]:
+def measure_passes(server: _core.Server, engine: Any, chunk: int) -> dict[str, int]:
     """Runs the largest passes; on a GPU, their peak and the least that was left."""
     import torch
 
@@ -82,7 +84,7 @@ def measure_passes(server: _core.Server, engine: Any) -> dict[str, int]:
     if on_cuda:
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-    for requests in largest_batches(engine):
+    for requests in largest_batches(engine, chunk):
         batch = server.rehearse(_core.encode_forward(requests))
         run_batch(batch, engine)
         batch.commit()
@@ -94,12 +96,11 @@ def measure_passes(server: _core.Server, engine: Any) -> dict[str, int]:
     return {"activations": torch.cuda.max_memory_allocated() - before, "left": free}
 
 
-def largest_batches(engine: Any) -> Iterator[list[Request]]:
+def largest_batches(engine: Any, chunk: int) -> Iterator[list[Request]]:
     """A prompt that fills a pass, and a decode whose slots all list a distribution."""
-    from pie_driver_sglang.limits import MAX_SLOTS, chunk_tokens
+    from pie_driver_sglang.limits import MAX_SLOTS
 
     facts, args = engine.facts, engine.runner.server_args
-    chunk = chunk_tokens(engine.runner.device, args.chunked_prefill_size)
     length = min(chunk, facts.context_length, facts.total_pages * facts.page_size)
     pages = list(range(-(-length // facts.page_size)))
     last = (length - 1) % facts.page_size + 1
