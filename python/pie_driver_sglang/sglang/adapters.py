@@ -94,6 +94,17 @@ class Adapters:
         """Different adapters of a pass, no adapter being one of them."""
         return int(self._manager.max_loras_per_batch)
 
+    @property
+    def slot_bytes(self) -> int:
+        """Device memory of all slots."""
+        pool = self._manager.memory_pool
+        layers = [*pool.A_buffer.values(), *pool.B_buffer.values()]
+        tensors = [tensor for buffers in layers for tensor in buffers]
+        ends = (pool.embedding_A_buffer, pool.embedding_B_buffer)
+        for buffers in (*ends, pool.lm_head_A_buffer, pool.lm_head_B_buffer):
+            tensors += buffers.values()
+        return sum(tensor.numel() * tensor.itemsize for tensor in tensors)
+
     def load(self, adapter_id: int, path: str) -> None:
         """Loads an adapter, in the place of the one that has its id already.
 

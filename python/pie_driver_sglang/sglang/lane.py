@@ -36,12 +36,6 @@ CPU_ROWS_PER_REQUEST = 8
 """On the CPU each row attends by a call of its own: longer prompts do better as one."""
 
 
-def ladder(most: int) -> list[int]:
-    """Rows of the graphs: dense where a step is short, and `most` at the end."""
-    rows = [*range(1, 9), 12, *range(16, 65, 8), *range(80, 257, 16), *range(288, 4097, 32)]
-    return [*(count for count in rows if count < most), most]
-
-
 class _Graph(NamedTuple):
     """The views of one graph over the common memory."""
 
@@ -53,6 +47,9 @@ class _Graph(NamedTuple):
 
 class StepRunner(abc.ABC):
     """Runs steps of fixed numbers of rows over memory that is shared with Rust."""
+
+    graph_bytes = 0
+    """Device memory that captured graphs take."""
 
     def __init__(self, engine: SglangEngine, rows: list[int]) -> None:
         """Allocates the memory for the largest of `rows`."""
@@ -179,13 +176,13 @@ class CudaSteps(StepRunner):
             _blank(graph)
             self._captured[graph.rows].replay()
             self._stream.synchronize()
-        used = free - torch.cuda.mem_get_info(self._device)[0]
+        self.graph_bytes = free - torch.cuda.mem_get_info(self._device)[0]
         logger.info(
             "captured %d graphs of up to %d rows in %.1f s, %.2f GiB",
             len(self._graphs),
             most,
             time.monotonic() - started,
-            used / 2**30,
+            self.graph_bytes / 2**30,
         )
 
     def _capture(self, graph: _Graph, pool: Any) -> torch.cuda.CUDAGraph:
