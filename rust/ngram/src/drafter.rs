@@ -97,9 +97,10 @@ impl Drafts {
 /// Remembers contexts and drafts what they will say next, from what they and others have said.
 ///
 /// The longest match of a context's end decides, where one in the text of others must be two tokens longer than the
-/// context's own. Of the continuations that it had, the most frequent is drafted, of several the newest; in the context's own
-/// text the last one, unless another came four times as often as all others. The draft goes on in the same text. Where a context copied its own text and then said something else, a token or two that match just
-/// behind what it copied count as two more.
+/// context's own. Of the continuations that it had, the most frequent is drafted, of several the newest; in the context's
+/// own text the last one, unless another came four times as often as all others. The draft goes on in the same text. Where
+/// a context copied its own text and then said something else, a token or two that match just behind what it copied count
+/// as two more.
 #[derive(Debug)]
 pub struct Drafter {
     config: Config,
