@@ -37,17 +37,10 @@ impl Naive<'_> {
     }
 
     /// The longest match that goes on, of at most `limit` tokens, and where it is.
-    pub(crate) fn find(
-        &self,
-        suffix: &[u32],
-        limit: usize,
-        open: bool,
-    ) -> Option<(usize, Vec<usize>)> {
-        let last = self.text.len() - 1;
+    pub(crate) fn find(&self, suffix: &[u32], limit: usize) -> Option<(usize, Vec<usize>)> {
         (1..=limit.min(self.depth)).rev().find_map(|length| {
             let matching = self.matches(suffix, length);
-            let ends = open && matching == [last];
-            let goes_on = ends || matching.iter().any(|&at| self.continuation(at).is_some());
+            let goes_on = matching.iter().any(|&at| self.continuation(at).is_some());
             goes_on.then_some((length, matching))
         })
     }
@@ -118,7 +111,7 @@ impl Naive<'_> {
             let found = if first {
                 self.own_match()
             } else {
-                self.find(&text, limit, draft.open)
+                self.find(&text, limit)
             };
             let Some((length, matching)) = found.filter(|found| found.0 >= draft.shortest) else {
                 break;

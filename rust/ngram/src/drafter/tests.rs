@@ -81,7 +81,7 @@ fn expected(drafter: &Drafter, id: u64, count: usize) -> (Vec<u32>, usize) {
         let length = if number == 0 {
             naive.own_match().map(|found| found.0)
         } else {
-            naive.find(suffix, depth, false).map(|found| found.0)
+            naive.find(suffix, depth).map(|found| found.0)
         };
         let more = if number >= own && best.1 < own && best.0 > 0 {
             1 + HANDICAP

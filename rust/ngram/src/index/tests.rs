@@ -60,7 +60,7 @@ fn check_foreign(index: &Index, suffix: &[u32], shortest: usize, newest: bool) {
     };
     let mut scratch = Scratch::default();
     let found = index.find(suffix, index.depth, &mut scratch);
-    let expected = naive.find(suffix, index.depth, false);
+    let expected = naive.find(suffix, index.depth);
     assert_eq!(
         found.map(|found| found.length),
         expected.map(|found| found.0),
