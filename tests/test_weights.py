@@ -85,10 +85,21 @@ def test_files_without_headers_count_whole(tmp_path: Path) -> None:
     assert read_tensors(tmp_path, 4) == []
 
 
-def test_a_damaged_header_is_an_error(tmp_path: Path) -> None:
-    path = tmp_path / "model.safetensors"
-    path.write_bytes(struct.pack("<Q", 2**60) + b"{}")
-    with pytest.raises(ValueError, match="header"):
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"abcd",
+        struct.pack("<Q", 2**60) + b"{}",
+        struct.pack("<Q", 100) + b"{}",
+        struct.pack("<Q", 2) + b"[]",
+        struct.pack("<Q", 7) + b'{"a":7}',
+        struct.pack("<Q", 8) + b'{"a":{}}',
+    ],
+)
+def test_a_damaged_header_is_an_error(data: bytes, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(data)
+    with pytest.raises(ValueError, match=r"model\.safetensors .* header"):
         read_tensors(tmp_path, 4)
 
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-import struct
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from pie_driver_sglang.memory_plan import ANY_RANKS, EVERYWHERE, Part
 
@@ -118,17 +117,25 @@ def _whole_file(path: Path, itemsize: int) -> Tensor:
     return Tensor(path.name, (size // itemsize,), size, floating=path.suffix != ".gguf")
 
 
-def _header(path: Path) -> Iterator[Tensor]:
+def _header(path: Path) -> list[Tensor]:
     """See https://huggingface.co/docs/safetensors: a length, and a table in JSON."""
     with path.open("rb") as file:
-        (length,) = struct.unpack("<Q", file.read(8))
+        length = int.from_bytes(file.read(8), "little")
         if length > _MOST_HEADER_BYTES:
             raise ValueError(f"{path.name} has a header of {length} bytes")
-        table = json.loads(file.read(length))
-    for name, entry in table.items():
-        if name != "__metadata__":
-            start, end = entry["data_offsets"]
-            yield Tensor(name, tuple(entry["shape"]), end - start, entry["dtype"] in _FLOATS)
+        header = file.read(length)
+    if len(header) < length:
+        raise ValueError(f"{path.name} ends within its header")
+    try:
+        table = json.loads(header).items()
+        return [_entry(*item) for item in table if item[0] != "__metadata__"]
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise ValueError(f"{path.name} has a header that lists no tensors: {error}") from error
+
+
+def _entry(name: str, entry: dict[str, Any]) -> Tensor:
+    start, end = entry["data_offsets"]
+    return Tensor(name, tuple(entry["shape"]), end - start, entry["dtype"] in _FLOATS)
 
 
 def _is_left_out(tensor: Tensor, loading: Loading) -> bool:

@@ -172,6 +172,7 @@ impl ImageSpan {
     }
 
     #[expect(unsafe_code, reason = "the buffer protocol is a C interface")]
+    // SAFETY: the interpreter alone calls it, with a view that its buffer protocol lets it fill.
     unsafe fn __getbuffer__(
         slf: &Bound<'_, Self>,
         view: *mut ffi::Py_buffer,

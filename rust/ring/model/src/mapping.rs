@@ -81,9 +81,9 @@ impl Mapping {
     }
 
     pub(crate) fn request(&self, index: usize, len: usize) -> &[u8] {
-        // SAFETY: loom has just checked that nobody else is at it.
         self.0.slots[index]
             .request
+            // SAFETY: loom has just checked that nobody else is at it.
             .with(|bytes| unsafe { &(&*bytes)[..len] })
     }
 
@@ -101,9 +101,9 @@ impl Mapping {
     }
 
     pub(crate) fn response(&self, index: usize, len: usize) -> &[u8] {
-        // SAFETY: as above.
         self.0.slots[index]
             .response
+            // SAFETY: as above.
             .with(|bytes| unsafe { &(&*bytes)[..len] })
     }
 
@@ -121,9 +121,9 @@ impl Mapping {
     /// As in the ring.
     #[expect(clippy::mut_from_ref, reason = "as in the ring")]
     pub(crate) unsafe fn request_mut(&self, index: usize) -> &mut [u8] {
-        // SAFETY: as above.
         self.0.slots[index]
             .request
+            // SAFETY: as above.
             .with_mut(|bytes| unsafe { (&mut *bytes).as_mut_slice() })
     }
 
@@ -131,9 +131,9 @@ impl Mapping {
     /// As in the ring.
     #[expect(clippy::mut_from_ref, reason = "as in the ring")]
     pub(crate) unsafe fn response_mut(&self, index: usize) -> &mut [u8] {
-        // SAFETY: as above.
         self.0.slots[index]
             .response
+            // SAFETY: as above.
             .with_mut(|bytes| unsafe { (&mut *bytes).as_mut_slice() })
     }
 }
