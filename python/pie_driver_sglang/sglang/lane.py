@@ -215,11 +215,11 @@ class CudaSteps(StepRunner):
         sampling_triton.update_table(
             engine.table_pages, fields["table_updates"].view(-1, 2), header[1:2]
         )
+        sampling_triton.fetch(self._mask_words, self._device_mask_words, header[3:4])
         batch = self._forward_batch(graph)
         backend.init_forward_metadata_out_graph(batch, in_capture=True)
         backend.init_forward_metadata_in_graph(batch)
         logits, softcap = engine.row_logits(batch)
-        sampling_triton.fetch(self._mask_words, self._device_mask_words, header[3:4])
         sampling_triton.apply_masks(logits, fields["slot_masks"], self._device_mask_words)
         results = self._results[: graph.rows]
         sampling_triton.sample_step(logits, _params(fields), results, header[:1], softcap)
