@@ -30,7 +30,11 @@ def compile_launch(kernel: JITFunction[Any], *args: Any, **options: Any) -> Any:
     named = dict(zip(kernel.arg_names, args, strict=False)) | {
         key: options.pop(key) for key in list(options) if key in kernel.arg_names
     }
-    constants = {param.name: named[param.name] for param in kernel.params if param.is_constexpr}
+    constants = {
+        param.name: named[param.name]
+        for param in kernel.params
+        if param.is_constexpr or named[param.name] is None
+    }
     signature, attributes = {}, {}
     for number, (name, value) in enumerate(named.items()):
         if name in constants:
@@ -41,7 +45,8 @@ def compile_launch(kernel: JITFunction[Any], *args: Any, **options: Any) -> Any:
         else:
             signature[name] = "fp32" if isinstance(value, float) else "i32"
         specialized = not kernel.params[number].do_not_specialize
-        if isinstance(value, torch.Tensor) or (specialized and value % 16 == 0):
+        aligned = isinstance(value, int) and specialized and value % 16 == 0
+        if isinstance(value, torch.Tensor) or aligned:
             attributes[(number,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, constants, attributes)
     return triton.compile(source, target=TARGET, options=options)

@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from pie_driver_sglang.chained_triton import chained, follow
 from pie_driver_sglang.sampling import SlotParams
 
 _BLOCK = tl.constexpr(8192)
@@ -64,7 +65,7 @@ def sample_step(
     tops, masses = (logits.new_empty(rows, parts, dtype=torch.float32) for _ in range(2))
     ids = logits.new_empty(rows, parts, dtype=torch.int32)
     params = SlotParams(*(field.contiguous() for field in params))
-    how = {"CAPPED": softcap is not None}
+    how = {"CAPPED": softcap is not None, **chained(logits.device)}
     _survey[(rows, parts)](
         logits, logits.stride(0), vocab, params.temperatures, tops, ids, masses, softcap or 0.0,
         **how, num_warps=_SURVEY_WARPS,
@@ -114,12 +115,15 @@ def update_table(table: torch.Tensor, updates: torch.Tensor, count: torch.Tensor
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _survey(  # type: ignore[no-untyped-def]
-    logits, stride, vocab, temperatures, tops, ids, masses, cap, CAPPED: tl.constexpr
-):
+    logits, stride, vocab, temperatures, tops, ids, masses, cap,
+    CAPPED: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
     """Of a block of a row: the largest logit, its lowest id, and all weights, its own being 1.
 
     The id is -1 if there is something that is no number.
     """
+    if CHAINED:
+        follow()
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     temperature = tl.load(temperatures + row)
@@ -175,8 +179,10 @@ def _capped(x, cap, CAPPED: tl.constexpr):  # type: ignore[no-untyped-def]
 def _sample_rows(  # type: ignore[no-untyped-def]
     logits, stride, vocab, tops, ids, masses, parts,
     temperatures, top_ks, top_ps, min_ps, uniforms, results, step, cap,
-    PARTS: tl.constexpr, CAPPED: tl.constexpr, SHIFT: tl.constexpr,
+    PARTS: tl.constexpr, CAPPED: tl.constexpr, SHIFT: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
+    if CHAINED:
+        follow()
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperatures + row)
     token = vocab

@@ -10,6 +10,7 @@ from __future__ import annotations
 import abc
 import logging
 import time
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -26,6 +27,7 @@ from tqdm import tqdm
 from pie_driver_sglang._core import Lane, graph_layout
 from pie_driver_sglang.sampling import SlotParams, apply_masks, sample_rows
 from pie_driver_sglang.sglang.block import views
+from pie_driver_sglang.sglang.dense import MOST_ROWS, DenseDecode
 
 if TYPE_CHECKING:
     from pie_driver_sglang.sglang.engine import SglangEngine
@@ -133,6 +135,7 @@ class CudaSteps(StepRunner):
         self._stream = torch.cuda.current_stream(self._device)
         self._captured: dict[int, torch.cuda.CUDAGraph] = {}
         self._device_mask_words = torch.empty_like(self._mask_words, device=self._device)
+        self._dense = DenseDecode.of(engine.runner)
         self._capture_all()
 
     def lane(self) -> Lane:
@@ -219,10 +222,17 @@ class CudaSteps(StepRunner):
         batch = self._forward_batch(graph)
         backend.init_forward_metadata_out_graph(batch, in_capture=True)
         backend.init_forward_metadata_in_graph(batch)
-        logits, softcap = engine.row_logits(batch)
+        with self._way(graph.rows):
+            logits, softcap = engine.row_logits(batch)
         sampling_triton.apply_masks(logits, fields["slot_masks"], self._device_mask_words)
         results = self._results[: graph.rows]
         sampling_triton.sample_step(logits, _params(fields), results, header[:1], softcap)
+
+    def _way(self, rows: int) -> AbstractContextManager[None]:
+        """How the model runs: as few kernels, where it can and pays."""
+        if self._dense is None or rows > MOST_ROWS:
+            return nullcontext()
+        return self._dense.applied()
 
 
 def _blank(graph: _Graph) -> None:

@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
+from pie_driver_sglang.chained_triton import chained, follow
 from pie_driver_sglang.sglang.masked_torch import Rule
 
 _LOG2E = tl.constexpr(1.4426950408889634)
@@ -99,7 +100,7 @@ def share(rows: Rows, cut: Cut, multiprocessors: int) -> Shares:
     _share[(triton.cdiv(programs, _PLANNED_PROGRAMS),)](
         rows.kv_lens, size, bounds, first_rows, count, programs, cut.window,
         BLOCK=cut.tuning.block, WINDOWED=cut.window >= 0,
-        ROWS=_PLANNED_ROWS, PROGRAMS=_PLANNED_PROGRAMS,
+        ROWS=_PLANNED_ROWS, PROGRAMS=_PLANNED_PROGRAMS, **chained(rows.kv_lens.device),
     )  # fmt: skip
     return Shares(cut, size, bounds, first_rows)
 
@@ -145,6 +146,7 @@ def attend(
         "VALUE_DIM": value_dim,
         "VALUE_BLOCK": max(16, triton.next_power_of_2(value_dim)),
         "SINKS": rule.sinks is not None,
+        **chained(queries.device),
     }
     _attend[(kv_heads, programs)](
         queries, keys, values, out, *rows, *shares[1:], parts, sums, sinks,
@@ -195,8 +197,11 @@ def _blocks(  # type: ignore[no-untyped-def]
 def _share(  # type: ignore[no-untyped-def]
     kv_lens, size, bounds, first_rows, row_count, program_count, window,
     BLOCK: tl.constexpr, WINDOWED: tl.constexpr, ROWS: tl.constexpr, PROGRAMS: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Shares for `PROGRAMS` programs; each instance sums all rows, the first one keeps the sums."""
+    if CHAINED:
+        follow()
     lanes = tl.arange(0, ROWS)
     total = 0
     for first in range(0, row_count, ROWS):
@@ -329,9 +334,11 @@ def _attend(  # type: ignore[no-untyped-def]
     GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     PAGE: tl.constexpr, PAGES: tl.constexpr, BLOCK: tl.constexpr,
     GROUP_BLOCK: tl.constexpr, DIM_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr,
-    CAPPED: tl.constexpr, WINDOWED: tl.constexpr, SINKS: tl.constexpr,
+    CAPPED: tl.constexpr, WINDOWED: tl.constexpr, SINKS: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """A program's share of the blocks, with the heads of one KV head."""
+    if CHAINED:
+        follow()
     program = tl.program_id(1)
     share = tl.load(size)
     start = program * share
@@ -391,8 +398,11 @@ def _attend(  # type: ignore[no-untyped-def]
 def _merge(  # type: ignore[no-untyped-def]
     out, size, bounds, first_rows, parts, sums, sinks, row_count, out_stride,
     VALUE_DIM: tl.constexpr, VALUE_BLOCK: tl.constexpr, PARTS: tl.constexpr, SINKS: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):  # fmt: skip
     """The row that begins in a program and goes on in the next, if there is one."""
+    if CHAINED:
+        follow()
     first = tl.program_id(0)
     share = tl.load(size)
     stop = (first + 1) * share
