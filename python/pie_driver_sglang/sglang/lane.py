@@ -129,13 +129,16 @@ class CpuSteps(StepRunner):
 class CudaSteps(StepRunner):
     """Steps as CUDA graphs, all in one memory pool and on the engine's stream."""
 
-    def __init__(self, engine: SglangEngine, rows: list[int]) -> None:
-        """Captures a graph for each of `rows`, largest first."""
+    def __init__(self, engine: SglangEngine, rows: list[int], *, fuses: bool) -> None:
+        """Captures a graph for each of `rows`, largest first.
+
+        If it `fuses`, models that :class:`DenseDecode` knows run as it runs them.
+        """
         super().__init__(engine, rows)
         self._stream = torch.cuda.current_stream(self._device)
         self._captured: dict[int, torch.cuda.CUDAGraph] = {}
         self._device_mask_words = torch.empty_like(self._mask_words, device=self._device)
-        self._dense = DenseDecode.of(engine.runner)
+        self._dense = DenseDecode.of(engine.runner) if fuses else None
         self._capture_all()
 
     def lane(self) -> Lane:

@@ -127,9 +127,10 @@ def _steps(engine: SglangEngine, options: DriverOptions, rungs: list[int]) -> St
     if obstacle is not None:
         logger.info("every batch runs eagerly: %s", obstacle)
         return None
-    make = CpuSteps if engine.runner.device == "cpu" else CudaSteps
     try:
-        return make(engine, rungs)
+        if engine.runner.device == "cpu":
+            return CpuSteps(engine, rungs)
+        return CudaSteps(engine, rungs, fuses=options.fuse_layers)
     except Exception as error:
         logger.debug("a step failed", exc_info=True)
         raise not_running(engine.runner.device, error) from error
