@@ -1,4 +1,4 @@
-"""Dense layers of a decode step as few kernels, without a GPU; in models: `test_paged_attention.py`."""
+"""Dense layers of a decode step as few kernels, without a GPU."""
 
 from __future__ import annotations
 

@@ -1,7 +1,10 @@
 """Programmatic dependent launch: a GPU kernel starts while the one before it ends.
 
-A kernel that is launched so must call `follow` before it touches memory that others write or read:
-it waits there until the kernel before it has ended, and with that, by the same rule, all before.
+Every kernel that is launched so must call `follow`: it waits there until the kernel in front has
+ended, and so, by the same rule, all kernels in front of that one. Before, it may touch nothing that
+the kernel in front writes or reads; what kernels further ahead wrote it may read, since the one in
+front let it start behind its own `follow`. (Kernels of others need not keep to that order; one that
+is not launched so, like most of torch's, ends all that is in front of it.)
 """
 
 from __future__ import annotations

@@ -272,7 +272,7 @@ def _finish(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _attend_span(  # type: ignore[no-untyped-def]
-    q, head_keys, head_values, slots_row, first_token, end_token, first_seen, scale, cap,
+    q, head_keys, head_values, slots_row, found, first_token, end_token, first_seen, scale, cap,
     key_slot_stride, value_slot_stride,
     DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     PAGE: tl.constexpr, PAGES: tl.constexpr, BLOCK: tl.constexpr,
@@ -290,7 +290,6 @@ def _attend_span(  # type: ignore[no-untyped-def]
     # Summed over the lanes at the end, for sums over lanes make warps wait for each other.
     totals = tl.zeros([GROUP_BLOCK, BLOCK], tl.float32)
     mixed = tl.zeros([GROUP_BLOCK, VALUE_BLOCK], tl.float32)
-    found = _look_up(slots_row, first_token, end_token, PAGE, PAGES, BLOCK)
     for token in tl.range(first_token, end_token, BLOCK):
         slots = _slots(found, PAGE, PAGES, BLOCK)
         # One turn ahead: the address of KV must not wait for it.
@@ -336,15 +335,18 @@ def _attend(  # type: ignore[no-untyped-def]
     GROUP_BLOCK: tl.constexpr, DIM_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr,
     CAPPED: tl.constexpr, WINDOWED: tl.constexpr, SINKS: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """A program's share of the blocks, with the heads of one KV head."""
-    if CHAINED:
-        follow()
+    """A program's share of the blocks, with the heads of one KV head.
+
+    Shares and the block table are read before the kernel in front has ended: it wrote neither.
+    """
     program = tl.program_id(1)
     share = tl.load(size)
+    row = tl.load(first_rows + program)
     start = program * share
     stop = tl.minimum(start + share, tl.load(bounds + row_count))
-    if start >= stop:
-        return
+    begin = tl.load(bounds + row)
+    # Beyond the last row nothing is seen.
+    end, kv_len, slots_row = _row(bounds, kv_lens, table_rows, table, table_stride, row, row_count)
     kv_head = tl.program_id(0)
     head_count = tl.num_programs(0) * GROUP
     group = tl.arange(0, GROUP_BLOCK)
@@ -353,15 +355,14 @@ def _attend(  # type: ignore[no-untyped-def]
     dims = tl.arange(0, DIM_BLOCK)
     value_dims = tl.arange(0, VALUE_BLOCK)
     written = in_group[:, None] & (value_dims[None, :] < VALUE_DIM)
-    row = tl.load(first_rows + program)
-    begin = tl.load(bounds + row)
     block = start
+    last = tl.minimum(end, stop)
+    seen = _span(block, last, begin, kv_len, window, BLOCK, WINDOWED)
+    found = _look_up(slots_row, seen[0], seen[1], PAGE, PAGES, BLOCK)
+    if CHAINED:
+        follow()
     while block < stop:
-        end = tl.load(bounds + row + 1)
-        last = tl.minimum(end, stop)
-        kv_len = tl.load(kv_lens + row).to(tl.int32)
-        first_seen = _first_seen(kv_len, window, WINDOWED)
-        skipped = first_seen // BLOCK - begin
+        following = _row(bounds, kv_lens, table_rows, table, table_stride, row + 1, row_count)
         q = tl.load(
             queries + row.to(tl.int64) * query_stride + heads[:, None] * DIM + dims[None, :],
             mask=in_group[:, None] & (dims[None, :] < DIM),
@@ -369,8 +370,7 @@ def _attend(  # type: ignore[no-untyped-def]
         )
         mixed, best, total = _attend_span(
             q, keys + kv_head * key_head_stride, values + kv_head * value_head_stride,
-            table + tl.load(table_rows + row).to(tl.int64) * table_stride,
-            (block + skipped) * BLOCK, tl.minimum((last + skipped) * BLOCK, kv_len), first_seen,
+            slots_row, found, seen[0], seen[1], _first_seen(kv_len, window, WINDOWED),
             scale, cap, key_slot_stride, value_slot_stride,
             DIM, VALUE_DIM, PAGE, PAGES, BLOCK, GROUP_BLOCK, DIM_BLOCK, VALUE_BLOCK,
             CAPPED, WINDOWED,
@@ -392,6 +392,29 @@ def _attend(  # type: ignore[no-untyped-def]
         block = last
         begin = end
         row += 1
+        end, kv_len, slots_row = following
+        last = tl.minimum(end, stop)
+        seen = _span(block, last, begin, kv_len, window, BLOCK, WINDOWED)
+        found = _look_up(slots_row, seen[0], seen[1], PAGE, PAGES, BLOCK)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _span(  # type: ignore[no-untyped-def]
+    block, last, begin, kv_len, window, BLOCK: tl.constexpr, WINDOWED: tl.constexpr
+):
+    """The first token of a row's blocks up to `last`, and the end of those that it sees."""
+    skipped = _first_seen(kv_len, window, WINDOWED) // BLOCK - begin
+    return (block + skipped) * BLOCK, tl.minimum((last + skipped) * BLOCK, kv_len)
+
+
+@triton.jit
+def _row(bounds, kv_lens, table_rows, table, table_stride, row, row_count):  # type: ignore[no-untyped-def]
+    """Where a row's blocks end, its KV and its slots; nothing of use behind the last row."""
+    known = row < row_count
+    end = tl.load(bounds + row + 1, mask=known, other=0)
+    kv_len = tl.load(kv_lens + row, mask=known, other=0).to(tl.int32)
+    table_row = tl.load(table_rows + row, mask=known, other=0).to(tl.int64)
+    return end, kv_len, table + table_row * table_stride
 
 
 @triton.jit(do_not_specialize=["row_count"])  # type: ignore[untyped-decorator]
@@ -401,18 +424,18 @@ def _merge(  # type: ignore[no-untyped-def]
     CHAINED: tl.constexpr,
 ):  # fmt: skip
     """The row that begins in a program and goes on in the next, if there is one."""
-    if CHAINED:
-        follow()
     first = tl.program_id(0)
     share = tl.load(size)
-    stop = (first + 1) * share
-    if stop >= tl.load(bounds + row_count):
-        return
     row = tl.load(first_rows + first + 1)
+    blocks = tl.load(bounds + row_count)
     begin = tl.load(bounds + row)
-    if (begin >= stop) | (begin < first * share):
+    end = tl.load(bounds + row + 1, mask=row < row_count, other=0)
+    if CHAINED:
+        follow()
+    stop = (first + 1) * share
+    if (stop >= blocks) | (begin >= stop) | (begin < first * share):
         return
-    last = (tl.load(bounds + row + 1) - 1) // share
+    last = (end - 1) // share
     head = tl.program_id(1)
     head_count = tl.num_programs(1)
     value_dims = tl.arange(0, VALUE_BLOCK)
