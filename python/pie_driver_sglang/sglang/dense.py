@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from sglang.srt.distributed import tensor_model_parallel_all_reduce
+from sglang.srt.distributed import get_tp_group
 from sglang.srt.layers.activation import SiluAndMul
 from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.linear import (
@@ -27,9 +27,10 @@ from sglang.srt.layers.rotary_embedding import RotaryEmbedding
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.models import llama, qwen2, qwen3
 
-from pie_driver_sglang.sglang import dense_triton
-from pie_driver_sglang.sglang.dense_triton import Heads, Linear, Norm
+from pie_driver_sglang.sglang import dense_triton, rank_sums
+from pie_driver_sglang.sglang.dense_triton import Heads, Linear, Norm, Tiling
 from pie_driver_sglang.sglang.paged_attention import PagedDecode
+from pie_driver_sglang.sglang.rank_sums import RankSums
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
@@ -69,11 +70,20 @@ class _Unknown(Exception):
 class DenseDecode:
     """A loaded model's decodes."""
 
-    def __init__(self, model: Any, layers: list[_Layer], norm: Norm, ranks: int) -> None:
+    def __init__(self, model: Any, layers: list[_Layer], norm: Norm, sums: RankSums | None) -> None:
+        """Takes a model apart.
+
+        Args:
+            model: SGLang's, without its LM head.
+            layers: Its layers.
+            norm: Behind the last layer.
+            sums: Of the ranks' parts; None for a model on one device.
+        """
         self._model = model
         self._layers = layers
-        self._norm = norm
-        self._ranks = ranks
+        # What follows each layer.
+        self._norms = [*(layer.before for layer in layers[1:]), norm]
+        self._sums = sums
 
     @classmethod
     def of(cls, runner: ModelRunner) -> DenseDecode | None:
@@ -92,10 +102,11 @@ class DenseDecode:
             _expect(pool.store_dtype == norm.weight.dtype, f"its KV is {pool.store_dtype}")
             _expect(len(norm.weight) <= _WIDEST, f"its rows have {len(norm.weight)} numbers")
             layers = [_layer(layer, build, pool) for layer in model.layers]
+            sums = _rank_sums(runner, norm)
         except _Unknown as reason:
             logger.info("decodes run as SGLang has them: %s", reason)
             return None
-        return cls(model, layers, norm, runner.ps.tp_size)
+        return cls(model, layers, norm, sums)
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
@@ -114,31 +125,38 @@ class DenseDecode:
         *_: None,
         **__: None,
     ) -> torch.Tensor:
-        parts = self._model.embed_tokens(input_ids)[None]
-        residual: torch.Tensor | None = None
-        for layer in self._layers:
-            rows, residual = dense_triton.add_norm(parts, residual, layer.before)
-            qkv = self._linear(rows, layer.qkv)[0]
+        embedded = self._model.embed_tokens(input_ids)[None]
+        rows, residual = dense_triton.add_norm(embedded, None, self._layers[0].before)
+        for layer, norm in zip(self._layers, self._norms, strict=True):
+            qkv = _linear(rows, layer.qkv)[0]
             queries = dense_triton.prepare(qkv, layer.heads, positions, batch.out_cache_loc)
             seen = layer.attention(queries, None, None, batch, save_kv_cache=False)
-            parts = self._sum(seen, layer.out)
-            rows, residual = dense_triton.add_norm(parts, residual, layer.between)
-            parts = self._sum(_gated(rows, layer.gate_up), layer.down)
-        return dense_triton.add_norm(parts, residual, self._norm)[0]
+            rows, residual = self._add(0, seen, layer.out, residual, layer.between)
+            middle = _gated(rows, layer.gate_up)
+            rows, residual = self._add(1, middle, layer.down, residual, norm)
+        return rows
 
-    def _linear(self, rows: torch.Tensor, matrix: Linear, most_parts: int = 1) -> torch.Tensor:
-        outputs, inputs = matrix.weight.shape
-        tiling = dense_triton.tiling(len(rows), outputs, inputs, most_parts)
-        if tiling is None:
-            return torch.nn.functional.linear(rows, *matrix).unsqueeze(0)
-        return dense_triton.linear(rows, matrix, tiling)
+    def _add(
+        self, turn: int, rows: torch.Tensor, matrix: Linear, residual: torch.Tensor, norm: Norm
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What half of a layer adds, normalized, and what it was added to."""
+        if self._sums is None:
+            parts = _linear(rows, matrix, dense_triton.MOST_PARTS)
+            return dense_triton.add_norm(parts, residual, norm)
+        self._sums.multiply(turn, rows, matrix, _tiling(rows, matrix))
+        return self._sums.add_norm(turn, residual, norm)
 
-    def _sum(self, rows: torch.Tensor, matrix: Linear) -> torch.Tensor:
-        """What a layer adds, in parts; the ranks' parts are added up here."""
-        if self._ranks == 1:
-            return self._linear(rows, matrix, dense_triton.MOST_PARTS)
-        total: torch.Tensor = tensor_model_parallel_all_reduce(self._linear(rows, matrix)[0])
-        return total.unsqueeze(0)
+
+def _tiling(rows: torch.Tensor, matrix: Linear, most_parts: int = 1) -> Tiling | None:
+    outputs, inputs = matrix.weight.shape
+    return dense_triton.tiling(len(rows), outputs, inputs, most_parts)
+
+
+def _linear(rows: torch.Tensor, matrix: Linear, most_parts: int = 1) -> torch.Tensor:
+    tiling = _tiling(rows, matrix, most_parts)
+    if tiling is None:
+        return torch.nn.functional.linear(rows, *matrix).unsqueeze(0)
+    return dense_triton.linear(rows, matrix, tiling)
 
 
 def _gated(rows: torch.Tensor, matrix: Linear) -> torch.Tensor:
@@ -147,6 +165,19 @@ def _gated(rows: torch.Tensor, matrix: Linear) -> torch.Tensor:
     if tiling is None:
         return dense_triton.gate(torch.nn.functional.linear(rows, matrix.weight))
     return dense_triton.gated(rows, matrix, tiling)
+
+
+def _rank_sums(runner: ModelRunner, norm: Norm) -> RankSums | None:
+    ranks, (width,), dtype = runner.ps.tp_size, norm.weight.shape, norm.weight.dtype
+    if ranks == 1:
+        return None
+    group = get_tp_group()
+    # It found out whether the ranks can reach each other's memory.
+    reach = group.ca_comm
+    _expect(reach is not None and not reach.disabled, "its ranks do not share memory")
+    size = RankSums.size(ranks, MOST_ROWS, width, dtype)
+    shared = rank_sums.share(group.cpu_group, norm.weight.device, size)
+    return RankSums(shared, runner.ps.tp_rank, MOST_ROWS, width, dtype)
 
 
 def _expect(known: bool, what: str) -> None:
@@ -162,13 +193,13 @@ def _layer(layer: Any, build: Any, pool: MHATokenToKVPool) -> _Layer:
         _expect(type(part) is kind, f"it has a {type(part).__name__}")
     return _Layer(
         _norm(layer.input_layernorm),
-        _linear(attention.qkv_proj, QKVParallelLinear),
+        _matrix(attention.qkv_proj, QKVParallelLinear),
         _heads(attention, pool),
         attention.attn,
-        _linear(attention.o_proj, RowParallelLinear),
+        _matrix(attention.o_proj, RowParallelLinear),
         _norm(layer.post_attention_layernorm),
-        _linear(mlp.gate_up_proj, MergedColumnParallelLinear),
-        _linear(mlp.down_proj, RowParallelLinear),
+        _matrix(mlp.gate_up_proj, MergedColumnParallelLinear),
+        _matrix(mlp.down_proj, RowParallelLinear),
     )
 
 
@@ -185,7 +216,7 @@ def _norm(norm: Any) -> Norm:
     return Norm(norm.weight.data, norm.variance_epsilon)
 
 
-def _linear(linear: Any, kind: type) -> Linear:
+def _matrix(linear: Any, kind: type) -> Linear:
     _expect(type(linear) is kind, f"it has a {type(linear).__name__}")
     method = type(linear.quant_method)
     _expect(method is UnquantizedLinearMethod, f"it has a linear layer with {method.__name__}")
