@@ -101,7 +101,7 @@ def attention(
     rows = Rows(torch.zeros(4, 512, dtype=torch.int32), torch.arange(3), lengths)
     storage = torch.zeros(64, 8, dim).to(pool)
     q = torch.zeros(3, 8 * group, dim, dtype=queries)
-    shares = share(rows, Cut(tuning(dim, group, pool.itemsize), 8, window), 132)
+    shares = share(rows, Cut(tuning(dim, group, pool.itemsize), 8, group, window), 132)
     attend(q, storage, storage, torch.empty_like(q), rows, shares, rule, page)
 
 
@@ -113,7 +113,7 @@ def check_attention() -> None:
         page, block = case[4], tuning(case[0], case[1], case[2].itemsize).block
         slots = max(1, paged_triton._pages(block, page))
         # Shares, a row and where its first block is stored: neither queries nor KV.
-        for kernel, early in zip(kernels, (0, 7 + slots, 5), strict=True):
+        for kernel, early in zip(kernels, (0, 8 + slots, 6), strict=True):
             check_order(kernel, early)
         loop = kernels[1].asm["ttgir"].partition("scf.while")[2].partition("scf.for")[2]
         assert "async_copy_global_to_local" in loop, "KV is not loaded ahead"

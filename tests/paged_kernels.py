@@ -75,7 +75,18 @@ CASES = [
     ),
     # Windows that end within a block, at its edge, that hide blocks, all but the row's own token.
     *(Case(RAGGED, window=window) for window in (0, 7, 15, 16, 40, 1000)),
+    # Rows of one context whose KV is loaded once: in one tile, in several, in none.
     Case((37, 38, 39, 40, 41), shared=True),
+    Case((0, 1, 2, 3, 4, 9, 10, 11, 11, 12, 30), shared=True),
+    Case((41, 40, 39), shared=True),
+    *(
+        Case(tuple(range(first, 55)), heads, kv_heads, window=window, sinks=window == 5,
+             multiprocessors=multiprocessors, shared=True)
+        for first, heads, kv_heads, window, multiprocessors in (
+            (0, 2, 2, -1, 6), (30, 2, 2, 5, 30), (30, 4, 2, 0, 30), (20, 5, 1, 30, 6),
+            (1, 5, 1, -1, 40), (40, 16, 1, 5, 1), (40, 20, 1, 17, 6),
+        )
+    ),
     Case(RAGGED, sinks=True),
     Case(RAGGED, sinks=True, multiprocessors=20),
     Case(RAGGED, cap=2.0),
@@ -166,7 +177,8 @@ def check_attention(
 ) -> bool:
     """Whether a case comes out right, on a GPU twice the same; `how` replaces the case's block."""
     step = make_step(case, generator)
-    cut = Cut(how or Tuning(case.block, 4, 3, 1), case.kv_heads, case.window)
+    group = case.heads // case.kv_heads
+    cut = Cut(how or Tuning(case.block, 4, 3, 1), case.kv_heads, group, case.window)
     # Queries come as a part of what one product gives for queries, keys and values.
     wide = torch.nn.functional.pad(step.queries.flatten(1), (16, 32)).to(device)
     queries = wide[:, 16:-32].view(step.queries.shape)
@@ -193,7 +205,8 @@ def random_cases() -> Iterator[Case]:
     """Mixes of everything."""
     draw = random.Random(5)
     for _ in range(24):
-        lengths = tuple(draw.choice((0, 1, 7, 16, 31, 64, 90)) for _ in range(draw.randint(1, 9)))
+        starts = [draw.choice((0, 1, 7, 16, 31, 64, 90)) for _ in range(draw.randint(1, 9))]
+        lengths = tuple(start + n for start in starts for n in range(draw.choice((1, 1, 4))))
         kv_heads = draw.choice((1, 2, 3))
         yield Case(
             lengths,
@@ -208,7 +221,22 @@ def random_cases() -> Iterator[Case]:
             window=draw.choice((-1, -1, 0, 9, 30)),
             sinks=draw.random() < 0.4,
             value_scale=draw.choice((1.0, 0.5)),
+            shared=draw.random() < 0.3,
         )
+
+
+def tiles(table_rows: list[int], lengths: list[int], most: int) -> list[int]:
+    """Followers of each row, -1 for a follower."""
+    found: list[int] = []
+    for row, (own, length) in enumerate(zip(table_rows, lengths, strict=True)):
+        goes_on = row and (table_rows[row - 1], lengths[row - 1] + 1) == (own, length)
+        leader = max((r for r, behind in enumerate(found) if behind >= 0), default=0)
+        if goes_on and found[leader] + 1 < most:
+            found[leader] += 1
+            found.append(-1)
+        else:
+            found.append(0)
+    return found
 
 
 def check_shares() -> bool:
@@ -217,15 +245,23 @@ def check_shares() -> bool:
     right = True
     for rows, programs, window in itertools.product((1, 127, 300), (1, 65, 130), (-1, 100)):
         lengths = [draw.choice((0, 1, 64, 65, 500, 3000)) for _ in range(rows)]
-        step = Rows(torch.empty(0), torch.empty(0), torch.tensor(lengths))
-        shares = share(step, Cut(Tuning(64, 4, 3, 1), 2, window), 2 * programs)
+        owners = [draw.randrange(3) for _ in range(rows)]
+        for row in range(1, rows):
+            if draw.random() < 0.8:
+                owners[row], lengths[row] = owners[row - 1], lengths[row - 1] + 1
+        step = Rows(torch.empty(0), torch.tensor(owners), torch.tensor(lengths))
+        # A product has room for four heads of four rows.
+        shares = share(step, Cut(Tuning(64, 4, 3, 1), 2, 4, window), 2 * programs)
+        followers = tiles(owners, lengths, 4)
         hidden = [max(0, length - 1 - window) // 64 if window >= 0 else 0 for length in lengths]
-        blocks = [max(1, -(-n // 64) - gone) for n, gone in zip(lengths, hidden, strict=True)]
+        blocks = [
+            max(1, -(-(length + behind) // 64) - gone) if behind >= 0 else 0
+            for length, behind, gone in zip(lengths, followers, hidden, strict=True)
+        ]
         bounds = [0, *itertools.accumulate(blocks)]
         size = -(-bounds[-1] // programs)
-        owners = [row for row, count in enumerate(blocks) for _ in range(count)]
-        starts = [owners[start] if start < len(owners) else rows
-                  for start in range(0, programs * size, size)]  # fmt: skip
+        starts = [sum(end <= program * size for end in bounds[1:]) for program in range(programs)]
+        right &= shares.followers.tolist() == followers
         right &= shares.size.tolist() == [size]
         right &= shares.bounds.tolist() == bounds
         right &= shares.first_rows.tolist() == starts

@@ -131,5 +131,6 @@ class PagedDecode(AttentionBackend):
         return Cut(
             paged_triton.tuning(dim, group, self._itemsize),
             layer.tp_k_head_num,
+            group,
             -1 if window is None else window,
         )

@@ -58,7 +58,7 @@ def tuning(dim: int, group: int, itemsize: int) -> Tuning:
 
 
 class Rows(NamedTuple):
-    """The rows of a step, each with KV of its own."""
+    """The rows of a step, each of which sees a beginning of the KV of its table row."""
 
     table: torch.Tensor
     """``[table rows, tokens]`` int32: storage slot of each KV index, consecutive within a page."""
@@ -73,6 +73,8 @@ class Cut(NamedTuple):
 
     tuning: Tuning
     kv_heads: int
+    group: int
+    """Heads that share a KV head."""
     window: int
     """Stored keys that a row sees at most before its own, by KV index; -1 = all."""
 
@@ -87,22 +89,34 @@ class Shares(NamedTuple):
     """``[rows + 1]`` int32: blocks before each row, and of all rows."""
     first_rows: torch.Tensor
     """``[programs]`` int32: the row that a program begins in."""
+    followers: torch.Tensor
+    """``[rows]`` int32: rows behind each one that are looked at with it, or -1 for one of these."""
 
 
 def share(rows: Rows, cut: Cut, multiprocessors: int) -> Shares:
     """Shares the step's blocks out; can be captured."""
     count = len(rows.kv_lens)
     programs = max(1, multiprocessors * cut.tuning.programs // cut.kv_heads)
-    size, bounds, first_rows = (
+    size, bounds, first_rows, followers = (
         torch.empty(length, dtype=torch.int32, device=rows.kv_lens.device)
-        for length in (1, count + 1, programs)
+        for length in (1, count + 1, programs, count)
     )
     _share[(triton.cdiv(programs, _PLANNED_PROGRAMS),)](
-        rows.kv_lens, size, bounds, first_rows, count, programs, cut.window,
-        BLOCK=cut.tuning.block, WINDOWED=cut.window >= 0,
+        rows.table_rows, rows.kv_lens, size, bounds, first_rows, followers,
+        count, programs, cut.window,
+        BLOCK=cut.tuning.block, WINDOWED=cut.window >= 0, TILE=_tile(cut.group),
         ROWS=_PLANNED_ROWS, PROGRAMS=_PLANNED_PROGRAMS, **chained(rows.kv_lens.device),
     )  # fmt: skip
-    return Shares(cut, size, bounds, first_rows)
+    return Shares(cut, size, bounds, first_rows, followers)
+
+
+def _group_block(group: int) -> int:
+    return max(16, int(triton.next_power_of_2(group)))
+
+
+def _tile(group: int) -> int:
+    """Rows that a product has room for: their KV is loaded once."""
+    return _group_block(group) // group
 
 
 def attend(
@@ -134,9 +148,10 @@ def attend(
     """
     row_count, heads, dim = queries.shape
     _, kv_heads, value_dim = values.shape
-    how, group, programs = shares.cut.tuning, heads // kv_heads, len(shares.first_rows)
-    parts = queries.new_empty((2 * programs, heads, value_dim), dtype=torch.float32)
-    sums = queries.new_empty((2 * programs, heads), dtype=torch.float32)
+    how, group, programs = shares.cut.tuning, shares.cut.group, len(shares.first_rows)
+    tile = _tile(group)
+    parts = queries.new_empty((2 * programs * tile, heads, value_dim), dtype=torch.float32)
+    sums = queries.new_empty((2 * programs * tile, heads), dtype=torch.float32)
     sinks = out if rule.sinks is None else rule.sinks
     # Scores are exponents of two; where capped, cap * tanh(score / cap).
     scale, cap = rule.scale * _LOG2E.value, 0.0
@@ -146,6 +161,7 @@ def attend(
         "VALUE_DIM": value_dim,
         "VALUE_BLOCK": max(16, triton.next_power_of_2(value_dim)),
         "SINKS": rule.sinks is not None,
+        "TILE": tile,
         **chained(queries.device),
     }
     _attend[(kv_heads, programs)](
@@ -154,13 +170,13 @@ def attend(
         queries.stride(0), keys.stride(0), keys.stride(1), values.stride(0), values.stride(1),
         out.stride(0), rows.table.stride(0),
         GROUP=group, DIM=dim, PAGE=page_size, PAGES=_pages(how.block, page_size), BLOCK=how.block,
-        GROUP_BLOCK=max(16, triton.next_power_of_2(group)),
+        GROUP_BLOCK=_group_block(group),
         DIM_BLOCK=max(16, triton.next_power_of_2(dim)),
         CAPPED=rule.cap > 0, WINDOWED=shares.cut.window >= 0, **common,
         num_warps=how.warps, num_stages=how.stages,
     )  # fmt: skip
     if programs > 1:
-        _merge[(programs - 1, heads)](
+        _merge[(programs - 1, heads, tile)](
             out, *shares[1:], parts, sums, sinks, row_count, out.stride(0),
             PARTS=_MERGED_PARTS, **common,
         )  # fmt: skip
@@ -182,47 +198,83 @@ def _first_seen(kv_len, window, WINDOWED: tl.constexpr):  # type: ignore[no-unty
         return 0
 
 
+@triton.jit
+def _later(a, b):  # type: ignore[no-untyped-def]
+    return tl.maximum(a, b)
+
+
 @triton.jit  # type: ignore[untyped-decorator]
-def _blocks(  # type: ignore[no-untyped-def]
-    kv_lens, rows, row_count, window, BLOCK: tl.constexpr, WINDOWED: tl.constexpr
-):
-    """Blocks of rows; one for a row that sees nothing, so that somebody writes its zeros."""
+def _tiles(  # type: ignore[no-untyped-def]
+    table_rows, kv_lens, rows, row_count, run, window,
+    BLOCK: tl.constexpr, WINDOWED: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Followers of rows, -1 for a follower, blocks of rows and their followers, and run starts.
+
+    In a run every row sees the KV of the row before, and one token more of the same table row.
+    """
     inside = rows < row_count
+    own = tl.load(table_rows + rows, mask=inside, other=-1)
     kv_len = tl.load(kv_lens + rows, mask=inside, other=0).to(tl.int32)
+    behind = inside & (rows > 0)
+    same = tl.load(table_rows + rows - 1, mask=behind, other=-1) == own
+    longer = tl.load(kv_lens + rows - 1, mask=behind, other=0) + 1 == kv_len
+    starts = tl.where(behind & same & longer, run, rows)
+    starts = tl.associative_scan(starts, 0, _later)
+    leads = inside & ((rows - starts) % TILE == 0)
+    followers = tl.zeros_like(rows)
+    follows = leads
+    for distance in tl.static_range(1, TILE):
+        ahead = rows + distance < row_count
+        same = tl.load(table_rows + rows + distance, mask=ahead, other=-1) == own
+        longer = tl.load(kv_lens + rows + distance, mask=ahead, other=0) == kv_len + distance
+        follows = follows & ahead & same & longer
+        followers += follows.to(tl.int32)
     unseen = _first_seen(kv_len, window, WINDOWED) // BLOCK
-    return tl.where(inside, tl.maximum(tl.cdiv(kv_len, BLOCK) - unseen, 1), 0)
+    # One for rows that see nothing, so that somebody writes their zeros.
+    blocks = tl.maximum(tl.cdiv(kv_len + followers, BLOCK) - unseen, 1)
+    return tl.where(leads, followers, -1), tl.where(leads, blocks, 0), starts
 
 
 @triton.jit(do_not_specialize=["row_count", "program_count", "window"])  # type: ignore[untyped-decorator]
 def _share(  # type: ignore[no-untyped-def]
-    kv_lens, size, bounds, first_rows, row_count, program_count, window,
-    BLOCK: tl.constexpr, WINDOWED: tl.constexpr, ROWS: tl.constexpr, PROGRAMS: tl.constexpr,
-    CHAINED: tl.constexpr,
+    table_rows, kv_lens, size, bounds, first_rows, followers, row_count, program_count, window,
+    BLOCK: tl.constexpr, WINDOWED: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
+    PROGRAMS: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Shares for `PROGRAMS` programs; each instance sums all rows, the first one keeps the sums."""
     if CHAINED:
         follow()
     lanes = tl.arange(0, ROWS)
     total = 0
+    run = 0
     for first in range(0, row_count, ROWS):
-        total += tl.sum(_blocks(kv_lens, first + lanes, row_count, window, BLOCK, WINDOWED))
+        _, blocks, starts = _tiles(
+            table_rows, kv_lens, first + lanes, row_count, run, window, BLOCK, WINDOWED, TILE
+        )
+        total += tl.sum(blocks)
+        run = tl.max(starts)
     share = tl.cdiv(total, program_count)
     programs = tl.program_id(0) * PROGRAMS + tl.arange(0, PROGRAMS)
     keeps = tl.program_id(0) == 0
     tl.store(size, share, mask=keeps)
     tl.store(bounds, 0, mask=keeps)
     before = 0
+    run = 0
     # A program begins in the row whose number is that of the rows that end before.
     ended = tl.zeros([PROGRAMS], tl.int32)
     for first in range(0, row_count, ROWS):
         rows = first + lanes
-        blocks = _blocks(kv_lens, rows, row_count, window, BLOCK, WINDOWED)
+        behind, blocks, starts = _tiles(
+            table_rows, kv_lens, rows, row_count, run, window, BLOCK, WINDOWED, TILE
+        )
         ends = before + tl.cumsum(blocks, 0)
         inside = rows < row_count
+        tl.store(followers + rows, behind, mask=inside & keeps)
         tl.store(bounds + 1 + rows, ends, mask=inside & keeps)
         passed = (ends[None, :] <= programs[:, None] * share) & inside[None, :]
         ended += tl.sum(passed.to(tl.int32), 1)
         before += tl.sum(blocks)
+        run = tl.max(starts)
     tl.store(first_rows + programs, ended, mask=programs < program_count)
 
 
@@ -272,16 +324,17 @@ def _finish(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _attend_span(  # type: ignore[no-untyped-def]
-    q, head_keys, head_values, slots_row, found, first_token, end_token, first_seen, scale, cap,
-    key_slot_stride, value_slot_stride,
+    q, head_keys, head_values, slots_row, found, first_token, end_token, first_seen, kv_lens,
+    scale, cap, window, key_slot_stride, value_slot_stride,
     DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     PAGE: tl.constexpr, PAGES: tl.constexpr, BLOCK: tl.constexpr,
     GROUP_BLOCK: tl.constexpr, DIM_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr,
     CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
 ):  # fmt: skip
-    """Whole blocks of a row: weighted values, the largest score, and the sum of the weights.
+    """Whole blocks of rows: weighted values, the largest score, and the sum of the weights.
 
-    Scores are exponents of two, weights those of scores above the largest.
+    Scores are exponents of two, weights those of scores above the largest. Of each row of `q` the
+    KV is what `kv_lens` says, ``[GROUP_BLOCK]``.
     """
     lanes = tl.arange(0, BLOCK)
     dims = tl.arange(0, DIM_BLOCK)
@@ -312,11 +365,15 @@ def _attend_span(  # type: ignore[no-untyped-def]
         if CAPPED:
             # tanh(x) = 2 sigmoid(2 x) - 1
             scores = cap * (2.0 * tl.sigmoid(2.0 * scores) - 1.0)
-        scores = tl.where(seen[None, :], scores, float("-inf"))
-        # Every block has a token that is seen, so there is a largest score.
+        own = token + lanes[None, :] < kv_lens[:, None]
+        if WINDOWED:
+            own = own & (token + lanes[None, :] >= kv_lens[:, None] - 1 - window)
+        scores = tl.where(own, scores, float("-inf"))
         largest = tl.maximum(best, tl.max(scores, 1))
-        shrink = tl.exp2(best - largest)
-        weights = tl.exp2(scores - largest[:, None])
+        # Of a row that has seen nothing yet all weights are 0.
+        level = tl.where(largest == float("-inf"), 0.0, largest)
+        shrink = tl.exp2(best - level)
+        weights = tl.exp2(scores - level[:, None])
         totals = totals * shrink[:, None] + weights
         mixed = mixed * shrink[:, None]
         mixed += tl.dot(weights.to(q.dtype), v.to(q.dtype), input_precision="ieee")
@@ -326,14 +383,15 @@ def _attend_span(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["row_count", "window"])  # type: ignore[untyped-decorator]
 def _attend(  # type: ignore[no-untyped-def]
-    queries, keys, values, out, table, table_rows, kv_lens, size, bounds, first_rows,
+    queries, keys, values, out, table, table_rows, kv_lens, size, bounds, first_rows, followers,
     parts, sums, sinks, scale, value_scale, cap, window, row_count,
     query_stride, key_slot_stride, key_head_stride, value_slot_stride, value_head_stride,
     out_stride, table_stride,
     GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     PAGE: tl.constexpr, PAGES: tl.constexpr, BLOCK: tl.constexpr,
     GROUP_BLOCK: tl.constexpr, DIM_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr,
-    CAPPED: tl.constexpr, WINDOWED: tl.constexpr, SINKS: tl.constexpr, CHAINED: tl.constexpr,
+    CAPPED: tl.constexpr, WINDOWED: tl.constexpr, SINKS: tl.constexpr, TILE: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):  # fmt: skip
     """A program's share of the blocks, with the heads of one KV head.
 
@@ -345,95 +403,108 @@ def _attend(  # type: ignore[no-untyped-def]
     start = program * share
     stop = tl.minimum(start + share, tl.load(bounds + row_count))
     begin = tl.load(bounds + row)
-    # Beyond the last row nothing is seen.
-    end, kv_len, slots_row = _row(bounds, kv_lens, table_rows, table, table_stride, row, row_count)
+    end, behind, kv_len, slots_row = _row(
+        bounds, followers, kv_lens, table_rows, table, table_stride, row, row_count
+    )
     kv_head = tl.program_id(0)
     head_count = tl.num_programs(0) * GROUP
     group = tl.arange(0, GROUP_BLOCK)
-    in_group = group < GROUP
-    heads = kv_head * GROUP + group
+    # The heads of the row, then those of the rows that follow it.
+    distance = group // GROUP
+    heads = kv_head * GROUP + group % GROUP
     dims = tl.arange(0, DIM_BLOCK)
     value_dims = tl.arange(0, VALUE_BLOCK)
-    written = in_group[:, None] & (value_dims[None, :] < VALUE_DIM)
     block = start
     last = tl.minimum(end, stop)
-    seen = _span(block, last, begin, kv_len, window, BLOCK, WINDOWED)
+    seen = _span(block, last, begin, behind, kv_len, window, BLOCK, WINDOWED)
     found = _look_up(slots_row, seen[0], seen[1], PAGE, PAGES, BLOCK)
     if CHAINED:
         follow()
     while block < stop:
-        following = _row(bounds, kv_lens, table_rows, table, table_stride, row + 1, row_count)
+        next_row = row + 1 + behind
+        following = _row(
+            bounds, followers, kv_lens, table_rows, table, table_stride, next_row, row_count
+        )
+        asks = distance <= behind
+        numbers = (row + distance).to(tl.int64)
         q = tl.load(
-            queries + row.to(tl.int64) * query_stride + heads[:, None] * DIM + dims[None, :],
-            mask=in_group[:, None] & (dims[None, :] < DIM),
+            queries + (numbers * query_stride + heads * DIM)[:, None] + dims[None, :],
+            mask=asks[:, None] & (dims[None, :] < DIM),
             other=0.0,
         )
         mixed, best, total = _attend_span(
             q, keys + kv_head * key_head_stride, values + kv_head * value_head_stride,
             slots_row, found, seen[0], seen[1], _first_seen(kv_len, window, WINDOWED),
-            scale, cap, key_slot_stride, value_slot_stride,
+            kv_len + distance, scale, cap, window, key_slot_stride, value_slot_stride,
             DIM, VALUE_DIM, PAGE, PAGES, BLOCK, GROUP_BLOCK, DIM_BLOCK, VALUE_BLOCK,
             CAPPED, WINDOWED,
         )  # fmt: skip
         mixed = mixed * value_scale
+        written = asks[:, None] & (value_dims[None, :] < VALUE_DIM)
         if (begin >= start) & (end <= stop):
-            mixed = _finish(mixed, best, total, sinks, heads, in_group, SINKS)
-            row_out = out + row.to(tl.int64) * out_stride + heads[:, None] * VALUE_DIM
+            mixed = _finish(mixed, best, total, sinks, heads, asks, SINKS)
+            row_out = out + (numbers * out_stride + heads * VALUE_DIM)[:, None]
             tl.store(row_out + value_dims[None, :], mixed, mask=written)
         else:
             # Where the row begins the second of the program's two places, else the first.
-            place = (2 * program + (begin >= start).to(tl.int32)) * head_count + heads
+            place = 2 * program + (begin >= start).to(tl.int32)
+            place = (place * TILE + distance) * head_count + heads
             tl.store(
                 parts + place[:, None] * VALUE_DIM + value_dims[None, :],
-                mixed / total[:, None],
+                mixed / tl.where(total > 0, total, 1.0)[:, None],
                 mask=written,
             )
-            tl.store(sums + place, best + tl.log2(total), mask=in_group)
+            tl.store(sums + place, best + tl.log2(total), mask=asks)
         block = last
         begin = end
-        row += 1
-        end, kv_len, slots_row = following
+        row = next_row
+        end, behind, kv_len, slots_row = following
         last = tl.minimum(end, stop)
-        seen = _span(block, last, begin, kv_len, window, BLOCK, WINDOWED)
+        seen = _span(block, last, begin, behind, kv_len, window, BLOCK, WINDOWED)
         found = _look_up(slots_row, seen[0], seen[1], PAGE, PAGES, BLOCK)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _span(  # type: ignore[no-untyped-def]
-    block, last, begin, kv_len, window, BLOCK: tl.constexpr, WINDOWED: tl.constexpr
+    block, last, begin, behind, kv_len, window, BLOCK: tl.constexpr, WINDOWED: tl.constexpr
 ):
-    """The first token of a row's blocks up to `last`, and the end of those that it sees."""
+    """The first token of rows' blocks up to `last`, and the end of those that one of them sees."""
     skipped = _first_seen(kv_len, window, WINDOWED) // BLOCK - begin
-    return (block + skipped) * BLOCK, tl.minimum((last + skipped) * BLOCK, kv_len)
+    return (block + skipped) * BLOCK, tl.minimum((last + skipped) * BLOCK, kv_len + behind)
 
 
 @triton.jit
-def _row(bounds, kv_lens, table_rows, table, table_stride, row, row_count):  # type: ignore[no-untyped-def]
-    """Where a row's blocks end, its KV and its slots; nothing of use behind the last row."""
+def _row(  # type: ignore[no-untyped-def]
+    bounds, followers, kv_lens, table_rows, table, table_stride, row, row_count
+):
+    """Where a row's blocks end, its followers, its KV and its slots; nothing behind the rows."""
     known = row < row_count
     end = tl.load(bounds + row + 1, mask=known, other=0)
+    behind = tl.load(followers + row, mask=known, other=0)
     kv_len = tl.load(kv_lens + row, mask=known, other=0).to(tl.int32)
     table_row = tl.load(table_rows + row, mask=known, other=0).to(tl.int64)
-    return end, kv_len, table + table_row * table_stride
+    return end, behind, kv_len, table + table_row * table_stride
 
 
 @triton.jit(do_not_specialize=["row_count"])  # type: ignore[untyped-decorator]
 def _merge(  # type: ignore[no-untyped-def]
-    out, size, bounds, first_rows, parts, sums, sinks, row_count, out_stride,
+    out, size, bounds, first_rows, followers, parts, sums, sinks, row_count, out_stride,
     VALUE_DIM: tl.constexpr, VALUE_BLOCK: tl.constexpr, PARTS: tl.constexpr, SINKS: tl.constexpr,
-    CHAINED: tl.constexpr,
+    TILE: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """The row that begins in a program and goes on in the next, if there is one."""
+    """A row of those that begin in a program and go on in the next, if there are some."""
     first = tl.program_id(0)
     share = tl.load(size)
     row = tl.load(first_rows + first + 1)
     blocks = tl.load(bounds + row_count)
     begin = tl.load(bounds + row)
     end = tl.load(bounds + row + 1, mask=row < row_count, other=0)
+    behind = tl.load(followers + row, mask=row < row_count, other=0)
+    distance = tl.program_id(2)
     if CHAINED:
         follow()
     stop = (first + 1) * share
-    if (stop >= blocks) | (begin >= stop) | (begin < first * share):
+    if (stop >= blocks) | (begin >= stop) | (begin < first * share) | (distance > behind):
         return
     last = (end - 1) // share
     head = tl.program_id(1)
@@ -446,7 +517,8 @@ def _merge(  # type: ignore[no-untyped-def]
     for start in range(first, last + 1, PARTS):
         programs = start + tl.arange(0, PARTS)
         known = programs <= last
-        places = (2 * programs + (programs == first).to(tl.int32)) * head_count + head
+        places = 2 * programs + (programs == first).to(tl.int32)
+        places = (places * TILE + distance) * head_count + head
         logs = tl.load(sums + places, mask=known, other=float("-inf"))
         part = tl.load(
             parts + places[:, None] * VALUE_DIM + value_dims[None, :],
@@ -454,12 +526,13 @@ def _merge(  # type: ignore[no-untyped-def]
             other=0.0,
         )
         largest = tl.maximum(best, tl.max(logs, 0))
-        shrink = tl.exp2(best - largest)
-        weights = tl.exp2(logs - largest)
+        level = tl.where(largest == float("-inf"), 0.0, largest)
+        shrink = tl.exp2(best - level)
+        weights = tl.exp2(logs - level)
         total = total * shrink + tl.sum(weights, 0)
         mixed = mixed * shrink[:, None] + tl.sum(weights[:, None] * part, 0)[None, :]
         best = largest
     heads = head + tl.arange(0, 1)
     mixed = _finish(mixed, best, total, sinks, heads, heads >= 0, SINKS)
-    place = row.to(tl.int64) * out_stride + head * VALUE_DIM + value_dims
+    place = (row + distance).to(tl.int64) * out_stride + head * VALUE_DIM + value_dims
     tl.store(out + place[None, :], mixed, mask=in_value[None, :])
