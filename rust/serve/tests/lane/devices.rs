@@ -51,7 +51,8 @@ impl Host {
     pub(crate) fn new(shared: &Shared) -> Self {
         Self {
             shared: shared.clone(),
-            block: vec![0; Layout::graph(8).bytes() / 8],
+            // Room for the rows of slots, too.
+            block: vec![0; Layout::graph(16).bytes() / 8],
             masks: vec![0; 6 * LIMITS.mask_words()],
         }
     }
