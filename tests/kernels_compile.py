@@ -95,13 +95,17 @@ def attention(
     page: int,
     rule: Rule,
     window: int,
+    count: int = 3,
 ) -> None:
-    """What one layer launches."""
-    lengths = torch.tensor([100, 7, 3])
-    rows = Rows(torch.zeros(4, 512, dtype=torch.int32), torch.arange(3), lengths)
+    """What one layer launches in a step of so many rows."""
+    rows = Rows(
+        torch.zeros(4, 512, dtype=torch.int32),
+        torch.zeros(count, dtype=torch.int64),
+        torch.arange(count),
+    )
     storage = torch.zeros(64, 8, dim).to(pool)
-    q = torch.zeros(3, 8 * group, dim, dtype=queries)
-    shares = share(rows, Cut(tuning(dim, group, pool.itemsize), 8, group, window), 132)
+    q = torch.zeros(count, 8 * group, dim, dtype=queries)
+    shares = share(rows, Cut(tuning(dim, group, pool.itemsize, count), 8, group, window), 132)
     attend(q, storage, storage, torch.empty_like(q), rows, shares, rule, page)
 
 
@@ -110,7 +114,7 @@ def check_attention() -> None:
     for case in CASES:
         kernels = recorded(functools.partial(attention, *case))
         assert [kernel.name for kernel in kernels] == ["_share", "_attend", "_merge"]
-        page, block = case[4], tuning(case[0], case[1], case[2].itemsize).block
+        page, block = case[4], tuning(case[0], case[1], case[2].itemsize, *case[7:]).block
         slots = max(1, paged_triton._pages(block, page))
         # Shares, a row and where its first block is stored: neither queries nor KV.
         for kernel, early in zip(kernels, (0, 8 + slots, 6), strict=True):
@@ -119,7 +123,7 @@ def check_attention() -> None:
         assert "async_copy_global_to_local" in loop, "KV is not loaded ahead"
         shared = kernels[1].metadata.shared
         assert 2 * (shared + 1024) <= 228 * 1024, shared
-        print(f"{shared} bytes of shared memory: {case[:5]}")
+        print(f"{shared} bytes of shared memory: {case[:5]} {case[7:]}")
 
 
 def check_dense(dtype: torch.dtype) -> None:
@@ -186,13 +190,16 @@ def check_sampling(dtype: torch.dtype) -> None:
     assert recorded(lambda: sampling_triton.apply_masks(logits, rows, words))
 
 
-CASES: list[tuple[int, int, torch.dtype, torch.dtype, int, Rule, int]] = [
+CASES: list[Any] = [
     (128, 2, torch.bfloat16, torch.bfloat16, 16, Rule(0.1), -1),
     (128, 5, torch.bfloat16, torch.bfloat16, 1, Rule(0.1), 100),
     (64, 71, torch.float16, torch.float16, 64, Rule(0.1, cap=3.0), -1),
     (80, 5, torch.float8_e4m3fn, torch.bfloat16, 16, Rule(0.1, sinks=torch.zeros(40)), -1),
     (256, 1, torch.float8_e5m2, torch.bfloat16, 24, Rule(0.1), 0),
     (128, 5, torch.float32, torch.float32, 16, Rule(0.1), -1),
+    # Prompts.
+    (128, 2, torch.bfloat16, torch.bfloat16, 16, Rule(0.1), -1, 2304),
+    (128, 5, torch.bfloat16, torch.bfloat16, 16, Rule(0.1), 100, 640),
 ]
 
 

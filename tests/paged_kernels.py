@@ -41,6 +41,7 @@ class Case(NamedTuple):
     window: int = -1
     sinks: bool = False
     value_scale: float = 1.0
+    queries: int = 16
     shared: bool = False
     """All rows are one context's, as those of a draft."""
 
@@ -87,6 +88,9 @@ CASES = [
             (1, 5, 1, -1, 40), (40, 16, 1, 5, 1), (40, 20, 1, 17, 6),
         )
     ),
+    # Prompts beside decodes, in larger tiles.
+    Case((*range(7, 60), 33, 60, *range(1, 40)), queries=64, shared=True),
+    Case(tuple(range(120)), 2, 1, window=30, queries=64, multiprocessors=30, shared=True),
     Case(RAGGED, sinks=True),
     Case(RAGGED, sinks=True, multiprocessors=20),
     Case(RAGGED, cap=2.0),
@@ -178,7 +182,7 @@ def check_attention(
     """Whether a case comes out right, on a GPU twice the same; `how` replaces the case's block."""
     step = make_step(case, generator)
     group = case.heads // case.kv_heads
-    cut = Cut(how or Tuning(case.block, 4, 3, 1), case.kv_heads, group, case.window)
+    cut = Cut(how or Tuning(case.block, 4, 3, 1, case.queries), case.kv_heads, group, case.window)
     # Queries come as a part of what one product gives for queries, keys and values.
     wide = torch.nn.functional.pad(step.queries.flatten(1), (16, 32)).to(device)
     queries = wide[:, 16:-32].view(step.queries.shape)
@@ -222,28 +226,25 @@ def random_cases() -> Iterator[Case]:
             sinks=draw.random() < 0.4,
             value_scale=draw.choice((1.0, 0.5)),
             shared=draw.random() < 0.3,
+            queries=draw.choice((16, 16, 32)),
         )
 
 
-def tiles(table_rows: list[int], lengths: list[int], most: int) -> list[int]:
-    """Followers of each row, -1 for a follower."""
-    found: list[int] = []
+def tiles(table_rows: list[int], lengths: list[int], most: int) -> tuple[list[int], list[int]]:
+    """Rows in front of the last one of each tile, -1 for others, and the last one of each first."""
+    before, lasts, first = [-1] * len(lengths), [0] * len(lengths), 0
     for row, (own, length) in enumerate(zip(table_rows, lengths, strict=True)):
-        goes_on = row and (table_rows[row - 1], lengths[row - 1] + 1) == (own, length)
-        leader = max((r for r, behind in enumerate(found) if behind >= 0), default=0)
-        if goes_on and found[leader] + 1 < most:
-            found[leader] += 1
-            found.append(-1)
-        else:
-            found.append(0)
-    return found
+        follower = (table_rows[row + 1 : row + 2], lengths[row + 1 : row + 2])
+        if follower != ([own], [length + 1]) or row - first + 1 == most:
+            before[row], lasts[first], first = row - first, row, row + 1
+    return before, lasts
 
 
 def check_shares() -> bool:
     """Every block of every row has one program, and none has more than its share."""
     draw = random.Random(7)
     right = True
-    for rows, programs, window in itertools.product((1, 127, 300), (1, 65, 130), (-1, 100)):
+    for rows, programs, window in itertools.product((1, 127, 200, 1500), (1, 130), (-1, 100)):
         lengths = [draw.choice((0, 1, 64, 65, 500, 3000)) for _ in range(rows)]
         owners = [draw.randrange(3) for _ in range(rows)]
         for row in range(1, rows):
@@ -252,16 +253,21 @@ def check_shares() -> bool:
         step = Rows(torch.empty(0), torch.tensor(owners), torch.tensor(lengths))
         # A product has room for four heads of four rows.
         shares = share(step, Cut(Tuning(64, 4, 3, 1), 2, 4, window), 2 * programs)
-        followers = tiles(owners, lengths, 4)
-        hidden = [max(0, length - 1 - window) // 64 if window >= 0 else 0 for length in lengths]
+        before, lasts = tiles(owners, lengths, 4)
+        hidden = [
+            max(0, length - ahead - 1 - window) // 64 if window >= 0 else 0
+            for length, ahead in zip(lengths, before, strict=True)
+        ]
         blocks = [
-            max(1, -(-(length + behind) // 64) - gone) if behind >= 0 else 0
-            for length, behind, gone in zip(lengths, followers, hidden, strict=True)
+            max(1, -(-length // 64) - gone) if ahead >= 0 else 0
+            for length, ahead, gone in zip(lengths, before, hidden, strict=True)
         ]
         bounds = [0, *itertools.accumulate(blocks)]
         size = -(-bounds[-1] // programs)
         starts = [sum(end <= program * size for end in bounds[1:]) for program in range(programs)]
-        right &= shares.followers.tolist() == followers
+        right &= shares.before.tolist() == before
+        firsts = [row - ahead for row, ahead in enumerate(before) if ahead >= 0]
+        right &= all(int(shares.lasts[first]) == lasts[first] for first in firsts)
         right &= shares.size.tolist() == [size]
         right &= shares.bounds.tolist() == bounds
         right &= shares.first_rows.tolist() == starts

@@ -38,40 +38,64 @@ CPU_ROWS_PER_REQUEST = 8
 """On the CPU each row attends by a call of its own: longer prompts do better as one."""
 
 
+LONGEST = 2304
+"""Rows of the longest graph, if steps of one token for each request do not need more."""
+
+
 def ladder(most: int) -> list[int]:
-    """Rows of the graphs: dense where a step is short, and `most` at the end."""
+    """Rows of the graphs of decodes: dense where a step is short, and `most` at the end."""
     rows = [*range(1, 9), 12, *range(16, 65, 8), *range(80, 257, 16), *range(288, 4097, 32)]
     return [*(count for count in rows if count < most), most]
+
+
+def long_ladder(most: int, chunk_tokens: int) -> list[int]:
+    """Rows of the graphs of prompts, alone or beside up to `most` decodes, within one pass."""
+    rows = (8 * count * 2**octave for octave in range(7) for count in range(4, 8))
+    longest = min(LONGEST, chunk_tokens)
+    return [*(count for count in rows if most < count < longest), *([longest] * (longest > most))]
 
 
 class _Graph(NamedTuple):
     """The views of one graph over the common memory."""
 
     rows: int
+    slots: int
+    """Of the rows, how many can be sampled."""
     host: dict[str, torch.Tensor]
     device: dict[str, torch.Tensor]
     bytes: int
+
+    def sampled(self, fields: dict[str, torch.Tensor]) -> torch.Tensor | None:
+        """``[slots]`` int64: the row of each slot; None where it is that of the same number."""
+        return fields["slot_rows"] if self.slots < self.rows else None
 
 
 class StepRunner(abc.ABC):
     """Runs steps of fixed numbers of rows over memory that is shared with Rust."""
 
-    def __init__(self, engine: SglangEngine, rows: list[int]) -> None:
-        """Allocates the memory for the largest of `rows`."""
+    def __init__(self, engine: SglangEngine, rows: list[int], slots: int) -> None:
+        """Allocates the memory for graphs of `rows`, each with up to `slots` sampled ones."""
         self._engine = engine
         runner, vocab = engine.runner, engine.facts.vocab_size
         self._device = torch.device(runner.device)
         self._has_axes = bool(runner.model_config.model_is_mrope)
         on_cuda = self._device.type == "cuda"
-        layouts = {count: dict(graph_layout(count)) for count in rows}
+        self._slots = slots = min(slots, rows[-1])
+        layouts = {count: dict(graph_layout(count, slots)) for count in rows}
         sizes = {count: _bytes(layout) for count, layout in layouts.items()}
         self._host = torch.zeros(max(sizes.values()), dtype=torch.uint8, pin_memory=on_cuda)
         self._block = torch.zeros_like(self._host, device=self._device) if on_cuda else self._host
-        words = rows[-1] * -(-vocab // 32)
+        words = slots * -(-vocab // 32)
         self._mask_words = torch.empty(words, dtype=torch.int32, pin_memory=on_cuda)
-        self._results = torch.zeros(rows[-1], dtype=torch.int64, pin_memory=on_cuda)
+        self._results = torch.zeros(slots, dtype=torch.int64, pin_memory=on_cuda)
         self._graphs = [
-            _Graph(count, views(self._host, layout), views(self._block, layout), sizes[count])
+            _Graph(
+                count,
+                min(count, slots),
+                views(self._host, layout),
+                views(self._block, layout),
+                sizes[count],
+            )
             for count, layout in layouts.items()
         ]
 
@@ -110,7 +134,8 @@ class CpuSteps(StepRunner):
     def lane(self) -> Lane:
         """The lane that runs these steps."""
         rows = [graph.rows for graph in self._graphs]
-        return Lane.call(*self._lane_memory(), rows, CPU_ROWS_PER_REQUEST, self.run)
+        memory = self._lane_memory()
+        return Lane.call(*memory, rows, self._slots, CPU_ROWS_PER_REQUEST, self.run)
 
     @torch.inference_mode()
     def run(self, number: int) -> None:
@@ -120,21 +145,21 @@ class CpuSteps(StepRunner):
         self._engine.update_table(fields["table_updates"][: 2 * updates].view(updates, 2))
         batch = self._forward_batch(graph)
         batch.seq_lens_sum = int(fields["seq_lens"].sum())
-        logits = self._engine.run_rows(batch)
+        logits = self._engine.run_rows(batch, graph.sampled(fields))
         apply_masks(logits, fields["slot_masks"].view(-1, 2), self._mask_words)
         tokens = sample_rows(logits, _params(fields))
-        self._results[: graph.rows] = (step << 32) | tokens
+        self._results[: graph.slots] = (step << 32) | tokens
 
 
 class CudaSteps(StepRunner):
     """Steps as CUDA graphs, all in one memory pool and on the engine's stream."""
 
-    def __init__(self, engine: SglangEngine, rows: list[int], *, fuses: bool) -> None:
+    def __init__(self, engine: SglangEngine, rows: list[int], slots: int, *, fuses: bool) -> None:
         """Captures a graph for each of `rows`, largest first.
 
         If it `fuses`, models that :class:`DenseDecode` knows run as it runs them.
         """
-        super().__init__(engine, rows)
+        super().__init__(engine, rows, slots)
         self._stream = torch.cuda.current_stream(self._device)
         self._captured: dict[int, torch.cuda.CUDAGraph] = {}
         self._device_mask_words = torch.empty_like(self._mask_words, device=self._device)
@@ -148,7 +173,7 @@ class CudaSteps(StepRunner):
         ]
         most = self._graphs[-1].rows
         stream = self._stream.cuda_stream
-        return Lane.cuda(*self._lane_memory(), handles, stream, most, self)
+        return Lane.cuda(*self._lane_memory(), handles, self._slots, stream, most, self)
 
     def time(self, rows: int, repeats: int = 50) -> float:
         """Microseconds that the last step of up to `rows` rows takes, launched back to back."""
@@ -226,9 +251,9 @@ class CudaSteps(StepRunner):
         backend.init_forward_metadata_out_graph(batch, in_capture=True)
         backend.init_forward_metadata_in_graph(batch)
         with self._way(graph.rows):
-            logits, softcap = engine.row_logits(batch)
+            logits, softcap = engine.row_logits(batch, graph.sampled(fields))
         sampling_triton.apply_masks(logits, fields["slot_masks"], self._device_mask_words)
-        results = self._results[: graph.rows]
+        results = self._results[: graph.slots]
         sampling_triton.sample_step(logits, _params(fields), results, header[:1], softcap)
 
     def _way(self, rows: int) -> AbstractContextManager[None]:

@@ -16,7 +16,7 @@ from pie_driver_sglang.sglang.adapters import Adapters
 from pie_driver_sglang.sglang.boot import boot
 from pie_driver_sglang.sglang.engine import SglangEngine
 from pie_driver_sglang.sglang.images import find_vision
-from pie_driver_sglang.sglang.lane import CpuSteps, CudaSteps, StepRunner, ladder
+from pie_driver_sglang.sglang.lane import CpuSteps, CudaSteps, StepRunner, ladder, long_ladder
 from pie_driver_sglang.sglang.pool import PagePools, host_pages, page_buffers
 from pie_driver_sglang.sglang.state import StatePool
 
@@ -91,7 +91,7 @@ def load_engine(config: DriverConfig, rank: Rank = ALONE) -> tuple[Planner, Sgla
     if options.spec_ngram_enabled:
         _draft(planner, facts, options, rungs)
     engine = SglangEngine(booted, planner, facts, pools, adapters, states)
-    engine.steps = _steps(engine, options, rungs)
+    engine.steps = _steps(engine, options, [*rungs, *long_ladder(rungs[-1], chunk)])
     return planner, engine
 
 
@@ -127,10 +127,11 @@ def _steps(engine: SglangEngine, options: DriverOptions, rungs: list[int]) -> St
     if obstacle is not None:
         logger.info("every batch runs eagerly: %s", obstacle)
         return None
+    slots = options.max_forward_requests
     try:
         if engine.runner.device == "cpu":
-            return CpuSteps(engine, rungs)
-        return CudaSteps(engine, rungs, fuses=options.fuse_layers)
+            return CpuSteps(engine, rungs, slots)
+        return CudaSteps(engine, rungs, slots, fuses=options.fuse_layers)
     except Exception as error:
         logger.debug("a step failed", exc_info=True)
         raise not_running(engine.runner.device, error) from error
