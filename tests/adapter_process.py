@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import multiprocessing
+import os
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import drivers
@@ -87,8 +91,89 @@ def count_loaded(config_path: str, good: str, connection: Connection, stderr: st
     for numbers in ([1, 2], [9, 1], [4, 3], [3]):
         assert engine.fetch_adapters(numbers) == {}
         count()
-    with engine.rehearsal_adapter():
-        pass
+    engine.load_rehearsal_adapter()
+    engine.drop_rehearsal_adapter()
     count()
     with connection:
         connection.send(counts)
+
+
+class Load(NamedTuple):
+    """Load an adapter, each rank from a path of its own."""
+
+    adapter_id: int
+    paths: tuple[str, str]
+    broken: int | None = None
+    """A rank on which SGLang fails to copy the weights."""
+
+    def run(self, engine: Any, rank: int) -> None:
+        fails = mock.patch.object(
+            engine.runner.lora_manager.memory_pool,
+            "load_lora_weight_to_buffer",
+            side_effect=AssertionError("the shapes differ"),
+        )
+        with fails if self.broken == rank else contextlib.nullcontext():
+            engine.load_adapter(self.adapter_id, self.paths[rank])
+
+
+class Fetch(NamedTuple):
+    """Fetch adapters, for which each rank names where its files are now."""
+
+    adapter_ids: list[int]
+    moved: tuple[tuple[str, str] | None, tuple[str, str] | None] = (None, None)
+    """What a rank renames before."""
+
+    def run(self, engine: Any, rank: int) -> dict[int, str]:
+        if (names := self.moved[rank]) is not None:
+            Path(names[0]).rename(names[1])
+        lost: dict[int, str] = engine.fetch_adapters(self.adapter_ids)
+        return lost
+
+
+def run_on_ranks(
+    config_path: str, steps: Sequence[Load | Fetch], connection: Connection, stderr: str
+) -> None:
+    """Takes the same steps on both ranks of a model.
+
+    Args:
+        config_path: `driver.toml` of a model on two devices.
+        steps: What to do.
+        connection: Sends for each rank and step what it said, and what SGLang's manager has then.
+        stderr: Where to log.
+    """
+    drivers.redirect_output(stderr)
+    rendezvous = os.memfd_create("rendezvous")
+    ours, theirs = multiprocessing.Pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            theirs.send(_steps_of(1, config_path, steps, rendezvous))
+        finally:
+            os._exit(0)
+    theirs.close()
+    results = [_steps_of(0, config_path, steps, rendezvous), ours.recv()]
+    os.waitpid(pid, 0)
+    with connection:
+        connection.send(results)
+
+
+def _steps_of(
+    number: int, config_path: str, steps: Sequence[Load | Fetch], rendezvous: int
+) -> list[tuple[str, Any]]:
+    from pie_driver_sglang.config import load_config
+    from pie_driver_sglang.errors import AdapterError
+    from pie_driver_sglang.launch import load_rank
+    from pie_driver_sglang.parallel import Rank
+
+    _, engine = load_rank(load_config(Path(config_path)), Rank(number, 2, rendezvous))
+    manager = engine.runner.lora_manager
+    results = []
+    for step in steps:
+        try:
+            said = str(step.run(engine, number) or "")
+        except AdapterError as error:
+            said = f"{error}; {error.hint}"
+        slots = [slot for slot in manager.memory_pool.buffer_id_to_uid if isinstance(slot, str)]
+        tables = (manager.configs, manager.loras, manager.lora_refs)
+        results.append((said, ([sorted(table) for table in tables], sorted(slots))))
+    return results

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,9 +13,14 @@ from hypothesis import HealthCheck, settings
 
 # Tests are imported without a package; what they share lies beside them.
 sys.path.insert(0, str(Path(__file__).parent))
+# Many processes import SGLang: without the bytecode of its thousands of modules, which the first of
+# them writes, each would compile them again, for longer than everything else that it does.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
-import drivers
-import tiny_models
+import drivers  # noqa: E402
+import scripts  # noqa: E402
+import tiny_models  # noqa: E402
 
 # The first draw of text builds tables for seconds, and a machine may be busy: neither is a failure.
 settings.register_profile(
@@ -50,6 +56,13 @@ def llama_driver(
         yield driver
     assert driver.stop() == 0
     assert not driver.region.exists()
+
+
+@pytest.fixture(scope="session")
+def interpreter() -> Iterator[scripts.Interpreter]:
+    """For scripts with kernels."""
+    with scripts.Interpreter() as interpreter:
+        yield interpreter
 
 
 @pytest.hookimpl(wrapper=True)

@@ -6,9 +6,13 @@ Importing SGLang and its models takes seconds; a child that is forked from here 
 from __future__ import annotations
 
 import os
+import sys
 
-import architectures
-from pie_driver_sglang.sglang import environment
+# Its command line repeats how the tests were started; see `conftest.py`.
+sys.dont_write_bytecode = False
+
+import architectures  # noqa: E402
+from pie_driver_sglang.sglang import environment  # noqa: E402
 
 ARCHITECTURES = (
     # What SGLang makes of an architecture that it lacks.

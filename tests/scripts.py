@@ -1,48 +1,119 @@
-"""Python scripts that tests run in a process of their own."""
+"""Python scripts that tests run in a process of their own, forked from one that has SGLang."""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import runpy
+import signal
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple, Self
+from unittest import mock
 
-import pie_driver_sglang
+import drivers
 from tiny_models import REPOSITORY
 
-LIMIT_S: Final = 90.0
+LIMIT_S: Final = 180.0
 """Less than the time of a test, so that a script that hangs is ended."""
 
 
-def run(
-    script: str,
-    *arguments: str,
-    interpreted: bool = False,
-    plugins: str = "",
-    limit_s: float = LIMIT_S,
-) -> str:
-    """What a script, named from the repository's root, prints; it must end well.
+class Script(NamedTuple):
+    """A run of a script."""
 
-    With `interpreted` Triton's interpreter runs its kernels on the CPU. `limit_s` must stay below
-    the time of the test.
+    path: str
+    arguments: tuple[str, ...]
+    plugins: str
+    out: str
+    """The file that gets what it prints."""
+    log: str
+    """The file that gets everything else."""
+
+    def execute(self) -> None:
+        """Runs it in this process, as `python SCRIPT ARGUMENTS...` would."""
+        drivers.redirect_output(self.log)
+        os.environ["SGLANG_PLUGINS"] = self.plugins
+        sys.argv = [self.path, *self.arguments]
+        sys.path.insert(0, str(Path(self.path).parent))
+        with Path(self.out).open("w", buffering=1) as sys.stdout:
+            runpy.run_path(self.path, run_name="__main__")
+
+
+def run(script: str, *arguments: str, plugins: str = "") -> str:
+    """What a script, named from the repository's root, prints; it must end well."""
+    with _prepared(script, arguments, plugins) as prepared:
+        process = drivers.fork_call(Script.execute, (prepared,))
+        try:
+            status = process.wait(LIMIT_S)
+        except subprocess.TimeoutExpired:
+            os.kill(process.pid, signal.SIGKILL)
+            status = process.wait()
+        return _printed(prepared, status)
+
+
+class Interpreter:
+    """Runs scripts whose kernels Triton's interpreter takes on the CPU.
+
+    They are forked from a process of its own, since Triton asks when it is imported.
     """
-    package = str(Path(pie_driver_sglang.__file__).parents[1])
-    search_path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
-    changed = ("TRITON_INTERPRET", "SGLANG_PLUGINS", "PYTHONPATH")
-    environment = {name: value for name, value in os.environ.items() if name not in changed}
-    environment["PYTHONPATH"] = search_path
-    if interpreted:
-        environment["TRITON_INTERPRET"] = "1"
-    if plugins:
-        environment["SGLANG_PLUGINS"] = plugins
-    done = subprocess.run(
-        [sys.executable, str(REPOSITORY / script), *arguments],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=limit_s,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return done.stdout
+
+    def __init__(self) -> None:
+        self._connection, theirs = multiprocessing.Pipe()
+        context = multiprocessing.get_context("spawn")
+        self._process = context.Process(target=_serve, args=(theirs,))
+        with mock.patch.dict(os.environ, TRITON_INTERPRET="1"):
+            self._process.start()
+        theirs.close()
+
+    def run(self, script: str, *arguments: str) -> str:
+        """What a script prints; see :func:`run`."""
+        with _prepared(script, arguments) as prepared:
+            self._connection.send(prepared)
+            return _printed(prepared, self._connection.recv())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._connection.close()
+        # Its end by itself takes a while.
+        self._process.kill()
+        self._process.join()
+
+
+def _serve(connection: Connection) -> None:
+    """Runs scripts, one after the other, until nobody asks any more."""
+    import fork_parent  # noqa: F401
+
+    context = multiprocessing.get_context("fork")
+    while True:
+        try:
+            script = connection.recv()
+        except EOFError:
+            return
+        process = context.Process(target=script.execute)
+        process.start()
+        process.join(LIMIT_S)
+        process.kill()
+        process.join()
+        connection.send(process.exitcode)
+
+
+@contextmanager
+def _prepared(script: str, arguments: tuple[str, ...], plugins: str = "") -> Iterator[Script]:
+    with tempfile.TemporaryDirectory() as folder:
+        out, log = Path(folder, "out"), Path(folder, "log")
+        out.touch()
+        log.touch()
+        yield Script(str(REPOSITORY / script), arguments, plugins, str(out), str(log))
+
+
+def _printed(script: Script, status: int) -> str:
+    out, log = Path(script.out).read_text(), Path(script.log).read_text(errors="replace")
+    assert status == 0, f"{script.path} ended with {status}\n{out[-3000:]}{log[-3000:]}"
+    return out

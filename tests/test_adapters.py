@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ import torch
 import adapter_process
 import drivers
 import lora_adapters
+import runtime_client as rc
 import tiny_models
 from lora_adapters import CONFIGS, edit
 from pie_driver_sglang._core import Request, Sampler
@@ -128,15 +130,23 @@ def _probe(context: Context, tokens: Sequence[int], rows: Sequence[int]) -> Requ
     )
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3"])
+@pytest.fixture(
+    scope="module",
+    params=[("llama", 1), ("qwen3", 1), ("llama", 2), ("qwen3", 2)],
+    ids=["llama", "qwen3", "llama-tp2", "qwen3-tp2"],
+)
 def served(
     request: pytest.FixtureRequest, models_folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Bench]:
-    """A driver with all adapters of `CONFIGS` loaded, more than host memory may keep."""
+    """A driver with all adapters of `CONFIGS` loaded, more than host memory may keep.
+
+    Qwen3 has one head of keys and values, which two ranks share, and a tied LM head.
+    """
     drivers.start_fork_server()
-    model: str = request.param
+    model, ranks = request.param
     snapshot = tiny_models.build(model, models_folder)
-    config = drivers.write_config(tmp_path_factory.mktemp(model), snapshot, options=OPTIONS)
+    folder = tmp_path_factory.mktemp(model)
+    config = drivers.write_config(folder, snapshot, options=OPTIONS, **drivers.spread(ranks))
     with drivers.fork(config) as driver:
         bench = Bench(driver, model, models_folder)
         bench.load_all(NAMES)
@@ -255,12 +265,18 @@ def made(models_folder: Path) -> lora_adapters.Made:
 
 
 @pytest.fixture
-def fresh(models_folder: Path, tmp_path: Path) -> Iterator[Bench]:
-    """A driver that has no adapters yet."""
+def fresh(request: pytest.FixtureRequest, models_folder: Path, tmp_path: Path) -> Iterator[Bench]:
+    """A driver that has no adapters yet; its parameter is the number of ranks, by default one."""
     snapshot = tiny_models.build("llama", models_folder)
-    with drivers.fork(drivers.write_config(tmp_path, snapshot, options=OPTIONS)) as driver:
+    devices = drivers.spread(getattr(request, "param", 1))
+    config = drivers.write_config(tmp_path, snapshot, options=OPTIONS, **devices)
+    with drivers.fork(config) as driver:
         yield Bench(driver, "llama", models_folder)
     assert driver.stop() == 0
+
+
+ON_ANY_RANKS = pytest.mark.parametrize("fresh", [1, 2], ids=["tp1", "tp2"], indirect=True)
+ON_TWO_RANKS = pytest.mark.parametrize("fresh", [2], ids=["tp2"], indirect=True)
 
 
 def bound_logits(bench: Bench, number: int) -> list[float] | None:
@@ -276,6 +292,7 @@ def bound_logits(bench: Bench, number: int) -> list[float] | None:
 class TestLife:
     """Loads, replacements and evictions."""
 
+    @ON_ANY_RANKS
     def test_a_second_load_replaces(self, fresh: Bench, made: lora_adapters.Made) -> None:
         other = lora_adapters.make("llama", "ranks", fresh.folder)
         load = fresh.client.adapter
@@ -309,12 +326,35 @@ class TestLife:
         assert fresh.client.adapter("Load", 1, str(moved)) == FAILED
         assert bound_logits(fresh, 1) == before
 
+    @ON_TWO_RANKS
+    def test_a_load_that_fails_on_one_rank_fails_on_all(
+        self, fresh: Bench, made: lora_adapters.Made
+    ) -> None:
+        leader = fresh.driver.process.pid
+        [worker] = rc.children(leader)
+        other = lora_adapters.make("llama", "ranks", fresh.folder)
+        load = fresh.client.adapter
+        assert load("Load", 7, str(made.adapter)) == OK
+        before = bound_logits(fresh, 7)
+        for number, (pid, failure) in enumerate(((leader, ": on rank 1: "), (worker, ": ")), 8):
+            # Only this process has a thread of this number.
+            path = f"/proc/self/task/{pid}/root{other.adapter}"
+            assert load("Load", 7, path) == FAILED
+            assert load("Load", number, path) == FAILED
+            fresh.driver.logged(f"'{failure}'/proc/self/task/{pid}/root")
+            assert bound_logits(fresh, 7) == before
+            assert bound_logits(fresh, number) is None
+        assert load("Load", 8, str(other.adapter)) == OK
+        assert bound_logits(fresh, 8) not in (before, None)
+        assert bound_logits(fresh, 7) == before
+
     def test_either_path_of_the_same_adapter(self, fresh: Bench, made: lora_adapters.Made) -> None:
         file = made.adapter / "adapter_model.safetensors"
         assert fresh.client.adapter("Load", 1, str(file)) == OK
         assert fresh.client.adapter("Load", 2**63 - 2, f"{made.adapter}/") == OK
         assert bound_logits(fresh, 1) == bound_logits(fresh, 2**63 - 2)
 
+    @ON_ANY_RANKS
     def test_an_evicted_adapter_comes_back(self, fresh: Bench) -> None:
         count = 2 * LOADED
         made = [lora_adapters.make("llama", "linear", fresh.folder, seed) for seed in range(count)]
@@ -616,6 +656,52 @@ def test_failed_loads_leave_nothing_behind(
         assert unchanged, f"{name} left something behind"
         for part in BROKEN.get(name, (None, ("SGLang does not take it",)))[1]:
             assert part in text, (name, text)
+
+
+def test_ranks_agree_on_their_adapters(
+    models_folder: Path, made: lora_adapters.Made, tmp_path: Path
+) -> None:
+    """Whatever fails on one rank alone."""
+    good = str(made.adapter)
+    changed = str(edit(made.adapter, tmp_path / "changed", lora_alpha=17))
+    copied, gone = str(tmp_path / "copied"), str(tmp_path / "gone")
+    shutil.copytree(made.adapter, copied)
+    steps = [
+        adapter_process.Load(1, (good, copied)),
+        adapter_process.Load(2, (good, gone)),
+        adapter_process.Load(2, (gone, good)),
+        adapter_process.Load(2, (good, changed)),
+        adapter_process.Load(2, (good, good), broken=1),
+        adapter_process.Load(1, (changed, changed), broken=0),
+        *(adapter_process.Load(number, (good, good)) for number in range(3, 3 + LOADED)),
+        # The first one has been evicted, and one rank has lost its files.
+        adapter_process.Fetch([1, 3], moved=(None, (copied, gone))),
+        adapter_process.Fetch([1, 4], moved=(None, (gone, copied))),
+    ]
+    snapshot = tiny_models.build("llama", models_folder)
+    config = drivers.write_config(tmp_path, snapshot, options=OPTIONS, **drivers.spread(2))
+    receiver, sender = multiprocessing.Pipe()
+    arguments = (str(config), steps, sender, str(tmp_path / "stderr"))
+    process = drivers.fork_call(adapter_process.run_on_ranks, arguments)
+    sender.close()
+    with receiver:
+        assert receiver.poll(60.0)
+        leader, worker = receiver.recv()
+    assert process.wait(30.0) == 0
+    kept = [state for _, state in leader]
+    assert kept == [state for _, state in worker]
+    # None of the failures has left anything behind.
+    assert kept[:6] == kept[:1] * 6
+    for said in ([text for text, _ in results] for results in (leader, worker)):
+        assert said[0] == ""
+        assert re.match("on rank 1: '.*' cannot be read: ", said[1])
+        assert re.match("'.*' cannot be read: ", said[2])
+        assert "has changed while it was read" in said[3]
+        assert said[4].startswith("on rank 1: SGLang does not take it: the shapes differ")
+        assert said[5].startswith("SGLang does not take it: the shapes differ")
+        assert said[6:-2] == [""] * LOADED
+        assert re.match("""{1: "on rank 1: '.*' cannot be read: """, said[-2])
+        assert said[-1] == ""
 
 
 def test_host_memory_is_bounded(

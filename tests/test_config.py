@@ -166,7 +166,6 @@ def test_a_device_for_each_rank(write: Write, devices: tuple[str, ...]) -> None:
         (("cpu",) * 65, (), ("65", "outside 1 to 64")),
         (("cpu",) * 5, (), ("is 5", "has 24 attention heads", "use 1 or 2 or 4 or 8 devices")),
         (("cpu",) * 3, (), ("over 8 of keys and values", "use 1 or 2 or 4 devices")),
-        (("cpu", "cpu"), ("options = { enable_lora = true }",), ("enable_lora", "one device")),
     ],
 )
 def test_devices_that_do_not_go_together(

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
-
 import scripts
 
-pytestmark = pytest.mark.timeout(120)
 
-
-def test_the_kernels_compute_what_float64_does() -> None:
-    assert "all close" in scripts.run("tests/dense_kernels.py", interpreted=True, limit_s=100.0)
+def test_the_kernels_compute_what_float64_does(interpreter: scripts.Interpreter) -> None:
+    assert "all close" in interpreter.run("tests/dense_kernels.py")

@@ -149,6 +149,6 @@ def test_without_graphs_every_batch_takes_the_general_lane(
         assert eager.lanes() == ["general"]
 
 
-def test_the_gpu_kernels_sample_as_the_exact_ones_do() -> None:
+def test_the_gpu_kernels_sample_as_the_exact_ones_do(interpreter: scripts.Interpreter) -> None:
     """Triton's interpreter runs the kernels of the fast lane on the CPU."""
-    assert "0 wrong" in scripts.run("tests/step_kernels.py", interpreted=True)
+    assert "0 wrong" in interpreter.run("tests/step_kernels.py")

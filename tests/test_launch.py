@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import drivers
 from pie_driver_sglang import __version__, _core, launch
 from pie_driver_sglang.config import DriverConfig, DriverSection, ModelSection
 from pie_driver_sglang.engine import Facts
-from pie_driver_sglang.errors import StartError, not_running
-from pie_driver_sglang.handshake import UNLIMITED, Handshake
+from pie_driver_sglang.errors import not_running
+from pie_driver_sglang.handshake import UNLIMITED
 from pie_driver_sglang.options import DriverOptions, parse_options
 
 DEFAULT_REQUEST_BYTES = 8 << 20
@@ -284,25 +281,3 @@ def test_limits_are_counts_that_json_keeps_exact() -> None:
     caps = launch.capabilities(config_of(), facts_of(), DEFAULT_REQUEST_BYTES)
     assert json.loads(json.dumps(caps.max_logit_rows)) == 2**32 - 1
     assert isinstance(config_of().driver.options, DriverOptions)
-
-
-def test_a_driver_that_is_refused_leaves_the_trace_of_the_live_one_alone(tmp_path: Path) -> None:
-    trace = tmp_path / "trace.json"
-    trace.write_text("of the live driver")
-    snapshot = tmp_path / "snapshot"
-    snapshot.mkdir()
-    model = ModelSection(snapshot_dir=snapshot, hf_config={"max_position_embeddings": 512})
-    config = config_of(trace_file=str(trace))
-    group_id = drivers.new_group_id()
-    driver = msgspec.structs.replace(config.driver, group_id=group_id)
-    guard = _core.ExitGuard.inert()
-    live = _core.Server(f"/pie_shmem_g{group_id}", guard, spin_budget_us=0)
-    read, write = os.pipe()
-    try:
-        with Handshake(write) as handshake, pytest.raises(StartError, match="pie_shmem"):
-            whole = DriverConfig(model=model, driver=driver)
-            launch.run(whole, guard, handshake, contextlib.nullcontext)
-    finally:
-        os.close(read)
-        live.unlink()
-    assert trace.read_text() == "of the live driver"

@@ -390,7 +390,10 @@ class TestRegionName:
     ) -> None:
         group = llama_driver.handshake[0]["group_id"]
         before = llama_driver.region.stat().st_ino
-        config = drivers.write_config(tmp_path, llama_snapshot, group_id=group)
+        trace = tmp_path / "trace.json"
+        trace.write_text("of the live driver")
+        options = {"trace_file": str(trace)}
+        config = drivers.write_config(tmp_path, llama_snapshot, options=options, group_id=group)
         with pytest.raises(drivers.StartFailedError) as caught:
             drivers.spawn(config)
         assert caught.value.returncode == 1
@@ -398,6 +401,7 @@ class TestRegionName:
         assert llama_driver.name in message
         assert f"pid {llama_driver.process.pid}" in message
         assert llama_driver.region.stat().st_ino == before
+        assert trace.read_text() == "of the live driver"
         assert llama_driver.client().health() == 0
 
     def test_a_second_driver_takes_over_when_the_first_one_leaves(

@@ -427,7 +427,7 @@ def test_a_pool_that_takes_no_masks_refuses_them_alone(models_folder: Path, tmp_
         )
 
 
-def test_both_implementations_agree_with_dense_attention() -> None:
+def test_both_implementations_agree_with_dense_attention(interpreter: scripts.Interpreter) -> None:
     """Soft caps, windows, sinks, odd sizes; the kernel of the GPU in Triton's interpreter."""
-    out = scripts.run("benches/gpu/mask_check.py", "--device", "cpu", interpreted=True)
+    out = interpreter.run("benches/gpu/mask_check.py", "--device", "cpu")
     assert out.count("ok  triton") == out.count("ok  torch") == 5

@@ -106,9 +106,9 @@ def test_experts_of_any_size(tmp_path: Path) -> None:
     assert driver.stop() == 0
 
 
-def test_decodes_see_the_whole_window() -> None:
+def test_decodes_see_the_whole_window(interpreter: scripts.Interpreter) -> None:
     """Triton's interpreter runs what lists a decode's tokens in windowed layers on a GPU."""
-    out = scripts.run("tests/window_lists.py", interpreted=True)
+    out = interpreter.run("tests/window_lists.py")
     windows = [[*range(max(length - WINDOW, 0), length)] for length in LENGTHS]
     assert json.loads(out.splitlines()[-1]) == [windows, windows]
 

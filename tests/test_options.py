@@ -36,7 +36,7 @@ def test_the_documented_defaults() -> None:
     assert parse_options({}, GPU) == DriverOptions(
         attention_backend="triton",
         paged_decode=None,
-        mem_fraction_static=0.65,
+        mem_fraction_static=None,
         disable_radix_cache=True,
         disable_cuda_graph=False,
         cuda_graph_max_bs=None,
@@ -67,7 +67,6 @@ def test_the_documented_defaults() -> None:
 
 def test_writing_the_defaults_changes_nothing() -> None:
     table = {
-        "mem_fraction_static": 0.65,
         "disable_radix_cache": True,
         "disable_cuda_graph": False,
         "kv_cache_dtype": "auto",

@@ -109,9 +109,9 @@ def test_a_pool_that_is_larger_than_the_staging_area() -> None:
     assert torch.equal(torch.cat(buffers, dim=1)[moved], expected[pages])
 
 
-def test_one_kernel_copies_what_single_buffers_do() -> None:
+def test_one_kernel_copies_what_single_buffers_do(interpreter: scripts.Interpreter) -> None:
     """The GPU's kernel, in Triton's interpreter."""
-    assert scripts.run("tests/fused_copies.py", interpreted=True).count("ok  ") == 2
+    assert interpreter.run("tests/fused_copies.py").count("ok  ") == 2
 
 
 def test_a_direction_that_does_not_exist() -> None:

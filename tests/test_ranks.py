@@ -4,6 +4,7 @@ with one process's by the other tests, whose drivers run spread as well.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pickle
@@ -15,6 +16,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,18 +27,21 @@ import runtime_client as rc
 import tiny_models
 from pie_driver_sglang import _core, worker
 from pie_driver_sglang._core import Request, Sampler
-from pie_driver_sglang.commands import CopyPages, Forward, Span
-from pie_driver_sglang.errors import DriverError, RingError
+from pie_driver_sglang.commands import CopyPages, Forward, LoadAdapter, Span
+from pie_driver_sglang.errors import AdapterError, DriverError, RingError
+from pie_driver_sglang.leader import LeadingEngine
 from pie_driver_sglang.parallel import Workers
 from reference import Context, Pages, Reference, random_tokens
-from test_lifecycle import END_S, is_running
+from test_lifecycle import END_S, is_of_this_run, is_running
 
 LOCAL = ("0100007F", "00000000000000000000000001000000")
 """127.0.0.1 and ::1 as `/proc/net` writes them."""
 
 
 def shared_memory() -> set[str]:
-    return {path.name for path in Path("/dev/shm").iterdir()}
+    """The names that are there, but for the regions of other runs on this machine."""
+    names = {path.name for path in Path("/dev/shm").iterdir()}
+    return {name for name in names if not name.startswith("pie_shmem_g") or is_of_this_run(name)}
 
 
 def listening(pid: int) -> list[str]:
@@ -365,6 +370,27 @@ class TestCommands:
         broadcast.send(pickle.dumps(CopyPages("D2H", [1], [2])))
         assert pickle.loads(next(follower)) == CopyPages("D2H", [1], [2])
         assert other.tolist() == [*range(60), *[0] * 40]
+
+    @pytest.mark.parametrize(
+        ("error", "recovers"), [(AdapterError("unfit"), True), (ValueError("broken"), False)]
+    )
+    def test_an_adapter_that_all_ranks_refuse_is_no_failure(
+        self, error: Exception, recovers: bool
+    ) -> None:
+        def refuse(_number: int, _path: str) -> None:
+            raise error
+
+        rank: Any = SimpleNamespace(load_adapter=refuse)
+        broadcast = _core.Broadcast(1)
+        follower = _core.Follower(os.dup(broadcast.fd), 0, bytearray(8), spin_budget_us=0)
+        leading = LeadingEngine(rank, broadcast)
+        with pytest.raises(type(error)):
+            leading.load_adapter(7, "/adapter")
+        assert leading.recovers is recovers
+        command = pickle.loads(next(follower))
+        assert command == LoadAdapter(7, "/adapter")
+        with contextlib.nullcontext() if recovers else pytest.raises(ValueError, match="broken"):
+            command.run(rank)
 
     def test_what_does_not_fit_is_refused(self) -> None:
         broadcast = _core.Broadcast(1)

@@ -285,9 +285,11 @@ class TestExtremes:
         assert sample_plain(row, params_of([Filter()], [0.0], 3)).tolist() == [1]
 
 
-def test_both_implementations_agree_with_exact_distributions() -> None:
+def test_both_implementations_agree_with_exact_distributions(
+    interpreter: scripts.Interpreter,
+) -> None:
     """Hostile rows and filters over several blocks; the GPU's kernel in Triton's interpreter."""
-    out = scripts.run("benches/gpu/sampler_check.py", "--device", "cpu", interpreted=True)
+    out = interpreter.run("benches/gpu/sampler_check.py", "--device", "cpu")
     assert out.count("ok  ") == 16
 
 

@@ -16,7 +16,6 @@ pytestmark = [
     pytest.mark.engine,
     pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="needs SGLang"),
     pytest.mark.filterwarnings("ignore"),
-    pytest.mark.timeout(180),
 ]
 
 

@@ -42,7 +42,7 @@ NAMES = (
     *("Llama", "Qwen3", "Gemma 3", "Cohere 2", "Phi-3", "OLMo-2", "Qwen3-MoE", "Mixtral"),
     "GLM-4.5",
 )
-RACED = "leave no GPU memory"
+RACED = "another process took memory"
 """What a driver says if another took memory while its weights were loaded."""
 TYPICAL, WORST, OUTLIERS = 0.04, 0.25, 0.1
 """A row's error is that of its logits (root of the mean square) over their spread. The median row

@@ -5,8 +5,11 @@ Commands travel as pickles between processes of one start, over memory that no o
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Container, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from pie_driver_sglang.errors import AdapterError
 
 if TYPE_CHECKING:
     from pie_driver_sglang._core import Pass, PassImages
@@ -26,6 +29,18 @@ class Rows(Protocol):
 
     def copy_states(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copies state; see :meth:`pie_driver_sglang.engine.Engine.copy_states`."""
+
+    def load_adapter(self, adapter_id: int, path: str) -> None:
+        """Loads an adapter; see :meth:`pie_driver_sglang.engine.Engine.load_adapter`."""
+
+    def fetch_adapters(self, adapter_ids: Sequence[int]) -> dict[int, str]:
+        """Fetches adapters; see :meth:`pie_driver_sglang.engine.Engine.fetch_adapters`."""
+
+    def load_rehearsal_adapter(self) -> None:
+        """For warm-up; see :meth:`pie_driver_sglang.engine.Engine.load_rehearsal_adapter`."""
+
+    def drop_rehearsal_adapter(self) -> None:
+        """After it; see :meth:`pie_driver_sglang.engine.Engine.drop_rehearsal_adapter`."""
 
 
 class Mask(NamedTuple):
@@ -130,7 +145,55 @@ class CopyStates(NamedTuple):
         engine.copy_states(*self)
 
 
-Command = Forward | Logits | CopyPages | CopyStates
+class LoadAdapter(NamedTuple):
+    """Load an adapter."""
+
+    adapter_id: int
+    path: str
+
+    def run(self, engine: Rows) -> None:
+        """Runs it. The leader says why it failed."""
+        with contextlib.suppress(AdapterError):
+            engine.load_adapter(*self)
+
+
+class FetchAdapters(NamedTuple):
+    """Make the adapters of the next pass ready."""
+
+    adapter_ids: Sequence[int]
+
+    def run(self, engine: Rows) -> None:
+        """Runs it. The leader knows as well which of them are missing."""
+        engine.fetch_adapters(self.adapter_ids)
+
+
+class LoadRehearsalAdapter(NamedTuple):
+    """Load the adapter of the warm-up."""
+
+    def run(self, engine: Rows) -> None:
+        """Runs it. The leader says why it failed."""
+        with contextlib.suppress(AdapterError):
+            engine.load_rehearsal_adapter()
+
+
+class DropRehearsalAdapter(NamedTuple):
+    """Forget the adapter of the warm-up."""
+
+    def run(self, engine: Rows) -> None:
+        """Runs it."""
+        engine.drop_rehearsal_adapter()
+
+
+Command = (
+    Forward
+    | Logits
+    | CopyPages
+    | CopyStates
+    | LoadAdapter
+    | FetchAdapters
+    | LoadRehearsalAdapter
+    | DropRehearsalAdapter
+)
 
 
 def _copied(images: PassImages, known: Container[int]) -> Images:

@@ -253,7 +253,7 @@ def _check_driver(table: _DriverTable) -> DriverSection:
         master_port=table.master_port,
         ready_timeout_s=table.ready_timeout_s,
         spin_budget_us=_check_spin_budget(table.spin_budget_us),
-        options=_check_options(table.options, devices),
+        options=parse_options(table.options, devices[0]),
     )
 
 
@@ -304,17 +304,6 @@ def _check_devices(listed: list[str] | str, tensor_parallel_size: int) -> tuple[
             "list different GPUs",
         )
     return checked
-
-
-def _check_options(table: dict[str, Any], devices: tuple[str, ...]) -> DriverOptions:
-    options = parse_options(table, devices[0])
-    if len(devices) > 1 and options.enable_lora:
-        raise ConfigError(
-            f"option `enable_lora` is set and `driver.tensor_parallel_size` is {len(devices)}: "
-            "adapters run on one device only",
-            "remove `enable_lora`, or use one device",
-        )
-    return options
 
 
 def _check_heads(hf_config: Mapping[str, Any], ranks: int) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
@@ -98,8 +97,11 @@ class Engine(Protocol):
     def fetch_adapters(self, adapter_ids: Sequence[int]) -> dict[int, str]:
         """Makes the adapters of the next pass ready; returns why those that are missing are."""
 
-    def rehearsal_adapter(self) -> AbstractContextManager[None]:
-        """Within it `REHEARSAL_ADAPTER` is an adapter of all layers that changes nothing."""
+    def load_rehearsal_adapter(self) -> None:
+        """Makes `REHEARSAL_ADAPTER` an adapter of all layers that changes nothing."""
+
+    def drop_rehearsal_adapter(self) -> None:
+        """Forgets it."""
 
     def copy_states(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copies slots of recurrent state, under the conditions of `copy_pages`."""

@@ -29,6 +29,7 @@ from pie_driver_sglang.handshake import UNLIMITED, Capabilities, Handshake
 from pie_driver_sglang.leader import LeadingEngine
 from pie_driver_sglang.logs import configure_logging, format_failure
 from pie_driver_sglang.memory import check_budget
+from pie_driver_sglang.memory_plan import comparison
 from pie_driver_sglang.parallel import ALONE, Rank, Start, Workers
 from pie_driver_sglang.serve import serve, warm_up
 from pie_driver_sglang.trace import open_trace
@@ -287,6 +288,7 @@ def _start(config: DriverConfig, server: _core.Server, workers: Workers | None) 
     except Exception as error:
         logger.debug("the warm-up failed", exc_info=True)
         raise not_running(", ".join(driver.device), error) from error
+    logger.info("%s", comparison(own.plan, own.measure_memory()))
     return engine
 
 

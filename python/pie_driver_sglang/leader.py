@@ -5,11 +5,21 @@ from __future__ import annotations
 import contextlib
 import pickle
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Protocol
 
-from pie_driver_sglang.commands import Command, CopyPages, CopyStates, Forward, Logits
+from pie_driver_sglang.commands import (
+    Command,
+    CopyPages,
+    CopyStates,
+    DropRehearsalAdapter,
+    FetchAdapters,
+    Forward,
+    LoadAdapter,
+    LoadRehearsalAdapter,
+    Logits,
+)
 from pie_driver_sglang.engine import Engine, Facts
+from pie_driver_sglang.errors import AdapterError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -100,21 +110,34 @@ class LeadingEngine:
             self._engine.copy_states(sources, targets)
 
     def load_adapter(self, adapter_id: int, path: str) -> None:
-        """Adapters are off; see :meth:`pie_driver_sglang.engine.Engine.load_adapter`."""
-        self._engine.load_adapter(adapter_id, path)
+        """Loads it on all ranks; see :meth:`pie_driver_sglang.engine.Engine.load_adapter`."""
+        with self._together(LoadAdapter(adapter_id, path)):
+            self._engine.load_adapter(adapter_id, path)
 
     def fetch_adapters(self, adapter_ids: Sequence[int]) -> dict[int, str]:
-        """Adapters are off; see :meth:`pie_driver_sglang.engine.Engine.fetch_adapters`."""
-        return self._engine.fetch_adapters(adapter_ids)
+        """Fetches them on all ranks; see :meth:`pie_driver_sglang.engine.Engine.fetch_adapters`."""
+        with self._together(FetchAdapters(adapter_ids)):
+            return self._engine.fetch_adapters(adapter_ids)
 
-    def rehearsal_adapter(self) -> AbstractContextManager[None]:
-        """Adapters are off; see :meth:`pie_driver_sglang.engine.Engine.rehearsal_adapter`."""
-        return self._engine.rehearsal_adapter()
+    def load_rehearsal_adapter(self) -> None:
+        """On all ranks; see :meth:`pie_driver_sglang.engine.Engine.load_rehearsal_adapter`."""
+        with self._together(LoadRehearsalAdapter()):
+            self._engine.load_rehearsal_adapter()
+
+    def drop_rehearsal_adapter(self) -> None:
+        """On all ranks; see :meth:`pie_driver_sglang.engine.Engine.drop_rehearsal_adapter`."""
+        with self._together(DropRehearsalAdapter()):
+            self._engine.drop_rehearsal_adapter()
 
     @contextlib.contextmanager
     def _together(self, command: Command) -> Iterator[None]:
         """Within it this rank does what the others are told."""
         self.recovers = False
         self._broadcast.send(pickle.dumps(command))
-        yield
+        try:
+            yield
+        except AdapterError:
+            # All ranks refuse it: none of them waits for another one.
+            self.recovers = True
+            raise
         self.recovers = True

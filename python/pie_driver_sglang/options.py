@@ -41,7 +41,8 @@ class DriverOptions(msgspec.Struct, frozen=True, kw_only=True):
         attention_backend: SGLang's attention backend, resolved for the device.
         paged_decode: Decode with the driver's own attention backend, :data:`PAGED_DECODE`; None
             for where the model allows it.
-        mem_fraction_static: Share of the device memory for weights and KV pages.
+        mem_fraction_static: Share of the device's free memory for weights and KV pages; None for
+            the largest that is safe.
         disable_radix_cache: No effect: the runtime shares prefixes, never SGLang.
         disable_cuda_graph: Run every batch eagerly.
         cuda_graph_max_bs: Most requests in one captured graph; None for the default.
@@ -66,7 +67,7 @@ class DriverOptions(msgspec.Struct, frozen=True, kw_only=True):
         lora_target_modules: Layers that adapters may change, by checkpoint names; `all` for all
             that SGLang has adapters for.
         max_loras_per_batch: Different adapters of one forward pass, no adapter being one of them.
-        max_loaded_loras: Adapters kept in host memory.
+        max_loaded_loras: Adapters kept in host memory, of each rank.
         lora_backend: SGLang's LoRA kernels, resolved for the device.
         trace_file: File that records the frames served; None for no recording.
         server_args: SGLang `ServerArgs` fields that the user set by name.
@@ -74,7 +75,7 @@ class DriverOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     attention_backend: str
     paged_decode: bool | None = False
-    mem_fraction_static: float = 0.65
+    mem_fraction_static: float | None = None
     disable_radix_cache: bool = True
     disable_cuda_graph: bool = False
     cuda_graph_max_bs: int | None = None

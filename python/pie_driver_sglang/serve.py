@@ -49,8 +49,9 @@ def warm_up(server: _core.Server, engine: Engine) -> None:
         engine.copy_states([0], [0])
     _rehearse(server, engine, None)
     if engine.facts.adapter_slots:
-        with engine.rehearsal_adapter():
-            _rehearse(server, engine, REHEARSAL_ADAPTER)
+        engine.load_rehearsal_adapter()
+        _rehearse(server, engine, REHEARSAL_ADAPTER)
+        engine.drop_rehearsal_adapter()
     for sampler in (Sampler.greedy(), Sampler.top_k_top_p(0.8, 20, 0.9)):
         server.rehearse_lane(_core.encode_forward([Request([0], [0], [0], 1, [(0, sampler)])]))
 
@@ -162,19 +163,22 @@ def _serve_copy(copy: _core.Copy, engine: Engine) -> None:
 
 def _serve_load(load: _core.Load, engine: Engine) -> None:
     adapter_id, path = load.adapter_id, quoted(load.path)
-    status = STATUS_FAILED
     try:
         engine.load_adapter(adapter_id, load.path)
-        status = STATUS_OK
-        logger.info("adapter %d loaded from %s", adapter_id, path, extra={"kind": "loaded"})
     except AdapterError as error:
         text = "adapter %d cannot be loaded from %s: %s; %s"
         arguments = (adapter_id, path, error.message, error.hint)
         logger.warning(text, *arguments, extra={"kind": "load"})
+        load.commit(STATUS_FAILED)
     except Exception:
         text = "loading adapter %d from %s failed"
         logger.exception(text, adapter_id, path, extra={"kind": "load"})
-    load.commit(status)
+        load.commit(STATUS_FAILED)
+        if not engine.recovers:
+            raise
+    else:
+        logger.info("adapter %d loaded from %s", adapter_id, path, extra={"kind": "loaded"})
+        load.commit(STATUS_OK)
 
 
 def _rehearse(server: _core.Server, engine: Engine, adapter_id: int | None) -> None:

@@ -41,6 +41,17 @@ _UNSUPPORTED = (
 """Settings of PEFT that change what the weights mean, or add others."""
 
 
+class Base(NamedTuple):
+    """The weight of an embedding or an LM head without adapters, which PEFT saves along."""
+
+    weight: torch.Tensor
+    """``[rows, hidden]``: the rows of this rank."""
+    first: int
+    """Which row of the vocabulary is the first of them."""
+    rows: int
+    """Of the whole vocabulary."""
+
+
 class Linear(NamedTuple):
     """A layer of the model that takes adapters, under the name that a checkpoint has for it.
 
@@ -53,8 +64,8 @@ class Linear(NamedTuple):
     outputs: int
     fused: tuple[str, ...]
     """Checkpoint names of all parts of the fused layer; its own name if it is none."""
-    base: torch.Tensor | None = None
-    """The base weight of an embedding, which PEFT saves along."""
+    base: Base | None = None
+    """Of an embedding or an LM head."""
 
 
 class Source(NamedTuple):
@@ -270,10 +281,12 @@ def _repeats_base(name: str, tensor: torch.Tensor, layers: Mapping[str, Linear])
     """Whether a weight only repeats the model's own, as PEFT saves it beside an embedding's."""
     match = _BASE_WEIGHT.fullmatch(name)
     layer = layers.get(checkpoint_name(match["layer"])) if match else None
-    if layer is None or layer.base is None or tensor.dim() != 2:
+    if layer is None or layer.base is None:
         return False
-    base = layer.base[: len(tensor)]
-    return base.shape == tensor.shape and torch.equal(tensor.to(base), base)
+    own, first, rows = layer.base
+    if tensor.shape != (rows, own.shape[1]):
+        return False
+    return torch.equal(tensor[first : first + len(own)].to(own), own)
 
 
 def _check_shapes(

@@ -6,8 +6,8 @@ import contextlib
 import itertools
 import logging
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from unittest import mock
 
 import torch
@@ -36,10 +36,12 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMo
 from sglang.srt.runtime_context import get_lora
 
 from pie_driver_sglang._core import REHEARSAL_ADAPTER
-from pie_driver_sglang.errors import AdapterError, StartError
+from pie_driver_sglang.errors import AdapterError, StartError, quoted
+from pie_driver_sglang.sglang import groups
 from pie_driver_sglang.sglang.adapter_files import (
     EMBEDDINGS,
     Adapter,
+    Base,
     Linear,
     Source,
     assemble,
@@ -54,6 +56,8 @@ if TYPE_CHECKING:
     from pie_driver_sglang.options import DriverOptions
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 """What checkpoints call the parts of SGLang's fused layers, in their order."""
@@ -71,7 +75,9 @@ class _Loaded(NamedTuple):
 class Adapters:
     """The loaded adapters: at most `max_loaded` of them in host memory, some of these in slots.
 
-    An adapter that had to leave is read from its files again when it is needed.
+    An adapter that had to leave is read from its files again when it is needed. Every rank of a
+    model reads the files; all are asked for the same, and a load that fails on one of them fails on
+    all, so they have the same adapters at any time.
     """
 
     def __init__(self, manager: LoRAManager, max_loaded: int) -> None:
@@ -87,6 +93,17 @@ class Adapters:
     def slots(self) -> int:
         """Different adapters of a pass, no adapter being one of them."""
         return int(self._manager.max_loras_per_batch)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Device memory of all slots."""
+        pool = self._manager.memory_pool
+        layers = [*pool.A_buffer.values(), *pool.B_buffer.values()]
+        tensors = [tensor for buffers in layers for tensor in buffers]
+        ends = (pool.embedding_A_buffer, pool.embedding_B_buffer)
+        for buffers in (*ends, pool.lm_head_A_buffer, pool.lm_head_B_buffer):
+            tensors += buffers.values()
+        return sum(tensor.numel() * tensor.itemsize for tensor in tensors)
 
     def load(self, adapter_id: int, path: str) -> None:
         """Loads an adapter, in the place of the one that has its id already.
@@ -155,27 +172,42 @@ class Adapters:
         """Whether one of these fetched adapters changes the embeddings or the LM head."""
         return any(number >= 0 and self._resident[number].embeds for number in adapter_ids)
 
-    @contextlib.contextmanager
-    def rehearsal(self) -> Iterator[None]:
-        """Within it `REHEARSAL_ADAPTER` is an adapter of all layers that changes nothing."""
+    def load_rehearsal(self) -> None:
+        """Makes `REHEARSAL_ADAPTER` an adapter of all layers that changes nothing."""
         rank, dtype = self._manager.max_lora_rank, self._manager.dtype
         adapter = assemble(blank(self._layers, rank), self._layers, dtype)
-        loaded = self._register(REHEARSAL_ADAPTER, adapter)
-        self._resident[REHEARSAL_ADAPTER] = loaded
-        try:
-            yield
-        finally:
-            del self._resident[REHEARSAL_ADAPTER]
-            self._forget(loaded.uid)
+        self._resident[REHEARSAL_ADAPTER] = self._register(REHEARSAL_ADAPTER, adapter)
+
+    def drop_rehearsal(self) -> None:
+        """Forgets `REHEARSAL_ADAPTER`."""
+        self._forget(self._resident.pop(REHEARSAL_ADAPTER).uid)
 
     def _read(self, path: Any, digest: bytes | None = None) -> tuple[Source, Adapter]:
+        """Reads the same files on all ranks."""
         manager = self._manager
-        return read(path, self._layers, manager.max_lora_rank, manager.dtype, digest)
+        source, adapter = _agreed(
+            lambda: read(path, self._layers, manager.max_lora_rank, manager.dtype, digest)
+        )
+        if len(set(groups.gathered(source.digest))) > 1:
+            raise AdapterError(
+                f"{quoted(str(source.weights))} has changed while it was read",
+                "load the adapter again",
+            )
+        return source, adapter
 
     def _register(self, adapter_id: int, adapter: Adapter) -> _Loaded:
         """Puts an adapter into host memory and, as the proof that it fits, into a slot."""
         self._make_room(adapter_id)
         uid = f"{adapter_id}.{next(self._numbers)}"
+        try:
+            _agreed(lambda: self._put(uid, adapter))
+        except AdapterError:
+            self._forget(uid)
+            raise
+        return _Loaded(uid, adapter.embeds)
+
+    def _put(self, uid: str, adapter: Adapter) -> None:
+        """Gives SGLang an adapter, of which it keeps this rank's part in a slot."""
         config = {
             "peft_type": "LORA",
             # Its scaling is in its weights already.
@@ -190,11 +222,9 @@ class Adapters:
                 raise ValueError(result.error_message)
             self._manager.fetch_new_loras({uid})
         except Exception as error:
-            self._forget(uid)
             raise AdapterError(
                 f"SGLang does not take it: {error}", "use an adapter of this very model"
             ) from error
-        return _Loaded(uid, adapter.embeds)
 
     def _make_room(self, adapter_id: int) -> None:
         """Lets the least recently used adapters go, but not the one that is to be replaced."""
@@ -209,6 +239,29 @@ class Adapters:
         manager.memory_pool.eviction_policy.remove(uid)
         for table in (manager.configs, manager.loras, manager.lora_refs):
             table.pop(uid, None)
+
+
+def _agreed(step: Callable[[], T]) -> T:
+    """Runs a step of a load, as all ranks do; where it fails on one, it fails on all of them.
+
+    Raises:
+        AdapterError: What the first rank that failed says, the same on all ranks.
+    """
+    error: AdapterError | None = None
+    try:
+        result = step()
+    except AdapterError as refusal:
+        error = refusal
+    except Exception as unexpected:
+        logger.exception("an adapter cannot be taken", extra={"kind": "load"})
+        text = f"{type(unexpected).__name__}: {unexpected}"
+        error = AdapterError(text, "the traceback above says where")
+    told = groups.gathered(None if error is None else (error.message, error.hint))
+    for rank, failure in enumerate(told):
+        if failure is not None:
+            message, hint = failure
+            raise AdapterError(f"on rank {rank}: {message}" if rank else message, hint) from error
+    return result
 
 
 class HostLoRABackend(TorchNativeLoRABackend):
@@ -332,36 +385,41 @@ def _layers_of(manager: LoRAManager) -> dict[str, Linear]:
     """The layers that take adapters, by the names that checkpoints have for them."""
     wrapped = [item for layer in manager.lora_modules for item in layer.items()]
     linears = [linear for name, module in wrapped for linear in _linears(name, module)]
-    pool = manager.memory_pool
-    for name, module, down, up in (
-        (
-            "embed_tokens",
-            manager.embed_tokens_module,
-            pool.embedding_A_buffer,
-            pool.embedding_B_buffer,
-        ),
-        ("lm_head", manager.lm_head_module, pool.lm_head_A_buffer, pool.lm_head_B_buffer),
-    ):
-        if module is not None:
-            sizes = down[name].shape[2], up[name].shape[1]
-            linears.append(Linear(name, *sizes, fused=(name,), base=module.weight))
+    if (table := manager.embed_tokens_module) is not None:
+        sizes = (table.vocab_size, table.embed_dim)
+        linears.append(Linear("embed_tokens", *sizes, ("embed_tokens",), _base_of(table)))
+    if (head := manager.lm_head_module) is not None:
+        sizes = (head.embed_dim, head.vocab_size)
+        linears.append(Linear("lm_head", *sizes, ("lm_head",), _base_of(head)))
     return {checkpoint_name(linear.name): linear for linear in linears}
 
 
+def _base_of(module: Any) -> Base:
+    """This rank's part of the weight of an embedding or an LM head, without its padding."""
+    shard = module.base_layer.shard_indices
+    weight = module.weight[: shard.num_org_elements]
+    return Base(weight, shard.org_vocab_start_index, module.vocab_size)
+
+
 def _linears(name: str, module: Any) -> list[Linear]:
-    """The parts of a wrapped layer; none of a kind that this driver has no adapters for."""
+    """The parts of a wrapped layer, in the sizes that all ranks have together.
+
+    None of a kind that this driver has no adapters for.
+    """
     base = module.base_layer
     parent, _, last = name.rpartition(".")
-    if (
-        type(module) is QKVParallelLinearWithLoRA
-        or type(module) is MergedColumnParallelLinearWithLoRA
-    ):
+    if type(module) is QKVParallelLinearWithLoRA:
+        queries, *others = base.output_sizes
+        # Ranks that share a head of keys and values count it once each.
+        shared = [size // base.num_kv_head_replicas for size in others]
+        parts, sizes = _FUSED.get(last, ()), [queries, *shared]
+    elif type(module) is MergedColumnParallelLinearWithLoRA:
         parts, sizes = _FUSED.get(last, ()), base.output_sizes
-        if len(parts) != len(sizes):
-            return []
     elif type(module) in (ColumnParallelLinearWithLoRA, RowParallelLinearWithLoRA):
         parts, sizes = (last,), [base.output_size]
     else:
+        return []
+    if len(parts) != len(sizes):
         return []
     names = [f"{parent}.{part}" for part in parts]
     fused = tuple(checkpoint_name(part) for part in names)

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 from unittest import mock
 
-import psutil
 import torch
 from sglang.kernels.ops.mamba.triton_ops import (
     initialize_mamba_selective_state_update_backend,
@@ -30,17 +29,19 @@ from sglang.srt.utils import set_random_seed
 
 from pie_driver_sglang.config import DriverConfig
 from pie_driver_sglang.errors import DriverError, StartError, quoted
+from pie_driver_sglang.limits import row_pages
+from pie_driver_sglang.memory_plan import Plan, as_tried, table
+from pie_driver_sglang.memory_refusal import exceeded, find_doubt, require_fit, shrunk
 from pie_driver_sglang.parallel import Rank
-from pie_driver_sglang.sglang import adapters, groups, paged_attention, support
+from pie_driver_sglang.sglang import adapters, groups, memory, paged_attention, support
 from pie_driver_sglang.sglang.state import widen
 
 logger = logging.getLogger(__name__)
 
-CPU_POOL_TOKENS = 65_536
-CPU_POOL_SHARE = 0.1
-"""Share of the free host memory that the KV pool of a CPU model may take."""
-DRAFT_ROOM = 64
-"""Tokens behind the last position that a request's drafts may occupy."""
+_HOST_FRACTION = 0.99
+"""What SGLang hears on a CPU, where it limits the pool by `max_total_tokens`."""
+_UNPLANNED_FRACTION = 0.5
+"""What SGLang hears until the plan is made."""
 
 
 class Booted(NamedTuple):
@@ -51,6 +52,8 @@ class Booted(NamedTuple):
     """Pages of one block-table row."""
     max_requests: int
     """Block-table rows that requests may use."""
+    plan: Plan
+    """Of the memory, as made before the model was loaded."""
 
 
 class _Runner(ModelRunner):
@@ -75,35 +78,58 @@ def boot(config: DriverConfig, rank: Rank) -> Booted:
         # Captured graphs and everything else in one order; the default stream cannot be captured.
         torch.cuda.set_stream(torch.cuda.Stream(gpu_id))  # type: ignore[no-untyped-call]
     with _translated_failures(config, rank):
-        runner = _load_model(_server_args(config, device_type), gpu_id, rank)
+        with groups.joined(rank, device_type):
+            runner, plan = _load_model(config, _server_args(config, device_type), gpu_id, rank)
+        with _within(plan):
+            pages = _allocate(runner, plan, options.max_forward_requests)
+            if support.decodes_paged(runner, options.paged_decode):
+                paged_attention.install(runner)
+            runner.init_attention_backends()
+            support.correct_decode_windows(runner)
+            runner.init_cuda_graphs(capture_decode_cuda_graph=False)
+    return Booted(runner, pages, options.max_forward_requests, plan)
+
+
+def _allocate(runner: ModelRunner, plan: Plan, requests: int) -> int:
+    """Makes the KV pool and a block table; returns the pages of one of its rows."""
+    args, context = runner.server_args, runner.model_config.context_len
+    tokens = _make_pool(runner)
+    least = -(-context // args.page_size) * args.page_size
+    if tokens < least:
+        raise shrunk(plan, tokens, least, memory.weight_bytes(runner))
+    support.check_pool(runner)
+    pages = row_pages(context, args.page_size)
+    block_table = ReqToTokenPool(
+        size=requests,
+        max_context_len=pages * args.page_size,
+        device=runner.device,
+        enable_memory_saver=False,
+    )
+    if isinstance(runner.req_to_token_pool, HybridReqToTokenPool):
+        widen(runner.req_to_token_pool, block_table)
+    else:
+        runner.req_to_token_pool = block_table
+    return pages
+
+
+def _make_pool(runner: ModelRunner) -> int:
+    """Tokens of the KV pool that SGLang makes; 0 where it says that there is no memory for one."""
+    try:
         runner.alloc_memory_pool()
-        support.check_pool(runner)
-        page_size = runner.server_args.page_size
-        row_pages = -(-(runner.model_config.context_len + DRAFT_ROOM) // page_size)
-        table = ReqToTokenPool(
-            size=options.max_forward_requests,
-            max_context_len=row_pages * page_size,
-            device=runner.device,
-            enable_memory_saver=False,
-        )
-        if isinstance(runner.req_to_token_pool, HybridReqToTokenPool):
-            widen(runner.req_to_token_pool, table)
-        else:
-            runner.req_to_token_pool = table
-        if support.decodes_paged(runner, options.paged_decode):
-            paged_attention.install(runner)
-        runner.init_attention_backends()
-        support.correct_decode_windows(runner)
-        runner.init_cuda_graphs(capture_decode_cuda_graph=False)
-    return Booted(runner, row_pages, options.max_forward_requests)
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, ValueError) as error:
+        if "memory" not in str(error):
+            raise
+        logger.debug("SGLang has no memory for KV", exc_info=True)
+        return 0
+    return int(runner.max_total_num_tokens)
 
 
-def _load_model(args: ServerArgs, gpu_id: int, rank: Rank) -> ModelRunner:
-    with groups.joined(rank, args.device):
-        return _load_joined(args, gpu_id, rank)
-
-
-def _load_joined(args: ServerArgs, gpu_id: int, rank: Rank) -> ModelRunner:
+def _load_model(
+    config: DriverConfig, args: ServerArgs, gpu_id: int, rank: Rank
+) -> tuple[ModelRunner, Plan]:
+    """Plans the memory, then loads the weights."""
     publish(args, role="scheduler")
     model_config = ModelConfig.from_server_args(args)
     support.correct_rope(model_config)
@@ -112,15 +138,7 @@ def _load_joined(args: ServerArgs, gpu_id: int, rank: Rank) -> ModelRunner:
         # Without these SGLang's rotary embedding and soft-capped logits ask for CUDA kernels.
         rotary_base._is_cpu = True
         logits_processor._is_cpu = True
-        tokens = groups.least(_cpu_pool_tokens(model_config, args))
-        if tokens < args.page_size:
-            raise StartError(
-                f"a tenth of the free memory holds {tokens} tokens of KV, less than one page of "
-                f"{args.page_size}",
-                hint="free memory or choose a smaller model",
-            )
-        args.override("pie_driver_sglang", max_total_tokens=tokens)
-        publish(args, role="scheduler")
+    plan = _plan(config, model_config, args, gpu_id, rank)
     # What SGLang's scheduler does before it makes a runner.
     initialize_moe_config(args)
     initialize_fp8_gemm_config(args)
@@ -139,7 +157,30 @@ def _load_joined(args: ServerArgs, gpu_id: int, rank: Rank) -> ModelRunner:
         )
     support.check_model(runner)
     support.correct_windows(runner)
-    return runner
+    return runner, plan
+
+
+def _plan(
+    config: DriverConfig, model_config: ModelConfig, args: ServerArgs, gpu_id: int, rank: Rank
+) -> Plan:
+    """Plans the memory, says how, and tells SGLang, which sizes its pool by it."""
+    device = memory.measure(config.driver.device[rank.number], gpu_id, rank.size)
+    # Ranks have pools of one size.
+    device = device._replace(free=min(groups.gathered(device.free)))
+    sizes = memory.sizes_of(config, model_config, args)
+    settings = memory.settings_of(config, model_config, args)
+    plan = as_tried(require_fit(device, sizes, settings), sizes, settings)
+    logger.info("%s", table(plan))
+    doubt = find_doubt(plan, sizes, settings)
+    if doubt is not None:
+        logger.warning("%s", doubt)
+    share, limit = plan.fraction, None
+    if device.is_host:
+        # What is free there changes all the time: the plan decides, not what SGLang measures.
+        share, limit = _HOST_FRACTION, plan.tokens
+    args.override("pie_driver_sglang", mem_fraction_static=share, max_total_tokens=limit)
+    publish(args, role="scheduler")
+    return plan
 
 
 def _server_args(config: DriverConfig, device_type: str) -> ServerArgs:
@@ -152,7 +193,7 @@ def _server_args(config: DriverConfig, device_type: str) -> ServerArgs:
         "page_size": options.page_size,
         "random_seed": config.driver.random_seed & 0x7FFF_FFFF,
         "max_running_requests": options.max_forward_requests,
-        "mem_fraction_static": options.mem_fraction_static,
+        "mem_fraction_static": _UNPLANNED_FRACTION,
         "kv_cache_dtype": options.kv_cache_dtype,
         "trust_remote_code": options.trust_remote_code,
         "context_length": options.context_length,
@@ -173,18 +214,6 @@ def _server_args(config: DriverConfig, device_type: str) -> ServerArgs:
     return args
 
 
-def _cpu_pool_tokens(model_config: ModelConfig, args: ServerArgs) -> int:
-    """max(2 x context, 65,536) tokens, at most a tenth of the free memory over all ranks."""
-    layers = model_config.num_hidden_layers
-    heads = model_config.get_num_kv_heads(args.tp_size)
-    width = heads * (model_config.head_dim + model_config.v_head_dim)
-    token_bytes = layers * width * model_config.dtype.itemsize
-    share = CPU_POOL_SHARE / args.tp_size
-    affordable = int(psutil.virtual_memory().available * share) // token_bytes
-    tokens = min(max(2 * model_config.context_len, CPU_POOL_TOKENS), affordable)
-    return int(tokens // args.page_size * args.page_size)
-
-
 @contextlib.contextmanager
 def _unpadded() -> Iterator[None]:
     """Within it models on a CPU keep their sizes.
@@ -201,15 +230,24 @@ def _unpadded() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def _within(plan: Plan) -> Iterator[None]:
+    """Within it memory is only taken as planned; a GPU that has less names the smaller share."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise exceeded(plan, _first_line(error)) from error
+
+
+@contextlib.contextmanager
 def _translated_failures(config: DriverConfig, rank: Rank) -> Iterator[None]:
     """Turns what SGLang and torch raise into one line with the remedy."""
     try:
         yield
     except torch.OutOfMemoryError as error:
         raise StartError(
-            f"{config.driver.device[rank.number]} has too little memory for the model: "
+            f"{config.driver.device[rank.number]} has too little memory for the weights: "
             f"{_first_line(error)}",
-            hint="lower `mem_fraction_static` or `context_length`, or free memory on the device",
+            hint="free memory on the device, or choose a smaller or a quantized model",
         ) from error
     except DriverError:
         raise
@@ -221,8 +259,8 @@ def _translated_failures(config: DriverConfig, rank: Rank) -> Iterator[None]:
             hint = "SGLang 0.5.17 has no such model; use one that it supports"
         elif "capacity is unbalanced" in text:
             hint = "end what else uses these GPUs, or choose others: ranks take equal parts"
-        elif "memory" in text.lower() or "mem_fraction" in text or "mem-fraction" in text:
-            hint = "adjust `mem_fraction_static` or `context_length`"
+        elif "memory" in text.lower():
+            hint = "free memory on the device, or choose a smaller or a quantized model"
         else:
             hint = f"check the model folder and what reaches SGLang: {_settings(config)}"
         raise StartError(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -25,10 +24,12 @@ from sglang.srt.model_executor.forward_batch_info import (
 )
 
 from pie_driver_sglang.engine import Facts
+from pie_driver_sglang.memory_plan import Loaded
 from pie_driver_sglang.sampling import Outputs, SlotParams, apply_masks, run_group
 from pie_driver_sglang.sglang.block import views
 from pie_driver_sglang.sglang.images import ImageInputs
 from pie_driver_sglang.sglang.masked_attention import MaskedAttention
+from pie_driver_sglang.sglang.memory import free_bytes, weight_bytes
 
 if TYPE_CHECKING:
     from pie_driver_sglang._core import Lane, Pass, Planner, SlotGroup
@@ -83,6 +84,7 @@ class SglangEngine:
         states: StatePool | None,
     ) -> None:
         self.runner = booted.runner
+        self.plan = booted.plan
         self._pools = pools
         self._adapters = adapters
         self._states = states
@@ -267,6 +269,19 @@ class SglangEngine:
         """Copies pages; see :meth:`pie_driver_sglang.engine.Engine.copy_pages`."""
         self._pools.copy(direction, sources, targets)
 
+    def measure_memory(self) -> Loaded:
+        """What the model takes; to be asked after a pass."""
+        states = self._states
+        return Loaded(
+            weights=weight_bytes(self.runner),
+            adapters=self._adapters.slot_bytes if self._adapters else 0,
+            state=states.slot_bytes * (states.slots + 1) if states else 0,
+            graphs=self.steps.graph_bytes if self.steps else 0,
+            tokens=self.runner.max_total_num_tokens,
+            kv=self._pools.device_bytes,
+            free=free_bytes(self.runner),
+        )
+
     def load_adapter(self, adapter_id: int, path: str) -> None:
         """Loads an adapter; see :meth:`pie_driver_sglang.engine.Engine.load_adapter`."""
         self._with_adapters().load(adapter_id, path)
@@ -275,9 +290,13 @@ class SglangEngine:
         """Fetches adapters; see :meth:`pie_driver_sglang.engine.Engine.fetch_adapters`."""
         return self._with_adapters().fetch(adapter_ids)
 
-    def rehearsal_adapter(self) -> AbstractContextManager[None]:
-        """For warm-up; see :meth:`pie_driver_sglang.engine.Engine.rehearsal_adapter`."""
-        return self._with_adapters().rehearsal()
+    def load_rehearsal_adapter(self) -> None:
+        """For warm-up; see :meth:`pie_driver_sglang.engine.Engine.load_rehearsal_adapter`."""
+        self._with_adapters().load_rehearsal()
+
+    def drop_rehearsal_adapter(self) -> None:
+        """After it; see :meth:`pie_driver_sglang.engine.Engine.drop_rehearsal_adapter`."""
+        self._with_adapters().drop_rehearsal()
 
     def _with_adapters(self) -> Adapters:
         if self._adapters is None:

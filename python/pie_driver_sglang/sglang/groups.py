@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeVar
 from unittest import mock
 
 import torch.distributed as dist
@@ -13,6 +13,8 @@ from sglang.srt.distributed.parallel_state_wrapper import ParallelState
 from torch._C._distributed_c10d import FileStore, HashStore
 
 from pie_driver_sglang.parallel import Rank
+
+T = TypeVar("T")
 
 
 def state(rank: Rank, gpu_id: int) -> ParallelState:
@@ -26,13 +28,13 @@ def state(rank: Rank, gpu_id: int) -> ParallelState:
     )
 
 
-def least(value: int) -> int:
-    """The smallest of what the ranks bring along."""
+def gathered(value: T) -> list[T]:
+    """What each rank brings along, in their order; all ranks get the same list."""
     if dist.get_world_size() == 1:
-        return value
-    values: list[int] = [0] * dist.get_world_size()
+        return [value]
+    values = [value] * dist.get_world_size()
     dist.all_gather_object(values, value)
-    return min(values)
+    return values
 
 
 @contextlib.contextmanager

@@ -38,23 +38,6 @@ CPU_ROWS_PER_REQUEST = 8
 """On the CPU each row attends by a call of its own: longer prompts do better as one."""
 
 
-LONGEST = 2304
-"""Rows of the longest graph, if steps of one token for each request do not need more."""
-
-
-def ladder(most: int) -> list[int]:
-    """Rows of the graphs of decodes: dense where a step is short, and `most` at the end."""
-    rows = [*range(1, 9), 12, *range(16, 65, 8), *range(80, 257, 16), *range(288, 4097, 32)]
-    return [*(count for count in rows if count < most), most]
-
-
-def long_ladder(most: int, chunk_tokens: int) -> list[int]:
-    """Rows of the graphs of prompts, alone or beside up to `most` decodes, within one pass."""
-    rows = (8 * count * 2**octave for octave in range(7) for count in range(4, 8))
-    longest = min(LONGEST, chunk_tokens)
-    return [*(count for count in rows if most < count < longest), *([longest] * (longest > most))]
-
-
 class _Graph(NamedTuple):
     """The views of one graph over the common memory."""
 
@@ -72,6 +55,9 @@ class _Graph(NamedTuple):
 
 class StepRunner(abc.ABC):
     """Runs steps of fixed numbers of rows over memory that is shared with Rust."""
+
+    graph_bytes = 0
+    """Device memory that captured graphs take."""
 
     def __init__(self, engine: SglangEngine, rows: list[int], slots: int) -> None:
         """Allocates the memory for graphs of `rows`, each with up to `slots` sampled ones."""
@@ -210,13 +196,13 @@ class CudaSteps(StepRunner):
             _blank(graph)
             self._captured[graph.rows].replay()
             self._stream.synchronize()
-        used = free - torch.cuda.mem_get_info(self._device)[0]
+        self.graph_bytes = free - torch.cuda.mem_get_info(self._device)[0]
         logger.info(
             "captured %d graphs of up to %d rows in %.1f s, %.2f GiB",
             len(self._graphs),
             most,
             time.monotonic() - started,
-            used / 2**30,
+            self.graph_bytes / 2**30,
         )
 
     def _capture(self, graph: _Graph, pool: Any) -> torch.cuda.CUDAGraph:

@@ -9,6 +9,7 @@ from pie_driver_sglang.arch import arch_name
 from pie_driver_sglang.config import DriverConfig
 from pie_driver_sglang.engine import Facts
 from pie_driver_sglang.errors import StartError, not_running
+from pie_driver_sglang.limits import MAX_SLOTS, chunk_tokens, ladder, long_ladder
 from pie_driver_sglang.options import DriverOptions
 from pie_driver_sglang.parallel import ALONE, Rank
 from pie_driver_sglang.sglang import support
@@ -16,16 +17,11 @@ from pie_driver_sglang.sglang.adapters import Adapters
 from pie_driver_sglang.sglang.boot import boot
 from pie_driver_sglang.sglang.engine import SglangEngine
 from pie_driver_sglang.sglang.images import find_vision
-from pie_driver_sglang.sglang.lane import CpuSteps, CudaSteps, StepRunner, ladder, long_ladder
+from pie_driver_sglang.sglang.lane import CpuSteps, CudaSteps, StepRunner
 from pie_driver_sglang.sglang.pool import PagePools, host_pages, page_buffers
 from pie_driver_sglang.sglang.state import StatePool
 
 logger = logging.getLogger(__name__)
-
-CHUNK_TOKENS = {"cpu": 2048, "cuda": 8192}
-"""Tokens of one pass unless `chunked_prefill_size` says otherwise."""
-MAX_SLOTS = 512
-"""Logit rows computed at once: 512 rows of a 152k vocabulary take 311 MB in float32."""
 
 DRAFT_CONTEXT_BYTES = 2**30
 """Host memory for what contexts have said; the one that was not used for longest is forgotten."""
@@ -63,15 +59,13 @@ def load_engine(config: DriverConfig, rank: Rank = ALONE) -> tuple[Planner, Sgla
         state_slots=states.slots if states else 0,
         state_bytes=states.slot_bytes if states else 0,
     )
-    chunk = options.chunked_prefill_size
-    if chunk is None or chunk <= 0:
-        chunk = CHUNK_TOKENS[runner.device]
     obstacle = support.mask_obstacle(runner)
     if obstacle is not None:
         logger.info("attention masks that are not causal are refused: %s", obstacle)
     vision = find_vision(runner)
     if vision is None and model_config.is_multimodal:
         logger.info("the model is served without its media: the driver has no way for them")
+    chunk = chunk_tokens(runner.device, options.chunked_prefill_size)
     planner = Planner(
         page_size=facts.page_size,
         total_pages=facts.total_pages,

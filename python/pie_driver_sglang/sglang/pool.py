@@ -102,6 +102,11 @@ class PagePools:
         """Pages of the host's pool."""
         return self._host.shape[0]
 
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of the device's pages."""
+        return sum(buffer.numel() * buffer.itemsize for buffer in self._buffers)
+
     def copy(self, direction: str, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copies pages; see :meth:`pie_driver_sglang.engine.Engine.copy_pages`."""
         match direction:

@@ -22,7 +22,7 @@ const SHARED: usize = 128;
 const SHARED_AT_ONCE: usize = 256;
 /// A match in the texts of others counts as so many tokens shorter: what a context says again is its own more often than
 /// another's.
-pub(crate) const HANDICAP: usize = 1;
+const HANDICAP: usize = 1;
 /// What a context takes beside its text: it is an entry of a list and of a table.
 const CONTEXT_BYTES: usize = size_of::<(u64, Context)>() + 6 * size_of::<usize>();
 /// Tokens that are repeated before them, so that their contexts are not cut short.

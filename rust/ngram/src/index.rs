@@ -13,12 +13,16 @@
 //! **Paths are one token longer than matches,** because counting the continuations of the longest match needs the counts
 //! of contexts one token longer.
 //!
+//! **Appending waits for memory** once an index outgrows the caches, so what belongs together lies together: a node has its
+//! first two edges with it, half a cache line in all, and only the others are in a hash table. New nodes lie next to each
+//! other.
+//!
 //! **Rewinding is appending backwards.** Nodes are numbered in the order of their making, so the last token's is the last
 //! one; a continuation that was replaced is remembered in `undo`.
 
 use std::mem;
 
-use crate::table::{Child, Inner, LARGEST, Table};
+use crate::table::{Child, Edge, Inner, LARGEST, Table};
 use crate::undo::Undo;
 
 /// Stands before the first token of a text, and between texts. It matches itself, and no context extends beyond it.
@@ -27,8 +31,9 @@ pub(crate) const BOUNDARY: u32 = LARGEST;
 /// The node above all; the only one without an occurrence.
 const ROOT: Inner = Inner { id: 0, depth: 0 };
 
-/// Contexts that share their last `depth` tokens.
-#[derive(Clone, Copy, Debug, Default)]
+/// Contexts that share their last `depth` tokens. None lies across two cache lines.
+#[derive(Clone, Copy, Debug)]
+#[repr(align(32))]
 struct Node {
     /// Position of one occurrence of the most frequent continuation; the one before it is an occurrence of the node.
     best: u32,
@@ -39,6 +44,21 @@ struct Node {
     /// Position of another continuation: the last one that was not the best, or was replaced as that. A boundary if there
     /// is none.
     second: u32,
+    /// The first two edges; most nodes have no more. Edges go in the reverse order of their coming, so with a place free
+    /// here none is in the table.
+    edges: [Edge; 2],
+}
+
+impl Default for Node {
+    fn default() -> Self {
+        Self {
+            best: 0,
+            best_count: 0,
+            count: 0,
+            second: 0,
+            edges: [Edge::NONE; 2],
+        }
+    }
 }
 
 impl Inner {
@@ -77,7 +97,8 @@ pub(crate) struct Index {
     /// Position of the last boundary.
     segment: usize,
     nodes: Vec<Node>,
-    edges: Table,
+    /// The edges that nodes have no place for.
+    more_edges: Table,
     /// What seconds were replaced: position, and whether the best's count rose. `None` if nothing is ever rewound.
     undo: Option<Undo>,
     /// The last position's nodes, from the root down.
@@ -87,6 +108,10 @@ pub(crate) struct Index {
 
 /// How many of the continuations that are not the best a second is taken for.
 pub(crate) const SECOND: f64 = 0.75;
+/// Occurrences behind which more of them prove nothing.
+const EVIDENCE: f64 = 1.5;
+/// What never followed a match counts as so many occurrences, shared among its length and one.
+const NOVEL: f64 = 2.5;
 
 /// In a word of `undo`: the best before had one occurrence less.
 const ROSE: u32 = 1 << 31;
@@ -99,7 +124,7 @@ impl Index {
             text: vec![BOUNDARY],
             segment: 0,
             nodes: vec![Node::default()],
-            edges: Table::default(),
+            more_edges: Table::default(),
             undo: rewinds.then(Undo::default),
             path: Vec::new(),
             spare: Vec::new(),
@@ -130,11 +155,39 @@ impl Index {
             + paths * size_of::<Inner>()
             + undo
             + self.nodes.capacity() * size_of::<Node>()
-            + self.edges.bytes()
+            + self.more_edges.bytes()
     }
 
     fn node(&self, id: u32) -> &Node {
         &self.nodes[id as usize]
+    }
+
+    /// What the edge of node `id` that starts with `token` leads to.
+    fn edge(&self, id: u32, token: u32) -> Option<Child> {
+        let edges = &self.node(id).edges;
+        match edges.iter().find(|edge| edge.starts_with(token)) {
+            Some(edge) => Some(edge.child()),
+            None if edges[1].is_none() => None,
+            None => self.more_edges.get(id, token),
+        }
+    }
+
+    /// Adds an edge, or lets it lead elsewhere.
+    fn set_edge(&mut self, id: u32, token: u32, child: Child) {
+        let mut edges = self.nodes[id as usize].edges.iter_mut();
+        match edges.find(|edge| edge.is_none() || edge.starts_with(token)) {
+            Some(edge) => *edge = Edge::new(token, child),
+            None => self.more_edges.set(id, token, child),
+        }
+    }
+
+    /// Removes the edge of node `id` that came last.
+    fn remove_edge(&mut self, id: u32, token: u32) {
+        let mut edges = self.nodes[id as usize].edges.iter_mut();
+        match edges.find(|edge| edge.starts_with(token)) {
+            Some(edge) => *edge = Edge::NONE,
+            None => self.more_edges.remove(id, token),
+        }
     }
 
     /// The token `back` before position `at`.
@@ -156,7 +209,7 @@ impl Index {
         let (mut node, mut below) = (ROOT, None);
         // Edges are told apart by their first tokens alone; one comparison at the end finds where they differ.
         while node.depth() < length {
-            below = self.edges.get(node.id, token(node.depth()));
+            below = self.edge(node.id, token(node.depth()));
             let Some(Child::Node(inner)) = below else {
                 break;
             };
@@ -272,7 +325,7 @@ impl Index {
         let branch = self.before(position, parent.depth());
         let Some(below) = reached.below else {
             if matched < length {
-                self.edges.set(parent.id, branch, Child::Leaf(position));
+                self.set_edge(parent.id, branch, Child::Leaf(position));
             }
             return;
         };
@@ -281,9 +334,12 @@ impl Index {
                 best: leaf + 1,
                 best_count: self.continuations(leaf),
                 count: 1,
-                second: 0,
+                ..Node::default()
             },
-            Child::Node(inner) => *self.node(inner.id),
+            Child::Node(inner) => Node {
+                edges: [Edge::NONE; 2],
+                ..*self.node(inner.id)
+            },
         };
         let best = known.best;
         let id = self.nodes.len() as u32;
@@ -295,12 +351,12 @@ impl Index {
         push(&mut self.nodes, node);
         push(path, Inner { id, depth });
         let child = Child::Node(Inner { id, depth });
-        self.edges.set(parent.id, branch, child);
+        self.set_edge(parent.id, branch, child);
         // The whole context again: the node takes the leaf's place.
         if matched < length {
-            self.edges.set(id, self.before(best - 1, matched), below);
+            self.set_edge(id, self.before(best - 1, matched), below);
             let token = self.before(position, matched);
-            self.edges.set(id, token, Child::Leaf(position));
+            self.set_edge(id, token, Child::Leaf(position));
         }
     }
 
@@ -345,7 +401,7 @@ impl Index {
         }
         let Some(last) = self.path.pop() else {
             let token = self.before(position, 0);
-            return self.edges.remove(ROOT.id, token);
+            return self.remove_edge(ROOT.id, token);
         };
         let (id, depth) = (last.id, last.depth());
         let Node { best, count, .. } = *self.node(id);
@@ -354,8 +410,8 @@ impl Index {
         let below = if depth == length {
             Child::Leaf(best - 1)
         } else {
-            self.edges.remove(id, self.before(position, depth));
-            let other = self.edges.get(id, self.before(best - 1, depth));
+            self.remove_edge(id, self.before(position, depth));
+            let other = self.edge(id, self.before(best - 1, depth));
             other.unwrap_or(Child::Leaf(best - 1))
         };
         let others = match below {
@@ -366,11 +422,11 @@ impl Index {
             return;
         }
         if depth < length {
-            self.edges.remove(id, self.before(best - 1, depth));
+            self.remove_edge(id, self.before(best - 1, depth));
         }
         let parent = self.path.last().copied().unwrap_or(ROOT);
         let branch = self.before(position, parent.depth());
-        self.edges.set(parent.id, branch, below);
+        self.set_edge(parent.id, branch, below);
         debug_assert_eq!(id as usize + 1, self.nodes.len());
         self.nodes.truncate(id as usize);
     }
@@ -403,7 +459,7 @@ impl Index {
         let mut node = ROOT;
         while node.depth() < length {
             let token = self.text[last - node.depth()];
-            let Some(Child::Node(inner)) = self.edges.get(node.id, token) else {
+            let Some(Child::Node(inner)) = self.edge(node.id, token) else {
                 break;
             };
             self.path.push(inner);
@@ -516,7 +572,7 @@ impl Index {
                     best: leaf + 1,
                     best_count: 1,
                     count: 1,
-                    second: 0,
+                    ..Node::default()
                 },
                 Child::Node(node) => *self.node(node.id),
             };
@@ -566,9 +622,11 @@ pub(crate) struct Candidate {
 }
 
 /// The share of `count` in `all` that followed a match, with room for what never did: the longer the match, the less likely
-/// is that.
+/// is that. More occurrences than [`EVIDENCE`] leave no less room: a text that repeats itself has many, and they say little
+/// of what another text, or the same one behind its next change, goes on with.
 pub(crate) fn share(count: f64, all: f64, length: usize) -> f64 {
-    count / (all + 2.0 / (length as f64 + 1.0))
+    let seen = all.min(EVIDENCE);
+    count / all * seen / (seen + NOVEL / (length as f64 + 1.0))
 }
 
 /// What a linear draft shall be.
@@ -581,10 +639,10 @@ pub(crate) struct Draft {
     pub(crate) open: bool,
 }
 
-/// Pushes with growth by an eighth: these are the large vectors, and doubling would leave half of them empty.
+/// Pushes with growth by a quarter: these are the large vectors, and doubling would leave half of them empty.
 pub(crate) fn push<T>(vector: &mut Vec<T>, value: T) {
     if vector.len() == vector.capacity() {
-        vector.reserve_exact(vector.capacity() / 8 + 16);
+        vector.reserve_exact(vector.capacity() / 4 + 16);
     }
     vector.push(value);
 }

@@ -1,10 +1,10 @@
-//! The edges of a trie: (node, token) to child, in one hash table that grows in small steps.
+//! Edges of a trie: (node, token) to child, in one hash table that grows in small steps.
 //!
 //! Extendible hashing: a directory over the hash's leading bits names segments, and a full segment is split in two. Below
 //! its largest size a segment grows by a quarter. So no insertion moves more than one segment's slots, and the load stays
 //! between two thirds and [`FULL`] at every size. Within a segment: linear probing, and removal that shifts back.
 //!
-//! A slot also knows how deep its child lies, so that a descent reads no nodes: each would be one more wait for memory.
+//! An edge also knows how deep its child lies, so that a descent need not wait for the child's node to know.
 
 /// Slots of the largest segment.
 const SEGMENT: usize = 1024;
@@ -36,37 +36,41 @@ pub(crate) const LARGEST: u32 = (1 << TOKEN_BITS) - 1;
 const TOKEN_BITS: u32 = 24;
 const LEAF: u32 = 1 << 31;
 
-#[derive(Clone, Copy, Debug)]
-struct Slot {
-    node: u32,
+/// An edge from a node that is known otherwise, or none.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Edge {
     /// The edge's first token, and above it the depth of an inner child less one.
     token: u32,
     /// An inner node, or a position with [`LEAF`].
     child: u32,
 }
 
-/// No child has this word: positions end below it.
-const EMPTY: Slot = Slot {
-    node: 0,
-    token: 0,
-    child: u32::MAX,
-};
+impl Edge {
+    /// No child has this word: positions end below it.
+    pub(crate) const NONE: Self = Self {
+        token: 0,
+        child: u32::MAX,
+    };
 
-impl Slot {
-    fn new(node: u32, token: u32, child: Child) -> Self {
+    pub(crate) fn new(token: u32, child: Child) -> Self {
         let (child, depth) = match child {
             Child::Node(Inner { id, depth }) => (id, depth - 1),
             Child::Leaf(position) => (position | LEAF, 0),
         };
         let token = token | depth << TOKEN_BITS;
-        Self { node, token, child }
+        Self { token, child }
     }
 
     fn token(self) -> u32 {
         self.token & LARGEST
     }
 
-    fn child(self) -> Child {
+    /// Whether this is the edge that starts with `token`.
+    pub(crate) fn starts_with(self, token: u32) -> bool {
+        self.token() == token && !self.is_none()
+    }
+
+    pub(crate) fn child(self) -> Child {
         if self.child & LEAF != 0 {
             return Child::Leaf(self.child & !LEAF);
         }
@@ -75,12 +79,29 @@ impl Slot {
         Child::Node(Inner { id, depth })
     }
 
+    pub(crate) fn is_none(self) -> bool {
+        self.child == Self::NONE.child
+    }
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Slot {
+    node: u32,
+    edge: Edge,
+}
+
+const EMPTY: Slot = Slot {
+    node: 0,
+    edge: Edge::NONE,
+};
+
+impl Slot {
     fn is_empty(self) -> bool {
-        self.child == EMPTY.child
+        self.edge.is_none()
     }
 
     fn hash(self) -> u64 {
-        hash(self.node, self.token())
+        hash(self.node, self.edge.token())
     }
 }
 
@@ -125,7 +146,7 @@ impl Segment {
         let mut index = self.home(hash);
         loop {
             let slot = self.slots[index];
-            if slot.is_empty() || (slot.node == node && slot.token() == token) {
+            if slot.is_empty() || (slot.node == node && slot.edge.token() == token) {
                 return index;
             }
             index = self.after(index);
@@ -133,7 +154,7 @@ impl Segment {
     }
 
     fn put(&mut self, slot: Slot) {
-        let index = self.find(slot.node, slot.token(), slot.hash());
+        let index = self.find(slot.node, slot.edge.token(), slot.hash());
         self.taken += usize::from(self.slots[index].is_empty());
         self.slots[index] = slot;
     }
@@ -218,7 +239,7 @@ impl Table {
         let &segment = self.directory.get(prefix(hash, self.bits))?;
         let segment = &self.segments[segment as usize];
         let slot = segment.slots[segment.find(node, token, hash)];
-        (!slot.is_empty()).then(|| slot.child())
+        (!slot.is_empty()).then(|| slot.edge.child())
     }
 
     /// Adds an edge, or lets it lead elsewhere.
@@ -234,7 +255,10 @@ impl Table {
             self.make_room(number);
             number = self.directory[prefix(hash, self.bits)] as usize;
         }
-        self.segments[number].put(Slot::new(node, token, child));
+        self.segments[number].put(Slot {
+            node,
+            edge: Edge::new(token, child),
+        });
     }
 
     /// Removes an edge, if it is there.

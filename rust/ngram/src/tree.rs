@@ -4,8 +4,11 @@ use std::cmp::{Ordering, Reverse};
 use std::collections::BinaryHeap;
 
 use crate::copying::RESUMED;
-use crate::drafter::HANDICAP;
 use crate::index::{Candidate, Index, Scratch, share};
+
+/// A match in the texts of others counts as so many tokens shorter. That is one more than in a draft without branches: what
+/// comes behind the context's own continuations is tried, too.
+pub(crate) const HANDICAP: usize = 2;
 
 /// The parent of a tree's first tokens: the context's last one.
 pub const ROOT: u32 = u32::MAX;

@@ -320,6 +320,20 @@ fn what_is_known_is_not_learnt_again() {
 }
 
 #[test]
+fn a_text_that_repeats_itself_leaves_room_in_trees() {
+    let mut run = new(10_000, usize::MAX);
+    run.say(1, 0, &[4, 5, 6, 7, 8].repeat(30));
+    run.say(2, 0, &[5, 20, 21, 22].repeat(40));
+    (1..3).for_each(|id| run.drafter.release(id));
+    run.say(3, 0, &[9, 4, 5]);
+    let mut tree = Tree::default();
+    run.drafter.tree(3, 12, &mut tree);
+    let first = tree.tokens().iter().zip(tree.parents());
+    let first = first.filter(|&(_, &parent)| parent == crate::ROOT);
+    assert_eq!(first.map(|(&token, _)| token).collect::<Vec<_>>(), [6, 20]);
+}
+
+#[test]
 fn what_was_said_before_is_not_shared_again() {
     let mut run = new(10_000, usize::MAX);
     let text: Vec<u32> = (0..1000).collect();

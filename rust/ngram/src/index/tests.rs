@@ -79,10 +79,12 @@ fn check_foreign(index: &Index, suffix: &[u32], shortest: usize) {
 
 /// Everything that later appends and rewinds depend on.
 fn state(index: &Index) -> impl PartialEq + std::fmt::Debug + use<> {
-    let nodes = index
-        .nodes
-        .iter()
-        .map(|node| [node.best, node.best_count, node.count, node.second]);
+    let nodes = index.nodes.iter().map(|node| {
+        (
+            [node.best, node.best_count, node.count, node.second],
+            node.edges,
+        )
+    });
     (
         index.text.clone(),
         nodes.collect::<Vec<_>>(),

@@ -1,10 +1,10 @@
 //! Trees against ones that are grown by searching everything.
 
 use super::{copies, expected, texts};
-use crate::drafter::{Drafter, HANDICAP};
+use crate::drafter::Drafter;
 use crate::index::{BOUNDARY, SECOND, share};
 use crate::naive::Naive;
-use crate::tree::{ROOT, Tree};
+use crate::tree::{HANDICAP, ROOT, Tree};
 
 /// The most frequent continuation of each match and the second one, the longest first: length, token and share.
 fn candidates(

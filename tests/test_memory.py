@@ -1,0 +1,219 @@
+"""The memory of models that start, of those that cannot, and what is said about it."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import re
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+import architectures
+import drivers
+import memory_process
+import tiny_models
+from drivers import StartFailedError, write_config
+from pie_driver_sglang.errors import StartError
+
+PAGE = 16
+GPU_FREE = 1536 << 20
+"""Free bytes of the GPU that the planner and SGLang are made to see."""
+TINY = ("llama", "llama-tied", "qwen3", "gemma3", "qwen3-vl", "pocket")
+ERRORS = {"gemma3": 0.01, "qwen3-vl": 0.3}
+"""Relative errors of weights: a scale for each norm, and the rotary table of a vision encoder,
+which has 8,192 rows however small the encoder is."""
+
+# Random weights: little of them, and much KV.
+WIDE = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "head_dim": 64,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float32",
+}
+WIDE_TOKEN = 4 * 32 * 2 * 64 * 4
+
+pytestmark = pytest.mark.engine
+
+
+def load(config: Path, log: Path, free: int | None = None, lost: int = 0) -> Any:
+    """What `memory_process.load` sends."""
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    process = drivers.fork_call(memory_process.load, (str(config), free, sender, str(log), lost))
+    return _received(receiver, sender, process, log)
+
+
+def _received(receiver: Any, sender: Any, process: drivers.Process, log: Path) -> Any:
+    sender.close()
+    with receiver:
+        assert receiver.poll(90.0), log.read_text()
+        try:
+            found = receiver.recv()
+        except EOFError:
+            pytest.fail(log.read_text())
+    assert process.wait(20.0) == 0
+    return found
+
+
+def wide_model(folder: Path, **changes: Any) -> Path:
+    """The shape of a model whose weights are made up."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(WIDE | changes))
+    return folder
+
+
+def refused(config: Path) -> tuple[str, str]:
+    """The line and the hint with which a start ends, without a traceback."""
+    with pytest.raises(StartFailedError) as caught:
+        drivers.fork(config)
+    log = caught.value.stderr
+    assert "Traceback" not in log
+    line, _, hint = log.strip().rpartition("\n\nhint: ")
+    return line.splitlines()[-1], hint
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_the_plan_is_what_is_loaded(name: str, models_folder: Path, tmp_path: Path) -> None:
+    config = write_config(tmp_path, tiny_models.snapshot(name, models_folder))
+    plan, loaded, _ = load(config, tmp_path / "log")
+    assert loaded.tokens == plan.tokens >= 65_536
+    assert loaded.kv == plan.kv
+    assert loaded.weights == pytest.approx(plan.weights, rel=ERRORS.get(name, 0.002))
+
+
+@pytest.mark.parametrize("targets", [["all"], ["q_proj", "down_proj"], ["qkv_proj", "lm_head"]])
+def test_adapters_take_what_was_planned(
+    targets: list[str], models_folder: Path, tmp_path: Path
+) -> None:
+    options = {"enable_lora": True, "max_lora_rank": 8, "max_loras_per_batch": 3}
+    options |= {"max_loaded_loras": 3, "lora_target_modules": targets}
+    config = write_config(tmp_path, tiny_models.snapshot("llama", models_folder), options=options)
+    plan, loaded, _ = load(config, tmp_path / "log")
+    assert loaded.adapters == plan.adapters > 0
+
+
+@pytest.mark.parametrize("ratio", [None, 0.05, 0.2])
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_sglang_divides_a_gpu_as_planned(
+    name: str, ratio: float | None, models_folder: Path, tmp_path: Path
+) -> None:
+    options = {} if ratio is None else {"mem_fraction_static": ratio}
+    config = write_config(tmp_path, tiny_models.snapshot(name, models_folder), options=options)
+    plan, loaded, _ = load(config, tmp_path / "log", GPU_FREE)
+    assert plan.device.name == "cuda:0"
+    assert ratio is None or plan.fraction == ratio
+    assert plan.tokens > 10_000
+    assert loaded.tokens == pytest.approx(plan.tokens, rel=0.01)
+
+
+def test_a_gpu_that_others_fill_meanwhile_ends_the_start(
+    models_folder: Path, tmp_path: Path
+) -> None:
+    config = write_config(tmp_path, tiny_models.snapshot("llama", models_folder))
+    error = load(config, tmp_path / "log", GPU_FREE, lost=GPU_FREE)
+    assert isinstance(error, StartError)
+    assert str(error).startswith("cuda:0 has room for 0 tokens of KV, less than one context of 512")
+    assert "another process took memory" in str(error)
+
+
+def test_there_is_one_pool(models_folder: Path, tmp_path: Path) -> None:
+    config = write_config(tmp_path, tiny_models.snapshot("llama", models_folder))
+    plan, loaded, storages = load(config, tmp_path / "log")
+    # Keys and values of two layers, each with a page for padding.
+    page = PAGE * plan.token_bytes // 4
+    assert storages == [loaded.kv // 4 + page] * 4
+
+
+def test_tokens_take_what_sglang_counts(models_folder: Path, tmp_path: Path) -> None:
+    names = list(architectures.ARCHITECTURES)
+    snapshots = [str(architectures.build(name, models_folder)) for name in names]
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    log = tmp_path / "log"
+    process = drivers.fork_call(memory_process.count_tokens, (snapshots, sender, str(log)))
+    found = _received(receiver, sender, process, log)
+    for name, counts in zip(names, found, strict=True):
+        for ours, theirs, state in counts:
+            assert ours == theirs, name
+            assert (state > 0) == (name == "Qwen3-Next"), name
+
+
+def test_a_start_prints_its_plan_and_what_became_of_it(llama_driver: drivers.Driver) -> None:
+    log = llama_driver.logged("memory planned for cpu", "memory as it is (as planned)")
+    tokens = llama_driver.caps["total_pages"] * PAGE
+    assert log.index("memory planned for cpu") < log.index("memory as it is (as planned)")
+    for row in ("total", "weights", "activations", "tables", "reserve", "KV"):
+        assert re.search(rf"^  {row} +[\d.,]+ [MG]iB", log, flags=re.MULTILINE), row
+    assert f"{tokens:,} tokens of 512 bytes in {tokens // PAGE:,} pages of {PAGE}" in log
+    assert f"{tokens:,} tokens ({tokens:,})" in log
+
+
+def test_ranks_take_what_was_planned_for_each(tmp_path: Path) -> None:
+    config = write_config(
+        tmp_path, tiny_models.POCKET, activation_dtype="bfloat16", **drivers.spread(2)
+    )
+    with drivers.fork(config) as driver:
+        log = driver.logged("memory as it is (as planned)")
+    assert driver.stop() == 0
+    assert re.search(r"weights +[\d.]+ MiB  of which every rank has 0\.\d MiB", log)
+    found = re.search(r"planned\): weights ([\d.]+) MiB \(([\d.]+) MiB\), KV (\S+) MiB", log)
+    assert found is not None
+    real, planned, _ = map(float, found.groups())
+    assert real == pytest.approx(planned, abs=0.11)
+    whole = (tiny_models.POCKET / "model.safetensors").stat().st_size / 2**20
+    assert whole / 2 < real < whole / 2 * 1.1
+
+
+def test_a_share_without_room_for_a_context_names_one_with_it(tmp_path: Path) -> None:
+    # About three hundredths of the memory.
+    context = int(psutil.virtual_memory().available * 0.03) // WIDE_TOKEN // PAGE * PAGE
+    model = wide_model(tmp_path / "wide", max_position_embeddings=context)
+    options: dict[str, Any] = {"load_format": "dummy", "mem_fraction_static": 0.01}
+    config = write_config(tmp_path, model, options=options)
+    line, hint = refused(config)
+    assert "option `mem_fraction_static` is 0.01" in line
+    assert f"{context:,} tokens of KV" in line
+    found = re.fullmatch(r"set `mem_fraction_static = (0\.\d+)` in the options", hint)
+    assert found is not None
+    # What is free may be a little less by now.
+    options["mem_fraction_static"] = float(found[1]) * 1.1
+    with drivers.fork(write_config(tmp_path, model, options=options)) as driver:
+        assert driver.caps["total_pages"] * PAGE >= context
+    assert driver.stop() == 0
+
+
+def test_a_context_that_is_too_long_names_one_that_fits(tmp_path: Path) -> None:
+    # Twice the memory, in few tokens: requests, too, must have room for a context.
+    token = 16 * WIDE_TOKEN
+    context = psutil.virtual_memory().total * 2 // token // PAGE * PAGE
+    model = wide_model(tmp_path / "wide", max_position_embeddings=context, num_hidden_layers=64)
+    config = write_config(tmp_path, model, options={"load_format": "dummy"})
+    line, hint = refused(config)
+    assert "the model needs more than the" in line
+    found = re.fullmatch(r"set `context_length = (\d+)` in the options", hint)
+    assert found is not None
+    assert 0 < int(found[1]) * token < psutil.virtual_memory().total
+
+
+def test_weights_that_are_too_large_are_refused_before_they_are_read(tmp_path: Path) -> None:
+    layers = psutil.virtual_memory().total // (4 * 3 * 8192 * 8192) + 1
+    model = wide_model(
+        tmp_path / "large",
+        hidden_size=8192,
+        intermediate_size=8192,
+        num_hidden_layers=layers,
+        max_position_embeddings=64,
+    )
+    line, hint = refused(write_config(tmp_path, model, options={"load_format": "dummy"}))
+    assert "the model needs more than the" in line
+    assert re.search(r"weights [\d.,]+ GiB", line)
+    assert hint == "free memory, or choose a smaller or a quantized model"

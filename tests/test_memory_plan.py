@@ -1,0 +1,384 @@
+"""The memory plan: what it leaves free, what it refuses, and whether its way out is one."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from pie_driver_sglang.errors import StartError
+from pie_driver_sglang.limits import ladder
+from pie_driver_sglang.memory_plan import (
+    ANY_RANKS,
+    CPU_POOL_TOKENS,
+    EVERYWHERE,
+    GIB,
+    TRIED_FRACTION,
+    Device,
+    Loaded,
+    Model,
+    Part,
+    Settings,
+    as_tried,
+    comparison,
+    plan_memory,
+    table,
+    used,
+    wanted_reserve,
+)
+from pie_driver_sglang.memory_refusal import (
+    exceeded,
+    find_doubt,
+    find_remedy,
+    require_fit,
+    shrunk,
+)
+
+PAGE = 16
+H200 = Device("cuda:0", 140 * GIB, 139 * GIB)
+# Qwen3-0.6B in bfloat16: 28 layers, 16 heads and 8 for keys and values, 128 wide.
+QWEN = Model(
+    weights=(Part(1_192_099_840, ANY_RANKS), Part(21_102_592, EVERYWHERE)),
+    token_bytes=Part(28 * 8 * 2 * 128 * 2, 8),
+    row_numbers=(Part(9216, ANY_RANKS),),
+    itemsize=2,
+    hidden_size=1024,
+    layers=28,
+    vocabulary=151_936,
+    heads=16,
+    head_dim=128,
+)
+USUAL = Settings(context_length=40_960, page_size=PAGE, requests=256, chunk_tokens=8192, slots=512)
+
+FIELDS = {
+    "mem_fraction_static": "fraction",
+    "context_length": "context_length",
+    "max_loras_per_batch": "adapter_slots",
+    "chunked_prefill_size": "chunk_tokens",
+    "cuda_graph_max_bs": "requests",
+    "tensor_parallel_size": "ranks",
+}
+"""What a key of the configuration changes."""
+
+parts = st.builds(Part, st.integers(0, 8 * GIB), st.sampled_from([1, 2, 8, ANY_RANKS]))
+models = st.builds(
+    Model,
+    weights=st.lists(parts, max_size=3).map(tuple),
+    token_bytes=st.builds(Part, st.integers(64, 2**22), st.sampled_from([1, 4, 8])),
+    row_numbers=st.builds(Part, st.integers(0, 200_000), st.just(ANY_RANKS)).map(lambda p: (p,)),
+    itemsize=st.sampled_from([2, 4]),
+    hidden_size=st.integers(64, 16_384),
+    layers=st.integers(1, 120),
+    vocabulary=st.integers(256, 262_144),
+    heads=st.sampled_from([1, 8, 32, 64]),
+    head_dim=st.sampled_from([64, 128, 256]),
+    state_bytes=st.sampled_from([0, 0, 2**20]),
+    adapter_bytes=st.integers(0, 2**23),
+    image_bytes=st.integers(0, 2**20),
+)
+settings_ = st.builds(
+    Settings,
+    context_length=st.integers(1, 262_144),
+    page_size=st.sampled_from([1, 16, 64]),
+    requests=st.integers(1, 1024),
+    chunk_tokens=st.sampled_from([256, 2048, 8192, 65_536]),
+    slots=st.just(512),
+    ranks=st.sampled_from([1, 2, 4]),
+    fraction=st.none(),
+    workspace_bytes=st.sampled_from([0, 2**29]),
+    captures=st.booleans(),
+    triton_tables=st.booleans(),
+    swap_bytes=st.sampled_from([0, GIB]),
+    adapter_slots=st.sampled_from([0, 0, 8, 64]),
+    adapter_rank=st.sampled_from([16, 64]),
+    image_tokens=st.sampled_from([0, 1024]),
+)
+names = st.sampled_from(["cpu", "cuda:0"])
+sizes = st.integers(1, 200 * GIB)
+fractions = st.integers(10, 990).map(lambda thousandths: thousandths / 1000)
+
+
+@st.composite
+def devices(draw: st.DrawFn, least: int = 1) -> Device:
+    free = draw(st.integers(least, 200 * GIB))
+    return Device(draw(names), free + draw(st.integers(0, 8 * GIB)), free)
+
+
+@given(devices(), models, settings_, st.none() | fractions)
+def test_the_rows_add_up_to_what_is_free(
+    device: Device, model: Model, settings: Settings, fraction: float | None
+) -> None:
+    plan = plan_memory(device, model, settings._replace(fraction=fraction))
+    assert used(plan) + plan.reserve == device.free
+    assert plan.tokens >= 0
+    assert plan.tokens % plan.page_size == 0
+    if fraction is not None:
+        assert plan.fraction == fraction
+
+
+@given(devices(least=48 * GIB), models, settings_)
+def test_the_default_leaves_its_reserve_and_no_more(
+    device: Device, model: Model, settings: Settings
+) -> None:
+    plan = plan_memory(device, model, settings)
+    assume(plan.tokens)
+    wanted = wanted_reserve(device, model, settings)
+    assert plan.reserve >= wanted
+    if not device.is_host:
+        # Two more pages would be too much: one is lost by rounding.
+        page = plan.page_size * (plan.token_bytes + 48) + 16
+        assert plan.reserve - 2 * page < wanted + 16
+
+
+def test_the_default_is_no_more_than_was_tried_unless_the_model_needs_it() -> None:
+    safe = plan_memory(H200, QWEN, USUAL)
+    assert as_tried(safe, QWEN, USUAL).fraction == TRIED_FRACTION < safe.fraction
+    large = QWEN._replace(weights=(Part(120 * GIB, ANY_RANKS),))
+    needed = plan_memory(H200, large, USUAL)
+    assert needed.fits(USUAL)
+    assert as_tried(needed, large, USUAL) == needed
+    for device, settings in (
+        (H200, USUAL._replace(fraction=0.9)),
+        (H200._replace(name="cpu"), USUAL),
+        (H200._replace(free=12 * GIB), USUAL),
+    ):
+        plan = plan_memory(device, QWEN, settings)
+        assert as_tried(plan, QWEN, settings) == plan
+
+
+@given(devices(), models, settings_, st.integers(0, 64 * GIB))
+def test_more_memory_never_means_less_kv(
+    device: Device, model: Model, settings: Settings, more: int
+) -> None:
+    larger = device._replace(total=device.total + more, free=device.free + more)
+    few, many = (plan_memory(each, model, settings) for each in (device, larger))
+    assert many.tokens + settings.page_size >= few.tokens
+
+
+@given(sizes, models, settings_, fractions)
+def test_a_given_fraction_is_used_to_the_last_page(
+    free: int, model: Model, settings: Settings, fraction: float
+) -> None:
+    device = Device("cuda:0", free, free)
+    plan = plan_memory(device, model, settings._replace(fraction=fraction))
+    stays = plan.weights + plan.adapters + plan.state + plan.kv
+    share = int(fraction * free)
+    assert stays <= share or not plan.tokens
+    assert stays + plan.page_size * plan.token_bytes > share
+
+
+@given(st.integers(48 * GIB, 200 * GIB), models, settings_, st.none() | fractions)
+def test_sglang_comes_to_the_same_pool(
+    free: int, model: Model, settings: Settings, fraction: float | None
+) -> None:
+    plan = plan_memory(Device("cuda:0", free, free), model, settings._replace(fraction=fraction))
+    assume(plan.tokens)
+    # SGLang 0.5.17: KVCacheConfigurator._profile_available_bytes, in GiB, then its configurator.
+    left = (free - plan.weights - plan.adapters) / 2**30
+    rest = left - free / 2**30 * (1 - plan.fraction) - plan.state / 2**30
+    tokens = int(rest * 2**30) // plan.token_bytes // plan.page_size * plan.page_size
+    assert abs(tokens - plan.tokens) <= plan.page_size
+
+
+@given(devices(), models, settings_, st.none() | fractions)
+def test_a_named_key_with_its_value_fits(
+    device: Device, model: Model, settings: Settings, fraction: float | None
+) -> None:
+    settings = settings._replace(fraction=fraction)
+    if plan_memory(device, model, settings).fits(settings):
+        assert require_fit(device, model, settings).fits(settings)
+        return
+    with pytest.raises(StartError) as caught:
+        require_fit(device, model, settings)
+    found = re.search(r"`(\w+) = ([\d.]+)`", str(caught.value.hint))
+    if found is None:
+        assert find_remedy(device, model, settings) is None
+        return
+    value = float(found[2]) if found[1] == "mem_fraction_static" else int(found[2])
+    changed = settings._replace(**{FIELDS[found[1]]: value})
+    assert require_fit(device, model, changed).fits(changed)
+
+
+@given(models, settings_)
+def test_a_model_that_needs_nothing_but_memory_is_refused_only_for_that(
+    model: Model, settings: Settings
+) -> None:
+    device = Device("cuda:0", 2**60, 2**60)
+    assert require_fit(device, model, settings).tokens >= settings.context_tokens
+
+
+@given(parts, st.integers(1, 64))
+def test_ranks_have_the_whole_together(part: Part, ranks: int) -> None:
+    assert part.of_rank(ranks) * min(ranks, part.most) >= part.size
+    assert part.of_rank(ranks) <= part.size
+    assert Part(part.size, EVERYWHERE).of_rank(ranks) == part.size
+
+
+def test_others_on_the_device_keep_theirs() -> None:
+    alone = plan_memory(H200, QWEN, USUAL)
+    beside = plan_memory(H200._replace(free=40 * GIB), QWEN, USUAL)
+    assert used(beside) + beside.reserve == 40 * GIB
+    assert beside.tokens < alone.tokens / 3
+
+
+def test_a_host_gives_kv_a_tenth_or_one_context() -> None:
+    host = Device("cpu", 32 * GIB, 20 * GIB)
+    tiny = QWEN._replace(token_bytes=Part(1024, 8))
+    assert plan_memory(host, tiny, USUAL).tokens == 2 * 40_960
+    short = USUAL._replace(context_length=512)
+    assert plan_memory(host, tiny, short).tokens == CPU_POOL_TOKENS
+    # A tenth is 2 GiB.
+    wide = QWEN._replace(token_bytes=Part(2**20, 8))
+    assert plan_memory(host, wide, short).tokens == 2048
+    # More than a tenth, but not more than there is.
+    assert plan_memory(host, wide, USUAL._replace(context_length=8192)).tokens == 8192
+
+
+def test_the_graphs_of_the_measured_shape() -> None:
+    # benches/gpu/RESULTS.md: 28 graphs of up to 256 rows of this shape take 0.30 GiB with triton.
+    assert len(ladder(256)) == 28
+    plan = plan_memory(H200, QWEN, USUAL._replace(triton_tables=True))
+    assert plan.graphs / GIB == pytest.approx(0.30, rel=0.05)
+
+
+TABLE = """\
+memory planned for cuda:0, with `mem_fraction_static = 0.937`
+  total         140.00 GiB  139.00 GiB of it free
+  weights         1.13 GiB
+  activations    965.9 MiB
+  graphs         215.9 MiB
+  tables         121.2 MiB
+  reserve         7.36 GiB
+  KV            129.24 GiB  1,209,984 tokens of 114,688 bytes in 75,624 pages of 16"""
+
+
+def test_the_table() -> None:
+    assert table(plan_memory(H200, QWEN, USUAL)) == TABLE
+
+
+def test_the_table_of_a_rank_names_what_every_rank_has() -> None:
+    settings = USUAL._replace(ranks=2, adapter_slots=8, adapter_rank=64)
+    text = table(plan_memory(H200, QWEN._replace(adapter_bytes=2**20), settings))
+    assert "weights        588.6 MiB  of which every rank has 20.1 MiB" in text
+    assert "adapters       512.0 MiB" in text
+
+
+def test_the_comparison() -> None:
+    plan = plan_memory(H200, QWEN, USUAL)
+    loaded = Loaded(GIB, 0, 0, graphs=2**28, tokens=plan.tokens - 16, kv=plan.kv, free=5 * GIB)
+    assert comparison(plan, loaded) == (
+        "memory as it is (as planned): weights 1.00 GiB (1.13 GiB), graphs 256.0 MiB (215.9 MiB), "
+        "KV 129.24 GiB (129.24 GiB), free 5.00 GiB (8.30 GiB), 1,209,968 tokens (1,209,984)"
+    )
+
+
+def refusal(device: Device, model: Model, **changes: Any) -> tuple[str, str | None]:
+    with pytest.raises(StartError) as caught:
+        require_fit(device, model, USUAL._replace(**changes))
+    return str(caught.value), caught.value.hint
+
+
+def test_a_fraction_that_leaves_too_little_names_the_largest_that_is_safe() -> None:
+    message, hint = refusal(H200, QWEN, fraction=0.995)
+    assert message == (
+        "option `mem_fraction_static` is 0.995, which leaves 711.7 MiB of the 139.00 GiB that are "
+        "free on cuda:0, less than activations 965.9 MiB, graphs 215.9 MiB, tables 124.7 MiB"
+    )
+    assert hint == "set `mem_fraction_static = 0.937` in the options"
+
+
+def test_a_fraction_that_holds_no_context_names_the_smallest_that_does() -> None:
+    message, hint = refusal(H200, QWEN, fraction=0.02)
+    assert message == (
+        "option `mem_fraction_static` is 0.02, which is 2.78 GiB of the 139.00 GiB that are free "
+        "on cuda:0, less than weights 1.13 GiB, 40,960 tokens of KV 4.38 GiB"
+    )
+    assert hint == "set `mem_fraction_static = 0.04` in the options"
+
+
+def test_a_context_that_does_not_fit_names_the_longest_that_does() -> None:
+    message, hint = refusal(H200._replace(free=12 * GIB), QWEN, context_length=131_072)
+    assert message.startswith("the model needs more than the 12.00 GiB that are free on cuda:0")
+    assert "(140.00 GiB in total): weights 1.13 GiB, 131,072 tokens of KV 14.00 GiB" in message
+    assert hint is not None
+    assert hint.startswith("set `context_length = ")
+
+
+def test_weights_that_do_not_fit_name_the_number_of_gpus() -> None:
+    large = QWEN._replace(weights=(Part(200 * GIB, ANY_RANKS),))
+    _, hint = refusal(H200, large)
+    assert hint == "set `tensor_parallel_size = 2` under [model.driver], with as many GPUs"
+    message, hint = refusal(Device("cpu", 64 * GIB, 60 * GIB), large)
+    assert "weights 200.00 GiB" in message
+    assert hint == "free memory, or choose a smaller or a quantized model"
+
+
+def test_long_contexts_are_named_in_digits() -> None:
+    small = QWEN._replace(token_bytes=Part(8192, 8))
+    _, hint = refusal(H200, small, context_length=2**25, requests=1)
+    assert hint is not None
+    found = re.fullmatch(r"set `context_length = (\d+)` in the options", hint)
+    assert found is not None
+    assert int(found[1]) > 10**6
+
+
+def test_a_host_keeps_the_pages_that_it_swaps() -> None:
+    host = Device("cpu", 8 * GIB, 6 * GIB)
+    plain, swapping = (
+        plan_memory(host, QWEN, USUAL._replace(swap_bytes=size)) for size in (0, 2 * GIB)
+    )
+    assert swapping.tables - plain.tables > 2 * GIB
+    gpu = plan_memory(H200, QWEN, USUAL._replace(swap_bytes=2 * GIB))
+    assert gpu.tables < GIB
+
+
+def test_recurrent_models_have_no_graphs() -> None:
+    assert plan_memory(H200, QWEN._replace(state_bytes=2**20), USUAL).graphs == 0
+    assert plan_memory(H200, QWEN, USUAL._replace(captures=False)).graphs == 0
+
+
+def test_passes_that_are_too_long_name_a_length() -> None:
+    full = Device("cuda:0", 24 * GIB, 23 * GIB)
+    _, hint = refusal(full, QWEN, chunk_tokens=2_000_000, context_length=1024)
+    assert hint is not None
+    assert hint.startswith("set `chunked_prefill_size = ")
+
+
+def test_a_larger_share_than_is_safe_is_doubted() -> None:
+    settings = USUAL._replace(fraction=0.98)
+    doubt = find_doubt(plan_memory(H200, QWEN, settings), QWEN, settings)
+    assert doubt is not None
+    safe = plan_memory(H200, QWEN, USUAL).fraction
+    assert doubt.endswith(f"; up to {int(safe * 1000) / 1000} is safe")
+    for fraction in (None, 0.5, int(safe * 1000) / 1000):
+        settings = USUAL._replace(fraction=fraction)
+        assert find_doubt(plan_memory(H200, QWEN, settings), QWEN, settings) is None
+
+
+def test_a_device_that_runs_out_although_the_plan_fits_names_a_smaller_share() -> None:
+    plan = plan_memory(H200, QWEN, USUAL._replace(fraction=0.9))
+    error = exceeded(plan, "tried to allocate 2.00 GiB")
+    assert str(error) == "cuda:0 has less memory than was planned with: tried to allocate 2.00 GiB"
+    assert error.hint == "set `mem_fraction_static = 0.85` in the options"
+    tiny = exceeded(plan._replace(fraction=0.02), "")
+    assert tiny.hint == "set `mem_fraction_static = 0.01` in the options"
+
+
+def test_a_pool_that_became_too_small_says_why() -> None:
+    plan = plan_memory(H200, QWEN, USUAL._replace(fraction=0.05))
+    raced = shrunk(plan, 30_000, 40_960, plan.weights)
+    assert str(raced) == (
+        "cuda:0 has room for 30,000 tokens of KV, less than one context of 40,960, where 54,480 "
+        "were planned: another process took memory while the model was loaded"
+    )
+    assert raced.hint == "set `context_length = 30000` in the options"
+    none = shrunk(plan, 0, 40_960, plan.weights)
+    assert none.hint == "end what else uses the device, or choose a smaller model"
+    # With weights of 8 GiB a context takes 12.4 of 139.
+    larger = shrunk(plan, 0, 40_960, 8 * GIB)
+    assert "the weights take 8.00 GiB instead of 1.13 GiB" in str(larger)
+    assert larger.hint == "set `mem_fraction_static = 0.091` in the options"
+    assert 0.091 * H200.free > 8 * GIB + 40_960 * plan.token_bytes
