@@ -1,0 +1,138 @@
+"""Draws `../results/h200.json` as `../plots/*.svg`.
+
+    pip install "matplotlib>=3.10,<4"
+    python benches/gpu/plots.py
+
+The same figures give the same files. A section that the results lack has no plot.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.colors import TwoSlopeNorm
+
+FOLDER = Path(__file__).resolve().parents[1]
+OURS, PEER, HOST = "#1b6ca8", "#b8b8b8", "#d9822b"
+BATCHES = (1, 4, 16, 64, 128, 256)
+LENGTHS = ("128", "512", "1024", "2048", "8192", "32768", "ragged")
+
+Results = dict[str, Any]
+
+
+def load(axes: Axes, results: Results) -> None:
+    """Output tokens per second of the standard workload."""
+    speeds = {
+        "this driver, prefill fa3": results["tokens_per_s_fa3_prefill"]["ours"],
+        "this driver": results["tokens_per_s"]["ours"],
+    }
+    peers = results["tokens_per_s"]["sglang"]
+    speeds |= {f"SGLang, {name}": speed for name, speed in peers.items()}
+    names, values = list(speeds)[::-1], list(speeds.values())[::-1]
+    colors = [PEER if name.startswith("SGLang") else OURS for name in names]
+    axes.bar_label(axes.barh(names, values, color=colors), fmt="{:,.0f}", padding=3)
+    axes.set(xlabel="output tokens/s", xlim=(0, 1.15 * max(values)))
+    axes.set_title("256 requests, Qwen3-0.6B shape, one H200")
+
+
+def steps(axes: Axes, results: Results) -> None:
+    """Decode steps: the device's time and the host's."""
+    rows = [
+        (f"{batch} x {context}", row)
+        for context, batches in results["lane_pie_attention"].items()
+        if context.isdigit()
+        for batch, row in batches.items()
+    ]
+    names = [name for name, _ in rows]
+    device = [row["gpu_us"] / 1000 for _, row in rows]
+    host = [max(0.0, row["overhead_us"]) / 1000 for _, row in rows]
+    axes.bar(names, device, color=OURS, label="GPU")
+    bars = axes.bar(names, host, bottom=device, color=HOST, label="host")
+    axes.bar_label(bars, [f"+{1000 * each:.0f} µs" for each in host], padding=2, fontsize=8)
+    axes.tick_params(axis="x", labelsize=8)
+    axes.set(xlabel="contexts x tokens", ylabel="ms")
+    axes.set_title("A decode step through the ring, Qwen3-0.6B shape")
+    axes.legend(frameon=False)
+
+
+def attention(axes: Axes, results: Results, shape: str) -> None:
+    """The best peer's time over ours, for each step of the grid."""
+    times = {
+        row["work"]: row["best_peer"]
+        for row in results["attention"]["times"]
+        if row["shape"] == shape
+    }
+    grid = [[times.get(f"{batch} x {length}") for length in LENGTHS] for batch in BATCHES]
+    norm = TwoSlopeNorm(1.0, vmin=0.7, vmax=1.3)
+    axes.imshow(grid, cmap="RdYlGn", norm=norm, aspect="auto")
+    for row, values in enumerate(grid):
+        for column, value in enumerate(values):
+            axes.text(column, row, f"{value:.2f}", ha="center", va="center", fontsize=8)
+    axes.set_xticks(range(len(LENGTHS)), LENGTHS)
+    axes.set_yticks(range(len(BATCHES)), [str(batch) for batch in BATCHES])
+    axes.set(xlabel="tokens of a context", ylabel="contexts")
+    axes.set_title(f"Decode attention, {shape}: best peer's time / ours")
+
+
+def drafts(axes: Axes, results: Results) -> None:
+    """Tokens per second with drafts over those without."""
+    kinds = {"text": "pocket's text", "cycles": "greedy cycles", "random": "nothing repeats"}
+    for marker, (kind, name) in zip("os^", kinds.items(), strict=True):
+        rows = results["drafts"][kind]
+        batches, ratios = ([row[key] for row in rows] for key in ("batch", "ratio"))
+        axes.plot(batches, ratios, marker=marker, label=name)
+    axes.axhline(1.0, color="black", linewidth=0.8)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(BATCHES, [str(batch) for batch in BATCHES])
+    axes.set(xlabel="contexts", ylabel="tokens/s with drafts / without", ylim=(0, None))
+    axes.set_title("Drafts of 4 tokens")
+    axes.legend(frameon=False)
+
+
+def ranks(axes: Axes, results: Results) -> None:
+    """Tokens per second of several GPUs over one."""
+    speedups = results["tp"]["speedup"]
+    bars = axes.bar(list(speedups), list(speedups.values()), color=OURS)
+    axes.bar_label(bars, fmt="{:.2f}", padding=2)
+    axes.axhline(2.0, color="black", linewidth=0.8)
+    axes.set(xlabel="contexts x tokens", ylabel="2 GPUs / 1", ylim=(0, 2.2))
+    axes.set_title("Tensor parallelism, Qwen3-14B shape")
+
+
+PLOTS: dict[str, tuple[str, Callable[[Axes, Results], None]]] = {
+    "load": ("tokens_per_s", load),
+    "steps": ("lane_pie_attention", steps),
+    "attention-0.6B": ("attention", lambda axes, results: attention(axes, results, "0.6B")),
+    "attention-14B": ("attention", lambda axes, results: attention(axes, results, "14B")),
+    "drafts": ("drafts", drafts),
+    "ranks": ("tp", ranks),
+}
+"""Each with the section of the results that it draws."""
+
+
+def main() -> None:
+    """Draws everything that there is."""
+    # Without these a file would change with every run.
+    mpl.rcParams.update({"svg.hashsalt": "pie-driver-sglang", "svg.fonttype": "none"})
+    results = json.loads((FOLDER / "results" / "h200.json").read_text())
+    target = FOLDER / "plots"
+    target.mkdir(exist_ok=True)
+    for name, (section, draw) in PLOTS.items():
+        if section not in results:
+            continue
+        figure, axes = plt.subplots(figsize=(7, 3.6), layout="constrained")
+        for side in ("top", "right"):
+            axes.spines[side].set_visible(False)
+        draw(axes, results)
+        figure.savefig(target / f"{name}.svg", metadata={"Date": None})
+        plt.close(figure)
+
+
+if __name__ == "__main__":
+    main()
