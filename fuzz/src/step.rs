@@ -91,8 +91,9 @@ struct Step<'a> {
 }
 
 impl Step<'_> {
-    fn check(&self, StepSize { rows, slots }: StepSize, used: usize, number: u32) {
+    fn check(&self, size: StepSize, used: usize, number: u32) {
         let limits = self.limits;
+        let rows = size.rows;
         let table_rows = limits.max_requests as usize + 1;
         self.below("input_ids", limits.vocab_size as usize);
         self.below("positions", limits.max_positions as usize);
@@ -123,7 +124,7 @@ impl Step<'_> {
         assert!(table.iter().all(|&row| row == 0));
         let told = self.all::<i64>("slot_rows");
         self.below("slot_rows", rows);
-        let sampled = if told.is_empty() { rows } else { slots };
+        let sampled = if told.is_empty() { rows } else { size.slots };
         let temperatures = &self.all::<f32>("temperatures")[sampled..];
         assert!(temperatures.iter().all(|&temperature| temperature < 0.0));
     }

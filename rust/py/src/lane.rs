@@ -71,7 +71,7 @@ impl Lane {
             mask_words,
             results,
         };
-        Self::new(device, memory, &rows, slots, most)
+        Self::new(device, memory, rows, slots, most)
     }
 
     /// Calls of a Python function in place of graphs, for a device that has none.
@@ -100,7 +100,7 @@ impl Lane {
             mask_words,
             results,
         };
-        Self::new(device, memory, &rows, slots, most)
+        Self::new(device, memory, rows, slots, most)
     }
 
     /// Tells the other ranks of a model of every step, so that their lanes run it, too.
@@ -119,7 +119,7 @@ impl Lane {
     fn new(
         device: Box<dyn Launch>,
         memory: Buffers,
-        rows: &[usize],
+        rows: Vec<usize>,
         slots: usize,
         most: usize,
     ) -> PyResult<Self> {
@@ -128,11 +128,11 @@ impl Lane {
                 format!("rows are {rows:?} of {slots} slots; both must be positive, and rows rise");
             return Err(PyValueError::new_err(text));
         }
-        let size = |&rows| StepSize {
+        let size = |rows| StepSize {
             rows,
             slots: slots.min(rows),
         };
-        let sizes: Vec<StepSize> = rows.iter().map(size).collect();
+        let sizes: Vec<StepSize> = rows.into_iter().map(size).collect();
         let bytes = sizes.iter().map(|&size| Layout::graph(size).bytes()).max();
         let results = sizes.iter().map(|size| size.slots).max();
         check("block", &memory.block, bytes.unwrap_or(0))?;
