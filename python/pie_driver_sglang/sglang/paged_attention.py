@@ -27,18 +27,18 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
 
-def install(runner: ModelRunner) -> None:
+def install(runner: ModelRunner, prefill: str | None = None) -> None:
     """Has a loaded model decode with this backend; to be called before it gets its backends.
 
-    SGLang checks its settings against lists of its own backends, so they hear of this one only now.
+    Prefills are computed by the backend `prefill`, or by the one that the settings name. SGLang checks its settings against lists of its own backends, so they hear of this one only now.
     Whether the kernel knows the model's attention is `support.decodes_paged`.
     """
     register_attention_backend(PAGED_DECODE)(PagedDecode)
     args = runner.server_args
-    prefill, _ = args.get_attention_backends()
+    named, _ = args.get_attention_backends()
     args.override(
         "pie_driver_sglang",
-        prefill_attention_backend=prefill,
+        prefill_attention_backend=prefill or named,
         decode_attention_backend=PAGED_DECODE,
     )
     publish(args, role="scheduler")
