@@ -4,8 +4,10 @@ use thiserror::Error;
 
 /// Longest match that an index can look for.
 const DEEPEST: usize = 255;
-/// Positions of an index are 31 bits, with room for what one step may add.
-pub(crate) const LONGEST: usize = 1 << 30;
+/// Tokens of the shared history at most. Positions of an index are 31 bits, of one that can be rewound 30.
+pub(crate) const LARGEST_HISTORY: usize = 1 << 30;
+/// Tokens of a context at most; one that grows beyond starts anew.
+pub(crate) const LONGEST_CONTEXT: usize = 1 << 29;
 
 /// Limits of a [`Drafter`](crate::Drafter).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -49,7 +51,7 @@ pub enum ConfigError {
         longest: usize,
     },
     /// `capacity`.
-    #[error("spec_ngram_capacity is {0}; it must be at most {LONGEST}")]
+    #[error("spec_ngram_capacity is {0}; it must be at most {LARGEST_HISTORY}")]
     Capacity(usize),
 }
 
@@ -68,7 +70,7 @@ impl Config {
         if !(1..=longest).contains(&shortest) {
             return Err(ConfigError::Shortest { shortest, longest });
         }
-        if self.capacity > LONGEST {
+        if self.capacity > LARGEST_HISTORY {
             return Err(ConfigError::Capacity(self.capacity));
         }
         Ok(())

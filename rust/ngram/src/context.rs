@@ -6,7 +6,7 @@
 
 use std::sync::Arc;
 
-use crate::config::LONGEST;
+use crate::config::LONGEST_CONTEXT;
 use crate::copying::Copying;
 use crate::index::{BOUNDARY, Index, Match, Scratch};
 
@@ -221,7 +221,7 @@ impl Context {
     /// Makes `tokens` the context's end, from `position` on. What is known of them already stays as it is; what lies
     /// behind them is forgotten. After a gap the context starts anew.
     pub(crate) fn update(&mut self, position: usize, tokens: &[u32], ledger: &mut Ledger) {
-        let long = self.top.index.len() + tokens.len() > LONGEST;
+        let long = self.top.index.len() + tokens.len() > LONGEST_CONTEXT;
         if position < self.start() || position > self.end() || long {
             self.restart(position, ledger);
         }

@@ -6,7 +6,7 @@ use std::mem;
 use lru::LruCache;
 use rustc_hash::FxBuildHasher;
 
-use crate::config::LONGEST;
+use crate::config::LONGEST_CONTEXT;
 use crate::context::{Context, Ledger};
 use crate::copying::RESUMED;
 use crate::history::History;
@@ -97,9 +97,10 @@ impl Drafts {
 /// Remembers contexts and drafts what they will say next, from what they and others have said.
 ///
 /// The longest match of a context's end decides, where one in the text of others must be two tokens longer than the
-/// context's own. Of the continuations that it had, the most frequent is drafted, of several the newest. The draft goes on
-/// in the same text. Where a context copied its own text and then said something else, a token or two that match just
-/// behind what it copied count as two more.
+/// context's own. Of the continuations that it had, the most frequent is drafted, of several the newest; in the context's
+/// own text the last one, unless another came four times as often as all others. The draft goes on in the same text. Where
+/// a context copied its own text and then said something else, a token or two that match just behind what it copied count
+/// as two more.
 #[derive(Debug)]
 pub struct Drafter {
     config: Config,
@@ -281,7 +282,7 @@ impl Drafter {
     }
 
     fn update(&mut self, context: u64, position: usize, tokens: &[u32]) {
-        let skipped = tokens.len().saturating_sub(LONGEST / 2);
+        let skipped = tokens.len().saturating_sub(LONGEST_CONTEXT);
         let (position, tokens) = (position + skipped, &tokens[skipped..]);
         let depth = self.depth;
         let entry = (self.contexts).get_or_insert_mut(context, || Context::new(depth, position));
@@ -330,6 +331,7 @@ impl Drafter {
         let longer_than = if length == 0 { 0 } else { length + HANDICAP };
         let shared = self.history.as_ref();
         let shared = shared.and_then(|history| history.find(suffix, longer_than, scratch));
+        let newest = shared.is_none();
         let (found, index, open) = match (shared, resumed, own) {
             (Some((found, index)), _, _) => (found, index, false),
             (None, Some(copying), _) => {
@@ -346,6 +348,7 @@ impl Drafter {
             count,
             shortest,
             open,
+            newest,
         };
         index.draft(found, draft, suffix, scratch);
         (start, found.length)

@@ -8,7 +8,8 @@
 //! **Continuations are kept while appending.** How often token `a` followed context `x` is how often `xa` occurred: the count
 //! on the path of the new context, one token deeper. So one descent gives all counts that an append changes, and the
 //! nodes of the path before compare them with their best. Ties go to the newer. What loses the place, or comes without
-//! taking it, is the second, which only trees draft.
+//! taking it, is the second. Where the best came again behind the second, its position moves there, so the larger of both
+//! positions tells which was last.
 //!
 //! **Paths are one token longer than matches,** because counting the continuations of the longest match needs the counts
 //! of contexts one token longer.
@@ -18,7 +19,7 @@
 //! other.
 //!
 //! **Rewinding is appending backwards.** Nodes are numbered in the order of their making, so the last token's is the last
-//! one; a continuation that was replaced is remembered in `undo`.
+//! one; a position that was replaced is remembered in `undo`.
 
 use std::mem;
 
@@ -35,14 +36,15 @@ const ROOT: Inner = Inner { id: 0, depth: 0 };
 #[derive(Clone, Copy, Debug)]
 #[repr(align(32))]
 struct Node {
-    /// Position of one occurrence of the most frequent continuation; the one before it is an occurrence of the node.
+    /// Position of the most frequent continuation, where it last came behind another one; the position before is an
+    /// occurrence of the node.
     best: u32,
     /// How often that continuation followed; 0 if none ever did.
     best_count: u32,
     /// Occurrences, one without a continuation included.
     count: u32,
     /// Position of another continuation: the last one that was not the best, or was replaced as that. A boundary if there
-    /// is none.
+    /// is none. It lies behind `best` if it came last.
     second: u32,
     /// The first two edges; most nodes have no more. Edges go in the reverse order of their coming, so with a place free
     /// here none is in the table.
@@ -57,6 +59,23 @@ impl Default for Node {
             count: 0,
             second: 0,
             edges: [Edge::NONE; 2],
+        }
+    }
+}
+
+impl Node {
+    /// Takes back that `position` became the best or the second, by the word of `undo` that it left.
+    fn restore(&mut self, position: u32, word: u32) {
+        let before = word & !(ROSE | AGAIN);
+        if word & AGAIN != 0 {
+            self.best = before;
+            self.best_count -= 1;
+            return;
+        }
+        let second = mem::replace(&mut self.second, before);
+        if self.best == position {
+            self.best = second;
+            self.best_count -= u32::from(word & ROSE != 0);
         }
     }
 }
@@ -99,7 +118,7 @@ pub(crate) struct Index {
     nodes: Vec<Node>,
     /// The edges that nodes have no place for.
     more_edges: Table,
-    /// What seconds were replaced: position, and whether the best's count rose. `None` if nothing is ever rewound.
+    /// What was replaced: positions with [`ROSE`] or [`AGAIN`]. `None` if nothing is ever rewound.
     undo: Option<Undo>,
     /// The last position's nodes, from the root down.
     path: Vec<Inner>,
@@ -113,8 +132,13 @@ const EVIDENCE: f64 = 1.5;
 /// What never followed a match counts as so many occurrences, shared among its length and one.
 const NOVEL: f64 = 2.5;
 
+/// So many times as often as all others a continuation must have followed to stand before a newer one.
+pub(crate) const OFTEN: u32 = 4;
+
 /// In a word of `undo`: the best before had one occurrence less.
 const ROSE: u32 = 1 << 31;
+/// In a word of `undo`: the best came again, and this is where it did before.
+const AGAIN: u32 = 1 << 30;
 
 impl Index {
     /// An empty index for matches of at most `depth` tokens.
@@ -299,6 +323,12 @@ impl Index {
         let node = &mut self.nodes[id as usize];
         if self.text[node.best as usize] == token {
             node.best_count = count;
+            if node.second > node.best {
+                let before = mem::replace(&mut node.best, position);
+                if let Some(undo) = &mut self.undo {
+                    undo.push(before | AGAIN);
+                }
+            }
             return;
         }
         let replaces = count >= node.best_count;
@@ -436,12 +466,8 @@ impl Index {
         for number in (0..self.continued()).rev() {
             let node = &mut self.nodes[self.path[number].id as usize];
             if node.best == position || node.second == position {
-                let replaced = self.undo.as_mut().and_then(Undo::pop).unwrap_or(0);
-                let second = mem::replace(&mut node.second, replaced & !ROSE);
-                if node.best == position {
-                    node.best = second;
-                    node.best_count -= u32::from(replaced & ROSE != 0);
-                }
+                let word = self.undo.as_mut().and_then(Undo::pop).unwrap_or(0);
+                node.restore(position, word);
             } else if self.text[node.best as usize] == token {
                 node.best_count -= 1;
             }
@@ -510,8 +536,19 @@ impl Index {
         below.or_else(above)
     }
 
-    /// Appends at most `count` tokens to `suffix`: what most often followed `first`, then what followed that, as long as
-    /// at least `shortest` tokens match. What occurred once is copied on.
+    /// The position of what likeliest followed one of the `all` occurrences of node `id`: the most frequent continuation,
+    /// or with `newest` another that came last, unless the former came [`OFTEN`] times as often as all others.
+    fn likeliest(&self, id: u32, all: u32, newest: bool) -> u32 {
+        let node = self.node(id);
+        let others = all - node.best_count;
+        if newest && node.second > node.best && OFTEN.saturating_mul(others) > node.best_count {
+            return node.second;
+        }
+        node.best
+    }
+
+    /// Appends at most `count` tokens to `suffix`: what likeliest followed `first`, then what followed that, as long as at
+    /// least `shortest` tokens match. What occurred once is copied on.
     pub(crate) fn draft(
         &self,
         first: Match,
@@ -527,7 +564,13 @@ impl Index {
                 Child::Leaf(leaf) => {
                     return self.copy(leaf as usize + 1, start, end, draft, suffix);
                 }
-                Child::Node(node) => suffix.push(self.text[self.node(node.id).best as usize]),
+                Child::Node(node) => {
+                    // Nothing has followed the text's end.
+                    let ends = draft.open && suffix.len() == start;
+                    let all = self.node(node.id).count - u32::from(ends);
+                    let next = self.likeliest(node.id, all, draft.newest);
+                    suffix.push(self.text[next as usize]);
+                }
             }
             if suffix.len() == end {
                 return;
@@ -637,6 +680,8 @@ pub(crate) struct Draft {
     pub(crate) shortest: usize,
     /// Whether the draft goes on where the index's text ends.
     pub(crate) open: bool,
+    /// Whether newer continuations stand before more frequent ones.
+    pub(crate) newest: bool,
 }
 
 /// Pushes with growth by a quarter: these are the large vectors, and doubling would leave half of them empty.

@@ -1,6 +1,6 @@
 //! What the index must find, by comparing every position.
 
-use crate::index::{BOUNDARY, Draft};
+use crate::index::{BOUNDARY, Draft, OFTEN};
 
 /// What the index must find, from the text alone.
 pub(crate) struct Naive<'a> {
@@ -36,23 +36,12 @@ impl Naive<'_> {
         next.filter(|&token| token != BOUNDARY)
     }
 
-    /// The longest match that goes on, of at most `limit` tokens: its length, how it goes on, and where it is if it is the
-    /// only one.
-    pub(crate) fn find(
-        &self,
-        suffix: &[u32],
-        limit: usize,
-        open: bool,
-    ) -> Option<(usize, u32, Option<usize>)> {
-        let last = self.text.len() - 1;
+    /// The longest match that goes on, of at most `limit` tokens, and where it is.
+    pub(crate) fn find(&self, suffix: &[u32], limit: usize) -> Option<(usize, Vec<usize>)> {
         (1..=limit.min(self.depth)).rev().find_map(|length| {
             let matching = self.matches(suffix, length);
-            if let [only] = matching[..] {
-                let next = self.continuation(only);
-                let next = next.or((only == last && open).then_some(BOUNDARY))?;
-                return Some((length, next, Some(only)));
-            }
-            Some((length, self.most_frequent(&matching)?, None))
+            let goes_on = matching.iter().any(|&at| self.continuation(at).is_some());
+            goes_on.then_some((length, matching))
         })
     }
 
@@ -65,6 +54,19 @@ impl Naive<'_> {
         let count = |token| next.iter().filter(|(_, other)| *other == token).count();
         let best = next.iter().max_by_key(|(at, token)| (count(*token), *at));
         best.map(|&(_, token)| token)
+    }
+
+    /// The continuation that is drafted behind these positions: the most frequent one, or with `newest` the last one unless
+    /// the former came [`OFTEN`] times as often as anything else.
+    fn likeliest(&self, positions: &[usize], newest: bool) -> Option<u32> {
+        let frequent = self.most_frequent(positions)?;
+        let (came, others): (Vec<_>, Vec<_>) = positions
+            .iter()
+            .map(|&at| self.continuation(at))
+            .partition(|&next| next == Some(frequent));
+        let last = positions.iter().rev().find_map(|&at| self.continuation(at));
+        let last = last.filter(|_| newest && OFTEN as usize * others.len() > came.len());
+        last.or(Some(frequent))
     }
 
     /// The last continuation of these positions, which are in order, that was not the most frequent one when it came, or
@@ -85,8 +87,8 @@ impl Naive<'_> {
         second
     }
 
-    /// The longest match of the text's own end before it, and how it goes on.
-    pub(crate) fn own_match(&self) -> Option<(usize, u32)> {
+    /// The longest match of the text's own end before it, and where it is.
+    pub(crate) fn own_match(&self) -> Option<(usize, Vec<usize>)> {
         let last = self.text.len() - 1;
         let ended = self.text[last] == BOUNDARY;
         (1..=self.depth)
@@ -95,7 +97,8 @@ impl Naive<'_> {
             .find_map(|length| {
                 let mut matching = self.matches(self.text, length);
                 matching.retain(|&at| at < last);
-                Some((length, self.most_frequent(&matching)?))
+                self.most_frequent(&matching)?;
+                Some((length, matching))
             })
     }
 
@@ -107,15 +110,15 @@ impl Naive<'_> {
             let first = own && text.len() == start;
             let found = if first {
                 self.own_match()
-                    .map(|(length, token)| (length, token, None))
             } else {
-                self.find(&text, limit, draft.open)
+                self.find(&text, limit)
             };
-            let Some((length, token, only)) = found.filter(|found| found.0 >= draft.shortest)
-            else {
+            let Some((length, matching)) = found.filter(|found| found.0 >= draft.shortest) else {
                 break;
             };
-            if let Some(only) = only {
+            if let [only] = matching[..]
+                && !first
+            {
                 let mut whole = self.text.to_vec();
                 if draft.open {
                     whole.extend(&text[start..]);
@@ -131,7 +134,7 @@ impl Naive<'_> {
                 }
                 break;
             }
-            text.push(token);
+            text.extend(self.likeliest(&matching, draft.newest));
             limit = length + 1;
         }
         text.split_off(start)

@@ -81,7 +81,7 @@ fn expected(drafter: &Drafter, id: u64, count: usize) -> (Vec<u32>, usize) {
         let length = if number == 0 {
             naive.own_match().map(|found| found.0)
         } else {
-            naive.find(suffix, depth, false).map(|found| found.0)
+            naive.find(suffix, depth).map(|found| found.0)
         };
         let more = if number >= own && best.1 < own && best.0 > 0 {
             1 + HANDICAP
@@ -108,13 +108,14 @@ fn expected(drafter: &Drafter, id: u64, count: usize) -> (Vec<u32>, usize) {
         text: texts[best.1],
         depth,
     };
-    let own = best.1 == 0;
+    let top = best.1 == 0;
     let draft = Draft {
         count,
         shortest,
-        open: own,
+        open: top,
+        newest: best.1 < own,
     };
-    (naive.draft(own, suffix, draft), best.0)
+    (naive.draft(top, suffix, draft), best.0)
 }
 
 fn check(drafter: &Drafter, model: &Model) {
@@ -464,6 +465,23 @@ fn the_text_of_others_must_match_by_more() {
         run.say(3, 0, &[3, 4, 60, 61, 1, 2, 3, 4]),
         (&[50, 51, 52, 53][..], 4)
     );
+}
+
+#[test]
+fn in_its_own_text_the_last_continuation_comes_first() {
+    for (times, wanted) in [(3, 20), (4, 10)] {
+        let mut run = new(10_000, usize::MAX);
+        let often = (0..times).flat_map(|at| [1, 10, 100 + at]);
+        let text: Vec<u32> = often.chain([1, 20, 30, 1]).collect();
+        let end = text.len() as u32;
+        assert_eq!(run.say(1, 0, &text).0[0], wanted);
+        // What comes again is the last again; what is taken back was never said.
+        assert_eq!(run.say(1, end, &[10, 40, 1]).0[0], 10);
+        assert_eq!(run.say(1, end, &[]).0[0], wanted);
+        // To others the more frequent one comes first.
+        run.drafter.release(1);
+        assert_eq!(run.say(2, 0, &[50, 1]).0[0], 10);
+    }
 }
 
 #[test]

@@ -26,6 +26,7 @@ fn check(index: &Index, shortest: usize) {
         count: 6,
         shortest,
         open: true,
+        newest: true,
     };
     let last = index.text.len() - 1;
     if index.text[last] != BOUNDARY {
@@ -46,7 +47,7 @@ fn check(index: &Index, shortest: usize) {
     }
 }
 
-fn check_foreign(index: &Index, suffix: &[u32], shortest: usize) {
+fn check_foreign(index: &Index, suffix: &[u32], shortest: usize, newest: bool) {
     let naive = Naive {
         text: index.text(),
         depth: index.depth,
@@ -55,10 +56,11 @@ fn check_foreign(index: &Index, suffix: &[u32], shortest: usize) {
         count: 6,
         shortest,
         open: false,
+        newest,
     };
     let mut scratch = Scratch::default();
     let found = index.find(suffix, index.depth, &mut scratch);
-    let expected = naive.find(suffix, index.depth, false);
+    let expected = naive.find(suffix, index.depth);
     assert_eq!(
         found.map(|found| found.length),
         expected.map(|found| found.0),
@@ -161,8 +163,11 @@ proptest! {
             let text = index.text();
             for end in 1..text.len().min(12) {
                 let start = text[..=end].iter().rposition(|&token| token == BOUNDARY).unwrap_or(0);
-                check_foreign(&index, &text[start..=end], shortest);
-                check_foreign(&index, &[&text[start..=end], &[1, 0]].concat(), shortest);
+                let longer = [&text[start..=end], &[1, 0]].concat();
+                for newest in [false, true] {
+                    check_foreign(&index, &text[start..=end], shortest, newest);
+                    check_foreign(&index, &longer, shortest, newest);
+                }
             }
         }
     }
