@@ -41,6 +41,7 @@ class Case(NamedTuple):
     window: int = -1
     sinks: bool = False
     value_scale: float = 1.0
+    queries: int = 16
     shared: bool = False
     """All rows are one context's, as those of a draft."""
 
@@ -75,7 +76,21 @@ CASES = [
     ),
     # Windows that end within a block, at its edge, that hide blocks, all but the row's own token.
     *(Case(RAGGED, window=window) for window in (0, 7, 15, 16, 40, 1000)),
+    # Rows of one context whose KV is loaded once: in one tile, in several, in none.
     Case((37, 38, 39, 40, 41), shared=True),
+    Case((0, 1, 2, 3, 4, 9, 10, 11, 11, 12, 30), shared=True),
+    Case((41, 40, 39), shared=True),
+    *(
+        Case(tuple(range(first, 55)), heads, kv_heads, window=window, sinks=window == 5,
+             multiprocessors=multiprocessors, shared=True)
+        for first, heads, kv_heads, window, multiprocessors in (
+            (0, 2, 2, -1, 6), (30, 2, 2, 5, 30), (30, 4, 2, 0, 30), (20, 5, 1, 30, 6),
+            (1, 5, 1, -1, 40), (40, 16, 1, 5, 1), (40, 20, 1, 17, 6),
+        )
+    ),
+    # Prompts beside decodes, in larger tiles.
+    Case((*range(7, 60), 33, 60, *range(1, 40)), queries=64, shared=True),
+    Case(tuple(range(120)), 2, 1, window=30, queries=64, multiprocessors=30, shared=True),
     Case(RAGGED, sinks=True),
     Case(RAGGED, sinks=True, multiprocessors=20),
     Case(RAGGED, cap=2.0),
@@ -166,7 +181,8 @@ def check_attention(
 ) -> bool:
     """Whether a case comes out right, on a GPU twice the same; `how` replaces the case's block."""
     step = make_step(case, generator)
-    cut = Cut(how or Tuning(case.block, 4, 3, 1), case.kv_heads, case.window)
+    group = case.heads // case.kv_heads
+    cut = Cut(how or Tuning(case.block, 4, 3, 1, case.queries), case.kv_heads, group, case.window)
     # Queries come as a part of what one product gives for queries, keys and values.
     wide = torch.nn.functional.pad(step.queries.flatten(1), (16, 32)).to(device)
     queries = wide[:, 16:-32].view(step.queries.shape)
@@ -193,7 +209,8 @@ def random_cases() -> Iterator[Case]:
     """Mixes of everything."""
     draw = random.Random(5)
     for _ in range(24):
-        lengths = tuple(draw.choice((0, 1, 7, 16, 31, 64, 90)) for _ in range(draw.randint(1, 9)))
+        starts = [draw.choice((0, 1, 7, 16, 31, 64, 90)) for _ in range(draw.randint(1, 9))]
+        lengths = tuple(start + n for start in starts for n in range(draw.choice((1, 1, 4))))
         kv_heads = draw.choice((1, 2, 3))
         yield Case(
             lengths,
@@ -208,24 +225,49 @@ def random_cases() -> Iterator[Case]:
             window=draw.choice((-1, -1, 0, 9, 30)),
             sinks=draw.random() < 0.4,
             value_scale=draw.choice((1.0, 0.5)),
+            shared=draw.random() < 0.3,
+            queries=draw.choice((16, 16, 32)),
         )
+
+
+def tiles(table_rows: list[int], lengths: list[int], most: int) -> tuple[list[int], list[int]]:
+    """Rows in front of the last one of each tile, -1 for others, and the last one of each first."""
+    before, lasts, first = [-1] * len(lengths), [0] * len(lengths), 0
+    for row, (own, length) in enumerate(zip(table_rows, lengths, strict=True)):
+        follower = (table_rows[row + 1 : row + 2], lengths[row + 1 : row + 2])
+        if follower != ([own], [length + 1]) or row - first + 1 == most:
+            before[row], lasts[first], first = row - first, row, row + 1
+    return before, lasts
 
 
 def check_shares() -> bool:
     """Every block of every row has one program, and none has more than its share."""
     draw = random.Random(7)
     right = True
-    for rows, programs, window in itertools.product((1, 127, 300), (1, 65, 130), (-1, 100)):
+    for rows, programs, window in itertools.product((1, 127, 200, 1500), (1, 130), (-1, 100)):
         lengths = [draw.choice((0, 1, 64, 65, 500, 3000)) for _ in range(rows)]
-        step = Rows(torch.empty(0), torch.empty(0), torch.tensor(lengths))
-        shares = share(step, Cut(Tuning(64, 4, 3, 1), 2, window), 2 * programs)
-        hidden = [max(0, length - 1 - window) // 64 if window >= 0 else 0 for length in lengths]
-        blocks = [max(1, -(-n // 64) - gone) for n, gone in zip(lengths, hidden, strict=True)]
+        owners = [draw.randrange(3) for _ in range(rows)]
+        for row in range(1, rows):
+            if draw.random() < 0.8:
+                owners[row], lengths[row] = owners[row - 1], lengths[row - 1] + 1
+        step = Rows(torch.empty(0), torch.tensor(owners), torch.tensor(lengths))
+        # A product has room for four heads of four rows.
+        shares = share(step, Cut(Tuning(64, 4, 3, 1), 2, 4, window), 2 * programs)
+        before, lasts = tiles(owners, lengths, 4)
+        hidden = [
+            max(0, length - ahead - 1 - window) // 64 if window >= 0 else 0
+            for length, ahead in zip(lengths, before, strict=True)
+        ]
+        blocks = [
+            max(1, -(-length // 64) - gone) if ahead >= 0 else 0
+            for length, ahead, gone in zip(lengths, before, hidden, strict=True)
+        ]
         bounds = [0, *itertools.accumulate(blocks)]
         size = -(-bounds[-1] // programs)
-        owners = [row for row, count in enumerate(blocks) for _ in range(count)]
-        starts = [owners[start] if start < len(owners) else rows
-                  for start in range(0, programs * size, size)]  # fmt: skip
+        starts = [sum(end <= program * size for end in bounds[1:]) for program in range(programs)]
+        right &= shares.before.tolist() == before
+        firsts = [row - ahead for row, ahead in enumerate(before) if ahead >= 0]
+        right &= all(int(shares.lasts[first]) == lasts[first] for first in firsts)
         right &= shares.size.tolist() == [size]
         right &= shares.bounds.tolist() == bounds
         right &= shares.first_rows.tolist() == starts

@@ -19,13 +19,14 @@ def test_the_kernels_attend_as_dense_attention_does(interpreter: scripts.Interpr
 
 
 def test_the_kernels_compile_for_a_gpu() -> None:
-    assert "layers compiled" in scripts.run("tests/paged_compile.py")
+    assert "compiled" in scripts.run("tests/kernels_compile.py")
 
 
+@pytest.mark.parametrize("name", ["gemma3", "qwen2", "qwen3"])
 def test_a_model_decodes_the_same_logits(
-    interpreter: scripts.Interpreter, models_folder: Path, tmp_path: Path
+    name: str, interpreter: scripts.Interpreter, models_folder: Path, tmp_path: Path
 ) -> None:
-    """Gemma 3 has layers with a window and layers without."""
-    snapshot = tiny_models.build("gemma3", models_folder)
+    """Gemma 3 has layers with a window, Qwen 2 biases and Qwen 3 norms of its heads."""
+    snapshot = tiny_models.build(name, models_folder)
     config = drivers.write_config(tmp_path, snapshot, options={"page_size": 16})
     interpreter.run("tests/paged_model.py", str(config))

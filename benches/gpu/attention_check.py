@@ -149,7 +149,7 @@ def pie(step: Step, how: Tuning | None = None) -> Call:
     shape, device = step.work.shape, step.queries.device
     how = how or shape.tuning(step.queries.itemsize)
     rows = Rows(step.table, torch.arange(len(step.lengths), device=device), step.lengths)
-    cut = Cut(how, shape.kv_heads, -1)
+    cut = Cut(how, shape.kv_heads, shape.heads // shape.kv_heads, -1)
     shares = share(rows, cut, multiprocessors(device))
     rule = Rule(step.scale)
 
@@ -166,7 +166,8 @@ def share_out(step: Step) -> Call:
     """What this driver's kernels need once a step."""
     shape, device = step.work.shape, step.queries.device
     rows = Rows(step.table, torch.arange(len(step.lengths), device=device), step.lengths)
-    cut = Cut(shape.tuning(step.queries.itemsize), shape.kv_heads, -1)
+    group = shape.heads // shape.kv_heads
+    cut = Cut(shape.tuning(step.queries.itemsize), shape.kv_heads, group, -1)
     return lambda _: share(rows, cut, multiprocessors(device)).bounds
 
 

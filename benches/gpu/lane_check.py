@@ -1,18 +1,20 @@
 """The fast lane on a GPU: its tokens against the general lane's, and what a step costs the host.
 
     python benches/gpu/lane_check.py [--pocket DIR] [--shapes CONFIG_DIR] [--steps N] [--json FILE]
-        [--attention BACKEND]
+        [--attention BACKEND] [--option KEY=VALUE] [--profile]
 
 1. `pocket` in bfloat16, N random steps of joins, leaves, forks, moved pages and drafts, each sent
    over both lanes: tokens are equal, or their logits at most two bfloat16 ulps apart.
 2. Random weights in the shape of CONFIG_DIR, in one process with the driver's loop and a client
    process: the round trip of a greedy decode step by batch and context, and the time that the GPU
    takes for the very same graph launched back to back. Their difference is the host's overhead.
+   `--profile` lists what kernels of each graph take, by name, which slows them a little.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 import os
@@ -22,6 +24,8 @@ import sys
 import tempfile
 import threading
 import time
+import tomllib
+from collections.abc import Callable
 from pathlib import Path
 
 from pie_driver_sglang import _core
@@ -36,18 +40,15 @@ from lane_walk import Walk
 BATCHES = (1, 8, 64, 256)
 CONTEXTS = (512, 2048)
 STEPS = 200
-DEFAULT = "default"
-"""As BACKEND: none is named, and the driver chooses."""
+PROFILED = 5
 NEVER_PARK = 2**64 - 1
 
 
-def check_walk(model: Path, steps: int, attention: str, device: str = "cuda:0") -> None:
-    """Both lanes over a random walk."""
+def check_walk(model: Path, steps: int, options: list[str], device: str = "cuda:0") -> None:
+    """Both lanes over a random walk; options are lines of `[driver.options]`."""
     vocab = json.loads((model / "config.json").read_text())["vocab_size"]
-    options: dict[str, object] = {"page_size": PAGE, "mem_fraction_static": 0.1}
-    if attention != DEFAULT:
-        options["attention_backend"] = attention
-    with driver(model, options, device) as (client, caps):
+    options = [f"page_size = {PAGE}", "mem_fraction_static = 0.1", *options]
+    with driver(model, tomllib.loads("\n".join(options)), device) as (client, caps):
         walk = Walk(client, min(caps["total_pages"], 4000), PAGE, vocab, seed=1)
         walk.run(steps)
     ulps = [d.gap / 2.0 ** (math.floor(math.log2(abs(d.best))) - 7) for d in walk.differences]
@@ -55,7 +56,22 @@ def check_walk(model: Path, steps: int, attention: str, device: str = "cuda:0") 
           f"{max(ulps, default=0):.2f} bf16 ulps apart")  # fmt: skip
 
 
-def time_steps(model: Path, attention: str) -> list[dict[str, float]]:
+def profile(replay: Callable[[], object]) -> None:
+    """Prints microseconds, launches and names of the kernels of a graph, longest first."""
+    import torch
+
+    cuda = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=cuda) as profiler:
+        for _ in range(PROFILED):
+            replay()
+        torch.cuda.synchronize()
+    kernels = sorted(profiler.key_averages(), key=lambda kernel: -kernel.device_time_total)
+    for kernel in kernels[:20]:
+        took, count = kernel.device_time_total / PROFILED, kernel.count / PROFILED
+        print(f"        {took:8.1f} us  {count:5.0f} x {kernel.key[:90]}")
+
+
+def time_steps(model: Path, options: list[str], profiled: bool) -> list[dict[str, float]]:
     """Decode steps through the ring, and the same graphs back to back."""
     import torch
 
@@ -69,8 +85,7 @@ def time_steps(model: Path, attention: str) -> list[dict[str, float]]:
         f'[model]\nname = "check"\nhf_repo = ""\nsnapshot_dir = "{model}"\n[driver]\n'
         'group_id = 0\ndevice = ["cuda:0"]\nactivation_dtype = "bfloat16"\n'
         f'spin_budget_us = "{NEVER_PARK}"\n[driver.options]\nload_format = "dummy"\n'
-        f"page_size = {PAGE}\n"
-        + ("" if attention == DEFAULT else f'attention_backend = "{attention}"\n')
+        + "\n".join([f"page_size = {PAGE}", *options])
     )
     config = load_config(folder / "driver.toml")
     environment.prepare("cuda:0", config.model.hf_config["architectures"], spins=True)
@@ -100,6 +115,8 @@ def time_steps(model: Path, attention: str) -> list[dict[str, float]]:
                 rows.append(row)
                 print("    " + "  ".join(f"{key} {value:.0f}" for key, value in row.items()
                                          if key != "samples_us"), flush=True)  # fmt: skip
+                if profiled:
+                    profile(functools.partial(engine.steps.time, batch, repeats=1))
     finally:
         server.unlink()
         thread.join(10)
@@ -134,15 +151,20 @@ def main() -> None:
     parser.add_argument("--shapes", type=Path)
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--attention", default=DEFAULT)
+    parser.add_argument("--attention", help="named to the driver, which chooses by default")
+    parser.add_argument("--option", action="append", default=[], help="KEY=VALUE, in TOML")
+    parser.add_argument("--profile", action="store_true")
     arguments = parser.parse_args()
+    options = arguments.option
+    if arguments.attention:
+        options = [f'attention_backend = "{arguments.attention}"', *options]
     print(f"python {sys.version.split()[0]}, {_core.build_info()}")
     if arguments.steps:
         print("both lanes, pocket, bfloat16")
-        check_walk(arguments.pocket.resolve(), arguments.steps, arguments.attention)
+        check_walk(arguments.pocket.resolve(), arguments.steps, options)
     if arguments.shapes:
         print(f"{arguments.shapes.name} shape, random weights, decode steps")
-        rows = time_steps(arguments.shapes.resolve(), arguments.attention)
+        rows = time_steps(arguments.shapes.resolve(), options, arguments.profile)
         if arguments.json:
             arguments.json.write_text(json.dumps(rows))
 

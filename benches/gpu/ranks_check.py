@@ -172,7 +172,8 @@ def main() -> None:
     if arguments.part == "tokens":
         names = devices(arguments.count)
         check_pocket(arguments.pocket.resolve(), arguments.attention, device=names)
-        check_walk(arguments.pocket.resolve(), arguments.steps, arguments.attention, names)
+        options = [f'attention_backend = "{arguments.attention}"', *arguments.option]
+        check_walk(arguments.pocket.resolve(), arguments.steps, options, names)
     elif arguments.part == "steps":
         with tempfile.TemporaryDirectory() as folder:
             time_steps(model_folder(arguments.shapes, Path(folder)), arguments)

@@ -1,7 +1,7 @@
 //! The fast lane's way from a plan to tokens: whatever a graph follows is there, in every row that it has.
 
 use bytemuck::Pod;
-use pie_batch::{Layout, Limits, Planner, Probes, StepMemory};
+use pie_batch::{Layout, Limits, Planner, Probes, StepMemory, StepSize};
 use pie_wire::ArchivedForwardRequest;
 
 use crate::common::device::DRIVER;
@@ -32,8 +32,8 @@ impl Steps {
         if self.planner.plan(DRIVER, request).is_err() {
             return;
         }
-        match self.planner.graph_rows(MOST) {
-            Some(rows) => self.step(rows),
+        match self.planner.graph_size(MOST) {
+            Some(size) => self.step(size),
             // What a general pass brings to the block table must be known to the next step.
             None => self.pass(),
         }
@@ -49,27 +49,38 @@ impl Steps {
         self.planner.forget_table();
     }
 
-    fn step(&mut self, rows: usize) {
+    fn step(&mut self, size: StepSize) {
         self.number += 1;
-        let layout = Layout::graph(rows.next_power_of_two());
+        let rows = size.rows.next_power_of_two();
+        // Every other graph is told which rows to sample.
+        let told = self.number.is_multiple_of(2) && size.slots < rows;
+        let room = StepSize {
+            rows,
+            slots: if told { size.slots.max(1) } else { rows },
+        };
+        let layout = Layout::graph(room);
         // Neither may be written past its end, nor hold what a former step left there.
         let mut block = vec![u64::MAX; layout.bytes().div_ceil(8)];
-        let mut mask_words = vec![-1; rows * self.limits.mask_words()];
+        let mut mask_words = vec![-1; room.slots * self.limits.mask_words()];
         let memory = StepMemory {
             block: bytemuck::cast_slice_mut(&mut block),
             mask_words: &mut mask_words,
         };
-        let used = self.planner.stage_graph(&layout, memory, self.number);
-        let used = used.expect("the memory fits");
+        let staged = self.planner.stage_graph(&layout, memory, self.number);
+        let step = staged.expect("the memory fits");
+        assert!((1..=room.slots).contains(&step.results));
         let staged = Step {
             limits: &self.limits,
             layout: &layout,
             block: &block,
         };
-        staged.check(rows, used, self.number);
+        staged.check(size, step.mask_words, self.number);
         // One of them is no token.
-        let token = |row: usize| (row as u32 * 7 + self.number) % (VOCAB + 1);
-        self.planner.put_row_tokens(token);
+        let token = |slot: usize| {
+            assert!(slot < step.results);
+            (slot as u32 * 7 + self.number) % (VOCAB + 1)
+        };
+        self.planner.put_slot_tokens(token);
     }
 }
 
@@ -80,8 +91,9 @@ struct Step<'a> {
 }
 
 impl Step<'_> {
-    fn check(&self, rows: usize, used: usize, number: u32) {
+    fn check(&self, size: StepSize, used: usize, number: u32) {
         let limits = self.limits;
+        let rows = size.rows;
         let table_rows = limits.max_requests as usize + 1;
         self.below("input_ids", limits.vocab_size as usize);
         self.below("positions", limits.max_positions as usize);
@@ -110,7 +122,10 @@ impl Step<'_> {
         assert!(slots.iter().all(|&slot| (slot as usize) < page));
         let table = &self.all::<i64>("req_pool_indices")[rows..];
         assert!(table.iter().all(|&row| row == 0));
-        let temperatures = &self.all::<f32>("temperatures")[rows..];
+        let told = self.all::<i64>("slot_rows");
+        self.below("slot_rows", rows);
+        let sampled = if told.is_empty() { rows } else { size.slots };
+        let temperatures = &self.all::<f32>("temperatures")[sampled..];
         assert!(temperatures.iter().all(|&temperature| temperature < 0.0));
     }
 

@@ -405,29 +405,30 @@ class Lane:
     Captured graphs, and the memory that they share with the host. Give it to `Server.serve`.
     """
     @staticmethod
-    def call(block: Buffer, mask_words: Buffer, results: Buffer, rows: SupportsGetItem[int, SupportsIndex], most: SupportsIndex, run: Any) -> Lane:
+    def call(block: Buffer, mask_words: Buffer, results: Buffer, rows: SupportsGetItem[int, SupportsIndex], slots: SupportsIndex, most: SupportsIndex, run: Any) -> Lane:
         """
         Calls of a Python function in place of graphs, for a device that has none.
 
         Args:
             block, mask_words, results: As for `cuda`.
             rows: Rows of each graph, fewest first.
-            most: Most rows of one request.
+            slots, most: As for `cuda`.
             run: Called as `run(graph)` with its number; the results are there when it returns.
 
         Raises:
             ValueError: A buffer is too small.
         """
     @staticmethod
-    def cuda(block: Buffer, mask_words: Buffer, results: Buffer, graphs: SupportsGetItem[int, tuple[SupportsIndex, SupportsIndex]], stream: SupportsIndex, most: SupportsIndex, owner: Any) -> Lane:
+    def cuda(block: Buffer, mask_words: Buffer, results: Buffer, graphs: SupportsGetItem[int, tuple[SupportsIndex, SupportsIndex]], slots: SupportsIndex, stream: SupportsIndex, most: SupportsIndex, owner: Any) -> Lane:
         """
         CUDA graphs, launched by their raw handles on the current device.
 
         Args:
-            block: Writable bytes that graphs read, laid out as `graph_layout(rows)`; large enough for every graph.
-            mask_words: `[rows * ceil(vocabulary / 32)]` int32 that graphs read: logit masks.
-            results: `[rows]` uint64 that graphs write: for each sampled or padded row `step << 32 | token`, at once.
+            block: Writable bytes that graphs read, laid out as `graph_layout(rows, slots)`; large enough for every graph.
+            mask_words: `[slots * ceil(vocabulary / 32)]` int32 that graphs read: logit masks.
+            results: `[slots]` uint64 that graphs write: for each slot `step << 32 | token`, at once.
             graphs: Rows and `cudaGraphExec_t` of each graph, fewest rows first.
+            slots: Most slots of a graph; it has as many as rows, if these are fewer.
             stream: The `cudaStream_t` that they run on.
             most: Most rows of one request.
             owner: Owns graphs, stream and memory, and is kept alive with the lane. Nobody else may use them.
@@ -963,7 +964,11 @@ def encode_forward(requests: SupportsGetItem[int, Request], driver_id: SupportsI
         driver_id: Echoed by the response.
     """
 
-def graph_layout(rows: SupportsIndex) -> list[tuple[str, tuple[str, int, int]]]:
+def graph_layout(rows: SupportsIndex, slots: SupportsIndex) -> list[tuple[str, tuple[str, int, int]]]:
     """
-    The arrays of the block of a graph for `rows` rows, in the order in which they lie; see `Planner.layout`.
+    The arrays of the block of a graph, in the order in which they lie; see `Planner.layout`.
+
+    Args:
+        rows: Tokens that it has room for.
+        slots: Of these, how many can be sampled. With fewer slots than rows the block says the row of each slot.
     """

@@ -8,6 +8,8 @@ CHUNK_TOKENS: Final = {"cpu": 2048, "cuda": 8192}
 """Tokens of one pass unless `chunked_prefill_size` says otherwise."""
 MAX_SLOTS: Final = 512
 """Logit rows computed at once: 512 rows of a 152k vocabulary take 311 MB in float32."""
+LONGEST_GRAPH: Final = 2304
+"""Rows of the longest graph, if one decode of each request does not need more."""
 DRAFT_ROOM: Final = 64
 """Tokens behind the last position that a request's drafts may occupy."""
 
@@ -20,9 +22,16 @@ def chunk_tokens(device_type: str, chunked_prefill_size: int | None) -> int:
 
 
 def ladder(most: int) -> list[int]:
-    """Rows of the graphs: dense where a step is short, and `most` at the end."""
+    """Rows of the graphs of decodes: dense where a step is short, and `most` at the end."""
     rows = [*range(1, 9), 12, *range(16, 65, 8), *range(80, 257, 16), *range(288, 4097, 32)]
     return [*(count for count in rows if count < most), most]
+
+
+def long_ladder(most: int, chunk_tokens: int) -> list[int]:
+    """Rows of the graphs of prompts, alone or beside up to `most` decodes, within one pass."""
+    rows = (8 * count * 2**octave for octave in range(7) for count in range(4, 8))
+    longest = min(LONGEST_GRAPH, chunk_tokens)
+    return [*(count for count in rows if most < count < longest), *([longest] * (longest > most))]
 
 
 def row_pages(context_length: int, page_size: int) -> int:

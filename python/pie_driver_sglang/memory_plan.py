@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
-from pie_driver_sglang.limits import ladder, row_pages
+from pie_driver_sglang.limits import ladder, long_ladder, row_pages
 
 GIB: Final = 2**30
 EVERYWHERE: Final = 1
@@ -342,10 +342,11 @@ def _graphs(device: Device, model: Model, settings: Settings) -> int:
     """
     if device.is_host or not settings.captures or model.state_bytes:
         return 0
-    nodes = len(ladder(settings.requests)) * model.layers * GRAPH_LAYER_BYTES
-    row = _row_bytes(model, settings) + model.vocabulary * model.itemsize
+    rows = [*ladder(settings.requests), *long_ladder(settings.requests, settings.chunk_tokens)]
+    nodes = len(rows) * model.layers * GRAPH_LAYER_BYTES
+    logits = settings.requests * model.vocabulary * model.itemsize
     tables = _triton_tables(model, settings) if settings.triton_tables else 0
-    return nodes + settings.requests * row + tables
+    return nodes + rows[-1] * _row_bytes(model, settings) + logits + tables
 
 
 def _triton_tables(model: Model, settings: Settings) -> int:

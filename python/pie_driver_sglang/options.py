@@ -46,6 +46,7 @@ class DriverOptions(msgspec.Struct, frozen=True, kw_only=True):
         disable_radix_cache: No effect: the runtime shares prefixes, never SGLang.
         disable_cuda_graph: Run every batch eagerly.
         cuda_graph_max_bs: Most requests in one captured graph; None for the default.
+        fuse_layers: Run graphs of models that are built as Llama is by the driver's own kernels.
         chunked_prefill_size: Most tokens in one prefill step, -1 for no limit; None for SGLang's.
         kv_cache_dtype: Element type of the KV pages; `auto` follows the activations.
         trust_remote_code: Allow the snapshot to bring Python code of its own.
@@ -78,6 +79,7 @@ class DriverOptions(msgspec.Struct, frozen=True, kw_only=True):
     disable_radix_cache: bool = True
     disable_cuda_graph: bool = False
     cuda_graph_max_bs: int | None = None
+    fuse_layers: bool = True
     chunked_prefill_size: int | None = None
     kv_cache_dtype: str = "auto"
     trust_remote_code: bool = True
@@ -121,6 +123,7 @@ _KEYS: Final[Mapping[str, _Key]] = MappingProxyType(
         "disable_radix_cache": _Key("bool"),
         "disable_cuda_graph": _Key("bool"),
         "cuda_graph_max_bs": _Key("int", 1, 4096),
+        "fuse_layers": _Key("bool"),
         "chunked_prefill_size": _Key("int", -1, 2**31 - 1),
         "kv_cache_dtype": _Key("str"),
         "trust_remote_code": _Key("bool"),

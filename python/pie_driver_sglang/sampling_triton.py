@@ -12,13 +12,15 @@ import torch
 import triton
 import triton.language as tl
 
+from pie_driver_sglang.chained_triton import chained, follow
 from pie_driver_sglang.sampling import SlotParams
 
 _BLOCK = tl.constexpr(8192)
-_WARPS = 16
-_PROGRAMS = 264
-"""Programs that keep the device busy while it looks for the largest logits."""
+_SURVEY_WARPS = 8
+_ROW_WARPS = 16
 _MASK_BLOCK = tl.constexpr(2048)
+_MASK_PROGRAMS = 16
+"""Programs of a row."""
 _FETCH_BLOCK = tl.constexpr(4096)
 _UPDATE_BLOCK = tl.constexpr(64)
 
@@ -59,33 +61,30 @@ def sample_step(
         softcap: Limit of the logits' size by ``cap * tanh(logit / cap)``.
     """
     rows, vocab = logits.shape
-    splits = max(1, min(16, _PROGRAMS // rows))
-    best = logits.new_empty(rows * splits, dtype=torch.float32)
-    ids = logits.new_empty(rows * splits, dtype=torch.int32)
-    share = triton.cdiv(vocab, splits)
-    _find_best[(rows, splits)](logits, logits.stride(0), vocab, best, ids, share, num_warps=_WARPS)
+    parts = triton.cdiv(vocab, _BLOCK.value)
+    tops, masses = (logits.new_empty(rows, parts, dtype=torch.float32) for _ in range(2))
+    ids = logits.new_empty(rows, parts, dtype=torch.int32)
+    params = SlotParams(*(field.contiguous() for field in params))
+    how = {"CAPPED": softcap is not None, **chained(logits.device)}
+    _survey[(rows, parts)](
+        logits, logits.stride(0), vocab, params.temperatures, tops, ids, masses, softcap or 0.0,
+        **how, num_warps=_SURVEY_WARPS,
+    )  # fmt: skip
     _sample_rows[(rows,)](
-        logits,
-        logits.stride(0),
-        vocab,
-        best,
-        ids,
-        splits,
-        *(field.contiguous() for field in params),
-        results,
-        step,
-        softcap or 0.0,
-        CAPPED=softcap is not None,
+        logits, logits.stride(0), vocab, tops, ids, masses, parts, *params,
+        results, step, softcap or 0.0,
+        PARTS=triton.next_power_of_2(parts),
         # The lower half of a widened bfloat16 holds no information.
         SHIFT=16 if logits.dtype == torch.bfloat16 else 0,
-        num_warps=_WARPS,
-    )
+        **how, num_warps=_ROW_WARPS,
+    )  # fmt: skip
 
 
 def apply_masks(logits: torch.Tensor, slot_masks: torch.Tensor, words: torch.Tensor) -> None:
     """Forbids as :func:`pie_driver_sglang.sampling.apply_masks` does, logits of any type."""
     slots, vocab = logits.shape
-    grid = (slots, triton.cdiv(vocab, _MASK_BLOCK.value))
+    # Few masks are the rule, and every program takes time.
+    grid = (slots, min(_MASK_PROGRAMS, triton.cdiv(vocab, _MASK_BLOCK.value)))
     _apply_masks[grid](logits, logits.stride(0), vocab, slot_masks, words)
 
 
@@ -114,31 +113,35 @@ def update_table(table: torch.Tensor, updates: torch.Tensor, count: torch.Tensor
     _update_table[grid](table, page, updates, count, PAGE=triton.next_power_of_2(page))
 
 
-@triton.jit
-def _find_best(logits, stride, vocab, best, ids, share):  # type: ignore[no-untyped-def]
-    """The largest logit of each share of a row and its lowest id; the id -1 for no number."""
+@triton.jit  # type: ignore[untyped-decorator]
+def _survey(  # type: ignore[no-untyped-def]
+    logits, stride, vocab, temperatures, tops, ids, masses, cap,
+    CAPPED: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    """Of a block of a row: the largest logit, its lowest id, and all weights, its own being 1.
+
+    The id is -1 if there is something that is no number.
+    """
+    if CHAINED:
+        follow()
     row = tl.program_id(0).to(tl.int64)
-    split = tl.program_id(1)
-    start = split * share
-    end = tl.minimum(start + share, vocab)
-    lanes = tl.arange(0, _BLOCK)
-    top = tl.full([_BLOCK], float("-inf"), tl.float32)
-    at = tl.full([_BLOCK], 0x7FFFFFFF, tl.int32)
-    broken = tl.zeros([_BLOCK], tl.int32)
-    for first in range(start, end, _BLOCK):
-        offsets = first + lanes
-        x = tl.load(logits + row * stride + offsets, mask=offsets < end, other=float("-inf"))
-        x = x.to(tl.float32)
-        broken |= (x != x).to(tl.int32)
-        better = (x > top) | ((at == 0x7FFFFFFF) & (offsets < end))
-        top = tl.where(better, x, top)
-        at = tl.where(better, offsets, at)
-    largest = tl.max(top, 0)
-    lowest = tl.min(tl.where(top == largest, at, 0x7FFFFFFF), 0)
-    lowest = tl.where(tl.max(broken, 0) > 0, -1, lowest)
-    place = row * tl.num_programs(1) + split
-    tl.store(best + place, largest)
+    part = tl.program_id(1)
+    temperature = tl.load(temperatures + row)
+    if temperature < 0.0:
+        return
+    offsets = part * _BLOCK + tl.arange(0, _BLOCK)
+    x = _load(logits + row * stride, part * _BLOCK, vocab)
+    top = tl.max(x, 0)
+    at_top = tl.where((x == top) & (offsets < vocab), offsets, 0x7FFFFFFF)
+    lowest = tl.min(tl.where(x != x, -1, at_top), 0)
+    mass = 0.0
+    if (temperature > 0.0) & (tl.abs(top) < float("inf")):
+        scale = 1.4426950408889634 / temperature
+        mass = tl.sum(_weight(x, _capped(top, cap, CAPPED), scale, cap, CAPPED), 0)
+    place = row * tl.num_programs(1) + part
+    tl.store(tops + place, top)
     tl.store(ids + place, lowest)
+    tl.store(masses + place, mass)
 
 
 @triton.jit
@@ -158,70 +161,93 @@ def _load(base, first, vocab):  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator]
 def _weight(x, largest, scale, cap, CAPPED: tl.constexpr):  # type: ignore[no-untyped-def]
     """The probability of a logit, as a multiple of the largest probability."""
-    if CAPPED:
-        x = _cap(x, cap)
     # exp2 is exact at 0: the largest one has weight 1.
-    return tl.exp2((x - largest) * scale)
+    return tl.exp2((_capped(x, cap, CAPPED) - largest) * scale)
 
 
-@triton.jit
-def _cap(x, cap):  # type: ignore[no-untyped-def]
-    # tanh by the exponential of a negative number, which cannot overflow; -inf stays.
-    e = tl.exp(-2.0 * tl.abs(x) / cap)
-    capped = tl.where(x < 0, -cap, cap) * (1.0 - e) / (1.0 + e)
-    return tl.where(x == float("-inf"), x, capped)
+@triton.jit  # type: ignore[untyped-decorator]
+def _capped(x, cap, CAPPED: tl.constexpr):  # type: ignore[no-untyped-def]
+    if CAPPED:
+        # tanh by the exponential of a negative number, which cannot overflow; -inf stays.
+        e = tl.exp(-2.0 * tl.abs(x) / cap)
+        capped = tl.where(x < 0, -cap, cap) * (1.0 - e) / (1.0 + e)
+        x = tl.where(x == float("-inf"), x, capped)
+    return x
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _sample_rows(  # type: ignore[no-untyped-def]
-    logits,
-    stride,
-    vocab,
-    best,
-    ids,
-    splits,
-    temperatures,
-    top_ks,
-    top_ps,
-    min_ps,
-    uniforms,
-    results,
-    step,
-    cap,
-    CAPPED: tl.constexpr,
-    SHIFT: tl.constexpr,
-):
+    logits, stride, vocab, tops, ids, masses, parts,
+    temperatures, top_ks, top_ps, min_ps, uniforms, results, step, cap,
+    PARTS: tl.constexpr, CAPPED: tl.constexpr, SHIFT: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    if CHAINED:
+        follow()
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperatures + row)
     token = vocab
     if temperature >= 0.0:
-        lanes = tl.arange(0, 16)
-        parts = lanes < splits
-        tops = tl.load(best + row * splits + lanes, mask=parts, other=float("-inf"))
-        at = tl.load(ids + row * splits + lanes, mask=parts, other=0)
-        largest = tl.max(tops, 0)
-        token = tl.min(tl.where(parts & (tops == largest), at, 0x7FFFFFFF), 0)
+        lanes = tl.arange(0, PARTS)
+        known = lanes < parts
+        top = tl.load(tops + row * parts + lanes, mask=known, other=float("-inf"))
+        at = tl.load(ids + row * parts + lanes, mask=known, other=0x7FFFFFFF)
+        largest = tl.max(top, 0)
+        token = tl.min(tl.where(known & (top == largest), at, 0x7FFFFFFF), 0)
         token = tl.where(tl.min(at, 0) < 0, vocab, token)
         if temperature > 0.0:
             if tl.abs(largest) < float("inf"):
                 if token < vocab:
-                    token = _draw(
-                        logits + row * stride,
-                        vocab,
-                        largest,
-                        temperature,
-                        tl.load(top_ks + row),
-                        tl.load(top_ps + row),
-                        tl.load(min_ps + row),
-                        tl.load(uniforms + row),
-                        cap,
-                        CAPPED,
-                        SHIFT,
-                    )
+                    base = logits + row * stride
+                    top_k = tl.load(top_ks + row)
+                    top_p = tl.load(top_ps + row)
+                    min_p = tl.load(min_ps + row)
+                    uniform = tl.load(uniforms + row)
+                    if (top_k >= vocab) & (top_p >= 1.0) & (min_p <= 0.0):
+                        mass = tl.load(masses + row * parts + lanes, mask=known, other=0.0)
+                        token = _draw_any(
+                            base, vocab, top, mass, largest, temperature, uniform, cap,
+                            PARTS, CAPPED,
+                        )  # fmt: skip
+                    else:
+                        token = _draw(
+                            base, vocab, largest, temperature, top_k, top_p, min_p, uniform, cap,
+                            CAPPED, SHIFT,
+                        )  # fmt: skip
             else:
                 token = vocab
     number = tl.load(step).to(tl.int64)
     tl.store(results + row, (number << 32) | token.to(tl.int64))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _draw_any(  # type: ignore[no-untyped-def]
+    base, vocab, top, mass, largest, temperature, uniform, cap,
+    PARTS: tl.constexpr, CAPPED: tl.constexpr,
+):  # fmt: skip
+    """A token of a row that nothing restricts: only the block that it lies in is read again."""
+    scale = 1.4426950408889634 / temperature
+    largest = _capped(largest, cap, CAPPED)
+    mass = mass * _weight(top, largest, scale, cap, CAPPED)
+    goal = uniform * tl.sum(mass, 0)
+    part = _first_beyond(mass, 0.0, goal)
+    lanes = tl.arange(0, PARTS)
+    before = tl.sum(tl.where(lanes < part, mass, 0.0), 0)
+    x = _load(base, part * _BLOCK, vocab)
+    weights = _weight(x, largest, scale, cap, CAPPED)
+    return part * _BLOCK + _first_beyond(weights, before, goal)
+
+
+@triton.jit
+def _first_beyond(weights, before, goal):  # type: ignore[no-untyped-def]
+    """The first place up to which the weights and those before them exceed the goal.
+
+    The last place with a weight, if rounding leaves the goal just out of reach.
+    """
+    places = tl.arange(0, weights.shape[0])
+    beyond = (before + tl.cumsum(weights, 0) > goal) & (weights > 0.0)
+    found = tl.min(tl.where(beyond, places, 0x7FFFFFFF), 0)
+    last = tl.max(tl.where(weights > 0.0, places, 0), 0)
+    return tl.where(found == 0x7FFFFFFF, last, found)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -241,8 +267,7 @@ def _draw(  # type: ignore[no-untyped-def]
     """A token of one row: the first whose cumulative weight, by id, exceeds its share."""
     highest = _ordered(largest) >> SHIFT
     lowest = _ordered(float("-inf") + 0.0 * largest) >> SHIFT
-    if CAPPED:
-        largest = _cap(largest, cap)
+    largest = _capped(largest, cap, CAPPED)
     scale = 1.4426950408889634 / temperature
     # Kept are keys above the edge, and the first `ties` ids at the edge.
     edge = lowest - 1
@@ -438,11 +463,21 @@ def _kept(  # type: ignore[no-untyped-def]
 @triton.jit
 def _apply_masks(logits, stride, vocab, slot_masks, words):  # type: ignore[no-untyped-def]
     slot = tl.program_id(0).to(tl.int64)
-    mask = words + tl.load(slot_masks + 2 * slot)
     edges = tl.load(slot_masks + 2 * slot + 1)
     if edges == 0:
         return
-    start = tl.program_id(1) * _MASK_BLOCK
+    mask = words + tl.load(slot_masks + 2 * slot)
+    none = tl.full([_MASK_BLOCK], float("-inf"), logits.dtype.element_ty)
+    turn = tl.num_programs(1) * _MASK_BLOCK
+    for start in range(tl.program_id(1) * _MASK_BLOCK, vocab, turn):
+        ids = start + tl.arange(0, _MASK_BLOCK)
+        allowed = _allowed(mask, edges, start, vocab)
+        tl.store(logits + slot * stride + ids, none, mask=(ids < vocab) & (allowed == 0))
+
+
+@triton.jit
+def _allowed(mask, edges, start, vocab):  # type: ignore[no-untyped-def]
+    """1 for the tokens of the block at `start` that a mask allows, 0 for others."""
     ids = start + tl.arange(0, _MASK_BLOCK)
     if edges < 0:
         bits = tl.load(mask + ids // 32, mask=ids < vocab, other=0)
@@ -464,8 +499,7 @@ def _apply_masks(logits, stride, vocab, slot_masks, words):  # type: ignore[no-u
             allowed = allowed | ((ids >= begin) & (ids < end)).to(tl.int32)
             stretch += 1
             more = (2 * stretch < edges) & (end < start + _MASK_BLOCK)
-    none = tl.full([_MASK_BLOCK], float("-inf"), logits.dtype.element_ty)
-    tl.store(logits + slot * stride + ids, none, mask=(ids < vocab) & (allowed == 0))
+    return allowed
 
 
 @triton.jit

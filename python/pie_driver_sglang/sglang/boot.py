@@ -83,7 +83,8 @@ def boot(config: DriverConfig, rank: Rank) -> Booted:
         with _within(plan):
             pages = _allocate(runner, plan, options.max_forward_requests)
             if support.decodes_paged(runner, options.paged_decode):
-                paged_attention.install(runner)
+                chosen = options.paged_decode is None and support.prefills_by_fa3(runner)
+                paged_attention.install(runner, "fa3" if chosen else None)
             runner.init_attention_backends()
             support.correct_decode_windows(runner)
             runner.init_cuda_graphs(capture_decode_cuda_graph=False)

@@ -228,24 +228,31 @@ class SglangEngine:
         logits: torch.Tensor = output.next_token_logits
         return logits.float()
 
-    def run_rows(self, batch: ForwardBatch) -> torch.Tensor:
-        """Runs a decode batch: ``[rows, vocabulary]`` float32 logits of all its rows."""
+    def run_rows(self, batch: ForwardBatch, rows: torch.Tensor | None) -> torch.Tensor:
+        """Runs a decode batch: ``[rows, vocabulary]`` float32 logits of some rows, or of all."""
         self._hidden = None
         self.runner.forward(batch)
-        return self.logits(torch.arange(batch.batch_size, device=self.runner.device))
+        if rows is None:
+            rows = torch.arange(batch.batch_size, device=self.runner.device)
+        return self.logits(rows)
 
-    def row_logits(self, batch: ForwardBatch) -> tuple[torch.Tensor, float | None]:
+    def row_logits(
+        self, batch: ForwardBatch, rows: torch.Tensor | None
+    ) -> tuple[torch.Tensor, float | None]:
         """Runs the model alone, as a graph captures it.
 
         The batch's metadata and the forward context are the caller's.
 
         Returns:
-            ``[rows, vocabulary]`` logits in the model's dtype, and the cap that they still need.
+            ``[rows, vocabulary]`` logits of some rows, or of all, in the model's dtype, and the cap
+            that they still need.
         """
         self.runner.model.forward(batch.input_ids, batch.positions, batch)
         hidden = self._finished()
-        processor = hidden.processor
-        logits = processor._compute_lm_head(hidden.states, hidden.lm_head)
+        processor, states = hidden.processor, hidden.states
+        if rows is not None:
+            states = states[rows]
+        logits = processor._compute_lm_head(states, hidden.lm_head)
         if processor.logit_scale is not None:
             logits.mul_(processor.logit_scale)
         if processor.do_tensor_parallel_all_gather:

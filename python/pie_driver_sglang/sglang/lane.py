@@ -10,6 +10,7 @@ from __future__ import annotations
 import abc
 import logging
 import time
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -26,6 +27,7 @@ from tqdm import tqdm
 from pie_driver_sglang._core import Lane, graph_layout
 from pie_driver_sglang.sampling import SlotParams, apply_masks, sample_rows
 from pie_driver_sglang.sglang.block import views
+from pie_driver_sglang.sglang.dense import MOST_ROWS, DenseDecode
 
 if TYPE_CHECKING:
     from pie_driver_sglang.sglang.engine import SglangEngine
@@ -40,9 +42,15 @@ class _Graph(NamedTuple):
     """The views of one graph over the common memory."""
 
     rows: int
+    slots: int
+    """Of the rows, how many can be sampled."""
     host: dict[str, torch.Tensor]
     device: dict[str, torch.Tensor]
     bytes: int
+
+    def sampled(self, fields: dict[str, torch.Tensor]) -> torch.Tensor | None:
+        """``[slots]`` int64: the row of each slot; None where it is that of the same number."""
+        return fields["slot_rows"] if self.slots < self.rows else None
 
 
 class StepRunner(abc.ABC):
@@ -51,22 +59,29 @@ class StepRunner(abc.ABC):
     graph_bytes = 0
     """Device memory that captured graphs take."""
 
-    def __init__(self, engine: SglangEngine, rows: list[int]) -> None:
-        """Allocates the memory for the largest of `rows`."""
+    def __init__(self, engine: SglangEngine, rows: list[int], slots: int) -> None:
+        """Allocates the memory for graphs of `rows`, each with up to `slots` sampled ones."""
         self._engine = engine
         runner, vocab = engine.runner, engine.facts.vocab_size
         self._device = torch.device(runner.device)
         self._has_axes = bool(runner.model_config.model_is_mrope)
         on_cuda = self._device.type == "cuda"
-        layouts = {count: dict(graph_layout(count)) for count in rows}
+        self._slots = slots = min(slots, rows[-1])
+        layouts = {count: dict(graph_layout(count, slots)) for count in rows}
         sizes = {count: _bytes(layout) for count, layout in layouts.items()}
         self._host = torch.zeros(max(sizes.values()), dtype=torch.uint8, pin_memory=on_cuda)
         self._block = torch.zeros_like(self._host, device=self._device) if on_cuda else self._host
-        words = rows[-1] * -(-vocab // 32)
+        words = slots * -(-vocab // 32)
         self._mask_words = torch.empty(words, dtype=torch.int32, pin_memory=on_cuda)
-        self._results = torch.zeros(rows[-1], dtype=torch.int64, pin_memory=on_cuda)
+        self._results = torch.zeros(slots, dtype=torch.int64, pin_memory=on_cuda)
         self._graphs = [
-            _Graph(count, views(self._host, layout), views(self._block, layout), sizes[count])
+            _Graph(
+                count,
+                min(count, slots),
+                views(self._host, layout),
+                views(self._block, layout),
+                sizes[count],
+            )
             for count, layout in layouts.items()
         ]
 
@@ -105,7 +120,8 @@ class CpuSteps(StepRunner):
     def lane(self) -> Lane:
         """The lane that runs these steps."""
         rows = [graph.rows for graph in self._graphs]
-        return Lane.call(*self._lane_memory(), rows, CPU_ROWS_PER_REQUEST, self.run)
+        memory = self._lane_memory()
+        return Lane.call(*memory, rows, self._slots, CPU_ROWS_PER_REQUEST, self.run)
 
     @torch.inference_mode()
     def run(self, number: int) -> None:
@@ -115,21 +131,25 @@ class CpuSteps(StepRunner):
         self._engine.update_table(fields["table_updates"][: 2 * updates].view(updates, 2))
         batch = self._forward_batch(graph)
         batch.seq_lens_sum = int(fields["seq_lens"].sum())
-        logits = self._engine.run_rows(batch)
+        logits = self._engine.run_rows(batch, graph.sampled(fields))
         apply_masks(logits, fields["slot_masks"].view(-1, 2), self._mask_words)
         tokens = sample_rows(logits, _params(fields))
-        self._results[: graph.rows] = (step << 32) | tokens
+        self._results[: graph.slots] = (step << 32) | tokens
 
 
 class CudaSteps(StepRunner):
     """Steps as CUDA graphs, all in one memory pool and on the engine's stream."""
 
-    def __init__(self, engine: SglangEngine, rows: list[int]) -> None:
-        """Captures a graph for each of `rows`, largest first."""
-        super().__init__(engine, rows)
+    def __init__(self, engine: SglangEngine, rows: list[int], slots: int, *, fuses: bool) -> None:
+        """Captures a graph for each of `rows`, largest first.
+
+        If it `fuses`, models that :class:`DenseDecode` knows run as it runs them.
+        """
+        super().__init__(engine, rows, slots)
         self._stream = torch.cuda.current_stream(self._device)
         self._captured: dict[int, torch.cuda.CUDAGraph] = {}
         self._device_mask_words = torch.empty_like(self._mask_words, device=self._device)
+        self._dense = DenseDecode.of(engine.runner) if fuses else None
         self._capture_all()
 
     def lane(self) -> Lane:
@@ -139,7 +159,7 @@ class CudaSteps(StepRunner):
         ]
         most = self._graphs[-1].rows
         stream = self._stream.cuda_stream
-        return Lane.cuda(*self._lane_memory(), handles, stream, most, self)
+        return Lane.cuda(*self._lane_memory(), handles, self._slots, stream, most, self)
 
     def time(self, rows: int, repeats: int = 50) -> float:
         """Microseconds that the last step of up to `rows` rows takes, launched back to back."""
@@ -212,14 +232,21 @@ class CudaSteps(StepRunner):
         sampling_triton.update_table(
             engine.table_pages, fields["table_updates"].view(-1, 2), header[1:2]
         )
+        sampling_triton.fetch(self._mask_words, self._device_mask_words, header[3:4])
         batch = self._forward_batch(graph)
         backend.init_forward_metadata_out_graph(batch, in_capture=True)
         backend.init_forward_metadata_in_graph(batch)
-        logits, softcap = engine.row_logits(batch)
-        sampling_triton.fetch(self._mask_words, self._device_mask_words, header[3:4])
+        with self._way(graph.rows):
+            logits, softcap = engine.row_logits(batch, graph.sampled(fields))
         sampling_triton.apply_masks(logits, fields["slot_masks"], self._device_mask_words)
-        results = self._results[: graph.rows]
+        results = self._results[: graph.slots]
         sampling_triton.sample_step(logits, _params(fields), results, header[:1], softcap)
+
+    def _way(self, rows: int) -> AbstractContextManager[None]:
+        """How the model runs: as few kernels, where it can and pays."""
+        if self._dense is None or rows > MOST_ROWS:
+            return nullcontext()
+        return self._dense.applied()
 
 
 def _blank(graph: _Graph) -> None:

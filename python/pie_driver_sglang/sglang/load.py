@@ -9,7 +9,7 @@ from pie_driver_sglang.arch import arch_name
 from pie_driver_sglang.config import DriverConfig
 from pie_driver_sglang.engine import Facts
 from pie_driver_sglang.errors import StartError, not_running
-from pie_driver_sglang.limits import MAX_SLOTS, chunk_tokens, ladder
+from pie_driver_sglang.limits import MAX_SLOTS, chunk_tokens, ladder, long_ladder
 from pie_driver_sglang.options import DriverOptions
 from pie_driver_sglang.parallel import ALONE, Rank
 from pie_driver_sglang.sglang import support
@@ -65,6 +65,7 @@ def load_engine(config: DriverConfig, rank: Rank = ALONE) -> tuple[Planner, Sgla
     vision = find_vision(runner)
     if vision is None and model_config.is_multimodal:
         logger.info("the model is served without its media: the driver has no way for them")
+    chunk = chunk_tokens(runner.device, options.chunked_prefill_size)
     planner = Planner(
         page_size=facts.page_size,
         total_pages=facts.total_pages,
@@ -72,7 +73,7 @@ def load_engine(config: DriverConfig, rank: Rank = ALONE) -> tuple[Planner, Sgla
         max_positions=facts.context_length,
         row_pages=booted.row_pages,
         max_requests=booted.max_requests,
-        chunk_tokens=chunk_tokens(runner.device, options.chunked_prefill_size),
+        chunk_tokens=chunk,
         max_slots=MAX_SLOTS,
         random_seed=config.driver.random_seed % 2**64,
         states=facts.state_slots,
@@ -84,7 +85,7 @@ def load_engine(config: DriverConfig, rank: Rank = ALONE) -> tuple[Planner, Sgla
     if options.spec_ngram_enabled:
         _draft(planner, facts, options, rungs)
     engine = SglangEngine(booted, planner, facts, pools, adapters, states)
-    engine.steps = _steps(engine, options, rungs)
+    engine.steps = _steps(engine, options, [*rungs, *long_ladder(rungs[-1], chunk)])
     return planner, engine
 
 
@@ -120,9 +121,11 @@ def _steps(engine: SglangEngine, options: DriverOptions, rungs: list[int]) -> St
     if obstacle is not None:
         logger.info("every batch runs eagerly: %s", obstacle)
         return None
-    make = CpuSteps if engine.runner.device == "cpu" else CudaSteps
+    slots = options.max_forward_requests
     try:
-        return make(engine, rungs)
+        if engine.runner.device == "cpu":
+            return CpuSteps(engine, rungs, slots)
+        return CudaSteps(engine, rungs, slots, fuses=options.fuse_layers)
     except Exception as error:
         logger.debug("a step failed", exc_info=True)
         raise not_running(engine.runner.device, error) from error

@@ -27,18 +27,19 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
 
-def install(runner: ModelRunner) -> None:
+def install(runner: ModelRunner, prefill: str | None = None) -> None:
     """Has a loaded model decode with this backend; to be called before it gets its backends.
 
-    SGLang checks its settings against lists of its own backends, so they hear of this one only now.
+    Prefills are computed by the backend `prefill`, or by the one that the settings name. SGLang
+    checks its settings against lists of its own backends, so they hear of this one only now.
     Whether the kernel knows the model's attention is `support.decodes_paged`.
     """
     register_attention_backend(PAGED_DECODE)(PagedDecode)
     args = runner.server_args
-    prefill, _ = args.get_attention_backends()
+    named, _ = args.get_attention_backends()
     args.override(
         "pie_driver_sglang",
-        prefill_attention_backend=prefill,
+        prefill_attention_backend=prefill or named,
         decode_attention_backend=PAGED_DECODE,
     )
     publish(args, role="scheduler")
@@ -70,7 +71,7 @@ class PagedDecode(AttentionBackend):
         self.token_to_kv_pool = runner.token_to_kv_pool
         self._page_size = runner.server_args.page_size
         self._itemsize = support.paged(runner.token_to_kv_pool).dtype.itemsize
-        self._cuts = {self._cut(layer) for layer in support.attention_layers(runner)}
+        self._layers = list(support.attention_layers(runner))
         properties = torch.cuda.get_device_properties(runner.gpu_id)
         self._multiprocessors = properties.multi_processor_count
         self._step: _Step | None = None
@@ -89,7 +90,8 @@ class PagedDecode(AttentionBackend):
             forward_batch.req_pool_indices,
             forward_batch.seq_lens,
         )
-        shares = {cut: paged_triton.share(rows, cut, self._multiprocessors) for cut in self._cuts}
+        cuts = {self._cut(layer, len(rows.kv_lens)) for layer in self._layers}
+        shares = {cut: paged_triton.share(rows, cut, self._multiprocessors) for cut in cuts}
         self._step = _Step(rows, shares)
 
     def forward_decode(
@@ -119,17 +121,18 @@ class PagedDecode(AttentionBackend):
         rule = Rule(layer.scaling * floats[0], layer.logit_cap or 0.0, sinks=sinks)
         rows, shares = self._step
         paged_triton.attend(
-            queries, keys, values, out, rows, shares[self._cut(layer)], rule,
+            queries, keys, values, out, rows, shares[self._cut(layer, len(out))], rule,
             self._page_size, floats[1],
         )  # fmt: skip
         return out.flatten(1)
 
-    def _cut(self, layer: RadixAttention) -> Cut:
+    def _cut(self, layer: RadixAttention, rows: int) -> Cut:
         dim = max(layer.qk_head_dim, layer.v_head_dim)
         group = layer.tp_q_head_num // layer.tp_k_head_num
         window = layer.sliding_window_size
         return Cut(
-            paged_triton.tuning(dim, group, self._itemsize),
+            paged_triton.tuning(dim, group, self._itemsize, rows),
             layer.tp_k_head_num,
+            group,
             -1 if window is None else window,
         )

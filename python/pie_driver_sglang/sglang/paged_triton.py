@@ -17,11 +17,12 @@ import torch
 import triton
 import triton.language as tl
 
+from pie_driver_sglang.chained_triton import chained, follow
 from pie_driver_sglang.sglang.masked_torch import Rule
 
 _LOG2E = tl.constexpr(1.4426950408889634)
-_PLANNED_ROWS = 128
-_PLANNED_PROGRAMS = 64
+FEW_ROWS = 256
+"""Steps of more rows have prompts, of which many rows see the same KV."""
 _MERGED_PARTS = 16
 _MOST_PAGES = 8
 """Pages of a block that are looked up one by one; smaller ones come as a vector of slots."""
@@ -39,25 +40,30 @@ class Tuning:
     """Blocks that a program has at hand or on their way."""
     programs: int
     """Programs for each multiprocessor."""
+    queries: int = 16
+    """Heads of rows that a product has room for, at least; those of a KV head and a row fit."""
 
 
-def tuning(dim: int, group: int, itemsize: int) -> Tuning:
+def tuning(dim: int, group: int, itemsize: int, rows: int = 1) -> Tuning:
     """The cut for a layer.
 
     Args:
         dim: head size, the larger of keys' and values'.
         group: heads that share a KV head.
         itemsize: bytes of a stored element.
+        rows: of the step.
     """
     elements = 4096 if itemsize > 2 else 8192
+    width = int(triton.next_power_of_2(dim))
+    if rows > FEW_ROWS and group <= 64 and width <= 128 and itemsize <= 2:
+        return Tuning(min(128, elements // width), warps=8, stages=3, programs=2, queries=64)
     # Up to 16 heads take the same registers.
-    elements = elements * 16 // max(16, triton.next_power_of_2(group))
-    block = min(128, max(16, elements // triton.next_power_of_2(dim)))
-    return Tuning(block, warps=4, stages=4, programs=2)
+    elements = elements * 16 // max(16, int(triton.next_power_of_2(group)))
+    return Tuning(min(128, max(16, elements // width)), warps=4, stages=4, programs=2)
 
 
 class Rows(NamedTuple):
-    """The rows of a step, each with KV of its own."""
+    """The rows of a step, each of which sees a beginning of the KV of its table row."""
 
     table: torch.Tensor
     """``[table rows, tokens]`` int32: storage slot of each KV index, consecutive within a page."""
@@ -72,8 +78,20 @@ class Cut(NamedTuple):
 
     tuning: Tuning
     kv_heads: int
+    group: int
+    """Heads that share a KV head."""
     window: int
     """Stored keys that a row sees at most before its own, by KV index; -1 = all."""
+
+    @property
+    def queries(self) -> int:
+        """Heads of rows that a product has room for, a power of two."""
+        return max(self.tuning.queries, int(triton.next_power_of_2(self.group)))
+
+    @property
+    def tile(self) -> int:
+        """Rows that a product has room for: their KV is loaded once."""
+        return self.queries // self.group
 
 
 class Shares(NamedTuple):
@@ -86,22 +104,30 @@ class Shares(NamedTuple):
     """``[rows + 1]`` int32: blocks before each row, and of all rows."""
     first_rows: torch.Tensor
     """``[programs]`` int32: the row that a program begins in."""
+    before: torch.Tensor
+    """``[rows]`` int32: rows in front of each one that are looked at with it; -1 for these."""
+    lasts: torch.Tensor
+    """``[rows]`` int32: the last of the rows that are looked at with one, for the first of them."""
 
 
 def share(rows: Rows, cut: Cut, multiprocessors: int) -> Shares:
     """Shares the step's blocks out; can be captured."""
     count = len(rows.kv_lens)
     programs = max(1, multiprocessors * cut.tuning.programs // cut.kv_heads)
-    size, bounds, first_rows = (
+    size, bounds, first_rows, before, lasts = (
         torch.empty(length, dtype=torch.int32, device=rows.kv_lens.device)
-        for length in (1, count + 1, programs)
+        for length in (1, count + 1, programs, count, count)
     )
-    _share[(triton.cdiv(programs, _PLANNED_PROGRAMS),)](
-        rows.kv_lens, size, bounds, first_rows, count, programs, cut.window,
-        BLOCK=cut.tuning.block, WINDOWED=cut.window >= 0,
-        ROWS=_PLANNED_ROWS, PROGRAMS=_PLANNED_PROGRAMS,
+    # Rows and programs that an instance compares at once.
+    planned_rows, planned_programs = (128, 64) if count <= FEW_ROWS else (1024, 16)
+    _share[(triton.cdiv(programs, planned_programs),)](
+        rows.table_rows, rows.kv_lens, size, bounds, first_rows, before, lasts,
+        count, programs, cut.window,
+        BLOCK=cut.tuning.block, WINDOWED=cut.window >= 0, TILE=cut.tile,
+        ROWS=planned_rows, PROGRAMS=planned_programs,
+        num_warps=4 if count <= FEW_ROWS else 8, **chained(rows.kv_lens.device),
     )  # fmt: skip
-    return Shares(cut, size, bounds, first_rows)
+    return Shares(cut, size, bounds, first_rows, before, lasts)
 
 
 def attend(
@@ -133,9 +159,10 @@ def attend(
     """
     row_count, heads, dim = queries.shape
     _, kv_heads, value_dim = values.shape
-    how, group, programs = shares.cut.tuning, heads // kv_heads, len(shares.first_rows)
-    parts = queries.new_empty((2 * programs, heads, value_dim), dtype=torch.float32)
-    sums = queries.new_empty((2 * programs, heads), dtype=torch.float32)
+    how, group, programs = shares.cut.tuning, shares.cut.group, len(shares.first_rows)
+    tile = shares.cut.tile
+    parts = queries.new_empty((2 * programs * tile, heads, value_dim), dtype=torch.float32)
+    sums = queries.new_empty((2 * programs * tile, heads), dtype=torch.float32)
     sinks = out if rule.sinks is None else rule.sinks
     # Scores are exponents of two; where capped, cap * tanh(score / cap).
     scale, cap = rule.scale * _LOG2E.value, 0.0
@@ -145,6 +172,8 @@ def attend(
         "VALUE_DIM": value_dim,
         "VALUE_BLOCK": max(16, triton.next_power_of_2(value_dim)),
         "SINKS": rule.sinks is not None,
+        "TILE": tile,
+        **chained(queries.device),
     }
     _attend[(kv_heads, programs)](
         queries, keys, values, out, *rows, *shares[1:], parts, sums, sinks,
@@ -152,13 +181,13 @@ def attend(
         queries.stride(0), keys.stride(0), keys.stride(1), values.stride(0), values.stride(1),
         out.stride(0), rows.table.stride(0),
         GROUP=group, DIM=dim, PAGE=page_size, PAGES=_pages(how.block, page_size), BLOCK=how.block,
-        GROUP_BLOCK=max(16, triton.next_power_of_2(group)),
+        GROUP_BLOCK=shares.cut.queries,
         DIM_BLOCK=max(16, triton.next_power_of_2(dim)),
         CAPPED=rule.cap > 0, WINDOWED=shares.cut.window >= 0, **common,
         num_warps=how.warps, num_stages=how.stages,
     )  # fmt: skip
     if programs > 1:
-        _merge[(programs - 1, heads)](
+        _merge[(programs - 1, heads, tile)](
             out, *shares[1:], parts, sums, sinks, row_count, out.stride(0),
             PARTS=_MERGED_PARTS, **common,
         )  # fmt: skip
@@ -180,44 +209,86 @@ def _first_seen(kv_len, window, WINDOWED: tl.constexpr):  # type: ignore[no-unty
         return 0
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _blocks(  # type: ignore[no-untyped-def]
-    kv_lens, rows, row_count, window, BLOCK: tl.constexpr, WINDOWED: tl.constexpr
+@triton.jit
+def _goes_on(  # type: ignore[no-untyped-def]
+    table_rows, kv_lens, rows, row_count
 ):
-    """Blocks of rows; one for a row that sees nothing, so that somebody writes its zeros."""
-    inside = rows < row_count
-    kv_len = tl.load(kv_lens + rows, mask=inside, other=0).to(tl.int32)
-    unseen = _first_seen(kv_len, window, WINDOWED) // BLOCK
-    return tl.where(inside, tl.maximum(tl.cdiv(kv_len, BLOCK) - unseen, 1), 0)
+    """Whether rows see the KV of the row in front of them and one token more."""
+    known = (rows > 0) & (rows < row_count)
+    own = tl.load(table_rows + rows, mask=known, other=0)
+    same = own == tl.load(table_rows + rows - 1, mask=known, other=0)
+    kv_len = tl.load(kv_lens + rows, mask=known, other=0)
+    return known & same & (kv_len == tl.load(kv_lens + rows - 1, mask=known, other=0) + 1)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _tiles(  # type: ignore[no-untyped-def]
+    table_rows, kv_lens, rows, row_count, start, window,
+    BLOCK: tl.constexpr, WINDOWED: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """What the last row of a tile knows: rows in front of it, else -1, and blocks, else none.
+
+    Also where the stretches begin whose rows go on with each other; `start` is where the one before
+    the first row does.
+    """
+    goes_on = _goes_on(table_rows, kv_lens, rows, row_count)
+    starts = tl.associative_scan(tl.where(goes_on, start, rows), 0, _larger)
+    before = (rows - starts) % TILE
+    ends = (before == TILE - 1) | (_goes_on(table_rows, kv_lens, rows + 1, row_count) == 0)
+    ends = ends & (rows < row_count)
+    kv_len = tl.load(kv_lens + rows, mask=ends, other=0).to(tl.int32)
+    unseen = _first_seen(kv_len - before, window, WINDOWED) // BLOCK
+    # One for rows that see nothing, so that somebody writes their zeros.
+    blocks = tl.maximum(tl.cdiv(kv_len, BLOCK) - unseen, 1)
+    return tl.where(ends, before, -1), tl.where(ends, blocks, 0), starts
+
+
+@triton.jit
+def _larger(a, b):  # type: ignore[no-untyped-def]
+    return tl.maximum(a, b)
 
 
 @triton.jit(do_not_specialize=["row_count", "program_count", "window"])  # type: ignore[untyped-decorator]
 def _share(  # type: ignore[no-untyped-def]
-    kv_lens, size, bounds, first_rows, row_count, program_count, window,
-    BLOCK: tl.constexpr, WINDOWED: tl.constexpr, ROWS: tl.constexpr, PROGRAMS: tl.constexpr,
+    table_rows, kv_lens, size, bounds, first_rows, before, lasts, row_count, program_count, window,
+    BLOCK: tl.constexpr, WINDOWED: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
+    PROGRAMS: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Shares for `PROGRAMS` programs; each instance sums all rows, the first one keeps the sums."""
+    if CHAINED:
+        follow()
     lanes = tl.arange(0, ROWS)
     total = 0
+    start = 0
     for first in range(0, row_count, ROWS):
-        total += tl.sum(_blocks(kv_lens, first + lanes, row_count, window, BLOCK, WINDOWED))
+        _, blocks, starts = _tiles(
+            table_rows, kv_lens, first + lanes, row_count, start, window, BLOCK, WINDOWED, TILE
+        )
+        total += tl.sum(blocks)
+        start = tl.max(starts)
     share = tl.cdiv(total, program_count)
     programs = tl.program_id(0) * PROGRAMS + tl.arange(0, PROGRAMS)
     keeps = tl.program_id(0) == 0
     tl.store(size, share, mask=keeps)
     tl.store(bounds, 0, mask=keeps)
-    before = 0
+    passed = 0
+    start = 0
     # A program begins in the row whose number is that of the rows that end before.
     ended = tl.zeros([PROGRAMS], tl.int32)
     for first in range(0, row_count, ROWS):
         rows = first + lanes
-        blocks = _blocks(kv_lens, rows, row_count, window, BLOCK, WINDOWED)
-        ends = before + tl.cumsum(blocks, 0)
+        ahead, blocks, starts = _tiles(
+            table_rows, kv_lens, rows, row_count, start, window, BLOCK, WINDOWED, TILE
+        )
+        ends = passed + tl.cumsum(blocks, 0)
         inside = rows < row_count
+        tl.store(before + rows, ahead, mask=inside & keeps)
+        tl.store(lasts + rows - ahead, rows, mask=(ahead >= 0) & keeps)
         tl.store(bounds + 1 + rows, ends, mask=inside & keeps)
-        passed = (ends[None, :] <= programs[:, None] * share) & inside[None, :]
-        ended += tl.sum(passed.to(tl.int32), 1)
-        before += tl.sum(blocks)
+        over = (ends[None, :] <= programs[:, None] * share) & inside[None, :]
+        ended += tl.sum(over.to(tl.int32), 1)
+        passed += tl.sum(blocks)
+        start = tl.max(starts)
     tl.store(first_rows + programs, ended, mask=programs < program_count)
 
 
@@ -267,16 +338,17 @@ def _finish(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _attend_span(  # type: ignore[no-untyped-def]
-    q, head_keys, head_values, slots_row, first_token, end_token, first_seen, scale, cap,
-    key_slot_stride, value_slot_stride,
+    q, head_keys, head_values, slots_row, found, first_token, end_token, first_seen, kv_lens,
+    scale, cap, window, key_slot_stride, value_slot_stride,
     DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     PAGE: tl.constexpr, PAGES: tl.constexpr, BLOCK: tl.constexpr,
     GROUP_BLOCK: tl.constexpr, DIM_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr,
     CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
 ):  # fmt: skip
-    """Whole blocks of a row: weighted values, the largest score, and the sum of the weights.
+    """Whole blocks of rows: weighted values, the largest score, and the sum of the weights.
 
-    Scores are exponents of two, weights those of scores above the largest.
+    Scores are exponents of two, weights those of scores above the largest. Of each row of `q` the
+    KV is what `kv_lens` says, ``[GROUP_BLOCK]``.
     """
     lanes = tl.arange(0, BLOCK)
     dims = tl.arange(0, DIM_BLOCK)
@@ -285,7 +357,6 @@ def _attend_span(  # type: ignore[no-untyped-def]
     # Summed over the lanes at the end, for sums over lanes make warps wait for each other.
     totals = tl.zeros([GROUP_BLOCK, BLOCK], tl.float32)
     mixed = tl.zeros([GROUP_BLOCK, VALUE_BLOCK], tl.float32)
-    found = _look_up(slots_row, first_token, end_token, PAGE, PAGES, BLOCK)
     for token in tl.range(first_token, end_token, BLOCK):
         slots = _slots(found, PAGE, PAGES, BLOCK)
         # One turn ahead: the address of KV must not wait for it.
@@ -308,11 +379,15 @@ def _attend_span(  # type: ignore[no-untyped-def]
         if CAPPED:
             # tanh(x) = 2 sigmoid(2 x) - 1
             scores = cap * (2.0 * tl.sigmoid(2.0 * scores) - 1.0)
-        scores = tl.where(seen[None, :], scores, float("-inf"))
-        # Every block has a token that is seen, so there is a largest score.
+        own = token + lanes[None, :] < kv_lens[:, None]
+        if WINDOWED:
+            own = own & (token + lanes[None, :] >= kv_lens[:, None] - 1 - window)
+        scores = tl.where(own, scores, float("-inf"))
         largest = tl.maximum(best, tl.max(scores, 1))
-        shrink = tl.exp2(best - largest)
-        weights = tl.exp2(scores - largest[:, None])
+        # Of a row that has seen nothing yet all weights are 0.
+        level = tl.where(largest == float("-inf"), 0.0, largest)
+        shrink = tl.exp2(best - level)
+        weights = tl.exp2(scores - level[:, None])
         totals = totals * shrink[:, None] + weights
         mixed = mixed * shrink[:, None]
         mixed += tl.dot(weights.to(q.dtype), v.to(q.dtype), input_precision="ieee")
@@ -322,87 +397,126 @@ def _attend_span(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["row_count", "window"])  # type: ignore[untyped-decorator]
 def _attend(  # type: ignore[no-untyped-def]
-    queries, keys, values, out, table, table_rows, kv_lens, size, bounds, first_rows,
-    parts, sums, sinks, scale, value_scale, cap, window, row_count,
+    queries, keys, values, out, table, table_rows, kv_lens, size, bounds, first_rows, before,
+    lasts, parts, sums, sinks, scale, value_scale, cap, window, row_count,
     query_stride, key_slot_stride, key_head_stride, value_slot_stride, value_head_stride,
     out_stride, table_stride,
     GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     PAGE: tl.constexpr, PAGES: tl.constexpr, BLOCK: tl.constexpr,
     GROUP_BLOCK: tl.constexpr, DIM_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr,
-    CAPPED: tl.constexpr, WINDOWED: tl.constexpr, SINKS: tl.constexpr,
+    CAPPED: tl.constexpr, WINDOWED: tl.constexpr, SINKS: tl.constexpr, TILE: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """A program's share of the blocks, with the heads of one KV head."""
+    """A program's share of the blocks, with the heads of one KV head.
+
+    Shares and the block table are read before the kernel in front has ended: it wrote neither.
+    """
     program = tl.program_id(1)
     share = tl.load(size)
+    row = tl.load(first_rows + program)
     start = program * share
     stop = tl.minimum(start + share, tl.load(bounds + row_count))
-    if start >= stop:
-        return
+    begin = tl.load(bounds + row)
+    ahead = tl.load(before + row, mask=row < row_count, other=0)
+    end, kv_len, slots_row = _row(bounds, kv_lens, table_rows, table, table_stride, row, row_count)
     kv_head = tl.program_id(0)
     head_count = tl.num_programs(0) * GROUP
     group = tl.arange(0, GROUP_BLOCK)
-    in_group = group < GROUP
-    heads = kv_head * GROUP + group
+    # The heads of the first row of the tile, then those of the second one.
+    number = group // GROUP
+    heads = kv_head * GROUP + group % GROUP
     dims = tl.arange(0, DIM_BLOCK)
     value_dims = tl.arange(0, VALUE_BLOCK)
-    written = in_group[:, None] & (value_dims[None, :] < VALUE_DIM)
-    row = tl.load(first_rows + program)
-    begin = tl.load(bounds + row)
     block = start
+    last = tl.minimum(end, stop)
+    seen = _span(block, last, begin, ahead, kv_len, window, BLOCK, WINDOWED)
+    found = _look_up(slots_row, seen[0], seen[1], PAGE, PAGES, BLOCK)
+    if CHAINED:
+        follow()
     while block < stop:
-        end = tl.load(bounds + row + 1)
-        last = tl.minimum(end, stop)
-        kv_len = tl.load(kv_lens + row).to(tl.int32)
-        first_seen = _first_seen(kv_len, window, WINDOWED)
-        skipped = first_seen // BLOCK - begin
+        # One turn ahead: the first row of the next tile follows this one's last.
+        next_row = tl.load(lasts + row + 1, mask=row + 1 < row_count, other=row_count)
+        following = _row(bounds, kv_lens, table_rows, table, table_stride, next_row, row_count)
+        asks = number <= ahead
+        rows = (row - ahead + number).to(tl.int64)
         q = tl.load(
-            queries + row.to(tl.int64) * query_stride + heads[:, None] * DIM + dims[None, :],
-            mask=in_group[:, None] & (dims[None, :] < DIM),
+            queries + (rows * query_stride + heads * DIM)[:, None] + dims[None, :],
+            mask=asks[:, None] & (dims[None, :] < DIM),
             other=0.0,
         )
         mixed, best, total = _attend_span(
             q, keys + kv_head * key_head_stride, values + kv_head * value_head_stride,
-            table + tl.load(table_rows + row).to(tl.int64) * table_stride,
-            (block + skipped) * BLOCK, tl.minimum((last + skipped) * BLOCK, kv_len), first_seen,
-            scale, cap, key_slot_stride, value_slot_stride,
+            slots_row, found, seen[0], seen[1], _first_seen(kv_len - ahead, window, WINDOWED),
+            kv_len - ahead + number, scale, cap, window, key_slot_stride, value_slot_stride,
             DIM, VALUE_DIM, PAGE, PAGES, BLOCK, GROUP_BLOCK, DIM_BLOCK, VALUE_BLOCK,
             CAPPED, WINDOWED,
         )  # fmt: skip
         mixed = mixed * value_scale
+        written = asks[:, None] & (value_dims[None, :] < VALUE_DIM)
         if (begin >= start) & (end <= stop):
-            mixed = _finish(mixed, best, total, sinks, heads, in_group, SINKS)
-            row_out = out + row.to(tl.int64) * out_stride + heads[:, None] * VALUE_DIM
+            mixed = _finish(mixed, best, total, sinks, heads, asks, SINKS)
+            row_out = out + (rows * out_stride + heads * VALUE_DIM)[:, None]
             tl.store(row_out + value_dims[None, :], mixed, mask=written)
         else:
             # Where the row begins the second of the program's two places, else the first.
-            place = (2 * program + (begin >= start).to(tl.int32)) * head_count + heads
+            place = 2 * program + (begin >= start).to(tl.int32)
+            place = (place * TILE + number) * head_count + heads
             tl.store(
                 parts + place[:, None] * VALUE_DIM + value_dims[None, :],
-                mixed / total[:, None],
+                mixed / tl.where(total > 0, total, 1.0)[:, None],
                 mask=written,
             )
-            tl.store(sums + place, best + tl.log2(total), mask=in_group)
+            tl.store(sums + place, best + tl.log2(total), mask=asks)
         block = last
         begin = end
-        row += 1
+        ahead = next_row - row - 1
+        row = next_row
+        end, kv_len, slots_row = following
+        last = tl.minimum(end, stop)
+        seen = _span(block, last, begin, ahead, kv_len, window, BLOCK, WINDOWED)
+        found = _look_up(slots_row, seen[0], seen[1], PAGE, PAGES, BLOCK)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _span(  # type: ignore[no-untyped-def]
+    block, last, begin, ahead, kv_len, window, BLOCK: tl.constexpr, WINDOWED: tl.constexpr
+):
+    """The first token of a tile's blocks up to `last`, and the end of those that one row sees."""
+    skipped = _first_seen(kv_len - ahead, window, WINDOWED) // BLOCK - begin
+    return (block + skipped) * BLOCK, tl.minimum((last + skipped) * BLOCK, kv_len)
+
+
+@triton.jit
+def _row(bounds, kv_lens, table_rows, table, table_stride, row, row_count):  # type: ignore[no-untyped-def]
+    """Where a row's blocks end, its KV and its slots; nothing of use behind the last row."""
+    known = row < row_count
+    end = tl.load(bounds + row + 1, mask=known, other=0)
+    kv_len = tl.load(kv_lens + row, mask=known, other=0).to(tl.int32)
+    table_row = tl.load(table_rows + row, mask=known, other=0).to(tl.int64)
+    return end, kv_len, table + table_row * table_stride
 
 
 @triton.jit(do_not_specialize=["row_count"])  # type: ignore[untyped-decorator]
 def _merge(  # type: ignore[no-untyped-def]
-    out, size, bounds, first_rows, parts, sums, sinks, row_count, out_stride,
+    out, size, bounds, first_rows, before, lasts, parts, sums, sinks, row_count, out_stride,
     VALUE_DIM: tl.constexpr, VALUE_BLOCK: tl.constexpr, PARTS: tl.constexpr, SINKS: tl.constexpr,
+    TILE: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """The row that begins in a program and goes on in the next, if there is one."""
+    """A row of those that begin in a program and go on in the next, if there are some."""
     first = tl.program_id(0)
     share = tl.load(size)
-    stop = (first + 1) * share
-    if stop >= tl.load(bounds + row_count):
-        return
     row = tl.load(first_rows + first + 1)
+    blocks = tl.load(bounds + row_count)
     begin = tl.load(bounds + row)
-    if (begin >= stop) | (begin < first * share):
+    end = tl.load(bounds + row + 1, mask=row < row_count, other=0)
+    ahead = tl.load(before + row, mask=row < row_count, other=0)
+    number = tl.program_id(2)
+    if CHAINED:
+        follow()
+    stop = (first + 1) * share
+    if (stop >= blocks) | (begin >= stop) | (begin < first * share) | (number > ahead):
         return
-    last = (tl.load(bounds + row + 1) - 1) // share
+    last = (end - 1) // share
     head = tl.program_id(1)
     head_count = tl.num_programs(1)
     value_dims = tl.arange(0, VALUE_BLOCK)
@@ -413,7 +527,8 @@ def _merge(  # type: ignore[no-untyped-def]
     for start in range(first, last + 1, PARTS):
         programs = start + tl.arange(0, PARTS)
         known = programs <= last
-        places = (2 * programs + (programs == first).to(tl.int32)) * head_count + head
+        places = 2 * programs + (programs == first).to(tl.int32)
+        places = (places * TILE + number) * head_count + head
         logs = tl.load(sums + places, mask=known, other=float("-inf"))
         part = tl.load(
             parts + places[:, None] * VALUE_DIM + value_dims[None, :],
@@ -421,12 +536,13 @@ def _merge(  # type: ignore[no-untyped-def]
             other=0.0,
         )
         largest = tl.maximum(best, tl.max(logs, 0))
-        shrink = tl.exp2(best - largest)
-        weights = tl.exp2(logs - largest)
+        level = tl.where(largest == float("-inf"), 0.0, largest)
+        shrink = tl.exp2(best - level)
+        weights = tl.exp2(logs - level)
         total = total * shrink + tl.sum(weights, 0)
         mixed = mixed * shrink[:, None] + tl.sum(weights[:, None] * part, 0)[None, :]
         best = largest
     heads = head + tl.arange(0, 1)
     mixed = _finish(mixed, best, total, sinks, heads, heads >= 0, SINKS)
-    place = row.to(tl.int64) * out_stride + head * VALUE_DIM + value_dims
+    place = (row - ahead + number).to(tl.int64) * out_stride + head * VALUE_DIM + value_dims
     tl.store(out + place[None, :], mixed, mask=in_value[None, :])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,6 +38,8 @@ PAGED_DTYPES = frozenset(
     {torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2}
 )
 """KV that the backend `pie` reads."""
+_HOPPER = 9
+_FA3_WIDTHS = frozenset({64, 128, 256})
 PAGED_WIDEST = 256
 """Heads up to which that backend is chosen where none is named."""
 
@@ -231,6 +235,34 @@ def decodes_paged(runner: ModelRunner, asked: bool | None) -> bool:
     if obstacle is not None:
         logger.info("the attention backend %s is not used: %s", PAGED_DECODE, obstacle)
     return obstacle is None
+
+
+def prefills_by_fa3(runner: ModelRunner) -> bool:
+    """Whether FlashAttention-3 computes prefills where no backend is named.
+
+    It is faster than triton on the GPUs that it is made for (benches/gpu/RESULTS.md); layers with
+    windows or caps of their own are left to triton.
+    """
+    if runner.device != "cuda" or torch.cuda.get_device_capability(runner.gpu_id)[0] != _HOPPER:
+        return False
+    pool = paged(runner.token_to_kv_pool)
+    plain = all(
+        _is_plain(layer)
+        and layer.sliding_window_size < 0
+        and not layer.logit_cap
+        and layer.qk_head_dim == layer.v_head_dim
+        and layer.qk_head_dim in _FA3_WIDTHS
+        for layer in attention_layers(runner)
+    )
+    fits = pool.dtype == runner.dtype and pool.dtype in (torch.float16, torch.bfloat16)
+    return fits and plain and _has_fa3()
+
+
+def _has_fa3() -> bool:
+    """Whether SGLang's kernels were installed with it."""
+    spec = importlib.util.find_spec("sgl_kernel")
+    folders = spec.submodule_search_locations if spec else None
+    return any((Path(folder) / "flash_ops.abi3.so").exists() for folder in folders or ())
 
 
 def paged_decode_obstacle(runner: ModelRunner) -> str | None:

@@ -17,23 +17,60 @@ const STEP_UPDATES: usize = 512;
 /// Temperature of a row that nobody samples.
 const UNSAMPLED: f32 = -1.0;
 
-impl Layout {
-    /// The arrays of a graph for `rows` rows. Sizes follow from `rows` but for the first and the last.
-    ///
-    /// | name | dtype | per row |
-    /// |---|---|---|
-    /// | `header` | int32 | not per row: number of the step, changed block-table entries, rows and mask words in use |
-    /// | `input_ids`, `positions` | int64 | as in the staging block |
-    /// | `out_cache_loc` | int64 | storage slot, 0 = the padding page |
-    /// | `req_pool_indices` | int64 | block-table row, 0 = padding |
-    /// | `seq_lens` | int64 | KV that the row sees, itself included |
-    /// | `temperatures` | float32 | 0 = arg-max, below 0 = nobody samples the row |
-    /// | `top_ps`, `min_ps`, `uniforms` | float32 | as in the staging block |
-    /// | `top_ks` | int32 | as in the staging block |
-    /// | `slot_masks` | int32 | two per row: as in the staging block |
-    /// | `table_updates` | int64 | not per row: as in the staging block |
+/// What a step needs, and what a graph has room for. A graph of as many slots as rows samples each row in the slot of the
+/// same number; one of fewer slots, which is for prompts, is told the row of each.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct StepSize {
+    /// Tokens.
+    pub rows: usize,
+    /// Sampled rows.
+    pub slots: usize,
+}
+
+impl StepSize {
+    /// Whether a graph of this size can run the step.
     #[must_use]
-    pub fn graph(rows: usize) -> Self {
+    pub const fn runs(self, step: Self) -> bool {
+        step.rows <= self.rows && (self.slots == self.rows || step.slots <= self.slots)
+    }
+}
+
+impl From<usize> for StepSize {
+    /// As many slots as rows.
+    fn from(rows: usize) -> Self {
+        Self { rows, slots: rows }
+    }
+}
+
+/// What a staged step wrote beside its block, and what it will answer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct StagedStep {
+    /// Words of its logit masks.
+    pub mask_words: usize,
+    /// The slots with results to wait for, from the first on; at least one.
+    pub results: usize,
+}
+
+impl Layout {
+    /// The arrays of a graph.
+    ///
+    /// | name | dtype | size | |
+    /// |---|---|---|---|
+    /// | `header` | int32 | 4 | number of the step, changed block-table entries, rows and mask words in use |
+    /// | `input_ids`, `positions` | int64 | rows | as in the staging block |
+    /// | `out_cache_loc` | int64 | rows | storage slot, 0 = the padding page |
+    /// | `req_pool_indices` | int64 | rows | block-table row, 0 = padding |
+    /// | `seq_lens` | int64 | rows | KV that the row sees, itself included |
+    /// | `temperatures` | float32 | slots | 0 = arg-max, below 0 = nobody samples |
+    /// | `top_ps`, `min_ps`, `uniforms` | float32 | slots | as in the staging block |
+    /// | `top_ks` | int32 | slots | as in the staging block |
+    /// | `slot_masks` | int32 | two per slot | as in the staging block |
+    /// | `slot_rows` | int64 | slots, or 0 if there are as many rows | row of each slot |
+    /// | `table_updates` | int64 | fixed | as in the staging block |
+    #[must_use]
+    pub fn graph(size: impl Into<StepSize>) -> Self {
+        let StepSize { rows, slots } = size.into();
+        let told = if slots < rows { slots } else { 0 };
         Self::of(&[
             ("header", DType::I32, 4),
             ("input_ids", DType::I64, rows),
@@ -41,12 +78,13 @@ impl Layout {
             ("out_cache_loc", DType::I64, rows),
             ("req_pool_indices", DType::I64, rows),
             ("seq_lens", DType::I64, rows),
-            ("temperatures", DType::F32, rows),
-            ("top_ps", DType::F32, rows),
-            ("min_ps", DType::F32, rows),
-            ("uniforms", DType::F32, rows),
-            ("top_ks", DType::I32, rows),
-            ("slot_masks", DType::I32, 2 * rows),
+            ("temperatures", DType::F32, slots),
+            ("top_ps", DType::F32, slots),
+            ("min_ps", DType::F32, slots),
+            ("uniforms", DType::F32, slots),
+            ("top_ks", DType::I32, slots),
+            ("slot_masks", DType::I32, 2 * slots),
+            ("slot_rows", DType::I64, told),
             ("table_updates", DType::I64, 2 * STEP_UPDATES),
         ])
     }
@@ -66,6 +104,7 @@ struct Step<'a> {
     uniforms: &'a mut [f32],
     top_ks: &'a mut [i32],
     slot_masks: &'a mut [i32],
+    slot_rows: &'a mut [i64],
     table_updates: &'a mut [i64],
 }
 
@@ -86,6 +125,7 @@ impl<'a> Step<'a> {
             uniforms: rest.take(),
             top_ks: rest.take(),
             slot_masks: rest.take(),
+            slot_rows: rest.take(),
             table_updates: rest.take(),
         })
     }
@@ -105,15 +145,15 @@ impl<'a> Step<'a> {
 pub struct StepMemory<'a> {
     /// The block, laid out as [`Layout::graph`].
     pub block: &'a mut [u8],
-    /// `[words]` int32: logit masks as in the staging block; room for one of [`Limits::mask_words`](crate::Limits::mask_words) in each row.
+    /// `[words]` int32: logit masks as in the staging block; room for one of [`Limits::mask_words`](crate::Limits::mask_words) in each slot.
     pub mask_words: &'a mut [i32],
 }
 
 impl Planner {
-    /// Rows of the current plan if a graph with enough rows can run it: one causal pass without adapters and images, with at
+    /// Size of the current plan if a graph with enough room can run it: one causal pass without adapters and images, with at
     /// most `most` rows of each request, whose outputs are tokens, at most one for each row. `None` otherwise.
     #[must_use]
-    pub fn graph_rows(&self, most: usize) -> Option<usize> {
+    pub fn graph_size(&self, most: usize) -> Option<StepSize> {
         let [_] = &self.passes[..] else { return None };
         let short =
             |request: &Request| request.sight == Sight::Causal && request.rows.len() <= most;
@@ -125,23 +165,26 @@ impl Planner {
             self.asked_slots()
                 .is_sorted_by(|slot, next| slot.row < next.row)
         };
-        (fits && tokens() && one_each()).then_some(self.token_ids.len())
+        (fits && tokens() && one_each()).then(|| StepSize {
+            rows: self.token_ids.len(),
+            slots: self.asked_slots().count(),
+        })
     }
 
-    /// Writes the plan's one pass as step number `step` for a graph of at least [`Planner::graph_rows`] rows. Returns how many
-    /// mask words it uses.
+    /// Writes the plan's one pass as step number `step` for a graph that [runs](StepSize::runs) steps of
+    /// [`Planner::graph_size`].
     ///
     /// # Errors
     /// [`StageError`] when the memory does not fit the layout.
     ///
     /// # Panics
-    /// If [`Planner::graph_rows`] is `None` or exceeds the layout's rows.
+    /// If [`Planner::graph_size`] is `None`, or the layout has no room for it.
     pub fn stage_graph(
         &mut self,
         layout: &Layout,
         memory: StepMemory<'_>,
         step: u32,
-    ) -> Result<usize, StageError> {
+    ) -> Result<StagedStep, StageError> {
         self.runs_as_graph();
         let StepMemory { block, mask_words } = memory;
         let mut arrays = Step::of(layout, block)?;
@@ -175,9 +218,10 @@ impl Planner {
             arrays.out_cache_loc,
         );
         arrays.pad(rows);
-        let used = self.stage_row_slots(&mut arrays, mask_words)?;
+        let staged = self.stage_row_slots(&mut arrays, mask_words)?;
+        self.stage.numbered_slots = !arrays.slot_rows.is_empty();
         self.stage.next_pass = self.passes.len();
-        Ok(used)
+        Ok(staged)
     }
 
     /// The slots of all requests, without those of requests that were emptied.
@@ -190,22 +234,29 @@ impl Planner {
         &self,
         arrays: &mut Step<'_>,
         mask_words: &mut [i32],
-    ) -> Result<usize, StageError> {
+    ) -> Result<StagedStep, StageError> {
         arrays.temperatures.fill(UNSAMPLED);
         arrays.slot_masks.fill(0);
+        arrays.slot_rows.fill(0);
+        let numbered = !arrays.slot_rows.is_empty();
         let (mut used, mut last) = (0, None);
         let mut place = [0; 2];
+        let mut count = 0;
         let width = self.limits.mask_words();
         for slot in self.asked_slots() {
-            let (row, params) = (slot.row, slot.params);
-            arrays.temperatures[row] = match slot.class {
+            let at = if numbered { count } else { slot.row };
+            if let Some(row) = arrays.slot_rows.get_mut(at) {
+                *row = slot.row as i64;
+            }
+            count += 1;
+            arrays.temperatures[at] = match slot.class {
                 SlotClass::Greedy => 0.0,
-                _ => params.temperature,
+                _ => slot.params.temperature,
             };
-            arrays.top_ps[row] = params.top_p;
-            arrays.min_ps[row] = params.min_p;
-            arrays.uniforms[row] = slot.uniform;
-            arrays.top_ks[row] = params.top_k as i32;
+            arrays.top_ps[at] = slot.params.top_p;
+            arrays.min_ps[at] = slot.params.min_p;
+            arrays.uniforms[at] = slot.uniform;
+            arrays.top_ks[at] = slot.params.top_k as i32;
             let Some(mask) = slot.mask else { continue };
             if last != Some(mask) {
                 let (found, needed) = (4 * mask_words.len(), 4 * (used + width));
@@ -215,26 +266,39 @@ impl Planner {
                 place = [used as i32, edges];
                 (used, last) = (used + words, Some(mask));
             }
-            arrays.slot_masks[2 * row..][..2].copy_from_slice(&place);
+            arrays.slot_masks[2 * at..][..2].copy_from_slice(&place);
         }
         arrays.header[3] = used as i32;
-        Ok(used)
+        let results = if numbered {
+            // Of a step that nobody samples, too, the end must be seen.
+            count.max(1)
+        } else {
+            self.token_ids.len()
+        };
+        Ok(StagedStep {
+            mask_words: used,
+            results,
+        })
     }
 
-    /// Takes the token of each sampled row of the staged step; one outside the vocabulary says that the row's logits are
-    /// no numbers.
-    pub fn put_row_tokens(&mut self, token: impl Fn(usize) -> u32) {
+    /// Takes the token of each slot of the staged step; one outside the vocabulary says that the logits are no numbers.
+    pub fn put_slot_tokens(&mut self, token: impl Fn(usize) -> u32) {
         let vocab_size = self.limits.vocab_size;
         let mut valid = true;
-        for slot in &mut self.slots.all {
-            let token = token(slot.row);
-            slot.answered = true;
-            slot.token = if token < vocab_size {
-                token
-            } else {
-                INVALID_TOKEN
-            };
-            valid &= token < vocab_size;
+        let mut number = 0;
+        for request in &self.requests {
+            for slot in &mut self.slots.all[request.slots.clone()] {
+                let numbered = self.stage.numbered_slots;
+                let token = token(if numbered { number } else { slot.row });
+                number += 1;
+                slot.answered = true;
+                slot.token = if token < vocab_size {
+                    token
+                } else {
+                    INVALID_TOKEN
+                };
+                valid &= token < vocab_size;
+            }
         }
         if !valid {
             self.empty_spoilt_requests();

@@ -34,7 +34,7 @@ mod table;
 pub use adapter::REHEARSAL_ADAPTER;
 pub use drafting::DraftOptions;
 pub use fault::{FrameError, Medium, RequestFault};
-pub use graph::StepMemory;
+pub use graph::{StagedStep, StepMemory, StepSize};
 pub use history::PagePool;
 pub use image::{ImageError, ImageSpan, PassImages, Vision};
 pub use layout::{DType, Field, FieldId, Layout};

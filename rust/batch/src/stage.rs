@@ -69,6 +69,8 @@ pub(crate) struct Stage {
     pub(crate) next_slot: usize,
     /// A group as it was before it was ordered.
     unordered: Vec<usize>,
+    /// Whether the staged step's graph counts slots, and not their rows.
+    pub(crate) numbered_slots: bool,
 }
 
 /// Orders a group by class; slots of one class keep their order. There are few classes, so that places are counted.
@@ -97,6 +99,7 @@ impl Stage {
             next_pass: 0,
             pass_slots: Vec::new(),
             next_slot: 0,
+            numbered_slots: false,
             unordered: Vec::new(),
         }
     }

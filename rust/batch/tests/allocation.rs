@@ -38,7 +38,8 @@ impl Driver {
     /// Plan, a step for a graph, reply; `false` when no graph takes the frame.
     fn graph_step(&mut self, encoded: &Encoded) -> bool {
         let planned = self.planner.plan(DRIVER, encoded.forward());
-        if planned.is_err() || self.planner.graph_rows(ROWS).is_none_or(|rows| rows > ROWS) {
+        let size = self.planner.graph_size(ROWS);
+        if planned.is_err() || size.is_none_or(|size| size.rows > ROWS) {
             return false;
         }
         let memory = StepMemory {
@@ -46,7 +47,7 @@ impl Driver {
             mask_words: &mut self.masks,
         };
         let staged = self.planner.stage_graph(&self.graph, memory, 1);
-        self.planner.put_row_tokens(|row| row as u32);
+        self.planner.put_slot_tokens(|row| row as u32);
         let buffer: &mut [u8] = bytemuck::cast_slice_mut(&mut self.buffer);
         staged.is_ok() && self.planner.reply(Probes::default(), buffer).is_ok()
     }

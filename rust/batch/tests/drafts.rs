@@ -100,7 +100,8 @@ impl<F: Fn(u32) -> u32> Server<F> {
     }
 
     fn compute(&mut self, positions: &[u32]) {
-        let rows = self.planner.graph_rows(ROWS).expect("a graph takes it");
+        let size = self.planner.graph_size(ROWS);
+        let rows = size.expect("a graph takes it").rows;
         let layout = Layout::graph(rows);
         let mut block = vec![0_u64; layout.bytes().div_ceil(8)];
         let mut masks = vec![0; rows * self.planner.limits().mask_words()];
@@ -114,7 +115,7 @@ impl<F: Fn(u32) -> u32> Server<F> {
             self.planner.prepare_drafts();
         }
         let text = &self.text;
-        self.planner.put_row_tokens(|row| text(positions[row] + 1));
+        self.planner.put_slot_tokens(|row| text(positions[row] + 1));
     }
 }
 

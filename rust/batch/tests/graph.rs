@@ -7,7 +7,10 @@ use std::collections::HashSet;
 use common::builder::{Encoded, GREEDY, ROOMY, Req, decode, frame};
 use common::device::DRIVER;
 use common::generate;
-use pie_batch::{FieldId, Layout, Limits, Outputs, Pass, Planner, Probes, SlotClass, StepMemory};
+use pie_batch::{
+    FieldId, Layout, Limits, Outputs, Pass, Planner, Probes, SlotClass, StagedStep, StepMemory,
+    StepSize,
+};
 use pie_wire::{ForwardRequest, Sampler};
 use proptest::prelude::*;
 
@@ -39,18 +42,16 @@ impl Lane {
     }
 
     /// Stages step number 5 into memory that held something else.
-    fn stage(&mut self, rows: usize) -> Layout {
-        let layout = Layout::graph(rows + PADDING);
+    fn stage(&mut self, size: StepSize) -> (Layout, StagedStep) {
+        let layout = Layout::graph(size);
         self.block = vec![0x5555_5555_5555_5555; layout.bytes().div_ceil(8)];
-        self.masks = vec![0x5555_5555; rows * self.planner.limits().mask_words()];
+        self.masks = vec![0x5555_5555; size.slots * self.planner.limits().mask_words()];
         let memory = StepMemory {
             block: bytemuck::cast_slice_mut(&mut self.block),
             mask_words: &mut self.masks,
         };
-        self.planner
-            .stage_graph(&layout, memory, 5)
-            .expect("the memory fits");
-        layout
+        let staged = self.planner.stage_graph(&layout, memory, 5);
+        (layout, staged.expect("the memory fits"))
     }
 
     fn get<T: bytemuck::Pod>(&self, layout: &Layout, name: &str) -> Vec<T> {
@@ -180,29 +181,46 @@ fn compare(
     seen.extend([1; PADDING]);
     assert_eq!(lane.get::<i64>(layout, "req_pool_indices"), table_rows);
     assert_eq!(lane.get::<i64>(layout, "seq_lens"), seen);
-    compare_slots(lane, layout, rows, slots);
+    compare_slots(lane, layout, slots);
 }
 
-fn compare_slots(lane: &Lane, layout: &Layout, rows: usize, slots: &[Slot]) {
+/// The row of each slot: what the block says, for as many as are sampled, or the row of the same number.
+fn rows_of(lane: &Lane, layout: &Layout, sampled: usize) -> Vec<Option<usize>> {
+    let told: Vec<i64> = lane.get(layout, "slot_rows");
+    if told.is_empty() {
+        let rows = lane.get::<i64>(layout, "input_ids").len();
+        return (0..rows).map(Some).collect();
+    }
+    assert!(told.is_sorted() || told[sampled..].iter().all(|&row| row == 0));
+    let row = |(slot, row): (usize, i64)| (slot < sampled).then_some(row as usize);
+    told.into_iter().enumerate().map(row).collect()
+}
+
+fn compare_slots(lane: &Lane, layout: &Layout, slots: &[Slot]) {
     let temperatures: Vec<f32> = lane.get(layout, "temperatures");
     let masks: Vec<i32> = lane.get(layout, "slot_masks");
     let used = lane.get::<i32>(layout, "header")[3] as usize;
-    for row in 0..rows + PADDING {
-        let Some(slot) = slots.iter().find(|slot| slot.row == row) else {
-            assert!(temperatures[row] < 0.0);
-            assert_eq!(masks[2 * row..][..2], [0; 2]);
+    let rows = rows_of(lane, layout, slots.len());
+    assert_eq!(temperatures.len(), rows.len());
+    for slot in slots {
+        assert!(rows.contains(&Some(slot.row)), "nobody samples {slot:?}");
+    }
+    for (place, own) in rows.into_iter().enumerate() {
+        let Some(slot) = slots.iter().find(|slot| Some(slot.row) == own) else {
+            assert!(temperatures[place] < 0.0);
+            assert_eq!(masks[2 * place..][..2], [0; 2]);
             continue;
         };
         let temperature = f32::from_bits(slot.params[0]);
         let expected = if slot.greedy { 0.0 } else { temperature };
-        assert_eq!(temperatures[row].to_bits(), expected.to_bits());
+        assert_eq!(temperatures[place].to_bits(), expected.to_bits());
         for (name, bits) in ["top_ps", "min_ps", "uniforms", "top_ks"]
             .iter()
             .zip(&slot.params[1..])
         {
-            assert_eq!(lane.get::<u32>(layout, name)[row], *bits, "{name}");
+            assert_eq!(lane.get::<u32>(layout, name)[place], *bits, "{name}");
         }
-        let mask = mask_of(&lane.planner, &masks[2 * row..], &lane.masks[..used]);
+        let mask = mask_of(&lane.planner, &masks[2 * place..], &lane.masks[..used]);
         assert_eq!(mask, slot.mask);
     }
 }
@@ -220,9 +238,9 @@ fn differ(
     lane.planner.plan(DRIVER, encoded.forward()).unwrap();
     let mut block = vec![0_u64; general.layout().bytes().div_ceil(8)];
     let staged = run(general, &mut block, salt);
-    let rows = lane.planner.graph_rows(usize::MAX);
+    let size = lane.planner.graph_size(usize::MAX);
     let Some((pass, slots)) = staged else {
-        assert_eq!(rows, None, "nothing to run");
+        assert_eq!(size, None, "nothing to run");
         return None;
     };
     let sampled: HashSet<usize> = slots.iter().map(|slot| slot.row).collect();
@@ -231,7 +249,7 @@ fn differ(
         && pass.updates <= 512
         && sampled.len() == slots.len()
         && slots.iter().all(|slot| !slot.probe);
-    let Some(rows) = rows else {
+    let Some(size) = size else {
         // Slots of one request in another order than its rows are left to the general way too.
         let ordered = frame
             .sampling_indptr
@@ -246,10 +264,27 @@ fn differ(
         return None;
     };
     assert!(takes, "{pass:?}");
-    assert_eq!(rows, pass.tokens);
-    let layout = lane.stage(rows);
+    let needed = StepSize {
+        rows: pass.tokens,
+        slots: slots.len(),
+    };
+    assert_eq!(size, needed);
+    let room = room(needed, salt);
+    assert!(room.runs(needed));
+    let (layout, step) = lane.stage(room);
     compare(lane, &layout, general, &block, &pass, &slots);
-    lane.planner.put_row_tokens(|row| token(salt, row));
+    let rows = rows_of(lane, &layout, slots.len());
+    let numbered = room.slots < room.rows;
+    let awaited = if numbered {
+        slots.len().max(1)
+    } else {
+        pass.tokens
+    };
+    assert_eq!(step.results, awaited);
+    lane.planner.put_slot_tokens(|slot| {
+        assert!(slot < awaited);
+        token(salt, rows[slot].expect("a sampled slot"))
+    });
     let mut buffer = vec![0_u64; limits.reply_bytes as usize / 8 + 1];
     let bytes: &mut [u8] = bytemuck::cast_slice_mut(&mut buffer);
     if let Ok(length) = general.reply(Probes::default(), bytes) {
@@ -259,7 +294,18 @@ fn differ(
         format!("{:?}", lane.planner.faults()),
         format!("{:?}", general.faults())
     );
-    Some(rows)
+    Some(pass.tokens)
+}
+
+/// A graph with more rows than needed, and with fewer slots than rows if there may be.
+fn room(needed: StepSize, salt: u32) -> StepSize {
+    let rows = needed.rows + PADDING;
+    let slots = needed.slots.max(1) + salt as usize % 3;
+    if salt.is_multiple_of(2) || slots >= rows {
+        rows.into()
+    } else {
+        StepSize { rows, slots }
+    }
 }
 
 /// All but the time that the reply took to build.
@@ -310,12 +356,23 @@ fn decodes_drafts_and_short_prompts_are_taken_and_others_left() {
     let mut planner = Planner::new(ROOMY, 9);
     let encoded = Encoded::new(DRIVER, &frame(&[prompt]));
     planner.plan(DRIVER, encoded.forward()).unwrap();
-    assert_eq!(planner.graph_rows(5), Some(5));
+    let size = StepSize { rows: 5, slots: 1 };
+    assert_eq!(planner.graph_size(5), Some(size));
     assert_eq!(
-        planner.graph_rows(4),
+        planner.graph_size(4),
         None,
         "more rows of one request than allowed"
     );
+}
+
+#[test]
+fn a_graph_runs_steps_that_it_has_room_for() {
+    let size = |rows, slots| StepSize { rows, slots };
+    assert!(size(8, 8).runs(size(8, 8)));
+    assert!(size(8, 2).runs(size(8, 2)));
+    assert!(size(8, 2).runs(size(1, 0)));
+    assert!(!size(8, 8).runs(size(9, 1)));
+    assert!(!size(8, 2).runs(size(8, 3)));
 }
 
 #[test]

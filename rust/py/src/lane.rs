@@ -3,7 +3,7 @@
 use std::sync::atomic::AtomicU64;
 use std::sync::{Mutex, PoisonError};
 
-use pie_batch::{Layout, StepMemory};
+use pie_batch::{Layout, StepMemory, StepSize};
 use pie_launch::{CudaGraphs, Launch, LaunchError};
 use pie_ring::Wait;
 use pie_serve::Lead;
@@ -23,7 +23,7 @@ pub(crate) struct Lane {
 struct Parts {
     device: Box<dyn Launch>,
     memory: Buffers,
-    rows: Vec<usize>,
+    sizes: Vec<StepSize>,
     most: usize,
     lead: Option<Lead>,
 }
@@ -33,10 +33,11 @@ impl Lane {
     /// CUDA graphs, launched by their raw handles on the current device.
     ///
     /// Args:
-    ///     block: Writable bytes that graphs read, laid out as `graph_layout(rows)`; large enough for every graph.
-    ///     mask_words: `[rows * ceil(vocabulary / 32)]` int32 that graphs read: logit masks.
-    ///     results: `[rows]` uint64 that graphs write: for each sampled or padded row `step << 32 | token`, at once.
+    ///     block: Writable bytes that graphs read, laid out as `graph_layout(rows, slots)`; large enough for every graph.
+    ///     mask_words: `[slots * ceil(vocabulary / 32)]` int32 that graphs read: logit masks.
+    ///     results: `[slots]` uint64 that graphs write: for each slot `step << 32 | token`, at once.
     ///     graphs: Rows and `cudaGraphExec_t` of each graph, fewest rows first.
+    ///     slots: Most slots of a graph; it has as many as rows, if these are fewer.
     ///     stream: The `cudaStream_t` that they run on.
     ///     most: Most rows of one request.
     ///     owner: Owns graphs, stream and memory, and is kept alive with the lane. Nobody else may use them.
@@ -46,11 +47,13 @@ impl Lane {
     ///     ValueError: A buffer is too small.
     #[staticmethod]
     #[expect(unsafe_code, reason = "raw handles come from Python as numbers")]
+    #[expect(clippy::too_many_arguments, reason = "Python passes them by name")]
     fn cuda(
         block: PyBuffer<u8>,
         mask_words: PyBuffer<i32>,
         results: PyBuffer<u64>,
         graphs: Vec<(usize, usize)>,
+        slots: usize,
         stream: usize,
         most: usize,
         owner: Py<PyAny>,
@@ -63,7 +66,12 @@ impl Lane {
             graphs,
             _owner: owner,
         });
-        Self::new(device, block, mask_words, results, rows, most)
+        let memory = Buffers {
+            block,
+            mask_words,
+            results,
+        };
+        Self::new(device, memory, rows, slots, most)
     }
 
     /// Calls of a Python function in place of graphs, for a device that has none.
@@ -71,7 +79,7 @@ impl Lane {
     /// Args:
     ///     block, mask_words, results: As for `cuda`.
     ///     rows: Rows of each graph, fewest first.
-    ///     most: Most rows of one request.
+    ///     slots, most: As for `cuda`.
     ///     run: Called as `run(graph)` with its number; the results are there when it returns.
     ///
     /// Raises:
@@ -82,11 +90,17 @@ impl Lane {
         mask_words: PyBuffer<i32>,
         results: PyBuffer<u64>,
         rows: Vec<usize>,
+        slots: usize,
         most: usize,
         run: Py<PyAny>,
     ) -> PyResult<Self> {
         let device = Box::new(Call { run });
-        Self::new(device, block, mask_words, results, rows, most)
+        let memory = Buffers {
+            block,
+            mask_words,
+            results,
+        };
+        Self::new(device, memory, rows, slots, most)
     }
 
     /// Tells the other ranks of a model of every step, so that their lanes run it, too.
@@ -104,30 +118,35 @@ impl Lane {
 impl Lane {
     fn new(
         device: Box<dyn Launch>,
-        block: PyBuffer<u8>,
-        mask_words: PyBuffer<i32>,
-        results: PyBuffer<u64>,
+        memory: Buffers,
         rows: Vec<usize>,
+        slots: usize,
         most: usize,
     ) -> PyResult<Self> {
-        let largest = rows.last().copied().unwrap_or(0);
-        if largest == 0 || !rows.is_sorted_by(|a, b| a < b) || rows[0] == 0 {
-            let text = format!("rows are {rows:?}; they must be positive and rise");
+        if rows.is_empty() || !rows.is_sorted_by(|a, b| a < b) || rows[0] == 0 || slots == 0 {
+            let text =
+                format!("rows are {rows:?} of {slots} slots; both must be positive, and rows rise");
             return Err(PyValueError::new_err(text));
         }
-        check("block", &block, Layout::graph(largest).bytes())?;
-        check("mask_words", &mask_words, 0)?;
-        check("results", &results, largest * size_of::<u64>())?;
-        let memory = Buffers {
-            block,
-            mask_words,
-            results,
+        let size = |rows| StepSize {
+            rows,
+            slots: slots.min(rows),
         };
+        let sizes: Vec<StepSize> = rows.into_iter().map(size).collect();
+        let bytes = sizes.iter().map(|&size| Layout::graph(size).bytes()).max();
+        let results = sizes.iter().map(|size| size.slots).max();
+        check("block", &memory.block, bytes.unwrap_or(0))?;
+        check("mask_words", &memory.mask_words, 0)?;
+        check(
+            "results",
+            &memory.results,
+            results.unwrap_or(0) * size_of::<u64>(),
+        )?;
         Ok(Self {
             parts: Mutex::new(Some(Parts {
                 device,
                 memory,
-                rows,
+                sizes,
                 most,
                 lead: None,
             })),
@@ -141,11 +160,11 @@ impl Lane {
         let Parts {
             device,
             memory,
-            rows,
+            sizes,
             most,
             lead,
         } = parts.ok_or_else(already_serves)?;
-        let lane = pie_serve::Lane::new(device, Box::new(memory), &rows, most, wait);
+        let lane = pie_serve::Lane::new(device, Box::new(memory), &sizes, most, wait);
         Ok(match lead {
             Some(lead) => lane.leading(lead),
             None => lane,

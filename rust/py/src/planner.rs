@@ -158,10 +158,17 @@ impl Planner {
     }
 }
 
-/// The arrays of the block of a graph for `rows` rows, in the order in which they lie; see `Planner.layout`.
+/// The arrays of the block of a graph, in the order in which they lie; see `Planner.layout`.
+///
+/// Args:
+///     rows: Tokens that it has room for.
+///     slots: Of these, how many can be sampled. With fewer slots than rows the block says the row of each slot.
 #[pyfunction]
-pub(crate) fn graph_layout(rows: usize) -> Vec<Field> {
-    fields(&pie_batch::Layout::graph(rows))
+pub(crate) fn graph_layout(rows: usize, slots: usize) -> Vec<Field> {
+    fields(&pie_batch::Layout::graph(pie_batch::StepSize {
+        rows,
+        slots: slots.min(rows),
+    }))
 }
 
 /// Name, and dtype, byte offset and capacity in elements.

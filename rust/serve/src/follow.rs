@@ -23,6 +23,8 @@ pub(crate) struct StepHead {
     pub(crate) graph: u32,
     /// Rows in use.
     pub(crate) rows: u32,
+    /// Slots whose results are awaited.
+    pub(crate) results: u32,
     /// Number of the step, which its results bear.
     pub(crate) step: u32,
     /// Words of its logit masks.

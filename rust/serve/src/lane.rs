@@ -4,7 +4,7 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use pie_batch::{Layout, Planner, StageError, StepMemory};
+use pie_batch::{Layout, Planner, StageError, StagedStep, StepMemory, StepSize};
 use pie_launch::{Launch, LaunchError};
 use pie_ring::Wait;
 use thiserror::Error;
@@ -17,7 +17,7 @@ pub trait Memory: Send {
     /// What the graphs read.
     fn step(&mut self) -> StepMemory<'_>;
 
-    /// What they write, one word for each row: the step's number in the upper half, the token in the lower one. Each word
+    /// What they write, one word for each slot: the step's number in the upper half, the token in the lower one. Each word
     /// is written at once, so the number says that the token is there.
     fn results(&self) -> &[AtomicU64];
 }
@@ -54,8 +54,8 @@ const NAP: Duration = Duration::from_micros(20);
 pub struct Lane {
     device: Box<dyn Launch>,
     memory: Box<dyn Memory>,
-    /// Rows and block layout of each graph, fewest rows first.
-    graphs: Vec<(usize, Layout)>,
+    /// Room and block layout of each graph, fewest rows first.
+    graphs: Vec<(StepSize, Layout)>,
     /// Most rows of one request.
     most: usize,
     step: u32,
@@ -66,13 +66,13 @@ pub struct Lane {
 }
 
 impl Lane {
-    /// Graph `i` of `device` runs steps of up to `rows[i]` rows; `rows` rises. Batches with more than `most` rows of one
+    /// Graph `i` of `device` runs steps that fit `sizes[i]`, whose rows rise. Batches with more than `most` rows of one
     /// request are not taken. Results are awaited as requests are.
     #[must_use]
     pub fn new(
         device: Box<dyn Launch>,
         memory: Box<dyn Memory>,
-        rows: &[usize],
+        sizes: &[StepSize],
         most: usize,
         wait: Wait,
     ) -> Self {
@@ -80,9 +80,9 @@ impl Lane {
             device,
             memory,
             most,
-            graphs: rows
+            graphs: sizes
                 .iter()
-                .map(|&rows| (rows, Layout::graph(rows)))
+                .map(|&size| (size, Layout::graph(size)))
                 .collect(),
             step: 0,
             spin: match wait {
@@ -111,23 +111,26 @@ impl Lane {
         &mut self,
         planner: &mut Planner,
     ) -> Option<Result<(Duration, DeviceTimes), LaneError>> {
-        let rows = planner.graph_rows(self.most)?;
-        let graph = self.graphs.partition_point(|(most, _)| *most < rows);
-        let (graph_rows, _) = *self.graphs.get(graph)?;
+        let needed = planner.graph_size(self.most)?;
+        let rows = needed.rows;
+        let fewest = self.graphs.partition_point(|(room, _)| room.rows < rows);
+        let runs = |(room, _): &(StepSize, Layout)| room.runs(needed);
+        let graph = fewest + self.graphs[fewest..].iter().position(runs)?;
+        let graph_rows = self.graphs[graph].0.rows;
         let failed = |source| LaneError::Launch {
             graph_rows,
             rows,
             source,
         };
         let started = Instant::now();
-        Some(self.stage(planner, graph, rows).and_then(|()| {
+        Some(self.stage(planner, graph, rows).and_then(|step| {
             let staged = Instant::now();
             self.device.launch(graph).map_err(failed)?;
             let launched = Instant::now();
             planner.prepare_drafts();
-            self.await_results(rows).map_err(failed)?;
+            self.await_results(step.results).map_err(failed)?;
             let results = self.memory.results();
-            planner.put_row_tokens(|row| results[row].load(Ordering::Relaxed) as u32);
+            planner.put_slot_tokens(|slot| results[slot].load(Ordering::Relaxed) as u32);
             let times = DeviceTimes {
                 h2d_us: 0,
                 launch_us: micros(launched - staged),
@@ -137,27 +140,34 @@ impl Lane {
         }))
     }
 
-    fn stage(&mut self, planner: &mut Planner, graph: usize, rows: usize) -> Result<(), LaneError> {
+    fn stage(
+        &mut self,
+        planner: &mut Planner,
+        graph: usize,
+        rows: usize,
+    ) -> Result<StagedStep, LaneError> {
         // 0 is what the results hold at first.
         self.step = self.step.checked_add(1).unwrap_or(1);
         let layout = &self.graphs[graph].1;
-        let mask_words = planner.stage_graph(layout, self.memory.step(), self.step)?;
+        let staged = planner.stage_graph(layout, self.memory.step(), self.step)?;
         let Some(lead) = &self.lead else {
-            return Ok(());
+            return Ok(staged);
         };
         let head = StepHead {
             graph: graph as u32,
             rows: rows as u32,
+            results: staged.results as u32,
             step: self.step,
-            mask_words: mask_words as u32,
+            mask_words: staged.mask_words as u32,
         };
         let memory = self.memory.step();
         let (block, masks) = (
             &memory.block[..layout.bytes()],
-            &memory.mask_words[..mask_words],
+            &memory.mask_words[..staged.mask_words],
         );
         lead.step(head, block, masks)
-            .map_err(|error| LaneError::Lead(error.to_string()))
+            .map_err(|error| LaneError::Lead(error.to_string()))?;
+        Ok(staged)
     }
 
     /// Runs a step that another rank has staged, to its end. Returns false, and does nothing, if it is none of this lane's
@@ -168,9 +178,15 @@ impl Lane {
         block: &[u8],
         mask_words: &[u8],
     ) -> Result<bool, LaneError> {
-        let (graph, rows) = (head.graph as usize, head.rows as usize);
-        let fits = |(most, layout): &(usize, Layout)| {
-            (1..=*most).contains(&rows) && layout.bytes() == block.len()
+        let (graph, rows, results) = (
+            head.graph as usize,
+            head.rows as usize,
+            head.results as usize,
+        );
+        let fits = |(room, layout): &(StepSize, Layout)| {
+            (1..=room.rows).contains(&rows)
+                && (1..=room.slots).contains(&results)
+                && layout.bytes() == block.len()
         };
         let memory = self.memory.step();
         let masks: &mut [u8] = bytemuck::cast_slice_mut(memory.mask_words);
@@ -180,7 +196,7 @@ impl Lane {
         memory.block[..block.len()].copy_from_slice(block);
         masks[..mask_words.len()].copy_from_slice(mask_words);
         self.step = head.step;
-        let graph_rows = self.graphs[graph].0;
+        let graph_rows = self.graphs[graph].0.rows;
         let failed = |source| LaneError::Launch {
             graph_rows,
             rows,
@@ -188,30 +204,30 @@ impl Lane {
         };
         self.device.launch(graph).map_err(failed)?;
         // The next step must not be staged before this one has read its own.
-        self.await_results(rows).map_err(failed)?;
+        self.await_results(results).map_err(failed)?;
         Ok(true)
     }
 
-    fn await_results(&mut self, rows: usize) -> Result<(), LaunchError> {
+    fn await_results(&mut self, slots: usize) -> Result<(), LaunchError> {
         let started = Instant::now();
         let mut next_check = CHECK_INTERVAL;
         let mut ended = false;
-        let mut row = 0;
+        let mut slot = 0;
         loop {
             for _ in 0..POLLS {
-                let results = &self.memory.results()[row..rows];
-                row += results
+                let results = &self.memory.results()[slot..slots];
+                slot += results
                     .iter()
                     // SYNC: pairs with the device's write of the whole word.
                     .take_while(|word| (word.load(Ordering::Acquire) >> 32) as u32 == self.step)
                     .count();
-                if row == rows {
+                if slot == slots {
                     return Ok(());
                 }
                 std::hint::spin_loop();
             }
             if ended {
-                let text = format!("it ended without a result in row {row}");
+                let text = format!("it ended without a result in slot {slot}");
                 return Err(LaunchError::Failed(text));
             }
             let waited = started.elapsed();

@@ -3,11 +3,12 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use pie_batch::StepSize;
 use pie_launch::LaunchError;
 use pie_ring::Wait;
 use pie_serve::RehearsalError;
 
-use crate::devices::{ROWS, Shared, converse, counting, frame, lane, responder};
+use crate::devices::{Device, ROWS, Shared, converse, counting, frame, lane, lane_of, responder};
 
 #[test]
 fn the_smallest_graph_that_holds_the_rows_runs() {
@@ -22,6 +23,31 @@ fn the_smallest_graph_that_holds_the_rows_runs() {
     assert!(!taken(&[4, 3]), "more rows than any graph has");
     assert!(taken(&[1, 1]), "a batch that was left changes nothing");
     assert_eq!(*launched.lock().unwrap(), [0, 1, 2, 2, 1]);
+}
+
+#[test]
+fn a_graph_of_fewer_slots_than_rows_answers_by_slot() {
+    let shared = Shared::default();
+    let device = shared.clone();
+    let mut step = 0;
+    let launch = move |graph: usize| {
+        step += 1;
+        // Slots of the second graph; nothing comes for its other rows.
+        for slot in 0..2 {
+            device.put(slot, step, (50 * graph + slot) as u64);
+        }
+        Ok(())
+    };
+    let sizes = [StepSize::from(2), StepSize { rows: 6, slots: 2 }];
+    let device = Device(launch, || Ok(true));
+    let responder = responder(lane_of(&sizes, &shared, device, Wait::Spin));
+    let taken = |tokens: &[u32]| responder.rehearse_lane(&frame(tokens)).unwrap();
+    assert!(taken(&[1, 1]));
+    assert!(taken(&[4]));
+    assert!(!taken(&[1, 1, 1]), "more samplers than slots");
+    let (answers, _) = converse(&responder, &[frame(&[4, 2]), frame(&[2])]);
+    let tokens = |tokens: &[u32]| Some(tokens.iter().map(|&token| vec![token]).collect());
+    assert_eq!(answers, [tokens(&[50, 51]), tokens(&[1])]);
 }
 
 #[test]
@@ -75,7 +101,7 @@ fn a_device_that_fails_costs_its_batch_and_the_reason_names_the_shape() {
 #[test]
 fn a_device_that_dies_or_forgets_results_ends_the_wait() {
     for (ended, expected) in [
-        (Ok(true), "without a result in row 1"),
+        (Ok(true), "without a result in slot 1"),
         (Err(LaunchError::Failed("dead".into())), "dead"),
     ] {
         for wait in [Wait::Spin, Wait::Park] {

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::Duration;
 
-use pie_batch::{Layout, Limits, Planner, StepMemory};
+use pie_batch::{Layout, Limits, Planner, StepMemory, StepSize};
 use pie_launch::{Launch, LaunchError};
 use pie_ring::{Client, ClientConfig, ExitGuard, RegionLayout, Server, ServerConfig, Wait};
 use pie_serve::{Event, Lane, Memory, Responder};
@@ -51,7 +51,8 @@ impl Host {
     pub(crate) fn new(shared: &Shared) -> Self {
         Self {
             shared: shared.clone(),
-            block: vec![0; Layout::graph(6).bytes() / 8],
+            // Room for the rows of slots, too.
+            block: vec![0; Layout::graph(16).bytes() / 8],
             masks: vec![0; 6 * LIMITS.mask_words()],
         }
     }
@@ -98,8 +99,17 @@ pub(crate) fn lane(
     ended: impl FnMut() -> Result<bool, LaunchError> + Send + 'static,
     wait: Wait,
 ) -> Lane {
-    let device = Box::new(Device(launch, ended));
-    Lane::new(device, Box::new(Host::new(shared)), &ROWS, 4, wait)
+    lane_of(&ROWS.map(Into::into), shared, Device(launch, ended), wait)
+}
+
+pub(crate) fn lane_of(
+    sizes: &[StepSize],
+    shared: &Shared,
+    device: impl Launch + 'static,
+    wait: Wait,
+) -> Lane {
+    let memory = Box::new(Host::new(shared));
+    Lane::new(Box::new(device), memory, sizes, 4, wait)
 }
 
 pub(crate) fn responder(lane: Lane) -> Responder {

@@ -62,7 +62,10 @@ fn recording(ended: Result<bool, LaunchError>) -> (Lane, Log) {
     };
     let memory = Box::new(Noting(Host::new(&shared), log.clone()));
     let device = Box::new(Device(launch, move || ended.clone()));
-    (Lane::new(device, memory, &ROWS, 4, Wait::Park), log)
+    (
+        Lane::new(device, memory, &ROWS.map(Into::into), 4, Wait::Park),
+        log,
+    )
 }
 
 fn inherited(lead: &Lead) -> OwnedFd {
@@ -170,7 +173,7 @@ fn a_step_that_fails_on_a_follower_ends_it() {
 
 #[test]
 fn a_follower_refuses_what_it_is_not_made_for() {
-    let step = |head: [u32; 4], rest: usize| {
+    let step = |head: [u32; 5], rest: usize| {
         let mut bytes: Vec<u8> = head.into_iter().flat_map(u32::to_ne_bytes).collect();
         bytes.resize(bytes.len() + rest, 0);
         bytes
@@ -179,12 +182,14 @@ fn a_follower_refuses_what_it_is_not_made_for() {
     let cases = [
         (9, vec![], "kind 9"),
         (1, vec![0; 65], "65 bytes of a block of 64"),
-        (2, vec![0; 15], "a step of 15 bytes"),
-        (2, step([1, 2, 1, u32::MAX], fitting), "a step of"),
-        (2, step([3, 2, 1, 0], fitting), "graph: 3"),
-        (2, step([1, 0, 1, 0], fitting), "rows: 0"),
-        (2, step([1, 3, 1, 0], fitting), "rows: 3"),
-        (2, step([1, 2, 1, 0], fitting - 8), "graph: 1"),
+        (2, vec![0; 19], "a step of 19 bytes"),
+        (2, step([1, 2, 2, 1, u32::MAX], fitting), "a step of"),
+        (2, step([3, 2, 2, 1, 0], fitting), "graph: 3"),
+        (2, step([1, 0, 1, 1, 0], fitting), "rows: 0"),
+        (2, step([1, 3, 2, 1, 0], fitting), "rows: 3"),
+        (2, step([1, 2, 0, 1, 0], fitting), "results: 0"),
+        (2, step([1, 2, 3, 1, 0], fitting), "results: 3"),
+        (2, step([1, 2, 2, 1, 0], fitting - 8), "graph: 1"),
     ];
     for (kind, message, expected) in cases {
         let mut leader = Broadcast::create(1).unwrap();

@@ -1,0 +1,342 @@
+"""Dense layers of decode steps on a GPU: parity, times beside cuBLAS and SGLang's, and tuning.
+
+    python benches/gpu/dense_check.py [--parity] [--times] [--tune] [--seconds N] [--json FILE]
+
+Without one of the three it does the first two.
+
+--parity: each kernel in bfloat16 against float64.
+--times: microseconds of a layer without its attention, in graphs of layers whose weights exceed the
+    L2 cache: the kernels of `dense_triton`, and what SGLang runs for Qwen 3.
+--tune: microseconds of each product, alone and cut in every way, beside cuBLAS; prints the best.
+
+With `TRITON_INTERPRET=1 ... --device cpu` the first runs on tiny sizes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from pie_driver_sglang.sglang import dense_triton
+from pie_driver_sglang.sglang.dense_triton import Heads, Linear, Norm, Tiling
+
+ROWS = (1, 8, 16, 32, 64, 128, 256)
+EPSILON = 1e-6
+TOLERANCE = 2e-2
+"""Of the largest value of a result in bfloat16."""
+ROTATED_BYTES = 200 << 20
+"""Weights of a graph, at least: several times the L2 cache."""
+SLOTS = 4096
+
+
+class Shape(NamedTuple):
+    """The layers of a model."""
+
+    name: str
+    hidden: int
+    heads: int
+    kv_heads: int
+    dim: int
+    middle: int
+
+    def products(self) -> dict[str, tuple[int, int, int, bool]]:
+        """Outputs and inputs of each product, the most parts, and whether it is gated."""
+        most, seen = dense_triton.MOST_PARTS, self.heads * self.dim
+        return {
+            "qkv": ((self.heads + 2 * self.kv_heads) * self.dim, self.hidden, 1, False),
+            "out": (self.hidden, seen, most, False),
+            "gate_up": (self.middle, self.hidden, 1, True),
+            "down": (self.hidden, self.middle, most, False),
+        }
+
+
+SHAPES = (
+    Shape("0.6B", 1024, 16, 8, 128, 3072),
+    Shape("14B", 5120, 40, 8, 128, 17408),
+)
+TINY = Shape("tiny", 64, 4, 2, 16, 96)
+
+
+def randn(*size: int, device: torch.device, scale: float = 1.0) -> torch.Tensor:
+    """In bfloat16, or in float32 for the interpreter."""
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    return (torch.randn(*size, device=device) * scale).to(dtype)
+
+
+class Layer:
+    """Weights of a layer, and two ways to run it without its attention."""
+
+    def __init__(self, shape: Shape, device: torch.device) -> None:
+        self.shape = shape
+        self.norms = [self._norm(shape.hidden, device) for _ in range(2)]
+        self.matrices = {
+            name: Linear(
+                randn(outputs * (2 if gated else 1), inputs, device=device, scale=inputs**-0.5)
+            )
+            for name, (outputs, inputs, _, gated) in shape.products().items()
+        }
+        angles = torch.rand(SLOTS, shape.dim // 2, device=device) * 6.28
+        storage = [randn(SLOTS, shape.kv_heads, shape.dim, device=device) for _ in range(2)]
+        self.heads = Heads(
+            shape.heads, self._norm(shape.dim, device), self._norm(shape.dim, device),
+            torch.cat([angles.cos(), angles.sin()], -1), True, *storage,
+        )  # fmt: skip
+
+    @staticmethod
+    def _norm(width: int, device: torch.device) -> Norm:
+        return Norm(1 + randn(width, device=device, scale=0.1), EPSILON)
+
+    @property
+    def bytes(self) -> int:
+        """Of its weights."""
+        return sum(matrix.weight.nbytes for matrix in self.matrices.values())
+
+    def ours(self, parts: torch.Tensor, residual: torch.Tensor, slots: torch.Tensor) -> Any:
+        """By the kernels of the driver; the parts and the residual of the next layer."""
+        rows, residual = dense_triton.add_norm(parts, residual, self.norms[0])
+        qkv = self._product("qkv", rows)[0]
+        seen = dense_triton.prepare(qkv, self.heads, slots, slots).flatten(1)
+        rows, residual = dense_triton.add_norm(self._product("out", seen), residual, self.norms[1])
+        return self._product("down", self._gated(rows)), residual
+
+    def _cut(self, name: str, rows: int) -> Tiling | None:
+        outputs, inputs, most, gated = self.shape.products()[name]
+        return dense_triton.tiling(rows, outputs, inputs, most, gated=gated)
+
+    def _product(self, name: str, rows: torch.Tensor) -> torch.Tensor:
+        cut, matrix = self._cut(name, len(rows)), self.matrices[name]
+        if cut is None:
+            return torch.nn.functional.linear(rows, matrix.weight)[None]
+        return dense_triton.linear(rows, matrix, cut)
+
+    def _gated(self, rows: torch.Tensor) -> torch.Tensor:
+        cut, matrix = self._cut("gate_up", len(rows)), self.matrices["gate_up"]
+        if cut is None:
+            return dense_triton.gate(torch.nn.functional.linear(rows, matrix.weight))
+        return dense_triton.gated(rows, matrix, cut)
+
+    def sglang(self, parts: torch.Tensor, residual: torch.Tensor, slots: torch.Tensor) -> Any:
+        """By what SGLang runs for Qwen 3."""
+        from sglang.kernels.ops.attention.rope import apply_rope_with_cos_sin_cache_inplace
+        from sglang.kernels.ops.kvcache.kvcache import store_cache
+        from sglang.kernels.ops.layernorm.norm import fused_inplace_qknorm
+        from sglang.srt.layers.activation import silu_and_mul
+        from sglang.srt.layers.layernorm import fused_add_rmsnorm
+
+        shape, linear = self.shape, torch.nn.functional.linear
+        count, rows = len(slots), parts[0]
+        fused_add_rmsnorm(rows, residual, self.norms[0].weight, EPSILON)
+        qkv = linear(rows, self.matrices["qkv"].weight)
+        width, kv_width = shape.heads * shape.dim, shape.kv_heads * shape.dim
+        q, k, v = qkv.split([width, kv_width, kv_width], dim=-1)
+        norms = (self.heads.query_norm, self.heads.key_norm)
+        heads = [part.view(count, -1, shape.dim) for part in (q, k)]
+        fused_inplace_qknorm(
+            *heads, *(norm.weight for norm in norms), head_dim=shape.dim, eps=EPSILON
+        )
+        apply_rope_with_cos_sin_cache_inplace(*heads, self.heads.rotations, slots, is_neox=True)
+        keys, values = (stored.view(SLOTS, -1) for stored in (self.heads.keys, self.heads.values))
+        store_cache(k, v, keys, values, slots, row_bytes=2 * kv_width)
+        rows = linear(q.contiguous(), self.matrices["out"].weight)
+        fused_add_rmsnorm(rows, residual, self.norms[1].weight, EPSILON)
+        middle = silu_and_mul(linear(rows, self.matrices["gate_up"].weight))
+        return linear(middle, self.matrices["down"].weight)[None], residual
+
+
+def microseconds(calls: Callable[[], None], number: int) -> float:
+    """Of one of the calls: the median of five rounds of a replayed graph."""
+    calls()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        calls()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+    def round_of(replays: int) -> float:
+        start.record()
+        for _ in range(replays):
+            graph.replay()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / replays * 1000 / number
+
+    once = round_of(2)
+    return statistics.median(round_of(max(2, int(5000 / (once * number)))) for _ in range(5))
+
+
+def check_parity(device: torch.device, tiny: bool) -> None:
+    """Prints the largest error of each kernel, in parts of its largest result."""
+    shape = TINY if tiny else SHAPES[0]
+    layer = Layer(shape, device)
+    worst: dict[str, float] = {}
+
+    def compare(name: str, found: torch.Tensor, exact: torch.Tensor) -> None:
+        error = float((found.double() - exact).abs().max() / exact.abs().max())
+        worst[name] = max(worst.get(name, 0.0), error)
+
+    for count in (1, 3, 17) if tiny else (1, 3, 17, 100, 256):
+        for name, (outputs, inputs, most, gated) in shape.products().items():
+            rows, weight = randn(count, inputs, device=device), layer.matrices[name].weight
+            exact = rows.double() @ weight.double().T
+            if gated:
+                gate, up = exact.chunk(2, dim=-1)
+                exact = torch.nn.functional.silu(gate) * up
+            for cut in cuts(count, most, gated, device):
+                if not cut.fits(outputs, inputs):
+                    continue
+                if gated:
+                    compare(name, dense_triton.gated(rows, Linear(weight), cut), exact)
+                else:
+                    compare(name, dense_triton.linear(rows, Linear(weight), cut).sum(0), exact)
+                if tiny:
+                    break
+    for name, error in worst.items():
+        print(f"parity {name}: {error:.1e}")
+    assert all(error < TOLERANCE for error in worst.values())
+
+
+def cuts(rows: int, most_parts: int, gated: bool, device: torch.device) -> Iterator[Tiling]:
+    """What may be tried for a step."""
+    if device.type == "cpu":
+        yield Tiling(16, 16, 16)
+        return
+    widest = min(256, max(16, 1 << (rows - 1).bit_length()))
+    tiles = sorted({widest, max(16, widest // 2)})
+    for tile, outputs, inputs, stages, warps in itertools.product(
+        tiles, (16, 32, 64, 128), (64, 128, 256), (3, 5), (4, 8)
+    ):
+        held = (tile + outputs * (2 if gated else 1)) * inputs * 2 * stages
+        sums = tile * outputs * (2 if gated else 1) // (32 * warps)
+        if held > 220 << 10 or sums > 160 or outputs * tile < 512 * warps // 8:
+            continue
+        for parts in (1, 2, 4):
+            if parts <= most_parts:
+                yield Tiling(tile, outputs, inputs, parts, warps, stages)
+
+
+class Product:
+    """One product of a shape for a number of rows, over many matrices."""
+
+    def __init__(self, shape: Shape, name: str, weights: list[torch.Tensor], rows: int) -> None:
+        self.outputs, self.inputs, self.most_parts, self.is_gated = shape.products()[name]
+        self.weights = weights
+        self.rows = randn(rows, self.inputs, device=weights[0].device)
+
+    def library(self) -> float:
+        """Microseconds of cuBLAS, without the gate."""
+        return self._time(torch.nn.functional.linear)
+
+    def cut(self, tiling: Tiling) -> float:
+        """Microseconds of our kernel."""
+        run = dense_triton.gated if self.is_gated else dense_triton.linear
+        return self._time(lambda rows, weight: run(rows, Linear(weight), tiling))
+
+    def _time(self, run: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> float:
+        def products() -> None:
+            for weight in self.weights:
+                run(self.rows, weight)
+
+        return microseconds(products, len(self.weights))
+
+    def tilings(self) -> Iterator[Tiling]:
+        """What may be the best."""
+        for cut in cuts(len(self.rows), self.most_parts, self.is_gated, self.rows.device):
+            programs = self.outputs // cut.outputs * cut.parts
+            if cut.fits(self.outputs, self.inputs) and programs >= 32:
+                yield cut
+
+
+def tune(shape: Shape, device: torch.device, until: float, keep: list[dict[str, Any]]) -> None:
+    """Every product of a shape at every number of rows."""
+    for name, (outputs, inputs, _, is_gated) in shape.products().items():
+        height = outputs * (2 if is_gated else 1)
+        copies = max(2, -(-ROTATED_BYTES // (height * inputs * 2)))
+        weights = [randn(height, inputs, device=device, scale=0.02) for _ in range(copies)]
+        for rows in ROWS:
+            product = Product(shape, name, weights, rows)
+            library, found = product.library(), []
+            for cut in product.tilings():
+                if time.monotonic() > until:
+                    break
+                try:
+                    found.append((product.cut(cut), cut))
+                except Exception as error:
+                    print(f"{cut}: {str(error).splitlines()[0][:100]}", flush=True)
+            found.sort(key=lambda pair: pair[0])
+            keep.append({
+                "shape": shape.name, "product": name, "rows": rows, "library_us": library,
+                "cuts": [{"us": took, **asdict(cut)} for took, cut in found[:8]],
+            })  # fmt: skip
+            said = "; ".join(f"{took:.2f} {tuple(asdict(cut).values())}" for took, cut in found[:4])
+            print(f"{shape.name} {name} x {rows}: cuBLAS {library:.2f} | {said}", flush=True)
+
+
+def time_layers(shape: Shape, device: torch.device, keep: list[dict[str, Any]]) -> None:
+    """A layer in both ways at every number of rows."""
+    one = Layer(shape, device)
+    layers = [one, *(Layer(shape, device) for _ in range(max(3, ROTATED_BYTES // one.bytes)))]
+    for rows in ROWS:
+        took = {}
+        for way in ("ours", "sglang"):
+            try:
+                took[way] = time_way(layers, way, rows)
+            except Exception as error:
+                print(f"{way}: {type(error).__name__}: {str(error).splitlines()[0][:150]}")
+        keep.append({"shape": shape.name, "rows": rows, "layer_us": took})
+        figures = ", ".join(f"{way} {value:.1f}" for way, value in took.items())
+        print(f"{shape.name} x {rows}: {figures} us a layer", flush=True)
+
+
+def time_way(layers: list[Layer], way: str, rows: int) -> float:
+    """Microseconds of a layer."""
+    device = layers[0].norms[0].weight.device
+    parts = randn(1, rows, layers[0].shape.hidden, device=device)
+    residual = randn(rows, layers[0].shape.hidden, device=device)
+    slots = torch.arange(rows, device=device)
+
+    def run() -> None:
+        state = (parts.clone(), residual.clone())
+        for layer in layers:
+            state = getattr(layer, way)(*state, slots)
+
+    return microseconds(run, len(layers))
+
+
+def main() -> None:
+    """Runs what is asked for."""
+    parser = argparse.ArgumentParser()
+    for name in ("parity", "times", "tune"):
+        parser.add_argument(f"--{name}", action="store_true")
+    parser.add_argument("--shapes", default="0.6B", help="of those with comma: 0.6B,14B")
+    parser.add_argument("--device", type=torch.device, default="cuda:0")
+    parser.add_argument("--seconds", type=float, default=400.0, help="for tuning")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    everything = not (arguments.parity or arguments.times or arguments.tune)
+    tiny = arguments.device.type == "cpu"
+    torch.manual_seed(0)
+    kept: list[dict[str, Any]] = []
+    if arguments.parity or everything:
+        check_parity(arguments.device, tiny)
+    shapes = [shape for shape in SHAPES if shape.name in arguments.shapes.split(",")]
+    for shape in [] if tiny else shapes:
+        if arguments.times or everything:
+            time_layers(shape, arguments.device, kept)
+        if arguments.tune:
+            until = time.monotonic() + arguments.seconds / len(shapes)
+            tune(shape, arguments.device, until, kept)
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(kept, indent=1))
+
+
+if __name__ == "__main__":
+    main()

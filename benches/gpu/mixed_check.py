@@ -1,0 +1,126 @@
+"""Prompts that join decodes on a GPU: what a step with one takes more, in every way there is.
+
+    python benches/gpu/mixed_check.py --shapes CONFIG_DIR [--decodes 64] [--json FILE]
+        [--peers fa3,flashinfer] [--option KEY=VALUE]
+
+Random weights in the shape of CONFIG_DIR, in one driver for each way, contexts of 512:
+
+- graph: one frame, which runs as one graph (up to 2,304 rows; longer ones eagerly)
+- eager: one frame, every batch without graphs
+- split: the decodes' frame, and then the prompt's
+
+Beside them SGLang's engine with mixed chunks (`benches/peers/sglang_mixed.py`), where a delay is
+the longest gap between two tokens less the usual one. All times in µs, medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from pathlib import Path
+
+from load_check import model_folder
+from serve_check import PAGE, driver, step
+
+from pie_driver_sglang import _core
+from pie_driver_sglang._core import Client, Request
+
+CONTEXT = 512
+PROMPTS = (256, 512, 1024, 2048)
+REPEATS = 12
+PEER = Path(__file__).resolve().parents[1] / "peers" / "sglang_mixed.py"
+WAYS = {"graph": [], "eager": ["disable_cuda_graph = true"], "split": []}
+
+
+def took(client: Client, frame: bytes) -> float:
+    """Microseconds from a request to its reply."""
+    started = time.perf_counter_ns()
+    client.call(frame)
+    return (time.perf_counter_ns() - started) / 1000
+
+
+class Contexts:
+    """Decodes that run, and room for a prompt beside them."""
+
+    def __init__(self, client: Client, count: int) -> None:
+        self._client = client
+        stride = CONTEXT // PAGE + 2
+        prompt = [3 + i % 1000 for i in range(CONTEXT)]
+        for number in range(count):
+            client.forward([step(prompt, 0, number * stride, number + 1)])
+        self._decodes = [step([5], CONTEXT, number * stride, number + 1) for number in range(count)]
+        self._room = count * stride
+        self._next = count + 1
+
+    def decodes(self) -> list[Request]:
+        """One token for each context."""
+        return self._decodes
+
+    def prompt(self, length: int) -> Request:
+        """A context that was never there."""
+        self._next += 1
+        tokens = [3 + (i * 7 + self._next) % 1000 for i in range(length)]
+        return step(tokens, 0, self._room, self._next)
+
+
+def time_way(client: Client, way: str, decodes: int) -> dict[str, float]:
+    """Microseconds of a plain step, and what each prompt adds to it."""
+    contexts = Contexts(client, decodes)
+    plain = _core.encode_forward(contexts.decodes())
+    usual = statistics.median(took(client, plain) for _ in range(100))
+    found = {"decode": usual}
+    for length in PROMPTS:
+        times = []
+        for _ in range(REPEATS):
+            prompt = contexts.prompt(length)
+            if way == "split":
+                total = took(client, plain) + took(client, _core.encode_forward([prompt]))
+            else:
+                frame = _core.encode_forward([*contexts.decodes(), prompt])
+                total = took(client, frame)
+            times.append(total - usual)
+            for _ in range(3):
+                took(client, plain)
+        # The first ones pay for what is compiled.
+        found[str(length)] = statistics.median(times[3:])
+    return found
+
+
+def main() -> None:
+    """Every way, and the peers."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shapes", type=Path, required=True)
+    parser.add_argument("--decodes", type=int, default=64)
+    parser.add_argument("--ways", default=",".join(WAYS))
+    parser.add_argument("--peers", default="", help="SGLang's attention backends")
+    parser.add_argument("--option", action="append", default=[], help="KEY=VALUE, in TOML")
+    parser.add_argument("--device", default="cuda:0")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    figures: dict[str, object] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        model = model_folder(arguments.shapes, Path(folder))
+        for way in arguments.ways.split(","):
+            lines = ['load_format = "dummy"', f"page_size = {PAGE}", *WAYS[way], *arguments.option]
+            with driver(model, tomllib.loads("\n".join(lines)), arguments.device) as (client, _):
+                figures[way] = found = time_way(client, way, arguments.decodes)
+            row = "  ".join(f"{name} {value:.0f}" for name, value in found.items())
+            print(f"{way}, {arguments.decodes} decodes: {row}", flush=True)
+        for backend in filter(None, arguments.peers.split(",")):
+            command = [sys.executable, PEER, model, backend, "--decodes", str(arguments.decodes)]
+            done = subprocess.run(command, check=False, capture_output=True, text=True)
+            said = [line for line in done.stdout.splitlines() if " us " in line]
+            figures[f"sglang {backend}"] = said
+            print(f"sglang {backend}:", *said or done.stderr.splitlines()[-3:], sep="\n    ")
+    if arguments.json:
+        arguments.json.write_text(json.dumps(figures, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,258 @@
+"""Decodes of dense models in few kernels, where SGLang runs one for each operation.
+
+What a step of few rows takes is how often it waits, for memory and for the kernel before. Models
+whose layers are built as Llama's run as the kernels of ``dense_triton.py`` while a graph is
+captured; all others, and everything that is not captured, run as SGLang has them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from sglang.srt.distributed import get_tp_group
+from sglang.srt.layers.activation import SiluAndMul
+from sglang.srt.layers.layernorm import RMSNorm
+from sglang.srt.layers.linear import (
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+)
+from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.layers.rotary_embedding import RotaryEmbedding
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang.srt.models import llama, qwen2, qwen3
+
+from pie_driver_sglang.sglang import dense_triton, rank_sums
+from pie_driver_sglang.sglang.dense_triton import Heads, Linear, Norm, Tiling
+from pie_driver_sglang.sglang.paged_attention import PagedDecode
+from pie_driver_sglang.sglang.rank_sums import RankSums
+
+if TYPE_CHECKING:
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+logger = logging.getLogger(__name__)
+
+MOST_ROWS = 256
+"""Above, a product's arithmetic takes as long as its memory, and cuBLAS is at home."""
+_WIDEST = 16384
+"""Hidden states of which one program normalizes a row."""
+_BUILDS = {
+    llama.LlamaModel: (llama.LlamaDecoderLayer, llama.LlamaAttention, llama.LlamaMLP),
+    qwen2.Qwen2Model: (qwen2.Qwen2DecoderLayer, qwen2.Qwen2Attention, qwen2.Qwen2MLP),
+    qwen3.Qwen3Model: (qwen3.Qwen3DecoderLayer, qwen3.Qwen3Attention, qwen2.Qwen2MLP),
+}
+"""Models and the classes that their layers, attention and MLPs are of."""
+
+
+class _Layer(NamedTuple):
+    """One layer, as its kernels want it."""
+
+    before: Norm
+    qkv: Linear
+    heads: Heads
+    attention: RadixAttention
+    out: Linear
+    between: Norm
+    gate_up: Linear
+    down: Linear
+
+
+class _Unknown(Exception):
+    """Something about a model that the kernels do not know."""
+
+
+class DenseDecode:
+    """A loaded model's decodes."""
+
+    def __init__(self, model: Any, layers: list[_Layer], norm: Norm, sums: RankSums | None) -> None:
+        """Takes a model apart.
+
+        Args:
+            model: SGLang's, without its LM head.
+            layers: Its layers.
+            norm: Behind the last layer.
+            sums: Of the ranks' parts; None for a model on one device.
+        """
+        self._model = model
+        self._layers = layers
+        # What follows each layer.
+        self._norms = [*(layer.before for layer in layers[1:]), norm]
+        self._sums = sums
+
+    @classmethod
+    def of(cls, runner: ModelRunner) -> DenseDecode | None:
+        """A model's decodes; None for a model that these kernels do not know."""
+        try:
+            backend = getattr(runner.attn_backend, "decode_backend", None)
+            _expect(isinstance(backend, PagedDecode), "it attends by another backend")
+            model: Any = getattr(runner.model, "model", None)
+            build = _BUILDS.get(type(model))
+            _expect(build is not None, f"it is a {type(model).__name__}")
+            _expect(not model.layers_to_capture, "hidden states of some layers are wanted")
+            _expect(not runner.server_args.enable_lora, "it takes adapters")
+            pool = runner.token_to_kv_pool
+            _expect(type(pool) is MHATokenToKVPool, f"its KV pool is a {type(pool).__name__}")
+            norm = _norm(model.norm)
+            _expect(pool.store_dtype == norm.weight.dtype, f"its KV is {pool.store_dtype}")
+            _expect(len(norm.weight) <= _WIDEST, f"its rows have {len(norm.weight)} numbers")
+            layers = [_layer(layer, build, pool) for layer in model.layers]
+            sums = _rank_sums(runner, norm)
+        except _Unknown as reason:
+            logger.info("decodes run as SGLang has them: %s", reason)
+            return None
+        return cls(model, layers, norm, sums)
+
+    @contextlib.contextmanager
+    def applied(self) -> Iterator[None]:
+        """Within, the model runs as these kernels; its input is a decode of few rows."""
+        self._model.forward = self._run
+        try:
+            yield
+        finally:
+            del self._model.forward
+
+    def _run(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        batch: ForwardBatch,
+        *_: None,
+        **__: None,
+    ) -> torch.Tensor:
+        embedded = self._model.embed_tokens(input_ids)[None]
+        rows, residual = dense_triton.add_norm(embedded, None, self._layers[0].before)
+        for layer, norm in zip(self._layers, self._norms, strict=True):
+            qkv = _linear(rows, layer.qkv)[0]
+            queries = dense_triton.prepare(qkv, layer.heads, positions, batch.out_cache_loc)
+            seen = layer.attention(queries, None, None, batch, save_kv_cache=False)
+            rows, residual = self._add(0, seen, layer.out, residual, layer.between)
+            middle = _gated(rows, layer.gate_up)
+            rows, residual = self._add(1, middle, layer.down, residual, norm)
+        return rows
+
+    def _add(
+        self, turn: int, rows: torch.Tensor, matrix: Linear, residual: torch.Tensor, norm: Norm
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What half of a layer adds, normalized, and what it was added to."""
+        if self._sums is None:
+            parts = _linear(rows, matrix, dense_triton.MOST_PARTS)
+            return dense_triton.add_norm(parts, residual, norm)
+        self._sums.multiply(turn, rows, matrix, _tiling(rows, matrix))
+        return self._sums.add_norm(turn, residual, norm)
+
+
+def _tiling(rows: torch.Tensor, matrix: Linear, most_parts: int = 1) -> Tiling | None:
+    outputs, inputs = matrix.weight.shape
+    return dense_triton.tiling(len(rows), outputs, inputs, most_parts)
+
+
+def _linear(rows: torch.Tensor, matrix: Linear, most_parts: int = 1) -> torch.Tensor:
+    tiling = _tiling(rows, matrix, most_parts)
+    if tiling is None:
+        return torch.nn.functional.linear(rows, *matrix).unsqueeze(0)
+    return dense_triton.linear(rows, matrix, tiling)
+
+
+def _gated(rows: torch.Tensor, matrix: Linear) -> torch.Tensor:
+    outputs, inputs = matrix.weight.shape
+    tiling = dense_triton.tiling(len(rows), outputs // 2, inputs, gated=True)
+    if tiling is None:
+        return dense_triton.gate(torch.nn.functional.linear(rows, matrix.weight))
+    return dense_triton.gated(rows, matrix, tiling)
+
+
+def _rank_sums(runner: ModelRunner, norm: Norm) -> RankSums | None:
+    ranks, (width,), dtype = runner.ps.tp_size, norm.weight.shape, norm.weight.dtype
+    if ranks == 1:
+        return None
+    group = get_tp_group()
+    # It found out whether the ranks can reach each other's memory.
+    reach = group.ca_comm
+    _expect(reach is not None and not reach.disabled, "its ranks do not share memory")
+    size = RankSums.size(ranks, MOST_ROWS, width, dtype)
+    shared = rank_sums.share(group.cpu_group, norm.weight.device, size)
+    return RankSums(shared, runner.ps.tp_rank, MOST_ROWS, width, dtype)
+
+
+def _expect(known: bool, what: str) -> None:
+    if not known:
+        raise _Unknown(what)
+
+
+def _layer(layer: Any, build: Any, pool: MHATokenToKVPool) -> _Layer:
+    of_layer, of_attention, of_mlp = build
+    _expect(type(layer) is of_layer, f"one of its layers is a {type(layer).__name__}")
+    attention, mlp = layer.self_attn, layer.mlp
+    for part, kind in ((attention, of_attention), (mlp, of_mlp), (mlp.act_fn, SiluAndMul)):
+        _expect(type(part) is kind, f"it has a {type(part).__name__}")
+    return _Layer(
+        _norm(layer.input_layernorm),
+        _matrix(attention.qkv_proj, QKVParallelLinear),
+        _heads(attention, pool),
+        attention.attn,
+        _matrix(attention.o_proj, RowParallelLinear),
+        _norm(layer.post_attention_layernorm),
+        _matrix(mlp.gate_up_proj, MergedColumnParallelLinear),
+        _matrix(mlp.down_proj, RowParallelLinear),
+    )
+
+
+def _norm(norm: Any) -> Norm:
+    plain = (
+        type(norm) is RMSNorm
+        and norm.has_weight
+        and norm.variance_size_override is None
+        and not norm.cast_x_before_out_mul
+        and not norm.fp32_residual
+        and norm.override_orig_dtype is None
+    )
+    _expect(plain, "it has a norm of its own kind")
+    return Norm(norm.weight.data, norm.variance_epsilon)
+
+
+def _matrix(linear: Any, kind: type) -> Linear:
+    _expect(type(linear) is kind, f"it has a {type(linear).__name__}")
+    method = type(linear.quant_method)
+    _expect(method is UnquantizedLinearMethod, f"it has a linear layer with {method.__name__}")
+    weight, bias = linear.weight.data, linear.bias
+    _expect(weight.dim() == 2 and weight.is_contiguous(), "its weights lie in another order")
+    _expect(bias is None or kind is QKVParallelLinear, f"a {kind.__name__} of it has a bias")
+    _expect(not linear.skip_bias_add, "a bias is added elsewhere")
+    return Linear(weight, None if bias is None else bias.data)
+
+
+def _heads(attention: Any, pool: MHATokenToKVPool) -> Heads:
+    rotary, layer = attention.rotary_emb, attention.attn
+    # Variants that differ in their table alone.
+    turns = isinstance(rotary, RotaryEmbedding) and all(
+        getattr(type(rotary), name) is getattr(RotaryEmbedding, name)
+        for name in ("forward", "forward_cuda", "forward_native")
+    )
+    dim = layer.qk_head_dim
+    _expect(turns, f"its positions are a {type(rotary).__name__}'s")
+    _expect(rotary.rotary_dim == dim, f"{rotary.rotary_dim} of {dim} dimensions turn")
+    _expect(type(layer) is RadixAttention, f"it attends by a {type(layer).__name__}")
+    _expect(layer.v_head_dim == dim, f"values of {layer.v_head_dim} beside keys of {dim}")
+    _expect(layer.k_scale is None, "its KV is scaled")
+    query_norm, key_norm = (
+        None if norm is None else _norm(norm)
+        for norm in (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
+    )
+    keys, values = pool.get_kv_buffer(layer.layer_id)
+    for stored in (keys, values):
+        _expect(stored.dim() == 3 and stored[0].is_contiguous(), "its KV lies in another order")
+    return Heads(
+        layer.tp_q_head_num,
+        query_norm,
+        key_norm,
+        rotary.cos_sin_cache,
+        rotary.is_neox_style,
+        keys,
+        values,
+    )

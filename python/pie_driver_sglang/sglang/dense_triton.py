@@ -1,0 +1,384 @@
+"""GPU kernels of a decode step's dense layers: few rows, so that weights and launches decide.
+
+A product of few rows is as fast as its weights come from memory and the kernels before and after
+let it. So what lies between two products is one kernel: sums of a product's parts, residual and
+norm; norms of heads, rotary embedding and the new KV; and the gate of an MLP is its product's own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from pie_driver_sglang.chained_triton import chained, follow
+
+_GATE_BLOCK = tl.constexpr(1024)
+_HEADS = 8
+"""Heads that a program of :func:`prepare` turns."""
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How a product is cut; ``benches/gpu/dense_check.py --tune`` measures it."""
+
+    rows: int
+    """Rows of a tile."""
+    outputs: int
+    """Outputs of a tile."""
+    inputs: int
+    """Inputs that a program takes in one turn of its loop."""
+    parts: int = 1
+    """Programs that share the inputs of a tile."""
+    warps: int = 4
+    """Warps of a program."""
+    stages: int = 4
+    """Turns whose factors a program has at hand or on their way."""
+
+    def fits(self, outputs: int, inputs: int) -> bool:
+        """Whether it can cut a matrix of this shape."""
+        return outputs % self.outputs == 0 and inputs % (self.inputs * self.parts) == 0
+
+
+MOST_PARTS = 4
+"""Programs that share the inputs of a tile at most, where their sums are added up later."""
+
+
+def tiling(
+    rows: int, outputs: int, inputs: int, most_parts: int = 1, *, gated: bool = False
+) -> Tiling | None:
+    """The cut for a product; None where a library's does as well.
+
+    Args:
+        rows: of the step.
+        outputs: of the matrix, or of the gate's half of it.
+        inputs: of the matrix.
+        most_parts: into which the inputs may be cut.
+        gated: whether a program has the tiles of a gate and of an up.
+    """
+    if rows > 128:
+        return None
+    tile_rows = max(16, triton.next_power_of_2(rows))
+    lanes = 128 if rows <= 32 else 64
+    for tile_outputs in (64, 32, 16):
+        for parts in (1, 2, 4):
+            cut = Tiling(tile_rows, tile_outputs, lanes, parts)
+            programs = outputs // tile_outputs * parts
+            if parts <= most_parts and programs >= 96 and cut.fits(outputs, inputs):
+                return cut
+    return None
+
+
+class Linear(NamedTuple):
+    """A matrix by which rows are multiplied."""
+
+    weight: torch.Tensor
+    """``[outputs, inputs]``, contiguous."""
+    bias: torch.Tensor | None = None
+    """``[outputs]``."""
+
+
+class Norm(NamedTuple):
+    """Root mean square normalization."""
+
+    weight: torch.Tensor
+    """``[width]``."""
+    epsilon: float
+
+
+class Heads(NamedTuple):
+    """The heads of an attention layer, and where their keys and values go."""
+
+    queries: int
+    """Heads of queries."""
+    query_norm: Norm | None
+    """Of each head of queries; with it comes the other one."""
+    key_norm: Norm | None
+    """Of each head of keys."""
+    rotations: torch.Tensor
+    """``[positions, dim]`` float32: cosines, then sines, half of the dimensions each."""
+    halves: bool
+    """Whether a dimension turns with the one half a head away (NeoX), not with its neighbour."""
+    keys: torch.Tensor
+    """``[slots, kv_heads, dim]``, heads contiguous."""
+    values: torch.Tensor
+    """``[slots, kv_heads, dim]``, heads contiguous."""
+
+
+def linear(
+    rows: torch.Tensor, matrix: Linear, tiling: Tiling, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Products, or parts whose sums they are. Can be captured.
+
+    Args:
+        rows: ``[rows, inputs]``, inputs contiguous.
+        matrix: Of the rows' type; has no bias if it is cut into parts.
+        tiling: Fits the matrix.
+        out: Where they go; None for memory of their own.
+
+    Returns:
+        ``[1, rows, outputs]`` of the rows' type, or ``[parts, rows, outputs]`` float32.
+    """
+    if out is None:
+        dtype = rows.dtype if tiling.parts == 1 else torch.float32
+        out = rows.new_empty(tiling.parts, len(rows), len(matrix.weight), dtype=dtype)
+    _launch(rows, matrix, out, tiling, gated=False)
+    return out
+
+
+def gated(rows: torch.Tensor, matrix: Linear, tiling: Tiling) -> torch.Tensor:
+    """``silu(gate) * up`` of an MLP. Can be captured.
+
+    Args:
+        rows: ``[rows, inputs]``, inputs contiguous.
+        matrix: Those of all gates, then those of all ups; of the rows' type.
+        tiling: Fits half of the matrix, in one part.
+
+    Returns:
+        ``[rows, outputs / 2]`` of the rows' type.
+    """
+    out = rows.new_empty(len(rows), len(matrix.weight) // 2)
+    _launch(rows, matrix, out, tiling, gated=True)
+    return out
+
+
+def _launch(
+    rows: torch.Tensor, matrix: Linear, out: torch.Tensor, tiling: Tiling, gated: bool
+) -> None:
+    outputs, inputs = out.shape[-1], rows.shape[-1]
+    tiles = outputs // tiling.outputs
+    _linear[(tiles, triton.cdiv(len(rows), tiling.rows), tiling.parts)](
+        rows, matrix.weight, matrix.bias, out, len(rows), rows.stride(0), outputs, inputs,
+        inputs // tiling.parts,
+        ROWS=tiling.rows, OUTPUTS=tiling.outputs, INPUTS=tiling.inputs, GATED=gated,
+        num_warps=tiling.warps, num_stages=tiling.stages, **chained(rows.device),
+    )  # fmt: skip
+
+
+def gate(rows: torch.Tensor) -> torch.Tensor:
+    """``silu(gate) * up`` of an MLP's product. Can be captured.
+
+    Args:
+        rows: ``[rows, 2 * outputs]``: gates, then ups.
+
+    Returns:
+        ``[rows, outputs]``.
+    """
+    out = rows.new_empty(len(rows), rows.shape[1] // 2)
+    grid = (len(rows), triton.cdiv(out.shape[1], _GATE_BLOCK.value))
+    _gate[grid](rows, out, out.shape[1], **chained(rows.device))
+    return out
+
+
+def add_norm(
+    parts: torch.Tensor, residual: torch.Tensor | None, norm: Norm
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Adds what a layer gives to what it was given, and normalizes the sum. Can be captured.
+
+    Args:
+        parts: ``[parts, rows, width]``, whose sum is added.
+        residual: ``[rows, width]``, overwritten by the sum; None where there is nothing yet.
+        norm: Of the residual's type.
+
+    Returns:
+        ``[rows, width]`` normalized sums, and the sums.
+    """
+    count, rows, width = parts.shape
+    total = residual
+    if total is None:
+        total = norm.weight.new_empty(rows, width)
+    out = torch.empty_like(total)
+    block = triton.next_power_of_2(width)
+    _add_norm[(rows,)](
+        parts, total, norm.weight, out, rows, width, norm.epsilon,
+        PARTS=count, ADDS=residual is not None, BLOCK=block,
+        num_warps=max(4, min(16, block // 512)), **chained(parts.device),
+    )  # fmt: skip
+    return out, total
+
+
+def prepare(
+    rows: torch.Tensor, heads: Heads, positions: torch.Tensor, slots: torch.Tensor
+) -> torch.Tensor:
+    """Normalizes and turns queries and keys, and stores keys and values. Can be captured.
+
+    Args:
+        rows: ``[rows, heads]``: queries, keys and values of each row; queries are overwritten.
+        heads: What they are and where they go.
+        positions: ``[rows]`` int64.
+        slots: ``[rows]`` int64: where the keys and values of a row go.
+
+    Returns:
+        ``[rows, queries, dim]`` queries, a view of the rows.
+    """
+    kv_heads, dim = heads.keys.shape[1:]
+    norms = (heads.query_norm, heads.key_norm)
+    weights = [rows if norm is None else norm.weight for norm in norms]
+    epsilons = [0.0 if norm is None else norm.epsilon for norm in norms]
+    grid = (len(rows), triton.cdiv(heads.queries + kv_heads, _HEADS))
+    _prepare[grid](
+        rows, *weights, *epsilons, heads.rotations, positions, slots, heads.keys, heads.values,
+        rows.stride(0), heads.rotations.stride(0), heads.keys.stride(0), heads.values.stride(0),
+        QUERIES=heads.queries, KV_HEADS=kv_heads, DIM=dim, HEADS=_HEADS,
+        HALF_BLOCK=triton.next_power_of_2(dim // 2), HALVES=heads.halves,
+        NORMED=heads.query_norm is not None, num_warps=4, **chained(rows.device),
+    )  # fmt: skip
+    return rows[:, : heads.queries * dim].view(len(rows), heads.queries, dim)
+
+
+@triton.jit
+def _prefetch(rows, row_bytes):  # type: ignore[no-untyped-def]
+    """Has the second-level cache load rows of a matrix; harmless where it does not."""
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
+        "=r,l,r",
+        [rows, row_bytes],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit(do_not_specialize=["row_count"])  # type: ignore[untyped-decorator]
+def _linear(  # type: ignore[no-untyped-def]
+    rows, weight, bias, out, row_count, row_stride, outputs, inputs, part_inputs,
+    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, GATED: tl.constexpr,
+    CHAINED: tl.constexpr,
+):  # fmt: skip
+    """A tile of the transposed product: there are more outputs than rows."""
+    units = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    part = tl.program_id(2)
+    first = part * part_inputs
+    own = weight + units.to(tl.int64) * inputs + first
+    ups = own + outputs.to(tl.int64) * inputs
+    if CHAINED:
+        # Weights do not depend on the kernel before.
+        size = part_inputs * (weight.dtype.element_ty.primitive_bitwidth // 8)
+        _prefetch(own, size)
+        if GATED:
+            _prefetch(ups, size)
+        follow()
+    numbers = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    inside = numbers < row_count
+    lanes = tl.arange(0, INPUTS)
+    x_columns = rows + numbers[None, :].to(tl.int64) * row_stride + first + lanes[:, None]
+    sums = tl.zeros([OUTPUTS, ROWS], tl.float32)
+    up_sums = tl.zeros([OUTPUTS, ROWS], tl.float32)
+    for at in range(0, part_inputs, INPUTS):
+        x = tl.load(x_columns + at, mask=inside[None, :], other=0.0)
+        w = tl.load(own[:, None] + at + lanes[None, :])
+        sums = tl.dot(w, x, sums, input_precision="ieee")
+        if GATED:
+            w = tl.load(ups[:, None] + at + lanes[None, :])
+            up_sums = tl.dot(w, x, up_sums, input_precision="ieee")
+    if bias is not None:
+        sums += tl.load(bias + units).to(tl.float32)[:, None]
+    if GATED:
+        # Rounded as the product of all gates and ups would be.
+        gate = sums.to(rows.dtype.element_ty).to(tl.float32)
+        up = up_sums.to(rows.dtype.element_ty).to(tl.float32)
+        sums = _silu(gate, up)
+    row = part.to(tl.int64) * row_count + numbers[None, :]
+    tl.store(out + row * outputs + units[:, None], sums, mask=inside[None, :])
+
+
+@triton.jit
+def _silu(gate, up):  # type: ignore[no-untyped-def]
+    return gate / (1.0 + tl.exp(-gate)) * up
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _gate(rows, out, outputs, CHAINED: tl.constexpr):  # type: ignore[no-untyped-def]
+    if CHAINED:
+        follow()
+    row = tl.program_id(0).to(tl.int64)
+    units = tl.program_id(1) * _GATE_BLOCK + tl.arange(0, _GATE_BLOCK)
+    inside = units < outputs
+    place = rows + 2 * row * outputs + units
+    gate = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(place + outputs, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * outputs + units, _silu(gate, up), mask=inside)
+
+
+@triton.jit(do_not_specialize=["row_count"])  # type: ignore[untyped-decorator]
+def _add_norm(  # type: ignore[no-untyped-def]
+    parts, residual, weight, out, row_count, width, epsilon,
+    PARTS: tl.constexpr, ADDS: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    lanes = tl.arange(0, BLOCK)
+    inside = lanes < width
+    scale = tl.load(weight + lanes, mask=inside, other=0.0).to(tl.float32)
+    if CHAINED:
+        follow()
+    place = tl.program_id(0).to(tl.int64) * width + lanes
+    total = tl.zeros([BLOCK], tl.float32)
+    for part in tl.static_range(PARTS):
+        before = tl.cast(part, tl.int64) * row_count * width
+        total += tl.load(parts + before + place, mask=inside, other=0.0).to(tl.float32)
+    if ADDS:
+        total += tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)
+    tl.store(residual + place, total, mask=inside)
+    spread = tl.rsqrt(tl.sum(total * total, 0) / width + epsilon)
+    tl.store(out + place, total * spread * scale, mask=inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _prepare(  # type: ignore[no-untyped-def]
+    rows, query_weight, key_weight, query_epsilon, key_epsilon, rotations, positions, slots,
+    keys, values, row_stride, rotation_stride, key_stride, value_stride,
+    QUERIES: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HEADS: tl.constexpr,
+    HALF_BLOCK: tl.constexpr, HALVES: tl.constexpr, NORMED: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    """Some heads of queries and keys of a row, and the values beside these keys."""
+    HALF: tl.constexpr = DIM // 2
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
+    is_key = (head >= QUERIES) & (head < QUERIES + KV_HEADS)
+    pair = tl.arange(0, HALF_BLOCK)
+    in_half = pair < HALF
+    first = pair
+    second = pair + HALF
+    if not HALVES:
+        first = 2 * pair
+        second = 2 * pair + 1
+    if CHAINED:
+        follow()
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + row).to(tl.int64)
+    turn = rotations + tl.load(positions + row).to(tl.int64) * rotation_stride + pair
+    cosine = tl.load(turn, mask=in_half, other=0.0)[None, :].to(tl.float32)
+    sine = tl.load(turn + HALF, mask=in_half, other=0.0)[None, :].to(tl.float32)
+    place = rows + row * row_stride + head * DIM
+    known = (head < QUERIES + KV_HEADS) & in_half[None, :]
+    x = tl.load(place + first[None, :], mask=known, other=0.0).to(tl.float32)
+    y = tl.load(place + second[None, :], mask=known, other=0.0).to(tl.float32)
+    if NORMED:
+        squares = tl.sum(x * x + y * y, 1)[:, None]
+        spread = tl.rsqrt(squares / DIM + tl.where(is_key, key_epsilon, query_epsilon))
+        x = x * spread * _head_weights(query_weight, key_weight, first, in_half, is_key)
+        y = y * spread * _head_weights(query_weight, key_weight, second, in_half, is_key)
+        # Rounded as a kernel of its own would do.
+        x = x.to(rows.dtype.element_ty).to(tl.float32)
+        y = y.to(rows.dtype.element_ty).to(tl.float32)
+    turned_x = x * cosine - y * sine
+    turned_y = y * cosine + x * sine
+    is_query = (head < QUERIES) & in_half[None, :]
+    tl.store(place + first[None, :], turned_x, mask=is_query)
+    tl.store(place + second[None, :], turned_y, mask=is_query)
+    stored = is_key & in_half[None, :]
+    key = keys + slot * key_stride + (head - QUERIES) * DIM
+    tl.store(key + first[None, :], turned_x, mask=stored)
+    tl.store(key + second[None, :], turned_y, mask=stored)
+    given = place + KV_HEADS * DIM + pair[None, :]
+    value = values + slot * value_stride + (head - QUERIES) * DIM + pair[None, :]
+    tl.store(value, tl.load(given, mask=stored), mask=stored)
+    tl.store(value + HALF, tl.load(given + HALF, mask=stored), mask=stored)
+
+
+@triton.jit
+def _head_weights(query_weight, key_weight, dims, inside, is_key):  # type: ignore[no-untyped-def]
+    of_query = tl.load(query_weight + dims, mask=inside, other=0.0).to(tl.float32)
+    of_key = tl.load(key_weight + dims, mask=inside, other=0.0).to(tl.float32)
+    return tl.where(is_key, of_key[None, :], of_query[None, :])

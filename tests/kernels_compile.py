@@ -1,0 +1,212 @@
+"""Compiles what a captured step launches for a GPU (compute capability 9.0) on a machine without.
+
+The interpreter runs the kernels as Python, which takes what Triton's compiler refuses; and it does
+not know of kernels that start before the one in front of them has ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import re
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from pie_driver_sglang import sampling_triton
+from pie_driver_sglang.sampling import SlotParams
+from pie_driver_sglang.sglang import dense_triton, paged_triton, rank_sums
+from pie_driver_sglang.sglang.dense_triton import Heads, Linear, Norm, Tiling
+from pie_driver_sglang.sglang.masked_torch import Rule
+from pie_driver_sglang.sglang.paged_triton import Cut, Rows, attend, share, tuning
+from pie_driver_sglang.sglang.rank_sums import RankSums
+
+TARGET = GPUTarget("cuda", 90, 32)
+TYPES = {
+    torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int32: "i32",
+    torch.int64: "i64", torch.float8_e4m3fn: "fp8e4nv", torch.float8_e5m2: "fp8e5",
+}  # fmt: skip
+
+
+def compile_launch(kernel: JITFunction[Any], *args: Any, **options: Any) -> Any:
+    """Compiles a kernel for the arguments of a launch."""
+    options = {key: value for key, value in options.items() if key not in ("grid", "warmup")}
+    named = dict(zip(kernel.arg_names, args, strict=False)) | {
+        key: options.pop(key) for key in list(options) if key in kernel.arg_names
+    }
+    constants = {
+        param.name: named[param.name]
+        for param in kernel.params
+        if param.is_constexpr or named[param.name] is None
+    }
+    signature, attributes = {}, {}
+    for number, (name, value) in enumerate(named.items()):
+        if name in constants:
+            signature[name] = "constexpr"
+            continue
+        if isinstance(value, torch.Tensor):
+            signature[name] = "*" + TYPES[value.dtype]
+        else:
+            signature[name] = "fp32" if isinstance(value, float) else "i32"
+        specialized = not kernel.params[number].do_not_specialize
+        aligned = isinstance(value, int) and specialized and value % 16 == 0
+        if isinstance(value, torch.Tensor) or aligned:
+            attributes[(number,)] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, signature, constants, attributes)
+    return triton.compile(source, target=TARGET, options=options)
+
+
+def recorded(launch: Callable[[], object]) -> list[Any]:
+    """The kernels that are launched, compiled to be launched early."""
+    compiled = []
+
+    def record(kernel: JITFunction[Any], *args: Any, **options: Any) -> None:
+        compiled.append(compile_launch(kernel, *args, **options))
+
+    early = {"CHAINED": True, "launch_pdl": True}
+    with contextlib.ExitStack() as patches:
+        patches.enter_context(mock.patch.object(JITFunction, "run", record))
+        for module in (paged_triton, dense_triton, rank_sums, sampling_triton):
+            patches.enter_context(mock.patch.object(module, "chained", lambda _: early))
+        launch()
+    return compiled
+
+
+def check_order(kernel: Any, early: int = 0) -> None:
+    """Before the kernel in front has ended nothing is touched, but for so many loads."""
+    before, wait, behind = kernel.asm["ptx"].partition("griddepcontrol.wait")
+    assert wait, f"{kernel.name} does not wait"
+    assert "griddepcontrol.launch_dependents" in behind, f"{kernel.name} holds up the next kernel"
+    touches = re.findall(r"(?:ld|st|red|atom)\.global|cp\.async\.c[ag]", before)
+    assert touches == ["ld.global"] * early, f"{kernel.name}: {touches} before it may"
+
+
+def attention(
+    dim: int,
+    group: int,
+    pool: torch.dtype,
+    queries: torch.dtype,
+    page: int,
+    rule: Rule,
+    window: int,
+    count: int = 3,
+) -> None:
+    """What one layer launches in a step of so many rows."""
+    rows = Rows(
+        torch.zeros(4, 512, dtype=torch.int32),
+        torch.zeros(count, dtype=torch.int64),
+        torch.arange(count),
+    )
+    storage = torch.zeros(64, 8, dim).to(pool)
+    q = torch.zeros(count, 8 * group, dim, dtype=queries)
+    shares = share(rows, Cut(tuning(dim, group, pool.itemsize, count), 8, group, window), 132)
+    attend(q, storage, storage, torch.empty_like(q), rows, shares, rule, page)
+
+
+def check_attention() -> None:
+    """KV is loaded ahead, and two programs have room on a multiprocessor of an H100 or H200."""
+    for case in CASES:
+        kernels = recorded(functools.partial(attention, *case))
+        assert [kernel.name for kernel in kernels] == ["_share", "_attend", "_merge"]
+        page, block = case[4], tuning(case[0], case[1], case[2].itemsize, *case[7:]).block
+        slots = max(1, paged_triton._pages(block, page))
+        # Shares, a row and where its first block is stored: neither queries nor KV.
+        for kernel, early in zip(kernels, (0, 8 + slots, 6), strict=True):
+            check_order(kernel, early)
+        loop = kernels[1].asm["ttgir"].partition("scf.while")[2].partition("scf.for")[2]
+        assert "async_copy_global_to_local" in loop, "KV is not loaded ahead"
+        shared = kernels[1].metadata.shared
+        assert 2 * (shared + 1024) <= 228 * 1024, shared
+        print(f"{shared} bytes of shared memory: {case[:5]} {case[7:]}")
+
+
+def check_dense(dtype: torch.dtype) -> None:
+    """The products' factors are loaded ahead; weights are asked for before the wait."""
+
+    def zeros(*size: int) -> torch.Tensor:
+        return torch.zeros(*size, dtype=dtype)
+
+    norm, width = Norm(zeros(128), 1e-6), 4096
+    rows, matrix = zeros(40, 1024), Linear(zeros(width, 1024), zeros(width))
+    # As cuts are at 1, 64 and 128 rows.
+    for tiling in (Tiling(16, 32, 128), Tiling(64, 64, 64), Tiling(128, 64, 64)):
+        parts = Tiling(tiling.rows, tiling.outputs, tiling.inputs, parts=4)
+        for kernel in (
+            *recorded(lambda: dense_triton.linear(rows, matrix, tiling)),  # noqa: B023
+            *recorded(lambda: dense_triton.linear(rows, matrix._replace(bias=None), parts)),  # noqa: B023
+            *recorded(lambda: dense_triton.gated(rows, matrix._replace(bias=None), tiling)),  # noqa: B023
+        ):
+            check_order(kernel)
+            assert "async_copy_global_to_local" in kernel.asm["ttgir"]
+            assert "prefetch.L2" in kernel.asm["ptx"].partition("griddepcontrol.wait")[0]
+            assert kernel.metadata.shared + 1024 <= 228 * 1024
+    [kernel] = recorded(
+        lambda: dense_triton.add_norm(torch.zeros(4, 40, 128), zeros(40, 128), norm)
+    )
+    check_order(kernel, early=1)
+    storage = zeros(64, 8, 128)
+    heads = Heads(16, norm, norm, torch.zeros(512, 128), True, storage, storage)
+    places = torch.zeros(40, dtype=torch.int64)
+    [kernel] = recorded(lambda: dense_triton.prepare(zeros(40, width), heads, places, places))
+    check_order(kernel)
+    [kernel] = recorded(lambda: dense_triton.gate(zeros(40, width)))
+    check_order(kernel)
+
+
+def check_rank_sums() -> None:
+    """What the ranks say to each other is ordered with what they read of each other."""
+    size = RankSums.size(2, 64, 5120, torch.bfloat16)
+    shared = [torch.zeros(size, dtype=torch.uint8) for _ in range(2)]
+    sums = RankSums(shared, 0, 64, 5120, torch.bfloat16)
+    norm = Norm(torch.zeros(5120, dtype=torch.bfloat16), 1e-6)
+    residual = torch.zeros(40, 5120, dtype=torch.bfloat16)
+    [kernel] = recorded(lambda: sums.add_norm(0, residual, norm))
+    check_order(kernel, early=2)
+    assert "atom.global.sys.release.exch" in kernel.asm["ptx"]
+    assert "ld.global.sys.acquire" in kernel.asm["ptx"]
+    assert "ld.global.cg.v4" in kernel.asm["ptx"]
+
+
+def check_sampling(dtype: torch.dtype) -> None:
+    """What follows the logits."""
+    ones = torch.ones(40)
+    params = SlotParams(ones, ones.int(), ones, ones, ones)
+    logits = torch.zeros(40, 151_936, dtype=dtype)
+    results, step = torch.zeros(40, dtype=torch.int64), torch.zeros(1, dtype=torch.int32)
+    for cap in (None, 30.0):
+        sample = functools.partial(sampling_triton.sample_step, logits, params, results, step, cap)
+        kernels = recorded(sample)
+        assert [kernel.name for kernel in kernels] == ["_survey", "_sample_rows"]
+        for kernel in kernels:
+            check_order(kernel)
+    words = torch.zeros(64, dtype=torch.int32)
+    rows = torch.zeros(40, 2, dtype=torch.int32)
+    assert recorded(lambda: sampling_triton.apply_masks(logits, rows, words))
+
+
+CASES: list[Any] = [
+    (128, 2, torch.bfloat16, torch.bfloat16, 16, Rule(0.1), -1),
+    (128, 5, torch.bfloat16, torch.bfloat16, 1, Rule(0.1), 100),
+    (64, 71, torch.float16, torch.float16, 64, Rule(0.1, cap=3.0), -1),
+    (80, 5, torch.float8_e4m3fn, torch.bfloat16, 16, Rule(0.1, sinks=torch.zeros(40)), -1),
+    (256, 1, torch.float8_e5m2, torch.bfloat16, 24, Rule(0.1), 0),
+    (128, 5, torch.float32, torch.float32, 16, Rule(0.1), -1),
+    # Prompts.
+    (128, 2, torch.bfloat16, torch.bfloat16, 16, Rule(0.1), -1, 2304),
+    (128, 5, torch.bfloat16, torch.bfloat16, 16, Rule(0.1), 100, 640),
+]
+
+
+if __name__ == "__main__":
+    check_attention()
+    check_dense(torch.bfloat16)
+    check_rank_sums()
+    check_sampling(torch.bfloat16)
+    check_sampling(torch.float32)
+    print("compiled")
