@@ -17,9 +17,12 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import multiprocessing
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor, wait
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,6 +33,7 @@ from pie_driver_sglang.sglang import dense_triton
 from pie_driver_sglang.sglang.dense_triton import Heads, Linear, Norm, Tiling
 
 ROWS = (1, 8, 16, 32, 64, 128, 256)
+TUNED_ROWS = (1, 16, 32, 64, 128)
 EPSILON = 1e-6
 TOLERANCE = 2e-2
 """Of the largest value of a result in bfloat16."""
@@ -170,7 +174,7 @@ def microseconds(calls: Callable[[], None], number: int) -> float:
         return start.elapsed_time(end) / replays * 1000 / number
 
     once = round_of(2)
-    return statistics.median(round_of(max(2, int(5000 / (once * number)))) for _ in range(5))
+    return statistics.median(round_of(max(2, int(3000 / (once * number)))) for _ in range(5))
 
 
 def check_parity(device: torch.device, tiny: bool) -> None:
@@ -190,37 +194,39 @@ def check_parity(device: torch.device, tiny: bool) -> None:
             if gated:
                 gate, up = exact.chunk(2, dim=-1)
                 exact = torch.nn.functional.silu(gate) * up
-            for cut in cuts(count, most, gated, device):
+            for cut in tiny_cuts(inputs, most) if tiny else cuts(count, inputs, most, gated):
                 if not cut.fits(outputs, inputs):
                     continue
                 if gated:
                     compare(name, dense_triton.gated(rows, Linear(weight), cut), exact)
                 else:
                     compare(name, dense_triton.linear(rows, Linear(weight), cut).sum(0), exact)
-                if tiny:
-                    break
     for name, error in worst.items():
         print(f"parity {name}: {error:.1e}")
     assert all(error < TOLERANCE for error in worst.values())
 
 
-def cuts(rows: int, most_parts: int, gated: bool, device: torch.device) -> Iterator[Tiling]:
-    """What may be tried for a step."""
-    if device.type == "cpu":
-        yield Tiling(16, 16, 16)
-        return
-    widest = min(256, max(16, 1 << (rows - 1).bit_length()))
-    tiles = sorted({widest, max(16, widest // 2)})
-    for tile, outputs, inputs, stages, warps in itertools.product(
-        tiles, (16, 32, 64, 128), (64, 128, 256), (3, 5), (4, 8)
-    ):
-        held = (tile + outputs * (2 if gated else 1)) * inputs * 2 * stages
-        sums = tile * outputs * (2 if gated else 1) // (32 * warps)
-        if held > 220 << 10 or sums > 160 or outputs * tile < 512 * warps // 8:
+def tiny_cuts(inputs: int, most_parts: int) -> list[Tiling]:
+    """For the interpreter: in turns, and in one for which the inputs are a power of two."""
+    cuts = [Tiling(16, 16, 16)]
+    if inputs & (inputs - 1) == 0:
+        cuts.append(Tiling(16, 16, inputs // most_parts, most_parts, 1))
+    return cuts
+
+
+def cuts(rows: int, inputs: int, most_parts: int, gated: bool) -> Iterator[Tiling]:
+    """What may be tried for a step and a matrix of so many inputs."""
+    tile, matrices = max(16, 1 << (rows - 1).bit_length()), 2 if gated else 1
+    for outputs, parts, warps in itertools.product((16, 32, 64), range(1, most_parts + 1), (4, 8)):
+        if tile * outputs * matrices > 64 * 32 * warps or inputs % parts:
             continue
-        for parts in (1, 2, 4):
-            if parts <= most_parts:
-                yield Tiling(tile, outputs, inputs, parts, warps, stages)
+        ways = [(128, 3), (128, 5), (256, 3), (256, 5)]
+        # All at once.
+        ways += [(inputs // parts, 1)] * (256 <= inputs // parts <= 2048)
+        for turn, stages in ways:
+            held = (tile + outputs * matrices) * turn * 2 * stages
+            if held <= 200 << 10 and turn & (turn - 1) == 0:
+                yield Tiling(tile, outputs, turn, parts, warps, stages)
 
 
 class Product:
@@ -249,19 +255,52 @@ class Product:
 
     def tilings(self) -> Iterator[Tiling]:
         """What may be the best."""
-        for cut in cuts(len(self.rows), self.most_parts, self.is_gated, self.rows.device):
+        for cut in cuts(len(self.rows), self.inputs, self.most_parts, self.is_gated):
             programs = self.outputs // cut.outputs * cut.parts
-            if cut.fits(self.outputs, self.inputs) and programs >= 32:
+            if cut.fits(self.outputs, self.inputs) and programs >= 48:
                 yield cut
+
+
+def compile_cuts(shape: Shape, device: torch.device, until: float) -> None:
+    """Fills Triton's cache for a shape, with all processors."""
+    kernels: dict[tuple[Any, ...], tuple[str, Tiling]] = {}
+    for name, (_, inputs, _, is_gated) in shape.products().items():
+        weights = [torch.empty(0, inputs, device=device)]
+        for rows in TUNED_ROWS:
+            for cut in Product(shape, name, weights, rows).tilings():
+                # What of a cut its kernel knows.
+                whole = cut.inputs * cut.parts == inputs
+                known = (*asdict(cut).values(), whole, cut.parts > 1, is_gated)
+                kernels.setdefault((*known[:3], *known[4:]), (name, cut))
+    print(f"{len(kernels)} kernels", flush=True)
+    cores = len(os.sched_getaffinity(0))
+    with ProcessPoolExecutor(cores, mp_context=multiprocessing.get_context("spawn")) as pool:
+        jobs = [pool.submit(compile_cut, shape, *kernel, device) for kernel in kernels.values()]
+        wait(jobs, timeout=until - time.monotonic())
+        pool.shutdown(wait=True, cancel_futures=True)
+    failed = [error for job in jobs if not job.cancelled() and (error := job.exception())]
+    print(f"{len(failed)} failed, first {failed[:1]}", flush=True)
+
+
+def compile_cut(shape: Shape, name: str, cut: Tiling, device: torch.device) -> None:
+    """Runs a product once."""
+    outputs, inputs, _, is_gated = shape.products()[name]
+    weight = torch.zeros(
+        outputs * (2 if is_gated else 1), inputs, dtype=torch.bfloat16, device=device
+    )
+    run = dense_triton.gated if is_gated else dense_triton.linear
+    run(weight[:1], Linear(weight), cut)
+    torch.cuda.synchronize()
 
 
 def tune(shape: Shape, device: torch.device, until: float, keep: list[dict[str, Any]]) -> None:
     """Every product of a shape at every number of rows."""
+    compile_cuts(shape, device, (time.monotonic() + until) / 2)
     for name, (outputs, inputs, _, is_gated) in shape.products().items():
         height = outputs * (2 if is_gated else 1)
         copies = max(2, -(-ROTATED_BYTES // (height * inputs * 2)))
         weights = [randn(height, inputs, device=device, scale=0.02) for _ in range(copies)]
-        for rows in ROWS:
+        for rows in TUNED_ROWS:
             product = Product(shape, name, weights, rows)
             library, found = product.library(), []
             for cut in product.tilings():

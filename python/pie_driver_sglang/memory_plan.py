@@ -342,7 +342,9 @@ def _graphs(device: Device, model: Model, settings: Settings) -> int:
     """
     if device.is_host or not settings.captures or model.state_bytes:
         return 0
-    rows = [*ladder(settings.requests), *long_ladder(settings.requests, settings.chunk_tokens)]
+    rows = ladder(settings.requests)
+    if not settings.triton_tables:
+        rows += long_ladder(settings.requests, settings.chunk_tokens)
     nodes = len(rows) * model.layers * GRAPH_LAYER_BYTES
     logits = settings.requests * model.vocabulary * model.itemsize
     tables = _triton_tables(model, settings) if settings.triton_tables else 0

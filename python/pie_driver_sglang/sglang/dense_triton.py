@@ -59,7 +59,7 @@ def tiling(
         most_parts: into which the inputs may be cut.
         gated: whether a program has the tiles of a gate and of an up.
     """
-    if rows > 128:
+    if rows > 32:
         return None
     tile_rows = max(16, triton.next_power_of_2(rows))
     lanes = 128 if rows <= 32 else 64
@@ -149,11 +149,12 @@ def _launch(
     rows: torch.Tensor, matrix: Linear, out: torch.Tensor, tiling: Tiling, gated: bool
 ) -> None:
     outputs, inputs = out.shape[-1], rows.shape[-1]
-    tiles = outputs // tiling.outputs
+    tiles, whole = outputs // tiling.outputs, tiling.inputs * tiling.parts == inputs
     _linear[(tiles, triton.cdiv(len(rows), tiling.rows), tiling.parts)](
         rows, matrix.weight, matrix.bias, out, len(rows), rows.stride(0), outputs, inputs,
         inputs // tiling.parts,
         ROWS=tiling.rows, OUTPUTS=tiling.outputs, INPUTS=tiling.inputs, GATED=gated,
+        SHARES=tiling.warps if whole else 0,
         num_warps=tiling.warps, num_stages=tiling.stages, **chained(rows.device),
     )  # fmt: skip
 
@@ -246,34 +247,52 @@ def _prefetch(rows, row_bytes):  # type: ignore[no-untyped-def]
 def _linear(  # type: ignore[no-untyped-def]
     rows, weight, bias, out, row_count, row_stride, outputs, inputs, part_inputs,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, GATED: tl.constexpr,
-    CHAINED: tl.constexpr,
+    SHARES: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """A tile of the transposed product: there are more outputs than rows."""
+    """A tile of the transposed product: there are more outputs than rows.
+
+    With `SHARES` all inputs are taken in one turn, each warp has a share of them, and the weights
+    are in registers before the kernel in front has ended.
+    """
     units = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     part = tl.program_id(2)
     first = part * part_inputs
     own = weight + units.to(tl.int64) * inputs + first
     ups = own + outputs.to(tl.int64) * inputs
-    if CHAINED:
-        # Weights do not depend on the kernel before.
-        size = part_inputs * (weight.dtype.element_ty.primitive_bitwidth // 8)
-        _prefetch(own, size)
-        if GATED:
-            _prefetch(ups, size)
-        follow()
     numbers = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     inside = numbers < row_count
-    lanes = tl.arange(0, INPUTS)
-    x_columns = rows + numbers[None, :].to(tl.int64) * row_stride + first + lanes[:, None]
-    sums = tl.zeros([OUTPUTS, ROWS], tl.float32)
+    x_rows = rows + numbers.to(tl.int64) * row_stride + first
     up_sums = tl.zeros([OUTPUTS, ROWS], tl.float32)
-    for at in range(0, part_inputs, INPUTS):
-        x = tl.load(x_columns + at, mask=inside[None, :], other=0.0)
-        w = tl.load(own[:, None] + at + lanes[None, :])
-        sums = tl.dot(w, x, sums, input_precision="ieee")
+    if SHARES > 0:
+        share = tl.arange(0, SHARES)[:, None] * (INPUTS // SHARES)
+        lanes = share + tl.arange(0, INPUTS // SHARES)[None, :]
+        w = tl.load(own[None, :, None] + lanes[:, None, :])
         if GATED:
-            w = tl.load(ups[:, None] + at + lanes[None, :])
-            up_sums = tl.dot(w, x, up_sums, input_precision="ieee")
+            up_w = tl.load(ups[None, :, None] + lanes[:, None, :])
+        if CHAINED:
+            follow()
+        x_columns = x_rows[None, None, :] + lanes[:, :, None]
+        x = tl.load(x_columns, mask=inside[None, None, :], other=0.0)
+        sums = tl.sum(tl.dot(w, x, input_precision="ieee"), 0)
+        if GATED:
+            up_sums = tl.sum(tl.dot(up_w, x, input_precision="ieee"), 0)
+    else:
+        if CHAINED:
+            # Weights do not depend on the kernel before.
+            size = part_inputs * (weight.dtype.element_ty.primitive_bitwidth // 8)
+            _prefetch(own, size)
+            if GATED:
+                _prefetch(ups, size)
+            follow()
+        lanes = tl.arange(0, INPUTS)
+        sums = tl.zeros([OUTPUTS, ROWS], tl.float32)
+        for at in range(0, part_inputs, INPUTS):
+            x = tl.load(x_rows[None, :] + at + lanes[:, None], mask=inside[None, :], other=0.0)
+            w = tl.load(own[:, None] + at + lanes[None, :])
+            sums = tl.dot(w, x, sums, input_precision="ieee")
+            if GATED:
+                w = tl.load(ups[:, None] + at + lanes[None, :])
+                up_sums = tl.dot(w, x, up_sums, input_precision="ieee")
     if bias is not None:
         sums += tl.load(bias + units).to(tl.float32)[:, None]
     if GATED:

@@ -85,7 +85,8 @@ def load_engine(config: DriverConfig, rank: Rank = ALONE) -> tuple[Planner, Sgla
     if options.spec_ngram_enabled:
         _draft(planner, facts, options, rungs)
     engine = SglangEngine(booted, planner, facts, pools, adapters, states)
-    engine.steps = _steps(engine, options, [*rungs, *long_ladder(rungs[-1], chunk)])
+    longer = long_ladder(rungs[-1], chunk) if support.takes_prompts(runner) else []
+    engine.steps = _steps(engine, options, [*rungs, *longer])
     return planner, engine
 
 

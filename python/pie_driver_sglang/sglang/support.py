@@ -307,6 +307,14 @@ def lane_obstacle(runner: ModelRunner) -> str | None:
     return None
 
 
+def takes_prompts(runner: ModelRunner) -> bool:
+    """Whether a captured step may have more rows than there are requests.
+
+    The tables of SGLang's triton backend have one row for each request.
+    """
+    return runner.device == "cpu" or runner.server_args.decode_attention_backend == PAGED_DECODE
+
+
 def _is_plain(layer: RadixAttention) -> bool:
     return (
         layer.attn_type == AttentionType.DECODER
