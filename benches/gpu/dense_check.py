@@ -23,7 +23,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, wait
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -194,7 +194,7 @@ def check_parity(device: torch.device, tiny: bool) -> None:
             if gated:
                 gate, up = exact.chunk(2, dim=-1)
                 exact = torch.nn.functional.silu(gate) * up
-            for cut in tiny_cuts(inputs, most) if tiny else cuts(count, inputs, most, gated):
+            for cut in [Tiling(16, 16, 16)] if tiny else cuts(count, inputs, most, gated):
                 if not cut.fits(outputs, inputs):
                     continue
                 if gated:
@@ -206,26 +206,15 @@ def check_parity(device: torch.device, tiny: bool) -> None:
     assert all(error < TOLERANCE for error in worst.values())
 
 
-def tiny_cuts(inputs: int, most_parts: int) -> list[Tiling]:
-    """For the interpreter: in turns, and in one for which the inputs are a power of two."""
-    cuts = [Tiling(16, 16, 16)]
-    if inputs & (inputs - 1) == 0:
-        cuts.append(Tiling(16, 16, inputs // most_parts, most_parts, 1))
-    return cuts
-
-
 def cuts(rows: int, inputs: int, most_parts: int, gated: bool) -> Iterator[Tiling]:
     """What may be tried for a step and a matrix of so many inputs."""
     tile, matrices = max(16, 1 << (rows - 1).bit_length()), 2 if gated else 1
     for outputs, parts, warps in itertools.product((16, 32, 64), range(1, most_parts + 1), (4, 8)):
         if tile * outputs * matrices > 64 * 32 * warps or inputs % parts:
             continue
-        ways = [(128, 3), (128, 5), (256, 3), (256, 5)]
-        # All at once.
-        ways += [(inputs // parts, 1)] * (256 <= inputs // parts <= 2048)
-        for turn, stages in ways:
+        for turn, stages in ((64, 5), (128, 3), (128, 5), (256, 3)):
             held = (tile + outputs * matrices) * turn * 2 * stages
-            if held <= 200 << 10 and turn & (turn - 1) == 0:
+            if held <= 220 << 10:
                 yield Tiling(tile, outputs, turn, parts, warps, stages)
 
 
@@ -269,9 +258,8 @@ def compile_cuts(shape: Shape, device: torch.device, until: float) -> None:
         for rows in TUNED_ROWS:
             for cut in Product(shape, name, weights, rows).tilings():
                 # What of a cut its kernel knows.
-                whole = cut.inputs * cut.parts == inputs
-                known = (*asdict(cut).values(), whole, cut.parts > 1, is_gated)
-                kernels.setdefault((*known[:3], *known[4:]), (name, cut))
+                known = (replace(cut, parts=1), cut.parts > 1, is_gated)
+                kernels.setdefault(known, (name, cut))
     print(f"{len(kernels)} kernels", flush=True)
     cores = len(os.sched_getaffinity(0))
     with ProcessPoolExecutor(cores, mp_context=multiprocessing.get_context("spawn")) as pool:

@@ -45,6 +45,8 @@ class Tiling:
 
 MOST_PARTS = 4
 """Programs that share the inputs of a tile at most, where their sums are added up later."""
+_PROGRAMS, _FEWEST_PROGRAMS = 64, 48
+"""Programs of a product that are enough, and those it does with where it cannot have more parts."""
 
 
 def tiling(
@@ -59,15 +61,19 @@ def tiling(
         most_parts: into which the inputs may be cut.
         gated: whether a program has the tiles of a gate and of an up.
     """
-    if rows > 32:
+    if rows > 128:
         return None
-    tile_rows = max(16, triton.next_power_of_2(rows))
-    lanes = 128 if rows <= 32 else 64
+    tile = max(16, triton.next_power_of_2(rows))
+    if tile > 64 and most_parts == 1:
+        return None
+    stages = 3 if tile > (32 if gated else 64) else 5
     for tile_outputs in (64, 32, 16):
         for parts in (1, 2, 4):
-            cut = Tiling(tile_rows, tile_outputs, lanes, parts)
-            programs = outputs // tile_outputs * parts
-            if parts <= most_parts and programs >= 96 and cut.fits(outputs, inputs):
+            cut = Tiling(tile, tile_outputs, 128, min(parts, most_parts), stages=stages)
+            programs = outputs // tile_outputs * cut.parts
+            # More are wanted only where they need not see other inputs.
+            enough = _PROGRAMS if cut.parts < most_parts else _FEWEST_PROGRAMS
+            if programs >= enough and cut.fits(outputs, inputs):
                 return cut
     return None
 
@@ -149,12 +155,11 @@ def _launch(
     rows: torch.Tensor, matrix: Linear, out: torch.Tensor, tiling: Tiling, gated: bool
 ) -> None:
     outputs, inputs = out.shape[-1], rows.shape[-1]
-    tiles, whole = outputs // tiling.outputs, tiling.inputs * tiling.parts == inputs
+    tiles = outputs // tiling.outputs
     _linear[(tiles, triton.cdiv(len(rows), tiling.rows), tiling.parts)](
         rows, matrix.weight, matrix.bias, out, len(rows), rows.stride(0), outputs, inputs,
         inputs // tiling.parts,
         ROWS=tiling.rows, OUTPUTS=tiling.outputs, INPUTS=tiling.inputs, GATED=gated,
-        SHARES=tiling.warps if whole else 0,
         num_warps=tiling.warps, num_stages=tiling.stages, **chained(rows.device),
     )  # fmt: skip
 
@@ -247,52 +252,34 @@ def _prefetch(rows, row_bytes):  # type: ignore[no-untyped-def]
 def _linear(  # type: ignore[no-untyped-def]
     rows, weight, bias, out, row_count, row_stride, outputs, inputs, part_inputs,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, GATED: tl.constexpr,
-    SHARES: tl.constexpr, CHAINED: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """A tile of the transposed product: there are more outputs than rows.
-
-    With `SHARES` all inputs are taken in one turn, each warp has a share of them, and the weights
-    are in registers before the kernel in front has ended.
-    """
+    """A tile of the transposed product: there are more outputs than rows."""
     units = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     part = tl.program_id(2)
     first = part * part_inputs
     own = weight + units.to(tl.int64) * inputs + first
     ups = own + outputs.to(tl.int64) * inputs
+    if CHAINED:
+        # Weights do not depend on the kernel before.
+        size = part_inputs * (weight.dtype.element_ty.primitive_bitwidth // 8)
+        _prefetch(own, size)
+        if GATED:
+            _prefetch(ups, size)
+        follow()
     numbers = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     inside = numbers < row_count
-    x_rows = rows + numbers.to(tl.int64) * row_stride + first
+    lanes = tl.arange(0, INPUTS)
+    x_columns = rows + numbers[None, :].to(tl.int64) * row_stride + first + lanes[:, None]
+    sums = tl.zeros([OUTPUTS, ROWS], tl.float32)
     up_sums = tl.zeros([OUTPUTS, ROWS], tl.float32)
-    if SHARES > 0:
-        share = tl.arange(0, SHARES)[:, None] * (INPUTS // SHARES)
-        lanes = share + tl.arange(0, INPUTS // SHARES)[None, :]
-        w = tl.load(own[None, :, None] + lanes[:, None, :])
+    for at in range(0, part_inputs, INPUTS):
+        x = tl.load(x_columns + at, mask=inside[None, :], other=0.0)
+        w = tl.load(own[:, None] + at + lanes[None, :])
+        sums = tl.dot(w, x, sums, input_precision="ieee")
         if GATED:
-            up_w = tl.load(ups[None, :, None] + lanes[:, None, :])
-        if CHAINED:
-            follow()
-        x_columns = x_rows[None, None, :] + lanes[:, :, None]
-        x = tl.load(x_columns, mask=inside[None, None, :], other=0.0)
-        sums = tl.sum(tl.dot(w, x, input_precision="ieee"), 0)
-        if GATED:
-            up_sums = tl.sum(tl.dot(up_w, x, input_precision="ieee"), 0)
-    else:
-        if CHAINED:
-            # Weights do not depend on the kernel before.
-            size = part_inputs * (weight.dtype.element_ty.primitive_bitwidth // 8)
-            _prefetch(own, size)
-            if GATED:
-                _prefetch(ups, size)
-            follow()
-        lanes = tl.arange(0, INPUTS)
-        sums = tl.zeros([OUTPUTS, ROWS], tl.float32)
-        for at in range(0, part_inputs, INPUTS):
-            x = tl.load(x_rows[None, :] + at + lanes[:, None], mask=inside[None, :], other=0.0)
-            w = tl.load(own[:, None] + at + lanes[None, :])
-            sums = tl.dot(w, x, sums, input_precision="ieee")
-            if GATED:
-                w = tl.load(ups[:, None] + at + lanes[None, :])
-                up_sums = tl.dot(w, x, up_sums, input_precision="ieee")
+            w = tl.load(ups[:, None] + at + lanes[None, :])
+            up_sums = tl.dot(w, x, up_sums, input_precision="ieee")
     if bias is not None:
         sums += tl.load(bias + units).to(tl.float32)[:, None]
     if GATED:
