@@ -24,15 +24,7 @@ from pie_driver_sglang.sampling import SlotParams
 from pie_driver_sglang.sglang import dense_triton, paged_triton, rank_sums
 from pie_driver_sglang.sglang.dense_triton import Heads, Linear, Norm, Tiling
 from pie_driver_sglang.sglang.masked_torch import Rule
-from pie_driver_sglang.sglang.paged_triton import (
-    Ahead,
-    Cut,
-    Rows,
-    Shares,
-    attend,
-    share,
-    tuning,
-)
+from pie_driver_sglang.sglang.paged_triton import Cut, Rows, attend, share, tuning
 from pie_driver_sglang.sglang.rank_sums import RankSums
 
 TARGET = GPUTarget("cuda", 90, 32)
@@ -158,7 +150,6 @@ def check_dense(dtype: torch.dtype) -> None:
         lambda: dense_triton.add_norm(torch.zeros(4, 40, 128), zeros(40, 128), norm)
     )
     check_order(kernel, early=1)
-    check_asking(torch.zeros(4, 40, 128), zeros(40, 128), norm, zeros(4096, 128))
     storage = zeros(64, 8, 128)
     heads = Heads(16, norm, norm, torch.zeros(512, 128), True, storage, storage)
     places = torch.zeros(40, dtype=torch.int64)
@@ -166,24 +157,6 @@ def check_dense(dtype: torch.dtype) -> None:
     check_order(kernel)
     [kernel] = recorded(lambda: dense_triton.gate(zeros(40, width)))
     check_order(kernel)
-
-
-def check_asking(parts: torch.Tensor, residual: torch.Tensor, norm: Norm, weight: Any) -> None:
-    """Weights and KV are asked for before the wait, with tables that older kernels wrote."""
-    count = parts.shape[1]
-    rows = Rows(
-        torch.zeros(count, 512, dtype=torch.int32), *(torch.arange(count) for _ in range(2))
-    )
-    cut = Cut(tuning(128, 2, residual.itemsize), 8, 2, -1)
-    tables = [torch.zeros(size, dtype=torch.int32) for size in (1, count + 1, 33, count, count)]
-    storage = torch.zeros(64, 8, 128, dtype=residual.dtype)
-    ahead = Ahead.of(rows, Shares(cut, *tables), (storage, storage), 16, 1 << 24)
-    assert ahead is not None
-    soon = dense_triton.Soon(weight, ahead)
-    [kernel] = recorded(lambda: dense_triton.add_norm(parts, residual, norm, soon))
-    before, _, _ = kernel.asm["ptx"].partition("griddepcontrol.wait")
-    assert before.count("prefetch.L2") == 3 * max(1, ahead.total // count // 128)
-    assert not re.findall(r"(?:st|red|atom)\.global", before)
 
 
 def check_rank_sums() -> None:

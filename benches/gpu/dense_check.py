@@ -1,15 +1,12 @@
 """Dense layers of decode steps on a GPU: parity, times beside cuBLAS and SGLang's, and tuning.
 
-    python benches/gpu/dense_check.py [--parity] [--times] [--ahead] [--tune] [--seconds N]
-        [--json FILE]
+    python benches/gpu/dense_check.py [--parity] [--times] [--tune] [--seconds N] [--json FILE]
 
-Without one of them it does the first two.
+Without one of the three it does the first two.
 
 --parity: each kernel in bfloat16 against float64.
 --times: microseconds of a layer without its attention, in graphs of layers whose weights exceed the
     L2 cache: the kernels of `dense_triton`, and what SGLang runs for Qwen 3.
---ahead: microseconds of a layer with its attention, by how much of its weights and KV is asked for
-    before it begins.
 --tune: microseconds of each product, alone and cut in every way, beside cuBLAS; prints the best.
 
 With `TRITON_INTERPRET=1 ... --device cpu` the first runs on tiny sizes.
@@ -32,10 +29,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from pie_driver_sglang.sglang import dense_triton, paged_triton
-from pie_driver_sglang.sglang.dense_triton import Heads, Linear, Norm, Soon, Tiling
-from pie_driver_sglang.sglang.masked_torch import Rule
-from pie_driver_sglang.sglang.paged_triton import Ahead, Cut, Rows
+from pie_driver_sglang.sglang import dense_triton
+from pie_driver_sglang.sglang.dense_triton import Heads, Linear, Norm, Tiling
 
 ROWS = (1, 8, 16, 32, 64, 128, 256)
 TUNED_ROWS = (1, 16, 32, 64, 128)
@@ -45,7 +40,6 @@ TOLERANCE = 2e-2
 ROTATED_BYTES = 200 << 20
 """Weights of a graph, at least: several times the L2 cache."""
 SLOTS = 4096
-PAGE = 16
 
 
 class Shape(NamedTuple):
@@ -82,52 +76,10 @@ def randn(*size: int, device: torch.device, scale: float = 1.0) -> torch.Tensor:
     return (torch.randn(*size, device=device) * scale).to(dtype)
 
 
-class Context:
-    """KV of equally long contexts, and what their attention has in common."""
-
-    def __init__(self, shape: Shape, count: int, length: int, most_bytes: int) -> None:
-        device = torch.device("cuda")
-        properties = torch.cuda.get_device_properties(device)
-        pages = torch.randperm(count * -(-length // PAGE), device=device) + 1
-        table = pages.view(count, -1, 1) * PAGE + torch.arange(PAGE, device=device)
-        table = table.flatten(1).to(torch.int32)
-        self.slots = table[:, length - 1].long()
-        self.positions = torch.full_like(self.slots, length - 1)
-        every = torch.arange(count, device=device)
-        self._rows = Rows(table, every, self.positions + 1)
-        group = shape.heads // shape.kv_heads
-        tuning = paged_triton.tuning(shape.dim, group, 2, count)
-        cut = Cut(tuning, shape.kv_heads, group, -1)
-        self._share = lambda: paged_triton.share(self._rows, cut, properties.multi_processor_count)
-        self._shares = self._share()
-        self._rule = Rule(shape.dim**-0.5)
-        self.most_bytes = most_bytes
-
-    def begin(self) -> None:
-        """What a step does once."""
-        self._shares = self._share()
-
-    def soon(self, layer: Layer) -> Soon | None:
-        """What a layer asks for; nothing with less than 0 bytes, with 0 its weights alone."""
-        if self.most_bytes < 0:
-            return None
-        storage = (layer.heads.keys, layer.heads.values)
-        ahead = Ahead.of(self._rows, self._shares, storage, PAGE, self.most_bytes)
-        return Soon(layer.matrices["qkv"].weight, ahead)
-
-    def attend(self, layer: Layer, queries: torch.Tensor) -> torch.Tensor:
-        """``[rows, heads, dim]``."""
-        out, heads = torch.empty_like(queries), layer.heads
-        paged_triton.attend(
-            queries, heads.keys, heads.values, out, self._rows, self._shares, self._rule, PAGE
-        )
-        return out
-
-
 class Layer:
     """Weights of a layer, and two ways to run it without its attention."""
 
-    def __init__(self, shape: Shape, device: torch.device, slots: int = SLOTS) -> None:
+    def __init__(self, shape: Shape, device: torch.device) -> None:
         self.shape = shape
         self.norms = [self._norm(shape.hidden, device) for _ in range(2)]
         self.matrices = {
@@ -137,7 +89,7 @@ class Layer:
             for name, (outputs, inputs, _, gated) in shape.products().items()
         }
         angles = torch.rand(SLOTS, shape.dim // 2, device=device) * 6.28
-        storage = [randn(slots, shape.kv_heads, shape.dim, device=device) for _ in range(2)]
+        storage = [randn(SLOTS, shape.kv_heads, shape.dim, device=device) for _ in range(2)]
         self.heads = Heads(
             shape.heads, self._norm(shape.dim, device), self._norm(shape.dim, device),
             torch.cat([angles.cos(), angles.sin()], -1), True, *storage,
@@ -152,25 +104,12 @@ class Layer:
         """Of its weights."""
         return sum(matrix.weight.nbytes for matrix in self.matrices.values())
 
-    def ours(
-        self,
-        parts: torch.Tensor,
-        residual: torch.Tensor,
-        slots: torch.Tensor,
-        context: Context | None = None,
-    ) -> Any:
+    def ours(self, parts: torch.Tensor, residual: torch.Tensor, slots: torch.Tensor) -> Any:
         """By the kernels of the driver; the parts and the residual of the next layer."""
-        soon = None if context is None else context.soon(self)
-        rows, residual = dense_triton.add_norm(parts, residual, self.norms[0], soon)
+        rows, residual = dense_triton.add_norm(parts, residual, self.norms[0])
         qkv = self._product("qkv", rows)[0]
-        places = slots if context is None else context.positions
-        seen = dense_triton.prepare(qkv, self.heads, places, slots)
-        gates = None
-        if context is not None:
-            seen = context.attend(self, seen)
-            gates = Soon(self.matrices["gate_up"].weight) if context.most_bytes >= 0 else None
-        parts = self._product("out", seen.flatten(1))
-        rows, residual = dense_triton.add_norm(parts, residual, self.norms[1], gates)
+        seen = dense_triton.prepare(qkv, self.heads, slots, slots).flatten(1)
+        rows, residual = dense_triton.add_norm(self._product("out", seen), residual, self.norms[1])
         return self._product("down", self._gated(rows)), residual
 
     def _cut(self, name: str, rows: int) -> Tiling | None:
@@ -384,35 +323,17 @@ def time_layers(shape: Shape, device: torch.device, keep: list[dict[str, Any]]) 
         print(f"{shape.name} x {rows}: {figures} us a layer", flush=True)
 
 
-def time_ahead(shape: Shape, device: torch.device, keep: list[dict[str, Any]]) -> None:
-    """A whole layer by what it asks for ahead."""
-    for rows, length in ((1, 512), (8, 512), (64, 512), (128, 768), (256, 512), (256, 1024)):
-        slots = (rows * -(-length // PAGE) + 1) * PAGE
-        layers = [Layer(shape, device, slots) for _ in range(6)]
-        took: dict[str, float] = {}
-        for mib in (-1, 0, 4, 8, 16, 24, 32):
-            context = Context(shape, rows, length, mib << 20 if mib > 0 else mib)
-            took[str(mib)] = time_way(layers, "ours", rows, context)
-        keep.append({"shape": shape.name, "rows": rows, "length": length, "ahead_us": took})
-        figures = ", ".join(f"{way} MiB {value:.1f}" for way, value in took.items())
-        print(f"{shape.name} x {rows} at {length}: {figures} us a layer", flush=True)
-        del layers
-
-
-def time_way(layers: list[Layer], way: str, rows: int, context: Context | None = None) -> float:
+def time_way(layers: list[Layer], way: str, rows: int) -> float:
     """Microseconds of a layer."""
     device = layers[0].norms[0].weight.device
     parts = randn(1, rows, layers[0].shape.hidden, device=device)
     residual = randn(rows, layers[0].shape.hidden, device=device)
     slots = torch.arange(rows, device=device)
-    more = () if context is None else (context,)
 
     def run() -> None:
         state = (parts.clone(), residual.clone())
-        if context is not None:
-            context.begin()
         for layer in layers:
-            state = getattr(layer, way)(*state, slots if context is None else context.slots, *more)
+            state = getattr(layer, way)(*state, slots)
 
     return microseconds(run, len(layers))
 
@@ -420,15 +341,14 @@ def time_way(layers: list[Layer], way: str, rows: int, context: Context | None =
 def main() -> None:
     """Runs what is asked for."""
     parser = argparse.ArgumentParser()
-    for name in ("parity", "times", "ahead", "tune"):
+    for name in ("parity", "times", "tune"):
         parser.add_argument(f"--{name}", action="store_true")
     parser.add_argument("--shapes", default="0.6B", help="of those with comma: 0.6B,14B")
     parser.add_argument("--device", type=torch.device, default="cuda:0")
     parser.add_argument("--seconds", type=float, default=400.0, help="for tuning")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    wanted = (arguments.parity, arguments.times, arguments.ahead, arguments.tune)
-    everything = not any(wanted)
+    everything = not (arguments.parity or arguments.times or arguments.tune)
     tiny = arguments.device.type == "cpu"
     torch.manual_seed(0)
     kept: list[dict[str, Any]] = []
@@ -438,8 +358,6 @@ def main() -> None:
     for shape in [] if tiny else shapes:
         if arguments.times or everything:
             time_layers(shape, arguments.device, kept)
-        if arguments.ahead:
-            time_ahead(shape, arguments.device, kept)
         if arguments.tune:
             until = time.monotonic() + arguments.seconds / len(shapes)
             tune(shape, arguments.device, until, kept)

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import triton
-import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 _HOPPER = 9
@@ -31,20 +30,3 @@ def follow():  # type: ignore[no-untyped-def]
     """Waits for the kernel before, and lets the next one start as soon as there is room."""
     gdc_wait()
     gdc_launch_dependents()
-
-
-@triton.jit
-def prefetch(places, sizes):  # type: ignore[no-untyped-def]
-    """Has the second-level cache load memory: a multiple of 16 bytes at each place, or none.
-
-    Changes nothing, so it may come before `follow`, wherever it leads. On Hopper and later.
-    """
-    tl.inline_asm_elementwise(
-        "{.reg .pred wanted; setp.ne.b32 wanted, $2, 0; "
-        "@wanted cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;}",
-        "=r,l,r",
-        [places, sizes],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )

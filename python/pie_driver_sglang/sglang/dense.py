@@ -28,7 +28,7 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.models import llama, qwen2, qwen3
 
 from pie_driver_sglang.sglang import dense_triton, rank_sums
-from pie_driver_sglang.sglang.dense_triton import Heads, Linear, Norm, Soon, Tiling
+from pie_driver_sglang.sglang.dense_triton import Heads, Linear, Norm, Tiling
 from pie_driver_sglang.sglang.paged_attention import PagedDecode
 from pie_driver_sglang.sglang.rank_sums import RankSums
 
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MOST_SUMMED_ROWS = 256
-"""Above, ranks that each read all parts take longer than NCCL."""
+MOST_ROWS = 256
+"""Above, a product's arithmetic takes as long as its memory, and cuBLAS is at home."""
 _WIDEST = 16384
 """Hidden states of which one program normalizes a row."""
 _BUILDS = {
@@ -70,26 +70,17 @@ class _Unknown(Exception):
 class DenseDecode:
     """A loaded model's decodes."""
 
-    def __init__(
-        self,
-        model: Any,
-        layers: list[_Layer],
-        norm: Norm,
-        backend: PagedDecode,
-        sums: RankSums | None,
-    ) -> None:
+    def __init__(self, model: Any, layers: list[_Layer], norm: Norm, sums: RankSums | None) -> None:
         """Takes a model apart.
 
         Args:
             model: SGLang's, without its LM head.
             layers: Its layers.
-            backend: By which they attend.
             norm: Behind the last layer.
             sums: Of the ranks' parts; None for a model on one device.
         """
         self._model = model
         self._layers = layers
-        self._backend = backend
         # What follows each layer.
         self._norms = [*(layer.before for layer in layers[1:]), norm]
         self._sums = sums
@@ -98,7 +89,7 @@ class DenseDecode:
     def of(cls, runner: ModelRunner) -> DenseDecode | None:
         """A model's decodes; None for a model that these kernels do not know."""
         try:
-            backend: Any = getattr(runner.attn_backend, "decode_backend", None)
+            backend = getattr(runner.attn_backend, "decode_backend", None)
             _expect(isinstance(backend, PagedDecode), "it attends by another backend")
             model: Any = getattr(runner.model, "model", None)
             build = _BUILDS.get(type(model))
@@ -115,11 +106,7 @@ class DenseDecode:
         except _Unknown as reason:
             logger.info("decodes run as SGLang has them: %s", reason)
             return None
-        return cls(model, layers, norm, backend, sums)
-
-    def takes(self, rows: int) -> bool:
-        """Whether it runs steps of so many rows."""
-        return self._sums is None or rows <= MOST_SUMMED_ROWS
+        return cls(model, layers, norm, sums)
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
@@ -139,35 +126,23 @@ class DenseDecode:
         **__: None,
     ) -> torch.Tensor:
         embedded = self._model.embed_tokens(input_ids)[None]
-        # What each layer begins with, and nothing behind the last one.
-        soon = [*map(self._soon, self._layers), None]
-        rows, residual = dense_triton.add_norm(embedded, None, self._layers[0].before, soon[0])
-        for layer, norm, next_soon in zip(self._layers, self._norms, soon[1:], strict=True):
+        rows, residual = dense_triton.add_norm(embedded, None, self._layers[0].before)
+        for layer, norm in zip(self._layers, self._norms, strict=True):
             qkv = _linear(rows, layer.qkv)[0]
             queries = dense_triton.prepare(qkv, layer.heads, positions, batch.out_cache_loc)
             seen = layer.attention(queries, None, None, batch, save_kv_cache=False)
-            gates = Soon(layer.gate_up.weight)
-            rows, residual = self._add(0, seen, layer.out, residual, layer.between, gates)
-            rows = _gated(rows, layer.gate_up)
-            rows, residual = self._add(1, rows, layer.down, residual, norm, next_soon)
+            rows, residual = self._add(0, seen, layer.out, residual, layer.between)
+            middle = _gated(rows, layer.gate_up)
+            rows, residual = self._add(1, middle, layer.down, residual, norm)
         return rows
 
-    def _soon(self, layer: _Layer) -> Soon:
-        return Soon(layer.qkv.weight, self._backend.ahead(layer.attention))
-
     def _add(
-        self,
-        turn: int,
-        rows: torch.Tensor,
-        matrix: Linear,
-        residual: torch.Tensor,
-        norm: Norm,
-        soon: Soon | None,
+        self, turn: int, rows: torch.Tensor, matrix: Linear, residual: torch.Tensor, norm: Norm
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """What half of a layer adds, normalized, and what it was added to."""
         if self._sums is None:
             parts = _linear(rows, matrix, dense_triton.MOST_PARTS)
-            return dense_triton.add_norm(parts, residual, norm, soon)
+            return dense_triton.add_norm(parts, residual, norm)
         self._sums.multiply(turn, rows, matrix, _tiling(rows, matrix))
         return self._sums.add_norm(turn, residual, norm)
 
@@ -200,9 +175,9 @@ def _rank_sums(runner: ModelRunner, norm: Norm) -> RankSums | None:
     # It found out whether the ranks can reach each other's memory.
     reach = group.ca_comm
     _expect(reach is not None and not reach.disabled, "its ranks do not share memory")
-    size = RankSums.size(ranks, MOST_SUMMED_ROWS, width, dtype)
+    size = RankSums.size(ranks, MOST_ROWS, width, dtype)
     shared = rank_sums.share(group.cpu_group, norm.weight.device, size)
-    return RankSums(shared, runner.ps.tp_rank, MOST_SUMMED_ROWS, width, dtype)
+    return RankSums(shared, runner.ps.tp_rank, MOST_ROWS, width, dtype)
 
 
 def _expect(known: bool, what: str) -> None:

@@ -8,18 +8,15 @@ norm; norms of heads, rotary embedding and the new KV; and the gate of an MLP is
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from pie_driver_sglang.chained_triton import chained, follow, prefetch
-from pie_driver_sglang.sglang.paged_triton import Ahead, first_slots
+from pie_driver_sglang.chained_triton import chained, follow
 
 _GATE_BLOCK = tl.constexpr(1024)
-_PIECE = tl.constexpr(1 << 14)
-"""Bytes of a matrix that are asked for at once."""
 _HEADS = 8
 """Heads that a program of :func:`prepare` turns."""
 
@@ -182,19 +179,8 @@ def gate(rows: torch.Tensor) -> torch.Tensor:
     return out
 
 
-class Soon(NamedTuple):
-    """What the kernels that come next read first, so that the cache has it by then.
-
-    While rows are multiplied and normalized the memory has little to do.
-    """
-
-    weight: torch.Tensor
-    """Contiguous."""
-    kv: Ahead | None = None
-
-
 def add_norm(
-    parts: torch.Tensor, residual: torch.Tensor | None, norm: Norm, soon: Soon | None = None
+    parts: torch.Tensor, residual: torch.Tensor | None, norm: Norm
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Adds what a layer gives to what it was given, and normalizes the sum. Can be captured.
 
@@ -202,7 +188,6 @@ def add_norm(
         parts: ``[parts, rows, width]``, whose sum is added.
         residual: ``[rows, width]``, overwritten by the sum; None where there is nothing yet.
         norm: Of the residual's type.
-        soon: What to ask the memory for, on GPUs that can be asked.
 
     Returns:
         ``[rows, width]`` normalized sums, and the sums.
@@ -213,46 +198,12 @@ def add_norm(
         total = norm.weight.new_empty(rows, width)
     out = torch.empty_like(total)
     block = triton.next_power_of_2(width)
-    warps = max(4, min(16, block // 512))
     _add_norm[(rows,)](
-        parts, total, norm.weight, out, *_asked(soon), rows, width, norm.epsilon,
-        PARTS=count, ADDS=residual is not None, BLOCK=block, **_asking(soon, rows, 32 * warps),
-        num_warps=warps, **chained(parts.device),
+        parts, total, norm.weight, out, rows, width, norm.epsilon,
+        PARTS=count, ADDS=residual is not None, BLOCK=block,
+        num_warps=max(4, min(16, block // 512)), **chained(parts.device),
     )  # fmt: skip
     return out, total
-
-
-def _asked(soon: Soon | None) -> tuple[Any, ...]:
-    """Arguments of :func:`_ask`."""
-    if soon is None:
-        return (None,) * 10 + (0,) * 7
-    weight, ahead = soon
-    size = weight.nbytes // _PIECE.value
-    if ahead is None:
-        return (weight, *(None,) * 9, size, *(0,) * 6)
-    shares = ahead.shares
-    return (
-        weight, ahead.keys, ahead.values, *ahead.rows, *shares[1:5], size,
-        len(ahead.rows.kv_lens), len(shares.first_rows), shares.cut.window,
-        ahead.rows.table.stride(0), ahead.keys.stride(0), ahead.values.stride(0),
-    )  # fmt: skip
-
-
-def _asking(soon: Soon | None, instances: int, threads: int) -> dict[str, Any]:
-    """Constants of :func:`_ask`: each of its instances asks for its part."""
-    ahead = None if soon is None else soon.kv
-    pieces = 0 if soon is None else soon.weight.nbytes // _PIECE.value
-    most = max(pieces, 0 if ahead is None else ahead.total)
-    # A thread that has nothing of its own would repeat another's.
-    items = max(threads, triton.next_power_of_2(triton.cdiv(most, instances)))
-    named = {"UNIT": 1, "UNITS": 0, "KV_BLOCK": 1, "WINDOWED": False}
-    if ahead is not None:
-        cut = ahead.shares.cut
-        named = {
-            "UNIT": ahead.unit, "UNITS": ahead.units, "KV_BLOCK": cut.tuning.block,
-            "WINDOWED": cut.window >= 0,
-        }  # fmt: skip
-    return {"ITEMS": items if most else 0, **named}
 
 
 def prepare(
@@ -284,6 +235,19 @@ def prepare(
     return rows[:, : heads.queries * dim].view(len(rows), heads.queries, dim)
 
 
+@triton.jit
+def _prefetch(rows, row_bytes):  # type: ignore[no-untyped-def]
+    """Has the second-level cache load rows of a matrix; harmless where it does not."""
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
+        "=r,l,r",
+        [rows, row_bytes],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
 @triton.jit(do_not_specialize=["row_count"])  # type: ignore[untyped-decorator]
 def _linear(  # type: ignore[no-untyped-def]
     rows, weight, bias, out, row_count, row_stride, outputs, inputs, part_inputs,
@@ -299,9 +263,9 @@ def _linear(  # type: ignore[no-untyped-def]
     if CHAINED:
         # Weights do not depend on the kernel before.
         size = part_inputs * (weight.dtype.element_ty.primitive_bitwidth // 8)
-        prefetch(own, size)
+        _prefetch(own, size)
         if GATED:
-            prefetch(ups, size)
+            _prefetch(ups, size)
         follow()
     numbers = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     inside = numbers < row_count
@@ -345,25 +309,15 @@ def _gate(rows, out, outputs, CHAINED: tl.constexpr):  # type: ignore[no-untyped
     tl.store(out + row * outputs + units, _silu(gate, up), mask=inside)
 
 
-@triton.jit(do_not_specialize=["pieces", "kv_rows", "programs", "window", "row_count"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["row_count"])  # type: ignore[untyped-decorator]
 def _add_norm(  # type: ignore[no-untyped-def]
-    parts, residual, weight, out, next_weight, keys, values, table, table_rows, kv_lens, size,
-    bounds, first_rows, before, pieces, kv_rows, programs, window, table_stride, key_stride,
-    value_stride, row_count, width, epsilon,
-    PARTS: tl.constexpr, ADDS: tl.constexpr, BLOCK: tl.constexpr, ITEMS: tl.constexpr,
-    UNIT: tl.constexpr, UNITS: tl.constexpr, KV_BLOCK: tl.constexpr, WINDOWED: tl.constexpr,
-    CHAINED: tl.constexpr,
+    parts, residual, weight, out, row_count, width, epsilon,
+    PARTS: tl.constexpr, ADDS: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     lanes = tl.arange(0, BLOCK)
     inside = lanes < width
     scale = tl.load(weight + lanes, mask=inside, other=0.0).to(tl.float32)
     if CHAINED:
-        if ITEMS > 0:
-            _ask(
-                next_weight, keys, values, table, table_rows, kv_lens, size, bounds, first_rows,
-                before, pieces, kv_rows, programs, window, table_stride, key_stride, value_stride,
-                ITEMS, UNIT, UNITS, KV_BLOCK, WINDOWED,
-            )  # fmt: skip
         follow()
     place = tl.program_id(0).to(tl.int64) * width + lanes
     total = tl.zeros([BLOCK], tl.float32)
@@ -375,27 +329,6 @@ def _add_norm(  # type: ignore[no-untyped-def]
     tl.store(residual + place, total, mask=inside)
     spread = tl.rsqrt(tl.sum(total * total, 0) / width + epsilon)
     tl.store(out + place, total * spread * scale, mask=inside)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _ask(  # type: ignore[no-untyped-def]
-    weight, keys, values, table, table_rows, kv_lens, size, bounds, first_rows, before, pieces,
-    kv_rows, programs, window, table_stride, key_stride, value_stride,
-    ITEMS: tl.constexpr, UNIT: tl.constexpr, UNITS: tl.constexpr, KV_BLOCK: tl.constexpr,
-    WINDOWED: tl.constexpr,
-):  # fmt: skip
-    """This instance's part of a matrix and of KV; tables were written before the last kernel."""
-    items = tl.program_id(0) + tl.arange(0, ITEMS) * tl.num_programs(0)
-    piece = _PIECE // (weight.dtype.element_ty.primitive_bitwidth // 8)
-    prefetch(weight + items.to(tl.int64) * piece, tl.where(items < pieces, _PIECE, 0))
-    if UNITS > 0:
-        slots, known = first_slots(
-            items, table, table_rows, kv_lens, size, bounds, first_rows, before, kv_rows, programs,
-            window, table_stride, UNIT, UNITS, KV_BLOCK, WINDOWED,
-        )  # fmt: skip
-        unit = UNIT * (keys.dtype.element_ty.primitive_bitwidth // 8)
-        prefetch(keys + slots * key_stride, tl.where(known, key_stride * unit, 0))
-        prefetch(values + slots * value_stride, tl.where(known, value_stride * unit, 0))
 
 
 @triton.jit  # type: ignore[untyped-decorator]

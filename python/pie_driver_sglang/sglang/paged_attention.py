@@ -19,7 +19,7 @@ from sglang.srt.runtime_context import publish
 from pie_driver_sglang.options import PAGED_DECODE
 from pie_driver_sglang.sglang import paged_triton, support
 from pie_driver_sglang.sglang.masked_torch import Rule
-from pie_driver_sglang.sglang.paged_triton import Ahead, Cut, Rows, Shares
+from pie_driver_sglang.sglang.paged_triton import Cut, Rows, Shares
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
@@ -51,10 +51,6 @@ def _without_doubt(record: logging.LogRecord) -> bool:
     return "hybrid attention backend is experimental" not in record.getMessage()
 
 
-AHEAD = 0.5
-"""Part of the second-level cache that a layer's first KV may take before the layer runs."""
-
-
 class _Step(NamedTuple):
     """What the layers of a decode have in common."""
 
@@ -78,7 +74,6 @@ class PagedDecode(AttentionBackend):
         self._layers = list(support.attention_layers(runner))
         properties = torch.cuda.get_device_properties(runner.gpu_id)
         self._multiprocessors = properties.multi_processor_count
-        self._ahead_bytes = int(AHEAD * properties.L2_cache_size)
         self._step: _Step | None = None
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
@@ -130,15 +125,6 @@ class PagedDecode(AttentionBackend):
             self._page_size, floats[1],
         )  # fmt: skip
         return out.flatten(1)
-
-    def ahead(self, layer: RadixAttention) -> Ahead | None:
-        """What a layer of this step may have loaded into the cache before it runs, if anything."""
-        if self._step is None:
-            raise RuntimeError("a decode whose metadata was not made")
-        rows, shares = self._step
-        cut = self._cut(layer, len(rows.kv_lens))
-        storage = self.token_to_kv_pool.get_kv_buffer(layer.layer_id)
-        return Ahead.of(rows, shares[cut], storage, self._page_size, self._ahead_bytes)
 
     def _cut(self, layer: RadixAttention, rows: int) -> Cut:
         dim = max(layer.qk_head_dim, layer.v_head_dim)

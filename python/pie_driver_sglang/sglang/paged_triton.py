@@ -110,40 +110,6 @@ class Shares(NamedTuple):
     """``[rows]`` int32: the last of the rows that are looked at with one, for the first of them."""
 
 
-class Ahead(NamedTuple):
-    """KV that a layer's programs look at first, to be in the cache when they do."""
-
-    rows: Rows
-    shares: Shares
-    keys: torch.Tensor
-    """``[slots, kv_heads, dim]``, heads contiguous."""
-    values: torch.Tensor
-    """``[slots, kv_heads, value_dim]``, heads contiguous."""
-    unit: int
-    """Tokens that lie together."""
-    units: int
-    """Of each program of a KV head."""
-
-    @property
-    def total(self) -> int:
-        """Units of all programs."""
-        return len(self.shares.first_rows) * self.units
-
-    @classmethod
-    def of(
-        cls, rows: Rows, shares: Shares, storage: tuple[torch.Tensor, torch.Tensor], page: int,
-        most_bytes: int,
-    ) -> Ahead | None:  # fmt: skip
-        """Up to so many bytes of a layer; None where that is nothing, or does not lie together."""
-        keys, values = storage
-        block, unit = shares.cut.tuning.block, min(page, shares.cut.tuning.block)
-        if max(page, block) % unit or not (keys[0].is_contiguous() and values[0].is_contiguous()):
-            return None
-        size = unit * (keys.stride(0) + values.stride(0)) * keys.itemsize
-        units = most_bytes // (size * len(shares.first_rows))
-        return cls(rows, shares, keys, values, unit, units) if units else None
-
-
 def share(rows: Rows, cut: Cut, multiprocessors: int) -> Shares:
     """Shares the step's blocks out; can be captured."""
     count = len(rows.kv_lens)
@@ -324,35 +290,6 @@ def _share(  # type: ignore[no-untyped-def]
         passed += tl.sum(blocks)
         start = tl.max(starts)
     tl.store(first_rows + programs, ended, mask=programs < program_count)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def first_slots(  # type: ignore[no-untyped-def]
-    items, table, table_rows, kv_lens, size, bounds, first_rows, before, row_count, program_count,
-    window, table_stride,
-    UNIT: tl.constexpr, UNITS: tl.constexpr, BLOCK: tl.constexpr, WINDOWED: tl.constexpr,
-):  # fmt: skip
-    """Where the units that programs look at first are stored: int64 slots, and whether they are.
-
-    Unit `item % UNITS` of program `item // UNITS`, as far as the first row of the program goes.
-    """
-    programs = items // UNITS
-    known = programs < program_count
-    share = tl.load(size)
-    row = tl.load(first_rows + programs, mask=known, other=0)
-    known = known & (row < row_count)
-    begin = tl.load(bounds + row, mask=known, other=0)
-    end = tl.load(bounds + row + 1, mask=known, other=0)
-    ahead = tl.load(before + row, mask=known, other=0)
-    kv_len = tl.load(kv_lens + row, mask=known, other=0).to(tl.int32)
-    table_row = tl.load(table_rows + row, mask=known, other=0).to(tl.int64)
-    start = programs * share
-    last = tl.minimum(end, tl.minimum(start + share, tl.load(bounds + row_count)))
-    first, stop = _span(start, last, begin, ahead, kv_len, window, BLOCK, WINDOWED)
-    token = first + items % UNITS * UNIT
-    known = known & (token < stop)
-    slots = tl.load(table + table_row * table_stride + token, mask=known, other=0)
-    return slots.to(tl.int64), known
 
 
 @triton.jit  # type: ignore[untyped-decorator]
