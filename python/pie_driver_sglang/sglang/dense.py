@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MOST_ROWS = 256
-"""Above, a product's arithmetic takes as long as its memory, and cuBLAS is at home."""
+MOST_SUMMED_ROWS = 256
+"""Above, ranks that each read all parts take longer than NCCL."""
 _WIDEST = 16384
 """Hidden states of which one program normalizes a row."""
 _BUILDS = {
@@ -89,7 +89,7 @@ class DenseDecode:
     def of(cls, runner: ModelRunner) -> DenseDecode | None:
         """A model's decodes; None for a model that these kernels do not know."""
         try:
-            backend = getattr(runner.attn_backend, "decode_backend", None)
+            backend: Any = getattr(runner.attn_backend, "decode_backend", None)
             _expect(isinstance(backend, PagedDecode), "it attends by another backend")
             model: Any = getattr(runner.model, "model", None)
             build = _BUILDS.get(type(model))
@@ -108,9 +108,13 @@ class DenseDecode:
             return None
         return cls(model, layers, norm, sums)
 
+    def takes(self, rows: int) -> bool:
+        """Whether it runs steps of so many rows."""
+        return self._sums is None or rows <= MOST_SUMMED_ROWS
+
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
-        """Within, the model runs as these kernels; its input is a decode of few rows."""
+        """Within, the model runs as these kernels; its input is a decode of rows that it takes."""
         self._model.forward = self._run
         try:
             yield
@@ -175,9 +179,9 @@ def _rank_sums(runner: ModelRunner, norm: Norm) -> RankSums | None:
     # It found out whether the ranks can reach each other's memory.
     reach = group.ca_comm
     _expect(reach is not None and not reach.disabled, "its ranks do not share memory")
-    size = RankSums.size(ranks, MOST_ROWS, width, dtype)
+    size = RankSums.size(ranks, MOST_SUMMED_ROWS, width, dtype)
     shared = rank_sums.share(group.cpu_group, norm.weight.device, size)
-    return RankSums(shared, runner.ps.tp_rank, MOST_ROWS, width, dtype)
+    return RankSums(shared, runner.ps.tp_rank, MOST_SUMMED_ROWS, width, dtype)
 
 
 def _expect(known: bool, what: str) -> None:

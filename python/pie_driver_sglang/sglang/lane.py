@@ -27,7 +27,7 @@ from tqdm import tqdm
 from pie_driver_sglang._core import Lane, graph_layout
 from pie_driver_sglang.sampling import SlotParams, apply_masks, sample_rows
 from pie_driver_sglang.sglang.block import views
-from pie_driver_sglang.sglang.dense import MOST_ROWS, DenseDecode
+from pie_driver_sglang.sglang.dense import DenseDecode
 
 if TYPE_CHECKING:
     from pie_driver_sglang.sglang.engine import SglangEngine
@@ -244,7 +244,7 @@ class CudaSteps(StepRunner):
 
     def _way(self, rows: int) -> AbstractContextManager[None]:
         """How the model runs: as few kernels, where it can and pays."""
-        if self._dense is None or rows > MOST_ROWS:
+        if self._dense is None or not self._dense.takes(rows):
             return nullcontext()
         return self._dense.applied()
 

@@ -312,7 +312,8 @@ def takes_prompts(runner: ModelRunner) -> bool:
 
     The tables of SGLang's triton backend have one row for each request.
     """
-    return runner.device == "cpu" or runner.server_args.decode_attention_backend == PAGED_DECODE
+    backend: str | None = runner.server_args.decode_attention_backend
+    return runner.device == "cpu" or backend == PAGED_DECODE
 
 
 def _is_plain(layer: RadixAttention) -> bool:
