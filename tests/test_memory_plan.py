@@ -240,21 +240,20 @@ def test_a_host_gives_kv_a_tenth_or_one_context() -> None:
 def test_the_graphs_of_the_measured_shape() -> None:
     # benches/gpu/RESULTS.md: 28 graphs of up to 256 rows of this shape take 0.30 GiB with triton.
     assert len(ladder(256)) == 28
-    # Without those for prompts.
-    settings = USUAL._replace(triton_tables=True, chunk_tokens=256)
+    settings = USUAL._replace(triton_tables=True)
     plan = plan_memory(H200, QWEN, settings)
     assert plan.graphs / GIB == pytest.approx(0.30, rel=0.05)
 
 
 TABLE = """\
-memory planned for cuda:0, with `mem_fraction_static = 0.937`
+memory planned for cuda:0, with `mem_fraction_static = 0.936`
   total         140.00 GiB  139.00 GiB of it free
   weights         1.13 GiB
   activations    965.9 MiB
-  graphs         215.9 MiB
-  tables         121.2 MiB
-  reserve         7.36 GiB
-  KV            129.24 GiB  1,209,984 tokens of 114,688 bytes in 75,624 pages of 16"""
+  graphs         334.5 MiB
+  tables         121.1 MiB
+  reserve         7.47 GiB
+  KV            129.01 GiB  1,207,808 tokens of 114,688 bytes in 75,488 pages of 16"""
 
 
 def test_the_table() -> None:
@@ -272,8 +271,8 @@ def test_the_comparison() -> None:
     plan = plan_memory(H200, QWEN, USUAL)
     loaded = Loaded(GIB, 0, 0, graphs=2**28, tokens=plan.tokens - 16, kv=plan.kv, free=5 * GIB)
     assert comparison(plan, loaded) == (
-        "memory as it is (as planned): weights 1.00 GiB (1.13 GiB), graphs 256.0 MiB (215.9 MiB), "
-        "KV 129.24 GiB (129.24 GiB), free 5.00 GiB (8.30 GiB), 1,209,968 tokens (1,209,984)"
+        "memory as it is (as planned): weights 1.00 GiB (1.13 GiB), graphs 256.0 MiB (334.5 MiB), "
+        "KV 129.01 GiB (129.01 GiB), free 5.00 GiB (8.42 GiB), 1,207,792 tokens (1,207,808)"
     )
 
 
@@ -287,9 +286,9 @@ def test_a_fraction_that_leaves_too_little_names_the_largest_that_is_safe() -> N
     message, hint = refusal(H200, QWEN, fraction=0.995)
     assert message == (
         "option `mem_fraction_static` is 0.995, which leaves 711.7 MiB of the 139.00 GiB that are "
-        "free on cuda:0, less than activations 965.9 MiB, graphs 215.9 MiB, tables 124.7 MiB"
+        "free on cuda:0, less than activations 965.9 MiB, graphs 334.5 MiB, tables 124.7 MiB"
     )
-    assert hint == "set `mem_fraction_static = 0.937` in the options"
+    assert hint == "set `mem_fraction_static = 0.936` in the options"
 
 
 def test_a_fraction_that_holds_no_context_names_the_smallest_that_does() -> None:
