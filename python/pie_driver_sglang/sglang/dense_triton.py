@@ -7,6 +7,7 @@ norm; norms of heads, rotary embedding and the new KV; and the gate of an MLP is
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -47,10 +48,18 @@ MOST_PARTS = 4
 """Programs that share the inputs of a tile at most, where their sums are added up later."""
 _PROGRAMS, _FEWEST_PROGRAMS = 64, 48
 """Programs of a product that are enough, and those it does with where it cannot have more parts."""
+_SHARED_BYTES, _BESIDE_BYTES = 160 << 10, 100 << 10
+"""What factors of 16 bits may take of a multiprocessor's shared memory, alone and beside others."""
 
 
 def tiling(
-    rows: int, outputs: int, inputs: int, most_parts: int = 1, *, gated: bool = False
+    rows: int,
+    outputs: int,
+    inputs: int,
+    most_parts: int = 1,
+    *,
+    gated: bool = False,
+    beside: bool = False,
 ) -> Tiling | None:
     """The cut for a product; None where a library's does as well.
 
@@ -60,20 +69,21 @@ def tiling(
         inputs: of the matrix.
         most_parts: into which the inputs may be cut.
         gated: whether a program has the tiles of a gate and of an up.
+        beside: whether other kernels have the other half of each multiprocessor.
     """
-    if rows > 128:
-        return None
     tile = max(16, triton.next_power_of_2(rows))
-    if tile > 64 and most_parts == 1:
+    if tile > 128 or (tile > 64 and most_parts == 1 and not beside):
         return None
-    stages = 3 if tile > (32 if gated else 64) else 5
-    for tile_outputs in (64, 32, 16):
+    matrices, limit = 2 if gated else 1, _BESIDE_BYTES if beside else _SHARED_BYTES
+    for tile_outputs, turn in itertools.product((64, 32, 16), (128, 64)):
+        stages = min(5, limit // (2 * turn * (tile + tile_outputs * matrices)))
         for parts in (1, 2, 4):
-            cut = Tiling(tile, tile_outputs, 128, min(parts, most_parts), stages=stages)
+            warps = 8 if tile > 64 and gated else 4
+            cut = Tiling(tile, tile_outputs, turn, min(parts, most_parts), warps, stages)
             programs = outputs // tile_outputs * cut.parts
             # More are wanted only where they need not see other inputs.
             enough = _PROGRAMS if cut.parts < most_parts else _FEWEST_PROGRAMS
-            if programs >= enough and cut.fits(outputs, inputs):
+            if stages >= 3 and programs >= enough and cut.fits(outputs, inputs):
                 return cut
     return None
 
@@ -180,7 +190,12 @@ def gate(rows: torch.Tensor) -> torch.Tensor:
 
 
 def add_norm(
-    parts: torch.Tensor, residual: torch.Tensor | None, norm: Norm
+    parts: torch.Tensor,
+    residual: torch.Tensor | None,
+    norm: Norm,
+    out: torch.Tensor | None = None,
+    *,
+    early: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Adds what a layer gives to what it was given, and normalizes the sum. Can be captured.
 
@@ -188,6 +203,8 @@ def add_norm(
         parts: ``[parts, rows, width]``, whose sum is added.
         residual: ``[rows, width]``, overwritten by the sum; None where there is nothing yet.
         norm: Of the residual's type.
+        out: Where the normalized sums go, contiguous; None for memory of their own.
+        early: Whether the kernel in front is all that its stream waits for.
 
     Returns:
         ``[rows, width]`` normalized sums, and the sums.
@@ -196,12 +213,13 @@ def add_norm(
     total = residual
     if total is None:
         total = norm.weight.new_empty(rows, width)
-    out = torch.empty_like(total)
+    if out is None:
+        out = torch.empty_like(total)
     block = triton.next_power_of_2(width)
     _add_norm[(rows,)](
         parts, total, norm.weight, out, rows, width, norm.epsilon,
         PARTS=count, ADDS=residual is not None, BLOCK=block,
-        num_warps=max(4, min(16, block // 512)), **chained(parts.device),
+        num_warps=max(4, min(16, block // 512)), **chained(parts.device, early),
     )  # fmt: skip
     return out, total
 
