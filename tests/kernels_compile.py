@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -25,7 +24,7 @@ from pie_driver_sglang.sampling import SlotParams
 from pie_driver_sglang.sglang import dense_triton, paged_triton, rank_sums
 from pie_driver_sglang.sglang.dense_triton import Heads, Linear, Norm, Tiling
 from pie_driver_sglang.sglang.masked_torch import Rule
-from pie_driver_sglang.sglang.paged_triton import Cut, Rows, Shares, attend, share, tuning
+from pie_driver_sglang.sglang.paged_triton import Cut, Rows, attend, share, tuning
 from pie_driver_sglang.sglang.rank_sums import RankSums
 
 TARGET = GPUTarget("cuda", 90, 32)
@@ -74,7 +73,7 @@ def recorded(launch: Callable[[], object]) -> list[Any]:
     with contextlib.ExitStack() as patches:
         patches.enter_context(mock.patch.object(JITFunction, "run", record))
         for module in (paged_triton, dense_triton, rank_sums, sampling_triton):
-            patches.enter_context(mock.patch.object(module, "chained", lambda *_: early))
+            patches.enter_context(mock.patch.object(module, "chained", lambda _: early))
         launch()
     return compiled
 
@@ -160,36 +159,6 @@ def check_dense(dtype: torch.dtype) -> None:
     check_order(kernel)
 
 
-def check_beside() -> None:
-    """Products have room on a multiprocessor beside the attention of other rows."""
-    products = [(4096, 1024, 1, False), (3072, 1024, 1, True), (1024, 3072, 4, False)]
-    attending = tuning(128, 2, 2, 128, beside=True)
-    assert attending.programs == 1
-    rows = Rows(torch.zeros(4, 512, dtype=torch.int32), *(torch.zeros(128, dtype=torch.int64),) * 2)
-    storage, q = (torch.zeros(64, 8, 128, dtype=torch.bfloat16), torch.zeros(128, 16, 128))
-    shares = share_on_paper(rows, Cut(attending, 8, 2, -1))
-    q = q.bfloat16()
-    [kernel, _] = recorded(
-        lambda: attend(q, storage, storage, torch.empty_like(q), rows, shares, Rule(0.1), 16)
-    )
-    left = (228 - 2) * 1024 - kernel.metadata.shared
-    for count, (outputs, inputs, parts, gated) in itertools.product((8, 16, 32, 64, 128), products):
-        cut = dense_triton.tiling(count, outputs, inputs, parts, gated=gated, beside=True)
-        assert cut is not None
-        x = torch.zeros(count, inputs, dtype=torch.bfloat16)
-        matrix = Linear(torch.zeros(outputs * (2 if gated else 1), inputs, dtype=torch.bfloat16))
-        run = dense_triton.gated if gated else dense_triton.linear
-        [kernel] = recorded(lambda: run(x, matrix, cut))  # noqa: B023
-        assert kernel.metadata.shared <= left, (cut, kernel.metadata.shared, left)
-
-
-def share_on_paper(rows: Rows, cut: Cut) -> Shares:
-    """Shares of the right sizes."""
-    count = len(rows.kv_lens)
-    sizes = (1, count + 1, 132 * cut.tuning.programs // cut.kv_heads, count, count)
-    return Shares(cut, *(torch.zeros(size, dtype=torch.int32) for size in sizes))
-
-
 def check_rank_sums() -> None:
     """What the ranks say to each other is ordered with what they read of each other."""
     size = RankSums.size(2, 64, 5120, torch.bfloat16)
@@ -237,7 +206,6 @@ CASES: list[Any] = [
 if __name__ == "__main__":
     check_attention()
     check_dense(torch.bfloat16)
-    check_beside()
     check_rank_sums()
     check_sampling(torch.bfloat16)
     check_sampling(torch.float32)

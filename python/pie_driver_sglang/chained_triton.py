@@ -18,13 +18,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 _HOPPER = 9
 
 
-def chained(device: torch.device, early: bool = True) -> dict[str, Any]:
-    """Options of a launch on a device: ``CHAINED``, a constant of the kernel, and Triton's own.
-
-    One that may not start `early` waits for all that its stream waits for.
-    """
-    on_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= _HOPPER
-    if not (early and on_hopper):
+def chained(device: torch.device) -> dict[str, Any]:
+    """Options of a launch on a device: ``CHAINED``, a constant of the kernel, and Triton's own."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] < _HOPPER:
         return {"CHAINED": False}
     return {"CHAINED": True, "launch_pdl": True}
 

@@ -29,8 +29,7 @@ from sglang.srt.models import llama, qwen2, qwen3
 
 from pie_driver_sglang.sglang import dense_triton, rank_sums
 from pie_driver_sglang.sglang.dense_triton import Heads, Linear, Norm, Tiling
-from pie_driver_sglang.sglang.masked_torch import Rule
-from pie_driver_sglang.sglang.paged_attention import PagedDecode, Step
+from pie_driver_sglang.sglang.paged_attention import PagedDecode
 from pie_driver_sglang.sglang.rank_sums import RankSums
 
 if TYPE_CHECKING:
@@ -39,8 +38,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-HALVED_ROWS = range(16, 257)
-"""Rows of steps that run as two halves at once: while one reads KV, the other multiplies."""
 MOST_SUMMED_ROWS = 256
 """Above, ranks that each read all parts take longer than NCCL."""
 _WIDEST = 16384
@@ -60,7 +57,6 @@ class _Layer(NamedTuple):
     qkv: Linear
     heads: Heads
     attention: RadixAttention
-    rule: Rule
     out: Linear
     between: Norm
     gate_up: Linear
@@ -74,27 +70,17 @@ class _Unknown(Exception):
 class DenseDecode:
     """A loaded model's decodes."""
 
-    def __init__(
-        self,
-        model: Any,
-        layers: list[_Layer],
-        norm: Norm,
-        backend: PagedDecode,
-        sums: RankSums | None,
-    ) -> None:
+    def __init__(self, model: Any, layers: list[_Layer], norm: Norm, sums: RankSums | None) -> None:
         """Takes a model apart.
 
         Args:
             model: SGLang's, without its LM head.
             layers: Its layers.
-            backend: By which they attend.
             norm: Behind the last layer.
             sums: Of the ranks' parts; None for a model on one device.
         """
         self._model = model
         self._layers = layers
-        self._backend = backend
-        self._side = torch.cuda.Stream(norm.weight.device)  # type: ignore[no-untyped-call]
         # What follows each layer.
         self._norms = [*(layer.before for layer in layers[1:]), norm]
         self._sums = sums
@@ -120,7 +106,7 @@ class DenseDecode:
         except _Unknown as reason:
             logger.info("decodes run as SGLang has them: %s", reason)
             return None
-        return cls(model, layers, norm, backend, sums)
+        return cls(model, layers, norm, sums)
 
     def takes(self, rows: int) -> bool:
         """Whether it runs steps of so many rows."""
@@ -143,130 +129,43 @@ class DenseDecode:
         *_: None,
         **__: None,
     ) -> torch.Tensor:
-        embedded = self._model.embed_tokens(input_ids)
-        rows, count = _Rows.of(positions, batch), len(embedded)
-        if self._sums is not None or count not in HALVED_ROWS:
-            return self._layered(embedded, _Chain(rows, rows.step(self._backend)))
-        halves = rows.part(0, count // 2), rows.part(count // 2, count)
-        steps = [half.step(self._backend, beside=True) for half in halves]
-        out = torch.empty_like(embedded)
-        main, stored = torch.cuda.current_stream(), [_event() for _ in self._layers]
-        self._side.wait_stream(main)
-        first = _Chain(halves[0], steps[0], stored=stored)
-        self._layered(embedded[: count // 2], first, out[: count // 2])
-        with torch.cuda.stream(self._side):
-            second = _Chain(halves[1], steps[1], awaited=stored)
-            self._layered(embedded[count // 2 :], second, out[count // 2 :])
-        main.wait_stream(self._side)
-        return out
-
-    def _layered(
-        self, embedded: torch.Tensor, chain: _Chain, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """All layers, for some rows."""
-        beside, early = chain.step.beside, chain.awaited is None
-        rows, residual = dense_triton.add_norm(
-            embedded[None], None, self._layers[0].before, early=early
-        )
-        outs = [*(None for _ in self._layers[1:]), out]
-        for number, (layer, norm) in enumerate(zip(self._layers, self._norms, strict=True)):
-            qkv = _linear(rows, layer.qkv, beside=beside)[0]
-            queries = dense_triton.prepare(qkv, layer.heads, chain.rows.positions, chain.rows.slots)
-            chain.exchange(number)
-            seen = self._backend.attend(
-                chain.step, queries, layer.attention, layer.rule, early=early
-            )
-            rows, residual = self._add(0, seen, layer.out, residual, layer.between, beside)
-            middle = _gated(rows, layer.gate_up, beside)
-            rows, residual = self._add(1, middle, layer.down, residual, norm, beside, outs[number])
+        embedded = self._model.embed_tokens(input_ids)[None]
+        rows, residual = dense_triton.add_norm(embedded, None, self._layers[0].before)
+        for layer, norm in zip(self._layers, self._norms, strict=True):
+            qkv = _linear(rows, layer.qkv)[0]
+            queries = dense_triton.prepare(qkv, layer.heads, positions, batch.out_cache_loc)
+            seen = layer.attention(queries, None, None, batch, save_kv_cache=False)
+            rows, residual = self._add(0, seen, layer.out, residual, layer.between)
+            middle = _gated(rows, layer.gate_up)
+            rows, residual = self._add(1, middle, layer.down, residual, norm)
         return rows
 
     def _add(
-        self,
-        turn: int,
-        rows: torch.Tensor,
-        matrix: Linear,
-        residual: torch.Tensor,
-        norm: Norm,
-        beside: bool,
-        out: torch.Tensor | None = None,
+        self, turn: int, rows: torch.Tensor, matrix: Linear, residual: torch.Tensor, norm: Norm
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """What half of a layer adds, normalized, and what it was added to."""
         if self._sums is None:
-            parts = _linear(rows, matrix, dense_triton.MOST_PARTS, beside=beside)
-            return dense_triton.add_norm(parts, residual, norm, out)
+            parts = _linear(rows, matrix, dense_triton.MOST_PARTS)
+            return dense_triton.add_norm(parts, residual, norm)
         self._sums.multiply(turn, rows, matrix, _tiling(rows, matrix))
         return self._sums.add_norm(turn, residual, norm)
 
 
-class _Rows(NamedTuple):
-    """Rows of a step, as the layers want them."""
-
-    positions: torch.Tensor
-    slots: torch.Tensor
-    """Where the KV of each one goes."""
-    table_rows: torch.Tensor
-    kv_lens: torch.Tensor
-
-    @classmethod
-    def of(cls, positions: torch.Tensor, batch: ForwardBatch) -> _Rows:
-        """All rows of a batch."""
-        return cls(positions, batch.out_cache_loc, batch.req_pool_indices, batch.seq_lens)
-
-    def part(self, start: int, end: int) -> _Rows:
-        """Some of them."""
-        return _Rows(*(field[start:end] for field in self))
-
-    def step(self, backend: PagedDecode, *, beside: bool = False) -> Step:
-        """How they attend."""
-        return backend.step(self.table_rows, self.kv_lens, beside=beside)
-
-
-class _Chain(NamedTuple):
-    """Rows whose kernels run one after the other, perhaps while those of other rows do.
-
-    Rows may see the KV of those in front of them, so the second chain attends to no layer before
-    the first one has stored its KV there.
-    """
-
-    rows: _Rows
-    step: Step
-    stored: list[torch.cuda.Event] | None = None
-    """Of each layer, to be told: its KV is stored."""
-    awaited: list[torch.cuda.Event] | None = None
-    """Of each layer, to be waited for before attention."""
-
-    def exchange(self, layer: int) -> None:
-        """Between a layer's new KV and its attention."""
-        if self.stored is not None:
-            self.stored[layer].record()
-        if self.awaited is not None:
-            self.awaited[layer].wait()
-
-
-def _event() -> torch.cuda.Event:
-    return torch.cuda.Event()  # type: ignore[no-untyped-call]
-
-
-def _tiling(
-    rows: torch.Tensor, matrix: Linear, most_parts: int = 1, *, beside: bool = False
-) -> Tiling | None:
+def _tiling(rows: torch.Tensor, matrix: Linear, most_parts: int = 1) -> Tiling | None:
     outputs, inputs = matrix.weight.shape
-    return dense_triton.tiling(len(rows), outputs, inputs, most_parts, beside=beside)
+    return dense_triton.tiling(len(rows), outputs, inputs, most_parts)
 
 
-def _linear(
-    rows: torch.Tensor, matrix: Linear, most_parts: int = 1, *, beside: bool = False
-) -> torch.Tensor:
-    tiling = _tiling(rows, matrix, most_parts, beside=beside)
+def _linear(rows: torch.Tensor, matrix: Linear, most_parts: int = 1) -> torch.Tensor:
+    tiling = _tiling(rows, matrix, most_parts)
     if tiling is None:
         return torch.nn.functional.linear(rows, *matrix).unsqueeze(0)
     return dense_triton.linear(rows, matrix, tiling)
 
 
-def _gated(rows: torch.Tensor, matrix: Linear, beside: bool) -> torch.Tensor:
+def _gated(rows: torch.Tensor, matrix: Linear) -> torch.Tensor:
     outputs, inputs = matrix.weight.shape
-    tiling = dense_triton.tiling(len(rows), outputs // 2, inputs, gated=True, beside=beside)
+    tiling = dense_triton.tiling(len(rows), outputs // 2, inputs, gated=True)
     if tiling is None:
         return dense_triton.gate(torch.nn.functional.linear(rows, matrix.weight))
     return dense_triton.gated(rows, matrix, tiling)
@@ -301,7 +200,6 @@ def _layer(layer: Any, build: Any, pool: MHATokenToKVPool) -> _Layer:
         _matrix(attention.qkv_proj, QKVParallelLinear),
         _heads(attention, pool),
         attention.attn,
-        Rule(attention.attn.scaling, attention.attn.logit_cap or 0.0),
         _matrix(attention.o_proj, RowParallelLinear),
         _norm(layer.post_attention_layernorm),
         _matrix(mlp.gate_up_proj, MergedColumnParallelLinear),

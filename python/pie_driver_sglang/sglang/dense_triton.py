@@ -7,7 +7,6 @@ norm; norms of heads, rotary embedding and the new KV; and the gate of an MLP is
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -48,18 +47,10 @@ MOST_PARTS = 4
 """Programs that share the inputs of a tile at most, where their sums are added up later."""
 _PROGRAMS, _FEWEST_PROGRAMS = 64, 48
 """Programs of a product that are enough, and those it does with where it cannot have more parts."""
-_SHARED_BYTES, _BESIDE_BYTES = 160 << 10, 100 << 10
-"""What factors of 16 bits may take of a multiprocessor's shared memory, alone and beside others."""
 
 
 def tiling(
-    rows: int,
-    outputs: int,
-    inputs: int,
-    most_parts: int = 1,
-    *,
-    gated: bool = False,
-    beside: bool = False,
+    rows: int, outputs: int, inputs: int, most_parts: int = 1, *, gated: bool = False
 ) -> Tiling | None:
     """The cut for a product; None where a library's does as well.
 
@@ -69,21 +60,20 @@ def tiling(
         inputs: of the matrix.
         most_parts: into which the inputs may be cut.
         gated: whether a program has the tiles of a gate and of an up.
-        beside: whether other kernels have the other half of each multiprocessor.
     """
-    tile = max(16, triton.next_power_of_2(rows))
-    if tile > 128 or (tile > 64 and most_parts == 1 and not beside):
+    if rows > 128:
         return None
-    matrices, limit = 2 if gated else 1, _BESIDE_BYTES if beside else _SHARED_BYTES
-    for tile_outputs, turn in itertools.product((64, 32, 16), (128, 64)):
-        stages = min(5, limit // (2 * turn * (tile + tile_outputs * matrices)))
+    tile = max(16, triton.next_power_of_2(rows))
+    if tile > 64 and most_parts == 1:
+        return None
+    stages = 3 if tile > (32 if gated else 64) else 5
+    for tile_outputs in (64, 32, 16):
         for parts in (1, 2, 4):
-            warps = 8 if tile > 64 and gated else 4
-            cut = Tiling(tile, tile_outputs, turn, min(parts, most_parts), warps, stages)
+            cut = Tiling(tile, tile_outputs, 128, min(parts, most_parts), stages=stages)
             programs = outputs // tile_outputs * cut.parts
             # More are wanted only where they need not see other inputs.
             enough = _PROGRAMS if cut.parts < most_parts else _FEWEST_PROGRAMS
-            if stages >= 3 and programs >= enough and cut.fits(outputs, inputs):
+            if programs >= enough and cut.fits(outputs, inputs):
                 return cut
     return None
 
@@ -190,12 +180,7 @@ def gate(rows: torch.Tensor) -> torch.Tensor:
 
 
 def add_norm(
-    parts: torch.Tensor,
-    residual: torch.Tensor | None,
-    norm: Norm,
-    out: torch.Tensor | None = None,
-    *,
-    early: bool = True,
+    parts: torch.Tensor, residual: torch.Tensor | None, norm: Norm
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Adds what a layer gives to what it was given, and normalizes the sum. Can be captured.
 
@@ -203,8 +188,6 @@ def add_norm(
         parts: ``[parts, rows, width]``, whose sum is added.
         residual: ``[rows, width]``, overwritten by the sum; None where there is nothing yet.
         norm: Of the residual's type.
-        out: Where the normalized sums go, contiguous; None for memory of their own.
-        early: Whether the kernel in front is all that its stream waits for.
 
     Returns:
         ``[rows, width]`` normalized sums, and the sums.
@@ -213,13 +196,12 @@ def add_norm(
     total = residual
     if total is None:
         total = norm.weight.new_empty(rows, width)
-    if out is None:
-        out = torch.empty_like(total)
+    out = torch.empty_like(total)
     block = triton.next_power_of_2(width)
     _add_norm[(rows,)](
         parts, total, norm.weight, out, rows, width, norm.epsilon,
         PARTS=count, ADDS=residual is not None, BLOCK=block,
-        num_warps=max(4, min(16, block // 512)), **chained(parts.device, early),
+        num_warps=max(4, min(16, block // 512)), **chained(parts.device),
     )  # fmt: skip
     return out, total
 

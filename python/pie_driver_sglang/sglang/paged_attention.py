@@ -51,13 +51,11 @@ def _without_doubt(record: logging.LogRecord) -> bool:
     return "hybrid attention backend is experimental" not in record.getMessage()
 
 
-class Step(NamedTuple):
-    """What the layers of some rows of a step have in common."""
+class _Step(NamedTuple):
+    """What the layers of a decode have in common."""
 
     rows: Rows
     shares: dict[Cut, Shares]
-    beside: bool
-    """Whether other rows run at the same time."""
 
 
 class PagedDecode(AttentionBackend):
@@ -76,7 +74,7 @@ class PagedDecode(AttentionBackend):
         self._layers = list(support.attention_layers(runner))
         properties = torch.cuda.get_device_properties(runner.gpu_id)
         self._multiprocessors = properties.multi_processor_count
-        self._step: Step | None = None
+        self._step: _Step | None = None
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Nothing: a graph's memory comes from its pool."""
@@ -87,22 +85,14 @@ class PagedDecode(AttentionBackend):
 
     def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
         """Shares the work of a decode out, on the device; eager batches come here, too."""
-        self._step = self.step(forward_batch.req_pool_indices, forward_batch.seq_lens)
-
-    def step(
-        self, table_rows: torch.Tensor, kv_lens: torch.Tensor, *, beside: bool = False
-    ) -> Step:
-        """Shares the work of rows out.
-
-        Args:
-            table_rows: ``[rows]`` int64.
-            kv_lens: ``[rows]`` int64: KV that each row sees.
-            beside: whether other rows run at the same time.
-        """
-        rows = Rows(self.req_to_token_pool.req_to_token, table_rows, kv_lens)
-        cuts = {self._cut(layer, len(kv_lens), beside) for layer in self._layers}
+        rows = Rows(
+            self.req_to_token_pool.req_to_token,
+            forward_batch.req_pool_indices,
+            forward_batch.seq_lens,
+        )
+        cuts = {self._cut(layer, len(rows.kv_lens)) for layer in self._layers}
         shares = {cut: paged_triton.share(rows, cut, self._multiprocessors) for cut in cuts}
-        return Step(rows, shares, beside)
+        self._step = _Step(rows, shares)
 
     def forward_decode(
         self,
@@ -125,39 +115,23 @@ class PagedDecode(AttentionBackend):
         if save_kv_cache and k is not None and v is not None:
             where = KVWriteLoc(forward_batch.out_cache_loc, None)
             self.token_to_kv_pool.set_kv_buffer(layer, where, k, v, *scales)
-        rule = Rule(layer.scaling * floats[0], layer.logit_cap or 0.0, sinks=sinks)
-        return self.attend(self._step, q, layer, rule, floats[1])
-
-    def attend(
-        self,
-        step: Step,
-        q: torch.Tensor,
-        layer: RadixAttention,
-        rule: Rule,
-        value_scale: float = 1.0,
-        *,
-        early: bool = True,
-    ) -> torch.Tensor:
-        """Attends to stored KV: ``[rows, heads * dim]``.
-
-        `early` as :func:`paged_triton.attend` has it.
-        """
         queries = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
         keys, values = self.token_to_kv_pool.get_kv_buffer(layer.layer_id)
         out = queries.new_empty(len(queries), layer.tp_q_head_num, layer.v_head_dim)
-        shares = step.shares[self._cut(layer, len(out), step.beside)]
+        rule = Rule(layer.scaling * floats[0], layer.logit_cap or 0.0, sinks=sinks)
+        rows, shares = self._step
         paged_triton.attend(
-            queries, keys, values, out, step.rows, shares, rule, self._page_size, value_scale,
-            early=early,
+            queries, keys, values, out, rows, shares[self._cut(layer, len(out))], rule,
+            self._page_size, floats[1],
         )  # fmt: skip
         return out.flatten(1)
 
-    def _cut(self, layer: RadixAttention, rows: int, beside: bool) -> Cut:
+    def _cut(self, layer: RadixAttention, rows: int) -> Cut:
         dim = max(layer.qk_head_dim, layer.v_head_dim)
         group = layer.tp_q_head_num // layer.tp_k_head_num
         window = layer.sliding_window_size
         return Cut(
-            paged_triton.tuning(dim, group, self._itemsize, rows, beside=beside),
+            paged_triton.tuning(dim, group, self._itemsize, rows),
             layer.tp_k_head_num,
             group,
             -1 if window is None else window,

@@ -44,7 +44,7 @@ class Tuning:
     """Heads of rows that a product has room for, at least; those of a KV head and a row fit."""
 
 
-def tuning(dim: int, group: int, itemsize: int, rows: int = 1, *, beside: bool = False) -> Tuning:
+def tuning(dim: int, group: int, itemsize: int, rows: int = 1) -> Tuning:
     """The cut for a layer.
 
     Args:
@@ -52,16 +52,14 @@ def tuning(dim: int, group: int, itemsize: int, rows: int = 1, *, beside: bool =
         group: heads that share a KV head.
         itemsize: bytes of a stored element.
         rows: of the step.
-        beside: whether other kernels have the other half of each multiprocessor.
     """
-    programs = 1 if beside else 2
     elements = 4096 if itemsize > 2 else 8192
     width = int(triton.next_power_of_2(dim))
     if rows > FEW_ROWS and group <= 64 and width <= 128 and itemsize <= 2:
-        return Tuning(min(128, elements // width), 8, 3, programs, queries=64)
+        return Tuning(min(128, elements // width), warps=8, stages=3, programs=2, queries=64)
     # Up to 16 heads take the same registers.
     elements = elements * 16 // max(16, int(triton.next_power_of_2(group)))
-    return Tuning(min(128, max(16, elements // width)), 4, 4, programs)
+    return Tuning(min(128, max(16, elements // width)), warps=4, stages=4, programs=2)
 
 
 class Rows(NamedTuple):
@@ -142,8 +140,6 @@ def attend(
     rule: Rule,
     page_size: int,
     value_scale: float = 1.0,
-    *,
-    early: bool = True,
 ) -> None:
     """Attends with every row; one that sees nothing gives zeros. Can be captured.
 
@@ -160,7 +156,6 @@ def attend(
         rule: the layer, but for its window; the scale includes that of stored keys.
         page_size: tokens of a page.
         value_scale: what stored values are to be multiplied with.
-        early: whether the kernel in front is all that its stream waits for.
     """
     row_count, heads, dim = queries.shape
     _, kv_heads, value_dim = values.shape
@@ -178,6 +173,7 @@ def attend(
         "VALUE_BLOCK": max(16, triton.next_power_of_2(value_dim)),
         "SINKS": rule.sinks is not None,
         "TILE": tile,
+        **chained(queries.device),
     }
     _attend[(kv_heads, programs)](
         queries, keys, values, out, *rows, *shares[1:], parts, sums, sinks,
@@ -188,12 +184,12 @@ def attend(
         GROUP_BLOCK=shares.cut.queries,
         DIM_BLOCK=max(16, triton.next_power_of_2(dim)),
         CAPPED=rule.cap > 0, WINDOWED=shares.cut.window >= 0, **common,
-        num_warps=how.warps, num_stages=how.stages, **chained(queries.device, early),
+        num_warps=how.warps, num_stages=how.stages,
     )  # fmt: skip
     if programs > 1:
         _merge[(programs - 1, heads, tile)](
             out, *shares[1:], parts, sums, sinks, row_count, out.stride(0),
-            PARTS=_MERGED_PARTS, **common, **chained(queries.device),
+            PARTS=_MERGED_PARTS, **common,
         )  # fmt: skip
 
 
