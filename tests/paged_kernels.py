@@ -21,6 +21,8 @@ from pie_driver_sglang.sglang.paged_triton import Cut, Rows, Tuning, attend, sha
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 """Of the largest value of a row."""
 NO_SLOT = 2**31 - 1
+PADDING = 5
+"""Rows behind those of a case."""
 
 
 class Case(NamedTuple):
@@ -134,6 +136,9 @@ def make_step(case: Case, generator: torch.Generator) -> Step:
         slots.append(page_slots[:length])
         first = max(0, length - 1 - case.window) if case.window >= 0 else 0
         seen[slots[-1][first:]] = True
+    # As the driver stages padding: it sees one token, which may be anything.
+    table[0] = 0
+    seen[0] = True
     storage = len(seen)
 
     def random_like(*shape: int) -> torch.Tensor:
@@ -144,11 +149,16 @@ def make_step(case: Case, generator: torch.Generator) -> Step:
         found[~seen] = math.nan
         return found.to(case.pool)
 
+    padding = torch.zeros(PADDING, dtype=torch.int64)
     return Step(
-        random_like(len(counts), case.heads, case.dim).to(case.dtype),
+        random_like(len(counts) + PADDING, case.heads, case.dim).to(case.dtype),
         stored(case.dim),
         stored(case.value_dim),
-        Rows(table, table_rows, torch.tensor(case.lengths)),
+        Rows(
+            table,
+            torch.cat([table_rows, padding]),
+            torch.cat([torch.tensor(case.lengths), padding + 1]),
+        ),
         Rule(case.dim**-0.5, case.cap, sinks=random_like(case.heads) if case.sinks else None),
         slots,
     )
@@ -195,7 +205,8 @@ def check_attention(
         shares = share(rows, cut, case.multiprocessors)
         out = queries.new_full((len(queries), case.heads, case.value_dim), math.nan)
         attend(queries, keys, values, out, rows, shares, rule, case.page, case.value_scale)
-        outs.append(out.cpu())
+        assert out[len(case.lengths) :].isfinite().all(), "padding became no number"
+        outs.append(out[: len(case.lengths)].cpu())
     expected = dense(case, step).flatten(1)
     largest = expected.abs().amax(1)
     errors = (outs[0].double().flatten(1) - expected).abs().amax(1)
@@ -234,8 +245,10 @@ def tiles(table_rows: list[int], lengths: list[int], most: int) -> tuple[list[in
     """Rows in front of the last one of each tile, -1 for others, and the last one of each first."""
     before, lasts, first = [-1] * len(lengths), [0] * len(lengths), 0
     for row, (own, length) in enumerate(zip(table_rows, lengths, strict=True)):
-        follower = (table_rows[row + 1 : row + 2], lengths[row + 1 : row + 2])
-        if follower != ([own], [length + 1]) or row - first + 1 == most:
+        follows = table_rows[row + 1 : row + 2] == [own]
+        # Padding goes together.
+        follows &= own == 0 or lengths[row + 1 : row + 2] == [length + 1]
+        if not follows or row - first + 1 == most:
             before[row], lasts[first], first = row - first, row, row + 1
     return before, lasts
 

@@ -24,6 +24,8 @@ _LOG2E = tl.constexpr(1.4426950408889634)
 FEW_ROWS = 256
 """Steps of more rows have prompts, of which many rows see the same KV."""
 _MERGED_PARTS = 16
+_MERGED_ROWS = 4
+"""Rows of a tile that a program merges in turn; most tiles are of one row."""
 _MOST_PAGES = 8
 """Pages of a block that are looked up one by one; smaller ones come as a vector of slots."""
 
@@ -56,7 +58,7 @@ def tuning(dim: int, group: int, itemsize: int, rows: int = 1) -> Tuning:
     elements = 4096 if itemsize > 2 else 8192
     width = int(triton.next_power_of_2(dim))
     if rows > FEW_ROWS and group <= 64 and width <= 128 and itemsize <= 2:
-        return Tuning(min(128, elements // width), warps=8, stages=3, programs=2, queries=64)
+        return Tuning(min(128, elements // width), warps=4, stages=3, programs=2, queries=64)
     # Up to 16 heads take the same registers.
     elements = elements * 16 // max(16, int(triton.next_power_of_2(group)))
     return Tuning(min(128, max(16, elements // width)), warps=4, stages=4, programs=2)
@@ -68,7 +70,7 @@ class Rows(NamedTuple):
     table: torch.Tensor
     """``[table rows, tokens]`` int32: storage slot of each KV index, consecutive within a page."""
     table_rows: torch.Tensor
-    """``[rows]`` int64."""
+    """``[rows]`` int64; 0 = padding, whose results nobody wants."""
     kv_lens: torch.Tensor
     """``[rows]`` int64: KV that the row sees, its own token's included."""
 
@@ -187,7 +189,7 @@ def attend(
         num_warps=how.warps, num_stages=how.stages,
     )  # fmt: skip
     if programs > 1:
-        _merge[(programs - 1, heads, tile)](
+        _merge[(programs - 1, heads, triton.cdiv(tile, _MERGED_ROWS))](
             out, *shares[1:], parts, sums, sinks, row_count, out.stride(0),
             PARTS=_MERGED_PARTS, **common,
         )  # fmt: skip
@@ -213,12 +215,16 @@ def _first_seen(kv_len, window, WINDOWED: tl.constexpr):  # type: ignore[no-unty
 def _goes_on(  # type: ignore[no-untyped-def]
     table_rows, kv_lens, rows, row_count
 ):
-    """Whether rows see the KV of the row in front of them and one token more."""
+    """Whether rows see the KV of the row in front of them and one token more.
+
+    Of padding it does not matter what it sees, so that goes together, too.
+    """
     known = (rows > 0) & (rows < row_count)
     own = tl.load(table_rows + rows, mask=known, other=0)
     same = own == tl.load(table_rows + rows - 1, mask=known, other=0)
     kv_len = tl.load(kv_lens + rows, mask=known, other=0)
-    return known & same & (kv_len == tl.load(kv_lens + rows - 1, mask=known, other=0) + 1)
+    longer = kv_len == tl.load(kv_lens + rows - 1, mask=known, other=0) + 1
+    return known & same & (longer | (own == 0))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -510,14 +516,30 @@ def _merge(  # type: ignore[no-untyped-def]
     begin = tl.load(bounds + row)
     end = tl.load(bounds + row + 1, mask=row < row_count, other=0)
     ahead = tl.load(before + row, mask=row < row_count, other=0)
-    number = tl.program_id(2)
     if CHAINED:
         follow()
     stop = (first + 1) * share
-    if (stop >= blocks) | (begin >= stop) | (begin < first * share) | (number > ahead):
+    if (stop >= blocks) | (begin >= stop) | (begin < first * share):
         return
     last = (end - 1) // share
     head = tl.program_id(1)
+    for number in range(tl.program_id(2), ahead + 1, tl.num_programs(2)):
+        mixed, best, total = _merged(
+            parts, sums, first, last, number, head, VALUE_DIM, VALUE_BLOCK, PARTS, TILE
+        )
+        heads = head + tl.arange(0, 1)
+        mixed = _finish(mixed, best, total, sinks, heads, heads >= 0, SINKS)
+        value_dims = tl.arange(0, VALUE_BLOCK)
+        place = (row - ahead + number).to(tl.int64) * out_stride + head * VALUE_DIM + value_dims
+        tl.store(out + place[None, :], mixed, mask=value_dims[None, :] < VALUE_DIM)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _merged(  # type: ignore[no-untyped-def]
+    parts, sums, first, last, number, head,
+    VALUE_DIM: tl.constexpr, VALUE_BLOCK: tl.constexpr, PARTS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """What programs `first` to `last` left of a head of a tile's row, as :func:`_attend_span`."""
     head_count = tl.num_programs(1)
     value_dims = tl.arange(0, VALUE_BLOCK)
     in_value = value_dims < VALUE_DIM
@@ -542,7 +564,4 @@ def _merge(  # type: ignore[no-untyped-def]
         total = total * shrink + tl.sum(weights, 0)
         mixed = mixed * shrink[:, None] + tl.sum(weights[:, None] * part, 0)[None, :]
         best = largest
-    heads = head + tl.arange(0, 1)
-    mixed = _finish(mixed, best, total, sinks, heads, heads >= 0, SINKS)
-    place = (row - ahead + number).to(tl.int64) * out_stride + head * VALUE_DIM + value_dims
-    tl.store(out + place[None, :], mixed, mask=in_value[None, :])
+    return mixed, best, total
