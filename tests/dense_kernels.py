@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import threading
-import time
 
 import torch
 
@@ -22,7 +20,6 @@ from pie_driver_sglang.sglang.dense_triton import (
     linear,
     prepare,
 )
-from pie_driver_sglang.sglang.rank_sums import TURNS, RankSums
 
 ROWS = (1, 16, 17, 40)
 TOLERANCE = 1e-5
@@ -124,48 +121,10 @@ def check_prepare() -> None:
         assert values[others].isnan().all()
 
 
-def check_rank_sums() -> None:
-    """Three ranks' parts, as one of them sees it; the last of the others is late by some steps."""
-    ranks, own, most, width, rows = 3, 1, 8, 80, 5
-    size = RankSums.size(ranks, most, width, torch.float32)
-    shared = [torch.zeros(size, dtype=torch.uint8) for _ in range(ranks)]
-    flags = [memory[-4 * ranks * most :].view(torch.int32).view(ranks, most) for memory in shared]
-    # Counts may pass the largest number.
-    start = 2**31 - 3
-    sums = RankSums(shared, own, most, width, torch.float32)
-    sums._said.fill_(start)
-    for flag in flags:
-        flag.fill_(start)
-    norm = Norm(torch.randn(width), EPSILON)
-    matrix = Linear(torch.randn(width, 32))
-    for number in range(1, 5):
-        turn = number % TURNS
-        residual, given = torch.randn(rows, width), torch.randn(rows, 32)
-        sums.multiply(turn, given, matrix, Tiling(16, 16, 16) if number > 2 else None)
-        total = residual.double() + given.double() @ matrix.weight.double().T
-        for rank in (0, 2):
-            place = turn * most * width
-            part = shared[rank][: -4 * ranks * most].view(torch.float32)[place:][: rows * width]
-            total += part.uniform_(-1, 1).double().view(rows, width)
-        said = torch.tensor(start + number).int()
-        flags[own][0] = said
-        late = threading.Timer(0.3, flags[own][2].copy_, [said.expand(most)])
-        late.start()
-        began = time.monotonic()
-        out, after = sums.add_norm(turn, residual, norm)
-        assert time.monotonic() - began >= 0.3, "it did not wait"
-        close(after, total)
-        close(out, normalized(total, norm.weight))
-        for flag in flags:
-            assert (flag[own][:rows] == said).all()
-            assert (flag[own][rows:] == start).all()
-
-
 if __name__ == "__main__":
     torch.manual_seed(2)
     check_linear()
     check_gated()
     check_add_norm()
     check_prepare()
-    check_rank_sums()
     print("dense layers: all close")

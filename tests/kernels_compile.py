@@ -21,11 +21,10 @@ from triton.runtime.jit import JITFunction
 
 from pie_driver_sglang import sampling_triton
 from pie_driver_sglang.sampling import SlotParams
-from pie_driver_sglang.sglang import dense_triton, paged_triton, rank_sums
+from pie_driver_sglang.sglang import dense_triton, paged_triton
 from pie_driver_sglang.sglang.dense_triton import Heads, Linear, Norm, Tiling
 from pie_driver_sglang.sglang.masked_torch import Rule
 from pie_driver_sglang.sglang.paged_triton import Cut, Rows, attend, share, tuning
-from pie_driver_sglang.sglang.rank_sums import RankSums
 
 TARGET = GPUTarget("cuda", 90, 32)
 TYPES = {
@@ -72,7 +71,7 @@ def recorded(launch: Callable[[], object]) -> list[Any]:
     early = {"CHAINED": True, "launch_pdl": True}
     with contextlib.ExitStack() as patches:
         patches.enter_context(mock.patch.object(JITFunction, "run", record))
-        for module in (paged_triton, dense_triton, rank_sums, sampling_triton):
+        for module in (paged_triton, dense_triton, sampling_triton):
             patches.enter_context(mock.patch.object(module, "chained", lambda _: early))
         launch()
     return compiled
@@ -159,20 +158,6 @@ def check_dense(dtype: torch.dtype) -> None:
     check_order(kernel)
 
 
-def check_rank_sums() -> None:
-    """What the ranks say to each other is ordered with what they read of each other."""
-    size = RankSums.size(2, 64, 5120, torch.bfloat16)
-    shared = [torch.zeros(size, dtype=torch.uint8) for _ in range(2)]
-    sums = RankSums(shared, 0, 64, 5120, torch.bfloat16)
-    norm = Norm(torch.zeros(5120, dtype=torch.bfloat16), 1e-6)
-    residual = torch.zeros(40, 5120, dtype=torch.bfloat16)
-    [kernel] = recorded(lambda: sums.add_norm(0, residual, norm))
-    check_order(kernel, early=2)
-    assert "atom.global.sys.release.exch" in kernel.asm["ptx"]
-    assert "ld.global.sys.acquire" in kernel.asm["ptx"]
-    assert "ld.global.cg.v4" in kernel.asm["ptx"]
-
-
 def check_sampling(dtype: torch.dtype) -> None:
     """What follows the logits."""
     ones = torch.ones(40)
@@ -206,7 +191,6 @@ CASES: list[Any] = [
 if __name__ == "__main__":
     check_attention()
     check_dense(torch.bfloat16)
-    check_rank_sums()
     check_sampling(torch.bfloat16)
     check_sampling(torch.float32)
     print("compiled")

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from sglang.srt.distributed import get_tp_group
 from sglang.srt.layers.activation import SiluAndMul
 from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.linear import (
@@ -27,10 +26,9 @@ from sglang.srt.layers.rotary_embedding import RotaryEmbedding
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.models import llama, qwen2, qwen3
 
-from pie_driver_sglang.sglang import dense_triton, rank_sums
+from pie_driver_sglang.sglang import dense_triton
 from pie_driver_sglang.sglang.dense_triton import Heads, Linear, Norm, Tiling
 from pie_driver_sglang.sglang.paged_attention import PagedDecode
-from pie_driver_sglang.sglang.rank_sums import RankSums
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
@@ -38,8 +36,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MOST_SUMMED_ROWS = 256
-"""Above, ranks that each read all parts take longer than NCCL."""
 _WIDEST = 16384
 """Hidden states of which one program normalizes a row."""
 _BUILDS = {
@@ -70,20 +66,18 @@ class _Unknown(Exception):
 class DenseDecode:
     """A loaded model's decodes."""
 
-    def __init__(self, model: Any, layers: list[_Layer], norm: Norm, sums: RankSums | None) -> None:
+    def __init__(self, model: Any, layers: list[_Layer], norm: Norm) -> None:
         """Takes a model apart.
 
         Args:
             model: SGLang's, without its LM head.
             layers: Its layers.
             norm: Behind the last layer.
-            sums: Of the ranks' parts; None for a model on one device.
         """
         self._model = model
         self._layers = layers
         # What follows each layer.
         self._norms = [*(layer.before for layer in layers[1:]), norm]
-        self._sums = sums
 
     @classmethod
     def of(cls, runner: ModelRunner) -> DenseDecode | None:
@@ -96,25 +90,21 @@ class DenseDecode:
             _expect(build is not None, f"it is a {type(model).__name__}")
             _expect(not model.layers_to_capture, "hidden states of some layers are wanted")
             _expect(not runner.server_args.enable_lora, "it takes adapters")
+            _expect(runner.ps.tp_size == 1, "its ranks add up what they have")
             pool = runner.token_to_kv_pool
             _expect(type(pool) is MHATokenToKVPool, f"its KV pool is a {type(pool).__name__}")
             norm = _norm(model.norm)
             _expect(pool.store_dtype == norm.weight.dtype, f"its KV is {pool.store_dtype}")
             _expect(len(norm.weight) <= _WIDEST, f"its rows have {len(norm.weight)} numbers")
             layers = [_layer(layer, build, pool) for layer in model.layers]
-            sums = _rank_sums(runner, norm)
         except _Unknown as reason:
             logger.info("decodes run as SGLang has them: %s", reason)
             return None
-        return cls(model, layers, norm, sums)
-
-    def takes(self, rows: int) -> bool:
-        """Whether it runs steps of so many rows."""
-        return self._sums is None or rows <= MOST_SUMMED_ROWS
+        return cls(model, layers, norm)
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
-        """Within, the model runs as these kernels; its input is a decode of rows that it takes."""
+        """Within, the model runs as these kernels; its input is a decode."""
         self._model.forward = self._run
         try:
             yield
@@ -135,20 +125,17 @@ class DenseDecode:
             qkv = _linear(rows, layer.qkv)[0]
             queries = dense_triton.prepare(qkv, layer.heads, positions, batch.out_cache_loc)
             seen = layer.attention(queries, None, None, batch, save_kv_cache=False)
-            rows, residual = self._add(0, seen, layer.out, residual, layer.between)
-            middle = _gated(rows, layer.gate_up)
-            rows, residual = self._add(1, middle, layer.down, residual, norm)
+            rows, residual = _add(seen, layer.out, residual, layer.between)
+            rows, residual = _add(_gated(rows, layer.gate_up), layer.down, residual, norm)
         return rows
 
-    def _add(
-        self, turn: int, rows: torch.Tensor, matrix: Linear, residual: torch.Tensor, norm: Norm
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What half of a layer adds, normalized, and what it was added to."""
-        if self._sums is None:
-            parts = _linear(rows, matrix, dense_triton.MOST_PARTS)
-            return dense_triton.add_norm(parts, residual, norm)
-        self._sums.multiply(turn, rows, matrix, _tiling(rows, matrix))
-        return self._sums.add_norm(turn, residual, norm)
+
+def _add(
+    rows: torch.Tensor, matrix: Linear, residual: torch.Tensor, norm: Norm
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What half of a layer adds, normalized, and what it was added to."""
+    parts = _linear(rows, matrix, dense_triton.MOST_PARTS)
+    return dense_triton.add_norm(parts, residual, norm)
 
 
 def _tiling(rows: torch.Tensor, matrix: Linear, most_parts: int = 1) -> Tiling | None:
@@ -169,19 +156,6 @@ def _gated(rows: torch.Tensor, matrix: Linear) -> torch.Tensor:
     if tiling is None:
         return dense_triton.gate(torch.nn.functional.linear(rows, matrix.weight))
     return dense_triton.gated(rows, matrix, tiling)
-
-
-def _rank_sums(runner: ModelRunner, norm: Norm) -> RankSums | None:
-    ranks, (width,), dtype = runner.ps.tp_size, norm.weight.shape, norm.weight.dtype
-    if ranks == 1:
-        return None
-    group = get_tp_group()
-    # It found out whether the ranks can reach each other's memory.
-    reach = group.ca_comm
-    _expect(reach is not None and not reach.disabled, "its ranks do not share memory")
-    size = RankSums.size(ranks, MOST_SUMMED_ROWS, width, dtype)
-    shared = rank_sums.share(group.cpu_group, norm.weight.device, size)
-    return RankSums(shared, runner.ps.tp_rank, MOST_SUMMED_ROWS, width, dtype)
 
 
 def _expect(known: bool, what: str) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import abc
 import logging
 import time
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -236,17 +236,11 @@ class CudaSteps(StepRunner):
         batch = self._forward_batch(graph)
         backend.init_forward_metadata_out_graph(batch, in_capture=True)
         backend.init_forward_metadata_in_graph(batch)
-        with self._way(graph.rows):
+        with nullcontext() if self._dense is None else self._dense.applied():
             logits, softcap = engine.row_logits(batch, graph.sampled(fields))
         sampling_triton.apply_masks(logits, fields["slot_masks"], self._device_mask_words)
         results = self._results[: graph.slots]
         sampling_triton.sample_step(logits, _params(fields), results, header[:1], softcap)
-
-    def _way(self, rows: int) -> AbstractContextManager[None]:
-        """How the model runs: as few kernels, where it can and pays."""
-        if self._dense is None or not self._dense.takes(rows):
-            return nullcontext()
-        return self._dense.applied()
 
 
 def _blank(graph: _Graph) -> None:
