@@ -101,7 +101,8 @@ impl Planner {
     }
 
     /// Empties requests, those with the largest outputs first, until the response fits into the limits' `reply_bytes`.
-    /// How many drafts will be accepted is not known yet, so all of them count.
+    /// How many drafts will be accepted is not known yet, so all of them count. A fast reply that loses a token becomes an
+    /// archive, which is longer: what is left is looked at again then.
     pub(crate) fn empty_oversize_requests(&mut self) {
         let limit = self.limits.reply_bytes as usize;
         // The usual batch: tokens alone, and few of them.

@@ -429,7 +429,8 @@ impl Planner {
         Ok(())
     }
 
-    /// Empties the requests with a slot whose logits were no numbers.
+    /// Empties the requests with a slot whose logits were no numbers, and others where the archive that replaces a fast
+    /// reply does not fit.
     pub(crate) fn empty_spoilt_requests(&mut self) {
         let mut spoilt = Vec::new();
         for (index, request) in self.requests.iter_mut().enumerate() {
@@ -444,6 +445,7 @@ impl Planner {
                 .into_iter()
                 .map(|index| (index, RequestFault::Logits)),
         );
+        self.empty_oversize_requests();
     }
 }
 

@@ -663,9 +663,70 @@ fn a_request_is_spoilt_once_and_for_all() {
         1 => 1000 + slot.number as u32,
         _ => 5,
     });
-    let kinds = device.planner.faults().iter();
-    let kinds: Vec<_> = kinds.map(|(index, fault)| (*index, fault.kind())).collect();
-    assert_eq!(kinds, [(0, "page-id"), (1, "logits"), (2, "page-id")]);
+    let expected = [(0, "page-id"), (1, "logits"), (2, "page-id")];
+    assert_eq!(kinds(&device), expected);
+}
+
+/// The faults of the last frame by their kinds.
+fn kinds(device: &Device) -> Vec<(usize, &'static str)> {
+    let faults = device.planner.faults().iter();
+    faults
+        .map(|(index, fault)| (*index, fault.kind()))
+        .collect()
+}
+
+/// Three decodes of one token, a group or a pass each where the limits say so; the first one's logits are no numbers.
+fn first_of_three_is_spoilt(limits: Limits) -> (Device, Option<Vec<Vec<u32>>>) {
+    let mut device = Device::new(limits);
+    let answer = device.try_run(&widths(&[1; 3]), |_, slot| match slot.request {
+        0 => 1000,
+        request => request as u32,
+    });
+    (device, answer.map(|answer| answer.tokens()))
+}
+
+#[test]
+fn a_spoilt_request_costs_others_where_only_the_fast_reply_fits() {
+    for (max_slots, max_requests) in [(64, 16), (1, 16), (1, 1)] {
+        let limits = |reply_bytes: usize| Limits {
+            max_slots,
+            max_requests,
+            reply_bytes: reply_bytes as u32,
+            ..ROOMY
+        };
+        // The archive that now is the answer still has room for what is left.
+        let (device, tokens) = first_of_three_is_spoilt(limits(archive_len(3, 2)));
+        assert_eq!(kinds(&device), [(0, "logits")]);
+        assert_eq!(tokens, Some(vec![vec![], vec![1], vec![2]]));
+        let (device, tokens) = first_of_three_is_spoilt(limits(archive_len(3, 2) - 1));
+        assert_eq!(kinds(&device), [(0, "logits"), (2, "oversize")]);
+        assert_eq!(tokens, Some(vec![vec![], vec![1], vec![]]));
+        // Without room for an empty archive there is no answer, and a fault for everybody.
+        let (device, tokens) = first_of_three_is_spoilt(limits(archive_len(3, 0) - 1));
+        let all = [(0, "logits"), (1, "oversize"), (2, "oversize")];
+        assert_eq!((kinds(&device).as_slice(), tokens), (all.as_slice(), None));
+    }
+}
+
+proptest! {
+    /// Requests that are spoilt in any order leave an answer that fits and keeps what it can.
+    #[test]
+    fn every_room_takes_what_spoilt_requests_leave(
+        spoilt in vec(any::<bool>(), 1..9),
+        more in 0_usize..48,
+        (max_slots, max_requests) in (1_u32..4, 1_u32..4),
+    ) {
+        let limits = Limits {
+            max_slots,
+            max_requests,
+            reply_bytes: (RESPONSE_ROOT_LEN + more) as u32,
+            ..ROOMY
+        };
+        let tokens = spoilt.iter().zip(0..);
+        let tokens: Vec<u32> = tokens.map(|(&spoilt, own)| if spoilt { 1000 } else { own }).collect();
+        let counts = vec![1; tokens.len()];
+        Device::new(limits).try_run(&widths(&counts), |_, slot| tokens[slot.request]);
+    }
 }
 
 #[test]

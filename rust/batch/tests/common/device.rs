@@ -245,9 +245,9 @@ impl Device {
         for pass in 0..plan.passes.len() {
             self.lose_adapters(&mut plan, pass);
             self.check_pass(&plan, pass);
-            let mut spoilt = BTreeSet::new();
             for group in plan.pass_groups(pass, &self.limits) {
                 self.check_group(&plan, &group);
+                let mut spoilt = BTreeSet::new();
                 for (_, slot) in &group {
                     let given = if slot.class.is_token() {
                         Given::Token(choose(&plan, slot))
@@ -260,14 +260,11 @@ impl Device {
                     self.given.insert(key(slot), given);
                 }
                 self.put(&group);
+                // Later passes know of it.
+                plan.spoil(&self.limits, &spoilt);
             }
             let block = bytemuck::cast_slice_mut(&mut self.block);
             assert_eq!(self.planner.stage_slots(block), Ok(None));
-            // Later passes know of it.
-            for request in spoilt {
-                plan.requests[request].slots.clear();
-                plan.requests[request].muted.insert("logits");
-            }
         }
         let block = bytemuck::cast_slice_mut(&mut self.block);
         assert_eq!(self.planner.stage(block), Ok(None));

@@ -101,6 +101,8 @@ pub(crate) struct Segment {
 pub(crate) struct Plan {
     pub(crate) requests: Vec<Request>,
     pub(crate) passes: Vec<Vec<Segment>>,
+    /// Classes of the slots that the frame asks for.
+    asked: BTreeSet<SlotClass>,
     /// Whether the reply fits.
     pub(crate) fits: bool,
 }
@@ -111,20 +113,21 @@ pub(crate) fn plan(limits: &Limits, adapters: &Adapters, frame: &ForwardRequest)
     let mut requests: Vec<_> = (0..count)
         .map(|r| request(limits, adapters, frame, r))
         .collect();
-    let fits = empty_largest(limits, &mut requests);
+    let slots = requests.iter().flat_map(|request| &request.slots);
+    let asked = slots.map(|slot| slot.class).collect();
+    let fits = empty_largest(limits, &mut requests, &asked);
     let passes = cut(limits, adapters, &requests);
     Plan {
         requests,
         passes,
+        asked,
         fits,
     }
 }
 
 /// Empties the largest request, of several the last one, until the longest reply fits; `false` when it never does.
-fn empty_largest(limits: &Limits, requests: &mut [Request]) -> bool {
+fn empty_largest(limits: &Limits, requests: &mut [Request], asked: &BTreeSet<SlotClass>) -> bool {
     let limit = limits.reply_bytes as usize;
-    let slots = requests.iter().flat_map(|request| &request.slots);
-    let asked: BTreeSet<_> = slots.map(|slot| slot.class).collect();
     let one_token = |request: &Request| {
         request.drafts.is_empty()
             && request.adapter.is_none()
@@ -132,9 +135,9 @@ fn empty_largest(limits: &Limits, requests: &mut [Request]) -> bool {
             && request.slots[0].class.is_token()
     };
     if requests.iter().all(one_token) && fast_tokens_len(requests.len()) <= limit {
-        return !requests.is_empty() || archive_bytes(limits, requests, &asked) <= limit;
+        return !requests.is_empty() || archive_bytes(limits, requests, asked) <= limit;
     }
-    while archive_bytes(limits, requests, &asked) > limit {
+    while archive_bytes(limits, requests, asked) > limit {
         let size = |&r: &usize| own_words(limits, &requests[r]);
         let Some(largest) = (0..requests.len()).max_by_key(size) else {
             return false;
@@ -546,6 +549,20 @@ impl Plan {
                     request.refused.insert("adapter-lost");
                 }
             }
+        }
+    }
+
+    /// Empties requests whose logits were no numbers. The answer has then no token for everybody: others may be too large
+    /// for it.
+    pub(crate) fn spoil(&mut self, limits: &Limits, spoilt: &BTreeSet<usize>) {
+        let is_left = |index: &&usize| !self.requests[**index].slots.is_empty();
+        let spoilt: Vec<_> = spoilt.iter().filter(is_left).copied().collect();
+        for &index in &spoilt {
+            self.requests[index].slots.clear();
+            self.requests[index].muted.insert("logits");
+        }
+        if !spoilt.is_empty() {
+            self.fits = empty_largest(limits, &mut self.requests, &self.asked);
         }
     }
 
