@@ -95,6 +95,22 @@ def drafts(axes: Axes, results: Results) -> None:
     axes.legend(frameon=False)
 
 
+def mixed(axes: Axes, results: Results) -> None:
+    """What a prompt adds to a step of decodes."""
+    section = results["mixed"]
+    sides = {"this driver": section["graph"], "SGLang, fa3": section["before"]["sglang_fa3"]}
+    lengths = [length for length in section["graph"] if length.isdigit()]
+    for number, (name, row) in enumerate(sides.items()):
+        places = [place + 0.4 * number for place in range(len(lengths))]
+        values = [row[length] / 1000 for length in lengths]
+        bars = axes.bar(places, values, 0.38, label=name, color=PEER if number else OURS)
+        axes.bar_label(bars, fmt="{:.1f}", padding=2, fontsize=8)
+    axes.set_xticks([place + 0.2 for place in range(len(lengths))], lengths)
+    axes.set(xlabel="tokens of the prompt", ylabel="ms more than a step without it")
+    axes.set_title("A prompt that joins 64 decodes, Qwen3-0.6B shape")
+    axes.legend(frameon=False)
+
+
 def ranks(axes: Axes, results: Results) -> None:
     """Tokens per second of several GPUs over one."""
     speedups = results["tp"]["speedup"]
@@ -111,6 +127,7 @@ PLOTS: dict[str, tuple[str, Callable[[Axes, Results], None]]] = {
     "attention-0.6B": ("attention", lambda axes, results: attention(axes, results, "0.6B")),
     "attention-14B": ("attention", lambda axes, results: attention(axes, results, "14B")),
     "drafts": ("drafts", drafts),
+    "mixed": ("mixed", mixed),
     "ranks": ("tp", ranks),
 }
 """Each with the section of the results that it draws."""
