@@ -1,8 +1,9 @@
 """Decode attention on a GPU: parity, times beside its peers and a copy, and tuning.
 
-    python benches/gpu/attention_check.py [--parity] [--times] [--tune] [--seconds N] [--json FILE]
+    python benches/gpu/attention_check.py [--parity] [--times] [--tune] [--prompts] [--seconds N]
+        [--json FILE]
 
-Without one of the three it does the first two.
+Without one of the four it does the first two.
 
 --parity: the kernels against dense attention in float64: types, head sizes, groups, pages, windows,
     caps and sinks; each case twice, and the results equal.
@@ -12,6 +13,7 @@ Without one of the three it does the first two.
     plans, lists of slots, and our `shares`, which have a column. `of copy` is the share of the
     copy's bandwidth, `best` the time of the fastest peer in times of ours.
 --tune: every parameter of the cut in turn, with the others at the best so far, until none helps.
+--prompts: the same for steps in which every token of a prompt is a row.
 
 With `TRITON_INTERPRET=1 ... --device cpu` everything runs on tiny sizes; its times mean nothing.
 """
@@ -54,6 +56,7 @@ TUNED = {
     "stages": (2, 3, 4, 5),
     "programs": (1, 2, 3, 4, 6, 8),
 }
+TUNED_FOR_PROMPTS = TUNED | {"queries": (16, 32, 64, 128), "programs": (1, 2, 3)}
 DISAGREES = 0.02
 """Of the largest value, the most by which a peer may differ."""
 
@@ -69,9 +72,9 @@ class Shape(NamedTuple):
     kv_heads: int
     dim: int
 
-    def tuning(self, itemsize: int) -> Tuning:
+    def tuning(self, itemsize: int, rows: int) -> Tuning:
         """The default cut."""
-        return tuning(self.dim, self.heads // self.kv_heads, itemsize)
+        return tuning(self.dim, self.heads // self.kv_heads, itemsize, rows)
 
 
 SHAPES = (Shape("0.6B", 16, 8, 128), Shape("14B", 40, 8, 128))
@@ -83,6 +86,8 @@ class Work(NamedTuple):
     shape: Shape
     lengths: tuple[int, ...]
     name: str
+    prompt: bool = False
+    """Whether every token of the last context is a row; of the others the last one is."""
 
 
 class Storage:
@@ -123,10 +128,24 @@ class Step:
             self.page_table[row, : len(own)] = own
         offsets = torch.arange(PAGE, dtype=torch.int32, device=device)
         self.table = (self.page_table[:, :, None] * PAGE + offsets).flatten(1)
-        self.queries = torch.randn(len(pages), shape.heads, shape.dim, device=device).to(
-            storage.dtype
-        )
+        self.rows = self._rows()
+        self.queries = torch.randn(
+            len(self.rows.kv_lens), shape.heads, shape.dim, device=device
+        ).to(storage.dtype)
         self.scale = shape.dim**-0.5
+
+    def _rows(self) -> Rows:
+        contexts, lengths = torch.arange(len(self.lengths), device=self.table.device), self.lengths
+        if self.work.prompt:
+            count = int(lengths[-1])
+            contexts = torch.cat([contexts[:-1], contexts[-1:].expand(count)])
+            own = torch.arange(1, count + 1, device=lengths.device)
+            lengths = torch.cat([lengths[:-1], own])
+        return Rows(self.table, contexts, lengths)
+
+    def default(self) -> Tuning:
+        """The cut that the driver takes."""
+        return self.work.shape.tuning(self.queries.itemsize, len(self.queries))
 
     def used(self, table: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """The first entries of each row of a table, one row behind the other."""
@@ -147,8 +166,7 @@ def multiprocessors(device: torch.device) -> int:
 def pie(step: Step, how: Tuning | None = None) -> Call:
     """This driver's kernels."""
     shape, device = step.work.shape, step.queries.device
-    how = how or shape.tuning(step.queries.itemsize)
-    rows = Rows(step.table, torch.arange(len(step.lengths), device=device), step.lengths)
+    rows, how = step.rows, how or step.default()
     cut = Cut(how, shape.kv_heads, shape.heads // shape.kv_heads, -1)
     shares = share(rows, cut, multiprocessors(device))
     rule = Rule(step.scale)
@@ -165,10 +183,8 @@ def pie(step: Step, how: Tuning | None = None) -> Call:
 def share_out(step: Step) -> Call:
     """What this driver's kernels need once a step."""
     shape, device = step.work.shape, step.queries.device
-    rows = Rows(step.table, torch.arange(len(step.lengths), device=device), step.lengths)
-    group = shape.heads // shape.kv_heads
-    cut = Cut(shape.tuning(step.queries.itemsize), shape.kv_heads, group, -1)
-    return lambda _: share(rows, cut, multiprocessors(device)).bounds
+    cut = Cut(step.default(), shape.kv_heads, shape.heads // shape.kv_heads, -1)
+    return lambda _: share(step.rows, cut, multiprocessors(device)).bounds
 
 
 def sglang_triton(step: Step) -> Call:
@@ -484,14 +500,27 @@ def tuned_steps(shape: Shape, tiny: bool) -> list[Work]:
     return [Work(shape, spread(256), "256 x ragged"), *uniform]
 
 
-class Tuner:
-    """The search for the cut of a shape."""
+def prompt_steps(shape: Shape, tiny: bool) -> list[Work]:
+    """What a cut for prompts is chosen by."""
+    if tiny:
+        return [Work(shape, (40, 7, 300), "2 and 300", prompt=True)]
+    steps = [(64, 2048), (64, 512), (0, 2048)]
+    return [
+        Work(shape, (*(512 for _ in range(batch)), length), f"{batch} and {length}", prompt=True)
+        for batch, length in steps
+    ]
 
-    def __init__(self, run: Run, shape: Shape) -> None:
-        self.run, self.shape = run, shape
+
+class Tuner:
+    """The search for the cut of a shape's steps."""
+
+    def __init__(
+        self, run: Run, shape: Shape, steps: list[Work], choices: dict[str, tuple[int, ...]]
+    ) -> None:
+        self.run, self.shape, self.choices = run, shape, choices
         storage = run.storage(shape)
-        self.steps = [Step(work, storage) for work in tuned_steps(shape, run.tiny)]
-        self.default = shape.tuning(storage.dtype.itemsize)
+        self.steps = [Step(work, storage) for work in steps]
+        self.default = self.steps[0].default()
         self.tried: dict[Tuning, float] = {}
         print(f"{shape.name}: mean | {', '.join(step.work.name for step in self.steps)}")
 
@@ -518,7 +547,7 @@ class Tuner:
         best, before = self.default, None
         while best != before and not self.run.over():
             before = best
-            for name, choices in TUNED.items():
+            for name, choices in self.choices.items():
                 best = min((replace(best, **{name: choice}) for choice in choices), key=self.score)
         gain = self.tried.get(self.default, math.nan) / self.tried.get(best, math.nan)
         over = ", the time is up" if self.run.over() else ""
@@ -539,7 +568,7 @@ def main() -> None:
     """Runs the parts."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda:0")
-    for part in ("parity", "times", "tune"):
+    for part in ("parity", "times", "tune", "prompts"):
         parser.add_argument(f"--{part}", action="store_true")
     parser.add_argument("--shapes", default=",".join(shape.name for shape in SHAPES))
     parser.add_argument("--peers", default=",".join(PEERS))
@@ -550,11 +579,15 @@ def main() -> None:
     run = Run(arguments)
     name = "Triton's interpreter" if run.tiny else torch.cuda.get_device_name(run.device)
     print(f"{name}, torch {torch.__version__}")
-    default = not (arguments.parity or arguments.times or arguments.tune)
+    wanted = (arguments.parity, arguments.times, arguments.tune, arguments.prompts)
+    default = not any(wanted)
     wrong = check_parity(run) if arguments.parity or default else 0
     with torch.inference_mode():
-        for shape in run.shapes() if arguments.tune else ():
-            Tuner(run, shape).descend()
+        for shape in run.shapes():
+            if arguments.tune:
+                Tuner(run, shape, tuned_steps(shape, run.tiny), TUNED).descend()
+            if arguments.prompts:
+                Tuner(run, shape, prompt_steps(shape, run.tiny), TUNED_FOR_PROMPTS).descend()
         if arguments.times or default:
             time_grid(run)
     sys.exit(wrong > 0)
