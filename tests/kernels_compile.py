@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -22,7 +22,7 @@ from triton.runtime.jit import JITFunction
 from pie_driver_sglang import sampling_triton
 from pie_driver_sglang.sampling import SlotParams
 from pie_driver_sglang.sglang import dense_triton, paged_triton
-from pie_driver_sglang.sglang.dense_triton import Heads, Linear, Norm, Tiling
+from pie_driver_sglang.sglang.dense_triton import Heads, Linear, Norm
 from pie_driver_sglang.sglang.masked_torch import Rule
 from pie_driver_sglang.sglang.paged_triton import Cut, Rows, attend, share, tuning
 
@@ -95,6 +95,7 @@ def attention(
     rule: Rule,
     window: int,
     count: int = 3,
+    prompts: bool = False,
 ) -> None:
     """What one layer launches in a step of so many rows."""
     rows = Rows(
@@ -104,7 +105,8 @@ def attention(
     )
     storage = torch.zeros(64, 8, dim).to(pool)
     q = torch.zeros(count, 8 * group, dim, dtype=queries)
-    shares = share(rows, Cut(tuning(dim, group, pool.itemsize, count), 8, group, window), 132)
+    how = tuning(dim, group, pool.itemsize, prompts=prompts)
+    shares = share(rows, Cut(how, 8, group, window), 132)
     attend(q, storage, storage, torch.empty_like(q), rows, shares, rule, page)
 
 
@@ -113,7 +115,8 @@ def check_attention() -> None:
     for case in CASES:
         kernels = recorded(functools.partial(attention, *case))
         assert [kernel.name for kernel in kernels] == ["_share", "_attend", "_merge"]
-        page, block = case[4], tuning(case[0], case[1], case[2].itemsize, *case[7:]).block
+        prompts = case[-1] is True
+        page, block = case[4], tuning(*case[:2], case[2].itemsize, prompts=prompts).block
         slots = max(1, paged_triton._pages(block, page))
         # Shares, a row and where its first block is stored: neither queries nor KV.
         for kernel, early in zip(kernels, (0, 8 + slots, 6), strict=True):
@@ -125,6 +128,28 @@ def check_attention() -> None:
         print(f"{shared} bytes of shared memory: {case[:5]} {case[7:]}")
 
 
+def products(dtype: torch.dtype) -> Iterator[Any]:
+    """Those of a layer of Qwen3-0.6B, as they are cut at some numbers of rows."""
+    for outputs, inputs, most, gated in (
+        (4096, 1024, 1, False),
+        (1024, 3072, dense_triton.MOST_PARTS, False),
+        (3072, 1024, 1, True),
+    ):
+        matrix = Linear(torch.zeros((1 + gated) * outputs, inputs, dtype=dtype))
+        if most == 1 and not gated:
+            matrix = matrix._replace(bias=torch.zeros(outputs, dtype=dtype))
+        for count in (1, 17, 33, 65, 129):
+            tiling = dense_triton.tiling(count, outputs, inputs, most, gated=gated)
+            assert (tiling is None) == (count > 128 or (most == 1 and count > 64))
+            if tiling is None:
+                continue
+            assert tiling.rows >= count
+            assert tiling.fits(outputs, inputs)
+            run = dense_triton.gated if gated else dense_triton.linear
+            rows = torch.zeros(count, inputs, dtype=dtype)
+            yield from recorded(functools.partial(run, rows, matrix, tiling))
+
+
 def check_dense(dtype: torch.dtype) -> None:
     """The products' factors are loaded ahead; weights are asked for before the wait."""
 
@@ -132,19 +157,11 @@ def check_dense(dtype: torch.dtype) -> None:
         return torch.zeros(*size, dtype=dtype)
 
     norm, width = Norm(zeros(128), 1e-6), 4096
-    rows, matrix = zeros(40, 1024), Linear(zeros(width, 1024), zeros(width))
-    # As cuts are at 1, 64 and 128 rows.
-    for tiling in (Tiling(16, 32, 128), Tiling(64, 64, 64), Tiling(128, 64, 64)):
-        parts = Tiling(tiling.rows, tiling.outputs, tiling.inputs, parts=4)
-        for kernel in (
-            *recorded(lambda: dense_triton.linear(rows, matrix, tiling)),  # noqa: B023
-            *recorded(lambda: dense_triton.linear(rows, matrix._replace(bias=None), parts)),  # noqa: B023
-            *recorded(lambda: dense_triton.gated(rows, matrix._replace(bias=None), tiling)),  # noqa: B023
-        ):
-            check_order(kernel)
-            assert "async_copy_global_to_local" in kernel.asm["ttgir"]
-            assert "prefetch.L2" in kernel.asm["ptx"].partition("griddepcontrol.wait")[0]
-            assert kernel.metadata.shared + 1024 <= 228 * 1024
+    for kernel in products(dtype):
+        check_order(kernel)
+        assert "async_copy_global_to_local" in kernel.asm["ttgir"]
+        assert "prefetch.L2" in kernel.asm["ptx"].partition("griddepcontrol.wait")[0]
+        assert kernel.metadata.shared <= dense_triton.SHARED_BYTES, kernel.metadata.shared
     [kernel] = recorded(
         lambda: dense_triton.add_norm(torch.zeros(4, 40, 128), zeros(40, 128), norm)
     )
@@ -183,8 +200,8 @@ CASES: list[Any] = [
     (256, 1, torch.float8_e5m2, torch.bfloat16, 24, Rule(0.1), 0),
     (128, 5, torch.float32, torch.float32, 16, Rule(0.1), -1),
     # Prompts.
-    (128, 2, torch.bfloat16, torch.bfloat16, 16, Rule(0.1), -1, 2304),
-    (128, 5, torch.bfloat16, torch.bfloat16, 16, Rule(0.1), 100, 640),
+    (128, 2, torch.bfloat16, torch.bfloat16, 16, Rule(0.1), -1, 2304, True),
+    (128, 5, torch.bfloat16, torch.bfloat16, 16, Rule(0.1), 100, 640, True),
 ]
 
 

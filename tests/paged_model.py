@@ -8,6 +8,7 @@ that backend. Few kernels run models that are built as Llama is.
 
 from __future__ import annotations
 
+import contextlib
 import random
 import sys
 from collections.abc import Callable
@@ -114,6 +115,7 @@ def differences(config: DriverConfig) -> list[float]:
     if dense is not None:
         with mock.patch.object(dense_triton, "tiling", small_tiling):
             found.append(decode(server, engine, Contexts(128, page_size, vocab), dense.applied))
+    check_prefills(runner)
     check_choice(runner)
     return [float((logits - expected).abs().max()) for logits in found]
 
@@ -168,6 +170,49 @@ def check_choice(runner: Any) -> None:
     said, chosen = choices()
     assert "enable_deterministic_inference" in said, said
     assert not chosen
+
+
+def check_prefills(runner: Any) -> None:
+    """Where FlashAttention-3 computes prefills, and where steps may have prompts in them."""
+    import torch
+
+    from pie_driver_sglang.sglang import support
+
+    assert support.takes_prompts(runner)
+    layer, pool = support.attention_layers(runner)[-1], runner.token_to_kv_pool
+    fits = (
+        (torch.cuda, "get_device_capability", lambda _: (9, 0)),
+        (support, "_has_fa3", lambda: True),
+        (support, "attention_layers", lambda _: [layer]),
+        (runner, "device", "cuda"),
+        (runner, "dtype", torch.bfloat16),
+        (pool, "dtype", torch.bfloat16),
+        (layer, "qk_head_dim", 128),
+        (layer, "v_head_dim", 128),
+        (layer, "sliding_window_size", -1),
+        (layer, "logit_cap", 0.0),
+    )
+    does_not = (
+        (torch.cuda, "get_device_capability", lambda _: (8, 0)),
+        (support, "_has_fa3", lambda: False),
+        (runner, "device", "cpu"),
+        (pool, "dtype", torch.float8_e4m3fn),
+        (layer, "qk_head_dim", 80),
+        (layer, "v_head_dim", 64),
+        (layer, "sliding_window_size", 16),
+        (layer, "logit_cap", 30.0),
+    )
+    with contextlib.ExitStack() as patches:
+        for owner, name, value in fits:
+            patches.enter_context(mock.patch.object(owner, name, value))
+        assert support.prefills_by_fa3(runner)
+        for owner, name, value in does_not:
+            with mock.patch.object(owner, name, value):
+                assert not support.prefills_by_fa3(runner), name
+        decodes = SimpleNamespace(decode_attention_backend=support.PAGED_DECODE)
+        for args, taken in ((decodes, True), (SimpleNamespace(decode_attention_backend=""), False)):
+            with mock.patch.object(runner, "server_args", args):
+                assert support.takes_prompts(runner) == taken
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from typing import Any
 
@@ -10,7 +11,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from pie_driver_sglang.errors import StartError
-from pie_driver_sglang.limits import ladder
+from pie_driver_sglang.limits import LONGEST_GRAPH, ladder, long_ladder
 from pie_driver_sglang.memory_plan import (
     ANY_RANKS,
     CPU_POOL_TOKENS,
@@ -91,6 +92,7 @@ settings_ = st.builds(
     workspace_bytes=st.sampled_from([0, 2**29]),
     captures=st.booleans(),
     triton_tables=st.booleans(),
+    prompts=st.booleans(),
     swap_bytes=st.sampled_from([0, GIB]),
     adapter_slots=st.sampled_from([0, 0, 8, 64]),
     adapter_rank=st.sampled_from([16, 64]),
@@ -240,9 +242,21 @@ def test_a_host_gives_kv_a_tenth_or_one_context() -> None:
 def test_the_graphs_of_the_measured_shape() -> None:
     # benches/gpu/RESULTS.md: 28 graphs of up to 256 rows of this shape take 0.30 GiB with triton.
     assert len(ladder(256)) == 28
-    settings = USUAL._replace(triton_tables=True)
+    settings = USUAL._replace(triton_tables=True, prompts=False)
     plan = plan_memory(H200, QWEN, settings)
     assert plan.graphs / GIB == pytest.approx(0.30, rel=0.05)
+
+
+@pytest.mark.parametrize("most", [1, 200, 256, 2303, 2304, 4096])
+@pytest.mark.parametrize("chunk", [16, 257, 300, 2048, 8192])
+def test_graphs_for_prompts_go_on_where_those_of_decodes_end(most: int, chunk: int) -> None:
+    rows = long_ladder(most, chunk)
+    longest = min(LONGEST_GRAPH, chunk)
+    assert rows == sorted(set(rows))
+    assert all(most < count <= longest for count in rows)
+    assert (rows[-1:] == [longest]) == (longest > most)
+    # At most a quarter of the rows in use are padding, but in small steps.
+    assert all(count <= max(32, 1.25 * less) for less, count in itertools.pairwise([most, *rows]))
 
 
 TABLE = """\

@@ -72,9 +72,9 @@ class Shape(NamedTuple):
     kv_heads: int
     dim: int
 
-    def tuning(self, itemsize: int, rows: int) -> Tuning:
+    def tuning(self, itemsize: int, prompts: bool) -> Tuning:
         """The default cut."""
-        return tuning(self.dim, self.heads // self.kv_heads, itemsize, rows)
+        return tuning(self.dim, self.heads // self.kv_heads, itemsize, prompts=prompts)
 
 
 SHAPES = (Shape("0.6B", 16, 8, 128), Shape("14B", 40, 8, 128))
@@ -145,7 +145,7 @@ class Step:
 
     def default(self) -> Tuning:
         """The cut that the driver takes."""
-        return self.work.shape.tuning(self.queries.itemsize, len(self.queries))
+        return self.work.shape.tuning(self.queries.itemsize, self.work.prompt)
 
     def used(self, table: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """The first entries of each row of a table, one row behind the other."""
@@ -169,6 +169,9 @@ def pie(step: Step, how: Tuning | None = None) -> Call:
     rows, how = step.rows, how or step.default()
     cut = Cut(how, shape.kv_heads, shape.heads // shape.kv_heads, -1)
     shares = share(rows, cut, multiprocessors(device))
+    if device.type == "cuda":
+        # What attends would not wait for it.
+        torch.cuda.synchronize(device)
     rule = Rule(step.scale)
 
     def call(layer: int) -> torch.Tensor:

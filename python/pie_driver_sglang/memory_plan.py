@@ -125,6 +125,8 @@ class Settings(NamedTuple):
     """`mem_fraction_static`; None for the largest that is safe."""
     captures: bool = True
     """Whether graphs are captured."""
+    prompts: bool = True
+    """Whether some of the graphs are for prompts."""
     triton_tables: bool = False
     """Whether SGLang's triton backend decodes, with lists of all tokens of all rows."""
     workspace_bytes: int = 0
@@ -343,7 +345,7 @@ def _graphs(device: Device, model: Model, settings: Settings) -> int:
     if device.is_host or not settings.captures or model.state_bytes:
         return 0
     rows = ladder(settings.requests)
-    if not settings.triton_tables:
+    if settings.prompts:
         rows += long_ladder(settings.requests, settings.chunk_tokens)
     nodes = len(rows) * model.layers * GRAPH_LAYER_BYTES
     logits = settings.requests * model.vocabulary * model.itemsize

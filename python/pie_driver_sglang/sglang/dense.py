@@ -91,6 +91,8 @@ class DenseDecode:
             _expect(not model.layers_to_capture, "hidden states of some layers are wanted")
             _expect(not runner.server_args.enable_lora, "it takes adapters")
             _expect(runner.ps.tp_size == 1, "its ranks add up what they have")
+            _expect(not hasattr(model.config, "scale_emb"), "its embeddings are scaled")
+            _expect(_has_room(runner), "a multiprocessor has too little shared memory")
             pool = runner.token_to_kv_pool
             _expect(type(pool) is MHATokenToKVPool, f"its KV pool is a {type(pool).__name__}")
             norm = _norm(model.norm)
@@ -115,16 +117,18 @@ class DenseDecode:
         self,
         input_ids: torch.Tensor,
         positions: torch.Tensor,
-        batch: ForwardBatch,
-        *_: None,
-        **__: None,
+        forward_batch: ForwardBatch,
+        *others: None,
+        **named: None,
     ) -> torch.Tensor:
+        if any(other is not None for other in (*others, *named.values())):
+            raise ValueError("a captured step has tokens and nothing else")
         embedded = self._model.embed_tokens(input_ids)[None]
         rows, residual = dense_triton.add_norm(embedded, None, self._layers[0].before)
         for layer, norm in zip(self._layers, self._norms, strict=True):
             qkv = _linear(rows, layer.qkv)[0]
-            queries = dense_triton.prepare(qkv, layer.heads, positions, batch.out_cache_loc)
-            seen = layer.attention(queries, None, None, batch, save_kv_cache=False)
+            queries = dense_triton.prepare(qkv, layer.heads, positions, forward_batch.out_cache_loc)
+            seen = layer.attention(queries, None, None, forward_batch, save_kv_cache=False)
             rows, residual = _add(seen, layer.out, residual, layer.between)
             rows, residual = _add(_gated(rows, layer.gate_up), layer.down, residual, norm)
         return rows
@@ -156,6 +160,13 @@ def _gated(rows: torch.Tensor, matrix: Linear) -> torch.Tensor:
     if tiling is None:
         return dense_triton.gate(torch.nn.functional.linear(rows, matrix.weight))
     return dense_triton.gated(rows, matrix, tiling)
+
+
+def _has_room(runner: ModelRunner) -> bool:
+    if runner.device != "cuda":
+        return True
+    properties: Any = torch.cuda.get_device_properties(runner.gpu_id)
+    return int(properties.shared_memory_per_block_optin) >= dense_triton.SHARED_BYTES
 
 
 def _expect(known: bool, what: str) -> None:

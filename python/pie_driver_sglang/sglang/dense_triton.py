@@ -43,6 +43,8 @@ class Tiling:
         return outputs % self.outputs == 0 and inputs % (self.inputs * self.parts) == 0
 
 
+SHARED_BYTES = 208 << 10
+"""Shared memory that a program of some product takes, at most."""
 MOST_PARTS = 4
 """Programs that share the inputs of a tile at most, where their sums are added up later."""
 _PROGRAMS, _FEWEST_PROGRAMS = 64, 48

@@ -1,4 +1,4 @@
-"""The fast lane's device side: steps of few rows as CUDA graphs, or as calls on the CPU.
+"""The fast lane's device side: steps of fixed sizes as CUDA graphs, or as calls on the CPU.
 
 A step is staging copy, block-table changes, attention metadata, model, LM head, logit masks,
 sampling, and the tokens in the host's memory. Rust fills the block, starts the step and reads the

@@ -25,6 +25,7 @@ from pie_driver_sglang.memory_plan import (
     Part,
     Settings,
 )
+from pie_driver_sglang.sglang import support
 from pie_driver_sglang.weights import ONLINE_BYTES, Loading, Tensor, read_tensors, weight_parts
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ def free_bytes(runner: ModelRunner) -> int | None:
 def settings_of(config: DriverConfig, model_config: ModelConfig, args: ServerArgs) -> Settings:
     """What a configuration means for the memory."""
     options = config.driver.options
-    backends = set(args.get_attention_backends())
+    backends = args.get_attention_backends()
     own = options.paged_decode is not False
     workspace = DETERMINISTIC_BYTES if args.enable_deterministic_inference else FLASHINFER_BYTES
     return Settings(
@@ -89,7 +90,9 @@ def settings_of(config: DriverConfig, model_config: ModelConfig, args: ServerArg
         slots=MAX_SLOTS,
         ranks=config.driver.tensor_parallel_size,
         fraction=options.mem_fraction_static,
-        captures=not (options.disable_cuda_graph or options.enable_lora),
+        captures=not (options.disable_cuda_graph or options.enable_lora)
+        and (own or backends[1] in support.GRAPH_BACKENDS),
+        prompts=own,
         triton_tables="triton" in backends and not own,
         workspace_bytes=workspace if "flashinfer" in backends else 0,
         swap_bytes=(options.cpu_mem_budget_in_gb << 30) // config.driver.tensor_parallel_size,

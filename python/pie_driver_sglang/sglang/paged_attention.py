@@ -131,7 +131,10 @@ class PagedDecode(AttentionBackend):
         group = layer.tp_q_head_num // layer.tp_k_head_num
         window = layer.sliding_window_size
         return Cut(
-            paged_triton.tuning(dim, group, self._itemsize, rows),
+            # There are more rows than requests.
+            paged_triton.tuning(
+                dim, group, self._itemsize, prompts=rows > self.req_to_token_pool.size
+            ),
             layer.tp_k_head_num,
             group,
             -1 if window is None else window,

@@ -21,8 +21,8 @@ from pie_driver_sglang.chained_triton import chained, follow
 from pie_driver_sglang.sglang.masked_torch import Rule
 
 _LOG2E = tl.constexpr(1.4426950408889634)
-FEW_ROWS = 256
-"""Steps of more rows have prompts, of which many rows see the same KV."""
+_FEW_ROWS = 256
+"""More are looked at in larger steps."""
 _MERGED_PARTS = 16
 _MERGED_ROWS = 4
 """Rows of a tile that a program merges in turn; most tiles are of one row."""
@@ -46,18 +46,18 @@ class Tuning:
     """Heads of rows that a product has room for, at least; those of a KV head and a row fit."""
 
 
-def tuning(dim: int, group: int, itemsize: int, rows: int = 1) -> Tuning:
+def tuning(dim: int, group: int, itemsize: int, *, prompts: bool = False) -> Tuning:
     """The cut for a layer.
 
     Args:
         dim: head size, the larger of keys' and values'.
         group: heads that share a KV head.
         itemsize: bytes of a stored element.
-        rows: of the step.
+        prompts: whether many rows of the step see the same KV, as those of prompts do.
     """
     elements = 4096 if itemsize > 2 else 8192
     width = int(triton.next_power_of_2(dim))
-    if rows > FEW_ROWS and group <= 64 and width <= 128 and itemsize <= 2:
+    if prompts and group <= 64 and width <= 128 and itemsize <= 2:
         return Tuning(min(128, elements // width), warps=4, stages=3, programs=2, queries=64)
     # Up to 16 heads take the same registers.
     elements = elements * 16 // max(16, int(triton.next_power_of_2(group)))
@@ -113,7 +113,10 @@ class Shares(NamedTuple):
 
 
 def share(rows: Rows, cut: Cut, multiprocessors: int) -> Shares:
-    """Shares the step's blocks out; can be captured."""
+    """Shares the step's blocks out; can be captured.
+
+    Before the first :func:`attend` there must be a kernel in front that is not launched early.
+    """
     count = len(rows.kv_lens)
     programs = max(1, multiprocessors * cut.tuning.programs // cut.kv_heads)
     size, bounds, first_rows, before, lasts = (
@@ -121,13 +124,13 @@ def share(rows: Rows, cut: Cut, multiprocessors: int) -> Shares:
         for length in (1, count + 1, programs, count, count)
     )
     # Rows and programs that an instance compares at once.
-    planned_rows, planned_programs = (128, 64) if count <= FEW_ROWS else (1024, 16)
+    planned_rows, planned_programs = (128, 64) if count <= _FEW_ROWS else (1024, 16)
     _share[(triton.cdiv(programs, planned_programs),)](
         rows.table_rows, rows.kv_lens, size, bounds, first_rows, before, lasts,
         count, programs, cut.window,
         BLOCK=cut.tuning.block, WINDOWED=cut.window >= 0, TILE=cut.tile,
         ROWS=planned_rows, PROGRAMS=planned_programs,
-        num_warps=4 if count <= FEW_ROWS else 8, **chained(rows.kv_lens.device),
+        num_warps=4 if count <= _FEW_ROWS else 8, **chained(rows.kv_lens.device),
     )  # fmt: skip
     return Shares(cut, size, bounds, first_rows, before, lasts)
 
@@ -190,7 +193,7 @@ def attend(
     )  # fmt: skip
     if programs > 1:
         _merge[(programs - 1, heads, triton.cdiv(tile, _MERGED_ROWS))](
-            out, *shares[1:], parts, sums, sinks, row_count, out.stride(0),
+            out, *shares[1:5], parts, sums, sinks, row_count, out.stride(0),
             PARTS=_MERGED_PARTS, **common,
         )  # fmt: skip
 
@@ -504,7 +507,7 @@ def _row(bounds, kv_lens, table_rows, table, table_stride, row, row_count):  # t
 
 @triton.jit(do_not_specialize=["row_count"])  # type: ignore[untyped-decorator]
 def _merge(  # type: ignore[no-untyped-def]
-    out, size, bounds, first_rows, before, lasts, parts, sums, sinks, row_count, out_stride,
+    out, size, bounds, first_rows, before, parts, sums, sinks, row_count, out_stride,
     VALUE_DIM: tl.constexpr, VALUE_BLOCK: tl.constexpr, PARTS: tl.constexpr, SINKS: tl.constexpr,
     TILE: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
