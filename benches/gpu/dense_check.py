@@ -33,7 +33,7 @@ from pie_driver_sglang.sglang import dense_triton
 from pie_driver_sglang.sglang.dense_triton import Heads, Linear, Norm, Tiling
 
 ROWS = (1, 8, 16, 32, 64, 128, 256)
-TUNED_ROWS = (1, 16, 32, 64, 128)
+TUNED_ROWS = (1, 16, 32, 64, 128, 256)
 EPSILON = 1e-6
 TOLERANCE = 2e-2
 """Of the largest value of a result in bfloat16."""
@@ -208,8 +208,10 @@ def check_parity(device: torch.device, tiny: bool) -> None:
 
 def cuts(rows: int, inputs: int, most_parts: int, gated: bool) -> Iterator[Tiling]:
     """What may be tried for a step and a matrix of so many inputs."""
-    tile, matrices = max(16, 1 << (rows - 1).bit_length()), 2 if gated else 1
-    for outputs, parts, warps in itertools.product((16, 32, 64), range(1, most_parts + 1), (4, 8)):
+    tile, matrices = min(128, max(16, 1 << (rows - 1).bit_length())), 2 if gated else 1
+    for outputs, parts, warps in itertools.product(
+        (16, 32, 64, 128), range(1, most_parts + 1), (4, 8)
+    ):
         if tile * outputs * matrices > 64 * 32 * warps or inputs % parts:
             continue
         for turn, stages in ((64, 5), (128, 3), (128, 5), (256, 3)):
