@@ -21,10 +21,14 @@
 //! **Rewinding is appending backwards.** Nodes are numbered in the order of their making, so the last token's is the last
 //! one; a position that was replaced is remembered in `undo`.
 
+pub(crate) mod search;
+
 use std::mem;
 
 use crate::table::{Child, Edge, Inner, LARGEST, Table};
 use crate::undo::Undo;
+
+pub(crate) use search::{Candidate, Draft, Match, Scratch, share};
 
 /// Stands before the first token of a text, and between texts. It matches itself, and no context extends beyond it.
 pub(crate) const BOUNDARY: u32 = LARGEST;
@@ -86,25 +90,11 @@ impl Inner {
     }
 }
 
-/// A place in the trie with a continuation.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Match {
-    /// Tokens that match.
-    pub(crate) length: usize,
-    place: Child,
-}
-
 /// How far a descent came; the nodes on the way are in the path.
 struct Reached {
     matched: usize,
     /// The end of the edge on which the match ends, if it ends on one.
     below: Option<Child>,
-}
-
-/// What a search needs beside the index, kept to be reused.
-#[derive(Clone, Debug, Default)]
-pub(crate) struct Scratch {
-    path: Vec<Inner>,
 }
 
 /// An index over one text, or over several with boundaries between.
@@ -124,16 +114,6 @@ pub(crate) struct Index {
     path: Vec<Inner>,
     spare: Vec<Inner>,
 }
-
-/// How many of the continuations that are not the best a second is taken for.
-pub(crate) const SECOND: f64 = 0.75;
-/// Occurrences behind which more of them prove nothing.
-const EVIDENCE: f64 = 1.5;
-/// What never followed a match counts as so many occurrences, shared among its length and one.
-const NOVEL: f64 = 2.5;
-
-/// So many times as often as all others a continuation must have followed to stand before a newer one.
-pub(crate) const OFTEN: u32 = 4;
 
 /// In a word of `undo`: the best before had one occurrence less.
 const ROSE: u32 = 1 << 31;
@@ -492,196 +472,6 @@ impl Index {
             node = inner;
         }
     }
-
-    /// The longest earlier match of the text's own end.
-    pub(crate) fn own_match(&self) -> Option<Match> {
-        let mut path = self.path[..self.continued()].iter().rev();
-        path.find_map(|&node| self.node_match(node, self.depth))
-    }
-
-    /// The position of what most often followed a match.
-    pub(crate) fn next(&self, found: Match) -> usize {
-        match found.place {
-            Child::Leaf(leaf) => leaf as usize + 1,
-            Child::Node(node) => self.node(node.id).best as usize,
-        }
-    }
-
-    fn node_match(&self, node: Inner, limit: usize) -> Option<Match> {
-        let length = limit.min(node.depth());
-        let place = Child::Node(node);
-        (self.node(node.id).best_count > 0).then_some(Match { length, place })
-    }
-
-    /// The longest match of the end of `suffix` that was continued, of at most `limit` tokens.
-    pub(crate) fn find(
-        &self,
-        suffix: &[u32],
-        limit: usize,
-        scratch: &mut Scratch,
-    ) -> Option<Match> {
-        let limit = limit.min(self.depth);
-        let reached = self.descend(suffix, limit, &mut scratch.path);
-        let below = reached.below.and_then(|place| match place {
-            Child::Node(node) => self.node_match(node, reached.matched),
-            Child::Leaf(leaf) => {
-                let length = reached.matched;
-                (self.continuations(leaf) > 0).then_some(Match { length, place })
-            }
-        });
-        let above = || {
-            let mut path = scratch.path.iter().rev();
-            path.find_map(|&node| self.node_match(node, limit))
-        };
-        below.or_else(above)
-    }
-
-    /// The position of what likeliest followed one of the `all` occurrences of node `id`: the most frequent continuation,
-    /// or with `newest` another that came last, unless the former came [`OFTEN`] times as often as all others.
-    fn likeliest(&self, id: u32, all: u32, newest: bool) -> u32 {
-        let node = self.node(id);
-        let others = all - node.best_count;
-        if newest && node.second > node.best && OFTEN.saturating_mul(others) > node.best_count {
-            return node.second;
-        }
-        node.best
-    }
-
-    /// Appends at most `count` tokens to `suffix`: what likeliest followed `first`, then what followed that, as long as at
-    /// least `shortest` tokens match. What occurred once is copied on.
-    pub(crate) fn draft(
-        &self,
-        first: Match,
-        draft: Draft,
-        suffix: &mut Vec<u32>,
-        scratch: &mut Scratch,
-    ) {
-        let start = suffix.len();
-        let end = start + draft.count;
-        let mut found = first;
-        while suffix.len() < end {
-            match found.place {
-                Child::Leaf(leaf) => {
-                    return self.copy(leaf as usize + 1, start, end, draft, suffix);
-                }
-                Child::Node(node) => {
-                    // Nothing has followed the text's end.
-                    let ends = draft.open && suffix.len() == start;
-                    let all = self.node(node.id).count - u32::from(ends);
-                    let next = self.likeliest(node.id, all, draft.newest);
-                    suffix.push(self.text[next as usize]);
-                }
-            }
-            if suffix.len() == end {
-                return;
-            }
-            match self.find(suffix, found.length + 1, scratch) {
-                Some(next) if next.length >= draft.shortest => found = next,
-                _ => return,
-            }
-        }
-    }
-
-    /// Adds what most often followed the end of `suffix`, for each of its matches of at least `shortest` tokens, and the
-    /// second behind it. In the index of the context's `own` text, what lies behind `start` is the draft.
-    pub(crate) fn candidates(
-        &self,
-        (suffix, start): (&[u32], usize),
-        own: bool,
-        shortest: usize,
-        found: &mut Vec<Candidate>,
-        scratch: &mut Scratch,
-    ) {
-        let mut below = None;
-        let ends = own && suffix.len() == start;
-        let path = if ends {
-            &self.path[..self.continued()]
-        } else {
-            let reached = self.descend(suffix, self.depth, &mut scratch.path);
-            below = reached.below.map(|place| (place, reached.matched));
-            &scratch.path[..]
-        };
-        let above = path.iter().rev().map(|&node| {
-            let length = self.depth.min(node.depth());
-            (Child::Node(node), length)
-        });
-        let behind = if own { suffix.get(start) } else { None };
-        for (place, length) in below.into_iter().chain(above) {
-            if length < shortest {
-                break;
-            }
-            let known = match place {
-                Child::Leaf(leaf) => Node {
-                    best: leaf + 1,
-                    best_count: 1,
-                    count: 1,
-                    ..Node::default()
-                },
-                Child::Node(node) => *self.node(node.id),
-            };
-            // Nothing has followed the text's end.
-            let all = known.count - u32::from(ends);
-            let mut add = |token: Option<&u32>, count: f64| {
-                if let Some(&token) = token.filter(|&&token| count > 0.0 && token != BOUNDARY) {
-                    found.push(Candidate {
-                        token,
-                        rank: length,
-                        share: share(count, f64::from(all), length),
-                    });
-                }
-            };
-            let best = self.text.get(known.best as usize).or(behind);
-            add(best, f64::from(known.best_count));
-            let others = all.saturating_sub(known.best_count);
-            let second = &self.text[known.second as usize];
-            add(Some(second), SECOND * f64::from(others));
-        }
-    }
-
-    /// Copies the text from `at`, and beyond its end the draft itself.
-    fn copy(&self, at: usize, start: usize, end: usize, draft: Draft, suffix: &mut Vec<u32>) {
-        for at in at..at + (end - suffix.len()) {
-            let token = match self.text.get(at) {
-                Some(&token) => token,
-                None if draft.open => suffix[start + at - self.text.len()],
-                None => BOUNDARY,
-            };
-            if token == BOUNDARY {
-                return;
-            }
-            suffix.push(token);
-        }
-    }
-}
-
-/// A token that may follow.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) struct Candidate {
-    pub(crate) token: u32,
-    /// The length of the match that it followed; longer ones come first.
-    pub(crate) rank: usize,
-    /// Its share of what followed that, with room for what never did.
-    pub(crate) share: f64,
-}
-
-/// The share of `count` in `all` that followed a match, with room for what never did: the longer the match, the less likely
-/// is that. More occurrences than [`EVIDENCE`] leave no less room: a text that repeats itself has many, and they say little
-/// of what another text, or the same one behind its next change, goes on with.
-pub(crate) fn share(count: f64, all: f64, length: usize) -> f64 {
-    let seen = all.min(EVIDENCE);
-    count / all * seen / (seen + NOVEL / (length as f64 + 1.0))
-}
-
-/// What a linear draft shall be.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Draft {
-    pub(crate) count: usize,
-    /// Shortest match that may draft.
-    pub(crate) shortest: usize,
-    /// Whether the draft goes on where the index's text ends.
-    pub(crate) open: bool,
-    /// Whether newer continuations stand before more frequent ones.
-    pub(crate) newest: bool,
 }
 
 /// Pushes with growth by a quarter: these are the large vectors, and doubling would leave half of them empty.

@@ -1,6 +1,7 @@
 //! What the index must find, by comparing every position.
 
-use crate::index::{BOUNDARY, Draft, OFTEN};
+use crate::index::search::OFTEN;
+use crate::index::{BOUNDARY, Draft};
 
 /// What the index must find, from the text alone.
 pub(crate) struct Naive<'a> {

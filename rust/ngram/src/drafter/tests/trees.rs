@@ -2,7 +2,8 @@
 
 use super::{copies, expected, texts};
 use crate::drafter::Drafter;
-use crate::index::{BOUNDARY, SECOND, share};
+use crate::index::search::SECOND;
+use crate::index::{BOUNDARY, share};
 use crate::naive::Naive;
 use crate::tree::{HANDICAP, ROOT, Tree};
 
