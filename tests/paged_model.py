@@ -213,6 +213,8 @@ def check_prefills(runner: Any) -> None:
         for args, taken in ((decodes, True), (SimpleNamespace(decode_attention_backend=""), False)):
             with mock.patch.object(runner, "server_args", args):
                 assert support.takes_prompts(runner) == taken
+                with mock.patch.object(runner, "ps", SimpleNamespace(tp_size=2)):
+                    assert not support.takes_prompts(runner)
 
 
 if __name__ == "__main__":

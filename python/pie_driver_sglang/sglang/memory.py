@@ -92,7 +92,7 @@ def settings_of(config: DriverConfig, model_config: ModelConfig, args: ServerArg
         fraction=options.mem_fraction_static,
         captures=not (options.disable_cuda_graph or options.enable_lora)
         and (own or backends[1] in support.GRAPH_BACKENDS),
-        prompts=own,
+        prompts=own and config.driver.tensor_parallel_size == 1,
         triton_tables="triton" in backends and not own,
         workspace_bytes=workspace if "flashinfer" in backends else 0,
         swap_bytes=(options.cpu_mem_budget_in_gb << 30) // config.driver.tensor_parallel_size,

@@ -310,10 +310,11 @@ def lane_obstacle(runner: ModelRunner) -> str | None:
 def takes_prompts(runner: ModelRunner) -> bool:
     """Whether a captured step may have more rows than there are requests.
 
-    The tables of SGLang's triton backend have one row for each request.
+    The tables of SGLang's triton backend have one row for each request. On several GPUs sums of so
+    many rows have not been tried in a graph.
     """
     backend: str | None = runner.server_args.decode_attention_backend
-    return runner.device == "cpu" or backend == PAGED_DECODE
+    return runner.device == "cpu" or (backend == PAGED_DECODE and runner.ps.tp_size == 1)
 
 
 def _is_plain(layer: RadixAttention) -> bool:
