@@ -10,6 +10,7 @@ import contextlib
 import functools
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -96,6 +97,8 @@ def attention(
     window: int,
     count: int = 3,
     prompts: bool = False,
+    *,
+    folds: bool = False,
 ) -> None:
     """What one layer launches in a step of so many rows."""
     rows = Rows(
@@ -105,7 +108,7 @@ def attention(
     )
     storage = torch.zeros(64, 8, dim).to(pool)
     q = torch.zeros(count, 8 * group, dim, dtype=queries)
-    how = tuning(dim, group, pool.itemsize, prompts=prompts)
+    how = replace(tuning(dim, group, pool.itemsize, prompts=prompts), folds=folds)
     shares = share(rows, Cut(how, 8, group, window), 132)
     attend(q, storage, storage, torch.empty_like(q), rows, shares, rule, page)
 
@@ -126,6 +129,13 @@ def check_attention() -> None:
         shared = kernels[1].metadata.shared
         assert 2 * (shared + 1024) <= 228 * 1024, shared
         print(f"{shared} bytes of shared memory: {case[:5]} {case[7:]}")
+        kernels = recorded(functools.partial(attention, *case, folds=True))
+        assert [kernel.name for kernel in kernels] == ["_share", "_attend"]
+        said = kernels[1].asm["ptx"].partition("atom.global.gpu.acq_rel.add")
+        assert said[1], "nobody hears of the last part"
+        # Between the parts and the word that they are there.
+        assert "bar.sync" in said[0].rpartition("st.global")[2]
+        assert "ld.global.cg" in said[2]
 
 
 def products(dtype: torch.dtype) -> Iterator[Any]:

@@ -46,6 +46,7 @@ class Case(NamedTuple):
     queries: int = 16
     shared: bool = False
     """All rows are one context's, as those of a draft."""
+    folds: bool = False
 
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -192,7 +193,8 @@ def check_attention(
     """Whether a case comes out right, on a GPU twice the same; `how` replaces the case's block."""
     step = make_step(case, generator)
     group = case.heads // case.kv_heads
-    cut = Cut(how or Tuning(case.block, 4, 3, 1, case.queries), case.kv_heads, group, case.window)
+    how = how or Tuning(case.block, 4, 3, 1, case.queries, case.folds)
+    cut = Cut(how, case.kv_heads, group, case.window)
     # Queries come as a part of what one product gives for queries, keys and values.
     wide = torch.nn.functional.pad(step.queries.flatten(1), (16, 32)).to(device)
     queries = wide[:, 16:-32].view(step.queries.shape)
@@ -205,6 +207,7 @@ def check_attention(
         shares = share(rows, cut, case.multiprocessors)
         out = queries.new_full((len(queries), case.heads, case.value_dim), math.nan)
         attend(queries, keys, values, out, rows, shares, rule, case.page, case.value_scale)
+        assert not case.folds or not shares.arrived.any(), "a layer behind this one would be wrong"
         assert out[len(case.lengths) :].isfinite().all(), "padding became no number"
         outs.append(out[: len(case.lengths)].cpu())
     expected = dense(case, step).flatten(1)
@@ -238,6 +241,7 @@ def random_cases() -> Iterator[Case]:
             value_scale=draw.choice((1.0, 0.5)),
             shared=draw.random() < 0.3,
             queries=draw.choice((16, 16, 32)),
+            folds=draw.random() < 0.5,
         )
 
 
@@ -289,7 +293,9 @@ def check_shares() -> bool:
 
 if __name__ == "__main__":
     seeded = torch.Generator().manual_seed(3)
-    found = [check_attention(case, seeded) for case in itertools.chain(CASES, random_cases())]
+    folded = [case._replace(folds=True) for case in CASES if case.dtype == case.pool]
+    cases = itertools.chain(CASES, folded, random_cases())
+    found = [check_attention(case, seeded) for case in cases]
     results = [*found, check_shares()]
     print(f"{len(results)} checks, {results.count(False)} wrong")
     sys.exit(not all(results))

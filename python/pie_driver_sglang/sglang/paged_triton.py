@@ -44,6 +44,8 @@ class Tuning:
     """Programs for each multiprocessor."""
     queries: int = 16
     """Heads of rows that a product has room for, at least; those of a KV head and a row fit."""
+    folds: bool = False
+    """Whether the last program of a row merges what the others left, not a kernel of its own."""
 
 
 def tuning(dim: int, group: int, itemsize: int, *, prompts: bool = False) -> Tuning:
@@ -110,6 +112,9 @@ class Shares(NamedTuple):
     """``[rows]`` int32: rows in front of each one that are looked at with it; -1 for these."""
     lasts: torch.Tensor
     """``[rows]`` int32: the last of the rows that are looked at with one, for the first of them."""
+    arrived: torch.Tensor
+    """``[kv_heads, programs]`` int32, zeros between layers: how many have left their part of the
+    row that begins in a program and goes on in the next."""
 
 
 def share(rows: Rows, cut: Cut, multiprocessors: int) -> Shares:
@@ -123,16 +128,17 @@ def share(rows: Rows, cut: Cut, multiprocessors: int) -> Shares:
         torch.empty(length, dtype=torch.int32, device=rows.kv_lens.device)
         for length in (1, count + 1, programs, count, count)
     )
+    arrived = torch.empty(cut.kv_heads, programs, dtype=torch.int32, device=size.device)
     # Rows and programs that an instance compares at once.
     planned_rows, planned_programs = (128, 64) if count <= _FEW_ROWS else (1024, 16)
     _share[(triton.cdiv(programs, planned_programs),)](
-        rows.table_rows, rows.kv_lens, size, bounds, first_rows, before, lasts,
+        rows.table_rows, rows.kv_lens, size, bounds, first_rows, before, lasts, arrived,
         count, programs, cut.window,
         BLOCK=cut.tuning.block, WINDOWED=cut.window >= 0, TILE=cut.tile,
-        ROWS=planned_rows, PROGRAMS=planned_programs,
+        ROWS=planned_rows, PROGRAMS=planned_programs, KV_HEADS=cut.kv_heads,
         num_warps=4 if count <= _FEW_ROWS else 8, **chained(rows.kv_lens.device),
     )  # fmt: skip
-    return Shares(cut, size, bounds, first_rows, before, lasts)
+    return Shares(cut, size, bounds, first_rows, before, lasts, arrived)
 
 
 def attend(
@@ -188,10 +194,10 @@ def attend(
         GROUP=group, DIM=dim, PAGE=page_size, PAGES=_pages(how.block, page_size), BLOCK=how.block,
         GROUP_BLOCK=shares.cut.queries,
         DIM_BLOCK=max(16, triton.next_power_of_2(dim)),
-        CAPPED=rule.cap > 0, WINDOWED=shares.cut.window >= 0, **common,
+        CAPPED=rule.cap > 0, WINDOWED=shares.cut.window >= 0, FOLDS=how.folds, **common,
         num_warps=how.warps, num_stages=how.stages,
     )  # fmt: skip
-    if programs > 1:
+    if programs > 1 and not how.folds:
         _merge[(programs - 1, heads, triton.cdiv(tile, _MERGED_ROWS))](
             out, *shares[1:5], parts, sums, sinks, row_count, out.stride(0),
             PARTS=_MERGED_PARTS, **common,
@@ -259,9 +265,10 @@ def _larger(a, b):  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["row_count", "program_count", "window"])  # type: ignore[untyped-decorator]
 def _share(  # type: ignore[no-untyped-def]
-    table_rows, kv_lens, size, bounds, first_rows, before, lasts, row_count, program_count, window,
+    table_rows, kv_lens, size, bounds, first_rows, before, lasts, arrived, row_count,
+    program_count, window,
     BLOCK: tl.constexpr, WINDOWED: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
-    PROGRAMS: tl.constexpr, CHAINED: tl.constexpr,
+    PROGRAMS: tl.constexpr, KV_HEADS: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Shares for `PROGRAMS` programs; each instance sums all rows, the first one keeps the sums."""
     if CHAINED:
@@ -299,6 +306,8 @@ def _share(  # type: ignore[no-untyped-def]
         passed += tl.sum(blocks)
         start = tl.max(starts)
     tl.store(first_rows + programs, ended, mask=programs < program_count)
+    for head in range(KV_HEADS):
+        tl.store(arrived + head * program_count + programs, 0, mask=programs < program_count)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -407,14 +416,14 @@ def _attend_span(  # type: ignore[no-untyped-def]
 @triton.jit(do_not_specialize=["row_count", "window"])  # type: ignore[untyped-decorator]
 def _attend(  # type: ignore[no-untyped-def]
     queries, keys, values, out, table, table_rows, kv_lens, size, bounds, first_rows, before,
-    lasts, parts, sums, sinks, scale, value_scale, cap, window, row_count,
+    lasts, arrived, parts, sums, sinks, scale, value_scale, cap, window, row_count,
     query_stride, key_slot_stride, key_head_stride, value_slot_stride, value_head_stride,
     out_stride, table_stride,
     GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     PAGE: tl.constexpr, PAGES: tl.constexpr, BLOCK: tl.constexpr,
     GROUP_BLOCK: tl.constexpr, DIM_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr,
-    CAPPED: tl.constexpr, WINDOWED: tl.constexpr, SINKS: tl.constexpr, TILE: tl.constexpr,
-    CHAINED: tl.constexpr,
+    CAPPED: tl.constexpr, WINDOWED: tl.constexpr, SINKS: tl.constexpr, FOLDS: tl.constexpr,
+    TILE: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """A program's share of the blocks, with the heads of one KV head.
 
@@ -476,6 +485,20 @@ def _attend(  # type: ignore[no-untyped-def]
                 mask=written,
             )
             tl.store(sums + place, best + tl.log2(total), mask=asks)
+            if FOLDS:
+                # No warp says that its part is there before all warps' are.
+                tl.debug_barrier()
+                first, final = begin // share, (end - 1) // share
+                count = arrived + kv_head * tl.num_programs(1) + first
+                if tl.atomic_add(count, 1, sem="acq_rel") == final - first:
+                    tl.store(count, 0)
+                    mixed, best, total = _folded(
+                        parts, sums, first, final, number, heads, head_count, asks,
+                        VALUE_DIM, GROUP_BLOCK, VALUE_BLOCK, TILE,
+                    )  # fmt: skip
+                    mixed = _finish(mixed, best, total, sinks, heads, asks, SINKS)
+                    row_out = out + (rows * out_stride + heads * VALUE_DIM)[:, None]
+                    tl.store(row_out + value_dims[None, :], mixed, mask=written)
         block = last
         begin = end
         ahead = next_row - row - 1
@@ -484,6 +507,38 @@ def _attend(  # type: ignore[no-untyped-def]
         last = tl.minimum(end, stop)
         seen = _span(block, last, begin, ahead, kv_len, window, BLOCK, WINDOWED)
         found = _look_up(slots_row, seen[0], seen[1], PAGE, PAGES, BLOCK)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _folded(  # type: ignore[no-untyped-def]
+    parts, sums, first, final, number, heads, head_count, asks,
+    VALUE_DIM: tl.constexpr, GROUP_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    """What programs `first` to `final` left of a tile's rows, as :func:`_attend_span`."""
+    value_dims = tl.arange(0, VALUE_BLOCK)
+    best = tl.full([GROUP_BLOCK], float("-inf"), tl.float32)
+    total = tl.zeros([GROUP_BLOCK], tl.float32)
+    mixed = tl.zeros([GROUP_BLOCK, VALUE_BLOCK], tl.float32)
+    for program in range(first, final + 1):
+        place = 2 * program + (program == first).to(tl.int32)
+        place = (place * TILE + number) * head_count + heads
+        # Past the first-level cache, which knows nothing of other programs.
+        logs = tl.load(sums + place, mask=asks, other=float("-inf"), cache_modifier=".cg")
+        part = tl.load(
+            parts + place[:, None] * VALUE_DIM + value_dims[None, :],
+            mask=asks[:, None] & (value_dims[None, :] < VALUE_DIM),
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        largest = tl.maximum(best, logs)
+        level = tl.where(largest == float("-inf"), 0.0, largest)
+        shrink = tl.exp2(best - level)
+        weights = tl.exp2(logs - level)
+        total = total * shrink + weights
+        mixed = mixed * shrink[:, None] + weights[:, None] * part
+        best = largest
+    return mixed, best, total
 
 
 @triton.jit  # type: ignore[untyped-decorator]
