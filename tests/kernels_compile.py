@@ -10,7 +10,6 @@ import contextlib
 import functools
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -97,8 +96,6 @@ def attention(
     window: int,
     count: int = 3,
     prompts: bool = False,
-    *,
-    folds: bool = False,
 ) -> None:
     """What one layer launches in a step of so many rows."""
     rows = Rows(
@@ -108,7 +105,7 @@ def attention(
     )
     storage = torch.zeros(64, 8, dim).to(pool)
     q = torch.zeros(count, 8 * group, dim, dtype=queries)
-    how = replace(tuning(dim, group, pool.itemsize, prompts=prompts), folds=folds)
+    how = tuning(dim, group, pool.itemsize, prompts=prompts)
     shares = share(rows, Cut(how, 8, group, window), 132)
     attend(q, storage, storage, torch.empty_like(q), rows, shares, rule, page)
 
@@ -117,20 +114,18 @@ def check_attention() -> None:
     """KV is loaded ahead, and two programs have room on a multiprocessor of an H100 or H200."""
     for case in CASES:
         kernels = recorded(functools.partial(attention, *case))
-        assert [kernel.name for kernel in kernels] == ["_share", "_attend", "_merge"]
+        assert [kernel.name for kernel in kernels] == ["_share", "_attend"]
         prompts = case[-1] is True
         page, block = case[4], tuning(*case[:2], case[2].itemsize, prompts=prompts).block
         slots = max(1, paged_triton._pages(block, page))
-        # Shares, a row and where its first block is stored: neither queries nor KV.
-        for kernel, early in zip(kernels, (0, 8 + slots, 6), strict=True):
+        # Shares, two tiles and where the first block is stored: neither queries nor KV.
+        for kernel, early in zip(kernels, (0, 16 + slots), strict=True):
             check_order(kernel, early)
-        loop = kernels[1].asm["ttgir"].partition("scf.while")[2].partition("scf.for")[2]
+        loop = kernels[1].asm["ttgir"].partition("scf.for")[2].partition("scf.for")[2]
         assert "async_copy_global_to_local" in loop, "KV is not loaded ahead"
         shared = kernels[1].metadata.shared
         assert 2 * (shared + 1024) <= 228 * 1024, shared
         print(f"{shared} bytes of shared memory: {case[:5]} {case[7:]}")
-        kernels = recorded(functools.partial(attention, *case, folds=True))
-        assert [kernel.name for kernel in kernels] == ["_share", "_attend"]
         said = kernels[1].asm["ptx"].partition("atom.global.gpu.acq_rel.add")
         assert said[1], "nobody hears of the last part"
         # Between the parts and the word that they are there.

@@ -46,7 +46,6 @@ class Case(NamedTuple):
     queries: int = 16
     shared: bool = False
     """All rows are one context's, as those of a draft."""
-    folds: bool = False
 
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -193,7 +192,7 @@ def check_attention(
     """Whether a case comes out right, on a GPU twice the same; `how` replaces the case's block."""
     step = make_step(case, generator)
     group = case.heads // case.kv_heads
-    how = how or Tuning(case.block, 4, 3, 1, case.queries, case.folds)
+    how = how or Tuning(case.block, 4, 3, 1, case.queries)
     cut = Cut(how, case.kv_heads, group, case.window)
     # Queries come as a part of what one product gives for queries, keys and values.
     wide = torch.nn.functional.pad(step.queries.flatten(1), (16, 32)).to(device)
@@ -207,7 +206,7 @@ def check_attention(
         shares = share(rows, cut, case.multiprocessors)
         out = queries.new_full((len(queries), case.heads, case.value_dim), math.nan)
         attend(queries, keys, values, out, rows, shares, rule, case.page, case.value_scale)
-        assert not case.folds or not shares.arrived.any(), "a layer behind this one would be wrong"
+        assert not shares.arrived.any(), "a layer behind this one would be wrong"
         assert out[len(case.lengths) :].isfinite().all(), "padding became no number"
         outs.append(out[: len(case.lengths)].cpu())
     expected = dense(case, step).flatten(1)
@@ -241,20 +240,19 @@ def random_cases() -> Iterator[Case]:
             value_scale=draw.choice((1.0, 0.5)),
             shared=draw.random() < 0.3,
             queries=draw.choice((16, 16, 32)),
-            folds=draw.random() < 0.5,
         )
 
 
-def tiles(table_rows: list[int], lengths: list[int], most: int) -> tuple[list[int], list[int]]:
-    """Rows in front of the last one of each tile, -1 for others, and the last one of each first."""
-    before, lasts, first = [-1] * len(lengths), [0] * len(lengths), 0
+def rows_before(table_rows: list[int], lengths: list[int], most: int) -> list[int]:
+    """Rows in front of the last one of each tile, -1 for others."""
+    before, first = [-1] * len(lengths), 0
     for row, (own, length) in enumerate(zip(table_rows, lengths, strict=True)):
         follows = table_rows[row + 1 : row + 2] == [own]
         # Padding goes together.
         follows &= own == 0 or lengths[row + 1 : row + 2] == [length + 1]
         if not follows or row - first + 1 == most:
-            before[row], lasts[first], first = row - first, row, row + 1
-    return before, lasts
+            before[row], first = row - first, row + 1
+    return before
 
 
 def check_shares() -> bool:
@@ -270,7 +268,7 @@ def check_shares() -> bool:
         step = Rows(torch.empty(0), torch.tensor(owners), torch.tensor(lengths))
         # A product has room for four heads of four rows.
         shares = share(step, Cut(Tuning(64, 4, 3, 1), 2, 4, window), 2 * programs)
-        before, lasts = tiles(owners, lengths, 4)
+        before = rows_before(owners, lengths, 4)
         hidden = [
             max(0, length - ahead - 1 - window) // 64 if window >= 0 else 0
             for length, ahead in zip(lengths, before, strict=True)
@@ -281,20 +279,28 @@ def check_shares() -> bool:
         ]
         bounds = [0, *itertools.accumulate(blocks)]
         size = -(-bounds[-1] // programs)
-        starts = [sum(end <= program * size for end in bounds[1:]) for program in range(programs)]
-        right &= shares.before.tolist() == before
-        firsts = [row - ahead for row, ahead in enumerate(before) if ahead >= 0]
-        right &= all(int(shares.lasts[first]) == lasts[first] for first in firsts)
-        right &= shares.size.tolist() == [size]
-        right &= shares.bounds.tolist() == bounds
-        right &= shares.first_rows.tolist() == starts
+        expected = [
+            [row, ahead, bounds[row + 1], lengths[row], owners[row]]
+            for row, ahead in enumerate(before)
+            if ahead >= 0
+        ]
+        ends = [tile[2] for tile in expected]
+        stretches = [
+            [sum(end <= program * size for end in ends) for program in range(programs)],
+            [
+                sum(begin < (program + 1) * size for begin in [0, *ends[:-1]])
+                for program in range(programs)
+            ],
+        ]
+        right &= shares.totals.tolist() == [size, bounds[-1], len(expected)]
+        right &= shares.tiles[:, : len(expected)].T.tolist() == expected
+        right &= shares.stretches.tolist() == stretches
     return right
 
 
 if __name__ == "__main__":
     seeded = torch.Generator().manual_seed(3)
-    folded = [case._replace(folds=True) for case in CASES if case.dtype == case.pool]
-    cases = itertools.chain(CASES, folded, random_cases())
+    cases = itertools.chain(CASES, random_cases())
     found = [check_attention(case, seeded) for case in cases]
     results = [*found, check_shares()]
     print(f"{len(results)} checks, {results.count(False)} wrong")

@@ -187,7 +187,7 @@ def share_out(step: Step) -> Call:
     """What this driver's kernels need once a step."""
     shape, device = step.work.shape, step.queries.device
     cut = Cut(step.default(), shape.kv_heads, shape.heads // shape.kv_heads, -1)
-    return lambda _: share(step.rows, cut, multiprocessors(device)).bounds
+    return lambda _: share(step.rows, cut, multiprocessors(device)).totals
 
 
 def sglang_triton(step: Step) -> Call:

@@ -118,9 +118,10 @@ def _survey(  # type: ignore[no-untyped-def]
     logits, stride, vocab, temperatures, tops, ids, masses, cap,
     CAPPED: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """Of a block of a row: the largest logit, its lowest id, and all weights, its own being 1.
+    """Of a block of a row: the largest logit, an id, and all weights, that logit's being 1.
 
-    The id is -1 if there is something that is no number.
+    The id is -1 if there is something that is no number; else the lowest one with that logit, if
+    the row takes the arg-max.
     """
     if CHAINED:
         follow()
@@ -129,18 +130,21 @@ def _survey(  # type: ignore[no-untyped-def]
     temperature = tl.load(temperatures + row)
     if temperature < 0.0:
         return
-    offsets = part * _BLOCK + tl.arange(0, _BLOCK)
     x = _load(logits + row * stride, part * _BLOCK, vocab)
     top = tl.max(x, 0)
-    at_top = tl.where((x == top) & (offsets < vocab), offsets, 0x7FFFFFFF)
-    lowest = tl.min(tl.where(x != x, -1, at_top), 0)
     mass = 0.0
     if (temperature > 0.0) & (tl.abs(top) < float("inf")):
         scale = 1.4426950408889634 / temperature
+        # No number, if one of the logits is none.
         mass = tl.sum(_weight(x, _capped(top, cap, CAPPED), scale, cap, CAPPED), 0)
+        found = tl.where(mass == mass, part * _BLOCK, -1)
+    else:
+        offsets = part * _BLOCK + tl.arange(0, _BLOCK)
+        at_top = tl.where((x == top) & (offsets < vocab), offsets, 0x7FFFFFFF)
+        found = tl.min(tl.where(x != x, -1, at_top), 0)
     place = row * tl.num_programs(1) + part
     tl.store(tops + place, top)
-    tl.store(ids + place, lowest)
+    tl.store(ids + place, found)
     tl.store(masses + place, mass)
 
 

@@ -3,9 +3,9 @@
 What the rows see is counted in blocks of tokens. The programs of a KV head take equally many of
 them, in the order of the rows, so a program may begin and end within a row, and rows of any mix of
 lengths take as long as their sum. A row that one program has alone is finished there; of the others
-the programs leave parts, which a second kernel merges. Shares are computed on the device, once a
-step, and grids are fixed: everything can be captured. A row's result depends on how it is cut, so
-its last bits may depend on the other rows.
+each program leaves a part, and the one that is the last to do so merges them. Shares are computed
+on the device, once a step, and grids are fixed: everything can be captured. A row's result depends
+on how it is cut, so its last bits may depend on the other rows.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ from pie_driver_sglang.sglang.masked_torch import Rule
 _LOG2E = tl.constexpr(1.4426950408889634)
 _FEW_ROWS = 256
 """More are looked at in larger steps."""
-_MERGED_PARTS = 16
-_MERGED_ROWS = 4
-"""Rows of a tile that a program merges in turn; most tiles are of one row."""
+_MERGED_PARTS = tl.constexpr(16)
+"""Parts of one head that are merged at once."""
 _MOST_PAGES = 8
 """Pages of a block that are looked up one by one; smaller ones come as a vector of slots."""
 
@@ -44,8 +43,6 @@ class Tuning:
     """Programs for each multiprocessor."""
     queries: int = 16
     """Heads of rows that a product has room for, at least; those of a KV head and a row fit."""
-    folds: bool = False
-    """Whether the last program of a row merges what the others left, not a kernel of its own."""
 
 
 def tuning(dim: int, group: int, itemsize: int, *, prompts: bool = False) -> Tuning:
@@ -99,22 +96,22 @@ class Cut(NamedTuple):
 
 
 class Shares(NamedTuple):
-    """Which blocks each program of a KV head looks at."""
+    """Which blocks each program of a KV head looks at.
+
+    A tile is rows that are looked at together. The blocks of all tiles are numbered in their order.
+    """
 
     cut: Cut
-    size: torch.Tensor
-    """``[1]`` int32: blocks of a program."""
-    bounds: torch.Tensor
-    """``[rows + 1]`` int32: blocks before each row, and of all rows."""
-    first_rows: torch.Tensor
-    """``[programs]`` int32: the row that a program begins in."""
-    before: torch.Tensor
-    """``[rows]`` int32: rows in front of each one that are looked at with it; -1 for these."""
-    lasts: torch.Tensor
-    """``[rows]`` int32: the last of the rows that are looked at with one, for the first of them."""
+    totals: torch.Tensor
+    """``[3]`` int32: blocks of a program, all blocks, all tiles."""
+    tiles: torch.Tensor
+    """``[5, rows]`` int32, of each tile: its last row, rows in front of that one, blocks up to its
+    end, and KV and table row of the last row. There are at most as many as rows."""
+    stretches: torch.Tensor
+    """``[2, programs]`` int32: the tile that a program begins in, and the one behind its last."""
     arrived: torch.Tensor
     """``[kv_heads, programs]`` int32, zeros between layers: how many have left their part of the
-    row that begins in a program and goes on in the next."""
+    tile that begins in a program and goes on in the next."""
 
 
 def share(rows: Rows, cut: Cut, multiprocessors: int) -> Shares:
@@ -124,21 +121,20 @@ def share(rows: Rows, cut: Cut, multiprocessors: int) -> Shares:
     """
     count = len(rows.kv_lens)
     programs = max(1, multiprocessors * cut.tuning.programs // cut.kv_heads)
-    size, bounds, first_rows, before, lasts = (
-        torch.empty(length, dtype=torch.int32, device=rows.kv_lens.device)
-        for length in (1, count + 1, programs, count, count)
+    totals, tiles, stretches, arrived = (
+        torch.empty(size, dtype=torch.int32, device=rows.kv_lens.device)
+        for size in ((3,), (5, count), (2, programs), (cut.kv_heads, programs))
     )
-    arrived = torch.empty(cut.kv_heads, programs, dtype=torch.int32, device=size.device)
     # Rows and programs that an instance compares at once.
     planned_rows, planned_programs = (128, 64) if count <= _FEW_ROWS else (1024, 16)
     _share[(triton.cdiv(programs, planned_programs),)](
-        rows.table_rows, rows.kv_lens, size, bounds, first_rows, before, lasts, arrived,
+        rows.table_rows, rows.kv_lens, totals, tiles, stretches, arrived,
         count, programs, cut.window,
         BLOCK=cut.tuning.block, WINDOWED=cut.window >= 0, TILE=cut.tile,
         ROWS=planned_rows, PROGRAMS=planned_programs, KV_HEADS=cut.kv_heads,
         num_warps=4 if count <= _FEW_ROWS else 8, **chained(rows.kv_lens.device),
     )  # fmt: skip
-    return Shares(cut, size, bounds, first_rows, before, lasts, arrived)
+    return Shares(cut, totals, tiles, stretches, arrived)
 
 
 def attend(
@@ -170,8 +166,7 @@ def attend(
     """
     row_count, heads, dim = queries.shape
     _, kv_heads, value_dim = values.shape
-    how, group, programs = shares.cut.tuning, shares.cut.group, len(shares.first_rows)
-    tile = shares.cut.tile
+    how, tile, programs = shares.cut.tuning, shares.cut.tile, shares.stretches.shape[1]
     parts = queries.new_empty((2 * programs * tile, heads, value_dim), dtype=torch.float32)
     sums = queries.new_empty((2 * programs * tile, heads), dtype=torch.float32)
     sinks = out if rule.sinks is None else rule.sinks
@@ -179,29 +174,18 @@ def attend(
     scale, cap = rule.scale * _LOG2E.value, 0.0
     if rule.cap:
         scale, cap = rule.scale / rule.cap, rule.cap * _LOG2E.value
-    common = {
-        "VALUE_DIM": value_dim,
-        "VALUE_BLOCK": max(16, triton.next_power_of_2(value_dim)),
-        "SINKS": rule.sinks is not None,
-        "TILE": tile,
-        **chained(queries.device),
-    }
     _attend[(kv_heads, programs)](
-        queries, keys, values, out, *rows, *shares[1:], parts, sums, sinks,
+        queries, keys, values, out, rows.table, *shares[1:], parts, sums, sinks,
         scale, value_scale, cap, shares.cut.window, row_count,
         queries.stride(0), keys.stride(0), keys.stride(1), values.stride(0), values.stride(1),
         out.stride(0), rows.table.stride(0),
-        GROUP=group, DIM=dim, PAGE=page_size, PAGES=_pages(how.block, page_size), BLOCK=how.block,
-        GROUP_BLOCK=shares.cut.queries,
-        DIM_BLOCK=max(16, triton.next_power_of_2(dim)),
-        CAPPED=rule.cap > 0, WINDOWED=shares.cut.window >= 0, FOLDS=how.folds, **common,
-        num_warps=how.warps, num_stages=how.stages,
+        GROUP=shares.cut.group, DIM=dim, VALUE_DIM=value_dim,
+        PAGE=page_size, PAGES=_pages(how.block, page_size), BLOCK=how.block,
+        GROUP_BLOCK=shares.cut.queries, DIM_BLOCK=max(16, triton.next_power_of_2(dim)),
+        VALUE_BLOCK=max(16, triton.next_power_of_2(value_dim)),
+        CAPPED=rule.cap > 0, WINDOWED=shares.cut.window >= 0, SINKS=rule.sinks is not None,
+        TILE=tile, num_warps=how.warps, num_stages=how.stages, **chained(queries.device),
     )  # fmt: skip
-    if programs > 1 and not how.folds:
-        _merge[(programs - 1, heads, triton.cdiv(tile, _MERGED_ROWS))](
-            out, *shares[1:5], parts, sums, sinks, row_count, out.stride(0),
-            PARTS=_MERGED_PARTS, **common,
-        )  # fmt: skip
 
 
 def _pages(block: int, page_size: int) -> int:
@@ -241,7 +225,7 @@ def _tiles(  # type: ignore[no-untyped-def]
     table_rows, kv_lens, rows, row_count, start, window,
     BLOCK: tl.constexpr, WINDOWED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """What the last row of a tile knows: rows in front of it, else -1, and blocks, else none.
+    """What the last row of a tile knows: rows in front of it, else -1, and KV and blocks, else none.
 
     Also where the stretches begin whose rows go on with each other; `start` is where the one before
     the first row does.
@@ -255,7 +239,7 @@ def _tiles(  # type: ignore[no-untyped-def]
     unseen = _first_seen(kv_len - before, window, WINDOWED) // BLOCK
     # One for rows that see nothing, so that somebody writes their zeros.
     blocks = tl.maximum(tl.cdiv(kv_len, BLOCK) - unseen, 1)
-    return tl.where(ends, before, -1), tl.where(ends, blocks, 0), starts
+    return tl.where(ends, before, -1), kv_len, tl.where(ends, blocks, 0), starts
 
 
 @triton.jit
@@ -265,49 +249,64 @@ def _larger(a, b):  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["row_count", "program_count", "window"])  # type: ignore[untyped-decorator]
 def _share(  # type: ignore[no-untyped-def]
-    table_rows, kv_lens, size, bounds, first_rows, before, lasts, arrived, row_count,
-    program_count, window,
+    table_rows, kv_lens, totals, tiles, stretches, arrived, row_count, program_count, window,
     BLOCK: tl.constexpr, WINDOWED: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
     PROGRAMS: tl.constexpr, KV_HEADS: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """Shares for `PROGRAMS` programs; each instance sums all rows, the first one keeps the sums."""
+    """Shares for `PROGRAMS` programs; each instance sums all rows, the first one keeps the tiles."""
     if CHAINED:
         follow()
     lanes = tl.arange(0, ROWS)
     total = 0
+    tile_count = 0
     start = 0
     for first in range(0, row_count, ROWS):
-        _, blocks, starts = _tiles(
+        ahead, _, blocks, starts = _tiles(
             table_rows, kv_lens, first + lanes, row_count, start, window, BLOCK, WINDOWED, TILE
         )
         total += tl.sum(blocks)
+        tile_count += tl.sum((ahead >= 0).to(tl.int32))
         start = tl.max(starts)
     share = tl.cdiv(total, program_count)
     programs = tl.program_id(0) * PROGRAMS + tl.arange(0, PROGRAMS)
     keeps = tl.program_id(0) == 0
-    tl.store(size, share, mask=keeps)
-    tl.store(bounds, 0, mask=keeps)
+    tl.store(totals, share, mask=keeps)
+    tl.store(totals + 1, total, mask=keeps)
+    tl.store(totals + 2, tile_count, mask=keeps)
     passed = 0
+    passed_tiles = 0
     start = 0
-    # A program begins in the row whose number is that of the rows that end before.
+    # Tiles that end before a program begins, and those that begin before it ends.
     ended = tl.zeros([PROGRAMS], tl.int32)
+    begun = tl.zeros([PROGRAMS], tl.int32)
+    block = (programs * share)[:, None]
     for first in range(0, row_count, ROWS):
         rows = first + lanes
-        ahead, blocks, starts = _tiles(
+        ahead, kv_len, blocks, starts = _tiles(
             table_rows, kv_lens, rows, row_count, start, window, BLOCK, WINDOWED, TILE
         )
+        is_tile = ahead >= 0
         ends = passed + tl.cumsum(blocks, 0)
-        inside = rows < row_count
-        tl.store(before + rows, ahead, mask=inside & keeps)
-        tl.store(lasts + rows - ahead, rows, mask=(ahead >= 0) & keeps)
-        tl.store(bounds + 1 + rows, ends, mask=inside & keeps)
-        over = (ends[None, :] <= programs[:, None] * share) & inside[None, :]
+        over = (ends[None, :] <= block) & is_tile[None, :]
         ended += tl.sum(over.to(tl.int32), 1)
+        under = ((ends - blocks)[None, :] < block + share) & is_tile[None, :]
+        begun += tl.sum(under.to(tl.int32), 1)
+        kept = is_tile & keeps
+        place = tiles + passed_tiles + tl.cumsum(is_tile.to(tl.int32), 0) - 1
+        own = tl.load(table_rows + rows, mask=kept, other=0)
+        tl.store(place, rows, mask=kept)
+        tl.store(place + row_count, ahead, mask=kept)
+        tl.store(place + 2 * row_count, ends, mask=kept)
+        tl.store(place + 3 * row_count, kv_len, mask=kept)
+        tl.store(place + 4 * row_count, own.to(tl.int32), mask=kept)
         passed += tl.sum(blocks)
+        passed_tiles += tl.sum(is_tile.to(tl.int32))
         start = tl.max(starts)
-    tl.store(first_rows + programs, ended, mask=programs < program_count)
+    known = programs < program_count
+    tl.store(stretches + programs, ended, mask=known)
+    tl.store(stretches + program_count + programs, begun, mask=known)
     for head in range(KV_HEADS):
-        tl.store(arrived + head * program_count + programs, 0, mask=programs < program_count)
+        tl.store(arrived + head * program_count + programs, 0, mask=known)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -415,114 +414,175 @@ def _attend_span(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["row_count", "window"])  # type: ignore[untyped-decorator]
 def _attend(  # type: ignore[no-untyped-def]
-    queries, keys, values, out, table, table_rows, kv_lens, size, bounds, first_rows, before,
-    lasts, arrived, parts, sums, sinks, scale, value_scale, cap, window, row_count,
+    queries, keys, values, out, table, totals, tiles, stretches, arrived, parts, sums, sinks,
+    scale, value_scale, cap, window, row_count,
     query_stride, key_slot_stride, key_head_stride, value_slot_stride, value_head_stride,
     out_stride, table_stride,
     GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     PAGE: tl.constexpr, PAGES: tl.constexpr, BLOCK: tl.constexpr,
     GROUP_BLOCK: tl.constexpr, DIM_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr,
-    CAPPED: tl.constexpr, WINDOWED: tl.constexpr, SINKS: tl.constexpr, FOLDS: tl.constexpr,
+    CAPPED: tl.constexpr, WINDOWED: tl.constexpr, SINKS: tl.constexpr,
     TILE: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """A program's share of the blocks, with the heads of one KV head.
 
     Shares and the block table are read before the kernel in front has ended: it wrote neither.
     """
-    program = tl.program_id(1)
-    share = tl.load(size)
-    row = tl.load(first_rows + program)
-    start = program * share
-    stop = tl.minimum(start + share, tl.load(bounds + row_count))
-    begin = tl.load(bounds + row)
-    ahead = tl.load(before + row, mask=row < row_count, other=0)
-    end, kv_len, slots_row = _row(bounds, kv_lens, table_rows, table, table_stride, row, row_count)
     kv_head = tl.program_id(0)
-    head_count = tl.num_programs(0) * GROUP
+    program = tl.program_id(1)
+    share = tl.load(totals)
+    block = program * share
+    stop = tl.minimum(block + share, tl.load(totals + 1))
+    tile_count = tl.load(totals + 2)
+    start = tl.load(stretches + program)
+    until = tl.load(stretches + tl.num_programs(1) + program)
+    begin = tl.load(tiles + 2 * row_count + start - 1, mask=start > 0, other=0)
+    row, ahead, end, kv_len, slots = _tile(tiles, start, tile_count, row_count, table, table_stride)
+    following = _tile(tiles, start + 1, tile_count, row_count, table, table_stride)
+    seen = _span(block, tl.minimum(end, stop), begin, ahead, kv_len, window, BLOCK, WINDOWED)
+    found = _look_up(slots, seen[0], seen[1], PAGE, PAGES, BLOCK)
     group = tl.arange(0, GROUP_BLOCK)
     # The heads of the first row of the tile, then those of the second one.
     number = group // GROUP
     heads = kv_head * GROUP + group % GROUP
-    dims = tl.arange(0, DIM_BLOCK)
+    head_count = tl.num_programs(0) * GROUP
     value_dims = tl.arange(0, VALUE_BLOCK)
-    block = start
-    last = tl.minimum(end, stop)
-    seen = _span(block, last, begin, ahead, kv_len, window, BLOCK, WINDOWED)
-    found = _look_up(slots_row, seen[0], seen[1], PAGE, PAGES, BLOCK)
+    own_queries = queries + heads * DIM
     if CHAINED:
         follow()
-    while block < stop:
-        # One turn ahead: the first row of the next tile follows this one's last.
-        next_row = tl.load(lasts + row + 1, mask=row + 1 < row_count, other=row_count)
-        following = _row(bounds, kv_lens, table_rows, table, table_stride, next_row, row_count)
-        asks = number <= ahead
-        rows = (row - ahead + number).to(tl.int64)
-        q = tl.load(
-            queries + (rows * query_stride + heads * DIM)[:, None] + dims[None, :],
-            mask=asks[:, None] & (dims[None, :] < DIM),
-            other=0.0,
+    q = _load_queries(own_queries, number, row, ahead, query_stride, DIM, DIM_BLOCK)
+    for tile in range(start, until):
+        last = tl.minimum(end, stop)
+        # What the next tiles need is on its way while this one's KV is looked at.
+        next_row, next_ahead, next_end, next_kv_len, next_slots = following
+        following = _tile(tiles, tile + 2, tile_count, row_count, table, table_stride)
+        next_seen = _span(
+            last, tl.minimum(next_end, stop), end, next_ahead, next_kv_len, window, BLOCK, WINDOWED
+        )
+        next_found = _look_up(next_slots, next_seen[0], next_seen[1], PAGE, PAGES, BLOCK)
+        next_q = _load_queries(
+            own_queries, number, next_row, next_ahead, query_stride, DIM, DIM_BLOCK
         )
         mixed, best, total = _attend_span(
             q, keys + kv_head * key_head_stride, values + kv_head * value_head_stride,
-            slots_row, found, seen[0], seen[1], _first_seen(kv_len - ahead, window, WINDOWED),
+            slots, found, seen[0], seen[1], _first_seen(kv_len - ahead, window, WINDOWED),
             kv_len - ahead + number, scale, cap, window, key_slot_stride, value_slot_stride,
             DIM, VALUE_DIM, PAGE, PAGES, BLOCK, GROUP_BLOCK, DIM_BLOCK, VALUE_BLOCK,
             CAPPED, WINDOWED,
         )  # fmt: skip
         mixed = mixed * value_scale
+        asks = number <= ahead
         written = asks[:, None] & (value_dims[None, :] < VALUE_DIM)
-        if (begin >= start) & (end <= stop):
+        rows = (row - ahead + number).to(tl.int64)
+        row_out = out + (rows * out_stride + heads * VALUE_DIM)[:, None] + value_dims[None, :]
+        first, final = begin // share, (end - 1) // share
+        if first == final:
             mixed = _finish(mixed, best, total, sinks, heads, asks, SINKS)
-            row_out = out + (rows * out_stride + heads * VALUE_DIM)[:, None]
-            tl.store(row_out + value_dims[None, :], mixed, mask=written)
+            tl.store(row_out, mixed, mask=written)
         else:
-            # Where the row begins the second of the program's two places, else the first.
-            place = 2 * program + (begin >= start).to(tl.int32)
-            place = (place * TILE + number) * head_count + heads
+            place = _place(program, first, number, TILE) * head_count + heads
             tl.store(
                 parts + place[:, None] * VALUE_DIM + value_dims[None, :],
                 mixed / tl.where(total > 0, total, 1.0)[:, None],
                 mask=written,
             )
             tl.store(sums + place, best + tl.log2(total), mask=asks)
-            if FOLDS:
-                # No warp says that its part is there before all warps' are.
-                tl.debug_barrier()
-                first, final = begin // share, (end - 1) // share
-                count = arrived + kv_head * tl.num_programs(1) + first
-                if tl.atomic_add(count, 1, sem="acq_rel") == final - first:
-                    tl.store(count, 0)
-                    mixed, best, total = _folded(
-                        parts, sums, first, final, number, heads, head_count, asks,
-                        VALUE_DIM, GROUP_BLOCK, VALUE_BLOCK, TILE,
-                    )  # fmt: skip
-                    mixed = _finish(mixed, best, total, sinks, heads, asks, SINKS)
-                    row_out = out + (rows * out_stride + heads * VALUE_DIM)[:, None]
-                    tl.store(row_out + value_dims[None, :], mixed, mask=written)
+            # No warp says that its part is there before all warps' are.
+            tl.debug_barrier()
+            count = arrived + kv_head * tl.num_programs(1) + first
+            if tl.atomic_add(count, 1, sem="acq_rel") == final - first:
+                tl.store(count, 0)
+                _merge(
+                    out, parts, sums, sinks, first, final, row - ahead, ahead, number, heads,
+                    kv_head, head_count, out_stride,
+                    GROUP, VALUE_DIM, GROUP_BLOCK, VALUE_BLOCK, SINKS, TILE,
+                )  # fmt: skip
         block = last
         begin = end
-        ahead = next_row - row - 1
-        row = next_row
-        end, kv_len, slots_row = following
-        last = tl.minimum(end, stop)
-        seen = _span(block, last, begin, ahead, kv_len, window, BLOCK, WINDOWED)
-        found = _look_up(slots_row, seen[0], seen[1], PAGE, PAGES, BLOCK)
+        row, ahead, end, kv_len, slots = next_row, next_ahead, next_end, next_kv_len, next_slots
+        seen = next_seen
+        found = next_found
+        q = next_q
+
+
+@triton.jit
+def _tile(tiles, tile, tile_count, row_count, table, table_stride):  # type: ignore[no-untyped-def]
+    """A tile's last row, rows in front of it, its end, KV and slots; nothing behind the last."""
+    place = tiles + tile
+    known = tile < tile_count
+    row = tl.load(place, mask=known, other=0)
+    ahead = tl.load(place + row_count, mask=known, other=0)
+    end = tl.load(place + 2 * row_count, mask=known, other=0)
+    kv_len = tl.load(place + 3 * row_count, mask=known, other=0)
+    table_row = tl.load(place + 4 * row_count, mask=known, other=0).to(tl.int64)
+    return row, ahead, end, kv_len, table + table_row * table_stride
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _folded(  # type: ignore[no-untyped-def]
+def _load_queries(  # type: ignore[no-untyped-def]
+    own_queries, number, row, ahead, query_stride, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr
+):
+    """Those of a tile's rows: ``[GROUP_BLOCK, DIM_BLOCK]``."""
+    rows = (row - ahead + number).to(tl.int64)
+    dims = tl.arange(0, DIM_BLOCK)
+    return tl.load(
+        (own_queries + rows * query_stride)[:, None] + dims[None, :],
+        mask=(number <= ahead)[:, None] & (dims[None, :] < DIM),
+        other=0.0,
+    )
+
+
+@triton.jit
+def _place(program, first, number, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Where a program leaves its part of a row: two tiles, the latter begins in the program."""
+    return (2 * program + (program == first).to(tl.int32)) * TILE + number
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _merge(  # type: ignore[no-untyped-def]
+    out, parts, sums, sinks, first, final, first_row, ahead, number, heads, kv_head, head_count,
+    out_stride,
+    GROUP: tl.constexpr, VALUE_DIM: tl.constexpr, GROUP_BLOCK: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr, SINKS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Finishes a tile that programs `first` to `final` have left, in as few turns as possible."""
+    value_dims = tl.arange(0, VALUE_BLOCK)
+    in_value = value_dims[None, :] < VALUE_DIM
+    turns = (ahead + 1) * GROUP
+    if final - first < turns * tl.cdiv(final - first + 1, _MERGED_PARTS):
+        asks = number <= ahead
+        mixed, best, total = _merged_heads(
+            parts, sums, first, final, number, heads, head_count, asks,
+            VALUE_DIM, GROUP_BLOCK, VALUE_BLOCK, TILE,
+        )  # fmt: skip
+        mixed = _finish(mixed, best, total, sinks, heads, asks, SINKS)
+        start = (first_row + number).to(tl.int64) * out_stride + heads * VALUE_DIM
+        tl.store(out + start[:, None] + value_dims[None, :], mixed, mask=asks[:, None] & in_value)
+    else:
+        for turn in range(turns):
+            head = kv_head * GROUP + turn % GROUP + tl.arange(0, 1)
+            one, largest, weight = _merged_parts(
+                parts, sums, first, final, turn // GROUP, head, head_count,
+                VALUE_DIM, VALUE_BLOCK, TILE,
+            )  # fmt: skip
+            one = _finish(one, largest, weight, sinks, head, head >= 0, SINKS)
+            begin = (first_row + turn // GROUP).to(tl.int64) * out_stride + head * VALUE_DIM
+            tl.store(out + begin[:, None] + value_dims[None, :], one, mask=in_value)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _merged_heads(  # type: ignore[no-untyped-def]
     parts, sums, first, final, number, heads, head_count, asks,
     VALUE_DIM: tl.constexpr, GROUP_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """What programs `first` to `final` left of a tile's rows, as :func:`_attend_span`."""
+    """What programs `first` to `final` left of a tile, as :func:`_attend_span`: part by part."""
     value_dims = tl.arange(0, VALUE_BLOCK)
     best = tl.full([GROUP_BLOCK], float("-inf"), tl.float32)
     total = tl.zeros([GROUP_BLOCK], tl.float32)
     mixed = tl.zeros([GROUP_BLOCK, VALUE_BLOCK], tl.float32)
     for program in range(first, final + 1):
-        place = 2 * program + (program == first).to(tl.int32)
-        place = (place * TILE + number) * head_count + heads
+        place = _place(program, first, number, TILE) * head_count + heads
         # Past the first-level cache, which knows nothing of other programs.
         logs = tl.load(sums + place, mask=asks, other=float("-inf"), cache_modifier=".cg")
         part = tl.load(
@@ -542,78 +602,26 @@ def _folded(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _span(  # type: ignore[no-untyped-def]
-    block, last, begin, ahead, kv_len, window, BLOCK: tl.constexpr, WINDOWED: tl.constexpr
-):
-    """The first token of a tile's blocks up to `last`, and the end of those that one row sees."""
-    skipped = _first_seen(kv_len - ahead, window, WINDOWED) // BLOCK - begin
-    return (block + skipped) * BLOCK, tl.minimum((last + skipped) * BLOCK, kv_len)
-
-
-@triton.jit
-def _row(bounds, kv_lens, table_rows, table, table_stride, row, row_count):  # type: ignore[no-untyped-def]
-    """Where a row's blocks end, its KV and its slots; nothing of use behind the last row."""
-    known = row < row_count
-    end = tl.load(bounds + row + 1, mask=known, other=0)
-    kv_len = tl.load(kv_lens + row, mask=known, other=0).to(tl.int32)
-    table_row = tl.load(table_rows + row, mask=known, other=0).to(tl.int64)
-    return end, kv_len, table + table_row * table_stride
-
-
-@triton.jit(do_not_specialize=["row_count"])  # type: ignore[untyped-decorator]
-def _merge(  # type: ignore[no-untyped-def]
-    out, size, bounds, first_rows, before, parts, sums, sinks, row_count, out_stride,
-    VALUE_DIM: tl.constexpr, VALUE_BLOCK: tl.constexpr, PARTS: tl.constexpr, SINKS: tl.constexpr,
-    TILE: tl.constexpr, CHAINED: tl.constexpr,
+def _merged_parts(  # type: ignore[no-untyped-def]
+    parts, sums, first, final, number, head, head_count,
+    VALUE_DIM: tl.constexpr, VALUE_BLOCK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """A row of those that begin in a program and go on in the next, if there are some."""
-    first = tl.program_id(0)
-    share = tl.load(size)
-    row = tl.load(first_rows + first + 1)
-    blocks = tl.load(bounds + row_count)
-    begin = tl.load(bounds + row)
-    end = tl.load(bounds + row + 1, mask=row < row_count, other=0)
-    ahead = tl.load(before + row, mask=row < row_count, other=0)
-    if CHAINED:
-        follow()
-    stop = (first + 1) * share
-    if (stop >= blocks) | (begin >= stop) | (begin < first * share):
-        return
-    last = (end - 1) // share
-    head = tl.program_id(1)
-    for number in range(tl.program_id(2), ahead + 1, tl.num_programs(2)):
-        mixed, best, total = _merged(
-            parts, sums, first, last, number, head, VALUE_DIM, VALUE_BLOCK, PARTS, TILE
-        )
-        heads = head + tl.arange(0, 1)
-        mixed = _finish(mixed, best, total, sinks, heads, heads >= 0, SINKS)
-        value_dims = tl.arange(0, VALUE_BLOCK)
-        place = (row - ahead + number).to(tl.int64) * out_stride + head * VALUE_DIM + value_dims
-        tl.store(out + place[None, :], mixed, mask=value_dims[None, :] < VALUE_DIM)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _merged(  # type: ignore[no-untyped-def]
-    parts, sums, first, last, number, head,
-    VALUE_DIM: tl.constexpr, VALUE_BLOCK: tl.constexpr, PARTS: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """What programs `first` to `last` left of a head of a tile's row, as :func:`_attend_span`."""
-    head_count = tl.num_programs(1)
+    """What programs `first` to `final` left of one head of a tile: many parts at once."""
     value_dims = tl.arange(0, VALUE_BLOCK)
-    in_value = value_dims < VALUE_DIM
     best = tl.full([1], float("-inf"), tl.float32)
     total = tl.zeros([1], tl.float32)
     mixed = tl.zeros([1, VALUE_BLOCK], tl.float32)
-    for start in range(first, last + 1, PARTS):
-        programs = start + tl.arange(0, PARTS)
-        known = programs <= last
-        places = 2 * programs + (programs == first).to(tl.int32)
-        places = (places * TILE + number) * head_count + head
-        logs = tl.load(sums + places, mask=known, other=float("-inf"))
+    for start in range(first, final + 1, _MERGED_PARTS):
+        programs = start + tl.arange(0, _MERGED_PARTS)
+        known = programs <= final
+        places = _place(programs, first, number, TILE) * head_count + head
+        # Past the first-level cache, which knows nothing of other programs.
+        logs = tl.load(sums + places, mask=known, other=float("-inf"), cache_modifier=".cg")
         part = tl.load(
             parts + places[:, None] * VALUE_DIM + value_dims[None, :],
-            mask=known[:, None] & in_value[None, :],
+            mask=known[:, None] & (value_dims[None, :] < VALUE_DIM),
             other=0.0,
+            cache_modifier=".cg",
         )
         largest = tl.maximum(best, tl.max(logs, 0))
         level = tl.where(largest == float("-inf"), 0.0, largest)
@@ -623,3 +631,12 @@ def _merged(  # type: ignore[no-untyped-def]
         mixed = mixed * shrink[:, None] + tl.sum(weights[:, None] * part, 0)[None, :]
         best = largest
     return mixed, best, total
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _span(  # type: ignore[no-untyped-def]
+    block, last, begin, ahead, kv_len, window, BLOCK: tl.constexpr, WINDOWED: tl.constexpr
+):
+    """The first token of a tile's blocks up to `last`, and the end of those that one row sees."""
+    skipped = _first_seen(kv_len - ahead, window, WINDOWED) // BLOCK - begin
+    return (block + skipped) * BLOCK, tl.minimum((last + skipped) * BLOCK, kv_len)
