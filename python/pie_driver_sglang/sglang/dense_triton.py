@@ -315,15 +315,18 @@ def _add_norm(  # type: ignore[no-untyped-def]
     lanes = tl.arange(0, BLOCK)
     inside = lanes < width
     scale = tl.load(weight + lanes, mask=inside, other=0.0).to(tl.float32)
-    if CHAINED:
-        follow()
     place = tl.program_id(0).to(tl.int64) * width + lanes
     total = tl.zeros([BLOCK], tl.float32)
+    if ADDS:
+        # The kernel in front makes the parts, and does not know this.
+        total = tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)
+    if CHAINED:
+        follow()
+    added = tl.zeros([BLOCK], tl.float32)
     for part in tl.static_range(PARTS):
         before = tl.cast(part, tl.int64) * row_count * width
-        total += tl.load(parts + before + place, mask=inside, other=0.0).to(tl.float32)
-    if ADDS:
-        total += tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)
+        added += tl.load(parts + before + place, mask=inside, other=0.0).to(tl.float32)
+    total = added + total
     tl.store(residual + place, total, mask=inside)
     spread = tl.rsqrt(tl.sum(total * total, 0) / width + epsilon)
     tl.store(out + place, total * spread * scale, mask=inside)
@@ -347,13 +350,14 @@ def _prepare(  # type: ignore[no-untyped-def]
     if not HALVES:
         first = 2 * pair
         second = 2 * pair + 1
-    if CHAINED:
-        follow()
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row).to(tl.int64)
     turn = rotations + tl.load(positions + row).to(tl.int64) * rotation_stride + pair
     cosine = tl.load(turn, mask=in_half, other=0.0)[None, :].to(tl.float32)
     sine = tl.load(turn + HALF, mask=in_half, other=0.0)[None, :].to(tl.float32)
+    if CHAINED:
+        # Of what is above the kernel in front writes nothing.
+        follow()
     place = rows + row * row_stride + head * DIM
     known = (head < QUERIES + KV_HEADS) & in_half[None, :]
     x = tl.load(place + first[None, :], mask=known, other=0.0).to(tl.float32)

@@ -23,8 +23,8 @@ from pie_driver_sglang.sglang.masked_torch import Rule
 _LOG2E = tl.constexpr(1.4426950408889634)
 _FEW_ROWS = 256
 """More are looked at in larger steps."""
-_MERGED_PARTS = tl.constexpr(16)
-"""Parts of one head that are merged at once."""
+_MERGED_NUMBERS = tl.constexpr(8192)
+"""Numbers of a row's parts that are merged at once, about."""
 _MOST_PAGES = 8
 """Pages of a block that are looked up one by one; smaller ones come as a vector of slots."""
 
@@ -60,7 +60,7 @@ def tuning(dim: int, group: int, itemsize: int, *, prompts: bool = False) -> Tun
         return Tuning(min(128, elements // width), warps=4, stages=3, programs=2, queries=64)
     # Up to 16 heads take the same registers.
     elements = elements * 16 // max(16, int(triton.next_power_of_2(group)))
-    return Tuning(min(128, max(16, elements // width)), warps=4, stages=4, programs=2)
+    return Tuning(min(128, max(16, elements // width)), warps=4, stages=3, programs=2)
 
 
 class Rows(NamedTuple):
@@ -126,13 +126,13 @@ def share(rows: Rows, cut: Cut, multiprocessors: int) -> Shares:
         for size in ((3,), (5, count), (2, programs), (cut.kv_heads, programs))
     )
     # Rows and programs that an instance compares at once.
-    planned_rows, planned_programs = (128, 64) if count <= _FEW_ROWS else (1024, 16)
+    planned_rows, planned_programs = (_FEW_ROWS, 32) if count <= _FEW_ROWS else (1024, 16)
     _share[(triton.cdiv(programs, planned_programs),)](
         rows.table_rows, rows.kv_lens, totals, tiles, stretches, arrived,
         count, programs, cut.window,
         BLOCK=cut.tuning.block, WINDOWED=cut.window >= 0, TILE=cut.tile,
         ROWS=planned_rows, PROGRAMS=planned_programs, KV_HEADS=cut.kv_heads,
-        num_warps=4 if count <= _FEW_ROWS else 8, **chained(rows.kv_lens.device),
+        num_warps=8, **chained(rows.kv_lens.device),
     )  # fmt: skip
     return Shares(cut, totals, tiles, stretches, arrived)
 
@@ -445,7 +445,6 @@ def _attend(  # type: ignore[no-untyped-def]
     # The heads of the first row of the tile, then those of the second one.
     number = group // GROUP
     heads = kv_head * GROUP + group % GROUP
-    head_count = tl.num_programs(0) * GROUP
     value_dims = tl.arange(0, VALUE_BLOCK)
     own_queries = queries + heads * DIM
     if CHAINED:
@@ -472,31 +471,21 @@ def _attend(  # type: ignore[no-untyped-def]
         )  # fmt: skip
         mixed = mixed * value_scale
         asks = number <= ahead
-        written = asks[:, None] & (value_dims[None, :] < VALUE_DIM)
-        rows = (row - ahead + number).to(tl.int64)
-        row_out = out + (rows * out_stride + heads * VALUE_DIM)[:, None] + value_dims[None, :]
         first, final = begin // share, (end - 1) // share
         if first == final:
             mixed = _finish(mixed, best, total, sinks, heads, asks, SINKS)
-            tl.store(row_out, mixed, mask=written)
-        else:
-            place = _place(program, first, number, TILE) * head_count + heads
+            rows = (row - ahead + number).to(tl.int64)
             tl.store(
-                parts + place[:, None] * VALUE_DIM + value_dims[None, :],
-                mixed / tl.where(total > 0, total, 1.0)[:, None],
-                mask=written,
+                out + (rows * out_stride + heads * VALUE_DIM)[:, None] + value_dims[None, :],
+                mixed,
+                mask=asks[:, None] & (value_dims[None, :] < VALUE_DIM),
             )
-            tl.store(sums + place, best + tl.log2(total), mask=asks)
-            # No warp says that its part is there before all warps' are.
-            tl.debug_barrier()
-            count = arrived + kv_head * tl.num_programs(1) + first
-            if tl.atomic_add(count, 1, sem="acq_rel") == final - first:
-                tl.store(count, 0)
-                _merge(
-                    out, parts, sums, sinks, first, final, row - ahead, ahead, number, heads,
-                    kv_head, head_count, out_stride,
-                    GROUP, VALUE_DIM, GROUP_BLOCK, VALUE_BLOCK, SINKS, TILE,
-                )  # fmt: skip
+        else:
+            _leave(
+                mixed, best, total, out, parts, sums, sinks, arrived, program, first, final,
+                row - ahead, ahead, number, kv_head, out_stride,
+                GROUP, VALUE_DIM, GROUP_BLOCK, VALUE_BLOCK, SINKS, TILE,
+            )  # fmt: skip
         block = last
         begin = end
         row, ahead, end, kv_len, slots = next_row, next_ahead, next_end, next_kv_len, next_slots
@@ -539,44 +528,63 @@ def _place(program, first, number, TILE: tl.constexpr):  # type: ignore[no-untyp
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _merge(  # type: ignore[no-untyped-def]
-    out, parts, sums, sinks, first, final, first_row, ahead, number, heads, kv_head, head_count,
-    out_stride,
+def _leave(  # type: ignore[no-untyped-def]
+    mixed, best, total, out, parts, sums, sinks, arrived, program, first, final,
+    first_row, ahead, number, kv_head, out_stride,
     GROUP: tl.constexpr, VALUE_DIM: tl.constexpr, GROUP_BLOCK: tl.constexpr,
     VALUE_BLOCK: tl.constexpr, SINKS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Finishes a tile that programs `first` to `final` have left, in as few turns as possible."""
-    value_dims = tl.arange(0, VALUE_BLOCK)
-    in_value = value_dims[None, :] < VALUE_DIM
-    turns = (ahead + 1) * GROUP
-    if final - first < turns * tl.cdiv(final - first + 1, _MERGED_PARTS):
-        asks = number <= ahead
-        mixed, best, total = _merged_heads(
-            parts, sums, first, final, number, heads, head_count, asks,
-            VALUE_DIM, GROUP_BLOCK, VALUE_BLOCK, TILE,
-        )  # fmt: skip
-        mixed = _finish(mixed, best, total, sinks, heads, asks, SINKS)
-        start = (first_row + number).to(tl.int64) * out_stride + heads * VALUE_DIM
-        tl.store(out + start[:, None] + value_dims[None, :], mixed, mask=asks[:, None] & in_value)
-    else:
-        for turn in range(turns):
-            head = kv_head * GROUP + turn % GROUP + tl.arange(0, 1)
-            one, largest, weight = _merged_parts(
-                parts, sums, first, final, turn // GROUP, head, head_count,
-                VALUE_DIM, VALUE_BLOCK, TILE,
+    """Keeps a program's part of a tile; the last of `first` to `final` merges all of them."""
+    heads = kv_head * GROUP + tl.arange(0, GROUP_BLOCK) % GROUP
+    head_count = tl.num_programs(0) * GROUP
+    asks = number <= ahead
+    value_dims = tl.arange(0, VALUE_BLOCK)[None, :]
+    place = _place(program, first, number, TILE) * head_count + heads
+    tl.store(
+        parts + place[:, None] * VALUE_DIM + value_dims,
+        mixed / tl.where(total > 0, total, 1.0)[:, None],
+        mask=asks[:, None] & (value_dims < VALUE_DIM),
+    )
+    tl.store(sums + place, best + tl.log2(total), mask=asks)
+    # No warp says that its part is there before all warps' are.
+    tl.debug_barrier()
+    count = arrived + kv_head * tl.num_programs(1) + first
+    if tl.atomic_add(count, 1, sem="acq_rel") == final - first:
+        tl.store(count, 0)
+        HEAD_BLOCK: tl.constexpr = triton.next_power_of_2(GROUP)
+        AT_ONCE: tl.constexpr = max(1, _MERGED_NUMBERS // (HEAD_BLOCK * VALUE_BLOCK))
+        # Whatever takes fewer turns.
+        if final - first < (ahead + 1) * tl.cdiv(final - first + 1, AT_ONCE):
+            mixed, best, total = _merged_rows(
+                parts, sums, first, final, number, heads, head_count, asks,
+                VALUE_DIM, GROUP_BLOCK, VALUE_BLOCK, TILE,
             )  # fmt: skip
-            one = _finish(one, largest, weight, sinks, head, head >= 0, SINKS)
-            begin = (first_row + turn // GROUP).to(tl.int64) * out_stride + head * VALUE_DIM
-            tl.store(out + begin[:, None] + value_dims[None, :], one, mask=in_value)
+            mixed = _finish(mixed, best, total, sinks, heads, asks, SINKS)
+            start = (first_row + number).to(tl.int64) * out_stride + heads * VALUE_DIM
+            written = asks[:, None] & (value_dims < VALUE_DIM)
+            tl.store(out + start[:, None] + value_dims, mixed, mask=written)
+        else:
+            lanes = tl.arange(0, HEAD_BLOCK)
+            in_group = lanes < GROUP
+            own_heads = kv_head * GROUP + lanes
+            for turn in range(ahead + 1):
+                one, largest, weight = _merged_parts(
+                    parts, sums, first, final, turn, own_heads, in_group, head_count,
+                    VALUE_DIM, HEAD_BLOCK, VALUE_BLOCK, AT_ONCE, TILE,
+                )  # fmt: skip
+                one = _finish(one, largest, weight, sinks, own_heads, in_group, SINKS)
+                begin = (first_row + turn).to(tl.int64) * out_stride + own_heads * VALUE_DIM
+                kept = in_group[:, None] & (value_dims < VALUE_DIM)
+                tl.store(out + begin[:, None] + value_dims, one, mask=kept)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _merged_heads(  # type: ignore[no-untyped-def]
+def _merged_rows(  # type: ignore[no-untyped-def]
     parts, sums, first, final, number, heads, head_count, asks,
     VALUE_DIM: tl.constexpr, GROUP_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """What programs `first` to `final` left of a tile, as :func:`_attend_span`: part by part."""
+    """What programs `first` to `final` left of a tile, as :func:`_attend_span`: all rows, part by part."""
     value_dims = tl.arange(0, VALUE_BLOCK)
     best = tl.full([GROUP_BLOCK], float("-inf"), tl.float32)
     total = tl.zeros([GROUP_BLOCK], tl.float32)
@@ -603,32 +611,33 @@ def _merged_heads(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _merged_parts(  # type: ignore[no-untyped-def]
-    parts, sums, first, final, number, head, head_count,
-    VALUE_DIM: tl.constexpr, VALUE_BLOCK: tl.constexpr, TILE: tl.constexpr,
+    parts, sums, first, final, number, heads, in_set, head_count,
+    VALUE_DIM: tl.constexpr, HEAD_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr,
+    AT_ONCE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """What programs `first` to `final` left of one head of a tile: many parts at once."""
-    value_dims = tl.arange(0, VALUE_BLOCK)
-    best = tl.full([1], float("-inf"), tl.float32)
-    total = tl.zeros([1], tl.float32)
-    mixed = tl.zeros([1, VALUE_BLOCK], tl.float32)
-    for start in range(first, final + 1, _MERGED_PARTS):
-        programs = start + tl.arange(0, _MERGED_PARTS)
-        known = programs <= final
-        places = _place(programs, first, number, TILE) * head_count + head
+    """What programs `first` to `final` left of one row of a tile: many parts at once."""
+    value_dims = tl.arange(0, VALUE_BLOCK)[None, None, :]
+    best = tl.full([HEAD_BLOCK], float("-inf"), tl.float32)
+    total = tl.zeros([HEAD_BLOCK], tl.float32)
+    mixed = tl.zeros([HEAD_BLOCK, VALUE_BLOCK], tl.float32)
+    for start in range(first, final + 1, AT_ONCE):
+        programs = start + tl.arange(0, AT_ONCE)
+        known = in_set[:, None] & (programs <= final)[None, :]
+        places = _place(programs, first, number, TILE)[None, :] * head_count + heads[:, None]
         # Past the first-level cache, which knows nothing of other programs.
         logs = tl.load(sums + places, mask=known, other=float("-inf"), cache_modifier=".cg")
         part = tl.load(
-            parts + places[:, None] * VALUE_DIM + value_dims[None, :],
-            mask=known[:, None] & (value_dims[None, :] < VALUE_DIM),
+            parts + places[:, :, None] * VALUE_DIM + value_dims,
+            mask=known[:, :, None] & (value_dims < VALUE_DIM),
             other=0.0,
             cache_modifier=".cg",
         )
-        largest = tl.maximum(best, tl.max(logs, 0))
+        largest = tl.maximum(best, tl.max(logs, 1))
         level = tl.where(largest == float("-inf"), 0.0, largest)
         shrink = tl.exp2(best - level)
-        weights = tl.exp2(logs - level)
-        total = total * shrink + tl.sum(weights, 0)
-        mixed = mixed * shrink[:, None] + tl.sum(weights[:, None] * part, 0)[None, :]
+        weights = tl.exp2(logs - level[:, None])
+        total = total * shrink + tl.sum(weights, 1)
+        mixed = mixed * shrink[:, None] + tl.sum(weights[:, :, None] * part, 1)
         best = largest
     return mixed, best, total
 
