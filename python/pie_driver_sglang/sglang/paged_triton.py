@@ -181,7 +181,8 @@ def attend(
         out.stride(0), rows.table.stride(0),
         GROUP=shares.cut.group, DIM=dim, VALUE_DIM=value_dim,
         PAGE=page_size, PAGES=_pages(how.block, page_size), BLOCK=how.block,
-        GROUP_BLOCK=shares.cut.queries, DIM_BLOCK=max(16, triton.next_power_of_2(dim)),
+        GROUP_BLOCK=shares.cut.queries, HEAD_BLOCK=triton.next_power_of_2(shares.cut.group),
+        DIM_BLOCK=max(16, triton.next_power_of_2(dim)),
         VALUE_BLOCK=max(16, triton.next_power_of_2(value_dim)),
         CAPPED=rule.cap > 0, WINDOWED=shares.cut.window >= 0, SINKS=rule.sinks is not None,
         TILE=tile, num_warps=how.warps, num_stages=how.stages, **chained(queries.device),
@@ -420,8 +421,8 @@ def _attend(  # type: ignore[no-untyped-def]
     out_stride, table_stride,
     GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     PAGE: tl.constexpr, PAGES: tl.constexpr, BLOCK: tl.constexpr,
-    GROUP_BLOCK: tl.constexpr, DIM_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr,
-    CAPPED: tl.constexpr, WINDOWED: tl.constexpr, SINKS: tl.constexpr,
+    GROUP_BLOCK: tl.constexpr, HEAD_BLOCK: tl.constexpr, DIM_BLOCK: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr, SINKS: tl.constexpr,
     TILE: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """A program's share of the blocks, with the heads of one KV head.
@@ -484,7 +485,7 @@ def _attend(  # type: ignore[no-untyped-def]
             _leave(
                 mixed, best, total, out, parts, sums, sinks, arrived, program, first, final,
                 row - ahead, ahead, number, kv_head, out_stride,
-                GROUP, VALUE_DIM, GROUP_BLOCK, VALUE_BLOCK, SINKS, TILE,
+                GROUP, VALUE_DIM, GROUP_BLOCK, HEAD_BLOCK, VALUE_BLOCK, SINKS, TILE,
             )  # fmt: skip
         block = last
         begin = end
@@ -532,7 +533,7 @@ def _leave(  # type: ignore[no-untyped-def]
     mixed, best, total, out, parts, sums, sinks, arrived, program, first, final,
     first_row, ahead, number, kv_head, out_stride,
     GROUP: tl.constexpr, VALUE_DIM: tl.constexpr, GROUP_BLOCK: tl.constexpr,
-    VALUE_BLOCK: tl.constexpr, SINKS: tl.constexpr, TILE: tl.constexpr,
+    HEAD_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr, SINKS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Keeps a program's part of a tile; the last of `first` to `final` merges all of them."""
     heads = kv_head * GROUP + tl.arange(0, GROUP_BLOCK) % GROUP
@@ -551,7 +552,6 @@ def _leave(  # type: ignore[no-untyped-def]
     count = arrived + kv_head * tl.num_programs(1) + first
     if tl.atomic_add(count, 1, sem="acq_rel") == final - first:
         tl.store(count, 0)
-        HEAD_BLOCK: tl.constexpr = triton.next_power_of_2(GROUP)
         AT_ONCE: tl.constexpr = max(1, _MERGED_NUMBERS // (HEAD_BLOCK * VALUE_BLOCK))
         # Whatever takes fewer turns.
         if final - first < (ahead + 1) * tl.cdiv(final - first + 1, AT_ONCE):
