@@ -108,7 +108,12 @@ def check_prepare() -> None:
             queries, *norms, torch.cat([angles.cos(), angles.sin()], -1).float(), halves,
             keys, values,
         )  # fmt: skip
+        given = rows.clone()
+        apart = prepare(rows, heads, positions, slots, apart=True)
+        assert torch.equal(rows, given)
         found = prepare(rows, heads, positions, slots)
+        assert torch.equal(found, apart)
+        assert apart.is_contiguous()
         q, k = (
             part if norm is None else normalized(part, norm.weight)
             for part, norm in zip((q, k), norms, strict=True)

@@ -65,8 +65,9 @@ def decode(
     engine: Any,
     contexts: Contexts,
     way: Callable[[], AbstractContextManager[None]] = nullcontext,
+    prompts: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Any:
-    """``[steps, contexts, vocabulary]`` logits, decodes in some way."""
+    """``[steps, contexts, vocabulary]`` logits, decodes and prompts in some way."""
     import torch
 
     found = []
@@ -74,7 +75,7 @@ def decode(
         batch = server.rehearse(contexts.frame(step))
         while (staged := batch.stage()) is not None:
             assert staged.decode == (step >= 0)
-            with way() if staged.decode else nullcontext():
+            with way() if staged.decode else prompts():
                 engine.forward(staged)
             with torch.inference_mode():
                 logits = engine.logits(torch.arange(staged.tokens))
@@ -89,7 +90,7 @@ def decode(
 def differences(config: DriverConfig) -> list[float]:
     """The largest difference of a logit, of each way but SGLang's."""
     from pie_driver_sglang.sglang import dense_triton, paged_attention
-    from pie_driver_sglang.sglang.dense import DenseDecode
+    from pie_driver_sglang.sglang.dense import DenseLayers
     from pie_driver_sglang.sglang.load import load_engine
 
     name = f"/pie_shmem_g{config.driver.group_id}"
@@ -110,11 +111,19 @@ def differences(config: DriverConfig) -> list[float]:
     assert isinstance(backend, paged_attention.PagedDecode)
     assert runner.server_args.get_attention_backends() == ("torch_native", "pie")
     found = [decode(server, engine, Contexts(64, page_size, vocab))]
-    dense = DenseDecode.of(runner)
+    dense = DenseLayers.of(runner)
     assert (dense is None) == (config.model.hf_config["model_type"] not in DENSE)
     if dense is not None:
         with mock.patch.object(dense_triton, "tiling", small_tiling):
             found.append(decode(server, engine, Contexts(128, page_size, vocab), dense.applied))
+        with mock.patch.object(dense, "_prepares", new=True):
+            contexts = Contexts(192, page_size, vocab)
+            found.append(decode(server, engine, contexts, prompts=dense.preparing))
+        # Not where a backend attends to keys and values that are not stored yet.
+        with dense.preparing():
+            assert not any(
+                "forward" in vars(layer.self_attn) for layer in runner.model.model.layers
+            )
     check_prefills(runner)
     check_choice(runner)
     return [float((logits - expected).abs().max()) for logits in found]

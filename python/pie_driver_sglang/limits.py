@@ -6,6 +6,10 @@ from typing import Final
 
 CHUNK_TOKENS: Final = {"cpu": 2048, "cuda": 8192}
 """Tokens of one pass unless `chunked_prefill_size` says otherwise."""
+LARGE_BYTES: Final = 90 << 30
+LARGE_CHUNK_TOKENS: Final = 16384
+"""The same on a GPU with that much memory: such a pass takes it longer than the host needs to
+launch what a small model's pass consists of."""
 MAX_SLOTS: Final = 512
 """Logit rows computed at once: 512 rows of a 152k vocabulary take 311 MB in float32."""
 LONGEST_GRAPH: Final = 2304
@@ -14,11 +18,13 @@ DRAFT_ROOM: Final = 64
 """Tokens behind the last position that a request's drafts may occupy."""
 
 
-def chunk_tokens(device_type: str, chunked_prefill_size: int | None) -> int:
+def chunk_tokens(device_type: str, device_bytes: int, chunked_prefill_size: int | None) -> int:
     """Most tokens of one pass on `cpu` or `cuda`."""
-    if chunked_prefill_size is None or chunked_prefill_size <= 0:
-        return CHUNK_TOKENS[device_type]
-    return chunked_prefill_size
+    if chunked_prefill_size is not None and chunked_prefill_size > 0:
+        return chunked_prefill_size
+    if device_type == "cuda" and device_bytes >= LARGE_BYTES:
+        return LARGE_CHUNK_TOKENS
+    return CHUNK_TOKENS[device_type]
 
 
 def ladder(most: int) -> list[int]:

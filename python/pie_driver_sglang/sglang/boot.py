@@ -166,10 +166,12 @@ def _plan(
 ) -> Plan:
     """Plans the memory, says how, and tells SGLang, which sizes its pool by it."""
     device = memory.measure(config.driver.device[rank.number], gpu_id, rank.size)
-    # Ranks have pools of one size.
-    device = device._replace(free=min(groups.gathered(device.free)))
+    # Ranks have pools and passes of one size.
+    device = device._replace(
+        total=min(groups.gathered(device.total)), free=min(groups.gathered(device.free))
+    )
     sizes = memory.sizes_of(config, model_config, args)
-    settings = memory.settings_of(config, model_config, args)
+    settings = memory.settings_of(config, model_config, args, device)
     plan = as_tried(require_fit(device, sizes, settings), sizes, settings)
     logger.info("%s", table(plan))
     doubt = find_doubt(plan, sizes, settings)

@@ -2,15 +2,17 @@
 
 What a step of few rows takes is how often it waits, for memory and for the kernel before. Models
 whose layers are built as Llama's run as the kernels of ``dense_triton.py`` while a graph is
-captured; all others, and everything that is not captured, run as SGLang has them.
+captured. What is not captured has many rows; there only the kernel between the product and the
+attention is worth its launch, in place of four. All other models run as SGLang has them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from sglang.srt.layers.activation import SiluAndMul
@@ -38,6 +40,8 @@ logger = logging.getLogger(__name__)
 
 _WIDEST = 16384
 """Hidden states of which one program normalizes a row."""
+_STORED = ("fa3",)
+"""SGLang's backends whose prefills attend to nothing but what is stored."""
 _BUILDS = {
     llama.LlamaModel: (llama.LlamaDecoderLayer, llama.LlamaAttention, llama.LlamaMLP),
     qwen2.Qwen2Model: (qwen2.Qwen2DecoderLayer, qwen2.Qwen2Attention, qwen2.Qwen2MLP),
@@ -63,25 +67,27 @@ class _Unknown(Exception):
     """Something about a model that the kernels do not know."""
 
 
-class DenseDecode:
-    """A loaded model's decodes."""
+class DenseLayers:
+    """The layers of a loaded model, as kernels that know each other."""
 
-    def __init__(self, model: Any, layers: list[_Layer], norm: Norm) -> None:
+    def __init__(self, model: Any, layers: list[_Layer], norm: Norm, *, prepares: bool) -> None:
         """Takes a model apart.
 
         Args:
             model: SGLang's, without its LM head.
             layers: Its layers.
             norm: Behind the last layer.
+            prepares: Whether prefills attend to nothing but what is stored.
         """
         self._model = model
         self._layers = layers
+        self._prepares = prepares
         # What follows each layer.
         self._norms = [*(layer.before for layer in layers[1:]), norm]
 
     @classmethod
-    def of(cls, runner: ModelRunner) -> DenseDecode | None:
-        """A model's decodes; None for a model that these kernels do not know."""
+    def of(cls, runner: ModelRunner) -> DenseLayers | None:
+        """A model's layers; None for a model that these kernels do not know."""
         try:
             backend: Any = getattr(runner.attn_backend, "decode_backend", None)
             _expect(isinstance(backend, PagedDecode), "it attends by another backend")
@@ -100,9 +106,25 @@ class DenseDecode:
             _expect(len(norm.weight) <= _WIDEST, f"its rows have {len(norm.weight)} numbers")
             layers = [_layer(layer, build, pool) for layer in model.layers]
         except _Unknown as reason:
-            logger.info("decodes run as SGLang has them: %s", reason)
+            logger.info("layers run as SGLang has them: %s", reason)
             return None
-        return cls(model, layers, norm)
+        prefills, _ = runner.server_args.get_attention_backends()
+        return cls(model, layers, norm, prepares=prefills in _STORED)
+
+    @contextlib.contextmanager
+    def preparing(self) -> Iterator[None]:
+        """Within, the model runs as SGLang has it, but for what is between product and attention.
+
+        Its input is a prefill. Where that attends to more than what is stored, nothing changes.
+        """
+        modules = [layer.self_attn for layer in self._model.layers] if self._prepares else []
+        for module, layer in zip(modules, self._layers, strict=False):
+            module.forward = functools.partial(_attend, module, layer)
+        try:
+            yield
+        finally:
+            for module in modules:
+                del module.forward
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
@@ -132,6 +154,22 @@ class DenseDecode:
             rows, residual = _add(seen, layer.out, residual, layer.between)
             rows, residual = _add(_gated(rows, layer.gate_up), layer.down, residual, norm)
         return rows
+
+
+def _attend(
+    module: Any,
+    layer: _Layer,
+    positions: torch.Tensor,
+    hidden_states: torch.Tensor,
+    forward_batch: ForwardBatch,
+) -> torch.Tensor:
+    """What SGLang's attention `module` does."""
+    qkv, _ = module.qkv_proj(hidden_states)
+    queries = dense_triton.prepare(
+        qkv, layer.heads, positions, forward_batch.out_cache_loc, apart=True
+    )
+    seen = layer.attention(queries.flatten(1), None, None, forward_batch, save_kv_cache=False)
+    return cast(torch.Tensor, module.o_proj(seen)[0])
 
 
 def _add(

@@ -205,32 +205,41 @@ def add_norm(
 
 
 def prepare(
-    rows: torch.Tensor, heads: Heads, positions: torch.Tensor, slots: torch.Tensor
+    rows: torch.Tensor,
+    heads: Heads,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    *,
+    apart: bool = False,
 ) -> torch.Tensor:
     """Normalizes and turns queries and keys, and stores keys and values. Can be captured.
 
     Args:
-        rows: ``[rows, heads]``: queries, keys and values of each row; queries are overwritten.
+        rows: ``[rows, heads]``: queries, keys and values of each row.
         heads: What they are and where they go.
         positions: ``[rows]`` int64.
         slots: ``[rows]`` int64: where the keys and values of a row go.
+        apart: Whether the queries get storage of their own, without gaps.
 
     Returns:
-        ``[rows, queries, dim]`` queries, a view of the rows.
+        ``[rows, queries, dim]`` queries, else a view of the rows, which are overwritten.
     """
     kv_heads, dim = heads.keys.shape[1:]
+    width = heads.queries * dim
+    out = rows.new_empty(len(rows), width) if apart else rows[:, :width]
     norms = (heads.query_norm, heads.key_norm)
     weights = [rows if norm is None else norm.weight for norm in norms]
     epsilons = [0.0 if norm is None else norm.epsilon for norm in norms]
     grid = (len(rows), triton.cdiv(heads.queries + kv_heads, _HEADS))
     _prepare[grid](
-        rows, *weights, *epsilons, heads.rotations, positions, slots, heads.keys, heads.values,
-        rows.stride(0), heads.rotations.stride(0), heads.keys.stride(0), heads.values.stride(0),
+        rows, out, *weights, *epsilons, heads.rotations, positions, slots, heads.keys, heads.values,
+        rows.stride(0), out.stride(0), heads.rotations.stride(0), heads.keys.stride(0),
+        heads.values.stride(0),
         QUERIES=heads.queries, KV_HEADS=kv_heads, DIM=dim, HEADS=_HEADS,
         HALF_BLOCK=triton.next_power_of_2(dim // 2), HALVES=heads.halves,
         NORMED=heads.query_norm is not None, num_warps=4, **chained(rows.device),
     )  # fmt: skip
-    return rows[:, : heads.queries * dim].view(len(rows), heads.queries, dim)
+    return out.view(len(rows), heads.queries, dim)
 
 
 @triton.jit
@@ -334,8 +343,8 @@ def _add_norm(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _prepare(  # type: ignore[no-untyped-def]
-    rows, query_weight, key_weight, query_epsilon, key_epsilon, rotations, positions, slots,
-    keys, values, row_stride, rotation_stride, key_stride, value_stride,
+    rows, out, query_weight, key_weight, query_epsilon, key_epsilon, rotations, positions, slots,
+    keys, values, row_stride, out_stride, rotation_stride, key_stride, value_stride,
     QUERIES: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HEADS: tl.constexpr,
     HALF_BLOCK: tl.constexpr, HALVES: tl.constexpr, NORMED: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
@@ -373,8 +382,9 @@ def _prepare(  # type: ignore[no-untyped-def]
     turned_x = x * cosine - y * sine
     turned_y = y * cosine + x * sine
     is_query = (head < QUERIES) & in_half[None, :]
-    tl.store(place + first[None, :], turned_x, mask=is_query)
-    tl.store(place + second[None, :], turned_y, mask=is_query)
+    query = out + row * out_stride + head * DIM
+    tl.store(query + first[None, :], turned_x, mask=is_query)
+    tl.store(query + second[None, :], turned_y, mask=is_query)
     stored = is_key & in_half[None, :]
     key = keys + slot * key_stride + (head - QUERIES) * DIM
     tl.store(key + first[None, :], turned_x, mask=stored)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
     from pie_driver_sglang.commands import Forward
     from pie_driver_sglang.sglang.adapters import Adapters
     from pie_driver_sglang.sglang.boot import Booted
+    from pie_driver_sglang.sglang.dense import DenseLayers
     from pie_driver_sglang.sglang.lane import StepRunner
     from pie_driver_sglang.sglang.pool import PagePools
     from pie_driver_sglang.sglang.state import StatePool
@@ -110,6 +113,8 @@ class SglangEngine:
         chunk_tokens = layout["input_ids"][2]
         self._images = ImageInputs(self.runner, chunk_tokens, placeholder=facts.vocab_size)
         self.steps: StepRunner | None = None
+        self.dense: DenseLayers | None = None
+        """Of a model that few kernels can run."""
         self._hidden: _Hidden | None = None
         self._h2d_ns = self._sync_ns = 0
         for module in self.runner.model.modules():
@@ -156,12 +161,19 @@ class SglangEngine:
             self._row_adapters = _bind(self._adapters, forward_batch, batch.adapters)
         if self._states is not None and batch.states is not None:
             self._states.assign(forward_batch.req_pool_indices, batch.states)
-        if batch.mask is None:
+        with self._way(batch, forward_batch):
             self.runner.forward(forward_batch)
-        else:
-            with self._masked_attention.applied(batch.mask, forward_batch):
-                self.runner.forward(forward_batch)
         self._await_copy()
+
+    def _way(
+        self, batch: Pass | Forward, forward_batch: ForwardBatch
+    ) -> AbstractContextManager[None]:
+        """How a pass is run, where that is not SGLang's own way."""
+        if batch.mask is not None:
+            return self._masked_attention.applied(batch.mask, forward_batch)
+        if self.dense is not None and forward_batch.forward_mode.is_extend_without_speculative():
+            return self.dense.preparing()
+        return contextlib.nullcontext()
 
     def sample(self, group: SlotGroup) -> Outputs:
         """Computes the staged slot group; see :meth:`pie_driver_sglang.engine.Engine.sample`."""

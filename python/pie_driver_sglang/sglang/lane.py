@@ -27,7 +27,6 @@ from tqdm import tqdm
 from pie_driver_sglang._core import Lane, graph_layout
 from pie_driver_sglang.sampling import SlotParams, apply_masks, sample_rows
 from pie_driver_sglang.sglang.block import views
-from pie_driver_sglang.sglang.dense import DenseDecode
 
 if TYPE_CHECKING:
     from pie_driver_sglang.sglang.engine import SglangEngine
@@ -140,16 +139,12 @@ class CpuSteps(StepRunner):
 class CudaSteps(StepRunner):
     """Steps as CUDA graphs, all in one memory pool and on the engine's stream."""
 
-    def __init__(self, engine: SglangEngine, rows: list[int], slots: int, *, fuses: bool) -> None:
-        """Captures a graph for each of `rows`, largest first.
-
-        If it `fuses`, models that :class:`DenseDecode` knows run as it runs them.
-        """
+    def __init__(self, engine: SglangEngine, rows: list[int], slots: int) -> None:
+        """Captures a graph for each of `rows`, largest first."""
         super().__init__(engine, rows, slots)
         self._stream = torch.cuda.current_stream(self._device)
         self._captured: dict[int, torch.cuda.CUDAGraph] = {}
         self._device_mask_words = torch.empty_like(self._mask_words, device=self._device)
-        self._dense = DenseDecode.of(engine.runner) if fuses else None
         self._capture_all()
 
     def lane(self) -> Lane:
@@ -236,7 +231,7 @@ class CudaSteps(StepRunner):
         batch = self._forward_batch(graph)
         backend.init_forward_metadata_out_graph(batch, in_capture=True)
         backend.init_forward_metadata_in_graph(batch)
-        with nullcontext() if self._dense is None else self._dense.applied():
+        with nullcontext() if engine.dense is None else engine.dense.applied():
             logits, softcap = engine.row_logits(batch, graph.sampled(fields))
         sampling_triton.apply_masks(logits, fields["slot_masks"], self._device_mask_words)
         results = self._results[: graph.slots]

@@ -15,6 +15,7 @@ from pie_driver_sglang.parallel import ALONE, Rank
 from pie_driver_sglang.sglang import support
 from pie_driver_sglang.sglang.adapters import Adapters
 from pie_driver_sglang.sglang.boot import boot
+from pie_driver_sglang.sglang.dense import DenseLayers
 from pie_driver_sglang.sglang.engine import SglangEngine
 from pie_driver_sglang.sglang.images import find_vision
 from pie_driver_sglang.sglang.lane import CpuSteps, CudaSteps, StepRunner
@@ -65,7 +66,8 @@ def load_engine(config: DriverConfig, rank: Rank = ALONE) -> tuple[Planner, Sgla
     vision = find_vision(runner)
     if vision is None and model_config.is_multimodal:
         logger.info("the model is served without its media: the driver has no way for them")
-    chunk = chunk_tokens(runner.device, options.chunked_prefill_size)
+    total = booted.plan.device.total
+    chunk = chunk_tokens(runner.device, total, options.chunked_prefill_size)
     planner = Planner(
         page_size=facts.page_size,
         total_pages=facts.total_pages,
@@ -85,6 +87,8 @@ def load_engine(config: DriverConfig, rank: Rank = ALONE) -> tuple[Planner, Sgla
     if options.spec_ngram_enabled:
         _draft(planner, facts, options, rungs)
     engine = SglangEngine(booted, planner, facts, pools, adapters, states)
+    if options.fuse_layers and runner.device == "cuda":
+        engine.dense = DenseLayers.of(runner)
     longer = long_ladder(rungs[-1], chunk) if support.takes_prompts(runner) else []
     engine.steps = _steps(engine, options, [*rungs, *longer])
     return planner, engine
@@ -126,7 +130,7 @@ def _steps(engine: SglangEngine, options: DriverOptions, rungs: list[int]) -> St
     try:
         if engine.runner.device == "cpu":
             return CpuSteps(engine, rungs, slots)
-        return CudaSteps(engine, rungs, slots, fuses=options.fuse_layers)
+        return CudaSteps(engine, rungs, slots)
     except Exception as error:
         logger.debug("a step failed", exc_info=True)
         raise not_running(engine.runner.device, error) from error

@@ -76,7 +76,9 @@ def free_bytes(runner: ModelRunner) -> int | None:
     return int(torch.cuda.mem_get_info(runner.gpu_id)[0])
 
 
-def settings_of(config: DriverConfig, model_config: ModelConfig, args: ServerArgs) -> Settings:
+def settings_of(
+    config: DriverConfig, model_config: ModelConfig, args: ServerArgs, device: Device
+) -> Settings:
     """What a configuration means for the memory."""
     options = config.driver.options
     backends = args.get_attention_backends()
@@ -86,7 +88,7 @@ def settings_of(config: DriverConfig, model_config: ModelConfig, args: ServerArg
         context_length=model_config.context_len,
         page_size=args.page_size,
         requests=options.max_forward_requests,
-        chunk_tokens=chunk_tokens(args.device, options.chunked_prefill_size),
+        chunk_tokens=chunk_tokens(args.device, device.total, options.chunked_prefill_size),
         slots=MAX_SLOTS,
         ranks=config.driver.tensor_parallel_size,
         fraction=options.mem_fraction_static,

@@ -226,7 +226,7 @@ def _tiles(  # type: ignore[no-untyped-def]
     table_rows, kv_lens, rows, row_count, start, window,
     BLOCK: tl.constexpr, WINDOWED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """What the last row of a tile knows: rows in front of it, else -1, and KV and blocks, else none.
+    """What the last row of a tile knows: rows in front of it, else -1; KV and blocks, else none.
 
     Also where the stretches begin whose rows go on with each other; `start` is where the one before
     the first row does.
@@ -254,7 +254,7 @@ def _share(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr, WINDOWED: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
     PROGRAMS: tl.constexpr, KV_HEADS: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """Shares for `PROGRAMS` programs; each instance sums all rows, the first one keeps the tiles."""
+    """Shares for `PROGRAMS` programs; each instance sums all rows, the first one keeps tiles."""
     if CHAINED:
         follow()
     lanes = tl.arange(0, ROWS)
@@ -522,7 +522,7 @@ def _load_queries(  # type: ignore[no-untyped-def]
     )
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def _place(program, first, number, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
     """Where a program leaves its part of a row: two tiles, the latter begins in the program."""
     return (2 * program + (program == first).to(tl.int32)) * TILE + number
@@ -584,7 +584,7 @@ def _merged_rows(  # type: ignore[no-untyped-def]
     VALUE_DIM: tl.constexpr, GROUP_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """What programs `first` to `final` left of a tile, as :func:`_attend_span`: all rows, part by part."""
+    """What programs `first` to `final` left of a tile, as :func:`_attend_span`: part by part."""
     value_dims = tl.arange(0, VALUE_BLOCK)
     best = tl.full([GROUP_BLOCK], float("-inf"), tl.float32)
     total = tl.zeros([GROUP_BLOCK], tl.float32)
