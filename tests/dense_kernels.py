@@ -14,8 +14,10 @@ from pie_driver_sglang.sglang.dense_triton import (
     Heads,
     Linear,
     Norm,
+    Scale,
     Tiling,
     add_norm,
+    gate,
     gated,
     linear,
     prepare,
@@ -65,6 +67,18 @@ def check_gated() -> None:
         close(gated(rows, matrix, Tiling(rows=16, outputs=16, inputs=32)), exact)
 
 
+def check_gate() -> None:
+    """Gates and ups, and such as have still to be divided by the rows that they come from."""
+    for count, scaled in itertools.product(ROWS, (False, True)):
+        rows, given = torch.randn(count, 2 * 1500), torch.randn(count, 90)[:, :80]
+        exact = rows.double()
+        if scaled:
+            exact *= torch.rsqrt(given.double().square().mean(-1, keepdim=True) + EPSILON)
+        first, second = exact.chunk(2, dim=-1)
+        found = gate(rows, Scale(given, EPSILON) if scaled else None)
+        close(found, torch.nn.functional.silu(first) * second)
+
+
 def check_add_norm() -> None:
     """One part and several, with and without a residual, of a width that is no power of two."""
     for count, parts, adds in itertools.product(ROWS, (1, 4), (False, True)):
@@ -93,10 +107,11 @@ def turned(rows: torch.Tensor, angles: torch.Tensor, halves: bool) -> torch.Tens
 def check_prepare() -> None:
     """Heads that are normalized and that are not, and turn either way; nothing else is written."""
     shapes = ((4, 2, 32), (7, 1, 48), (16, 8, 16))
-    for (queries, kv_heads, dim), halves, normed in itertools.product(
-        shapes, (False, True), (False, True)
+    for (queries, kv_heads, dim), halves, normed, scaled in itertools.product(
+        shapes, (False, True), (False, True), (False, True)
     ):
         count = 5
+        scale = Scale(torch.randn(count, 96), EPSILON) if scaled else None
         positions = torch.tensor([0, 3, 3, 63, 17])
         angles = torch.rand(64, dim // 2, dtype=torch.float64) * 2 * math.pi
         rows = torch.randn(count, (queries + 2 * kv_heads) * dim)
@@ -109,18 +124,22 @@ def check_prepare() -> None:
             keys, values,
         )  # fmt: skip
         given = rows.clone()
-        apart = prepare(rows, heads, positions, slots, apart=True)
+        apart = prepare(rows, heads, positions, slots, scale=scale, apart=True)
         assert torch.equal(rows, given)
-        found = prepare(rows, heads, positions, slots)
+        found = prepare(rows, heads, positions, slots, scale=scale)
         assert torch.equal(found, apart)
         assert apart.is_contiguous()
+        if scale is not None:
+            spread = torch.rsqrt(scale.rows.double().square().mean(-1) + EPSILON)[:, None, None]
+            q, k, v = (part.double() * spread for part in (q, k, v))
         q, k = (
             part if norm is None else normalized(part, norm.weight)
             for part, norm in zip((q, k), norms, strict=True)
         )
         close(found, turned(q, angles[positions], halves))
         close(keys[slots], turned(k, angles[positions], halves))
-        assert torch.equal(values[slots], v)
+        close(values[slots], v)
+        assert scaled or torch.equal(values[slots], v)
         others = [slot for slot in range(9) if slot not in slots.tolist()]
         assert keys[others].isnan().all()
         assert values[others].isnan().all()
@@ -130,6 +149,7 @@ if __name__ == "__main__":
     torch.manual_seed(2)
     check_linear()
     check_gated()
+    check_gate()
     check_add_norm()
     check_prepare()
     print("dense layers: all close")

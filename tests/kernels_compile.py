@@ -22,7 +22,7 @@ from triton.runtime.jit import JITFunction
 from pie_driver_sglang import sampling_triton
 from pie_driver_sglang.sampling import SlotParams
 from pie_driver_sglang.sglang import dense_triton, paged_triton
-from pie_driver_sglang.sglang.dense_triton import Heads, Linear, Norm
+from pie_driver_sglang.sglang.dense_triton import Heads, Linear, Norm, Scale
 from pie_driver_sglang.sglang.masked_torch import Rule
 from pie_driver_sglang.sglang.paged_triton import Cut, Rows, attend, share, tuning
 
@@ -175,11 +175,15 @@ def check_dense(dtype: torch.dtype) -> None:
     storage = zeros(64, 8, 128)
     heads = Heads(16, norm, norm, torch.zeros(512, 128), True, storage, storage)
     places = torch.zeros(40, dtype=torch.int64)
-    [kernel] = recorded(lambda: dense_triton.prepare(zeros(40, width), heads, places, places))
-    # A slot, a position, and its cosines and sines.
-    check_order(kernel, early=4)
-    [kernel] = recorded(lambda: dense_triton.gate(zeros(40, width)))
-    check_order(kernel)
+    for scale in (None, Scale(zeros(40, 1024), 1e-6)):
+        prepare = functools.partial(
+            dense_triton.prepare, zeros(40, width), heads, places, places, scale=scale
+        )
+        [kernel] = recorded(prepare)
+        # A slot, a position, and its cosines and sines.
+        check_order(kernel, early=4)
+        [kernel] = recorded(functools.partial(dense_triton.gate, zeros(40, width), scale))
+        check_order(kernel)
 
 
 def check_sampling(dtype: torch.dtype) -> None:

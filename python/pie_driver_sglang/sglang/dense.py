@@ -29,7 +29,7 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.models import llama, qwen2, qwen3
 
 from pie_driver_sglang.sglang import dense_triton
-from pie_driver_sglang.sglang.dense_triton import Heads, Linear, Norm, Tiling
+from pie_driver_sglang.sglang.dense_triton import Heads, Linear, Norm, Scale, Tiling
 from pie_driver_sglang.sglang.paged_attention import PagedDecode
 
 if TYPE_CHECKING:
@@ -40,6 +40,8 @@ logger = logging.getLogger(__name__)
 
 _WIDEST = 16384
 """Hidden states of which one program normalizes a row."""
+_FEW_ROWS = 64
+"""Of more rows products are a library's, which adds to what there is, and sums of parts do not pay."""
 _STORED = ("fa3",)
 """SGLang's backends whose prefills attend to nothing but what is stored."""
 _BUILDS = {
@@ -82,6 +84,7 @@ class DenseLayers:
         self._model = model
         self._layers = layers
         self._prepares = prepares
+        self._folded = _fold(layers)
         # What follows each layer.
         self._norms = [*(layer.before for layer in layers[1:]), norm]
 
@@ -145,6 +148,8 @@ class DenseLayers:
     ) -> torch.Tensor:
         if any(other is not None for other in (*others, *named.values())):
             raise ValueError("a captured step has tokens and nothing else")
+        if self._folded and len(input_ids) > _FEW_ROWS:
+            return self._run_many(input_ids, positions, forward_batch)
         embedded = self._model.embed_tokens(input_ids)[None]
         rows, residual = dense_triton.add_norm(embedded, None, self._layers[0].before)
         for layer, norm in zip(self._layers, self._norms, strict=True):
@@ -154,6 +159,42 @@ class DenseLayers:
             rows, residual = _add(seen, layer.out, residual, layer.between)
             rows, residual = _add(_gated(rows, layer.gate_up), layer.down, residual, norm)
         return rows
+
+    def _run_many(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, forward_batch: ForwardBatch
+    ) -> torch.Tensor:
+        """Products are made of rows as they are, and scaled by the kernels behind them."""
+        residual = self._model.embed_tokens(input_ids)
+        for layer in self._layers:
+            scale = Scale(residual, layer.before.epsilon)
+            queries = dense_triton.prepare(
+                torch.nn.functional.linear(residual, layer.qkv.weight),
+                layer.heads, positions, forward_batch.out_cache_loc, scale=scale,
+            )  # fmt: skip
+            seen = layer.attention(queries, None, None, forward_batch, save_kv_cache=False)
+            residual.addmm_(seen, layer.out.weight.t())
+            middle = dense_triton.gate(
+                torch.nn.functional.linear(residual, layer.gate_up.weight),
+                Scale(residual, layer.between.epsilon),
+            )
+            residual.addmm_(middle, layer.down.weight.t())
+        return dense_triton.add_norm(residual[None], None, self._norms[-1])[0]
+
+
+def _fold(layers: list[_Layer]) -> bool:
+    """Gives the weights of norms to the products behind them, if these can do with rows as they are.
+
+    The products of such rows may be too large for float16. A bias would need another scale.
+    """
+    if layers[0].before.weight.dtype == torch.float16:
+        return False
+    if any(layer.qkv.bias is not None for layer in layers):
+        return False
+    for layer in layers:
+        for norm, matrix in ((layer.before, layer.qkv), (layer.between, layer.gate_up)):
+            matrix.weight.mul_(norm.weight)
+            norm.weight.fill_(1.0)
+    return True
 
 
 def _attend(

@@ -8,7 +8,7 @@ norm; norms of heads, rotary embedding and the new KV; and the gate of an MLP is
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -116,6 +116,14 @@ class Heads(NamedTuple):
     """``[slots, kv_heads, dim]``, heads contiguous."""
 
 
+class Scale(NamedTuple):
+    """Rows that a product was made of as they were: it is divided by their root mean square."""
+
+    rows: torch.Tensor
+    """``[rows, width]``, width contiguous."""
+    epsilon: float
+
+
 def linear(rows: torch.Tensor, matrix: Linear, tiling: Tiling) -> torch.Tensor:
     """Products, or parts whose sums they are. Can be captured.
 
@@ -162,19 +170,33 @@ def _launch(
     )  # fmt: skip
 
 
-def gate(rows: torch.Tensor) -> torch.Tensor:
+def gate(rows: torch.Tensor, scale: Scale | None = None) -> torch.Tensor:
     """``silu(gate) * up`` of an MLP's product. Can be captured.
 
     Args:
         rows: ``[rows, 2 * outputs]``: gates, then ups.
+        scale: What they have still to be divided by.
 
     Returns:
         ``[rows, outputs]``.
     """
     out = rows.new_empty(len(rows), rows.shape[1] // 2)
     grid = (len(rows), triton.cdiv(out.shape[1], _GATE_BLOCK.value))
-    _gate[grid](rows, out, out.shape[1], **chained(rows.device))
+    _gate[grid](rows, out, out.shape[1], **_scaling(rows, scale), **chained(rows.device))
     return out
+
+
+def _scaling(rows: torch.Tensor, scale: Scale | None) -> dict[str, Any]:
+    """What a kernel hears of a scale."""
+    given, epsilon = (rows, 0.0) if scale is None else scale
+    width = given.shape[1]
+    return {
+        "given": given,
+        "given_stride": given.stride(0),
+        "width": width,
+        "epsilon": epsilon,
+        "WIDTH_BLOCK": 0 if scale is None else triton.next_power_of_2(width),
+    }
 
 
 def add_norm(
@@ -210,6 +232,7 @@ def prepare(
     positions: torch.Tensor,
     slots: torch.Tensor,
     *,
+    scale: Scale | None = None,
     apart: bool = False,
 ) -> torch.Tensor:
     """Normalizes and turns queries and keys, and stores keys and values. Can be captured.
@@ -219,6 +242,7 @@ def prepare(
         heads: What they are and where they go.
         positions: ``[rows]`` int64.
         slots: ``[rows]`` int64: where the keys and values of a row go.
+        scale: What queries, keys and values have still to be divided by.
         apart: Whether the queries get storage of their own, without gaps.
 
     Returns:
@@ -237,7 +261,8 @@ def prepare(
         heads.values.stride(0),
         QUERIES=heads.queries, KV_HEADS=kv_heads, DIM=dim, HEADS=_HEADS,
         HALF_BLOCK=triton.next_power_of_2(dim // 2), HALVES=heads.halves,
-        NORMED=heads.query_norm is not None, num_warps=4, **chained(rows.device),
+        NORMED=heads.query_norm is not None, num_warps=4,
+        **_scaling(rows, scale), **chained(rows.device),
     )  # fmt: skip
     return out.view(len(rows), heads.queries, dim)
 
@@ -304,7 +329,18 @@ def _silu(gate, up):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _gate(rows, out, outputs, CHAINED: tl.constexpr):  # type: ignore[no-untyped-def]
+def _spread(given, given_stride, row, width, epsilon, WIDTH_BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """One by the root mean square of a row."""
+    lanes = tl.arange(0, WIDTH_BLOCK)
+    x = tl.load(given + row * given_stride + lanes, mask=lanes < width, other=0.0).to(tl.float32)
+    return tl.rsqrt(tl.sum(x * x, 0) / width + epsilon)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _gate(  # type: ignore[no-untyped-def]
+    rows, out, outputs, given, given_stride, width, epsilon,
+    WIDTH_BLOCK: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
     if CHAINED:
         follow()
     row = tl.program_id(0).to(tl.int64)
@@ -313,6 +349,10 @@ def _gate(rows, out, outputs, CHAINED: tl.constexpr):  # type: ignore[no-untyped
     place = rows + 2 * row * outputs + units
     gate = tl.load(place, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(place + outputs, mask=inside, other=0.0).to(tl.float32)
+    if WIDTH_BLOCK > 0:
+        spread = _spread(given, given_stride, row, width, epsilon, WIDTH_BLOCK)
+        gate *= spread
+        up *= spread
     tl.store(out + row * outputs + units, _silu(gate, up), mask=inside)
 
 
@@ -346,7 +386,8 @@ def _prepare(  # type: ignore[no-untyped-def]
     rows, out, query_weight, key_weight, query_epsilon, key_epsilon, rotations, positions, slots,
     keys, values, row_stride, out_stride, rotation_stride, key_stride, value_stride,
     QUERIES: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HEADS: tl.constexpr,
-    HALF_BLOCK: tl.constexpr, HALVES: tl.constexpr, NORMED: tl.constexpr, CHAINED: tl.constexpr,
+    HALF_BLOCK: tl.constexpr, HALVES: tl.constexpr, NORMED: tl.constexpr,
+    given, given_stride, width, epsilon, WIDTH_BLOCK: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Some heads of queries and keys of a row, and the values beside these keys."""
     HALF: tl.constexpr = DIM // 2
@@ -371,6 +412,11 @@ def _prepare(  # type: ignore[no-untyped-def]
     known = (head < QUERIES + KV_HEADS) & in_half[None, :]
     x = tl.load(place + first[None, :], mask=known, other=0.0).to(tl.float32)
     y = tl.load(place + second[None, :], mask=known, other=0.0).to(tl.float32)
+    scale = 1.0
+    if WIDTH_BLOCK > 0:
+        scale = _spread(given, given_stride, row, width, epsilon, WIDTH_BLOCK)
+        x *= scale
+        y *= scale
     if NORMED:
         squares = tl.sum(x * x + y * y, 1)[:, None]
         spread = tl.rsqrt(squares / DIM + tl.where(is_key, key_epsilon, query_epsilon))
@@ -389,10 +435,10 @@ def _prepare(  # type: ignore[no-untyped-def]
     key = keys + slot * key_stride + (head - QUERIES) * DIM
     tl.store(key + first[None, :], turned_x, mask=stored)
     tl.store(key + second[None, :], turned_y, mask=stored)
-    given = place + KV_HEADS * DIM + pair[None, :]
+    own_value = place + KV_HEADS * DIM + pair[None, :]
     value = values + slot * value_stride + (head - QUERIES) * DIM + pair[None, :]
-    tl.store(value, tl.load(given, mask=stored), mask=stored)
-    tl.store(value + HALF, tl.load(given + HALF, mask=stored), mask=stored)
+    tl.store(value, tl.load(own_value, mask=stored) * scale, mask=stored)
+    tl.store(value + HALF, tl.load(own_value + HALF, mask=stored) * scale, mask=stored)
 
 
 @triton.jit
