@@ -125,14 +125,16 @@ def differences(config: DriverConfig) -> list[float]:
         ):
             found.append(decode(server, engine, Contexts(192, page_size, vocab), dense.applied))
         assert many.called == (config.model.hf_config["model_type"] != "qwen2")
-        with mock.patch.object(dense, "_prepares", new=True):
-            contexts = Contexts(256, page_size, vocab)
-            found.append(decode(server, engine, contexts, prompts=dense.preparing))
-        # Not where a backend attends to keys and values that are not stored yet.
-        with dense.preparing():
-            assert not any(
-                "forward" in vars(layer.self_attn) for layer in runner.model.model.layers
-            )
+        # Where a backend attends to keys and values that are not stored yet, SGLang prefills.
+        for stored in (False, True):
+            many.reset_mock()
+            with (
+                mock.patch.object(dense, "_prefills", stored),
+                mock.patch.object(dense, "_run_many", many),
+            ):
+                contexts = Contexts(256, page_size, vocab)
+                found.append(decode(server, engine, contexts, prompts=dense.prefilling))
+            assert many.called == (stored and config.model.hf_config["model_type"] != "qwen2")
     check_prefills(runner)
     check_choice(runner)
     return [float((logits - expected).abs().max()) for logits in found]

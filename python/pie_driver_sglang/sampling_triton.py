@@ -19,7 +19,7 @@ _BLOCK = tl.constexpr(8192)
 _SURVEY_WARPS = 8
 _ROW_WARPS = 16
 _MASK_BLOCK = tl.constexpr(2048)
-_MASK_PROGRAMS = 16
+_MASK_PROGRAMS = 8
 """Programs of a row."""
 _FETCH_BLOCK = tl.constexpr(4096)
 _UPDATE_BLOCK = tl.constexpr(64)

@@ -2,17 +2,15 @@
 
 What a step of few rows takes is how often it waits, for memory and for the kernel before. Models
 whose layers are built as Llama's run as the kernels of ``dense_triton.py`` while a graph is
-captured. What is not captured has many rows; there only the kernel between the product and the
-attention is worth its launch, in place of four. All other models run as SGLang has them.
+captured, and, where FlashAttention-3 attends, in prefills. All others run as SGLang has them.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from sglang.srt.layers.activation import SiluAndMul
@@ -41,7 +39,7 @@ logger = logging.getLogger(__name__)
 _WIDEST = 16384
 """Hidden states of which one program normalizes a row."""
 _FEW_ROWS = 64
-"""Of more rows products are a library's, which adds to what there is, and sums of parts do not pay."""
+"""Of more rows products are a library's, which adds to what there is, and parts do not pay."""
 _STORED = ("fa3",)
 """SGLang's backends whose prefills attend to nothing but what is stored."""
 _BUILDS = {
@@ -72,18 +70,18 @@ class _Unknown(Exception):
 class DenseLayers:
     """The layers of a loaded model, as kernels that know each other."""
 
-    def __init__(self, model: Any, layers: list[_Layer], norm: Norm, *, prepares: bool) -> None:
+    def __init__(self, model: Any, layers: list[_Layer], norm: Norm, *, prefills: bool) -> None:
         """Takes a model apart.
 
         Args:
             model: SGLang's, without its LM head.
             layers: Its layers.
             norm: Behind the last layer.
-            prepares: Whether prefills attend to nothing but what is stored.
+            prefills: Whether prefills attend to nothing but what is stored.
         """
         self._model = model
         self._layers = layers
-        self._prepares = prepares
+        self._prefills = prefills
         self._folded = _fold(layers)
         # What follows each layer.
         self._norms = [*(layer.before for layer in layers[1:]), norm]
@@ -112,22 +110,17 @@ class DenseLayers:
             logger.info("layers run as SGLang has them: %s", reason)
             return None
         prefills, _ = runner.server_args.get_attention_backends()
-        return cls(model, layers, norm, prepares=prefills in _STORED)
+        return cls(model, layers, norm, prefills=prefills in _STORED)
 
     @contextlib.contextmanager
-    def preparing(self) -> Iterator[None]:
-        """Within, the model runs as SGLang has it, but for what is between product and attention.
-
-        Its input is a prefill. Where that attends to more than what is stored, nothing changes.
-        """
-        modules = [layer.self_attn for layer in self._model.layers] if self._prepares else []
-        for module, layer in zip(modules, self._layers, strict=False):
-            module.forward = functools.partial(_attend, module, layer)
+    def prefilling(self) -> Iterator[None]:
+        """Within, the model runs as these kernels, if they can; its input is a prefill."""
+        if self._folded and self._prefills:
+            self._model.forward = self._run_many
         try:
             yield
         finally:
-            for module in modules:
-                del module.forward
+            vars(self._model).pop("forward", None)
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
@@ -146,10 +139,9 @@ class DenseLayers:
         *others: None,
         **named: None,
     ) -> torch.Tensor:
-        if any(other is not None for other in (*others, *named.values())):
-            raise ValueError("a captured step has tokens and nothing else")
         if self._folded and len(input_ids) > _FEW_ROWS:
-            return self._run_many(input_ids, positions, forward_batch)
+            return self._run_many(input_ids, positions, forward_batch, *others, **named)
+        _expect_nothing(*others, *named.values())
         embedded = self._model.embed_tokens(input_ids)[None]
         rows, residual = dense_triton.add_norm(embedded, None, self._layers[0].before)
         for layer, norm in zip(self._layers, self._norms, strict=True):
@@ -161,17 +153,30 @@ class DenseLayers:
         return rows
 
     def _run_many(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, forward_batch: ForwardBatch
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        forward_batch: ForwardBatch,
+        *others: None,
+        **named: None,
     ) -> torch.Tensor:
         """Products are made of rows as they are, and scaled by the kernels behind them."""
+        _expect_nothing(*others, *named.values())
+        apart = not forward_batch.forward_mode.is_decode()
         residual = self._model.embed_tokens(input_ids)
         for layer in self._layers:
             scale = Scale(residual, layer.before.epsilon)
             queries = dense_triton.prepare(
                 torch.nn.functional.linear(residual, layer.qkv.weight),
-                layer.heads, positions, forward_batch.out_cache_loc, scale=scale,
+                layer.heads, positions, forward_batch.out_cache_loc, scale=scale, apart=apart,
             )  # fmt: skip
-            seen = layer.attention(queries, None, None, forward_batch, save_kv_cache=False)
+            seen = layer.attention(
+                queries.flatten(1) if apart else queries,
+                None,
+                None,
+                forward_batch,
+                save_kv_cache=False,
+            )
             residual.addmm_(seen, layer.out.weight.t())
             middle = dense_triton.gate(
                 torch.nn.functional.linear(residual, layer.gate_up.weight),
@@ -181,8 +186,13 @@ class DenseLayers:
         return dense_triton.add_norm(residual[None], None, self._norms[-1])[0]
 
 
+def _expect_nothing(*others: None) -> None:
+    if any(other is not None for other in others):
+        raise ValueError("a step or a prefill has tokens and nothing else")
+
+
 def _fold(layers: list[_Layer]) -> bool:
-    """Gives the weights of norms to the products behind them, if these can do with rows as they are.
+    """Gives the weights of norms to the products behind them, if these can take rows as they are.
 
     The products of such rows may be too large for float16. A bias would need another scale.
     """
@@ -195,22 +205,6 @@ def _fold(layers: list[_Layer]) -> bool:
             matrix.weight.mul_(norm.weight)
             norm.weight.fill_(1.0)
     return True
-
-
-def _attend(
-    module: Any,
-    layer: _Layer,
-    positions: torch.Tensor,
-    hidden_states: torch.Tensor,
-    forward_batch: ForwardBatch,
-) -> torch.Tensor:
-    """What SGLang's attention `module` does."""
-    qkv, _ = module.qkv_proj(hidden_states)
-    queries = dense_triton.prepare(
-        qkv, layer.heads, positions, forward_batch.out_cache_loc, apart=True
-    )
-    seen = layer.attention(queries.flatten(1), None, None, forward_batch, save_kv_cache=False)
-    return cast(torch.Tensor, module.o_proj(seen)[0])
 
 
 def _add(

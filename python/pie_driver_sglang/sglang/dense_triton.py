@@ -400,12 +400,15 @@ def _prepare(  # type: ignore[no-untyped-def]
     if not HALVES:
         first = 2 * pair
         second = 2 * pair + 1
+    # Behind a kernel that lets nobody start early nothing must wait for the position.
+    if CHAINED and WIDTH_BLOCK > 0:
+        follow()
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row).to(tl.int64)
     turn = rotations + tl.load(positions + row).to(tl.int64) * rotation_stride + pair
     cosine = tl.load(turn, mask=in_half, other=0.0)[None, :].to(tl.float32)
     sine = tl.load(turn + HALF, mask=in_half, other=0.0)[None, :].to(tl.float32)
-    if CHAINED:
+    if CHAINED and WIDTH_BLOCK == 0:
         # Of what is above the kernel in front writes nothing.
         follow()
     place = rows + row * row_stride + head * DIM

@@ -172,7 +172,7 @@ class SglangEngine:
         if batch.mask is not None:
             return self._masked_attention.applied(batch.mask, forward_batch)
         if self.dense is not None and forward_batch.forward_mode.is_extend_without_speculative():
-            return self.dense.preparing()
+            return self.dense.prefilling()
         return contextlib.nullcontext()
 
     def sample(self, group: SlotGroup) -> Outputs:
