@@ -28,10 +28,7 @@ Results = dict[str, Any]
 
 def load(axes: Axes, results: Results) -> None:
     """Output tokens per second of the standard workload."""
-    speeds = {
-        "this driver, prefill fa3": results["tokens_per_s_fa3_prefill"]["ours"],
-        "this driver": results["tokens_per_s"]["ours"],
-    }
+    speeds = {"this driver": results["tokens_per_s"]["ours"]}
     peers = results["tokens_per_s"]["sglang"]
     speeds |= {f"SGLang, {name}": speed for name, speed in peers.items()}
     names, values = list(speeds)[::-1], list(speeds.values())[::-1]
@@ -45,7 +42,7 @@ def steps(axes: Axes, results: Results) -> None:
     """Decode steps: the device's time and the host's."""
     rows = [
         (f"{batch} x {context}", row)
-        for context, batches in results["lane_pie_attention"].items()
+        for context, batches in results["lane"].items()
         if context.isdigit()
         for batch, row in batches.items()
     ]
@@ -98,7 +95,7 @@ def drafts(axes: Axes, results: Results) -> None:
 def mixed(axes: Axes, results: Results) -> None:
     """What a prompt adds to a step of decodes."""
     section = results["mixed"]
-    sides = {"this driver": section["graph"], "SGLang, fa3": section["before"]["sglang_fa3"]}
+    sides = {"this driver": section["graph"], "SGLang, fa3": section["sglang_fa3"]}
     lengths = [length for length in section["graph"] if length.isdigit()]
     for number, (name, row) in enumerate(sides.items()):
         places = [place + 0.4 * number for place in range(len(lengths))]

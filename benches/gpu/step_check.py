@@ -1,0 +1,129 @@
+"""Graphs of decode steps on a GPU, by how their kernels are cut: microseconds of a step.
+
+    python benches/gpu/step_check.py --shapes CONFIG_DIR [--rows 64,128,256] [--lengths 512,1024]
+        [--way "stages=4" --way "few_rows=16" ...]
+
+Random weights in the shape of CONFIG_DIR, greedy samplers, scattered pages; each graph is launched
+back to back. A way changes fields of the attention's `Tuning`, or the rows from which on products
+are a library's (`few_rows`); the driver's own choice is always the first and the last one, which
+shows how much the machine drifts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from load_check import model_folder
+from serve_check import PAGE
+
+from pie_driver_sglang.config import load_config
+from pie_driver_sglang.sglang import environment
+
+REPEATS = 20
+ROUNDS = 3
+CONFIG = """[model]
+name = "check"
+hf_repo = ""
+snapshot_dir = "{model}"
+[driver]
+group_id = 0
+device = ["cuda:0"]
+activation_dtype = "bfloat16"
+[driver.options]
+load_format = "dummy"
+page_size = {page}
+mem_fraction_static = 0.8
+"""
+
+
+class Steps:
+    """An engine whose graphs are captured anew for every way."""
+
+    def __init__(self, folder: Path, shapes: Path) -> None:
+        (folder / "driver.toml").write_text(
+            CONFIG.format(model=model_folder(shapes, folder), page=PAGE)
+        )
+        config = load_config(folder / "driver.toml")
+        environment.prepare("cuda:0", config.model.hf_config["architectures"], spins=False)
+        import pie_driver_sglang.sglang.load as load
+
+        # The lane's own graphs would only take time.
+        with mock.patch.object(load, "_steps", lambda *_: None):
+            _, self.engine = load.load_engine(config)
+
+    def time(self, rows: list[int], lengths: list[int], way: dict[str, Any]) -> None:
+        """Prints a line for each length."""
+        from pie_driver_sglang.sglang import dense, paged_triton
+        from pie_driver_sglang.sglang.lane import CudaSteps
+
+        usual, changed = paged_triton.tuning, dict(way)
+        few_rows = changed.pop("few_rows", dense._FEW_ROWS)
+
+        def tuning(*args: Any, **named: Any) -> Any:
+            return replace(usual(*args, **named), **changed)
+
+        with (
+            mock.patch.object(dense, "_FEW_ROWS", few_rows),
+            mock.patch.object(paged_triton, "tuning", tuning),
+        ):
+            steps = CudaSteps(self.engine, rows, max(rows))
+        for length in lengths:
+            slots = self._place(max(rows), length)
+            found = [f"{count}: {self._step(steps, count, length, slots):.0f}" for count in rows]
+            print(f"{way or 'as it is'} at {length}: {'  '.join(found)}", flush=True)
+
+    def _place(self, rows: int, length: int) -> torch.Tensor:
+        """Scattered pages for every row of the block table: ``[rows, tokens]`` slots."""
+        runner = self.engine.runner
+        pages = -(-length // PAGE)
+        free = runner.max_total_num_tokens // PAGE - 1
+        own = torch.randperm(free, device="cuda")[: rows * pages] + 1
+        slots = own.view(rows, pages, 1) * PAGE + torch.arange(PAGE, device="cuda")
+        table = runner.req_to_token_pool.req_to_token
+        table[1 : rows + 1, : pages * PAGE] = slots.flatten(1).int()
+        return slots.flatten(1)
+
+    def _step(self, steps: Any, rows: int, length: int, slots: torch.Tensor) -> float:
+        fields = next(graph.host for graph in steps._graphs if graph.rows == rows)
+        for field in fields.values():
+            field.zero_()
+        fields["seq_lens"].fill_(length)
+        fields["positions"].fill_(length - 1)
+        fields["req_pool_indices"][:] = torch.arange(1, rows + 1)
+        fields["out_cache_loc"][:] = slots[:rows, length - 1].cpu()
+        torch.cuda.synchronize()
+        return min(steps.time(rows, REPEATS) for _ in range(ROUNDS))
+
+
+def main() -> None:
+    """Every way, between two runs of the usual one."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shapes", type=Path, required=True)
+    parser.add_argument("--rows", default="1,16,64,128,256")
+    parser.add_argument("--lengths", default="512,1024")
+    parser.add_argument("--way", action="append", default=[], help="KEY=VALUE, with comma")
+    arguments = parser.parse_args()
+    rows, lengths = (
+        [int(part) for part in text.split(",")] for text in (arguments.rows, arguments.lengths)
+    )
+    ways = [
+        {key: int(value) for key, _, value in (part.partition("=") for part in way.split(","))}
+        for way in arguments.way
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        steps = Steps(Path(folder), arguments.shapes)
+        for way in ({}, *ways, {}):
+            steps.time(rows, lengths, way)
+    # The interpreter's end would wait for SGLang's threads.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
