@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
+# It puts functions of its own in place of some of Triton's, which no kernel may call then.
+import sglang.srt.utils.common  # noqa: F401
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
