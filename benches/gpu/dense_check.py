@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import torch
 
 from pie_driver_sglang.sglang import dense_triton
-from pie_driver_sglang.sglang.dense_triton import Heads, Linear, Norm, Tiling
+from pie_driver_sglang.sglang.dense_triton import Heads, Linear, Norm, Scale, Tiling
 
 ROWS = (1, 8, 16, 32, 64, 128, 256)
 TUNED_ROWS = (1, 16, 32, 64, 128, 256)
@@ -106,11 +106,25 @@ class Layer:
 
     def ours(self, parts: torch.Tensor, residual: torch.Tensor, slots: torch.Tensor) -> Any:
         """By the kernels of the driver; the parts and the residual of the next layer."""
+        from pie_driver_sglang.sglang import dense
+
+        if len(slots) > dense._FEW_ROWS:
+            return parts, self._many(residual, slots)
         rows, residual = dense_triton.add_norm(parts, residual, self.norms[0])
         qkv = self._product("qkv", rows)[0]
         seen = dense_triton.prepare(qkv, self.heads, slots, slots).flatten(1)
         rows, residual = dense_triton.add_norm(self._product("out", seen), residual, self.norms[1])
         return self._product("down", self._gated(rows)), residual
+
+    def _many(self, residual: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        """As a layer of many rows runs: without norms."""
+        linear, scale = torch.nn.functional.linear, Scale(residual, EPSILON)
+        weights = {name: matrix.weight for name, matrix in self.matrices.items()}
+        qkv = linear(residual, weights["qkv"])
+        seen = dense_triton.prepare(qkv, self.heads, slots, slots, scale=scale).flatten(1)
+        residual.addmm_(seen, weights["out"].t())
+        middle = dense_triton.gate(linear(residual, weights["gate_up"]), scale)
+        return residual.addmm_(middle, weights["down"].t())
 
     def _cut(self, name: str, rows: int) -> Tiling | None:
         outputs, inputs, most, gated = self.shape.products()[name]
