@@ -93,6 +93,10 @@ CASES = [
     # Prompts beside decodes, in larger tiles.
     Case((*range(7, 60), 33, 60, *range(1, 40)), queries=64, shared=True),
     Case(tuple(range(120)), 2, 1, window=30, queries=64, multiprocessors=30, shared=True),
+    # So many parts that one turn does not merge them, of one row and of several.
+    Case((700, 701, 702), 6, 1, 128, 128, multiprocessors=60, queries=32, shared=True),
+    Case((700, 300, 41), 6, 1, 128, 128, multiprocessors=60, sinks=True),
+    Case((700, 701, 702, 703), 3, 1, 256, 256, multiprocessors=90, window=600, shared=True),
     Case(RAGGED, sinks=True),
     Case(RAGGED, sinks=True, multiprocessors=20),
     Case(RAGGED, cap=2.0),

@@ -65,9 +65,8 @@ def decode(
     engine: Any,
     contexts: Contexts,
     way: Callable[[], AbstractContextManager[None]] = nullcontext,
-    prompts: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Any:
-    """``[steps, contexts, vocabulary]`` logits, decodes and prompts in some way."""
+    """``[steps, contexts, vocabulary]`` logits, decodes in some way."""
     import torch
 
     found = []
@@ -75,7 +74,7 @@ def decode(
         batch = server.rehearse(contexts.frame(step))
         while (staged := batch.stage()) is not None:
             assert staged.decode == (step >= 0)
-            with way() if staged.decode else prompts():
+            with way() if staged.decode else nullcontext():
                 engine.forward(staged)
             with torch.inference_mode():
                 logits = engine.logits(torch.arange(staged.tokens))
@@ -132,12 +131,54 @@ def differences(config: DriverConfig) -> list[float]:
                 mock.patch.object(dense, "_prefills", stored),
                 mock.patch.object(dense, "_run_many", many),
             ):
-                contexts = Contexts(256, page_size, vocab)
-                found.append(decode(server, engine, contexts, prompts=dense.prefilling))
-            assert many.called == (stored and config.model.hf_config["model_type"] != "qwen2")
+                engine.dense = dense
+                found.append(decode(server, engine, Contexts(256, page_size, vocab)))
+                engine.dense = None
+            # Prompts alone: decodes are SGLang's unless they are captured.
+            expected_calls = stored and config.model.hf_config["model_type"] != "qwen2"
+            assert many.call_count == expected_calls, many.call_count
+        check_ways(engine, dense)
+        check_weights(runner)
     check_prefills(runner)
     check_choice(runner)
     return [float((logits - expected).abs().max()) for logits in found]
+
+
+def check_ways(engine: Any, dense: Any) -> None:
+    """Few kernels for prefills, unless a mask says who sees whom."""
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    prefill, step = (
+        SimpleNamespace(forward_mode=mode) for mode in (ForwardMode.EXTEND, ForwardMode.DECODE)
+    )
+    with (
+        mock.patch.object(dense, "prefilling") as prefilling,
+        mock.patch.object(engine, "_masked_attention") as masked,
+        mock.patch.object(engine, "dense", dense),
+    ):
+        plain, with_mask = SimpleNamespace(mask=None), SimpleNamespace(mask=object())
+        assert engine._way(plain, prefill) is prefilling.return_value
+        assert engine._way(with_mask, prefill) is masked.applied.return_value
+        assert isinstance(engine._way(plain, step), nullcontext)
+
+
+def check_weights(runner: Any) -> None:
+    """Weights elsewhere, or of other types, leave a model as it is."""
+    import torch
+
+    from pie_driver_sglang.sglang.dense import DenseLayers
+
+    linear = runner.model.model.layers[-1].mlp.down_proj
+    own = linear.weight
+
+    class Other(torch.Tensor):
+        """Computes in a way of its own."""
+
+    for weight in (own.data.to("meta"), own.data.as_subclass(Other)):
+        linear.weight = torch.nn.Parameter(weight, requires_grad=False)
+        assert DenseLayers.of(runner) is None
+    linear.weight = own
+    assert DenseLayers.of(runner) is not None
 
 
 def small_tiling(

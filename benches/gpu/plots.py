@@ -120,7 +120,7 @@ def ranks(axes: Axes, results: Results) -> None:
 
 PLOTS: dict[str, tuple[str, Callable[[Axes, Results], None]]] = {
     "load": ("tokens_per_s", load),
-    "steps": ("lane_pie_attention", steps),
+    "steps": ("lane", steps),
     "attention-0.6B": ("attention", lambda axes, results: attention(axes, results, "0.6B")),
     "attention-14B": ("attention", lambda axes, results: attention(axes, results, "14B")),
     "drafts": ("drafts", drafts),

@@ -106,6 +106,7 @@ class DenseLayers:
             _expect(pool.store_dtype == norm.weight.dtype, f"its KV is {pool.store_dtype}")
             _expect(len(norm.weight) <= _WIDEST, f"its rows have {len(norm.weight)} numbers")
             layers = [_layer(layer, build, pool) for layer in model.layers]
+            _expect_plain(layers)
         except _Unknown as reason:
             logger.info("layers run as SGLang has them: %s", reason)
             return None
@@ -165,25 +166,22 @@ class DenseLayers:
         apart = not forward_batch.forward_mode.is_decode()
         residual = self._model.embed_tokens(input_ids)
         for layer in self._layers:
-            scale = Scale(residual, layer.before.epsilon)
-            queries = dense_triton.prepare(
-                torch.nn.functional.linear(residual, layer.qkv.weight),
-                layer.heads, positions, forward_batch.out_cache_loc, scale=scale, apart=apart,
-            )  # fmt: skip
-            seen = layer.attention(
-                queries.flatten(1) if apart else queries,
-                None,
-                None,
-                forward_batch,
-                save_kv_cache=False,
-            )
+            # Nothing keeps what was used: such a pass is what the memory is planned for.
+            seen = _seen(layer, residual, positions, forward_batch, apart=apart)
             residual.addmm_(seen, layer.out.weight.t())
-            middle = dense_triton.gate(
-                torch.nn.functional.linear(residual, layer.gate_up.weight),
-                Scale(residual, layer.between.epsilon),
-            )
-            residual.addmm_(middle, layer.down.weight.t())
+            del seen
+            residual.addmm_(_middle(layer, residual), layer.down.weight.t())
         return dense_triton.add_norm(residual[None], None, self._norms[-1])[0]
+
+
+def _expect_plain(layers: list[_Layer]) -> None:
+    """Weights may lie on the host, or be of a type that computes in its own way."""
+    for layer in layers:
+        weights = [part.weight for part in layer if isinstance(part, Norm | Linear)]
+        plain = all(type(weight) is torch.Tensor for weight in weights)
+        _expect(plain, "its weights are no plain tensors")
+        there = all(weight.device == layer.heads.keys.device for weight in weights)
+        _expect(there, "some of its weights lie elsewhere")
 
 
 def _expect_nothing(*others: None) -> None:
@@ -205,6 +203,37 @@ def _fold(layers: list[_Layer]) -> bool:
             matrix.weight.mul_(norm.weight)
             norm.weight.fill_(1.0)
     return True
+
+
+def _seen(
+    layer: _Layer,
+    residual: torch.Tensor,
+    positions: torch.Tensor,
+    forward_batch: ForwardBatch,
+    *,
+    apart: bool,
+) -> torch.Tensor:
+    """What many rows see."""
+    queries = dense_triton.prepare(
+        torch.nn.functional.linear(residual, layer.qkv.weight),
+        layer.heads,
+        positions,
+        forward_batch.out_cache_loc,
+        scale=Scale(residual, layer.before.epsilon),
+        apart=apart,
+    )
+    if apart:
+        queries = queries.flatten(1)
+    seen: torch.Tensor = layer.attention(queries, None, None, forward_batch, save_kv_cache=False)
+    return seen
+
+
+def _middle(layer: _Layer, residual: torch.Tensor) -> torch.Tensor:
+    """What an MLP has of many rows between its products."""
+    return dense_triton.gate(
+        torch.nn.functional.linear(residual, layer.gate_up.weight),
+        Scale(residual, layer.between.epsilon),
+    )
 
 
 def _add(

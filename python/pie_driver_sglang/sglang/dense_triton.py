@@ -1,4 +1,4 @@
-"""GPU kernels of a decode step's dense layers: few rows, so that weights and launches decide.
+"""GPU kernels of a step's dense layers: mostly few rows, so that weights and launches decide.
 
 A product of few rows is as fast as its weights come from memory and the kernels before and after
 let it. So what lies between two products is one kernel: sums of a product's parts, residual and
