@@ -262,8 +262,7 @@ def _workers(
 
     def fail(error: DriverError) -> None:
         # A rank's progress bar may have left its line open.
-        print(file=sys.stderr)
-        guard.exit(_fail(error))
+        guard.exit(_fail(error, begin="\n"))
 
     with Workers(path, devices, fail, start) as workers:
         yield workers
@@ -297,6 +296,8 @@ def _report(kind: str, text: str) -> None:
     logger.log(level, "%s", text, extra={"kind": kind})
 
 
-def _fail(error: DriverError) -> int:
-    print(format_failure(error), file=sys.stderr, flush=True)
+def _fail(error: DriverError, begin: str = "") -> int:
+    # At once, for other threads may write, too.
+    sys.stderr.write(f"{begin}{format_failure(error)}\n")
+    sys.stderr.flush()
     return 1
