@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -23,10 +24,11 @@ from triton.runtime.jit import JITFunction
 
 from pie_driver_sglang import sampling_triton
 from pie_driver_sglang.sampling import SlotParams
-from pie_driver_sglang.sglang import dense_triton, paged_triton
+from pie_driver_sglang.sglang import dense_triton, paged_triton, rank_sums
 from pie_driver_sglang.sglang.dense_triton import Heads, Linear, Norm, Scale
 from pie_driver_sglang.sglang.masked_torch import Rule
 from pie_driver_sglang.sglang.paged_triton import Cut, Rows, attend, share, tuning
+from pie_driver_sglang.sglang.rank_sums import RankSums, Shared
 
 TARGET = GPUTarget("cuda", 90, 32)
 TYPES = {
@@ -51,7 +53,11 @@ def compile_launch(kernel: JITFunction[Any], *args: Any, **options: Any) -> Any:
         if name in constants:
             signature[name] = "constexpr"
             continue
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, tuple):
+            signature[name] = tuple("*" + TYPES[each.dtype] for each in value)
+            for index in range(len(value)):
+                attributes[number, index] = [["tt.divisibility", 16]]
+        elif isinstance(value, torch.Tensor):
             signature[name] = "*" + TYPES[value.dtype]
         else:
             signature[name] = "fp32" if isinstance(value, float) else "i32"
@@ -73,7 +79,7 @@ def recorded(launch: Callable[[], object]) -> list[Any]:
     early = {"CHAINED": True, "launch_pdl": True}
     with contextlib.ExitStack() as patches:
         patches.enter_context(mock.patch.object(JITFunction, "run", record))
-        for module in (paged_triton, dense_triton, sampling_triton):
+        for module in (paged_triton, dense_triton, rank_sums, sampling_triton):
             patches.enter_context(mock.patch.object(module, "chained", lambda _: early))
         launch()
     return compiled
@@ -188,6 +194,27 @@ def check_dense(dtype: torch.dtype) -> None:
         check_order(kernel)
 
 
+def check_rank_sums(ranks: int, *, shared_out: bool) -> None:
+    """What the ranks say to each other is ordered with what they read of each other."""
+    size = RankSums.size(ranks, 64, 5120, torch.bfloat16)
+    shared = [torch.zeros(size, dtype=torch.uint8) for _ in range(ranks)]
+    sums = RankSums(Shared(shared), 0, 64, 5120, torch.bfloat16)
+    norm = Norm(torch.zeros(5120, dtype=torch.bfloat16), 1e-6)
+    residual = torch.zeros(40, 5120, dtype=torch.bfloat16)
+    [kernel] = recorded(lambda: sums.add_norm(0, residual, norm, shared_out=shared_out))
+    check_order(kernel, early=None)
+    code = kernel.asm["ptx"]
+    said, heard = "atom.global.sys.release.exch", "ld.global.sys.acquire"
+    assert code.index(said) < code.index(heard) < code.index("ld.global.cg.v4")
+    assert code.count(said) == (2 if shared_out else 1)
+    if shared_out:
+        # Of what a rank adds up for the others, all is written before it says so.
+        behind = code[code.index("ld.global.cg.v4") :]
+        written = behind[: behind.index(said)]
+        assert written.count("st.global") >= ranks
+        assert "bar.sync" in written[written.rindex("st.global") :]
+
+
 def check_sampling(dtype: torch.dtype) -> None:
     """What follows the logits."""
     ones = torch.ones(40)
@@ -221,6 +248,8 @@ CASES: list[Any] = [
 if __name__ == "__main__":
     check_attention()
     check_dense(torch.bfloat16)
+    for ranks, shared_out in itertools.product((2, 4, 8), (False, True)):
+        check_rank_sums(ranks, shared_out=shared_out)
     check_sampling(torch.bfloat16)
     check_sampling(torch.float32)
     print("compiled")

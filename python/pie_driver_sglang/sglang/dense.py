@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from sglang.srt.distributed import get_tp_group
 from sglang.srt.layers.activation import SiluAndMul
 from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.linear import (
@@ -26,9 +27,10 @@ from sglang.srt.layers.rotary_embedding import RotaryEmbedding
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.models import llama, qwen2, qwen3
 
-from pie_driver_sglang.sglang import dense_triton
+from pie_driver_sglang.sglang import dense_triton, rank_sums
 from pie_driver_sglang.sglang.dense_triton import Heads, Linear, Norm, Scale, Tiling
 from pie_driver_sglang.sglang.paged_attention import PagedDecode
+from pie_driver_sglang.sglang.rank_sums import RankSums
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
@@ -38,6 +40,8 @@ logger = logging.getLogger(__name__)
 
 _WIDEST = 16384
 """Hidden states of which one program normalizes a row."""
+_MOST_SUMMED_ROWS = 256
+"""Of ranks that read each other's parts; above, SGLang's way takes no longer."""
 _FEW_ROWS = 64
 """Of more rows products are a library's, which adds to what there is, and parts do not pay."""
 _STORED = ("fa3",)
@@ -70,19 +74,30 @@ class _Unknown(Exception):
 class DenseLayers:
     """The layers of a loaded model, as kernels that know each other."""
 
-    def __init__(self, model: Any, layers: list[_Layer], norm: Norm, *, prefills: bool) -> None:
+    def __init__(
+        self,
+        model: Any,
+        layers: list[_Layer],
+        norm: Norm,
+        sums: RankSums | None,
+        *,
+        prefills: bool,
+    ) -> None:
         """Takes a model apart.
 
         Args:
             model: SGLang's, without its LM head.
             layers: Its layers.
             norm: Behind the last layer.
+            sums: Of the ranks' parts; None for a model on one device.
             prefills: Whether prefills attend to nothing but what is stored.
         """
         self._model = model
         self._layers = layers
-        self._prefills = prefills
-        self._folded = _fold(layers)
+        self._sums = sums
+        # Between ranks a kernel must add up what products are, and may as well normalize it.
+        self._folded = sums is None and _fold(layers)
+        self._prefills = self._folded and prefills
         # What follows each layer.
         self._norms = [*(layer.before for layer in layers[1:]), norm]
 
@@ -97,7 +112,6 @@ class DenseLayers:
             _expect(build is not None, f"it is a {type(model).__name__}")
             _expect(not model.layers_to_capture, "hidden states of some layers are wanted")
             _expect(not runner.server_args.enable_lora, "it takes adapters")
-            _expect(runner.ps.tp_size == 1, "its ranks add up what they have")
             _expect(not hasattr(model.config, "scale_emb"), "its embeddings are scaled")
             _expect(_has_room(runner), "a multiprocessor has too little shared memory")
             pool = runner.token_to_kv_pool
@@ -107,25 +121,30 @@ class DenseLayers:
             _expect(len(norm.weight) <= _WIDEST, f"its rows have {len(norm.weight)} numbers")
             layers = [_layer(layer, build, pool) for layer in model.layers]
             _expect_plain(layers)
+            sums = _rank_sums(runner, norm)
         except _Unknown as reason:
             logger.info("layers run as SGLang has them: %s", reason)
             return None
         prefills, _ = runner.server_args.get_attention_backends()
-        return cls(model, layers, norm, prefills=prefills in _STORED)
+        return cls(model, layers, norm, sums, prefills=prefills in _STORED)
 
     @contextlib.contextmanager
     def prefilling(self) -> Iterator[None]:
         """Within, the model runs as these kernels, if they can; its input is a prefill."""
-        if self._folded and self._prefills:
+        if self._prefills:
             self._model.forward = self._run_many
         try:
             yield
         finally:
             vars(self._model).pop("forward", None)
 
+    def takes(self, rows: int) -> bool:
+        """Whether it runs steps of so many rows."""
+        return self._sums is None or rows <= _MOST_SUMMED_ROWS
+
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
-        """Within, the model runs as these kernels; its input is a decode."""
+        """Within, the model runs as these kernels; its input is a decode of rows that it takes."""
         self._model.forward = self._run
         try:
             yield
@@ -149,9 +168,20 @@ class DenseLayers:
             qkv = _linear(rows, layer.qkv)[0]
             queries = dense_triton.prepare(qkv, layer.heads, positions, forward_batch.out_cache_loc)
             seen = layer.attention(queries, None, None, forward_batch, save_kv_cache=False)
-            rows, residual = _add(seen, layer.out, residual, layer.between)
-            rows, residual = _add(_gated(rows, layer.gate_up), layer.down, residual, norm)
+            rows, residual = self._add(0, seen, layer.out, residual, layer.between)
+            middle = _gated(rows, layer.gate_up)
+            rows, residual = self._add(1, middle, layer.down, residual, norm)
         return rows
+
+    def _add(
+        self, turn: int, rows: torch.Tensor, matrix: Linear, residual: torch.Tensor, norm: Norm
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What half of a layer adds, normalized, and what it was added to."""
+        if self._sums is None:
+            parts = _linear(rows, matrix, dense_triton.MOST_PARTS)
+            return dense_triton.add_norm(parts, residual, norm)
+        self._sums.multiply(turn, rows, matrix, _tiling(rows, matrix))
+        return self._sums.add_norm(turn, residual, norm)
 
     def _run_many(
         self,
@@ -236,14 +266,6 @@ def _middle(layer: _Layer, residual: torch.Tensor) -> torch.Tensor:
     )
 
 
-def _add(
-    rows: torch.Tensor, matrix: Linear, residual: torch.Tensor, norm: Norm
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """What half of a layer adds, normalized, and what it was added to."""
-    parts = _linear(rows, matrix, dense_triton.MOST_PARTS)
-    return dense_triton.add_norm(parts, residual, norm)
-
-
 def _tiling(rows: torch.Tensor, matrix: Linear, most_parts: int = 1) -> Tiling | None:
     outputs, inputs = matrix.weight.shape
     return dense_triton.tiling(len(rows), outputs, inputs, most_parts)
@@ -262,6 +284,20 @@ def _gated(rows: torch.Tensor, matrix: Linear) -> torch.Tensor:
     if tiling is None:
         return dense_triton.gate(torch.nn.functional.linear(rows, matrix.weight))
     return dense_triton.gated(rows, matrix, tiling)
+
+
+def _rank_sums(runner: ModelRunner, norm: Norm) -> RankSums | None:
+    ranks, (width,), dtype = runner.ps.tp_size, norm.weight.shape, norm.weight.dtype
+    if ranks == 1:
+        return None
+    _expect(ranks & (ranks - 1) == 0, f"its ranks are {ranks}, no power of two")
+    group = get_tp_group()
+    # It found out whether the ranks can reach each other's memory.
+    reach = group.ca_comm
+    _expect(reach is not None and not reach.disabled, "its ranks do not share memory")
+    size = RankSums.size(ranks, _MOST_SUMMED_ROWS, width, dtype)
+    shared = rank_sums.share(group.cpu_group, norm.weight.device, size)
+    return RankSums(shared, runner.ps.tp_rank, _MOST_SUMMED_ROWS, width, dtype)
 
 
 def _has_room(runner: ModelRunner) -> bool:

@@ -47,6 +47,8 @@ SHARED_BYTES = 208 << 10
 """Shared memory that a program of some product takes, at most."""
 MOST_PARTS = 4
 """Programs that share the inputs of a tile at most, where their sums are added up later."""
+_PREFETCHED_BYTES = 16 << 20
+"""Of a matrix that is asked for before it may be read: what the second-level cache has room for."""
 _PROGRAMS, _FEWEST_PROGRAMS = 64, 48
 """Programs of a product that are enough, and those it does with where it cannot have more parts."""
 
@@ -124,19 +126,23 @@ class Scale(NamedTuple):
     epsilon: float
 
 
-def linear(rows: torch.Tensor, matrix: Linear, tiling: Tiling) -> torch.Tensor:
+def linear(
+    rows: torch.Tensor, matrix: Linear, tiling: Tiling, out: torch.Tensor | None = None
+) -> torch.Tensor:
     """Products, or parts whose sums they are. Can be captured.
 
     Args:
         rows: ``[rows, inputs]``, inputs contiguous.
         matrix: Of the rows' type; has no bias if it is cut into parts.
         tiling: Fits the matrix.
+        out: Where they go; None for memory of their own.
 
     Returns:
         ``[1, rows, outputs]`` of the rows' type, or ``[parts, rows, outputs]`` float32.
     """
-    dtype = rows.dtype if tiling.parts == 1 else torch.float32
-    out = rows.new_empty(tiling.parts, len(rows), len(matrix.weight), dtype=dtype)
+    if out is None:
+        dtype = rows.dtype if tiling.parts == 1 else torch.float32
+        out = rows.new_empty(tiling.parts, len(rows), len(matrix.weight), dtype=dtype)
     _launch(rows, matrix, out, tiling, gated=False)
     return out
 
@@ -162,9 +168,13 @@ def _launch(
 ) -> None:
     outputs, inputs = out.shape[-1], rows.shape[-1]
     tiles = outputs // tiling.outputs
+    part_inputs = inputs // tiling.parts
+    # Of each row that a program multiplies by.
+    ahead = _PREFETCHED_BYTES // (len(matrix.weight) * tiling.parts)
+    ahead = min(part_inputs * rows.itemsize, triton.cdiv(ahead, 128) * 128)
     _linear[(tiles, triton.cdiv(len(rows), tiling.rows), tiling.parts)](
         rows, matrix.weight, matrix.bias, out, len(rows), rows.stride(0), outputs, inputs,
-        inputs // tiling.parts,
+        part_inputs, ahead,
         ROWS=tiling.rows, OUTPUTS=tiling.outputs, INPUTS=tiling.inputs, GATED=gated,
         num_warps=tiling.warps, num_stages=tiling.stages, **chained(rows.device),
     )  # fmt: skip
@@ -282,7 +292,7 @@ def _prefetch(rows, row_bytes):  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["row_count"])  # type: ignore[untyped-decorator]
 def _linear(  # type: ignore[no-untyped-def]
-    rows, weight, bias, out, row_count, row_stride, outputs, inputs, part_inputs,
+    rows, weight, bias, out, row_count, row_stride, outputs, inputs, part_inputs, ahead_bytes,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, GATED: tl.constexpr,
     CHAINED: tl.constexpr,
 ):  # fmt: skip
@@ -294,10 +304,9 @@ def _linear(  # type: ignore[no-untyped-def]
     ups = own + outputs.to(tl.int64) * inputs
     if CHAINED:
         # Weights do not depend on the kernel before.
-        size = part_inputs * (weight.dtype.element_ty.primitive_bitwidth // 8)
-        _prefetch(own, size)
+        _prefetch(own, ahead_bytes)
         if GATED:
-            _prefetch(ups, size)
+            _prefetch(ups, ahead_bytes)
         follow()
     numbers = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     inside = numbers < row_count

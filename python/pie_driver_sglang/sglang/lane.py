@@ -10,7 +10,7 @@ from __future__ import annotations
 import abc
 import logging
 import time
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -231,11 +231,16 @@ class CudaSteps(StepRunner):
         batch = self._forward_batch(graph)
         backend.init_forward_metadata_out_graph(batch, in_capture=True)
         backend.init_forward_metadata_in_graph(batch)
-        with nullcontext() if engine.dense is None else engine.dense.applied():
+        with self._way(graph.rows):
             logits, softcap = engine.row_logits(batch, graph.sampled(fields))
         sampling_triton.apply_masks(logits, fields["slot_masks"], self._device_mask_words)
         results = self._results[: graph.slots]
         sampling_triton.sample_step(logits, _params(fields), results, header[:1], softcap)
+
+    def _way(self, rows: int) -> AbstractContextManager[None]:
+        """How the model runs: as few kernels, where it can."""
+        dense = self._engine.dense
+        return dense.applied() if dense is not None and dense.takes(rows) else nullcontext()
 
 
 def _blank(graph: _Graph) -> None:

@@ -1,0 +1,76 @@
+"""Sums over ranks under Triton's interpreter: a process for each rank, which share their memory.
+
+Run with ``TRITON_INTERPRET=1``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import random
+import time
+
+import torch
+
+from pie_driver_sglang.sglang.dense_triton import Linear, Norm, Tiling
+from pie_driver_sglang.sglang.rank_sums import TURNS, RankSums, Shared
+
+MOST_ROWS, WIDTH, INPUTS = 8, 80, 32
+EPSILON = 1e-6
+STEPS = 12
+TOLERANCE = 1e-5
+START = 2**31 - 5
+"""What was said before: counts may pass the largest number."""
+
+
+def close(found: torch.Tensor, exact: torch.Tensor) -> None:
+    """Up to rounding in float32."""
+    error = float((found.double() - exact).abs().max() / exact.abs().max())
+    assert error < TOLERANCE, error
+
+
+def play(rank: int, shared: list[torch.Tensor], shared_out: bool) -> None:
+    """One rank's steps of varying length; each is late at times. All know all ranks' parts."""
+    torch.set_num_threads(1)
+    sums = RankSums(Shared(shared), rank, MOST_ROWS, WIDTH, torch.float32)
+    sums._said.fill_(START)
+    common, own = torch.Generator().manual_seed(3), random.Random(rank)
+    for step in range(STEPS):
+        rows = int(torch.randint(1, MOST_ROWS + 1, (1,), generator=common))
+        residual = torch.randn(rows, WIDTH, generator=common)
+        given = torch.randn(len(shared), rows, INPUTS, generator=common)
+        weights = torch.randn(len(shared), WIDTH, INPUTS, generator=common)
+        norm = Norm(torch.randn(WIDTH, generator=common), EPSILON)
+        exact = residual.double() + (given.double() @ weights.double().mT).sum(0)
+        time.sleep(own.choice((0.0, 0.0, 0.05)))
+        tiling = Tiling(16, 16, 16) if step % 3 else None
+        turn = step % TURNS
+        sums.multiply(turn, given[rank], Linear(weights[rank]), tiling)
+        out, after = sums.add_norm(turn, residual, norm, shared_out=shared_out)
+        close(after, exact)
+        scale = torch.rsqrt(exact.square().mean(-1, keepdim=True) + EPSILON)
+        close(out, exact * scale * norm.weight.double())
+
+
+def main() -> None:
+    """Two, four and eight ranks; each sums all rows, or its share."""
+    processes = multiprocessing.get_context("fork")
+    for ranks, shared_out in itertools.product((2, 4, 8), (False, True)):
+        size = RankSums.size(ranks, MOST_ROWS, WIDTH, torch.float32)
+        shared = [torch.zeros(size, dtype=torch.uint8).share_memory_() for _ in range(ranks)]
+        for memory in shared:
+            memory[-4 * (ranks + 1) * MOST_ROWS :].view(torch.int32).fill_(START)
+        children = [
+            processes.Process(target=play, args=(rank, shared, shared_out), daemon=True)
+            for rank in range(ranks)
+        ]
+        for child in children:
+            child.start()
+        for child in children:
+            child.join(100)
+        assert [child.exitcode for child in children] == [0] * ranks
+    print("sums over ranks: all close")
+
+
+if __name__ == "__main__":
+    main()
