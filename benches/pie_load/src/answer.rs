@@ -6,7 +6,6 @@ use pie_wire::{ArchivedForwardResponse, ArchivedResponsePayload, NativeSlice, Re
 use serde::Serialize;
 
 use crate::error::{AnswerError, LoadError};
-use crate::frame::Turn;
 
 /// The driver's own times of a batch in µs, which only an archive carries.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
@@ -17,6 +16,30 @@ pub(crate) struct Probes {
     pub(crate) launch: u32,
     pub(crate) sync: u32,
     pub(crate) respond: u32,
+}
+
+/// What one request of a frame asks for.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Asked<'a> {
+    /// Whether it has a sampler.
+    pub(crate) samples: bool,
+    /// To be verified.
+    pub(crate) drafts: &'a [u32],
+    pub(crate) wants_drafts: bool,
+    /// Position behind its last token.
+    pub(crate) end: u32,
+}
+
+impl Asked<'_> {
+    /// By a request without drafts, whose position does not matter: nothing may be drafted behind it.
+    pub(crate) const fn plainly(samples: bool) -> Self {
+        Self {
+            samples,
+            drafts: &[],
+            wants_drafts: false,
+            end: 0,
+        }
+    }
 }
 
 /// What the requests of a frame were answered, in buffers that are used again.
@@ -44,11 +67,11 @@ impl Answer {
         &self.drafts[range(&self.draft_ends, request)]
     }
 
-    /// Reads and checks what was answered to a frame of `turns`; those that sample come first.
+    /// Reads and checks what was answered to a frame of requests that `asked` so; those that sample come first.
     pub(crate) fn read<'a>(
         &mut self,
         bytes: &[u8],
-        turns: impl Iterator<Item = Turn<'a>> + Clone,
+        asked: impl Iterator<Item = Asked<'a>> + Clone,
     ) -> Result<Option<Probes>, LoadError> {
         for array in [
             &mut self.tokens,
@@ -58,13 +81,13 @@ impl Answer {
         ] {
             array.clear();
         }
-        let requests = turns.clone().count();
+        let requests = asked.clone().count();
         match pie_wire::decode_reply(bytes)? {
             Reply::Tokens(reply) => {
                 check_requests(reply.len(), requests)?;
                 self.tokens.extend(reply.iter());
                 self.token_ends.extend(0..=requests as u32);
-                self.check_tokens(turns)?;
+                self.check_tokens(asked)?;
                 Ok(None)
             }
             Reply::Frame(frame) if frame.aborted => Err(AnswerError::Aborted.into()),
@@ -75,8 +98,8 @@ impl Answer {
                 ArchivedResponsePayload::Forward(forward) => {
                     check_requests(forward.num_requests.to_native() as usize, requests)?;
                     self.read_tokens(forward, requests)?;
-                    self.check_tokens(turns.clone())?;
-                    self.read_drafts(forward, turns)?;
+                    self.check_tokens(asked.clone())?;
+                    self.read_drafts(forward, asked)?;
                     Ok(Some(probes(forward)))
                 }
             },
@@ -93,16 +116,16 @@ impl Answer {
         check_ends(&self.token_ends, requests, self.tokens.len())
     }
 
-    /// One token for each turn that samples; with drafts, those that were accepted before it.
-    fn check_tokens<'a>(&self, turns: impl Iterator<Item = Turn<'a>>) -> Result<(), AnswerError> {
-        for (request, turn) in turns.enumerate() {
+    /// One token for each request that samples; with drafts, those that were accepted before it.
+    fn check_tokens<'a>(&self, asked: impl Iterator<Item = Asked<'a>>) -> Result<(), AnswerError> {
+        for (request, asked) in asked.enumerate() {
             let found = self.tokens_of(request);
-            let expected = usize::from(turn.sampler.is_some());
-            if !(expected..=expected + turn.drafts.len()).contains(&found.len()) {
+            let expected = usize::from(asked.samples);
+            if !(expected..=expected + asked.drafts.len()).contains(&found.len()) {
                 return Err(wrong_tokens(request, found.len(), expected));
             }
             let accepted = found.len() - expected;
-            if found[..accepted] != turn.drafts[..accepted] {
+            if found[..accepted] != asked.drafts[..accepted] {
                 return Err(AnswerError::Accepted(request));
             }
         }
@@ -112,7 +135,7 @@ impl Answer {
     fn read_drafts<'a>(
         &mut self,
         forward: &ArchivedForwardResponse,
-        turns: impl Iterator<Item = Turn<'a>>,
+        asked: impl Iterator<Item = Asked<'a>>,
     ) -> Result<(), AnswerError> {
         let positions = forward.spec_positions.native();
         self.drafts.extend(forward.spec_tokens.native());
@@ -126,15 +149,15 @@ impl Answer {
             requests,
             self.drafts.len().min(positions.len()),
         )?;
-        for (request, turn) in turns.enumerate() {
+        for (request, asked) in asked.enumerate() {
             let range = range(&self.draft_ends, request);
             // The last token of the answer stands between.
-            let first = turn.end() + self.tokens_of(request).len() as u32;
+            let first = asked.end + self.tokens_of(request).len() as u32;
             let follow = (first..).zip(&positions[range.clone()]);
             if !follow
                 .into_iter()
                 .all(|(expected, &found)| expected == found)
-                || !(turn.wants_drafts || range.is_empty())
+                || !(asked.wants_drafts || range.is_empty())
             {
                 return Err(AnswerError::Drafts {
                     request,
@@ -187,20 +210,23 @@ fn probes(forward: &ArchivedForwardResponse) -> Probes {
 
 #[cfg(test)]
 mod tests {
-    use pie_wire::{ForwardResponse, ResponseFrame, ResponsePayload, Sampler};
+    use pie_wire::{ForwardResponse, ResponseFrame, ResponsePayload};
 
     use super::*;
 
-    /// A decode at position 9.
-    const TURN: Turn<'_> = Turn {
-        tokens: &[1],
-        start: 9,
-        sampler: Some(&Sampler::RawLogits),
-        ..Turn::EMPTY
+    /// By a decode at position 9.
+    const TOKEN: Asked<'_> = Asked {
+        samples: true,
+        drafts: &[],
+        wants_drafts: false,
+        end: 10,
     };
 
-    fn turns(requests: usize, sampled: usize) -> impl Iterator<Item = Turn<'static>> + Clone {
-        (0..requests).map(move |request| if request < sampled { TURN } else { Turn::EMPTY })
+    fn asked(requests: usize, sampled: usize) -> impl Iterator<Item = Asked<'static>> + Clone {
+        (0..requests).map(move |request| Asked {
+            samples: request < sampled,
+            ..TOKEN
+        })
     }
 
     fn response(indptr: &[u32], tokens: &[u32]) -> ForwardResponse {
@@ -233,7 +259,7 @@ mod tests {
     fn outcome(bytes: &[u8], requests: usize, sampled: usize) -> Result<Vec<u32>, AnswerError> {
         let mut answer = Answer::default();
         answer.tokens.push(99);
-        match answer.read(bytes, turns(requests, sampled)) {
+        match answer.read(bytes, asked(requests, sampled)) {
             Ok(_) => Ok(answer.tokens),
             Err(LoadError::Answer(error)) => Err(error),
             Err(error) => panic!("{error}"),
@@ -283,22 +309,22 @@ mod tests {
             ..Probes::default()
         };
         let bytes = archive(&[0, 1], &[5]);
-        let probes = Answer::default().read(&bytes, turns(1, 1)).unwrap();
+        let probes = Answer::default().read(&bytes, asked(1, 1)).unwrap();
         assert_eq!(probes, Some(expected));
     }
 
     /// Two requests of the worked example of the protocol: both ask, the first had four drafts.
     fn drafted(response: ForwardResponse) -> Result<Answer, AnswerError> {
-        let asks = Turn {
+        let asks = Asked {
             wants_drafts: true,
-            ..TURN
+            ..TOKEN
         };
-        let verifies = Turn {
+        let verifies = Asked {
             drafts: &[40, 41, 42, 43],
             ..asks
         };
         let mut answer = Answer::default();
-        match answer.read(&encoded(response), [verifies, asks, TURN].into_iter()) {
+        match answer.read(&encoded(response), [verifies, asks, TOKEN].into_iter()) {
             Ok(_) => Ok(answer),
             Err(LoadError::Answer(error)) => Err(error),
             Err(error) => panic!("{error}"),

@@ -6,12 +6,17 @@ use crate::error::LoadError;
 use crate::frame::Turn;
 use crate::pages::PagePool;
 
+/// Keeps the place of a token that is not known yet.
+const UNKNOWN: u32 = 0;
+
 /// One prompt and what follows it.
 pub(crate) struct Context {
     /// From 1, as on the wire.
     id: u64,
     /// The tokens of the next pass: the prompt, then the last token.
     pending: Vec<u32>,
+    /// Where the last token comes from, as long as it is not known.
+    awaits: Option<usize>,
     /// What the driver drafted behind them.
     drafts: Vec<u32>,
     wants_drafts: bool,
@@ -31,6 +36,7 @@ impl Context {
         Self {
             id,
             pending: prompt,
+            awaits: None,
             drafts: Vec::new(),
             wants_drafts: false,
             stored: 0,
@@ -78,6 +84,7 @@ impl Context {
         Turn {
             context_id: self.id,
             tokens: &self.pending,
+            awaits: self.awaits,
             start: self.stored,
             drafts: &self.drafts,
             wants_drafts: self.wants_drafts,
@@ -86,9 +93,11 @@ impl Context {
         }
     }
 
-    /// The pass is done: what was pending is stored, and `token` comes next.
-    pub(crate) fn advance(&mut self, token: u32) {
-        self.take(&[token], &[]);
+    /// Moves on before the pass is answered, which without drafts brings one token: the answer to that request.
+    pub(crate) fn advance(&mut self, request: usize) {
+        debug_assert!(!self.wants_drafts, "the answer may bring several tokens");
+        self.take(&[UNKNOWN], &[]);
+        self.awaits = Some(request);
     }
 
     /// The pass is done: what was pending is stored, and so are the drafts that were accepted, all of `tokens` but the last.
@@ -97,6 +106,7 @@ impl Context {
         self.stored += self.tokens() + tokens.len() as u32 - 1;
         self.pending.clear();
         self.pending.extend(tokens.last());
+        self.awaits = None;
         self.remaining = self.remaining.saturating_sub(tokens.len() as u32);
         let usable = drafts.len().min(self.remaining.saturating_sub(1) as usize);
         self.drafts.clear();
@@ -145,7 +155,7 @@ mod tests {
             context.reserve(&mut pool, 4).unwrap();
             let turn = context.turn();
             pages.push((turn.start, turn.tokens.to_vec(), turn.pages.len()));
-            context.advance(token);
+            context.take(&[token], &[]);
         }
         let expected = [
             (0, vec![5; 4], 1),
@@ -215,6 +225,30 @@ mod tests {
         context.take(&[12], &[24, 25]);
         context.reserve(&mut pool, 16).unwrap();
         assert_eq!((context.turn().pages, pool.free()), (&pages[..], 5));
+    }
+
+    #[test]
+    fn a_context_moves_on_before_its_token_is_known() {
+        let mut pool = PagePool::new(9);
+        let mut contexts = [(); 2].map(|()| Context::new(1, vec![5; 4], GREEDY, 5));
+        for request in 0..4 {
+            let [ahead, behind] = &mut contexts;
+            ahead.advance(request);
+            behind.take(&[7], &[]);
+            for context in [&mut *ahead, &mut *behind] {
+                context.reserve(&mut pool, 4).unwrap();
+            }
+            let (turn, known) = (ahead.turn(), behind.turn());
+            assert_eq!((turn.awaits, turn.tokens.len()), (Some(request), 1));
+            assert_eq!((known.awaits, known.tokens), (None, &[7][..]));
+            assert_eq!(
+                (turn.start, ahead.remaining),
+                (known.start, behind.remaining)
+            );
+            assert_eq!(turn.pages.len(), known.pages.len());
+        }
+        contexts[0].take(&[8], &[]);
+        assert_eq!(contexts[0].turn().awaits, None);
     }
 
     #[test]

@@ -91,7 +91,7 @@ pub(crate) struct Play {
 
 /// Plays every batch size; `done` takes each row, so that a failure loses no earlier one.
 pub(crate) fn play(
-    link: &mut Link,
+    link: &mut Link<'_>,
     caps: &Capabilities,
     args: &DraftsArgs,
     mut done: impl FnMut(Row) -> Result<(), LoadError>,
@@ -125,8 +125,8 @@ pub(crate) fn play(
     Ok(())
 }
 
-struct Player<'a> {
-    link: &'a mut Link,
+struct Player<'a, 'c> {
+    link: &'a mut Link<'c>,
     caps: &'a Capabilities,
     args: &'a DraftsArgs,
     pool: PagePool,
@@ -134,7 +134,7 @@ struct Player<'a> {
     contexts: u64,
 }
 
-impl Player<'_> {
+impl Player<'_, '_> {
     /// Plays the next prompts in both ways; which comes first changes with every repeat.
     fn pair(&mut self, prompts: &mut Prompts, batch: u32, repeat: u32) -> Result<Pair, LoadError> {
         let (prompts, again) = prompts.take(batch as usize);
@@ -194,6 +194,7 @@ impl Player<'_> {
         for context in contexts.iter_mut().filter(|context| unfinished(context)) {
             context.reserve(&mut self.pool, self.caps.kv_page_size)?;
         }
+        // An answer may bring several tokens, so nothing is prepared; nor is it without drafts, to compare like with like.
         let running = contexts.iter().filter(|context| unfinished(context));
         let exchange = self.link.forward(running.map(Context::turn))?;
         play.samples.push(&exchange);

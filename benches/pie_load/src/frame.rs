@@ -2,11 +2,15 @@
 
 use pie_wire::{AdapterBinding, Brle, ForwardRequest, Frame, Payload, Sampler, WireError};
 
+use crate::answer::Asked;
+
 /// What one context brings to a frame.
 #[derive(Clone, Copy)]
 pub(crate) struct Turn<'a> {
     pub(crate) context_id: u64,
     pub(crate) tokens: &'a [u32],
+    /// The request of the frame before whose answer is the token; `tokens` only keeps its place.
+    pub(crate) awaits: Option<usize>,
     /// Position, and KV index, of the first token.
     pub(crate) start: u32,
     /// Behind the tokens, to be verified.
@@ -19,11 +23,12 @@ pub(crate) struct Turn<'a> {
     pub(crate) sampler: Option<&'a Sampler>,
 }
 
-impl Turn<'_> {
+impl<'a> Turn<'a> {
     /// A request without a token. With it the answer must be an archive, which has the driver's probes.
     pub(crate) const EMPTY: Self = Self {
         context_id: 0,
         tokens: &[],
+        awaits: None,
         start: 1,
         drafts: &[],
         wants_drafts: false,
@@ -32,9 +37,48 @@ impl Turn<'_> {
     };
 
     /// Position behind the last token.
-    pub(crate) fn end(&self) -> u32 {
+    pub(crate) const fn end(&self) -> u32 {
         self.start + self.tokens.len() as u32
     }
+
+    /// What it asks for.
+    pub(crate) const fn asked(self) -> Asked<'a> {
+        Asked {
+            samples: self.sampler.is_some(),
+            drafts: self.drafts,
+            wants_drafts: self.wants_drafts,
+            end: self.end(),
+        }
+    }
+}
+
+/// A token that is not known when its frame is made.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Gap {
+    /// Index among the frame's tokens.
+    place: usize,
+    /// The request of the frame before whose answer it is.
+    request: usize,
+}
+
+/// Puts what the frame before was answered, a token for each request, into an encoded frame.
+pub(crate) fn fill_gaps(frame: &mut [u8], gaps: &[Gap], answered: &[u32]) {
+    // An archive begins with the first array of its schema: the tokens.
+    let (words, _) = frame.as_chunks_mut::<4>();
+    for gap in gaps {
+        words[gap.place] = answered[gap.request].to_le_bytes();
+    }
+}
+
+/// What there is to know of a frame beside its bytes.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Outline {
+    pub(crate) requests: usize,
+    /// Requests with a sampler; they come first.
+    pub(crate) sampled: usize,
+    /// Input tokens, without drafts.
+    pub(crate) tokens: usize,
+    pub(crate) gaps: Vec<Gap>,
 }
 
 /// Builds frames one after the other.
@@ -58,17 +102,13 @@ impl FrameBuilder {
         Self { frame, page_size }
     }
 
-    /// Makes a frame of `turns` in `buffer` and returns its length.
-    pub(crate) fn encode<'a>(
-        &mut self,
-        turns: impl Iterator<Item = Turn<'a>> + Clone,
-        buffer: &mut [u8],
-    ) -> Result<usize, WireError> {
-        self.fill(turns);
+    /// Writes the frame that was laid out last to `buffer` and returns its length.
+    pub(crate) fn encode(&self, buffer: &mut [u8]) -> Result<usize, WireError> {
         pie_wire::encode_request(&self.frame, buffer)
     }
 
-    fn fill<'a>(&mut self, turns: impl Iterator<Item = Turn<'a>> + Clone) {
+    /// Lays out the frame of `turns`; those that sample come first.
+    pub(crate) fn lay_out<'a>(&mut self, turns: impl Iterator<Item = Turn<'a>> + Clone) -> Outline {
         let Payload::Forward(body) = &mut self.frame.payload else {
             unreachable!("made so by `new`");
         };
@@ -77,8 +117,17 @@ impl FrameBuilder {
         // Mask rows are left out of the whole frame when every request has one token and no draft.
         let with_masks =
             !body.single_token_mode || turns.clone().any(|turn| !turn.drafts.is_empty());
+        let mut gaps = Vec::new();
         for turn in turns {
+            let place = body.token_ids.len();
+            gaps.extend(turn.awaits.map(|request| Gap { place, request }));
             append(body, &turn, self.page_size, with_masks);
+        }
+        Outline {
+            requests: body.context_ids.len(),
+            sampled: body.samplers.len(),
+            tokens: body.token_ids.len(),
+            gaps,
         }
     }
 }
@@ -166,7 +215,8 @@ mod tests {
 
     fn encoded(builder: &mut FrameBuilder, turns: &[Turn<'_>]) -> Vec<u8> {
         let mut buffer = vec![0; 1 << 16];
-        let length = builder.encode(turns.iter().copied(), &mut buffer).unwrap();
+        builder.lay_out(turns.iter().copied());
+        let length = builder.encode(&mut buffer).unwrap();
         buffer.truncate(length);
         buffer
     }
@@ -195,6 +245,7 @@ mod tests {
             .map(|request| Turn {
                 context_id: body.context_ids[request],
                 tokens: &body.token_ids[request..=request],
+                awaits: None,
                 start: body.position_ids[request],
                 drafts: &[],
                 wants_drafts: false,
@@ -219,6 +270,7 @@ mod tests {
         let decode = Turn {
             context_id: 5,
             tokens: &[30],
+            awaits: None,
             start: 4,
             drafts: &[],
             wants_drafts: false,
@@ -228,6 +280,7 @@ mod tests {
         let prompt = Turn {
             context_id: 6,
             tokens: &[10, 11, 12],
+            awaits: None,
             start: 0,
             drafts: &[],
             wants_drafts: false,
@@ -259,6 +312,40 @@ mod tests {
         assert!(!body.single_token_mode && body.masks.len() == 2);
     }
 
+    #[test]
+    fn a_frame_is_made_before_its_tokens_are_known() {
+        let prompt = Turn {
+            context_id: 5,
+            tokens: &[10, 11, 12],
+            awaits: None,
+            start: 0,
+            drafts: &[],
+            wants_drafts: false,
+            pages: &[3],
+            sampler: Some(&Sampler::RawLogits),
+        };
+        let decode = |token: &'static [u32], awaits| Turn {
+            tokens: token,
+            awaits,
+            start: 7,
+            ..prompt
+        };
+        let known = [decode(&[91], None), prompt, decode(&[92], None)];
+        let awaiting = [decode(&[0], Some(3)), prompt, decode(&[0], Some(1))];
+        let mut builder = FrameBuilder::new(4);
+        let mut frame = encoded(&mut builder, &awaiting);
+        let Outline {
+            requests,
+            sampled,
+            tokens,
+            gaps,
+        } = builder.lay_out(awaiting.into_iter().chain([Turn::EMPTY]));
+        assert_eq!((requests, sampled, tokens), (4, 3, 5));
+        fill_gaps(&mut frame, &gaps, &[90, 92, 90, 91]);
+        assert_eq!(frame, encoded(&mut builder, &known));
+        assert_eq!(builder.lay_out(known.into_iter()).gaps, []);
+    }
+
     /// The worked example of the protocol, beside a request that has no drafts.
     #[test]
     fn drafts_lie_behind_the_last_page_length() {
@@ -266,6 +353,7 @@ mod tests {
         let verifies = Turn {
             context_id: 5,
             tokens: &[30],
+            awaits: None,
             start: 13,
             drafts: &[40, 41, 42, 43],
             wants_drafts: true,

@@ -1,18 +1,17 @@
 //! Frames over the ring, with their times.
 
-use std::sync::Arc;
 use std::time::Instant;
 
-use pie_ring::Client;
+use pie_ring::{Client, Request, Sent};
 
-use crate::answer::{Answer, Probes};
+use crate::answer::{Answer, Asked, Probes};
 use crate::error::LoadError;
-use crate::frame::{FrameBuilder, Turn};
+use crate::frame::{FrameBuilder, Outline, Turn, fill_gaps};
 use crate::handshake::Capabilities;
 
 /// Sends one frame at a time, as the runtime's scheduler does.
-pub(crate) struct Link {
-    client: Arc<Client>,
+pub(crate) struct Link<'c> {
+    client: &'c Client,
     builder: FrameBuilder,
     /// When the last answer was seen.
     seen: Option<Instant>,
@@ -23,17 +22,38 @@ pub(crate) struct Link {
 /// One frame and its answer.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Exchange {
-    /// From the request made, but not sent, to the answer seen, but not read.
+    /// When the request was made, but not sent.
+    pub(crate) sent: Instant,
+    /// From then to the answer seen, but not read.
     pub(crate) round_trip_ns: u64,
-    /// From the last answer seen to this request made: the load's own work. 0 for the first frame.
+    /// From the last answer seen to this request made: the load's own work that the driver waits for. 0 for the first frame.
     pub(crate) client_ns: u64,
     pub(crate) request_bytes: usize,
+    pub(crate) requests: u32,
+    /// Input tokens.
+    pub(crate) tokens: u32,
     /// `None` for the fast reply.
     pub(crate) probes: Option<Probes>,
 }
 
-impl Link {
-    pub(crate) fn new(client: Arc<Client>, page_size: u32) -> Self {
+/// A frame that is whole, but for the tokens that it awaits.
+pub(crate) struct Prepared<'c> {
+    outline: Outline,
+    /// Where it lies, and its length. When no slot was free it still is the builder's.
+    made: Option<(Request<'c>, usize)>,
+}
+
+/// A frame that the driver has, and what will be known of it.
+struct Flight<'c> {
+    sent: Sent<'c>,
+    outline: Outline,
+    at: Instant,
+    client_ns: u64,
+    request_bytes: usize,
+}
+
+impl<'c> Link<'c> {
+    pub(crate) fn new(client: &'c Client, page_size: u32) -> Self {
         Self {
             client,
             builder: FrameBuilder::new(page_size),
@@ -47,38 +67,95 @@ impl Link {
         self.seen = None;
     }
 
-    /// Sends a frame of `turns`; those that sample come first.
+    /// Sends a frame of `turns` and waits for its answer; those that sample come first.
     pub(crate) fn forward<'a>(
         &mut self,
         turns: impl Iterator<Item = Turn<'a>> + Clone,
     ) -> Result<Exchange, LoadError> {
-        let Self {
-            client,
-            builder,
-            answer,
-            ..
-        } = self;
-        let sent_turns = turns.clone();
-        let (mut request_bytes, mut sent) = (0, Instant::now());
-        let (seen, probes) = client.call_in_place(
-            |buffer| {
-                request_bytes = builder.encode(turns, buffer)?;
-                sent = Instant::now();
-                Ok::<_, LoadError>(request_bytes)
-            },
-            |bytes| {
-                let seen = Instant::now();
-                (seen, answer.read(bytes, sent_turns))
-            },
-        )?;
-        let exchange = Exchange {
-            round_trip_ns: (seen - sent).as_nanos() as u64,
-            client_ns: self.seen.map_or(0, |last| (sent - last).as_nanos() as u64),
-            request_bytes,
-            probes: probes?,
+        let prepared = self.prepare(turns.clone())?;
+        let flight = self.send(prepared)?;
+        self.receive(flight, turns.map(Turn::asked))
+    }
+
+    /// Sends the frames that `next` prepares without drafts until it has no more, and gives their times to `done`. Both are
+    /// called while the driver computes, so that between an answer and the next request nothing is done but to take the
+    /// tokens from the one to the other.
+    pub(crate) fn relay(
+        &mut self,
+        mut next: impl FnMut(&mut Self) -> Result<Option<Prepared<'c>>, LoadError>,
+        mut done: impl FnMut(&Exchange),
+    ) -> Result<(), LoadError> {
+        let Some(first) = next(self)? else {
+            return Ok(());
         };
+        let mut flight = Some(self.send(first)?);
+        while let Some(sent) = flight {
+            let prepared = next(self)?;
+            let Outline {
+                requests, sampled, ..
+            } = sent.outline;
+            let asked = (0..requests).map(|request| Asked::plainly(request < sampled));
+            let exchange = self.receive(sent, asked)?;
+            flight = prepared.map(|frame| self.send(frame)).transpose()?;
+            done(&exchange);
+        }
+        Ok(())
+    }
+
+    /// Makes a frame of `turns`. What they await is the answer to the frame that is sent before this one.
+    pub(crate) fn prepare<'a>(
+        &mut self,
+        turns: impl Iterator<Item = Turn<'a>> + Clone,
+    ) -> Result<Prepared<'c>, LoadError> {
+        let outline = self.builder.lay_out(turns);
+        // The frame in flight may have the only slot.
+        let request = self.client.try_request();
+        Ok(Prepared {
+            outline,
+            made: request.map(|request| self.make(request)).transpose()?,
+        })
+    }
+
+    fn make(&self, mut request: Request<'c>) -> Result<(Request<'c>, usize), LoadError> {
+        let length = self.builder.encode(request.buffer())?;
+        Ok((request, length))
+    }
+
+    /// Puts the last answer's tokens into a frame and sends it.
+    fn send(&mut self, prepared: Prepared<'c>) -> Result<Flight<'c>, LoadError> {
+        let Prepared { outline, made } = prepared;
+        let made = made.map_or_else(|| self.make(self.client.request()), Ok);
+        let (mut request, request_bytes) = made?;
+        fill_gaps(request.buffer(), &outline.gaps, &self.answer.tokens);
+        let at = Instant::now();
+        Ok(Flight {
+            sent: request.send(request_bytes)?,
+            outline,
+            at,
+            client_ns: self.seen.map_or(0, |last| (at - last).as_nanos() as u64),
+            request_bytes,
+        })
+    }
+
+    /// Waits for the answer of a frame that `asked` so.
+    fn receive<'a>(
+        &mut self,
+        flight: Flight<'c>,
+        asked: impl Iterator<Item = Asked<'a>> + Clone,
+    ) -> Result<Exchange, LoadError> {
+        let (seen, probes) = flight
+            .sent
+            .receive(|bytes| (Instant::now(), self.answer.read(bytes, asked)))?;
         self.seen = Some(seen);
-        Ok(exchange)
+        Ok(Exchange {
+            sent: flight.at,
+            round_trip_ns: (seen - flight.at).as_nanos() as u64,
+            client_ns: flight.client_ns,
+            request_bytes: flight.request_bytes,
+            requests: flight.outline.requests as u32,
+            tokens: flight.outline.tokens as u32,
+            probes: probes?,
+        })
     }
 }
 

@@ -6,7 +6,7 @@
 //! | `args`, `config` | the command line, and the driver's configuration made of it |
 //! | `driver`, `handshake` | the process: spawned, watched, stopped; what it announces |
 //! | `pages`, `context`, `frame` | the runtime's state: free pages, sequences, frames |
-//! | `link`, `answer` | one frame there, one answer back, with their times |
+//! | `link`, `answer` | one frame there, the next one prepared meanwhile, one answer back, with their times |
 //! | `steps`, `throughput`, `drafts`, `sampler`, `prompts` | the workloads |
 //! | `summary`, `trace`, `report` | percentiles, the driver's own trace, tables and files |
 
@@ -63,7 +63,8 @@ fn run(args: &Args) -> Result<(), LoadError> {
     let caps = driver.wait_ready(pipe)?;
     let ready_s = begin.elapsed().as_secs_f64();
     print_start(&caps, ready_s);
-    let mut link = Link::new(driver.connect()?, caps.kv_page_size);
+    let client = driver.connect()?;
+    let mut link = Link::new(&client, caps.kv_page_size);
     let mut report = Report::new(args, caps.clone(), ready_s, started);
     let played = args
         .workloads
@@ -100,7 +101,7 @@ fn print_start(caps: &Capabilities, ready_s: f64) {
 }
 
 fn play_steps(
-    link: &mut Link,
+    link: &mut Link<'_>,
     caps: &Capabilities,
     args: &Args,
     report: &mut Report<'_>,
@@ -115,7 +116,7 @@ fn play_steps(
 }
 
 fn play_throughput(
-    link: &mut Link,
+    link: &mut Link<'_>,
     caps: &Capabilities,
     args: &Args,
     lengths: &Lengths,
@@ -133,7 +134,7 @@ fn play_throughput(
 }
 
 fn play_drafts(
-    link: &mut Link,
+    link: &mut Link<'_>,
     caps: &Capabilities,
     args: &Args,
     report: &mut Report<'_>,

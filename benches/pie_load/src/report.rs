@@ -197,8 +197,13 @@ pub(crate) fn print_row(row: &Row) {
 
 pub(crate) fn print_run(repeat: usize, run: &Run) {
     println!(
-        "throughput {repeat}: {} requests, {} output tokens in {:.3} s = {:.0} tokens/s, client {:.1} µs a step",
-        run.requests, run.output_tokens, run.seconds, run.tokens_per_s, run.client_us
+        "throughput {repeat}: {} requests, {} output tokens in {:.3} s = {:.0} tokens/s, client p50 {:.1}, p99 {:.1} µs a step",
+        run.requests,
+        run.output_tokens,
+        run.seconds,
+        run.tokens_per_s,
+        run.client_us.p50,
+        run.client_us.p99
     );
     for (what, share) in [
         ("with prompts", run.with_prompts),

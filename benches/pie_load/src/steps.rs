@@ -11,10 +11,10 @@ use crate::context::{Context, prompt};
 use crate::error::LoadError;
 use crate::frame::Turn;
 use crate::handshake::Capabilities;
-use crate::link::{Exchange, Link, Room};
+use crate::link::{Exchange, Link, Prepared, Room};
 use crate::pages::PagePool;
 use crate::summary::{Summary, mean, micros};
-use crate::trace::now_us;
+use crate::trace::clock_us;
 
 /// One batch size and context.
 #[derive(Debug, Serialize)]
@@ -79,7 +79,7 @@ impl Samples {
 
 /// Plays every combination; `done` takes each row, so that a failure loses no earlier one.
 pub(crate) fn play(
-    link: &mut Link,
+    link: &mut Link<'_>,
     caps: &Capabilities,
     args: &StepsArgs,
     mut done: impl FnMut(Row) -> Result<(), LoadError>,
@@ -113,15 +113,15 @@ pub(crate) fn play(
     Ok(())
 }
 
-struct Player<'a> {
-    link: &'a mut Link,
+struct Player<'a, 'c> {
+    link: &'a mut Link<'c>,
     pool: &'a mut PagePool,
     caps: &'a Capabilities,
     args: &'a StepsArgs,
     contexts: Vec<Context>,
 }
 
-impl Player<'_> {
+impl Player<'_, '_> {
     fn play(&mut self, row: &mut Row) -> Result<Figures, LoadError> {
         self.contexts = (0..row.batch as usize)
             .map(|index| {
@@ -131,45 +131,76 @@ impl Player<'_> {
             })
             .collect();
         prefill(self.link, self.caps, self.pool, &mut self.contexts)?;
-        self.link.rest();
-        self.several_steps(self.args.warm_up, false)?;
-        let begin = now_us();
-        let timed = self.several_steps(self.args.steps, false)?;
-        row.window = begin..now_us();
         // A full frame has no place for the request that asks for probes.
         let has_place = row.batch < self.caps.max_forward_requests;
         let probe_steps = if has_place { self.args.probe_steps } else { 0 };
-        let probed = self.several_steps(probe_steps, true)?;
+        let StepsArgs { warm_up, steps, .. } = *self.args;
+        let all = self.several_steps(warm_up + steps, probe_steps)?;
         for context in &mut self.contexts {
             context.release(self.pool);
         }
-        row.samples = Samples::of(&timed);
-        Ok(figures(row, &timed, &probed))
+        let (all, probed) = all.split_at((warm_up + steps) as usize);
+        let timed = &all[warm_up as usize..];
+        row.window = window(timed);
+        row.samples = Samples::of(timed);
+        Ok(figures(row, timed, probed))
     }
 
-    fn several_steps(&mut self, count: u32, with_probes: bool) -> Result<Vec<Exchange>, LoadError> {
-        (0..count).map(|_| self.step(with_probes)).collect()
+    /// Steps without a request that asks for probes, and then steps with one, in one series.
+    fn several_steps(&mut self, plain: u32, probed: u32) -> Result<Vec<Exchange>, LoadError> {
+        let Self {
+            link,
+            pool,
+            caps,
+            contexts,
+            ..
+        } = self;
+        let mut steps = 0..plain + probed;
+        let mut exchanges = Vec::with_capacity(steps.len());
+        link.rest();
+        link.relay(
+            |link| {
+                let step = steps.next();
+                let with_probes = step.map(|step| step >= plain);
+                with_probes
+                    .map(|with_probes| prepare_step(link, caps, pool, contexts, with_probes))
+                    .transpose()
+            },
+            |exchange| exchanges.push(*exchange),
+        )?;
+        Ok(exchanges)
     }
+}
 
-    /// One token for every context.
-    fn step(&mut self, with_probes: bool) -> Result<Exchange, LoadError> {
-        for context in &mut self.contexts {
-            context.reserve(self.pool, self.caps.kv_page_size)?;
-        }
-        let turns = self.contexts.iter().map(Context::turn);
-        let exchange = self
-            .link
-            .forward(turns.chain(with_probes.then_some(Turn::EMPTY)))?;
-        for (context, &token) in self.contexts.iter_mut().zip(&self.link.answer.tokens) {
-            context.advance(token);
-        }
-        Ok(exchange)
+/// One token for every context.
+fn prepare_step<'c>(
+    link: &mut Link<'c>,
+    caps: &Capabilities,
+    pool: &mut PagePool,
+    contexts: &mut [Context],
+    with_probes: bool,
+) -> Result<Prepared<'c>, LoadError> {
+    for context in &mut *contexts {
+        context.reserve(pool, caps.kv_page_size)?;
     }
+    let turns = contexts.iter().map(Context::turn);
+    let prepared = link.prepare(turns.chain(with_probes.then_some(Turn::EMPTY)))?;
+    for (request, context) in contexts.iter_mut().enumerate() {
+        context.advance(request);
+    }
+    Ok(prepared)
+}
+
+/// From the first step sent to the last one answered, by the clock of the trace.
+fn window(timed: &[Exchange]) -> Range<f64> {
+    let sent = |step: Option<&Exchange>| step.map_or(0.0, |step| clock_us(step.sent));
+    let last = timed.last();
+    sent(timed.first())..sent(last) + last.map_or(0.0, |step| micros(step.round_trip_ns))
 }
 
 /// Stores the prompts, as many in a frame as the driver takes.
 pub(crate) fn prefill(
-    link: &mut Link,
+    link: &mut Link<'_>,
     caps: &Capabilities,
     pool: &mut PagePool,
     contexts: &mut [Context],
@@ -223,9 +254,4 @@ fn probe_means(probes: &[Probes]) -> BTreeMap<&'static str, f64> {
         ("sync", of(|probes| probes.sync)),
         ("respond", of(|probes| probes.respond)),
     ])
-}
-
-/// Mean client time in µs, for the tables.
-pub(crate) fn client_mean_us(samples: &Samples) -> f64 {
-    mean(samples.client_ns.iter().map(|&sample| micros(sample)))
 }

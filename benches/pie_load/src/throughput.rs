@@ -11,11 +11,13 @@ use serde::{Deserialize, Serialize};
 use crate::args::ThroughputArgs;
 use crate::context::{Context, prompt};
 use crate::error::LoadError;
+use crate::frame::Turn;
 use crate::handshake::Capabilities;
-use crate::link::{Link, Room};
+use crate::link::{Exchange, Link, Prepared, Room};
 use crate::pages::PagePool;
 use crate::sampler::SamplerMix;
-use crate::steps::{Samples, client_mean_us};
+use crate::steps::Samples;
+use crate::summary::Summary;
 use crate::trace::now_us;
 
 /// The lengths of the standard workload, by `lengths.py`.
@@ -75,8 +77,8 @@ pub(crate) struct Run {
     pub(crate) decode: Share,
     /// Steps that brought prompts.
     pub(crate) with_prompts: Share,
-    /// Mean time between an answer and the next request.
-    pub(crate) client_us: f64,
+    /// Between an answer and the next request.
+    pub(crate) client_us: Summary,
     /// Means of the trace's events, in µs.
     pub(crate) trace_us: BTreeMap<String, f64>,
     #[serde(skip)]
@@ -106,9 +108,17 @@ pub(crate) struct Record {
     pub(crate) tokens: Vec<u32>,
 }
 
+impl Record {
+    fn push(&mut self, exchange: &Exchange) {
+        self.samples.push(exchange);
+        self.requests.push(exchange.requests);
+        self.tokens.push(exchange.tokens);
+    }
+}
+
 /// Plays the workload once.
 pub(crate) fn play(
-    link: &mut Link,
+    link: &mut Link<'_>,
     caps: &Capabilities,
     lengths: &Lengths,
     sampler: &SamplerMix,
@@ -117,14 +127,10 @@ pub(crate) fn play(
     let mut record = Record::default();
     link.rest();
     let (begin, started) = (now_us(), Instant::now());
-    while scheduler.form()? {
-        let exchange = link.forward(scheduler.running.iter().map(Context::turn))?;
-        let tokens = scheduler.running.iter().map(Context::tokens).sum();
-        record.requests.push(scheduler.running.len() as u32);
-        record.tokens.push(tokens);
-        record.samples.push(&exchange);
-        scheduler.advance(&link.answer.tokens);
-    }
+    link.relay(
+        |link| scheduler.prepare(link),
+        |exchange| record.push(exchange),
+    )?;
     let seconds = started.elapsed().as_secs_f64();
     Ok(figures(record, seconds, begin..now_us(), lengths))
 }
@@ -155,7 +161,7 @@ fn figures(record: Record, seconds: f64, window: Range<f64>, lengths: &Lengths) 
         tokens_per_s: output_tokens as f64 / seconds,
         decode,
         with_prompts,
-        client_us: client_mean_us(&record.samples),
+        client_us: Summary::of(&record.samples.client_ns),
         trace_us: BTreeMap::new(),
         window,
         record,
@@ -218,6 +224,20 @@ impl<'a> Scheduler<'a> {
         }
     }
 
+    /// Makes the next frame and moves on behind it; `None` when all is done.
+    fn prepare<'c>(&mut self, link: &mut Link<'c>) -> Result<Option<Prepared<'c>>, LoadError> {
+        if !self.form()? {
+            return Ok(None);
+        }
+        let prepared = link.prepare(self.turns())?;
+        self.advance();
+        Ok(Some(prepared))
+    }
+
+    fn turns(&self) -> impl Iterator<Item = Turn<'_>> + Clone {
+        self.running.iter().map(Context::turn)
+    }
+
     /// Forms the next frame; false when all is done.
     fn form(&mut self) -> Result<bool, LoadError> {
         let page_size = self.caps.kv_page_size;
@@ -241,11 +261,17 @@ impl<'a> Scheduler<'a> {
         Ok(!self.running.is_empty())
     }
 
-    /// Hands out the tokens, and lets go of those that have all of theirs.
-    fn advance(&mut self, tokens: &[u32]) {
-        for (context, &token) in self.running.iter_mut().zip(tokens) {
-            context.advance(token);
+    /// Moves on before the frame is answered: only which token each context gets is not known. The pages of those that end
+    /// by it are free for the next frame, which the driver computes behind this one.
+    fn advance(&mut self) {
+        for (request, context) in self.running.iter_mut().enumerate() {
+            context.advance(request);
         }
+        self.let_go();
+    }
+
+    /// Ends the contexts that have all of their tokens.
+    fn let_go(&mut self) {
         let page_size = self.caps.kv_page_size;
         for mut context in self
             .running
@@ -259,6 +285,8 @@ impl<'a> Scheduler<'a> {
 
 #[cfg(test)]
 mod tests {
+    use crate::frame::{FrameBuilder, Outline, fill_gaps};
+
     use super::*;
 
     const CAPS: Capabilities = Capabilities {
@@ -288,13 +316,82 @@ mod tests {
             let running = scheduler.running.iter();
             frames.push(running.map(Context::tokens).collect::<Vec<u32>>());
             assert!(frames.len() < 100);
-            scheduler.advance(&[7; 8]);
+            scheduler.advance();
         }
         assert_eq!(
             (scheduler.pool.free(), scheduler.promised),
             (caps.total_pages, 0)
         );
         frames
+    }
+
+    impl Scheduler<'_> {
+        /// Moves on once the frame is answered, as if nothing were prepared.
+        fn settle(&mut self, tokens: &[u32]) {
+            for (context, token) in self.running.iter_mut().zip(tokens) {
+                context.take(&[*token], &[]);
+            }
+            self.let_go();
+        }
+
+        fn encode(&self, builder: &mut FrameBuilder) -> (Vec<u8>, Outline) {
+            let mut buffer = vec![0; 1 << 16];
+            let outline = builder.lay_out(self.turns());
+            let length = builder.encode(&mut buffer).unwrap();
+            buffer.truncate(length);
+            (buffer, outline)
+        }
+    }
+
+    /// How many frames a schedule takes. Those that are made before their tokens are known must be equal, byte for byte, to
+    /// those that are made after.
+    fn compare_frames(caps: &Capabilities, lengths: &Lengths, seed: u64) -> usize {
+        let sampler = SamplerMix::parse("mixed").unwrap();
+        let scheduler = || Scheduler::new(caps, lengths, &sampler).unwrap();
+        let (mut ahead, mut behind) = (scheduler(), scheduler());
+        let mut builder = FrameBuilder::new(caps.kv_page_size);
+        let mut answered = Vec::new();
+        let mut frames = 0;
+        while ahead.form().unwrap() {
+            let (mut prepared, outline) = ahead.encode(&mut builder);
+            // All of this is before the answer that the gaps await.
+            ahead.advance();
+
+            assert!(behind.form().unwrap());
+            let (expected, known) = behind.encode(&mut FrameBuilder::new(caps.kv_page_size));
+            assert!(known.gaps.is_empty());
+            fill_gaps(&mut prepared, &outline.gaps, &answered);
+            assert_eq!(prepared, expected, "frame {frames}");
+            answered = prompt(seed + frames as u64, outline.requests as u32, u32::MAX);
+            behind.settle(&answered);
+            frames += 1;
+        }
+        assert!(!behind.form().unwrap());
+        frames
+    }
+
+    #[test]
+    fn prepared_frames_are_those_made_with_the_tokens_at_hand() {
+        let mut frames = 0;
+        for seed in 0..200 {
+            let mut random = prompt(1000 * seed + 1, 48, u32::MAX).into_iter();
+            let mut up_to = |limit| random.next().unwrap() % limit + 1;
+            let requests = up_to(20);
+            let lengths = Lengths {
+                prompts: (0..requests).map(|_| up_to(12)).collect(),
+                outputs: (0..requests).map(|_| up_to(20)).collect(),
+            };
+            let caps = Capabilities {
+                total_pages: 8 + up_to(40),
+                kv_page_size: up_to(5) + 3,
+                max_forward_tokens: 12 + up_to(20),
+                max_forward_requests: up_to(9),
+                max_page_refs: 8 + up_to(40),
+                ..CAPS
+            };
+            frames += compare_frames(&caps, &lengths, seed);
+        }
+        assert!(frames > 5000, "{frames}");
     }
 
     #[test]
@@ -404,7 +501,7 @@ mod tests {
         assert_eq!(run.decode, expected);
         assert_eq!((run.with_prompts.steps, run.with_prompts.tokens), (1, 9));
         assert_eq!(
-            (run.output_tokens, run.tokens_per_s, run.client_us),
+            (run.output_tokens, run.tokens_per_s, run.client_us.p50),
             (4, 0.5, 3.0)
         );
     }

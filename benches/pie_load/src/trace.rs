@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::ops::Range;
+use std::time::Instant;
 
 use rustix::time::{ClockId, clock_gettime};
 use serde::Deserialize;
@@ -11,6 +12,11 @@ use serde_json::Value;
 pub(crate) fn now_us() -> f64 {
     let now = clock_gettime(ClockId::Monotonic);
     now.tv_sec as f64 * 1e6 + now.tv_nsec as f64 / 1e3
+}
+
+/// When something was, by that clock.
+pub(crate) fn clock_us(at: Instant) -> f64 {
+    now_us() - at.elapsed().as_secs_f64() * 1e6
 }
 
 /// An event with a duration, in µs.

@@ -2,6 +2,7 @@
 //!
 //! A call takes a slot, copies the request, raises `req_seq`, wakes the server and waits until
 //! `resp_seq` has caught up. Any number of threads may call; each slot carries one call at a time.
+//! [`Request`] and [`Sent`] are the two halves of a call, for a thread that has other work in between.
 
 use std::sync::{PoisonError, TryLockError};
 use std::time::Duration;
@@ -19,7 +20,7 @@ use crate::wait::{self, Wait};
 pub struct ClientConfig {
     /// Strategy; the runtime uses the driver's spin budget.
     pub wait: Wait,
-    /// Time limit for an answer, counted from the send.
+    /// Time limit for an answer, counted from when it is waited for.
     pub timeout: Duration,
 }
 
@@ -70,11 +71,9 @@ impl Client {
     /// [`RingError::Aborted`] or [`RingError::ResponseLength`] after.
     pub fn call<R>(&self, request: &[u8], read: impl FnOnce(&[u8]) -> R) -> Result<R, RingError> {
         self.check_len(request.len())?;
-        let write = |slot| {
-            self.mapping.write_request(slot, request);
-            Ok(request.len())
-        };
-        self.exchange(write, read)
+        let sending = self.request();
+        self.mapping.write_request(sending.slot, request);
+        sending.send(request.len())?.receive(read)
     }
 
     /// As [`call`](Self::call), but `write` makes the request in the slot itself and returns its length.
@@ -86,30 +85,27 @@ impl Client {
         write: impl FnOnce(&mut [u8]) -> Result<usize, E>,
         read: impl FnOnce(&[u8]) -> R,
     ) -> Result<R, E> {
-        let write = |slot| {
-            #[expect(unsafe_code, reason = "the buffer is exclusive by the slot's mutex")]
-            // SAFETY: `exchange` holds the slot's mutex, and no other code of a client borrows the
-            // request buffer.
-            let len = write(unsafe { self.mapping.request_mut(slot) })?;
-            self.check_len(len)?;
-            Ok(len)
-        };
-        self.exchange(write, read)
+        let mut request = self.request();
+        let len = write(request.buffer())?;
+        Ok(request.send(len)?.receive(read)?)
     }
 
-    fn exchange<R, E: From<RingError>>(
-        &self,
-        write: impl FnOnce(usize) -> Result<usize, E>,
-        read: impl FnOnce(&[u8]) -> R,
-    ) -> Result<R, E> {
-        let (slot, _in_use) = self.take_slot();
-        if self.is_aborted() {
-            return Err(RingError::Aborted.into());
-        }
-        let len = write(slot)?;
-        let (seq, id) = self.send(slot, len);
-        self.receive(slot, seq, id)?;
-        Ok(self.read_response(slot, read)?)
+    /// A slot to make a request in; if all are busy, waits for the first.
+    pub fn request(&self) -> Request<'_> {
+        let start = self.rotate();
+        self.free_slot(start).unwrap_or_else(|| Request {
+            client: self,
+            slot: start,
+            in_use: self.slots[start]
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner),
+        })
+    }
+
+    /// A slot to make a request in, if one is free. A thread that has a request on its way makes the
+    /// next one so, as its own slot may be the only one.
+    pub fn try_request(&self) -> Option<Request<'_>> {
+        self.free_slot(self.rotate())
     }
 
     fn check_len(&self, len: usize) -> Result<(), RingError> {
@@ -136,23 +132,26 @@ impl Client {
         self.aborted.load(Ordering::Relaxed)
     }
 
-    /// The first free slot from a rotating start; if all are busy, waits for the first.
-    fn take_slot(&self) -> (usize, MutexGuard<'_, ()>) {
-        let start = self.next_slot.fetch_add(1, Ordering::Relaxed) % self.slots.len();
-        for offset in 0..self.slots.len() {
-            let slot = (start + offset) % self.slots.len();
-            match self.slots[slot].try_lock() {
-                Ok(guard) => return (slot, guard),
-                Err(TryLockError::Poisoned(poisoned)) => return (slot, poisoned.into_inner()),
-                Err(TryLockError::WouldBlock) => {}
-            }
-        }
-        (
-            start,
-            self.slots[start]
-                .lock()
-                .unwrap_or_else(PoisonError::into_inner),
-        )
+    /// Slots are taken in turn.
+    fn rotate(&self) -> usize {
+        self.next_slot.fetch_add(1, Ordering::Relaxed) % self.slots.len()
+    }
+
+    /// The first free slot from `start` on.
+    fn free_slot(&self, start: usize) -> Option<Request<'_>> {
+        let mut slots = (start..self.slots.len()).chain(0..start);
+        slots.find_map(|slot| {
+            let in_use = match self.slots[slot].try_lock() {
+                Ok(guard) => guard,
+                Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
+                Err(TryLockError::WouldBlock) => return None,
+            };
+            Some(Request {
+                client: self,
+                slot,
+                in_use,
+            })
+        })
     }
 
     /// Sends the `len` bytes that the slot holds.
@@ -173,22 +172,18 @@ impl Client {
         (seq, id)
     }
 
-    /// Wakes the server and waits for the answer. A client that spins makes the futex call only when
-    /// it has waited for a while: a server that spins too has answered by then.
-    fn receive(&self, slot: usize, seq: u64, id: u32) -> Result<(), RingError> {
+    /// Wakes the server if `owed`, and waits for the answer.
+    fn receive(&self, slot: usize, seq: u64, id: u32, owed: bool) -> Result<(), RingError> {
         let Self {
             mapping, config, ..
         } = self;
         let words = mapping.slot(slot);
-        let mut owed = true;
+        let mut owed = owed;
         let mut wake_server = || {
             if std::mem::take(&mut owed) {
-                futex::wake_all(&mapping.header().req_wake);
+                self.wake_server();
             }
         };
-        if config.wait != Wait::Spin {
-            wake_server();
-        }
         let ready = || {
             // SYNC: pairs with the release store in `Lease::publish`. The distance decides, because
             // numbers wrap around; short of that it is what the protocol demands, `resp_seq >= seq`.
@@ -213,6 +208,10 @@ impl Client {
         result
     }
 
+    fn wake_server(&self) {
+        futex::wake_all(&self.mapping.header().req_wake);
+    }
+
     fn read_response<R>(&self, slot: usize, read: impl FnOnce(&[u8]) -> R) -> Result<R, RingError> {
         let capacity = self.layout().response_capacity();
         let len = self.mapping.slot(slot).resp_len.load(Ordering::Relaxed) as usize;
@@ -224,5 +223,81 @@ impl Client {
             });
         }
         Ok(read(self.mapping.response(slot, len)))
+    }
+}
+
+/// A slot that is taken, and the request that is made in it. Dropped, it frees the slot.
+#[must_use]
+pub struct Request<'c> {
+    client: &'c Client,
+    slot: usize,
+    in_use: MutexGuard<'c, ()>,
+}
+
+impl<'c> Request<'c> {
+    /// The whole request buffer, with whatever an earlier request has left in it.
+    pub fn buffer(&mut self) -> &mut [u8] {
+        #[expect(unsafe_code, reason = "the buffer is exclusive by the slot's mutex")]
+        // SAFETY: `in_use` holds the slot's mutex, no other code of a client borrows the request buffer,
+        // and `self` is borrowed exclusively.
+        unsafe {
+            self.client.mapping.request_mut(self.slot)
+        }
+    }
+
+    /// Sends the first `len` bytes of the buffer.
+    ///
+    /// # Errors
+    /// [`RingError::RequestTooLarge`] or [`RingError::Aborted`], with nothing sent.
+    pub fn send(self, len: usize) -> Result<Sent<'c>, RingError> {
+        let Self {
+            client,
+            slot,
+            in_use,
+        } = self;
+        client.check_len(len)?;
+        if client.is_aborted() {
+            return Err(RingError::Aborted);
+        }
+        let (seq, id) = client.send(slot, len);
+        // A client that spins makes the futex call only when it has waited for a while: a server that
+        // spins too has answered by then.
+        let owed = client.config.wait == Wait::Spin;
+        if !owed {
+            client.wake_server();
+        }
+        Ok(Sent {
+            client,
+            slot,
+            seq,
+            id,
+            owed,
+            _in_use: in_use,
+        })
+    }
+}
+
+/// A request on its way. Dropped, it is as one that has timed out: the slot serves the next call, and
+/// the late answer is dropped.
+#[must_use]
+pub struct Sent<'c> {
+    client: &'c Client,
+    slot: usize,
+    seq: u64,
+    id: u32,
+    /// Whether the server, which may sleep, has yet to be woken.
+    owed: bool,
+    _in_use: MutexGuard<'c, ()>,
+}
+
+impl Sent<'_> {
+    /// Waits for the response and gives it to `read`.
+    ///
+    /// # Errors
+    /// [`RingError::TimedOut`], [`RingError::Aborted`] or [`RingError::ResponseLength`].
+    pub fn receive<R>(self, read: impl FnOnce(&[u8]) -> R) -> Result<R, RingError> {
+        self.client
+            .receive(self.slot, self.seq, self.id, self.owed)?;
+        self.client.read_response(self.slot, read)
     }
 }

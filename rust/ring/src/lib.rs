@@ -74,7 +74,7 @@ mod wait;
 mod words;
 
 pub use broadcast::{Broadcast, Listener};
-pub use client::{Client, ClientConfig};
+pub use client::{Client, ClientConfig, Request, Sent};
 pub use error::RingError;
 pub use guard::{ExitGuard, die_with_parent};
 pub use layout::{HEADER_BYTES, MAGIC, RegionLayout, SLOT_HEADER_BYTES, VERSION};

@@ -132,7 +132,7 @@ impl Mapping {
         assert!(request.len() <= self.layout.request_capacity());
         let start = self.start(index, SLOT_HEADER_BYTES);
         // SAFETY: in bounds by the assertion; the source is a borrowed slice outside the buffer,
-        // because nothing in this process borrows the request buffer of a client's mapping.
+        // because in this process only who has taken a slot borrows its request buffer.
         unsafe { ptr::copy_nonoverlapping(request.as_ptr(), start, request.len()) }
     }
 

@@ -53,6 +53,52 @@ fn a_request_is_made_in_its_slot() {
 }
 
 #[test]
+fn the_next_request_is_made_while_one_is_on_its_way() {
+    for wait in STRATEGIES {
+        let name = Name::new();
+        let running = Running::start(create(&name).unwrap(), wait);
+        let client = open(&name, wait, LIMIT);
+        let make = |round: u8| {
+            let mut request = client.try_request().unwrap();
+            request.buffer()[..2].copy_from_slice(&[round, 77]);
+            request
+        };
+        let mut next = make(0);
+        for round in 0..9 {
+            let sent = next.send(2).unwrap();
+            // One that is not sent frees its slot.
+            drop(make(99));
+            next = make(round + 1);
+            assert_eq!(sent.receive(<[u8]>::to_vec).unwrap(), [77, round]);
+        }
+        let error = next.send(4097).err().map(|error| error.to_string());
+        let expected = "the request has 4097 bytes, a slot takes 4096";
+        assert!(error.unwrap().starts_with(expected));
+        // The answer to one that nobody waits for is dropped.
+        drop(make(7).send(2).unwrap());
+        assert_eq!(client.call(&[1, 2], <[u8]>::to_vec).unwrap(), [2, 1]);
+        client.abort();
+        assert!(matches!(make(8).send(2), Err(RingError::Aborted)));
+        drop(running);
+    }
+}
+
+#[test]
+fn no_slot_is_free_while_the_only_one_is_in_use() {
+    let name = Name::new();
+    let mut config = common::config(&name);
+    config.layout = RegionLayout::new(1, 64, 64).unwrap();
+    let server = Server::create(&config, &ExitGuard::inert()).unwrap();
+    let running = Running::start(server, Wait::Park);
+    let client = open(&name, Wait::Park, LIMIT);
+    let sent = client.request().send(0).unwrap();
+    assert!(client.try_request().is_none());
+    sent.receive(|_| ()).unwrap();
+    assert!(client.try_request().is_some());
+    drop(running);
+}
+
+#[test]
 fn more_threads_than_slots() {
     let name = Name::new();
     let running = Running::start(create(&name).unwrap(), Wait::Park);

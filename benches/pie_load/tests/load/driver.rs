@@ -74,7 +74,8 @@ fn serve(group: i64, behaviour: &str, trace_file: Option<&str>) {
     let name = format!("/pie_shmem_g{group}");
     let abort = pie_wire::abort_frame(0);
     let mut ring = ServerConfig::new(&name, pie_wire::SCHEMA_HASH, abort.to_vec());
-    ring.layout = RegionLayout::new(2, 1 << 16, 1 << 16).unwrap();
+    let slots = if behaviour == "one-slot" { 1 } else { 2 };
+    ring.layout = RegionLayout::new(slots, 1 << 16, 1 << 16).unwrap();
     let mut server = Server::create(&ring, &guard).unwrap();
     let caps = json!({
         "total_pages": TOTAL_PAGES, "kv_page_size": PAGE, "max_forward_tokens": MOST_TOKENS,
@@ -119,7 +120,8 @@ fn serve(group: i64, behaviour: &str, trace_file: Option<&str>) {
             response.tokens.remove(1);
             response.tokens_indptr = vec![0, 1, 1, 2];
         }
-        let length = reply(response, lease.response());
+        let fast = behaviour != "archives" && has_fast_reply(&response);
+        let length = reply(response, fast, lease.response());
         let _ = lease.commit(length).unwrap();
     }
 }
@@ -346,13 +348,14 @@ fn range(indptr: &[u32], request: usize) -> std::ops::Range<usize> {
     indptr[request] as usize..indptr[request + 1] as usize
 }
 
-/// As the protocol asks: the fast reply when every request has one token.
-fn reply(response: ForwardResponse, buffer: &mut [u8]) -> usize {
-    let one_each = response
-        .tokens_indptr
-        .windows(2)
-        .all(|ends| ends[1] == ends[0] + 1);
-    if one_each && response.spec_tokens.is_empty() {
+/// As the protocol asks: when every request has one token.
+fn has_fast_reply(response: &ForwardResponse) -> bool {
+    let mut ends = response.tokens_indptr.windows(2);
+    ends.all(|ends| ends[1] == ends[0] + 1) && response.spec_tokens.is_empty()
+}
+
+fn reply(response: ForwardResponse, fast: bool, buffer: &mut [u8]) -> usize {
+    if fast {
         return pie_wire::encode_fast_tokens(0, &response.tokens, buffer).unwrap();
     }
     let frame = ResponseFrame {

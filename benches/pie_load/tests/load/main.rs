@@ -175,8 +175,16 @@ fn steps_keep_every_token_in_its_place() {
     assert_eq!(asking.count(), 2 * 2 * 3);
 }
 
+/// The stand-in holds every token against the one that it gave: those of archives, and where the next frame cannot be
+/// made while one is on its way.
 #[test]
 fn throughput_serves_every_request_to_its_end() {
+    for behaviour in ["serve", "archives", "one-slot"] {
+        throughput(behaviour);
+    }
+}
+
+fn throughput(behaviour: &str) {
     let folder = TempDir::new().unwrap();
     let file = folder.path().join("lengths.json");
     let text =
@@ -185,7 +193,7 @@ fn throughput_serves_every_request_to_its_end() {
     let line = "throughput --requests 8 --repeats 2 --lengths";
     let mut arguments: Vec<&str> = line.split(' ').collect();
     arguments.push(file.to_str().unwrap());
-    let out = load("serve", &arguments);
+    let out = load(behaviour, &arguments);
     assert!(out.success, "{}{}", out.stdout, out.stderr);
     let runs = out.json["throughput"].as_array().unwrap();
     assert_eq!(runs.len(), 2);
@@ -195,6 +203,8 @@ fn throughput_serves_every_request_to_its_end() {
             (&8.into(), &59.into())
         );
         assert!(run["tokens_per_s"].as_f64().unwrap() > 0.0);
+        assert!(run["client_us"]["p50"].as_f64().unwrap() > 0.0);
+        assert!(run["client_us"]["p99"].as_f64() >= run["client_us"]["p50"].as_f64());
         // One token is sampled in every request of every frame.
         let share = |kind: &str, what: &str| run[kind][what].as_u64().unwrap();
         assert_eq!(
