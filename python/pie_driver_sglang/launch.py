@@ -238,13 +238,14 @@ def load_rank(config: DriverConfig, rank: Rank) -> tuple[_core.Planner, SglangEn
     """
     from pie_driver_sglang.sglang import environment
 
-    driver = config.driver
+    device = config.driver.device[rank.number]
     architectures = config.model.hf_config["architectures"]
-    spins = driver.spin_budget_us == NEVER_PARK
-    environment.prepare(driver.device[rank.number], architectures, spins=spins, ranks=rank.size)
-    check_device(driver.device[rank.number])
-    logger.info("importing SGLang")
-    from pie_driver_sglang.sglang.load import load_engine
+    spins = config.driver.spin_budget_us == NEVER_PARK
+    environment.prepare(device, architectures, spins=spins, ranks=rank.size)
+    with environment.importing():
+        check_device(device)
+        logger.info("importing SGLang")
+        from pie_driver_sglang.sglang.load import load_engine
 
     logger.info("loading %s", config.model.snapshot_dir)
     return load_engine(config, rank)
