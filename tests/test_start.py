@@ -1,7 +1,8 @@
-"""What a start imports and what it leaves alone."""
+"""What a start imports, what it leaves alone, and what it begins early."""
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import importlib
 import json
@@ -9,10 +10,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import drivers
+from pie_driver_sglang import device
 from pie_driver_sglang.sglang import environment
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -89,3 +92,50 @@ class TestImporting:
         with environment._absent(["json"]):
             assert sys.modules["json"] is json
         assert sys.modules["json"] is json
+
+
+class Driver:
+    """A CUDA driver with one device."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+    def cuInit(self, flags: int) -> int:
+        self.calls.append(("cuInit", flags))
+        return 0
+
+    def cuDeviceGet(self, device: Any, index: int) -> int:
+        self.calls.append(("cuDeviceGet", index))
+        device._obj.value = 7
+        return 0 if index == 0 else 101
+
+    def cuDevicePrimaryCtxRetain(self, _context: Any, device: ctypes.c_int) -> int:
+        self.calls.append(("cuDevicePrimaryCtxRetain", device.value))
+        return 0
+
+
+class TestContext:
+    def begin(self, name: str, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+        driver = Driver()
+        monkeypatch.setattr(ctypes, "CDLL", lambda _name: driver)
+        thread = device.begin_context(name)
+        assert thread is not None
+        assert thread.daemon
+        thread.join()
+        return driver.calls
+
+    def test_of_the_named_device(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        calls = self.begin("cuda:0", monkeypatch)
+        assert calls == [("cuInit", 0), ("cuDeviceGet", 0), ("cuDevicePrimaryCtxRetain", 7)]
+
+    def test_of_no_other(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert self.begin("cuda:1", monkeypatch) == [("cuInit", 0), ("cuDeviceGet", 1)]
+
+    def test_without_a_driver(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(device, "_LIBRARY", "libno-such-driver.so.1")
+        thread = device.begin_context("cuda:0")
+        assert thread is not None
+        thread.join()
+
+    def test_of_no_gpu(self) -> None:
+        assert device.begin_context("cpu") is None
