@@ -1,8 +1,43 @@
-"""Whether the configured device is there, asked before anything slow is imported."""
+"""The configured device: its context, begun early, and whether it is there at all."""
 
 from __future__ import annotations
 
+import ctypes
+import threading
+
 from pie_driver_sglang.errors import StartError
+
+_LIBRARY = "libcuda.so.1"
+
+
+def begin_context(device: str) -> threading.Thread | None:
+    """Begins to make a GPU's context in a thread, while this one imports libraries.
+
+    It is the primary context, which torch takes, too, and which waits for nothing of Python's. What
+    fails here fails again where it is needed, and is reported there.
+
+    Args:
+        device: `cpu` or `cuda:N`.
+
+    Returns:
+        The thread, for which nobody has to wait; None for the CPU.
+    """
+    if device == "cpu":
+        return None
+    thread = threading.Thread(target=_retain_context, args=(_index(device),), daemon=True)
+    thread.start()
+    return thread
+
+
+def _retain_context(index: int) -> None:
+    try:
+        cuda = ctypes.CDLL(_LIBRARY)
+    except OSError:
+        return
+    device, context = ctypes.c_int(), ctypes.c_void_p()
+    # Each returns 0 when it succeeds. Foreign calls let go of Python's lock.
+    if cuda.cuInit(0) == 0 and cuda.cuDeviceGet(ctypes.byref(device), index) == 0:
+        cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
 
 
 def check_device(device: str) -> None:
@@ -18,7 +53,7 @@ def check_device(device: str) -> None:
         return
     import torch
 
-    index = int(device.removeprefix("cuda:"))
+    index = _index(device)
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if index >= count:
         found = f"{count} CUDA devices are visible" if count else "no CUDA device is visible"
@@ -26,3 +61,7 @@ def check_device(device: str) -> None:
             f"device {device} does not exist: {found}",
             'set `device = ["cpu"]` or make the GPU visible',
         )
+
+
+def _index(device: str) -> int:
+    return int(device.removeprefix("cuda:"))

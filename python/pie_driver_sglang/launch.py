@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from pie_driver_sglang import __version__, _core
 from pie_driver_sglang.arch import context_length, image_token_bytes, vocab_size
 from pie_driver_sglang.config import DriverConfig, load_config
-from pie_driver_sglang.device import check_device
+from pie_driver_sglang.device import begin_context, check_device
 from pie_driver_sglang.errors import DriverError, RingError, StartError, not_running
 from pie_driver_sglang.handshake import UNLIMITED, Capabilities, Handshake
 from pie_driver_sglang.leader import LeadingEngine
@@ -238,13 +238,15 @@ def load_rank(config: DriverConfig, rank: Rank) -> tuple[_core.Planner, SglangEn
     """
     from pie_driver_sglang.sglang import environment
 
-    driver = config.driver
+    device = config.driver.device[rank.number]
     architectures = config.model.hf_config["architectures"]
-    spins = driver.spin_budget_us == NEVER_PARK
-    environment.prepare(driver.device[rank.number], architectures, spins=spins, ranks=rank.size)
-    check_device(driver.device[rank.number])
-    logger.info("importing SGLang")
-    from pie_driver_sglang.sglang.load import load_engine
+    spins = config.driver.spin_budget_us == NEVER_PARK
+    environment.prepare(device, architectures, spins=spins, ranks=rank.size)
+    begin_context(device)
+    with environment.importing():
+        check_device(device)
+        logger.info("importing SGLang")
+        from pie_driver_sglang.sglang.load import load_engine
 
     logger.info("loading %s", config.model.snapshot_dir)
     return load_engine(config, rank)

@@ -1,0 +1,141 @@
+"""What a start imports, what it leaves alone, and what it begins early."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import drivers
+from pie_driver_sglang import device
+from pie_driver_sglang.sglang import environment
+
+ROOT = Path(__file__).resolve().parents[1]
+
+UNNEEDED = ("sklearn", "pandas", "pyarrow", "datasets", "sglang.srt.entrypoints.engine")
+"""Modules that a start must not import, each with all that it brings along."""
+
+START = """
+import gc, json, sys
+from pathlib import Path
+from pie_driver_sglang import launch
+from pie_driver_sglang.config import load_config
+
+launch.load_rank(load_config(Path(sys.argv[1])), launch.ALONE)
+frozen, collects = gc.get_freeze_count(), gc.isenabled()
+modules = sorted(sys.modules)
+import sklearn.metrics
+print(json.dumps([modules, frozen, collects]))
+"""
+"""Loads a model as the driver does, and says what that has left behind."""
+
+
+@pytest.mark.engine
+def test_a_start_imports_what_it_needs(llama_snapshot: Path, tmp_path: Path) -> None:
+    pytest.importorskip("sklearn", reason="it would not be imported anyway")
+    config = drivers.write_config(tmp_path, llama_snapshot)
+    result = subprocess.run(
+        [sys.executable, "-c", START, str(config)],
+        env={**os.environ, "PYTHONPATH": str(ROOT / "python")},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    modules, frozen, collects = json.loads(result.stdout)
+    assert set(UNNEEDED).isdisjoint(modules)
+    models = {name for name in modules if name.startswith("sglang.srt.models.")}
+    assert "sglang.srt.models.llama" in models
+    assert len(models) < 20, models
+    assert frozen > 100_000, "the modules are still looked at by every full collection"
+    assert collects
+
+
+class TestModelModules:
+    def test_all_but_the_one_that_is_asked_for(self) -> None:
+        others = environment._other_model_modules(frozenset({"Qwen3ForCausalLM"}))
+        assert "qwen3" not in others
+        assert len(others) > 150
+
+    @pytest.mark.parametrize("name", ["UnheardOfForCausalLM", "Qwen3"])
+    def test_an_unknown_architecture_is_sought_in_all(
+        self, name: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(os, "environ", {})
+        environment.prepare("cpu", [name], spins=False)
+        assert "SGLANG_DISABLED_MODEL_ARCHS" not in os.environ
+
+
+class TestImporting:
+    def test_collects_again_behind_a_failure(self) -> None:
+        frozen = gc.get_freeze_count()
+        with pytest.raises(ImportError), environment.importing():
+            assert not gc.isenabled()
+            raise ImportError
+        assert gc.isenabled()
+        assert gc.get_freeze_count() == frozen
+
+    def test_a_package_is_absent_only_within(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delitem(sys.modules, "this", raising=False)
+        with environment._absent(["this"]), pytest.raises(ModuleNotFoundError):
+            importlib.import_module("this")
+        assert "this" not in sys.modules
+
+    def test_what_is_imported_stays(self) -> None:
+        with environment._absent(["json"]):
+            assert sys.modules["json"] is json
+        assert sys.modules["json"] is json
+
+
+class Driver:
+    """A CUDA driver with one device."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+    def cuInit(self, flags: int) -> int:
+        self.calls.append(("cuInit", flags))
+        return 0
+
+    def cuDeviceGet(self, device: Any, index: int) -> int:
+        self.calls.append(("cuDeviceGet", index))
+        device._obj.value = 7
+        return 0 if index == 0 else 101
+
+    def cuDevicePrimaryCtxRetain(self, _context: Any, device: ctypes.c_int) -> int:
+        self.calls.append(("cuDevicePrimaryCtxRetain", device.value))
+        return 0
+
+
+class TestContext:
+    def begin(self, name: str, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+        driver = Driver()
+        monkeypatch.setattr(ctypes, "CDLL", lambda _name: driver)
+        thread = device.begin_context(name)
+        assert thread is not None
+        assert thread.daemon
+        thread.join()
+        return driver.calls
+
+    def test_of_the_named_device(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        calls = self.begin("cuda:0", monkeypatch)
+        assert calls == [("cuInit", 0), ("cuDeviceGet", 0), ("cuDevicePrimaryCtxRetain", 7)]
+
+    def test_of_no_other(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert self.begin("cuda:1", monkeypatch) == [("cuInit", 0), ("cuDeviceGet", 1)]
+
+    def test_without_a_driver(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(device, "_LIBRARY", "libno-such-driver.so.1")
+        thread = device.begin_context("cuda:0")
+        assert thread is not None
+        thread.join()
+
+    def test_of_no_gpu(self) -> None:
+        assert device.begin_context("cpu") is None
