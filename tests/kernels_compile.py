@@ -204,9 +204,11 @@ def check_rank_sums(ranks: int, *, shared_out: bool) -> None:
     [kernel] = recorded(lambda: sums.add_norm(0, residual, norm, shared_out=shared_out))
     check_order(kernel, early=None)
     code = kernel.asm["ptx"]
-    said, heard = "atom.global.sys.release.exch", "ld.global.sys.acquire"
+    said, heard = "atom.global.sys.release.exch", "atom.global.sys.acquire"
     assert code.index(said) < code.index(heard) < code.index("ld.global.cg.v4")
     assert code.count(said) == (2 if shared_out else 1)
+    # What this rank has said last is read by all warps before it is counted on.
+    assert code.index("bar.sync") < code.index("st.global.b32")
     if shared_out:
         # Of what a rank adds up for the others, all is written before it says so.
         behind = code[code.index("ld.global.cg.v4") :]
