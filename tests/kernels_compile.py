@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -194,27 +193,20 @@ def check_dense(dtype: torch.dtype) -> None:
         check_order(kernel)
 
 
-def check_rank_sums(ranks: int, *, shared_out: bool) -> None:
+def check_rank_sums(ranks: int) -> None:
     """What the ranks say to each other is ordered with what they read of each other."""
     size = RankSums.size(ranks, 64, 5120, torch.bfloat16)
     shared = [torch.zeros(size, dtype=torch.uint8) for _ in range(ranks)]
     sums = RankSums(Shared(shared), 0, 64, 5120, torch.bfloat16)
     norm = Norm(torch.zeros(5120, dtype=torch.bfloat16), 1e-6)
     residual = torch.zeros(40, 5120, dtype=torch.bfloat16)
-    [kernel] = recorded(lambda: sums.add_norm(0, residual, norm, shared_out=shared_out))
+    [kernel] = recorded(lambda: sums.add_norm(0, residual, norm))
     check_order(kernel, early=None)
     code = kernel.asm["ptx"]
     said, heard = "atom.global.sys.release.exch", "atom.global.sys.acquire"
     assert code.index(said) < code.index(heard) < code.index("ld.global.cg.v4")
-    assert code.count(said) == (2 if shared_out else 1)
     # What this rank has said last is read by all warps before it is counted on.
     assert code.index("bar.sync") < code.index("st.global.b32")
-    if shared_out:
-        # Of what a rank adds up for the others, all is written before it says so.
-        behind = code[code.index("ld.global.cg.v4") :]
-        written = behind[: behind.index(said)]
-        assert written.count("st.global") >= ranks
-        assert "bar.sync" in written[written.rindex("st.global") :]
 
 
 def check_sampling(dtype: torch.dtype) -> None:
@@ -250,8 +242,8 @@ CASES: list[Any] = [
 if __name__ == "__main__":
     check_attention()
     check_dense(torch.bfloat16)
-    for ranks, shared_out in itertools.product((2, 4, 8), (False, True)):
-        check_rank_sums(ranks, shared_out=shared_out)
+    for ranks in (2, 4):
+        check_rank_sums(ranks)
     check_sampling(torch.bfloat16)
     check_sampling(torch.float32)
     print("compiled")

@@ -11,10 +11,11 @@ from __future__ import annotations
 import contextlib
 import random
 import sys
+import tempfile
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -139,6 +140,7 @@ def differences(config: DriverConfig) -> list[float]:
             assert many.call_count == expected_calls, many.call_count
         check_ways(engine, dense)
         check_weights(runner)
+    check_fa3()
     check_prefills(runner)
     check_choice(runner)
     return [float((logits - expected).abs().max()) for logits in found]
@@ -231,6 +233,22 @@ def check_choice(runner: Any) -> None:
     said, chosen = choices()
     assert "enable_deterministic_inference" in said, said
     assert not chosen
+
+
+def check_fa3() -> None:
+    """Its library may be absent, broken or there."""
+    from pie_driver_sglang.sglang import support
+
+    contents = ((None, False), ("flash_ops.abi3.so", False), ("flash_ops.py", True))
+    for name, found in contents:
+        with tempfile.TemporaryDirectory() as folder:
+            package = ModuleType("sgl_kernel")
+            package.__path__ = [folder]
+            if name is not None:
+                Path(folder, name).touch()
+            with mock.patch.dict(sys.modules, {"sgl_kernel": package}):
+                sys.modules.pop("sgl_kernel.flash_ops", None)
+                assert support._has_fa3() == found, name
 
 
 def check_prefills(runner: Any) -> None:

@@ -111,11 +111,16 @@ def mixed(axes: Axes, results: Results) -> None:
 def ranks(axes: Axes, results: Results) -> None:
     """Tokens per second of several GPUs over one."""
     speedups = results["tp"]["speedup"]
-    bars = axes.bar(list(speedups), list(speedups.values()), color=OURS)
-    axes.bar_label(bars, fmt="{:.2f}", padding=2)
-    axes.axhline(2.0, color="black", linewidth=0.8)
-    axes.set(xlabel="contexts x tokens", ylabel="2 GPUs / 1", ylim=(0, 2.2))
+    rows = list(speedups["4"])
+    for number, (count, color) in enumerate({"2": PEER, "4": OURS}.items()):
+        places = [place + 0.4 * number for place in range(len(rows))]
+        values = [speedups[count][row] for row in rows]
+        bars = axes.bar(places, values, 0.38, label=f"{count} GPUs", color=color)
+        axes.bar_label(bars, fmt="{:.2f}", padding=2, fontsize=8)
+    axes.set_xticks([place + 0.2 for place in range(len(rows))], rows)
+    axes.set(xlabel="contexts x tokens", ylabel="speed, in that of one GPU", ylim=(0, 4))
     axes.set_title("Tensor parallelism, Qwen3-14B shape")
+    axes.legend(frameon=False)
 
 
 PLOTS: dict[str, tuple[str, Callable[[Axes, Results], None]]] = {

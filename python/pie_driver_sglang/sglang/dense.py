@@ -40,8 +40,8 @@ logger = logging.getLogger(__name__)
 
 _WIDEST = 16384
 """Hidden states of which one program normalizes a row."""
-_MOST_SUMMED_ROWS = 256
-"""Of ranks that read each other's parts; above, SGLang's way takes no longer."""
+_SUMMED_RANKS, _MOST_SUMMED_ROWS = 2, 256
+"""Ranks that read each other's parts, and of how many rows. More gain nothing by it."""
 _FEW_ROWS = 64
 """Of more rows products are a library's, which adds to what there is, and parts do not pay."""
 _STORED = ("fa3",)
@@ -290,7 +290,7 @@ def _rank_sums(runner: ModelRunner, norm: Norm) -> RankSums | None:
     ranks, (width,), dtype = runner.ps.tp_size, norm.weight.shape, norm.weight.dtype
     if ranks == 1:
         return None
-    _expect(ranks & (ranks - 1) == 0, f"its ranks are {ranks}, no power of two")
+    _expect(ranks == _SUMMED_RANKS, f"{ranks} ranks add up what they have")
     group = get_tp_group()
     # It found out whether the ranks can reach each other's memory.
     reach = group.ca_comm

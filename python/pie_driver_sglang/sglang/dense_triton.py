@@ -49,6 +49,8 @@ MOST_PARTS = 4
 """Programs that share the inputs of a tile at most, where their sums are added up later."""
 _PREFETCHED_BYTES = 16 << 20
 """Of a matrix that is asked for before it may be read: what the second-level cache has room for."""
+_LARGE, _ROWS_OF_LARGE = 16 << 20, 32
+"""Numbers of a matrix by which a library multiplies more than so many rows faster."""
 _PROGRAMS, _FEWEST_PROGRAMS = 64, 48
 """Programs of a product that are enough, and those it does with where it cannot have more parts."""
 
@@ -69,6 +71,8 @@ def tiling(
         return None
     tile = max(16, triton.next_power_of_2(rows))
     if tile > 64 and most_parts == 1:
+        return None
+    if tile > _ROWS_OF_LARGE and outputs * inputs * (2 if gated else 1) > _LARGE:
         return None
     stages = 3 if tile > (32 if gated else 64) else 5
     for tile_outputs in (64, 32, 16):

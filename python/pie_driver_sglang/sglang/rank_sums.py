@@ -1,8 +1,8 @@
 """Sums over ranks on GPUs of one host, in the kernel that adds and normalizes them.
 
-Each rank leaves its part where all others can read it. Where little is to be read, every rank adds
-up every row: nothing is sent twice, and there is one wait. Otherwise each rank adds up its share of
-the rows and writes the sums to the others. No kernel does nothing but wait.
+Each rank leaves its part where all others can read it. A program reads a row's parts as soon as all
+ranks have said that theirs are there, and goes on as after any other layer: nothing is sent twice,
+and no kernel does nothing but wait.
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ from pie_driver_sglang.sglang.dense_triton import Linear, Norm, Tiling, linear
 
 TURNS = 2
 """Places for a rank's part, used in turn: one is read while the next one is written."""
-_SHARED_OUT_RANKS, _SHARED_OUT_ROWS = 4, 32
-"""From so many of both each rank adds up a share of the rows; ``benches/gpu/sums_check.py``."""
 
 
 class Shared(NamedTuple):
@@ -59,19 +57,19 @@ class RankSums:
             own[turn * place : (turn + 1) * place].view(dtype).view(rows, width)
             for turn in range(TURNS)
         ]
-        # Behind the parts lie the sums that others made, and what each rank has said of each row.
-        *self._parts, self._sums = (
-            tuple(memory[number * place :].view(dtype) for memory in shared.of_ranks)
-            for number in range(TURNS + 1)
-        )
-        flags = [memory.data_ptr() + (TURNS + 1) * place for memory in shared.of_ranks]
+        self._parts = [
+            tuple(memory[turn * place :].view(dtype) for memory in shared.of_ranks)
+            for turn in range(TURNS)
+        ]
+        # Behind the parts lies what each rank has said of each row.
+        flags = [memory.data_ptr() + TURNS * place for memory in shared.of_ranks]
         self._flags = torch.tensor(flags, device=own.device)
         self._said = torch.zeros(rows, dtype=torch.int32, device=own.device)
 
     @staticmethod
     def size(ranks: int, rows: int, width: int, dtype: torch.dtype) -> int:
         """Bytes of a rank's memory."""
-        return (TURNS + 1) * rows * width * dtype.itemsize + 4 * (ranks + 1) * rows
+        return TURNS * rows * width * dtype.itemsize + 4 * ranks * rows
 
     def multiply(
         self, turn: int, rows: torch.Tensor, matrix: Linear, tiling: Tiling | None
@@ -84,7 +82,7 @@ class RankSums:
             linear(rows, matrix, tiling, out=own[None])
 
     def add_norm(
-        self, turn: int, residual: torch.Tensor, norm: Norm, *, shared_out: bool | None = None
+        self, turn: int, residual: torch.Tensor, norm: Norm
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As :func:`dense_triton.add_norm`, of all ranks' parts. Can be captured.
 
@@ -92,17 +90,14 @@ class RankSums:
             turn: In which the parts were left.
             residual: ``[rows, width]``, the same on all ranks, overwritten by the sums.
             norm: Of the residual's type.
-            shared_out: Whether each rank adds up a share of the rows; None for what is faster.
         """
         rows, width = residual.shape
-        if shared_out is None:
-            shared_out = len(self._flags) >= _SHARED_OUT_RANKS and rows >= _SHARED_OUT_ROWS
         out = torch.empty_like(residual)
         block = triton.next_power_of_2(width)
         _sum_norm[(rows,)](
-            self._parts[turn], self._sums, self._sums[self._rank], self._flags, self._said,
-            residual, norm.weight, out, self._rank, self._rows, width, norm.epsilon,
-            RANKS=len(self._flags), SHARED_OUT=shared_out, BLOCK=block,
+            self._parts[turn], self._flags, self._said, residual, norm.weight, out,
+            self._rank, self._rows, width, norm.epsilon,
+            RANKS=len(self._flags), BLOCK=block,
             num_warps=max(4, min(16, block // 512)), **chained(residual.device),
         )  # fmt: skip
         return out, residual
@@ -131,43 +126,10 @@ def share(group: dist.ProcessGroup, device: torch.device, size: int) -> Shared:
     return Shared(views, (memory, handle))
 
 
-@triton.jit
-def _tell(flags, others, place, turn):  # type: ignore[no-untyped-def]
-    """Lets ranks know that this one's numbers of a turn are there."""
-    theirs = tl.load(flags + others).to(tl.pointer_type(tl.int32))
-    tl.atomic_xchg(theirs + place, turn, sem="release", scope="sys")
-
-
-@triton.jit
-def _await_all(heard, turn):  # type: ignore[no-untyped-def]
-    """Waits until all of what was heard is of this turn."""
-    behind = 1
-    while behind > 0:
-        # In this form the count may start again from the lowest number.
-        behind = tl.max(turn - tl.atomic_add(heard, 0, sem="acquire", scope="sys"), 0)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _summed(  # type: ignore[no-untyped-def]
-    parts, flags, before, rank, row, most_rows, turn, place, inside, RANKS: tl.constexpr
-):
-    """All ranks' parts of a row and what they are added to, when all ranks are there."""
-    ranks = tl.arange(0, RANKS)
-    own_flags = tl.load(flags + rank).to(tl.pointer_type(tl.int32))
-    _await_all(own_flags + ranks * most_rows + row, turn)
-    total = before
-    # In the same order on every rank, so that all go on with the same numbers.
-    for other in tl.static_range(RANKS):
-        # Past the first-level cache, which knows nothing of other devices.
-        part = tl.load(parts[other] + place, mask=inside, other=0.0, cache_modifier=".cg")
-        total += part.to(tl.float32)
-    return total
-
-
 @triton.jit(do_not_specialize=["rank"])  # type: ignore[untyped-decorator]
 def _sum_norm(  # type: ignore[no-untyped-def]
-    parts, sums, own_sums, flags, said, residual, weight, out, rank, most_rows, width, epsilon,
-    RANKS: tl.constexpr, SHARED_OUT: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr,
+    parts, flags, said, residual, weight, out, rank, most_rows, width, epsilon,
+    RANKS: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """A row: tells the others that this rank's part is there, and waits for theirs."""
     row = tl.program_id(0).to(tl.int64)
@@ -181,29 +143,18 @@ def _sum_norm(  # type: ignore[no-untyped-def]
         follow()
     turn = tl.load(said + row) + 1
     ranks = tl.arange(0, RANKS)
-    own = rank * most_rows + row
-    if SHARED_OUT:
-        owner = row % RANKS
-        done = RANKS * most_rows + row
-        _tell(flags, owner, own, turn)
-        if owner == rank:
-            total = _summed(parts, flags, total, rank, row, most_rows, turn, place, inside, RANKS)
-            # Rounded as the others get it.
-            rounded = total.to(residual.dtype.element_ty)
-            for other in tl.static_range(RANKS):
-                tl.store(sums[other] + place, rounded, mask=inside)
-            # No warp says that the sums are there before all warps' are.
-            tl.debug_barrier()
-            _tell(flags, ranks, done, turn)
-            total = rounded.to(tl.float32)
-        else:
-            heard = tl.load(flags + rank).to(tl.pointer_type(tl.int32)) + done
-            _await_all(heard + tl.arange(0, 1), turn)
-            total = tl.load(own_sums + place, mask=inside, other=0.0, cache_modifier=".cg")
-            total = total.to(tl.float32)
-    else:
-        _tell(flags, ranks, own, turn)
-        total = _summed(parts, flags, total, rank, row, most_rows, turn, place, inside, RANKS)
+    theirs = tl.load(flags + ranks).to(tl.pointer_type(tl.int32))
+    tl.atomic_xchg(theirs + rank * most_rows + row, turn, sem="release", scope="sys")
+    heard = tl.load(flags + rank).to(tl.pointer_type(tl.int32)) + ranks * most_rows + row
+    behind = 1
+    while behind > 0:
+        # In this form the count may start again from the lowest number.
+        behind = tl.max(turn - tl.atomic_add(heard, 0, sem="acquire", scope="sys"), 0)
+    # In the same order on every rank, so that all go on with the same numbers.
+    for other in tl.static_range(RANKS):
+        # Past the first-level cache, which knows nothing of other devices.
+        part = tl.load(parts[other] + place, mask=inside, other=0.0, cache_modifier=".cg")
+        total += part.to(tl.float32)
     # Not before all warps have read it, and they have waited for each other.
     tl.store(said + row, turn)
     tl.store(residual + place, total, mask=inside)

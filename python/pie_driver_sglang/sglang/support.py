@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import logging
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -259,10 +258,15 @@ def prefills_by_fa3(runner: ModelRunner) -> bool:
 
 
 def _has_fa3() -> bool:
-    """Whether SGLang's kernels were installed with it."""
-    spec = importlib.util.find_spec("sgl_kernel")
-    folders = spec.submodule_search_locations if spec else None
-    return any((Path(folder) / "flash_ops.abi3.so").exists() for folder in folders or ())
+    """Whether SGLang's kernels were installed with it, and can be loaded."""
+    try:
+        importlib.import_module("sgl_kernel.flash_ops")
+    except ModuleNotFoundError:
+        return False
+    except ImportError as error:
+        logger.warning("prefills are not computed by fa3: %s", error)
+        return False
+    return True
 
 
 def paged_decode_obstacle(runner: ModelRunner) -> str | None:
