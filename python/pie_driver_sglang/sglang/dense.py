@@ -291,10 +291,13 @@ def _rank_sums(runner: ModelRunner, norm: Norm) -> RankSums | None:
     if ranks == 1:
         return None
     _expect(ranks == _SUMMED_RANKS, f"{ranks} ranks add up what they have")
+    from sglang.srt.distributed.device_communicators.custom_all_reduce_v2 import CustomAllReduceV2
+
     group = get_tp_group()
-    # It found out whether the ranks can reach each other's memory.
+    # It shares memory in the same way, and is there if that works between these ranks.
     reach = group.ca_comm
-    _expect(reach is not None and not reach.disabled, "its ranks do not share memory")
+    works = isinstance(reach, CustomAllReduceV2) and not reach.disabled
+    _expect(works, "its ranks do not share memory")
     size = RankSums.size(ranks, _MOST_SUMMED_ROWS, width, dtype)
     shared = rank_sums.share(group.cpu_group, norm.weight.device, size)
     return RankSums(shared, runner.ps.tp_rank, _MOST_SUMMED_ROWS, width, dtype)
