@@ -97,7 +97,7 @@ class DenseLayers:
         self._sums = sums
         # Between ranks a kernel must add up what products are, and may as well normalize it.
         self._folded = sums is None and _fold(layers)
-        self._prefills = self._folded and prefills
+        self._prefills = prefills
         # What follows each layer.
         self._norms = [*(layer.before for layer in layers[1:]), norm]
 
@@ -131,7 +131,7 @@ class DenseLayers:
     @contextlib.contextmanager
     def prefilling(self) -> Iterator[None]:
         """Within, the model runs as these kernels, if they can; its input is a prefill."""
-        if self._prefills:
+        if self._folded and self._prefills:
             self._model.forward = self._run_many
         try:
             yield
