@@ -23,10 +23,11 @@ from triton.runtime.jit import JITFunction
 
 from pie_driver_sglang import sampling_triton
 from pie_driver_sglang.sampling import SlotParams
-from pie_driver_sglang.sglang import dense_triton, paged_triton, rank_sums
+from pie_driver_sglang.sglang import dense_triton, paged_shares, paged_triton, rank_sums
 from pie_driver_sglang.sglang.dense_triton import Heads, Linear, Norm, Scale
 from pie_driver_sglang.sglang.masked_torch import Rule
-from pie_driver_sglang.sglang.paged_triton import Cut, Rows, attend, share, tuning
+from pie_driver_sglang.sglang.paged_shares import Cut, Rows, share, tuning
+from pie_driver_sglang.sglang.paged_triton import attend
 from pie_driver_sglang.sglang.rank_sums import RankSums, Shared
 
 TARGET = GPUTarget("cuda", 90, 32)
@@ -78,7 +79,7 @@ def recorded(launch: Callable[[], object]) -> list[Any]:
     early = {"CHAINED": True, "launch_pdl": True}
     with contextlib.ExitStack() as patches:
         patches.enter_context(mock.patch.object(JITFunction, "run", record))
-        for module in (paged_triton, dense_triton, rank_sums, sampling_triton):
+        for module in (paged_shares, paged_triton, dense_triton, rank_sums, sampling_triton):
             patches.enter_context(mock.patch.object(module, "chained", lambda _: early))
         launch()
     return compiled

@@ -16,7 +16,8 @@ from typing import NamedTuple
 import torch
 
 from pie_driver_sglang.sglang.masked_torch import Rule
-from pie_driver_sglang.sglang.paged_triton import Cut, Rows, Tuning, attend, share
+from pie_driver_sglang.sglang.paged_shares import Cut, Rows, Tuning, share
+from pie_driver_sglang.sglang.paged_triton import attend
 
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 """Of the largest value of a row."""

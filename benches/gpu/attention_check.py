@@ -39,7 +39,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
 from paged_kernels import Case, check_attention
 from pie_driver_sglang.sglang.masked_torch import Rule
-from pie_driver_sglang.sglang.paged_triton import Cut, Rows, Tuning, attend, share, tuning
+from pie_driver_sglang.sglang.paged_shares import Cut, Rows, Tuning, share, tuning
+from pie_driver_sglang.sglang.paged_triton import attend
 
 PAGE = 16
 BATCHES = (1, 4, 16, 64, 128, 256)

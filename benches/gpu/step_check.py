@@ -60,10 +60,10 @@ class Steps:
 
     def time(self, rows: list[int], lengths: list[int], way: dict[str, Any]) -> None:
         """Prints a line for each length."""
-        from pie_driver_sglang.sglang import dense, paged_triton
+        from pie_driver_sglang.sglang import dense, paged_shares
         from pie_driver_sglang.sglang.lane import CudaSteps
 
-        usual, changed = paged_triton.tuning, dict(way)
+        usual, changed = paged_shares.tuning, dict(way)
         few_rows = changed.pop("few_rows", dense._FEW_ROWS)
 
         def tuning(*args: Any, **named: Any) -> Any:
@@ -71,7 +71,7 @@ class Steps:
 
         with (
             mock.patch.object(dense, "_FEW_ROWS", few_rows),
-            mock.patch.object(paged_triton, "tuning", tuning),
+            mock.patch.object(paged_shares, "tuning", tuning),
         ):
             steps = CudaSteps(self.engine, rows, max(rows))
         for length in lengths:

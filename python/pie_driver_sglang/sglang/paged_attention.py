@@ -17,9 +17,9 @@ from sglang.srt.model_executor.model_runner_components import attention_backend_
 from sglang.srt.runtime_context import publish
 
 from pie_driver_sglang.options import PAGED_DECODE
-from pie_driver_sglang.sglang import paged_triton, support
+from pie_driver_sglang.sglang import paged_shares, paged_triton, support
 from pie_driver_sglang.sglang.masked_torch import Rule
-from pie_driver_sglang.sglang.paged_triton import Cut, Rows, Shares
+from pie_driver_sglang.sglang.paged_shares import Cut, Rows, Shares
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
@@ -91,7 +91,7 @@ class PagedDecode(AttentionBackend):
             forward_batch.seq_lens,
         )
         cuts = {self._cut(layer, len(rows.kv_lens)) for layer in self._layers}
-        shares = {cut: paged_triton.share(rows, cut, self._multiprocessors) for cut in cuts}
+        shares = {cut: paged_shares.share(rows, cut, self._multiprocessors) for cut in cuts}
         self._step = _Step(rows, shares)
 
     def forward_decode(
@@ -132,7 +132,7 @@ class PagedDecode(AttentionBackend):
         window = layer.sliding_window_size
         return Cut(
             # There are more rows than requests.
-            paged_triton.tuning(
+            paged_shares.tuning(
                 dim, group, self._itemsize, prompts=rows > self.req_to_token_pool.size
             ),
             layer.tp_k_head_num,

@@ -1,0 +1,244 @@
+"""Decode attention over pages: how a step is cut, and what each program's share of it is.
+
+What the rows see is counted in blocks of tokens. The programs of a KV head take equally many of
+them, in the order of the rows, so a program may begin and end within a row, and rows of any mix of
+lengths take as long as their sum. Shares are computed on the device, once a step, and grids are
+fixed: everything can be captured.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from pie_driver_sglang.chained_triton import chained, follow
+
+_FEW_ROWS = 256
+"""More are looked at in larger steps."""
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """How the work is cut; ``benches/gpu/attention_check.py --tune`` measures it."""
+
+    block: int
+    """Tokens that a program looks at in one turn of its loop."""
+    warps: int
+    """Warps of a program."""
+    stages: int
+    """Blocks that a program has at hand or on their way."""
+    programs: int
+    """Programs for each multiprocessor."""
+    queries: int = 16
+    """Heads of rows that a product has room for, at least; those of a KV head and a row fit."""
+
+
+def tuning(dim: int, group: int, itemsize: int, *, prompts: bool = False) -> Tuning:
+    """The cut for a layer.
+
+    Args:
+        dim: head size, the larger of keys' and values'.
+        group: heads that share a KV head.
+        itemsize: bytes of a stored element.
+        prompts: whether many rows of the step see the same KV, as those of prompts do.
+    """
+    elements = 4096 if itemsize > 2 else 8192
+    width = int(triton.next_power_of_2(dim))
+    if prompts and group <= 64 and width <= 128 and itemsize <= 2:
+        return Tuning(min(128, elements // width), warps=4, stages=3, programs=2, queries=64)
+    # Up to 16 heads take the same registers.
+    elements = elements * 16 // max(16, int(triton.next_power_of_2(group)))
+    return Tuning(min(128, max(16, elements // width)), warps=4, stages=3, programs=2)
+
+
+class Rows(NamedTuple):
+    """The rows of a step, each of which sees a beginning of the KV of its table row."""
+
+    table: torch.Tensor
+    """``[table rows, tokens]`` int32: storage slot of each KV index, consecutive within a page."""
+    table_rows: torch.Tensor
+    """``[rows]`` int64; 0 = padding, whose results nobody wants."""
+    kv_lens: torch.Tensor
+    """``[rows]`` int64: KV that the row sees, its own token's included."""
+
+
+class Cut(NamedTuple):
+    """What layers have in common that share their programs in the same way."""
+
+    tuning: Tuning
+    kv_heads: int
+    group: int
+    """Heads that share a KV head."""
+    window: int
+    """Stored keys that a row sees at most before its own, by KV index; -1 = all."""
+
+    @property
+    def queries(self) -> int:
+        """Heads of rows that a product has room for, a power of two."""
+        return max(self.tuning.queries, int(triton.next_power_of_2(self.group)))
+
+    @property
+    def tile(self) -> int:
+        """Rows that a product has room for: their KV is loaded once."""
+        return self.queries // self.group
+
+
+class Shares(NamedTuple):
+    """Which blocks each program of a KV head looks at.
+
+    A tile is rows that are looked at together. The blocks of all tiles are numbered in their order.
+    """
+
+    cut: Cut
+    totals: torch.Tensor
+    """``[3]`` int32: blocks of a program, all blocks, all tiles."""
+    tiles: torch.Tensor
+    """``[5, rows]`` int32, of each tile: its last row, rows in front of that one, blocks up to its
+    end, and KV and table row of the last row. There are at most as many as rows."""
+    stretches: torch.Tensor
+    """``[2, programs]`` int32: the tile that a program begins in, and the one behind its last."""
+    arrived: torch.Tensor
+    """``[kv_heads, programs]`` int32, zeros between layers: how many have left their part of the
+    tile that begins in a program and goes on in the next."""
+
+
+def share(rows: Rows, cut: Cut, multiprocessors: int) -> Shares:
+    """Shares the step's blocks out; can be captured.
+
+    Before the first `paged_triton.attend` there must be a kernel in front that is not launched
+    early.
+    """
+    count = len(rows.kv_lens)
+    programs = max(1, multiprocessors * cut.tuning.programs // cut.kv_heads)
+    totals, tiles, stretches, arrived = (
+        torch.empty(size, dtype=torch.int32, device=rows.kv_lens.device)
+        for size in ((3,), (5, count), (2, programs), (cut.kv_heads, programs))
+    )
+    # Rows and programs that an instance compares at once.
+    planned_rows, planned_programs = (_FEW_ROWS, 32) if count <= _FEW_ROWS else (1024, 16)
+    _share[(triton.cdiv(programs, planned_programs),)](
+        rows.table_rows, rows.kv_lens, totals, tiles, stretches, arrived,
+        count, programs, cut.window,
+        BLOCK=cut.tuning.block, WINDOWED=cut.window >= 0, TILE=cut.tile,
+        ROWS=planned_rows, PROGRAMS=planned_programs, KV_HEADS=cut.kv_heads,
+        num_warps=8, **chained(rows.kv_lens.device),
+    )  # fmt: skip
+    return Shares(cut, totals, tiles, stretches, arrived)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def seen_from(kv_len, window, WINDOWED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The first token that a row with so much KV sees."""
+    if WINDOWED:
+        return tl.maximum(kv_len - 1 - window, 0)
+    else:  # noqa: RET505  (Triton's compiler drops one of the branches)
+        return 0
+
+
+@triton.jit
+def _goes_on(  # type: ignore[no-untyped-def]
+    table_rows, kv_lens, rows, row_count
+):
+    """Whether rows see the KV of the row in front of them and one token more.
+
+    Of padding it does not matter what it sees, so that goes together, too.
+    """
+    known = (rows > 0) & (rows < row_count)
+    own = tl.load(table_rows + rows, mask=known, other=0)
+    same = own == tl.load(table_rows + rows - 1, mask=known, other=0)
+    kv_len = tl.load(kv_lens + rows, mask=known, other=0)
+    longer = kv_len == tl.load(kv_lens + rows - 1, mask=known, other=0) + 1
+    return known & same & (longer | (own == 0))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _tiles(  # type: ignore[no-untyped-def]
+    table_rows, kv_lens, rows, row_count, start, window,
+    BLOCK: tl.constexpr, WINDOWED: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """What the last row of a tile knows: rows in front of it, else -1; KV and blocks, else none.
+
+    Also where the stretches begin whose rows go on with each other; `start` is where the one before
+    the first row does.
+    """
+    goes_on = _goes_on(table_rows, kv_lens, rows, row_count)
+    starts = tl.associative_scan(tl.where(goes_on, start, rows), 0, _larger)
+    before = (rows - starts) % TILE
+    ends = (before == TILE - 1) | (_goes_on(table_rows, kv_lens, rows + 1, row_count) == 0)
+    ends = ends & (rows < row_count)
+    kv_len = tl.load(kv_lens + rows, mask=ends, other=0).to(tl.int32)
+    unseen = seen_from(kv_len - before, window, WINDOWED) // BLOCK
+    # One for rows that see nothing, so that somebody writes their zeros.
+    blocks = tl.maximum(tl.cdiv(kv_len, BLOCK) - unseen, 1)
+    return tl.where(ends, before, -1), kv_len, tl.where(ends, blocks, 0), starts
+
+
+@triton.jit
+def _larger(a, b):  # type: ignore[no-untyped-def]
+    return tl.maximum(a, b)
+
+
+@triton.jit(do_not_specialize=["row_count", "program_count", "window"])  # type: ignore[untyped-decorator]
+def _share(  # type: ignore[no-untyped-def]
+    table_rows, kv_lens, totals, tiles, stretches, arrived, row_count, program_count, window,
+    BLOCK: tl.constexpr, WINDOWED: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
+    PROGRAMS: tl.constexpr, KV_HEADS: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    """Shares for `PROGRAMS` programs; each instance sums all rows, the first one keeps tiles."""
+    if CHAINED:
+        follow()
+    lanes = tl.arange(0, ROWS)
+    total = 0
+    tile_count = 0
+    start = 0
+    for first in range(0, row_count, ROWS):
+        ahead, _, blocks, starts = _tiles(
+            table_rows, kv_lens, first + lanes, row_count, start, window, BLOCK, WINDOWED, TILE
+        )
+        total += tl.sum(blocks)
+        tile_count += tl.sum((ahead >= 0).to(tl.int32))
+        start = tl.max(starts)
+    share = tl.cdiv(total, program_count)
+    programs = tl.program_id(0) * PROGRAMS + tl.arange(0, PROGRAMS)
+    keeps = tl.program_id(0) == 0
+    tl.store(totals, share, mask=keeps)
+    tl.store(totals + 1, total, mask=keeps)
+    tl.store(totals + 2, tile_count, mask=keeps)
+    passed = 0
+    passed_tiles = 0
+    start = 0
+    # Tiles that end before a program begins, and those that begin before it ends.
+    ended = tl.zeros([PROGRAMS], tl.int32)
+    begun = tl.zeros([PROGRAMS], tl.int32)
+    block = (programs * share)[:, None]
+    for first in range(0, row_count, ROWS):
+        rows = first + lanes
+        ahead, kv_len, blocks, starts = _tiles(
+            table_rows, kv_lens, rows, row_count, start, window, BLOCK, WINDOWED, TILE
+        )
+        is_tile = ahead >= 0
+        ends = passed + tl.cumsum(blocks, 0)
+        over = (ends[None, :] <= block) & is_tile[None, :]
+        ended += tl.sum(over.to(tl.int32), 1)
+        under = ((ends - blocks)[None, :] < block + share) & is_tile[None, :]
+        begun += tl.sum(under.to(tl.int32), 1)
+        kept = is_tile & keeps
+        place = tiles + passed_tiles + tl.cumsum(is_tile.to(tl.int32), 0) - 1
+        own = tl.load(table_rows + rows, mask=kept, other=0)
+        tl.store(place, rows, mask=kept)
+        tl.store(place + row_count, ahead, mask=kept)
+        tl.store(place + 2 * row_count, ends, mask=kept)
+        tl.store(place + 3 * row_count, kv_len, mask=kept)
+        tl.store(place + 4 * row_count, own.to(tl.int32), mask=kept)
+        passed += tl.sum(blocks)
+        passed_tiles += tl.sum(is_tile.to(tl.int32))
+        start = tl.max(starts)
+    known = programs < program_count
+    tl.store(stretches + programs, ended, mask=known)
+    tl.store(stretches + program_count + programs, begun, mask=known)
+    for head in range(KV_HEADS):
+        tl.store(arrived + head * program_count + programs, 0, mask=known)
