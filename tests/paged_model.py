@@ -12,7 +12,7 @@ import contextlib
 import random
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -140,10 +140,58 @@ def differences(config: DriverConfig) -> list[float]:
             assert many.call_count == expected_calls, many.call_count
         check_ways(engine, dense)
         check_weights(runner)
+        with mock.patch.object(dense_triton, "tiling", small_tiling), ranked(runner) as ranks:
+            found.append(decode(server, engine, Contexts(128, page_size, vocab), ranks.applied))
+        check_ranks(runner)
     check_fa3()
     check_prefills(runner)
     check_choice(runner)
     return [float((logits - expected).abs().max()) for logits in found]
+
+
+@contextlib.contextmanager
+def ranked(runner: Any) -> Iterator[Any]:
+    """The layers of one rank that adds up as several do."""
+    import torch
+
+    from pie_driver_sglang.sglang import dense as dense_module
+    from pie_driver_sglang.sglang.rank_sums import RankSums, Shared
+
+    width = runner.model.model.norm.weight.shape[0]
+    memory = torch.zeros(RankSums.size(1, 256, width, torch.float32), dtype=torch.uint8)
+    sums = RankSums(Shared([memory]), 0, 256, width, torch.float32)
+    with mock.patch.object(dense_module, "_rank_sums", lambda *_: sums):
+        dense = dense_module.DenseLayers.of(runner)
+    assert dense is not None
+    assert dense.takes(256)
+    assert not dense.takes(257)
+    model = runner.model.model
+    with mock.patch.object(dense, "_prefills", True), dense.prefilling():
+        assert "forward" not in vars(model)
+    with mock.patch.object(sums, "add_norm", wraps=sums.add_norm) as add_norm:
+        yield dense
+    assert add_norm.call_count == 2 * STEPS * len(model.layers)
+
+
+def check_ranks(runner: Any) -> None:
+    """Two ranks add up in the norm where they share memory; more never do."""
+    from sglang.srt.distributed.device_communicators.custom_all_reduce_v2 import CustomAllReduceV2
+
+    from pie_driver_sglang.sglang import dense as dense_module
+
+    reaches = mock.Mock(spec=CustomAllReduceV2, disabled=False)
+    disabled = mock.Mock(spec=CustomAllReduceV2, disabled=True)
+    fails = mock.patch.object(dense_module.rank_sums, "share", side_effect=RuntimeError("no"))
+    cases = ((4, reaches), (2, None), (2, object()), (2, disabled), (2, reaches))
+    for ranks, reach in cases:
+        group = mock.Mock(ca_comm=reach)
+        with (
+            mock.patch.object(runner, "ps", SimpleNamespace(tp_size=ranks, tp_rank=0)),
+            mock.patch.object(dense_module, "get_tp_group", return_value=group),
+            fails as share,
+        ):
+            assert dense_module.DenseLayers.of(runner) is None
+            assert share.called == (ranks == 2 and reach is reaches)
 
 
 def check_ways(engine: Any, dense: Any) -> None:

@@ -3,23 +3,26 @@
     python benches/gpu/all_checks.py --out DIR --small DIR --large DIR --pie-load BINARY [PART ...]
 
 --small and --large have the config.json of a Qwen3-0.6B and a Qwen3-14B shape; weights are random.
-The binary is what `make load` builds. Parts of one GPU run side by side, one on each, the longest
-first; then those that need several GPUs run one after the other. What a part prints goes to
-DIR/PART.txt, its figures to DIR. The status is 1 when a part failed or ran out of time.
+The binary is what `make load` builds. Parts that time the host run first, one after the other; then
+the others of one GPU side by side, one on each; and at last those that need several GPUs. What a
+part prints goes to DIR/PART.txt, its figures to DIR. The status is 1 when a part failed or ran out
+of time.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 
+GRACE_S = 20.0
 FOLDER = Path(__file__).resolve().parent
 POCKET = str(FOLDER.parents[1] / "models" / "pocket")
 LOAD = "--shapes {small}/config.json --pie-load {pie_load} --commit {commit} --budget-s {limit}"
@@ -42,6 +45,8 @@ ONE_GPU = {
     "copies": "swap_check.py --pocket {pocket}",
 }
 """Scripts of this folder and their arguments."""
+ALONE = ("load", "drafts", "lane", "steps")
+"""Parts that time the host, too."""
 SEVERAL_GPUS = {
     "sums": "sums_check.py --times --ranks {several}",
     "ranks": "ranks_check.py --parts steps --ranks {several},1 --shapes {large}/config.json "
@@ -73,23 +78,19 @@ class Checks:
 
     def run_side_by_side(self, names: Sequence[str]) -> None:
         """Runs parts of one GPU, each on the next one that is free."""
-        waiting: SimpleQueue[str] = SimpleQueue()
-        for name in names:
-            waiting.put(name)
+        free: SimpleQueue[str] = SimpleQueue()
+        for gpu in self._gpus:
+            free.put(gpu)
 
-        def work(gpu: str) -> None:
-            while True:
-                try:
-                    name = waiting.get_nowait()
-                except Empty:
-                    return
+        def work(name: str) -> None:
+            gpu = free.get()
+            try:
                 self.run(name, ONE_GPU[name], gpu)
+            finally:
+                free.put(gpu)
 
-        threads = [threading.Thread(target=work, args=(gpu,)) for gpu in self._gpus]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(len(self._gpus)) as pool:
+            list(pool.map(work, names))
 
     def run(self, name: str, command: str, gpus: str) -> None:
         """Runs a part to its end or its limit."""
@@ -98,15 +99,18 @@ class Checks:
         started = time.monotonic()
         with (self._values["out"] / f"{name}.txt").open("w", encoding="utf-8") as log:
             print(f"$ CUDA_VISIBLE_DEVICES={gpus} {' '.join(words)}", file=log, flush=True)
+            process = subprocess.Popen(
+                [sys.executable, FOLDER / words[0], *words[1:]],
+                stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+                env=environment, start_new_session=True,
+            )  # fmt: skip
             try:
-                done = subprocess.run(
-                    [sys.executable, FOLDER / words[0], *words[1:]],
-                    stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
-                    env=environment, timeout=self._limit_s + 20, check=False,
-                )  # fmt: skip
-                how = "done" if done.returncode == 0 else f"status {done.returncode}"
+                status = process.wait(self._limit_s + GRACE_S)
+                how = "done" if status == 0 else f"status {status}"
             except subprocess.TimeoutExpired:
                 how = "out of time"
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
         if how != "done":
             self.failed.append(name)
         print(f"{name} on {gpus}: {how}, {time.monotonic() - started:.0f} s", flush=True)
@@ -116,7 +120,7 @@ def visible_gpus() -> list[str]:
     """Their numbers, in a process that makes no context on them."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     if named is not None:
-        return named.split(",")
+        return [gpu for gpu in named.split(",") if gpu]
     listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True)
     return [str(number) for number in range(len(listed.stdout.splitlines()))]
 
@@ -138,8 +142,14 @@ def main() -> None:
         parser.error(f"unknown parts: {', '.join(sorted(unknown))}; there are {names}")
     arguments.out.mkdir(parents=True, exist_ok=True)
     gpus = visible_gpus()
+    if not gpus:
+        parser.error("there is no GPU")
     checks = Checks(arguments, gpus)
-    checks.run_side_by_side([name for name in ONE_GPU if name in arguments.parts])
+    chosen = [name for name in ONE_GPU if name in arguments.parts]
+    for name in chosen:
+        if name in ALONE:
+            checks.run(name, ONE_GPU[name], gpus[0])
+    checks.run_side_by_side([name for name in chosen if name not in ALONE])
     for name, command in SEVERAL_GPUS.items():
         if name in arguments.parts:
             if len(gpus) > 1:

@@ -2,15 +2,15 @@
 
     python benches/gpu/sums_check.py [--ranks 2,4] [--width 5120] [--times]
 
-Spawns a process for each GPU. Checks random turns of random rows against float64; with `--times`
-prints for each number of rows what a sum with its norm takes, an all-reduce of
-NCCL, and a norm without a sum, each captured 80 times in one graph.
+Spawns a process for each GPU. Checks random turns of random rows against float64, and graphs of
+products and sums, as layers have them, against where they began. With `--times` prints what a turn
+of such a graph takes for each number of rows: a product of 128 inputs and the sum with its norm,
+the same by cuBLAS and NCCL, and without the other ranks.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
 import sys
 import tempfile
 from collections.abc import Callable
@@ -20,12 +20,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from pie_driver_sglang.sglang.dense_triton import Linear, Norm, add_norm, tiling
+from pie_driver_sglang.sglang.environment import prepare
+from pie_driver_sglang.sglang.rank_sums import RankSums, share
+
 ROWS = (1, 8, 16, 32, 64, 128, 256)
+INPUTS = 128
 EPSILON = 1e-6
 TOLERANCE = 2e-2
+DRIFT = 0.25
+"""Of numbers to which products were added 40 times, and taken away; a product is of about 1."""
 STEPS = 200
-SUMS = 80
-REPEATS = 20
+LAUNCHES = 40
+TURNS = 80
 
 
 def off(found: torch.Tensor, exact: torch.Tensor) -> float:
@@ -33,38 +40,67 @@ def off(found: torch.Tensor, exact: torch.Tensor) -> float:
     return float(((found.double() - exact).abs() / exact.abs().clamp(min=1.0)).max())
 
 
-def captured_us(step: Callable[[int], Any]) -> float:
-    """Microseconds of one of the steps of a graph; all ranks call this at the same time."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for turn in range(2):
-            step(turn)
-        stream.synchronize()
-        dist.barrier()
-        graph = torch.cuda.CUDAGraph()
-        graph.capture_begin(capture_error_mode="thread_local")
-        for number in range(SUMS):
-            step(number % 2)
-        graph.capture_end()
-        graph.replay()
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        stream.synchronize()
-        dist.barrier()
-        start.record()
-        for _ in range(REPEATS):
-            graph.replay()
-        end.record()
-        stream.synchronize()
-    return start.elapsed_time(end) * 1000 / REPEATS / SUMS
+class Graph:
+    """Turns that are captured; all ranks make it and launch it at the same time."""
+
+    def __init__(self, step: Callable[[int], Any]) -> None:
+        self._stream = torch.cuda.Stream()
+        with torch.cuda.stream(self._stream):
+            for turn in range(2):
+                step(turn)
+            self._stream.synchronize()
+            dist.barrier()
+            self._graph = torch.cuda.CUDAGraph()
+            self._graph.capture_begin(capture_error_mode="thread_local")
+            for number in range(TURNS):
+                step(number % 2)
+            self._graph.capture_end()
+
+    def launch(self, repeats: int = 1) -> float:
+        """Launches it to its end; returns microseconds of a turn."""
+        with torch.cuda.stream(self._stream):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda.synchronize()
+            dist.barrier()
+            start.record()
+            for _ in range(repeats):
+                self._graph.replay()
+            end.record()
+            self._stream.synchronize()
+        return start.elapsed_time(end) * 1000 / repeats / TURNS
+
+
+class Rows:
+    """Products of so many rows, which one turn adds to a residual and the next one takes away."""
+
+    def __init__(self, check: Check, rows: int) -> None:
+        self._check = check
+        self.start, self.residual = check.random(rows, check.width), check.random(rows, check.width)
+        self._given = check.random(rows, INPUTS)
+        self._tiling = tiling(rows, check.width, INPUTS)
+
+    def ours(self, turn: int) -> None:
+        """As two ranks do it."""
+        sums, matrix = self._check.sums, self._check.matrices[turn]
+        sums.multiply(turn, self._given, matrix, self._tiling)
+        sums.add_norm(turn, self.residual, self._check.norm)
+
+    def nccl(self, turn: int) -> None:
+        """With an all-reduce between product and norm."""
+        parts = torch.mm(self._given, self._check.matrices[turn].weight.T)
+        dist.all_reduce(parts)
+        add_norm(parts[None], self.residual, self._check.norm)
+
+    def alone(self, turn: int) -> None:
+        """Without the other ranks."""
+        parts = torch.mm(self._given, self._check.matrices[turn].weight.T)
+        add_norm(parts[None], self.residual, self._check.norm)
 
 
 class Check:
     """One rank's part."""
 
     def __init__(self, rank: int, count: int, width: int) -> None:
-        from pie_driver_sglang.sglang.dense_triton import Norm
-        from pie_driver_sglang.sglang.rank_sums import RankSums, share
-
         self.rank, self.count, self.width = rank, count, width
         self.group = dist.new_group(backend="gloo")
         device = torch.device("cuda", rank)
@@ -73,6 +109,8 @@ class Check:
         self.sums = RankSums(shared, rank, ROWS[-1], width, torch.bfloat16)
         self.common = torch.Generator(device).manual_seed(0)
         self.norm = Norm(self.random(width), EPSILON)
+        own = self.random(count, width, INPUTS)[rank] / INPUTS**0.5
+        self.matrices = [Linear(own), Linear(-own)]
 
     def random(self, *shape: int) -> torch.Tensor:
         """The same numbers on all ranks."""
@@ -92,28 +130,39 @@ class Check:
             scale = torch.rsqrt(exact.square().mean(-1, keepdim=True) + EPSILON)
             normed = exact * scale * self.norm.weight.double()
             worst = max(worst, off(out, normed), off(after, exact))
-            theirs = [torch.empty_like(out) for _ in range(self.count)]
-            dist.all_gather(theirs, out)
-            if not all(torch.equal(out, other) for other in theirs):
-                raise AssertionError(f"turn {turn}: the ranks go on with different numbers")
+            self.expect_equal(out, f"turn {turn}")
         self.say(f"{self.count} ranks, {STEPS} turns: off by {worst:.4f} at most")
         if worst > TOLERANCE:
             raise AssertionError(f"more than {TOLERANCE}")
 
+    def compare_graphs(self) -> None:
+        """Launches graphs of products and sums in random order: each ends where it began."""
+        works = [Rows(self, rows) for rows in ROWS]
+        graphs = [Graph(work.ours) for work in works]
+        worst = 0.0
+        for launch in range(LAUNCHES):
+            pick = int(torch.randint(len(works), (1,), generator=self.common, device="cuda"))
+            works[pick].residual.copy_(works[pick].start)
+            graphs[pick].launch()
+            worst = max(worst, off(works[pick].residual, works[pick].start.double()))
+            self.expect_equal(works[pick].residual, f"launch {launch}")
+        self.say(f"{self.count} ranks, {LAUNCHES} launches: off by {worst:.3f} at most")
+        if worst > DRIFT:
+            raise AssertionError(f"more than {DRIFT}")
+
+    def expect_equal(self, numbers: torch.Tensor, when: str) -> None:
+        """All ranks go on with the same numbers."""
+        theirs = [torch.empty_like(numbers) for _ in range(self.count)]
+        dist.all_gather(theirs, numbers)
+        if not all(torch.equal(numbers, other) for other in theirs):
+            raise AssertionError(f"{when}: the ranks go on with different numbers")
+
     def times(self) -> None:
         """Prints a line for each number of rows."""
-        from pie_driver_sglang.sglang.dense_triton import add_norm
-
         for rows in ROWS:
-            residual, parts = self.random(rows, self.width), self.random(rows, self.width)
-            ways: dict[str, Callable[[int], Any]] = {
-                "ours": functools.partial(self.sums.add_norm, residual=residual, norm=self.norm),
-                "NCCL": lambda _, parts=parts: dist.all_reduce(parts),
-                "norm": lambda _, parts=parts, residual=residual: add_norm(
-                    parts[None], residual, self.norm
-                ),
-            }
-            shown = ", ".join(f"{name} {captured_us(step):.1f}" for name, step in ways.items())
+            work = Rows(self, rows)
+            ways = {"ours": work.ours, "NCCL": work.nccl, "alone": work.alone}
+            shown = ", ".join(f"{name} {Graph(way).launch(20):.1f}" for name, way in ways.items())
             self.say(f"{self.count} ranks, {rows} x {self.width}: {shown} us")
 
     def say(self, line: str) -> None:
@@ -130,6 +179,7 @@ def play(rank: int, count: int, width: int, path: str, times: bool) -> None:
     with torch.inference_mode():
         check = Check(rank, count, width)
         check.compare()
+        check.compare_graphs()
         if times:
             check.times()
     dist.barrier()
@@ -142,8 +192,6 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=5120)
     parser.add_argument("--times", action="store_true")
     arguments = parser.parse_args()
-    from pie_driver_sglang.sglang.environment import prepare
-
     for count in map(int, arguments.ranks.split(",")):
         prepare("cuda:0", [], spins=True, ranks=count)
         with tempfile.TemporaryDirectory() as folder:

@@ -27,7 +27,7 @@ from sglang.srt.layers.rotary_embedding import RotaryEmbedding
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.models import llama, qwen2, qwen3
 
-from pie_driver_sglang.sglang import dense_triton, rank_sums
+from pie_driver_sglang.sglang import dense_triton, groups, rank_sums
 from pie_driver_sglang.sglang.dense_triton import Heads, Linear, Norm, Scale, Tiling
 from pie_driver_sglang.sglang.paged_attention import PagedDecode
 from pie_driver_sglang.sglang.rank_sums import RankSums
@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 _WIDEST = 16384
 """Hidden states of which one program normalizes a row."""
 _SUMMED_RANKS, _MOST_SUMMED_ROWS = 2, 256
-"""Ranks that read each other's parts, and of how many rows. More gain nothing by it."""
+"""Ranks that read each other's parts, and of how many rows: four gained nothing by it."""
 _FEW_ROWS = 64
 """Of more rows products are a library's, which adds to what there is, and parts do not pay."""
 _STORED = ("fa3",)
@@ -299,7 +299,15 @@ def _rank_sums(runner: ModelRunner, norm: Norm) -> RankSums | None:
     works = isinstance(reach, CustomAllReduceV2) and not reach.disabled
     _expect(works, "its ranks do not share memory")
     size = RankSums.size(ranks, _MOST_SUMMED_ROWS, width, dtype)
-    shared = rank_sums.share(group.cpu_group, norm.weight.device, size)
+    shared, why = None, ""
+    try:
+        shared = rank_sums.share(group.cpu_group, norm.weight.device, size)
+    except RuntimeError as error:
+        why = str(error)
+    # What one rank does all must do.
+    reasons = "; ".join(filter(None, groups.gathered(why)))
+    if shared is None or reasons:
+        raise _Unknown(f"its ranks do not share memory: {reasons}")
     return RankSums(shared, runner.ps.tp_rank, _MOST_SUMMED_ROWS, width, dtype)
 
 

@@ -48,7 +48,7 @@ SHARED_BYTES = 208 << 10
 MOST_PARTS = 4
 """Programs that share the inputs of a tile at most, where their sums are added up later."""
 _PREFETCHED_BYTES = 16 << 20
-"""Of a matrix that is asked for before it may be read: what the second-level cache has room for."""
+"""Of a matrix that is asked for before it may be read: a part of the second-level cache."""
 _LARGE, _ROWS_OF_LARGE = 16 << 20, 32
 """Numbers of a matrix by which a library multiplies more than so many rows faster."""
 _PROGRAMS, _FEWEST_PROGRAMS = 64, 48

@@ -82,7 +82,7 @@ def _absent(names: Iterable[str]) -> Iterator[None]:
         yield
     finally:
         for name in hidden:
-            del sys.modules[name]
+            sys.modules.pop(name, None)
 
 
 def _prepare_ranks(ranks: int) -> None:

@@ -34,7 +34,11 @@ class RankSums:
     """Memory of all ranks for the rows of a step.
 
     All ranks must take the same turns in the same order, of as many rows, with each turn followed
-    by the other. What a rank reads in a turn has been read when its next turn ends.
+    by the other. What a rank reads in a turn has been read when its next turn ends. What a rank has
+    said of a row is the row's epoch: it counts the row's turns, and is published to all ranks.
+
+    A program waits for those of the same row on the other ranks. That ends also where the rows are
+    more than a device has room for at once, since programs start in the order of their rows.
     """
 
     def __init__(

@@ -259,12 +259,13 @@ def prefills_by_fa3(runner: ModelRunner) -> bool:
 
 def _has_fa3() -> bool:
     """Whether SGLang's kernels were installed with it, and can be loaded."""
+    name = "sgl_kernel.flash_ops"
     try:
-        importlib.import_module("sgl_kernel.flash_ops")
-    except ModuleNotFoundError:
-        return False
+        importlib.import_module(name)
     except ImportError as error:
-        logger.warning("prefills are not computed by fa3: %s", error)
+        absent = isinstance(error, ModuleNotFoundError) and error.name in (name, "sgl_kernel")
+        if not absent:
+            logger.warning("prefills are not computed by fa3: %s", error)
         return False
     return True
 

@@ -67,8 +67,8 @@ impl Client {
     /// serves the next call; the late answer is dropped.
     ///
     /// # Errors
-    /// [`RingError::RequestTooLarge`] before anything is sent; [`RingError::TimedOut`],
-    /// [`RingError::Aborted`] or [`RingError::ResponseLength`] after.
+    /// [`RingError::RequestTooLarge`] or [`RingError::Aborted`] before anything is sent;
+    /// [`RingError::TimedOut`], [`RingError::Aborted`] or [`RingError::ResponseLength`] after.
     pub fn call<R>(&self, request: &[u8], read: impl FnOnce(&[u8]) -> R) -> Result<R, RingError> {
         self.check_len(request.len())?;
         let sending = self.request();
@@ -245,7 +245,8 @@ impl<'c> Request<'c> {
         }
     }
 
-    /// Sends the first `len` bytes of the buffer.
+    /// Sends the first `len` bytes of the buffer. A client that spins leaves a server that sleeps
+    /// asleep until the answer is waited for.
     ///
     /// # Errors
     /// [`RingError::RequestTooLarge`] or [`RingError::Aborted`], with nothing sent.
@@ -277,8 +278,8 @@ impl<'c> Request<'c> {
     }
 }
 
-/// A request on its way. Dropped, it is as one that has timed out: the slot serves the next call, and
-/// the late answer is dropped.
+/// A request on its way. Dropped, it is as one that has timed out: the server is woken, the slot serves
+/// the next call, and the late answer is dropped.
 #[must_use]
 pub struct Sent<'c> {
     client: &'c Client,
@@ -295,9 +296,17 @@ impl Sent<'_> {
     ///
     /// # Errors
     /// [`RingError::TimedOut`], [`RingError::Aborted`] or [`RingError::ResponseLength`].
-    pub fn receive<R>(self, read: impl FnOnce(&[u8]) -> R) -> Result<R, RingError> {
-        self.client
-            .receive(self.slot, self.seq, self.id, self.owed)?;
+    pub fn receive<R>(mut self, read: impl FnOnce(&[u8]) -> R) -> Result<R, RingError> {
+        let owed = std::mem::take(&mut self.owed);
+        self.client.receive(self.slot, self.seq, self.id, owed)?;
         self.client.read_response(self.slot, read)
+    }
+}
+
+impl Drop for Sent<'_> {
+    fn drop(&mut self) {
+        if self.owed {
+            self.client.wake_server();
+        }
     }
 }

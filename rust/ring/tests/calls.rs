@@ -3,6 +3,7 @@
 mod common;
 
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::mpsc;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -81,6 +82,23 @@ fn the_next_request_is_made_while_one_is_on_its_way() {
         assert!(matches!(make(8).send(2), Err(RingError::Aborted)));
         drop(running);
     }
+}
+
+#[test]
+fn a_request_whose_answer_nobody_wants_wakes_a_server_that_sleeps() {
+    let name = Name::new();
+    let (sender, served) = mpsc::channel();
+    let running = Running::start_with(create(&name).unwrap(), move |server| {
+        while let Some(lease) = server.wait(Wait::Park).unwrap() {
+            sender.send(lease.request().unwrap().len()).unwrap();
+        }
+    });
+    let client = open(&name, Wait::Spin, LIMIT);
+    // Long enough for the server to have fallen asleep.
+    thread::sleep(Duration::from_millis(50));
+    drop(client.request().send(2).unwrap());
+    assert_eq!(served.recv_timeout(LIMIT), Ok(2));
+    drop(running);
 }
 
 #[test]
