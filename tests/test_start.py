@@ -18,8 +18,6 @@ import drivers
 from pie_driver_sglang import device
 from pie_driver_sglang.sglang import environment
 
-ROOT = Path(__file__).resolve().parents[1]
-
 LIMIT_S = 180.0
 
 UNNEEDED = ("sklearn", "pandas", "pyarrow", "datasets", "sglang.srt.entrypoints.engine")
@@ -47,7 +45,6 @@ def test_a_start_imports_what_it_needs(llama_snapshot: Path, tmp_path: Path) -> 
     config = drivers.write_config(tmp_path, llama_snapshot)
     result = subprocess.run(
         [sys.executable, "-c", START, str(config)],
-        env={**os.environ, "PYTHONPATH": str(ROOT / "python")},
         stdout=subprocess.PIPE,
         text=True,
         check=True,
