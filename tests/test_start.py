@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import importlib.util
+import importlib
 import json
 import os
 import subprocess
@@ -40,8 +40,6 @@ print(json.dumps([modules, frozen, collects]))
 
 @pytest.mark.engine
 def test_a_start_imports_what_it_needs(llama_snapshot: Path, tmp_path: Path) -> None:
-    if importlib.util.find_spec("sklearn") is None:
-        pytest.skip("it would not be imported anyway")
     config = drivers.write_config(tmp_path, llama_snapshot)
     result = subprocess.run(
         [sys.executable, "-c", START, str(config)],

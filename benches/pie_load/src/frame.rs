@@ -270,22 +270,18 @@ mod tests {
         let decode = Turn {
             context_id: 5,
             tokens: &[30],
-            awaits: None,
             start: 4,
-            drafts: &[],
-            wants_drafts: false,
             pages: &[2, 6],
             sampler: Some(&sampler),
+            ..Turn::EMPTY
         };
         let prompt = Turn {
             context_id: 6,
             tokens: &[10, 11, 12],
-            awaits: None,
             start: 0,
-            drafts: &[],
-            wants_drafts: false,
             pages: &[3],
             sampler: Some(&sampler),
+            ..Turn::EMPTY
         };
         let body = decoded(&encoded(
             &mut FrameBuilder::new(4),
@@ -317,12 +313,10 @@ mod tests {
         let prompt = Turn {
             context_id: 5,
             tokens: &[10, 11, 12],
-            awaits: None,
             start: 0,
-            drafts: &[],
-            wants_drafts: false,
             pages: &[3],
             sampler: Some(&Sampler::RawLogits),
+            ..Turn::EMPTY
         };
         let decode = |token: &'static [u32], awaits| Turn {
             tokens: token,
