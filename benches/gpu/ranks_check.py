@@ -1,13 +1,15 @@
 """A model on several GPUs: its tokens, its decode steps, and what a step costs the host.
 
     python benches/gpu/ranks_check.py --out DIR [--pocket DIR] [--shapes CONFIG] [--ranks 1,2,4] \
-        [--attention triton,pie] [--option KEY=VALUE ...]
+        [--attention triton,pie] [--option KEY=VALUE ...] \
+        [--batches 1,8,64,256] [--contexts 512,2048] [--profile]
 
 1. `tokens`: `pocket` in bfloat16 on every number of GPUs: greedy tokens against transformers in
    float32, and both lanes over random steps.
 2. `steps`: random weights in the shape of CONFIG, decode steps through the ring as the client sees
    them, and the time that the very same graphs take launched back to back on all ranks at once.
-   Their difference is the host's overhead.
+   Their difference is the host's overhead. `--profile` lists what kernels of each graph take on the
+   first GPU, by name, which slows them a little.
 
 Figures go to DIR/ranks.json after every part, everything that was printed to DIR/ranks_check.log.
 """
@@ -15,6 +17,7 @@ Figures go to DIR/ranks.json after every part, everything that was printed to DI
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import pickle
@@ -27,13 +30,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from lane_check import NEVER_PARK, PAGE, check_walk
+from lane_check import NEVER_PARK, PAGE, check_walk, profile
 from load_check import Runner, model_folder
 from repeat_step import Repeat
 from serve_check import check_pocket
 
-BATCHES = (1, 8, 64, 256)
-CONTEXTS = (512, 2048)
 PART_S = {"tokens": 150.0, "steps": 240.0}
 FOLDER = Path(__file__).resolve().parent
 
@@ -95,8 +96,8 @@ def serving(model: Path, arguments: argparse.Namespace) -> Iterator[tuple[str, A
 def time_steps(model: Path, arguments: argparse.Namespace) -> None:
     """Prints a row of JSON for each context and batch."""
     with serving(model, arguments) as (name, own, workers):
-        for context in CONTEXTS:
-            for batch in BATCHES:
+        for context in map(int, arguments.contexts.split(",")):
+            for batch in map(int, arguments.batches.split(",")):
                 if batch * (context // PAGE + 2) > own.facts.total_pages:
                     print(f"{batch} contexts of {context} exceed the pool", flush=True)
                     continue
@@ -104,16 +105,23 @@ def time_steps(model: Path, arguments: argparse.Namespace) -> None:
                 command = [*map(str, client), str(batch), str(context)]
                 done = subprocess.run(command, check=True, capture_output=True, text=True)
                 row = json.loads(done.stdout.splitlines()[-1])
-                again = Repeat(batch)
-                if workers is not None:
-                    workers.broadcast.send(pickle.dumps(again))
-                row |= {"ranks": arguments.count, "gpu_us": again.run(own)}
+                took = repeat(Repeat(batch), own, workers)
+                row |= {"ranks": arguments.count, "gpu_us": took}
                 row["overhead_us"] = row["p50_us"] - row["gpu_us"]
                 row["tokens_per_s"] = batch / row["p50_us"] * 1e6
                 del row["samples_us"]
                 print(json.dumps(row), flush=True)
+                if arguments.profile:
+                    profile(functools.partial(repeat, Repeat(batch, repeats=1), own, workers))
     # Ranks that end one after the other have nothing more to say to each other.
     os._exit(0)
+
+
+def repeat(again: Repeat, own: Any, workers: Any) -> float:
+    """Microseconds of a graph that all ranks launch back to back."""
+    if workers is not None:
+        workers.broadcast.send(pickle.dumps(again))
+    return again.run(own)
 
 
 def summary(rows: list[dict[str, float]]) -> list[str]:
@@ -159,6 +167,9 @@ def main() -> None:
     parser.add_argument("--parts", default="tokens,steps")
     parser.add_argument("--attention", default="triton,pie")
     parser.add_argument("--steps", type=int, default=200, help="random steps over both lanes")
+    parser.add_argument("--batches", default="1,8,64,256")
+    parser.add_argument("--contexts", default="512,2048")
+    parser.add_argument("--profile", action="store_true")
     parser.add_argument("--option", action="append", default=[], help="for the driver's options")
     parser.add_argument("--commit", default="unknown")
     parser.add_argument("--budget-s", type=float, default=520.0, help="seconds for all parts")
