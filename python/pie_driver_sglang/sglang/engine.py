@@ -24,6 +24,7 @@ from sglang.srt.model_executor.forward_batch_info import (
     ForwardBatch,
     ForwardMode,
 )
+from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
 from pie_driver_sglang.engine import Facts
 from pie_driver_sglang.memory_plan import Loaded
@@ -242,8 +243,11 @@ class SglangEngine:
 
     def run_rows(self, batch: ForwardBatch, rows: torch.Tensor | None) -> torch.Tensor:
         """Runs a decode batch: ``[rows, vocabulary]`` float32 logits of some rows, or of all."""
-        self._hidden = None
-        self.runner.forward(batch)
+        backend = self.runner.attn_backend
+        # SGLang's runner has room for a row of each request, and a step may have more.
+        with forward_context(ForwardContext(attn_backend=backend)):
+            backend.init_forward_metadata(batch)
+            self.runner.model.forward(batch.input_ids, batch.positions, batch)
         if rows is None:
             rows = torch.arange(batch.batch_size, device=self.runner.device)
         return self.logits(rows)
