@@ -129,6 +129,19 @@ def test_masks_hold_in_the_fast_lane(traced: Traced) -> None:
     assert tokens[3] == unmasked[0]
 
 
+def test_a_step_has_more_rows_than_a_batch_has_requests(traced: Traced) -> None:
+    samplers = [Sampler.greedy(), Sampler.multinomial(0.9, 1234), Sampler.multinomial(3.0, 77)]
+    masks = [[0, traced.vocab], [9, 30]]
+    requests, probed = [], []
+    for page in range(traced.caps["max_forward_requests"] // 3 + 5):
+        context = rc.Context([page % 7, page % 11, page], [page], context_id=1 + page)
+        sampler, mask = samplers[page % 3], masks[page % 2]
+        requests.append(context.request(sampler, logit_mask=mask))
+        probes = [] if page else [PROBE]
+        probed.append(context.request(sampler, *probes, logit_mask=mask))
+    both(traced, requests, probed)
+
+
 def test_a_bad_request_costs_nobody_else_anything(traced: Traced) -> None:
     good = rc.Context(PROMPT, [2])
     bad = rc.Context(PROMPT, [traced.caps["total_pages"]])

@@ -8,6 +8,7 @@ import contextlib
 import json
 import os
 import pickle
+import re
 import shutil
 import signal
 import subprocess
@@ -31,6 +32,7 @@ from pie_driver_sglang.commands import CopyPages, Forward, LoadAdapter, Span
 from pie_driver_sglang.errors import AdapterError, DriverError, RingError
 from pie_driver_sglang.leader import LeadingEngine
 from pie_driver_sglang.parallel import Workers
+from pie_driver_sglang.sglang.rank_slots import FEWEST_DIVIDED, rank_slots
 from reference import Context, Pages, Reference, random_tokens
 from test_lifecycle import END_S, is_of_this_run, is_running
 
@@ -409,6 +411,96 @@ class TestCommands:
         broadcast.send_block(np.zeros(20, dtype=np.uint8).data, 20)
         with pytest.raises(RuntimeError, match="20 bytes of a block of 10"):
             next(follower)
+
+
+class TestSlots:
+    """Which slots of a step a rank samples."""
+
+    @pytest.mark.parametrize(
+        ("slots", "ranks", "own"),
+        [
+            (FEWEST_DIVIDED, 2, [(0, 32), (32, 64)]),
+            (FEWEST_DIVIDED + 8, 4, [(0, 18), (18, 36), (36, 54), (54, 72)]),
+            (FEWEST_DIVIDED - 4, 2, [(0, 60), (0, 60)]),
+            (FEWEST_DIVIDED + 1, 2, [(0, 65), (0, 65)]),
+        ],
+        ids=["many", "of-four-ranks", "few", "odd"],
+    )
+    def test_many_are_divided_evenly(
+        self, slots: int, ranks: int, own: list[tuple[int, int]]
+    ) -> None:
+        groups: list[Any] = [
+            SimpleNamespace(world_size=ranks, rank_in_group=rank) for rank in range(ranks)
+        ]
+        found = [rank_slots(slots, group).own for group in groups]
+        assert [(part.start, part.stop) for part in found] == own
+
+    def test_a_rank_with_all_logits_samples_all(self) -> None:
+        slots = 2 * FEWEST_DIVIDED
+        assert rank_slots(slots, None).own == slice(0, slots)
+
+    @pytest.mark.engine
+    def test_their_tokens_are_those_of_one_process(
+        self, models_folder: Path, tmp_path: Path
+    ) -> None:
+        # The model's vocabulary is padded, and its logits are capped.
+        snapshot = tiny_models.build("gemma2", models_folder)
+        spread, whole = (
+            drivers.write_config(
+                tmp_path,
+                snapshot,
+                options={"cuda_graph_max_bs": FEWEST_DIVIDED},
+                **drivers.spread(ranks),
+            )
+            for ranks in (2, 1)
+        )
+        with rc.forked(spread, with_counted_samples) as start, drivers.fork(whole) as alone:
+            start.wait_until_ready()
+            clients = (start.client(), alone.client())
+            warmed_up = len(start.log())
+            for batch in slot_batches(alone.caps["vocab_size"]):
+                ours, theirs = (client.forward(batch).tokens for client in clients)
+                assert ours == theirs
+                assert len({token for [token] in ours}) > len(ours) // 3
+            # The leader has waited for what its worker has sampled.
+            counts = re.findall(r"sampled (\d+) slots", start.log()[warmed_up:])
+            assert counts == ["56", "32", "32", "32"]
+
+
+def slot_batches(vocab: int) -> Iterator[list[Request]]:
+    """Few slots, many, those of rows that are sampled in part, and fewer than a graph has rows."""
+    samplers = [
+        Sampler.greedy(),
+        Sampler.multinomial(0.9, 1234),
+        Sampler.multinomial(3.0, 77),
+        Sampler.top_k_top_p(1.5, 20, 0.9),
+        Sampler.min_p(1.2, 0.05),
+    ]
+    # Packed as bits, as edges, and none.
+    masks = [[1] * vocab, [vocab // 3, 90, 1, 40], None]
+    for requests, rows in ((56, 1), (64, 1), (20, 3), (64, 2)):
+        contexts = [
+            rc.Context(random_tokens(vocab, rows, "slots", page), [page], context_id=1 + page)
+            for page in range(requests)
+        ]
+        yield [
+            context.request(samplers[number % 5], logit_mask=masks[number % 3])
+            for number, context in enumerate(contexts)
+        ]
+
+
+def with_counted_samples(_: str, arguments: Sequence[str]) -> list[str]:
+    """Runs in the worker, before it starts: its log says what it samples."""
+    from pie_driver_sglang.sglang import lane
+
+    sample = lane.sample_rows
+
+    def sample_counted(logits: Any, params: Any) -> Any:
+        os.write(2, f"sampled {len(logits)} slots\n".encode())
+        return sample(logits, params)
+
+    lane.sample_rows = sample_counted  # type: ignore[attr-defined]
+    return list(arguments)
 
 
 @pytest.mark.engine

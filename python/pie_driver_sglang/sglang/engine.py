@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
-from sglang.srt.distributed import tensor_model_parallel_all_gather
+from sglang.srt.distributed.parallel_state import GroupCoordinator, get_tp_group
 from sglang.srt.layers.logits_processor import (
     LogitsMetadata,
     LogitsProcessor,
@@ -55,6 +55,18 @@ class _Hidden(NamedTuple):
     metadata: LogitsMetadata
     adapters: list[int] | None
     """The adapter of each row, -1 for none; None when the LM head applies none."""
+
+
+class RowLogits(NamedTuple):
+    """Logits of rows, as far as this rank has computed them."""
+
+    part: torch.Tensor
+    """``[rows, width]`` in the model's dtype: the whole vocabulary, or this rank's part of it. At
+    its end it may be padded."""
+    ranks: GroupCoordinator | None
+    """The ranks that have a part each, in the order of the vocabulary; None if this is all."""
+    softcap: float | None
+    """Limit of the logits' size that is still to be applied, by ``cap * tanh(logit / cap)``."""
 
 
 class _Block:
@@ -240,24 +252,14 @@ class SglangEngine:
         logits: torch.Tensor = output.next_token_logits
         return logits.float()
 
-    def run_rows(self, batch: ForwardBatch, rows: torch.Tensor | None) -> torch.Tensor:
-        """Runs a decode batch: ``[rows, vocabulary]`` float32 logits of some rows, or of all."""
-        self._hidden = None
-        self.runner.forward(batch)
-        if rows is None:
-            rows = torch.arange(batch.batch_size, device=self.runner.device)
-        return self.logits(rows)
-
-    def row_logits(
-        self, batch: ForwardBatch, rows: torch.Tensor | None
-    ) -> tuple[torch.Tensor, float | None]:
-        """Runs the model alone, as a graph captures it.
+    def row_logits(self, batch: ForwardBatch, rows: torch.Tensor | None) -> RowLogits:
+        """Runs a decode batch by the model alone, as a graph captures it.
 
         The batch's metadata and the forward context are the caller's.
 
-        Returns:
-            ``[rows, vocabulary]`` logits of some rows, or of all, in the model's dtype, and the cap
-            that they still need.
+        Args:
+            batch: With a request for each row; there may be more than the runner takes.
+            rows: ``[rows]`` int64, those whose logits are wanted; None for all.
         """
         self.runner.model.forward(batch.input_ids, batch.positions, batch)
         hidden = self._finished()
@@ -267,9 +269,8 @@ class SglangEngine:
         logits = processor._compute_lm_head(states, hidden.lm_head)
         if processor.logit_scale is not None:
             logits.mul_(processor.logit_scale)
-        if processor.do_tensor_parallel_all_gather:
-            logits = tensor_model_parallel_all_gather(logits)
-        return logits[:, : self.facts.vocab_size], processor.final_logit_softcapping
+        ranks = get_tp_group() if processor.do_tensor_parallel_all_gather else None
+        return RowLogits(logits, ranks, processor.final_logit_softcapping or None)
 
     def _finished(self) -> _Hidden:
         if self._hidden is None:

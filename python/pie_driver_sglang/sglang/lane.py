@@ -27,6 +27,7 @@ from tqdm import tqdm
 from pie_driver_sglang._core import Lane, graph_layout
 from pie_driver_sglang.sampling import SlotParams, apply_masks, sample_rows
 from pie_driver_sglang.sglang.block import views
+from pie_driver_sglang.sglang.rank_slots import rank_slots
 
 if TYPE_CHECKING:
     from pie_driver_sglang.sglang.engine import SglangEngine
@@ -92,6 +93,10 @@ class StepRunner(abc.ABC):
         words, results = self._mask_words.numpy(), self._results.numpy()
         return self._host.numpy().data, words.data, results.view("uint64").data
 
+    def _cut(self, logits: torch.Tensor) -> torch.Tensor:
+        """Without what pads the vocabulary."""
+        return logits[:, : self._engine.facts.vocab_size]
+
     def _forward_batch(self, graph: _Graph) -> ForwardBatch:
         rows, fields = graph.rows, graph.device
         # Text has the same position on every axis.
@@ -130,10 +135,21 @@ class CpuSteps(StepRunner):
         self._engine.update_table(fields["table_updates"][: 2 * updates].view(updates, 2))
         batch = self._forward_batch(graph)
         batch.seq_lens_sum = int(fields["seq_lens"].sum())
-        logits = self._engine.run_rows(batch, graph.sampled(fields))
-        apply_masks(logits, fields["slot_masks"].view(-1, 2), self._mask_words)
-        tokens = sample_rows(logits, _params(fields))
-        self._results[: graph.slots] = (step << 32) | tokens
+        backend = self._engine.runner.attn_backend
+        # SGLang's runner has room for a row of each request, and a step may have more.
+        with forward_context(ForwardContext(attn_backend=backend)):
+            backend.init_forward_metadata(batch)
+            rows = self._engine.row_logits(batch, graph.sampled(fields))
+        slots = rank_slots(graph.slots, rows.ranks)
+        logits = self._cut(slots.join(rows.part)).float()
+        if rows.softcap is not None:
+            logits = rows.softcap * torch.tanh(logits / rows.softcap)
+        apply_masks(logits, _masks(fields, slots.own), self._mask_words)
+        tokens = sample_rows(logits, _params(fields, slots.own))
+        results = self._results[: graph.slots]
+        own = slots.own_results(results, logits.device)
+        own.copy_((step << 32) | tokens)
+        slots.share(own, results)
 
 
 class CudaSteps(StepRunner):
@@ -232,10 +248,15 @@ class CudaSteps(StepRunner):
         backend.init_forward_metadata_out_graph(batch, in_capture=True)
         backend.init_forward_metadata_in_graph(batch)
         with self._way(graph.rows):
-            logits, softcap = engine.row_logits(batch, graph.sampled(fields))
-        sampling_triton.apply_masks(logits, fields["slot_masks"], self._device_mask_words)
+            rows = engine.row_logits(batch, graph.sampled(fields))
+        slots = rank_slots(graph.slots, rows.ranks)
+        logits = self._cut(slots.join(rows.part))
+        masks, params = _masks(fields, slots.own), _params(fields, slots.own)
+        sampling_triton.apply_masks(logits, masks, self._device_mask_words)
         results = self._results[: graph.slots]
-        sampling_triton.sample_step(logits, _params(fields), results, header[:1], softcap)
+        own = slots.own_results(results, logits.device)
+        sampling_triton.sample_step(logits, params, own, header[:1], rows.softcap)
+        slots.share(own, results)
 
     def _way(self, rows: int) -> AbstractContextManager[None]:
         """How the model runs: as few kernels, where it can."""
@@ -249,9 +270,14 @@ def _blank(graph: _Graph) -> None:
         field.fill_({"seq_lens": 1, "temperatures": -1}.get(name, 0))
 
 
-def _params(fields: dict[str, torch.Tensor]) -> SlotParams:
+def _params(fields: dict[str, torch.Tensor], slots: slice) -> SlotParams:
     names = ("temperatures", "top_ks", "top_ps", "min_ps", "uniforms")
-    return SlotParams(*(fields[name] for name in names))
+    return SlotParams(*(fields[name][slots] for name in names))
+
+
+def _masks(fields: dict[str, torch.Tensor], slots: slice) -> torch.Tensor:
+    """Where each slot's mask is, as :func:`apply_masks` wants it."""
+    return fields["slot_masks"].view(-1, 2)[slots]
 
 
 def _bytes(layout: dict[str, tuple[str, int, int]]) -> int:
