@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -28,7 +29,7 @@ from pie_driver_sglang.sglang.dense_triton import Heads, Linear, Norm, Scale
 from pie_driver_sglang.sglang.masked_torch import Rule
 from pie_driver_sglang.sglang.paged_shares import Cut, Rows, share, tuning
 from pie_driver_sglang.sglang.paged_triton import attend
-from pie_driver_sglang.sglang.rank_sums import RankSums, Shared
+from pie_driver_sglang.sglang.rank_sums import RankSums, Shared, Tuning
 
 TARGET = GPUTarget("cuda", 90, 32)
 TYPES = {
@@ -90,7 +91,7 @@ def check_order(kernel: Any, early: int | None = 0) -> None:
     before, wait, behind = kernel.asm["ptx"].partition("griddepcontrol.wait")
     assert wait, f"{kernel.name} does not wait"
     assert "griddepcontrol.launch_dependents" in behind, f"{kernel.name} holds up the next kernel"
-    touches = re.findall(r"(?:ld|st|red|atom)\.global|cp\.async\.c[ag]", before)
+    touches = re.findall(r"(?:ld|st|red|atom)(?:\.volatile)?\.global|cp\.async\.c[ag]", before)
     early = len(touches) if early is None else early
     assert touches == ["ld.global"] * early, f"{kernel.name}: {touches} before it may"
 
@@ -194,20 +195,33 @@ def check_dense(dtype: torch.dtype) -> None:
         check_order(kernel)
 
 
-def check_rank_sums(ranks: int) -> None:
-    """What the ranks say to each other is ordered with what they read of each other."""
-    size = RankSums.size(ranks, 64, 5120, torch.bfloat16)
-    shared = [torch.zeros(size, dtype=torch.uint8) for _ in range(ranks)]
-    sums = RankSums(Shared(shared), 0, 64, 5120, torch.bfloat16)
-    norm = Norm(torch.zeros(5120, dtype=torch.bfloat16), 1e-6)
-    residual = torch.zeros(40, 5120, dtype=torch.bfloat16)
-    [kernel] = recorded(lambda: sums.add_norm(0, residual, norm))
+def rank_sum(ranks: int, dtype: torch.dtype, tuning: Tuning) -> str:
+    """The code of a sum of some rows over ranks."""
+    size = RankSums.size(ranks, 64, 5120, dtype)
+    shared = Shared([torch.zeros(size, dtype=torch.uint8) for _ in range(ranks)])
+    sums = RankSums(shared, ranks - 1, 64, 5120, dtype, tuning)
+    norm = Norm(torch.zeros(5120, dtype=dtype), 1e-6)
+    part = torch.zeros(40, 5120, dtype=dtype)
+    [kernel] = recorded(lambda: sums.add_norm(0, part, part.clone(), norm))
     check_order(kernel, early=None)
-    code = kernel.asm["ptx"]
-    said, heard = "atom.global.sys.release.exch", "atom.global.sys.acquire"
-    assert code.index(said) < code.index(heard) < code.index("ld.global.cg.v4")
-    # What this rank has said last is read by all warps before it is counted on.
-    assert code.index("bar.sync") < code.index("st.global.b32")
+    return str(kernel.asm["ptx"])
+
+
+def check_rank_sums(ranks: int, dtype: torch.dtype) -> None:
+    """What ranks send is looked for again and again, past the first-level cache."""
+    vectors = 2 * dtype.itemsize
+    for two_shot, watched in itertools.product((False, True), repeat=2):
+        tuning = Tuning(0 if two_shot else 64, 0 if watched else 65, 8)
+        code = rank_sum(ranks, dtype, tuning).partition("griddepcontrol.wait")[2]
+        assert not re.search("atom|fence|membar", code)
+        # Behind the wait nothing but the own part is read otherwise.
+        assert code.count("ld.global") == code.count("ld.global.v4.b32") == vectors
+        loops = re.findall(r"(\$L__BB0_\d+):[^\n]*Loop Header(.*?)bra[^\n]*\1;", code, re.DOTALL)
+        # Of an owner's row, and of others.
+        senders = [ranks - 1, 1] if two_shot else [ranks - 1]
+        looks = [[1] * (watched * count) + [vectors * count] for count in senders]
+        found = [len(re.findall(r"ld\.volatile\.global", loop)) for _, loop in loops]
+        assert found == list(itertools.chain(*looks)), found
 
 
 def check_sampling(dtype: torch.dtype) -> None:
@@ -244,7 +258,8 @@ if __name__ == "__main__":
     check_attention()
     check_dense(torch.bfloat16)
     for ranks in (2, 4):
-        check_rank_sums(ranks)
+        for dtype in (torch.bfloat16, torch.float32):
+            check_rank_sums(ranks, dtype)
     check_sampling(torch.bfloat16)
     check_sampling(torch.float32)
     print("compiled")

@@ -1,18 +1,25 @@
-"""Sums over ranks inside the norm, beside NCCL's and the norm behind them.
+"""Sums over ranks inside the norm, beside SGLang's and NCCL's and the norm behind them.
 
-    python benches/gpu/sums_check.py [--ranks 2,4] [--width 5120] [--times]
+    python benches/gpu/sums_check.py [--ranks 2,4] [--width 5120] [--times] [--warps 4,8,16]
 
-Spawns a process for each GPU. Checks random turns of random rows against float64, and graphs of
-products and sums, as layers have them, against where they began. With `--times` prints what a turn
-of such a graph takes for each number of rows: a product of 128 inputs and the sum with its norm,
-the same by cuBLAS and NCCL, and without the other ranks.
+Spawns a process for each GPU. Checks random turns of random rows, in one and two shots, against
+float64, and graphs of products and sums, as layers have them, against where they began. With
+`--times` prints what a turn of such a graph takes for each number of rows: a product of 128 inputs
+and the sum with its norm, in one and two shots and, where it says so, with rows that are watched;
+the same product with SGLang's all-reduce and norm, with NCCL's all-reduce, and without the other
+ranks. Ends when it takes more than `--limit` seconds.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import functools
+import itertools
+import os
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,9 +27,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pie_driver_sglang.sglang.dense_triton import Linear, Norm, add_norm, tiling
+from pie_driver_sglang import _core
+from pie_driver_sglang.sglang.dense_triton import Linear, Norm, add_norm, linear, tiling
 from pie_driver_sglang.sglang.environment import prepare
-from pie_driver_sglang.sglang.rank_sums import RankSums, share
+from pie_driver_sglang.sglang.rank_sums import RankSums, Tuning, share
 
 ROWS = (1, 8, 16, 32, 64, 128, 256)
 INPUTS = 128
@@ -33,6 +41,7 @@ DRIFT = 0.25
 STEPS = 200
 LAUNCHES = 40
 TURNS = 80
+REPEATS = 3
 
 
 def off(found: torch.Tensor, exact: torch.Tensor) -> float:
@@ -43,9 +52,13 @@ def off(found: torch.Tensor, exact: torch.Tensor) -> float:
 class Graph:
     """Turns that are captured; all ranks make it and launch it at the same time."""
 
-    def __init__(self, step: Callable[[int], Any]) -> None:
+    def __init__(
+        self,
+        step: Callable[[int], Any],
+        capturing: contextlib.AbstractContextManager[Any] | None = None,
+    ) -> None:
         self._stream = torch.cuda.Stream()
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self._stream), capturing or contextlib.nullcontext():
             for turn in range(2):
                 step(turn)
             self._stream.synchronize()
@@ -79,34 +92,49 @@ class Rows:
         self._given = check.random(rows, INPUTS)
         self._tiling = tiling(rows, check.width, INPUTS)
 
-    def ours(self, turn: int) -> None:
-        """As two ranks do it."""
-        sums, matrix = self._check.sums, self._check.matrices[turn]
-        sums.multiply(turn, self._given, matrix, self._tiling)
-        sums.add_norm(turn, self.residual, self._check.norm)
+    def ours(self, sums: RankSums, turn: int) -> None:
+        """As the driver's layers do it."""
+        matrix = self._check.matrices[turn]
+        if self._tiling is None:
+            part = self._product(turn)
+        else:
+            [part] = linear(self._given, matrix, self._tiling)
+        sums.add_norm(turn, part, self.residual, self._check.norm)
+
+    def sglang(self, all_reduce: Any, turn: int) -> None:
+        """With SGLang's all-reduce and norm."""
+        from sgl_kernel import fused_add_rmsnorm
+
+        summed = all_reduce.custom_all_reduce(self._product(turn))
+        fused_add_rmsnorm(summed, self.residual, self._check.norm.weight, EPSILON)
 
     def nccl(self, turn: int) -> None:
         """With an all-reduce between product and norm."""
-        parts = torch.mm(self._given, self._check.matrices[turn].weight.T)
+        parts = self._product(turn)
         dist.all_reduce(parts)
         add_norm(parts[None], self.residual, self._check.norm)
 
     def alone(self, turn: int) -> None:
         """Without the other ranks."""
-        parts = torch.mm(self._given, self._check.matrices[turn].weight.T)
-        add_norm(parts[None], self.residual, self._check.norm)
+        add_norm(self._product(turn)[None], self.residual, self._check.norm)
+
+    def _product(self, turn: int) -> torch.Tensor:
+        return torch.mm(self._given, self._check.matrices[turn].weight.T)
 
 
 class Check:
     """One rank's part."""
 
-    def __init__(self, rank: int, count: int, width: int) -> None:
+    def __init__(self, rank: int, count: int, width: int, warps: list[int]) -> None:
         self.rank, self.count, self.width = rank, count, width
         self.group = dist.new_group(backend="gloo")
         device = torch.device("cuda", rank)
         size = RankSums.size(count, ROWS[-1], width, torch.bfloat16)
         shared = share(self.group, device, size)
-        self.sums = RankSums(shared, rank, ROWS[-1], width, torch.bfloat16)
+        self.sums = {
+            way: RankSums(shared, rank, ROWS[-1], width, torch.bfloat16, tuning)
+            for way, tuning in tunings(warps).items()
+        }
         self.common = torch.Generator(device).manual_seed(0)
         self.norm = Norm(self.random(width), EPSILON)
         own = self.random(count, width, INPUTS)[rank] / INPUTS**0.5
@@ -117,16 +145,20 @@ class Check:
         numbers = torch.randn(shape, generator=self.common, device="cuda")
         return numbers.to(torch.bfloat16)
 
+    def pick(self, most: int) -> int:
+        """A number below that; the same on all ranks."""
+        return int(torch.randint(most, (1,), generator=self.common, device="cuda"))
+
     def compare(self) -> None:
         """Compares random turns with sums in float64, and the ranks with each other."""
-        worst = 0.0
+        worst, ways = 0.0, list(self.sums.values())
         for turn in range(STEPS):
-            pick = torch.randint(1, ROWS[-1] + 1, (1,), generator=self.common, device="cuda")
-            parts = self.random(self.count, int(pick), self.width)
-            residual = self.random(int(pick), self.width)
+            rows = 1 + self.pick(ROWS[-1])
+            parts = self.random(self.count, rows, self.width)
+            residual = self.random(rows, self.width)
             exact = residual.double() + parts.double().sum(0)
-            self.sums._own[turn % 2][: int(pick)].copy_(parts[self.rank])
-            out, after = self.sums.add_norm(turn % 2, residual, self.norm)
+            sums = ways[self.pick(len(ways))]
+            out, after = sums.add_norm(turn % 2, parts[self.rank], residual, self.norm)
             scale = torch.rsqrt(exact.square().mean(-1, keepdim=True) + EPSILON)
             normed = exact * scale * self.norm.weight.double()
             worst = max(worst, off(out, normed), off(after, exact))
@@ -137,15 +169,18 @@ class Check:
 
     def compare_graphs(self) -> None:
         """Launches graphs of products and sums in random order: each ends where it began."""
-        works = [Rows(self, rows) for rows in ROWS]
-        graphs = [Graph(work.ours) for work in works]
+        works = [
+            (Rows(self, rows), sums) for rows, sums in itertools.product(ROWS, self.sums.values())
+        ]
+        graphs = [Graph(functools.partial(work.ours, sums)) for work, sums in works]
         worst = 0.0
         for launch in range(LAUNCHES):
-            pick = int(torch.randint(len(works), (1,), generator=self.common, device="cuda"))
-            works[pick].residual.copy_(works[pick].start)
+            pick = self.pick(len(works))
+            work, _ = works[pick]
+            work.residual.copy_(work.start)
             graphs[pick].launch()
-            worst = max(worst, off(works[pick].residual, works[pick].start.double()))
-            self.expect_equal(works[pick].residual, f"launch {launch}")
+            worst = max(worst, off(work.residual, work.start.double()))
+            self.expect_equal(work.residual, f"launch {launch}")
         self.say(f"{self.count} ranks, {LAUNCHES} launches: off by {worst:.3f} at most")
         if worst > DRIFT:
             raise AssertionError(f"more than {DRIFT}")
@@ -158,12 +193,38 @@ class Check:
             raise AssertionError(f"{when}: the ranks go on with different numbers")
 
     def times(self) -> None:
-        """Prints a line for each number of rows."""
+        """Prints lines for each number of rows."""
+        theirs = self.sglang()
         for rows in ROWS:
             work = Rows(self, rows)
-            ways = {"ours": work.ours, "NCCL": work.nccl, "alone": work.alone}
-            shown = ", ".join(f"{name} {Graph(way).launch(20):.1f}" for name, way in ways.items())
-            self.say(f"{self.count} ranks, {rows} x {self.width}: {shown} us")
+            graphs = {
+                way: Graph(functools.partial(work.ours, sums)) for way, sums in self.sums.items()
+            }
+            if theirs is not None:
+                step = functools.partial(work.sglang, theirs)
+                graphs["SGLang"] = Graph(step, theirs.capture())
+            graphs["NCCL"], graphs["alone"] = Graph(work.nccl), Graph(work.alone)
+            # The best of some: other processes may hold up a launch.
+            found = {
+                way: min(graph.launch(10) for _ in range(REPEATS)) for way, graph in graphs.items()
+            }
+            shown = ", ".join(f"{way} {micros:.1f}" for way, micros in found.items())
+            self.say(f"{self.count} ranks, {rows} x {self.width}, us: {shown}")
+
+    def sglang(self) -> Any:
+        """SGLang's all-reduce, as its groups make it; None where it cannot be had."""
+        from sglang.srt.distributed.device_communicators.custom_all_reduce_v2 import (
+            CustomAllReduceV2,
+        )
+
+        # The check asks for groups of its own.
+        os.environ["SGLANG_SKIP_P2P_CHECK"] = "1"
+        try:
+            found = CustomAllReduceV2(self.group, torch.device("cuda", self.rank))
+        except Exception as error:
+            self.say(f"without SGLang's all-reduce: {error}")
+            return None
+        return None if found.disabled else found
 
     def say(self, line: str) -> None:
         """Prints, once for all ranks."""
@@ -171,32 +232,63 @@ class Check:
             print(line, flush=True)
 
 
-def play(rank: int, count: int, width: int, path: str, times: bool) -> None:
+def tunings(warps: list[int]) -> dict[str, Tuning]:
+    """Ways to sum, by name."""
+    return {
+        f"{2 if two else 1}-shot/{count}{' watched' if watched else ''}": Tuning(
+            0 if two else ROWS[-1], 0 if watched else ROWS[-1] + 1, count
+        )
+        for two, watched, count in itertools.product((False, True), (False, True), warps)
+    }
+
+
+def play(rank: int, count: int, leader: int, path: str, arguments: argparse.Namespace) -> None:
     """Runs in a process of its own."""
+    _core.die_with_parent(leader)
     torch.cuda.set_device(rank)
     store = dist.FileStore(path, count)
     dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=rank, world_size=count)
     with torch.inference_mode():
-        check = Check(rank, count, width)
+        check = Check(rank, count, arguments.width, arguments.warps)
         check.compare()
         check.compare_graphs()
-        if times:
+        if arguments.times:
             check.times()
     dist.barrier()
+
+
+def run(count: int, arguments: argparse.Namespace) -> None:
+    """Runs the check on some ranks; kills them when they take too long: a GPU that waits stays."""
+    until = time.monotonic() + arguments.limit
+    with tempfile.TemporaryDirectory() as folder:
+        given = (count, os.getpid(), str(Path(folder) / "store"), arguments)
+        ranks = torch.multiprocessing.spawn(play, given, nprocs=count, join=False)
+        try:
+            while not ranks.join(timeout=1.0, grace_period=5.0):
+                if time.monotonic() > until:
+                    raise TimeoutError(f"{count} ranks took more than {arguments.limit} s")
+        finally:
+            for process in ranks.processes:
+                process.kill()
+
+
+def numbers(text: str) -> list[int]:
+    """Numbers with commas between them."""
+    return [int(number) for number in text.split(",")]
 
 
 def main() -> None:
     """Runs the check for each number of ranks."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", default="2,4")
+    parser.add_argument("--ranks", type=numbers, default=[2, 4])
     parser.add_argument("--width", type=int, default=5120)
+    parser.add_argument("--warps", type=numbers, default=[8], help="of a program")
     parser.add_argument("--times", action="store_true")
+    parser.add_argument("--limit", type=float, default=240.0, help="seconds for some ranks")
     arguments = parser.parse_args()
-    for count in map(int, arguments.ranks.split(",")):
+    for count in arguments.ranks:
         prepare("cuda:0", [], spins=True, ranks=count)
-        with tempfile.TemporaryDirectory() as folder:
-            given = (count, arguments.width, str(Path(folder) / "store"), arguments.times)
-            torch.multiprocessing.spawn(play, given, nprocs=count)
+        run(count, arguments)
     sys.exit(0)
 
 

@@ -28,7 +28,7 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.models import llama, qwen2, qwen3
 
 from pie_driver_sglang.sglang import dense_triton, groups, rank_sums
-from pie_driver_sglang.sglang.dense_triton import Heads, Linear, Norm, Scale, Tiling
+from pie_driver_sglang.sglang.dense_triton import Heads, Linear, Norm, Scale
 from pie_driver_sglang.sglang.paged_attention import PagedDecode
 from pie_driver_sglang.sglang.rank_sums import RankSums
 
@@ -40,8 +40,8 @@ logger = logging.getLogger(__name__)
 
 _WIDEST = 16384
 """Hidden states of which one program normalizes a row."""
-_SUMMED_RANKS, _MOST_SUMMED_ROWS = 2, 256
-"""Ranks that read each other's parts, and of how many rows: four gained nothing by it."""
+_MOST_SUMMED_ROWS = {2: 256, 4: 256}
+"""Ranks that send each other their parts, and rows of a step up to which that is faster."""
 _FEW_ROWS = 64
 """Of more rows products are a library's, which adds to what there is, and parts do not pay."""
 _STORED = ("fa3",)
@@ -140,7 +140,7 @@ class DenseLayers:
 
     def takes(self, rows: int) -> bool:
         """Whether it runs steps of so many rows."""
-        return self._sums is None or rows <= _MOST_SUMMED_ROWS
+        return self._sums is None or rows <= self._sums.rows
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
@@ -180,8 +180,8 @@ class DenseLayers:
         if self._sums is None:
             parts = _linear(rows, matrix, dense_triton.MOST_PARTS)
             return dense_triton.add_norm(parts, residual, norm)
-        self._sums.multiply(turn, rows, matrix, _tiling(rows, matrix))
-        return self._sums.add_norm(turn, residual, norm)
+        [part] = _linear(rows, matrix)
+        return self._sums.add_norm(turn, part, residual, norm)
 
     def _run_many(
         self,
@@ -266,13 +266,9 @@ def _middle(layer: _Layer, residual: torch.Tensor) -> torch.Tensor:
     )
 
 
-def _tiling(rows: torch.Tensor, matrix: Linear, most_parts: int = 1) -> Tiling | None:
-    outputs, inputs = matrix.weight.shape
-    return dense_triton.tiling(len(rows), outputs, inputs, most_parts)
-
-
 def _linear(rows: torch.Tensor, matrix: Linear, most_parts: int = 1) -> torch.Tensor:
-    tiling = _tiling(rows, matrix, most_parts)
+    outputs, inputs = matrix.weight.shape
+    tiling = dense_triton.tiling(len(rows), outputs, inputs, most_parts)
     if tiling is None:
         return torch.nn.functional.linear(rows, *matrix).unsqueeze(0)
     return dense_triton.linear(rows, matrix, tiling)
@@ -290,7 +286,11 @@ def _rank_sums(runner: ModelRunner, norm: Norm) -> RankSums | None:
     ranks, (width,), dtype = runner.ps.tp_size, norm.weight.shape, norm.weight.dtype
     if ranks == 1:
         return None
-    _expect(ranks == _SUMMED_RANKS, f"{ranks} ranks add up what they have")
+    most_rows = _MOST_SUMMED_ROWS.get(ranks)
+    if most_rows is None:
+        raise _Unknown(f"{ranks} ranks add up what they have")
+    # They are sent in words of 4 bytes.
+    _expect(width % 2 == 0, f"its rows have {width} numbers")
     from sglang.srt.distributed.device_communicators.custom_all_reduce_v2 import CustomAllReduceV2
 
     group = get_tp_group()
@@ -298,7 +298,7 @@ def _rank_sums(runner: ModelRunner, norm: Norm) -> RankSums | None:
     reach = group.ca_comm
     works = isinstance(reach, CustomAllReduceV2) and not reach.disabled
     _expect(works, "its ranks do not share memory")
-    size = RankSums.size(ranks, _MOST_SUMMED_ROWS, width, dtype)
+    size = RankSums.size(ranks, most_rows, width, dtype)
     shared, why = None, ""
     try:
         shared = rank_sums.share(group.cpu_group, norm.weight.device, size)
@@ -308,7 +308,7 @@ def _rank_sums(runner: ModelRunner, norm: Norm) -> RankSums | None:
     reasons = "; ".join(filter(None, groups.gathered(why)))
     if shared is None or reasons:
         raise _Unknown(f"its ranks do not share memory: {reasons}")
-    return RankSums(shared, runner.ps.tp_rank, _MOST_SUMMED_ROWS, width, dtype)
+    return RankSums(shared, runner.ps.tp_rank, most_rows, width, dtype)
 
 
 def _has_room(runner: ModelRunner) -> bool:
