@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -29,7 +28,7 @@ from pie_driver_sglang.sglang.dense_triton import Heads, Linear, Norm, Scale
 from pie_driver_sglang.sglang.masked_torch import Rule
 from pie_driver_sglang.sglang.paged_shares import Cut, Rows, share, tuning
 from pie_driver_sglang.sglang.paged_triton import attend
-from pie_driver_sglang.sglang.rank_sums import RankSums, Shared, Tuning
+from pie_driver_sglang.sglang.rank_sums import TUNINGS, RankSums, Shared, Tuning
 
 TARGET = GPUTarget("cuda", 90, 32)
 TYPES = {
@@ -131,6 +130,8 @@ def check_attention() -> None:
         slots = paged_triton._pages(block, page)
         for kernel, early in zip(kernels, (0, 16 + slots if slots else None), strict=True):
             check_order(kernel, early)
+        before = kernels[1].asm["ptx"].partition("griddepcontrol.wait")[0]
+        assert "prefetch.global.L2" in before, "nobody asks for the first block"
         loop = kernels[1].asm["ttgir"].partition("scf.for")[2].partition("scf.for")[2]
         assert "async_copy_global_to_local" in loop, "KV is not loaded ahead"
         shared = kernels[1].metadata.shared
@@ -209,9 +210,10 @@ def rank_sum(ranks: int, dtype: torch.dtype, tuning: Tuning) -> str:
 
 def check_rank_sums(ranks: int, dtype: torch.dtype) -> None:
     """What ranks send is looked for again and again, past the first-level cache."""
-    vectors = 2 * dtype.itemsize
-    for two_shot, watched in itertools.product((False, True), repeat=2):
-        tuning = Tuning(0 if two_shot else 64, 0 if watched else 65, 8)
+    warps = TUNINGS[ranks].warps
+    vectors = 16 * dtype.itemsize // warps
+    for two_shot in (False, True):
+        tuning = Tuning(0 if two_shot else 64, warps)
         code = rank_sum(ranks, dtype, tuning).partition("griddepcontrol.wait")[2]
         assert not re.search("atom|fence|membar", code)
         # Behind the wait nothing but the own part is read otherwise.
@@ -219,9 +221,8 @@ def check_rank_sums(ranks: int, dtype: torch.dtype) -> None:
         loops = re.findall(r"(\$L__BB0_\d+):[^\n]*Loop Header(.*?)bra[^\n]*\1;", code, re.DOTALL)
         # Of an owner's row, and of others.
         senders = [ranks - 1, 1] if two_shot else [ranks - 1]
-        looks = [[1] * (watched * count) + [vectors * count] for count in senders]
         found = [len(re.findall(r"ld\.volatile\.global", loop)) for _, loop in loops]
-        assert found == list(itertools.chain(*looks)), found
+        assert found == [vectors * count for count in senders], found
 
 
 def check_sampling(dtype: torch.dtype) -> None:

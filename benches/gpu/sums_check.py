@@ -5,9 +5,9 @@
 Spawns a process for each GPU. Checks random turns of random rows, in one and two shots, against
 float64, and graphs of products and sums, as layers have them, against where they began. With
 `--times` prints what a turn of such a graph takes for each number of rows: a product of 128 inputs
-and the sum with its norm, in one and two shots and, where it says so, with rows that are watched;
-the same product with SGLang's all-reduce and norm, with NCCL's all-reduce, and without the other
-ranks. Ends when it takes more than `--limit` seconds.
+and the sum with its norm, in one and two shots by so many warps; the same product with SGLang's
+all-reduce and norm, with NCCL's all-reduce, and without the other ranks. Ends when it takes more
+than `--limit` seconds.
 """
 
 from __future__ import annotations
@@ -234,11 +234,10 @@ class Check:
 
 def tunings(warps: list[int]) -> dict[str, Tuning]:
     """Ways to sum, by name."""
+    shots = {"1-shot": ROWS[-1], "2-shot": 0}
     return {
-        f"{2 if two else 1}-shot/{count}{' watched' if watched else ''}": Tuning(
-            0 if two else ROWS[-1], 0 if watched else ROWS[-1] + 1, count
-        )
-        for two, watched, count in itertools.product((False, True), (False, True), warps)
+        f"{name}/{count}": Tuning(rows, count)
+        for (name, rows), count in itertools.product(shots.items(), warps)
     }
 
 

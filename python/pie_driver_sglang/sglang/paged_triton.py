@@ -182,7 +182,8 @@ def _attend(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """A program's share of the blocks, with the heads of one KV head.
 
-    Shares and the block table are read before the kernel in front has ended: it wrote neither.
+    Shares and the block table are read before the kernel in front has ended: it wrote neither. By
+    them its first block is asked for.
     """
     kv_head = tl.program_id(0)
     program = tl.program_id(1)
@@ -204,6 +205,9 @@ def _attend(  # type: ignore[no-untyped-def]
     value_dims = tl.arange(0, VALUE_BLOCK)
     own_queries = queries + heads * DIM
     if CHAINED:
+        first_slots = _slots(found, PAGE, PAGES, BLOCK)
+        _ask(keys + kv_head * key_head_stride, first_slots, key_slot_stride, DIM_BLOCK)
+        _ask(values + kv_head * value_head_stride, first_slots, value_slot_stride, VALUE_BLOCK)
         follow()
     q = _load_queries(own_queries, number, row, ahead, query_stride, DIM, DIM_BLOCK)
     for tile in range(start, until):
@@ -248,6 +252,22 @@ def _attend(  # type: ignore[no-untyped-def]
         seen = next_seen
         found = next_found
         q = next_q
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _ask(storage, slots, slot_stride, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Has the second-level cache load a block. What is stored there later is stored in it, too."""
+    LINE: tl.constexpr = 1024 // storage.dtype.element_ty.primitive_bitwidth
+    LINES: tl.constexpr = max(1, WIDTH // LINE)
+    places = storage + slots[:, None] * slot_stride + (tl.arange(0, LINES) * LINE)[None, :]
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "=r,l",
+        [places],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @triton.jit

@@ -33,13 +33,11 @@ class Tuning(NamedTuple):
 
     one_shot_rows: int
     """Up to so many rows every rank sums all of them; of more each rank sums a share."""
-    watched_rows: int
-    """From so many rows on a program looks at a row's last word until that is there."""
     warps: int
     """Warps of a program."""
 
 
-TUNINGS = {2: Tuning(256, 64, 8), 4: Tuning(32, 64, 8)}
+TUNINGS = {2: Tuning(256, 8), 4: Tuning(32, 16)}
 """By ranks."""
 _REGISTERS = 1 << 16
 """Of a multiprocessor, which shall have room for two programs: then all rows are there at once."""
@@ -139,7 +137,7 @@ class RankSums:
             part.view(torch.int32), self._inbox[turn], self._heard[turn], self._told[turn],
             residual, norm.weight, out, self._inbox.stride(1), width, norm.epsilon,
             RANK=self._rank, RANKS=len(self._told[turn]), TWO_SHOT=rows > tuning.one_shot_rows,
-            WATCHED=rows >= tuning.watched_rows, BLOCK=triton.next_power_of_2(width),
+            BLOCK=triton.next_power_of_2(width),
             num_warps=tuning.warps, maxnreg=min(255, _REGISTERS // (64 * tuning.warps)),
             **chained(residual.device),
         )  # fmt: skip
@@ -219,14 +217,9 @@ def _missing(found):  # type: ignore[no-untyped-def]
     return tl.max(missing.to(tl.int32), 0) > 0
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _received(places, words, last, inside, WATCHED: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _received(places, words, inside):  # type: ignore[no-untyped-def]
     """Words of some places when all of them are there; empties the places."""
-    if WATCHED:
-        # Rows that are read as a whole again and again would hold up those that come.
-        for number in tl.static_range(len(places)):
-            while tl.load(places[number] + last, volatile=True) == _SENTINEL:
-                pass
     found = _look(places, words, inside)
     while _missing(found):
         found = _look(places, words, inside)
@@ -237,11 +230,10 @@ def _received(places, words, last, inside, WATCHED: tl.constexpr):  # type: igno
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _summed(  # type: ignore[no-untyped-def]
-    total, own, heard, words, last, inside, dtype: tl.constexpr,
-    RANK: tl.constexpr, RANKS: tl.constexpr, WATCHED: tl.constexpr,
+    total, own, heard, words, inside, dtype: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
     """All ranks' parts of a row and what they are added to, when all are there."""
-    theirs = _received(heard, words, last, inside, WATCHED)
+    theirs = _received(heard, words, inside)
     # In the same order on every rank, so that all go on with the same numbers.
     for rank in tl.static_range(RANKS):
         if rank == RANK:
@@ -254,8 +246,8 @@ def _summed(  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator]
 def _sum_norm(  # type: ignore[no-untyped-def]
     part, inbox, heard, told, residual, weight, out, inbox_stride, width, epsilon,
-    RANK: tl.constexpr, RANKS: tl.constexpr, TWO_SHOT: tl.constexpr, WATCHED: tl.constexpr,
-    BLOCK: tl.constexpr, CHAINED: tl.constexpr,
+    RANK: tl.constexpr, RANKS: tl.constexpr, TWO_SHOT: tl.constexpr, BLOCK: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):  # fmt: skip
     """A row."""
     dtype: tl.constexpr = residual.dtype.element_ty
@@ -268,7 +260,6 @@ def _sum_norm(  # type: ignore[no-untyped-def]
     word = tl.arange(0, BLOCK // WORD)
     known = word < row_words
     word += row * row_words
-    last = (row + 1) * row_words - 1
     scale = tl.load(weight + lanes, mask=inside, other=0.0).to(tl.float32)
     # The kernel in front makes the part, and does not know this.
     total = tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)
@@ -278,7 +269,7 @@ def _sum_norm(  # type: ignore[no-untyped-def]
     if TWO_SHOT:
         owner = row % RANKS
         if owner == RANK:
-            total = _summed(total, own, heard, word, last, known, dtype, RANK, RANKS, WATCHED)
+            total = _summed(total, own, heard, word, known, dtype, RANK, RANKS)
             # As the others get them.
             rounded = total.to(dtype)
             _send_all(told, word, _words(rounded), known, RANK, RANKS)
@@ -288,10 +279,10 @@ def _sum_norm(  # type: ignore[no-untyped-def]
                 if other != RANK:
                     _send(told[other] + word, own, known & (owner == other))
             sender = (inbox + owner * inbox_stride,)
-            total = _numbers(_received(sender, word, last, known, WATCHED)[0], dtype)
+            total = _numbers(_received(sender, word, known)[0], dtype)
     else:
         _send_all(told, word, own, known, RANK, RANKS)
-        total = _summed(total, own, heard, word, last, known, dtype, RANK, RANKS, WATCHED)
+        total = _summed(total, own, heard, word, known, dtype, RANK, RANKS)
     tl.store(residual + place, total, mask=inside)
     spread = tl.rsqrt(tl.sum(total * total, 0) / width + epsilon)
     tl.store(out + place, total * spread * scale, mask=inside)
