@@ -17,19 +17,22 @@ def test_sums_over_ranks(interpreter: scripts.Interpreter) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "outputs", "inputs", "gated", "own"),
+    ("rows", "outputs", "inputs", "parts", "own"),
     [
-        (64, 3072, 1024, True, True),
-        (32, 17408, 5120, True, True),
-        (33, 17408, 5120, True, False),
-        (64, 5120, 17408, False, False),
-        (64, 1792, 5120, False, True),
-        (256, 3072, 1024, True, False),
+        (64, 3072, 1024, 1, True),
+        (32, 17408, 5120, 1, True),
+        (33, 17408, 5120, 1, False),
+        (64, 5120, 17408, MOST_PARTS, False),
+        (64, 1792, 5120, MOST_PARTS, True),
+        (64, 1792, 5120, 1, False),
+        (32, 1792, 5120, 1, True),
+        (256, 3072, 1024, 1, False),
     ],
-    ids=["0.6B", "14B", "14B, more rows", "14B, down", "a quarter of 14B's", "0.6B, many rows"],
-)
+    ids=["0.6B", "14B", "14B, more rows", "14B, down", "in parts", "a quarter of 14B's",
+         "a quarter, fewer rows", "0.6B, many rows"],
+)  # fmt: skip
 def test_which_products_are_the_drivers_own(
-    rows: int, outputs: int, inputs: int, gated: bool, own: bool
+    rows: int, outputs: int, inputs: int, parts: int, own: bool
 ) -> None:
-    cut = tiling(rows, outputs, inputs, 1 if gated else MOST_PARTS, gated=gated)
+    cut = tiling(rows, outputs, inputs, parts, gated=outputs > inputs)
     assert (cut is not None) == own

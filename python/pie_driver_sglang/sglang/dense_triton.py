@@ -51,6 +51,8 @@ _PREFETCHED_BYTES = 16 << 20
 """Of a matrix that is asked for before it may be read: a part of the second-level cache."""
 _LARGE, _ROWS_OF_LARGE = 16 << 20, 32
 """Numbers of a matrix by which a library multiplies more than so many rows faster."""
+_LONG = 4096
+"""Inputs by which a library also multiplies more than so many rows faster, if programs are few."""
 _PROGRAMS, _FEWEST_PROGRAMS = 64, 48
 """Programs of a product that are enough, and those it does with where it cannot have more parts."""
 
@@ -72,8 +74,10 @@ def tiling(
     tile = max(16, triton.next_power_of_2(rows))
     if tile > 64 and most_parts == 1:
         return None
-    if tile > _ROWS_OF_LARGE and outputs * inputs * (2 if gated else 1) > _LARGE:
-        return None
+    if tile > _ROWS_OF_LARGE:
+        few = most_parts == 1 and inputs > _LONG and outputs < 32 * _PROGRAMS
+        if few or outputs * inputs * (2 if gated else 1) > _LARGE:
+            return None
     stages = 3 if tile > (32 if gated else 64) else 5
     for tile_outputs in (64, 32, 16):
         for parts in (1, 2, 4):
