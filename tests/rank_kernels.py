@@ -32,7 +32,7 @@ STEPS = 24
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 TUNINGS = [Tuning(rows, 4) for rows in (0, 2, MOST_ROWS)]
 LIMIT_S = 100.0
-LATE_S = 0.002
+LATE_S, TURN_S = 0.002, 0.06
 
 
 class Case(NamedTuple):
@@ -45,13 +45,14 @@ class Case(NamedTuple):
 
 
 def be_late(draw: random.Random) -> None:
-    """Lets some programs sleep before they look, send, or empty a place."""
+    """Lets some programs sleep before they look, send or empty a place, some for a turn."""
     for name in ("create_masked_load", "create_masked_store"):
         touch = getattr(InterpreterBuilder, name)
 
         def touch_late(*arguments: Any, touch: Any = touch) -> Any:
-            if draw.random() < 0.1:
-                time.sleep(LATE_S)
+            lot = draw.random()
+            if lot < 0.1:
+                time.sleep(LATE_S if lot > 0.01 else TURN_S)
             return touch(*arguments)
 
         setattr(InterpreterBuilder, name, touch_late)
@@ -70,6 +71,9 @@ def off(found: torch.Tensor, exact: torch.Tensor) -> float:
 def drawn(common: torch.Generator, ranks: int, dtype: torch.dtype) -> torch.Tensor:
     """All ranks' parts of a step; some of them with numbers that are none."""
     rows = int(torch.randint(1, MOST_ROWS + 1, (1,), generator=common))
+    if torch.rand(1, generator=common) < 0.5:
+        # Of one row a rank may begin the next turn while another one still looks.
+        rows = 1
     parts = torch.randn(ranks, rows, WIDTH, generator=common).to(dtype)
     if torch.rand(1, generator=common) < 0.2:
         parts[0, 0, 3] = torch.inf
