@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -28,7 +29,7 @@ from pie_driver_sglang.sglang.dense_triton import Heads, Linear, Norm, Scale
 from pie_driver_sglang.sglang.masked_torch import Rule
 from pie_driver_sglang.sglang.paged_shares import Cut, Rows, share, tuning
 from pie_driver_sglang.sglang.paged_triton import attend
-from pie_driver_sglang.sglang.rank_sums import TUNINGS, RankSums, Shared, Tuning
+from pie_driver_sglang.sglang.rank_sums import TUNINGS, RankSums, Shared
 
 TARGET = GPUTarget("cuda", 90, 32)
 TYPES = {
@@ -196,25 +197,39 @@ def check_dense(dtype: torch.dtype) -> None:
         check_order(kernel)
 
 
-def rank_sum(ranks: int, dtype: torch.dtype, tuning: Tuning) -> str:
-    """The code of a sum of some rows over ranks."""
-    size = RankSums.size(ranks, 64, 5120, dtype)
+def rank_sum(ranks: int, dtype: torch.dtype, width: int, *, two_shot: bool) -> Any:
+    """A sum of some rows over ranks."""
+    tuning = TUNINGS[ranks]._replace(most_rows=64, one_shot_rows=0 if two_shot else 64)
+    size = RankSums.size(ranks, tuning.most_rows, width, dtype)
     shared = Shared([torch.zeros(size, dtype=torch.uint8) for _ in range(ranks)])
-    sums = RankSums(shared, ranks - 1, 64, 5120, dtype, tuning)
-    norm = Norm(torch.zeros(5120, dtype=dtype), 1e-6)
-    part = torch.zeros(40, 5120, dtype=dtype)
+    sums = RankSums(shared, ranks - 1, width, dtype, tuning)
+    norm = Norm(torch.zeros(width, dtype=dtype), 1e-6)
+    part = torch.zeros(40, width, dtype=dtype)
     [kernel] = recorded(lambda: sums.add_norm(0, part, part.clone(), norm))
     check_order(kernel, early=None)
-    return str(kernel.asm["ptx"])
+    return kernel
+
+
+def check_lookers(kernel: Any) -> None:
+    """No two threads look at the same word: they would at different times."""
+    code = kernel.asm["ttgir"]
+    looks = re.findall(r"isVolatile = true.*tensor<(\d+)x!tt.ptr<i32>, #(\w+)>", code)
+    assert looks
+    for words, layout in looks:
+        [given] = re.findall(rf"#{layout} = #ttg.blocked<(.*)>", code)
+        spread = re.findall(r"(?:sizePerThread|threadsPerWarp|warpsPerCTA) = \[(\d+)\]", given)
+        assert math.prod(map(int, spread)) <= int(words), given
 
 
 def check_rank_sums(ranks: int, dtype: torch.dtype) -> None:
     """What ranks send is looked for again and again, past the first-level cache."""
-    warps = TUNINGS[ranks].warps
-    vectors = 16 * dtype.itemsize // warps
+    vectors = 16 * dtype.itemsize // TUNINGS[ranks].warps
     for two_shot in (False, True):
-        tuning = Tuning(0 if two_shot else 64, warps)
-        code = rank_sum(ranks, dtype, tuning).partition("griddepcontrol.wait")[2]
+        for width in (64, 256):
+            check_lookers(rank_sum(ranks, dtype, width, two_shot=two_shot))
+        kernel = rank_sum(ranks, dtype, 5120, two_shot=two_shot)
+        check_lookers(kernel)
+        code = kernel.asm["ptx"].partition("griddepcontrol.wait")[2]
         assert not re.search("atom|fence|membar", code)
         # Behind the wait nothing but the own part is read otherwise.
         assert code.count("ld.global") == code.count("ld.global.v4.b32") == vectors
@@ -237,6 +252,9 @@ def check_sampling(dtype: torch.dtype) -> None:
         assert [kernel.name for kernel in kernels] == ["_survey", "_sample_rows"]
         for kernel in kernels:
             check_order(kernel)
+    [kernel] = recorded(lambda: sampling_triton.publish(results, results.clone()))
+    # Each result at once.
+    assert re.search(r"st\.global(\.v2)?\.b64", kernel.asm["ptx"])
     words = torch.zeros(64, dtype=torch.int32)
     rows = torch.zeros(40, 2, dtype=torch.int32)
     assert recorded(lambda: sampling_triton.apply_masks(logits, rows, words))

@@ -159,7 +159,7 @@ def ranked(runner: Any) -> Iterator[Any]:
         assert turn == sums.add_norm.call_count % 2 ^ 1
         return dense_module.dense_triton.add_norm(part[None], residual, norm)
 
-    sums = mock.Mock(spec=RankSums, rows=256)
+    sums = mock.Mock(spec=RankSums, most_rows=256)
     sums.add_norm.side_effect = add_norm
     with mock.patch.object(dense_module, "_rank_sums", lambda *_: sums):
         dense = dense_module.DenseLayers.of(runner)
@@ -175,9 +175,11 @@ def ranked(runner: Any) -> Iterator[Any]:
 
 def check_ranks(runner: Any) -> None:
     """Two or four ranks add up in the norm where they share memory."""
+    import torch
     from sglang.srt.distributed.device_communicators.custom_all_reduce_v2 import CustomAllReduceV2
 
     from pie_driver_sglang.sglang import dense as dense_module
+    from pie_driver_sglang.sglang.rank_sums import Shared
 
     reaches = mock.Mock(spec=CustomAllReduceV2, disabled=False)
     disabled = mock.Mock(spec=CustomAllReduceV2, disabled=True)
@@ -192,6 +194,22 @@ def check_ranks(runner: Any) -> None:
         ):
             assert dense_module.DenseLayers.of(runner) is None
             assert share.called == (ranks != 3 and reach is reaches)
+    for ranks in (2, 4):
+
+        def memory(group: Any, device: Any, size: int, ranks: int = ranks) -> Shared:
+            return Shared([torch.zeros(size, dtype=torch.uint8, device=device)] * ranks)
+
+        with (
+            mock.patch.object(runner, "ps", SimpleNamespace(tp_size=ranks, tp_rank=ranks - 1)),
+            mock.patch.object(
+                dense_module, "get_tp_group", return_value=mock.Mock(ca_comm=reaches)
+            ),
+            mock.patch.object(dense_module.rank_sums, "share", memory),
+        ):
+            layers = dense_module.DenseLayers.of(runner)
+        assert layers is not None
+        assert layers.takes(256)
+        assert not layers.takes(257)
 
 
 def check_ways(engine: Any, dense: Any) -> None:

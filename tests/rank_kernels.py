@@ -30,7 +30,7 @@ MOST_ROWS, WIDTH = 6, 40
 EPSILON = 1e-6
 STEPS = 24
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
-TUNINGS = [Tuning(rows, 4) for rows in (0, 2, MOST_ROWS)]
+TUNINGS = [Tuning(MOST_ROWS, rows, 4) for rows in (0, 2, MOST_ROWS)]
 LIMIT_S = 100.0
 LATE_S, TURN_S = 0.002, 0.06
 
@@ -89,10 +89,7 @@ def play(case: Case, rank: int, leader: int) -> None:
     torch.set_num_threads(1)
     common, own = torch.Generator().manual_seed(3), random.Random(rank)
     be_late(own)
-    ways = [
-        RankSums(Shared(case.shared), rank, MOST_ROWS, WIDTH, case.dtype, tuning)
-        for tuning in TUNINGS
-    ]
+    ways = [RankSums(Shared(case.shared), rank, WIDTH, case.dtype, tuning) for tuning in TUNINGS]
     for step in range(STEPS):
         parts = drawn(common, len(case.shared), case.dtype)
         residual = torch.randn(parts.shape[1:], generator=common).to(case.dtype)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from pie_driver_sglang.sampling import SlotParams
-from pie_driver_sglang.sampling_triton import apply_masks, fetch, sample_step, update_table
+from pie_driver_sglang.sampling_triton import apply_masks, fetch, publish, sample_step, update_table
 
 ROWS = 8
 CAPS = (None, 30.0, 3.0)
@@ -138,6 +138,15 @@ def check_masks() -> None:
     assert torch.equal(logits, expected)
 
 
+def check_results() -> None:
+    """More results than a block has, all of their bits."""
+    results = torch.randint(-(2**62), 2**62, (259,))
+    target = torch.zeros(260, dtype=torch.int64)
+    publish(results, target[:259])
+    assert torch.equal(target[:259], results)
+    assert target[259] == 0, "more results than there are"
+
+
 def check_table() -> None:
     """Only the announced entries change."""
     table = torch.zeros(40, 5, dtype=torch.int32)
@@ -151,5 +160,6 @@ def check_table() -> None:
 
 if __name__ == "__main__":
     check_masks()
+    check_results()
     check_table()
     sys.exit(check_sampler() > 0)

@@ -132,7 +132,7 @@ class Check:
         size = RankSums.size(count, ROWS[-1], width, torch.bfloat16)
         shared = share(self.group, device, size)
         self.sums = {
-            way: RankSums(shared, rank, ROWS[-1], width, torch.bfloat16, tuning)
+            way: RankSums(shared, rank, width, torch.bfloat16, tuning)
             for way, tuning in tunings(warps).items()
         }
         self.common = torch.Generator(device).manual_seed(0)
@@ -236,7 +236,7 @@ def tunings(warps: list[int]) -> dict[str, Tuning]:
     """Ways to sum, by name."""
     shots = {"1-shot": ROWS[-1], "2-shot": 0}
     return {
-        f"{name}/{count}": Tuning(rows, count)
+        f"{name}/{count}": Tuning(ROWS[-1], rows, count)
         for (name, rows), count in itertools.product(shots.items(), warps)
     }
 

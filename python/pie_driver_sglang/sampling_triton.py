@@ -22,6 +22,7 @@ _MASK_BLOCK = tl.constexpr(2048)
 _MASK_PROGRAMS = 8
 """Programs of a row."""
 _FETCH_BLOCK = tl.constexpr(4096)
+_PUBLISH_BLOCK = tl.constexpr(256)
 _UPDATE_BLOCK = tl.constexpr(64)
 
 
@@ -98,6 +99,18 @@ def fetch(source: torch.Tensor, target: torch.Tensor, count: torch.Tensor) -> No
     """
     grid = (triton.cdiv(len(source), _FETCH_BLOCK.value),)
     _fetch[grid](source, target, count)
+
+
+def publish(results: torch.Tensor, target: torch.Tensor) -> None:
+    """Writes results where the host reads them, each at once; can be captured.
+
+    Args:
+        results: ``[rows]`` int64.
+        target: ``[rows]`` int64, may be pinned memory of the host.
+    """
+    count = len(results)
+    grid = (triton.cdiv(count, _PUBLISH_BLOCK.value),)
+    _publish[grid](results, target, count)
 
 
 def update_table(table: torch.Tensor, updates: torch.Tensor, count: torch.Tensor) -> None:
@@ -511,6 +524,13 @@ def _fetch(source, target, count):  # type: ignore[no-untyped-def]
     places = tl.program_id(0) * _FETCH_BLOCK + tl.arange(0, _FETCH_BLOCK)
     used = places < tl.load(count)
     tl.store(target + places, tl.load(source + places, mask=used), mask=used)
+
+
+@triton.jit
+def _publish(results, target, count):  # type: ignore[no-untyped-def]
+    places = tl.program_id(0) * _PUBLISH_BLOCK + tl.arange(0, _PUBLISH_BLOCK)
+    known = places < count
+    tl.store(target + places, tl.load(results + places, mask=known), mask=known)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

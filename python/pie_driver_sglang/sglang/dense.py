@@ -40,8 +40,6 @@ logger = logging.getLogger(__name__)
 
 _WIDEST = 16384
 """Hidden states of which one program normalizes a row."""
-_MOST_SUMMED_ROWS = {2: 256, 4: 256}
-"""Ranks that send each other their parts, and rows of a step up to which that is faster."""
 _FEW_ROWS = 64
 """Of more rows products are a library's, which adds to what there is, and parts do not pay."""
 _STORED = ("fa3",)
@@ -140,7 +138,7 @@ class DenseLayers:
 
     def takes(self, rows: int) -> bool:
         """Whether it runs steps of so many rows."""
-        return self._sums is None or rows <= self._sums.rows
+        return self._sums is None or rows <= self._sums.most_rows
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
@@ -286,11 +284,11 @@ def _rank_sums(runner: ModelRunner, norm: Norm) -> RankSums | None:
     ranks, (width,), dtype = runner.ps.tp_size, norm.weight.shape, norm.weight.dtype
     if ranks == 1:
         return None
-    most_rows = _MOST_SUMMED_ROWS.get(ranks)
-    if most_rows is None:
+    tuning = rank_sums.TUNINGS.get(ranks)
+    if tuning is None:
         raise _Unknown(f"{ranks} ranks add up what they have")
     # They are sent in words of 4 bytes.
-    _expect(width % 2 == 0, f"its rows have {width} numbers")
+    _expect(width * dtype.itemsize % 4 == 0, f"its rows have {width} numbers, which is odd")
     from sglang.srt.distributed.device_communicators.custom_all_reduce_v2 import CustomAllReduceV2
 
     group = get_tp_group()
@@ -298,7 +296,7 @@ def _rank_sums(runner: ModelRunner, norm: Norm) -> RankSums | None:
     reach = group.ca_comm
     works = isinstance(reach, CustomAllReduceV2) and not reach.disabled
     _expect(works, "its ranks do not share memory")
-    size = RankSums.size(ranks, most_rows, width, dtype)
+    size = RankSums.size(ranks, tuning.most_rows, width, dtype)
     shared, why = None, ""
     try:
         shared = rank_sums.share(group.cpu_group, norm.weight.device, size)
@@ -308,7 +306,7 @@ def _rank_sums(runner: ModelRunner, norm: Norm) -> RankSums | None:
     reasons = "; ".join(filter(None, groups.gathered(why)))
     if shared is None or reasons:
         raise _Unknown(f"its ranks do not share memory: {reasons}")
-    return RankSums(shared, runner.ps.tp_rank, most_rows, width, dtype)
+    return RankSums(shared, runner.ps.tp_rank, width, dtype, tuning)
 
 
 def _has_room(runner: ModelRunner) -> bool:

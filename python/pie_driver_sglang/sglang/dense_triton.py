@@ -134,23 +134,19 @@ class Scale(NamedTuple):
     epsilon: float
 
 
-def linear(
-    rows: torch.Tensor, matrix: Linear, tiling: Tiling, out: torch.Tensor | None = None
-) -> torch.Tensor:
+def linear(rows: torch.Tensor, matrix: Linear, tiling: Tiling) -> torch.Tensor:
     """Products, or parts whose sums they are. Can be captured.
 
     Args:
         rows: ``[rows, inputs]``, inputs contiguous.
         matrix: Of the rows' type; has no bias if it is cut into parts.
         tiling: Fits the matrix.
-        out: Where they go; None for memory of their own.
 
     Returns:
         ``[1, rows, outputs]`` of the rows' type, or ``[parts, rows, outputs]`` float32.
     """
-    if out is None:
-        dtype = rows.dtype if tiling.parts == 1 else torch.float32
-        out = rows.new_empty(tiling.parts, len(rows), len(matrix.weight), dtype=dtype)
+    dtype = rows.dtype if tiling.parts == 1 else torch.float32
+    out = rows.new_empty(tiling.parts, len(rows), len(matrix.weight), dtype=dtype)
     _launch(rows, matrix, out, tiling, gated=False)
     return out
 

@@ -261,6 +261,7 @@ class SglangEngine:
             batch: With a request for each row; there may be more than the runner takes.
             rows: ``[rows]`` int64, those whose logits are wanted; None for all.
         """
+        self._hidden = None
         self.runner.model.forward(batch.input_ids, batch.positions, batch)
         hidden = self._finished()
         processor, states = hidden.processor, hidden.states

@@ -141,9 +141,10 @@ class CpuSteps(StepRunner):
             backend.init_forward_metadata(batch)
             rows = self._engine.row_logits(batch, graph.sampled(fields))
         slots = rank_slots(graph.slots, rows.ranks)
-        logits = self._cut(slots.join(rows.part)).float()
+        logits = self._cut(slots.join(rows.part))
         if rows.softcap is not None:
             logits = rows.softcap * torch.tanh(logits / rows.softcap)
+        logits = logits.float()
         apply_masks(logits, _masks(fields, slots.own), self._mask_words)
         tokens = sample_rows(logits, _params(fields, slots.own))
         results = self._results[: graph.slots]

@@ -206,8 +206,11 @@ def _attend(  # type: ignore[no-untyped-def]
     own_queries = queries + heads * DIM
     if CHAINED:
         first_slots = _slots(found, PAGE, PAGES, BLOCK)
-        _ask(keys + kv_head * key_head_stride, first_slots, key_slot_stride, DIM_BLOCK)
-        _ask(values + kv_head * value_head_stride, first_slots, value_slot_stride, VALUE_BLOCK)
+        _ask(keys + kv_head * key_head_stride, first_slots, key_slot_stride, DIM, DIM_BLOCK)
+        _ask(
+            values + kv_head * value_head_stride, first_slots, value_slot_stride, VALUE_DIM,
+            VALUE_BLOCK,
+        )  # fmt: skip
         follow()
     q = _load_queries(own_queries, number, row, ahead, query_stride, DIM, DIM_BLOCK)
     for tile in range(start, until):
@@ -255,11 +258,14 @@ def _attend(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _ask(storage, slots, slot_stride, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+def _ask(  # type: ignore[no-untyped-def]
+    storage, slots, slot_stride, WIDTH: tl.constexpr, WIDTH_BLOCK: tl.constexpr
+):
     """Has the second-level cache load a block. What is stored there later is stored in it, too."""
     LINE: tl.constexpr = 1024 // storage.dtype.element_ty.primitive_bitwidth
-    LINES: tl.constexpr = max(1, WIDTH // LINE)
-    places = storage + slots[:, None] * slot_stride + (tl.arange(0, LINES) * LINE)[None, :]
+    LINES: tl.constexpr = max(1, WIDTH_BLOCK // LINE)
+    line = tl.minimum(tl.arange(0, LINES) * LINE, WIDTH - 1)
+    places = storage + slots[:, None] * slot_stride + line[None, :]
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
         "=r,l",

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from pie_driver_sglang import sampling_triton
+
 if TYPE_CHECKING:
     from sglang.srt.distributed.parallel_state import GroupCoordinator
 
@@ -113,4 +115,8 @@ class _SomeSlots(RankSlots):
         return torch.empty(self._count, dtype=results.dtype, device=device)
 
     def share(self, own: torch.Tensor, results: torch.Tensor) -> None:
-        results.copy_(self._ranks.all_gather(own, dim=0), non_blocking=True)
+        every = self._ranks.all_gather(own, dim=0)
+        if own.is_cuda:
+            sampling_triton.publish(every, results)
+        else:
+            results.copy_(every)

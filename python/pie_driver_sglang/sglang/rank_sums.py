@@ -31,14 +31,16 @@ _SENT_INSTEAD = tl.constexpr(0x7FFF7FFF)
 class Tuning(NamedTuple):
     """How sums are made; ``benches/gpu/sums_check.py --times`` measures it."""
 
+    most_rows: int
+    """Of a step."""
     one_shot_rows: int
     """Up to so many rows every rank sums all of them; of more each rank sums a share."""
     warps: int
     """Warps of a program."""
 
 
-TUNINGS = {2: Tuning(256, 8), 4: Tuning(32, 16)}
-"""By ranks."""
+TUNINGS = {2: Tuning(256, 256, 8), 4: Tuning(256, 32, 16)}
+"""By ranks; of others none was measured."""
 _REGISTERS = 1 << 16
 """Of a multiprocessor, which shall have room for two programs: then all rows are there at once."""
 
@@ -80,10 +82,9 @@ class RankSums:
         self,
         shared: Shared,
         rank: int,
-        rows: int,
         width: int,
         dtype: torch.dtype,
-        tuning: Tuning | None = None,
+        tuning: Tuning,
     ) -> None:
         """Divides memory that all ranks share.
 
@@ -91,16 +92,13 @@ class RankSums:
             shared: At least :meth:`size` of each rank, all :data:`SENTINEL_BYTE` before any rank
                 takes a turn.
             rank: Which of them is this one's.
-            rows: Most rows of a step.
             width: Numbers of a row; of 2 bytes there must be an even number.
             dtype: Of the numbers, as of residuals and norms: of 2 or 4 bytes.
-            tuning: None for that of so many ranks.
+            tuning: The same on all ranks.
         """
         ranks = len(shared.of_ranks)
-        self.rows = rows
-        """Most rows of a step."""
-        self._shared, self._rank = shared, rank
-        self._tuning = TUNINGS[ranks] if tuning is None else tuning
+        rows = tuning.most_rows
+        self._shared, self._rank, self._tuning = shared, rank, tuning
         size, words = self.size(ranks, rows, width, dtype), width * dtype.itemsize // _WORD_BYTES
         inboxes = [
             memory[:size].view(torch.int32).view(TURNS, ranks, rows, words)
@@ -110,6 +108,11 @@ class RankSums:
         others = [other for other in range(ranks) if other != rank]
         self._heard = [tuple(inbox[other] for other in others) for inbox in self._inbox]
         self._told = [tuple(inbox[turn, rank] for inbox in inboxes) for turn in range(TURNS)]
+
+    @property
+    def most_rows(self) -> int:
+        """Of a step."""
+        return self._tuning.most_rows
 
     @staticmethod
     def size(ranks: int, rows: int, width: int, dtype: torch.dtype) -> int:
@@ -129,17 +132,27 @@ class RankSums:
 
         Returns:
             ``[rows, width]`` normalized sums, and the sums; the same on all ranks.
+
+        Raises:
+            ValueError: The part would not fit its places.
         """
         rows, width = residual.shape
+        known = part.shape == residual.shape and part.dtype == residual.dtype
+        if not (known and part.is_contiguous() and rows <= self._tuning.most_rows):
+            text = f"a part of {tuple(part.shape)} {part.dtype} for {tuple(residual.shape)}"
+            raise ValueError(f"{text} {residual.dtype}, at most {self._tuning.most_rows} rows")
         out = torch.empty_like(residual)
         tuning = self._tuning
+        # A word for each thread, at least: two would look at the same one at different times.
+        block = max(
+            triton.next_power_of_2(width), 32 * tuning.warps * _WORD_BYTES // residual.itemsize
+        )
         _sum_norm[(rows,)](
             part.view(torch.int32), self._inbox[turn], self._heard[turn], self._told[turn],
             residual, norm.weight, out, self._inbox.stride(1), width, norm.epsilon,
             RANK=self._rank, RANKS=len(self._told[turn]), TWO_SHOT=rows > tuning.one_shot_rows,
-            BLOCK=triton.next_power_of_2(width),
-            num_warps=tuning.warps, maxnreg=min(255, _REGISTERS // (64 * tuning.warps)),
-            **chained(residual.device),
+            BLOCK=block, num_warps=tuning.warps,
+            maxnreg=min(255, _REGISTERS // (64 * tuning.warps)), **chained(residual.device),
         )  # fmt: skip
         return out, residual
 
