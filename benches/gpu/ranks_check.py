@@ -5,7 +5,7 @@
         [--batches 1,8,64,256] [--contexts 512,2048] [--profile]
 
 1. `tokens`: `pocket` in bfloat16 on every number of GPUs: greedy tokens against transformers in
-   float32, and both lanes over random steps.
+   float32, both lanes over random steps, and steps of many slots against those of one GPU.
 2. `steps`: random weights in the shape of CONFIG, decode steps through the ring as the client sees
    them, and the time that the very same graphs take launched back to back on all ranks at once.
    Their difference is the host's overhead. `--profile` lists what kernels of each graph take on the
@@ -33,15 +33,60 @@ from typing import Any
 from lane_check import NEVER_PARK, PAGE, check_walk, profile
 from load_check import Runner, model_folder
 from repeat_step import Repeat
-from serve_check import check_pocket
+from serve_check import check_pocket, driver, pages, step
 
-PART_S = {"tokens": 150.0, "steps": 240.0}
+from pie_driver_sglang._core import Request, Sampler
+
+PART_S = {"tokens": 200.0, "steps": 240.0}
+SLOTS, PROMPT = 192, 20
+"""Contexts of a step whose slots are divided, and tokens of each before it."""
+FEW = 0.1
+"""Of tokens, which rounding may change: a draw is near the border of two, or two are as likely."""
 FOLDER = Path(__file__).resolve().parent
 
 
 def devices(ranks: int) -> str:
     """The first GPUs."""
     return ",".join(f"cuda:{index}" for index in range(ranks))
+
+
+def slot_tokens(model: Path, options: dict[str, object], device: str, dtype: str) -> list[int]:
+    """The tokens of a step of many slots, of all kinds, some with masks."""
+    context_pages = -(-(PROMPT + 1) // PAGE)
+    prompts = [[(7 * i + 11 * c) % 2000 + 300 for i in range(PROMPT)] for c in range(SLOTS)]
+    samplers = (
+        Sampler.greedy(),
+        Sampler.multinomial(0.9, 1234),
+        Sampler.top_k_top_p(1.0, 40, 0.9),
+        Sampler.min_p(1.0, 0.05),
+    )
+    with driver(model, options, device, dtype=dtype) as (client, caps):
+        client.forward(
+            [step(prompt, 0, context_pages * c, c + 1) for c, prompt in enumerate(prompts)]
+        )
+        # Of the last ones the first half is forbidden.
+        half = caps["vocab_size"] // 2
+        masks = (None, [0, caps["vocab_size"]], [half, caps["vocab_size"] - half])
+        batch = [
+            Request(
+                [300 + c], [PROMPT], pages(context_pages * c, PROMPT + 1), PROMPT % PAGE + 1,
+                [(0, samplers[c % len(samplers)])],
+                context_id=c + 1, logit_mask=masks[c % len(masks)],
+            )
+            for c in range(SLOTS)
+        ]  # fmt: skip
+        return [token for [token] in client.forward(batch).tokens]
+
+
+def check_slots(
+    model: Path, options: dict[str, object], one: str, several: str, dtype: str = "bfloat16"
+) -> None:
+    """Ranks divide the slots of a large step: its tokens are those of one device."""
+    alone, shared = (slot_tokens(model, options, device, dtype) for device in (one, several))
+    differ = sum(a != b for a, b in zip(alone, shared, strict=True))
+    print(f"    {SLOTS} slots of a step: {differ} differ from one GPU's")
+    if differ > FEW * SLOTS:
+        raise SystemExit("more than rounding explains")
 
 
 @contextmanager
@@ -185,6 +230,9 @@ def main() -> None:
         check_pocket(arguments.pocket.resolve(), arguments.attention, device=names)
         options = [f'attention_backend = "{arguments.attention}"', *arguments.option]
         check_walk(arguments.pocket.resolve(), arguments.steps, options, names)
+        if arguments.count > 1:
+            chosen = {"attention_backend": arguments.attention, "page_size": PAGE}
+            check_slots(arguments.pocket.resolve(), chosen, devices(1), names)
     elif arguments.part == "steps":
         with tempfile.TemporaryDirectory() as folder:
             time_steps(model_folder(arguments.shapes, Path(folder)), arguments)
