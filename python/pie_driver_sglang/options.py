@@ -47,7 +47,7 @@ class DriverOptions(msgspec.Struct, frozen=True, kw_only=True):
         disable_cuda_graph: Run every batch eagerly.
         cuda_graph_max_bs: Most requests in one captured graph; None for the default.
         fuse_layers: Run models that are built as Llama is by the driver's own kernels: on one GPU
-            graphs, and prefills by fa3; on two graphs of up to 256 rows.
+            graphs, and prefills by fa3; on two or four graphs of up to 256 rows.
         chunked_prefill_size: Most tokens in one prefill step; None or less than 1 for the driver's
             choice by the device.
         kv_cache_dtype: Element type of the KV pages; `auto` follows the activations.

@@ -136,13 +136,12 @@ class RankSums:
         Raises:
             ValueError: The part would not fit its places.
         """
-        rows, width = residual.shape
+        (rows, width), tuning = residual.shape, self._tuning
         known = part.shape == residual.shape and part.dtype == residual.dtype
-        if not (known and part.is_contiguous() and rows <= self._tuning.most_rows):
+        if not (known and part.is_contiguous() and rows <= tuning.most_rows):
             text = f"a part of {tuple(part.shape)} {part.dtype} for {tuple(residual.shape)}"
-            raise ValueError(f"{text} {residual.dtype}, at most {self._tuning.most_rows} rows")
+            raise ValueError(f"{text} {residual.dtype}, at most {tuning.most_rows} rows")
         out = torch.empty_like(residual)
-        tuning = self._tuning
         # A word for each thread, at least: two would look at the same one at different times.
         block = max(
             triton.next_power_of_2(width), 32 * tuning.warps * _WORD_BYTES // residual.itemsize
