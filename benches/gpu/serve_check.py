@@ -74,6 +74,9 @@ def driver(
             raise SystemExit(f"{text}\nThe driver ended with status {status}")
         caps = json.loads(announced[0])["caps"]
         yield Client(f"/pie_shmem_g{group}", spin_budget_us=spin_budget_us), caps
+    except Exception:
+        print((folder / "log").read_text()[-4000:])
+        raise
     finally:
         process.terminate()
         started = time.monotonic()
