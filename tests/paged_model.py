@@ -144,6 +144,7 @@ def differences(config: DriverConfig) -> list[float]:
             found.append(decode(server, engine, Contexts(128, page_size, vocab), ranks.applied))
         check_ranks(runner)
     check_fa3()
+    check_vision()
     check_prefills(runner)
     check_choice(runner)
     return [float((logits - expected).abs().max()) for logits in found]
@@ -315,6 +316,35 @@ def check_fa3() -> None:
             with mock.patch.dict(sys.modules, {"sgl_kernel": package}):
                 sys.modules.pop("sgl_kernel.flash_ops", None)
                 assert support._has_fa3() == found, name
+
+
+def check_vision() -> None:
+    """Images are encoded by triton where SGLang's own choice is not installed."""
+    import torch
+
+    from pie_driver_sglang.sglang import support
+
+    def chosen(device: str, image: bool, named: str | None, hopper: bool, there: bool) -> object:
+        args = SimpleNamespace(device=device, mm_attention_backend=named)
+        args.override = lambda _, **fields: vars(args).update(fields)
+        capability = (9 if hopper else 8, 0)
+        with (
+            mock.patch.object(torch.cuda, "get_device_capability", lambda _: capability),
+            mock.patch.object(support, "_has_fa3", lambda: there),
+        ):
+            model: Any = SimpleNamespace(is_multimodal=image)
+            support.choose_vision_backend(args, model, 0)  # type: ignore[arg-type]
+        return args.mm_attention_backend
+
+    assert chosen("cuda", True, None, True, False) == "triton_attn"
+    assert chosen("cuda", True, "sdpa", True, False) == "sdpa"
+    for others in (
+        ("cpu", True, None, True, False),
+        ("cuda", False, None, True, False),
+        ("cuda", True, None, False, False),
+        ("cuda", True, None, True, True),
+    ):
+        assert chosen(*others) is None, others
 
 
 def check_prefills(runner: Any) -> None:

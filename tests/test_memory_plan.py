@@ -17,13 +17,11 @@ from pie_driver_sglang.memory_plan import (
     CPU_POOL_TOKENS,
     EVERYWHERE,
     GIB,
-    TRIED_FRACTION,
     Device,
     Loaded,
     Model,
     Part,
     Settings,
-    as_tried,
     comparison,
     plan_memory,
     table,
@@ -133,22 +131,6 @@ def test_the_default_leaves_its_reserve_and_no_more(
         # Two more pages would be too much: one is lost by rounding.
         page = plan.page_size * (plan.token_bytes + 48) + 16
         assert plan.reserve - 2 * page < wanted + 16
-
-
-def test_the_default_is_no_more_than_was_tried_unless_the_model_needs_it() -> None:
-    safe = plan_memory(H200, QWEN, USUAL)
-    assert as_tried(safe, QWEN, USUAL).fraction == TRIED_FRACTION < safe.fraction
-    large = QWEN._replace(weights=(Part(120 * GIB, ANY_RANKS),))
-    needed = plan_memory(H200, large, USUAL)
-    assert needed.fits(USUAL)
-    assert as_tried(needed, large, USUAL) == needed
-    for device, settings in (
-        (H200, USUAL._replace(fraction=0.9)),
-        (H200._replace(name="cpu"), USUAL),
-        (H200._replace(free=12 * GIB), USUAL),
-    ):
-        plan = plan_memory(device, QWEN, settings)
-        assert as_tried(plan, QWEN, settings) == plan
 
 
 @given(devices(), models, settings_, st.integers(0, 64 * GIB))

@@ -45,9 +45,6 @@ COLLECTIVE_BYTES: Final = GIB
 """Buffers of NCCL and of SGLang's collective operations, in each of several ranks. A guess."""
 FRAGMENTED_SHARE: Final = 1 / 64
 """Of a GPU's free memory, lost between allocations. A guess."""
-TRIED_FRACTION: Final = 0.8
-"""Of a GPU's free memory, the most by default unless the model needs more: what the measurements of
-load were run with. Larger shares are safe by the plan, and not tried yet."""
 HOST_RESERVE_SHARE: Final = 1 / 16
 """Of the free host memory, for everything else that happens there."""
 
@@ -221,14 +218,6 @@ def plan_memory(device: Device, model: Model, settings: Settings) -> Plan:
         page_size=settings.page_size,
     )
     return plan._replace(reserve=device.free - used(plan))
-
-
-def as_tried(plan: Plan, model: Model, settings: Settings) -> Plan:
-    """The plan, or the one by `TRIED_FRACTION` where the default on a GPU is more than that."""
-    if settings.fraction is not None or plan.device.is_host or plan.fraction <= TRIED_FRACTION:
-        return plan
-    smaller = plan_memory(plan.device, model, settings._replace(fraction=TRIED_FRACTION))
-    return smaller if smaller.fits(settings) else plan
 
 
 def used(plan: Plan) -> int:

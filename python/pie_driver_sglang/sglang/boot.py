@@ -30,7 +30,7 @@ from sglang.srt.utils import set_random_seed
 from pie_driver_sglang.config import DriverConfig
 from pie_driver_sglang.errors import DriverError, StartError, quoted
 from pie_driver_sglang.limits import row_pages
-from pie_driver_sglang.memory_plan import Plan, as_tried, table
+from pie_driver_sglang.memory_plan import Plan, table
 from pie_driver_sglang.memory_refusal import exceeded, find_doubt, require_fit, shrunk
 from pie_driver_sglang.parallel import Rank
 from pie_driver_sglang.sglang import adapters, groups, memory, paged_attention, support
@@ -135,6 +135,7 @@ def _load_model(
     model_config = ModelConfig.from_server_args(args)
     support.correct_rope(model_config)
     support.check_config(model_config, args.attention_backend)
+    support.choose_vision_backend(args, model_config, gpu_id)
     if args.device == "cpu":
         # Without these SGLang's rotary embedding and soft-capped logits ask for CUDA kernels.
         rotary_base._is_cpu = True
@@ -172,7 +173,7 @@ def _plan(
     )
     sizes = memory.sizes_of(config, model_config, args)
     settings = memory.settings_of(config, model_config, args, device)
-    plan = as_tried(require_fit(device, sizes, settings), sizes, settings)
+    plan = require_fit(device, sizes, settings)
     logger.info("%s", table(plan))
     doubt = find_doubt(plan, sizes, settings)
     if doubt is not None:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.mem_cache.memory_pool import KVCache
     from sglang.srt.model_executor.model_runner import ModelRunner
+    from sglang.srt.server_args import ServerArgs
 
 logger = logging.getLogger(__name__)
 
@@ -257,6 +258,14 @@ def prefills_by_fa3(runner: ModelRunner) -> bool:
     return fits and plain and _has_fa3()
 
 
+def choose_vision_backend(args: ServerArgs, model_config: ModelConfig, gpu_id: int) -> None:
+    """Has images encoded by triton where SGLang would take FlashAttention-3 and it is not there."""
+    if args.device != "cuda" or not model_config.is_multimodal or args.mm_attention_backend:
+        return
+    if torch.cuda.get_device_capability(gpu_id)[0] == _HOPPER and not _has_fa3():
+        args.override("pie_driver_sglang", mm_attention_backend="triton_attn")
+
+
 def _has_fa3() -> bool:
     """Whether SGLang's kernels were installed with it, and can be loaded."""
     name = "sgl_kernel.flash_ops"
@@ -265,7 +274,7 @@ def _has_fa3() -> bool:
     except ImportError as error:
         absent = isinstance(error, ModuleNotFoundError) and error.name in (name, "sgl_kernel")
         if not absent:
-            logger.warning("prefills are not computed by fa3: %s", error)
+            logger.warning("nothing is computed by fa3: %s", error)
         return False
     return True
 
