@@ -122,11 +122,31 @@ impl Step<'_> {
         assert!(slots.iter().all(|&slot| (slot as usize) < page));
         let table = &self.all::<i64>("req_pool_indices")[rows..];
         assert!(table.iter().all(|&row| row == 0));
+        self.check_prefixes(rows);
         let told = self.all::<i64>("slot_rows");
         self.below("slot_rows", rows);
         let sampled = if told.is_empty() { rows } else { size.slots };
         let temperatures = &self.all::<f32>("temperatures")[sampled..];
         assert!(temperatures.iter().all(|&temperature| temperature < 0.0));
+    }
+
+    /// Groups of rows lie one behind the other, and each row that shares something is in one.
+    fn check_prefixes(&self, rows: usize) {
+        let lens = self.all::<i32>("prefix_lens");
+        let seen = self.all::<i64>("seq_lens");
+        let shares = |(&len, &seen): (&i32, &i64)| len % 128 == 0 && i64::from(len) < seen;
+        assert!(lens.iter().zip(seen).all(shares));
+        let used = self.all::<i32>("header")[4] as usize;
+        let mut members: Vec<i32> = self.all::<i32>("prefix_order")[..used].to_vec();
+        let starts = &self.all::<i32>("prefix_starts")[..used];
+        for (entry, &start) in starts.iter().enumerate() {
+            let group = starts[start as usize];
+            assert!(start == group && start as usize <= entry);
+        }
+        members.sort_unstable();
+        let grouped = (0..rows as i32).filter(|&row| lens[row as usize] > 0);
+        assert!(grouped.eq(members));
+        assert!(lens[rows..].iter().all(|&len| len == 0));
     }
 
     /// All elements of an array lie in `0..end`.

@@ -8,6 +8,7 @@ use crate::SlotClass;
 use crate::layout::{DType, Layout};
 use crate::mask::Sight;
 use crate::plan::{Planner, Request};
+use crate::prefix::{PREFIX_ROWS, Sequence};
 use crate::slot::{INVALID_TOKEN, Slot};
 use crate::stage::{Rest, StageError};
 
@@ -56,7 +57,7 @@ impl Layout {
     ///
     /// | name | dtype | size | |
     /// |---|---|---|---|
-    /// | `header` | int32 | 4 | number of the step, changed block-table entries, rows and mask words in use |
+    /// | `header` | int32 | 8 | number of the step; changed block-table entries, rows, mask words and entries of `prefix_order` in use; 0 |
     /// | `input_ids`, `positions` | int64 | rows | as in the staging block |
     /// | `out_cache_loc` | int64 | rows | storage slot, 0 = the padding page |
     /// | `req_pool_indices` | int64 | rows | block-table row, 0 = padding |
@@ -66,13 +67,17 @@ impl Layout {
     /// | `top_ks` | int32 | slots | as in the staging block |
     /// | `slot_masks` | int32 | two per slot | as in the staging block |
     /// | `slot_rows` | int64 | slots, or 0 if there are as many rows | row of each slot |
+    /// | `prefix_lens` | int32 | rows, or 0 if more than 256 | first tokens of the KV that the row shares with its group, a multiple of 128; 0 = in no group |
+    /// | `prefix_order` | int32 | as many | the rows of all groups, one group behind the other |
+    /// | `prefix_starts` | int32 | as many | for each entry of `prefix_order`: the first entry of its group |
     /// | `table_updates` | int64 | fixed | as in the staging block |
     #[must_use]
     pub fn graph(size: impl Into<StepSize>) -> Self {
         let StepSize { rows, slots } = size.into();
         let told = if slots < rows { slots } else { 0 };
+        let grouped = if rows <= PREFIX_ROWS { rows } else { 0 };
         Self::of(&[
-            ("header", DType::I32, 4),
+            ("header", DType::I32, 8),
             ("input_ids", DType::I64, rows),
             ("positions", DType::I64, rows),
             ("out_cache_loc", DType::I64, rows),
@@ -85,6 +90,9 @@ impl Layout {
             ("top_ks", DType::I32, slots),
             ("slot_masks", DType::I32, 2 * slots),
             ("slot_rows", DType::I64, told),
+            ("prefix_lens", DType::I32, grouped),
+            ("prefix_order", DType::I32, grouped),
+            ("prefix_starts", DType::I32, grouped),
             ("table_updates", DType::I64, 2 * STEP_UPDATES),
         ])
     }
@@ -105,6 +113,9 @@ struct Step<'a> {
     top_ks: &'a mut [i32],
     slot_masks: &'a mut [i32],
     slot_rows: &'a mut [i64],
+    prefix_lens: &'a mut [i32],
+    prefix_order: &'a mut [i32],
+    prefix_starts: &'a mut [i32],
     table_updates: &'a mut [i64],
 }
 
@@ -126,6 +137,9 @@ impl<'a> Step<'a> {
             top_ks: rest.take(),
             slot_masks: rest.take(),
             slot_rows: rest.take(),
+            prefix_lens: rest.take(),
+            prefix_order: rest.take(),
+            prefix_starts: rest.take(),
             table_updates: rest.take(),
         })
     }
@@ -190,6 +204,7 @@ impl Planner {
         let mut arrays = Step::of(layout, block)?;
         let rows = self.token_ids.len();
         let updates = self.updates.as_flattened();
+        arrays.header.fill(0);
         arrays.header[..3].copy_from_slice(&[
             step.cast_signed(),
             self.updates.len() as i32,
@@ -218,6 +233,7 @@ impl Planner {
             arrays.out_cache_loc,
         );
         arrays.pad(rows);
+        self.stage_prefixes(&mut arrays);
         let staged = self.stage_row_slots(&mut arrays, mask_words)?;
         self.stage.numbered_slots = !arrays.slot_rows.is_empty();
         self.stage.next_pass = self.passes.len();
@@ -228,6 +244,37 @@ impl Planner {
     fn asked_slots(&self) -> impl Iterator<Item = &Slot> {
         let ranges = self.requests.iter().map(|request| request.slots.clone());
         ranges.flat_map(|slots| &self.slots.all[slots])
+    }
+
+    /// Groups the rows that read the same KV first, if the graph asks for it.
+    fn stage_prefixes(&mut self, arrays: &mut Step<'_>) {
+        if arrays.prefix_lens.is_empty() {
+            return;
+        }
+        let (segments, page_size) = (&self.segments, self.limits.page_size as usize);
+        self.prefixes.find(segments.len(), page_size, |index| {
+            let request = &self.requests[segments[index].request];
+            Sequence {
+                first_page: request.first_page,
+                pages: self.table.pages(request.table_row),
+                kv_start: segments[index].kv_start(request),
+                rows: segments[index].len,
+            }
+        });
+        arrays.prefix_lens.fill(0);
+        let mut used = 0;
+        for (members, shared) in self.prefixes.groups() {
+            let start = used;
+            for segment in members.map(|index| segments[index]) {
+                for row in segment.start..segment.start + segment.len {
+                    arrays.prefix_lens[row] = shared as i32;
+                    arrays.prefix_order[used] = row as i32;
+                    arrays.prefix_starts[used] = start as i32;
+                    used += 1;
+                }
+            }
+        }
+        arrays.header[4] = used as i32;
     }
 
     fn stage_row_slots(

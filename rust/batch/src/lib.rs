@@ -22,6 +22,7 @@ mod layout;
 mod limits;
 mod mask;
 mod plan;
+mod prefix;
 mod random;
 mod reply;
 mod request;

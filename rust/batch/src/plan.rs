@@ -9,6 +9,7 @@ use crate::drafting::Drafting;
 use crate::frame::{Frame, range};
 use crate::image::{Images, Vision};
 use crate::mask::{MaskRows, Sight};
+use crate::prefix::PrefixGroups;
 use crate::reply::Reply;
 use crate::request::{Geometry, Survey, check_compute, check_pages, draft_positions, is_idle};
 use crate::slot::Slots;
@@ -26,6 +27,8 @@ pub(crate) struct Request {
     pub(crate) slots: Range<usize>,
     /// Its row in [`Planner::table`].
     pub(crate) table_row: usize,
+    /// The first of its pages.
+    pub(crate) first_page: u32,
     /// Its block-table changes in [`Planner::updates`].
     pub(crate) updates: Range<usize>,
     /// Its pages in [`Planner::spilled`]: of a request that takes over a row in the middle of the frame.
@@ -93,6 +96,7 @@ pub struct Planner {
     /// Segments of each pass.
     pub(crate) passes: Vec<Range<usize>>,
     pub(crate) stage: Stage,
+    pub(crate) prefixes: PrefixGroups,
     pub(crate) reply: Reply,
     pub(crate) drafting: Option<Box<Drafting>>,
     pub(crate) faults: Vec<(usize, RequestFault)>,
@@ -125,6 +129,7 @@ impl Planner {
             segments: Vec::new(),
             passes: Vec::new(),
             stage: Stage::new(&limits),
+            prefixes: PrefixGroups::default(),
             reply: Reply::default(),
             drafting: None,
             faults: Vec::new(),
@@ -285,6 +290,7 @@ impl Planner {
     ) -> Result<(), RequestFault> {
         let pages = &frame.pages[range(frame.page_indptr, index)];
         let context = frame.context_ids.get(index).copied().unwrap_or(0);
+        request.first_page = pages.first().copied().unwrap_or(0);
         let Some(row) = self.table.find(context) else {
             check_pages(pages, &self.limits)?;
             request.table_row = self.table.take_over();

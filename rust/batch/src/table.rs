@@ -169,7 +169,8 @@ impl BlockTable {
     }
 }
 
-fn common_prefix(a: &[u32], b: &[u32]) -> usize {
+/// How many entries two lists have in common, from the first on.
+pub(crate) fn common_prefix(a: &[u32], b: &[u32]) -> usize {
     const BLOCK: usize = 64;
     let most = a.len().min(b.len());
     let (a, b) = (&a[..most], &b[..most]);

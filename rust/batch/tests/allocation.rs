@@ -101,7 +101,7 @@ fn probed(page: u32, allowed: &[u32]) -> Req {
         .allow(allowed)
 }
 
-/// Decode, mixed and verify frames, probes and masks of both kinds, a replay and one whose requests fail.
+/// Decode, forked, mixed and verify frames, probes and masks of both kinds, a replay and one whose requests fail.
 fn frames() -> Vec<ForwardRequest> {
     let steps: Vec<_> = (0..16).map(|r| decode(20 + r, 1, &[r, r + 20])).collect();
     let scored = Req::new(16, 16, &[1; 40], &[1, 2, 3, 4])
@@ -129,10 +129,17 @@ fn frames() -> Vec<ForwardRequest> {
         .collect();
     let both = probed(5, &[9, 9]).verify(&[3, 3]);
     let two_masks = probed(6, &[9, 9]).allow(&[9, 9]);
+    // 24 pages of 16 tokens are enough to be read once for all.
+    let forks = (0..4).map(|own| {
+        let pages: Vec<u32> = (0..24).chain([40 + own]).collect();
+        decode(390, 1, &pages)
+    });
+    let forks: Vec<_> = forks.collect();
     vec![
         frame(&scored),
         frame(&[both, steps[2].clone().allow(&[0, 9])]),
         frame(&steps),
+        frame(&forks),
         mixed,
         masked,
         frame(&verify),
@@ -195,7 +202,10 @@ fn steps_for_graphs_allocate_nothing() {
     taken(&mut driver);
     let mut count = 0;
     assert_eq!(allocations(|| count = taken(&mut driver)), 0);
-    assert_eq!(count, 3, "decodes, drafts, and what is left of a bad frame");
+    assert_eq!(
+        count, 4,
+        "decodes, forks, drafts, and what is left of a bad frame"
+    );
 }
 
 #[test]

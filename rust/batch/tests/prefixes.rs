@@ -1,0 +1,156 @@
+//! Steps for graphs say which rows begin with the same KV.
+
+mod common;
+
+use common::builder::{Encoded, GREEDY, ROOMY, Req, decode, frame};
+use common::device::DRIVER;
+use pie_batch::{Layout, Limits, Planner, StepMemory};
+use pie_wire::ForwardRequest;
+
+const LIMITS: Limits = Limits {
+    total_pages: 200,
+    max_positions: 2048,
+    row_pages: 64,
+    ..ROOMY
+};
+
+/// What a step says of groups.
+#[derive(Debug, PartialEq, Eq)]
+struct Prefixes {
+    lens: Vec<i32>,
+    order: Vec<i32>,
+    starts: Vec<i32>,
+}
+
+/// Plans a frame and stages it for a graph of `rows` rows, in memory that held something else.
+fn stage(planner: &mut Planner, rows: usize, request: &ForwardRequest) -> Prefixes {
+    let encoded = Encoded::new(DRIVER, request);
+    planner.plan(DRIVER, encoded.forward()).unwrap();
+    assert!(planner.faults().is_empty(), "{:?}", planner.faults());
+    let layout = Layout::graph(rows);
+    let mut block = vec![0x5555_5555_5555_5555_u64; layout.bytes() / 8];
+    let memory = StepMemory {
+        block: bytemuck::cast_slice_mut(&mut block),
+        mask_words: &mut vec![0; rows * LIMITS.mask_words()],
+    };
+    planner.stage_graph(&layout, memory, 1).unwrap();
+    let array = |name: &str| {
+        let field = layout.fields().iter().find(|field| field.name == name);
+        let field = field.expect("a field of the layout");
+        let ints: &[i32] = bytemuck::cast_slice(&block);
+        ints[field.offset / 4..][..field.capacity].to_vec()
+    };
+    let header = array("header");
+    assert_eq!(header[5..], [0; 3]);
+    let used = |name| array(name)[..header[4] as usize].to_vec();
+    Prefixes {
+        lens: array("prefix_lens"),
+        order: used("prefix_order"),
+        starts: used("prefix_starts"),
+    }
+}
+
+/// The pages of a context that shares `shared` of them, from `first` on, and has one of its own.
+fn fork(first: u32, shared: u32, own: u32) -> Vec<u32> {
+    (first..first + shared).chain([own]).collect()
+}
+
+fn nothing(rows: usize) -> Prefixes {
+    Prefixes {
+        lens: vec![0; rows],
+        order: Vec::new(),
+        starts: Vec::new(),
+    }
+}
+
+#[test]
+fn forked_contexts_are_groups() {
+    let a = |own| decode(24 * 16 + 5, 1, &fork(0, 24, own));
+    let b = |own| decode(48 * 16, 1, &fork(100, 48, own));
+    // Of a row's pages only those before the request's first row may be shared: here 40 of 48.
+    let replay = Req::new(16, 40 * 16 + 3, &[1, 2, 3], &fork(100, 48, 0)[..41]).sample(2, GREEDY);
+    let prompt = Req::new(16, 0, &[1, 2], &fork(0, 0, 93)).sample(1, GREEDY);
+    let requests = [a(90), b(91), a(92), prompt, replay, a(94)];
+    let mut forked = frame(&requests);
+    let groups = Prefixes {
+        lens: vec![384, 640, 384, 0, 0, 640, 640, 640, 384, 0, 0, 0],
+        order: vec![0, 2, 8, 1, 5, 6, 7],
+        starts: vec![0, 0, 0, 3, 3, 3, 3],
+    };
+    let mut planner = Planner::new(LIMITS, 9);
+    assert_eq!(stage(&mut planner, 12, &forked), groups);
+    // The next step of other contexts shares nothing, and the first ones come back.
+    let alone = frame(&[a(90), b(91)]);
+    assert_eq!(stage(&mut planner, 4, &alone), nothing(4));
+    assert_eq!(stage(&mut planner, 12, &forked), groups);
+    // Pages count, not who names them.
+    forked.context_ids.fill(0);
+    assert_eq!(stage(&mut planner, 12, &forked), groups);
+    forked.context_ids.fill(7);
+    assert_eq!(stage(&mut planner, 12, &forked), groups);
+}
+
+#[test]
+fn too_little_in_common_makes_no_group() {
+    let mut planner = Planner::new(LIMITS, 9);
+    let mut lens = |pages: u32, requests: u32| {
+        let forks = (0..requests).map(|own| decode(pages * 16, 1, &fork(0, pages, 100 + own)));
+        let forks: Vec<Req> = forks.collect();
+        stage(&mut planner, 4, &frame(&forks)).lens
+    };
+    assert_eq!(lens(16, 2), [0; 4], "two rows that read 256 tokens");
+    assert_eq!(lens(16, 3), [256, 256, 256, 0]);
+    assert_eq!(lens(23, 2), [0; 4], "whole steps of 128 tokens alone");
+    assert_eq!(lens(24, 2), [384, 384, 0, 0]);
+}
+
+#[test]
+fn rows_of_one_request_are_no_group() {
+    let drafted = |own| decode(640, 1, &fork(0, 40, own)).verify(&[2, 3]);
+    let mut planner = Planner::new(LIMITS, 9);
+    let alone = frame(&[drafted(90)]);
+    assert_eq!(stage(&mut planner, 3, &alone), nothing(3));
+    // The same context twice is a group, like any two.
+    let twice = Prefixes {
+        lens: vec![640; 6],
+        order: (0..6).collect(),
+        starts: vec![0; 6],
+    };
+    let request = frame(&[drafted(90), drafted(90)]);
+    assert_eq!(stage(&mut planner, 6, &request), twice);
+}
+
+#[test]
+fn requests_that_fail_are_in_no_group() {
+    let fork = |own| decode(640, 1, &fork(0, 40, own));
+    let mut failing = fork(91);
+    failing.tokens[0] = LIMITS.vocab_size;
+    let encoded = Encoded::new(DRIVER, &frame(&[failing, fork(92)]));
+    let mut planner = Planner::new(LIMITS, 9);
+    planner.plan(DRIVER, encoded.forward()).unwrap();
+    assert_eq!((planner.faults().len(), planner.token_count()), (1, 1));
+    let layout = Layout::graph(1);
+    let mut block = vec![0_u64; layout.bytes() / 8];
+    let memory = StepMemory {
+        block: bytemuck::cast_slice_mut(&mut block),
+        mask_words: &mut vec![0; LIMITS.mask_words()],
+    };
+    planner.stage_graph(&layout, memory, 1).unwrap();
+    assert_eq!(
+        bytemuck::cast_slice::<u64, i32>(&block)[..5],
+        [1, 41, 1, 0, 0]
+    );
+}
+
+#[test]
+fn large_graphs_have_no_groups() {
+    let forks: Vec<Req> = (0..4)
+        .map(|own| decode(640, 1, &fork(0, 40, 90 + own)))
+        .collect();
+    let mut planner = Planner::new(LIMITS, 9);
+    let mut prefixes = |rows| stage(&mut planner, rows, &frame(&forks));
+    assert_eq!(prefixes(257), nothing(0));
+    let most = prefixes(256);
+    assert_eq!(most.lens[..5], [640, 640, 640, 640, 0]);
+    assert_eq!((most.lens.len(), most.order), (256, vec![0, 1, 2, 3]));
+}
