@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
 import re
 from collections.abc import Callable, Iterator
@@ -27,7 +28,7 @@ from pie_driver_sglang.sampling import SlotParams
 from pie_driver_sglang.sglang import dense_triton, paged_shares, paged_triton, rank_sums
 from pie_driver_sglang.sglang.dense_triton import Heads, Linear, Norm, Scale
 from pie_driver_sglang.sglang.masked_torch import Rule
-from pie_driver_sglang.sglang.paged_shares import Cut, Rows, share, tuning
+from pie_driver_sglang.sglang.paged_shares import Cut, Prefixes, Rows, share, tuning
 from pie_driver_sglang.sglang.paged_triton import attend
 from pie_driver_sglang.sglang.rank_sums import TUNINGS, RankSums, Shared
 
@@ -106,12 +107,16 @@ def attention(
     window: int,
     count: int = 3,
     prompts: bool = False,
+    *,
+    grouped: bool = False,
 ) -> None:
     """What one layer launches in a step of so many rows."""
+    numbers = torch.zeros(count, dtype=torch.int32)
     rows = Rows(
         torch.zeros(4, 512, dtype=torch.int32),
         torch.zeros(count, dtype=torch.int64),
         torch.arange(count),
+        Prefixes(numbers, numbers, numbers, numbers[:1]) if grouped else None,
     )
     storage = torch.zeros(64, 8, dim).to(pool)
     q = torch.zeros(count, 8 * group, dim, dtype=queries)
@@ -122,27 +127,34 @@ def attention(
 
 def check_attention() -> None:
     """KV is loaded ahead, and two programs have room on a multiprocessor of an H100 or H200."""
-    for case in CASES:
-        kernels = recorded(functools.partial(attention, *case))
-        assert [kernel.name for kernel in kernels] == ["_share", "_attend"]
-        prompts = case[-1] is True
-        page, block = case[4], tuning(*case[:2], case[2].itemsize, prompts=prompts).block
-        # Shares, two tiles and where the first block is stored: neither queries nor KV.
-        slots = paged_triton._pages(block, page)
-        for kernel, early in zip(kernels, (0, 16 + slots if slots else None), strict=True):
-            check_order(kernel, early)
-        before = kernels[1].asm["ptx"].partition("griddepcontrol.wait")[0]
-        assert "prefetch.global.L2" in before, "nobody asks for the first block"
-        loop = kernels[1].asm["ttgir"].partition("scf.for")[2].partition("scf.for")[2]
-        assert "async_copy_global_to_local" in loop, "KV is not loaded ahead"
-        shared = kernels[1].metadata.shared
-        assert 2 * (shared + 1024) <= 228 * 1024, shared
-        print(f"{shared} bytes of shared memory: {case[:5]} {case[7:]}")
-        said = kernels[1].asm["ptx"].partition("atom.global.gpu.acq_rel.add")
-        assert said[1], "nobody hears of the last part"
-        # Between the parts and the word that they are there.
-        assert "bar.sync" in said[0].rpartition("st.global")[2]
-        assert "ld.global.cg" in said[2]
+    for case, grouped in itertools.product(CASES, (False, True)):
+        check_attention_case(case, grouped=grouped)
+
+
+def check_attention_case(case: Any, *, grouped: bool) -> None:
+    """One layer, with groups of rows or without."""
+    window, prompts = case[6], case[-1] is True
+    grouped = grouped and window < 0 and not prompts
+    kernels = recorded(functools.partial(attention, *case, grouped=grouped))
+    assert [kernel.name for kernel in kernels] == ["_share", "_attend"]
+    page, block = case[4], tuning(*case[:2], case[2].itemsize, prompts=prompts).block
+    # Shares, two tiles and where the first block is stored: neither queries nor KV.
+    slots = paged_triton._pages(block, page)
+    loads = 16 + slots if slots and not grouped else None
+    for kernel, early in zip(kernels, (0, loads), strict=True):
+        check_order(kernel, early)
+    before = kernels[1].asm["ptx"].partition("griddepcontrol.wait")[0]
+    assert "prefetch.global.L2" in before, "nobody asks for the first block"
+    loop = kernels[1].asm["ttgir"].partition("scf.for")[2].partition("scf.for")[2]
+    assert "async_copy_global_to_local" in loop, "KV is not loaded ahead"
+    shared = kernels[1].metadata.shared
+    assert 2 * (shared + 1024) <= 228 * 1024, shared
+    print(f"{shared} bytes of shared memory: {case[:5]} {case[7:]}{' in groups' * grouped}")
+    said = kernels[1].asm["ptx"].partition("atom.global.gpu.acq_rel.add")
+    assert said[1], "nobody hears of the last part"
+    # Between the parts and the word that they are there.
+    assert "bar.sync" in said[0].rpartition("st.global")[2]
+    assert "ld.global.cg" in said[2]
 
 
 def products(dtype: torch.dtype) -> Iterator[Any]:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from pie_driver_sglang.sglang.masked_torch import Rule
-from pie_driver_sglang.sglang.paged_shares import Cut, Rows, Tuning, share
+from pie_driver_sglang.sglang.paged_shares import Cut, Prefixes, Rows, Tuning, share
 from pie_driver_sglang.sglang.paged_triton import attend
 
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
@@ -47,6 +47,10 @@ class Case(NamedTuple):
     queries: int = 16
     shared: bool = False
     """All rows are one context's, as those of a draft."""
+    groups: tuple[tuple[int, ...], ...] = ()
+    """Rows that begin with the same KV."""
+    common: tuple[int, ...] = ()
+    """How much of it, by group: whole blocks and pages."""
 
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -103,6 +107,21 @@ CASES = [
     Case(RAGGED, cap=2.0),
     Case(RAGGED, cap=5.0, window=20, sinks=True, multiprocessors=20),
     Case(RAGGED, dtype=torch.float16, pool=torch.float16),
+    # Groups: all rows, some of them, several; in one tile and in more; little to see alone.
+    Case((49, 60, 100), groups=((0, 1, 2),), common=(48,)),
+    Case((49, 7, 60, 100, 0, 33), groups=((3, 0, 2),), common=(48,)),
+    Case((17, 34, 50, 18, 35, 70), groups=((5, 2, 1), (0, 3, 4)), common=(32, 16)),
+    Case((90, 91, 92, 93, 40, 88, 90), groups=((0, 1, 2, 3, 6), (4, 5)), common=(80, 32)),
+    Case(tuple(range(65, 105)), 6, 2, groups=(tuple(range(40)),), common=(64,)),
+    *(
+        Case((700, 701, 650, 30), 6, 1, 128, 128, multiprocessors=multiprocessors, sinks=sinks,
+             cap=cap, groups=((0, 1, 2),), common=(640,))
+        for multiprocessors, sinks, cap in ((1, False, 0.0), (60, True, 0.0), (9, False, 3.0))
+    ),
+    Case((100, 101, 99), queries=64, groups=((1, 0, 2),), common=(96,), dtype=torch.float16,
+         pool=torch.float16),
+    # A layer with a window reads all of its own.
+    Case((49, 60, 100), window=20, groups=((0, 1, 2),), common=(48,)),
     *(
         Case(RAGGED, dtype=dtype, pool=pool, value_scale=0.75)
         for dtype, pool in itertools.product((torch.float32, torch.float16), FP8)
@@ -133,9 +152,14 @@ def make_step(case: Case, generator: torch.Generator) -> Step:
     slots = []
     if case.shared:
         table_rows[:] = table_rows[0]
-    for row, count, length in zip(table_rows, counts, case.lengths, strict=True):
-        own = order[:count]
+    leaders = {row: (group[0], common) for group, common in pairs(case) for row in group[1:]}
+    owned: list[torch.Tensor] = []
+    for count in counts:
+        owned.append(order[:count])
         order = order if case.shared else order[count:]
+    for row, (leader, common) in leaders.items():
+        owned[row][: common // case.page] = owned[leader][: common // case.page]
+    for row, own, length in zip(table_rows, owned, case.lengths, strict=True):
         page_slots = (own[:, None] * case.page + torch.arange(case.page)).flatten()
         table[row, : len(page_slots)] = page_slots.int()
         slots.append(page_slots[:length])
@@ -163,10 +187,30 @@ def make_step(case: Case, generator: torch.Generator) -> Step:
             table,
             torch.cat([table_rows, padding]),
             torch.cat([torch.tensor(case.lengths), padding + 1]),
+            prefixes(case) if case.groups else None,
         ),
         Rule(case.dim**-0.5, case.cap, sinks=random_like(case.heads) if case.sinks else None),
         slots,
     )
+
+
+def pairs(case: Case) -> list[tuple[tuple[int, ...], int]]:
+    """Each group and how much its rows have in common."""
+    return list(zip(case.groups, case.common, strict=True))
+
+
+def prefixes(case: Case) -> Prefixes:
+    """As they are staged: what is not in use may be anything."""
+    count = len(case.lengths) + PADDING
+    lens = torch.zeros(count, dtype=torch.int32)
+    order, starts = (torch.full((count,), NO_SLOT, dtype=torch.int32) for _ in range(2))
+    used = 0
+    for group, common in pairs(case):
+        lens[list(group)] = common
+        order[used : used + len(group)] = torch.tensor(group)
+        starts[used : used + len(group)] = used
+        used += len(group)
+    return Prefixes(lens, order, starts, torch.tensor([used], dtype=torch.int32))
 
 
 def dense(case: Case, step: Step) -> torch.Tensor:
@@ -203,7 +247,11 @@ def check_attention(
     wide = torch.nn.functional.pad(step.queries.flatten(1), (16, 32)).to(device)
     queries = wide[:, 16:-32].view(step.queries.shape)
     keys, values = step.keys.to(device), step.values.to(device)
-    rows = Rows(*(part.to(device) for part in step.rows))
+    groups = step.rows.prefixes
+    rows = Rows(
+        *(part.to(device) for part in step.rows[:3]),
+        None if groups is None else Prefixes(*(part.to(device) for part in groups)),
+    )
     sinks = step.rule.sinks
     rule = step.rule._replace(sinks=None if sinks is None else sinks.to(device))
     outs = []
@@ -212,6 +260,8 @@ def check_attention(
         out = queries.new_full((len(queries), case.heads, case.value_dim), math.nan)
         attend(queries, keys, values, out, rows, shares, rule, case.page, case.value_scale)
         assert not shares.arrived.any(), "a layer behind this one would be wrong"
+        if groups is not None and not cut.windowed:
+            assert not shares.met.any(), "a layer behind this one would be wrong"
         assert out[len(case.lengths) :].isfinite().all(), "padding became no number"
         outs.append(out[: len(case.lengths)].cpu())
     expected = dense(case, step).flatten(1)
@@ -230,13 +280,18 @@ def random_cases() -> Iterator[Case]:
         starts = [draw.choice((0, 1, 7, 16, 31, 64, 90)) for _ in range(draw.randint(1, 9))]
         lengths = tuple(start + n for start in starts for n in range(draw.choice((1, 1, 4))))
         kv_heads = draw.choice((1, 2, 3))
+        page = draw.choice((1, 2, 8, 16, 24, 32, 64))
+        long = [row for row, length in enumerate(lengths) if length > 64 and 64 % page == 0]
+        draw.shuffle(long)
+        halves = [tuple(long[first::2]) for first in range(2)]
+        groups = tuple(half for half in halves if len(half) > 1 and draw.random() < 0.8)
         yield Case(
             lengths,
             kv_heads * draw.choice((1, 2, 5)),
             kv_heads,
             draw.choice((16, 24, 40)),
             draw.choice((16, 24, 40)),
-            draw.choice((1, 2, 8, 16, 24, 32, 64)),
+            page,
             draw.choice((16, 32, 64)),
             draw.choice((1, 3, 7, 20, 60)),
             cap=draw.choice((0.0, 0.0, 3.0)),
@@ -245,6 +300,8 @@ def random_cases() -> Iterator[Case]:
             value_scale=draw.choice((1.0, 0.5)),
             shared=draw.random() < 0.3,
             queries=draw.choice((16, 16, 32)),
+            groups=groups,
+            common=(64,) * len(groups),
         )
 
 
@@ -298,15 +355,42 @@ def check_shares() -> bool:
             ],
         ]
         right &= shares.totals.tolist() == [size, bounds[-1], len(expected)]
-        right &= shares.tiles[:, : len(expected)].T.tolist() == expected
+        right &= shares.tiles[:5, : len(expected)].T.tolist() == expected
         right &= shares.stretches.tolist() == stretches
     return right
+
+
+def check_grouped_shares() -> bool:
+    """Tiles of groups come first, and those of rows begin where their groups end."""
+    lengths = [700, 300, 701, 400, 64, 702, 260]
+    case = Case(tuple(lengths), groups=((0, 2, 5), (1, 3, 6)), common=(640, 256))
+    count = len(lengths) + PADDING
+    step = Rows(
+        torch.empty(0), torch.arange(1, count + 1), torch.tensor(lengths + [1] * PADDING),
+        prefixes(case),
+    )  # fmt: skip
+    # A product has room for two heads of two rows.
+    shares = share(step, Cut(Tuning(64, 4, 3, 1, queries=4), 2, 2, -1), 8)
+    expected = [(1, 1, 10, 640, 1, -1), (2, 0, 10, 640, 6, -1)]
+    expected += [(4, 1, 4, 256, 2, -1), (5, 0, 4, 256, 7, -1)]
+    elsewhere = [640, 256, 640, 256, 0, 640, 256] + [0] * PADDING
+    seen = zip(lengths + [1] * PADDING, elsewhere, strict=True)
+    expected += [
+        (row, 0, -(-length // 64) - gone // 64, length, row + 1, gone)
+        for row, (length, gone) in enumerate(seen)
+    ]
+    ends = itertools.accumulate(tile[2] for tile in expected)
+    tiles = [[*tile[:2], end, *tile[3:]] for tile, end in zip(expected, ends, strict=True)]
+    # The last entry's table row is that of the tile's last row.
+    tiles[0][4], tiles[2][4] = 3, 4
+    found = shares.tiles[:, : len(tiles)].T.tolist()
+    return found == tiles and shares.totals.tolist()[1:] == [tiles[-1][2], len(tiles)]
 
 
 if __name__ == "__main__":
     seeded = torch.Generator().manual_seed(3)
     cases = itertools.chain(CASES, random_cases())
     found = [check_attention(case, seeded) for case in cases]
-    results = [*found, check_shares()]
+    results = [*found, check_shares(), check_grouped_shares()]
     print(f"{len(results)} checks, {results.count(False)} wrong")
     sys.exit(not all(results))

@@ -246,8 +246,9 @@ class CudaSteps(StepRunner):
         )
         sampling_triton.fetch(self._mask_words, self._device_mask_words, header[3:4])
         batch = self._forward_batch(graph)
-        backend.init_forward_metadata_out_graph(batch, in_capture=True)
-        backend.init_forward_metadata_in_graph(batch)
+        with _sharing(backend, fields):
+            backend.init_forward_metadata_out_graph(batch, in_capture=True)
+            backend.init_forward_metadata_in_graph(batch)
         with self._way(graph.rows):
             rows = engine.row_logits(batch, graph.sampled(fields))
         slots = rank_slots(graph.slots, rows.ranks)
@@ -263,6 +264,18 @@ class CudaSteps(StepRunner):
         """How the model runs: as few kernels, where it can."""
         dense = self._engine.dense
         return dense.applied() if dense is not None and dense.takes(rows) else nullcontext()
+
+
+def _sharing(backend: Any, fields: dict[str, torch.Tensor]) -> AbstractContextManager[None]:
+    """Within, rows are told what they have in common, if graph and backend know of that."""
+    from pie_driver_sglang.sglang.paged_attention import PagedDecode
+    from pie_driver_sglang.sglang.paged_shares import Prefixes
+
+    decodes = getattr(backend, "decode_backend", None)
+    if not isinstance(decodes, PagedDecode) or not len(fields["prefix_lens"]):
+        return nullcontext()
+    lens, order, starts = (fields[f"prefix_{name}"] for name in ("lens", "order", "starts"))
+    return decodes.sharing(Prefixes(lens, order, starts, fields["header"][4:5]))
 
 
 def _blank(graph: _Graph) -> None:

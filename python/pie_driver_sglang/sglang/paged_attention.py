@@ -6,7 +6,9 @@ for each step, a list of the slots of all tokens, is not needed; see `paged_trit
 
 from __future__ import annotations
 
+import contextlib
 import logging
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -19,7 +21,7 @@ from sglang.srt.runtime_context import publish
 from pie_driver_sglang.options import PAGED_DECODE
 from pie_driver_sglang.sglang import paged_shares, paged_triton, support
 from pie_driver_sglang.sglang.masked_torch import Rule
-from pie_driver_sglang.sglang.paged_shares import Cut, Rows, Shares
+from pie_driver_sglang.sglang.paged_shares import Cut, Prefixes, Rows, Shares
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
@@ -75,6 +77,7 @@ class PagedDecode(AttentionBackend):
         properties = torch.cuda.get_device_properties(runner.gpu_id)
         self._multiprocessors = properties.multi_processor_count
         self._step: _Step | None = None
+        self._prefixes: Prefixes | None = None
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Nothing: a graph's memory comes from its pool."""
@@ -83,12 +86,22 @@ class PagedDecode(AttentionBackend):
         """KV length of padding."""
         return 1
 
+    @contextlib.contextmanager
+    def sharing(self, prefixes: Prefixes | None) -> Iterator[None]:
+        """Within, the rows of decodes whose metadata is made begin with the same KV in groups."""
+        self._prefixes = prefixes
+        try:
+            yield
+        finally:
+            self._prefixes = None
+
     def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
         """Shares the work of a decode out, on the device; eager batches come here, too."""
         rows = Rows(
             self.req_to_token_pool.req_to_token,
             forward_batch.req_pool_indices,
             forward_batch.seq_lens,
+            self._prefixes,
         )
         cuts = {self._cut(layer, len(rows.kv_lens)) for layer in self._layers}
         shares = {cut: paged_shares.share(rows, cut, self._multiprocessors) for cut in cuts}

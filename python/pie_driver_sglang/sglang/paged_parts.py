@@ -1,8 +1,10 @@
 """Decode attention over pages: rows that several programs share, and how a row is finished.
 
-Each program leaves its part of such a row, and the one that is the last to do so merges them.
-Until it is finished, a row is three things: weighted values, the largest score, and the sum of the
-weights. Scores are exponents of two, weights those of scores above the largest.
+Each program leaves its part of such a row, and the one that is the last to do so merges them. What
+a row of a group saw with the others is half of it, what it saw alone the other half; the second one
+to be there merges these. Until it is finished, a row is three things: weighted values, the largest
+score, and the sum of the weights. Scores are exponents of two, weights those of scores above the
+largest.
 """
 
 from __future__ import annotations
@@ -16,16 +18,26 @@ _MERGED_NUMBERS = tl.constexpr(8192)
 """Numbers of a row's parts that are merged at once, about."""
 
 
-def room(
-    queries: torch.Tensor, programs: int, tile: int, value_dim: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where the programs of a layer leave parts: values by their weights, and the weights' sums.
+def room(rows: int, queries: torch.Tensor, value_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where parts of so many rows are left: values by their weights, and the weights' sums.
 
     Sums are kept as exponents of two. Nothing needs to be there before.
     """
-    rows, heads = 2 * programs * tile, queries.shape[1]
+    heads = queries.shape[1]
     parts = queries.new_empty((rows, heads, value_dim), dtype=torch.float32)
     return parts, queries.new_empty((rows, heads), dtype=torch.float32)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def rows_of(  # type: ignore[no-untyped-def]
+    order, row, ahead, number, elsewhere, GROUPED: tl.constexpr
+):
+    """Rows of a tile, by their number in it, int64; those that it does not have may be any."""
+    rows = row - ahead + number
+    if GROUPED:
+        listed = (number <= ahead) & (elsewhere < 0)
+        rows = tl.where(listed, tl.load(order + rows, mask=listed, other=0), rows)
+    return rows.to(tl.int64)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -37,9 +49,11 @@ def _place(program, first, number, TILE: tl.constexpr):  # type: ignore[no-untyp
 @triton.jit  # type: ignore[untyped-decorator]
 def leave(  # type: ignore[no-untyped-def]
     mixed, best, total, out, parts, sums, sinks, arrived, program, first, final,
-    first_row, ahead, number, kv_head, out_stride,
+    order, row, ahead, number, kv_head, out_stride,
+    halves, half_sums, met, row_count, elsewhere,
     GROUP: tl.constexpr, VALUE_DIM: tl.constexpr, GROUP_BLOCK: tl.constexpr,
-    HEAD_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr, SINKS: tl.constexpr, TILE: tl.constexpr,
+    HEAD_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr, SINKS: tl.constexpr,
+    GROUPED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Keeps a program's part of a tile; the last of `first` to `final` merges all of them."""
     heads = kv_head * GROUP + tl.arange(0, GROUP_BLOCK) % GROUP
@@ -65,10 +79,12 @@ def leave(  # type: ignore[no-untyped-def]
                 parts, sums, first, final, number, heads, head_count, asks,
                 VALUE_DIM, GROUP_BLOCK, VALUE_BLOCK, TILE,
             )  # fmt: skip
-            mixed = finish(mixed, best, total, sinks, heads, asks, SINKS)
-            start = (first_row + number).to(tl.int64) * out_stride + heads * VALUE_DIM
-            written = asks[:, None] & (value_dims < VALUE_DIM)
-            tl.store(out + start[:, None] + value_dims, mixed, mask=written)
+            rows = rows_of(order, row, ahead, number, elsewhere, GROUPED)
+            settle(
+                mixed, best, total, rows, heads, asks, out, out_stride,
+                halves, half_sums, met, row_count, elsewhere, sinks,
+                GROUP, VALUE_DIM, VALUE_BLOCK, SINKS, GROUPED,
+            )  # fmt: skip
         else:
             lanes = tl.arange(0, HEAD_BLOCK)
             in_group = lanes < GROUP
@@ -78,10 +94,77 @@ def leave(  # type: ignore[no-untyped-def]
                     parts, sums, first, final, turn, own_heads, in_group, head_count,
                     VALUE_DIM, HEAD_BLOCK, VALUE_BLOCK, AT_ONCE, TILE,
                 )  # fmt: skip
-                one = finish(one, largest, weight, sinks, own_heads, in_group, SINKS)
-                begin = (first_row + turn).to(tl.int64) * out_stride + own_heads * VALUE_DIM
-                kept = in_group[:, None] & (value_dims < VALUE_DIM)
-                tl.store(out + begin[:, None] + value_dims, one, mask=kept)
+                own_rows = rows_of(order, row, ahead, turn + lanes * 0, elsewhere, GROUPED)
+                settle(
+                    one, largest, weight, own_rows, own_heads, in_group, out, out_stride,
+                    halves, half_sums, met, row_count, elsewhere, sinks,
+                    GROUP, VALUE_DIM, VALUE_BLOCK, SINKS, GROUPED,
+                )  # fmt: skip
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def settle(  # type: ignore[no-untyped-def]
+    mixed, best, total, rows, heads, asks, out, out_stride,
+    halves, half_sums, met, row_count, elsewhere, sinks,
+    GROUP: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_BLOCK: tl.constexpr,
+    SINKS: tl.constexpr, GROUPED: tl.constexpr,
+):  # fmt: skip
+    """Finishes rows whose tile is seen, or leaves half of them if the other half is not there."""
+    value_dims = tl.arange(0, VALUE_BLOCK)[None, :]
+    if GROUPED:  # noqa: SIM102  (a constant, unlike the other one)
+        if elsewhere != 0:
+            mixed, best, total, asks = _joined(
+                mixed, best, total, rows, heads, asks, halves, half_sums, met, row_count,
+                elsewhere, GROUP, VALUE_DIM, VALUE_BLOCK,
+            )  # fmt: skip
+    mixed = finish(mixed, best, total, sinks, heads, asks, SINKS)
+    tl.store(
+        out + (rows * out_stride + heads * VALUE_DIM)[:, None] + value_dims,
+        mixed,
+        mask=asks[:, None] & (value_dims < VALUE_DIM),
+    )
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _joined(  # type: ignore[no-untyped-def]
+    mixed, best, total, rows, heads, asks, halves, half_sums, met, row_count, elsewhere,
+    GROUP: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Both halves of the rows of which the other half is there, and which these are."""
+    value_dims = tl.arange(0, VALUE_BLOCK)[None, :]
+    head_count = tl.num_programs(0) * GROUP
+    place = rows * head_count + heads
+    alone = (elsewhere > 0).to(tl.int64)
+    own = place + alone * row_count * head_count
+    others = place + (1 - alone) * row_count * head_count
+    own_sums = best + tl.log2(total)
+    own_values = mixed / tl.where(total > 0, total, 1.0)[:, None]
+    stored = value_dims < VALUE_DIM
+    left = halves + own[:, None] * VALUE_DIM + value_dims
+    tl.store(left, own_values, mask=asks[:, None] & stored)
+    tl.store(half_sums + own, own_sums, mask=asks)
+    # As above: what a warp says is there all warps have written, and what one has heard all know.
+    tl.debug_barrier()
+    before = tl.atomic_add(met + place, 1, mask=asks, sem="acq_rel")
+    tl.debug_barrier()
+    whole = asks & (before == 1)
+    tl.store(met + place, 0, mask=whole)
+    # Past the first-level cache, which knows nothing of other programs.
+    sums = tl.load(half_sums + others, mask=whole, other=float("-inf"), cache_modifier=".cg")
+    values = tl.load(
+        halves + others[:, None] * VALUE_DIM + value_dims,
+        mask=whole[:, None] & stored,
+        other=0.0,
+        cache_modifier=".cg",
+    )
+    largest = tl.maximum(own_sums, sums)
+    level = tl.where(largest == float("-inf"), 0.0, largest)
+    weights, own_weights = tl.exp2(sums - level), tl.exp2(own_sums - level)
+    own_values, values = own_values * own_weights[:, None], values * weights[:, None]
+    # One of the products is fused with the sum, and so rounded otherwise: always the same one.
+    seen_alone = tl.where(elsewhere > 0, own_values, values)
+    joined = seen_alone + tl.where(elsewhere > 0, values, own_values)
+    return joined, largest, weights + own_weights, whole
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -4,6 +4,9 @@ What the rows see is counted in blocks of tokens. The programs of a KV head take
 them, in the order of the rows, so a program may begin and end within a row, and rows of any mix of
 lengths take as long as their sum. Shares are computed on the device, once a step, and grids are
 fixed: everything can be captured.
+
+Rows that begin with the same KV may look at that beginning together, each row at the rest alone
+(`Prefixes`). Both are work like any other; what a row saw in both is merged by whoever is second.
 """
 
 from __future__ import annotations
@@ -55,6 +58,20 @@ def tuning(dim: int, group: int, itemsize: int, *, prompts: bool = False) -> Tun
     return Tuning(min(128, max(16, elements // width)), warps=4, stages=3, programs=2)
 
 
+class Prefixes(NamedTuple):
+    """Groups of rows that begin with the same KV, as `rust/batch/src/prefix.rs` finds them."""
+
+    lens: torch.Tensor
+    """``[rows]`` int32: tokens that a row's group has in common, less than the row sees; multiples
+    of every `Tuning.block`. 0 for rows that are in no group."""
+    order: torch.Tensor
+    """``[rows]`` int32: the rows of all groups, one group behind the other."""
+    starts: torch.Tensor
+    """``[rows]`` int32: of each entry of `order`, the first entry of its group."""
+    used: torch.Tensor
+    """``[1]`` int32: entries of `order`."""
+
+
 class Rows(NamedTuple):
     """The rows of a step, each of which sees a beginning of the KV of its table row."""
 
@@ -64,6 +81,8 @@ class Rows(NamedTuple):
     """``[rows]`` int64; 0 = padding, whose results nobody wants."""
     kv_lens: torch.Tensor
     """``[rows]`` int64: KV that the row sees, its own token's included."""
+    prefixes: Prefixes | None = None
+    """What layers without a window read together."""
 
 
 class Cut(NamedTuple):
@@ -75,6 +94,11 @@ class Cut(NamedTuple):
     """Heads that share a KV head."""
     window: int
     """Stored keys that a row sees at most before its own, by KV index; -1 = all."""
+
+    @property
+    def windowed(self) -> bool:
+        """Whether a row does not see all that is stored."""
+        return self.window >= 0
 
     @property
     def queries(self) -> int:
@@ -90,20 +114,25 @@ class Cut(NamedTuple):
 class Shares(NamedTuple):
     """Which blocks each program of a KV head looks at.
 
-    A tile is rows that are looked at together. The blocks of all tiles are numbered in their order.
+    A tile is rows that are looked at together: of a group, in what its rows have in common, or of
+    one context. The blocks of all tiles are numbered in their order, those of groups first.
     """
 
     cut: Cut
     totals: torch.Tensor
     """``[3]`` int32: blocks of a program, all blocks, all tiles."""
     tiles: torch.Tensor
-    """``[5, rows]`` int32, of each tile: its last row, rows in front of that one, blocks up to its
-    end, and KV and table row of the last row. There are at most as many as rows."""
+    """``[6, most tiles]`` int32, of each tile: its last row, rows in front of that one, blocks up
+    to its end, KV and table row of the last row, and the KV that its rows see elsewhere. For tiles
+    of a group that is -1, and the last row an entry of `Prefixes.order`."""
     stretches: torch.Tensor
     """``[2, programs]`` int32: the tile that a program begins in, and the one behind its last."""
     arrived: torch.Tensor
     """``[kv_heads, programs]`` int32, zeros between layers: how many have left their part of the
     tile that begins in a program and goes on in the next."""
+    met: torch.Tensor
+    """``[rows, heads]`` int32, zeros between layers: whether one of a row's two parts is there.
+    Nothing without groups."""
 
 
 def share(rows: Rows, cut: Cut, multiprocessors: int) -> Shares:
@@ -113,21 +142,22 @@ def share(rows: Rows, cut: Cut, multiprocessors: int) -> Shares:
     early.
     """
     count = len(rows.kv_lens)
+    groups = None if cut.windowed else rows.prefixes
     programs = max(1, multiprocessors * cut.tuning.programs // cut.kv_heads)
-    totals, tiles, stretches, arrived = (
-        torch.empty(size, dtype=torch.int32, device=rows.kv_lens.device)
-        for size in ((3,), (5, count), (2, programs), (cut.kv_heads, programs))
-    )
+    heads = cut.kv_heads * cut.group
+    most = count if groups is None else 2 * count
+    sizes = ((3,), (6, most), (2, programs), (cut.kv_heads, programs), (most - count, heads))
+    made = [torch.empty(size, dtype=torch.int32, device=rows.kv_lens.device) for size in sizes]
     # Rows and programs that an instance compares at once.
     planned_rows, planned_programs = (_FEW_ROWS, 32) if count <= _FEW_ROWS else (1024, 16)
     _share[(triton.cdiv(programs, planned_programs),)](
-        rows.table_rows, rows.kv_lens, totals, tiles, stretches, arrived,
-        count, programs, cut.window,
-        BLOCK=cut.tuning.block, WINDOWED=cut.window >= 0, TILE=cut.tile,
-        ROWS=planned_rows, PROGRAMS=planned_programs, KV_HEADS=cut.kv_heads,
+        rows.table_rows, rows.kv_lens, *(groups or [rows.kv_lens] * 4), *made,
+        count, most, programs, cut.window,
+        BLOCK=cut.tuning.block, WINDOWED=cut.windowed, GROUPED=groups is not None, TILE=cut.tile,
+        ROWS=planned_rows, PROGRAMS=planned_programs, KV_HEADS=cut.kv_heads, HEADS=heads,
         num_warps=8, **chained(rows.kv_lens.device),
     )  # fmt: skip
-    return Shares(cut, totals, tiles, stretches, arrived)
+    return Shares(cut, *made)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -139,9 +169,9 @@ def seen_from(kv_len, window, WINDOWED: tl.constexpr):  # type: ignore[no-untype
         return 0
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def _goes_on(  # type: ignore[no-untyped-def]
-    table_rows, kv_lens, rows, row_count
+    table_rows, kv_lens, prefix_lens, rows, row_count, GROUPED: tl.constexpr
 ):
     """Whether rows see the KV of the row in front of them and one token more.
 
@@ -152,29 +182,52 @@ def _goes_on(  # type: ignore[no-untyped-def]
     same = own == tl.load(table_rows + rows - 1, mask=known, other=0)
     kv_len = tl.load(kv_lens + rows, mask=known, other=0)
     longer = kv_len == tl.load(kv_lens + rows - 1, mask=known, other=0) + 1
+    if GROUPED:
+        common = tl.load(prefix_lens + rows, mask=known, other=0)
+        same = same & (common == tl.load(prefix_lens + rows - 1, mask=known, other=0))
     return known & same & (longer | (own == 0))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _tiles(  # type: ignore[no-untyped-def]
-    table_rows, kv_lens, rows, row_count, start, window,
-    BLOCK: tl.constexpr, WINDOWED: tl.constexpr, TILE: tl.constexpr,
+    table_rows, kv_lens, prefix_lens, order, group_starts, entries, numbers, row_count, start,
+    window,
+    BLOCK: tl.constexpr, WINDOWED: tl.constexpr, GROUPED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """What the last row of a tile knows: rows in front of it, else -1; KV and blocks, else none.
+    """What the last of a tile knows: those in front of it, else -1; KV and blocks, else none.
 
-    Also where the stretches begin whose rows go on with each other; `start` is where the one before
-    the first row does.
+    Numbers are those of `order`'s entries and of the rows behind them. Also what was seen
+    elsewhere, the row whose table row it is, and where the stretches begin that go on with each
+    other; `start` is where the one before the first number does.
     """
-    goes_on = _goes_on(table_rows, kv_lens, rows, row_count)
-    starts = tl.associative_scan(tl.where(goes_on, start, rows), 0, _larger)
-    before = (rows - starts) % TILE
-    ends = (before == TILE - 1) | (_goes_on(table_rows, kv_lens, rows + 1, row_count) == 0)
+    rows = numbers - entries
+    goes_on = _goes_on(table_rows, kv_lens, prefix_lens, rows, row_count, GROUPED)
+    next_goes_on = _goes_on(table_rows, kv_lens, prefix_lens, rows + 1, row_count, GROUPED)
+    if GROUPED:
+        first = tl.load(group_starts + numbers, mask=numbers < entries, other=0)
+        goes_on = goes_on | ((numbers < entries) & (first != numbers))
+        first = tl.load(group_starts + numbers + 1, mask=numbers + 1 < entries, other=0)
+        next_goes_on = next_goes_on | ((numbers + 1 < entries) & (first != numbers + 1))
+    starts = tl.associative_scan(tl.where(goes_on, start, numbers), 0, _larger)
+    before = (numbers - starts) % TILE
+    ends = (before == TILE - 1) | (next_goes_on == 0)
     ends = ends & (rows < row_count)
-    kv_len = tl.load(kv_lens + rows, mask=ends, other=0).to(tl.int32)
-    unseen = seen_from(kv_len - before, window, WINDOWED) // BLOCK
+    elsewhere = tl.zeros_like(rows)
+    if GROUPED:
+        of_group = numbers < entries
+        rows = tl.where(of_group, tl.load(order + numbers, mask=of_group & ends, other=0), rows)
+        common = tl.load(prefix_lens + rows, mask=ends, other=0)
+        kv_len = tl.load(kv_lens + rows, mask=ends, other=0).to(tl.int32)
+        kv_len = tl.where(of_group, common, kv_len)
+        elsewhere = tl.where(of_group, -1, common)
+        unseen = tl.maximum(elsewhere, 0) // BLOCK
+    else:
+        kv_len = tl.load(kv_lens + rows, mask=ends, other=0).to(tl.int32)
+        unseen = seen_from(kv_len - before, window, WINDOWED) // BLOCK
     # One for rows that see nothing, so that somebody writes their zeros.
     blocks = tl.maximum(tl.cdiv(kv_len, BLOCK) - unseen, 1)
-    return tl.where(ends, before, -1), kv_len, tl.where(ends, blocks, 0), starts
+    ahead = tl.where(ends, before, -1)
+    return ahead, kv_len, tl.where(ends, blocks, 0), elsewhere, rows, starts
 
 
 @triton.jit
@@ -182,23 +235,29 @@ def _larger(a, b):  # type: ignore[no-untyped-def]
     return tl.maximum(a, b)
 
 
-@triton.jit(do_not_specialize=["row_count", "program_count", "window"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["row_count", "most", "program_count", "window"])  # type: ignore[untyped-decorator]
 def _share(  # type: ignore[no-untyped-def]
-    table_rows, kv_lens, totals, tiles, stretches, arrived, row_count, program_count, window,
-    BLOCK: tl.constexpr, WINDOWED: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
-    PROGRAMS: tl.constexpr, KV_HEADS: tl.constexpr, CHAINED: tl.constexpr,
+    table_rows, kv_lens, prefix_lens, order, group_starts, entry_count,
+    totals, tiles, stretches, arrived, met, row_count, most, program_count, window,
+    BLOCK: tl.constexpr, WINDOWED: tl.constexpr, GROUPED: tl.constexpr, TILE: tl.constexpr,
+    ROWS: tl.constexpr, PROGRAMS: tl.constexpr, KV_HEADS: tl.constexpr, HEADS: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Shares for `PROGRAMS` programs; each instance sums all rows, the first one keeps tiles."""
     if CHAINED:
         follow()
     lanes = tl.arange(0, ROWS)
+    entries = 0
+    if GROUPED:
+        entries = tl.load(entry_count)
     total = 0
     tile_count = 0
     start = 0
-    for first in range(0, row_count, ROWS):
-        ahead, _, blocks, starts = _tiles(
-            table_rows, kv_lens, first + lanes, row_count, start, window, BLOCK, WINDOWED, TILE
-        )
+    for first in range(0, entries + row_count, ROWS):
+        ahead, _, blocks, _, _, starts = _tiles(
+            table_rows, kv_lens, prefix_lens, order, group_starts, entries, first + lanes,
+            row_count, start, window, BLOCK, WINDOWED, GROUPED, TILE,
+        )  # fmt: skip
         total += tl.sum(blocks)
         tile_count += tl.sum((ahead >= 0).to(tl.int32))
         start = tl.max(starts)
@@ -215,11 +274,12 @@ def _share(  # type: ignore[no-untyped-def]
     ended = tl.zeros([PROGRAMS], tl.int32)
     begun = tl.zeros([PROGRAMS], tl.int32)
     block = (programs * share)[:, None]
-    for first in range(0, row_count, ROWS):
-        rows = first + lanes
-        ahead, kv_len, blocks, starts = _tiles(
-            table_rows, kv_lens, rows, row_count, start, window, BLOCK, WINDOWED, TILE
-        )
+    for first in range(0, entries + row_count, ROWS):
+        numbers = first + lanes
+        ahead, kv_len, blocks, elsewhere, rows, starts = _tiles(
+            table_rows, kv_lens, prefix_lens, order, group_starts, entries, numbers,
+            row_count, start, window, BLOCK, WINDOWED, GROUPED, TILE,
+        )  # fmt: skip
         is_tile = ahead >= 0
         ends = passed + tl.cumsum(blocks, 0)
         over = (ends[None, :] <= block) & is_tile[None, :]
@@ -229,11 +289,13 @@ def _share(  # type: ignore[no-untyped-def]
         kept = is_tile & keeps
         place = tiles + passed_tiles + tl.cumsum(is_tile.to(tl.int32), 0) - 1
         own = tl.load(table_rows + rows, mask=kept, other=0)
-        tl.store(place, rows, mask=kept)
-        tl.store(place + row_count, ahead, mask=kept)
-        tl.store(place + 2 * row_count, ends, mask=kept)
-        tl.store(place + 3 * row_count, kv_len, mask=kept)
-        tl.store(place + 4 * row_count, own.to(tl.int32), mask=kept)
+        tl.store(place, tl.where(elsewhere < 0, numbers, rows), mask=kept)
+        tl.store(place + most, ahead, mask=kept)
+        tl.store(place + 2 * most, ends, mask=kept)
+        tl.store(place + 3 * most, kv_len, mask=kept)
+        tl.store(place + 4 * most, own.to(tl.int32), mask=kept)
+        if GROUPED:
+            tl.store(place + 5 * most, elsewhere, mask=kept)
         passed += tl.sum(blocks)
         passed_tiles += tl.sum(is_tile.to(tl.int32))
         start = tl.max(starts)
@@ -242,3 +304,8 @@ def _share(  # type: ignore[no-untyped-def]
     tl.store(stretches + program_count + programs, begun, mask=known)
     for head in range(KV_HEADS):
         tl.store(arrived + head * program_count + programs, 0, mask=known)
+    if entries > 0:
+        for head in range(tl.program_id(0), HEADS, tl.num_programs(0)):
+            for first in range(0, row_count, ROWS):
+                rows = first + lanes
+                tl.store(met + rows * HEADS + head, 0, mask=rows < row_count)

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from pie_driver_sglang.chained_triton import chained, follow
 from pie_driver_sglang.sglang.masked_torch import Rule
-from pie_driver_sglang.sglang.paged_parts import LOG2E, finish, leave, room
+from pie_driver_sglang.sglang.paged_parts import LOG2E, leave, room, rows_of, settle
 from pie_driver_sglang.sglang.paged_shares import Rows, Shares, seen_from
 
 _MOST_PAGES = 8
@@ -50,15 +50,19 @@ def attend(
     row_count, _, dim = queries.shape
     _, kv_heads, value_dim = values.shape
     how, tile, programs = shares.cut.tuning, shares.cut.tile, shares.stretches.shape[1]
-    parts, sums = room(queries, programs, tile, value_dim)
+    groups = None if shares.cut.windowed else rows.prefixes
+    parts, sums = room(2 * programs * tile, queries, value_dim)
+    # What rows of groups have seen together, and alone.
+    halves = room(0 if groups is None else 2 * row_count, queries, value_dim)
     sinks = out if rule.sinks is None else rule.sinks
     # Scores are exponents of two; where capped, cap * tanh(score / cap).
     scale, cap = rule.scale * LOG2E.value, 0.0
     if rule.cap:
         scale, cap = rule.scale / rule.cap, rule.cap * LOG2E.value
     _attend[(kv_heads, programs)](
-        queries, keys, values, out, rows.table, *shares[1:], parts, sums, sinks,
-        scale, value_scale, cap, shares.cut.window, row_count,
+        queries, keys, values, out, rows.table, out if groups is None else groups.order,
+        *shares[1:], parts, sums, *halves, sinks,
+        scale, value_scale, cap, shares.cut.window, row_count, shares.tiles.shape[1],
         queries.stride(0), keys.stride(0), keys.stride(1), values.stride(0), values.stride(1),
         out.stride(0), rows.table.stride(0),
         GROUP=shares.cut.group, DIM=dim, VALUE_DIM=value_dim,
@@ -66,8 +70,9 @@ def attend(
         GROUP_BLOCK=shares.cut.queries, HEAD_BLOCK=triton.next_power_of_2(shares.cut.group),
         DIM_BLOCK=max(16, triton.next_power_of_2(dim)),
         VALUE_BLOCK=max(16, triton.next_power_of_2(value_dim)),
-        CAPPED=rule.cap > 0, WINDOWED=shares.cut.window >= 0, SINKS=rule.sinks is not None,
-        TILE=tile, num_warps=how.warps, num_stages=how.stages, **chained(queries.device),
+        CAPPED=rule.cap > 0, WINDOWED=shares.cut.windowed, SINKS=rule.sinks is not None,
+        GROUPED=groups is not None, TILE=tile,
+        num_warps=how.warps, num_stages=how.stages, **chained(queries.device),
     )  # fmt: skip
 
 
@@ -168,17 +173,18 @@ def _attend_span(  # type: ignore[no-untyped-def]
     return mixed, best, tl.sum(totals, 1)
 
 
-@triton.jit(do_not_specialize=["row_count", "window"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["row_count", "most", "window"])  # type: ignore[untyped-decorator]
 def _attend(  # type: ignore[no-untyped-def]
-    queries, keys, values, out, table, totals, tiles, stretches, arrived, parts, sums, sinks,
-    scale, value_scale, cap, window, row_count,
+    queries, keys, values, out, table, order, totals, tiles, stretches, arrived, met,
+    parts, sums, halves, half_sums, sinks,
+    scale, value_scale, cap, window, row_count, most,
     query_stride, key_slot_stride, key_head_stride, value_slot_stride, value_head_stride,
     out_stride, table_stride,
     GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     PAGE: tl.constexpr, PAGES: tl.constexpr, BLOCK: tl.constexpr,
     GROUP_BLOCK: tl.constexpr, HEAD_BLOCK: tl.constexpr, DIM_BLOCK: tl.constexpr,
     VALUE_BLOCK: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr, SINKS: tl.constexpr,
-    TILE: tl.constexpr, CHAINED: tl.constexpr,
+    GROUPED: tl.constexpr, TILE: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """A program's share of the blocks, with the heads of one KV head.
 
@@ -193,17 +199,22 @@ def _attend(  # type: ignore[no-untyped-def]
     tile_count = tl.load(totals + 2)
     start = tl.load(stretches + program)
     until = tl.load(stretches + tl.num_programs(1) + program)
-    begin = tl.load(tiles + 2 * row_count + start - 1, mask=start > 0, other=0)
-    row, ahead, end, kv_len, slots = _tile(tiles, start, tile_count, row_count, table, table_stride)
-    following = _tile(tiles, start + 1, tile_count, row_count, table, table_stride)
-    seen = _span(block, tl.minimum(end, stop), begin, ahead, kv_len, window, BLOCK, WINDOWED)
+    begin = tl.load(tiles + 2 * most + start - 1, mask=start > 0, other=0)
+    row, ahead, end, kv_len, slots, elsewhere = _tile(
+        tiles, start, tile_count, most, table, table_stride, GROUPED
+    )
+    following = _tile(tiles, start + 1, tile_count, most, table, table_stride, GROUPED)
+    seen = _span(
+        block, tl.minimum(end, stop), begin, ahead, kv_len, elsewhere, window, BLOCK, WINDOWED,
+        GROUPED,
+    )  # fmt: skip
     found = _look_up(slots, seen[0], seen[1], PAGE, PAGES, BLOCK)
     group = tl.arange(0, GROUP_BLOCK)
     # The heads of the first row of the tile, then those of the second one.
     number = group // GROUP
     heads = kv_head * GROUP + group % GROUP
-    value_dims = tl.arange(0, VALUE_BLOCK)
     own_queries = queries + heads * DIM
+    first_rows = rows_of(order, row, ahead, number, elsewhere, GROUPED)
     if CHAINED:
         first_slots = _slots(found, PAGE, PAGES, BLOCK)
         _ask(keys + kv_head * key_head_stride, first_slots, key_slot_stride, DIM, DIM_BLOCK)
@@ -212,23 +223,29 @@ def _attend(  # type: ignore[no-untyped-def]
             VALUE_BLOCK,
         )  # fmt: skip
         follow()
-    q = _load_queries(own_queries, number, row, ahead, query_stride, DIM, DIM_BLOCK)
+    q = _load_queries(own_queries, first_rows, number <= ahead, query_stride, DIM, DIM_BLOCK)
     for tile in range(start, until):
         last = tl.minimum(end, stop)
         # What the next tiles need is on its way while this one's KV is looked at.
-        next_row, next_ahead, next_end, next_kv_len, next_slots = following
-        following = _tile(tiles, tile + 2, tile_count, row_count, table, table_stride)
+        next_row, next_ahead, next_end, next_kv_len, next_slots, next_elsewhere = following
+        following = _tile(tiles, tile + 2, tile_count, most, table, table_stride, GROUPED)
         next_seen = _span(
-            last, tl.minimum(next_end, stop), end, next_ahead, next_kv_len, window, BLOCK, WINDOWED
-        )
+            last, tl.minimum(next_end, stop), end, next_ahead, next_kv_len, next_elsewhere, window,
+            BLOCK, WINDOWED, GROUPED,
+        )  # fmt: skip
         next_found = _look_up(next_slots, next_seen[0], next_seen[1], PAGE, PAGES, BLOCK)
+        next_rows = rows_of(order, next_row, next_ahead, number, next_elsewhere, GROUPED)
         next_q = _load_queries(
-            own_queries, number, next_row, next_ahead, query_stride, DIM, DIM_BLOCK
+            own_queries, next_rows, number <= next_ahead, query_stride, DIM, DIM_BLOCK
         )
+        # What the rows of a group see together all of them see to its end.
+        kv_lens = kv_len - ahead + number
+        if GROUPED:
+            kv_lens = tl.where(elsewhere < 0, kv_len, kv_lens)
         mixed, best, total = _attend_span(
             q, keys + kv_head * key_head_stride, values + kv_head * value_head_stride,
             slots, found, seen[0], seen[1], seen_from(kv_len - ahead, window, WINDOWED),
-            kv_len - ahead + number, scale, cap, window, key_slot_stride, value_slot_stride,
+            kv_lens, scale, cap, window, key_slot_stride, value_slot_stride,
             DIM, VALUE_DIM, PAGE, PAGES, BLOCK, GROUP_BLOCK, DIM_BLOCK, VALUE_BLOCK,
             CAPPED, WINDOWED,
         )  # fmt: skip
@@ -236,22 +253,23 @@ def _attend(  # type: ignore[no-untyped-def]
         asks = number <= ahead
         first, final = begin // share, (end - 1) // share
         if first == final:
-            mixed = finish(mixed, best, total, sinks, heads, asks, SINKS)
-            rows = (row - ahead + number).to(tl.int64)
-            tl.store(
-                out + (rows * out_stride + heads * VALUE_DIM)[:, None] + value_dims[None, :],
-                mixed,
-                mask=asks[:, None] & (value_dims[None, :] < VALUE_DIM),
-            )
+            rows = rows_of(order, row, ahead, number, elsewhere, GROUPED)
+            settle(
+                mixed, best, total, rows, heads, asks, out, out_stride,
+                halves, half_sums, met, row_count, elsewhere, sinks,
+                GROUP, VALUE_DIM, VALUE_BLOCK, SINKS, GROUPED,
+            )  # fmt: skip
         else:
             leave(
                 mixed, best, total, out, parts, sums, sinks, arrived, program, first, final,
-                row - ahead, ahead, number, kv_head, out_stride,
-                GROUP, VALUE_DIM, GROUP_BLOCK, HEAD_BLOCK, VALUE_BLOCK, SINKS, TILE,
+                order, row, ahead, number, kv_head, out_stride,
+                halves, half_sums, met, row_count, elsewhere,
+                GROUP, VALUE_DIM, GROUP_BLOCK, HEAD_BLOCK, VALUE_BLOCK, SINKS, GROUPED, TILE,
             )  # fmt: skip
         block = last
         begin = end
         row, ahead, end, kv_len, slots = next_row, next_ahead, next_end, next_kv_len, next_slots
+        elsewhere = next_elsewhere
         seen = next_seen
         found = next_found
         q = next_q
@@ -276,37 +294,48 @@ def _ask(  # type: ignore[no-untyped-def]
     )
 
 
-@triton.jit
-def _tile(tiles, tile, tile_count, row_count, table, table_stride):  # type: ignore[no-untyped-def]
-    """A tile's last row, rows in front of it, its end, KV and slots; nothing behind the last."""
+@triton.jit  # type: ignore[untyped-decorator]
+def _tile(  # type: ignore[no-untyped-def]
+    tiles, tile, tile_count, most, table, table_stride, GROUPED: tl.constexpr
+):
+    """A tile's last row, rows in front of it, its end, KV, slots and what is seen elsewhere.
+
+    Nothing behind the last.
+    """
     place = tiles + tile
     known = tile < tile_count
     row = tl.load(place, mask=known, other=0)
-    ahead = tl.load(place + row_count, mask=known, other=0)
-    end = tl.load(place + 2 * row_count, mask=known, other=0)
-    kv_len = tl.load(place + 3 * row_count, mask=known, other=0)
-    table_row = tl.load(place + 4 * row_count, mask=known, other=0).to(tl.int64)
-    return row, ahead, end, kv_len, table + table_row * table_stride
+    ahead = tl.load(place + most, mask=known, other=0)
+    end = tl.load(place + 2 * most, mask=known, other=0)
+    kv_len = tl.load(place + 3 * most, mask=known, other=0)
+    table_row = tl.load(place + 4 * most, mask=known, other=0).to(tl.int64)
+    elsewhere = 0
+    if GROUPED:
+        elsewhere = tl.load(place + 5 * most, mask=known, other=0)
+    return row, ahead, end, kv_len, table + table_row * table_stride, elsewhere
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _load_queries(  # type: ignore[no-untyped-def]
-    own_queries, number, row, ahead, query_stride, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr
+    own_queries, rows, asks, query_stride, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr
 ):
     """Those of a tile's rows: ``[GROUP_BLOCK, DIM_BLOCK]``."""
-    rows = (row - ahead + number).to(tl.int64)
     dims = tl.arange(0, DIM_BLOCK)
     return tl.load(
         (own_queries + rows * query_stride)[:, None] + dims[None, :],
-        mask=(number <= ahead)[:, None] & (dims[None, :] < DIM),
+        mask=asks[:, None] & (dims[None, :] < DIM),
         other=0.0,
     )
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _span(  # type: ignore[no-untyped-def]
-    block, last, begin, ahead, kv_len, window, BLOCK: tl.constexpr, WINDOWED: tl.constexpr
-):
+    block, last, begin, ahead, kv_len, elsewhere, window, BLOCK: tl.constexpr,
+    WINDOWED: tl.constexpr, GROUPED: tl.constexpr,
+):  # fmt: skip
     """The first token of a tile's blocks up to `last`, and the end of those that one row sees."""
-    skipped = seen_from(kv_len - ahead, window, WINDOWED) // BLOCK - begin
+    unseen = seen_from(kv_len - ahead, window, WINDOWED)
+    if GROUPED:
+        unseen = tl.maximum(elsewhere, 0)
+    skipped = unseen // BLOCK - begin
     return (block + skipped) * BLOCK, tl.minimum((last + skipped) * BLOCK, kv_len)

@@ -1,0 +1,159 @@
+"""Contexts that begin with the same pages, beside as many that have pages of their own.
+
+    python benches/gpu/prefix_check.py [--pocket DIR] [--shapes DIR] [--json FILE]
+        [--batches 16,64,256] [--contexts 2048] [--option KEY=VALUE ...]
+
+1. `pocket` in bfloat16: contexts with a common beginning say the same, shared or not. Prints how
+   many of the greedy tokens differ before a context's first difference is behind it.
+2. Random weights in the shape of DIR: decode steps through the ring, p50 in microseconds, by how
+   many tokens of each context all have in common.
+
+`--device cpu` tries the script out; there every row reads all of its KV.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from serve_check import PAGE, driver
+
+from pie_driver_sglang._core import Client, Request, Sampler, encode_forward
+
+STEPS = 60
+SAID = 24
+"""Tokens that each context of `pocket` says."""
+FEW = 0.02
+"""Of tokens, which may differ by rounding."""
+
+
+class Contexts(NamedTuple):
+    """Contexts of equal lengths, all of which begin with the same tokens."""
+
+    count: int
+    common: int
+    own: int
+    shared: bool
+    """Whether their beginnings are the same pages, too."""
+
+    def pages(self, context: int, tokens: int) -> list[int]:
+        """Of so many tokens of a context."""
+        most = -(-(self.common + self.own + SAID + STEPS) // PAGE)
+        first = self.common // PAGE if self.shared else 0
+        own = range(first + context * most, first + context * most + most)
+        listed = [*range(first), *own] if self.shared else list(own)
+        return listed[: -(-tokens // PAGE)]
+
+    def request(self, context: int, tokens: Sequence[int], start: int) -> Request:
+        """Tokens from a position on, sampled at the last."""
+        end = start + len(tokens)
+        return Request(
+            list(tokens), list(range(start, end)), self.pages(context, end), (end - 1) % PAGE + 1,
+            [(len(tokens) - 1, Sampler.greedy())], context_id=context + 1,
+        )  # fmt: skip
+
+    def fill(self, client: Client) -> list[int]:
+        """Stores all contexts; the token that each says."""
+        beginning = [3 + i % 1000 for i in range(self.common)]
+        said = []
+        for context in range(self.count):
+            if context == 0 or not self.shared:
+                for start in range(0, self.common, 2048):
+                    part = beginning[start : start + 2048]
+                    client.forward([self.request(context, part, start)])
+            own = [5 + (7 * i + 31 * context) % 1500 for i in range(self.own)]
+            [[token]] = client.forward([self.request(context, own, self.common)]).tokens
+            said.append(token)
+        return said
+
+
+def say(client: Client, contexts: Contexts) -> list[list[int]]:
+    """Greedy tokens of each context."""
+    said = [[token] for token in contexts.fill(client)]
+    for number in range(SAID):
+        place = contexts.common + contexts.own + number
+        batch = [contexts.request(c, said[c][-1:], place) for c in range(contexts.count)]
+        for own, [token] in zip(said, client.forward(batch).tokens, strict=True):
+            own.append(token)
+    return said
+
+
+def check_pocket(pocket: Path, device: str, options: dict[str, object]) -> None:
+    """The same words from shared pages and from own ones."""
+    with driver(pocket, {"page_size": PAGE, **options}, device) as (client, _):
+        found = [
+            say(client, Contexts(count=48, common=768, own=20, shared=shared))
+            for shared in (False, True)
+        ]
+    differ = total = 0
+    for alone, shared in zip(*found, strict=True):
+        same = [a == b for a, b in zip(alone, shared, strict=True)]
+        until = same.index(False) + 1 if False in same else len(same)
+        differ += until - sum(same[:until])
+        total += until
+    print(f"    {differ} of {total} tokens differ with shared pages")
+    if differ > FEW * total:
+        raise SystemExit("more than rounding explains")
+
+
+def time_steps(client: Client, contexts: Contexts) -> float:
+    """The p50 of a step in microseconds."""
+    contexts.fill(client)
+    samples = []
+    for number in range(STEPS):
+        place = contexts.common + contexts.own + number
+        frame = encode_forward([contexts.request(c, [5], place) for c in range(contexts.count)])
+        started = time.perf_counter_ns()
+        client.call(frame)
+        samples.append((time.perf_counter_ns() - started) / 1000)
+    return statistics.median(samples[10:])
+
+
+def check_steps(shapes: Path, arguments: argparse.Namespace, options: dict[str, object]) -> None:
+    """By batch, and by how much is common."""
+    rows: list[dict[str, Any]] = []
+    dummy = {"page_size": PAGE, "load_format": "dummy", **options}
+    with driver(shapes, dummy, arguments.device) as (client, _):
+        for context in map(int, arguments.contexts.split(",")):
+            for batch in map(int, arguments.batches.split(",")):
+                alone = None
+                for common in (0, context // 8, context // 2, context * 15 // 16):
+                    contexts = Contexts(batch, common, context - common, shared=True)
+                    p50 = time_steps(client, contexts)
+                    alone = alone or p50
+                    row = {"batch": batch, "context": context, "common": common, "p50_us": p50}
+                    rows.append(row)
+                    print(
+                        f"    {batch:>3} x {context}, {common:>5} in common: {p50:>7.0f} us, "
+                        f"{alone / p50:.2f} times as fast",
+                        flush=True,
+                    )
+    if arguments.json:
+        arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+def main() -> None:
+    """Runs both parts."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--pocket", type=Path, default=Path("models/pocket"))
+    parser.add_argument("--shapes", type=Path)
+    parser.add_argument("--device", default="cuda:0")
+    parser.add_argument("--batches", default="16,64,256")
+    parser.add_argument("--contexts", default="2048")
+    parser.add_argument("--option", action="append", default=[], help="KEY=VALUE, in JSON")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    pairs = (option.split("=", 1) for option in arguments.option)
+    options = {key: json.loads(value) for key, value in pairs}
+    check_pocket(arguments.pocket.resolve(), arguments.device, options)
+    if arguments.shapes:
+        check_steps(arguments.shapes.resolve(), arguments, options)
+
+
+if __name__ == "__main__":
+    main()
