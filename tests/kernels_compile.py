@@ -32,6 +32,8 @@ from pie_driver_sglang.sglang.paged_shares import Cut, Prefixes, Rows, share, tu
 from pie_driver_sglang.sglang.paged_triton import attend
 from pie_driver_sglang.sglang.rank_sums import TUNINGS, RankSums, Shared
 
+FEW = 3
+"""Rows of a step."""
 TARGET = GPUTarget("cuda", 90, 32)
 TYPES = {
     torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int32: "i32",
@@ -105,7 +107,7 @@ def attention(
     page: int,
     rule: Rule,
     window: int,
-    count: int = 3,
+    count: int = FEW,
     prompts: bool = False,
     *,
     grouped: bool = False,
@@ -116,11 +118,11 @@ def attention(
         torch.zeros(4, 512, dtype=torch.int32),
         torch.zeros(count, dtype=torch.int64),
         torch.arange(count),
-        Prefixes(numbers, numbers, numbers, numbers[:1]) if grouped else None,
+        Prefixes(numbers, numbers, numbers, numbers, numbers[:1]) if grouped else None,
     )
     storage = torch.zeros(64, 8, dim).to(pool)
     q = torch.zeros(count, 8 * group, dim, dtype=queries)
-    how = tuning(dim, group, pool.itemsize, prompts=prompts)
+    how = tuning(dim, group, pool.itemsize, count, prompts=prompts)
     shares = share(rows, Cut(how, 8, group, window), 132)
     attend(q, storage, storage, torch.empty_like(q), rows, shares, rule, page)
 
@@ -134,10 +136,11 @@ def check_attention() -> None:
 def check_attention_case(case: Any, *, grouped: bool) -> None:
     """One layer, with groups of rows or without."""
     window, prompts = case[6], case[-1] is True
+    count = case[7] if len(case) > 7 else FEW
     grouped = grouped and window < 0 and not prompts
     kernels = recorded(functools.partial(attention, *case, grouped=grouped))
     assert [kernel.name for kernel in kernels] == ["_share", "_attend"]
-    page, block = case[4], tuning(*case[:2], case[2].itemsize, prompts=prompts).block
+    page, block = case[4], tuning(*case[:2], case[2].itemsize, count, prompts=prompts).block
     # Shares, two tiles and where the first block is stored: neither queries nor KV.
     slots = paged_triton._pages(block, page)
     loads = 16 + slots if slots and not grouped else None
@@ -279,6 +282,8 @@ CASES: list[Any] = [
     (80, 5, torch.float8_e4m3fn, torch.bfloat16, 16, Rule(0.1, sinks=torch.zeros(40)), -1),
     (256, 1, torch.float8_e5m2, torch.bfloat16, 24, Rule(0.1), 0),
     (128, 5, torch.float32, torch.float32, 16, Rule(0.1), -1),
+    (128, 2, torch.bfloat16, torch.bfloat16, 16, Rule(0.1), -1, 256),
+    (128, 5, torch.bfloat16, torch.bfloat16, 16, Rule(0.1), -1, 256),
     # Prompts.
     (128, 2, torch.bfloat16, torch.bfloat16, 16, Rule(0.1), -1, 2304, True),
     (128, 5, torch.bfloat16, torch.bfloat16, 16, Rule(0.1), 100, 640, True),

@@ -203,14 +203,15 @@ def prefixes(case: Case) -> Prefixes:
     """As they are staged: what is not in use may be anything."""
     count = len(case.lengths) + PADDING
     lens = torch.zeros(count, dtype=torch.int32)
-    order, starts = (torch.full((count,), NO_SLOT, dtype=torch.int32) for _ in range(2))
+    places, order, starts = (torch.full((count,), NO_SLOT, dtype=torch.int32) for _ in range(3))
     used = 0
     for group, common in pairs(case):
         lens[list(group)] = common
         order[used : used + len(group)] = torch.tensor(group)
+        places[list(group)] = torch.arange(used, used + len(group), dtype=torch.int32)
         starts[used : used + len(group)] = used
         used += len(group)
-    return Prefixes(lens, order, starts, torch.tensor([used], dtype=torch.int32))
+    return Prefixes(lens, places, order, starts, torch.tensor([used], dtype=torch.int32))
 
 
 def dense(case: Case, step: Step) -> torch.Tensor:
@@ -361,30 +362,27 @@ def check_shares() -> bool:
 
 
 def check_grouped_shares() -> bool:
-    """Tiles of groups come first, and those of rows begin where their groups end."""
+    """Tiles of groups stand in front of their last rows', which begin where the groups' end."""
     lengths = [700, 300, 701, 400, 64, 702, 260]
-    case = Case(tuple(lengths), groups=((0, 2, 5), (1, 3, 6)), common=(640, 256))
-    count = len(lengths) + PADDING
-    step = Rows(
-        torch.empty(0), torch.arange(1, count + 1), torch.tensor(lengths + [1] * PADDING),
-        prefixes(case),
-    )  # fmt: skip
+    case = Case(tuple(lengths), groups=((5, 2, 0), (1, 3, 6)), common=(640, 256))
+    lengths += [1] * PADDING
+    rows = torch.arange(1, len(lengths) + 1)
+    step = Rows(torch.empty(0), rows, torch.tensor(lengths), prefixes(case))
     # A product has room for two heads of two rows.
     shares = share(step, Cut(Tuning(64, 4, 3, 1, queries=4), 2, 2, -1), 8)
-    expected = [(1, 1, 10, 640, 1, -1), (2, 0, 10, 640, 6, -1)]
-    expected += [(4, 1, 4, 256, 2, -1), (5, 0, 4, 256, 7, -1)]
     elsewhere = [640, 256, 640, 256, 0, 640, 256] + [0] * PADDING
-    seen = zip(lengths + [1] * PADDING, elsewhere, strict=True)
-    expected += [
-        (row, 0, -(-length // 64) - gone // 64, length, row + 1, gone)
-        for row, (length, gone) in enumerate(seen)
-    ]
-    ends = itertools.accumulate(tile[2] for tile in expected)
-    tiles = [[*tile[:2], end, *tile[3:]] for tile, end in zip(expected, ends, strict=True)]
-    # The last entry's table row is that of the tile's last row.
-    tiles[0][4], tiles[2][4] = 3, 4
-    found = shares.tiles[:, : len(tiles)].T.tolist()
-    return found == tiles and shares.totals.tolist()[1:] == [tiles[-1][2], len(tiles)]
+    # By row: the entry that a tile of its group ends with, those in front, and blocks.
+    of_groups = {2: (1, 1, 10), 0: (2, 0, 10), 3: (4, 1, 4), 6: (5, 0, 4)}
+    expected, end = [], 0
+    for row, (length, gone) in enumerate(zip(lengths, elsewhere, strict=True)):
+        if row in of_groups:
+            entry, ahead, blocks = of_groups[row]
+            end += blocks
+            expected.append([entry, ahead, end, gone, row + 1, -1])
+        end += -(-length // 64) - gone // 64
+        expected.append([row, 0, end, length, row + 1, gone])
+    found = shares.tiles[:, : len(expected)].T.tolist()
+    return found == expected and shares.totals.tolist()[1:] == [end, len(expected)]
 
 
 if __name__ == "__main__":

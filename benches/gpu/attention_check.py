@@ -37,7 +37,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
-from paged_kernels import Case, check_attention
+from paged_kernels import PADDING, Case, check_attention
 from pie_driver_sglang.sglang.masked_torch import Rule
 from pie_driver_sglang.sglang.paged_shares import Cut, Rows, Tuning, share, tuning
 from pie_driver_sglang.sglang.paged_triton import attend
@@ -73,9 +73,9 @@ class Shape(NamedTuple):
     kv_heads: int
     dim: int
 
-    def tuning(self, itemsize: int, prompts: bool) -> Tuning:
+    def tuning(self, itemsize: int, rows: int, prompts: bool) -> Tuning:
         """The default cut."""
-        return tuning(self.dim, self.heads // self.kv_heads, itemsize, prompts=prompts)
+        return tuning(self.dim, self.heads // self.kv_heads, itemsize, rows, prompts=prompts)
 
 
 SHAPES = (Shape("0.6B", 16, 8, 128), Shape("14B", 40, 8, 128))
@@ -146,7 +146,7 @@ class Step:
 
     def default(self) -> Tuning:
         """The cut that the driver takes."""
-        return self.work.shape.tuning(self.queries.itemsize, self.work.prompt)
+        return self.work.shape.tuning(self.queries.itemsize, len(self.queries), self.work.prompt)
 
     def used(self, table: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """The first entries of each row of a table, one row behind the other."""
@@ -457,7 +457,9 @@ def check_parity(run: Run) -> int:
     cases = parity_cases()[:: 4 if run.tiny else 1]
     for case in cases:
         group = case.heads // case.kv_heads
-        how = tuning(max(case.dim, case.value_dim), group, case.pool.itemsize)
+        how = tuning(
+            max(case.dim, case.value_dim), group, case.pool.itemsize, len(case.lengths) + PADDING
+        )
         case = case._replace(multiprocessors=multiprocessors(run.device))
         if run.tiny:
             shorter = tuple(length // 40 for length in case.lengths)

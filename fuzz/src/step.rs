@@ -58,7 +58,12 @@ impl Steps {
             rows,
             slots: if told { size.slots.max(1) } else { rows },
         };
-        let layout = Layout::graph(room);
+        let layout = if room.slots == rows {
+            self.planner.find_groups();
+            Layout::grouped_graph(rows)
+        } else {
+            Layout::graph(room)
+        };
         // Neither may be written past its end, nor hold what a former step left there.
         let mut block = vec![u64::MAX; layout.bytes().div_ceil(8)];
         let mut mask_words = vec![-1; room.slots * self.limits.mask_words()];
@@ -122,7 +127,9 @@ impl Step<'_> {
         assert!(slots.iter().all(|&slot| (slot as usize) < page));
         let table = &self.all::<i64>("req_pool_indices")[rows..];
         assert!(table.iter().all(|&row| row == 0));
-        self.check_prefixes(rows);
+        if !self.all::<i32>("prefix_lens").is_empty() {
+            self.check_prefixes(rows);
+        }
         let told = self.all::<i64>("slot_rows");
         self.below("slot_rows", rows);
         let sampled = if told.is_empty() { rows } else { size.slots };
@@ -143,6 +150,9 @@ impl Step<'_> {
             let group = starts[start as usize];
             assert!(start == group && start as usize <= entry);
         }
+        let places = self.all::<i32>("prefix_places");
+        let placed = |(entry, &row): (usize, &i32)| places[row as usize] as usize == entry;
+        assert!(members.iter().enumerate().all(placed));
         members.sort_unstable();
         let grouped = (0..rows as i32).filter(|&row| lens[row as usize] > 0);
         assert!(grouped.eq(members));

@@ -419,7 +419,7 @@ class Lane:
             ValueError: A buffer is too small.
         """
     @staticmethod
-    def cuda(block: Buffer, mask_words: Buffer, results: Buffer, graphs: SupportsGetItem[int, tuple[SupportsIndex, SupportsIndex]], slots: SupportsIndex, stream: SupportsIndex, most: SupportsIndex, owner: Any) -> Lane:
+    def cuda(block: Buffer, mask_words: Buffer, results: Buffer, graphs: SupportsGetItem[int, tuple[SupportsIndex, SupportsIndex]], slots: SupportsIndex, stream: SupportsIndex, most: SupportsIndex, owner: Any, grouped: SupportsGetItem[int, tuple[SupportsIndex, SupportsIndex]] = ...) -> Lane:
         """
         CUDA graphs, launched by their raw handles on the current device.
 
@@ -432,10 +432,12 @@ class Lane:
             stream: The `cudaStream_t` that they run on.
             most: Most rows of one request.
             owner: Owns graphs, stream and memory, and is kept alive with the lane. Nobody else may use them.
+            grouped: Rows and handle of each graph whose block is `graph_layout(rows, slots, grouped=True)`, fewest first; they
+                run the steps in which rows read the same KV first, if they have room.
 
         Raises:
             RuntimeError: There is no CUDA driver, or no context on this thread.
-            ValueError: A buffer is too small.
+            ValueError: A buffer is too small, or a graph of `grouped` has more rows than slots.
         """
     def lead(self, /, broadcast: Broadcast) -> None:
         """
@@ -964,11 +966,12 @@ def encode_forward(requests: SupportsGetItem[int, Request], driver_id: SupportsI
         driver_id: Echoed by the response.
     """
 
-def graph_layout(rows: SupportsIndex, slots: SupportsIndex) -> list[tuple[str, tuple[str, int, int]]]:
+def graph_layout(rows: SupportsIndex, slots: SupportsIndex, grouped: bool = False) -> list[tuple[str, tuple[str, int, int]]]:
     """
     The arrays of the block of a graph, in the order in which they lie; see `Planner.layout`.
 
     Args:
         rows: Tokens that it has room for.
         slots: Of these, how many can be sampled. With fewer slots than rows the block says the row of each slot.
+        grouped: Whether the block says which rows read the same KV first; then there are as many slots as rows.
     """

@@ -33,6 +33,12 @@ def ladder(most: int) -> list[int]:
     return [*(count for count in rows if count < most), most]
 
 
+def grouped_ladder(most: int) -> list[int]:
+    """Rows of the graphs for steps in which rows begin with the same KV."""
+    rows = (16, 32, 64, 128, 192)
+    return [*(count for count in rows if count < most), min(most, 256)]
+
+
 def long_ladder(most: int, chunk_tokens: int) -> list[int]:
     """Rows of the graphs of prompts, alone or beside up to `most` decodes, within one pass."""
     rows = (8 * count * 2**octave for octave in range(7) for count in range(4, 8))

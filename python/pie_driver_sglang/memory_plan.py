@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
-from pie_driver_sglang.limits import ladder, long_ladder, row_pages
+from pie_driver_sglang.limits import grouped_ladder, ladder, long_ladder, row_pages
 
 GIB: Final = 2**30
 EVERYWHERE: Final = 1
@@ -333,7 +333,7 @@ def _graphs(device: Device, model: Model, settings: Settings) -> int:
     """
     if device.is_host or not settings.captures or model.state_bytes:
         return 0
-    rows = ladder(settings.requests)
+    rows = [*grouped_ladder(settings.requests), *ladder(settings.requests)]
     if settings.prompts:
         rows += long_ladder(settings.requests, settings.chunk_tokens)
     nodes = len(rows) * model.layers * GRAPH_LAYER_BYTES

@@ -10,6 +10,7 @@ from __future__ import annotations
 import abc
 import logging
 import time
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -44,6 +45,8 @@ class _Graph(NamedTuple):
     rows: int
     slots: int
     """Of the rows, how many can be sampled."""
+    grouped: bool
+    """Whether rows that begin with the same KV read that together."""
     host: dict[str, torch.Tensor]
     device: dict[str, torch.Tensor]
     bytes: int
@@ -59,17 +62,23 @@ class StepRunner(abc.ABC):
     graph_bytes = 0
     """Device memory that captured graphs take."""
 
-    def __init__(self, engine: SglangEngine, rows: list[int], slots: int) -> None:
-        """Allocates the memory for graphs of `rows`, each with up to `slots` sampled ones."""
+    def __init__(
+        self, engine: SglangEngine, rows: list[int], slots: int, grouped: Sequence[int] = ()
+    ) -> None:
+        """Allocates the memory for graphs of `rows`, each with up to `slots` sampled ones.
+
+        Those of `grouped`, of which every row can be sampled, are for steps with groups of rows.
+        """
         self._engine = engine
         runner, vocab = engine.runner, engine.facts.vocab_size
         self._device = torch.device(runner.device)
         self._has_axes = bool(runner.model_config.model_is_mrope)
         on_cuda = self._device.type == "cuda"
         self._slots = slots = min(slots, rows[-1])
-        layouts = {count: dict(graph_layout(count, slots)) for count in rows}
-        sizes = {count: _bytes(layout) for count, layout in layouts.items()}
-        self._host = torch.zeros(max(sizes.values()), dtype=torch.uint8, pin_memory=on_cuda)
+        kinds = [(count, False) for count in rows] + [(count, True) for count in grouped]
+        layouts = [dict(graph_layout(count, slots, knows)) for count, knows in kinds]
+        sizes = [_bytes(layout) for layout in layouts]
+        self._host = torch.zeros(max(sizes), dtype=torch.uint8, pin_memory=on_cuda)
         self._block = torch.zeros_like(self._host, device=self._device) if on_cuda else self._host
         words = slots * -(-vocab // 32)
         self._mask_words = torch.empty(words, dtype=torch.int32, pin_memory=on_cuda)
@@ -78,12 +87,14 @@ class StepRunner(abc.ABC):
             _Graph(
                 count,
                 min(count, slots),
+                knows,
                 views(self._host, layout),
                 views(self._block, layout),
-                sizes[count],
+                size,
             )
-            for count, layout in layouts.items()
+            for (count, knows), layout, size in zip(kinds, layouts, sizes, strict=True)
         ]
+        self._most = rows[-1]
 
     @abc.abstractmethod
     def lane(self) -> Lane:
@@ -156,22 +167,33 @@ class CpuSteps(StepRunner):
 class CudaSteps(StepRunner):
     """Steps as CUDA graphs, all in one memory pool and on the engine's stream."""
 
-    def __init__(self, engine: SglangEngine, rows: list[int], slots: int) -> None:
-        """Captures a graph for each of `rows`, largest first."""
-        super().__init__(engine, rows, slots)
+    def __init__(
+        self, engine: SglangEngine, rows: list[int], slots: int, grouped: Sequence[int] = ()
+    ) -> None:
+        """Captures a graph for each of `rows` and `grouped`, largest first."""
+        attends = getattr(engine.runner.attn_backend, "decode_backend", None)
+        # No other backend knows of groups.
+        known = getattr(attends, "knows_groups", False)
+        super().__init__(engine, rows, slots, grouped if known else ())
         self._stream = torch.cuda.current_stream(self._device)
-        self._captured: dict[int, torch.cuda.CUDAGraph] = {}
+        self._captured: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
         self._device_mask_words = torch.empty_like(self._mask_words, device=self._device)
         self._capture_all()
 
     def lane(self) -> Lane:
         """The lane that launches these graphs."""
-        handles = [
-            (graph.rows, self._captured[graph.rows].raw_cuda_graph_exec()) for graph in self._graphs
-        ]
-        most = self._graphs[-1].rows
+        plain, grouped = (
+            [
+                (graph.rows, self._captured[graph.rows, knows].raw_cuda_graph_exec())
+                for graph in self._graphs
+                if graph.grouped == knows
+            ]
+            for knows in (False, True)
+        )
         stream = self._stream.cuda_stream
-        return Lane.cuda(*self._lane_memory(), handles, self._slots, stream, most, self)
+        return Lane.cuda(
+            *self._lane_memory(), plain, self._slots, stream, self._most, self, grouped
+        )
 
     def time(self, rows: int, repeats: int = 50) -> float:
         """Microseconds that the last step of up to `rows` rows takes, launched back to back."""
@@ -180,7 +202,7 @@ class CudaSteps(StepRunner):
         with torch.cuda.stream(self._stream):
             start.record()
             for _ in range(repeats):
-                self._captured[graph.rows].replay()
+                self._captured[graph.rows, False].replay()
             end.record()
         end.synchronize()
         return float(start.elapsed_time(end)) / repeats * 1000
@@ -189,7 +211,7 @@ class CudaSteps(StepRunner):
     def _capture_all(self) -> None:
         runner, started = self._engine.runner, time.monotonic()
         free = torch.cuda.mem_get_info(self._device)[0]
-        most = self._graphs[-1].rows
+        most = self._most
         runner.attn_backend.init_cuda_graph_state(most, most)
         pool = torch.cuda.graph_pool_handle()
         context = ForwardContext(attn_backend=runner.attn_backend)
@@ -198,15 +220,16 @@ class CudaSteps(StepRunner):
         with forward_context(context), model_capture_mode(), collectives:
             # Shown on a terminal only, by one rank.
             hidden = None if runner.ps.tp_rank == 0 else True
-            bar = tqdm(reversed(self._graphs), total=len(self._graphs), disable=hidden)
+            graphs = sorted(self._graphs, key=lambda graph: graph.rows, reverse=True)
+            bar = tqdm(graphs, disable=hidden)
             for graph in bar:
-                self._captured[graph.rows] = self._capture(graph, pool)
+                self._captured[graph.rows, graph.grouped] = self._capture(graph, pool)
                 left = torch.cuda.mem_get_info(self._device)[0] / 2**30
                 bar.set_description(f"graph of {graph.rows} rows, {left:.1f} GiB free")
         # Only now do collective operations know the memory that graphs use.
         for graph in self._graphs:
             _blank(graph)
-            self._captured[graph.rows].replay()
+            self._captured[graph.rows, graph.grouped].replay()
             self._stream.synchronize()
         self.graph_bytes = free - torch.cuda.mem_get_info(self._device)[0]
         logger.info(
@@ -246,7 +269,7 @@ class CudaSteps(StepRunner):
         )
         sampling_triton.fetch(self._mask_words, self._device_mask_words, header[3:4])
         batch = self._forward_batch(graph)
-        with _sharing(backend, fields):
+        with self._sharing(graph):
             backend.init_forward_metadata_out_graph(batch, in_capture=True)
             backend.init_forward_metadata_in_graph(batch)
         with self._way(graph.rows):
@@ -260,22 +283,22 @@ class CudaSteps(StepRunner):
         sampling_triton.sample_step(logits, params, own, header[:1], rows.softcap)
         slots.share(own, results)
 
+    def _sharing(self, graph: _Graph) -> AbstractContextManager[None]:
+        """Within, attention is told what rows have in common, if the graph knows of that."""
+        if not graph.grouped:
+            return nullcontext()
+        from pie_driver_sglang.sglang.paged_shares import Prefixes
+
+        fields, backend = graph.device, self._engine.runner.attn_backend
+        listed = {name: fields[f"prefix_{name}"] for name in ("lens", "places", "order", "starts")}
+        prefixes = Prefixes(**listed, used=fields["header"][4:5])
+        sharing: AbstractContextManager[None] = backend.decode_backend.sharing(prefixes)
+        return sharing
+
     def _way(self, rows: int) -> AbstractContextManager[None]:
         """How the model runs: as few kernels, where it can."""
         dense = self._engine.dense
         return dense.applied() if dense is not None and dense.takes(rows) else nullcontext()
-
-
-def _sharing(backend: Any, fields: dict[str, torch.Tensor]) -> AbstractContextManager[None]:
-    """Within, rows are told what they have in common, if graph and backend know of that."""
-    from pie_driver_sglang.sglang.paged_attention import PagedDecode
-    from pie_driver_sglang.sglang.paged_shares import Prefixes
-
-    decodes = getattr(backend, "decode_backend", None)
-    if not isinstance(decodes, PagedDecode) or not len(fields["prefix_lens"]):
-        return nullcontext()
-    lens, order, starts = (fields[f"prefix_{name}"] for name in ("lens", "order", "starts"))
-    return decodes.sharing(Prefixes(lens, order, starts, fields["header"][4:5]))
 
 
 def _blank(graph: _Graph) -> None:

@@ -9,7 +9,7 @@ from pie_driver_sglang.arch import arch_name
 from pie_driver_sglang.config import DriverConfig
 from pie_driver_sglang.engine import Facts
 from pie_driver_sglang.errors import StartError, not_running
-from pie_driver_sglang.limits import MAX_SLOTS, chunk_tokens, ladder, long_ladder
+from pie_driver_sglang.limits import MAX_SLOTS, chunk_tokens, grouped_ladder, ladder, long_ladder
 from pie_driver_sglang.options import DriverOptions
 from pie_driver_sglang.parallel import ALONE, Rank
 from pie_driver_sglang.sglang import support
@@ -130,7 +130,7 @@ def _steps(engine: SglangEngine, options: DriverOptions, rungs: list[int]) -> St
     try:
         if engine.runner.device == "cpu":
             return CpuSteps(engine, rungs, slots)
-        return CudaSteps(engine, rungs, slots)
+        return CudaSteps(engine, rungs, slots, grouped_ladder(slots))
     except Exception as error:
         logger.debug("a step failed", exc_info=True)
         raise not_running(engine.runner.device, error) from error

@@ -76,6 +76,8 @@ class PagedDecode(AttentionBackend):
         self._layers = list(support.attention_layers(runner))
         properties = torch.cuda.get_device_properties(runner.gpu_id)
         self._multiprocessors = properties.multi_processor_count
+        # Rows with a window need not see what they have in common.
+        self.knows_groups = any(layer.sliding_window_size in (None, -1) for layer in self._layers)
         self._step: _Step | None = None
         self._prefixes: Prefixes | None = None
 
@@ -146,7 +148,7 @@ class PagedDecode(AttentionBackend):
         return Cut(
             # There are more rows than requests.
             paged_shares.tuning(
-                dim, group, self._itemsize, prompts=rows > self.req_to_token_pool.size
+                dim, group, self._itemsize, rows, prompts=rows > self.req_to_token_pool.size
             ),
             layer.tp_k_head_num,
             group,

@@ -22,6 +22,8 @@ from pie_driver_sglang.chained_triton import chained, follow
 
 _FEW_ROWS = 256
 """More are looked at in larger steps."""
+_FINE_ROWS = 8
+"""Of so few rows programs have few blocks, which then are smaller."""
 
 
 @dataclass(frozen=True)
@@ -40,13 +42,14 @@ class Tuning:
     """Heads of rows that a product has room for, at least; those of a KV head and a row fit."""
 
 
-def tuning(dim: int, group: int, itemsize: int, *, prompts: bool = False) -> Tuning:
+def tuning(dim: int, group: int, itemsize: int, rows: int, *, prompts: bool = False) -> Tuning:
     """The cut for a layer.
 
     Args:
         dim: head size, the larger of keys' and values'.
         group: heads that share a KV head.
         itemsize: bytes of a stored element.
+        rows: of the step.
         prompts: whether many rows of the step see the same KV, as those of prompts do.
     """
     elements = 4096 if itemsize > 2 else 8192
@@ -55,7 +58,10 @@ def tuning(dim: int, group: int, itemsize: int, *, prompts: bool = False) -> Tun
         return Tuning(min(128, elements // width), warps=4, stages=3, programs=2, queries=64)
     # Up to 16 heads take the same registers.
     elements = elements * 16 // max(16, int(triton.next_power_of_2(group)))
-    return Tuning(min(128, max(16, elements // width)), warps=4, stages=3, programs=2)
+    block = min(128, max(16, elements // width))
+    if rows <= _FINE_ROWS and block == 64:
+        block = 32
+    return Tuning(block, warps=4, stages=3, programs=2)
 
 
 class Prefixes(NamedTuple):
@@ -64,6 +70,8 @@ class Prefixes(NamedTuple):
     lens: torch.Tensor
     """``[rows]`` int32: tokens that a row's group has in common, less than the row sees; multiples
     of every `Tuning.block`. 0 for rows that are in no group."""
+    places: torch.Tensor
+    """``[rows]`` int32: of a row that is in a group, its entry of `order`."""
     order: torch.Tensor
     """``[rows]`` int32: the rows of all groups, one group behind the other."""
     starts: torch.Tensor
@@ -115,7 +123,8 @@ class Shares(NamedTuple):
     """Which blocks each program of a KV head looks at.
 
     A tile is rows that are looked at together: of a group, in what its rows have in common, or of
-    one context. The blocks of all tiles are numbered in their order, those of groups first.
+    one context. The blocks of all tiles are numbered in their order, a group's tile in front of its
+    last row's, so that programs have as many tiles as they have blocks.
     """
 
     cut: Cut
@@ -151,7 +160,7 @@ def share(rows: Rows, cut: Cut, multiprocessors: int) -> Shares:
     # Rows and programs that an instance compares at once.
     planned_rows, planned_programs = (_FEW_ROWS, 32) if count <= _FEW_ROWS else (1024, 16)
     _share[(triton.cdiv(programs, planned_programs),)](
-        rows.table_rows, rows.kv_lens, *(groups or [rows.kv_lens] * 4), *made,
+        rows.table_rows, rows.kv_lens, *(groups or [rows.kv_lens] * 5), *made,
         count, most, programs, cut.window,
         BLOCK=cut.tuning.block, WINDOWED=cut.windowed, GROUPED=groups is not None, TILE=cut.tile,
         ROWS=planned_rows, PROGRAMS=planned_programs, KV_HEADS=cut.kv_heads, HEADS=heads,
@@ -190,44 +199,47 @@ def _goes_on(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _tiles(  # type: ignore[no-untyped-def]
-    table_rows, kv_lens, prefix_lens, order, group_starts, entries, numbers, row_count, start,
-    window,
+    table_rows, kv_lens, prefix_lens, rows, row_count, start, window,
     BLOCK: tl.constexpr, WINDOWED: tl.constexpr, GROUPED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """What the last of a tile knows: those in front of it, else -1; KV and blocks, else none.
+    """What the last row of a tile knows: rows in front of it, else -1; KV and blocks, else none.
 
-    Numbers are those of `order`'s entries and of the rows behind them. Also what was seen
-    elsewhere, the row whose table row it is, and where the stretches begin that go on with each
-    other; `start` is where the one before the first number does.
+    Also where the stretches begin whose rows go on with each other; `start` is where the one before
+    the first row does.
     """
-    rows = numbers - entries
     goes_on = _goes_on(table_rows, kv_lens, prefix_lens, rows, row_count, GROUPED)
+    starts = tl.associative_scan(tl.where(goes_on, start, rows), 0, _larger)
+    before = (rows - starts) % TILE
     next_goes_on = _goes_on(table_rows, kv_lens, prefix_lens, rows + 1, row_count, GROUPED)
-    if GROUPED:
-        first = tl.load(group_starts + numbers, mask=numbers < entries, other=0)
-        goes_on = goes_on | ((numbers < entries) & (first != numbers))
-        first = tl.load(group_starts + numbers + 1, mask=numbers + 1 < entries, other=0)
-        next_goes_on = next_goes_on | ((numbers + 1 < entries) & (first != numbers + 1))
-    starts = tl.associative_scan(tl.where(goes_on, start, numbers), 0, _larger)
-    before = (numbers - starts) % TILE
     ends = (before == TILE - 1) | (next_goes_on == 0)
     ends = ends & (rows < row_count)
-    elsewhere = tl.zeros_like(rows)
+    kv_len = tl.load(kv_lens + rows, mask=ends, other=0).to(tl.int32)
     if GROUPED:
-        of_group = numbers < entries
-        rows = tl.where(of_group, tl.load(order + numbers, mask=of_group & ends, other=0), rows)
-        common = tl.load(prefix_lens + rows, mask=ends, other=0)
-        kv_len = tl.load(kv_lens + rows, mask=ends, other=0).to(tl.int32)
-        kv_len = tl.where(of_group, common, kv_len)
-        elsewhere = tl.where(of_group, -1, common)
-        unseen = tl.maximum(elsewhere, 0) // BLOCK
+        unseen = tl.load(prefix_lens + rows, mask=ends, other=0) // BLOCK
     else:
-        kv_len = tl.load(kv_lens + rows, mask=ends, other=0).to(tl.int32)
         unseen = seen_from(kv_len - before, window, WINDOWED) // BLOCK
     # One for rows that see nothing, so that somebody writes their zeros.
     blocks = tl.maximum(tl.cdiv(kv_len, BLOCK) - unseen, 1)
+    return tl.where(ends, before, -1), kv_len, tl.where(ends, blocks, 0), starts
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _group_tiles(  # type: ignore[no-untyped-def]
+    prefix_lens, places, group_starts, used, rows, row_count, BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    """The same of tiles of groups; and entries of `Prefixes.order`, and tokens in common."""
+    common = tl.load(prefix_lens + rows, mask=rows < row_count, other=0)
+    listed = common > 0
+    entries = tl.load(places + rows, mask=listed, other=0)
+    start = tl.load(group_starts + entries, mask=listed, other=0)
+    # Behind the last one there may be anything.
+    known = listed & (entries + 1 < used)
+    next_start = tl.load(group_starts + entries + 1, mask=known, other=-1)
+    before = (entries - start) % TILE
+    ends = listed & ((before == TILE - 1) | (next_start != start))
     ahead = tl.where(ends, before, -1)
-    return ahead, kv_len, tl.where(ends, blocks, 0), elsewhere, rows, starts
+    return ahead, tl.where(ends, common // BLOCK, 0), entries, common
 
 
 @triton.jit
@@ -237,7 +249,7 @@ def _larger(a, b):  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["row_count", "most", "program_count", "window"])  # type: ignore[untyped-decorator]
 def _share(  # type: ignore[no-untyped-def]
-    table_rows, kv_lens, prefix_lens, order, group_starts, entry_count,
+    table_rows, kv_lens, prefix_lens, places, _order, group_starts, entry_count,
     totals, tiles, stretches, arrived, met, row_count, most, program_count, window,
     BLOCK: tl.constexpr, WINDOWED: tl.constexpr, GROUPED: tl.constexpr, TILE: tl.constexpr,
     ROWS: tl.constexpr, PROGRAMS: tl.constexpr, KV_HEADS: tl.constexpr, HEADS: tl.constexpr,
@@ -247,19 +259,26 @@ def _share(  # type: ignore[no-untyped-def]
     if CHAINED:
         follow()
     lanes = tl.arange(0, ROWS)
-    entries = 0
+    used = 0
     if GROUPED:
-        entries = tl.load(entry_count)
+        used = tl.load(entry_count)
     total = 0
     tile_count = 0
     start = 0
-    for first in range(0, entries + row_count, ROWS):
-        ahead, _, blocks, _, _, starts = _tiles(
-            table_rows, kv_lens, prefix_lens, order, group_starts, entries, first + lanes,
-            row_count, start, window, BLOCK, WINDOWED, GROUPED, TILE,
+    for first in range(0, row_count, ROWS):
+        rows = first + lanes
+        ahead, _, blocks, starts = _tiles(
+            table_rows, kv_lens, prefix_lens, rows, row_count, start, window,
+            BLOCK, WINDOWED, GROUPED, TILE,
         )  # fmt: skip
         total += tl.sum(blocks)
         tile_count += tl.sum((ahead >= 0).to(tl.int32))
+        if GROUPED:
+            ahead, blocks, _, _ = _group_tiles(
+                prefix_lens, places, group_starts, used, rows, row_count, BLOCK, TILE
+            )
+            total += tl.sum(blocks)
+            tile_count += tl.sum((ahead >= 0).to(tl.int32))
         start = tl.max(starts)
     share = tl.cdiv(total, program_count)
     programs = tl.program_id(0) * PROGRAMS + tl.arange(0, PROGRAMS)
@@ -274,28 +293,40 @@ def _share(  # type: ignore[no-untyped-def]
     ended = tl.zeros([PROGRAMS], tl.int32)
     begun = tl.zeros([PROGRAMS], tl.int32)
     block = (programs * share)[:, None]
-    for first in range(0, entries + row_count, ROWS):
-        numbers = first + lanes
-        ahead, kv_len, blocks, elsewhere, rows, starts = _tiles(
-            table_rows, kv_lens, prefix_lens, order, group_starts, entries, numbers,
-            row_count, start, window, BLOCK, WINDOWED, GROUPED, TILE,
+    for first in range(0, row_count, ROWS):
+        rows = first + lanes
+        ahead, kv_len, blocks, starts = _tiles(
+            table_rows, kv_lens, prefix_lens, rows, row_count, start, window,
+            BLOCK, WINDOWED, GROUPED, TILE,
         )  # fmt: skip
         is_tile = ahead >= 0
-        ends = passed + tl.cumsum(blocks, 0)
-        over = (ends[None, :] <= block) & is_tile[None, :]
-        ended += tl.sum(over.to(tl.int32), 1)
-        under = ((ends - blocks)[None, :] < block + share) & is_tile[None, :]
-        begun += tl.sum(under.to(tl.int32), 1)
-        kept = is_tile & keeps
-        place = tiles + passed_tiles + tl.cumsum(is_tile.to(tl.int32), 0) - 1
-        own = tl.load(table_rows + rows, mask=kept, other=0)
-        tl.store(place, tl.where(elsewhere < 0, numbers, rows), mask=kept)
-        tl.store(place + most, ahead, mask=kept)
-        tl.store(place + 2 * most, ends, mask=kept)
-        tl.store(place + 3 * most, kv_len, mask=kept)
-        tl.store(place + 4 * most, own.to(tl.int32), mask=kept)
+        own = tl.load(table_rows + rows, mask=is_tile & keeps, other=0).to(tl.int32)
         if GROUPED:
-            tl.store(place + 5 * most, elsewhere, mask=kept)
+            group_ahead, group_blocks, entries, common = _group_tiles(
+                prefix_lens, places, group_starts, used, rows, row_count, BLOCK, TILE
+            )
+            is_group = group_ahead >= 0
+            ends = passed + tl.cumsum(blocks + group_blocks, 0)
+            numbers = passed_tiles + tl.cumsum(is_tile.to(tl.int32) + is_group.to(tl.int32), 0)
+            group_ends = ends - blocks
+            ended += _at_most(group_ends, block, is_group)
+            begun += _at_most(group_ends - group_blocks, block + share - 1, is_group)
+            kept = is_group & keeps
+            row = tl.load(table_rows + rows, mask=kept, other=0).to(tl.int32)
+            _keep(
+                tiles + numbers - 1 - is_tile.to(tl.int32), most, entries, group_ahead, group_ends,
+                common, row, kept,
+            )  # fmt: skip
+            tl.store(tiles + numbers - 1 - is_tile.to(tl.int32) + 5 * most, -1, mask=kept)
+            tl.store(tiles + numbers - 1 + 5 * most, common, mask=is_tile & keeps)
+            passed += tl.sum(group_blocks)
+            passed_tiles += tl.sum(is_group.to(tl.int32))
+        else:
+            ends = passed + tl.cumsum(blocks, 0)
+            numbers = passed_tiles + tl.cumsum(is_tile.to(tl.int32), 0)
+        ended += _at_most(ends, block, is_tile)
+        begun += _at_most(ends - blocks, block + share - 1, is_tile)
+        _keep(tiles + numbers - 1, most, rows, ahead, ends, kv_len, own, is_tile & keeps)
         passed += tl.sum(blocks)
         passed_tiles += tl.sum(is_tile.to(tl.int32))
         start = tl.max(starts)
@@ -304,8 +335,24 @@ def _share(  # type: ignore[no-untyped-def]
     tl.store(stretches + program_count + programs, begun, mask=known)
     for head in range(KV_HEADS):
         tl.store(arrived + head * program_count + programs, 0, mask=known)
-    if entries > 0:
+    if used > 0:
         for head in range(tl.program_id(0), HEADS, tl.num_programs(0)):
             for first in range(0, row_count, ROWS):
                 rows = first + lanes
                 tl.store(met + rows * HEADS + head, 0, mask=rows < row_count)
+
+
+@triton.jit
+def _at_most(places, blocks, tiles):  # type: ignore[no-untyped-def]
+    """How many of the tiles have a place up to each of the blocks: ``[blocks]`` int32."""
+    return tl.sum(((places[None, :] <= blocks) & tiles[None, :]).to(tl.int32), 1)
+
+
+@triton.jit
+def _keep(place, most, last, ahead, end, kv_len, table_row, kept):  # type: ignore[no-untyped-def]
+    """Writes what tiles are, but for what is seen elsewhere."""
+    tl.store(place, last, mask=kept)
+    tl.store(place + most, ahead, mask=kept)
+    tl.store(place + 2 * most, end, mask=kept)
+    tl.store(place + 3 * most, kv_len, mask=kept)
+    tl.store(place + 4 * most, table_row, mask=kept)

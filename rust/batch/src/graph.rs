@@ -8,7 +8,7 @@ use crate::SlotClass;
 use crate::layout::{DType, Layout};
 use crate::mask::Sight;
 use crate::plan::{Planner, Request};
-use crate::prefix::{PREFIX_ROWS, Sequence};
+use crate::prefix::Sequence;
 use crate::slot::{INVALID_TOKEN, Slot};
 use crate::stage::{Rest, StageError};
 
@@ -67,15 +67,24 @@ impl Layout {
     /// | `top_ks` | int32 | slots | as in the staging block |
     /// | `slot_masks` | int32 | two per slot | as in the staging block |
     /// | `slot_rows` | int64 | slots, or 0 if there are as many rows | row of each slot |
-    /// | `prefix_lens` | int32 | rows, or 0 if more than 256 | first tokens of the KV that the row shares with its group, a multiple of 128; 0 = in no group |
+    /// | `prefix_lens` | int32 | rows, or 0 if the graph knows no groups | first tokens of the KV that the row shares with its group, a multiple of 128; 0 = in no group |
+    /// | `prefix_places` | int32 | as many | of a row that is in a group: its entry of `prefix_order` |
     /// | `prefix_order` | int32 | as many | the rows of all groups, one group behind the other |
     /// | `prefix_starts` | int32 | as many | for each entry of `prefix_order`: the first entry of its group |
     /// | `table_updates` | int64 | fixed | as in the staging block |
     #[must_use]
     pub fn graph(size: impl Into<StepSize>) -> Self {
-        let StepSize { rows, slots } = size.into();
+        Self::graph_of(size.into(), 0)
+    }
+
+    /// The arrays of a graph that knows [groups](Planner::find_groups), with as many slots as rows.
+    #[must_use]
+    pub fn grouped_graph(rows: usize) -> Self {
+        Self::graph_of(rows.into(), rows)
+    }
+
+    fn graph_of(StepSize { rows, slots }: StepSize, grouped: usize) -> Self {
         let told = if slots < rows { slots } else { 0 };
-        let grouped = if rows <= PREFIX_ROWS { rows } else { 0 };
         Self::of(&[
             ("header", DType::I32, 8),
             ("input_ids", DType::I64, rows),
@@ -91,6 +100,7 @@ impl Layout {
             ("slot_masks", DType::I32, 2 * slots),
             ("slot_rows", DType::I64, told),
             ("prefix_lens", DType::I32, grouped),
+            ("prefix_places", DType::I32, grouped),
             ("prefix_order", DType::I32, grouped),
             ("prefix_starts", DType::I32, grouped),
             ("table_updates", DType::I64, 2 * STEP_UPDATES),
@@ -114,6 +124,7 @@ struct Step<'a> {
     slot_masks: &'a mut [i32],
     slot_rows: &'a mut [i64],
     prefix_lens: &'a mut [i32],
+    prefix_places: &'a mut [i32],
     prefix_order: &'a mut [i32],
     prefix_starts: &'a mut [i32],
     table_updates: &'a mut [i64],
@@ -138,6 +149,7 @@ impl<'a> Step<'a> {
             slot_masks: rest.take(),
             slot_rows: rest.take(),
             prefix_lens: rest.take(),
+            prefix_places: rest.take(),
             prefix_order: rest.take(),
             prefix_starts: rest.take(),
             table_updates: rest.take(),
@@ -246,11 +258,9 @@ impl Planner {
         ranges.flat_map(|slots| &self.slots.all[slots])
     }
 
-    /// Groups the rows that read the same KV first, if the graph asks for it.
-    fn stage_prefixes(&mut self, arrays: &mut Step<'_>) {
-        if arrays.prefix_lens.is_empty() {
-            return;
-        }
+    /// Puts rows that read the same KV first into groups, where that saves reading; whether there are any. They are staged
+    /// for graphs that know them.
+    pub fn find_groups(&mut self) -> bool {
         let (segments, page_size) = (&self.segments, self.limits.page_size as usize);
         self.prefixes.find(segments.len(), page_size, |index| {
             let request = &self.requests[segments[index].request];
@@ -261,13 +271,21 @@ impl Planner {
                 rows: segments[index].len,
             }
         });
+        self.prefixes.groups().next().is_some()
+    }
+
+    fn stage_prefixes(&self, arrays: &mut Step<'_>) {
+        if arrays.prefix_lens.is_empty() {
+            return;
+        }
         arrays.prefix_lens.fill(0);
         let mut used = 0;
         for (members, shared) in self.prefixes.groups() {
             let start = used;
-            for segment in members.map(|index| segments[index]) {
+            for segment in members.map(|index| self.segments[index]) {
                 for row in segment.start..segment.start + segment.len {
                     arrays.prefix_lens[row] = shared as i32;
+                    arrays.prefix_places[row] = used as i32;
                     arrays.prefix_order[used] = row as i32;
                     arrays.prefix_starts[used] = start as i32;
                     used += 1;

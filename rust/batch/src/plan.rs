@@ -191,6 +191,7 @@ impl Planner {
     }
 
     fn clear(&mut self) {
+        self.prefixes.clear();
         if self.stage.passes_left(self.passes.len()) {
             // Changes that the mirror holds never reached the device.
             self.table.forget();

@@ -7,13 +7,10 @@ use std::ops::Range;
 
 use crate::table::common_prefix;
 
-/// Most rows of a graph whose steps list groups.
-pub(crate) const PREFIX_ROWS: usize = 256;
-
 /// Tokens of the attention kernel's largest block; what a group shares is a multiple of them.
 const PREFIX_STEP: usize = 128;
 
-/// A row that takes part costs about as much as reading so many tokens.
+/// A row that takes part costs about as much as reading so many tokens. (Rows of one request read its KV once as it is.)
 const ROW_COST: i64 = 128;
 
 /// First pages that the filter tells apart.
@@ -82,6 +79,11 @@ impl Default for PrefixGroups {
 }
 
 impl PrefixGroups {
+    /// Forgets the groups.
+    pub(crate) fn clear(&mut self) {
+        self.groups.clear();
+    }
+
     /// Groups the sequences `0..count` of a step, replacing the groups of the last one.
     pub(crate) fn find<'p>(
         &mut self,
@@ -198,7 +200,7 @@ impl Cut {
             let mut most = none;
             for &End { shared, member } in &self.ends {
                 let rows = self.rows_before[member] - self.rows_before[first];
-                let own = (rows - 1) * shared - rows * ROW_COST;
+                let own = (member - first - 1) as i64 * shared - rows * ROW_COST;
                 let saved = own + self.saved[member];
                 if saved > most.0 {
                     most = (saved, (member, shared));
@@ -217,7 +219,8 @@ impl Cut {
             farthest = end.member;
         }
         // What is saved with an end, but for what all ends have in common.
-        let worth = |&end: &usize| self.saved[end] + self.rows_before[end] * (shared - ROW_COST);
+        let worth =
+            |&end: &usize| self.saved[end] + end as i64 * shared - self.rows_before[end] * ROW_COST;
         let member = (nearest..=farthest).max_by_key(worth).unwrap_or(nearest);
         match self.ends.last_mut() {
             Some(end) if end.shared == shared => {
@@ -295,7 +298,7 @@ mod tests {
     fn value(page_size: usize, requests: &[&Owned]) -> i64 {
         let rows: usize = requests.iter().map(|request| request.rows).sum();
         let shared = common_tokens(page_size, requests) / PREFIX_STEP * PREFIX_STEP;
-        (rows as i64 - 1) * shared as i64 - rows as i64 * ROW_COST
+        (requests.len() as i64 - 1) * shared as i64 - rows as i64 * ROW_COST
     }
 
     /// The most that any set of disjoint intervals saves.

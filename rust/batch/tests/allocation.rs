@@ -27,7 +27,7 @@ impl Driver {
         let planner = Planner::new(limits, 0);
         Self {
             block: vec![0; planner.layout().bytes() / 8],
-            graph: Layout::graph(ROWS),
+            graph: Layout::grouped_graph(ROWS),
             masks: vec![0; ROWS * limits.mask_words()],
             buffer: vec![0; 1 << 13],
             engine: Engine::default(),
@@ -39,6 +39,7 @@ impl Driver {
     fn graph_step(&mut self, encoded: &Encoded) -> bool {
         let planned = self.planner.plan(DRIVER, encoded.forward());
         let size = self.planner.graph_size(ROWS);
+        self.planner.find_groups();
         if planned.is_err() || size.is_none_or(|size| size.rows > ROWS) {
             return false;
         }

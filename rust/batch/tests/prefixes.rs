@@ -27,7 +27,8 @@ fn stage(planner: &mut Planner, rows: usize, request: &ForwardRequest) -> Prefix
     let encoded = Encoded::new(DRIVER, request);
     planner.plan(DRIVER, encoded.forward()).unwrap();
     assert!(planner.faults().is_empty(), "{:?}", planner.faults());
-    let layout = Layout::graph(rows);
+    let layout = Layout::grouped_graph(rows);
+    planner.find_groups();
     let mut block = vec![0x5555_5555_5555_5555_u64; layout.bytes() / 8];
     let memory = StepMemory {
         block: bytemuck::cast_slice_mut(&mut block),
@@ -43,9 +44,12 @@ fn stage(planner: &mut Planner, rows: usize, request: &ForwardRequest) -> Prefix
     let header = array("header");
     assert_eq!(header[5..], [0; 3]);
     let used = |name| array(name)[..header[4] as usize].to_vec();
+    let (order, places) = (used("prefix_order"), array("prefix_places"));
+    let found: Vec<i32> = order.iter().map(|&row| places[row as usize]).collect();
+    assert_eq!(found, (0..header[4]).collect::<Vec<_>>());
     Prefixes {
         lens: array("prefix_lens"),
-        order: used("prefix_order"),
+        order,
         starts: used("prefix_starts"),
     }
 }
@@ -110,14 +114,17 @@ fn rows_of_one_request_are_no_group() {
     let mut planner = Planner::new(LIMITS, 9);
     let alone = frame(&[drafted(90)]);
     assert_eq!(stage(&mut planner, 3, &alone), nothing(3));
-    // The same context twice is a group, like any two.
-    let twice = Prefixes {
-        lens: vec![640; 6],
-        order: (0..6).collect(),
-        starts: vec![0; 6],
+    // Their KV is read once as it is: a group of two would save less than six rows cost.
+    let two = frame(&[drafted(90), drafted(91)]);
+    assert_eq!(stage(&mut planner, 6, &two), nothing(6));
+    // The same context three times is a group, like any three.
+    let group = Prefixes {
+        lens: vec![640; 9],
+        order: (0..9).collect(),
+        starts: vec![0; 9],
     };
-    let request = frame(&[drafted(90), drafted(90)]);
-    assert_eq!(stage(&mut planner, 6, &request), twice);
+    let thrice = frame(&[drafted(90), drafted(90), drafted(90)]);
+    assert_eq!(stage(&mut planner, 9, &thrice), group);
 }
 
 #[test]
@@ -129,7 +136,8 @@ fn requests_that_fail_are_in_no_group() {
     let mut planner = Planner::new(LIMITS, 9);
     planner.plan(DRIVER, encoded.forward()).unwrap();
     assert_eq!((planner.faults().len(), planner.token_count()), (1, 1));
-    let layout = Layout::graph(1);
+    let layout = Layout::grouped_graph(1);
+    assert!(!planner.find_groups());
     let mut block = vec![0_u64; layout.bytes() / 8];
     let memory = StepMemory {
         block: bytemuck::cast_slice_mut(&mut block),
@@ -143,14 +151,30 @@ fn requests_that_fail_are_in_no_group() {
 }
 
 #[test]
-fn large_graphs_have_no_groups() {
+fn groups_are_staged_for_graphs_that_know_them() {
     let forks: Vec<Req> = (0..4)
         .map(|own| decode(640, 1, &fork(0, 40, 90 + own)))
         .collect();
     let mut planner = Planner::new(LIMITS, 9);
-    let mut prefixes = |rows| stage(&mut planner, rows, &frame(&forks));
-    assert_eq!(prefixes(257), nothing(0));
-    let most = prefixes(256);
-    assert_eq!(most.lens[..5], [640, 640, 640, 640, 0]);
-    assert_eq!((most.lens.len(), most.order), (256, vec![0, 1, 2, 3]));
+    let found = stage(&mut planner, 6, &frame(&forks));
+    assert_eq!(found.lens, [640, 640, 640, 640, 0, 0]);
+    let plain = Layout::graph(6);
+    let prefixes = plain
+        .fields()
+        .iter()
+        .filter(|field| field.name.starts_with("prefix"));
+    assert!(prefixes.map(|field| field.capacity).eq([0; 4]));
+    // The groups of one plan are not those of the next.
+    planner
+        .plan(DRIVER, Encoded::new(DRIVER, &frame(&forks)).forward())
+        .unwrap();
+    let grouped = Layout::grouped_graph(6);
+    let mut block = vec![0_u64; grouped.bytes() / 8];
+    let memory = StepMemory {
+        block: bytemuck::cast_slice_mut(&mut block),
+        mask_words: &mut vec![0; 6 * LIMITS.mask_words()],
+    };
+    planner.stage_graph(&grouped, memory, 1).unwrap();
+    assert_eq!(bytemuck::cast_slice::<u64, i32>(&block)[4], 0);
+    assert!(planner.find_groups());
 }

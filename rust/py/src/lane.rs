@@ -24,6 +24,7 @@ struct Parts {
     device: Box<dyn Launch>,
     memory: Buffers,
     sizes: Vec<StepSize>,
+    grouped: Vec<usize>,
     most: usize,
     lead: Option<Lead>,
 }
@@ -41,11 +42,14 @@ impl Lane {
     ///     stream: The `cudaStream_t` that they run on.
     ///     most: Most rows of one request.
     ///     owner: Owns graphs, stream and memory, and is kept alive with the lane. Nobody else may use them.
+    ///     grouped: Rows and handle of each graph whose block is `graph_layout(rows, slots, grouped=True)`, fewest first; they
+    ///         run the steps in which rows read the same KV first, if they have room.
     ///
     /// Raises:
     ///     RuntimeError: There is no CUDA driver, or no context on this thread.
-    ///     ValueError: A buffer is too small.
+    ///     ValueError: A buffer is too small, or a graph of `grouped` has more rows than slots.
     #[staticmethod]
+    #[pyo3(signature = (block, mask_words, results, graphs, slots, stream, most, owner, grouped = Vec::new()))]
     #[expect(unsafe_code, reason = "raw handles come from Python as numbers")]
     #[expect(clippy::too_many_arguments, reason = "Python passes them by name")]
     fn cuda(
@@ -57,8 +61,11 @@ impl Lane {
         stream: usize,
         most: usize,
         owner: Py<PyAny>,
+        grouped: Vec<(usize, usize)>,
     ) -> PyResult<Self> {
-        let (rows, handles): (Vec<usize>, Vec<usize>) = graphs.into_iter().unzip();
+        let (rows, mut handles): (Vec<usize>, Vec<usize>) = graphs.into_iter().unzip();
+        let (grouped, others): (Vec<usize>, Vec<usize>) = grouped.into_iter().unzip();
+        handles.extend(others);
         // SAFETY: the owner keeps the handles valid and to itself; see the docstring.
         let graphs = unsafe { CudaGraphs::new(stream, &handles) };
         let graphs = graphs.map_err(|error| PyRuntimeError::new_err(error.to_string()))?;
@@ -71,7 +78,7 @@ impl Lane {
             mask_words,
             results,
         };
-        Self::new(device, memory, rows, slots, most)
+        Self::new(device, memory, rows, grouped, slots, most)
     }
 
     /// Calls of a Python function in place of graphs, for a device that has none.
@@ -100,7 +107,7 @@ impl Lane {
             mask_words,
             results,
         };
-        Self::new(device, memory, rows, slots, most)
+        Self::new(device, memory, rows, Vec::new(), slots, most)
     }
 
     /// Tells the other ranks of a model of every step, so that their lanes run it, too.
@@ -120,6 +127,7 @@ impl Lane {
         device: Box<dyn Launch>,
         memory: Buffers,
         rows: Vec<usize>,
+        grouped: Vec<usize>,
         slots: usize,
         most: usize,
     ) -> PyResult<Self> {
@@ -128,12 +136,22 @@ impl Lane {
                 format!("rows are {rows:?} of {slots} slots; both must be positive, and rows rise");
             return Err(PyValueError::new_err(text));
         }
+        if !grouped.is_sorted_by(|a, b| a < b) || grouped.last().is_some_and(|&rows| rows > slots) {
+            let text = format!(
+                "`grouped` has {grouped:?} rows of {slots} slots; they must rise up to these"
+            );
+            return Err(PyValueError::new_err(text));
+        }
         let size = |rows| StepSize {
             rows,
             slots: slots.min(rows),
         };
         let sizes: Vec<StepSize> = rows.into_iter().map(size).collect();
-        let bytes = sizes.iter().map(|&size| Layout::graph(size).bytes()).max();
+        let plain = sizes.iter().map(|&size| Layout::graph(size).bytes());
+        let known = grouped
+            .iter()
+            .map(|&rows| Layout::grouped_graph(rows).bytes());
+        let bytes = plain.chain(known).max();
         let results = sizes.iter().map(|size| size.slots).max();
         check("block", &memory.block, bytes.unwrap_or(0))?;
         check("mask_words", &memory.mask_words, 0)?;
@@ -147,6 +165,7 @@ impl Lane {
                 device,
                 memory,
                 sizes,
+                grouped,
                 most,
                 lead: None,
             })),
@@ -161,10 +180,12 @@ impl Lane {
             device,
             memory,
             sizes,
+            grouped,
             most,
             lead,
         } = parts.ok_or_else(already_serves)?;
         let lane = pie_serve::Lane::new(device, Box::new(memory), &sizes, most, wait);
+        let lane = lane.grouped(&grouped);
         Ok(match lead {
             Some(lead) => lane.leading(lead),
             None => lane,

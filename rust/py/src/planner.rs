@@ -163,12 +163,18 @@ impl Planner {
 /// Args:
 ///     rows: Tokens that it has room for.
 ///     slots: Of these, how many can be sampled. With fewer slots than rows the block says the row of each slot.
+///     grouped: Whether the block says which rows read the same KV first; then there are as many slots as rows.
 #[pyfunction]
-pub(crate) fn graph_layout(rows: usize, slots: usize) -> Vec<Field> {
-    fields(&pie_batch::Layout::graph(pie_batch::StepSize {
-        rows,
-        slots: slots.min(rows),
-    }))
+#[pyo3(signature = (rows, slots, grouped = false))]
+pub(crate) fn graph_layout(rows: usize, slots: usize, grouped: bool) -> Vec<Field> {
+    fields(&if grouped {
+        pie_batch::Layout::grouped_graph(rows)
+    } else {
+        pie_batch::Layout::graph(pie_batch::StepSize {
+            rows,
+            slots: slots.min(rows),
+        })
+    })
 }
 
 /// Name, and dtype, byte offset and capacity in elements.

@@ -54,8 +54,10 @@ const NAP: Duration = Duration::from_micros(20);
 pub struct Lane {
     device: Box<dyn Launch>,
     memory: Box<dyn Memory>,
-    /// Room and block layout of each graph, fewest rows first.
+    /// Room and block layout of each graph, fewest rows first; then those of graphs that know groups.
     graphs: Vec<(StepSize, Layout)>,
+    /// Graphs that know no groups.
+    plain: usize,
     /// Most rows of one request.
     most: usize,
     step: u32,
@@ -84,6 +86,7 @@ impl Lane {
                 .iter()
                 .map(|&size| (size, Layout::graph(size)))
                 .collect(),
+            plain: sizes.len(),
             step: 0,
             spin: match wait {
                 Wait::Spin => None,
@@ -92,6 +95,17 @@ impl Lane {
             },
             lead: None,
         }
+    }
+
+    /// The device's further graphs have room for so many rows and slots, which rise, and know groups of rows that read the
+    /// same KV first. Steps with [such groups](Planner::find_groups) run as one of these, if they fit.
+    #[must_use]
+    pub fn grouped(mut self, rows: &[usize]) -> Self {
+        let graphs = rows
+            .iter()
+            .map(|&rows| (rows.into(), Layout::grouped_graph(rows)));
+        self.graphs.extend(graphs);
+        self
     }
 
     /// Tells other ranks of every step before it is launched here, so that they [follow](crate::Follow).
@@ -113,9 +127,7 @@ impl Lane {
     ) -> Option<Result<(Duration, DeviceTimes), LaneError>> {
         let needed = planner.graph_size(self.most)?;
         let rows = needed.rows;
-        let fewest = self.graphs.partition_point(|(room, _)| room.rows < rows);
-        let runs = |(room, _): &(StepSize, Layout)| room.runs(needed);
-        let graph = fewest + self.graphs[fewest..].iter().position(runs)?;
+        let graph = self.choose(planner, needed)?;
         let graph_rows = self.graphs[graph].0.rows;
         let failed = |source| LaneError::Launch {
             graph_rows,
@@ -138,6 +150,20 @@ impl Lane {
             };
             Ok((staged - started, times))
         }))
+    }
+
+    /// The smallest graph that runs such a step.
+    fn choose(&self, planner: &mut Planner, needed: StepSize) -> Option<usize> {
+        let smallest = |graphs: &[(StepSize, Layout)]| {
+            let fewest = graphs.partition_point(|(room, _)| room.rows < needed.rows);
+            let runs = |(room, _): &(StepSize, Layout)| room.runs(needed);
+            Some(fewest + graphs[fewest..].iter().position(runs)?)
+        };
+        let (plain, grouped) = self.graphs.split_at(self.plain);
+        match smallest(grouped) {
+            Some(graph) if planner.find_groups() => Some(self.plain + graph),
+            _ => smallest(plain),
+        }
     }
 
     fn stage(

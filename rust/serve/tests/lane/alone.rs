@@ -8,7 +8,9 @@ use pie_launch::LaunchError;
 use pie_ring::Wait;
 use pie_serve::RehearsalError;
 
-use crate::devices::{Device, ROWS, Shared, converse, counting, frame, lane, lane_of, responder};
+use crate::devices::{
+    Device, ROWS, Shared, converse, counting, forks, frame, lane, lane_of, responder,
+};
 
 #[test]
 fn the_smallest_graph_that_holds_the_rows_runs() {
@@ -23,6 +25,21 @@ fn the_smallest_graph_that_holds_the_rows_runs() {
     assert!(!taken(&[4, 3]), "more rows than any graph has");
     assert!(taken(&[1, 1]), "a batch that was left changes nothing");
     assert_eq!(*launched.lock().unwrap(), [0, 1, 2, 2, 1]);
+}
+
+#[test]
+fn rows_that_read_the_same_kv_first_run_as_a_graph_that_knows_groups() {
+    let (shared, launched) = (Shared::default(), Arc::default());
+    // Its graphs have 1, 2, 6, 3 and 6 rows.
+    let plain = counting(&shared, &launched, Duration::ZERO);
+    let responder = responder(plain.grouped(&[3, 6]));
+    let taken = |frame: &[u8]| responder.rehearse_lane(frame).unwrap();
+    assert!(taken(&forks(3)));
+    assert!(taken(&forks(4)));
+    assert!(taken(&forks(2)), "two save less than they cost");
+    assert!(taken(&frame(&[1; 4])), "nothing in common");
+    assert!(taken(&forks(6)));
+    assert_eq!(*launched.lock().unwrap(), [3, 4, 1, 2, 4]);
 }
 
 #[test]

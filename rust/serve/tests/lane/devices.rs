@@ -18,8 +18,8 @@ pub(crate) const LIMITS: Limits = Limits {
     page_size: 16,
     total_pages: 32,
     vocab_size: 100,
-    max_positions: 256,
-    row_pages: 16,
+    max_positions: 512,
+    row_pages: 32,
     max_requests: 8,
     chunk_tokens: 32,
     max_slots: 8,
@@ -52,7 +52,7 @@ impl Host {
         Self {
             shared: shared.clone(),
             // Room for the rows of slots, too.
-            block: vec![0; Layout::graph(16).bytes() / 8],
+            block: vec![0; Layout::grouped_graph(16).bytes() / 8],
             masks: vec![0; 6 * LIMITS.mask_words()],
         }
     }
@@ -129,7 +129,7 @@ pub(crate) fn frame(tokens: &[u32]) -> Vec<u8> {
         temperature: 0.0,
         p: 1.0,
     };
-    let request = ForwardRequest {
+    encoded(ForwardRequest {
         token_ids: tokens.iter().flat_map(|&n| 0..n).collect(),
         position_ids: tokens.iter().flat_map(|&n| 0..n).collect(),
         qo_indptr: ends(|n| n),
@@ -142,7 +142,35 @@ pub(crate) fn frame(tokens: &[u32]) -> Vec<u8> {
         sampler_indptr: ends(|_| 1),
         adapter_bindings: vec![AdapterBinding::NONE; tokens.len()],
         ..ForwardRequest::default()
+    })
+}
+
+/// Decodes of so many contexts, which share 256 tokens and have one of their own.
+pub(crate) fn forks(count: u32) -> Vec<u8> {
+    let mut request = ForwardRequest {
+        token_ids: vec![1; count as usize],
+        position_ids: vec![256; count as usize],
+        qo_indptr: (0..=count).collect(),
+        kv_page_indices: (0..count)
+            .flat_map(|own| (0..16).chain([16 + own]))
+            .collect(),
+        kv_page_indptr: (0..=count).map(|request| 17 * request).collect(),
+        kv_last_page_lens: vec![1; count as usize],
+        sampling_indices: vec![0; count as usize],
+        sampling_indptr: (0..=count).collect(),
+        sampler_indptr: (0..=count).collect(),
+        adapter_bindings: vec![AdapterBinding::NONE; count as usize],
+        ..ForwardRequest::default()
     };
+    let greedy = Sampler::TopP {
+        temperature: 0.0,
+        p: 1.0,
+    };
+    request.samplers = vec![greedy; count as usize];
+    encoded(request)
+}
+
+fn encoded(request: ForwardRequest) -> Vec<u8> {
     let frame = Frame {
         driver_id: 3,
         payload: Payload::Forward(request),
@@ -166,7 +194,8 @@ pub(crate) fn counting(
         let device = device.clone();
         thread::spawn(move || {
             // The last row comes first, and one by one.
-            for row in (0..ROWS[graph]).rev() {
+            let rows = ROWS.iter().chain(&[3, 6]).nth(graph).unwrap();
+            for row in (0..*rows).rev() {
                 thread::sleep(delay);
                 device.put(row, step, 10 * row as u64);
             }
