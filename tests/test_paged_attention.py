@@ -11,6 +11,7 @@ import scripts
 import tiny_models
 
 pytestmark = pytest.mark.engine
+POCKET = Path(__file__).resolve().parents[1] / "models" / "pocket"
 
 
 def test_the_kernels_attend_as_dense_attention_does(interpreter: scripts.Interpreter) -> None:
@@ -30,3 +31,11 @@ def test_a_model_decodes_the_same_logits(
     snapshot = tiny_models.build(name, models_folder)
     config = drivers.write_config(tmp_path, snapshot, options={"page_size": 16})
     interpreter.run("tests/paged_model.py", str(config))
+
+
+def test_steps_with_groups_decode_the_same_logits(
+    interpreter: scripts.Interpreter, tmp_path: Path
+) -> None:
+    """From the frame to the kernels, but for the capture of a graph."""
+    config = drivers.write_config(tmp_path, POCKET, options={"page_size": 16})
+    interpreter.run("tests/grouped_steps.py", str(config))

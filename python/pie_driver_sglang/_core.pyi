@@ -405,7 +405,7 @@ class Lane:
     Captured graphs, and the memory that they share with the host. Give it to `Server.serve`.
     """
     @staticmethod
-    def call(block: Buffer, mask_words: Buffer, results: Buffer, rows: SupportsGetItem[int, SupportsIndex], slots: SupportsIndex, most: SupportsIndex, run: Any) -> Lane:
+    def call(block: Buffer, mask_words: Buffer, results: Buffer, rows: SupportsGetItem[int, SupportsIndex], slots: SupportsIndex, most: SupportsIndex, run: Any, grouped: SupportsGetItem[int, SupportsIndex] = ...) -> Lane:
         """
         Calls of a Python function in place of graphs, for a device that has none.
 
@@ -414,9 +414,10 @@ class Lane:
             rows: Rows of each graph, fewest first.
             slots, most: As for `cuda`.
             run: Called as `run(graph)` with its number; the results are there when it returns.
+            grouped: Rows of further graphs, as for `cuda`.
 
         Raises:
-            ValueError: A buffer is too small.
+            ValueError: As for `cuda`.
         """
     @staticmethod
     def cuda(block: Buffer, mask_words: Buffer, results: Buffer, graphs: SupportsGetItem[int, tuple[SupportsIndex, SupportsIndex]], slots: SupportsIndex, stream: SupportsIndex, most: SupportsIndex, owner: Any, grouped: SupportsGetItem[int, tuple[SupportsIndex, SupportsIndex]] = ...) -> Lane:

@@ -128,15 +128,30 @@ class StepRunner(abc.ABC):
             capture_hidden_mode=CaptureHiddenMode.NULL,
         )
 
+    def _sharing(self, graph: _Graph) -> AbstractContextManager[None]:
+        """Within, attention is told what rows have in common, if the graph knows of that."""
+        if not graph.grouped:
+            return nullcontext()
+        from pie_driver_sglang.sglang.paged_shares import Prefixes
+
+        fields, backend = graph.device, self._engine.runner.attn_backend
+        listed = {name: fields[f"prefix_{name}"] for name in ("lens", "places", "order", "starts")}
+        prefixes = Prefixes(**listed, used=fields["header"][4:5])
+        sharing: AbstractContextManager[None] = backend.decode_backend.sharing(prefixes)
+        return sharing
+
 
 class CpuSteps(StepRunner):
     """Steps on the CPU: the staging block is the device's, and a graph is a call."""
 
     def lane(self) -> Lane:
         """The lane that runs these steps."""
-        rows = [graph.rows for graph in self._graphs]
+        plain, grouped = (
+            [graph.rows for graph in self._graphs if graph.grouped == knows]
+            for knows in (False, True)
+        )
         memory = self._lane_memory()
-        return Lane.call(*memory, rows, self._slots, CPU_ROWS_PER_REQUEST, self.run)
+        return Lane.call(*memory, plain, self._slots, CPU_ROWS_PER_REQUEST, self.run, grouped)
 
     @torch.inference_mode()
     def run(self, number: int) -> None:
@@ -149,7 +164,8 @@ class CpuSteps(StepRunner):
         backend = self._engine.runner.attn_backend
         # SGLang's runner has room for a row of each request, and a step may have more.
         with forward_context(ForwardContext(attn_backend=backend)):
-            backend.init_forward_metadata(batch)
+            with self._sharing(graph):
+                backend.init_forward_metadata(batch)
             rows = self._engine.row_logits(batch, graph.sampled(fields))
         slots = rank_slots(graph.slots, rows.ranks)
         logits = self._cut(slots.join(rows.part))
@@ -282,18 +298,6 @@ class CudaSteps(StepRunner):
         own = slots.own_results(results, logits.device)
         sampling_triton.sample_step(logits, params, own, header[:1], rows.softcap)
         slots.share(own, results)
-
-    def _sharing(self, graph: _Graph) -> AbstractContextManager[None]:
-        """Within, attention is told what rows have in common, if the graph knows of that."""
-        if not graph.grouped:
-            return nullcontext()
-        from pie_driver_sglang.sglang.paged_shares import Prefixes
-
-        fields, backend = graph.device, self._engine.runner.attn_backend
-        listed = {name: fields[f"prefix_{name}"] for name in ("lens", "places", "order", "starts")}
-        prefixes = Prefixes(**listed, used=fields["header"][4:5])
-        sharing: AbstractContextManager[None] = backend.decode_backend.sharing(prefixes)
-        return sharing
 
     def _way(self, rows: int) -> AbstractContextManager[None]:
         """How the model runs: as few kernels, where it can."""

@@ -8,9 +8,9 @@ use pie_batch::{Layout, Limits, Planner, StepMemory};
 use pie_wire::ForwardRequest;
 
 const LIMITS: Limits = Limits {
-    total_pages: 200,
-    max_positions: 2048,
-    row_pages: 64,
+    total_pages: 800,
+    max_positions: 4096,
+    row_pages: 256,
     ..ROOMY
 };
 
@@ -22,11 +22,19 @@ struct Prefixes {
     starts: Vec<i32>,
 }
 
-/// Plans a frame and stages it for a graph of `rows` rows, in memory that held something else.
-fn stage(planner: &mut Planner, rows: usize, request: &ForwardRequest) -> Prefixes {
+/// Plans a frame whose pages a pass before it has told the device: a step has room for few.
+fn plan(planner: &mut Planner, request: &ForwardRequest) {
     let encoded = Encoded::new(DRIVER, request);
     planner.plan(DRIVER, encoded.forward()).unwrap();
+    let mut block = vec![0_u64; planner.layout().bytes() / 8];
+    while let Some(_pass) = planner.stage(bytemuck::cast_slice_mut(&mut block)).unwrap() {}
+    planner.plan(DRIVER, encoded.forward()).unwrap();
     assert!(planner.faults().is_empty(), "{:?}", planner.faults());
+}
+
+/// Plans a frame and stages it for a graph of `rows` rows, in memory that held something else.
+fn stage(planner: &mut Planner, rows: usize, request: &ForwardRequest) -> Prefixes {
+    plan(planner, request);
     let layout = Layout::grouped_graph(rows);
     planner.find_groups();
     let mut block = vec![0x5555_5555_5555_5555_u64; layout.bytes() / 8];
@@ -69,22 +77,23 @@ fn nothing(rows: usize) -> Prefixes {
 
 #[test]
 fn forked_contexts_are_groups() {
-    let a = |own| decode(24 * 16 + 5, 1, &fork(0, 24, own));
-    let b = |own| decode(48 * 16, 1, &fork(100, 48, own));
-    // Of a row's pages only those before the request's first row may be shared: here 40 of 48.
-    let replay = Req::new(16, 40 * 16 + 3, &[1, 2, 3], &fork(100, 48, 0)[..41]).sample(2, GREEDY);
-    let prompt = Req::new(16, 0, &[1, 2], &fork(0, 0, 93)).sample(1, GREEDY);
-    let requests = [a(90), b(91), a(92), prompt, replay, a(94)];
+    let a = |own| decode(96 * 16 + 5, 1, &fork(0, 96, own));
+    let b = |own| decode(192 * 16, 1, &fork(300, 192, own));
+    // Of a row's pages only those before the request's first row may be shared: here 160 of 192.
+    let replay =
+        Req::new(16, 160 * 16 + 3, &[1, 2, 3], &fork(300, 192, 0)[..161]).sample(2, GREEDY);
+    let prompt = Req::new(16, 0, &[1, 2], &fork(0, 0, 693)).sample(1, GREEDY);
+    let requests = [a(690), b(691), a(692), prompt, replay, a(694)];
     let mut forked = frame(&requests);
     let groups = Prefixes {
-        lens: vec![384, 640, 384, 0, 0, 640, 640, 640, 384, 0, 0, 0],
+        lens: vec![1536, 2560, 1536, 0, 0, 2560, 2560, 2560, 1536, 0, 0, 0],
         order: vec![0, 2, 8, 1, 5, 6, 7],
         starts: vec![0, 0, 0, 3, 3, 3, 3],
     };
     let mut planner = Planner::new(LIMITS, 9);
     assert_eq!(stage(&mut planner, 12, &forked), groups);
     // The next step of other contexts shares nothing, and the first ones come back.
-    let alone = frame(&[a(90), b(91)]);
+    let alone = frame(&[a(690), b(691)]);
     assert_eq!(stage(&mut planner, 4, &alone), nothing(4));
     assert_eq!(stage(&mut planner, 12, &forked), groups);
     // Pages count, not who names them.
@@ -98,41 +107,41 @@ fn forked_contexts_are_groups() {
 fn too_little_in_common_makes_no_group() {
     let mut planner = Planner::new(LIMITS, 9);
     let mut lens = |pages: u32, requests: u32| {
-        let forks = (0..requests).map(|own| decode(pages * 16, 1, &fork(0, pages, 100 + own)));
+        let forks = (0..requests).map(|own| decode(pages * 16, 1, &fork(0, pages, 600 + own)));
         let forks: Vec<Req> = forks.collect();
         stage(&mut planner, 4, &frame(&forks)).lens
     };
-    assert_eq!(lens(16, 2), [0; 4], "two rows that read 256 tokens");
-    assert_eq!(lens(16, 3), [256, 256, 256, 0]);
-    assert_eq!(lens(23, 2), [0; 4], "whole steps of 128 tokens alone");
-    assert_eq!(lens(24, 2), [384, 384, 0, 0]);
+    assert_eq!(lens(64, 2), [0; 4], "two rows that read 1,024 tokens");
+    assert_eq!(lens(64, 3), [1024, 1024, 1024, 0]);
+    assert_eq!(lens(71, 2), [0; 4], "whole steps of 128 tokens alone");
+    assert_eq!(lens(72, 2), [1152, 1152, 0, 0]);
 }
 
 #[test]
 fn rows_of_one_request_are_no_group() {
-    let drafted = |own| decode(640, 1, &fork(0, 40, own)).verify(&[2, 3]);
+    let drafted = |own| decode(2560, 1, &fork(0, 160, own)).verify(&[2, 3]);
     let mut planner = Planner::new(LIMITS, 9);
-    let alone = frame(&[drafted(90)]);
+    let alone = frame(&[drafted(690)]);
     assert_eq!(stage(&mut planner, 3, &alone), nothing(3));
     // Their KV is read once as it is: a group of two would save less than six rows cost.
-    let two = frame(&[drafted(90), drafted(91)]);
+    let two = frame(&[drafted(690), drafted(691)]);
     assert_eq!(stage(&mut planner, 6, &two), nothing(6));
     // The same context three times is a group, like any three.
     let group = Prefixes {
-        lens: vec![640; 9],
+        lens: vec![2560; 9],
         order: (0..9).collect(),
         starts: vec![0; 9],
     };
-    let thrice = frame(&[drafted(90), drafted(90), drafted(90)]);
+    let thrice = frame(&[drafted(690), drafted(690), drafted(690)]);
     assert_eq!(stage(&mut planner, 9, &thrice), group);
 }
 
 #[test]
 fn requests_that_fail_are_in_no_group() {
-    let fork = |own| decode(640, 1, &fork(0, 40, own));
-    let mut failing = fork(91);
+    let fork = |own| decode(2560, 1, &fork(0, 160, own));
+    let mut failing = fork(691);
     failing.tokens[0] = LIMITS.vocab_size;
-    let encoded = Encoded::new(DRIVER, &frame(&[failing, fork(92)]));
+    let encoded = Encoded::new(DRIVER, &frame(&[failing, fork(692)]));
     let mut planner = Planner::new(LIMITS, 9);
     planner.plan(DRIVER, encoded.forward()).unwrap();
     assert_eq!((planner.faults().len(), planner.token_count()), (1, 1));
@@ -146,18 +155,18 @@ fn requests_that_fail_are_in_no_group() {
     planner.stage_graph(&layout, memory, 1).unwrap();
     assert_eq!(
         bytemuck::cast_slice::<u64, i32>(&block)[..5],
-        [1, 41, 1, 0, 0]
+        [1, 161, 1, 0, 0]
     );
 }
 
 #[test]
 fn groups_are_staged_for_graphs_that_know_them() {
     let forks: Vec<Req> = (0..4)
-        .map(|own| decode(640, 1, &fork(0, 40, 90 + own)))
+        .map(|own| decode(2560, 1, &fork(0, 160, 690 + own)))
         .collect();
     let mut planner = Planner::new(LIMITS, 9);
     let found = stage(&mut planner, 6, &frame(&forks));
-    assert_eq!(found.lens, [640, 640, 640, 640, 0, 0]);
+    assert_eq!(found.lens, [2560, 2560, 2560, 2560, 0, 0]);
     let plain = Layout::graph(6);
     let prefixes = plain
         .fields()
@@ -165,9 +174,7 @@ fn groups_are_staged_for_graphs_that_know_them() {
         .filter(|field| field.name.starts_with("prefix"));
     assert!(prefixes.map(|field| field.capacity).eq([0; 4]));
     // The groups of one plan are not those of the next.
-    planner
-        .plan(DRIVER, Encoded::new(DRIVER, &frame(&forks)).forward())
-        .unwrap();
+    plan(&mut planner, &frame(&forks));
     let grouped = Layout::grouped_graph(6);
     let mut block = vec![0_u64; grouped.bytes() / 8];
     let memory = StepMemory {

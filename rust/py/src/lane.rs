@@ -88,10 +88,13 @@ impl Lane {
     ///     rows: Rows of each graph, fewest first.
     ///     slots, most: As for `cuda`.
     ///     run: Called as `run(graph)` with its number; the results are there when it returns.
+    ///     grouped: Rows of further graphs, as for `cuda`.
     ///
     /// Raises:
-    ///     ValueError: A buffer is too small.
+    ///     ValueError: As for `cuda`.
     #[staticmethod]
+    #[pyo3(signature = (block, mask_words, results, rows, slots, most, run, grouped = Vec::new()))]
+    #[expect(clippy::too_many_arguments, reason = "Python passes them by name")]
     fn call(
         block: PyBuffer<u8>,
         mask_words: PyBuffer<i32>,
@@ -100,6 +103,7 @@ impl Lane {
         slots: usize,
         most: usize,
         run: Py<PyAny>,
+        grouped: Vec<usize>,
     ) -> PyResult<Self> {
         let device = Box::new(Call { run });
         let memory = Buffers {
@@ -107,7 +111,7 @@ impl Lane {
             mask_words,
             results,
         };
-        Self::new(device, memory, rows, Vec::new(), slots, most)
+        Self::new(device, memory, rows, grouped, slots, most)
     }
 
     /// Tells the other ranks of a model of every step, so that their lanes run it, too.

@@ -16,10 +16,10 @@ use pie_wire::{
 
 pub(crate) const LIMITS: Limits = Limits {
     page_size: 16,
-    total_pages: 32,
+    total_pages: 64,
     vocab_size: 100,
-    max_positions: 512,
-    row_pages: 32,
+    max_positions: 1024,
+    row_pages: 64,
     max_requests: 8,
     chunk_tokens: 32,
     max_slots: 8,
@@ -145,16 +145,16 @@ pub(crate) fn frame(tokens: &[u32]) -> Vec<u8> {
     })
 }
 
-/// Decodes of so many contexts, which share 256 tokens and have one of their own.
+/// Decodes of so many contexts, which share 896 tokens and have one of their own.
 pub(crate) fn forks(count: u32) -> Vec<u8> {
     let mut request = ForwardRequest {
         token_ids: vec![1; count as usize],
-        position_ids: vec![256; count as usize],
+        position_ids: vec![896; count as usize],
         qo_indptr: (0..=count).collect(),
         kv_page_indices: (0..count)
-            .flat_map(|own| (0..16).chain([16 + own]))
+            .flat_map(|own| (0..56).chain([56 + own]))
             .collect(),
-        kv_page_indptr: (0..=count).map(|request| 17 * request).collect(),
+        kv_page_indptr: (0..=count).map(|request| 57 * request).collect(),
         kv_last_page_lens: vec![1; count as usize],
         sampling_indices: vec![0; count as usize],
         sampling_indptr: (0..=count).collect(),
