@@ -2,7 +2,7 @@
 
     TRITON_INTERPRET=1 python tests/grouped_steps.py CONFIG
 
-CONFIG is a `driver.toml` of a model in float32 on the CPU. Prints by how much logits differ at most.
+CONFIG is a `driver.toml` of a model in float32 on the CPU. Prints the largest difference of logits.
 """
 
 from __future__ import annotations
