@@ -153,11 +153,16 @@ def check_attention_case(case: Any, *, grouped: bool) -> None:
     shared = kernels[1].metadata.shared
     assert 2 * (shared + 1024) <= 228 * 1024, shared
     print(f"{shared} bytes of shared memory: {case[:5]} {case[7:]}{' in groups' * grouped}")
-    said = kernels[1].asm["ptx"].partition("atom.global.gpu.acq_rel.add")
-    assert said[1], "nobody hears of the last part"
-    # Between the parts and the word that they are there.
-    assert "bar.sync" in said[0].rpartition("st.global")[2]
-    assert "ld.global.cg" in said[2]
+    # Of the parts of a tile, and of the halves of rows where a tile is finished, which is in three
+    # places.
+    first, *others = kernels[1].asm["ptx"].split("atom.global.gpu.acq_rel.add")
+    assert len(others) >= (4 if grouped else 1), "nobody hears of the last part"
+    for before, behind in itertools.pairwise((first, *others)):
+        # Between the parts and the word that they are there, and between that and others' parts.
+        assert "bar.sync" in before.rpartition("st.global")[2]
+        heard, loaded, _ = behind.partition("ld.global.cg")
+        assert not loaded or "bar.sync" in heard
+    assert "ld.global.cg" in others[-1]
 
 
 def products(dtype: torch.dtype) -> Iterator[Any]:

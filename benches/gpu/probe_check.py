@@ -140,7 +140,7 @@ def time_samplers(path: Path) -> None:
                 started = time.perf_counter_ns()
                 client.call(frame)
                 times[name].append((time.perf_counter_ns() - started) / 1e6)
-                if n == 0:
+                if n == STEPS - 1:
                     plans[name] = client.forward(batch).probes[1]
     base = {name: statistics.median(values[5:]) for name, values in times.items()}
     for name, milliseconds in base.items():

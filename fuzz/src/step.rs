@@ -58,8 +58,8 @@ impl Steps {
             rows,
             slots: if told { size.slots.max(1) } else { rows },
         };
-        let layout = if room.slots == rows {
-            self.planner.find_groups();
+        let layout = if room.slots == rows && self.number % 4 < 2 {
+            self.planner.find_groups(0);
             Layout::grouped_graph(rows)
         } else {
             Layout::graph(room)

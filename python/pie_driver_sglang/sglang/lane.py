@@ -213,12 +213,15 @@ class CudaSteps(StepRunner):
 
     def time(self, rows: int, repeats: int = 50) -> float:
         """Microseconds that the last step of up to `rows` rows takes, launched back to back."""
-        graph = next(graph for graph in self._graphs if graph.rows >= rows)
+        # The header is the same in all blocks: whether there are groups says which graph ran.
+        grouped = bool(self._graphs[0].host["header"][4])
+        fits = (graph for graph in self._graphs if graph.grouped == grouped and graph.rows >= rows)
+        graph = next(fits)
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         with torch.cuda.stream(self._stream):
             start.record()
             for _ in range(repeats):
-                self._captured[graph.rows, False].replay()
+                self._captured[graph.rows, grouped].replay()
             end.record()
         end.synchronize()
         return float(start.elapsed_time(end)) / repeats * 1000

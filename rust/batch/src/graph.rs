@@ -8,7 +8,7 @@ use crate::SlotClass;
 use crate::layout::{DType, Layout};
 use crate::mask::Sight;
 use crate::plan::{Planner, Request};
-use crate::prefix::Sequence;
+use crate::prefix::{ROW_COST, Sequence};
 use crate::slot::{INVALID_TOKEN, Slot};
 use crate::stage::{Rest, StageError};
 
@@ -258,9 +258,9 @@ impl Planner {
         ranges.flat_map(|slots| &self.slots.all[slots])
     }
 
-    /// Puts rows that read the same KV first into groups, where that saves reading; whether there are any. They are staged
-    /// for graphs that know them.
-    pub fn find_groups(&mut self) -> bool {
+    /// Puts rows that read the same KV first into groups, where that saves reading. They are staged for graphs that know
+    /// them. Returns whether they save more than so many rows cost that such a graph has and another would not.
+    pub fn find_groups(&mut self, more_rows: usize) -> bool {
         let (segments, page_size) = (&self.segments, self.limits.page_size as usize);
         self.prefixes.find(segments.len(), page_size, |index| {
             let request = &self.requests[segments[index].request];
@@ -271,7 +271,7 @@ impl Planner {
                 rows: segments[index].len,
             }
         });
-        self.prefixes.groups().next().is_some()
+        self.prefixes.saved() > more_rows as i64 * ROW_COST
     }
 
     fn stage_prefixes(&self, arrays: &mut Step<'_>) {

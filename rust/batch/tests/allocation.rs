@@ -17,7 +17,7 @@ struct Driver {
     planner: Planner,
     engine: Engine,
     block: Vec<u64>,
-    graph: Layout,
+    graphs: [Layout; 2],
     masks: Vec<i32>,
     buffer: Vec<u64>,
 }
@@ -27,7 +27,7 @@ impl Driver {
         let planner = Planner::new(limits, 0);
         Self {
             block: vec![0; planner.layout().bytes() / 8],
-            graph: Layout::grouped_graph(ROWS),
+            graphs: [Layout::graph(ROWS), Layout::grouped_graph(ROWS)],
             masks: vec![0; ROWS * limits.mask_words()],
             buffer: vec![0; 1 << 13],
             engine: Engine::default(),
@@ -39,18 +39,20 @@ impl Driver {
     fn graph_step(&mut self, encoded: &Encoded) -> bool {
         let planned = self.planner.plan(DRIVER, encoded.forward());
         let size = self.planner.graph_size(ROWS);
-        self.planner.find_groups();
+        self.planner.find_groups(0);
         if planned.is_err() || size.is_none_or(|size| size.rows > ROWS) {
             return false;
         }
-        let memory = StepMemory {
-            block: bytemuck::cast_slice_mut(&mut self.block),
-            mask_words: &mut self.masks,
-        };
-        let staged = self.planner.stage_graph(&self.graph, memory, 1);
+        let staged = self.graphs.iter().all(|graph| {
+            let memory = StepMemory {
+                block: bytemuck::cast_slice_mut(&mut self.block),
+                mask_words: &mut self.masks,
+            };
+            self.planner.stage_graph(graph, memory, 1).is_ok()
+        });
         self.planner.put_slot_tokens(|row| row as u32);
         let buffer: &mut [u8] = bytemuck::cast_slice_mut(&mut self.buffer);
-        staged.is_ok() && self.planner.reply(Probes::default(), buffer).is_ok()
+        staged && self.planner.reply(Probes::default(), buffer).is_ok()
     }
 
     /// Plan, every pass, every group, reply; `false` when the frame is refused.

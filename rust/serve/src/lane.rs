@@ -98,7 +98,7 @@ impl Lane {
     }
 
     /// The device's further graphs have room for so many rows and slots, which rise, and know groups of rows that read the
-    /// same KV first. Steps with [such groups](Planner::find_groups) run as one of these, if they fit.
+    /// same KV first. Steps in which [such groups](Planner::find_groups) pay run as one of these, if they fit.
     #[must_use]
     pub fn grouped(mut self, rows: &[usize]) -> Self {
         let graphs = rows
@@ -160,10 +160,13 @@ impl Lane {
             Some(fewest + graphs[fewest..].iter().position(runs)?)
         };
         let (plain, grouped) = self.graphs.split_at(self.plain);
-        match smallest(grouped) {
-            Some(graph) if planner.find_groups() => Some(self.plain + graph),
-            _ => smallest(plain),
-        }
+        let own = smallest(plain)?;
+        let other = smallest(grouped).filter(|&graph| {
+            // There are few of them, so they may have more rows.
+            let more = grouped[graph].0.rows.saturating_sub(plain[own].0.rows);
+            planner.find_groups(more)
+        });
+        Some(other.map_or(own, |graph| self.plain + graph))
     }
 
     fn stage(
