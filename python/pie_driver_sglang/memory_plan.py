@@ -333,7 +333,9 @@ def _graphs(device: Device, model: Model, settings: Settings) -> int:
     """
     if device.is_host or not settings.captures or model.state_bytes:
         return 0
-    rows = [*grouped_ladder(settings.requests), *ladder(settings.requests)]
+    rows = ladder(settings.requests)
+    if not settings.triton_tables:
+        rows = [*grouped_ladder(settings.requests), *rows]
     if settings.prompts:
         rows += long_ladder(settings.requests, settings.chunk_tokens)
     nodes = len(rows) * model.layers * GRAPH_LAYER_BYTES
