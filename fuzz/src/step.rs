@@ -151,8 +151,8 @@ impl Step<'_> {
             assert!(start == group && start as usize <= entry);
         }
         let places = self.all::<i32>("prefix_places");
-        let placed = |(entry, &row): (usize, &i32)| places[row as usize] as usize == entry;
-        assert!(members.iter().enumerate().all(placed));
+        let found = |(entry, &row): (usize, &i32)| places[row as usize] as usize == entry;
+        assert!(members.iter().enumerate().all(found));
         members.sort_unstable();
         let grouped = (0..rows as i32).filter(|&row| lens[row as usize] > 0);
         assert!(grouped.eq(members));
