@@ -51,6 +51,7 @@ ROTATED_BYTES = 256 << 20
 GRAPH_BYTES = 8 << 30
 """KV that a graph reads, where its layers are few."""
 ROUND_SECONDS = 0.01
+ROUNDS = 3
 TUNED = {
     "block": (16, 32, 64, 128),
     "warps": (1, 2, 4, 8),
@@ -306,33 +307,45 @@ def copy(step: Step) -> Call:
     return call
 
 
-def microseconds(step: Step, call: Call) -> float:
-    """Of one layer: the median of three rounds of replayed graphs."""
+class Layers:
+    """A contender's layers, one after the other, captured as a graph."""
 
-    def layers() -> None:
-        for number in range(step.calls):
-            call(number % len(step.keys))
+    def __init__(self, step: Step, call: Call) -> None:
+        self._call, self._layers, self._calls = call, len(step.keys), step.calls
+        self._graph = None
+        if step.queries.device.type == "cuda":
+            self._graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self._graph):
+                self._run()
 
-    if step.queries.device.type == "cpu":
-        started = time.perf_counter()
-        layers()
-        return (time.perf_counter() - started) / step.calls * 1e6
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        layers()
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    def _run(self) -> None:
+        for number in range(self._calls):
+            self._call(number % self._layers)
 
-    def replays(count: int) -> float:
+    def round(self) -> float:
+        """Microseconds of a layer, of replays that follow a first one."""
+        if self._graph is None:
+            started = time.perf_counter()
+            self._run()
+            return (time.perf_counter() - started) / self._calls * 1e6
+        self._replays(1)
+        count = max(1, int(ROUND_SECONDS * 1e6 / (self._replays(1) * self._calls)))
+        return self._replays(count)
+
+    def _replays(self, count: int) -> float:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         for _ in range(count):
-            graph.replay()
+            self._graph.replay()
         end.record()
         end.synchronize()
-        return start.elapsed_time(end) / count * 1000 / step.calls
+        return start.elapsed_time(end) / count * 1000 / self._calls
 
-    replays(1)
-    count = max(1, int(ROUND_SECONDS * 1e6 / (replays(1) * step.calls)))
-    return statistics.median(replays(count) for _ in range(3))
+
+def microseconds(step: Step, call: Call) -> float:
+    """Of one layer: the median of some rounds."""
+    layers = Layers(step, call)
+    return statistics.median(layers.round() for _ in range(ROUNDS))
 
 
 def first_line(error: BaseException) -> str:
@@ -342,11 +355,14 @@ def first_line(error: BaseException) -> str:
 
 
 def time_step(step: Step, peers: list[str]) -> dict[str, Any]:
-    """Every contender's microseconds; None for one that cannot run or computes something else."""
-    row: dict[str, Any] = {"work": step.work.name, "shape": step.work.shape.name}
+    """Every contender's microseconds; None for one that cannot run or computes something else.
+
+    They take turns, so that what the GPU does slower behind one of them all have their part of.
+    """
+    contenders: dict[str, Layers] = {}
+    times: dict[str, list[float]] = {}
     expected = None
     for name in ["pie", *peers, "shares", "copy"]:
-        row[name] = None
         try:
             call = {"pie": pie, "shares": share_out, "copy": copy, **PEERS}[name](step)
             out = call(0).float()
@@ -356,9 +372,16 @@ def time_step(step: Step, peers: list[str]) -> dict[str, Any]:
                 error = float((out.view_as(expected) - expected).abs().max() / expected.abs().max())
                 if not error < DISAGREES:
                     raise ValueError(f"differs by {error:.1e}")
-            row[name] = microseconds(step, call)
+            contenders[name], times[name] = Layers(step, call), []
         except Exception as error:
             print(f"    {step.work.shape.name} {step.work.name}, {name}: {first_line(error)}")
+    for _ in range(ROUNDS):
+        for name, layers in contenders.items():
+            times[name].append(layers.round())
+    row: dict[str, Any] = {"work": step.work.name, "shape": step.work.shape.name}
+    row |= {name: statistics.median(times[name]) if name in times else None
+            for name in ["pie", *peers, "shares", "copy"]}  # fmt: skip
+    row["pie_rounds"] = times.get("pie")
     return summed_up(row, step, peers)
 
 

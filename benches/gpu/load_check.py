@@ -10,7 +10,9 @@ Parts, each in processes of its own; one that fails costs the others nothing:
 2. `steps`, `throughput`: round trips of decode steps, and tokens per second of the standard
    workload, on one driver.
 3. `peers`: SGLang's own tokens per second, by attention backend.
-4. `trace`, only when named: the driver's own split of a step. Writing it costs time in every step.
+4. `runner`, only when named: the same steps by SGLang's `ModelRunner` with its own graphs, by
+   attention backend, and how long the memory takes to move what a step must read (the roofline).
+5. `trace`, only when named: the driver's own split of a step. Writing it costs time in every step.
 
 Figures go to DIR/h200.json after every part, everything that was printed to DIR/load_check.log.
 Host overhead is the p50 round trip less the GPU time of the same graph launched back to back.
@@ -31,18 +33,23 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 DEFAULT_PARTS = "prototype,steps,throughput,peers"
 PROTOTYPE_CONTEXT = 512
-PEER = Path(__file__).parents[1] / "peers" / "sglang_engine.py"
+PEERS = Path(__file__).parents[1] / "peers"
+PEER = PEERS / "sglang_engine.py"
+HBM_BYTES_PER_S = 4.8e12
+"""Of an H200, by its data sheet."""
 STOP_S = 8.0
-PART_S = {"prototype": 120.0, "load": 240.0, "trace": 120.0, "peers": 150.0}
+PART_S = {"prototype": 120.0, "load": 240.0, "trace": 120.0, "peers": 150.0, "runner": 90.0}
 """The longest that a process of each part may take."""
 _PROTOTYPE_LINE = re.compile(r"batch (\d+): gpu (\d+) us, .* overhead (-?\d+) us")
+_RUNNER_LINE = re.compile(r"runner \S+ (\d+x\d+): (\d+) us")
+_BYTES_LINE = re.compile(r"runner bytes: weights (\d+), a token (\d+)")
 _PEER_LINE = re.compile(r"sglang (\S+) repeat \d+: .* = (\d+) tok/s")
 
 
@@ -123,6 +130,24 @@ def peer_figures(output: str) -> list[float]:
     return [float(speed) for _, speed in _PEER_LINE.findall(output)]
 
 
+def runner_figures(output: str) -> dict[str, float]:
+    """Step times in µs by batch and context."""
+    return {step: float(us) for step, us in _RUNNER_LINE.findall(output)}
+
+
+def roofline_us(output: str, steps: Iterable[str]) -> dict[str, float]:
+    """How long the memory takes to move what each step must read, in µs; empty if not printed."""
+    found = _BYTES_LINE.search(output)
+    if found is None:
+        return {}
+    weights, token = map(int, found.groups())
+    times = {}
+    for step in steps:
+        batch, context = map(int, step.split("x"))
+        times[step] = (weights + batch * context * token) / HBM_BYTES_PER_S * 1e6
+    return times
+
+
 def graph_gpu_us(times: Mapping[str, float], batch: int, context: int) -> float | None:
     """GPU time of the decode graph launched back to back, in µs; None when it is not known."""
     return times.get(f"{batch}x{context}")
@@ -172,6 +197,9 @@ class Check:
         if "peers" in parts:
             for backend in self._arguments.peer_backends.split(","):
                 self._part(f"peer {backend}", lambda backend=backend: self._peer(backend))
+        if "runner" in parts:
+            for backend in self._arguments.peer_backends.split(","):
+                self._part(f"runner {backend}", lambda backend=backend: self._model_runner(backend))
         if "trace" in parts:
             self._part("trace", self._trace)
         self._runner.say(json.dumps({**self._figures, "detail": "..."}, indent=1))
@@ -256,6 +284,18 @@ class Check:
         self._figures["detail"].setdefault("sglang_repeats", {})[backend] = speeds
         if speeds:
             self._figures["tokens_per_s"]["sglang"][backend] = speeds[-1]
+
+    def _model_runner(self, backend: str) -> None:
+        if backend == "fa3" and not _has_fa3():
+            self._runner.say("runner fa3: its kernels are not installed")
+            return
+        arguments, detail = self._arguments, self._figures["detail"]
+        command = [sys.executable, PEERS / "sglang_runner.py", self._model, backend]
+        command += ["--batches", arguments.batch, "--contexts", arguments.context]
+        output = self._runner.run(f"runner {backend}", command, PART_S["runner"])
+        found = runner_figures(output)
+        detail.setdefault("sglang_runner_us", {})[backend] = found
+        detail.setdefault("roofline_us", {}).update(roofline_us(output, found))
 
     def _graph_times(self) -> dict[str, float]:
         path: Path | None = self._arguments.graph_times

@@ -1,12 +1,14 @@
 """Finds out on a CUDA GPU what docs/supported-models.md says of each architecture.
 
-    python benches/gpu/models_check.py [--device cuda:0] [--workers 4] [--limit S] [NAME ...]
+    python benches/gpu/models_check.py [--device cuda:0] [--workers 4] [--limit S]
+        [--dtype bfloat16] [NAME ...]
 
 Small random models of the architectures in `tests/architectures.py` are served in bfloat16 and
 compared with `transformers` in float32 on the CPU, the same weights. Every model has a process and
 a time limit of its own; several run at once, each with a small part of the memory. Prints the
 document's table, and below it by how much the logits differ and which attention backends the driver
-took. `--device cpu` tries the script out.
+took. Where a model is sensitive, float16 tells rounding from mistakes: it rounds an eighth as much.
+`--device cpu` tries the script out.
 """
 
 from __future__ import annotations
@@ -87,7 +89,7 @@ class Errors:
         assert outliers <= OUTLIERS, f"{outliers:.0%} of the rows off by more than {WORST:.0%}"
 
 
-def check(name: str, folder: Path, device: str) -> dict[str, str]:
+def check(name: str, folder: Path, device: str, dtype: str) -> dict[str, str]:
     """Cells of one architecture; runs in a process of its own."""
     snapshot = architectures.build(name, folder, wide=True)
     options: dict[str, object] = {
@@ -100,7 +102,7 @@ def check(name: str, folder: Path, device: str) -> dict[str, str]:
     errors = Errors()
     with ThreadPoolExecutor() as pool:
         loading = pool.submit(Reference, snapshot)
-        with driver(snapshot, options, device, spin_budget_us=200) as (client, caps):
+        with driver(snapshot, options, device, dtype=dtype, spin_budget_us=200) as (client, caps):
             reference = loading.result()
             spread = float(reference.logits(list(range(3, 100))).std(dim=-1).median())
             served = model_checks.Served(
@@ -121,9 +123,10 @@ def check(name: str, folder: Path, device: str) -> dict[str, str]:
             return {**cells, "off": f"{errors.largest:.2%}"}
 
 
-def row(name: str, folder: Path, device: str, limit: float) -> tuple[str, str]:
+def row(name: str, folder: Path, device: str, limit: float, dtype: str) -> tuple[str, str]:
     """A line of the table, and a line below it."""
     command = [sys.executable, __file__, "--device", device, "--folder", str(folder), "--one", name]
+    command += ["--dtype", dtype]
     started = time.monotonic()
     output = RACED
     while RACED in output:
@@ -167,17 +170,18 @@ def main() -> None:
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--limit", type=float, default=150.0, help="seconds of one model")
+    parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--one")
     arguments = parser.parse_args()
     if arguments.one:
         with contextlib.redirect_stdout(sys.stderr):
-            found = check(arguments.one, arguments.folder, arguments.device)
+            found = check(arguments.one, arguments.folder, arguments.device, arguments.dtype)
         print(f"found {json.dumps(found)}")
         return
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(arguments.workers) as pool:
         results = [
-            pool.submit(row, name, Path(folder), arguments.device, arguments.limit)
+            pool.submit(row, name, Path(folder), arguments.device, arguments.limit, arguments.dtype)
             for name in arguments.names
         ]
         print("| architecture | runs | masks | drafts | copies | LoRA | why not |")

@@ -1,7 +1,8 @@
 """Contexts that begin with the same pages, beside as many that have pages of their own.
 
     python benches/gpu/prefix_check.py [--pocket DIR] [--shapes DIR] [--json FILE]
-        [--batches 16,64,256] [--contexts 2048] [--option KEY=VALUE ...]
+        [--batches 16,64,256] [--contexts 2048] [--common 256,512,1024,1920]
+        [--option KEY=VALUE ...]
 
 1. `pocket` in bfloat16: contexts with a common beginning say the same, shared or not. Prints how
    many of the greedy tokens differ before a context's first difference is behind it.
@@ -101,8 +102,8 @@ def check_pocket(pocket: Path, device: str, options: dict[str, object]) -> None:
         raise SystemExit("more than rounding explains")
 
 
-def time_steps(client: Client, contexts: Contexts) -> float:
-    """The p50 of a step in microseconds."""
+def time_steps(client: Client, contexts: Contexts) -> list[float]:
+    """The p10, p50 and p90 of a step in microseconds."""
     contexts.fill(client)
     samples = []
     for number in range(STEPS):
@@ -111,7 +112,8 @@ def time_steps(client: Client, contexts: Contexts) -> float:
         started = time.perf_counter_ns()
         client.call(frame)
         samples.append((time.perf_counter_ns() - started) / 1000)
-    return statistics.median(samples[10:])
+    deciles = statistics.quantiles(samples[10:], n=10)
+    return [deciles[0], deciles[4], deciles[8]]
 
 
 def check_steps(shapes: Path, arguments: argparse.Namespace, options: dict[str, object]) -> None:
@@ -122,15 +124,16 @@ def check_steps(shapes: Path, arguments: argparse.Namespace, options: dict[str, 
         for context in map(int, arguments.contexts.split(",")):
             for batch in map(int, arguments.batches.split(",")):
                 alone = None
-                for common in (0, context // 8, context // 2, context * 15 // 16):
+                for common in (0, *map(int, arguments.common.split(","))):
                     contexts = Contexts(batch, common, context - common, shared=True)
-                    p50 = time_steps(client, contexts)
+                    p10, p50, p90 = time_steps(client, contexts)
                     alone = alone or p50
-                    row = {"batch": batch, "context": context, "common": common, "p50_us": p50}
+                    row = {"batch": batch, "context": context, "common": common}
+                    row |= {"p10_us": p10, "p50_us": p50, "p90_us": p90}
                     rows.append(row)
                     print(
-                        f"    {batch:>3} x {context}, {common:>5} in common: {p50:>7.0f} us, "
-                        f"{alone / p50:.2f} times as fast",
+                        f"    {batch:>3} x {context}, {common:>5} in common: {p50:>7.0f} us "
+                        f"({p10:.0f} to {p90:.0f}), {alone / p50:.2f} times as fast",
                         flush=True,
                     )
     if arguments.json:
@@ -145,6 +148,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--batches", default="16,64,256")
     parser.add_argument("--contexts", default="2048")
+    parser.add_argument("--common", default="256,512,1024,1920", help="tokens")
     parser.add_argument("--option", action="append", default=[], help="KEY=VALUE, in JSON")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
