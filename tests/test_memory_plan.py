@@ -389,6 +389,8 @@ def test_a_pool_that_became_too_small_says_why() -> None:
     none = shrunk(plan, 0, 40_960, plan.weights)
     assert none.hint == "end what else uses the device, or choose a smaller model"
     # With weights of 8 GiB a context takes 12.4 of 139.
+    slightly = shrunk(plan, 0, 40_960, plan.weights + 32 * 2**20)
+    assert "another process took memory" in str(slightly), "32 MiB are not the missing ones"
     larger = shrunk(plan, 0, 40_960, 8 * GIB)
     assert "the weights take 8.00 GiB instead of 1.13 GiB" in str(larger)
     assert larger.hint == "set `mem_fraction_static = 0.091` in the options"

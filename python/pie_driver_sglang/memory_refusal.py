@@ -78,7 +78,8 @@ def shrunk(plan: Plan, tokens: int, least: int, weights: int) -> StartError:
         least: That a context takes.
         weights: Bytes that the weights turned out to take.
     """
-    larger = weights > plan.weights + plan.token_bytes * plan.page_size
+    missing = (plan.tokens - tokens) * plan.token_bytes
+    larger = weights - plan.weights > missing // 2
     cause = "another process took memory while the model was loaded"
     if larger:
         cause = f"the weights take {size_text(weights)} instead of {size_text(plan.weights)}"
