@@ -16,6 +16,8 @@ import triton.language as tl
 LOG2E = tl.constexpr(1.4426950408889634)
 _MERGED_NUMBERS = tl.constexpr(8192)
 """Numbers of a row's parts that are merged at once, about."""
+_JOINING_TURNS = tl.constexpr(3)
+"""Of merging, in the time in which a row's halves are joined, about: that waits for two barriers."""
 
 
 def room(rows: int, queries: torch.Tensor, value_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -74,7 +76,10 @@ def leave(  # type: ignore[no-untyped-def]
         tl.store(count, 0)
         AT_ONCE: tl.constexpr = max(1, _MERGED_NUMBERS // (HEAD_BLOCK * VALUE_BLOCK))
         # Whatever takes fewer turns.
-        if final - first < (ahead + 1) * tl.cdiv(final - first + 1, AT_ONCE):
+        turns = (ahead + 1) * tl.cdiv(final - first + 1, AT_ONCE)
+        if GROUPED:
+            turns += tl.where(elsewhere != 0, ahead * _JOINING_TURNS, 0)
+        if final - first < turns:
             mixed, best, total = _merged_rows(
                 parts, sums, first, final, number, heads, head_count, asks,
                 VALUE_DIM, GROUP_BLOCK, VALUE_BLOCK, TILE,
