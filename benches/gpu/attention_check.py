@@ -1,7 +1,7 @@
 """Decode attention on a GPU: parity, times beside its peers and a copy, and tuning.
 
     python benches/gpu/attention_check.py [--parity] [--times] [--tune] [--prompts] [--seconds N]
-        [--json FILE]
+        [--shapes A,B] [--batches 256,16] [--json FILE]
 
 Without one of the four it does the first two.
 
@@ -28,7 +28,7 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -43,7 +43,6 @@ from pie_driver_sglang.sglang.paged_shares import Cut, Rows, Tuning, share, tuni
 from pie_driver_sglang.sglang.paged_triton import attend
 
 PAGE = 16
-BATCHES = (1, 4, 16, 64, 128, 256)
 LENGTHS = (128, 512, 1024, 2048, 8192, 32768)
 RAGGED = (100, 2048)
 ROTATED_BYTES = 256 << 20
@@ -401,9 +400,9 @@ def spread(batch: int, seed: int = 0) -> tuple[int, ...]:
     return tuple(draw.randint(*RAGGED) for _ in range(batch))
 
 
-def grid(shape: Shape, tiny: bool) -> Iterator[Work]:
+def grid(shape: Shape, tiny: bool, batches: Sequence[int]) -> Iterator[Work]:
     """Every step, what matters most first."""
-    batches, lengths = ((1, 3), (40, 70)) if tiny else (BATCHES, LENGTHS)
+    lengths = (40, 70) if tiny else LENGTHS
     for batch in sorted(batches, key=lambda batch: -batch):
         yield Work(shape, spread(batch) if not tiny else (5, 40, 17)[:batch], f"{batch} x ragged")
     for length in sorted(lengths, key=lambda length: (length not in (512, 2048), length)):
@@ -437,6 +436,10 @@ class Run:
         if self.tiny:
             return [Shape("tiny", 4, 2, 16)]
         return [shape for shape in SHAPES if shape.name in names]
+
+    def batches(self) -> list[int]:
+        """The numbers of rows asked for."""
+        return [1, 3] if self.tiny else [int(rows) for rows in self.arguments.batches.split(",")]
 
     def storage(self, shape: Shape) -> Storage:
         """As much as asked for and free."""
@@ -507,7 +510,7 @@ def time_grid(run: Run) -> None:
           + f"{'GB/s':>8}{'of copy':>9}{'best':>7}")  # fmt: skip
     for shape in run.shapes():
         storage = run.storage(shape)
-        for work in grid(shape, run.tiny):
+        for work in grid(shape, run.tiny, run.batches()):
             if run.over():
                 print("the time is up", flush=True)
                 return
@@ -604,6 +607,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda:0")
     for part in ("parity", "times", "tune", "prompts"):
         parser.add_argument(f"--{part}", action="store_true")
+    parser.add_argument("--batches", default="1,4,16,64,128,256", help="rows of a step")
     parser.add_argument("--shapes", default=",".join(shape.name for shape in SHAPES))
     parser.add_argument("--peers", default=",".join(PEERS))
     parser.add_argument("--gib", type=float, default=40.0, help="memory for KV")

@@ -17,7 +17,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 _MERGED_NUMBERS = tl.constexpr(8192)
 """Numbers of a row's parts that are merged at once, about."""
 _JOINING_TURNS = tl.constexpr(3)
-"""Of merging, in the time in which a row's halves are joined, about: that waits for two barriers."""
+"""Turns of merging that take as long as to join the halves of a row, about."""
 
 
 def room(rows: int, queries: torch.Tensor, value_dim: int) -> tuple[torch.Tensor, torch.Tensor]:

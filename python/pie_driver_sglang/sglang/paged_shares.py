@@ -22,7 +22,7 @@ from pie_driver_sglang.chained_triton import chained, follow
 
 _FEW_ROWS = 256
 """More are looked at in larger steps."""
-_FINE_ROWS = 8
+_FINE_ROWS = 16
 """Of so few rows programs have few blocks, which then are smaller."""
 
 
