@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ import tiny_models
 from lora_adapters import CONFIGS, edit
 from pie_driver_sglang._core import Request, Sampler
 from reference import Context, MaskedReference, Pages, Reference, random_tokens
+from traced_driver import Traced, start
 
 pytestmark = pytest.mark.engine
 
@@ -47,9 +49,12 @@ NAMES = list(CONFIGS)
 class Bench:
     """A driver, and the models that its adapters make: number 0 is the base."""
 
-    def __init__(self, driver: drivers.Driver, model: str, folder: Path) -> None:
+    def __init__(
+        self, driver: drivers.Driver, model: str, folder: Path, traced: Traced | None = None
+    ) -> None:
         self.driver = driver
-        self.client = driver.client()
+        self.traced = traced
+        self.client = traced.client if traced else driver.client()
         self.model = model
         self.folder = folder
         self.allocator = Pages(driver.caps["total_pages"], PAGE)
@@ -145,14 +150,13 @@ def served(
     drivers.start_fork_server()
     model, ranks = request.param
     snapshot = tiny_models.build(model, models_folder)
-    folder = tmp_path_factory.mktemp(model)
-    config = drivers.write_config(folder, snapshot, options=OPTIONS, **drivers.spread(ranks))
-    with drivers.fork(config) as driver:
-        bench = Bench(driver, model, models_folder)
+    with contextmanager(start)(
+        tmp_path_factory.mktemp(model), snapshot, ranks, **OPTIONS
+    ) as traced:
+        bench = Bench(traced.driver, model, models_folder, traced)
         bench.load_all(NAMES)
         yield bench
-    assert driver.stop() == 0
-    assert not driver.region.exists()
+    assert not traced.driver.region.exists()
 
 
 EVERYTHING = range(len(NAMES) + 1)
@@ -177,6 +181,17 @@ class TestParity:
     def test_greedy_decode(self, served: Bench) -> None:
         contexts = [served.start(number, 5 + 9 * number) for number in EVERYTHING]
         served.check_greedy(contexts, 12)
+
+    def test_batches_without_adapters_take_the_fast_lane(self, served: Bench) -> None:
+        """Nothing stays of the adapters before, those of the LM head included."""
+        assert served.traced is not None
+        batches = [[0], [4], [0, 0], [0, 6], [0], [7], [0]]
+        for numbers in batches:
+            contexts = [served.start(number, 21) for number in numbers]
+            before = len(served.traced.lanes())
+            served.check_greedy(contexts, 3)
+            lane = "general" if any(numbers) else "fast"
+            assert served.traced.lanes()[before:] == [lane] * 3, numbers
 
     def test_prefill_beside_decode(self, served: Bench) -> None:
         running = [served.start(number, 20) for number in (1, 0, 4)]

@@ -2,53 +2,22 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-import drivers
 import runtime_client as rc
 import scripts
 from lane_walk import Walk
 from pie_driver_sglang._core import Request, Sampler
+from traced_driver import Traced, start
 
 pytestmark = pytest.mark.engine
 
 PROMPT = [5, 9, 77, 3, 41]
 PROBE = Sampler.raw_logits()
-
-
-class Traced:
-    """A driver that tells which lane took a batch."""
-
-    def __init__(self, driver: drivers.Driver, trace: Path) -> None:
-        self.client = driver.client()
-        self.caps = driver.caps
-        self.vocab = int(driver.caps["vocab_size"])
-        self._trace = trace
-
-    def lanes(self) -> list[str]:
-        """The lane of each batch so far."""
-        # It is answered once the last batch is in the trace.
-        self.client.health()
-        text = self._trace.read_text().rstrip().removesuffix(",")
-        names = [event["name"] for event in json.loads(text + "]")]
-        return [{"launch": "fast", "forward": "general"}[n] for n in names if n in LANES]
-
-
-LANES = ("launch", "forward")
-
-
-def start(folder: Path, snapshot: Path, ranks: int = 1, **options: object) -> Iterator[Traced]:
-    trace = folder / "trace.json"
-    options = {"trace_file": str(trace), **options}
-    config = drivers.write_config(folder, snapshot, options=options, **drivers.spread(ranks))
-    with drivers.fork(config) as driver:
-        yield Traced(driver, trace)
-    assert driver.stop() == 0
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["tp1", "tp2"])

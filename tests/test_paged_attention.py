@@ -23,13 +23,20 @@ def test_the_kernels_compile_for_a_gpu() -> None:
     assert "compiled" in scripts.run("tests/kernels_compile.py")
 
 
-@pytest.mark.parametrize("name", ["gemma3", "qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    ("name", "adapters"), [("gemma3", False), ("qwen2", False), ("qwen3", False), ("qwen3", True)]
+)
 def test_a_model_decodes_the_same_logits(
-    name: str, interpreter: scripts.Interpreter, models_folder: Path, tmp_path: Path
+    name: str,
+    adapters: bool,
+    interpreter: scripts.Interpreter,
+    models_folder: Path,
+    tmp_path: Path,
 ) -> None:
     """Gemma 3 has layers with a window, Qwen 2 biases and Qwen 3 norms of its heads."""
     snapshot = tiny_models.build(name, models_folder)
-    config = drivers.write_config(tmp_path, snapshot, options={"page_size": 16})
+    options = {"page_size": 16, "enable_lora": adapters}
+    config = drivers.write_config(tmp_path, snapshot, options=options)
     interpreter.run("tests/paged_model.py", str(config))
 
 

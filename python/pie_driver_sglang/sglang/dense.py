@@ -24,6 +24,7 @@ from sglang.srt.layers.linear import (
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.layers.rotary_embedding import RotaryEmbedding
+from sglang.srt.lora.layers import BaseLayerWithLoRA
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.models import llama, qwen2, qwen3
 
@@ -80,6 +81,7 @@ class DenseLayers:
         sums: RankSums | None,
         *,
         prefills: bool,
+        folds: bool,
     ) -> None:
         """Takes a model apart.
 
@@ -89,12 +91,13 @@ class DenseLayers:
             norm: Behind the last layer.
             sums: Of the ranks' parts; None for a model on one device.
             prefills: Whether prefills attend to nothing but what is stored.
+            folds: Whether products may take the weights of norms, if they can.
         """
         self._model = model
         self._layers = layers
         self._sums = sums
         # Between ranks a kernel must add up what products are, and may as well normalize it.
-        self._folded = sums is None and _fold(layers)
+        self._folded = folds and sums is None and _fold(layers)
         self._prefills = prefills
         # What follows each layer.
         self._norms = [*(layer.before for layer in layers[1:]), norm]
@@ -109,7 +112,6 @@ class DenseLayers:
             build = _BUILDS.get(type(model))
             _expect(build is not None, f"it is a {type(model).__name__}")
             _expect(not model.layers_to_capture, "hidden states of some layers are wanted")
-            _expect(not runner.server_args.enable_lora, "it takes adapters")
             _expect(not hasattr(model.config, "scale_emb"), "its embeddings are scaled")
             _expect(_has_room(runner), "a multiprocessor has too little shared memory")
             pool = runner.token_to_kv_pool
@@ -124,7 +126,9 @@ class DenseLayers:
             logger.info("layers run as SGLang has them: %s", reason)
             return None
         prefills, _ = runner.server_args.get_attention_backends()
-        return cls(model, layers, norm, sums, prefills=prefills in _STORED)
+        # Adapters want rows to which the norms' weights were applied.
+        adapts = runner.server_args.enable_lora
+        return cls(model, layers, norm, sums, prefills=prefills in _STORED, folds=not adapts)
 
     @contextlib.contextmanager
     def prefilling(self) -> Iterator[None]:
@@ -353,6 +357,8 @@ def _norm(norm: Any) -> Norm:
 
 
 def _matrix(linear: Any, kind: type) -> Linear:
+    if isinstance(linear, BaseLayerWithLoRA):
+        linear = linear.base_layer
     _expect(type(linear) is kind, f"it has a {type(linear).__name__}")
     method = type(linear.quant_method)
     _expect(method is UnquantizedLinearMethod, f"it has a linear layer with {method.__name__}")

@@ -187,6 +187,12 @@ class SglangEngine:
             return self.dense.prefilling()
         return contextlib.nullcontext()
 
+    def unbind_adapters(self) -> None:
+        """Makes the model one without adapters until the next :meth:`forward`."""
+        if self._adapters is not None:
+            self._adapters.unbind()
+            self._row_adapters = None
+
     def sample(self, group: SlotGroup) -> Outputs:
         """Computes the staged slot group; see :meth:`pie_driver_sglang.engine.Engine.sample`."""
         return self.sample_logits(group, self.slot_logits(group))

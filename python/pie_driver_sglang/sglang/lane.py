@@ -159,6 +159,7 @@ class CpuSteps(StepRunner):
         graph, fields = self._graphs[number], self._graphs[number].host
         step, updates, _ = fields["header"][:3].tolist()
         self._engine.update_table(fields["table_updates"][: 2 * updates].view(updates, 2))
+        self._engine.unbind_adapters()
         batch = self._forward_batch(graph)
         batch.seq_lens_sum = int(fields["seq_lens"].sum())
         backend = self._engine.runner.attn_backend
@@ -231,6 +232,7 @@ class CudaSteps(StepRunner):
         runner, started = self._engine.runner, time.monotonic()
         free = torch.cuda.mem_get_info(self._device)[0]
         most = self._most
+        self._engine.unbind_adapters()
         runner.attn_backend.init_cuda_graph_state(most, most)
         pool = torch.cuda.graph_pool_handle()
         context = ForwardContext(attn_backend=runner.attn_backend)

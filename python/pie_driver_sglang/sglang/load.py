@@ -119,8 +119,6 @@ def _steps(engine: SglangEngine, options: DriverOptions, rungs: list[int]) -> St
     obstacle = support.lane_obstacle(engine.runner)
     if options.disable_cuda_graph:
         obstacle = "`disable_cuda_graph` is set"
-    elif engine.facts.adapter_slots:
-        obstacle = "adapters are on, which are bound anew for every batch"
     elif engine.facts.state_slots:
         obstacle = "the model keeps recurrent state"
     if obstacle is not None:

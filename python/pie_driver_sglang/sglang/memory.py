@@ -92,8 +92,7 @@ def settings_of(
         slots=MAX_SLOTS,
         ranks=config.driver.tensor_parallel_size,
         fraction=options.mem_fraction_static,
-        captures=not (options.disable_cuda_graph or options.enable_lora)
-        and (own or backends[1] in support.GRAPH_BACKENDS),
+        captures=not options.disable_cuda_graph and (own or backends[1] in support.GRAPH_BACKENDS),
         prompts=own and config.driver.tensor_parallel_size == 1,
         triton_tables="triton" in backends and not own,
         workspace_bytes=workspace if "flashinfer" in backends else 0,

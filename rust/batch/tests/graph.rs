@@ -3,6 +3,7 @@
 mod common;
 
 use std::collections::HashSet;
+use std::num::NonZeroUsize;
 
 use common::builder::{Encoded, GREEDY, ROOMY, Req, decode, frame};
 use common::device::DRIVER;
@@ -366,6 +367,25 @@ fn decodes_drafts_and_short_prompts_are_taken_and_others_left() {
         None,
         "more rows of one request than allowed"
     );
+}
+
+#[test]
+fn a_step_with_an_adapter_runs_as_no_graph() {
+    let mut planner = Planner::new(ROOMY, 9).with_adapters(NonZeroUsize::new(2).unwrap());
+    planner.add_adapter(7);
+    let mut size = |adapter| {
+        let bound = Req {
+            adapter,
+            ..decode(3, 6, &[5])
+        };
+        let encoded = Encoded::new(DRIVER, &frame(&[decode(20, 5, &[1, 2]), bound]));
+        planner.plan(DRIVER, encoded.forward()).unwrap();
+        planner.graph_size(usize::MAX)
+    };
+    let both = StepSize { rows: 2, slots: 2 };
+    assert_eq!(size(-1), Some(both));
+    assert_eq!(size(7), None);
+    assert_eq!(size(-1), Some(both));
 }
 
 #[test]

@@ -1,0 +1,40 @@
+"""A driver whose trace tells which lane took each batch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import drivers
+
+LANES = {"launch": "fast", "forward": "general"}
+"""By the phase that only they have."""
+
+
+class Traced:
+    """A driver that tells which lane took a batch."""
+
+    def __init__(self, driver: drivers.Driver, trace: Path) -> None:
+        self.driver = driver
+        self.client = driver.client()
+        self.caps = driver.caps
+        self.vocab = int(driver.caps["vocab_size"])
+        self._trace = trace
+
+    def lanes(self) -> list[str]:
+        """The lane of each batch so far."""
+        # It is answered once the last batch is in the trace.
+        self.client.health()
+        text = self._trace.read_text().rstrip().removesuffix(",")
+        names = [event["name"] for event in json.loads(text + "]")]
+        return [LANES[name] for name in names if name in LANES]
+
+
+def start(folder: Path, snapshot: Path, ranks: int = 1, **options: object) -> Iterator[Traced]:
+    trace = folder / "trace.json"
+    options = {"trace_file": str(trace), **options}
+    config = drivers.write_config(folder, snapshot, options=options, **drivers.spread(ranks))
+    with drivers.fork(config) as driver:
+        yield Traced(driver, trace)
+    assert driver.stop() == 0
