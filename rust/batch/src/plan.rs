@@ -205,6 +205,10 @@ impl Planner {
         self.frames += 1;
         self.table.start_frame();
         let survey = Survey::of(&frame, &self.limits, self.vision)?;
+        for index in 0..frame.requests {
+            self.table
+                .expect(&frame.pages[range(frame.page_indptr, index)]);
+        }
         // Taken out, so that each is made where it stays.
         let mut requests = mem::take(&mut self.requests);
         requests.resize_with(frame.requests, Request::default);
@@ -324,7 +328,7 @@ impl Planner {
             return Ok(());
         };
         // Entries that the mirror holds were checked when they came.
-        let matching = self.table.matching(row, pages);
+        let matching = self.table.matching_free(row, index, pages);
         check_pages(&pages[matching..], &self.limits)?;
         self.table.take(row, context);
         let first = self.updates.len();
