@@ -253,8 +253,8 @@ impl Slots {
         valid
     }
 
-    /// Writes a planned mask into [`Limits::mask_words`] words: its edges, or its bits where they take less room. Returns
-    /// the words in use and what [`FieldId::SlotMasks`](crate::FieldId::SlotMasks) says of its edges.
+    /// Writes a planned mask into [`mask_words`](crate::Limits::mask_words) words: its edges, or its bits where they take
+    /// less room. Returns the words in use and what [`FieldId::SlotMasks`](crate::FieldId::SlotMasks) says of its edges.
     pub(crate) fn put_mask(&self, mask: usize, words: &mut [i32]) -> (usize, i32) {
         let edges = &self.edges[self.masks[mask].range()];
         if let Some(words) = words.get_mut(..edges.len()) {
