@@ -1,6 +1,6 @@
 //! Adapters: which of them requests may bind, how many a pass can hold, and what each request of a pass is bound to.
 
-use std::num::NonZeroUsize;
+use std::num::{NonZeroI64, NonZeroUsize};
 
 use rustc_hash::FxHashSet;
 
@@ -12,6 +12,9 @@ pub const REHEARSAL_ADAPTER: i64 = i64::MAX;
 /// What a request that binds no adapter names.
 const NONE: i64 = -1;
 
+/// The adapter of a request, if it has one.
+pub(crate) type Binding = Option<NonZeroI64>;
+
 /// The adapters of an engine.
 #[derive(Debug, Default)]
 pub(crate) struct Adapters {
@@ -19,17 +22,17 @@ pub(crate) struct Adapters {
     slots: Option<NonZeroUsize>,
     loaded: FxHashSet<i64>,
     /// Different bindings of the pass that is being cut.
-    pass: Vec<Option<i64>>,
+    pass: Vec<Binding>,
 }
 
 impl Adapters {
     /// What a request is bound to, by the id that its frame names.
-    pub(crate) fn binding(&self, id: i64) -> Result<Option<i64>, RequestFault> {
+    pub(crate) fn binding(&self, id: i64) -> Result<Binding, RequestFault> {
         match id {
             NONE => Ok(None),
             ..1 => Err(RequestFault::AdapterId { id }),
             _ if self.slots.is_none() => Err(RequestFault::AdaptersOff { id }),
-            _ if self.loaded.contains(&id) => Ok(Some(id)),
+            _ if self.loaded.contains(&id) => Ok(NonZeroI64::new(id)),
             _ => Err(RequestFault::UnknownAdapter { id }),
         }
     }
@@ -40,12 +43,12 @@ impl Adapters {
     }
 
     /// Whether the pass that is being cut can take a request of this binding, too.
-    pub(crate) fn admits(&self, binding: Option<i64>) -> bool {
+    pub(crate) fn admits(&self, binding: Binding) -> bool {
         self.pass.contains(&binding) || self.slots.is_none_or(|slots| self.pass.len() < slots.get())
     }
 
     /// Adds a request of this binding to the pass that is being cut.
-    pub(crate) fn add(&mut self, binding: Option<i64>) {
+    pub(crate) fn add(&mut self, binding: Binding) {
         if !self.pass.contains(&binding) {
             self.pass.push(binding);
         }
@@ -81,8 +84,8 @@ impl Planner {
     pub fn next_adapters(&self) -> Vec<i64> {
         let mut needed = Vec::new();
         for binding in self.bindings(self.stage.next_pass).flatten() {
-            if !needed.contains(&binding) {
-                needed.push(binding);
+            if !needed.contains(&binding.get()) {
+                needed.push(binding.get());
             }
         }
         needed
@@ -93,7 +96,9 @@ impl Planner {
     pub fn pass_adapters(&self) -> Option<Vec<i64>> {
         let pass = self.stage.next_pass.checked_sub(1)?;
         self.bindings(pass).find_map(|binding| binding)?;
-        let ids = self.bindings(pass).map(|binding| binding.unwrap_or(NONE));
+        let ids = self
+            .bindings(pass)
+            .map(|binding| binding.map_or(NONE, NonZeroI64::get));
         Some(ids.collect())
     }
 
@@ -103,8 +108,8 @@ impl Planner {
         let rest = self.passes.get(self.stage.next_pass..).unwrap_or(&[]);
         let rest = rest.iter().flat_map(|pass| &self.segments[pass.clone()]);
         let mut dropped: Vec<usize> = rest
-            .map(|segment| segment.request)
-            .filter(|&index| self.requests[index].adapter == Some(id))
+            .map(|segment| segment.request())
+            .filter(|&index| self.requests[index].adapter == NonZeroI64::new(id))
             .collect();
         // The segments of a request are neighbours.
         dropped.dedup();
@@ -112,7 +117,7 @@ impl Planner {
             let request = &mut self.requests[index];
             request.adapter = None;
             request.dropped = true;
-            request.slots.end = request.slots.start;
+            request.slots.clear();
         }
         // Whose outputs are refused already has its reason.
         dropped.retain(|index| self.faults.iter().all(|(faulty, _)| faulty != index));
@@ -123,11 +128,11 @@ impl Planner {
     }
 
     /// The binding of each request of a pass; none when there is no such pass, or no adapters.
-    fn bindings(&self, pass: usize) -> impl Iterator<Item = Option<i64>> {
+    fn bindings(&self, pass: usize) -> impl Iterator<Item = Binding> {
         let pass = self.passes.get(pass).filter(|_| self.takes_adapters());
         let segments = pass.map_or(&[][..], |pass| &self.segments[pass.clone()]);
         segments
             .iter()
-            .map(|segment| self.requests[segment.request].adapter)
+            .map(|segment| self.requests[segment.request()].adapter)
     }
 }

@@ -163,7 +163,7 @@ impl Drafting {
             } = self.asking[index];
             let asking = &planner.requests[request];
             if self.catch_up(planner, asking, context) {
-                let inputs = asking.rows.start..asking.rows.end - asking.drafts as usize;
+                let inputs = asking.inputs();
                 self.said.clear();
                 self.said.extend_from_slice(&planner.token_ids[inputs]);
                 self.offers[request] = self.hear(context, asking.prefix as usize, 1);
@@ -246,7 +246,7 @@ impl Drafting {
         if !promising && drafted == 0 {
             return;
         }
-        let slots = &planner.slots.all[request.slots.clone()];
+        let slots = &planner.slots.all[request.slots.range()];
         if slots.iter().any(|slot| !slot.answered) {
             return;
         }
@@ -261,11 +261,11 @@ impl Drafting {
             self.policy
                 .verified(context, match_length, drafted, count - 1);
         }
-        let inputs = request.rows.start..request.rows.end - drafted;
+        let inputs = request.inputs();
         // Without drafts, a token that does not follow the last input continues nothing.
         let tokens = slots.iter().filter(|slot| slot.class.is_token());
         let follows =
-            drafted > 0 || (count == 1 && tokens.clone().all(|slot| slot.row + 1 == inputs.end));
+            drafted > 0 || (count == 1 && tokens.clone().all(|slot| slot.row() + 1 == inputs.end));
         if !promising || !follows {
             return;
         }
@@ -443,7 +443,7 @@ impl Planner {
         let count = (request.prefix as usize).div_ceil(self.limits.page_size as usize);
         // A row that requests of one frame share has the pages of one of them.
         let shared = self.requests.len() > self.limits.max_requests as usize;
-        let pages = self.table.pages(request.table_row);
+        let pages = self.table.pages(request.table_row as usize);
         pages.get(..count).filter(|_| !shared)
     }
 }

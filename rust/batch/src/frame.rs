@@ -189,12 +189,9 @@ pub(crate) fn check_indptr(
         });
     }
     let starts = indptr[0] == 0 && indptr[requests] as usize == end;
-    // Counted without an early exit, so that several entries are compared at a time.
-    let falls = indptr
-        .iter()
-        .zip(&indptr[1..])
-        .filter(|(a, b)| a > b)
-        .count();
+    // Without an early exit, so that several entries are compared at a time.
+    let pairs = indptr.iter().zip(&indptr[1..]);
+    let falls = pairs.fold(0, |falls, (a, b)| falls | u32::from(a > b));
     if starts && falls == 0 {
         return Ok(());
     }

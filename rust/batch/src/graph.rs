@@ -190,7 +190,7 @@ impl Planner {
         // The rows of consecutive slots rise, but for requests with several samplers in another order.
         let one_each = || {
             self.asked_slots()
-                .is_sorted_by(|slot, next| slot.row < next.row)
+                .is_sorted_by(|slot, next| slot.row() < next.row())
         };
         (fits && tokens() && one_each()).then(|| StepSize {
             rows: self.token_ids.len(),
@@ -229,11 +229,11 @@ impl Planner {
             arrays.positions[row] = i64::from(position);
         }
         for segment in &self.segments {
-            let request = &self.requests[segment.request];
+            let request = &self.requests[segment.request()];
             let kv_start = segment.kv_start(request) as i64;
-            let own = segment.start..segment.start + segment.len;
+            let own = segment.rows();
             // Row 0 of the engine's table belongs to padding.
-            arrays.req_pool_indices[own.clone()].fill(request.table_row as i64 + 1);
+            arrays.req_pool_indices[own.clone()].fill(i64::from(request.table_row) + 1);
             for (seen, length) in arrays.seq_lens[own].iter_mut().zip(kv_start + 1..) {
                 *seen = length;
             }
@@ -255,7 +255,7 @@ impl Planner {
 
     /// The slots of all requests, without those of requests that were emptied.
     fn asked_slots(&self) -> impl Iterator<Item = &Slot> {
-        let ranges = self.requests.iter().map(|request| request.slots.clone());
+        let ranges = self.requests.iter().map(|request| request.slots.range());
         ranges.flat_map(|slots| &self.slots.all[slots])
     }
 
@@ -264,12 +264,12 @@ impl Planner {
     pub fn find_groups(&mut self, more_rows: usize) -> bool {
         let (segments, page_size) = (&self.segments, self.limits.page_size as usize);
         self.prefixes.find(segments.len(), page_size, |index| {
-            let request = &self.requests[segments[index].request];
+            let request = &self.requests[segments[index].request()];
             Sequence {
                 first_page: request.first_page,
-                pages: self.table.pages(request.table_row),
+                pages: self.table.pages(request.table_row as usize),
                 kv_start: segments[index].kv_start(request),
-                rows: segments[index].len,
+                rows: segments[index].len(),
             }
         });
         self.prefixes.saved() > more_rows as i64 * ROW_COST
@@ -284,7 +284,7 @@ impl Planner {
         for (members, shared) in self.prefixes.groups() {
             let start = used;
             for segment in members.map(|index| self.segments[index]) {
-                for row in segment.start..segment.start + segment.len {
+                for row in segment.rows() {
                     arrays.prefix_lens[row] = shared as i32;
                     arrays.prefix_places[row] = used as i32;
                     arrays.prefix_order[used] = row as i32;
@@ -310,25 +310,25 @@ impl Planner {
         let mut count = 0;
         let width = self.limits.mask_words();
         for slot in self.asked_slots() {
-            let at = if numbered { count } else { slot.row };
+            let at = if numbered { count } else { slot.row() };
             if let Some(row) = arrays.slot_rows.get_mut(at) {
-                *row = slot.row as i64;
+                *row = slot.row() as i64;
             }
             count += 1;
             arrays.temperatures[at] = match slot.class {
                 SlotClass::Greedy => 0.0,
-                _ => slot.params.temperature,
+                _ => slot.temperature,
             };
-            arrays.top_ps[at] = slot.params.top_p;
-            arrays.min_ps[at] = slot.params.min_p;
+            arrays.top_ps[at] = slot.top_p;
+            arrays.min_ps[at] = slot.min_p;
             arrays.uniforms[at] = slot.uniform;
-            arrays.top_ks[at] = slot.params.top_k as i32;
-            let Some(mask) = slot.mask else { continue };
+            arrays.top_ks[at] = slot.top_k as i32;
+            let Some(mask) = slot.mask() else { continue };
             if last != Some(mask) {
                 let (found, needed) = (4 * mask_words.len(), 4 * (used + width));
                 let out = mask_words.get_mut(used..used + width);
                 let out = out.ok_or(StageError::BlockSize { found, needed })?;
-                let (words, edges) = self.slots.put_mask(mask, out, &self.limits);
+                let (words, edges) = self.slots.put_mask(mask, out);
                 place = [used as i32, edges];
                 (used, last) = (used + words, Some(mask));
             }
@@ -353,9 +353,9 @@ impl Planner {
         let mut valid = true;
         let mut number = 0;
         for request in &self.requests {
-            for slot in &mut self.slots.all[request.slots.clone()] {
+            for slot in &mut self.slots.all[request.slots.range()] {
                 let numbered = self.stage.numbered_slots;
-                let token = token(if numbered { number } else { slot.row });
+                let token = token(if numbered { number } else { slot.row() });
                 number += 1;
                 slot.answered = true;
                 slot.token = if token < vocab_size {

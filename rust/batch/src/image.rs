@@ -491,10 +491,9 @@ impl Planner {
         span: &Span,
     ) -> ImageSpan {
         // The first segment that reaches into the span is its request's: spans do not leave their requests.
-        let entry =
-            segments.partition_point(|segment| segment.start + segment.len <= span.rows.start);
-        let request = &self.requests[segments[entry].request];
-        let kv = |row: usize| request.prefix as usize + (row - request.rows.start);
+        let entry = segments.partition_point(|segment| segment.rows().end <= span.rows.start);
+        let request = &self.requests[segments[entry].request()];
+        let kv = |row: usize| request.prefix as usize + (row - request.rows.start());
         ImageSpan {
             number: self.images.before + number as u64,
             request: entry,

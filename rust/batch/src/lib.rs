@@ -13,6 +13,7 @@
 
 mod adapter;
 mod drafting;
+mod extent;
 mod fault;
 mod frame;
 mod graph;

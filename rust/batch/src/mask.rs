@@ -4,6 +4,7 @@ use std::ops::Range;
 
 use pie_wire::{NativeSlice, brle};
 
+use crate::extent::Extent;
 use crate::frame::{Frame, range};
 use crate::plan::{Planner, Request, Segment};
 
@@ -34,14 +35,14 @@ impl MaskRows {
     }
 
     /// Copies the rows of request `index`; returns where they stand.
-    pub(crate) fn add(&mut self, frame: &Frame<'_>, index: usize) -> Range<usize> {
+    pub(crate) fn add(&mut self, frame: &Frame<'_>, index: usize) -> Extent {
         let first = self.rows.len();
         for row in &frame.masks[range(frame.mask_indptr, index)] {
             let start = self.runs.len();
             self.runs.extend_from_slice(row.buffer.native());
             self.rows.push(start..self.runs.len());
         }
-        first..self.rows.len()
+        Extent::new(first, self.rows.len())
     }
 
     fn runs(&self, row: usize) -> &[u32] {
@@ -64,14 +65,14 @@ impl AttentionMask {
     fn add(&mut self, segment: Segment, request: &Request, rows: &MaskRows) {
         self.offsets.push(self.words.len() as i64);
         let kv_start = segment.kv_start(request);
-        let kv_end = kv_start + segment.len;
+        let kv_end = kv_start + segment.len();
         let words = kv_end.div_ceil(WORD_BITS);
-        let first_row = segment.start - request.rows.start;
-        for row in 0..segment.len {
+        let first_row = segment.start() - request.rows.start();
+        for row in 0..segment.len() {
             let start = self.words.len();
             self.words.resize(start + words, 0);
             let words = &mut self.words[start..];
-            let mask = request.mask_rows.clone().nth(first_row + row);
+            let mask = request.mask_rows.range().nth(first_row + row);
             let runs = mask.map_or(&[][..], |mask| rows.runs(mask));
             if runs.is_empty() {
                 set_bits(words, 0..(kv_start + row + 1) as u64);
@@ -89,11 +90,11 @@ impl Planner {
     pub fn attention_mask(&self) -> Option<AttentionMask> {
         let pass = self.stage.next_pass.checked_sub(1)?;
         let segments = &self.segments[self.passes.get(pass)?.clone()];
-        let masked = self.requests[segments[0].request].sight != Sight::Causal;
+        let masked = self.requests[segments[0].request()].sight != Sight::Causal;
         masked.then(|| {
             let mut mask = AttentionMask::default();
             for &segment in segments {
-                mask.add(segment, &self.requests[segment.request], &self.mask_rows);
+                mask.add(segment, &self.requests[segment.request()], &self.mask_rows);
             }
             mask
         })
@@ -115,4 +116,49 @@ pub(crate) fn set_bits(words: &mut [i32], bits: Range<u64>) {
     words[first_word] |= head.cast_signed();
     words[first_word + 1..last_word].fill(-1);
     words[last_word] |= tail.cast_signed();
+}
+
+/// Appends where the runs begin to allow ids below `limit` and where they end to, in turn: no range is empty, and none touches
+/// the next.
+pub(crate) fn push_edges(runs: &[u32], limit: u32, edges: &mut Vec<i32>) {
+    let (first, limit) = (edges.len(), u64::from(limit));
+    // A forbidding run at the end changes nothing.
+    let runs = runs.as_chunks::<2>().0.as_flattened();
+    // Usually each run ends at an edge.
+    let (mut end, mut empty) = (0, 0);
+    edges.extend(runs.iter().map(|&run| {
+        end += u64::from(run);
+        empty += u32::from(run == 0);
+        end as i32
+    }));
+    let first_empty = u32::from(runs.first() == Some(&0));
+    if empty > first_empty || end > limit {
+        edges.truncate(first);
+        let ranges = brle::true_ranges(runs, limit);
+        edges.extend(ranges.flat_map(|allowed| [allowed.start as i32, allowed.end as i32]));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        /// Behind those of another mask, whatever that one ends with.
+        #[test]
+        fn edges_are_those_of_the_true_ranges(
+            runs in proptest::collection::vec(prop_oneof![1 => Just(0), 4 => 1_u32..9, 1 => 9_u32..=u32::MAX], 0..12),
+            limit in 1_u32..60,
+            before in 0_i32..60,
+        ) {
+            let mut edges = vec![before];
+            push_edges(&runs, limit, &mut edges);
+            let mut expected = vec![before];
+            for allowed in brle::true_ranges(&runs, u64::from(limit)) {
+                expected.extend([allowed.start as i32, allowed.end as i32]);
+            }
+            prop_assert_eq!(edges, expected);
+        }
+    }
 }

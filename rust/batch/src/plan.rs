@@ -1,11 +1,13 @@
 //! The batch plan: an owned description of one frame, cut into passes.
 
+use std::mem;
 use std::ops::Range;
 
 use pie_wire::ArchivedForwardRequest;
 
-use crate::adapter::Adapters;
+use crate::adapter::{Adapters, Binding};
 use crate::drafting::Drafting;
+use crate::extent::Extent;
 use crate::frame::{Frame, range};
 use crate::image::{Images, Vision};
 use crate::mask::{MaskRows, Sight};
@@ -18,56 +20,79 @@ use crate::state::State;
 use crate::table::BlockTable;
 use crate::{FrameError, Layout, Limits, RequestFault};
 
-/// One request of the plan.
+/// One request of the plan. As with slots, there are many.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Request {
     /// Its rows in [`Planner::token_ids`], drafts behind the inputs; empty when nothing is computed.
-    pub(crate) rows: Range<usize>,
+    pub(crate) rows: Extent,
     /// Its slots in [`Slots::all`]; of a request with drafts those that verify come first.
-    pub(crate) slots: Range<usize>,
+    pub(crate) slots: Extent,
+    /// Its block-table changes in [`Planner::updates`].
+    pub(crate) updates: Extent,
+    /// Its pages in [`Planner::spilled`]: of a request that takes over a row in the middle of the frame.
+    pub(crate) spilled: Extent,
+    /// The mask of each input row in [`Planner::mask_rows`]; empty unless the request is masked.
+    pub(crate) mask_rows: Extent,
+    /// The adapter that it is bound to.
+    pub(crate) adapter: Binding,
     /// Its row in [`Planner::table`].
-    pub(crate) table_row: usize,
+    pub(crate) table_row: u32,
     /// The first of its pages.
     pub(crate) first_page: u32,
-    /// Its block-table changes in [`Planner::updates`].
-    pub(crate) updates: Range<usize>,
-    /// Its pages in [`Planner::spilled`]: of a request that takes over a row in the middle of the frame.
-    pub(crate) spilled: Range<usize>,
     /// Tokens stored before this frame.
     pub(crate) prefix: u32,
     /// Draft tokens: the last `drafts` rows.
     pub(crate) drafts: u32,
-    /// The adapter that it is bound to.
-    pub(crate) adapter: Option<i64>,
-    /// Its rows are computed in vain: they store no KV.
-    pub(crate) dropped: bool,
     /// Its recurrent state, of an engine that has some.
     pub(crate) state: State,
+    /// Its rows are computed in vain: they store no KV.
+    pub(crate) dropped: bool,
     pub(crate) sight: Sight,
-    /// The mask of each input row in [`Planner::mask_rows`]; empty unless the request is masked.
-    pub(crate) mask_rows: Range<usize>,
+}
+
+impl Request {
+    /// Its rows before the drafts.
+    pub(crate) const fn inputs(&self) -> Range<usize> {
+        self.rows.start()..self.rows.end() - self.drafts as usize
+    }
 }
 
 /// Consecutive rows of one request within one pass.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Segment {
-    pub(crate) request: usize,
-    /// First row in [`Planner::token_ids`].
-    pub(crate) start: usize,
-    pub(crate) len: usize,
+    request: u32,
+    /// Rows in [`Planner::token_ids`].
+    rows: Extent,
 }
 
 impl Segment {
+    pub(crate) const fn request(self) -> usize {
+        self.request as usize
+    }
+
+    /// First row in [`Planner::token_ids`].
+    pub(crate) const fn start(self) -> usize {
+        self.rows.start()
+    }
+
+    pub(crate) const fn len(self) -> usize {
+        self.rows.len()
+    }
+
+    /// Rows in [`Planner::token_ids`].
+    pub(crate) const fn rows(self) -> Range<usize> {
+        self.rows.range()
+    }
+
     /// KV index of its first row.
     pub(crate) const fn kv_start(self, request: &Request) -> usize {
-        request.prefix as usize + (self.start - request.rows.start)
+        request.prefix as usize + (self.start() - request.rows.start())
     }
 }
 
 /// The rows of a pass: requests without rows leave no gap.
 pub(crate) fn pass_rows(segments: &[Segment]) -> Range<usize> {
-    let last = &segments[segments.len() - 1];
-    segments[0].start..last.start + last.len
+    segments[0].start()..segments[segments.len() - 1].rows.end()
 }
 
 /// Turns frames into plans and tokens into replies. Owns every buffer and reuses it from frame to frame.
@@ -181,9 +206,18 @@ impl Planner {
         self.table.start_frame();
         let survey = Survey::of(&frame, &self.limits, self.vision)?;
         for index in 0..frame.requests {
-            let request = self.add(&frame, &survey, index);
-            self.requests.push(request);
+            self.table
+                .expect(&frame.pages[range(frame.page_indptr, index)]);
         }
+        // Taken out, so that each is made where it stays.
+        let mut requests = mem::take(&mut self.requests);
+        requests.resize_with(frame.requests, Request::default);
+        for (index, request) in requests.iter_mut().enumerate() {
+            if let Err(fault) = self.add(&frame, &survey, index, request) {
+                self.faults.push((index, fault));
+            }
+        }
+        self.requests = requests;
         self.empty_oversize_requests();
         self.keep_last_states();
         self.cut();
@@ -202,7 +236,6 @@ impl Planner {
         self.spilled.clear();
         self.requests.clear();
         self.slots.clear();
-        self.reply.clear();
         if let Some(drafting) = &mut self.drafting {
             drafting.clear();
         }
@@ -214,30 +247,24 @@ impl Planner {
         self.stage.restart();
     }
 
-    /// Plans one request; one without rows or slots where it cannot be served.
-    fn add(&mut self, frame: &Frame<'_>, survey: &Survey<'_>, index: usize) -> Request {
-        let geometry = match is_idle(frame, index) {
-            Ok(true) => return Request::default(),
-            Ok(false) => check_compute(frame, survey, &self.limits, index),
-            Err(fault) => Err(fault),
-        };
-        let mut request = Request::default();
-        let placed = geometry.and_then(|geometry| {
-            request.adapter = self.adapters.binding(frame.adapter(index))?;
-            self.check_sight(geometry)?;
-            if self.states > 0 {
-                request.state = self.check_state(frame, index, geometry)?;
-            }
-            self.place(frame, index, &mut request)?;
-            Ok(geometry)
-        });
-        let geometry = match placed {
-            Ok(geometry) => geometry,
-            Err(fault) => {
-                self.faults.push((index, fault));
-                return request;
-            }
-        };
+    /// Plans one request, which is empty; what of it cannot be served stays so.
+    fn add(
+        &mut self,
+        frame: &Frame<'_>,
+        survey: &Survey<'_>,
+        index: usize,
+        request: &mut Request,
+    ) -> Result<(), RequestFault> {
+        if is_idle(frame, index)? {
+            return Ok(());
+        }
+        let geometry = check_compute(frame, survey, &self.limits, index)?;
+        request.adapter = self.adapters.binding(frame.adapter(index))?;
+        self.check_sight(geometry)?;
+        if self.states > 0 {
+            request.state = self.check_state(frame, index, geometry)?;
+        }
+        self.place(frame, index, request)?;
         request.prefix = geometry.prefix();
         request.drafts = geometry.drafts;
         request.sight = geometry.sight;
@@ -248,15 +275,15 @@ impl Planner {
         if let Some(images) = &survey.images {
             let tokens = (&mut self.token_ids[..], self.limits.vocab_size);
             self.images
-                .add(frame, images, index, request.rows.start, tokens);
+                .add(frame, images, index, request.rows.start(), tokens);
         }
-        self.note_text(frame, index, &request);
+        if self.drafting.is_some() {
+            self.note_text(frame, index, request);
+        }
         let first_slot = self.slots.all.len();
-        if let Err(fault) = self.add_slots(frame, index, request.rows.start, geometry) {
-            self.faults.push((index, fault));
-        }
-        request.slots = first_slot..self.slots.all.len();
-        request
+        let added = self.add_slots(frame, index, request.rows.start(), geometry);
+        request.slots = Extent::new(first_slot, self.slots.all.len());
+        added
     }
 
     /// Checks that a pass can apply the request's mask.
@@ -294,13 +321,14 @@ impl Planner {
         request.first_page = pages.first().copied().unwrap_or(0);
         let Some(row) = self.table.find(context) else {
             check_pages(pages, &self.limits)?;
-            request.table_row = self.table.take_over();
-            request.spilled = self.spilled.len()..self.spilled.len() + pages.len();
+            request.table_row = self.table.take_over() as u32;
+            let first = self.spilled.len();
             self.spilled.extend_from_slice(pages);
+            request.spilled = Extent::new(first, self.spilled.len());
             return Ok(());
         };
         // Entries that the mirror holds were checked when they came.
-        let matching = self.table.matching(row, pages);
+        let matching = self.table.matching_free(row, index, pages);
         check_pages(&pages[matching..], &self.limits)?;
         self.table.take(row, context);
         let first = self.updates.len();
@@ -308,26 +336,32 @@ impl Planner {
         self.table.update(row, pages, matching, |column, page| {
             updates.push(limits.table_update(row, column, page));
         });
-        request.table_row = row;
-        request.updates = first..self.updates.len();
+        request.table_row = row as u32;
+        request.updates = Extent::new(first, self.updates.len());
         Ok(())
     }
 
     /// Copies the request's inputs and drafts; returns their rows.
-    fn add_rows(&mut self, frame: &Frame<'_>, index: usize) -> Range<usize> {
+    fn add_rows(&mut self, frame: &Frame<'_>, index: usize) -> Extent {
         let first = self.token_ids.len();
         let inputs = range(frame.qo_indptr, index);
         let drafts = range(frame.draft_indptr, index);
         let positions = &frame.positions[inputs.clone()];
-        self.token_ids.extend_from_slice(&frame.token_ids[inputs]);
-        self.positions.extend_from_slice(positions);
+        // One by one, as a decode has no more.
+        if let [position] = positions {
+            self.token_ids.push(frame.token_ids[inputs.start]);
+            self.positions.push(*position);
+        } else {
+            self.token_ids.extend_from_slice(&frame.token_ids[inputs]);
+            self.positions.extend_from_slice(positions);
+        }
         if !drafts.is_empty() {
             self.token_ids
                 .extend_from_slice(&frame.draft_ids[drafts.clone()]);
             self.positions
                 .extend(draft_positions(frame, drafts, positions));
         }
-        first..self.token_ids.len()
+        Extent::new(first, self.token_ids.len())
     }
 
     /// Tells the drafter what the request stores, and whether it asks for drafts.
@@ -340,7 +374,7 @@ impl Planner {
         drafting.add(
             (index, context, frame.wants_drafts(index)),
             (pages, request.prefix as usize),
-            &self.token_ids[request.rows.clone()],
+            &self.token_ids[request.rows.range()],
         );
     }
 
@@ -362,7 +396,7 @@ impl Planner {
         self.adapters.start_pass();
         let adapters = self.takes_adapters();
         for (index, request) in self.requests.iter().enumerate() {
-            let mut rows = request.rows.clone();
+            let mut rows = request.rows.range();
             while !rows.is_empty() {
                 let wanted = match request.sight {
                     Sight::Causal | Sight::Masked => 1,
@@ -383,9 +417,8 @@ impl Planner {
                 masked = request.sight != Sight::Causal;
                 let len = rows.len().min(chunk - tokens);
                 self.segments.push(Segment {
-                    request: index,
-                    start: rows.start,
-                    len,
+                    request: index as u32,
+                    rows: Extent::new(rows.start, rows.start + len),
                 });
                 tokens += len;
                 rows.start += len;

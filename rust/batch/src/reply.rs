@@ -51,12 +51,10 @@ pub enum ReplyError {
 #[derive(Debug, Default)]
 pub(crate) struct Reply {
     response: ForwardResponse,
-    /// Which classes of slots the frame has.
-    asked: [bool; SlotClass::COUNT],
 }
 
 /// Bytes of one index or number.
-const WORD: usize = 4;
+pub(crate) const WORD: usize = 4;
 
 impl Planner {
     /// Encodes the answer to the current frame into `buffer`, which has the [`reply_bytes`](crate::Limits::reply_bytes)
@@ -105,9 +103,9 @@ impl Planner {
     /// archive, which is longer: what is left is looked at again then.
     pub(crate) fn empty_oversize_requests(&mut self) {
         let limit = self.limits.reply_bytes as usize;
-        // The usual batch: tokens alone, and few of them.
-        let tokens = WORD * self.slots.all.len();
-        if !self.asks_probes() && self.empty_bytes() + tokens <= limit {
+        // The usual batch: no output is so large that they need be counted one by one.
+        let most = WORD * self.slots.all.len() + self.slots.probe_bytes;
+        if self.empty_bytes() + most <= limit {
             return;
         }
         let size = |request: &Request| self.output_bytes(request);
@@ -126,8 +124,7 @@ impl Planner {
         });
         largest.truncate(needed.count());
         for &(_, index) in &largest {
-            let slots = &mut self.requests[index].slots;
-            slots.end = slots.start;
+            self.requests[index].slots.clear();
         }
         let fault = |(bytes, index)| (index, RequestFault::Oversize { bytes, limit });
         self.add_faults(largest.into_iter().map(fault));
@@ -144,7 +141,7 @@ impl Planner {
     }
 
     fn asks_probes(&self) -> bool {
-        self.reply.asked[SlotClass::Dist as usize..].contains(&true)
+        self.slots.counts[SlotClass::Dist as usize..] != [0; 4]
     }
 
     /// Lists one token for each request; `false` when some request has more or fewer.
@@ -156,7 +153,7 @@ impl Planner {
         let tokens = &mut self.reply.response.tokens;
         tokens.clear();
         for request in requests {
-            match &slots[request.slots.clone()] {
+            match &slots[request.slots.range()] {
                 [slot] if slot.answered && request.drafts == 0 => tokens.push(slot.token),
                 slots if verified(request, slots, &self.token_ids) == Some(1) => {
                     tokens.push(slots[0].token);
@@ -169,20 +166,14 @@ impl Planner {
 
     /// Bytes that the outputs of a request take, beside the offsets that every request has.
     fn output_bytes(&self, request: &Request) -> usize {
-        let slots = &self.slots.all[request.slots.clone()];
+        let slots = &self.slots.all[request.slots.range()];
         let tokens = match request.drafts as usize {
             0 => WORD * slots.iter().filter(|slot| slot.class.is_token()).count(),
             drafts => WORD * slots.len().min(drafts + 1),
         };
-        let probes = slots.iter().map(|slot| {
-            let values = slot.output(self.limits.vocab_size).len();
-            match slot.class {
-                SlotClass::Greedy | SlotClass::Plain | SlotClass::Filtered => 0,
-                SlotClass::Dist => WORD + 2 * WORD * values,
-                SlotClass::Logits | SlotClass::Logprobs => WORD + WORD * values,
-                SlotClass::Entropy => WORD,
-            }
-        });
+        let probes = slots
+            .iter()
+            .map(|slot| slot.probe_bytes(self.limits.vocab_size));
         tokens + probes.sum::<usize>()
     }
 
@@ -200,30 +191,34 @@ impl Planner {
         ];
         let asked = probes
             .iter()
-            .filter(|(class, _)| self.reply.asked[*class as usize]);
+            .filter(|(class, _)| self.slots.counts[*class as usize] > 0);
         RESPONSE_ROOT_LEN + offsets + asked.map(|(_, more)| offsets + more).sum::<usize>()
     }
 
     /// Lists the outputs of every request, each kind in the order of its samplers.
     fn gather(&mut self) -> Result<(), ReplyError> {
-        let requests = self.requests.iter();
-        let slots = requests.flat_map(|request| &self.slots.all[request.slots.clone()]);
-        match slots.filter(|slot| !slot.answered).count() {
-            0 => {}
-            slots => return Err(ReplyError::Unanswered { slots }),
-        }
         let vocab_size = self.limits.vocab_size;
-        self.reply.start(self.requests.len());
+        self.reply.start(self.requests.len(), &self.slots);
+        let mut unanswered = 0;
         for request in &self.requests {
-            let slots = &self.slots.all[request.slots.clone()];
-            let tokens = token_count(request, slots, &self.token_ids);
-            let own = slots.iter().filter(|slot| slot.class.is_token());
-            let out = &mut self.reply.response.tokens;
-            out.extend(own.take(tokens).map(|slot| slot.token));
-            for slot in slots.iter().filter(|slot| !slot.class.is_token()) {
-                self.reply.add_probe(slot, &self.slots, vocab_size);
+            let slots = &self.slots.all[request.slots.range()];
+            let mut tokens = match request.drafts {
+                0 => slots.len(),
+                _ => token_count(request, slots, &self.token_ids),
+            };
+            for slot in slots {
+                unanswered += usize::from(!slot.answered);
+                if !slot.class.is_token() {
+                    self.reply.add_probe(slot, &self.slots, vocab_size);
+                } else if tokens > 0 {
+                    self.reply.response.tokens.push(slot.token);
+                    tokens -= 1;
+                }
             }
-            self.reply.end_request();
+            self.reply.end_request(&self.slots);
+        }
+        if unanswered > 0 {
+            return Err(ReplyError::Unanswered { slots: unanswered });
         }
         self.gather_drafts();
         Ok(())
@@ -266,18 +261,8 @@ impl Planner {
 }
 
 impl Reply {
-    /// Notes that the frame has a slot of this class.
-    pub(crate) fn ask(&mut self, class: SlotClass) {
-        self.asked[class as usize] = true;
-    }
-
-    /// Forgets which kinds the last frame asked for.
-    pub(crate) fn clear(&mut self) {
-        self.asked = [false; SlotClass::COUNT];
-    }
-
     /// Empties the arrays and gives those of the kinds that are asked for their first offset.
-    fn start(&mut self, requests: usize) {
+    fn start(&mut self, requests: usize, slots: &Slots) {
         let r = &mut self.response;
         r.num_requests = requests as u32;
         for offsets in [
@@ -320,7 +305,7 @@ impl Reply {
             ),
             (SlotClass::Entropy, &mut [&mut r.entropies_indptr]),
         ] {
-            if self.asked[class as usize] {
+            if slots.counts[class as usize] > 0 {
                 for offsets in offsets {
                     offsets.push(0);
                 }
@@ -329,6 +314,9 @@ impl Reply {
     }
 
     fn add_probe(&mut self, slot: &Slot, slots: &Slots, vocab_size: u32) {
+        if !slot.answered {
+            return;
+        }
         let r = &mut self.response;
         let values = slot.output(vocab_size);
         match slot.class {
@@ -353,7 +341,7 @@ impl Reply {
     }
 
     /// Notes where the outputs of a request end.
-    fn end_request(&mut self) {
+    fn end_request(&mut self, slots: &Slots) {
         let r = &mut self.response;
         r.tokens_indptr.push(r.tokens.len() as u32);
         for (class, offsets, entries) in [
@@ -379,7 +367,7 @@ impl Reply {
                 r.entropies.len() + 1,
             ),
         ] {
-            if self.asked[class as usize] {
+            if slots.counts[class as usize] > 0 {
                 offsets.push(entries as u32 - 1);
             }
         }
@@ -398,7 +386,7 @@ fn verified(request: &Request, slots: &[Slot], token_ids: &[u32]) -> Option<usiz
     if request.drafts == 0 || !slots.iter().all(|slot| slot.answered) {
         return None;
     }
-    let drafts = &token_ids[request.rows.end - request.drafts as usize..request.rows.end];
+    let drafts = &token_ids[request.inputs().end..request.rows.end()];
     let slots = &slots[..slots.len().min(drafts.len() + 1)];
     let matching = slots
         .iter()

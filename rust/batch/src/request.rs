@@ -114,7 +114,9 @@ pub(crate) fn check_compute(
     if !survey.positions_fit {
         check_positions(positions.iter().copied(), limits)?;
     }
-    check_positions(draft_positions(frame, drafts, positions), limits)?;
+    if !drafts.is_empty() {
+        check_positions(draft_positions(frame, drafts, positions), limits)?;
+    }
     if frame.has_user_mask && !frame.masks.is_empty() {
         geometry.sight = check_masks(frame, geometry, index)?;
     }

@@ -67,6 +67,11 @@ impl SamplerParams {
 
     /// Reads a sampler off the wire; `None` for the reserved one, which has no output.
     #[must_use]
+    #[inline(always)]
+    #[expect(
+        clippy::inline_always,
+        reason = "parameters that are written one by one and copied as a whole stall the copy"
+    )]
     pub fn from_wire(sampler: SamplerView<'_>, vocab_size: u32) -> Option<(SlotClass, Self)> {
         let greedy = Self::greedy(vocab_size);
         let base = |temperature: f32| Self {

@@ -2,42 +2,61 @@
 
 use std::ops::Range;
 
-use pie_wire::{NativeSlice, SamplerView, brle};
+use pie_wire::{ArchivedBrle, NativeSlice, SamplerView};
 
+use crate::extent::Extent;
 use crate::frame::{Frame, range};
-use crate::mask::set_bits;
+use crate::mask::{push_edges, set_bits};
 use crate::plan::Planner;
 use crate::random::uniform;
+use crate::reply::WORD;
 use crate::request::Geometry;
 use crate::stage::{Arrays, StageError};
-use crate::{Limits, RequestFault, SamplerParams, SlotClass};
+use crate::{RequestFault, SamplerParams, SlotClass};
 
-/// One logit row and what to make of it.
+/// One logit row and what to make of it. There are many, and planning finds the caches cold: a slot is kept small.
 #[derive(Debug, Clone)]
 pub(crate) struct Slot {
     /// Row in [`Planner::token_ids`].
-    pub(crate) row: usize,
+    row: u32,
     pub(crate) class: SlotClass,
-    pub(crate) params: SamplerParams,
-    /// Uniform number in `[0, 1)`; 0 for slots that draw nothing.
-    pub(crate) uniform: f32,
-    /// Its request's mask in [`Slots::masks`].
-    pub(crate) mask: Option<usize>,
-    /// Its tokens in [`Slots::labels`], of a log-probability slot.
-    labels: Range<usize>,
     /// Whether its output has come.
     pub(crate) answered: bool,
+    /// Parameters as those of [`SamplerParams`].
+    pub(crate) temperature: f32,
+    pub(crate) top_k: u32,
+    pub(crate) top_p: f32,
+    pub(crate) min_p: f32,
+    /// Uniform number in `[0, 1)`; 0 for slots that draw nothing.
+    pub(crate) uniform: f32,
+    /// Its request's mask in [`Slots::masks`], or [`UNMASKED`].
+    mask: u32,
+    /// Its tokens in [`Slots::labels`], of a log-probability slot.
+    labels: Extent,
     /// The token, once sampled.
     pub(crate) token: u32,
     /// Where its output begins among those of its class, once computed.
-    output: usize,
+    output: u32,
 }
 
+/// Of slots without a mask.
+const UNMASKED: u32 = u32::MAX;
+
 impl Slot {
+    /// Row in [`Planner::token_ids`].
+    pub(crate) const fn row(&self) -> usize {
+        self.row as usize
+    }
+
+    /// Its request's mask in [`Slots::masks`].
+    pub(crate) fn mask(&self) -> Option<usize> {
+        (self.mask != UNMASKED).then_some(self.mask as usize)
+    }
+
     /// Values of its output.
     fn len(&self, vocab_size: u32) -> usize {
         match self.class {
-            SlotClass::Dist => self.params.top_k as usize,
+            SlotClass::Dist => self.top_k as usize,
             SlotClass::Logits => vocab_size as usize,
             SlotClass::Logprobs => self.labels.len(),
             SlotClass::Entropy => 1,
@@ -47,7 +66,18 @@ impl Slot {
 
     /// Where its output lies among those of its class.
     pub(crate) fn output(&self, vocab_size: u32) -> Range<usize> {
-        self.output..self.output + self.len(vocab_size)
+        self.output as usize..self.output as usize + self.len(vocab_size)
+    }
+
+    /// Bytes that its output takes in a response; a token is counted by its request.
+    pub(crate) fn probe_bytes(&self, vocab_size: u32) -> usize {
+        let values = self.len(vocab_size);
+        match self.class {
+            SlotClass::Greedy | SlotClass::Plain | SlotClass::Filtered => 0,
+            SlotClass::Dist => WORD + 2 * WORD * values,
+            SlotClass::Logits | SlotClass::Logprobs => WORD + WORD * values,
+            SlotClass::Entropy => WORD,
+        }
     }
 }
 
@@ -104,9 +134,16 @@ pub struct Outputs<'a> {
 #[derive(Debug, Default)]
 pub(crate) struct Slots {
     pub(crate) all: Vec<Slot>,
-    /// Runs of each logit mask in `runs`.
-    masks: Vec<Range<usize>>,
-    runs: Vec<u32>,
+    /// Slots of each class.
+    pub(crate) counts: [usize; SlotClass::COUNT],
+    /// Sum of [`Slot::probe_bytes`].
+    pub(crate) probe_bytes: usize,
+    /// Edges of each logit mask in `edges`.
+    masks: Vec<Extent>,
+    /// Where a mask begins to allow tokens, and where it ends to, in turn.
+    edges: Vec<i32>,
+    /// Which of the frame's masks the last one of `masks` is.
+    last_mask: usize,
     /// Tokens whose log-probabilities are asked for.
     labels: Vec<u32>,
     /// Outputs by class.
@@ -118,15 +155,17 @@ pub(crate) struct Slots {
     /// The staged group: its slots, and for log-probability slots `[number among them, token]` of each label.
     group: Range<usize>,
     group_labels: Vec<[i64; 2]>,
-    /// For each mask where it lies in the staged group.
-    staged_masks: Vec<Option<[i32; 2]>>,
+    /// For each mask where it lies in the staged group, as [`FieldId::SlotMasks`](crate::FieldId::SlotMasks) says it.
+    staged_masks: Vec<[i32; 2]>,
 }
 
 impl Slots {
     pub(crate) fn clear(&mut self) {
         self.all.clear();
+        self.counts = [0; SlotClass::COUNT];
+        self.probe_bytes = 0;
         self.masks.clear();
-        self.runs.clear();
+        self.edges.clear();
         self.labels.clear();
         self.dist_ids.clear();
         self.dist_probs.clear();
@@ -146,21 +185,22 @@ impl Slots {
     /// Checks that each array has the values that the slots ask for.
     fn check_outputs(
         &self,
-        staged: &[usize],
+        staged: &[u32],
         outputs: &Outputs<'_>,
         vocab_size: u32,
     ) -> Result<(), StageError> {
-        let slots = || staged.iter().map(|&slot| &self.all[slot]);
-        let values = |class: SlotClass| -> usize {
-            let own = slots().filter(|slot| slot.class == class);
-            own.map(|slot| slot.len(vocab_size)).sum()
-        };
-        let tokens = slots().filter(|slot| slot.class.is_token()).count();
-        let dists = values(SlotClass::Dist);
-        let (logits, logprobs) = (values(SlotClass::Logits), values(SlotClass::Logprobs));
-        let entropies = values(SlotClass::Entropy);
+        let mut values = [0; SlotClass::COUNT];
+        for &slot in staged {
+            let slot = &self.all[slot as usize];
+            values[slot.class as usize] += if slot.class.is_token() {
+                1
+            } else {
+                slot.len(vocab_size)
+            };
+        }
+        let [greedy, plain, filtered, dists, logits, logprobs, entropies] = values;
         for (array, found, expected) in [
-            ("tokens", outputs.tokens.len(), tokens),
+            ("tokens", outputs.tokens.len(), greedy + plain + filtered),
             ("dist_ids", outputs.dist_ids.len(), dists),
             ("dist_probs", outputs.dist_probs.len(), dists),
             ("logits", outputs.logits.len(), logits),
@@ -179,7 +219,7 @@ impl Slots {
     }
 
     /// Hands each slot its output; `false` when a token is outside the vocabulary.
-    fn take_outputs(&mut self, staged: &[usize], outputs: &Outputs<'_>, vocab_size: u32) -> bool {
+    fn take_outputs(&mut self, staged: &[u32], outputs: &Outputs<'_>, vocab_size: u32) -> bool {
         let mut tokens = outputs.tokens.iter();
         let mut next = [
             self.dist_probs.len(),
@@ -189,7 +229,7 @@ impl Slots {
         ];
         let mut valid = true;
         for &index in staged {
-            let slot = &mut self.all[index];
+            let slot = &mut self.all[index as usize];
             slot.answered = true;
             if slot.class.is_token() {
                 let token = tokens.next().and_then(|&token| u32::try_from(token).ok());
@@ -199,7 +239,7 @@ impl Slots {
                 continue;
             }
             let next = &mut next[slot.class as usize - SlotClass::Dist as usize];
-            slot.output = *next;
+            slot.output = *next as u32;
             *next += slot.len(vocab_size);
         }
         // Ids come from arg-sorting a row of the vocabulary's length.
@@ -213,28 +253,57 @@ impl Slots {
         valid
     }
 
-    /// Writes a planned mask; see [`put_mask`].
-    pub(crate) fn put_mask(&self, mask: usize, words: &mut [i32], limits: &Limits) -> (usize, i32) {
-        put_mask(&self.runs[self.masks[mask].clone()], words, limits)
+    /// Writes a planned mask into [`mask_words`](crate::Limits::mask_words) words: its edges, or its bits where they take
+    /// less room. Returns the words in use and what [`FieldId::SlotMasks`](crate::FieldId::SlotMasks) says of its edges.
+    pub(crate) fn put_mask(&self, mask: usize, words: &mut [i32]) -> (usize, i32) {
+        let edges = &self.edges[self.masks[mask].range()];
+        if let Some(words) = words.get_mut(..edges.len()) {
+            words.copy_from_slice(edges);
+            return (edges.len(), edges.len() as i32);
+        }
+        words.fill(0);
+        for allowed in edges.chunks_exact(2) {
+            set_bits(words, allowed[0] as u64..allowed[1] as u64);
+        }
+        (words.len(), BITS)
     }
 
-    /// Plans the first mask of a request.
-    fn add_mask(&mut self, runs: &[u32]) -> usize {
-        let last = self.masks.last().cloned();
-        if last.is_some_and(|last| self.runs[last] == *runs) {
-            return self.masks.len() - 1;
+    /// Plans the mask of a request, number `index` of the frame's; `None` when it forbids everything.
+    fn add_mask(&mut self, masks: &[ArchivedBrle], index: usize, vocab_size: u32) -> Option<usize> {
+        let runs = masks[index].buffer.native();
+        let last = self.masks.len().checked_sub(1);
+        let same = |_: &usize| *masks[self.last_mask].buffer.native() == *runs;
+        if let Some(last) = last.filter(same) {
+            return Some(last);
         }
-        let first = self.runs.len();
-        self.runs.extend_from_slice(runs);
-        self.masks.push(first..self.runs.len());
-        self.masks.len() - 1
+        let first = self.edges.len();
+        push_edges(runs, vocab_size, &mut self.edges);
+        let edges = Extent::new(first, self.edges.len());
+        if edges.is_empty() {
+            return None;
+        }
+        self.masks.push(edges);
+        self.last_mask = index;
+        Some(self.masks.len() - 1)
+    }
+
+    /// Plans the tokens of a log-probability sampler.
+    fn add_labels(&mut self, sampler: SamplerView<'_>) -> Extent {
+        let first = self.labels.len();
+        match sampler {
+            SamplerView::Logprob { token_id } => self.labels.push(token_id),
+            SamplerView::Logprobs { token_ids } => self.labels.extend_from_slice(token_ids),
+            _ => return Extent::default(),
+        }
+        Extent::new(first, self.labels.len())
     }
 }
 
 /// What holds for all slots of a request.
 #[derive(Clone, Copy)]
 struct Common {
-    mask: Option<usize>,
+    /// See [`Slot::mask`].
+    mask: u32,
     /// Its mask forbids everything: the arg-max of the unmasked logits is returned.
     forbidden: bool,
 }
@@ -265,18 +334,20 @@ impl Planner {
         }
         let common = self.common(frame, index)?;
         let vocab_size = self.limits.vocab_size;
+        let rows = &frame.sampling_indices[samplers.clone()];
+        let samplers = &frame.samplers[samplers];
         if geometry.drafts > 0 {
-            let first = SamplerParams::from_wire(frame.samplers[samplers.start].view(), vocab_size);
+            let first = SamplerParams::from_wire(samplers[0].view(), vocab_size);
             let (class, params) = first
                 .filter(|(class, _)| class.is_token())
                 .unwrap_or((SlotClass::Greedy, SamplerParams::greedy(vocab_size)));
             let last_input = first_row + geometry.inputs as usize - 1;
             for row in last_input..first_row + geometry.rows() as usize {
-                self.add_slot(common, row, 0, class, params);
+                self.add_slot(common, (row, 0), class, params, Extent::default());
             }
         }
-        for (number, sampler) in samplers.enumerate() {
-            let view = frame.samplers[sampler].view();
+        for (number, (sampler, &row)) in samplers.iter().zip(rows).enumerate() {
+            let view = sampler.view();
             let Some((class, params)) = SamplerParams::from_wire(view, vocab_size) else {
                 continue;
             };
@@ -284,51 +355,49 @@ impl Planner {
             if class.is_token() && geometry.drafts > 0 {
                 continue;
             }
-            let first_label = self.slots.labels.len();
-            match view {
-                SamplerView::Logprob { token_id } => self.slots.labels.push(token_id),
-                SamplerView::Logprobs { token_ids } => {
-                    self.slots.labels.extend_from_slice(token_ids);
-                }
-                _ => {}
-            }
-            let labels = first_label..self.slots.labels.len();
-            let row = first_row + frame.sampling_indices[sampler] as usize;
-            let slot = self.add_slot(common, row, number as u64, class, params);
-            slot.labels = labels;
+            let labels = self.slots.add_labels(view);
+            let place = (first_row + row as usize, number as u64);
+            self.add_slot(common, place, class, params, labels);
         }
         Ok(())
     }
 
     fn common(&mut self, frame: &Frame<'_>, index: usize) -> Result<Common, RequestFault> {
         let mut common = Common {
-            mask: None,
+            mask: UNMASKED,
             forbidden: false,
         };
         if frame.logit_masks.is_empty() {
             return Ok(common);
         }
-        let masks = &frame.logit_masks[range(frame.logit_mask_indptr, index)];
+        let masks = range(frame.logit_mask_indptr, index);
         if masks.len() > 1 {
             return Err(RequestFault::LogitMasks { masks: masks.len() });
         }
-        let runs = masks.first().map_or(&[][..], |mask| mask.buffer.native());
-        if !runs.is_empty() {
-            let allowed = brle::true_ranges(runs, u64::from(self.limits.vocab_size)).next();
-            common.forbidden = allowed.is_none();
-            common.mask = allowed.map(|_| self.slots.add_mask(runs));
+        let given = masks.start;
+        if !masks.is_empty() && !frame.logit_masks[given].buffer.is_empty() {
+            let vocab_size = self.limits.vocab_size;
+            let mask = self.slots.add_mask(frame.logit_masks, given, vocab_size);
+            common.forbidden = mask.is_none();
+            common.mask = mask.map_or(UNMASKED, |mask| mask as u32);
         }
         Ok(common)
     }
 
+    /// Plans a slot of a row: the sampler with this number among those of its request.
+    #[inline(always)]
+    #[expect(
+        clippy::inline_always,
+        reason = "as with `SamplerParams::from_wire`, whose result it takes"
+    )]
     fn add_slot(
         &mut self,
         common: Common,
-        row: usize,
-        number: u64,
+        (row, number): (usize, u64),
         class: SlotClass,
         params: SamplerParams,
-    ) -> &mut Slot {
+        labels: Extent,
+    ) {
         let class = if common.forbidden && class.is_token() {
             SlotClass::Greedy
         } else {
@@ -346,20 +415,23 @@ impl Planner {
             ),
             _ => 0.0,
         };
-        self.reply.ask(class);
-        self.slots.all.push(Slot {
-            row,
+        let slot = Slot {
+            row: row as u32,
             class,
-            params,
+            answered: false,
+            temperature: params.temperature,
+            top_k: params.top_k,
+            top_p: params.top_p,
+            min_p: params.min_p,
             uniform,
             mask: common.mask,
-            labels: 0..0,
-            answered: false,
+            labels,
             token: 0,
             output: 0,
-        });
-        let last = self.slots.all.len() - 1;
-        &mut self.slots.all[last]
+        };
+        self.slots.counts[class as usize] += 1;
+        self.slots.probe_bytes += slot.probe_bytes(self.limits.vocab_size);
+        self.slots.all.push(slot);
     }
 
     /// Writes the next group of slots of the current pass into `block`; `None` when all are done.
@@ -371,34 +443,37 @@ impl Planner {
         if group.is_empty() {
             return Ok(None);
         }
-        let mut arrays = Arrays::of(&self.layout, block)?;
-        let base = self.segments[self.passes[self.stage.next_pass - 1].start].start;
+        let mut arrays = Arrays::of(&self.layout, block)?.with_slots(group.len());
+        let base = self.segments[self.passes[self.stage.next_pass - 1].start].start();
         let mut staged = SlotGroup::default();
         let slots = &mut self.slots;
         slots.close_group();
         slots.staged_masks.clear();
-        slots.staged_masks.resize(slots.masks.len(), None);
+        slots.staged_masks.resize(slots.masks.len(), UNSTAGED);
+        let width = self.limits.mask_words();
         for (entry, &slot) in self.stage.pass_slots[group.clone()].iter().enumerate() {
-            let slot = &slots.all[slot];
+            let slot = &slots.all[slot as usize];
             arrays.put_slot(entry, slot, base);
-            let mask = slot.mask.map(|mask| {
-                *slots.staged_masks[mask].get_or_insert_with(|| {
-                    let runs = &slots.runs[slots.masks[mask].clone()];
+            arrays.slot_masks[entry] = match slot.mask() {
+                None => UNSTAGED,
+                Some(mask) if slots.staged_masks[mask] == UNSTAGED => {
                     let first = staged.mask_words;
-                    let width = self.limits.mask_words();
-                    let out = &mut arrays.mask_words[first..][..width];
-                    let (words, edges) = put_mask(runs, out, &self.limits);
+                    let (words, edges) =
+                        slots.put_mask(mask, &mut arrays.mask_words[first..][..width]);
                     staged.masks += 1;
                     staged.mask_words += words;
-                    [first as i32, edges]
-                })
-            });
-            arrays.slot_masks[2 * entry..][..2].copy_from_slice(&mask.unwrap_or_default());
-            let number = staged.count(slot.class) as i64;
-            let labels = slots.labels[slot.labels.clone()].iter();
-            slots
-                .group_labels
-                .extend(labels.map(|&label| [number, i64::from(label)]));
+                    slots.staged_masks[mask] = [first as i32, edges];
+                    slots.staged_masks[mask]
+                }
+                Some(mask) => slots.staged_masks[mask],
+            };
+            if slot.class == SlotClass::Logprobs {
+                let number = staged.count(slot.class) as i64;
+                let labels = slots.labels[slot.labels.range()].iter();
+                slots
+                    .group_labels
+                    .extend(labels.map(|&label| [number, i64::from(label)]));
+            }
             staged.counts[slot.class as usize] += 1;
         }
         self.stage.next_slot = group.end;
@@ -434,9 +509,9 @@ impl Planner {
     pub(crate) fn empty_spoilt_requests(&mut self) {
         let mut spoilt = Vec::new();
         for (index, request) in self.requests.iter_mut().enumerate() {
-            let slots = &self.slots.all[request.slots.clone()];
+            let slots = &self.slots.all[request.slots.range()];
             if slots.iter().any(|slot| slot.token == INVALID_TOKEN) {
-                request.slots.end = request.slots.start;
+                request.slots.clear();
                 spoilt.push(index);
             }
         }
@@ -451,39 +526,23 @@ impl Planner {
 
 /// Edges of a mask whose bits are staged.
 const BITS: i32 = -1;
+/// What the staged array says of a slot without a mask.
+const UNSTAGED: [i32; 2] = [0; 2];
 /// In a slot whose logits were no numbers.
 pub(crate) const INVALID_TOKEN: u32 = u32::MAX;
 
 impl Arrays<'_> {
     fn put_slot(&mut self, entry: usize, slot: &Slot, base: usize) {
-        let params = slot.params;
         // Only what the tempered distribution decides divides by the temperature.
         let tempered = matches!(
             slot.class,
             SlotClass::Plain | SlotClass::Filtered | SlotClass::Dist
         );
-        self.slot_rows[entry] = (slot.row - base) as i64;
-        self.temperatures[entry] = if tempered { params.temperature } else { 1.0 };
-        self.top_ps[entry] = params.top_p;
-        self.min_ps[entry] = params.min_p;
+        self.slot_rows[entry] = (slot.row() - base) as i64;
+        self.temperatures[entry] = if tempered { slot.temperature } else { 1.0 };
+        self.top_ps[entry] = slot.top_p;
+        self.min_ps[entry] = slot.min_p;
         self.uniforms[entry] = slot.uniform;
-        self.top_ks[entry] = params.top_k as i32;
+        self.top_ks[entry] = slot.top_k as i32;
     }
-}
-
-/// Writes a mask into [`Limits::mask_words`] words: its edges, or its bits where edges could take more room. Returns the
-/// words in use and what [`FieldId::SlotMasks`](crate::FieldId::SlotMasks) says of its edges.
-fn put_mask(runs: &[u32], words: &mut [i32], limits: &Limits) -> (usize, i32) {
-    let ranges = brle::true_ranges(runs, u64::from(limits.vocab_size));
-    if runs.len() > words.len() {
-        words.fill(0);
-        ranges.for_each(|allowed| set_bits(words, allowed));
-        return (words.len(), BITS);
-    }
-    let mut edges = 0;
-    for allowed in ranges {
-        words[edges..][..2].copy_from_slice(&[allowed.start as i32, allowed.end as i32]);
-        edges += 2;
-    }
-    (edges, edges as i32)
 }

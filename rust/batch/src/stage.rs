@@ -8,7 +8,7 @@ use thiserror::Error;
 use crate::layout::{Field, Layout};
 use crate::mask::Sight;
 use crate::plan::{Planner, Request, Segment, pass_rows};
-use crate::slot::Slot;
+use crate::slot::{Slot, Slots};
 use crate::table::BlockTable;
 use crate::{Limits, SlotClass};
 
@@ -65,19 +65,20 @@ pub(crate) struct Stage {
     pass_number: u32,
     pub(crate) next_pass: usize,
     /// Slots of the current pass, ordered by class within each group.
-    pub(crate) pass_slots: Vec<usize>,
+    pub(crate) pass_slots: Vec<u32>,
     pub(crate) next_slot: usize,
     /// A group as it was before it was ordered.
-    unordered: Vec<usize>,
+    unordered: Vec<u32>,
     /// Whether the staged step's graph counts slots, and not their rows.
     pub(crate) numbered_slots: bool,
 }
 
 /// Orders a group by class; slots of one class keep their order. There are few classes, so that places are counted.
-fn order_by_class(group: &mut [usize], unordered: &mut Vec<usize>, slots: &[Slot]) {
+fn order_by_class(group: &mut [u32], unordered: &mut Vec<u32>, slots: &[Slot]) {
+    let class = |slot: u32| slots[slot as usize].class as usize;
     let mut places = [0; SlotClass::COUNT + 1];
     for &slot in &*group {
-        places[slots[slot].class as usize + 1] += 1;
+        places[class(slot) + 1] += 1;
     }
     for class in 1..places.len() {
         places[class] += places[class - 1];
@@ -85,7 +86,7 @@ fn order_by_class(group: &mut [usize], unordered: &mut Vec<usize>, slots: &[Slot
     unordered.clear();
     unordered.extend_from_slice(group);
     for &slot in &*unordered {
-        let place = &mut places[slots[slot].class as usize];
+        let place = &mut places[class(slot)];
         group[*place] = slot;
         *place += 1;
     }
@@ -138,7 +139,7 @@ pub(crate) struct Arrays<'a> {
     pub(crate) min_ps: &'a mut [f32],
     pub(crate) uniforms: &'a mut [f32],
     pub(crate) top_ks: &'a mut [i32],
-    pub(crate) slot_masks: &'a mut [i32],
+    pub(crate) slot_masks: &'a mut [[i32; 2]],
     req_pool_indices: &'a mut [i64],
     seq_lens: &'a mut [i64],
     extend_prefix_lens: &'a mut [i32],
@@ -162,7 +163,7 @@ impl<'a> Arrays<'a> {
             min_ps: rest.take(),
             uniforms: rest.take(),
             top_ks: rest.take(),
-            slot_masks: rest.take(),
+            slot_masks: bytemuck::cast_slice_mut::<i32, _>(rest.take()),
             req_pool_indices: rest.take(),
             seq_lens: rest.take(),
             extend_prefix_lens: rest.take(),
@@ -174,6 +175,32 @@ impl<'a> Arrays<'a> {
             table_updates: rest.take(),
             mask_words: rest.take(),
         })
+    }
+
+    /// Leaves `count` entries of each array of slots, so that this is checked once.
+    pub(crate) fn with_slots(self, count: usize) -> Self {
+        Self {
+            slot_rows: &mut self.slot_rows[..count],
+            temperatures: &mut self.temperatures[..count],
+            top_ps: &mut self.top_ps[..count],
+            min_ps: &mut self.min_ps[..count],
+            uniforms: &mut self.uniforms[..count],
+            top_ks: &mut self.top_ks[..count],
+            slot_masks: &mut self.slot_masks[..count],
+            ..self
+        }
+    }
+
+    /// The same for requests.
+    fn with_requests(self, count: usize) -> Self {
+        Self {
+            req_pool_indices: &mut self.req_pool_indices[..count],
+            seq_lens: &mut self.seq_lens[..count],
+            extend_prefix_lens: &mut self.extend_prefix_lens[..count],
+            extend_seq_lens: &mut self.extend_seq_lens[..count],
+            extend_start_loc: &mut self.extend_start_loc[..count],
+            ..self
+        }
     }
 }
 
@@ -220,7 +247,7 @@ impl Planner {
         let Some(range) = self.passes.get(self.stage.next_pass).cloned() else {
             return Ok(None);
         };
-        let mut arrays = Arrays::of(&self.layout, block)?;
+        let mut arrays = Arrays::of(&self.layout, block)?.with_requests(range.len());
         let updates = self.stage_updates(range.clone(), arrays.table_updates);
         let segments = &self.segments[range];
         stage_requests(&mut arrays, segments, &self.requests);
@@ -232,17 +259,25 @@ impl Planner {
             &self.requests,
             arrays.out_cache_loc,
         );
-        self.stage
-            .collect_slots(&self.limits, segments, &self.requests, &self.slots.all);
+        // Whoever was emptied has a fault.
+        if self.passes.len() == 1 && self.faults.is_empty() {
+            let all = 0..self.slots.all.len() as u32;
+            self.stage.pass_slots.clear();
+            self.stage.pass_slots.extend(all);
+        } else {
+            self.stage
+                .collect_slots(segments, &self.requests, &self.slots);
+        }
+        self.stage.order_slots(&self.limits, &self.slots);
         self.slots.close_group();
         self.stage.next_pass += 1;
         let seq_lens = &arrays.seq_lens[..segments.len()];
-        let masked = self.requests[segments[0].request].sight != Sight::Causal;
+        let masked = self.requests[segments[0].request()].sight != Sight::Causal;
         Ok(Some(Pass {
             tokens,
             requests: segments.len(),
             decode: !masked
-                && segments.iter().all(|segment| segment.len == 1)
+                && segments.iter().all(|segment| segment.len() == 1)
                 && !self.images.touch(&pass_rows(segments)),
             masked,
             seq_lens_sum: seq_lens.iter().sum::<i64>() as u64,
@@ -253,26 +288,38 @@ impl Planner {
 
     /// Writes the block-table changes of the requests that begin in these segments; returns their number.
     fn stage_updates(&mut self, segments: Range<usize>, out: &mut [i64]) -> usize {
+        let segments = &self.segments[segments];
+        let begins = |segment: &Segment| {
+            let request = &self.requests[segment.request()];
+            segment.start() == request.rows.start()
+        };
+        // Only the first one can be the rest of a request.
+        let begun = &segments[usize::from(!begins(&segments[0]))..];
+        if self.spilled.is_empty() {
+            // Those of neighbours are neighbours.
+            let ends = begun.first().zip(begun.last());
+            let own = |segment: &Segment| self.requests[segment.request()].updates;
+            let updates = ends.map_or(0..0, |(a, b)| own(a).start()..own(b).end());
+            let updates = self.updates[updates].as_flattened();
+            out[..updates.len()].copy_from_slice(updates);
+            return updates.len() / 2;
+        }
         let mut count = 0;
-        for segment in &self.segments[segments] {
-            let request = &self.requests[segment.request];
-            if segment.start != request.rows.start {
-                continue;
-            }
-            let row = request.table_row;
-            if !request.spilled.is_empty() {
-                let pages = &self.spilled[request.spilled.clone()];
-                let matching = self.table.matching(row, pages);
-                self.table.update(row, pages, matching, |column, page| {
-                    let update = self.limits.table_update(row, column, page);
-                    out[2 * count..][..2].copy_from_slice(&update);
-                    count += 1;
-                });
-                continue;
-            }
-            let updates = self.updates[request.updates.clone()].as_flattened();
-            out[2 * count..][..updates.len()].copy_from_slice(updates);
-            count += updates.len() / 2;
+        for segment in begun {
+            let request = &self.requests[segment.request()];
+            let mut put = |update: [i64; 2]| {
+                out[2 * count..][..2].copy_from_slice(&update);
+                count += 1;
+            };
+            self.updates[request.updates.range()]
+                .iter()
+                .for_each(|&update| put(update));
+            let row = request.table_row as usize;
+            let pages = &self.spilled[request.spilled.range()];
+            let matching = self.table.matching(row, pages);
+            self.table.update(row, pages, matching, |column, page| {
+                put(self.limits.table_update(row, column, page));
+            });
         }
         count
     }
@@ -281,15 +328,15 @@ impl Planner {
 fn stage_requests(arrays: &mut Arrays<'_>, segments: &[Segment], requests: &[Request]) {
     let mut start = 0;
     for (entry, segment) in segments.iter().enumerate() {
-        let request = &requests[segment.request];
+        let request = &requests[segment.request()];
         let prefix = segment.kv_start(request);
         // Row 0 of the engine's table belongs to padding.
-        arrays.req_pool_indices[entry] = request.table_row as i64 + 1;
-        arrays.seq_lens[entry] = (prefix + segment.len) as i64;
+        arrays.req_pool_indices[entry] = i64::from(request.table_row) + 1;
+        arrays.seq_lens[entry] = (prefix + segment.len()) as i64;
         arrays.extend_prefix_lens[entry] = prefix as i32;
-        arrays.extend_seq_lens[entry] = segment.len as i32;
+        arrays.extend_seq_lens[entry] = segment.len() as i32;
         arrays.extend_start_loc[entry] = start as i32;
-        start += segment.len;
+        start += segment.len();
     }
 }
 
@@ -322,19 +369,21 @@ impl Stage {
         out: &mut [i64],
     ) {
         let pass = self.number_pass();
-        let base = segments[0].start;
-        let page_size = limits.page_size as usize;
+        let base = segments[0].start();
+        let page_size = limits.page_size;
         for segment in segments.iter().rev() {
-            let request = &requests[segment.request];
-            let pages = table.pages(request.table_row);
+            let request = &requests[segment.request()];
+            let pages = table.pages(request.table_row as usize);
             let prefix = segment.kv_start(request);
-            let out = &mut out[segment.start - base..][..segment.len];
+            let out = &mut out[segment.start() - base..][..segment.len()];
             if request.dropped {
                 out.fill(0);
                 continue;
             }
-            for (index, out) in (prefix..prefix + segment.len).zip(out).rev() {
-                let slot = limits.first_slot(pages[index / page_size]) as usize + index % page_size;
+            for (row, out) in out.iter_mut().enumerate().rev() {
+                let index = (prefix + row) as u32;
+                let page = pages[(index / page_size) as usize];
+                let slot = limits.first_slot(page) as usize + (index % page_size) as usize;
                 let taken = self.writers[slot] == pass;
                 self.writers[slot] = pass;
                 *out = if taken { 0 } else { slot as i64 };
@@ -342,23 +391,30 @@ impl Stage {
         }
     }
 
-    fn collect_slots(
-        &mut self,
-        limits: &Limits,
-        segments: &[Segment],
-        requests: &[Request],
-        slots: &[Slot],
-    ) {
+    fn collect_slots(&mut self, segments: &[Segment], requests: &[Request], slots: &Slots) {
         self.pass_slots.clear();
-        self.next_slot = 0;
         for segment in segments {
-            let rows = segment.start..segment.start + segment.len;
-            let own = requests[segment.request].slots.clone();
-            self.pass_slots
-                .extend(own.filter(|&slot| rows.contains(&slots[slot].row)));
+            let request = &requests[segment.request()];
+            let own = request.slots.range().map(|slot| slot as u32);
+            if segment.len() == request.rows.len() {
+                self.pass_slots.extend(own);
+                continue;
+            }
+            let rows = segment.rows();
+            let inside = |&slot: &u32| rows.contains(&slots.all[slot as usize].row());
+            self.pass_slots.extend(own.filter(inside));
+        }
+    }
+
+    /// Orders each group of the pass's slots, and starts with the first.
+    fn order_slots(&mut self, limits: &Limits, slots: &Slots) {
+        self.next_slot = 0;
+        let one_class = slots.counts.iter().filter(|&&count| count > 0).count() <= 1;
+        if one_class {
+            return;
         }
         for group in self.pass_slots.chunks_mut(limits.max_slots as usize) {
-            order_by_class(group, &mut self.unordered, slots);
+            order_by_class(group, &mut self.unordered, &slots.all);
         }
     }
 }

@@ -9,8 +9,7 @@ use crate::plan::{Planner, Segment};
 /// Bit 0 of `rs_slot_flags`: what the slot holds belongs to nobody.
 const RESET: u8 = 1;
 
-/// A request's slot, and whether it starts from zeros: twice the engine's slot, and one for the zeros. It fills a gap in
-/// [`crate::plan::Request`].
+/// A request's slot, and whether it starts from zeros: twice the engine's slot, and one for the zeros.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct State(u32);
 
@@ -72,8 +71,8 @@ impl Planner {
         let segments = &self.segments[self.passes.get(pass)?.clone()];
         (self.states > 0).then(|| {
             let entry = |segment: &Segment| {
-                let request = &self.requests[segment.request];
-                let first = segment.start == request.rows.start;
+                let request = &self.requests[segment.request()];
+                let first = segment.start() == request.rows.start();
                 let (slot, resets) = (request.state.slot(), request.state.resets() && first);
                 [i64::from(slot), i64::from(resets)]
             };

@@ -32,6 +32,8 @@ pub(crate) struct BlockTable {
     /// The rows of this frame's requests so far, then those of the last frame: the next request most likely wants the
     /// row that its predecessor had.
     order: Vec<usize>,
+    /// Of each request of this frame the row that [`BlockTable::expect`] looked at, and how many of its entries agree.
+    expected: Vec<[u32; 2]>,
     /// Requests of this frame that have a row.
     taken: usize,
     frame: u64,
@@ -51,6 +53,7 @@ impl BlockTable {
             rows: rows.collect(),
             by_context,
             order: Vec::with_capacity(count),
+            expected: Vec::new(),
             taken: 0,
             frame: 0,
         }
@@ -65,6 +68,16 @@ impl BlockTable {
     pub(crate) fn start_frame(&mut self) {
         self.frame += 1;
         self.taken = 0;
+        self.expected.clear();
+    }
+
+    /// Compares the pages of the next request in order with the row that it will most likely get. The mirror is larger than
+    /// all else that planning reads, and cold: read in one go, row behind row, its cache misses overlap.
+    pub(crate) fn expect(&mut self, pages: &[u32]) {
+        let next = self.order.get(self.expected.len());
+        let row = next.copied().unwrap_or(self.len());
+        let matching = common_prefix(&self.rows[row].pages, pages);
+        self.expected.push([row as u32, matching as u32]);
     }
 
     /// A free row for the next request, that of its context if there is one; `None` when this frame has used all.
@@ -90,6 +103,14 @@ impl BlockTable {
     /// How many entries of `pages` the row names already, from the first on.
     pub(crate) fn matching(&self, row: usize, pages: &[u32]) -> usize {
         common_prefix(&self.rows[row].pages, pages)
+    }
+
+    /// [`BlockTable::matching`] for a free row and the pages of request `index`.
+    pub(crate) fn matching_free(&self, row: usize, index: usize, pages: &[u32]) -> usize {
+        match self.expected.get(index) {
+            Some(&[expected, matching]) if expected as usize == row => matching as usize,
+            _ => self.matching(row, pages),
+        }
     }
 
     /// Gives `row` to the next request of the frame.
@@ -217,13 +238,16 @@ mod tests {
     /// One frame of `(context, pages)`; returns the row of each and how many entries travelled.
     fn frame(table: &mut BlockTable, requests: &[(u64, Vec<u32>)]) -> (Vec<usize>, usize) {
         table.start_frame();
+        for (_, pages) in requests {
+            table.expect(pages);
+        }
         let mut rows = Vec::new();
         let mut updates = 0;
-        for (context, pages) in requests {
+        for (index, (context, pages)) in requests.iter().enumerate() {
             let row = table
                 .find(*context)
                 .unwrap_or_else(|| panic!("{rows:?} leave a row"));
-            let matching = table.matching(row, pages);
+            let matching = table.matching_free(row, index, pages);
             table.take(row, *context);
             table.update(row, pages, matching, |_, _| updates += 1);
             rows.push(row);
@@ -317,10 +341,14 @@ mod tests {
                     device = vec![vec![u32::MAX; 12]; ROWS];
                 }
                 table.start_frame();
+                for (_, pages) in &requests {
+                    table.expect(pages);
+                }
                 let mut used = Vec::new();
-                for (context, pages) in &requests {
+                for (index, (context, pages)) in requests.iter().enumerate() {
                     let row = table.find(*context).expect("no more requests than rows");
-                    let matching = table.matching(row, pages);
+                    let matching = table.matching_free(row, index, pages);
+                    prop_assert_eq!(matching, table.matching(row, pages));
                     table.take(row, *context);
                     table.update(row, pages, matching, |column, page| {
                         assert_ne!(device[row][column], page);

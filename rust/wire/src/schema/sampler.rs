@@ -146,6 +146,7 @@ impl Sampler {
 
 impl ArchivedSampler {
     /// The sampler with native values; token lists stay borrowed.
+    #[inline]
     pub fn view(&self) -> SamplerView<'_> {
         match self {
             Self::Multinomial { temperature, seed } => SamplerView::Multinomial {
