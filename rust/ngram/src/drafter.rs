@@ -299,7 +299,7 @@ impl Drafter {
             return 0;
         };
         let tokens = context.share(fewest, REPEATED);
-        history.add(tokens);
+        history.add(tokens, &mut self.scratch);
         tokens.len()
     }
 

@@ -111,8 +111,9 @@ fn a_token_takes_at_most_64_bytes() {
                     "{each} bytes for each of {length} tokens of {name} in a {kind}"
                 );
                 let said = made.map_or(0, |drafter| drafter.bytes()) as f64;
+                // A history has of some texts next to nothing; what a drafter needs to draft counts then.
                 assert!(
-                    (said / held - 1.0).abs() < 0.05,
+                    (said - held).abs() < 0.05 * held + 1000.0,
                     "{said} bytes are said to be held, not {held}"
                 );
             }

@@ -552,35 +552,55 @@ fn limits_are_checked() {
 
 #[test]
 fn contexts_that_decode_together_do_not_share_in_the_same_step() {
-    let mut run = new(100_000, usize::MAX);
+    let mut run = new(200_000, usize::MAX);
     let (mut most, mut before) = (0, 0);
     for at in 0..600_u32 {
-        let token = [at];
-        let step = |context| Step {
+        let tokens: Vec<_> = (0..64).map(|context| [context * 1000 + at]).collect();
+        let step = |(tokens, context)| Step {
             context,
             position: at,
-            tokens: &token,
+            tokens,
             drafts: 0,
         };
-        let steps: Vec<_> = (1..=64).map(step).collect();
+        let steps: Vec<_> = tokens
+            .iter()
+            .map(|tokens| &tokens[..])
+            .zip(1..)
+            .map(step)
+            .collect();
         run.drafter.step(&steps, &mut run.drafts);
         most = most.max(run.history() - before);
         before = run.history();
     }
     assert!(most < 500, "{most} in one step");
     // Prompts do not wait.
-    let prompt: Vec<u32> = (0..1000).collect();
-    let step = |context| Step {
+    let prompts: Vec<u32> = (100_000..110_000).collect();
+    let step = |(tokens, context)| Step {
         context,
         position: 0,
-        tokens: &prompt,
+        tokens,
         drafts: 0,
     };
-    let steps: Vec<_> = (101..=110).map(step).collect();
+    let steps: Vec<_> = prompts.chunks(1000).zip(101..).map(step).collect();
     run.drafter.step(&steps, &mut run.drafts);
     run.drafter.settle();
     assert_eq!(run.history(), before + 10 * 1001);
     assert!(before > 64 * 400, "{before} of all");
+}
+
+#[test]
+fn what_all_contexts_start_with_is_in_the_history_once() {
+    let mut run = new(100_000, usize::MAX);
+    let shared: Vec<u32> = (0..2000).collect();
+    for context in 1..=100_u32 {
+        let own = 10_000 * context;
+        let tokens: Vec<_> = shared.iter().copied().chain(own..own + 50).collect();
+        run.say(context.into(), 0, &tokens);
+        run.drafter.settle();
+    }
+    // The first one whole, of the others what they say and the longest match before it.
+    assert_eq!(run.history(), 2051 + 99 * (18 + 50 + 1));
+    assert_eq!(run.say(200, 0, &shared[30..40]).0, &shared[40..44]);
 }
 
 #[test]
