@@ -253,6 +253,10 @@ def test_a_model_that_does_not_run_is_one_line() -> None:
     error = not_running("cuda:0", RuntimeError("failed to dispatch data type Float\nat norm.cu:1"))
     assert str(error).endswith("does not run on cuda:0: failed to dispatch data type Float")
     assert "`activation_dtype`" in error.hint
+    compiler = RuntimeError(
+        "at 105:8:\n\n    if X:\n        y = f(x)\n        ^\nno float16 here\n"
+    )
+    assert str(not_running("cuda:0", compiler)).endswith("cuda:0: at 105:8: no float16 here")
     assert str(not_running("cpu", AssertionError())).endswith("cpu: AssertionError")
 
 

@@ -47,9 +47,12 @@ class StageError(ValueError):
 
 def not_running(device: str, error: Exception) -> StartError:
     """Of a model whose passes fail; the kernels of some GPUs take no float32, for example."""
-    lines = str(error).splitlines() or [type(error).__name__]
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    first, *others = lines or [type(error).__name__]
+    # A kernel's compiler begins with the place and its text, and ends with what is wrong there.
+    what = f"{first} {others[-1]}" if first.endswith(":") and others else first
     return StartError(
-        f"the model loads but does not run on {device}: {lines[0]}",
+        f"the model loads but does not run on {device}: {what}",
         "use another `attention_backend`, `activation_dtype`, device or model",
     )
 
