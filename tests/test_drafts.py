@@ -9,6 +9,7 @@ from typing import NamedTuple
 import pytest
 
 import drivers
+import lora_adapters
 from pie_driver_sglang._core import Client, Request
 from reference import Context, Pages, random_tokens
 
@@ -170,6 +171,28 @@ def test_beside_a_request_that_asks_for_none(bench: Bench) -> None:
     assert asks.drafted > 0
     for context in contexts:
         context.release()
+
+
+def test_contexts_of_an_adapter_get_drafts(
+    llama_snapshot: Path, models_folder: Path, tmp_path: Path
+) -> None:
+    """Their steps are eager, where others are graphs: what drafts cost is learnt from both."""
+    options = {**OPTIONS, "enable_lora": True, "max_lora_rank": 16, "max_loras_per_batch": 2}
+    config = drivers.write_config(tmp_path, llama_snapshot, options=options)
+    name = next(iter(lora_adapters.CONFIGS))
+    made = lora_adapters.make("llama", name, models_folder)
+    with drivers.fork(config) as driver:
+        pages, host = (Pages(driver.caps[k], PAGE) for k in ("total_pages", "swap_pool_size"))
+        bench = Bench(driver, driver.client(), pages, host, driver.caps["vocab_size"])
+        assert bench.client.adapter("Load", 1, str(made.adapter)) == 0
+        bound = Context(pages, adapter_id=1)
+        story = Story(bench, bound, bench.loop("bound"), wants=True)
+        for _ in range(6):
+            run(bench, [story], 60)
+            if story.drafted:
+                break
+        assert story.drafted > 0
+    assert driver.stop() == 0
 
 
 def test_nobody_gets_none(bench: Bench) -> None:

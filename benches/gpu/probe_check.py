@@ -145,7 +145,9 @@ def time_samplers(path: Path) -> None:
                 plans[name].append(client.forward(batch).probes[1])
     base = {name: statistics.median(values[5:]) for name, values in times.items()}
     for name, milliseconds in base.items():
-        plan = f", plan {statistics.median(plans[name][5:]):.0f} us"
+        # Fast replies do not say it.
+        planned = statistics.median(plans[name][5:])
+        plan = f", plan {planned:.0f} us" if planned else ""
         print(f"    {name:26} {milliseconds:7.2f} ms{plan}")
     dearest = max(base[name] for name in tokens)
     print(f"    all kinds / dearest kind: {base['all kinds'] / dearest:.2f}")

@@ -1,6 +1,6 @@
 """SGLang's `ModelRunner` with its own CUDA graphs, driven by Python: decode steps in microseconds.
 
-    sglang_runner.py MODEL BACKEND [--batches 1,8,64,256] [--contexts 512,2048] [--steps 100]
+    sglang_runner.py MODEL BACKEND [--batches 1,8,64,256] [--contexts 512,2048] [--steps 200]
         [--page-size 16] [--device cuda]
 
 A step is what a caller without a scheduler has to do: write the step's numbers, build the
@@ -137,7 +137,7 @@ def main() -> None:
     parser.add_argument("backend")
     parser.add_argument("--batches", default="1,8,64,256")
     parser.add_argument("--contexts", default="512,2048")
-    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--page-size", type=int, default=16)
     parser.add_argument("--mem-fraction", type=float, default=0.8)
     parser.add_argument("--device", default="cuda")

@@ -82,6 +82,8 @@ pub(crate) struct Drafting {
     /// The current frame is a graph's, or some frame was.
     graph: bool,
     graphs: bool,
+    /// The current frame binds an adapter, so no graph runs it.
+    bound: bool,
     /// How long the match was that a context's drafts were offered for.
     awaited: FxHashMap<u64, usize>,
     /// What a request adds to its context.
@@ -106,6 +108,7 @@ impl Drafting {
             recall: RECALL.0,
             graph: false,
             graphs: false,
+            bound: false,
             awaited: FxHashMap::default(),
             said: Vec::new(),
             found: Drafts::default(),
@@ -324,9 +327,9 @@ impl Drafting {
     fn took(&mut self, time: Duration, step_rows: Option<usize>) {
         let recalled = (time.as_secs_f64() / 2.0 * RECALLED) as usize;
         self.recall = recalled.clamp(RECALL.0, RECALL.1);
-        // Where there are graphs, a step without one tells nothing of theirs.
+        // Where there are graphs, a step without one tells nothing of theirs, unless none ever runs such steps.
         if let Some(rows) = step_rows
-            && self.graph == self.graphs
+            && (self.bound || self.graph == self.graphs)
         {
             self.policy.timed(rows, time);
         }
@@ -384,6 +387,17 @@ impl Planner {
         let rows = step.then_some(self.token_ids.len());
         if let Some(drafting) = &mut self.drafting {
             drafting.took(time, rows);
+        }
+    }
+
+    /// Tells the drafter whether the current frame binds an adapter.
+    pub(crate) fn note_adapters(&mut self) {
+        if let Some(drafting) = &mut self.drafting {
+            drafting.bound = self
+                .requests
+                .iter()
+                .any(|request| request.adapter.is_some());
+            drafting.policy.binds(drafting.bound);
         }
     }
 

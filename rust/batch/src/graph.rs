@@ -185,7 +185,11 @@ impl Planner {
             |request: &Request| request.sight == Sight::Causal && request.rows.len() <= most;
         let unbound = |request: &Request| request.adapter.is_none();
         let fits = self.updates.len() <= STEP_UPDATES && !self.has_images();
-        let fits = fits && self.requests.iter().all(|request| short(request) && unbound(request));
+        let fits = fits
+            && self
+                .requests
+                .iter()
+                .all(|request| short(request) && unbound(request));
         let tokens = || self.asked_slots().all(|slot| slot.class.is_token());
         // The rows of consecutive slots rise, but for requests with several samplers in another order.
         let one_each = || {

@@ -92,7 +92,10 @@ struct Choice {
 pub struct Policy {
     most: usize,
     acceptance: Acceptance,
-    cost: Cost,
+    /// Of batches as most are, and of those that bind adapters.
+    costs: [Cost; 2],
+    /// Whether the batch at hand binds an adapter.
+    bound: bool,
     counters: Counters,
     choices: Vec<Choice>,
     /// Rows and seconds that probes may take.
@@ -112,7 +115,8 @@ impl Policy {
         Self {
             most: num_drafts,
             acceptance: Acceptance::default(),
-            cost: Cost::new(rungs),
+            costs: [Cost::new(rungs), Cost::new(rungs)],
+            bound: false,
             counters: Counters::default(),
             choices: Vec::new(),
             probe_rows: 0.0,
@@ -120,6 +124,16 @@ impl Policy {
             unheard: 0,
             turn: 0,
         }
+    }
+
+    /// Says whether the batch at hand binds an adapter, as the next ones of its contexts will: such steps run in another
+    /// way, and what they cost is learnt apart.
+    pub fn binds(&mut self, adapter: bool) {
+        self.bound = adapter;
+    }
+
+    fn cost(&self) -> &Cost {
+        &self.costs[usize::from(self.bound)]
     }
 
     /// Most drafts of a request.
@@ -143,21 +157,21 @@ impl Policy {
         marks.resize(requests, false);
         self.unheard = 0;
         let (alone, more) = (
-            self.cost.of(requests, requests),
-            self.cost.of(requests + 1, requests),
+            self.cost().of(requests, requests),
+            self.cost().of(requests + 1, requests),
         );
         let (Some(alone), Some(more)) = (alone, more) else {
             // Nothing is known of what steps cost yet, or there is no room for drafts.
-            marks.fill(self.cost.is_empty());
+            marks.fill(self.cost().is_empty());
             return;
         };
         // A token is worth a request's share of the step, and a draft costs a row; half of that, for some are likelier.
-        let doubled = self.cost.of(2 * requests, requests).unwrap_or(more);
+        let doubled = self.cost().of(2 * requests, requests).unwrap_or(more);
         let least = LEAST
             .max(DRAFTING * requests as f64 / alone)
             .max(0.5 * (doubled / alone - 1.0));
         let probe_time = self.probe_time + PROBE_TIME * alone;
-        let probed = self.cost.at_most(requests + 1, requests);
+        let probed = self.cost().at_most(requests + 1, requests);
         let affordable = probed.is_some_and(|probed| probed - alone <= probe_time);
         let mut probes = if affordable {
             self.probe_rows as usize
@@ -219,14 +233,14 @@ impl Policy {
 
     /// How many of the ranked drafts give the most tokens per second.
     fn worthwhile(&self, requests: usize) -> usize {
-        let Some(alone) = self.cost.of(requests, requests) else {
+        let Some(alone) = self.cost().of(requests, requests) else {
             return 0;
         };
         let mut tokens = requests as f64;
         let mut best = (0, GAIN * tokens / alone);
         for (index, choice) in self.choices.iter().enumerate() {
             tokens += choice.probability;
-            let Some(cost) = self.cost.of(requests + index + 1, requests) else {
+            let Some(cost) = self.cost().of(requests + index + 1, requests) else {
                 break;
             };
             if tokens / cost > best.1 {
@@ -239,7 +253,7 @@ impl Policy {
     /// Tries drafts of requests that got none, if they may cost that much.
     fn probe(&mut self, offers: &[Offer], lengths: &mut [usize]) {
         let rows = offers.len() + lengths.iter().sum::<usize>();
-        let Some(cost) = self.cost.of(rows, rows) else {
+        let Some(cost) = self.cost().of(rows, rows) else {
             return;
         };
         self.probe_time = (self.probe_time + PROBE_TIME * cost).min(2.0 * cost);
@@ -250,7 +264,7 @@ impl Policy {
         let turns = turns.filter(|&request| lengths[request] == 0 && waiting(request));
         let turns: Vec<usize> = turns.take(self.probe_rows as usize).collect();
         let Some(&last) = turns.last() else { return };
-        let Some(more) = self.cost.at_most(rows + turns.len(), rows) else {
+        let Some(more) = self.cost().at_most(rows + turns.len(), rows) else {
             return;
         };
         if more - cost > self.probe_time {
@@ -278,7 +292,7 @@ impl Policy {
 
     /// Learns how long a step with so many rows took.
     pub fn timed(&mut self, rows: usize, time: Duration) {
-        self.cost.learn(rows, time.as_secs_f64());
+        self.costs[usize::from(self.bound)].learn(rows, time.as_secs_f64());
     }
 }
 

@@ -211,11 +211,40 @@ fn a_quiet_context_is_heard_again() {
 }
 
 #[test]
+fn steps_with_adapters_cost_apart() {
+    let mut policy = policy();
+    let chosen = |policy: &mut Policy, adapter| {
+        let mut lengths = Vec::new();
+        policy.binds(adapter);
+        let offer = Offer {
+            context: 1,
+            match_length: 5,
+            drafts: 8,
+        };
+        policy.choose(&[offer], &mut lengths);
+        lengths[0]
+    };
+    for _ in 0..50 {
+        policy.verified(1, 5, 8, 8);
+    }
+    for rows in RUNGS {
+        policy.timed(rows, Duration::from_millis(1));
+    }
+    assert!(chosen(&mut policy, false) > 2, "rows are free");
+    assert_eq!(chosen(&mut policy, true), 0, "nothing is known of these");
+    for rows in [1, 2, 4, 8, 12].repeat(50) {
+        policy.timed(rows, Duration::from_millis(30 * rows as u64));
+    }
+    assert_eq!(chosen(&mut policy, true), 0, "a row is too dear");
+    assert!(chosen(&mut policy, false) > 2, "as before");
+}
+
+#[test]
 fn drafts_go_to_those_who_use_them() {
     let mut world = World::new(&[0.95, 0.05], LINEAR);
     let mut policy = policy();
     world.run(&mut policy, 2000);
-    policy.cost = Cost::new(&RUNGS);
+    policy.costs[0] = Cost::new(&RUNGS);
     policy.timed(2, Duration::from_millis(1));
     policy.timed(4, Duration::from_millis(1));
     let offers = [1, 2].map(|context| Offer {
