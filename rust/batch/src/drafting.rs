@@ -82,8 +82,6 @@ pub(crate) struct Drafting {
     /// The current frame is a graph's, or some frame was.
     graph: bool,
     graphs: bool,
-    /// The current frame binds an adapter, so no graph runs it.
-    bound: bool,
     /// How long the match was that a context's drafts were offered for.
     awaited: FxHashMap<u64, usize>,
     /// What a request adds to its context.
@@ -108,7 +106,6 @@ impl Drafting {
             recall: RECALL.0,
             graph: false,
             graphs: false,
-            bound: false,
             awaited: FxHashMap::default(),
             said: Vec::new(),
             found: Drafts::default(),
@@ -329,7 +326,7 @@ impl Drafting {
         self.recall = recalled.clamp(RECALL.0, RECALL.1);
         // Where there are graphs, a step without one tells nothing of theirs, unless none ever runs such steps.
         if let Some(rows) = step_rows
-            && (self.bound || self.graph == self.graphs)
+            && (self.policy.is_bound() || self.graph == self.graphs)
         {
             self.policy.timed(rows, time);
         }
@@ -390,14 +387,12 @@ impl Planner {
         }
     }
 
-    /// Tells the drafter whether the current frame binds an adapter.
+    /// Tells the drafter whether the current frame binds an adapter, and so is no graph's.
     pub(crate) fn note_adapters(&mut self) {
         if let Some(drafting) = &mut self.drafting {
-            drafting.bound = self
-                .requests
-                .iter()
-                .any(|request| request.adapter.is_some());
-            drafting.policy.binds(drafting.bound);
+            let mut requests = self.requests.iter();
+            let bound = requests.any(|request| request.adapter.is_some());
+            drafting.policy.binds(bound);
         }
     }
 

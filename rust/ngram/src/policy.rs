@@ -132,6 +132,12 @@ impl Policy {
         self.bound = adapter;
     }
 
+    /// Whether the batch at hand binds an adapter.
+    #[must_use]
+    pub fn is_bound(&self) -> bool {
+        self.bound
+    }
+
     fn cost(&self) -> &Cost {
         &self.costs[usize::from(self.bound)]
     }
