@@ -1,7 +1,9 @@
 """A random walk of contexts through a driver: joins, leaves, forks, moved pages, drafts.
 
-Each step is sent twice, alone and with a probe beside it. The probe keeps the second one off the
-fast lane, and its logits say which tokens a rounding error may exchange.
+Each step is sent three times: alone, which the fast lane takes; with a probe beside each token, for
+which a decode runs as the lane's graph, but is sampled in the general lane; and so with a prompt
+beside them, which makes it a pass of SGLang's. The last one's logits say which tokens a rounding
+error may exchange.
 """
 
 from __future__ import annotations
@@ -26,19 +28,19 @@ class _Context:
 
 
 class Difference(NamedTuple):
-    """A token that the lanes disagree on."""
+    """A token on which a lane disagrees with an eager pass."""
 
     step: int
-    fast: int
-    general: int
+    token: int
+    eager: int
     gap: float
-    """Between the two logits, as the general lane has them."""
+    """Between the two logits, as the eager pass has them."""
     best: float
     """The larger of the two."""
 
 
 class Walk:
-    """Drives a driver; the general lane's tokens are taken."""
+    """Drives a driver; an eager pass's tokens are taken."""
 
     def __init__(self, client: Client, pages: int, page_size: int, vocab: int, seed: int) -> None:
         """Starts without contexts, with `pages` free pages."""
@@ -47,6 +49,7 @@ class Walk:
         self._vocab = vocab
         self._random = random.Random(seed)
         self._free = list(range(pages))
+        self._prompt = Request([1, 2], [0, 1], [self._free.pop()], 2, [])
         self._contexts: list[_Context] = []
         self._numbers = 0
         self.differences: list[Difference] = []
@@ -108,25 +111,31 @@ class Walk:
 
     def _step(self, step: int) -> None:
         batch = [c for c in self._contexts if self._random.random() < 0.8] or self._contexts[:1]
-        drafts = [self._tokens(self._random.choice([0, 0, 0, 1, 3])) for _ in batch]
+        counts = [0, 0, 0, 1, 3]
+        if self._random.random() < 0.3:
+            batch = [c for c in batch if c.stored == len(c.tokens) - 1] or batch
+            counts = [0]
+        drafts = [self._tokens(self._random.choice(counts)) for _ in batch]
         for context, guesses in zip(batch, drafts, strict=True):
             end = len(context.tokens) + len(guesses)
             while len(context.pages) * self._page_size < end:
                 context.pages.append(self._free.pop())
         pairs = list(zip(batch, drafts, strict=True))
         fast = self._client.forward([self._request(*pair, probe=False) for pair in pairs])
-        slow = self._client.forward([self._request(*pair, probe=True) for pair in pairs])
-        for context, got, wanted, logits in zip(
-            batch, fast.tokens, slow.tokens, slow.logits, strict=True
-        ):
-            self.compared += 1
+        probes = [self._request(*pair, probe=True) for pair in pairs]
+        probed = self._client.forward(probes)
+        eager = self._client.forward([*probes, self._prompt])
+        for number, context in enumerate(batch):
             # The probe is of the last input's row, whose token comes first.
-            if got[0] != wanted[0]:
-                values = logits[0]
-                high, low = values[wanted[0]], values[got[0]]
-                self.differences.append(Difference(step, got[0], wanted[0], high - low, high))
+            wanted, (values, *_) = eager.tokens[number][0], eager.logits[number]
+            for reply in (fast, probed):
+                self.compared += 1
+                token = reply.tokens[number][0]
+                if token != wanted:
+                    gap, best = values[wanted] - values[token], values[wanted]
+                    self.differences.append(Difference(step, token, wanted, gap, best))
             context.stored = len(context.tokens)
-            context.tokens.append(wanted[0])
+            context.tokens.append(wanted)
 
     def _request(self, context: _Context, drafts: list[int], *, probe: bool) -> Request:
         end = len(context.tokens)

@@ -40,12 +40,12 @@ def test_random_contexts_get_the_same_tokens(traced: Traced) -> None:
     walk = Walk(traced.client, 400, rc.PAGE, traced.vocab, seed=7)
     before = len(traced.lanes())
     walk.run(120)
-    assert walk.compared > 500
+    assert walk.compared > 1000
     assert walk.differences == []
     taken = traced.lanes()[before:]
     assert taken.count("fast") > 60
     # Long prompts are left, and every batch with a probe.
-    assert taken.count("general") > 120
+    assert taken.count("general") > 240
 
 
 @pytest.mark.parametrize(

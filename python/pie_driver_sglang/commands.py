@@ -76,6 +76,7 @@ class Forward(NamedTuple):
     decode: bool
     seq_lens_sum: int
     updates: int
+    slots: int
     mask: Mask | None
     adapters: bytes | None
     images: Images | None
@@ -96,6 +97,7 @@ class Forward(NamedTuple):
             decode=batch.decode,
             seq_lens_sum=batch.seq_lens_sum,
             updates=batch.updates,
+            slots=batch.slots,
             mask=None if mask is None else Mask(mask.offsets, mask.words),
             adapters=batch.adapters,
             images=None if batch.images is None else _copied(batch.images, known),

@@ -39,6 +39,12 @@ def grouped_ladder(most: int) -> list[int]:
     return [*(count for count in rows if count < most), min(most, 256)]
 
 
+def bound_ladder(most: int) -> list[int]:
+    """Rows of the graphs of decodes that bind adapters, all of them in :func:`ladder`."""
+    rows = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024)
+    return [*(count for count in rows if count < most), most]
+
+
 def long_ladder(most: int, chunk_tokens: int) -> list[int]:
     """Rows of the graphs of prompts, alone or beside up to `most` decodes, within one pass."""
     rows = (8 * count * 2**octave for octave in range(7) for count in range(4, 8))

@@ -168,6 +168,21 @@ class Adapters:
         """Makes the next forward pass one without adapters, at no cost."""
         self._manager.reset_lora_batch()
 
+    @contextlib.contextmanager
+    def captured(self, most_rows: int) -> Iterator[Callable[[int], None]]:
+        """Within it decodes of up to `most_rows` rows can be captured.
+
+        Gives what binds an adapter of all layers to so many rows. From then on the adapters of
+        decodes are told in memory that graphs know.
+        """
+        self._manager.init_cuda_graph_batch_info(most_rows, num_tokens_per_req=1)
+        self.load_rehearsal()
+        try:
+            yield lambda rows: self.bind_rows([REHEARSAL_ADAPTER] * rows)
+        finally:
+            self.unbind()
+            self.drop_rehearsal()
+
     def embed(self, adapter_ids: Iterable[int]) -> bool:
         """Whether one of these fetched adapters changes the embeddings or the LM head."""
         return any(number >= 0 and self._resident[number].embeds for number in adapter_ids)

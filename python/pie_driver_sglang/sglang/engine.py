@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from pie_driver_sglang.sglang.state import StatePool
 
 
-class _Hidden(NamedTuple):
+class Hidden(NamedTuple):
     """What the logits of a finished pass can be computed from."""
 
     processor: LogitsProcessor
@@ -52,9 +52,22 @@ class _Hidden(NamedTuple):
     """``[tokens, hidden]`` after the final norm."""
     input_ids: Any
     lm_head: Any
+    """The model's, or SGLang's wrapper of it, which applies adapters."""
     metadata: LogitsMetadata
     adapters: list[int] | None
     """The adapter of each row, -1 for none; None when the LM head applies none."""
+
+    @property
+    def head(self) -> Any:
+        """What computes the logits."""
+        if self.adapters is None:
+            return getattr(self.lm_head, "base_layer", self.lm_head)
+        if not isinstance(self.lm_head, ParallelLMHeadWithLoRA):
+            raise RuntimeError(
+                "the model takes its logits past its LM head; set `lora_target_modules` "
+                "without embed_tokens and lm_head"
+            )
+        return self.lm_head
 
 
 class RowLogits(NamedTuple):
@@ -127,7 +140,7 @@ class SglangEngine:
         self.steps: StepRunner | None = None
         self.dense: DenseLayers | None = None
         """Of a model that few kernels can run."""
-        self._hidden: _Hidden | None = None
+        self._hidden: Hidden | None = None
         self._h2d_ns = self._sync_ns = 0
         for module in self.runner.model.modules():
             if isinstance(module, LogitsProcessor):
@@ -149,15 +162,7 @@ class SglangEngine:
             if isinstance(metadata, ForwardBatch):
                 metadata = LogitsMetadata.from_forward_batch(metadata)
             rows = self._row_adapters
-            if rows is None:
-                # Without an adapter of its own the LM head is SGLang's, not its wrapper.
-                lm_head = getattr(lm_head, "base_layer", lm_head)
-            elif not isinstance(lm_head, ParallelLMHeadWithLoRA):
-                raise RuntimeError(
-                    "the model takes its logits past its LM head; set `lora_target_modules` "
-                    "without embed_tokens and lm_head"
-                )
-            self._hidden = _Hidden(processor, states, input_ids, lm_head, metadata, rows)
+            self._hidden = Hidden(processor, states, input_ids, lm_head, metadata, rows)
             return LogitsProcessorOutput(next_token_logits=None)
 
         processor.forward = keep_hidden
@@ -168,6 +173,28 @@ class SglangEngine:
         self._upload_bytes(self.pass_bytes(batch))
         self.update_table(self._device["table_updates"][: 2 * batch.updates].view(-1, 2))
         self._hidden = None
+        if self.steps is not None and batch.decode and batch.mask is None and batch.images is None:
+            self._run_step(self.steps, batch)
+        else:
+            self._run_eagerly(batch)
+        self._await_copy()
+
+    def _run_step(self, steps: StepRunner, batch: Pass | Forward) -> None:
+        """Runs a decode as the fast lane does, but for its outputs."""
+        if batch.adapters is None:
+            self.unbind_adapters()
+        else:
+            adapters, numbers = self._with_adapters(), _numbers(batch.adapters).tolist()
+            padding = steps.padded(len(numbers), bound=True) - len(numbers)
+            adapters.bind_rows([*numbers, *([-1] * padding)])
+            self._row_adapters = numbers if adapters.embed(numbers) else None
+        hidden = steps.decode(self._host.fields, batch.requests, bound=batch.adapters is not None)
+        self._hidden = hidden._replace(adapters=self._row_adapters)
+        if self._copied is not None and not batch.slots:
+            # Nobody waits for its outputs, but the next step is staged where it reads.
+            self._copied.record()
+
+    def _run_eagerly(self, batch: Pass | Forward) -> None:
         forward_batch = self._forward_batch(batch)
         if self._adapters is not None:
             self._row_adapters = _bind(self._adapters, forward_batch, batch.adapters)
@@ -175,7 +202,6 @@ class SglangEngine:
             self._states.assign(forward_batch.req_pool_indices, batch.states)
         with self._way(batch, forward_batch):
             self.runner.forward(forward_batch)
-        self._await_copy()
 
     def _way(
         self, batch: Pass | Forward, forward_batch: ForwardBatch
@@ -246,40 +272,46 @@ class SglangEngine:
 
     def logits(self, rows: torch.Tensor) -> torch.Tensor:
         """Logits of rows of the last pass: ``[rows]`` int64 -> ``[rows, vocabulary]`` float32."""
-        hidden = self._finished()
+        hidden = self.hidden
         if self._adapters is not None and hidden.adapters is not None:
             self._adapters.bind_rows([hidden.adapters[row] for row in rows.tolist()])
         # In decode mode the processor keeps every row that it is given.
         metadata = replace(hidden.metadata, forward_mode=ForwardMode.DECODE)
         run = LogitsProcessor.forward
-        output = run(
-            hidden.processor, hidden.input_ids, hidden.states[rows], hidden.lm_head, metadata
-        )
+        output = run(hidden.processor, hidden.input_ids, hidden.states[rows], hidden.head, metadata)
         logits: torch.Tensor = output.next_token_logits
         return logits.float()
 
-    def row_logits(self, batch: ForwardBatch, rows: torch.Tensor | None) -> RowLogits:
+    def run_model(self, batch: ForwardBatch) -> None:
         """Runs a decode batch by the model alone, as a graph captures it.
 
         The batch's metadata and the forward context are the caller's.
 
         Args:
             batch: With a request for each row; there may be more than the runner takes.
-            rows: ``[rows]`` int64, those whose logits are wanted; None for all.
         """
         self._hidden = None
         self.runner.model.forward(batch.input_ids, batch.positions, batch)
-        hidden = self._finished()
+
+    def head_logits(self, rows: torch.Tensor | None) -> RowLogits:
+        """The LM head of the last pass, as a graph captures it.
+
+        Args:
+            rows: ``[rows]`` int64, those whose logits are wanted; None for all.
+        """
+        hidden = self.hidden
         processor, states = hidden.processor, hidden.states
         if rows is not None:
             states = states[rows]
-        logits = processor._compute_lm_head(states, hidden.lm_head)
+        logits = processor._compute_lm_head(states, hidden.head)
         if processor.logit_scale is not None:
             logits.mul_(processor.logit_scale)
         ranks = get_tp_group() if processor.do_tensor_parallel_all_gather else None
         return RowLogits(logits, ranks, processor.final_logit_softcapping or None)
 
-    def _finished(self) -> _Hidden:
+    @property
+    def hidden(self) -> Hidden:
+        """What the logits of the last pass can be computed from."""
         if self._hidden is None:
             raise RuntimeError("no pass has run: stage and run one before sampling")
         return self._hidden
@@ -402,10 +434,14 @@ def _bind(adapters: Adapters, batch: ForwardBatch, adapter_ids: bytes | None) ->
     if adapter_ids is None:
         adapters.unbind()
         return None
-    ids = np.frombuffer(adapter_ids, np.int64)
+    ids = _numbers(adapter_ids)
     numbers = ids.tolist()
     adapters.bind(batch, numbers)
     if not adapters.embed(numbers):
         return None
     lengths = batch.extend_seq_lens_cpu
     return numbers if lengths is None else np.repeat(ids, lengths).tolist()
+
+
+def _numbers(adapter_ids: bytes) -> npt.NDArray[np.int64]:
+    return np.frombuffer(adapter_ids, np.int64)

@@ -10,9 +10,9 @@ from __future__ import annotations
 import abc
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 from sglang.srt.distributed.parallel_state import graph_capture
@@ -26,15 +26,19 @@ from sglang.srt.model_executor.runner_utils.capture_mode import model_capture_mo
 from tqdm import tqdm
 
 from pie_driver_sglang._core import Lane, graph_layout
+from pie_driver_sglang.limits import bound_ladder
 from pie_driver_sglang.sampling import SlotParams, apply_masks, sample_rows
 from pie_driver_sglang.sglang.block import views
 from pie_driver_sglang.sglang.rank_slots import rank_slots
 
 if TYPE_CHECKING:
-    from pie_driver_sglang.sglang.engine import SglangEngine
+    from pie_driver_sglang.sglang.adapters import Adapters
+    from pie_driver_sglang.sglang.engine import Hidden, SglangEngine
 
 logger = logging.getLogger(__name__)
 
+_ROW_FIELDS: Final = ("input_ids", "positions", "out_cache_loc", "req_pool_indices", "seq_lens")
+"""What a decode is, in either lane's block."""
 CPU_ROWS_PER_REQUEST = 8
 """On the CPU each row attends by a call of its own: longer prompts do better as one."""
 
@@ -54,6 +58,14 @@ class _Graph(NamedTuple):
     def sampled(self, fields: dict[str, torch.Tensor]) -> torch.Tensor | None:
         """``[slots]`` int64: the row of each slot; None where it is that of the same number."""
         return fields["slot_rows"] if self.slots < self.rows else None
+
+
+class _Decode(NamedTuple):
+    """A graph whose output can be had before it is sampled."""
+
+    graph: torch.cuda.CUDAGraph
+    hidden: Hidden
+    """Valid until the next graph runs."""
 
 
 class StepRunner(abc.ABC):
@@ -99,6 +111,33 @@ class StepRunner(abc.ABC):
     @abc.abstractmethod
     def lane(self) -> Lane:
         """The lane that runs these steps."""
+
+    @abc.abstractmethod
+    def padded(self, rows: int, *, bound: bool) -> int:
+        """Rows that :meth:`decode` makes of so many."""
+
+    @abc.abstractmethod
+    def decode(self, staged: Mapping[str, torch.Tensor], rows: int, *, bound: bool) -> Hidden:
+        """Runs a decode that the general lane has staged, for what its outputs are computed from.
+
+        Args:
+            staged: Host arrays of the pass, as the planner names them; its block-table changes are
+                made already.
+            rows: Requests, each of one row.
+            bound: Whether adapters are bound, one or none for each of :meth:`padded` rows.
+        """
+
+    def _take(self, staged: Mapping[str, torch.Tensor], rows: int, padded: int) -> _Graph:
+        """Stages a decode of which nothing is sampled, and returns its graph."""
+        graph = self._plain(padded)
+        _blank(graph)
+        for name in _ROW_FIELDS:
+            graph.host[name][:rows] = staged[name][:rows]
+        return graph
+
+    def _plain(self, rows: int) -> _Graph:
+        """The graph of so many rows that knows of no groups."""
+        return next(graph for graph in self._graphs if graph.rows == rows and not graph.grouped)
 
     def _lane_memory(self) -> tuple[Any, Any, Any]:
         words, results = self._mask_words.numpy(), self._results.numpy()
@@ -160,14 +199,8 @@ class CpuSteps(StepRunner):
         step, updates, _ = fields["header"][:3].tolist()
         self._engine.update_table(fields["table_updates"][: 2 * updates].view(updates, 2))
         self._engine.unbind_adapters()
-        batch = self._forward_batch(graph)
-        batch.seq_lens_sum = int(fields["seq_lens"].sum())
-        backend = self._engine.runner.attn_backend
-        # SGLang's runner has room for a row of each request, and a step may have more.
-        with forward_context(ForwardContext(attn_backend=backend)):
-            with self._sharing(graph):
-                backend.init_forward_metadata(batch)
-            rows = self._engine.row_logits(batch, graph.sampled(fields))
+        self._run_model(graph)
+        rows = self._engine.head_logits(graph.sampled(fields))
         slots = rank_slots(graph.slots, rows.ranks)
         logits = self._cut(slots.join(rows.part))
         if rows.softcap is not None:
@@ -180,22 +213,52 @@ class CpuSteps(StepRunner):
         own.copy_((step << 32) | tokens)
         slots.share(own, results)
 
+    def padded(self, rows: int, *, bound: bool) -> int:
+        """Rows of a step; see :meth:`StepRunner.padded`."""
+        return next(graph.rows for graph in self._graphs if graph.rows >= rows)
+
+    def decode(self, staged: Mapping[str, torch.Tensor], rows: int, *, bound: bool) -> Hidden:
+        """Runs a decode that the general lane has staged; see :meth:`StepRunner.decode`."""
+        self._run_model(self._take(staged, rows, self.padded(rows, bound=bound)))
+        return self._engine.hidden
+
+    def _run_model(self, graph: _Graph) -> None:
+        batch = self._forward_batch(graph)
+        batch.seq_lens_sum = int(graph.host["seq_lens"].sum())
+        backend = self._engine.runner.attn_backend
+        # SGLang's runner has room for a row of each request, and a step may have more.
+        with forward_context(ForwardContext(attn_backend=backend)):
+            with self._sharing(graph):
+                backend.init_forward_metadata(batch)
+            self._engine.run_model(batch)
+
 
 class CudaSteps(StepRunner):
     """Steps as CUDA graphs, all in one memory pool and on the engine's stream."""
 
     def __init__(
-        self, engine: SglangEngine, rows: list[int], slots: int, grouped: Sequence[int] = ()
+        self,
+        engine: SglangEngine,
+        rows: list[int],
+        slots: int,
+        grouped: Sequence[int] = (),
+        adapters: Adapters | None = None,
     ) -> None:
-        """Captures a graph for each of `rows` and `grouped`, largest first."""
+        """Captures a graph for each of `rows` and `grouped`, largest first.
+
+        With `adapters` there are some more, for decodes that bind these.
+        """
         attends = getattr(engine.runner.attn_backend, "decode_backend", None)
         # No other backend knows of groups.
         known = getattr(attends, "knows_groups", False)
         super().__init__(engine, rows, slots, grouped if known else ())
         self._stream = torch.cuda.current_stream(self._device)
         self._captured: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
+        self._decodes: dict[tuple[int, bool], _Decode] = {}
+        """By rows, and whether adapters are bound."""
         self._device_mask_words = torch.empty_like(self._mask_words, device=self._device)
-        self._capture_all()
+        with adapters.captured(slots) if adapters else nullcontext() as bind:
+            self._capture_all(bind)
 
     def lane(self) -> Lane:
         """The lane that launches these graphs."""
@@ -228,7 +291,8 @@ class CudaSteps(StepRunner):
         return float(start.elapsed_time(end)) / repeats * 1000
 
     @torch.inference_mode()
-    def _capture_all(self) -> None:
+    def _capture_all(self, bind: Callable[[int], None] | None) -> None:
+        """Captures all graphs; `bind` makes rows such that adapters are applied to."""
         runner, started = self._engine.runner, time.monotonic()
         free = torch.cuda.mem_get_info(self._device)[0]
         most = self._most
@@ -244,14 +308,24 @@ class CudaSteps(StepRunner):
             graphs = sorted(self._graphs, key=lambda graph: graph.rows, reverse=True)
             bar = tqdm(graphs, disable=hidden)
             for graph in bar:
-                self._captured[graph.rows, graph.grouped] = self._capture(graph, pool)
+                captured = self._capture(graph, pool, self._step)
+                self._captured[graph.rows, graph.grouped] = captured
+                if not graph.grouped and graph.slots == graph.rows:
+                    self._decodes[graph.rows, False] = _Decode(captured, self._engine.hidden)
                 left = torch.cuda.mem_get_info(self._device)[0] / 2**30
                 bar.set_description(f"graph of {graph.rows} rows, {left:.1f} GiB free")
+            if bind is not None:
+                self._capture_bound(bind, pool)
         # Only now do collective operations know the memory that graphs use.
         for graph in self._graphs:
             _blank(graph)
             self._captured[graph.rows, graph.grouped].replay()
             self._stream.synchronize()
+        for (rows, bound), (captured, _) in self._decodes.items():
+            if bound:
+                _blank(self._plain(rows))
+                captured.replay()
+                self._stream.synchronize()
         self.graph_bytes = free - torch.cuda.mem_get_info(self._device)[0]
         logger.info(
             "captured %d graphs of up to %d rows in %.1f s, %.2f GiB",
@@ -261,24 +335,37 @@ class CudaSteps(StepRunner):
             self.graph_bytes / 2**30,
         )
 
-    def _capture(self, graph: _Graph, pool: Any) -> torch.cuda.CUDAGraph:
+    def _capture_bound(self, bind: Callable[[int], None], pool: Any) -> None:
+        """Captures decodes that bind adapters. SGLang's layers apply them, and Python samples."""
+        for rows in reversed(bound_ladder(self._slots)):
+            bind(rows)
+            captured = self._capture(self._plain(rows), pool, self._run_bound)
+            self._decodes[rows, True] = _Decode(captured, self._engine.hidden)
+
+    def _run_bound(self, graph: _Graph) -> None:
+        self._engine.run_model(self._begin(graph))
+
+    def _capture(
+        self, graph: _Graph, pool: Any, step: Callable[[_Graph], None]
+    ) -> torch.cuda.CUDAGraph:
         _blank(graph)
         started = time.monotonic()
         # Kernels that the first run compiles or tunes cannot be compiled in a capture.
-        self._step(graph)
+        step(graph)
         self._stream.synchronize()
         ran = time.monotonic()
         captured = torch.cuda.CUDAGraph()
         captured.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:
-            self._step(graph)
+            step(graph)
         finally:
             captured.capture_end()
         seconds = time.monotonic() - ran
         logger.debug("%d rows: %.2f s to run, %.2f to capture", graph.rows, ran - started, seconds)
         return captured
 
-    def _step(self, graph: _Graph) -> None:
+    def _begin(self, graph: _Graph) -> ForwardBatch:
+        """What comes before the model, and its input."""
         from pie_driver_sglang import sampling_triton
 
         engine, backend, fields = self._engine, self._engine.runner.attn_backend, graph.device
@@ -293,16 +380,35 @@ class CudaSteps(StepRunner):
         with self._sharing(graph):
             backend.init_forward_metadata_out_graph(batch, in_capture=True)
             backend.init_forward_metadata_in_graph(batch)
+        return batch
+
+    def _step(self, graph: _Graph) -> None:
+        from pie_driver_sglang import sampling_triton
+
+        engine, fields, batch = self._engine, graph.device, self._begin(graph)
         with self._way(graph.rows):
-            rows = engine.row_logits(batch, graph.sampled(fields))
+            engine.run_model(batch)
+        rows = engine.head_logits(graph.sampled(fields))
         slots = rank_slots(graph.slots, rows.ranks)
         logits = self._cut(slots.join(rows.part))
         masks, params = _masks(fields, slots.own), _params(fields, slots.own)
         sampling_triton.apply_masks(logits, masks, self._device_mask_words)
         results = self._results[: graph.slots]
         own = slots.own_results(results, logits.device)
-        sampling_triton.sample_step(logits, params, own, header[:1], rows.softcap)
+        sampling_triton.sample_step(logits, params, own, fields["header"][:1], rows.softcap)
         slots.share(own, results)
+
+    def padded(self, rows: int, *, bound: bool) -> int:
+        """Rows of a step; see :meth:`StepRunner.padded`."""
+        return min(count for count, binds in self._decodes if binds == bound and count >= rows)
+
+    def decode(self, staged: Mapping[str, torch.Tensor], rows: int, *, bound: bool) -> Hidden:
+        """Runs a decode that the general lane has staged; see :meth:`StepRunner.decode`."""
+        padded = self.padded(rows, bound=bound)
+        self._take(staged, rows, padded)
+        captured, hidden = self._decodes[padded, bound]
+        captured.replay()
+        return hidden
 
     def _way(self, rows: int) -> AbstractContextManager[None]:
         """How the model runs: as few kernels, where it can."""

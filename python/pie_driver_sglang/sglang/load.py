@@ -90,7 +90,7 @@ def load_engine(config: DriverConfig, rank: Rank = ALONE) -> tuple[Planner, Sgla
     if options.fuse_layers and runner.device == "cuda":
         engine.dense = DenseLayers.of(runner)
     longer = long_ladder(rungs[-1], chunk) if support.takes_prompts(runner) else []
-    engine.steps = _steps(engine, options, [*rungs, *longer])
+    engine.steps = _steps(engine, options, [*rungs, *longer], adapters)
     return planner, engine
 
 
@@ -114,7 +114,9 @@ def _draft(planner: Planner, facts: Facts, options: DriverOptions, rungs: list[i
     )
 
 
-def _steps(engine: SglangEngine, options: DriverOptions, rungs: list[int]) -> StepRunner | None:
+def _steps(
+    engine: SglangEngine, options: DriverOptions, rungs: list[int], adapters: Adapters | None
+) -> StepRunner | None:
     """What runs short batches without Python, unless the user or the model rules it out."""
     obstacle = support.lane_obstacle(engine.runner)
     if options.disable_cuda_graph:
@@ -128,7 +130,7 @@ def _steps(engine: SglangEngine, options: DriverOptions, rungs: list[int]) -> St
     try:
         if engine.runner.device == "cpu":
             return CpuSteps(engine, rungs, slots)
-        return CudaSteps(engine, rungs, slots, grouped_ladder(slots))
+        return CudaSteps(engine, rungs, slots, grouped_ladder(slots), adapters)
     except Exception as error:
         logger.debug("a step failed", exc_info=True)
         raise not_running(engine.runner.device, error) from error
