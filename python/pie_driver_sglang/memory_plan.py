@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
-from pie_driver_sglang.limits import grouped_ladder, ladder, long_ladder, row_pages
+from pie_driver_sglang.limits import bound_ladder, grouped_ladder, ladder, long_ladder, row_pages
 
 GIB: Final = 2**30
 EVERYWHERE: Final = 1
@@ -24,6 +24,9 @@ ANY_RANKS: Final = 2**20
 GRAPH_LAYER_BYTES: Final = 256 << 10
 """Nodes of one layer in one captured graph. From 0.41 GiB measured for 41 graphs of 28 layers
 (Qwen3-0.6B shape), of which logits and activations are known by their shapes."""
+BOUND_GRAPH_LAYER_BYTES: Final = 384 << 10
+"""The same of a graph that applies adapters, whose layers run as SGLang has them. From 0.117 GiB
+measured for 12 graphs of 28 layers."""
 HIDDEN_COPIES: Final = 5
 """Hidden states of a row at once: the residual, the normed one, a layer's result, one in a
 collective operation, and what the last pass left to be sampled. A guess."""
@@ -41,8 +44,9 @@ KV_SPLITS: Final = 8
 """Parts in which SGLang's triton backend computes a row."""
 LIBRARY_BYTES: Final = GIB
 """Workspaces of libraries, and kernels, loaded when they are first used. A guess."""
-COLLECTIVE_BYTES: Final = GIB
-"""Buffers of NCCL and of SGLang's collective operations, in each of several ranks. A guess."""
+COLLECTIVE_BYTES: Final = 2 * GIB
+"""Buffers of NCCL and of SGLang's collective operations, in each of several ranks. From 2.0 GiB
+measured in each of two."""
 FRAGMENTED_SHARE: Final = 1 / 64
 """Of a GPU's free memory, lost between allocations. A guess."""
 HOST_RESERVE_SHARE: Final = 1 / 16
@@ -339,6 +343,8 @@ def _graphs(device: Device, model: Model, settings: Settings) -> int:
     if settings.prompts:
         rows += long_ladder(settings.requests, settings.chunk_tokens)
     nodes = len(rows) * model.layers * GRAPH_LAYER_BYTES
+    if settings.adapter_slots:
+        nodes += len(bound_ladder(settings.requests)) * model.layers * BOUND_GRAPH_LAYER_BYTES
     logits = settings.requests * model.vocabulary * model.itemsize
     tables = _triton_tables(model, settings) if settings.triton_tables else 0
     return nodes + rows[-1] * _row_bytes(model, settings) + logits + tables
