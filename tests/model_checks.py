@@ -25,8 +25,9 @@ YES: Final = "yes"
 REFUSED: Final = "refused"
 SUBJECTS: Final = ("runs", "masks", "drafts", "copies")
 
-Equal = Callable[["torch.Tensor", "torch.Tensor"], None]
-"""Asserts that found and expected logits, ``[rows, vocabulary]`` each, are equal."""
+Equal = Callable[["torch.Tensor", "torch.Tensor", "torch.Tensor | None"], None]
+"""Asserts that found and expected logits, ``[rows, vocabulary]`` each, are equal. The last are what
+the reference computes in the type that is served, None where that is not known."""
 
 
 class Served(NamedTuple):
@@ -38,6 +39,8 @@ class Served(NamedTuple):
     states: Pages | None
     """Slots of recurrent state, of a model that has some."""
     reference: Reference
+    rounded: Reference | None
+    """The reference in the type that is served, if that rounds more."""
     masked: Callable[[], MaskedReference]
     equal: Equal
     gap: float
@@ -53,7 +56,11 @@ class Served(NamedTuple):
 
     def check_rows(self, context: Context, rows: torch.Tensor) -> None:
         """Logits of the context's last rows against transformers."""
-        self.equal(rows, self.reference.logits(context.tokens)[-len(rows) :])
+        expected, rounded = (
+            reference.logits(context.tokens)[-len(rows) :] if reference else None
+            for reference in (self.reference, self.rounded)
+        )
+        self.equal(rows, expected, rounded)
 
 
 def find_out(served: Served) -> dict[str, str]:
@@ -101,7 +108,7 @@ def _masks(served: Served) -> str:
         return REFUSED
     causal = [[True] * (row + 1) for row in range(start)]
     expected = served.masked().logits(context.tokens, context.positions, causal + rows)
-    served.equal(*_logits(reply), expected[start:])
+    served.equal(*_logits(reply), expected[start:], None)
     context.release()
     return YES
 

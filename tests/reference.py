@@ -22,9 +22,9 @@ GAP: Final = 1e-3
 
 
 class Reference:
-    """A model in float32 with eager attention; every row is computed from the whole sequence."""
+    """A model with eager attention, in float32 by default; a row is computed from all before it."""
 
-    def __init__(self, snapshot: Path) -> None:
+    def __init__(self, snapshot: Path, dtype: str = "float32") -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             import torch
@@ -33,7 +33,7 @@ class Reference:
             torch.set_num_threads(1)
             transformers.utils.logging.disable_progress_bar()
             model = transformers.AutoModelForCausalLM.from_pretrained(
-                snapshot, attn_implementation="eager", dtype=torch.float32
+                snapshot, attn_implementation="eager", dtype=dtype
             )
         self._model = model.eval()
         self._torch = torch
@@ -107,7 +107,7 @@ class Reference:
                 position_ids=torch.tensor([positions]),
                 use_cache=False,
             )
-        logits: torch.Tensor = output.logits[0]
+        logits: torch.Tensor = output.logits[0].float()
         return logits
 
 
