@@ -7,7 +7,8 @@
    over both lanes: tokens are equal, or their logits at most two bfloat16 ulps apart.
 2. Random weights in the shape of CONFIG_DIR, in one process with the driver's loop and a client
    process: the round trip of a greedy decode step by batch and context, and the time that the GPU
-   takes for the very same graph launched back to back. Their difference is the host's overhead.
+   takes for the very same graph launched back to back. They take turns, since a GPU at its power
+   limit changes its clock; their difference, in the median turn, is the host's overhead.
    `--profile` lists what kernels of each graph take, by name, which slows them a little.
 """
 
@@ -39,7 +40,9 @@ from lane_walk import Walk
 
 BATCHES = (1, 8, 64, 256)
 CONTEXTS = (512, 2048)
-STEPS = 200
+TURNS = 20
+STEPS = 12
+"""Steps of a turn; behind the other's the first one is not counted."""
 PROFILED = 5
 NEVER_PARK = 2**64 - 1
 
@@ -107,14 +110,11 @@ def time_steps(model: Path, options: list[str], profiled: bool) -> list[dict[str
     try:
         for context in CONTEXTS:
             for batch in BATCHES:
-                command = [sys.executable, __file__, "--client", name, str(batch), str(context)]
-                done = subprocess.run(command, check=True, capture_output=True, text=True)
-                row = json.loads(done.stdout.splitlines()[-1])
-                row |= {"gpu_us": engine.steps.time(batch)}
-                row["overhead_us"] = row["p50_us"] - row["gpu_us"]
+                repeat = functools.partial(engine.steps.time, batch, repeats=STEPS)
+                row = take_turns(name, batch, context, repeat)
                 rows.append(row)
-                print("    " + "  ".join(f"{key} {value:.0f}" for key, value in row.items()
-                                         if key != "samples_us"), flush=True)  # fmt: skip
+                line = (f"{key} {value:.0f}" for key, value in row.items())
+                print("    " + "  ".join(line), flush=True)
                 if profiled:
                     profile(functools.partial(engine.steps.time, batch, repeats=1))
     finally:
@@ -123,22 +123,51 @@ def time_steps(model: Path, options: list[str], profiled: bool) -> list[dict[str
     return rows
 
 
+def take_turns(
+    name: str, batch: int, context: int, repeat: Callable[[], float]
+) -> dict[str, float]:
+    """Times steps of a client process, and the same graph as `repeat` does, in microseconds."""
+    command = [sys.executable, __file__, "--client", name, str(batch), str(context)]
+    samples, graph, overhead = [], [], []
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        for _ in range(TURNS):
+            print(file=process.stdin, flush=True)
+            line = process.stdout.readline()
+            if not line:
+                raise SystemExit("the client has failed")
+            took = json.loads(line)[1:]
+            samples += took
+            graph.append(repeat())
+            overhead.append(statistics.median(took) - graph[-1])
+        process.stdin.close()
+    return {
+        "batch": batch,
+        "context": context,
+        "p50_us": statistics.median(samples),
+        "p90_us": statistics.quantiles(samples, n=10)[-1],
+        "gpu_us": statistics.median(graph),
+        "overhead_us": statistics.median(overhead),
+    }
+
+
 def client(name: str, batch: int, context: int) -> None:
-    """Prefills contexts and times a decode step of all, from request to reply, again and again."""
+    """Prefills contexts; for each line of input times decode steps of all, request to reply."""
     link = Client(name, spin_budget_us=NEVER_PARK)
     stride = context // PAGE + 2
     prompt = [3 + i % 1000 for i in range(context)]
     for c in range(batch):
         link.forward([step(prompt, 0, c * stride, c + 1)])
-    samples = []
     frame = _core.encode_forward([step([5], context, c * stride, c + 1) for c in range(batch)])
-    for _ in range(STEPS):
-        started = time.perf_counter_ns()
-        link.call(frame)
-        samples.append((time.perf_counter_ns() - started) / 1000)
-    cut = statistics.quantiles(samples[10:], n=10)
-    print(json.dumps({"batch": batch, "context": context, "p50_us": statistics.median(samples[10:]),
-                      "p90_us": cut[-1], "samples_us": samples}))  # fmt: skip
+    for _ in sys.stdin:
+        samples = []
+        for _ in range(STEPS):
+            started = time.perf_counter_ns()
+            link.call(frame)
+            samples.append((time.perf_counter_ns() - started) / 1000)
+        print(json.dumps(samples), flush=True)
 
 
 def main() -> None:

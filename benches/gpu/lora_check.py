@@ -70,29 +70,31 @@ def linears(config: dict[str, Any]) -> dict[str, tuple[int, int]]:
 
 def make_adapter(
     folder: Path, config: dict[str, Any], rank: int, targets: Sequence[str], norms: dict[str, float]
-) -> dict[str, Any]:
-    """Writes a random adapter; returns what it adds to each weight, in float32."""
+) -> dict[str, tuple[Any, Any]]:
+    """Writes a random adapter; returns the factors of what it adds to each weight."""
     import torch
     from safetensors.torch import save_file
 
     torch.manual_seed(rank)
     folder.mkdir()
-    tensors, deltas = {}, {}
+    tensors, factors = {}, {}
     for name, (outputs, inputs) in linears(config).items():
         if name.rpartition(".")[2] not in targets:
             continue
         down = torch.randn(rank, inputs, dtype=torch.float32).bfloat16()
         up = torch.randn(outputs, rank, dtype=torch.float32)
         wanted = STRENGTH * norms.get(name, 1.0)
-        up = (up * (wanted / (up @ down.float()).norm())).bfloat16()
+        # The norm of the product, from products of its small sides.
+        norm = ((up.T @ up) * (down.float() @ down.float().T)).sum().sqrt()
+        up = (up * (wanted / norm)).bfloat16()
         tensors[f"base_model.model.{name}.lora_A.weight"] = down
         tensors[f"base_model.model.{name}.lora_B.weight"] = up
-        deltas[name] = 2 * up.float() @ down.float()
+        factors[name] = (2 * up.float(), down.float())
     save_file(tensors, folder / "adapter_model.safetensors")
     settings = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "bias": "none"}
     text = json.dumps({**settings, "target_modules": list(targets)})
     (folder / "adapter_config.json").write_text(text)
-    return deltas
+    return factors
 
 
 def request(
@@ -156,7 +158,8 @@ def check_pocket(path: Path, backend: str, device: str, new_tokens: int = 24) ->
     folder = Path(tempfile.mkdtemp())
     deltas: list[dict[str, Any]] = [{}]
     for number, (rank, targets) in enumerate(ADAPTERS.values(), 1):
-        deltas.append(make_adapter(folder / str(number), config, rank, targets, norms))
+        factors = make_adapter(folder / str(number), config, rank, targets, norms)
+        deltas.append({name: up @ down for name, (up, down) in factors.items()})
     options = {"page_size": PAGE, "enable_lora": True, "lora_backend": backend, "max_lora_rank": 32}
     options |= {"max_loras_per_batch": SLOTS, "max_loaded_loras": SLOTS, "chunked_prefill_size": 96}
     numbers = [*range(len(deltas)), 0, 1]

@@ -7,9 +7,9 @@
 1. `tokens`: `pocket` in bfloat16 on every number of GPUs: greedy tokens against transformers in
    float32, both lanes over random steps, and steps of many slots against those of one GPU.
 2. `steps`: random weights in the shape of CONFIG, decode steps through the ring as the client sees
-   them, and the time that the very same graphs take launched back to back on all ranks at once.
-   Their difference is the host's overhead. `--profile` lists what kernels of each graph take on the
-   first GPU, by name, which slows them a little.
+   them, and the time that the very same graphs take launched back to back on all ranks at once, in
+   turns. Their difference is the host's overhead. `--profile` lists what kernels of each graph take
+   on the first GPU, by name, which slows them a little.
 
 Figures go to DIR/ranks.json after every part, everything that was printed to DIR/ranks_check.log.
 """
@@ -22,7 +22,6 @@ import json
 import math
 import os
 import pickle
-import subprocess
 import sys
 import tempfile
 import threading
@@ -32,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lane_check import NEVER_PARK, PAGE, check_walk, profile
+from lane_check import NEVER_PARK, PAGE, STEPS, check_walk, profile, take_turns
 from load_check import Runner, model_folder
 from repeat_step import Repeat
 from sampler_check import Filter, weights_of
@@ -173,15 +172,10 @@ def time_steps(model: Path, arguments: argparse.Namespace) -> None:
                 if batch * (context // PAGE + 2) > own.facts.total_pages:
                     print(f"{batch} contexts of {context} exceed the pool", flush=True)
                     continue
-                client = [sys.executable, FOLDER / "lane_check.py", "--client", name]
-                command = [*map(str, client), str(batch), str(context)]
-                done = subprocess.run(command, check=True, capture_output=True, text=True)
-                row = json.loads(done.stdout.splitlines()[-1])
-                took = repeat(Repeat(batch), own, workers)
-                row |= {"ranks": arguments.count, "gpu_us": took}
-                row["overhead_us"] = row["p50_us"] - row["gpu_us"]
-                row["tokens_per_s"] = batch / row["p50_us"] * 1e6
-                del row["samples_us"]
+                again = functools.partial(repeat, Repeat(batch, STEPS), own, workers)
+                row = take_turns(name, batch, context, again)
+                speed = {"tokens_per_s": batch / row["p50_us"] * 1e6}
+                row |= {"ranks": arguments.count, **speed}
                 print(json.dumps(row), flush=True)
                 if arguments.profile:
                     profile(functools.partial(repeat, Repeat(batch, repeats=1), own, workers))
