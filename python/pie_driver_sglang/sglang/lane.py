@@ -329,7 +329,7 @@ class CudaSteps(StepRunner):
         self.graph_bytes = free - torch.cuda.mem_get_info(self._device)[0]
         logger.info(
             "captured %d graphs of up to %d rows in %.1f s, %.2f GiB",
-            len(self._graphs),
+            len(self._captured) + sum(bound for _, bound in self._decodes),
             most,
             time.monotonic() - started,
             self.graph_bytes / 2**30,
