@@ -10,7 +10,7 @@ use std::ops::Range;
 use std::time::Duration;
 
 use pie_ngram::{
-    Config, ConfigError, Counters as DraftCounters, Drafter, Drafts, Offer, Policy, Step,
+    Config, ConfigError, Counters as DraftCounters, Drafter, Drafts, Kind, Offer, Policy, Step,
 };
 use rustc_hash::{FxHashMap, FxHashSet};
 
@@ -320,15 +320,16 @@ impl Drafting {
         end == prefix
     }
 
-    /// Learns how long the device took for a frame, which as a step of the model would have so many rows.
-    fn took(&mut self, time: Duration, step_rows: Option<usize>) {
+    /// Learns how long the device took for a frame; if it was a step of the model, with so many rows, and whether some of
+    /// them were drafts.
+    fn took(&mut self, time: Duration, step: Option<(usize, bool)>) {
         let recalled = (time.as_secs_f64() / 2.0 * RECALLED) as usize;
         self.recall = recalled.clamp(RECALL.0, RECALL.1);
         // Where there are graphs, a step without one tells nothing of theirs, unless none ever runs such steps.
-        if let Some(rows) = step_rows
-            && (self.policy.is_bound() || self.graph == self.graphs)
+        if let Some((rows, drafted)) = step
+            && (self.policy.kind() != Kind::Plain || self.graph == self.graphs)
         {
-            self.policy.timed(rows, time);
+            self.policy.timed(rows, drafted, time);
         }
     }
 }
@@ -381,18 +382,23 @@ impl Planner {
         let mut computed = (self.requests.iter()).filter(|request| !request.rows.is_empty());
         let step = self.passes.len() == 1
             && computed.all(|request| request.rows.len() == request.drafts as usize + 1);
-        let rows = step.then_some(self.token_ids.len());
+        let drafted = (self.requests.iter()).any(|request| request.drafts > 0);
+        let step = step.then_some((self.token_ids.len(), drafted));
         if let Some(drafting) = &mut self.drafting {
-            drafting.took(time, rows);
+            drafting.took(time, step);
         }
     }
 
-    /// Tells the drafter whether the current frame binds an adapter, and so is no graph's.
-    pub(crate) fn note_adapters(&mut self) {
+    /// Tells the drafter what the current frame is, beside its rows.
+    pub(crate) fn note_kind(&mut self) {
         if let Some(drafting) = &mut self.drafting {
-            let mut requests = self.requests.iter();
-            let bound = requests.any(|request| request.adapter.is_some());
-            drafting.policy.binds(bound);
+            let bound = (self.requests.iter()).any(|request| request.adapter.is_some());
+            let probed = (self.slots.all.iter()).any(|slot| !slot.class.is_token());
+            drafting.policy.is_of(match (bound, probed) {
+                (true, _) => Kind::Bound,
+                (false, true) => Kind::Probed,
+                (false, false) => Kind::Plain,
+            });
         }
     }
 

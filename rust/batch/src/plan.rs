@@ -218,7 +218,7 @@ impl Planner {
             }
         }
         self.requests = requests;
-        self.note_adapters();
+        self.note_kind();
         self.empty_oversize_requests();
         self.keep_last_states();
         self.cut();

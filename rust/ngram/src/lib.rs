@@ -29,5 +29,5 @@ mod undo;
 
 pub use config::{Config, ConfigError};
 pub use drafter::{Drafter, Drafts, Step};
-pub use policy::{Counters, Offer, Policy};
+pub use policy::{Counters, Kind, Offer, Policy};
 pub use tree::{ROOT, Tree};

@@ -87,15 +87,35 @@ struct Choice {
     request: usize,
 }
 
+/// What makes a step cost something else than others of as many rows.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Kind {
+    /// Nothing: it is of tokens alone, and drafts are rows like others.
+    #[default]
+    Plain,
+    /// Other outputs than tokens. With drafts it may run in another way than without.
+    Probed,
+    /// Adapters, with the same consequence.
+    Bound,
+}
+
+/// What steps of one kind cost.
+#[derive(Debug)]
+struct Costs {
+    alone: Cost,
+    /// With drafts, where that is another way to run them.
+    drafted: Option<Cost>,
+}
+
 /// Chooses how many drafts of each request are verified.
 #[derive(Debug)]
 pub struct Policy {
     most: usize,
     acceptance: Acceptance,
-    /// Of batches as most are, and of those that bind adapters.
-    costs: [Cost; 2],
-    /// Whether the batch at hand binds an adapter.
-    bound: bool,
+    /// By [`Kind`].
+    costs: [Costs; 3],
+    /// Of the batch at hand.
+    kind: Kind,
     counters: Counters,
     choices: Vec<Choice>,
     /// Rows and seconds that probes may take.
@@ -115,8 +135,11 @@ impl Policy {
         Self {
             most: num_drafts,
             acceptance: Acceptance::default(),
-            costs: [Cost::new(rungs), Cost::new(rungs)],
-            bound: false,
+            costs: [Kind::Plain, Kind::Probed, Kind::Bound].map(|kind| Costs {
+                alone: Cost::new(rungs),
+                drafted: (kind != Kind::Plain).then(|| Cost::new(rungs)),
+            }),
+            kind: Kind::default(),
             counters: Counters::default(),
             choices: Vec::new(),
             probe_rows: 0.0,
@@ -126,20 +149,25 @@ impl Policy {
         }
     }
 
-    /// Says whether the batch at hand binds an adapter, as the next ones of its contexts will: such steps run in another
-    /// way, and what they cost is learnt apart.
-    pub fn binds(&mut self, adapter: bool) {
-        self.bound = adapter;
+    /// Says of what kind the batch at hand is, as the next ones of its contexts will be: what steps cost is learnt apart.
+    pub fn is_of(&mut self, kind: Kind) {
+        self.kind = kind;
     }
 
-    /// Whether the batch at hand binds an adapter.
+    /// Of what kind the batch at hand is.
     #[must_use]
-    pub fn is_bound(&self) -> bool {
-        self.bound
+    pub fn kind(&self) -> Kind {
+        self.kind
     }
 
-    fn cost(&self) -> &Cost {
-        &self.costs[usize::from(self.bound)]
+    /// What steps like the one at hand cost, with drafts or without. Of those with drafts it is supposed that they are no
+    /// other, until one has run.
+    fn cost(&self, drafted: bool) -> &Cost {
+        let costs = &self.costs[self.kind as usize];
+        match &costs.drafted {
+            Some(cost) if drafted && !cost.is_empty() => cost,
+            _ => &costs.alone,
+        }
     }
 
     /// Most drafts of a request.
@@ -163,21 +191,21 @@ impl Policy {
         marks.resize(requests, false);
         self.unheard = 0;
         let (alone, more) = (
-            self.cost().of(requests, requests),
-            self.cost().of(requests + 1, requests),
+            self.cost(false).of(requests, requests),
+            self.cost(true).of(requests + 1, requests),
         );
         let (Some(alone), Some(more)) = (alone, more) else {
             // Nothing is known of what steps cost yet, or there is no room for drafts.
-            marks.fill(self.cost().is_empty());
+            marks.fill(self.cost(false).is_empty());
             return;
         };
         // A token is worth a request's share of the step, and a draft costs a row; half of that, for some are likelier.
-        let doubled = self.cost().of(2 * requests, requests).unwrap_or(more);
+        let doubled = self.cost(true).of(2 * requests, requests).unwrap_or(more);
         let least = LEAST
             .max(DRAFTING * requests as f64 / alone)
             .max(0.5 * (doubled / alone - 1.0));
         let probe_time = self.probe_time + PROBE_TIME * alone;
-        let probed = self.cost().at_most(requests + 1, requests);
+        let probed = self.cost(true).at_most(requests + 1, requests);
         let affordable = probed.is_some_and(|probed| probed - alone <= probe_time);
         let mut probes = if affordable {
             self.probe_rows as usize
@@ -239,14 +267,14 @@ impl Policy {
 
     /// How many of the ranked drafts give the most tokens per second.
     fn worthwhile(&self, requests: usize) -> usize {
-        let Some(alone) = self.cost().of(requests, requests) else {
+        let Some(alone) = self.cost(false).of(requests, requests) else {
             return 0;
         };
         let mut tokens = requests as f64;
         let mut best = (0, GAIN * tokens / alone);
         for (index, choice) in self.choices.iter().enumerate() {
             tokens += choice.probability;
-            let Some(cost) = self.cost().of(requests + index + 1, requests) else {
+            let Some(cost) = self.cost(true).of(requests + index + 1, requests) else {
                 break;
             };
             if tokens / cost > best.1 {
@@ -259,7 +287,7 @@ impl Policy {
     /// Tries drafts of requests that got none, if they may cost that much.
     fn probe(&mut self, offers: &[Offer], lengths: &mut [usize]) {
         let rows = offers.len() + lengths.iter().sum::<usize>();
-        let Some(cost) = self.cost().of(rows, rows) else {
+        let Some(cost) = self.cost(rows > offers.len()).of(rows, rows) else {
             return;
         };
         self.probe_time = (self.probe_time + PROBE_TIME * cost).min(2.0 * cost);
@@ -270,7 +298,7 @@ impl Policy {
         let turns = turns.filter(|&request| lengths[request] == 0 && waiting(request));
         let turns: Vec<usize> = turns.take(self.probe_rows as usize).collect();
         let Some(&last) = turns.last() else { return };
-        let Some(more) = self.cost().at_most(rows + turns.len(), rows) else {
+        let Some(more) = self.cost(true).at_most(rows + turns.len(), rows) else {
             return;
         };
         if more - cost > self.probe_time {
@@ -296,9 +324,14 @@ impl Policy {
         }
     }
 
-    /// Learns how long a step with so many rows took.
-    pub fn timed(&mut self, rows: usize, time: Duration) {
-        self.costs[usize::from(self.bound)].learn(rows, time.as_secs_f64());
+    /// Learns how long a step with so many rows took, some of them drafts or none.
+    pub fn timed(&mut self, rows: usize, drafted: bool, time: Duration) {
+        let Costs {
+            alone,
+            drafted: with,
+        } = &mut self.costs[self.kind as usize];
+        let cost = with.as_mut().filter(|_| drafted).unwrap_or(alone);
+        cost.learn(rows, time.as_secs_f64());
     }
 }
 

@@ -9,7 +9,7 @@ use pie_batch::{
     DraftOptions, FieldId, Limits, NgramConfig, Outputs, Planner, Probes, ReplyError, SlotClass,
     SlotGroup,
 };
-use pie_wire::{ForwardRequest, ForwardResponse, Reply, ResponsePayload, decode_reply};
+use pie_wire::{ForwardRequest, ForwardResponse, Reply, ResponsePayload, Sampler, decode_reply};
 
 use crate::common::builder::{Encoded, GREEDY, Req, frame};
 use crate::common::naive::{self, Adapters, Plan, Segment, Slot};
@@ -221,7 +221,10 @@ impl Device {
         device.planner.draft(&options).expect("right options");
         // What a step costs is known from here on.
         let decode = Req::new(limits.page_size, 0, &[1], &[0]).sample(0, GREEDY);
-        device.try_run(&frame(&[decode]), |_, _| 0);
+        let probed = decode.clone().sample(0, Sampler::Entropy);
+        for request in [decode, probed] {
+            device.try_run(&frame(&[request]), |_, _| 0);
+        }
         device
     }
 

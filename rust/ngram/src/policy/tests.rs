@@ -117,7 +117,7 @@ impl World {
             let seconds = self.seconds(rows);
             outcome.seconds += seconds;
             outcome.rows += rows as f64;
-            policy.timed(rows, Duration::from_secs_f64(seconds));
+            policy.timed(rows, false, Duration::from_secs_f64(seconds));
         }
         outcome
     }
@@ -211,32 +211,82 @@ fn a_quiet_context_is_heard_again() {
 }
 
 #[test]
-fn steps_with_adapters_cost_apart() {
-    let mut policy = policy();
-    let chosen = |policy: &mut Policy, adapter| {
-        let mut lengths = Vec::new();
-        policy.binds(adapter);
-        let offer = Offer {
-            context: 1,
-            match_length: 5,
-            drafts: 8,
+fn steps_of_other_kinds_cost_apart() {
+    for kind in [Kind::Probed, Kind::Bound] {
+        let mut policy = policy();
+        let chosen = |policy: &mut Policy, kind| {
+            let mut lengths = Vec::new();
+            policy.is_of(kind);
+            let offer = Offer {
+                context: 1,
+                match_length: 5,
+                drafts: 8,
+            };
+            policy.choose(&[offer], &mut lengths);
+            lengths[0]
         };
-        policy.choose(&[offer], &mut lengths);
-        lengths[0]
+        for _ in 0..50 {
+            policy.verified(1, 5, 8, 8);
+        }
+        for rows in RUNGS {
+            policy.timed(rows, false, Duration::from_millis(1));
+        }
+        assert!(chosen(&mut policy, Kind::Plain) > 2, "rows are free");
+        assert_eq!(chosen(&mut policy, kind), 0, "nothing is known of these");
+        for rows in [1, 2, 4, 8, 12].repeat(50) {
+            policy.timed(rows, false, Duration::from_millis(30 * rows as u64));
+        }
+        assert_eq!(chosen(&mut policy, kind), 0, "a row is too dear");
+        assert!(chosen(&mut policy, Kind::Plain) > 2, "as before");
+    }
+}
+
+#[test]
+fn drafts_may_make_a_step_another_one() {
+    let mut policy = policy();
+    // Steps without drafts are graphs, however many contexts they are of.
+    let chosen = |policy: &mut Policy, requests: usize, times: [u64; 2]| {
+        let (mut lengths, mut drafted) = (Vec::new(), 0);
+        let offers = vec![
+            Offer {
+                context: 1,
+                match_length: 5,
+                drafts: 3,
+            };
+            requests
+        ];
+        for _ in 0..100 {
+            policy.choose(&offers, &mut lengths);
+            let drafts = lengths.iter().sum::<usize>();
+            let milliseconds = times[usize::from(drafts > 0)];
+            let time = Duration::from_millis(milliseconds);
+            policy.timed(requests + drafts, drafts > 0, time);
+            drafted += usize::from(drafts > 0);
+        }
+        drafted
     };
-    for _ in 0..50 {
-        policy.verified(1, 5, 8, 8);
-    }
-    for rows in RUNGS {
-        policy.timed(rows, Duration::from_millis(1));
-    }
-    assert!(chosen(&mut policy, false) > 2, "rows are free");
-    assert_eq!(chosen(&mut policy, true), 0, "nothing is known of these");
-    for rows in [1, 2, 4, 8, 12].repeat(50) {
-        policy.timed(rows, Duration::from_millis(30 * rows as u64));
-    }
-    assert_eq!(chosen(&mut policy, true), 0, "a row is too dear");
-    assert!(chosen(&mut policy, false) > 2, "as before");
+    (0..50).for_each(|_| policy.verified(1, 5, 3, 3));
+    policy.is_of(Kind::Bound);
+    (0..50).for_each(|_| policy.timed(12, false, Duration::from_millis(5)));
+    let dear = chosen(&mut policy, 9, [5, 30]);
+    assert!(
+        (1..=3).contains(&dear),
+        "{dear} of 100 steps six times as long"
+    );
+    assert!(policy.cost(false).of(9, 9).is_some_and(|cost| cost < 6e-3));
+    assert!(
+        policy
+            .cost(false)
+            .of(16, 12)
+            .is_some_and(|cost| cost < 6e-3),
+        "steps without drafts are as long as they were"
+    );
+    policy.is_of(Kind::Probed);
+    let cheap = chosen(&mut policy, 9, [5, 8]);
+    assert!(
+        cheap > 80,
+        "{cheap} of 100 steps of four tokens, not twice as long"
+    );
 }
 
 #[test]
@@ -244,9 +294,9 @@ fn drafts_go_to_those_who_use_them() {
     let mut world = World::new(&[0.95, 0.05], LINEAR);
     let mut policy = policy();
     world.run(&mut policy, 2000);
-    policy.costs[0] = Cost::new(&RUNGS);
-    policy.timed(2, Duration::from_millis(1));
-    policy.timed(4, Duration::from_millis(1));
+    policy.costs[0].alone = Cost::new(&RUNGS);
+    policy.timed(2, false, Duration::from_millis(1));
+    policy.timed(4, false, Duration::from_millis(1));
     let offers = [1, 2].map(|context| Offer {
         context,
         match_length: 5,
@@ -255,7 +305,7 @@ fn drafts_go_to_those_who_use_them() {
     let mut lengths = Vec::new();
     policy.choose(&offers, &mut lengths);
     assert_eq!(lengths, [6, 0], "the free rows and the next rung");
-    policy.timed(8, Duration::from_millis(3));
+    policy.timed(8, false, Duration::from_millis(3));
     policy.choose(&offers, &mut lengths);
     assert_eq!(lengths, [2, 0], "the free rows");
 }
@@ -267,7 +317,7 @@ fn no_more_than_what_is_there() {
     policy.choose(&[], &mut lengths);
     assert_eq!(lengths, []);
     for rows in RUNGS {
-        policy.timed(rows, Duration::from_millis(1));
+        policy.timed(rows, false, Duration::from_millis(1));
     }
     let offer = |drafts| Offer {
         context: 1,
@@ -285,7 +335,7 @@ fn no_more_than_what_is_there() {
         "the rows that the largest has left"
     );
     let mut none = Policy::new(0, &RUNGS);
-    none.timed(4, Duration::from_millis(1));
+    none.timed(4, false, Duration::from_millis(1));
     for _ in 0..1000 {
         none.choose(&[offer(9); 4], &mut lengths);
         assert_eq!(lengths, [0; 4]);
@@ -338,7 +388,11 @@ fn probes_go_round() {
         for (probes, length) in probes.iter_mut().zip(&lengths) {
             *probes += length;
         }
-        policy.timed(5 + lengths.iter().sum::<usize>(), Duration::from_millis(1));
+        policy.timed(
+            5 + lengths.iter().sum::<usize>(),
+            false,
+            Duration::from_millis(1),
+        );
     }
     let fewest = probes.iter().min().copied().unwrap_or(0);
     assert!(
@@ -365,8 +419,8 @@ fn it_listens_where_drafts_may_come_true() {
     // Of costs nothing is known yet.
     policy.listen(&offers([3, 3, 0, 3]), &mut marks);
     assert_eq!(marks, [true; 4]);
-    policy.timed(4, Duration::from_millis(1));
-    policy.timed(8, Duration::from_millis(2));
+    policy.timed(4, false, Duration::from_millis(1));
+    policy.timed(8, false, Duration::from_millis(2));
     for _ in 0..400 {
         policy.verified(1, 3, 4, 4);
         policy.verified(2, 3, 4, 0);
@@ -388,7 +442,7 @@ fn it_listens_where_drafts_may_come_true() {
         policy.choose(&drafted, &mut Vec::new());
         let silent = drafted.iter().filter(|offer| offer.drafts == 0).count() - 1;
         assert!(policy.counters().quiet >= silent);
-        policy.timed(4, Duration::from_millis(1));
+        policy.timed(4, false, Duration::from_millis(1));
     }
     assert_eq!((heard[0], heard[2]), (2000, 0));
     assert!(
@@ -396,7 +450,7 @@ fn it_listens_where_drafts_may_come_true() {
         "{heard:?}"
     );
     // There is no graph for one row more.
-    policy.timed(256, Duration::from_millis(1));
+    policy.timed(256, false, Duration::from_millis(1));
     policy.listen(&offers([3; 4]).repeat(64), &mut marks);
     assert_eq!(marks, [false; 256]);
 }
@@ -407,8 +461,8 @@ fn probes_go_round_where_few_ask() {
     for context in [1, 3] {
         (0..400).for_each(|_| policy.verified(context, 3, 4, 0));
     }
-    policy.timed(4, Duration::from_millis(1));
-    policy.timed(8, Duration::from_millis(2));
+    policy.timed(4, false, Duration::from_millis(1));
+    policy.timed(8, false, Duration::from_millis(2));
     let (mut heard, mut marks) = ([0; 4], Vec::new());
     for _ in 0..5000 {
         // The others do not ask for drafts.
@@ -423,8 +477,8 @@ fn probes_go_round_where_few_ask() {
             offer.drafts *= usize::from(marks[request]);
         }
         policy.choose(&offers, &mut Vec::new());
-        policy.timed(4, Duration::from_millis(1));
-        policy.timed(8, Duration::from_millis(2));
+        policy.timed(4, false, Duration::from_millis(1));
+        policy.timed(8, false, Duration::from_millis(2));
     }
     assert_eq!((heard[0], heard[2]), (0, 0));
     assert!(
