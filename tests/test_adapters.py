@@ -182,6 +182,10 @@ class TestParity:
         contexts = [served.start(number, 5 + 9 * number) for number in EVERYTHING]
         served.check_greedy(contexts, 12)
 
+    def test_steps_that_are_full_of_adapters(self, served: Bench) -> None:
+        """What pads nine rows takes no slot beside theirs."""
+        served.check_greedy([served.start(number, 9) for number in [1, 2, SLOTS] * 3], 3)
+
     def test_batches_without_adapters_take_the_fast_lane(self, served: Bench) -> None:
         """Nothing stays of the adapters before, those of the LM head included."""
         assert served.traced is not None

@@ -41,7 +41,7 @@ def grouped_ladder(most: int) -> list[int]:
 
 def bound_ladder(most: int) -> list[int]:
     """Rows of the graphs of decodes that bind adapters, all of them in :func:`ladder`."""
-    rows = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024)
+    rows = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048)
     return [*(count for count in rows if count < most), most]
 
 

@@ -331,7 +331,7 @@ def _row_bytes(model: Model, settings: Settings) -> int:
 
 
 def _graphs(device: Device, model: Model, settings: Settings) -> int:
-    """All graphs share one pool, which the largest needs; the nodes are each one's own.
+    """All graphs share one pool, which the largest needs; nodes, and hidden states, are their own.
 
     Models with recurrent state have none.
     """
@@ -343,11 +343,14 @@ def _graphs(device: Device, model: Model, settings: Settings) -> int:
     if settings.prompts:
         rows += long_ladder(settings.requests, settings.chunk_tokens)
     nodes = len(rows) * model.layers * GRAPH_LAYER_BYTES
-    if settings.adapter_slots:
-        nodes += len(bound_ladder(settings.requests)) * model.layers * BOUND_GRAPH_LAYER_BYTES
+    bound = bound_ladder(settings.requests) if settings.adapter_slots else []
+    nodes += len(bound) * model.layers * BOUND_GRAPH_LAYER_BYTES
+    # What decodes leave behind is every graph's own as well.
+    kept = sum(ladder(settings.requests)) + sum(bound)
     logits = settings.requests * model.vocabulary * model.itemsize
     tables = _triton_tables(model, settings) if settings.triton_tables else 0
-    return nodes + rows[-1] * _row_bytes(model, settings) + logits + tables
+    hidden = kept * model.hidden_size * model.itemsize
+    return nodes + rows[-1] * _row_bytes(model, settings) + hidden + logits + tables
 
 
 def _triton_tables(model: Model, settings: Settings) -> int:

@@ -186,7 +186,8 @@ class SglangEngine:
         else:
             adapters, numbers = self._with_adapters(), _numbers(batch.adapters).tolist()
             padding = steps.padded(len(numbers), bound=True) - len(numbers)
-            adapters.bind_rows([*numbers, *([-1] * padding)])
+            # By an adapter of the pass: those that it has may fill all slots.
+            adapters.bind_rows([*numbers, *(numbers[-1:] * padding)])
             self._row_adapters = numbers if adapters.embed(numbers) else None
         hidden = steps.decode(self._host.fields, batch.requests, bound=batch.adapters is not None)
         self._hidden = hidden._replace(adapters=self._row_adapters)
