@@ -121,14 +121,20 @@ class Walk:
             while len(context.pages) * self._page_size < end:
                 context.pages.append(self._free.pop())
         pairs = list(zip(batch, drafts, strict=True))
-        fast = self._client.forward([self._request(*pair, probe=False) for pair in pairs])
         probes = [self._request(*pair, probe=True) for pair in pairs]
-        probed = self._client.forward(probes)
-        eager = self._client.forward([*probes, self._prompt])
+        frames = {
+            "fast": [self._request(*pair, probe=False) for pair in pairs],
+            "probed": probes,
+            "eager": [*probes, self._prompt],
+        }
+        # Each stores the rows anew, and what follows reads those of the last.
+        order = self._random.sample(list(frames), k=len(frames))
+        replies = {way: self._client.forward(frames[way]) for way in order}
+        eager = replies.pop("eager")
         for number, context in enumerate(batch):
             # The probe is of the last input's row, whose token comes first.
             wanted, (values, *_) = eager.tokens[number][0], eager.logits[number]
-            for reply in (fast, probed):
+            for reply in replies.values():
                 self.compared += 1
                 token = reply.tokens[number][0]
                 if token != wanted:

@@ -176,7 +176,7 @@ def test_beside_a_request_that_asks_for_none(bench: Bench) -> None:
 def test_contexts_of_an_adapter_get_drafts(
     llama_snapshot: Path, models_folder: Path, tmp_path: Path
 ) -> None:
-    """Their steps are eager, where others are graphs: what drafts cost is learnt from both."""
+    """What their steps cost is learnt apart from what others do."""
     options = {**OPTIONS, "enable_lora": True, "max_lora_rank": 16, "max_loras_per_batch": 2}
     config = drivers.write_config(tmp_path, llama_snapshot, options=options)
     name = next(iter(lora_adapters.CONFIGS))

@@ -44,6 +44,7 @@ TURNS = 20
 STEPS = 12
 """Steps of a turn; behind the other's the first one is not counted."""
 PROFILED = 5
+MOST_ULPS = 2
 NEVER_PARK = 2**64 - 1
 
 
@@ -55,8 +56,11 @@ def check_walk(model: Path, steps: int, options: list[str], device: str = "cuda:
         walk = Walk(client, min(caps["total_pages"], 4000), PAGE, vocab, seed=1)
         walk.run(steps)
     ulps = [d.gap / 2.0 ** (math.floor(math.log2(abs(d.best))) - 7) for d in walk.differences]
+    worst = max(ulps, default=0.0)
     print(f"    {steps} steps, {walk.compared} tokens, {len(ulps)} differ, at most "
-          f"{max(ulps, default=0):.2f} bf16 ulps apart")  # fmt: skip
+          f"{worst:.2f} bf16 ulps apart")  # fmt: skip
+    if worst > MOST_ULPS:
+        raise SystemExit("more than rounding explains")
 
 
 def profile(replay: Callable[[], object]) -> None:
@@ -143,6 +147,8 @@ def take_turns(
             graph.append(repeat())
             overhead.append(statistics.median(took) - graph[-1])
         process.stdin.close()
+        if process.wait():
+            raise SystemExit("the client has failed")
     return {
         "batch": batch,
         "context": context,

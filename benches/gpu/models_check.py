@@ -49,8 +49,11 @@ RACED = "another process took memory"
 TYPICAL, WORST, OUTLIERS = 0.04, 0.25, 0.1
 """A row's error is that of its logits (root of the mean square) over their spread. The median row
 must keep to the first figure, and all but a tenth of the rows, in which an expert may have changed,
-to the second; or to what the reference does in the same type, times `ROUNDING`."""
+to the second; or to what the reference does in the same type, times `ROUNDING`, but not beyond
+`LIMITS`."""
 ROUNDING = 1.5
+LIMITS = (WORST, 0.5)
+"""Of the median row, and of the share of rows that are off by more than `WORST`."""
 FEW = 8
 """Rows from which on there is a median; fewer, as decodes have, are judged with those before."""
 GAP = 0.12
@@ -91,7 +94,8 @@ class Errors:
         if math.isnan(median) or median > self.largest:
             self.largest, self.rounding = median, rounding
         outliers, flips = (~(off <= WORST)).float().mean(dim=1).tolist()
-        typical, most = max(TYPICAL, ROUNDING * rounding), max(OUTLIERS, ROUNDING * flips)
+        typical = min(max(TYPICAL, ROUNDING * rounding), LIMITS[0])
+        most = min(max(OUTLIERS, ROUNDING * flips), LIMITS[1])
         assert median <= typical, f"rows off by {median:.1%} of their spread"
         assert outliers <= most, f"{outliers:.0%} of the rows off by more than {WORST:.0%}"
 
@@ -117,7 +121,7 @@ def check(name: str, folder: Path, device: str, dtype: str) -> dict[str, str]:
         loading = pool.submit(Reference, snapshot)
         rounding = pool.submit(Reference, snapshot, dtype)
         with driver(snapshot, options, device, dtype=dtype, spin_budget_us=200) as (client, caps):
-            reference = loading.result()
+            reference, rounded = loading.result(), rounding.result()
             spread = float(reference.logits(list(range(3, 100))).std(dim=-1).median())
             served = model_checks.Served(
                 client=client,
@@ -125,7 +129,7 @@ def check(name: str, folder: Path, device: str, dtype: str) -> dict[str, str]:
                 host=Pages(caps["swap_pool_size"], PAGE),
                 states=Pages(caps["rs_cache_slots"], 1) if caps.get("rs_cache_slots") else None,
                 reference=reference,
-                rounded=rounding.result(),
+                rounded=rounded,
                 masked=functools.partial(MaskedReference, snapshot, "float32"),
                 equal=errors.equal,
                 gap=GAP * spread,
