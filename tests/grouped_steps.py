@@ -78,14 +78,14 @@ class Recorder:
                 recorder.graphs.append(number)
                 super().run(number)
 
-        row_logits = engine.row_logits
+        head_logits = engine.head_logits
 
         def keep(*args: Any) -> Any:
-            rows = row_logits(*args)
+            rows = head_logits(*args)
             self.logits.append(rows.part[:COUNT].clone())
             return rows
 
-        engine.row_logits = keep
+        engine.head_logits = keep
         self.lane = Steps(engine, [4, 8], 8, [8]).lane()
 
 
