@@ -7,8 +7,8 @@ Small random models of the architectures in `tests/architectures.py` are served 
 compared with `transformers` in float32 on the CPU, the same weights. Every model has a process and
 a time limit of its own; several run at once, each with a small part of the memory. Prints the
 document's table, and below it by how much the logits differ and which attention backends the driver
-took. Where a model is sensitive, what `transformers` differs by in bfloat16 tells rounding from
-mistakes. `--device cpu` tries the script out.
+took. Where a model is sensitive, more is allowed: as much as rounding explains by what
+`transformers` in the same type differs by. `--device cpu` tries the script out.
 """
 
 from __future__ import annotations

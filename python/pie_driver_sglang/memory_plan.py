@@ -46,7 +46,7 @@ LIBRARY_BYTES: Final = GIB
 """Workspaces of libraries, and kernels, loaded when they are first used. A guess."""
 COLLECTIVE_BYTES: Final = 2 * GIB
 """Buffers of NCCL and of SGLang's collective operations, in each of several ranks. From 2.0 GiB
-measured in each of two."""
+measured in the first of two."""
 FRAGMENTED_SHARE: Final = 1 / 64
 """Of a GPU's free memory, lost between allocations. A guess."""
 HOST_RESERVE_SHARE: Final = 1 / 16
