@@ -42,7 +42,7 @@ BATCHES = (1, 8, 64, 256)
 CONTEXTS = (512, 2048)
 TURNS = 20
 STEPS = 12
-"""Steps of a turn; behind the other's the first one is not counted."""
+"""Steps of a turn, and launches of one; the first is not counted."""
 PROFILED = 5
 MOST_ULPS = 2
 NEVER_PARK = 2**64 - 1
@@ -64,13 +64,15 @@ def check_walk(model: Path, steps: int, options: list[str], device: str = "cuda:
 
 
 def profile(replay: Callable[[], object]) -> None:
-    """Prints microseconds, launches and names of the kernels of a graph, longest first."""
+    """Prints microseconds, launches and names of the kernels of a graph, longest first.
+
+    `replay` launches it `PROFILED` times.
+    """
     import torch
 
     cuda = [torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=cuda) as profiler:
-        for _ in range(PROFILED):
-            replay()
+        replay()
         torch.cuda.synchronize()
     kernels = sorted(profiler.key_averages(), key=lambda kernel: -kernel.device_time_total)
     for kernel in kernels[:20]:
@@ -120,7 +122,7 @@ def time_steps(model: Path, options: list[str], profiled: bool) -> list[dict[str
                 line = (f"{key} {value:.0f}" for key, value in row.items())
                 print("    " + "  ".join(line), flush=True)
                 if profiled:
-                    profile(functools.partial(engine.steps.time, batch, repeats=1))
+                    profile(functools.partial(engine.steps.time, batch, repeats=PROFILED))
     finally:
         server.unlink()
         thread.join(10)

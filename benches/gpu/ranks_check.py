@@ -8,8 +8,9 @@
    float32, both lanes over random steps, and steps of many slots against those of one GPU.
 2. `steps`: random weights in the shape of CONFIG, decode steps through the ring as the client sees
    them, and the time that the very same graphs take launched back to back on all ranks at once, in
-   turns. Their difference is the host's overhead. `--profile` lists what kernels of each graph take
-   on the first GPU, by name, which slows them a little.
+   turns. Their difference is the host's overhead, as far as the GPUs keep their pace; beside it is
+   what the driver says that it did itself, which is everything but waiting for tokens. `--profile`
+   lists what kernels of each graph take on the first GPU, by name, which slows them a little.
 
 Figures go to DIR/ranks.json after every part, everything that was printed to DIR/ranks_check.log.
 """
@@ -22,16 +23,17 @@ import json
 import math
 import os
 import pickle
+import statistics
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from lane_check import NEVER_PARK, PAGE, STEPS, check_walk, profile, take_turns
+from lane_check import NEVER_PARK, PAGE, PROFILED, STEPS, check_walk, profile, take_turns
 from load_check import Runner, model_folder
 from repeat_step import Repeat
 from sampler_check import Filter, weights_of
@@ -118,8 +120,30 @@ def apart(one: torch.Tensor, other: torch.Tensor, kept: Filter) -> float:
     return 1.0 - float((ends - starts).clamp(min=0.0).sum())
 
 
+class Host:
+    """What steps of the fast lane take on the host, as the driver's clock has it."""
+
+    def __init__(self) -> None:
+        self._taken: list[float] = []
+
+    def step(
+        self, started_ns: int, phases: Mapping[str, int], *, requests: int, tokens: int
+    ) -> None:
+        """Hears of a step, as a trace does."""
+        # Only steps of the fast lane wait in one place.
+        if "wait" in phases:
+            self._taken.append((sum(phases.values()) - phases["wait"]) / 1000)
+
+    def take(self) -> float:
+        """Microseconds of the median step so far; forgets them."""
+        taken, self._taken = self._taken, []
+        return statistics.median(taken)
+
+
 @contextmanager
-def serving(model: Path, arguments: argparse.Namespace) -> Iterator[tuple[str, Any, Any]]:
+def serving(
+    model: Path, arguments: argparse.Namespace, host: Host
+) -> Iterator[tuple[str, Any, Any]]:
     """A driver in this process: its region, its own engine, and the other ranks or None."""
     from pie_driver_sglang import _core
     from pie_driver_sglang.config import load_config
@@ -149,13 +173,13 @@ def serving(model: Path, arguments: argparse.Namespace) -> Iterator[tuple[str, A
     server = _core.Server(name, guard, spin_budget_us=NEVER_PARK)
     planner, own = load_rank(config, workers.rank if workers else ALONE)
     engine = LeadingEngine(own, workers.broadcast) if workers else own
-    server.serve(planner, engine.block.data, print, lane=engine.lane)
+    server.serve(planner, engine.block.data, print, lane=engine.lane, steps=True)
     warm_up(server, engine)
     stream = torch.cuda.current_stream()
 
     def run() -> None:
         torch.cuda.set_stream(stream)
-        serve(server, engine, None)
+        serve(server, engine, host)
 
     threading.Thread(target=run, daemon=True).start()
     try:
@@ -166,7 +190,8 @@ def serving(model: Path, arguments: argparse.Namespace) -> Iterator[tuple[str, A
 
 def time_steps(model: Path, arguments: argparse.Namespace) -> None:
     """Prints a row of JSON for each context and batch."""
-    with serving(model, arguments) as (name, own, workers):
+    host = Host()
+    with serving(model, arguments, host) as (name, own, workers):
         for context in map(int, arguments.contexts.split(",")):
             for batch in map(int, arguments.batches.split(",")):
                 if batch * (context // PAGE + 2) > own.facts.total_pages:
@@ -175,10 +200,10 @@ def time_steps(model: Path, arguments: argparse.Namespace) -> None:
                 again = functools.partial(repeat, Repeat(batch, STEPS), own, workers)
                 row = take_turns(name, batch, context, again)
                 speed = {"tokens_per_s": batch / row["p50_us"] * 1e6}
-                row |= {"ranks": arguments.count, **speed}
+                row |= {"host_us": host.take(), "ranks": arguments.count, **speed}
                 print(json.dumps(row), flush=True)
                 if arguments.profile:
-                    profile(functools.partial(repeat, Repeat(batch, repeats=1), own, workers))
+                    profile(functools.partial(repeat, Repeat(batch, PROFILED), own, workers))
     # Ranks that end one after the other have nothing more to say to each other.
     os._exit(0)
 
@@ -198,7 +223,8 @@ def summary(rows: list[dict[str, float]]) -> list[str]:
         base = alone.get((row["batch"], row["context"]))
         line = f"tp {row['ranks']}  {row['batch']:>3} x {row['context']:>4}:"
         line += f" {row['p50_us']:>7.0f} us, GPU {row['gpu_us']:>7.0f},"
-        line += f" host {row['overhead_us']:>5.0f}, {row['tokens_per_s']:>7.0f} tokens/s"
+        line += f" host {row['overhead_us']:>5.0f}, its own {row['host_us']:>5.0f},"
+        line += f" {row['tokens_per_s']:>7.0f} tokens/s"
         if base is not None:
             line += f", {base['p50_us'] / row['p50_us']:.2f} of one GPU's speed"
         lines.append(line)

@@ -276,19 +276,24 @@ class CudaSteps(StepRunner):
         )
 
     def time(self, rows: int, repeats: int = 50) -> float:
-        """Microseconds that the last step of up to `rows` rows takes, launched back to back."""
+        """Microseconds that the last step of up to `rows` rows takes, launched back to back.
+
+        The first of `repeats` launches, in which ranks wait for each other, is not counted.
+        """
         # The header is the same in all blocks: whether there are groups says which graph ran.
         grouped = bool(self._graphs[0].host["header"][4])
         fits = (graph for graph in self._graphs if graph.grouped == grouped and graph.rows >= rows)
         graph = next(fits)
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        replay = self._captured[graph.rows, grouped].replay
         with torch.cuda.stream(self._stream):
+            replay()
             start.record()
-            for _ in range(repeats):
-                self._captured[graph.rows, grouped].replay()
+            for _ in range(repeats - 1):
+                replay()
             end.record()
         end.synchronize()
-        return float(start.elapsed_time(end)) / repeats * 1000
+        return float(start.elapsed_time(end)) / (repeats - 1) * 1000
 
     @torch.inference_mode()
     def _capture_all(self, bind: Callable[[int], None] | None) -> None:
