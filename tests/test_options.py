@@ -59,7 +59,7 @@ def test_the_documented_defaults() -> None:
         lora_target_modules=("all",),
         max_loras_per_batch=8,
         max_loaded_loras=32,
-        lora_backend="csgmv",
+        lora_backend="triton",
         trace_file=None,
         server_args={},
     )
@@ -182,12 +182,12 @@ def test_the_cpu_has_its_own_attention_backend() -> None:
 
 def test_adapters() -> None:
     options = parse_options({"enable_lora": True, "max_lora_chunk_size": 32}, GPU)
-    assert (options.enable_lora, options.lora_backend) == (True, "csgmv")
+    assert (options.enable_lora, options.lora_backend) == (True, "triton")
     assert options.server_args == {"max_lora_chunk_size": 32}
     assert parse_options({"enable_lora": True}, "cpu").lora_backend == "torch_native"
-    assert parse_options({"lora_backend": "triton"}, GPU).lora_backend == "triton"
+    assert parse_options({"lora_backend": "csgmv"}, GPU).lora_backend == "csgmv"
     refused({"lora_backend": "triton"}, "`torch_native`", device="cpu")
-    refused({"lora_backend": "torch_native"}, "`csgmv` or `triton`")
+    refused({"lora_backend": "torch_native"}, "`triton` or `csgmv`")
     refused({"lora_backend": "punica"}, "SGLang does not know", "csgmv")
     for targets in ([], ["q"], ["all", "q_proj"], [""]):
         refused({"lora_target_modules": targets}, "lora_target_modules", "q_proj", '["all"]')

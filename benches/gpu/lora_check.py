@@ -9,9 +9,9 @@ For each of SGLang's LoRA backends:
    compared with `transformers` (float32, CPU) on weights merged by hand; greedy tokens must agree
    wherever the reference's two best logits are more than `MIN_GAP` apart. More adapters are loaded
    than a pass holds.
-2. Decode steps of 64 contexts, as the client sees them (round trip, p50): adapters off, on but
-   unused, one for all requests, eight for eight requests each. With `pocket`, or with random
-   weights in the shape of CONFIG_DIR.
+2. Decode steps of 61 contexts, and batches of prompts, as the client sees them (round trip, p50):
+   adapters off, on but unused, one for all requests, eight for as many requests each. With
+   `pocket`, or with random weights in the shape of CONFIG_DIR.
 
 `--device cpu --backends torch_native` tries the script out.
 """
@@ -46,9 +46,12 @@ ADAPTERS: dict[str, tuple[int, tuple[str, ...]]] = {
     "head, rank 8": (8, ("lm_head", "down_proj")),
 }
 SLOTS = 4
-SIZE = 64
+SIZE = 61
+"""Contexts of a decode, which is padded."""
 CONTEXT = 512
 STEPS = 50
+PROMPTS = ((1, 128), (8, 1024))
+"""Prompts of a batch, and tokens of each."""
 
 
 def linears(config: dict[str, Any]) -> dict[str, tuple[int, int]]:
@@ -216,7 +219,12 @@ def time_steps(path: Path, options: dict[str, object], device: str) -> None:
             if number == 1:
                 print(f"    load: {(time.perf_counter() - started) * 1000:.1f} ms")
         for name, numbers in cases.items():
-            print(f"    {name:12} step p50 {_step_us(client, numbers):7.0f} us")
+            prompts = (
+                f"{count} x {length} {_prompts_us(client, numbers, count, length):7.0f} us"
+                for count, length in PROMPTS
+            )
+            decode = f"step p50 {_step_us(client, numbers):7.0f} us"
+            print(f"    {name:12} {decode}, prompts {', '.join(prompts)}")
 
 
 def _step_us(client: Client, numbers: Sequence[int]) -> float:
@@ -225,10 +233,28 @@ def _step_us(client: Client, numbers: Sequence[int]) -> float:
     bound = [numbers[c % len(numbers)] for c in range(SIZE)]
     for c in range(SIZE):
         client.forward([request(prompt, 0, c * stride, c + 1, bound[c], False)])
+    return _median_us(
+        client,
+        [
+            [request([5], CONTEXT + n, c * stride, c + 1, bound[c], False) for c in range(SIZE)]
+            for n in range(STEPS)
+        ],
+    )
+
+
+def _prompts_us(client: Client, numbers: Sequence[int], count: int, length: int) -> float:
+    prompt = [3 + i % 1000 for i in range(length)]
+    stride = length // PAGE
+    batch = [
+        request(prompt, 0, c * stride, c + 1, numbers[c % len(numbers)], False)
+        for c in range(count)
+    ]
+    return _median_us(client, [batch] * (STEPS // 5))
+
+
+def _median_us(client: Client, batches: Sequence[list[Request]]) -> float:
     times = []
-    for n in range(STEPS):
-        start = CONTEXT + n
-        batch = [request([5], start, c * stride, c + 1, bound[c], False) for c in range(SIZE)]
+    for batch in batches:
         started = time.perf_counter_ns()
         client.forward(batch)
         times.append((time.perf_counter_ns() - started) / 1000)
@@ -240,7 +266,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--pocket", type=Path, default=Path("models/pocket"))
     parser.add_argument("--shapes", type=Path)
-    parser.add_argument("--backends", default="csgmv,triton")
+    parser.add_argument("--backends", default="triton,csgmv")
     parser.add_argument("--device", default="cuda:0")
     arguments = parser.parse_args()
     pocket = arguments.pocket.resolve()

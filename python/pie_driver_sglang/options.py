@@ -100,7 +100,7 @@ class DriverOptions(msgspec.Struct, frozen=True, kw_only=True):
     lora_target_modules: Sequence[str] = ("all",)
     max_loras_per_batch: int = 8
     max_loaded_loras: int = 32
-    lora_backend: str = "csgmv"
+    lora_backend: str = "triton"
     trace_file: str | None = None
     server_args: dict[str, Any] = {}
 
@@ -286,7 +286,7 @@ def parse_options(table: Mapping[str, Any], device: str) -> DriverOptions:
         elif name not in _LAUNCHER_KEYS:
             passed[name] = _check_passed(name, value)
     own.setdefault("attention_backend", default_attention_backend(device))
-    own.setdefault("lora_backend", "torch_native" if device == "cpu" else "csgmv")
+    own.setdefault("lora_backend", "torch_native" if device == "cpu" else "triton")
     options = DriverOptions(**own, server_args=passed)
     _check_drafts(options)
     _check_device(options, device)
@@ -455,7 +455,7 @@ def _check_adapters(options: DriverOptions, device: str) -> None:
             f"set `max_loaded_loras` to at least {options.max_loras_per_batch}",
         )
     if (options.lora_backend == "torch_native") != (device == "cpu"):
-        fitting = "torch_native" if device == "cpu" else "csgmv` or `triton"
+        fitting = "torch_native" if device == "cpu" else "triton` or `csgmv"
         raise ConfigError(
             f"option `lora_backend` is {quoted(options.lora_backend)}, not for {device}",
             f"set `lora_backend` to `{fitting}`, or remove it",
