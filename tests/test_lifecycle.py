@@ -357,23 +357,37 @@ class TestParentDeath:
 
 
 class TestRegionName:
-    """One driver per group id, and no lock that a crash leaves behind."""
+    """One driver per group id, and neither lock nor region that a crash leaves behind."""
 
-    def test_a_killed_drivers_region_is_replaced(
-        self, llama_snapshot: Path, tmp_path: Path
-    ) -> None:
+    def test_a_killed_drivers_region_is_removed(self, llama_snapshot: Path, tmp_path: Path) -> None:
         config = drivers.write_config(tmp_path, llama_snapshot)
         killed = drivers.fork(config)
         assert killed.stop(sig=signal.SIGKILL) == -signal.SIGKILL
-        assert killed.region.exists()
-        stale = killed.region.stat().st_ino
+        rc.eventually(lambda: not killed.region.exists(), "the region's end", END_S)
         with drivers.fork(config) as driver:
             assert driver.name == killed.name
-            assert driver.region.stat().st_ino != stale
             assert driver.client().health() == 0
             assert "belongs to a running process" not in driver.stderr()
         assert driver.stop() == 0
         assert not driver.region.exists()
+
+    def test_one_whose_whole_group_is_killed(self, llama_snapshot: Path, tmp_path: Path) -> None:
+        """What removes the region is of no group, and keeps none of the driver's files open."""
+        config = drivers.write_config(tmp_path, llama_snapshot)
+        region = Path(f"/dev/shm/pie_shmem_g{rc.group_id(config)}")
+        with subprocess.Popen(
+            rc.command(config, tmp_path / "handshake"),
+            stdin=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        ) as driver:
+            rc.eventually(region.exists, "the region")
+            assert rc.children(driver.pid) == []
+            os.killpg(driver.pid, signal.SIGKILL)
+            assert driver.stderr is not None
+            driver.stderr.read()
+            assert driver.wait(END_S) == -signal.SIGKILL
+        rc.eventually(lambda: not region.exists(), "the region's end", END_S)
 
     def test_a_file_that_is_no_region_is_replaced(
         self, llama_snapshot: Path, tmp_path: Path

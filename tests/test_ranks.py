@@ -96,6 +96,15 @@ def keep_busy(start: rc.Start, lane: str) -> None:
         pass
 
 
+def starting_worker(start: rc.Start) -> int:
+    """The worker of a driver that has just been started."""
+    # Before its region there is none, but a child of a moment that forks the reaper off.
+    rc.eventually(start.region.exists, "the region")
+    rc.eventually(lambda: rc.children(start.process.pid), "the worker")
+    [worker] = rc.children(start.process.pid)
+    return worker
+
+
 @pytest.mark.engine
 class TestEnds:
     """No process outlives another one, and nothing is left behind."""
@@ -156,6 +165,7 @@ class TestEnds:
         start, worker = ready
         os.kill(start.process.pid, signal.SIGKILL)
         rc.eventually(lambda: not is_running(worker), "the worker's end", END_S)
+        rc.eventually(lambda: not start.region.exists(), "the region's end", END_S)
 
     @pytest.mark.parametrize("lane", ["eager", "fast"])
     @pytest.mark.parametrize("victim", ["driver", "worker"])
@@ -169,6 +179,7 @@ class TestEnds:
             os.kill(start.process.pid if victim == "driver" else worker, signal.SIGKILL)
             if victim == "driver":
                 rc.eventually(lambda: not is_running(worker), "the worker's end", END_S)
+                rc.eventually(lambda: not start.region.exists(), "the region's end", END_S)
             else:
                 assert start.process.wait(END_S) == 1
                 assert "rank 1 on cpu was killed by signal 9" in last_words(start.log())
@@ -184,20 +195,19 @@ class TestEnds:
     @pytest.mark.parametrize("log", [None, "importing SGLang", "loading", "warming up"])
     def test_a_driver_killed_while_it_starts(self, config: Path, log: str | None) -> None:
         with rc.forked(config) as start:
-            pid = start.process.pid
-            rc.eventually(lambda: rc.children(pid), "the worker")
+            worker = starting_worker(start)
             if log is not None:
                 start.wait_for_log(log)
-            [worker] = rc.children(pid)
-            os.kill(pid, signal.SIGKILL)
+            os.kill(start.process.pid, signal.SIGKILL)
             rc.eventually(lambda: not is_running(worker), "the worker's end", END_S)
+            rc.eventually(lambda: not start.region.exists(), "the region's end", END_S)
 
     @pytest.mark.parametrize("delay", [0.0, 0.3, 1.0])
     def test_a_worker_killed_while_it_starts(self, config: Path, delay: float) -> None:
         with rc.forked(config) as start:
-            rc.eventually(lambda: rc.children(start.process.pid), "the worker")
+            worker = starting_worker(start)
             time.sleep(delay)
-            os.kill(rc.children(start.process.pid)[0], signal.SIGKILL)
+            os.kill(worker, signal.SIGKILL)
             assert start.process.wait(END_S) == 1
             assert "rank 1 on cpu was killed by signal 9" in last_words(start.log())
             assert not start.region.exists()

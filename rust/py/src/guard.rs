@@ -5,7 +5,8 @@ use pyo3::prelude::*;
 use crate::error::from_ring;
 
 /// Ends the process with status 0 on SIGTERM and when the parent dies, and removes its regions first, whatever the other
-/// threads do. One guard per process.
+/// threads do. The regions of a process that is killed are removed by another process, which is forked off here. One guard per
+/// process.
 #[pyclass(frozen, module = "pie_driver_sglang._core")]
 pub(crate) struct ExitGuard {
     pub(crate) inner: pie_ring::ExitGuard,

@@ -1,5 +1,6 @@
 //! Leaves no region behind: on SIGTERM, or when the parent dies, a thread of its own removes every
-//! region and ends the process, however busy the other threads are.
+//! region and ends the process, however busy the other threads are. Where no thread can do anything,
+//! because the process is killed, its reaper does it: another process, which hears of every region.
 //!
 //! The thread needs nothing from the rest of the process but the list of regions, whose lock is only
 //! ever held for a few system calls. A region is made and listed under that lock, so none can exist
@@ -10,7 +11,8 @@ use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
 use crate::error::RingError;
-use crate::region::NamedFile;
+use crate::reaper::Reaper;
+use crate::region::{NamedFile, RegionName};
 use crate::signal::{self, TerminateSignal};
 
 /// The parent is looked at this often.
@@ -18,12 +20,22 @@ const PARENT_CHECK: Duration = Duration::from_millis(100);
 
 /// The regions of this process.
 #[derive(Debug, Default)]
-pub(crate) struct Tracker(Mutex<Vec<NamedFile>>);
+pub(crate) struct Tracker {
+    regions: Mutex<Vec<NamedFile>>,
+    reaper: Option<Reaper>,
+}
 
 impl Tracker {
     /// The list, which no panic can leave in a bad state.
     pub(crate) fn lock(&self) -> MutexGuard<'_, Vec<NamedFile>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.regions.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Says that a region of this name is about to be made.
+    pub(crate) fn announce(&self, name: &RegionName) {
+        if let Some(reaper) = &self.reaper {
+            reaper.tell(name);
+        }
     }
 
     /// Takes a region from the list; its name stays.
@@ -42,7 +54,9 @@ impl Tracker {
     }
 }
 
-/// Ends the process cleanly on SIGTERM and on its parent's death, with exit status 0.
+/// Ends the process cleanly on SIGTERM and on its parent's death, with exit status 0. The regions of a
+/// process that is killed are removed by another process, if one can be forked off; it ends behind
+/// this one.
 ///
 /// Install it first thing, before anything is loaded: from then on SIGTERM works at once. At most one
 /// can be installed in a process. Programs that this process starts are not affected, and a forked
@@ -71,10 +85,14 @@ impl ExitGuard {
     /// [`RingError::GuardActive`] if the process has a guard; [`RingError::System`] if the handler
     /// cannot be set or the thread cannot be started.
     pub fn install() -> Result<Self, RingError> {
-        let tracker = Arc::new(Tracker::default());
         // Known before the thread starts, so that no change can be missed.
         let parent = rustix::process::getppid();
         let signal = TerminateSignal::register()?;
+        let tracker = Arc::new(Tracker {
+            // Best effort: the next owner replaces what stays.
+            reaper: Reaper::start().ok(),
+            ..Tracker::default()
+        });
         let regions = Arc::clone(&tracker);
         let thread = thread::Builder::new()
             .name("pie-exit-guard".to_owned())

@@ -17,6 +17,7 @@
 //! | `client`, `connect` | open a region, send a request, wait for its answer |
 //! | `broadcast` | one leader tells several workers the same, without names and without answers |
 //! | `guard`, `signal` | leave no region behind on SIGTERM or when the parent dies |
+//! | `reaper` | nor when this process is killed: another one removes them |
 //!
 //! Two sides that spin exchange messages without a system call: each leaves the other's wake-up until
 //! it has nothing better to do, and drops it when the other side has been seen awake.
@@ -65,6 +66,7 @@ mod guard;
 mod layout;
 mod lease;
 mod mapping;
+mod reaper;
 mod region;
 mod server;
 mod shared;

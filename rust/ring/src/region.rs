@@ -154,6 +154,7 @@ impl RegionFile {
         tracker: &Arc<Tracker>,
     ) -> Result<Self, RingError> {
         let start = Instant::now();
+        tracker.announce(name);
         loop {
             match Self::attempt(name, tracker)? {
                 Attempt::Owned(region) => {
@@ -256,6 +257,14 @@ impl RegionFile {
 impl Drop for RegionFile {
     fn drop(&mut self) {
         self.unlink();
+    }
+}
+
+/// Removes the name when its owner is dead, or has ended within this time.
+pub(crate) fn remove_leftover(name: &RegionName, patience: Duration) {
+    let start = Instant::now();
+    while matches!(replace_leftover(name), Ok(Attempt::Occupied)) && start.elapsed() < patience {
+        thread::sleep(RETRY);
     }
 }
 

@@ -108,8 +108,7 @@ impl Tracee {
             if is_end(next) {
                 return true;
             }
-            self.request(libc::PTRACE_SINGLESTEP, 0);
-            let stop = self.await_stop();
+            let stop = self.run(libc::PTRACE_SINGLESTEP);
             assert_eq!(stop, Some(libc::SIGTRAP), "{:?}", self.ended);
             seen += usize::from(is_seen(next));
         }
@@ -118,10 +117,20 @@ impl Tracee {
 
     /// Runs to the next entry to or return from a system call. False if the child has ended.
     pub(crate) fn run_to_call(&mut self) -> bool {
-        self.request(libc::PTRACE_SYSCALL, 0);
-        let stop = self.await_stop();
+        let stop = self.run(libc::PTRACE_SYSCALL);
         assert!(stop.is_none_or(|stop| stop == AT_CALL), "{stop:?}");
         stop.is_some()
+    }
+
+    /// Lets the child run. That a child of its own has ended is nothing to it.
+    fn run(&mut self, request: libc::c_uint) -> Option<c_int> {
+        loop {
+            self.request(request, 0);
+            let stop = self.await_stop();
+            if stop != Some(libc::SIGCHLD) {
+                return stop;
+            }
+        }
     }
 
     /// Sends SIGTERM to the child and lets it run to its end.

@@ -26,7 +26,7 @@ fn a_region_has_its_size_its_memory_and_its_mode() {
 #[test]
 fn a_killed_owner_is_replaced_at_once() {
     let name = Name::new();
-    let mut process = Process::ready("serve", &name, Wait::Park);
+    let mut process = Process::ready("own", &name, Wait::Park);
     process.kill();
     assert!(name.exists());
     let start = Instant::now();
@@ -42,7 +42,9 @@ fn a_started_program_does_not_keep_the_lock_of_its_killed_parent() {
     let sleeper = process.told_pid();
     assert_eq!(process.told(), "ready");
     process.kill();
-    let result = create(&name).map(drop);
+    let mut config = config(&name);
+    config.takeover = Duration::from_secs(1);
+    let result = Server::create(&config, &ExitGuard::inert()).map(drop);
     rustix::process::kill_process(sleeper, Signal::KILL).unwrap();
     result.unwrap();
 }

@@ -30,6 +30,7 @@ fn role() {
     match role.as_str() {
         "load" => load(),
         "serve" => serve_forever(&name, wait, || ()),
+        "own" => own(&name),
         "burn" => serve_forever(&name, wait, burn),
         "exec" => serve_forever(&name, wait, start_sleeper),
         "takeover" => take_over(&name),
@@ -62,6 +63,13 @@ fn serve_forever(name: &str, wait: Wait, extra: fn()) {
     extra();
     tell("ready");
     serve(&mut server, wait).unwrap();
+}
+
+/// An owner without a guard: nobody removes what it leaves.
+fn own(name: &str) {
+    let _server = Server::create(&config(name), &ExitGuard::inert()).unwrap();
+    tell("ready");
+    thread::sleep(Duration::from_secs(20));
 }
 
 fn burn() {

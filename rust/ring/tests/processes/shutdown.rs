@@ -3,10 +3,10 @@
 use std::thread;
 use std::time::Duration;
 
-use pie_ring::{ExitGuard, RingError, Wait};
+use pie_ring::{ExitGuard, RingError, Server, Wait};
 use rustix::process::Signal;
 
-use crate::common::{Name, STRATEGIES, create, eventually};
+use crate::common::{Name, STRATEGIES, config, create, eventually};
 use crate::roles::{Process, echo, is_gone, parse_pid};
 
 const SOON: Duration = Duration::from_secs(1);
@@ -85,6 +85,39 @@ fn the_death_of_the_parent_ends_the_server() {
         assert!(name.exists());
         parent.kill();
         eventually(SOON, "the server ends", || is_gone(server));
+        assert!(!name.exists());
+    }
+}
+
+#[test]
+fn a_killed_servers_region_is_removed() {
+    for wait in STRATEGIES {
+        let name = Name::new();
+        let mut process = Process::ready("serve", &name, wait);
+        echo(&name, wait);
+        process.kill();
+        eventually(SOON, "the region goes", || !name.exists());
+    }
+}
+
+/// Whether the reaper of a killed server or the next owner comes first.
+#[test]
+fn the_region_of_the_next_owner_stays() {
+    let owners: Vec<_> = (0..20)
+        .map(|_| {
+            let name = Name::new();
+            let mut process = Process::ready("serve", &name, Wait::Park);
+            process.kill();
+            let mut config = config(&name);
+            config.takeover = SOON;
+            let owner = Server::create(&config, &ExitGuard::inert()).unwrap();
+            (owner, name)
+        })
+        .collect();
+    thread::sleep(Duration::from_millis(1500));
+    for (owner, name) in owners {
+        assert!(name.exists());
+        drop(owner);
         assert!(!name.exists());
     }
 }
