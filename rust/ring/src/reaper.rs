@@ -1,9 +1,10 @@
 //! A process that outlives this one, and removes the regions that it leaves behind.
 //!
-//! A process that is killed by SIGKILL, or by the kernel for want of memory, cannot clean up. So the exit guard forks
-//! another one off, first thing, while there is little to copy. It belongs to nobody, keeps no descriptor but its own, and
-//! hears of a region's name before the region is made. When this process has ended, however it did, it takes the names'
-//! locks: what it can lock is a leftover. Whoever wants such a name in this moment finds the lock taken, and looks again.
+//! A process that is killed cannot clean up. So the exit guard forks another one off, first thing, while there is little to
+//! copy. It is no child of this process and of none of its groups, keeps no descriptor but its own, and hears of a region's
+//! name before the region is made. When this process has ended, however it did, it takes the names' locks: what it can lock
+//! is a leftover. Whoever wants such a name in this moment finds the lock taken, and looks again. What kills it, too, as the
+//! end of a container does, leaves the name to its next owner.
 
 #![expect(unsafe_code, reason = "fork and its like have no safe interface")]
 
@@ -24,7 +25,7 @@ use crate::region::{RegionName, remove_leftover};
 use crate::signal::exit_now;
 
 /// How long a lock may outlive its owner, in a child that shares it.
-const PATIENCE: Duration = Duration::from_secs(1);
+const PATIENCE: Duration = Duration::from_secs(10);
 /// Descriptors that are closed one by one where the kernel cannot close a range.
 const MOST_DESCRIPTORS: libc::c_uint = 1 << 16;
 
@@ -59,12 +60,20 @@ impl Reaper {
     /// Says that a region of this name may exist from now on.
     pub(crate) fn tell(&self, name: &RegionName) {
         // Best effort: what a killed process leaves, the name's next owner replaces.
-        let _ = (&self.0).write_all(format!("{}\n", name.as_str()).as_bytes());
+        let _ = (&self.0).write_all(format!("{}\0", name.as_str()).as_bytes());
     }
 }
 
-/// Forks once more, so that the process which stays is nobody's child.
+/// Leaves all that it shares, and forks once more, so that the process which stays is somebody else's child. The first one
+/// waits for this, so that it is done when a region is made.
 fn orphan(socket: UnixStream, process: Option<&OwnedFd>) -> ! {
+    // What is sent to the terminal's or the driver's group is not for this process.
+    let _ = rustix::process::setsid();
+    let _ = rustix::thread::set_name(c"pie-reaper");
+    let _ = rustix::process::chdir("/");
+    block_signals();
+    let kept = [Some(socket.as_raw_fd()), process.map(AsRawFd::as_raw_fd)];
+    close_others(kept.into_iter().flatten().collect());
     // SAFETY: as in `Reaper::start`.
     if unsafe { libc::fork() } == 0 {
         outlive(socket, process);
@@ -73,16 +82,9 @@ fn orphan(socket: UnixStream, process: Option<&OwnedFd>) -> ! {
 }
 
 fn outlive(socket: UnixStream, process: Option<&OwnedFd>) -> ! {
-    // What is sent to the terminal's or the driver's group is not for this process.
-    let _ = rustix::process::setsid();
-    let _ = rustix::thread::set_name(c"pie-reaper");
-    let _ = rustix::process::chdir("/");
-    block_signals();
-    let kept = [Some(socket.as_raw_fd()), process.map(AsRawFd::as_raw_fd)];
-    close_others(kept.into_iter().flatten().collect());
     let heard = listen(socket, process);
     let heard = String::from_utf8_lossy(&heard);
-    for name in heard.lines().collect::<BTreeSet<_>>() {
+    for name in heard.split('\0').collect::<BTreeSet<_>>() {
         if let Ok(name) = RegionName::new(name) {
             remove_leftover(&name, PATIENCE);
         }
