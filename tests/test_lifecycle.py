@@ -356,6 +356,18 @@ class TestParentDeath:
         assert not Path(f"/dev/shm/pie_shmem_g{rc.group_id(config)}").exists()
 
 
+def reaper(pid: int) -> int:
+    """The process that watches a driver, by the descriptor that it does so with."""
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if process.joinpath("comm").read_text() != "pie-reaper\n":
+                continue
+            for descriptor in process.joinpath("fdinfo").iterdir():
+                if f"Pid:\t{pid}\n" in descriptor.read_text():
+                    return int(process.name)
+    raise AssertionError(f"nobody watches {pid}")
+
+
 class TestRegionName:
     """One driver per group id, and neither lock nor region that a crash leaves behind."""
 
@@ -366,6 +378,23 @@ class TestRegionName:
         rc.eventually(lambda: not killed.region.exists(), "the region's end", END_S)
         with drivers.fork(config) as driver:
             assert driver.name == killed.name
+            assert driver.client().health() == 0
+            assert "belongs to a running process" not in driver.stderr()
+        assert driver.stop() == 0
+        assert not driver.region.exists()
+
+    def test_what_a_driver_and_its_reaper_leave_is_replaced(
+        self, llama_snapshot: Path, tmp_path: Path
+    ) -> None:
+        config = drivers.write_config(tmp_path, llama_snapshot)
+        killed = drivers.fork(config)
+        os.kill(reaper(killed.process.pid), signal.SIGKILL)
+        assert killed.stop(sig=signal.SIGKILL) == -signal.SIGKILL
+        assert killed.region.exists()
+        stale = killed.region.stat().st_ino
+        with drivers.fork(config) as driver:
+            assert driver.name == killed.name
+            assert driver.region.stat().st_ino != stale
             assert driver.client().health() == 0
             assert "belongs to a running process" not in driver.stderr()
         assert driver.stop() == 0

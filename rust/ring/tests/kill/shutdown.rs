@@ -4,7 +4,6 @@
 //! sent after each system call and each locked instruction.
 
 use std::os::unix::process::ExitStatusExt;
-use std::time::Duration;
 
 use pie_ring::{ExitGuard, Server, ServerConfig};
 
@@ -36,13 +35,12 @@ fn sigterm_while_the_guard_goes_is_not_lost() {
 /// Sends SIGTERM after each step of `life`, which nothing follows. Whether the process exited by
 /// itself; if not, by the signal's default action.
 fn terminate_after_each_step(life: fn(&ServerConfig)) -> Vec<bool> {
-    let name = Name::new();
-    let mut config = config(&name);
-    // The reaper of the life before may look at the name.
-    config.takeover = Duration::from_secs(1);
     let mut clean = Vec::new();
     for calls in 0.. {
         for atomics in 0.. {
+            // The reaper of the life before may still look at its own.
+            let name = Name::new();
+            let config = config(&name);
             let mut child = Tracee::fork(|| {
                 stop();
                 life(&config);

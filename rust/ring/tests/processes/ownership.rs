@@ -42,9 +42,7 @@ fn a_started_program_does_not_keep_the_lock_of_its_killed_parent() {
     let sleeper = process.told_pid();
     assert_eq!(process.told(), "ready");
     process.kill();
-    let mut config = config(&name);
-    config.takeover = Duration::from_secs(1);
-    let result = Server::create(&config, &ExitGuard::inert()).map(drop);
+    let result = create(&name).map(drop);
     rustix::process::kill_process(sleeper, Signal::KILL).unwrap();
     result.unwrap();
 }

@@ -30,9 +30,9 @@ fn role() {
     match role.as_str() {
         "load" => load(),
         "serve" => serve_forever(&name, wait, || ()),
-        "own" => own(&name),
+        "own" => own(&name, || ()),
         "burn" => serve_forever(&name, wait, burn),
-        "exec" => serve_forever(&name, wait, start_sleeper),
+        "exec" => own(&name, start_sleeper),
         "takeover" => take_over(&name),
         "call" => call(&name),
         "parent" => parent(&name),
@@ -66,8 +66,9 @@ fn serve_forever(name: &str, wait: Wait, extra: fn()) {
 }
 
 /// An owner without a guard: nobody removes what it leaves.
-fn own(name: &str) {
+fn own(name: &str, extra: fn()) {
     let _server = Server::create(&config(name), &ExitGuard::inert()).unwrap();
+    extra();
     tell("ready");
     thread::sleep(Duration::from_secs(20));
 }
