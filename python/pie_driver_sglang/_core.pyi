@@ -298,8 +298,8 @@ class Drafter:
 class ExitGuard:
     """
     Ends the process with status 0 on SIGTERM and when the parent dies, and removes its regions first, whatever the other
-    threads do. The regions of a process that is killed are removed by another process, which is forked off here. One guard per
-    process.
+    threads do. A line on stderr says why, unless stderr cannot take it at once. The regions of a process that is killed are
+    removed by another process, which is forked off here. One guard per process.
     """
     def __new__(cls, /) -> ExitGuard:
         """

@@ -5,8 +5,8 @@ use pyo3::prelude::*;
 use crate::error::from_ring;
 
 /// Ends the process with status 0 on SIGTERM and when the parent dies, and removes its regions first, whatever the other
-/// threads do. The regions of a process that is killed are removed by another process, which is forked off here. One guard per
-/// process.
+/// threads do. A line on stderr says why, unless stderr cannot take it at once. The regions of a process that is killed are
+/// removed by another process, which is forked off here. One guard per process.
 #[pyclass(frozen, module = "pie_driver_sglang._core")]
 pub(crate) struct ExitGuard {
     pub(crate) inner: pie_ring::ExitGuard,
@@ -20,7 +20,8 @@ impl ExitGuard {
     ///     RingError: The process has a guard already, or the handler cannot be set.
     #[new]
     fn new() -> PyResult<Self> {
-        let inner = pie_ring::ExitGuard::install().map_err(|error| from_ring(&error))?;
+        let inner = pie_ring::ExitGuard::install_named("pie_driver_sglang")
+            .map_err(|error| from_ring(&error))?;
         Ok(Self { inner })
     }
 

@@ -14,9 +14,12 @@ use crate::error::RingError;
 use crate::reaper::Reaper;
 use crate::region::{NamedFile, RegionName};
 use crate::signal::{self, TerminateSignal};
+use crate::stderr;
 
 /// The parent is looked at this often.
 const PARENT_CHECK: Duration = Duration::from_millis(100);
+const TERMINATED: &str = "stopped by SIGTERM";
+const ORPHANED: &str = "the runtime that started this driver has ended";
 
 /// The regions of this process.
 #[derive(Debug, Default)]
@@ -85,6 +88,19 @@ impl ExitGuard {
     /// [`RingError::GuardActive`] if the process has a guard; [`RingError::System`] if the handler
     /// cannot be set or the thread cannot be started.
     pub fn install() -> Result<Self, RingError> {
+        Self::install_as(None)
+    }
+
+    /// As [`Self::install`]; and the process says on stderr why it ends, as a log line of `name`.
+    /// What stderr does not take at once is lost.
+    ///
+    /// # Errors
+    /// Those of [`Self::install`].
+    pub fn install_named(name: &'static str) -> Result<Self, RingError> {
+        Self::install_as(Some(name))
+    }
+
+    fn install_as(name: Option<&'static str>) -> Result<Self, RingError> {
         // Known before the thread starts, so that no change can be missed.
         let parent = rustix::process::getppid();
         let signal = TerminateSignal::register()?;
@@ -96,7 +112,7 @@ impl ExitGuard {
         let regions = Arc::clone(&tracker);
         let thread = thread::Builder::new()
             .name("pie-exit-guard".to_owned())
-            .spawn(move || watch(&regions, parent))
+            .spawn(move || watch(&regions, parent, name))
             .map_err(|error| RingError::system("start", "the exit guard's thread", error))?;
         let pid = std::process::id();
         let watch = Some(Watch {
@@ -121,7 +137,7 @@ impl ExitGuard {
 
     /// Removes the regions and ends the process with `status`, from any thread and whatever the others do.
     pub fn exit(&self, status: i32) -> ! {
-        leave(&self.tracker, status)
+        leave(&self.tracker, status, || ())
     }
 
     pub(crate) fn tracker(&self) -> &Arc<Tracker> {
@@ -141,12 +157,20 @@ impl Drop for Watch {
     }
 }
 
-fn watch(regions: &Tracker, parent: Option<rustix::process::Pid>) {
+fn watch(regions: &Tracker, parent: Option<rustix::process::Pid>, name: Option<&str>) {
     signal::unblock();
+    let say = |reason| {
+        if let Some(name) = name {
+            stderr::log(name, reason);
+        }
+    };
     loop {
         let events = signal::wait(PARENT_CHECK);
-        if events & signal::TERMINATE != 0 || rustix::process::getppid() != parent {
-            leave(regions, 0);
+        if events & signal::TERMINATE != 0 {
+            leave(regions, 0, || say(TERMINATED));
+        }
+        if rustix::process::getppid() != parent {
+            leave(regions, 0, || say(ORPHANED));
         }
         if events & signal::CLOSE != 0 {
             return;
@@ -154,13 +178,14 @@ fn watch(regions: &Tracker, parent: Option<rustix::process::Pid>) {
     }
 }
 
-/// Removes all regions and ends the process. The lock is kept: no region can be made any more.
-fn leave(regions: &Tracker, status: i32) -> ! {
+/// Removes all regions, calls `say` and ends the process. The lock is kept: no region can be made any more.
+fn leave(regions: &Tracker, status: i32, say: impl FnOnce()) -> ! {
     let regions = regions.lock();
     for region in regions.iter() {
         // Best effort: the next owner replaces what stays.
         let _ = region.remove();
     }
+    say();
     signal::exit_now(status)
 }
 

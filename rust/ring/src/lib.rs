@@ -71,6 +71,7 @@ mod region;
 mod server;
 mod shared;
 mod signal;
+mod stderr;
 mod sync;
 mod wait;
 mod words;
