@@ -170,16 +170,43 @@ def write_config(
 
 
 def spread(ranks: int) -> dict[str, Any]:
-    """`[driver]` of a model on the CPU in so many processes."""
-    return {"device": ["cpu"] * ranks, "tensor_parallel_size": ranks}
+    """`[driver]` of a model on the CPU in so many processes: the runtime wants different names."""
+    devices = ["cpu", *(f"cpu:{rank}" for rank in range(1, ranks))]
+    return {"device": devices, "tensor_parallel_size": ranks}
 
 
-def spawn(config: Path, *, environment: Mapping[str, str] | None = None) -> Driver:
+TRAPPED: Final = "imported from the working directory: "
+
+
+def set_traps(folder: Path) -> Path:
+    """Makes a working directory whose modules end whatever imports them, and returns it.
+
+    They are called as Python's own and some libraries are, but for the few that `python -m` has
+    imported from there before it runs a line of the module.
+    """
+    folder.mkdir()
+    first = folder / "first.py"
+    first.write_text("import sys; print(*sys.modules)")
+    command = [sys.executable, "-m", "first"]
+    before = subprocess.run(command, cwd=folder, stdout=subprocess.PIPE, text=True, check=True)
+    libraries = {"torch", "sglang", "numpy", "msgspec", "psutil", "transformers", "triton"}
+    names = (sys.stdlib_module_names | libraries) - {*sys.builtin_module_names}
+    for name in names - {*before.stdout.split()}:
+        text = f"{TRAPPED}{name}\n"
+        trap = f"import os; os.write(2, {text.encode()!r}); os._exit(99)"
+        (folder / f"{name}.py").write_text(trap)
+    return folder
+
+
+def spawn(
+    config: Path, *, environment: Mapping[str, str] | None = None, folder: Path | None = None
+) -> Driver:
     """Starts a driver exactly as the Pie runtime does and waits until it is ready.
 
     Args:
         config: `driver.toml`.
         environment: Variables to add to the tests' own.
+        folder: Working directory; None for the tests' own.
 
     Raises:
         StartFailedError: It ended first.
@@ -198,6 +225,7 @@ def spawn(config: Path, *, environment: Mapping[str, str] | None = None) -> Driv
             stderr=log,
             pass_fds=[writer],
             env={**os.environ, **(environment or {})},
+            cwd=folder,
         )
     os.close(writer)
     return _await_ready(process, reader, stderr)
@@ -281,9 +309,43 @@ def _drive(config: str, sender: Any, stderr: str) -> None:
     redirect_output(stderr)
     with sender:
         handshake = os.dup(sender.fileno())
+    watch_handshake(handshake)
     arguments = ["--config", config, "--handshake-fd", str(handshake)]
     start_worker = functools.partial(ForkedWorker, handshake, list)
     sys.exit(launch.main(arguments, start_worker=start_worker))
+
+
+CLOSED_EARLY: Final = "the handshake was closed before this was printed"
+
+
+class _Watched:
+    """stderr that notes when a failure is printed behind the handshake's end.
+
+    The runtime ends a driver that closes the handshake, so what it prints then may be lost.
+    """
+
+    def __init__(self, stream: Any, handshake: int) -> None:
+        self._stream = stream
+        self._handshake = handshake
+        self._file = os.fstat(handshake).st_ino
+
+    def write(self, text: str) -> int:
+        if text.lstrip().startswith("pie_driver_sglang: ") and not self._is_open():
+            self._stream.write(f"\n{CLOSED_EARLY}:\n")
+        return int(self._stream.write(text))
+
+    def _is_open(self) -> bool:
+        with suppress(OSError):
+            return os.fstat(self._handshake).st_ino == self._file
+        return False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def watch_handshake(handshake: int) -> None:
+    """From now on :data:`CLOSED_EARLY` is above each failure printed with the handshake closed."""
+    sys.stderr = _Watched(sys.stderr, handshake)  # type: ignore[assignment]
 
 
 class ForkedWorker:
@@ -343,7 +405,9 @@ def _await_ready(process: Process, reader: int, stderr: Path) -> Driver:
     finally:
         timer.cancel()
     if not any("ready" in line for line in lines):
-        raise StartFailedError(_end(process), stderr.read_text(errors="replace"))
+        # As it is now: the runtime ends the driver at once.
+        log = stderr.read_text(errors="replace")
+        raise StartFailedError(_end(process), log)
     return Driver(process, lines, stderr)
 
 

@@ -409,6 +409,7 @@ def drive(
     os.dup2(out, 1)
     os.close(out)
     writer = os.open(handshake, os.O_WRONLY)
+    drivers.watch_handshake(writer)
     changed = list if change is None else functools.partial(change, by)
     start_worker = functools.partial(drivers.ForkedWorker, writer, changed)
     arguments = ["--config", config, "--handshake-fd", str(writer)]

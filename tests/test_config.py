@@ -145,16 +145,34 @@ def test_spin_budget_out_of_range(write: Write, written: str) -> None:
 
 @pytest.mark.parametrize(
     ("written", "device"),
-    [('["cpu"]', "cpu"), ('["cuda"]', "cuda:0"), ('["cuda:7"]', "cuda:7"), ('"cpu"', "cpu")],
+    [
+        ('["cpu"]', "cpu"),
+        ('["cpu:0"]', "cpu"),
+        ('["cpu:17"]', "cpu"),
+        ('["cuda"]', "cuda:0"),
+        ('["cuda:7"]', "cuda:7"),
+        ('"cpu"', "cpu"),
+    ],
 )
 def test_devices(write: Write, written: str, device: str) -> None:
     assert load_config(write(device=written)).driver.device == (device,)
 
 
-@pytest.mark.parametrize("devices", [("cpu", "cpu"), ("cuda:0", "cuda:1"), ("cuda:3", "cuda:1")])
-def test_a_device_for_each_rank(write: Write, devices: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    ("devices", "found"),
+    [
+        (("cpu", "cpu"), ("cpu", "cpu")),
+        (("cpu", "cpu:1"), ("cpu", "cpu")),  # Pie wants names that differ.
+        (("cpu:1", "cpu:1"), ("cpu", "cpu")),
+        (("cuda:0", "cuda:1"), ("cuda:0", "cuda:1")),
+        (("cuda:3", "cuda:1"), ("cuda:3", "cuda:1")),
+    ],
+)
+def test_a_device_for_each_rank(
+    write: Write, devices: tuple[str, ...], found: tuple[str, ...]
+) -> None:
     driver = load_config(write("tensor_parallel_size = 2", device=json.dumps(devices))).driver
-    assert driver.device == devices
+    assert driver.device == found
     assert driver.tensor_parallel_size == 2
 
 
@@ -203,7 +221,10 @@ def test_wrong_values(write: Write, line: str, parts: tuple[str, ...]) -> None:
         ({"group_id": "4294967296"}, ("driver.group_id", "4294967296")),
         ({"group_id": "true"}, ("driver.group_id", "expected int, got bool")),
         ({"device": "[]"}, ("driver.device", "empty")),
-        ({"device": '["gpu"]'}, ("'gpu'", "`cpu` or `cuda:N`")),
+        ({"device": '["gpu"]'}, ("'gpu'", "`cpu`, `cpu:N` or `cuda:N`")),
+        ({"device": '["cpu:"]'}, ("'cpu:'", "`cpu:N`")),
+        ({"device": '["cpu:-1"]'}, ("'cpu:-1'", "`cpu:N`")),
+        ({"device": '["cpu:٣"]'}, ("`cpu:N`",)),
         ({"device": '["cuda:-1"]'}, ("'cuda:-1'", "`cuda:N`")),
         ({"device": '["cuda:٣"]'}, ("`cuda:N`",)),
         ({"device": '["cuda:0", "cuda:1"]'}, ("lists 2", "each rank", "tensor_parallel_size = 2")),

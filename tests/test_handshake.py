@@ -146,11 +146,10 @@ def test_the_runtime_is_gone(pipe: Pipe) -> None:
 
 
 def test_the_region_must_be_the_groups(pipe: Pipe) -> None:
-    with (
-        Handshake(pipe.writer) as handshake,
-        pytest.raises(StartError, match="not the region of group 1"),
-    ):
+    handshake = Handshake(pipe.writer)
+    with pytest.raises(StartError, match="not the region of group 1"):
         handshake.announce(1, "/pie_shmem_g0", capabilities())
+    handshake.close()
     assert pipe.read() == ""
 
 
@@ -162,9 +161,11 @@ def test_only_one_announcement(pipe: Pipe) -> None:
         handshake.announce(0, "/pie_shmem_g0", capabilities())
 
 
-def test_leaving_closes_the_pipe(pipe: Pipe) -> None:
-    with Handshake(pipe.writer):
-        assert is_open(pipe.writer)
+def test_a_failed_start_keeps_the_pipe_until_it_is_closed(pipe: Pipe) -> None:
+    """The runtime terminates the driver when the pipe closes: the reason is printed before."""
+    handshake = Handshake(pipe.writer)
+    assert is_open(pipe.writer)
+    handshake.close()
     assert not is_open(pipe.writer)
     assert pipe.read() == ""
 

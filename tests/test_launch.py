@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import drivers
 from pie_driver_sglang import __version__, _core, launch
 from pie_driver_sglang.config import DriverConfig, DriverSection, ModelSection
 from pie_driver_sglang.engine import Facts
@@ -285,3 +292,118 @@ def test_limits_are_counts_that_json_keeps_exact() -> None:
     caps = launch.capabilities(config_of(), facts_of(), DEFAULT_REQUEST_BYTES)
     assert json.loads(json.dumps(caps.max_logit_rows)) == 2**32 - 1
     assert isinstance(config_of().driver.options, DriverOptions)
+
+
+FAILING = """
+import os, sys
+sys.path.insert(0, sys.argv[3])
+import drivers
+from pie_driver_sglang import launch
+drivers.watch_handshake(int(sys.argv[2]))
+exec(sys.argv[4])
+os._exit(launch.main(["--config", sys.argv[1], "--handshake-fd", sys.argv[2]]))
+"""
+"""A driver that notes whether the handshake is open when it says why the start fails."""
+
+FAILURES = {
+    "no configuration": ("", "does not exist"),
+    "an exception": ("launch.load_config = lambda path: 1 // 0", "ZeroDivisionError"),
+    "an interrupt": ("def stop(path): raise KeyboardInterrupt\nlaunch.load_config = stop", "Inter"),
+}
+
+
+@pytest.mark.parametrize("name", FAILURES)
+def test_the_reason_is_printed_before_the_handshake_closes(name: str, tmp_path: Path) -> None:
+    """Then the runtime terminates the driver. `tests/test_lifecycle.py` has the later stages."""
+    change, expected = FAILURES[name]
+    reader, writer = os.pipe()
+    arguments = [str(tmp_path / "none.toml"), str(writer), str(drivers.TESTS), change]
+    log = tmp_path / "stderr"
+    with log.open("wb") as file:
+        driver = subprocess.Popen(
+            [sys.executable, "-c", FAILING, *arguments], stderr=file, pass_fds=[writer]
+        )
+    os.close(writer)
+    with os.fdopen(reader, "rb") as pipe:
+        assert pipe.read() == b""
+    text = log.read_text()
+    assert driver.wait(30.0) == 1
+    assert drivers.CLOSED_EARLY not in text
+    assert expected in text
+    assert "\nhint: " in text
+
+
+def test_nothing_is_imported_from_the_working_directory(tmp_path: Path) -> None:
+    """It is the runtime's; `tests/test_ranks.py` has a whole start, with its workers."""
+    traps = drivers.set_traps(tmp_path / "traps")
+    command = [sys.executable, "-m", "pie_driver_sglang", "--config", "none.toml"]
+    ended = subprocess.run(
+        [*command, "--handshake-fd", "2"], cwd=traps, stderr=subprocess.PIPE, text=True, check=False
+    )
+    assert drivers.TRAPPED not in ended.stderr
+    assert ended.returncode == 1
+    assert "'none.toml' does not exist" in ended.stderr
+
+
+GUARDED = """
+import time
+from pie_driver_sglang import _core
+guard = _core.ExitGuard()
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+class TestStoppedFromOutside:
+    """The exit guard says why, and waits for nothing."""
+
+    @pytest.fixture
+    def pipe(self) -> Iterator[tuple[int, int]]:
+        reader, writer = os.pipe()
+        yield reader, writer
+        os.close(reader)
+        os.close(writer)
+
+    @staticmethod
+    def stop(stderr: int) -> None:
+        command = [sys.executable, "-c", GUARDED]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr) as process:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"ready\n"
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(5.0) == 0
+
+    def test_it_says_so(self, pipe: tuple[int, int]) -> None:
+        reader, writer = pipe
+        self.stop(writer)
+        line = os.read(reader, 1000).decode()
+        assert line.endswith(" INFO pie_driver_sglang: stopped by SIGTERM\n")
+        assert len(line.split()[0]) == len("12:34:56.789")
+
+    def test_a_pipe_that_nobody_reads(self, pipe: tuple[int, int]) -> None:
+        reader, writer = pipe
+        size = fcntl.fcntl(writer, fcntl.F_GETPIPE_SZ)
+        os.write(writer, bytes(size))
+        self.stop(writer)
+        assert os.read(reader, 2 * size) == bytes(size)
+
+    def test_a_pipe_that_nobody_can_read(self) -> None:
+        reader, writer = os.pipe()
+        os.close(reader)
+        self.stop(writer)
+        os.close(writer)
+
+    def test_a_terminal(self) -> None:
+        primary, secondary = os.openpty()
+        self.stop(secondary)
+        assert b"stopped by SIGTERM" in os.read(primary, 1000)
+        os.close(primary)
+        os.close(secondary)
+
+    def test_a_file(self, tmp_path: Path) -> None:
+        path = tmp_path / "log"
+        path.write_text("before\n")
+        with path.open("a") as file:
+            self.stop(file.fileno())
+        assert path.read_text().startswith("before\n")
+        assert "stopped by SIGTERM" in path.read_text()

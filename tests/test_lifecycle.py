@@ -219,6 +219,7 @@ def assert_ends(start: rc.Start) -> None:
         os.kill(start.process.pid, signal.SIGTERM)
     assert start.process.wait(END_S) == 0, start.log()
     assert not start.region.exists()
+    assert "INFO pie_driver_sglang: stopped by SIGTERM" in start.log().splitlines()[-1]
 
 
 def handles_sigterm(pid: int) -> bool:
@@ -353,6 +354,8 @@ class TestParentDeath:
             os.kill(parent.pid, signal.SIGKILL)
             assert parent.wait(10.0) == -signal.SIGKILL
             assert rc.orphan_status(driver, END_S) == 0
+        last = files[2].read_text().splitlines()[-1]
+        assert "pie_driver_sglang: the runtime that started this driver has ended" in last
         assert not Path(f"/dev/shm/pie_shmem_g{rc.group_id(config)}").exists()
 
 
@@ -477,6 +480,7 @@ def failure_line(stderr: str) -> str:
     assert len(hints) == 1, stderr
     assert len(hints[0]) > len("hint: ") + 5
     assert "Traceback" not in stderr
+    assert drivers.CLOSED_EARLY not in stderr
     return lines[at]
 
 

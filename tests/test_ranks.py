@@ -126,7 +126,8 @@ class TestEnds:
         self, config: Path, llama_snapshot: Path, tmp_path: Path
     ) -> None:
         before = shared_memory()
-        with drivers.spawn(config) as driver:
+        # Modules in the working directory are imported by neither process.
+        with drivers.spawn(config, folder=drivers.set_traps(tmp_path / "traps")) as driver:
             assert shared_memory() - before == {driver.region.name}
             pids = [driver.process.pid, *rc.children(driver.process.pid)]
             assert len(pids) == 2
@@ -210,6 +211,7 @@ class TestEnds:
             os.kill(worker, signal.SIGKILL)
             assert start.process.wait(END_S) == 1
             assert "rank 1 on cpu was killed by signal 9" in last_words(start.log())
+            assert drivers.CLOSED_EARLY not in start.log()
             assert not start.region.exists()
 
     def test_a_workers_own_error_is_the_last_line(
@@ -223,6 +225,7 @@ class TestEnds:
             assert start.process.wait(60.0) == 1
             assert "rank 1 on cpu: SGLang cannot load" in last_words(start.log())
             assert "broken" in last_words(start.log())
+            assert drivers.CLOSED_EARLY not in start.log()
             assert start.handshake.read_bytes() == b""
 
     def test_a_worker_that_fails_in_a_command_ends_the_driver(self, config: Path) -> None:

@@ -4,12 +4,11 @@ Importing this package is instant: names are loaded on first use, and neither to
 imported before the engine starts.
 """
 
-from __future__ import annotations
-
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
+# Nothing is imported here: `python -m` searches the working directory until `__main__` forbids it.
+TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from typing import Any
+
     from pie_driver_sglang.config import DriverConfig, load_config
     from pie_driver_sglang.errors import ConfigError, DriverError, StartError
     from pie_driver_sglang.handshake import Capabilities, Handshake
@@ -30,7 +29,9 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> "Any":
+    from importlib import import_module
+
     homes = {
         "Capabilities": "handshake",
         "ConfigError": "errors",
@@ -46,5 +47,5 @@ def __getattr__(name: str) -> Any:
     return getattr(import_module(f"{__name__}.{homes[name]}"), name)
 
 
-def __dir__() -> list[str]:
+def __dir__() -> "list[str]":
     return sorted({*globals(), *__all__})

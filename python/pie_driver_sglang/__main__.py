@@ -1,11 +1,24 @@
 """`python -m pie_driver_sglang`: the driver process, as the Pie runtime starts it."""
 
+# `python -m` puts the working directory, which is the runtime's, in front of all libraries: a
+# `logging.py` there would be imported, and run. What is imported up to here is built into Python.
 import os
-import signal
-
-from pie_driver_sglang import _core
+import sys
 
 if __name__ == "__main__":
+    if not sys.flags.safe_path:
+        try:
+            if sys.path[0] == os.getcwd():  # noqa: PTH109 - pathlib is not built in
+                del sys.path[0]
+        except OSError:
+            pass  # The working directory is gone, and Python has left it out.
+    # For the interpreters that libraries start.
+    os.environ["PYTHONSAFEPATH"] = "1"
+
+    import signal
+
+    from pie_driver_sglang import _core
+
     # Before anything else, because the other imports take a while.
     guard = _core.ExitGuard()
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -328,15 +328,14 @@ def _check_heads(hf_config: Mapping[str, Any], ranks: int) -> None:
 
 
 def _check_device(device: str) -> str:
-    if device in ("cpu", "cuda"):
-        return "cpu" if device == "cpu" else "cuda:0"
-    match = re.fullmatch("cuda:([0-9]{1,4})", device)
+    """Return `cpu` or `cuda:N`. All `cpu:N` are one CPU: the runtime wants names that differ."""
+    match = re.fullmatch("(cpu|cuda)(?::([0-9]{1,4}))?", device)
     if not match:
         raise ConfigError(
-            f"`driver.device` names {quoted(device)}, expected `cpu` or `cuda:N`",
+            f"`driver.device` names {quoted(device)}, expected `cpu`, `cpu:N` or `cuda:N`",
             'set `device = ["cuda:0"]` or `device = ["cpu"]` under [model.driver]',
         )
-    return f"cuda:{int(match[1])}"
+    return "cpu" if match[1] == "cpu" else f"cuda:{int(match[2] or 0)}"
 
 
 def _check_model(table: _ModelTable) -> ModelSection:

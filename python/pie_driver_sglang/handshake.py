@@ -8,8 +8,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-from types import TracebackType
-from typing import Final, Self
+from typing import Final
 
 import msgspec
 
@@ -186,19 +185,6 @@ class Handshake:
         if fd is not None:
             with contextlib.suppress(OSError):
                 os.close(fd)
-
-    def __enter__(self) -> Self:
-        """Return the handshake itself."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        """Close the pipe."""
-        self.close()
 
 
 def _write_all(fd: int, data: bytes) -> None:

@@ -64,7 +64,9 @@ def main(
 
     Returns:
         The exit status of a failed start, or 0. A running driver ends by SIGTERM or with its
-        parent, natively and with status 0.
+        parent, natively and with status 0. The handshake's pipe of a failed start stays open until
+        the process ends: the runtime terminates the driver when it closes, so the reason must be
+        printed by then.
     """
     arguments = _parser().parse_args(argv)
     # Inferlets print to the inherited stdout: whatever a library prints belongs to the log.
@@ -76,12 +78,12 @@ def main(
         if not logger.isEnabledFor(logging.DEBUG):
             # SGLang and torch warn about platforms and formats that nobody asked for.
             warnings.simplefilter("ignore")
-        with Handshake(arguments.handshake_fd) as handshake:
-            guard = guard or _core.ExitGuard()
-            config = load_config(arguments.config)
-            check_budget(config.driver.options.cpu_mem_budget_in_gb)
-            workers = functools.partial(_workers, arguments.config, config, guard, start_worker)
-            run(config, guard, handshake, workers)
+        handshake = Handshake(arguments.handshake_fd)
+        guard = guard or _core.ExitGuard()
+        config = load_config(arguments.config)
+        check_budget(config.driver.options.cpu_mem_budget_in_gb)
+        workers = functools.partial(_workers, arguments.config, config, guard, start_worker)
+        run(config, guard, handshake, workers)
     except DriverError as error:
         logger.debug("the start failed", exc_info=True)
         return _fail(error)

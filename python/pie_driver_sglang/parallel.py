@@ -167,7 +167,8 @@ def _told(what: str, line: bytes) -> DriverError | None:
 
 def _start_interpreter(arguments: Sequence[str], descriptors: Sequence[int]) -> Process:
     return subprocess.Popen(
-        [sys.executable, "-m", "pie_driver_sglang.worker", *arguments],
+        # -P: nothing is imported from the working directory.
+        [sys.executable, "-P", "-m", "pie_driver_sglang.worker", *arguments],
         stdin=subprocess.DEVNULL,
         pass_fds=descriptors,
     )
