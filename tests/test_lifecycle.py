@@ -515,6 +515,11 @@ def with_trace_nowhere(_: Path) -> dict[str, Any]:
     return {"options": {"trace_file": "/nonexistent/trace.json"}}
 
 
+def with_a_pipe_as_trace(snapshot: Path) -> dict[str, Any]:
+    os.mkfifo(snapshot / "trace")
+    return {"options": {"trace_file": str(snapshot / "trace")}}
+
+
 def with_two_devices(_: Path) -> dict[str, Any]:
     return {"device": ["cpu", "cpu"]}
 
@@ -526,6 +531,7 @@ EARLY = {
     "an option is unknown": (with_unknown_option, "page_sise"),
     "the attention backend needs CUDA": (with_cuda_attention, "flashinfer"),
     "the trace cannot be written": (with_trace_nowhere, "/nonexistent/trace.json"),
+    "the trace is a pipe that nobody reads": (with_a_pipe_as_trace, "cannot write"),
     "there are two devices": (with_two_devices, "device"),
 }
 """Failures that show before SGLang is imported: how to cause them, and what the line names."""

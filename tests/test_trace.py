@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import errno
-import io
 import json
 import logging
 import os
+import resource
+import signal
+import socket
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,35 +23,52 @@ from pie_driver_sglang.trace import Trace, open_trace
 PHASES = ("parse", "plan", "forward", "sample", "respond")
 
 
-def events_of(text: str) -> list[dict[str, Any]]:
-    """Closes the array as a viewer does."""
-    return json.loads(text + "\n]")  # type: ignore[no-any-return]
+def events_of(path: Path) -> list[dict[str, Any]]:
+    return json.loads(path.read_text())  # type: ignore[no-any-return]
 
 
-def one_step(file: io.StringIO) -> list[dict[str, Any]]:
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "trace.json"
+
+
+@pytest.fixture
+def trace(path: Path) -> Iterator[Trace]:
+    """A trace that has begun."""
+    trace = open_trace(str(path))
+    assert trace is not None
+    trace.begin()
+    yield trace
+    trace.close()
+
+
+@pytest.fixture
+def one_step(trace: Trace, path: Path) -> list[dict[str, Any]]:
     phases = {name: 1000 * (index + 1) for index, name in enumerate(PHASES)}
-    Trace(file).step(5_000_000, phases, requests=3, tokens=40)
-    return events_of(file.getvalue())
+    trace.step(5_000_000, phases, requests=3, tokens=40)
+    return events_of(path)
 
 
-def test_without_steps_the_array_holds_the_process_name() -> None:
-    file = io.StringIO()
-    Trace(file)
-    (event,) = events_of(file.getvalue())
+def test_without_steps_the_array_holds_the_process_name(trace: Trace, path: Path) -> None:
+    (event,) = events_of(path)
     assert (event["name"], event["ph"], event["pid"]) == ("process_name", "M", os.getpid())
     assert event["args"] == {"name": "pie_driver_sglang"}
 
 
-def test_a_step_has_its_counts_and_lasts_as_long_as_its_phases() -> None:
-    step = one_step(io.StringIO())[1]
+def test_a_step_has_its_counts_and_lasts_as_long_as_its_phases(
+    one_step: list[dict[str, Any]],
+) -> None:
+    step = one_step[1]
     assert step["name"] == "step"
     assert step["ph"] == "X"
     assert step["args"] == {"requests": 3, "tokens": 40}
     assert (step["ts"], step["dur"]) == (5000.0, 15.0)  # microseconds
 
 
-def test_the_phases_lie_one_behind_the_other_within_the_step() -> None:
-    step, *phases = one_step(io.StringIO())[1:]
+def test_the_phases_lie_one_behind_the_other_within_the_step(
+    one_step: list[dict[str, Any]],
+) -> None:
+    step, *phases = one_step[1:]
     assert [phase["name"] for phase in phases] == list(PHASES)
     assert [phase["ts"] for phase in phases] == [5000.0, 5001.0, 5003.0, 5006.0, 5010.0]
     assert [phase["dur"] for phase in phases] == [1.0, 2.0, 3.0, 4.0, 5.0]
@@ -57,51 +76,82 @@ def test_the_phases_lie_one_behind_the_other_within_the_step() -> None:
     assert {(phase["pid"], phase["tid"]) for phase in phases} == {(step["pid"], step["tid"])}
 
 
-def test_every_step_is_readable_at_once(tmp_path: Path) -> None:
-    path = tmp_path / "trace.json"
-    trace = open_trace(str(path))
-    assert trace is not None
+def test_the_file_is_a_whole_array_after_every_step(trace: Trace, path: Path) -> None:
     for count in range(1, 4):
         trace.step(count * 1000, {"forward": 10}, requests=1, tokens=1)
-        steps = [event for event in events_of(path.read_text()) if event["name"] == "step"]
+        steps = [event for event in events_of(path) if event["name"] == "step"]
         assert len(steps) == count
-    trace._file.close()
 
 
 def test_no_path_means_no_trace() -> None:
     assert open_trace(None) is None
 
 
-class FullDisk(io.StringIO):
-    """A file on a disk that fills up."""
-
-    full = False
-
-    def write(self, text: str) -> int:
-        if self.full:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return super().write(text)
+@pytest.fixture
+def largest_file() -> Iterator[Callable[[int], None]]:
+    """Limits the size of files, as a full disk does."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-def test_a_full_disk_ends_the_trace_and_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
-    file = FullDisk()
-    trace = Trace(file)
+@pytest.mark.parametrize("room", [0, 1, 40])
+def test_a_full_disk_ends_the_trace_and_nothing_else(
+    room: int,
+    trace: Trace,
+    path: Path,
+    largest_file: Callable[[int], None],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """However much of the last step it takes."""
     trace.step(1, {"parse": 1}, requests=1, tokens=1)
-    file.full = True
+    whole = events_of(path)
+    largest_file(path.stat().st_size + room)
     with caplog.at_level(logging.WARNING, logger="pie_driver_sglang"):
         trace.step(2, {"parse": 1}, requests=1, tokens=1)
         trace.step(3, {"parse": 1}, requests=1, tokens=1)
     (record,) = caplog.records
-    assert "No space left" in record.getMessage()
+    assert "the trace ends here: File too large" in record.getMessage()
+    assert events_of(path) == whole
 
 
-def test_an_older_trace_is_replaced(tmp_path: Path) -> None:
-    path = tmp_path / "trace.json"
-    path.write_text("of an earlier run")
+def test_an_older_trace_is_replaced_when_the_new_one_begins(path: Path) -> None:
+    path.write_text("of an earlier run, " * 100)
     trace = open_trace(str(path))
     assert trace is not None
-    trace._file.close()
-    assert len(events_of(path.read_text())) == 1
+    assert path.read_text().startswith("of an earlier run")
+    trace.begin()
+    trace.close()
+    assert len(events_of(path)) == 1
+
+
+def pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def device(path: Path) -> None:
+    path.symlink_to("/dev/null")
+
+
+def unix_socket(path: Path) -> None:
+    socket.socket(socket.AF_UNIX).bind(str(path))
+
+
+@pytest.mark.filterwarnings("ignore:unclosed")
+@pytest.mark.parametrize("make", [pipe, device, unix_socket])
+def test_what_could_block_is_refused(make: Callable[[Path], None], path: Path) -> None:
+    make(path)
+    with pytest.raises(ConfigError, match="trace_file") as caught:
+        open_trace(str(path))
+    assert caught.value.hint
+
+
+def test_a_pipe_with_a_reader_is_refused(path: Path) -> None:
+    os.mkfifo(path)
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    with pytest.raises(ConfigError, match="is not a regular file"):
+        open_trace(str(path))
+    os.close(reader)
 
 
 @pytest.mark.parametrize("name", ["missing/trace.json", "."])
@@ -123,8 +173,9 @@ def test_a_driver_records_its_batches_and_nothing_else(
         client.copy("D2D", [1], [2])
         serve_two_batches(client)
         rc.eventually(lambda: path.read_text().count('"step"') >= 2, "the second step")
-    assert driver.stop() == 0
-    events = events_of(path.read_text())
+        # However it ends.
+        assert driver.stop(sig=signal.SIGKILL) == -signal.SIGKILL
+    events = events_of(path)
     # Both are short enough for the fast lane.
     phases = ("parse", "plan", "launch", "wait", "respond")
     assert [event["name"] for event in events[1:]] == ["step", *phases] * 2

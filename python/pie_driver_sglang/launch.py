@@ -115,10 +115,12 @@ def run(
     """
     started = time.monotonic()
     driver = config.driver
+    trace = open_trace(driver.options.trace_file)
     server = _open_region(config, guard)
     try:
-        # Only now: a driver that must leave to a live one leaves its trace alone, too.
-        trace = open_trace(driver.options.trace_file)
+        if trace is not None:
+            # Only now: a driver that must leave to a live one leaves its trace alone, too.
+            trace.begin()
         with start_workers() as workers:
             engine = _start(config, server, workers)
             caps = capabilities(config, engine.facts, server.request_capacity)

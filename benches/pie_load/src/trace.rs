@@ -66,7 +66,7 @@ impl Trace {
     }
 }
 
-/// A driver never ends its array, and may leave in the middle of a line.
+/// A driver need not end its array, and may leave in the middle of a line.
 fn parse_json(text: &str) -> Result<Value, serde_json::Error> {
     let text = text.trim_end();
     let close = |text: &str| serde_json::from_str(&format!("{}]", text.trim_end_matches(',')));

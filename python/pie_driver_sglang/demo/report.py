@@ -52,7 +52,7 @@ class Result:
 def read_steps(trace_path: Path) -> list[dict[str, float]]:
     """Returns the microseconds of every step and its phases, by the events' names.
 
-    The file is an array without an end, one event a line; the last line may be cut.
+    The file is an array with one event a line; while it is written the last line may be cut.
     """
     steps: list[dict[str, float]] = []
     for line in trace_path.read_text(encoding="utf-8").splitlines():
