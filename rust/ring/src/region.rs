@@ -28,7 +28,7 @@ use crate::guard::Tracker;
 /// A live owner is asked again after this time.
 const RETRY: Duration = Duration::from_millis(20);
 /// Where the system keeps its shared-memory objects.
-const DIRECTORY: &str = "/dev/shm";
+pub(crate) const DIRECTORY: &str = "/dev/shm";
 
 /// A checked region name.
 #[derive(Clone, Debug, PartialEq, Eq)]
