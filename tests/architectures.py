@@ -268,6 +268,7 @@ def build(name: str, folder: Path, *, wide: bool = False) -> Path:
         config = unfinished / "config.json"
         written = json.loads(config.read_text())
         config.write_text(json.dumps({**written, **ARCHITECTURES[name].published}))
+        tiny_models.add_tokenizer(unfinished)
         unfinished.rename(target)
     return target
 

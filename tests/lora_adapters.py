@@ -86,3 +86,4 @@ def _make(snapshot: Path, config: dict[str, Any], made: Made, seed: int) -> None
         adapted = peft.get_peft_model(model, peft.LoraConfig(init_lora_weights=False, **config))
     adapted.save_pretrained(made.adapter)
     adapted.merge_and_unload().save_pretrained(made.merged)
+    tiny_models.add_tokenizer(made.merged)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from pie_driver_sglang.arch import (
     TEMPLATE_NAMES,
     arch_name,
+    context_length,
     image_token_bytes,
     takes_images,
     vocab_size,
@@ -123,3 +125,44 @@ def test_a_config_that_contains_itself_ends() -> None:
     config: dict[str, Any] = {"model_type": "a"}
     config["text_config"] = config
     assert arch_name(config) == "a"
+
+
+SCALINGS: list[dict[str, Any]] = [
+    {},
+    {"rope_scaling": {"rope_type": "linear", "factor": 5.0}},
+    {"rope_scaling": {"type": "dynamic", "factor": 2.5}},
+    {
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 1000,
+        }
+    },
+    {
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 1000,
+        }
+    },
+    {"rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 1e6}},
+    {"seq_length": 700},
+    {"max_position_embeddings": 999},
+]
+
+
+@pytest.mark.engine
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("model_type", ["llama", "qwen3", "mistral", "gemma2"])
+@pytest.mark.parametrize("scaling", SCALINGS, ids=str)
+def test_the_context_is_sglangs(model_type: str, scaling: dict[str, Any]) -> None:
+    """Whatever a `config.json` says, so no context is refused early that SGLang takes."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from sglang.srt.utils.hf_transformers.common import get_context_length, get_hf_text_config
+        from transformers import AutoConfig
+    written = {"max_position_embeddings": 4000, **scaling}
+    config = AutoConfig.for_model(model_type, **written)
+    assert context_length(written) == get_context_length(get_hf_text_config(config))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -285,7 +286,8 @@ def test_every_sampler_exists(sampling: Sampling) -> None:
 def write_trace(path: Path, steps: Sequence[Sequence[int]]) -> None:
     names = ("parse", "plan", "forward", "sample", "respond")
     with path.open("w") as file:
-        trace = Trace(file)
+        trace = Trace(os.dup(file.fileno()))
+        trace.begin()
         for start, phases in enumerate(steps):
             named = dict(zip(names, phases, strict=True))
             trace.step(start * 10**6, named, requests=1, tokens=1)

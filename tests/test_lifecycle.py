@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -520,6 +520,34 @@ def with_a_pipe_as_trace(snapshot: Path) -> dict[str, Any]:
     return {"options": {"trace_file": str(snapshot / "trace")}}
 
 
+def with_unknown_attention(_: Path) -> dict[str, Any]:
+    return {"options": {"attention_backend": "flashfoo"}}
+
+
+def with_too_long_a_context(_: Path) -> dict[str, Any]:
+    return {"options": {"context_length": tiny_models.CONTEXT + 1}}
+
+
+def without_a_tokenizer(snapshot: Path) -> dict[str, Any]:
+    (snapshot / "tokenizer.json").unlink()
+    return {}
+
+
+def with_negative_heads(snapshot: Path) -> dict[str, Any]:
+    hf_config(snapshot, head_dim=-16)
+    return {}
+
+
+def with_unknown_architecture(snapshot: Path) -> dict[str, Any]:
+    hf_config(snapshot, architectures=["UnheardOfForCausalLM"])
+    return {}
+
+
+def with_an_architecture_of_transformers(snapshot: Path) -> dict[str, Any]:
+    hf_config(snapshot, model_type="gpt_neox", architectures=["GPTNeoXForCausalLM"])
+    return {}
+
+
 def with_two_devices(_: Path) -> dict[str, Any]:
     return {"device": ["cpu", "cpu"]}
 
@@ -533,18 +561,19 @@ EARLY = {
     "the trace cannot be written": (with_trace_nowhere, "/nonexistent/trace.json"),
     "the trace is a pipe that nobody reads": (with_a_pipe_as_trace, "cannot write"),
     "there are two devices": (with_two_devices, "device"),
+    "the attention backend is unknown": (with_unknown_attention, "flashfoo"),
+    "the context is too long": (with_too_long_a_context, f"has {tiny_models.CONTEXT} positions"),
+    "there is no tokenizer": (without_a_tokenizer, "no tokenizer"),
+    "a size is nonsense": (with_negative_heads, "`head_dim` = -16"),
+    "the architecture is unknown": (with_unknown_architecture, "UnheardOfForCausalLM"),
+    "only transformers has it": (with_an_architecture_of_transformers, "GPTNeoXForCausalLM"),
 }
 """Failures that show before SGLang is imported: how to cause them, and what the line names."""
 
 
-def with_unknown_architecture(snapshot: Path) -> dict[str, Any]:
-    hf_config(snapshot, architectures=["UnheardOfForCausalLM"])
-    return {}
-
-
-def with_an_architecture_of_transformers(snapshot: Path) -> dict[str, Any]:
-    hf_config(snapshot, model_type="gpt_neox", architectures=["GPTNeoXForCausalLM"])
-    return {}
+def chosen_by_sglang(cause: Callable[[Path], dict[str, Any]]) -> Callable[[Path], dict[str, Any]]:
+    """As `cause`, with an option by which SGLang may take other classes than its own."""
+    return lambda snapshot: {**cause(snapshot), "options": {"model_impl": "auto"}}
 
 
 def with_an_encoder(snapshot: Path) -> dict[str, Any]:
@@ -587,10 +616,14 @@ def with_soft_capped_attention(snapshot: Path) -> dict[str, Any]:
 
 
 LATE = {
-    "the architecture is unknown": ("llama", with_unknown_architecture, "UnheardOfForCausalLM"),
+    "the architecture is unknown": (
+        "llama",
+        chosen_by_sglang(with_unknown_architecture),
+        "UnheardOfForCausalLM",
+    ),
     "only transformers has it": (
         "llama",
-        with_an_architecture_of_transformers,
+        chosen_by_sglang(with_an_architecture_of_transformers),
         "would take GPTNeoXForCausalLM from transformers",
     ),
     "it has an encoder": ("llama", with_an_encoder, "has an encoder"),
@@ -632,6 +665,7 @@ class TestFailedStart:
             assert "page_size" in start.log()
 
     def test_a_context_that_no_region_can_hold(self, snapshot: Path, tmp_path: Path) -> None:
+        hf_config(snapshot, max_position_embeddings=2**31 - 1)
         config = drivers.write_config(tmp_path, snapshot, options={"context_length": 2**31 - 1})
         with rc.started(config, PYTHONPROFILEIMPORTTIME="1") as start:
             assert start.process.wait(30.0) == 1
@@ -650,6 +684,20 @@ class TestFailedStart:
             assert start.process.wait(60.0) == 1
             self.check_remains(start)
             assert expected in failure_line(start.log())
+
+    def test_a_context_beyond_what_the_models_class_says(
+        self, snapshot: Path, tmp_path: Path
+    ) -> None:
+        path = snapshot / "config.json"
+        written = json.loads(path.read_text())
+        del written["max_position_embeddings"]
+        path.write_text(json.dumps(written))
+        options = {"context_length": 1_000_000}
+        with rc.forked(drivers.write_config(tmp_path, snapshot, options=options)) as start:
+            assert start.process.wait(60.0) == 1
+            self.check_remains(start)
+            assert "context_length" in failure_line(start.log())
+            assert "`context_length` = 1000000" in start.log().partition("hint: ")[2]
 
     @staticmethod
     def check_remains(start: rc.Start) -> None:

@@ -177,7 +177,6 @@ def test_the_cpu_has_its_own_attention_backend() -> None:
         {"attention_backend": "triton"}, "does not run on the CPU", "torch_native", device="cpu"
     )
     refused({"decode_attention_backend": "fa3"}, "decode_attention_backend", device="cpu")
-    assert parse_options({"attention_backend": "ours"}, "cpu").attention_backend == "ours"
 
 
 def test_adapters() -> None:
@@ -285,11 +284,34 @@ def test_fields_pass_through_by_name() -> None:
     assert parse_options(table, GPU).server_args == table
 
 
-def test_a_plugin_may_add_choices(caplog: pytest.LogCaptureFixture) -> None:
-    options = parse_options({"quantization": "fp9", "attention_backend": "tritn"}, GPU)
+@pytest.mark.parametrize("variable", ["SGLANG_PLUGINS", "SGLANG_PLATFORM"])
+@pytest.mark.parametrize("device", ["cpu", GPU])
+def test_a_plugin_may_add_choices(
+    variable: str,
+    device: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(variable, "ours")
+    options = parse_options({"quantization": "fp9", "attention_backend": "tritn"}, device)
     assert options.server_args == {"quantization": "fp9"}
+    assert options.attention_backend == "tritn"
     assert "did you mean `triton`" in caplog.text
     assert "`fp8`" in caplog.text
+
+
+@pytest.mark.parametrize("device", ["cpu", GPU])
+@pytest.mark.parametrize(
+    "name", ["attention_backend", "prefill_attention_backend", "decode_attention_backend"]
+)
+def test_an_unknown_attention_backend(
+    name: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SGLANG_PLUGINS", raising=False)
+    monkeypatch.delenv("SGLANG_PLATFORM", raising=False)
+    refused({name: "flashfoo"}, f"`{name}`", "'flashfoo'", "SGLANG_PLUGINS", device=device)
+    refused({name: "tritn"}, "did you mean `triton`?", "flashinfer", device=device)
+    refused({"attention_backend": "triton,flashinfr"}, "did you mean `flashinfer`?")
 
 
 @pytest.mark.parametrize(

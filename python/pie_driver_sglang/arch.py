@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from pie_driver_sglang.errors import ConfigError, quoted
 
@@ -112,20 +112,41 @@ def vocab_size(hf_config: Mapping[str, Any]) -> int | None:
     return None
 
 
+class ContextLimit(NamedTuple):
+    """The positions of a model, and where its config says so."""
+
+    positions: int
+    source: str
+
+
 def context_length(hf_config: Mapping[str, Any]) -> int:
-    """Return the positions that SGLang will give the model, before the model is loaded.
+    """Return the positions that SGLang will give the model, before the model is loaded."""
+    limit = context_limit(hf_config)
+    return _DEFAULT_CONTEXT if limit is None else limit.positions
+
+
+def context_limit(hf_config: Mapping[str, Any]) -> ContextLimit | None:
+    """The positions that SGLang will give the model; None if its config leaves them to its class.
 
     SGLang scales the trained length by a rope factor, except where the factor is part of it.
     """
-    config = next(_text_configs(hf_config))
+    config = text_config(hf_config)
     scaling = config.get("rope_scaling") or config.get("rope_parameters")
     factor: Any = 1
     if isinstance(scaling, Mapping) and scaling.get("rope_type") != "llama3":
         plain = "original_max_position_embeddings" in scaling
         factor = 1 if plain else scaling.get("factor") or 1
-    lengths = (config.get(key) for key in _CONTEXT_KEYS)
-    length: Any = next(filter(_is_number, lengths), _DEFAULT_CONTEXT)
-    return int(length * (factor if _is_number(factor) else 1))
+    factor = factor if _is_number(factor) else 1
+    key = next((key for key in _CONTEXT_KEYS if _is_number(config.get(key))), None)
+    if key is None:
+        return None
+    source = f"`{key}`" if factor == 1 else f"`{key}` {config[key]} times the rope factor {factor}"
+    return ContextLimit(int(config[key] * factor), source)
+
+
+def text_config(hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The config of the language model, which a multi-modal config holds inside."""
+    return next(_text_configs(hf_config))
 
 
 def takes_images(hf_config: Mapping[str, Any]) -> bool:

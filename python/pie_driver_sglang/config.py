@@ -1,8 +1,9 @@
 """The file that the Pie runtime writes for the driver, read and checked.
 
-The sections, keys and defaults are those of the Pie driver protocol. Sections and keys that the
-protocol does not know are ignored everywhere but in `[driver.options]`. Everything that can be
-checked without SGLang is checked here, so that a mistake shows within a second.
+The sections, keys and defaults are those of the Pie driver protocol, which wants sections and keys
+that it does not know to be tolerated: they are ignored with a warning everywhere but in
+`[driver.options]`. Everything that can be checked without SGLang is checked here, so that a mistake
+shows within a second.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from typing import Any, Final
 
 import msgspec
 
-from pie_driver_sglang.errors import ConfigError, quoted
+from pie_driver_sglang.errors import ConfigError, nearest, quoted, reason
+from pie_driver_sglang.hf_config import DOWNLOAD, check_hf_config, load_hf_config
 from pie_driver_sglang.options import DriverOptions, parse_options
 
 logger = logging.getLogger(__name__)
@@ -32,7 +34,6 @@ _MAX_FILE_BYTES: Final = 1 << 20
 _U32_MAX: Final = 2**32 - 1
 _U64_MAX: Final = 2**64 - 1
 _BY_HAND: Final = "the Pie runtime writes this file; by hand, follow the Pie driver protocol"
-_DOWNLOAD: Final = "download the model again, e.g. with `hf download <repository>`"
 
 
 class ModelSection(msgspec.Struct, frozen=True, kw_only=True):
@@ -114,6 +115,16 @@ class _File(msgspec.Struct):
     driver: _DriverTable
 
 
+#: What the file may hold. The runtime's other launchers look for `telemetry`.
+_KNOWN: Final[Mapping[str, frozenset[str]]] = MappingProxyType(
+    {
+        "": frozenset({"model", "driver", "telemetry"}),
+        "model": frozenset(_ModelTable.__struct_fields__),
+        "driver": frozenset(_DriverTable.__struct_fields__),
+    }
+)
+
+
 def load_config(path: Path) -> DriverConfig:
     """Read and check the configuration file and the model's snapshot.
 
@@ -127,57 +138,12 @@ def load_config(path: Path) -> DriverConfig:
     driver = _check_driver(table.driver)
     model = _check_model(table.model)
     hf_config = load_hf_config(model.snapshot_dir)
-    _check_heads(hf_config, driver.tensor_parallel_size)
+    check_hf_config(hf_config, driver.options, driver.tensor_parallel_size)
     load_format = driver.options.server_args.get("load_format", "auto")
     _check_weights(model.snapshot_dir, load_format)
-    _check_tokenizer(model.snapshot_dir)
+    _check_tokenizer(model.snapshot_dir, load_format)
     model = msgspec.structs.replace(model, hf_config=hf_config)
     return DriverConfig(model=model, driver=driver)
-
-
-def load_hf_config(snapshot_dir: Path) -> dict[str, Any]:
-    """Return the model's `config.json`, which must name a type and an architecture.
-
-    Raises:
-        ConfigError: The file is missing, unreadable or not a model's config.
-    """
-    path = snapshot_dir / "config.json"
-    try:
-        # Not msgspec: transformers writes `Infinity` into some configs.
-        config = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        message = f"the snapshot {quoted(str(snapshot_dir))} has no config.json"
-        raise ConfigError(message, _DOWNLOAD) from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"cannot read {quoted(str(path))}: {_cause(error)}", _DOWNLOAD) from error
-    if not isinstance(config, dict):
-        raise ConfigError(f"{quoted(str(path))} is not a JSON object", _DOWNLOAD)
-    model_type, architectures = config.get("model_type"), config.get("architectures")
-    if not isinstance(model_type, str) or not model_type:
-        raise _incomplete(path, "model_type", model_type)
-    if not _is_list_of_names(architectures):
-        raise _incomplete(path, "architectures", architectures)
-    return config
-
-
-def _is_list_of_names(value: object) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(x, str) for x in value)
-
-
-def _incomplete(path: Path, key: str, value: object) -> ConfigError:
-    return ConfigError(
-        f"{quoted(str(path))} has no usable `{key}`: {quoted(value)}",
-        "use a snapshot of a causal language model in the Hugging Face format",
-    )
-
-
-def _cause(error: BaseException) -> str:
-    """Say in a few words why a file could not be read."""
-    if isinstance(error, OSError):
-        return error.strerror or str(error)
-    if isinstance(error, RecursionError):
-        return "it is nested too deeply"
-    return " ".join(str(error).split())
 
 
 def _read(path: Path) -> bytes:
@@ -192,7 +158,7 @@ def _read(path: Path) -> bytes:
         with path.open("rb") as file:
             data = file.read(_MAX_FILE_BYTES + 1)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read configuration {shown}: {_cause(error)}", hint) from error
+        raise ConfigError(f"cannot read configuration {shown}: {reason(error)}", hint) from error
     if len(data) > _MAX_FILE_BYTES:
         raise ConfigError(
             f"configuration file {shown} is larger than {_MAX_FILE_BYTES} bytes", _BY_HAND
@@ -205,12 +171,25 @@ def _decode(path: Path, data: bytes) -> _File:
         table = msgspec.toml.decode(data.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:  # msgspec's own errors are ValueErrors.
         raise ConfigError(
-            f"configuration file {quoted(str(path))} is not valid TOML: {_cause(error)}", _BY_HAND
+            f"configuration file {quoted(str(path))} is not valid TOML: {reason(error)}", _BY_HAND
         ) from error
     try:
-        return msgspec.convert(table, _File)
+        checked = msgspec.convert(table, _File)
     except (ValueError, OverflowError) as error:
         raise _wrong_type(str(error), table) from error
+    for section in _KNOWN:
+        for key in _unknown(table, section):
+            dotted = f"{section}.{key}".lstrip(".")
+            question = nearest(key, _KNOWN[section])
+            logger.warning("configuration: `%s` is unknown and ignored. %s", dotted, question)
+    return checked
+
+
+def _unknown(table: Mapping[str, Any], section: str) -> list[str]:
+    """The keys of a section that the protocol does not know, or those of the file for ``""``."""
+    found = table.get(section, {}) if section else table
+    keys = sorted(found.keys() - _KNOWN[section]) if isinstance(found, Mapping) else []
+    return [quoted(key).strip("'") for key in keys]
 
 
 def _wrong_type(text: str, table: Mapping[str, Any]) -> ConfigError:
@@ -220,7 +199,11 @@ def _wrong_type(text: str, table: Mapping[str, Any]) -> ConfigError:
     missing = re.search(r"missing required field `(\w+)`", what)
     if missing:
         dotted = ".".join([*keys, missing[1]])
-        return ConfigError(f"configuration has no `{dotted}`", f"add `{dotted}`; {_BY_HAND}")
+        unknown = ", ".join(f"`{key}`" for key in _unknown(table, ".".join(keys))[:8])
+        instead = f", but an unknown {unknown}" if unknown else ""
+        return ConfigError(
+            f"configuration has no `{dotted}`{instead}", f"add `{dotted}`; {_BY_HAND}"
+        )
     value: Any = table
     for key in keys:
         value = value.get(key) if isinstance(value, Mapping) else value
@@ -306,27 +289,6 @@ def _check_devices(listed: list[str] | str, tensor_parallel_size: int) -> tuple[
     return checked
 
 
-def _check_heads(hf_config: Mapping[str, Any], ranks: int) -> None:
-    """Refuse a model whose attention heads cannot be dealt out evenly."""
-    text = hf_config.get("text_config")
-    text = text if isinstance(text, dict) else hf_config
-    heads = text.get("num_attention_heads")
-    kv_heads = text.get("num_key_value_heads") or heads
-    if not isinstance(heads, int) or not isinstance(kv_heads, int):
-        return
-
-    def fits(count: int) -> bool:
-        return heads % count == 0 and (kv_heads % count == 0 or count % kv_heads == 0)
-
-    if not fits(ranks):
-        fitting = [str(count) for count in range(1, 2 * ranks) if fits(count)]
-        raise ConfigError(
-            f"`driver.tensor_parallel_size` is {ranks}, but the model has {heads} attention heads "
-            f"over {kv_heads} of keys and values, which cannot be dealt out evenly",
-            f"use {' or '.join(fitting)} devices",
-        )
-
-
 def _check_device(device: str) -> str:
     """Return `cpu` or `cuda:N`. All `cpu:N` are one CPU: the runtime wants names that differ."""
     match = re.fullmatch("(cpu|cuda)(?::([0-9]{1,4}))?", device)
@@ -341,7 +303,7 @@ def _check_device(device: str) -> str:
 def _check_model(table: _ModelTable) -> ModelSection:
     shown = quoted(table.snapshot_dir)
     if not table.snapshot_dir or "\0" in table.snapshot_dir:
-        raise ConfigError(f"`model.snapshot_dir` is {shown}, which names no directory", _DOWNLOAD)
+        raise ConfigError(f"`model.snapshot_dir` is {shown}, which names no directory", DOWNLOAD)
     path = Path(table.snapshot_dir)
     if path.suffix.lower() == ".gguf":
         raise ConfigError(
@@ -351,9 +313,9 @@ def _check_model(table: _ModelTable) -> ModelSection:
     try:
         exists, is_directory = path.exists(), path.is_dir()
     except OSError as error:
-        raise ConfigError(f"cannot read snapshot {shown}: {_cause(error)}", _DOWNLOAD) from error
+        raise ConfigError(f"cannot read snapshot {shown}: {reason(error)}", DOWNLOAD) from error
     if not exists:
-        raise ConfigError(f"snapshot directory {shown} does not exist", _DOWNLOAD)
+        raise ConfigError(f"snapshot directory {shown} does not exist", DOWNLOAD)
     if not is_directory:
         raise ConfigError(
             f"`model.snapshot_dir` is {shown}, which is a file, not a directory",
@@ -399,18 +361,18 @@ def _check_weights(snapshot_dir: Path, load_format: str) -> None:
         candidates = [path for pattern in patterns for path in snapshot_dir.glob(pattern)]
         found = {path.name for path in candidates if path.is_file()} - _NOT_WEIGHTS
     except OSError as error:
-        raise ConfigError(f"cannot read snapshot {shown}: {_cause(error)}", _DOWNLOAD) from error
+        raise ConfigError(f"cannot read snapshot {shown}: {reason(error)}", DOWNLOAD) from error
     if patterns and not found:
         raise ConfigError(
             f"the snapshot {shown} has no weights ({', '.join(patterns)})",
-            f'{_DOWNLOAD}, or set `load_format = "dummy"` for random weights',
+            f'{DOWNLOAD}, or set `load_format = "dummy"` for random weights',
         )
     missing = sorted(_indexed_files(snapshot_dir) - found) if "*.safetensors" in patterns else []
     if missing:
         raise ConfigError(
             f"the snapshot {shown} lacks {len(missing)} of the weight files in its index, "
             f"e.g. {quoted(missing[0])}",
-            _DOWNLOAD,
+            DOWNLOAD,
         )
 
 
@@ -423,11 +385,16 @@ def _indexed_files(snapshot_dir: Path) -> set[str]:
         return set()
 
 
-def _check_tokenizer(snapshot_dir: Path) -> None:
-    """Warn if the runtime will not find a tokenizer: it looks only after the driver is ready."""
-    if not any((snapshot_dir / name).is_file() for name in ("tokenizer.json", "tiktoken.model")):
-        logger.warning(
-            "the snapshot %s has neither tokenizer.json nor tiktoken.model: "
-            "the Pie runtime will refuse it",
-            quoted(str(snapshot_dir)),
-        )
+def _check_tokenizer(snapshot_dir: Path, load_format: str) -> None:
+    """Refuse a snapshot without a tokenizer, for which the runtime looks behind the whole start.
+
+    Made-up weights are for measurements, which need none.
+    """
+    names = ("tokenizer.json", "tiktoken.model")
+    if load_format == "dummy" or any((snapshot_dir / name).is_file() for name in names):
+        return
+    raise ConfigError(
+        f"the snapshot {quoted(str(snapshot_dir))} has no tokenizer that the Pie runtime reads "
+        f"({' or '.join(names)})",
+        f"{DOWNLOAD}, or convert its tokenizer to tokenizer.json with transformers",
+    )

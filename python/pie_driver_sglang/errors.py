@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import reprlib
+from collections.abc import Iterable
 from typing import Any
 
 
@@ -65,3 +67,20 @@ def quoted(value: Any) -> str:
         return shortener.repr(value)
     except ValueError:  # Python refuses to print an integer of more than 4300 digits.
         return "a number of more than 4300 digits"
+
+
+def reason(error: BaseException) -> str:
+    """Say in a few words why a file could not be read."""
+    if isinstance(error, OSError):
+        return error.strerror or str(error)
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply"
+    return " ".join(str(error).split())
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """Return a question with the nearest known names; empty if none is near."""
+    names = sorted(known)
+    longer = [name for name in names if len(word) > 2 and name.startswith(word)]
+    matches = longer[:3] or difflib.get_close_matches(word[:100], names, n=3, cutoff=0.6)
+    return f"did you mean {' or '.join(f'`{match}`' for match in matches)}?" if matches else ""

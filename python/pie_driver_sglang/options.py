@@ -7,16 +7,16 @@ generated (`_server_args.py`), so that nothing here imports SGLang.
 
 from __future__ import annotations
 
-import difflib
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+import os
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 import msgspec
 
 from pie_driver_sglang._server_args import SERVER_ARGS, ServerArg
-from pie_driver_sglang.errors import ConfigError, quoted
+from pie_driver_sglang.errors import ConfigError, nearest, quoted
 
 logger = logging.getLogger(__name__)
 
@@ -395,11 +395,18 @@ def _check_text(name: str, value: str, field: ServerArg) -> None:
         )
     if not field.choices or value in field.choices:
         return
-    hint = f"{_nearest(value, field.choices)} choose one of {', '.join(field.choices)}".strip()
-    if field.open_choices:
+    hint = f"{nearest(value, field.choices)} choose one of {', '.join(field.choices)}".strip()
+    if field.open_choices and (name not in _BACKENDS or loads_plugins()):
         logger.warning("option `%s` is %s, unknown to SGLang itself: %s", name, quoted(value), hint)
         return
+    if field.open_choices:
+        hint += "; for a backend of a plugin, name the plugin in SGLANG_PLUGINS"
     raise ConfigError(f"option `{name}` is {quoted(value)}, which SGLang does not know", hint)
+
+
+def loads_plugins() -> bool:
+    """Whether SGLang is told to load plugins, which may add backends and model classes to it."""
+    return any(os.environ.get(name) for name in ("SGLANG_PLUGINS", "SGLANG_PLATFORM"))
 
 
 def _owned(name: str, owner: str) -> ConfigError:
@@ -408,7 +415,7 @@ def _owned(name: str, owner: str) -> ConfigError:
 
 
 def _unknown(name: str) -> ConfigError:
-    hint = _nearest(name.replace("-", "_").lower(), valid_names())
+    hint = nearest(name.replace("-", "_").lower(), valid_names())
     if name in _OTHER_NAMES:
         hint = f"this driver calls it `{_OTHER_NAMES[name]}`"
     elif name in _SECTION_KEYS:
@@ -419,14 +426,6 @@ def _unknown(name: str) -> ConfigError:
         or f"valid options of the driver: {', '.join(sorted(_KEYS))}; "
         "and SGLang's settings for the model and its kernels, by their ServerArgs names",
     )
-
-
-def _nearest(word: str, known: Iterable[str]) -> str:
-    """Return a question with the nearest known names; empty if none is near."""
-    names = sorted(known)
-    longer = [name for name in names if len(word) > 2 and name.startswith(word)]
-    matches = longer[:3] or difflib.get_close_matches(word[:100], names, n=3, cutoff=0.6)
-    return f"did you mean {' or '.join(f'`{match}`' for match in matches)}?" if matches else ""
 
 
 def _check_drafts(options: DriverOptions) -> None:

@@ -282,6 +282,7 @@ def _settings(config: DriverConfig) -> str:
         "attention_backend": options.attention_backend,
         "kv_cache_dtype": options.kv_cache_dtype,
         "page_size": options.page_size,
+        **({"context_length": options.context_length} if options.context_length else {}),
         **options.server_args,
     }
     return ", ".join(f"`{name}` = {quoted(value)}" for name, value in named.items())
