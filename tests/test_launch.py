@@ -308,8 +308,23 @@ os._exit(launch.main(["--config", sys.argv[1], "--handshake-fd", sys.argv[2]]))
 """
 """A driver that notes whether the handshake is open when it says why the start fails."""
 
+WARMING_UP = """
+def start(*arguments): raise not_running("cpu", RuntimeError("no such kernel"))
+from pie_driver_sglang.errors import not_running
+launch._start = start
+"""
+A_RANK_ENDS = """
+import subprocess, time
+from pie_driver_sglang import parallel
+launch._start = lambda *arguments: time.sleep(60)
+end = [sys.executable, "-c", "raise SystemExit(3)"]
+parallel._start_interpreter = lambda *arguments: subprocess.Popen(end)
+"""
 FAILURES = {
     "no configuration": ("", "does not exist"),
+    "the import": ("def load(*_): import no_such_library\nlaunch.load_rank = load", "no_such_lib"),
+    "the warm-up": (WARMING_UP, "does not run on cpu: no such kernel"),
+    "a rank": (A_RANK_ENDS, "rank 1 on cpu ended with status 3"),
     "an exception": ("launch.load_config = lambda path: 1 // 0", "ZeroDivisionError"),
     "an interrupt": ("def stop(path): raise KeyboardInterrupt\nlaunch.load_config = stop", "Inter"),
 }
@@ -319,8 +334,11 @@ FAILURES = {
 def test_the_reason_is_printed_before_the_handshake_closes(name: str, tmp_path: Path) -> None:
     """Then the runtime terminates the driver. `tests/test_lifecycle.py` has the later stages."""
     change, expected = FAILURES[name]
+    path = tmp_path / "none.toml"
+    if name != "no configuration":
+        path = drivers.write_config(tmp_path, tiny_models.POCKET, **drivers.spread(2))
     reader, writer = os.pipe()
-    arguments = [str(tmp_path / "none.toml"), str(writer), str(drivers.TESTS), change]
+    arguments = [str(path), str(writer), str(drivers.TESTS), change]
     log = tmp_path / "stderr"
     with log.open("wb") as file:
         driver = subprocess.Popen(

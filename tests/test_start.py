@@ -16,6 +16,7 @@ import pytest
 
 import drivers
 from pie_driver_sglang import device
+from pie_driver_sglang.errors import StartError
 from pie_driver_sglang.sglang import environment
 
 LIMIT_S = 180.0
@@ -135,6 +136,14 @@ class TestContext:
         thread = device.begin_context("cuda:0")
         assert thread is not None
         thread.join()
+
+    def test_a_missing_driver_is_seen_without_torch(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(device, "_LIBRARY", "libno-such-driver.so.1")
+        # Python's sign for a module that must not be imported.
+        monkeypatch.setitem(sys.modules, "torch", None)
+        with pytest.raises(StartError, match="cuda:0 does not exist: no CUDA device") as caught:
+            device.check_device("cuda:0")
+        assert caught.value.hint
 
     def test_of_no_gpu(self) -> None:
         assert device.begin_context("cpu") is None

@@ -51,16 +51,27 @@ def check_device(device: str) -> None:
     """
     if device == "cpu":
         return
-    import torch
+    index, count = _index(device), 0
+    # Without it there is no need to import torch first, which takes seconds.
+    if _has_driver():
+        import torch
 
-    index = _index(device)
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if index >= count:
         found = f"{count} CUDA devices are visible" if count else "no CUDA device is visible"
         raise StartError(
             f"device {device} does not exist: {found}",
             'set `device = ["cpu"]` or make the GPU visible',
         )
+
+
+def _has_driver() -> bool:
+    """Whether this machine has NVIDIA's driver."""
+    try:
+        ctypes.CDLL(_LIBRARY)
+    except OSError:
+        return False
+    return True
 
 
 def _index(device: str) -> int:
