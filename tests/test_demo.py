@@ -36,6 +36,7 @@ from pie_driver_sglang.demo.runtime import (
     Runtime,
     Sampling,
 )
+from pie_driver_sglang.demo.tokens import find_model
 from pie_driver_sglang.errors import ConfigError, StartError
 from pie_driver_sglang.launch import NEVER_PARK
 from pie_driver_sglang.trace import Trace
@@ -350,6 +351,18 @@ def test_plain_lines_show_each_context_once(capsys: pytest.CaptureFixture[str]) 
     assert capsys.readouterr().out == "\n--- 1: greedy, 2 tokens, token limit ---\np1:<1><1>\n"
 
 
+def test_plain_lines_show_what_the_driver_logs(capsys: pytest.CaptureFixture[str]) -> None:
+    display = Display()
+    for elapsed, line in (
+        (0.1, ""),
+        (0.2, "importing"),
+        (0.3, "importing"),
+        (12.34, "load\x1bing"),
+    ):
+        display.loading(elapsed, line)
+    assert capsys.readouterr().out == "  0.2 s  importing\n 12.3 s  load\ufffding\n"
+
+
 def test_text_cannot_steer_the_terminal() -> None:
     assert printable("a\tb\n\x1b[2J\x00é\xa0x\r") == "a   b\n\ufffd[2J\ufffdé x "
 
@@ -403,8 +416,34 @@ def test_a_wrong_model_shows_at_once(
     assert "\n\nhint: pass a folder with config.json, tokenizer.json and weights" in error
 
 
+def test_a_model_in_the_cache_of_hugging_face(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub = pytest.importorskip("huggingface_hub")
+    monkeypatch.setattr(hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    snapshot = tmp_path / "models--a--small-model" / "snapshots" / "0123"
+    snapshot.mkdir(parents=True)
+    for name in ("config.json", "tokenizer.json"):
+        (snapshot / name).touch()
+    refs = snapshot.parents[1] / "refs"
+    refs.mkdir()
+    (refs / "main").write_text("0123")
+    assert find_model(Path("a/small-model")) == snapshot
+    with pytest.raises(ConfigError, match="no model folder 'a/other'"):
+        find_model(Path("a/other"))
+
+
 @pytest.mark.parametrize(
-    "arguments", [["--tokens", "0"], ["--tokens", "x"], ["--prompt", "\udcff"]]
+    "arguments",
+    [
+        ["--tokens", "0"],
+        ["--tokens", "x"],
+        ["--prompt", "\udcff"],
+        ["--device", "gpu"],
+        ["--device", "cuda:"],
+        ["--device", "cpu,cuda:0"],
+        ["--device", "cpu,"],
+    ],
 )
 def test_wrong_arguments(arguments: list[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
@@ -441,7 +480,9 @@ def test_six_prompts_from_end_to_end() -> None:
     lines = out.splitlines()
     assert re.fullmatch(r"[0-9]+\.[0-9] tok/s", lines[-1])
     assert float(lines[-1].split()[0]) > 0
-    assert re.match("(latency|balanced) profile: ", lines[0])
+    assert lines[0].startswith("starting the driver: ")
+    assert re.match("(latency|balanced) profile: ", lines[1])
+    assert any("importing SGLang" in line for line in lines[2:])
     assert sum(line.startswith("--- ") for line in lines) == len(program.PROMPTS)
     assert out.count("def read_config(path):\n") == 1
     for part in ("ring", "parse and plan", "model and sampling", "respond"):

@@ -18,13 +18,17 @@ class Display:
     def __init__(self) -> None:
         """Prints to the standard output."""
         self._printed: set[int] = set()
+        self._log_line = ""
 
     def note(self, line: str) -> None:
         """Shows a line of information."""
         print(line, flush=True)
 
     def loading(self, elapsed_s: float, log_line: str) -> None:
-        """Shows that the driver still loads; called many times."""
+        """Shows each new line of the driver's log while it loads; called many times."""
+        if log_line != self._log_line:
+            self._log_line = log_line
+            print(f"{elapsed_s:5.1f} s  {printable(log_line).strip()}", flush=True)
 
     def show(self, contexts: Sequence[Context]) -> None:
         """Shows the state of all contexts; called after every step."""

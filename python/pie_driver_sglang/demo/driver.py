@@ -52,8 +52,12 @@ def choose_profile(cores: int, load: float) -> Profile:
     """
     free = max(0.0, cores - load)
     if free >= LATENCY_CORES:
-        return Profile("latency", NEVER_PARK, f"{free:.1f} of {cores} cores are free")
-    reason = f"{free:.1f} of {cores} cores are free, latency needs {LATENCY_CORES}"
+        reason = f"both sides spin between steps, since {free:.1f} of {cores} cores are free"
+        return Profile("latency", NEVER_PARK, reason)
+    reason = (
+        f"both sides park between steps, since {free:.1f} of {cores} cores are free and latency "
+        f"needs {LATENCY_CORES}"
+    )
     return Profile("balanced", 1000, reason)
 
 

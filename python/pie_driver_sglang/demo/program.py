@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import io
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -17,7 +18,7 @@ from pie_driver_sglang.demo.display import Display, open_display
 from pie_driver_sglang.demo.driver import DriverEnded, Settings, SpawnedDriver, choose_profile
 from pie_driver_sglang.demo.report import Result, read_steps, summarise
 from pie_driver_sglang.demo.runtime import Context, Limits, Runtime, Sampling
-from pie_driver_sglang.demo.tokens import Tokenizer, check_model
+from pie_driver_sglang.demo.tokens import Tokenizer, find_model
 from pie_driver_sglang.errors import DriverError
 from pie_driver_sglang.logs import format_failure
 
@@ -70,18 +71,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> float:
-    check_model(arguments.model)
+    model = find_model(arguments.model)
     profile = choose_profile(len(os.sched_getaffinity(0)), os.getloadavg()[0])
-    settings = Settings(arguments.model, arguments.device, arguments.seed, profile)
+    settings = Settings(model, arguments.device, arguments.seed, profile)
     with (
         tempfile.TemporaryDirectory(prefix="pie-demo-") as folder,
         SpawnedDriver(settings, Path(folder)) as driver,
         open_display() as display,
     ):
-        display.note(f"{profile.name} profile: {profile.reason}")
         display.note(f"starting the driver: {arguments.model} on {arguments.device}")
+        display.note(f"{profile.name} profile: {profile.reason}")
         # The driver loads meanwhile.
-        tokenizer = Tokenizer(arguments.model)
+        tokenizer = Tokenizer(model)
         limits = _wait(driver, display)
         channel = driver.connect()
         contexts = _contexts(arguments.prompt, tokenizer, arguments.tokens)
@@ -157,14 +158,24 @@ def _path(text: str) -> Path:
     return Path(_text(text))
 
 
+def _devices(text: str) -> str:
+    if not re.fullmatch(r"(cpu|cuda)(:\d{1,4})?(,\1(:\d{1,4})?)*", text, re.ASCII):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is neither cpu nor cuda:N, nor several of one kind such as cuda:0,cuda:1"
+        )
+    return text
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m pie_driver_sglang.demo",
         description="Serves several prompts at once, from the ring to the text on the terminal.",
     )
     add = parser.add_argument
-    add("--model", type=_path, default=Path("models/pocket"), help="folder (default: %(default)s)")
-    add("--device", default="cpu", help="cpu or cuda:N; several share the model: cuda:0,cuda:1")
+    help_model = "folder, or a repository in the Hugging Face cache (default: %(default)s)"
+    add("--model", type=_path, default=Path("models/pocket"), help=help_model)
+    help_device = "cpu or cuda:N; several share the model: cuda:0,cuda:1 (default: %(default)s)"
+    add("--device", type=_devices, default="cpu", help=help_device)
     add("--tokens", type=_count, default=96, help="most tokens per prompt (default: %(default)s)")
     add("--prompt", type=_text, nargs="+", default=PROMPTS, metavar="TEXT", help="own prompts")
     add("--seed", type=int, default=42, help="the driver's random seed (default: %(default)s)")

@@ -14,7 +14,8 @@ from pie_driver_sglang.errors import ConfigError
 _END_NAMES: Final = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|end_of_text|>", "</s>")
 _DOWNLOAD: Final = (
     "pass a folder with config.json, tokenizer.json and weights to --model, "
-    "e.g. one from `hf download <repository>`"
+    "e.g. one from `hf download <repository>`; the default `models/pocket` is in a clone of this "
+    "driver's repository"
 )
 
 
@@ -58,16 +59,31 @@ class Tokenizer:
         return frozenset(token for token in tokens if token is not None)
 
 
-def check_model(folder: Path) -> None:
+def find_model(folder: Path) -> Path:
     """Refuses at once what can never work; the driver checks the rest.
+
+    Returns:
+        The folder, or the one in the Hugging Face cache that a repository's name stands for.
 
     Raises:
         ConfigError: The folder or its tokenizer does not exist.
     """
+    folder = folder if folder.is_dir() else _cached(str(folder)) or folder
     if not folder.is_dir():
         raise ConfigError(f"there is no model folder {str(folder)!r}", _DOWNLOAD)
     if not (folder / "tokenizer.json").is_file():
         raise ConfigError(f"the model folder {str(folder)!r} has no tokenizer.json", _DOWNLOAD)
+    return folder
+
+
+def _cached(repository: str) -> Path | None:
+    """The snapshot of a downloaded repository."""
+    package: Any = import_module("huggingface_hub")
+    try:
+        path = package.try_to_load_from_cache(repository, "config.json")
+    except package.errors.HFValidationError:  # It is no repository's name.
+        return None
+    return Path(path).parent if isinstance(path, str) else None
 
 
 def _configured_ends(folder: Path) -> frozenset[int]:
