@@ -23,9 +23,10 @@ import tiny_models
 from pie_driver_sglang import __version__, _core, launch
 from pie_driver_sglang.config import DriverConfig, DriverSection, ModelSection
 from pie_driver_sglang.engine import Facts
-from pie_driver_sglang.errors import not_running
+from pie_driver_sglang.errors import StartError, not_running
 from pie_driver_sglang.handshake import UNLIMITED
 from pie_driver_sglang.options import DriverOptions, parse_options
+from pie_driver_sglang.sglang import environment
 
 DEFAULT_REQUEST_BYTES = 8 << 20
 
@@ -366,6 +367,31 @@ def test_nothing_is_imported_from_the_working_directory(tmp_path: Path) -> None:
     assert "'none.toml' does not exist" in ended.stderr
 
 
+@pytest.mark.parametrize(
+    ("version", "found"), [("0.5.23", "0.5.23"), ("0.5.17+cu13", None), ("0.5.17", None)]
+)
+def test_another_sglang_is_refused(
+    version: str, found: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its internals differ; what is installed is seen without importing it."""
+    info = tmp_path / f"sglang-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: sglang\nVersion: {version}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    if found is None:
+        environment.check_version()
+        return
+    with pytest.raises(StartError, match=f"needs SGLang 0.5.17; installed in .* is {found}") as got:
+        environment.check_version()
+    assert "pip install sglang==0.5.17" in got.value.hint
+
+
+def test_no_sglang_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [])
+    with pytest.raises(StartError, match="is none"):
+        environment.check_version()
+
+
 GUARDED = """
 import time
 from pie_driver_sglang import _core
@@ -373,6 +399,15 @@ guard = _core.ExitGuard()
 print("ready", flush=True)
 time.sleep(60)
 """
+
+
+PARENT = """
+import ctypes, subprocess, sys, time
+bind = lambda: ctypes.CDLL(None).prctl(1, int(sys.argv[1]), 0, 0, 0)
+subprocess.Popen([sys.argv[2], "-c", sys.argv[3]], preexec_fn=bind)
+time.sleep(60)
+"""
+"""Starts the rest of its arguments as the runtime does, bound to its life by a signal."""
 
 
 class TestStoppedFromOutside:
@@ -407,6 +442,30 @@ class TestStoppedFromOutside:
         os.write(writer, bytes(size))
         self.stop(writer)
         assert os.read(reader, 2 * size) == bytes(size)
+
+    @pytest.mark.parametrize("number", [0, signal.SIGTERM], ids=["no signal", "SIGTERM"])
+    def test_the_parent_ends(self, number: int, pipe: tuple[int, int]) -> None:
+        """With and without the signal that the runtime has the kernel send."""
+        reader, writer = pipe
+        command = [sys.executable, "-c", PARENT, str(int(number)), sys.executable, GUARDED]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=writer) as parent:
+            assert parent.stdout is not None
+            assert parent.stdout.readline() == b"ready\n"
+            parent.kill()
+        line = os.read(reader, 1000).decode()
+        assert line.endswith("pie_driver_sglang: the runtime that started this driver has ended\n")
+
+    def test_a_failed_start_whose_stderr_nobody_reads(self, pipe: tuple[int, int]) -> None:
+        """It ends all the same, and closes the handshake with that."""
+        os.write(pipe[1], bytes(fcntl.fcntl(pipe[1], fcntl.F_GETPIPE_SZ)))
+        reader, writer = os.pipe()
+        command = [sys.executable, "-m", "pie_driver_sglang", "--config", "/none.toml"]
+        command += ["--handshake-fd", str(writer)]
+        with subprocess.Popen(command, stderr=pipe[1], pass_fds=[writer]) as process:
+            os.close(writer)
+            assert os.read(reader, 1) == b""
+            assert process.wait(10.0) == 1
+        os.close(reader)
 
     def test_a_pipe_that_nobody_can_read(self) -> None:
         reader, writer = os.pipe()

@@ -11,6 +11,7 @@ import contextlib
 import functools
 import logging
 import os
+import select
 import signal
 import sys
 import time
@@ -32,6 +33,7 @@ from pie_driver_sglang.memory import check_budget
 from pie_driver_sglang.memory_plan import comparison
 from pie_driver_sglang.parallel import ALONE, Rank, Start, Workers
 from pie_driver_sglang.serve import serve, warm_up
+from pie_driver_sglang.sglang import environment
 from pie_driver_sglang.trace import open_trace
 
 if TYPE_CHECKING:
@@ -44,6 +46,9 @@ logger = logging.getLogger(__name__)
 _FRAME_BYTES = 4096
 _REQUEST_BYTES = 96
 _TOKEN_BYTES = 32
+
+_PATIENCE_S = 2.0
+"""How long a failed start waits for room on stderr."""
 
 NEVER_PARK = 2**64 - 1
 """The `spin_budget_us` of the latency profile."""
@@ -81,6 +86,7 @@ def main(
         handshake = Handshake(arguments.handshake_fd)
         guard = guard or _core.ExitGuard()
         config = load_config(arguments.config)
+        environment.check_version()
         check_budget(config.driver.options.cpu_mem_budget_in_gb)
         workers = functools.partial(_workers, arguments.config, config, guard, start_worker)
         run(config, guard, handshake, workers)
@@ -241,8 +247,6 @@ def load_rank(config: DriverConfig, rank: Rank) -> tuple[_core.Planner, SglangEn
     Raises:
         DriverError: The device is not there, or the model cannot be loaded or served on it.
     """
-    from pie_driver_sglang.sglang import environment
-
     device = config.driver.device[rank.number]
     architectures = config.model.hf_config["architectures"]
     spins = config.driver.spin_budget_us == NEVER_PARK
@@ -304,7 +308,12 @@ def _report(kind: str, text: str) -> None:
 
 
 def _fail(error: DriverError, begin: str = "") -> int:
-    # At once, for other threads may write, too.
-    sys.stderr.write(f"{begin}{format_failure(error)}\n")
-    sys.stderr.flush()
+    # A pipe that nobody empties must not keep the handshake open.
+    room = select.poll()
+    room.register(2, select.POLLOUT)
+    if room.poll(1000 * _PATIENCE_S):
+        with contextlib.suppress(OSError):
+            # At once, for other threads may write, too.
+            sys.stderr.write(f"{begin}{format_failure(error)}\n")
+            sys.stderr.flush()
     return 1

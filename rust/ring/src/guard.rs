@@ -159,18 +159,17 @@ impl Drop for Watch {
 
 fn watch(regions: &Tracker, parent: Option<rustix::process::Pid>, name: Option<&str>) {
     signal::unblock();
-    let say = |reason| {
-        if let Some(name) = name {
-            stderr::log(name, reason);
-        }
-    };
     loop {
         let events = signal::wait(PARENT_CHECK);
-        if events & signal::TERMINATE != 0 {
-            leave(regions, 0, || say(TERMINATED));
-        }
-        if rustix::process::getppid() != parent {
-            leave(regions, 0, || say(ORPHANED));
+        // Looked at first: the runtime has the kernel send SIGTERM when it ends.
+        let orphaned = rustix::process::getppid() != parent;
+        if orphaned || events & signal::TERMINATE != 0 {
+            let reason = if orphaned { ORPHANED } else { TERMINATED };
+            leave(regions, 0, || {
+                if let Some(name) = name {
+                    stderr::log(name, reason);
+                }
+            });
         }
         if events & signal::CLOSE != 0 {
             return;
