@@ -149,7 +149,7 @@ def _check_context(hf_config: Mapping[str, Any], asked: int | None) -> None:
         f"option `context_length` is {asked}, but the model has {limit.positions} positions "
         f"({limit.source} in its config.json)",
         f"set `context_length` to at most {limit.positions}, or remove it; "
-        f"{_LONGER_CONTEXT}=1 in the environment allows more, of which the model has seen none",
+        f"{_LONGER_CONTEXT}=1 in the environment lifts it, but the model is not made for more",
     )
 
 
