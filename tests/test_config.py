@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tomllib
@@ -314,6 +315,12 @@ def test_model_configs(
     if text is not None:
         (snapshot / "config.json").write_text(text)
     refused(write(), *parts)
+
+
+def test_a_model_config_that_could_block(write: Write, snapshot: Path) -> None:
+    (snapshot / "config.json").unlink()
+    os.mkfifo(snapshot / "config.json")
+    refused(write(), "config.json' is not a regular file", "download")
 
 
 def test_infinity_in_a_model_config(snapshot: Path) -> None:

@@ -63,6 +63,8 @@ def load_hf_config(snapshot_dir: Path) -> dict[str, Any]:
     """
     path = snapshot_dir / "config.json"
     try:
+        if path.exists() and not path.is_file():  # A pipe would be waited for.
+            raise ConfigError(f"{quoted(str(path))} is not a regular file", DOWNLOAD)
         # Not msgspec: transformers writes `Infinity` into some configs.
         config = json.loads(path.read_bytes())
     except FileNotFoundError:
