@@ -236,7 +236,7 @@ def _open_region(config: DriverConfig, guard: _core.ExitGuard) -> _core.Server:
         )
     except RingError as error:
         message, _, hint = str(error).partition("\n\nhint: ")
-        # Left without one: a request or a region of a size that the protocol has no room for.
+        # The errors without a hint are those of a region that is larger than the protocol allows.
         remedy = "lower `context_length` or, of a model with images, `max_image_tokens`"
         raise StartError(message, hint or f"{remedy} in the options") from error
 
