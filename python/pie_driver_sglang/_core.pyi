@@ -784,7 +784,7 @@ class Server:
         Waits for the next job, without the GIL; ends when the server was stopped.
 
         Raises:
-            RuntimeError: A step failed on one rank of several, so that none can go on.
+            LostError: The device can run nothing any more, or a step failed on one rank of several, so that none can go on.
         """
     @property
     def name(self, /) -> str:

@@ -29,6 +29,18 @@ class StartError(DriverError):
     """The configuration is fine, but the driver cannot start with it here."""
 
 
+class LostError(DriverError):
+    """A driver that serves cannot go on: its device, or one rank of several, is lost."""
+
+    def __init__(self, message: str) -> None:
+        """Keep what happened; the remedy is the same for every loss."""
+        super().__init__(
+            message,
+            "start the driver again; if it happens again, look for `Xid` in `dmesg`, and run with "
+            "`PIE_DRIVER_LOG=debug` for a traceback",
+        )
+
+
 class AdapterError(DriverError):
     """An adapter cannot be read, or does not fit the model."""
 

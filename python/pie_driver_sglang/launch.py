@@ -63,8 +63,8 @@ def main(
             interpreters.
 
     Returns:
-        The exit status of a failed start, or 0. A running driver ends by SIGTERM or with its
-        parent, natively and with status 0.
+        The exit status of a failed start or a lost device, or 0. A running driver ends by SIGTERM
+        or with its parent, natively and with status 0.
     """
     arguments = _parser().parse_args(argv)
     # Inferlets print to the inherited stdout: whatever a library prints belongs to the log.
@@ -83,7 +83,7 @@ def main(
             workers = functools.partial(_workers, arguments.config, config, guard, start_worker)
             run(config, guard, handshake, workers)
     except DriverError as error:
-        logger.debug("the start failed", exc_info=True)
+        logger.debug("the driver ends", exc_info=True)
         return _fail(error)
     except BaseException as error:
         # A panic of the native half is none of the exceptions.
@@ -109,7 +109,7 @@ def run(
         start_workers: Starts the other ranks, if there are any, for as long as its context lasts.
 
     Raises:
-        DriverError: The start failed; no region is left behind.
+        DriverError: The start failed, or the device was lost; no region is left behind.
     """
     started = time.monotonic()
     driver = config.driver

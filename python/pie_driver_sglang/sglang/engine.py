@@ -25,6 +25,7 @@ from sglang.srt.model_executor.forward_batch_info import (
     ForwardMode,
 )
 
+from pie_driver_sglang.device import find_loss
 from pie_driver_sglang.engine import Facts
 from pie_driver_sglang.memory_plan import Loaded
 from pie_driver_sglang.sampling import Outputs, SlotParams, apply_masks, run_group
@@ -145,6 +146,10 @@ class SglangEngine:
         for module in self.runner.model.modules():
             if isinstance(module, LogitsProcessor):
                 self._divert(module)
+
+    def find_loss(self) -> str | None:
+        """Asks the device; see :meth:`pie_driver_sglang.engine.Engine.find_loss`."""
+        return find_loss(self.plan.device.name)
 
     @property
     def lane(self) -> Lane | None:

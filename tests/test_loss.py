@@ -1,0 +1,100 @@
+"""A device that can run nothing any more ends the driver, and nothing else does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import drivers
+import runtime_client as rc
+from pie_driver_sglang._core import Request, Sampler
+from pie_driver_sglang.device import find_loss
+from test_ranks import last_words
+
+ILLEGAL_ACCESS = """CUDA error: an illegal memory access was encountered
+CUDA kernel errors might be asynchronously reported at some other API call."""
+LOST_TOKEN = 11
+"""A prompt of it is one on which the device is lost."""
+REFUSED_TOKEN = 12
+"""A prompt of it is one that fails, while the device works."""
+
+
+class TestFindLoss:
+    """Asking a device."""
+
+    def test_a_host_is_never_lost(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(torch.cuda, "synchronize", _illegal_access)
+        assert find_loss("cpu") is None
+
+    def test_a_gpu_that_works(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        asked: list[int] = []
+        monkeypatch.setattr(torch.cuda, "synchronize", asked.append)
+        assert find_loss("cuda:3") is None
+        assert asked == [3]
+
+    def test_a_gpu_that_does_not(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(torch.cuda, "synchronize", _illegal_access)
+        text = "CUDA error: an illegal memory access was encountered"
+        assert find_loss("cuda:3") == f"cuda:3 can run nothing any more: {text}"
+
+
+def _illegal_access(_device: int | None = None) -> None:
+    raise torch.AcceleratorError(ILLEGAL_ACCESS)
+
+
+def drive_to_a_loss(config: str, handshake: str, stdout: str, stderr: str) -> None:
+    """Runs in a fork: a driver on the CPU whose device answers as a GPU that may be lost."""
+    from pie_driver_sglang import device
+    from pie_driver_sglang.sglang import engine
+
+    forward = engine.SglangEngine.forward
+    lost = False
+
+    def fail(self: engine.SglangEngine, batch: object) -> None:
+        nonlocal lost
+        first = int(self._host["input_ids"][0])
+        lost = lost or first == LOST_TOKEN
+        if lost:
+            _illegal_access()
+        if first == REFUSED_TOKEN:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        forward(self, batch)  # type: ignore[arg-type]
+
+    def synchronize(_device: int) -> None:
+        if lost:
+            _illegal_access()
+
+    engine.SglangEngine.forward = fail  # type: ignore[method-assign, assignment]
+    torch.cuda.synchronize = synchronize
+    engine.find_loss = lambda _name: device.find_loss("cuda:0")
+    rc.drive(config, handshake, stdout, stderr)
+
+
+@pytest.mark.engine
+def test_a_lost_device_ends_the_driver_in_one_line(llama_snapshot: Path, tmp_path: Path) -> None:
+    config = drivers.write_config(tmp_path, llama_snapshot)
+    with rc.forked(config, runs=drive_to_a_loss) as start:
+        start.wait_until_ready()
+        client = start.client()
+        assert client.forward([_prompt(5)]).tokens
+        # Memory that runs out costs its batch alone.
+        assert client.forward([_prompt(REFUSED_TOKEN)]).aborted
+        assert client.forward([_prompt(5)]).tokens
+        served = len(start.log())
+        assert client.forward([_prompt(LOST_TOKEN)]).aborted
+        assert start.process.wait(10.0) == 1
+        words = start.log()[served:]
+        assert "cuda:0 can run nothing any more: CUDA error: an illegal memory" in last_words(words)
+        [line, _, hint] = words.strip().splitlines()[-3:]
+        assert hint.startswith("hint: start the driver again")
+        # The refused batch is logged with its traceback, which may come late; the loss has none.
+        assert "AcceleratorError" not in words
+        assert words.count(line) == 1
+        assert not start.region.exists()
+
+
+def _prompt(token: int) -> Request:
+    """A prompt that asks for a probe, so that it runs through Python."""
+    return Request([token], [0], [0], 1, [(0, Sampler.raw_logits())])
