@@ -57,7 +57,7 @@ class StageError(ValueError):
     """A staging block or tokens that do not fit the plan."""
 
 
-def not_running(device: str, error: Exception) -> StartError:
+def not_running(device: str, error: BaseException) -> StartError:
     """Of a model whose passes fail; the kernels of some GPUs take no float32, for example."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     first, *others = lines or [type(error).__name__]

@@ -24,12 +24,13 @@ from pie_driver_sglang import __version__, _core
 from pie_driver_sglang.arch import context_length, image_token_bytes, vocab_size
 from pie_driver_sglang.config import DriverConfig, load_config
 from pie_driver_sglang.device import begin_context, check_device
-from pie_driver_sglang.errors import DriverError, RingError, StartError, not_running
+from pie_driver_sglang.errors import DriverError, RingError, StartError
 from pie_driver_sglang.handshake import UNLIMITED, Capabilities, Handshake
 from pie_driver_sglang.leader import LeadingEngine
 from pie_driver_sglang.logs import configure_logging, format_failure
 from pie_driver_sglang.memory import check_budget
 from pie_driver_sglang.memory_plan import comparison
+from pie_driver_sglang.memory_refusal import not_run
 from pie_driver_sglang.parallel import ALONE, Rank, Start, Workers
 from pie_driver_sglang.serve import serve, warm_up
 from pie_driver_sglang.trace import open_trace
@@ -288,7 +289,7 @@ def _start(config: DriverConfig, server: _core.Server, workers: Workers | None) 
         warm_up(server, engine)
     except Exception as error:
         logger.debug("the warm-up failed", exc_info=True)
-        raise not_running(", ".join(driver.device), error) from error
+        raise not_run(own.plan, ", ".join(driver.device), error) from error
     logger.info("%s", comparison(own.plan, own.measure_memory()))
     return engine
 

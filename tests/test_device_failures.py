@@ -1,7 +1,9 @@
-"""A device that can run nothing any more ends the driver, and nothing else does."""
+"""What fails on a device: memory that runs out at the start, and a device that is lost."""
 
 from __future__ import annotations
 
+import functools
+import re
 from pathlib import Path
 
 import pytest
@@ -92,6 +94,37 @@ def test_a_lost_device_ends_the_driver_in_one_line(llama_snapshot: Path, tmp_pat
         # The refused batch is logged with its traceback, which may come late; the loss has none.
         assert "AcceleratorError" not in words
         assert words.count(line) == 1
+        assert not start.region.exists()
+
+
+def drive_without_memory(where: str, *arguments: str) -> None:
+    """Runs in a fork: a driver that has no memory for its graphs, or for its warm-up."""
+    from pie_driver_sglang.sglang import engine, load
+
+    def fail(*_arguments: object, **_named: object) -> None:
+        try:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        finally:
+            raise RuntimeError("the capture is invalid")
+
+    if where == "graphs":
+        load.CpuSteps = fail  # type: ignore[assignment, misc]
+    else:
+        engine.SglangEngine.forward = fail  # type: ignore[method-assign]
+    rc.drive(*arguments)
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("where", ["graphs", "warm-up"])
+def test_no_memory_for_graphs_or_warm_up_names_a_smaller_share(
+    llama_snapshot: Path, tmp_path: Path, where: str
+) -> None:
+    config = drivers.write_config(tmp_path, llama_snapshot)
+    with rc.forked(config, runs=functools.partial(drive_without_memory, where)) as start:
+        assert start.process.wait(60.0) == 1
+        text = "less memory than was planned with: CUDA out of memory. Tried to allocate 2.00 GiB."
+        assert text in last_words(start.log())
+        assert re.search(r"hint: set `mem_fraction_static = 0\.\d+` in the options", start.log())
         assert not start.region.exists()
 
 
