@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import multiprocessing
 import re
 from pathlib import Path
 
@@ -10,8 +11,9 @@ import pytest
 import torch
 
 import drivers
+import engine_process
 import runtime_client as rc
-from pie_driver_sglang._core import Request, Sampler
+from pie_driver_sglang._core import Request, Sampler, encode_forward
 from pie_driver_sglang.device import find_loss
 from test_ranks import last_words
 
@@ -126,6 +128,31 @@ def test_no_memory_for_graphs_or_warm_up_names_a_smaller_share(
         assert text in last_words(start.log())
         assert re.search(r"hint: set `mem_fraction_static = 0\.\d+` in the options", start.log())
         assert not start.region.exists()
+
+
+@pytest.mark.engine
+def test_a_group_without_outputs_is_waited_for(llama_snapshot: Path, tmp_path: Path) -> None:
+    """The next step is staged where the graph of this one reads."""
+    config, log = drivers.write_config(tmp_path, llama_snapshot), tmp_path / "stderr"
+    samplers = [[Sampler.logprobs([])], [Sampler.logprobs([]), Sampler.entropy()], []]
+    frames = []
+    for wanted in samplers:
+        slots = [(0, sampler) for sampler in wanted]
+        frames.append(encode_forward([Request([5], [0], [0], 1, slots)]))
+    frames.insert(0, encode_forward([_prompt(5)]))
+    ours, theirs = multiprocessing.Pipe()
+    arguments = (str(config), theirs, str(log))
+    process = drivers.fork_call(engine_process.record_waits, arguments)
+    theirs.close()
+    with ours:
+        ours.send(frames)
+        found: list[list[str]] = ours.recv()
+    assert process.wait(drivers.STOP_TIMEOUT_S) == 0
+    for calls in found:
+        assert calls.count("graph") == 1
+        # An event behind the graph is recorded, and then waited for.
+        behind = calls[calls.index("graph") :]
+        assert "synchronize" in behind[behind.index("record") :], calls
 
 
 def _prompt(token: int) -> Request:

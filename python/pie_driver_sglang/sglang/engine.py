@@ -252,6 +252,8 @@ class SglangEngine:
         outputs = Outputs._make(part if part is None else part.cpu() for part in outputs)
         if self._copied is not None:
             self._sync_ns += time.perf_counter_ns() - started
+        # A group may have no outputs, and the next step is staged where its graph reads.
+        self._await_copy()
         return outputs
 
     @torch.inference_mode()
