@@ -987,6 +987,23 @@ class TestWithoutPython:
 class TestStop:
     """The end of the iteration."""
 
+    def test_requests_that_wait_are_aborted(self) -> None:
+        name = f"/pie_shmem_g{drivers.new_group_id()}"
+        server = _core.Server(name, _core.ExitGuard.inert(), spin_budget_us=0)
+        client = _core.Client(name, timeout_s=10.0)
+        with (
+            rc.background(client.health) as health,
+            rc.background(lambda: ask(client, "forward")) as asked,
+        ):
+            with rc.Region(Path("/dev/shm", name.removeprefix("/"))) as region:
+                rc.eventually(
+                    lambda: sum(not region.answered(slot) for slot in range(region.slots)) == 2,
+                    "the requests",
+                )
+            server.unlink()
+        assert asked == [True]
+        assert health == [rc.ABORT_STATUS]
+
     def test_a_waiting_server_is_stopped_by_another_thread(self) -> None:
         name = f"/pie_shmem_g{drivers.new_group_id()}"
         server = _core.Server(name, _core.ExitGuard.inert(), spin_budget_us=0)

@@ -147,6 +147,28 @@ class TestEnds:
         assert "rank 1 on cpu was killed by signal 9" in last_words(start.log())
         assert not start.region.exists()
 
+    @pytest.mark.parametrize("tokens", [1, 512], ids=["fast", "eager"])
+    def test_requests_behind_a_killed_worker_are_answered(
+        self, ready: tuple[rc.Start, int], tokens: int
+    ) -> None:
+        """The runtime would wait for a minute otherwise."""
+        start, worker = ready
+        client = start.client()
+        pages = list(range(-(-tokens // 16)))
+        slots = [(tokens - 1, Sampler.greedy())]
+        request = Request([7] * tokens, list(range(tokens)), pages, (tokens - 1) % 16 + 1, slots)
+        assert client.forward([request]).tokens
+        with contextlib.ExitStack() as stack:
+            os.kill(worker, signal.SIGKILL)
+            started = time.monotonic()
+            results = [
+                stack.enter_context(rc.background(lambda: client.forward([request])))
+                for _ in range(3)
+            ]
+        assert time.monotonic() - started < 2.0
+        assert [reply.aborted for [reply] in results] == [True] * 3  # type: ignore[attr-defined]
+        assert start.process.wait(END_S) == 1
+
     @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
     def test_a_signal_to_all_is_for_the_driver(
         self, ready: tuple[rc.Start, int], number: signal.Signals

@@ -842,7 +842,8 @@ class Server:
         """
     def unlink(self, /) -> None:
         """
-        Ends the iteration and removes the region's name. The mapping lives on as long as the server.
+        Ends the iteration, removes the region's name and aborts requests that wait. The mapping lives on as long as the
+        server.
         """
 
 @final

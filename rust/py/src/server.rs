@@ -217,10 +217,18 @@ impl Server {
         self.stop.stop();
     }
 
-    /// Ends the iteration and removes the region's name. The mapping lives on as long as the server.
+    /// Ends the iteration, removes the region's name and aborts requests that wait. The mapping lives on as long as the
+    /// server.
     fn unlink(&self, py: Python<'_>) {
         self.stop.stop();
-        py.detach(|| self.ring().unlink());
+        py.detach(|| {
+            let mut ring = self.ring();
+            ring.unlink();
+            // Dropped without an answer, a request is aborted. A client may send again: one round is enough.
+            for _ in 0..ring.layout().slots() {
+                drop(ring.poll());
+            }
+        });
     }
 }
 
