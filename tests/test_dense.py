@@ -11,6 +11,7 @@ import torch
 
 import scripts
 from pie_driver_sglang.sglang.dense_triton import MOST_PARTS, Linear, Norm, tiling
+from pie_driver_sglang.sglang.rank_sums import TUNINGS, find_obstacle
 
 
 def test_the_kernels_compute_what_float64_does(interpreter: scripts.Interpreter) -> None:
@@ -41,6 +42,19 @@ def test_which_products_are_the_drivers_own(
 ) -> None:
     cut = tiling(rows, outputs, inputs, parts, gated=outputs > inputs)
     assert (cut is not None) == own
+
+
+@pytest.mark.parametrize(
+    ("multiprocessors", "fits"), [(132, True), (128, True), (127, False), (114, False), (78, False)]
+)
+def test_gpus_without_room_for_all_rows_of_a_step_make_no_sums(
+    multiprocessors: int, fits: bool
+) -> None:
+    for tuning in TUNINGS.values():
+        assert (find_obstacle(multiprocessors, tuning) == "") == fits
+    if not fits:
+        room = f"{multiprocessors} SMs have room for {2 * multiprocessors} rows of 256 at once"
+        assert find_obstacle(multiprocessors, TUNINGS[2]) == room
 
 
 WAYS = ("disk", "distributed", "tensor", "ipc")

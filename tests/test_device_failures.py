@@ -155,6 +155,42 @@ def test_a_group_without_outputs_is_waited_for(llama_snapshot: Path, tmp_path: P
         assert "synchronize" in behind[behind.index("record") :], calls
 
 
+def capture_on_a_host(enabled: bool) -> None:
+    """Runs in a fork: makes graphs of nothing, and looks at the garbage collector meanwhile."""
+    import gc
+    from types import SimpleNamespace
+    from typing import Any
+
+    from pie_driver_sglang.sglang import lane
+
+    seen: list[bool] = []
+
+    def begin(self: Any, *_arguments: object) -> None:
+        self._device, self._mask_words = torch.device("cpu"), torch.zeros(1)
+
+    def capture(self: Any, _bind: object) -> None:
+        seen.append(gc.isenabled())
+        raise RuntimeError("no capture")
+
+    lane.StepRunner.__init__ = begin  # type: ignore[method-assign, assignment]
+    lane.CudaSteps._capture_all = capture  # type: ignore[method-assign]
+    torch.cuda.current_stream = lambda _device: None
+    emptied: list[bool] = []
+    torch.cuda.empty_cache = lambda: emptied.append(gc.isenabled())
+    engine: Any = SimpleNamespace(runner=SimpleNamespace(attn_backend=None))
+    (gc.enable if enabled else gc.disable)()
+    with pytest.raises(RuntimeError, match="no capture"):
+        lane.CudaSteps(engine, [1], 1)
+    assert (seen, emptied, gc.isenabled()) == ([False], [enabled], enabled)
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("enabled", [True, False])
+def test_nothing_is_collected_while_graphs_are_captured(enabled: bool) -> None:
+    process = drivers.fork_call(capture_on_a_host, (enabled,))
+    assert process.wait(60.0) == 0
+
+
 def _prompt(token: int) -> Request:
     """A prompt that asks for a probe, so that it runs through Python."""
     return Request([token], [0], [0], 1, [(0, Sampler.raw_logits())])

@@ -303,6 +303,8 @@ def _rank_sums(runner: ModelRunner, norm: Norm) -> RankSums | None:
     reach = group.ca_comm
     works = isinstance(reach, CustomAllReduceV2) and not reach.disabled
     _expect(works, "its ranks do not share memory")
+    obstacles = groups.gathered(rank_sums.find_obstacle(_multiprocessors(runner), tuning))
+    _expect(not any(obstacles), "; ".join(filter(None, obstacles)))
     size = RankSums.size(ranks, tuning.most_rows, width, dtype)
     shared, why = None, ""
     try:
@@ -314,6 +316,11 @@ def _rank_sums(runner: ModelRunner, norm: Norm) -> RankSums | None:
     if shared is None or reasons:
         raise _Unknown(f"its ranks do not share memory: {reasons}")
     return RankSums(shared, runner.ps.tp_rank, width, dtype, tuning)
+
+
+def _multiprocessors(runner: ModelRunner) -> int:
+    properties: Any = torch.cuda.get_device_properties(runner.gpu_id)
+    return int(properties.multi_processor_count)
 
 
 def _has_room(runner: ModelRunner) -> bool:

@@ -8,10 +8,11 @@ tokens (``rust/serve/src/lane.rs``); what a row is, see ``rust/batch/src/graph.r
 from __future__ import annotations
 
 import abc
+import gc
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
@@ -262,7 +263,7 @@ class CudaSteps(StepRunner):
         self._decodes: dict[tuple[int, bool], _Decode] = {}
         """By rows, and whether adapters are bound."""
         self._device_mask_words = torch.empty_like(self._mask_words, device=self._device)
-        with adapters.captured(slots) if adapters else nullcontext() as bind:
+        with uncollected(), adapters.captured(slots) if adapters else nullcontext() as bind:
             self._capture_all(bind)
 
     def lane(self) -> Lane:
@@ -425,6 +426,20 @@ class CudaSteps(StepRunner):
         """How the model runs: as few kernels, where it can."""
         dense = self._engine.dense
         return dense.applied() if dense is not None and dense.takes(rows) else nullcontext()
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Within, nothing is collected: an event or a graph that ends invalidates a running capture."""
+    was_enabled = gc.isenabled()
+    gc.collect()
+    torch.cuda.empty_cache()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _blank(graph: _Graph) -> None:

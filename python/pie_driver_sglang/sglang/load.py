@@ -13,7 +13,7 @@ from pie_driver_sglang.limits import MAX_SLOTS, chunk_tokens, grouped_ladder, la
 from pie_driver_sglang.memory_refusal import not_run
 from pie_driver_sglang.options import DriverOptions
 from pie_driver_sglang.parallel import ALONE, Rank
-from pie_driver_sglang.sglang import support
+from pie_driver_sglang.sglang import groups, support
 from pie_driver_sglang.sglang.adapters import Adapters
 from pie_driver_sglang.sglang.boot import Booted, boot, within
 from pie_driver_sglang.sglang.dense import DenseLayers
@@ -97,6 +97,8 @@ def _load_engine(config: DriverConfig, rank: Rank, booted: Booted) -> tuple[Plan
         engine.dense = DenseLayers.of(runner)
     longer = long_ladder(rungs[-1], chunk) if support.takes_prompts(runner) else []
     engine.steps = _steps(engine, options, [*rungs, *longer], adapters)
+    if rank.size > 1 and runner.device == "cpu":
+        groups.take_no_more()
     return planner, engine
 
 
