@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import drivers
+from pie_driver_sglang.serve import run_batch
 
 
 def serve_logits(config_path: str, connection: Connection, stderr: str) -> None:
@@ -49,6 +51,39 @@ def count_images(config_path: str, connection: Connection, stderr: str) -> None:
             _logits(server, engine, frame)
             counts.append(list(calls))
         connection.send(counts)
+
+
+def record_waits(config_path: str, connection: Connection, stderr: str) -> None:
+    """Receives a list of encoded frames and sends what a GPU would be asked to do for each.
+
+    Args:
+        config_path: `driver.toml` of a model on the CPU.
+        connection: Receives `list[bytes]`, sends for each frame its calls in order: ``graph``,
+            and ``record`` and ``synchronize`` of the event behind each copy.
+        stderr: Where to log.
+    """
+    server, engine = _start(config_path, stderr)
+    calls: list[str] = []
+    # Memory of the host stands in for the device's; copies go to where they come from.
+    engine._copied = SimpleNamespace(
+        record=lambda: calls.append("record"), synchronize=lambda: calls.append("synchronize")
+    )
+    decode = engine.steps.decode
+
+    def recorded(*arguments: Any, **named: Any) -> Any:
+        calls.append("graph")
+        return decode(*arguments, **named)
+
+    engine.steps.decode = recorded
+    with connection:
+        found = []
+        for frame in connection.recv():
+            calls.clear()
+            batch = server.rehearse(frame)
+            run_batch(batch, engine)
+            found.append(list(calls))
+            batch.commit()
+        connection.send(found)
 
 
 def _start(config_path: str, stderr: str) -> tuple[Any, Any]:

@@ -280,6 +280,19 @@ def check_sampling(dtype: torch.dtype) -> None:
     assert recorded(lambda: sampling_triton.apply_masks(logits, rows, words))
 
 
+def check_staging() -> None:
+    """What comes before the model: words of the host's, and the block table's changes."""
+    words, count = torch.zeros(40_000, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    [kernel] = recorded(lambda: sampling_triton.fetch(words, words.clone(), count))
+    assert kernel.name == "_fetch"
+    for page in (1, 16, 24):
+        table = torch.zeros(512, page, dtype=torch.int32)
+        updates = torch.zeros(512, 2, dtype=torch.int64)
+        update = functools.partial(sampling_triton.update_table, table, updates, words, count)
+        [kernel] = recorded(update)
+        assert kernel.name == "_update_table"
+
+
 CASES: list[Any] = [
     (128, 2, torch.bfloat16, torch.bfloat16, 16, Rule(0.1), -1),
     (128, 5, torch.bfloat16, torch.bfloat16, 1, Rule(0.1), 100),
@@ -303,4 +316,5 @@ if __name__ == "__main__":
             check_rank_sums(ranks, dtype)
     check_sampling(torch.bfloat16)
     check_sampling(torch.float32)
+    check_staging()
     print("compiled")

@@ -365,7 +365,10 @@ def started(config: Path, **environment: str) -> Iterator[Start]:
 
 @contextlib.contextmanager
 def forked(
-    config: Path, change: Callable[[str, Sequence[str]], list[str]] | None = None, by: str = ""
+    config: Path,
+    change: Callable[[str, Sequence[str]], list[str]] | None = None,
+    by: str = "",
+    runs: Callable[..., None] | None = None,
 ) -> Iterator[Start]:
     """Starts a driver in a fork of a process with SGLang, without waiting for it.
 
@@ -373,10 +376,12 @@ def forked(
         config: `driver.toml`.
         change: Called in its workers with `by` and their arguments, which it may change.
         by: For `change`.
+        runs: What the fork runs with the arguments of :func:`drive`, without those of `change`.
     """
     files = _start_files(config)
     names = [str(files[name]) for name in ("handshake", "stdout", "stderr")]
-    process = drivers.fork_call(drive, (str(config), *names, change, by))
+    workers = () if runs else (change, by)
+    process = drivers.fork_call(runs or drive, (str(config), *names, *workers))
     with _killed(process, files["region"]):
         yield Start(process, **files)
 

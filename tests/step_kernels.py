@@ -148,14 +148,20 @@ def check_results() -> None:
 
 
 def check_table() -> None:
-    """Only the announced entries change."""
-    table = torch.zeros(40, 5, dtype=torch.int32)
-    updates = torch.stack([torch.randperm(40), torch.randint(0, 1000, (40,))], dim=1)
-    update_table(table, updates, torch.tensor([17], dtype=torch.int32))
-    expected = torch.zeros_like(table)
-    for entry, slot in updates[:17].tolist():
-        expected[entry] = torch.arange(slot, slot + 5)
-    assert torch.equal(table, expected)
+    """Only the announced entries change, those beside the block, too."""
+    room, most = 40, 400
+    # A block that is no multiple of what a program takes; words behind the changes are masks.
+    for count in (0, 17, room, room + 1, 130, most):
+        table = torch.zeros(most, 5, dtype=torch.int32)
+        updates = torch.stack([torch.randperm(most), torch.randint(0, 1000, (most,))], dim=1)
+        further = updates[room:].flatten().int()
+        further = torch.cat([further, torch.full((9,), -1, dtype=torch.int32)])
+        further[2 * max(0, count - room) :] = -1
+        update_table(table, updates[:room], further, torch.tensor([count], dtype=torch.int32))
+        expected = torch.zeros_like(table)
+        for entry, slot in updates[:count].tolist():
+            expected[entry] = torch.arange(slot, slot + 5)
+        assert torch.equal(table, expected), count
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ import runtime_client as rc
 from pie_driver_sglang import _core
 from pie_driver_sglang._core import Request, Sampler
 from pie_driver_sglang.engine import Facts
-from pie_driver_sglang.errors import RingError
+from pie_driver_sglang.errors import LostError, RingError
 from pie_driver_sglang.sampling import Outputs
 from pie_driver_sglang.serve import run_batch, serve, warm_up
 
@@ -577,6 +577,7 @@ class FakeEngine:
         self.states: list[list[int]] = []
         self.host_pages = self.state_slots = 0
         self.token = 42
+        self.loss: str | None = None
         self.copy_ns = 0
         self.waited_ns = 0
         self.at_forward: Callable[[], object] = lambda: None
@@ -586,6 +587,9 @@ class FakeEngine:
     def facts(self) -> Facts:
         sizes = {"host_pages": self.host_pages, "state_slots": self.state_slots}
         return Facts(64, 16, 300, 512, "llama3", "float32", "none", **sizes)
+
+    def find_loss(self) -> str | None:
+        return self.loss
 
     def forward(self, batch: _core.Pass) -> None:
         self.passes += 1
@@ -849,18 +853,43 @@ class TestEngineFailure:
     @pytest.mark.parametrize("where", ["forward", "sample", "copy_pages"])
     def test_one_rank_of_several_cannot_go_on(self, where: str) -> None:
         """The others wait for it in a collective operation; the request is aborted."""
+
+        def spoil(engine: FakeEngine) -> None:
+            engine.recovers = False
+            engine.error, engine.fails_in = RuntimeError("no luck"), where
+
+        with pytest.raises(RuntimeError, match="no luck"):
+            self.serve_one(spoil, where)
+
+    @pytest.mark.parametrize("where", ["forward", "sample", "copy_pages"])
+    def test_a_device_that_is_lost(self, where: str, caplog: pytest.LogCaptureFixture) -> None:
+        """The request is answered; then serving ends, without a traceback in the log."""
+
+        def spoil(engine: FakeEngine) -> None:
+            engine.loss = "cuda:0 can run nothing any more: an illegal memory access"
+            engine.error, engine.fails_in = RuntimeError("no luck"), where
+
+        with caplog.at_level(logging.INFO), pytest.raises(LostError, match="cuda:0") as caught:
+            self.serve_one(spoil, where)
+        assert "start the driver again" in caught.value.hint
+        assert str(caught.value.__cause__) == "no luck"
+        assert not caplog.records
+
+    @staticmethod
+    def serve_one(spoil: Callable[[FakeEngine], None], where: str) -> None:
+        """Serves until the loop ends by itself; one request comes, and is answered by an abort."""
         name = f"/pie_shmem_g{drivers.new_group_id()}"
         server = _core.Server(name, _core.ExitGuard.inert(), spin_budget_us=0)
         planner = make_planner()
         engine = FakeEngine(planner)
-        engine.recovers = False
-        engine.error, engine.fails_in = RuntimeError("no luck"), where
+        spoil(engine)
         server.serve(planner, engine.block.data, lambda kind, text: None)
         client = _core.Client(name, timeout_s=20.0)
-        asked = rc.background(lambda: ask(client, where))
-        with asked as answers, pytest.raises(RuntimeError, match="no luck"):
-            serve(server, engine, None)
-        server.unlink()
+        with rc.background(lambda: ask(client, where)) as answers:
+            try:
+                serve(server, engine, None)
+            finally:
+                server.unlink()
         assert answers == [True]
 
     def test_a_copy_that_fails(self, served: Served, caplog: pytest.LogCaptureFixture) -> None:
@@ -957,6 +986,23 @@ class TestWithoutPython:
 
 class TestStop:
     """The end of the iteration."""
+
+    def test_requests_that_wait_are_aborted(self) -> None:
+        name = f"/pie_shmem_g{drivers.new_group_id()}"
+        server = _core.Server(name, _core.ExitGuard.inert(), spin_budget_us=0)
+        client = _core.Client(name, timeout_s=10.0)
+        with (
+            rc.background(client.health) as health,
+            rc.background(lambda: ask(client, "forward")) as asked,
+        ):
+            with rc.Region(Path("/dev/shm", name.removeprefix("/"))) as region:
+                rc.eventually(
+                    lambda: sum(not region.answered(slot) for slot in range(region.slots)) == 2,
+                    "the requests",
+                )
+            server.unlink()
+        assert asked == [True]
+        assert health == [rc.ABORT_STATUS]
 
     def test_a_waiting_server_is_stopped_by_another_thread(self) -> None:
         name = f"/pie_shmem_g{drivers.new_group_id()}"

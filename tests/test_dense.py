@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
+import torch
 
 import scripts
-from pie_driver_sglang.sglang.dense_triton import MOST_PARTS, tiling
+from pie_driver_sglang.sglang.dense_triton import MOST_PARTS, Linear, Norm, tiling
+from pie_driver_sglang.sglang.rank_sums import TUNINGS, find_obstacle
 
 
 def test_the_kernels_compute_what_float64_does(interpreter: scripts.Interpreter) -> None:
@@ -36,3 +42,113 @@ def test_which_products_are_the_drivers_own(
 ) -> None:
     cut = tiling(rows, outputs, inputs, parts, gated=outputs > inputs)
     assert (cut is not None) == own
+
+
+@pytest.mark.parametrize(
+    ("multiprocessors", "fits"), [(132, True), (128, True), (127, False), (114, False), (78, False)]
+)
+def test_gpus_without_room_for_all_rows_of_a_step_make_no_sums(
+    multiprocessors: int, fits: bool
+) -> None:
+    for tuning in TUNINGS.values():
+        assert (find_obstacle(multiprocessors, tuning) == "") == fits
+    if not fits:
+        room = f"{multiprocessors} SMs have room for {2 * multiprocessors} rows of 256 at once"
+        assert find_obstacle(multiprocessors, TUNINGS[2]) == room
+
+
+WAYS = ("disk", "distributed", "tensor", "ipc")
+"""How SGLang 0.5.17 updates weights."""
+
+
+class Model(torch.nn.Module):
+    """A model that SGLang can update."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(3))
+
+    def load_weights(self, weights: Any) -> None:
+        for _, weight in weights:
+            self.weight.data.copy_(weight)
+
+
+def make_runner(model: Model) -> Any:
+    """A runner with SGLang's own updater, without what loads or serves."""
+    from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
+
+    runner = SimpleNamespace(model=model)
+    runner.server_args = SimpleNamespace(weight_cache_mode="off")
+    runner.weight_updater = WeightUpdater(
+        tp_rank=0,
+        device="cpu",
+        gpu_id=0,
+        model_config=None,
+        custom_weight_loaders={},
+        get_model=lambda: runner.model,
+        update_model_fields=lambda **_: None,
+        recapture_cuda_graph=lambda: None,
+        get_model_runner=lambda: runner,
+    )
+    return runner
+
+
+def make_layer(dtype: torch.dtype = torch.float32, *, biased: bool = False) -> Any:
+    """The parts of a layer that matter for folding: norms of twos before matrices of threes."""
+    norm, matrix = (
+        torch.full(size, value, dtype=dtype) for size, value in (((3,), 2), ((4, 3), 3))
+    )
+    bias = torch.zeros(4) if biased else None
+    return SimpleNamespace(
+        before=Norm(norm, 1e-6),
+        qkv=Linear(matrix, bias),
+        between=Norm(norm.clone(), 1e-6),
+        gate_up=Linear(matrix.clone()),
+    )
+
+
+# SGLang warns while it is imported.
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.engine
+class TestFolding:
+    """Norms whose weights go into the matrices behind them."""
+
+    def test_weights_are_updated_no_more(self) -> None:
+        from pie_driver_sglang.sglang import dense, frozen_weights
+
+        runner, layer = make_runner(Model()), make_layer()
+        update = runner.weight_updater.update_weights_from_tensor
+        # So SGLang does it otherwise.
+        assert update([("weight", torch.ones(3))]) == (True, "Success")
+        assert runner.model.weight.tolist() == [1, 1, 1]
+        assert dense._fold(runner, [layer])
+        assert layer.qkv.weight.unique().tolist() == layer.gate_up.weight.unique().tolist() == [6]
+        assert (
+            layer.before.weight.unique().tolist() == layer.between.weight.unique().tolist() == [1]
+        )
+        updater = runner.weight_updater
+        found = {name for name, _ in inspect.getmembers(updater, callable)}
+        names = {name for name in found if name.startswith("update_weights")}
+        assert names == {f"update_weights_from_{way}" for way in WAYS}
+        for name in names:
+            accepted, reason = getattr(updater, name)([("weight", torch.zeros(3))], "direct")
+            assert (accepted, reason) == (False, frozen_weights.REASON)
+            assert "`fuse_layers = false`" in reason
+        with pytest.raises(RuntimeError, match="cannot be updated"):
+            runner.model.load_weights([("weight", torch.zeros(3))])
+        assert runner.model.weight.tolist() == [1, 1, 1]
+        # The rest of it stays.
+        assert updater.destroy_weights_update_group("none")[0] is False
+        assert updater.get_model() is runner.model
+
+    @pytest.mark.parametrize(
+        "layer", [make_layer(torch.float16), make_layer(biased=True)], ids=["float16", "bias"]
+    )
+    def test_what_keeps_its_norms_can_be_updated(self, layer: Any) -> None:
+        from pie_driver_sglang.sglang import dense
+
+        runner = make_runner(Model())
+        assert not dense._fold(runner, [layer])
+        assert layer.before.weight.unique().tolist() == [2]
+        assert runner.weight_updater.update_weights_from_tensor([("weight", torch.ones(3))])[0]
+        assert runner.model.weight.tolist() == [1, 1, 1]

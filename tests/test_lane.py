@@ -12,6 +12,7 @@ import runtime_client as rc
 import scripts
 from lane_walk import Walk
 from pie_driver_sglang._core import Request, Sampler
+from reference import random_tokens
 from traced_driver import Traced, start
 
 pytestmark = pytest.mark.engine
@@ -109,6 +110,31 @@ def test_a_step_has_more_rows_than_a_batch_has_requests(traced: Traced) -> None:
         probes = [] if page else [PROBE]
         probed.append(context.request(sampler, *probes, logit_mask=mask))
     both(traced, requests, probed)
+
+
+def test_contexts_join_with_long_cached_prefixes(traced: Traced) -> None:
+    """Their block-table rows are new: more changes than the step's block has room for."""
+    block, context = 512, traced.caps["max_model_len"] // rc.PAGE
+    cached = 16
+    count = block // (cached + 1) + 1
+    assert block < count * (cached + 1) <= block + context
+    prompt = random_tokens(traced.vocab, cached * rc.PAGE, "cached")
+    traced.client.forward([rc.Context(prompt, list(range(cached)), context_id=99).request()])
+    joiners = [
+        rc.Context(
+            [*prompt, 5 + number],
+            [*range(cached), cached + number],
+            stored=len(prompt),
+            context_id=1000 + number,
+        )
+        for number in range(count)
+    ]
+    requests = [joiner.request(logit_mask=[0, traced.vocab]) for joiner in joiners]
+    probed = [
+        joiner.request(Sampler.greedy(), PROBE, logit_mask=[0, traced.vocab]) for joiner in joiners
+    ]
+    tokens = both(traced, requests, probed)
+    assert len({token for [token] in tokens}) > count // 3
 
 
 def test_a_bad_request_costs_nobody_else_anything(traced: Traced) -> None:

@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
@@ -39,6 +40,7 @@ from pie_driver_sglang.memory_refusal import (
     exceeded,
     find_doubt,
     find_remedy,
+    not_run,
     require_fit,
     shrunk,
 )
@@ -390,6 +392,37 @@ def test_a_device_that_runs_out_although_the_plan_fits_names_a_smaller_share() -
     assert error.hint == "set `mem_fraction_static = 0.85` in the options"
     tiny = exceeded(plan._replace(fraction=0.02), "")
     assert tiny.hint == "set `mem_fraction_static = 0.01` in the options"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore."),
+        torch.AcceleratorError("CUDA error: out of memory\nCUDA kernel errors might be"),
+        RuntimeError("Triton Error [CUDA]: out of memory"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError("a graph of 8 rows failed with 1 in use: CUDA error 2 (out of memory)"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"),
+        MemoryError(),
+    ],
+)
+def test_memory_that_runs_out_in_graphs_or_warm_up_names_a_smaller_share(error: Exception) -> None:
+    plan = plan_memory(H200, QWEN, USUAL._replace(fraction=0.9))
+    refusal = not_run(plan, "cuda:0", error)
+    first = (str(error) or "MemoryError").splitlines()[0]
+    assert str(refusal) == f"cuda:0 has less memory than was planned with: {first}"
+    assert refusal.hint == "set `mem_fraction_static = 0.85` in the options"
+    # The end of a capture fails, too, once the capture is invalid.
+    broken = RuntimeError("operation failed due to a previous error during capture")
+    broken.__context__ = error
+    assert str(not_run(plan, "cuda:0", broken)) == str(refusal)
+
+
+def test_what_fails_otherwise_names_the_backend() -> None:
+    plan = plan_memory(H200, QWEN, USUAL)
+    refusal = not_run(plan, "cuda:0", RuntimeError("no float32 here"))
+    assert str(refusal) == "the model loads but does not run on cuda:0: no float32 here"
+    assert "`attention_backend`" in refusal.hint
 
 
 def test_a_pool_that_became_too_small_says_why() -> None:

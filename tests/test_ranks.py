@@ -11,6 +11,7 @@ import pickle
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -46,8 +47,18 @@ def shared_memory() -> set[str]:
     return {name for name in names if not name.startswith("pie_shmem_g") or is_of_this_run(name)}
 
 
+def listening_ports(pid: int) -> list[int]:
+    """The ports that a process listens on."""
+    return [int(port, 16) for _, port in listening_places(pid)]
+
+
 def listening(pid: int) -> list[str]:
     """The addresses that a process listens on."""
+    return [address for address, _ in listening_places(pid)]
+
+
+def listening_places(pid: int) -> list[tuple[str, str]]:
+    """Address and port of each socket that a process listens on, as `/proc/net` writes them."""
     inodes = set()
     for entry in Path(f"/proc/{pid}/fd").iterdir():
         target = str(entry.readlink())
@@ -58,7 +69,8 @@ def listening(pid: int) -> list[str]:
         for row in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]:
             cells = row.split()
             if cells[9] in inodes and cells[3] == "0A":
-                found.append(cells[1].partition(":")[0])
+                address, _, port = cells[1].partition(":")
+                found.append((address, port))
     return found
 
 
@@ -140,6 +152,26 @@ class TestEnds:
         with drivers.fork(drivers.write_config(tmp_path, llama_snapshot)) as alone:
             assert ask(alone) == tokens
 
+    def test_strangers_cost_no_descriptors(self, ready: tuple[rc.Start, int]) -> None:
+        """Ranks on the CPU listen on the loopback interface, but take nobody in any more."""
+        start, worker = ready
+        ask(start)
+        pids = [start.process.pid, worker]
+        before = [len(list(Path(f"/proc/{pid}/fd").iterdir())) for pid in pids]
+        ports = [port for pid in pids for port in listening_ports(pid)]
+        assert ports, "gloo listens no more: its sockets need no filter"
+        taken = 0
+        for port in ports:
+            with socket.socket() as stranger:
+                stranger.settimeout(0.05)
+                with contextlib.suppress(OSError):
+                    stranger.connect(("127.0.0.1", port))
+                    stranger.send(b"garbage" * 100)
+                    taken += 1
+        ask(start)
+        assert taken == 0
+        assert [len(list(Path(f"/proc/{pid}/fd").iterdir())) for pid in pids] == before
+
     def test_a_killed_worker_ends_the_driver(self, ready: tuple[rc.Start, int]) -> None:
         start, worker = ready
         ask(start)
@@ -147,6 +179,28 @@ class TestEnds:
         assert start.process.wait(END_S) == 1
         assert "rank 1 on cpu was killed by signal 9" in last_words(start.log())
         assert not start.region.exists()
+
+    @pytest.mark.parametrize("tokens", [1, 512], ids=["fast", "eager"])
+    def test_requests_behind_a_killed_worker_are_answered(
+        self, ready: tuple[rc.Start, int], tokens: int
+    ) -> None:
+        """The runtime would wait for a minute otherwise."""
+        start, worker = ready
+        client = start.client()
+        pages = list(range(-(-tokens // 16)))
+        slots = [(tokens - 1, Sampler.greedy())]
+        request = Request([7] * tokens, list(range(tokens)), pages, (tokens - 1) % 16 + 1, slots)
+        assert client.forward([request]).tokens
+        with contextlib.ExitStack() as stack:
+            os.kill(worker, signal.SIGKILL)
+            started = time.monotonic()
+            results = [
+                stack.enter_context(rc.background(lambda: client.forward([request])))
+                for _ in range(3)
+            ]
+        assert time.monotonic() - started < 2.0
+        assert [reply.aborted for [reply] in results] == [True] * 3  # type: ignore[attr-defined]
+        assert start.process.wait(END_S) == 1
 
     @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
     def test_a_signal_to_all_is_for_the_driver(
@@ -319,6 +373,22 @@ class TestWorkers:
         with workers:
             assert str(failures[0]) == "rank 1 on cpu ended with status 0"
         assert time.monotonic() - started < 2 * END_S
+
+    def test_a_worker_that_cannot_be_started_ends_those_before_it(self) -> None:
+        failures: list[DriverError] = []
+        started: list[subprocess.Popen[bytes]] = []
+
+        def start(_: Sequence[str], descriptors: Sequence[int]) -> subprocess.Popen[bytes]:
+            if len(started) == 2:
+                raise OSError("no more processes")
+            command = [sys.executable, "-c", "import time; time.sleep(1000)"]
+            started.append(subprocess.Popen(command, pass_fds=descriptors))
+            return started[-1]
+
+        with pytest.raises(OSError, match="no more processes"):
+            Workers(Path("c.toml"), ["cpu"] * 4, failures.append, start)
+        assert [worker.wait(END_S) for worker in started] == [-signal.SIGKILL] * 2
+        assert not failures
 
     def test_workers_are_killed_in_the_end(self) -> None:
         workers, failures = self.workers("import time; time.sleep(1000)", count=3)

@@ -66,7 +66,8 @@ impl Steps {
         };
         // Neither may be written past its end, nor hold what a former step left there.
         let mut block = vec![u64::MAX; layout.bytes().div_ceil(8)];
-        let mut mask_words = vec![-1; room.slots * self.limits.mask_words()];
+        let words = room.slots * self.limits.mask_words() + self.limits.extra_update_words();
+        let mut mask_words = vec![-1; words];
         let memory = StepMemory {
             block: bytemuck::cast_slice_mut(&mut block),
             mask_words: &mut mask_words,
@@ -78,6 +79,7 @@ impl Steps {
             limits: &self.limits,
             layout: &layout,
             block: &block,
+            words: &mask_words,
         };
         staged.check(size, step.mask_words, self.number);
         // One of them is no token.
@@ -93,6 +95,8 @@ struct Step<'a> {
     limits: &'a Limits,
     layout: &'a Layout,
     block: &'a [u64],
+    /// Beside it.
+    words: &'a [i32],
 }
 
 impl Step<'_> {
@@ -112,14 +116,17 @@ impl Step<'_> {
             [number as i32, rows as i32, used as i32]
         );
         let pages = limits.row_pages as usize;
-        let updates = &self.all::<i64>("table_updates")[..2 * header[1] as usize];
-        for &[entry, slot] in updates.as_chunks().0 {
+        let mut updates = self.all::<i64>("table_updates").to_vec();
+        let further = (2 * header[1] as usize).saturating_sub(updates.len());
+        updates.extend(self.words[..further].iter().map(|&word| i64::from(word)));
+        for &[entry, slot] in updates[..2 * header[1] as usize].as_chunks().0 {
             assert!((pages..pages * table_rows).contains(&(entry as usize)));
             assert!((slot as usize) < limits.storage_slots());
         }
         for &[first, edges] in self.all::<i32>("slot_masks").as_chunks().0 {
             let width = usize::try_from(edges).unwrap_or(limits.mask_words());
             assert!(first as usize + width <= used.max(first as usize));
+            assert!(edges == 0 || first as usize >= further);
         }
         // Rows that are not in use are padding: they store into the padding page, and nobody samples them.
         let page = limits.page_size as usize;

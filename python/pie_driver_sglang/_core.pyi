@@ -427,7 +427,8 @@ class Lane:
 
         Args:
             block: Writable bytes that graphs read, laid out as `graph_layout(rows, slots)`; large enough for every graph.
-            mask_words: `[slots * ceil(vocabulary / 32)]` int32 that graphs read: logit masks.
+            mask_words: `[slots * ceil(vocabulary / 32) + 2 * row_pages]` int32 that graphs read: block-table changes for which
+                the block has no room, then logit masks.
             results: `[slots]` uint64 that graphs write: for each slot `step << 32 | token`, at once.
             graphs: Rows and `cudaGraphExec_t` of each graph, fewest rows first.
             slots: Most slots of a graph; it has as many as rows, if these are fewer.
@@ -784,7 +785,7 @@ class Server:
         Waits for the next job, without the GIL; ends when the server was stopped.
 
         Raises:
-            RuntimeError: A step failed on one rank of several, so that none can go on.
+            LostError: The device can run nothing any more, or a step failed on one rank of several, so that none can go on.
         """
     @property
     def name(self, /) -> str:
@@ -842,7 +843,8 @@ class Server:
         """
     def unlink(self, /) -> None:
         """
-        Ends the iteration and removes the region's name. The mapping lives on as long as the server.
+        Ends the iteration, removes the region's name and aborts requests that wait. The mapping lives on as long as the
+        server.
         """
 
 @final

@@ -65,6 +65,30 @@ def check_device(device: str) -> None:
         )
 
 
+def find_loss(device: str) -> str | None:
+    """Asks a device, after something on it has failed, whether it can run anything any more.
+
+    An error that a kernel has caused (an illegal access, an assertion, ECC) is sticky: every later
+    call reports it, until the process ends. Memory that runs out is no such error.
+
+    Args:
+        device: `cpu` or `cuda:N`.
+
+    Returns:
+        What the device says; None if it works.
+    """
+    if device == "cpu":
+        return None
+    import torch
+
+    try:
+        torch.cuda.synchronize(_index(device))
+    except Exception as error:
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        return f"{device} can run nothing any more: {lines[0]}"
+    return None
+
+
 def _has_driver() -> bool:
     """Whether this machine has NVIDIA's driver."""
     try:

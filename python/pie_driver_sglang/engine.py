@@ -45,7 +45,10 @@ class Engine(Protocol):
 
     @property
     def recovers(self) -> bool:
-        """Whether it can go on after a call that failed."""
+        """False once this rank has failed where others wait for it, so that none can go on."""
+
+    def find_loss(self) -> str | None:
+        """Asks the device, after a call that failed, whether it still works; returns why not."""
 
     @property
     def facts(self) -> Facts:

@@ -31,6 +31,18 @@ class StartError(DriverError):
     """The configuration is fine, but the driver cannot start with it here."""
 
 
+class LostError(DriverError):
+    """A driver that serves cannot go on: its device, or one rank of several, is lost."""
+
+    def __init__(self, message: str) -> None:
+        """Keep what happened; the remedy is the same for every loss."""
+        super().__init__(
+            message,
+            "start the driver again; if it happens again, look for `Xid` in `dmesg`, and run with "
+            "`PIE_DRIVER_LOG=debug` for a traceback",
+        )
+
+
 class AdapterError(DriverError):
     """An adapter cannot be read, or does not fit the model."""
 
@@ -47,7 +59,7 @@ class StageError(ValueError):
     """A staging block or tokens that do not fit the plan."""
 
 
-def not_running(device: str, error: Exception) -> StartError:
+def not_running(device: str, error: BaseException) -> StartError:
     """Of a model whose passes fail; the kernels of some GPUs take no float32, for example."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     first, *others = lines or [type(error).__name__]

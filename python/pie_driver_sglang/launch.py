@@ -25,12 +25,13 @@ from pie_driver_sglang import __version__, _core
 from pie_driver_sglang.arch import context_length, image_token_bytes, vocab_size
 from pie_driver_sglang.config import DriverConfig, load_config
 from pie_driver_sglang.device import begin_context, check_device
-from pie_driver_sglang.errors import DriverError, RingError, StartError, not_running
+from pie_driver_sglang.errors import DriverError, RingError, StartError
 from pie_driver_sglang.handshake import UNLIMITED, Capabilities, Handshake
 from pie_driver_sglang.leader import LeadingEngine
 from pie_driver_sglang.logs import configure_logging, format_failure
 from pie_driver_sglang.memory import check_budget
 from pie_driver_sglang.memory_plan import comparison
+from pie_driver_sglang.memory_refusal import not_run
 from pie_driver_sglang.parallel import ALONE, Rank, Start, Workers
 from pie_driver_sglang.serve import serve, warm_up
 from pie_driver_sglang.sglang import environment
@@ -68,10 +69,10 @@ def main(
             interpreters.
 
     Returns:
-        The exit status of a failed start, or 0. A running driver ends by SIGTERM or with its
-        parent, natively and with status 0. The handshake's pipe of a failed start stays open until
-        the process ends: the runtime terminates the driver when it closes, so the reason must be
-        printed by then.
+        The exit status of a failed start or a lost device, or 0. A running driver ends by SIGTERM
+        or with its parent, natively and with status 0. The handshake's pipe of a failed start stays
+        open until the process ends: the runtime terminates the driver when it closes, so the reason
+        must be printed by then.
     """
     arguments = _parser().parse_args(argv)
     # Inferlets print to the inherited stdout: whatever a library prints belongs to the log.
@@ -91,7 +92,7 @@ def main(
         workers = functools.partial(_workers, arguments.config, config, guard, start_worker)
         run(config, guard, handshake, workers)
     except DriverError as error:
-        logger.debug("the start failed", exc_info=True)
+        logger.debug("the driver ends", exc_info=True)
         return _fail(error)
     except BaseException as error:
         # A panic of the native half is none of the exceptions.
@@ -117,7 +118,7 @@ def run(
         start_workers: Starts the other ranks, if there are any, for as long as its context lasts.
 
     Raises:
-        DriverError: The start failed; no region is left behind.
+        DriverError: The start failed, or the device was lost; no region is left behind.
     """
     started = time.monotonic()
     driver = config.driver
@@ -297,7 +298,7 @@ def _start(config: DriverConfig, server: _core.Server, workers: Workers | None) 
         warm_up(server, engine)
     except Exception as error:
         logger.debug("the warm-up failed", exc_info=True)
-        raise not_running(", ".join(driver.device), error) from error
+        raise not_run(own.plan, ", ".join(driver.device), error) from error
     logger.info("%s", comparison(own.plan, own.measure_memory()))
     return engine
 

@@ -62,6 +62,10 @@ class LeadingEngine:
         self._broadcast = broadcast
         self._cut: list[int] = []
 
+    def find_loss(self) -> str | None:
+        """Asks this rank's device, unless it may be waiting for the other ranks."""
+        return self._engine.find_loss() if self.recovers else None
+
     @property
     def facts(self) -> Facts:
         """The same on all ranks."""

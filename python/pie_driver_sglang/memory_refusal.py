@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
-from pie_driver_sglang.errors import StartError
+from pie_driver_sglang.errors import StartError, not_running
 from pie_driver_sglang.memory_plan import (
     Device,
     Model,
@@ -26,6 +26,8 @@ RANKS: Final = (2, 4, 8, 16, 32, 64)
 """Numbers of GPUs that are proposed."""
 SMALLER_BY: Final = 0.05
 """By how much the share is to be lowered where the plan was wrong."""
+_NO_MEMORY: Final = ("out of memory", "can't allocate memory", "ALLOC_FAILED")
+"""How torch, CUDA, Triton and cuBLAS say that memory ran out."""
 _FRACTIONS: Final = [thousandths / 1000 for thousandths in range(10, 991)]
 
 
@@ -67,6 +69,23 @@ def exceeded(plan: Plan, text: str) -> StartError:
         f"{plan.device.name} has less memory than was planned with: {text}",
         f"set `mem_fraction_static = {shown(smaller)}` in the options",
     )
+
+
+def not_run(plan: Plan, device: str, error: BaseException) -> StartError:
+    """Of a loaded model whose graphs or warm-up fail. Where memory ran out the hint is a share.
+
+    Args:
+        plan: The plan.
+        device: What the model runs on, for the user.
+        error: What was raised. A capture that is broken off raises behind the first error.
+    """
+    found: BaseException | None = error
+    while found is not None:
+        text = str(found).strip()
+        if isinstance(found, MemoryError) or any(words in text for words in _NO_MEMORY):
+            return exceeded(plan, (text or type(found).__name__).splitlines()[0][:500])
+        found = found.__cause__ or found.__context__
+    return not_running(device, error)
 
 
 def shrunk(plan: Plan, tokens: int, least: int, weights: int) -> StartError:

@@ -86,8 +86,12 @@ class Workers:
         self._over = False
         self._processes: list[Process] = []
         self._watches: list[threading.Thread] = []
-        for index in range(1, len(devices)):
-            self._start(index, config, devices[index], start or _start_interpreter)
+        try:
+            for index in range(1, len(devices)):
+                self._start(index, config, devices[index], start or _start_interpreter)
+        except BaseException:
+            self._kill()
+            raise
 
     def _start(self, index: int, config: Path, device: str, start: Start) -> None:
         reader, writer = os.pipe()
@@ -96,8 +100,13 @@ class Workers:
         arguments = ["--config", str(config), "--rank", str(index), "--leader", str(os.getpid())]
         for name, descriptor in zip(names, descriptors, strict=True):
             arguments += [name, str(descriptor)]
-        process = start(arguments, descriptors)
-        os.close(writer)
+        try:
+            process = start(arguments, descriptors)
+        except BaseException:
+            os.close(reader)
+            raise
+        finally:
+            os.close(writer)
         what = f"rank {index} on {device}"
         listening = threading.Thread(target=self._listen, args=(what, reader), daemon=True)
         waiting = threading.Thread(target=self._wait, args=(what, process, listening), daemon=True)
@@ -141,6 +150,10 @@ class Workers:
         until = time.monotonic() + GRACE_S
         while error is not None and not self._over and time.monotonic() < until:
             time.sleep(0.01)
+        self._kill()
+
+    def _kill(self) -> None:
+        """Ends all workers that were started; what they say of it is no failure."""
         with self._lock:
             self._over = True
         for process in self._processes:

@@ -113,17 +113,22 @@ def publish(results: torch.Tensor, target: torch.Tensor) -> None:
     _publish[grid](results, target, count)
 
 
-def update_table(table: torch.Tensor, updates: torch.Tensor, count: torch.Tensor) -> None:
-    """Writes changed block-table entries.
+def update_table(
+    table: torch.Tensor, updates: torch.Tensor, further: torch.Tensor, count: torch.Tensor
+) -> None:
+    """Writes changed block-table entries; can be captured, for the kernel reads how many.
 
     Args:
         table: ``[entries, page]`` int32 storage slots.
         updates: ``[most, 2]`` int64: entry, and first storage slot of the page that it now names.
-        count: ``[1]`` int32: how many there are.
+        further: ``[words]`` int32: those that `updates` has no room for, as pairs, from the first
+            word on.
+        count: ``[1]`` int32: how many there are in both.
     """
-    grid = (triton.cdiv(len(updates), _UPDATE_BLOCK.value),)
-    page = table.shape[1]
-    _update_table[grid](table, page, updates, count, PAGE=triton.next_power_of_2(page))
+    most, page = len(updates), table.shape[1]
+    grid = (triton.cdiv(most, _UPDATE_BLOCK.value),)
+    size = triton.next_power_of_2(page)
+    _update_table[grid](table, page, updates, most, further, count, PAGE=size)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -534,12 +539,27 @@ def _publish(results, target, count):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _update_table(table, page, updates, count, PAGE: tl.constexpr):  # type: ignore[no-untyped-def]
-    places = tl.program_id(0) * _UPDATE_BLOCK + tl.arange(0, _UPDATE_BLOCK)
-    used = places < tl.load(count)
-    entries = tl.load(updates + 2 * places, mask=used, other=0)
-    slots = tl.load(updates + 2 * places + 1, mask=used, other=0)
+def _update_table(table, page, updates, most, further, count, PAGE: tl.constexpr):  # type: ignore[no-untyped-def]
+    first = tl.program_id(0) * _UPDATE_BLOCK
+    used = tl.load(count)
+    places = first + tl.arange(0, _UPDATE_BLOCK)
+    known = places < tl.minimum(used, most)
+    entries = tl.load(updates + 2 * places, mask=known, other=0)
+    slots = tl.load(updates + 2 * places + 1, mask=known, other=0)
+    _write_pages(table, page, entries, slots, known, PAGE)
+    # Few steps have more: those that a context joins with a long cached prefix.
+    turn = tl.num_programs(0) * _UPDATE_BLOCK
+    for start in range(first, used - most, turn):
+        places = start + tl.arange(0, _UPDATE_BLOCK)
+        known = places < used - most
+        entries = tl.load(further + 2 * places, mask=known, other=0).to(tl.int64)
+        slots = tl.load(further + 2 * places + 1, mask=known, other=0)
+        _write_pages(table, page, entries, slots, known, PAGE)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _write_pages(table, page, entries, slots, known, PAGE: tl.constexpr):  # type: ignore[no-untyped-def]
     within = tl.arange(0, PAGE)
     targets = table + entries[:, None] * page + within[None, :]
     values = (slots[:, None] + within[None, :]).to(tl.int32)
-    tl.store(targets, values, mask=used[:, None] & (within < page)[None, :])
+    tl.store(targets, values, mask=known[:, None] & (within < page)[None, :])

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from pie_driver_sglang import _core
 from pie_driver_sglang._core import REHEARSAL_ADAPTER, Request, Sampler
-from pie_driver_sglang.errors import AdapterError, quoted
+from pie_driver_sglang.errors import AdapterError, LostError, quoted
 
 if TYPE_CHECKING:
     from pie_driver_sglang.engine import Engine, Facts
@@ -24,8 +24,11 @@ STATUS_FAILED = 5
 def serve(server: _core.Server, engine: Engine, trace: Trace | None) -> None:
     """Serves until the server is stopped.
 
-    A failed request costs that request alone, as long as the engine recovers; else it is answered,
-    and its exception ends the loop.
+    A failed request costs that request alone, as long as the engine can go on; else it is answered,
+    and the loop ends.
+
+    Raises:
+        LostError: The device can run nothing any more.
     """
     for work in server:
         if isinstance(work, _core.Copy):
@@ -106,16 +109,10 @@ def _serve_batch(batch: _core.Batch, engine: Engine, trace: Trace | None) -> Non
             launch_us=_micros(launch_ns),
             sync_us=_micros(times.sync_ns),
         )
-    except Exception:
+    except Exception as error:
         batch.fail()
-        logger.exception(
-            "a batch of %d requests and %d tokens failed and was answered by an abort",
-            requests,
-            tokens,
-            extra={"kind": "forward"},
-        )
-        if not engine.recovers:
-            raise
+        text = "a batch of %d requests and %d tokens failed and was answered by an abort"
+        _go_on(engine, error, "forward", text, requests, tokens)
         return
     if trace is not None:
         phases = {
@@ -146,17 +143,10 @@ def _serve_copy(copy: _core.Copy, engine: Engine) -> None:
                 engine.copy_states(sources, targets)
             else:
                 engine.copy_pages(copy.direction, sources, targets)
-    except Exception:
-        logger.exception(
-            "a %s copy of %d %s failed",
-            copy.direction,
-            len(copy),
-            "states" if copy.states else "pages",
-            extra={"kind": "copy"},
-        )
+    except Exception as error:
+        what = (copy.direction, len(copy), "states" if copy.states else "pages")
         copy.commit(STATUS_FAILED)
-        if not engine.recovers:
-            raise
+        _go_on(engine, error, "copy", "a %s copy of %d %s failed", *what)
     else:
         copy.commit(STATUS_OK)
 
@@ -170,15 +160,23 @@ def _serve_load(load: _core.Load, engine: Engine) -> None:
         arguments = (adapter_id, path, error.message, error.hint)
         logger.warning(text, *arguments, extra={"kind": "load"})
         load.commit(STATUS_FAILED)
-    except Exception:
-        text = "loading adapter %d from %s failed"
-        logger.exception(text, adapter_id, path, extra={"kind": "load"})
+    except Exception as error:
         load.commit(STATUS_FAILED)
-        if not engine.recovers:
-            raise
+        _go_on(engine, error, "load", "loading adapter %d from %s failed", adapter_id, path)
     else:
         logger.info("adapter %d loaded from %s", adapter_id, path, extra={"kind": "loaded"})
         load.commit(STATUS_OK)
+
+
+def _go_on(engine: Engine, error: Exception, kind: str, text: str, *arguments: object) -> None:
+    """Logs what failed and was answered. Ends the loop if the engine cannot go on."""
+    loss = engine.find_loss()
+    if loss is not None:
+        logger.debug(text, *arguments, exc_info=error)
+        raise LostError(loss) from error
+    logger.error(text, *arguments, exc_info=error, extra={"kind": kind})
+    if not engine.recovers:
+        raise error
 
 
 def _rehearse(server: _core.Server, engine: Engine, adapter_id: int | None) -> None:

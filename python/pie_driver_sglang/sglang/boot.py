@@ -80,7 +80,7 @@ def boot(config: DriverConfig, rank: Rank) -> Booted:
     with _translated_failures(config, rank):
         with groups.joined(rank, device_type):
             runner, plan = _load_model(config, _server_args(config, device_type), gpu_id, rank)
-        with _within(plan):
+        with within(plan):
             pages = _allocate(runner, plan, options.max_forward_requests)
             if support.decodes_paged(runner, options.paged_decode):
                 chosen = options.paged_decode is None and support.prefills_by_fa3(runner)
@@ -234,7 +234,7 @@ def _unpadded() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _within(plan: Plan) -> Iterator[None]:
+def within(plan: Plan) -> Iterator[None]:
     """Within it memory is only taken as planned; a GPU that has less names the smaller share."""
     try:
         yield

@@ -28,7 +28,7 @@ from sglang.srt.lora.layers import BaseLayerWithLoRA
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.models import llama, qwen2, qwen3
 
-from pie_driver_sglang.sglang import dense_triton, groups, rank_sums
+from pie_driver_sglang.sglang import dense_triton, frozen_weights, groups, rank_sums
 from pie_driver_sglang.sglang.dense_triton import Heads, Linear, Norm, Scale
 from pie_driver_sglang.sglang.paged_attention import PagedDecode
 from pie_driver_sglang.sglang.rank_sums import RankSums
@@ -81,7 +81,7 @@ class DenseLayers:
         sums: RankSums | None,
         *,
         prefills: bool,
-        folds: bool,
+        folded: bool,
     ) -> None:
         """Takes a model apart.
 
@@ -91,13 +91,12 @@ class DenseLayers:
             norm: Behind the last layer.
             sums: Of the ranks' parts; None for a model on one device.
             prefills: Whether prefills attend to nothing but what is stored.
-            folds: Whether products may take the weights of norms, if they can.
+            folded: Whether products have taken the weights of norms.
         """
         self._model = model
         self._layers = layers
         self._sums = sums
-        # Between ranks a kernel must add up what products are, and may as well normalize it.
-        self._folded = folds and sums is None and _fold(layers)
+        self._folded = folded
         self._prefills = prefills
         # What follows each layer.
         self._norms = [*(layer.before for layer in layers[1:]), norm]
@@ -126,9 +125,11 @@ class DenseLayers:
             logger.info("layers run as SGLang has them: %s", reason)
             return None
         prefills, _ = runner.server_args.get_attention_backends()
-        # Adapters want rows to which the norms' weights were applied.
-        adapts = runner.server_args.enable_lora
-        return cls(model, layers, norm, sums, prefills=prefills in _STORED, folds=not adapts)
+        # Adapters want rows to which the norms' weights were applied. Between ranks a kernel must
+        # add up what products are, and may as well normalize it.
+        folds = not runner.server_args.enable_lora and sums is None
+        folded = folds and _fold(runner, layers)
+        return cls(model, layers, norm, sums, prefills=prefills in _STORED, folded=folded)
 
     @contextlib.contextmanager
     def prefilling(self) -> Iterator[None]:
@@ -221,10 +222,11 @@ def _expect_nothing(*others: None) -> None:
         raise ValueError("a step or a prefill has tokens and nothing else")
 
 
-def _fold(layers: list[_Layer]) -> bool:
+def _fold(runner: ModelRunner, layers: list[_Layer]) -> bool:
     """Gives the weights of norms to the products behind them, if these can take rows as they are.
 
-    The products of such rows may be too large for float16. A bias would need another scale.
+    The products of such rows may be too large for float16. A bias would need another scale. From
+    then on weights cannot be updated.
     """
     if layers[0].before.weight.dtype == torch.float16:
         return False
@@ -234,6 +236,7 @@ def _fold(layers: list[_Layer]) -> bool:
         for norm, matrix in ((layer.before, layer.qkv), (layer.between, layer.gate_up)):
             matrix.weight.mul_(norm.weight)
             norm.weight.fill_(1.0)
+    frozen_weights.freeze(runner)
     return True
 
 
@@ -300,6 +303,8 @@ def _rank_sums(runner: ModelRunner, norm: Norm) -> RankSums | None:
     reach = group.ca_comm
     works = isinstance(reach, CustomAllReduceV2) and not reach.disabled
     _expect(works, "its ranks do not share memory")
+    obstacles = groups.gathered(rank_sums.find_obstacle(_multiprocessors(runner), tuning))
+    _expect(not any(obstacles), "; ".join(filter(None, obstacles)))
     size = RankSums.size(ranks, tuning.most_rows, width, dtype)
     shared, why = None, ""
     try:
@@ -311,6 +316,11 @@ def _rank_sums(runner: ModelRunner, norm: Norm) -> RankSums | None:
     if shared is None or reasons:
         raise _Unknown(f"its ranks do not share memory: {reasons}")
     return RankSums(shared, runner.ps.tp_rank, width, dtype, tuning)
+
+
+def _multiprocessors(runner: ModelRunner) -> int:
+    properties: Any = torch.cuda.get_device_properties(runner.gpu_id)
+    return int(properties.multi_processor_count)
 
 
 def _has_room(runner: ModelRunner) -> bool:

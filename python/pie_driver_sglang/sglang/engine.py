@@ -25,6 +25,7 @@ from sglang.srt.model_executor.forward_batch_info import (
     ForwardMode,
 )
 
+from pie_driver_sglang.device import find_loss
 from pie_driver_sglang.engine import Facts
 from pie_driver_sglang.memory_plan import Loaded
 from pie_driver_sglang.sampling import Outputs, SlotParams, apply_masks, run_group
@@ -146,6 +147,10 @@ class SglangEngine:
             if isinstance(module, LogitsProcessor):
                 self._divert(module)
 
+    def find_loss(self) -> str | None:
+        """Asks the device; see :meth:`pie_driver_sglang.engine.Engine.find_loss`."""
+        return find_loss(self.plan.device.name)
+
     @property
     def lane(self) -> Lane | None:
         """The fast lane; see :attr:`pie_driver_sglang.engine.Engine.lane`."""
@@ -247,6 +252,8 @@ class SglangEngine:
         outputs = Outputs._make(part if part is None else part.cpu() for part in outputs)
         if self._copied is not None:
             self._sync_ns += time.perf_counter_ns() - started
+        # A group may have no outputs, and the next step is staged where its graph reads.
+        self._await_copy()
         return outputs
 
     @torch.inference_mode()

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import os
+import socket
+import struct
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, TypeVar
 from unittest import mock
 
@@ -15,6 +20,9 @@ from torch._C._distributed_c10d import FileStore, HashStore
 from pie_driver_sglang.parallel import Rank
 
 T = TypeVar("T")
+
+_SO_ATTACH_FILTER = 26
+"""Of `asm-generic/socket.h`; Python does not name it."""
 
 
 def state(rank: Rank, gpu_id: int) -> ParallelState:
@@ -56,6 +64,26 @@ def joined(rank: Rank, device: str) -> Iterator[None]:
         _meet(rank, "cpu:gloo,cuda:nccl")
         with _on_one_host(rank.size):
             yield
+
+
+def take_no_more() -> None:
+    """Has this process's listening sockets drop every further connection.
+
+    Gloo keeps one for each group and keeps the descriptor of each connection, of strangers on this
+    host, too. Its ranks are connected once a group is made, so nobody else is to come. To close the
+    sockets would disturb gloo's own thread; a filter that drops all packets does not. For ranks on
+    the CPU: NCCL connects later, too.
+    """
+    # struct sock_filter: BPF_RET | BPF_K, and 0 bytes to keep.
+    drop = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0))
+    program = struct.pack("HP", 1, ctypes.addressof(drop))
+    for entry in list(Path("/proc/self/fd").iterdir()):
+        if not entry.is_socket():
+            continue
+        with socket.socket(fileno=os.dup(int(entry.name))) as own:
+            listens = own.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+            if listens and own.family in (socket.AF_INET, socket.AF_INET6):
+                own.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
 
 
 def _meet(rank: Rank, backend: str) -> None:

@@ -8,10 +8,11 @@ tokens (``rust/serve/src/lane.rs``); what a row is, see ``rust/batch/src/graph.r
 from __future__ import annotations
 
 import abc
+import gc
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
@@ -92,7 +93,9 @@ class StepRunner(abc.ABC):
         sizes = [_bytes(layout) for layout in layouts]
         self._host = torch.zeros(max(sizes), dtype=torch.uint8, pin_memory=on_cuda)
         self._block = torch.zeros_like(self._host, device=self._device) if on_cuda else self._host
-        words = slots * -(-vocab // 32)
+        # Besides, block-table changes of one context for which the block has no room.
+        pages = engine.runner.req_to_token_pool.req_to_token.shape[1] // engine.facts.page_size
+        words = slots * -(-vocab // 32) + 2 * pages
         self._mask_words = torch.empty(words, dtype=torch.int32, pin_memory=on_cuda)
         self._results = torch.zeros(slots, dtype=torch.int64, pin_memory=on_cuda)
         self._graphs = [
@@ -197,7 +200,10 @@ class CpuSteps(StepRunner):
         """Runs the staged step of graph `number`; called by Rust."""
         graph, fields = self._graphs[number], self._graphs[number].host
         step, updates, _ = fields["header"][:3].tolist()
-        self._engine.update_table(fields["table_updates"][: 2 * updates].view(updates, 2))
+        changed = fields["table_updates"][: 2 * updates].view(-1, 2)
+        self._engine.update_table(changed)
+        further = self._mask_words[: 2 * (updates - len(changed))]
+        self._engine.update_table(further.view(-1, 2).long())
         self._engine.unbind_adapters()
         self._run_model(graph)
         rows = self._engine.head_logits(graph.sampled(fields))
@@ -257,7 +263,7 @@ class CudaSteps(StepRunner):
         self._decodes: dict[tuple[int, bool], _Decode] = {}
         """By rows, and whether adapters are bound."""
         self._device_mask_words = torch.empty_like(self._mask_words, device=self._device)
-        with adapters.captured(slots) if adapters else nullcontext() as bind:
+        with uncollected(), adapters.captured(slots) if adapters else nullcontext() as bind:
             self._capture_all(bind)
 
     def lane(self) -> Lane:
@@ -377,10 +383,11 @@ class CudaSteps(StepRunner):
         used = slice(0, graph.bytes)
         self._block[used].copy_(self._host[used], non_blocking=True)
         header = fields["header"]
-        sampling_triton.update_table(
-            engine.table_pages, fields["table_updates"].view(-1, 2), header[1:2]
-        )
-        sampling_triton.fetch(self._mask_words, self._device_mask_words, header[3:4])
+        words = self._device_mask_words
+        sampling_triton.fetch(self._mask_words, words, header[3:4])
+        # Changes for which the block has no room come before the masks.
+        changed = fields["table_updates"].view(-1, 2)
+        sampling_triton.update_table(engine.table_pages, changed, words, header[1:2])
         batch = self._forward_batch(graph)
         with self._sharing(graph):
             backend.init_forward_metadata_out_graph(batch, in_capture=True)
@@ -419,6 +426,20 @@ class CudaSteps(StepRunner):
         """How the model runs: as few kernels, where it can."""
         dense = self._engine.dense
         return dense.applied() if dense is not None and dense.takes(rows) else nullcontext()
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Within, nothing is collected: an event or a graph that ends invalidates a running capture."""
+    was_enabled = gc.isenabled()
+    gc.collect()
+    torch.cuda.empty_cache()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _blank(graph: _Graph) -> None:

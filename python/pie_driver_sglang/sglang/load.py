@@ -8,13 +8,14 @@ from pie_driver_sglang._core import Planner
 from pie_driver_sglang.arch import arch_name
 from pie_driver_sglang.config import DriverConfig
 from pie_driver_sglang.engine import Facts
-from pie_driver_sglang.errors import StartError, not_running
+from pie_driver_sglang.errors import StartError
 from pie_driver_sglang.limits import MAX_SLOTS, chunk_tokens, grouped_ladder, ladder, long_ladder
+from pie_driver_sglang.memory_refusal import not_run
 from pie_driver_sglang.options import DriverOptions
 from pie_driver_sglang.parallel import ALONE, Rank
-from pie_driver_sglang.sglang import support
+from pie_driver_sglang.sglang import groups, support
 from pie_driver_sglang.sglang.adapters import Adapters
-from pie_driver_sglang.sglang.boot import boot
+from pie_driver_sglang.sglang.boot import Booted, boot, within
 from pie_driver_sglang.sglang.dense import DenseLayers
 from pie_driver_sglang.sglang.engine import SglangEngine
 from pie_driver_sglang.sglang.images import find_vision
@@ -35,6 +36,11 @@ def load_engine(config: DriverConfig, rank: Rank = ALONE) -> tuple[Planner, Sgla
         StartError: The model cannot be loaded or served here.
     """
     booted = boot(config, rank)
+    with within(booted.plan):
+        return _load_engine(config, rank, booted)
+
+
+def _load_engine(config: DriverConfig, rank: Rank, booted: Booted) -> tuple[Planner, SglangEngine]:
     runner, options = booted.runner, config.driver.options
     args, model_config = runner.server_args, runner.model_config
     buffers = page_buffers(support.paged(runner.token_to_kv_pool))
@@ -91,6 +97,8 @@ def load_engine(config: DriverConfig, rank: Rank = ALONE) -> tuple[Planner, Sgla
         engine.dense = DenseLayers.of(runner)
     longer = long_ladder(rungs[-1], chunk) if support.takes_prompts(runner) else []
     engine.steps = _steps(engine, options, [*rungs, *longer], adapters)
+    if rank.size > 1 and runner.device == "cpu":
+        groups.take_no_more()
     return planner, engine
 
 
@@ -133,4 +141,4 @@ def _steps(
         return CudaSteps(engine, rungs, slots, grouped_ladder(slots), adapters)
     except Exception as error:
         logger.debug("a step failed", exc_info=True)
-        raise not_running(engine.runner.device, error) from error
+        raise not_run(engine.plan, engine.plan.device.name, error) from error

@@ -45,6 +45,25 @@ _REGISTERS = 1 << 16
 """Of a multiprocessor, which shall have room for two programs: then all rows are there at once."""
 
 
+PROGRAMS_AT_ONCE = 2
+"""Of a multiprocessor, which has registers for so many."""
+
+
+def find_obstacle(multiprocessors: int, tuning: Tuning) -> str:
+    """Why a GPU's programs could lock each other out; empty if they cannot.
+
+    Programs wait for other ranks' programs, so all rows of a step must have room at once.
+
+    Args:
+        multiprocessors: Of the GPU.
+        tuning: How sums are made.
+    """
+    room = PROGRAMS_AT_ONCE * multiprocessors
+    if room >= tuning.most_rows:
+        return ""
+    return f"{multiprocessors} SMs have room for {room} rows of {tuning.most_rows} at once"
+
+
 class Shared(NamedTuple):
     """Memory of each rank, as one of them sees it."""
 

@@ -12,7 +12,7 @@ use crate::prefix::{ROW_COST, Sequence};
 use crate::slot::{INVALID_TOKEN, Slot};
 use crate::stage::{Rest, StageError};
 
-/// Changed block-table entries that one step carries; a pass with more goes another way.
+/// Changed block-table entries that a step's block carries. Those of one more context go beside it.
 const STEP_UPDATES: usize = 512;
 
 /// Temperature of a row that nobody samples.
@@ -46,7 +46,7 @@ impl From<usize> for StepSize {
 /// What a staged step wrote beside its block, and what it will answer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct StagedStep {
-    /// Words of its logit masks.
+    /// Words of its further block-table changes and its logit masks.
     pub mask_words: usize,
     /// The slots with results to wait for, from the first on; at least one.
     pub results: usize,
@@ -57,7 +57,7 @@ impl Layout {
     ///
     /// | name | dtype | size | |
     /// |---|---|---|---|
-    /// | `header` | int32 | 8 | number of the step; changed block-table entries, rows, mask words and entries of `prefix_order` in use; 0 |
+    /// | `header` | int32 | 8 | number of the step; changed block-table entries, rows, words beside the block and entries of `prefix_order` in use; 0 |
     /// | `input_ids`, `positions` | int64 | rows | as in the staging block |
     /// | `out_cache_loc` | int64 | rows | storage slot, 0 = the padding page |
     /// | `req_pool_indices` | int64 | rows | block-table row, 0 = padding |
@@ -71,7 +71,7 @@ impl Layout {
     /// | `prefix_places` | int32 | as many | of a row that is in a group: its entry of `prefix_order` |
     /// | `prefix_order` | int32 | as many | the rows of all groups, one group behind the other |
     /// | `prefix_starts` | int32 | as many | for each entry of `prefix_order`: the first entry of its group |
-    /// | `table_updates` | int64 | fixed | as in the staging block |
+    /// | `table_updates` | int64 | two for each of 512 | as in the staging block; further ones are the first of [`StepMemory::mask_words`] |
     #[must_use]
     pub fn graph(size: impl Into<StepSize>) -> Self {
         Self::graph_of(size.into(), 0)
@@ -171,8 +171,22 @@ impl<'a> Step<'a> {
 pub struct StepMemory<'a> {
     /// The block, laid out as [`Layout::graph`].
     pub block: &'a mut [u8],
-    /// `[words]` int32: logit masks as in the staging block; room for one of [`Limits::mask_words`](crate::Limits::mask_words) in each slot.
+    /// `[words]` int32: what `table_updates` has no room for, as pairs, then logit masks as in the staging block. Room for
+    /// [`Limits::extra_update_words`](crate::Limits::extra_update_words), and for one mask of
+    /// [`Limits::mask_words`](crate::Limits::mask_words) in each slot.
     pub mask_words: &'a mut [i32],
+}
+
+/// Writes what the block has no room for, as words; returns how many there are.
+fn put_words(updates: &[i64], words: &mut [i32]) -> Result<usize, StageError> {
+    let (found, needed) = (4 * words.len(), 4 * updates.len());
+    let out = words.get_mut(..updates.len());
+    let out = out.ok_or(StageError::BlockSize { found, needed })?;
+    for (word, &value) in out.iter_mut().zip(updates) {
+        // Entries and storage slots of the device's table, which is int32.
+        *word = value as i32;
+    }
+    Ok(updates.len())
 }
 
 impl Planner {
@@ -184,7 +198,8 @@ impl Planner {
         let short =
             |request: &Request| request.sight == Sight::Causal && request.rows.len() <= most;
         let unbound = |request: &Request| request.adapter.is_none();
-        let fits = self.updates.len() <= STEP_UPDATES && !self.has_images();
+        let most = STEP_UPDATES + self.limits.extra_update_words() / 2;
+        let fits = self.updates.len() <= most && !self.has_images();
         let fits = fits
             && self
                 .requests
@@ -220,7 +235,9 @@ impl Planner {
         let StepMemory { block, mask_words } = memory;
         let mut arrays = Step::of(layout, block)?;
         let rows = self.token_ids.len();
-        let updates = self.updates.as_flattened();
+        let (updates, further) = self.updates.split_at(self.updates.len().min(STEP_UPDATES));
+        let updates = updates.as_flattened();
+        let first_mask = put_words(further.as_flattened(), mask_words)?;
         arrays.header.fill(0);
         arrays.header[..3].copy_from_slice(&[
             step.cast_signed(),
@@ -251,7 +268,7 @@ impl Planner {
         );
         arrays.pad(rows);
         self.stage_prefixes(&mut arrays);
-        let staged = self.stage_row_slots(&mut arrays, mask_words)?;
+        let staged = self.stage_row_slots(&mut arrays, mask_words, first_mask)?;
         self.stage.numbered_slots = !arrays.slot_rows.is_empty();
         self.stage.next_pass = self.passes.len();
         Ok(staged)
@@ -304,12 +321,13 @@ impl Planner {
         &self,
         arrays: &mut Step<'_>,
         mask_words: &mut [i32],
+        first_mask: usize,
     ) -> Result<StagedStep, StageError> {
         arrays.temperatures.fill(UNSAMPLED);
         arrays.slot_masks.fill(0);
         arrays.slot_rows.fill(0);
         let numbered = !arrays.slot_rows.is_empty();
-        let (mut used, mut last) = (0, None);
+        let (mut used, mut last) = (first_mask, None);
         let mut place = [0; 2];
         let mut count = 0;
         let width = self.limits.mask_words();

@@ -100,6 +100,12 @@ impl Limits {
         self.vocab_size.div_ceil(32) as usize
     }
 
+    /// Words for the block-table changes that a step has beyond those of its block: all of one context.
+    #[must_use]
+    pub const fn extra_update_words(&self) -> usize {
+        2 * self.row_pages as usize
+    }
+
     /// Storage slots of the whole pool, the padding page included.
     #[must_use]
     pub const fn storage_slots(&self) -> usize {

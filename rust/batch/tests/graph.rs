@@ -17,6 +17,8 @@ use proptest::prelude::*;
 
 /// Rows beyond those in use.
 const PADDING: usize = 3;
+/// Block-table changes that a step's block has room for.
+const BLOCK_UPDATES: usize = 512;
 
 struct Lane {
     planner: Planner,
@@ -46,7 +48,9 @@ impl Lane {
     fn stage(&mut self, size: StepSize) -> (Layout, StagedStep) {
         let layout = Layout::graph(size);
         self.block = vec![0x5555_5555_5555_5555; layout.bytes().div_ceil(8)];
-        self.masks = vec![0x5555_5555; size.slots * self.planner.limits().mask_words()];
+        let limits = self.planner.limits();
+        let words = size.slots * limits.mask_words() + limits.extra_update_words();
+        self.masks = vec![0x5555_5555; words];
         let memory = StepMemory {
             block: bytemuck::cast_slice_mut(&mut self.block),
             mask_words: &mut self.masks,
@@ -164,11 +168,15 @@ fn compare(
         assert_eq!(got[..rows], staged(name)[..rows], "{name}");
         assert_eq!(got[rows..], [0; PADDING], "{name} of padding");
     }
-    let updates = 2 * pass.updates;
-    assert_eq!(
-        lane.get::<i64>(layout, "table_updates")[..updates],
-        staged("table_updates")[..updates]
+    let further = pass.updates.saturating_sub(BLOCK_UPDATES);
+    let mut updates: Vec<i64> = lane.get(layout, "table_updates");
+    updates.truncate(2 * pass.updates);
+    updates.extend(
+        lane.masks[..2 * further]
+            .iter()
+            .map(|&word| i64::from(word)),
     );
+    assert_eq!(updates, staged("table_updates")[..2 * pass.updates]);
     let lengths: Vec<i32> = array(general.layout(), block, "extend_seq_lens");
     let prefixes: Vec<i32> = array(general.layout(), block, "extend_prefix_lens");
     let mut table_rows = Vec::new();
@@ -250,7 +258,7 @@ fn differ(
     let sampled: HashSet<usize> = slots.iter().map(|slot| slot.row).collect();
     let takes = general.pass_count() == 1
         && !pass.masked
-        && pass.updates <= 512
+        && pass.updates <= BLOCK_UPDATES + limits.row_pages as usize
         && sampled.len() == slots.len()
         && slots.iter().all(|slot| !slot.probe);
     let Some(size) = size else {
@@ -367,6 +375,42 @@ fn decodes_drafts_and_short_prompts_are_taken_and_others_left() {
         None,
         "more rows of one request than allowed"
     );
+}
+
+#[test]
+fn a_joiner_with_a_whole_cached_context_runs_as_a_graph_and_many_do_not() {
+    // Contexts of up to 131,072 tokens.
+    const CONTEXT: u32 = 131_072;
+    let pages = CONTEXT / 16;
+    let limits = Limits {
+        page_size: 16,
+        total_pages: 4 * pages,
+        max_positions: CONTEXT,
+        row_pages: pages,
+        max_requests: 64,
+        ..ROOMY
+    };
+    let (mut general, mut lane) = (Planner::new(limits, 9), Lane::new(limits));
+    let own = |number: u32| (number * pages..(number + 1) * pages).collect::<Vec<u32>>();
+    let joiner = |number: u32, tokens: u32| {
+        let listed = &own(number)[..tokens.div_ceil(16) as usize];
+        decode(tokens - 1, 5, listed)
+    };
+    let others =
+        |count: u32| (0..count).map(|number| decode(3, 6, &[3 * pages + number]).allow(&[4, 10]));
+    let mut run =
+        |requests: Vec<Req>| differ(limits, &mut general, &mut lane, &frame(&requests), 2);
+    // Beside those of 40 more rows, and logit masks, there is room for all changes of one context.
+    let full: Vec<Req> = others(40).chain([joiner(0, CONTEXT)]).collect();
+    assert_eq!(run(full.clone()), Some(41));
+    // All of them are known by now.
+    assert_eq!(run(full), Some(41));
+    let half = CONTEXT / 2;
+    assert_eq!(run(vec![joiner(1, half), joiner(2, half)]), Some(2));
+    // Two whole contexts do not fit. Their changes are made the other way, once.
+    let two = vec![joiner(2, CONTEXT), joiner(0, CONTEXT)];
+    assert_eq!(run(two.clone()), None);
+    assert_eq!(run(two), Some(2));
 }
 
 #[test]

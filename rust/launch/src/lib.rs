@@ -44,3 +44,37 @@ pub enum LaunchError {
     #[error("{0}")]
     Failed(String),
 }
+
+/// `CUresult`s that leave a device as it was: out of memory, and out of resources for one launch.
+const BENIGN: [i32; 2] = [2, 701];
+
+impl LaunchError {
+    /// Whether the device can run nothing any more in this process. Errors that a kernel has caused, such as an illegal
+    /// access, are sticky: every later call reports them. So is a handle that is not valid, since handles never change.
+    #[must_use]
+    pub fn is_fatal(&self) -> bool {
+        matches!(self, Self::Cuda { code, .. } if !BENIGN.contains(code))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::LaunchError;
+
+    #[test]
+    fn errors_that_stay_are_fatal() {
+        let cuda = |code| LaunchError::Cuda {
+            call: "cuStreamQuery",
+            code,
+            text: String::new(),
+        };
+        // ECC, an invalid handle, an unavailable device, an illegal access, an assertion, a failed launch, anything unknown.
+        for code in [214, 400, 46, 700, 710, 719, 999] {
+            assert!(cuda(code).is_fatal(), "{code}");
+        }
+        assert!(!cuda(2).is_fatal(), "out of memory");
+        assert!(!cuda(701).is_fatal(), "too many resources for a launch");
+        assert!(!LaunchError::Failed("ValueError: no".to_owned()).is_fatal());
+        assert!(!LaunchError::Library("no libcuda.so.1".to_owned()).is_fatal());
+    }
+}

@@ -5,6 +5,7 @@
 use pyo3::exceptions::{PyFileNotFoundError, PyRuntimeError, PyTimeoutError};
 use pyo3::{PyErr, import_exception};
 
+import_exception!(pie_driver_sglang.errors, LostError);
 import_exception!(pie_driver_sglang.errors, RingError);
 import_exception!(pie_driver_sglang.errors, StageError);
 import_exception!(pie_driver_sglang.errors, WireError);
@@ -24,6 +25,10 @@ pub(crate) fn from_wire(error: &pie_wire::WireError) -> PyErr {
 
 pub(crate) fn from_stage(error: pie_batch::StageError) -> PyErr {
     StageError::new_err(error.to_string())
+}
+
+pub(crate) fn from_loss(error: &pie_serve::LaneError) -> PyErr {
+    LostError::new_err(error.to_string())
 }
 
 pub(crate) fn from_rehearsal(error: &pie_serve::RehearsalError) -> PyErr {

@@ -35,7 +35,8 @@ impl Lane {
     ///
     /// Args:
     ///     block: Writable bytes that graphs read, laid out as `graph_layout(rows, slots)`; large enough for every graph.
-    ///     mask_words: `[slots * ceil(vocabulary / 32)]` int32 that graphs read: logit masks.
+    ///     mask_words: `[slots * ceil(vocabulary / 32) + 2 * row_pages]` int32 that graphs read: block-table changes for which
+    ///         the block has no room, then logit masks.
     ///     results: `[slots]` uint64 that graphs write: for each slot `step << 32 | token`, at once.
     ///     graphs: Rows and `cudaGraphExec_t` of each graph, fewest rows first.
     ///     slots: Most slots of a graph; it has as many as rows, if these are fewer.

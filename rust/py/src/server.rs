@@ -9,7 +9,7 @@ use pyo3::buffer::PyBuffer;
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 
-use crate::error::{from_rehearsal, from_ring};
+use crate::error::{from_loss, from_rehearsal, from_ring};
 use crate::guard::ExitGuard;
 use crate::job::{Batch, Copy, Load, Shared, Step};
 use crate::lane::Lane;
@@ -153,7 +153,7 @@ impl Server {
     /// Waits for the next job, without the GIL; ends when the server was stopped.
     ///
     /// Raises:
-    ///     RuntimeError: A step failed on one rank of several, so that none can go on.
+    ///     LostError: The device can run nothing any more, or a step failed on one rank of several, so that none can go on.
     fn __next__(&self, py: Python<'_>) -> PyResult<Option<Job>> {
         let Serving { responder, shared } = self.serving.get().ok_or_else(not_serving)?;
         loop {
@@ -166,7 +166,7 @@ impl Server {
                     shared.report(py, &notes)?;
                     continue;
                 }
-                Event::Lost(error) => return Err(PyRuntimeError::new_err(error.to_string())),
+                Event::Lost(error) => return Err(from_loss(&error)),
                 Event::Step(step) => {
                     shared.report(py, &step.notes)?;
                     Job::Step(Py::new(py, Step::new(&step))?)
@@ -217,10 +217,18 @@ impl Server {
         self.stop.stop();
     }
 
-    /// Ends the iteration and removes the region's name. The mapping lives on as long as the server.
+    /// Ends the iteration, removes the region's name and aborts requests that wait. The mapping lives on as long as the
+    /// server.
     fn unlink(&self, py: Python<'_>) {
         self.stop.stop();
-        py.detach(|| self.ring().unlink());
+        py.detach(|| {
+            let mut ring = self.ring();
+            ring.unlink();
+            // Dropped without an answer, a request is aborted. A client may send again: one round is enough.
+            for _ in 0..ring.layout().slots() {
+                drop(ring.poll());
+            }
+        });
     }
 }
 

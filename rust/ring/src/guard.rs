@@ -6,13 +6,14 @@
 //! ever held for a few system calls. A region is made and listed under that lock, so none can exist
 //! unlisted.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
 use crate::error::RingError;
 use crate::reaper::Reaper;
 use crate::region::{NamedFile, RegionName};
+use crate::shared::Shared;
 use crate::signal::{self, TerminateSignal};
 use crate::stderr;
 
@@ -25,6 +26,8 @@ const ORPHANED: &str = "the runtime that started this driver has ended";
 #[derive(Debug, Default)]
 pub(crate) struct Tracker {
     regions: Mutex<Vec<NamedFile>>,
+    /// Those of live servers, whose clients wait for answers.
+    rings: Mutex<Vec<Weak<Shared>>>,
     reaper: Option<Reaper>,
 }
 
@@ -38,6 +41,20 @@ impl Tracker {
     pub(crate) fn announce(&self, name: &RegionName) {
         if let Some(reaper) = &self.reaper {
             reaper.tell(name);
+        }
+    }
+
+    /// Notes a server, whose open requests are refused when the process ends.
+    pub(crate) fn serve(&self, ring: &Arc<Shared>) {
+        let mut rings = self.rings.lock().unwrap_or_else(PoisonError::into_inner);
+        rings.retain(|ring| ring.strong_count() > 0);
+        rings.push(Arc::downgrade(ring));
+    }
+
+    fn refuse_requests(&self) {
+        let rings = self.rings.lock().unwrap_or_else(PoisonError::into_inner);
+        for ring in rings.iter().filter_map(Weak::upgrade) {
+            ring.refuse_all();
         }
     }
 
@@ -57,7 +74,8 @@ impl Tracker {
     }
 }
 
-/// Ends the process cleanly on SIGTERM and on its parent's death, with exit status 0. The regions of a
+/// Ends the process cleanly on SIGTERM and on its parent's death, with exit status 0. Requests that are
+/// open then are answered with zero bytes, so that their clients do not wait. The regions of a
 /// process that is killed are removed by another process, if one can be forked off; it ends behind
 /// this one.
 ///
@@ -135,7 +153,7 @@ impl ExitGuard {
         }
     }
 
-    /// Removes the regions and ends the process with `status`, from any thread and whatever the others do.
+    /// Removes the regions, answers open requests with nothing and ends the process with `status`, from any thread and whatever the others do.
     pub fn exit(&self, status: i32) -> ! {
         leave(&self.tracker, status, || ())
     }
@@ -177,13 +195,14 @@ fn watch(regions: &Tracker, parent: Option<rustix::process::Pid>, name: Option<&
     }
 }
 
-/// Removes all regions, calls `say` and ends the process. The lock is kept: no region can be made any more.
-fn leave(regions: &Tracker, status: i32, say: impl FnOnce()) -> ! {
-    let regions = regions.lock();
+/// Removes all regions, refuses open requests, calls `say` and ends the process. The lock is kept: no region can be made any more.
+fn leave(tracker: &Tracker, status: i32, say: impl FnOnce()) -> ! {
+    let regions = tracker.lock();
     for region in regions.iter() {
         // Best effort: the next owner replaces what stays.
         let _ = region.remove();
     }
+    tracker.refuse_requests();
     say();
     signal::exit_now(status)
 }

@@ -69,6 +69,7 @@ impl Server {
             .map_err(|error| name.failed("map", error))?;
         mapping.write_header(&config.layout.encode_header(config.schema_hash));
         let dispatcher = Dispatcher::new(mapping, config.abort_reply.clone());
+        guard.tracker().serve(dispatcher.shared());
         Ok(Self { dispatcher, region })
     }
 

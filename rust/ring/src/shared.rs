@@ -117,6 +117,28 @@ impl Shared {
         }
     }
 
+    /// Answers every open request with nothing, because the process ends: zero bytes, which are no reply. Leases may be in
+    /// other threads' hands, so response buffers are not touched: a client that is answered at the same time reads either
+    /// a whole reply or none.
+    pub(crate) fn refuse_all(&self) {
+        for slot in 0..self.states.len() {
+            let words = self.mapping.slot(slot);
+            // SYNC: pairs with the release store in `Client::send`.
+            let seq = words.req_seq.load(Ordering::Acquire);
+            if words.resp_seq.load(Ordering::Relaxed) == seq {
+                continue;
+            }
+            words.resp_len.store(0, Ordering::Relaxed);
+            // SYNC: pairs with the acquire load in `Client::receive`: the length follows.
+            words.resp_seq.store(seq, Ordering::Release);
+            // SYNC: pairs with the snapshot in `wait::park`.
+            words.resp_wake.fetch_add(1, Ordering::Release);
+            self.wake_client(slot);
+        }
+        // Answers that were given before may owe their call.
+        self.allow_owing(false);
+    }
+
     pub(crate) fn is_stopped(&self) -> bool {
         self.stopped.load(Ordering::Relaxed)
     }

@@ -43,6 +43,14 @@ pub enum LaneError {
     },
 }
 
+impl LaneError {
+    /// Whether the device can run nothing any more.
+    #[must_use]
+    pub fn is_fatal(&self) -> bool {
+        matches!(self, Self::Launch { source, .. } if source.is_fatal())
+    }
+}
+
 /// How often the device is asked whether it still works, while its results are awaited.
 const CHECK_INTERVAL: Duration = Duration::from_millis(1);
 /// Polls between two looks at the clock.

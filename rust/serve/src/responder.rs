@@ -27,8 +27,8 @@ pub enum Event {
     Step(Step),
     /// The engine must act.
     Job(Job),
-    /// A step failed on this rank of several, and the others wait for it: nothing can be served any more. The request was
-    /// answered by an abort.
+    /// Nothing can be served any more: the device [cannot](LaneError::is_fatal), or a step failed on this rank of several and
+    /// the others wait for it. The request was answered by an abort.
     Lost(LaneError),
 }
 
@@ -183,7 +183,7 @@ impl Responder {
             Some(Ok(device)) => self.finish(batch, device),
             Some(Err(error)) => {
                 batch.fail();
-                if self.leads() {
+                if error.is_fatal() || self.leads() {
                     return Event::Lost(error);
                 }
                 let text = format!("a batch was answered by an abort: {error}");

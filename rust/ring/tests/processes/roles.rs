@@ -30,6 +30,7 @@ fn role() {
     match role.as_str() {
         "load" => load(),
         "serve" => serve_forever(&name, wait, || ()),
+        "stuck" => get_stuck(&name, wait),
         "own" => own(&name, || ()),
         "burn" => serve_forever(&name, wait, burn),
         "exec" => own(&name, start_sleeper),
@@ -63,6 +64,15 @@ fn serve_forever(name: &str, wait: Wait, extra: fn()) {
     extra();
     tell("ready");
     serve(&mut server, wait).unwrap();
+}
+
+/// Takes a request and never answers it.
+fn get_stuck(name: &str, wait: Wait) {
+    let guard = ExitGuard::install().unwrap();
+    let mut server = Server::create(&config(name), &guard).unwrap();
+    tell("ready");
+    let _lease = server.wait(wait).unwrap();
+    thread::sleep(Duration::from_secs(20));
 }
 
 /// An owner without a guard: nobody removes what it leaves.

@@ -6,7 +6,7 @@ use std::time::Duration;
 use pie_ring::{ExitGuard, RingError, Server, Wait};
 use rustix::process::Signal;
 
-use crate::common::{Name, STRATEGIES, config, create, eventually};
+use crate::common::{Name, STRATEGIES, config, create, eventually, open};
 use crate::roles::{Process, echo, is_gone, parse_pid};
 
 const SOON: Duration = Duration::from_secs(1);
@@ -48,6 +48,25 @@ fn sigterm_while_other_threads_burn_and_the_server_spins() {
     let name = Name::new();
     let mut process = Process::ready("burn", &name, Wait::Spin);
     assert_clean_exit(&mut process, &name);
+}
+
+#[test]
+fn requests_are_answered_with_nothing_when_the_process_ends() {
+    for (role, wait) in [("stuck", Wait::Park), ("stuck", Wait::Spin)] {
+        let name = Name::new();
+        let mut process = Process::ready(role, &name, wait);
+        let client = open(&name, Wait::Park, Duration::from_secs(20));
+        let answers: Vec<Vec<u8>> = thread::scope(|scope| {
+            // One is in the server's hands, and two wait for it.
+            let calls: Vec<_> = (0..3)
+                .map(|_| scope.spawn(|| client.call(b"x", <[u8]>::to_vec).unwrap()))
+                .collect();
+            thread::sleep(Duration::from_millis(50));
+            assert_clean_exit(&mut process, &name);
+            calls.into_iter().map(|call| call.join().unwrap()).collect()
+        });
+        assert_eq!(answers, [b"", b"", b""]);
+    }
 }
 
 #[test]

@@ -116,6 +116,46 @@ fn a_device_that_fails_costs_its_batch_and_the_reason_names_the_shape() {
 }
 
 #[test]
+fn a_device_that_can_run_nothing_any_more_ends_serving_and_one_without_memory_does_not() {
+    let cuda = |code, text: &str| LaunchError::Cuda {
+        call: "cuStreamQuery",
+        code,
+        text: text.to_owned(),
+    };
+    for (at_launch, error, is_lost) in [
+        (false, cuda(700, "an illegal memory access"), true),
+        (false, cuda(719, "unspecified launch failure"), true),
+        (false, cuda(214, "uncorrectable ECC error"), true),
+        (true, cuda(710, "device-side assert triggered"), true),
+        (true, cuda(2, "out of memory"), false),
+        (true, cuda(701, "too many resources requested"), false),
+    ] {
+        let (shared, failure) = (Shared::default(), error.clone());
+        let device = shared.clone();
+        let mut step = 0;
+        let launch = move |_| {
+            step += 1;
+            if step > 1 {
+                device.put(0, step, 7);
+            } else if at_launch {
+                return Err(failure.clone());
+            }
+            Ok(())
+        };
+        let ended = move || Err(error.clone());
+        let responder = responder(lane(&shared, launch, ended.clone(), Wait::Spin));
+        let (answers, told) = converse(&responder, &[frame(&[1]), frame(&[1])]);
+        assert_eq!(answers, [None, Some(vec![vec![7]])]);
+        let [told] = &told[..] else {
+            panic!("{told:?}")
+        };
+        assert_eq!(told.starts_with("lost: "), is_lost, "{told}");
+        let reason = ended().unwrap_err().to_string();
+        assert!(told.contains(&reason), "{told} lacks {reason}");
+    }
+}
+
+#[test]
 fn a_device_that_dies_or_forgets_results_ends_the_wait() {
     for (ended, expected) in [
         (Ok(true), "without a result in slot 1"),
