@@ -32,7 +32,7 @@ mod _core {
     use crate::guard::ExitGuard;
     #[pymodule_export]
     use crate::job::{
-        AttentionMask, Batch, Copy, ImageSpan, Load, Pass, PassImages, SlotGroup, Step,
+        AttentionMask, Batch, Copy, ImageSpan, Load, Pass, PassImages, SlotGroup, Step, Wake,
     };
     #[pymodule_export]
     use crate::lane::Lane;
