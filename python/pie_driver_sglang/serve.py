@@ -1,7 +1,8 @@
-"""The serving loop: batches, copies and loads that need the model, one after the other."""
+"""The serving loop: batches and copies that need the model, one after the other, and loads."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Sequence
@@ -9,16 +10,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from pie_driver_sglang import _core
 from pie_driver_sglang._core import REHEARSAL_ADAPTER, Request, Sampler
-from pie_driver_sglang.errors import AdapterError, quoted
+from pie_driver_sglang.loads import STATUS_FAILED, STATUS_OK, Loads
 
 if TYPE_CHECKING:
     from pie_driver_sglang.engine import Engine, Facts
     from pie_driver_sglang.trace import Trace
 
 logger = logging.getLogger(__name__)
-
-STATUS_OK = 0
-STATUS_FAILED = 5
 
 
 def serve(server: _core.Server, engine: Engine, trace: Trace | None) -> None:
@@ -27,15 +25,18 @@ def serve(server: _core.Server, engine: Engine, trace: Trace | None) -> None:
     A failed request costs that request alone, as long as the engine recovers; else it is answered,
     and its exception ends the loop.
     """
-    for work in server:
-        if isinstance(work, _core.Copy):
-            _serve_copy(work, engine)
-        elif isinstance(work, _core.Load):
-            _serve_load(work, engine)
-        elif isinstance(work, _core.Batch):
-            _serve_batch(work, engine, trace)
-        elif trace is not None:
-            _trace_step(work, trace)
+    with contextlib.closing(Loads(engine, server.wake)) as loads:
+        for work in server:
+            if isinstance(work, _core.Copy):
+                _serve_copy(work, engine)
+            elif isinstance(work, _core.Load):
+                loads.begin(work)
+            elif isinstance(work, _core.Wake):
+                loads.settle()
+            elif isinstance(work, _core.Batch):
+                _serve_batch(work, engine, trace)
+            elif trace is not None:
+                _trace_step(work, trace)
 
 
 def warm_up(server: _core.Server, engine: Engine) -> None:
@@ -159,26 +160,6 @@ def _serve_copy(copy: _core.Copy, engine: Engine) -> None:
             raise
     else:
         copy.commit(STATUS_OK)
-
-
-def _serve_load(load: _core.Load, engine: Engine) -> None:
-    adapter_id, path = load.adapter_id, quoted(load.path)
-    try:
-        engine.load_adapter(adapter_id, load.path)
-    except AdapterError as error:
-        text = "adapter %d cannot be loaded from %s: %s; %s"
-        arguments = (adapter_id, path, error.message, error.hint)
-        logger.warning(text, *arguments, extra={"kind": "load"})
-        load.commit(STATUS_FAILED)
-    except Exception:
-        text = "loading adapter %d from %s failed"
-        logger.exception(text, adapter_id, path, extra={"kind": "load"})
-        load.commit(STATUS_FAILED)
-        if not engine.recovers:
-            raise
-    else:
-        logger.info("adapter %d loaded from %s", adapter_id, path, extra={"kind": "loaded"})
-        load.commit(STATUS_OK)
 
 
 def _rehearse(server: _core.Server, engine: Engine, adapter_id: int | None) -> None:

@@ -9,6 +9,7 @@ mod error;
 mod guard;
 mod job;
 mod lane;
+mod patterns;
 mod planner;
 mod ranks;
 mod request;
@@ -36,6 +37,8 @@ mod _core {
     };
     #[pymodule_export]
     use crate::lane::Lane;
+    #[pymodule_export]
+    use crate::patterns::LayerPatterns;
     #[pymodule_export]
     use crate::planner::{Planner, graph_layout};
     #[pymodule_export]
