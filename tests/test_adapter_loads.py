@@ -6,6 +6,7 @@ import contextlib
 import functools
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -14,7 +15,8 @@ import drivers
 import lora_adapters
 import runtime_client as rc
 import tiny_models
-from pie_driver_sglang._core import Client, Request, Sampler
+from pie_driver_sglang._core import Client, Load, Request, Sampler
+from pie_driver_sglang.loads import Loads, _patience_s
 from test_adapters import FAILED, OK, OPTIONS, Bench, bound_logits
 
 pytestmark = pytest.mark.engine
@@ -204,6 +206,29 @@ def test_a_driver_ends_while_it_reads(
             assert one.driver.stop() == 0
             client.abort()
         assert isinstance(status[0], Exception)
+
+
+def test_loads_are_answered_when_the_loop_ends() -> None:
+    engine = mock.Mock(spec=["begin_load"])
+    loads = Loads(engine, lambda: None)
+    load = mock.Mock(spec=Load, adapter_id=1, path="/adapter")
+    loads.begin(load)
+    load.commit.assert_not_called()
+    loads.close()
+    load.commit.assert_called_once_with(FAILED)
+
+
+@pytest.mark.parametrize(
+    ("timeout", "patience"),
+    [(None, 50), ("", 50), ("6", 5), ("1.2e1", 10), ("0", 50), ("-3", 50), ("inf", 50), ("x", 50)],
+)
+def test_a_load_may_take_less_time_than_its_client_waits(
+    timeout: str | None, patience: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PIE_SHMEM_HARD_TIMEOUT_S", raising=False)
+    if timeout is not None:
+        monkeypatch.setenv("PIE_SHMEM_HARD_TIMEOUT_S", timeout)
+    assert _patience_s() == patience
 
 
 def _request() -> Request:

@@ -1,4 +1,4 @@
-"""Loads of adapters that are under way: read beside the serving loop, finished within it."""
+"""Loads of adapters that are under way: read outside of the serving loop, finished within it."""
 
 from __future__ import annotations
 
@@ -80,9 +80,11 @@ class Loads:
                 opened.load = None
 
     def close(self) -> None:
-        """Answers every load by an abort."""
+        """Answers every load by a failure: the loop ends."""
         for opened in self._open.values():
             opened.timer.cancel()
+            if opened.load is not None:
+                opened.load.commit(STATUS_FAILED)
         self._open.clear()
 
     def _finish(self, number: int, opened: _Open) -> None:
@@ -130,10 +132,10 @@ def _refuse(load: Load, error: AdapterError) -> None:
 
 def _patience_s() -> float:
     """Seconds after which a load is answered, whatever has come of it."""
-    try:
-        told = float(os.environ.get(CLIENT_TIMEOUT_VARIABLE, ""))
-    except ValueError:
-        told = CLIENT_TIMEOUT_S
     # The runtime starts this process, so its environment is this one's.
-    usable = told if math.isfinite(told) and told > 0 else CLIENT_TIMEOUT_S
+    try:
+        timeout = float(os.environ.get(CLIENT_TIMEOUT_VARIABLE, ""))
+    except ValueError:
+        timeout = CLIENT_TIMEOUT_S
+    usable = timeout if math.isfinite(timeout) and timeout > 0 else CLIENT_TIMEOUT_S
     return min(usable * 5 / 6, threading.TIMEOUT_MAX)

@@ -1,4 +1,4 @@
-"""Files that strangers may have made: read to their end, never beyond the size that they told."""
+"""Files that strangers may have made: read to their end, never beyond the size that they have."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class RegularFile:
         """
         self.name = path.name
         # Asked first: to open a device may have an effect of its own.
-        self._told = self._checked(path.stat)
+        self._status = self._checked(path.stat)
         self._descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
-            self._told = self._checked(lambda: os.fstat(self._descriptor))
+            self._status = self._checked(lambda: os.fstat(self._descriptor))
         except OSError:
             os.close(self._descriptor)
             raise
@@ -38,7 +38,7 @@ class RegularFile:
     @property
     def size(self) -> int:
         """Its bytes when it was opened."""
-        return self._told.st_size
+        return self._status.st_size
 
     def chunks(self) -> Iterator[memoryview]:
         """Reads the file once, in parts that are valid until the next one is asked for.
@@ -55,7 +55,7 @@ class RegularFile:
             left -= count
             yield buffer[:count]
         now = os.fstat(self._descriptor)
-        if (now.st_size, now.st_mtime_ns) != (self._told.st_size, self._told.st_mtime_ns):
+        if (now.st_size, now.st_mtime_ns) != (self._status.st_size, self._status.st_mtime_ns):
             raise OSError(f"{self.name} has changed while it was read")
 
     def __enter__(self) -> Self:
@@ -73,11 +73,11 @@ class RegularFile:
 
     def _checked(self, ask: Callable[[], os.stat_result]) -> os.stat_result:
         try:
-            told = ask()
+            status = ask()
         except FileNotFoundError as error:
             raise FileNotFoundError(f"{self.name} is missing") from error
-        if not stat.S_ISREG(told.st_mode):
+        if not stat.S_ISREG(status.st_mode):
             raise OSError(f"{self.name} is not a regular file")
-        if not told.st_size:
+        if not status.st_size:
             raise OSError(f"{self.name} is empty")
-        return told
+        return status

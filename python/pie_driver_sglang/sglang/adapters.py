@@ -110,7 +110,7 @@ class Adapters:
     all, so they have the same adapters at any time.
 
     Loads are read on a thread. What it shares with the engine's is the model's weights, which
-    nobody changes, and the ranks' threads have a group of their own to agree in.
+    stay as they are, and the ranks' threads have a group of their own to agree in.
     """
 
     def __init__(self, manager: LoRAManager, max_loaded: int) -> None:

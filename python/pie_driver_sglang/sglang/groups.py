@@ -50,7 +50,7 @@ def aside() -> Any:
     """
     if dist.get_world_size() == 1:
         return None
-    # One rank's disk may be slow, and nobody that serves waits for it.
+    # One rank's disk may be slow, and no serving thread waits for it.
     return dist.new_group(backend="gloo", timeout=datetime.timedelta(days=365))
 
 

@@ -17,7 +17,7 @@ pub const MOST_BYTES: usize = 512;
 /// Most bytes of a layer's name that is looked up.
 pub const MOST_NAME_BYTES: usize = 512;
 /// Most memory of the automaton of all patterns. Its size times a name's length bounds the time of a look-up.
-const MOST_STATE_BYTES: usize = 4 << 20;
+const MOST_STATE_BYTES: usize = 2 << 20;
 /// Deepest nesting of groups.
 const MOST_NESTING: u32 = 32;
 

@@ -102,7 +102,9 @@ fn every_layer_of_a_large_model_may_have_its_own() {
         "down_proj",
     ];
     let names: Vec<String> = (0..126)
-        .flat_map(|block| kinds.map(|kind| format!("model.layers.{block}.self_attention.{kind}")))
+        .flat_map(|block| {
+            kinds.map(|kind| format!("model.language_model.layers.{block}.self_attention.{kind}"))
+        })
         .collect();
     let patterns = LayerPatterns::new(&names).unwrap();
     for (number, name) in names.iter().enumerate() {
