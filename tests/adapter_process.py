@@ -3,15 +3,51 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import multiprocessing
 import os
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
 import drivers
+from pie_driver_sglang.regular_file import RegularFile
+
+_numbers = itertools.count()
+
+
+def load(engine: Any, adapter_id: int, path: str) -> None:
+    """Loads an adapter as the serving loop does, but waits for it."""
+    read = threading.Event()
+    number = next(_numbers)
+    engine.begin_load(number, adapter_id, path, read.set)
+    assert read.wait(60.0)
+    engine.finish_load(number)
+
+
+def hold_reads(gate: str, client_timeout_s: str = "") -> None:
+    """From now on this process, and its forks, read no weights while a file `shut` is there.
+
+    Args:
+        gate: A folder; each reader leaves a file `waits-<pid>` there.
+        client_timeout_s: What the runtime says that its clients wait.
+    """
+    if client_timeout_s:
+        os.environ["PIE_SHMEM_HARD_TIMEOUT_S"] = client_timeout_s
+    chunks = RegularFile.chunks
+
+    def held(file: RegularFile) -> Iterator[memoryview]:
+        if file.name == "adapter_model.safetensors":
+            Path(gate, f"waits-{os.getpid()}").touch()
+            while Path(gate, "shut").exists():
+                time.sleep(0.005)
+        yield from chunks(file)
+
+    mock.patch.object(RegularFile, "chunks", held).start()
 
 
 def load_broken(
@@ -34,7 +70,7 @@ def load_broken(
     drivers.redirect_output(stderr)
     _, engine = load_engine(load_config(Path(config_path)))
     manager = engine.runner.lora_manager
-    engine.load_adapter(1, good)
+    load(engine, 1, good)
 
     def state() -> Any:
         pool = manager.memory_pool
@@ -46,7 +82,7 @@ def load_broken(
     def attempt(path: str) -> tuple[str, str, bool]:
         before = state()
         try:
-            engine.load_adapter(2, path)
+            load(engine, 2, path)
         except Exception as error:
             text = f"{error}; {getattr(error, 'hint', '')}"
             return type(error).__name__, text, state() == before
@@ -86,7 +122,7 @@ def count_loaded(config_path: str, good: str, connection: Connection, stderr: st
 
     for number in range(1, 10):
         for _ in range(2):
-            engine.load_adapter(number, good)
+            load(engine, number, good)
             count()
     for numbers in ([1, 2], [9, 1], [4, 3], [3]):
         assert engine.fetch_adapters(numbers) == {}
@@ -113,7 +149,7 @@ class Load(NamedTuple):
             side_effect=AssertionError("the shapes differ"),
         )
         with fails if self.broken == rank else contextlib.nullcontext():
-            engine.load_adapter(self.adapter_id, self.paths[rank])
+            load(engine, self.adapter_id, self.paths[rank])
 
 
 class Fetch(NamedTuple):
@@ -177,3 +213,39 @@ def _steps_of(
         tables = (manager.configs, manager.loras, manager.lora_refs)
         results.append((said, ([sorted(table) for table in tables], sorted(slots))))
     return results
+
+
+def pin_on_threads(connection: Connection, stderr: str) -> None:
+    """Pins tensors while a LoRA manager for the CPU could be made.
+
+    Args:
+        connection: Sends whether torch was asked to pin, on the thread that makes managers and on
+            another one.
+        stderr: Where to log.
+    """
+    import torch
+
+    from pie_driver_sglang.sglang import adapters
+
+    drivers.redirect_output(stderr)
+
+    def asked() -> list[bool]:
+        pins = (lambda: torch.tensor([1], pin_memory=True), lambda: torch.tensor([1]).pin_memory())
+        return [_is_pinned(pin) for pin in pins]
+
+    there: list[bool] = []
+    thread = threading.Thread(target=lambda: there.extend(asked()))
+    with adapters._on_the_host():
+        here = asked()
+        thread.start()
+        thread.join()
+    with connection:
+        connection.send((here, there))
+
+
+def _is_pinned(make: Callable[[], Any]) -> bool:
+    """Whether a tensor is pinned, or would be if there were a GPU's driver."""
+    try:
+        return bool(make().is_pinned())
+    except RuntimeError:
+        return True

@@ -231,15 +231,19 @@ def spawn(
     return _await_ready(process, reader, stderr)
 
 
-def fork(config: Path) -> Driver:
+def fork(config: Path, prepare: Callable[[], object] = int) -> Driver:
     """Starts a driver in a fork of a process that has imported SGLang: much faster than `spawn`.
+
+    Args:
+        config: `driver.toml`.
+        prepare: Called in the fork first.
 
     Raises:
         StartFailedError: It ended first.
     """
     stderr = _new_stderr(config)
     receiver, sender = multiprocessing.Pipe(duplex=False)
-    process = _Forked(_drive, (str(config), sender, str(stderr)))
+    process = _Forked(_drive, (str(config), sender, str(stderr), prepare))
     sender.close()
     with receiver:
         reader = os.dup(receiver.fileno())
@@ -302,10 +306,11 @@ def _checked(function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
     function(*arguments)
 
 
-def _drive(config: str, sender: Any, stderr: str) -> None:
+def _drive(config: str, sender: Any, stderr: str, prepare: Callable[[], object]) -> None:
     """Runs in the fork: the driver's own main function, with its descriptors in place."""
     from pie_driver_sglang import launch
 
+    prepare()
     redirect_output(stderr)
     with sender:
         handshake = os.dup(sender.fileno())

@@ -490,6 +490,16 @@ def _with_file(name: str, content: bytes) -> Callable[[Path, Path], Path]:
     return build
 
 
+def _link(name: str, target: str) -> Callable[[Path, Path], Path]:
+    def build(adapter: Path, folder: Path) -> Path:
+        changed = edit(adapter, folder)
+        (changed / name).unlink()
+        (changed / name).symlink_to(target)
+        return changed
+
+    return build
+
+
 def _pipe(_: Path, folder: Path) -> Path:
     folder.mkdir()
     os.mkfifo(folder / "adapter_model.safetensors")
@@ -527,7 +537,7 @@ BROKEN: Mapping[str, tuple[Callable[[Path, Path], Path], tuple[str, ...]]] = {
     ),
     "a pipe": (_pipe, ("cannot be read",)),
     "a text": (_with_file("adapter_model.safetensors", b"hello"), ("no safetensors file",)),
-    "an empty file": (_with_file("adapter_model.safetensors", b""), ("no safetensors file",)),
+    "an empty file": (_with_file("adapter_model.safetensors", b""), ("is empty",)),
     "no JSON": (_with_file("adapter_config.json", b"\xff{"), ("not what PEFT writes",)),
     "a list": (_with_file("adapter_config.json", b"[]"), ("not what PEFT writes",)),
     "no rank": (_with_settings(r=None), ("missing required field `r`",)),
@@ -539,6 +549,12 @@ BROKEN: Mapping[str, tuple[Callable[[Path, Path], Path], tuple[str, ...]]] = {
     "another method": (_with_settings(peft_type="IA3"), ("peft_type = 'IA3'",)),
     "another rank": (_with_settings(r=4), ("rank 8", "says 4")),
     "a broken pattern": (_with_settings(alpha_pattern={"(": 3}), ("pattern", "'('")),
+    "a pattern without end": (
+        _with_settings(rank_pattern={"(?=q)q_proj": 8}),
+        ("rank_pattern", "look-around", "name the layers in full"),
+    ),
+    "a file without end": (_link("adapter_model.safetensors", "/proc/kmsg"), ("is empty",)),
+    "a configuration without end": (_link("adapter_config.json", "/dev/zero"), ("regular file",)),
     "a large rank": (_with_tensors(_ranks), ("rank 32", "max_lora_rank = 32")),
     "wide weights": (_with_tensors(_wide), ("[8, 65]", "[rank, 64]")),
     "long weights": (_with_tensors(_long), ("[80, 8]", "[64, rank]")),
@@ -739,3 +755,15 @@ def test_host_memory_is_bounded(
     assert counts[:8] == [1, 1, 2, 2, 3, 3, 4, 4]
     assert counts[8:-1] == [LOADED] * (len(counts) - 9)
     assert counts[-1] == LOADED - 1
+
+
+def test_other_threads_pin_while_a_manager_is_made(tmp_path: Path) -> None:
+    receiver, sender = multiprocessing.Pipe()
+    arguments = (sender, str(tmp_path / "stderr"))
+    process = drivers.fork_call(adapter_process.pin_on_threads, arguments)
+    sender.close()
+    with receiver:
+        assert receiver.poll(60.0)
+        here, there = receiver.recv()
+    assert process.wait(30.0) == 0
+    assert (here, there) == ([False, False], [True, True])

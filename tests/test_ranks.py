@@ -29,7 +29,7 @@ import runtime_client as rc
 import tiny_models
 from pie_driver_sglang import _core, worker
 from pie_driver_sglang._core import Request, Sampler
-from pie_driver_sglang.commands import CopyPages, Forward, LoadAdapter, Span
+from pie_driver_sglang.commands import CopyPages, FinishLoad, Forward, Span
 from pie_driver_sglang.errors import AdapterError, DriverError, RingError
 from pie_driver_sglang.leader import LeadingEngine
 from pie_driver_sglang.parallel import Workers
@@ -462,18 +462,18 @@ class TestCommands:
     def test_an_adapter_that_all_ranks_refuse_is_no_failure(
         self, error: Exception, recovers: bool
     ) -> None:
-        def refuse(_number: int, _path: str) -> None:
+        def refuse(_number: int) -> None:
             raise error
 
-        rank: Any = SimpleNamespace(load_adapter=refuse)
+        rank: Any = SimpleNamespace(finish_load=refuse)
         broadcast = _core.Broadcast(1)
         follower = _core.Follower(os.dup(broadcast.fd), 0, bytearray(8), spin_budget_us=0)
         leading = LeadingEngine(rank, broadcast)
         with pytest.raises(type(error)):
-            leading.load_adapter(7, "/adapter")
+            leading.finish_load(7)
         assert leading.recovers is recovers
         command = pickle.loads(next(follower))
-        assert command == LoadAdapter(7, "/adapter")
+        assert command == FinishLoad(7)
         with contextlib.nullcontext() if recovers else pytest.raises(ValueError, match="broken"):
             command.run(rank)
 

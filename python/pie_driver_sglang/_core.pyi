@@ -6,7 +6,7 @@ from _typeshed import SupportsGetItem
 from typing import Any, Final, SupportsFloat, SupportsIndex, final
 from typing_extensions import Buffer
 
-__all__ = ["REHEARSAL_ADAPTER", "AttentionMask", "Batch", "Broadcast", "Client", "Copy", "Drafter", "ExitGuard", "Follower", "Image", "ImageSpan", "Lane", "Load", "Pass", "PassImages", "Planner", "Reply", "Request", "Sampler", "Server", "SlotGroup", "Step", "build_info", "die_with_parent", "encode_forward", "graph_layout"]
+__all__ = ["REHEARSAL_ADAPTER", "AttentionMask", "Batch", "Broadcast", "Client", "Copy", "Drafter", "ExitGuard", "Follower", "Image", "ImageSpan", "Lane", "LayerPatterns", "Load", "Pass", "PassImages", "Planner", "Reply", "Request", "Sampler", "Server", "SlotGroup", "Step", "Wake", "build_info", "die_with_parent", "encode_forward", "graph_layout"]
 
 REHEARSAL_ADAPTER: Final[int]
 """
@@ -451,6 +451,26 @@ class Lane:
         """
 
 @final
+class LayerPatterns:
+    """
+    The keys of a PEFT `rank_pattern` or `alpha_pattern`, matched in linear time whatever they are.
+    """
+    def __new__(cls, /, patterns: SupportsGetItem[int, str]) -> LayerPatterns:
+        """
+        Takes the patterns in the configuration's order.
+
+        Raises:
+            ValueError: There are too many, or one is too long, cannot be read, or would mean something else to Python's `re`.
+        """
+    def first(self, /, name: str) -> int | None:
+        """
+        The number of the first pattern that matches a layer's name, as PEFT matches them; None if none does.
+
+        Raises:
+            ValueError: The name is too long.
+        """
+
+@final
 class Load:
     """
     An adapter to load, in the place of the one that has its id already. Dropped without a commit it is answered by an
@@ -762,7 +782,8 @@ class Sampler:
 @final
 class Server:
     """
-    Owns the shared-memory region and iterates over the work that needs Python: `Batch`, `Copy` and `Load` objects. Everything
+    Owns the shared-memory region and iterates over the work that needs Python: `Batch`, `Copy` and `Load` objects, and `Wake` where another
+    thread has called `wake`. Everything
     else (malformed frames, health checks, frames without tokens, unsupported operations) is answered without it.
     """
     def __iter__(self, /) -> Server: ...
@@ -780,7 +801,7 @@ class Server:
         Raises:
             RingError: Another driver owns the name, or the memory cannot be had.
         """
-    def __next__(self, /) -> Batch | Copy | Step | Load:
+    def __next__(self, /) -> Batch | Copy | Step | Load | Wake:
         """
         Waits for the next job, without the GIL; ends when the server was stopped.
 
@@ -845,6 +866,11 @@ class Server:
         """
         Ends the iteration, removes the region's name and aborts requests that wait. The mapping lives on as long as the
         server.
+        """
+    def wake(self, /) -> None:
+        """
+        Makes the iteration give a `Wake` before it takes another request; may be called from any thread. Several calls may
+        give one.
         """
 
 @final
@@ -949,6 +975,12 @@ class Step:
         """
         Nanoseconds of waiting for the tokens.
         """
+
+@final
+class Wake:
+    """
+    Another thread has called `Server.wake`.
+    """
 
 def build_info() -> dict[str, str]:
     """

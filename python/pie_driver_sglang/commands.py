@@ -6,7 +6,7 @@ Commands travel as pickles between processes of one start, over memory that no o
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from pie_driver_sglang.errors import AdapterError
@@ -30,8 +30,16 @@ class Rows(Protocol):
     def copy_states(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copies state; see :meth:`pie_driver_sglang.engine.Engine.copy_states`."""
 
-    def load_adapter(self, adapter_id: int, path: str) -> None:
-        """Loads an adapter; see :meth:`pie_driver_sglang.engine.Engine.load_adapter`."""
+    def begin_load(
+        self, number: int, adapter_id: int, path: str, done: Callable[[], object]
+    ) -> None:
+        """Begins a load; see :meth:`pie_driver_sglang.engine.Engine.begin_load`."""
+
+    def finish_load(self, number: int) -> None:
+        """Finishes a load; see :meth:`pie_driver_sglang.engine.Engine.finish_load`."""
+
+    def discard_load(self, number: int) -> None:
+        """Forgets a load; see :meth:`pie_driver_sglang.engine.Engine.discard_load`."""
 
     def fetch_adapters(self, adapter_ids: Sequence[int]) -> dict[int, str]:
         """Fetches adapters; see :meth:`pie_driver_sglang.engine.Engine.fetch_adapters`."""
@@ -147,16 +155,37 @@ class CopyStates(NamedTuple):
         engine.copy_states(*self)
 
 
-class LoadAdapter(NamedTuple):
-    """Load an adapter."""
+class BeginLoad(NamedTuple):
+    """Begin to read an adapter."""
 
+    number: int
     adapter_id: int
     path: str
 
     def run(self, engine: Rows) -> None:
+        """Runs it. The leader says when it is time to finish."""
+        engine.begin_load(*self, done=lambda: None)
+
+
+class FinishLoad(NamedTuple):
+    """Make the adapter usable, once it is read here, too."""
+
+    number: int
+
+    def run(self, engine: Rows) -> None:
         """Runs it. The leader says why it failed."""
         with contextlib.suppress(AdapterError):
-            engine.load_adapter(*self)
+            engine.finish_load(self.number)
+
+
+class DiscardLoad(NamedTuple):
+    """Forget what was read."""
+
+    number: int
+
+    def run(self, engine: Rows) -> None:
+        """Runs it."""
+        engine.discard_load(self.number)
 
 
 class FetchAdapters(NamedTuple):
@@ -191,7 +220,9 @@ Command = (
     | Logits
     | CopyPages
     | CopyStates
-    | LoadAdapter
+    | BeginLoad
+    | FinishLoad
+    | DiscardLoad
     | FetchAdapters
     | LoadRehearsalAdapter
     | DropRehearsalAdapter

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
@@ -86,16 +86,27 @@ class Engine(Protocol):
                 later pair.
         """
 
-    def load_adapter(self, adapter_id: int, path: str) -> None:
-        """Loads an adapter, in the place of the one that has its id already.
+    def begin_load(
+        self, number: int, adapter_id: int, path: str, done: Callable[[], object]
+    ) -> None:
+        """Begins to read an adapter while other calls go on.
 
         Args:
-            adapter_id: What passes name it by.
+            number: Tells this load from all others.
+            adapter_id: What passes will name the adapter by.
             path: A PEFT folder, or a safetensors file beside its `adapter_config.json`.
+            done: Called once it is read, from another thread, in the order of the loads.
+        """
+
+    def finish_load(self, number: int) -> None:
+        """Makes an adapter that was read usable, in the place of the one that has its id already.
 
         Raises:
             AdapterError: It cannot be read or does not fit the model; nothing has changed.
         """
+
+    def discard_load(self, number: int) -> None:
+        """Forgets what a load has read instead."""
 
     def fetch_adapters(self, adapter_ids: Sequence[int]) -> dict[int, str]:
         """Makes the adapters of the next pass ready; returns why those that are missing are."""

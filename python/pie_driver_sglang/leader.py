@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from pie_driver_sglang.commands import (
+    BeginLoad,
     Command,
     CopyPages,
     CopyStates,
+    DiscardLoad,
     DropRehearsalAdapter,
     FetchAdapters,
+    FinishLoad,
     Forward,
-    LoadAdapter,
     LoadRehearsalAdapter,
     Logits,
 )
@@ -113,10 +115,25 @@ class LeadingEngine:
         with self._together(CopyStates(sources, targets)):
             self._engine.copy_states(sources, targets)
 
-    def load_adapter(self, adapter_id: int, path: str) -> None:
-        """Loads it on all ranks; see :meth:`pie_driver_sglang.engine.Engine.load_adapter`."""
-        with self._together(LoadAdapter(adapter_id, path)):
-            self._engine.load_adapter(adapter_id, path)
+    def begin_load(
+        self, number: int, adapter_id: int, path: str, done: Callable[[], object]
+    ) -> None:
+        """Reads it on all ranks; see :meth:`pie_driver_sglang.engine.Engine.begin_load`.
+
+        It is done when all of them have read it.
+        """
+        with self._together(BeginLoad(number, adapter_id, path)):
+            self._engine.begin_load(number, adapter_id, path, done)
+
+    def finish_load(self, number: int) -> None:
+        """On all ranks or on none; see :meth:`pie_driver_sglang.engine.Engine.finish_load`."""
+        with self._together(FinishLoad(number)):
+            self._engine.finish_load(number)
+
+    def discard_load(self, number: int) -> None:
+        """On all ranks; see :meth:`pie_driver_sglang.engine.Engine.discard_load`."""
+        with self._together(DiscardLoad(number)):
+            self._engine.discard_load(number)
 
     def fetch_adapters(self, adapter_ids: Sequence[int]) -> dict[int, str]:
         """Fetches them on all ranks; see :meth:`pie_driver_sglang.engine.Engine.fetch_adapters`."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 from pie_driver_sglang.errors import StartError
@@ -28,6 +31,41 @@ def check_budget(gib: int) -> None:
             f"{available / 2**30:.1f} GiB of memory available",
             f"set `cpu_mem_budget_in_gb` to at most {available >> 30}",
         )
+
+
+class Budget:
+    """Host memory that is taken for a while, by any thread: together half of what is available."""
+
+    def __init__(self) -> None:
+        """Nothing is taken yet."""
+        self._lock = threading.Lock()
+        self._taken = 0
+
+    @contextlib.contextmanager
+    def take(self, size: int, what: str) -> Iterator[None]:
+        """Within it memory is taken.
+
+        Args:
+            size: Bytes.
+            what: What takes them.
+
+        Raises:
+            MemoryError: There is not enough.
+        """
+        with self._lock:
+            most = available_bytes() // 2
+            if self._taken + size > most:
+                others = f" beside {self._taken:,} that others take" if self._taken else ""
+                raise MemoryError(
+                    f"{what} needs {size:,} bytes{others}, more than half of the memory "
+                    f"available, {most:,} bytes"
+                )
+            self._taken += size
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._taken -= size
 
 
 def available_bytes() -> int:

@@ -1,7 +1,8 @@
-"""The serving loop: batches, copies and loads that need the model, one after the other."""
+"""The serving loop: batches and copies that need the model, one after the other, and loads."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Sequence
@@ -9,16 +10,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from pie_driver_sglang import _core
 from pie_driver_sglang._core import REHEARSAL_ADAPTER, Request, Sampler
-from pie_driver_sglang.errors import AdapterError, LostError, quoted
+from pie_driver_sglang.failures import go_on
+from pie_driver_sglang.loads import STATUS_FAILED, STATUS_OK, Loads
 
 if TYPE_CHECKING:
     from pie_driver_sglang.engine import Engine, Facts
     from pie_driver_sglang.trace import Trace
 
 logger = logging.getLogger(__name__)
-
-STATUS_OK = 0
-STATUS_FAILED = 5
 
 
 def serve(server: _core.Server, engine: Engine, trace: Trace | None) -> None:
@@ -30,15 +29,18 @@ def serve(server: _core.Server, engine: Engine, trace: Trace | None) -> None:
     Raises:
         LostError: The device can run nothing any more.
     """
-    for work in server:
-        if isinstance(work, _core.Copy):
-            _serve_copy(work, engine)
-        elif isinstance(work, _core.Load):
-            _serve_load(work, engine)
-        elif isinstance(work, _core.Batch):
-            _serve_batch(work, engine, trace)
-        elif trace is not None:
-            _trace_step(work, trace)
+    with contextlib.closing(Loads(engine, server.wake)) as loads:
+        for work in server:
+            if isinstance(work, _core.Copy):
+                _serve_copy(work, engine)
+            elif isinstance(work, _core.Load):
+                loads.begin(work)
+            elif isinstance(work, _core.Wake):
+                loads.settle()
+            elif isinstance(work, _core.Batch):
+                _serve_batch(work, engine, trace)
+            elif trace is not None:
+                _trace_step(work, trace)
 
 
 def warm_up(server: _core.Server, engine: Engine) -> None:
@@ -112,7 +114,7 @@ def _serve_batch(batch: _core.Batch, engine: Engine, trace: Trace | None) -> Non
     except Exception as error:
         batch.fail()
         text = "a batch of %d requests and %d tokens failed and was answered by an abort"
-        _go_on(engine, error, "forward", text, requests, tokens)
+        go_on(engine, error, "forward", text, requests, tokens)
         return
     if trace is not None:
         phases = {
@@ -146,37 +148,9 @@ def _serve_copy(copy: _core.Copy, engine: Engine) -> None:
     except Exception as error:
         what = (copy.direction, len(copy), "states" if copy.states else "pages")
         copy.commit(STATUS_FAILED)
-        _go_on(engine, error, "copy", "a %s copy of %d %s failed", *what)
+        go_on(engine, error, "copy", "a %s copy of %d %s failed", *what)
     else:
         copy.commit(STATUS_OK)
-
-
-def _serve_load(load: _core.Load, engine: Engine) -> None:
-    adapter_id, path = load.adapter_id, quoted(load.path)
-    try:
-        engine.load_adapter(adapter_id, load.path)
-    except AdapterError as error:
-        text = "adapter %d cannot be loaded from %s: %s; %s"
-        arguments = (adapter_id, path, error.message, error.hint)
-        logger.warning(text, *arguments, extra={"kind": "load"})
-        load.commit(STATUS_FAILED)
-    except Exception as error:
-        load.commit(STATUS_FAILED)
-        _go_on(engine, error, "load", "loading adapter %d from %s failed", adapter_id, path)
-    else:
-        logger.info("adapter %d loaded from %s", adapter_id, path, extra={"kind": "loaded"})
-        load.commit(STATUS_OK)
-
-
-def _go_on(engine: Engine, error: Exception, kind: str, text: str, *arguments: object) -> None:
-    """Logs what failed and was answered. Ends the loop if the engine cannot go on."""
-    loss = engine.find_loss()
-    if loss is not None:
-        logger.debug(text, *arguments, exc_info=error)
-        raise LostError(loss) from error
-    logger.error(text, *arguments, exc_info=error, extra={"kind": kind})
-    if not engine.recovers:
-        raise error
 
 
 def _rehearse(server: _core.Server, engine: Engine, adapter_id: int | None) -> None:

@@ -2,23 +2,38 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import msgspec
 import safetensors
 import safetensors.torch
 import torch
 
+from pie_driver_sglang._core import LayerPatterns
 from pie_driver_sglang.errors import AdapterError, quoted
-from pie_driver_sglang.memory import available_bytes
+from pie_driver_sglang.memory import Budget
+from pie_driver_sglang.regular_file import RegularFile
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 EMBEDDINGS = ("embed_tokens", "lm_head")
+MOST_CONFIG_BYTES = 1 << 20
+MOST_HEADER_BYTES = 4 << 20
+"""Of a safetensors file: names, types and shapes of some 20,000 weights."""
+MOST_NAME_CHARS = 512
+"""Of a weight."""
+_COMPARED_ROWS = 8192
+"""Rows of an embedding that are compared at once, where the model's are."""
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
+
+T = TypeVar("T")
 
 _WEIGHT = re.compile(
     r"(?:base_model\.model\.)?(?P<layer>.+)\.lora_(?:embedding_)?(?P<side>[AB])(?:\.weight)?"
@@ -87,6 +102,16 @@ class Adapter(NamedTuple):
     """Whether embeddings or the LM head are among them."""
 
 
+class Weights(NamedTuple):
+    """What an adapter adds to a layer: the product of two matrices, and a factor."""
+
+    down: torch.Tensor
+    """``[rank, inputs]``."""
+    up: torch.Tensor
+    """``[outputs, rank]``."""
+    factor: float = 1.0
+
+
 class _Config(msgspec.Struct):
     """What `adapter_config.json` must say."""
 
@@ -98,92 +123,149 @@ class _Config(msgspec.Struct):
     alpha_pattern: dict[str, float] | None = None
     bias: str | None = None
 
-    def scaling(self, layer: str, rank: int) -> float:
-        """The factor of a layer's product, as PEFT computes it."""
-        expected = _by_pattern(self.rank_pattern, layer, self.r)
+
+class _ByLayer(Generic[T]):
+    """A setting that patterns change for some layers, as PEFT looks it up."""
+
+    def __init__(self, key: str, values: Mapping[str, T] | None, default: T) -> None:
+        self._values = dict(values or {})
+        self._in_order = list(self._values.values())
+        self._default = default
+        try:
+            self._patterns = LayerPatterns(list(self._values))
+        except ValueError as error:
+            raise AdapterError(
+                f"{CONFIG} has a `{key}` that is not taken: {error}",
+                "name the layers in full, or by patterns without look-around, flags and references",
+            ) from error
+
+    def of(self, layer: str) -> T:
+        number = self._patterns.first(layer)
+        if number is None:
+            return self._values.get(layer, self._default)
+        return self._in_order[number]
+
+
+class _Scaling:
+    """The factor of each layer's product, as PEFT computes it."""
+
+    def __init__(self, config: _Config) -> None:
+        self._ranks = _ByLayer("rank_pattern", config.rank_pattern, config.r)
+        self._alphas = _ByLayer("alpha_pattern", config.alpha_pattern, config.lora_alpha)
+        self._stabilised = config.use_rslora
+
+    def of(self, layer: str, rank: int) -> float:
+        expected = self._ranks.of(layer)
         if rank != expected:
             raise AdapterError(
                 f"`{layer}` has rank {rank}, but {CONFIG} says {expected}",
                 "save the adapter with its own configuration",
             )
-        alpha = _by_pattern(self.alpha_pattern, layer, self.lora_alpha)
-        return float(alpha / rank**0.5 if self.use_rslora else alpha / rank)
+        alpha = self._alphas.of(layer)
+        return float(alpha / rank**0.5 if self._stabilised else alpha / rank)
 
 
+@contextlib.contextmanager
 def read(
     path: str | Path,
     layers: Mapping[str, Linear],
     max_rank: int,
     dtype: torch.dtype,
+    budget: Budget,
     digest: bytes | None = None,
-) -> tuple[Source, Adapter]:
-    """Reads and checks an adapter.
+) -> Iterator[tuple[Source, Adapter]]:
+    """Reads and checks an adapter; may be called from any thread.
 
     Args:
         path: A folder that PEFT saved, or its safetensors file.
         layers: The model's layers that take adapters, by the names that checkpoints have.
         max_rank: Largest rank.
         dtype: Of the model.
+        budget: Counts, until the end of the context, the file and two copies of the weights, the
+            second of which is SGLang's.
         digest: Of the files that are expected; None for any.
 
     Raises:
-        AdapterError: It cannot be read, or does not fit the model.
+        AdapterError: It cannot be read, or does not fit the model or the memory.
     """
-    weights = Path(path)
     try:
-        if weights.is_dir():
-            weights /= WEIGHTS
-        config_bytes = _read_file(weights.with_name(CONFIG))
-        weight_bytes = _read_file(weights)
-    except (OSError, ValueError) as error:
+        with contextlib.ExitStack() as taken:
+            with _opened(path, budget, taken) as files:
+                source = files.source
+                if digest not in (None, source.digest):
+                    raise AdapterError(
+                        f"{quoted(str(source.weights))} has changed since", "load the adapter again"
+                    )
+                config = _parse_config(files.config)
+                found = _checked(files.tensors(), config, layers, max_rank)
+                taken.enter_context(budget.take(*_needed(found, layers, dtype)))
+                adapter = assemble(found, layers, dtype)
+                del found
+            yield source, adapter
+    except MemoryError as error:
         raise AdapterError(
-            f"{quoted(str(path))} cannot be read: {getattr(error, 'strerror', None) or error}",
-            f"name a folder with {CONFIG} and {WEIGHTS}, or a safetensors file beside its {CONFIG}",
+            f"{quoted(str(path))} does not fit the host's memory: {error}",
+            "free memory on the host, or use a smaller adapter",
         ) from error
-    source = Source(weights, hashlib.sha256(config_bytes + weight_bytes).digest())
-    if digest not in (None, source.digest):
-        raise AdapterError(f"{quoted(str(weights))} has changed since", "load the adapter again")
-    config = _parse_config(config_bytes)
-    try:
-        # Not mapped: whoever shortens a mapped file ends the process.
-        tensors = safetensors.torch.load(weight_bytes)
-    except (safetensors.SafetensorError, ValueError, KeyError, TypeError) as error:
-        raise AdapterError(
-            f"{quoted(str(weights))} is no safetensors file: {error}",
-            "save the adapter with PEFT, which writes safetensors",
-        ) from error
-    found = _scaled(tensors, config, layers, max_rank, dtype)
-    return source, assemble(found, layers, dtype)
 
 
 def assemble(
-    found: Mapping[str, tuple[torch.Tensor, torch.Tensor]],
+    found: Mapping[str, Weights],
     layers: Mapping[str, Linear],
     dtype: torch.dtype,
 ) -> Adapter:
-    """Brings the weights of some layers to one rank and completes fused layers with zeros.
+    """Scales the weights of some layers, brings them to one rank, and completes fused layers.
+
+    What is completed is zero.
 
     Args:
-        found: ``[rank, inputs]`` and ``[outputs, rank]`` by the layers' names in checkpoints.
+        found: By the layers' names in checkpoints.
         layers: The model's layers that take adapters.
-        dtype: Of the weights.
+        dtype: Of the weights to be.
+
+    Raises:
+        AdapterError: Some weights are not finite in this type.
     """
-    rank = max(len(down) for down, _ in found.values())
-    needed = {part for name in found for part in layers[name].fused}
-    embeds = not needed.isdisjoint(EMBEDDINGS)
-    if embeds:
-        # SGLang leaves what an evicted adapter had in the place of the one that is missing.
-        needed |= layers.keys() & EMBEDDINGS
+    rank, needed = _extent(found, layers)
     tensors: dict[str, torch.Tensor] = {}
     for name in sorted(needed):
         layer = layers[name]
         down = torch.zeros(rank, layer.inputs, dtype=dtype)
         up = torch.zeros(layer.outputs, rank, dtype=dtype)
         if name in found:
-            own_down, own_up = found[name]
-            down[: len(own_down)], up[:, : len(own_down)] = own_down, own_up
+            own = found[name]
+            down[: len(own.down)] = own.down
+            # SGLang has one factor for all layers; patterns give each its own.
+            up[:, : len(own.down)] = own.up.float() * own.factor
+            if not (bool(down.isfinite().all()) and bool(up.isfinite().all())):
+                raise AdapterError(
+                    f"the weights of `{name}` are not all finite in {dtype}",
+                    "use an adapter that was trained without overflow",
+                )
         tensors |= {f"{layer.name}.lora_A.weight": down, f"{layer.name}.lora_B.weight": up}
+    embeds = not needed.isdisjoint(EMBEDDINGS)
     return Adapter(rank, sorted({name.rpartition(".")[2] for name in needed}), tensors, embeds)
+
+
+def _extent(found: Mapping[str, Weights], layers: Mapping[str, Linear]) -> tuple[int, set[str]]:
+    """The rank of an adapter, and the layers that it has weights for when it is complete."""
+    needed = {part for name in found for part in layers[name].fused}
+    if not needed.isdisjoint(EMBEDDINGS):
+        # SGLang leaves what an evicted adapter had in the place of the one that is missing.
+        needed |= layers.keys() & EMBEDDINGS
+    return max(len(weights.down) for weights in found.values()), needed
+
+
+def _needed(
+    found: Mapping[str, Weights], layers: Mapping[str, Linear], dtype: torch.dtype
+) -> tuple[int, str]:
+    """The most memory that the weights take on their way, beside their file; and what they are."""
+    rank, needed = _extent(found, layers)
+    weights = sum(layers[name].inputs + layers[name].outputs for name in needed) * rank
+    complete = weights * dtype.itemsize
+    # One layer at a time is scaled in float32; SGLang joins fused layers when that is over.
+    scaled = 2 * torch.float32.itemsize * max(weights.up.numel() for weights in found.values())
+    return complete + max(complete, scaled), f"an adapter of rank {rank} in {dtype}"
 
 
 def checkpoint_name(layer: str) -> str:
@@ -191,20 +273,71 @@ def checkpoint_name(layer: str) -> str:
     return re.sub(r"^(?:(?:model|language_model)\.)+", "", layer)
 
 
-def _read_file(path: Path) -> bytes:
-    # Devices and pipes have no end.
-    if not path.is_file():
-        raise FileNotFoundError(f"{path.name} is missing or no file")
-    if path.stat().st_size > available_bytes() // 2:
-        raise OSError(f"{path.name} is larger than half of the memory available")
-    return path.read_bytes()
+class _Files(NamedTuple):
+    """An adapter's files as they were when they were read."""
+
+    source: Source
+    config: bytes
+    weights: int
+    """Descriptor of a sealed copy in memory."""
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The weights, as views of the copy.
+
+        The file itself is not mapped: whoever shortens one that is ends the process.
+        """
+        try:
+            header = int.from_bytes(os.pread(self.weights, 8, 0), "little")
+            if header > MOST_HEADER_BYTES:
+                raise ValueError(f"its header has {header} bytes, more than {MOST_HEADER_BYTES}")
+            return safetensors.torch.load_file(f"/proc/self/fd/{self.weights}")
+        except (safetensors.SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
+            raise AdapterError(
+                f"{quoted(str(self.source.weights))} is no safetensors file: {error}",
+                "save the adapter with PEFT, which writes safetensors",
+            ) from error
+
+
+@contextlib.contextmanager
+def _opened(path: str | Path, budget: Budget, taken: contextlib.ExitStack) -> Iterator[_Files]:
+    """Reads the files into memory, which `taken` counts."""
+    weights, digest = Path(path), hashlib.sha256()
+    copy = os.memfd_create("pie-adapter", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        try:
+            if weights.is_dir():
+                weights /= WEIGHTS
+            config = _read_config(weights.with_name(CONFIG))
+            digest.update(config)
+            with RegularFile(weights) as file, open(copy, "wb", closefd=False) as target:
+                taken.enter_context(budget.take(file.size, file.name))
+                for chunk in file.chunks():
+                    digest.update(chunk)
+                    target.write(chunk)
+        except (OSError, ValueError) as error:
+            raise AdapterError(
+                f"{quoted(str(path))} cannot be read: {getattr(error, 'strerror', None) or error}",
+                f"name a folder with {CONFIG} and {WEIGHTS}, or a safetensors file beside its "
+                f"{CONFIG}",
+            ) from error
+        fcntl.fcntl(copy, fcntl.F_ADD_SEALS, _SEALS)
+        yield _Files(Source(weights, digest.digest()), config, copy)
+    finally:
+        os.close(copy)
+
+
+def _read_config(path: Path) -> bytes:
+    with RegularFile(path) as file:
+        if file.size > MOST_CONFIG_BYTES:
+            raise OSError(f"{path.name} has {file.size} bytes, more than {MOST_CONFIG_BYTES}")
+        return b"".join(bytes(chunk) for chunk in file.chunks())
 
 
 def _parse_config(data: bytes) -> _Config:
     try:
         config = msgspec.json.decode(data, type=_Config, strict=True)
         settings = msgspec.json.decode(data)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise AdapterError(
             f"{CONFIG} is not what PEFT writes: {error}", "save the adapter with PEFT"
         ) from error
@@ -224,31 +357,26 @@ def _parse_config(data: bytes) -> _Config:
     return config
 
 
-def _scaled(
+def _checked(
     tensors: Mapping[str, torch.Tensor],
     config: _Config,
     layers: Mapping[str, Linear],
     max_rank: int,
-    dtype: torch.dtype,
-) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """The weights of each layer, in the model's dtype and with their scaling."""
-    found = {}
+) -> dict[str, Weights]:
+    """The weights of each layer, by its name in checkpoints."""
+    scaling = _Scaling(config)
+    found: dict[str, Weights] = {}
     for layer, sides in _pairs(tensors, layers).items():
         name = checkpoint_name(layer)
+        if name in found:
+            raise AdapterError(f"it has `{name}` under two names", "save the adapter with PEFT")
         down, up = _check_shapes(layer, sides, layers[name])
         if len(down) > max_rank:
             raise AdapterError(
                 f"`{layer}` has rank {len(down)}, more than `max_lora_rank`, which is {max_rank}",
                 f"set `max_lora_rank = {len(down)}` in the options",
             )
-        # The product is scaled; patterns give layers factors of their own.
-        up = up.float() * config.scaling(layer, len(down))
-        found[name] = (down.to(dtype), up.to(dtype))
-        if not all(bool(part.isfinite().all()) for part in found[name]):
-            raise AdapterError(
-                f"the weights of `{layer}` are not all finite in {dtype}",
-                "use an adapter that was trained without overflow",
-            )
+        found[name] = Weights(down, up, scaling.of(layer, len(down)))
     if not found:
         raise AdapterError("it holds no LoRA weights", "save the adapter with PEFT")
     return found
@@ -261,6 +389,12 @@ def _pairs(
     pairs: dict[str, dict[str, torch.Tensor]] = {}
     unfit = []
     for name, tensor in tensors.items():
+        if len(name) > MOST_NAME_CHARS:
+            raise AdapterError(
+                f"the weight {quoted(name)} has a name of {len(name)} characters, more than "
+                f"{MOST_NAME_CHARS}",
+                "save the adapter with PEFT",
+            )
         match = _WEIGHT.fullmatch(name)
         if match and checkpoint_name(match["layer"]) in layers:
             pairs.setdefault(match["layer"], {})[match["side"]] = tensor
@@ -286,7 +420,12 @@ def _repeats_base(name: str, tensor: torch.Tensor, layers: Mapping[str, Linear])
     own, first, rows = layer.base
     if tensor.shape != (rows, own.shape[1]):
         return False
-    return torch.equal(tensor[first : first + len(own)].to(own), own)
+    for start in range(0, len(own), _COMPARED_ROWS):
+        part = own[start : start + _COMPARED_ROWS]
+        other = tensor[first + start : first + start + len(part)]
+        if not torch.equal(other.to(part), part):
+            return False
+    return True
 
 
 def _check_shapes(
@@ -309,22 +448,9 @@ def _check_shapes(
     return down, up
 
 
-def _by_pattern(patterns: Mapping[str, float] | None, layer: str, default: float) -> float:
-    """The value of the first pattern that the layer's name ends with, as PEFT looks it up."""
-    for pattern, value in (patterns or {}).items():
-        try:
-            if re.fullmatch(rf"(?:.*\.)?(?:{pattern})", layer):
-                return value
-        except re.error as error:
-            raise AdapterError(
-                f"{CONFIG} has the pattern {quoted(pattern)}: {error}", "save it with PEFT"
-            ) from error
-    return default
-
-
-def blank(layers: Mapping[str, Linear], rank: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+def blank(layers: Mapping[str, Linear], rank: int) -> dict[str, Weights]:
     """Weights of all layers that change nothing."""
     return {
-        name: (torch.zeros(rank, layer.inputs), torch.zeros(layer.outputs, rank))
+        name: Weights(torch.zeros(rank, layer.inputs), torch.zeros(layer.outputs, rank))
         for name, layer in layers.items()
     }

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from unittest import mock
 
@@ -25,6 +28,8 @@ from sglang.srt.lora.layers import (
     QKVParallelLinearWithLoRA,
     RowParallelLinearWithLoRA,
 )
+from sglang.srt.lora.lora import LoRAAdapter
+from sglang.srt.lora.lora_config import LoRAConfig
 from sglang.srt.lora.lora_manager import LoRAManager
 from sglang.srt.lora.lora_registry import LoRARef
 from sglang.srt.lora.utils import (
@@ -34,9 +39,11 @@ from sglang.srt.lora.utils import (
 )
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.runtime_context import get_lora
+from torch.overrides import TorchFunctionMode
 
 from pie_driver_sglang._core import REHEARSAL_ADAPTER
 from pie_driver_sglang.errors import AdapterError, StartError, quoted
+from pie_driver_sglang.memory import Budget
 from pie_driver_sglang.sglang import groups
 from pie_driver_sglang.sglang.adapter_files import (
     EMBEDDINGS,
@@ -49,6 +56,7 @@ from pie_driver_sglang.sglang.adapter_files import (
     checkpoint_name,
     read,
 )
+from pie_driver_sglang.sglang.adapter_loader import Loader
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
@@ -61,6 +69,28 @@ T = TypeVar("T")
 
 _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 """What checkpoints call the parts of SGLang's fused layers, in their order."""
+
+
+class _Prepared(NamedTuple):
+    """An adapter as SGLang keeps it, but for its manager's tables."""
+
+    ref: LoRARef
+    config: LoRAConfig
+    weights: LoRAAdapter
+    embeds: bool
+    """Whether it changes embeddings or the LM head."""
+
+    @property
+    def uid(self) -> str:
+        """Its name for SGLang."""
+        return str(self.ref.lora_id)
+
+
+class _Loading(NamedTuple):
+    """A load that has begun."""
+
+    adapter_id: int
+    read: Future[tuple[Source, _Prepared]]
 
 
 class _Loaded(NamedTuple):
@@ -78,6 +108,9 @@ class Adapters:
     An adapter that had to leave is read from its files again when it is needed. Every rank of a
     model reads the files; all are asked for the same, and a load that fails on one of them fails on
     all, so they have the same adapters at any time.
+
+    Loads are read on a thread. What it shares with the engine's is the model's weights, which
+    stay as they are, and the ranks' threads have a group of their own to agree in.
     """
 
     def __init__(self, manager: LoRAManager, max_loaded: int) -> None:
@@ -88,6 +121,10 @@ class Adapters:
         self._resident: OrderedDict[int, _Loaded] = OrderedDict()
         """By the runtime's ids, the least recently used one first."""
         self._numbers = itertools.count()
+        self._budget = Budget()
+        self._loader = Loader()
+        self._aside = groups.aside()
+        self._loading: dict[int, _Loading] = {}
 
     @property
     def slots(self) -> int:
@@ -105,14 +142,28 @@ class Adapters:
             tensors += buffers.values()
         return sum(tensor.numel() * tensor.itemsize for tensor in tensors)
 
-    def load(self, adapter_id: int, path: str) -> None:
-        """Loads an adapter, in the place of the one that has its id already.
+    def begin_load(
+        self, number: int, adapter_id: int, path: str, done: Callable[[], object]
+    ) -> None:
+        """Begins to read an adapter; see :meth:`pie_driver_sglang.engine.Engine.begin_load`."""
+        # Named here, where all ranks do the same in the same order.
+        uid = self._name(adapter_id)
+        read = self._loader.submit(lambda: self._read(uid, path, group=self._aside), done)
+        self._loading[number] = _Loading(adapter_id, read)
+
+    def discard_load(self, number: int) -> None:
+        """Forgets a load; see :meth:`pie_driver_sglang.engine.Engine.discard_load`."""
+        del self._loading[number]
+
+    def finish_load(self, number: int) -> None:
+        """Makes an adapter usable; see :meth:`pie_driver_sglang.engine.Engine.finish_load`.
 
         Raises:
             AdapterError: It does not fit, and nothing has changed.
         """
-        source, adapter = self._read(path)
-        loaded = self._register(adapter_id, adapter)
+        adapter_id, read = self._loading.pop(number)
+        source, prepared = _agreed(read.result)
+        loaded = self._register(adapter_id, prepared)
         former = self._resident.pop(adapter_id, None)
         if former is not None:
             self._forget(former.uid)
@@ -133,8 +184,9 @@ class Adapters:
             if adapter_id not in self._resident:
                 source = self._sources[adapter_id]
                 try:
-                    _, adapter = self._read(source.weights, source.digest)
-                    self._resident[adapter_id] = self._register(adapter_id, adapter)
+                    uid = self._name(adapter_id)
+                    _, prepared = self._read(uid, source.weights, source.digest)
+                    self._resident[adapter_id] = self._register(adapter_id, prepared)
                 except AdapterError as error:
                     lost[adapter_id] = f"{error.message}; {error.hint}"
         return lost
@@ -191,38 +243,47 @@ class Adapters:
         """Makes `REHEARSAL_ADAPTER` an adapter of all layers that changes nothing."""
         rank, dtype = self._manager.max_lora_rank, self._manager.dtype
         adapter = assemble(blank(self._layers, rank), self._layers, dtype)
-        self._resident[REHEARSAL_ADAPTER] = self._register(REHEARSAL_ADAPTER, adapter)
+        prepared = self._prepared(self._name(REHEARSAL_ADAPTER), adapter)
+        self._resident[REHEARSAL_ADAPTER] = self._register(REHEARSAL_ADAPTER, prepared)
 
     def drop_rehearsal(self) -> None:
         """Forgets `REHEARSAL_ADAPTER`."""
         self._forget(self._resident.pop(REHEARSAL_ADAPTER).uid)
 
-    def _read(self, path: Any, digest: bytes | None = None) -> tuple[Source, Adapter]:
-        """Reads the same files on all ranks."""
+    def _name(self, adapter_id: int) -> str:
+        return f"{adapter_id}.{next(self._numbers)}"
+
+    def _read(
+        self, uid: str, path: str | Path, digest: bytes | None = None, group: Any = None
+    ) -> tuple[Source, _Prepared]:
+        """Reads the same files on all ranks; on the loader's thread in its own group."""
         manager = self._manager
-        source, adapter = _agreed(
-            lambda: read(path, self._layers, manager.max_lora_rank, manager.dtype, digest)
-        )
-        if len(set(groups.gathered(source.digest))) > 1:
+
+        def step() -> tuple[Source, _Prepared]:
+            limits = (self._layers, manager.max_lora_rank, manager.dtype, self._budget)
+            with read(path, *limits, digest) as (source, adapter):
+                return source, self._prepared(uid, adapter)
+
+        source, prepared = _agreed(step, group)
+        if len(set(groups.gathered(source.digest, group))) > 1:
             raise AdapterError(
                 f"{quoted(str(source.weights))} has changed while it was read",
                 "load the adapter again",
             )
-        return source, adapter
+        return source, prepared
 
-    def _register(self, adapter_id: int, adapter: Adapter) -> _Loaded:
-        """Puts an adapter into host memory and, as the proof that it fits, into a slot."""
+    def _register(self, adapter_id: int, prepared: _Prepared) -> _Loaded:
+        """Puts an adapter into SGLang's tables and, as the proof that it fits, into a slot."""
         self._make_room(adapter_id)
-        uid = f"{adapter_id}.{next(self._numbers)}"
         try:
-            _agreed(lambda: self._put(uid, adapter))
+            _agreed(lambda: self._put(prepared))
         except AdapterError:
-            self._forget(uid)
+            self._forget(prepared.uid)
             raise
-        return _Loaded(uid, adapter.embeds)
+        return _Loaded(prepared.uid, prepared.embeds)
 
-    def _put(self, uid: str, adapter: Adapter) -> None:
-        """Gives SGLang an adapter, of which it keeps this rank's part in a slot."""
+    def _prepared(self, uid: str, adapter: Adapter) -> _Prepared:
+        """Has SGLang join the weights of fused layers; may be called on any thread."""
         config = {
             "peft_type": "LORA",
             # Its scaling is in its weights already.
@@ -231,15 +292,27 @@ class Adapters:
             "target_modules": adapter.targets,
         }
         ref = LoRARef(lora_id=uid, lora_name=uid, lora_path=uid, pinned=False)
+        # With tables of its own: the manager's belong to the thread that serves.
+        manager = copy.copy(self._manager)
+        manager.configs, manager.loras, manager.lora_refs = {}, {}, {}
         try:
-            result = self._manager.load_lora_adapter_from_tensors(ref, adapter.tensors, config)
+            result = manager.load_lora_adapter_from_tensors(ref, adapter.tensors, config)
             if not result.success:
                 raise ValueError(result.error_message)
-            self._manager.fetch_new_loras({uid})
         except Exception as error:
-            raise AdapterError(
-                f"SGLang does not take it: {error}", "use an adapter of this very model"
-            ) from error
+            raise _not_taken(error) from error
+        return _Prepared(ref, manager.configs[uid], manager.loras[uid], adapter.embeds)
+
+    def _put(self, prepared: _Prepared) -> None:
+        """Gives SGLang an adapter, of which it keeps this rank's part in a slot."""
+        manager, uid = self._manager, prepared.uid
+        manager.configs[uid] = prepared.config
+        manager.loras[uid] = prepared.weights
+        manager.lora_refs[uid] = prepared.ref
+        try:
+            manager.fetch_new_loras({uid})
+        except Exception as error:
+            raise _not_taken(error) from error
 
     def _make_room(self, adapter_id: int) -> None:
         """Lets the least recently used adapters go, but not the one that is to be replaced."""
@@ -256,8 +329,16 @@ class Adapters:
             table.pop(uid, None)
 
 
-def _agreed(step: Callable[[], T]) -> T:
+def _not_taken(error: Exception) -> AdapterError:
+    return AdapterError(f"SGLang does not take it: {error}", "use an adapter of this very model")
+
+
+def _agreed(step: Callable[[], T], group: Any = None) -> T:
     """Runs a step of a load, as all ranks do; where it fails on one, it fails on all of them.
+
+    Args:
+        step: What to do.
+        group: In which ranks agree; see :func:`groups.gathered`.
 
     Raises:
         AdapterError: What the first rank that failed says, the same on all ranks.
@@ -271,7 +352,7 @@ def _agreed(step: Callable[[], T]) -> T:
         logger.exception("an adapter cannot be taken", extra={"kind": "load"})
         text = f"{type(unexpected).__name__}: {unexpected}"
         error = AdapterError(text, "the traceback above says where")
-    told = groups.gathered(None if error is None else (error.message, error.hint))
+    told = groups.gathered(None if error is None else (error.message, error.hint), group)
     for rank, failure in enumerate(told):
         if failure is not None:
             message, hint = failure
@@ -349,24 +430,29 @@ def _on_the_host() -> Iterator[None]:
     """Within it SGLang's LoRA manager can be made without a GPU.
 
     Its layers pin a tensor of offsets each when they are made, which fails without a GPU's driver;
-    its backend pins some for every batch. The former lasts as long as this context; the latter is
-    replaced by `HostLoRABackend`, for managers that are made within it.
+    its backend pins some for every batch. The former are left where they are, on this thread alone;
+    the latter is replaced by `HostLoRABackend`, for managers that are made within it.
     """
-    make = torch.tensor
-
-    def unpinned(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
-        return make(*args, **kwargs)
-
-    def same(tensor: torch.Tensor, *_: Any) -> torch.Tensor:
-        return tensor
-
     backends = {"torch_native": lambda: HostLoRABackend}
-    with (
-        mock.patch.object(torch, "tensor", unpinned),
-        mock.patch.object(torch.Tensor, "pin_memory", same),
-        mock.patch.dict(LORA_SUPPORTED_BACKENDS, backends),
-    ):
+    with _Unpinned(), mock.patch.dict(LORA_SUPPORTED_BACKENDS, backends):
         yield
+
+
+class _Unpinned(TorchFunctionMode):
+    """Within it this thread's calls of torch pin no memory."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Makes a call without what pins."""
+        if func is torch.Tensor.pin_memory:
+            return args[0]
+        options = {name: value for name, value in (kwargs or {}).items() if name != "pin_memory"}
+        return func(*args, **options)
 
 
 def _targets(runner: ModelRunner, wanted: Iterable[str]) -> set[str]:

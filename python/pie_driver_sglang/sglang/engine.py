@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -342,9 +342,19 @@ class SglangEngine:
             free=free_bytes(self.runner),
         )
 
-    def load_adapter(self, adapter_id: int, path: str) -> None:
-        """Loads an adapter; see :meth:`pie_driver_sglang.engine.Engine.load_adapter`."""
-        self._with_adapters().load(adapter_id, path)
+    def begin_load(
+        self, number: int, adapter_id: int, path: str, done: Callable[[], object]
+    ) -> None:
+        """Begins to read an adapter; see :meth:`pie_driver_sglang.engine.Engine.begin_load`."""
+        self._with_adapters().begin_load(number, adapter_id, path, done)
+
+    def finish_load(self, number: int) -> None:
+        """Makes it usable; see :meth:`pie_driver_sglang.engine.Engine.finish_load`."""
+        self._with_adapters().finish_load(number)
+
+    def discard_load(self, number: int) -> None:
+        """Forgets it; see :meth:`pie_driver_sglang.engine.Engine.discard_load`."""
+        self._with_adapters().discard_load(number)
 
     def fetch_adapters(self, adapter_ids: Sequence[int]) -> dict[int, str]:
         """Fetches adapters; see :meth:`pie_driver_sglang.engine.Engine.fetch_adapters`."""

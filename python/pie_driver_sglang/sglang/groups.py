@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import datetime
 import os
 import socket
 import struct
@@ -36,13 +37,29 @@ def state(rank: Rank, gpu_id: int) -> ParallelState:
     )
 
 
-def gathered(value: T) -> list[T]:
-    """What each rank brings along, in their order; all ranks get the same list."""
+def gathered(value: T, group: Any = None) -> list[T]:
+    """What each rank brings along, in their order; all ranks get the same list.
+
+    Args:
+        value: This rank's, which is pickled.
+        group: Whose thread this is, by :func:`aside`; None for the thread that serves.
+    """
     if dist.get_world_size() == 1:
         return [value]
     values = [value] * dist.get_world_size()
-    dist.all_gather_object(values, value)
+    dist.all_gather_object(values, value, group=group)
     return values
+
+
+def aside() -> Any:
+    """A group of all ranks for another thread than the one that serves; all ranks make it at once.
+
+    Threads that share a group would have to agree on the order of what they say in it.
+    """
+    if dist.get_world_size() == 1:
+        return None
+    # One rank's disk may be slow, and no serving thread waits for it.
+    return dist.new_group(backend="gloo", timeout=datetime.timedelta(days=365))
 
 
 @contextlib.contextmanager

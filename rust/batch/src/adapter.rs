@@ -119,8 +119,12 @@ impl Planner {
             request.dropped = true;
             request.slots.clear();
         }
-        // Whose outputs are refused already has its reason.
-        dropped.retain(|index| self.faults.iter().all(|(faulty, _)| faulty != index));
+        // Whose outputs are refused already has its reason. Both lists rise.
+        let mut faulty = self.faults.iter().map(|&(index, _)| index).peekable();
+        dropped.retain(|&index| {
+            while faulty.next_if(|&other| other < index).is_some() {}
+            faulty.peek() != Some(&index)
+        });
         self.add_faults(dropped.into_iter().map(|index| {
             let reason = reason.into();
             (index, RequestFault::AdapterLost { id, reason })

@@ -494,7 +494,7 @@ impl Copy {
 #[pymethods]
 impl Copy {
     /// Number of pages or slots.
-    const fn __len__(&self) -> usize {
+    fn __len__(&self) -> usize {
         self.inner.len()
     }
 
@@ -506,7 +506,7 @@ impl Copy {
 
     /// Whether slots of recurrent state are copied, not pages.
     #[getter]
-    const fn states(&self) -> bool {
+    fn states(&self) -> bool {
         self.inner.states()
     }
 
@@ -559,6 +559,10 @@ impl Step {
         }
     }
 }
+
+/// Another thread has called `Server.wake`.
+#[pyclass(frozen, module = "pie_driver_sglang._core")]
+pub(crate) struct Wake;
 
 /// An adapter to load, in the place of the one that has its id already. Dropped without a commit it is answered by an
 /// abort, and requests find what they found before.

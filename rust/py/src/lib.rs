@@ -9,6 +9,7 @@ mod error;
 mod guard;
 mod job;
 mod lane;
+mod patterns;
 mod planner;
 mod ranks;
 mod request;
@@ -32,10 +33,12 @@ mod _core {
     use crate::guard::ExitGuard;
     #[pymodule_export]
     use crate::job::{
-        AttentionMask, Batch, Copy, ImageSpan, Load, Pass, PassImages, SlotGroup, Step,
+        AttentionMask, Batch, Copy, ImageSpan, Load, Pass, PassImages, SlotGroup, Step, Wake,
     };
     #[pymodule_export]
     use crate::lane::Lane;
+    #[pymodule_export]
+    use crate::patterns::LayerPatterns;
     #[pymodule_export]
     use crate::planner::{Planner, graph_layout};
     #[pymodule_export]

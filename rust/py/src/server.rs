@@ -11,17 +11,19 @@ use pyo3::prelude::*;
 
 use crate::error::{from_loss, from_rehearsal, from_ring};
 use crate::guard::ExitGuard;
-use crate::job::{Batch, Copy, Load, Shared, Step};
+use crate::job::{Batch, Copy, Load, Shared, Step, Wake};
 use crate::lane::Lane;
 use crate::planner::Planner;
 
-/// Owns the shared-memory region and iterates over the work that needs Python: `Batch`, `Copy` and `Load` objects. Everything
+/// Owns the shared-memory region and iterates over the work that needs Python: `Batch`, `Copy` and `Load` objects, and `Wake` where another
+/// thread has called `wake`. Everything
 /// else (malformed frames, health checks, frames without tokens, unsupported operations) is answered without it.
 #[pyclass(frozen, module = "pie_driver_sglang._core")]
 pub(crate) struct Server {
     /// Locked while a thread waits for work, and never with the GIL held.
     ring: Mutex<pie_ring::Server>,
     stop: pie_ring::Stop,
+    waker: pie_ring::Waker,
     layout: RegionLayout,
     name: String,
     wait: Wait,
@@ -40,6 +42,7 @@ enum Job {
     Copy(Py<Copy>),
     Step(Py<Step>),
     Load(Py<Load>),
+    Wake(Py<Wake>),
 }
 
 #[pymethods]
@@ -74,15 +77,12 @@ impl Server {
         let ring = py
             .detach(|| pie_ring::Server::create(&config, &guard.inner))
             .map_err(|error| from_ring(&error))?;
-        let (stop, wait) = (
-            ring.stop_handle(),
-            Wait::from_spin_budget_us(spin_budget_us),
-        );
         Ok(Self {
-            stop,
+            stop: ring.stop_handle(),
+            waker: ring.waker(),
             layout: config.layout,
             name,
-            wait,
+            wait: Wait::from_spin_budget_us(spin_budget_us),
             serving: OnceLock::new(),
             ring: Mutex::new(ring),
         })
@@ -162,6 +162,7 @@ impl Server {
                 .map_err(|error| from_ring(&error))?;
             let job = match event {
                 Event::Stopped => return Ok(None),
+                Event::Called => Job::Wake(Py::new(py, Wake)?),
                 Event::Notes(notes) => {
                     shared.report(py, &notes)?;
                     continue;
@@ -210,6 +211,12 @@ impl Server {
         let Serving { responder, .. } = self.serving.get().ok_or_else(not_serving)?;
         py.detach(|| responder.rehearse_lane(frame))
             .map_err(|error| from_rehearsal(&error))
+    }
+
+    /// Makes the iteration give a `Wake` soon, after at most one request; may be called from any thread. Several calls may
+    /// give one.
+    fn wake(&self) {
+        self.waker.wake();
     }
 
     /// Ends the iteration; may be called from any thread.

@@ -41,12 +41,12 @@ impl Dispatcher {
         &self.shared
     }
 
-    /// Waits for the next request; `None` once stopped.
+    /// Waits for the next request; `None` once stopped, or called.
     pub(crate) fn wait(&mut self, wait: Wait) -> Result<Option<Lease>, RingError> {
         self.allow_owing(wait == Wait::Spin);
         let Self { shared, queue, .. } = self;
         let ready = || {
-            if shared.is_stopped() {
+            if shared.has_event() {
                 Some(None)
             } else {
                 queue.take(shared).map(Some)

@@ -83,5 +83,5 @@ pub use guard::{ExitGuard, die_with_parent};
 pub use layout::{HEADER_BYTES, MAGIC, RegionLayout, SLOT_HEADER_BYTES, VERSION};
 pub use lease::{Lease, Publish};
 pub use server::{DEFAULT_TAKEOVER, Server, ServerConfig};
-pub use shared::Stop;
+pub use shared::{Stop, Waker};
 pub use wait::Wait;

@@ -10,7 +10,7 @@ use crate::layout::RegionLayout;
 use crate::lease::Lease;
 use crate::mapping::Mapping;
 use crate::region::{RegionFile, RegionName};
-use crate::shared::Stop;
+use crate::shared::{Stop, Waker};
 use crate::wait::Wait;
 
 /// How long [`Server::create`] waits for a live owner by default: a driver on its way out needs less.
@@ -83,7 +83,17 @@ impl Server {
         Stop(Arc::clone(self.dispatcher.shared()))
     }
 
-    /// Waits for the next request; `None` once stopped.
+    /// A handle by which other threads call the server.
+    pub fn waker(&self) -> Waker {
+        Waker(Arc::clone(self.dispatcher.shared()))
+    }
+
+    /// Whether a [`Waker`] has called since the last time; to be asked when [`Server::wait`] returns `None`.
+    pub fn take_call(&self) -> bool {
+        self.dispatcher.shared().take_call()
+    }
+
+    /// Waits for the next request; `None` once stopped, or when a [`Waker`] has called.
     ///
     /// With [`Wait::Spin`] an answer may leave the waking of its client to the next call: come back
     /// soon, or stop or drop the server.

@@ -24,6 +24,11 @@ const OWED: u32 = 4;
 /// Calls are made at once: the server might sleep, or never come back to make one that is owed.
 const AT_ONCE: u32 = 8;
 
+/// The server was stopped, for good.
+const STOPPED: u32 = 1;
+/// Another thread has called the server.
+const CALLED: u32 = 2;
+
 /// What the server shares with its leases and stop handles.
 pub(crate) struct Shared {
     pub(crate) mapping: Mapping,
@@ -32,7 +37,8 @@ pub(crate) struct Shared {
     states: Box<[AtomicU32]>,
     /// The last call found a client asleep, so the next one will not be owed. Only a hint.
     clients_sleep: AtomicBool,
-    stopped: AtomicBool,
+    /// What ends the server's waiting: a set of the bits below. One word, so that a spinning server looks at one.
+    events: AtomicU32,
     /// The process that made the region. A forked child must not answer for it.
     pub(crate) pid: u32,
 }
@@ -47,7 +53,7 @@ impl Shared {
             abort_reply,
             states,
             clients_sleep: AtomicBool::new(false),
-            stopped: AtomicBool::new(false),
+            events: AtomicU32::new(0),
             pid: std::process::id(),
         }
     }
@@ -140,7 +146,19 @@ impl Shared {
     }
 
     pub(crate) fn is_stopped(&self) -> bool {
-        self.stopped.load(Ordering::Relaxed)
+        self.events.load(Ordering::Relaxed) & STOPPED != 0
+    }
+
+    /// Whether there is anything but requests that ends the server's waiting.
+    pub(crate) fn has_event(&self) -> bool {
+        self.events.load(Ordering::Relaxed) != 0
+    }
+
+    /// Whether a thread has called since the last time.
+    pub(crate) fn take_call(&self) -> bool {
+        // SYNC: pairs with the release in `Waker::wake`: what was done before a call is seen behind it.
+        self.events.load(Ordering::Relaxed) & CALLED != 0
+            && self.events.fetch_and(!CALLED, Ordering::Acquire) & CALLED != 0
     }
 
     /// Changes the state of a slot and returns the former one.
@@ -176,7 +194,7 @@ impl Stop {
     /// atomics and futex calls, so it may be used in a signal handler.
     pub fn stop(&self) {
         // A server that sleeps learns it by the raised counter, one that spins by and by.
-        self.0.stopped.store(true, Ordering::Relaxed);
+        self.0.events.fetch_or(STOPPED, Ordering::Relaxed);
         self.0.wake_server();
         self.0.allow_owing(false);
     }
@@ -184,5 +202,19 @@ impl Stop {
     /// Whether `stop` was called.
     pub fn is_stopped(&self) -> bool {
         self.0.is_stopped()
+    }
+}
+
+/// Calls a server from any thread: it has something to do besides requests.
+#[derive(Clone)]
+pub struct Waker(pub(crate) Arc<Shared>);
+
+impl Waker {
+    /// Makes the running or the next [`Server::wait`](crate::Server::wait) return `None`; at most one request comes first.
+    /// Calls that come before the server has [taken](crate::Server::take_call) one are one.
+    pub fn wake(&self) {
+        // SYNC: pairs with the acquire in `Shared::take_call`.
+        self.0.events.fetch_or(CALLED, Ordering::Release);
+        self.0.wake_server();
     }
 }

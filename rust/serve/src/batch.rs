@@ -11,29 +11,49 @@ use crate::media::Media;
 use crate::note::Note;
 use crate::timing::{DeviceTimes, Timing};
 
+/// What the planner is to learn.
+type Change = Box<dyn FnOnce(&mut Planner) + Send>;
+
 /// Where the planner is while no batch is open.
-#[derive(Debug)]
-pub(crate) struct Desk(Mutex<Option<Box<Planner>>>);
+pub(crate) struct Desk(Mutex<Place>);
+
+struct Place {
+    /// `None` while a batch has it.
+    planner: Option<Box<Planner>>,
+    /// What it learns when it is back, in this order.
+    later: Vec<Change>,
+}
 
 impl Desk {
     pub(crate) fn new(planner: Planner) -> Self {
-        Self(Mutex::new(Some(Box::new(planner))))
+        Self(Mutex::new(Place {
+            planner: Some(Box::new(planner)),
+            later: Vec::new(),
+        }))
     }
 
     pub(crate) fn take(&self) -> Option<Box<Planner>> {
-        self.lock().take()
+        self.lock().planner.take()
     }
 
-    pub(crate) fn put_back(&self, planner: Box<Planner>) {
-        *self.lock() = Some(planner);
+    pub(crate) fn put_back(&self, mut planner: Box<Planner>) {
+        let mut place = self.lock();
+        for change in place.later.drain(..) {
+            change(&mut planner);
+        }
+        place.planner = Some(planner);
     }
 
-    /// Does something with the planner, unless a batch has it.
-    pub(crate) fn with<T>(&self, act: impl FnOnce(&mut Planner) -> T) -> Option<T> {
-        self.lock().as_deref_mut().map(act)
+    /// Changes the planner; if a batch has it, as soon as it is back, so before it plans another one.
+    pub(crate) fn change(&self, change: impl FnOnce(&mut Planner) + Send + 'static) {
+        let mut place = self.lock();
+        match place.planner.as_deref_mut() {
+            Some(planner) => change(planner),
+            None => place.later.push(Box::new(change)),
+        }
     }
 
-    fn lock(&self) -> MutexGuard<'_, Option<Box<Planner>>> {
+    fn lock(&self) -> MutexGuard<'_, Place> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -44,36 +44,36 @@ impl Pairs {
 pub struct Copy {
     lease: Option<Lease>,
     driver_id: u32,
-    pairs: Pairs,
+    pairs: Arc<Pairs>,
     desk: Arc<Desk>,
 }
 
 impl Copy {
-    pub(crate) const fn new(lease: Lease, driver_id: u32, pairs: Pairs, desk: Arc<Desk>) -> Self {
+    pub(crate) fn new(lease: Lease, driver_id: u32, pairs: Pairs, desk: Arc<Desk>) -> Self {
         Self {
             lease: Some(lease),
             driver_id,
-            pairs,
+            pairs: Arc::new(pairs),
             desk,
         }
     }
 
     /// The pools that sources and targets belong to.
     #[must_use]
-    pub const fn direction(&self) -> CopyDirection {
+    pub fn direction(&self) -> CopyDirection {
         self.pairs.direction
     }
 
     /// Whether recurrent state is copied, not pages.
     #[must_use]
-    pub const fn states(&self) -> bool {
+    pub fn states(&self) -> bool {
         self.pairs.states
     }
 
     /// Number of pairs.
     #[must_use]
     #[expect(clippy::len_without_is_empty, reason = "no copy is empty")]
-    pub const fn len(&self) -> usize {
+    pub fn len(&self) -> usize {
         self.pairs.sources.len()
     }
 
@@ -85,7 +85,7 @@ impl Copy {
             sources,
             targets,
             ..
-        } = &self.pairs;
+        } = &*self.pairs;
         let one_pool = matches!(direction, CopyDirection::D2D | CopyDirection::H2H);
         groups(sources, targets, one_pool)
     }
@@ -94,7 +94,9 @@ impl Copy {
     pub fn commit(&mut self, code: i32) -> Option<Note> {
         let lease = self.lease.take()?;
         if !self.pairs.states {
-            self.desk.with(|planner| self.pairs.note_in(planner, code));
+            let pairs = Arc::clone(&self.pairs);
+            self.desk
+                .change(move |planner| pairs.note_in(planner, code));
         }
         answer(lease, self.driver_id, code)
     }

@@ -1,4 +1,4 @@
-//! An open load of an adapter.
+//! An open load of an adapter. Requests and batches may come and go meanwhile.
 
 use std::sync::Arc;
 
@@ -51,7 +51,7 @@ impl Load {
         let lease = self.lease.take()?;
         if code == status::OK {
             let id = self.wanted.id;
-            self.desk.with(|planner| planner.add_adapter(id));
+            self.desk.change(move |planner| planner.add_adapter(id));
         }
         answer(lease, self.driver_id, code)
     }

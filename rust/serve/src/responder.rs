@@ -25,6 +25,8 @@ pub enum Event {
     Notes(Vec<Note>),
     /// The fast lane answered a batch, and the caller [asked to be told](Responder::with_steps).
     Step(Step),
+    /// A [`pie_ring::Waker`] has called.
+    Called,
     /// The engine must act.
     Job(Job),
     /// Nothing can be served any more: the device [cannot](LaneError::is_fatal), or a step failed on this rank of several and
@@ -129,7 +131,11 @@ impl Responder {
                 event => return Ok(event),
             }
         }
-        Ok(Event::Stopped)
+        Ok(if ring.take_call() {
+            Event::Called
+        } else {
+            Event::Stopped
+        })
     }
 
     fn handle(&self, lease: Lease) -> Event {

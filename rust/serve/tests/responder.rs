@@ -131,17 +131,23 @@ fn converse_with(
     converse_by(planner, host_pages, requests, serve)
 }
 
+/// Of a ring of its own.
+fn config() -> ServerConfig {
+    static NUMBER: AtomicU32 = AtomicU32::new(0);
+    let number = NUMBER.fetch_add(1, Ordering::Relaxed);
+    let name = format!("/pie_serve_test_{}_{number}", std::process::id());
+    let abort = pie_wire::abort_frame(0).to_vec();
+    ServerConfig::new(&name, pie_wire::SCHEMA_HASH, abort)
+}
+
 fn converse_by(
     planner: Planner,
     host_pages: u32,
     requests: &[Vec<u8>],
     serve: impl Fn(Job),
 ) -> (Vec<Answer>, Vec<Note>) {
-    static NUMBER: AtomicU32 = AtomicU32::new(0);
-    let number = NUMBER.fetch_add(1, Ordering::Relaxed);
-    let name = format!("/pie_serve_test_{}_{number}", std::process::id());
-    let abort = pie_wire::abort_frame(0).to_vec();
-    let mut config = ServerConfig::new(&name, pie_wire::SCHEMA_HASH, abort);
+    let mut config = config();
+    let name = config.name.clone();
     config.layout = RegionLayout::new(2, 1 << 16, 1 << 16).unwrap();
     let mut ring = Server::create(&config, &ExitGuard::inert()).unwrap();
     let client = Client::open(&name, pie_wire::SCHEMA_HASH, ClientConfig::default()).unwrap();
@@ -162,6 +168,7 @@ fn converse_by(
                 Event::Stopped => break,
                 Event::Notes(notes) => noted.extend(notes),
                 Event::Job(job) => serve(job),
+                Event::Called => unreachable!("nobody calls"),
                 Event::Step(_) | Event::Lost(_) => unreachable!("no lane"),
             }
         }
@@ -332,6 +339,109 @@ fn adapters_can_be_bound_once_they_are_loaded() {
         sevens(&[0, 1, 1, 0, 0, 1, 0]),
     ];
     assert_eq!(answers, expected);
+}
+
+/// A ring with two slots, and a responder for an engine with adapters.
+fn with_adapters() -> (Server, Arc<Client>, Responder) {
+    let mut config = config();
+    config.layout = RegionLayout::new(2, 1 << 16, 1 << 16).unwrap();
+    let ring = Server::create(&config, &ExitGuard::inert()).unwrap();
+    let client = Client::open(&config.name, pie_wire::SCHEMA_HASH, ClientConfig::default());
+    let planner = Planner::new(LIMITS, 1).with_adapters(2.try_into().unwrap());
+    let responder = Responder::new(planner, 0, Wait::Park);
+    (ring, Arc::new(client.unwrap()), responder)
+}
+
+fn call(client: &Arc<Client>, request: Vec<u8>) -> thread::JoinHandle<Answer> {
+    let client = Arc::clone(client);
+    thread::spawn(move || client.call(&request, decode).unwrap())
+}
+
+fn next_batch(ring: &mut Server, responder: &Responder) -> Batch {
+    match responder.next(ring).unwrap() {
+        Event::Job(Job::Batch(batch)) => batch,
+        _ => panic!("a batch"),
+    }
+}
+
+/// While an adapter is read the engine serves others, and may answer the load at any time.
+#[test]
+fn a_load_that_ends_within_a_batch_is_known_behind_it() {
+    let (mut ring, client, responder) = with_adapters();
+    let loading = call(&client, adapter(AdapterOp::Load, 1, "a"));
+    let Event::Job(Job::Load(mut load)) = responder.next(&mut ring).unwrap() else {
+        panic!("a load")
+    };
+    let early = call(&client, bound(&[1, -1]));
+    let mut batch = next_batch(&mut ring, &responder);
+    assert_eq!(load.commit(status::OK), None);
+    assert_eq!(loading.join().unwrap(), Answer::Status(status::OK));
+    run(&mut batch);
+    let notes = batch.commit(DeviceTimes::default());
+    assert_eq!(notes.len(), 1, "what was planned before is not bound");
+    assert_eq!(early.join().unwrap(), Answer::Tokens(vec![vec![], vec![7]]));
+    let late = call(&client, bound(&[1, -1]));
+    let mut batch = next_batch(&mut ring, &responder);
+    assert_eq!(batch.next_adapters(), [1]);
+    run(&mut batch);
+    assert_eq!(batch.commit(DeviceTimes::default()), []);
+    assert_eq!(late.join().unwrap(), Answer::Tokens(vec![vec![7]; 2]));
+}
+
+/// The same of a batch that fails, and of one that is dropped.
+#[test]
+fn a_load_that_ends_within_a_lost_batch_is_known_behind_it() {
+    let (mut ring, client, responder) = with_adapters();
+    for id in [1, 2] {
+        let loading = call(&client, adapter(AdapterOp::Load, id, "a"));
+        let Event::Job(Job::Load(mut load)) = responder.next(&mut ring).unwrap() else {
+            panic!("a load")
+        };
+        let lost = call(&client, bound(&[-1]));
+        let mut batch = next_batch(&mut ring, &responder);
+        assert_eq!(load.commit(status::OK), None);
+        if id == 1 {
+            batch.fail();
+        }
+        drop(batch);
+        assert_eq!(lost.join().unwrap(), Answer::Aborted);
+        assert_eq!(loading.join().unwrap(), Answer::Status(status::OK));
+        let served = call(&client, bound(&[id as i64]));
+        let batch = next_batch(&mut ring, &responder);
+        assert_eq!(batch.next_adapters(), [id as i64]);
+        drop(batch);
+        served.join().unwrap();
+    }
+}
+
+/// Requests go on while a load is open, and a thread that has read an adapter calls.
+#[test]
+fn a_call_comes_between_requests() {
+    for wait in [Wait::Park, Wait::Spin] {
+        let (mut ring, client, _) = with_adapters();
+        let responder = Responder::new(Planner::new(LIMITS, 1), 0, wait);
+        let waker = ring.waker();
+        let caller = thread::spawn({
+            let (waker, client) = (waker.clone(), Arc::clone(&client));
+            move || {
+                let health = encode(Payload::Health);
+                let answer = client.call(&health, decode).unwrap();
+                waker.wake();
+                answer
+            }
+        });
+        assert!(matches!(responder.next(&mut ring).unwrap(), Event::Called));
+        assert_eq!(caller.join().unwrap(), Answer::Status(status::OK));
+        // It comes before the requests that wait, and once.
+        waker.wake();
+        waker.wake();
+        let waiting = call(&client, encode(Payload::Forward(forward(&[1]))));
+        assert!(matches!(responder.next(&mut ring).unwrap(), Event::Called));
+        drop(next_batch(&mut ring, &responder));
+        waiting.join().unwrap();
+        ring.stop_handle().stop();
+        assert!(matches!(responder.next(&mut ring).unwrap(), Event::Stopped));
+    }
 }
 
 #[test]

@@ -12,7 +12,7 @@ use crate::error::RingError;
 use crate::layout::RegionLayout;
 use crate::lease::{Lease, Publish};
 use crate::mapping::{Mapping, Start};
-use crate::shared::Stop;
+use crate::shared::{Stop, Waker};
 use crate::sync::atomic::{AtomicBool, Ordering};
 use crate::sync::pass_time;
 pub use crate::wait::Wait;
@@ -168,6 +168,39 @@ pub fn stop(wait: Wait) {
         let stopper = thread::spawn(move || stop.stop());
         assert!(ring.server.wait(wait).unwrap().is_none());
         stopper.join().unwrap();
+    });
+}
+
+/// A call ends the waiting once, with what was done before it, and requests are not lost to it.
+pub fn wake(wait: Wait) {
+    check(3, move || {
+        let mut ring = Ring::new(1);
+        let waker = Waker(Arc::clone(ring.server.shared()));
+        let done = Arc::new(AtomicBool::new(false));
+        let client = ring.client(Wait::Park);
+        let calling = thread::spawn({
+            let done = Arc::clone(&done);
+            move || {
+                done.store(true, Ordering::Relaxed);
+                waker.wake();
+                assert_echo(&client, 7);
+            }
+        });
+        let (mut called, mut answered) = (false, false);
+        while !(called && answered) {
+            if let Some(lease) = ring.server.wait(wait).unwrap() {
+                assert!(!answered);
+                reply(lease);
+                answered = true;
+            } else {
+                assert!(!called && ring.server.shared().take_call());
+                assert!(done.load(Ordering::Relaxed));
+                called = true;
+            }
+        }
+        assert!(!ring.server.shared().take_call());
+        drop(ring.server);
+        calling.join().unwrap();
     });
 }
 

@@ -52,6 +52,13 @@ fn stop() {
 }
 
 #[test]
+fn wake() {
+    for wait in [Wait::Spin, BRIEFLY, Wait::Park] {
+        model::wake(wait);
+    }
+}
+
+#[test]
 fn abort() {
     for wait in [Wait::Spin, Wait::Park] {
         model::abort(wait);

@@ -1,0 +1,83 @@
+"""Files that strangers may have made: read to their end, never beyond the size that they have."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Self
+
+CHUNK_BYTES: Final = 4 << 20
+
+
+class RegularFile:
+    """A regular file that is open for reading.
+
+    Pipes and devices have no end, and files of `/proc` may wait for ever although they claim to be
+    regular; those say that they are empty, which no file here may be.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Opens the file, or what a link of this name leads to.
+
+        Raises:
+            OSError: It is missing, empty or not a regular file.
+        """
+        self.name = path.name
+        # Asked first: to open a device may have an effect of its own.
+        self._status = self._checked(path.stat)
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            self._status = self._checked(lambda: os.fstat(self._descriptor))
+        except OSError:
+            os.close(self._descriptor)
+            raise
+
+    @property
+    def size(self) -> int:
+        """Its bytes when it was opened."""
+        return self._status.st_size
+
+    def chunks(self) -> Iterator[memoryview]:
+        """Reads the file once, in parts that are valid until the next one is asked for.
+
+        Raises:
+            OSError: It has another size now, or was written to meanwhile.
+        """
+        buffer = memoryview(bytearray(min(CHUNK_BYTES, self.size)))
+        left = self.size
+        while left:
+            count = os.readv(self._descriptor, [buffer[:left]])
+            if not count:
+                raise OSError(f"{self.name} ends {left} bytes before its size of {self.size}")
+            left -= count
+            yield buffer[:count]
+        now = os.fstat(self._descriptor)
+        if (now.st_size, now.st_mtime_ns) != (self._status.st_size, self._status.st_mtime_ns):
+            raise OSError(f"{self.name} has changed while it was read")
+
+    def __enter__(self) -> Self:
+        """Returns the file."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Closes it."""
+        os.close(self._descriptor)
+
+    def _checked(self, ask: Callable[[], os.stat_result]) -> os.stat_result:
+        try:
+            status = ask()
+        except FileNotFoundError as error:
+            raise FileNotFoundError(f"{self.name} is missing") from error
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(f"{self.name} is not a regular file")
+        if not status.st_size:
+            raise OSError(f"{self.name} is empty")
+        return status

@@ -1,0 +1,235 @@
+"""Adapters that are read while the driver serves others."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+import adapter_process
+import drivers
+import lora_adapters
+import runtime_client as rc
+import tiny_models
+from pie_driver_sglang._core import Client, Load, Request, Sampler
+from pie_driver_sglang.loads import Loads, _patience_s
+from test_adapters import FAILED, OK, OPTIONS, Bench, bound_logits
+
+pytestmark = pytest.mark.engine
+
+BASE, FIRST = 0, 1
+"""Adapter 1 is loaded."""
+
+
+class Held:
+    """A driver whose ranks read no weights while its gate is shut."""
+
+    def __init__(self, bench: Bench, gate: Path, ranks: int) -> None:
+        self.bench = bench
+        self.driver = bench.driver
+        self.client = bench.client
+        self._gate = gate
+        self._ranks = ranks
+
+    @contextlib.contextmanager
+    def shut(self) -> Iterator[None]:
+        """Within it nothing is read to its end."""
+        (self._gate / "shut").touch()
+        try:
+            yield
+        finally:
+            self.open()
+
+    def open(self) -> None:
+        """Lets everything be read."""
+        (self._gate / "shut").unlink(missing_ok=True)
+        for file in self._gate.glob("waits-*"):
+            file.unlink()
+
+    def wait_until_all_ranks_read(self) -> None:
+        """Waits until each rank stands at the gate."""
+        rc.eventually(
+            lambda: len(list(self._gate.glob("waits-*"))) == self._ranks, "reading on all ranks"
+        )
+
+    def loading(
+        self, number: int, adapter: Path, client: Client | None = None
+    ) -> contextlib.AbstractContextManager[list[object]]:
+        """Loads an adapter in a thread; the list receives the status."""
+        call = functools.partial((client or self.client).adapter, "Load", number, str(adapter))
+        return rc.background(call)
+
+
+@contextlib.contextmanager
+def held(folder: Path, models: Path, ranks: int = 1, client_timeout_s: str = "") -> Iterator[Held]:
+    gate = folder / "gate"
+    gate.mkdir()
+    snapshot = tiny_models.build("llama", models)
+    config = drivers.write_config(folder, snapshot, options=OPTIONS, **drivers.spread(ranks))
+    prepare = functools.partial(adapter_process.hold_reads, str(gate), client_timeout_s)
+    with drivers.fork(config, prepare) as driver:
+        bench = Bench(driver, "llama", models)
+        bench.load_all(["linear"])
+        one = Held(bench, gate, ranks)
+        one.open()
+        yield one
+    assert driver.stop() == 0
+    assert not driver.region.exists()
+
+
+@pytest.fixture(scope="module")
+def made(models_folder: Path) -> lora_adapters.Made:
+    return lora_adapters.make("llama", "ranks", models_folder)
+
+
+@pytest.fixture(scope="module")
+def other(models_folder: Path) -> lora_adapters.Made:
+    return lora_adapters.make("llama", "mlp", models_folder)
+
+
+@pytest.mark.parametrize("ranks", [1, 2], ids=["tp1", "tp2"])
+def test_everything_goes_on_while_an_adapter_is_read(
+    models_folder: Path,
+    made: lora_adapters.Made,
+    other: lora_adapters.Made,
+    tmp_path: Path,
+    ranks: int,
+) -> None:
+    """Prompts and decodes with and without adapters, copies and refusals; the answer comes last."""
+    with held(tmp_path, models_folder, ranks) as one:
+        bench, client, load = one.bench, one.client, one.client.adapter
+        former = bound_logits(bench, FIRST)
+        with rc.Region(one.driver.region) as region:
+            with one.shut(), one.loading(2, made.adapter) as status:
+                one.wait_until_all_ranks_read()
+                bench.check_greedy([bench.start(number, 20) for number in (BASE, BASE)], 5)
+                bench.check_greedy([bench.start(number, 20) for number in (FIRST, BASE)], 5)
+                bench.check_logits([BASE, FIRST], 40)
+                assert client.copy("D2D", [0, 1], [2, 3]) == OK
+                client.health()
+                assert bound_logits(bench, 2) is None
+                assert load("Load", 0, "/a") != OK
+                assert (status, region.in_flight()) == ([], 1)
+                one.open()
+            assert status == [OK]
+            new = bound_logits(bench, 2)
+            assert new not in (None, former)
+            # The same of an adapter that takes the place of another one, and of one that fails.
+            with one.shut(), one.loading(FIRST, made.adapter) as status:
+                one.wait_until_all_ranks_read()
+                assert bound_logits(bench, FIRST) == former
+                assert status == []
+                one.open()
+            assert status == [OK]
+            assert bound_logits(bench, FIRST) == new
+            broken = lora_adapters.edit(other.adapter, tmp_path / "broken", r=3)
+            with one.shut(), one.loading(FIRST, broken) as status:
+                one.wait_until_all_ranks_read()
+                assert status == []
+                one.open()
+            assert status == [FAILED]
+            assert bound_logits(bench, FIRST) == new
+
+
+@pytest.mark.parametrize("ranks", [1, 2], ids=["tp1", "tp2"])
+def test_two_loads_of_an_id_are_finished_in_their_order(
+    models_folder: Path,
+    made: lora_adapters.Made,
+    other: lora_adapters.Made,
+    tmp_path: Path,
+    ranks: int,
+) -> None:
+    with held(tmp_path, models_folder, ranks) as one:
+        bench = one.bench
+        assert one.client.adapter("Load", 8, str(made.adapter)) == OK
+        assert one.client.adapter("Load", 9, str(other.adapter)) == OK
+        expected = [bound_logits(bench, number) for number in (8, 9)]
+        one.open()
+        with rc.Region(one.driver.region) as region:
+            for paths in ((made.adapter, other.adapter), (other.adapter, made.adapter)):
+                with one.shut(), one.loading(7, paths[0]) as first:
+                    one.wait_until_all_ranks_read()
+                    with one.loading(7, paths[1]) as second:
+                        rc.eventually(lambda: region.in_flight() == 2, "the second load")
+                        # The third one finds no place, and the slots that are left stay free.
+                        assert one.client.adapter("Load", 9, str(made.adapter)) == FAILED
+                        bench.check_greedy([bench.start(FIRST, 9)], 2)
+                        assert (first, second) == ([], [])
+                        one.open()
+                assert (first, second) == ([OK], [OK])
+                last = expected[0 if paths[1] == made.adapter else 1]
+                assert bound_logits(bench, 7) == last
+        one.driver.logged("2 adapters are being read already", "try again later")
+        assert bound_logits(bench, 9) == expected[1]
+
+
+@pytest.mark.parametrize("ranks", [1, 2], ids=["tp1", "tp2"])
+def test_a_load_that_takes_too_long_is_answered(
+    models_folder: Path, made: lora_adapters.Made, tmp_path: Path, ranks: int
+) -> None:
+    """Before its client gives up, so that its slot is free for what comes then."""
+    with held(tmp_path, models_folder, ranks, client_timeout_s="2.4") as one:
+        bench = one.bench
+        with one.shut():
+            assert one.client.adapter("Load", 7, str(made.adapter)) == FAILED
+            one.driver.logged("it is not read after 2 s, and its client will give up")
+            assert bound_logits(bench, 7) is None
+            hasty = one.driver.client(timeout_s=0.5)
+            with pytest.raises(TimeoutError):
+                hasty.adapter("Load", 7, str(made.adapter))
+            assert hasty.forward([_request()]).tokens
+            # Both are still being read.
+            assert one.client.adapter("Load", 7, str(made.adapter)) == FAILED
+            one.driver.logged("2 adapters are being read already")
+            bench.check_greedy([bench.start(FIRST, 9)], 2)
+        rc.eventually(
+            lambda: one.client.adapter("Load", 8, str(made.adapter)) == OK, "another load"
+        )
+        # What was answered by a failure has not come after all.
+        assert bound_logits(bench, 7) is None
+        assert bound_logits(bench, 8) is not None
+
+
+@pytest.mark.parametrize("ranks", [1, 2], ids=["tp1", "tp2"])
+def test_a_driver_ends_while_it_reads(
+    models_folder: Path, made: lora_adapters.Made, tmp_path: Path, ranks: int
+) -> None:
+    """Of its own accord or not, it waits for no file."""
+    with held(tmp_path, models_folder, ranks) as one:
+        client = one.driver.client(timeout_s=5.0)
+        with one.shut(), one.loading(2, made.adapter, client) as status:
+            one.wait_until_all_ranks_read()
+            assert one.driver.stop() == 0
+            client.abort()
+        assert isinstance(status[0], Exception)
+
+
+def test_loads_are_answered_when_the_loop_ends() -> None:
+    engine = mock.Mock(spec=["begin_load"])
+    loads = Loads(engine, lambda: None)
+    load = mock.Mock(spec=Load, adapter_id=1, path="/adapter")
+    loads.begin(load)
+    load.commit.assert_not_called()
+    loads.close()
+    load.commit.assert_called_once_with(FAILED)
+
+
+@pytest.mark.parametrize(
+    ("timeout", "patience"),
+    [(None, 50), ("", 50), ("6", 5), ("1.2e1", 10), ("0", 50), ("-3", 50), ("inf", 50), ("x", 50)],
+)
+def test_a_load_may_take_less_time_than_its_client_waits(
+    timeout: str | None, patience: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PIE_SHMEM_HARD_TIMEOUT_S", raising=False)
+    if timeout is not None:
+        monkeypatch.setenv("PIE_SHMEM_HARD_TIMEOUT_S", timeout)
+    assert _patience_s() == patience
+
+
+def _request() -> Request:
+    return Request([5], [0], [0], 1, [(0, Sampler.greedy())])
