@@ -158,9 +158,4 @@ impl Stop {
         self.0.wake_server();
         self.0.allow_owing(false);
     }
-
-    /// Whether `stop` was called.
-    pub fn is_stopped(&self) -> bool {
-        self.0.is_stopped()
-    }
 }
