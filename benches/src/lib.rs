@@ -310,6 +310,14 @@ impl HostPath {
     /// When the frame is not a forward that the planner takes.
     pub fn run(&mut self, request: &[u8]) -> &[u8] {
         self.plan(request);
+        self.answer()
+    }
+
+    /// Stages the planned passes and builds the response.
+    ///
+    /// # Panics
+    /// When no plan was made.
+    pub fn answer(&mut self) -> &[u8] {
         let block = bytemuck::cast_slice_mut(&mut self.block);
         while self.planner.stage(block).expect("the block fits").is_some() {
             while let Some(group) = self.planner.stage_slots(block).expect("the block fits") {

@@ -148,7 +148,7 @@ impl Batch {
 
     /// The attention mask of the last staged pass; see [`Planner::attention_mask`].
     #[must_use]
-    pub fn attention_mask(&self) -> Option<AttentionMask> {
+    pub fn attention_mask(&self) -> Option<AttentionMask<'_>> {
         self.planner.as_deref().and_then(Planner::attention_mask)
     }
 
