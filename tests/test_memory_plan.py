@@ -11,6 +11,7 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from pie_driver_sglang import _core
 from pie_driver_sglang.errors import StartError
 from pie_driver_sglang.limits import (
     LONGEST_GRAPH,
@@ -18,6 +19,7 @@ from pie_driver_sglang.limits import (
     grouped_ladder,
     ladder,
     long_ladder,
+    row_pages,
 )
 from pie_driver_sglang.memory_plan import (
     ANY_RANKS,
@@ -30,6 +32,7 @@ from pie_driver_sglang.memory_plan import (
     Model,
     Part,
     Settings,
+    attention_mask_bytes,
     comparison,
     plan_memory,
     table,
@@ -271,15 +274,42 @@ def test_every_graph_keeps_the_hidden_states_of_its_decodes() -> None:
     assert rows[1] - rows[0] > sum(ladder(4096)) * 1000 * QWEN.itemsize
 
 
+@given(
+    chunk=st.integers(1, 20_000),
+    context=st.integers(1, 1 << 21),
+    page=st.sampled_from([1, 16, 64, 1000]),
+)
+def test_passes_are_cut_where_their_masks_exceed_the_plan(
+    chunk: int, context: int, page: int
+) -> None:
+    rows = row_pages(context, page)
+    assume(256 * rows < 1 << 31)
+    settings = USUAL._replace(chunk_tokens=chunk, context_length=context, page_size=page)
+    planner = _core.Planner(
+        page_size=page,
+        total_pages=1,
+        vocab_size=1,
+        max_positions=1,
+        row_pages=rows,
+        max_requests=1,
+        chunk_tokens=chunk,
+        max_slots=1,
+        random_seed=0,
+    )
+    assert planner.attention_mask_bytes == attention_mask_bytes(settings)
+    plain = plan_memory(H200, QWEN, settings._replace(chunk_tokens=1))
+    assert plain.tables >= attention_mask_bytes(settings._replace(chunk_tokens=1))
+
+
 TABLE = """\
 memory planned for cuda:0, with `mem_fraction_static = 0.934`
   total         140.00 GiB  139.00 GiB of it free
   weights         1.13 GiB
   activations    965.9 MiB
   graphs         470.8 MiB
-  tables         121.0 MiB
+  tables         129.0 MiB
   reserve         7.61 GiB
-  KV            128.74 GiB  1,205,312 tokens of 114,688 bytes in 75,332 pages of 16"""
+  KV            128.73 GiB  1,205,248 tokens of 114,688 bytes in 75,328 pages of 16"""
 
 
 def test_the_table() -> None:
@@ -298,7 +328,7 @@ def test_the_comparison() -> None:
     loaded = Loaded(GIB, 0, 0, graphs=2**28, tokens=plan.tokens - 16, kv=plan.kv, free=5 * GIB)
     assert comparison(plan, loaded) == (
         "memory as it is (as planned): weights 1.00 GiB (1.13 GiB), graphs 256.0 MiB (470.8 MiB), "
-        "KV 128.74 GiB (128.74 GiB), free 5.00 GiB (8.55 GiB), 1,205,296 tokens (1,205,312)"
+        "KV 128.73 GiB (128.73 GiB), free 5.00 GiB (8.55 GiB), 1,205,232 tokens (1,205,248)"
     )
 
 
@@ -312,7 +342,7 @@ def test_a_fraction_that_leaves_too_little_names_the_largest_that_is_safe() -> N
     message, hint = refusal(H200, QWEN, fraction=0.995)
     assert message == (
         "option `mem_fraction_static` is 0.995, which leaves 711.7 MiB of the 139.00 GiB that are "
-        "free on cuda:0, less than activations 965.9 MiB, graphs 470.8 MiB, tables 124.7 MiB"
+        "free on cuda:0, less than activations 965.9 MiB, graphs 470.8 MiB, tables 132.7 MiB"
     )
     assert hint == "set `mem_fraction_static = 0.934` in the options"
 

@@ -18,7 +18,7 @@ use std::time::{Duration, Instant};
 use criterion::Criterion;
 use pie_benches::report::Unit;
 use pie_benches::timing::{self, Race, Samples};
-use pie_ring::{Broadcast, Listener, Wait};
+use pie_ring::{Broadcast, Listener, Message, Wait};
 
 use crate::cores::Cores;
 
@@ -180,9 +180,13 @@ impl Drop for Spinning {
 
 /// Compares every message with the expected one, up to the end.
 fn read_all(mut listener: Listener, expected: &[u8], read: &AtomicU32) {
+    let mut found = vec![0; expected.len()];
     loop {
-        let look = |kind, bytes: &[u8]| {
-            assert!(kind == END || bytes == expected);
+        let look = |kind, message: &Message<'_>| {
+            if kind != END {
+                message.copy(0, &mut found);
+                assert!(message.len() == found.len() && found == expected);
+            }
             kind
         };
         match listener.with_next(Wait::Spin, look).expect("a message") {

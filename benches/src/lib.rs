@@ -62,6 +62,20 @@ pub fn decode_frame(requests: u32, context: u32, step: u32) -> Frame {
     frame(&vec![turn; requests as usize])
 }
 
+/// The contexts of [`decode_frame`] as forks of one: all their full pages are the same.
+#[must_use]
+pub fn forked_frame(requests: u32, context: u32, step: u32) -> Frame {
+    let mut frame = decode_frame(requests, context, step);
+    let Payload::Forward(body) = &mut frame.payload else {
+        unreachable!("made so by `frame`");
+    };
+    let full = (context + step - 1) / PAGE_SIZE;
+    body.kv_page_indices = (0..requests)
+        .flat_map(|request| (0..full).chain([full + request]))
+        .collect();
+    frame
+}
+
 /// What the requests of [`asking_frame`] ask for beside a greedy token.
 #[derive(Clone, Copy, Debug)]
 pub struct Asked {
@@ -295,15 +309,15 @@ impl HostPath {
     /// # Panics
     /// When the frame is not a forward that the planner takes.
     pub fn run(&mut self, request: &[u8]) -> &[u8] {
-        // As the driver does: a client may rewrite its slot while it is read.
-        self.request.resize(request.len().div_ceil(8), 0);
-        let bytes = &mut bytemuck::cast_slice_mut(&mut self.request)[..request.len()];
-        bytes.copy_from_slice(request);
-        let frame = pie_wire::access_request(bytes).expect("a valid frame");
-        let pie_wire::ArchivedPayload::Forward(forward) = &frame.payload else {
-            panic!("a forward frame");
-        };
-        self.planner.plan(0, forward).expect("a consistent frame");
+        self.plan(request);
+        self.answer()
+    }
+
+    /// Stages the planned passes and builds the response.
+    ///
+    /// # Panics
+    /// When no plan was made.
+    pub fn answer(&mut self) -> &[u8] {
         let block = bytemuck::cast_slice_mut(&mut self.block);
         while self.planner.stage(block).expect("the block fits").is_some() {
             while let Some(group) = self.planner.stage_slots(block).expect("the block fits") {
@@ -326,6 +340,27 @@ impl HostPath {
         }
         let written = self.planner.reply(Probes::default(), &mut self.response);
         &self.response[..written.expect("the response fits")]
+    }
+
+    /// Plans a request and no more.
+    ///
+    /// # Panics
+    /// As [`HostPath::run`].
+    pub fn plan(&mut self, request: &[u8]) {
+        // As the driver does: a client may rewrite its slot while it is read.
+        self.request.resize(request.len().div_ceil(8), 0);
+        let bytes = &mut bytemuck::cast_slice_mut(&mut self.request)[..request.len()];
+        bytes.copy_from_slice(request);
+        let frame = pie_wire::access_request(bytes).expect("a valid frame");
+        let pie_wire::ArchivedPayload::Forward(forward) = &frame.payload else {
+            panic!("a forward frame");
+        };
+        self.planner.plan(0, forward).expect("a consistent frame");
+    }
+
+    /// Groups the planned rows; see [`Planner::find_groups`].
+    pub fn find_groups(&mut self) -> bool {
+        self.planner.find_groups(0)
     }
 
     /// The first `count` entries of an array, as the last pass and slot group left it.

@@ -593,6 +593,11 @@ class Planner:
             ValueError: A limit is 0, or the pool has more storage slots than a 31-bit index names.
         """
     @property
+    def attention_mask_bytes(self, /) -> int:
+        """
+        Bytes of the largest attention mask of a pass, beside the staging block.
+        """
+    @property
     def block_bytes(self, /) -> int:
         """
         Size of the staging block in bytes.

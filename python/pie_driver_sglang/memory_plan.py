@@ -38,6 +38,8 @@ PAGE_STAGING_BYTES: Final = 64 << 20
 """The area through which pages are swapped; `pool.STAGING_BYTES`."""
 INPUT_BYTES: Final = 48
 """SGLang's eager input buffers for each token that the pool has: six int64 numbers."""
+ATTENTION_MASK_WORDS: Final = 1 << 20
+"""Words of attention masks that a pass of any size may have; as in `rust/batch/src/limits.rs`."""
 PAGE_ID_BYTES: Final = 16
 """A page in SGLang's list of free ones, and in a copy of that list."""
 KV_SPLITS: Final = 8
@@ -366,6 +368,15 @@ def _block_table(settings: Settings) -> int:
     return 4 * (settings.requests + 1) * tokens
 
 
+def attention_mask_bytes(settings: Settings) -> int:
+    """Of the largest attention mask of a pass: `Limits::attention_words` in `rust/batch/src/limits.rs`."""
+    chunk = settings.chunk_tokens
+    tokens = row_pages(settings.context_length, settings.page_size) * settings.page_size
+    row = -(-tokens // 32)
+    most = max(ATTENTION_MASK_WORDS, chunk * -(-chunk // 32), row)
+    return 4 * min(chunk * row, most)
+
+
 def _tables(device: Device, model: Model, settings: Settings) -> int:
     """What does not depend on the pool: see `rust/batch/src/layout.rs` for the staging block."""
     rows = row_pages(settings.context_length, settings.page_size)
@@ -375,7 +386,7 @@ def _tables(device: Device, model: Model, settings: Settings) -> int:
     # Pages that a host swaps out stay in its memory.
     swapping += settings.swap_bytes if device.is_host else 0
     inputs = INPUT_BYTES * settings.chunk_tokens
-    fixed = staged + masks + swapping + inputs
+    fixed = staged + masks + swapping + inputs + attention_mask_bytes(settings)
     return _block_table(settings) + fixed + settings.workspace_bytes
 
 

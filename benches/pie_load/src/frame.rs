@@ -61,13 +61,28 @@ pub(crate) struct Gap {
     request: usize,
 }
 
-/// Puts what the frame before was answered, a token for each request, into an encoded frame.
-pub(crate) fn fill_gaps(frame: &mut [u8], gaps: &[Gap], answered: &[u32]) {
+/// Puts what the frame before was answered, a token for each request, into an encoded frame by `write`, which takes
+/// offsets and bytes.
+pub(crate) fn fill_gaps<E>(
+    gaps: &[Gap],
+    answered: &[u32],
+    mut write: impl FnMut(usize, &[u8]) -> Result<(), E>,
+) -> Result<(), E> {
     // An archive begins with the first array of its schema: the tokens.
-    let (words, _) = frame.as_chunks_mut::<4>();
-    for gap in gaps {
-        words[gap.place] = answered[gap.request].to_le_bytes();
-    }
+    gaps.iter().try_for_each(|gap| {
+        let token = answered[gap.request].to_le_bytes();
+        write(size_of::<u32>() * gap.place, &token)
+    })
+}
+
+/// [`fill_gaps`] of a frame in memory.
+#[cfg(test)]
+pub(crate) fn fill(frame: &mut [u8], gaps: &[Gap], answered: &[u32]) {
+    let write = |at: usize, token: &[u8]| {
+        frame[at..at + token.len()].copy_from_slice(token);
+        Ok::<_, std::convert::Infallible>(())
+    };
+    let Ok(()) = fill_gaps(gaps, answered, write);
 }
 
 /// What there is to know of a frame beside its bytes.
@@ -335,7 +350,7 @@ mod tests {
             gaps,
         } = builder.lay_out(awaiting.into_iter().chain([Turn::EMPTY]));
         assert_eq!((requests, sampled, tokens), (4, 3, 5));
-        fill_gaps(&mut frame, &gaps, &[90, 92, 90, 91]);
+        fill(&mut frame, &gaps, &[90, 92, 90, 91]);
         assert_eq!(frame, encoded(&mut builder, &known));
         assert_eq!(builder.lay_out(known.into_iter()).gaps, []);
     }

@@ -13,6 +13,8 @@ use crate::handshake::Capabilities;
 pub(crate) struct Link<'c> {
     client: &'c Client,
     builder: FrameBuilder,
+    /// Where frames are encoded, as large as a slot's request.
+    frame: Vec<u8>,
     /// When the last answer was seen.
     seen: Option<Instant>,
     /// The last answer.
@@ -57,6 +59,7 @@ impl<'c> Link<'c> {
         Self {
             client,
             builder: FrameBuilder::new(page_size),
+            frame: vec![0; client.layout().request_capacity()],
             seen: None,
             answer: Answer::default(),
         }
@@ -116,8 +119,9 @@ impl<'c> Link<'c> {
         })
     }
 
-    fn make(&self, mut request: Request<'c>) -> Result<(Request<'c>, usize), LoadError> {
-        let length = self.builder.encode(request.buffer())?;
+    fn make(&mut self, mut request: Request<'c>) -> Result<(Request<'c>, usize), LoadError> {
+        let length = self.builder.encode(&mut self.frame)?;
+        request.write(0, &self.frame[..length])?;
         Ok((request, length))
     }
 
@@ -126,7 +130,8 @@ impl<'c> Link<'c> {
         let Prepared { outline, made } = prepared;
         let made = made.map_or_else(|| self.make(self.client.request()), Ok);
         let (mut request, request_bytes) = made?;
-        fill_gaps(request.buffer(), &outline.gaps, &self.answer.tokens);
+        let tokens = &self.answer.tokens;
+        fill_gaps(&outline.gaps, tokens, |at, token| request.write(at, token))?;
         let at = Instant::now();
         Ok(Flight {
             sent: request.send(request_bytes)?,

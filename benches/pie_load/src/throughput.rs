@@ -285,7 +285,7 @@ impl<'a> Scheduler<'a> {
 
 #[cfg(test)]
 mod tests {
-    use crate::frame::{FrameBuilder, Outline, fill_gaps};
+    use crate::frame::{FrameBuilder, Outline, fill};
 
     use super::*;
 
@@ -360,7 +360,7 @@ mod tests {
             assert!(behind.form().unwrap());
             let (expected, known) = behind.encode(&mut FrameBuilder::new(caps.kv_page_size));
             assert!(known.gaps.is_empty());
-            fill_gaps(&mut prepared, &outline.gaps, &answered);
+            fill(&mut prepared, &outline.gaps, &answered);
             assert_eq!(prepared, expected, "frame {frames}");
             answered = prompt(seed + frames as u64, outline.requests as u32, u32::MAX);
             behind.settle(&answered);

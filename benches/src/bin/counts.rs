@@ -10,7 +10,9 @@ use std::process::{Command, ExitCode};
 use std::{env, fs, io};
 
 use pie_benches::text::text;
-use pie_benches::{Asked, Bytes, HostPath, asking_frame, decode_frame, mixed_frame, prefill_frame};
+use pie_benches::{
+    Asked, Bytes, HostPath, asking_frame, decode_frame, forked_frame, mixed_frame, prefill_frame,
+};
 use pie_ngram::{Config, Drafter, Drafts, Step};
 use pie_wire::{ForwardResponse, Frame, ResponseFrame, ResponsePayload};
 
@@ -21,7 +23,7 @@ const CONTEXT: u32 = 2048;
 type Counts = BTreeMap<String, u64>;
 
 /// A case prepares itself, then calls [`counted`] once.
-const CASES: [(&str, fn()); 12] = [
+const CASES: [(&str, fn()); 13] = [
     ("wire/access", access),
     ("wire/encode_reply", || encode_reply(2)),
     ("wire/encode_reply/fast", || encode_reply(1)),
@@ -31,6 +33,7 @@ const CASES: [(&str, fn()); 12] = [
     ("plan/probes/256x2048", || asking(true, false)),
     ("plan/masks/256x2048", || asking(false, true)),
     ("plan/probes_masks/256x2048", || asking(true, true)),
+    ("plan/groups/256x32768", groups),
     ("plan/mixed", || plan(&mixed_frame(4), &mixed_frame(5))),
     ("ngram/step/64", drafts),
     ("plan/prefill/8192", || {
@@ -110,6 +113,18 @@ fn drafts() {
     };
     step(0, CONTEXT);
     step(CONTEXT, CONTEXT + 1);
+}
+
+/// The grouping of a step that shares a long prefix, after a step that did.
+fn groups() {
+    let [before, after] = [1, 2].map(|step| Bytes::of(&forked_frame(256, 16 * CONTEXT, step)));
+    let mut path = HostPath::default();
+    path.run(before.as_slice());
+    path.plan(before.as_slice());
+    assert!(path.find_groups());
+    path.answer();
+    path.plan(after.as_slice());
+    counted(|| assert!(path.find_groups()));
 }
 
 /// Counts `frame` after `before` was served.

@@ -65,14 +65,16 @@ def attend(
     for table_row, kv_len, rows, first_row, first_word in zip(*rest, strict=True):
         slots = table[table_row, :kv_len]
         k, v = keys[slots].float(), values[slots].float()
-        visible = expand(requests.words[first_word:], rows, kv_len)
-        if rule.window >= 0:
-            index = torch.arange(kv_len)
-            visible &= index >= index[kv_len - rows :, None] - rule.window
+        width = -(-kv_len // WORD_BITS)
         step = max(1, SCORES // (queries.shape[1] * kv_len))
         for start in range(0, rows, step):
-            part = slice(first_row + start, first_row + min(start + step, rows))
-            shown = visible[start : start + step]
+            count = min(step, rows - start)
+            part = slice(first_row + start, first_row + start + count)
+            shown = expand(requests.words[first_word + start * width :], count, kv_len)
+            if rule.window >= 0:
+                index = torch.arange(kv_len)
+                own = kv_len - rows + start
+                shown &= index >= index[own : own + count, None] - rule.window
             out[part] = _attend_rows(queries[part].float(), k, v, shown, rule).to(out.dtype)
 
 

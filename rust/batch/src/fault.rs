@@ -140,6 +140,22 @@ pub enum RequestFault {
         /// Tokens of a pass.
         limit: u32,
     },
+    /// A mask that lets rows attend to later tokens, of a request whose mask is too large for one pass.
+    #[error(
+        "the attention mask lets a row see later tokens, so its {tokens} tokens need one pass; with {kv_len} tokens of context their mask has {bytes} bytes, and a pass holds {limit}; send fewer tokens at once, or set `chunked_prefill_size = {chunk}`"
+    )]
+    MaskWords {
+        /// Input and draft tokens of the request.
+        tokens: u32,
+        /// KV length after them.
+        kv_len: usize,
+        /// Size of the mask.
+        bytes: usize,
+        /// Largest size of the masks of a pass.
+        limit: usize,
+        /// Tokens of a pass that would do.
+        chunk: usize,
+    },
     /// No slot for the recurrent state of a model that has some.
     #[error("the model has recurrent state, and the request names no slot for it")]
     NoStateSlot,
@@ -256,7 +272,7 @@ impl RequestFault {
             Self::NoTokens => "no-tokens",
             Self::MaskRows { .. } => "mask-rows",
             Self::NonCausalMask => "non-causal-mask",
-            Self::MaskAhead { .. } => "mask-ahead",
+            Self::MaskAhead { .. } | Self::MaskWords { .. } => "mask-ahead",
             Self::NoStateSlot | Self::StateSlot { .. } => "state-slot",
             Self::StateDrafts { .. } => "state-drafts",
             Self::LogitMasks { .. } => "logit-masks",

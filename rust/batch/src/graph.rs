@@ -284,15 +284,19 @@ impl Planner {
     /// them. Returns whether they save more than so many rows cost that such a graph has and another would not.
     pub fn find_groups(&mut self, more_rows: usize) -> bool {
         let (segments, page_size) = (&self.segments, self.limits.page_size as usize);
-        self.prefixes.find(segments.len(), page_size, |index| {
+        let sequence = |index: usize| {
             let request = &self.requests[segments[index].request()];
             Sequence {
                 first_page: request.first_page,
-                pages: self.table.pages(request.table_row as usize),
+                table_row: request.table_row as usize,
                 kv_start: segments[index].kv_start(request),
                 rows: segments[index].len(),
             }
-        });
+        };
+        let table = &mut self.table;
+        let common = |[earlier, later]: [usize; 2], most| table.common(earlier, later, most);
+        self.prefixes
+            .find(segments.len(), page_size, sequence, common);
         self.prefixes.saved() > more_rows as i64 * ROW_COST
     }
 

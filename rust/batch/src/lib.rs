@@ -22,6 +22,7 @@ mod image;
 mod layout;
 mod limits;
 mod mask;
+mod pairs;
 mod plan;
 mod prefix;
 mod random;

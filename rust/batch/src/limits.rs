@@ -2,6 +2,9 @@
 
 use thiserror::Error;
 
+/// Words of attention masks that a pass of any size may have: 4 MiB.
+const ATTENTION_WORDS: usize = 1 << 20;
+
 /// The bounds that a plan keeps to. All counts are in the unit that the field names.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Limits {
@@ -104,6 +107,28 @@ impl Limits {
     #[must_use]
     pub const fn extra_update_words(&self) -> usize {
         2 * self.row_pages as usize
+    }
+
+    /// Words of the attention masks of one pass, at most; passes are cut so. A pass of one context without a cached prefix
+    /// always fits, and so does a row of the longest one.
+    #[must_use]
+    pub const fn attention_words(&self) -> usize {
+        let (chunk, row) = (
+            self.chunk_tokens as usize,
+            self.max_kv_len().div_ceil(32) as usize,
+        );
+        let own = chunk * chunk.div_ceil(32);
+        let least = if own > ATTENTION_WORDS {
+            own
+        } else {
+            ATTENTION_WORDS
+        };
+        let least = if row > least { row } else { least };
+        if chunk * row < least {
+            chunk * row
+        } else {
+            least
+        }
     }
 
     /// Storage slots of the whole pool, the padding page included.

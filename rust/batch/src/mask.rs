@@ -50,30 +50,71 @@ impl MaskRows {
     }
 }
 
-/// Which KV indices the rows of a masked pass may attend to.
-#[derive(Debug, Clone, PartialEq, Eq, Default)]
-pub struct AttentionMask {
-    /// `[requests]`: first word of each request of the pass.
-    pub offsets: Vec<i64>,
-    /// Row by row: bit `i` of a row's word `w` admits KV index `32 w + i`. A row has `ceil(KV length after the pass / 32)`
-    /// words.
-    pub words: Vec<i32>,
+/// Words of the mask of `rows` rows that end with a context's KV index `kv_end - 1`: each row has a bit for each index.
+pub(crate) const fn attention_words(rows: usize, kv_end: usize) -> usize {
+    rows.saturating_mul(kv_end.div_ceil(WORD_BITS))
 }
 
-impl AttentionMask {
-    /// Adds the rows of a segment. Draft rows are causal, and so are rows without runs.
-    fn add(&mut self, segment: Segment, request: &Request, rows: &MaskRows) {
-        self.offsets.push(self.words.len() as i64);
+/// How many of `rows` rows, the first of which has KV index `kv_start`, have a mask of `room` words at most.
+pub(crate) fn rows_within(room: usize, kv_start: usize, rows: usize) -> usize {
+    let (mut fitting, mut excess) = (0, rows + 1);
+    while excess - fitting > 1 {
+        let middle = fitting.midpoint(excess);
+        if attention_words(middle, kv_start + middle) <= room {
+            fitting = middle;
+        } else {
+            excess = middle;
+        }
+    }
+    fitting
+}
+
+/// Which KV indices the rows of a masked pass may attend to.
+#[derive(Debug, Clone, Copy)]
+pub struct AttentionMask<'p> {
+    planner: &'p Planner,
+    segments: &'p [Segment],
+}
+
+impl AttentionMask<'_> {
+    /// `[requests]`: first word of each request of the pass, then the words of all.
+    pub fn offsets(&self) -> impl Iterator<Item = usize> {
+        let ends = self.segments.iter().scan(0, |end, segment| {
+            let request = &self.planner.requests[segment.request()];
+            let kv_end = segment.kv_start(request) + segment.len();
+            *end += attention_words(segment.len(), kv_end);
+            Some(*end)
+        });
+        std::iter::once(0).chain(ends)
+    }
+
+    /// Writes the mask row by row: bit `i` of a row's word `w` admits KV index `32 w + i`. A row has `ceil(KV length after
+    /// the pass / 32)` words.
+    ///
+    /// # Panics
+    /// When there are fewer words than the last of [`Self::offsets`] says.
+    pub fn write(&self, words: &mut [i32]) {
+        let mut rest = words;
+        for &segment in self.segments {
+            let request = &self.planner.requests[segment.request()];
+            let kv_end = segment.kv_start(request) + segment.len();
+            let (own, others) = rest.split_at_mut(attention_words(segment.len(), kv_end));
+            self.planner.mask_rows.write(segment, request, own);
+            rest = others;
+        }
+    }
+}
+
+impl MaskRows {
+    /// Writes the rows of a segment. Draft rows are causal, and so are rows without runs.
+    fn write(&self, segment: Segment, request: &Request, words: &mut [i32]) {
         let kv_start = segment.kv_start(request);
         let kv_end = kv_start + segment.len();
-        let words = kv_end.div_ceil(WORD_BITS);
         let first_row = segment.start() - request.rows.start();
-        for row in 0..segment.len() {
-            let start = self.words.len();
-            self.words.resize(start + words, 0);
-            let words = &mut self.words[start..];
+        words.fill(0);
+        for (row, words) in words.chunks_mut(kv_end.div_ceil(WORD_BITS)).enumerate() {
             let mask = request.mask_rows.range().nth(first_row + row);
-            let runs = mask.map_or(&[][..], |mask| rows.runs(mask));
+            let runs = mask.map_or(&[][..], |mask| self.runs(mask));
             if runs.is_empty() {
                 set_bits(words, 0..(kv_start + row + 1) as u64);
             }
@@ -85,18 +126,16 @@ impl AttentionMask {
 }
 
 impl Planner {
-    /// The attention mask of the last staged pass; `None` when its rows are causal.
+    /// The attention mask of the last staged pass, of [`Limits::attention_words`](crate::Limits::attention_words) at most;
+    /// `None` when its rows are causal.
     #[must_use]
-    pub fn attention_mask(&self) -> Option<AttentionMask> {
+    pub fn attention_mask(&self) -> Option<AttentionMask<'_>> {
         let pass = self.stage.next_pass.checked_sub(1)?;
         let segments = &self.segments[self.passes.get(pass)?.clone()];
         let masked = self.requests[segments[0].request()].sight != Sight::Causal;
-        masked.then(|| {
-            let mut mask = AttentionMask::default();
-            for &segment in segments {
-                mask.add(segment, &self.requests[segment.request()], &self.mask_rows);
-            }
-            mask
+        masked.then_some(AttentionMask {
+            planner: self,
+            segments,
         })
     }
 }
@@ -145,6 +184,14 @@ mod tests {
     use proptest::prelude::*;
 
     proptest! {
+        /// As counted row by row.
+        #[test]
+        fn as_many_rows_as_fit(room in 0_usize..3000, kv_start in 0_usize..5000, rows in 0_usize..200) {
+            let fits = |count: &usize| attention_words(*count, kv_start + count) <= room;
+            let expected = (0..=rows).take_while(fits).last().unwrap_or(0);
+            prop_assert_eq!(rows_within(room, kv_start, rows), expected);
+        }
+
         /// Behind those of another mask, whatever that one ends with.
         #[test]
         fn edges_are_those_of_the_true_ranges(

@@ -4,13 +4,14 @@ use std::mem;
 use std::ops::Range;
 
 use pie_wire::ArchivedForwardRequest;
+use rustc_hash::FxHashSet;
 
 use crate::adapter::{Adapters, Binding};
 use crate::drafting::Drafting;
 use crate::extent::Extent;
 use crate::frame::{Frame, range};
 use crate::image::{Images, Vision};
-use crate::mask::{MaskRows, Sight};
+use crate::mask::{MaskRows, Sight, attention_words, rows_within};
 use crate::prefix::PrefixGroups;
 use crate::reply::Reply;
 use crate::request::{Geometry, Survey, check_compute, check_pages, draft_positions, is_idle};
@@ -112,6 +113,8 @@ pub struct Planner {
     pub(crate) adapters: Adapters,
     /// Slots of the engine's pool of recurrent state; 0 when it has none.
     pub(crate) states: u32,
+    /// Slots that requests of the frame keep; of use within one plan.
+    pub(crate) state_slots: FxHashSet<u32>,
     /// The engine applies masks that are not causal.
     pub(crate) masks: bool,
     pub(crate) mask_rows: MaskRows,
@@ -147,6 +150,7 @@ impl Planner {
             slots: Slots::default(),
             adapters: Adapters::default(),
             states: 0,
+            state_slots: FxHashSet::default(),
             masks: true,
             mask_rows: MaskRows::default(),
             vision: None,
@@ -290,9 +294,20 @@ impl Planner {
     /// Checks that a pass can apply the request's mask.
     const fn check_sight(&self, geometry: Geometry) -> Result<(), RequestFault> {
         let (tokens, limit) = (geometry.rows(), self.limits.chunk_tokens);
+        let kv_len = geometry.kv_end as usize + geometry.drafts as usize;
+        let words = attention_words(tokens as usize, kv_len);
+        let most = self.limits.attention_words();
         match geometry.sight {
             Sight::Masked | Sight::MaskedAhead if !self.masks => Err(RequestFault::NonCausalMask),
             Sight::MaskedAhead if tokens > limit => Err(RequestFault::MaskAhead { tokens, limit }),
+            Sight::MaskedAhead if words > most => Err(RequestFault::MaskWords {
+                tokens,
+                kv_len,
+                bytes: 4 * words,
+                limit: 4 * most,
+                // The mask of so many tokens without a prefix is as large.
+                chunk: (32 * words - 1).isqrt() + 1,
+            }),
             Sight::Causal | Sight::Masked | Sight::MaskedAhead => Ok(()),
         }
     }
@@ -386,14 +401,15 @@ impl Planner {
     }
 
     /// Cuts the rows into passes of at most `chunk_tokens` tokens and `max_requests` requests, in the frame's order, so
-    /// that a later request's writes always land last. A pass is masked or causal as a whole, and needs no more
-    /// adapters than it can hold.
+    /// that a later request's writes always land last. A pass is masked or causal as a whole, its masks have no more than
+    /// [`Limits::attention_words`], and it needs no more adapters than it can hold.
     fn cut(&mut self) {
         let (chunk, most) = (
             self.limits.chunk_tokens as usize,
             self.limits.max_requests as usize,
         );
-        let (mut first, mut tokens, mut masked) = (0, 0, false);
+        let most_words = self.limits.attention_words();
+        let (mut first, mut tokens, mut masked, mut words) = (0, 0, false, 0);
         self.adapters.start_pass();
         let adapters = self.takes_adapters();
         for (index, request) in self.requests.iter().enumerate() {
@@ -403,20 +419,27 @@ impl Planner {
                     Sight::Causal | Sight::Masked => 1,
                     Sight::MaskedAhead => rows.len(),
                 };
+                let kv_start = request.prefix as usize + rows.start - request.rows.start();
                 let full = tokens + wanted > chunk
+                    || (request.sight != Sight::Causal
+                        && words + attention_words(wanted, kv_start + wanted) > most_words)
                     || self.segments.len() - first == most
                     || (adapters && !self.adapters.admits(request.adapter));
                 let mixed = masked != (request.sight != Sight::Causal);
                 if tokens > 0 && (full || mixed) {
                     self.passes.push(first..self.segments.len());
-                    (first, tokens) = (self.segments.len(), 0);
+                    (first, tokens, words) = (self.segments.len(), 0, 0);
                     self.adapters.start_pass();
                 }
                 if adapters {
                     self.adapters.add(request.adapter);
                 }
                 masked = request.sight != Sight::Causal;
-                let len = rows.len().min(chunk - tokens);
+                let mut len = rows.len().min(chunk - tokens);
+                if masked {
+                    len = rows_within(most_words - words, kv_start, len).max(1);
+                    words += attention_words(len, kv_start + len);
+                }
                 self.segments.push(Segment {
                     request: index as u32,
                     rows: Extent::new(rows.start, rows.start + len),

@@ -5,8 +5,6 @@
 
 use std::ops::Range;
 
-use crate::table::common_prefix;
-
 /// Tokens of the attention kernel's largest block; what a group shares is a multiple of them.
 const PREFIX_STEP: usize = 128;
 
@@ -20,26 +18,26 @@ const FILTER_BITS: usize = 1 << 16;
 
 /// What the rows of one request read.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Sequence<'p> {
+pub(crate) struct Sequence {
     /// The first of its pages, at hand.
     pub(crate) first_page: u32,
-    /// Its pages; there may be more than it uses.
-    pub(crate) pages: &'p [u32],
+    /// Where its pages are.
+    pub(crate) table_row: usize,
     /// KV index of its first row.
     pub(crate) kv_start: usize,
     /// Rows in the pass.
     pub(crate) rows: usize,
 }
 
-impl<'p> Sequence<'p> {
+impl Sequence {
     /// The page that it may share first.
     fn first_page(&self, page_size: usize) -> Option<u32> {
         (self.kv_start >= page_size).then_some(self.first_page)
     }
 
     /// The pages that are full before its first row.
-    fn full_pages(&self, page_size: usize) -> &'p [u32] {
-        &self.pages[..self.kv_start / page_size]
+    fn full_pages(&self, page_size: usize) -> usize {
+        self.kv_start / page_size
     }
 }
 
@@ -95,12 +93,14 @@ impl PrefixGroups {
         self.saved
     }
 
-    /// Groups the sequences `0..count` of a step, replacing the groups of the last one.
-    pub(crate) fn find<'p>(
+    /// Groups the sequences `0..count` of a step, replacing the groups of the last one. `common` tells of two table rows how
+    /// many of so many pages they have in common, from the first on.
+    pub(crate) fn find(
         &mut self,
         count: usize,
         page_size: usize,
-        sequence: impl Fn(usize) -> Sequence<'p>,
+        sequence: impl Fn(usize) -> Sequence,
+        mut common: impl FnMut([usize; 2], usize) -> usize,
     ) {
         self.clear();
         let first_pages = || {
@@ -121,7 +121,7 @@ impl PrefixGroups {
         for bucket in self.members.chunk_by(|a, b| a.first_page == b.first_page) {
             if bucket.len() > 1 {
                 let own = bucket.iter().map(|member| sequence(member.index as usize));
-                self.cut.compare(own, page_size);
+                self.cut.compare(own, page_size, &mut common);
                 self.cut.solve();
                 self.groups.extend(self.cut.groups(first));
                 self.saved += self.cut.saved[0];
@@ -182,14 +182,20 @@ struct Cut {
 
 impl Cut {
     /// Takes the members of another bucket.
-    fn compare<'p>(&mut self, bucket: impl Iterator<Item = Sequence<'p>>, page_size: usize) {
+    fn compare(
+        &mut self,
+        bucket: impl Iterator<Item = Sequence>,
+        page_size: usize,
+        mut common: impl FnMut([usize; 2], usize) -> usize,
+    ) {
         self.shared.clear();
         self.rows_before.clear();
         let (mut rows, mut previous) = (0, None);
         for sequence in bucket {
-            let pages = sequence.full_pages(page_size);
-            if let Some(previous) = previous.replace(pages) {
-                let tokens = common_prefix(previous, pages) * page_size;
+            if let Some(previous) = previous.replace(sequence) {
+                let most = [previous, sequence].map(|sequence| sequence.full_pages(page_size));
+                let rows = [previous, sequence].map(|sequence| sequence.table_row);
+                let tokens = common(rows, most[0].min(most[1])) * page_size;
                 self.shared.push((tokens - tokens % PREFIX_STEP) as i64);
             }
             self.rows_before.push(rows);
@@ -261,6 +267,7 @@ impl Cut {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::table::common_prefix;
     use proptest::collection::vec;
     use proptest::prelude::*;
 
@@ -277,15 +284,20 @@ mod tests {
         page_size: usize,
         step: &[Owned],
     ) -> Vec<(Vec<usize>, usize)> {
-        groups.find(step.len(), page_size, |index| {
+        let sequence = |index: usize| {
             let request = &step[index];
             Sequence {
                 first_page: request.pages.first().copied().unwrap_or(0),
-                pages: &request.pages,
+                table_row: index,
                 kv_start: request.kv_start,
                 rows: request.rows,
             }
-        });
+        };
+        let common = |rows: [usize; 2], most| {
+            let [a, b] = rows.map(|row| &step[row].pages[..most]);
+            common_prefix(a, b)
+        };
+        groups.find(step.len(), page_size, sequence, common);
         let groups = groups.groups();
         groups
             .map(|(members, shared)| (members.collect(), shared))

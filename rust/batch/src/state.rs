@@ -1,7 +1,5 @@
 //! Recurrent state: which slot of the engine's state pool a request's layers read and advance.
 
-use std::collections::HashSet;
-
 use crate::RequestFault;
 use crate::frame::Frame;
 use crate::plan::{Planner, Segment};
@@ -51,13 +49,13 @@ impl Planner {
         if self.states == 0 {
             return;
         }
-        let mut taken = HashSet::new();
+        self.state_slots.clear();
         let computed = self
             .requests
             .iter_mut()
             .filter(|request| !request.rows.is_empty());
         for request in computed.rev() {
-            if !taken.insert(request.state.slot()) {
+            if !self.state_slots.insert(request.state.slot()) {
                 request.state = State::default();
             }
         }

@@ -7,6 +7,7 @@
 use rustc_hash::{FxBuildHasher, FxHashMap};
 
 use crate::Limits;
+use crate::pairs::Pairs;
 
 /// Context id of requests that name none.
 const ANONYMOUS: u64 = 0;
@@ -37,6 +38,8 @@ pub(crate) struct BlockTable {
     /// Requests of this frame that have a row.
     taken: usize,
     frame: u64,
+    /// What rows have in common.
+    pairs: Pairs,
 }
 
 impl BlockTable {
@@ -56,6 +59,7 @@ impl BlockTable {
             expected: Vec::new(),
             taken: 0,
             frame: 0,
+            pairs: Pairs::new(count),
         }
     }
 
@@ -169,14 +173,29 @@ impl BlockTable {
         mut changed: impl FnMut(usize, u32),
     ) {
         let mirror = &mut self.rows[row].pages;
+        let mut same = pages.len();
         for (column, &page) in pages.iter().enumerate().skip(matching) {
             match mirror.get_mut(column) {
                 Some(entry) if *entry == page => continue,
                 Some(entry) => *entry = page,
                 None => mirror.push(page),
             }
+            same = same.min(column);
             changed(column, page);
         }
+        if same < pages.len() {
+            self.pairs.cut(row, same);
+        }
+    }
+
+    /// How many of their first `most` entries two rows have in common, from the first on. Rows that are compared again are
+    /// read from where they may differ.
+    pub(crate) fn common(&mut self, earlier: usize, later: usize, most: usize) -> usize {
+        let [a, b] = [earlier, later].map(|row| &self.rows[row].pages[..most]);
+        self.pairs.common(earlier, later, |start| {
+            let start = start.min(most);
+            start + common_prefix(&a[start..], &b[start..])
+        })
     }
 
     /// The pages of a row; those of its request come first.
@@ -187,30 +206,33 @@ impl BlockTable {
     /// Forgets what the device holds: after a failed pass its state is unknown.
     pub(crate) fn forget(&mut self) {
         self.rows.iter_mut().for_each(|row| row.pages.clear());
+        self.pairs.clear();
     }
 }
 
 /// How many entries two lists have in common, from the first on.
 pub(crate) fn common_prefix(a: &[u32], b: &[u32]) -> usize {
-    const BLOCK: usize = 64;
+    // Blocks are compared far faster than their elements. Memory is read once: of a large block that differs the caches
+    // have what is read again.
+    const LARGE: usize = 1024;
+    const SMALL: usize = 64;
     let most = a.len().min(b.len());
     let (a, b) = (&a[..most], &b[..most]);
-    // Whole slices are compared far faster than their elements.
-    if a == b {
-        return most;
+    let mut common = 0;
+    for block in [LARGE, SMALL] {
+        while common < most {
+            let end = most.min(common + block);
+            if a[common..end] != b[common..end] {
+                break;
+            }
+            common = end;
+        }
+        if common == most {
+            return most;
+        }
     }
-    let equal_blocks = a
-        .chunks(BLOCK)
-        .zip(b.chunks(BLOCK))
-        .take_while(|(a, b)| a == b)
-        .count();
-    let start = equal_blocks * BLOCK;
-    start
-        + a[start..]
-            .iter()
-            .zip(&b[start..])
-            .take_while(|(a, b)| a == b)
-            .count()
+    let entries = a[common..].iter().zip(&b[common..]);
+    common + entries.take_while(|(a, b)| a == b).count()
 }
 
 #[cfg(test)]
@@ -312,6 +334,10 @@ mod tests {
             (65, 64),
             (200, 128),
             (200, 199),
+            (3000, 1023),
+            (3000, 1024),
+            (3000, 2047),
+            (3000, 2999),
         ] {
             let a: Vec<u32> = (0..length).collect();
             let mut b = a.clone();
@@ -360,6 +386,14 @@ mod tests {
                 }
                 for (row, (_, pages)) in used.iter().zip(&requests) {
                     prop_assert_eq!(&device[*row][..pages.len()], &pages[..]);
+                }
+                // What is remembered of former frames is true in this one.
+                let lists = used.iter().zip(&requests).map(|(&row, (_, pages))| (row, pages));
+                for ((a, pages), (b, others)) in lists.clone().zip(lists.skip(1)) {
+                    let most = pages.len().min(others.len());
+                    let common = common_prefix(pages, others);
+                    prop_assert_eq!(table.common(a, b, most), common);
+                    prop_assert_eq!(table.common(a, b, most / 2), common.min(most / 2));
                 }
                 prop_assert_eq!(table.find(1).is_none(), requests.len() == ROWS);
             }

@@ -212,6 +212,27 @@ fn steps_for_graphs_allocate_nothing() {
 }
 
 #[test]
+fn recurrent_state_is_planned_without_allocations() {
+    let requests: Vec<_> = (0..8).map(|page| decode(3, 1, &[page])).collect();
+    let encoded = Encoded::new(
+        DRIVER,
+        &ForwardRequest {
+            // Some name one slot.
+            rs_slot_ids: vec![0, 1, 2, 1, 3, 3, 4, 5],
+            rs_slot_flags: vec![0; 8],
+            ..frame(&requests)
+        },
+    );
+    let mut planner = Planner::new(ROOMY, 0).with_states(6);
+    let mut plan = || {
+        planner.plan(DRIVER, encoded.forward()).unwrap();
+        planner.faults().len()
+    };
+    assert_eq!((plan(), plan()), (0, 0));
+    assert_eq!(allocations(|| assert_eq!(plan(), 0)), 0);
+}
+
+#[test]
 fn a_lost_block_table_costs_no_memory() {
     let mut driver = Driver::new(ROOMY);
     let encoded = Encoded::new(DRIVER, &frames()[0]);

@@ -338,6 +338,95 @@ fn a_request_that_sees_ahead_must_fit_one_pass() {
     assert_eq!(fault(request.masked([behind; 257])), None);
 }
 
+/// Contexts of a million tokens, whose mask rows have 128 KiB: 32 of them are as much as a pass may have.
+const LONG: Limits = Limits {
+    page_size: 1 << 15,
+    max_positions: 1 << 21,
+    row_pages: 64,
+    chunk_tokens: 64,
+    ..ROOMY
+};
+
+/// Rows of each pass, and what was refused.
+fn long_passes(requests: &[Req]) -> (Vec<usize>, Vec<(usize, RequestFault)>) {
+    let mut request = frame(requests);
+    request.has_user_mask = true;
+    let encoded = Encoded::new(3, &request);
+    let mut planner = Planner::new(LONG, 1);
+    planner.plan(3, encoded.forward()).unwrap();
+    let mut block = vec![0_u64; planner.layout().bytes() / 8];
+    let mut rows = Vec::new();
+    while let Some(pass) = planner.stage(bytemuck::cast_slice_mut(&mut block)).unwrap() {
+        let words = planner.attention_mask().unwrap().offsets().last().unwrap();
+        assert!(words <= LONG.attention_words(), "{words} words");
+        rows.push(pass.tokens);
+    }
+    (rows, planner.faults().to_vec())
+}
+
+#[test]
+fn passes_are_cut_where_their_masks_become_too_large() {
+    let pages: Vec<u32> = (0..33).collect();
+    let context = |rows: usize| Req::new(1 << 15, 1 << 20, &vec![1; rows], &pages);
+    assert_eq!(LONG.attention_words(), 1 << 20);
+    assert_eq!(long_passes(&[context(40).masked([&[1]; 40])]).0, [31, 9]);
+    let half = || context(20).masked([&[1]; 20]);
+    assert_eq!(long_passes(&[half(), half()]).0, [31, 9]);
+    // What cannot be cut begins a pass of its own.
+    let all: &[u32] = &[0, (1 << 20) + 20];
+    let ahead = context(20).masked([all; 20]);
+    let (rows, faults) = long_passes(&[half(), ahead, half()]);
+    assert_eq!((rows, faults), (vec![20, 31, 9], vec![]));
+}
+
+#[test]
+fn a_mask_that_is_too_large_for_a_pass_and_cannot_be_cut_is_refused_alone() {
+    let pages: Vec<u32> = (0..33).collect();
+    let context = |rows: usize| Req::new(1 << 15, 1 << 20, &vec![1; rows], &pages);
+    let all: &[u32] = &[0, 1 << 21];
+    let fits = context(31).masked([all; 31]);
+    assert_eq!(long_passes(slice::from_ref(&fits)), (vec![31], vec![]));
+    let (rows, faults) = long_passes(&[context(40).masked([all; 40]), fits]);
+    let fault = RequestFault::MaskWords {
+        tokens: 40,
+        kv_len: (1 << 20) + 40,
+        bytes: 4 * 40 * 32_770,
+        limit: 4 << 20,
+        chunk: 6477,
+    };
+    let text = fault.to_string();
+    assert!(
+        text.ends_with("or set `chunked_prefill_size = 6477`"),
+        "{text}"
+    );
+    assert_eq!((rows, faults), (vec![31], vec![(0, fault)]));
+    // So it does.
+    let limits = Limits {
+        chunk_tokens: 6477,
+        ..LONG
+    };
+    assert!(limits.attention_words() >= 40 * 32_770);
+}
+
+#[test]
+fn a_pass_takes_the_mask_of_a_row_and_that_of_a_prompt() {
+    for (chunk, pages, words) in [
+        // All that there can be is less than the bound.
+        (256, 32, 256 * 16),
+        (64, 1 << 16, 1 << 20),
+        (8192, 1 << 16, 8192 * 256),
+        (1, 1 << 22, 1 << 21),
+        (2, 1 << 22, 1 << 21),
+    ] {
+        let limits = Limits {
+            chunk_tokens: chunk,
+            row_pages: pages,
+            ..ROOMY
+        };
+        assert_eq!(limits.attention_words(), words, "{chunk}, {pages}");
+    }
+}
+
 #[test]
 fn a_request_has_one_logit_mask() {
     let masked = |masks: &[Vec<u32>]| {

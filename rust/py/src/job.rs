@@ -87,12 +87,19 @@ pub(crate) struct AttentionMask {
 }
 
 impl AttentionMask {
-    fn new(py: Python<'_>, mask: &pie_batch::AttentionMask) -> Self {
-        let bytes = |values: &[u8]| PyByteArray::new(py, values).unbind();
-        Self {
-            offsets: bytes(bytemuck::cast_slice(&mask.offsets)),
-            words: bytes(bytemuck::cast_slice(&mask.words)),
-        }
+    fn new(py: Python<'_>, mask: &pie_batch::AttentionMask<'_>) -> PyResult<Self> {
+        let mut offsets: Vec<i64> = mask.offsets().map(|offset| offset as i64).collect();
+        let bytes = size_of::<i32>() * offsets.pop().unwrap_or(0) as usize;
+        let words = PyByteArray::new_with(py, bytes, |bytes| {
+            // Python's allocator aligns more than that.
+            let words = bytemuck::try_cast_slice_mut(bytes);
+            mask.write(words.map_err(|error| PyRuntimeError::new_err(error.to_string()))?);
+            Ok(())
+        });
+        Ok(Self {
+            offsets: PyByteArray::new(py, bytemuck::cast_slice(&offsets)).unbind(),
+            words: words?.unbind(),
+        })
     }
 }
 
@@ -368,7 +375,7 @@ impl Batch {
             return Ok(None);
         };
         let mask = self.inner.attention_mask();
-        let mask = mask.map(|mask| Py::new(py, AttentionMask::new(py, &mask)));
+        let mask = mask.map(|mask| Py::new(py, AttentionMask::new(py, &mask)?));
         let adapters = self.inner.pass_adapters();
         let adapters = adapters.map(|ids| PyBytes::new(py, bytemuck::cast_slice(&ids)).unbind());
         let images = self.inner.pass_images();

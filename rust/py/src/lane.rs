@@ -157,7 +157,9 @@ impl Lane {
             .iter()
             .map(|&rows| Layout::grouped_graph(rows).bytes());
         let bytes = plain.chain(known).max();
-        let results = sizes.iter().map(|size| size.slots).max();
+        // Graphs that know groups have as many slots as rows.
+        let slots = sizes.iter().map(|size| size.slots);
+        let results = slots.chain(grouped.iter().copied()).max();
         check("block", &memory.block, bytes.unwrap_or(0))?;
         check("mask_words", &memory.mask_words, 0)?;
         check(

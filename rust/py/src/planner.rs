@@ -12,6 +12,7 @@ use pyo3::prelude::*;
 pub(crate) struct Planner {
     pub(crate) inner: Option<pie_batch::Planner>,
     layout: pie_batch::Layout,
+    attention_mask_bytes: usize,
 }
 
 #[pymethods]
@@ -90,6 +91,7 @@ impl Planner {
         Ok(Self {
             inner: Some(inner),
             layout,
+            attention_mask_bytes: size_of::<i32>() * limits.attention_words(),
         })
     }
 
@@ -146,6 +148,12 @@ impl Planner {
     #[getter]
     pub(crate) fn block_bytes(&self) -> usize {
         self.layout.bytes()
+    }
+
+    /// Bytes of the largest attention mask of a pass, beside the staging block.
+    #[getter]
+    fn attention_mask_bytes(&self) -> usize {
+        self.attention_mask_bytes
     }
 
     /// The arrays of the staging block, in the order in which they lie.

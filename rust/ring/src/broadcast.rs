@@ -20,5 +20,5 @@ mod shape;
 #[cfg(test)]
 mod tests;
 
-pub use listener::Listener;
+pub use listener::{Listener, Message};
 pub use sender::Broadcast;

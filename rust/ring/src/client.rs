@@ -1,18 +1,18 @@
 //! The runtime's side: the same contract as Pie's own client, for tests, benches and load.
 //!
-//! A call takes a slot, copies the request, raises `req_seq`, wakes the server and waits until
-//! `resp_seq` has caught up. Any number of threads may call; each slot carries one call at a time.
-//! [`Request`] and [`Sent`] are the two halves of a call, for a thread that has other work in between.
+//! A call takes a slot, copies the request, raises `req_seq`, wakes the server, waits until `resp_seq` has caught up, and
+//! copies the response. Any number of threads may call; each slot carries one call at a time. [`Request`] and [`Sent`] are
+//! the two halves of a call, for a thread that has other work in between.
 
-use std::sync::{PoisonError, TryLockError};
+use std::sync::PoisonError;
 use std::time::Duration;
 
 use crate::error::RingError;
 use crate::futex;
 use crate::layout::RegionLayout;
 use crate::mapping::Mapping;
-use crate::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
-use crate::sync::{Mutex, MutexGuard, epoch_us};
+use crate::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use crate::sync::{Condvar, Mutex, MutexGuard, epoch_us};
 use crate::wait::{self, Wait};
 
 /// How a client waits.
@@ -34,25 +34,43 @@ impl Default for ClientConfig {
     }
 }
 
-/// The one client of a region.
+/// The one client of a region: share it between threads.
+///
+/// Clients may follow one another, and several may be open while only one calls. Two that call at the same time, like any
+/// two writers of a slot, overwrite each other's requests: a call that finds out fails with
+/// [`RingError::OtherClient`], but not every mixture can be seen.
 pub struct Client {
     mapping: Mapping,
     config: ClientConfig,
-    /// Per slot: held for the length of a call.
-    slots: Box<[Mutex<()>]>,
-    next_slot: AtomicUsize,
+    slots: Mutex<Slots>,
+    /// A slot is free again.
+    freed: Condvar,
     next_id: AtomicU32,
     aborted: AtomicBool,
 }
 
+/// Which slots are free.
+struct Slots {
+    /// Per slot: where its answers are copied to, while no call uses it.
+    idle: Box<[Option<Vec<u64>>]>,
+    /// Slots are taken in turn.
+    next: usize,
+    /// Threads that wait for a slot.
+    waiting: usize,
+}
+
 impl Client {
     pub(crate) fn new(mapping: Mapping, config: ClientConfig) -> Self {
-        let slots = mapping.layout().slots();
+        let slots = Slots {
+            idle: vec![Some(Vec::new()); mapping.layout().slots()].into(),
+            next: 0,
+            waiting: 0,
+        };
         Self {
             mapping,
             config,
-            slots: (0..slots).map(|_| Mutex::new(())).collect(),
-            next_slot: AtomicUsize::new(0),
+            slots: Mutex::new(slots),
+            freed: Condvar::new(),
             next_id: AtomicU32::new(1),
             aborted: AtomicBool::new(false),
         }
@@ -63,49 +81,44 @@ impl Client {
         self.mapping.layout()
     }
 
-    /// Sends `request`, waits for the response and gives it to `read`. After a time-out the slot
+    /// Sends `request`, waits for the response and gives a copy of it to `read`. After a time-out the slot
     /// serves the next call; the late answer is dropped.
     ///
     /// # Errors
     /// [`RingError::RequestTooLarge`] or [`RingError::Aborted`] before anything is sent;
-    /// [`RingError::TimedOut`], [`RingError::Aborted`] or [`RingError::ResponseLength`] after.
+    /// those of [`Sent::receive`] after.
     pub fn call<R>(&self, request: &[u8], read: impl FnOnce(&[u8]) -> R) -> Result<R, RingError> {
         self.check_len(request.len())?;
-        let sending = self.request();
-        self.mapping.write_request(sending.slot, request);
+        let mut sending = self.request();
+        sending.write(0, request)?;
         sending.send(request.len())?.receive(read)
     }
 
-    /// As [`call`](Self::call), but `write` makes the request in the slot itself and returns its length.
-    ///
-    /// # Errors
-    /// What `write` returns, with nothing sent; otherwise those of [`call`](Self::call).
-    pub fn call_in_place<R, E: From<RingError>>(
-        &self,
-        write: impl FnOnce(&mut [u8]) -> Result<usize, E>,
-        read: impl FnOnce(&[u8]) -> R,
-    ) -> Result<R, E> {
-        let mut request = self.request();
-        let len = write(request.buffer())?;
-        Ok(request.send(len)?.receive(read)?)
-    }
-
-    /// A slot to make a request in; if all are busy, waits for the first.
+    /// A slot to make a request in; if all are busy, waits for the first that becomes free.
     pub fn request(&self) -> Request<'_> {
-        let start = self.rotate();
-        self.free_slot(start).unwrap_or_else(|| Request {
-            client: self,
-            slot: start,
-            in_use: self.slots[start]
-                .lock()
-                .unwrap_or_else(PoisonError::into_inner),
-        })
+        let mut slots = self.slots();
+        loop {
+            if let Some((slot, answer)) = slots.take() {
+                return Request(Held::new(self, slot, answer));
+            }
+            slots.waiting += 1;
+            slots = self
+                .freed
+                .wait(slots)
+                .unwrap_or_else(PoisonError::into_inner);
+            slots.waiting -= 1;
+        }
     }
 
     /// A slot to make a request in, if one is free. A thread that has a request on its way makes the
     /// next one so, as its own slot may be the only one.
     pub fn try_request(&self) -> Option<Request<'_>> {
-        self.free_slot(self.rotate())
+        let (slot, answer) = self.slots().take()?;
+        Some(Request(Held::new(self, slot, answer)))
+    }
+
+    fn slots(&self) -> MutexGuard<'_, Slots> {
+        self.slots.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn check_len(&self, len: usize) -> Result<(), RingError> {
@@ -120,7 +133,7 @@ impl Client {
     pub fn abort(&self) {
         // A client that sleeps learns it by the raised counter, one that spins by and by.
         self.aborted.store(true, Ordering::Relaxed);
-        for slot in 0..self.slots.len() {
+        for slot in 0..self.layout().slots() {
             let wake = &self.mapping.slot(slot).resp_wake;
             // SYNC: pairs with the snapshot in `wait::park`.
             wake.fetch_add(1, Ordering::Release);
@@ -132,34 +145,12 @@ impl Client {
         self.aborted.load(Ordering::Relaxed)
     }
 
-    /// Slots are taken in turn.
-    fn rotate(&self) -> usize {
-        self.next_slot.fetch_add(1, Ordering::Relaxed) % self.slots.len()
-    }
-
-    /// The first free slot from `start` on.
-    fn free_slot(&self, start: usize) -> Option<Request<'_>> {
-        let mut slots = (start..self.slots.len()).chain(0..start);
-        slots.find_map(|slot| {
-            let in_use = match self.slots[slot].try_lock() {
-                Ok(guard) => guard,
-                Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
-                Err(TryLockError::WouldBlock) => return None,
-            };
-            Some(Request {
-                client: self,
-                slot,
-                in_use,
-            })
-        })
-    }
-
     /// Sends the `len` bytes that the slot holds.
     fn send(&self, slot: usize, len: usize) -> (u64, u32) {
         let words = self.mapping.slot(slot);
         // The server looks at the words all the time: what takes time comes before the first store.
         let (id, now) = (self.next_id.fetch_add(1, Ordering::Relaxed), epoch_us());
-        // The slot's mutex makes this thread the only writer of `req_seq`.
+        // Who holds the slot is the only writer of `req_seq`.
         let seq = words.req_seq.load(Ordering::Relaxed).wrapping_add(1);
         words.req_id.store(id, Ordering::Relaxed);
         words.req_len.store(len as u32, Ordering::Relaxed);
@@ -205,6 +196,10 @@ impl Client {
         if result.is_err() {
             wake_server();
         }
+        // A slot that is taken has no other writer, unless there is another client.
+        if result.is_ok() && words.req_seq.load(Ordering::Relaxed) != seq {
+            return Err(RingError::OtherClient { slot });
+        }
         result
     }
 
@@ -212,7 +207,13 @@ impl Client {
         futex::wake_all(&self.mapping.header().req_wake);
     }
 
-    fn read_response<R>(&self, slot: usize, read: impl FnOnce(&[u8]) -> R) -> Result<R, RingError> {
+    /// Copies the response into `answer`, and gives it to `read`.
+    fn read_response<R>(
+        &self,
+        slot: usize,
+        answer: &mut Vec<u64>,
+        read: impl FnOnce(&[u8]) -> R,
+    ) -> Result<R, RingError> {
         let capacity = self.layout().response_capacity();
         let len = self.mapping.slot(slot).resp_len.load(Ordering::Relaxed) as usize;
         if len > capacity {
@@ -222,27 +223,64 @@ impl Client {
                 capacity,
             });
         }
-        Ok(read(self.mapping.response(slot, len)))
+        self.mapping.copy_response(slot, len, answer);
+        Ok(read(&bytemuck::cast_slice(answer)[..len]))
+    }
+}
+
+impl Slots {
+    /// The next free slot, and where its answer goes.
+    fn take(&mut self) -> Option<(usize, Vec<u64>)> {
+        let count = self.idle.len();
+        let mut slots = (self.next..count).chain(0..self.next);
+        let taken = slots.find_map(|slot| Some((slot, self.idle[slot].take()?)));
+        self.next = (self.next + 1) % count;
+        taken
+    }
+}
+
+/// A slot that is taken. Dropped, it is free.
+struct Held<'c> {
+    client: &'c Client,
+    slot: usize,
+    answer: Vec<u64>,
+}
+
+impl<'c> Held<'c> {
+    fn new(client: &'c Client, slot: usize, answer: Vec<u64>) -> Self {
+        Self {
+            client,
+            slot,
+            answer,
+        }
+    }
+}
+
+impl Drop for Held<'_> {
+    fn drop(&mut self) {
+        let mut slots = self.client.slots();
+        slots.idle[self.slot] = Some(std::mem::take(&mut self.answer));
+        // To notify takes a system call, even if no thread waits.
+        if slots.waiting > 0 {
+            self.client.freed.notify_one();
+        }
     }
 }
 
 /// A slot that is taken, and the request that is made in it. Dropped, it frees the slot.
 #[must_use]
-pub struct Request<'c> {
-    client: &'c Client,
-    slot: usize,
-    in_use: MutexGuard<'c, ()>,
-}
+pub struct Request<'c>(Held<'c>);
 
 impl<'c> Request<'c> {
-    /// The whole request buffer, with whatever an earlier request has left in it.
-    pub fn buffer(&mut self) -> &mut [u8] {
-        #[expect(unsafe_code, reason = "the buffer is exclusive by the slot's mutex")]
-        // SAFETY: `in_use` holds the slot's mutex, no other code of a client borrows the request buffer,
-        // and `self` is borrowed exclusively.
-        unsafe {
-            self.client.mapping.request_mut(self.slot)
-        }
+    /// Writes a part of the request, from `offset` on. What an earlier request has left between the parts stays.
+    ///
+    /// # Errors
+    /// [`RingError::RequestTooLarge`] if the part ends behind the slot's request buffer; nothing is written then.
+    pub fn write(&mut self, offset: usize, bytes: &[u8]) -> Result<(), RingError> {
+        let Held { client, slot, .. } = self.0;
+        client.check_len(offset.saturating_add(bytes.len()))?;
+        client.mapping.write_request(slot, offset, bytes);
+        Ok(())
     }
 
     /// Sends the first `len` bytes of the buffer. A client that spins leaves a server that sleeps
@@ -251,11 +289,7 @@ impl<'c> Request<'c> {
     /// # Errors
     /// [`RingError::RequestTooLarge`] or [`RingError::Aborted`], with nothing sent.
     pub fn send(self, len: usize) -> Result<Sent<'c>, RingError> {
-        let Self {
-            client,
-            slot,
-            in_use,
-        } = self;
+        let Held { client, slot, .. } = self.0;
         client.check_len(len)?;
         if client.is_aborted() {
             return Err(RingError::Aborted);
@@ -268,12 +302,10 @@ impl<'c> Request<'c> {
             client.wake_server();
         }
         Ok(Sent {
-            client,
-            slot,
+            held: self.0,
             seq,
             id,
             owed,
-            _in_use: in_use,
         })
     }
 }
@@ -282,31 +314,36 @@ impl<'c> Request<'c> {
 /// the next call, and the late answer is dropped.
 #[must_use]
 pub struct Sent<'c> {
-    client: &'c Client,
-    slot: usize,
+    held: Held<'c>,
     seq: u64,
     id: u32,
     /// Whether the server, which may sleep, has yet to be woken.
     owed: bool,
-    _in_use: MutexGuard<'c, ()>,
 }
 
 impl Sent<'_> {
-    /// Waits for the response and gives it to `read`.
+    /// Waits for the response and gives a copy of it to `read`.
     ///
     /// # Errors
-    /// [`RingError::TimedOut`], [`RingError::Aborted`] or [`RingError::ResponseLength`].
+    /// [`RingError::TimedOut`], [`RingError::Aborted`], [`RingError::ResponseLength`], or [`RingError::OtherClient`] if
+    /// the answer may be to the request of another client.
     pub fn receive<R>(mut self, read: impl FnOnce(&[u8]) -> R) -> Result<R, RingError> {
         let owed = std::mem::take(&mut self.owed);
-        self.client.receive(self.slot, self.seq, self.id, owed)?;
-        self.client.read_response(self.slot, read)
+        let (seq, id) = (self.seq, self.id);
+        let Held {
+            client,
+            slot,
+            answer,
+        } = &mut self.held;
+        client.receive(*slot, seq, id, owed)?;
+        client.read_response(*slot, answer, read)
     }
 }
 
 impl Drop for Sent<'_> {
     fn drop(&mut self) {
         if self.owed {
-            self.client.wake_server();
+            self.held.client.wake_server();
         }
     }
 }

@@ -11,7 +11,7 @@ use crate::mapping::Mapping;
 use crate::region::RegionName;
 
 impl Client {
-    /// Opens an existing region.
+    /// Opens an existing region, whose only client should be this one; nothing but this rule keeps others away.
     ///
     /// # Errors
     /// [`RingError::NotFound`], [`RingError::Header`] or [`RingError::TooShort`] if there is no

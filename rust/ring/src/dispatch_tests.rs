@@ -40,7 +40,7 @@ fn stop_handle(server: &Dispatcher) -> Stop {
 
 /// The stores of a send, in order. A client may vanish after any of them.
 const SEND: [fn(&Mapping, usize, u32); 5] = [
-    |mapping, slot, id| mapping.write_request(slot, &id.to_le_bytes()),
+    |mapping, slot, id| mapping.write_request(slot, 0, &id.to_le_bytes()),
     |mapping, slot, id| mapping.slot(slot).req_id.store(id, Ordering::Relaxed),
     |mapping, slot, _| mapping.slot(slot).req_len.store(4, Ordering::Relaxed),
     |mapping, slot, _| {
@@ -62,7 +62,16 @@ fn response(server: &Dispatcher, slot: usize) -> (u64, Vec<u8>) {
     let words = server.shared.mapping.slot(slot);
     let seq = words.resp_seq.load(Ordering::Acquire);
     let len = words.resp_len.load(Ordering::Relaxed) as usize;
-    (seq, server.shared.mapping.response(slot, len).to_vec())
+    let mut response = Vec::new();
+    server
+        .shared
+        .mapping
+        .copy_response(slot, len, &mut response);
+    (seq, bytemuck::cast_slice(&response)[..len].to_vec())
+}
+
+fn request(lease: &Lease) -> Vec<u8> {
+    lease.copy_request(&mut Vec::new()).unwrap().to_vec()
 }
 
 #[test]
@@ -71,10 +80,22 @@ fn pending_slots_are_served_oldest_first_across_the_wrap() {
     for (slot, id) in [(0, 1), (1, u32::MAX), (2, 0), (3, u32::MAX - 1)] {
         send(&server, slot, id);
     }
-    let order: Vec<u32> = std::iter::from_fn(|| server.poll())
-        .map(|l| l.request_id())
-        .collect();
+    let order: Vec<u32> = std::iter::from_fn(|| server.poll()).map(|l| l.id).collect();
     assert_eq!(order, [u32::MAX - 1, u32::MAX, 0, 1]);
+}
+
+#[test]
+fn a_client_counts_its_requests_and_notes_their_time() {
+    let (mut server, client) = pair(2, Wait::Park);
+    for count in 1..6 {
+        let slot = (count as usize - 1) % 2;
+        drop(client.request().send(0).unwrap());
+        let words = server.shared.mapping.slot(slot);
+        assert_eq!(words.req_id.load(Ordering::Relaxed), count);
+        assert!(words.sent_us.load(Ordering::Relaxed) > 1_700_000_000_000_000);
+        let lease = server.poll().unwrap();
+        assert_eq!((lease.slot(), lease.id), (slot, count));
+    }
 }
 
 #[test]
@@ -82,11 +103,8 @@ fn a_request_is_delivered_once() {
     let mut server = server(2);
     send(&server, 1, 7);
     let lease = server.poll().unwrap();
-    assert_eq!(
-        (lease.slot(), lease.sequence(), lease.request_id()),
-        (1, 1, 7)
-    );
-    assert_eq!(lease.request().unwrap(), 7u32.to_le_bytes());
+    assert_eq!((lease.slot(), lease.sequence(), lease.id), (1, 1, 7));
+    assert_eq!(request(&lease), 7u32.to_le_bytes());
     assert!(server.poll().is_none());
     assert_eq!(lease.reply(b"ok").unwrap(), Publish::Delivered);
     assert!(server.poll().is_none());
@@ -101,15 +119,31 @@ fn a_copy_stays_when_the_client_rewrites_its_slot() {
         send(&server, slot, 7);
         let mapping = &server.shared.mapping;
         let (request, len) = (&full[..length], length as u32);
-        mapping.write_request(slot, request);
+        mapping.write_request(slot, 0, request);
         mapping.slot(slot).req_len.store(len, Ordering::Relaxed);
         let lease = server.poll().unwrap();
         let mut words = vec![u64::MAX; 40];
-        assert_eq!(lease.copy_request(&mut words).unwrap(), length);
-        server.shared.mapping.write_request(slot, &[0xEE; 128]);
+        assert_eq!(lease.copy_request(&mut words).unwrap(), request);
+        server.shared.mapping.write_request(slot, 0, &[0xEE; 128]);
         let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
         assert_eq!(bytes[..length], *request);
         assert_eq!(words.len(), length.div_ceil(8));
+    }
+}
+
+#[test]
+fn a_response_stays_when_the_server_rewrites_its_slot() {
+    let (mut server, client) = pair(1, Wait::Park);
+    for length in [0, 1, 12, 64] {
+        let answer: Vec<u8> = (0..length).collect();
+        let sent = client.request().send(0).unwrap();
+        let lease = server.poll().unwrap();
+        assert_eq!(lease.reply(&answer).unwrap(), Publish::Delivered);
+        let read = |bytes: &[u8]| {
+            server.shared.mapping.write_response(0, &[0xEE; 64]);
+            bytes.to_vec()
+        };
+        assert_eq!(sent.receive(read).unwrap(), answer);
     }
 }
 
@@ -136,28 +170,20 @@ fn a_dropped_lease_sends_the_abort_reply() {
 #[test]
 fn an_oversized_response_becomes_the_abort_reply() {
     let mut server = server(1);
-    for seq in 1..3 {
-        send(&server, 0, 1);
-        let lease = server.poll().unwrap();
-        let result = if seq == 1 {
-            lease.commit(65)
-        } else {
-            lease.reply(&[0; 65])
-        };
-        assert!(matches!(
-            result,
-            Err(RingError::ResponseTooLarge {
-                len: 65,
-                capacity: 64
-            })
-        ));
-        assert_eq!(response(&server, 0), (seq, ABORT.to_vec()));
-    }
     send(&server, 0, 1);
-    let mut lease = server.poll().unwrap();
-    lease.response().fill(9);
-    assert_eq!(lease.commit(64).unwrap(), Publish::Delivered);
-    assert_eq!(response(&server, 0), (3, vec![9; 64]));
+    let result = server.poll().unwrap().reply(&[0; 65]);
+    assert!(matches!(
+        result,
+        Err(RingError::ResponseTooLarge {
+            len: 65,
+            capacity: 64
+        })
+    ));
+    assert_eq!(response(&server, 0), (1, ABORT.to_vec()));
+    send(&server, 0, 1);
+    let lease = server.poll().unwrap();
+    assert_eq!(lease.reply(&[9; 64]).unwrap(), Publish::Delivered);
+    assert_eq!(response(&server, 0), (2, vec![9; 64]));
 }
 
 #[test]
@@ -170,7 +196,7 @@ fn an_oversized_request_can_still_be_answered() {
         .slot(0)
         .req_len
         .store(129, Ordering::Relaxed);
-    let mut lease = server.poll().unwrap();
+    let lease = server.poll().unwrap();
     let refused = |error| {
         matches!(
             error,
@@ -181,32 +207,30 @@ fn an_oversized_request_can_still_be_answered() {
             }
         )
     };
-    assert!(lease.request().is_err_and(refused));
     let mut words = vec![5];
     assert!(lease.copy_request(&mut words).is_err_and(refused));
     assert_eq!(words, [5]);
-    assert!(lease.buffers().is_err());
     assert_eq!(lease.reply(b"malformed").unwrap(), Publish::Delivered);
 }
 
 #[test]
 fn a_stale_lease_publishes_nothing_and_the_new_request_follows_it() {
     let mut server = server(1);
-    for end in 0..3 {
+    for replies in [true, false] {
         let before = response(&server, 0);
         send(&server, 0, 1);
         let old = server.poll().unwrap();
         send(&server, 0, 2);
         assert!(old.is_stale());
         assert!(server.poll().is_none(), "two leases on one slot");
-        match end {
-            0 => assert_eq!(old.reply(b"late").unwrap(), Publish::Stale),
-            1 => assert_eq!(old.commit(4).unwrap(), Publish::Stale),
-            _ => drop(old),
+        if replies {
+            assert_eq!(old.reply(b"late").unwrap(), Publish::Stale);
+        } else {
+            drop(old);
         }
         assert_eq!(response(&server, 0), before);
         let new = server.poll().unwrap();
-        assert_eq!(new.request_id(), 2);
+        assert_eq!(new.id, 2);
         assert_eq!(new.reply(b"new").unwrap(), Publish::Delivered);
         assert_eq!(response(&server, 0).1, b"new");
     }
@@ -223,7 +247,7 @@ fn the_end_of_a_stale_lease_wakes_a_parked_server() {
         drop(old);
     });
     let new = server.wait(Wait::Park).unwrap().unwrap();
-    assert_eq!(new.request_id(), 2);
+    assert_eq!(new.id, 2);
     ender.join().unwrap();
 }
 
@@ -370,17 +394,13 @@ fn a_client_may_vanish_after_any_store() {
         }
         let sent = done >= 4;
         if let Some(lease) = server.poll() {
-            assert!(sent && lease.request().unwrap() == 1u32.to_le_bytes());
+            assert!(sent && request(&lease) == 1u32.to_le_bytes());
             assert_eq!(lease.reply(b"to nobody").unwrap(), Publish::Delivered);
         }
         for (slot, id) in [(1, 2), (0, 3)] {
             send(&server, slot, id);
             let lease = server.poll().unwrap();
-            assert_eq!(
-                lease.request().unwrap(),
-                id.to_le_bytes(),
-                "after {done} stores"
-            );
+            assert_eq!(request(&lease), id.to_le_bytes(), "after {done} stores");
             assert_eq!(lease.reply(b"ok").unwrap(), Publish::Delivered);
             assert_eq!(response(&server, slot).1, b"ok");
         }
@@ -417,7 +437,7 @@ fn no_request_overtakes_an_older_one() {
     });
     let mut count = 0;
     while let Some(lease) = server.wait(Wait::Spin).unwrap() {
-        assert_eq!(lease.request_id(), START.wrapping_add(count));
+        assert_eq!(lease.id, START.wrapping_add(count));
         assert_eq!(lease.reply(&[]).unwrap(), Publish::Delivered);
         count += 1;
     }
@@ -464,7 +484,7 @@ proptest! {
                 id = id.wrapping_add(1);
             } else {
                 let expected = (!pending.is_empty()).then(|| pending.remove(0));
-                let served = server.poll().map(|lease| (lease.request_id(), lease.slot()));
+                let served = server.poll().map(|lease| (lease.id, lease.slot()));
                 prop_assert_eq!(served, expected);
             }
         }

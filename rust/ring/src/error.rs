@@ -160,6 +160,16 @@ pub enum RingError {
         capacity: usize,
     },
 
+    /// Another client of the region sent a request in a slot that this one had taken. The answer is dropped.
+    #[error(
+        "another client sent a request in slot {slot} while this one waited for its answer\n\n\
+         hint: open one client for each region and share it between threads"
+    )]
+    OtherClient {
+        /// Index of the slot.
+        slot: usize,
+    },
+
     /// No answer came in time.
     #[error(
         "no answer to request {id} within {after:?}\n\nhint: look for errors in the driver's log"

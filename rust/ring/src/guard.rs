@@ -1,6 +1,6 @@
 //! Leaves no region behind: on SIGTERM, or when the parent dies, a thread of its own removes every
 //! region and ends the process, however busy the other threads are. Where no thread can do anything,
-//! because the process is killed, its reaper does it: another process, which hears of every region.
+//! because the process is killed, its reaper does it: another process, which is told of every region.
 //!
 //! The thread needs nothing from the rest of the process but the list of regions, whose lock is only
 //! ever held for a few system calls. A region is made and listed under that lock, so none can exist
@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use crate::error::RingError;
 use crate::reaper::Reaper;
-use crate::region::{NamedFile, RegionName};
+use crate::region::{FileId, NamedFile, RegionName};
 use crate::shared::Shared;
 use crate::signal::{self, TerminateSignal};
 use crate::stderr;
@@ -37,10 +37,10 @@ impl Tracker {
         self.regions.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Says that a region of this name is about to be made.
-    pub(crate) fn announce(&self, name: &RegionName) {
+    /// Says that a region of this name is about to be made, or that it is the file `id`.
+    pub(crate) fn tell_reaper(&self, name: &RegionName, id: Option<FileId>) {
         if let Some(reaper) = &self.reaper {
-            reaper.tell(name);
+            reaper.tell(name, id);
         }
     }
 

@@ -1,14 +1,12 @@
-//! One request in the hands of the driver, answered exactly once: by a commit, or by the abort reply
+//! One request in the hands of the driver, answered exactly once: by a reply, or by the abort reply
 //! when the lease is dropped.
 //!
 //! A client that gave up may have put a new request into the slot. Then `req_seq` has moved on, the
 //! lease is *stale*, and nothing may be published under the old number. A client that gave up without
 //! a new request simply never looks at the answer.
-
-#![expect(
-    unsafe_code,
-    reason = "the response buffer is exclusive by the slot's state"
-)]
+//!
+//! Neither buffer of the slot is lent: its client may write both at any time, whatever the protocol says. The request is
+//! copied out before it is read, and an answer is made elsewhere and copied in.
 
 use std::fmt;
 use std::sync::Arc;
@@ -29,14 +27,14 @@ pub enum Publish {
     Stale,
 }
 
-/// A request and the right to answer it. Dropped without a commit, it sends the abort reply.
+/// A request and the right to answer it. Dropped without a reply, it sends the abort reply.
 pub struct Lease {
     shared: Arc<Shared>,
     slot: usize,
     seq: u64,
-    id: u32,
+    /// The client's running number of the request.
+    pub(crate) id: u32,
     request_len: usize,
-    sent_us: u64,
     open: bool,
 }
 
@@ -44,14 +42,12 @@ impl Lease {
     pub(crate) fn new(shared: Arc<Shared>, slot: usize, seq: u64, id: u32) -> Self {
         let words = shared.mapping.slot(slot);
         let request_len = words.req_len.load(Ordering::Relaxed) as usize;
-        let sent_us = words.sent_us.load(Ordering::Relaxed);
         Self {
             shared,
             slot,
             seq,
             id,
             request_len,
-            sent_us,
             open: true,
         }
     }
@@ -66,69 +62,28 @@ impl Lease {
         self.seq
     }
 
-    /// The client's running number of the request.
-    pub fn request_id(&self) -> u32 {
-        self.id
-    }
-
-    /// When the client sent the request, in microseconds since the epoch.
-    pub fn sent_us(&self) -> u64 {
-        self.sent_us
-    }
-
-    /// The request in place. Its bytes may change at any time, if the client gives up and reuses
-    /// the slot: what was checked may be different when it is read again. Whoever reads anything
-    /// twice takes a [copy](Self::copy_request).
+    /// Copies the request to the start of `words`, which it replaces, and returns its bytes. If the client gives up and
+    /// rewrites its slot meanwhile the copy may be a mixture, but it stays as it is.
     ///
     /// # Errors
     /// [`RingError::RequestLength`] if the client announced more than the slot holds.
-    pub fn request(&self) -> Result<&[u8], RingError> {
-        self.check_request()?;
-        Ok(self.shared.mapping.request(self.slot, self.request_len))
-    }
-
-    /// Copies the request to the start of `words`, which it replaces, and returns its length in
-    /// bytes. If the client rewrites its slot meanwhile the copy may be a mixture, but it stays as
-    /// it is.
-    ///
-    /// # Errors
-    /// As [`Lease::request`].
-    pub fn copy_request(&self, words: &mut Vec<u64>) -> Result<usize, RingError> {
-        self.check_request()?;
-        let mapping = &self.shared.mapping;
-        mapping.copy_request(self.slot, self.request_len, words);
-        Ok(self.request_len)
-    }
-
-    /// The whole response buffer. Ask [`Lease::is_stale`] before a long fill.
-    pub fn response(&mut self) -> &mut [u8] {
-        // SAFETY: one lease per slot (`Shared::is_free`), and `self` is borrowed exclusively.
-        unsafe { self.shared.mapping.response_mut(self.slot) }
-    }
-
-    /// Request and response buffer at once, to answer while reading.
-    ///
-    /// # Errors
-    /// As [`Lease::request`].
-    pub fn buffers(&mut self) -> Result<(&[u8], &mut [u8]), RingError> {
-        let request = self.request()?;
-        // SAFETY: as in `response`; the request buffer is a different part of the slot.
-        let response = unsafe { self.shared.mapping.response_mut(self.slot) };
-        Ok((request, response))
+    pub fn copy_request<'w>(&self, words: &'w mut Vec<u64>) -> Result<&'w [u8], RingError> {
+        let (slot, len) = (self.slot, self.request_len);
+        let capacity = self.shared.mapping.layout().request_capacity();
+        if len > capacity {
+            return Err(RingError::RequestLength {
+                slot,
+                len,
+                capacity,
+            });
+        }
+        self.shared.mapping.copy_request(slot, len, words);
+        Ok(&bytemuck::cast_slice(words)[..len])
     }
 
     /// Whether the client has given up and sent something else in this slot.
-    pub fn is_stale(&self) -> bool {
+    pub(crate) fn is_stale(&self) -> bool {
         self.words().req_seq.load(Ordering::Relaxed) != self.seq
-    }
-
-    /// Publishes the first `len` bytes of the response buffer.
-    ///
-    /// # Errors
-    /// [`RingError::ResponseTooLarge`]; the client gets the abort reply.
-    pub fn commit(mut self, len: usize) -> Result<Publish, RingError> {
-        self.check_response(len)?;
-        Ok(self.publish(len))
     }
 
     /// Copies `response` into the slot and publishes it. Nothing is copied for a stale lease.
@@ -136,7 +91,13 @@ impl Lease {
     /// # Errors
     /// [`RingError::ResponseTooLarge`]; the client gets the abort reply.
     pub fn reply(mut self, response: &[u8]) -> Result<Publish, RingError> {
-        self.check_response(response.len())?;
+        let (len, capacity) = (
+            response.len(),
+            self.shared.mapping.layout().response_capacity(),
+        );
+        if len > capacity {
+            return Err(RingError::ResponseTooLarge { len, capacity });
+        }
         Ok(self.fill_and_publish(response))
     }
 
@@ -144,30 +105,10 @@ impl Lease {
         self.shared.mapping.slot(self.slot)
     }
 
-    fn check_request(&self) -> Result<(), RingError> {
-        let capacity = self.shared.mapping.layout().request_capacity();
-        if self.request_len > capacity {
-            let (slot, len) = (self.slot, self.request_len);
-            return Err(RingError::RequestLength {
-                slot,
-                len,
-                capacity,
-            });
-        }
-        Ok(())
-    }
-
-    fn check_response(&self, len: usize) -> Result<(), RingError> {
-        let capacity = self.shared.mapping.layout().response_capacity();
-        if len > capacity {
-            return Err(RingError::ResponseTooLarge { len, capacity });
-        }
-        Ok(())
-    }
-
     fn fill_and_publish(&mut self, response: &[u8]) -> Publish {
         if !self.is_stale() {
-            self.response()[..response.len()].copy_from_slice(response);
+            // One lease per slot (`Shared::is_free`): no other answer is being written here.
+            self.shared.mapping.write_response(self.slot, response);
         }
         self.publish(response.len())
     }

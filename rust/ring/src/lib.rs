@@ -9,7 +9,7 @@
 //! | module | idea |
 //! |---|---|
 //! | `layout` | every offset and size of the region, header encoding and validation |
-//! | `words`, `mapping` | the mapped memory as atomics and byte slices |
+//! | `words`, `memory`, `mapping` | the mapped memory: atomics, and payloads that are copied in and out |
 //! | `region` | who owns the name in `/dev/shm`: an exclusive `flock`, freed by the kernel with its owner |
 //! | `wait` | spin, spin then park, or park until a condition holds |
 //! | `server`, `dispatch`, `lease` | take the oldest request, answer it exactly once |
@@ -26,7 +26,7 @@
 //! and memory orders exhaustively up to a number of preemptions; `sync` is the seam. `tests/kill`
 //! kills either side after each step that the other can see.
 //!
-//! The ring never looks inside a payload.
+//! The ring never looks inside a payload, and lends none of it in place: see `memory`.
 //!
 //! ```
 //! use pie_ring::{Client, ClientConfig, ExitGuard, RegionLayout, Server, ServerConfig, Wait};
@@ -40,7 +40,9 @@
 //! std::thread::scope(|scope| {
 //!     let answer = scope.spawn(|| client.call(b"ping", <[u8]>::to_vec));
 //!     if let Some(lease) = server.wait(Wait::Park)? {
-//!         assert_eq!(lease.request()?, b"ping");
+//!         let mut words = Vec::new();
+//!         let request = lease.copy_request(&mut words)?;
+//!         assert_eq!(request, b"ping");
 //!         lease.reply(b"pong")?;
 //!     }
 //!     assert_eq!(answer.join().unwrap()?, b"pong");
@@ -66,6 +68,7 @@ mod guard;
 mod layout;
 mod lease;
 mod mapping;
+mod memory;
 mod reaper;
 mod region;
 mod server;
@@ -76,7 +79,7 @@ mod sync;
 mod wait;
 mod words;
 
-pub use broadcast::{Broadcast, Listener};
+pub use broadcast::{Broadcast, Listener, Message};
 pub use client::{Client, ClientConfig, Request, Sent};
 pub use error::RingError;
 pub use guard::{ExitGuard, die_with_parent};

@@ -1,33 +1,56 @@
-//! A process that outlives this one, and removes the regions that it leaves behind.
+//! A process that outlives this one, and removes the regions that it leaves.
 //!
 //! A process that is killed cannot clean up. So the exit guard forks another one off, first thing, while there is little to
-//! copy. It is no child of this process and of none of its groups, keeps no descriptor but its own, and hears of a region's
-//! name before the region is made. When this process has ended, however it did, it takes the names' locks: what it can lock
-//! is a leftover. Whoever wants such a name in this moment finds the lock taken, and looks again. What kills it, too, as the
-//! end of a container does, leaves the name to its next owner.
+//! copy. It is no child of this process and of none of its groups, and keeps no descriptor but its own. It is told a
+//! region's name before the region is made, and its device and inode before it has memory. When this process has ended,
+//! however it did, the reaper removes the names that still lead to these files, and leaves a file of anyone else alone. It
+//! takes a file's lock first: the next owner of such a name finds the lock taken, and looks again. What kills the reaper,
+//! too, as the end of a container does, leaves the name to its next owner.
+//!
+//! A fork of a process with threads may find the allocator's locks taken for good. So the reaper makes system calls and
+//! uses arrays, and allocates nothing in its whole life.
 
 #![expect(unsafe_code, reason = "fork and its like have no safe interface")]
 
-use std::collections::BTreeSet;
+use std::ffi::CStr;
 use std::io::{ErrorKind, Read, Write};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
 use std::os::unix::net::UnixStream;
 use std::ptr;
-use std::time::Duration;
+use std::thread;
+use std::time::{Duration, Instant};
 
+use bytemuck::Zeroable;
 use rustix::event::{PollFd, PollFlags};
+use rustix::fs::{FlockOperation, Mode};
 use rustix::io::Errno;
-use rustix::process::{Pid, PidfdFlags, WaitOptions};
+use rustix::process::{Pid, PidfdFlags, Signal, WaitOptions};
 
 use crate::error::RingError;
-use crate::region::{RegionName, remove_leftover};
+use crate::region::{FileId, OPEN, RegionName, id_at};
 use crate::signal::exit_now;
 
 /// How long a lock may outlive its owner, in a child that shares it.
 const PATIENCE: Duration = Duration::from_secs(10);
+/// A lock that is taken is tried again after this time.
+const RETRY: Duration = Duration::from_millis(20);
+/// How long the first child may take, which makes some system calls and ends.
+const CHILD_LIMIT: Duration = Duration::from_secs(5);
+/// Regions of a process that are remembered; of more, the last ones. A driver has one.
+const REGIONS: usize = 32;
 /// Descriptors that are closed one by one where the kernel cannot close a range.
 const MOST_DESCRIPTORS: libc::c_uint = 1 << 16;
+
+/// What the reaper is told of a region.
+#[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
+#[repr(C)]
+struct Told {
+    /// Zero as long as the file is not made.
+    id: FileId,
+    /// Ends with a zero byte.
+    path: [u8; 264],
+}
 
 /// This process's end.
 #[derive(Debug)]
@@ -40,40 +63,56 @@ impl Reaper {
         let (own, others) = UnixStream::pair().map_err(failed)?;
         // A descriptor by which the end is seen even if other children keep the socket open; not all kernels have it.
         let process = rustix::process::pidfd_open(rustix::process::getpid(), PidfdFlags::empty());
-        // SAFETY: the child calls nothing but what may be called behind a fork: system calls, and the allocator, which the C
-        // library keeps usable there. It does not return.
+        // SAFETY: the child makes system calls alone, which is allowed after a fork. It allocates nothing, and does not
+        // return.
         match unsafe { libc::fork() } {
             -1 => Err(failed(std::io::Error::last_os_error())),
             0 => orphan(others, process.ok().as_ref()),
             child => {
-                // It ends at once. If somebody else has waited for it, it is gone.
-                let child = Pid::from_raw(child);
-                while matches!(
-                    rustix::process::waitpid(child, WaitOptions::empty()),
-                    Err(Errno::INTR)
-                ) {}
+                await_end(Pid::from_raw(child), CHILD_LIMIT);
                 Ok(Self(own))
             }
         }
     }
 
-    /// Says that a region of this name may exist from now on.
-    pub(crate) fn tell(&self, name: &RegionName) {
+    /// Says that a region of this name may exist from now on, or that it is the file `id`.
+    pub(crate) fn tell(&self, name: &RegionName, id: Option<FileId>) {
+        let mut told = Told::zeroed();
+        told.id = id.unwrap_or(told.id);
+        let path = name.path().as_bytes();
+        // A checked name leaves room for the zero byte.
+        told.path[..path.len()].copy_from_slice(path);
         // Best effort: what a killed process leaves, the name's next owner replaces.
-        let _ = (&self.0).write_all(format!("{}\0", name.as_str()).as_bytes());
+        let _ = (&self.0).write_all(bytemuck::bytes_of(&told));
     }
 }
 
-/// Leaves all that it shares, and forks once more, so that the process which stays is somebody else's child. The first one
+/// Waits for the end of a child that ends at once, and kills it if it does not. If another thread has waited for it, it is
+/// gone.
+fn await_end(child: Option<Pid>, limit: Duration) {
+    let start = Instant::now();
+    loop {
+        match rustix::process::waitpid(child, WaitOptions::NOHANG) {
+            Ok(None) | Err(Errno::INTR) => {}
+            Ok(Some(_)) | Err(_) => return,
+        }
+        if let Some(child) = child.filter(|_| start.elapsed() >= limit) {
+            let _ = rustix::process::kill_process(child, Signal::KILL);
+        }
+        thread::sleep(Duration::from_micros(200));
+    }
+}
+
+/// Leaves all that it shares, and forks once more, so that the process which stays is another one's child. The first one
 /// waits for this, so that it is done when a region is made.
 fn orphan(socket: UnixStream, process: Option<&OwnedFd>) -> ! {
     // What is sent to the terminal's or the driver's group is not for this process.
     let _ = rustix::process::setsid();
     let _ = rustix::thread::set_name(c"pie-reaper");
-    let _ = rustix::process::chdir("/");
+    let _ = rustix::process::chdir(c"/");
     block_signals();
-    let kept = [Some(socket.as_raw_fd()), process.map(AsRawFd::as_raw_fd)];
-    close_others(kept.into_iter().flatten().collect());
+    let own = socket.as_raw_fd();
+    close_others(own, process.map_or(own, AsRawFd::as_raw_fd));
     // SAFETY: as in `Reaper::start`.
     if unsafe { libc::fork() } == 0 {
         outlive(socket, process);
@@ -81,56 +120,89 @@ fn orphan(socket: UnixStream, process: Option<&OwnedFd>) -> ! {
     exit_now(0)
 }
 
-fn outlive(socket: UnixStream, process: Option<&OwnedFd>) -> ! {
-    let heard = listen(socket, process);
-    let heard = String::from_utf8_lossy(&heard);
-    for name in heard.split('\0').collect::<BTreeSet<_>>() {
-        if let Ok(name) = RegionName::new(name) {
-            remove_leftover(&name, PATIENCE);
+fn outlive(mut socket: UnixStream, process: Option<&OwnedFd>) -> ! {
+    let mut regions = [Told::zeroed(); REGIONS];
+    listen(&mut socket, process, &mut regions);
+    for region in &regions {
+        if region.path[0] != 0 {
+            let _ = remove(region);
         }
     }
     exit_now(0)
 }
 
-/// All that is said until the other process ends.
-fn listen(mut socket: UnixStream, process: Option<&OwnedFd>) -> Vec<u8> {
-    let mut heard = Vec::new();
+/// Takes note of all that is told until the other process ends.
+fn listen(socket: &mut UnixStream, process: Option<&OwnedFd>, regions: &mut [Told; REGIONS]) {
     if socket.set_nonblocking(true).is_err() {
-        return heard;
+        return;
     }
+    let mut next = 0;
+    let mut told = Told::zeroed();
+    let mut filled = 0;
     loop {
-        let descriptors = [Some(socket.as_fd()), process.map(AsFd::as_fd)];
-        let mut watched: Vec<_> = descriptors
-            .into_iter()
-            .flatten()
-            .map(|descriptor| PollFd::from_borrowed_fd(descriptor, PollFlags::IN))
-            .collect();
+        let ends = [socket.as_fd(), process.map_or(socket.as_fd(), AsFd::as_fd)];
+        let mut watched = ends.map(|end| PollFd::from_borrowed_fd(end, PollFlags::IN));
         match rustix::event::poll(&mut watched, None) {
             Ok(_) | Err(Errno::INTR) => {}
-            Err(_) => return heard,
+            Err(_) => return,
         }
-        // Looked at first: what was said before the end is read behind it.
-        let ended = watched.get(1).is_some_and(|end| !end.revents().is_empty());
-        drop(watched);
-        if !read_on(&mut socket, &mut heard) || ended {
-            return heard;
+        // Looked at first: what was told before the end is read after it.
+        let ended = process.is_some() && !watched[1].revents().is_empty();
+        loop {
+            let bytes = bytemuck::bytes_of_mut(&mut told);
+            match socket.read(&mut bytes[filled..]) {
+                Ok(0) => return,
+                Ok(count) => filled += count,
+                Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                Err(error) if error.kind() == ErrorKind::WouldBlock => break,
+                Err(_) => return,
+            }
+            if filled == size_of::<Told>() {
+                filled = 0;
+                note(&told, regions, &mut next);
+            }
+        }
+        if ended {
+            return;
         }
     }
 }
 
-/// Reads what is there; returns false at the end.
-fn read_on(socket: &mut UnixStream, heard: &mut Vec<u8>) -> bool {
-    let mut bytes = [0; 512];
-    loop {
-        match socket.read(&mut bytes) {
-            Ok(0) => return false,
-            Ok(count) => heard.extend_from_slice(&bytes[..count]),
-            Err(error) => match error.kind() {
-                ErrorKind::Interrupted => {}
-                kind => return kind == ErrorKind::WouldBlock,
-            },
-        }
+/// A region takes the place of what was told of its name before, else the next place.
+fn note(told: &Told, regions: &mut [Told; REGIONS], next: &mut usize) {
+    let known = regions.iter().position(|region| region.path == told.path);
+    let place = known.unwrap_or(*next % REGIONS);
+    *next += usize::from(known.is_none());
+    regions[place] = *told;
+}
+
+/// Removes a region that its owner has left, if the name still leads to it.
+fn remove(region: &Told) -> Result<(), Errno> {
+    let Ok(path) = CStr::from_bytes_until_nul(&region.path) else {
+        return Ok(());
+    };
+    let file = rustix::fs::open(path, OPEN, Mode::empty())?;
+    let stat = rustix::fs::fstat(&file)?;
+    let is_ours = if region.id == FileId::zeroed() {
+        // Killed while it made the file: that has no memory yet. Every other file has.
+        stat.st_size == 0
+    } else {
+        FileId::from(stat) == region.id
+    };
+    if !is_ours {
+        return Ok(());
     }
+    let start = Instant::now();
+    while let Err(error) = rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive) {
+        if !matches!(error, Errno::WOULDBLOCK | Errno::INTR) || start.elapsed() >= PATIENCE {
+            return Err(error);
+        }
+        thread::sleep(RETRY);
+    }
+    if id_at(path)? == stat.into() {
+        rustix::fs::unlink(path)?;
+    }
+    Ok(())
 }
 
 fn block_signals() {
@@ -142,11 +214,11 @@ fn block_signals() {
     }
 }
 
-/// Closes all descriptors but those. Whoever waits for the end of a pipe must not wait for this process.
-fn close_others(mut kept: Vec<RawFd>) {
-    kept.sort_unstable();
+/// Closes all descriptors but two, which may be one. Who waits for the end of a pipe must not wait for this process.
+fn close_others(one: RawFd, other: RawFd) {
+    let kept = [one.min(other), one.max(other)].map(RawFd::cast_unsigned);
     let mut first = 0;
-    for descriptor in kept.into_iter().map(RawFd::cast_unsigned) {
+    for descriptor in kept {
         if let Some(last) = descriptor.checked_sub(1) {
             close_range(first, last);
         }
@@ -166,5 +238,65 @@ fn close_range(first: libc::c_uint, last: libc::c_uint) {
             // SAFETY: as above.
             unsafe { libc::close(descriptor.cast_signed()) };
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_child_that_does_not_end_is_not_waited_for_without_a_limit() {
+        // SAFETY: the child makes one system call, again and again.
+        let child = unsafe { libc::fork() };
+        if child == 0 {
+            loop {
+                // SAFETY: no preconditions.
+                unsafe { libc::pause() };
+            }
+        }
+        let (start, limit) = (Instant::now(), Duration::from_millis(50));
+        await_end(Pid::from_raw(child), limit);
+        assert!((limit..Duration::from_secs(5)).contains(&start.elapsed()));
+        // It is gone, and waited for.
+        let again = rustix::process::waitpid(Pid::from_raw(child), WaitOptions::NOHANG);
+        assert_eq!(again.unwrap_err(), Errno::CHILD);
+    }
+
+    /// What a driver leaves that is killed after it has made the file and before it has told which one that is.
+    #[test]
+    fn a_region_that_was_only_announced_is_removed_while_it_is_empty() {
+        let name = format!("/pie_ring_test_{}_announced", std::process::id());
+        let path = format!("/dev/shm{name}");
+        let mut told = Told::zeroed();
+        told.path[..path.len()].copy_from_slice(path.as_bytes());
+        assert_eq!(remove(&told), Err(Errno::NOENT));
+        std::fs::write(&path, b"of another make").unwrap();
+        remove(&told).unwrap();
+        assert!(std::fs::exists(&path).unwrap());
+        std::fs::write(&path, b"").unwrap();
+        remove(&told).unwrap();
+        assert!(!std::fs::exists(&path).unwrap());
+    }
+
+    #[test]
+    fn the_last_word_on_each_name_counts() {
+        let mut regions = [Told::zeroed(); REGIONS];
+        let mut next = 0;
+        let told = |number: u8, inode| {
+            let mut told = Told::zeroed();
+            told.path[0] = number;
+            told.id = FileId::new(1, inode);
+            told
+        };
+        for round in 1..4 {
+            for number in 1..=REGIONS as u8 {
+                note(&told(number, round), &mut regions, &mut next);
+            }
+        }
+        assert!(regions.iter().all(|region| region.id == FileId::new(1, 3)));
+        note(&told(200, 9), &mut regions, &mut next);
+        assert_eq!(regions[0].path[0], 200);
+        assert_eq!(regions[1].path[0], 2);
     }
 }

@@ -21,6 +21,7 @@ use std::time::{Duration, Instant};
 
 use rustix::fs::{AtFlags, CWD, FallocateFlags, FlockOperation, Mode, OFlags, Stat};
 use rustix::io::Errno;
+use rustix::path::Arg;
 
 use crate::error::RingError;
 use crate::guard::Tracker;
@@ -29,6 +30,12 @@ use crate::guard::Tracker;
 const RETRY: Duration = Duration::from_millis(20);
 /// Where the system keeps its shared-memory objects.
 pub(crate) const DIRECTORY: &str = "/dev/shm";
+
+/// How an existing region is opened. A link or a pipe under its name is not ours and must neither be followed nor block.
+pub(crate) const OPEN: OFlags = OFlags::RDWR
+    .union(OFlags::CLOEXEC)
+    .union(OFlags::NOFOLLOW)
+    .union(OFlags::NONBLOCK);
 
 /// A checked region name.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -60,11 +67,13 @@ impl RegionName {
         &self.name
     }
 
+    pub(crate) fn path(&self) -> &str {
+        &self.path
+    }
+
     /// Opens the existing region.
     pub(crate) fn open(&self) -> Result<OwnedFd, Errno> {
-        // A link or a pipe under this name is not ours and must neither be followed nor block.
-        let flags = OFlags::RDWR | OFlags::CLOEXEC | OFlags::NOFOLLOW | OFlags::NONBLOCK;
-        rustix::fs::open(&self.path, flags, Mode::empty())
+        rustix::fs::open(&self.path, OPEN, Mode::empty())
     }
 
     fn make(&self) -> Result<OwnedFd, Errno> {
@@ -78,8 +87,9 @@ impl RegionName {
 }
 
 /// Identity of a file, independent of its name.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct FileId {
+#[derive(Clone, Copy, Debug, PartialEq, Eq, bytemuck::Pod, bytemuck::Zeroable)]
+#[repr(C)]
+pub(crate) struct FileId {
     device: u64,
     inode: u64,
 }
@@ -91,6 +101,18 @@ impl From<Stat> for FileId {
             inode: stat.st_ino,
         }
     }
+}
+
+impl FileId {
+    #[cfg(test)]
+    pub(crate) fn new(device: u64, inode: u64) -> Self {
+        Self { device, inode }
+    }
+}
+
+/// What a path leads to, itself and not where it may point to.
+pub(crate) fn id_at(path: impl Arg) -> Result<FileId, Errno> {
+    rustix::fs::statat(CWD, path, AtFlags::SYMLINK_NOFOLLOW).map(FileId::from)
 }
 
 /// A name together with the file that it should lead to.
@@ -111,8 +133,7 @@ impl NamedFile {
 
     /// Whether the name still leads to the file.
     fn is_current(&self) -> bool {
-        rustix::fs::statat(CWD, &self.name.path, AtFlags::SYMLINK_NOFOLLOW)
-            .is_ok_and(|stat| FileId::from(stat) == self.id)
+        id_at(&self.name.path).is_ok_and(|id| id == self.id)
     }
 
     /// Removes the name unless it leads to another file by now.
@@ -154,7 +175,7 @@ impl RegionFile {
         tracker: &Arc<Tracker>,
     ) -> Result<Self, RingError> {
         let start = Instant::now();
-        tracker.announce(name);
+        tracker.tell_reaper(name, None);
         loop {
             match Self::attempt(name, tracker)? {
                 Attempt::Owned(region) => {
@@ -206,6 +227,7 @@ impl RegionFile {
         };
         let named = NamedFile::new(name, file.as_fd())?;
         regions.push(named.clone());
+        tracker.tell_reaper(name, Some(named.id));
         drop(regions);
         Ok(Some(Self {
             file,
@@ -257,14 +279,6 @@ impl RegionFile {
 impl Drop for RegionFile {
     fn drop(&mut self) {
         self.unlink();
-    }
-}
-
-/// Removes the name when its owner is dead, or has ended within this time.
-pub(crate) fn remove_leftover(name: &RegionName, patience: Duration) {
-    let start = Instant::now();
-    while matches!(replace_leftover(name), Ok(Attempt::Occupied)) && start.elapsed() < patience {
-        thread::sleep(RETRY);
     }
 }
 

@@ -198,11 +198,6 @@ impl Stop {
         self.0.wake_server();
         self.0.allow_owing(false);
     }
-
-    /// Whether `stop` was called.
-    pub fn is_stopped(&self) -> bool {
-        self.0.is_stopped()
-    }
 }
 
 /// Calls a server from any thread: it has something to do besides requests.

@@ -4,7 +4,7 @@
 use std::time::{Duration, UNIX_EPOCH};
 
 pub(crate) use std::hint::spin_loop;
-pub(crate) use std::sync::{Mutex, MutexGuard, atomic};
+pub(crate) use std::sync::{Condvar, Mutex, MutexGuard, atomic};
 pub(crate) use std::time::Instant;
 
 /// Turns of a spin loop between two looks at the clock and at what else there is to do: some

@@ -7,7 +7,9 @@ use std::sync::mpsc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use common::{ABORT, HASH, Name, Running, STRATEGIES, answer, create, open};
+use common::{
+    ABORT, HASH, Name, Running, STRATEGIES, answer, create, open, request, requests_sent,
+};
 use pie_ring::{Client, ClientConfig, ExitGuard, Publish, RegionLayout, RingError, Server, Wait};
 
 const LIMIT: Duration = Duration::from_secs(5);
@@ -34,21 +36,23 @@ fn a_request_is_made_in_its_slot() {
     let client = open(&name, Wait::Park, LIMIT);
     // More rounds than slots, so that every slot has refused and served.
     for round in 0..9u8 {
-        let make = |buffer: &mut [u8]| {
-            assert_eq!(buffer.len(), 4096);
-            buffer[..2].copy_from_slice(&[round, 77]);
-            Ok::<_, RingError>(2)
-        };
-        let response = client.call_in_place(make, <[u8]>::to_vec).unwrap();
-        assert_eq!(response, [77, round]);
+        let mut request = client.request();
+        // In parts, and not in their order.
+        request.write(1, &[77, round]).unwrap();
+        request.write(0, &[round]).unwrap();
+        let sent = request.send(3).unwrap();
+        assert_eq!(sent.receive(<[u8]>::to_vec).unwrap(), [round, 77, round]);
 
-        let refuse = |_: &mut [u8]| Err(RingError::Aborted);
-        let error = client.call_in_place(refuse, |_| panic!("nothing was sent"));
-        assert!(matches!(error, Err(RingError::Aborted)), "{error:?}");
-        let overrun = |buffer: &mut [u8]| Ok::<_, RingError>(buffer.len() + 1);
-        let error = client.call_in_place(overrun, |_| panic!("nothing was sent"));
-        let expected = "the request has 4097 bytes, a slot takes 4096";
-        assert!(error.unwrap_err().to_string().starts_with(expected));
+        let mut request = client.request();
+        request.write(4095, &[1]).unwrap();
+        for error in [
+            request.write(4095, &[1, 2]).unwrap_err(),
+            request.write(usize::MAX, &[1]).unwrap_err(),
+            request.send(4097).map(drop).unwrap_err(),
+        ] {
+            let error = error.to_string();
+            assert!(error.contains("bytes, a slot takes 4096"), "{error}");
+        }
     }
     drop(running);
 }
@@ -61,7 +65,7 @@ fn the_next_request_is_made_while_one_is_on_its_way() {
         let client = open(&name, wait, LIMIT);
         let make = |round: u8| {
             let mut request = client.try_request().unwrap();
-            request.buffer()[..2].copy_from_slice(&[round, 77]);
+            request.write(0, &[round, 77]).unwrap();
             request
         };
         let mut next = make(0);
@@ -90,7 +94,7 @@ fn a_request_whose_answer_nobody_wants_wakes_a_server_that_sleeps() {
     let (sender, served) = mpsc::channel();
     let running = Running::start_with(create(&name).unwrap(), move |server| {
         while let Some(lease) = server.wait(Wait::Park).unwrap() {
-            sender.send(lease.request().unwrap().len()).unwrap();
+            sender.send(request(&lease).len()).unwrap();
         }
     });
     let client = open(&name, Wait::Spin, LIMIT);
@@ -114,6 +118,57 @@ fn no_slot_is_free_while_the_only_one_is_in_use() {
     sent.receive(|_| ()).unwrap();
     assert!(client.try_request().is_some());
     drop(running);
+}
+
+#[test]
+fn the_first_slot_that_becomes_free_is_taken() {
+    let name = Name::new();
+    let mut config = common::config(&name);
+    config.layout = RegionLayout::new(2, 64, 64).unwrap();
+    let server = Server::create(&config, &ExitGuard::inert()).unwrap();
+    let running = Running::start(server, Wait::Park);
+    let client = open(&name, Wait::Park, LIMIT);
+    // Both slots are taken; whichever is given back first serves the one that waits.
+    for given_back in [0, 1, 0, 1] {
+        let mut held = [client.request(), client.request()].map(Some);
+        let (tell, answered) = mpsc::channel();
+        thread::scope(|scope| {
+            scope.spawn(|| tell.send(client.call(b"ab", <[u8]>::to_vec).unwrap()));
+            thread::sleep(Duration::from_millis(20));
+            held[given_back] = None;
+            let answer = answered.recv_timeout(Duration::from_secs(2));
+            held = [None, None];
+            assert_eq!(answer.unwrap(), b"ba");
+        });
+        assert!(held.iter().all(Option::is_none));
+    }
+    drop(running);
+}
+
+#[test]
+fn no_client_gets_the_answer_to_another_clients_request() {
+    let name = Name::new();
+    let mut config = common::config(&name);
+    config.layout = RegionLayout::new(1, 64, 64).unwrap();
+    let mut server = Server::create(&config, &ExitGuard::inert()).unwrap();
+    let [first, second] = [(); 2].map(|()| open(&name, Wait::Park, LIMIT));
+    // Taking turns is no fault.
+    for client in [&first, &second, &first] {
+        let sent = client.request().send(1).unwrap();
+        let lease = server.poll().unwrap();
+        assert_eq!(lease.reply(b"own").unwrap(), Publish::Delivered);
+        assert_eq!(sent.receive(<[u8]>::to_vec).unwrap(), b"own");
+    }
+    let sent = first.request().send(1).unwrap();
+    let other = second.request().send(2).unwrap();
+    let lease = server.poll().unwrap();
+    assert_eq!(lease.reply(b"to the second").unwrap(), Publish::Delivered);
+    let error = sent.receive(<[u8]>::to_vec).unwrap_err();
+    assert!(
+        matches!(error, RingError::OtherClient { slot: 0 }),
+        "{error}"
+    );
+    assert_eq!(other.receive(<[u8]>::to_vec).unwrap(), b"to the second");
 }
 
 #[test]
@@ -155,9 +210,7 @@ fn waiting_requests_are_served_in_the_order_of_their_sending() {
         thread::sleep(Duration::from_millis(150));
         for turn in 0..4 {
             let lease = server.poll().unwrap();
-            assert_eq!(lease.request().unwrap(), [turn]);
-            assert_eq!(lease.request_id(), u32::from(turn) + 1);
-            assert!(lease.sent_us() > 0);
+            assert_eq!(request(&lease), [turn]);
             assert_eq!(lease.reply(&[]).unwrap(), Publish::Delivered);
         }
     });
@@ -170,14 +223,13 @@ fn a_copy_is_answered_while_a_forward_runs() {
     let client = open(&name, Wait::Park, LIMIT);
     thread::scope(|scope| {
         let forward = scope.spawn(|| client.call(b"forward", <[u8]>::to_vec).unwrap());
-        let mut lease = server.wait(Wait::Park).unwrap().unwrap();
+        let lease = server.wait(Wait::Park).unwrap().unwrap();
         let copy = scope.spawn(|| client.call(b"copy", <[u8]>::to_vec).unwrap());
         let second = server.wait(Wait::Park).unwrap().unwrap();
         assert_eq!(second.reply(b"copied").unwrap(), Publish::Delivered);
         assert_eq!(copy.join().unwrap(), b"copied");
-        let (request, response) = lease.buffers().unwrap();
-        response[..request.len()].copy_from_slice(request);
-        assert_eq!(lease.commit(7).unwrap(), Publish::Delivered);
+        let response = request(&lease);
+        assert_eq!(lease.reply(&response).unwrap(), Publish::Delivered);
         assert_eq!(forward.join().unwrap(), b"forward");
     });
 }
@@ -202,10 +254,10 @@ fn a_late_answer_is_dropped_and_the_next_request_gets_its_own() {
         let patient = open(&name, wait, LIMIT);
         thread::scope(|scope| {
             let second = scope.spawn(|| patient.call(b"second", <[u8]>::to_vec).unwrap());
-            common::eventually(LIMIT, "the slot is reused", || late.is_stale());
+            common::eventually(LIMIT, "the slot is reused", || requests_sent(&name) == 2);
             assert_eq!(late.reply(b"late").unwrap(), Publish::Stale);
             let lease = server.wait(wait).unwrap().unwrap();
-            assert_eq!(lease.request().unwrap(), b"second");
+            assert_eq!(request(&lease), b"second");
             assert_eq!(lease.reply(b"own").unwrap(), Publish::Delivered);
             assert_eq!(second.join().unwrap(), b"own");
         });

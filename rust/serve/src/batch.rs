@@ -15,7 +15,12 @@ use crate::timing::{DeviceTimes, Timing};
 type Change = Box<dyn FnOnce(&mut Planner) + Send>;
 
 /// Where the planner is while no batch is open.
-pub(crate) struct Desk(Mutex<Place>);
+pub(crate) struct Desk {
+    place: Mutex<Place>,
+    /// The answer under construction, as large as any. The slot's own buffer is no place for that: its client may write
+    /// there at any time.
+    answer: Mutex<Vec<u8>>,
+}
 
 struct Place {
     /// `None` while a batch has it.
@@ -26,10 +31,15 @@ struct Place {
 
 impl Desk {
     pub(crate) fn new(planner: Planner) -> Self {
-        Self(Mutex::new(Place {
-            planner: Some(Box::new(planner)),
-            later: Vec::new(),
-        }))
+        // Pages of it take memory once they are written.
+        let answer = vec![0; planner.limits().reply_bytes as usize];
+        Self {
+            place: Mutex::new(Place {
+                planner: Some(Box::new(planner)),
+                later: Vec::new(),
+            }),
+            answer: Mutex::new(answer),
+        }
     }
 
     pub(crate) fn take(&self) -> Option<Box<Planner>> {
@@ -54,7 +64,11 @@ impl Desk {
     }
 
     fn lock(&self) -> MutexGuard<'_, Place> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.place.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn answer(&self) -> MutexGuard<'_, Vec<u8>> {
+        self.answer.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -154,7 +168,7 @@ impl Batch {
 
     /// The attention mask of the last staged pass; see [`Planner::attention_mask`].
     #[must_use]
-    pub fn attention_mask(&self) -> Option<AttentionMask> {
+    pub fn attention_mask(&self) -> Option<AttentionMask<'_>> {
         self.planner.as_deref().and_then(Planner::attention_mask)
     }
 
@@ -198,12 +212,13 @@ impl Batch {
         staged
     }
 
-    /// Builds the response in the slot and publishes it. Returns what is worth a log line: emptied
+    /// Builds the response and publishes it. Returns what is worth a log line: emptied
     /// requests with their reasons, and a client that gave up.
     pub fn commit(&mut self, device: DeviceTimes) -> Vec<Note> {
         let mut notes = Vec::new();
         if let (Some(lease), Some(planner)) = (self.lease.take(), self.planner.as_mut()) {
-            notes = publish(lease, planner, &mut self.timing, device);
+            let mut answer = self.desk.answer();
+            notes = publish(lease, planner, &mut answer, &mut self.timing, device);
         }
         if let Some(planner) = self.planner.take() {
             self.desk.put_back(planner);
@@ -228,26 +243,30 @@ impl Drop for Batch {
     }
 }
 
+/// Answers first; what takes time and does not concern the client follows.
 fn publish(
-    mut lease: Lease,
+    lease: Lease,
     planner: &mut Planner,
+    answer: &mut [u8],
     timing: &mut Timing,
     device: DeviceTimes,
 ) -> Vec<Note> {
     let started = Instant::now();
-    let mut notes: Vec<Note> = planner
-        .faults()
-        .iter()
-        .map(|(index, fault)| Note::new(fault.kind(), format!("request {index} emptied: {fault}")))
-        .collect();
-    let encoded = planner.reply(timing.probes(device), lease.response());
+    let encoded = planner.reply(timing.probes(device), answer);
     // Taken before the client is woken: it may want this core at once.
     timing.respond = started.elapsed();
     let published = match encoded {
-        Ok(length) => lease.commit(length).map_err(|error| error.to_string()),
-        // Dropping the lease aborts the request.
-        Err(error) => Err(error.to_string()),
+        Ok(length) => {
+            let published = lease.reply(&answer[..length]);
+            published.map_err(|error| error.to_string())
+        }
+        Err(error) => {
+            // Aborts the request.
+            drop(lease);
+            Err(error.to_string())
+        }
     };
+    let mut notes = Note::of_faults(planner.faults());
     notes.extend(Note::of_publication(published));
     planner.step_took(device.busy());
     let report = planner.draft_report();

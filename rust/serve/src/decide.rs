@@ -64,16 +64,16 @@ pub(crate) fn decide(
     host_pages: u32,
 ) -> Decision {
     let started = Instant::now();
-    let length = lease.copy_request(words).map_err(|error| error.to_string());
-    let bytes: &[u8] = bytemuck::cast_slice(words);
-    let frame = length.and_then(|length| {
-        pie_wire::access_request(&bytes[..length]).map_err(|error| error.to_string())
+    let bytes = lease.copy_request(words).map_err(|error| error.to_string());
+    let frame = bytes.and_then(|bytes| {
+        let frame = pie_wire::access_request(bytes).map_err(|error| error.to_string())?;
+        Ok((bytes, frame))
     });
     let parsed = Instant::now();
     let mut pixels = 0..0;
     let (driver_id, action) = match frame {
         Err(text) => (0, Some(Action::malformed(text))),
-        Ok(frame) => {
+        Ok((bytes, frame)) => {
             let driver_id = frame.driver_id.to_native();
             let action = match &frame.payload {
                 ArchivedPayload::Health => Some(Action::Status(status::OK)),

@@ -6,7 +6,8 @@
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use pie_ring::{Broadcast, Listener, RingError, Wait};
+use bytemuck::Zeroable;
+use pie_ring::{Broadcast, Listener, Message, RingError, Wait};
 use thiserror::Error;
 
 use crate::lane::{Lane, LaneError};
@@ -152,26 +153,29 @@ impl Follow {
     }
 }
 
-fn put(block: &mut [u8], data: &[u8]) -> Result<(), FollowError> {
-    let size = block.len();
-    let start = block.get_mut(..data.len());
-    let strange = || strange(format!("{} bytes of a block of {size}", data.len()));
-    start.ok_or_else(strange)?.copy_from_slice(data);
+fn put(block: &mut [u8], data: &Message<'_>) -> Result<(), FollowError> {
+    let (size, len) = (block.len(), data.len());
+    let start = block.get_mut(..len);
+    let start = start.ok_or_else(|| strange(format!("{len} bytes of a block of {size}")))?;
+    data.copy(0, start);
     Ok(())
 }
 
-fn step(lane: Option<&mut Lane>, data: &[u8]) -> Result<(), FollowError> {
+fn step(lane: Option<&mut Lane>, data: &Message<'_>) -> Result<(), FollowError> {
     let lane = lane.ok_or_else(|| strange("a step of the fast lane".to_owned()))?;
     let short = || strange(format!("a step of {} bytes", data.len()));
-    let (head, rest) = data
-        .split_at_checked(size_of::<StepHead>())
-        .ok_or_else(short)?;
-    let head: StepHead = bytemuck::pod_read_unaligned(head);
+    let start = size_of::<StepHead>();
+    if data.len() < start {
+        return Err(short());
+    }
+    let mut head = StepHead::zeroed();
+    data.copy(0, bytemuck::bytes_of_mut(&mut head));
     let masks = size_of::<i32>() * head.mask_words as usize;
-    let end = rest.len().checked_sub(masks).ok_or_else(short)?;
-    let (block, masks) = rest.split_at(end);
-    if !lane.follow(head, block, masks)? {
-        return Err(strange(format!("{head:?} with {} bytes", block.len())));
+    let end = data.len().checked_sub(masks).filter(|&end| end >= start);
+    let block = start..end.ok_or_else(short)?;
+    let bytes = block.len();
+    if !lane.follow(head, data, block)? {
+        return Err(strange(format!("{head:?} with {bytes} bytes")));
     }
     Ok(())
 }

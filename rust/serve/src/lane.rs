@@ -1,12 +1,13 @@
 //! The fast lane: a planned batch becomes one launch of a captured graph, and its tokens are read where the device writes
 //! them. No Python runs in between.
 
+use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use pie_batch::{Layout, Planner, StageError, StagedStep, StepMemory, StepSize};
 use pie_launch::{Launch, LaunchError};
-use pie_ring::Wait;
+use pie_ring::{Message, Wait};
 use thiserror::Error;
 
 use crate::follow::{Lead, StepHead};
@@ -207,13 +208,13 @@ impl Lane {
         Ok(staged)
     }
 
-    /// Runs a step that another rank has staged, to its end. Returns false, and does nothing, if it is none of this lane's
-    /// graphs.
+    /// Runs a step that another rank has staged, to its end: `data` has its block, then its mask words. Returns false, and
+    /// does nothing, if it is none of this lane's graphs.
     pub(crate) fn follow(
         &mut self,
         head: StepHead,
-        block: &[u8],
-        mask_words: &[u8],
+        data: &Message<'_>,
+        block: Range<usize>,
     ) -> Result<bool, LaneError> {
         let (graph, rows, results) = (
             head.graph as usize,
@@ -227,11 +228,12 @@ impl Lane {
         };
         let memory = self.memory.step();
         let masks: &mut [u8] = bytemuck::cast_slice_mut(memory.mask_words);
-        if !self.graphs.get(graph).is_some_and(fits) || masks.len() < mask_words.len() {
+        let mask_bytes = data.len() - block.end;
+        if !self.graphs.get(graph).is_some_and(fits) || masks.len() < mask_bytes {
             return Ok(false);
         }
-        memory.block[..block.len()].copy_from_slice(block);
-        masks[..mask_words.len()].copy_from_slice(mask_words);
+        data.copy(block.start, &mut memory.block[..block.len()]);
+        data.copy(block.end, &mut masks[..mask_bytes]);
         self.step = head.step;
         let graph_rows = self.graphs[graph].0.rows;
         let failed = |source| LaneError::Launch {

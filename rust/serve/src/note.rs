@@ -1,6 +1,10 @@
 //! What is worth a log line.
 
+use pie_batch::RequestFault;
 use pie_ring::Publish;
+
+/// Emptied requests of one kind and frame that get a line each. The log shows as many before it limits the kind's rate.
+const EACH: usize = 4;
 
 /// One line for the log.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -17,6 +21,34 @@ impl Note {
             kind,
             text: text.into(),
         }
+    }
+
+    /// What is worth telling about emptied requests, which are in their order: a line for each, or one line for all of a
+    /// kind if there are many. A frame may have as many bad requests as it has room for, and the next one waits.
+    pub(crate) fn of_faults(faults: &[(usize, RequestFault)]) -> Vec<Self> {
+        let mut kinds: Vec<(&'static str, usize)> = Vec::new();
+        for (_, fault) in faults {
+            match kinds.iter_mut().find(|(kind, _)| *kind == fault.kind()) {
+                Some((_, count)) => *count += 1,
+                None => kinds.push((fault.kind(), 1)),
+            }
+        }
+        let mut notes = Vec::new();
+        for (kind, count) in kinds {
+            let mut same = faults.iter().filter(|(_, fault)| fault.kind() == kind);
+            if count > EACH {
+                let others = count - 1;
+                notes.extend(same.next().map(|(index, fault)| {
+                    let text = format!("request {index} emptied, and {others} more alike: {fault}");
+                    Self::new(kind, text)
+                }));
+                continue;
+            }
+            notes.extend(same.map(|(index, fault)| {
+                Self::new(kind, format!("request {index} emptied: {fault}"))
+            }));
+        }
+        notes
     }
 
     /// What is worth telling about a publication: nothing when the client got its answer.

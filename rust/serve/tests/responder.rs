@@ -1,10 +1,13 @@
 //! A client against the responder, with an engine that samples token 7.
 
 use std::cell::RefCell;
+use std::fs::File;
 use std::ops::Range;
-use std::sync::Arc;
+use std::os::unix::fs::FileExt;
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Mutex};
 use std::thread;
+use std::time::UNIX_EPOCH;
 
 use pie_batch::{Layout, Limits, Outputs, Planner, REHEARSAL_ADAPTER, Vision};
 use pie_ring::{Client, ClientConfig, ExitGuard, RegionLayout, Server, ServerConfig, Wait};
@@ -530,6 +533,88 @@ fn a_dropped_job_aborts_its_request_and_the_next_is_served() {
     assert_eq!(
         answers,
         [Answer::Aborted, Answer::Aborted, Answer::Status(status::OK)]
+    );
+}
+
+#[test]
+fn many_bad_requests_of_a_kind_are_one_note() {
+    // Of eight requests some name a token that there is not, and some a position that does not follow.
+    for (tokens, positions) in [(8, 0), (4, 4), (5, 3), (1, 1), (0, 5), (0, 0)] {
+        let mut request = forward(&[1; 8]);
+        request.token_ids[..tokens].fill(LIMITS.vocab_size);
+        let bad = tokens..tokens + positions;
+        request.position_ids[bad.clone()].fill(u32::MAX);
+        let frame = encode(Payload::Forward(request));
+        let noted = Mutex::new(Vec::new());
+        let (answers, unasked) = converse_with((0, 0), &[frame], |job| {
+            let Job::Batch(mut batch) = job else {
+                panic!("a batch")
+            };
+            run(&mut batch);
+            noted
+                .lock()
+                .unwrap()
+                .extend(batch.commit(DeviceTimes::default()));
+        });
+        let notes = [noted.into_inner().unwrap(), unasked].concat();
+        let each = |index: usize| {
+            let tokens = usize::from(index >= bad.end);
+            vec![7; tokens]
+        };
+        assert_eq!(answers, [Answer::Tokens((0..8).map(each).collect())]);
+        for (kind, first, count) in [("token-id", 0, tokens), ("position", tokens, positions)] {
+            let texts = notes.iter().filter(|note| note.kind == kind);
+            let texts: Vec<&str> = texts.map(|note| note.text.as_str()).collect();
+            let expected = if count > 4 { 1 } else { count };
+            assert_eq!(texts.len(), expected, "{count} of {kind}: {texts:?}");
+            for (index, text) in (first..).zip(&texts) {
+                let start = match count {
+                    0..=4 => format!("request {index} emptied: "),
+                    _ => format!("request {index} emptied, and {} more alike: ", count - 1),
+                };
+                assert!(text.starts_with(&start), "{text}");
+            }
+        }
+    }
+}
+
+/// The time of the answer is what the client finds in its slot.
+#[test]
+fn an_answer_is_published_before_its_notes_are_made() {
+    const REASON: usize = 16 << 20;
+    let name = format!("/pie_serve_test_{}_notes", std::process::id());
+    let mut config = ServerConfig::new(&name, pie_wire::SCHEMA_HASH, Vec::new());
+    config.layout = RegionLayout::new(1, 1 << 16, 1 << 16).unwrap();
+    let mut ring = Server::create(&config, &ExitGuard::inert()).unwrap();
+    let region = File::open(format!("/dev/shm{name}")).unwrap();
+    let client = Client::open(&name, pie_wire::SCHEMA_HASH, ClientConfig::default()).unwrap();
+    let mut planner = Planner::new(LIMITS, 1).with_adapters(2.try_into().unwrap());
+    planner.add_adapter(3);
+    let responder = Responder::new(planner, 0, Wait::Park);
+    let frame = bound(&[3; 4]);
+    let mut request = client.request();
+    request.write(0, &frame).unwrap();
+    let sent = request.send(frame.len()).unwrap();
+    let Ok(Event::Job(Job::Batch(mut batch))) = responder.next(&mut ring) else {
+        panic!("a batch")
+    };
+    batch.drop_adapter(3, &"x".repeat(REASON));
+    run(&mut batch);
+    let notes = batch.commit(DeviceTimes::default());
+    let returned = UNIX_EPOCH.elapsed().unwrap().as_micros() as u64;
+    let bytes: usize = notes.iter().map(|note| note.text.len()).sum();
+    assert!(notes.len() == 4 && bytes > 4 * REASON);
+    assert_eq!(
+        sent.receive(decode).unwrap(),
+        Answer::Tokens(vec![vec![]; 4])
+    );
+    let mut responded = [0; 8];
+    region.read_exact_at(&mut responded, 64 + 40).unwrap();
+    let after = returned - u64::from_le_bytes(responded);
+    // So many bytes are not written faster than at 30 GB/s.
+    assert!(
+        after > 2000,
+        "the notes were made {after} µs after the answer"
     );
 }
 

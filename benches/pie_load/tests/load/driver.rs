@@ -87,7 +87,9 @@ fn serve(group: i64, behaviour: &str, trace_file: Option<&str>) {
     let mut trace = trace_file.map(|path| fs::File::create(path).unwrap());
     let mut account = Account::new();
     let mut frames = 0;
-    while let Some(mut lease) = server.wait(Wait::Park).unwrap() {
+    let mut words = Vec::new();
+    let mut answer = vec![0; server.layout().response_capacity()];
+    while let Some(lease) = server.wait(Wait::Park).unwrap() {
         frames += 1;
         if behaviour == "die-later" && frames > 5 {
             server.unlink();
@@ -100,7 +102,7 @@ fn serve(group: i64, behaviour: &str, trace_file: Option<&str>) {
             thread::sleep(Duration::from_mins(1));
             return;
         }
-        let mut response = match account.take(lease.request().unwrap()) {
+        let mut response = match account.take(lease.copy_request(&mut words).unwrap()) {
             Ok(response) => response,
             Err(problem) => {
                 eprintln!("frame {frames} is wrong: {problem}");
@@ -121,8 +123,8 @@ fn serve(group: i64, behaviour: &str, trace_file: Option<&str>) {
             response.tokens_indptr = vec![0, 1, 1, 2];
         }
         let fast = behaviour != "archives" && has_fast_reply(&response);
-        let length = reply(response, fast, lease.response());
-        let _ = lease.commit(length).unwrap();
+        let length = reply(response, fast, &mut answer);
+        let _ = lease.reply(&answer[..length]).unwrap();
     }
 }
 

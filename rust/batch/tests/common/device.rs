@@ -526,7 +526,13 @@ impl Device {
 
     /// Each row of the pass sees what its request's mask says of the KV that is stored by then.
     fn check_attention_mask(&self, plan: &Plan, segments: &[Segment]) {
-        let mask = self.planner.attention_mask();
+        let mask = self.planner.attention_mask().map(|mask| {
+            let offsets: Vec<usize> = mask.offsets().collect();
+            // In memory that held something else.
+            let mut words = vec![0x5555_5555; offsets[segments.len()]];
+            mask.write(&mut words);
+            (offsets, words)
+        });
         let mut expected = Vec::new();
         let mut found = Vec::new();
         for (entry, segment) in segments.iter().enumerate() {
@@ -535,13 +541,13 @@ impl Device {
                 assert_eq!(mask, None);
                 return;
             };
-            let mask = mask.as_ref().expect("a masked pass");
-            assert_eq!(mask.offsets.len(), segments.len());
+            let (offsets, words) = mask.as_ref().expect("a masked pass");
+            assert_eq!(offsets.len(), segments.len() + 1);
             let kv_len = request.rows[segment.rows.end - 1].index as usize + 1;
             let width = kv_len.div_ceil(32);
             for (number, row) in segment.rows.clone().enumerate() {
-                let start = mask.offsets[entry] as usize + number * width;
-                let words = &mask.words[start..start + width];
+                let start = offsets[entry] + number * width;
+                let words = &words[start..start + width];
                 let bit = |index: usize| words[index / 32].cast_unsigned() >> (index % 32) & 1 == 1;
                 found.push((0..32 * width).map(bit).collect::<Vec<_>>());
                 let mut bits = sees[row].clone();
@@ -552,7 +558,8 @@ impl Device {
         }
         assert_eq!(found, expected);
         let words: usize = found.iter().map(|bits| bits.len() / 32).sum();
-        assert_eq!(mask.map(|mask| mask.words.len()), Some(words));
+        assert_eq!(mask.map(|(_, words)| words.len()), Some(words));
+        assert!(words <= self.limits.attention_words());
     }
 
     fn check_group(&mut self, plan: &Plan, group: &[(usize, Slot)]) {

@@ -2,7 +2,7 @@
 
 use loom::thread;
 
-use crate::broadcast::listener::Listener;
+use crate::broadcast::listener::{Listener, Message};
 use crate::broadcast::mapping::Mapping;
 use crate::broadcast::sender::Broadcast;
 use crate::broadcast::shape::Shape;
@@ -50,7 +50,8 @@ fn messages(lens: &[usize]) -> impl Iterator<Item = (u32, Vec<u8>)> {
 
 fn read_in_place(mut listener: Listener, lens: &[usize], wait: Wait) {
     for (kind, message) in messages(lens) {
-        let read = |found, bytes: &[u8]| assert_eq!((found, bytes), (kind, &*message));
+        let read =
+            |found, bytes: &Message<'_>| assert_eq!((found, bytes.to_vec()), (kind, message));
         listener.with_next(wait, read).unwrap();
     }
 }

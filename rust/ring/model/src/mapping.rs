@@ -80,60 +80,45 @@ impl Mapping {
         &self.0.slots[index].words
     }
 
-    pub(crate) fn request(&self, index: usize, len: usize) -> &[u8] {
-        self.0.slots[index]
-            .request
-            // SAFETY: loom has just checked that nobody else is at it.
-            .with(|bytes| unsafe { &(&*bytes)[..len] })
-    }
-
-    /// For `Lease::copy_request`, which no model calls: a client that gives up may write meanwhile, and this would be
-    /// a race.
     pub(crate) fn copy_request(&self, index: usize, len: usize, words: &mut Vec<u64>) {
-        words.clear();
-        let (whole, rest) = self.request(index, len).as_chunks::<8>();
-        words.extend(whole.iter().map(|word| u64::from_le_bytes(*word)));
-        if !rest.is_empty() {
-            let mut word = [0; 8];
-            word[..rest.len()].copy_from_slice(rest);
-            words.push(u64::from_le_bytes(word));
-        }
-    }
-
-    pub(crate) fn response(&self, index: usize, len: usize) -> &[u8] {
-        self.0.slots[index]
-            .response
-            // SAFETY: as above.
-            .with(|bytes| unsafe { &(&*bytes)[..len] })
-    }
-
-    pub(crate) fn write_request(&self, index: usize, request: &[u8]) {
         // An empty request touches nothing, for clients that do not care who reads.
-        if !request.is_empty() {
-            // SAFETY: as above.
-            self.0.slots[index].request.with_mut(|bytes| unsafe {
-                (&mut *bytes)[..request.len()].copy_from_slice(request);
-            });
-        }
+        copy(&self.0.slots[index].request, len, words);
     }
 
-    /// # Safety
-    /// As in the ring.
-    #[expect(clippy::mut_from_ref, reason = "as in the ring")]
-    pub(crate) unsafe fn request_mut(&self, index: usize) -> &mut [u8] {
-        self.0.slots[index]
-            .request
-            // SAFETY: as above.
-            .with_mut(|bytes| unsafe { (&mut *bytes).as_mut_slice() })
+    pub(crate) fn write_request(&self, index: usize, offset: usize, bytes: &[u8]) {
+        write(&self.0.slots[index].request, offset, bytes);
     }
 
-    /// # Safety
-    /// As in the ring.
-    #[expect(clippy::mut_from_ref, reason = "as in the ring")]
-    pub(crate) unsafe fn response_mut(&self, index: usize) -> &mut [u8] {
-        self.0.slots[index]
-            .response
-            // SAFETY: as above.
-            .with_mut(|bytes| unsafe { (&mut *bytes).as_mut_slice() })
+    pub(crate) fn copy_response(&self, index: usize, len: usize, words: &mut Vec<u64>) {
+        copy(&self.0.slots[index].response, len, words);
+    }
+
+    pub(crate) fn write_response(&self, index: usize, response: &[u8]) {
+        write(&self.0.slots[index].response, 0, response);
+    }
+}
+
+/// The product copies by atomics, for clients that break the protocol. In a model all keep it, so that a copy which
+/// meets a write is a fault.
+fn copy(payload: &UnsafeCell<Vec<u8>>, len: usize, words: &mut Vec<u64>) {
+    words.clear();
+    if len > 0 {
+        // SAFETY: loom has just checked that nobody writes.
+        payload.with(|bytes| unsafe {
+            words.extend((&(&*bytes)[..len]).chunks(8).map(|chunk| {
+                let mut word = [0; 8];
+                word[..chunk.len()].copy_from_slice(chunk);
+                u64::from_le_bytes(word)
+            }));
+        });
+    }
+}
+
+fn write(payload: &UnsafeCell<Vec<u8>>, offset: usize, bytes: &[u8]) {
+    if !bytes.is_empty() {
+        // SAFETY: loom has just checked that nobody else is at it.
+        payload.with_mut(|payload| unsafe {
+            (&mut *payload)[offset..offset + bytes.len()].copy_from_slice(bytes);
+        });
     }
 }

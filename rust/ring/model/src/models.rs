@@ -67,8 +67,9 @@ impl Ring {
 }
 
 fn reply(lease: Lease) {
-    let response = lease.request().unwrap().to_vec();
-    assert_eq!(lease.reply(&response).unwrap(), Publish::Delivered);
+    let mut words = Vec::new();
+    let response = lease.copy_request(&mut words).unwrap();
+    assert_eq!(lease.reply(response).unwrap(), Publish::Delivered);
 }
 
 fn assert_echo(client: &Client, byte: u8) {
@@ -293,7 +294,7 @@ pub fn oldest_first(slots: u32, preemptions: usize) {
         let sender = thread::spawn(move || (0..slots).for_each(|_| send()));
         for number in 1..=slots {
             let lease = ring.server.wait(Wait::Park).unwrap().unwrap();
-            assert_eq!(lease.request_id(), number);
+            assert_eq!(lease.id, number);
             drop(lease);
         }
         sender.join().unwrap();

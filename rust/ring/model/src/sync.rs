@@ -4,7 +4,7 @@
 use std::sync::atomic::AtomicUsize;
 use std::time::Duration;
 
-pub(crate) use loom::sync::{Mutex, MutexGuard, atomic};
+pub(crate) use loom::sync::{Condvar, Mutex, MutexGuard, atomic};
 
 use atomic::{AtomicBool, Ordering};
 

@@ -14,8 +14,59 @@ pub struct Listener {
     reader: usize,
     /// Fragments so far.
     taken: u64,
-    /// Messages longer than a slot. Words, so that they are aligned.
-    long: Vec<u64>,
+    /// Messages longer than a slot.
+    long: Vec<u8>,
+}
+
+/// A message that has been received. Its bytes may lie where the leader writes, so they are not lent but copied.
+pub struct Message<'m> {
+    place: Place<'m>,
+    len: usize,
+}
+
+/// Where a message lies.
+enum Place<'m> {
+    /// In a slot, alone.
+    Slot(&'m Mapping, usize),
+    /// Put together of several.
+    Whole(&'m [u8]),
+}
+
+impl Message<'_> {
+    /// Length in bytes.
+    pub const fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether it has no bytes.
+    pub const fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Fills `bytes` with what the message has from `offset` on.
+    ///
+    /// # Panics
+    /// If the message has fewer bytes.
+    pub fn copy(&self, offset: usize, bytes: &mut [u8]) {
+        let end = offset.checked_add(bytes.len());
+        assert!(
+            end.is_some_and(|end| end <= self.len),
+            "{} bytes from {offset} on are not in a message of {}",
+            bytes.len(),
+            self.len
+        );
+        match self.place {
+            Place::Slot(mapping, slot) => mapping.read(slot, offset, bytes),
+            Place::Whole(whole) => bytes.copy_from_slice(&whole[offset..offset + bytes.len()]),
+        }
+    }
+
+    /// All of it.
+    pub fn to_vec(&self) -> Vec<u8> {
+        let mut bytes = vec![0; self.len];
+        self.copy(0, &mut bytes);
+        bytes
+    }
 }
 
 /// What the next slot holds.
@@ -51,48 +102,58 @@ impl Listener {
     /// [`RingError::FragmentLength`] if a fragment is longer than its slot, [`RingError::System`] if the
     /// kernel refuses to wait.
     pub fn receive(&mut self, wait: Wait, message: &mut Vec<u8>) -> Result<u32, RingError> {
-        message.clear();
-        loop {
-            let fragment = self.await_fragment(wait)?;
-            self.take(fragment, |bytes| message.extend_from_slice(bytes));
-            if !fragment.has_more {
-                return Ok(fragment.kind);
-            }
-        }
+        let first = self.await_fragment(wait)?;
+        self.assemble(wait, first, message)?;
+        Ok(first.kind)
     }
 
-    /// Waits for the next message and shows kind and bytes to `act`. A message that fits a slot is shown
-    /// where it is, starting at a multiple of 64, and its slot is given back when `act` returns. A longer
-    /// one is put together first, starting at a multiple of 8.
+    /// Waits for the next message and shows kind and message to `act`. A message that fits a slot is copied from there, and
+    /// its slot is given back when `act` returns. A longer one is put together first.
     ///
     /// # Errors
     /// As [`receive`](Self::receive).
     pub fn with_next<T>(
         &mut self,
         wait: Wait,
-        act: impl FnOnce(u32, &[u8]) -> T,
+        act: impl FnOnce(u32, &Message<'_>) -> T,
     ) -> Result<T, RingError> {
-        let fragment = self.await_fragment(wait)?;
-        let kind = fragment.kind;
-        if !fragment.has_more {
-            return Ok(self.take(fragment, |bytes| act(kind, bytes)));
+        let first = self.await_fragment(wait)?;
+        if !first.has_more {
+            let place = Place::Slot(&self.mapping, first.slot);
+            let message = Message {
+                place,
+                len: first.len,
+            };
+            let result = act(first.kind, &message);
+            self.give_back();
+            return Ok(result);
         }
-        let len = self.assemble(wait, fragment)?;
-        Ok(act(kind, &bytemuck::cast_slice(&self.long)[..len]))
+        let mut long = std::mem::take(&mut self.long);
+        self.assemble(wait, first, &mut long)?;
+        self.long = long;
+        let message = Message {
+            place: Place::Whole(&self.long),
+            len: self.long.len(),
+        };
+        Ok(act(first.kind, &message))
     }
 
-    /// Puts a message together whose first fragment is there, and returns its length.
-    fn assemble(&mut self, wait: Wait, mut fragment: Fragment) -> Result<usize, RingError> {
-        let (mut long, mut len) = (std::mem::take(&mut self.long), 0);
+    /// Puts a message together whose first fragment is there.
+    fn assemble(
+        &mut self,
+        wait: Wait,
+        mut fragment: Fragment,
+        message: &mut Vec<u8>,
+    ) -> Result<(), RingError> {
+        let mut len = 0;
         loop {
             let end = len + fragment.len;
-            long.resize(end.div_ceil(size_of::<u64>()), 0);
-            let place = &mut bytemuck::cast_slice_mut(&mut long)[len..end];
-            self.take(fragment, |bytes| place.copy_from_slice(bytes));
+            message.resize(end, 0);
+            self.mapping.read(fragment.slot, 0, &mut message[len..]);
+            self.give_back();
             len = end;
             if !fragment.has_more {
-                self.long = long;
-                return Ok(len);
+                return Ok(());
             }
             fragment = self.await_fragment(wait)?;
         }
@@ -150,13 +211,11 @@ impl Listener {
         })
     }
 
-    /// Shows a fragment, then gives its slot back.
-    fn take<T>(&mut self, fragment: Fragment, act: impl FnOnce(&[u8]) -> T) -> T {
-        let result = self.mapping.read(fragment.slot, fragment.len, act);
+    /// Gives the slot of the fragment that was read back.
+    fn give_back(&mut self) {
         self.taken += 1;
         let taken = &self.mapping.reader(self.reader).taken;
         // SYNC: pairs with the acquire load in `Broadcast::count_free`.
         taken.store(self.taken, Ordering::Release);
-        result
     }
 }

@@ -78,9 +78,15 @@ impl Habit {
             thread::sleep(Duration::from_micros(300));
         }
         if self.in_place {
-            let copy = |kind, bytes: &[u8]| {
-                assert!(bytes.as_ptr().addr().is_multiple_of(8));
-                (kind, bytes.to_vec())
+            let copy = |kind, message: &super::Message<'_>| {
+                // In two parts, cut anywhere.
+                let mut bytes = vec![0; message.len()];
+                let cut = number % (bytes.len() + 1);
+                let (first, second) = bytes.split_at_mut(cut);
+                message.copy(cut, second);
+                message.copy(0, first);
+                assert_eq!(message.to_vec(), bytes);
+                (kind, bytes)
             };
             listener.with_next(self.wait, copy).unwrap()
         } else {
@@ -213,20 +219,34 @@ fn sizes_around_the_slot() {
 }
 
 #[test]
-fn a_message_of_one_slot_is_shown_where_it_is() {
+fn a_message_of_one_slot_is_read_from_it_before_it_is_given_back() {
     let mut broadcast = tiny(1);
     let mut listener = listen(&broadcast, 0);
-    let mut places = Vec::new();
+    let taken = |broadcast: &Broadcast| broadcast.mapping.reader(0).taken.load(Ordering::Relaxed);
     for round in 0..3_u8 {
         broadcast.send(3, &[&[round; 64]]).unwrap();
-        let look = |_, bytes: &[u8]| {
-            assert_eq!(bytes, [round; 64]);
-            bytes.as_ptr().addr()
+        let look = |_, message: &super::Message<'_>| {
+            assert_eq!(message.to_vec(), [round; 64]);
+            // Not a copy: it shows what the slot holds by now.
+            let slot = usize::from(round % 2);
+            broadcast.mapping.write(slot, 8, &[0xEE; 8]);
+            let mut bytes = [0; 8];
+            message.copy(8, &mut bytes);
+            assert_eq!(bytes, [0xEE; 8]);
+            assert_eq!(taken(&broadcast), u64::from(round));
         };
-        places.push(listener.with_next(Wait::Park, look).unwrap());
+        listener.with_next(Wait::Park, look).unwrap();
+        assert_eq!(taken(&broadcast), u64::from(round) + 1);
     }
-    assert_eq!((places[0], places[0] + 128), (places[2], places[1]));
-    assert_eq!(places[0] % 64, 0);
+}
+
+#[test]
+#[should_panic(expected = "2 bytes from 3 on are not in a message of 4")]
+fn no_more_than_the_message_is_copied() {
+    let mut broadcast = tiny(1);
+    broadcast.send(3, &[b"four"]).unwrap();
+    let look = |_, message: &super::Message<'_>| message.copy(3, &mut [0; 2]);
+    listen(&broadcast, 0).with_next(Wait::Park, look).unwrap();
 }
 
 #[test]

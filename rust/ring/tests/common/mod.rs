@@ -2,13 +2,16 @@
 #![allow(dead_code, reason = "each test program uses its own part")]
 
 use std::fmt;
+use std::fs::File;
+use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use pie_ring::{
-    Client, ClientConfig, ExitGuard, RegionLayout, RingError, Server, ServerConfig, Stop, Wait,
+    Client, ClientConfig, ExitGuard, Lease, RegionLayout, RingError, Server, ServerConfig, Stop,
+    Wait,
 };
 
 pub(crate) const HASH: [u8; 8] = *b"testhash";
@@ -79,10 +82,24 @@ pub(crate) fn answer(request: &[u8]) -> Vec<u8> {
     request.iter().rev().copied().collect()
 }
 
+/// How many requests were sent in the first slot.
+pub(crate) fn requests_sent(name: &Name) -> u64 {
+    let mut req_seq = [0; 8];
+    let region = File::open(name.path()).unwrap();
+    region.read_exact_at(&mut req_seq, 64).unwrap();
+    u64::from_le_bytes(req_seq)
+}
+
+/// A copy of the request.
+pub(crate) fn request(lease: &Lease) -> Vec<u8> {
+    lease.copy_request(&mut Vec::new()).unwrap().to_vec()
+}
+
 /// Answers until stopped.
 pub(crate) fn serve(server: &mut Server, wait: Wait) -> Result<(), RingError> {
+    let mut words = Vec::new();
     while let Some(lease) = server.wait(wait)? {
-        let response = answer(lease.request()?);
+        let response = answer(lease.copy_request(&mut words)?);
         let _ = lease.reply(&response)?;
     }
     Ok(())

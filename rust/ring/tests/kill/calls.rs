@@ -56,8 +56,9 @@ fn a_spinning_server_makes_no_system_call() {
     let done = AtomicBool::new(false);
     let child = Tracee::fork(|| {
         stop();
+        let mut words = Vec::with_capacity(8);
         while let Some(lease) = server.wait(Wait::Spin).unwrap() {
-            if lease.request().unwrap() == MARK {
+            if lease.copy_request(&mut words).unwrap() == MARK {
                 mark();
             }
             let _ = lease.reply(&[1; 64]).unwrap();

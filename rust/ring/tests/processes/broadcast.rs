@@ -6,7 +6,7 @@ use std::sync::mpsc::{self, RecvTimeoutError, Sender};
 use std::thread;
 use std::time::Duration;
 
-use pie_ring::{Broadcast, Listener, RingError, Wait};
+use pie_ring::{Broadcast, Listener, Message, RingError, Wait};
 
 use crate::common::STRATEGIES;
 use crate::roles::{Process, tell};
@@ -44,8 +44,8 @@ pub(crate) fn listen(reader: &str, wait: Wait) {
     loop {
         // Both ways to read, by turns.
         sum.add(listener.receive(wait, &mut message).unwrap(), &message);
-        let add = |kind, bytes: &[u8]| {
-            sum.add(kind, bytes);
+        let add = |kind, message: &Message<'_>| {
+            sum.add(kind, &message.to_vec());
             kind
         };
         if listener.with_next(wait, add).unwrap() == END {
@@ -57,7 +57,7 @@ pub(crate) fn listen(reader: &str, wait: Wait) {
 /// The role `hold`: reads up to a message that it never gives back.
 pub(crate) fn hold(reader: &str, wait: Wait) {
     let (_watch, mut listener) = (watch(), open(reader));
-    let hold = |kind, _: &[u8]| {
+    let hold = |kind, _: &Message<'_>| {
         if kind == HOLD {
             tell("holding");
             thread::sleep(Duration::from_secs(20));

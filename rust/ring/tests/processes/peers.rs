@@ -1,12 +1,10 @@
 //! Calls between processes, and clients that die.
 
-use std::fs::File;
-use std::os::unix::fs::FileExt;
 use std::time::Duration;
 
 use pie_ring::{Publish, Wait};
 
-use crate::common::{Name, Running, STRATEGIES, create, eventually};
+use crate::common::{Name, Running, STRATEGIES, create, eventually, request, requests_sent};
 use crate::roles::{Process, echo};
 
 #[test]
@@ -29,7 +27,7 @@ fn a_client_that_dies_while_waiting_does_no_harm() {
     let mut doomed = Process::start("call", &name, Wait::Park);
     let lease = server.wait(Wait::Park).unwrap().unwrap();
     doomed.kill();
-    assert_eq!(lease.request().unwrap(), b"from a doomed client");
+    assert_eq!(request(&lease), b"from a doomed client");
     assert_eq!(lease.reply(b"to nobody").unwrap(), Publish::Delivered);
     let running = Running::start(server, Wait::Park);
     echo(&name, Wait::Park);
@@ -41,14 +39,7 @@ fn a_client_that_dies_before_delivery_does_no_harm() {
     let name = Name::new();
     let mut server = create(&name).unwrap();
     let mut doomed = Process::start("call", &name, Wait::Park);
-    let sent = || {
-        let mut req_seq = [0; 8];
-        File::open(name.path())
-            .unwrap()
-            .read_exact_at(&mut req_seq, 64)
-            .unwrap();
-        u64::from_le_bytes(req_seq) == 1
-    };
+    let sent = || requests_sent(&name) == 1;
     eventually(Duration::from_secs(2), "the request is sent", sent);
     doomed.kill();
     drop(server.poll().unwrap());

@@ -119,6 +119,28 @@ fn a_killed_servers_region_is_removed() {
     }
 }
 
+/// Drivers of other makes take a name without a lock: they remove it and make a file of their own.
+#[test]
+fn a_file_of_another_make_that_took_the_name_stays() {
+    for (signal, bytes) in [
+        (Signal::TERM, &[7_u8; 100][..]),
+        (Signal::KILL, &[7; 100]),
+        (Signal::TERM, &[]),
+        (Signal::KILL, &[]),
+    ] {
+        let name = Name::new();
+        let mut process = Process::ready("serve", &name, Wait::Park);
+        std::fs::remove_file(name.path()).unwrap();
+        std::fs::write(name.path(), bytes).unwrap();
+        process.signal(signal);
+        process.ended(SOON);
+        // Long enough for a reaper.
+        thread::sleep(Duration::from_millis(500));
+        assert_eq!(std::fs::read(name.path()).ok().as_deref(), Some(bytes));
+        std::fs::remove_file(name.path()).unwrap();
+    }
+}
+
 /// Whether the reaper of a killed server or the next owner comes first.
 #[test]
 fn the_region_of_the_next_owner_stays() {

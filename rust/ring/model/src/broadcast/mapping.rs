@@ -78,10 +78,13 @@ impl Mapping {
         &self.0.slots[slot].words
     }
 
-    pub(crate) fn read<T>(&self, slot: usize, len: usize, act: impl FnOnce(&[u8]) -> T) -> T {
-        // SAFETY: loom has just checked that nobody writes, and checks that nobody begins to.
-        let read = |bytes: *const Vec<u8>| unsafe { act(&(&*bytes)[..len]) };
-        self.0.slots[slot].payload.with(read)
+    pub(crate) fn read(&self, slot: usize, offset: usize, bytes: &mut [u8]) {
+        let end = offset + bytes.len();
+        // SAFETY: loom has just checked that nobody writes.
+        let read = |payload: *const Vec<u8>| unsafe {
+            bytes.copy_from_slice(&(&*payload)[offset..end]);
+        };
+        self.0.slots[slot].payload.with(read);
     }
 
     pub(crate) fn write(&self, slot: usize, offset: usize, bytes: &[u8]) {
