@@ -1,7 +1,8 @@
 //! An open batch: a planned request that waits for its tokens.
 
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use pie_batch::{AttentionMask, Outputs, Pass, PassImages, Planner, SlotGroup, StageError};
 use pie_ring::Lease;
@@ -9,15 +10,26 @@ use pie_ring::Lease;
 use crate::lane::{Lane, LaneError};
 use crate::media::Media;
 use crate::note::Note;
-use crate::timing::{DeviceTimes, Timing};
+use crate::timing::{DeviceTimes, Timing, monotonic_ns};
 
 /// Where the planner is while no batch is open.
 #[derive(Debug)]
-pub(crate) struct Desk(Mutex<Option<Box<Planner>>>);
+pub(crate) struct Desk {
+    planner: Mutex<Option<Box<Planner>>>,
+    /// When the last batch was answered, by [`monotonic_ns`].
+    answered_ns: AtomicU64,
+}
+
+/// Idle time between two batches counts as part of the cycle up to so many times the device's own: a client that has nothing
+/// to do for a while is no slow client.
+const MOST_IDLE: u32 = 16;
 
 impl Desk {
     pub(crate) fn new(planner: Planner) -> Self {
-        Self(Mutex::new(Some(Box::new(planner))))
+        Self {
+            planner: Mutex::new(Some(Box::new(planner))),
+            answered_ns: AtomicU64::new(0),
+        }
     }
 
     pub(crate) fn take(&self) -> Option<Box<Planner>> {
@@ -33,8 +45,18 @@ impl Desk {
         self.lock().as_deref_mut().map(act)
     }
 
+    /// Notes that a batch has been answered, which was received at `received_ns` and kept the device `busy`; returns how
+    /// long after the batch before.
+    fn cycle(&self, received_ns: u64, busy: Duration) -> Duration {
+        let now = monotonic_ns();
+        // Batches are answered one after the other, and the planner goes from one to the next by its lock.
+        let before = self.answered_ns.swap(now, Ordering::Relaxed);
+        let idle = Duration::from_nanos(received_ns.saturating_sub(before));
+        Duration::from_nanos(now.saturating_sub(received_ns)) + idle.min(MOST_IDLE * busy)
+    }
+
     fn lock(&self) -> MutexGuard<'_, Option<Box<Planner>>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.planner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -183,7 +205,7 @@ impl Batch {
     pub fn commit(&mut self, device: DeviceTimes) -> Vec<Note> {
         let mut notes = Vec::new();
         if let (Some(lease), Some(planner)) = (self.lease.take(), self.planner.as_mut()) {
-            notes = publish(lease, planner, &mut self.timing, device);
+            notes = publish(lease, planner, &mut self.timing, device, &self.desk);
         }
         if let Some(planner) = self.planner.take() {
             self.desk.put_back(planner);
@@ -213,6 +235,7 @@ fn publish(
     planner: &mut Planner,
     timing: &mut Timing,
     device: DeviceTimes,
+    desk: &Desk,
 ) -> Vec<Note> {
     let started = Instant::now();
     let mut notes: Vec<Note> = planner
@@ -229,7 +252,7 @@ fn publish(
         Err(error) => Err(error.to_string()),
     };
     notes.extend(Note::of_publication(published));
-    planner.step_took(device.busy());
+    planner.step_took(device.busy(), desk.cycle(timing.received_ns, device.busy()));
     let report = planner.draft_report();
     notes.extend(report.map(|counters| Note::new("drafts", counters.to_string())));
     notes
