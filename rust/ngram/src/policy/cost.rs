@@ -110,9 +110,7 @@ impl Cost {
         let most = expected.map_or(seconds, |expected| seconds.min(OUTLIER * expected));
         let newest = self.weight();
         let rung = &mut self.rungs[number];
-        if !rung.is_known(self.steps) {
-            (rung.visits, rung.mean) = (1, most / self.pace);
-        } else {
+        if rung.is_known(self.steps) {
             let ratio = seconds / (rung.mean * self.pace);
             let ratio = ratio.clamp(1.0 / OUTLIER, OUTLIER);
             self.spread += (ratio.ln().abs() - self.spread) * NEW_SPREAD;
@@ -120,6 +118,8 @@ impl Cost {
             // Averages of logarithms, both of them: else one would drift away from the other.
             rung.mean *= ratio.powf(newest.max(1.0 / rung.visits as f64));
             self.pace *= ratio.powf(NEW_PACE);
+        } else {
+            (rung.visits, rung.mean) = (1, most / self.pace);
         }
         rung.last = self.steps;
         self.draw();
