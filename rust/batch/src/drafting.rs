@@ -25,9 +25,11 @@ const CHECKED: usize = 16;
 const RECALLED: f64 = 1e6;
 /// Of those, in one frame: at least, and at most.
 const RECALL: (usize, usize) = (256, 1 << 16);
-/// Steps before the first report, and between two of them later on; in the meantime their number doubles.
+/// Steps, or drafts that were verified, before the first report, and the most of either between two later ones; in the
+/// meantime their number doubles.
 const FIRST_REPORT: u64 = 1 << 8;
 const REPORT_STEPS: u64 = 1 << 14;
+const REPORT_DRAFTS: u64 = 1 << 20;
 /// Contexts whose drafts are awaited; when there are more, all are forgotten.
 const AWAITED: usize = 1 << 16;
 
@@ -92,6 +94,8 @@ pub(crate) struct Drafting {
     offers: Vec<Offer>,
     marks: Vec<bool>,
     lengths: Vec<usize>,
+    /// Steps and drafts with which the next report is due.
+    next_report: (u64, u64),
 }
 
 impl Drafting {
@@ -114,6 +118,7 @@ impl Drafting {
             offers: Vec::new(),
             marks: Vec::new(),
             lengths: Vec::new(),
+            next_report: (FIRST_REPORT, FIRST_REPORT),
         })
     }
 
@@ -305,9 +310,14 @@ impl Drafting {
         self.said.clear();
         let recent = known.saturating_sub(CHECKED)..known;
         let start = self.pages.load(pages, recent, &mut self.said);
-        let known = if self.drafter.holds(context, start, &self.said) {
+        let holds = self.drafter.holds(context, start, &self.said);
+        let known = if holds && self.drafter.rewinds(context, known) {
             known
         } else {
+            // What it has in common with what was said before is found again while it is read from its pages.
+            if holds {
+                self.drafter.release(context);
+            }
             0
         };
         let end = prefix.min(known + self.recall);
@@ -320,17 +330,35 @@ impl Drafting {
         end == prefix
     }
 
-    /// Learns how long the device took for a frame; if it was a step of the model, with so many rows, and whether some of
-    /// them were drafts.
-    fn took(&mut self, time: Duration, step: Option<(usize, bool)>) {
+    /// Learns how long the device took for a frame, and how long ago the answer before was given; if it was a step of the
+    /// model, with so many rows, whether some of them were drafts, and how many tokens were answered.
+    fn took(&mut self, time: Duration, cycle: Duration, step: Option<(usize, bool, usize)>) {
         let recalled = (time.as_secs_f64() / 2.0 * RECALLED) as usize;
         self.recall = recalled.clamp(RECALL.0, RECALL.1);
         // Where there are graphs, a step without one tells nothing of theirs, unless none ever runs such steps.
-        if let Some((rows, drafted)) = step
+        if let Some((rows, drafted, tokens)) = step
             && (self.policy.kind() != Kind::Plain || self.graph == self.graphs)
         {
             self.policy.timed(rows, drafted, time);
+            // Nothing was chosen where nobody asks.
+            if !self.lengths.is_empty() {
+                self.policy.answered(tokens, cycle);
+            }
         }
+    }
+
+    /// What became of drafts so far, if it is time to say so.
+    fn report(&mut self) -> Option<DraftCounters> {
+        let counters = self.policy.counters();
+        let (steps, drafted) = (counters.steps, counters.drafted);
+        if steps < self.next_report.0 && drafted < self.next_report.1 {
+            return None;
+        }
+        self.next_report = (
+            steps + steps.clamp(FIRST_REPORT, REPORT_STEPS),
+            drafted + drafted.clamp(FIRST_REPORT, REPORT_DRAFTS),
+        );
+        Some(counters)
     }
 }
 
@@ -352,15 +380,11 @@ impl Planner {
             .map(|drafting| drafting.policy.counters())
     }
 
-    /// What became of drafts so far, now and then, once a frame is answered.
-    #[must_use]
-    pub fn draft_report(&self) -> Option<DraftCounters> {
-        let drafting = self.drafting.as_ref()?;
-        let counters = drafting.policy.counters();
-        let steps = counters.steps;
-        let due = steps.is_multiple_of(REPORT_STEPS)
-            || ((FIRST_REPORT..REPORT_STEPS).contains(&steps) && steps.is_power_of_two());
-        (due && !drafting.lengths.is_empty()).then_some(counters)
+    /// What became of drafts so far, if it is time to say so: with the first 256 drafts that were verified, or steps that
+    /// asked for some, and then whenever there were twice as many of either; later with every 2^20 drafts or 2^14 steps.
+    /// Call it once a frame is answered.
+    pub fn draft_report(&mut self) -> Option<DraftCounters> {
+        self.drafting.as_mut()?.report()
     }
 
     /// Notes that a page was copied, from pool and page to pool and page.
@@ -377,16 +401,29 @@ impl Planner {
         }
     }
 
-    /// Notes how long the device took for the current frame: what drafts cost is learnt from frames that are steps.
-    pub fn step_took(&mut self, time: Duration) {
+    /// Notes how long the device took for the current frame, and how much time its answer came after the one before: what
+    /// drafts cost is learnt from frames that are steps. Call it once the frame is answered.
+    pub fn step_took(&mut self, time: Duration, cycle: Duration) {
+        if self.drafting.is_none() {
+            return;
+        }
         let mut computed = (self.requests.iter()).filter(|request| !request.rows.is_empty());
         let step = self.passes.len() == 1
             && computed.all(|request| request.rows.len() == request.drafts as usize + 1);
         let drafted = (self.requests.iter()).any(|request| request.drafts > 0);
-        let step = step.then_some((self.token_ids.len(), drafted));
+        let step = step.then(|| (self.token_ids.len(), drafted, self.answered_tokens()));
         if let Some(drafting) = &mut self.drafting {
-            drafting.took(time, step);
+            drafting.took(time, cycle, step);
         }
+    }
+
+    /// Tokens that the reply to the current frame returns.
+    fn answered_tokens(&self) -> usize {
+        let count = |request: &Request| {
+            let slots = &self.slots.all[request.slots.range()];
+            token_count(request, slots, &self.token_ids)
+        };
+        self.requests.iter().map(count).sum()
     }
 
     /// Tells the drafter what the current frame is, beside its rows.

@@ -6,8 +6,9 @@ use allocation_counter::measure;
 use common::builder::{Encoded, GREEDY, ROOMY, Req, decode, frame};
 use common::device::DRIVER;
 use common::engine::Engine;
-use pie_batch::{Layout, Limits, Planner, Probes, StepMemory};
+use pie_batch::{DraftOptions, Layout, Limits, NgramConfig, Planner, Probes, StepMemory};
 use pie_wire::{ForwardRequest, Sampler};
+use std::time::Duration;
 
 /// Rows of the graph.
 const ROWS: usize = 64;
@@ -230,6 +231,56 @@ fn recurrent_state_is_planned_without_allocations() {
     };
     assert_eq!((plan(), plan()), (0, 0));
     assert_eq!(allocations(|| assert_eq!(plan(), 0)), 0);
+}
+
+#[test]
+fn drafting_allocates_nothing_in_the_steady_state() {
+    const REQUESTS: u32 = 8;
+    let limits = Limits {
+        reply_bytes: 1 << 15,
+        ..ROOMY
+    };
+    let mut driver = Driver::new(limits);
+    let options = DraftOptions {
+        ngram: NgramConfig::default(),
+        num_drafts: 60,
+        rungs: vec![8, 1024],
+        host_pages: 0,
+    };
+    driver
+        .planner
+        .draft(&options)
+        .expect("the options are right");
+    // The answer of row `r` is `r`, which makes the text of request `r` go on.
+    let prompt = |r: u32| Req::new(16, 0, &[r, 500, r, 500, r, 500, r], &[r]).sample(6, GREEDY);
+    let next = |r: u32| Req::new(16, 7, &[500], &[r]).sample(0, GREEDY);
+    let encoded = |requests: Vec<Req>, asks: bool| {
+        let mut frame = frame(&requests);
+        frame.context_ids = (1..=u64::from(REQUESTS)).collect();
+        frame.output_spec_flags = vec![asks; requests.len()];
+        Encoded::new(DRIVER, &frame)
+    };
+    let prompts = encoded((0..REQUESTS).map(prompt).collect(), false);
+    let steps = encoded((0..REQUESTS).map(next).collect(), true);
+    // Most words of a reply: those with drafts are long.
+    let mut longest = 0;
+    let mut round = || {
+        assert!(driver.graph_step(&prompts));
+        // All rows cost the same, so drafts pay.
+        for _ in 0..4 {
+            driver.buffer.fill(0);
+            assert!(driver.graph_step(&steps));
+            let words = driver.buffer.iter().filter(|&&word| word != 0).count();
+            longest = longest.max(words);
+            let time = Duration::from_millis(1);
+            driver.planner.step_took(time, time);
+            driver.planner.draft_report();
+        }
+    };
+    (0..200).for_each(|_| round());
+    let count = allocations(|| (0..200).for_each(|_| round()));
+    assert_eq!(count, 0);
+    assert!(longest > 60, "no reply has more than {longest} words");
 }
 
 #[test]

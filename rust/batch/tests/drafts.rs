@@ -7,7 +7,9 @@ use std::time::Duration;
 
 use common::builder::{Encoded, GREEDY, ROOMY, Req, frame};
 use common::device::{Answer, answer};
-use pie_batch::{DraftOptions, Layout, Limits, NgramConfig, PagePool, Planner, Probes, StepMemory};
+use pie_batch::{
+    DraftCounters, DraftOptions, Layout, Limits, NgramConfig, PagePool, Planner, Probes, StepMemory,
+};
 
 const NUM_DRAFTS: usize = 4;
 const ROWS: usize = 64;
@@ -20,6 +22,8 @@ struct Server<F> {
     cost: fn(usize) -> Duration,
     /// Whether it prepares drafts before the tokens are known.
     early: bool,
+    /// What it reported of drafts.
+    reports: Vec<DraftCounters>,
 }
 
 /// What a request was answered.
@@ -45,6 +49,7 @@ impl<F: Fn(u32) -> u32> Server<F> {
             text,
             cost: |_| Duration::from_millis(1),
             early: true,
+            reports: Vec::new(),
         }
     }
 
@@ -67,12 +72,14 @@ impl<F: Fn(u32) -> u32> Server<F> {
             .copied()
             .collect();
         self.compute(&positions);
-        self.planner.step_took((self.cost)(positions.len()));
         let capacity = self.planner.limits().reply_bytes as usize;
         let mut words = vec![0_u64; capacity.div_ceil(8)];
         let bytes = &mut bytemuck::cast_slice_mut(&mut words)[..capacity];
         let length = self.planner.reply(Probes::default(), bytes);
         let length = length.expect("the reply fits");
+        let time = (self.cost)(positions.len());
+        self.planner.step_took(time, time);
+        self.reports.extend(self.planner.draft_report());
         match answer(&bytes[..length]) {
             Answer::Fast(tokens) => {
                 let alone = |token| Answered {
@@ -213,6 +220,32 @@ fn drafts_pay_where_text_repeats_itself() {
 }
 
 #[test]
+fn reports_come_soon_and_then_more_and_more_rarely() {
+    // As much as a short conversation of eight programs.
+    let mut server = Server::new(ROOMY, cycle);
+    let mut contexts: Vec<_> = (0..8)
+        .map(|id| Context::new(u64::from(id) + 1, 8 * id..8 * id + 8, cycle(0)))
+        .collect();
+    let steps = decode(&mut server, &mut contexts, true, 120);
+    let first = server.reports.first().expect("a report");
+    assert!(first.drafted < 2 * 256, "{first}");
+    let counters = server.planner.draft_counters().expect("it drafts");
+    assert!(server.reports.len() <= 3, "{steps} steps, {counters}");
+    // Where nothing is drafted, because nothing comes true, steps count.
+    let mut server = Server::new(ROOMY, noise);
+    server.cost = |rows| Duration::from_millis(rows as u64);
+    let steps = decode(
+        &mut server,
+        &mut [Context::new(1, 0..24, noise(0))],
+        true,
+        350,
+    );
+    assert!(steps >= 256);
+    assert_eq!(server.reports.len(), 1);
+    assert_eq!(server.reports[0].steps, 256);
+}
+
+#[test]
 fn it_does_not_matter_when_drafts_are_prepared() {
     let text = |position: u32| {
         if position % 40 < 25 {
@@ -269,7 +302,8 @@ fn batches_that_no_graph_runs_say_nothing_of_graphs() {
                 );
                 let planned = server.planner.plan(common::device::DRIVER, other.forward());
                 planned.expect("a right frame");
-                server.planner.step_took(Duration::from_millis(100));
+                let time = Duration::from_millis(100);
+                server.planner.step_took(time, time);
             }
         }
         context.drafted
@@ -347,6 +381,49 @@ fn a_long_past_comes_by_and_by() {
         let first = drafted.iter().position(|&drafts| drafts > 0);
         assert_eq!(first, Some(1500 / 256), "{drafted:?}");
     }
+}
+
+#[test]
+fn going_far_back_is_spread_over_frames() {
+    let limits = Limits {
+        max_positions: 16_384,
+        row_pages: 1024,
+        total_pages: 1024,
+        ..ROOMY
+    };
+    let first_drafts = |back: u32| {
+        let mut server = Server::new(limits, cycle);
+        server.cost = |_| Duration::from_millis(1);
+        let mut context = Context::new(3, 0..1000, cycle(0));
+        decode(&mut server, &mut [Context::new(0, 1000..1010, 0)], false, 2);
+        for start in (0..12_000).step_by(60) {
+            let tokens: Vec<u32> = (start..start + 60).map(cycle).collect();
+            let pages = &context.pages[..(start + 60).div_ceil(16) as usize];
+            let part = Req::new(16, start, &tokens, pages).sample(59, GREEDY);
+            server.run(&[(part, 3, true)]);
+        }
+        context.stored = 12_000 - back;
+        context.input = cycle(context.stored);
+        let drafted: Vec<usize> = (0..20)
+            .map(|_| {
+                let (answers, _) = server.run(&[(context.request(), 3, true)]);
+                context.take(&answers[0]);
+                let next = (context.stored + 1..).map(cycle);
+                assert!(
+                    context
+                        .drafts
+                        .iter()
+                        .copied()
+                        .eq(next.take(context.drafts.len()))
+                );
+                context.drafts.len()
+            })
+            .collect();
+        drafted.iter().position(|&drafts| drafts > 0)
+    };
+    assert_eq!(first_drafts(4000), Some(0), "that is undone at once");
+    // It is read again from its pages, 500 tokens in each step of a millisecond.
+    assert_eq!(first_drafts(5000), Some(7000 / 500));
 }
 
 #[test]

@@ -716,7 +716,7 @@ fn drafts_behind(planner: &mut Planner, frame: &ForwardRequest, token: i64) -> V
     let mut reply = vec![0_u64; 1 << 10];
     let bytes: &mut [u8] = bytemuck::cast_slice_mut(&mut reply);
     let length = planner.reply(Probes::default(), bytes).expect("it fits");
-    planner.step_took(Duration::from_millis(1));
+    planner.step_took(Duration::from_millis(1), Duration::from_millis(1));
     match answer(&bytes[..length]) {
         Answer::Fast(_) => Vec::new(),
         Answer::Archive(response) => response.spec_tokens,

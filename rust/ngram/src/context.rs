@@ -13,6 +13,11 @@ use crate::index::{BOUNDARY, Index, Match, Scratch};
 /// Most frozen layers of a context; a fork that would have more merges two neighbours.
 const LAYERS: usize = 4;
 
+/// Most tokens that are undone, or indexed again, to go back; where it would be more the context starts anew.
+const REWOUND: usize = 4096;
+/// A layer that others stand on is copied to go back in it: so many tokens of it are the work of one.
+const COPIED: usize = 32;
+
 /// Bytes that all contexts hold together.
 #[derive(Debug, Default)]
 pub(crate) struct Ledger {
@@ -219,7 +224,7 @@ impl Context {
     }
 
     /// Makes `tokens` the context's end, from `position` on. What is known of them already stays as it is; what lies
-    /// behind them is forgotten. After a gap the context starts anew.
+    /// behind them is forgotten. After a gap the context starts anew, and so it does if that is too much to take back.
     pub(crate) fn update(&mut self, position: usize, tokens: &[u32], ledger: &mut Ledger) {
         let long = self.top.index.len() + tokens.len() > LONGEST_CONTEXT;
         if position < self.start() || position > self.end() || long {
@@ -227,8 +232,13 @@ impl Context {
         }
         let known = tokens.iter().zip(position..self.end());
         let known = known.take_while(|&(&token, at)| self.token(at) == Some(token));
-        let known = known.count();
-        self.rewind(position + known, ledger);
+        let mut known = known.count();
+        if self.rewinds(position + known) {
+            self.rewind(position + known, ledger);
+        } else {
+            self.restart(position, ledger);
+            known = 0;
+        }
         self.top.index.extend(&tokens[known..]);
         self.settle(ledger);
     }
@@ -255,6 +265,27 @@ impl Context {
     fn restart(&mut self, position: usize, ledger: &mut Ledger) {
         self.release(ledger);
         *self = Self::new(self.depth, position);
+    }
+
+    /// Whether the context may go back to `end`, which it has: that is no more work than [`REWOUND`] tokens.
+    pub(crate) fn rewinds(&self, end: usize) -> bool {
+        if end == self.end() || end == self.start() {
+            return true;
+        }
+        let work = |layer: &Layer| layer.index.rewind_work(end - layer.start);
+        if end >= self.top.fresh() {
+            return work(&self.top) <= REWOUND;
+        }
+        let mut copied = 0;
+        for layer in self.layers.iter().rev() {
+            if Arc::strong_count(layer) > 1 {
+                copied += layer.index.len() / COPIED;
+            }
+            if end >= layer.fresh() {
+                return copied + work(layer) <= REWOUND;
+            }
+        }
+        true
     }
 
     fn rewind(&mut self, end: usize, ledger: &mut Ledger) {

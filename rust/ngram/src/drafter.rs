@@ -34,7 +34,8 @@ pub struct Step<'a> {
     /// The context's id; 0 is nobody's.
     pub context: u64,
     /// Position of the first of `tokens`. Where it lies below what is known of the context, that is compared and
-    /// taken back as far as it differs; where it lies above, the context starts anew.
+    /// taken back as far as it differs; where it lies above, the context starts anew. So it does where thousands of tokens
+    /// would have to be taken back; see [`Drafter::rewinds`].
     pub position: u32,
     /// The context's end, from `position` on. No match extends over tokens from 2^24 - 1 on.
     pub tokens: &'a [u32],
@@ -261,6 +262,15 @@ impl Drafter {
         self.contexts
             .peek(&context)
             .is_some_and(|context| context.holds(position, tokens))
+    }
+
+    /// Whether a context can go back to `position`, so that it has just so many tokens. If not, because it would take too
+    /// long, a step from there on makes it start anew: [release](Self::release) it, and let it [recall](Self::recall) its
+    /// tokens in pieces.
+    #[must_use]
+    pub fn rewinds(&self, context: u64, position: usize) -> bool {
+        let context = self.contexts.peek(&context);
+        context.is_none_or(|context| position >= context.end() || context.rewinds(position))
     }
 
     /// Number of contexts that are known.

@@ -113,6 +113,9 @@ pub(crate) struct Index {
     /// The last position's nodes, from the root down.
     path: Vec<Inner>,
     spare: Vec<Inner>,
+    /// Tokens that were appended or taken back.
+    #[cfg(test)]
+    pub(crate) work: usize,
 }
 
 /// In a word of `undo`: the best before had one occurrence less.
@@ -132,6 +135,8 @@ impl Index {
             undo: rewinds.then(Undo::default),
             path: Vec::new(),
             spare: Vec::new(),
+            #[cfg(test)]
+            work: 0,
         }
     }
 
@@ -250,6 +255,10 @@ impl Index {
 
     /// Appends a token. [`BOUNDARY`] ends the text, as all do that are larger.
     pub(crate) fn append(&mut self, token: u32) {
+        #[cfg(test)]
+        {
+            self.work += 1;
+        }
         let token = token.min(BOUNDARY);
         let position = self.text.len();
         push(&mut self.text, token);
@@ -370,16 +379,34 @@ impl Index {
         }
     }
 
+    /// Whether the index is made anew to take tokens from its end until `length` are left: where it does not know what to
+    /// undo, or undoing is more work.
+    fn is_made_anew(&self, length: usize) -> bool {
+        let undo = self.undo.as_ref();
+        let known = undo.is_some_and(|undo| length + 1 >= undo.floor());
+        !known || self.len() > 2 * length
+    }
+
+    /// Tokens that are undone or added again to take tokens from the end until `length` are left.
+    pub(crate) fn rewind_work(&self, length: usize) -> usize {
+        if self.is_made_anew(length) {
+            length
+        } else {
+            self.len() - length
+        }
+    }
+
     /// Takes tokens from the end until `length` are left. Needs an index that was made for it.
     pub(crate) fn rewind(&mut self, length: usize) {
-        let known = self
-            .undo
-            .as_ref()
-            .is_some_and(|undo| length + 1 >= undo.floor());
-        // Whichever is less work.
-        if !known || self.len() > 2 * length {
+        if self.is_made_anew(length) {
             let text = mem::take(&mut self.text);
+            #[cfg(test)]
+            let work = self.work;
             *self = Self::new(self.depth, self.undo.is_some());
+            #[cfg(test)]
+            {
+                self.work = work;
+            }
             return self.extend(&text[1..=length]);
         }
         while self.len() > length {
@@ -388,6 +415,10 @@ impl Index {
     }
 
     fn take_last(&mut self) {
+        #[cfg(test)]
+        {
+            self.work += 1;
+        }
         let position = self.text.len() - 1;
         let token = self.text[position];
         if token != BOUNDARY {

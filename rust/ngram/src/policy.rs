@@ -2,8 +2,8 @@
 //!
 //! A verified draft costs a row. Rows cost by steps, since graphs exist for a ladder of row counts; a draft is worth the
 //! probability that it is accepted. Both are learnt while serving: [`cost`] from the times of steps, [`acceptance`] from
-//! what became of earlier drafts. For each batch drafts are taken in the order of their probability, as many as give
-//! the most tokens per second.
+//! what became of earlier drafts. Whether drafts win what these promise is found out by [`trial`]. For each batch drafts
+//! are taken in the order of their probability, as many as give the most tokens per second.
 //!
 //! A context whose drafts fail gets none: it is quiet. So that it is heard again when it starts to repeat itself, drafts
 //! that are not worth their row are tried now and then, within [`PROBE_ROWS`] of the rows and [`PROBE_TIME`] of the time.
@@ -12,6 +12,7 @@
 
 mod acceptance;
 mod cost;
+mod trial;
 
 use std::fmt;
 use std::mem;
@@ -19,6 +20,7 @@ use std::time::Duration;
 
 use acceptance::Acceptance;
 use cost::Cost;
+use trial::Trial;
 
 /// Share of the rows that may be spent on probes.
 const PROBE_ROWS: f64 = 1.0 / 128.0;
@@ -30,8 +32,10 @@ const MOST_PROBES: f64 = 4.0;
 const LEAST: f64 = 0.03;
 /// Seconds that drafting behind an answer takes, which the device waits for.
 const DRAFTING: f64 = 2e-6;
-/// Drafts must make a step better by this factor: times are never quite right.
+/// Drafts must make a step better by so much: times are never quite right. Of many rungs the one whose time is too short
+/// looks best, so errors count as well.
 const GAIN: f64 = 1.01;
+const ERRORS: f64 = 2.0;
 
 /// What a request could have verified.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -105,6 +109,7 @@ struct Costs {
     alone: Cost,
     /// With drafts, where that is another way to run them.
     drafted: Option<Cost>,
+    trial: Trial,
 }
 
 /// Chooses how many drafts of each request are verified.
@@ -118,6 +123,8 @@ pub struct Policy {
     kind: Kind,
     counters: Counters,
     choices: Vec<Choice>,
+    /// The choices in their order: probability, and number.
+    ranked: Vec<u64>,
     /// Rows and seconds that probes may take.
     probe_rows: f64,
     probe_time: f64,
@@ -138,10 +145,12 @@ impl Policy {
             costs: [Kind::Plain, Kind::Probed, Kind::Bound].map(|kind| Costs {
                 alone: Cost::new(rungs),
                 drafted: (kind != Kind::Plain).then(|| Cost::new(rungs)),
+                trial: Trial::default(),
             }),
             kind: Kind::default(),
             counters: Counters::default(),
             choices: Vec::new(),
+            ranked: Vec::new(),
             probe_rows: 0.0,
             probe_time: 0.0,
             unheard: 0,
@@ -233,8 +242,12 @@ impl Policy {
         self.counters.steps += 1;
         self.counters.requests = offers.len();
         self.rank(offers);
-        for choice in &self.choices[..self.worthwhile(offers.len())] {
-            lengths[choice.request] += 1;
+        let (count, promise) = self.worthwhile(offers.len());
+        let error = self.cost(false).error();
+        if self.costs[self.kind as usize].trial.takes(promise, error) {
+            for &key in &self.ranked[..count] {
+                lengths[self.choice(key).request] += 1;
+            }
         }
         self.probe(offers, lengths);
     }
@@ -260,20 +273,31 @@ impl Policy {
             }
             self.counters.quiet += usize::from(self.choices.len() == before);
         }
-        // Stable: drafts of one request stay in their order.
-        self.choices
-            .sort_by(|a, b| b.probability.total_cmp(&a.probability));
+        // Numbers of the choices below, so that equal ones stay in their order: the sort needs no memory then. Positive
+        // floats are in the order of their bits.
+        self.ranked.clear();
+        let keys = self.choices.iter().zip(0_u64..).map(|(choice, number)| {
+            u64::from(!(choice.probability as f32).to_bits()) << 32 | number
+        });
+        self.ranked.extend(keys);
+        self.ranked.sort_unstable();
     }
 
-    /// How many of the ranked drafts give the most tokens per second.
-    fn worthwhile(&self, requests: usize) -> usize {
+    fn choice(&self, key: u64) -> Choice {
+        self.choices[key as u32 as usize]
+    }
+
+    /// How many of the ranked drafts give the most tokens per second, and how many times as many as none.
+    fn worthwhile(&self, requests: usize) -> (usize, f64) {
         let Some(alone) = self.cost(false).of(requests, requests) else {
-            return 0;
+            return (0, 1.0);
         };
         let mut tokens = requests as f64;
-        let mut best = (0, GAIN * tokens / alone);
-        for (index, choice) in self.choices.iter().enumerate() {
-            tokens += choice.probability;
+        let plain = tokens / alone;
+        let gain = GAIN + ERRORS * self.cost(false).error();
+        let mut best = (0, gain * plain);
+        for (index, &key) in self.ranked.iter().enumerate() {
+            tokens += self.choice(key).probability;
             let Some(cost) = self.cost(true).of(requests + index + 1, requests) else {
                 break;
             };
@@ -281,7 +305,8 @@ impl Policy {
                 best = (index + 1, tokens / cost);
             }
         }
-        best.0
+        let promise = if best.0 == 0 { 1.0 } else { best.1 / plain };
+        (best.0, promise)
     }
 
     /// Tries drafts of requests that got none, if they may cost that much.
@@ -291,25 +316,31 @@ impl Policy {
             return;
         };
         self.probe_time = (self.probe_time + PROBE_TIME * cost).min(2.0 * cost);
-        self.probe_rows = (self.probe_rows + PROBE_ROWS * offers.len() as f64)
-            .min(MOST_PROBES.max(PROBE_ROWS * offers.len() as f64));
-        let waiting = |request: usize| offers[request].drafts > 0 && self.most > 0;
-        let turns = (0..offers.len()).map(|turn| (self.turn + turn) % offers.len());
-        let turns = turns.filter(|&request| lengths[request] == 0 && waiting(request));
-        let turns: Vec<usize> = turns.take(self.probe_rows as usize).collect();
-        let Some(&last) = turns.last() else { return };
-        let Some(more) = self.cost(true).at_most(rows + turns.len(), rows) else {
+        let earned = PROBE_ROWS * offers.len() as f64;
+        let toll = self.costs[self.kind as usize].trial.toll();
+        self.probe_rows = (self.probe_rows + earned / toll).min(MOST_PROBES.max(earned));
+        let (first, most) = (self.turn, self.most);
+        let waiting =
+            |request: usize, length: usize| length == 0 && offers[request].drafts > 0 && most > 0;
+        let turns = || (0..offers.len()).map(|turn| (first + turn) % offers.len());
+        let waits = turns().filter(|&request| waiting(request, lengths[request]));
+        let count = waits.take(self.probe_rows as usize).count();
+        let more = self.cost(true).at_most(rows + count, rows);
+        let Some(more) = more.filter(|_| count > 0) else {
             return;
         };
         if more - cost > self.probe_time {
             return;
         }
         self.probe_time -= more - cost;
-        self.probe_rows -= turns.len() as f64;
-        self.counters.probes += turns.len() as u64;
-        self.turn = last + 1;
-        for request in turns {
-            lengths[request] = 1;
+        self.probe_rows -= count as f64;
+        self.counters.probes += count as u64;
+        let mut left = count;
+        for request in turns() {
+            if left > 0 && waiting(request, lengths[request]) {
+                (lengths[request], self.turn) = (1, request + 1);
+                left -= 1;
+            }
         }
     }
 
@@ -329,9 +360,17 @@ impl Policy {
         let Costs {
             alone,
             drafted: with,
+            ..
         } = &mut self.costs[self.kind as usize];
         let cost = with.as_mut().filter(|_| drafted).unwrap_or(alone);
         cost.learn(rows, time.as_secs_f64());
+    }
+
+    /// Learns that the batch at hand was answered with so many tokens, so long after the answer before it: what drafts
+    /// cost beside the step's time is learnt from that.
+    pub fn answered(&mut self, tokens: usize, time: Duration) {
+        let trial = &mut self.costs[self.kind as usize].trial;
+        trial.answered(tokens, time.as_secs_f64());
     }
 }
 

@@ -225,6 +225,9 @@ pub(crate) struct Table {
     bits: u32,
     /// Slots of all segments.
     slots: usize,
+    /// Entries of the directory that splits have looked at.
+    #[cfg(test)]
+    visited: usize,
 }
 
 impl Table {
@@ -253,7 +256,7 @@ impl Table {
         }
         let mut number = self.directory[prefix(hash, self.bits)] as usize;
         while self.segments[number].is_full() {
-            self.make_room(number);
+            self.make_room(number, hash);
             number = self.directory[prefix(hash, self.bits)] as usize;
         }
         self.segments[number].put(Slot {
@@ -275,7 +278,8 @@ impl Table {
         }
     }
 
-    fn make_room(&mut self, number: usize) {
+    /// Makes room in a segment, which `hash` belongs to.
+    fn make_room(&mut self, number: usize, hash: u64) {
         let segment = &self.segments[number];
         let size = segment.slots.len();
         self.slots -= size;
@@ -288,13 +292,15 @@ impl Table {
         let (low, high) = segment.rebuilt((size * 5).div_ceil(8), true);
         self.slots += low.slots.len() + high.slots.len();
         self.double_directory(low.bits);
-        let added = self.segments.len();
-        let bits = low.bits;
-        let shift = self.bits - bits;
-        for (value, entry) in self.directory.iter_mut().enumerate() {
-            if *entry as usize == number && (value >> shift) & 1 == 1 {
-                *entry = added as u32;
-            }
+        // The entries of hashes with the same leading bits stand together; the upper half of them goes to the new segment.
+        let added = self.segments.len() as u32;
+        let shift = self.bits - low.bits;
+        let upper = (prefix(hash, low.bits) | 1) << shift;
+        let entries = &mut self.directory[upper..upper + (1 << shift)];
+        entries.fill(added);
+        #[cfg(test)]
+        {
+            self.visited += entries.len();
         }
         self.segments[number] = low;
         self.segments.push(high);
@@ -343,6 +349,19 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn a_split_looks_at_its_own_entries_alone() {
+        let mut table = Table::default();
+        for count in 0..1_500_000_u32 {
+            table.set(count, count % 97, Child::Leaf(count));
+        }
+        let splits = table.segments.len() - 1;
+        assert!(splits > 1000, "{splits}");
+        // Hashes are spread evenly, so a segment has few entries however many there are in all.
+        let each = table.visited / splits;
+        assert!(each < 8, "{each} for each of {splits} splits");
     }
 
     #[test]

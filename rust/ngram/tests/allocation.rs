@@ -1,7 +1,9 @@
 //! What the drafter holds is what it says, stays within its budgets, and does not grow with the contexts that it has seen.
 
 use allocation_counter::measure;
-use pie_ngram::{Config, Drafter, Drafts, Step, Tree};
+use std::time::Duration;
+
+use pie_ngram::{Config, Drafter, Drafts, Offer, Policy, Step, Tree};
 
 /// Pseudo-random numbers.
 struct Random(u64);
@@ -239,6 +241,46 @@ fn decoding_allocates_only_to_grow() {
     for from in [0, 500, 999, 1000] {
         assert_eq!(count(&mut drafter, &mut drafts, from), 0);
     }
+}
+
+#[test]
+fn choosing_allocates_nothing() {
+    let mut policy = Policy::new(16, &[256, 512, 1024, 2048, 4096, 8192]);
+    let offers: Vec<_> = (1..=256)
+        .map(|context| Offer {
+            context,
+            match_length: 1 + context as usize % 20,
+            drafts: 16,
+        })
+        .collect();
+    let (mut marks, mut lengths) = (Vec::new(), Vec::new());
+    let mut drafted = 0;
+    let mut choose = || {
+        policy.listen(&offers, &mut marks);
+        policy.choose(&offers, &mut lengths);
+        let rows = 256 + lengths.iter().sum::<usize>();
+        drafted = drafted.max(rows - 256);
+        for (offer, &drafts) in offers
+            .iter()
+            .zip(&lengths)
+            .filter(|(_, drafts)| **drafts > 0)
+        {
+            policy.verified(
+                offer.context,
+                offer.match_length,
+                drafts,
+                offer.context as usize % 5,
+            );
+        }
+        let time = Duration::from_millis(10);
+        policy.timed(rows, false, time);
+        policy.answered(rows, time);
+    };
+    (0..600).for_each(|_| choose());
+    let later = measure(|| (0..300).for_each(|_| choose()));
+    assert_eq!(later.count_total, 0);
+    assert!(drafted > 256, "{drafted} drafts");
+    assert!(policy.counters().probes > 0);
 }
 
 #[test]

@@ -1,7 +1,8 @@
 //! An open batch: a planned request that waits for its tokens.
 
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use pie_batch::{AttentionMask, Outputs, Pass, PassImages, Planner, SlotGroup, StageError};
 use pie_ring::Lease;
@@ -9,7 +10,7 @@ use pie_ring::Lease;
 use crate::lane::{Lane, LaneError};
 use crate::media::Media;
 use crate::note::Note;
-use crate::timing::{DeviceTimes, Timing};
+use crate::timing::{DeviceTimes, Timing, monotonic_ns};
 
 /// What the planner is to learn.
 type Change = Box<dyn FnOnce(&mut Planner) + Send>;
@@ -20,6 +21,8 @@ pub(crate) struct Desk {
     /// The answer under construction, as large as any. The slot's own buffer is no place for that: its client may write
     /// there at any time.
     answer: Mutex<Vec<u8>>,
+    /// When the last batch was answered, by [`monotonic_ns`].
+    answered_ns: AtomicU64,
 }
 
 struct Place {
@@ -28,6 +31,10 @@ struct Place {
     /// What it learns when it is back, in this order.
     later: Vec<Change>,
 }
+
+/// Idle time between two batches counts as part of the cycle up to so many times the device's own: a client that has nothing
+/// to do for a while is no slow client.
+const MOST_IDLE: u32 = 16;
 
 impl Desk {
     pub(crate) fn new(planner: Planner) -> Self {
@@ -39,6 +46,7 @@ impl Desk {
                 later: Vec::new(),
             }),
             answer: Mutex::new(answer),
+            answered_ns: AtomicU64::new(0),
         }
     }
 
@@ -61,6 +69,16 @@ impl Desk {
             Some(planner) => change(planner),
             None => place.later.push(Box::new(change)),
         }
+    }
+
+    /// Notes that a batch has been answered, which was received at `received_ns` and kept the device `busy`; returns how
+    /// long after the batch before.
+    fn cycle(&self, received_ns: u64, busy: Duration) -> Duration {
+        let now = monotonic_ns();
+        // Batches are answered one after the other, and the planner goes from one to the next by its lock.
+        let before = self.answered_ns.swap(now, Ordering::Relaxed);
+        let idle = Duration::from_nanos(received_ns.saturating_sub(before));
+        Duration::from_nanos(now.saturating_sub(received_ns)) + idle.min(MOST_IDLE * busy)
     }
 
     fn lock(&self) -> MutexGuard<'_, Place> {
@@ -218,7 +236,7 @@ impl Batch {
         let mut notes = Vec::new();
         if let (Some(lease), Some(planner)) = (self.lease.take(), self.planner.as_mut()) {
             let mut answer = self.desk.answer();
-            notes = publish(lease, planner, &mut answer, &mut self.timing, device);
+            notes = publish(lease, planner, &mut answer, &mut self.timing, device, &self.desk);
         }
         if let Some(planner) = self.planner.take() {
             self.desk.put_back(planner);
@@ -250,6 +268,7 @@ fn publish(
     answer: &mut [u8],
     timing: &mut Timing,
     device: DeviceTimes,
+    desk: &Desk,
 ) -> Vec<Note> {
     let started = Instant::now();
     let encoded = planner.reply(timing.probes(device), answer);
@@ -268,7 +287,7 @@ fn publish(
     };
     let mut notes = Note::of_faults(planner.faults());
     notes.extend(Note::of_publication(published));
-    planner.step_took(device.busy());
+    planner.step_took(device.busy(), desk.cycle(timing.received_ns, device.busy()));
     let report = planner.draft_report();
     notes.extend(report.map(|counters| Note::new("drafts", counters.to_string())));
     notes

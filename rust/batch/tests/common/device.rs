@@ -375,8 +375,8 @@ impl Device {
             check_archive(response, expected.len());
         }
         let rows = self.planner.token_count();
-        self.planner
-            .step_took(Duration::from_micros(100 + rows as u64));
+        let time = Duration::from_micros(100 + rows as u64);
+        self.planner.step_took(time, time);
         Some(answer)
     }
 

@@ -41,6 +41,83 @@ impl Model {
     }
 }
 
+/// A text whose words come again in other orders.
+fn words(length: usize) -> Vec<u32> {
+    let word = |at: usize| (at * at / 7 + at / 3) % 50;
+    let tokens =
+        (0..).flat_map(|at| (0..3 + word(at) % 5).map(move |part| (10 * word(at) + part) as u32));
+    tokens.take(length).collect()
+}
+
+#[test]
+fn going_back_is_little_work() {
+    let (text, other) = (words(40_000), words(20));
+    let config = Config {
+        capacity: 0,
+        ..Config::default()
+    };
+    let step = |position: usize, tokens| Step {
+        context: 1,
+        position: position as u32,
+        tokens,
+        drafts: 4,
+    };
+    // Of the layer with the most; one that is uncovered goes on from there, and a context that starts anew from nothing.
+    let work = |drafter: &Drafter| {
+        let context = drafter.contexts.peek(&1).unwrap();
+        let layers = context.frozen().chain([context.top()]);
+        layers.map(|index| index.work).max().unwrap()
+    };
+    let mut anew = 0;
+    for back in [1, 100, 3000, 5000, 15_000, 30_000, 39_000, 40_000] {
+        for forked in [false, true] {
+            let mut drafter = Drafter::new(config).unwrap();
+            let mut drafts = Drafts::default();
+            drafter.step(&[step(0, &text)], &mut drafts);
+            if forked {
+                drafter.fork(1, 2);
+            }
+            let (position, before) = (text.len() - back, work(&drafter));
+            let rewinds = drafter.rewinds(1, position);
+            drafter.step(&[step(position, &other)], &mut drafts);
+            let after = work(&drafter);
+            let done = if rewinds { after - before } else { after };
+            assert!(
+                done <= 4096 + other.len(),
+                "{done} tokens of work to go back by {back}"
+            );
+            assert!(rewinds || back > 1000, "going back by {back} starts anew");
+            anew += usize::from(!rewinds);
+            assert_eq!(drafter.length(1), position + other.len());
+            assert_eq!(drafter.holds(1, 0, &text[..position.min(9)]), rewinds);
+            // In pieces it is all there again.
+            if !rewinds {
+                drafter.release(1);
+                for start in (0..position).step_by(1000) {
+                    let end = position.min(start + 1000);
+                    drafter.recall(1, start as u32, &text[start..end]);
+                }
+                drafter.step(&[step(position, &other)], &mut drafts);
+            }
+            assert_eq!(
+                (drafts.tokens(0).to_vec(), drafts.match_length(0)),
+                expected(&drafter, 1, 4)
+            );
+            let (start, all) = drafter.contexts.peek(&1).unwrap().all();
+            assert!(start == 0 && all == [&text[..position], &other].concat());
+            assert!(
+                drafter
+                    .contexts
+                    .peek(&1)
+                    .unwrap()
+                    .held()
+                    .all(|(_, bytes)| bytes > 0)
+            );
+        }
+    }
+    assert!(anew > 4, "{anew}");
+}
+
 /// The texts that a context is matched with, in the order of preference.
 fn texts(drafter: &Drafter, id: u64) -> Vec<&[u32]> {
     let Some(context) = drafter.contexts.peek(&id) else {

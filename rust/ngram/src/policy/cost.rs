@@ -3,13 +3,24 @@
 //! A step runs in the smallest graph that has its rows, so the cost is that of a rung of the ladder. Each rung that was
 //! visited lately has a moving average; these are made monotone by pooling neighbours, and rungs between them are
 //! interpolated. Above the highest one that is known only the next may be tried, at the same cost: so a ladder is
-//! explored rung by rung, each for one step, and again when what is known of it is out of date.
+//! explored rung by rung, each for one step, and again when what is known of it is out of date. Below the lowest one rungs
+//! cost in proportion to their rows, so that steps without drafts are tried, too.
+//!
+//! All rungs share a *pace*: a device that other processes use, or whose contexts grow, is slower in every step. It follows
+//! quickly what the averages, which then need not be quick, have in common: a rung that was visited in a busy minute can be
+//! compared with one that was visited later. The noisier the times, the more of them an average is of.
 
-/// Weight of the newest time.
-const NEW: f64 = 0.1;
+/// Most and least weight of the newest time in a rung's average.
+const NEW: (f64, f64) = (0.1, 0.01);
+/// The same in the pace, of all rungs.
+const NEW_PACE: f64 = 0.1;
+/// The same in the spread of times.
+const NEW_SPREAD: f64 = 0.02;
+/// Relative error of an average that is striven for.
+const ERROR: f64 = 0.03;
 /// A rung that was not visited for so many steps is not known any more.
 const STALE: u64 = 2000;
-/// A time counts as at most this much more than expected: steps are held up by other things than rows.
+/// A time counts as at most this much more than expected, or less: steps are held up by other things than rows.
 const OUTLIER: f64 = 2.0;
 
 #[derive(Clone, Debug)]
@@ -34,6 +45,10 @@ pub(super) struct Cost {
     /// Blocks of rungs that are pooled: mean, weight, how many known rungs.
     blocks: Vec<(f64, f64, usize)>,
     steps: u64,
+    /// What the averages are multiplied by, for the present.
+    pace: f64,
+    /// How far times lie from what was expected, as the mean of their logarithms' distance.
+    spread: f64,
 }
 
 impl Cost {
@@ -52,6 +67,8 @@ impl Cost {
             curve: Vec::new(),
             blocks: Vec::new(),
             steps: 0,
+            pace: 1.0,
+            spread: 0.0,
         }
     }
 
@@ -72,7 +89,7 @@ impl Cost {
         if rung >= self.rungs.len() || rung > reachable {
             return None;
         }
-        Some(self.curve[rung.min(highest)])
+        Some(self.curve[rung.min(highest)] * self.pace)
     }
 
     /// The same if one would rather not be surprised: rungs above the known ones cost in proportion to their rows.
@@ -90,15 +107,33 @@ impl Cost {
         }
         self.steps += 1;
         let expected = self.at_most(rows, rows);
-        let seconds = expected.map_or(seconds, |expected| seconds.min(OUTLIER * expected));
+        let most = expected.map_or(seconds, |expected| seconds.min(OUTLIER * expected));
+        let newest = self.weight();
         let rung = &mut self.rungs[number];
-        if !rung.is_known(self.steps) {
-            (rung.visits, rung.mean) = (0, 0.0);
+        if rung.is_known(self.steps) {
+            let ratio = seconds / (rung.mean * self.pace);
+            let ratio = ratio.clamp(1.0 / OUTLIER, OUTLIER);
+            self.spread += (ratio.ln().abs() - self.spread) * NEW_SPREAD;
+            rung.visits += 1;
+            // Averages of logarithms, both of them: else one would drift away from the other.
+            rung.mean *= ratio.powf(newest.max(1.0 / rung.visits as f64));
+            self.pace *= ratio.powf(NEW_PACE);
+        } else {
+            (rung.visits, rung.mean) = (1, most / self.pace);
         }
-        rung.visits += 1;
         rung.last = self.steps;
-        rung.mean += (seconds - rung.mean) * NEW.max(1.0 / rung.visits as f64);
         self.draw();
+    }
+
+    /// Relative error that an average of many times has all the same.
+    pub(super) fn error(&self) -> f64 {
+        self.spread * (self.weight() / 2.0).sqrt()
+    }
+
+    /// Weight of the newest time in an average: as much as its error allows.
+    fn weight(&self) -> f64 {
+        let error = ERROR / self.spread.max(f64::MIN_POSITIVE);
+        (error * error).clamp(NEW.1, NEW.0)
     }
 
     /// Draws the curve through the known rungs.
@@ -127,12 +162,11 @@ impl Cost {
         let known = (0..self.rungs.len()).filter(|&number| self.rungs[number].is_known(self.steps));
         let mut before: Option<(usize, f64)> = None;
         for (number, cost) in known.zip(costs) {
-            let (start, low) = before.unwrap_or((number, cost));
             let rows = |number: usize| self.rungs[number].rows as f64;
+            let (start, low) = before.map_or((0.0, 0.0), |(start, low)| (rows(start), low));
             while self.curve.len() < number {
-                let way =
-                    (rows(self.curve.len()) - rows(start)) / (rows(number) - rows(start)).max(1.0);
-                self.curve.push(low + (cost - low) * way.max(0.0));
+                let way = (rows(self.curve.len()) - start) / (rows(number) - start);
+                self.curve.push(low + (cost - low) * way);
             }
             self.curve.push(cost);
             before = Some((number, cost));
@@ -173,7 +207,7 @@ mod tests {
         let mut cost = Cost::new(&LADDER);
         cost.learn(4, 1.0);
         cost.learn(32, 1.7);
-        near(cost.of(1, 1), 1.0);
+        near(cost.of(1, 1), 0.25);
         near(cost.of(8, 8), 1.1);
         near(cost.of(9, 8), 1.3);
         near(cost.of(17, 8), 1.7);

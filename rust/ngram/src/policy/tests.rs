@@ -104,20 +104,23 @@ impl World {
             };
             let offers: Vec<_> = (0..self.rates.len()).map(offer).collect();
             policy.choose(&offers, &mut lengths);
-            let mut rows = offers.len();
+            let (mut rows, mut tokens) = (offers.len(), 0);
             for (context, (offer, &drafts)) in offers.iter().zip(&lengths).enumerate() {
                 let accepted = self.accepted(context, drafts);
                 if drafts > 0 {
                     policy.verified(offer.context, offer.match_length, drafts, accepted);
                 }
                 rows += drafts;
-                outcome.tokens += (1 + accepted) as f64;
+                tokens += 1 + accepted;
                 outcome.drafts += drafts as f64;
             }
             let seconds = self.seconds(rows);
+            outcome.tokens += tokens as f64;
             outcome.seconds += seconds;
             outcome.rows += rows as f64;
-            policy.timed(rows, false, Duration::from_secs_f64(seconds));
+            let time = Duration::from_secs_f64(seconds);
+            policy.timed(rows, false, time);
+            policy.answered(tokens, time);
         }
         outcome
     }
