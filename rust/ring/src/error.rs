@@ -4,10 +4,6 @@
 use std::io;
 use std::time::Duration;
 
-use rustix::io::Errno;
-
-use crate::region::DIRECTORY;
-
 /// Everything that can go wrong with a ring.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -249,7 +245,7 @@ pub enum RingError {
     GuardActive,
 
     /// A system call failed.
-    #[error("cannot {action} {target}: {source}{}", remedy(action, target, source))]
+    #[error("cannot {action} {target}: {source}{}{hint}", if hint.is_empty() { "" } else { "\n\nhint: " })]
     System {
         /// What was tried.
         action: &'static str,
@@ -257,41 +253,9 @@ pub enum RingError {
         target: String,
         /// The system's answer.
         source: io::Error,
+        /// What to do; empty if that is not known.
+        hint: &'static str,
     },
-}
-
-/// What to do about a region that the system refuses, as the end of the message; empty for other targets.
-fn remedy(action: &str, target: &str, error: &io::Error) -> String {
-    if !target.starts_with(DIRECTORY) {
-        return String::new();
-    }
-    let hint = match Errno::from_io_error(error) {
-        Some(Errno::ROFS) => {
-            "make /dev/shm writable, e.g. `mount -o remount,rw /dev/shm`; in a container mount a tmpfs there"
-        }
-        Some(Errno::NOSPC | Errno::DQUOT) => {
-            "delete stale files in /dev/shm, or allow more: `mount -o remount,nr_inodes=0 /dev/shm` for their number, \
-             `docker run --shm-size` for their size"
-        }
-        Some(Errno::NOENT | Errno::NOTDIR) => {
-            "/dev/shm is missing: mount a tmpfs there, e.g. `mount -t tmpfs tmpfs /dev/shm`"
-        }
-        Some(Errno::ACCESS | Errno::PERM) if action == "create" => {
-            "let this user write to /dev/shm, e.g. `chmod 1777 /dev/shm`"
-        }
-        Some(Errno::ACCESS | Errno::PERM) => {
-            "the file belongs to another user: end that user's Pie server and remove the file as that user, or as root"
-        }
-        Some(Errno::ISDIR | Errno::LOOP | Errno::NXIO | Errno::NODEV) => {
-            "no Pie driver made what has this name: remove it"
-        }
-        Some(Errno::NOMEM | Errno::AGAIN) => {
-            "raise the limit of this process's memory (`ulimit -v` and `-l`, or the container's)"
-        }
-        Some(Errno::MFILE | Errno::NFILE) => "raise the limit of open files (`ulimit -n`)",
-        _ => "check that /dev/shm is a tmpfs that this user can write to",
-    };
-    format!("\n\nhint: {hint}")
 }
 
 impl RingError {
@@ -304,6 +268,7 @@ impl RingError {
             action,
             target: target.into(),
             source: source.into(),
+            hint: "",
         }
     }
 }

@@ -29,7 +29,7 @@ use crate::guard::Tracker;
 /// A live owner is asked again after this time.
 const RETRY: Duration = Duration::from_millis(20);
 /// Where the system keeps its shared-memory objects.
-pub(crate) const DIRECTORY: &str = "/dev/shm";
+const DIRECTORY: &str = "/dev/shm";
 
 /// How an existing region is opened. A link or a pipe under its name is not ours and must neither be followed nor block.
 pub(crate) const OPEN: OFlags = OFlags::RDWR
@@ -82,7 +82,43 @@ impl RegionName {
     }
 
     pub(crate) fn failed(&self, action: &'static str, source: impl Into<io::Error>) -> RingError {
-        RingError::system(action, &self.path, source)
+        let source = source.into();
+        RingError::System {
+            action,
+            target: self.path.clone(),
+            hint: remedy(action, &source),
+            source,
+        }
+    }
+}
+
+/// What to do about a region that the system refuses.
+fn remedy(action: &str, error: &io::Error) -> &'static str {
+    match Errno::from_io_error(error) {
+        Some(Errno::ROFS) => {
+            "make /dev/shm writable, e.g. `mount -o remount,rw /dev/shm`; in a container mount a tmpfs there"
+        }
+        Some(Errno::NOSPC | Errno::DQUOT) => {
+            "delete stale files in /dev/shm, or allow more: `mount -o remount,nr_inodes=0 /dev/shm` for their number, \
+             `docker run --shm-size` for their size"
+        }
+        Some(Errno::NOENT | Errno::NOTDIR) => {
+            "/dev/shm is missing: mount a tmpfs there, e.g. `mount -t tmpfs tmpfs /dev/shm`"
+        }
+        Some(Errno::ACCESS | Errno::PERM) if action == "create" => {
+            "let this user write to /dev/shm, e.g. `chmod 1777 /dev/shm`"
+        }
+        Some(Errno::ACCESS | Errno::PERM) => {
+            "the file belongs to another user: end that user's Pie server and remove the file as that user, or as root"
+        }
+        Some(Errno::ISDIR | Errno::LOOP | Errno::NXIO | Errno::NODEV) => {
+            "no Pie driver made what has this name: remove it"
+        }
+        Some(Errno::NOMEM | Errno::AGAIN) => {
+            "raise the limit of this process's memory (`ulimit -v` and `-l`, or the container's)"
+        }
+        Some(Errno::MFILE | Errno::NFILE) => "raise the limit of open files (`ulimit -n`)",
+        _ => "check that /dev/shm is a tmpfs that this user can write to",
     }
 }
 
