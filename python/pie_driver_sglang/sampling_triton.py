@@ -550,11 +550,11 @@ def _update_table(table, page, updates, most, further, count, PAGE: tl.constexpr
     # Few steps have more: those that a context joins with a long cached prefix.
     turn = tl.num_programs(0) * _UPDATE_BLOCK
     for start in range(first, used - most, turn):
-        places = start + tl.arange(0, _UPDATE_BLOCK)
-        known = places < used - most
-        entries = tl.load(further + 2 * places, mask=known, other=0).to(tl.int64)
-        slots = tl.load(further + 2 * places + 1, mask=known, other=0)
-        _write_pages(table, page, entries, slots, known, PAGE)
+        pairs = start + tl.arange(0, _UPDATE_BLOCK)
+        there = pairs < used - most
+        others = tl.load(further + 2 * pairs, mask=there, other=0).to(tl.int64)
+        named = tl.load(further + 2 * pairs + 1, mask=there, other=0)
+        _write_pages(table, page, others, named, there, PAGE)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
