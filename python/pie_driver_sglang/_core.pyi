@@ -874,7 +874,7 @@ class Server:
         """
     def wake(self, /) -> None:
         """
-        Makes the iteration give a `Wake` before it takes another request; may be called from any thread. Several calls may
+        Makes the iteration give a `Wake` soon, after at most one request; may be called from any thread. Several calls may
         give one.
         """
 
