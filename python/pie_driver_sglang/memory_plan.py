@@ -369,7 +369,7 @@ def _block_table(settings: Settings) -> int:
 
 
 def attention_mask_bytes(settings: Settings) -> int:
-    """Of the largest attention mask of a pass: `Limits::attention_words` in `rust/batch/src/limits.rs`."""
+    """Of a pass at most; see `Limits::attention_words` in `rust/batch/src/limits.rs`."""
     chunk = settings.chunk_tokens
     tokens = row_pages(settings.context_length, settings.page_size) * settings.page_size
     row = -(-tokens // 32)
