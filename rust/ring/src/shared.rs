@@ -145,10 +145,6 @@ impl Shared {
         self.allow_owing(false);
     }
 
-    pub(crate) fn is_stopped(&self) -> bool {
-        self.events.load(Ordering::Relaxed) & STOPPED != 0
-    }
-
     /// Whether there is anything but requests that ends the server's waiting.
     pub(crate) fn has_event(&self) -> bool {
         self.events.load(Ordering::Relaxed) != 0
