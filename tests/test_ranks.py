@@ -24,6 +24,7 @@ import numpy as np
 import pytest
 
 import architectures
+import checkpoints
 import drivers
 import runtime_client as rc
 import tiny_models
@@ -597,6 +598,33 @@ def test_experts_on_two_ranks(tmp_path: Path) -> None:
         reply = driver.client().forward([context.append(prompt, rows=range(len(prompt)))])
         assert reference.check(prompt, reply.tokens[0]) > len(prompt) // 2
     assert driver.stop() == 0
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(
+    ("config", "change", "named"),
+    [
+        ({"num_key_value_heads": 1}, None, ["k_proj.weight in model.safetensors is (32, 64)"]),
+        ({"intermediate_size": 80}, None, ["mlp.", "(64, 96), but the model's (64, 80)"]),
+        ({"num_hidden_layers": 1}, None, ["model.layers.1.", "the model has none (and 8 more)"]),
+        ({}, checkpoints.without("1.mlp.up_proj"), ["1.mlp.up_proj.weight is missing, (96, 64)"]),
+    ],
+    ids=["heads-of-keys", "width", "layers", "tensor"],
+)
+def test_what_does_not_fit_two_ranks(
+    config: dict[str, Any],
+    change: Any,
+    named: list[str],
+    llama_snapshot: Path,
+    tmp_path: Path,
+) -> None:
+    """What one rank leaves out another may read: they decide together."""
+    snapshot = checkpoints.damaged(llama_snapshot, tmp_path, change or (lambda _: None), **config)
+    path = drivers.write_config(tmp_path, snapshot, **drivers.spread(2))
+    with pytest.raises(drivers.StartFailedError) as caught, drivers.fork(path):
+        pass
+    line = last_words(caught.value.stderr)
+    assert all(text in line for text in ("do not fit", *named)), line
 
 
 @pytest.mark.engine

@@ -13,7 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pie_driver_sglang.memory_plan import ANY_RANKS, EVERYWHERE, Part
-from pie_driver_sglang.weights import Loading, Tensor, read_tensors, weight_parts
+from pie_driver_sglang.weights import (
+    DamagedError,
+    Loading,
+    Tensor,
+    read_places,
+    read_tensors,
+    torch_file,
+    weight_parts,
+)
 
 LOADING = Loading(itemsize=2, layers=2, kv_heads=2, vocabulary=100, tied=False, quantized=False)
 _ITEMSIZES = {"F32": 4, "BF16": 2, "F8_E4M3": 1, "U8": 1, "I64": 8}
@@ -101,6 +109,61 @@ def test_a_damaged_header_is_an_error(data: bytes, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(data)
     with pytest.raises(ValueError, match=r"model\.safetensors .* header"):
         read_tensors(tmp_path, 4)
+
+
+def test_a_file_is_as_long_as_its_header_says(tmp_path: Path) -> None:
+    path = tmp_path / "model-1.safetensors"
+    write(path, {"a": ("F32", [3, 5]), "b": ("BF16", [7])})
+    whole = path.read_bytes()
+    assert len(read_tensors(tmp_path, 4)) == 2
+    for data in (whole[:-1], whole + b"x"):
+        path.write_bytes(data)
+        sizes = rf"is {len(data)} bytes long, but {len(whole)} by its header"
+        with pytest.raises(DamagedError, match=rf"model-1\.safetensors {sizes}"):
+            read_tensors(tmp_path, 4)
+
+
+def test_a_tensor_has_the_bytes_of_its_shape(tmp_path: Path) -> None:
+    entry = {"dtype": "F32", "shape": [3, 5], "data_offsets": [0, 56]}
+    header = json.dumps({"a": entry}).encode()
+    data = struct.pack("<Q", len(header)) + header + bytes(56)
+    (tmp_path / "model.safetensors").write_bytes(data)
+    with pytest.raises(DamagedError, match=r"has 56 bytes for a, whose shape .* needs 60"):
+        read_tensors(tmp_path, 4)
+
+
+def test_numbers_of_less_than_a_byte(tmp_path: Path) -> None:
+    entry = {"dtype": "F4", "shape": [3, 6], "data_offsets": [0, 9]}
+    header = json.dumps({"a": entry}).encode()
+    data = struct.pack("<Q", len(header)) + header + bytes(9)
+    (tmp_path / "model.safetensors").write_bytes(data)
+    [tensor] = read_tensors(tmp_path, 4)
+    assert (tensor.shape, tensor.bytes) == ((3, 6), 9)
+
+
+def test_two_values_of_one_tensor(tmp_path: Path) -> None:
+    for name in ("one.safetensors", "other.safetensors"):
+        write(tmp_path / name, {"a": ("F32", [3000, 5])})
+    assert len(read_tensors(tmp_path, 4)) == 2
+    path = tmp_path / "other.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+    with pytest.raises(DamagedError, match=r"one\.safetensors and other\.safetensors have .* a"):
+        read_tensors(tmp_path, 4)
+
+
+def test_where_a_tensor_is(tmp_path: Path) -> None:
+    assert torch_file(tmp_path, "a") is None
+    (tmp_path / "pytorch_model-1.bin").touch()
+    assert torch_file(tmp_path, "a") == "pytorch_model-1.bin"
+    (tmp_path / "pytorch_model-2.bin").touch()
+    assert torch_file(tmp_path, "a") is None
+    index = {"weight_map": {"a": "pytorch_model-2.bin"}}
+    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    assert torch_file(tmp_path, "a") == "pytorch_model-2.bin"
+    write(tmp_path / "x.safetensors", {"a": ("F32", [3]), "b": ("BF16", [5])})
+    [one, other] = read_places(tmp_path).values()
+    assert (one.path.name, one.length, other.length) == ("x.safetensors", 12, 10)
+    assert other.offset == one.offset + 12 == (tmp_path / "x.safetensors").stat().st_size - 10
 
 
 def test_numbers_are_loaded_in_the_type_of_the_activations() -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -23,6 +24,9 @@ VOCABULARY_ALIGNMENT: Final = 64
 
 _MOST_HEADER_BYTES: Final = 100 << 20
 _FLOATS: Final = frozenset({"F64", "F32", "F16", "BF16"})
+_BITS: Final = re.compile(r"\d+")
+_PIECES: Final = 64
+_PIECE_BYTES: Final = 4096
 _OTHER_FILES: Final = ("*.bin", "*.pt", "*.gguf")
 _NEXT_TOKENS: Final = re.compile(r"^(model\.)?mtp\.")
 _LAYER: Final = re.compile(r"^(model\.|language_model\.|model\.language_model\.)*layers\.(\d+)\.")
@@ -44,10 +48,27 @@ class Tensor(NamedTuple):
     @property
     def numbers(self) -> int:
         """How many there are."""
-        count = 1
-        for length in self.shape:
-            count *= length
-        return count
+        return math.prod(self.shape)
+
+
+class Place(NamedTuple):
+    """Where a tensor's bytes are."""
+
+    path: Path
+    offset: int
+    length: int
+
+    def samples(self) -> Iterator[bytes]:
+        """Pieces from all over it."""
+        step = max(_PIECE_BYTES, self.length // _PIECES)
+        with self.path.open("rb") as file:
+            for start in range(0, self.length, step):
+                file.seek(self.offset + start)
+                yield file.read(min(_PIECE_BYTES, self.length - start))
+
+
+class DamagedError(ValueError):
+    """A file of weights that is not whole, or contradicts another one."""
 
 
 class Loading(NamedTuple):
@@ -79,11 +100,14 @@ def read_tensors(folder: Path, itemsize: int) -> list[Tensor]:
 
     Raises:
         OSError: A file cannot be read.
-        ValueError: A header is damaged.
+        DamagedError: A file is not what its header says, or two files have different tensors of one
+            name.
     """
     files = _checkpoint_files(folder)
     if files:
-        return [tensor for path in files for tensor in _header(path)]
+        found = [(tensor, place) for path in files for tensor, place in _header(path)]
+        _check_names(found)
+        return [tensor for tensor, _ in found]
     others = [path for pattern in _OTHER_FILES for path in sorted(folder.glob(pattern))]
     return [_whole_file(path, itemsize) for path in others]
 
@@ -117,25 +141,78 @@ def _whole_file(path: Path, itemsize: int) -> Tensor:
     return Tensor(path.name, (size // itemsize,), size, floating=path.suffix != ".gguf")
 
 
-def _header(path: Path) -> list[Tensor]:
+def _check_names(found: Iterable[tuple[Tensor, Place]]) -> None:
+    """The loader takes a tensor from every file that has it, in whichever order."""
+    places: dict[str, Place] = {}
+    for tensor, place in found:
+        other = places.setdefault(tensor.name, place)
+        if other is not place and not have_equal_bytes(other, place):
+            raise DamagedError(
+                f"{other.path.name} and {place.path.name} have different tensors of the name "
+                f"{tensor.name}"
+            )
+
+
+def have_equal_bytes(one: Place, other: Place) -> bool:
+    """Whether two tensors are equal as far as samples show."""
+    return one.length == other.length and all(
+        mine == theirs for mine, theirs in zip(one.samples(), other.samples(), strict=True)
+    )
+
+
+def read_places(folder: Path) -> dict[str, Place]:
+    """Where the tensors of a snapshot's safetensors files are, by their names."""
+    return {
+        tensor.name: place for path in _checkpoint_files(folder) for tensor, place in _header(path)
+    }
+
+
+def torch_file(folder: Path, name: str) -> str | None:
+    """The file of torch that a tensor is in, if that can be known without reading it."""
+    index = folder / "pytorch_model.bin.index.json"
+    if index.is_file():
+        file = json.loads(index.read_text(encoding="utf-8"))["weight_map"].get(name)
+        return None if file is None else str(file)
+    others = [path.name for path in folder.glob("*.bin")]
+    return others[0] if len(others) == 1 else None
+
+
+def _header(path: Path) -> list[tuple[Tensor, Place]]:
     """See https://huggingface.co/docs/safetensors: a length, and a table in JSON."""
+    size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if length > _MOST_HEADER_BYTES:
-            raise ValueError(f"{path.name} has a header of {length} bytes")
+            raise DamagedError(f"{path.name} has a header of {length} bytes")
         header = file.read(length)
-    if len(header) < length:
-        raise ValueError(f"{path.name} ends within its header")
+    if len(header) < length or size < 8:
+        raise DamagedError(f"{path.name} ends within its header")
     try:
         table = json.loads(header).items()
-        return [_entry(*item) for item in table if item[0] != "__metadata__"]
-    except (AttributeError, LookupError, TypeError, ValueError) as error:
-        raise ValueError(f"{path.name} has a header that lists no tensors: {error}") from error
+        found = [_entry(path, 8 + length, *x) for x in table if x[0] != "__metadata__"]
+    except DamagedError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise DamagedError(f"{path.name} has a header that lists no tensors: {error}") from error
+    end = max((place.offset + place.length for _, place in found), default=8 + length)
+    if size != end:
+        raise DamagedError(f"{path.name} is {size} bytes long, but {end} by its header")
+    return found
 
 
-def _entry(name: str, entry: dict[str, Any]) -> Tensor:
-    start, end = entry["data_offsets"]
-    return Tensor(name, tuple(entry["shape"]), end - start, entry["dtype"] in _FLOATS)
+def _entry(path: Path, start: int, name: str, entry: dict[str, Any]) -> tuple[Tensor, Place]:
+    first, end = entry["data_offsets"]
+    dtype, shape = entry["dtype"], tuple(entry["shape"])
+    bits = _BITS.search(dtype)
+    needed = math.prod(shape) * (int(bits[0]) if bits else 8) // 8
+    if needed != end - first or first < 0:
+        raise DamagedError(
+            f"{path.name} has {end - first} bytes for {name}, whose shape {shape} of {dtype} needs "
+            f"{needed}"
+        )
+    return Tensor(name, shape, end - first, dtype in _FLOATS), Place(
+        path, start + first, end - first
+    )
 
 
 def _is_left_out(tensor: Tensor, loading: Loading) -> bool:

@@ -33,7 +33,14 @@ from pie_driver_sglang.limits import row_pages
 from pie_driver_sglang.memory_plan import Plan, table
 from pie_driver_sglang.memory_refusal import exceeded, find_doubt, require_fit, shrunk
 from pie_driver_sglang.parallel import Rank
-from pie_driver_sglang.sglang import adapters, groups, memory, paged_attention, support
+from pie_driver_sglang.sglang import (
+    adapters,
+    groups,
+    load_check,
+    memory,
+    paged_attention,
+    support,
+)
 from pie_driver_sglang.sglang.state import widen
 
 logger = logging.getLogger(__name__)
@@ -148,7 +155,7 @@ def _load_model(
     initialize_bf16_gemm_config(args)
     initialize_mamba_selective_state_update_backend(args)
     set_random_seed(args.random_seed)
-    with _unpadded():
+    with _unpadded(), load_check.watched(config.model.snapshot_dir):
         runner = _Runner(
             model_config=model_config,
             mem_fraction_static=args.mem_fraction_static,

@@ -15,6 +15,7 @@ from sglang.srt.runtime_context import get_parallel
 
 from pie_driver_sglang.arch import takes_images
 from pie_driver_sglang.config import DriverConfig
+from pie_driver_sglang.errors import StartError
 from pie_driver_sglang.limits import MAX_SLOTS, chunk_tokens
 from pie_driver_sglang.memory import available_bytes
 from pie_driver_sglang.memory_plan import (
@@ -26,7 +27,14 @@ from pie_driver_sglang.memory_plan import (
     Settings,
 )
 from pie_driver_sglang.sglang import support
-from pie_driver_sglang.weights import ONLINE_BYTES, Loading, Tensor, read_tensors, weight_parts
+from pie_driver_sglang.weights import (
+    ONLINE_BYTES,
+    DamagedError,
+    Loading,
+    Tensor,
+    read_tensors,
+    weight_parts,
+)
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
@@ -145,6 +153,8 @@ def _weights(config: DriverConfig, model_config: ModelConfig, args: ServerArgs) 
     )
     try:
         tensors = _tensors(config, model_config, args)
+    except DamagedError as error:
+        raise StartError(str(error), "download the snapshot again") from error
     except Exception as error:
         # The loader will say what is wrong, if anything is.
         logger.debug("the weights' sizes are not known", exc_info=True)

@@ -1,0 +1,94 @@
+"""Which tensors of a checkpoint a model may do without; plain names, no weights."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Sequence
+from typing import Final, NamedTuple
+
+_REMADE: Final = re.compile(
+    r"(^|\.)(rotary_(pos_)?emb|rope)\.\w+$"  # Tables of sines, cosines and frequencies.
+    r"|(^|\.)inv_freq$"
+    r"|(^|\.)(attn|attention)\.(masked_)?bias$"  # GPT's triangles of ones.
+    r"|\.position_ids$"
+)
+"""What follows from the configuration, so that SGLang makes it by itself."""
+_HEADS: Final = re.compile(r"^(model\.)?(score|classifier|v_head|value_head|reward_head)\.")
+"""Heads of other tasks than to generate text."""
+_NEXT_TOKENS: Final = re.compile(r"^(model\.|language_model\.)*mtp(\.|_)")
+_LAYER: Final = re.compile(r"^(?:model\.|language_model\.)*layers\.(\d+)\.")
+_MEDIA: Final = re.compile(
+    r"^(?:model\.)*(?:vis(?:ion|ual)|image|img|video|audio|speech|sound|mm_|multi_modal_|talker"
+    r"|code2wav|token2wav)\w*\."
+)
+"""Encoders and generators of media, which stand apart from the model of text."""
+_CACHE_SCALE: Final = re.compile(r"\.(k|v|kv|q|prob)_scale$")
+"""Of a KV pool in FP8; a pool of another type has none."""
+_QUANTIZER: Final = re.compile(r"scal(e|ing)|zero|_zp$|g_idx$|_shape$|_amax$|azp_adj$|pre_quant")
+_OTHER_FILES: Final = ("adapter_model.safetensors", "adapter_model.bin")
+
+
+class Model(NamedTuple):
+    """What a model's configuration says about tensors that nobody reads."""
+
+    layers: int
+    next_layers: int = 0
+    """Further layers, which predict the tokens after the next."""
+    tied: bool = False
+    """Whether the LM head is the embedding table."""
+    quantization: str | None = None
+    """The checkpoint's method."""
+    ignored: Sequence[str] = ()
+    """Expressions of what transformers leaves out as well."""
+
+
+def harmful(names: Collection[str], read: Collection[str], model: Model) -> list[str]:
+    """Of the tensors that SGLang did not read those that the model may be wrong without.
+
+    Args:
+        names: Tensors that were not read.
+        read: Those that were.
+        model: What is known of the model.
+    """
+    kept = _prefixes(read)
+    return [name for name in names if not _is_harmless(name, kept, model)]
+
+
+def is_media(name: str) -> bool:
+    """Whether a tensor is an encoder's."""
+    return _MEDIA.match(name) is not None
+
+
+def is_cache_scale(name: str) -> bool:
+    """Whether a tensor is a scale of a KV pool in FP8."""
+    return _CACHE_SCALE.search(name) is not None
+
+
+def is_other_file(name: str) -> bool:
+    """Whether a file that SGLang reads along holds something else than the model."""
+    return name in _OTHER_FILES
+
+
+def _prefixes(names: Collection[str]) -> frozenset[str]:
+    found = (_MEDIA.match(name) for name in names)
+    return frozenset(match[0] for match in found if match)
+
+
+def _is_harmless(name: str, media: Collection[str], model: Model) -> bool:
+    apart = _MEDIA.match(name)
+    layer = _LAYER.match(name)
+    leaf = name.rpartition(".")[2]
+    return (
+        _REMADE.search(name) is not None
+        or _HEADS.match(name) is not None
+        or _NEXT_TOKENS.match(name) is not None
+        or _CACHE_SCALE.search(name) is not None
+        # An encoder that is served must be there as a whole.
+        or (apart is not None and apart[0] not in media)
+        or (layer is not None and 0 <= int(layer[1]) - model.layers < model.next_layers)
+        or (model.tied and name.endswith("lm_head.weight"))
+        or (model.quantization is not None and _QUANTIZER.search(leaf) is not None)
+        # Those of GPTQ are zeros where the model has none.
+        or (leaf == "bias" and "gptq" in (model.quantization or ""))
+        or any(re.search(pattern, name) for pattern in model.ignored)
+    )

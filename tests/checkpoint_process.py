@@ -1,0 +1,99 @@
+"""Loads a snapshot as a driver does, on a CPU, and then again with other tensors.
+
+Prints why the snapshot is refused, or null, and for each change its kind, its tensor and the
+refusal. Models that a driver serves on a GPU alone are loaded, too.
+
+Arguments: the snapshot, how many changes, and of which kinds; of all by default.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from sglang.srt.layers.rotary_embedding import factory
+from sglang.srt.models import deepseek_v2
+
+import drivers
+from pie_driver_sglang.config import load_config
+from pie_driver_sglang.errors import StartError
+from pie_driver_sglang.parallel import ALONE
+from pie_driver_sglang.sglang import boot, load_check, support
+
+Weights = list[tuple[str, torch.Tensor]]
+
+CHANGES: dict[str, Callable[[str, torch.Tensor], Weights]] = {
+    "without": lambda name, tensor: [],
+    "longer": lambda name, tensor: [(name, torch.cat([tensor, tensor[:1]]))],
+    "shorter": lambda name, tensor: [(name, tensor[:-1])],
+    "double": lambda name, tensor: [(name, torch.cat([tensor, tensor]))],
+    "half": lambda name, tensor: [(name, tensor[: (len(tensor) + 1) // 2 - (len(tensor) == 1)])],
+    "wider": lambda name, tensor: [(name, torch.cat([tensor, tensor[..., :1]], -1))],
+    "narrower": lambda name, tensor: [(name, tensor[..., :-1])],
+    "integers": lambda name, tensor: [(name, tensor.long())],
+}
+
+
+def load_all(check: load_check.LoadCheck, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """In the place of the check's own: loads the weights once as they are, and with changes."""
+    stored = [(name, tensor.clone()) for name, tensor in weights]
+    sound = refusal(check, stored)
+    draw = random.Random(len(stored))
+    changes = []
+    for _ in range(int(sys.argv[2])):
+        place = draw.randrange(len(stored))
+        what = draw.choice(sys.argv[3:] or list(CHANGES))
+        name, tensor = stored[place]
+        changed = CHANGES[what](name, tensor)
+        again = load_check.LoadCheck(check._folder, check._model, check._config, check._unwritten)
+        refused = refusal(again, [*stored[:place], *changed, *stored[place + 1 :]])
+        changes.append((what, name, refused))
+    print(json.dumps((sound, changes)))
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def refusal(check: load_check.LoadCheck, weights: Weights) -> str | None:
+    def read() -> Iterator[tuple[str, torch.Tensor]]:
+        yield from weights
+
+    try:
+        LOAD(check, read())
+    except StartError as error:
+        return str(error)
+    return None
+
+
+def with_triton(config: Any, device: str) -> Any:
+    """The arguments for SGLang where the CPU's attention backend would be refused."""
+    options = msgspec.structs.replace(config.driver.options, attention_backend="triton")
+    driver = msgspec.structs.replace(config.driver, options=options)
+    return ARGUMENTS(msgspec.structs.replace(config, driver=driver), device)
+
+
+def rope(*args: Any, device: Any = None, **kwargs: Any) -> Any:
+    """Latent attention's, which SGLang has for Intel's processors alone where there is no GPU."""
+    return factory.get_rope(*args, **kwargs)
+
+
+LOAD, ARGUMENTS = load_check.LoadCheck.load, boot._server_args
+
+if __name__ == "__main__":
+    load_check.LoadCheck.load = load_all  # type: ignore[method-assign, assignment]
+    boot._server_args = with_triton
+    support.check_config = lambda *_: None
+    deepseek_v2.get_rope_wrapper = rope
+    snapshot = Path(sys.argv[1])
+    dtype = json.loads((snapshot / "config.json").read_text())["dtype"]
+    with tempfile.TemporaryDirectory() as folder:
+        path = drivers.write_config(Path(folder), snapshot, activation_dtype=dtype)
+        boot.boot(load_config(path), ALONE)
+    raise SystemExit("the weights were not loaded")
