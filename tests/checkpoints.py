@@ -102,6 +102,7 @@ def quantized(folder: Path, method: str, architecture: str = "Qwen3") -> Path:
     model = getattr(transformers, f"{architecture}ForCausalLM")(config)
     target = folder / method
     model.to(torch.float16 if method == "gptq" else torch.bfloat16).save_pretrained(target)
+    tiny_models.add_tokenizer(target)
     settings, make = _METHODS[method]
 
     def change(tensors: Tensors) -> None:
