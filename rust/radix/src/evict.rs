@@ -37,7 +37,7 @@ struct Supply<'a> {
     given: &'a [u32],
     /// Pages of nodes that were evicted from the host to make room.
     freed: Vec<u32>,
-    /// Nodes that came to the host in this call. They are in no order yet, so that they are not evicted at once.
+    /// Nodes that came to the host in this call.
     arrived: Vec<u32>,
 }
 
@@ -65,6 +65,7 @@ impl RadixIndex {
         };
         let evicted = self.evict_device(pages, Some(&mut supply), out);
         for at in supply.arrived {
+            self.nodes[at as usize].arrived = false;
             if self.nodes[at as usize].kind == Kind::Host {
                 self.settle(at);
             }
@@ -131,6 +132,7 @@ impl RadixIndex {
         self.on_host += wanted;
         self.record_stored(at, Medium::Host);
         self.demote(at, &target);
+        self.nodes[at as usize].arrived = true;
         supply.arrived.push(at);
         true
     }

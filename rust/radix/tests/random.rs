@@ -2,6 +2,7 @@
 //!
 //! `PIE_RADIX_STEPS=10000000 cargo test --release -p pie-radix --test random -- --nocapture long` takes as many steps.
 
+#[allow(unreachable_pub, reason = "fuzz targets use it, too")]
 mod model;
 
 use std::time::Instant;
