@@ -298,6 +298,7 @@ impl Model {
             .iter()
             .take_while(|entry| entry.device.is_some())
             .count();
+        self.namespaces.extend(text.namespace.clone());
         let inserted = self
             .index
             .insert(text.key(), &pages, how)
