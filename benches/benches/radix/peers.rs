@@ -94,9 +94,8 @@ impl Index for Ours {
         let fresh = (wanted - self.pages.len()) as u32;
         self.pages.extend(self.next..self.next + fresh);
         self.next += fresh;
-        let inserted = self
-            .index
-            .insert(Key::new(tokens), &self.pages, Insertion::default());
+        let (key, how) = (Key::new(tokens), Insertion::default());
+        let inserted = self.index.insert_after(self.locked, key, &self.pages, how);
         inserted.expect("as many pages as needed");
         self.release();
     }

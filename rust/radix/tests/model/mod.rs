@@ -34,10 +34,11 @@ pub enum Step {
         text: Text,
         locks: bool,
     },
+    /// Inserts a text; `after` a match of it, by [`RadixIndex::insert_after`].
     Insert {
         text: Text,
-        priority: i32,
-        chunked: bool,
+        how: Insertion,
+        after: bool,
     },
     /// Locks the node that a text ends in once more, without a match of its own.
     Lock(Text),
@@ -107,11 +108,7 @@ impl Model {
         self.now += 1;
         match step {
             Step::Match { text, locks } => self.find(text, *locks),
-            Step::Insert {
-                text,
-                priority,
-                chunked,
-            } => self.insert(text, *priority, *chunked),
+            Step::Insert { text, how, after } => self.insert(text, *how, *after),
             Step::Lock(text) => self.lock(text),
             Step::Unlock(which) => self.unlock(*which),
             Step::Evict(pages) => self.evict(*pages),
@@ -278,44 +275,50 @@ impl Model {
         assert!(behind.iter().any(named));
     }
 
-    fn insert(&mut self, text: &Text, priority: i32, chunked: bool) {
-        let wanted = self.page_count(text);
-        let mut pages = Vec::new();
-        if self.device.allocate_many(wanted, &mut pages).is_err() {
-            let missing = wanted - self.device.available();
-            self.evict(missing);
-            if self.device.allocate_many(wanted, &mut pages).is_err() {
-                return;
-            }
-        }
+    fn insert(&mut self, text: &Text, how: Insertion, after: bool) {
         let how = Insertion {
             now: self.now,
-            priority,
-            chunked,
+            ..how
         };
-        let existing = self
-            .found(text)
-            .iter()
-            .take_while(|entry| entry.device.is_some())
-            .count();
-        self.namespaces.extend(text.namespace.clone());
-        let inserted = self
-            .index
-            .insert(text.key(), &pages, how)
-            .expect("as many pages as needed");
-        assert_eq!((inserted.existing, inserted.pages), (existing, wanted));
-        assert_eq!(
-            self.index.info(inserted.node).expect("it is there").depth,
-            wanted
-        );
-        self.device
-            .free(&pages[..existing])
-            .expect("duplicates are the caller's");
-        self.device
-            .cache(&pages[existing..])
-            .expect("the others are not cached");
-        for (prefix, page) in self.prefixes(text).into_iter().zip(pages).skip(existing) {
-            self.entries.entry(prefix).or_default().device = Some(page);
+        let mut node = NodeId::ROOT;
+        if after {
+            node = self
+                .index
+                .match_and_lock(text.key(), self.now, &mut self.pages)
+                .node;
+            let depth = self.index.info(node).expect("it was found").depth;
+            self.locks.push((node, self.prefix(text, depth)));
+        }
+        let wanted = self.page_count(text);
+        let mut pages = Vec::new();
+        self.evict(wanted.saturating_sub(self.device.available()));
+        if self.device.allocate_many(wanted, &mut pages).is_ok() {
+            let existing = self
+                .found(text)
+                .iter()
+                .take_while(|entry| entry.device.is_some())
+                .count();
+            self.namespaces.extend(text.namespace.clone());
+            let inserted = self.index.insert_after(node, text.key(), &pages, how);
+            let inserted = inserted.expect("as many pages as needed");
+            assert_eq!((inserted.existing, inserted.pages), (existing, wanted));
+            assert_eq!(
+                self.index.info(inserted.node).expect("it is there").depth,
+                wanted
+            );
+            self.device
+                .free(&pages[..existing])
+                .expect("duplicates are the caller's");
+            self.device
+                .cache(&pages[existing..])
+                .expect("the others are not cached");
+            for (prefix, page) in self.prefixes(text).into_iter().zip(pages).skip(existing) {
+                self.entries.entry(prefix).or_default().device = Some(page);
+            }
+        }
+        if after {
+            self.locks.pop();
+            self.index.unlock(node).expect("it is locked");
         }
     }
 
