@@ -14,3 +14,8 @@ mod pool;
 
 pub use error::PoolError;
 pub use pool::{Order, Pool, Stats, Unique};
+
+/// The README's example is a test.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+pub struct Readme;

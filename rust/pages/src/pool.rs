@@ -234,7 +234,10 @@ impl Pool {
     pub fn complete(&mut self, step: u64) -> usize {
         self.completed = self.completed.max(Some(step));
         let free = self.stats.free;
-        while let Some((_, page)) = self.leaving.pop_front_if(|(last, _)| *last <= step) {
+        while let Some(&(last, page)) = self.leaving.front()
+            && last <= step
+        {
+            self.leaving.pop_front();
             self.drop_leaving(page);
         }
         self.stats.free - free

@@ -349,7 +349,7 @@ impl Model {
         let before = self.locked_pages().1;
         let mut evicted = std::mem::take(&mut self.evicted);
         let count = self.index.evict(pages, &mut evicted);
-        assert_eq!(evicted.moves, []);
+        assert!(evicted.moves.is_empty());
         self.leave(pages, count, before, &evicted);
         self.host
             .uncache(&evicted.host)
