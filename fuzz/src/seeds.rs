@@ -57,7 +57,7 @@ fn random() -> Vec<(Limits, Vec<Vec<u8>>)> {
 /// Bytes of any kind, which are steps of any kind.
 fn noise() -> Vec<Vec<u8>> {
     let mut runner = TestRunner::deterministic();
-    let bytes = proptest::collection::vec(proptest::num::u8::ANY, 64..2048);
+    let bytes = proptest::collection::vec(proptest::num::u8::ANY, 32..400);
     let mut draw = || {
         bytes
             .new_tree(&mut runner)
