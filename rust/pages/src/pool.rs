@@ -343,7 +343,7 @@ impl Pool {
         Ok(())
     }
 
-    /// Frees every page, whoever holds it. The high-water mark and the completed steps stay.
+    /// Frees every page, held or not. The high-water mark and the completed steps stay.
     pub fn reset(&mut self) {
         let (high_water, completed) = (self.stats.high_water, self.completed);
         *self = Self::new(self.ids(), self.order);

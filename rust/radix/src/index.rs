@@ -25,7 +25,7 @@ pub struct Match {
     pub device_node: NodeId,
     /// Pages on the device, from the start of the key.
     pub device_pages: usize,
-    /// Pages behind them that are on the host alone; see [`RadixIndex::load`].
+    /// Pages after them that are on the host alone; see [`RadixIndex::load`].
     pub host_pages: usize,
 }
 
@@ -146,7 +146,7 @@ impl RadixIndex {
         found
     }
 
-    /// How many pages of a key are on the device, and how many behind them on the host alone. Changes nothing.
+    /// How many pages of a key are on the device, and how many after them on the host alone. Changes nothing.
     pub fn peek(&self, key: Key<'_>) -> (usize, usize) {
         let (mut device, mut host) = (0, 0);
         let Some((mut at, mut rest)) = self.enter(key) else {
@@ -169,9 +169,9 @@ impl RadixIndex {
     }
 
     /// Looks, after a match of this key, for a page that begins as the key goes on: a request may copy that page and
-    /// go on behind the tokens that agree.
+    /// go on after the tokens that agree.
     ///
-    /// Of the nodes behind the match the 16 that came last are looked at. With one token to a page there is nothing to
+    /// Of the nodes below the match the 16 that came last are looked at. With one token to a page there is nothing to
     /// find.
     pub fn partial(&self, key: Key<'_>, found: &Match) -> Option<Partial> {
         let (root, tokens) = self.enter(key)?;
@@ -201,7 +201,7 @@ impl RadixIndex {
 
     /// Walks down a key, uses what it meets, and cuts the last node if it agrees in part.
     ///
-    /// The nodes on the path may be out of the orders of eviction then, those beside it are not.
+    /// The nodes on the path may be out of the orders of eviction then, all others are in theirs.
     fn walk(&mut self, key: Key<'_>, now: u64, pages: &mut Vec<u32>) -> Match {
         pages.clear();
         self.tick(now);
@@ -287,7 +287,7 @@ impl RadixIndex {
 
     /// The root of a key's namespace, if it has one, and its units.
     ///
-    /// A pair of tokens needs no room of its own: behind an equal one, two pairs are equal if their second tokens are.
+    /// A pair of tokens needs no room of its own: after an equal one, two pairs are equal if their second tokens are.
     /// So the units of a key of pairs are its tokens from the second on, in a namespace for each first token.
     pub(crate) fn enter<'a>(&self, key: Key<'a>) -> Option<(u32, &'a [u32])> {
         let (first, units) = self.units(key)?;

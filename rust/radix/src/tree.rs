@@ -31,7 +31,7 @@ impl RadixIndex {
         self.now = now.max(self.now + 1);
     }
 
-    /// The time of a node that comes to be within a call: behind those that the call used.
+    /// The time of a node that comes to be within a call: after the time of the call.
     pub(crate) fn fresh(&mut self) -> u64 {
         self.now += 1;
         self.now
