@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import drivers
-from pie_driver_sglang.regular_file import RegularFile
+from pie_driver_sglang.checkpoint.regular_file import RegularFile
 
 _numbers = itertools.count()
 
@@ -64,8 +64,8 @@ def load_broken(
             weights are copied into their slot.
         stderr: Where to log.
     """
-    from pie_driver_sglang.config import load_config
-    from pie_driver_sglang.sglang.load import load_engine
+    from pie_driver_sglang.config.file import load_config
+    from pie_driver_sglang.srt.load import load_engine
 
     drivers.redirect_output(stderr)
     _, engine = load_engine(load_config(Path(config_path)))
@@ -106,8 +106,8 @@ def count_loaded(config_path: str, good: str, connection: Connection, stderr: st
         connection: Sends how many adapters SGLang's manager has after each step.
         stderr: Where to log.
     """
-    from pie_driver_sglang.config import load_config
-    from pie_driver_sglang.sglang.load import load_engine
+    from pie_driver_sglang.config.file import load_config
+    from pie_driver_sglang.srt.load import load_engine
 
     drivers.redirect_output(stderr)
     _, engine = load_engine(load_config(Path(config_path)))
@@ -196,10 +196,10 @@ def run_on_ranks(
 def _steps_of(
     number: int, config_path: str, steps: Sequence[Load | Fetch], rendezvous: int
 ) -> list[tuple[str, Any]]:
-    from pie_driver_sglang.config import load_config
+    from pie_driver_sglang.config.file import load_config
     from pie_driver_sglang.errors import AdapterError
-    from pie_driver_sglang.launch import load_rank
-    from pie_driver_sglang.parallel import Rank
+    from pie_driver_sglang.pie.launch import load_rank
+    from pie_driver_sglang.ranks.parallel import Rank
 
     _, engine = load_rank(load_config(Path(config_path)), Rank(number, 2, rendezvous))
     manager = engine.runner.lora_manager
@@ -225,7 +225,7 @@ def pin_on_threads(connection: Connection, stderr: str) -> None:
     """
     import torch
 
-    from pie_driver_sglang.sglang import adapters
+    from pie_driver_sglang.srt import adapters
 
     drivers.redirect_output(stderr)
 

@@ -23,10 +23,10 @@ from sglang.srt.layers.rotary_embedding import factory
 from sglang.srt.models import deepseek_v2
 
 import drivers
-from pie_driver_sglang.config import load_config
+from pie_driver_sglang.config.file import load_config
 from pie_driver_sglang.errors import StartError
-from pie_driver_sglang.parallel import ALONE
-from pie_driver_sglang.sglang import boot, load_check, support
+from pie_driver_sglang.ranks.parallel import ALONE
+from pie_driver_sglang.srt import boot, load_check, support
 
 Weights = list[tuple[str, torch.Tensor]]
 

@@ -10,7 +10,7 @@ import math
 
 import torch
 
-from pie_driver_sglang.sglang.dense_triton import (
+from pie_driver_sglang.kernels.dense_layers import (
     Heads,
     Linear,
     Norm,

@@ -308,7 +308,7 @@ def _checked(function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
 
 def _drive(config: str, sender: Any, stderr: str, prepare: Callable[[], object]) -> None:
     """Runs in the fork: the driver's own main function, with its descriptors in place."""
-    from pie_driver_sglang import launch
+    from pie_driver_sglang.pie import launch
 
     prepare()
     redirect_output(stderr)
@@ -370,7 +370,7 @@ class ForkedWorker:
             change: Called in the worker: what its arguments become.
             arguments: As the driver gives them.
         """
-        from pie_driver_sglang import worker
+        from pie_driver_sglang.ranks import worker
 
         self._pid = os.fork()
         if self._pid == 0:

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import drivers
-from pie_driver_sglang.serve import run_batch
+from pie_driver_sglang.pie.serve import run_batch
 
 
 def serve_logits(config_path: str, connection: Connection, stderr: str) -> None:
@@ -89,8 +89,8 @@ def record_waits(config_path: str, connection: Connection, stderr: str) -> None:
 def _start(config_path: str, stderr: str) -> tuple[Any, Any]:
     """A server without a region, and its engine."""
     from pie_driver_sglang import _core
-    from pie_driver_sglang.config import load_config
-    from pie_driver_sglang.sglang.load import load_engine
+    from pie_driver_sglang.config.file import load_config
+    from pie_driver_sglang.srt.load import load_engine
 
     drivers.redirect_output(stderr)
     config = load_config(Path(config_path))

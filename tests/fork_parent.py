@@ -12,7 +12,7 @@ import sys
 sys.dont_write_bytecode = False
 
 import architectures  # noqa: E402
-from pie_driver_sglang.sglang import environment  # noqa: E402
+from pie_driver_sglang.srt import environment  # noqa: E402
 
 ARCHITECTURES = (
     # What SGLang makes of an architecture that it lacks.
@@ -28,4 +28,4 @@ environment.prepare("cpu", ARCHITECTURES, spins=False)
 
 import torch.testing._internal.distributed.fake_pg  # noqa: E402, F401
 
-from pie_driver_sglang.sglang import load  # noqa: E402, F401
+from pie_driver_sglang.srt import load  # noqa: E402, F401

@@ -6,9 +6,9 @@ import random
 
 import torch
 
-from pie_driver_sglang.sglang import pool as pool_module
-from pie_driver_sglang.sglang.page_copy import BLOCK, Rows, move
-from pie_driver_sglang.sglang.pool import PagePools, page_bytes
+from pie_driver_sglang.kernels.page_copy import BLOCK, Rows, move
+from pie_driver_sglang.srt import pool as pool_module
+from pie_driver_sglang.srt.pool import PagePools, page_bytes
 
 PAGES = 9
 WIDTHS = (3, 1, BLOCK + 5, 2)

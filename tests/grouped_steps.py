@@ -16,8 +16,8 @@ from unittest import mock
 
 from pie_driver_sglang import _core
 from pie_driver_sglang._core import Request, Sampler
-from pie_driver_sglang.config import DriverConfig, load_config
-from pie_driver_sglang.sglang import environment
+from pie_driver_sglang.config.file import DriverConfig, load_config
+from pie_driver_sglang.srt import environment
 
 PAGE = 16
 COUNT = 6
@@ -67,7 +67,7 @@ class Recorder:
     """Steps whose logits and graphs are kept."""
 
     def __init__(self, engine: Any) -> None:
-        from pie_driver_sglang.sglang.lane import CpuSteps
+        from pie_driver_sglang.srt.steps import CpuSteps
 
         self.graphs: list[int] = []
         self.logits: list[Any] = []
@@ -103,8 +103,8 @@ def difference(config: DriverConfig) -> float:
     """The largest of a logit."""
     import torch
 
-    from pie_driver_sglang.sglang import paged_attention
-    from pie_driver_sglang.sglang.load import load_engine
+    from pie_driver_sglang.srt import paged_attention
+    from pie_driver_sglang.srt.load import load_engine
 
     name = f"/pie_shmem_g{config.driver.group_id}"
     server = _core.Server(name, _core.ExitGuard.inert(), spin_budget_us=0)

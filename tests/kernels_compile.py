@@ -23,14 +23,13 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from pie_driver_sglang import sampling_triton
-from pie_driver_sglang.sampling import SlotParams
-from pie_driver_sglang.sglang import dense_triton, paged_shares, paged_triton, rank_sums
-from pie_driver_sglang.sglang.dense_triton import Heads, Linear, Norm, Scale
-from pie_driver_sglang.sglang.masked_torch import Rule
-from pie_driver_sglang.sglang.paged_shares import Cut, Prefixes, Rows, share, tuning
-from pie_driver_sglang.sglang.paged_triton import attend
-from pie_driver_sglang.sglang.rank_sums import TUNINGS, RankSums, Shared
+from pie_driver_sglang.kernels import dense_layers, paged_attend, paged_shares, rank_sums, sampler
+from pie_driver_sglang.kernels.dense_layers import Heads, Linear, Norm, Scale
+from pie_driver_sglang.kernels.masked_torch import Rule
+from pie_driver_sglang.kernels.paged_attend import attend
+from pie_driver_sglang.kernels.paged_shares import Cut, Prefixes, Rows, share, tuning
+from pie_driver_sglang.kernels.rank_sums import TUNINGS, RankSums, Shared
+from pie_driver_sglang.sampling.groups import SlotParams
 
 FEW = 3
 """Rows of a step."""
@@ -83,7 +82,7 @@ def recorded(launch: Callable[[], object]) -> list[Any]:
     early = {"CHAINED": True, "launch_pdl": True}
     with contextlib.ExitStack() as patches:
         patches.enter_context(mock.patch.object(JITFunction, "run", record))
-        for module in (paged_shares, paged_triton, dense_triton, rank_sums, sampling_triton):
+        for module in (paged_shares, paged_attend, dense_layers, rank_sums, sampler):
             patches.enter_context(mock.patch.object(module, "chained", lambda _: early))
         launch()
     return compiled
@@ -142,7 +141,7 @@ def check_attention_case(case: Any, *, grouped: bool) -> None:
     assert [kernel.name for kernel in kernels] == ["_share", "_attend"]
     page, block = case[4], tuning(*case[:2], case[2].itemsize, count, prompts=prompts).block
     # Shares, two tiles and where the first block is stored: neither queries nor KV.
-    slots = paged_triton._pages(block, page)
+    slots = paged_attend._pages(block, page)
     loads = 16 + slots if slots and not grouped else None
     for kernel, early in zip(kernels, (0, loads), strict=True):
         check_order(kernel, early)
@@ -169,20 +168,20 @@ def products(dtype: torch.dtype) -> Iterator[Any]:
     """Those of a layer of Qwen3-0.6B, as they are cut at some numbers of rows."""
     for outputs, inputs, most, gated in (
         (4096, 1024, 1, False),
-        (1024, 3072, dense_triton.MOST_PARTS, False),
+        (1024, 3072, dense_layers.MOST_PARTS, False),
         (3072, 1024, 1, True),
     ):
         matrix = Linear(torch.zeros((1 + gated) * outputs, inputs, dtype=dtype))
         if most == 1 and not gated:
             matrix = matrix._replace(bias=torch.zeros(outputs, dtype=dtype))
         for count in (1, 17, 33, 65, 129):
-            tiling = dense_triton.tiling(count, outputs, inputs, most, gated=gated)
+            tiling = dense_layers.tiling(count, outputs, inputs, most, gated=gated)
             assert (tiling is None) == (count > 128 or (most == 1 and count > 64))
             if tiling is None:
                 continue
             assert tiling.rows >= count
             assert tiling.fits(outputs, inputs)
-            run = dense_triton.gated if gated else dense_triton.linear
+            run = dense_layers.gated if gated else dense_layers.linear
             rows = torch.zeros(count, inputs, dtype=dtype)
             yield from recorded(functools.partial(run, rows, matrix, tiling))
 
@@ -198,9 +197,9 @@ def check_dense(dtype: torch.dtype) -> None:
         check_order(kernel)
         assert "async_copy_global_to_local" in kernel.asm["ttgir"]
         assert "prefetch.L2" in kernel.asm["ptx"].partition("griddepcontrol.wait")[0]
-        assert kernel.metadata.shared <= dense_triton.SHARED_BYTES, kernel.metadata.shared
+        assert kernel.metadata.shared <= dense_layers.SHARED_BYTES, kernel.metadata.shared
     [kernel] = recorded(
-        lambda: dense_triton.add_norm(torch.zeros(4, 40, 128), zeros(40, 128), norm)
+        lambda: dense_layers.add_norm(torch.zeros(4, 40, 128), zeros(40, 128), norm)
     )
     check_order(kernel, early=2)
     storage = zeros(64, 8, 128)
@@ -208,12 +207,12 @@ def check_dense(dtype: torch.dtype) -> None:
     places = torch.zeros(40, dtype=torch.int64)
     for scale in (None, Scale(zeros(40, 1024), 1e-6)):
         prepare = functools.partial(
-            dense_triton.prepare, zeros(40, width), heads, places, places, scale=scale
+            dense_layers.prepare, zeros(40, width), heads, places, places, scale=scale
         )
         [kernel] = recorded(prepare)
         # A slot, a position, and its cosines and sines.
         check_order(kernel, early=4 if scale is None else 0)
-        [kernel] = recorded(functools.partial(dense_triton.gate, zeros(40, width), scale))
+        [kernel] = recorded(functools.partial(dense_layers.gate, zeros(40, width), scale))
         check_order(kernel)
 
 
@@ -267,28 +266,28 @@ def check_sampling(dtype: torch.dtype) -> None:
     logits = torch.zeros(40, 151_936, dtype=dtype)
     results, step = torch.zeros(40, dtype=torch.int64), torch.zeros(1, dtype=torch.int32)
     for cap in (None, 30.0):
-        sample = functools.partial(sampling_triton.sample_step, logits, params, results, step, cap)
+        sample = functools.partial(sampler.sample_step, logits, params, results, step, cap)
         kernels = recorded(sample)
         assert [kernel.name for kernel in kernels] == ["_survey", "_sample_rows"]
         for kernel in kernels:
             check_order(kernel)
-    [kernel] = recorded(lambda: sampling_triton.publish(results, results.clone()))
+    [kernel] = recorded(lambda: sampler.publish(results, results.clone()))
     # Each result at once.
     assert re.search(r"st\.global(\.v2)?\.b64", kernel.asm["ptx"])
     words = torch.zeros(64, dtype=torch.int32)
     rows = torch.zeros(40, 2, dtype=torch.int32)
-    assert recorded(lambda: sampling_triton.apply_masks(logits, rows, words))
+    assert recorded(lambda: sampler.apply_masks(logits, rows, words))
 
 
 def check_staging() -> None:
     """What comes before the model: words of the host's, and the block table's changes."""
     words, count = torch.zeros(40_000, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
-    [kernel] = recorded(lambda: sampling_triton.fetch(words, words.clone(), count))
+    [kernel] = recorded(lambda: sampler.fetch(words, words.clone(), count))
     assert kernel.name == "_fetch"
     for page in (1, 16, 24):
         table = torch.zeros(512, page, dtype=torch.int32)
         updates = torch.zeros(512, 2, dtype=torch.int64)
-        update = functools.partial(sampling_triton.update_table, table, updates, words, count)
+        update = functools.partial(sampler.update_table, table, updates, words, count)
         [kernel] = recorded(update)
         assert kernel.name == "_update_table"
 

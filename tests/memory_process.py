@@ -32,9 +32,9 @@ def load(
         lost: Bytes of the GPU that others take while the model is loaded.
     """
     drivers.redirect_output(stderr)
-    from pie_driver_sglang.config import load_config
+    from pie_driver_sglang.config.file import load_config
     from pie_driver_sglang.errors import StartError
-    from pie_driver_sglang.sglang.load import load_engine
+    from pie_driver_sglang.srt.load import load_engine
 
     with ExitStack() as stack:
         if free is not None:
@@ -68,11 +68,11 @@ def _pretended(free: int, lost: int) -> Iterator[None]:
     from sglang.srt.distributed import bootstrap
     from sglang.srt.mem_cache import kv_cache_configurator
 
-    from pie_driver_sglang.memory_plan import Device
-    from pie_driver_sglang.sglang import memory
+    from pie_driver_sglang.memory.plan import Device
+    from pie_driver_sglang.srt import measure
 
     with (
-        mock.patch.object(memory, "measure", lambda *_: Device("cuda:0", free, free)),
+        mock.patch.object(measure, "measure", lambda *_: Device("cuda:0", free, free)),
         mock.patch.object(bootstrap, "get_available_gpu_memory", _free_by(lambda: free)),
         mock.patch.object(
             kv_cache_configurator,
@@ -122,7 +122,7 @@ def _count_token(snapshot: str, ranks: int) -> tuple[int, int, int]:
     from sglang.srt.runtime_context import get_parallel, publish
     from sglang.srt.server_args import ServerArgs
 
-    from pie_driver_sglang.sglang import memory
+    from pie_driver_sglang.srt import measure
 
     args = ServerArgs(
         model_path=snapshot,
@@ -153,7 +153,7 @@ def _count_token(snapshot: str, ranks: int) -> tuple[int, int, int]:
     )
     with get_parallel().override(attn_tp_size=ranks):
         cell = DefaultPoolConfigurator(theirs)._cell_size
-    sizes = memory.sizes_of(_config(snapshot), model_config, args)
+    sizes = measure.sizes_of(_config(snapshot), model_config, args)
     assert (sizes.state_bytes > 0) == (recurrent is not None)
     return sizes.token_bytes.of_rank(ranks), cell, sizes.state_bytes
 

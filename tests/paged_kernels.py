@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 import torch
 
-from pie_driver_sglang.sglang.masked_torch import Rule
-from pie_driver_sglang.sglang.paged_shares import Cut, Prefixes, Rows, Tuning, share
-from pie_driver_sglang.sglang.paged_triton import attend
+from pie_driver_sglang.kernels.masked_torch import Rule
+from pie_driver_sglang.kernels.paged_attend import attend
+from pie_driver_sglang.kernels.paged_shares import Cut, Prefixes, Rows, Tuning, share
 
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 """Of the largest value of a row."""

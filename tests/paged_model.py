@@ -21,8 +21,8 @@ from unittest import mock
 
 from pie_driver_sglang import _core
 from pie_driver_sglang._core import Request, Sampler
-from pie_driver_sglang.config import DriverConfig, load_config
-from pie_driver_sglang.sglang import environment
+from pie_driver_sglang.config.file import DriverConfig, load_config
+from pie_driver_sglang.srt import environment
 
 LENGTHS = (1, 16, 17, 45, 100)
 STEPS = 3
@@ -89,10 +89,11 @@ def decode(
 
 def differences(config: DriverConfig) -> list[float]:
     """The largest difference of a logit, of each way but SGLang's."""
-    from pie_driver_sglang.sglang import dense as dense_module
-    from pie_driver_sglang.sglang import dense_triton, paged_attention
-    from pie_driver_sglang.sglang.dense import DenseLayers
-    from pie_driver_sglang.sglang.load import load_engine
+    from pie_driver_sglang.kernels import dense_layers
+    from pie_driver_sglang.srt import dense as dense_module
+    from pie_driver_sglang.srt import paged_attention
+    from pie_driver_sglang.srt.dense import DenseLayers
+    from pie_driver_sglang.srt.load import load_engine
 
     name = f"/pie_shmem_g{config.driver.group_id}"
     server = _core.Server(name, _core.ExitGuard.inert(), spin_budget_us=0)
@@ -115,7 +116,7 @@ def differences(config: DriverConfig) -> list[float]:
     dense = DenseLayers.of(runner)
     assert (dense is None) == (config.model.hf_config["model_type"] not in DENSE)
     if dense is not None:
-        with mock.patch.object(dense_triton, "tiling", small_tiling):
+        with mock.patch.object(dense_layers, "tiling", small_tiling):
             found.append(decode(server, engine, Contexts(128, page_size, vocab), dense.applied))
         # Models whose products have no biases, which are all but one, and that take no adapters.
         folds = config.model.hf_config["model_type"] != "qwen2"
@@ -142,7 +143,7 @@ def differences(config: DriverConfig) -> list[float]:
             assert many.call_count == expected_calls, many.call_count
         check_ways(engine, dense)
         check_weights(runner)
-        with mock.patch.object(dense_triton, "tiling", small_tiling), ranked(runner) as ranks:
+        with mock.patch.object(dense_layers, "tiling", small_tiling), ranked(runner) as ranks:
             found.append(decode(server, engine, Contexts(128, page_size, vocab), ranks.applied))
         check_ranks(runner)
     check_fa3()
@@ -155,8 +156,8 @@ def differences(config: DriverConfig) -> list[float]:
 @contextlib.contextmanager
 def ranked(runner: Any) -> Iterator[Any]:
     """The layers of one rank that adds up as several do."""
-    from pie_driver_sglang.sglang import dense as dense_module
-    from pie_driver_sglang.sglang.rank_sums import RankSums
+    from pie_driver_sglang.kernels.rank_sums import RankSums
+    from pie_driver_sglang.srt import dense as dense_module
 
     def add_norm(turn: int, part: Any, residual: Any, norm: Any) -> Any:
         assert turn == sums.add_norm.call_count % 2 ^ 1
@@ -181,8 +182,8 @@ def check_ranks(runner: Any) -> None:
     import torch
     from sglang.srt.distributed.device_communicators.custom_all_reduce_v2 import CustomAllReduceV2
 
-    from pie_driver_sglang.sglang import dense as dense_module
-    from pie_driver_sglang.sglang.rank_sums import Shared
+    from pie_driver_sglang.kernels.rank_sums import Shared
+    from pie_driver_sglang.srt import dense as dense_module
 
     reaches = mock.Mock(spec=CustomAllReduceV2, disabled=False)
     disabled = mock.Mock(spec=CustomAllReduceV2, disabled=True)
@@ -237,7 +238,7 @@ def check_weights(runner: Any) -> None:
     """Weights elsewhere, or of other types, leave a model as it is."""
     import torch
 
-    from pie_driver_sglang.sglang.dense import DenseLayers
+    from pie_driver_sglang.srt.dense import DenseLayers
 
     linear = runner.model.model.layers[-1].mlp.down_proj
     linear = getattr(linear, "base_layer", linear)
@@ -257,7 +258,7 @@ def small_tiling(
     rows: int, outputs: int, inputs: int, most_parts: int = 1, *, gated: bool = False
 ) -> Any:
     """Takes the kernels where the matrix allows; a library those of the MLPs' gates, say."""
-    from pie_driver_sglang.sglang.dense_triton import Tiling
+    from pie_driver_sglang.kernels.dense_layers import Tiling
 
     cut = Tiling(16, 16, 16, parts=min(2, most_parts))
     return cut if cut.fits(outputs, inputs) else None
@@ -269,7 +270,7 @@ def check_choice(runner: Any) -> None:
     from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, MLATokenToKVPool
 
     from pie_driver_sglang.errors import StartError
-    from pie_driver_sglang.sglang import support
+    from pie_driver_sglang.srt import support
 
     def choices() -> tuple[str, bool]:
         """What asking for it says, and what is chosen otherwise."""
@@ -307,7 +308,7 @@ def check_choice(runner: Any) -> None:
 
 def check_fa3() -> None:
     """Its library may be absent, broken or there."""
-    from pie_driver_sglang.sglang import support
+    from pie_driver_sglang.srt import support
 
     contents = ((None, False), ("flash_ops.abi3.so", False), ("flash_ops.py", True))
     for name, found in contents:
@@ -325,7 +326,7 @@ def check_vision() -> None:
     """Images are encoded by triton where SGLang's own choice is not installed."""
     import torch
 
-    from pie_driver_sglang.sglang import support
+    from pie_driver_sglang.srt import support
 
     def chosen(device: str, image: bool, named: str | None, hopper: bool, there: bool) -> object:
         args = SimpleNamespace(device=device, mm_attention_backend=named)
@@ -354,7 +355,7 @@ def check_prefills(runner: Any) -> None:
     """Where FlashAttention-3 computes prefills, and where steps may have prompts in them."""
     import torch
 
-    from pie_driver_sglang.sglang import support
+    from pie_driver_sglang.srt import support
 
     assert support.takes_prompts(runner)
     layer, pool = support.attention_layers(runner)[-1], runner.token_to_kv_pool

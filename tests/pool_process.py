@@ -17,7 +17,7 @@ def copy_in_pools(connection: Connection, stderr: str) -> None:
     Sends for each pool its name and what every page holds afterwards, as the number of the page
     that it was copied from; -1 where its layers, keys or values disagree.
     """
-    from pie_driver_sglang.sglang.pool import PagePools, page_buffers
+    from pie_driver_sglang.srt.pool import PagePools, page_buffers
 
     drivers.redirect_output(stderr)
     results: list[tuple[str, list[int]]] = []
@@ -42,7 +42,7 @@ def states_in_pool(connection: Connection, stderr: str) -> None:
     import torch
     from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 
-    from pie_driver_sglang.sglang.state import StatePool, widen
+    from pie_driver_sglang.srt.state import StatePool, widen
 
     drivers.redirect_output(stderr)
     plain = ReqToTokenPool(size=5, max_context_len=8, device="cpu", enable_memory_saver=False)

@@ -17,8 +17,8 @@ import torch
 from triton.runtime.interpreter import InterpreterBuilder
 
 from pie_driver_sglang import _core
-from pie_driver_sglang.sglang.dense_triton import Norm
-from pie_driver_sglang.sglang.rank_sums import (
+from pie_driver_sglang.kernels.dense_layers import Norm
+from pie_driver_sglang.kernels.rank_sums import (
     SENTINEL_BYTE,
     TURNS,
     RankSums,

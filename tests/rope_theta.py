@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import AutoConfig
 
-from pie_driver_sglang.sglang import support
+from pie_driver_sglang.srt import support
 
 
 def corrected(snapshot: str) -> Any:

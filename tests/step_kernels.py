@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import torch
 
-from pie_driver_sglang.sampling import SlotParams
-from pie_driver_sglang.sampling_triton import apply_masks, fetch, publish, sample_step, update_table
+from pie_driver_sglang.kernels.sampler import apply_masks, fetch, publish, sample_step, update_table
+from pie_driver_sglang.sampling.groups import SlotParams
 
 ROWS = 8
 CAPS = (None, 30.0, 3.0)

@@ -18,12 +18,12 @@ import pytest
 import safetensors.torch
 import torch
 
-from pie_driver_sglang import memory
 from pie_driver_sglang._core import LayerPatterns
+from pie_driver_sglang.checkpoint.regular_file import CHUNK_BYTES, RegularFile
 from pie_driver_sglang.errors import AdapterError
-from pie_driver_sglang.memory import Budget
-from pie_driver_sglang.regular_file import CHUNK_BYTES, RegularFile
-from pie_driver_sglang.sglang.adapter_files import (
+from pie_driver_sglang.memory import host
+from pie_driver_sglang.memory.host import Budget
+from pie_driver_sglang.srt.adapter_files import (
     CONFIG,
     MOST_CONFIG_BYTES,
     MOST_HEADER_BYTES,
@@ -175,7 +175,7 @@ class TestMemory:
 
     def test_budgets_are_shared(self) -> None:
         budget = Budget()
-        with mock.patch.object(memory, "available_bytes", return_value=2000):
+        with mock.patch.object(host, "available_bytes", return_value=2000):
             with budget.take(600, "one"):
                 text = "three needs 1 bytes beside 1,000 that others take"
                 with budget.take(400, "two"), pytest.raises(MemoryError, match=text):
@@ -196,13 +196,13 @@ class TestMemory:
         file, weights = (tmp_path / WEIGHTS).stat().st_size, 2 * size * rank * 4
         promised = file + 2 * weights
         budget = Budget()
-        with mock.patch.object(memory, "available_bytes", return_value=2 * promised):
+        with mock.patch.object(host, "available_bytes", return_value=2 * promised):
             Path("/proc/self/clear_refs").write_text("5")
             before = _status("VmRSS")
             load(tmp_path, layers=layers, budget=budget)
             assert _status("VmHWM") - before < promised + (16 << 20)
         for least in (promised, file):
-            with mock.patch.object(memory, "available_bytes", return_value=2 * least - 2):
+            with mock.patch.object(host, "available_bytes", return_value=2 * least - 2):
                 assert "does not fit the host's memory" in refusal(tmp_path, layers=layers)
 
     def test_memory_is_given_back_after_a_refusal(self, tmp_path: Path) -> None:
@@ -211,7 +211,7 @@ class TestMemory:
         assert "has rank 4, but adapter_config.json says 5" in refusal(tmp_path, budget=budget)
         load(save(tmp_path, tensors()), budget=budget)
         with (
-            mock.patch.object(memory, "available_bytes", return_value=2),
+            mock.patch.object(host, "available_bytes", return_value=2),
             budget.take(1, "all of it"),
         ):
             pass

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pie_driver_sglang.arch import (
+from pie_driver_sglang.config.arch import (
     TEMPLATE_NAMES,
     arch_name,
     context_length,

@@ -16,9 +16,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pie_driver_sglang import __version__
-from pie_driver_sglang.config import DriverConfig, load_config
+from pie_driver_sglang.config.file import DriverConfig, load_config
+from pie_driver_sglang.config.hf_config import load_hf_config
 from pie_driver_sglang.errors import ConfigError, quoted
-from pie_driver_sglang.hf_config import load_hf_config
 
 ROOT = Path(__file__).parent.parent
 HF_CONFIG = {
@@ -655,7 +655,7 @@ def test_importing_the_package_loads_nothing() -> None:
 def test_checking_a_configuration_loads_no_library() -> None:
     code = (
         "import sys, pie_driver_sglang as p; p.load_config; p.Capabilities; "
-        "import pie_driver_sglang.logs, pie_driver_sglang.arch; "
+        "import pie_driver_sglang.logs, pie_driver_sglang.config.arch; "
         "print(*[m for m in ('torch', 'sglang', 'numpy', 'transformers') if m in sys.modules])"
     )
     assert run_python(code).split() == []

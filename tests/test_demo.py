@@ -38,8 +38,8 @@ from pie_driver_sglang.demo.runtime import (
 )
 from pie_driver_sglang.demo.tokens import find_model
 from pie_driver_sglang.errors import ConfigError, StartError
-from pie_driver_sglang.launch import NEVER_PARK
-from pie_driver_sglang.trace import Trace
+from pie_driver_sglang.pie.launch import NEVER_PARK
+from pie_driver_sglang.pie.trace import Trace
 
 REPO = Path(__file__).parents[1]
 POCKET = REPO / "models" / "pocket"
@@ -215,7 +215,7 @@ def test_the_profile_follows_the_free_cores(cores: int, load: float, name: str, 
 
 
 def test_the_driver_accepts_its_configuration(tmp_path: Path) -> None:
-    from pie_driver_sglang.config import load_config
+    from pie_driver_sglang.config.file import load_config
 
     model = tmp_path / 'a "model" ü'
     model.mkdir()

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import scripts
-from pie_driver_sglang.sglang.dense_triton import MOST_PARTS, Linear, Norm, tiling
-from pie_driver_sglang.sglang.rank_sums import TUNINGS, find_obstacle
+from pie_driver_sglang.kernels.dense_layers import MOST_PARTS, Linear, Norm, tiling
+from pie_driver_sglang.kernels.rank_sums import TUNINGS, find_obstacle
 
 
 def test_the_kernels_compute_what_float64_does(interpreter: scripts.Interpreter) -> None:
@@ -114,7 +114,7 @@ class TestFolding:
     """Norms whose weights go into the matrices behind them."""
 
     def test_weights_are_updated_no_more(self) -> None:
-        from pie_driver_sglang.sglang import dense, frozen_weights
+        from pie_driver_sglang.srt import dense, frozen_weights
 
         runner, layer = make_runner(Model()), make_layer()
         update = runner.weight_updater.update_weights_from_tensor
@@ -145,7 +145,7 @@ class TestFolding:
         "layer", [make_layer(torch.float16), make_layer(biased=True)], ids=["float16", "bias"]
     )
     def test_what_keeps_its_norms_can_be_updated(self, layer: Any) -> None:
-        from pie_driver_sglang.sglang import dense
+        from pie_driver_sglang.srt import dense
 
         runner = make_runner(Model())
         assert not dense._fold(runner, [layer])

@@ -14,7 +14,7 @@ import drivers
 import engine_process
 import runtime_client as rc
 from pie_driver_sglang._core import Request, Sampler, encode_forward
-from pie_driver_sglang.device import find_loss
+from pie_driver_sglang.srt.device import find_loss
 from test_ranks import last_words
 
 ILLEGAL_ACCESS = """CUDA error: an illegal memory access was encountered
@@ -50,13 +50,12 @@ def _illegal_access(_device: int | None = None) -> None:
 
 def drive_to_a_loss(config: str, handshake: str, stdout: str, stderr: str) -> None:
     """Runs in a fork: a driver on the CPU whose device answers as a GPU that may be lost."""
-    from pie_driver_sglang import device
-    from pie_driver_sglang.sglang import engine
+    from pie_driver_sglang.srt import device, sglang_engine
 
-    forward = engine.SglangEngine.forward
+    forward = sglang_engine.SglangEngine.forward
     lost = False
 
-    def fail(self: engine.SglangEngine, batch: object) -> None:
+    def fail(self: sglang_engine.SglangEngine, batch: object) -> None:
         nonlocal lost
         first = int(self._host["input_ids"][0])
         lost = lost or first == LOST_TOKEN
@@ -70,9 +69,9 @@ def drive_to_a_loss(config: str, handshake: str, stdout: str, stderr: str) -> No
         if lost:
             _illegal_access()
 
-    engine.SglangEngine.forward = fail  # type: ignore[method-assign, assignment]
+    sglang_engine.SglangEngine.forward = fail  # type: ignore[method-assign, assignment]
     torch.cuda.synchronize = synchronize
-    engine.find_loss = lambda _name: device.find_loss("cuda:0")
+    sglang_engine.find_loss = lambda _name: device.find_loss("cuda:0")
     rc.drive(config, handshake, stdout, stderr)
 
 
@@ -101,7 +100,7 @@ def test_a_lost_device_ends_the_driver_in_one_line(llama_snapshot: Path, tmp_pat
 
 def drive_without_memory(where: str, *arguments: str) -> None:
     """Runs in a fork: a driver that has no memory for its graphs, or for its warm-up."""
-    from pie_driver_sglang.sglang import engine, load
+    from pie_driver_sglang.srt import load, sglang_engine
 
     def fail(*_arguments: object, **_named: object) -> None:
         try:
@@ -112,7 +111,7 @@ def drive_without_memory(where: str, *arguments: str) -> None:
     if where == "graphs":
         load.CpuSteps = fail  # type: ignore[assignment, misc]
     else:
-        engine.SglangEngine.forward = fail  # type: ignore[method-assign]
+        sglang_engine.SglangEngine.forward = fail  # type: ignore[method-assign]
     rc.drive(*arguments)
 
 
@@ -161,7 +160,7 @@ def capture_on_a_host(enabled: bool) -> None:
     from types import SimpleNamespace
     from typing import Any
 
-    from pie_driver_sglang.sglang import lane
+    from pie_driver_sglang.srt import steps
 
     seen: list[bool] = []
 
@@ -172,15 +171,15 @@ def capture_on_a_host(enabled: bool) -> None:
         seen.append(gc.isenabled())
         raise RuntimeError("no capture")
 
-    lane.StepRunner.__init__ = begin  # type: ignore[method-assign, assignment]
-    lane.CudaSteps._capture_all = capture  # type: ignore[method-assign]
+    steps.StepRunner.__init__ = begin  # type: ignore[method-assign, assignment]
+    steps.CudaSteps._capture_all = capture  # type: ignore[method-assign]
     torch.cuda.current_stream = lambda _device: None
     emptied: list[bool] = []
     torch.cuda.empty_cache = lambda: emptied.append(gc.isenabled())
     engine: Any = SimpleNamespace(runner=SimpleNamespace(attn_backend=None))
     (gc.enable if enabled else gc.disable)()
     with pytest.raises(RuntimeError, match="no capture"):
-        lane.CudaSteps(engine, [1], 1)
+        steps.CudaSteps(engine, [1], 1)
     assert (seen, emptied, gc.isenabled()) == ([False], [enabled], enabled)
 
 

@@ -20,13 +20,14 @@ from hypothesis import strategies as st
 
 import drivers
 import tiny_models
-from pie_driver_sglang import __version__, _core, launch
-from pie_driver_sglang.config import DriverConfig, DriverSection, ModelSection
+from pie_driver_sglang import __version__, _core
+from pie_driver_sglang.config.file import DriverConfig, DriverSection, ModelSection
+from pie_driver_sglang.config.options import DriverOptions, parse_options
 from pie_driver_sglang.engine import Facts
 from pie_driver_sglang.errors import StartError, not_running
-from pie_driver_sglang.handshake import UNLIMITED
-from pie_driver_sglang.options import DriverOptions, parse_options
-from pie_driver_sglang.sglang import environment
+from pie_driver_sglang.pie import launch
+from pie_driver_sglang.pie.handshake import UNLIMITED
+from pie_driver_sglang.srt import environment
 
 DEFAULT_REQUEST_BYTES = 8 << 20
 
@@ -302,7 +303,7 @@ import os, sys
 sys.path.insert(0, sys.argv[3])
 import drivers
 import tiny_models
-from pie_driver_sglang import launch
+from pie_driver_sglang.pie import launch
 drivers.watch_handshake(int(sys.argv[2]))
 exec(sys.argv[4])
 os._exit(launch.main(["--config", sys.argv[1], "--handshake-fd", sys.argv[2]]))
@@ -316,7 +317,7 @@ launch._start = start
 """
 A_RANK_ENDS = """
 import subprocess, time
-from pie_driver_sglang import parallel
+from pie_driver_sglang.ranks import parallel
 launch._start = lambda *arguments: time.sleep(60)
 end = [sys.executable, "-c", "raise SystemExit(3)"]
 parallel._start_interpreter = lambda *arguments: subprocess.Popen(end)
@@ -541,8 +542,9 @@ MOUNTS = {
 OPENING = """
 import os, resource, sys
 from pathlib import Path
-from pie_driver_sglang import _core, launch
-from pie_driver_sglang.config import load_config
+from pie_driver_sglang import _core
+from pie_driver_sglang.pie import launch
+from pie_driver_sglang.config.file import load_config
 from pie_driver_sglang.errors import DriverError
 config, guard = load_config(Path(sys.argv[1])), _core.ExitGuard.inert()
 exec(sys.argv[2])

@@ -22,7 +22,7 @@ import drivers
 import runtime_client as rc
 import tiny_models
 from pie_driver_sglang._core import Request, Sampler
-from pie_driver_sglang.arch import TEMPLATE_NAMES
+from pie_driver_sglang.config.arch import TEMPLATE_NAMES
 from pie_driver_sglang.errors import RingError
 
 pytestmark = pytest.mark.engine

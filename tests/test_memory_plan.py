@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from pie_driver_sglang import _core
 from pie_driver_sglang.errors import StartError
-from pie_driver_sglang.limits import (
+from pie_driver_sglang.memory.limits import (
     LONGEST_GRAPH,
     chunk_tokens,
     grouped_ladder,
@@ -21,7 +21,7 @@ from pie_driver_sglang.limits import (
     long_ladder,
     row_pages,
 )
-from pie_driver_sglang.memory_plan import (
+from pie_driver_sglang.memory.plan import (
     ANY_RANKS,
     CPU_POOL_TOKENS,
     EVERYWHERE,
@@ -39,7 +39,7 @@ from pie_driver_sglang.memory_plan import (
     used,
     wanted_reserve,
 )
-from pie_driver_sglang.memory_refusal import (
+from pie_driver_sglang.memory.refusal import (
     exceeded,
     find_doubt,
     find_remedy,

@@ -8,9 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pie_driver_sglang._server_args import SERVER_ARGS
-from pie_driver_sglang.errors import ConfigError
-from pie_driver_sglang.options import (
+from pie_driver_sglang.config.options import (
     _KEYS,
     _TYPES,
     CAPACITY_NAMES,
@@ -19,6 +17,8 @@ from pie_driver_sglang.options import (
     parse_options,
     valid_names,
 )
+from pie_driver_sglang.config.server_args import SERVER_ARGS
+from pie_driver_sglang.errors import ConfigError
 
 GPU = "cuda:0"
 

@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 import drivers
 import pool_process
 import scripts
-from pie_driver_sglang import memory
 from pie_driver_sglang.errors import StartError
-from pie_driver_sglang.sglang.pool import PagePools, host_pages, page_bytes
+from pie_driver_sglang.memory import host
+from pie_driver_sglang.srt.pool import PagePools, host_pages, page_bytes
 
 DEVICE, HOST = 9, 7
 WIDTHS = (3, 1, 4, 2)
@@ -164,7 +164,7 @@ class TestBudget:
     @pytest.fixture
     def limit(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         path = tmp_path / "memory.max"
-        monkeypatch.setattr(memory, "_CONTAINER_LIMITS", (tmp_path / "missing", path))
+        monkeypatch.setattr(host, "_CONTAINER_LIMITS", (tmp_path / "missing", path))
         return path
 
     def test_the_machine(self, limit: Path) -> None:
@@ -172,28 +172,28 @@ class TestBudget:
         with pytest.raises(
             StartError, match=r"`cpu_mem_budget_in_gb` is 1048576, .* only"
         ) as caught:
-            memory.check_budget(2**20)
+            host.check_budget(2**20)
         (largest,) = re.findall(r"at most (\d+)$", caught.value.hint)
         assert 0 <= int(largest) <= psutil.virtual_memory().total >> 30
 
     def test_the_container(self, limit: Path) -> None:
         limit.write_text(f"{(1 << 30) + 5}\n")
-        assert memory.available_bytes() == (1 << 30) + 5
-        memory.check_budget(1)
+        assert host.available_bytes() == (1 << 30) + 5
+        host.check_budget(1)
         with pytest.raises(StartError, match=r"is 2, but the host has only 1\.0 GiB") as caught:
-            memory.check_budget(2)
+            host.check_budget(2)
         assert "at most 1" in caught.value.hint
         limit.write_text(f"{2 << 30}\n")
-        memory.check_budget(2)
+        host.check_budget(2)
         limit.write_text(f"{(2 << 30) - 1}\n")
         with pytest.raises(StartError):
-            memory.check_budget(2)
+            host.check_budget(2)
 
     def test_no_budget_is_always_there(self, limit: Path) -> None:
         limit.write_text("0\n")
-        memory.check_budget(0)
+        host.check_budget(0)
         with pytest.raises(StartError):
-            memory.check_budget(1)
+            host.check_budget(1)
 
 
 def from_sglang(function: Callable[[Connection, str], None], log: Path) -> Any:

@@ -28,13 +28,14 @@ import checkpoints
 import drivers
 import runtime_client as rc
 import tiny_models
-from pie_driver_sglang import _core, worker
+from pie_driver_sglang import _core
 from pie_driver_sglang._core import Request, Sampler
-from pie_driver_sglang.commands import CopyPages, FinishLoad, Forward, Span
 from pie_driver_sglang.errors import AdapterError, DriverError, RingError
-from pie_driver_sglang.leader import LeadingEngine
-from pie_driver_sglang.parallel import Workers
-from pie_driver_sglang.sglang.rank_slots import FEWEST_DIVIDED, rank_slots
+from pie_driver_sglang.ranks import worker
+from pie_driver_sglang.ranks.commands import CopyPages, FinishLoad, Forward, Span
+from pie_driver_sglang.ranks.leader import LeadingEngine
+from pie_driver_sglang.ranks.parallel import Workers
+from pie_driver_sglang.srt.rank_slots import FEWEST_DIVIDED, rank_slots
 from reference import Context, Pages, Reference, random_tokens
 from test_lifecycle import END_S, is_of_this_run, is_running
 
@@ -309,7 +310,7 @@ def with_another_model(other: str, arguments: Sequence[str]) -> list[str]:
 
 def with_a_broken_copy(_: str, arguments: Sequence[str]) -> list[str]:
     """Runs in the worker, before it starts."""
-    from pie_driver_sglang.sglang.engine import SglangEngine
+    from pie_driver_sglang.srt.sglang_engine import SglangEngine
 
     copy = SglangEngine.copy_pages
 
@@ -575,15 +576,15 @@ def slot_batches(vocab: int) -> Iterator[list[Request]]:
 
 def with_counted_samples(_: str, arguments: Sequence[str]) -> list[str]:
     """Runs in the worker, before it starts: its log says what it samples."""
-    from pie_driver_sglang.sglang import lane
+    from pie_driver_sglang.srt import steps
 
-    sample = lane.sample_rows
+    sample = steps.sample_rows
 
     def sample_counted(logits: Any, params: Any) -> Any:
         os.write(2, f"sampled {len(logits)} slots\n".encode())
         return sample(logits, params)
 
-    lane.sample_rows = sample_counted  # type: ignore[attr-defined]
+    steps.sample_rows = sample_counted  # type: ignore[attr-defined]
     return list(arguments)
 
 

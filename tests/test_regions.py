@@ -7,7 +7,7 @@ import numpy.typing as npt
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pie_driver_sglang.regions import is_covered, region_of
+from pie_driver_sglang.checkpoint.regions import is_covered, region_of
 
 SHAPE = (6, 4, 10)
 Cut = tuple[slice, slice, slice]

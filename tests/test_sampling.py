@@ -18,7 +18,12 @@ import runtime_client as rc
 import scripts
 from pie_driver_sglang import _core
 from pie_driver_sglang._core import Request, Sampler, SlotGroup
-from pie_driver_sglang.sampling import SlotParams, sample_filtered, sample_group, sample_plain
+from pie_driver_sglang.sampling.groups import (
+    SlotParams,
+    sample_filtered,
+    sample_group,
+    sample_plain,
+)
 
 GRID = 20_000
 """Evenly spaced uniforms: the share of a token is then exact to one step of the grid."""

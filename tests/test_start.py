@@ -15,9 +15,8 @@ from typing import Any
 import pytest
 
 import drivers
-from pie_driver_sglang import device
 from pie_driver_sglang.errors import StartError
-from pie_driver_sglang.sglang import environment
+from pie_driver_sglang.srt import device, environment
 
 LIMIT_S = 180.0
 
@@ -27,8 +26,8 @@ UNNEEDED = ("sklearn", "pandas", "pyarrow", "datasets", "sglang.srt.entrypoints.
 START = """
 import gc, json, sys
 from pathlib import Path
-from pie_driver_sglang import launch
-from pie_driver_sglang.config import load_config
+from pie_driver_sglang.pie import launch
+from pie_driver_sglang.config.file import load_config
 
 launch.load_rank(load_config(Path(sys.argv[1])), launch.ALONE)
 frozen, collects = gc.get_freeze_count(), gc.isenabled()

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pie_driver_sglang.surplus import Model, harmful
+from pie_driver_sglang.checkpoint.surplus import Model, harmful
 
 MODEL = Model(layers=2)
 READ = ("model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight", "model.visual.a.weight")

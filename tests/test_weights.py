@@ -12,8 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pie_driver_sglang.memory_plan import ANY_RANKS, EVERYWHERE, Part
-from pie_driver_sglang.weights import (
+from pie_driver_sglang.checkpoint.weights import (
     DamagedError,
     Loading,
     Tensor,
@@ -22,6 +21,7 @@ from pie_driver_sglang.weights import (
     torch_file,
     weight_parts,
 )
+from pie_driver_sglang.memory.plan import ANY_RANKS, EVERYWHERE, Part
 
 LOADING = Loading(itemsize=2, layers=2, kv_heads=2, vocabulary=100, tied=False, quantized=False)
 _ITEMSIZES = {"F32": 4, "BF16": 2, "F8_E4M3": 1, "U8": 1, "I64": 8}

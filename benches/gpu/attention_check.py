@@ -38,9 +38,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
 from paged_kernels import PADDING, Case, check_attention
-from pie_driver_sglang.sglang.masked_torch import Rule
-from pie_driver_sglang.sglang.paged_shares import Cut, Rows, Tuning, share, tuning
-from pie_driver_sglang.sglang.paged_triton import attend
+from pie_driver_sglang.kernels.masked_torch import Rule
+from pie_driver_sglang.kernels.paged_attend import attend
+from pie_driver_sglang.kernels.paged_shares import Cut, Rows, Tuning, share, tuning
 
 PAGE = 16
 LENGTHS = (128, 512, 1024, 2048, 8192, 32768)

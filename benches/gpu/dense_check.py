@@ -29,8 +29,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from pie_driver_sglang.sglang import dense_triton
-from pie_driver_sglang.sglang.dense_triton import Heads, Linear, Norm, Scale, Tiling
+from pie_driver_sglang.kernels import dense_layers
+from pie_driver_sglang.kernels.dense_layers import Heads, Linear, Norm, Scale, Tiling
 
 ROWS = (1, 8, 16, 32, 64, 128, 256)
 TUNED_ROWS = (1, 16, 32, 64, 128, 256)
@@ -54,7 +54,7 @@ class Shape(NamedTuple):
 
     def products(self) -> dict[str, tuple[int, int, int, bool]]:
         """Outputs and inputs of each product, the most parts, and whether it is gated."""
-        most, seen = dense_triton.MOST_PARTS, self.heads * self.dim
+        most, seen = dense_layers.MOST_PARTS, self.heads * self.dim
         return {
             "qkv": ((self.heads + 2 * self.kv_heads) * self.dim, self.hidden, 1, False),
             "out": (self.hidden, seen, most, False),
@@ -106,14 +106,14 @@ class Layer:
 
     def ours(self, parts: torch.Tensor, residual: torch.Tensor, slots: torch.Tensor) -> Any:
         """By the kernels of the driver; the parts and the residual of the next layer."""
-        from pie_driver_sglang.sglang import dense
+        from pie_driver_sglang.srt import dense
 
         if len(slots) > dense._FEW_ROWS:
             return parts, self._many(residual, slots)
-        rows, residual = dense_triton.add_norm(parts, residual, self.norms[0])
+        rows, residual = dense_layers.add_norm(parts, residual, self.norms[0])
         qkv = self._product("qkv", rows)[0]
-        seen = dense_triton.prepare(qkv, self.heads, slots, slots).flatten(1)
-        rows, residual = dense_triton.add_norm(self._product("out", seen), residual, self.norms[1])
+        seen = dense_layers.prepare(qkv, self.heads, slots, slots).flatten(1)
+        rows, residual = dense_layers.add_norm(self._product("out", seen), residual, self.norms[1])
         return self._product("down", self._gated(rows)), residual
 
     def _many(self, residual: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
@@ -121,26 +121,26 @@ class Layer:
         linear, scale = torch.nn.functional.linear, Scale(residual, EPSILON)
         weights = {name: matrix.weight for name, matrix in self.matrices.items()}
         qkv = linear(residual, weights["qkv"])
-        seen = dense_triton.prepare(qkv, self.heads, slots, slots, scale=scale).flatten(1)
+        seen = dense_layers.prepare(qkv, self.heads, slots, slots, scale=scale).flatten(1)
         residual.addmm_(seen, weights["out"].t())
-        middle = dense_triton.gate(linear(residual, weights["gate_up"]), scale)
+        middle = dense_layers.gate(linear(residual, weights["gate_up"]), scale)
         return residual.addmm_(middle, weights["down"].t())
 
     def _cut(self, name: str, rows: int) -> Tiling | None:
         outputs, inputs, most, gated = self.shape.products()[name]
-        return dense_triton.tiling(rows, outputs, inputs, most, gated=gated)
+        return dense_layers.tiling(rows, outputs, inputs, most, gated=gated)
 
     def _product(self, name: str, rows: torch.Tensor) -> torch.Tensor:
         cut, matrix = self._cut(name, len(rows)), self.matrices[name]
         if cut is None:
             return torch.nn.functional.linear(rows, matrix.weight)[None]
-        return dense_triton.linear(rows, matrix, cut)
+        return dense_layers.linear(rows, matrix, cut)
 
     def _gated(self, rows: torch.Tensor) -> torch.Tensor:
         cut, matrix = self._cut("gate_up", len(rows)), self.matrices["gate_up"]
         if cut is None:
-            return dense_triton.gate(torch.nn.functional.linear(rows, matrix.weight))
-        return dense_triton.gated(rows, matrix, cut)
+            return dense_layers.gate(torch.nn.functional.linear(rows, matrix.weight))
+        return dense_layers.gated(rows, matrix, cut)
 
     def sglang(self, parts: torch.Tensor, residual: torch.Tensor, slots: torch.Tensor) -> Any:
         """By what SGLang runs for Qwen 3."""
@@ -212,9 +212,9 @@ def check_parity(device: torch.device, tiny: bool) -> None:
                 if not cut.fits(outputs, inputs):
                     continue
                 if gated:
-                    compare(name, dense_triton.gated(rows, Linear(weight), cut), exact)
+                    compare(name, dense_layers.gated(rows, Linear(weight), cut), exact)
                 else:
-                    compare(name, dense_triton.linear(rows, Linear(weight), cut).sum(0), exact)
+                    compare(name, dense_layers.linear(rows, Linear(weight), cut).sum(0), exact)
     for name, error in worst.items():
         print(f"parity {name}: {error:.1e}")
     assert all(error < TOLERANCE for error in worst.values())
@@ -248,7 +248,7 @@ class Product:
 
     def cut(self, tiling: Tiling) -> float:
         """Microseconds of our kernel."""
-        run = dense_triton.gated if self.is_gated else dense_triton.linear
+        run = dense_layers.gated if self.is_gated else dense_layers.linear
         return self._time(lambda rows, weight: run(rows, Linear(weight), tiling))
 
     def _time(self, run: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> float:
@@ -292,7 +292,7 @@ def compile_cut(shape: Shape, name: str, cut: Tiling, device: torch.device) -> N
     weight = torch.zeros(
         outputs * (2 if is_gated else 1), inputs, dtype=torch.bfloat16, device=device
     )
-    run = dense_triton.gated if is_gated else dense_triton.linear
+    run = dense_layers.gated if is_gated else dense_layers.linear
     run(weight[:1], Linear(weight), cut)
     torch.cuda.synchronize()
 

@@ -84,9 +84,9 @@ def time_steps(model: Path, options: list[str], profiled: bool) -> list[dict[str
     """Decode steps through the ring, and the same graphs back to back."""
     import torch
 
-    from pie_driver_sglang.config import load_config
-    from pie_driver_sglang.serve import serve, warm_up
-    from pie_driver_sglang.sglang import environment
+    from pie_driver_sglang.config.file import load_config
+    from pie_driver_sglang.pie.serve import serve, warm_up
+    from pie_driver_sglang.srt import environment
 
     name = f"/pie_shmem_g{os.getpid() % 100_000}"
     folder = Path(tempfile.mkdtemp())
@@ -98,7 +98,7 @@ def time_steps(model: Path, options: list[str], profiled: bool) -> list[dict[str
     )
     config = load_config(folder / "driver.toml")
     environment.prepare("cuda:0", config.model.hf_config["architectures"], spins=True)
-    from pie_driver_sglang.sglang.load import load_engine
+    from pie_driver_sglang.srt.load import load_engine
 
     server = _core.Server(name, _core.ExitGuard(), spin_budget_us=NEVER_PARK)
     planner, engine = load_engine(config)

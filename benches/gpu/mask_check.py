@@ -18,8 +18,8 @@ import torch
 from serve_check import MIN_GAP, PAGE, driver, pages
 
 from pie_driver_sglang._core import Request, Sampler
-from pie_driver_sglang.sglang import masked_torch, masked_triton
-from pie_driver_sglang.sglang.masked_torch import Requests, Rule
+from pie_driver_sglang.kernels import masked_attend, masked_torch
+from pie_driver_sglang.kernels.masked_torch import Requests, Rule
 
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
@@ -167,7 +167,7 @@ def run(case: Case, inputs: Pass, scale: float, device: str) -> dict[str, torch.
     if rule.sinks is not None:
         rule = rule._replace(sinks=rule.sinks.to(device))
     longest = max(rows for _, rows in case.shape)
-    masked_triton.attend(queries, keys, values, kernel_out, requests, rule, longest)
+    masked_attend.attend(queries, keys, values, kernel_out, requests, rule, longest)
     return {"torch": out, "triton": kernel_out.cpu()}
 
 

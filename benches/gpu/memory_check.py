@@ -41,11 +41,11 @@ LISTED = 8
 
 def check(shapes: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     """Loads one model, runs its largest passes and returns the figures."""
-    from pie_driver_sglang.config import load_config
-    from pie_driver_sglang.launch import load_rank
+    from pie_driver_sglang.config.file import load_config
     from pie_driver_sglang.logs import configure_logging
-    from pie_driver_sglang.parallel import ALONE
-    from pie_driver_sglang.serve import warm_up
+    from pie_driver_sglang.pie.launch import load_rank
+    from pie_driver_sglang.pie.serve import warm_up
+    from pie_driver_sglang.ranks.parallel import ALONE
 
     configure_logging()
     folder = Path(tempfile.mkdtemp())
@@ -77,7 +77,7 @@ def measure_passes(server: _core.Server, engine: Any, chunk: int) -> dict[str, i
     """Runs the largest passes; on a GPU, their peak and the least that was left."""
     import torch
 
-    from pie_driver_sglang.serve import run_batch
+    from pie_driver_sglang.pie.serve import run_batch
 
     on_cuda = engine.runner.device != "cpu"
     before = 0
@@ -98,7 +98,7 @@ def measure_passes(server: _core.Server, engine: Any, chunk: int) -> dict[str, i
 
 def largest_batches(engine: Any, chunk: int) -> Iterator[list[Request]]:
     """A prompt that fills a pass, and a decode whose slots all list a distribution."""
-    from pie_driver_sglang.limits import MAX_SLOTS
+    from pie_driver_sglang.memory.limits import MAX_SLOTS
 
     facts, args = engine.facts, engine.runner.server_args
     length = min(chunk, facts.context_length, facts.total_pages * facts.page_size)

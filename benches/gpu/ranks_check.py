@@ -146,11 +146,11 @@ def serving(
 ) -> Iterator[tuple[str, Any, Any]]:
     """A driver in this process: its region, its own engine, and the other ranks or None."""
     from pie_driver_sglang import _core
-    from pie_driver_sglang.config import load_config
-    from pie_driver_sglang.launch import load_rank
-    from pie_driver_sglang.leader import LeadingEngine
-    from pie_driver_sglang.parallel import ALONE, Workers
-    from pie_driver_sglang.serve import serve, warm_up
+    from pie_driver_sglang.config.file import load_config
+    from pie_driver_sglang.pie.launch import load_rank
+    from pie_driver_sglang.pie.serve import serve, warm_up
+    from pie_driver_sglang.ranks.leader import LeadingEngine
+    from pie_driver_sglang.ranks.parallel import ALONE, Workers
 
     names = devices(arguments.count).split(",")
     path = Path(tempfile.mkdtemp()) / "driver.toml"

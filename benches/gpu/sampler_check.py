@@ -21,9 +21,10 @@ from typing import NamedTuple
 
 import torch
 
-from pie_driver_sglang import sampling, sampling_triton
 from pie_driver_sglang._core import SlotGroup
-from pie_driver_sglang.sampling import SlotParams
+from pie_driver_sglang.kernels import sampler
+from pie_driver_sglang.sampling import groups
+from pie_driver_sglang.sampling.groups import SlotParams
 
 SLOTS = 256
 VOCABULARY = 151_936
@@ -145,8 +146,8 @@ def check(vocabulary: int, draws: int, device: str) -> int:
             params = params_of(item, uniforms.to(device), vocabulary)
             logits = row.to(device).expand(draws, -1)
             for way, run in (
-                ("kernel", sampling_triton.sample),
-                ("torch", sampling.sample_filtered),
+                ("kernel", sampler.sample),
+                ("torch", groups.sample_filtered),
             ):
                 count = wrong(row, item, uniforms, run(logits, params).cpu())
                 if count:
@@ -162,7 +163,7 @@ def check_exact(device: str) -> int:
     wrong_tokens = 0
     for item, kept in ((Filter(), 4096), (Filter(top_k=64), 64), (Filter(top_p=0.25), 1024)):
         params = params_of(item, uniforms.to(device), 4096)
-        tokens = sampling_triton.sample(torch.zeros(8, 4096, device=device), params).cpu()
+        tokens = sampler.sample(torch.zeros(8, 4096, device=device), params).cpu()
         wrong_tokens += int((tokens != torch.arange(8) * kept // 8).sum())
     print(f"{'WRONG' if wrong_tokens else 'ok'}  exact sums")
     return wrong_tokens
@@ -190,8 +191,8 @@ def check_masks(device: str) -> int:
     expected = logits.masked_fill(~torch.stack(allowed), -math.inf)
     spans, data = (torch.tensor(values, dtype=torch.int32).to(device) for values in (places, words))
     found = logits.clone().to(device)
-    sampling_triton.apply_masks(found, spans, data)
-    sampling.apply_masks(logits, *(part.cpu() for part in (spans, data)))
+    sampler.apply_masks(found, spans, data)
+    groups.apply_masks(logits, *(part.cpu() for part in (spans, data)))
     failed = int((found.cpu() != expected).sum()) + int((logits != expected).sum())
     print(f"{'WRONG' if failed else 'ok'}  logit masks")
     return failed
@@ -200,10 +201,10 @@ def check_masks(device: str) -> int:
 def check_company(device: str) -> int:
     """A slot's token must be the same alone and in a batch."""
     logits, params, group = batch("all kinds", device)
-    together = sampling.sample_group(logits, group, params)
+    together = groups.sample_group(logits, group, params)
     differ = 0
     for slot in range(group.greedy, SLOTS, 5):
-        alone = sampling_triton.sample(logits[slot : slot + 1], params.rows(slot, slot + 1))
+        alone = sampler.sample(logits[slot : slot + 1], params.rows(slot, slot + 1))
         differ += int(alone != together[slot])
     print(f"{'WRONG' if differ else 'ok'}  tokens alone and in a batch: {differ} differ")
     return differ
@@ -244,13 +245,11 @@ def sample_by_sorting(logits: torch.Tensor, group: SlotGroup, params: SlotParams
     """The same batch through torch."""
     plain_end = group.greedy + group.plain
     if group.greedy:
-        sampling.sample_greedy(logits[: group.greedy])
+        groups.sample_greedy(logits[: group.greedy])
     if group.plain:
-        sampling.sample_plain(
-            logits[group.greedy : plain_end], params.rows(group.greedy, plain_end)
-        )
+        groups.sample_plain(logits[group.greedy : plain_end], params.rows(group.greedy, plain_end))
     if group.filtered:
-        sampling.sample_filtered(logits[plain_end:], params.rows(plain_end, SLOTS))
+        groups.sample_filtered(logits[plain_end:], params.rows(plain_end, SLOTS))
 
 
 def milliseconds(run: Callable[[], object]) -> float:
@@ -275,13 +274,13 @@ def time_kinds(device: str) -> None:
     times = {}
     for kind in [*KINDS, "all kinds"]:
         logits, params, group = batch(kind, device)
-        times[kind] = milliseconds(lambda: sampling.sample_group(logits, group, params))  # noqa: B023
+        times[kind] = milliseconds(lambda: groups.sample_group(logits, group, params))  # noqa: B023
         before = milliseconds(lambda: sample_by_sorting(logits, group, params))  # noqa: B023
         print(f"    {kind:14} {times[kind]:6.3f}  {before:7.3f}")
     words = torch.arange(SLOTS * 40, dtype=torch.int32, device=device) % 40 * 3000 + 500
     places = torch.arange(SLOTS, dtype=torch.int32, device=device) * 40
     places = torch.stack([places, torch.full_like(places, 40)], dim=1)
-    masks = milliseconds(lambda: sampling.apply_masks(logits, places, words))
+    masks = milliseconds(lambda: groups.apply_masks(logits, places, words))
     print(f"    a logit mask of 20 stretches each: {masks:.3f} ms")
     read = milliseconds(lambda: logits.amax(dim=-1))
     print(f"    one read of the logits (amax): {read:.3f} ms")

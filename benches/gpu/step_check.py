@@ -23,8 +23,8 @@ import torch
 from load_check import model_folder
 from serve_check import PAGE
 
-from pie_driver_sglang.config import load_config
-from pie_driver_sglang.sglang import environment
+from pie_driver_sglang.config.file import load_config
+from pie_driver_sglang.srt import environment
 
 REPEATS = 20
 ROUNDS = 3
@@ -52,7 +52,7 @@ class Steps:
         )
         config = load_config(folder / "driver.toml")
         environment.prepare("cuda:0", config.model.hf_config["architectures"], spins=False)
-        import pie_driver_sglang.sglang.load as load
+        import pie_driver_sglang.srt.load as load
 
         # The lane's own graphs would only take time.
         with mock.patch.object(load, "_steps", lambda *_: None):
@@ -60,8 +60,9 @@ class Steps:
 
     def time(self, rows: list[int], lengths: list[int], way: dict[str, Any]) -> None:
         """Prints a line for each length."""
-        from pie_driver_sglang.sglang import dense, paged_shares
-        from pie_driver_sglang.sglang.lane import CudaSteps
+        from pie_driver_sglang.kernels import paged_shares
+        from pie_driver_sglang.srt import dense
+        from pie_driver_sglang.srt.steps import CudaSteps
 
         usual, changed = paged_shares.tuning, dict(way)
         few_rows = changed.pop("few_rows", dense._FEW_ROWS)

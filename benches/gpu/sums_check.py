@@ -28,9 +28,9 @@ import torch
 import torch.distributed as dist
 
 from pie_driver_sglang import _core
-from pie_driver_sglang.sglang.dense_triton import Linear, Norm, add_norm, linear, tiling
-from pie_driver_sglang.sglang.environment import prepare
-from pie_driver_sglang.sglang.rank_sums import RankSums, Tuning, share
+from pie_driver_sglang.kernels.dense_layers import Linear, Norm, add_norm, linear, tiling
+from pie_driver_sglang.kernels.rank_sums import RankSums, Tuning, share
+from pie_driver_sglang.srt.environment import prepare
 
 ROWS = (1, 8, 16, 32, 64, 128, 256)
 INPUTS = 128

@@ -30,7 +30,7 @@ import torch
 from serve_check import PAGE, driver, step
 
 from pie_driver_sglang._core import Client
-from pie_driver_sglang.sglang.pool import PagePools, page_bytes
+from pie_driver_sglang.srt.pool import PagePools, page_bytes
 
 COUNTS = (1, 4, 32, 256, 2048)
 RUNS = 15

@@ -9,10 +9,10 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-    from pie_driver_sglang.config import DriverConfig, load_config
+    from pie_driver_sglang.config.file import DriverConfig, load_config
+    from pie_driver_sglang.config.options import DriverOptions
     from pie_driver_sglang.errors import ConfigError, DriverError, StartError
-    from pie_driver_sglang.handshake import Capabilities, Handshake
-    from pie_driver_sglang.options import DriverOptions
+    from pie_driver_sglang.pie.handshake import Capabilities, Handshake
 
 __version__ = "0.1.0"
 

@@ -23,7 +23,7 @@ if __name__ == "__main__":
     guard = _core.ExitGuard()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
-    from pie_driver_sglang.launch import main
+    from pie_driver_sglang.pie.launch import main
 
     # Not by way of the interpreter's end, in which libraries may wait for other ranks.
     os._exit(main(guard=guard))

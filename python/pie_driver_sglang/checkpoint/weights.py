@@ -1,0 +1,243 @@
+"""What the weights of a snapshot take on a device, from the headers of its files."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from pie_driver_sglang.memory.plan import ANY_RANKS, EVERYWHERE, Part
+
+ONLINE_BYTES: Final[Mapping[str, float]] = {
+    "fp8": 1.0,
+    "w8a8_fp8": 1.0,
+    "mxfp8": 1.0 + 1 / 32,
+    "bitsandbytes": 0.5 + 1 / 16,
+}
+"""Bytes of a number of a linear layer that SGLang quantizes while it loads it."""
+VOCABULARY_ALIGNMENT: Final = 64
+"""SGLang rounds embeddings and LM heads up to a multiple of so many rows."""
+
+_MOST_HEADER_BYTES: Final = 100 << 20
+_FLOATS: Final = frozenset({"F64", "F32", "F16", "BF16"})
+_BITS: Final = re.compile(r"\d+")
+_PIECES: Final = 64
+_PIECE_BYTES: Final = 4096
+_OTHER_FILES: Final = ("*.bin", "*.pt", "*.gguf")
+_NEXT_TOKENS: Final = re.compile(r"^(model\.)?mtp\.")
+_LAYER: Final = re.compile(r"^(model\.|language_model\.|model\.language_model\.)*layers\.(\d+)\.")
+_HEADS: Final = re.compile(r"\.(k_proj|v_proj)\.")
+_COPIED: Final = re.compile(r"norm|\.gate\.|router|q_a_proj|kv_a_proj|visual|vision")
+_VOCABULARY: Final = re.compile(r"(embed_tokens|lm_head|wte|word_embeddings)\.weight$")
+
+
+class Tensor(NamedTuple):
+    """One array of a checkpoint."""
+
+    name: str
+    shape: tuple[int, ...]
+    bytes: int
+    """As it is stored."""
+    floating: bool
+    """Whether it is loaded in the type of the activations, unless the checkpoint is quantized."""
+
+    @property
+    def numbers(self) -> int:
+        """How many there are."""
+        return math.prod(self.shape)
+
+
+class Place(NamedTuple):
+    """Where a tensor's bytes are."""
+
+    path: Path
+    offset: int
+    length: int
+
+    def samples(self) -> Iterator[bytes]:
+        """Pieces from all over it."""
+        step = max(_PIECE_BYTES, self.length // _PIECES)
+        with self.path.open("rb") as file:
+            for start in range(0, self.length, step):
+                file.seek(self.offset + start)
+                yield file.read(min(_PIECE_BYTES, self.length - start))
+
+
+class DamagedError(ValueError):
+    """A file of weights that is not whole, or contradicts another one."""
+
+
+class Loading(NamedTuple):
+    """How a checkpoint is loaded."""
+
+    itemsize: int
+    """Bytes of an activation."""
+    layers: int
+    """Layers that the model has; a checkpoint may have more of them."""
+    kv_heads: int
+    vocabulary: int
+    tied: bool
+    """Whether the LM head is the embedding table."""
+    quantized: bool
+    """Whether the checkpoint is, so that its numbers stay what they are."""
+    online: str | None = None
+    """A method of `ONLINE_BYTES`, which quantizes linear layers."""
+
+
+def read_tensors(folder: Path, itemsize: int) -> list[Tensor]:
+    """The tensors of a snapshot by its headers; no weights are read.
+
+    Args:
+        folder: The snapshot.
+        itemsize: Bytes of a number, in files without such headers. Each counts as one tensor.
+
+    Returns:
+        All tensors; none where there are no weights.
+
+    Raises:
+        OSError: A file cannot be read.
+        DamagedError: A file is not what its header says, or two files have different tensors of one
+            name.
+    """
+    files = _checkpoint_files(folder)
+    if files:
+        found = [(tensor, place) for path in files for tensor, place in _header(path)]
+        _check_names(found)
+        return [tensor for tensor, _ in found]
+    others = [path for pattern in _OTHER_FILES for path in sorted(folder.glob(pattern))]
+    return [_whole_file(path, itemsize) for path in others]
+
+
+def weight_parts(tensors: Iterable[Tensor], loading: Loading) -> tuple[Part, ...]:
+    """What SGLang makes of tensors, by the ranks that divide it.
+
+    Names decide about that: keys and values go by heads, norms and routers are copied, and so are
+    vision encoders, which is too much where SGLang divides them.
+    """
+    sizes: Counter[int] = Counter()
+    for tensor in tensors:
+        if not _is_left_out(tensor, loading):
+            sizes[_most_ranks(tensor, loading)] += _loaded_bytes(tensor, loading)
+    return tuple(Part(size, most) for most, size in sorted(sizes.items()))
+
+
+def _checkpoint_files(folder: Path) -> list[Path]:
+    """The safetensors files that SGLang reads: those of the index, if there is one."""
+    files = sorted(folder.glob("*.safetensors"))
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        named = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        files = [path for path in files if path.name in named] or files
+    plain = [path for path in files if not path.name.startswith("consolidated")]
+    return plain or files
+
+
+def _whole_file(path: Path, itemsize: int) -> Tensor:
+    size = path.stat().st_size
+    return Tensor(path.name, (size // itemsize,), size, floating=path.suffix != ".gguf")
+
+
+def _check_names(found: Iterable[tuple[Tensor, Place]]) -> None:
+    """The loader takes a tensor from every file that has it, in whichever order."""
+    places: dict[str, Place] = {}
+    for tensor, place in found:
+        other = places.setdefault(tensor.name, place)
+        if other is not place and not have_equal_bytes(other, place):
+            raise DamagedError(
+                f"{other.path.name} and {place.path.name} have different tensors of the name "
+                f"{tensor.name}"
+            )
+
+
+def have_equal_bytes(one: Place, other: Place) -> bool:
+    """Whether two tensors are equal as far as samples show."""
+    return one.length == other.length and all(
+        mine == theirs for mine, theirs in zip(one.samples(), other.samples(), strict=True)
+    )
+
+
+def read_places(folder: Path) -> dict[str, Place]:
+    """Where the tensors of a snapshot's safetensors files are, by their names."""
+    return {
+        tensor.name: place for path in _checkpoint_files(folder) for tensor, place in _header(path)
+    }
+
+
+def torch_file(folder: Path, name: str) -> str | None:
+    """The file of torch that a tensor is in, if that can be known without reading it."""
+    index = folder / "pytorch_model.bin.index.json"
+    if index.is_file():
+        file = json.loads(index.read_text(encoding="utf-8"))["weight_map"].get(name)
+        return None if file is None else str(file)
+    others = [path.name for path in folder.glob("*.bin")]
+    return others[0] if len(others) == 1 else None
+
+
+def _header(path: Path) -> list[tuple[Tensor, Place]]:
+    """See https://huggingface.co/docs/safetensors: a length, and a table in JSON."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if length > _MOST_HEADER_BYTES:
+            raise DamagedError(f"{path.name} has a header of {length} bytes")
+        header = file.read(length)
+    if len(header) < length or size < 8:
+        raise DamagedError(f"{path.name} ends within its header")
+    try:
+        table = json.loads(header).items()
+        found = [_entry(path, 8 + length, *x) for x in table if x[0] != "__metadata__"]
+    except DamagedError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise DamagedError(f"{path.name} has a header that lists no tensors: {error}") from error
+    end = max((place.offset + place.length for _, place in found), default=8 + length)
+    if size != end:
+        raise DamagedError(f"{path.name} is {size} bytes long, but {end} by its header")
+    return found
+
+
+def _entry(path: Path, start: int, name: str, entry: dict[str, Any]) -> tuple[Tensor, Place]:
+    first, end = entry["data_offsets"]
+    dtype, shape = entry["dtype"], tuple(entry["shape"])
+    bits = _BITS.search(dtype)
+    needed = math.prod(shape) * (int(bits[0]) if bits else 8) // 8
+    if needed != end - first or first < 0:
+        raise DamagedError(
+            f"{path.name} has {end - first} bytes for {name}, whose shape {shape} of {dtype} needs "
+            f"{needed}"
+        )
+    return Tensor(name, shape, end - first, dtype in _FLOATS), Place(
+        path, start + first, end - first
+    )
+
+
+def _is_left_out(tensor: Tensor, loading: Loading) -> bool:
+    layer = _LAYER.match(tensor.name)
+    return (
+        (loading.tied and tensor.name.endswith("lm_head.weight"))
+        or _NEXT_TOKENS.match(tensor.name) is not None
+        or (layer is not None and int(layer[2]) >= loading.layers)
+    )
+
+
+def _most_ranks(tensor: Tensor, loading: Loading) -> int:
+    if _COPIED.search(tensor.name):
+        return EVERYWHERE
+    return loading.kv_heads if _HEADS.search(tensor.name) else ANY_RANKS
+
+
+def _loaded_bytes(tensor: Tensor, loading: Loading) -> int:
+    if loading.quantized or not tensor.floating:
+        return tensor.bytes
+    numbers = tensor.numbers
+    if _VOCABULARY.search(tensor.name):
+        rows = -(-loading.vocabulary // VOCABULARY_ALIGNMENT) * VOCABULARY_ALIGNMENT
+        if tensor.shape[0] == loading.vocabulary:
+            numbers = numbers // loading.vocabulary * rows
+    elif loading.online and len(tensor.shape) > 1 and not _COPIED.search(tensor.name):
+        return int(numbers * ONLINE_BYTES[loading.online])
+    return numbers * loading.itemsize

@@ -1,0 +1,181 @@
+"""A model's `config.json`: read, and refused where no driver could serve the model.
+
+What it says is checked before SGLang is imported, which takes longer than everything here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final
+
+from pie_driver_sglang.config.arch import context_limit, text_config
+from pie_driver_sglang.config.options import DriverOptions, loads_plugins
+from pie_driver_sglang.config.server_args import ARCHITECTURES, SGLANG_VERSION
+from pie_driver_sglang.errors import ConfigError, nearest, quoted, reason
+
+DOWNLOAD: Final = "download the model again, e.g. with `hf download <repository>`"
+
+#: Sizes of a language model, and what they may be; far more than any model has.
+_SIZES: Final[Mapping[str, tuple[int, int]]] = MappingProxyType(
+    {
+        "head_dim": (1, 2**12),
+        "hidden_size": (1, 2**20),
+        "intermediate_size": (0, 2**24),
+        "max_position_embeddings": (1, 2**31 - 1),
+        "moe_intermediate_size": (0, 2**24),
+        "n_embd": (1, 2**20),
+        "n_head": (1, 2**14),
+        "n_layer": (1, 2**12),
+        "n_positions": (1, 2**31 - 1),
+        "n_routed_experts": (0, 2**16),
+        "num_attention_heads": (1, 2**14),
+        "num_experts": (0, 2**16),
+        "num_experts_per_tok": (0, 2**16),
+        "num_hidden_layers": (1, 2**12),
+        "num_key_value_heads": (1, 2**14),
+        "num_local_experts": (0, 2**16),
+        "vocab_size": (1, 2**24),
+    }
+)
+
+#: SGLang renames the architecture of these model types.
+_RENAMED_TYPES: Final = frozenset(
+    {"deepseek-ocr", "deepseek_vl_v2", "dots_vlm", "longcat_flash", "multi_modality"}
+)
+_RENAMED: Final = frozenset({"LongcatCausalLM", "LongcatFlashNgramForCausalLM"})
+
+#: By this variable SGLang takes a longer context than the model's.
+_LONGER_CONTEXT: Final = "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"
+
+#: Settings that change what SGLang makes of the file.
+_CHANGING: Final = frozenset({"json_model_override_args", "model_config_parser", "model_impl"})
+
+
+def load_hf_config(snapshot_dir: Path) -> dict[str, Any]:
+    """Return the model's `config.json`, which must name a type and an architecture.
+
+    Raises:
+        ConfigError: The file is missing, unreadable or not a model's config.
+    """
+    path = snapshot_dir / "config.json"
+    try:
+        if path.exists() and not path.is_file():  # A pipe would be waited for.
+            raise ConfigError(f"{quoted(str(path))} is not a regular file", DOWNLOAD)
+        # Not msgspec: transformers writes `Infinity` into some configs.
+        config = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        message = f"the snapshot {quoted(str(snapshot_dir))} has no config.json"
+        raise ConfigError(message, DOWNLOAD) from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"cannot read {quoted(str(path))}: {reason(error)}", DOWNLOAD) from error
+    if not isinstance(config, dict):
+        raise ConfigError(f"{quoted(str(path))} is not a JSON object", DOWNLOAD)
+    model_type, architectures = config.get("model_type"), config.get("architectures")
+    if not isinstance(model_type, str) or not model_type:
+        raise _incomplete(path, "model_type", model_type)
+    if not _is_list_of_names(architectures):
+        raise _incomplete(path, "architectures", architectures)
+    return config
+
+
+def check_hf_config(hf_config: Mapping[str, Any], options: DriverOptions, ranks: int) -> None:
+    """Refuse a model that SGLang lacks or whose sizes make no sense, and options beyond it.
+
+    Args:
+        hf_config: Of :func:`load_hf_config`.
+        options: The driver's.
+        ranks: Processes that the model is spread over.
+
+    Raises:
+        ConfigError: One of them is wrong.
+    """
+    if _CHANGING.isdisjoint(options.server_args):
+        _check_architectures(hf_config)
+        _check_sizes(text_config(hf_config))
+        _check_context(hf_config, options.context_length)
+    _check_heads(hf_config, ranks)
+
+
+def _is_list_of_names(value: object) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(x, str) for x in value)
+
+
+def _incomplete(path: Path, key: str, value: object) -> ConfigError:
+    return ConfigError(
+        f"{quoted(str(path))} has no usable `{key}`: {quoted(value)}",
+        "use a snapshot of a causal language model in the Hugging Face format",
+    )
+
+
+def _check_architectures(hf_config: Mapping[str, Any]) -> None:
+    """Refuse a model for which SGLang has no class; what plugins bring shows with SGLang only."""
+    names = hf_config["architectures"]
+    known = ARCHITECTURES | _RENAMED
+    if not known.isdisjoint(names) or hf_config["model_type"] in _RENAMED_TYPES:
+        return
+    if loads_plugins() or os.environ.get("SGLANG_EXTERNAL_MODEL_PACKAGE"):
+        return
+    shown = names[0] if len(names[0]) < 80 and names[0].isidentifier() else quoted(names[0])
+    hint = "use a model of an architecture that SGLang has; docs/supported-models.md lists some"
+    raise ConfigError(
+        f"SGLang {SGLANG_VERSION} has no {shown}, which the model's config.json names under "
+        "`architectures`",
+        f"{nearest(names[0], known)} {hint}".strip(),
+    )
+
+
+def _check_sizes(config: Mapping[str, Any]) -> None:
+    for key, (low, high) in _SIZES.items():
+        value = config.get(key)
+        # Some models have a number for each layer.
+        numbers = value if isinstance(value, list) else [value]
+        for number in numbers:
+            if number is not None and not (type(number) is int and low <= number <= high):
+                raise ConfigError(
+                    f"the model's config.json has `{key}` = {quoted(number)}, expected an integer "
+                    f"from {low} to {high}",
+                    f"correct `{key}` in config.json, or {DOWNLOAD}",
+                )
+
+
+def _check_context(hf_config: Mapping[str, Any], asked: int | None) -> None:
+    """Refuse more positions than SGLang gives the model, by SGLang's own rule."""
+    limit = context_limit(hf_config)
+    if asked is None or limit is None or asked <= limit.positions or _may_exceed_context():
+        return
+    raise ConfigError(
+        f"option `context_length` is {asked}, but the model has {limit.positions} positions "
+        f"({limit.source} in its config.json)",
+        f"set `context_length` to at most {limit.positions}, or remove it; "
+        f"{_LONGER_CONTEXT}=1 in the environment lifts it, but the model is not made for more",
+    )
+
+
+def _may_exceed_context() -> bool:
+    values = (os.environ.get(name, "") for name in (_LONGER_CONTEXT, "SGLANG_IS_IN_CI"))
+    return any(value.lower() in ("true", "1", "yes", "y") for value in values)
+
+
+def _check_heads(hf_config: Mapping[str, Any], ranks: int) -> None:
+    """Refuse a model whose attention heads cannot be dealt out evenly."""
+    text = hf_config.get("text_config")
+    text = text if isinstance(text, dict) else hf_config
+    heads = text.get("num_attention_heads")
+    kv_heads = text.get("num_key_value_heads") or heads
+    if not isinstance(heads, int) or not isinstance(kv_heads, int):
+        return
+
+    def fits(count: int) -> bool:
+        return heads % count == 0 and (kv_heads % count == 0 or count % kv_heads == 0)
+
+    if not fits(ranks):
+        fitting = [str(count) for count in range(1, 2 * ranks) if fits(count)]
+        raise ConfigError(
+            f"`driver.tensor_parallel_size` is {ranks}, but the model has {heads} attention heads "
+            f"over {kv_heads} of keys and values, which cannot be dealt out evenly",
+            f"use {' or '.join(fitting)} devices",
+        )

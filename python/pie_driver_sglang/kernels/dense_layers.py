@@ -1,0 +1,464 @@
+"""GPU kernels of a step's dense layers: mostly few rows, so that weights and launches decide.
+
+A product of few rows is as fast as its weights come from memory and the kernels before and after
+let it. So what lies between two products is one kernel: sums of a product's parts, residual and
+norm; norms of heads, rotary embedding and the new KV; and the gate of an MLP is its product's own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from pie_driver_sglang.kernels.chained import chained, follow
+
+_GATE_BLOCK = tl.constexpr(1024)
+_HEADS = 8
+"""Heads that a program of :func:`prepare` turns."""
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How a product is cut; ``benches/gpu/dense_check.py --tune`` measures it."""
+
+    rows: int
+    """Rows of a tile."""
+    outputs: int
+    """Outputs of a tile."""
+    inputs: int
+    """Inputs that a program takes in one turn of its loop."""
+    parts: int = 1
+    """Programs that share the inputs of a tile."""
+    warps: int = 4
+    """Warps of a program."""
+    stages: int = 4
+    """Turns whose factors a program has at hand or on their way."""
+
+    def fits(self, outputs: int, inputs: int) -> bool:
+        """Whether it can cut a matrix of this shape."""
+        return outputs % self.outputs == 0 and inputs % (self.inputs * self.parts) == 0
+
+
+SHARED_BYTES = 208 << 10
+"""Shared memory that a program of some product takes, at most."""
+MOST_PARTS = 4
+"""Programs that share the inputs of a tile at most, where their sums are added up later."""
+_PREFETCHED_BYTES = 16 << 20
+"""Of a matrix that is asked for before it may be read: a part of the second-level cache."""
+_LARGE, _ROWS_OF_LARGE = 16 << 20, 32
+"""Numbers of a matrix by which a library multiplies more than so many rows faster."""
+_LONG = 4096
+"""Inputs by which a library also multiplies more than so many rows faster, if programs are few."""
+_PROGRAMS, _FEWEST_PROGRAMS = 64, 48
+"""Programs of a product that are enough, and those it does with where it cannot have more parts."""
+
+
+def tiling(
+    rows: int, outputs: int, inputs: int, most_parts: int = 1, *, gated: bool = False
+) -> Tiling | None:
+    """The cut for a product; None where a library's does as well.
+
+    Args:
+        rows: of the step.
+        outputs: of the matrix, or of the gate's half of it.
+        inputs: of the matrix.
+        most_parts: into which the inputs may be cut.
+        gated: whether a program has the tiles of a gate and of an up.
+    """
+    if rows > 128:
+        return None
+    tile = max(16, triton.next_power_of_2(rows))
+    if tile > 64 and most_parts == 1:
+        return None
+    if tile > _ROWS_OF_LARGE:
+        few = most_parts == 1 and inputs > _LONG and outputs < 32 * _PROGRAMS
+        if few or outputs * inputs * (2 if gated else 1) > _LARGE:
+            return None
+    stages = 3 if tile > (32 if gated else 64) else 5
+    for tile_outputs in (64, 32, 16):
+        for parts in (1, 2, 4):
+            cut = Tiling(tile, tile_outputs, 128, min(parts, most_parts), stages=stages)
+            programs = outputs // tile_outputs * cut.parts
+            # More are wanted only where they need not see other inputs.
+            enough = _PROGRAMS if cut.parts < most_parts else _FEWEST_PROGRAMS
+            if programs >= enough and cut.fits(outputs, inputs):
+                return cut
+    return None
+
+
+class Linear(NamedTuple):
+    """A matrix by which rows are multiplied."""
+
+    weight: torch.Tensor
+    """``[outputs, inputs]``, contiguous."""
+    bias: torch.Tensor | None = None
+    """``[outputs]``."""
+
+
+class Norm(NamedTuple):
+    """Root mean square normalization."""
+
+    weight: torch.Tensor
+    """``[width]``."""
+    epsilon: float
+
+
+class Heads(NamedTuple):
+    """The heads of an attention layer, and where their keys and values go."""
+
+    queries: int
+    """Heads of queries."""
+    query_norm: Norm | None
+    """Of each head of queries; with it comes the other one."""
+    key_norm: Norm | None
+    """Of each head of keys."""
+    rotations: torch.Tensor
+    """``[positions, dim]`` float32: cosines, then sines, half of the dimensions each."""
+    halves: bool
+    """Whether a dimension turns with the one half a head away (NeoX), not with its neighbour."""
+    keys: torch.Tensor
+    """``[slots, kv_heads, dim]``, heads contiguous."""
+    values: torch.Tensor
+    """``[slots, kv_heads, dim]``, heads contiguous."""
+
+
+class Scale(NamedTuple):
+    """Rows that a product was made of as they were: it is divided by their root mean square."""
+
+    rows: torch.Tensor
+    """``[rows, width]``, width contiguous."""
+    epsilon: float
+
+
+def linear(rows: torch.Tensor, matrix: Linear, tiling: Tiling) -> torch.Tensor:
+    """Products, or parts whose sums they are. Can be captured.
+
+    Args:
+        rows: ``[rows, inputs]``, inputs contiguous.
+        matrix: Of the rows' type; has no bias if it is cut into parts.
+        tiling: Fits the matrix.
+
+    Returns:
+        ``[1, rows, outputs]`` of the rows' type, or ``[parts, rows, outputs]`` float32.
+    """
+    dtype = rows.dtype if tiling.parts == 1 else torch.float32
+    out = rows.new_empty(tiling.parts, len(rows), len(matrix.weight), dtype=dtype)
+    _launch(rows, matrix, out, tiling, gated=False)
+    return out
+
+
+def gated(rows: torch.Tensor, matrix: Linear, tiling: Tiling) -> torch.Tensor:
+    """``silu(gate) * up`` of an MLP. Can be captured.
+
+    Args:
+        rows: ``[rows, inputs]``, inputs contiguous.
+        matrix: Those of all gates, then those of all ups; of the rows' type.
+        tiling: Fits half of the matrix, in one part.
+
+    Returns:
+        ``[rows, outputs / 2]`` of the rows' type.
+    """
+    out = rows.new_empty(len(rows), len(matrix.weight) // 2)
+    _launch(rows, matrix, out, tiling, gated=True)
+    return out
+
+
+def _launch(
+    rows: torch.Tensor, matrix: Linear, out: torch.Tensor, tiling: Tiling, gated: bool
+) -> None:
+    outputs, inputs = out.shape[-1], rows.shape[-1]
+    tiles = outputs // tiling.outputs
+    part_inputs = inputs // tiling.parts
+    # Of each row that a program multiplies by.
+    ahead = _PREFETCHED_BYTES // (len(matrix.weight) * tiling.parts)
+    ahead = min(part_inputs * rows.itemsize, triton.cdiv(ahead, 128) * 128)
+    _linear[(tiles, triton.cdiv(len(rows), tiling.rows), tiling.parts)](
+        rows, matrix.weight, matrix.bias, out, len(rows), rows.stride(0), outputs, inputs,
+        part_inputs, ahead,
+        ROWS=tiling.rows, OUTPUTS=tiling.outputs, INPUTS=tiling.inputs, GATED=gated,
+        num_warps=tiling.warps, num_stages=tiling.stages, **chained(rows.device),
+    )  # fmt: skip
+
+
+def gate(rows: torch.Tensor, scale: Scale | None = None) -> torch.Tensor:
+    """``silu(gate) * up`` of an MLP's product. Can be captured.
+
+    Args:
+        rows: ``[rows, 2 * outputs]``: gates, then ups.
+        scale: What they have still to be divided by.
+
+    Returns:
+        ``[rows, outputs]``.
+    """
+    out = rows.new_empty(len(rows), rows.shape[1] // 2)
+    grid = (len(rows), triton.cdiv(out.shape[1], _GATE_BLOCK.value))
+    _gate[grid](rows, out, out.shape[1], **_scaling(rows, scale), **chained(rows.device))
+    return out
+
+
+def _scaling(rows: torch.Tensor, scale: Scale | None) -> dict[str, Any]:
+    """What a kernel hears of a scale."""
+    given, epsilon = (rows, 0.0) if scale is None else scale
+    width = given.shape[1]
+    return {
+        "given": given,
+        "given_stride": given.stride(0),
+        "width": width,
+        "epsilon": epsilon,
+        "WIDTH_BLOCK": 0 if scale is None else triton.next_power_of_2(width),
+    }
+
+
+def add_norm(
+    parts: torch.Tensor, residual: torch.Tensor | None, norm: Norm
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Adds what a layer gives to what it was given, and normalizes the sum. Can be captured.
+
+    Args:
+        parts: ``[parts, rows, width]``, whose sum is added.
+        residual: ``[rows, width]``, overwritten by the sum; None where there is nothing yet.
+        norm: Of the residual's type.
+
+    Returns:
+        ``[rows, width]`` normalized sums, and the sums.
+    """
+    count, rows, width = parts.shape
+    total = residual
+    if total is None:
+        total = norm.weight.new_empty(rows, width)
+    out = torch.empty_like(total)
+    block = triton.next_power_of_2(width)
+    _add_norm[(rows,)](
+        parts, total, norm.weight, out, rows, width, norm.epsilon,
+        PARTS=count, ADDS=residual is not None, BLOCK=block,
+        num_warps=max(4, min(16, block // 512)), **chained(parts.device),
+    )  # fmt: skip
+    return out, total
+
+
+def prepare(
+    rows: torch.Tensor,
+    heads: Heads,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    *,
+    scale: Scale | None = None,
+    apart: bool = False,
+) -> torch.Tensor:
+    """Normalizes and turns queries and keys, and stores keys and values. Can be captured.
+
+    Args:
+        rows: ``[rows, heads]``: queries, keys and values of each row.
+        heads: What they are and where they go.
+        positions: ``[rows]`` int64.
+        slots: ``[rows]`` int64: where the keys and values of a row go.
+        scale: What queries, keys and values have still to be divided by.
+        apart: Whether the queries get storage of their own, without gaps.
+
+    Returns:
+        ``[rows, queries, dim]`` queries, else a view of the rows, which are overwritten.
+    """
+    kv_heads, dim = heads.keys.shape[1:]
+    width = heads.queries * dim
+    out = rows.new_empty(len(rows), width) if apart else rows[:, :width]
+    norms = (heads.query_norm, heads.key_norm)
+    weights = [rows if norm is None else norm.weight for norm in norms]
+    epsilons = [0.0 if norm is None else norm.epsilon for norm in norms]
+    grid = (len(rows), triton.cdiv(heads.queries + kv_heads, _HEADS))
+    _prepare[grid](
+        rows, out, *weights, *epsilons, heads.rotations, positions, slots, heads.keys, heads.values,
+        rows.stride(0), out.stride(0), heads.rotations.stride(0), heads.keys.stride(0),
+        heads.values.stride(0),
+        QUERIES=heads.queries, KV_HEADS=kv_heads, DIM=dim, HEADS=_HEADS,
+        HALF_BLOCK=triton.next_power_of_2(dim // 2), HALVES=heads.halves,
+        NORMED=heads.query_norm is not None, num_warps=4,
+        **_scaling(rows, scale), **chained(rows.device),
+    )  # fmt: skip
+    return out.view(len(rows), heads.queries, dim)
+
+
+@triton.jit
+def _prefetch(rows, row_bytes):  # type: ignore[no-untyped-def]
+    """Has the second-level cache load rows of a matrix; harmless where it does not."""
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
+        "=r,l,r",
+        [rows, row_bytes],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit(do_not_specialize=["row_count"])  # type: ignore[untyped-decorator]
+def _linear(  # type: ignore[no-untyped-def]
+    rows, weight, bias, out, row_count, row_stride, outputs, inputs, part_inputs, ahead_bytes,
+    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, GATED: tl.constexpr,
+    CHAINED: tl.constexpr,
+):  # fmt: skip
+    """A tile of the transposed product: there are more outputs than rows."""
+    units = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    part = tl.program_id(2)
+    first = part * part_inputs
+    own = weight + units.to(tl.int64) * inputs + first
+    ups = own + outputs.to(tl.int64) * inputs
+    if CHAINED:
+        # Weights do not depend on the kernel before.
+        _prefetch(own, ahead_bytes)
+        if GATED:
+            _prefetch(ups, ahead_bytes)
+        follow()
+    numbers = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    inside = numbers < row_count
+    lanes = tl.arange(0, INPUTS)
+    x_columns = rows + numbers[None, :].to(tl.int64) * row_stride + first + lanes[:, None]
+    sums = tl.zeros([OUTPUTS, ROWS], tl.float32)
+    up_sums = tl.zeros([OUTPUTS, ROWS], tl.float32)
+    for at in range(0, part_inputs, INPUTS):
+        x = tl.load(x_columns + at, mask=inside[None, :], other=0.0)
+        w = tl.load(own[:, None] + at + lanes[None, :])
+        sums = tl.dot(w, x, sums, input_precision="ieee")
+        if GATED:
+            w = tl.load(ups[:, None] + at + lanes[None, :])
+            up_sums = tl.dot(w, x, up_sums, input_precision="ieee")
+    if bias is not None:
+        sums += tl.load(bias + units).to(tl.float32)[:, None]
+    if GATED:
+        # Rounded as the product of all gates and ups would be.
+        gate = sums.to(rows.dtype.element_ty).to(tl.float32)
+        up = up_sums.to(rows.dtype.element_ty).to(tl.float32)
+        sums = _silu(gate, up)
+    row = part.to(tl.int64) * row_count + numbers[None, :]
+    tl.store(out + row * outputs + units[:, None], sums, mask=inside[None, :])
+
+
+@triton.jit
+def _silu(gate, up):  # type: ignore[no-untyped-def]
+    return gate / (1.0 + tl.exp(-gate)) * up
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _spread(given, given_stride, row, width, epsilon, WIDTH_BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """One by the root mean square of a row."""
+    lanes = tl.arange(0, WIDTH_BLOCK)
+    x = tl.load(given + row * given_stride + lanes, mask=lanes < width, other=0.0).to(tl.float32)
+    return tl.rsqrt(tl.sum(x * x, 0) / width + epsilon)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _gate(  # type: ignore[no-untyped-def]
+    rows, out, outputs, given, given_stride, width, epsilon,
+    WIDTH_BLOCK: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    if CHAINED:
+        follow()
+    row = tl.program_id(0).to(tl.int64)
+    units = tl.program_id(1) * _GATE_BLOCK + tl.arange(0, _GATE_BLOCK)
+    inside = units < outputs
+    place = rows + 2 * row * outputs + units
+    gate = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(place + outputs, mask=inside, other=0.0).to(tl.float32)
+    if WIDTH_BLOCK > 0:
+        spread = _spread(given, given_stride, row, width, epsilon, WIDTH_BLOCK)
+        gate *= spread
+        up *= spread
+    tl.store(out + row * outputs + units, _silu(gate, up), mask=inside)
+
+
+@triton.jit(do_not_specialize=["row_count"])  # type: ignore[untyped-decorator]
+def _add_norm(  # type: ignore[no-untyped-def]
+    parts, residual, weight, out, row_count, width, epsilon,
+    PARTS: tl.constexpr, ADDS: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    lanes = tl.arange(0, BLOCK)
+    inside = lanes < width
+    scale = tl.load(weight + lanes, mask=inside, other=0.0).to(tl.float32)
+    place = tl.program_id(0).to(tl.int64) * width + lanes
+    total = tl.zeros([BLOCK], tl.float32)
+    if ADDS:
+        # The kernel in front makes the parts, and does not know this.
+        total = tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)
+    if CHAINED:
+        follow()
+    added = tl.zeros([BLOCK], tl.float32)
+    for part in tl.static_range(PARTS):
+        before = tl.cast(part, tl.int64) * row_count * width
+        added += tl.load(parts + before + place, mask=inside, other=0.0).to(tl.float32)
+    total = added + total
+    tl.store(residual + place, total, mask=inside)
+    spread = tl.rsqrt(tl.sum(total * total, 0) / width + epsilon)
+    tl.store(out + place, total * spread * scale, mask=inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _prepare(  # type: ignore[no-untyped-def]
+    rows, out, query_weight, key_weight, query_epsilon, key_epsilon, rotations, positions, slots,
+    keys, values, row_stride, out_stride, rotation_stride, key_stride, value_stride,
+    QUERIES: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HEADS: tl.constexpr,
+    HALF_BLOCK: tl.constexpr, HALVES: tl.constexpr, NORMED: tl.constexpr,
+    given, given_stride, width, epsilon, WIDTH_BLOCK: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    """Some heads of queries and keys of a row, and the values beside these keys."""
+    HALF: tl.constexpr = DIM // 2
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
+    is_key = (head >= QUERIES) & (head < QUERIES + KV_HEADS)
+    pair = tl.arange(0, HALF_BLOCK)
+    in_half = pair < HALF
+    first = pair
+    second = pair + HALF
+    if not HALVES:
+        first = 2 * pair
+        second = 2 * pair + 1
+    # Behind a kernel that lets nobody start early nothing must wait for the position.
+    if CHAINED and WIDTH_BLOCK > 0:
+        follow()
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + row).to(tl.int64)
+    turn = rotations + tl.load(positions + row).to(tl.int64) * rotation_stride + pair
+    cosine = tl.load(turn, mask=in_half, other=0.0)[None, :].to(tl.float32)
+    sine = tl.load(turn + HALF, mask=in_half, other=0.0)[None, :].to(tl.float32)
+    if CHAINED and WIDTH_BLOCK == 0:
+        # Of what is above the kernel in front writes nothing.
+        follow()
+    place = rows + row * row_stride + head * DIM
+    known = (head < QUERIES + KV_HEADS) & in_half[None, :]
+    x = tl.load(place + first[None, :], mask=known, other=0.0).to(tl.float32)
+    y = tl.load(place + second[None, :], mask=known, other=0.0).to(tl.float32)
+    scale = 1.0
+    if WIDTH_BLOCK > 0:
+        scale = _spread(given, given_stride, row, width, epsilon, WIDTH_BLOCK)
+        x *= scale
+        y *= scale
+    if NORMED:
+        squares = tl.sum(x * x + y * y, 1)[:, None]
+        spread = tl.rsqrt(squares / DIM + tl.where(is_key, key_epsilon, query_epsilon))
+        x = x * spread * _head_weights(query_weight, key_weight, first, in_half, is_key)
+        y = y * spread * _head_weights(query_weight, key_weight, second, in_half, is_key)
+        # Rounded as a kernel of its own would do.
+        x = x.to(rows.dtype.element_ty).to(tl.float32)
+        y = y.to(rows.dtype.element_ty).to(tl.float32)
+    turned_x = x * cosine - y * sine
+    turned_y = y * cosine + x * sine
+    is_query = (head < QUERIES) & in_half[None, :]
+    query = out + row * out_stride + head * DIM
+    tl.store(query + first[None, :], turned_x, mask=is_query)
+    tl.store(query + second[None, :], turned_y, mask=is_query)
+    stored = is_key & in_half[None, :]
+    key = keys + slot * key_stride + (head - QUERIES) * DIM
+    tl.store(key + first[None, :], turned_x, mask=stored)
+    tl.store(key + second[None, :], turned_y, mask=stored)
+    own_value = place + KV_HEADS * DIM + pair[None, :]
+    value = values + slot * value_stride + (head - QUERIES) * DIM + pair[None, :]
+    tl.store(value, tl.load(own_value, mask=stored) * scale, mask=stored)
+    tl.store(value + HALF, tl.load(own_value + HALF, mask=stored) * scale, mask=stored)
+
+
+@triton.jit
+def _head_weights(query_weight, key_weight, dims, inside, is_key):  # type: ignore[no-untyped-def]
+    of_query = tl.load(query_weight + dims, mask=inside, other=0.0).to(tl.float32)
+    of_key = tl.load(key_weight + dims, mask=inside, other=0.0).to(tl.float32)
+    return tl.where(is_key, of_key[None, :], of_query[None, :])

@@ -1,0 +1,341 @@
+"""GPU kernels of decode attention over pages: each row attends to its own KV.
+
+A program looks at its share of the step's blocks (`paged_shares.py`). A row that it has alone it
+finishes; of the others it leaves a part, and one program merges those (`paged_parts.py`). So a
+row's result depends on how it is cut, and its last bits may depend on the other rows.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from pie_driver_sglang.kernels.chained import chained, follow
+from pie_driver_sglang.kernels.masked_torch import Rule
+from pie_driver_sglang.kernels.paged_parts import LOG2E, leave, room, rows_of, settle
+from pie_driver_sglang.kernels.paged_shares import Rows, Shares, seen_from
+
+_MOST_PAGES = 8
+"""Pages of a block that are looked up one by one; smaller ones come as a vector of slots."""
+
+
+def attend(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    out: torch.Tensor,
+    rows: Rows,
+    shares: Shares,
+    rule: Rule,
+    page_size: int,
+    value_scale: float = 1.0,
+) -> None:
+    """Attends with every row; one that sees nothing gives zeros. Can be captured.
+
+    Sums are float32, factors of products have the type of the queries.
+
+    Args:
+        queries: ``[rows, heads, dim]``, heads contiguous.
+        keys: ``[slots, kv_heads, dim]`` of any float type; each serves the same number of
+            neighbouring heads.
+        values: ``[slots, kv_heads, value_dim]``.
+        out: ``[rows, heads, value_dim]``, heads contiguous, written.
+        rows: the step.
+        shares: of this step, for this layer's `kv_heads` and window.
+        rule: the layer, but for its window; the scale includes that of stored keys.
+        page_size: tokens of a page.
+        value_scale: what stored values are to be multiplied with.
+    """
+    row_count, _, dim = queries.shape
+    _, kv_heads, value_dim = values.shape
+    how, tile, programs = shares.cut.tuning, shares.cut.tile, shares.stretches.shape[1]
+    groups = None if shares.cut.windowed else rows.prefixes
+    parts, sums = room(2 * programs * tile, queries, value_dim)
+    # What rows of groups have seen together, and alone.
+    halves = room(0 if groups is None else 2 * row_count, queries, value_dim)
+    sinks = out if rule.sinks is None else rule.sinks
+    # Scores are exponents of two; where capped, cap * tanh(score / cap).
+    scale, cap = rule.scale * LOG2E.value, 0.0
+    if rule.cap:
+        scale, cap = rule.scale / rule.cap, rule.cap * LOG2E.value
+    _attend[(kv_heads, programs)](
+        queries, keys, values, out, rows.table, out if groups is None else groups.order,
+        *shares[1:], parts, sums, *halves, sinks,
+        scale, value_scale, cap, shares.cut.window, row_count, shares.tiles.shape[1],
+        queries.stride(0), keys.stride(0), keys.stride(1), values.stride(0), values.stride(1),
+        out.stride(0), rows.table.stride(0),
+        GROUP=shares.cut.group, DIM=dim, VALUE_DIM=value_dim,
+        PAGE=page_size, PAGES=_pages(how.block, page_size), BLOCK=how.block,
+        GROUP_BLOCK=shares.cut.queries, HEAD_BLOCK=triton.next_power_of_2(shares.cut.group),
+        DIM_BLOCK=max(16, triton.next_power_of_2(dim)),
+        VALUE_BLOCK=max(16, triton.next_power_of_2(value_dim)),
+        CAPPED=rule.cap > 0, WINDOWED=shares.cut.windowed, SINKS=rule.sinks is not None,
+        GROUPED=groups is not None, TILE=tile,
+        num_warps=how.warps, num_stages=how.stages, **chained(queries.device),
+    )  # fmt: skip
+
+
+def _pages(block: int, page_size: int) -> int:
+    """Pages that a block consists of or lies in; 0 where each token is looked up."""
+    if page_size % block == 0:
+        return 1
+    pages, rest = divmod(block, page_size)
+    return pages if not rest and pages <= _MOST_PAGES else 0
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _look_up(  # type: ignore[no-untyped-def]
+    slots, token, end, PAGE: tl.constexpr, PAGES: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Where the block at `token` is stored: first slots of its pages, or slots of its tokens."""
+    found = ()
+    if PAGES == 0:
+        index = token + tl.arange(0, BLOCK)
+        found = (tl.load(slots + index, mask=index < end, other=0),)  # type: ignore[assignment]
+    for page in tl.static_range(PAGES):
+        index = token + page * PAGE
+        start = tl.load(slots + index, mask=index < end, other=0)
+        found = found + (start,)  # type: ignore[assignment]  # noqa: RUF005
+    return found
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _slots(  # type: ignore[no-untyped-def]
+    found, PAGE: tl.constexpr, PAGES: tl.constexpr, BLOCK: tl.constexpr
+):
+    """``[BLOCK]`` int64 slots of a block that was looked up."""
+    slots = found[0]
+    lanes = tl.arange(0, BLOCK)
+    if PAGES > 0:
+        slots = found[0] + lanes
+    for page in tl.static_range(1, PAGES):
+        slots = tl.where(lanes >= page * PAGE, found[page] + lanes - page * PAGE, slots)
+    return slots.to(tl.int64)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _attend_span(  # type: ignore[no-untyped-def]
+    q, head_keys, head_values, slots_row, found, first_token, end_token, first_seen, kv_lens,
+    scale, cap, window, key_slot_stride, value_slot_stride,
+    DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    PAGE: tl.constexpr, PAGES: tl.constexpr, BLOCK: tl.constexpr,
+    GROUP_BLOCK: tl.constexpr, DIM_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr,
+    CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
+):  # fmt: skip
+    """Whole blocks of rows: weighted values, the largest score, and the sum of the weights.
+
+    Scores are exponents of two, weights those of scores above the largest. Of each row of `q` the
+    KV is what `kv_lens` says, ``[GROUP_BLOCK]``.
+    """
+    lanes = tl.arange(0, BLOCK)
+    dims = tl.arange(0, DIM_BLOCK)
+    value_dims = tl.arange(0, VALUE_BLOCK)
+    best = tl.full([GROUP_BLOCK], float("-inf"), tl.float32)
+    # Summed over the lanes at the end, for sums over lanes make warps wait for each other.
+    totals = tl.zeros([GROUP_BLOCK, BLOCK], tl.float32)
+    mixed = tl.zeros([GROUP_BLOCK, VALUE_BLOCK], tl.float32)
+    for token in tl.range(first_token, end_token, BLOCK):
+        slots = _slots(found, PAGE, PAGES, BLOCK)
+        # One turn ahead: the address of KV must not wait for it.
+        found = _look_up(slots_row, token + BLOCK, end_token, PAGE, PAGES, BLOCK)
+        # Storage that the row does not see may hold anything, even what is no number.
+        seen = token + lanes < end_token
+        if WINDOWED:
+            seen = seen & (token + lanes >= first_seen)
+        k = tl.load(
+            head_keys + slots[None, :] * key_slot_stride + dims[:, None],
+            mask=seen[None, :] & (dims[:, None] < DIM),
+            other=0.0,
+        )
+        v = tl.load(
+            head_values + slots[:, None] * value_slot_stride + value_dims[None, :],
+            mask=seen[:, None] & (value_dims[None, :] < VALUE_DIM),
+            other=0.0,
+        )
+        scores = tl.dot(q, k.to(q.dtype), input_precision="ieee") * scale
+        if CAPPED:
+            # tanh(x) = 2 sigmoid(2 x) - 1
+            scores = cap * (2.0 * tl.sigmoid(2.0 * scores) - 1.0)
+        own = token + lanes[None, :] < kv_lens[:, None]
+        if WINDOWED:
+            own = own & (token + lanes[None, :] >= kv_lens[:, None] - 1 - window)
+        scores = tl.where(own, scores, float("-inf"))
+        largest = tl.maximum(best, tl.max(scores, 1))
+        # Of a row that has seen nothing yet all weights are 0.
+        level = tl.where(largest == float("-inf"), 0.0, largest)
+        shrink = tl.exp2(best - level)
+        weights = tl.exp2(scores - level[:, None])
+        totals = totals * shrink[:, None] + weights
+        mixed = mixed * shrink[:, None]
+        mixed += tl.dot(weights.to(q.dtype), v.to(q.dtype), input_precision="ieee")
+        best = largest
+    return mixed, best, tl.sum(totals, 1)
+
+
+@triton.jit(do_not_specialize=["row_count", "most", "window"])  # type: ignore[untyped-decorator]
+def _attend(  # type: ignore[no-untyped-def]
+    queries, keys, values, out, table, order, totals, tiles, stretches, arrived, met,
+    parts, sums, halves, half_sums, sinks,
+    scale, value_scale, cap, window, row_count, most,
+    query_stride, key_slot_stride, key_head_stride, value_slot_stride, value_head_stride,
+    out_stride, table_stride,
+    GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    PAGE: tl.constexpr, PAGES: tl.constexpr, BLOCK: tl.constexpr,
+    GROUP_BLOCK: tl.constexpr, HEAD_BLOCK: tl.constexpr, DIM_BLOCK: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr, SINKS: tl.constexpr,
+    GROUPED: tl.constexpr, TILE: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    """A program's share of the blocks, with the heads of one KV head.
+
+    Shares and the block table are read before the kernel in front has ended: it wrote neither. By
+    them its first block is asked for.
+    """
+    kv_head = tl.program_id(0)
+    program = tl.program_id(1)
+    share = tl.load(totals)
+    block = program * share
+    stop = tl.minimum(block + share, tl.load(totals + 1))
+    tile_count = tl.load(totals + 2)
+    start = tl.load(stretches + program)
+    until = tl.load(stretches + tl.num_programs(1) + program)
+    begin = tl.load(tiles + 2 * most + start - 1, mask=start > 0, other=0)
+    row, ahead, end, kv_len, slots, elsewhere = _tile(
+        tiles, start, tile_count, most, table, table_stride, GROUPED
+    )
+    following = _tile(tiles, start + 1, tile_count, most, table, table_stride, GROUPED)
+    seen = _span(
+        block, tl.minimum(end, stop), begin, ahead, kv_len, elsewhere, window, BLOCK, WINDOWED,
+        GROUPED,
+    )  # fmt: skip
+    found = _look_up(slots, seen[0], seen[1], PAGE, PAGES, BLOCK)
+    group = tl.arange(0, GROUP_BLOCK)
+    # The heads of the first row of the tile, then those of the second one.
+    number = group // GROUP
+    heads = kv_head * GROUP + group % GROUP
+    own_queries = queries + heads * DIM
+    first_rows = rows_of(order, row, ahead, number, elsewhere, GROUPED)
+    if CHAINED:
+        first_slots = _slots(found, PAGE, PAGES, BLOCK)
+        _ask(keys + kv_head * key_head_stride, first_slots, key_slot_stride, DIM, DIM_BLOCK)
+        _ask(
+            values + kv_head * value_head_stride, first_slots, value_slot_stride, VALUE_DIM,
+            VALUE_BLOCK,
+        )  # fmt: skip
+        follow()
+    q = _load_queries(own_queries, first_rows, number <= ahead, query_stride, DIM, DIM_BLOCK)
+    for tile in range(start, until):
+        last = tl.minimum(end, stop)
+        # What the next tiles need is on its way while this one's KV is looked at.
+        next_row, next_ahead, next_end, next_kv_len, next_slots, next_elsewhere = following
+        following = _tile(tiles, tile + 2, tile_count, most, table, table_stride, GROUPED)
+        next_seen = _span(
+            last, tl.minimum(next_end, stop), end, next_ahead, next_kv_len, next_elsewhere, window,
+            BLOCK, WINDOWED, GROUPED,
+        )  # fmt: skip
+        next_found = _look_up(next_slots, next_seen[0], next_seen[1], PAGE, PAGES, BLOCK)
+        next_rows = rows_of(order, next_row, next_ahead, number, next_elsewhere, GROUPED)
+        next_q = _load_queries(
+            own_queries, next_rows, number <= next_ahead, query_stride, DIM, DIM_BLOCK
+        )
+        # What the rows of a group see together all of them see to its end.
+        kv_lens = kv_len - ahead + number
+        if GROUPED:
+            kv_lens = tl.where(elsewhere < 0, kv_len, kv_lens)
+        mixed, best, total = _attend_span(
+            q, keys + kv_head * key_head_stride, values + kv_head * value_head_stride,
+            slots, found, seen[0], seen[1], seen_from(kv_len - ahead, window, WINDOWED),
+            kv_lens, scale, cap, window, key_slot_stride, value_slot_stride,
+            DIM, VALUE_DIM, PAGE, PAGES, BLOCK, GROUP_BLOCK, DIM_BLOCK, VALUE_BLOCK,
+            CAPPED, WINDOWED,
+        )  # fmt: skip
+        mixed = mixed * value_scale
+        asks = number <= ahead
+        first, final = begin // share, (end - 1) // share
+        if first == final:
+            rows = rows_of(order, row, ahead, number, elsewhere, GROUPED)
+            settle(
+                mixed, best, total, rows, heads, asks, out, out_stride,
+                halves, half_sums, met, row_count, elsewhere, sinks,
+                GROUP, VALUE_DIM, VALUE_BLOCK, SINKS, GROUPED,
+            )  # fmt: skip
+        else:
+            leave(
+                mixed, best, total, out, parts, sums, sinks, arrived, program, first, final,
+                order, row, ahead, number, kv_head, out_stride,
+                halves, half_sums, met, row_count, elsewhere,
+                GROUP, VALUE_DIM, GROUP_BLOCK, HEAD_BLOCK, VALUE_BLOCK, SINKS, GROUPED, TILE,
+            )  # fmt: skip
+        block = last
+        begin = end
+        row, ahead, end, kv_len, slots = next_row, next_ahead, next_end, next_kv_len, next_slots
+        elsewhere = next_elsewhere
+        seen = next_seen
+        found = next_found
+        q = next_q
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _ask(  # type: ignore[no-untyped-def]
+    storage, slots, slot_stride, WIDTH: tl.constexpr, WIDTH_BLOCK: tl.constexpr
+):
+    """Has the second-level cache load a block. What is stored there later is stored in it, too."""
+    LINE: tl.constexpr = 1024 // storage.dtype.element_ty.primitive_bitwidth
+    LINES: tl.constexpr = max(1, WIDTH_BLOCK // LINE)
+    line = tl.minimum(tl.arange(0, LINES) * LINE, WIDTH - 1)
+    places = storage + slots[:, None] * slot_stride + line[None, :]
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "=r,l",
+        [places],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _tile(  # type: ignore[no-untyped-def]
+    tiles, tile, tile_count, most, table, table_stride, GROUPED: tl.constexpr
+):
+    """A tile's last row, rows in front of it, its end, KV, slots and what is seen elsewhere.
+
+    Nothing behind the last.
+    """
+    place = tiles + tile
+    known = tile < tile_count
+    row = tl.load(place, mask=known, other=0)
+    ahead = tl.load(place + most, mask=known, other=0)
+    end = tl.load(place + 2 * most, mask=known, other=0)
+    kv_len = tl.load(place + 3 * most, mask=known, other=0)
+    table_row = tl.load(place + 4 * most, mask=known, other=0).to(tl.int64)
+    elsewhere = 0
+    if GROUPED:
+        elsewhere = tl.load(place + 5 * most, mask=known, other=0)
+    return row, ahead, end, kv_len, table + table_row * table_stride, elsewhere
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _load_queries(  # type: ignore[no-untyped-def]
+    own_queries, rows, asks, query_stride, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr
+):
+    """Those of a tile's rows: ``[GROUP_BLOCK, DIM_BLOCK]``."""
+    dims = tl.arange(0, DIM_BLOCK)
+    return tl.load(
+        (own_queries + rows * query_stride)[:, None] + dims[None, :],
+        mask=asks[:, None] & (dims[None, :] < DIM),
+        other=0.0,
+    )
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _span(  # type: ignore[no-untyped-def]
+    block, last, begin, ahead, kv_len, elsewhere, window, BLOCK: tl.constexpr,
+    WINDOWED: tl.constexpr, GROUPED: tl.constexpr,
+):  # fmt: skip
+    """The first token of a tile's blocks up to `last`, and the end of those that one row sees."""
+    unseen = seen_from(kv_len - ahead, window, WINDOWED)
+    if GROUPED:
+        unseen = tl.maximum(elsewhere, 0)
+    skipped = unseen // BLOCK - begin
+    return (block + skipped) * BLOCK, tl.minimum((last + skipped) * BLOCK, kv_len)

@@ -1,0 +1,565 @@
+"""Sampling on a GPU without sorting, and what else a captured step needs of kernels.
+
+Computes what :mod:`pie_driver_sglang.sampling.groups` computes, from logits as the model gives them (bf16
+logits are not widened in memory), one program for each row. Top-k and top-p keep all logits above
+some value and, of those equal to it, the ones with the lowest ids; bisecting the bits of the logits
+finds that value exactly. A row's arithmetic has one order, whatever else is in the batch.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from pie_driver_sglang.kernels.chained import chained, follow
+from pie_driver_sglang.sampling.groups import SlotParams
+
+_BLOCK = tl.constexpr(8192)
+_SURVEY_WARPS = 8
+_ROW_WARPS = 16
+_MASK_BLOCK = tl.constexpr(2048)
+_MASK_PROGRAMS = 8
+"""Programs of a row."""
+_FETCH_BLOCK = tl.constexpr(4096)
+_PUBLISH_BLOCK = tl.constexpr(256)
+_UPDATE_BLOCK = tl.constexpr(64)
+
+
+def sample(logits: torch.Tensor, params: SlotParams) -> torch.Tensor:
+    """Samples as :func:`pie_driver_sglang.sampling.groups.sample_rows` does, up to rounding.
+
+    Args:
+        logits: ``[rows, vocabulary]`` bfloat16, float16 or float32.
+        params: ``[rows]`` parameters.
+
+    Returns:
+        ``[rows]`` int64 token ids; the vocabulary's size where the logits are no numbers.
+    """
+    tokens = logits.new_empty(len(logits), dtype=torch.int64)
+    if len(logits):
+        step = torch.zeros(1, dtype=torch.int32, device=logits.device)
+        sample_step(logits, params, tokens, step)
+    return tokens
+
+
+def sample_step(
+    logits: torch.Tensor,
+    params: SlotParams,
+    results: torch.Tensor,
+    step: torch.Tensor,
+    softcap: float | None = None,
+) -> None:
+    """Samples each row and writes ``step << 32 | token`` at once; can be captured.
+
+    Args:
+        logits: ``[rows, vocabulary]`` bfloat16, float16 or float32, at least one row.
+        params: ``[rows]`` parameters; a temperature of 0 takes the arg-max, one below 0 samples
+            nothing.
+        results: ``[rows]`` int64, may be pinned memory of the host. The token is the vocabulary's
+            size where the logits are no numbers.
+        step: ``[1]`` int32.
+        softcap: Limit of the logits' size by ``cap * tanh(logit / cap)``.
+    """
+    rows, vocab = logits.shape
+    parts = triton.cdiv(vocab, _BLOCK.value)
+    tops, masses = (logits.new_empty(rows, parts, dtype=torch.float32) for _ in range(2))
+    ids = logits.new_empty(rows, parts, dtype=torch.int32)
+    params = SlotParams(*(field.contiguous() for field in params))
+    how = {"CAPPED": softcap is not None, **chained(logits.device)}
+    _survey[(rows, parts)](
+        logits, logits.stride(0), vocab, params.temperatures, tops, ids, masses, softcap or 0.0,
+        **how, num_warps=_SURVEY_WARPS,
+    )  # fmt: skip
+    _sample_rows[(rows,)](
+        logits, logits.stride(0), vocab, tops, ids, masses, parts, *params,
+        results, step, softcap or 0.0,
+        PARTS=triton.next_power_of_2(parts),
+        # The lower half of a widened bfloat16 holds no information.
+        SHIFT=16 if logits.dtype == torch.bfloat16 else 0,
+        **how, num_warps=_ROW_WARPS,
+    )  # fmt: skip
+
+
+def apply_masks(logits: torch.Tensor, slot_masks: torch.Tensor, words: torch.Tensor) -> None:
+    """Forbids as :func:`pie_driver_sglang.sampling.groups.apply_masks` does, logits of any type."""
+    slots, vocab = logits.shape
+    # Few masks are the rule, and every program takes time.
+    grid = (slots, min(_MASK_PROGRAMS, triton.cdiv(vocab, _MASK_BLOCK.value)))
+    _apply_masks[grid](logits, logits.stride(0), vocab, slot_masks, words)
+
+
+def fetch(source: torch.Tensor, target: torch.Tensor, count: torch.Tensor) -> None:
+    """Copies the first words; can be captured, for a kernel reads how many.
+
+    Args:
+        source: ``[words]`` int32, may be pinned memory of the host.
+        target: ``[words]`` int32.
+        count: ``[1]`` int32.
+    """
+    grid = (triton.cdiv(len(source), _FETCH_BLOCK.value),)
+    _fetch[grid](source, target, count)
+
+
+def publish(results: torch.Tensor, target: torch.Tensor) -> None:
+    """Writes results where the host reads them, each at once; can be captured.
+
+    Args:
+        results: ``[rows]`` int64.
+        target: ``[rows]`` int64, may be pinned memory of the host.
+    """
+    count = len(results)
+    grid = (triton.cdiv(count, _PUBLISH_BLOCK.value),)
+    _publish[grid](results, target, count)
+
+
+def update_table(
+    table: torch.Tensor, updates: torch.Tensor, further: torch.Tensor, count: torch.Tensor
+) -> None:
+    """Writes changed block-table entries; can be captured, for the kernel reads how many.
+
+    Args:
+        table: ``[entries, page]`` int32 storage slots.
+        updates: ``[most, 2]`` int64: entry, and first storage slot of the page that it now names.
+        further: ``[words]`` int32: those that `updates` has no room for, as pairs, from the first
+            word on.
+        count: ``[1]`` int32: how many there are in both.
+    """
+    most, page = len(updates), table.shape[1]
+    grid = (triton.cdiv(most, _UPDATE_BLOCK.value),)
+    size = triton.next_power_of_2(page)
+    _update_table[grid](table, page, updates, most, further, count, PAGE=size)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _survey(  # type: ignore[no-untyped-def]
+    logits, stride, vocab, temperatures, tops, ids, masses, cap,
+    CAPPED: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    """Of a block of a row: the largest logit, an id, and all weights, that logit's being 1.
+
+    The id is -1 if there is something that is no number; else the lowest one with that logit, if
+    the row takes the arg-max.
+    """
+    if CHAINED:
+        follow()
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    temperature = tl.load(temperatures + row)
+    if temperature < 0.0:
+        return
+    x = _load(logits + row * stride, part * _BLOCK, vocab)
+    top = tl.max(x, 0)
+    mass = 0.0
+    if (temperature > 0.0) & (tl.abs(top) < float("inf")):
+        scale = 1.4426950408889634 / temperature
+        # No number, if one of the logits is none.
+        mass = tl.sum(_weight(x, _capped(top, cap, CAPPED), scale, cap, CAPPED), 0)
+        found = tl.where(mass == mass, part * _BLOCK, -1)
+    else:
+        offsets = part * _BLOCK + tl.arange(0, _BLOCK)
+        at_top = tl.where((x == top) & (offsets < vocab), offsets, 0x7FFFFFFF)
+        found = tl.min(tl.where(x != x, -1, at_top), 0)
+    place = row * tl.num_programs(1) + part
+    tl.store(tops + place, top)
+    tl.store(ids + place, found)
+    tl.store(masses + place, mass)
+
+
+@triton.jit
+def _ordered(x):  # type: ignore[no-untyped-def]
+    """Integers in the order of the numbers."""
+    bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _load(base, first, vocab):  # type: ignore[no-untyped-def]
+    offsets = first + tl.arange(0, _BLOCK)
+    x = tl.load(base + offsets, mask=offsets < vocab, other=float("-inf"))
+    return x.to(tl.float32)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _weight(x, largest, scale, cap, CAPPED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The probability of a logit, as a multiple of the largest probability."""
+    # exp2 is exact at 0: the largest one has weight 1.
+    return tl.exp2((_capped(x, cap, CAPPED) - largest) * scale)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _capped(x, cap, CAPPED: tl.constexpr):  # type: ignore[no-untyped-def]
+    if CAPPED:
+        # tanh by the exponential of a negative number, which cannot overflow; -inf stays.
+        e = tl.exp(-2.0 * tl.abs(x) / cap)
+        capped = tl.where(x < 0, -cap, cap) * (1.0 - e) / (1.0 + e)
+        x = tl.where(x == float("-inf"), x, capped)
+    return x
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _sample_rows(  # type: ignore[no-untyped-def]
+    logits, stride, vocab, tops, ids, masses, parts,
+    temperatures, top_ks, top_ps, min_ps, uniforms, results, step, cap,
+    PARTS: tl.constexpr, CAPPED: tl.constexpr, SHIFT: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    if CHAINED:
+        follow()
+    row = tl.program_id(0).to(tl.int64)
+    temperature = tl.load(temperatures + row)
+    token = vocab
+    if temperature >= 0.0:
+        lanes = tl.arange(0, PARTS)
+        known = lanes < parts
+        top = tl.load(tops + row * parts + lanes, mask=known, other=float("-inf"))
+        at = tl.load(ids + row * parts + lanes, mask=known, other=0x7FFFFFFF)
+        largest = tl.max(top, 0)
+        token = tl.min(tl.where(known & (top == largest), at, 0x7FFFFFFF), 0)
+        token = tl.where(tl.min(at, 0) < 0, vocab, token)
+        if temperature > 0.0:
+            if tl.abs(largest) < float("inf"):
+                if token < vocab:
+                    base = logits + row * stride
+                    top_k = tl.load(top_ks + row)
+                    top_p = tl.load(top_ps + row)
+                    min_p = tl.load(min_ps + row)
+                    uniform = tl.load(uniforms + row)
+                    if (top_k >= vocab) & (top_p >= 1.0) & (min_p <= 0.0):
+                        mass = tl.load(masses + row * parts + lanes, mask=known, other=0.0)
+                        token = _draw_any(
+                            base, vocab, top, mass, largest, temperature, uniform, cap,
+                            PARTS, CAPPED,
+                        )  # fmt: skip
+                    else:
+                        token = _draw(
+                            base, vocab, largest, temperature, top_k, top_p, min_p, uniform, cap,
+                            CAPPED, SHIFT,
+                        )  # fmt: skip
+            else:
+                token = vocab
+    number = tl.load(step).to(tl.int64)
+    tl.store(results + row, (number << 32) | token.to(tl.int64))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _draw_any(  # type: ignore[no-untyped-def]
+    base, vocab, top, mass, largest, temperature, uniform, cap,
+    PARTS: tl.constexpr, CAPPED: tl.constexpr,
+):  # fmt: skip
+    """A token of a row that nothing restricts: only the block that it lies in is read again."""
+    scale = 1.4426950408889634 / temperature
+    largest = _capped(largest, cap, CAPPED)
+    mass = mass * _weight(top, largest, scale, cap, CAPPED)
+    goal = uniform * tl.sum(mass, 0)
+    part = _first_beyond(mass, 0.0, goal)
+    lanes = tl.arange(0, PARTS)
+    before = tl.sum(tl.where(lanes < part, mass, 0.0), 0)
+    x = _load(base, part * _BLOCK, vocab)
+    weights = _weight(x, largest, scale, cap, CAPPED)
+    return part * _BLOCK + _first_beyond(weights, before, goal)
+
+
+@triton.jit
+def _first_beyond(weights, before, goal):  # type: ignore[no-untyped-def]
+    """The first place up to which the weights and those before them exceed the goal.
+
+    The last place with a weight, if rounding leaves the goal just out of reach.
+    """
+    places = tl.arange(0, weights.shape[0])
+    beyond = (before + tl.cumsum(weights, 0) > goal) & (weights > 0.0)
+    found = tl.min(tl.where(beyond, places, 0x7FFFFFFF), 0)
+    last = tl.max(tl.where(weights > 0.0, places, 0), 0)
+    return tl.where(found == 0x7FFFFFFF, last, found)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _draw(  # type: ignore[no-untyped-def]
+    base,
+    vocab,
+    largest,
+    temperature,
+    top_k,
+    top_p,
+    min_p,
+    uniform,
+    cap,
+    CAPPED: tl.constexpr,
+    SHIFT: tl.constexpr,
+):
+    """A token of one row: the first whose cumulative weight, by id, exceeds its share."""
+    highest = _ordered(largest) >> SHIFT
+    lowest = _ordered(float("-inf") + 0.0 * largest) >> SHIFT
+    largest = _capped(largest, cap, CAPPED)
+    scale = 1.4426950408889634 / temperature
+    # Kept are keys above the edge, and the first `ties` ids at the edge.
+    edge = lowest - 1
+    ties = vocab
+    if top_k < vocab:
+        edge, above = _edge_of_count(base, vocab, lowest, highest, top_k, SHIFT)
+        ties = top_k - above
+    if top_p < 1.0:
+        inside = _mass(base, vocab, edge + 1, largest, scale, cap, CAPPED, SHIFT)
+        at_edge = _edge_weight(base, vocab, edge, largest, scale, cap, CAPPED, SHIFT)
+        goal = top_p * (inside + ties * at_edge)
+        share_edge, mass = _edge_of_mass(
+            base, vocab, tl.maximum(edge, lowest), highest, goal, largest, scale, cap, CAPPED, SHIFT
+        )
+        weight = _edge_weight(base, vocab, share_edge, largest, scale, cap, CAPPED, SHIFT)
+        wanted = tl.maximum(tl.ceil((goal - mass) / tl.maximum(weight, 1e-37)), 1.0)
+        wanted = tl.minimum(wanted, vocab * 1.0).to(tl.int32)
+        ties = tl.where(share_edge == edge, tl.minimum(ties, wanted), wanted)
+        edge = share_edge
+    return _invert(base, vocab, edge, ties, min_p, uniform, largest, scale, cap, CAPPED, SHIFT)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _edge_of_count(base, vocab, low, high, count, SHIFT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The `count`-th largest key, and how many keys are larger."""
+    above = 0
+    while low < high:
+        # In this form it cannot overflow.
+        middle = high - ((high - low) >> 1) if SHIFT else _middle(low, high)
+        found = tl.zeros([_BLOCK], tl.int32)
+        for first in range(0, vocab, _BLOCK):
+            keys = _ordered(_load(base, first, vocab)) >> SHIFT
+            inside = first + tl.arange(0, _BLOCK) < vocab
+            found += ((keys >= middle) & inside).to(tl.int32)
+        total = tl.sum(found, 0)
+        enough = total >= count
+        low = tl.where(enough, middle, low)
+        high = tl.where(enough, high, middle - 1)
+        above = tl.where(enough, above, total)
+    return low, above
+
+
+@triton.jit
+def _middle(low, high):  # type: ignore[no-untyped-def]
+    """The middle of two integers, rounded up, of any signs."""
+    wide = (low.to(tl.int64) + high.to(tl.int64) + 1) >> 1
+    return wide.to(tl.int32)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _edge_of_mass(  # type: ignore[no-untyped-def]
+    base,
+    vocab,
+    low,
+    high,
+    goal,
+    largest,
+    scale,
+    cap,
+    CAPPED: tl.constexpr,
+    SHIFT: tl.constexpr,
+):
+    """The largest key at and above which lies the mass `goal`, and the mass above it."""
+    above = 0.0
+    while low < high:
+        middle = high - ((high - low) >> 1) if SHIFT else _middle(low, high)
+        total = _mass(base, vocab, middle, largest, scale, cap, CAPPED, SHIFT)
+        enough = total >= goal
+        low = tl.where(enough, middle, low)
+        high = tl.where(enough, high, middle - 1)
+        above = tl.where(enough, above, total)
+    return low, above
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _mass(  # type: ignore[no-untyped-def]
+    base,
+    vocab,
+    least,
+    largest,
+    scale,
+    cap,
+    CAPPED: tl.constexpr,
+    SHIFT: tl.constexpr,
+):
+    """The weight of all keys from `least` on."""
+    total = tl.zeros([_BLOCK], tl.float32)
+    for first in range(0, vocab, _BLOCK):
+        x = _load(base, first, vocab)
+        kept = _ordered(x) >> SHIFT >= least
+        total += tl.where(kept, _weight(x, largest, scale, cap, CAPPED), 0.0)
+    return tl.sum(total, 0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _edge_weight(  # type: ignore[no-untyped-def]
+    base,
+    vocab,
+    edge,
+    largest,
+    scale,
+    cap,
+    CAPPED: tl.constexpr,
+    SHIFT: tl.constexpr,
+):
+    """The weight of one logit whose key is `edge`; 0 if there is none."""
+    bits = edge << SHIFT
+    if SHIFT:
+        # The lower half of a negative number's key is all ones.
+        bits = bits | tl.where(bits < 0, 0xFFFF, 0)
+    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    x = bits.to(tl.float32, bitcast=True)
+    weight = _weight(x, largest, scale, cap, CAPPED)
+    return tl.where((x == x) & (weight == weight), weight, 0.0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _invert(  # type: ignore[no-untyped-def]
+    base,
+    vocab,
+    edge,
+    ties,
+    min_p,
+    uniform,
+    largest,
+    scale,
+    cap,
+    CAPPED: tl.constexpr,
+    SHIFT: tl.constexpr,
+):
+    """The first id whose cumulative kept weight exceeds `uniform` of all kept weight."""
+    total = 0.0
+    ties_seen = 0
+    for first in range(0, vocab, _BLOCK):
+        weights, tied = _kept(
+            base, first, vocab, edge, ties - ties_seen, min_p, largest, scale, cap, CAPPED, SHIFT
+        )
+        total += tl.sum(weights, 0)
+        ties_seen += tied
+    goal = uniform * total
+    before = 0.0
+    ties_seen = 0
+    first = 0
+    token = -1
+    last = 0
+    while (token < 0) & (first < vocab):
+        weights, tied = _kept(
+            base, first, vocab, edge, ties - ties_seen, min_p, largest, scale, cap, CAPPED, SHIFT
+        )
+        offsets = first + tl.arange(0, _BLOCK)
+        own = tl.sum(weights, 0)
+        if own > 0.0:
+            last = tl.max(tl.where(weights > 0.0, offsets, 0), 0)
+            if before + own > goal:
+                cumulative = before + tl.cumsum(weights, 0)
+                beyond = (cumulative > goal) & (weights > 0.0)
+                token = tl.min(tl.where(beyond, offsets, 0x7FFFFFFF), 0)
+                token = tl.where(token == 0x7FFFFFFF, -1, token)
+        before += own
+        ties_seen += tied
+        first += _BLOCK
+    # Rounding may leave the goal just out of reach.
+    return tl.where(token < 0, last, token)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _kept(  # type: ignore[no-untyped-def]
+    base,
+    first,
+    vocab,
+    edge,
+    ties,
+    min_p,
+    largest,
+    scale,
+    cap,
+    CAPPED: tl.constexpr,
+    SHIFT: tl.constexpr,
+):
+    """Weights of a block, 0 where dropped, and how many keys lie at the edge; `ties` may stay."""
+    x = _load(base, first, vocab)
+    keys = _ordered(x) >> SHIFT
+    inside = first + tl.arange(0, _BLOCK) < vocab
+    at_edge = ((keys == edge) & inside).to(tl.int32)
+    tied = tl.sum(at_edge, 0)
+    kept = (keys > edge) & inside
+    if tied > 0:
+        kept |= (at_edge > 0) & (tl.cumsum(at_edge, 0) <= ties)
+    weights = _weight(x, largest, scale, cap, CAPPED)
+    return tl.where(kept & (weights >= min_p), weights, 0.0), tied
+
+
+@triton.jit
+def _apply_masks(logits, stride, vocab, slot_masks, words):  # type: ignore[no-untyped-def]
+    slot = tl.program_id(0).to(tl.int64)
+    edges = tl.load(slot_masks + 2 * slot + 1)
+    if edges == 0:
+        return
+    mask = words + tl.load(slot_masks + 2 * slot)
+    none = tl.full([_MASK_BLOCK], float("-inf"), logits.dtype.element_ty)
+    turn = tl.num_programs(1) * _MASK_BLOCK
+    for start in range(tl.program_id(1) * _MASK_BLOCK, vocab, turn):
+        ids = start + tl.arange(0, _MASK_BLOCK)
+        allowed = _allowed(mask, edges, start, vocab)
+        tl.store(logits + slot * stride + ids, none, mask=(ids < vocab) & (allowed == 0))
+
+
+@triton.jit
+def _allowed(mask, edges, start, vocab):  # type: ignore[no-untyped-def]
+    """1 for the tokens of the block at `start` that a mask allows, 0 for others."""
+    ids = start + tl.arange(0, _MASK_BLOCK)
+    if edges < 0:
+        bits = tl.load(mask + ids // 32, mask=ids < vocab, other=0)
+        allowed = (bits >> (ids % 32)) & 1
+    else:
+        # The first stretch of allowed tokens that ends behind the block's first token.
+        stretch = 0
+        above = edges // 2
+        while stretch < above:
+            middle = (stretch + above) // 2
+            before = tl.load(mask + 2 * middle + 1) <= start
+            stretch = tl.where(before, middle + 1, stretch)
+            above = tl.where(before, above, middle)
+        allowed = tl.zeros([_MASK_BLOCK], tl.int32)
+        more = 2 * stretch < edges
+        while more:
+            begin = tl.load(mask + 2 * stretch)
+            end = tl.load(mask + 2 * stretch + 1)
+            allowed = allowed | ((ids >= begin) & (ids < end)).to(tl.int32)
+            stretch += 1
+            more = (2 * stretch < edges) & (end < start + _MASK_BLOCK)
+    return allowed
+
+
+@triton.jit
+def _fetch(source, target, count):  # type: ignore[no-untyped-def]
+    places = tl.program_id(0) * _FETCH_BLOCK + tl.arange(0, _FETCH_BLOCK)
+    used = places < tl.load(count)
+    tl.store(target + places, tl.load(source + places, mask=used), mask=used)
+
+
+@triton.jit
+def _publish(results, target, count):  # type: ignore[no-untyped-def]
+    places = tl.program_id(0) * _PUBLISH_BLOCK + tl.arange(0, _PUBLISH_BLOCK)
+    known = places < count
+    tl.store(target + places, tl.load(results + places, mask=known), mask=known)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _update_table(table, page, updates, most, further, count, PAGE: tl.constexpr):  # type: ignore[no-untyped-def]
+    first = tl.program_id(0) * _UPDATE_BLOCK
+    used = tl.load(count)
+    places = first + tl.arange(0, _UPDATE_BLOCK)
+    known = places < tl.minimum(used, most)
+    entries = tl.load(updates + 2 * places, mask=known, other=0)
+    slots = tl.load(updates + 2 * places + 1, mask=known, other=0)
+    _write_pages(table, page, entries, slots, known, PAGE)
+    # Few steps have more: those that a context joins with a long cached prefix.
+    turn = tl.num_programs(0) * _UPDATE_BLOCK
+    for start in range(first, used - most, turn):
+        pairs = start + tl.arange(0, _UPDATE_BLOCK)
+        there = pairs < used - most
+        others = tl.load(further + 2 * pairs, mask=there, other=0).to(tl.int64)
+        named = tl.load(further + 2 * pairs + 1, mask=there, other=0)
+        _write_pages(table, page, others, named, there, PAGE)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _write_pages(table, page, entries, slots, known, PAGE: tl.constexpr):  # type: ignore[no-untyped-def]
+    within = tl.arange(0, PAGE)
+    targets = table + entries[:, None] * page + within[None, :]
+    values = (slots[:, None] + within[None, :]).to(tl.int32)
+    tl.store(targets, values, mask=known[:, None] & (within < page)[None, :])

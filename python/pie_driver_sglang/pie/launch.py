@@ -1,0 +1,320 @@
+"""The start-up sequence: configuration, region, model, handshake; then serving until SIGTERM.
+
+What can be checked cheaply is checked first: configuration, snapshot and region errors show within
+a second, before torch or SGLang is imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import logging
+import os
+import select
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pie_driver_sglang import __version__, _core
+from pie_driver_sglang.config.arch import context_length, image_token_bytes, vocab_size
+from pie_driver_sglang.config.file import DriverConfig, load_config
+from pie_driver_sglang.errors import DriverError, RingError, StartError
+from pie_driver_sglang.logs import configure_logging, format_failure
+from pie_driver_sglang.memory.host import check_budget
+from pie_driver_sglang.memory.plan import comparison
+from pie_driver_sglang.memory.refusal import not_run
+from pie_driver_sglang.pie.handshake import UNLIMITED, Capabilities, Handshake
+from pie_driver_sglang.pie.serve import serve, warm_up
+from pie_driver_sglang.pie.trace import open_trace
+from pie_driver_sglang.ranks.leader import LeadingEngine
+from pie_driver_sglang.ranks.parallel import ALONE, Rank, Start, Workers
+from pie_driver_sglang.srt import environment
+from pie_driver_sglang.srt.device import begin_context, check_device
+
+if TYPE_CHECKING:
+    from pie_driver_sglang.engine import Engine, Facts
+    from pie_driver_sglang.srt.sglang_engine import SglangEngine
+
+logger = logging.getLogger(__name__)
+
+# Bytes on the wire, by the sizing rule of the Pie driver protocol.
+_FRAME_BYTES = 4096
+_REQUEST_BYTES = 96
+_TOKEN_BYTES = 32
+
+_PATIENCE_S = 2.0
+"""How long a failed start waits for room on stderr."""
+
+NEVER_PARK = 2**64 - 1
+"""The `spin_budget_us` of the latency profile."""
+
+
+def main(
+    argv: Sequence[str] | None = None,
+    guard: _core.ExitGuard | None = None,
+    start_worker: Start | None = None,
+) -> int:
+    """Runs the driver.
+
+    Args:
+        argv: The arguments behind the program's name; None for the process's own.
+        guard: Handles SIGTERM already; None to handle it from here on.
+        start_worker: How to start the other ranks of a model on several devices; None for new
+            interpreters.
+
+    Returns:
+        The exit status of a failed start or a lost device, or 0. A running driver ends by SIGTERM
+        or with its parent, natively and with status 0. The handshake's pipe of a failed start stays
+        open until the process ends: the runtime terminates the driver when it closes, so the reason
+        must be printed by then.
+    """
+    arguments = _parser().parse_args(argv)
+    # Inferlets print to the inherited stdout: whatever a library prints belongs to the log.
+    os.dup2(2, 1)
+    # Ctrl-C reaches the whole process group; the server decides when its drivers stop.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        configure_logging()
+        if not logger.isEnabledFor(logging.DEBUG):
+            # SGLang and torch warn about platforms and formats that nobody asked for.
+            warnings.simplefilter("ignore")
+        handshake = Handshake(arguments.handshake_fd)
+        guard = guard or _core.ExitGuard()
+        config = load_config(arguments.config)
+        environment.check_version()
+        check_budget(config.driver.options.cpu_mem_budget_in_gb)
+        workers = functools.partial(_workers, arguments.config, config, guard, start_worker)
+        run(config, guard, handshake, workers)
+    except DriverError as error:
+        logger.debug("the driver ends", exc_info=True)
+        return _fail(error)
+    except BaseException as error:
+        # A panic of the native half is none of the exceptions.
+        logger.exception("the driver stops on an unexpected error")
+        return _fail(
+            DriverError(f"{type(error).__name__}: {error}", "the traceback above says where")
+        )
+    return 0
+
+
+def run(
+    config: DriverConfig,
+    guard: _core.ExitGuard,
+    handshake: Handshake,
+    start_workers: Callable[[], AbstractContextManager[Workers | None]],
+) -> None:
+    """Starts the driver, announces it and serves.
+
+    Args:
+        config: What to serve.
+        guard: Removes the region when this process must end.
+        handshake: The way to the runtime.
+        start_workers: Starts the other ranks, if there are any, for as long as its context lasts.
+
+    Raises:
+        DriverError: The start failed, or the device was lost; no region is left behind.
+    """
+    started = time.monotonic()
+    driver = config.driver
+    trace = open_trace(driver.options.trace_file)
+    server = _open_region(config, guard)
+    try:
+        if trace is not None:
+            # Only now: a driver that must leave to a live one leaves its trace alone, too.
+            trace.begin()
+        with start_workers() as workers:
+            engine = _start(config, server, workers)
+            caps = capabilities(config, engine.facts, server.request_capacity)
+            handshake.announce(driver.group_id, server.name, caps)
+            _log_ready(config, engine.facts, time.monotonic() - started)
+            serve(server, engine, trace)
+    finally:
+        server.unlink()
+
+
+def _log_ready(config: DriverConfig, facts: Facts, seconds: float) -> None:
+    logger.info(
+        "serving %s (%s) on %s: %s, attention %s, %d pages of %d tokens, %d more on the host, "
+        "ready in %.1f s",
+        config.model.name or config.model.snapshot_dir.name,
+        facts.arch_name,
+        ", ".join(config.driver.device),
+        facts.dtype,
+        facts.attention_backend,
+        facts.total_pages,
+        facts.page_size,
+        facts.host_pages,
+        seconds,
+    )
+
+
+def capabilities(config: DriverConfig, facts: Facts, request_bytes: int) -> Capabilities:
+    """What the runtime is told; limits that the driver handles by itself are unlimited.
+
+    Every batch within the limits fits a request of `request_bytes` bytes.
+    """
+    requests = config.driver.options.max_forward_requests
+    room = request_bytes - _FRAME_BYTES - _REQUEST_BYTES * requests - 4 * facts.vocab_size
+    room -= _image_bytes(config, config.model.hf_config)
+    # Half of the room for tokens, half for pages; a whole context always fits.
+    pool_tokens = facts.total_pages * facts.page_size
+    tokens = max(facts.context_length, min(pool_tokens, room // 2 // _TOKEN_BYTES))
+    if room < _TOKEN_BYTES * tokens + 4 * -(-tokens // facts.page_size):
+        raise StartError(
+            f"a context of {tokens} tokens does not fit a request of {request_bytes} bytes",
+            "set `context_length` in the options",
+        )
+    return Capabilities(
+        total_pages=facts.total_pages,
+        kv_page_size=facts.page_size,
+        swap_pool_size=facts.host_pages,
+        max_forward_tokens=tokens,
+        max_forward_requests=requests,
+        max_page_refs=(room - _TOKEN_BYTES * tokens) // 4,
+        max_logit_rows=UNLIMITED,
+        max_prob_rows=UNLIMITED,
+        max_custom_mask_bytes=UNLIMITED,
+        max_sampler_rows=UNLIMITED,
+        max_logprob_labels=UNLIMITED,
+        arch_name=facts.arch_name,
+        vocab_size=facts.vocab_size,
+        max_model_len=facts.context_length,
+        activation_dtype=config.driver.activation_dtype,
+        snapshot_dir=str(config.model.snapshot_dir),
+        rs_cache_required=facts.state_slots > 0,
+        rs_cache_slots=facts.state_slots,
+        rs_cache_slot_bytes=facts.state_bytes,
+        # What is rejected would stay in recurrent state.
+        system_speculation_supported=not facts.state_slots,
+        enable_system_speculation=config.driver.options.spec_ngram_enabled,
+    )
+
+
+def request_bytes(config: DriverConfig, hf_config: Mapping[str, Any]) -> int:
+    """Size that a request may need.
+
+    One whole context in a full batch, one logit mask beside it, and the images to make room for.
+    """
+    options = config.driver.options
+    context = options.context_length or context_length(hf_config)
+    pages = 2 * (context // options.page_size + 1)
+    masks = 4 * (vocab_size(hf_config) or 0)
+    fixed = _FRAME_BYTES + _REQUEST_BYTES * options.max_forward_requests
+    images = _image_bytes(config, hf_config)
+    return fixed + masks + _TOKEN_BYTES * context + 4 * pages + images
+
+
+def _image_bytes(config: DriverConfig, hf_config: Mapping[str, Any]) -> int:
+    """Room for the images of a request."""
+    return config.driver.options.max_image_tokens * image_token_bytes(hf_config)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m pie_driver_sglang",
+        description="The Pie runtime's driver process on SGLang. The runtime starts it.",
+    )
+    parser.add_argument("--config", type=Path, required=True, help="driver.toml")
+    parser.add_argument("--handshake-fd", type=int, required=True, help="write end of a pipe")
+    parser.add_argument("--version", action="version", version=__version__)
+    return parser
+
+
+def _open_region(config: DriverConfig, guard: _core.ExitGuard) -> _core.Server:
+    needed = request_bytes(config, config.model.hf_config)
+    try:
+        return _core.Server(
+            f"/pie_shmem_g{config.driver.group_id}",
+            guard,
+            spin_budget_us=config.driver.spin_budget_us,
+            min_request_bytes=needed,
+        )
+    except RingError as error:
+        message, _, hint = str(error).partition("\n\nhint: ")
+        # The errors without a hint are those of a region that is larger than the protocol allows.
+        remedy = "lower `context_length` or, of a model with images, `max_image_tokens`"
+        raise StartError(message, hint or f"{remedy} in the options") from error
+
+
+def load_rank(config: DriverConfig, rank: Rank) -> tuple[_core.Planner, SglangEngine]:
+    """Loads a rank's part of the model; all ranks do so at once.
+
+    Raises:
+        DriverError: The device is not there, or the model cannot be loaded or served on it.
+    """
+    device = config.driver.device[rank.number]
+    architectures = config.model.hf_config["architectures"]
+    spins = config.driver.spin_budget_us == NEVER_PARK
+    environment.prepare(device, architectures, spins=spins, ranks=rank.size)
+    begin_context(device)
+    with environment.importing():
+        check_device(device)
+        logger.info("importing SGLang")
+        from pie_driver_sglang.srt.load import load_engine
+
+    logger.info("loading %s", config.model.snapshot_dir)
+    return load_engine(config, rank)
+
+
+@contextlib.contextmanager
+def _workers(
+    path: Path, config: DriverConfig, guard: _core.ExitGuard, start: Start | None
+) -> Iterator[Workers | None]:
+    """The other ranks of a model on several devices; None for a model on one."""
+    devices = config.driver.device
+    if len(devices) == 1:
+        yield None
+        return
+
+    def fail(error: DriverError) -> None:
+        # A rank's progress bar may have left its line open.
+        guard.exit(_fail(error, begin="\n"))
+
+    with Workers(path, devices, fail, start) as workers:
+        yield workers
+
+
+def _start(config: DriverConfig, server: _core.Server, workers: Workers | None) -> Engine:
+    """Loads the model and runs every kind of pass once."""
+    driver = config.driver
+    planner, own = load_rank(config, ALONE if workers is None else workers.rank)
+    engine: Engine = own if workers is None else LeadingEngine(own, workers.broadcast)
+    server.serve(
+        planner,
+        engine.block.data,
+        _report,
+        host_pages=engine.facts.host_pages,
+        lane=engine.lane,
+        steps=driver.options.trace_file is not None,
+    )
+    logger.info("warming up")
+    try:
+        warm_up(server, engine)
+    except Exception as error:
+        logger.debug("the warm-up failed", exc_info=True)
+        raise not_run(own.plan, ", ".join(driver.device), error) from error
+    logger.info("%s", comparison(own.plan, own.measure_memory()))
+    return engine
+
+
+def _report(kind: str, text: str) -> None:
+    level = logging.INFO if kind == "drafts" else logging.WARNING
+    logger.log(level, "%s", text, extra={"kind": kind})
+
+
+def _fail(error: DriverError, begin: str = "") -> int:
+    # A pipe that nobody empties must not keep the handshake open.
+    room = select.poll()
+    room.register(2, select.POLLOUT)
+    if room.poll(1000 * _PATIENCE_S):
+        with contextlib.suppress(OSError):
+            # At once, for other threads may write, too.
+            sys.stderr.write(f"{begin}{format_failure(error)}\n")
+            sys.stderr.flush()
+    return 1

@@ -1,0 +1,140 @@
+"""Loads of adapters that are under way: read outside of the serving loop, finished within it."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final
+
+from pie_driver_sglang.errors import AdapterError, quoted
+from pie_driver_sglang.pie.failures import go_on
+
+if TYPE_CHECKING:
+    from pie_driver_sglang._core import Load
+    from pie_driver_sglang.engine import Engine
+
+logger = logging.getLogger(__name__)
+
+STATUS_OK = 0
+STATUS_FAILED = 5
+MOST_LOADS: Final = 2
+"""Loads under way. The region has four slots, and forwards and copies need theirs."""
+CLIENT_TIMEOUT_S: Final = 60.0
+"""How long the runtime waits for an answer, unless its environment says otherwise."""
+CLIENT_TIMEOUT_VARIABLE: Final = "PIE_SHMEM_HARD_TIMEOUT_S"
+
+
+class Loads:
+    """Loads that are not finished yet.
+
+    A load is answered in any case before its client gives up: a slot whose client has given up and
+    sent something else waits for the answer to what was in it before.
+    """
+
+    def __init__(self, engine: Engine, wake: Callable[[], object]) -> None:
+        """None is under way.
+
+        Args:
+            engine: Reads adapters.
+            wake: Has :meth:`settle` called on this thread soon; called from any other.
+        """
+        self._engine = engine
+        self._wake = wake
+        self._patience_s = _patience_s()
+        self._open: dict[int, _Open] = {}
+        """In the order in which they began, and in which they are read."""
+        self._numbers = itertools.count()
+
+    def begin(self, load: Load) -> None:
+        """Begins a load, or refuses it."""
+        if len(self._open) >= MOST_LOADS:
+            reading = ", ".join(quoted(one.path) for one in self._open.values())
+            error = AdapterError(
+                f"{len(self._open)} adapters are being read already, {reading}", "try again later"
+            )
+            _refuse(load, error)
+            return
+        opened = _Open(load, self._patience_s, self._wake)
+        number = next(self._numbers)
+        self._open[number] = opened
+
+        def done() -> None:
+            opened.is_read = True
+            self._wake()
+
+        self._engine.begin_load(number, load.adapter_id, load.path, done)
+
+    def settle(self) -> None:
+        """Finishes what has been read, and answers what takes too long."""
+        for number, opened in list(self._open.items()):
+            if opened.is_read:
+                del self._open[number]
+                self._finish(number, opened)
+            elif opened.load is not None and time.monotonic() >= opened.until:
+                text = f"it is not read after {self._patience_s:g} s, and its client will give up"
+                _refuse(opened.load, AdapterError(text, "keep adapters on a faster disk"))
+                opened.load = None
+
+    def close(self) -> None:
+        """Answers every load by a failure: the loop ends."""
+        for opened in self._open.values():
+            opened.timer.cancel()
+            if opened.load is not None:
+                opened.load.commit(STATUS_FAILED)
+        self._open.clear()
+
+    def _finish(self, number: int, opened: _Open) -> None:
+        opened.timer.cancel()
+        if (load := opened.load) is None:
+            self._engine.discard_load(number)
+            return
+        adapter_id, path = load.adapter_id, quoted(load.path)
+        try:
+            self._engine.finish_load(number)
+        except AdapterError as error:
+            _refuse(load, error)
+        except Exception as error:
+            load.commit(STATUS_FAILED)
+            text = "loading adapter %d from %s failed"
+            go_on(self._engine, error, "load", text, adapter_id, path)
+        else:
+            logger.info("adapter %d loaded from %s", adapter_id, path, extra={"kind": "loaded"})
+            load.commit(STATUS_OK)
+
+
+class _Open:
+    """A load that is not finished yet."""
+
+    def __init__(self, load: Load, patience_s: float, wake: Callable[[], object]) -> None:
+        self.load: Load | None = load
+        """None once it is answered."""
+        self.path = load.path
+        self.is_read = False
+        """Set by another thread."""
+        self.until = time.monotonic() + patience_s
+        self.timer = threading.Timer(patience_s, wake)
+        self.timer.daemon = True
+        self.timer.start()
+
+
+def _refuse(load: Load, error: AdapterError) -> None:
+    text = "adapter %d cannot be loaded from %s: %s; %s"
+    arguments = (load.adapter_id, quoted(load.path), error.message, error.hint)
+    logger.warning(text, *arguments, extra={"kind": "load"})
+    load.commit(STATUS_FAILED)
+
+
+def _patience_s() -> float:
+    """Seconds after which a load is answered, whatever has come of it."""
+    # The runtime starts this process, so its environment is this one's.
+    try:
+        timeout = float(os.environ.get(CLIENT_TIMEOUT_VARIABLE, ""))
+    except ValueError:
+        timeout = CLIENT_TIMEOUT_S
+    usable = timeout if math.isfinite(timeout) and timeout > 0 else CLIENT_TIMEOUT_S
+    return min(usable * 5 / 6, threading.TIMEOUT_MAX)

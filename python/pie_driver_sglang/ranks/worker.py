@@ -1,0 +1,112 @@
+"""`python -m pie_driver_sglang.ranks.worker`: a rank beside the leader, which starts it.
+
+It loads its part of the model and does what the leader broadcasts, until the leader dies.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import pickle
+import signal
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pie_driver_sglang import _core
+from pie_driver_sglang.config.file import DriverConfig, load_config
+from pie_driver_sglang.errors import DriverError
+from pie_driver_sglang.logs import configure_logging
+from pie_driver_sglang.ranks.parallel import Rank, report
+
+if TYPE_CHECKING:
+    from pie_driver_sglang.ranks.commands import Command
+
+logger = logging.getLogger(__name__)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a worker until its leader dies.
+
+    Args:
+        argv: The arguments behind the program's name; None for the process's own.
+
+    Returns:
+        The exit status of a worker that failed, and has told its leader why.
+    """
+    arguments = _parser().parse_args(argv)
+    _core.die_with_parent(arguments.leader)
+    # What this process may start must not keep them open behind its end.
+    for name in ("rendezvous_fd", "broadcast_fd", "report_fd"):
+        os.set_inheritable(getattr(arguments, name), False)
+    os.dup2(2, 1)
+    # What is sent to all processes is the leader's to obey: this one ends with it.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    try:
+        _configure_logging()
+        config = load_config(arguments.config)
+        size = config.driver.tensor_parallel_size
+        rank = Rank(arguments.rank, size, arguments.rendezvous_fd)
+        run(config, rank, arguments.broadcast_fd)
+    except DriverError as error:
+        logger.debug("rank %d failed", arguments.rank, exc_info=True)
+        report(arguments.report_fd, error)
+    except BaseException as error:
+        # A panic of the native half is none of the exceptions.
+        logger.exception("rank %d stops on an unexpected error", arguments.rank)
+        text = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        report(arguments.report_fd, DriverError(text, "the traceback above says where"))
+    return 1
+
+
+def run(config: DriverConfig, rank: Rank, broadcast_fd: int) -> None:
+    """Loads this rank's part of the model and does what the leader says.
+
+    Raises:
+        DriverError: The start failed.
+    """
+    from pie_driver_sglang.pie.launch import load_rank
+
+    _, engine = load_rank(config, rank)
+    spin_budget_us = config.driver.spin_budget_us
+    follower = _core.Follower(
+        broadcast_fd,
+        rank.number - 1,
+        engine.block.data,
+        spin_budget_us=spin_budget_us,
+        lane=engine.lane,
+    )
+    for data in follower:
+        command: Command = pickle.loads(data)
+        command.run(engine)
+
+
+def _configure_logging() -> None:
+    """Says only what the leader does not say, too: it has the same configuration and model."""
+    configure_logging()
+    if logging.getLogger(__package__).isEnabledFor(logging.DEBUG):
+        return
+    logging.disable(logging.WARNING)
+    warnings.simplefilter("ignore")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m pie_driver_sglang.ranks.worker",
+        description="One rank of a model on several devices. The driver starts it.",
+    )
+    parser.add_argument("--config", type=Path, required=True, help="driver.toml")
+    parser.add_argument("--rank", type=int, required=True, help="1 or more")
+    parser.add_argument("--leader", type=int, required=True, help="the driver's pid")
+    parser.add_argument("--rendezvous-fd", type=int, required=True, help="where ranks meet")
+    parser.add_argument("--broadcast-fd", type=int, required=True, help="what the leader says")
+    parser.add_argument("--report-fd", type=int, required=True, help="for this rank's failure")
+    return parser
+
+
+if __name__ == "__main__":
+    # Not by way of the interpreter's end, in which libraries may wait for the other ranks.
+    os._exit(main())

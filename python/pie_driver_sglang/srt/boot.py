@@ -1,0 +1,293 @@
+"""ServerArgs -> ModelConfig -> ModelRunner, without SGLang's scheduler or HTTP server."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+from sglang.kernels.ops.mamba.triton_ops import (
+    initialize_mamba_selective_state_update_backend,
+)
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.layers import logits_processor
+from sglang.srt.layers.moe import initialize_moe_config
+from sglang.srt.layers.quantization.fp4_utils import initialize_fp4_gemm_config
+from sglang.srt.layers.quantization.fp8_utils import initialize_fp8_gemm_config
+from sglang.srt.layers.quantization.unquant import initialize_bf16_gemm_config
+from sglang.srt.layers.rotary_embedding import base as rotary_base
+from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool, ReqToTokenPool
+from sglang.srt.model_executor import model_runner
+from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.plugins import load_plugins
+from sglang.srt.runtime_context import publish
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.utils import set_random_seed
+
+from pie_driver_sglang.config.file import DriverConfig
+from pie_driver_sglang.errors import DriverError, StartError, quoted
+from pie_driver_sglang.memory.limits import row_pages
+from pie_driver_sglang.memory.plan import Plan, table
+from pie_driver_sglang.memory.refusal import exceeded, find_doubt, require_fit, shrunk
+from pie_driver_sglang.ranks.parallel import Rank
+from pie_driver_sglang.srt import adapters, groups, load_check, measure, paged_attention, support
+from pie_driver_sglang.srt.state import widen
+
+logger = logging.getLogger(__name__)
+
+_HOST_FRACTION = 0.99
+"""What SGLang hears on a CPU, where it limits the pool by `max_total_tokens`."""
+_UNPLANNED_FRACTION = 0.5
+"""What SGLang hears until the plan is made."""
+
+
+class Booted(NamedTuple):
+    """A loaded model and the sizes that the planner needs."""
+
+    runner: ModelRunner
+    row_pages: int
+    """Pages of one block-table row."""
+    max_requests: int
+    """Block-table rows that requests may use."""
+    plan: Plan
+    """Of the memory, as made before the model was loaded."""
+
+
+class _Runner(ModelRunner):
+    """SGLang's runner, whose adapters fit the model that it has loaded."""
+
+    def init_lora_manager(self) -> None:
+        with adapters.fitting(self):
+            super().init_lora_manager()
+
+
+def boot(config: DriverConfig, rank: Rank) -> Booted:
+    """Loads a rank's part of the model and allocates its KV pool.
+
+    Raises:
+        StartError: The device, the memory or the model's architecture does not allow it.
+    """
+    options = config.driver.options
+    load_plugins()
+    device_type, _, index = config.driver.device[rank.number].partition(":")
+    gpu_id = int(index or 0)
+    if device_type == "cuda":
+        # Captured graphs and everything else in one order; the default stream cannot be captured.
+        torch.cuda.set_stream(torch.cuda.Stream(gpu_id))  # type: ignore[no-untyped-call]
+    with _translated_failures(config, rank):
+        with groups.joined(rank, device_type):
+            runner, plan = _load_model(config, _server_args(config, device_type), gpu_id, rank)
+        with within(plan):
+            pages = _allocate(runner, plan, options.max_forward_requests)
+            if support.decodes_paged(runner, options.paged_decode):
+                chosen = options.paged_decode is None and support.prefills_by_fa3(runner)
+                paged_attention.install(runner, "fa3" if chosen else None)
+            runner.init_attention_backends()
+            support.correct_decode_windows(runner)
+            runner.init_cuda_graphs(capture_decode_cuda_graph=False)
+    return Booted(runner, pages, options.max_forward_requests, plan)
+
+
+def _allocate(runner: ModelRunner, plan: Plan, requests: int) -> int:
+    """Makes the KV pool and a block table; returns the pages of one of its rows."""
+    args, context = runner.server_args, runner.model_config.context_len
+    tokens = _make_pool(runner)
+    least = -(-context // args.page_size) * args.page_size
+    if tokens < least:
+        raise shrunk(plan, tokens, least, measure.weight_bytes(runner))
+    support.check_pool(runner)
+    pages = row_pages(context, args.page_size)
+    block_table = ReqToTokenPool(
+        size=requests,
+        max_context_len=pages * args.page_size,
+        device=runner.device,
+        enable_memory_saver=False,
+    )
+    if isinstance(runner.req_to_token_pool, HybridReqToTokenPool):
+        widen(runner.req_to_token_pool, block_table)
+    else:
+        runner.req_to_token_pool = block_table
+    return pages
+
+
+def _make_pool(runner: ModelRunner) -> int:
+    """Tokens of the KV pool that SGLang makes; 0 where it says that there is no memory for one."""
+    try:
+        runner.alloc_memory_pool()
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, ValueError) as error:
+        if "memory" not in str(error):
+            raise
+        logger.debug("SGLang has no memory for KV", exc_info=True)
+        return 0
+    return int(runner.max_total_num_tokens)
+
+
+def _load_model(
+    config: DriverConfig, args: ServerArgs, gpu_id: int, rank: Rank
+) -> tuple[ModelRunner, Plan]:
+    """Plans the memory, then loads the weights."""
+    publish(args, role="scheduler")
+    model_config = ModelConfig.from_server_args(args)
+    support.correct_rope(model_config)
+    support.check_config(model_config, args.attention_backend)
+    support.choose_vision_backend(args, model_config, gpu_id)
+    if args.device == "cpu":
+        # Without these SGLang's rotary embedding and soft-capped logits ask for CUDA kernels.
+        rotary_base._is_cpu = True
+        logits_processor._is_cpu = True
+    plan = _plan(config, model_config, args, gpu_id, rank)
+    # What SGLang's scheduler does before it makes a runner.
+    initialize_moe_config(args)
+    initialize_fp8_gemm_config(args)
+    initialize_fp4_gemm_config(args)
+    initialize_bf16_gemm_config(args)
+    initialize_mamba_selective_state_update_backend(args)
+    set_random_seed(args.random_seed)
+    with _unpadded(), load_check.watched(config.model.snapshot_dir):
+        runner = _Runner(
+            model_config=model_config,
+            mem_fraction_static=args.mem_fraction_static,
+            gpu_id=gpu_id,
+            ps=groups.state(rank, gpu_id),
+            nccl_port=0,
+            server_args=args,
+        )
+    support.check_model(runner)
+    support.correct_windows(runner)
+    return runner, plan
+
+
+def _plan(
+    config: DriverConfig, model_config: ModelConfig, args: ServerArgs, gpu_id: int, rank: Rank
+) -> Plan:
+    """Plans the memory, says how, and tells SGLang, which sizes its pool by it."""
+    device = measure.measure(config.driver.device[rank.number], gpu_id, rank.size)
+    # Ranks have pools and passes of one size.
+    device = device._replace(
+        total=min(groups.gathered(device.total)), free=min(groups.gathered(device.free))
+    )
+    sizes = measure.sizes_of(config, model_config, args)
+    settings = measure.settings_of(config, model_config, args, device)
+    plan = require_fit(device, sizes, settings)
+    logger.info("%s", table(plan))
+    doubt = find_doubt(plan, sizes, settings)
+    if doubt is not None:
+        logger.warning("%s", doubt)
+    share, limit = plan.fraction, None
+    if device.is_host:
+        # What is free there changes all the time: the plan decides, not what SGLang measures.
+        share, limit = _HOST_FRACTION, plan.tokens
+    args.override("pie_driver_sglang", mem_fraction_static=share, max_total_tokens=limit)
+    publish(args, role="scheduler")
+    return plan
+
+
+def _server_args(config: DriverConfig, device_type: str) -> ServerArgs:
+    options = config.driver.options
+    owned: dict[str, Any] = {
+        "model_path": str(config.model.snapshot_dir),
+        "device": device_type,
+        "dtype": config.driver.activation_dtype,
+        "attention_backend": options.attention_backend,
+        "page_size": options.page_size,
+        "random_seed": config.driver.random_seed & 0x7FFF_FFFF,
+        "max_running_requests": options.max_forward_requests,
+        "mem_fraction_static": _UNPLANNED_FRACTION,
+        "kv_cache_dtype": options.kv_cache_dtype,
+        "trust_remote_code": options.trust_remote_code,
+        "context_length": options.context_length,
+        "chunked_prefill_size": options.chunked_prefill_size,
+        "tp_size": config.driver.tensor_parallel_size,
+        # It would use NVLink's multicast.
+        "enforce_disable_flashinfer_allreduce_fusion": True,
+        "skip_tokenizer_init": True,
+        "disable_radix_cache": True,
+        "disable_cuda_graph": True,
+        "disable_overlap_schedule": True,
+        # The planner knows one pool of slots; one more for windowed layers needs a second mapping.
+        "disable_hybrid_swa_memory": True,
+        "log_level": "warning",
+    }
+    args = ServerArgs(**{**options.server_args, **owned, **adapters.server_args(options)})
+    args.check_lora_server_args()
+    return args
+
+
+@contextlib.contextmanager
+def _unpadded() -> Iterator[None]:
+    """Within it models on a CPU keep their sizes.
+
+    SGLang rounds heads and widths up for Intel's matrix units, which nobody uses here, and fills
+    what it adds by code that only they run.
+    """
+
+    def keep(config: ModelConfig, *_args: Any) -> ModelConfig:
+        return config
+
+    with mock.patch.object(model_runner, "adjust_config_with_unaligned_cpu_tp", keep):
+        yield
+
+
+@contextlib.contextmanager
+def within(plan: Plan) -> Iterator[None]:
+    """Within it memory is only taken as planned; a GPU that has less names the smaller share."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise exceeded(plan, _first_line(error)) from error
+
+
+@contextlib.contextmanager
+def _translated_failures(config: DriverConfig, rank: Rank) -> Iterator[None]:
+    """Turns what SGLang and torch raise into one line with the remedy."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise StartError(
+            f"{config.driver.device[rank.number]} has too little memory for the weights: "
+            f"{_first_line(error)}",
+            hint="free memory on the device, or choose a smaller or a quantized model",
+        ) from error
+    except DriverError:
+        raise
+    except Exception as error:
+        logger.debug("SGLang failed", exc_info=True)
+        text = _first_line(error)
+        if "not supported" in text and "rchitecture" in text:
+            text = text.partition("Supported architectures")[0]
+            hint = "SGLang 0.5.17 has no such model; use one that it supports"
+        elif "capacity is unbalanced" in text:
+            hint = "end what else uses these GPUs, or choose others: ranks take equal parts"
+        elif "memory" in text.lower():
+            hint = "free memory on the device, or choose a smaller or a quantized model"
+        else:
+            hint = f"check the model folder and what reaches SGLang: {_settings(config)}"
+        raise StartError(
+            f"SGLang cannot load {config.model.snapshot_dir}: {text}", hint=hint
+        ) from error
+
+
+def _settings(config: DriverConfig) -> str:
+    """The settings that SGLang can disagree with, as the configuration has them."""
+    options = config.driver.options
+    named = {
+        "device": ", ".join(config.driver.device),
+        "tensor_parallel_size": config.driver.tensor_parallel_size,
+        "activation_dtype": config.driver.activation_dtype,
+        "attention_backend": options.attention_backend,
+        "kv_cache_dtype": options.kv_cache_dtype,
+        "page_size": options.page_size,
+        **({"context_length": options.context_length} if options.context_length else {}),
+        **options.server_args,
+    }
+    return ", ".join(f"`{name}` = {quoted(value)}" for name, value in named.items())
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0][:500]

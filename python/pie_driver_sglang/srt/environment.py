@@ -1,0 +1,153 @@
+"""What SGLang and torch find in the process while they are imported. Imports neither."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib.metadata
+import importlib.util
+import os
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Final, cast
+
+from pie_driver_sglang.config.server_args import SGLANG_VERSION
+from pie_driver_sglang.errors import StartError
+
+_UNNEEDED: Final = ("sklearn",)
+"""Optional packages of libraries, for what the driver never does.
+
+With scikit-learn transformers measures the drafts of its own generation; it brings SciPy's
+statistics and pandas along, 700 modules and 100 MB.
+"""
+
+
+def check_version() -> None:
+    """Refuses another SGLang than the one whose internals this driver knows.
+
+    Raises:
+        StartError: Another version is installed, or none.
+    """
+    try:
+        found = importlib.metadata.version("sglang")
+    except importlib.metadata.PackageNotFoundError:
+        found = "none"
+    # A build of one's own may have a local part.
+    if found.partition("+")[0] != SGLANG_VERSION:
+        raise StartError(
+            f"this driver needs SGLang {SGLANG_VERSION}; installed in {sys.prefix} is {found}",
+            f"run `{sys.executable} -m pip install sglang=={SGLANG_VERSION}`",
+        )
+
+
+def prepare(device: str, architectures: Iterable[str], *, spins: bool, ranks: int = 1) -> None:
+    """Sets what must be set before the first ``import torch``.
+
+    Args:
+        device: ``cpu`` or ``cuda:N``.
+        architectures: class names from the model's ``config.json``.
+        spins: whether the ring thread spins without end and so keeps a core for itself.
+        ranks: processes of the model, all of them on this host.
+    """
+    if ranks > 1:
+        _prepare_ranks(ranks)
+    if device == "cpu":
+        threads = max(1, (len(os.sched_getaffinity(0)) - 1) // ranks)
+        os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+        # Some SGLang layers are decorated with torch.compile, which needs a C++ compiler and half a
+        # minute on every start.
+        os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
+        if spins:
+            os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    else:
+        os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")
+        os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "8")
+        os.environ.setdefault("CUDA_MODULE_LOADING", "AUTO")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    # joblib, which scikit-learn brings, otherwise tries out named semaphores in /dev/shm.
+    os.environ.setdefault("JOBLIB_MULTIPROCESSING", "0")
+    disabled = _other_model_modules(frozenset(architectures))
+    if disabled:
+        os.environ.setdefault("SGLANG_DISABLED_MODEL_ARCHS", ",".join(disabled))
+
+
+@contextlib.contextmanager
+def importing() -> Iterator[None]:
+    """For the import of SGLang: within it nothing is collected, and unneeded packages are absent.
+
+    What is alive behind it is not looked at by the garbage collector any more: 7,000 modules live
+    as long as the process, and to go through them takes most of a second, while it is serving, too.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        with _absent(_UNNEEDED):
+            yield
+        gc.freeze()
+    finally:
+        if collects:
+            gc.enable()
+
+
+@contextlib.contextmanager
+def _absent(names: Iterable[str]) -> Iterator[None]:
+    """Within it packages are as if they were not installed, unless they are imported already."""
+    hidden = [name for name in names if name not in sys.modules]
+    # Python's own sign for a module that must not be found; its type is not in the stubs.
+    sys.modules.update(dict.fromkeys(hidden, cast(ModuleType, None)))
+    try:
+        yield
+    finally:
+        for name in hidden:
+            sys.modules.pop(name, None)
+
+
+def _prepare_ranks(ranks: int) -> None:
+    """For ranks of one host: nothing listens on its other interfaces, and nothing gets a name."""
+    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = "lo"
+    # SGLang's own broadcast, which nobody uses here, keeps a named region.
+    os.environ.setdefault("SGLANG_USE_MESSAGE_QUEUE_BROADCASTER", "0")
+    # As `NCCL_NVLS_ENABLE`: not every host can do it, and one that cannot may lose its GPUs.
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+    cores = sorted(os.sched_getaffinity(0))
+    bound = "|".join(str(cores[rank % len(cores)]) for rank in range(ranks))
+    # It must be there. SGLang binds threads by it only where it brings kernels for the CPU.
+    os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", bound)
+
+
+def _other_model_modules(architectures: frozenset[str]) -> list[str]:
+    """SGLang's model modules that define none of ``architectures``; empty if no module does.
+
+    SGLang imports more than 200 modules to find one class; naming the others saves seconds.
+    """
+    root = _package_folder("sglang")
+    if root is None:
+        return []
+    modules = {
+        path.stem: path.read_text(encoding="utf-8")
+        for path in (root / "srt" / "models").glob("*.py")
+    }
+    wanted = re.compile(
+        "|".join(rf"\b{re.escape(name)}\b" for name in sorted(architectures)) or r"(?!)"
+    )
+    entries = {name: _entry_classes(text) for name, text in modules.items()}
+    needed = {name for name, text in entries.items() if wanted.search(text)}
+    return sorted(entries.keys() - needed - {"__init__"}) if needed else []
+
+
+def _entry_classes(source: str) -> str:
+    """The text of a module's ``EntryClass`` assignment, or nothing."""
+    match = re.search(r"^EntryClass\s*=\s*(\[[^\]]*\]|.*)$", source, flags=re.MULTILINE)
+    return match.group(1) if match else ""
+
+
+def _package_folder(name: str) -> Path | None:
+    # The top-level package is located, not imported: importing it takes seconds.
+    spec = importlib.util.find_spec(name)
+    locations = spec.submodule_search_locations if spec else None
+    return Path(next(iter(locations))) if locations else None

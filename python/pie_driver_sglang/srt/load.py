@@ -1,0 +1,150 @@
+"""From a configuration to a planner and an engine that fit each other."""
+
+from __future__ import annotations
+
+import logging
+
+from pie_driver_sglang._core import Planner
+from pie_driver_sglang.config.arch import arch_name
+from pie_driver_sglang.config.file import DriverConfig
+from pie_driver_sglang.config.options import DriverOptions
+from pie_driver_sglang.engine import Facts
+from pie_driver_sglang.errors import StartError
+from pie_driver_sglang.memory.limits import (
+    MAX_SLOTS,
+    chunk_tokens,
+    grouped_ladder,
+    ladder,
+    long_ladder,
+)
+from pie_driver_sglang.memory.refusal import not_run
+from pie_driver_sglang.ranks.parallel import ALONE, Rank
+from pie_driver_sglang.srt import groups, support
+from pie_driver_sglang.srt.adapters import Adapters
+from pie_driver_sglang.srt.boot import Booted, boot, within
+from pie_driver_sglang.srt.dense import DenseLayers
+from pie_driver_sglang.srt.images import find_vision
+from pie_driver_sglang.srt.pool import PagePools, host_pages, page_buffers
+from pie_driver_sglang.srt.sglang_engine import SglangEngine
+from pie_driver_sglang.srt.state import StatePool
+from pie_driver_sglang.srt.steps import CpuSteps, CudaSteps, StepRunner
+
+logger = logging.getLogger(__name__)
+
+DRAFT_CONTEXT_BYTES = 2**30
+"""Host memory for what contexts have said; the one that was not used for longest is forgotten."""
+
+
+def load_engine(config: DriverConfig, rank: Rank = ALONE) -> tuple[Planner, SglangEngine]:
+    """Loads a rank's part of the model and plans for its sizes.
+
+    Raises:
+        StartError: The model cannot be loaded or served here.
+    """
+    booted = boot(config, rank)
+    with within(booted.plan):
+        return _load_engine(config, rank, booted)
+
+
+def _load_engine(config: DriverConfig, rank: Rank, booted: Booted) -> tuple[Planner, SglangEngine]:
+    runner, options = booted.runner, config.driver.options
+    args, model_config = runner.server_args, runner.model_config
+    buffers = page_buffers(support.paged(runner.token_to_kv_pool))
+    budget = (options.cpu_mem_budget_in_gb << 30) // rank.size
+    pools = PagePools(buffers, host_pages(budget, buffers))
+    states = StatePool.of(runner.req_to_token_pool)
+    adapters = (
+        Adapters(runner.lora_manager, options.max_loaded_loras) if options.enable_lora else None
+    )
+    if adapters is not None:
+        slots, most = adapters.slots, options.max_lora_rank
+        logger.info("adapters: %d slots of rank %d, %s", slots, most, args.lora_backend)
+    facts = Facts(
+        total_pages=runner.max_total_num_tokens // args.page_size,
+        page_size=args.page_size,
+        vocab_size=model_config.vocab_size,
+        context_length=model_config.context_len,
+        arch_name=arch_name(config.model.hf_config),
+        dtype=str(model_config.dtype).removeprefix("torch."),
+        attention_backend=",".join(dict.fromkeys(args.get_attention_backends())),
+        host_pages=pools.host_pages,
+        adapter_slots=adapters.slots if adapters else 0,
+        state_slots=states.slots if states else 0,
+        state_bytes=states.slot_bytes if states else 0,
+    )
+    obstacle = support.mask_obstacle(runner)
+    if obstacle is not None:
+        logger.info("attention masks that are not causal are refused: %s", obstacle)
+    vision = find_vision(runner)
+    if vision is None and model_config.is_multimodal:
+        logger.info("the model is served without its media: the driver has no way for them")
+    total = booted.plan.device.total
+    chunk = chunk_tokens(runner.device, total, options.chunked_prefill_size)
+    planner = Planner(
+        page_size=facts.page_size,
+        total_pages=facts.total_pages,
+        vocab_size=facts.vocab_size,
+        max_positions=facts.context_length,
+        row_pages=booted.row_pages,
+        max_requests=booted.max_requests,
+        chunk_tokens=chunk,
+        max_slots=MAX_SLOTS,
+        random_seed=config.driver.random_seed % 2**64,
+        states=facts.state_slots,
+        masks=obstacle is None,
+        adapter_slots=facts.adapter_slots,
+        vision=vision,
+    )
+    rungs = ladder(options.max_forward_requests)
+    if options.spec_ngram_enabled:
+        _draft(planner, facts, options, rungs)
+    engine = SglangEngine(booted, planner, facts, pools, adapters, states)
+    if options.fuse_layers and runner.device == "cuda":
+        engine.dense = DenseLayers.of(runner)
+    longer = long_ladder(rungs[-1], chunk) if support.takes_prompts(runner) else []
+    engine.steps = _steps(engine, options, [*rungs, *longer], adapters)
+    if rank.size > 1 and runner.device == "cpu":
+        groups.take_no_more()
+    return planner, engine
+
+
+def _draft(planner: Planner, facts: Facts, options: DriverOptions, rungs: list[int]) -> None:
+    """Gives the planner a drafter."""
+    if facts.state_slots:
+        raise StartError(
+            f"{facts.arch_name} keeps recurrent state, from which rejected drafts cannot be taken "
+            "back",
+            "set `spec_ngram_enabled = false`",
+        )
+    planner.draft(
+        num_drafts=options.spec_ngram_num_drafts,
+        max_depth=options.spec_ngram_max_depth,
+        min_n=options.spec_ngram_min_n,
+        max_n=options.spec_ngram_max_n,
+        capacity=options.spec_ngram_capacity,
+        context_bytes=DRAFT_CONTEXT_BYTES,
+        host_pages=facts.host_pages,
+        rungs=rungs,
+    )
+
+
+def _steps(
+    engine: SglangEngine, options: DriverOptions, rungs: list[int], adapters: Adapters | None
+) -> StepRunner | None:
+    """What runs short batches without Python, unless the user or the model rules it out."""
+    obstacle = support.lane_obstacle(engine.runner)
+    if options.disable_cuda_graph:
+        obstacle = "`disable_cuda_graph` is set"
+    elif engine.facts.state_slots:
+        obstacle = "the model keeps recurrent state"
+    if obstacle is not None:
+        logger.info("every batch runs eagerly: %s", obstacle)
+        return None
+    slots = options.max_forward_requests
+    try:
+        if engine.runner.device == "cpu":
+            return CpuSteps(engine, rungs, slots)
+        return CudaSteps(engine, rungs, slots, grouped_ladder(slots), adapters)
+    except Exception as error:
+        logger.debug("a step failed", exc_info=True)
+        raise not_run(engine.plan, engine.plan.device.name, error) from error

@@ -1,0 +1,88 @@
+"""Attention under the users' masks: one bit for each row and KV index.
+
+SGLang's own backends know causal rows only, or ignore what a mask says about stored KV. This one
+serves the passes that bring a mask; the others never meet it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+
+from pie_driver_sglang.kernels import masked_attend, masked_torch
+from pie_driver_sglang.kernels.masked_torch import Requests, Rule
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.radix_attention import RadixAttention
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+    from pie_driver_sglang._core import AttentionMask
+    from pie_driver_sglang.ranks.commands import Mask
+
+
+class MaskedAttention(AttentionBackend):
+    """SGLang's attention backend of a pass with a mask."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        super().__init__()
+        # SGLang looks for the pools here.
+        self.req_to_token_pool = runner.req_to_token_pool
+        self.token_to_kv_pool = runner.token_to_kv_pool
+        self._device = torch.device(runner.device)
+        self._requests: Requests | None = None
+        self._longest = 0
+
+    @contextlib.contextmanager
+    def applied(self, mask: AttentionMask | Mask, forward_batch: ForwardBatch) -> Iterator[None]:
+        """Within it a forward pass over `forward_batch`, an extend, attends as the mask says."""
+        self._requests = Requests(
+            self.req_to_token_pool.req_to_token,
+            forward_batch.req_pool_indices,
+            forward_batch.seq_lens,
+            forward_batch.extend_seq_lens,
+            forward_batch.extend_start_loc,
+            torch.frombuffer(mask.offsets, dtype=torch.int64).to(self._device),
+            torch.frombuffer(mask.words, dtype=torch.int32).to(self._device),
+        )
+        self._longest = max(forward_batch.extend_seq_lens_cpu)
+        # Else the runner has its usual backend plan the pass.
+        forward_batch.mark_forward_metadata_ready()
+        try:
+            with forward_context(ForwardContext(attn_backend=self)):
+                yield
+        finally:
+            self._requests = None
+
+    def forward_extend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Stores the new KV, then attends: ``[tokens, heads * dim]`` as SGLang hands them over."""
+        if self._requests is None:
+            raise RuntimeError("masked attention outside of a masked pass")
+        if save_kv_cache and k is not None and v is not None:
+            where = KVWriteLoc(forward_batch.out_cache_loc, None)
+            self.token_to_kv_pool.set_kv_buffer(layer, where, k, v)
+        queries = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        keys, values = self.token_to_kv_pool.get_kv_buffer(layer.layer_id)
+        out = queries.new_empty(len(queries), layer.tp_q_head_num, layer.v_head_dim)
+        rule = Rule(layer.scaling, layer.logit_cap or 0.0, layer.sliding_window_size, sinks)
+        operands = (queries, keys, values, out, self._requests, rule)
+        if self._device.type == "cuda":
+            masked_attend.attend(*operands, self._longest)
+        else:
+            masked_torch.attend(*operands)
+        return out.flatten(1)

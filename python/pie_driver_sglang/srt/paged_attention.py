@@ -1,0 +1,157 @@
+"""The attention backend `pie`: decodes that read whole pages, for graphs and for eager batches.
+
+Every row of a decode attends to the KV of its own block-table row. What SGLang's backends prepare
+for each step, a list of the slots of all tokens, is not needed; see `paged_triton.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from sglang.srt.layers.attention.attention_registry import register_attention_backend
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+from sglang.srt.model_executor.model_runner_components import attention_backend_setup
+from sglang.srt.runtime_context import publish
+
+from pie_driver_sglang.config.options import PAGED_DECODE
+from pie_driver_sglang.kernels import paged_attend, paged_shares
+from pie_driver_sglang.kernels.masked_torch import Rule
+from pie_driver_sglang.kernels.paged_shares import Cut, Prefixes, Rows, Shares
+from pie_driver_sglang.srt import support
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.radix_attention import RadixAttention
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+
+def install(runner: ModelRunner, prefill: str | None = None) -> None:
+    """Has a loaded model decode with this backend; to be called before it gets its backends.
+
+    Prefills are computed by the backend `prefill`, or by the one that the settings name. SGLang
+    checks its settings against lists of its own backends, so they hear of this one only now.
+    Whether the kernel knows the model's attention is `support.decodes_paged`.
+    """
+    register_attention_backend(PAGED_DECODE)(PagedDecode)
+    args = runner.server_args
+    named, _ = args.get_attention_backends()
+    args.override(
+        "pie_driver_sglang",
+        prefill_attention_backend=prefill or named,
+        decode_attention_backend=PAGED_DECODE,
+    )
+    publish(args, role="scheduler")
+    # It calls every pair of backends experimental.
+    logging.getLogger(attention_backend_setup.__name__).addFilter(_without_doubt)
+
+
+def _without_doubt(record: logging.LogRecord) -> bool:
+    return "hybrid attention backend is experimental" not in record.getMessage()
+
+
+class _Step(NamedTuple):
+    """What the layers of a decode have in common."""
+
+    rows: Rows
+    shares: dict[Cut, Shares]
+
+
+class PagedDecode(AttentionBackend):
+    """SGLang's attention backend of decodes; prefills are another's."""
+
+    # Lengths are read on the device alone.
+    needs_cpu_seq_lens = False
+
+    def __init__(self, runner: ModelRunner) -> None:
+        super().__init__()
+        # SGLang looks for the pools here.
+        self.req_to_token_pool = runner.req_to_token_pool
+        self.token_to_kv_pool = runner.token_to_kv_pool
+        self._page_size = runner.server_args.page_size
+        self._itemsize = support.paged(runner.token_to_kv_pool).dtype.itemsize
+        self._layers = list(support.attention_layers(runner))
+        properties = torch.cuda.get_device_properties(runner.gpu_id)
+        self._multiprocessors = properties.multi_processor_count
+        # Rows with a window need not see what they have in common.
+        self.knows_groups = any(layer.sliding_window_size in (None, -1) for layer in self._layers)
+        self._step: _Step | None = None
+        self._prefixes: Prefixes | None = None
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """Nothing: a graph's memory comes from its pool."""
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        """KV length of padding."""
+        return 1
+
+    @contextlib.contextmanager
+    def sharing(self, prefixes: Prefixes | None) -> Iterator[None]:
+        """Within, the rows of decodes whose metadata is made begin with the same KV in groups."""
+        self._prefixes = prefixes
+        try:
+            yield
+        finally:
+            self._prefixes = None
+
+    def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
+        """Shares the work of a decode out, on the device; eager batches come here, too."""
+        rows = Rows(
+            self.req_to_token_pool.req_to_token,
+            forward_batch.req_pool_indices,
+            forward_batch.seq_lens,
+            self._prefixes,
+        )
+        cuts = {self._cut(layer, len(rows.kv_lens)) for layer in self._layers}
+        shares = {cut: paged_shares.share(rows, cut, self._multiprocessors) for cut in cuts}
+        self._step = _Step(rows, shares)
+
+    def forward_decode(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Stores the new KV, then attends: ``[rows, heads * dim]`` as SGLang hands them over."""
+        if self._step is None:
+            raise RuntimeError("a decode whose metadata was not made")
+        scales: tuple[torch.Tensor, ...] = ()
+        floats = (1.0, 1.0)
+        if layer.k_scale is not None and layer.v_scale is not None:
+            scales = (layer.k_scale, layer.v_scale)
+            floats = (layer.k_scale_float, layer.v_scale_float)
+        if save_kv_cache and k is not None and v is not None:
+            where = KVWriteLoc(forward_batch.out_cache_loc, None)
+            self.token_to_kv_pool.set_kv_buffer(layer, where, k, v, *scales)
+        queries = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        keys, values = self.token_to_kv_pool.get_kv_buffer(layer.layer_id)
+        out = queries.new_empty(len(queries), layer.tp_q_head_num, layer.v_head_dim)
+        rule = Rule(layer.scaling * floats[0], layer.logit_cap or 0.0, sinks=sinks)
+        rows, shares = self._step
+        paged_attend.attend(
+            queries, keys, values, out, rows, shares[self._cut(layer, len(out))], rule,
+            self._page_size, floats[1],
+        )  # fmt: skip
+        return out.flatten(1)
+
+    def _cut(self, layer: RadixAttention, rows: int) -> Cut:
+        dim = max(layer.qk_head_dim, layer.v_head_dim)
+        group = layer.tp_q_head_num // layer.tp_k_head_num
+        window = layer.sliding_window_size
+        return Cut(
+            # There are more rows than requests.
+            paged_shares.tuning(
+                dim, group, self._itemsize, rows, prompts=rows > self.req_to_token_pool.size
+            ),
+            layer.tp_k_head_num,
+            group,
+            -1 if window is None else window,
+        )

@@ -1,0 +1,465 @@
+"""The engine: SGLang's `ModelRunner`, fed from the planner's staging block."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from sglang.srt.distributed.parallel_state import GroupCoordinator, get_tp_group
+from sglang.srt.layers.logits_processor import (
+    LogitsMetadata,
+    LogitsProcessor,
+    LogitsProcessorOutput,
+)
+from sglang.srt.lora.layers import ParallelLMHeadWithLoRA
+from sglang.srt.model_executor.forward_batch_info import (
+    CaptureHiddenMode,
+    ForwardBatch,
+    ForwardMode,
+)
+
+from pie_driver_sglang.engine import Facts
+from pie_driver_sglang.memory.plan import Loaded
+from pie_driver_sglang.sampling.groups import Outputs, SlotParams, apply_masks, run_group
+from pie_driver_sglang.srt.block import views
+from pie_driver_sglang.srt.device import find_loss
+from pie_driver_sglang.srt.images import ImageInputs
+from pie_driver_sglang.srt.masked_attention import MaskedAttention
+from pie_driver_sglang.srt.measure import free_bytes, weight_bytes
+
+if TYPE_CHECKING:
+    from pie_driver_sglang._core import Lane, Pass, Planner, SlotGroup
+    from pie_driver_sglang.ranks.commands import Forward
+    from pie_driver_sglang.srt.adapters import Adapters
+    from pie_driver_sglang.srt.boot import Booted
+    from pie_driver_sglang.srt.dense import DenseLayers
+    from pie_driver_sglang.srt.pool import PagePools
+    from pie_driver_sglang.srt.state import StatePool
+    from pie_driver_sglang.srt.steps import StepRunner
+
+
+class Hidden(NamedTuple):
+    """What the logits of a finished pass can be computed from."""
+
+    processor: LogitsProcessor
+    states: torch.Tensor
+    """``[tokens, hidden]`` after the final norm."""
+    input_ids: Any
+    lm_head: Any
+    """The model's, or SGLang's wrapper of it, which applies adapters."""
+    metadata: LogitsMetadata
+    adapters: list[int] | None
+    """The adapter of each row, -1 for none; None when the LM head applies none."""
+
+    @property
+    def head(self) -> Any:
+        """What computes the logits."""
+        if self.adapters is None:
+            return getattr(self.lm_head, "base_layer", self.lm_head)
+        if not isinstance(self.lm_head, ParallelLMHeadWithLoRA):
+            raise RuntimeError(
+                "the model takes its logits past its LM head; set `lora_target_modules` "
+                "without embed_tokens and lm_head"
+            )
+        return self.lm_head
+
+
+class RowLogits(NamedTuple):
+    """Logits of rows, as far as this rank has computed them."""
+
+    part: torch.Tensor
+    """``[rows, width]`` in the model's dtype: the whole vocabulary, or this rank's part of it. At
+    its end it may be padded."""
+    ranks: GroupCoordinator | None
+    """The ranks that have a part each, in the order of the vocabulary; None if this is all."""
+    softcap: float | None
+    """Limit of the logits' size that is still to be applied, by ``cap * tanh(logit / cap)``."""
+
+
+class _Block:
+    """A staging block and, for each field, a view over its whole capacity."""
+
+    def __init__(self, memory: torch.Tensor, layout: Mapping[str, tuple[str, int, int]]) -> None:
+        self.memory = memory
+        self.fields = views(memory, layout)
+        # The slot fields lie first, table updates and masks last: an upload ends with what is used.
+        self.slots_end = layout["req_pool_indices"][1]
+        self.updates_offset = layout["table_updates"][1]
+        self.masks_offset = layout["mask_words"][1]
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self.fields[name]
+
+
+class SglangEngine:
+    """Implements :class:`pie_driver_sglang.engine.Engine`, or a rank's part of one."""
+
+    recovers = True
+
+    def __init__(
+        self,
+        booted: Booted,
+        planner: Planner,
+        facts: Facts,
+        pools: PagePools,
+        adapters: Adapters | None,
+        states: StatePool | None,
+    ) -> None:
+        self.runner = booted.runner
+        self.plan = booted.plan
+        self._pools = pools
+        self._adapters = adapters
+        self._states = states
+        self._row_adapters: list[int] | None = None
+        self.facts = facts
+        device = torch.device(self.runner.device)
+        layout = dict(planner.layout)
+        on_cuda = device.type == "cuda"
+        host = torch.zeros(planner.block_bytes, dtype=torch.uint8, pin_memory=on_cuda)
+        self.block: npt.NDArray[np.uint8] = host.numpy()
+        self._host = _Block(host, layout)
+        # On the CPU the staging block is the device block.
+        self._device = (
+            _Block(torch.zeros_like(host, device=device), layout) if on_cuda else self._host
+        )
+        self._copied: torch.cuda.Event | None = None
+        if on_cuda:
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        table = self.runner.req_to_token_pool.req_to_token
+        self.table_pages = table.view(-1, facts.page_size)
+        self._page_offsets = torch.arange(facts.page_size, dtype=table.dtype, device=device)
+        self._masked_attention = MaskedAttention(self.runner)
+        chunk_tokens = layout["input_ids"][2]
+        self._images = ImageInputs(self.runner, chunk_tokens, placeholder=facts.vocab_size)
+        self.steps: StepRunner | None = None
+        self.dense: DenseLayers | None = None
+        """Of a model that few kernels can run."""
+        self._hidden: Hidden | None = None
+        self._h2d_ns = self._sync_ns = 0
+        for module in self.runner.model.modules():
+            if isinstance(module, LogitsProcessor):
+                self._divert(module)
+
+    def find_loss(self) -> str | None:
+        """Asks the device; see :meth:`pie_driver_sglang.engine.Engine.find_loss`."""
+        return find_loss(self.plan.device.name)
+
+    @property
+    def lane(self) -> Lane | None:
+        """The fast lane; see :attr:`pie_driver_sglang.engine.Engine.lane`."""
+        return None if self.steps is None else self.steps.lane()
+
+    def _divert(self, processor: LogitsProcessor) -> None:
+        """Stops the forward pass before the LM head: logits are computed for sampled rows only."""
+        # Its other way to gather logits needs NVLink's multicast.
+        processor._logits_gatherer._state = None
+
+        def keep_hidden(
+            input_ids: Any, states: torch.Tensor, lm_head: Any, metadata: Any, *_: Any, **__: Any
+        ) -> Any:
+            if isinstance(metadata, ForwardBatch):
+                metadata = LogitsMetadata.from_forward_batch(metadata)
+            rows = self._row_adapters
+            self._hidden = Hidden(processor, states, input_ids, lm_head, metadata, rows)
+            return LogitsProcessorOutput(next_token_logits=None)
+
+        processor.forward = keep_hidden
+
+    @torch.inference_mode()
+    def forward(self, batch: Pass | Forward) -> None:
+        """Runs the staged pass; see :meth:`pie_driver_sglang.engine.Engine.forward`."""
+        self._upload_bytes(self.pass_bytes(batch))
+        self.update_table(self._device["table_updates"][: 2 * batch.updates].view(-1, 2))
+        self._hidden = None
+        if self.steps is not None and batch.decode and batch.mask is None and batch.images is None:
+            self._run_step(self.steps, batch)
+        else:
+            self._run_eagerly(batch)
+        self._await_copy()
+
+    def _run_step(self, steps: StepRunner, batch: Pass | Forward) -> None:
+        """Runs a decode as the fast lane does, but for its outputs."""
+        if batch.adapters is None:
+            self.unbind_adapters()
+        else:
+            adapters, numbers = self._with_adapters(), _numbers(batch.adapters).tolist()
+            padding = steps.padded(len(numbers), bound=True) - len(numbers)
+            # By an adapter of the pass: those that it has may fill all slots.
+            adapters.bind_rows([*numbers, *(numbers[-1:] * padding)])
+            self._row_adapters = numbers if adapters.embed(numbers) else None
+        hidden = steps.decode(self._host.fields, batch.requests, bound=batch.adapters is not None)
+        self._hidden = hidden._replace(adapters=self._row_adapters)
+        if self._copied is not None and not batch.slots:
+            # Nobody waits for its outputs, but the next step is staged where it reads.
+            self._copied.record()
+
+    def _run_eagerly(self, batch: Pass | Forward) -> None:
+        forward_batch = self._forward_batch(batch)
+        if self._adapters is not None:
+            self._row_adapters = _bind(self._adapters, forward_batch, batch.adapters)
+        if self._states is not None and batch.states is not None:
+            self._states.assign(forward_batch.req_pool_indices, batch.states)
+        with self._way(batch, forward_batch):
+            self.runner.forward(forward_batch)
+
+    def _way(
+        self, batch: Pass | Forward, forward_batch: ForwardBatch
+    ) -> AbstractContextManager[None]:
+        """How a pass is run, where that is not SGLang's own way."""
+        if batch.mask is not None:
+            return self._masked_attention.applied(batch.mask, forward_batch)
+        if self.dense is not None and forward_batch.forward_mode.is_extend_without_speculative():
+            return self.dense.prefilling()
+        return contextlib.nullcontext()
+
+    def unbind_adapters(self) -> None:
+        """Makes the model one without adapters until the next :meth:`forward`."""
+        if self._adapters is not None:
+            self._adapters.unbind()
+            self._row_adapters = None
+
+    def sample(self, group: SlotGroup) -> Outputs:
+        """Computes the staged slot group; see :meth:`pie_driver_sglang.engine.Engine.sample`."""
+        return self.sample_logits(group, self.slot_logits(group))
+
+    @torch.inference_mode()
+    def slot_logits(self, group: SlotGroup) -> torch.Tensor:
+        """The logits of the staged slots: ``[slots, vocabulary]`` float32."""
+        self._upload_slots(group)
+        return self.logits(self._device["slot_rows"][: len(group)])
+
+    @torch.inference_mode()
+    def sample_logits(self, group: SlotGroup, logits: torch.Tensor) -> Outputs:
+        """Computes the staged slot group from its logits, which may be changed."""
+        slots, fields = len(group), self._device
+        if group.mask_words:
+            apply_masks(logits, fields["slot_masks"][: 2 * slots].view(-1, 2), fields["mask_words"])
+        names = ("temperatures", "top_ks", "top_ps", "min_ps", "uniforms")
+        params = SlotParams(*(fields[name][:slots] for name in names))
+        labels = None
+        if group.logprobs:
+            pairs = np.frombuffer(group.labels, np.int64).reshape(-1, 2).copy()
+            labels = torch.from_numpy(pairs).to(logits.device)
+        outputs = run_group(logits, group, params, labels)
+        started = time.perf_counter_ns()
+        outputs = Outputs._make(part if part is None else part.cpu() for part in outputs)
+        if self._copied is not None:
+            self._sync_ns += time.perf_counter_ns() - started
+        # A group may have no outputs, and the next step is staged where its graph reads.
+        self._await_copy()
+        return outputs
+
+    @torch.inference_mode()
+    def compute_logits(self, slots: int) -> None:
+        """Computes the logits of the staged slots for the other ranks, which have a part each."""
+        self._upload_bytes(self._host.slots_end)
+        self.logits(self._device["slot_rows"][:slots])
+        self._await_copy()
+
+    def pass_bytes(self, batch: Pass | Forward) -> int:
+        """Length of the staging block's beginning that the pass is in."""
+        return self._host.updates_offset + 16 * batch.updates
+
+    @property
+    def slot_bytes(self) -> int:
+        """Length of the staging block's beginning that slots are in, without their masks."""
+        return self._host.slots_end
+
+    def take_waits(self) -> tuple[int, int]:
+        """Copy and wait times; see :meth:`pie_driver_sglang.engine.Engine.take_waits`."""
+        waits = (self._h2d_ns, self._sync_ns)
+        self._h2d_ns = self._sync_ns = 0
+        return waits
+
+    def logits(self, rows: torch.Tensor) -> torch.Tensor:
+        """Logits of rows of the last pass: ``[rows]`` int64 -> ``[rows, vocabulary]`` float32."""
+        hidden = self.hidden
+        if self._adapters is not None and hidden.adapters is not None:
+            self._adapters.bind_rows([hidden.adapters[row] for row in rows.tolist()])
+        # In decode mode the processor keeps every row that it is given.
+        metadata = replace(hidden.metadata, forward_mode=ForwardMode.DECODE)
+        run = LogitsProcessor.forward
+        output = run(hidden.processor, hidden.input_ids, hidden.states[rows], hidden.head, metadata)
+        logits: torch.Tensor = output.next_token_logits
+        return logits.float()
+
+    def run_model(self, batch: ForwardBatch) -> None:
+        """Runs a decode batch by the model alone, as a graph captures it.
+
+        The batch's metadata and the forward context are the caller's.
+
+        Args:
+            batch: With a request for each row; there may be more than the runner takes.
+        """
+        self._hidden = None
+        self.runner.model.forward(batch.input_ids, batch.positions, batch)
+
+    def head_logits(self, rows: torch.Tensor | None) -> RowLogits:
+        """The LM head of the last pass, as a graph captures it.
+
+        Args:
+            rows: ``[rows]`` int64, those whose logits are wanted; None for all.
+        """
+        hidden = self.hidden
+        processor, states = hidden.processor, hidden.states
+        if rows is not None:
+            states = states[rows]
+        logits = processor._compute_lm_head(states, hidden.head)
+        if processor.logit_scale is not None:
+            logits.mul_(processor.logit_scale)
+        ranks = get_tp_group() if processor.do_tensor_parallel_all_gather else None
+        return RowLogits(logits, ranks, processor.final_logit_softcapping or None)
+
+    @property
+    def hidden(self) -> Hidden:
+        """What the logits of the last pass can be computed from."""
+        if self._hidden is None:
+            raise RuntimeError("no pass has run: stage and run one before sampling")
+        return self._hidden
+
+    @torch.inference_mode()
+    def copy_pages(self, direction: str, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copies pages; see :meth:`pie_driver_sglang.engine.Engine.copy_pages`."""
+        self._pools.copy(direction, sources, targets)
+
+    def measure_memory(self) -> Loaded:
+        """What the model takes; to be asked after a pass."""
+        states = self._states
+        return Loaded(
+            weights=weight_bytes(self.runner),
+            adapters=self._adapters.slot_bytes if self._adapters else 0,
+            state=states.slot_bytes * (states.slots + 1) if states else 0,
+            graphs=self.steps.graph_bytes if self.steps else 0,
+            tokens=self.runner.max_total_num_tokens,
+            kv=self._pools.device_bytes,
+            free=free_bytes(self.runner),
+        )
+
+    def begin_load(
+        self, number: int, adapter_id: int, path: str, done: Callable[[], object]
+    ) -> None:
+        """Begins to read an adapter; see :meth:`pie_driver_sglang.engine.Engine.begin_load`."""
+        self._with_adapters().begin_load(number, adapter_id, path, done)
+
+    def finish_load(self, number: int) -> None:
+        """Makes it usable; see :meth:`pie_driver_sglang.engine.Engine.finish_load`."""
+        self._with_adapters().finish_load(number)
+
+    def discard_load(self, number: int) -> None:
+        """Forgets it; see :meth:`pie_driver_sglang.engine.Engine.discard_load`."""
+        self._with_adapters().discard_load(number)
+
+    def fetch_adapters(self, adapter_ids: Sequence[int]) -> dict[int, str]:
+        """Fetches adapters; see :meth:`pie_driver_sglang.engine.Engine.fetch_adapters`."""
+        return self._with_adapters().fetch(adapter_ids)
+
+    def load_rehearsal_adapter(self) -> None:
+        """For warm-up; see :meth:`pie_driver_sglang.engine.Engine.load_rehearsal_adapter`."""
+        self._with_adapters().load_rehearsal()
+
+    def drop_rehearsal_adapter(self) -> None:
+        """After it; see :meth:`pie_driver_sglang.engine.Engine.drop_rehearsal_adapter`."""
+        self._with_adapters().drop_rehearsal()
+
+    def _with_adapters(self) -> Adapters:
+        if self._adapters is None:
+            raise RuntimeError("adapters are off")
+        return self._adapters
+
+    @torch.inference_mode()
+    def copy_states(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copies state; see :meth:`pie_driver_sglang.engine.Engine.copy_states`."""
+        if self._states is None:
+            raise RuntimeError("the model has no recurrent state")
+        self._states.copy(sources, targets)
+
+    def _upload_slots(self, group: SlotGroup) -> None:
+        self._upload_bytes(self._host.slots_end)
+        if group.mask_words:
+            start = self._host.masks_offset
+            self._upload_bytes(start + 4 * group.mask_words, start)
+
+    def _upload_bytes(self, end: int, start: int = 0) -> None:
+        if self._copied is None:
+            return
+        started = time.perf_counter_ns()
+        used = slice(start, end)
+        self._device.memory[used].copy_(self._host.memory[used], non_blocking=True)
+        self._copied.record()
+        self._h2d_ns += time.perf_counter_ns() - started
+
+    def _await_copy(self) -> None:
+        """The staging block may be written again once the device has read it."""
+        if self._copied is None:
+            return
+        started = time.perf_counter_ns()
+        self._copied.synchronize()
+        self._sync_ns += time.perf_counter_ns() - started
+
+    def update_table(self, changed: torch.Tensor) -> None:
+        """Writes changed block-table entries.
+
+        Args:
+            changed: ``[updates, 2]`` int64: entry, and first storage slot of its page.
+        """
+        if not len(changed):
+            return
+        slots = changed[:, 1:].to(self._page_offsets.dtype) + self._page_offsets
+        self.table_pages[changed[:, 0]] = slots
+
+    def _forward_batch(self, batch: Pass | Forward) -> ForwardBatch:
+        device, host = self._device, self._host
+        tokens, requests = batch.tokens, batch.requests
+        seq_lens_cpu = host["seq_lens"][:requests]
+        fields: dict[str, Any] = {
+            "forward_mode": ForwardMode.DECODE,
+            "batch_size": requests,
+            "input_ids": device["input_ids"][:tokens],
+            "positions": device["positions"][:tokens],
+            "out_cache_loc": device["out_cache_loc"][:tokens],
+            "req_pool_indices": device["req_pool_indices"][:requests],
+            "seq_lens": device["seq_lens"][:requests],
+            "seq_lens_cpu": seq_lens_cpu,
+            "seq_lens_sum": batch.seq_lens_sum,
+            "orig_seq_lens": device["seq_lens"][:requests],
+            "mrope_positions": self._images.positions(batch, device["positions"][:tokens]),
+            "capture_hidden_mode": CaptureHiddenMode.NULL,
+        }
+        if not batch.decode:
+            fields |= {
+                "forward_mode": ForwardMode.EXTEND,
+                "extend_num_tokens": tokens,
+                "extend_seq_lens": device["extend_seq_lens"][:requests],
+                "extend_prefix_lens": device["extend_prefix_lens"][:requests],
+                "extend_start_loc": device["extend_start_loc"][:requests],
+                "extend_seq_lens_cpu": host["extend_seq_lens"][:requests].tolist(),
+                "extend_prefix_lens_cpu": host["extend_prefix_lens"][:requests].tolist(),
+            }
+        if batch.images is not None:
+            fields["mm_inputs"] = self._images.inputs(batch.images, requests)
+        return ForwardBatch(**fields)
+
+
+def _bind(adapters: Adapters, batch: ForwardBatch, adapter_ids: bytes | None) -> list[int] | None:
+    """Binds the requests of a pass; returns the adapter of each row if the LM head needs it."""
+    if adapter_ids is None:
+        adapters.unbind()
+        return None
+    ids = _numbers(adapter_ids)
+    numbers = ids.tolist()
+    adapters.bind(batch, numbers)
+    if not adapters.embed(numbers):
+        return None
+    lengths = batch.extend_seq_lens_cpu
+    return numbers if lengths is None else np.repeat(ids, lengths).tolist()
+
+
+def _numbers(adapter_ids: bytes) -> npt.NDArray[np.int64]:
+    return np.frombuffer(adapter_ids, np.int64)

@@ -1,0 +1,463 @@
+"""The fast lane's device side: steps of fixed sizes as CUDA graphs, or as calls on the CPU.
+
+A step is staging copy, block-table changes, attention metadata, model, LM head, logit masks,
+sampling, and the tokens in the host's memory. Rust fills the block, starts the step and reads the
+tokens (``rust/serve/src/lane.rs``); what a row is, see ``rust/batch/src/graph.rs``.
+"""
+
+from __future__ import annotations
+
+import abc
+import gc
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import torch
+from sglang.srt.distributed.parallel_state import graph_capture
+from sglang.srt.model_executor.forward_batch_info import (
+    CaptureHiddenMode,
+    ForwardBatch,
+    ForwardMode,
+)
+from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+from sglang.srt.model_executor.runner_utils.capture_mode import model_capture_mode
+from tqdm import tqdm
+
+from pie_driver_sglang._core import Lane, graph_layout
+from pie_driver_sglang.memory.limits import bound_ladder
+from pie_driver_sglang.sampling.groups import SlotParams, apply_masks, sample_rows
+from pie_driver_sglang.srt.block import views
+from pie_driver_sglang.srt.rank_slots import rank_slots
+
+if TYPE_CHECKING:
+    from pie_driver_sglang.srt.adapters import Adapters
+    from pie_driver_sglang.srt.sglang_engine import Hidden, SglangEngine
+
+logger = logging.getLogger(__name__)
+
+_ROW_FIELDS: Final = ("input_ids", "positions", "out_cache_loc", "req_pool_indices", "seq_lens")
+"""What a decode is, in either lane's block."""
+CPU_ROWS_PER_REQUEST = 8
+"""On the CPU each row attends by a call of its own: longer prompts do better as one."""
+
+
+class _Graph(NamedTuple):
+    """The views of one graph over the common memory."""
+
+    rows: int
+    slots: int
+    """Of the rows, how many can be sampled."""
+    grouped: bool
+    """Whether rows that begin with the same KV read that together."""
+    host: dict[str, torch.Tensor]
+    device: dict[str, torch.Tensor]
+    bytes: int
+
+    def sampled(self, fields: dict[str, torch.Tensor]) -> torch.Tensor | None:
+        """``[slots]`` int64: the row of each slot; None where it is that of the same number."""
+        return fields["slot_rows"] if self.slots < self.rows else None
+
+
+class _Decode(NamedTuple):
+    """A graph whose output can be had before it is sampled."""
+
+    graph: torch.cuda.CUDAGraph
+    hidden: Hidden
+    """Valid until the next graph runs."""
+
+
+class StepRunner(abc.ABC):
+    """Runs steps of fixed numbers of rows over memory that is shared with Rust."""
+
+    graph_bytes = 0
+    """Device memory that captured graphs take."""
+
+    def __init__(
+        self, engine: SglangEngine, rows: list[int], slots: int, grouped: Sequence[int] = ()
+    ) -> None:
+        """Allocates the memory for graphs of `rows`, each with up to `slots` sampled ones.
+
+        Those of `grouped`, of which every row can be sampled, are for steps with groups of rows.
+        """
+        self._engine = engine
+        runner, vocab = engine.runner, engine.facts.vocab_size
+        self._device = torch.device(runner.device)
+        self._has_axes = bool(runner.model_config.model_is_mrope)
+        on_cuda = self._device.type == "cuda"
+        self._slots = slots = min(slots, rows[-1])
+        kinds = [(count, False) for count in rows] + [(count, True) for count in grouped]
+        layouts = [dict(graph_layout(count, slots, knows)) for count, knows in kinds]
+        sizes = [_bytes(layout) for layout in layouts]
+        self._host = torch.zeros(max(sizes), dtype=torch.uint8, pin_memory=on_cuda)
+        self._block = torch.zeros_like(self._host, device=self._device) if on_cuda else self._host
+        # Besides, block-table changes of one context for which the block has no room.
+        pages = engine.runner.req_to_token_pool.req_to_token.shape[1] // engine.facts.page_size
+        words = slots * -(-vocab // 32) + 2 * pages
+        self._mask_words = torch.empty(words, dtype=torch.int32, pin_memory=on_cuda)
+        self._results = torch.zeros(slots, dtype=torch.int64, pin_memory=on_cuda)
+        self._graphs = [
+            _Graph(
+                count,
+                min(count, slots),
+                knows,
+                views(self._host, layout),
+                views(self._block, layout),
+                size,
+            )
+            for (count, knows), layout, size in zip(kinds, layouts, sizes, strict=True)
+        ]
+        self._most = rows[-1]
+
+    @abc.abstractmethod
+    def lane(self) -> Lane:
+        """The lane that runs these steps."""
+
+    @abc.abstractmethod
+    def padded(self, rows: int, *, bound: bool) -> int:
+        """Rows that :meth:`decode` makes of so many."""
+
+    @abc.abstractmethod
+    def decode(self, staged: Mapping[str, torch.Tensor], rows: int, *, bound: bool) -> Hidden:
+        """Runs a decode that the general lane has staged, for what its outputs are computed from.
+
+        Args:
+            staged: Host arrays of the pass, as the planner names them; its block-table changes are
+                made already.
+            rows: Requests, each of one row.
+            bound: Whether adapters are bound, one or none for each of :meth:`padded` rows.
+        """
+
+    def _take(self, staged: Mapping[str, torch.Tensor], rows: int, padded: int) -> _Graph:
+        """Stages a decode of which nothing is sampled, and returns its graph."""
+        graph = self._plain(padded)
+        _blank(graph)
+        for name in _ROW_FIELDS:
+            graph.host[name][:rows] = staged[name][:rows]
+        return graph
+
+    def _plain(self, rows: int) -> _Graph:
+        """The graph of so many rows that knows of no groups."""
+        return next(graph for graph in self._graphs if graph.rows == rows and not graph.grouped)
+
+    def _lane_memory(self) -> tuple[Any, Any, Any]:
+        words, results = self._mask_words.numpy(), self._results.numpy()
+        return self._host.numpy().data, words.data, results.view("uint64").data
+
+    def _cut(self, logits: torch.Tensor) -> torch.Tensor:
+        """Without what pads the vocabulary."""
+        return logits[:, : self._engine.facts.vocab_size]
+
+    def _forward_batch(self, graph: _Graph) -> ForwardBatch:
+        rows, fields = graph.rows, graph.device
+        # Text has the same position on every axis.
+        axes = fields["positions"].expand(3, -1) if self._has_axes else None
+        return ForwardBatch(
+            forward_mode=ForwardMode.DECODE,
+            batch_size=rows,
+            input_ids=fields["input_ids"],
+            positions=fields["positions"],
+            mrope_positions=axes,
+            out_cache_loc=fields["out_cache_loc"],
+            req_pool_indices=fields["req_pool_indices"],
+            seq_lens=fields["seq_lens"],
+            seq_lens_cpu=graph.host["seq_lens"],
+            # An upper bound is what sizes buffers; the device knows the sum.
+            seq_lens_sum=rows,
+            orig_seq_lens=fields["seq_lens"],
+            capture_hidden_mode=CaptureHiddenMode.NULL,
+        )
+
+    def _sharing(self, graph: _Graph) -> AbstractContextManager[None]:
+        """Within, attention is told what rows have in common, if the graph knows of that."""
+        if not graph.grouped:
+            return nullcontext()
+        from pie_driver_sglang.kernels.paged_shares import Prefixes
+
+        fields, backend = graph.device, self._engine.runner.attn_backend
+        listed = {name: fields[f"prefix_{name}"] for name in ("lens", "places", "order", "starts")}
+        prefixes = Prefixes(**listed, used=fields["header"][4:5])
+        sharing: AbstractContextManager[None] = backend.decode_backend.sharing(prefixes)
+        return sharing
+
+
+class CpuSteps(StepRunner):
+    """Steps on the CPU: the staging block is the device's, and a graph is a call."""
+
+    def lane(self) -> Lane:
+        """The lane that runs these steps."""
+        plain, grouped = (
+            [graph.rows for graph in self._graphs if graph.grouped == knows]
+            for knows in (False, True)
+        )
+        memory = self._lane_memory()
+        return Lane.call(*memory, plain, self._slots, CPU_ROWS_PER_REQUEST, self.run, grouped)
+
+    @torch.inference_mode()
+    def run(self, number: int) -> None:
+        """Runs the staged step of graph `number`; called by Rust."""
+        graph, fields = self._graphs[number], self._graphs[number].host
+        step, updates, _ = fields["header"][:3].tolist()
+        changed = fields["table_updates"][: 2 * updates].view(-1, 2)
+        self._engine.update_table(changed)
+        further = self._mask_words[: 2 * (updates - len(changed))]
+        self._engine.update_table(further.view(-1, 2).long())
+        self._engine.unbind_adapters()
+        self._run_model(graph)
+        rows = self._engine.head_logits(graph.sampled(fields))
+        slots = rank_slots(graph.slots, rows.ranks)
+        logits = self._cut(slots.join(rows.part))
+        if rows.softcap is not None:
+            logits = rows.softcap * torch.tanh(logits / rows.softcap)
+        logits = logits.float()
+        apply_masks(logits, _masks(fields, slots.own), self._mask_words)
+        tokens = sample_rows(logits, _params(fields, slots.own))
+        results = self._results[: graph.slots]
+        own = slots.own_results(results, logits.device)
+        own.copy_((step << 32) | tokens)
+        slots.share(own, results)
+
+    def padded(self, rows: int, *, bound: bool) -> int:
+        """Rows of a step; see :meth:`StepRunner.padded`."""
+        return next(graph.rows for graph in self._graphs if graph.rows >= rows)
+
+    def decode(self, staged: Mapping[str, torch.Tensor], rows: int, *, bound: bool) -> Hidden:
+        """Runs a decode that the general lane has staged; see :meth:`StepRunner.decode`."""
+        self._run_model(self._take(staged, rows, self.padded(rows, bound=bound)))
+        return self._engine.hidden
+
+    def _run_model(self, graph: _Graph) -> None:
+        batch = self._forward_batch(graph)
+        batch.seq_lens_sum = int(graph.host["seq_lens"].sum())
+        backend = self._engine.runner.attn_backend
+        # SGLang's runner has room for a row of each request, and a step may have more.
+        with forward_context(ForwardContext(attn_backend=backend)):
+            with self._sharing(graph):
+                backend.init_forward_metadata(batch)
+            self._engine.run_model(batch)
+
+
+class CudaSteps(StepRunner):
+    """Steps as CUDA graphs, all in one memory pool and on the engine's stream."""
+
+    def __init__(
+        self,
+        engine: SglangEngine,
+        rows: list[int],
+        slots: int,
+        grouped: Sequence[int] = (),
+        adapters: Adapters | None = None,
+    ) -> None:
+        """Captures a graph for each of `rows` and `grouped`, largest first.
+
+        With `adapters` there are some more, for decodes that bind these.
+        """
+        attends = getattr(engine.runner.attn_backend, "decode_backend", None)
+        # No other backend knows of groups.
+        known = getattr(attends, "knows_groups", False)
+        super().__init__(engine, rows, slots, grouped if known else ())
+        self._stream = torch.cuda.current_stream(self._device)
+        self._captured: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
+        self._decodes: dict[tuple[int, bool], _Decode] = {}
+        """By rows, and whether adapters are bound."""
+        self._device_mask_words = torch.empty_like(self._mask_words, device=self._device)
+        with uncollected(), adapters.captured(slots) if adapters else nullcontext() as bind:
+            self._capture_all(bind)
+
+    def lane(self) -> Lane:
+        """The lane that launches these graphs."""
+        plain, grouped = (
+            [
+                (graph.rows, self._captured[graph.rows, knows].raw_cuda_graph_exec())
+                for graph in self._graphs
+                if graph.grouped == knows
+            ]
+            for knows in (False, True)
+        )
+        stream = self._stream.cuda_stream
+        return Lane.cuda(
+            *self._lane_memory(), plain, self._slots, stream, self._most, self, grouped
+        )
+
+    def time(self, rows: int, repeats: int = 50) -> float:
+        """Microseconds that the last step of up to `rows` rows takes, launched back to back.
+
+        The first of `repeats` launches, in which ranks wait for each other, is not counted.
+        """
+        # The header is the same in all blocks: whether there are groups says which graph ran.
+        grouped = bool(self._graphs[0].host["header"][4])
+        fits = (graph for graph in self._graphs if graph.grouped == grouped and graph.rows >= rows)
+        graph = next(fits)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        replay = self._captured[graph.rows, grouped].replay
+        with torch.cuda.stream(self._stream):
+            replay()
+            start.record()
+            for _ in range(repeats - 1):
+                replay()
+            end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end)) / (repeats - 1) * 1000
+
+    @torch.inference_mode()
+    def _capture_all(self, bind: Callable[[int], None] | None) -> None:
+        """Captures all graphs; `bind` makes rows such that adapters are applied to."""
+        runner, started = self._engine.runner, time.monotonic()
+        free = torch.cuda.mem_get_info(self._device)[0]
+        most = self._most
+        self._engine.unbind_adapters()
+        runner.attn_backend.init_cuda_graph_state(most, most)
+        pool = torch.cuda.graph_pool_handle()
+        context = ForwardContext(attn_backend=runner.attn_backend)
+        # Other ranks capture the same collective operations at the same time.
+        collectives = graph_capture(stream=self._stream)
+        with forward_context(context), model_capture_mode(), collectives:
+            # Shown on a terminal only, by one rank.
+            hidden = None if runner.ps.tp_rank == 0 else True
+            graphs = sorted(self._graphs, key=lambda graph: graph.rows, reverse=True)
+            bar = tqdm(graphs, disable=hidden)
+            for graph in bar:
+                captured = self._capture(graph, pool, self._step)
+                self._captured[graph.rows, graph.grouped] = captured
+                if not graph.grouped and graph.slots == graph.rows:
+                    self._decodes[graph.rows, False] = _Decode(captured, self._engine.hidden)
+                left = torch.cuda.mem_get_info(self._device)[0] / 2**30
+                bar.set_description(f"graph of {graph.rows} rows, {left:.1f} GiB free")
+            if bind is not None:
+                self._capture_bound(bind, pool)
+        # Only now do collective operations know the memory that graphs use.
+        for graph in self._graphs:
+            _blank(graph)
+            self._captured[graph.rows, graph.grouped].replay()
+            self._stream.synchronize()
+        for (rows, bound), (captured, _) in self._decodes.items():
+            if bound:
+                _blank(self._plain(rows))
+                captured.replay()
+                self._stream.synchronize()
+        self.graph_bytes = free - torch.cuda.mem_get_info(self._device)[0]
+        logger.info(
+            "captured %d graphs of up to %d rows in %.1f s, %.2f GiB",
+            len(self._captured) + sum(bound for _, bound in self._decodes),
+            most,
+            time.monotonic() - started,
+            self.graph_bytes / 2**30,
+        )
+
+    def _capture_bound(self, bind: Callable[[int], None], pool: Any) -> None:
+        """Captures decodes that bind adapters. SGLang's layers apply them, and Python samples."""
+        for rows in reversed(bound_ladder(self._slots)):
+            bind(rows)
+            captured = self._capture(self._plain(rows), pool, self._run_bound)
+            self._decodes[rows, True] = _Decode(captured, self._engine.hidden)
+
+    def _run_bound(self, graph: _Graph) -> None:
+        self._engine.run_model(self._begin(graph))
+
+    def _capture(
+        self, graph: _Graph, pool: Any, step: Callable[[_Graph], None]
+    ) -> torch.cuda.CUDAGraph:
+        _blank(graph)
+        started = time.monotonic()
+        # Kernels that the first run compiles or tunes cannot be compiled in a capture.
+        step(graph)
+        self._stream.synchronize()
+        ran = time.monotonic()
+        captured = torch.cuda.CUDAGraph()
+        captured.capture_begin(pool=pool, capture_error_mode="thread_local")
+        try:
+            step(graph)
+        finally:
+            captured.capture_end()
+        seconds = time.monotonic() - ran
+        logger.debug("%d rows: %.2f s to run, %.2f to capture", graph.rows, ran - started, seconds)
+        return captured
+
+    def _begin(self, graph: _Graph) -> ForwardBatch:
+        """What comes before the model, and its input."""
+        from pie_driver_sglang.kernels import sampler
+
+        engine, backend, fields = self._engine, self._engine.runner.attn_backend, graph.device
+        used = slice(0, graph.bytes)
+        self._block[used].copy_(self._host[used], non_blocking=True)
+        header = fields["header"]
+        words = self._device_mask_words
+        sampler.fetch(self._mask_words, words, header[3:4])
+        # Changes for which the block has no room come before the masks.
+        changed = fields["table_updates"].view(-1, 2)
+        sampler.update_table(engine.table_pages, changed, words, header[1:2])
+        batch = self._forward_batch(graph)
+        with self._sharing(graph):
+            backend.init_forward_metadata_out_graph(batch, in_capture=True)
+            backend.init_forward_metadata_in_graph(batch)
+        return batch
+
+    def _step(self, graph: _Graph) -> None:
+        from pie_driver_sglang.kernels import sampler
+
+        engine, fields, batch = self._engine, graph.device, self._begin(graph)
+        with self._way(graph.rows):
+            engine.run_model(batch)
+        rows = engine.head_logits(graph.sampled(fields))
+        slots = rank_slots(graph.slots, rows.ranks)
+        logits = self._cut(slots.join(rows.part))
+        masks, params = _masks(fields, slots.own), _params(fields, slots.own)
+        sampler.apply_masks(logits, masks, self._device_mask_words)
+        results = self._results[: graph.slots]
+        own = slots.own_results(results, logits.device)
+        sampler.sample_step(logits, params, own, fields["header"][:1], rows.softcap)
+        slots.share(own, results)
+
+    def padded(self, rows: int, *, bound: bool) -> int:
+        """Rows of a step; see :meth:`StepRunner.padded`."""
+        return min(count for count, binds in self._decodes if binds == bound and count >= rows)
+
+    def decode(self, staged: Mapping[str, torch.Tensor], rows: int, *, bound: bool) -> Hidden:
+        """Runs a decode that the general lane has staged; see :meth:`StepRunner.decode`."""
+        padded = self.padded(rows, bound=bound)
+        self._take(staged, rows, padded)
+        captured, hidden = self._decodes[padded, bound]
+        captured.replay()
+        return hidden
+
+    def _way(self, rows: int) -> AbstractContextManager[None]:
+        """How the model runs: as few kernels, where it can."""
+        dense = self._engine.dense
+        return dense.applied() if dense is not None and dense.takes(rows) else nullcontext()
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Within, nothing is collected: an event or a graph that ends invalidates a running capture."""
+    was_enabled = gc.isenabled()
+    gc.collect()
+    torch.cuda.empty_cache()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _blank(graph: _Graph) -> None:
+    """Stages rows that nobody samples, and that touch the padding page alone."""
+    for name, field in graph.host.items():
+        field.fill_({"seq_lens": 1, "temperatures": -1}.get(name, 0))
+
+
+def _params(fields: dict[str, torch.Tensor], slots: slice) -> SlotParams:
+    names = ("temperatures", "top_ks", "top_ps", "min_ps", "uniforms")
+    return SlotParams(*(fields[name][slots] for name in names))
+
+
+def _masks(fields: dict[str, torch.Tensor], slots: slice) -> torch.Tensor:
+    """Where each slot's mask is, as :func:`apply_masks` wants it."""
+    return fields["slot_masks"].view(-1, 2)[slots]
+
+
+def _bytes(layout: dict[str, tuple[str, int, int]]) -> int:
+    sizes = {"int64": 8, "int32": 4, "float32": 4}
+    return max(offset + capacity * sizes[dtype] for dtype, offset, capacity in layout.values())

@@ -1,0 +1,358 @@
+"""Which models a configuration computes right; the others are refused at start, with the reason."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from typing import TYPE_CHECKING, Any
+
+import torch
+from sglang.srt.configs.model_config import AttentionArch, ModelImpl
+from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
+from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
+from sglang.srt.mem_cache.memory_pool import (
+    HybridLinearKVPool,
+    MHATokenToKVPool,
+    MLATokenToKVPool,
+)
+from sglang.srt.model_loader.utils import get_resolved_model_impl
+
+from pie_driver_sglang.config.options import PAGED_DECODE
+from pie_driver_sglang.errors import StartError
+
+if TYPE_CHECKING:
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.mem_cache.memory_pool import KVCache
+    from sglang.srt.model_executor.model_runner import ModelRunner
+    from sglang.srt.server_args import ServerArgs
+
+logger = logging.getLogger(__name__)
+
+GRAPH_BACKENDS = frozenset({"triton", PAGED_DECODE})
+"""Attention backends whose decode metadata is made on the device alone."""
+QUANTIZED_CHECKPOINTS = frozenset({"w8a8_int8", "auto-round-int8", "blockwise_int8", "w4afp8"})
+"""Methods that take a checkpoint's numbers for quantized ones, whatever they are."""
+
+
+PAGED_DTYPES = frozenset(
+    {torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2}
+)
+"""KV that the backend `pie` reads."""
+_HOPPER = 9
+_FA3_WIDTHS = frozenset({64, 128, 256})
+PAGED_WIDEST = 256
+"""Heads up to which that backend is chosen where none is named."""
+
+
+def check_config(model_config: ModelConfig, attention_backend: str | None) -> None:
+    """Refuses what is known before the weights are read.
+
+    Raises:
+        StartError: The model does not generate text, or the backend cannot serve its attention.
+    """
+    architecture = model_config.hf_config.architectures[0]
+    if not model_config.is_generation:
+        raise StartError(
+            f"{architecture} does not generate text", hint="use a causal language model"
+        )
+    if get_resolved_model_impl(model_config) == ModelImpl.TRANSFORMERS:
+        raise StartError(
+            f"SGLang would take {architecture} from transformers, where it need not attend as the "
+            "model does",
+            hint="use an architecture that SGLang 0.5.17 has itself, and leave `model_impl` alone",
+        )
+    if model_config.is_encoder_decoder:
+        raise StartError(
+            f"{architecture} has an encoder whose output its decoder attends to, for which the "
+            "runtime's pages have no room",
+            hint="use a decoder-only language model",
+        )
+    if attention_backend == "torch_native" and model_config.attention_arch == AttentionArch.MLA:
+        raise StartError(
+            f"{architecture} uses multi-head latent attention, which the CPU backend lacks",
+            hint='set `device = ["cuda:0"]`',
+        )
+    method = model_config.quantization
+    quantized = getattr(model_config.hf_config, "quantization_config", None)
+    if method in QUANTIZED_CHECKPOINTS and not quantized:
+        raise StartError(
+            f"`quantization` = {method!r} reads quantized checkpoints, and the `config.json` of "
+            "this one has no `quantization_config`",
+            hint="quantize the checkpoint, or choose a method that quantizes what it reads (fp8)",
+        )
+
+
+def check_model(runner: ModelRunner) -> None:
+    """Refuses what SGLang would compute wrongly without an error.
+
+    Raises:
+        StartError: SGLang serves the model without what its configuration or checkpoint asks for.
+    """
+    _check_windows(runner)
+    if getattr(getattr(runner.model, "lm_head", None), "bias", None) is not None:
+        raise StartError(
+            f"the output layer of {type(runner.model).__name__} has a bias, which SGLang ignores",
+            hint="choose a model without one",
+        )
+    if runner.server_args.device == "cpu":
+        _check_cpu(runner)
+
+
+def _check_windows(runner: ModelRunner) -> None:
+    config = runner.model_config.hf_text_config
+    window = _sliding_window(config)
+    if window is None or window >= runner.model_config.context_len:
+        return
+    windowed = [layer for layer in attention_layers(runner) if layer.sliding_window_size > -1]
+    kinds = getattr(config, "layer_types", None) or ()
+    expected = list(kinds).count("sliding_attention")
+    if not windowed or (expected and len(windowed) != expected):
+        ignores = f"in {expected - len(windowed)} layers " if windowed else ""
+        raise StartError(
+            f"the model attends to a sliding window of {window} tokens, which SGLang's "
+            f"{type(runner.model).__name__} {ignores}ignores",
+            hint=f"set `context_length = {window}` or choose a model without a window",
+        )
+
+
+def correct_rope(model_config: ModelConfig) -> None:
+    """Gives a configuration the `rope_theta` that a model class of SGLang (EXAONE 4) looks for.
+
+    transformers 5 keeps it in `rope_parameters` alone, and such a class takes a default of its own.
+    """
+    for config in (model_config.hf_config, model_config.hf_text_config):
+        parameters = getattr(config, "rope_parameters", None)
+        theta = parameters.get("rope_theta") if isinstance(parameters, dict) else None
+        if isinstance(theta, int | float) and getattr(config, "rope_theta", None) is None:
+            config.rope_theta = theta
+
+
+def correct_windows(runner: ModelRunner) -> None:
+    """Narrows windows that a model class of SGLang (Cohere 2) takes for one token too many.
+
+    A configuration's window counts a row's own token, that of SGLang's layers does not.
+    """
+    window = _sliding_window(runner.model_config.hf_text_config)
+    if window is None:
+        return
+    for layer in attention_layers(runner):
+        if layer.sliding_window_size == window:
+            layer.sliding_window_size = window - 1
+            # Attention backends plan for this one; such a class does not set it.
+            runner.sliding_window_size = window - 1
+
+
+def correct_decode_windows(runner: ModelRunner) -> None:
+    """Widens what SGLang's triton backend lists for a row that decodes in a windowed layer.
+
+    It lists as many tokens as a window has beside the row's own, but counts the row's own, so that
+    the oldest is missing. Rows of extends are masked by their layer's window, whatever is listed.
+    """
+    backend = runner.attn_backend
+    parts = [getattr(backend, f"{part}_backend", None) for part in ("prefill", "decode")]
+    for part in {id(part): part for part in (backend, *parts)}.values():
+        if isinstance(part, TritonAttnBackend) and (part.sliding_window_size or 0) > 0:
+            part.sliding_window_size += 1
+
+
+def _check_cpu(runner: ModelRunner) -> None:
+    """Refuses what SGLang's code for CPUs ignores.
+
+    Raises:
+        StartError: Attention that is not plain.
+    """
+    remedy = 'set `device = ["cuda:0"]` or choose another model'
+    layers = attention_layers(runner)
+    if any((layer.logit_cap or 0) > 0 for layer in layers):
+        raise StartError(
+            "the model soft-caps its attention scores, which the CPU backend ignores", hint=remedy
+        )
+    if not all(_is_plain(layer) for layer in layers):
+        raise StartError(
+            "some of the model's layers attend in a way of their own, which the CPU backend lacks",
+            hint=remedy,
+        )
+
+
+def check_pool(runner: ModelRunner) -> None:
+    """Refuses KV pools that the planner's single slot space cannot describe.
+
+    Raises:
+        StartError: The model needs another pool, or keeps recurrent state on a CPU.
+    """
+    architecture = runner.model_config.hf_config.architectures[0]
+    pool = runner.token_to_kv_pool
+    if type(pool) is HybridLinearKVPool and runner.device == "cpu":
+        raise StartError(
+            f"{architecture} keeps recurrent state, for which SGLang has no code on a CPU",
+            hint='set `device = ["cuda:0"]`',
+        )
+    if type(paged(pool)) not in (MHATokenToKVPool, MLATokenToKVPool):
+        raise StartError(
+            f"{architecture} needs a {type(pool).__name__}, which this driver does not support",
+            hint="use a model with one pool of keys and values",
+        )
+
+
+def paged(pool: KVCache) -> KVCache:
+    """The part of a pool that consists of pages: all of it, unless some layers are recurrent."""
+    return pool.full_kv_pool if isinstance(pool, HybridLinearKVPool) else pool
+
+
+def mask_obstacle(runner: ModelRunner) -> str | None:
+    """Why the driver cannot apply attention masks to this model; None when it can."""
+    pool = runner.token_to_kv_pool
+    if type(pool) is not MHATokenToKVPool:
+        return f"the model's KV pool is a {type(pool).__name__}"
+    if pool.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return f"the model's KV pool keeps {pool.dtype}"
+    if not all(_is_plain(layer) for layer in attention_layers(runner)):
+        return "some of the model's layers attend in a way of their own"
+    return None
+
+
+def decodes_paged(runner: ModelRunner, asked: bool | None) -> bool:
+    """Whether the backend `pie` computes a model's decodes.
+
+    Args:
+        runner: with its pools.
+        asked: as :attr:`DriverOptions.paged_decode`.
+
+    Raises:
+        StartError: It is asked for and cannot.
+    """
+    if asked is False:
+        return False
+    obstacle = paged_decode_obstacle(runner)
+    if asked and obstacle is not None:
+        raise StartError(
+            f"the attention backend {PAGED_DECODE} cannot decode "
+            f"{type(runner.model).__name__}: {obstacle}",
+            hint='set `attention_backend = "triton"`, or remove it',
+        )
+    if not asked:
+        obstacle = obstacle or _paged_decode_doubt(runner)
+    if obstacle is not None:
+        logger.info("the attention backend %s is not used: %s", PAGED_DECODE, obstacle)
+    return obstacle is None
+
+
+def prefills_by_fa3(runner: ModelRunner) -> bool:
+    """Whether FlashAttention-3 computes prefills where no backend is named.
+
+    It is faster than triton on the GPUs that it is made for (benches/gpu/RESULTS.md); layers with
+    windows or caps of their own are left to triton.
+    """
+    if runner.device != "cuda" or torch.cuda.get_device_capability(runner.gpu_id)[0] != _HOPPER:
+        return False
+    pool = paged(runner.token_to_kv_pool)
+    plain = all(
+        _is_plain(layer)
+        and layer.sliding_window_size < 0
+        and not layer.logit_cap
+        and layer.qk_head_dim == layer.v_head_dim
+        and layer.qk_head_dim in _FA3_WIDTHS
+        for layer in attention_layers(runner)
+    )
+    fits = pool.dtype == runner.dtype and pool.dtype in (torch.float16, torch.bfloat16)
+    return fits and plain and _has_fa3()
+
+
+def choose_vision_backend(args: ServerArgs, model_config: ModelConfig, gpu_id: int) -> None:
+    """Has images encoded by triton where SGLang would take FlashAttention-3 and it is not there."""
+    if args.device != "cuda" or not model_config.is_multimodal or args.mm_attention_backend:
+        return
+    if torch.cuda.get_device_capability(gpu_id)[0] == _HOPPER and not _has_fa3():
+        args.override("pie_driver_sglang", mm_attention_backend="triton_attn")
+
+
+def _has_fa3() -> bool:
+    """Whether SGLang's kernels were installed with it, and can be loaded."""
+    name = "sgl_kernel.flash_ops"
+    try:
+        importlib.import_module(name)
+    except ImportError as error:
+        absent = isinstance(error, ModuleNotFoundError) and error.name in (name, "sgl_kernel")
+        if not absent:
+            logger.warning("nothing is computed by fa3: %s", error)
+        return False
+    return True
+
+
+def paged_decode_obstacle(runner: ModelRunner) -> str | None:
+    """Why the backend `pie` cannot decode this model; None when it can."""
+    pool = paged(runner.token_to_kv_pool)
+    if runner.server_args.enable_deterministic_inference:
+        return (
+            "`enable_deterministic_inference` is set, and it adds a row's parts up as the other "
+            "rows of the batch have it"
+        )
+    if type(pool) is not MHATokenToKVPool:
+        return f"its KV pool is a {type(pool).__name__}"
+    if pool.dtype not in PAGED_DTYPES:
+        return f"its KV pool keeps {pool.dtype}"
+    if pool.get_key_buffer(pool.start_layer).dim() != 3:
+        return "its KV pool is laid out by heads"
+    if not all(_is_plain(layer) for layer in attention_layers(runner)):
+        return "some of its layers attend in a way of their own"
+    return None
+
+
+def _paged_decode_doubt(runner: ModelRunner) -> str | None:
+    """Why the backend `pie` is for this model only if asked for: what it was never tried with."""
+    if isinstance(runner.token_to_kv_pool, HybridLinearKVPool):
+        return "the model keeps recurrent state"
+    layers = attention_layers(runner)
+    widest = max((max(layer.qk_head_dim, layer.v_head_dim) for layer in layers), default=0)
+    if widest > PAGED_WIDEST:
+        return f"the model's heads are {widest} wide"
+    return None
+
+
+def lane_obstacle(runner: ModelRunner) -> str | None:
+    """Why short batches cannot run as one captured step; None when they can."""
+    args = runner.server_args
+    backend = args.decode_attention_backend or args.attention_backend
+    if runner.device != "cpu" and backend not in GRAPH_BACKENDS:
+        return (
+            f"the attention backend {backend} plans decodes on the host; "
+            f"set `decode_attention_backend` to one of {', '.join(sorted(GRAPH_BACKENDS))}"
+        )
+    return None
+
+
+def takes_prompts(runner: ModelRunner) -> bool:
+    """Whether a captured step may have more rows than there are requests.
+
+    The tables of SGLang's triton backend have one row for each request. On several GPUs sums of so
+    many rows have not been tried in a graph.
+    """
+    backend: str | None = runner.server_args.decode_attention_backend
+    return runner.device == "cpu" or (backend == PAGED_DECODE and runner.ps.tp_size == 1)
+
+
+def _is_plain(layer: RadixAttention) -> bool:
+    return (
+        layer.attn_type == AttentionType.DECODER
+        and not layer.is_cross_attention
+        and not layer.use_irope
+        and layer.pos_encoding_mode == "NONE"
+        and layer.xai_temperature_len <= 0
+        and (not layer.logit_cap or layer.logit_capping_method == "tanh")
+    )
+
+
+def attention_layers(runner: ModelRunner) -> list[RadixAttention]:
+    """The layers that attend to pages."""
+    return [module for module in runner.model.modules() if isinstance(module, RadixAttention)]
+
+
+def _sliding_window(config: Any) -> int | None:
+    """The window in tokens, where the configuration switches one on for some layer."""
+    window = getattr(config, "sliding_window", None)
+    if not window or getattr(config, "use_sliding_window", True) is False:
+        return None
+    layer_types = getattr(config, "layer_types", None)
+    if layer_types and "sliding_attention" not in layer_types:
+        return None
+    return int(window)
