@@ -16,7 +16,7 @@ import pytest
 
 import runtime_client as rc
 from pie_driver_sglang.demo import program
-from pie_driver_sglang.demo.display import Display, heading, open_display, plain_table, printable
+from pie_driver_sglang.demo.display import Display, heading, plain_table, printable
 from pie_driver_sglang.demo.driver import (
     Channel,
     Profile,
@@ -36,6 +36,7 @@ from pie_driver_sglang.demo.runtime import (
     Runtime,
     Sampling,
 )
+from pie_driver_sglang.demo.screen import open_display
 from pie_driver_sglang.demo.tokens import find_model
 from pie_driver_sglang.errors import ConfigError, StartError
 from pie_driver_sglang.pie.launch import NEVER_PARK

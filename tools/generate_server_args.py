@@ -1,4 +1,4 @@
-"""Write `pie_driver_sglang/_server_args.py`: which SGLang settings a user may pass through.
+"""Write `pie_driver_sglang/config/server_args.py`: which SGLang settings a user may pass through.
 
 It also lists the architectures that SGLang has classes for.
 
@@ -10,8 +10,8 @@ rules below::
 
 The rules are the only place that decides who sets a field. A field is decided by the first of:
 its name in `BY_NAME`, a prefix in `BY_PREFIX`, SGLang's own namespace for it in `BY_NAMESPACE`.
-`None` means that the user may set it; a word names the owner, and `options.py` holds the sentence
-that the user reads for each owner.
+`None` means that the user may set it; a word names the owner, and `config/options.py` holds the
+sentence that the user reads for each owner.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-TARGET: Final = Path(__file__).parent.parent / "python" / "pie_driver_sglang" / "_server_args.py"
+PACKAGE: Final = Path(__file__).parent.parent / "python" / "pie_driver_sglang"
+TARGET: Final = PACKAGE / "config" / "server_args.py"
 
 #: Options of the driver itself that carry the name of the SGLang field they resolve to.
 DRIVER_KEYS: Final = (

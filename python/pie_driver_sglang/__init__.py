@@ -33,14 +33,14 @@ def __getattr__(name: str) -> "Any":
     from importlib import import_module
 
     homes = {
-        "Capabilities": "handshake",
+        "Capabilities": "pie.handshake",
         "ConfigError": "errors",
-        "DriverConfig": "config",
+        "DriverConfig": "config.file",
         "DriverError": "errors",
-        "DriverOptions": "options",
-        "Handshake": "handshake",
+        "DriverOptions": "config.options",
+        "Handshake": "pie.handshake",
         "StartError": "errors",
-        "load_config": "config",
+        "load_config": "config.file",
     }
     if name not in homes:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from pie_driver_sglang._core import Lane, Pass, SlotGroup
-    from pie_driver_sglang.sampling.groups import Outputs
+    from pie_driver_sglang.sampling.types import Outputs
 
 
 class Facts(NamedTuple):

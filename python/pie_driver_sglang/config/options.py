@@ -2,7 +2,7 @@
 
 The keys and defaults of the driver are those of the Pie driver protocol. Every other key must be
 a field of SGLang's `ServerArgs` that the driver does not set itself; the list of those is
-generated (`_server_args.py`), so that nothing here imports SGLang.
+generated (`server_args.py`), so that nothing here imports SGLang.
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
@@ -54,18 +52,6 @@ class Display:
         traceback: TracebackType | None,
     ) -> None:
         """Gives the terminal back."""
-
-
-def open_display() -> Display:
-    """Returns live panels on a terminal that can show them, else plain lines."""
-    simple = os.environ.get("NO_COLOR") or os.environ.get("TERM", "dumb") == "dumb"
-    if simple or not sys.stdout.isatty():
-        return Display()
-    try:
-        from pie_driver_sglang.demo.live import LiveDisplay
-    except ImportError:
-        return Display()
-    return LiveDisplay()
 
 
 def heading(context: Context) -> str:

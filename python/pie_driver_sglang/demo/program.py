@@ -14,10 +14,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, NoReturn
 
-from pie_driver_sglang.demo.display import Display, open_display
+from pie_driver_sglang.demo.display import Display
 from pie_driver_sglang.demo.driver import DriverEnded, Settings, SpawnedDriver, choose_profile
 from pie_driver_sglang.demo.report import Result, read_steps, summarise
 from pie_driver_sglang.demo.runtime import Context, Limits, Runtime, Sampling
+from pie_driver_sglang.demo.screen import open_display
 from pie_driver_sglang.demo.tokens import Tokenizer, find_model
 from pie_driver_sglang.errors import DriverError
 from pie_driver_sglang.logs import format_failure

@@ -147,7 +147,7 @@ class Shares(NamedTuple):
 def share(rows: Rows, cut: Cut, multiprocessors: int) -> Shares:
     """Shares the step's blocks out; can be captured.
 
-    Before the first `paged_triton.attend` there must be a kernel in front that is not launched
+    Before the first `paged_attend.attend` there must be a kernel in front that is not launched
     early.
     """
     count = len(rows.kv_lens)

@@ -141,7 +141,7 @@ class RankSums:
     def add_norm(
         self, turn: int, part: torch.Tensor, residual: torch.Tensor, norm: Norm
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As :func:`dense_triton.add_norm`, of all ranks' parts. Can be captured.
+        """As :func:`dense_layers.add_norm`, of all ranks' parts. Can be captured.
 
         Args:
             turn: 0 and 1 by turns.

@@ -1,9 +1,10 @@
 """Sampling on a GPU without sorting, and what else a captured step needs of kernels.
 
-Computes what :mod:`pie_driver_sglang.sampling.groups` computes, from logits as the model gives them (bf16
-logits are not widened in memory), one program for each row. Top-k and top-p keep all logits above
-some value and, of those equal to it, the ones with the lowest ids; bisecting the bits of the logits
-finds that value exactly. A row's arithmetic has one order, whatever else is in the batch.
+Computes what :mod:`pie_driver_sglang.sampling.groups` computes, from logits as the model gives
+them (bf16 logits are not widened in memory), one program for each row. Top-k and top-p keep all
+logits above some value and, of those equal to it, the ones with the lowest ids; bisecting the bits
+of the logits finds that value exactly. A row's arithmetic has one order, whatever else is in the
+batch.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import triton
 import triton.language as tl
 
 from pie_driver_sglang.kernels.chained import chained, follow
-from pie_driver_sglang.sampling.groups import SlotParams
+from pie_driver_sglang.kernels.types import SlotParams
 
 _BLOCK = tl.constexpr(8192)
 _SURVEY_WARPS = 8

@@ -37,7 +37,7 @@ HIDDEN_COPIES: Final = 5
 """Hidden states of a row at once: the residual, the normed one, a layer's result, one in a
 collective operation, and what the last pass left to be sampled. A guess."""
 LOGIT_BYTES: Final = 10
-"""A logit on its way to a token: in two bytes, gathered, and in four; by what `engine.py` does."""
+"""Bytes of a logit: in two bytes, gathered, and in four; as `srt/sglang_engine.py` computes it."""
 DISTRIBUTION_BYTES: Final = 40
 """A logit besides, where a distribution is sorted; by what `sampling.most_probable` does."""
 PAGE_STAGING_BYTES: Final = 64 << 20

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import torch
 
     from pie_driver_sglang._core import Broadcast, Lane, Pass, SlotGroup
-    from pie_driver_sglang.sampling.groups import Outputs
+    from pie_driver_sglang.sampling.types import Outputs
 
 
 class Ranked(Engine, Protocol):

@@ -8,48 +8,15 @@ token.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
+from pie_driver_sglang.kernels.types import SlotParams
+from pie_driver_sglang.sampling.types import Outputs
+
 if TYPE_CHECKING:
     from pie_driver_sglang._core import SlotGroup
-
-
-class SlotParams(NamedTuple):
-    """Sampling parameters, one entry per slot."""
-
-    temperatures: torch.Tensor
-    """``[slots]`` float32, > 0; 0 for a distribution with all mass on the arg-max."""
-    top_ks: torch.Tensor
-    """``[slots]`` int32, 1..vocabulary; for a distribution how many tokens are listed."""
-    top_ps: torch.Tensor
-    """``[slots]`` float32, 0..1; 1 keeps all, 0 keeps one."""
-    min_ps: torch.Tensor
-    """``[slots]`` float32, 0..1; 0 keeps all."""
-    uniforms: torch.Tensor
-    """``[slots]`` float32 in [0, 1)."""
-
-    def rows(self, start: int, end: int) -> SlotParams:
-        """The slots ``start..end``."""
-        return SlotParams(*(field[start:end] for field in self))
-
-
-class Outputs(NamedTuple):
-    """What a slot group yields; arrays in the order of its slots of each class, flattened."""
-
-    tokens: torch.Tensor
-    """``[token slots]`` int64; the vocabulary's size where the logits are no numbers."""
-    dist_ids: torch.Tensor | None = None
-    """``[listed]`` int64: the tokens of each distribution, most probable first."""
-    dist_probs: torch.Tensor | None = None
-    """``[listed]`` float32: their probabilities."""
-    logits: torch.Tensor | None = None
-    """``[raw slots * vocabulary]`` float32."""
-    logprobs: torch.Tensor | None = None
-    """``[labels]`` float32."""
-    entropies: torch.Tensor | None = None
-    """``[entropy slots]`` float32, in nats."""
 
 
 def run_group(

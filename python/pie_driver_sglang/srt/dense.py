@@ -1,7 +1,7 @@
 """Decodes of dense models in few kernels, where SGLang runs one for each operation.
 
 What a step of few rows takes is how often it waits, for memory and for the kernel before. Models
-whose layers are built as Llama's run as the kernels of ``dense_triton.py`` while a graph is
+whose layers are built as Llama's run as the kernels of ``kernels/dense_layers.py`` while a graph is
 captured, and, where FlashAttention-3 attends, in prefills. All others run as SGLang has them.
 """
 

@@ -1,7 +1,7 @@
 """The attention backend `pie`: decodes that read whole pages, for graphs and for eager batches.
 
 Every row of a decode attends to the KV of its own block-table row. What SGLang's backends prepare
-for each step, a list of the slots of all tokens, is not needed; see `paged_triton.py`.
+for each step, a list of the slots of all tokens, is not needed; see `kernels/paged_attend.py`.
 """
 
 from __future__ import annotations

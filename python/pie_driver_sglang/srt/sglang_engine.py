@@ -7,18 +7,17 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from sglang.srt.distributed.parallel_state import GroupCoordinator, get_tp_group
+from sglang.srt.distributed.parallel_state import get_tp_group
 from sglang.srt.layers.logits_processor import (
     LogitsMetadata,
     LogitsProcessor,
     LogitsProcessorOutput,
 )
-from sglang.srt.lora.layers import ParallelLMHeadWithLoRA
 from sglang.srt.model_executor.forward_batch_info import (
     CaptureHiddenMode,
     ForwardBatch,
@@ -26,10 +25,13 @@ from sglang.srt.model_executor.forward_batch_info import (
 )
 
 from pie_driver_sglang.engine import Facts
+from pie_driver_sglang.kernels.types import SlotParams
 from pie_driver_sglang.memory.plan import Loaded
-from pie_driver_sglang.sampling.groups import Outputs, SlotParams, apply_masks, run_group
+from pie_driver_sglang.sampling.groups import apply_masks, run_group
+from pie_driver_sglang.sampling.types import Outputs
 from pie_driver_sglang.srt.block import views
 from pie_driver_sglang.srt.device import find_loss
+from pie_driver_sglang.srt.hidden import Hidden, RowLogits
 from pie_driver_sglang.srt.images import ImageInputs
 from pie_driver_sglang.srt.masked_attention import MaskedAttention
 from pie_driver_sglang.srt.measure import free_bytes, weight_bytes
@@ -43,44 +45,6 @@ if TYPE_CHECKING:
     from pie_driver_sglang.srt.pool import PagePools
     from pie_driver_sglang.srt.state import StatePool
     from pie_driver_sglang.srt.steps import StepRunner
-
-
-class Hidden(NamedTuple):
-    """What the logits of a finished pass can be computed from."""
-
-    processor: LogitsProcessor
-    states: torch.Tensor
-    """``[tokens, hidden]`` after the final norm."""
-    input_ids: Any
-    lm_head: Any
-    """The model's, or SGLang's wrapper of it, which applies adapters."""
-    metadata: LogitsMetadata
-    adapters: list[int] | None
-    """The adapter of each row, -1 for none; None when the LM head applies none."""
-
-    @property
-    def head(self) -> Any:
-        """What computes the logits."""
-        if self.adapters is None:
-            return getattr(self.lm_head, "base_layer", self.lm_head)
-        if not isinstance(self.lm_head, ParallelLMHeadWithLoRA):
-            raise RuntimeError(
-                "the model takes its logits past its LM head; set `lora_target_modules` "
-                "without embed_tokens and lm_head"
-            )
-        return self.lm_head
-
-
-class RowLogits(NamedTuple):
-    """Logits of rows, as far as this rank has computed them."""
-
-    part: torch.Tensor
-    """``[rows, width]`` in the model's dtype: the whole vocabulary, or this rank's part of it. At
-    its end it may be padded."""
-    ranks: GroupCoordinator | None
-    """The ranks that have a part each, in the order of the vocabulary; None if this is all."""
-    softcap: float | None
-    """Limit of the logits' size that is still to be applied, by ``cap * tanh(logit / cap)``."""
 
 
 class _Block:

@@ -27,14 +27,15 @@ from sglang.srt.model_executor.runner_utils.capture_mode import model_capture_mo
 from tqdm import tqdm
 
 from pie_driver_sglang._core import Lane, graph_layout
+from pie_driver_sglang.kernels.types import SlotParams
 from pie_driver_sglang.memory.limits import bound_ladder
-from pie_driver_sglang.sampling.groups import SlotParams, apply_masks, sample_rows
+from pie_driver_sglang.sampling.groups import apply_masks, sample_rows
 from pie_driver_sglang.srt.block import views
 from pie_driver_sglang.srt.rank_slots import rank_slots
 
 if TYPE_CHECKING:
     from pie_driver_sglang.srt.adapters import Adapters
-    from pie_driver_sglang.srt.sglang_engine import Hidden, SglangEngine
+    from pie_driver_sglang.srt.hidden import Hidden, StepModel
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +77,7 @@ class StepRunner(abc.ABC):
     """Device memory that captured graphs take."""
 
     def __init__(
-        self, engine: SglangEngine, rows: list[int], slots: int, grouped: Sequence[int] = ()
+        self, engine: StepModel, rows: list[int], slots: int, grouped: Sequence[int] = ()
     ) -> None:
         """Allocates the memory for graphs of `rows`, each with up to `slots` sampled ones.
 
@@ -244,7 +245,7 @@ class CudaSteps(StepRunner):
 
     def __init__(
         self,
-        engine: SglangEngine,
+        engine: StepModel,
         rows: list[int],
         slots: int,
         grouped: Sequence[int] = (),

@@ -1,0 +1,26 @@
+"""Arguments that several kernels share."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+
+class SlotParams(NamedTuple):
+    """Sampling parameters, one entry per slot."""
+
+    temperatures: torch.Tensor
+    """``[slots]`` float32, > 0; 0 for a distribution with all mass on the arg-max."""
+    top_ks: torch.Tensor
+    """``[slots]`` int32, 1..vocabulary; for a distribution how many tokens are listed."""
+    top_ps: torch.Tensor
+    """``[slots]`` float32, 0..1; 1 keeps all, 0 keeps one."""
+    min_ps: torch.Tensor
+    """``[slots]`` float32, 0..1; 0 keeps all."""
+    uniforms: torch.Tensor
+    """``[slots]`` float32 in [0, 1)."""
+
+    def rows(self, start: int, end: int) -> SlotParams:
+        """The slots ``start..end``."""
+        return SlotParams(*(field[start:end] for field in self))

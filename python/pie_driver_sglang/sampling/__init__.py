@@ -1,0 +1,1 @@
+"""Sampling and probing of logit rows, in torch; on a GPU by the kernels."""

@@ -1,0 +1,24 @@
+"""What the sampling of a slot group returns."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+
+class Outputs(NamedTuple):
+    """What a slot group yields; arrays in the order of its slots of each class, flattened."""
+
+    tokens: torch.Tensor
+    """``[token slots]`` int64; the vocabulary's size where the logits are no numbers."""
+    dist_ids: torch.Tensor | None = None
+    """``[listed]`` int64: the tokens of each distribution, most probable first."""
+    dist_probs: torch.Tensor | None = None
+    """``[listed]`` float32: their probabilities."""
+    logits: torch.Tensor | None = None
+    """``[raw slots * vocabulary]`` float32."""
+    logprobs: torch.Tensor | None = None
+    """``[labels]`` float32."""
+    entropies: torch.Tensor | None = None
+    """``[entropy slots]`` float32, in nats."""
