@@ -1,0 +1,75 @@
+"""Whether the installed SGLang is the one that the adapter was written for. Does not import it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Mapping
+from importlib import metadata
+from typing import Final
+
+from pie_driver_sglang.errors import StartError, quoted
+
+logger = logging.getLogger(__name__)
+
+OVERRIDE: Final = "PIE_DRIVER_ALLOW_SGLANG"
+"""Environment variable: at 1, other versions are a warning."""
+
+_PACKAGE: Final = "pie-driver-sglang"
+_EXACT: Final = re.compile(r"(?P<name>[\w.-]+) ?== ?(?P<version>[\w.!]+)")
+
+
+def pins() -> dict[str, str]:
+    """The packages that this one requires at one version, by name."""
+    found = (_EXACT.fullmatch(line) for line in metadata.requires(_PACKAGE) or ())
+    return {match["name"]: match["version"] for match in found if match is not None}
+
+
+def check_versions(environment: Mapping[str, str] = os.environ) -> None:
+    """Refuses versions of SGLang, torch and FlashInfer other than the pinned ones.
+
+    SGLang's internals change with every release, often without an error: a different version can
+    compute wrong tokens.
+
+    Args:
+        environment: Where the override is looked up.
+
+    Raises:
+        StartError: A package is missing, or has another version and the override is not set.
+    """
+    pinned = pins()
+    missing = [name for name in pinned if _installed(name) is None]
+    if missing:
+        raise StartError(
+            f"{', '.join(missing)} cannot be found by this Python", hint=_remedy(pinned)
+        )
+    others = [
+        f"{name} is {installed}, expected {wanted}"
+        for name, wanted in pinned.items()
+        # A build of torch names its CUDA version after the plus sign.
+        if (installed := _installed(name)) is not None and installed.partition("+")[0] != wanted
+    ]
+    if not others:
+        return
+    if environment.get(OVERRIDE) == "1":
+        logger.warning("%s; %s = 1 allows it", "; ".join(others), OVERRIDE)
+        return
+    override = environment.get(OVERRIDE)
+    ignored = f" ({OVERRIDE} is {quoted(override)}, which has no effect)" if override else ""
+    raise StartError(
+        f"{'; '.join(others)}{ignored}",
+        hint=f"{_remedy(pinned)}, or set {OVERRIDE}=1 to try these versions",
+    )
+
+
+def _installed(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _remedy(pinned: Mapping[str, str]) -> str:
+    wanted = " ".join(f"{name}=={version}" for name, version in pinned.items())
+    return f"run `pip install {wanted}`"

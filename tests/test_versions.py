@@ -1,0 +1,68 @@
+"""The check of SGLang's version before it is imported."""
+
+from __future__ import annotations
+
+import logging
+import tomllib
+from importlib import metadata
+
+import pytest
+
+from pie_driver_sglang.config.server_args import SGLANG_VERSION
+from pie_driver_sglang.errors import StartError
+from pie_driver_sglang.srt.version import OVERRIDE, check_versions, pins
+from tiny_models import REPOSITORY
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """The versions that the check finds; a name that is removed is not installed."""
+    versions = pins()
+
+    def version(name: str) -> str:
+        if name not in versions:
+            raise metadata.PackageNotFoundError(name)
+        return versions[name]
+
+    monkeypatch.setattr(metadata, "version", version)
+    return versions
+
+
+def test_the_pins_are_those_of_the_project() -> None:
+    declared = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["dependencies"]
+    exact = dict(line.split("==") for line in declared if "==" in line)
+    assert pins() == exact
+    assert exact["sglang"] == SGLANG_VERSION
+
+
+def test_this_environment_passes() -> None:
+    check_versions({})
+
+
+def test_a_build_of_the_pinned_version_passes(installed: dict[str, str]) -> None:
+    installed["torch"] += "+cu130"
+    check_versions({})
+
+
+@pytest.mark.parametrize("override", [None, "0", "yes"])
+def test_another_version_is_refused(installed: dict[str, str], override: str | None) -> None:
+    installed["sglang"] = "0.5.23"
+    with pytest.raises(StartError) as refusal:
+        check_versions({} if override is None else {OVERRIDE: override})
+    assert f"sglang is 0.5.23, expected {SGLANG_VERSION}" in refusal.value.message
+    assert ("has no effect" in refusal.value.message) == (override is not None)
+    assert f"pip install sglang=={SGLANG_VERSION}" in refusal.value.hint
+    assert f"{OVERRIDE}=1" in refusal.value.hint
+
+
+def test_the_override_warns(installed: dict[str, str], caplog: pytest.LogCaptureFixture) -> None:
+    installed["sglang"] = "0.5.23"
+    with caplog.at_level(logging.WARNING):
+        check_versions({OVERRIDE: "1"})
+    assert "sglang is 0.5.23" in caplog.text
+
+
+def test_a_missing_package_is_refused_whatever_is_allowed(installed: dict[str, str]) -> None:
+    del installed["sglang"]
+    with pytest.raises(StartError, match="sglang cannot be found"):
+        check_versions({OVERRIDE: "1"})
