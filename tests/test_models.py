@@ -111,7 +111,10 @@ def test_decodes_see_the_whole_window(interpreter: scripts.Interpreter) -> None:
     """Triton's interpreter runs what lists a decode's tokens in windowed layers on a GPU."""
     out = interpreter.run("tests/window_lists.py")
     windows = [[*range(max(length - WINDOW, 0), length)] for length in LENGTHS]
-    assert json.loads(out.splitlines()[-1]) == [windows, windows]
+    uncorrected, *corrected = json.loads(out.splitlines()[-1])
+    assert corrected == [windows, windows]
+    # SGLang leaves the oldest out. Where it does not any more, remove `correct_decode_windows`.
+    assert uncorrected == [window[-(WINDOW - 1) :] for window in windows]
 
 
 def test_the_rope_theta_of_a_configuration_is_found(models_folder: Path) -> None:

@@ -44,14 +44,14 @@ def listed(size: int) -> list[list[int]]:
 
 
 def main() -> None:
-    """Corrects backends of several makes."""
+    """Lists as SGLang does, then with corrected backends of several makes."""
     alone = backend()
     one = backend()
     both = object.__new__(HybridAttnBackend)
     both.prefill_backend = both.decode_backend = one
     for each in (alone, both):
         correct_decode_windows(SimpleNamespace(attn_backend=each))  # type: ignore[arg-type]
-    print(json.dumps([listed(each.sliding_window_size) for each in (alone, one)]))
+    print(json.dumps([listed(each.sliding_window_size) for each in (backend(), alone, one)]))
 
 
 if __name__ == "__main__":
