@@ -17,7 +17,7 @@ MODEL := --manifest-path rust/ring/model/Cargo.toml
 LOAD := --manifest-path benches/pie_load/Cargo.toml
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-rust test-python bench replay load counts fuzz lint format stubs wheel
+.PHONY: help demo test test-rust test-python quick bench replay load counts fuzz lint format stubs wheel
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -35,6 +35,10 @@ test-rust:
 
 test-python: $(VENV)/.installed
 	$(BIN)/python -m pytest -q
+
+quick: $(VENV)/.installed ## Run what needs no SGLang: the crates' own tests, and Python's that import neither it nor a model
+	cargo test --workspace --quiet
+	$(BIN)/python -m pytest -q -m "not engine"
 
 bench: $(VENV)/.dependencies ## Run the benchmarks and print their table; ARGS=ring/ for some of them, ARGS=--quick to try them out
 	cargo bench --manifest-path benches/Cargo.toml -- $(ARGS)
