@@ -161,7 +161,7 @@ def ranked(runner: Any) -> Iterator[Any]:
 
     def add_norm(turn: int, part: Any, residual: Any, norm: Any) -> Any:
         assert turn == sums.add_norm.call_count % 2 ^ 1
-        return dense_module.dense_triton.add_norm(part[None], residual, norm)
+        return dense_module.dense_layers.add_norm(part[None], residual, norm)
 
     sums = mock.Mock(spec=RankSums, most_rows=256)
     sums.add_norm.side_effect = add_norm

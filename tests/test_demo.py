@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 import runtime_client as rc
+from pie_driver_sglang.config.file import NEVER_PARK
 from pie_driver_sglang.demo import program
 from pie_driver_sglang.demo.display import Display, heading, plain_table, printable
 from pie_driver_sglang.demo.driver import (
@@ -39,7 +40,6 @@ from pie_driver_sglang.demo.runtime import (
 from pie_driver_sglang.demo.screen import open_display
 from pie_driver_sglang.demo.tokens import find_model
 from pie_driver_sglang.errors import ConfigError, StartError
-from pie_driver_sglang.pie.launch import NEVER_PARK
 from pie_driver_sglang.pie.trace import Trace
 
 REPO = Path(__file__).parents[1]

@@ -24,10 +24,9 @@ from pie_driver_sglang import __version__, _core
 from pie_driver_sglang.config.file import DriverConfig, DriverSection, ModelSection
 from pie_driver_sglang.config.options import DriverOptions, parse_options
 from pie_driver_sglang.engine import Facts
-from pie_driver_sglang.errors import StartError, not_running
+from pie_driver_sglang.errors import not_running
 from pie_driver_sglang.pie import launch
 from pie_driver_sglang.pie.handshake import UNLIMITED
-from pie_driver_sglang.srt import environment
 
 DEFAULT_REQUEST_BYTES = 8 << 20
 
@@ -366,31 +365,6 @@ def test_nothing_is_imported_from_the_working_directory(tmp_path: Path) -> None:
     assert drivers.TRAPPED not in ended.stderr
     assert ended.returncode == 1
     assert "'none.toml' does not exist" in ended.stderr
-
-
-@pytest.mark.parametrize(
-    ("version", "found"), [("0.5.23", "0.5.23"), ("0.5.17+cu13", None), ("0.5.17", None)]
-)
-def test_another_sglang_is_refused(
-    version: str, found: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its internals differ; what is installed is seen without importing it."""
-    info = tmp_path / f"sglang-{version}.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: sglang\nVersion: {version}\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    if found is None:
-        environment.check_version()
-        return
-    with pytest.raises(StartError, match=f"needs SGLang 0.5.17; installed in .* is {found}") as got:
-        environment.check_version()
-    assert "pip install sglang==0.5.17" in got.value.hint
-
-
-def test_no_sglang_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "path", [])
-    with pytest.raises(StartError, match="is none"):
-        environment.check_version()
 
 
 GUARDED = """

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import sys
 import tomllib
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 
@@ -49,7 +51,7 @@ def test_another_version_is_refused(installed: dict[str, str], override: str | N
     installed["sglang"] = "0.5.23"
     with pytest.raises(StartError) as refusal:
         check_versions({} if override is None else {OVERRIDE: override})
-    assert f"sglang is 0.5.23, expected {SGLANG_VERSION}" in refusal.value.message
+    assert f"sglang is 0.5.23 in {sys.prefix}, expected {SGLANG_VERSION}" in refusal.value.message
     assert ("has no effect" in refusal.value.message) == (override is not None)
     assert f"pip install sglang=={SGLANG_VERSION}" in refusal.value.hint
     assert f"{OVERRIDE}=1" in refusal.value.hint
@@ -66,3 +68,25 @@ def test_a_missing_package_is_refused_whatever_is_allowed(installed: dict[str, s
     del installed["sglang"]
     with pytest.raises(StartError, match="sglang cannot be found"):
         check_versions({OVERRIDE: "1"})
+
+
+@pytest.mark.parametrize(("version", "fits"), [("0.5.23", False), (f"{SGLANG_VERSION}+own", True)])
+def test_what_is_installed_is_seen_without_an_import(
+    version: str, fits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    info = tmp_path / f"sglang-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: sglang\nVersion: {version}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    if fits:
+        check_versions({})
+        return
+    with pytest.raises(StartError, match=r"sglang is 0\.5\.23"):
+        check_versions({})
+
+
+def test_sources_know_what_they_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have no metadata where they are not installed."""
+    monkeypatch.setattr(sys, "path", [])
+    with pytest.raises(StartError, match=f"sglang cannot be found in {sys.prefix}"):
+        check_versions({})

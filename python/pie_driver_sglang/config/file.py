@@ -36,6 +36,10 @@ _U64_MAX: Final = 2**64 - 1
 _BY_HAND: Final = "the Pie runtime writes this file; by hand, follow the Pie driver protocol"
 
 
+NEVER_PARK = 2**64 - 1
+"""The `spin_budget_us` of the latency profile."""
+
+
 class ModelSection(msgspec.Struct, frozen=True, kw_only=True):
     """The section `[model]`.
 

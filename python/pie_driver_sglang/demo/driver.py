@@ -18,9 +18,9 @@ from types import TracebackType
 from typing import Any, Final, Self
 
 from pie_driver_sglang import _core
+from pie_driver_sglang.config.file import NEVER_PARK
 from pie_driver_sglang.demo.runtime import Limits, Pass
 from pie_driver_sglang.errors import DriverError, RingError, StartError, WireError
-from pie_driver_sglang.pie.launch import NEVER_PARK
 
 #: Free cores that two spinning processes and the engine's threads need.
 LATENCY_CORES: Final = 4

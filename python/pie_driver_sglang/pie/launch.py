@@ -33,13 +33,12 @@ from pie_driver_sglang.pie.handshake import UNLIMITED, Capabilities, Handshake
 from pie_driver_sglang.pie.serve import serve, warm_up
 from pie_driver_sglang.pie.trace import open_trace
 from pie_driver_sglang.ranks.leader import LeadingEngine
-from pie_driver_sglang.ranks.parallel import ALONE, Rank, Start, Workers
-from pie_driver_sglang.srt import environment
-from pie_driver_sglang.srt.device import begin_context, check_device
+from pie_driver_sglang.ranks.parallel import ALONE, Start, Workers
+from pie_driver_sglang.srt.start import load_rank
+from pie_driver_sglang.srt.version import check_versions
 
 if TYPE_CHECKING:
     from pie_driver_sglang.engine import Engine, Facts
-    from pie_driver_sglang.srt.sglang_engine import SglangEngine
 
 logger = logging.getLogger(__name__)
 
@@ -50,9 +49,6 @@ _TOKEN_BYTES = 32
 
 _PATIENCE_S = 2.0
 """How long a failed start waits for room on stderr."""
-
-NEVER_PARK = 2**64 - 1
-"""The `spin_budget_us` of the latency profile."""
 
 
 def main(
@@ -87,7 +83,7 @@ def main(
         handshake = Handshake(arguments.handshake_fd)
         guard = guard or _core.ExitGuard()
         config = load_config(arguments.config)
-        environment.check_version()
+        check_versions()
         check_budget(config.driver.options.cpu_mem_budget_in_gb)
         workers = functools.partial(_workers, arguments.config, config, guard, start_worker)
         run(config, guard, handshake, workers)
@@ -240,26 +236,6 @@ def _open_region(config: DriverConfig, guard: _core.ExitGuard) -> _core.Server:
         # The errors without a hint are those of a region that is larger than the protocol allows.
         remedy = "lower `context_length` or, of a model with images, `max_image_tokens`"
         raise StartError(message, hint or f"{remedy} in the options") from error
-
-
-def load_rank(config: DriverConfig, rank: Rank) -> tuple[_core.Planner, SglangEngine]:
-    """Loads a rank's part of the model; all ranks do so at once.
-
-    Raises:
-        DriverError: The device is not there, or the model cannot be loaded or served on it.
-    """
-    device = config.driver.device[rank.number]
-    architectures = config.model.hf_config["architectures"]
-    spins = config.driver.spin_budget_us == NEVER_PARK
-    environment.prepare(device, architectures, spins=spins, ranks=rank.size)
-    begin_context(device)
-    with environment.importing():
-        check_device(device)
-        logger.info("importing SGLang")
-        from pie_driver_sglang.srt.load import load_engine
-
-    logger.info("loading %s", config.model.snapshot_dir)
-    return load_engine(config, rank)
 
 
 @contextlib.contextmanager

@@ -14,33 +14,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Final, cast
 
-from pie_driver_sglang.config.server_args import SGLANG_VERSION
-from pie_driver_sglang.errors import StartError
-
 _UNNEEDED: Final = ("sklearn",)
 """Optional packages of libraries, for what the driver never does.
 
 With scikit-learn transformers measures the drafts of its own generation; it brings SciPy's
 statistics and pandas along, 700 modules and 100 MB.
 """
-
-
-def check_version() -> None:
-    """Refuses another SGLang than the one whose internals this driver knows.
-
-    Raises:
-        StartError: Another version is installed, or none.
-    """
-    try:
-        found = importlib.metadata.version("sglang")
-    except importlib.metadata.PackageNotFoundError:
-        found = "none"
-    # A build of one's own may have a local part.
-    if found.partition("+")[0] != SGLANG_VERSION:
-        raise StartError(
-            f"this driver needs SGLang {SGLANG_VERSION}; installed in {sys.prefix} is {found}",
-            f"run `{sys.executable} -m pip install sglang=={SGLANG_VERSION}`",
-        )
 
 
 def prepare(device: str, architectures: Iterable[str], *, spins: bool, ranks: int = 1) -> None:

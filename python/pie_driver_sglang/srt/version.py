@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import re
+import sys
 from collections.abc import Mapping
 from importlib import metadata
 from typing import Final
 
+from pie_driver_sglang.config.server_args import SGLANG_VERSION
 from pie_driver_sglang.errors import StartError, quoted
 
 logger = logging.getLogger(__name__)
@@ -22,7 +24,12 @@ _EXACT: Final = re.compile(r"(?P<name>[\w.-]+) ?== ?(?P<version>[\w.!]+)")
 
 def pins() -> dict[str, str]:
     """The packages that this one requires at one version, by name."""
-    found = (_EXACT.fullmatch(line) for line in metadata.requires(_PACKAGE) or ())
+    try:
+        required = metadata.requires(_PACKAGE) or ()
+    except metadata.PackageNotFoundError:
+        # It runs from its sources.
+        return {"sglang": SGLANG_VERSION}
+    found = (_EXACT.fullmatch(line) for line in required)
     return {match["name"]: match["version"] for match in found if match is not None}
 
 
@@ -42,10 +49,10 @@ def check_versions(environment: Mapping[str, str] = os.environ) -> None:
     missing = [name for name in pinned if _installed(name) is None]
     if missing:
         raise StartError(
-            f"{', '.join(missing)} cannot be found by this Python", hint=_remedy(pinned)
+            f"{', '.join(missing)} cannot be found in {sys.prefix}", hint=_remedy(pinned)
         )
     others = [
-        f"{name} is {installed}, expected {wanted}"
+        f"{name} is {installed} in {sys.prefix}, expected {wanted}"
         for name, wanted in pinned.items()
         # A build of torch names its CUDA version after the plus sign.
         if (installed := _installed(name)) is not None and installed.partition("+")[0] != wanted
@@ -72,4 +79,4 @@ def _installed(name: str) -> str | None:
 
 def _remedy(pinned: Mapping[str, str]) -> str:
     wanted = " ".join(f"{name}=={version}" for name, version in pinned.items())
-    return f"run `pip install {wanted}`"
+    return f"run `{sys.executable} -m pip install {wanted}`"

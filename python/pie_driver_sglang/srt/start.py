@@ -1,0 +1,37 @@
+"""From a configuration to a loaded rank: the environment, the device, then SGLang itself."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from pie_driver_sglang.config.file import NEVER_PARK, DriverConfig
+from pie_driver_sglang.srt import environment
+from pie_driver_sglang.srt.device import begin_context, check_device
+
+if TYPE_CHECKING:
+    from pie_driver_sglang import _core
+    from pie_driver_sglang.ranks.parallel import Rank
+    from pie_driver_sglang.srt.sglang_engine import SglangEngine
+
+logger = logging.getLogger(__name__)
+
+
+def load_rank(config: DriverConfig, rank: Rank) -> tuple[_core.Planner, SglangEngine]:
+    """Loads a rank's part of the model; all ranks do so at once.
+
+    Raises:
+        DriverError: The device is not there, or the model cannot be loaded or served on it.
+    """
+    device = config.driver.device[rank.number]
+    architectures = config.model.hf_config["architectures"]
+    spins = config.driver.spin_budget_us == NEVER_PARK
+    environment.prepare(device, architectures, spins=spins, ranks=rank.size)
+    begin_context(device)
+    with environment.importing():
+        check_device(device)
+        logger.info("importing SGLang")
+        from pie_driver_sglang.srt.load import load_engine
+
+    logger.info("loading %s", config.model.snapshot_dir)
+    return load_engine(config, rank)
