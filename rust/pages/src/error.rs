@@ -1,0 +1,67 @@
+//! What a pool refuses.
+
+use thiserror::Error;
+
+/// Why a pool refused. It is then as it was before the call.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
+pub enum PoolError {
+    /// There are not so many free pages.
+    #[error("{wanted} pages are wanted and {free} are free; evict cached pages or wait for running steps")]
+    Exhausted {
+        /// Pages asked for.
+        wanted: usize,
+        /// Pages that are free.
+        free: usize,
+    },
+    /// The id belongs to no page of this pool.
+    #[error("page {page} is not of this pool, whose ids are {first}..{end}")]
+    Foreign {
+        /// The id.
+        page: u32,
+        /// First id of the pool.
+        first: u32,
+        /// One more than its last id.
+        end: u32,
+    },
+    /// The caller has no reference to this page: it was freed before.
+    #[error("page {page} is not held: it was freed before, or never allocated")]
+    NotHeld {
+        /// The page.
+        page: u32,
+    },
+    /// The only reference left is the prefix index's.
+    #[error("page {page} is held by the prefix index alone; take it out of the index with `uncache`")]
+    Cached {
+        /// The page.
+        page: u32,
+    },
+    /// The prefix index holds this page already.
+    #[error("page {page} is in the prefix index already; free the duplicate instead")]
+    AlreadyCached {
+        /// The page.
+        page: u32,
+    },
+    /// The prefix index does not hold this page.
+    #[error("page {page} is not in the prefix index; free it with `free`")]
+    NotCached {
+        /// The page.
+        page: u32,
+    },
+    /// A count would exceed 32 bits.
+    #[error("page {page} has {} references, the most there can be", u32::MAX)]
+    TooManyReferences {
+        /// The page.
+        page: u32,
+    },
+    /// References and their holders do not agree.
+    #[error("page {page} has {references} references and {held} holders; {}",
+        if references > held { "it leaked" } else { "it was freed too often" })]
+    Unbalanced {
+        /// The page.
+        page: u32,
+        /// References that the pool counts.
+        references: u32,
+        /// Holders that the caller names.
+        held: u32,
+    },
+}
