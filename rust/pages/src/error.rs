@@ -6,7 +6,9 @@ use thiserror::Error;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
 pub enum PoolError {
     /// There are not so many free pages.
-    #[error("{wanted} pages are wanted and {free} are free; evict cached pages or wait for running steps")]
+    #[error(
+        "{wanted} pages are wanted and {free} are free; evict cached pages or wait for running steps"
+    )]
     Exhausted {
         /// Pages asked for.
         wanted: usize,
@@ -30,7 +32,9 @@ pub enum PoolError {
         page: u32,
     },
     /// The only reference left is the prefix index's.
-    #[error("page {page} is held by the prefix index alone; take it out of the index with `uncache`")]
+    #[error(
+        "page {page} is held by the prefix index alone; take it out of the index with `uncache`"
+    )]
     Cached {
         /// The page.
         page: u32,

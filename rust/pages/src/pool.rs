@@ -159,10 +159,10 @@ impl Pool {
     ///
     /// [`PoolError::Exhausted`] when none is free.
     pub fn allocate(&mut self) -> Result<u32, PoolError> {
-        let at = self.free.take().ok_or(PoolError::Exhausted {
-            wanted: 1,
-            free: 0,
-        })?;
+        let at = self
+            .free
+            .take()
+            .ok_or(PoolError::Exhausted { wanted: 1, free: 0 })?;
         Ok(self.take(at))
     }
 
@@ -385,7 +385,11 @@ impl Pool {
         count(&mut stats.pinned, before.is_pinned(), after.is_pinned());
         count(&mut stats.leaving, before.is_leaving(), after.is_leaving());
         count(&mut stats.used, before.references > 0, after.references > 0);
-        count(&mut stats.free, before.references == 0, after.references == 0);
+        count(
+            &mut stats.free,
+            before.references == 0,
+            after.references == 0,
+        );
         stats.high_water = stats.high_water.max(stats.used);
         after
     }
@@ -465,7 +469,10 @@ impl Pool {
     }
 
     fn leave(&mut self, pages: &[u32], step: u64) {
-        let last = self.leaving.back().map_or(step, |(last, _)| step.max(*last));
+        let last = self
+            .leaving
+            .back()
+            .map_or(step, |(last, _)| step.max(*last));
         self.leaving.extend(pages.iter().map(|&page| (last, page)));
     }
 

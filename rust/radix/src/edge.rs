@@ -1,0 +1,352 @@
+//! The tokens and page ids of a node: a range of a buffer that nodes share.
+
+use std::sync::Arc;
+
+/// Tokens that are compared at once.
+const LANES: usize = 32;
+/// Bits of a buffer's first word that say how tokens are stored.
+const WIDTH_SHIFT: u32 = 30;
+
+/// How the bits of a token above the lowest 16 are stored; the largest token of a buffer decides.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum High {
+    /// Not at all.
+    None,
+    /// 8 bits.
+    Byte,
+    /// 16 bits.
+    Half,
+}
+
+/// Pages of a buffer. A buffer is `capacity | width`, the page ids, the lower 16 bits of all tokens, their upper bits:
+/// planes, so that a comparison is a few vector operations and tokens below 2²⁴ take 3 bytes.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Edge {
+    words: Arc<[u32]>,
+    /// First page.
+    start: u32,
+    /// Number of pages.
+    len: u32,
+}
+
+/// Tokens of a buffer, in planes.
+struct Planes<'a> {
+    low: &'a [u16],
+    high: HighPlane<'a>,
+}
+
+enum HighPlane<'a> {
+    None,
+    Byte(&'a [u8]),
+    Half(&'a [u16]),
+}
+
+impl Edge {
+    /// An edge of its own buffer. `scratch` is overwritten.
+    ///
+    /// There are as many tokens as pages have room for.
+    pub(crate) fn new(tokens: &[u32], pages: &[u32], scratch: &mut Vec<u32>) -> Self {
+        let union = tokens.iter().fold(0, |union, token| union | token);
+        let high = match union >> 16 {
+            0 => High::None,
+            1..=0xFF => High::Byte,
+            _ => High::Half,
+        };
+        let len = pages.len() as u32;
+        scratch.clear();
+        scratch.push(len | (high as u32) << WIDTH_SHIFT);
+        scratch.extend_from_slice(pages);
+        let low = scratch.len();
+        scratch.resize(low + tokens.len().div_ceil(2), 0);
+        put(&mut scratch[low..], tokens, |token| token as u16);
+        let above = scratch.len();
+        match high {
+            High::None => {}
+            High::Byte => {
+                scratch.resize(above + tokens.len().div_ceil(4), 0);
+                put(&mut scratch[above..], tokens, |token| (token >> 16) as u8);
+            }
+            High::Half => {
+                scratch.resize(above + tokens.len().div_ceil(2), 0);
+                put(&mut scratch[above..], tokens, |token| (token >> 16) as u16);
+            }
+        }
+        Self {
+            words: Arc::from(&scratch[..]),
+            start: 0,
+            len,
+        }
+    }
+
+    /// Number of pages.
+    pub(crate) fn len(&self) -> usize {
+        self.len as usize
+    }
+
+    /// Ids of the pages.
+    pub(crate) fn pages(&self) -> &[u32] {
+        &self.words[1 + self.start as usize..][..self.len()]
+    }
+
+    /// How many leading tokens agree with `tokens`; `size` tokens are a page.
+    pub(crate) fn common(&self, size: usize, tokens: &[u32]) -> usize {
+        let count = tokens.len().min(self.len() * size);
+        let tokens = &tokens[..count];
+        let planes = self.planes(size, count);
+        match planes.high {
+            HighPlane::None => common_low(tokens, planes.low),
+            HighPlane::Byte(high) => common(tokens, planes.low, high),
+            HighPlane::Half(high) => common(tokens, planes.low, high),
+        }
+    }
+
+    /// Appends the first `count` tokens to `tokens`.
+    pub(crate) fn tokens(&self, size: usize, count: usize, tokens: &mut Vec<u32>) {
+        let planes = self.planes(size, count);
+        let low = planes.low.iter().copied().map(u32::from);
+        match planes.high {
+            HighPlane::None => tokens.extend(low),
+            HighPlane::Byte(high) => {
+                tokens.extend(
+                    low.zip(high)
+                        .map(|(low, high)| low | u32::from(*high) << 16),
+                );
+            }
+            HighPlane::Half(high) => {
+                tokens.extend(
+                    low.zip(high)
+                        .map(|(low, high)| low | u32::from(*high) << 16),
+                );
+            }
+        }
+    }
+
+    /// The last token.
+    pub(crate) fn last_token(&self, size: usize) -> u32 {
+        let mut tail = self.clone();
+        tail.start += tail.len - 1;
+        tail.len = 1;
+        let mut page = Vec::with_capacity(size);
+        tail.tokens(size, size, &mut page);
+        page[size - 1]
+    }
+
+    /// Cuts the first `at` pages off and returns them. Nothing is copied.
+    pub(crate) fn split(&mut self, at: usize) -> Self {
+        let upper = Self {
+            words: Arc::clone(&self.words),
+            start: self.start,
+            len: at as u32,
+        };
+        self.start += at as u32;
+        self.len -= at as u32;
+        upper
+    }
+
+    /// Puts `upper` in front, if it lies there.
+    pub(crate) fn join(&mut self, upper: &Self) -> bool {
+        let fits = self.shares(upper) && upper.start + upper.len == self.start;
+        if fits {
+            self.start = upper.start;
+            self.len += upper.len;
+        }
+        fits
+    }
+
+    /// Whether both are ranges of one buffer.
+    pub(crate) fn shares(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.words, &other.words)
+    }
+
+    /// Whether no other edge is a range of this buffer.
+    pub(crate) fn is_only(&self) -> bool {
+        Arc::strong_count(&self.words) == 1
+    }
+
+    /// Heap bytes of the buffer.
+    pub(crate) fn bytes(&self) -> usize {
+        // Two counts stand in front of the words.
+        size_of_val(&*self.words) + 2 * size_of::<usize>()
+    }
+
+    /// Pages of the buffer up to the end of this range, and all of them.
+    pub(crate) fn reach(&self) -> (usize, usize) {
+        ((self.start + self.len) as usize, self.capacity())
+    }
+
+    /// First page within the buffer.
+    pub(crate) fn start(&self) -> usize {
+        self.start as usize
+    }
+
+    /// All pages of the buffer up to `end`, as an edge.
+    pub(crate) fn head(&self, end: usize) -> Self {
+        Self {
+            words: Arc::clone(&self.words),
+            start: 0,
+            len: end as u32,
+        }
+    }
+
+    /// The range of the same numbers in another buffer.
+    pub(crate) fn moved_to(&self, other: &Self) -> Self {
+        Self {
+            words: Arc::clone(&other.words),
+            ..*self
+        }
+    }
+
+    /// Changes the page ids: in place, if the buffer is this edge's alone and all of it is used.
+    ///
+    /// Returns the buffer that was left, if another one had to be made.
+    pub(crate) fn set_pages(
+        &mut self,
+        size: usize,
+        pages: &[u32],
+        scratch: &mut Vec<u32>,
+    ) -> Option<Self> {
+        let (start, len) = (self.start as usize, self.len());
+        if len == self.capacity()
+            && let Some(words) = Arc::get_mut(&mut self.words)
+        {
+            words[1 + start..][..len].copy_from_slice(pages);
+            return None;
+        }
+        let mut tokens = Vec::with_capacity(len * size);
+        self.tokens(size, len * size, &mut tokens);
+        Some(std::mem::replace(self, Self::new(&tokens, pages, scratch)))
+    }
+
+    fn capacity(&self) -> usize {
+        self.words
+            .first()
+            .map_or(0, |word| (word & ((1 << WIDTH_SHIFT) - 1)) as usize)
+    }
+
+    /// The first `count` tokens.
+    fn planes(&self, size: usize, count: usize) -> Planes<'_> {
+        let (capacity, start) = (self.capacity(), self.start as usize * size);
+        let (low, above) = self.words[1 + capacity..].split_at((capacity * size).div_ceil(2));
+        let half = |plane| -> &[u16] { &bytemuck::cast_slice(plane)[start..][..count] };
+        let high = match self.words[0] >> WIDTH_SHIFT {
+            0 => HighPlane::None,
+            1 => HighPlane::Byte(&bytemuck::cast_slice(above)[start..][..count]),
+            _ => HighPlane::Half(half(above)),
+        };
+        Planes {
+            low: half(low),
+            high,
+        }
+    }
+}
+
+/// Writes a part of each token to a plane.
+fn put<T: bytemuck::Pod>(words: &mut [u32], tokens: &[u32], part: impl Fn(u32) -> T) {
+    let plane: &mut [T] = bytemuck::cast_slice_mut(words);
+    for (place, &token) in plane.iter_mut().zip(tokens) {
+        *place = part(token);
+    }
+}
+
+/// Leading tokens that equal their planes. All slices are of one length.
+fn common<T: Copy + Into<u32>>(tokens: &[u32], low: &[u16], high: &[T]) -> usize {
+    let token = |low: u16, high: T| u32::from(low) | high.into() << 16;
+    let chunks = tokens.as_chunks::<LANES>().0.iter();
+    let planes = low
+        .as_chunks::<LANES>()
+        .0
+        .iter()
+        .zip(high.as_chunks::<LANES>().0);
+    let mut agreed = 0;
+    for (tokens, (low, high)) in chunks.zip(planes) {
+        let difference = (0..LANES).fold(0, |difference, lane| {
+            difference | (tokens[lane] ^ token(low[lane], high[lane]))
+        });
+        if difference != 0 {
+            break;
+        }
+        agreed += LANES;
+    }
+    let rest = tokens[agreed..]
+        .iter()
+        .zip(low[agreed..].iter().zip(&high[agreed..]));
+    agreed
+        + rest
+            .take_while(|(tokens, (low, high))| **tokens == token(**low, **high))
+            .count()
+}
+
+/// The same where all tokens of the plane are below 2¹⁶.
+fn common_low(tokens: &[u32], low: &[u16]) -> usize {
+    let chunks = tokens
+        .as_chunks::<LANES>()
+        .0
+        .iter()
+        .zip(low.as_chunks::<LANES>().0);
+    let mut agreed = 0;
+    for (tokens, low) in chunks {
+        let difference = (0..LANES).fold(0, |difference, lane| {
+            difference | (tokens[lane] ^ u32::from(low[lane]))
+        });
+        if difference != 0 {
+            break;
+        }
+        agreed += LANES;
+    }
+    let rest = tokens[agreed..].iter().zip(&low[agreed..]);
+    agreed
+        + rest
+            .take_while(|(token, low)| **token == u32::from(**low))
+            .count()
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::Edge;
+
+    fn token() -> impl Strategy<Value = u32> {
+        prop_oneof![0_u32..4, 0_u32..70_000, 0_u32..1 << 25, any::<u32>()]
+    }
+
+    proptest! {
+        #[test]
+        fn ranges_keep_tokens_and_pages(
+            size in 1_usize..40,
+            text in prop::collection::vec(token(), 40..400),
+            cut in any::<prop::sample::Index>(),
+            other in any::<(prop::sample::Index, u32)>(),
+        ) {
+            let pages: Vec<u32> = (7..7 + (text.len() / size) as u32).collect();
+            let text = &text[..pages.len() * size];
+            let mut lower = Edge::new(text, &pages, &mut Vec::new());
+            let at = cut.index(pages.len() + 1);
+            let upper = lower.split(at);
+            prop_assert_eq!(upper.pages(), &pages[..at]);
+            prop_assert_eq!(lower.pages(), &pages[at..]);
+            for (edge, text) in [(&upper, &text[..at * size]), (&lower, &text[at * size..])] {
+                let mut tokens = Vec::new();
+                edge.tokens(size, text.len(), &mut tokens);
+                prop_assert_eq!(&tokens[..], text);
+                prop_assert_eq!(edge.common(size, text), text.len());
+                if let Some(last) = text.last() {
+                    prop_assert_eq!(edge.last_token(size), *last);
+                    let place = other.0.index(text.len());
+                    tokens[place] = other.1;
+                    tokens.push(1);
+                    let agreed = text.iter().zip(&tokens).take_while(|(a, b)| a == b).count();
+                    prop_assert_eq!(edge.common(size, &tokens), agreed);
+                }
+            }
+            let mut joined = lower.clone();
+            prop_assert!(joined.join(&upper));
+            prop_assert_eq!(joined.common(size, text), text.len());
+            let fresh: Vec<u32> = lower.pages().iter().map(|page| page + 1000).collect();
+            lower.set_pages(size, &fresh, &mut Vec::new());
+            prop_assert_eq!(lower.pages(), &fresh[..]);
+            prop_assert_eq!(lower.common(size, &text[at * size..]), text.len() - at * size);
+            prop_assert_eq!(upper.pages(), &pages[..at]);
+        }
+    }
+}

@@ -1,0 +1,188 @@
+//! Eviction: whole leaves, by policy, from the device to the host or away.
+
+use crate::events::Medium;
+use crate::index::RadixIndex;
+use crate::node::{Kind, NONE, Queue};
+
+/// A page to copy.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Move {
+    /// The page to read, of the one tier.
+    pub from: u32,
+    /// The page to write, of the other tier.
+    pub to: u32,
+}
+
+/// What an eviction let go of. Reuse one: each call clears it first.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Evicted {
+    /// Pages that left the device, those of `moves` too. Do not write to them before the moves are done.
+    pub device: Vec<u32>,
+    /// Copies from the device to the host that the caller is to make, in this order.
+    pub moves: Vec<Move>,
+    /// Host pages that are free now. Do not write to them before the moves are done.
+    pub host: Vec<u32>,
+}
+
+impl Evicted {
+    pub(crate) fn clear(&mut self) {
+        self.device.clear();
+        self.moves.clear();
+        self.host.clear();
+    }
+}
+
+/// Host pages for what leaves the device.
+struct Supply<'a> {
+    given: &'a [u32],
+    /// Pages of nodes that were evicted from the host to make room.
+    freed: Vec<u32>,
+    /// Nodes that came to the host in this call. They are in no order yet, so that they are not evicted at once.
+    arrived: Vec<u32>,
+}
+
+impl RadixIndex {
+    /// Evicts leaves from the device, in the order of the policy, until at least so many pages have left it or no leaf
+    /// is left that can be evicted. Returns how many did; the last node may bring more than were asked for.
+    ///
+    /// A node with a copy on the host stays in the index, on the host alone. Others are gone, with what the host holds
+    /// behind them. Takes O(log leaves) for each node.
+    pub fn evict(&mut self, pages: usize, out: &mut Evicted) -> usize {
+        out.clear();
+        self.evict_device(pages, None, out)
+    }
+
+    /// [`evict`](Self::evict), but nodes move to the host: to the pages `free`, and then to those of nodes that are
+    /// evicted from there, in the order of the policy. Pages of `free` that were not needed come back in `out.host`.
+    ///
+    /// A node that finds no room on the host is gone.
+    pub fn evict_to_host(&mut self, pages: usize, free: &[u32], out: &mut Evicted) -> usize {
+        out.clear();
+        let mut supply = Supply {
+            given: free,
+            freed: Vec::new(),
+            arrived: Vec::new(),
+        };
+        let evicted = self.evict_device(pages, Some(&mut supply), out);
+        for at in supply.arrived {
+            if self.nodes[at as usize].kind == Kind::Host {
+                self.settle(at);
+            }
+        }
+        out.host.extend(supply.freed);
+        out.host.extend(supply.given);
+        evicted
+    }
+
+    /// Evicts leaves from the host until at least so many of its pages are free, as [`evict`](Self::evict) does from
+    /// the device. What is on the device, too, is not touched.
+    pub fn evict_host(&mut self, pages: usize, out: &mut Evicted) -> usize {
+        out.clear();
+        while out.host.len() < pages && self.evict_host_leaf(&mut out.host) {}
+        out.host.len()
+    }
+
+    fn evict_device(
+        &mut self,
+        pages: usize,
+        mut supply: Option<&mut Supply>,
+        out: &mut Evicted,
+    ) -> usize {
+        while out.device.len() < pages {
+            let Some(rank) = self.device_leaves.pop_first() else {
+                break;
+            };
+            let at = rank as u32;
+            self.nodes[at as usize].queue = Queue::None;
+            out.device
+                .extend_from_slice(self.nodes[at as usize].edge.pages());
+            self.evictable -= self.nodes[at as usize].edge.len();
+            if let Some(copy) = self.copies.remove(&at) {
+                self.demote(at, &copy);
+                self.settle(at);
+            } else if !self.move_out(at, supply.as_deref_mut(), out) {
+                self.drop_subtree(at, &mut out.host);
+            }
+        }
+        out.device.len()
+    }
+
+    /// Moves a node to the host, if there is room.
+    fn move_out(&mut self, at: u32, supply: Option<&mut Supply>, out: &mut Evicted) -> bool {
+        let Some(supply) = supply else {
+            return false;
+        };
+        let wanted = self.nodes[at as usize].edge.len();
+        while supply.given.len() + supply.freed.len() < wanted {
+            if !self.evict_host_leaf(&mut supply.freed) {
+                return false;
+            }
+        }
+        let (given, rest) = supply.given.split_at(wanted.min(supply.given.len()));
+        let mut target = given.to_vec();
+        target.extend(supply.freed.drain(..wanted - given.len()));
+        supply.given = rest;
+        let from = self.nodes[at as usize].edge.pages();
+        let moves = from
+            .iter()
+            .zip(&target)
+            .map(|(&from, &to)| Move { from, to });
+        out.moves.extend(moves);
+        self.on_host += wanted;
+        self.record_stored(at, Medium::Host);
+        self.demote(at, &target);
+        supply.arrived.push(at);
+        true
+    }
+
+    /// A node leaves the device for these pages of the host.
+    fn demote(&mut self, at: u32, host: &[u32]) {
+        self.record_removed(at, Medium::Device);
+        // Its last child on the host may have gone to make room for it.
+        self.leave_queue(at);
+        self.nodes[at as usize].kind = Kind::Host;
+        let parent = self.nodes[at as usize].parent;
+        self.nodes[parent as usize].device_children -= 1;
+        self.set_pages(at, host);
+        self.settle(parent);
+    }
+
+    /// Removes a node that left the device, and what the host holds behind it.
+    fn drop_subtree(&mut self, top: u32, host: &mut Vec<u32>) {
+        let mut at = top;
+        loop {
+            let below = self.nodes[at as usize].first_child;
+            if below != NONE {
+                at = below;
+                continue;
+            }
+            let parent = self.nodes[at as usize].parent;
+            if at == top {
+                self.record_removed(at, Medium::Device);
+                self.remove(at);
+                return;
+            }
+            self.remove_from_host(at, host);
+            // Its parent, a leaf of the host now, is on its way out.
+            self.leave_queue(parent);
+            at = parent;
+        }
+    }
+
+    fn evict_host_leaf(&mut self, free: &mut Vec<u32>) -> bool {
+        let Some(rank) = self.host_leaves.pop_first() else {
+            return false;
+        };
+        self.nodes[rank as u32 as usize].queue = Queue::None;
+        self.remove_from_host(rank as u32, free);
+        true
+    }
+
+    fn remove_from_host(&mut self, at: u32, free: &mut Vec<u32>) {
+        let pages = self.nodes[at as usize].edge.pages();
+        self.on_host -= pages.len();
+        free.extend_from_slice(pages);
+        self.record_removed(at, Medium::Host);
+        self.remove(at);
+    }
+}
