@@ -198,10 +198,7 @@ class World:
 
     def state(self) -> dict[str, Any]:
         """Sizes, events, and the slots that are free."""
-        free = torch.cat([self.allocator.free_pages, self.allocator.release_pages])
-        # The order in which slots are freed differs where one call frees many leaves.
-        self.allocator.free_pages, _ = torch.sort(free)
-        self.allocator.release_pages = free[:0]
+        self._sort_free()
         return {
             "evictable": self.cache.evictable_size(),
             "protected": self.cache.protected_size(),
@@ -225,8 +222,15 @@ class World:
         self.cache.cache_finished_req(request, is_insert=is_insert, kv_len_to_handle=length)
         self.rows.free(request)
 
+    def _sort_free(self) -> None:
+        """The order of free slots differs where one call frees the slots of many leaves."""
+        free = torch.cat([self.allocator.free_pages, self.allocator.release_pages])
+        self.allocator.free_pages, _ = torch.sort(free)
+        self.allocator.release_pages = free[:0]
+
     def _allocate(self, tokens: int) -> torch.Tensor | None:
         evict_from_tree_cache(self.cache, tokens)
+        self._sort_free()
         slots: torch.Tensor | None = self.allocator.alloc(tokens)
         return slots
 
@@ -405,20 +409,18 @@ def play(makes: list[Make], setting: Setting, seed: int, moves: int) -> Iterator
     worlds = [World(make, setting) for make in makes]
     mover = Moves(setting, seed)
     log = []
-    compare("made", [world.state() for world in worlds], setting, seed, log)
+    compare([world.state() for world in worlds], setting, seed, log)
     for _ in range(moves):
         for name, shown in mover(worlds):
-            log.append(name)
+            log.append(name if len(name) < 100 else f"{name[:60]} ... {name[-40:]}")
             states = [world.state() for world in worlds]
             for state, each in zip(states, shown, strict=True):
                 state["shown"] = each
-            compare(name, states, setting, seed, log)
+            compare(states, setting, seed, log)
             yield name.split()[0]
 
 
-def compare(
-    name: str, states: list[dict[str, Any]], setting: Setting, seed: int, log: list[str]
-) -> None:
+def compare(states: list[dict[str, Any]], setting: Setting, seed: int, log: list[str]) -> None:
     """Raises unless the worlds show the same."""
     first = states[0]
     for state in states[1:]:
@@ -426,6 +428,6 @@ def compare(
             if state[what] != value:
                 last = "\n  ".join(log[-12:])
                 raise DifferentError(
-                    f"{setting}, seed {seed}, move {len(log)} `{name}`: {what} differs\n"
+                    f"{setting}, seed {seed}, move {len(log)}: {what} differs\n"
                     f"theirs {value}\nours   {state[what]}\nlast moves:\n  {last}"
                 )

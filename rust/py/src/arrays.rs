@@ -28,6 +28,10 @@ pub(crate) fn read(
     let Ok(buffer) = PyUntypedBuffer::get(array) else {
         return Err(wrong_type(what, array));
     };
+    if buffer.item_count() == 0 {
+        // An empty array('q') is nowhere: its address is not aligned.
+        return Ok(());
+    }
     let fits = copy::<i64>(&buffer, array.py(), limit, most, ids)
         .or_else(|| copy::<i32>(&buffer, array.py(), limit, most, ids))
         .or_else(|| copy::<u32>(&buffer, array.py(), limit, most, ids))
