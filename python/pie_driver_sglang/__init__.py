@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from pie_driver_sglang._core import PagePool, RadixIndex
     from pie_driver_sglang.config import DriverConfig, load_config
     from pie_driver_sglang.errors import ConfigError, DriverError, StartError
     from pie_driver_sglang.handshake import Capabilities, Handshake
@@ -24,6 +25,8 @@ __all__ = [
     "DriverError",
     "DriverOptions",
     "Handshake",
+    "PagePool",
+    "RadixIndex",
     "StartError",
     "__version__",
     "load_config",
@@ -38,6 +41,8 @@ def __getattr__(name: str) -> Any:
         "DriverError": "errors",
         "DriverOptions": "options",
         "Handshake": "handshake",
+        "PagePool": "_core",
+        "RadixIndex": "_core",
         "StartError": "errors",
         "load_config": "config",
     }
