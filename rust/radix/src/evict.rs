@@ -1,8 +1,13 @@
 //! Eviction: whole leaves, by policy, from the device to the host or away.
 
+use std::hint::black_box;
+
 use crate::events::Medium;
-use crate::index::RadixIndex;
+use crate::index::{RadixIndex, spread};
 use crate::node::{Kind, NONE, Queue};
+
+/// Leaves whose surroundings are read before they are evicted.
+const READ_AHEAD: usize = 32;
 
 /// A page to copy.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -37,7 +42,7 @@ struct Supply<'a> {
     given: &'a [u32],
     /// Pages of nodes that were evicted from the host to make room.
     freed: Vec<u32>,
-    /// Nodes that came to the host in this call. They are in no order yet, so that they are not evicted at once.
+    /// Nodes that came to the host in this call.
     arrived: Vec<u32>,
 }
 
@@ -65,6 +70,7 @@ impl RadixIndex {
         };
         let evicted = self.evict_device(pages, Some(&mut supply), out);
         for at in supply.arrived {
+            self.nodes[at as usize].arrived = false;
             if self.nodes[at as usize].kind == Kind::Host {
                 self.settle(at);
             }
@@ -88,7 +94,13 @@ impl RadixIndex {
         mut supply: Option<&mut Supply>,
         out: &mut Evicted,
     ) -> usize {
+        let mut ahead = 0;
         while out.device.len() < pages {
+            if ahead == 0 {
+                ahead = READ_AHEAD;
+                self.read_ahead();
+            }
+            ahead -= 1;
             let Some(rank) = self.device_leaves.pop_first() else {
                 break;
             };
@@ -105,6 +117,31 @@ impl RadixIndex {
             }
         }
         out.device.len()
+    }
+
+    /// Reads what the next evictions will need. Their nodes lie anywhere, so each is a few misses of the caches; asked
+    /// for together, the memory answers together.
+    fn read_ahead(&self) {
+        let next = || {
+            self.device_leaves
+                .iter()
+                .take(READ_AHEAD)
+                .map(|rank| *rank as u32)
+        };
+        let node = |at: u32| self.nodes.get(at as usize);
+        let nodes = next()
+            .filter_map(node)
+            .fold(0, |sum, node| sum ^ node.hash ^ node.parent);
+        black_box(nodes);
+        let around = next().filter_map(node).fold(0, |sum, leaf| {
+            let beside = [leaf.next, leaf.previous].map(|at| node(at).map_or(0, |node| node.next));
+            let page = leaf.edge.pages().first().copied().unwrap_or(0);
+            let found = self
+                .table
+                .find(spread(leaf.hash), |entry| entry.hash == leaf.hash);
+            sum ^ beside[0] ^ beside[1] ^ page ^ found.map_or(0, |entry| entry.node)
+        });
+        black_box(around);
     }
 
     /// Moves a node to the host, if there is room.
@@ -131,6 +168,7 @@ impl RadixIndex {
         self.on_host += wanted;
         self.record_stored(at, Medium::Host);
         self.demote(at, &target);
+        self.nodes[at as usize].arrived = true;
         supply.arrived.push(at);
         true
     }

@@ -226,11 +226,35 @@ impl RadixIndex {
         pages: &[u32],
         how: Insertion,
     ) -> Result<Inserted, RadixError> {
+        self.insert_after(NodeId::ROOT, key, pages, how)
+    }
+
+    /// [`insert`](Self::insert) of a key that begins with the path that ends in `node`, as after a match of its start:
+    /// what is above the node is not compared again, so the time depends on the tokens behind it.
+    ///
+    /// That the key begins so is up to the caller; debug builds check it. Hold a lock on the node from the match on.
+    ///
+    /// # Errors
+    ///
+    /// [`RadixError::UnknownNode`], and [`RadixError::PageCount`] for a wrong number of pages or a key that ends above
+    /// the node.
+    pub fn insert_after(
+        &mut self,
+        node: NodeId,
+        key: Key<'_>,
+        pages: &[u32],
+        how: Insertion,
+    ) -> Result<Inserted, RadixError> {
+        let bottom = self.resolve(node)?;
         let wanted = self.page_count(key.tokens.len());
-        if pages.len() != wanted {
+        let mut done = self
+            .path(bottom)
+            .map(|at| self.nodes[at as usize].edge.len())
+            .sum();
+        if pages.len() != wanted || done > wanted {
             return Err(RadixError::PageCount {
                 pages: pages.len(),
-                wanted,
+                wanted: wanted.max(done),
             });
         }
         let mut inserted = Inserted {
@@ -241,21 +265,15 @@ impl RadixIndex {
             return Ok(inserted);
         }
         self.tick(how.now);
-        let (mut at, tokens) = self.enter_or_add(key);
+        let (root, tokens) = self.enter_or_add(key);
         let tokens = &tokens[..wanted * self.size];
-        let mut done = 0;
+        debug_assert!(self.begins_with(root, tokens, bottom));
+        let mut at = if done == 0 { root } else { bottom };
+        inserted.existing = self.insert_path(bottom, pages, how);
         while let Some(child) = self.child(at, &tokens[done * self.size..]) {
             let agreed = self.use_child(child, &tokens[done * self.size..]);
             at = self.cut(child, agreed);
-            let node = &mut self.nodes[at as usize];
-            node.priority = node.priority.max(how.priority);
-            if node.on_device() {
-                inserted.existing += agreed;
-                node.hits = node.hits.saturating_add(u32::from(!how.chunked));
-            } else {
-                self.adopt(at, &pages[done..done + agreed]);
-            }
-            self.settle(at);
+            inserted.existing += self.insert_node(at, &pages[done..done + agreed], how);
             done += agreed;
         }
         if done < wanted {
@@ -263,6 +281,59 @@ impl RadixIndex {
         }
         inserted.node = self.id(at);
         Ok(inserted)
+    }
+
+    /// Inserts the pages of the path that ends in a node, from the root on. Returns how many were on the device.
+    fn insert_path(&mut self, bottom: u32, pages: &[u32], how: Insertion) -> usize {
+        let mut path = std::mem::take(&mut self.scratch);
+        path.clear();
+        path.extend(self.path(bottom));
+        let (mut done, mut existing) = (0, 0);
+        for &at in path.iter().rev() {
+            self.leave_queue(at);
+            self.nodes[at as usize].accessed = self.now;
+            let len = self.nodes[at as usize].edge.len();
+            existing += self.insert_node(at, &pages[done..done + len], how);
+            done += len;
+        }
+        self.scratch = path;
+        existing
+    }
+
+    /// Counts an insertion of a node that was used, and gives it these pages if it was not on the device. Returns how
+    /// many of its pages were.
+    fn insert_node(&mut self, at: u32, pages: &[u32], how: Insertion) -> usize {
+        let node = &mut self.nodes[at as usize];
+        node.priority = node.priority.max(how.priority);
+        let existing = if node.on_device() {
+            node.hits = node.hits.saturating_add(u32::from(!how.chunked));
+            pages.len()
+        } else {
+            self.adopt(at, pages);
+            0
+        };
+        self.settle(at);
+        existing
+    }
+
+    /// Whether a key in the namespace of `root` begins with the path that ends in a node.
+    fn begins_with(&self, root: u32, tokens: &[u32], bottom: u32) -> bool {
+        let mut end: usize = self
+            .path(bottom)
+            .map(|at| self.nodes[at as usize].edge.len())
+            .sum();
+        let top = self
+            .path(bottom)
+            .last()
+            .map_or(root, |top| self.nodes[top as usize].parent);
+        top == root
+            && self.path(bottom).all(|at| {
+                let edge = &self.nodes[at as usize].edge;
+                let start = end - edge.len();
+                let own = &tokens[start * self.size..end * self.size];
+                end = start;
+                edge.common(self.size, own) == own.len()
+            })
     }
 
     /// Locks a node and all above it: they stay where they are. Locks are counted.

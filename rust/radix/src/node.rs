@@ -81,6 +81,8 @@ pub(crate) struct Node {
     pub(crate) priority: i32,
     pub(crate) kind: Kind,
     pub(crate) queue: Queue,
+    /// It came to the host in the call that runs, which must not send it away again.
+    pub(crate) arrived: bool,
 }
 
 impl Node {
@@ -95,7 +97,7 @@ impl Node {
     /// The order of eviction that the node belongs into.
     pub(crate) fn wanted_queue(&self) -> Queue {
         match self.kind {
-            _ if self.locks > 0 => Queue::None,
+            _ if self.locks > 0 || self.arrived => Queue::None,
             Kind::Device if self.device_children == 0 => Queue::Device,
             Kind::Host if self.first_child == NONE => Queue::Host,
             _ => Queue::None,

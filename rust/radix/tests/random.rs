@@ -2,12 +2,13 @@
 //!
 //! `PIE_RADIX_STEPS=10000000 cargo test --release -p pie-radix --test random -- --nocapture long` takes as many steps.
 
+#[allow(unreachable_pub, reason = "fuzz targets use it, too")]
 mod model;
 
 use std::time::Instant;
 
 use model::{Model, Step, Text};
-use pie_radix::{Config, Policy};
+use pie_radix::{Config, Insertion, Policy};
 use proptest::prelude::*;
 use proptest::strategy::ValueTree;
 use proptest::test_runner::{RngAlgorithm, TestRng, TestRunner};
@@ -33,8 +34,10 @@ fn text() -> impl Strategy<Value = Text> {
 fn step() -> impl Strategy<Value = Step> {
     prop_oneof![
         6 => (text(), any::<bool>()).prop_map(|(text, locks)| Step::Match { text, locks }),
-        10 => (text(), -2_i32..3, any::<bool>())
-            .prop_map(|(text, priority, chunked)| Step::Insert { text, priority, chunked }),
+        10 => (text(), -2_i32..3, any::<bool>(), any::<bool>()).prop_map(|(text, priority, chunked, after)| {
+            let how = Insertion { now: 0, priority, chunked };
+            Step::Insert { text, how, after }
+        }),
         2 => text().prop_map(Step::Lock),
         6 => any::<usize>().prop_map(Step::Unlock),
         2 => (0_usize..20).prop_map(Step::Evict),

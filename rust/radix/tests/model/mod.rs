@@ -34,10 +34,11 @@ pub enum Step {
         text: Text,
         locks: bool,
     },
+    /// Inserts a text; `after` a match of it, by [`RadixIndex::insert_after`].
     Insert {
         text: Text,
-        priority: i32,
-        chunked: bool,
+        how: Insertion,
+        after: bool,
     },
     /// Locks the node that a text ends in once more, without a match of its own.
     Lock(Text),
@@ -74,6 +75,9 @@ pub struct Model {
     locks: Vec<(NodeId, Text)>,
     /// What a router knows: how often a block is stored on a medium.
     blocks: HashMap<(i64, bool), usize>,
+    /// Whole digests of the blocks that were ever stored.
+    digests: HashMap<i64, Vec<u8>>,
+    namespaces: HashSet<String>,
     pages: Vec<u32>,
     evicted: Evicted,
     now: u64,
@@ -89,6 +93,8 @@ impl Model {
             entries: BTreeMap::new(),
             locks: Vec::new(),
             blocks: HashMap::new(),
+            digests: HashMap::new(),
+            namespaces: HashSet::new(),
             pages: Vec::new(),
             evicted: Evicted::default(),
             now: 0,
@@ -102,11 +108,7 @@ impl Model {
         self.now += 1;
         match step {
             Step::Match { text, locks } => self.find(text, *locks),
-            Step::Insert {
-                text,
-                priority,
-                chunked,
-            } => self.insert(text, *priority, *chunked),
+            Step::Insert { text, how, after } => self.insert(text, *how, *after),
             Step::Lock(text) => self.lock(text),
             Step::Unlock(which) => self.unlock(*which),
             Step::Evict(pages) => self.evict(*pages),
@@ -133,7 +135,7 @@ impl Model {
         if self.config.events {
             let mut known = HashMap::new();
             for (text, entry) in &self.entries {
-                let (number, _) = self.hash(text);
+                let number = self.hash(text);
                 for (medium, page) in [(false, entry.device), (true, entry.host)] {
                     if page.is_some() {
                         *known.entry((number, medium)).or_insert(0) += 1;
@@ -273,43 +275,50 @@ impl Model {
         assert!(behind.iter().any(named));
     }
 
-    fn insert(&mut self, text: &Text, priority: i32, chunked: bool) {
-        let wanted = self.page_count(text);
-        let mut pages = Vec::new();
-        if self.device.allocate_many(wanted, &mut pages).is_err() {
-            let missing = wanted - self.device.available();
-            self.evict(missing);
-            if self.device.allocate_many(wanted, &mut pages).is_err() {
-                return;
-            }
-        }
+    fn insert(&mut self, text: &Text, how: Insertion, after: bool) {
         let how = Insertion {
             now: self.now,
-            priority,
-            chunked,
+            ..how
         };
-        let existing = self
-            .found(text)
-            .iter()
-            .take_while(|entry| entry.device.is_some())
-            .count();
-        let inserted = self
-            .index
-            .insert(text.key(), &pages, how)
-            .expect("as many pages as needed");
-        assert_eq!((inserted.existing, inserted.pages), (existing, wanted));
-        assert_eq!(
-            self.index.info(inserted.node).expect("it is there").depth,
-            wanted
-        );
-        self.device
-            .free(&pages[..existing])
-            .expect("duplicates are the caller's");
-        self.device
-            .cache(&pages[existing..])
-            .expect("the others are not cached");
-        for (prefix, page) in self.prefixes(text).into_iter().zip(pages).skip(existing) {
-            self.entries.entry(prefix).or_default().device = Some(page);
+        let mut node = NodeId::ROOT;
+        if after {
+            node = self
+                .index
+                .match_and_lock(text.key(), self.now, &mut self.pages)
+                .node;
+            let depth = self.index.info(node).expect("it was found").depth;
+            self.locks.push((node, self.prefix(text, depth)));
+        }
+        let wanted = self.page_count(text);
+        let mut pages = Vec::new();
+        self.evict(wanted.saturating_sub(self.device.available()));
+        if self.device.allocate_many(wanted, &mut pages).is_ok() {
+            let existing = self
+                .found(text)
+                .iter()
+                .take_while(|entry| entry.device.is_some())
+                .count();
+            self.namespaces.extend(text.namespace.clone());
+            let inserted = self.index.insert_after(node, text.key(), &pages, how);
+            let inserted = inserted.expect("as many pages as needed");
+            assert_eq!((inserted.existing, inserted.pages), (existing, wanted));
+            assert_eq!(
+                self.index.info(inserted.node).expect("it is there").depth,
+                wanted
+            );
+            self.device
+                .free(&pages[..existing])
+                .expect("duplicates are the caller's");
+            self.device
+                .cache(&pages[existing..])
+                .expect("the others are not cached");
+            for (prefix, page) in self.prefixes(text).into_iter().zip(pages).skip(existing) {
+                self.entries.entry(prefix).or_default().device = Some(page);
+            }
+        }
+        if after {
+            self.locks.pop();
+            self.index.unlock(node).expect("it is locked");
         }
     }
 
@@ -533,11 +542,15 @@ impl Model {
                     tokens,
                     namespace,
                     medium,
-                    ..
+                    block_size,
+                    bigram,
                 } => {
-                    let size = self.config.page_size as usize;
-                    assert_eq!(tokens.len(), self.tokens(hashes.len()));
-                    self.compare_stored(&hashes, parent, &tokens, namespace.as_deref(), size);
+                    assert_eq!(
+                        (block_size, bigram),
+                        (self.config.page_size, self.config.bigram)
+                    );
+                    assert!(namespace.is_none_or(|name| self.namespaces.contains(&*name)));
+                    self.check_stored(&hashes, parent, &tokens);
                     for hash in hashes {
                         *self
                             .blocks
@@ -556,57 +569,39 @@ impl Model {
         }
     }
 
-    /// The blocks of a prefix that the dictionary knows, or knew within the step.
-    fn compare_stored(
-        &self,
-        hashes: &[i64],
-        parent: Option<i64>,
-        tokens: &[u32],
-        namespace: Option<&str>,
-        size: usize,
-    ) {
-        let ends = self
-            .entries
-            .keys()
-            .filter(|text| text.namespace.as_deref() == namespace && text.tokens.ends_with(tokens));
-        let fits = |text: &Text| {
-            let pages = self.page_count(text);
-            let Some(before) = pages.checked_sub(hashes.len()) else {
-                return false;
-            };
-            let number = |pages| self.hash(&self.prefix(text, pages)).0;
-            parent == (before > 0).then(|| number(before))
-                && hashes
-                    .iter()
-                    .zip(before + 1..)
-                    .all(|(hash, pages)| *hash == number(pages))
-        };
-        let mut ends = ends.peekable();
-        // What left within the step is not there any more.
-        if ends.peek().is_some() && size > 0 {
-            let ends: Vec<_> = ends.collect();
-            assert!(
-                ends.into_iter().any(fits) || self.entries.len() < hashes.len() || parent.is_some()
-            );
+    /// The hashes of blocks follow from their tokens and the block before.
+    fn check_stored(&mut self, hashes: &[i64], parent: Option<i64>, tokens: &[u32]) {
+        assert_eq!(tokens.len(), self.tokens(hashes.len()));
+        let mut digest = parent.map_or_else(Vec::new, |parent| self.digests[&parent].clone());
+        let size = self.config.page_size as usize;
+        for (page, hash) in hashes.iter().enumerate() {
+            let tokens = &tokens[page * size..][..self.tokens(1)];
+            digest = self.next_digest(&digest, tokens);
+            assert_eq!(*hash, number(&digest));
+            self.digests.insert(*hash, digest.clone());
         }
     }
 
-    /// Number and digest of the last page of a prefix.
-    fn hash(&self, prefix: &Text) -> (i64, Vec<u8>) {
-        let size = self.config.page_size as usize;
-        let mut digest: Vec<u8> = Vec::new();
-        for page in 0..self.page_count(prefix) {
-            let mut bytes = digest;
-            for unit in page * size..(page + 1) * size {
-                for token in &prefix.tokens[unit..=unit + usize::from(self.config.bigram)] {
-                    bytes.extend(token.to_le_bytes());
-                }
-            }
-            digest = Sha256::digest(&bytes).to_vec();
+    /// The digest of a page.
+    fn next_digest(&self, before: &[u8], tokens: &[u32]) -> Vec<u8> {
+        let mut bytes = before.to_vec();
+        for unit in tokens.windows(if self.config.bigram { 2 } else { 1 }) {
+            bytes.extend(unit.iter().flat_map(|token| token.to_le_bytes()));
         }
-        let number = digest
-            .first_chunk()
-            .map_or(0, |bytes| i64::from_be_bytes(*bytes));
-        (number, digest)
+        Sha256::digest(&bytes).to_vec()
     }
+
+    /// The number of the last block of a prefix.
+    fn hash(&self, prefix: &Text) -> i64 {
+        let size = self.config.page_size as usize;
+        let pages = (0..self.page_count(prefix))
+            .map(|page| &prefix.tokens[page * size..][..self.tokens(1)]);
+        number(&pages.fold(Vec::new(), |digest, page| self.next_digest(&digest, page)))
+    }
+}
+
+fn number(digest: &[u8]) -> i64 {
+    digest
+        .first_chunk()
+        .map_or(0, |bytes| i64::from_be_bytes(*bytes))
 }
