@@ -33,5 +33,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-elif "--multiprocessing-fork" in sys.argv:
+elif __name__ == "__mp_main__":
     without_a_gpu()

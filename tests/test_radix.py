@@ -52,7 +52,8 @@ class TestArrays:
         assert filled().match_prefix(memoryview(array("i", [1, 2]))).pages.tolist() == [70]
 
     @pytest.mark.parametrize(
-        "tokens", [[1, 2], np.array([1.0, 2.0]), np.ones((2, 2), int), np.arange(8)[::2], "12", b"12"]
+        "tokens",
+        [[1, 2], np.array([1.0, 2.0]), np.ones((2, 2), int), np.arange(8)[::2], "12", b"12"],
     )
     def test_others_are_refused(self, tokens: Any) -> None:
         with pytest.raises(TypeError, match="tokens must be a one-dimensional, contiguous array"):

@@ -9,6 +9,7 @@ nothing is read back.
 from __future__ import annotations
 
 import time
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -81,9 +82,7 @@ class RadixCache(BasePrefixCache):
             events=self.enable_kv_cache_events,
         )
         self._pool = PagePool(pages)
-        self._slots = torch.zeros(
-            (pages, self.page_size), dtype=torch.int64, device=self.device
-        )
+        self._slots = torch.zeros((pages, self.page_size), dtype=torch.int64, device=self.device)
         """The slots of each page of the index."""
         self._view: dict[int, TreeNode] = {}
         """Nodes that were asked for since the last match, and those above them."""
@@ -106,9 +105,7 @@ class RadixCache(BasePrefixCache):
         """
         key = params.key
         self._view.clear()
-        found = self._index.match_prefix(
-            key.token_ids, namespace=key.extra_key, limit=key.limit
-        )
+        found = self._index.match_prefix(key.token_ids, namespace=key.extra_key, limit=key.limit)
         node = found.node
         if node == _ROOT:
             return self._no_match
@@ -121,8 +118,8 @@ class RadixCache(BasePrefixCache):
             params: Its slots are those of the whole key; without any, its tokens take their place.
 
         Returns:
-            How many of its tokens were there before, and the node in which it ends. The caller frees
-            its slots for what was there.
+            How many of its tokens were there before, and the node in which it ends. The caller
+            frees its slots for what was there.
         """
         key, value = params.key, params.value
         if value is None:
@@ -146,9 +143,7 @@ class RadixCache(BasePrefixCache):
         row = self.req_to_token_pool.req_to_token[req.req_pool_idx, : len(tokens)]
         protected = req.cache_protected_len
         if is_insert and not self.disable_finished_insert:
-            freed, whole, _ = self._insert(
-                tokens, req.extra_key, row, getattr(req, "priority", 0)
-            )
+            freed, whole, _ = self._insert(tokens, req.extra_key, row, getattr(req, "priority", 0))
         else:
             units = max(len(tokens) - self.is_eagle, 0)
             freed = whole = units // self.page_size * self.page_size
@@ -205,9 +200,7 @@ class RadixCache(BasePrefixCache):
         """Protects a node and all above it from eviction."""
         return IncLockRefResult(delta=-self._index.lock(node) * self.page_size)
 
-    def dec_lock_ref(
-        self, node: int, params: DecLockRefParams | None = None
-    ) -> DecLockRefResult:
+    def dec_lock_ref(self, node: int, params: DecLockRefParams | None = None) -> DecLockRefResult:
         """Takes one protection back."""
         return DecLockRefResult(delta=self._index.unlock(node) * self.page_size)
 
@@ -324,7 +317,7 @@ class RadixCache(BasePrefixCache):
 def _stored(event: CacheEvent) -> list[BlockStored]:
     """One event for each page, as SGLang's tree has them."""
     size, tokens = event.block_size, event.tokens
-    units = list(zip(tokens, tokens[1:], strict=False)) if event.bigram else tokens
+    units = list(pairwise(tokens)) if event.bigram else tokens
     parents = [event.parent, *event.hashes[:-1]]
     return [
         BlockStored(
