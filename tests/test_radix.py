@@ -29,11 +29,16 @@ def filled() -> RadixIndex:
 
 
 class TestDocuments:
-    def test_the_example_runs(self, capsys: pytest.CaptureFixture[str]) -> None:
-        page = (REPOSITORY / "docs/radix.md").read_text()
-        [example] = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-        exec(compile(example, "docs/radix.md", "exec"), {})
-        assert "used=3" in capsys.readouterr().out
+    @pytest.mark.parametrize(
+        ("page", "printed"), [("README.md", "[0 1 2]\n"), ("docs/radix.md", "used=3")]
+    )
+    def test_the_example_runs(
+        self, page: str, printed: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        text = (REPOSITORY / page).read_text()
+        [example] = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+        exec(compile(example, page, "exec"), {})
+        assert printed in capsys.readouterr().out
 
     def test_names_are_public(self) -> None:
         assert {"PagePool", "RadixIndex"} <= set(pie_driver_sglang.__all__)
