@@ -7,23 +7,41 @@ use pyo3::exceptions::{PyOverflowError, PyTypeError};
 use pyo3::inspect::PyStaticExpr;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
-use pyo3::type_hint_identifier;
 use pyo3::types::{PyByteArray, PyType};
+use pyo3::{type_hint_identifier, type_hint_union};
 
 /// Largest id of a page: pages leave as int32, which torch can index with.
 pub(crate) const PAGES: u32 = i32::MAX as u32;
 /// Largest id of a token.
 pub(crate) const TOKENS: u32 = u32::MAX;
 
+/// An argument that should be an array of ids: [`read`] tells.
+#[derive(Clone, Copy)]
+pub(crate) struct Ids<'a, 'py>(Borrowed<'a, 'py, PyAny>);
+
+impl<'a, 'py> FromPyObject<'a, 'py> for Ids<'a, 'py> {
+    type Error = Infallible;
+    // To type checkers NumPy's arrays are buffers from Python 3.12 on.
+    const INPUT_TYPE: PyStaticExpr = type_hint_union!(
+        type_hint_identifier!("typing_extensions", "Buffer"),
+        type_hint_identifier!("numpy", "ndarray")
+    );
+
+    fn extract(object: Borrowed<'a, 'py, PyAny>) -> Result<Self, Self::Error> {
+        Ok(Self(object))
+    }
+}
+
 /// Reads the first `limit` ids of a one-dimensional, contiguous array of int32, uint32, int64 or uint64 into `ids`, whose
 /// content is dropped. `what` names it in errors.
 pub(crate) fn read(
     what: &str,
-    array: &Bound<'_, PyAny>,
+    array: Ids<'_, '_>,
     limit: Option<usize>,
     most: u32,
     ids: &mut Vec<u32>,
 ) -> PyResult<()> {
+    let array = &*array.0;
     ids.clear();
     let Ok(buffer) = PyUntypedBuffer::get(array) else {
         return Err(wrong_type(what, array));

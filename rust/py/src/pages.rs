@@ -4,7 +4,7 @@ use pie_pages::{Order, Pool, Unique};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
-use crate::arrays::{self, Array};
+use crate::arrays::{self, Array, Ids};
 use crate::error::from_pages;
 
 /// The pages of one tier of memory, by id: which are free, and how often each of the others is held.
@@ -107,8 +107,7 @@ impl PagePool {
     ///
     /// Raises:
     ///     PagesError: A page is free, leaving or of another pool.
-    #[pyo3(signature = (pages: "collections.abc.Buffer"))]
-    fn share(&mut self, pages: &Bound<'_, PyAny>) -> PyResult<()> {
+    fn share(&mut self, pages: Ids<'_, '_>) -> PyResult<()> {
         self.read(pages)?;
         self.inner.share(&self.ids).map_err(from_pages)
     }
@@ -117,8 +116,7 @@ impl PagePool {
     ///
     /// Raises:
     ///     PagesError: A page is free already, of another pool, or held by the prefix index alone.
-    #[pyo3(signature = (pages: "collections.abc.Buffer"))]
-    fn free(&mut self, pages: &Bound<'_, PyAny>) -> PyResult<()> {
+    fn free(&mut self, pages: Ids<'_, '_>) -> PyResult<()> {
         self.read(pages)?;
         self.inner.free(&self.ids).map_err(from_pages)
     }
@@ -127,8 +125,7 @@ impl PagePool {
     ///
     /// Raises:
     ///     PagesError: As of `free`.
-    #[pyo3(signature = (pages: "collections.abc.Buffer", step))]
-    fn free_after(&mut self, pages: &Bound<'_, PyAny>, step: u64) -> PyResult<()> {
+    fn free_after(&mut self, pages: Ids<'_, '_>, step: u64) -> PyResult<()> {
         self.read(pages)?;
         self.inner.free_after(&self.ids, step).map_err(from_pages)
     }
@@ -145,8 +142,7 @@ impl PagePool {
     ///
     /// Raises:
     ///     PagesError: A page is in the index already, free, or of another pool.
-    #[pyo3(signature = (pages: "collections.abc.Buffer"))]
-    fn cache(&mut self, pages: &Bound<'_, PyAny>) -> PyResult<()> {
+    fn cache(&mut self, pages: Ids<'_, '_>) -> PyResult<()> {
         self.read(pages)?;
         self.inner.cache(&self.ids).map_err(from_pages)
     }
@@ -155,8 +151,7 @@ impl PagePool {
     ///
     /// Raises:
     ///     PagesError: A page is not in the index, or of another pool.
-    #[pyo3(signature = (pages: "collections.abc.Buffer"))]
-    fn uncache(&mut self, pages: &Bound<'_, PyAny>) -> PyResult<()> {
+    fn uncache(&mut self, pages: Ids<'_, '_>) -> PyResult<()> {
         self.read(pages)?;
         self.inner.uncache(&self.ids).map_err(from_pages)
     }
@@ -165,8 +160,7 @@ impl PagePool {
     ///
     /// Raises:
     ///     PagesError: As of `uncache`.
-    #[pyo3(signature = (pages: "collections.abc.Buffer", step))]
-    fn uncache_after(&mut self, pages: &Bound<'_, PyAny>, step: u64) -> PyResult<()> {
+    fn uncache_after(&mut self, pages: Ids<'_, '_>, step: u64) -> PyResult<()> {
         self.read(pages)?;
         let uncached = self.inner.uncache_after(&self.ids, step);
         uncached.map_err(from_pages)
@@ -220,8 +214,7 @@ impl PagePool {
     ///
     /// Raises:
     ///     PagesError: A page leaked, or was freed too often.
-    #[pyo3(signature = (held: "collections.abc.Buffer"))]
-    fn audit(&mut self, held: &Bound<'_, PyAny>) -> PyResult<()> {
+    fn audit(&mut self, held: Ids<'_, '_>) -> PyResult<()> {
         self.read(held)?;
         let audited = self.inner.audit(self.ids.iter().copied());
         audited.map_err(from_pages)
@@ -246,7 +239,7 @@ impl PagePool {
 }
 
 impl PagePool {
-    fn read(&mut self, pages: &Bound<'_, PyAny>) -> PyResult<()> {
+    fn read(&mut self, pages: Ids<'_, '_>) -> PyResult<()> {
         arrays::read("pages", pages, None, arrays::PAGES, &mut self.ids)
     }
 }

@@ -3,7 +3,7 @@
 use pie_radix::{Config, Insertion, Key, NodeId, Policy};
 use pyo3::prelude::*;
 
-use crate::arrays::{self, Array};
+use crate::arrays::{self, Array, Ids};
 use crate::error::{from_pages, from_radix};
 use crate::pages::PagePool;
 use crate::radix_results::{CacheEvent, Evicted, Inserted, Match, NodeInfo, moved};
@@ -65,11 +65,11 @@ impl RadixIndex {
     /// Raises:
     ///     TypeError: `tokens` is no array of integers.
     ///     OverflowError: A token does not fit into uint32.
-    #[pyo3(signature = (tokens: "collections.abc.Buffer", *, namespace = None, limit = None))]
+    #[pyo3(signature = (tokens, *, namespace = None, limit = None))]
     fn match_prefix(
         &mut self,
         py: Python<'_>,
-        tokens: &Bound<'_, PyAny>,
+        tokens: Ids<'_, '_>,
         namespace: Option<&str>,
         limit: Option<usize>,
     ) -> PyResult<Match> {
@@ -91,10 +91,10 @@ impl RadixIndex {
     /// Raises:
     ///     TypeError: `tokens` is no array of integers.
     ///     OverflowError: A token does not fit into uint32.
-    #[pyo3(signature = (tokens: "collections.abc.Buffer", *, namespace = None, limit = None))]
+    #[pyo3(signature = (tokens, *, namespace = None, limit = None))]
     fn match_and_lock(
         slf: &Bound<'_, Self>,
-        tokens: &Bound<'_, PyAny>,
+        tokens: Ids<'_, '_>,
         namespace: Option<&str>,
         limit: Option<usize>,
     ) -> PyResult<Match> {
@@ -108,10 +108,10 @@ impl RadixIndex {
     }
 
     /// How many pages of a key are on the device, and how many behind them on the host alone. Changes nothing.
-    #[pyo3(signature = (tokens: "collections.abc.Buffer", *, namespace = None, limit = None))]
+    #[pyo3(signature = (tokens, *, namespace = None, limit = None))]
     fn peek(
         &mut self,
-        tokens: &Bound<'_, PyAny>,
+        tokens: Ids<'_, '_>,
         namespace: Option<&str>,
         limit: Option<usize>,
     ) -> PyResult<(usize, usize)> {
@@ -123,10 +123,10 @@ impl RadixIndex {
     ///
     /// Returns:
     ///     The page, how many of its tokens agree, its node, and whether it is on the device; None if there is none.
-    #[pyo3(signature = (tokens: "collections.abc.Buffer", found, *, namespace = None))]
+    #[pyo3(signature = (tokens, found, *, namespace = None))]
     fn partial(
         &mut self,
-        tokens: &Bound<'_, PyAny>,
+        tokens: Ids<'_, '_>,
         found: &Match,
         namespace: Option<&str>,
     ) -> PyResult<Option<(u32, usize, u64, bool)>> {
@@ -151,11 +151,11 @@ impl RadixIndex {
     ///     RadixError: Not as many pages as the key has.
     ///     TypeError: Not arrays of integers.
     ///     OverflowError: A token does not fit into uint32, or a page not into int32.
-    #[pyo3(signature = (tokens: "collections.abc.Buffer", pages: "collections.abc.Buffer", *, namespace = None, limit = None, priority = 0, chunked = false))]
+    #[pyo3(signature = (tokens, pages, *, namespace = None, limit = None, priority = 0, chunked = false))]
     fn insert(
         &mut self,
-        tokens: &Bound<'_, PyAny>,
-        pages: &Bound<'_, PyAny>,
+        tokens: Ids<'_, '_>,
+        pages: Ids<'_, '_>,
         namespace: Option<&str>,
         limit: Option<usize>,
         priority: i32,
@@ -190,12 +190,12 @@ impl RadixIndex {
     ///     PagesError: The pool has not enough free pages; nothing was inserted.
     ///     TypeError: `tokens` is no array of integers.
     ///     OverflowError: A token does not fit into uint32.
-    #[pyo3(signature = (tokens: "collections.abc.Buffer", pool, *, namespace = None, limit = None, priority = 0, chunked = false))]
+    #[pyo3(signature = (tokens, pool, *, namespace = None, limit = None, priority = 0, chunked = false))]
     #[expect(clippy::too_many_arguments, reason = "keywords in Python")]
     fn insert_new(
         &mut self,
         py: Python<'_>,
-        tokens: &Bound<'_, PyAny>,
+        tokens: Ids<'_, '_>,
         pool: &mut PagePool,
         namespace: Option<&str>,
         limit: Option<usize>,
@@ -273,12 +273,11 @@ impl RadixIndex {
     /// Args:
     ///     pages: Device pages to evict.
     ///     free_host: Host pages to move to. Those that were not needed come back.
-    #[pyo3(signature = (pages, free_host: "collections.abc.Buffer"))]
     fn evict_to_host(
         &mut self,
         py: Python<'_>,
         pages: usize,
-        free_host: &Bound<'_, PyAny>,
+        free_host: Ids<'_, '_>,
     ) -> PyResult<Evicted> {
         arrays::read("free_host", free_host, None, arrays::PAGES, &mut self.pages)?;
         let evicted = &mut self.evicted;
@@ -303,8 +302,7 @@ impl RadixIndex {
     ///
     /// Raises:
     ///     RadixError: Another number of pages, or a node that is not on the device, has a copy, or was evicted.
-    #[pyo3(signature = (node, host: "collections.abc.Buffer"))]
-    fn backup(&mut self, py: Python<'_>, node: u64, host: &Bound<'_, PyAny>) -> PyResult<Array> {
+    fn backup(&mut self, py: Python<'_>, node: u64, host: Ids<'_, '_>) -> PyResult<Array> {
         arrays::read("host", host, None, arrays::PAGES, &mut self.pages)?;
         let mut moves = Vec::new();
         let node = NodeId::from_bits(node);
@@ -324,8 +322,7 @@ impl RadixIndex {
     ///
     /// Raises:
     ///     RadixError: Another number of pages, or a node that was evicted.
-    #[pyo3(signature = (node, device: "collections.abc.Buffer"))]
-    fn load(&mut self, py: Python<'_>, node: u64, device: &Bound<'_, PyAny>) -> PyResult<Array> {
+    fn load(&mut self, py: Python<'_>, node: u64, device: Ids<'_, '_>) -> PyResult<Array> {
         arrays::read("device", device, None, arrays::PAGES, &mut self.pages)?;
         let mut moves = Vec::new();
         let node = NodeId::from_bits(node);
@@ -430,13 +427,13 @@ impl RadixIndex {
 
 impl RadixIndex {
     /// Reads a key; returns the time of the call.
-    fn begin(&mut self, tokens: &Bound<'_, PyAny>, limit: Option<usize>) -> PyResult<u64> {
+    fn begin(&mut self, tokens: Ids<'_, '_>, limit: Option<usize>) -> PyResult<u64> {
         self.read_tokens(tokens, limit)?;
         self.now += 1;
         Ok(self.now)
     }
 
-    fn read_tokens(&mut self, tokens: &Bound<'_, PyAny>, limit: Option<usize>) -> PyResult<()> {
+    fn read_tokens(&mut self, tokens: Ids<'_, '_>, limit: Option<usize>) -> PyResult<()> {
         arrays::read("tokens", tokens, limit, arrays::TOKENS, &mut self.tokens)
     }
 

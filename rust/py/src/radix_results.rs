@@ -82,8 +82,13 @@ impl Match {
         slf
     }
 
-    #[pyo3(signature = (*_error: "object"))]
-    fn __exit__(&self, py: Python<'_>, _error: &Bound<'_, pyo3::types::PyTuple>) -> PyResult<()> {
+    fn __exit__(
+        &self,
+        py: Python<'_>,
+        _kind: &Bound<'_, PyAny>,
+        _error: &Bound<'_, PyAny>,
+        _trace: &Bound<'_, PyAny>,
+    ) -> PyResult<()> {
         if self.held.load(Ordering::Relaxed) {
             self.unlock(py)
         } else {
