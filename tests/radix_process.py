@@ -22,7 +22,7 @@ from pie_driver_sglang.sglang.radix_cache import RadixCache as Ours
 from radix_worlds import DifferentError, Setting, World, hash_in_python, play
 
 POLICIES = ("lru", "lfu", "fifo", "filo", "mru", "slru", "priority")
-MOVES = 120
+MOVES = 80
 
 
 class MruInstead(RadixCache):

@@ -6,6 +6,7 @@ mod brle;
 mod cases;
 mod memory;
 mod plan;
+mod radix;
 mod region;
 mod serve;
 mod staged;
@@ -22,6 +23,20 @@ mod common;
 #[path = "../../rust/wire/tests/wire/message.rs"]
 #[allow(dead_code, reason = "a part is used")]
 mod message;
+#[path = "../../rust/pages/tests/model/mod.rs"]
+#[allow(
+    unreachable_pub,
+    clippy::pedantic,
+    reason = "checked where it is at home"
+)]
+mod pool_model;
+#[path = "../../rust/radix/tests/model/mod.rs"]
+#[allow(
+    unreachable_pub,
+    clippy::pedantic,
+    reason = "checked where it is at home"
+)]
+mod radix_model;
 #[path = "../../rust/wire/tests/wire/samples.rs"]
 #[allow(dead_code, reason = "a part is used")]
 mod samples;
@@ -34,7 +49,7 @@ pub mod seeds;
 pub type Target = (&'static str, fn(&[u8]));
 
 /// Every target.
-pub const TARGETS: [Target; 7] = [
+pub const TARGETS: [Target; 9] = [
     ("wire_request", wire::request),
     ("wire_response", wire::response),
     ("brle", brle::check),
@@ -42,4 +57,6 @@ pub const TARGETS: [Target; 7] = [
     ("plan_frames", cases::frames),
     ("region_header", region::header),
     ("serve", serve::call),
+    ("radix", radix::index),
+    ("pages", radix::pool),
 ];

@@ -25,6 +25,7 @@ pub fn of(target: &str) -> Vec<Vec<u8>> {
             .collect(),
         "region_header" => vec![header()],
         "serve" => serve_seeds(),
+        "radix" | "pages" => noise(),
         _ => Vec::new(),
     }
 }
@@ -51,6 +52,19 @@ fn random() -> Vec<(Limits, Vec<Vec<u8>>)> {
         .map(|_| draw())
         .map(|(limits, frames)| (limits, frames.iter().map(encode).collect()))
         .collect()
+}
+
+/// Bytes of any kind, which are steps of any kind.
+fn noise() -> Vec<Vec<u8>> {
+    let mut runner = TestRunner::deterministic();
+    let bytes = proptest::collection::vec(proptest::num::u8::ANY, 32..400);
+    let mut draw = || {
+        bytes
+            .new_tree(&mut runner)
+            .expect("nothing is filtered")
+            .current()
+    };
+    (0..40).map(|_| draw()).collect()
 }
 
 fn header() -> Vec<u8> {

@@ -138,7 +138,7 @@ trait Core {
     /// Pages of a chain of contents that are there.
     fn depth(&mut self, contents: &[u64]) -> usize;
 
-    /// Stores pages, by key and content, behind the page with the key `parent`.
+    /// Stores pages, by key and content, after the page with the key `parent`.
     fn store(&mut self, parent: Option<u64>, keys: &[u64], contents: &[u64]);
 }
 

@@ -1,7 +1,7 @@
 //! A pool of page ids: reference counts, copy-on-write, pages that a running step still writes.
 //!
-//! KV caches are cut into pages, and everybody who uses one holds its id: requests, the prefix index, steps that the
-//! device has not finished. [`Pool`] counts who does, and a page is free when nobody does. It owns no memory and knows
+//! KV caches are cut into pages, and each user of one holds its id: requests, the prefix index, steps that the device
+//! has not finished. [`Pool`] counts these references, and a page without any is free. It owns no memory and knows
 //! neither tokens nor requests.
 //!
 //! **One owner.** All methods that change a pool take `&mut self`, so the borrow checker keeps two threads, and two
@@ -14,3 +14,8 @@ mod pool;
 
 pub use error::PoolError;
 pub use pool::{Order, Pool, Stats, Unique};
+
+/// The README's example is a test.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+pub struct Readme;

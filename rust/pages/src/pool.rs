@@ -234,7 +234,10 @@ impl Pool {
     pub fn complete(&mut self, step: u64) -> usize {
         self.completed = self.completed.max(Some(step));
         let free = self.stats.free;
-        while let Some((_, page)) = self.leaving.pop_front_if(|(last, _)| *last <= step) {
+        while let Some(&(last, page)) = self.leaving.front()
+            && last <= step
+        {
+            self.leaving.pop_front();
             self.drop_leaving(page);
         }
         self.stats.free - free
@@ -340,7 +343,7 @@ impl Pool {
         Ok(())
     }
 
-    /// Frees every page, whoever holds it. The high-water mark and the completed steps stay.
+    /// Frees every page, held or not. The high-water mark and the completed steps stay.
     pub fn reset(&mut self) {
         let (high_water, completed) = (self.stats.high_water, self.completed);
         *self = Self::new(self.ids(), self.order);

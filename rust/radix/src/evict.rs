@@ -51,7 +51,7 @@ impl RadixIndex {
     /// is left that can be evicted. Returns how many did; the last node may bring more than were asked for.
     ///
     /// A node with a copy on the host stays in the index, on the host alone. Others are gone, with what the host holds
-    /// behind them. Takes O(log leaves) for each node.
+    /// below them. Takes O(log leaves) for each node.
     pub fn evict(&mut self, pages: usize, out: &mut Evicted) -> usize {
         out.clear();
         self.evict_device(pages, None, out)
@@ -134,12 +134,12 @@ impl RadixIndex {
             .fold(0, |sum, node| sum ^ node.hash ^ node.parent);
         black_box(nodes);
         let around = next().filter_map(node).fold(0, |sum, leaf| {
-            let beside = [leaf.next, leaf.previous].map(|at| node(at).map_or(0, |node| node.next));
+            let around = [leaf.next, leaf.previous].map(|at| node(at).map_or(0, |node| node.next));
             let page = leaf.edge.pages().first().copied().unwrap_or(0);
             let found = self
                 .table
                 .find(spread(leaf.hash), |entry| entry.hash == leaf.hash);
-            sum ^ beside[0] ^ beside[1] ^ page ^ found.map_or(0, |entry| entry.node)
+            sum ^ around[0] ^ around[1] ^ page ^ found.map_or(0, |entry| entry.node)
         });
         black_box(around);
     }
@@ -185,7 +185,7 @@ impl RadixIndex {
         self.settle(parent);
     }
 
-    /// Removes a node that left the device, and what the host holds behind it.
+    /// Removes a node that left the device, and what the host holds below it.
     fn drop_subtree(&mut self, top: u32, host: &mut Vec<u32>) {
         let mut at = top;
         loop {

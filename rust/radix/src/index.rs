@@ -2,16 +2,14 @@
 
 use std::collections::BTreeSet;
 use std::hash::{BuildHasher, Hasher};
-use std::sync::Arc;
 
 use foldhash::fast::RandomState;
 use hashbrown::HashTable;
 use rustc_hash::FxHashMap;
 
-use crate::config::{Config, Insertion, Key, MAX_PAGE_SIZE};
-use crate::edge::Edge;
+use crate::config::{Config, Key, MAX_PAGE_SIZE};
 use crate::error::RadixError;
-use crate::events::{Journal, Medium};
+use crate::events::Journal;
 use crate::node::{Kind, NONE, Node, NodeId, Queue};
 use crate::spaces::Spaces;
 
@@ -27,20 +25,8 @@ pub struct Match {
     pub device_node: NodeId,
     /// Pages on the device, from the start of the key.
     pub device_pages: usize,
-    /// Pages behind them that are on the host alone; see [`RadixIndex::load`].
+    /// Pages after them that are on the host alone; see [`RadixIndex::load`].
     pub host_pages: usize,
-}
-
-/// What [`RadixIndex::insert`] did.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct Inserted {
-    /// So many pages of the key were on the device before. Of the pages that were given, the first so many were not
-    /// taken: they are duplicates, and still the caller's. All others are the index's now.
-    pub existing: usize,
-    /// Whole pages of the key.
-    pub pages: usize,
-    /// The node that the key ends in.
-    pub node: NodeId,
 }
 
 /// A page that begins as a key goes on, for copy-on-write.
@@ -65,7 +51,7 @@ pub(crate) struct Entry {
 
 impl Entry {
     /// A hash of 64 good bits from 32.
-    pub(crate) fn spread(&self) -> u64 {
+    pub(crate) fn spread(self) -> u64 {
         spread(self.hash)
     }
 }
@@ -160,7 +146,7 @@ impl RadixIndex {
         found
     }
 
-    /// How many pages of a key are on the device, and how many behind them on the host alone. Changes nothing.
+    /// How many pages of a key are on the device, and how many after them on the host alone. Changes nothing.
     pub fn peek(&self, key: Key<'_>) -> (usize, usize) {
         let (mut device, mut host) = (0, 0);
         let Some((mut at, mut rest)) = self.enter(key) else {
@@ -183,9 +169,9 @@ impl RadixIndex {
     }
 
     /// Looks, after a match of this key, for a page that begins as the key goes on: a request may copy that page and
-    /// go on behind the tokens that agree.
+    /// go on after the tokens that agree.
     ///
-    /// Of the nodes behind the match the 16 that came last are looked at. With one token to a page there is nothing to
+    /// Of the nodes below the match the 16 that came last are looked at. With one token to a page there is nothing to
     /// find.
     pub fn partial(&self, key: Key<'_>, found: &Match) -> Option<Partial> {
         let (root, tokens) = self.enter(key)?;
@@ -213,170 +199,9 @@ impl RadixIndex {
         best
     }
 
-    /// Inserts a key whose KV is in these device pages, one for each whole page of the key.
-    ///
-    /// Pages of the key that the host alone held become device pages again, with the pages given here.
-    ///
-    /// # Errors
-    ///
-    /// [`RadixError::PageCount`].
-    pub fn insert(
-        &mut self,
-        key: Key<'_>,
-        pages: &[u32],
-        how: Insertion,
-    ) -> Result<Inserted, RadixError> {
-        self.insert_after(NodeId::ROOT, key, pages, how)
-    }
-
-    /// [`insert`](Self::insert) of a key that begins with the path that ends in `node`, as after a match of its start:
-    /// what is above the node is not compared again, so the time depends on the tokens behind it.
-    ///
-    /// That the key begins so is up to the caller; debug builds check it. Hold a lock on the node from the match on.
-    ///
-    /// # Errors
-    ///
-    /// [`RadixError::UnknownNode`], and [`RadixError::PageCount`] for a wrong number of pages or a key that ends above
-    /// the node.
-    pub fn insert_after(
-        &mut self,
-        node: NodeId,
-        key: Key<'_>,
-        pages: &[u32],
-        how: Insertion,
-    ) -> Result<Inserted, RadixError> {
-        let bottom = self.resolve(node)?;
-        let wanted = self.page_count(key.tokens.len());
-        let mut done = self
-            .path(bottom)
-            .map(|at| self.nodes[at as usize].edge.len())
-            .sum();
-        if pages.len() != wanted || done > wanted {
-            return Err(RadixError::PageCount {
-                pages: pages.len(),
-                wanted: wanted.max(done),
-            });
-        }
-        let mut inserted = Inserted {
-            pages: wanted,
-            ..Inserted::default()
-        };
-        if wanted == 0 {
-            return Ok(inserted);
-        }
-        self.tick(how.now);
-        let (root, tokens) = self.enter_or_add(key);
-        let tokens = &tokens[..wanted * self.size];
-        debug_assert!(self.begins_with(root, tokens, bottom));
-        let mut at = if done == 0 { root } else { bottom };
-        inserted.existing = self.insert_path(bottom, pages, how);
-        while let Some(child) = self.child(at, &tokens[done * self.size..]) {
-            let agreed = self.use_child(child, &tokens[done * self.size..]);
-            at = self.cut(child, agreed);
-            inserted.existing += self.insert_node(at, &pages[done..done + agreed], how);
-            done += agreed;
-        }
-        if done < wanted {
-            at = self.add_leaf(at, &tokens[done * self.size..], &pages[done..], how);
-        }
-        inserted.node = self.id(at);
-        Ok(inserted)
-    }
-
-    /// Inserts the pages of the path that ends in a node, from the root on. Returns how many were on the device.
-    fn insert_path(&mut self, bottom: u32, pages: &[u32], how: Insertion) -> usize {
-        let mut path = std::mem::take(&mut self.scratch);
-        path.clear();
-        path.extend(self.path(bottom));
-        let (mut done, mut existing) = (0, 0);
-        for &at in path.iter().rev() {
-            self.leave_queue(at);
-            self.nodes[at as usize].accessed = self.now;
-            let len = self.nodes[at as usize].edge.len();
-            existing += self.insert_node(at, &pages[done..done + len], how);
-            done += len;
-        }
-        self.scratch = path;
-        existing
-    }
-
-    /// Counts an insertion of a node that was used, and gives it these pages if it was not on the device. Returns how
-    /// many of its pages were.
-    fn insert_node(&mut self, at: u32, pages: &[u32], how: Insertion) -> usize {
-        let node = &mut self.nodes[at as usize];
-        node.priority = node.priority.max(how.priority);
-        let existing = if node.on_device() {
-            node.hits = node.hits.saturating_add(u32::from(!how.chunked));
-            pages.len()
-        } else {
-            self.adopt(at, pages);
-            0
-        };
-        self.settle(at);
-        existing
-    }
-
-    /// Whether a key in the namespace of `root` begins with the path that ends in a node.
-    fn begins_with(&self, root: u32, tokens: &[u32], bottom: u32) -> bool {
-        let mut end: usize = self
-            .path(bottom)
-            .map(|at| self.nodes[at as usize].edge.len())
-            .sum();
-        let top = self
-            .path(bottom)
-            .last()
-            .map_or(root, |top| self.nodes[top as usize].parent);
-        top == root
-            && self.path(bottom).all(|at| {
-                let edge = &self.nodes[at as usize].edge;
-                let start = end - edge.len();
-                let own = &tokens[start * self.size..end * self.size];
-                end = start;
-                edge.common(self.size, own) == own.len()
-            })
-    }
-
-    /// Locks a node and all above it: they stay where they are. Locks are counted.
-    ///
-    /// Returns how many device pages became protected by it.
-    ///
-    /// # Errors
-    ///
-    /// [`RadixError::UnknownNode`].
-    pub fn lock(&mut self, node: NodeId) -> Result<usize, RadixError> {
-        let at = self.resolve(node)?;
-        Ok(self.lock_path(at))
-    }
-
-    /// Takes a lock back. Returns how many device pages became evictable by it.
-    ///
-    /// # Errors
-    ///
-    /// [`RadixError::UnknownNode`] and [`RadixError::NotLocked`].
-    pub fn unlock(&mut self, node: NodeId) -> Result<usize, RadixError> {
-        let mut at = self.resolve(node)?;
-        let start = &self.nodes[at as usize];
-        if start.locks == 0 && !start.is_root() {
-            return Err(RadixError::NotLocked { index: at });
-        }
-        let mut freed = 0;
-        while !self.nodes[at as usize].is_root() {
-            let node = &mut self.nodes[at as usize];
-            node.locks -= 1;
-            if node.locks == 0 {
-                freed += if node.on_device() { node.edge.len() } else { 0 };
-                self.settle(at);
-            }
-            at = self.nodes[at as usize].parent;
-        }
-        self.evictable += freed;
-        self.protected -= freed;
-        Ok(freed)
-    }
-
     /// Walks down a key, uses what it meets, and cuts the last node if it agrees in part.
     ///
-    /// The nodes on the path may be out of the orders of eviction then, those beside it are not.
+    /// The nodes on the path may be out of the orders of eviction then, all others are in theirs.
     fn walk(&mut self, key: Key<'_>, now: u64, pages: &mut Vec<u32>) -> Match {
         pages.clear();
         self.tick(now);
@@ -405,7 +230,7 @@ impl RadixIndex {
     }
 
     /// Marks a child as used now, and takes it out of its order. Returns how many pages of it agree.
-    fn use_child(&mut self, child: u32, rest: &[u32]) -> usize {
+    pub(crate) fn use_child(&mut self, child: u32, rest: &[u32]) -> usize {
         self.leave_queue(child);
         let node = &mut self.nodes[child as usize];
         node.accessed = self.now;
@@ -413,7 +238,7 @@ impl RadixIndex {
     }
 
     /// The node of the first `agreed` pages of a child: itself, or a new one above it.
-    fn cut(&mut self, child: u32, agreed: usize) -> u32 {
+    pub(crate) fn cut(&mut self, child: u32, agreed: usize) -> u32 {
         if agreed == self.nodes[child as usize].edge.len() {
             return child;
         }
@@ -462,14 +287,14 @@ impl RadixIndex {
 
     /// The root of a key's namespace, if it has one, and its units.
     ///
-    /// A pair of tokens needs no room of its own: behind an equal one, two pairs are equal if their second tokens are.
+    /// A pair of tokens needs no room of its own: after an equal one, two pairs are equal if their second tokens are.
     /// So the units of a key of pairs are its tokens from the second on, in a namespace for each first token.
     pub(crate) fn enter<'a>(&self, key: Key<'a>) -> Option<(u32, &'a [u32])> {
         let (first, units) = self.units(key)?;
         Some((self.spaces.root(key.namespace, first)?, units))
     }
 
-    fn units<'a>(&self, key: Key<'a>) -> Option<(Option<u32>, &'a [u32])> {
+    pub(crate) fn units<'a>(&self, key: Key<'a>) -> Option<(Option<u32>, &'a [u32])> {
         if !self.config.bigram {
             return Some((None, key.tokens));
         }
@@ -477,17 +302,7 @@ impl RadixIndex {
         Some((Some(*first), units))
     }
 
-    fn enter_or_add<'a>(&mut self, key: Key<'a>) -> (u32, &'a [u32]) {
-        let (first, units) = self.units(key).unwrap_or_default();
-        let root = self.spaces.root(key.namespace, first).unwrap_or_else(|| {
-            let root = self.add_root();
-            self.spaces.add(root, key.namespace.map(Arc::from), first);
-            root
-        });
-        (root, units)
-    }
-
-    fn add_root(&mut self) -> u32 {
+    pub(crate) fn add_root(&mut self) -> u32 {
         self.add(Node {
             kind: Kind::Root,
             parent: NONE,
@@ -496,34 +311,6 @@ impl RadixIndex {
             previous: NONE,
             ..Node::default()
         })
-    }
-
-    fn add_leaf(&mut self, parent: u32, tokens: &[u32], pages: &[u32], how: Insertion) -> u32 {
-        let edge = Edge::new(tokens, pages, &mut self.scratch);
-        self.edge_bytes += edge.bytes();
-        self.evictable += edge.len();
-        self.len += 1;
-        let now = self.fresh();
-        let leaf = self.add(Node {
-            edge,
-            kind: Kind::Device,
-            accessed: now,
-            created: now,
-            parent,
-            first_child: NONE,
-            next: NONE,
-            previous: NONE,
-            hash: self.hash(parent, &tokens[..self.size]),
-            hits: u32::from(!how.chunked),
-            priority: how.priority,
-            ..Node::default()
-        });
-        self.link(leaf);
-        self.nodes[parent as usize].device_children += 1;
-        self.settle(parent);
-        self.settle(leaf);
-        self.record_stored(leaf, Medium::Device);
-        leaf
     }
 
     /// Puts a new node above a child, with its first pages. Locks, hits and priority hold for both.
@@ -568,23 +355,6 @@ impl RadixIndex {
         upper
     }
 
-    /// Locks a path upwards, and takes it out of the orders of eviction.
-    fn lock_path(&mut self, mut at: u32) -> usize {
-        let mut locked = 0;
-        while !self.nodes[at as usize].is_root() {
-            let node = &mut self.nodes[at as usize];
-            node.locks += 1;
-            if node.locks == 1 {
-                locked += if node.on_device() { node.edge.len() } else { 0 };
-                self.leave_queue(at);
-            }
-            at = self.nodes[at as usize].parent;
-        }
-        self.evictable -= locked;
-        self.protected += locked;
-        locked
-    }
-
     /// Puts the nodes of a path that were used back into their orders: the last of either tier.
     fn settle_path(&mut self, node: NodeId) {
         let mut at = node.index;
@@ -595,25 +365,5 @@ impl RadixIndex {
             }
             at = self.nodes[at as usize].parent;
         }
-    }
-
-    /// Gives a node of the host device pages; the host keeps its copy.
-    pub(crate) fn adopt(&mut self, at: u32, pages: &[u32]) {
-        self.leave_queue(at);
-        let node = &mut self.nodes[at as usize];
-        let copy: Box<[u32]> = node.edge.pages().into();
-        node.kind = Kind::Device;
-        let (parent, locked) = (node.parent, node.locks > 0);
-        *(if locked {
-            &mut self.protected
-        } else {
-            &mut self.evictable
-        }) += pages.len();
-        self.copies.insert(at, copy);
-        self.set_pages(at, pages);
-        self.nodes[parent as usize].device_children += 1;
-        self.settle(parent);
-        self.settle(at);
-        self.record_stored(at, Medium::Device);
     }
 }

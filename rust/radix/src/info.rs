@@ -98,7 +98,7 @@ impl RadixIndex {
         })
     }
 
-    /// Heap bytes of the index. What ordered sets and maps take beside their entries is estimated.
+    /// Heap bytes of the index. The overhead of ordered sets and maps is estimated.
     pub fn memory_bytes(&self) -> usize {
         let leaves = self.device_leaves.len() + self.host_leaves.len();
         let copies: usize = self.copies.values().map(|copy| size_of_val(&**copy)).sum();

@@ -38,6 +38,8 @@ mod events;
 mod evict;
 mod index;
 mod info;
+mod insert;
+mod lock;
 mod node;
 mod picture;
 mod spaces;
@@ -48,6 +50,12 @@ pub use config::{Config, Insertion, Key, MAX_PAGE_SIZE, Policy};
 pub use error::RadixError;
 pub use events::{Event, Medium};
 pub use evict::{Evicted, Move};
-pub use index::{Inserted, Match, Partial, RadixIndex};
+pub use index::{Match, Partial, RadixIndex};
 pub use info::NodeInfo;
+pub use insert::Inserted;
 pub use node::NodeId;
+
+/// The README's example is a test.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+pub struct Readme;

@@ -62,7 +62,7 @@ impl RadixIndex {
         let mut rest = device;
         for at in path.into_iter().rev() {
             let pages = self.nodes[at as usize].edge.pages();
-            let (first, behind) = rest.split_at(pages.len());
+            let (first, after) = rest.split_at(pages.len());
             moves.extend(
                 pages
                     .iter()
@@ -70,13 +70,13 @@ impl RadixIndex {
                     .map(|(&from, &to)| Move { from, to }),
             );
             self.adopt(at, first);
-            rest = behind;
+            rest = after;
         }
         Ok(())
     }
 
     /// Writes the device pages of the path that ends in a node to `pages`, whose content is dropped. Returns how many
-    /// pages there are behind them, on the host alone.
+    /// pages there are after them, on the host alone.
     ///
     /// # Errors
     ///

@@ -31,7 +31,7 @@ impl RadixIndex {
         self.now = now.max(self.now + 1);
     }
 
-    /// The time of a node that comes to be within a call: behind those that the call used.
+    /// The time of a node that comes to be within a call: after the time of the call.
     pub(crate) fn fresh(&mut self) -> u64 {
         self.now += 1;
         self.now
@@ -125,7 +125,7 @@ impl RadixIndex {
         let hash = self.nodes[at as usize].hash;
         let entry = Entry { hash, node: at };
         self.table
-            .insert_unique(entry.spread(), entry, Entry::spread);
+            .insert_unique(entry.spread(), entry, |entry| entry.spread());
     }
 
     pub(crate) fn remove_entry(&mut self, at: u32) {
@@ -186,7 +186,7 @@ impl RadixIndex {
         self.journal.forget(at);
         self.free_place(at);
         self.len -= 1;
-        self.release(edge, parent);
+        self.release(&edge, parent);
         let above = &self.nodes[parent as usize];
         if above.is_root() && parent != 0 && above.first_child == NONE {
             self.spaces.remove(parent);
@@ -202,19 +202,19 @@ impl RadixIndex {
         let parent = node.parent;
         if let Some(left) = node.edge.set_pages(self.size, pages, &mut self.scratch) {
             self.edge_bytes += node.edge.bytes();
-            self.release(left, parent);
+            self.release(&left, parent);
         }
     }
 
     /// Drops a range of a buffer. Those that share it are ancestors: if they use no more than half of it, what they use
     /// moves to a buffer of its own. So a buffer is never mostly unused, and a page is copied for one dropped.
-    fn release(&mut self, edge: Edge, parent: u32) {
+    fn release(&mut self, edge: &Edge, parent: u32) {
         if edge.is_only() {
             self.edge_bytes -= edge.bytes();
             return;
         }
         let above = &self.nodes[parent as usize].edge;
-        if !above.shares(&edge) {
+        if !above.shares(edge) {
             return;
         }
         let (end, capacity) = above.reach();
@@ -226,7 +226,7 @@ impl RadixIndex {
         used.tokens(self.size, end * self.size, &mut tokens);
         let fresh = Edge::new(&tokens, used.pages(), &mut self.scratch);
         let mut at = parent;
-        while self.nodes[at as usize].edge.shares(&edge) {
+        while self.nodes[at as usize].edge.shares(edge) {
             let node = &mut self.nodes[at as usize];
             node.edge = node.edge.moved_to(&fresh);
             if node.edge.start() == 0 || node.parent == NONE {

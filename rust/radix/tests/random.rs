@@ -111,5 +111,5 @@ fn long() {
         play(config, device, host, &steps);
         done += steps.len();
     }
-    println!("{done} steps in {:?}", started.elapsed());
+    eprintln!("{done} steps in {:?}", started.elapsed());
 }

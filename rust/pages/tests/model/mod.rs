@@ -240,7 +240,7 @@ impl Both {
                 free: free.len(),
             };
             assert_eq!(result, Err(error));
-            assert_eq!(pages, []);
+            assert!(pages.is_empty());
             return;
         }
         assert_eq!(result, Ok(()));

@@ -239,7 +239,7 @@ impl Model {
 
     fn compare_partial(&self, text: &Text, found: &Match, pages: usize) {
         let start = self.tokens(pages);
-        let behind = self.entries.iter().filter(|(prefix, _)| {
+        let below = self.entries.iter().filter(|(prefix, _)| {
             prefix.namespace == text.namespace
                 && prefix.tokens.len() == self.tokens(pages + 1)
                 && prefix.tokens.starts_with(&text.tokens[..start])
@@ -253,15 +253,15 @@ impl Model {
                 start
             })
         };
-        let behind: Vec<_> = behind
+        let below: Vec<_> = below
             .map(|(prefix, entry)| (agreeing(prefix), *entry))
             .collect();
-        let best = behind.iter().map(|(agreed, _)| *agreed).max().unwrap_or(0);
+        let best = below.iter().map(|(agreed, _)| *agreed).max().unwrap_or(0);
         let Some(partial) = self.index.partial(text.key(), found) else {
-            assert!(best == 0 || behind.len() > LOOKED_AT, "{best} tokens agree");
+            assert!(best == 0 || below.len() > LOOKED_AT, "{best} tokens agree");
             return;
         };
-        assert!(partial.tokens == best || behind.len() > LOOKED_AT);
+        assert!(partial.tokens == best || below.len() > LOOKED_AT);
         let page = |entry: &Entry| {
             if partial.on_device {
                 entry.device
@@ -272,7 +272,7 @@ impl Model {
         let named = |(agreed, entry): &(usize, Entry)| {
             *agreed == partial.tokens && page(entry) == Some(partial.page)
         };
-        assert!(behind.iter().any(named));
+        assert!(below.iter().any(named));
     }
 
     fn insert(&mut self, text: &Text, how: Insertion, after: bool) {
@@ -349,7 +349,7 @@ impl Model {
         let before = self.locked_pages().1;
         let mut evicted = std::mem::take(&mut self.evicted);
         let count = self.index.evict(pages, &mut evicted);
-        assert_eq!(evicted.moves, []);
+        assert!(evicted.moves.is_empty());
         self.leave(pages, count, before, &evicted);
         self.host
             .uncache(&evicted.host)
