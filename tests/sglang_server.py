@@ -89,6 +89,18 @@ class Server:
                 if text and text != "[DONE]":
                     yield json.loads(text)["output_ids"]
 
+    def flush(self) -> None:
+        """Empties the cache; SGLang refuses while a step runs, as behind a request's last token."""
+        until = time.monotonic() + 20
+        while True:
+            try:
+                self.ask("/flush_cache", {})
+                return
+            except urllib.error.HTTPError:
+                if time.monotonic() > until:
+                    raise
+                time.sleep(0.05)
+
     def metric(self, name: str) -> float:
         """The sum of a metric over its labels."""
         lines = re.findall(rf"^{name}(?:\{{.*\}})? (\S+)$", self.ask("/metrics"), re.MULTILINE)

@@ -115,15 +115,18 @@ class TestInSglang:
 def router() -> Iterator[zmq.Socket[bytes]]:
     """Gets the events of the server's cache, from its start on."""
     with zmq.Context() as context, context.socket(zmq.SUB) as subscriber:
+        subscriber.rcvhwm = 0
         subscriber.subscribe(b"")
-        subscriber.bind_to_random_port("tcp://127.0.0.1")
+        [port] = sglang_server.free_ports(1)
+        subscriber.connect(f"tcp://127.0.0.1:{port}")
         yield subscriber
 
 
 @pytest.fixture(scope="module")
 def server(router: zmq.Socket[bytes]) -> Iterator[sglang_server.Server]:
     """SGLang's server with the plugin's cache, which tests share."""
-    events = {"publisher": "zmq", "endpoint": router.get_string(zmq.LAST_ENDPOINT)}
+    port = router.get_string(zmq.LAST_ENDPOINT).rpartition(":")[2]
+    events = {"publisher": "zmq", "endpoint": f"tcp://*:{port}"}
     with sglang_server.serve(
         *(*FLAGS, "--radix-cache-backend", "pie", "--max-total-tokens", str(POOL)),
         *("--chunked-prefill-size", str(CHUNK), "--max-running-requests", "8", "--enable-metrics"),
@@ -158,7 +161,7 @@ class TestServer:
         self, server: sglang_server.Server, model: reference.Reference
     ) -> None:
         assert "source=registered('pie')" in server.log.read_text()
-        server.ask("/flush_cache", {})
+        server.flush()
         # Two chunks, then from the cache: of the whole prompt but for its last token.
         prompt = text(1, 100)
         first, cached = server.generate(prompt, 12)
@@ -219,13 +222,13 @@ class TestServer:
     def test_flush(self, server: sglang_server.Server) -> None:
         prompt = text(8, 40)
         assert [server.generate(prompt, 2)[1] for _ in range(2)] == [0, 39]
-        server.ask("/flush_cache", {})
+        server.flush()
         assert server.generate(prompt, 2)[1] == 0
 
     def test_events_reach_a_router(
         self, server: sglang_server.Server, router: zmq.Socket[bytes]
     ) -> None:
-        server.ask("/flush_cache", {})
+        server.flush()
         prompt = text(9, 70)
         tokens, _ = server.generate(prompt, 5)
         # SGLang sends what a request's end brings with the next step.
@@ -233,7 +236,7 @@ class TestServer:
         seen: list[list[Any]] = []
         cached = [*prompt, *tokens]
         while sum(event[0] == "BlockStored" for event in seen) < len(cached):
-            assert router.poll(20_000), "no more events"
+            assert router.poll(20_000), f"no more events after {seen}"
             seen.extend(msgspec.msgpack.decode(router.recv_multipart()[-1])[1])
             if ["AllBlocksCleared"] in seen:
                 del seen[: seen.index(["AllBlocksCleared"]) + 1]

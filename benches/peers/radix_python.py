@@ -11,6 +11,8 @@ A lookup is timed with its lock, from an array of tokens to an array of slots or
 tree frees nothing here.
 """
 
+from __future__ import annotations
+
 import json
 import sys
 from array import array

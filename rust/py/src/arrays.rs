@@ -141,6 +141,15 @@ pub(crate) struct Array(Py<PyAny>);
 impl Array {
     /// Ids, one-dimensional.
     pub(crate) fn new(py: Python<'_>, ids: &[u32]) -> PyResult<Self> {
+        static EMPTY: PyOnceLock<Array> = PyOnceLock::new();
+        if ids.is_empty() {
+            let empty = EMPTY.get_or_try_init(py, || Self::filled(py, &[]))?;
+            return Ok(empty.clone_ref(py));
+        }
+        Self::filled(py, ids)
+    }
+
+    fn filled(py: Python<'_>, ids: &[u32]) -> PyResult<Self> {
         static FROM_BUFFER: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
         static INT32: PyOnceLock<Py<PyType>> = PyOnceLock::new();
         let from_buffer = FROM_BUFFER.import(py, "numpy", "frombuffer")?;

@@ -73,7 +73,7 @@ impl RadixIndex {
         namespace: Option<&str>,
         limit: Option<usize>,
     ) -> PyResult<Match> {
-        let now = self.begin(tokens, limit)?;
+        let now = self.begin_match(tokens, namespace, limit)?;
         let key = key(&self.tokens, namespace);
         let found = self.inner.match_prefix(key, now, &mut self.pages);
         Ok(Match::new(Array::new(py, &self.pages)?, found, None))
@@ -100,7 +100,7 @@ impl RadixIndex {
     ) -> PyResult<Match> {
         let mut index = slf.borrow_mut();
         let this = &mut *index;
-        let now = this.begin(tokens, limit)?;
+        let now = this.begin_match(tokens, namespace, limit)?;
         let key = key(&this.tokens, namespace);
         let found = this.inner.match_and_lock(key, now, &mut this.pages);
         let pages = Array::new(slf.py(), &this.pages)?;
@@ -431,6 +431,22 @@ impl RadixIndex {
         self.read_tokens(tokens, limit)?;
         self.now += 1;
         Ok(self.now)
+    }
+
+    /// `begin` for a lookup: where the first page is unknown, the rest of a long key is not read.
+    fn begin_match(
+        &mut self,
+        tokens: Ids<'_, '_>,
+        namespace: Option<&str>,
+        limit: Option<usize>,
+    ) -> PyResult<u64> {
+        let config = self.inner.config();
+        let first = config.page_size as usize + usize::from(config.bigram);
+        let now = self.begin(tokens, Some(limit.unwrap_or(first).min(first)))?;
+        if self.inner.peek(key(&self.tokens, namespace)) != (0, 0) {
+            self.read_tokens(tokens, limit)?;
+        }
+        Ok(now)
     }
 
     fn read_tokens(&mut self, tokens: Ids<'_, '_>, limit: Option<usize>) -> PyResult<()> {
