@@ -36,7 +36,7 @@ test-rust:
 test-python: $(VENV)/.installed
 	$(BIN)/python -m pytest -q
 
-bench: $(VENV)/.dependencies ## Run the benchmarks and print their table; ARGS=ring/ for some of them, ARGS=--quick to try them out
+bench: $(VENV)/.installed ## Run the benchmarks and print their table; ARGS=ring/ for some of them, ARGS=--quick to try them out
 	cargo bench --manifest-path benches/Cargo.toml -- $(ARGS)
 	@cargo run --quiet --release --manifest-path benches/Cargo.toml --bin report -- $(filter --quick,$(ARGS))
 
