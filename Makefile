@@ -40,7 +40,7 @@ quick: $(VENV)/.installed ## Run what needs no SGLang: the crates' own tests, an
 	cargo test --workspace --quiet
 	$(BIN)/python -m pytest -q -m "not engine"
 
-bench: $(VENV)/.dependencies ## Run the benchmarks and print their table; ARGS=ring/ for some of them, ARGS=--quick to try them out
+bench: $(VENV)/.installed ## Run the benchmarks and print their table; ARGS=ring/ for some of them, ARGS=--quick to try them out
 	cargo bench --manifest-path benches/Cargo.toml -- $(ARGS)
 	@cargo run --quiet --release --manifest-path benches/Cargo.toml --bin report -- $(filter --quick,$(ARGS))
 

@@ -9,6 +9,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
+    from pie_driver_sglang._core import PagePool, RadixIndex
     from pie_driver_sglang.config.file import DriverConfig, load_config
     from pie_driver_sglang.config.options import DriverOptions
     from pie_driver_sglang.errors import ConfigError, DriverError, StartError
@@ -23,6 +24,8 @@ __all__ = [
     "DriverError",
     "DriverOptions",
     "Handshake",
+    "PagePool",
+    "RadixIndex",
     "StartError",
     "__version__",
     "load_config",
@@ -39,6 +42,8 @@ def __getattr__(name: str) -> "Any":
         "DriverError": "errors",
         "DriverOptions": "config.options",
         "Handshake": "pie.handshake",
+        "PagePool": "_core",
+        "RadixIndex": "_core",
         "StartError": "errors",
         "load_config": "config.file",
     }

@@ -3,10 +3,11 @@ The native half of the driver: ring, wire format and batch planning.
 """
 
 from _typeshed import SupportsGetItem
+from numpy import ndarray
 from typing import Any, Final, SupportsFloat, SupportsIndex, final
 from typing_extensions import Buffer
 
-__all__ = ["REHEARSAL_ADAPTER", "AttentionMask", "Batch", "Broadcast", "Client", "Copy", "Drafter", "ExitGuard", "Follower", "Image", "ImageSpan", "Lane", "LayerPatterns", "Load", "Pass", "PassImages", "Planner", "Reply", "Request", "Sampler", "Server", "SlotGroup", "Step", "Wake", "build_info", "die_with_parent", "encode_forward", "graph_layout"]
+__all__ = ["REHEARSAL_ADAPTER", "AttentionMask", "Batch", "Broadcast", "CacheEvent", "Client", "Copy", "Drafter", "Evicted", "ExitGuard", "Follower", "Image", "ImageSpan", "Inserted", "Lane", "LayerPatterns", "Load", "Match", "NodeInfo", "PagePool", "Pass", "PassImages", "Planner", "PoolStats", "RadixIndex", "Reply", "Request", "Sampler", "Server", "SlotGroup", "Step", "Wake", "build_info", "die_with_parent", "encode_forward", "graph_layout"]
 
 REHEARSAL_ADAPTER: Final[int]
 """
@@ -153,6 +154,52 @@ class Broadcast:
         """
 
 @final
+class CacheEvent:
+    """
+    A change of what is cached, in the terms of SGLang's KV events: a block is a page.
+    """
+    @property
+    def bigram(self, /) -> bool:
+        """
+        Whether blocks are made of pairs.
+        """
+    @property
+    def block_size(self, /) -> int:
+        """
+        Tokens, or pairs, of a block.
+        """
+    @property
+    def hashes(self, /) -> list[int]:
+        """
+        The blocks; each is the predecessor of the next one where they were stored.
+        """
+    @property
+    def kind(self, /) -> str:
+        """
+        `stored`, `removed` or `cleared`.
+        """
+    @property
+    def medium(self, /) -> str:
+        """
+        Where: `GPU` or `CPU_PINNED`; empty if everything was cleared.
+        """
+    @property
+    def namespace(self, /) -> str | None:
+        """
+        The namespace of the stored sequence.
+        """
+    @property
+    def parent(self, /) -> int | None:
+        """
+        The predecessor of the first.
+        """
+    @property
+    def tokens(self, /) -> list[int]:
+        """
+        The tokens of all stored blocks; with pairs one more.
+        """
+
+@final
 class Client:
     """
     Sends requests to a driver as the Pie runtime does. Calls from several threads run on several slots.
@@ -295,6 +342,28 @@ class Drafter:
         """
 
 @final
+class Evicted:
+    """
+    What left a tier. Copies are the caller's to make, in order, before any of the pages is written.
+    """
+    def __repr__(self, /) -> str: ...
+    @property
+    def device(self, /) -> ndarray:
+        """
+        Pages that left the device, int32; those of `moves`, too.
+        """
+    @property
+    def host(self, /) -> ndarray:
+        """
+        Host pages that are free now, int32.
+        """
+    @property
+    def moves(self, /) -> ndarray:
+        """
+        Copies to make, int32 `(n, 2)`: from a device page to a host page.
+        """
+
+@final
 class ExitGuard:
     """
     Ends the process with status 0 on SIGTERM and when the parent dies, and removes its regions first, whatever the other
@@ -401,6 +470,28 @@ class ImageSpan:
         """
 
 @final
+class Inserted:
+    """
+    What an insertion found and did.
+    """
+    def __repr__(self, /) -> str: ...
+    @property
+    def existing(self, /) -> int:
+        """
+        Pages of the key that were on the device before: the caller's own for them are duplicates.
+        """
+    @property
+    def node(self, /) -> int:
+        """
+        The node in which the key ends; 0 if it has no whole page.
+        """
+    @property
+    def pages(self, /) -> int:
+        """
+        Whole pages of the key.
+        """
+
+@final
 class Lane:
     """
     Captured graphs, and the memory that they share with the host. Give it to `Server.serve`.
@@ -489,6 +580,214 @@ class Load:
     def path(self, /) -> str:
         """
         Where the adapter lies.
+        """
+
+@final
+class Match:
+    """
+    The longest cached prefix of a key. One of `match_and_lock` is a context manager that holds its lock.
+    """
+    def __enter__(self, /) -> Match: ...
+    def __exit__(self, /, _kind: Any, _error: Any, _trace: Any) -> None: ...
+    def __repr__(self, /) -> str: ...
+    @property
+    def device_node(self, /) -> int:
+        """
+        The node in which the prefix ends on the device.
+        """
+    @property
+    def host_pages(self, /) -> int:
+        """
+        Pages behind those of the device that are on the host.
+        """
+    @property
+    def node(self, /) -> int:
+        """
+        The node in which the prefix ends, on any tier; 0 if nothing matched.
+        """
+    @property
+    def pages(self, /) -> ndarray:
+        """
+        Pages of the prefix that are on the device, int32.
+        """
+    def unlock(self, /) -> None:
+        """
+        Gives the lock back.
+
+        Raises:
+            RuntimeError: There is none: it was given back before, or the match came from `match_prefix`.
+        """
+
+@final
+class NodeInfo:
+    """
+    Facts about a node.
+    """
+    @property
+    def children(self, /) -> int:
+        """
+        Nodes right below.
+        """
+    @property
+    def depth(self, /) -> int:
+        """
+        Pages from the start of the sequence to its end.
+        """
+    @property
+    def hits(self, /) -> int:
+        """
+        Insertions that went through it.
+        """
+    @property
+    def locks(self, /) -> int:
+        """
+        Locks on it and on nodes below.
+        """
+    @property
+    def on_device(self, /) -> bool:
+        """
+        Whether its pages are on the device.
+        """
+    @property
+    def on_host(self, /) -> bool:
+        """
+        Whether they are on the host.
+        """
+    @property
+    def pages(self, /) -> int:
+        """
+        Its pages.
+        """
+    @property
+    def parent(self, /) -> int:
+        """
+        The node above; 0 at the top.
+        """
+    @property
+    def priority(self, /) -> int:
+        """
+        The highest priority of these.
+        """
+
+@final
+class PagePool:
+    """
+    The pages of one tier of memory, by id: which are free, and how often each of the others is held.
+
+    A pool owns no memory. Give each tier a range of ids of its own, so that an id of another tier is an error. A call that
+    is refused changes nothing. Ids go in as any array of integers and come out as NumPy arrays of int32.
+    """
+    def __len__(self, /) -> int: ...
+    def __new__(cls, /, pages: SupportsIndex, *, first: SupportsIndex = 0, order: str = "lowest") -> PagePool:
+        """
+        A pool whose pages are all free.
+
+        Args:
+            pages: How many there are.
+            first: Id of the first one; the others follow.
+            order: Which free page is allocated next: `lowest`, the one with the lowest id, or `lifo`, the one that was freed
+                last.
+
+        Raises:
+            ValueError: An unknown order, or ids that do not fit into int32.
+        """
+    def __repr__(self, /) -> str: ...
+    def allocate(self, /, count: SupportsIndex = 1) -> ndarray:
+        """
+        Takes free pages, with one reference each: all or none.
+
+        Returns:
+            Their ids, int32 `(count,)`.
+
+        Raises:
+            PagesError: There are not so many.
+        """
+    def audit(self, /, held: Buffer | ndarray) -> None:
+        """
+        Compares the references with what their holders list: each page as often as it is held, those of the prefix index
+        once. Takes time and memory for every page.
+
+        Raises:
+            PagesError: A page leaked, or was freed too often.
+        """
+    @property
+    def available(self, /) -> int:
+        """
+        Pages that can be allocated.
+        """
+    def cache(self, /, pages: Buffer | ndarray) -> None:
+        """
+        Gives the caller's reference to each page to the prefix index.
+
+        Raises:
+            PagesError: A page is in the index already, free, or of another pool.
+        """
+    def complete(self, /, step: SupportsIndex) -> int:
+        """
+        Says that all steps up to this one are complete.
+
+        Returns:
+            How many pages became free.
+        """
+    def free(self, /, pages: Buffer | ndarray) -> None:
+        """
+        Drops a reference to each page; a page without any is free.
+
+        Raises:
+            PagesError: A page is free already, of another pool, or held by the prefix index alone.
+        """
+    def free_after(self, /, pages: Buffer | ndarray, step: SupportsIndex) -> None:
+        """
+        Drops a reference to each page once a step is complete: until then the step may write them.
+
+        Raises:
+            PagesError: As of `free`.
+        """
+    def make_unique(self, /, page: SupportsIndex) -> tuple[int, bool]:
+        """
+        Makes a page of the caller writable: copy-on-write.
+
+        Returns:
+            The page to write, and whether `page` must be copied to it first. Without a copy they are the same.
+
+        Raises:
+            PagesError: There is no page to copy to, or the caller does not hold this one.
+        """
+    def references(self, /, page: SupportsIndex) -> int:
+        """
+        References to a page: of callers, of the prefix index and of running steps.
+
+        Raises:
+            PagesError: The page is of another pool.
+        """
+    def reset(self, /) -> None:
+        """
+        Frees every page, no matter what holds it.
+        """
+    def share(self, /, pages: Buffer | ndarray) -> None:
+        """
+        Adds a reference to each page.
+
+        Raises:
+            PagesError: A page is free, leaving or of another pool.
+        """
+    def stats(self, /) -> PoolStats:
+        """
+        Counts of pages by state.
+        """
+    def uncache(self, /, pages: Buffer | ndarray) -> None:
+        """
+        Drops the prefix index's reference to each page: the index has evicted it.
+
+        Raises:
+            PagesError: A page is not in the index, or of another pool.
+        """
+    def uncache_after(self, /, pages: Buffer | ndarray, step: SupportsIndex) -> None:
+        """
+        `uncache` once a step is complete: for pages that a copy to another tier still reads.
+
+        Raises:
+            PagesError: As of `uncache`.
         """
 
 @final
@@ -626,6 +925,283 @@ class Planner:
 
         Returns:
             Of each array its name, and dtype, byte offset and capacity in elements.
+        """
+
+@final
+class PoolStats:
+    """
+    How many pages of a pool are in which state.
+    """
+    def __repr__(self, /) -> str: ...
+    @property
+    def cached(self, /) -> int:
+        """
+        Used pages that the prefix index holds.
+        """
+    @property
+    def capacity(self, /) -> int:
+        """
+        All pages.
+        """
+    @property
+    def free(self, /) -> int:
+        """
+        Pages that can be allocated.
+        """
+    @property
+    def high_water(self, /) -> int:
+        """
+        Most pages that were used at once.
+        """
+    @property
+    def leaving(self, /) -> int:
+        """
+        Used pages that become free when running steps complete.
+        """
+    @property
+    def pinned(self, /) -> int:
+        """
+        Cached pages that others hold, too, so that evicting them frees nothing.
+        """
+    @property
+    def used(self, /) -> int:
+        """
+        All others.
+        """
+
+@final
+class RadixIndex:
+    """
+    Which KV pages hold the KV of which tokens: a radix tree over pages of tokens.
+
+    Ids of pages go in and come out; the index owns no memory. Tokens and pages go in as any one-dimensional array of 32-bit
+    or 64-bit integers, pages come out as NumPy arrays of int32. Tokens behind the last whole page of a key are ignored.
+    Nodes have numbers; one that was evicted is never the number of another node.
+
+    Every call counts as one unit of time, which is what eviction goes by.
+    """
+    def __bool__(self, /) -> bool:
+        """
+        True, empty or not.
+        """
+    def __len__(self, /) -> int: ...
+    def __new__(cls, /, page_size: SupportsIndex = 1, policy: str = "lru", *, bigram: bool = False, events: bool = False) -> RadixIndex:
+        """
+        An empty index.
+
+        Args:
+            page_size: Tokens of a page, 1 to 256.
+            policy: What is evicted first: `lru`, `lfu`, `fifo`, `filo`, `mru`, `slru` or `priority`.
+            bigram: Keys are pairs of neighbouring tokens: `n` tokens are `n - 1` units.
+            events: Record events, which cost a SHA-256 per page.
+
+        Raises:
+            RadixError: A page size out of range, or an unknown policy.
+        """
+    def __repr__(self, /) -> str: ...
+    def backup(self, /, node: SupportsIndex, host: Buffer | ndarray) -> ndarray:
+        """
+        Gives a node of the device a copy on the host. Lock it until the copies are made.
+
+        Args:
+            node: Its number.
+            host: Host pages, one for each of its own.
+
+        Returns:
+            Copies to make, int32 `(n, 2)`: from a device page to a host page.
+
+        Raises:
+            RadixError: Another number of pages, or a node that is not on the device, has a copy, or was evicted.
+        """
+    @property
+    def device_pages(self, /) -> int:
+        """
+        Pages on the device.
+        """
+    def evict(self, /, pages: SupportsIndex) -> Evicted:
+        """
+        Evicts leaves from the device until at least so many pages have left it, or no leaf is left that may.
+
+        The last leaf may bring more pages than were asked for. Nodes with a copy on the host stay there.
+        """
+    def evict_host(self, /, pages: SupportsIndex) -> Evicted:
+        """
+        Evicts leaves from the host until at least so many of its pages are free.
+        """
+    def evict_to_host(self, /, pages: SupportsIndex, free_host: Buffer | ndarray) -> Evicted:
+        """
+        `evict`, but what leaves the device moves to the host as long as there is room.
+
+        Args:
+            pages: Device pages to evict.
+            free_host: Host pages to move to. Those that were not needed come back.
+        """
+    @property
+    def evictable_pages(self, /) -> int:
+        """
+        Device pages that nothing locks.
+        """
+    @property
+    def host_pages(self, /) -> int:
+        """
+        Pages on the host.
+        """
+    def info(self, /, node: SupportsIndex) -> NodeInfo:
+        """
+        Facts about a node.
+
+        Raises:
+            RadixError: The node was evicted.
+        """
+    def insert(self, /, tokens: Buffer | ndarray, pages: Buffer | ndarray, *, namespace: str | None = None, limit: SupportsIndex | None = None, priority: SupportsIndex = 0, chunked: bool = False) -> Inserted:
+        """
+        Inserts a key whose KV is in these device pages.
+
+        Args:
+            tokens: The key.
+            pages: One for each whole page of the key. What exists already keeps its own.
+            namespace: Sequences of different namespaces share nothing.
+            limit: Tokens of the key that count, from its start; None for all.
+            priority: Nodes on the path get at least this.
+            chunked: The sequence will be inserted again with more tokens: it does not count as a hit.
+
+        Raises:
+            RadixError: Not as many pages as the key has.
+            TypeError: Not arrays of integers.
+            OverflowError: A token does not fit into uint32, or a page not into int32.
+        """
+    def insert_new(self, /, tokens: Buffer | ndarray, pool: PagePool, *, namespace: str | None = None, limit: SupportsIndex | None = None, priority: SupportsIndex = 0, chunked: bool = False) -> tuple[Inserted, ndarray]:
+        """
+        Inserts a key and takes pages for what is new of it from a pool, whose index holds them then.
+
+        Args:
+            tokens: The key.
+            pool: Gives the pages. After an eviction, `PagePool.uncache` takes them back.
+            namespace: Sequences of different namespaces share nothing.
+            limit: Tokens of the key that count, from its start; None for all.
+            priority: Nodes on the path get at least this.
+            chunked: The sequence will be inserted again with more tokens: it does not count as a hit.
+
+        Returns:
+            What was inserted, and the new pages, int32 `(pages - existing,)`.
+
+        Raises:
+            PagesError: The pool has not enough free pages; nothing was inserted.
+            TypeError: `tokens` is no array of integers.
+            OverflowError: A token does not fit into uint32.
+        """
+    def load(self, /, node: SupportsIndex, device: Buffer | ndarray) -> ndarray:
+        """
+        Brings a node, and what is above it, from the host back to the device. Lock it until the copies are made.
+
+        Args:
+            node: Its number.
+            device: Device pages, as many as `Match.host_pages` said.
+
+        Returns:
+            Copies to make, int32 `(n, 2)`: from a host page to a device page.
+
+        Raises:
+            RadixError: Another number of pages, or a node that was evicted.
+        """
+    def lock(self, /, node: SupportsIndex) -> int:
+        """
+        Locks a node and all above it; locks are counted.
+
+        Returns:
+            Device pages that became protected by it.
+
+        Raises:
+            RadixError: The node was evicted.
+        """
+    def match_and_lock(self, /, tokens: Buffer | ndarray, *, namespace: str | None = None, limit: SupportsIndex | None = None) -> Match:
+        """
+        Finds the longest cached prefix and locks it, on all tiers: it is not evicted before it is unlocked.
+
+        Use it as a context manager, or unlock it by `Match.unlock`.
+
+        Args:
+            tokens: The key.
+            namespace: Sequences of different namespaces share nothing.
+            limit: Tokens of the key that count, from its start; None for all.
+
+        Raises:
+            TypeError: `tokens` is no array of integers.
+            OverflowError: A token does not fit into uint32.
+        """
+    def match_prefix(self, /, tokens: Buffer | ndarray, *, namespace: str | None = None, limit: SupportsIndex | None = None) -> Match:
+        """
+        Finds the longest cached prefix, which becomes the most recently used.
+
+        Args:
+            tokens: The key.
+            namespace: Sequences of different namespaces share nothing.
+            limit: Tokens of the key that count, from its start; None for all.
+
+        Raises:
+            TypeError: `tokens` is no array of integers.
+            OverflowError: A token does not fit into uint32.
+        """
+    @property
+    def memory_bytes(self, /) -> int:
+        """
+        Bytes that the index takes.
+        """
+    def merge(self, /) -> int:
+        """
+        Joins nodes that nothing locks with their only child where that copies nothing. Looks at every node: for idle times.
+
+        Returns:
+            Nodes that it saved.
+        """
+    def partial(self, /, tokens: Buffer | ndarray, found: Match, *, namespace: str | None = None) -> tuple[int, int, int, bool] | None:
+        """
+        Looks, after a match of this key, for a page that begins as the key goes on.
+
+        Returns:
+            The page, how many of its tokens agree, its node, and whether it is on the device; None if there is none.
+        """
+    def path_pages(self, /, node: SupportsIndex) -> ndarray:
+        """
+        Pages of the path that ends in a node which are on the device, int32, from the start of the sequence.
+
+        Raises:
+            RadixError: The node was evicted.
+        """
+    def peek(self, /, tokens: Buffer | ndarray, *, namespace: str | None = None, limit: SupportsIndex | None = None) -> tuple[int, int]:
+        """
+        How many pages of a key are on the device, and how many behind them on the host alone. Changes nothing.
+        """
+    @property
+    def protected_pages(self, /) -> int:
+        """
+        Device pages that are locked.
+        """
+    def reset(self, /) -> Evicted:
+        """
+        Removes everything, locked or not, and gives all pages back.
+        """
+    def take_events(self, /) -> list[CacheEvent]:
+        """
+        Takes what was recorded since the last call.
+        """
+    def to_dot(self, /) -> str:
+        """
+        The tree for Graphviz, with sizes, locks and heat.
+        """
+    def to_json(self, /) -> str:
+        """
+        The tree as JSON.
+        """
+    def unlock(self, /, node: SupportsIndex) -> int:
+        """
+        Takes a lock back.
+
+        Returns:
+            Device pages that became evictable by it.
+
+        Raises:
+            RadixError: The node is not locked, or was evicted.
         """
 
 @final

@@ -59,6 +59,14 @@ class StageError(ValueError):
     """A staging block or tokens that do not fit the plan."""
 
 
+class PagesError(ValueError):
+    """A page pool refuses a page, or has not enough of them."""
+
+
+class RadixError(ValueError):
+    """A prefix index refuses a node, a list of pages or a setting."""
+
+
 def not_running(device: str, error: BaseException) -> StartError:
     """Of a model whose passes fail; the kernels of some GPUs take no float32, for example."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]

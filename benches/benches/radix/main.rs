@@ -1,6 +1,7 @@
 //! The prefix index.
 
 mod peers;
+mod python;
 
 use std::cell::RefCell;
 use std::hint::black_box;
@@ -215,6 +216,7 @@ fn lazy<'a>(
 fn conversations(criterion: &mut Criterion) {
     let workload = Workload::new();
     for page in [1, 16] {
+        let case = python::Case::conversations(&workload, page);
         let row = format!("radix/conversations/{page}");
         if !is_wanted(&row) {
             continue;
@@ -229,7 +231,8 @@ fn conversations(criterion: &mut Criterion) {
             workload.play(&mut *make(page), page);
             race = race.peer_turns(name, workload.turns(make(page), fresh(make)));
         }
-        race.run(criterion);
+        race.peer_turns("sglang", case.side("sglang:conversations"))
+            .run(criterion);
     }
 }
 
@@ -337,6 +340,6 @@ impl Many {
 criterion_group! {
     name = benches;
     config = timing::criterion();
-    targets = lookups, conversations, memory, evict
+    targets = lookups, python::lookups, conversations, memory, evict
 }
 criterion_main!(benches);

@@ -6,6 +6,8 @@ use pyo3::exceptions::{PyFileNotFoundError, PyRuntimeError, PyTimeoutError};
 use pyo3::{PyErr, import_exception};
 
 import_exception!(pie_driver_sglang.errors, LostError);
+import_exception!(pie_driver_sglang.errors, PagesError);
+import_exception!(pie_driver_sglang.errors, RadixError);
 import_exception!(pie_driver_sglang.errors, RingError);
 import_exception!(pie_driver_sglang.errors, StageError);
 import_exception!(pie_driver_sglang.errors, WireError);
@@ -39,4 +41,12 @@ pub(crate) fn from_rehearsal(error: &pie_serve::RehearsalError) -> PyErr {
         }
         _ => WireError::new_err(text),
     }
+}
+
+pub(crate) fn from_pages(error: pie_pages::PoolError) -> PyErr {
+    PagesError::new_err(error.to_string())
+}
+
+pub(crate) fn from_radix(error: &pie_radix::RadixError) -> PyErr {
+    RadixError::new_err(error.to_string())
 }

@@ -3,14 +3,18 @@
 // Doc comments here become Python docstrings, which mark code in their own way.
 #![allow(clippy::doc_markdown)]
 
+mod arrays;
 mod client;
 mod drafter;
 mod error;
 mod guard;
 mod job;
 mod lane;
+mod pages;
 mod patterns;
 mod planner;
+mod radix;
+mod radix_results;
 mod ranks;
 mod request;
 mod server;
@@ -38,9 +42,15 @@ mod _core {
     #[pymodule_export]
     use crate::lane::Lane;
     #[pymodule_export]
+    use crate::pages::{PagePool, PoolStats};
+    #[pymodule_export]
     use crate::patterns::LayerPatterns;
     #[pymodule_export]
     use crate::planner::{Planner, graph_layout};
+    #[pymodule_export]
+    use crate::radix::RadixIndex;
+    #[pymodule_export]
+    use crate::radix_results::{CacheEvent, Evicted, Inserted, Match, NodeInfo};
     #[pymodule_export]
     use crate::ranks::{Broadcast, Follower, die_with_parent};
     #[pymodule_export]

@@ -236,7 +236,14 @@ impl Batch {
         let mut notes = Vec::new();
         if let (Some(lease), Some(planner)) = (self.lease.take(), self.planner.as_mut()) {
             let mut answer = self.desk.answer();
-            notes = publish(lease, planner, &mut answer, &mut self.timing, device, &self.desk);
+            notes = publish(
+                lease,
+                planner,
+                &mut answer,
+                &mut self.timing,
+                device,
+                &self.desk,
+            );
         }
         if let Some(planner) = self.planner.take() {
             self.desk.put_back(planner);

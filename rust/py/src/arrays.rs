@@ -1,0 +1,186 @@
+//! Arrays of ids: any buffer of integers in, NumPy arrays out.
+
+use std::convert::Infallible;
+
+use pyo3::buffer::{Element, PyUntypedBuffer};
+use pyo3::exceptions::{PyOverflowError, PyTypeError};
+use pyo3::inspect::PyStaticExpr;
+use pyo3::prelude::*;
+use pyo3::sync::PyOnceLock;
+use pyo3::types::{PyByteArray, PyType};
+use pyo3::{type_hint_identifier, type_hint_union};
+
+/// Largest id of a page: pages leave as int32, which torch can index with.
+pub(crate) const PAGES: u32 = i32::MAX as u32;
+/// Largest id of a token.
+pub(crate) const TOKENS: u32 = u32::MAX;
+
+/// An argument that should be an array of ids: [`read`] tells.
+#[derive(Clone, Copy)]
+pub(crate) struct Ids<'a, 'py>(Borrowed<'a, 'py, PyAny>);
+
+impl<'a, 'py> FromPyObject<'a, 'py> for Ids<'a, 'py> {
+    type Error = Infallible;
+    // To type checkers NumPy's arrays are buffers from Python 3.12 on.
+    const INPUT_TYPE: PyStaticExpr = type_hint_union!(
+        type_hint_identifier!("typing_extensions", "Buffer"),
+        type_hint_identifier!("numpy", "ndarray")
+    );
+
+    fn extract(object: Borrowed<'a, 'py, PyAny>) -> Result<Self, Self::Error> {
+        Ok(Self(object))
+    }
+}
+
+/// Reads the first `limit` ids of a one-dimensional, contiguous array of int32, uint32, int64 or uint64 into `ids`, whose
+/// content is dropped. `what` names it in errors.
+pub(crate) fn read(
+    what: &str,
+    array: Ids<'_, '_>,
+    limit: Option<usize>,
+    most: u32,
+    ids: &mut Vec<u32>,
+) -> PyResult<()> {
+    let array = &*array.0;
+    ids.clear();
+    let Ok(buffer) = PyUntypedBuffer::get(array) else {
+        return Err(wrong_type(what, array));
+    };
+    if buffer.item_count() == 0 {
+        // An empty array('q') is nowhere: its address is not aligned.
+        return Ok(());
+    }
+    let fits = copy::<i64>(&buffer, array.py(), limit, most, ids)
+        .or_else(|| copy::<i32>(&buffer, array.py(), limit, most, ids))
+        .or_else(|| copy::<u32>(&buffer, array.py(), limit, most, ids))
+        .or_else(|| copy::<u64>(&buffer, array.py(), limit, most, ids))
+        .ok_or_else(|| wrong_type(what, array))?;
+    if fits {
+        return Ok(());
+    }
+    Err(PyOverflowError::new_err(format!(
+        "{what} has an id outside 0..={most}"
+    )))
+}
+
+/// Appends the ids of a buffer of this type: whether all are in range, or None if it has another type or shape. `most` is
+/// one less than a power of two.
+#[expect(unsafe_code, reason = "a view over the caller's array")]
+fn copy<T>(
+    buffer: &PyUntypedBuffer,
+    _attached: Python<'_>,
+    limit: Option<usize>,
+    most: u32,
+    ids: &mut Vec<u32>,
+) -> Option<bool>
+where
+    T: Element + Id,
+{
+    let buffer = buffer.as_typed::<T>().ok()?;
+    if buffer.dimensions() != 1 {
+        return None;
+    }
+    let values = buffer.as_slice_ptr()?;
+    // SAFETY: contiguous, of this type and aligned for it, as `as_typed` has found; the buffer keeps its memory alive. No
+    // Python code runs while this thread is attached and reads.
+    let values = unsafe { values.as_ref() };
+    let values = &values[..limit.unwrap_or(usize::MAX).min(values.len())];
+    // One comparison for all, so that the loop is vectorized.
+    let mut bits = 0;
+    ids.extend(values.iter().map(|value| {
+        let id = value.widen();
+        bits |= id;
+        id as u32
+    }));
+    Some(bits <= u64::from(most))
+}
+
+/// An integer that may be an id; negative ones become too large for one.
+trait Id: Copy {
+    fn widen(self) -> u64;
+}
+
+impl Id for i64 {
+    fn widen(self) -> u64 {
+        self as u64
+    }
+}
+
+impl Id for i32 {
+    fn widen(self) -> u64 {
+        i64::from(self) as u64
+    }
+}
+
+impl Id for u32 {
+    fn widen(self) -> u64 {
+        self.into()
+    }
+}
+
+impl Id for u64 {
+    fn widen(self) -> u64 {
+        self
+    }
+}
+
+fn wrong_type(what: &str, array: &Bound<'_, PyAny>) -> PyErr {
+    let given = array
+        .get_type()
+        .name()
+        .map_or_else(|_| String::from("it"), |name| name.to_string());
+    PyTypeError::new_err(format!(
+        "{what} must be a one-dimensional, contiguous array of 32-bit or 64-bit integers, such as array('q') or NumPy's \
+         int32; {given} is not, numpy.ascontiguousarray({what}, \"int64\") may make one of it"
+    ))
+}
+
+/// A NumPy array of int32.
+pub(crate) struct Array(Py<PyAny>);
+
+impl Array {
+    /// Ids, one-dimensional.
+    pub(crate) fn new(py: Python<'_>, ids: &[u32]) -> PyResult<Self> {
+        static EMPTY: PyOnceLock<Array> = PyOnceLock::new();
+        if ids.is_empty() {
+            let empty = EMPTY.get_or_try_init(py, || Self::filled(py, &[]))?;
+            return Ok(empty.clone_ref(py));
+        }
+        Self::filled(py, ids)
+    }
+
+    fn filled(py: Python<'_>, ids: &[u32]) -> PyResult<Self> {
+        static FROM_BUFFER: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
+        static INT32: PyOnceLock<Py<PyType>> = PyOnceLock::new();
+        let from_buffer = FROM_BUFFER.import(py, "numpy", "frombuffer")?;
+        let dtype = INT32.import(py, "numpy", "int32")?;
+        let bytes = PyByteArray::new(py, bytemuck::cast_slice(ids));
+        Ok(Self(from_buffer.call1((bytes, dtype))?.unbind()))
+    }
+
+    /// Pairs of ids, `(n, 2)`.
+    pub(crate) fn pairs(py: Python<'_>, ids: &[[u32; 2]]) -> PyResult<Self> {
+        let flat = Self::new(py, ids.as_flattened())?;
+        let pairs = flat.0.bind(py).call_method1("reshape", (-1, 2))?;
+        Ok(Self(pairs.unbind()))
+    }
+
+    pub(crate) fn clone_ref(&self, py: Python<'_>) -> Self {
+        Self(self.0.clone_ref(py))
+    }
+
+    pub(crate) fn len(&self, py: Python<'_>) -> PyResult<usize> {
+        self.0.bind(py).len()
+    }
+}
+
+impl<'py> IntoPyObject<'py> for Array {
+    type Target = PyAny;
+    type Output = Bound<'py, PyAny>;
+    type Error = Infallible;
+    const OUTPUT_TYPE: PyStaticExpr = type_hint_identifier!("numpy", "ndarray");
+
+    fn into_pyobject(self, py: Python<'py>) -> Result<Self::Output, Self::Error> {
+        Ok(self.0.into_bound(py))
+    }
+}

@@ -1,0 +1,301 @@
+//! What the prefix index answers.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use pie_radix::Event;
+use pyo3::exceptions::PyRuntimeError;
+use pyo3::prelude::*;
+
+use crate::arrays::Array;
+use crate::radix::RadixIndex;
+
+/// The longest cached prefix of a key. One of `match_and_lock` is a context manager that holds its lock.
+#[pyclass(frozen, module = "pie_driver_sglang._core")]
+pub(crate) struct Match {
+    /// Pages of the prefix on the device, int32.
+    pages: Array,
+    found: pie_radix::Match,
+    /// The index in which a lock is held.
+    index: Option<Py<RadixIndex>>,
+    held: AtomicBool,
+}
+
+impl Match {
+    /// A match, with a lock in `index`.
+    pub(crate) fn new(
+        pages: Array,
+        found: pie_radix::Match,
+        index: Option<Py<RadixIndex>>,
+    ) -> Self {
+        let held = AtomicBool::new(index.is_some());
+        Self {
+            pages,
+            found,
+            index,
+            held,
+        }
+    }
+
+    pub(crate) fn found(&self) -> &pie_radix::Match {
+        &self.found
+    }
+}
+
+#[pymethods]
+impl Match {
+    /// Pages of the prefix that are on the device, int32.
+    #[getter]
+    fn pages(&self, py: Python<'_>) -> Array {
+        self.pages.clone_ref(py)
+    }
+
+    /// The node in which the prefix ends, on any tier; 0 if nothing matched.
+    #[getter]
+    fn node(&self) -> u64 {
+        self.found.node.to_bits()
+    }
+
+    /// The node in which the prefix ends on the device.
+    #[getter]
+    fn device_node(&self) -> u64 {
+        self.found.device_node.to_bits()
+    }
+
+    /// Pages behind those of the device that are on the host.
+    #[getter]
+    fn host_pages(&self) -> usize {
+        self.found.host_pages
+    }
+
+    /// Gives the lock back.
+    ///
+    /// Raises:
+    ///     RuntimeError: There is none: it was given back before, or the match came from `match_prefix`.
+    fn unlock(&self, py: Python<'_>) -> PyResult<()> {
+        let held = self.held.swap(false, Ordering::Relaxed);
+        let index = self.index.as_ref().filter(|_| held);
+        let index = index.ok_or_else(|| PyRuntimeError::new_err("this match holds no lock"))?;
+        index.borrow_mut(py).unlock(self.node()).map(drop)
+    }
+
+    fn __enter__(slf: Py<Self>) -> Py<Self> {
+        slf
+    }
+
+    fn __exit__(
+        &self,
+        py: Python<'_>,
+        _kind: &Bound<'_, PyAny>,
+        _error: &Bound<'_, PyAny>,
+        _trace: &Bound<'_, PyAny>,
+    ) -> PyResult<()> {
+        if self.held.load(Ordering::Relaxed) {
+            self.unlock(py)
+        } else {
+            Ok(())
+        }
+    }
+
+    fn __repr__(&self) -> String {
+        let held = if self.held.load(Ordering::Relaxed) {
+            ", locked"
+        } else {
+            ""
+        };
+        format!(
+            "Match(node={}, device_pages={}, host_pages={}{held})",
+            self.node(),
+            self.found.device_pages,
+            self.found.host_pages
+        )
+    }
+}
+
+/// What an insertion found and did.
+#[pyclass(frozen, get_all, module = "pie_driver_sglang._core")]
+pub(crate) struct Inserted {
+    /// Pages of the key that were on the device before: the caller's own for them are duplicates.
+    existing: usize,
+    /// Whole pages of the key.
+    pages: usize,
+    /// The node in which the key ends; 0 if it has no whole page.
+    node: u64,
+}
+
+impl From<pie_radix::Inserted> for Inserted {
+    fn from(inserted: pie_radix::Inserted) -> Self {
+        Self {
+            existing: inserted.existing,
+            pages: inserted.pages,
+            node: inserted.node.to_bits(),
+        }
+    }
+}
+
+#[pymethods]
+impl Inserted {
+    fn __repr__(&self) -> String {
+        let Self {
+            existing,
+            pages,
+            node,
+        } = self;
+        format!("Inserted(existing={existing}, pages={pages}, node={node})")
+    }
+}
+
+/// What left a tier. Copies are the caller's to make, in order, before any of the pages is written.
+#[pyclass(frozen, module = "pie_driver_sglang._core")]
+pub(crate) struct Evicted {
+    device: Array,
+    moves: Array,
+    host: Array,
+}
+
+impl Evicted {
+    pub(crate) fn new(py: Python<'_>, evicted: &pie_radix::Evicted) -> PyResult<Self> {
+        Ok(Self {
+            device: Array::new(py, &evicted.device)?,
+            moves: moved(py, &evicted.moves)?,
+            host: Array::new(py, &evicted.host)?,
+        })
+    }
+}
+
+#[pymethods]
+impl Evicted {
+    /// Pages that left the device, int32; those of `moves`, too.
+    #[getter]
+    fn device(&self, py: Python<'_>) -> Array {
+        self.device.clone_ref(py)
+    }
+
+    /// Copies to make, int32 `(n, 2)`: from a device page to a host page.
+    #[getter]
+    fn moves(&self, py: Python<'_>) -> Array {
+        self.moves.clone_ref(py)
+    }
+
+    /// Host pages that are free now, int32.
+    #[getter]
+    fn host(&self, py: Python<'_>) -> Array {
+        self.host.clone_ref(py)
+    }
+
+    fn __repr__(&self, py: Python<'_>) -> PyResult<String> {
+        Ok(format!(
+            "Evicted(device={}, moves={}, host={})",
+            self.device.len(py)?,
+            self.moves.len(py)?,
+            self.host.len(py)?
+        ))
+    }
+}
+
+/// Facts about a node.
+#[pyclass(frozen, get_all, module = "pie_driver_sglang._core")]
+pub(crate) struct NodeInfo {
+    /// The node above; 0 at the top.
+    parent: u64,
+    /// Its pages.
+    pages: usize,
+    /// Pages from the start of the sequence to its end.
+    depth: usize,
+    /// Locks on it and on nodes below.
+    locks: u32,
+    /// Insertions that went through it.
+    hits: u32,
+    /// The highest priority of these.
+    priority: i32,
+    /// Whether its pages are on the device.
+    on_device: bool,
+    /// Whether they are on the host.
+    on_host: bool,
+    /// Nodes right below.
+    children: usize,
+}
+
+impl From<pie_radix::NodeInfo> for NodeInfo {
+    fn from(info: pie_radix::NodeInfo) -> Self {
+        Self {
+            parent: info.parent.to_bits(),
+            pages: info.pages,
+            depth: info.depth,
+            locks: info.locks,
+            hits: info.hits,
+            priority: info.priority,
+            on_device: info.on_device,
+            on_host: info.on_host,
+            children: info.children,
+        }
+    }
+}
+
+/// A change of what is cached, in the terms of SGLang's KV events: a block is a page.
+#[pyclass(frozen, get_all, module = "pie_driver_sglang._core")]
+pub(crate) struct CacheEvent {
+    /// `stored`, `removed` or `cleared`.
+    kind: &'static str,
+    /// The blocks; each is the predecessor of the next one where they were stored.
+    hashes: Vec<i64>,
+    /// The predecessor of the first.
+    parent: Option<i64>,
+    /// The tokens of all stored blocks; with pairs one more.
+    tokens: Vec<u32>,
+    /// Tokens, or pairs, of a block.
+    block_size: u32,
+    /// Whether blocks are made of pairs.
+    bigram: bool,
+    /// The namespace of the stored sequence.
+    namespace: Option<String>,
+    /// Where: `GPU` or `CPU_PINNED`; empty if everything was cleared.
+    medium: &'static str,
+}
+
+impl From<Event> for CacheEvent {
+    fn from(event: Event) -> Self {
+        let cleared = Self {
+            kind: "cleared",
+            hashes: Vec::new(),
+            parent: None,
+            tokens: Vec::new(),
+            block_size: 0,
+            bigram: false,
+            namespace: None,
+            medium: "",
+        };
+        match event {
+            Event::Stored {
+                hashes,
+                parent,
+                tokens,
+                block_size,
+                bigram,
+                namespace,
+                medium,
+            } => Self {
+                kind: "stored",
+                hashes,
+                parent,
+                tokens,
+                block_size,
+                bigram,
+                namespace: namespace.map(|name| (*name).to_owned()),
+                medium: medium.name(),
+            },
+            Event::Removed { hashes, medium } => Self {
+                kind: "removed",
+                hashes,
+                medium: medium.name(),
+                ..cleared
+            },
+            Event::Cleared => cleared,
+        }
+    }
+}
+
+/// Copies as pairs of pages, `(n, 2)`.
+pub(crate) fn moved(py: Python<'_>, moves: &[pie_radix::Move]) -> PyResult<Array> {
+    let ids: Vec<_> = moves.iter().map(|it| [it.from, it.to]).collect();
+    Array::pairs(py, &ids)
+}
