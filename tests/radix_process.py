@@ -14,11 +14,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from pie_driver_sglang.srt.plugins.radix_cache import RadixCache as Ours
 from sglang.srt.managers.schedule_policy import SchedulePolicy
 from sglang.srt.mem_cache.base_prefix_cache import DecLockRefResult, InsertParams, MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 
+from pie_driver_sglang.srt.plugins.radix_cache import RadixCache as Ours
 from radix_worlds import DifferentError, Setting, World, hash_in_python, play
 
 POLICIES = ("lru", "lfu", "fifo", "filo", "mru", "slru", "priority")

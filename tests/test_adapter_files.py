@@ -306,5 +306,5 @@ def test_patterns_mean_what_they_mean_to_peft() -> None:
             expected = get_pattern_key([pattern], name) == pattern
             assert (patterns.first(name) is not None) == expected, (pattern, name)
             matched += expected
-    assert taken > 3000
-    assert matched > 3000
+    assert taken > 2000
+    assert matched > 2000

@@ -267,7 +267,8 @@ class TestEnds:
             os.kill(worker, signal.SIGKILL)
             assert start.process.wait(END_S) == 1
             assert "rank 1 on cpu was killed by signal 9" in last_words(start.log())
-            assert drivers.CLOSED_EARLY not in start.log()
+            is_ready = bool(start.handshake.read_bytes())
+            assert is_ready or drivers.CLOSED_EARLY not in start.log()
             assert not start.region.exists()
 
     def test_a_workers_own_error_is_the_last_line(
@@ -279,8 +280,7 @@ class TestEnds:
         other = drivers.write_config(tmp_path, broken, **drivers.spread(2))
         with rc.forked(config, with_another_model, str(other)) as start:
             assert start.process.wait(60.0) == 1
-            assert "rank 1 on cpu: SGLang cannot load" in last_words(start.log())
-            assert "broken" in last_words(start.log())
+            assert "rank 1 on cpu: model.safetensors is " in last_words(start.log())
             assert drivers.CLOSED_EARLY not in start.log()
             assert start.handshake.read_bytes() == b""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -87,12 +88,15 @@ def test_no_path_means_no_trace() -> None:
     assert open_trace(None) is None
 
 
-@pytest.fixture
-def largest_file() -> Iterator[Callable[[int], None]]:
-    """Limits the size of files, as a full disk does."""
+@contextlib.contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    """Limits the size of files, as a full disk does. pytest's own log may be larger."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
-    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 @pytest.mark.parametrize("room", [0, 1, 40])
@@ -100,14 +104,13 @@ def test_a_full_disk_ends_the_trace_and_nothing_else(
     room: int,
     trace: Trace,
     path: Path,
-    largest_file: Callable[[int], None],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """However much of the last step it takes."""
     trace.step(1, {"parse": 1}, requests=1, tokens=1)
     whole = events_of(path)
-    largest_file(path.stat().st_size + room)
-    with caplog.at_level(logging.WARNING, logger="pie_driver_sglang"):
+    limited = largest_file(path.stat().st_size + room)
+    with caplog.at_level(logging.WARNING, logger="pie_driver_sglang"), limited:
         trace.step(2, {"parse": 1}, requests=1, tokens=1)
         trace.step(3, {"parse": 1}, requests=1, tokens=1)
     (record,) = caplog.records

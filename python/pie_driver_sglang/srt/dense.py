@@ -304,7 +304,7 @@ def _rank_sums(runner: ModelRunner, norm: Norm) -> RankSums | None:
     reach = group.ca_comm
     works = isinstance(reach, CustomAllReduceV2) and not reach.disabled
     _expect(works, "its ranks do not share memory")
-    obstacles = groups.gathered(rank_sums.find_obstacle(_multiprocessors(runner), tuning))
+    obstacles = groups.gathered(_find_obstacle(runner, tuning))
     _expect(not any(obstacles), "; ".join(filter(None, obstacles)))
     size = RankSums.size(ranks, tuning.most_rows, width, dtype)
     shared, why = None, ""
@@ -319,9 +319,12 @@ def _rank_sums(runner: ModelRunner, norm: Norm) -> RankSums | None:
     return RankSums(shared, runner.ps.tp_rank, width, dtype, tuning)
 
 
-def _multiprocessors(runner: ModelRunner) -> int:
+def _find_obstacle(runner: ModelRunner, tuning: rank_sums.Tuning) -> str:
+    """Why the kernels of ranks could wait for each other for ever; empty if they cannot."""
+    if runner.device != "cuda":
+        return ""
     properties: Any = torch.cuda.get_device_properties(runner.gpu_id)
-    return int(properties.multi_processor_count)
+    return rank_sums.find_obstacle(int(properties.multi_processor_count), tuning)
 
 
 def _has_room(runner: ModelRunner) -> bool:
