@@ -21,6 +21,7 @@ import pytest
 import drivers
 import runtime_client as rc
 import tiny_models
+from pie_driver_sglang import _core
 from pie_driver_sglang._core import Request, Sampler
 from pie_driver_sglang.config.arch import TEMPLATE_NAMES
 

@@ -249,6 +249,8 @@ def _workers(
         return
 
     def fail(error: DriverError) -> None:
+        # This thread has the last word; the others go on until the process ends.
+        logging.disable()
         # A rank's progress bar may have left its line open.
         guard.exit(_fail(error, begin="\n"))
 
