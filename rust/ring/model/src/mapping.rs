@@ -105,7 +105,7 @@ fn copy(payload: &UnsafeCell<Vec<u8>>, len: usize, words: &mut Vec<u64>) {
     if len > 0 {
         // SAFETY: loom has just checked that nobody writes.
         payload.with(|bytes| unsafe {
-            words.extend((&(&*bytes)[..len]).chunks(8).map(|chunk| {
+            words.extend((&*bytes)[..len].chunks(8).map(|chunk| {
                 let mut word = [0; 8];
                 word[..chunk.len()].copy_from_slice(chunk);
                 u64::from_le_bytes(word)
