@@ -293,23 +293,34 @@ impl Planner {
 
     /// Checks that a pass can apply the request's mask.
     const fn check_sight(&self, geometry: Geometry) -> Result<(), RequestFault> {
+        match geometry.sight {
+            Sight::Causal => Ok(()),
+            Sight::Masked | Sight::MaskedAhead if !self.masks => Err(RequestFault::NonCausalMask),
+            Sight::Masked => Ok(()),
+            Sight::MaskedAhead => self.check_one_pass(geometry),
+        }
+    }
+
+    /// Checks that a request that cannot be cut fits one pass, with its mask.
+    const fn check_one_pass(&self, geometry: Geometry) -> Result<(), RequestFault> {
         let (tokens, limit) = (geometry.rows(), self.limits.chunk_tokens);
         let kv_len = geometry.kv_end as usize + geometry.drafts as usize;
         let words = attention_words(tokens as usize, kv_len);
         let most = self.limits.attention_words();
-        match geometry.sight {
-            Sight::Masked | Sight::MaskedAhead if !self.masks => Err(RequestFault::NonCausalMask),
-            Sight::MaskedAhead if tokens > limit => Err(RequestFault::MaskAhead { tokens, limit }),
-            Sight::MaskedAhead if words > most => Err(RequestFault::MaskWords {
+        if tokens > limit {
+            return Err(RequestFault::MaskAhead { tokens, limit });
+        }
+        if words > most {
+            return Err(RequestFault::MaskWords {
                 tokens,
                 kv_len,
                 bytes: 4 * words,
                 limit: 4 * most,
                 // The mask of so many tokens without a prefix is as large.
                 chunk: (32 * words - 1).isqrt() + 1,
-            }),
-            Sight::Causal | Sight::Masked | Sight::MaskedAhead => Ok(()),
+            });
         }
+        Ok(())
     }
 
     /// The request's recurrent state, which rejected drafts would spoil.
@@ -419,10 +430,10 @@ impl Planner {
                     Sight::Causal | Sight::Masked => 1,
                     Sight::MaskedAhead => rows.len(),
                 };
-                let kv_start = request.prefix as usize + rows.start - request.rows.start();
+                let kv_start = || request.prefix as usize + rows.start - request.rows.start();
                 let full = tokens + wanted > chunk
                     || (request.sight != Sight::Causal
-                        && words + attention_words(wanted, kv_start + wanted) > most_words)
+                        && words + attention_words(wanted, kv_start() + wanted) > most_words)
                     || self.segments.len() - first == most
                     || (adapters && !self.adapters.admits(request.adapter));
                 let mixed = masked != (request.sight != Sight::Causal);
@@ -437,8 +448,8 @@ impl Planner {
                 masked = request.sight != Sight::Causal;
                 let mut len = rows.len().min(chunk - tokens);
                 if masked {
-                    len = rows_within(most_words - words, kv_start, len).max(1);
-                    words += attention_words(len, kv_start + len);
+                    len = rows_within(most_words - words, kv_start(), len).max(1);
+                    words += attention_words(len, kv_start() + len);
                 }
                 self.segments.push(Segment {
                     request: index as u32,
