@@ -301,7 +301,7 @@ fn serve(mut server: Server, prompts: &Prompts) {
             .next(&mut server)
             .expect("the kernel lets it wait")
         {
-            Event::Called => unreachable!("nobody calls"),
+            Event::Called => unreachable!("no thread calls"),
             Event::Stopped => return,
             Event::Notes(_) | Event::Step(_) => {}
             Event::Lost(error) => panic!("there is no lane: {error}"),

@@ -95,7 +95,7 @@ struct Step<'a> {
     limits: &'a Limits,
     layout: &'a Layout,
     block: &'a [u64],
-    /// Beside it.
+    /// Next to it.
     words: &'a [i32],
 }
 

@@ -11,7 +11,8 @@ if __name__ == "__main__":
             if sys.path[0] == os.getcwd():  # noqa: PTH109 - pathlib is not built in
                 del sys.path[0]
         except OSError:
-            pass  # The working directory is gone, and Python has left it out.
+            # The working directory is gone, and Python has left it out.
+            pass
     # For the interpreters that libraries start.
     os.environ["PYTHONSAFEPATH"] = "1"
 

@@ -29,7 +29,7 @@ _OTHER_FILES: Final = ("adapter_model.safetensors", "adapter_model.bin")
 
 
 class Model(NamedTuple):
-    """What a model's configuration says about tensors that nobody reads."""
+    """What a model's configuration says about tensors that were not read."""
 
     layers: int
     next_layers: int = 0

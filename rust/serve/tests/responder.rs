@@ -171,7 +171,7 @@ fn converse_by(
                 Event::Stopped => break,
                 Event::Notes(notes) => noted.extend(notes),
                 Event::Job(job) => serve(job),
-                Event::Called => unreachable!("nobody calls"),
+                Event::Called => unreachable!("no thread calls"),
                 Event::Step(_) | Event::Lost(_) => unreachable!("no lane"),
             }
         }

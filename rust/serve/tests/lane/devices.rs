@@ -247,7 +247,7 @@ pub(crate) fn converse(responder: &Responder, frames: &[Vec<u8>]) -> (Vec<Answer
         });
         loop {
             match responder.next(&mut ring).unwrap() {
-                Event::Called => unreachable!("nobody calls"),
+                Event::Called => unreachable!("no thread calls"),
                 Event::Stopped => break,
                 Event::Notes(notes) => told.extend(notes.into_iter().map(|note| note.text)),
                 Event::Step(step) => told.push(format!("{}/{}", step.requests, step.tokens)),
