@@ -294,9 +294,8 @@ impl Planner {
     /// Checks that a pass can apply the request's mask.
     const fn check_sight(&self, geometry: Geometry) -> Result<(), RequestFault> {
         match geometry.sight {
-            Sight::Causal => Ok(()),
             Sight::Masked | Sight::MaskedAhead if !self.masks => Err(RequestFault::NonCausalMask),
-            Sight::Masked => Ok(()),
+            Sight::Causal | Sight::Masked => Ok(()),
             Sight::MaskedAhead => self.check_one_pass(geometry),
         }
     }
