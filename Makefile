@@ -95,9 +95,10 @@ stubs: $(VENV)/.dependencies ## Generate the native module's stub
 
 wheel: $(WHEELS)/.built ## Build the abi3 wheel into target/wheels
 
+# Into the wheel, for `_core.build_info`: what a measurement says it was taken of. `+`: with changes that are not committed.
 $(WHEELS)/.built: $(VENV)/.dependencies $(SOURCES)
 	@rm -rf $(WHEELS)
-	$(BIN)/maturin build --release --locked --quiet --out $(WHEELS)
+	PIE_DRIVER_COMMIT="$$(git describe --always --exclude='*' --dirty=+ 2>/dev/null)" $(BIN)/maturin build --release --locked --quiet --out $(WHEELS)
 	@touch $@
 
 # uv's cache makes a second environment cheap.

@@ -1,12 +1,14 @@
-"""Runs what RESULTS.md reports, or some of it, on one GPU or on several at once.
+"""Runs the checks of `registry.py`, or some of them, on one GPU or on several at once.
 
-    python benches/gpu/all_checks.py --out DIR --small DIR --large DIR --pie-load BINARY [PART ...]
+    python benches/gpu/all_checks.py --list
+    python benches/gpu/all_checks.py --out DIR --small DIR --large DIR --pie-load BINARY [CHECK ...]
 
 --small and --large have the config.json of a Qwen3-0.6B and a Qwen3-14B shape; weights are random.
-The binary is what `make load` builds. Parts that time the host run first, one after the other; then
-the others of one GPU side by side, one on each; and at last those that need several GPUs. What a
-part prints goes to DIR/PART.txt, its figures to DIR. The status is 1 when a part failed or ran out
-of time.
+The binary is what `make load` builds. Checks that time the host run first, one after the other;
+then the others of one GPU side by side, one on each; and at last those that need several GPUs. What
+a check prints goes to DIR/CHECK.txt, its record (`frame.Record`) to DIR/CHECK.json or into the
+folder DIR/CHECK. The status is 1 when a check failed, ran out of time, or left no record whose bars
+all hold.
 """
 
 from __future__ import annotations
@@ -22,62 +24,46 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
 
+import frame
+import msgspec
+from registry import CHECKS, Check, table
+
 GRACE_S = 20.0
 FOLDER = Path(__file__).resolve().parent
-POCKET = str(FOLDER.parents[1] / "models" / "pocket")
-LOAD = "--shapes {small}/config.json --pie-load {pie_load} --commit {commit} --budget-s {limit}"
-ONE_GPU = {
-    "load": "load_check.py " + LOAD + " --out {out}/load --parts throughput,peers "
-    "--peer-backends fa3 --option mem_fraction_static=0.8",
-    "drafts": "draft_check.py " + LOAD + " --pocket {pocket} --out {out}/drafts --patience 2",
-    "attention": "attention_check.py --seconds {limit} --json {out}/attention.json",
-    "models": "models_check.py --workers 7 --limit 120",
-    "mixed": "mixed_check.py --shapes {small} --peers fa3 --json {out}/mixed.json",
-    "lane": "lane_check.py --pocket {pocket} --steps 200 --shapes {small} --json {out}/lane.json",
-    "steps": "load_check.py " + LOAD + " --out {out}/steps --parts steps",
-    "memory": "memory_check.py --shapes {small} --shapes {large} --json {out}/memory.json",
-    "dense": "dense_check.py --parity --times --shapes 0.6B,14B --json {out}/dense.json",
-    "adapters": "lora_check.py --pocket {pocket} --shapes {small}",
-    "probes": "probe_check.py --pocket {pocket} --shapes {small}",
-    "images": "image_check.py",
-    "samplers": "sampler_check.py",
-    "masks": "mask_check.py --pocket {pocket}",
-    "copies": "swap_check.py --pocket {pocket}",
-}
-"""Scripts of this folder and their arguments."""
-ALONE = ("load", "drafts", "lane", "steps")
-"""Parts that time the host, too."""
-SEVERAL_GPUS = {
-    "sums": "sums_check.py --times --ranks {several}",
-    "ranks": "ranks_check.py --parts steps --ranks {several},1 --shapes {large}/config.json "
-    "--out {out}/ranks --budget-s {limit} --commit {commit}",
-    "tokens": "ranks_check.py --parts tokens --ranks {several} --out {out}/tokens "
-    "--budget-s {limit}",
-}
+
+
+def words(name: str, check: Check, values: dict[str, object], out: Path, limit_s: int) -> list[str]:
+    """The arguments of a check's script."""
+    own = {"record": out / f"{name}.json", "folder": out / name, "limit": limit_s}
+    return [word.format(**values, **own) for word in check.arguments.split()]
+
+
+def record_of(name: str, check: Check, out: Path) -> Path:
+    """Where a check's record is."""
+    if "{folder}" in check.arguments:
+        return out / name / f"{Path(check.script).stem}.json"
+    return out / f"{name}.json"
 
 
 class Checks:
-    """Runs parts, and remembers which of them failed."""
+    """Runs checks, and remembers which of them failed."""
 
     def __init__(self, arguments: argparse.Namespace, gpus: Sequence[str]) -> None:
-        """Takes the folders, the limits, and the GPUs' names."""
-        counts = (count for count in (8, 4, 2) if count <= len(gpus))
-        self._values = {
-            "out": arguments.out.resolve(),
-            "small": arguments.small.resolve(),
-            "large": arguments.large.resolve(),
+        """Takes the folders, the limit, and the GPUs' names."""
+        self._values: dict[str, object] = {
+            "small": arguments.small,
+            "large": arguments.large,
             "pie_load": arguments.pie_load.resolve(),
-            "commit": arguments.commit,
-            "limit": int(arguments.limit_s),
-            "pocket": POCKET,
-            "several": ",".join(map(str, counts)),
+            "pocket": frame.POCKET,
+            "several": ",".join(str(count) for count in (8, 4, 2) if count <= len(gpus)),
         }
-        self._limit_s: float = arguments.limit_s
+        self._out: Path = arguments.out.resolve()
+        self._limit_s: int | None = arguments.limit_s
         self._gpus = gpus
         self.failed: list[str] = []
 
     def run_side_by_side(self, names: Sequence[str]) -> None:
-        """Runs parts of one GPU, each on the next one that is free."""
+        """Runs checks of one GPU, each on the next one that is free."""
         free: SimpleQueue[str] = SimpleQueue()
         for gpu in self._gpus:
             free.put(gpu)
@@ -85,28 +71,32 @@ class Checks:
         def work(name: str) -> None:
             gpu = free.get()
             try:
-                self.run(name, ONE_GPU[name], gpu)
+                self.run(name, gpu)
             finally:
                 free.put(gpu)
 
         with ThreadPoolExecutor(len(self._gpus)) as pool:
             list(pool.map(work, names))
 
-    def run(self, name: str, command: str, gpus: str) -> None:
-        """Runs a part to its end or its limit."""
-        words = [word.format(**self._values) for word in command.split()]
+    def run(self, name: str, gpus: str) -> None:
+        """Runs a check to its end or its limit."""
+        check = CHECKS[name]
+        limit_s = self._limit_s or 60 * check.minutes
+        command = [check.script, *words(name, check, self._values, self._out, limit_s)]
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": gpus, "PYTHONUNBUFFERED": "1"}
+        record = record_of(name, check, self._out)
+        record.unlink(missing_ok=True)
         started = time.monotonic()
-        with (self._values["out"] / f"{name}.txt").open("w", encoding="utf-8") as log:
-            print(f"$ CUDA_VISIBLE_DEVICES={gpus} {' '.join(words)}", file=log, flush=True)
+        with (self._out / f"{name}.txt").open("w", encoding="utf-8") as log:
+            print(f"$ CUDA_VISIBLE_DEVICES={gpus} {' '.join(command)}", file=log, flush=True)
             process = subprocess.Popen(
-                [sys.executable, FOLDER / words[0], *words[1:]],
+                [sys.executable, FOLDER / command[0], *command[1:]],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
                 env=environment, start_new_session=True,
             )  # fmt: skip
             try:
-                status = process.wait(self._limit_s + GRACE_S)
-                how = "done" if status == 0 else f"status {status}"
+                status = process.wait(limit_s + GRACE_S)
+                how = outcome(status, record)
             except subprocess.TimeoutExpired:
                 how = "out of time"
                 os.killpg(process.pid, signal.SIGKILL)
@@ -114,6 +104,20 @@ class Checks:
         if how != "done":
             self.failed.append(name)
         print(f"{name} on {gpus}: {how}, {time.monotonic() - started:.0f} s", flush=True)
+
+
+def outcome(status: int, record: Path) -> str:
+    """What became of a check that ended: `done`, or what is wrong."""
+    try:
+        found = frame.read(record)
+    except (OSError, msgspec.MsgspecError) as error:
+        return f"status {status}, no record: {error}"
+    broken = [f"{bar.name} {bar.value}, must be {bar.bar}" for bar in found.bars if not bar.ok]
+    if found.error:
+        broken.append(found.error)
+    if status or broken:
+        return "; ".join([f"status {status}", *broken])
+    return "done"
 
 
 def visible_gpus() -> list[str]:
@@ -125,37 +129,48 @@ def visible_gpus() -> list[str]:
     return [str(number) for number in range(len(listed.stdout.splitlines()))]
 
 
+def parser() -> argparse.ArgumentParser:
+    """The arguments, but for `--list`."""
+    made = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    usual = [name for name, check in CHECKS.items() if check.usual]
+    made.add_argument("checks", nargs="*", default=usual, metavar="CHECK")
+    made.add_argument("--list", action="store_true", help="print the checks and end")
+    made.add_argument("--out", type=Path, required=True, help="folder for records and logs")
+    made.add_argument("--small", type=frame.shapes, required=True, help="Qwen3-0.6B's shape")
+    made.add_argument("--large", type=frame.shapes, required=True, help="Qwen3-14B's shape")
+    made.add_argument("--pie-load", type=Path, required=True, help="see `make load`")
+    made.add_argument("--limit-s", type=int, help="seconds of a check, instead of its own limit")
+    return made
+
+
 def main() -> None:
-    """Runs the parts."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("parts", nargs="*", default=[*ONE_GPU, *SEVERAL_GPUS], metavar="PART")
-    parser.add_argument("--out", type=Path, required=True, help="folder for figures and logs")
-    parser.add_argument("--small", type=Path, required=True, help="Qwen3-0.6B's shape")
-    parser.add_argument("--large", type=Path, required=True, help="Qwen3-14B's shape")
-    parser.add_argument("--pie-load", type=Path, required=True, help="the load generator's binary")
-    parser.add_argument("--limit-s", type=float, default=300.0, help="seconds of a part")
-    parser.add_argument("--commit", default="unknown")
-    arguments = parser.parse_args()
-    unknown = set(arguments.parts) - ONE_GPU.keys() - SEVERAL_GPUS.keys()
+    """Runs the checks."""
+    if sys.argv[1:] == ["--list"]:
+        print(table())
+        return
+    own = parser()
+    arguments = own.parse_args()
+    unknown = set(arguments.checks) - CHECKS.keys()
     if unknown:
-        names = ", ".join([*ONE_GPU, *SEVERAL_GPUS])
-        parser.error(f"unknown parts: {', '.join(sorted(unknown))}; there are {names}")
+        own.error(f"unknown checks: {', '.join(sorted(unknown))}; there are {', '.join(CHECKS)}")
     arguments.out.mkdir(parents=True, exist_ok=True)
     gpus = visible_gpus()
     if not gpus:
-        parser.error("there is no GPU")
+        own.error("there is no GPU")
     checks = Checks(arguments, gpus)
-    chosen = [name for name in ONE_GPU if name in arguments.parts]
+    chosen = [name for name in CHECKS if name in arguments.checks]
+    one_gpu = [name for name in chosen if CHECKS[name].gpus == 1]
+    for name in one_gpu:
+        if CHECKS[name].alone:
+            checks.run(name, gpus[0])
+    checks.run_side_by_side([name for name in one_gpu if not CHECKS[name].alone])
     for name in chosen:
-        if name in ALONE:
-            checks.run(name, ONE_GPU[name], gpus[0])
-    checks.run_side_by_side([name for name in chosen if name not in ALONE])
-    for name, command in SEVERAL_GPUS.items():
-        if name in arguments.parts:
-            if len(gpus) > 1:
-                checks.run(name, command, ",".join(gpus))
-            else:
-                print(f"{name}: needs several GPUs, left out", flush=True)
+        if 1 < CHECKS[name].gpus <= len(gpus):
+            checks.run(name, ",".join(gpus))
+        elif CHECKS[name].gpus > len(gpus):
+            print(f"{name}: needs {CHECKS[name].gpus} GPUs, left out", flush=True)
     if checks.failed:
         sys.exit(f"failed: {', '.join(checks.failed)}")
 

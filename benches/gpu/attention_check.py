@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import math
 import random
 import statistics
@@ -30,12 +29,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
+import frame
 import torch
+from frame import Report
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
+sys.path.insert(0, str(frame.REPOSITORY / "tests"))
 
 from paged_kernels import PADDING, Case, check_attention
 from pie_driver_sglang.kernels.masked_torch import Rule
@@ -359,7 +359,6 @@ def time_step(step: Step, peers: list[str]) -> dict[str, Any]:
     They take turns, so that what the GPU does slower behind one of them all have their part of.
     """
     contenders: dict[str, Layers] = {}
-    times: dict[str, list[float]] = {}
     expected = None
     for name in ["pie", *peers, "shares", "copy"]:
         try:
@@ -371,12 +370,10 @@ def time_step(step: Step, peers: list[str]) -> dict[str, Any]:
                 error = float((out.view_as(expected) - expected).abs().max() / expected.abs().max())
                 if not error < DISAGREES:
                     raise ValueError(f"differs by {error:.1e}")
-            contenders[name], times[name] = Layers(step, call), []
+            contenders[name] = Layers(step, call)
         except Exception as error:
             print(f"    {step.work.shape.name} {step.work.name}, {name}: {first_line(error)}")
-    for _ in range(ROUNDS):
-        for name, layers in contenders.items():
-            times[name].append(layers.round())
+    times = frame.in_turns({name: each.round for name, each in contenders.items()}, ROUNDS)
     row: dict[str, Any] = {"work": step.work.name, "shape": step.work.shape.name}
     row |= {name: statistics.median(times[name]) if name in times else None
             for name in ["pie", *peers, "shares", "copy"]}  # fmt: skip
@@ -411,24 +408,17 @@ def grid(shape: Shape, tiny: bool, batches: Sequence[int]) -> Iterator[Work]:
 
 
 class Run:
-    """What the arguments say, and what was found so far."""
+    """What the arguments say, and the record."""
 
-    def __init__(self, arguments: argparse.Namespace) -> None:
-        self.arguments = arguments
+    def __init__(self, arguments: argparse.Namespace, report: Report) -> None:
+        self.arguments, self.report = arguments, report
         self.device = torch.device(arguments.device)
         self.tiny = self.device.type == "cpu"
         self.until = time.monotonic() + arguments.seconds
-        self.results: dict[str, Any] = {}
 
     def over(self) -> bool:
         """Whether the time is up."""
         return time.monotonic() > self.until
-
-    def keep(self, part: str, found: Any) -> None:
-        """Adds a result to the file."""
-        self.results.setdefault(part, []).append(found)
-        if self.arguments.json:
-            self.arguments.json.write_text(json.dumps(self.results, indent=1))
 
     def shapes(self) -> list[Shape]:
         """The models asked for."""
@@ -524,7 +514,7 @@ def time_grid(run: Run) -> None:
             gb_s, of_copy, best = (math.nan if value is None else value for value in last)
             print(f"{shape.name:>6} {work.name:>14}{figures}{gb_s:8.0f}{of_copy:9.2f}{best:7.2f}",
                   flush=True)  # fmt: skip
-            run.keep("times", row)
+            run.report.add(part="times", **row)
         del storage
 
 
@@ -576,7 +566,7 @@ class Tuner:
         figures = " ".join(f"{each:8.1f}" for each in times)
         seconds = time.monotonic() - started
         print(f"{self.tried[how]:8.1f} |{figures} | {how} ({seconds:.1f} s)", flush=True)
-        self.run.keep("tune", {"shape": self.shape.name, **asdict(how), "us": times})
+        self.run.report.add(part="tune", shape=self.shape.name, **asdict(how), us=times)
         return self.tried[how]
 
     def descend(self) -> None:
@@ -601,25 +591,35 @@ def microseconds_checked(step: Step, how: Tuning) -> float:
     return microseconds(step, call)
 
 
+def parser() -> argparse.ArgumentParser:
+    """The check's arguments."""
+    made = frame.parser(__doc__, "device")
+    for part in ("parity", "times", "tune", "prompts"):
+        made.add_argument(f"--{part}", action="store_true")
+    made.add_argument("--batches", default="1,4,16,64,128,256", help="rows of a step")
+    made.add_argument("--shapes", default=",".join(shape.name for shape in SHAPES))
+    made.add_argument("--peers", default=",".join(PEERS))
+    made.add_argument("--gib", type=float, default=40.0, help="memory for KV")
+    made.add_argument("--seconds", type=float, default=500.0, help="nothing begins later")
+    return made
+
+
 def main() -> None:
     """Runs the parts."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="cuda:0")
-    for part in ("parity", "times", "tune", "prompts"):
-        parser.add_argument(f"--{part}", action="store_true")
-    parser.add_argument("--batches", default="1,4,16,64,128,256", help="rows of a step")
-    parser.add_argument("--shapes", default=",".join(shape.name for shape in SHAPES))
-    parser.add_argument("--peers", default=",".join(PEERS))
-    parser.add_argument("--gib", type=float, default=40.0, help="memory for KV")
-    parser.add_argument("--seconds", type=float, default=500.0, help="nothing begins later")
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
-    run = Run(arguments)
+    arguments = parser().parse_args()
+    with Report(__file__, arguments) as report:
+        check(Run(arguments, report))
+
+
+def check(run: Run) -> None:
+    """Parity, then the searches and times that are asked for."""
+    arguments = run.arguments
     name = "Triton's interpreter" if run.tiny else torch.cuda.get_device_name(run.device)
     print(f"{name}, torch {torch.__version__}")
     wanted = (arguments.parity, arguments.times, arguments.tune, arguments.prompts)
     default = not any(wanted)
-    wrong = check_parity(run) if arguments.parity or default else 0
+    if arguments.parity or default:
+        run.report.hold("wrong cases", check_parity(run), at_most=0)
     with torch.inference_mode():
         for shape in run.shapes():
             if arguments.tune:
@@ -628,7 +628,6 @@ def main() -> None:
                 Tuner(run, shape, prompt_steps(shape, run.tiny), TUNED_FOR_PROMPTS).descend()
         if arguments.times or default:
             time_grid(run)
-    sys.exit(wrong > 0)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import multiprocessing
 import os
 import statistics
@@ -24,10 +23,11 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, wait
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
+import frame
 import torch
+from frame import Report
 
 from pie_driver_sglang.kernels import dense_layers
 from pie_driver_sglang.kernels.dense_layers import Heads, Linear, Norm, Scale, Tiling
@@ -191,7 +191,7 @@ def microseconds(calls: Callable[[], None], number: int) -> float:
     return statistics.median(round_of(max(2, int(3000 / (once * number)))) for _ in range(5))
 
 
-def check_parity(device: torch.device, tiny: bool) -> None:
+def check_parity(device: torch.device, tiny: bool, report: Report) -> None:
     """Prints the largest error of each kernel, in parts of its largest result."""
     shape = TINY if tiny else SHAPES[0]
     layer = Layer(shape, device)
@@ -217,7 +217,9 @@ def check_parity(device: torch.device, tiny: bool) -> None:
                     compare(name, dense_layers.linear(rows, Linear(weight), cut).sum(0), exact)
     for name, error in worst.items():
         print(f"parity {name}: {error:.1e}")
-    assert all(error < TOLERANCE for error in worst.values())
+    held = [report.hold(f"error of {n}", error, at_most=TOLERANCE) for n, error in worst.items()]
+    if not all(held):
+        raise SystemExit("kernels differ from float64")
 
 
 def cuts(rows: int, inputs: int, most_parts: int, gated: bool) -> Iterator[Tiling]:
@@ -297,7 +299,7 @@ def compile_cut(shape: Shape, name: str, cut: Tiling, device: torch.device) -> N
     torch.cuda.synchronize()
 
 
-def tune(shape: Shape, device: torch.device, until: float, keep: list[dict[str, Any]]) -> None:
+def tune(shape: Shape, device: torch.device, until: float, report: Report) -> None:
     """Every product of a shape at every number of rows."""
     compile_cuts(shape, device, (time.monotonic() + until) / 2)
     for name, (outputs, inputs, _, is_gated) in shape.products().items():
@@ -315,15 +317,13 @@ def tune(shape: Shape, device: torch.device, until: float, keep: list[dict[str, 
                 except Exception as error:
                     print(f"{cut}: {str(error).splitlines()[0][:100]}", flush=True)
             found.sort(key=lambda pair: pair[0])
-            keep.append({
-                "shape": shape.name, "product": name, "rows": rows, "library_us": library,
-                "cuts": [{"us": took, **asdict(cut)} for took, cut in found[:8]],
-            })  # fmt: skip
+            cuts = [{"us": took, **asdict(cut)} for took, cut in found[:8]]
+            report.add(shape=shape.name, product=name, rows=rows, library_us=library, cuts=cuts)
             said = "; ".join(f"{took:.2f} {tuple(asdict(cut).values())}" for took, cut in found[:4])
             print(f"{shape.name} {name} x {rows}: cuBLAS {library:.2f} | {said}", flush=True)
 
 
-def time_layers(shape: Shape, device: torch.device, keep: list[dict[str, Any]]) -> None:
+def time_layers(shape: Shape, device: torch.device, report: Report) -> None:
     """A layer in both ways at every number of rows."""
     one = Layer(shape, device)
     layers = [one, *(Layer(shape, device) for _ in range(max(3, ROTATED_BYTES // one.bytes)))]
@@ -334,7 +334,7 @@ def time_layers(shape: Shape, device: torch.device, keep: list[dict[str, Any]]) 
                 took[way] = time_way(layers, way, rows)
             except Exception as error:
                 print(f"{way}: {type(error).__name__}: {str(error).splitlines()[0][:150]}")
-        keep.append({"shape": shape.name, "rows": rows, "layer_us": took})
+        report.add(shape=shape.name, rows=rows, layer_us=took)
         figures = ", ".join(f"{way} {value:.1f}" for way, value in took.items())
         print(f"{shape.name} x {rows}: {figures} us a layer", flush=True)
 
@@ -354,31 +354,38 @@ def time_way(layers: list[Layer], way: str, rows: int) -> float:
     return microseconds(run, len(layers))
 
 
+def parser() -> argparse.ArgumentParser:
+    """The check's arguments."""
+    made = frame.parser(__doc__, "device")
+    for name in ("parity", "times", "tune"):
+        made.add_argument(f"--{name}", action="store_true")
+    made.add_argument("--shapes", default="0.6B", help="of those with comma: 0.6B,14B")
+    made.add_argument("--seconds", type=float, default=400.0, help="for tuning")
+    return made
+
+
 def main() -> None:
     """Runs what is asked for."""
-    parser = argparse.ArgumentParser()
-    for name in ("parity", "times", "tune"):
-        parser.add_argument(f"--{name}", action="store_true")
-    parser.add_argument("--shapes", default="0.6B", help="of those with comma: 0.6B,14B")
-    parser.add_argument("--device", type=torch.device, default="cuda:0")
-    parser.add_argument("--seconds", type=float, default=400.0, help="for tuning")
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
+    arguments = parser().parse_args()
+    with Report(__file__, arguments) as report:
+        check(arguments, report)
+
+
+def check(arguments: argparse.Namespace, report: Report) -> None:
+    """Parity, then times or the search, shape by shape."""
+    device = torch.device(arguments.device)
     everything = not (arguments.parity or arguments.times or arguments.tune)
-    tiny = arguments.device.type == "cpu"
+    tiny = device.type == "cpu"
     torch.manual_seed(0)
-    kept: list[dict[str, Any]] = []
     if arguments.parity or everything:
-        check_parity(arguments.device, tiny)
+        check_parity(device, tiny, report)
     shapes = [shape for shape in SHAPES if shape.name in arguments.shapes.split(",")]
     for shape in [] if tiny else shapes:
         if arguments.times or everything:
-            time_layers(shape, arguments.device, kept)
+            time_layers(shape, device, report)
         if arguments.tune:
             until = time.monotonic() + arguments.seconds / len(shapes)
-            tune(shape, arguments.device, until, kept)
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(kept, indent=1))
+            tune(shape, device, until, report)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Measures what n-gram drafts gain on a GPU, and that they cost nothing where they gain nothing.
 
-    python benches/gpu/draft_check.py --pie-load BINARY --pocket models/pocket --shapes CONFIG \
+    python benches/gpu/draft_check.py --pie-load BINARY [--pocket DIR] --shapes CONFIG_DIR \
         --out DIR [--parts text,cycles,random]
 
 Parts, each on a driver of its own, which plays the same prompts without and with drafts in turns:
@@ -11,9 +11,9 @@ Parts, each on a driver of its own, which plays the same prompts without and wit
    must stay above the limit.
 
 In the first two `spec_ngram_capacity` is 0, so that a context drafts from its own text alone; the
-last has the default, and with it the cost of a history. `--option` changes either. Figures go to
-DIR/drafts.json after every part, everything that was printed to DIR/draft_check.log. The status is
-1 when a part failed, a batch was skipped, or a ratio of the last part is below the limit.
+last has the default, and with it the cost of a history. `--option` changes either. The record is
+DIR/draft_check.json, everything that was printed goes to DIR/draft_check.log. The status is 1 when
+a part failed, a batch was skipped, or a ratio of the last part is below the limit.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from load_check import Runner, model_folder
+import frame
+from frame import Report
+from processes import Runner
 from tokenizers import Tokenizer
 
 LEAST_RATIO = 0.98
@@ -122,44 +124,47 @@ def prompts() -> list[str]:
 
 
 def problems(part: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What is wrong with a part's figures."""
+    """What a part lacks."""
     found = [
         f"{part}: batch {row['batch']} skipped: {row['skipped']}" for row in rows if row["skipped"]
     ]
     if len(rows) < len(PARTS[part].batch.split(",")):
         found.append(f"{part}: only {len(rows)} batch sizes were played")
-    slow = [row for row in rows if part == "random" and row.get("ratio", 1.0) < LEAST_RATIO]
-    return found + [
-        f"{part}: batch {row['batch']} has {row['ratio']:.3f} of its speed, less than {LEAST_RATIO}"
-        for row in slow
-    ]
+    return found
 
 
 class Check:
     """The parts and their figures."""
 
-    def __init__(self, arguments: argparse.Namespace, folder: Path) -> None:
+    def __init__(self, arguments: argparse.Namespace, folder: Path, report: Report) -> None:
         """Writes the prompts."""
         self._arguments = arguments
+        self._report = report
         self._out: Path = arguments.out
         self._runner = Runner(self._out / "draft_check.log", arguments.budget_s)
         self._prompts = folder / "prompts.json"
         tokenizer = Tokenizer.from_file(str(arguments.pocket / "tokenizer.json"))
         tokens = [tokenizer.encode(text, add_special_tokens=False).ids for text in prompts()]
         self._prompts.write_text(json.dumps(tokens))
-        self._shapes = model_folder(arguments.shapes, folder) if arguments.shapes else None
+        shapes = arguments.shapes
+        self._shapes = frame.model_folder(shapes, folder) if shapes else None
 
-    def play(self) -> list[str]:
-        """Plays the parts that were asked for; returns what is wrong."""
-        figures: dict[str, Any] = {"commit": self._arguments.commit}
+    def play(self) -> None:
+        """Plays the parts that were asked for."""
         wrong = []
         for name in self._arguments.parts.split(","):
-            figures[name] = self._part(name)
-            (self._out / "drafts.json").write_text(json.dumps(figures, indent=1) + "\n")
-            wrong += problems(name, figures[name].get("drafts", []))
-        for problem in wrong or ["all parts are right"]:
+            figures = self._part(name)
+            self._report.put(name, figures)
+            rows = figures.get("drafts", [])
+            wrong += problems(name, rows)
+            for row in rows if name == "random" else ():
+                if "ratio" in row:
+                    speed = f"{name}, batch {row['batch']}: speed with drafts"
+                    self._report.hold(speed, row["ratio"], at_least=LEAST_RATIO)
+        wrong += (f"{name} failed" for name in self._runner.failed)
+        for problem in wrong:
             self._runner.say(problem)
-        return wrong
+        self._report.hold("parts and batches that failed", len(wrong), at_most=0)
 
     def _part(self, name: str) -> dict[str, Any]:
         """Plays one part and returns what was written."""
@@ -175,7 +180,7 @@ class Check:
         command += ["--profile", arguments.profile, "--log", self._out / f"drafts.{name}.log"]
         command += ["--draft-batch", part.batch, "--draft-sampler", part.sampler]
         command += ["--draft-output", arguments.output, "--draft-repeats", arguments.repeats]
-        command += ["--commit", arguments.commit]
+        command += ["--commit", frame.commit()]
         if name == "text":
             command += ["--prompts", self._prompts]
         for option in (*part.options, *arguments.option):
@@ -185,30 +190,23 @@ class Check:
         return found
 
 
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--pie-load", type=Path, required=True, help="the load generator's binary")
-    parser.add_argument("--pocket", type=Path, required=True, help="folder of the embedded model")
-    parser.add_argument("--shapes", type=Path, help="config.json of a model; weights are random")
-    parser.add_argument("--out", type=Path, required=True, help="folder for figures and logs")
-    parser.add_argument("--parts", default=",".join(PARTS))
-    parser.add_argument("--output", type=int, default=384, help="tokens of every context")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--device", default="cuda:0")
-    parser.add_argument("--profile", default="latency")
-    parser.add_argument("--option", action="append", default=[], help="for the driver's options")
-    parser.add_argument("--commit", default="unknown")
-    parser.add_argument("--budget-s", type=float, default=150.0, help="seconds for all parts")
-    parser.add_argument("--patience", type=float, default=1.0, help="factor of the parts' limits")
-    return parser.parse_args()
+def parser() -> argparse.ArgumentParser:
+    """The check's arguments."""
+    made = frame.parser(__doc__, "out", "pie-load", "pocket", "shapes", "device", "option")
+    made.add_argument("--parts", default=",".join(PARTS))
+    made.add_argument("--output", type=int, default=384, help="tokens of every context")
+    made.add_argument("--repeats", type=int, default=3)
+    made.add_argument("--profile", default="latency")
+    made.add_argument("--budget-s", type=float, default=150.0, help="seconds for all parts")
+    made.add_argument("--patience", type=float, default=1.0, help="factor of the parts' limits")
+    return made
 
 
 def main() -> None:
     """Plays the parts."""
-    arguments = _arguments()
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as folder:
-        sys.exit(bool(Check(arguments, Path(folder)).play()))
+    arguments = parser().parse_args()
+    with Report(__file__, arguments) as report, tempfile.TemporaryDirectory() as folder:
+        Check(arguments, Path(folder), report).play()
 
 
 if __name__ == "__main__":

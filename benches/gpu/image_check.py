@@ -1,6 +1,6 @@
 """Serves a Qwen3-VL with images and compares its logits with transformers' own model.
 
-    python benches/gpu/image_check.py [--device cuda:0] [--model DIR] [--backends A,B]
+    python benches/gpu/image_check.py [--device cuda:0] [--model DIR] [--backends A,B] [--json FILE]
 
 Without `--model` the weights are random, in a small shape with the head sizes of the real models.
 The reference runs in float32 on the CPU, eagerly. In float32 (on the CPU alone) every logit must be
@@ -21,8 +21,10 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import frame
 import torch
-from serve_check import MIN_GAP, PAGE, driver, pages
+from frame import Report
+from serving import MIN_GAP, PAGE, driver, pages
 
 from pie_driver_sglang._core import Client, Image, Request, Sampler
 
@@ -184,7 +186,9 @@ def converse(client: Client, stories: list[Story]) -> list[torch.Tensor]:
     return [torch.cat(parts) for parts in found]
 
 
-def check(model: Any, snapshot: Path, device: str, backend: str, dtype: str) -> None:
+def check(
+    model: Any, snapshot: Path, device: str, backend: str, dtype: str, report: Report
+) -> None:
     """Compares all stories, served in one type."""
     options = {
         "attention_backend": backend,
@@ -205,13 +209,17 @@ def check(model: Any, snapshot: Path, device: str, backend: str, dtype: str) -> 
         clear = best.values[:, 0] - best.values[:, 1] > MIN_GAP
         decided += int(clear.sum())
         wrong += int((clear & (logits.argmax(-1) != best.indices[:, 0])).sum())
-    good = wrong == 0 and decided > 0
+    what = f"{backend} {dtype}"
+    image_ms = 1e3 * statistics.median(seconds)
+    report.add(backend=backend, dtype=dtype, error=error, decided_rows=decided, image_ms=image_ms)
+    good = report.hold(f"{what}: wrong rows", wrong, at_most=0)
+    good &= report.hold(f"{what}: decided rows", decided, at_least=1)
     if dtype == "float32":
-        good = good and error <= TOLERANCE
+        good &= report.hold(f"{what}: difference of logits", error, at_most=TOLERANCE)
     print(
         f"{'ok ' if good else 'BAD'} {backend} {dtype}: largest error {error:.2e}, "
         f"{wrong} wrong of {decided} decided rows; an image of 32 x 32 patches in "
-        f"{1e3 * statistics.median(seconds):.1f} ms (p50 of {TIMED})"
+        f"{image_ms:.1f} ms (p50 of {TIMED})"
     )
 
 
@@ -225,19 +233,23 @@ def time_image(client: Client, config: Any, number: int) -> float:
     return time.perf_counter() - started
 
 
+def parser() -> argparse.ArgumentParser:
+    """The check's arguments."""
+    made = frame.parser(__doc__, "device")
+    made.add_argument("--model", type=Path, help="a Qwen3-VL snapshot; by default random weights")
+    made.add_argument("--backends", help="by default those that suit the device")
+    return made
+
+
 def main() -> None:
     """Checks every backend in every type."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", default="cuda:0")
-    parser.add_argument("--model", type=Path, help="a Qwen3-VL snapshot; by default random weights")
-    parser.add_argument("--backends", help="by default those that suit the device")
-    arguments = parser.parse_args()
+    arguments = parser().parse_args()
     on_cpu = arguments.device == "cpu"
     backends = arguments.backends or ("torch_native" if on_cpu else "triton,flashinfer")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from transformers import Qwen3VLForConditionalGeneration
-    with tempfile.TemporaryDirectory() as folder:
+    with Report(__file__, arguments) as report, tempfile.TemporaryDirectory() as folder:
         snapshot = arguments.model or random_model(Path(folder))
         model = Qwen3VLForConditionalGeneration.from_pretrained(
             snapshot, attn_implementation="eager", dtype=torch.float32
@@ -245,7 +257,7 @@ def main() -> None:
         for backend in backends.split(","):
             # SGLang's norms on a GPU take no float32.
             for dtype in ("float32", "bfloat16") if on_cpu else ("float16", "bfloat16"):
-                check(model, snapshot, arguments.device, backend, dtype)
+                check(model, snapshot, arguments.device, backend, dtype, report)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The fast lane on a GPU: its tokens against the general lane's, and what a step costs the host.
 
     python benches/gpu/lane_check.py [--pocket DIR] [--shapes CONFIG_DIR] [--steps N] [--json FILE]
-        [--attention BACKEND] [--option KEY=VALUE] [--profile]
+        [--attention BACKEND] [--option KEY=VALUE ...] [--profile]
 
 1. `pocket` in bfloat16, N random steps of joins, leaves, forks, moved pages and drafts, each sent
    over both lanes: tokens are equal, or their logits at most two bfloat16 ulps apart.
@@ -29,12 +29,14 @@ import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
+import frame
+from frame import Report
+from serving import NEVER_PARK, PAGE, driver, step, write_config
+
 from pie_driver_sglang import _core
 from pie_driver_sglang._core import Client
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
-
-from serve_check import PAGE, driver, step
+sys.path.insert(0, str(frame.REPOSITORY / "tests"))
 
 from lane_walk import Walk
 
@@ -45,10 +47,11 @@ STEPS = 12
 """Steps of a turn, and launches of one; the first is not counted."""
 PROFILED = 5
 MOST_ULPS = 2
-NEVER_PARK = 2**64 - 1
 
 
-def check_walk(model: Path, steps: int, options: list[str], device: str = "cuda:0") -> None:
+def check_walk(
+    model: Path, steps: int, options: list[str], device: str = "cuda:0"
+) -> dict[str, float]:
     """Both lanes over a random walk; options are lines of `[driver.options]`."""
     vocab = json.loads((model / "config.json").read_text())["vocab_size"]
     options = [f"page_size = {PAGE}", "mem_fraction_static = 0.1", *options]
@@ -59,8 +62,7 @@ def check_walk(model: Path, steps: int, options: list[str], device: str = "cuda:
     worst = max(ulps, default=0.0)
     print(f"    {steps} steps, {walk.compared} tokens, {len(ulps)} differ, at most "
           f"{worst:.2f} bf16 ulps apart")  # fmt: skip
-    if worst > MOST_ULPS:
-        raise SystemExit("more than rounding explains")
+    return {"steps": steps, "tokens": walk.compared, "differ": len(ulps), "worst_ulps": worst}
 
 
 def profile(replay: Callable[[], object]) -> None:
@@ -80,7 +82,7 @@ def profile(replay: Callable[[], object]) -> None:
         print(f"        {took:8.1f} us  {count:5.0f} x {kernel.key[:90]}")
 
 
-def time_steps(model: Path, options: list[str], profiled: bool) -> list[dict[str, float]]:
+def time_steps(model: Path, options: list[str], profiled: bool, report: Report) -> None:
     """Decode steps through the ring, and the same graphs back to back."""
     import torch
 
@@ -89,14 +91,8 @@ def time_steps(model: Path, options: list[str], profiled: bool) -> list[dict[str
     from pie_driver_sglang.srt import environment
 
     name = f"/pie_shmem_g{os.getpid() % 100_000}"
-    folder = Path(tempfile.mkdtemp())
-    (folder / "driver.toml").write_text(
-        f'[model]\nname = "check"\nhf_repo = ""\nsnapshot_dir = "{model}"\n[driver]\n'
-        'group_id = 0\ndevice = ["cuda:0"]\nactivation_dtype = "bfloat16"\n'
-        f'spin_budget_us = "{NEVER_PARK}"\n[driver.options]\nload_format = "dummy"\n'
-        + "\n".join([f"page_size = {PAGE}", *options])
-    )
-    config = load_config(folder / "driver.toml")
+    lines = ['load_format = "dummy"', f"page_size = {PAGE}", *options]
+    config = load_config(write_config(Path(tempfile.mkdtemp()), model, lines))
     environment.prepare("cuda:0", config.model.hf_config["architectures"], spins=True)
     from pie_driver_sglang.srt.load import load_engine
 
@@ -105,7 +101,6 @@ def time_steps(model: Path, options: list[str], profiled: bool) -> list[dict[str
     server.serve(planner, engine.block.data, print, lane=engine.lane)
     warm_up(server, engine)
     stream = torch.cuda.current_stream()
-    rows = []
 
     def run() -> None:
         torch.cuda.set_stream(stream)
@@ -118,7 +113,7 @@ def time_steps(model: Path, options: list[str], profiled: bool) -> list[dict[str
             for batch in BATCHES:
                 repeat = functools.partial(engine.steps.time, batch, repeats=STEPS)
                 row = take_turns(name, batch, context, repeat)
-                rows.append(row)
+                report.add(**row)
                 line = (f"{key} {value:.0f}" for key, value in row.items())
                 print("    " + "  ".join(line), flush=True)
                 if profiled:
@@ -126,7 +121,6 @@ def time_steps(model: Path, options: list[str], profiled: bool) -> list[dict[str
     finally:
         server.unlink()
         thread.join(10)
-    return rows
 
 
 def take_turns(
@@ -178,32 +172,35 @@ def client(name: str, batch: int, context: int) -> None:
         print(json.dumps(samples), flush=True)
 
 
+def parser() -> argparse.ArgumentParser:
+    """The check's arguments."""
+    made = frame.parser(__doc__, "pocket", "shapes", "option")
+    made.add_argument("--steps", type=int, default=2000, help="of the random walk; 0 for none")
+    made.add_argument("--attention", help="named to the driver, which chooses by default")
+    made.add_argument("--profile", action="store_true", help="list the kernels of each graph")
+    return made
+
+
 def main() -> None:
     """Runs the parts."""
     if sys.argv[1:2] == ["--client"]:
         client(sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
         return
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--pocket", type=Path, default=Path("models/pocket"))
-    parser.add_argument("--shapes", type=Path)
-    parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--attention", help="named to the driver, which chooses by default")
-    parser.add_argument("--option", action="append", default=[], help="KEY=VALUE, in TOML")
-    parser.add_argument("--profile", action="store_true")
-    arguments = parser.parse_args()
+    arguments = parser().parse_args()
     options = arguments.option
     if arguments.attention:
         options = [f'attention_backend = "{arguments.attention}"', *options]
     print(f"python {sys.version.split()[0]}, {_core.build_info()}")
-    if arguments.steps:
-        print("both lanes, pocket, bfloat16")
-        check_walk(arguments.pocket.resolve(), arguments.steps, options)
-    if arguments.shapes:
-        print(f"{arguments.shapes.name} shape, random weights, decode steps")
-        rows = time_steps(arguments.shapes.resolve(), options, arguments.profile)
-        if arguments.json:
-            arguments.json.write_text(json.dumps(rows))
+    with Report(__file__, arguments) as report:
+        if arguments.steps:
+            print("both lanes, pocket, bfloat16")
+            walk = check_walk(arguments.pocket, arguments.steps, options)
+            report.add(**walk)
+            if not report.hold("bfloat16 ulps apart", walk["worst_ulps"], at_most=MOST_ULPS):
+                raise SystemExit("more than rounding explains")
+        if arguments.shapes:
+            print(f"{arguments.shapes.name} shape, random weights, decode steps")
+            time_steps(arguments.shapes, options, arguments.profile, report)
 
 
 if __name__ == "__main__":

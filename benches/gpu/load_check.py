@@ -14,29 +14,27 @@ Parts, each in processes of its own; one that fails costs the others nothing:
    attention backend, and how long the memory takes to move what a step must read (the roofline).
 5. `trace`, only when named: the driver's own split of a step. Writing it costs time in every step.
 
-Figures go to DIR/h200.json after every part, everything that was printed to DIR/load_check.log.
-Host overhead is the p50 round trip less the GPU time of the same graph launched back to back.
+The record is DIR/load_check.json, with a row for each kind of figures; everything that was printed
+goes to DIR/load_check.log. Host overhead is the p50 round trip less the GPU time of the same graph
+launched back to back. The status is 1 when a process of a part failed.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib.util
 import json
-import os
 import re
-import shutil
-import signal
-import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+
+import frame
+from frame import Report
+from processes import Runner
 
 DEFAULT_PARTS = "prototype,steps,throughput,peers"
 PROTOTYPE_CONTEXT = 512
@@ -44,79 +42,12 @@ PEERS = Path(__file__).parents[1] / "peers"
 PEER = PEERS / "sglang_engine.py"
 HBM_BYTES_PER_S = 4.8e12
 """Of an H200, by its data sheet."""
-STOP_S = 8.0
 PART_S = {"prototype": 120.0, "load": 240.0, "trace": 120.0, "peers": 150.0, "runner": 90.0}
 """The longest that a process of each part may take."""
 _PROTOTYPE_LINE = re.compile(r"batch (\d+): gpu (\d+) us, .* overhead (-?\d+) us")
 _RUNNER_LINE = re.compile(r"runner \S+ (\d+x\d+): (\d+) us")
 _BYTES_LINE = re.compile(r"runner bytes: weights (\d+), a token (\d+)")
 _PEER_LINE = re.compile(r"sglang (\S+) repeat \d+: .* = (\d+) tok/s")
-
-
-class Runner:
-    """Runs processes until the time is spent."""
-
-    def __init__(self, log: Path, budget_s: float) -> None:
-        """Starts the clock."""
-        self._log = log.open("w", encoding="utf-8")
-        self._end = time.monotonic() + budget_s
-
-    def run(
-        self,
-        what: str,
-        command: Sequence[object],
-        limit_s: float,
-        environment: Mapping[str, str] | None = None,
-    ) -> str:
-        """Prints, line by line, and returns the output; an error or a time-out is printed too."""
-        left_s = min(limit_s, self._end - time.monotonic())
-        words = [str(word) for word in command]
-        self.say(f"--- {what}: {' '.join(words)}")
-        if left_s < STOP_S:
-            self.say(f"{what}: no time left")
-            return ""
-        try:
-            process = subprocess.Popen(
-                words,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                errors="replace",
-                start_new_session=True,
-            )
-        except OSError as error:
-            self.say(f"{what}: {error}")
-            return ""
-        watchdog = threading.Timer(left_s - STOP_S / 2, self._stop, (what, process))
-        watchdog.start()
-        lines = []
-        try:
-            with process:
-                for line in process.stdout or ():
-                    self.say(line.rstrip())
-                    lines.append(line)
-        finally:
-            # Its number may be another's by then.
-            watchdog.cancel()
-        if process.returncode:
-            self.say(f"{what}: status {process.returncode}")
-        return "".join(lines)
-
-    def say(self, text: str) -> None:
-        """Prints and logs."""
-        print(text, flush=True)
-        print(text, file=self._log, flush=True)
-
-    def _stop(self, what: str, process: subprocess.Popen[str]) -> None:
-        """Ends a process and those that it has started; a driver removes its region on SIGTERM."""
-        self.say(f"{what}: no time left, stopped")
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            # The session of its own is what the process leads.
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, number)
-            time.sleep(STOP_S / 4)
 
 
 def prototype_figures(output: str) -> dict[str, dict[str, float]]:
@@ -169,16 +100,14 @@ def host_overhead_us(
 class Check:
     """The parts and their figures."""
 
-    def __init__(self, arguments: argparse.Namespace, model: Path) -> None:
+    def __init__(self, arguments: argparse.Namespace, model: Path, report: Report) -> None:
         """Begins with empty figures."""
         self._arguments = arguments
         self._model = model
+        self._report = report
         self._out: Path = arguments.out
         self._runner = Runner(self._out / "load_check.log", arguments.budget_s)
         self._figures: dict[str, Any] = {
-            "commit": arguments.commit,
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "script": " ".join(["benches/gpu/load_check.py", *sys.argv[1:]]),
             "host_overhead_us": {},
             "prototype_overhead_us": {},
             "tokens_per_s": {"ours": None, "sglang": {}},
@@ -203,6 +132,9 @@ class Check:
         if "trace" in parts:
             self._part("trace", self._trace)
         self._runner.say(json.dumps({**self._figures, "detail": "..."}, indent=1))
+        for name in self._runner.failed:
+            self._runner.say(f"failed: {name}")
+        self._report.hold("failed processes", len(self._runner.failed), at_most=0)
 
     def _part(self, what: str, play: Any) -> None:
         started = time.monotonic()
@@ -210,9 +142,10 @@ class Check:
             play()
         except Exception as error:
             self._runner.say(f"{what} failed: {type(error).__name__}: {error}")
+            self._runner.failed.append(what)
         self._runner.say(f"--- {what} took {time.monotonic() - started:.0f} s")
-        text = json.dumps(self._figures, indent=1)
-        (self._out / "h200.json").write_text(text + "\n", encoding="utf-8")
+        for name, figures in self._figures.items():
+            self._report.put(name, figures)
 
     def _prototype(self) -> None:
         batches = self._arguments.batch
@@ -263,7 +196,7 @@ class Check:
         command += ["--model", self._model, "--device", arguments.device, "--json", path]
         command += ["--profile", arguments.profile, "--log", self._out / f"{name}.driver.log"]
         command += ["--batch", arguments.batch, "--context", arguments.context]
-        command += ["--commit", arguments.commit]
+        command += ["--commit", frame.commit()]
         if arguments.lengths:
             command += ["--lengths", arguments.lengths]
         for option in arguments.option:
@@ -309,45 +242,33 @@ def _has_fa3() -> bool:
     return any((Path(folder) / "flash_ops.abi3.so").exists() for folder in folders or ())
 
 
-def model_folder(shapes: Path, folder: Path) -> Path:
-    """A folder that names a model's shapes; weights are made up by those who load it."""
-    config = shapes / "config.json" if shapes.is_dir() else shapes
-    shutil.copyfile(config, folder / "config.json")
-    return folder
-
-
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    model = parser.add_mutually_exclusive_group(required=True)
-    model.add_argument("--shapes", type=Path, help="config.json of a model; weights are random")
+def parser() -> argparse.ArgumentParser:
+    """The check's arguments."""
+    made = frame.parser(__doc__, "out", "pie-load", "device", "option")
+    model = made.add_mutually_exclusive_group(required=True)
+    model.add_argument("--shapes", **frame.SHAPES)
     model.add_argument("--model", type=Path, help="a whole model folder instead")
-    parser.add_argument("--pie-load", type=Path, required=True, help="the load generator's binary")
-    parser.add_argument("--out", type=Path, required=True, help="folder for figures and logs")
-    parser.add_argument("--onegraph", type=Path, help="the prototype's script")
-    parser.add_argument("--bench-sgl", type=Path, default=PEER, help="another peers' script")
-    parser.add_argument("--graph-times", type=Path, help='{"<batch>x<context>": µs on the GPU}')
-    parser.add_argument("--parts", default=DEFAULT_PARTS)
-    parser.add_argument("--peer-backends", default="fa3,flashinfer,triton")
-    parser.add_argument("--batch", default="1,8,64,256")
-    parser.add_argument("--context", default="512,2048")
-    parser.add_argument("--lengths", type=Path, help="another workload, for a try on the CPU")
-    parser.add_argument("--device", default="cuda:0")
-    parser.add_argument("--profile", default="latency")
-    parser.add_argument("--option", action="append", default=[], help="for the driver's options")
-    parser.add_argument("--commit", default="unknown")
-    parser.add_argument("--budget-s", type=float, default=520.0, help="seconds for all parts")
-    return parser.parse_args()
+    made.add_argument("--onegraph", type=Path, help="the prototype's script")
+    made.add_argument("--bench-sgl", type=Path, default=PEER, help="another peers' script")
+    made.add_argument("--graph-times", type=Path, help='{"<batch>x<context>": µs on the GPU}')
+    made.add_argument("--parts", default=DEFAULT_PARTS)
+    made.add_argument("--peer-backends", default="fa3,flashinfer,triton")
+    made.add_argument("--batch", default="1,8,64,256")
+    made.add_argument("--context", default="512,2048")
+    made.add_argument("--lengths", type=Path, help="another workload, for a try on the CPU")
+    made.add_argument("--profile", default="latency")
+    made.add_argument("--budget-s", type=float, default=520.0, help="seconds for all parts")
+    return made
 
 
 def main() -> None:
     """Plays the parts."""
-    arguments = _arguments()
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as folder:
+    arguments = parser().parse_args()
+    with Report(__file__, arguments) as report, tempfile.TemporaryDirectory() as folder:
         if arguments.shapes:
-            arguments.model = model_folder(arguments.shapes, Path(folder))
+            arguments.model = frame.model_folder(arguments.shapes, Path(folder))
             arguments.option.append('load_format="dummy"')
-        Check(arguments, arguments.model).play()
+        Check(arguments, arguments.model, report).play()
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Checks LoRA adapters on a CUDA GPU against merged weights, and times decode steps with them.
 
     python benches/gpu/lora_check.py [--pocket DIR] [--shapes CONFIG_DIR] [--backends A,B]
+        [--device cuda:0] [--json FILE]
 
 For each of SGLang's LoRA backends:
 
@@ -27,7 +28,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from serve_check import MIN_GAP, PAGE, driver, pages
+import frame
+from frame import Report
+from serving import MIN_GAP, PAGE, driver, pages
 
 from pie_driver_sglang._core import Client, Request, Sampler
 
@@ -151,7 +154,9 @@ class Models:
         return logits
 
 
-def check_pocket(path: Path, backend: str, device: str, new_tokens: int = 24) -> None:
+def check_pocket(
+    path: Path, backend: str, device: str, report: Report, new_tokens: int = 24
+) -> None:
     """Logits and greedy tokens of all adapters together."""
     import torch
 
@@ -200,11 +205,14 @@ def check_pocket(path: Path, backend: str, device: str, new_tokens: int = 24) ->
     )
     count = new_tokens * len(numbers)
     print(f"    {count} tokens, {clear} with a gap > {MIN_GAP}, {wrong} of those differ")
-    if wrong or worst > LOGITS_TOLERANCE:
+    report.add(backend=backend, tokens=count, decided_tokens=clear, least_change=least)
+    right = report.hold(f"{backend}: wrong tokens", wrong, at_most=0)
+    near = report.hold(f"{backend}: difference of logits", worst, at_most=LOGITS_TOLERANCE)
+    if not (right and near):
         raise SystemExit("adapters differ from the reference")
 
 
-def time_steps(path: Path, options: dict[str, object], device: str) -> None:
+def time_steps(path: Path, options: dict[str, object], device: str, report: Report) -> None:
     """Decode steps without and with adapters."""
     config = json.loads((path / "config.json").read_text())
     folder = Path(tempfile.mkdtemp())
@@ -219,12 +227,15 @@ def time_steps(path: Path, options: dict[str, object], device: str) -> None:
             if number == 1:
                 print(f"    load: {(time.perf_counter() - started) * 1000:.1f} ms")
         for name, numbers in cases.items():
-            prompts = (
-                f"{count} x {length} {_prompts_us(client, numbers, count, length):7.0f} us"
+            decode = _step_us(client, numbers)
+            times = {
+                f"{count} x {length}": _prompts_us(client, numbers, count, length)
                 for count, length in PROMPTS
-            )
-            decode = f"step p50 {_step_us(client, numbers):7.0f} us"
-            print(f"    {name:12} {decode}, prompts {', '.join(prompts)}")
+            }
+            prompts = ", ".join(f"{prompt} {us:7.0f} us" for prompt, us in times.items())
+            print(f"    {name:12} step p50 {decode:7.0f} us, prompts {prompts}")
+            backend = options.get("lora_backend")
+            report.add(backend=backend, adapters=name, step_us=decode, prompts_us=times)
 
 
 def _step_us(client: Client, numbers: Sequence[int]) -> float:
@@ -261,26 +272,29 @@ def _median_us(client: Client, batches: Sequence[list[Request]]) -> float:
     return statistics.median(times)
 
 
+def parser() -> argparse.ArgumentParser:
+    """The check's arguments."""
+    made = frame.parser(__doc__, "pocket", "shapes", "device")
+    made.add_argument("--backends", default="triton,csgmv")
+    return made
+
+
 def main() -> None:
     """Checks, then times, every backend."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--pocket", type=Path, default=Path("models/pocket"))
-    parser.add_argument("--shapes", type=Path)
-    parser.add_argument("--backends", default="triton,csgmv")
-    parser.add_argument("--device", default="cuda:0")
-    arguments = parser.parse_args()
-    pocket = arguments.pocket.resolve()
-    timed = (arguments.shapes or pocket).resolve()
+    arguments = parser().parse_args()
+    pocket, device = arguments.pocket, arguments.device
+    timed = arguments.shapes or pocket
     dummy: dict[str, object] = {"load_format": "dummy"} if arguments.shapes else {}
-    for backend in arguments.backends.split(","):
-        print(f"pocket, bfloat16, {backend}")
-        check_pocket(pocket, backend, arguments.device)
-    print(f"{timed.name}, {SIZE} contexts of {CONTEXT}, adapters of rank 16 in all layers")
-    time_steps(timed, {**dummy, "enable_lora": False}, arguments.device)
-    for backend in arguments.backends.split(","):
-        print(f"  {backend}")
-        lora: dict[str, object] = {"lora_backend": backend, "max_lora_rank": 16}
-        time_steps(timed, {**dummy, "enable_lora": True, **lora}, arguments.device)
+    with Report(__file__, arguments) as report:
+        for backend in arguments.backends.split(","):
+            print(f"pocket, bfloat16, {backend}")
+            check_pocket(pocket, backend, device, report)
+        print(f"{timed.name}, {SIZE} contexts of {CONTEXT}, adapters of rank 16 in all layers")
+        time_steps(timed, {**dummy, "enable_lora": False}, device, report)
+        for backend in arguments.backends.split(","):
+            print(f"  {backend}")
+            lora: dict[str, object] = {"lora_backend": backend, "max_lora_rank": 16}
+            time_steps(timed, {**dummy, "enable_lora": True, **lora}, device, report)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Compares masked attention, Triton's and torch's, with dense attention in float64.
 
-    python benches/gpu/mask_check.py [--device cuda] [--pocket DIR] [--backends A,B]
+    python benches/gpu/mask_check.py [--device cuda:0] [--pocket DIR] [--backends A,B] [--json FILE]
 
 On a GPU it also serves `pocket` in bfloat16: every node of a tree in one request, under a mask,
 must give the token that its branch gives alone, where the two best logits are more than `MIN_GAP`
@@ -14,8 +14,10 @@ import itertools
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import frame
 import torch
-from serve_check import MIN_GAP, PAGE, driver, pages
+from frame import Report
+from serving import MIN_GAP, PAGE, driver, pages
 
 from pie_driver_sglang._core import Request, Sampler
 from pie_driver_sglang.kernels import masked_attend, masked_torch
@@ -212,14 +214,8 @@ def check_tree(model: Path, backend: str) -> int:
     return differ if decided else 1
 
 
-def main() -> None:
-    """Checks every case and prints the largest error of each."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--pocket", type=Path, default=Path("models/pocket"))
-    parser.add_argument("--backends", default="triton,flashinfer")
-    arguments = parser.parse_args()
-    device = arguments.device
+def check_cases(device: str, report: Report) -> int:
+    """Prints the largest error of each case; returns how many are wrong."""
     failed = 0
     for number, case in enumerate(cases(large=device != "cpu")):
         inputs = make_pass(case, torch.Generator().manual_seed(number))
@@ -232,11 +228,25 @@ def main() -> None:
             right = error <= TOLERANCES[case.dtype] and bool((found[blind] == 0).all())
             failed += not right
             print(f"{'ok' if right else 'WRONG'}  {name}: error {error:.1e}  {case}", flush=True)
-    if device != "cpu":
-        for backend in arguments.backends.split(","):
-            failed += check_tree(arguments.pocket, backend)
-    if failed:
-        raise SystemExit(f"{failed} results are wrong")
+            report.add(case=str(case), way=name, error=error, ok=right)
+    return failed
+
+
+def parser() -> argparse.ArgumentParser:
+    """The check's arguments."""
+    made = frame.parser(__doc__, "device", "pocket")
+    made.add_argument("--backends", default="triton,flashinfer")
+    return made
+
+
+def main() -> None:
+    """Checks every case, and on a GPU the tree."""
+    arguments = parser().parse_args()
+    with Report(__file__, arguments) as report:
+        report.hold("wrong cases", check_cases(arguments.device, report), at_most=0)
+        for backend in arguments.backends.split(",") if arguments.device != "cpu" else ():
+            differ = check_tree(arguments.pocket, backend)
+            report.hold(f"{backend}: wrong nodes of a tree", differ, at_most=0)
 
 
 if __name__ == "__main__":

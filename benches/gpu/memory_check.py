@@ -29,7 +29,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from load_check import model_folder
+import frame
+from frame import Report
+from serving import write_config
 
 from pie_driver_sglang import _core
 from pie_driver_sglang._core import Request, Sampler
@@ -49,14 +51,11 @@ def check(shapes: Path, arguments: argparse.Namespace) -> dict[str, Any]:
 
     configure_logging()
     folder = Path(tempfile.mkdtemp())
-    config_path = folder / "driver.toml"
-    config_path.write_text(
-        f'[model]\nname = "{shapes.name}"\nhf_repo = ""\n'
-        f'snapshot_dir = "{model_folder(shapes, folder)}"\n[driver]\ngroup_id = 0\n'
-        f'device = ["{arguments.device}"]\n[driver.options]\nload_format = "dummy"\n'
-        + "\n".join(arguments.option)
+    lines = ['load_format = "dummy"', *arguments.option]
+    model = frame.model_folder(shapes, folder)
+    config = load_config(
+        write_config(folder, model, lines, arguments.device, dtype=None, spin_budget_us=None)
     )
-    config = load_config(config_path)
     name = f"/pie_shmem_g{os.getpid() % 100_000}"
     server = _core.Server(name, _core.ExitGuard(), spin_budget_us=0)
     server.unlink()
@@ -125,20 +124,28 @@ def show(row: dict[str, Any]) -> None:
         print(f"    {name:<12} planned {plan / 2**30:8.3f} GiB  real {real / 2**30:8.3f} GiB")
 
 
+def parser() -> argparse.ArgumentParser:
+    """The check's arguments."""
+    made = frame.parser(__doc__, "device", "option")
+    made.add_argument("--shapes", action="append", required=True, **frame.SHAPES)
+    made.add_argument("--one", type=Path, help=argparse.SUPPRESS)
+    return made
+
+
 def main() -> None:
     """Checks every shape in a process of its own."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--shapes", type=Path, action="append", required=True)
-    parser.add_argument("--device", default="cuda:0")
-    parser.add_argument("--option", action="append", default=[], help="KEY=VALUE of the options")
-    parser.add_argument("--json", type=Path, help="where to write the figures")
-    parser.add_argument("--one", type=Path, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    arguments = parser().parse_args()
     if arguments.one is not None:
         row = check(arguments.shapes[0], arguments)
         arguments.one.write_text(json.dumps(row))
         return
-    rows, failed = [], False
+    with Report(__file__, arguments) as report:
+        check_all(arguments, report)
+
+
+def check_all(arguments: argparse.Namespace, report: Report) -> None:
+    """Every shape, and what was left of the memory."""
+    failed = 0
     for shapes in arguments.shapes:
         print(f"--- {shapes}", flush=True)
         found = Path(tempfile.mkdtemp()) / "row.json"
@@ -148,15 +155,14 @@ def main() -> None:
         status = subprocess.run(command, timeout=LIMIT_S, check=False).returncode
         if status:
             print(f"    failed with status {status}", flush=True)
-            failed = True
+            failed += 1
             continue
         row = json.loads(found.read_text())
         show(row)
-        failed |= row.get("left", 1) <= 0
-        rows.append(row)
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
-    raise SystemExit(failed)
+        report.add(**row)
+        if "left" in row:
+            report.hold(f"{shapes.name}: bytes left", row["left"], at_least=1)
+    report.hold("shapes that failed", failed, at_most=0)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ the longest gap between two tokens less the usual one. All times in µs, medians
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import subprocess
 import sys
@@ -25,8 +24,9 @@ import time
 import tomllib
 from pathlib import Path
 
-from load_check import model_folder
-from serve_check import PAGE, driver, step
+import frame
+from frame import Report
+from serving import PAGE, driver, step
 
 from pie_driver_sglang import _core
 from pie_driver_sglang._core import Client, Request
@@ -92,34 +92,35 @@ def time_way(client: Client, way: str, decodes: int) -> dict[str, float]:
     return found
 
 
+def parser() -> argparse.ArgumentParser:
+    """The check's arguments."""
+    made = frame.parser(__doc__, "option", "device")
+    made.add_argument("--shapes", required=True, **frame.SHAPES)
+    made.add_argument("--decodes", type=int, default=64)
+    made.add_argument("--ways", default=",".join(WAYS))
+    made.add_argument("--peers", default="", help="SGLang's attention backends")
+    return made
+
+
 def main() -> None:
     """Every way, and the peers."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--shapes", type=Path, required=True)
-    parser.add_argument("--decodes", type=int, default=64)
-    parser.add_argument("--ways", default=",".join(WAYS))
-    parser.add_argument("--peers", default="", help="SGLang's attention backends")
-    parser.add_argument("--option", action="append", default=[], help="KEY=VALUE, in TOML")
-    parser.add_argument("--device", default="cuda:0")
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
-    figures: dict[str, object] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        model = model_folder(arguments.shapes, Path(folder))
+    arguments = parser().parse_args()
+    with Report(__file__, arguments) as report, tempfile.TemporaryDirectory() as folder:
+        model = frame.model_folder(arguments.shapes, Path(folder))
         for way in arguments.ways.split(","):
             lines = ['load_format = "dummy"', f"page_size = {PAGE}", *WAYS[way], *arguments.option]
             with driver(model, tomllib.loads("\n".join(lines)), arguments.device) as (client, _):
-                figures[way] = found = time_way(client, way, arguments.decodes)
+                found = time_way(client, way, arguments.decodes)
+            report.add(way=way, decodes=arguments.decodes, us=found)
             row = "  ".join(f"{name} {value:.0f}" for name, value in found.items())
             print(f"{way}, {arguments.decodes} decodes: {row}", flush=True)
         for backend in filter(None, arguments.peers.split(",")):
             command = [sys.executable, PEER, model, backend, "--decodes", str(arguments.decodes)]
             done = subprocess.run(command, check=False, capture_output=True, text=True)
             said = [line for line in done.stdout.splitlines() if " us " in line]
-            figures[f"sglang {backend}"] = said
+            report.add(way=f"sglang {backend}", decodes=arguments.decodes, said=said)
             print(f"sglang {backend}:", *said or done.stderr.splitlines()[-3:], sep="\n    ")
-    if arguments.json:
-        arguments.json.write_text(json.dumps(figures, indent=1))
+            report.hold(f"sglang {backend}: lines", len(said), at_least=1)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Finds out on a CUDA GPU what docs/supported-models.md says of each architecture.
 
     python benches/gpu/models_check.py [--device cuda:0] [--workers 4] [--limit S]
-        [--dtype bfloat16] [NAME ...]
+        [--dtype bfloat16] [--json FILE] [NAME ...]
 
 Small random models of the architectures in `tests/architectures.py` are served in bfloat16 and
 compared with `transformers` in float32 on the CPU, the same weights. Every model has a process and
@@ -28,10 +28,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import frame
 import torch
-from serve_check import PAGE, driver
+from frame import Report
+from serving import PAGE, driver
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
+sys.path.insert(0, str(frame.REPOSITORY / "tests"))
 
 import architectures
 import model_checks
@@ -187,22 +189,32 @@ def last(output: str, read: Callable[[str], Any], start: str) -> Any:
     return read(lines[-1]) if lines else None
 
 
+def parser() -> argparse.ArgumentParser:
+    """The check's arguments."""
+    made = frame.parser(__doc__, "device")
+    made.add_argument("names", nargs="*", default=NAMES)
+    made.add_argument("--workers", type=int, default=4)
+    made.add_argument("--limit", type=float, default=150.0, help="seconds of one model")
+    made.add_argument("--dtype", default="bfloat16")
+    made.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    made.add_argument("--one", help=argparse.SUPPRESS)
+    return made
+
+
 def main() -> None:
     """One architecture, or a table of them."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("names", nargs="*", default=NAMES)
-    parser.add_argument("--device", default="cuda:0")
-    parser.add_argument("--workers", type=int, default=4)
-    parser.add_argument("--limit", type=float, default=150.0, help="seconds of one model")
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--folder", type=Path)
-    parser.add_argument("--one")
-    arguments = parser.parse_args()
+    arguments = parser().parse_args()
     if arguments.one:
         with contextlib.redirect_stdout(sys.stderr):
             found = check(arguments.one, arguments.folder, arguments.device, arguments.dtype)
         print(f"found {json.dumps(found)}")
         return
+    with Report(__file__, arguments) as report:
+        make_table(arguments, report)
+
+
+def make_table(arguments: argparse.Namespace, report: Report) -> None:
+    """Every architecture; a cell that is WRONG or FAILED breaks the check."""
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(arguments.workers) as pool:
         results = [
             pool.submit(row, name, Path(folder), arguments.device, arguments.limit, arguments.dtype)
@@ -210,8 +222,12 @@ def main() -> None:
         ]
         print("| architecture | runs | masks | drafts | copies | LoRA | why not |")
         print("|---|---|---|---|---|---|---|")
-        for result in results:
-            print(result.result()[0], flush=True)
+        for name, result in zip(arguments.names, results, strict=True):
+            line, below = result.result()
+            print(line, flush=True)
+            report.add(model=name, cells=line, notes=below)
+            bad = sum(word in line for word in ("WRONG", "FAILED"))
+            report.hold(f"{name}: wrong or failed", bad, at_most=0)
         print()
         for result in results:
             print(f"    {result.result()[1]}")

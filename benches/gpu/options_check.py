@@ -1,6 +1,7 @@
 """Tries options that reach SGLang on a CUDA GPU: dtypes, quantization, backends, page sizes.
 
-    python benches/gpu/options_check.py [--pocket DIR] [--device cuda:0] [--workers 4] [ROW ...]
+    python benches/gpu/options_check.py [--pocket DIR] [--device cuda:0] [--workers 4]
+        [--json FILE] [ROW ...]
 
 Each row is a driver of `pocket` in a process and with a time limit of its own. A row that starts
 decodes contexts together, masks one and verifies drafts; its greedy tokens must be those of
@@ -20,7 +21,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from serve_check import driver
+import frame
+from frame import Report
+from serving import driver
 
 from pie_driver_sglang._core import Request, Sampler
 
@@ -155,23 +158,30 @@ def tried(name: str, arguments: argparse.Namespace) -> str:
     return f"{name}: {outcome[:600]} ({time.monotonic() - started:.0f} s)"
 
 
+def parser() -> argparse.ArgumentParser:
+    """The check's arguments."""
+    made = frame.parser(__doc__, "pocket", "device")
+    made.add_argument("rows", nargs="*", default=ROWS)
+    made.add_argument("--workers", type=int, default=4)
+    made.add_argument("--one", help=argparse.SUPPRESS)
+    return made
+
+
 def main() -> None:
     """One row, or all of them."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("rows", nargs="*", default=ROWS)
-    parser.add_argument("--pocket", type=Path, default=Path("models/pocket"))
-    parser.add_argument("--device", default="cuda:0")
-    parser.add_argument("--workers", type=int, default=4)
-    parser.add_argument("--one")
-    arguments = parser.parse_args()
+    arguments = parser().parse_args()
     if arguments.one:
         with contextlib.redirect_stdout(sys.stderr):
-            found = check(ROWS[arguments.one], arguments.pocket.resolve(), arguments.device)
+            found = check(ROWS[arguments.one], arguments.pocket, arguments.device)
         print(f"found {json.dumps(found)}")
         return
-    with ThreadPoolExecutor(arguments.workers) as pool:
-        for line in pool.map(lambda name: tried(name, arguments), arguments.rows):
+    with Report(__file__, arguments) as report, ThreadPoolExecutor(arguments.workers) as pool:
+        lines = pool.map(lambda name: tried(name, arguments), arguments.rows)
+        for name, line in zip(arguments.rows, lines, strict=True):
             print(line, flush=True)
+            report.add(row=name, outcome=line.removeprefix(f"{name}: "))
+            bad = any(word in line for word in ("WRONG:", "FAILED:"))
+            report.hold(f"{name}: wrong or failed", bad, at_most=0)
 
 
 if __name__ == "__main__":

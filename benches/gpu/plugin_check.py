@@ -1,6 +1,6 @@
 """SGLang's engine on text that repeats itself: without drafts, with its n-gram drafter, with ours.
 
-    python benches/gpu/plugin_check.py --pocket models/pocket --out DIR [--engines plain,sglang,pie]
+    python benches/gpu/plugin_check.py --out DIR [--pocket DIR] [--engines plain,sglang,pie]
 
 Each engine is a process of its own; `pie` is SGLang with ``SGLANG_PLUGINS=pie_ngram``, everything
 else being equal. A repeat takes the prompts behind those of the one before, and what drafters and
@@ -10,8 +10,8 @@ Greedy tokens of the last repeat are compared with those of the first engine. Ve
 several rows at once, so texts part where two logits are nearly equal; what counts is the share of
 the tokens before that.
 
-Figures go to DIR/plugin.json after every engine, everything that was printed to
-DIR/plugin_check.log. The status is 1 if an engine failed, drafted nothing or said something else.
+The record is DIR/plugin_check.json, everything that was printed goes to DIR/plugin_check.log. The
+status is 1 if an engine failed, drafted nothing or said something else.
 """
 
 from __future__ import annotations
@@ -25,8 +25,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import frame
 from draft_check import prompts
-from load_check import Runner
+from frame import Report
+from processes import Runner
 
 ENGINES = {
     "plain": {},
@@ -38,6 +40,8 @@ BATCHES = (1, 4, 16)
 LEAST_SAME = 0.75
 """Of an engine's tokens, those before the first that differs in their text. Near ties part some
 texts somewhere; a verification that is wrong parts all of them near their start."""
+LEAST_A_STEP = 1.2
+"""Tokens that a step says, of an engine whose drafts come true."""
 FLUSH_S = 10.0
 """Until when an engine that has answered must be idle."""
 
@@ -105,9 +109,8 @@ def common(said: Sequence[int], other: Sequence[int]) -> int:
     return next((at for at, (one, another) in pairs if one != another), len(said))
 
 
-def compare(figures: dict[str, Any]) -> list[str]:
-    """Prints a row for each batch and engine; returns what is wrong."""
-    wrong = []
+def compare(figures: dict[str, Any], report: Report) -> None:
+    """Prints a row for each batch and engine, and holds the engines to the first."""
     first = next(iter(figures), None)
     for name, found in figures.items():
         print(f"{name}: start {found['start_s']:.1f} s")
@@ -125,14 +128,14 @@ def compare(figures: dict[str, Any]) -> list[str]:
                 line += f", {row['tokens_per_s'] / base['tokens_per_s']:.2f} of {first}'s speed"
                 line += f", {equal} of {len(pairs)} texts equal"
             print(line)
-            if name != "plain" and row["tokens_a_step"] < 1.2:
-                wrong.append(f"{name}, batch {batch}: no drafts came true")
+            if name != "plain":
+                said = f"{name}, batch {batch}: tokens a step"
+                report.hold(said, row["tokens_a_step"], at_least=LEAST_A_STEP)
         if name != first:
             share = before / max(count, 1)
             print(f"  {share:.1%} of the tokens before a difference to {first}")
-            if share < LEAST_SAME:
-                wrong.append(f"{name}: says something else than {first}: {share:.1%} before that")
-    return wrong
+            same_share = f"{name}: share of tokens before a difference to {first}"
+            report.hold(same_share, share, at_least=LEAST_SAME)
 
 
 def run(name: str, arguments: argparse.Namespace, runner: Runner) -> dict[str, Any] | None:
@@ -149,38 +152,41 @@ def run(name: str, arguments: argparse.Namespace, runner: Runner) -> dict[str, A
     return found
 
 
-def main() -> int:
+def parser() -> argparse.ArgumentParser:
+    """The check's arguments."""
+    made = frame.parser(__doc__, "out", "pocket")
+    made.add_argument("--engines", default=",".join(ENGINES))
+    made.add_argument("--backend", default="flashinfer", help="SGLang's attention_backend")
+    made.add_argument("--mem-fraction", type=float, default=0.3)
+    made.add_argument("--output", type=int, default=384, help="tokens of every text")
+    made.add_argument("--repeats", type=int, default=2, help="the last one counts")
+    made.add_argument("--limit", type=float, default=180.0, help="seconds of one engine")
+    made.add_argument("--serve", choices=ENGINES, help=argparse.SUPPRESS)
+    return made
+
+
+def main() -> None:
     """Runs the engines one after the other."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--pocket", type=Path, required=True, help="folder of the embedded model")
-    parser.add_argument("--out", type=Path, required=True, help="folder for figures")
-    parser.add_argument("--engines", default=",".join(ENGINES))
-    parser.add_argument("--backend", default="flashinfer", help="SGLang's attention_backend")
-    parser.add_argument("--mem-fraction", type=float, default=0.3)
-    parser.add_argument("--output", type=int, default=384, help="tokens of every text")
-    parser.add_argument("--repeats", type=int, default=2, help="the last one counts")
-    parser.add_argument("--limit", type=float, default=180.0, help="seconds of one engine")
-    parser.add_argument("--serve", choices=ENGINES, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    arguments = parser().parse_args()
     if arguments.serve:
         serve(arguments)
-        return 0
-    arguments.out.mkdir(parents=True, exist_ok=True)
+        return
     names = arguments.engines.split(",")
-    runner = Runner(arguments.out / "plugin_check.log", arguments.limit * len(names))
-    figures: dict[str, Any] = {}
-    wrong = []
-    for name in names:
-        found = run(name, arguments, runner)
-        if found is None or "ended" not in found:
-            wrong.append(f"{name} failed")
-        if found is not None:
-            figures[name] = found
-        (arguments.out / "plugin.json").write_text(json.dumps(figures) + "\n")
-    wrong += compare(figures)
-    print("\n".join(wrong or ["every engine is right"]))
-    return bool(wrong)
+    with Report(__file__, arguments) as report:
+        runner = Runner(arguments.out / "plugin_check.log", arguments.limit * len(names))
+        figures: dict[str, Any] = {}
+        failed = 0
+        for name in names:
+            found = run(name, arguments, runner)
+            if found is None or "ended" not in found:
+                print(f"{name} failed")
+                failed += 1
+            if found is not None:
+                figures[name] = found
+                report.put(name, found)
+        report.hold("engines that failed", failed, at_most=0)
+        compare(figures, report)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -15,14 +15,16 @@
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
+import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from serve_check import PAGE, driver
+import frame
+from frame import Report
+from serving import PAGE, driver
 
 from pie_driver_sglang._core import Client, Request, Sampler, encode_forward
 
@@ -84,8 +86,8 @@ def say(client: Client, contexts: Contexts) -> list[list[int]]:
     return said
 
 
-def check_pocket(pocket: Path, device: str, options: dict[str, object]) -> None:
-    """The same words from shared pages and from own ones."""
+def check_pocket(pocket: Path, device: str, options: dict[str, object]) -> float:
+    """The same words from shared pages and from own ones; returns the share that differs."""
     with driver(pocket, {"page_size": PAGE, **options}, device) as (client, _):
         found = [
             say(client, Contexts(count=48, common=768, own=20, shared=shared))
@@ -98,8 +100,7 @@ def check_pocket(pocket: Path, device: str, options: dict[str, object]) -> None:
         differ += until - sum(same[:until])
         total += until
     print(f"    {differ} of {total} tokens differ with shared pages")
-    if differ > FEW * total:
-        raise SystemExit("more than rounding explains")
+    return differ / total
 
 
 def time_steps(client: Client, contexts: Contexts) -> list[float]:
@@ -116,11 +117,10 @@ def time_steps(client: Client, contexts: Contexts) -> list[float]:
     return [deciles[0], deciles[4], deciles[8]]
 
 
-def check_steps(shapes: Path, arguments: argparse.Namespace, options: dict[str, object]) -> None:
+def check_steps(arguments: argparse.Namespace, options: dict[str, object], report: Report) -> None:
     """By batch, and by how much is common."""
-    rows: list[dict[str, Any]] = []
     dummy = {"page_size": PAGE, "load_format": "dummy", **options}
-    with driver(shapes, dummy, arguments.device) as (client, _):
+    with driver(arguments.shapes, dummy, arguments.device) as (client, _):
         for context in map(int, arguments.contexts.split(",")):
             for batch in map(int, arguments.batches.split(",")):
                 alone = None
@@ -130,33 +130,33 @@ def check_steps(shapes: Path, arguments: argparse.Namespace, options: dict[str, 
                     alone = alone or p50
                     row = {"batch": batch, "context": context, "common": common}
                     row |= {"p10_us": p10, "p50_us": p50, "p90_us": p90}
-                    rows.append(row)
+                    report.add(**row)
                     print(
                         f"    {batch:>3} x {context}, {common:>5} in common: {p50:>7.0f} us "
                         f"({p10:.0f} to {p90:.0f}), {alone / p50:.2f} times as fast",
                         flush=True,
                     )
-    if arguments.json:
-        arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+def parser() -> argparse.ArgumentParser:
+    """The check's arguments."""
+    made = frame.parser(__doc__, "pocket", "shapes", "device", "option")
+    made.add_argument("--batches", default="16,64,256")
+    made.add_argument("--contexts", default="2048")
+    made.add_argument("--common", default="256,512,1024,1920", help="tokens")
+    return made
 
 
 def main() -> None:
     """Runs both parts."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--pocket", type=Path, default=Path("models/pocket"))
-    parser.add_argument("--shapes", type=Path)
-    parser.add_argument("--device", default="cuda:0")
-    parser.add_argument("--batches", default="16,64,256")
-    parser.add_argument("--contexts", default="2048")
-    parser.add_argument("--common", default="256,512,1024,1920", help="tokens")
-    parser.add_argument("--option", action="append", default=[], help="KEY=VALUE, in JSON")
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
-    pairs = (option.split("=", 1) for option in arguments.option)
-    options = {key: json.loads(value) for key, value in pairs}
-    check_pocket(arguments.pocket.resolve(), arguments.device, options)
-    if arguments.shapes:
-        check_steps(arguments.shapes.resolve(), arguments, options)
+    arguments = parser().parse_args()
+    options = tomllib.loads("\n".join(arguments.option))
+    with Report(__file__, arguments) as report:
+        share = check_pocket(arguments.pocket, arguments.device, options)
+        if not report.hold("share of tokens that differ", share, at_most=FEW):
+            raise SystemExit("more than rounding explains")
+        if arguments.shapes:
+            check_steps(arguments, options, report)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Checks probes and logit masks on a CUDA GPU, and times batches of mixed samplers.
 
-    python benches/gpu/probe_check.py [--pocket DIR] [--shapes CONFIG_DIR]
+    python benches/gpu/probe_check.py [--pocket DIR] [--shapes CONFIG_DIR] [--json FILE]
 
 1. `pocket` in bfloat16: every sampler kind, with and without a mask. The logits are compared with
    `transformers` (float32, CPU), all else with float64 distributions of the returned logits. Prints
@@ -19,7 +19,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from serve_check import PAGE, driver, pages
+import frame
+from frame import Report
+from serving import PAGE, driver, pages
 
 from pie_driver_sglang._core import Client, Request, Sampler, encode_forward
 
@@ -85,7 +87,7 @@ def check(
     }
 
 
-def check_pocket(path: Path) -> None:
+def check_pocket(path: Path, report: Report) -> None:
     """Every kind, for every mask."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -101,11 +103,13 @@ def check_pocket(path: Path) -> None:
                 for kind, gap in check(client, model, tokens, mask).items():
                     worst[kind] = max(gap, worst.get(kind, 0.0))
     print("    largest differences: " + ", ".join(f"{k} {v:.1e}" for k, v in worst.items()))
-    if worst.pop("logits") > LOGITS_TOLERANCE or max(worst.values()) > TOLERANCE:
+    limits = dict.fromkeys(worst, TOLERANCE) | {"logits": LOGITS_TOLERANCE}
+    held = [report.hold(kind, gap, at_most=limits[kind]) for kind, gap in worst.items()]
+    if not all(held):
         raise SystemExit("probes differ from the reference")
 
 
-def time_samplers(path: Path) -> None:
+def time_samplers(path: Path, report: Report) -> None:
     """Step times of 256 contexts by what they sample."""
     greedy = Sampler.greedy()
     tokens = {
@@ -149,6 +153,7 @@ def time_samplers(path: Path) -> None:
         planned = statistics.median(plans[name][5:])
         plan = f", plan {planned:.0f} us" if planned else ""
         print(f"    {name:26} {milliseconds:7.2f} ms{plan}")
+        report.add(batch=SIZE, context=CONTEXT, samplers=name, ms=milliseconds, plan_us=planned)
     dearest = max(base[name] for name in tokens)
     print(f"    all kinds / dearest kind: {base['all kinds'] / dearest:.2f}")
 
@@ -175,17 +180,20 @@ def step(
     )
 
 
+def parser() -> argparse.ArgumentParser:
+    """The check's arguments."""
+    return frame.parser(__doc__, "pocket", "shapes")
+
+
 def main() -> None:
     """Checks, then times."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--pocket", type=Path, default=Path("models/pocket"))
-    parser.add_argument("--shapes", type=Path)
-    arguments = parser.parse_args()
-    print("pocket, bfloat16")
-    check_pocket(arguments.pocket.resolve())
-    if arguments.shapes:
-        print(f"{arguments.shapes.name} shape, random weights, {SIZE} contexts of {CONTEXT}")
-        time_samplers(arguments.shapes.resolve())
+    arguments = parser().parse_args()
+    with Report(__file__, arguments) as report:
+        print("pocket, bfloat16")
+        check_pocket(arguments.pocket, report)
+        if arguments.shapes:
+            print(f"{arguments.shapes.name} shape, random weights, {SIZE} contexts of {CONTEXT}")
+            time_samplers(arguments.shapes, report)
 
 
 if __name__ == "__main__":

@@ -1,18 +1,21 @@
 """A model on several GPUs: its tokens, its decode steps, and what a step costs the host.
 
-    python benches/gpu/ranks_check.py --out DIR [--pocket DIR] [--shapes CONFIG] [--ranks 1,2,4] \
+    python benches/gpu/ranks_check.py --out DIR [--pocket DIR] [--shapes CONFIG_DIR] \
+        [--ranks 1,2,4] [--parts tokens,steps] \
         [--attention triton,pie] [--option KEY=VALUE ...] \
         [--batches 1,8,64,256] [--contexts 512,2048] [--profile]
 
 1. `tokens`: `pocket` in bfloat16 on every number of GPUs: greedy tokens against transformers in
    float32, both lanes over random steps, and steps of many slots against those of one GPU.
-2. `steps`: random weights in the shape of CONFIG, decode steps through the ring as the client sees
-   them, and the time that the very same graphs take launched back to back on all ranks at once, in
-   turns. Their difference is the host's overhead, as far as the GPUs keep their pace; beside it is
-   what the driver says that it did itself, which is everything but waiting for tokens. `--profile`
-   lists what kernels of each graph take on the first GPU, by name, which slows them a little.
+2. `steps`: random weights in the shape of CONFIG_DIR, decode steps through the ring as the client
+   sees them, and the time that the very same graphs take launched back to back on all ranks at
+   once, in turns. Their difference is the host's overhead, as far as the GPUs keep their pace;
+   beside it is what the driver says that it did itself, which is everything but waiting for
+   tokens. `--profile` lists what kernels of each graph take on the first GPU, by name, which slows
+   them a little.
 
-Figures go to DIR/ranks.json after every part, everything that was printed to DIR/ranks_check.log.
+The record is DIR/ranks_check.json, everything that was printed goes to DIR/ranks_check.log. The
+status is 1 when a part failed.
 """
 
 from __future__ import annotations
@@ -32,12 +35,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import frame
 import torch
-from lane_check import NEVER_PARK, PAGE, PROFILED, STEPS, check_walk, profile, take_turns
-from load_check import Runner, model_folder
+from frame import Report
+from lane_check import MOST_ULPS, PROFILED, STEPS, check_walk, profile, take_turns
+from processes import Runner
 from repeat_step import Repeat
 from sampler_check import Filter, weights_of
-from serve_check import check_pocket, driver, pages, step
+from serve_check import check_pocket
+from serving import NEVER_PARK, PAGE, driver, pages, step, write_config
 
 from pie_driver_sglang._core import Request, Sampler
 
@@ -152,15 +158,11 @@ def serving(
     from pie_driver_sglang.ranks.leader import LeadingEngine
     from pie_driver_sglang.ranks.parallel import ALONE, Workers
 
-    names = devices(arguments.count).split(",")
-    path = Path(tempfile.mkdtemp()) / "driver.toml"
+    device = devices(arguments.count)
+    names = device.split(",")
     options = [f"page_size = {PAGE}", f'attention_backend = "{arguments.attention}"']
-    path.write_text(
-        f'[model]\nname = "check"\nhf_repo = ""\nsnapshot_dir = "{model}"\n[driver]\n'
-        f"group_id = 0\ndevice = {json.dumps(names)}\ntensor_parallel_size = {len(names)}\n"
-        f'activation_dtype = "bfloat16"\nspin_budget_us = "{NEVER_PARK}"\n[driver.options]\n'
-        + "\n".join([*options, 'load_format = "dummy"', *arguments.option])
-    )
+    options += ['load_format = "dummy"', *arguments.option]
+    path = write_config(Path(tempfile.mkdtemp()), model, options, device)
     config = load_config(path)
     name = f"/pie_shmem_g{os.getpid() % 100_000}"
     guard = _core.ExitGuard()
@@ -231,60 +233,72 @@ def summary(rows: list[dict[str, float]]) -> list[str]:
     return lines
 
 
-def play(arguments: argparse.Namespace) -> None:
+def play(arguments: argparse.Namespace, report: Report) -> None:
     """Runs both parts for every number of GPUs, in processes of their own."""
     runner = Runner(arguments.out / "ranks_check.log", arguments.budget_s)
-    figures: dict[str, Any] = {"commit": arguments.commit, "tokens": {}, "steps": []}
+    rows: list[dict[str, Any]] = []
     for part in arguments.parts.split(","):
         for count in map(int, arguments.ranks.split(",")):
             command = [sys.executable, __file__, *sys.argv[1:], "--part", part]
             found = runner.run(f"{part} {count}", [*command, "--count", count], PART_S[part])
             if part == "tokens":
-                figures["tokens"][count] = [line.strip() for line in found.splitlines()]
+                lines = [line.strip() for line in found.splitlines()]
+                report.add(part=part, ranks=count, said=lines)
             else:
                 lines = [line for line in found.splitlines() if line.startswith('{"')]
-                figures["steps"] += map(json.loads, lines)
-            (arguments.out / "ranks.json").write_text(json.dumps(figures, indent=1) + "\n")
-    for line in summary(figures["steps"]):
+                for row in map(json.loads, lines):
+                    rows.append(row)
+                    report.add(part=part, **row)
+    for line in summary(rows):
         runner.say(line)
+    report.hold("parts that failed", len(runner.failed), at_most=0)
+
+
+def check_tokens(arguments: argparse.Namespace) -> None:
+    """The first part for one number of GPUs; ends the process where tokens are wrong."""
+    names, pocket = devices(arguments.count), arguments.pocket
+    _, wrong = check_pocket(pocket, arguments.attention, device=names)
+    if wrong:
+        raise SystemExit("greedy tokens differ from the reference")
+    options = [f'attention_backend = "{arguments.attention}"', *arguments.option]
+    walk = check_walk(pocket, arguments.steps, options, names)
+    if walk["worst_ulps"] > MOST_ULPS:
+        raise SystemExit("more than rounding explains")
+    if arguments.count > 1:
+        chosen: dict[str, object] = {"attention_backend": arguments.attention, "page_size": PAGE}
+        check_slots(pocket, chosen, devices(1), names)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The check's arguments."""
+    made = frame.parser(__doc__, "out", "pocket", "shapes", "option")
+    made.add_argument("--ranks", default="1,2,4", help="numbers of GPUs")
+    made.add_argument("--parts", default="tokens,steps")
+    made.add_argument("--attention", default="triton,pie")
+    made.add_argument("--steps", type=int, default=200, help="random steps over both lanes")
+    made.add_argument("--batches", default="1,8,64,256")
+    made.add_argument("--contexts", default="512,2048")
+    made.add_argument("--profile", action="store_true", help="list the kernels of each graph")
+    made.add_argument("--budget-s", type=float, default=520.0, help="seconds for all parts")
+    made.add_argument("--part", choices=PART_S, help=argparse.SUPPRESS)
+    made.add_argument("--count", type=int, default=1, help=argparse.SUPPRESS)
+    return made
 
 
 def main() -> None:
     """Runs the parts."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True, help="folder for figures and logs")
-    parser.add_argument("--pocket", type=Path, default=Path("models/pocket"))
-    parser.add_argument("--shapes", type=Path, help="config.json of a model; weights are random")
-    parser.add_argument("--ranks", default="1,2,4")
-    parser.add_argument("--parts", default="tokens,steps")
-    parser.add_argument("--attention", default="triton,pie")
-    parser.add_argument("--steps", type=int, default=200, help="random steps over both lanes")
-    parser.add_argument("--batches", default="1,8,64,256")
-    parser.add_argument("--contexts", default="512,2048")
-    parser.add_argument("--profile", action="store_true")
-    parser.add_argument("--option", action="append", default=[], help="for the driver's options")
-    parser.add_argument("--commit", default="unknown")
-    parser.add_argument("--budget-s", type=float, default=520.0, help="seconds for all parts")
-    parser.add_argument("--part", choices=PART_S, help=argparse.SUPPRESS)
-    parser.add_argument("--count", type=int, default=1, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    arguments = parser().parse_args()
     # The other ranks must find the command above.
     paths = [str(FOLDER), os.environ.get("PYTHONPATH", "")]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-    arguments.out.mkdir(parents=True, exist_ok=True)
     if arguments.part == "tokens":
-        names = devices(arguments.count)
-        check_pocket(arguments.pocket.resolve(), arguments.attention, device=names)
-        options = [f'attention_backend = "{arguments.attention}"', *arguments.option]
-        check_walk(arguments.pocket.resolve(), arguments.steps, options, names)
-        if arguments.count > 1:
-            chosen = {"attention_backend": arguments.attention, "page_size": PAGE}
-            check_slots(arguments.pocket.resolve(), chosen, devices(1), names)
+        check_tokens(arguments)
     elif arguments.part == "steps":
         with tempfile.TemporaryDirectory() as folder:
-            time_steps(model_folder(arguments.shapes, Path(folder)), arguments)
+            time_steps(frame.model_folder(arguments.shapes, Path(folder)), arguments)
     else:
-        play(arguments)
+        with Report(__file__, arguments) as report:
+            play(arguments, report)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Checks the token sampler of a GPU against exact distributions, and times it.
 
-    python benches/gpu/sampler_check.py [--device cuda:0]
+    python benches/gpu/sampler_check.py [--device cuda:0] [--json FILE]
 
 1. Rows and filters of every kind, common and hostile. Each token must be one that the filter keeps,
    and the one that the uniform number selects, by a float64 reference that sorts the row.
@@ -19,7 +19,9 @@ import statistics
 from collections.abc import Callable
 from typing import NamedTuple
 
+import frame
 import torch
+from frame import Report
 
 from pie_driver_sglang._core import SlotGroup
 from pie_driver_sglang.kernels import sampler
@@ -267,7 +269,7 @@ def milliseconds(run: Callable[[], object]) -> float:
     return statistics.median(times[3:])
 
 
-def time_kinds(device: str) -> None:
+def time_kinds(device: str, report: Report) -> None:
     """One kind after the other, then all."""
     print(f"{SLOTS} slots x {VOCABULARY} logits, ms on the device")
     print(f"    {'':14} kernel  sorting")
@@ -277,6 +279,7 @@ def time_kinds(device: str) -> None:
         times[kind] = milliseconds(lambda: groups.sample_group(logits, group, params))  # noqa: B023
         before = milliseconds(lambda: sample_by_sorting(logits, group, params))  # noqa: B023
         print(f"    {kind:14} {times[kind]:6.3f}  {before:7.3f}")
+        report.add(kind=kind, kernel_ms=times[kind], sorting_ms=before)
     words = torch.arange(SLOTS * 40, dtype=torch.int32, device=device) % 40 * 3000 + 500
     places = torch.arange(SLOTS, dtype=torch.int32, device=device) * 40
     places = torch.stack([places, torch.full_like(places, 40)], dim=1)
@@ -284,6 +287,8 @@ def time_kinds(device: str) -> None:
     print(f"    a logit mask of 20 stretches each: {masks:.3f} ms")
     read = milliseconds(lambda: logits.amax(dim=-1))
     print(f"    one read of the logits (amax): {read:.3f} ms")
+    report.add(kind="a logit mask of 20 stretches", kernel_ms=masks)
+    report.add(kind="one read of the logits", kernel_ms=read)
     dearest = max(times[kind] for kind in KINDS)
     print(
         f"    all kinds: {times['all kinds'] / dearest:.2f} of the dearest kind, "
@@ -291,21 +296,25 @@ def time_kinds(device: str) -> None:
     )
 
 
+def parser() -> argparse.ArgumentParser:
+    """The check's arguments."""
+    return frame.parser(__doc__, "device")
+
+
 def main() -> None:
     """Checks, then times."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="cuda:0")
-    arguments = parser.parse_args()
+    arguments = parser().parse_args()
     device = arguments.device
-    failed = check_exact(device) + check_masks(device)
-    if device == "cpu":
-        failed += check(2500, 2, device)
-    else:
-        failed += sum(check(vocabulary, 64, device) for vocabulary in (1000, 32_001, VOCABULARY))
-        failed += check_company(device)
-        time_kinds(device)
-    if failed:
-        raise SystemExit(f"{failed} tokens are wrong")
+    with Report(__file__, arguments) as report:
+        report.hold("wrong tokens of exact sums", check_exact(device), at_most=0)
+        report.hold("wrong logit masks", check_masks(device), at_most=0)
+        for vocabulary in (2500,) if device == "cpu" else (1000, 32_001, VOCABULARY):
+            wrong = check(vocabulary, 2 if device == "cpu" else 64, device)
+            report.hold(f"wrong tokens of {vocabulary}", wrong, at_most=0)
+        if device != "cpu":
+            differ = check_company(device)
+            report.hold("tokens that depend on the batch", differ, at_most=0)
+            time_kinds(device, report)
 
 
 if __name__ == "__main__":

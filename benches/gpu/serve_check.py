@@ -1,6 +1,7 @@
 """Serves models on a CUDA GPU through the installed wheel, and checks and times the answers.
 
     python benches/gpu/serve_check.py [--pocket DIR] [--shapes CONFIG_DIR] [--backends A,B]
+        [--json FILE]
 
 Two parts, both against a driver process spawned as the Pie runtime does it:
 
@@ -14,99 +15,26 @@ Two parts, both against a driver process spawned as the Pie runtime does it:
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
-from pie_driver_sglang import _core
-from pie_driver_sglang._core import Client, Request, Sampler
+import frame
+from frame import Report
+from serving import MIN_GAP, PAGE, driver, step
 
-PAGE = 16
-MIN_GAP = 0.25
-"""Logit gap above which bfloat16 must agree with float32."""
+from pie_driver_sglang import _core
+from pie_driver_sglang._core import Request
+
 CONTEXT = 512
 STEPS = 50
 
 
-@contextmanager
-def driver(
-    model: Path,
-    options: dict[str, object],
-    device: str = "cuda:0",
-    *,
-    dtype: str = "bfloat16",
-    spin_budget_us: int = 2**64 - 1,
-) -> Iterator[tuple[Client, dict[str, int]]]:
-    """A driver process on one device, or several with commas between, and its capabilities."""
-    folder = Path(tempfile.mkdtemp())
-    group = os.getpid() % 100_000
-    lines = ["[model]", 'name = "check"', 'hf_repo = ""', f'snapshot_dir = "{model}"', "[driver]"]
-    devices = device.split(",")
-    lines += [f"group_id = {group}", f"device = {json.dumps(devices)}"]
-    lines += [f"tensor_parallel_size = {len(devices)}", f'activation_dtype = "{dtype}"']
-    lines += [f'spin_budget_us = "{spin_budget_us}"', "[driver.options]"]
-    lines += [f"{key} = {json.dumps(value)}" for key, value in options.items()]
-    config = folder / "driver.toml"
-    config.write_text("\n".join(lines))
-    read, write = os.pipe()
-    command = [sys.executable, "-m", "pie_driver_sglang", "--config", str(config)]
-    with (folder / "log").open("w") as log:
-        process = subprocess.Popen(
-            [*command, "--handshake-fd", str(write)],
-            pass_fds=[write],
-            stdin=subprocess.DEVNULL,
-            stderr=log,
-        )
-    os.close(write)
-    with os.fdopen(read) as pipe:
-        announced = pipe.read().splitlines()
-    try:
-        if not announced:
-            status = process.wait(20)
-            text = (folder / "log").read_text()[-4000:]
-            raise SystemExit(f"{text}\nThe driver ended with status {status}")
-        caps = json.loads(announced[0])["caps"]
-        yield Client(f"/pie_shmem_g{group}", spin_budget_us=spin_budget_us), caps
-    except Exception:
-        print((folder / "log").read_text()[-4000:])
-        raise
-    finally:
-        process.terminate()
-        started = time.monotonic()
-        status = process.wait(20)
-        text = (folder / "log").read_text()
-        line = next((line for line in text.splitlines() if "serving" in line), text[-2000:])
-        seconds = time.monotonic() - started
-        left = Path(f"/dev/shm/pie_shmem_g{group}").exists()
-        print(f"    {line}")
-        print(f"    SIGTERM: status {status} after {seconds:.2f} s, region left: {left}")
-
-
-def pages(first: int, tokens: int) -> list[int]:
-    """Consecutive pages that hold `tokens`."""
-    return list(range(first, first + -(-tokens // PAGE)))
-
-
-def step(tokens: list[int], start: int, first_page: int, context: int) -> Request:
-    """Tokens at positions `start..`, sampled greedily at the last."""
-    end = start + len(tokens)
-    length = (end - 1) % PAGE + 1
-    positions = list(range(start, end))
-    slots = [(len(tokens) - 1, Sampler.greedy())]
-    return Request(tokens, positions, pages(first_page, end), length, slots, context_id=context)
-
-
 def check_pocket(
     model: Path, backend: str, new_tokens: int = 48, *, device: str = "cuda:0"
-) -> None:
-    """Greedy parity of four contexts decoded together."""
+) -> tuple[int, int]:
+    """Greedy parity of four contexts decoded together: tokens that are decided, and those wrong."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -135,11 +63,10 @@ def check_pocket(
             clear += gap > MIN_GAP
             wrong += gap > MIN_GAP and token != expected
     print(f"    {4 * new_tokens} tokens, {clear} with a gap > {MIN_GAP}, {wrong} of those differ")
-    if wrong:
-        raise SystemExit("greedy tokens differ from the reference")
+    return clear, wrong
 
 
-def time_shapes(model: Path, backend: str) -> None:
+def time_shapes(model: Path, backend: str, report: Report) -> None:
     """Decode steps by batch size."""
     options = {"attention_backend": backend, "page_size": PAGE, "load_format": "dummy"}
     with driver(model, options) as (client, caps):
@@ -161,22 +88,33 @@ def time_shapes(model: Path, backend: str) -> None:
             _, plan, h2d, launch, sync, _ = probes
             p50 = statistics.median(times)
             print(f"    {size:5}   {p50:11.0f}   {plan:12} {h2d:4} {launch:7} {sync:5}")
+            report.add(
+                backend=backend, batch=size, context=CONTEXT, p50_us=p50,
+                plan_us=plan, h2d_us=h2d, launch_us=launch, sync_us=sync,
+            )  # fmt: skip
+
+
+def parser() -> argparse.ArgumentParser:
+    """The check's arguments."""
+    made = frame.parser(__doc__, "pocket", "shapes")
+    made.add_argument("--backends", default="triton,flashinfer")
+    return made
 
 
 def main() -> None:
     """Checks and times every backend."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--pocket", type=Path, default=Path("models/pocket"))
-    parser.add_argument("--shapes", type=Path)
-    parser.add_argument("--backends", default="triton,flashinfer")
-    arguments = parser.parse_args()
+    arguments = parser().parse_args()
     print(f"python {sys.version.split()[0]}, {_core.build_info()}")
-    for backend in arguments.backends.split(","):
-        print(f"pocket, bfloat16, {backend}")
-        check_pocket(arguments.pocket.resolve(), backend)
-        if arguments.shapes:
-            print(f"{arguments.shapes.name} shape, random weights, {backend}")
-            time_shapes(arguments.shapes.resolve(), backend)
+    with Report(__file__, arguments) as report:
+        for backend in arguments.backends.split(","):
+            print(f"pocket, bfloat16, {backend}")
+            clear, wrong = check_pocket(arguments.pocket, backend)
+            report.add(backend=backend, decided_tokens=clear, wrong_tokens=wrong)
+            if not report.hold(f"{backend}: wrong tokens", wrong, at_most=0):
+                raise SystemExit("greedy tokens differ from the reference")
+            if arguments.shapes:
+                print(f"{arguments.shapes.name} shape, random weights, {backend}")
+                time_shapes(arguments.shapes, backend, report)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Graphs of decode steps on a GPU, by how their kernels are cut: microseconds of a step.
 
     python benches/gpu/step_check.py --shapes CONFIG_DIR [--rows 64,128,256] [--lengths 512,1024]
-        [--way "stages=4" --way "few_rows=16" ...]
+        [--way "stages=4" --way "few_rows=16" ...] [--json FILE]
 
 Random weights in the shape of CONFIG_DIR, greedy samplers, scattered pages; each graph is launched
 back to back. A way changes fields of the attention's `Tuning`, or the rows from which on products
@@ -19,38 +19,25 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import frame
 import torch
-from load_check import model_folder
-from serve_check import PAGE
+from frame import Report
+from serving import PAGE, write_config
 
 from pie_driver_sglang.config.file import load_config
 from pie_driver_sglang.srt import environment
 
 REPEATS = 20
 ROUNDS = 3
-CONFIG = """[model]
-name = "check"
-hf_repo = ""
-snapshot_dir = "{model}"
-[driver]
-group_id = 0
-device = ["cuda:0"]
-activation_dtype = "bfloat16"
-[driver.options]
-load_format = "dummy"
-page_size = {page}
-mem_fraction_static = 0.8
-"""
+OPTIONS = ('load_format = "dummy"', f"page_size = {PAGE}", "mem_fraction_static = 0.8")
 
 
 class Steps:
     """An engine whose graphs are captured anew for every way."""
 
     def __init__(self, folder: Path, shapes: Path) -> None:
-        (folder / "driver.toml").write_text(
-            CONFIG.format(model=model_folder(shapes, folder), page=PAGE)
-        )
-        config = load_config(folder / "driver.toml")
+        model = frame.model_folder(shapes, folder)
+        config = load_config(write_config(folder, model, OPTIONS, spin_budget_us=None))
         environment.prepare("cuda:0", config.model.hf_config["architectures"], spins=False)
         import pie_driver_sglang.srt.load as load
 
@@ -58,7 +45,9 @@ class Steps:
         with mock.patch.object(load, "_steps", lambda *_: None):
             _, self.engine = load.load_engine(config)
 
-    def time(self, rows: list[int], lengths: list[int], way: dict[str, Any]) -> None:
+    def time(
+        self, rows: list[int], lengths: list[int], way: dict[str, Any], report: Report
+    ) -> None:
         """Prints a line for each length."""
         from pie_driver_sglang.kernels import paged_shares
         from pie_driver_sglang.srt import dense
@@ -77,8 +66,10 @@ class Steps:
             steps = CudaSteps(self.engine, rows, max(rows))
         for length in lengths:
             slots = self._place(max(rows), length)
-            found = [f"{count}: {self._step(steps, count, length, slots):.0f}" for count in rows]
-            print(f"{way or 'as it is'} at {length}: {'  '.join(found)}", flush=True)
+            found = {count: self._step(steps, count, length, slots) for count in rows}
+            figures = "  ".join(f"{count}: {us:.0f}" for count, us in found.items())
+            print(f"{way or 'as it is'} at {length}: {figures}", flush=True)
+            report.add(way=way, length=length, us_by_rows=found)
 
     def _place(self, rows: int, length: int) -> torch.Tensor:
         """Scattered pages for every row of the block table: ``[rows, tokens]`` slots."""
@@ -103,14 +94,19 @@ class Steps:
         return min(steps.time(rows, REPEATS) for _ in range(ROUNDS))
 
 
+def parser() -> argparse.ArgumentParser:
+    """The check's arguments."""
+    made = frame.parser(__doc__)
+    made.add_argument("--shapes", required=True, **frame.SHAPES)
+    made.add_argument("--rows", default="1,16,64,128,256")
+    made.add_argument("--lengths", default="512,1024")
+    made.add_argument("--way", action="append", default=[], help="KEY=VALUE, with comma")
+    return made
+
+
 def main() -> None:
     """Every way, between two runs of the usual one."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--shapes", type=Path, required=True)
-    parser.add_argument("--rows", default="1,16,64,128,256")
-    parser.add_argument("--lengths", default="512,1024")
-    parser.add_argument("--way", action="append", default=[], help="KEY=VALUE, with comma")
-    arguments = parser.parse_args()
+    arguments = parser().parse_args()
     rows, lengths = (
         [int(part) for part in text.split(",")] for text in (arguments.rows, arguments.lengths)
     )
@@ -118,10 +114,10 @@ def main() -> None:
         {key: int(value) for key, _, value in (part.partition("=") for part in way.split(","))}
         for way in arguments.way
     ]
-    with tempfile.TemporaryDirectory() as folder:
+    with Report(__file__, arguments) as report, tempfile.TemporaryDirectory() as folder:
         steps = Steps(Path(folder), arguments.shapes)
         for way in ({}, *ways, {}):
-            steps.time(rows, lengths, way)
+            steps.time(rows, lengths, way, report)
     # The interpreter's end would wait for SGLang's threads.
     os._exit(0)
 

@@ -1,6 +1,7 @@
 """Sums over ranks inside the norm, beside SGLang's and NCCL's and the norm behind them.
 
     python benches/gpu/sums_check.py [--ranks 2,4] [--width 5120] [--times] [--warps 4,8,16]
+        [--json FILE]
 
 Spawns a process for each GPU. Checks random turns of random rows, in one and two shots, against
 float64, and graphs of products and sums, as layers have them, against where they began. With
@@ -16,16 +17,18 @@ import argparse
 import contextlib
 import functools
 import itertools
+import json
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import frame
 import torch
 import torch.distributed as dist
+from frame import Report
 
 from pie_driver_sglang import _core
 from pie_driver_sglang.kernels.dense_layers import Linear, Norm, add_norm, linear, tiling
@@ -38,6 +41,7 @@ EPSILON = 1e-6
 TOLERANCE = 2e-2
 DRIFT = 0.25
 """Of numbers to which products were added 40 times, and taken away; a product is of about 1."""
+LIMITS = {"turns": TOLERANCE, "launches": DRIFT}
 STEPS = 200
 LAUNCHES = 40
 TURNS = 80
@@ -125,8 +129,8 @@ class Rows:
 class Check:
     """One rank's part."""
 
-    def __init__(self, rank: int, count: int, width: int, warps: list[int]) -> None:
-        self.rank, self.count, self.width = rank, count, width
+    def __init__(self, rank: int, count: int, width: int, warps: list[int], rows: Path) -> None:
+        self.rank, self.count, self.width, self._rows = rank, count, width, rows
         self.group = dist.new_group(backend="gloo")
         device = torch.device("cuda", rank)
         size = RankSums.size(count, ROWS[-1], width, torch.bfloat16)
@@ -164,6 +168,7 @@ class Check:
             worst = max(worst, off(out, normed), off(after, exact))
             self.expect_equal(out, f"turn {turn}")
         self.say(f"{self.count} ranks, {STEPS} turns: off by {worst:.4f} at most")
+        self.keep(part="turns", off=worst)
         if worst > TOLERANCE:
             raise AssertionError(f"more than {TOLERANCE}")
 
@@ -182,6 +187,7 @@ class Check:
             worst = max(worst, off(work.residual, work.start.double()))
             self.expect_equal(work.residual, f"launch {launch}")
         self.say(f"{self.count} ranks, {LAUNCHES} launches: off by {worst:.3f} at most")
+        self.keep(part="launches", off=worst)
         if worst > DRIFT:
             raise AssertionError(f"more than {DRIFT}")
 
@@ -210,6 +216,7 @@ class Check:
             }
             shown = ", ".join(f"{way} {micros:.1f}" for way, micros in found.items())
             self.say(f"{self.count} ranks, {rows} x {self.width}, us: {shown}")
+            self.keep(part="times", rows=rows, width=self.width, us=found)
 
     def sglang(self) -> Any:
         """SGLang's all-reduce, as its groups make it; None where it cannot be had."""
@@ -225,6 +232,12 @@ class Check:
             self.say(f"without SGLang's all-reduce: {error}")
             return None
         return None if found.disabled else found
+
+    def keep(self, **figures: Any) -> None:
+        """Leaves a row for the record, once for all ranks."""
+        if self.rank == 0:
+            with self._rows.open("a", encoding="utf-8") as file:
+                print(json.dumps({"ranks": self.count, **figures}), file=file)
 
     def say(self, line: str) -> None:
         """Prints, once for all ranks."""
@@ -248,7 +261,8 @@ def play(rank: int, count: int, leader: int, path: str, arguments: argparse.Name
     store = dist.FileStore(path, count)
     dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=rank, world_size=count)
     with torch.inference_mode():
-        check = Check(rank, count, arguments.width, arguments.warps)
+        rows = Path(path).with_name("rows")
+        check = Check(rank, count, arguments.width, arguments.warps, rows)
         check.compare()
         check.compare_graphs()
         if arguments.times:
@@ -256,10 +270,12 @@ def play(rank: int, count: int, leader: int, path: str, arguments: argparse.Name
     dist.barrier()
 
 
-def run(count: int, arguments: argparse.Namespace) -> None:
+def run(count: int, arguments: argparse.Namespace, report: Report) -> None:
     """Runs the check on some ranks; kills them when they take too long: a GPU that waits stays."""
     until = time.monotonic() + arguments.limit
     with tempfile.TemporaryDirectory() as folder:
+        rows = Path(folder) / "rows"
+        rows.touch()
         given = (count, os.getpid(), str(Path(folder) / "store"), arguments)
         ranks = torch.multiprocessing.spawn(play, given, nprocs=count, join=False)
         try:
@@ -269,6 +285,11 @@ def run(count: int, arguments: argparse.Namespace) -> None:
         finally:
             for process in ranks.processes:
                 process.kill()
+            for row in map(json.loads, rows.read_text().splitlines()):
+                report.add(**row)
+                if row["part"] in LIMITS:
+                    what = f"{count} ranks: errors of {row['part']}"
+                    report.hold(what, row["off"], at_most=LIMITS[row["part"]])
 
 
 def numbers(text: str) -> list[int]:
@@ -276,19 +297,24 @@ def numbers(text: str) -> list[int]:
     return [int(number) for number in text.split(",")]
 
 
+def parser() -> argparse.ArgumentParser:
+    """The check's arguments."""
+    made = frame.parser(__doc__)
+    made.add_argument("--ranks", type=numbers, default=[2, 4])
+    made.add_argument("--width", type=int, default=5120)
+    made.add_argument("--warps", type=numbers, default=[8], help="of a program")
+    made.add_argument("--times", action="store_true")
+    made.add_argument("--limit", type=float, default=240.0, help="seconds for some ranks")
+    return made
+
+
 def main() -> None:
     """Runs the check for each number of ranks."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", type=numbers, default=[2, 4])
-    parser.add_argument("--width", type=int, default=5120)
-    parser.add_argument("--warps", type=numbers, default=[8], help="of a program")
-    parser.add_argument("--times", action="store_true")
-    parser.add_argument("--limit", type=float, default=240.0, help="seconds for some ranks")
-    arguments = parser.parse_args()
-    for count in arguments.ranks:
-        prepare("cuda:0", [], spins=True, ranks=count)
-        run(count, arguments)
-    sys.exit(0)
+    arguments = parser().parse_args()
+    with Report(__file__, arguments) as report:
+        for count in arguments.ranks:
+            prepare("cuda:0", [], spins=True, ranks=count)
+            run(count, arguments, report)
 
 
 if __name__ == "__main__":

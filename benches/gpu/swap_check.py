@@ -1,6 +1,7 @@
 """Checks and times page copies between a GPU and the host.
 
     python benches/gpu/swap_check.py [--pocket DIR] [--layers 28] [--heads 8] [--pages 4096]
+        [--device cuda:0] [--json FILE]
 
 Three parts; the first one that is wrong ends the script:
 
@@ -24,10 +25,13 @@ import statistics
 import time
 from collections.abc import Callable
 from copy import copy
+from functools import partial
 from pathlib import Path
 
+import frame
 import torch
-from serve_check import PAGE, driver, step
+from frame import Report
+from serving import PAGE, driver, step
 
 from pie_driver_sglang._core import Client
 from pie_driver_sglang.srt.pool import PagePools, page_bytes
@@ -36,8 +40,8 @@ COUNTS = (1, 4, 32, 256, 2048)
 RUNS = 15
 
 
-def check_contexts(model: Path, device: str, contexts: int = 4, new_tokens: int = 32) -> None:
-    """Swaps contexts of a served model."""
+def check_contexts(model: Path, device: str, contexts: int = 4, new_tokens: int = 32) -> int:
+    """Swaps contexts of a served model; returns how many tokens that changes."""
     prompts = [[(7 * i + 11 * c) % 2000 + 300 for i in range(40 + 30 * c)] for c in range(contexts)]
     options: dict[str, object] = {"cpu_mem_budget_in_gb": 1, "page_size": PAGE}
     with driver(model, options, device) as (client, caps):
@@ -60,8 +64,7 @@ def check_contexts(model: Path, device: str, contexts: int = 4, new_tokens: int 
         a != b for x, y in zip(undisturbed, found, strict=True) for a, b in zip(x, y, strict=True)
     )
     print(f"    {tokens} tokens after a swap, {wrong} differ from those of undisturbed contexts")
-    if wrong:
-        raise SystemExit("a swapped context went on differently")
+    return wrong
 
 
 def generate(client: Client, prompt: list[int], first_page: int, context: int) -> list[int]:
@@ -150,7 +153,7 @@ def slots_in(order: str, count: int, limit: int) -> list[int]:
     return random.Random(count).sample(range(limit), count)
 
 
-def time_copies(buffers: list[torch.Tensor], pools: PagePools) -> None:
+def time_copies(buffers: list[torch.Tensor], pools: PagePools, report: Report) -> None:
     """GB/s against a plain copy."""
     size, limit = page_bytes(buffers), pools.host_pages
     on_cuda = buffers[0].is_cuda
@@ -170,17 +173,23 @@ def time_copies(buffers: list[torch.Tensor], pools: PagePools) -> None:
                 unused = set(range(limit)) - set(slots) if direction == "D2D" else range(limit)
                 pages = random.Random(5).sample(sorted(unused), count)
                 lists = (slots, pages) if direction == "H2D" else (pages, slots)
-                ours, former, theirs = [], [], []
-                for _ in range(RUNS):
-                    ours.append(seconds(lambda: pools.copy(direction, *lists)))  # noqa: B023
-                    former.append(seconds(lambda: by_layer.copy(direction, *lists)))  # noqa: B023
-                    theirs.append(seconds(lambda: plain_copy(to[:count], from_[:count])))  # noqa: B023
-                rates = [size * count / statistics.median(times) / 1e9 for times in (ours, theirs)]
+                ways = {
+                    "ours": partial(pools.copy, direction, *lists),
+                    "by_layer": partial(by_layer.copy, direction, *lists),
+                    "plain": partial(plain_copy, to[:count], from_[:count]),
+                }
+                times = frame.in_turns(
+                    {name: partial(seconds, run) for name, run in ways.items()}, RUNS
+                )
+                took = {name: statistics.median(each) for name, each in times.items()}
+                rates = [size * count / took[name] / 1e9 for name in ("ours", "plain")]
                 print(
-                    f"    {direction:9} {count:7}  {order:10} {statistics.median(ours) * 1e6:7.0f}"
-                    f" {rates[0]:6.1f} {statistics.median(former) * 1e6:14.0f}"
+                    f"    {direction:9} {count:7}  {order:10} {took['ours'] * 1e6:7.0f}"
+                    f" {rates[0]:6.1f} {took['by_layer'] * 1e6:14.0f}"
                     f" {rates[1]:7.1f} {rates[0] / rates[1]:7.2f}"
                 )
+                us = {name: 1e6 * each for name, each in took.items()}
+                report.add(direction=direction, pages=count, slots=order, us=us, gb_s=rates[0])
 
 
 def plain_copy(to: torch.Tensor, from_: torch.Tensor) -> None:
@@ -197,22 +206,28 @@ def seconds(run: Callable[[], None]) -> float:
     return time.perf_counter() - started
 
 
+def parser() -> argparse.ArgumentParser:
+    """The check's arguments."""
+    made = frame.parser(__doc__, "pocket", "device")
+    made.add_argument("--layers", type=int, default=28)
+    made.add_argument("--heads", type=int, default=8, help="KV heads, 128 wide")
+    made.add_argument("--pages", type=int, default=4096)
+    return made
+
+
 def main() -> None:
     """Checks, then times."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--pocket", type=Path, default=Path("models/pocket"))
-    parser.add_argument("--device", default="cuda:0")
-    parser.add_argument("--layers", type=int, default=28)
-    parser.add_argument("--heads", type=int, default=8, help="KV heads, 128 wide")
-    parser.add_argument("--pages", type=int, default=4096)
-    arguments = parser.parse_args()
-    print(f"pocket, bfloat16, {arguments.device}")
-    check_contexts(arguments.pocket.resolve(), arguments.device)
-    print(f"{arguments.layers} layers, {arguments.heads} heads, pages of {PAGE} tokens")
-    buffers, pools = new_pools(arguments)
-    check_order(buffers, pools)
-    check_round_trip(buffers, pools)
-    time_copies(buffers, pools)
+    arguments = parser().parse_args()
+    with Report(__file__, arguments) as report:
+        print(f"pocket, bfloat16, {arguments.device}")
+        wrong = check_contexts(arguments.pocket, arguments.device)
+        if not report.hold("tokens that a swap changes", wrong, at_most=0):
+            raise SystemExit("a swapped context went on differently")
+        print(f"{arguments.layers} layers, {arguments.heads} heads, pages of {PAGE} tokens")
+        buffers, pools = new_pools(arguments)
+        check_order(buffers, pools)
+        check_round_trip(buffers, pools)
+        time_copies(buffers, pools, report)
 
 
 if __name__ == "__main__":

@@ -59,7 +59,8 @@ mod _core {
     use crate::server::Server;
 }
 
-/// Facts about this build for bug reports: `version`, `profile` and `target`.
+/// Facts about this build for bug reports: `version`, `profile`, `target`, and `commit`, which is empty unless the build was
+/// told by `PIE_DRIVER_COMMIT`, as `make` does it.
 #[pyfunction]
 fn build_info() -> std::collections::BTreeMap<&'static str, &'static str> {
     let profile = if cfg!(debug_assertions) {
@@ -72,6 +73,7 @@ fn build_info() -> std::collections::BTreeMap<&'static str, &'static str> {
         ("version", env!("CARGO_PKG_VERSION")),
         ("profile", profile),
         ("target", target),
+        ("commit", option_env!("PIE_DRIVER_COMMIT").unwrap_or_default()),
     ]
     .into()
 }

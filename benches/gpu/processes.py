@@ -1,0 +1,87 @@
+"""Processes that a check runs one after the other, within a time for all of them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+STOP_S = 8.0
+"""What a process is left to end by itself, of the time for all."""
+
+
+class Runner:
+    """Runs processes until the time is spent."""
+
+    def __init__(self, log: Path, budget_s: float) -> None:
+        """Starts the clock; what is printed also goes to the log."""
+        self.failed: list[str] = []
+        """Processes that could not be started, ran out of time or ended with a status."""
+        self._log = log.open("w", encoding="utf-8")
+        self._end = time.monotonic() + budget_s
+
+    def run(
+        self,
+        what: str,
+        command: Sequence[object],
+        limit_s: float,
+        environment: Mapping[str, str] | None = None,
+    ) -> str:
+        """Prints, line by line, and returns the output; an error or a time-out is printed too."""
+        left_s = min(limit_s, self._end - time.monotonic())
+        words = [str(word) for word in command]
+        self.say(f"--- {what}: {' '.join(words)}")
+        if left_s < STOP_S:
+            self._fail(what, "no time left")
+            return ""
+        try:
+            process = subprocess.Popen(
+                words,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
+                start_new_session=True,
+            )
+        except OSError as error:
+            self._fail(what, str(error))
+            return ""
+        watchdog = threading.Timer(left_s - STOP_S / 2, self._stop, (what, process))
+        watchdog.start()
+        lines = []
+        try:
+            with process:
+                for line in process.stdout or ():
+                    self.say(line.rstrip())
+                    lines.append(line)
+        finally:
+            # Its number may be another's by then.
+            watchdog.cancel()
+        if process.returncode:
+            self._fail(what, f"status {process.returncode}")
+        return "".join(lines)
+
+    def say(self, text: str) -> None:
+        """Prints and logs."""
+        print(text, flush=True)
+        print(text, file=self._log, flush=True)
+
+    def _fail(self, what: str, how: str) -> None:
+        self.say(f"{what}: {how}")
+        self.failed.append(what)
+
+    def _stop(self, what: str, process: subprocess.Popen[str]) -> None:
+        """Ends a process and those that it has started; a driver removes its region on SIGTERM."""
+        self.say(f"{what}: no time left, stopped")
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            # The session of its own is what the process leads.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, number)
+            time.sleep(STOP_S / 4)

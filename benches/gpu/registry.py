@@ -1,0 +1,156 @@
+"""Every check of this folder: what it proves, by which bar, and how `all_checks.py` runs it.
+
+A row is one run of a script; a script with several parts may have several rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final, NamedTuple
+
+
+class Check(NamedTuple):
+    """One run of a script."""
+
+    script: str
+    """A file of this folder."""
+    proves: str
+    bar: str
+    """What fails it; `none` for one that only times."""
+    minutes: int
+    """After so many `all_checks.py` ends it."""
+    arguments: str
+    """Of the script. `{pocket}`, `{small}`, `{large}` are model folders, `{pie_load}` a binary,
+    `{several}` numbers of GPUs, `{limit}` its seconds; `{record}` is a file, `{folder}` a folder.
+    """
+    gpus: int = 1
+    """How many it needs at least."""
+    alone: bool = False
+    """It times the host, so nothing may run beside it."""
+    usual: bool = True
+    """`all_checks.py` runs it without being asked for it by name."""
+
+
+_LOAD: Final = "--out {folder} --shapes {small} --pie-load {pie_load} --budget-s {limit}"
+
+CHECKS: Final[Mapping[str, Check]] = {
+    "load": Check(
+        "load_check.py", "tokens/s of 256 requests, beside SGLang's engine",
+        "no process fails", 5,
+        _LOAD + " --parts throughput,peers --peer-backends fa3 --option mem_fraction_static=0.8",
+        alone=True,
+    ),
+    "drafts": Check(
+        "draft_check.py", "what n-gram drafts gain, and that they cost nothing where they gain "
+        "nothing", "0.98 of the speed without drafts where nothing repeats", 5,
+        _LOAD + " --pocket {pocket} --patience 2", alone=True,
+    ),
+    "lane": Check(
+        "lane_check.py", "the fast lane says what the general lane says; the host's part of a step",
+        "2 bfloat16 ulps", 5,
+        "--pocket {pocket} --steps 200 --shapes {small} --json {record}", alone=True,
+    ),
+    "steps": Check(
+        "load_check.py", "round trips of decode steps", "no process fails", 5,
+        _LOAD + " --parts steps", alone=True,
+    ),
+    "attention": Check(
+        "attention_check.py", "decode attention is right; its times beside three peers' and a copy",
+        "errors against float64 of 1e-5 in float32, 4e-3 in float16, 2e-2 in bfloat16", 5,
+        "--seconds {limit} --json {record}",
+    ),
+    "models": Check(
+        "models_check.py", "what works with each architecture, against transformers",
+        "4 % of the logits' spread in the median row, or what rounding explains", 5,
+        "--workers 7 --limit 120 --json {record}",
+    ),
+    "mixed": Check(
+        "mixed_check.py", "what a prompt adds to a step of decodes, beside SGLang's mixed chunks",
+        "the peer answers", 5, "--shapes {small} --peers fa3 --json {record}",
+    ),
+    "memory": Check(
+        "memory_check.py", "what models take of the memory is what was planned",
+        "the largest passes run, and memory is left", 5,
+        "--shapes {small} --shapes {large} --json {record}",
+    ),
+    "dense": Check(
+        "dense_check.py", "dense layers are right; their times beside SGLang's layers",
+        "2e-2 of the largest value", 5,
+        "--parity --times --shapes 0.6B,14B --json {record}",
+    ),
+    "adapters": Check(
+        "lora_check.py", "LoRA adapters give what merged weights give; what they cost a step",
+        "no decided token differs, logits by 0.5", 5,
+        "--pocket {pocket} --shapes {small} --json {record}",
+    ),
+    "probes": Check(
+        "probe_check.py", "probes and logit masks are right; what kinds of samplers cost",
+        "1e-4, logits in bfloat16 by 0.5", 5, "--pocket {pocket} --shapes {small} --json {record}",
+    ),
+    "images": Check(
+        "image_check.py", "a Qwen3-VL sees images as transformers' does",
+        "no decided token differs", 5, "--json {record}",
+    ),
+    "samplers": Check(
+        "sampler_check.py", "the sampling kernel draws the token that float64 draws; its times",
+        "no wrong token", 5, "--json {record}",
+    ),
+    "masks": Check(
+        "mask_check.py", "masked attention is right, and a tree is its branches",
+        "errors against float64 of 1e-5 in float32, 4e-3 in float16, 3e-2 in bfloat16; no decided "
+        "node differs", 5, "--pocket {pocket} --json {record}",
+    ),
+    "copies": Check(
+        "swap_check.py", "pages come back from the host as they were; GB/s beside plain copies",
+        "every bit, every token", 5, "--pocket {pocket} --json {record}",
+    ),
+    "sums": Check(
+        "sums_check.py", "sums over ranks are right; their times beside SGLang's and NCCL's",
+        "2e-2 of a sum, 0.25 behind 40 of them", 5,
+        "--times --ranks {several} --json {record}", gpus=2,
+    ),
+    "ranks": Check(
+        "ranks_check.py", "decode steps of a model on several GPUs, and the host's part of them",
+        "no part fails", 5,
+        "--parts steps --ranks {several},1 --shapes {large} --out {folder} --budget-s {limit}",
+        gpus=2,
+    ),
+    "tokens": Check(
+        "ranks_check.py", "several GPUs say what transformers says, in both lanes, and what one "
+        "GPU says", "no decided token differs, 2 bfloat16 ulps, what rounding explains", 5,
+        "--parts tokens --ranks {several} --out {folder} --budget-s {limit}", gpus=2,
+    ),
+    "serve": Check(
+        "serve_check.py", "tokens and steps by attention backend", "no decided token differs", 5,
+        "--pocket {pocket} --shapes {small} --json {record}", usual=False,
+    ),
+    "prefixes": Check(
+        "prefix_check.py", "contexts that share pages say the same; what that saves a step",
+        "2 % of the tokens", 5, "--pocket {pocket} --shapes {small} --json {record}", usual=False,
+    ),
+    "options": Check(
+        "options_check.py", "types, quantization, backends and page sizes start or say why not",
+        "no decided token differs", 10, "--pocket {pocket} --json {record}", usual=False,
+    ),
+    "plugin": Check(
+        "plugin_check.py", "SGLang's engine with our drafter says the same, in fewer steps",
+        "1.2 tokens a step, 75 % of the tokens before a difference", 10,
+        "--pocket {pocket} --out {folder}", usual=False,
+    ),
+    "cuts": Check(
+        "step_check.py", "steps by how their kernels are cut", "none", 5,
+        "--shapes {small} --json {record}", usual=False,
+    ),
+}  # fmt: skip
+"""By name, in the order in which they run."""
+
+
+def table() -> str:
+    """The checks as a table in Markdown."""
+    lines = ["| check | script | proves | bar | minutes | GPUs |", "|---|---|---|---|---|---|"]
+    for name, check in CHECKS.items():
+        shown = name if check.usual else f"{name} (by name only)"
+        gpus = "1" if check.gpus == 1 else f"{check.gpus} or more"
+        cells = (shown, f"`{check.script}`", check.proves, check.bar, str(check.minutes), gpus)
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
