@@ -82,12 +82,12 @@ def sample_step(
     )  # fmt: skip
 
 
-def apply_masks(logits: torch.Tensor, slot_masks: torch.Tensor, words: torch.Tensor) -> None:
+def mask_logits(logits: torch.Tensor, slot_masks: torch.Tensor, words: torch.Tensor) -> None:
     """Forbids as :func:`pie_driver_sglang.sampling.groups.apply_masks` does, logits of any type."""
     slots, vocab = logits.shape
     # Few masks are the rule, and every program takes time.
     grid = (slots, min(_MASK_PROGRAMS, triton.cdiv(vocab, _MASK_BLOCK.value)))
-    _apply_masks[grid](logits, logits.stride(0), vocab, slot_masks, words)
+    _mask_logits[grid](logits, logits.stride(0), vocab, slot_masks, words)
 
 
 def fetch(source: torch.Tensor, target: torch.Tensor, count: torch.Tensor) -> None:
@@ -484,7 +484,7 @@ def _kept(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _apply_masks(logits, stride, vocab, slot_masks, words):  # type: ignore[no-untyped-def]
+def _mask_logits(logits, stride, vocab, slot_masks, words):  # type: ignore[no-untyped-def]
     slot = tl.program_id(0).to(tl.int64)
     edges = tl.load(slot_masks + 2 * slot + 1)
     if edges == 0:

@@ -20,7 +20,9 @@ _JOINING_TURNS = tl.constexpr(3)
 """Turns of merging that take as long as to join the halves of a row, about."""
 
 
-def room(rows: int, queries: torch.Tensor, value_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+def alloc_partials(
+    rows: int, queries: torch.Tensor, value_dim: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Where parts of so many rows are left: values by their weights, and the weights' sums.
 
     Sums are kept as exponents of two. Nothing needs to be there before.
@@ -49,7 +51,7 @@ def _place(program, first, number, TILE: tl.constexpr):  # type: ignore[no-untyp
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def leave(  # type: ignore[no-untyped-def]
+def store_partial(  # type: ignore[no-untyped-def]
     mixed, best, total, out, parts, sums, sinks, arrived, program, first, final,
     order, row, ahead, number, kv_head, out_stride,
     halves, half_sums, met, row_count, elsewhere,
@@ -85,7 +87,7 @@ def leave(  # type: ignore[no-untyped-def]
                 VALUE_DIM, GROUP_BLOCK, VALUE_BLOCK, TILE,
             )  # fmt: skip
             rows = rows_of(order, row, ahead, number, elsewhere, GROUPED)
-            settle(
+            merge_or_store(
                 mixed, best, total, rows, heads, asks, out, out_stride,
                 halves, half_sums, met, row_count, elsewhere, sinks,
                 GROUP, VALUE_DIM, VALUE_BLOCK, SINKS, GROUPED,
@@ -100,7 +102,7 @@ def leave(  # type: ignore[no-untyped-def]
                     VALUE_DIM, HEAD_BLOCK, VALUE_BLOCK, AT_ONCE, TILE,
                 )  # fmt: skip
                 own_rows = rows_of(order, row, ahead, turn + lanes * 0, elsewhere, GROUPED)
-                settle(
+                merge_or_store(
                     one, largest, weight, own_rows, own_heads, in_group, out, out_stride,
                     halves, half_sums, met, row_count, elsewhere, sinks,
                     GROUP, VALUE_DIM, VALUE_BLOCK, SINKS, GROUPED,
@@ -108,7 +110,7 @@ def leave(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def settle(  # type: ignore[no-untyped-def]
+def merge_or_store(  # type: ignore[no-untyped-def]
     mixed, best, total, rows, heads, asks, out, out_stride,
     halves, half_sums, met, row_count, elsewhere, sinks,
     GROUP: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_BLOCK: tl.constexpr,
@@ -122,7 +124,7 @@ def settle(  # type: ignore[no-untyped-def]
                 mixed, best, total, rows, heads, asks, halves, half_sums, met, row_count,
                 elsewhere, GROUP, VALUE_DIM, VALUE_BLOCK,
             )  # fmt: skip
-    mixed = finish(mixed, best, total, sinks, heads, asks, SINKS)
+    mixed = normalize(mixed, best, total, sinks, heads, asks, SINKS)
     tl.store(
         out + (rows * out_stride + heads * VALUE_DIM)[:, None] + value_dims,
         mixed,
@@ -237,7 +239,7 @@ def _merged_parts(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def finish(  # type: ignore[no-untyped-def]
+def normalize(  # type: ignore[no-untyped-def]
     mixed, best, total, sinks, heads, in_group, SINKS: tl.constexpr
 ):
     """Values by their weights, the sink's included."""
