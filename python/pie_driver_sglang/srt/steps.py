@@ -175,7 +175,7 @@ class StepRunner(abc.ABC):
         """Within, attention is told what rows have in common, if the graph knows of that."""
         if not graph.grouped:
             return nullcontext()
-        from pie_driver_sglang.kernels.paged_shares import Prefixes
+        from pie_driver_sglang.kernels.paged_splits import Prefixes
 
         fields, backend = graph.device, self._engine.runner.attn_backend
         listed = {name: fields[f"prefix_{name}"] for name in ("lens", "places", "order", "starts")}
@@ -405,7 +405,7 @@ class CudaSteps(StepRunner):
         slots = rank_slots(graph.slots, rows.ranks)
         logits = self._cut(slots.join(rows.part))
         masks, params = _masks(fields, slots.own), _params(fields, slots.own)
-        sampler.apply_masks(logits, masks, self._device_mask_words)
+        sampler.mask_logits(logits, masks, self._device_mask_words)
         results = self._results[: graph.slots]
         own = slots.own_results(results, logits.device)
         sampler.sample_step(logits, params, own, fields["header"][:1], rows.softcap)
