@@ -26,7 +26,7 @@ from sglang.srt.model_executor.forward_batch_info import (
 
 from pie_driver_sglang.engine import Facts
 from pie_driver_sglang.kernels.types import SlotParams
-from pie_driver_sglang.memory.plan import Loaded
+from pie_driver_sglang.memory.types import Loaded
 from pie_driver_sglang.sampling.groups import apply_masks, run_group
 from pie_driver_sglang.sampling.types import Outputs
 from pie_driver_sglang.srt.block import views

@@ -28,7 +28,7 @@ from tqdm import tqdm
 
 from pie_driver_sglang._core import Lane, graph_layout
 from pie_driver_sglang.kernels.types import SlotParams
-from pie_driver_sglang.memory.limits import bound_ladder
+from pie_driver_sglang.memory.limits import lora_batch_sizes
 from pie_driver_sglang.sampling.groups import apply_masks, sample_rows
 from pie_driver_sglang.srt.block import views
 from pie_driver_sglang.srt.rank_slots import rank_slots
@@ -349,7 +349,7 @@ class CudaSteps(StepRunner):
 
     def _capture_bound(self, bind: Callable[[int], None], pool: Any) -> None:
         """Captures decodes that bind adapters. SGLang's layers apply them, and Python samples."""
-        for rows in reversed(bound_ladder(self._slots)):
+        for rows in reversed(lora_batch_sizes(self._slots)):
             bind(rows)
             captured = self._capture(self._plain(rows), pool, self._run_bound)
             self._decodes[rows, True] = _Decode(captured, self._engine.hidden)
