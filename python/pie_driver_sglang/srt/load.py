@@ -18,7 +18,7 @@ from pie_driver_sglang.memory.limits import (
     shared_prefix_batch_sizes,
 )
 from pie_driver_sglang.memory.refusal import not_run
-from pie_driver_sglang.ranks.parallel import ALONE, Rank
+from pie_driver_sglang.ranks.types import ALONE, Rank
 from pie_driver_sglang.srt import groups, support
 from pie_driver_sglang.srt.adapters import Adapters
 from pie_driver_sglang.srt.boot import Booted, boot, within

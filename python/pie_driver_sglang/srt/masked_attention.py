@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
     from pie_driver_sglang._core import AttentionMask
-    from pie_driver_sglang.ranks.commands import Mask
+    from pie_driver_sglang.ranks.types import Mask
 
 
 class MaskedAttention(AttentionBackend):
