@@ -198,8 +198,8 @@ def map_peer_memory(group: dist.ProcessGroup, device: torch.device, size: int) -
     return PeerMemory(views, (memory, handle))
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _numbers(words, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _numbers(words, dtype: tl.constexpr):
     """The numbers of words, in float32."""
     if dtype.primitive_bitwidth == 32:
         numbers = words.to(dtype, bitcast=True)
@@ -211,7 +211,7 @@ def _numbers(words, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _words(numbers):  # type: ignore[no-untyped-def]
+def _words(numbers):
     """Words of numbers."""
     if numbers.dtype.primitive_bitwidth == 32:
         words = numbers.to(tl.int32, bitcast=True)
@@ -223,24 +223,24 @@ def _words(numbers):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _send(place, words, inside):  # type: ignore[no-untyped-def]
+def _send(place, words, inside):
     tl.store(place, tl.where(words == _SENTINEL, _SENT_INSTEAD, words), mask=inside)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _send_all(outboxes, word, words, inside, RANK: tl.constexpr, RANKS: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _send_all(outboxes, word, words, inside, RANK: tl.constexpr, RANKS: tl.constexpr):
     """Each rank begins with another one."""
     for step in tl.static_range(1, RANKS):
         _send(outboxes[(RANK + step) % RANKS] + word, words, inside)
 
 
 @triton.jit
-def _look(places, words, inside):  # type: ignore[no-untyped-def]
+def _look(places, words, inside):
     return [tl.load(place + words, mask=inside, other=0, volatile=True) for place in places]
 
 
 @triton.jit
-def _missing(found):  # type: ignore[no-untyped-def]
+def _missing(found):
     """Whether some words are; all threads get the same answer."""
     missing = found[0] == _SENTINEL
     for number in tl.static_range(1, len(found)):
@@ -249,7 +249,7 @@ def _missing(found):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _received(places, words, inside):  # type: ignore[no-untyped-def]
+def _received(places, words, inside):
     """Words of some places when all of them are there; empties the places."""
     found = _look(places, words, inside)
     while _missing(found):
@@ -259,8 +259,8 @@ def _received(places, words, inside):  # type: ignore[no-untyped-def]
     return found
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _summed(  # type: ignore[no-untyped-def]
+@triton.jit
+def _summed(
     total, own, inboxes, words, inside,
     dtype: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
@@ -275,8 +275,8 @@ def _summed(  # type: ignore[no-untyped-def]
     return total
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _sum_norm(  # type: ignore[no-untyped-def]
+@triton.jit
+def _sum_norm(
     part, inbox, inboxes, outboxes, residual, weight, out, inbox_stride, width, epsilon,
     RANK: tl.constexpr, RANKS: tl.constexpr, TWO_SHOT: tl.constexpr, BLOCK: tl.constexpr,
     CHAINED: tl.constexpr,

@@ -282,7 +282,7 @@ def norm_rope_store(
 
 
 @triton.jit
-def _prefetch(rows, row_bytes):  # type: ignore[no-untyped-def]
+def _prefetch(rows, row_bytes):
     """Has the second-level cache load rows of a matrix; harmless where it does not."""
     tl.inline_asm_elementwise(
         "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
@@ -294,8 +294,8 @@ def _prefetch(rows, row_bytes):  # type: ignore[no-untyped-def]
     )
 
 
-@triton.jit(do_not_specialize=["row_count"])  # type: ignore[untyped-decorator]
-def _linear(  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["row_count"])
+def _linear(
     rows, weight, bias, out, row_count, row_stride, outputs, inputs, part_inputs, ahead_bytes,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, GATED: tl.constexpr,
     CHAINED: tl.constexpr,
@@ -337,20 +337,20 @@ def _linear(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _silu(gate, up):  # type: ignore[no-untyped-def]
+def _silu(gate, up):
     return gate / (1.0 + tl.exp(-gate)) * up
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _spread(given, given_stride, row, width, epsilon, WIDTH_BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _spread(given, given_stride, row, width, epsilon, WIDTH_BLOCK: tl.constexpr):
     """One by the root mean square of a row."""
     lanes = tl.arange(0, WIDTH_BLOCK)
     x = tl.load(given + row * given_stride + lanes, mask=lanes < width, other=0.0).to(tl.float32)
     return tl.rsqrt(tl.sum(x * x, 0) / width + epsilon)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _gate(  # type: ignore[no-untyped-def]
+@triton.jit
+def _gate(
     rows, out, outputs, given, given_stride, width, epsilon,
     WIDTH_BLOCK: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
@@ -369,8 +369,8 @@ def _gate(  # type: ignore[no-untyped-def]
     tl.store(out + row * outputs + units, _silu(gate, up), mask=inside)
 
 
-@triton.jit(do_not_specialize=["row_count"])  # type: ignore[untyped-decorator]
-def _add_norm(  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["row_count"])
+def _add_norm(
     parts, residual, weight, out, row_count, width, epsilon,
     PARTS: tl.constexpr, ADDS: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
@@ -394,8 +394,8 @@ def _add_norm(  # type: ignore[no-untyped-def]
     tl.store(out + place, total * spread * scale, mask=inside)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _norm_rope_store(  # type: ignore[no-untyped-def]
+@triton.jit
+def _norm_rope_store(
     rows, out, query_weight, key_weight, query_epsilon, key_epsilon, rotations, positions, slots,
     keys, values, row_stride, out_stride, rotation_stride, key_stride, value_stride,
     QUERIES: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HEADS: tl.constexpr,
@@ -458,7 +458,7 @@ def _norm_rope_store(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _head_weights(query_weight, key_weight, dims, inside, is_key):  # type: ignore[no-untyped-def]
+def _head_weights(query_weight, key_weight, dims, inside, is_key):
     of_query = tl.load(query_weight + dims, mask=inside, other=0.0).to(tl.float32)
     of_key = tl.load(key_weight + dims, mask=inside, other=0.0).to(tl.float32)
     return tl.where(is_key, of_key[None, :], of_query[None, :])

@@ -14,8 +14,8 @@ _WORD_BITS = tl.constexpr(32)
 """KV indices that a program looks at in one step: one mask word of each row."""
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _attend(  # type: ignore[no-untyped-def]
+@triton.jit
+def _attend(
     queries, keys, values, out, table, table_rows, kv_lens, row_counts, first_rows,
     first_words, mask_words, sinks, scale, cap, window,
     query_stride, key_slot_stride, key_head_stride, value_slot_stride, value_head_stride,

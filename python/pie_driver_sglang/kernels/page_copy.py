@@ -39,8 +39,8 @@ class BufferRows(NamedTuple):
         )
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _move(  # type: ignore[no-untyped-def]
+@triton.jit
+def _move(
     source_starts, source_strides, source_rows, target_starts, target_strides, target_rows, widths,
     ELEMENT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip

@@ -90,10 +90,8 @@ def _pages(block: int, page_size: int) -> int:
     return pages if not rest and pages <= _MOST_PAGES else 0
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _look_up(  # type: ignore[no-untyped-def]
-    slots, token, end, PAGE: tl.constexpr, PAGES: tl.constexpr, BLOCK: tl.constexpr
-):
+@triton.jit
+def _look_up(slots, token, end, PAGE: tl.constexpr, PAGES: tl.constexpr, BLOCK: tl.constexpr):
     """Where the block at `token` is stored: first slots of its pages, or slots of its tokens."""
     found = ()
     if PAGES == 0:
@@ -106,10 +104,8 @@ def _look_up(  # type: ignore[no-untyped-def]
     return found
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _slots(  # type: ignore[no-untyped-def]
-    found, PAGE: tl.constexpr, PAGES: tl.constexpr, BLOCK: tl.constexpr
-):
+@triton.jit
+def _slots(found, PAGE: tl.constexpr, PAGES: tl.constexpr, BLOCK: tl.constexpr):
     """``[BLOCK]`` int64 slots of a block that was looked up."""
     slots = found[0]
     lanes = tl.arange(0, BLOCK)
@@ -120,8 +116,8 @@ def _slots(  # type: ignore[no-untyped-def]
     return slots.to(tl.int64)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _attend_span(  # type: ignore[no-untyped-def]
+@triton.jit
+def _attend_span(
     q, head_keys, head_values, slots_row, found, first_token, end_token, first_seen, kv_lens,
     scale, cap, window, key_slot_stride, value_slot_stride,
     DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
@@ -179,8 +175,8 @@ def _attend_span(  # type: ignore[no-untyped-def]
     return mixed, best, tl.sum(totals, 1)
 
 
-@triton.jit(do_not_specialize=["row_count", "most", "window"])  # type: ignore[untyped-decorator]
-def _attend(  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["row_count", "most", "window"])
+def _attend(
     queries, keys, values, out, table, order, totals, tiles, stretches, arrived, met,
     parts, sums, halves, half_sums, sinks,
     scale, value_scale, cap, window, row_count, most,
@@ -281,10 +277,8 @@ def _attend(  # type: ignore[no-untyped-def]
         q = next_q
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _ask(  # type: ignore[no-untyped-def]
-    storage, slots, slot_stride, WIDTH: tl.constexpr, WIDTH_BLOCK: tl.constexpr
-):
+@triton.jit
+def _ask(storage, slots, slot_stride, WIDTH: tl.constexpr, WIDTH_BLOCK: tl.constexpr):
     """Has the second-level cache load a block. What is stored there later is stored in it, too."""
     LINE: tl.constexpr = 1024 // storage.dtype.element_ty.primitive_bitwidth
     LINES: tl.constexpr = max(1, WIDTH_BLOCK // LINE)
@@ -300,10 +294,8 @@ def _ask(  # type: ignore[no-untyped-def]
     )
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _tile(  # type: ignore[no-untyped-def]
-    tiles, tile, tile_count, most, table, table_stride, GROUPED: tl.constexpr
-):
+@triton.jit
+def _tile(tiles, tile, tile_count, most, table, table_stride, GROUPED: tl.constexpr):
     """A tile's last row, rows in front of it, its end, KV, slots and what is seen elsewhere.
 
     Nothing behind the last.
@@ -321,8 +313,8 @@ def _tile(  # type: ignore[no-untyped-def]
     return row, ahead, end, kv_len, table + table_row * table_stride, elsewhere
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _load_queries(  # type: ignore[no-untyped-def]
+@triton.jit
+def _load_queries(
     own_queries, rows, asks, query_stride, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr
 ):
     """Those of a tile's rows: ``[GROUP_BLOCK, DIM_BLOCK]``."""
@@ -334,8 +326,8 @@ def _load_queries(  # type: ignore[no-untyped-def]
     )
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _span(  # type: ignore[no-untyped-def]
+@triton.jit
+def _span(
     block, last, begin, ahead, kv_len, elsewhere, window, BLOCK: tl.constexpr,
     WINDOWED: tl.constexpr, GROUPED: tl.constexpr,
 ):  # fmt: skip

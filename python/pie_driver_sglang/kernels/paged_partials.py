@@ -32,10 +32,8 @@ def alloc_partials(
     return parts, queries.new_empty((rows, heads), dtype=torch.float32)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def rows_of(  # type: ignore[no-untyped-def]
-    order, row, ahead, number, elsewhere, GROUPED: tl.constexpr
-):
+@triton.jit
+def rows_of(order, row, ahead, number, elsewhere, GROUPED: tl.constexpr):
     """Rows of a tile, by their number in it, int64; those that it does not have may be any."""
     rows = row - ahead + number
     if GROUPED:
@@ -44,14 +42,14 @@ def rows_of(  # type: ignore[no-untyped-def]
     return rows.to(tl.int64)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _place(program, first, number, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _place(program, first, number, TILE: tl.constexpr):
     """Where a program leaves its part of a row: two tiles, the latter begins in the program."""
     return (2 * program + (program == first).to(tl.int32)) * TILE + number
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def store_partial(  # type: ignore[no-untyped-def]
+@triton.jit
+def store_partial(
     mixed, best, total, out, parts, sums, sinks, arrived, program, first, final,
     order, row, ahead, number, kv_head, out_stride,
     halves, half_sums, met, row_count, elsewhere,
@@ -109,8 +107,8 @@ def store_partial(  # type: ignore[no-untyped-def]
                 )  # fmt: skip
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def merge_or_store(  # type: ignore[no-untyped-def]
+@triton.jit
+def merge_or_store(
     mixed, best, total, rows, heads, asks, out, out_stride,
     halves, half_sums, met, row_count, elsewhere, sinks,
     GROUP: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_BLOCK: tl.constexpr,
@@ -132,8 +130,8 @@ def merge_or_store(  # type: ignore[no-untyped-def]
     )
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _joined(  # type: ignore[no-untyped-def]
+@triton.jit
+def _joined(
     mixed, best, total, rows, heads, asks, halves, half_sums, met, row_count, elsewhere,
     GROUP: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -174,8 +172,8 @@ def _joined(  # type: ignore[no-untyped-def]
     return joined, largest, weights + own_weights, whole
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _merged_rows(  # type: ignore[no-untyped-def]
+@triton.jit
+def _merged_rows(
     parts, sums, first, final, number, heads, head_count, asks,
     VALUE_DIM: tl.constexpr, GROUP_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr,
     TILE: tl.constexpr,
@@ -205,8 +203,8 @@ def _merged_rows(  # type: ignore[no-untyped-def]
     return mixed, best, total
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _merged_parts(  # type: ignore[no-untyped-def]
+@triton.jit
+def _merged_parts(
     parts, sums, first, final, number, heads, in_set, head_count,
     VALUE_DIM: tl.constexpr, HEAD_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr,
     AT_ONCE: tl.constexpr, TILE: tl.constexpr,
@@ -238,10 +236,8 @@ def _merged_parts(  # type: ignore[no-untyped-def]
     return mixed, best, total
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def normalize(  # type: ignore[no-untyped-def]
-    mixed, best, total, sinks, heads, in_group, SINKS: tl.constexpr
-):
+@triton.jit
+def normalize(mixed, best, total, sinks, heads, in_group, SINKS: tl.constexpr):
     """Values by their weights, the sink's included."""
     if SINKS:
         sink = tl.load(sinks + heads, mask=in_group, other=0.0).to(tl.float32) * LOG2E

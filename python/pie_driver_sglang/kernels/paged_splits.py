@@ -171,8 +171,8 @@ def plan_splits(rows: DecodeRows, split: SplitPlan, multiprocessors: int) -> Wor
     return WorkPlan(split, *made)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def seen_from(kv_len, window, WINDOWED: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def seen_from(kv_len, window, WINDOWED: tl.constexpr):
     """The first token that a row with so much KV sees."""
     if WINDOWED:
         return tl.maximum(kv_len - 1 - window, 0)
@@ -180,10 +180,8 @@ def seen_from(kv_len, window, WINDOWED: tl.constexpr):  # type: ignore[no-untype
         return 0
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _goes_on(  # type: ignore[no-untyped-def]
-    table_rows, kv_lens, prefix_lens, rows, row_count, GROUPED: tl.constexpr
-):
+@triton.jit
+def _goes_on(table_rows, kv_lens, prefix_lens, rows, row_count, GROUPED: tl.constexpr):
     """Whether rows see the KV of the row in front of them and one token more.
 
     Of padding it does not matter what it sees, so that goes together, too.
@@ -199,8 +197,8 @@ def _goes_on(  # type: ignore[no-untyped-def]
     return known & same & (longer | (own == 0))
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _tiles(  # type: ignore[no-untyped-def]
+@triton.jit
+def _tiles(
     table_rows, kv_lens, prefix_lens, rows, row_count, start, window,
     BLOCK: tl.constexpr, WINDOWED: tl.constexpr, GROUPED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
@@ -225,8 +223,8 @@ def _tiles(  # type: ignore[no-untyped-def]
     return tl.where(ends, before, -1), kv_len, tl.where(ends, blocks, 0), starts
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _group_tiles(  # type: ignore[no-untyped-def]
+@triton.jit
+def _group_tiles(
     prefix_lens, places, group_starts, used, rows, row_count, BLOCK: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
@@ -245,12 +243,12 @@ def _group_tiles(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _larger(a, b):  # type: ignore[no-untyped-def]
+def _larger(a, b):
     return tl.maximum(a, b)
 
 
-@triton.jit(do_not_specialize=["row_count", "most", "program_count", "window"])  # type: ignore[untyped-decorator]
-def _plan_splits(  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["row_count", "most", "program_count", "window"])
+def _plan_splits(
     table_rows, kv_lens, prefix_lens, places, _order, group_starts, entry_count,
     totals, tiles, stretches, arrived, met, row_count, most, program_count, window,
     BLOCK: tl.constexpr, WINDOWED: tl.constexpr, GROUPED: tl.constexpr, TILE: tl.constexpr,
@@ -345,13 +343,13 @@ def _plan_splits(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _at_most(places, blocks, tiles):  # type: ignore[no-untyped-def]
+def _at_most(places, blocks, tiles):
     """How many of the tiles have a place up to each of the blocks: ``[blocks]`` int32."""
     return tl.sum(((places[None, :] <= blocks) & tiles[None, :]).to(tl.int32), 1)
 
 
 @triton.jit
-def _keep(place, most, last, ahead, end, kv_len, table_row, kept):  # type: ignore[no-untyped-def]
+def _keep(place, most, last, ahead, end, kv_len, table_row, kept):
     """Writes what tiles are, but for what is seen elsewhere."""
     tl.store(place, last, mask=kept)
     tl.store(place + most, ahead, mask=kept)
