@@ -28,7 +28,7 @@ _QUANTIZER: Final = re.compile(r"scal(e|ing)|zero|_zp$|g_idx$|_shape$|_amax$|azp
 _OTHER_FILES: Final = ("adapter_model.safetensors", "adapter_model.bin")
 
 
-class Model(NamedTuple):
+class CheckpointModel(NamedTuple):
     """What a model's configuration says about tensors that were not read."""
 
     layers: int
@@ -42,7 +42,7 @@ class Model(NamedTuple):
     """Expressions of what transformers leaves out as well."""
 
 
-def harmful(names: Collection[str], read: Collection[str], model: Model) -> list[str]:
+def harmful(names: Collection[str], read: Collection[str], model: CheckpointModel) -> list[str]:
     """Of the tensors that SGLang did not read those that the model may be wrong without.
 
     Args:
@@ -74,7 +74,7 @@ def _prefixes(names: Collection[str]) -> frozenset[str]:
     return frozenset(match[0] for match in found if match)
 
 
-def _is_harmless(name: str, media: Collection[str], model: Model) -> bool:
+def _is_harmless(name: str, media: Collection[str], model: CheckpointModel) -> bool:
     apart = _MEDIA.match(name)
     layer = _LAYER.match(name)
     leaf = name.rpartition(".")[2]

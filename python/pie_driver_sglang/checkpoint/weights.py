@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from pie_driver_sglang.memory.plan import ANY_RANKS, EVERYWHERE, Part
+from pie_driver_sglang.memory.types import ANY_RANKS, EVERYWHERE, Part
 
 ONLINE_BYTES: Final[Mapping[str, float]] = {
     "fp8": 1.0,

@@ -19,7 +19,8 @@ from typing import Any, Final
 import msgspec
 
 from pie_driver_sglang.config.hf_config import DOWNLOAD, check_hf_config, load_hf_config
-from pie_driver_sglang.config.options import DriverOptions, parse_options
+from pie_driver_sglang.config.option_checks import parse_options
+from pie_driver_sglang.config.options import DriverOptions
 from pie_driver_sglang.errors import ConfigError, nearest, quoted, reason
 
 logger = logging.getLogger(__name__)

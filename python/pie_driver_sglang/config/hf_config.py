@@ -13,7 +13,8 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from pie_driver_sglang.config.arch import context_limit, text_config
-from pie_driver_sglang.config.options import DriverOptions, loads_plugins
+from pie_driver_sglang.config.option_checks import loads_plugins
+from pie_driver_sglang.config.options import DriverOptions
 from pie_driver_sglang.config.server_args import ARCHITECTURES, SGLANG_VERSION
 from pie_driver_sglang.errors import ConfigError, nearest, quoted, reason
 

@@ -62,7 +62,7 @@ def choose_profile(cores: int, load: float) -> Profile:
 
 
 @dataclass(frozen=True)
-class Settings:
+class DemoSettings:
     """What the demo chooses of the driver's configuration."""
 
     model: Path
@@ -87,7 +87,7 @@ class DriverEnded(StartError):
 class SpawnedDriver:
     """A driver process. As a context manager it is stopped at the end, whatever happens."""
 
-    def __init__(self, settings: Settings, folder: Path) -> None:
+    def __init__(self, settings: DemoSettings, folder: Path) -> None:
         """Starts the process; no other thread may run yet.
 
         Args:
@@ -291,7 +291,7 @@ def _spawn(config: Path, log: Path, write_end: int) -> subprocess.Popen[bytes]:
         )
 
 
-def _toml(settings: Settings, group_id: int, trace_path: Path) -> str:
+def _toml(settings: DemoSettings, group_id: int, trace_path: Path) -> str:
     """Returns the configuration with every key that the runtime writes."""
 
     def text(value: object) -> str:

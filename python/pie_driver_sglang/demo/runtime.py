@@ -53,8 +53,8 @@ class Pass:
     sampling: Sampling
 
 
-class Forward(Protocol):
-    """Whatever runs a batch."""
+class BatchRunner(Protocol):
+    """Runs a batch: the spawned driver, or a test's own."""
 
     def forward(self, passes: Sequence[Pass]) -> list[int]:
         """Returns the token of each pass."""
@@ -148,7 +148,7 @@ class Runtime:
 
     def __init__(
         self,
-        driver: Forward,
+        driver: BatchRunner,
         limits: Limits,
         contexts: Sequence[Context],
         end_tokens: frozenset[int],

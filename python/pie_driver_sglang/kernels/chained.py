@@ -26,7 +26,7 @@ def chained(device: torch.device) -> dict[str, Any]:
 
 
 @triton.jit
-def follow():  # type: ignore[no-untyped-def]
+def follow():
     """Waits for the kernel before, and lets the next one start as soon as there is room."""
     gdc_wait()
     gdc_launch_dependents()

@@ -18,7 +18,7 @@ from pie_driver_sglang.kernels.chained import chained, follow
 
 _GATE_BLOCK = tl.constexpr(1024)
 _HEADS = 8
-"""Heads that a program of :func:`prepare` turns."""
+"""Heads that a program of :func:`norm_rope_store` turns."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def tiling(
     return None
 
 
-class Linear(NamedTuple):
+class LinearWeights(NamedTuple):
     """A matrix by which rows are multiplied."""
 
     weight: torch.Tensor
@@ -134,7 +134,7 @@ class Scale(NamedTuple):
     epsilon: float
 
 
-def linear(rows: torch.Tensor, matrix: Linear, tiling: Tiling) -> torch.Tensor:
+def linear(rows: torch.Tensor, matrix: LinearWeights, tiling: Tiling) -> torch.Tensor:
     """Products, or parts whose sums they are. Can be captured.
 
     Args:
@@ -151,7 +151,7 @@ def linear(rows: torch.Tensor, matrix: Linear, tiling: Tiling) -> torch.Tensor:
     return out
 
 
-def gated(rows: torch.Tensor, matrix: Linear, tiling: Tiling) -> torch.Tensor:
+def gated(rows: torch.Tensor, matrix: LinearWeights, tiling: Tiling) -> torch.Tensor:
     """``silu(gate) * up`` of an MLP. Can be captured.
 
     Args:
@@ -168,7 +168,7 @@ def gated(rows: torch.Tensor, matrix: Linear, tiling: Tiling) -> torch.Tensor:
 
 
 def _launch(
-    rows: torch.Tensor, matrix: Linear, out: torch.Tensor, tiling: Tiling, gated: bool
+    rows: torch.Tensor, matrix: LinearWeights, out: torch.Tensor, tiling: Tiling, gated: bool
 ) -> None:
     outputs, inputs = out.shape[-1], rows.shape[-1]
     tiles = outputs // tiling.outputs
@@ -240,14 +240,14 @@ def add_norm(
     return out, total
 
 
-def prepare(
+def norm_rope_store(
     rows: torch.Tensor,
     heads: Heads,
     positions: torch.Tensor,
     slots: torch.Tensor,
     *,
     scale: Scale | None = None,
-    apart: bool = False,
+    out_of_place: bool = False,
 ) -> torch.Tensor:
     """Normalizes and turns queries and keys, and stores keys and values. Can be captured.
 
@@ -257,19 +257,19 @@ def prepare(
         positions: ``[rows]`` int64.
         slots: ``[rows]`` int64: where the keys and values of a row go.
         scale: What queries, keys and values have still to be divided by.
-        apart: Whether the queries get storage of their own, without gaps.
+        out_of_place: Whether the queries get storage of their own, without gaps.
 
     Returns:
         ``[rows, queries, dim]`` queries, else a view of the rows, which are overwritten.
     """
     kv_heads, dim = heads.keys.shape[1:]
     width = heads.queries * dim
-    out = rows.new_empty(len(rows), width) if apart else rows[:, :width]
+    out = rows.new_empty(len(rows), width) if out_of_place else rows[:, :width]
     norms = (heads.query_norm, heads.key_norm)
     weights = [rows if norm is None else norm.weight for norm in norms]
     epsilons = [0.0 if norm is None else norm.epsilon for norm in norms]
     grid = (len(rows), triton.cdiv(heads.queries + kv_heads, _HEADS))
-    _prepare[grid](
+    _norm_rope_store[grid](
         rows, out, *weights, *epsilons, heads.rotations, positions, slots, heads.keys, heads.values,
         rows.stride(0), out.stride(0), heads.rotations.stride(0), heads.keys.stride(0),
         heads.values.stride(0),
@@ -282,7 +282,7 @@ def prepare(
 
 
 @triton.jit
-def _prefetch(rows, row_bytes):  # type: ignore[no-untyped-def]
+def _prefetch(rows, row_bytes):
     """Has the second-level cache load rows of a matrix; harmless where it does not."""
     tl.inline_asm_elementwise(
         "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
@@ -294,8 +294,8 @@ def _prefetch(rows, row_bytes):  # type: ignore[no-untyped-def]
     )
 
 
-@triton.jit(do_not_specialize=["row_count"])  # type: ignore[untyped-decorator]
-def _linear(  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["row_count"])
+def _linear(
     rows, weight, bias, out, row_count, row_stride, outputs, inputs, part_inputs, ahead_bytes,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, GATED: tl.constexpr,
     CHAINED: tl.constexpr,
@@ -337,20 +337,20 @@ def _linear(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _silu(gate, up):  # type: ignore[no-untyped-def]
+def _silu(gate, up):
     return gate / (1.0 + tl.exp(-gate)) * up
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _spread(given, given_stride, row, width, epsilon, WIDTH_BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _spread(given, given_stride, row, width, epsilon, WIDTH_BLOCK: tl.constexpr):
     """One by the root mean square of a row."""
     lanes = tl.arange(0, WIDTH_BLOCK)
     x = tl.load(given + row * given_stride + lanes, mask=lanes < width, other=0.0).to(tl.float32)
     return tl.rsqrt(tl.sum(x * x, 0) / width + epsilon)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _gate(  # type: ignore[no-untyped-def]
+@triton.jit
+def _gate(
     rows, out, outputs, given, given_stride, width, epsilon,
     WIDTH_BLOCK: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
@@ -369,8 +369,8 @@ def _gate(  # type: ignore[no-untyped-def]
     tl.store(out + row * outputs + units, _silu(gate, up), mask=inside)
 
 
-@triton.jit(do_not_specialize=["row_count"])  # type: ignore[untyped-decorator]
-def _add_norm(  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["row_count"])
+def _add_norm(
     parts, residual, weight, out, row_count, width, epsilon,
     PARTS: tl.constexpr, ADDS: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
@@ -394,8 +394,8 @@ def _add_norm(  # type: ignore[no-untyped-def]
     tl.store(out + place, total * spread * scale, mask=inside)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _prepare(  # type: ignore[no-untyped-def]
+@triton.jit
+def _norm_rope_store(
     rows, out, query_weight, key_weight, query_epsilon, key_epsilon, rotations, positions, slots,
     keys, values, row_stride, out_stride, rotation_stride, key_stride, value_stride,
     QUERIES: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HEADS: tl.constexpr,
@@ -458,7 +458,7 @@ def _prepare(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _head_weights(query_weight, key_weight, dims, inside, is_key):  # type: ignore[no-untyped-def]
+def _head_weights(query_weight, key_weight, dims, inside, is_key):
     of_query = tl.load(query_weight + dims, mask=inside, other=0.0).to(tl.float32)
     of_key = tl.load(key_weight + dims, mask=inside, other=0.0).to(tl.float32)
     return tl.where(is_key, of_key[None, :], of_query[None, :])

@@ -43,7 +43,7 @@ class Rule(NamedTuple):
     """``[heads]``: scores of a key without a value."""
 
 
-def attend(
+def attend_masked_torch(
     queries: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,

@@ -13,7 +13,7 @@ BLOCK = 1024
 """Elements that a program moves."""
 
 
-class Rows(NamedTuple):
+class BufferRows(NamedTuple):
     """Rows of several buffers of one dtype, as a kernel finds them."""
 
     dtype: torch.dtype
@@ -26,7 +26,7 @@ class Rows(NamedTuple):
     widest: int
 
     @classmethod
-    def of(cls, buffers: Sequence[torch.Tensor]) -> Rows:
+    def of(cls, buffers: Sequence[torch.Tensor]) -> BufferRows:
         """The rows of ``[rows, width]`` buffers, which must outlive this."""
         device = buffers[0].device
         widths = [buffer.shape[1] for buffer in buffers]
@@ -39,8 +39,8 @@ class Rows(NamedTuple):
         )
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _move(  # type: ignore[no-untyped-def]
+@triton.jit
+def _move(
     source_starts, source_strides, source_rows, target_starts, target_strides, target_rows, widths,
     ELEMENT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -56,7 +56,9 @@ def _move(  # type: ignore[no-untyped-def]
     tl.store(target + elements, tl.load(source + elements, mask=inside), mask=inside)
 
 
-def move(source: Rows, source_rows: torch.Tensor, target: Rows, target_rows: torch.Tensor) -> None:
+def move(
+    source: BufferRows, source_rows: torch.Tensor, target: BufferRows, target_rows: torch.Tensor
+) -> None:
     """Copies a row of every buffer for each pair. No target may be among the sources.
 
     Args:

@@ -1,7 +1,7 @@
 """GPU kernels of decode attention over pages: each row attends to its own KV.
 
-A program looks at its share of the step's blocks (`paged_shares.py`). A row that it has alone it
-finishes; of the others it leaves a part, and one program merges those (`paged_parts.py`). So a
+A program looks at its share of the step's blocks (`paged_splits.py`). A row that it has alone it
+finishes; of the others it leaves a part, and one program merges those (`paged_partials.py`). So a
 row's result depends on how it is cut, and its last bits may depend on the other rows.
 """
 
@@ -13,20 +13,26 @@ import triton.language as tl
 
 from pie_driver_sglang.kernels.chained import chained, follow
 from pie_driver_sglang.kernels.masked_torch import Rule
-from pie_driver_sglang.kernels.paged_parts import LOG2E, leave, room, rows_of, settle
-from pie_driver_sglang.kernels.paged_shares import Rows, Shares, seen_from
+from pie_driver_sglang.kernels.paged_partials import (
+    LOG2E,
+    alloc_partials,
+    merge_or_store,
+    rows_of,
+    store_partial,
+)
+from pie_driver_sglang.kernels.paged_splits import DecodeRows, WorkPlan, seen_from
 
 _MOST_PAGES = 8
 """Pages of a block that are looked up one by one; smaller ones come as a vector of slots."""
 
 
-def attend(
+def attend_paged(
     queries: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
     out: torch.Tensor,
-    rows: Rows,
-    shares: Shares,
+    rows: DecodeRows,
+    plan: WorkPlan,
     rule: Rule,
     page_size: int,
     value_scale: float = 1.0,
@@ -42,18 +48,18 @@ def attend(
         values: ``[slots, kv_heads, value_dim]``.
         out: ``[rows, heads, value_dim]``, heads contiguous, written.
         rows: the step.
-        shares: of this step, for this layer's `kv_heads` and window.
+        plan: of this step, for this layer's `kv_heads` and window.
         rule: the layer, but for its window; the scale includes that of stored keys.
         page_size: tokens of a page.
         value_scale: what stored values are to be multiplied with.
     """
     row_count, _, dim = queries.shape
     _, kv_heads, value_dim = values.shape
-    how, tile, programs = shares.cut.tuning, shares.cut.tile, shares.stretches.shape[1]
-    groups = None if shares.cut.windowed else rows.prefixes
-    parts, sums = room(2 * programs * tile, queries, value_dim)
+    how, tile, programs = plan.split.tuning, plan.split.tile, plan.stretches.shape[1]
+    groups = None if plan.split.windowed else rows.prefixes
+    parts, sums = alloc_partials(2 * programs * tile, queries, value_dim)
     # What rows of groups have seen together, and alone.
-    halves = room(0 if groups is None else 2 * row_count, queries, value_dim)
+    halves = alloc_partials(0 if groups is None else 2 * row_count, queries, value_dim)
     sinks = out if rule.sinks is None else rule.sinks
     # Scores are exponents of two; where capped, cap * tanh(score / cap).
     scale, cap = rule.scale * LOG2E.value, 0.0
@@ -61,16 +67,16 @@ def attend(
         scale, cap = rule.scale / rule.cap, rule.cap * LOG2E.value
     _attend[(kv_heads, programs)](
         queries, keys, values, out, rows.table, out if groups is None else groups.order,
-        *shares[1:], parts, sums, *halves, sinks,
-        scale, value_scale, cap, shares.cut.window, row_count, shares.tiles.shape[1],
+        *plan[1:], parts, sums, *halves, sinks,
+        scale, value_scale, cap, plan.split.window, row_count, plan.tiles.shape[1],
         queries.stride(0), keys.stride(0), keys.stride(1), values.stride(0), values.stride(1),
         out.stride(0), rows.table.stride(0),
-        GROUP=shares.cut.group, DIM=dim, VALUE_DIM=value_dim,
+        GROUP=plan.split.group, DIM=dim, VALUE_DIM=value_dim,
         PAGE=page_size, PAGES=_pages(how.block, page_size), BLOCK=how.block,
-        GROUP_BLOCK=shares.cut.queries, HEAD_BLOCK=triton.next_power_of_2(shares.cut.group),
+        GROUP_BLOCK=plan.split.queries, HEAD_BLOCK=triton.next_power_of_2(plan.split.group),
         DIM_BLOCK=max(16, triton.next_power_of_2(dim)),
         VALUE_BLOCK=max(16, triton.next_power_of_2(value_dim)),
-        CAPPED=rule.cap > 0, WINDOWED=shares.cut.windowed, SINKS=rule.sinks is not None,
+        CAPPED=rule.cap > 0, WINDOWED=plan.split.windowed, SINKS=rule.sinks is not None,
         GROUPED=groups is not None, TILE=tile,
         num_warps=how.warps, num_stages=how.stages, **chained(queries.device),
     )  # fmt: skip
@@ -84,10 +90,8 @@ def _pages(block: int, page_size: int) -> int:
     return pages if not rest and pages <= _MOST_PAGES else 0
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _look_up(  # type: ignore[no-untyped-def]
-    slots, token, end, PAGE: tl.constexpr, PAGES: tl.constexpr, BLOCK: tl.constexpr
-):
+@triton.jit
+def _look_up(slots, token, end, PAGE: tl.constexpr, PAGES: tl.constexpr, BLOCK: tl.constexpr):
     """Where the block at `token` is stored: first slots of its pages, or slots of its tokens."""
     found = ()
     if PAGES == 0:
@@ -100,10 +104,8 @@ def _look_up(  # type: ignore[no-untyped-def]
     return found
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _slots(  # type: ignore[no-untyped-def]
-    found, PAGE: tl.constexpr, PAGES: tl.constexpr, BLOCK: tl.constexpr
-):
+@triton.jit
+def _slots(found, PAGE: tl.constexpr, PAGES: tl.constexpr, BLOCK: tl.constexpr):
     """``[BLOCK]`` int64 slots of a block that was looked up."""
     slots = found[0]
     lanes = tl.arange(0, BLOCK)
@@ -114,8 +116,8 @@ def _slots(  # type: ignore[no-untyped-def]
     return slots.to(tl.int64)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _attend_span(  # type: ignore[no-untyped-def]
+@triton.jit
+def _attend_span(
     q, head_keys, head_values, slots_row, found, first_token, end_token, first_seen, kv_lens,
     scale, cap, window, key_slot_stride, value_slot_stride,
     DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
@@ -173,8 +175,8 @@ def _attend_span(  # type: ignore[no-untyped-def]
     return mixed, best, tl.sum(totals, 1)
 
 
-@triton.jit(do_not_specialize=["row_count", "most", "window"])  # type: ignore[untyped-decorator]
-def _attend(  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["row_count", "most", "window"])
+def _attend(
     queries, keys, values, out, table, order, totals, tiles, stretches, arrived, met,
     parts, sums, halves, half_sums, sinks,
     scale, value_scale, cap, window, row_count, most,
@@ -254,13 +256,13 @@ def _attend(  # type: ignore[no-untyped-def]
         first, final = begin // share, (end - 1) // share
         if first == final:
             rows = rows_of(order, row, ahead, number, elsewhere, GROUPED)
-            settle(
+            merge_or_store(
                 mixed, best, total, rows, heads, asks, out, out_stride,
                 halves, half_sums, met, row_count, elsewhere, sinks,
                 GROUP, VALUE_DIM, VALUE_BLOCK, SINKS, GROUPED,
             )  # fmt: skip
         else:
-            leave(
+            store_partial(
                 mixed, best, total, out, parts, sums, sinks, arrived, program, first, final,
                 order, row, ahead, number, kv_head, out_stride,
                 halves, half_sums, met, row_count, elsewhere,
@@ -275,10 +277,8 @@ def _attend(  # type: ignore[no-untyped-def]
         q = next_q
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _ask(  # type: ignore[no-untyped-def]
-    storage, slots, slot_stride, WIDTH: tl.constexpr, WIDTH_BLOCK: tl.constexpr
-):
+@triton.jit
+def _ask(storage, slots, slot_stride, WIDTH: tl.constexpr, WIDTH_BLOCK: tl.constexpr):
     """Has the second-level cache load a block. What is stored there later is stored in it, too."""
     LINE: tl.constexpr = 1024 // storage.dtype.element_ty.primitive_bitwidth
     LINES: tl.constexpr = max(1, WIDTH_BLOCK // LINE)
@@ -294,10 +294,8 @@ def _ask(  # type: ignore[no-untyped-def]
     )
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _tile(  # type: ignore[no-untyped-def]
-    tiles, tile, tile_count, most, table, table_stride, GROUPED: tl.constexpr
-):
+@triton.jit
+def _tile(tiles, tile, tile_count, most, table, table_stride, GROUPED: tl.constexpr):
     """A tile's last row, rows in front of it, its end, KV, slots and what is seen elsewhere.
 
     Nothing behind the last.
@@ -315,8 +313,8 @@ def _tile(  # type: ignore[no-untyped-def]
     return row, ahead, end, kv_len, table + table_row * table_stride, elsewhere
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _load_queries(  # type: ignore[no-untyped-def]
+@triton.jit
+def _load_queries(
     own_queries, rows, asks, query_stride, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr
 ):
     """Those of a tile's rows: ``[GROUP_BLOCK, DIM_BLOCK]``."""
@@ -328,8 +326,8 @@ def _load_queries(  # type: ignore[no-untyped-def]
     )
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _span(  # type: ignore[no-untyped-def]
+@triton.jit
+def _span(
     block, last, begin, ahead, kv_len, elsewhere, window, BLOCK: tl.constexpr,
     WINDOWED: tl.constexpr, GROUPED: tl.constexpr,
 ):  # fmt: skip

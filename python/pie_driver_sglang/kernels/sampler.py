@@ -82,12 +82,12 @@ def sample_step(
     )  # fmt: skip
 
 
-def apply_masks(logits: torch.Tensor, slot_masks: torch.Tensor, words: torch.Tensor) -> None:
+def mask_logits(logits: torch.Tensor, slot_masks: torch.Tensor, words: torch.Tensor) -> None:
     """Forbids as :func:`pie_driver_sglang.sampling.groups.apply_masks` does, logits of any type."""
     slots, vocab = logits.shape
     # Few masks are the rule, and every program takes time.
     grid = (slots, min(_MASK_PROGRAMS, triton.cdiv(vocab, _MASK_BLOCK.value)))
-    _apply_masks[grid](logits, logits.stride(0), vocab, slot_masks, words)
+    _mask_logits[grid](logits, logits.stride(0), vocab, slot_masks, words)
 
 
 def fetch(source: torch.Tensor, target: torch.Tensor, count: torch.Tensor) -> None:
@@ -132,8 +132,8 @@ def update_table(
     _update_table[grid](table, page, updates, most, further, count, PAGE=size)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _survey(  # type: ignore[no-untyped-def]
+@triton.jit
+def _survey(
     logits, stride, vocab, temperatures, tops, ids, masses, cap,
     CAPPED: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
@@ -168,28 +168,28 @@ def _survey(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _ordered(x):  # type: ignore[no-untyped-def]
+def _ordered(x):
     """Integers in the order of the numbers."""
     bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
-def _load(base, first, vocab):  # type: ignore[no-untyped-def]
+def _load(base, first, vocab):
     offsets = first + tl.arange(0, _BLOCK)
     x = tl.load(base + offsets, mask=offsets < vocab, other=float("-inf"))
     return x.to(tl.float32)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _weight(x, largest, scale, cap, CAPPED: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _weight(x, largest, scale, cap, CAPPED: tl.constexpr):
     """The probability of a logit, as a multiple of the largest probability."""
     # exp2 is exact at 0: the largest one has weight 1.
     return tl.exp2((_capped(x, cap, CAPPED) - largest) * scale)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _capped(x, cap, CAPPED: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _capped(x, cap, CAPPED: tl.constexpr):
     if CAPPED:
         # tanh by the exponential of a negative number, which cannot overflow; -inf stays.
         e = tl.exp(-2.0 * tl.abs(x) / cap)
@@ -198,8 +198,8 @@ def _capped(x, cap, CAPPED: tl.constexpr):  # type: ignore[no-untyped-def]
     return x
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _sample_rows(  # type: ignore[no-untyped-def]
+@triton.jit
+def _sample_rows(
     logits, stride, vocab, tops, ids, masses, parts,
     temperatures, top_ks, top_ps, min_ps, uniforms, results, step, cap,
     PARTS: tl.constexpr, CAPPED: tl.constexpr, SHIFT: tl.constexpr, CHAINED: tl.constexpr,
@@ -242,8 +242,8 @@ def _sample_rows(  # type: ignore[no-untyped-def]
     tl.store(results + row, (number << 32) | token.to(tl.int64))
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _draw_any(  # type: ignore[no-untyped-def]
+@triton.jit
+def _draw_any(
     base, vocab, top, mass, largest, temperature, uniform, cap,
     PARTS: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
@@ -261,7 +261,7 @@ def _draw_any(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _first_beyond(weights, before, goal):  # type: ignore[no-untyped-def]
+def _first_beyond(weights, before, goal):
     """The first place up to which the weights and those before them exceed the goal.
 
     The last place with a weight, if rounding leaves the goal just out of reach.
@@ -273,8 +273,8 @@ def _first_beyond(weights, before, goal):  # type: ignore[no-untyped-def]
     return tl.where(found == 0x7FFFFFFF, last, found)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _draw(  # type: ignore[no-untyped-def]
+@triton.jit
+def _draw(
     base,
     vocab,
     largest,
@@ -313,8 +313,8 @@ def _draw(  # type: ignore[no-untyped-def]
     return _invert(base, vocab, edge, ties, min_p, uniform, largest, scale, cap, CAPPED, SHIFT)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _edge_of_count(base, vocab, low, high, count, SHIFT: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _edge_of_count(base, vocab, low, high, count, SHIFT: tl.constexpr):
     """The `count`-th largest key, and how many keys are larger."""
     above = 0
     while low < high:
@@ -334,14 +334,14 @@ def _edge_of_count(base, vocab, low, high, count, SHIFT: tl.constexpr):  # type:
 
 
 @triton.jit
-def _middle(low, high):  # type: ignore[no-untyped-def]
+def _middle(low, high):
     """The middle of two integers, rounded up, of any signs."""
     wide = (low.to(tl.int64) + high.to(tl.int64) + 1) >> 1
     return wide.to(tl.int32)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _edge_of_mass(  # type: ignore[no-untyped-def]
+@triton.jit
+def _edge_of_mass(
     base,
     vocab,
     low,
@@ -365,8 +365,8 @@ def _edge_of_mass(  # type: ignore[no-untyped-def]
     return low, above
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _mass(  # type: ignore[no-untyped-def]
+@triton.jit
+def _mass(
     base,
     vocab,
     least,
@@ -385,8 +385,8 @@ def _mass(  # type: ignore[no-untyped-def]
     return tl.sum(total, 0)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _edge_weight(  # type: ignore[no-untyped-def]
+@triton.jit
+def _edge_weight(
     base,
     vocab,
     edge,
@@ -407,8 +407,8 @@ def _edge_weight(  # type: ignore[no-untyped-def]
     return tl.where((x == x) & (weight == weight), weight, 0.0)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _invert(  # type: ignore[no-untyped-def]
+@triton.jit
+def _invert(
     base,
     vocab,
     edge,
@@ -456,8 +456,8 @@ def _invert(  # type: ignore[no-untyped-def]
     return tl.where(token < 0, last, token)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _kept(  # type: ignore[no-untyped-def]
+@triton.jit
+def _kept(
     base,
     first,
     vocab,
@@ -484,7 +484,7 @@ def _kept(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _apply_masks(logits, stride, vocab, slot_masks, words):  # type: ignore[no-untyped-def]
+def _mask_logits(logits, stride, vocab, slot_masks, words):
     slot = tl.program_id(0).to(tl.int64)
     edges = tl.load(slot_masks + 2 * slot + 1)
     if edges == 0:
@@ -499,7 +499,7 @@ def _apply_masks(logits, stride, vocab, slot_masks, words):  # type: ignore[no-u
 
 
 @triton.jit
-def _allowed(mask, edges, start, vocab):  # type: ignore[no-untyped-def]
+def _allowed(mask, edges, start, vocab):
     """1 for the tokens of the block at `start` that a mask allows, 0 for others."""
     ids = start + tl.arange(0, _MASK_BLOCK)
     if edges < 0:
@@ -526,21 +526,21 @@ def _allowed(mask, edges, start, vocab):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _fetch(source, target, count):  # type: ignore[no-untyped-def]
+def _fetch(source, target, count):
     places = tl.program_id(0) * _FETCH_BLOCK + tl.arange(0, _FETCH_BLOCK)
     used = places < tl.load(count)
     tl.store(target + places, tl.load(source + places, mask=used), mask=used)
 
 
 @triton.jit
-def _publish(results, target, count):  # type: ignore[no-untyped-def]
+def _publish(results, target, count):
     places = tl.program_id(0) * _PUBLISH_BLOCK + tl.arange(0, _PUBLISH_BLOCK)
     known = places < count
     tl.store(target + places, tl.load(results + places, mask=known), mask=known)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _update_table(table, page, updates, most, further, count, PAGE: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _update_table(table, page, updates, most, further, count, PAGE: tl.constexpr):
     first = tl.program_id(0) * _UPDATE_BLOCK
     used = tl.load(count)
     places = first + tl.arange(0, _UPDATE_BLOCK)
@@ -558,8 +558,8 @@ def _update_table(table, page, updates, most, further, count, PAGE: tl.constexpr
         _write_pages(table, page, others, named, there, PAGE)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _write_pages(table, page, entries, slots, known, PAGE: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _write_pages(table, page, entries, slots, known, PAGE: tl.constexpr):
     within = tl.arange(0, PAGE)
     targets = table + entries[:, None] * page + within[None, :]
     values = (slots[:, None] + within[None, :]).to(tl.int32)

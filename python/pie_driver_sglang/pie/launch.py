@@ -33,7 +33,8 @@ from pie_driver_sglang.pie.handshake import UNLIMITED, Capabilities, Handshake
 from pie_driver_sglang.pie.serve import serve, warm_up
 from pie_driver_sglang.pie.trace import open_trace
 from pie_driver_sglang.ranks.leader import LeadingEngine
-from pie_driver_sglang.ranks.parallel import ALONE, Start, Workers
+from pie_driver_sglang.ranks.parallel import Start, Workers
+from pie_driver_sglang.ranks.types import ALONE
 from pie_driver_sglang.srt.start import load_rank
 from pie_driver_sglang.srt.version import check_versions
 
@@ -268,7 +269,7 @@ def _start(config: DriverConfig, server: _core.Server, workers: Workers | None) 
         engine.block.data,
         _report,
         host_pages=engine.facts.host_pages,
-        lane=engine.lane,
+        lane=engine.make_lane(),
         steps=driver.options.trace_file is not None,
     )
     logger.info("warming up")

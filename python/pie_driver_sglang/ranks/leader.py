@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import pickle
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
-from pie_driver_sglang.engine import Engine, Facts
 from pie_driver_sglang.errors import AdapterError
 from pie_driver_sglang.ranks.commands import (
     BeginLoad,
@@ -26,27 +25,11 @@ from pie_driver_sglang.ranks.commands import (
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
-    import torch
 
     from pie_driver_sglang._core import Broadcast, Lane, Pass, SlotGroup
+    from pie_driver_sglang.engine import Facts
+    from pie_driver_sglang.ranks.types import RankEngine
     from pie_driver_sglang.sampling.types import Outputs
-
-
-class Ranked(Engine, Protocol):
-    """An engine that knows which part of the staging block the other ranks need."""
-
-    def pass_bytes(self, batch: Pass) -> int:
-        """Length of the block's beginning that a pass is staged in."""
-
-    @property
-    def slot_bytes(self) -> int:
-        """Length of the block's beginning that slots are staged in."""
-
-    def slot_logits(self, group: SlotGroup) -> torch.Tensor:
-        """The logits of the staged slots, for which all ranks are needed."""
-
-    def sample_logits(self, group: SlotGroup, logits: torch.Tensor) -> Outputs:
-        """Samples them, which is this rank's alone."""
 
 
 class LeadingEngine:
@@ -59,7 +42,7 @@ class LeadingEngine:
     recovers = True
     """False once this rank has failed where the others wait for it in a collective operation."""
 
-    def __init__(self, engine: Ranked, broadcast: Broadcast) -> None:
+    def __init__(self, engine: RankEngine, broadcast: Broadcast) -> None:
         self._engine = engine
         self._broadcast = broadcast
         self._cut: list[int] = []
@@ -78,10 +61,9 @@ class LeadingEngine:
         """This rank's; see :attr:`pie_driver_sglang.engine.Engine.block`."""
         return self._engine.block
 
-    @property
-    def lane(self) -> Lane | None:
-        """This rank's, which tells the others of every step that it launches."""
-        lane = self._engine.lane
+    def make_lane(self) -> Lane | None:
+        """Makes this rank's graph path, which broadcasts every step before its launch."""
+        lane = self._engine.make_lane()
         if lane is not None:
             lane.lead(self._broadcast)
         return lane

@@ -17,31 +17,17 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple, Protocol, Self
+from typing import Protocol, Self
 
 from pie_driver_sglang import _core
 from pie_driver_sglang.errors import DriverError, StartError
+from pie_driver_sglang.ranks.types import Rank
 
 GRACE_S = 1.0
 """How long a leader that fails waits for a worker to say why it ends, which may be the reason."""
 END_S = 2.0
 """How long a leader waits for the workers that it has killed. Their end needs no more of it."""
 _MAX_REPORT_CHARS = 4000
-
-
-class Rank(NamedTuple):
-    """One process of those that a model is spread over."""
-
-    number: int = 0
-    """``0..size``; 0 is the leader."""
-    size: int = 1
-    """Processes of the model."""
-    rendezvous: int = -1
-    """Descriptor of the file in which they meet; -1 for a rank that is alone."""
-
-
-ALONE = Rank()
-"""The rank of a model on one device."""
 
 
 class Process(Protocol):

@@ -19,7 +19,8 @@ from pie_driver_sglang import _core
 from pie_driver_sglang.config.file import DriverConfig, load_config
 from pie_driver_sglang.errors import DriverError
 from pie_driver_sglang.logs import configure_logging
-from pie_driver_sglang.ranks.parallel import Rank, report
+from pie_driver_sglang.ranks.parallel import report
+from pie_driver_sglang.ranks.types import Rank
 
 if TYPE_CHECKING:
     from pie_driver_sglang.ranks.commands import Command
@@ -77,7 +78,7 @@ def run(config: DriverConfig, rank: Rank, broadcast_fd: int) -> None:
         rank.number - 1,
         engine.block.data,
         spin_budget_us=spin_budget_us,
-        lane=engine.lane,
+        lane=engine.make_lane(),
     )
     for data in follower:
         command: Command = pickle.loads(data)

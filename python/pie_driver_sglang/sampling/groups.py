@@ -128,7 +128,7 @@ def apply_masks(logits: torch.Tensor, slot_masks: torch.Tensor, words: torch.Ten
     if logits.is_cuda:
         from pie_driver_sglang.kernels import sampler
 
-        sampler.apply_masks(logits, slot_masks, words)
+        sampler.mask_logits(logits, slot_masks, words)
         return
     vocabulary = logits.shape[-1]
     for row, (first, edges) in zip(logits, slot_masks.tolist(), strict=True):

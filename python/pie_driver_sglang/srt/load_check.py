@@ -26,7 +26,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from pie_driver_sglang.checkpoint.regions import Region, is_covered
 from pie_driver_sglang.checkpoint.surplus import (
-    Model,
+    CheckpointModel,
     harmful,
     is_cache_scale,
     is_media,
@@ -309,7 +309,7 @@ class LoadCheck:
         """Of the tensors that no rank has read those that the model is wrong without."""
         whole, text = self._config.hf_config, self._config.hf_text_config
         read = self._trace.stored.keys() - set(unread)
-        facts = Model(
+        facts = CheckpointModel(
             layers=self._config.num_hidden_layers,
             next_layers=int(getattr(text, "num_nextn_predict_layers", None) or 0),
             tied=any(getattr(x, "tie_word_embeddings", False) for x in (whole, text)),

@@ -26,7 +26,7 @@ from sglang.srt.model_executor.forward_batch_info import (
 
 from pie_driver_sglang.engine import Facts
 from pie_driver_sglang.kernels.types import SlotParams
-from pie_driver_sglang.memory.plan import Loaded
+from pie_driver_sglang.memory.types import Loaded
 from pie_driver_sglang.sampling.groups import apply_masks, run_group
 from pie_driver_sglang.sampling.types import Outputs
 from pie_driver_sglang.srt.block import views
@@ -115,9 +115,8 @@ class SglangEngine:
         """Asks the device; see :meth:`pie_driver_sglang.engine.Engine.find_loss`."""
         return find_loss(self.plan.device.name)
 
-    @property
-    def lane(self) -> Lane | None:
-        """The fast lane; see :attr:`pie_driver_sglang.engine.Engine.lane`."""
+    def make_lane(self) -> Lane | None:
+        """Makes the graph path; see :meth:`pie_driver_sglang.engine.Engine.make_lane`."""
         return None if self.steps is None else self.steps.lane()
 
     def _divert(self, processor: LogitsProcessor) -> None:

@@ -28,7 +28,7 @@ _SENT_INSTEAD = tl.constexpr(0x7FFF7FFF)
 """What a rank sends for it: other NaNs, of all types."""
 
 
-class Tuning(NamedTuple):
+class AllReduceTuning(NamedTuple):
     """How sums are made; ``benches/gpu/sums_check.py --times`` measures it."""
 
     most_rows: int
@@ -39,7 +39,7 @@ class Tuning(NamedTuple):
     """Warps of a program."""
 
 
-TUNINGS = {2: Tuning(256, 256, 8), 4: Tuning(256, 32, 16)}
+TUNINGS = {2: AllReduceTuning(256, 256, 8), 4: AllReduceTuning(256, 32, 16)}
 """By ranks; of others none was measured."""
 _REGISTERS = 1 << 16
 """Of a multiprocessor, which shall have room for two programs: then all rows are there at once."""
@@ -49,7 +49,7 @@ PROGRAMS_AT_ONCE = 2
 """Of a multiprocessor, which has registers for so many."""
 
 
-def find_obstacle(multiprocessors: int, tuning: Tuning) -> str:
+def find_obstacle(multiprocessors: int, tuning: AllReduceTuning) -> str:
     """Why a GPU's programs could lock each other out; empty if they cannot.
 
     Programs wait for other ranks' programs, so all rows of a step must have room at once.
@@ -64,7 +64,7 @@ def find_obstacle(multiprocessors: int, tuning: Tuning) -> str:
     return f"{multiprocessors} SMs have room for {room} rows of {tuning.most_rows} at once"
 
 
-class Shared(NamedTuple):
+class PeerMemory(NamedTuple):
     """Memory of each rank, as one of them sees it."""
 
     of_ranks: list[torch.Tensor]
@@ -73,7 +73,7 @@ class Shared(NamedTuple):
     """What it goes with."""
 
 
-class RankSums:
+class LamportAllReduceNorm:
     """Inboxes of all ranks for the rows of a step.
 
     All ranks must take the same turns in the same order, of as many rows and by the same tuning,
@@ -99,11 +99,11 @@ class RankSums:
 
     def __init__(
         self,
-        shared: Shared,
+        shared: PeerMemory,
         rank: int,
         width: int,
         dtype: torch.dtype,
-        tuning: Tuning,
+        tuning: AllReduceTuning,
     ) -> None:
         """Divides memory that all ranks share.
 
@@ -125,8 +125,8 @@ class RankSums:
         ]
         self._inbox = inboxes[rank]
         others = [other for other in range(ranks) if other != rank]
-        self._heard = [tuple(inbox[other] for other in others) for inbox in self._inbox]
-        self._told = [tuple(inbox[turn, rank] for inbox in inboxes) for turn in range(TURNS)]
+        self._inboxes = [tuple(inbox[other] for other in others) for inbox in self._inbox]
+        self._outboxes = [tuple(inbox[turn, rank] for inbox in inboxes) for turn in range(TURNS)]
 
     @property
     def most_rows(self) -> int:
@@ -166,16 +166,16 @@ class RankSums:
             triton.next_power_of_2(width), 32 * tuning.warps * _WORD_BYTES // residual.itemsize
         )
         _sum_norm[(rows,)](
-            part.view(torch.int32), self._inbox[turn], self._heard[turn], self._told[turn],
+            part.view(torch.int32), self._inbox[turn], self._inboxes[turn], self._outboxes[turn],
             residual, norm.weight, out, self._inbox.stride(1), width, norm.epsilon,
-            RANK=self._rank, RANKS=len(self._told[turn]), TWO_SHOT=rows > tuning.one_shot_rows,
+            RANK=self._rank, RANKS=len(self._outboxes[turn]), TWO_SHOT=rows > tuning.one_shot_rows,
             BLOCK=block, num_warps=tuning.warps,
             maxnreg=min(255, _REGISTERS // (64 * tuning.warps)), **chained(residual.device),
         )  # fmt: skip
         return out, residual
 
 
-def share(group: dist.ProcessGroup, device: torch.device, size: int) -> Shared:
+def map_peer_memory(group: dist.ProcessGroup, device: torch.device, size: int) -> PeerMemory:
     """Memory of each rank that all of them can read and write; all call this at the same time.
 
     Args:
@@ -195,11 +195,11 @@ def share(group: dist.ProcessGroup, device: torch.device, size: int) -> Shared:
     dist.barrier(group)
     ranks = range(dist.get_world_size(group))
     views = [handle.get_buffer(rank, [size], torch.uint8) for rank in ranks]
-    return Shared(views, (memory, handle))
+    return PeerMemory(views, (memory, handle))
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _numbers(words, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _numbers(words, dtype: tl.constexpr):
     """The numbers of words, in float32."""
     if dtype.primitive_bitwidth == 32:
         numbers = words.to(dtype, bitcast=True)
@@ -211,7 +211,7 @@ def _numbers(words, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _words(numbers):  # type: ignore[no-untyped-def]
+def _words(numbers):
     """Words of numbers."""
     if numbers.dtype.primitive_bitwidth == 32:
         words = numbers.to(tl.int32, bitcast=True)
@@ -223,24 +223,24 @@ def _words(numbers):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _send(place, words, inside):  # type: ignore[no-untyped-def]
+def _send(place, words, inside):
     tl.store(place, tl.where(words == _SENTINEL, _SENT_INSTEAD, words), mask=inside)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _send_all(told, word, words, inside, RANK: tl.constexpr, RANKS: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _send_all(outboxes, word, words, inside, RANK: tl.constexpr, RANKS: tl.constexpr):
     """Each rank begins with another one."""
     for step in tl.static_range(1, RANKS):
-        _send(told[(RANK + step) % RANKS] + word, words, inside)
+        _send(outboxes[(RANK + step) % RANKS] + word, words, inside)
 
 
 @triton.jit
-def _look(places, words, inside):  # type: ignore[no-untyped-def]
+def _look(places, words, inside):
     return [tl.load(place + words, mask=inside, other=0, volatile=True) for place in places]
 
 
 @triton.jit
-def _missing(found):  # type: ignore[no-untyped-def]
+def _missing(found):
     """Whether some words are; all threads get the same answer."""
     missing = found[0] == _SENTINEL
     for number in tl.static_range(1, len(found)):
@@ -249,7 +249,7 @@ def _missing(found):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _received(places, words, inside):  # type: ignore[no-untyped-def]
+def _received(places, words, inside):
     """Words of some places when all of them are there; empties the places."""
     found = _look(places, words, inside)
     while _missing(found):
@@ -259,12 +259,13 @@ def _received(places, words, inside):  # type: ignore[no-untyped-def]
     return found
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _summed(  # type: ignore[no-untyped-def]
-    total, own, heard, words, inside, dtype: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr,
+@triton.jit
+def _summed(
+    total, own, inboxes, words, inside,
+    dtype: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
     """All ranks' parts of a row and what they are added to, when all are there."""
-    theirs = _received(heard, words, inside)
+    theirs = _received(inboxes, words, inside)
     # In the same order on every rank, so that all go on with the same numbers.
     for rank in tl.static_range(RANKS):
         if rank == RANK:
@@ -274,9 +275,9 @@ def _summed(  # type: ignore[no-untyped-def]
     return total
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _sum_norm(  # type: ignore[no-untyped-def]
-    part, inbox, heard, told, residual, weight, out, inbox_stride, width, epsilon,
+@triton.jit
+def _sum_norm(
+    part, inbox, inboxes, outboxes, residual, weight, out, inbox_stride, width, epsilon,
     RANK: tl.constexpr, RANKS: tl.constexpr, TWO_SHOT: tl.constexpr, BLOCK: tl.constexpr,
     CHAINED: tl.constexpr,
 ):  # fmt: skip
@@ -300,20 +301,20 @@ def _sum_norm(  # type: ignore[no-untyped-def]
     if TWO_SHOT:
         owner = row % RANKS
         if owner == RANK:
-            total = _summed(total, own, heard, word, known, dtype, RANK, RANKS)
+            total = _summed(total, own, inboxes, word, known, dtype, RANK, RANKS)
             # As the others get them.
             rounded = total.to(dtype)
-            _send_all(told, word, _words(rounded), known, RANK, RANKS)
+            _send_all(outboxes, word, _words(rounded), known, RANK, RANKS)
             total = rounded.to(tl.float32)
         else:
             for other in tl.static_range(RANKS):
                 if other != RANK:
-                    _send(told[other] + word, own, known & (owner == other))
+                    _send(outboxes[other] + word, own, known & (owner == other))
             sender = (inbox + owner * inbox_stride,)
             total = _numbers(_received(sender, word, known)[0], dtype)
     else:
-        _send_all(told, word, own, known, RANK, RANKS)
-        total = _summed(total, own, heard, word, known, dtype, RANK, RANKS)
+        _send_all(outboxes, word, own, known, RANK, RANKS)
+        total = _summed(total, own, inboxes, word, known, dtype, RANK, RANKS)
     tl.store(residual + place, total, mask=inside)
     spread = tl.rsqrt(tl.sum(total * total, 0) / width + epsilon)
     tl.store(out + place, total * spread * scale, mask=inside)

@@ -27,7 +27,7 @@ _FINE_ROWS = 16
 
 
 @dataclass(frozen=True)
-class Tuning:
+class SplitTuning:
     """How the work is cut; ``benches/gpu/attention_check.py --tune`` measures it."""
 
     block: int
@@ -42,7 +42,9 @@ class Tuning:
     """Heads of rows that a product has room for, at least; those of a KV head and a row fit."""
 
 
-def tuning(dim: int, group: int, itemsize: int, rows: int, *, prompts: bool = False) -> Tuning:
+def split_tuning(
+    dim: int, group: int, itemsize: int, rows: int, *, prompts: bool = False
+) -> SplitTuning:
     """The cut for a layer.
 
     Args:
@@ -55,13 +57,13 @@ def tuning(dim: int, group: int, itemsize: int, rows: int, *, prompts: bool = Fa
     elements = 4096 if itemsize > 2 else 8192
     width = int(triton.next_power_of_2(dim))
     if prompts and group <= 64 and width <= 128 and itemsize <= 2:
-        return Tuning(min(128, elements // width), warps=4, stages=3, programs=2, queries=64)
+        return SplitTuning(min(128, elements // width), warps=4, stages=3, programs=2, queries=64)
     # Up to 16 heads take the same registers.
     elements = elements * 16 // max(16, int(triton.next_power_of_2(group)))
     block = min(128, max(16, elements // width))
     if rows <= _FINE_ROWS and block == 64:
         block = 32
-    return Tuning(block, warps=4, stages=3, programs=2)
+    return SplitTuning(block, warps=4, stages=3, programs=2)
 
 
 class Prefixes(NamedTuple):
@@ -69,7 +71,7 @@ class Prefixes(NamedTuple):
 
     lens: torch.Tensor
     """``[rows]`` int32: tokens that a row's group has in common, less than the row sees; multiples
-    of every `Tuning.block`. 0 for rows that are in no group."""
+    of every `SplitTuning.block`. 0 for rows that are in no group."""
     places: torch.Tensor
     """``[rows]`` int32: of a row that is in a group, its entry of `order`."""
     order: torch.Tensor
@@ -80,7 +82,7 @@ class Prefixes(NamedTuple):
     """``[1]`` int32: entries of `order`."""
 
 
-class Rows(NamedTuple):
+class DecodeRows(NamedTuple):
     """The rows of a step, each of which sees a beginning of the KV of its table row."""
 
     table: torch.Tensor
@@ -93,10 +95,10 @@ class Rows(NamedTuple):
     """What layers without a window read together."""
 
 
-class Cut(NamedTuple):
+class SplitPlan(NamedTuple):
     """What layers have in common that share their programs in the same way."""
 
-    tuning: Tuning
+    tuning: SplitTuning
     kv_heads: int
     group: int
     """Heads that share a KV head."""
@@ -119,7 +121,7 @@ class Cut(NamedTuple):
         return self.queries // self.group
 
 
-class Shares(NamedTuple):
+class WorkPlan(NamedTuple):
     """Which blocks each program of a KV head looks at.
 
     A tile is rows that are looked at together: of a group, in what its rows have in common, or of
@@ -127,7 +129,7 @@ class Shares(NamedTuple):
     last row's, so that programs have as many tiles as they have blocks.
     """
 
-    cut: Cut
+    split: SplitPlan
     totals: torch.Tensor
     """``[3]`` int32: blocks of a program, all blocks, all tiles."""
     tiles: torch.Tensor
@@ -144,33 +146,33 @@ class Shares(NamedTuple):
     Nothing without groups."""
 
 
-def share(rows: Rows, cut: Cut, multiprocessors: int) -> Shares:
-    """Shares the step's blocks out; can be captured.
+def plan_splits(rows: DecodeRows, split: SplitPlan, multiprocessors: int) -> WorkPlan:
+    """Divides the step's blocks among programs; can be captured.
 
-    Before the first `paged_attend.attend` there must be a kernel in front that is not launched
-    early.
+    A kernel that is not launched early must come before the first `paged_attend.attend_paged`.
     """
     count = len(rows.kv_lens)
-    groups = None if cut.windowed else rows.prefixes
-    programs = max(1, multiprocessors * cut.tuning.programs // cut.kv_heads)
-    heads = cut.kv_heads * cut.group
+    groups = None if split.windowed else rows.prefixes
+    programs = max(1, multiprocessors * split.tuning.programs // split.kv_heads)
+    heads = split.kv_heads * split.group
     most = count if groups is None else 2 * count
-    sizes = ((3,), (6, most), (2, programs), (cut.kv_heads, programs), (most - count, heads))
+    sizes = ((3,), (6, most), (2, programs), (split.kv_heads, programs), (most - count, heads))
     made = [torch.empty(size, dtype=torch.int32, device=rows.kv_lens.device) for size in sizes]
     # Rows and programs that an instance compares at once.
     planned_rows, planned_programs = (_FEW_ROWS, 32) if count <= _FEW_ROWS else (1024, 16)
-    _share[(triton.cdiv(programs, planned_programs),)](
+    _plan_splits[(triton.cdiv(programs, planned_programs),)](
         rows.table_rows, rows.kv_lens, *(groups or [rows.kv_lens] * 5), *made,
-        count, most, programs, cut.window,
-        BLOCK=cut.tuning.block, WINDOWED=cut.windowed, GROUPED=groups is not None, TILE=cut.tile,
-        ROWS=planned_rows, PROGRAMS=planned_programs, KV_HEADS=cut.kv_heads, HEADS=heads,
+        count, most, programs, split.window,
+        BLOCK=split.tuning.block, WINDOWED=split.windowed, GROUPED=groups is not None,
+        TILE=split.tile,
+        ROWS=planned_rows, PROGRAMS=planned_programs, KV_HEADS=split.kv_heads, HEADS=heads,
         num_warps=8, **chained(rows.kv_lens.device),
     )  # fmt: skip
-    return Shares(cut, *made)
+    return WorkPlan(split, *made)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def seen_from(kv_len, window, WINDOWED: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def seen_from(kv_len, window, WINDOWED: tl.constexpr):
     """The first token that a row with so much KV sees."""
     if WINDOWED:
         return tl.maximum(kv_len - 1 - window, 0)
@@ -178,10 +180,8 @@ def seen_from(kv_len, window, WINDOWED: tl.constexpr):  # type: ignore[no-untype
         return 0
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _goes_on(  # type: ignore[no-untyped-def]
-    table_rows, kv_lens, prefix_lens, rows, row_count, GROUPED: tl.constexpr
-):
+@triton.jit
+def _goes_on(table_rows, kv_lens, prefix_lens, rows, row_count, GROUPED: tl.constexpr):
     """Whether rows see the KV of the row in front of them and one token more.
 
     Of padding it does not matter what it sees, so that goes together, too.
@@ -197,8 +197,8 @@ def _goes_on(  # type: ignore[no-untyped-def]
     return known & same & (longer | (own == 0))
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _tiles(  # type: ignore[no-untyped-def]
+@triton.jit
+def _tiles(
     table_rows, kv_lens, prefix_lens, rows, row_count, start, window,
     BLOCK: tl.constexpr, WINDOWED: tl.constexpr, GROUPED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
@@ -223,8 +223,8 @@ def _tiles(  # type: ignore[no-untyped-def]
     return tl.where(ends, before, -1), kv_len, tl.where(ends, blocks, 0), starts
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _group_tiles(  # type: ignore[no-untyped-def]
+@triton.jit
+def _group_tiles(
     prefix_lens, places, group_starts, used, rows, row_count, BLOCK: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
@@ -243,12 +243,12 @@ def _group_tiles(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _larger(a, b):  # type: ignore[no-untyped-def]
+def _larger(a, b):
     return tl.maximum(a, b)
 
 
-@triton.jit(do_not_specialize=["row_count", "most", "program_count", "window"])  # type: ignore[untyped-decorator]
-def _share(  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["row_count", "most", "program_count", "window"])
+def _plan_splits(
     table_rows, kv_lens, prefix_lens, places, _order, group_starts, entry_count,
     totals, tiles, stretches, arrived, met, row_count, most, program_count, window,
     BLOCK: tl.constexpr, WINDOWED: tl.constexpr, GROUPED: tl.constexpr, TILE: tl.constexpr,
@@ -343,13 +343,13 @@ def _share(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _at_most(places, blocks, tiles):  # type: ignore[no-untyped-def]
+def _at_most(places, blocks, tiles):
     """How many of the tiles have a place up to each of the blocks: ``[blocks]`` int32."""
     return tl.sum(((places[None, :] <= blocks) & tiles[None, :]).to(tl.int32), 1)
 
 
 @triton.jit
-def _keep(place, most, last, ahead, end, kv_len, table_row, kept):  # type: ignore[no-untyped-def]
+def _keep(place, most, last, ahead, end, kv_len, table_row, kept):
     """Writes what tiles are, but for what is seen elsewhere."""
     tl.store(place, last, mask=kept)
     tl.store(place + most, ahead, mask=kept)

@@ -20,7 +20,9 @@ _JOINING_TURNS = tl.constexpr(3)
 """Turns of merging that take as long as to join the halves of a row, about."""
 
 
-def room(rows: int, queries: torch.Tensor, value_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+def alloc_partials(
+    rows: int, queries: torch.Tensor, value_dim: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Where parts of so many rows are left: values by their weights, and the weights' sums.
 
     Sums are kept as exponents of two. Nothing needs to be there before.
@@ -30,10 +32,8 @@ def room(rows: int, queries: torch.Tensor, value_dim: int) -> tuple[torch.Tensor
     return parts, queries.new_empty((rows, heads), dtype=torch.float32)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def rows_of(  # type: ignore[no-untyped-def]
-    order, row, ahead, number, elsewhere, GROUPED: tl.constexpr
-):
+@triton.jit
+def rows_of(order, row, ahead, number, elsewhere, GROUPED: tl.constexpr):
     """Rows of a tile, by their number in it, int64; those that it does not have may be any."""
     rows = row - ahead + number
     if GROUPED:
@@ -42,14 +42,14 @@ def rows_of(  # type: ignore[no-untyped-def]
     return rows.to(tl.int64)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _place(program, first, number, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _place(program, first, number, TILE: tl.constexpr):
     """Where a program leaves its part of a row: two tiles, the latter begins in the program."""
     return (2 * program + (program == first).to(tl.int32)) * TILE + number
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def leave(  # type: ignore[no-untyped-def]
+@triton.jit
+def store_partial(
     mixed, best, total, out, parts, sums, sinks, arrived, program, first, final,
     order, row, ahead, number, kv_head, out_stride,
     halves, half_sums, met, row_count, elsewhere,
@@ -85,7 +85,7 @@ def leave(  # type: ignore[no-untyped-def]
                 VALUE_DIM, GROUP_BLOCK, VALUE_BLOCK, TILE,
             )  # fmt: skip
             rows = rows_of(order, row, ahead, number, elsewhere, GROUPED)
-            settle(
+            merge_or_store(
                 mixed, best, total, rows, heads, asks, out, out_stride,
                 halves, half_sums, met, row_count, elsewhere, sinks,
                 GROUP, VALUE_DIM, VALUE_BLOCK, SINKS, GROUPED,
@@ -100,15 +100,15 @@ def leave(  # type: ignore[no-untyped-def]
                     VALUE_DIM, HEAD_BLOCK, VALUE_BLOCK, AT_ONCE, TILE,
                 )  # fmt: skip
                 own_rows = rows_of(order, row, ahead, turn + lanes * 0, elsewhere, GROUPED)
-                settle(
+                merge_or_store(
                     one, largest, weight, own_rows, own_heads, in_group, out, out_stride,
                     halves, half_sums, met, row_count, elsewhere, sinks,
                     GROUP, VALUE_DIM, VALUE_BLOCK, SINKS, GROUPED,
                 )  # fmt: skip
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def settle(  # type: ignore[no-untyped-def]
+@triton.jit
+def merge_or_store(
     mixed, best, total, rows, heads, asks, out, out_stride,
     halves, half_sums, met, row_count, elsewhere, sinks,
     GROUP: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_BLOCK: tl.constexpr,
@@ -122,7 +122,7 @@ def settle(  # type: ignore[no-untyped-def]
                 mixed, best, total, rows, heads, asks, halves, half_sums, met, row_count,
                 elsewhere, GROUP, VALUE_DIM, VALUE_BLOCK,
             )  # fmt: skip
-    mixed = finish(mixed, best, total, sinks, heads, asks, SINKS)
+    mixed = normalize(mixed, best, total, sinks, heads, asks, SINKS)
     tl.store(
         out + (rows * out_stride + heads * VALUE_DIM)[:, None] + value_dims,
         mixed,
@@ -130,8 +130,8 @@ def settle(  # type: ignore[no-untyped-def]
     )
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _joined(  # type: ignore[no-untyped-def]
+@triton.jit
+def _joined(
     mixed, best, total, rows, heads, asks, halves, half_sums, met, row_count, elsewhere,
     GROUP: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -172,8 +172,8 @@ def _joined(  # type: ignore[no-untyped-def]
     return joined, largest, weights + own_weights, whole
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _merged_rows(  # type: ignore[no-untyped-def]
+@triton.jit
+def _merged_rows(
     parts, sums, first, final, number, heads, head_count, asks,
     VALUE_DIM: tl.constexpr, GROUP_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr,
     TILE: tl.constexpr,
@@ -203,8 +203,8 @@ def _merged_rows(  # type: ignore[no-untyped-def]
     return mixed, best, total
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _merged_parts(  # type: ignore[no-untyped-def]
+@triton.jit
+def _merged_parts(
     parts, sums, first, final, number, heads, in_set, head_count,
     VALUE_DIM: tl.constexpr, HEAD_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr,
     AT_ONCE: tl.constexpr, TILE: tl.constexpr,
@@ -236,10 +236,8 @@ def _merged_parts(  # type: ignore[no-untyped-def]
     return mixed, best, total
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def finish(  # type: ignore[no-untyped-def]
-    mixed, best, total, sinks, heads, in_group, SINKS: tl.constexpr
-):
+@triton.jit
+def normalize(mixed, best, total, sinks, heads, in_group, SINKS: tl.constexpr):
     """Values by their weights, the sink's included."""
     if SINKS:
         sink = tl.load(sinks + heads, mask=in_group, other=0.0).to(tl.float32) * LOG2E
