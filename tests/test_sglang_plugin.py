@@ -193,4 +193,4 @@ class TestDrafter:
     def test_nothing_is_not_heard(self, context: int, tokens: list[int]) -> None:
         drafter = Drafter(nodes=2, max_depth=4, capacity=0, context_bytes=1000, branches=True)
         with pytest.raises(ValueError, match=f"context {context} has {len(tokens)} tokens"):
-            drafter.hear(context, 0, tokens)
+            drafter.append(context, 0, tokens)

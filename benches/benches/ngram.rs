@@ -159,10 +159,10 @@ fn steps(criterion: &mut Criterion) {
             &mut drafts,
         );
     }
-    drafter.settle();
+    drafter.flush_shared();
     let mut end = CONTEXT;
     let ours = || {
-        // Behind the last token the contexts go back to where they were, once in some thousand steps.
+        // After the last token the contexts go back to where they were, once in some thousand steps.
         end = if end == stretch { CONTEXT } else { end + 1 };
         let steps: [_; REQUESTS] = std::array::from_fn(|request| {
             step(request, end - 1, &context(request)[end - 1..end], DRAFTS)
@@ -180,28 +180,20 @@ fn steps(criterion: &mut Criterion) {
         .run(criterion);
 }
 
-/// A context of 2,048 tokens is forked for the first time; then it is forgotten.
-fn fork_and_release(criterion: &mut Criterion) {
+/// A context of 2,048 tokens is forgotten.
+fn release(criterion: &mut Criterion) {
     let text = text(CONTEXT, 4);
     let (mut drafter, mut drafts) = (drafter(0), Drafts::default());
-    for (name, forks) in [("fork", true), ("release", false)] {
-        let turn = |operations, samples: &mut Samples| {
-            let start = Instant::now();
-            for _ in 0..operations {
-                drafter.step(&[step(0, 0, &text, 0)], &mut drafts);
-                if forks {
-                    samples.time(1, || drafter.fork(1, 2));
-                    drafter.release(2);
-                    drafter.release(1);
-                } else {
-                    samples.time(1, || drafter.release(1));
-                }
-            }
-            // With what comes before each operation, or criterion would ask for too many.
-            start.elapsed()
-        };
-        Race::new_turns(format!("ngram/{name}"), Unit::Ns, turn).run(criterion);
-    }
+    let turn = |operations, samples: &mut Samples| {
+        let start = Instant::now();
+        for _ in 0..operations {
+            drafter.step(&[step(0, 0, &text, 0)], &mut drafts);
+            samples.time(1, || drafter.release(1));
+        }
+        // With the appending before each operation, or criterion would ask for too many.
+        start.elapsed()
+    };
+    Race::new_turns("ngram/release", Unit::Ns, turn).run(criterion);
 }
 
 /// Bytes for each of a million tokens of one context.
@@ -233,6 +225,6 @@ fn memory(criterion: &mut Criterion) {
 criterion_group! {
     name = benches;
     config = timing::criterion();
-    targets = append, draft, steps, fork_and_release, memory
+    targets = append, draft, steps, release, memory
 }
 criterion_main!(benches);

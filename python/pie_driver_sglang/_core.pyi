@@ -306,6 +306,18 @@ class Drafter:
         Raises:
             ValueError: A limit is out of range.
         """
+    def append(self, /, context: SupportsIndex, position: SupportsIndex, tokens: SupportsGetItem[int, SupportsIndex]) -> None:
+        """
+        Appends to a context, as `draft` does, and drafts nothing.
+
+        Args:
+            context: Its id, not 0.
+            position: The position of the first token here.
+            tokens: At least one.
+
+        Raises:
+            ValueError: The id is 0, or there are no tokens.
+        """
     def draft(self, /, contexts: SupportsGetItem[int, SupportsIndex], positions: SupportsGetItem[int, SupportsIndex], tokens: SupportsGetItem[int, SupportsGetItem[int, SupportsIndex]]) -> tuple[bytearray, bytearray]:
         """
         Takes the ends of some contexts, and drafts behind each.
@@ -323,18 +335,6 @@ class Drafter:
 
         Raises:
             ValueError: There are not as many of each, an id is 0, or a context has no tokens.
-        """
-    def hear(self, /, context: SupportsIndex, position: SupportsIndex, tokens: SupportsGetItem[int, SupportsIndex]) -> None:
-        """
-        Takes the end of a context, as `draft` does, and drafts nothing.
-
-        Args:
-            context: Its id, not 0.
-            position: The position of the first token here.
-            tokens: At least one.
-
-        Raises:
-            ValueError: The id is 0, or there are no tokens.
         """
     def release(self, /, context: SupportsIndex) -> None:
         """

@@ -106,7 +106,7 @@ fn drafts() {
         let steps: Vec<_> = steps.collect();
         if to - from > 1 {
             drafter.step(&steps, &mut drafts);
-            drafter.settle();
+            drafter.flush_shared();
         } else {
             counted(|| drafter.step(&steps, &mut drafts));
         }

@@ -157,7 +157,7 @@ impl Drafting {
         if mem::replace(&mut self.prepared, true) || self.asking.is_empty() {
             return;
         }
-        self.drafter.settle();
+        self.drafter.flush_shared();
         self.keep_last();
         // Every request is a row of the next step, whether it asks for drafts or not.
         self.offers.clear();
@@ -174,7 +174,7 @@ impl Drafting {
                 self.offers[request] = self.hear(context, asking.prefix as usize, 1);
             }
         }
-        self.policy.listen(&self.offers, &mut self.marks);
+        self.policy.preselect(&self.offers, &mut self.marks);
         for asking in &mut self.asking {
             // One that was not heard would start anew with its token.
             let heard = self.offers[asking.request].context == asking.context;
@@ -200,7 +200,7 @@ impl Drafting {
             drafts,
         };
         self.found.clear();
-        self.drafter.hear(&step, &mut self.found);
+        self.drafter.append(&step, &mut self.found);
         Offer {
             context,
             match_length: self.found.match_length(0),
@@ -282,7 +282,7 @@ impl Drafting {
         let start = request.prefix as usize + inputs.len();
         let room = (limits.max_positions.saturating_sub(first_position) as usize)
             .min((limits.max_kv_len() as usize).saturating_sub(start + count));
-        let most = self.policy.num_drafts().min(room);
+        let most = self.policy.max_drafts().min(room);
         let offer = self.hear(context, start, most);
         // A placeholder of an image is no token.
         let found = self.found.tokens(0).iter();
@@ -311,7 +311,7 @@ impl Drafting {
         let recent = known.saturating_sub(CHECKED)..known;
         let start = self.pages.load(pages, recent, &mut self.said);
         let holds = self.drafter.holds(context, start, &self.said);
-        let known = if holds && self.drafter.rewinds(context, known) {
+        let known = if holds && self.drafter.can_rewind(context, known) {
             known
         } else {
             // What it has in common with what was said before is found again while it is read from its pages.
@@ -325,7 +325,7 @@ impl Drafting {
             self.recall -= end - known;
             self.said.clear();
             let start = self.pages.load(pages, known..end, &mut self.said);
-            self.drafter.recall(context, start as u32, &self.said);
+            self.drafter.append_known(context, start as u32, &self.said);
         }
         end == prefix
     }
@@ -431,7 +431,7 @@ impl Planner {
         if let Some(drafting) = &mut self.drafting {
             let bound = (self.requests.iter()).any(|request| request.adapter.is_some());
             let probed = (self.slots.all.iter()).any(|slot| !slot.class.is_token());
-            drafting.policy.is_of(match (bound, probed) {
+            drafting.policy.set_kind(match (bound, probed) {
                 (true, _) => Kind::Bound,
                 (false, true) => Kind::Probed,
                 (false, false) => Kind::Plain,

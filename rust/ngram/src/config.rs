@@ -1,26 +1,26 @@
-//! What a drafter is made with.
+//! The limits of a drafter.
 
 use thiserror::Error;
 
-/// Longest match that an index can look for.
+/// Largest value of [`Config::max_depth`].
 const DEEPEST: usize = 255;
-/// Tokens of the shared history at most. Positions of an index are 31 bits, of one that can be rewound 30.
+/// Largest shared history in tokens. Positions of an index have 31 bits, of one that can be rewound 30.
 pub(crate) const LARGEST_HISTORY: usize = 1 << 30;
-/// Tokens of a context at most; one that grows beyond starts anew.
+/// Longest context in tokens; one that grows beyond starts anew.
 pub(crate) const LONGEST_CONTEXT: usize = 1 << 29;
 
 /// Limits of a [`Drafter`](crate::Drafter).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Config {
-    /// Longest match in tokens, from 1 to 255 (`spec_ngram_max_depth`).
+    /// Longest match in tokens, from 1 to 255.
     pub max_depth: usize,
-    /// Shortest match that drafts (`spec_ngram_min_n`).
+    /// Shortest match that drafts, in tokens: at least 1.
     pub min_n: usize,
-    /// Longest match if that is less than `max_depth` (`spec_ngram_max_n`).
+    /// Longest match where that is less than `max_depth`.
     pub max_n: Option<usize>,
-    /// Tokens of the history that contexts share; 0 for none (`spec_ngram_capacity`).
+    /// Size in tokens of the history that contexts share, at most 2^30; 0 for none. A token takes at most 64 bytes.
     pub capacity: usize,
-    /// Memory of contexts in bytes, above which the one that was not used for longest is released.
+    /// Memory of contexts in bytes. Beyond it the least recently used context is released.
     pub context_bytes: usize,
 }
 
@@ -36,22 +36,24 @@ impl Default for Config {
     }
 }
 
-/// A limit that no drafter can have.
+/// A limit out of its range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 pub enum ConfigError {
-    /// `max_depth`.
-    #[error("spec_ngram_max_depth is {0}; it must be from 1 to {DEEPEST}")]
+    /// [`Config::max_depth`] is not from 1 to 255.
+    #[error("max_depth is {0}; it must be from 1 to {DEEPEST}")]
     Depth(usize),
-    /// `min_n` against `max_n` and `max_depth`.
-    #[error("spec_ngram_min_n is {shortest}; it must be from 1 to the longest match, {longest}")]
+    /// [`Config::min_n`] is 0, or no match is as long.
+    #[error(
+        "min_n is {shortest}; it must be from 1 to {longest}, the smaller of max_depth and max_n"
+    )]
     Shortest {
         /// `min_n`.
         shortest: usize,
         /// The smaller one of `max_n` and `max_depth`.
         longest: usize,
     },
-    /// `capacity`.
-    #[error("spec_ngram_capacity is {0}; it must be at most {LARGEST_HISTORY}")]
+    /// [`Config::capacity`] is above 2^30.
+    #[error("capacity is {0}; it must be at most {LARGEST_HISTORY}")]
     Capacity(usize),
 }
 

@@ -1,53 +1,53 @@
-//! Copies with changes: what follows a change when a context says a text again, as edits do.
+//! Copies with changes: the continuation after a change when a context repeats a text, as edits do.
 //!
-//! Behind a change only a token or two match, and they do in many places. The one that is meant lies most often just
-//! behind the place that was copied before.
+//! After a change only a token or two match, and they do in many places. The right one is most often shortly after the
+//! place that was copied before.
 
 use std::cmp::Reverse;
 
-/// A copy that goes on counts as a match so many tokens longer than it is.
+/// A copy that goes on counts as a match that is longer by this many tokens.
 pub(crate) const RESUMED: usize = 2;
-/// So far a match behind a change is short; a longer one speaks for itself.
+/// Longest match after a change that needs the copy as evidence.
 const SHORT: usize = 2;
-/// Shortest match that is taken for a copy.
+/// Shortest match that counts as a copy.
 const COPIED: usize = 3;
 /// Tokens of the source that a change may leave out.
 const LEFT_OUT: usize = 8;
-/// Tokens that a change may put in their place. Behind more the copy is given up.
+/// Tokens that a change may put in their place. After more the copy is given up.
 const PUT_IN: usize = 16;
 
-/// What a context copies of its own text. Positions are the context's.
+/// The place in its own text that a context copies. Positions are the context's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Copying {
-    /// What should follow.
+    /// Position of the token that should come next.
     pub(crate) source: usize,
-    /// The context's end when that was found.
+    /// The context's end when this was found.
     pub(crate) end: usize,
-    /// Tokens before both that were the same then.
+    /// Number of equal tokens before both.
     pub(crate) matched: usize,
 }
 
 impl Copying {
-    /// Whether a change has just ended, by little evidence but the place.
+    /// Whether a change has just ended: the match is short, and the place is the evidence.
     pub(crate) fn is_resumed(self) -> bool {
         self.matched <= SHORT
     }
 
-    /// Whether a match of so many tokens elsewhere is more likely what is copied.
+    /// Whether a match of `length` tokens elsewhere is more likely to be the copied place.
     pub(crate) fn yields_to(copying: Option<Self>, end: usize, length: usize) -> bool {
         let known = copying.filter(|copying| copying.end == end);
         let known = known.map_or(0, |copying| copying.matched);
         length >= COPIED && length > known + RESUMED
     }
 
-    /// Where the copy would go on without a change, now that the context ends at `end`.
+    /// The position where the copy would go on without a change, for a context that ends at `end`.
     pub(crate) fn expected(self, end: usize) -> usize {
         self.source + (end - self.end)
     }
 
-    /// Finds where the copy goes on: where most tokens before match, and of several such places at the nearest to the one
-    /// that is expected, the first of two. As it was if nothing matches; nothing if that has been so for too long.
-    /// `matching` compares what lies before a position with the context's end.
+    /// Finds where the copy goes on: at the place with the longest match, of several such at the nearest to the expected
+    /// one, and of two equally near at the first. Returns the copy as it was if nothing matches, and `None` if that has been
+    /// so for too long. `matching` gives the number of equal tokens before a position and the context's end.
     pub(crate) fn at(self, end: usize, matching: impl Fn(usize) -> usize) -> Option<Self> {
         let new = end - self.end;
         if new == 0 {

@@ -7,37 +7,36 @@ use lru::LruCache;
 use rustc_hash::FxBuildHasher;
 
 use crate::config::LONGEST_CONTEXT;
-use crate::context::{Context, Ledger};
+use crate::context::Context;
 use crate::copying::RESUMED;
 use crate::history::History;
 use crate::index::{Draft, Scratch};
-use crate::tree::{Soil, Tree, TreeBuilder};
+use crate::tree::{Sources, Tree, TreeBuilder};
 use crate::{Config, ConfigError};
 
-/// The context of requests that name none; nothing is remembered of it.
-const NOBODY: u64 = 0;
-/// The history gets a context's tokens when so many are new, or at its end.
+/// The history gets the tokens of a context once it lacks this many, or when the context is released.
 const SHARED: usize = 128;
-/// Once so many were given to it, further contexts wait: those that decode together would all be due in the same step.
+/// Fewest tokens that one flush may give to the history. Further contexts wait: those that decode together would all be
+/// due in the same step.
 const SHARED_AT_ONCE: usize = 256;
-/// A match in the texts of others counts as so many tokens shorter: what a context says again is its own more often than
-/// another's.
+/// A match in the text of others counts as this many tokens shorter: what a context repeats is its own text more often
+/// than another's.
 const HANDICAP: usize = 1;
-/// What a context takes beside its text: it is an entry of a list and of a table.
+/// What a context takes beside its index: an entry of a list and of a table.
 const CONTEXT_BYTES: usize = size_of::<(u64, Context)>() + 6 * size_of::<usize>();
-/// Tokens that are repeated before them, so that their contexts are not cut short.
+/// Tokens before new ones that the history gets again, so that the new ones have something to match by.
 const REPEATED: usize = 8;
 
-/// What a request adds to its context.
+/// What a request appends to its context.
 #[derive(Clone, Copy, Debug)]
 pub struct Step<'a> {
-    /// The context's id; 0 is nobody's.
+    /// The context's id.
     pub context: u64,
-    /// Position of the first of `tokens`. Where it lies below what is known of the context, that is compared and
-    /// taken back as far as it differs; where it lies above, the context starts anew. So it does where thousands of tokens
-    /// would have to be taken back; see [`Drafter::rewinds`].
+    /// Position of the first of `tokens` in the context. Tokens that are known from there on are compared, and taken back
+    /// from the first difference. Past the context's end, or where thousands of tokens would have to be taken back (see
+    /// [`Drafter::can_rewind`]), the context starts anew.
     pub position: u32,
-    /// The context's end, from `position` on. No match extends over tokens from 2^24 - 1 on.
+    /// The context's end, from `position` on. Token ids from 2^24 - 1 on end a text: no match extends over them.
     pub tokens: &'a [u32],
     /// Most tokens to draft.
     pub drafts: usize,
@@ -64,14 +63,14 @@ impl Drafts {
         self.steps.is_empty()
     }
 
-    /// The tokens drafted for a step; none for one that is not there.
+    /// The tokens drafted for a step; empty for one that does not exist.
     #[must_use]
     pub fn tokens(&self, step: usize) -> &[u32] {
         let start = step.checked_sub(1).map_or(0, |before| self.end(before));
         &self.tokens[start..self.end(step)]
     }
 
-    /// Tokens that matched before the first drafted one, two more if they are where a copy goes on; 0 without a draft.
+    /// Number of tokens that matched before the first drafted one, plus two where a copy goes on; 0 without a draft.
     #[must_use]
     pub fn match_length(&self, step: usize) -> usize {
         self.steps.get(step).map_or(0, |step| step.1)
@@ -83,7 +82,7 @@ impl Drafts {
             .map_or(self.tokens.len(), |step| step.0)
     }
 
-    /// Forgets all of them.
+    /// Removes all steps.
     pub fn clear(&mut self) {
         self.tokens.clear();
         self.steps.clear();
@@ -95,25 +94,28 @@ impl Drafts {
     }
 }
 
-/// Remembers contexts and drafts what they will say next, from what they and others have said.
+/// Remembers the text of contexts, and drafts how they go on from their own text and that of others.
 ///
-/// The longest match of a context's end decides, where one in the text of others must be two tokens longer than the
-/// context's own. Of the continuations that it had, the most frequent is drafted, of several the newest; in the context's
-/// own text the last one, unless another came four times as often as all others. The draft goes on in the same text. Where
-/// a context copied its own text and then said something else, a token or two that match just behind what it copied count
-/// as two more.
+/// The longest match of a context's end decides; one in the text of others must be two tokens longer than the context's
+/// own. Of the continuations that a match had, the most frequent is drafted, and of several such the newest. In the
+/// context's own text it is the last one, unless another came four times as often as all others. The draft goes on in the
+/// same text. Where a context copied its own text and then deviated, a token or two that match right after the copied part
+/// count as two more.
+///
+/// To append a token takes some 0.3 µs, and memory of at most 64 bytes.
 #[derive(Debug)]
 pub struct Drafter {
     config: Config,
     depth: usize,
     /// By id, in the order of their last use.
     contexts: LruCache<u64, Context, FxBuildHasher>,
-    ledger: Ledger,
+    /// Heap memory of their indices.
+    index_bytes: usize,
     history: Option<History>,
-    /// Contexts that owe the history [`SHARED`] tokens or more.
-    owing: VecDeque<u64>,
-    /// Tokens that came since the history was last given some.
-    heard: usize,
+    /// Contexts that have [`SHARED`] tokens or more for the history.
+    queue: VecDeque<u64>,
+    /// Tokens that were appended since the last flush.
+    appended: usize,
     suffix: Vec<u32>,
     copied: Vec<u32>,
     scratch: Scratch,
@@ -121,10 +123,10 @@ pub struct Drafter {
 }
 
 impl Drafter {
-    /// A drafter that knows nothing.
+    /// A drafter without contexts.
     ///
     /// # Errors
-    /// Limits that contradict each other or are out of range.
+    /// [`ConfigError`] for limits that contradict each other or are out of range.
     pub fn new(config: Config) -> Result<Self, ConfigError> {
         config.check()?;
         let depth = config.depth();
@@ -132,10 +134,10 @@ impl Drafter {
             config,
             depth,
             contexts: LruCache::unbounded_with_hasher(FxBuildHasher),
-            ledger: Ledger::default(),
+            index_bytes: 0,
             history: (config.capacity > 0).then(|| History::new(depth, config.capacity)),
-            owing: VecDeque::new(),
-            heard: 0,
+            queue: VecDeque::new(),
+            appended: 0,
             suffix: Vec::new(),
             copied: Vec::new(),
             scratch: Scratch::default(),
@@ -143,114 +145,90 @@ impl Drafter {
         })
     }
 
-    /// Takes what each request adds, one after the other, and drafts what follows; the same as [`Self::settle`] and
-    /// [`Self::hear`] for each.
+    /// Flushes, then appends what each request brings, in order, and drafts after it: [`Self::flush_shared`], and
+    /// [`Self::append`] for each step.
     pub fn step(&mut self, steps: &[Step<'_>], drafts: &mut Drafts) {
-        self.settle();
+        self.flush_shared();
         drafts.clear();
         for step in steps {
-            self.hear(step, drafts);
+            self.append(step, drafts);
         }
     }
 
-    /// Takes what a request adds, and appends what follows to `drafts`.
-    pub fn hear(&mut self, step: &Step<'_>, drafts: &mut Drafts) {
+    /// Appends what a request brings to its context, and the tokens drafted after it to `drafts`.
+    pub fn append(&mut self, step: &Step<'_>, drafts: &mut Drafts) {
         self.suffix.clear();
-        let (mut start, mut match_length) = (0, 0);
-        if step.context != NOBODY {
-            self.update(step.context, step.position as usize, step.tokens);
-            self.heard += step.tokens.len();
-            if step.drafts > 0 {
-                (start, match_length) = self.draft(step.context, step.drafts);
-            }
-        }
+        self.update(step.context, step.position as usize, step.tokens);
+        self.appended += step.tokens.len();
+        let (start, match_length) = match step.drafts {
+            0 => (0, 0),
+            count => self.draft(step.context, count),
+        };
         drafts.push(&self.suffix[start..], match_length);
     }
 
-    /// Takes what a context said before, as a step would, but not for the shared history, which had it then.
-    pub fn recall(&mut self, context: u64, position: u32, tokens: &[u32]) {
-        if context != NOBODY {
-            self.update(context, position as usize, tokens);
-            if let Some(context) = self.contexts.get_mut(&context) {
-                context.count_as_shared();
-            }
+    /// Appends tokens to a context which the shared history had already when they were new: the same as [`Self::append`]
+    /// without drafts, but the history does not get them.
+    pub fn append_known(&mut self, context: u64, position: u32, tokens: &[u32]) {
+        self.update(context, position as usize, tokens);
+        if let Some(context) = self.contexts.get_mut(&context) {
+            context.count_as_shared();
         }
     }
 
-    /// Gives the shared history what contexts have said, about as much as came since the last time, and forgets the
-    /// contexts that do not fit the memory. Takes as long as hearing did, and can be done when there is time.
-    pub fn settle(&mut self) {
-        let mut left = mem::take(&mut self.heard).max(SHARED_AT_ONCE);
+    /// Gives the shared history tokens of the contexts, about as many as were appended since the last call, and releases
+    /// the contexts that exceed [`Config::context_bytes`]. Takes about as long as appending took, and may be called
+    /// whenever there is time.
+    pub fn flush_shared(&mut self) {
+        let mut left = mem::take(&mut self.appended).max(SHARED_AT_ONCE);
         while left > 0
-            && let Some(context) = self.owing.pop_front()
+            && let Some(context) = self.queue.pop_front()
         {
             left = left.saturating_sub(self.share(context, SHARED));
         }
         self.keep_to_budget();
     }
 
-    /// Lets `child` start with what `parent` has said. Does nothing if `parent` is not known, or either is nobody.
-    pub fn fork(&mut self, parent: u64, child: u64) {
-        if child == NOBODY || child == parent {
-            return;
-        }
-        self.share(parent, 1);
-        let Some(context) = self.contexts.get_mut(&parent) else {
-            return;
-        };
-        let fork = context.fork(&mut self.ledger);
-        self.release(child);
-        self.contexts.put(child, fork);
-        self.keep_to_budget();
-    }
-
-    /// Forgets a context; the shared history keeps what it said.
+    /// Forgets a context; the shared history keeps its text.
     pub fn release(&mut self, context: u64) {
         self.share(context, REPEATED);
-        if let Some(mut context) = self.contexts.pop(&context) {
-            context.release(&mut self.ledger);
+        if let Some(context) = self.contexts.pop(&context) {
+            self.index_bytes -= context.bytes();
         }
     }
 
-    /// Drafts at most `count` tokens for a known context as a tree, of which each path may come true. The most probable
-    /// come first.
+    /// Drafts up to `count` tokens for a known context as a tree of alternatives, the most probable tokens first. The tree
+    /// is empty for a context that is not known.
     pub fn tree(&mut self, context: u64, count: usize, tree: &mut Tree) {
         tree.clear();
         let Some(context) = self.contexts.peek_mut(&context) else {
             return;
         };
         self.suffix.clear();
-        self.suffix.extend_from_slice(context.top().tail());
-        let own = context.own_match(&self.suffix, &mut self.scratch);
-        let resumed = context.follow(own);
+        self.suffix.extend_from_slice(context.index().tail());
+        let resumed = context.follow(context.index().own_match());
         self.copied.clear();
         if let Some(copying) = resumed {
             context.copy(copying.source, count, &mut self.copied);
         }
-        let history = self.history.iter().flat_map(History::generations);
-        let context = &*context;
-        let indices = [context.top()]
-            .into_iter()
-            .chain(context.frozen())
-            .chain(history);
-        let soil = Soil {
-            indices: &indices.collect::<Vec<_>>(),
-            own: 1 + context.frozen().count(),
+        let sources = Sources {
+            own: context.index(),
+            history: self.history.as_ref(),
             copied: &self.copied,
             matched: resumed.map_or(0, |copying| copying.matched),
             shortest: self.config.min_n,
         };
-        self.tree.build(&soil, count, &mut self.suffix, tree);
+        self.tree.build(&sources, count, &mut self.suffix, tree);
     }
 
-    /// The same without branches: what [`Self::step`] drafts.
+    /// Drafts what [`Self::step`] would, as a tree without branches.
     pub fn chain(&mut self, context: u64, count: usize, tree: &mut Tree) {
         self.suffix.clear();
         let (start, _) = self.draft(context, count);
         tree.grow_chain(&self.suffix[start..]);
     }
 
-    /// How many tokens a context is known to have; 0 for one that is not known.
+    /// The position after a context's last token; 0 for a context that is not known.
     #[must_use]
     pub fn length(&self, context: u64) -> usize {
         self.contexts.peek(&context).map_or(0, Context::end)
@@ -259,21 +237,20 @@ impl Drafter {
     /// Whether a context is known to have these tokens from `position` on.
     #[must_use]
     pub fn holds(&self, context: u64, position: usize, tokens: &[u32]) -> bool {
-        self.contexts
-            .peek(&context)
-            .is_some_and(|context| context.holds(position, tokens))
-    }
-
-    /// Whether a context can go back to `position`, so that it has just so many tokens. If not, because it would take too
-    /// long, a step from there on makes it start anew: [release](Self::release) it, and let it [recall](Self::recall) its
-    /// tokens in pieces.
-    #[must_use]
-    pub fn rewinds(&self, context: u64, position: usize) -> bool {
         let context = self.contexts.peek(&context);
-        context.is_none_or(|context| position >= context.end() || context.rewinds(position))
+        context.is_some_and(|context| context.holds(position, tokens))
     }
 
-    /// Number of contexts that are known.
+    /// Whether a context can go back to `position`, so that its text ends there. If not, because it would take too long, a
+    /// step from there makes it start anew. To keep its text, [release](Self::release) it and
+    /// [append its tokens again](Self::append_known) in pieces.
+    #[must_use]
+    pub fn can_rewind(&self, context: u64, position: usize) -> bool {
+        let context = self.contexts.peek(&context);
+        context.is_none_or(|context| position >= context.end() || context.can_rewind(position))
+    }
+
+    /// Number of known contexts.
     #[must_use]
     pub fn contexts(&self) -> usize {
         self.contexts.len()
@@ -288,21 +265,28 @@ impl Drafter {
 
     fn context_bytes(&self) -> usize {
         // The list has two ends that hold nothing.
-        self.ledger.bytes + (self.contexts.len() + 2) * CONTEXT_BYTES
+        self.index_bytes + (self.contexts.len() + 2) * CONTEXT_BYTES
     }
 
-    fn update(&mut self, context: u64, position: usize, tokens: &[u32]) {
+    fn update(&mut self, id: u64, position: usize, tokens: &[u32]) {
         let skipped = tokens.len().saturating_sub(LONGEST_CONTEXT);
         let (position, tokens) = (position + skipped, &tokens[skipped..]);
-        let depth = self.depth;
-        let entry = (self.contexts).get_or_insert_mut(context, || Context::new(depth, position));
-        entry.update(position, tokens, &mut self.ledger);
-        if entry.falls_due(SHARED) && self.history.is_some() {
-            self.owing.push_back(context);
+        let (depth, index_bytes) = (self.depth, &mut self.index_bytes);
+        let context = self.contexts.get_or_insert_mut(id, || {
+            let context = Context::new(depth, position);
+            *index_bytes += context.bytes();
+            context
+        });
+        self.index_bytes -= context.bytes();
+        context.update(position, tokens);
+        self.index_bytes += context.bytes();
+        if self.history.is_some() && context.enqueue(SHARED) {
+            self.queue.push_back(id);
         }
     }
 
-    /// Gives the history what it does not have of a context, if that is at least `fewest` tokens; returns how many it got.
+    /// Gives the history the tokens of a context that it does not have, if they are at least `fewest`; returns how many
+    /// tokens it got.
     fn share(&mut self, context: u64, fewest: usize) -> usize {
         let (Some(history), Some(context)) = (&mut self.history, self.contexts.get_mut(&context))
         else {
@@ -321,17 +305,17 @@ impl Drafter {
         }
     }
 
-    /// Drafts behind `suffix`; returns where the draft starts there and how long its match was.
+    /// Drafts after the context's end, in `suffix`; returns where the draft starts there and how long its match was.
     fn draft(&mut self, context: u64, count: usize) -> (usize, usize) {
         let Some(context) = self.contexts.peek_mut(&context) else {
             return (0, 0);
         };
         let (suffix, scratch) = (&mut self.suffix, &mut self.scratch);
         let shortest = self.config.min_n;
-        suffix.extend_from_slice(context.top().tail());
+        suffix.extend_from_slice(context.index().tail());
         let start = suffix.len();
-        let own = context.own_match(suffix, scratch);
-        let mut length = own.map_or(0, |own| own.found.length);
+        let own = context.index().own_match();
+        let mut length = own.map_or(0, |found| found.length);
         let resumed = context
             .follow(own)
             .filter(|copying| copying.matched >= shortest && copying.matched + RESUMED > length);
@@ -341,14 +325,14 @@ impl Drafter {
         let longer_than = if length == 0 { 0 } else { length + HANDICAP };
         let shared = self.history.as_ref();
         let shared = shared.and_then(|history| history.find(suffix, longer_than, scratch));
-        let newest = shared.is_none();
-        let (found, index, open) = match (shared, resumed, own) {
-            (Some((found, index)), _, _) => (found, index, false),
+        let own_text = shared.is_none();
+        let (found, index) = match (shared, resumed, own) {
+            (Some(shared), _, _) => shared,
             (None, Some(copying), _) => {
                 context.copy(copying.source, count, suffix);
                 return (start, length);
             }
-            (None, None, Some(own)) => (own.found, context.index(own.layer), own.layer == 0),
+            (None, None, Some(found)) => (found, context.index()),
             (None, None, None) => return (start, 0),
         };
         if found.length < shortest {
@@ -357,8 +341,7 @@ impl Drafter {
         let draft = Draft {
             count,
             shortest,
-            open,
-            newest,
+            own: own_text,
         };
         index.draft(found, draft, suffix, scratch);
         (start, found.length)

@@ -1,26 +1,25 @@
-//! What all contexts have said, within a number of tokens.
+//! The text of all contexts, up to a number of tokens.
 //!
-//! Two generations, each with half of the tokens: the young one is written to, and when it is full it becomes the old one,
-//! whose predecessor goes.
+//! Two generations have half of the tokens each: the young one is written to, and when it is full it replaces the old one.
 //!
-//! **What the young generation would have drafted is not written again**, nor what follows the place that was copied, as in
-//! Lempel and Ziv's compression: prompts that all contexts start with take room and time once, and a reply that repeats
-//! itself does not outvote others. The old generation does not count as known: what is still said moves to the young one.
+//! **Text that the young generation would have drafted is not written again,** nor is the continuation of the place that was
+//! copied, as in Lempel and Ziv's compression. So a prompt that all contexts start with takes room and time once, and a
+//! reply that repeats itself does not outvote others. Text that only the old generation has is written again.
 //!
-//! Counts of long matches are those of what was written then. So a rare continuation, which is written, may get ahead of a
-//! common one, which is not; the latter is written again, and is ahead again, once it is looked up.
+//! Counts of long matches are those of the written text. So a rare continuation, which is written, may get ahead of a
+//! common one, which is not. Once the latter is looked up, it is written again and is ahead again.
 
 use crate::index::{BOUNDARY, Index, Match, Scratch};
 
 /// Shortest match whose continuation is not written again. With 7 to 12, drafts are right equally often.
 const KNOWN: usize = 8;
-/// One of so many tokens is looked up even if the copy goes on.
+/// One in this many tokens is looked up even if the copy goes on.
 const FOLLOWED: usize = 16;
 
 #[derive(Debug)]
 pub(crate) struct History {
     depth: usize,
-    /// Tokens of a generation.
+    /// Largest generation in tokens.
     half: usize,
     young: Index,
     old: Option<Index>,
@@ -36,7 +35,7 @@ impl History {
         }
     }
 
-    /// Adds what of `tokens` is new; of a text that is too long the end.
+    /// Adds the new parts of `tokens`; of a text longer than a generation only its end.
     pub(crate) fn add(&mut self, tokens: &[u32], scratch: &mut Scratch) {
         for text in tokens.split(|&token| token == BOUNDARY) {
             let longest = self.half.saturating_sub(1);
@@ -65,7 +64,8 @@ impl History {
         self.close();
     }
 
-    /// Where the young generation has what it would draft behind `text`, of which the last `skipped` tokens were not written.
+    /// The position of the token that the young generation would draft after `text`, whose last `skipped` tokens were not
+    /// written.
     fn expected(&self, text: &[u32], skipped: usize, scratch: &mut Scratch) -> Option<usize> {
         let found = match skipped {
             0 => self.young.own_match(),
@@ -75,7 +75,7 @@ impl History {
         found.map(|found| self.young.next(found))
     }
 
-    /// Writes the last token of `text` behind the `skipped` ones before it, or as many of them as a match may have. So no
+    /// Writes the last token of `text` after the `skipped` ones before it, or as many of these as a match may have. So no
     /// more is written than was added.
     fn write(&mut self, text: &[u32], skipped: usize) {
         let context = self.depth.max(KNOWN);
@@ -90,7 +90,7 @@ impl History {
         self.young.extend(&text[text.len() - 1 - repeated..]);
     }
 
-    /// Ends the text that is written to, if there is one.
+    /// Ends the text that is being written, if there is one.
     fn close(&mut self) {
         if self.young.text().last() != Some(&BOUNDARY) {
             self.young.end_text();
@@ -103,7 +103,7 @@ impl History {
         self.old = Some(std::mem::replace(&mut self.young, young));
     }
 
-    /// The longest match and the generation that has it, the young one of two with the same.
+    /// The longest match above `longer_than` tokens and the generation that has it; the young one, if both have.
     pub(crate) fn find(
         &self,
         suffix: &[u32],

@@ -1,25 +1,24 @@
 //! The n-gram index of one text: for the end of any context, the longest earlier match and what most often followed it.
 //!
 //! A PATRICIA trie over reversed contexts: the path from the root along `text[i]`, `text[i-1]`, … names the context that ends
-//! at position `i`, so the longest earlier match of a suffix is as deep as its path goes. Each position adds at most one
-//! leaf, which is no more than a position in an edge, and one inner node. A node counts its occurrences and knows the
-//! continuation that most of them have.
+//! at position `i`, so the longest earlier match of a suffix is as long as its path is deep. Each position adds at most one
+//! leaf, which is only a position in an edge, and one inner node. A node has its number of occurrences and their most
+//! frequent continuation.
 //!
-//! **Continuations are kept while appending.** How often token `a` followed context `x` is how often `xa` occurred: the count
+//! **Continuations are kept while appending.** Token `a` followed context `x` as often as `xa` occurred: that is the count
 //! on the path of the new context, one token deeper. So one descent gives all counts that an append changes, and the
-//! nodes of the path before compare them with their best. Ties go to the newer. What loses the place, or comes without
-//! taking it, is the second. Where the best came again behind the second, its position moves there, so the larger of both
+//! nodes of the previous path compare them with their best. Ties go to the newer. `second` is the last continuation that
+//! was not the best. When the best one occurs again after the second, its position moves there, so the larger of both
 //! positions tells which was last.
 //!
-//! **Paths are one token longer than matches,** because counting the continuations of the longest match needs the counts
-//! of contexts one token longer.
+//! **Paths are one token longer than matches,** because the continuations of the longest match are counted by contexts
+//! that are one token longer.
 //!
-//! **Appending waits for memory** once an index outgrows the caches, so what belongs together lies together: a node has its
-//! first two edges with it, half a cache line in all, and only the others are in a hash table. New nodes lie next to each
-//! other.
+//! **Appending waits for memory** once an index outgrows the caches, so what is used together is stored together: a node holds
+//! its first two edges, half a cache line in all, and only further ones are in a hash table. New nodes are adjacent.
 //!
-//! **Rewinding is appending backwards.** Nodes are numbered in the order of their making, so the last token's is the last
-//! one; a position that was replaced is remembered in `undo`.
+//! **Rewinding undoes appends in reverse.** Nodes are numbered in the order of their creation, so the last token's is the
+//! last one; a position that was replaced is kept in `undo`.
 
 pub(crate) mod search;
 
@@ -30,28 +29,28 @@ use crate::undo::Undo;
 
 pub(crate) use search::{Candidate, Draft, Match, Scratch, share};
 
-/// Stands before the first token of a text, and between texts. It matches itself, and no context extends beyond it.
+/// Stands before the first token of a text, and between texts. It matches itself, and no match extends beyond it.
 pub(crate) const BOUNDARY: u32 = LARGEST;
 
-/// The node above all; the only one without an occurrence.
+/// The root; the only node without an occurrence.
 const ROOT: Inner = Inner { id: 0, depth: 0 };
 
-/// Contexts that share their last `depth` tokens. None lies across two cache lines.
+/// Contexts that share their last `depth` tokens. Aligned, so that no node spans two cache lines.
 #[derive(Clone, Copy, Debug)]
 #[repr(align(32))]
 struct Node {
-    /// Position of the most frequent continuation, where it last came behind another one; the position before is an
-    /// occurrence of the node.
+    /// Position of the most frequent continuation: its last occurrence that came after a different one. The position
+    /// before it is an occurrence of the node.
     best: u32,
     /// How often that continuation followed; 0 if none ever did.
     best_count: u32,
     /// Occurrences, one without a continuation included.
     count: u32,
-    /// Position of another continuation: the last one that was not the best, or was replaced as that. A boundary if there
-    /// is none. It lies behind `best` if it came last.
+    /// Position of another continuation: the last one that was not the best, or was replaced as the best. A boundary if
+    /// there is none. It is larger than `best` if it came last.
     second: u32,
-    /// The first two edges; most nodes have no more. Edges go in the reverse order of their coming, so with a place free
-    /// here none is in the table.
+    /// The first two edges; most nodes have no more. Edges are removed in the reverse order of their addition, so the table
+    /// has none of a node with a free place here.
     edges: [Edge; 2],
 }
 
@@ -68,7 +67,7 @@ impl Default for Node {
 }
 
 impl Node {
-    /// Takes back that `position` became the best or the second, by the word of `undo` that it left.
+    /// Reverts that `position` became the best or the second, by the word that this left in `undo`.
     fn restore(&mut self, position: u32, word: u32) {
         let before = word & !(ROSE | AGAIN);
         if word & AGAIN != 0 {
@@ -90,7 +89,7 @@ impl Inner {
     }
 }
 
-/// How far a descent came; the nodes on the way are in the path.
+/// How far a descent came; the nodes that it passed are in the path.
 struct Reached {
     matched: usize,
     /// The end of the edge on which the match ends, if it ends on one.
@@ -106,21 +105,21 @@ pub(crate) struct Index {
     /// Position of the last boundary.
     segment: usize,
     nodes: Vec<Node>,
-    /// The edges that nodes have no place for.
+    /// Edges beyond the two that a node holds.
     more_edges: Table,
-    /// What was replaced: positions with [`ROSE`] or [`AGAIN`]. `None` if nothing is ever rewound.
+    /// Positions that were replaced, with [`ROSE`] or [`AGAIN`]. `None` for an index that is never rewound.
     undo: Option<Undo>,
     /// The last position's nodes, from the root down.
     path: Vec<Inner>,
     spare: Vec<Inner>,
-    /// Tokens that were appended or taken back.
+    /// Number of tokens that were appended or removed.
     #[cfg(test)]
     pub(crate) work: usize,
 }
 
-/// In a word of `undo`: the best before had one occurrence less.
+/// In a word of `undo`: the former best had one occurrence less.
 const ROSE: u32 = 1 << 31;
-/// In a word of `undo`: the best came again, and this is where it did before.
+/// In a word of `undo`: the best occurred again, and this is where it did before.
 const AGAIN: u32 = 1 << 30;
 
 impl Index {
@@ -140,12 +139,17 @@ impl Index {
         }
     }
 
+    /// The longest match in tokens.
+    pub(crate) fn depth(&self) -> usize {
+        self.depth
+    }
+
     /// The text, which starts with a boundary.
     pub(crate) fn text(&self) -> &[u32] {
         &self.text
     }
 
-    /// The end of the text, no more than a search looks at.
+    /// The end of the text, as much of it as a search reads.
     pub(crate) fn tail(&self) -> &[u32] {
         let start = self.text.len().saturating_sub(self.depth);
         &self.text[start.max(self.segment)..]
@@ -171,7 +175,7 @@ impl Index {
         &self.nodes[id as usize]
     }
 
-    /// What the edge of node `id` that starts with `token` leads to.
+    /// The child of node `id` by the edge that starts with `token`.
     fn edge(&self, id: u32, token: u32) -> Option<Child> {
         let edges = &self.node(id).edges;
         match edges.iter().find(|edge| edge.starts_with(token)) {
@@ -181,7 +185,7 @@ impl Index {
         }
     }
 
-    /// Adds an edge, or lets it lead elsewhere.
+    /// Adds an edge, or changes its child.
     fn set_edge(&mut self, id: u32, token: u32, child: Child) {
         let mut edges = self.nodes[id as usize].edges.iter_mut();
         match edges.find(|edge| edge.is_none() || edge.starts_with(token)) {
@@ -190,7 +194,7 @@ impl Index {
         }
     }
 
-    /// Removes the edge of node `id` that came last.
+    /// Removes the edge that was added last to node `id`.
     fn remove_edge(&mut self, id: u32, token: u32) {
         let mut edges = self.nodes[id as usize].edges.iter_mut();
         match edges.find(|edge| edge.starts_with(token)) {
@@ -199,24 +203,24 @@ impl Index {
         }
     }
 
-    /// The token `back` before position `at`.
+    /// The token `back` positions before `at`.
     fn before(&self, at: u32, back: usize) -> u32 {
         self.text[at as usize - back]
     }
 
-    /// How often the context at a leaf was continued.
+    /// How often the context at a leaf was continued: 0 or 1.
     fn continuations(&self, leaf: u32) -> u32 {
         let next = self.text.get(leaf as usize + 1);
         u32::from(next.is_some_and(|&token| token != BOUNDARY))
     }
 
-    /// Goes down along the end of `suffix`, at most `limit` tokens.
+    /// Descends along the end of `suffix`, at most `limit` tokens.
     fn descend(&self, suffix: &[u32], limit: usize, path: &mut Vec<Inner>) -> Reached {
         path.clear();
         let length = limit.min(suffix.len());
         let token = |depth: usize| suffix[suffix.len() - 1 - depth];
         let (mut node, mut below) = (ROOT, None);
-        // Edges are told apart by their first tokens alone; one comparison at the end finds where they differ.
+        // The descent compares the first token of each edge only; one comparison at the end finds the first difference.
         while node.depth() < length {
             below = self.edge(node.id, token(node.depth()));
             let Some(Child::Node(inner)) = below else {
@@ -241,7 +245,7 @@ impl Index {
         Reached { matched, below }
     }
 
-    /// Ends the text; what follows has no context.
+    /// Ends the text: the next token starts another one.
     pub(crate) fn end_text(&mut self) {
         self.append(BOUNDARY);
     }
@@ -253,7 +257,7 @@ impl Index {
         }
     }
 
-    /// Appends a token. [`BOUNDARY`] ends the text, as all do that are larger.
+    /// Appends a token. [`BOUNDARY`] and larger tokens end the text.
     pub(crate) fn append(&mut self, token: u32) {
         #[cfg(test)]
         {
@@ -274,15 +278,15 @@ impl Index {
         self.spare = mem::replace(&mut self.path, path);
     }
 
-    /// How many nodes of the last path, from the root down, have continuations that count. A node deeper than the longest
-    /// match stands for it, unless there is one of just that depth.
+    /// How many nodes of the last path, from the root down, keep a continuation. A node deeper than the longest match keeps
+    /// that of the longest match, unless the path has a node of exactly its depth.
     fn continued(&self) -> usize {
         let above = self.path.iter().rev().nth(1);
         let twice = above.is_some_and(|node| node.depth() == self.depth);
         self.path.len() - usize::from(twice)
     }
 
-    /// Tells the nodes of the position before that `position` follows.
+    /// Counts the token at `position` as a continuation of the nodes on the path of the position before.
     fn count_continuation(&mut self, position: u32, path: &[Inner], reached: &Reached) {
         let token = self.text[position as usize];
         if let Some(undo) = &mut self.undo {
@@ -307,7 +311,7 @@ impl Index {
         }
     }
 
-    /// `token` has followed node `id` for the `count`th time.
+    /// Records that `token` followed node `id` for the `count`th time.
     fn offer(&mut self, id: u32, position: u32, token: u32, count: u32) {
         let node = &mut self.nodes[id as usize];
         if self.text[node.best as usize] == token {
@@ -371,7 +375,7 @@ impl Index {
         push(path, Inner { id, depth });
         let child = Child::Node(Inner { id, depth });
         self.set_edge(parent.id, branch, child);
-        // The whole context again: the node takes the leaf's place.
+        // A context that occurred in full: the node replaces the leaf.
         if matched < length {
             self.set_edge(id, self.before(best - 1, matched), below);
             let token = self.before(position, matched);
@@ -379,26 +383,26 @@ impl Index {
         }
     }
 
-    /// Whether the index is made anew to take tokens from its end until `length` are left: where it does not know what to
-    /// undo, or undoing is more work.
-    fn is_made_anew(&self, length: usize) -> bool {
+    /// Whether the index is rebuilt to go back to `length` tokens: where `undo` does not reach that far, or undoing is more
+    /// work.
+    fn is_rebuilt(&self, length: usize) -> bool {
         let undo = self.undo.as_ref();
         let known = undo.is_some_and(|undo| length + 1 >= undo.floor());
         !known || self.len() > 2 * length
     }
 
-    /// Tokens that are undone or added again to take tokens from the end until `length` are left.
+    /// Number of tokens that are undone or appended again to go back to `length` tokens.
     pub(crate) fn rewind_work(&self, length: usize) -> usize {
-        if self.is_made_anew(length) {
+        if self.is_rebuilt(length) {
             length
         } else {
             self.len() - length
         }
     }
 
-    /// Takes tokens from the end until `length` are left. Needs an index that was made for it.
+    /// Removes tokens from the end until `length` are left.
     pub(crate) fn rewind(&mut self, length: usize) {
-        if self.is_made_anew(length) {
+        if self.is_rebuilt(length) {
             let text = mem::take(&mut self.text);
             #[cfg(test)]
             let work = self.work;
@@ -447,7 +451,7 @@ impl Index {
         let (id, depth) = (last.id, last.depth());
         let Node { best, count, .. } = *self.node(id);
         let length = (self.depth + 1).min(position as usize + 1 - self.segment);
-        // Any other context of the node; the node is needed if there are more than that one's subtree.
+        // The node is needed if its contexts are more than those below one other child.
         let below = if depth == length {
             Child::Leaf(best - 1)
         } else {
@@ -485,7 +489,7 @@ impl Index {
         }
     }
 
-    /// Finds the path of the last position, which is there.
+    /// Finds the path of the last position, which the trie has.
     fn trace(&mut self) {
         self.path.clear();
         let last = self.text.len() - 1;

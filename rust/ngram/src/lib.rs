@@ -1,4 +1,4 @@
-//! Drafts from repetition: what contexts have said, indexed, and what they will most likely say next.
+//! Draft tokens for speculative decoding: an n-gram index over the text of contexts, which proposes how they go on.
 //!
 //! ```
 //! use pie_ngram::{Config, Drafter, Drafts, Step};
@@ -8,11 +8,14 @@
 //! let step = |position, tokens| Step { context: 7, position, tokens, drafts: 4 };
 //! drafter.step(&[step(0, &[1, 2, 3, 4, 1, 2])], &mut drafts);
 //! assert_eq!((drafts.tokens(0), drafts.match_length(0)), (&[3, 4, 1, 2][..], 2));
-//! // Two of them came true, and the model's own token behind.
+//! // The model accepted two of them, and its own token came after.
 //! drafter.step(&[step(6, &[3, 4, 9])], &mut drafts);
 //! assert_eq!(drafts.tokens(0), []);
 //! # Ok::<(), pie_ngram::ConfigError>(())
 //! ```
+//!
+//! [`Drafter`] remembers contexts and drafts; [`Policy`] chooses how many of the drafts are worth verifying. Neither reads a
+//! clock.
 
 mod config;
 mod context;
@@ -31,3 +34,8 @@ pub use config::{Config, ConfigError};
 pub use drafter::{Drafter, Drafts, Step};
 pub use policy::{Counters, Kind, Offer, Policy};
 pub use tree::{ROOT, Tree};
+
+/// The README's example is a test.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+pub struct Readme;

@@ -1,9 +1,9 @@
-//! What the index must find, by comparing every position.
+//! The model that the index is held to: it compares every position of a text.
 
 use crate::index::search::OFTEN;
 use crate::index::{BOUNDARY, Draft};
 
-/// What the index must find, from the text alone.
+/// Searches in a text, without an index.
 pub(crate) struct Naive<'a> {
     pub(crate) text: &'a [u32],
     pub(crate) depth: usize,
@@ -37,7 +37,7 @@ impl Naive<'_> {
         next.filter(|&token| token != BOUNDARY)
     }
 
-    /// The longest match that goes on, of at most `limit` tokens, and where it is.
+    /// The longest match that has a continuation, of at most `limit` tokens, and where it is.
     pub(crate) fn find(&self, suffix: &[u32], limit: usize) -> Option<(usize, Vec<usize>)> {
         (1..=limit.min(self.depth)).rev().find_map(|length| {
             let matching = self.matches(suffix, length);
@@ -57,8 +57,8 @@ impl Naive<'_> {
         best.map(|&(_, token)| token)
     }
 
-    /// The continuation that is drafted behind these positions: the most frequent one, or with `newest` the last one unless
-    /// the former came [`OFTEN`] times as often as anything else.
+    /// The continuation that is drafted after these positions: the most frequent one, or with `newest` the last one unless
+    /// the former came [`OFTEN`] times as often as all others.
     fn likeliest(&self, positions: &[usize], newest: bool) -> Option<u32> {
         let frequent = self.most_frequent(positions)?;
         let (came, others): (Vec<_>, Vec<_>) = positions
@@ -103,12 +103,12 @@ impl Naive<'_> {
             })
     }
 
-    pub(crate) fn draft(&self, own: bool, suffix: &[u32], draft: Draft) -> Vec<u32> {
+    pub(crate) fn draft(&self, suffix: &[u32], draft: Draft) -> Vec<u32> {
         let mut text = suffix.to_vec();
         let start = text.len();
         let mut limit = self.depth;
         while text.len() < start + draft.count {
-            let first = own && text.len() == start;
+            let first = draft.own && text.len() == start;
             let found = if first {
                 self.own_match()
             } else {
@@ -121,21 +121,21 @@ impl Naive<'_> {
                 && !first
             {
                 let mut whole = self.text.to_vec();
-                if draft.open {
+                if draft.own {
                     whole.extend(&text[start..]);
                 }
                 let mut at = only + 1;
                 while text.len() < start + draft.count && at < whole.len() && whole[at] != BOUNDARY
                 {
                     text.push(whole[at]);
-                    if draft.open {
+                    if draft.own {
                         whole.push(whole[at]);
                     }
                     at += 1;
                 }
                 break;
             }
-            text.extend(self.likeliest(&matching, draft.newest));
+            text.extend(self.likeliest(&matching, draft.own));
             limit = length + 1;
         }
         text.split_off(start)

@@ -1,14 +1,15 @@
-//! How many drafts to try, so that nobody gets slower.
+//! How many drafts to verify, so that no batch gets slower.
 //!
-//! A verified draft costs a row. Rows cost by steps, since graphs exist for a ladder of row counts; a draft is worth the
-//! probability that it is accepted. Both are learnt while serving: [`cost`] from the times of steps, [`acceptance`] from
-//! what became of earlier drafts. Whether drafts win what these promise is found out by [`trial`]. For each batch drafts
-//! are taken in the order of their probability, as many as give the most tokens per second.
+//! Verifying a draft costs a row of the step. The cost of rows is a staircase, since captured graphs exist for some row
+//! counts only; the value of a draft is the probability that it is accepted. Both are learnt while serving: [`cost`] from
+//! the times of steps, [`acceptance`] from the outcome of earlier drafts. A [`trial`] measures whether drafts gain what
+//! these promise. For each batch, drafts are taken in the order of their probability: the number that gives the most tokens
+//! per second.
 //!
-//! A context whose drafts fail gets none: it is quiet. So that it is heard again when it starts to repeat itself, drafts
-//! that are not worth their row are tried now and then, within [`PROBE_ROWS`] of the rows and [`PROBE_TIME`] of the time.
+//! A context whose drafts fail gets none: it is quiet. It may start to repeat itself later, so drafts that are not worth
+//! their row are probed now and then, within [`PROBE_ROWS`] of the rows and [`PROBE_TIME`] of the time.
 //!
-//! Nothing here reads a clock or draws a random number.
+//! The policy reads no clock and draws no random number.
 
 mod acceptance;
 mod cost;
@@ -24,20 +25,20 @@ use trial::Trial;
 
 /// Share of the rows that may be spent on probes.
 const PROBE_ROWS: f64 = 1.0 / 128.0;
-/// Share of the time that may be spent on them.
+/// Share of the time that may be spent on probes.
 const PROBE_TIME: f64 = 1.0 / 256.0;
-/// Rows that probes may save up.
+/// Most rows that may be saved up for probes.
 const MOST_PROBES: f64 = 4.0;
-/// Drafts less probable than this are not worth their trouble, even in rows that are there anyway.
+/// Drafts less probable than this are never taken, even in rows that cost nothing.
 const LEAST: f64 = 0.03;
-/// Seconds that drafting behind an answer takes, which the device waits for.
+/// Seconds that drafting for one request takes while the device waits.
 const DRAFTING: f64 = 2e-6;
-/// Drafts must make a step better by so much: times are never quite right. Of many rungs the one whose time is too short
-/// looks best, so errors count as well.
+/// Drafts must gain at least this factor, since times are never exact. Of many graph sizes the one whose time was
+/// underestimated looks best, so the error of times is required on top.
 const GAIN: f64 = 1.01;
 const ERRORS: f64 = 2.0;
 
-/// What a request could have verified.
+/// The drafts that a request could have verified.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Offer {
     /// The context's id.
@@ -48,16 +49,16 @@ pub struct Offer {
     pub drafts: usize,
 }
 
-/// What was tried so far. It is written to logs as a line.
+/// The outcome of drafting so far; its `Display` is a line for a log.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Counters {
-    /// Batches that were chosen for.
+    /// Batches that drafts were chosen for.
     pub steps: u64,
     /// Drafts that were verified.
     pub drafted: u64,
     /// Drafts that were accepted.
     pub accepted: u64,
-    /// Drafts that were tried only to learn.
+    /// Drafts that were verified only to learn.
     pub probes: u64,
     /// Requests of the last batch that had drafts, none of which was likely enough.
     pub quiet: usize,
@@ -84,30 +85,30 @@ impl fmt::Display for Counters {
     }
 }
 
-/// A draft that may be taken: all before it in its request are more probable.
+/// A draft that may be taken; all before it in its request are at least as probable.
 #[derive(Clone, Copy, Debug)]
 struct Choice {
     probability: f64,
     request: usize,
 }
 
-/// What makes a step cost something else than others of as many rows.
+/// Why steps with the same number of rows may cost differently. Costs are learnt for each kind.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Kind {
-    /// Nothing: it is of tokens alone, and drafts are rows like others.
+    /// The outputs are tokens alone, and drafts are rows like others.
     #[default]
     Plain,
-    /// Other outputs than tokens. With drafts it may run in another way than without.
+    /// Some outputs are not tokens. A step with drafts may take another path than one without.
     Probed,
-    /// Adapters, with the same consequence.
+    /// Some requests use adapters, with the same consequence.
     Bound,
 }
 
-/// What steps of one kind cost.
+/// The costs of steps of one kind.
 #[derive(Debug)]
 struct Costs {
     alone: Cost,
-    /// With drafts, where that is another way to run them.
+    /// Of steps with drafts, where these take another path.
     drafted: Option<Cost>,
     trial: Trial,
 }
@@ -115,11 +116,11 @@ struct Costs {
 /// Chooses how many drafts of each request are verified.
 #[derive(Debug)]
 pub struct Policy {
-    most: usize,
+    max_drafts: usize,
     acceptance: Acceptance,
     /// By [`Kind`].
     costs: [Costs; 3],
-    /// Of the batch at hand.
+    /// Of the current batch.
     kind: Kind,
     counters: Counters,
     choices: Vec<Choice>,
@@ -128,23 +129,23 @@ pub struct Policy {
     /// Rows and seconds that probes may take.
     probe_rows: f64,
     probe_time: f64,
-    /// Requests with offers that the last call of [`Self::listen`] left out.
-    unheard: usize,
-    /// The request that probes start with, so that all have their turn.
+    /// Number of requests with offers that the last call of [`Self::preselect`] left out.
+    left_out: usize,
+    /// The request that probes start with, so that each has its turn.
     turn: usize,
 }
 
 impl Policy {
-    /// A policy for at most `num_drafts` drafts per request, and for graphs with so many rows. A step with more rows than
-    /// the largest gets no drafts.
+    /// A policy for at most `max_drafts` drafts per request. `graph_rows` are the row counts that steps may run with: a step
+    /// costs as much as the next larger one, and a step beyond the largest gets no drafts.
     #[must_use]
-    pub fn new(num_drafts: usize, rungs: &[usize]) -> Self {
+    pub fn new(max_drafts: usize, graph_rows: &[usize]) -> Self {
         Self {
-            most: num_drafts,
+            max_drafts,
             acceptance: Acceptance::default(),
             costs: [Kind::Plain, Kind::Probed, Kind::Bound].map(|kind| Costs {
-                alone: Cost::new(rungs),
-                drafted: (kind != Kind::Plain).then(|| Cost::new(rungs)),
+                alone: Cost::new(graph_rows),
+                drafted: (kind != Kind::Plain).then(|| Cost::new(graph_rows)),
                 trial: Trial::default(),
             }),
             kind: Kind::default(),
@@ -153,24 +154,24 @@ impl Policy {
             ranked: Vec::new(),
             probe_rows: 0.0,
             probe_time: 0.0,
-            unheard: 0,
+            left_out: 0,
             turn: 0,
         }
     }
 
-    /// Says of what kind the batch at hand is, as the next ones of its contexts will be: what steps cost is learnt apart.
-    pub fn is_of(&mut self, kind: Kind) {
+    /// Sets the kind of the current batch, which the next ones are taken to have, too.
+    pub fn set_kind(&mut self, kind: Kind) {
         self.kind = kind;
     }
 
-    /// Of what kind the batch at hand is.
+    /// The kind of the current batch.
     #[must_use]
     pub fn kind(&self) -> Kind {
         self.kind
     }
 
-    /// What steps like the one at hand cost, with drafts or without. Of those with drafts it is supposed that they are no
-    /// other, until one has run.
+    /// The cost of steps like the current one, with drafts or without. Until one with drafts has run, they are taken to cost
+    /// the same.
     fn cost(&self, drafted: bool) -> &Cost {
         let costs = &self.costs[self.kind as usize];
         match &costs.drafted {
@@ -181,34 +182,34 @@ impl Policy {
 
     /// Most drafts of a request.
     #[must_use]
-    pub fn num_drafts(&self) -> usize {
-        self.most
+    pub fn max_drafts(&self) -> usize {
+        self.max_drafts
     }
 
-    /// What was tried so far.
+    /// The outcome of drafting so far.
     #[must_use]
     pub fn counters(&self) -> Counters {
         self.counters
     }
 
-    /// Says behind which requests of a batch the next token is worth drafting, by what is offered before that token is known:
-    /// those whose drafts are likely to come true, and those whose turn it is to be probed. Offers of the others may be
-    /// left out of [`Self::choose`].
-    pub fn listen(&mut self, offers: &[Offer], marks: &mut Vec<bool>) {
+    /// Marks the requests of a batch that are worth drafting for, by the drafts they would get before their next token is
+    /// known: those whose drafts are likely, and those whose turn it is to be probed. The others may be left out of
+    /// [`Self::choose`]. So drafting after the token, while the device waits, is limited to requests that may gain.
+    pub fn preselect(&mut self, offers: &[Offer], marks: &mut Vec<bool>) {
         let requests = offers.len();
         marks.clear();
         marks.resize(requests, false);
-        self.unheard = 0;
+        self.left_out = 0;
         let (alone, more) = (
             self.cost(false).of(requests, requests),
             self.cost(true).of(requests + 1, requests),
         );
         let (Some(alone), Some(more)) = (alone, more) else {
-            // Nothing is known of what steps cost yet, or there is no room for drafts.
+            // The cost of steps is not known yet, or there is no room for drafts.
             marks.fill(self.cost(false).is_empty());
             return;
         };
-        // A token is worth a request's share of the step, and a draft costs a row; half of that, for some are likelier.
+        // A token is worth a request's share of the step, and a draft costs a row; half of that, since some are likelier.
         let doubled = self.cost(true).of(2 * requests, requests).unwrap_or(more);
         let least = LEAST
             .max(DRAFTING * requests as f64 / alone)
@@ -224,18 +225,18 @@ impl Policy {
         let turns = (0..requests).map(|turn| (self.turn + turn) % requests);
         for index in turns {
             let offer = &offers[index];
-            if offer.drafts == 0 || self.most == 0 {
+            if offer.drafts == 0 || self.max_drafts == 0 {
                 continue;
             }
             let odds = self.acceptance.odds(offer.context);
             let likely = self.acceptance.probability(offer.match_length, odds) >= least;
             marks[index] = likely || probes > 0;
             probes -= usize::from(!likely && probes > 0);
-            self.unheard += usize::from(!marks[index]);
+            self.left_out += usize::from(!marks[index]);
         }
     }
 
-    /// Chooses for a batch with one row for each request: how many of its drafts to verify.
+    /// Chooses how many drafts of each request to verify, for a batch with one row per request.
     pub fn choose(&mut self, offers: &[Offer], lengths: &mut Vec<usize>) {
         lengths.clear();
         lengths.resize(offers.len(), 0);
@@ -252,15 +253,15 @@ impl Policy {
         self.probe(offers, lengths);
     }
 
-    /// Lists all drafts that are likely enough, the most probable first.
+    /// Ranks all drafts that are likely enough, the most probable first.
     fn rank(&mut self, offers: &[Offer]) {
         self.choices.clear();
-        self.counters.quiet = mem::take(&mut self.unheard);
+        self.counters.quiet = mem::take(&mut self.left_out);
         let offered = offers.iter().enumerate();
         for (request, offer) in offered.filter(|(_, offer)| offer.drafts > 0) {
             let odds = self.acceptance.odds(offer.context);
             let (before, mut probability) = (self.choices.len(), 1.0);
-            for draft in 0..offer.drafts.min(self.most) {
+            for draft in 0..offer.drafts.min(self.max_drafts) {
                 let length = offer.match_length + draft;
                 probability *= self.acceptance.probability(length, odds);
                 if probability < LEAST {
@@ -273,8 +274,8 @@ impl Policy {
             }
             self.counters.quiet += usize::from(self.choices.len() == before);
         }
-        // Numbers of the choices below, so that equal ones stay in their order: the sort needs no memory then. Positive
-        // floats are in the order of their bits.
+        // The lower half is the choice's number, which keeps equal ones in order, so that the sort need not be stable and
+        // allocates nothing. Positive floats order as their bits do.
         self.ranked.clear();
         let keys = self.choices.iter().zip(0_u64..).map(|(choice, number)| {
             u64::from(!(choice.probability as f32).to_bits()) << 32 | number
@@ -287,7 +288,7 @@ impl Policy {
         self.choices[key as u32 as usize]
     }
 
-    /// How many of the ranked drafts give the most tokens per second, and how many times as many as none.
+    /// How many of the ranked drafts give the most tokens per second, and that rate relative to the rate without drafts.
     fn worthwhile(&self, requests: usize) -> (usize, f64) {
         let Some(alone) = self.cost(false).of(requests, requests) else {
             return (0, 1.0);
@@ -309,7 +310,7 @@ impl Policy {
         (best.0, promise)
     }
 
-    /// Tries drafts of requests that got none, if they may cost that much.
+    /// Takes one draft each of some requests that got none, as far as the budget for probes allows.
     fn probe(&mut self, offers: &[Offer], lengths: &mut [usize]) {
         let rows = offers.len() + lengths.iter().sum::<usize>();
         let Some(cost) = self.cost(rows > offers.len()).of(rows, rows) else {
@@ -319,9 +320,10 @@ impl Policy {
         let earned = PROBE_ROWS * offers.len() as f64;
         let toll = self.costs[self.kind as usize].trial.toll();
         self.probe_rows = (self.probe_rows + earned / toll).min(MOST_PROBES.max(earned));
-        let (first, most) = (self.turn, self.most);
-        let waiting =
-            |request: usize, length: usize| length == 0 && offers[request].drafts > 0 && most > 0;
+        let (first, max_drafts) = (self.turn, self.max_drafts);
+        let waiting = |request: usize, length: usize| {
+            length == 0 && offers[request].drafts > 0 && max_drafts > 0
+        };
         let turns = || (0..offers.len()).map(|turn| (first + turn) % offers.len());
         let waits = turns().filter(|&request| waiting(request, lengths[request]));
         let count = waits.take(self.probe_rows as usize).count();
@@ -344,7 +346,7 @@ impl Policy {
         }
     }
 
-    /// Learns that the first `accepted` of `drafted` tokens were right. The match length is the offer's.
+    /// Learns that the first `accepted` of `drafted` tokens were right. The match length is the [`Offer`]'s.
     pub fn verified(&mut self, context: u64, match_length: usize, drafted: usize, accepted: usize) {
         let accepted = accepted.min(drafted);
         self.counters.drafted += drafted as u64;
@@ -355,7 +357,7 @@ impl Policy {
         }
     }
 
-    /// Learns how long a step with so many rows took, some of them drafts or none.
+    /// Learns how long a step with `rows` rows took; `drafted` tells whether some of them were drafts.
     pub fn timed(&mut self, rows: usize, drafted: bool, time: Duration) {
         let Costs {
             alone,
@@ -366,8 +368,8 @@ impl Policy {
         cost.learn(rows, time.as_secs_f64());
     }
 
-    /// Learns that the batch at hand was answered with so many tokens, so long after the answer before it: what drafts
-    /// cost beside the step's time is learnt from that.
+    /// Learns that the current batch was answered with `tokens` tokens, `time` after the answer before it: the cost of drafts
+    /// beside the step's time is learnt from that.
     pub fn answered(&mut self, tokens: usize, time: Duration) {
         let trial = &mut self.costs[self.kind as usize].trial;
         trial.answered(tokens, time.as_secs_f64());

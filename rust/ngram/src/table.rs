@@ -2,18 +2,18 @@
 //!
 //! Extendible hashing: a directory over the hash's leading bits names segments, and a full segment is split in two. Below
 //! its largest size a segment grows by half. So no insertion moves more than one segment's slots, and the load stays near a
-//! half: an edge that is not there, for which every new context looks twice, is missed after two or three slots. Within a
-//! segment: linear probing, and removal that shifts back.
+//! half: a missing edge, which every new context looks up twice, is detected after two or three slots. Within a segment:
+//! linear probing, and removal that shifts back.
 //!
-//! An edge also knows how deep its child lies, so that a descent need not wait for the child's node to know.
+//! An edge also holds the depth of its child, so that a descent need not wait for the child's node to learn it.
 
 /// Slots of the largest segment.
 const SEGMENT: usize = 1024;
 /// Slots of the first segment, allocated with the first edge.
 const SMALLEST: usize = 8;
-/// A segment with more of its slots taken, in percent, grows or is split.
+/// A segment with a larger share of its slots taken, in percent, grows or is split.
 const FULL: usize = 65;
-/// Splits stop here, so that keys that hash alike cannot make the directory grow without end.
+/// Splits stop here, so that keys with equal hashes cannot make the directory grow without end.
 const MAX_BITS: u32 = 24;
 
 /// An inner node of the trie.
@@ -24,7 +24,7 @@ pub(crate) struct Inner {
     pub(crate) depth: u32,
 }
 
-/// What an edge leads to.
+/// The child that an edge leads to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Child {
     Node(Inner),
@@ -37,7 +37,7 @@ pub(crate) const LARGEST: u32 = (1 << TOKEN_BITS) - 1;
 const TOKEN_BITS: u32 = 24;
 const LEAF: u32 = 1 << 31;
 
-/// An edge from a node that is known otherwise, or none.
+/// An edge, without the node that it starts at; or none.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Edge {
     /// The edge's first token, and above it the depth of an inner child less one.
@@ -66,7 +66,7 @@ impl Edge {
         self.token & LARGEST
     }
 
-    /// Whether this is the edge that starts with `token`.
+    /// Whether this is an edge that starts with `token`.
     pub(crate) fn starts_with(self, token: u32) -> bool {
         self.token() == token && !self.is_none()
     }
@@ -164,7 +164,7 @@ impl Segment {
         (self.taken + 1) * 100 > self.slots.len() * FULL
     }
 
-    /// Empties a slot and moves up those behind it that had to give way.
+    /// Empties a slot, and moves up the slots after it that were displaced.
     fn clear(&mut self, mut hole: usize) {
         self.taken -= 1;
         let mut index = hole;
@@ -176,7 +176,7 @@ impl Segment {
             }
             let length = self.slots.len();
             let way = |from: usize| (index + length - from) % length;
-            // It may move if the hole lies on its way from home.
+            // It may move if the hole is between its home and its place.
             if way(self.home(slot.hash())) >= way(hole) {
                 self.slots[hole] = slot;
                 hole = index;
@@ -185,7 +185,7 @@ impl Segment {
         self.slots[hole] = EMPTY;
     }
 
-    /// The slots in a segment of another size, and those whose next bit is set in a second one if it is to be split.
+    /// The same slots in a segment of another size. With `split`, slots whose next hash bit is set go to a second one.
     fn rebuilt(&self, slots: usize, split: bool) -> (Self, Self) {
         let bits = self.bits + u32::from(split);
         let mut low = Self::new(slots, bits);
@@ -246,7 +246,7 @@ impl Table {
         (!slot.is_empty()).then(|| slot.edge.child())
     }
 
-    /// Adds an edge, or lets it lead elsewhere.
+    /// Adds an edge, or changes its child.
     pub(crate) fn set(&mut self, node: u32, token: u32, child: Child) {
         let hash = hash(node, token);
         if self.directory.is_empty() {
@@ -265,7 +265,7 @@ impl Table {
         });
     }
 
-    /// Removes an edge, if it is there.
+    /// Removes an edge, if it exists.
     pub(crate) fn remove(&mut self, node: u32, token: u32) {
         let hash = hash(node, token);
         let Some(&number) = self.directory.get(prefix(hash, self.bits)) else {
@@ -278,7 +278,7 @@ impl Table {
         }
     }
 
-    /// Makes room in a segment, which `hash` belongs to.
+    /// Makes room in the segment of `hash`: lets it grow, or splits it.
     fn make_room(&mut self, number: usize, hash: u64) {
         let segment = &self.segments[number];
         let size = segment.slots.len();
@@ -292,7 +292,7 @@ impl Table {
         let (low, high) = segment.rebuilt((size * 5).div_ceil(8), true);
         self.slots += low.slots.len() + high.slots.len();
         self.double_directory(low.bits);
-        // The entries of hashes with the same leading bits stand together; the upper half of them goes to the new segment.
+        // The segment's directory entries are adjacent; their upper half goes to the new segment.
         let added = self.segments.len() as u32;
         let shift = self.bits - low.bits;
         let upper = (prefix(hash, low.bits) | 1) << shift;
@@ -306,7 +306,7 @@ impl Table {
         self.segments.push(high);
     }
 
-    /// Makes the directory tell hashes apart by so many bits.
+    /// Doubles the directory until it distinguishes hashes by `bits` bits.
     fn double_directory(&mut self, bits: u32) {
         while self.bits < bits {
             self.directory = self

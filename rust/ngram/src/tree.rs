@@ -4,17 +4,18 @@ use std::cmp::{Ordering, Reverse};
 use std::collections::BinaryHeap;
 
 use crate::copying::RESUMED;
+use crate::history::History;
 use crate::index::{Candidate, Index, Scratch, share};
 
-/// A match in the texts of others counts as so many tokens shorter. That is one more than in a draft without branches: what
-/// comes behind the context's own continuations is tried, too.
+/// A match in the texts of others counts as this many tokens shorter. That is one more than in a draft without branches,
+/// since a tree has room for such a continuation beside the context's own.
 pub(crate) const HANDICAP: usize = 2;
 
 /// The parent of a tree's first tokens: the context's last one.
 pub const ROOT: u32 = u32::MAX;
 
-/// Tokens that may follow a context, each behind its parent. Parents come before their children, more probable tokens
-/// before others.
+/// Alternative continuations of a context. Each token has a parent; parents come before their children, and more probable
+/// tokens before others.
 #[derive(Clone, Debug, Default)]
 pub struct Tree {
     tokens: Vec<u32>,
@@ -34,24 +35,9 @@ impl Tree {
         &self.parents
     }
 
-    /// The tree's mask: for each token a row of `tokens().len().div_ceil(64)` words, in which the bits of the token itself
-    /// and of those that it follows are set, the lowest bit first.
-    pub fn mask(&self, rows: &mut Vec<u64>) {
-        let words = self.tokens.len().div_ceil(64);
-        rows.clear();
-        rows.resize(words * self.tokens.len(), 0);
-        for (number, &parent) in self.parents.iter().enumerate() {
-            if parent != ROOT {
-                let start = parent as usize * words;
-                rows.copy_within(start..start + words, number * words);
-            }
-            rows[number * words + number / 64] |= 1 << (number % 64);
-        }
-    }
-
-    /// Appends the tree as verifiers of trees of one size take it: `nodes` nodes, the first of which is the context's last
-    /// token `root`. To `tokens` goes the token of each, to `mask` a row of `nodes` bytes, 1 for the node itself and those
-    /// that it follows, else 0. What there is no room for is left out; nodes that are missing are tokens 0 behind the first.
+    /// Appends the tree in the form that verifiers of trees of one size take: `nodes` nodes, of which the first is the
+    /// context's last token, `root`. `tokens` gets the token of each. `mask` gets a row of `nodes` bytes for each, 1 for the
+    /// node itself and its ancestors, else 0. A tree that is larger is cut; missing nodes are tokens 0 below the first.
     pub fn append_padded(
         &self,
         root: u32,
@@ -94,12 +80,12 @@ impl Tree {
     }
 }
 
-/// A token that might be the tree's next.
+/// A token that may be added to the tree next.
 #[derive(Clone, Copy, Debug)]
 struct Open {
-    /// That the context goes on with all tokens down to this one.
+    /// The probability that the context goes on with all tokens down to this one.
     probability: f64,
-    /// In the order of finding; of equal probability the first goes first.
+    /// The order of finding; of several with equal probability the first goes first.
     number: usize,
     token: u32,
     parent: u32,
@@ -126,13 +112,13 @@ impl PartialEq for Open {
 
 impl Eq for Open {}
 
-/// What trees grow from.
-pub(crate) struct Soil<'a> {
-    /// The first is the one that ends as the context does.
-    pub(crate) indices: &'a [&'a Index],
-    /// How many of them are the context's own.
-    pub(crate) own: usize,
-    /// How a copy that goes on would, and how many tokens before it match.
+/// Where the drafts of a tree come from.
+pub(crate) struct Sources<'a> {
+    /// The index of the context's own text.
+    pub(crate) own: &'a Index,
+    /// The text of others.
+    pub(crate) history: Option<&'a History>,
+    /// The continuation of the copy that goes on, and the number of tokens that match before it.
     pub(crate) copied: &'a [u32],
     pub(crate) matched: usize,
     /// Shortest match that may draft.
@@ -148,10 +134,10 @@ pub(crate) struct TreeBuilder {
 }
 
 impl TreeBuilder {
-    /// Grows a tree of at most `count` tokens behind `suffix`.
+    /// Grows a tree of at most `count` tokens after `suffix`.
     pub(crate) fn build(
         &mut self,
-        soil: &Soil<'_>,
+        sources: &Sources<'_>,
         count: usize,
         suffix: &mut Vec<u32>,
         tree: &mut Tree,
@@ -162,7 +148,7 @@ impl TreeBuilder {
         while tree.tokens.len() < count {
             suffix.truncate(start);
             append_path(tree, parent, suffix);
-            self.find(soil, suffix, start);
+            self.find(sources, suffix, start);
             let mut left: f64 = reached;
             for (at, candidate) in self.found.iter().enumerate() {
                 let known = &self.found[..at];
@@ -187,40 +173,39 @@ impl TreeBuilder {
         }
     }
 
-    /// Finds what may follow `suffix`, behind longer matches first.
-    fn find(&mut self, soil: &Soil<'_>, suffix: &[u32], start: usize) {
-        self.found.clear();
-        for (number, index) in soil.indices.iter().enumerate() {
-            if number == soil.own {
-                self.find_copied(soil, &suffix[start..]);
-            }
-            let (own, suffix, first) = (number == 0, (suffix, start), self.found.len());
-            let (found, scratch) = (&mut self.found, &mut self.scratch);
-            index.candidates(suffix, own, soil.shortest, found, scratch);
-            let handicap = if number < soil.own { 0 } else { HANDICAP };
-            for candidate in &mut self.found[first..] {
-                candidate.rank = candidate.rank.saturating_sub(handicap);
-            }
-        }
-        if soil.indices.len() == soil.own {
-            self.find_copied(soil, &suffix[start..]);
-        }
-        // Stable: of equal rank the context's own come first.
-        self.found.sort_by_key(|candidate| Reverse(candidate.rank));
-    }
-
-    /// Finds what follows the `draft` if the context goes on with its copy.
-    fn find_copied(&mut self, soil: &Soil<'_>, draft: &[u32]) {
-        let length = soil.matched + draft.len();
-        if soil.matched >= soil.shortest
-            && let Some(&token) = soil.copied.strip_prefix(draft).and_then(<[_]>::first)
+    /// Finds the candidates to follow `suffix`, whose draft starts at `start`: those of longer matches first.
+    fn find(&mut self, sources: &Sources<'_>, suffix: &[u32], start: usize) {
+        let Self { found, scratch, .. } = self;
+        found.clear();
+        let (shortest, split) = (sources.shortest, (suffix, start));
+        (sources.own).candidates(split, true, shortest, found, scratch);
+        found.extend(sources.find_copied(&suffix[start..]));
+        let own = found.len();
+        for index in sources
+            .history
+            .iter()
+            .flat_map(|history| history.generations())
         {
-            self.found.push(Candidate {
-                token,
-                rank: length + RESUMED,
-                share: share(1.0, 1.0, length),
-            });
+            index.candidates(split, false, shortest, found, scratch);
         }
+        for candidate in &mut found[own..] {
+            candidate.rank = candidate.rank.saturating_sub(HANDICAP);
+        }
+        // Stable: of several with equal rank the context's own go first.
+        found.sort_by_key(|candidate| Reverse(candidate.rank));
+    }
+}
+
+impl Sources<'_> {
+    /// What follows `draft` if the context goes on with its copy.
+    fn find_copied(&self, draft: &[u32]) -> Option<Candidate> {
+        let length = self.matched + draft.len();
+        let &token = self.copied.strip_prefix(draft)?.first()?;
+        (self.matched >= self.shortest).then(|| Candidate {
+            token,
+            rank: length + RESUMED,
+            share: share(1.0, 1.0, length),
+        })
     }
 }
 

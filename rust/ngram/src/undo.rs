@@ -1,28 +1,28 @@
-//! The continuations that later ones replaced, for rewinding, within one word per token of the text.
+//! A log of the continuations that later ones replaced, for rewinding; about one word per token of the text.
 //!
-//! Some texts replace one at every level with every token. The log has two halves, so that the newest changes are always
-//! there; beyond them an index is made anew, which is at most some [`depth`](crate::Config::max_depth) times as much work
-//! as undoing the change would be.
+//! Some texts replace a continuation at every level with every token. The log has two halves, so that it always has the
+//! newest changes. To go back further the index is rebuilt, which is at most some
+//! [`depth`](crate::Config::max_depth) times the work of undoing.
 
-/// Words of either half that any text may have.
+/// Words that each half may have for any text, however short.
 const ROOM: usize = if cfg!(test) { 4 } else { 512 };
 
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Undo {
     young: Vec<u32>,
     old: Vec<u32>,
-    /// Length of the text at which either half starts.
+    /// The text's length at the start of each half.
     young_from: usize,
     old_from: usize,
 }
 
 impl Undo {
-    /// The shortest text that can be gone back to.
+    /// The shortest text that the log can restore.
     pub(crate) fn floor(&self) -> usize {
         self.old_from
     }
 
-    /// Starts a new half, if it is time, with the token that makes the text longer than `length`.
+    /// Starts a new half if the young one is full. To be called before a token is appended to a text of `length`.
     pub(crate) fn turn(&mut self, length: usize) {
         if self.young.len() > length / 2 + ROOM {
             std::mem::swap(&mut self.young, &mut self.old);
@@ -35,7 +35,7 @@ impl Undo {
         super::index::push(&mut self.young, word);
     }
 
-    /// The word that was pushed last.
+    /// Removes the word that was pushed last.
     pub(crate) fn pop(&mut self) -> Option<u32> {
         if self.young.is_empty() {
             std::mem::swap(&mut self.young, &mut self.old);

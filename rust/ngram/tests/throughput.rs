@@ -150,7 +150,7 @@ impl World {
                     })
                     .collect();
                 let mut marks = Vec::new();
-                policy.listen(&offers, &mut marks);
+                policy.preselect(&offers, &mut marks);
                 policy.choose(&offers, &mut lengths);
                 for ((&at, offer), &drafts) in batch.iter().zip(&offers).zip(&lengths) {
                     contexts[at].drafts = drafts;

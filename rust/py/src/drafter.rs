@@ -59,7 +59,7 @@ impl Drafter {
         })
     }
 
-    /// Takes the end of a context, as `draft` does, and drafts nothing.
+    /// Appends to a context, as `draft` does, and drafts nothing.
     ///
     /// Args:
     ///     context: Its id, not 0.
@@ -68,7 +68,7 @@ impl Drafter {
     ///
     /// Raises:
     ///     ValueError: The id is 0, or there are no tokens.
-    fn hear(
+    fn append(
         &mut self,
         py: Python<'_>,
         context: u64,

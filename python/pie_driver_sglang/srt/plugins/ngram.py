@@ -32,10 +32,10 @@ _MOST_WAITING = 4096
 _PAD_VALUES = 1_000_000
 """SGLang's ids of what images and the like fill start here, above every vocabulary."""
 _NAMES = {
-    "spec_ngram_max_depth": "speculative_ngram_max_trie_depth",
-    "spec_ngram_capacity": "speculative_ngram_capacity",
+    "max_depth": "speculative_ngram_max_trie_depth",
+    "capacity": "speculative_ngram_capacity",
 }
-"""What SGLang calls the driver's options."""
+"""SGLang's names of the drafter's parameters."""
 
 
 class NgramCorpus:
@@ -99,7 +99,7 @@ class NgramCorpus:
     def hear(self, req_id: str, tokens: Sequence[int]) -> None:
         """Takes a request's whole text, one token at least, before its first decode."""
         start, known = self._known(tokens)
-        self._drafter.hear(_context(req_id), start, known)
+        self._drafter.append(_context(req_id), start, known)
         self._waiting[req_id] = None
         if len(self._waiting) > _MOST_WAITING:
             oldest = next(iter(self._waiting))

@@ -20,24 +20,12 @@ struct Model {
 
 impl Model {
     fn update(&mut self, id: u64, position: usize, tokens: &[u32]) {
-        if id == NOBODY {
-            return;
-        }
         let (start, text) = self.contexts.entry(id).or_insert((position, Vec::new()));
         if position < *start || position > *start + text.len() {
             (*start, *text) = (position, Vec::new());
         }
         text.truncate(position - *start);
         text.extend(tokens);
-    }
-
-    fn fork(&mut self, parent: u64, child: u64) {
-        if child != NOBODY
-            && child != parent
-            && let Some(text) = self.contexts.get(&parent).cloned()
-        {
-            self.contexts.insert(child, text);
-        }
     }
 }
 
@@ -62,60 +50,43 @@ fn going_back_is_little_work() {
         tokens,
         drafts: 4,
     };
-    // Of the layer with the most; one that is uncovered goes on from there, and a context that starts anew from nothing.
-    let work = |drafter: &Drafter| {
-        let context = drafter.contexts.peek(&1).unwrap();
-        let layers = context.frozen().chain([context.top()]);
-        layers.map(|index| index.work).max().unwrap()
-    };
+    let work = |drafter: &Drafter| drafter.contexts.peek(&1).unwrap().index().work;
     let mut anew = 0;
     for back in [1, 100, 3000, 5000, 15_000, 30_000, 39_000, 40_000] {
-        for forked in [false, true] {
-            let mut drafter = Drafter::new(config).unwrap();
-            let mut drafts = Drafts::default();
-            drafter.step(&[step(0, &text)], &mut drafts);
-            if forked {
-                drafter.fork(1, 2);
+        let mut drafter = Drafter::new(config).unwrap();
+        let mut drafts = Drafts::default();
+        drafter.step(&[step(0, &text)], &mut drafts);
+        let (position, before) = (text.len() - back, work(&drafter));
+        let rewinds = drafter.can_rewind(1, position);
+        drafter.step(&[step(position, &other)], &mut drafts);
+        let after = work(&drafter);
+        // A context that starts anew has done no work before.
+        let done = if rewinds { after - before } else { after };
+        assert!(
+            done <= 4096 + other.len(),
+            "{done} tokens of work to go back by {back}"
+        );
+        assert!(rewinds || back > 1000, "going back by {back} starts anew");
+        anew += usize::from(!rewinds);
+        assert_eq!(drafter.length(1), position + other.len());
+        assert_eq!(drafter.holds(1, 0, &text[..position.min(9)]), rewinds);
+        // In pieces it is all there again.
+        if !rewinds {
+            drafter.release(1);
+            for start in (0..position).step_by(1000) {
+                let end = position.min(start + 1000);
+                drafter.append_known(1, start as u32, &text[start..end]);
             }
-            let (position, before) = (text.len() - back, work(&drafter));
-            let rewinds = drafter.rewinds(1, position);
             drafter.step(&[step(position, &other)], &mut drafts);
-            let after = work(&drafter);
-            let done = if rewinds { after - before } else { after };
-            assert!(
-                done <= 4096 + other.len(),
-                "{done} tokens of work to go back by {back}"
-            );
-            assert!(rewinds || back > 1000, "going back by {back} starts anew");
-            anew += usize::from(!rewinds);
-            assert_eq!(drafter.length(1), position + other.len());
-            assert_eq!(drafter.holds(1, 0, &text[..position.min(9)]), rewinds);
-            // In pieces it is all there again.
-            if !rewinds {
-                drafter.release(1);
-                for start in (0..position).step_by(1000) {
-                    let end = position.min(start + 1000);
-                    drafter.recall(1, start as u32, &text[start..end]);
-                }
-                drafter.step(&[step(position, &other)], &mut drafts);
-            }
-            assert_eq!(
-                (drafts.tokens(0).to_vec(), drafts.match_length(0)),
-                expected(&drafter, 1, 4)
-            );
-            let (start, all) = drafter.contexts.peek(&1).unwrap().all();
-            assert!(start == 0 && all == [&text[..position], &other].concat());
-            assert!(
-                drafter
-                    .contexts
-                    .peek(&1)
-                    .unwrap()
-                    .held()
-                    .all(|(_, bytes)| bytes > 0)
-            );
         }
+        assert_eq!(
+            (drafts.tokens(0).to_vec(), drafts.match_length(0)),
+            expected(&drafter, 1, 4)
+        );
+        let (start, all) = drafter.contexts.peek(&1).unwrap().all();
+        assert!(start == 0 && all == [&text[..position], &other].concat());
     }
-    assert!(anew > 4, "{anew}");
+    assert!(anew > 2, "{anew}");
 }
 
 /// The texts that a context is matched with, in the order of preference.
@@ -124,10 +95,7 @@ fn texts(drafter: &Drafter, id: u64) -> Vec<&[u32]> {
         return Vec::new();
     };
     let history = drafter.history.iter().flat_map(History::generations);
-    let indices = [context.top()]
-        .into_iter()
-        .chain(context.frozen())
-        .chain(history);
+    let indices = [context.index()].into_iter().chain(history);
     indices.map(Index::text).collect()
 }
 
@@ -135,64 +103,39 @@ fn texts(drafter: &Drafter, id: u64) -> Vec<&[u32]> {
 fn expected(drafter: &Drafter, id: u64, count: usize) -> (Vec<u32>, usize) {
     let (depth, shortest) = (drafter.depth, drafter.config.min_n);
     let texts = texts(drafter, id);
-    let Some(&top) = texts.first() else {
+    let Some((&own, shared)) = texts.split_first() else {
         return (Vec::new(), 0);
     };
-    let start = top
-        .iter()
-        .rposition(|&token| token == BOUNDARY)
-        .unwrap_or(0);
-    let suffix = &top[start..];
-    let mut best = (0, 0);
-    let own = 1 + drafter
-        .contexts
-        .peek(&id)
-        .map_or(0, |context| context.frozen().count());
-    let mut copied = None;
-    for (number, text) in texts.iter().enumerate() {
-        if number == own {
-            copied = copies::resumed(drafter, id, best.0, count);
-            best.0 = copied.as_ref().map_or(best.0, |copied| copied.1);
-        }
-        let naive = Naive { text, depth };
-        let length = if number == 0 {
-            naive.own_match().map(|found| found.0)
-        } else {
-            naive.find(suffix, depth).map(|found| found.0)
+    let start = own.iter().rposition(|&token| token == BOUNDARY);
+    let suffix = &own[start.unwrap_or(0)..];
+    let naive = |text| Naive { text, depth };
+    let is_own = |text| std::ptr::eq::<[u32]>(text, own);
+    let mut best = (naive(own).own_match().map_or(0, |found| found.0), own);
+    let copied = copies::resumed(drafter, id, best.0, count);
+    let known = copied.as_ref().map_or(best.0, |copied| copied.1);
+    for &text in shared {
+        let length = naive(text).find(suffix, depth).map_or(0, |found| found.0);
+        let least = match known {
+            _ if !is_own(best.1) => best.0 + 1,
+            0 => 1,
+            _ => known + 1 + HANDICAP,
         };
-        let more = if number >= own && best.1 < own && best.0 > 0 {
-            1 + HANDICAP
-        } else {
-            1
-        };
-        if length.unwrap_or(0) >= best.0 + more {
-            best = (length.unwrap_or(0), number);
-            copied = None;
+        if length >= least {
+            best = (length, text);
         }
     }
-    if texts.len() == own {
-        copied = copies::resumed(drafter, id, best.0, count);
-    }
-    if count > 0
-        && let Some(copied) = copied
-    {
+    if let Some(copied) = copied.filter(|_| is_own(best.1) && count > 0) {
         return copied;
     }
     if best.0 < shortest || count == 0 {
         return (Vec::new(), 0);
     }
-    let naive = Naive {
-        text: texts[best.1],
-        depth,
-    };
-    let top = best.1 == 0;
     let draft = Draft {
         count,
         shortest,
-        open: top,
-        newest: best.1 < own,
+        own: is_own(best.1),
     };
-    (naive.draft(top, suffix, draft), best.0)
+    (naive(best.1).draft(suffix, draft), best.0)
 }
 
 fn check(drafter: &Drafter, model: &Model) {
@@ -206,12 +149,8 @@ fn check(drafter: &Drafter, model: &Model) {
         );
         assert_eq!(start + text.len(), known + wanted.len());
     }
-    let held: HashMap<_, _> = drafter
-        .contexts
-        .iter()
-        .flat_map(|(_, context)| context.held())
-        .collect();
-    assert_eq!(held.values().sum::<usize>(), drafter.ledger.bytes);
+    let held = drafter.contexts.iter().map(|(_, context)| context.bytes());
+    assert_eq!(held.sum::<usize>(), drafter.index_bytes);
     assert!(drafter.context_bytes() <= drafter.config.context_bytes);
     assert_eq!(drafter.contexts.iter().count(), drafter.contexts.len());
     if let Some(history) = &drafter.history {
@@ -227,7 +166,6 @@ enum Event {
     Batch(Vec<(u64, i32, Vec<u32>)>),
     /// A context goes on with tokens that another one has said.
     Echo(u64, u64, usize, usize),
-    Fork(u64, u64),
     Release(u64),
 }
 
@@ -242,7 +180,6 @@ fn event() -> impl Strategy<Value = Event> {
     prop_oneof![
         6 => prop::collection::vec((id(), back, tokens), 1..5).prop_map(Event::Batch),
         3 => (id(), id(), 0..200_usize, 1..40_usize).prop_map(|(to, from, start, count)| Event::Echo(to, from, start, count)),
-        2 => (id(), id()).prop_map(|(parent, child)| Event::Fork(parent, child)),
         1 => id().prop_map(Event::Release),
     ]
 }
@@ -311,18 +248,12 @@ impl Run {
                 let tokens = said.into_iter().flatten().copied().collect();
                 self.batch(&[(to, 0, tokens)]);
             }
-            Event::Fork(parent, child) => {
-                if self.drafter.contexts.peek(&parent).is_some() {
-                    self.model.fork(parent, child);
-                }
-                self.drafter.fork(parent, child);
-            }
             Event::Release(id) => {
                 self.drafter.release(id);
                 self.model.contexts.remove(&id);
             }
         }
-        self.drafter.settle();
+        self.drafter.flush_shared();
         check(&self.drafter, &self.model);
         for id in 0..5 {
             trees::check(&mut self.drafter, id, if id == 1 { 70 } else { 9 });
@@ -347,7 +278,7 @@ proptest! {
         for id in 0..5 {
             run.drafter.release(id);
         }
-        prop_assert_eq!((run.drafter.ledger.bytes, run.drafter.contexts()), (0, 0));
+        prop_assert_eq!((run.drafter.index_bytes, run.drafter.contexts()), (0, 0));
     }
 }
 
@@ -376,11 +307,6 @@ impl Run {
         let history = self.drafter.history.iter();
         history.flat_map(History::generations).map(Index::len).sum()
     }
-
-    fn layers(&self, id: u64) -> usize {
-        let context = self.drafter.contexts.peek(&id);
-        context.map_or(0, |context| context.frozen().count())
-    }
 }
 
 #[test]
@@ -388,12 +314,12 @@ fn what_is_known_is_not_learnt_again() {
     let mut run = new(10_000, usize::MAX);
     let text: Vec<u32> = (0..1000).collect();
     run.say(1, 0, &text);
-    run.drafter.settle();
+    run.drafter.flush_shared();
     let history = run.history();
     assert!(history >= 1000);
     run.say(1, 0, &text);
     run.say(1, 300, &text[300..]);
-    run.drafter.settle();
+    run.drafter.flush_shared();
     assert_eq!(run.history(), history);
 }
 
@@ -415,98 +341,36 @@ fn a_text_that_repeats_itself_leaves_room_in_trees() {
 fn what_was_said_before_is_not_shared_again() {
     let mut run = new(10_000, usize::MAX);
     let text: Vec<u32> = (0..1000).collect();
-    run.drafter.recall(1, 0, &text);
-    run.drafter.settle();
+    run.drafter.append_known(1, 0, &text);
+    run.drafter.flush_shared();
     assert_eq!((run.history(), run.drafter.length(1)), (0, 1000));
     assert_eq!(run.say(1, 1000, &[7, 8]).0, [9, 10, 11, 12]);
     // What follows is, with the tokens before it.
     run.say(1, 1002, &text[..200]);
-    run.drafter.settle();
+    run.drafter.flush_shared();
     assert_eq!(run.history(), 2 + 200 + 8 + 1);
-    run.drafter.recall(0, 0, &text);
-    assert_eq!(run.drafter.length(0), 0);
 }
 
 #[test]
 fn what_is_taken_back_before_it_is_shared_is_shared_later() {
     let mut run = new(10_000, usize::MAX);
     let text: Vec<u32> = (0..300).collect();
-    let mut hear = |position, tokens| {
+    let mut append = |position, tokens| {
         let step = Step {
             context: 1,
             position,
             tokens,
             drafts: 0,
         };
-        run.drafter.hear(&step, &mut run.drafts);
+        run.drafter.append(&step, &mut run.drafts);
     };
-    hear(0, &text[..200]);
-    hear(100, &[]);
-    run.drafter.settle();
+    append(0, &text[..200]);
+    append(100, &[]);
+    run.drafter.flush_shared();
     assert_eq!(run.history(), 0);
     run.say(1, 100, &text[100..]);
-    run.drafter.settle();
+    run.drafter.flush_shared();
     assert_eq!(run.history(), 301);
-}
-
-#[test]
-fn a_fork_matches_as_its_parent_does() {
-    let mut run = new(0, usize::MAX);
-    let text: Vec<u32> = (0..40).chain(10..35).collect();
-    assert_eq!(run.say(1, 0, &text), (&[35, 36, 37, 38][..], 18));
-    run.drafter.fork(1, 2);
-    for context in [1, 2] {
-        assert_eq!(run.say(context, 65, &[]), (&[35, 36, 37, 38][..], 18));
-    }
-    // Where parent and child part they stop to know of each other.
-    run.say(1, 65, &[70, 71, 72]);
-    assert_eq!(run.say(2, 65, &[70]).0, []);
-    assert_eq!(run.say(1, 68, &[70]), (&[71, 72, 70, 71][..], 1));
-}
-
-#[test]
-fn going_back_behind_a_fork_uncovers_its_layer() {
-    let mut run = new(0, usize::MAX);
-    run.say(1, 0, &(0..100).collect::<Vec<_>>());
-    run.drafter.fork(1, 2);
-    run.say(2, 100, &[200, 201]);
-    assert_eq!((run.layers(1), run.layers(2)), (1, 1));
-    run.say(2, 101, &[]);
-    assert_eq!(run.layers(2), 1);
-    run.say(2, 99, &[5]);
-    assert_eq!((run.layers(1), run.layers(2)), (1, 0));
-    assert_eq!(run.say(2, 100, &[]), (&[6, 7, 8, 9][..], 1));
-    // The parent's layer is as it was.
-    assert_eq!(run.say(1, 100, &[97, 98]).0, [99, 97, 98, 99]);
-}
-
-#[test]
-fn chains_of_forks_keep_few_layers() {
-    for kept in [false, true] {
-        let mut run = new(0, usize::MAX);
-        let mut text = Vec::new();
-        for context in 1..40_u64 {
-            let more: Vec<u32> = (0..20 + context as u32 % 7)
-                .map(|at| at * context as u32)
-                .collect();
-            run.say(context, text.len() as u32, &more);
-            text.extend(more);
-            run.drafter.fork(context, context + 1);
-            if !kept {
-                run.drafter.release(context);
-            }
-            let forked = run.drafter.contexts.peek(&(context + 1)).unwrap();
-            assert_eq!(forked.all(), (0, text.clone()));
-            assert!(forked.frozen().count() <= 4);
-            let held = run
-                .drafter
-                .contexts
-                .iter()
-                .flat_map(|(_, context)| context.held());
-            let held: HashMap<_, _> = held.collect();
-            assert_eq!(held.values().sum::<usize>(), run.drafter.ledger.bytes);
-        }
-    }
 }
 
 #[test]
@@ -566,12 +430,12 @@ fn the_context_that_was_not_used_for_longest_goes() {
     let text: Vec<u32> = (0..500).collect();
     let mut probe = new(0, usize::MAX);
     probe.say(1, 0, &text);
-    let mut run = new(0, 5 * probe.drafter.ledger.bytes / 2);
+    let mut run = new(0, 5 * probe.drafter.index_bytes / 2);
     run.say(1, 0, &text);
     run.say(2, 0, &text);
     run.say(1, 500, &[]);
     run.say(3, 0, &text);
-    run.drafter.settle();
+    run.drafter.flush_shared();
     let known: Vec<_> = run.drafter.contexts.iter().map(|(&id, _)| id).collect();
     assert_eq!(known, [3, 1]);
 }
@@ -585,18 +449,18 @@ fn limits_are_checked() {
                 max_depth: 0,
                 ..config
             },
-            "spec_ngram_max_depth is 0; it must be from 1 to 255",
+            "max_depth is 0; it must be from 1 to 255",
         ),
         (
             Config {
                 max_depth: 256,
                 ..config
             },
-            "spec_ngram_max_depth is 256; it must be from 1 to 255",
+            "max_depth is 256; it must be from 1 to 255",
         ),
         (
             Config { min_n: 0, ..config },
-            "spec_ngram_min_n is 0; it must be from 1 to the longest match, 18",
+            "min_n is 0; it must be from 1 to 18, the smaller of max_depth and max_n",
         ),
         (
             Config {
@@ -604,14 +468,14 @@ fn limits_are_checked() {
                 max_n: Some(4),
                 ..config
             },
-            "spec_ngram_min_n is 5; it must be from 1 to the longest match, 4",
+            "min_n is 5; it must be from 1 to 4, the smaller of max_depth and max_n",
         ),
         (
             Config {
                 capacity: 1 << 31,
                 ..config
             },
-            "spec_ngram_capacity is 2147483648; it must be at most 1073741824",
+            "capacity is 2147483648; it must be at most 1073741824",
         ),
     ] {
         assert_eq!(Drafter::new(config).unwrap_err().to_string(), wanted);
@@ -660,7 +524,7 @@ fn contexts_that_decode_together_do_not_share_in_the_same_step() {
     };
     let steps: Vec<_> = prompts.chunks(1000).zip(101..).map(step).collect();
     run.drafter.step(&steps, &mut run.drafts);
-    run.drafter.settle();
+    run.drafter.flush_shared();
     assert_eq!(run.history(), before + 10 * 1001);
     assert!(before > 64 * 400, "{before} of all");
 }
@@ -673,7 +537,7 @@ fn what_all_contexts_start_with_is_in_the_history_once() {
         let own = 10_000 * context;
         let tokens: Vec<_> = shared.iter().copied().chain(own..own + 50).collect();
         run.say(context.into(), 0, &tokens);
-        run.drafter.settle();
+        run.drafter.flush_shared();
     }
     // The first one whole, of the others what they say and the longest match before it.
     assert_eq!(run.history(), 2051 + 99 * (18 + 50 + 1));

@@ -1,4 +1,4 @@
-//! What the index of a text says of the end of another, or of its own: matches, and what may follow them.
+//! Searches in the index of a text: the longest match of the end of another text, or of its own, and its continuations.
 
 use super::{BOUNDARY, Index, Node};
 use crate::table::{Child, Inner};
@@ -11,20 +11,20 @@ pub(crate) struct Match {
     place: Child,
 }
 
-/// What a search needs beside the index, kept to be reused.
+/// Buffers of a search, kept to be reused.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Scratch {
     path: Vec<Inner>,
 }
 
-/// How many of the continuations that are not the best a second is taken for.
+/// The share of the continuations other than the best that the second one is taken to have.
 pub(crate) const SECOND: f64 = 0.75;
-/// Occurrences behind which more of them prove nothing.
+/// More occurrences than this are no further evidence.
 const EVIDENCE: f64 = 1.5;
-/// What never followed a match counts as so many occurrences, shared among its length and one.
+/// Occurrences that a continuation never seen counts as, divided by the match's length and one.
 const NOVEL: f64 = 2.5;
 
-/// So many times as often as all others a continuation must have followed to stand before a newer one.
+/// A continuation goes before a newer one if it followed this many times as often as all others.
 pub(crate) const OFTEN: u32 = 4;
 
 impl Index {
@@ -34,7 +34,7 @@ impl Index {
         path.find_map(|&node| self.node_match(node, self.depth))
     }
 
-    /// The position of what most often followed a match.
+    /// The position of a match's most frequent continuation.
     pub(crate) fn next(&self, found: Match) -> usize {
         match found.place {
             Child::Leaf(leaf) => leaf as usize + 1,
@@ -72,7 +72,7 @@ impl Index {
     }
 
     /// The position of what likeliest followed one of the `all` occurrences of node `id`: the most frequent continuation,
-    /// or with `newest` another that came last, unless the former came [`OFTEN`] times as often as all others.
+    /// or with `newest` the last one, unless the former came [`OFTEN`] times as often as all others.
     fn likeliest(&self, id: u32, all: u32, newest: bool) -> u32 {
         let node = self.node(id);
         let others = all - node.best_count;
@@ -82,8 +82,8 @@ impl Index {
         node.best
     }
 
-    /// Appends at most `count` tokens to `suffix`: what likeliest followed `first`, then what followed that, as long as at
-    /// least `shortest` tokens match. What occurred once is copied on.
+    /// Appends at most `count` tokens to `suffix`: the likeliest continuation of `first`, then of what that matches, as long
+    /// as at least `shortest` tokens match. A text that occurred once is copied.
     pub(crate) fn draft(
         &self,
         first: Match,
@@ -97,13 +97,13 @@ impl Index {
         while suffix.len() < end {
             match found.place {
                 Child::Leaf(leaf) => {
-                    return self.copy(leaf as usize + 1, start, end, draft, suffix);
+                    return self.copy(leaf as usize + 1, (start, end), draft.own, suffix);
                 }
                 Child::Node(node) => {
-                    // Nothing has followed the text's end.
-                    let ends = draft.open && suffix.len() == start;
+                    // The text's own end has no continuation yet.
+                    let ends = draft.own && suffix.len() == start;
                     let all = self.node(node.id).count - u32::from(ends);
-                    let next = self.likeliest(node.id, all, draft.newest);
+                    let next = self.likeliest(node.id, all, draft.own);
                     suffix.push(self.text[next as usize]);
                 }
             }
@@ -117,8 +117,8 @@ impl Index {
         }
     }
 
-    /// Adds what most often followed the end of `suffix`, for each of its matches of at least `shortest` tokens, and the
-    /// second behind it. In the index of the context's `own` text, what lies behind `start` is the draft.
+    /// Adds the most frequent continuation of the end of `suffix`, and the second one, for each of its matches of at least
+    /// `shortest` tokens. In the index of the context's `own` text, the draft starts at `start`.
     pub(crate) fn candidates(
         &self,
         (suffix, start): (&[u32], usize),
@@ -140,7 +140,7 @@ impl Index {
             let length = self.depth.min(node.depth());
             (Child::Node(node), length)
         });
-        let behind = if own { suffix.get(start) } else { None };
+        let drafted = if own { suffix.get(start) } else { None };
         for (place, length) in below.into_iter().chain(above) {
             if length < shortest {
                 break;
@@ -154,7 +154,7 @@ impl Index {
                 },
                 Child::Node(node) => *self.node(node.id),
             };
-            // Nothing has followed the text's end.
+            // The text's own end has no continuation yet.
             let all = known.count - u32::from(ends);
             let mut add = |token: Option<&u32>, count: f64| {
                 if let Some(&token) = token.filter(|&&token| count > 0.0 && token != BOUNDARY) {
@@ -165,7 +165,7 @@ impl Index {
                     });
                 }
             };
-            let best = self.text.get(known.best as usize).or(behind);
+            let best = self.text.get(known.best as usize).or(drafted);
             add(best, f64::from(known.best_count));
             let others = all.saturating_sub(known.best_count);
             let second = &self.text[known.second as usize];
@@ -173,12 +173,13 @@ impl Index {
         }
     }
 
-    /// Copies the text from `at`, and beyond its end the draft itself.
-    fn copy(&self, at: usize, start: usize, end: usize, draft: Draft, suffix: &mut Vec<u32>) {
+    /// Copies the text from `at` until `suffix` is `end` long; past the end of its `own` text the draft itself, which starts
+    /// at `start`.
+    fn copy(&self, at: usize, (start, end): (usize, usize), own: bool, suffix: &mut Vec<u32>) {
         for at in at..at + (end - suffix.len()) {
             let token = match self.text.get(at) {
                 Some(&token) => token,
-                None if draft.open => suffix[start + at - self.text.len()],
+                None if own => suffix[start + at - self.text.len()],
                 None => BOUNDARY,
             };
             if token == BOUNDARY {
@@ -189,32 +190,31 @@ impl Index {
     }
 }
 
-/// A token that may follow.
+/// A token that may come next.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Candidate {
     pub(crate) token: u32,
-    /// The length of the match that it followed; longer ones come first.
+    /// The length of the match that it continues; longer ones go first.
     pub(crate) rank: usize,
-    /// Its share of what followed that, with room for what never did.
+    /// Its share of that match's continuations, less than 1 for those never seen.
     pub(crate) share: f64,
 }
 
-/// The share of `count` in `all` that followed a match, with room for what never did: the longer the match, the less likely
-/// is that. More occurrences than [`EVIDENCE`] leave no less room: a text that repeats itself has many, and they say little
-/// of what another text, or the same one behind its next change, goes on with.
+/// The share of `count` in `all` continuations of a match, less than 1 for those never seen: the longer the match, the less
+/// likely they are. More occurrences than [`EVIDENCE`] do not change that: a text that repeats itself has many, and they
+/// say little of another text, or of the same one after its next change.
 pub(crate) fn share(count: f64, all: f64, length: usize) -> f64 {
     let seen = all.min(EVIDENCE);
     count / all * seen / (seen + NOVEL / (length as f64 + 1.0))
 }
 
-/// What a linear draft shall be.
+/// What to draft without branches.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Draft {
     pub(crate) count: usize,
     /// Shortest match that may draft.
     pub(crate) shortest: usize,
-    /// Whether the draft goes on where the index's text ends.
-    pub(crate) open: bool,
-    /// Whether newer continuations stand before more frequent ones.
-    pub(crate) newest: bool,
+    /// Whether the index is of the text that the draft continues. Then newer continuations go before more frequent ones,
+    /// and the draft may go on past the text's end, as a copy of itself.
+    pub(crate) own: bool,
 }

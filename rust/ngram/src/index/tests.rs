@@ -25,8 +25,7 @@ fn check(index: &Index, shortest: usize) {
     let draft = Draft {
         count: 6,
         shortest,
-        open: true,
-        newest: true,
+        own: true,
     };
     let last = index.text.len() - 1;
     if index.text[last] != BOUNDARY {
@@ -40,14 +39,14 @@ fn check(index: &Index, shortest: usize) {
         let suffix = &index.text()[index.segment..];
         assert_eq!(
             own_draft(index, draft),
-            naive.draft(true, suffix, draft),
+            naive.draft(suffix, draft),
             "{:?}",
             index.text()
         );
     }
 }
 
-fn check_foreign(index: &Index, suffix: &[u32], shortest: usize, newest: bool) {
+fn check_foreign(index: &Index, suffix: &[u32], shortest: usize) {
     let naive = Naive {
         text: index.text(),
         depth: index.depth,
@@ -55,8 +54,7 @@ fn check_foreign(index: &Index, suffix: &[u32], shortest: usize, newest: bool) {
     let draft = Draft {
         count: 6,
         shortest,
-        open: false,
-        newest,
+        own: false,
     };
     let mut scratch = Scratch::default();
     let found = index.find(suffix, index.depth, &mut scratch);
@@ -73,7 +71,7 @@ fn check_foreign(index: &Index, suffix: &[u32], shortest: usize, newest: bool) {
     }
     assert_eq!(
         drafted[suffix.len()..],
-        naive.draft(false, suffix, draft),
+        naive.draft(suffix, draft),
         "{:?} {suffix:?}",
         index.text()
     );
@@ -164,10 +162,8 @@ proptest! {
             for end in 1..text.len().min(12) {
                 let start = text[..=end].iter().rposition(|&token| token == BOUNDARY).unwrap_or(0);
                 let longer = [&text[start..=end], &[1, 0]].concat();
-                for newest in [false, true] {
-                    check_foreign(&index, &text[start..=end], shortest, newest);
-                    check_foreign(&index, &longer, shortest, newest);
-                }
+                check_foreign(&index, &text[start..=end], shortest);
+                check_foreign(&index, &longer, shortest);
             }
         }
     }

@@ -1,21 +1,21 @@
 //! How likely a draft is accepted, by the length of its match and by its context.
 //!
-//! For each match length all contexts share decayed counts of right and wrong drafts; a length of which little is known is
-//! taken to be like all lengths together. A context has its own counts, and
-//! the counts that were to be expected of it; their odds ratio is what it differs by from the others.
+//! For each match length all contexts share decayed counts of right and wrong drafts; a length with few counts is taken to
+//! be like all lengths together. A context has its own counts and the counts expected of it; their odds ratio is its
+//! difference from the others.
 
 use rustc_hash::FxHashMap;
 
-/// Weight of what lies one draft further back, in the counts of all contexts.
+/// Decay of the counts of all contexts, per draft.
 const KEPT: f64 = 0.998;
-/// The same in the counts of one context.
+/// Decay of the counts of one context, per draft.
 const KEPT_BY_CONTEXT: f32 = 0.95;
-/// Match lengths up to each of these are counted together; longer ones, too.
+/// Match lengths up to each of these share a count; all longer ones share another.
 const LENGTHS: [usize; 8] = [1, 2, 3, 4, 6, 8, 12, 18];
 /// Contexts of a generation.
 const CONTEXTS: usize = 1 << 15;
 
-/// Weight of what is expected against what was seen, in drafts.
+/// Weight of the expected probability against the counts, in drafts.
 const PRIOR: f64 = 2.0;
 
 #[derive(Clone, Copy, Debug, Default)]
@@ -39,12 +39,12 @@ impl Count {
 struct Record {
     right: f32,
     wrong: f32,
-    /// What `right` would be if the context were like all.
+    /// The value that `right` would have if the context were like all.
     expected: f32,
 }
 
 impl Record {
-    /// The context's odds over those of all; one unit of evidence for their being alike.
+    /// The context's odds divided by those of all, with one draft of either outcome as prior.
     fn odds(self) -> f64 {
         let all = self.right + self.wrong;
         let right = (self.right + 1.0) / (self.expected + 1.0);
@@ -58,7 +58,7 @@ pub(super) struct Acceptance {
     counts: [Count; LENGTHS.len() + 1],
     /// Of all lengths.
     all: Count,
-    /// Contexts that were heard of lately, and those before them; so many contexts that nobody releases do no harm.
+    /// Two generations of contexts, so that contexts that are never released do not accumulate.
     young: FxHashMap<u64, Record>,
     old: FxHashMap<u64, Record>,
 }
@@ -68,13 +68,13 @@ fn class(length: usize) -> usize {
 }
 
 impl Acceptance {
-    /// What a context's odds are multiplied by.
+    /// The factor by which a context's odds differ from those of all.
     pub(super) fn odds(&self, context: u64) -> f64 {
         let record = self.young.get(&context).or_else(|| self.old.get(&context));
         record.map_or(1.0, |record| record.odds())
     }
 
-    /// Probability that the draft behind a match of this length is right, if those before it are.
+    /// Probability that the draft after a match of this length is right, if those before it are.
     pub(super) fn probability(&self, length: usize, odds: f64) -> f64 {
         let probability = self.common(class(length));
         let odds = odds * probability / (1.0 - probability);
@@ -135,7 +135,7 @@ mod tests {
                 "{found} for {context} at {length}"
             );
         }
-        // Nothing is known of this length: it is like the others.
+        // A length without counts is like the others.
         let all = probability(30, 4);
         assert!((all - 2.0 / 3.0).abs() < 0.06, "{all}");
     }
@@ -160,7 +160,7 @@ mod tests {
             acceptance.learn(context, 2, true);
         }
         assert!(acceptance.young.len() + acceptance.old.len() <= 2 * CONTEXTS);
-        // One that is heard of again moves to the young ones.
+        // One that is counted again moves to the young ones.
         let old = *acceptance.old.keys().next().unwrap();
         acceptance.learn(old, 2, true);
         assert!(acceptance.young.contains_key(&old) && !acceptance.old.contains_key(&old));

@@ -219,7 +219,7 @@ fn steps_of_other_kinds_cost_apart() {
         let mut policy = policy();
         let chosen = |policy: &mut Policy, kind| {
             let mut lengths = Vec::new();
-            policy.is_of(kind);
+            policy.set_kind(kind);
             let offer = Offer {
                 context: 1,
                 match_length: 5,
@@ -269,7 +269,7 @@ fn drafts_may_make_a_step_another_one() {
         drafted
     };
     (0..50).for_each(|_| policy.verified(1, 5, 3, 3));
-    policy.is_of(Kind::Bound);
+    policy.set_kind(Kind::Bound);
     (0..50).for_each(|_| policy.timed(12, false, Duration::from_millis(5)));
     let dear = chosen(&mut policy, 9, [5, 30]);
     assert!(
@@ -284,7 +284,7 @@ fn drafts_may_make_a_step_another_one() {
             .is_some_and(|cost| cost < 6e-3),
         "steps without drafts are as long as they were"
     );
-    policy.is_of(Kind::Probed);
+    policy.set_kind(Kind::Probed);
     let cheap = chosen(&mut policy, 9, [5, 8]);
     assert!(
         cheap > 80,
@@ -420,7 +420,7 @@ fn it_listens_where_drafts_may_come_true() {
     };
     let mut marks = Vec::new();
     // Of costs nothing is known yet.
-    policy.listen(&offers([3, 3, 0, 3]), &mut marks);
+    policy.preselect(&offers([3, 3, 0, 3]), &mut marks);
     assert_eq!(marks, [true; 4]);
     policy.timed(4, false, Duration::from_millis(1));
     policy.timed(8, false, Duration::from_millis(2));
@@ -432,7 +432,7 @@ fn it_listens_where_drafts_may_come_true() {
     let mut heard = [0; 4];
     for _ in 0..2000 {
         let offered = offers([3, 3, 0, 3]);
-        policy.listen(&offered, &mut marks);
+        policy.preselect(&offered, &mut marks);
         for (heard, &mark) in heard.iter_mut().zip(&marks) {
             *heard += usize::from(mark);
         }
@@ -454,7 +454,7 @@ fn it_listens_where_drafts_may_come_true() {
     );
     // There is no graph for one row more.
     policy.timed(256, false, Duration::from_millis(1));
-    policy.listen(&offers([3; 4]).repeat(64), &mut marks);
+    policy.preselect(&offers([3; 4]).repeat(64), &mut marks);
     assert_eq!(marks, [false; 256]);
 }
 
@@ -474,7 +474,7 @@ fn probes_go_round_where_few_ask() {
             match_length: 3,
             drafts: usize::from(context > 0),
         });
-        policy.listen(&offers, &mut marks);
+        policy.preselect(&offers, &mut marks);
         for (request, offer) in offers.iter_mut().enumerate() {
             heard[request] += usize::from(marks[request]);
             offer.drafts *= usize::from(marks[request]);

@@ -1,47 +1,47 @@
-//! Whether drafts win what the costs of steps promise, by the tokens of whole cycles: from one answer to the next.
+//! Whether drafts gain what the costs of steps promise, by the tokens of whole cycles: from one answer to the next.
 //!
-//! A step's time is not all that drafts may cost. Clients work on the tokens that they are given, contexts that get
-//! different numbers of them fall out of step with each other, and costs that were learnt may be wrong. So now and then
-//! batches go without any drafts for a few cycles, and then with all that seem worthwhile for as many, or the other way
-//! round. What drafts won in fact, by what was promised, is their *toll*: what must be promised for them to be taken.
+//! The step's time is not the whole cost of drafts. Clients work on the tokens that they get, contexts that get different
+//! numbers of tokens fall out of step with each other, and learnt costs may be wrong. So now and then batches get no drafts
+//! for a few cycles, and then all that seem worthwhile for as many, or in the opposite order. The ratio of the promised
+//! gain to the measured one is the *toll*: drafts are taken where they promise more than that.
 
-/// Cycles of either kind that a trial compares: at most, and if they are alike.
+/// Cycles of either kind that a trial compares: most, and fewest if they vary little.
 const CYCLES: u32 = 12;
 const FEW_CYCLES: u32 = 4;
-/// Variance of the logarithm of a rate that is certain enough.
+/// A rate is certain enough if its logarithm has this variance.
 const CERTAIN: f64 = 1e-4;
-/// Cycles before these that are left out: drafts of the time before are still on their way.
+/// Cycles before these that are left out, since earlier drafts are still under way.
 const SKIPPED: u32 = 4;
 /// Fewest cycles before the first trial, and between two of them later on.
 const FIRST_PAUSE: u32 = 16;
 const PAUSE: u32 = 64;
-/// Cycles with drafts until the next trial, whatever the last one cost: what steps without them take must be known.
-/// Fewer where times are noisy, which may have made that wrong.
+/// Cycles with drafts until the next trial, whatever the last one cost: the time of steps without drafts must stay known.
+/// Fewer where times are noisy, since that time may be wrong then.
 const MOST_TAKEN: u32 = 1024;
 const MOST_TAKEN_BY_NOISE: u32 = 256;
-/// Relative error of what steps take from which on times are noisy.
+/// Times with a larger relative error are noisy.
 const NOISY: f64 = 0.01;
 /// Share of the time that trials may waste.
 const SHARE: f64 = 1.0 / 128.0;
-/// Less than this promise shows in no trial.
+/// A smaller promise shows in no trial.
 const LEAST_PROMISE: f64 = 1.02;
-/// A cycle counts as at most so many times as long as others are.
+/// A cycle counts as at most this many times the usual one.
 const OUTLIER: f64 = 4.0;
-/// Weight of a cycle in what is usual.
+/// Weight of the newest cycle in the usual one.
 const NEW: f64 = 0.05;
-/// Variance of what may be found, before anything was, and what comes on top with every trial.
+/// Variance of the result before the first trial, and what each trial adds to it, since results change.
 const UNKNOWN: f64 = 0.25;
 const DRIFT: f64 = 0.01;
 
-/// What a batch gets.
+/// The drafts that a batch gets.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 enum Arm {
-    /// What pays after the toll.
+    /// Those that promise more than the toll.
     #[default]
     Usual,
-    /// What seems to pay without it.
+    /// Those that promise any gain.
     With,
-    /// No drafts.
+    /// None.
     Without,
 }
 
@@ -53,9 +53,9 @@ struct Stretch {
     seconds: f64,
     /// Sums of the squares of the tokens and of the seconds of single cycles.
     squares: (f64, f64),
-    /// Sum of the logarithms of what was promised.
+    /// Sum of the logarithms of the promises.
     promised: f64,
-    /// Tokens and seconds, with the cycles that were left out.
+    /// Tokens and seconds, including the cycles that were left out.
     all: (f64, f64),
 }
 
@@ -81,21 +81,21 @@ impl Stretch {
 
 #[derive(Debug)]
 pub(super) struct Trial {
-    /// What the batch at hand is given, and what the one before was, whose cycle ends now.
+    /// Arm and promise of the current batch, and of the one before, whose cycle ends now.
     given: (Arm, f64),
     before: (Arm, f64),
-    /// Cycles of the present arm, and those of them whose drafts were taken.
+    /// Cycles of the present arm, and how many of them had drafts.
     cycles: u32,
     taken: u32,
-    /// Seconds that trials have wasted, less what has been paid for by the time since.
+    /// Seconds that trials have wasted, less [`SHARE`] of the time since.
     debt: f64,
     with: Stretch,
     without: Stretch,
     /// Trials so far.
     trials: u32,
-    /// Seconds of a cycle, as a rule.
+    /// Seconds of a usual cycle.
     usual: f64,
-    /// Logarithm of what drafts win by what was promised, and its variance.
+    /// Logarithm of the ratio of the measured gain to the promised one, and its variance.
     found: f64,
     variance: f64,
 }
@@ -119,8 +119,8 @@ impl Default for Trial {
 }
 
 impl Trial {
-    /// Whether a batch gets the drafts that promise to multiply its tokens per second so much, by costs with such a relative
-    /// error.
+    /// Whether a batch gets its drafts, which promise to multiply its tokens per second by `promise`. `error` is the relative
+    /// error of the costs that this follows from.
     pub(super) fn takes(&mut self, promise: f64, error: f64) -> bool {
         self.before = self.given;
         let done = self.is_done();
@@ -173,7 +173,7 @@ impl Trial {
         self.cycles >= pause && (self.debt <= 0.0 || self.taken >= most_taken)
     }
 
-    /// What a trial begins with: in turns, for what changes meanwhile.
+    /// The arm that a trial begins with: in turns, so that changes over time cancel out.
     fn first(&self) -> Arm {
         if self.trials.is_multiple_of(2) {
             Arm::Without
@@ -182,7 +182,7 @@ impl Trial {
         }
     }
 
-    /// What drafts must promise to be taken; 1 unless they keep less than that.
+    /// The promise above which drafts are taken: 1, or more if drafts gain less than they promise.
     pub(super) fn toll(&self) -> f64 {
         if self.trials == 0 {
             return 1.0;
@@ -190,7 +190,7 @@ impl Trial {
         (self.variance.sqrt() - self.found).exp().max(1.0)
     }
 
-    /// Learns that a cycle ended, with so many tokens.
+    /// Learns the tokens and seconds of the cycle that ends now.
     pub(super) fn answered(&mut self, tokens: usize, seconds: f64) {
         if !seconds.is_finite() || seconds <= 0.0 {
             return;

@@ -2,7 +2,7 @@
 
 use crate::copying::{Copying, RESUMED};
 use crate::drafter::Drafter;
-use crate::index::{BOUNDARY, Scratch, share};
+use crate::index::{BOUNDARY, share};
 
 /// What was copied, the context's first position, and its text.
 type Before = Option<(Option<Copying>, usize, Vec<u32>)>;
@@ -20,7 +20,7 @@ fn matching(text: &[u32], a: usize, b: usize, depth: usize) -> usize {
     same.take(depth).count()
 }
 
-/// What a context copies after something was drafted for it, against what it copied before it heard the last tokens.
+/// What a context copies after something was drafted for it, against what it copied before the last tokens came.
 pub(super) fn check(drafter: &Drafter, id: u64, before: Before) {
     let Some(context) = drafter.contexts.peek(&id) else {
         return;
@@ -32,8 +32,8 @@ pub(super) fn check(drafter: &Drafter, id: u64, before: Before) {
         let kept = old.iter().zip(&text).take_while(|(a, b)| a == b).count();
         copying.filter(|copying| from == start && copying.end <= start + kept)
     });
-    let own = context.own_match(context.top().tail(), &mut Scratch::default());
-    let own = own.map(|own| (own.found.length, own.next));
+    let index = context.index();
+    let own = (index.own_match()).map(|found| (found.length, start + index.next(found) - 1));
     let mut wanted = known.filter(|known| known.end == end);
     if let Some(known) = known.filter(|known| known.end < end) {
         let expected = known.source + end - known.end;
@@ -127,7 +127,7 @@ pub(super) fn candidate(
 }
 
 #[test]
-fn a_copy_goes_on_behind_a_change() {
+fn a_copy_goes_on_after_a_change() {
     let mut run = super::new(0, usize::MAX);
     // 1 and 2 stand in many places.
     let text: Vec<u32> = (10..40).chain([1, 70, 1, 71, 1]).chain(40..60).collect();
