@@ -1,6 +1,7 @@
 """Checks on a CUDA GPU what the driver does about faults, and what loads cost those who decode.
 
-    python benches/gpu/fault_check.py --shapes CONFIG_DIR [--pocket DIR] [--device cuda:0[,cuda:1]]
+    python benches/gpu/fault_check.py --shapes CONFIG_DIR [--pocket DIR] [--parts A,B]
+        [--device cuda:0[,cuda:1]]
 
 1. `checkpoint`: a whole checkpoint is served. With a tensor missing, one too many, one of another
    shape or a damaged file the start ends with one line that names the tensor or the file.
@@ -10,8 +11,7 @@
 4. `joiner`: a batch of decodes takes in a context of 40,000 cached tokens without a call of Python.
 5. `loads`: decode steps while a large adapter is read, beside those before.
 
-Parts 2 to 5 have random weights in the shape of CONFIG_DIR and take the first device. The status is
-1 when a part failed.
+Parts 2 to 5 have random weights in the shape of CONFIG_DIR and take the first device.
 """
 
 from __future__ import annotations
@@ -26,13 +26,15 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import frame
+from frame import Report
 from lora_check import make_adapter
-from serve_check import PAGE, step
+from serving import PAGE, step
 
 from pie_driver_sglang._core import Client, Request
 
@@ -101,13 +103,9 @@ class Driver:
         self.folder = Path(tempfile.mkdtemp())
         self._group = os.getpid() % 100_000
         devices = device.split(",")
-        lines = ["[model]", 'name = "check"', 'hf_repo = ""', f'snapshot_dir = "{model}"']
-        lines += ["[driver]", f"group_id = {self._group}", f"device = {json.dumps(devices)}"]
-        lines += [f"tensor_parallel_size = {len(devices)}", 'activation_dtype = "bfloat16"']
-        lines += [f'spin_budget_us = "{2**64 - 1}"', "[driver.options]"]
-        lines += [f"{key} = {json.dumps(value)}" for key, value in options.items()]
-        config, script = self.folder / "driver.toml", self.folder / "faulty.py"
-        config.write_text("\n".join(lines))
+        lines = [f"{key} = {json.dumps(value)}" for key, value in options.items()]
+        config = write_config(self.folder, model, lines, device, group=self._group)
+        script = self.folder / "faulty.py"
         script.write_text(FAULTY)
         read, write = os.pipe()
         command = [sys.executable, script, "--config", config, "--handshake-fd", str(write)]
@@ -127,7 +125,7 @@ class Driver:
 
     def client(self) -> Client:
         """A client that spins."""
-        return Client(f"/pie_shmem_g{self._group}", spin_budget_us=2**64 - 1)
+        return Client(f"/pie_shmem_g{self._group}", spin_budget_us=NEVER_PARK)
 
     def forwards(self) -> int:
         """Calls of the model by Python so far."""
@@ -175,7 +173,7 @@ def refusal(model: Path, device: str, options: dict[str, object]) -> str:
     return f"{said[-1]} | {lines[-1]}"
 
 
-def check_checkpoint(pocket: Path, device: str) -> None:
+def check_checkpoint(pocket: Path, device: str, report: Report) -> None:
     """Whole, and with each kind of fault."""
     import torch
     from safetensors.torch import load_file, save_file
@@ -190,7 +188,7 @@ def check_checkpoint(pocket: Path, device: str) -> None:
     }
     with serving(pocket, device, {"page_size": PAGE}) as (_, client):
         assert len(client.forward([step([300, 301], 0, 0, 1)]).tokens[0]) == 1
-    print("    whole: served")
+    report.add(part="checkpoint", fault="none", line="served")
     for kind, change in faults.items():
         folder = Path(tempfile.mkdtemp()) / "model"
         shutil.copytree(pocket, folder)
@@ -199,16 +197,18 @@ def check_checkpoint(pocket: Path, device: str) -> None:
         save_file(tensors, folder / file.name, {"format": "pt"})
         line = refusal(folder, device, {"page_size": PAGE})
         assert name.removesuffix("weight") in line, line
+        report.add(part="checkpoint", fault=kind, line=line)
         print(f"    {kind}: {line}")
     folder = Path(tempfile.mkdtemp()) / "model"
     shutil.copytree(pocket, folder)
     os.truncate(folder / file.name, (folder / file.name).stat().st_size // 2)
     line = refusal(folder, device, {"page_size": PAGE})
     assert file.name in line, line
+    report.add(part="checkpoint", fault="damaged", line=line)
     print(f"    damaged: {line}")
 
 
-def check_memory(shapes: Path, device: str) -> None:
+def check_memory(shapes: Path, device: str, report: Report) -> None:
     """A GPU that fills up during capture."""
     os.environ["PIE_CHECK_FILL"] = "1"
     try:
@@ -216,6 +216,7 @@ def check_memory(shapes: Path, device: str) -> None:
     finally:
         del os.environ["PIE_CHECK_FILL"]
     assert "mem_fraction_static" in line, line
+    report.add(part="memory", line=line)
     print(f"    {line}")
 
 
@@ -224,7 +225,7 @@ def decodes(rows: int, position: int) -> list[Request]:
     return [step([300 + c], position, 64 * c, c + 1) for c in range(rows)]
 
 
-def check_lost(shapes: Path, device: str) -> None:
+def check_lost(shapes: Path, device: str, report: Report) -> None:
     """A failed assertion on the device, by either path."""
     for path in ("graphs", "Python"):
         driver = Driver(shapes, device, {"load_format": "dummy", "page_size": PAGE})
@@ -242,10 +243,11 @@ def check_lost(shapes: Path, device: str) -> None:
         lines = [line for line in text.splitlines() if line.startswith("pie_driver_sglang: ")]
         assert (status, len(lines)) == (1, 1), (status, text[-3000:])
         assert "Traceback" not in text, text[-3000:]
+        report.add(part="lost", path=path, answers=answers, line=lines[0])
         print(f"    {path}: {answers} answers, an abort, status {status}: {lines[0]}")
 
 
-def check_joiner(shapes: Path, device: str) -> None:
+def check_joiner(shapes: Path, device: str, report: Report) -> None:
     """A context with a long cached prefix joins."""
     with serving(shapes, device, {"load_format": "dummy", "page_size": PAGE}) as (driver, client):
         for position in range(CONTEXT, CONTEXT + 3):
@@ -260,10 +262,11 @@ def check_joiner(shapes: Path, device: str) -> None:
             times.append((time.perf_counter() - started) * 1e6)
         assert driver.forwards() == before, "Python ran the model"
         assert tokens[0] == tokens[1] == tokens[2]
+        report.add(part="joiner", us=times)
         print(f"    joining {times[0]:.0f} us, then {times[1]:.0f} and {times[2]:.0f}")
 
 
-def check_loads(shapes: Path, device: str) -> None:
+def check_loads(shapes: Path, device: str, report: Report) -> None:
     """Decode steps while an adapter is read."""
     config = json.loads((shapes / "config.json").read_text())
     folder = Path(tempfile.mkdtemp()) / "adapter"
@@ -286,6 +289,7 @@ def check_loads(shapes: Path, device: str) -> None:
     for name, times in (("before", before), ("while reading", during), ("after", after)):
         middle, worst = statistics.median(times), max(times)
         late = sum(time > 2 * middle for time in times)
+        report.add(part="loads", when=name, steps=len(times), p50_us=middle, longest_us=worst)
         text = f"{len(times)} steps, p50 {middle:.0f} us, longest {worst:.0f} us"
         print(f"    {name}: {text}, {late} of more than twice the p50")
     print(f"    the adapter has {size:.0f} MB")
@@ -301,7 +305,7 @@ def _steps(client: Client, most: int, over: Callable[[], bool]) -> list[float]:
     return times
 
 
-PARTS: dict[str, Callable[[Path, str], None]] = {
+PARTS: dict[str, Callable[[Path, str, Report], None]] = {
     "checkpoint": check_checkpoint,
     "memory": check_memory,
     "lost": check_lost,
@@ -310,28 +314,30 @@ PARTS: dict[str, Callable[[Path, str], None]] = {
 }
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def parser() -> argparse.ArgumentParser:
+    """The check's arguments."""
+    made = frame.parser(__doc__, "pocket", "shapes", "device")
+    made.add_argument("--parts", default=",".join(PARTS))
+    return made
+
+
+def main() -> None:
     """Runs the parts."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    root = Path(__file__).resolve().parents[2]
-    parser.add_argument("--shapes", type=Path, required=True, help="folder of a config.json")
-    parser.add_argument("--pocket", type=Path, default=root / "models" / "pocket")
-    parser.add_argument("--device", default="cuda:0")
-    parser.add_argument("--parts", default=",".join(PARTS))
-    found = parser.parse_args(arguments)
-    failed = []
-    for name in found.parts.split(","):
-        print(f"{name}:", flush=True)
-        started = time.monotonic()
-        try:
-            first = name == "checkpoint"
-            device = found.device if first else found.device.split(",")[0]
-            PARTS[name](found.pocket if first else found.shapes, device)
-        except Exception as error:
-            failed.append(name)
-            print(f"    failed: {type(error).__name__}: {error}")
-        print(f"    {time.monotonic() - started:.0f} s", flush=True)
-    sys.exit(f"failed: {', '.join(failed)}" if failed else 0)
+    arguments = parser().parse_args()
+    failed = 0
+    with Report(__file__, arguments) as report:
+        for name in arguments.parts.split(","):
+            print(f"{name}:", flush=True)
+            try:
+                if name == "checkpoint":
+                    check_checkpoint(arguments.pocket, arguments.device, report)
+                else:
+                    PARTS[name](arguments.shapes, arguments.device.split(",")[0], report)
+            except Exception as error:
+                failed += 1
+                report.add(part=name, error=f"{type(error).__name__}: {error}")
+                print(f"    failed: {type(error).__name__}: {error}", flush=True)
+        report.hold("parts that failed", failed, at_most=0)
 
 
 if __name__ == "__main__":

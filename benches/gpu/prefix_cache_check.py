@@ -8,8 +8,8 @@ a common prefix of 200 to 600 tokens; each goes on with 30 to 100 tokens of its 
 tokens. `--at-once` says how many requests run at a time; a turn has four times as many, and new
 prefixes.
 
-Figures, medians over the turns, go to DIR/prefix_cache.json. The status is 1 if an engine failed or
-found no prefix.
+The status is 1 if an engine failed or found no prefix, and if ours makes fewer tokens a second than
+SGLang's tree or none, by the medians over the turns.
 """
 
 from __future__ import annotations
@@ -23,9 +23,11 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import frame
+from frame import Report
 
 ENGINES: dict[str, dict[str, Any]] = {
     "off": {"disable_radix_cache": True},
@@ -141,47 +143,59 @@ class Engine:
         self._process.kill()
 
 
-def main(given: Sequence[str] | None = None) -> None:
+def parser() -> argparse.ArgumentParser:
+    """The check's arguments."""
+    made = frame.parser(__doc__, "out", "shapes")
+    made.add_argument("--engines", default=",".join(ENGINES))
+    made.add_argument("--backend", default="flashinfer", help="SGLang's attention_backend")
+    made.add_argument("--at-once", default="8,64,256")
+    made.add_argument("--turns", type=int, default=5)
+    made.add_argument("--serve", choices=ENGINES, help=argparse.SUPPRESS)
+    return made
+
+
+def compare(engines: dict[str, Engine], at_once: int, turns: int, report: Report) -> None:
+    """Has the engines take turns, and adds a row for each."""
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in engines}
+    # The first turn pays for what is compiled on the way.
+    for turn in range(turns + 1):
+        for name, engine in engines.items():
+            took = engine.turn(4 * at_once, at_once, 1000 * at_once + turn)
+            found[name] += [took] if turn else []
+    rows = {
+        name: {key: statistics.median(turn[key] for turn in all_) for key in all_[0]}
+        for name, all_ in found.items()
+    }
+    for name, row in rows.items():
+        report.add(at_once=at_once, engine=name, **row, turns=found[name])
+        text = f"{row['tokens_per_s']:.0f} tokens/s, {row['latency_ms']:.1f} ms a request"
+        print(f"{at_once:>4} at once, {name:>6}: {text}, {row['cached']:.0%} cached")
+        cached = row["cached"] > 0
+        report.hold(f"{name} caches at {at_once}", cached == (name != "off"), at_least=1)
+    ours = rows.pop("pie", None)
+    for name, row in rows.items():
+        if ours:
+            ratio = ours["tokens_per_s"] / row["tokens_per_s"]
+            report.hold(f"pie / {name} at {at_once}", ratio, at_least=1)
+
+
+def main() -> None:
     """Starts the engines and has them take turns."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--shapes", type=Path, required=True, help="folder of a config.json")
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--engines", default=",".join(ENGINES))
-    parser.add_argument("--backend", default="flashinfer")
-    parser.add_argument("--at-once", default="8,64,256")
-    parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--serve", help=argparse.SUPPRESS)
-    arguments = parser.parse_args(given)
+    arguments = parser().parse_args()
     if arguments.serve:
         serve(arguments.serve, arguments.shapes, arguments.backend)
         return
-    engines = {name: Engine(name, arguments) for name in arguments.engines.split(",")}
-    figures: dict[str, Any] = {"command": sys.argv, "rows": {}}
-    try:
-        for name, engine in engines.items():
-            engine.answer()
-            print(f"{name} is ready", flush=True)
-        for at_once in map(int, arguments.at_once.split(",")):
-            turns: dict[str, list[dict[str, float]]] = {name: [] for name in engines}
-            # The first turn pays for what is compiled on the way.
-            for turn in range(arguments.turns + 1):
-                for name, engine in engines.items():
-                    found = engine.turn(4 * at_once, at_once, 1000 * at_once + turn)
-                    turns[name] += [found] if turn else []
-            rows = {
-                name: {key: statistics.median(turn[key] for turn in all_) for key in all_[0]}
-                for name, all_ in turns.items()
-            }
-            figures["rows"][at_once] = {"medians": rows, "turns": turns}
-            for name, row in rows.items():
-                text = f"{row['tokens_per_s']:.0f} tokens/s, {row['latency_ms']:.1f} ms a request"
-                print(f"{at_once:>4} at once, {name:>6}: {text}, {row['cached']:.0%} cached")
-                if (row["cached"] == 0) != (name == "off"):
-                    raise SystemExit(f"{name} found {row['cached']:.0%} of its prompts")
-            (arguments.out / "prefix_cache.json").write_text(json.dumps(figures, indent=1) + "\n")
-    finally:
-        for engine in engines.values():
-            engine.end()
+    with Report(__file__, arguments) as report:
+        engines = {name: Engine(name, arguments) for name in arguments.engines.split(",")}
+        try:
+            for name, engine in engines.items():
+                engine.answer()
+                print(f"{name} is ready", flush=True)
+            for at_once in map(int, arguments.at_once.split(",")):
+                compare(engines, at_once, arguments.turns, report)
+        finally:
+            for engine in engines.values():
+                engine.end()
 
 
 if __name__ == "__main__":

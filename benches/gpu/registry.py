@@ -137,6 +137,14 @@ CHECKS: Final[Mapping[str, Check]] = {
         "1.2 tokens a step, 75 % of the tokens before a difference", 10,
         "--pocket {pocket} --out {folder}", usual=False,
     ),
+    "faults": Check(
+        "fault_check.py", "faults end a start or the driver with one line; loads stall no decode",
+        "no part fails", 10, "--pocket {pocket} --shapes {small} --json {record}", usual=False,
+    ),
+    "prefix caches": Check(
+        "prefix_cache_check.py", "SGLang's engine without a prefix cache, with its tree, with ours",
+        "ours is never slower", 5, "--shapes {small} --out {folder}", usual=False,
+    ),
     "cuts": Check(
         "step_check.py", "steps by how their kernels are cut", "none", 5,
         "--shapes {small} --json {record}", usual=False,
