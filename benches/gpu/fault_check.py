@@ -34,7 +34,7 @@ from typing import Any
 import frame
 from frame import Report
 from lora_check import make_adapter
-from serving import PAGE, step
+from serving import NEVER_PARK, PAGE, step, write_config
 
 from pie_driver_sglang._core import Client, Request
 
