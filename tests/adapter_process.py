@@ -134,6 +134,44 @@ def count_loaded(config_path: str, good: str, connection: Connection, stderr: st
         connection.send(counts)
 
 
+def pin_loaded(config_path: str, good: str, connection: Connection, stderr: str) -> None:
+    """Loads an adapter as for a GPU, and uses it.
+
+    Args:
+        config_path: `driver.toml`.
+        good: An adapter that fits.
+        connection: Sends the device and the thread of each move into pinned memory.
+        stderr: Where to log.
+    """
+    import torch
+    from sglang.srt.lora.lora import LoRAAdapter
+
+    from pie_driver_sglang.config.file import load_config
+    from pie_driver_sglang.srt.load import load_engine
+
+    drivers.redirect_output(stderr)
+    _, engine = load_engine(load_config(Path(config_path)))
+    engine.runner.lora_manager.device = torch.device("cuda:1")
+    current: list[str] = []
+    pinned: list[tuple[str, str]] = []
+
+    @contextlib.contextmanager
+    def on(device: torch.device) -> Iterator[None]:
+        current.append(str(device))
+        yield
+        current.pop()
+
+    def pin(_adapter: LoRAAdapter) -> None:
+        pinned.append((current[-1], threading.current_thread().name))
+
+    device = mock.patch.object(torch.cuda, "device", on)
+    with device, mock.patch.object(LoRAAdapter, "pin_weights_in_cpu", pin):
+        load(engine, 1, good)
+        assert engine.fetch_adapters([1]) == {}
+    with connection:
+        connection.send(pinned)
+
+
 class Load(NamedTuple):
     """Load an adapter, each rank from a path of its own."""
 

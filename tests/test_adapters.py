@@ -757,6 +757,22 @@ def test_host_memory_is_bounded(
     assert counts[-1] == LOADED - 1
 
 
+def test_the_loading_thread_pins_for_a_gpu(
+    models_folder: Path, made: lora_adapters.Made, tmp_path: Path
+) -> None:
+    """Its copy into a slot is all that steps wait for then."""
+    snapshot = tiny_models.build("llama", models_folder)
+    config = drivers.write_config(tmp_path, snapshot, options=OPTIONS)
+    receiver, sender = multiprocessing.Pipe()
+    arguments = (str(config), str(made.adapter), sender, str(tmp_path / "stderr"))
+    process = drivers.fork_call(adapter_process.pin_loaded, arguments)
+    sender.close()
+    with receiver:
+        assert receiver.poll(60.0)
+        assert receiver.recv() == [("cuda:1", "adapters")]
+    assert process.wait(30.0) == 0
+
+
 def test_other_threads_pin_while_a_manager_is_made(tmp_path: Path) -> None:
     receiver, sender = multiprocessing.Pipe()
     arguments = (sender, str(tmp_path / "stderr"))

@@ -17,6 +17,7 @@ import matplotlib as mpl
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.colors import TwoSlopeNorm
+from matplotlib.figure import Figure
 
 FOLDER = Path(__file__).resolve().parents[1]
 OURS, PEER, HOST = "#1b6ca8", "#b8b8b8", "#d9822b"
@@ -124,6 +125,45 @@ def ranks(axes: Axes, results: Results) -> None:
     axes.legend(frameon=False)
 
 
+THEMES = {"light": ("#1f2328", OURS, PEER), "dark": ("#e6edf3", "#4aa3e8", "#6e7681")}
+"""Colors of the README's chart: text, ours, the peer's."""
+
+
+def overview(results: Results, theme: str) -> Figure:
+    """Throughput and step times beside SGLang's best backend, for the README."""
+    text, ours, peer = THEMES[theme]
+    colors = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
+    with mpl.rc_context(dict.fromkeys(colors, text)):
+        figure, (left, right) = plt.subplots(
+            1, 2, figsize=(8.4, 2.7), layout="constrained", width_ratios=(2, 3)
+        )
+        speeds = results["tokens_per_s"]
+        values = [max(speeds["sglang"].values()), speeds["ours"]]
+        names = ["SGLang 0.5.17", "this driver"]
+        bars = left.barh(names, values, color=[peer, ours])
+        left.bar_label(bars, fmt="{:,.0f}", padding=3)
+        left.set(xlim=(0, 1.3 * max(values)), xticks=[])
+        left.set_title("Output tokens/s, 256 requests", fontsize=10)
+        rows = [f"{batch}x512" for batch in (1, 8, 64, 256)]
+        runner = results["runner"]
+        best = [min(row[name] for row in runner["sglang_runner_us"].values()) for name in rows]
+        for number, (times, color) in enumerate(
+            [(best, peer), ([runner["ours_us"][name] for name in rows], ours)]
+        ):
+            places = [place + 0.4 * number for place in range(len(rows))]
+            bars = right.bar(places, [us / 1000 for us in times], 0.38, color=color)
+            right.bar_label(bars, fmt="{:.2f}", padding=2, fontsize=8)
+        right.set_xticks([place + 0.2 for place in range(len(rows))], ["1", "8", "64", "256"])
+        right.set(xlabel="contexts of 512 tokens", yticks=[])
+        right.set_title("Decode step, ms (lower is better)", fontsize=10)
+        for axes in (left, right):
+            for side in ("top", "right", "left"):
+                axes.spines[side].set_visible(False)
+            axes.tick_params(length=0)
+        left.spines["bottom"].set_visible(False)
+    return figure
+
+
 PLOTS: dict[str, tuple[str, Callable[[Axes, Results], None]]] = {
     "load": ("tokens_per_s", load),
     "steps": ("lane", steps),
@@ -151,6 +191,10 @@ def main() -> None:
             axes.spines[side].set_visible(False)
         draw(axes, results)
         figure.savefig(target / f"{name}.svg", metadata={"Date": None})
+        plt.close(figure)
+    for theme in THEMES:
+        figure = overview(results, theme)
+        figure.savefig(target / f"overview-{theme}.svg", metadata={"Date": None}, transparent=True)
         plt.close(figure)
 
 

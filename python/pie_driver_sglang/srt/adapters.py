@@ -301,7 +301,9 @@ class Adapters:
                 raise ValueError(result.error_message)
         except Exception as error:
             raise _not_taken(error) from error
-        return _Prepared(ref, manager.configs[uid], manager.loras[uid], adapter.embeds)
+        weights = manager.loras[uid]
+        _pin(weights, self._manager.device)
+        return _Prepared(ref, manager.configs[uid], weights, adapter.embeds)
 
     def _put(self, prepared: _Prepared) -> None:
         """Gives SGLang an adapter, of which it keeps this rank's part in a slot."""
@@ -327,6 +329,17 @@ class Adapters:
         manager.memory_pool.eviction_policy.remove(uid)
         for table in (manager.configs, manager.loras, manager.lora_refs):
             table.pop(uid, None)
+
+
+def _pin(weights: LoRAAdapter, device: torch.device) -> None:
+    """Moves an adapter into pinned memory, from which a GPU copies it without the host.
+
+    Otherwise SGLang does so with each copy into a slot, on the serving thread.
+    """
+    if device.type == "cuda":
+        # A new thread begins with the first device.
+        with torch.cuda.device(device):
+            weights.pin_weights_in_cpu()
 
 
 def _not_taken(error: Exception) -> AdapterError:
