@@ -14,6 +14,7 @@ from typing import Final
 
 import msgspec
 
+from pie_driver_sglang.config.file import ACTIVATION_DTYPES, MAX_RANKS, DriverSection
 from pie_driver_sglang.config.option_checks import OWNERS, TYPES
 from pie_driver_sglang.config.options import OPTIONS, Group, Option
 from pie_driver_sglang.config.server_args import SERVER_ARGS, SGLANG_VERSION
@@ -50,8 +51,14 @@ TABLE: Final = """
 FOOTER: Final = """
 ## Ranks
 
-The devices stand one level higher, under `[model.driver]`: `device` lists them, and
-`tensor_parallel_size` is their number.
+These keys stand one level higher, under `[model.driver]`:
+
+| key | value | default | meaning |
+|---|---|---|---|
+| `device` | `cpu` or `cuda:N`, or a list | none | one GPU for each rank; or `cpu`, `cpu:1`, ... |
+| `tensor_parallel_size` | an integer, 1 to {ranks} | `1` | ranks, as many as devices |
+| `activation_dtype` | {dtypes} | `{dtype}` | type of the activations |
+| `random_seed` | an integer of 64 bits | `{seed}` | seed of requests that have none |
 
 ## Attention backends
 
@@ -104,8 +111,13 @@ def render() -> str:
     """Return the text of the document."""
     tables = [f"\n## {group}\n{TABLE}" + "".join(_rows(group)) for group in Group]
     passed = sorted(name for name, field in SERVER_ARGS.items() if field.owner is None)
+    defaults = {field.name: field.default for field in msgspec.structs.fields(DriverSection)}
     footer = FOOTER.format(
         version=SGLANG_VERSION,
+        ranks=MAX_RANKS,
+        dtypes=_listed(ACTIVATION_DTYPES),
+        dtype=defaults["activation_dtype"],
+        seed=defaults["random_seed"],
         backends=_listed(SERVER_ARGS["attention_backend"].choices),
         targets=_listed(SERVER_ARGS["lora_target_modules"].choices),
         count=len(passed),

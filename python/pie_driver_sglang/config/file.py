@@ -1,9 +1,8 @@
 """The file that the Pie runtime writes for the driver, read and checked.
 
-The sections, keys and defaults are those of the Pie driver protocol, which wants sections and keys
-that it does not know to be tolerated: they are ignored with a warning everywhere but in
-`[driver.options]`. Everything that can be checked without SGLang is checked here, so that a mistake
-shows within a second.
+The sections, keys and defaults are those of the Pie driver protocol, which asks for unknown
+sections and keys to be tolerated: they are ignored with a warning, except in `[driver.options]`.
+Everything that can be checked without SGLang is checked here, so a mistake shows within a second.
 """
 
 from __future__ import annotations
@@ -344,7 +343,7 @@ _WEIGHT_PATTERNS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         "sharded_state": ("*.safetensors",),
     }
 )
-#: Files that trainers leave beside the weights.
+#: Files that trainers write beside the weights.
 _NOT_WEIGHTS: Final = frozenset(
     {
         "adapter_model.bin",
@@ -391,9 +390,9 @@ def _indexed_files(snapshot_dir: Path) -> set[str]:
 
 
 def _check_tokenizer(snapshot_dir: Path, load_format: str) -> None:
-    """Refuse a snapshot without a tokenizer, for which the runtime looks behind the whole start.
+    """Refuse a snapshot without a tokenizer, which the runtime would miss only after the start.
 
-    Made-up weights are for measurements, which need none.
+    Dummy weights are for measurements, which need none.
     """
     names = ("tokenizer.json", "tiktoken.model")
     if load_format == "dummy" or any((snapshot_dir / name).is_file() for name in names):

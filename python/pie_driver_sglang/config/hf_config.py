@@ -1,6 +1,6 @@
 """A model's `config.json`: read, and refused where no driver could serve the model.
 
-What it says is checked before SGLang is imported, which takes longer than everything here.
+It is checked before SGLang is imported, which takes longer than all of these checks.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _RENAMED_TYPES: Final = frozenset(
 )
 _RENAMED: Final = frozenset({"LongcatCausalLM", "LongcatFlashNgramForCausalLM"})
 
-#: By this variable SGLang takes a longer context than the model's.
+#: With this variable SGLang accepts a longer context than the model's.
 _LONGER_CONTEXT: Final = "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"
 
 #: Settings that change what SGLang makes of the file.

@@ -210,7 +210,7 @@ def _with_both_backends(table: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _without_paged(table: dict[str, Any], device: str) -> tuple[dict[str, Any], bool]:
-    """The table with backends of SGLang alone, and whether the driver's own one decodes."""
+    """The table with SGLang's backends only, and whether the driver's own backend decodes."""
     both, prefill, decode = (table.get(name) for name in _BACKENDS)
     if PAGED_DECODE not in (both, prefill, decode):
         return table, False
@@ -296,7 +296,7 @@ def _check_text(name: str, value: str, field: ServerArg) -> None:
 
 
 def loads_plugins() -> bool:
-    """Whether SGLang is told to load plugins, which may add backends and model classes to it."""
+    """Whether SGLang loads plugins, which may add backends and model classes."""
     return any(os.environ.get(name) for name in ("SGLANG_PLUGINS", "SGLANG_PLATFORM"))
 
 

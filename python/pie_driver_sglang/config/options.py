@@ -88,7 +88,7 @@ class DriverOptions(msgspec.Struct, frozen=True, kw_only=True):
         About(
             Group.MEMORY,
             "Share of the free device memory for weights, adapters, recurrent state and KV pages. "
-            "The driver warns when a value of yours leaves too little for activations.",
+            "The driver warns if a value of yours leaves less than a safe reserve.",
             limits=(0.01, 0.99),
             default="the largest safe share",
             sglang="mem_fraction_static",

@@ -79,7 +79,7 @@ class DriverEnded(StartError):
     """
 
     def __init__(self, message: str, log: str) -> None:
-        """Keeps the log beside the message."""
+        """Keeps the message and the log."""
         super().__init__(message)
         self.log = log
 
@@ -164,7 +164,7 @@ class SpawnedDriver:
     ) -> None:
         """Stops the driver: SIGTERM, five seconds, SIGKILL; then removes its region."""
         self._stopping = True
-        # A second Ctrl-C must not leave the driver behind.
+        # A second Ctrl-C must not orphan the driver.
         interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)
         try:
             self._process.terminate()
@@ -327,7 +327,7 @@ def _read_handshake(received: bytes, group_id: int) -> Limits | None:
     """Returns what the driver can do once all its lines are there.
 
     Raises:
-        StartError: A line is not what the protocol says.
+        StartError: A line does not follow the protocol.
     """
     limits = None
     for line in received.split(b"\n")[:-1]:

@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("interrupted: the driver is stopped", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # Whoever read the output is gone; the exit must not flush into the pipe again.
+        # The reader of the pipe is gone; the exit must not flush into it again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 1
     return 0

@@ -126,7 +126,7 @@ class PagePool:
         return len(self._free)
 
     def take(self) -> int:
-        """Returns a page that nobody uses."""
+        """Returns a free page."""
         return self._free.pop()
 
     def give_back(self, pages: Sequence[int]) -> None:

@@ -1,8 +1,8 @@
-"""Sums over ranks on GPUs of one host, in the kernel that adds and normalizes them.
+"""All-reduce over the GPUs of one host, fused with residual add and RMS norm.
 
-Each rank writes its part into memory of the ranks that add it up: their inboxes. What has not come
-yet is a sentinel there, so the numbers are their own flags. Nobody asks across the link, and
-nothing is ordered by fences: a number is there or it is not.
+Each rank writes its part into memory of the ranks that sum it up: their inboxes. A word that has
+not arrived holds a sentinel, so the data are their own flags (the Lamport protocol). No rank reads
+across the link, and no fence is needed: a word has arrived or it has not.
 """
 
 from __future__ import annotations
@@ -18,45 +18,45 @@ from pie_driver_sglang.kernels.chained import chained, follow
 from pie_driver_sglang.kernels.dense_layers import Norm
 
 TURNS = 2
-"""Inboxes of a rank, used in turn."""
+"""Inboxes per rank, used alternately: double buffering."""
 SENTINEL_BYTE = 0xFF
-"""What an inbox is full of before any rank takes a turn."""
+"""The byte that fills all inboxes before the first turn."""
 _WORD_BYTES = 4
 _SENTINEL = tl.constexpr(-1)
-"""A word that has not come yet. Its numbers are NaNs."""
+"""A word that has not arrived. Its values are NaNs."""
 _SENT_INSTEAD = tl.constexpr(0x7FFF7FFF)
-"""What a rank sends for it: other NaNs, of all types."""
+"""What a rank sends instead of the sentinel: other NaNs, in all dtypes."""
 
 
 class AllReduceTuning(NamedTuple):
-    """How sums are made; ``benches/gpu/sums_check.py --times`` measures it."""
+    """Settings of the all-reduce; ``benches/gpu/sums_check.py --times`` measures them."""
 
     most_rows: int
-    """Of a step."""
+    """Most rows of a step."""
     one_shot_rows: int
-    """Up to so many rows every rank sums all of them; of more each rank sums a share."""
+    """Up to this many rows every rank sums all rows; above, each rank sums a shard."""
     warps: int
     """Warps of a program."""
 
 
 TUNINGS = {2: AllReduceTuning(256, 256, 8), 4: AllReduceTuning(256, 32, 16)}
-"""By ranks; of others none was measured."""
+"""Tuning by the number of ranks; other numbers were not measured."""
 _REGISTERS = 1 << 16
-"""Of a multiprocessor, which shall have room for two programs: then all rows are there at once."""
+"""Registers of an SM, which must have room for two programs, so that all rows are resident."""
 
 
 PROGRAMS_AT_ONCE = 2
-"""Of a multiprocessor, which has registers for so many."""
+"""Programs that are resident on an SM, by their registers."""
 
 
 def find_obstacle(multiprocessors: int, tuning: AllReduceTuning) -> str:
-    """Why a GPU's programs could lock each other out; empty if they cannot.
+    """Why the programs of a GPU could deadlock; empty if they cannot.
 
-    Programs wait for other ranks' programs, so all rows of a step must have room at once.
+    Programs wait for other ranks' programs, so all rows of a step must be resident at once.
 
     Args:
-        multiprocessors: Of the GPU.
-        tuning: How sums are made.
+        multiprocessors: SMs of the GPU.
+        tuning: The settings of the all-reduce.
     """
     room = PROGRAMS_AT_ONCE * multiprocessors
     if room >= tuning.most_rows:
@@ -65,36 +65,36 @@ def find_obstacle(multiprocessors: int, tuning: AllReduceTuning) -> str:
 
 
 class PeerMemory(NamedTuple):
-    """Memory of each rank, as one of them sees it."""
+    """Memory of all ranks, mapped into one of them."""
 
     of_ranks: list[torch.Tensor]
-    """``[bytes]`` uint8 of each rank."""
+    """``[bytes]`` uint8 for each rank."""
     keeps: object = None
-    """What it goes with."""
+    """An object that keeps the mapping alive."""
 
 
 class LamportAllReduceNorm:
-    """Inboxes of all ranks for the rows of a step.
+    """An all-reduce with residual add and RMS norm, by the Lamport protocol.
 
-    All ranks must take the same turns in the same order, of as many rows and by the same tuning,
-    with each turn followed by the other; numbers of rows and tunings may change between turns.
+    All ranks must take the same turns in the same order, with equal rows and tuning, and turns
+    alternate. The number of rows and the tuning may change between turns.
 
-    **In one shot** a rank sends its part of each row to all others, and sums all rows. **In two
-    shots** it sends its part of a row to the row's owner, which sends the sum to all others. So a
-    place of an inbox, for one rank and one row, is written once in a turn at most.
+    **One shot**: a rank sends its part of each row to all others, and sums all rows. **Two shots**:
+    it sends its part of a row to the row's owner, which sends the sum to all others. In both cases
+    a place of an inbox, for one rank and one row, is written at most once in a turn.
 
-    **A place is empty before it is written again.** Rank `s` writes a place of rank `r` in turn
-    `t`; `r` reads and empties it in its kernel of turn `t`. The kernel of `s` that writes it next,
-    of turn `t + 2`, sends nothing before that of `t + 1` has ended on `s`. That one had some row's
-    sum, of whichever rows and shots, and so `r` had sent its part of that row, to `s` or to the
-    row's owner, which sends no sum without it. And `r` sends nothing in turn `t + 1` before its
-    kernel of `t` has ended, places emptied. So a late rank holds the others up, and graphs may
-    follow each other in any order.
+    **A place is empty before it is written again.** Double buffering suffices. Rank `s` writes a
+    place of rank `r` in turn `t`; `r` reads and empties it in its kernel of turn `t`. The kernel of
+    `s` that writes it next, in turn `t + 2`, sends nothing before its kernel of turn `t + 1` has
+    ended. That kernel had received the sum of some row, so `r` had sent its part of that row: to
+    `s`, or to the row's owner, which sends no sum without it. And `r` sends nothing in turn `t + 1`
+    before its kernel of turn `t` has ended, with all places emptied. So a late rank delays the
+    others, and graphs may follow each other in any order.
 
-    **Programs that wait do not lock each other out.** They start in the order of their rows, and
-    send their part before they wait. Of all rows that are not done on some rank let the first be
-    `k`: all rows before it are, so its programs have room on every rank, all parts of it are sent,
-    and its owner waits for nothing else.
+    **Waiting programs do not deadlock.** They start in the order of their rows, and send their part
+    before they wait. Let `k` be the first row that is not done on some rank. All rows before it are
+    done, so its programs are resident on every rank, all its parts are sent, and its owner waits
+    for nothing else.
     """
 
     def __init__(
@@ -105,15 +105,15 @@ class LamportAllReduceNorm:
         dtype: torch.dtype,
         tuning: AllReduceTuning,
     ) -> None:
-        """Divides memory that all ranks share.
+        """Divides shared memory into inboxes.
 
         Args:
-            shared: At least :meth:`size` of each rank, all :data:`SENTINEL_BYTE` before any rank
-                takes a turn.
-            rank: Which of them is this one's.
-            width: Numbers of a row; of 2 bytes there must be an even number.
-            dtype: Of the numbers, as of residuals and norms: of 2 or 4 bytes.
-            tuning: The same on all ranks.
+            shared: At least :meth:`size` bytes of each rank, filled with :data:`SENTINEL_BYTE`
+                before any rank takes a turn.
+            rank: The index of this rank.
+            width: Elements of a row; an even number if they have 2 bytes.
+            dtype: Dtype of parts, residuals and norms, of 2 or 4 bytes.
+            tuning: The settings, equal on all ranks.
         """
         ranks = len(shared.of_ranks)
         rows = tuning.most_rows
@@ -130,30 +130,30 @@ class LamportAllReduceNorm:
 
     @property
     def most_rows(self) -> int:
-        """Of a step."""
+        """Most rows of a step."""
         return self._tuning.most_rows
 
     @staticmethod
     def size(ranks: int, rows: int, width: int, dtype: torch.dtype) -> int:
-        """Bytes of a rank's memory."""
+        """Bytes of each rank's memory."""
         return TURNS * ranks * rows * width * dtype.itemsize
 
     def add_norm(
         self, turn: int, part: torch.Tensor, residual: torch.Tensor, norm: Norm
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As :func:`dense_layers.add_norm`, of all ranks' parts. Can be captured.
+        """As :func:`dense_layers.add_norm`, for the parts of all ranks. Can be captured.
 
         Args:
-            turn: 0 and 1 by turns.
-            part: ``[rows, width]``, contiguous: this rank's.
-            residual: ``[rows, width]``, the same on all ranks, overwritten by the sums.
-            norm: Of the residual's type.
+            turn: 0 and 1, alternating.
+            part: ``[rows, width]``, contiguous: this rank's part.
+            residual: ``[rows, width]``, equal on all ranks, overwritten by the sums.
+            norm: Of the residual's dtype.
 
         Returns:
             ``[rows, width]`` normalized sums, and the sums; the same on all ranks.
 
         Raises:
-            ValueError: The part would not fit its places.
+            ValueError: The part has another shape or dtype, or too many rows.
         """
         (rows, width), tuning = residual.shape, self._tuning
         known = part.shape == residual.shape and part.dtype == residual.dtype
@@ -161,7 +161,7 @@ class LamportAllReduceNorm:
             text = f"a part of {tuple(part.shape)} {part.dtype} for {tuple(residual.shape)}"
             raise ValueError(f"{text} {residual.dtype}, at most {tuning.most_rows} rows")
         out = torch.empty_like(residual)
-        # A word for each thread, at least: two would look at the same one at different times.
+        # At least one word per thread: two threads could see the same word at different times.
         block = max(
             triton.next_power_of_2(width), 32 * tuning.warps * _WORD_BYTES // residual.itemsize
         )
@@ -176,15 +176,15 @@ class LamportAllReduceNorm:
 
 
 def map_peer_memory(group: dist.ProcessGroup, device: torch.device, size: int) -> PeerMemory:
-    """Memory of each rank that all of them can read and write; all call this at the same time.
+    """Allocates memory on each rank, and maps that of all ranks; a collective call.
 
     Args:
-        group: The ranks, which talk on the CPU.
-        device: This rank's.
-        size: Bytes of each rank's.
+        group: A CPU process group of the ranks.
+        device: This rank's device.
+        size: Bytes per rank.
 
     Returns:
-        ``[size]`` of each rank, all :data:`SENTINEL_BYTE`.
+        ``[size]`` bytes of each rank, filled with :data:`SENTINEL_BYTE`.
     """
     from torch._C._distributed_c10d import _SymmetricMemory
 
@@ -200,7 +200,7 @@ def map_peer_memory(group: dist.ProcessGroup, device: torch.device, size: int) -
 
 @triton.jit
 def _numbers(words, dtype: tl.constexpr):
-    """The numbers of words, in float32."""
+    """The values of words, in float32."""
     if dtype.primitive_bitwidth == 32:
         numbers = words.to(dtype, bitcast=True)
     else:
@@ -212,7 +212,7 @@ def _numbers(words, dtype: tl.constexpr):
 
 @triton.jit
 def _words(numbers):
-    """Words of numbers."""
+    """Values packed into words."""
     if numbers.dtype.primitive_bitwidth == 32:
         words = numbers.to(tl.int32, bitcast=True)
     else:
@@ -229,7 +229,7 @@ def _send(place, words, inside):
 
 @triton.jit
 def _send_all(outboxes, word, words, inside, RANK: tl.constexpr, RANKS: tl.constexpr):
-    """Each rank begins with another one."""
+    """Sends to all other ranks; each rank begins with a different one."""
     for step in tl.static_range(1, RANKS):
         _send(outboxes[(RANK + step) % RANKS] + word, words, inside)
 
@@ -241,7 +241,7 @@ def _look(places, words, inside):
 
 @triton.jit
 def _missing(found):
-    """Whether some words are; all threads get the same answer."""
+    """Whether some words have not arrived; all threads get the same answer."""
     missing = found[0] == _SENTINEL
     for number in tl.static_range(1, len(found)):
         missing |= found[number] == _SENTINEL
@@ -250,7 +250,7 @@ def _missing(found):
 
 @triton.jit
 def _received(places, words, inside):
-    """Words of some places when all of them are there; empties the places."""
+    """Waits for the words of some places, and empties the places."""
     found = _look(places, words, inside)
     while _missing(found):
         found = _look(places, words, inside)
@@ -264,9 +264,9 @@ def _summed(
     total, own, inboxes, words, inside,
     dtype: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
-    """All ranks' parts of a row and what they are added to, when all are there."""
+    """Waits for all ranks' parts of a row, and adds them to `total`."""
     theirs = _received(inboxes, words, inside)
-    # In the same order on every rank, so that all go on with the same numbers.
+    # In the same order on every rank, so that all ranks get equal sums.
     for rank in tl.static_range(RANKS):
         if rank == RANK:
             total += _numbers(own, dtype)
@@ -281,7 +281,7 @@ def _sum_norm(
     RANK: tl.constexpr, RANKS: tl.constexpr, TWO_SHOT: tl.constexpr, BLOCK: tl.constexpr,
     CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """A row."""
+    """All-reduces, adds and normalizes one row."""
     dtype: tl.constexpr = residual.dtype.element_ty
     WORD: tl.constexpr = 32 // dtype.primitive_bitwidth
     row = tl.program_id(0).to(tl.int64)
@@ -293,7 +293,7 @@ def _sum_norm(
     known = word < row_words
     word += row * row_words
     scale = tl.load(weight + lanes, mask=inside, other=0.0).to(tl.float32)
-    # The kernel in front makes the part, and does not know this.
+    # The previous kernel writes the part and does not touch the residual.
     total = tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)
     if CHAINED:
         follow()
@@ -302,7 +302,7 @@ def _sum_norm(
         owner = row % RANKS
         if owner == RANK:
             total = _summed(total, own, inboxes, word, known, dtype, RANK, RANKS)
-            # As the others get them.
+            # Rounded as the other ranks receive it.
             rounded = total.to(dtype)
             _send_all(outboxes, word, _words(rounded), known, RANK, RANKS)
             total = rounded.to(tl.float32)

@@ -11,7 +11,7 @@ from pie_driver_sglang.kernels.masked_torch import Requests, Rule
 BLOCK_ROWS = 32
 """Query rows of a program."""
 _WORD_BITS = tl.constexpr(32)
-"""KV indices that a program looks at in one step: one mask word of each row."""
+"""KV indices per iteration: one mask word of each row."""
 
 
 @triton.jit
@@ -74,7 +74,7 @@ def _attend(
             visible = visible & (index[None, :] >= own[:, None] - window)
         scores = tl.where(visible, scores, float("-inf"))
         largest = tl.maximum(best, tl.max(scores, axis=1))
-        # A row that has seen nothing yet has no largest score to subtract.
+        # A row without visible keys so far has no maximum to subtract.
         shift = tl.where(largest == float("-inf"), 0.0, largest)
         weights = tl.exp(scores - shift[:, None])
         shrink = tl.exp(best - shift)
@@ -90,7 +90,7 @@ def _attend(
         mixed = mixed * shrink[:, None]
         mixed += tl.dot(weights.to(q.dtype), v, input_precision="ieee")
         best = largest
-    # A row that sees nothing gives zeros.
+    # A row without visible keys gives zeros.
     mixed = mixed / tl.where(total > 0, total, 1.0)[:, None]
     tl.store(
         out + (start + rows[:, None]) * out_stride + head * VALUE_DIM + value_dims[None, :],
@@ -110,16 +110,16 @@ def attend_masked(
 ) -> None:
     """Attends as :func:`pie_driver_sglang.kernels.masked_torch.attend_masked_torch` does.
 
-    Sums are float32, factors of products have the type of the queries.
+    Accumulates in float32; GEMM operands have the dtype of the queries.
 
     Args:
         queries: ``[tokens, heads, dim]``, contiguous.
         keys: ``[slots, kv_heads, dim]``.
         values: ``[slots, kv_heads, value_dim]``.
         out: ``[tokens, heads, value_dim]``, contiguous, written.
-        requests: the pass.
-        rule: the layer.
-        longest: the largest of the requests' row counts.
+        requests: The requests of the pass.
+        rule: The layer's rule.
+        longest: The largest of the requests' row counts.
     """
     _, heads, dim = queries.shape
     _, kv_heads, value_dim = values.shape

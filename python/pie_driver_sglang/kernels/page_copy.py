@@ -1,4 +1,4 @@
-"""One kernel for rows of many buffers: a page's rows in all layers move in a single launch."""
+"""Copies rows of many buffers in one launch: a page's rows in all layers."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import triton
 import triton.language as tl
 
 BLOCK = 1024
-"""Elements that a program moves."""
+"""Elements that a program copies."""
 
 
 class BufferRows(NamedTuple):
-    """Rows of several buffers of one dtype, as a kernel finds them."""
+    """Rows of several buffers of one dtype, by their addresses."""
 
     dtype: torch.dtype
     starts: torch.Tensor
@@ -59,12 +59,12 @@ def _move(
 def move(
     source: BufferRows, source_rows: torch.Tensor, target: BufferRows, target_rows: torch.Tensor
 ) -> None:
-    """Copies a row of every buffer for each pair. No target may be among the sources.
+    """Copies one row of every buffer for each pair. No target may be among the sources.
 
     Args:
-        source: from where; buffers of the same widths as those of `target`.
+        source: Buffers to read, of the same widths as those of `target`.
         source_rows: ``[pairs]`` int64.
-        target: to where.
+        target: Buffers to write.
         target_rows: ``[pairs]`` int64, all different.
     """
     grid = (len(source_rows), len(source.starts), triton.cdiv(source.widest, BLOCK))

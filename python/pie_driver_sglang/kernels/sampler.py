@@ -1,10 +1,9 @@
-"""Sampling on a GPU without sorting, and what else a captured step needs of kernels.
+"""Sampling on a GPU without sorting, and the other small kernels of a captured step.
 
-Computes what :mod:`pie_driver_sglang.sampling.groups` computes, from logits as the model gives
-them (bf16 logits are not widened in memory), one program for each row. Top-k and top-p keep all
-logits above some value and, of those equal to it, the ones with the lowest ids; bisecting the bits
-of the logits finds that value exactly. A row's arithmetic has one order, whatever else is in the
-batch.
+Computes what :mod:`pie_driver_sglang.sampling.groups` computes, with one program for each row, and
+without a float32 copy of bfloat16 logits. Top-k and top-p keep all logits above a threshold and, of
+those equal to it, the ones with the lowest ids; bisection over the bits of the logits finds the
+threshold exactly. A row's result does not depend on the rest of the batch.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ def sample(logits: torch.Tensor, params: SlotParams) -> torch.Tensor:
         params: ``[rows]`` parameters.
 
     Returns:
-        ``[rows]`` int64 token ids; the vocabulary's size where the logits are no numbers.
+        ``[rows]`` int64 token ids; the vocabulary's size for a row with NaNs.
     """
     tokens = logits.new_empty(len(logits), dtype=torch.int64)
     if len(logits):
@@ -58,9 +57,9 @@ def sample_step(
         params: ``[rows]`` parameters; a temperature of 0 takes the arg-max, one below 0 samples
             nothing.
         results: ``[rows]`` int64, may be pinned memory of the host. The token is the vocabulary's
-            size where the logits are no numbers.
+            size for a row with NaNs.
         step: ``[1]`` int32.
-        softcap: Limit of the logits' size by ``cap * tanh(logit / cap)``.
+        softcap: Soft cap: logits become ``softcap * tanh(logit / softcap)``.
     """
     rows, vocab = logits.shape
     parts = triton.cdiv(vocab, _BLOCK.value)
@@ -76,22 +75,22 @@ def sample_step(
         logits, logits.stride(0), vocab, tops, ids, masses, parts, *params,
         results, step, softcap or 0.0,
         PARTS=triton.next_power_of_2(parts),
-        # The lower half of a widened bfloat16 holds no information.
+        # The lower half of a bfloat16 in float32 is zero.
         SHIFT=16 if logits.dtype == torch.bfloat16 else 0,
         **how, num_warps=_ROW_WARPS,
     )  # fmt: skip
 
 
 def mask_logits(logits: torch.Tensor, slot_masks: torch.Tensor, words: torch.Tensor) -> None:
-    """Forbids as :func:`pie_driver_sglang.sampling.groups.apply_masks` does, logits of any type."""
+    """As :func:`pie_driver_sglang.sampling.groups.apply_masks`, for logits of any float dtype."""
     slots, vocab = logits.shape
-    # Few masks are the rule, and every program takes time.
+    # Most rows have no mask, and empty programs take time, too.
     grid = (slots, min(_MASK_PROGRAMS, triton.cdiv(vocab, _MASK_BLOCK.value)))
     _mask_logits[grid](logits, logits.stride(0), vocab, slot_masks, words)
 
 
 def fetch(source: torch.Tensor, target: torch.Tensor, count: torch.Tensor) -> None:
-    """Copies the first words; can be captured, for a kernel reads how many.
+    """Copies the first `count` words; can be captured, since the kernel reads the count.
 
     Args:
         source: ``[words]`` int32, may be pinned memory of the host.
@@ -103,7 +102,7 @@ def fetch(source: torch.Tensor, target: torch.Tensor, count: torch.Tensor) -> No
 
 
 def publish(results: torch.Tensor, target: torch.Tensor) -> None:
-    """Writes results where the host reads them, each at once; can be captured.
+    """Writes results to memory that the host polls, each in one store; can be captured.
 
     Args:
         results: ``[rows]`` int64.
@@ -117,7 +116,7 @@ def publish(results: torch.Tensor, target: torch.Tensor) -> None:
 def update_table(
     table: torch.Tensor, updates: torch.Tensor, further: torch.Tensor, count: torch.Tensor
 ) -> None:
-    """Writes changed block-table entries; can be captured, for the kernel reads how many.
+    """Writes changed block-table entries; can be captured, since the kernel reads the count.
 
     Args:
         table: ``[entries, page]`` int32 storage slots.
@@ -137,10 +136,10 @@ def _survey(
     logits, stride, vocab, temperatures, tops, ids, masses, cap,
     CAPPED: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """Of a block of a row: the largest logit, an id, and all weights, that logit's being 1.
+    """For a block of a row: the largest logit, an id, and the sum of weights relative to it.
 
-    The id is -1 if there is something that is no number; else the lowest one with that logit, if
-    the row takes the arg-max.
+    The id is -1 if there is a NaN; else, for a row that takes the arg-max, the lowest id with that
+    logit.
     """
     if CHAINED:
         follow()
@@ -154,7 +153,7 @@ def _survey(
     mass = 0.0
     if (temperature > 0.0) & (tl.abs(top) < float("inf")):
         scale = 1.4426950408889634 / temperature
-        # No number, if one of the logits is none.
+        # NaN if one of the logits is NaN.
         mass = tl.sum(_weight(x, _capped(top, cap, CAPPED), scale, cap, CAPPED), 0)
         found = tl.where(mass == mass, part * _BLOCK, -1)
     else:
@@ -169,7 +168,7 @@ def _survey(
 
 @triton.jit
 def _ordered(x):
-    """Integers in the order of the numbers."""
+    """Integer keys that sort like the floats."""
     bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
@@ -247,7 +246,7 @@ def _draw_any(
     base, vocab, top, mass, largest, temperature, uniform, cap,
     PARTS: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
-    """A token of a row that nothing restricts: only the block that it lies in is read again."""
+    """A token of a row without filters: only the block that it lies in is read again."""
     scale = 1.4426950408889634 / temperature
     largest = _capped(largest, cap, CAPPED)
     mass = mass * _weight(top, largest, scale, cap, CAPPED)
@@ -506,7 +505,7 @@ def _allowed(mask, edges, start, vocab):
         bits = tl.load(mask + ids // 32, mask=ids < vocab, other=0)
         allowed = (bits >> (ids % 32)) & 1
     else:
-        # The first stretch of allowed tokens that ends behind the block's first token.
+        # The first range of allowed tokens that ends after the block's first token.
         stretch = 0
         above = edges // 2
         while stretch < above:

@@ -1,4 +1,4 @@
-"""The serving loop: batches and copies that need the model, one after the other, and loads."""
+"""The serving loop: batches, copies and adapter loads that need the model."""
 
 from __future__ import annotations
 
@@ -23,11 +23,10 @@ logger = logging.getLogger(__name__)
 def serve(server: _core.Server, engine: Engine, trace: Trace | None) -> None:
     """Serves until the server is stopped.
 
-    A failed request costs that request alone, as long as the engine can go on; else it is answered,
-    and the loop ends.
+    A failed request is aborted. The loop goes on as long as the engine can.
 
     Raises:
-        LostError: The device can run nothing any more.
+        LostError: The device is lost.
     """
     with contextlib.closing(Loads(engine, server.wake)) as loads:
         for work in server:
@@ -44,9 +43,9 @@ def serve(server: _core.Server, engine: Engine, trace: Trace | None) -> None:
 
 
 def warm_up(server: _core.Server, engine: Engine) -> None:
-    """Runs every kind of pass, with every class of sampler, and of copy, so that no request must.
+    """Runs every kind of pass, sampler and copy once, so that no request waits for first use.
 
-    They write to the first pages of the pools, which nobody owns yet.
+    They write to the first pages of the pools, which are still free.
     """
     for direction in ("D2D", "D2H", "H2D", "H2H") if engine.facts.host_pages else ("D2D",):
         engine.copy_pages(direction, [0], [0])
@@ -62,7 +61,7 @@ def warm_up(server: _core.Server, engine: Engine) -> None:
 
 
 class Times(NamedTuple):
-    """Nanoseconds that a batch took on the host. A GPU works on while the host goes ahead."""
+    """Host times of a batch, in nanoseconds. The GPU runs asynchronously."""
 
     forward_ns: int
     """Issuing the forward passes."""
@@ -76,7 +75,7 @@ class Times(NamedTuple):
 
 def run_batch(batch: _core.Batch, engine: Engine) -> Times:
     """Runs every pass of a batch and samples its slots."""
-    # What a failed batch or the warm-up left behind is not this batch's.
+    # Drop the times of a failed batch or of the warm-up.
     engine.take_waits()
     forward_ns = sample_ns = 0
     while True:
@@ -101,7 +100,7 @@ def run_batch(batch: _core.Batch, engine: Engine) -> Times:
 
 
 def _serve_batch(batch: _core.Batch, engine: Engine, trace: Trace | None) -> None:
-    # Read first: the planner takes its counts with it when the batch is answered.
+    # Read first: an answered batch has no counts any more.
     requests, tokens = batch.requests, batch.tokens
     try:
         times = run_batch(batch, engine)

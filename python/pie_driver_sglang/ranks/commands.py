@@ -1,6 +1,7 @@
-"""What a leader has its workers do, in their order. Steps of the fast lane go past Python.
+"""Commands that a leader sends to its workers, which run them in order.
 
-Commands travel as pickles between processes of one start, over memory that no other process has.
+Commands travel as pickles between the processes of one start, over memory that no other process
+maps. Steps of the graph path bypass Python and need no command.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ class Forward(NamedTuple):
 
     @staticmethod
     def of(batch: Pass, known: Container[int] = ()) -> Forward:
-        """Copies what the planner says of a pass.
+        """Copies a pass of the planner.
 
         Args:
             batch: The pass.
-            known: Images that the former pass had too; their pixels are not told again.
+            known: Images that the previous pass had as well; their pixels are not sent again.
         """
         mask = batch.mask
         return Forward(
@@ -104,23 +105,23 @@ class BeginLoad(NamedTuple):
     path: str
 
     def run(self, engine: RankEngine) -> None:
-        """Runs it. The leader says when it is time to finish."""
+        """Runs it. The leader sends `FinishLoad` once it has read its own files."""
         engine.begin_load(*self, done=lambda: None)
 
 
 class FinishLoad(NamedTuple):
-    """Make the adapter usable, once it is read here, too."""
+    """Make the adapter usable, once this rank has read it."""
 
     number: int
 
     def run(self, engine: RankEngine) -> None:
-        """Runs it. The leader says why it failed."""
+        """Runs it. The leader reports a failure."""
         with contextlib.suppress(AdapterError):
             engine.finish_load(self.number)
 
 
 class DiscardLoad(NamedTuple):
-    """Forget what was read."""
+    """Drop what was read."""
 
     number: int
 
@@ -135,7 +136,7 @@ class FetchAdapters(NamedTuple):
     adapter_ids: Sequence[int]
 
     def run(self, engine: RankEngine) -> None:
-        """Runs it. The leader knows as well which of them are missing."""
+        """Runs it. The leader finds the same adapters missing."""
         engine.fetch_adapters(self.adapter_ids)
 
 
@@ -143,13 +144,13 @@ class LoadRehearsalAdapter(NamedTuple):
     """Load the adapter of the warm-up."""
 
     def run(self, engine: RankEngine) -> None:
-        """Runs it. The leader says why it failed."""
+        """Runs it. The leader reports a failure."""
         with contextlib.suppress(AdapterError):
             engine.load_rehearsal_adapter()
 
 
 class DropRehearsalAdapter(NamedTuple):
-    """Forget the adapter of the warm-up."""
+    """Remove the adapter of the warm-up."""
 
     def run(self, engine: RankEngine) -> None:
         """Runs it."""

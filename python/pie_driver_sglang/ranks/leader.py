@@ -1,4 +1,4 @@
-"""The engine of a model that is spread over several processes, as its leader has it."""
+"""The leader's engine of a model that is spread over several processes."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ if TYPE_CHECKING:
 class LeadingEngine:
     """Implements :class:`pie_driver_sglang.engine.Engine` on all ranks at once.
 
-    Whatever this rank's engine does, the others are told first, so that they do it at the same
-    time. Sampling is this rank's alone.
+    Each call is broadcast to the other ranks before this rank's engine runs it, so all ranks run it
+    at the same time. Only this rank samples.
     """
 
     recovers = True
-    """False once this rank has failed where the others wait for it in a collective operation."""
+    """False once this rank has failed in a collective operation that the others wait for."""
 
     def __init__(self, engine: RankEngine, broadcast: Broadcast) -> None:
         self._engine = engine
@@ -48,17 +48,17 @@ class LeadingEngine:
         self._cut: list[int] = []
 
     def find_loss(self) -> str | None:
-        """Asks this rank's device, unless it may be waiting for the other ranks."""
+        """Asks this rank's device; None if it may be waiting for the other ranks."""
         return self._engine.find_loss() if self.recovers else None
 
     @property
     def facts(self) -> Facts:
-        """The same on all ranks."""
+        """Sizes and names, equal on all ranks."""
         return self._engine.facts
 
     @property
     def block(self) -> npt.NDArray[np.uint8]:
-        """This rank's; see :attr:`pie_driver_sglang.engine.Engine.block`."""
+        """This rank's block; see :attr:`pie_driver_sglang.engine.Engine.block`."""
         return self._engine.block
 
     def make_lane(self) -> Lane | None:
@@ -84,7 +84,7 @@ class LeadingEngine:
         return self._engine.sample_logits(group, logits)
 
     def take_waits(self) -> tuple[int, int]:
-        """This rank's; see :meth:`pie_driver_sglang.engine.Engine.take_waits`."""
+        """This rank's times; see :meth:`pie_driver_sglang.engine.Engine.take_waits`."""
         return self._engine.take_waits()
 
     def copy_pages(self, direction: str, sources: Sequence[int], targets: Sequence[int]) -> None:
@@ -134,13 +134,13 @@ class LeadingEngine:
 
     @contextlib.contextmanager
     def _together(self, command: Command) -> Iterator[None]:
-        """Within it this rank does what the others are told."""
+        """Broadcasts `command`, then runs the body on this rank."""
         self.recovers = False
         self._broadcast.send(pickle.dumps(command))
         try:
             yield
         except AdapterError:
-            # All ranks refuse it: none of them waits for another one.
+            # All ranks refuse it, so none of them waits for another.
             self.recovers = True
             raise
         self.recovers = True

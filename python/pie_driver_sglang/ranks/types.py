@@ -1,4 +1,4 @@
-"""What ranks are, and what they tell each other of a pass."""
+"""Ranks, their engine, and the data that a leader sends of a pass."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
 
 class Rank(NamedTuple):
-    """One process of those that a model is spread over."""
+    """One process of a model."""
 
     number: int = 0
     """``0..size``; 0 is the leader."""
     size: int = 1
     """Processes of the model."""
     rendezvous: int = -1
-    """Descriptor of the file in which they meet; -1 for a rank that is alone."""
+    """Descriptor of the file for the rendezvous; -1 for a single rank."""
 
 
 ALONE = Rank()
