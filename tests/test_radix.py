@@ -66,13 +66,32 @@ class TestArrays:
 
     @pytest.mark.parametrize("token", [-1, 1 << 32])
     def test_tokens_out_of_range(self, token: int) -> None:
-        with pytest.raises(OverflowError, match=r"tokens has an id outside 0\.\.=4294967295"):
+        with pytest.raises(OverflowError, match=rf"tokens\[1\] is {token}; its ids are from 0 to 4294967295"):
             filled().match_prefix(np.array([1, token]))
 
     @pytest.mark.parametrize("page", [-1, 1 << 31])
     def test_pages_out_of_range(self, page: int) -> None:
-        with pytest.raises(OverflowError, match=r"pages has an id outside 0\.\.=2147483647"):
+        with pytest.raises(OverflowError, match=rf"pages\[0\] is {page}; its ids are from 0 to 2147483647"):
             filled().insert(ids(7, 7), np.array([page]))
+
+    @pytest.mark.parametrize("number", [-1, 1 << 64])
+    def test_numbers_that_no_node_has(self, number: int) -> None:
+        index = filled()
+        calls = [index.lock, index.unlock, index.info, index.path_pages]
+        moves = [index.backup, index.load]
+        for call in calls:
+            with pytest.raises(RadixError, match=rf"node {number} is not in the index"):
+                call(number)
+        for move in moves:
+            with pytest.raises(RadixError, match=rf"node {number} is not in the index"):
+                move(number, ids(1))
+
+    @pytest.mark.parametrize("page", [-1, 1 << 32])
+    def test_ids_that_no_page_has(self, page: int) -> None:
+        pool = PagePool(4)
+        for call in (pool.references, pool.make_unique):
+            with pytest.raises(PagesError, match=rf"page {page} is of no pool: .* 0 to 2147483647"):
+                call(page)
 
 
 class TestIndex:

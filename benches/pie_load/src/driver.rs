@@ -13,7 +13,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use command_fds::{CommandFdExt, FdMapping};
-use pie_ring::{Client, ClientConfig, RingError};
+use pie_ring::{CallError, Client, ClientConfig};
 use rustix::process::{Pid, Signal, kill_process};
 use serde::Serialize;
 use tempfile::TempDir;
@@ -146,8 +146,8 @@ impl Driver {
     /// What an error of a workload means, with the end of the driver's log.
     pub(crate) fn explain(&self, error: LoadError) -> LoadError {
         match error {
-            LoadError::Ring(RingError::Aborted) => self.ended("while it served"),
-            LoadError::Ring(RingError::TimedOut { after, .. }) => LoadError::Stuck {
+            LoadError::Call(CallError::Aborted) => self.ended("while it served"),
+            LoadError::Call(CallError::TimedOut { after, .. }) => LoadError::Stuck {
                 after,
                 log: self.log_tail(),
             },

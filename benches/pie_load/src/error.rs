@@ -4,7 +4,7 @@ use std::io;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use pie_ring::RingError;
+use pie_ring::{CallError, RegionError};
 use pie_wire::WireError;
 
 /// Why a run ended early.
@@ -43,7 +43,9 @@ pub(crate) enum LoadError {
     #[error("the driver {what}; its log ends so:\n{log}")]
     Refused { what: String, log: String },
     #[error(transparent)]
-    Ring(#[from] RingError),
+    Region(#[from] RegionError),
+    #[error(transparent)]
+    Call(#[from] CallError),
     #[error("a frame cannot be encoded, or its answer not be read: {0}")]
     Wire(#[from] WireError),
     #[error("{0}")]

@@ -30,7 +30,7 @@ struct Driver {
 
 impl Driver {
     fn load() -> Result<Self, libloading::Error> {
-        // SAFETY: the CUDA driver's initialisers have no preconditions; whoever has a graph handle has loaded it already.
+        // SAFETY: the CUDA driver's initialisers have no preconditions; a process with a graph handle has loaded it already.
         let library = unsafe { Library::new(LIBRARY)? };
         // SAFETY: the types are those of `cuda.h`, and `_library` keeps the symbols alive.
         unsafe {
@@ -77,14 +77,14 @@ pub struct CudaGraphs {
 unsafe impl Send for CudaGraphs {}
 
 impl CudaGraphs {
-    /// Graphs `graphs` (`CUgraphExec` or `cudaGraphExec_t`) to be run on `stream` (`CUstream` or `cudaStream_t`). The
+    /// Graphs `graphs` (`CUgraphExec` or `cudaGraphExec_t`) to be launched on `stream` (`CUstream` or `cudaStream_t`). The
     /// calling thread's CUDA context must be theirs.
     ///
     /// # Errors
     /// [`LaunchError`] when there is no CUDA driver or no context.
     ///
     /// # Safety
-    /// The handles must be valid as long as this value lives, and nobody else may launch these graphs at the same time.
+    /// The handles must be valid as long as this value lives, and these graphs may not be launched elsewhere at the same time.
     pub unsafe fn new(stream: usize, graphs: &[usize]) -> Result<Self, LaunchError> {
         let driver = Driver::load().map_err(|error| LaunchError::Library(error.to_string()))?;
         let mut context = ptr::null_mut();
@@ -112,7 +112,7 @@ impl Launch for CudaGraphs {
         // SAFETY: a context that lives as long as the process uses CUDA.
         let code = unsafe { (self.driver.set_context)(self.context) };
         self.driver.check("cuCtxSetCurrent", code)?;
-        // SAFETY: by the contract of `new` both handles are valid and used by nobody else.
+        // SAFETY: by the contract of `new` both handles are valid, and in no other use.
         let code = unsafe { (self.driver.launch_graph)(self.graphs[graph], self.stream) };
         self.driver.check("cuGraphLaunch", code)
     }

@@ -1,7 +1,17 @@
-//! Starts captured work on a device.
+//! Launches captured work on a device.
 //!
-//! [`Launch`] is what a lane without Python needs; [`CudaGraphs`] starts CUDA graphs by their raw handles. The CUDA driver
-//! is loaded at run time: this crate builds and loads without it.
+//! [`Launch`] is the interface to a device; [`CudaGraphs`] launches CUDA graphs by their raw handles. The CUDA driver is
+//! loaded at run time: this crate builds and loads without it.
+//!
+//! ```
+//! use pie_launch::{CudaGraphs, LaunchError};
+//!
+//! // SAFETY: no handles are given.
+//! let graphs = unsafe { CudaGraphs::new(0, &[]) };
+//! if let Err(LaunchError::Library(reason)) = graphs {
+//!     assert!(!reason.is_empty(), "there is no CUDA driver here");
+//! }
+//! ```
 
 mod cuda;
 
@@ -9,22 +19,22 @@ pub use cuda::CudaGraphs;
 
 use thiserror::Error;
 
-/// A device with captured graphs that run one after the other.
+/// A device with captured graphs, which run in the order of their launches.
 pub trait Launch: Send {
-    /// Starts graph number `graph`, without waiting for it.
+    /// Launches graph number `graph`, counted from 0, without waiting for it.
     ///
     /// # Errors
     /// [`LaunchError`] when the device refuses.
     fn launch(&mut self, graph: usize) -> Result<(), LaunchError>;
 
-    /// Whether all that was started has ended.
+    /// Whether all launched graphs have ended.
     ///
     /// # Errors
-    /// [`LaunchError`] when the device failed meanwhile: nothing that runs now will ever end.
+    /// [`LaunchError`] when the device failed meanwhile: graphs that have not ended by then never will.
     fn ended(&mut self) -> Result<bool, LaunchError>;
 }
 
-/// What a device says.
+/// Why a graph cannot be launched, or did not end.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 pub enum LaunchError {
     /// The CUDA driver library cannot be used.
@@ -37,25 +47,30 @@ pub enum LaunchError {
         call: &'static str,
         /// Its `CUresult`.
         code: i32,
-        /// The driver's own words.
+        /// The driver's text.
         text: String,
     },
-    /// The work could not be run.
+    /// The work could not be run, for a reason of the implementation of [`Launch`].
     #[error("{0}")]
     Failed(String),
 }
 
-/// `CUresult`s that leave a device as it was: out of memory, and out of resources for one launch.
+/// `CUresult`s after which the device is usable as before: out of memory, and out of resources for one launch.
 const BENIGN: [i32; 2] = [2, 701];
 
 impl LaunchError {
-    /// Whether the device can run nothing any more in this process. Errors that a kernel has caused, such as an illegal
-    /// access, are sticky: every later call reports them. So is a handle that is not valid, since handles never change.
+    /// Whether the device can run nothing more in this process. Errors that a kernel has caused, such as an illegal
+    /// access, are sticky: every later call reports them. An invalid handle counts as such, since handles never change.
     #[must_use]
     pub fn is_fatal(&self) -> bool {
         matches!(self, Self::Cuda { code, .. } if !BENIGN.contains(code))
     }
 }
+
+/// The README's example is a test.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+pub struct Readme;
 
 #[cfg(test)]
 mod tests {

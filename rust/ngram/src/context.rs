@@ -129,7 +129,7 @@ impl Context {
         self.index.extend(&tokens[known..]);
     }
 
-    /// How many of `tokens` the context has from `position` on, which lies within it.
+    /// How many of `tokens` the context has from `position` on. `position` is within the context.
     fn known(&self, position: usize, tokens: &[u32]) -> usize {
         let known = &self.tokens()[position - self.start..];
         let pairs = known.iter().zip(tokens);

@@ -22,12 +22,12 @@ const SHARED_AT_ONCE: usize = 256;
 /// A match in the text of others counts as this many tokens shorter: what a context repeats is its own text more often
 /// than another's.
 const HANDICAP: usize = 1;
-/// What a context takes beside its index: an entry of a list and of a table.
+/// Memory of a context beside its index: an entry of a list and of a table.
 const CONTEXT_BYTES: usize = size_of::<(u64, Context)>() + 6 * size_of::<usize>();
 /// Tokens before new ones that the history gets again, so that the new ones have something to match by.
 const REPEATED: usize = 8;
 
-/// What a request appends to its context.
+/// The tokens that a request appends to its context.
 #[derive(Clone, Copy, Debug)]
 pub struct Step<'a> {
     /// The context's id.

@@ -108,7 +108,7 @@ pub enum Kind {
 #[derive(Debug)]
 struct Costs {
     alone: Cost,
-    /// Of steps with drafts, where these take another path.
+    /// The costs of steps with drafts, where these take another path.
     drafted: Option<Cost>,
     trial: Trial,
 }
@@ -120,7 +120,7 @@ pub struct Policy {
     acceptance: Acceptance,
     /// By [`Kind`].
     costs: [Costs; 3],
-    /// Of the current batch.
+    /// The kind of the current batch.
     kind: Kind,
     counters: Counters,
     choices: Vec<Choice>,

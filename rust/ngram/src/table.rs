@@ -32,7 +32,7 @@ pub(crate) enum Child {
     Leaf(u32),
 }
 
-/// The largest token of an edge: the depth stands in the bits above.
+/// The largest token of an edge: the depth is in the bits above.
 pub(crate) const LARGEST: u32 = (1 << TOKEN_BITS) - 1;
 const TOKEN_BITS: u32 = 24;
 const LEAF: u32 = 1 << 31;

@@ -197,7 +197,7 @@ impl TreeBuilder {
 }
 
 impl Sources<'_> {
-    /// What follows `draft` if the context goes on with its copy.
+    /// The token after `draft` if the context goes on with its copy.
     fn find_copied(&self, draft: &[u32]) -> Option<Candidate> {
         let length = self.matched + draft.len();
         let &token = self.copied.strip_prefix(draft)?.first()?;

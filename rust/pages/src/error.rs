@@ -1,11 +1,11 @@
-//! What a pool refuses.
+//! The errors of a pool.
 
 use thiserror::Error;
 
 /// Why a pool refused. It is then as it was before the call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
 pub enum PoolError {
-    /// There are not so many free pages.
+    /// Fewer pages are free than are wanted.
     #[error(
         "{wanted} pages are wanted and {free} are free; evict cached pages or wait for running steps"
     )]

@@ -16,7 +16,7 @@ pub enum Order {
     Lifo,
 }
 
-/// What [`Pool::make_unique`] did.
+/// The result of [`Pool::make_unique`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Unique {
     /// The caller alone holds this page and may write it.
@@ -52,7 +52,7 @@ pub struct Stats {
 /// A page's references.
 #[derive(Debug, Clone, Copy, Default)]
 struct Slot {
-    /// Of requests, the index and running steps.
+    /// References of requests, of the index and of running steps.
     references: u32,
     /// Those of `references` that end with a running step.
     leaving: u32,
@@ -170,7 +170,7 @@ impl Pool {
     ///
     /// # Errors
     ///
-    /// [`PoolError::Exhausted`] when there are not so many; then none is taken.
+    /// [`PoolError::Exhausted`] when fewer are free; then none is taken.
     pub fn allocate_many(&mut self, count: usize, pages: &mut Vec<u32>) -> Result<(), PoolError> {
         if count > self.stats.free {
             return Err(PoolError::Exhausted {
@@ -247,7 +247,7 @@ impl Pool {
     ///
     /// # Errors
     ///
-    /// [`PoolError::Foreign`]; [`PoolError::AlreadyCached`]: a page stands in one place of the index;
+    /// [`PoolError::Foreign`]; [`PoolError::AlreadyCached`]: a page is in the index already;
     /// [`PoolError::NotHeld`].
     pub fn cache(&mut self, pages: &[u32]) -> Result<(), PoolError> {
         self.change_all(pages, Self::cache_one, Self::return_one)

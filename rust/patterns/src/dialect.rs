@@ -7,7 +7,7 @@ use regex_syntax::ast::{
 /// Checks that both read the pattern alike, as far as ASCII names without line breaks can tell.
 ///
 /// # Errors
-/// What is wrong with it.
+/// The reason why the pattern is refused.
 pub(crate) fn check(pattern: &str, nesting: u32) -> Result<(), String> {
     let mut parser = ast::parse::ParserBuilder::new();
     let parsed = parser.nest_limit(nesting).build().parse(pattern);
@@ -33,7 +33,7 @@ impl Dialect<'_> {
         &self.pattern[span.start.offset..span.end.offset]
     }
 
-    /// What a node means in Python alone, or here alone.
+    /// The construct of a node that only one of the two dialects has, or that they read differently.
     fn foreign(&self, node: &Ast) -> Option<&'static str> {
         match node {
             Ast::Flags(_) => Some("flags within a pattern are not taken"),

@@ -43,7 +43,7 @@ pub enum PatternError {
     Syntax {
         /// How it begins, on one line.
         pattern: String,
-        /// What is wrong with it.
+        /// Why it is refused.
         reason: String,
     },
     /// Counted repetitions make them too large.
@@ -62,7 +62,7 @@ pub enum PatternError {
 pub struct LayerPatterns(RegexSet);
 
 impl LayerPatterns {
-    /// Takes the patterns as they stand in the configuration.
+    /// Compiles the patterns, given as in the configuration.
     ///
     /// # Errors
     /// [`PatternError`] when one of them is not taken, or there are too many.
@@ -108,7 +108,7 @@ fn anchored(pattern: &str) -> Result<String, PatternError> {
     Ok(format!(r"^(?:.*\.)?(?:{pattern})$"))
 }
 
-/// What an error shows of a pattern.
+/// The part of a pattern that an error shows.
 fn start_of(pattern: &str) -> String {
     const SHOWN: usize = 80;
     let mut start: String = pattern

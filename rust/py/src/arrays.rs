@@ -1,7 +1,8 @@
-//! Arrays of ids: any buffer of integers in, NumPy arrays out.
+//! Ids from Python: any buffer of integers in, NumPy arrays out, and single ids.
 
 use std::convert::Infallible;
 
+use pie_radix::NodeId;
 use pyo3::buffer::{Element, PyUntypedBuffer};
 use pyo3::exceptions::{PyOverflowError, PyTypeError};
 use pyo3::inspect::PyStaticExpr;
@@ -9,6 +10,8 @@ use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyByteArray, PyType};
 use pyo3::{type_hint_identifier, type_hint_union};
+
+use crate::error::{PagesError, RadixError};
 
 /// Largest id of a page: pages leave as int32, which torch can index with.
 pub(crate) const PAGES: u32 = i32::MAX as u32;
@@ -50,21 +53,20 @@ pub(crate) fn read(
         // An empty array('q') is nowhere: its address is not aligned.
         return Ok(());
     }
-    let fits = copy::<i64>(&buffer, array.py(), limit, most, ids)
+    let copied = copy::<i64>(&buffer, array.py(), limit, most, ids)
         .or_else(|| copy::<i32>(&buffer, array.py(), limit, most, ids))
         .or_else(|| copy::<u32>(&buffer, array.py(), limit, most, ids))
         .or_else(|| copy::<u64>(&buffer, array.py(), limit, most, ids))
         .ok_or_else(|| wrong_type(what, array))?;
-    if fits {
-        return Ok(());
-    }
-    Err(PyOverflowError::new_err(format!(
-        "{what} has an id outside 0..={most}"
-    )))
+    copied.map_err(|(index, id)| {
+        PyOverflowError::new_err(format!(
+            "{what}[{index}] is {id}; its ids are from 0 to {most}"
+        ))
+    })
 }
 
-/// Appends the ids of a buffer of this type: whether all are in range, or None if it has another type or shape. `most` is
-/// one less than a power of two.
+/// Appends the ids of a buffer of this type, or None if it has another type or shape. The error is the first id that is out of
+/// range, with its index. `most` is one less than a power of two.
 #[expect(unsafe_code, reason = "a view over the caller's array")]
 fn copy<T>(
     buffer: &PyUntypedBuffer,
@@ -72,7 +74,7 @@ fn copy<T>(
     limit: Option<usize>,
     most: u32,
     ids: &mut Vec<u32>,
-) -> Option<bool>
+) -> Option<Result<(), (usize, i128)>>
 where
     T: Element + Id,
 {
@@ -92,11 +94,16 @@ where
         bits |= id;
         id as u32
     }));
-    Some(bits <= u64::from(most))
+    let is_wrong = |value: &&T| value.widen() > u64::from(most);
+    let wrong = || values.iter().enumerate().find(|(_, value)| is_wrong(value));
+    Some(match (bits > u64::from(most)).then(wrong).flatten() {
+        Some((index, value)) => Err((index, (*value).into())),
+        None => Ok(()),
+    })
 }
 
 /// An integer that may be an id; negative ones become too large for one.
-trait Id: Copy {
+trait Id: Copy + Into<i128> {
     fn widen(self) -> u64;
 }
 
@@ -122,6 +129,59 @@ impl Id for u64 {
     fn widen(self) -> u64 {
         self
     }
+}
+
+/// The number of a node. A number that no node can have is one that the index does not know.
+#[derive(Clone, Copy)]
+pub(crate) struct NodeNumber(pub(crate) NodeId);
+
+impl<'a, 'py> FromPyObject<'a, 'py> for NodeNumber {
+    type Error = PyErr;
+    const INPUT_TYPE: PyStaticExpr = <u64 as FromPyObject<'a, 'py>>::INPUT_TYPE;
+
+    fn extract(object: Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {
+        let number = integer::<u64>(object, |number| {
+            RadixError::new_err(format!(
+                "node {number} is not in the index: take the number from a match or an insertion"
+            ))
+        })?;
+        Ok(Self(NodeId::from_bits(number)))
+    }
+}
+
+/// The id of a page. An id that no page can have is one that the pool does not know.
+#[derive(Clone, Copy)]
+pub(crate) struct PageId(pub(crate) u32);
+
+impl<'a, 'py> FromPyObject<'a, 'py> for PageId {
+    type Error = PyErr;
+    const INPUT_TYPE: PyStaticExpr = <u32 as FromPyObject<'a, 'py>>::INPUT_TYPE;
+
+    fn extract(object: Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {
+        integer(object, |id| {
+            PagesError::new_err(format!(
+                "page {id} is of no pool: ids are from 0 to {PAGES}"
+            ))
+        })
+        .map(Self)
+    }
+}
+
+/// An integer argument, or `out_of_range` of one that its type does not hold.
+fn integer<'a, 'py, T>(
+    object: Borrowed<'a, 'py, PyAny>,
+    out_of_range: impl FnOnce(Borrowed<'a, 'py, PyAny>) -> PyErr,
+) -> PyResult<T>
+where
+    T: FromPyObject<'a, 'py, Error = PyErr>,
+{
+    object.extract::<T>().map_err(|error| {
+        if error.is_instance_of::<PyOverflowError>(object.py()) {
+            out_of_range(object)
+        } else {
+            error
+        }
+    })
 }
 
 fn wrong_type(what: &str, array: &Bound<'_, PyAny>) -> PyErr {

@@ -69,8 +69,8 @@ impl Client {
             wait: Wait::from_spin_budget_us(spin_budget_us),
             timeout,
         };
-        let inner = pie_ring::Client::open(name, pie_wire::SCHEMA_HASH, config)
-            .map_err(|error| from_ring(&error))?;
+        let inner =
+            pie_ring::Client::open(name, pie_wire::SCHEMA_HASH, config).map_err(from_ring)?;
         Ok(Self { inner })
     }
 
@@ -82,7 +82,7 @@ impl Client {
     fn call(&self, py: Python<'_>, request: &[u8]) -> PyResult<Py<PyBytes>> {
         let answer = py
             .detach(|| self.inner.call(request, <[u8]>::to_vec))
-            .map_err(|error| from_ring(&error))?;
+            .map_err(from_ring)?;
         Ok(PyBytes::new(py, &answer).unbind())
     }
 
@@ -209,7 +209,7 @@ impl Client {
         let request = encode(frame)?;
         let reply = py
             .detach(|| self.inner.call(&request, decode))
-            .map_err(|error| from_ring(&error))?;
+            .map_err(from_ring)?;
         reply.map_err(WireError::new_err)
     }
 }

@@ -2,6 +2,7 @@
 //!
 //! The classes live in `pie_driver_sglang.errors`, beside the driver's own.
 
+use pie_ring::{CallError, RegionError};
 use pyo3::exceptions::{PyFileNotFoundError, PyRuntimeError, PyTimeoutError};
 use pyo3::{PyErr, import_exception};
 
@@ -12,13 +13,31 @@ import_exception!(pie_driver_sglang.errors, RingError);
 import_exception!(pie_driver_sglang.errors, StageError);
 import_exception!(pie_driver_sglang.errors, WireError);
 
-pub(crate) fn from_ring(error: &pie_ring::RingError) -> PyErr {
+pub(crate) fn from_ring(error: impl Into<pie_ring::RingError>) -> PyErr {
+    let error = error.into();
     let text = error.to_string();
     match error {
-        pie_ring::RingError::TimedOut { .. } => PyTimeoutError::new_err(text),
-        pie_ring::RingError::NotFound { .. } => PyFileNotFoundError::new_err(text),
+        pie_ring::RingError::Call(CallError::TimedOut { .. }) => PyTimeoutError::new_err(text),
+        pie_ring::RingError::Region(RegionError::NotFound { .. }) => {
+            PyFileNotFoundError::new_err(with_hint(&text, "start the driver of this group first"))
+        }
+        pie_ring::RingError::Region(RegionError::Owned { name, .. }) => {
+            RingError::new_err(with_hint(
+                &text,
+                &format!(
+                    "run one Pie server per host, or per container with a /dev/shm of its own; stop the \
+                     other one, or wait for the end of its driver (`fuser -v /dev/shm{name}` lists the users)"
+                ),
+            ))
+        }
         _ => RingError::new_err(text),
     }
+}
+
+/// The message of an error with the driver's own remedy: of a driver, its users choose neither name nor process.
+fn with_hint(text: &str, hint: &str) -> String {
+    let message = text.split_once("\n\n").map_or(text, |(message, _)| message);
+    format!("{message}\n\nhint: {hint}")
 }
 
 pub(crate) fn from_wire(error: &pie_wire::WireError) -> PyErr {

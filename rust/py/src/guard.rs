@@ -20,8 +20,7 @@ impl ExitGuard {
     ///     RingError: The process has a guard already, or the handler cannot be set.
     #[new]
     fn new() -> PyResult<Self> {
-        let inner = pie_ring::ExitGuard::install_named("pie_driver_sglang")
-            .map_err(|error| from_ring(&error))?;
+        let inner = pie_ring::ExitGuard::install_named("pie_driver_sglang").map_err(from_ring)?;
         Ok(Self { inner })
     }
 

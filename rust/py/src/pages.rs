@@ -4,7 +4,7 @@ use pie_pages::{Order, Pool, Unique};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
-use crate::arrays::{self, Array, Ids};
+use crate::arrays::{self, Array, Ids, PageId};
 use crate::error::from_pages;
 
 /// The pages of one tier of memory, by id: which are free, and how often each of the others is held.
@@ -94,7 +94,7 @@ impl PagePool {
     ///     Their ids, int32 `(count,)`.
     ///
     /// Raises:
-    ///     PagesError: There are not so many.
+    ///     PagesError: Fewer pages are free.
     #[pyo3(signature = (count = 1))]
     fn allocate(&mut self, py: Python<'_>, count: usize) -> PyResult<Array> {
         self.ids.clear();
@@ -173,8 +173,8 @@ impl PagePool {
     ///
     /// Raises:
     ///     PagesError: There is no page to copy to, or the caller does not hold this one.
-    fn make_unique(&mut self, page: u32) -> PyResult<(u32, bool)> {
-        let unique = self.inner.make_unique(page).map_err(from_pages)?;
+    fn make_unique(&mut self, page: PageId) -> PyResult<(u32, bool)> {
+        let unique = self.inner.make_unique(page.0).map_err(from_pages)?;
         Ok(match unique {
             Unique::Kept(page) => (page, false),
             Unique::Copy { to, .. } => (to, true),
@@ -185,8 +185,8 @@ impl PagePool {
     ///
     /// Raises:
     ///     PagesError: The page is of another pool.
-    fn references(&self, page: u32) -> PyResult<u32> {
-        self.inner.references(page).map_err(from_pages)
+    fn references(&self, page: PageId) -> PyResult<u32> {
+        self.inner.references(page.0).map_err(from_pages)
     }
 
     /// Pages that can be allocated.

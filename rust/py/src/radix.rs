@@ -1,9 +1,9 @@
 //! The prefix index by itself, for engines other than the driver's.
 
-use pie_radix::{Config, Insertion, Key, NodeId, Policy};
+use pie_radix::{Config, Insertion, Key, Policy};
 use pyo3::prelude::*;
 
-use crate::arrays::{self, Array, Ids};
+use crate::arrays::{self, Array, Ids, NodeNumber};
 use crate::error::{from_pages, from_radix};
 use crate::pages::PagePool;
 use crate::radix_results::{CacheEvent, Evicted, Inserted, Match, NodeInfo, moved};
@@ -11,7 +11,7 @@ use crate::radix_results::{CacheEvent, Evicted, Inserted, Match, NodeInfo, moved
 /// Which KV pages hold the KV of which tokens: a radix tree over pages of tokens.
 ///
 /// Ids of pages go in and come out; the index owns no memory. Tokens and pages go in as any one-dimensional array of 32-bit
-/// or 64-bit integers, pages come out as NumPy arrays of int32. Tokens behind the last whole page of a key are ignored.
+/// or 64-bit integers, pages come out as NumPy arrays of int32. Tokens after the last whole page of a key are ignored.
 /// Nodes have numbers; one that was evicted is never the number of another node.
 ///
 /// Every call counts as one unit of time, which is what eviction goes by.
@@ -107,7 +107,7 @@ impl RadixIndex {
         Ok(Match::new(pages, found, Some(slf.clone().unbind())))
     }
 
-    /// How many pages of a key are on the device, and how many behind them on the host alone. Changes nothing.
+    /// How many pages of a key are on the device, and how many after them on the host alone. Changes nothing.
     #[pyo3(signature = (tokens, *, namespace = None, limit = None))]
     fn peek(
         &mut self,
@@ -228,9 +228,8 @@ impl RadixIndex {
     ///
     /// Raises:
     ///     RadixError: The node was evicted.
-    fn path_pages(&mut self, py: Python<'_>, node: u64) -> PyResult<Array> {
-        let node = NodeId::from_bits(node);
-        let found = self.inner.path_pages(node, &mut self.pages);
+    fn path_pages(&mut self, py: Python<'_>, node: NodeNumber) -> PyResult<Array> {
+        let found = self.inner.path_pages(node.0, &mut self.pages);
         found.map_err(|error| from_radix(&error))?;
         Array::new(py, &self.pages)
     }
@@ -242,10 +241,8 @@ impl RadixIndex {
     ///
     /// Raises:
     ///     RadixError: The node was evicted.
-    fn lock(&mut self, node: u64) -> PyResult<usize> {
-        self.inner
-            .lock(NodeId::from_bits(node))
-            .map_err(|error| from_radix(&error))
+    fn lock(&mut self, node: NodeNumber) -> PyResult<usize> {
+        self.inner.lock(node.0).map_err(|error| from_radix(&error))
     }
 
     /// Takes a lock back.
@@ -255,9 +252,10 @@ impl RadixIndex {
     ///
     /// Raises:
     ///     RadixError: The node is not locked, or was evicted.
-    pub(crate) fn unlock(&mut self, node: u64) -> PyResult<usize> {
-        let node = NodeId::from_bits(node);
-        self.inner.unlock(node).map_err(|error| from_radix(&error))
+    pub(crate) fn unlock(&mut self, node: NodeNumber) -> PyResult<usize> {
+        self.inner
+            .unlock(node.0)
+            .map_err(|error| from_radix(&error))
     }
 
     /// Evicts leaves from the device until at least so many pages have left it, or no leaf is left that may.
@@ -302,11 +300,10 @@ impl RadixIndex {
     ///
     /// Raises:
     ///     RadixError: Another number of pages, or a node that is not on the device, has a copy, or was evicted.
-    fn backup(&mut self, py: Python<'_>, node: u64, host: Ids<'_, '_>) -> PyResult<Array> {
+    fn backup(&mut self, py: Python<'_>, node: NodeNumber, host: Ids<'_, '_>) -> PyResult<Array> {
         arrays::read("host", host, None, arrays::PAGES, &mut self.pages)?;
         let mut moves = Vec::new();
-        let node = NodeId::from_bits(node);
-        let copied = self.inner.backup(node, &self.pages, &mut moves);
+        let copied = self.inner.backup(node.0, &self.pages, &mut moves);
         copied.map_err(|error| from_radix(&error))?;
         moved(py, &moves)
     }
@@ -322,11 +319,10 @@ impl RadixIndex {
     ///
     /// Raises:
     ///     RadixError: Another number of pages, or a node that was evicted.
-    fn load(&mut self, py: Python<'_>, node: u64, device: Ids<'_, '_>) -> PyResult<Array> {
+    fn load(&mut self, py: Python<'_>, node: NodeNumber, device: Ids<'_, '_>) -> PyResult<Array> {
         arrays::read("device", device, None, arrays::PAGES, &mut self.pages)?;
         let mut moves = Vec::new();
-        let node = NodeId::from_bits(node);
-        let loaded = self.inner.load(node, &self.pages, &mut moves);
+        let loaded = self.inner.load(node.0, &self.pages, &mut moves);
         loaded.map_err(|error| from_radix(&error))?;
         moved(py, &moves)
     }
@@ -349,8 +345,8 @@ impl RadixIndex {
     ///
     /// Raises:
     ///     RadixError: The node was evicted.
-    fn info(&self, node: u64) -> PyResult<NodeInfo> {
-        let info = self.inner.info(NodeId::from_bits(node));
+    fn info(&self, node: NodeNumber) -> PyResult<NodeInfo> {
+        let info = self.inner.info(node.0);
         let info = info.map_err(|error| from_radix(&error))?;
         Ok(info.into())
     }

@@ -2,11 +2,11 @@
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use pie_radix::Event;
+use pie_radix::{Event, NodeId};
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 
-use crate::arrays::Array;
+use crate::arrays::{Array, NodeNumber};
 use crate::radix::RadixIndex;
 
 /// The longest cached prefix of a key. One of `match_and_lock` is a context manager that holds its lock.
@@ -75,7 +75,8 @@ impl Match {
         let held = self.held.swap(false, Ordering::Relaxed);
         let index = self.index.as_ref().filter(|_| held);
         let index = index.ok_or_else(|| PyRuntimeError::new_err("this match holds no lock"))?;
-        index.borrow_mut(py).unlock(self.node()).map(drop)
+        let node = NodeNumber(NodeId::from_bits(self.node()));
+        index.borrow_mut(py).unlock(node).map(drop)
     }
 
     fn __enter__(slf: Py<Self>) -> Py<Self> {

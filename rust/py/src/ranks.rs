@@ -27,7 +27,7 @@ impl Broadcast {
     ///     RingError: The memory cannot be had.
     #[new]
     fn new(followers: usize) -> PyResult<Self> {
-        let lead = Lead::new(followers).map_err(|error| from_ring(&error))?;
+        let lead = Lead::new(followers).map_err(from_ring)?;
         Ok(Self { lead })
     }
 
@@ -42,8 +42,7 @@ impl Broadcast {
     /// Raises:
     ///     RingError: A follower has spoilt the memory.
     fn send(&self, py: Python<'_>, data: &[u8]) -> PyResult<()> {
-        py.detach(|| self.lead.command(data))
-            .map_err(|error| from_ring(&error))
+        py.detach(|| self.lead.command(data)).map_err(from_ring)
     }
 
     /// Hands the first `end` bytes of the staging block to the followers.
@@ -65,8 +64,7 @@ impl Broadcast {
         // SAFETY: contiguous and at least `end` bytes long; the `PyBuffer` keeps its memory alive. The planner writes to it in
         // calls of the open batch alone, and by the engine's contract none runs at the same time.
         let data = unsafe { std::slice::from_raw_parts(block.buf_ptr().cast::<u8>(), end) };
-        py.detach(|| self.lead.block(data))
-            .map_err(|error| from_ring(&error))
+        py.detach(|| self.lead.block(data)).map_err(from_ring)
     }
 }
 
@@ -114,7 +112,7 @@ impl Follower {
         let lane = lane.map(|lane| lane.take(wait)).transpose()?;
         // SAFETY: not negative, and by the docstring nobody else owns it.
         let fd = unsafe { OwnedFd::from_raw_fd(fd) };
-        let follow = Follow::open(fd, index, lane, wait).map_err(|error| from_ring(&error))?;
+        let follow = Follow::open(fd, index, lane, wait).map_err(from_ring)?;
         Ok(Self {
             follow: Mutex::new(follow),
             block,
@@ -145,7 +143,7 @@ impl Follower {
         });
         match command {
             Ok(command) => Ok(PyBytes::new(py, &command)),
-            Err(FollowError::Ring(error)) => Err(from_ring(&error)),
+            Err(FollowError::Ring(error)) => Err(from_ring(error)),
             Err(error) => Err(PyRuntimeError::new_err(error.to_string())),
         }
     }
@@ -155,5 +153,5 @@ impl Follower {
 /// another.
 #[pyfunction]
 pub(crate) fn die_with_parent(parent: u32) -> PyResult<()> {
-    pie_ring::die_with_parent(parent).map_err(|error| from_ring(&error))
+    pie_ring::die_with_parent(parent).map_err(from_ring)
 }

@@ -3,7 +3,7 @@
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
-use pie_ring::{RegionLayout, RingError, ServerConfig, Wait};
+use pie_ring::{LayoutError, RegionLayout, ServerConfig, Wait};
 use pie_serve::{Event, Responder};
 use pyo3::buffer::PyBuffer;
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
@@ -73,10 +73,10 @@ impl Server {
         config.takeover = Duration::try_from_secs_f64(takeover_s).map_err(|error| {
             PyValueError::new_err(format!("takeover_s is {takeover_s}: {error}"))
         })?;
-        config.layout = fit(config.layout, min_request_bytes).map_err(|error| from_ring(&error))?;
+        config.layout = fit(config.layout, min_request_bytes).map_err(from_ring)?;
         let ring = py
             .detach(|| pie_ring::Server::create(&config, &guard.inner))
-            .map_err(|error| from_ring(&error))?;
+            .map_err(from_ring)?;
         Ok(Self {
             stop: ring.stop_handle(),
             waker: ring.waker(),
@@ -159,7 +159,7 @@ impl Server {
         loop {
             let event = py
                 .detach(|| responder.next(&mut self.ring()))
-                .map_err(|error| from_ring(&error))?;
+                .map_err(from_ring)?;
             let job = match event {
                 Event::Stopped => return Ok(None),
                 Event::Called => Job::Wake(Py::new(py, Wake)?),
@@ -246,7 +246,7 @@ impl Server {
 }
 
 /// The same layout, with larger request buffers where they must be.
-fn fit(layout: RegionLayout, min_request_bytes: usize) -> Result<RegionLayout, RingError> {
+fn fit(layout: RegionLayout, min_request_bytes: usize) -> Result<RegionLayout, LayoutError> {
     let request = min_request_bytes
         .max(layout.request_capacity())
         .next_multiple_of(64);

@@ -1,4 +1,4 @@
-//! What an index is made with, and what it is asked.
+//! The parameters of an index, and of its calls.
 
 use std::str::FromStr;
 
@@ -52,12 +52,12 @@ impl FromStr for Policy {
     }
 }
 
-/// What an index is made with.
+/// The parameters of an index.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Config {
     /// Tokens of a page, 1 to [`MAX_PAGE_SIZE`].
     pub page_size: u32,
-    /// What is evicted first.
+    /// The order of evictions.
     pub policy: Policy,
     /// Keys are pairs of neighbouring tokens, as EAGLE drafts want them: `n` tokens are `n - 1` units.
     pub bigram: bool,

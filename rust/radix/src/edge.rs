@@ -143,7 +143,7 @@ impl Edge {
         upper
     }
 
-    /// Puts `upper` in front, if it lies there.
+    /// Prepends `upper`, if it is the range directly before this one.
     pub(crate) fn join(&mut self, upper: &Self) -> bool {
         let fits = self.shares(upper) && upper.start + upper.len == self.start;
         if fits {
@@ -165,7 +165,7 @@ impl Edge {
 
     /// Heap bytes of the buffer.
     pub(crate) fn bytes(&self) -> usize {
-        // Two counts stand in front of the words.
+        // Two counts precede the words.
         size_of_val(&*self.words) + 2 * size_of::<usize>()
     }
 

@@ -1,4 +1,4 @@
-//! What an index refuses.
+//! The errors of an index.
 
 use thiserror::Error;
 

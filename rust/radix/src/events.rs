@@ -161,7 +161,8 @@ fn number(hash: &Hash) -> i64 {
         .map_or(0, |bytes| i64::from_be_bytes(*bytes))
 }
 
-/// The digests of pages of so many units, each from the one before. Of pairs `tokens` has one more.
+/// The digests of pages of `size` units, each computed from the one before. For pairs, `tokens` has one token more than
+/// units.
 fn chain(tokens: &[u32], size: usize, bigram: bool, parent: Option<&Hash>) -> Arc<[Hash]> {
     let units = tokens.len() - usize::from(bigram);
     let mut last = parent.copied();

@@ -18,7 +18,7 @@ pub struct Move {
     pub to: u32,
 }
 
-/// What an eviction let go of. Reuse one: each call clears it first.
+/// The result of an eviction. Reuse one: each call clears it first.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Evicted {
     /// Pages that left the device, those of `moves` too. Do not write to them before the moves are done.
@@ -47,8 +47,8 @@ struct Supply<'a> {
 }
 
 impl RadixIndex {
-    /// Evicts leaves from the device, in the order of the policy, until at least so many pages have left it or no leaf
-    /// is left that can be evicted. Returns how many did; the last node may bring more than were asked for.
+    /// Evicts leaves from the device, in the order of the policy, until at least `pages` pages have left it or no leaf
+    /// is left that can be evicted. Returns how many pages left; the last node may bring more than were asked for.
     ///
     /// A node with a copy on the host stays in the index, on the host alone. Others are gone, with what the host holds
     /// below them. Takes O(log leaves) for each node.
@@ -80,7 +80,7 @@ impl RadixIndex {
         evicted
     }
 
-    /// Evicts leaves from the host until at least so many of its pages are free, as [`evict`](Self::evict) does from
+    /// Evicts leaves from the host until at least `pages` of its pages are free, as [`evict`](Self::evict) does from
     /// the device. What is on the device, too, is not touched.
     pub fn evict_host(&mut self, pages: usize, out: &mut Evicted) -> usize {
         out.clear();
@@ -119,8 +119,9 @@ impl RadixIndex {
         out.device.len()
     }
 
-    /// Reads what the next evictions will need. Their nodes lie anywhere, so each is a few misses of the caches; asked
-    /// for together, the memory answers together.
+    /// Reads the memory that the next evictions will need. Their nodes are scattered, so each costs a few cache misses; reads
+    /// that do not depend on each other overlap. So one pass reads both cache lines of all nodes, and the next one the
+    /// places that these lead to.
     fn read_ahead(&self) {
         let next = || {
             self.device_leaves
@@ -129,9 +130,9 @@ impl RadixIndex {
                 .map(|rank| *rank as u32)
         };
         let node = |at: u32| self.nodes.get(at as usize);
-        let nodes = next()
-            .filter_map(node)
-            .fold(0, |sum, node| sum ^ node.hash ^ node.parent);
+        let nodes = next().filter_map(node).fold(0, |sum, node| {
+            sum ^ node.hash ^ node.parent ^ node.edge.len() as u32 ^ node.queue as u32
+        });
         black_box(nodes);
         let around = next().filter_map(node).fold(0, |sum, leaf| {
             let around = [leaf.next, leaf.previous].map(|at| node(at).map_or(0, |node| node.next));

@@ -16,7 +16,7 @@ use crate::spaces::Spaces;
 /// Children that [`RadixIndex::partial`] looks at.
 const LOOKED_AT: usize = 16;
 
-/// What [`RadixIndex::match_prefix`] found.
+/// The result of [`RadixIndex::match_prefix`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Match {
     /// The deepest node that matched, on either tier; [`NodeId::ROOT`] if none did.
@@ -130,7 +130,7 @@ impl RadixIndex {
 
     /// Finds the longest prefix of a key, and writes its device pages to `pages`, whose content is dropped.
     ///
-    /// What matches becomes the most recently used. Where a match ends inside a node, the node is cut there, as
+    /// The nodes that match become the most recently used. Where a match ends inside a node, the node is cut there, as
     /// `SGLang` does; else nothing is allocated, as long as `pages` has room.
     pub fn match_prefix(&mut self, key: Key<'_>, now: u64, pages: &mut Vec<u32>) -> Match {
         let found = self.walk(key, now, pages);
@@ -171,8 +171,7 @@ impl RadixIndex {
     /// Looks, after a match of this key, for a page that begins as the key goes on: a request may copy that page and
     /// go on after the tokens that agree.
     ///
-    /// Of the nodes below the match the 16 that came last are looked at. With one token to a page there is nothing to
-    /// find.
+    /// Only the 16 newest nodes below the match are looked at. With one token to a page there is nothing to find.
     pub fn partial(&self, key: Key<'_>, found: &Match) -> Option<Partial> {
         let (root, tokens) = self.enter(key)?;
         let rest =
@@ -280,7 +279,7 @@ impl RadixIndex {
         hasher.finish() as u32
     }
 
-    /// Whole pages of a key of so many tokens.
+    /// Whole pages of a key of this many tokens.
     pub(crate) fn page_count(&self, tokens: usize) -> usize {
         tokens.saturating_sub(self.config.bigram.into()) / self.size
     }

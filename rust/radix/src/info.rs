@@ -33,7 +33,7 @@ pub struct NodeInfo {
 }
 
 impl RadixIndex {
-    /// What the index was made with.
+    /// The index's parameters.
     pub fn config(&self) -> &Config {
         &self.config
     }

@@ -9,10 +9,10 @@ use crate::events::Medium;
 use crate::index::RadixIndex;
 use crate::node::{Kind, NONE, Node, NodeId};
 
-/// What [`RadixIndex::insert`] did.
+/// The result of [`RadixIndex::insert`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Inserted {
-    /// So many pages of the key were on the device before. Of the pages that were given, the first so many were not
+    /// Number of pages of the key that were on the device before. As many of the given pages, from the first on, were not
     /// taken: they are duplicates, and still the caller's. All others are the index's now.
     pub existing: usize,
     /// Whole pages of the key.

@@ -6,7 +6,7 @@ use crate::edge::Edge;
 /// No node.
 pub(crate) const NONE: u32 = u32::MAX;
 
-/// A node of an index. One that was evicted is unknown to the index for ever, though its place is used again.
+/// A node of an index. The id of an evicted node is unknown to the index for ever, though its place is used again.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub struct NodeId {
     pub(crate) index: u32,
@@ -14,7 +14,7 @@ pub struct NodeId {
 }
 
 impl NodeId {
-    /// Above all nodes: what a key matches that matches nothing. Locking it changes nothing.
+    /// The root, which a key matches that matches nothing else. Locking it changes nothing.
     pub const ROOT: Self = Self {
         index: 0,
         generation: 0,
@@ -34,7 +34,7 @@ impl NodeId {
     }
 }
 
-/// What a place of the array holds.
+/// The content of a place in the array.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) enum Kind {
     /// Nothing; `next` is the next free place.
@@ -104,7 +104,7 @@ impl Node {
         }
     }
 
-    /// What orders evictions: a class, a time and, for equal ones, the node's place.
+    /// The key that orders evictions: a class, a time and, for equal ones, the node's place.
     pub(crate) fn rank(&self, policy: Policy, index: u32) -> u128 {
         let (class, time) = match policy {
             Policy::Lru => (0, self.accessed),

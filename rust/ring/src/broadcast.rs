@@ -1,16 +1,16 @@
-//! One leader tells several workers the same, in order, and nothing is lost.
+//! Messages from one leader to several workers, in order and without loss.
 //!
 //! The algorithm is the ring buffer with one writer and a cursor per reader. A *broadcast* is an
-//! anonymous file: a header, a line for what the writer says, a line for each reader, then a few
-//! *slots*. The writer fills the next slot and raises the count of what is *published*; each reader
-//! reads the slot where it is and raises its own count of what it has *taken*. A slot is written again
+//! anonymous file: a header, a line of the writer, a line of each reader, then a few
+//! *slots*. The writer fills the next slot and raises the count of *published* fragments; each reader
+//! reads its next slot and raises its own count of *taken* fragments. A slot is written again
 //! when the slowest reader has taken it. A message longer than a slot travels in several, its
-//! *fragments*, so the readers drain what the writer still writes.
+//! *fragments*, so readers read its beginning while the writer still writes its end.
 //!
-//! A reader that is about to sleep says so and then looks at the published count once more; the writer
-//! raises the count and then looks for sleepers. One of the two sees the other, so the writer makes a
-//! system call only when somebody sleeps. The writer itself sleeps by the clock: it waits only when a
-//! reader is a whole ring behind.
+//! A reader that is about to sleep announces it and then checks the published count once more; the writer
+//! raises the count and then checks for sleepers. One of the two sees the other, so the writer makes a
+//! system call only when a reader sleeps. The writer itself sleeps by the clock: it waits only when the
+//! slowest reader has taken nothing of a whole ring.
 
 mod listener;
 mod mapping;

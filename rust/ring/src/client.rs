@@ -1,4 +1,4 @@
-//! The runtime's side: the same contract as Pie's own client, for tests, benches and load.
+//! The client's side. It keeps the same contract as the client of the Pie runtime.
 //!
 //! A call takes a slot, copies the request, raises `req_seq`, wakes the server, waits until `resp_seq` has caught up, and
 //! copies the response. Any number of threads may call; each slot carries one call at a time. [`Request`] and [`Sent`] are
@@ -7,7 +7,7 @@
 use std::sync::PoisonError;
 use std::time::Duration;
 
-use crate::error::RingError;
+use crate::error::CallError;
 use crate::futex;
 use crate::layout::RegionLayout;
 use crate::mapping::Mapping;
@@ -18,7 +18,7 @@ use crate::wait::{self, Wait};
 /// How a client waits.
 #[derive(Clone, Copy, Debug)]
 pub struct ClientConfig {
-    /// Strategy; the runtime uses the driver's spin budget.
+    /// Strategy.
     pub wait: Wait,
     /// Time limit for an answer, counted from when it is waited for.
     pub timeout: Duration,
@@ -34,11 +34,11 @@ impl Default for ClientConfig {
     }
 }
 
-/// The one client of a region: share it between threads.
+/// The client of a region. A region has one, which threads share.
 ///
 /// Clients may follow one another, and several may be open while only one calls. Two that call at the same time, like any
-/// two writers of a slot, overwrite each other's requests: a call that finds out fails with
-/// [`RingError::OtherClient`], but not every mixture can be seen.
+/// two writers of a slot, overwrite each other's requests: a call that detects it fails with
+/// [`CallError::OtherClient`], but not every mixture can be detected.
 pub struct Client {
     mapping: Mapping,
     config: ClientConfig,
@@ -81,13 +81,13 @@ impl Client {
         self.mapping.layout()
     }
 
-    /// Sends `request`, waits for the response and gives a copy of it to `read`. After a time-out the slot
-    /// serves the next call; the late answer is dropped.
+    /// Sends `request`, waits for the response and passes a copy of it to `read`. After a time-out the slot
+    /// is free for the next call, and the late answer is dropped.
     ///
     /// # Errors
-    /// [`RingError::RequestTooLarge`] or [`RingError::Aborted`] before anything is sent;
+    /// [`CallError::RequestTooLarge`] or [`CallError::Aborted`] before anything is sent;
     /// those of [`Sent::receive`] after.
-    pub fn call<R>(&self, request: &[u8], read: impl FnOnce(&[u8]) -> R) -> Result<R, RingError> {
+    pub fn call<R>(&self, request: &[u8], read: impl FnOnce(&[u8]) -> R) -> Result<R, CallError> {
         self.check_len(request.len())?;
         let mut sending = self.request();
         sending.write(0, request)?;
@@ -110,8 +110,8 @@ impl Client {
         }
     }
 
-    /// A slot to make a request in, if one is free. A thread that has a request on its way makes the
-    /// next one so, as its own slot may be the only one.
+    /// A slot to make a request in, if one is free. A thread with a request under way uses this for its next one, since
+    /// its own slot may be the only one.
     pub fn try_request(&self) -> Option<Request<'_>> {
         let (slot, answer) = self.slots().take()?;
         Some(Request(Held::new(self, slot, answer)))
@@ -121,17 +121,17 @@ impl Client {
         self.slots.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn check_len(&self, len: usize) -> Result<(), RingError> {
+    fn check_len(&self, len: usize) -> Result<(), CallError> {
         let capacity = self.layout().request_capacity();
         if len > capacity {
-            return Err(RingError::RequestTooLarge { len, capacity });
+            return Err(CallError::RequestTooLarge { len, capacity });
         }
         Ok(())
     }
 
-    /// Makes every running and later call fail with [`RingError::Aborted`]. The server is not told.
+    /// Makes every running and later call fail with [`CallError::Aborted`]. The server does not learn of it.
     pub fn abort(&self) {
-        // A client that sleeps learns it by the raised counter, one that spins by and by.
+        // A sleeping client learns it by the raised counter, a spinning one by its next look at the flag.
         self.aborted.store(true, Ordering::Relaxed);
         for slot in 0..self.layout().slots() {
             let wake = &self.mapping.slot(slot).resp_wake;
@@ -148,9 +148,9 @@ impl Client {
     /// Sends the `len` bytes that the slot holds.
     fn send(&self, slot: usize, len: usize) -> (u64, u32) {
         let words = self.mapping.slot(slot);
-        // The server looks at the words all the time: what takes time comes before the first store.
+        // The server may poll these words, so the slow part comes before the first store.
         let (id, now) = (self.next_id.fetch_add(1, Ordering::Relaxed), epoch_us());
-        // Who holds the slot is the only writer of `req_seq`.
+        // The holder of the slot is the only writer of `req_seq`.
         let seq = words.req_seq.load(Ordering::Relaxed).wrapping_add(1);
         words.req_id.store(id, Ordering::Relaxed);
         words.req_len.store(len as u32, Ordering::Relaxed);
@@ -163,26 +163,26 @@ impl Client {
         (seq, id)
     }
 
-    /// Wakes the server if `owed`, and waits for the answer.
-    fn receive(&self, slot: usize, seq: u64, id: u32, owed: bool) -> Result<(), RingError> {
+    /// Makes the wake-up of the server if it was `deferred`, and waits for the answer.
+    fn receive(&self, slot: usize, seq: u64, id: u32, deferred: bool) -> Result<(), CallError> {
         let Self {
             mapping, config, ..
         } = self;
         let words = mapping.slot(slot);
-        let mut owed = owed;
+        let mut deferred = deferred;
         let mut wake_server = || {
-            if std::mem::take(&mut owed) {
+            if std::mem::take(&mut deferred) {
                 self.wake_server();
             }
         };
         let ready = || {
             // SYNC: pairs with the release store in `Lease::publish`. The distance decides, because
-            // numbers wrap around; short of that it is what the protocol demands, `resp_seq >= seq`.
+            // numbers wrap around; apart from that it is the protocol's `resp_seq >= seq`.
             let ahead = words.resp_seq.load(Ordering::Acquire).wrapping_sub(seq);
             if ahead.cast_signed() >= 0 {
                 return Some(Ok(()));
             }
-            self.is_aborted().then_some(Err(RingError::Aborted))
+            self.is_aborted().then_some(Err(CallError::Aborted))
         };
         let after = config.timeout;
         let result = wait::until(
@@ -192,13 +192,13 @@ impl Client {
             ready,
             &mut wake_server,
         )?
-        .unwrap_or(Err(RingError::TimedOut { id, after }));
+        .unwrap_or(Err(CallError::TimedOut { id, after }));
         if result.is_err() {
             wake_server();
         }
         // A slot that is taken has no other writer, unless there is another client.
         if result.is_ok() && words.req_seq.load(Ordering::Relaxed) != seq {
-            return Err(RingError::OtherClient { slot });
+            return Err(CallError::OtherClient { slot });
         }
         result
     }
@@ -207,17 +207,17 @@ impl Client {
         futex::wake_all(&self.mapping.header().req_wake);
     }
 
-    /// Copies the response into `answer`, and gives it to `read`.
+    /// Copies the response into `answer`, and passes it to `read`.
     fn read_response<R>(
         &self,
         slot: usize,
         answer: &mut Vec<u64>,
         read: impl FnOnce(&[u8]) -> R,
-    ) -> Result<R, RingError> {
+    ) -> Result<R, CallError> {
         let capacity = self.layout().response_capacity();
         let len = self.mapping.slot(slot).resp_len.load(Ordering::Relaxed) as usize;
         if len > capacity {
-            return Err(RingError::ResponseLength {
+            return Err(CallError::ResponseLength {
                 slot,
                 len,
                 capacity,
@@ -239,7 +239,7 @@ impl Slots {
     }
 }
 
-/// A slot that is taken. Dropped, it is free.
+/// A taken slot. Dropping it frees the slot.
 struct Held<'c> {
     client: &'c Client,
     slot: usize,
@@ -267,82 +267,82 @@ impl Drop for Held<'_> {
     }
 }
 
-/// A slot that is taken, and the request that is made in it. Dropped, it frees the slot.
+/// A taken slot, and the request that is made in it. Dropping it frees the slot.
 #[must_use]
 pub struct Request<'c>(Held<'c>);
 
 impl<'c> Request<'c> {
-    /// Writes a part of the request, from `offset` on. What an earlier request has left between the parts stays.
+    /// Writes a part of the request, from `offset` on. Bytes of an earlier request between the parts stay.
     ///
     /// # Errors
-    /// [`RingError::RequestTooLarge`] if the part ends behind the slot's request buffer; nothing is written then.
-    pub fn write(&mut self, offset: usize, bytes: &[u8]) -> Result<(), RingError> {
+    /// [`CallError::RequestTooLarge`] if the part ends after the slot's request buffer; nothing is written then.
+    pub fn write(&mut self, offset: usize, bytes: &[u8]) -> Result<(), CallError> {
         let Held { client, slot, .. } = self.0;
         client.check_len(offset.saturating_add(bytes.len()))?;
         client.mapping.write_request(slot, offset, bytes);
         Ok(())
     }
 
-    /// Sends the first `len` bytes of the buffer. A client that spins leaves a server that sleeps
-    /// asleep until the answer is waited for.
+    /// Sends the first `len` bytes of the buffer. With [`Wait::Spin`] a sleeping server is woken only once the answer is
+    /// waited for.
     ///
     /// # Errors
-    /// [`RingError::RequestTooLarge`] or [`RingError::Aborted`], with nothing sent.
-    pub fn send(self, len: usize) -> Result<Sent<'c>, RingError> {
+    /// [`CallError::RequestTooLarge`] or [`CallError::Aborted`], with nothing sent.
+    pub fn send(self, len: usize) -> Result<Sent<'c>, CallError> {
         let Held { client, slot, .. } = self.0;
         client.check_len(len)?;
         if client.is_aborted() {
-            return Err(RingError::Aborted);
+            return Err(CallError::Aborted);
         }
         let (seq, id) = client.send(slot, len);
-        // A client that spins makes the futex call only when it has waited for a while: a server that
-        // spins too has answered by then.
-        let owed = client.config.wait == Wait::Spin;
-        if !owed {
+        // A client that spins makes the futex call only after it has waited for a while: a server that
+        // spins, too, has answered by then.
+        let deferred = client.config.wait == Wait::Spin;
+        if !deferred {
             client.wake_server();
         }
         Ok(Sent {
             held: self.0,
             seq,
             id,
-            owed,
+            deferred,
         })
     }
 }
 
-/// A request on its way. Dropped, it is as one that has timed out: the server is woken, the slot serves
-/// the next call, and the late answer is dropped.
+/// A request under way. Dropping it equals a time-out: the server is woken, the slot is free for the next call, and the
+/// late answer is dropped.
 #[must_use]
 pub struct Sent<'c> {
     held: Held<'c>,
     seq: u64,
     id: u32,
-    /// Whether the server, which may sleep, has yet to be woken.
-    owed: bool,
+    /// The server, which may sleep, is not woken yet.
+    deferred: bool,
 }
 
 impl Sent<'_> {
-    /// Waits for the response and gives a copy of it to `read`.
+    /// Waits for the response and passes a copy of it to `read`.
     ///
     /// # Errors
-    /// [`RingError::TimedOut`], [`RingError::Aborted`], [`RingError::ResponseLength`], or [`RingError::OtherClient`] if
+    /// [`CallError::TimedOut`], [`CallError::Aborted`], [`CallError::ResponseLength`], or [`CallError::OtherClient`] if
     /// the answer may be to the request of another client.
-    pub fn receive<R>(mut self, read: impl FnOnce(&[u8]) -> R) -> Result<R, RingError> {
-        let owed = std::mem::take(&mut self.owed);
+    pub fn receive<R>(mut self, read: impl FnOnce(&[u8]) -> R) -> Result<R, CallError> {
+        let deferred = std::mem::take(&mut self.deferred);
         let (seq, id) = (self.seq, self.id);
         let Held {
             client,
             slot,
             answer,
         } = &mut self.held;
-        client.receive(*slot, seq, id, owed)?;
+        client.receive(*slot, seq, id, deferred)?;
         client.read_response(*slot, answer, read)
     }
 }
 
 impl Drop for Sent<'_> {
     fn drop(&mut self) {
-        if self.owed {
+        if self.deferred {
             self.held.client.wake_server();
         }
     }

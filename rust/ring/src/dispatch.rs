@@ -2,17 +2,17 @@
 //!
 //! A slot is pending when its `req_seq` differs from the last one delivered. Among pending slots the
 //! lowest request id wins. One scan is not enough for that: request 5 may enter slot 0 after the scan
-//! has passed it, and request 6 slot 3 before the scan gets there. Whoever has seen request 6 also
+//! has passed it, and request 6 slot 3 before the scan gets there. A scan that has seen request 6 also
 //! sees everything sent before it, so the slots before the choice are scanned again until none of
 //! them has an older request.
 //!
 //! A slot whose lease is still alive is not delivered again, even if its client gave up and sent a
-//! new request: the two leases would share one response buffer. The lease wakes the server when it
-//! ends with a request behind it.
+//! new request: the two leases would share one response buffer. When a lease ends and a request waits
+//! for its slot, the lease wakes the server.
 
 use std::sync::Arc;
 
-use crate::error::RingError;
+use crate::error::SystemError;
 use crate::lease::Lease;
 use crate::mapping::Mapping;
 use crate::shared::Shared;
@@ -23,8 +23,8 @@ use crate::wait::{self, Wait};
 pub(crate) struct Dispatcher {
     shared: Arc<Shared>,
     queue: Queue,
-    /// Answers may owe their wake, because the server spins and comes back to pay.
-    owing: bool,
+    /// Wakes may be deferred, because the server spins and comes back to make them.
+    deferring: bool,
 }
 
 impl Dispatcher {
@@ -33,7 +33,7 @@ impl Dispatcher {
         Self {
             shared: Arc::new(Shared::new(mapping, abort_reply)),
             queue: Queue { slots, count: 0 },
-            owing: false,
+            deferring: false,
         }
     }
 
@@ -41,9 +41,9 @@ impl Dispatcher {
         &self.shared
     }
 
-    /// Waits for the next request; `None` once stopped, or called.
-    pub(crate) fn wait(&mut self, wait: Wait) -> Result<Option<Lease>, RingError> {
-        self.allow_owing(wait == Wait::Spin);
+    /// Waits for the next request; `None` once stopped, or when a waker has called.
+    pub(crate) fn wait(&mut self, wait: Wait) -> Result<Option<Lease>, SystemError> {
+        self.allow_deferring(wait == Wait::Spin);
         let Self { shared, queue, .. } = self;
         let ready = || {
             if shared.has_event() {
@@ -53,31 +53,31 @@ impl Dispatcher {
             }
         };
         let word = &shared.mapping.header().req_wake;
-        let lease = wait::until(wait, word, None, ready, || shared.pay_all())?.flatten();
+        let lease = wait::until(wait, word, None, ready, || shared.wake_all_deferred())?.flatten();
         if lease.is_none() {
-            self.allow_owing(false);
+            self.allow_deferring(false);
         }
         Ok(lease)
     }
 
     /// Takes the oldest pending request, if there is one, without waiting.
     pub(crate) fn poll(&mut self) -> Option<Lease> {
-        self.allow_owing(false);
+        self.allow_deferring(false);
         self.queue.take(&self.shared)
     }
 
-    fn allow_owing(&mut self, allowed: bool) {
-        if self.owing != allowed {
-            self.owing = allowed;
-            self.shared.allow_owing(allowed);
+    fn allow_deferring(&mut self, allowed: bool) {
+        if self.deferring != allowed {
+            self.deferring = allowed;
+            self.shared.allow_deferring(allowed);
         }
     }
 }
 
 impl Drop for Dispatcher {
     fn drop(&mut self) {
-        // In a forked child this may wake the parent's clients for nothing, which they must bear.
-        self.allow_owing(false);
+        // In a forked child this may wake the parent's clients without a reason, which does no harm.
+        self.allow_deferring(false);
     }
 }
 
@@ -119,7 +119,7 @@ impl Queue {
             seq,
             number: self.count,
         };
-        self.pay_overdue(shared);
+        self.wake_overdue(shared);
         Some(Lease::new(Arc::clone(shared), slot, seq, id))
     }
 
@@ -141,12 +141,13 @@ impl Queue {
         oldest
     }
 
-    /// Wakes the clients whose slots have sat out a whole round of deliveries. One that takes the
-    /// slots in turn is back before that.
-    fn pay_overdue(&self, shared: &Shared) {
+    /// Wakes the clients whose slots had no delivery in a whole round of deliveries. A client that takes the slots in turn
+    /// sends again before that.
+    fn wake_overdue(&self, shared: &Shared) {
         for (slot, delivered) in self.slots.iter().enumerate() {
-            if shared.owes(slot) && self.count - delivered.number >= self.slots.len() as u64 {
-                shared.pay(slot);
+            if shared.is_deferred(slot) && self.count - delivered.number >= self.slots.len() as u64
+            {
+                shared.wake_deferred(slot);
             }
         }
     }

@@ -11,6 +11,7 @@ use rustix::thread::Pid;
 
 use super::*;
 use crate::client::{Client, ClientConfig};
+use crate::error::LeaseError;
 use crate::futex;
 use crate::layout::RegionLayout;
 use crate::lease::Publish;
@@ -174,7 +175,7 @@ fn an_oversized_response_becomes_the_abort_reply() {
     let result = server.poll().unwrap().reply(&[0; 65]);
     assert!(matches!(
         result,
-        Err(RingError::ResponseTooLarge {
+        Err(LeaseError::ResponseTooLarge {
             len: 65,
             capacity: 64
         })
@@ -200,7 +201,7 @@ fn an_oversized_request_can_still_be_answered() {
     let refused = |error| {
         matches!(
             error,
-            RingError::RequestLength {
+            LeaseError::RequestLength {
                 len: 129,
                 capacity: 128,
                 ..
@@ -267,9 +268,9 @@ fn await_sleep(thread: Pid) {
     }
 }
 
-/// A client sleeps in slot 0, a server that spins has answered, and the wake is owed: now `pay` must
+/// A client sleeps in slot 0, a server that spins has answered, and the wake is deferred: now `act` must
 /// lead to it.
-fn owed_to_a_sleeper(pay: impl FnOnce(Dispatcher)) {
+fn with_a_deferred_wake(act: impl FnOnce(Dispatcher)) {
     let (mut server, client) = pair(2, Wait::Park);
     let shared = Arc::clone(server.shared());
     let (told, tid) = mpsc::channel();
@@ -278,31 +279,31 @@ fn owed_to_a_sleeper(pay: impl FnOnce(Dispatcher)) {
         let lease = server.wait(Wait::Spin).unwrap().unwrap();
         await_sleep(tid.recv().unwrap());
         assert_eq!(lease.reply(b"ok").unwrap(), Publish::Delivered);
-        assert!(shared.owes(0) && !call.is_finished());
-        pay(server);
-        assert!(!shared.owes(0));
+        assert!(shared.is_deferred(0) && !call.is_finished());
+        act(server);
+        assert!(!shared.is_deferred(0));
         assert!(call.join().unwrap());
     });
 }
 
 #[test]
-fn an_owed_wake_is_paid() {
+fn a_deferred_wake_is_made() {
     let start = Instant::now();
-    owed_to_a_sleeper(drop);
-    owed_to_a_sleeper(|mut server| {
+    with_a_deferred_wake(drop);
+    with_a_deferred_wake(|mut server| {
         assert!(server.poll().is_none());
-        assert!(!server.shared.owes(0), "paid only when dropped");
+        assert!(!server.shared.is_deferred(0), "woken only when dropped");
     });
-    owed_to_a_sleeper(|server| {
+    with_a_deferred_wake(|server| {
         stop_handle(&server).stop();
-        assert!(!server.shared.owes(0), "paid only when dropped");
+        assert!(!server.shared.is_deferred(0), "woken only when dropped");
     });
     for wait in [Wait::Spin, Wait::Park, Wait::SpinThenPark(Duration::MAX)] {
-        owed_to_a_sleeper(|mut server| {
+        with_a_deferred_wake(|mut server| {
             let stop = stop_handle(&server);
             let stopper = thread::spawn(move || {
                 thread::sleep(Duration::from_millis(30));
-                assert!(!stop.0.owes(0), "paid only when stopped");
+                assert!(!stop.0.is_deferred(0), "woken only when stopped");
                 stop.stop();
             });
             assert!(server.wait(wait).unwrap().is_none());
@@ -317,15 +318,15 @@ fn an_owed_wake_is_paid() {
 
 /// As many deliveries as slots, without an idle moment.
 #[test]
-fn an_owed_wake_is_paid_by_a_busy_server() {
-    owed_to_a_sleeper(|mut server| {
+fn a_deferred_wake_is_made_by_a_busy_server() {
+    with_a_deferred_wake(|mut server| {
         for id in 2..4 {
-            assert!(server.shared.owes(0));
+            assert!(server.shared.is_deferred(0));
             send(&server, 1, id);
             let lease = server.wait(Wait::Spin).unwrap().unwrap();
             assert_eq!(lease.reply(b"ok").unwrap(), Publish::Delivered);
         }
-        assert!(!server.shared.owes(0), "paid only when dropped");
+        assert!(!server.shared.is_deferred(0), "woken only when dropped");
     });
 }
 
@@ -336,15 +337,20 @@ fn a_client_that_takes_the_slots_in_turn_costs_no_wake() {
         let slot = id as usize % 3;
         send(&server, slot, id);
         let lease = server.wait(Wait::Spin).unwrap().unwrap();
-        assert!(!server.shared.owes(slot), "the client has sent again");
+        assert!(
+            !server.shared.is_deferred(slot),
+            "the client has sent again"
+        );
         assert_eq!(lease.reply(b"ok").unwrap(), Publish::Delivered);
-        let owed = (0..3).filter(|&slot| server.shared.owes(slot)).count();
-        assert_eq!(owed, (id as usize + 1).min(3));
+        let deferred = (0..3)
+            .filter(|&slot| server.shared.is_deferred(slot))
+            .count();
+        assert_eq!(deferred, (id as usize + 1).min(3));
     }
 }
 
 #[test]
-fn no_wake_is_owed_by_a_server_that_does_not_spin() {
+fn no_wake_is_deferred_by_a_server_that_does_not_spin() {
     let mut server = server(1);
     let stop = stop_handle(&server);
     for (id, wait) in (0..).zip([None, Some(Wait::Park), Some(Wait::Spin), Some(Wait::Spin)]) {
@@ -357,14 +363,14 @@ fn no_wake_is_owed_by_a_server_that_does_not_spin() {
             stop.stop();
         }
         assert_eq!(lease.reply(b"ok").unwrap(), Publish::Delivered);
-        assert_eq!(server.shared.owes(0), id == 2);
+        assert_eq!(server.shared.is_deferred(0), id == 2);
     }
     // Waiting to spin after the stop changes nothing.
     send(&server, 0, 4);
     let lease = server.poll().unwrap();
     assert!(server.wait(Wait::Spin).unwrap().is_none());
     assert_eq!(lease.reply(b"ok").unwrap(), Publish::Delivered);
-    assert!(!server.shared.owes(0));
+    assert!(!server.shared.is_deferred(0));
 }
 
 #[test]
@@ -377,7 +383,7 @@ fn a_client_found_asleep_is_woken_at_once_the_next_time() {
             let lease = server.wait(Wait::Spin).unwrap().unwrap();
             await_sleep(tid.recv().unwrap());
             assert_eq!(lease.reply(b"ok").unwrap(), Publish::Delivered);
-            assert_eq!(server.shared.owes(0), round == 0);
+            assert_eq!(server.shared.is_deferred(0), round == 0);
         }
         assert_eq!(call.join().unwrap(), [true; 2]);
     });

@@ -1,4 +1,4 @@
-//! Sleeping on a word that two processes share. The private flag would tie the word to one address
+//! Sleeping on a word that several processes share. The private flag would tie the word to one address
 //! space, so it is never set here.
 
 use std::sync::atomic::AtomicU32;
@@ -7,7 +7,7 @@ use std::time::Duration;
 use rustix::io::Errno;
 use rustix::thread::futex::{self, Flags, Timespec};
 
-use crate::error::RingError;
+use crate::error::SystemError;
 
 /// Wakes every waiter of the word and tells how many slept. It cannot fail on mapped memory, and it
 /// is safe to call from a signal handler.
@@ -21,11 +21,11 @@ pub(crate) fn wait(
     word: &AtomicU32,
     expected: u32,
     timeout: Option<Duration>,
-) -> Result<(), RingError> {
+) -> Result<(), SystemError> {
     // A time-out too long for the kernel is as good as none.
     let timeout = timeout.and_then(|limit| Timespec::try_from(limit).ok());
     match futex::wait(word, Flags::empty(), expected, timeout.as_ref()) {
         Ok(()) | Err(Errno::AGAIN | Errno::INTR | Errno::TIMEDOUT) => Ok(()),
-        Err(error) => Err(RingError::system("wait on", "a wake counter", error)),
+        Err(error) => Err(SystemError::new("wait on", "a wake counter", error)),
     }
 }

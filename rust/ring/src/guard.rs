@@ -1,6 +1,6 @@
-//! Leaves no region behind: on SIGTERM, or when the parent dies, a thread of its own removes every
-//! region and ends the process, however busy the other threads are. Where no thread can do anything,
-//! because the process is killed, its reaper does it: another process, which is told of every region.
+//! Removes the regions of a process that ends: on SIGTERM, or when the parent dies, a thread of its own
+//! removes every region and ends the process, however busy the other threads are. Where no thread can do
+//! anything, because the process is killed, the reaper does it, a process that knows every region.
 //!
 //! The thread needs nothing from the rest of the process but the list of regions, whose lock is only
 //! ever held for a few system calls. A region is made and listed under that lock, so none can exist
@@ -10,14 +10,14 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
-use crate::error::RingError;
+use crate::error::{GuardError, SystemError};
 use crate::reaper::Reaper;
 use crate::region::{FileId, NamedFile, RegionName};
 use crate::shared::Shared;
 use crate::signal::{self, TerminateSignal};
 use crate::stderr;
 
-/// The parent is looked at this often.
+/// Interval between two checks of the parent.
 const PARENT_CHECK: Duration = Duration::from_millis(100);
 const TERMINATED: &str = "stopped by SIGTERM";
 const ORPHANED: &str = "the runtime that started this driver has ended";
@@ -26,7 +26,7 @@ const ORPHANED: &str = "the runtime that started this driver has ended";
 #[derive(Debug, Default)]
 pub(crate) struct Tracker {
     regions: Mutex<Vec<NamedFile>>,
-    /// Those of live servers, whose clients wait for answers.
+    /// Live servers, whose clients wait for answers.
     rings: Mutex<Vec<Weak<Shared>>>,
     reaper: Option<Reaper>,
 }
@@ -37,14 +37,14 @@ impl Tracker {
         self.regions.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Says that a region of this name is about to be made, or that it is the file `id`.
+    /// Tells the reaper that a region of this name is about to be made, or that it is the file `id`.
     pub(crate) fn tell_reaper(&self, name: &RegionName, id: Option<FileId>) {
         if let Some(reaper) = &self.reaper {
             reaper.tell(name, id);
         }
     }
 
-    /// Notes a server, whose open requests are refused when the process ends.
+    /// Adds a server, whose open requests are refused when the process ends.
     pub(crate) fn serve(&self, ring: &Arc<Shared>) {
         let mut rings = self.rings.lock().unwrap_or_else(PoisonError::into_inner);
         rings.retain(|ring| ring.strong_count() > 0);
@@ -67,7 +67,7 @@ impl Tracker {
     pub(crate) fn remove(&self, region: &NamedFile) {
         let mut regions = self.lock();
         if let Some(index) = regions.iter().position(|listed| listed == region) {
-            // Best effort: the next owner replaces what stays.
+            // Best effort: the next owner replaces a region that stays.
             let _ = region.remove();
             regions.swap_remove(index);
         }
@@ -76,7 +76,7 @@ impl Tracker {
 
 /// Ends the process cleanly on SIGTERM and on its parent's death, with exit status 0. Requests that are
 /// open then are answered with zero bytes, so that their clients do not wait. The regions of a
-/// process that is killed are removed by another process, if one can be forked off; it ends behind
+/// process that is killed are removed by another process, if one can be forked off; it ends after
 /// this one.
 ///
 /// Install it first thing, before anything is loaded: from then on SIGTERM works at once. At most one
@@ -103,27 +103,27 @@ impl ExitGuard {
     /// Handles SIGTERM and watches the parent from now on.
     ///
     /// # Errors
-    /// [`RingError::GuardActive`] if the process has a guard; [`RingError::System`] if the handler
+    /// [`GuardError::Active`] if the process has a guard; [`GuardError::System`] if the handler
     /// cannot be set or the thread cannot be started.
-    pub fn install() -> Result<Self, RingError> {
+    pub fn install() -> Result<Self, GuardError> {
         Self::install_as(None)
     }
 
-    /// As [`Self::install`]; and the process says on stderr why it ends, as a log line of `name`.
-    /// What stderr does not take at once is lost.
+    /// As [`Self::install`], with a line on stderr that tells why the process ends, as a log line of `name`.
+    /// Where stderr does not accept it at once, it is lost.
     ///
     /// # Errors
     /// Those of [`Self::install`].
-    pub fn install_named(name: &'static str) -> Result<Self, RingError> {
+    pub fn install_named(name: &'static str) -> Result<Self, GuardError> {
         Self::install_as(Some(name))
     }
 
-    fn install_as(name: Option<&'static str>) -> Result<Self, RingError> {
+    fn install_as(name: Option<&'static str>) -> Result<Self, GuardError> {
         // Known before the thread starts, so that no change can be missed.
         let parent = rustix::process::getppid();
         let signal = TerminateSignal::register()?;
         let tracker = Arc::new(Tracker {
-            // Best effort: the next owner replaces what stays.
+            // Best effort: the next owner replaces a region that stays.
             reaper: Reaper::start().ok(),
             ..Tracker::default()
         });
@@ -131,7 +131,7 @@ impl ExitGuard {
         let thread = thread::Builder::new()
             .name("pie-exit-guard".to_owned())
             .spawn(move || watch(&regions, parent, name))
-            .map_err(|error| RingError::system("start", "the exit guard's thread", error))?;
+            .map_err(|error| SystemError::new("start", "the exit guard's thread", error))?;
         let pid = std::process::id();
         let watch = Some(Watch {
             thread: Some(thread),
@@ -153,7 +153,8 @@ impl ExitGuard {
         }
     }
 
-    /// Removes the regions, answers open requests with nothing and ends the process with `status`, from any thread and whatever the others do.
+    /// Removes the regions, answers open requests with zero bytes and ends the process with `status`, from any thread and
+    /// whatever the others do.
     pub fn exit(&self, status: i32) -> ! {
         leave(&self.tracker, status, || ())
     }
@@ -179,7 +180,7 @@ fn watch(regions: &Tracker, parent: Option<rustix::process::Pid>, name: Option<&
     signal::unblock();
     loop {
         let events = signal::wait(PARENT_CHECK);
-        // Looked at first: the runtime has the kernel send SIGTERM when it ends.
+        // Checked first: a parent may have the kernel send SIGTERM when it ends.
         let orphaned = rustix::process::getppid() != parent;
         if orphaned || events & signal::TERMINATE != 0 {
             let reason = if orphaned { ORPHANED } else { TERMINATED };
@@ -195,11 +196,12 @@ fn watch(regions: &Tracker, parent: Option<rustix::process::Pid>, name: Option<&
     }
 }
 
-/// Removes all regions, refuses open requests, calls `say` and ends the process. The lock is kept: no region can be made any more.
+/// Removes all regions, refuses open requests, calls `say` and ends the process. The lock is kept, so no region can be made
+/// any more.
 fn leave(tracker: &Tracker, status: i32, say: impl FnOnce()) -> ! {
     let regions = tracker.lock();
     for region in regions.iter() {
-        // Best effort: the next owner replaces what stays.
+        // Best effort: the next owner replaces a region that stays.
         let _ = region.remove();
     }
     tracker.refuse_requests();
@@ -211,11 +213,11 @@ fn leave(tracker: &Tracker, status: i32, say: impl FnOnce()) -> ! {
 /// process `parent`. If it is another one, the parent is dead already, and so is this process.
 ///
 /// # Errors
-/// [`RingError::System`] if the kernel refuses.
-pub fn die_with_parent(parent: u32) -> Result<(), RingError> {
+/// [`SystemError`] if the kernel refuses.
+pub fn die_with_parent(parent: u32) -> Result<(), SystemError> {
     rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::KILL))
-        .map_err(|error| RingError::system("follow", "the parent process", error))?;
-    // Asked behind the call: a parent that dies from here on takes this process along.
+        .map_err(|error| SystemError::new("follow", "the parent process", error))?;
+    // Checked after the call: a parent that dies from here on takes this process along.
     let found = rustix::process::getppid().map(|pid| pid.as_raw_nonzero().get().cast_unsigned());
     if found != Some(parent) {
         signal::exit_now(0);

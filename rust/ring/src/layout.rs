@@ -5,7 +5,7 @@
 //! | header  | slot 0: words | request | response | slot 1 …
 //! ```
 
-use crate::error::RingError;
+use crate::error::{HeaderError, LayoutError};
 
 /// First header word, the bytes `34 45 49 50`.
 pub const MAGIC: u32 = 0x5049_4534;
@@ -61,10 +61,10 @@ impl RegionLayout {
     /// A layout for a new region.
     ///
     /// # Errors
-    /// [`RingError::Layout`] if there is no slot, if a capacity is zero, if the request capacity is
+    /// [`LayoutError`] if there is no slot, if a capacity is zero, if the request capacity is
     /// not a multiple of 64 (the response buffer would be unaligned), or if the stride exceeds a u32.
-    pub fn new(slots: u32, request: u32, response: u32) -> Result<Self, RingError> {
-        let refuse = |problem| RingError::Layout {
+    pub fn new(slots: u32, request: u32, response: u32) -> Result<Self, LayoutError> {
+        let refuse = |problem| LayoutError {
             slots,
             request,
             response,
@@ -144,14 +144,14 @@ impl RegionLayout {
     /// Reads the layout from the header of the region `name`, whose file has `size` bytes.
     ///
     /// # Errors
-    /// [`RingError::Header`] for the first field that is not acceptable, [`RingError::TooShort`] if
+    /// [`HeaderError::Field`] for the first field that is not acceptable, [`HeaderError::TooShort`] if
     /// the file cannot hold the slots.
     pub fn decode_header(
         bytes: &[u8; HEADER_BYTES],
         schema_hash: [u8; 8],
         name: &str,
         size: u64,
-    ) -> Result<Self, RingError> {
+    ) -> Result<Self, HeaderError> {
         let header = Header { bytes, name };
         header.expect("magic", header::MAGIC, MAGIC, |value| {
             format!("{value:#010x}")
@@ -166,8 +166,8 @@ impl RegionLayout {
         let layout = header.geometry()?;
         let needed = layout.total_bytes() as u64;
         if size < needed {
-            let name = name.to_owned();
-            return Err(RingError::TooShort { name, size, needed });
+            let name = header.name();
+            return Err(HeaderError::TooShort { name, size, needed });
         }
         Ok(layout)
     }
@@ -184,10 +184,13 @@ impl Header<'_> {
         u32::from_le_bytes(self.bytes.as_chunks::<4>().0[offset / 4])
     }
 
-    fn refuse(&self, field: &'static str, found: String, expected: String) -> RingError {
-        let name = self.name.to_owned();
-        RingError::Header {
-            name,
+    fn name(&self) -> String {
+        format!("region {}", self.name)
+    }
+
+    fn refuse(&self, field: &'static str, found: String, expected: String) -> HeaderError {
+        HeaderError::Field {
+            name: self.name(),
             field,
             found,
             expected,
@@ -200,7 +203,7 @@ impl Header<'_> {
         offset: usize,
         expected: u32,
         show: fn(u32) -> String,
-    ) -> Result<(), RingError> {
+    ) -> Result<(), HeaderError> {
         let found = self.word(offset);
         if found == expected {
             return Ok(());
@@ -208,7 +211,7 @@ impl Header<'_> {
         Err(self.refuse(field, show(found), show(expected)))
     }
 
-    fn geometry(&self) -> Result<RegionLayout, RingError> {
+    fn geometry(&self) -> Result<RegionLayout, HeaderError> {
         let slots = self.word(header::NUM_SLOTS);
         if slots == 0 {
             return Err(self.refuse("slot count", "0".into(), "at least 1".into()));
@@ -252,7 +255,7 @@ mod tests {
 
     const HASH: [u8; 8] = [0x89, 0xd0, 0xc2, 0xd1, 0xb7, 0x8c, 0xbb, 0x75];
 
-    fn decode(bytes: &[u8; HEADER_BYTES]) -> Result<RegionLayout, RingError> {
+    fn decode(bytes: &[u8; HEADER_BYTES]) -> Result<RegionLayout, HeaderError> {
         RegionLayout::decode_header(bytes, HASH, "/r", u64::MAX)
     }
 
@@ -334,7 +337,7 @@ mod tests {
         let size = layout.total_bytes() as u64;
         assert!(RegionLayout::decode_header(&bytes, HASH, "/r", size).is_ok());
         let error = RegionLayout::decode_header(&bytes, HASH, "/r", size - 1).unwrap_err();
-        assert!(matches!(error, RingError::TooShort { needed, .. } if needed == size));
+        assert!(matches!(error, HeaderError::TooShort { needed, .. } if needed == size));
     }
 
     proptest! {

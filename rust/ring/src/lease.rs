@@ -1,23 +1,23 @@
-//! One request in the hands of the driver, answered exactly once: by a reply, or by the abort reply
+//! One request that the server has taken, answered exactly once: by a reply, or by the abort reply
 //! when the lease is dropped.
 //!
 //! A client that gave up may have put a new request into the slot. Then `req_seq` has moved on, the
 //! lease is *stale*, and nothing may be published under the old number. A client that gave up without
-//! a new request simply never looks at the answer.
+//! a new request never reads the answer.
 //!
-//! Neither buffer of the slot is lent: its client may write both at any time, whatever the protocol says. The request is
-//! copied out before it is read, and an answer is made elsewhere and copied in.
+//! Neither buffer of the slot is lent, since a client that breaks the protocol may write both at any time. The request is
+//! copied out before it is read, and an answer is built elsewhere and copied in.
 
 use std::fmt;
 use std::sync::Arc;
 
-use crate::error::RingError;
+use crate::error::LeaseError;
 use crate::shared::Shared;
 use crate::sync::atomic::Ordering;
 use crate::sync::epoch_us;
 use crate::words::SlotWords;
 
-/// What became of an answer.
+/// The outcome of an answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[must_use]
 pub enum Publish {
@@ -62,16 +62,16 @@ impl Lease {
         self.seq
     }
 
-    /// Copies the request to the start of `words`, which it replaces, and returns its bytes. If the client gives up and
-    /// rewrites its slot meanwhile the copy may be a mixture, but it stays as it is.
+    /// Replaces the content of `words` by a copy of the request, and returns its bytes. If the client gives up and rewrites
+    /// its slot meanwhile, the copy may be a mixture, but it no longer changes.
     ///
     /// # Errors
-    /// [`RingError::RequestLength`] if the client announced more than the slot holds.
-    pub fn copy_request<'w>(&self, words: &'w mut Vec<u64>) -> Result<&'w [u8], RingError> {
+    /// [`LeaseError::RequestLength`] if the client announced more than the slot holds.
+    pub fn copy_request<'w>(&self, words: &'w mut Vec<u64>) -> Result<&'w [u8], LeaseError> {
         let (slot, len) = (self.slot, self.request_len);
         let capacity = self.shared.mapping.layout().request_capacity();
         if len > capacity {
-            return Err(RingError::RequestLength {
+            return Err(LeaseError::RequestLength {
                 slot,
                 len,
                 capacity,
@@ -89,14 +89,14 @@ impl Lease {
     /// Copies `response` into the slot and publishes it. Nothing is copied for a stale lease.
     ///
     /// # Errors
-    /// [`RingError::ResponseTooLarge`]; the client gets the abort reply.
-    pub fn reply(mut self, response: &[u8]) -> Result<Publish, RingError> {
+    /// [`LeaseError::ResponseTooLarge`]; the client gets the abort reply.
+    pub fn reply(mut self, response: &[u8]) -> Result<Publish, LeaseError> {
         let (len, capacity) = (
             response.len(),
             self.shared.mapping.layout().response_capacity(),
         );
         if len > capacity {
-            return Err(RingError::ResponseTooLarge { len, capacity });
+            return Err(LeaseError::ResponseTooLarge { len, capacity });
         }
         Ok(self.fill_and_publish(response))
     }
@@ -118,7 +118,7 @@ impl Lease {
         self.open = false;
         let stale = self.is_stale();
         if !stale {
-            // The client looks at the words all the time: the clock comes before the first store.
+            // The client may poll these words, so the clock is read before the first store.
             let (words, now) = (self.words(), epoch_us());
             words.resp_len.store(len as u32, Ordering::Relaxed);
             words.responded_us.store(now, Ordering::Relaxed);
@@ -138,7 +138,7 @@ impl Lease {
 
 impl Drop for Lease {
     fn drop(&mut self) {
-        // The copy that a forked child has is not the one to answer.
+        // In a forked child the lease is a copy, which must not answer.
         if self.open && std::process::id() == self.shared.pid {
             let shared = Arc::clone(&self.shared);
             let _ = self.fill_and_publish(&shared.abort_reply);

@@ -1,4 +1,5 @@
-//! Shared-memory ring between the Pie runtime (the client) and a driver process (the server).
+//! Messages between Linux processes over shared memory: requests from a client to a server with their answers, and
+//! broadcasts from a leader to its workers.
 //!
 //! A *region* is one POSIX shared-memory object: a 64-byte header, then a few *slots*. A slot is a
 //! mailbox for one request and its answer, so there is no queue to overflow and nothing to allocate
@@ -10,17 +11,17 @@
 //! |---|---|
 //! | `layout` | every offset and size of the region, header encoding and validation |
 //! | `words`, `memory`, `mapping` | the mapped memory: atomics, and payloads that are copied in and out |
-//! | `region` | who owns the name in `/dev/shm`: an exclusive `flock`, freed by the kernel with its owner |
+//! | `region` | the owner of the name in `/dev/shm`: an exclusive `flock`, which the kernel frees with its process |
 //! | `wait` | spin, spin then park, or park until a condition holds |
 //! | `server`, `dispatch`, `lease` | take the oldest request, answer it exactly once |
-//! | `shared` | what server and leases agree on about a slot, and who must still be woken |
+//! | `shared` | the state of a slot that server and leases share, and deferred wakes |
 //! | `client`, `connect` | open a region, send a request, wait for its answer |
-//! | `broadcast` | one leader tells several workers the same, without names and without answers |
-//! | `guard`, `signal` | leave no region behind on SIGTERM or when the parent dies |
-//! | `reaper` | nor when this process is killed: another one removes them |
+//! | `broadcast` | messages from one leader to several workers, without names and without answers |
+//! | `guard`, `signal` | remove the regions on SIGTERM or when the parent dies |
+//! | `reaper` | a process that removes them when this one is killed |
 //!
-//! Two sides that spin exchange messages without a system call: each leaves the other's wake-up until
-//! it has nothing better to do, and drops it when the other side has been seen awake.
+//! Two sides that spin exchange messages without a system call: each defers the other's wake until it is
+//! idle, and cancels it when the other side has been seen awake.
 //!
 //! The crate in `model` runs the files that hold the protocol under loom, which tries interleavings
 //! and memory orders exhaustively up to a number of preemptions; `sync` is the seam. `tests/kill`
@@ -81,10 +82,18 @@ mod words;
 
 pub use broadcast::{Broadcast, Listener, Message};
 pub use client::{Client, ClientConfig, Request, Sent};
-pub use error::RingError;
+pub use error::{
+    BroadcastError, CallError, GuardError, HeaderError, LayoutError, LeaseError, RegionError,
+    RingError, SystemError,
+};
 pub use guard::{ExitGuard, die_with_parent};
 pub use layout::{HEADER_BYTES, MAGIC, RegionLayout, SLOT_HEADER_BYTES, VERSION};
 pub use lease::{Lease, Publish};
 pub use server::{DEFAULT_TAKEOVER, Server, ServerConfig};
 pub use shared::{Stop, Waker};
 pub use wait::Wait;
+
+/// The README's examples are tests.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+pub struct Readme;

@@ -45,7 +45,7 @@ impl Mapping {
         &self.layout
     }
 
-    /// Writes the header; the magic goes last, so that a reader who comes too early is told so.
+    /// Writes the header; the magic goes last, so that a reader that comes too early finds it missing.
     pub(crate) fn write_header(&self, bytes: &[u8; HEADER_BYTES]) {
         // The words after the fixed ones are zero, and so is a fresh file.
         let values = bytes.as_chunks::<4>().0;

@@ -1,12 +1,12 @@
 //! Memory that several processes write. All raw access to it is here.
 //!
-//! Rust assumes that a `&[u8]` does not change and that nobody else reaches a `&mut [u8]`. A file mapping keeps neither
-//! promise: a client that gave up writes its next request, and a faulty peer writes anything at any time. So no byte of it is
-//! ever lent. Words are atomics, and payloads are copied in and out by relaxed atomic loads and stores, eight bytes at a
-//! time. If a peer writes meanwhile the copy is a mixture, but it stays as it is, and what was checked is what is used.
+//! Rust assumes that a `&[u8]` does not change and that a `&mut [u8]` is exclusive. A shared mapping keeps neither promise: a
+//! client that gave up writes its next request, and a faulty peer writes anything at any time. So no byte of it is ever lent. Words are atomics, and payloads are copied in and out by relaxed atomic loads and stores, eight bytes at a
+//! time. If a peer writes meanwhile, the copy is a mixture, but it no longer changes: the bytes that were checked are the bytes that
+//! are used.
 //!
-//! Relaxed loads and stores of aligned words are plain moves on every 64-bit machine, so a copy costs what it would cost
-//! anyway. Who may write when, so that copies are whole, is decided by the protocols above.
+//! Relaxed loads and stores of aligned words are plain moves on every 64-bit machine, so they cost no more than a
+//! plain copy. The protocols above this module decide when each side may write, so that copies are whole.
 
 #![expect(unsafe_code, reason = "a file mapping is raw memory")]
 
@@ -67,14 +67,14 @@ impl Memory {
         unsafe { &*self.at(offset, size_of::<T>(), align_of::<T>()).cast() }
     }
 
-    /// Replaces the content of `words` by the `len` bytes from `offset` on and those that fill up the last word.
+    /// Replaces the content of `words` by the `len` bytes from `offset` on, and the bytes that fill up the last word.
     pub(crate) fn copy_words(&self, offset: usize, len: usize, words: &mut Vec<u64>) {
         let shared = self.words(offset, len.div_ceil(WORD));
         words.clear();
         words.extend(shared.iter().map(|word| word.load(Ordering::Relaxed)));
     }
 
-    /// Fills `bytes` with what lies from `offset` on.
+    /// Fills `bytes` with the mapping's bytes from `offset` on.
     pub(crate) fn load(&self, offset: usize, bytes: &mut [u8]) {
         let (head, rest) = bytes.split_at_mut(head_len(offset, bytes.len()));
         let (words, tail) = rest.as_chunks_mut::<WORD>();
@@ -116,7 +116,7 @@ impl Memory {
 
     fn words(&self, offset: usize, count: usize) -> &[AtomicU64] {
         if count == 0 {
-            // At any offset.
+            // The offset need not be aligned then.
             return &[];
         }
         let start = self.at(offset, WORD * count, WORD);

@@ -1,11 +1,11 @@
-//! A process that outlives this one, and removes the regions that it leaves.
+//! A process that outlives this one and removes its regions.
 //!
 //! A process that is killed cannot clean up. So the exit guard forks another one off, first thing, while there is little to
-//! copy. It is no child of this process and of none of its groups, and keeps no descriptor but its own. It is told a
+//! copy. It is no child of this process and of none of its groups, and keeps no descriptor but its own. It receives a
 //! region's name before the region is made, and its device and inode before it has memory. When this process has ended,
 //! however it did, the reaper removes the names that still lead to these files, and leaves a file of anyone else alone. It
-//! takes a file's lock first: the next owner of such a name finds the lock taken, and looks again. What kills the reaper,
-//! too, as the end of a container does, leaves the name to its next owner.
+//! takes a file's lock first: the next owner of such a name finds the lock taken, and looks again. Where the reaper is
+//! killed, too, as at the end of a container, the name stays for its next owner.
 //!
 //! A fork of a process with threads may find the allocator's locks taken for good. So the reaper makes system calls and
 //! uses arrays, and allocates nothing in its whole life.
@@ -27,7 +27,7 @@ use rustix::fs::{FlockOperation, Mode};
 use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, Signal, WaitOptions};
 
-use crate::error::RingError;
+use crate::error::SystemError;
 use crate::region::{FileId, OPEN, RegionName, id_at};
 use crate::signal::exit_now;
 
@@ -37,15 +37,15 @@ const PATIENCE: Duration = Duration::from_secs(10);
 const RETRY: Duration = Duration::from_millis(20);
 /// How long the first child may take, which makes some system calls and ends.
 const CHILD_LIMIT: Duration = Duration::from_secs(5);
-/// Regions of a process that are remembered; of more, the last ones. A driver has one.
+/// Most regions of a process that are remembered; of more, the last ones. Most processes have one.
 const REGIONS: usize = 32;
 /// Descriptors that are closed one by one where the kernel cannot close a range.
 const MOST_DESCRIPTORS: libc::c_uint = 1 << 16;
 
-/// What the reaper is told of a region.
+/// A message to the reaper about a region.
 #[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
 #[repr(C)]
-struct Told {
+struct Notice {
     /// Zero as long as the file is not made.
     id: FileId,
     /// Ends with a zero byte.
@@ -58,8 +58,8 @@ pub(crate) struct Reaper(UnixStream);
 
 impl Reaper {
     /// Forks the other process off.
-    pub(crate) fn start() -> Result<Self, RingError> {
-        let failed = |error| RingError::system("start", "the reaper of regions", error);
+    pub(crate) fn start() -> Result<Self, SystemError> {
+        let failed = |error| SystemError::new("start", "the reaper of regions", error);
         let (own, others) = UnixStream::pair().map_err(failed)?;
         // A descriptor by which the end is seen even if other children keep the socket open; not all kernels have it.
         let process = rustix::process::pidfd_open(rustix::process::getpid(), PidfdFlags::empty());
@@ -75,15 +75,15 @@ impl Reaper {
         }
     }
 
-    /// Says that a region of this name may exist from now on, or that it is the file `id`.
+    /// Announces that a region of this name may exist from now on, or that it is the file `id`.
     pub(crate) fn tell(&self, name: &RegionName, id: Option<FileId>) {
-        let mut told = Told::zeroed();
-        told.id = id.unwrap_or(told.id);
+        let mut notice = Notice::zeroed();
+        notice.id = id.unwrap_or(notice.id);
         let path = name.path().as_bytes();
         // A checked name leaves room for the zero byte.
-        told.path[..path.len()].copy_from_slice(path);
-        // Best effort: what a killed process leaves, the name's next owner replaces.
-        let _ = (&self.0).write_all(bytemuck::bytes_of(&told));
+        notice.path[..path.len()].copy_from_slice(path);
+        // Best effort: the name's next owner replaces the region of a killed process.
+        let _ = (&self.0).write_all(bytemuck::bytes_of(&notice));
     }
 }
 
@@ -103,10 +103,10 @@ fn await_end(child: Option<Pid>, limit: Duration) {
     }
 }
 
-/// Leaves all that it shares, and forks once more, so that the process which stays is another one's child. The first one
+/// Gives up all that it shares, and forks once more, so that the process which stays is another one's child. The first one
 /// waits for this, so that it is done when a region is made.
 fn orphan(socket: UnixStream, process: Option<&OwnedFd>) -> ! {
-    // What is sent to the terminal's or the driver's group is not for this process.
+    // Signals to the terminal's or the parent's group are not for this process.
     let _ = rustix::process::setsid();
     let _ = rustix::thread::set_name(c"pie-reaper");
     let _ = rustix::process::chdir(c"/");
@@ -121,7 +121,7 @@ fn orphan(socket: UnixStream, process: Option<&OwnedFd>) -> ! {
 }
 
 fn outlive(mut socket: UnixStream, process: Option<&OwnedFd>) -> ! {
-    let mut regions = [Told::zeroed(); REGIONS];
+    let mut regions = [Notice::zeroed(); REGIONS];
     listen(&mut socket, process, &mut regions);
     for region in &regions {
         if region.path[0] != 0 {
@@ -131,13 +131,13 @@ fn outlive(mut socket: UnixStream, process: Option<&OwnedFd>) -> ! {
     exit_now(0)
 }
 
-/// Takes note of all that is told until the other process ends.
-fn listen(socket: &mut UnixStream, process: Option<&OwnedFd>, regions: &mut [Told; REGIONS]) {
+/// Receives notices until the other process ends.
+fn listen(socket: &mut UnixStream, process: Option<&OwnedFd>, regions: &mut [Notice; REGIONS]) {
     if socket.set_nonblocking(true).is_err() {
         return;
     }
     let mut next = 0;
-    let mut told = Told::zeroed();
+    let mut notice = Notice::zeroed();
     let mut filled = 0;
     loop {
         let ends = [socket.as_fd(), process.map_or(socket.as_fd(), AsFd::as_fd)];
@@ -146,10 +146,10 @@ fn listen(socket: &mut UnixStream, process: Option<&OwnedFd>, regions: &mut [Tol
             Ok(_) | Err(Errno::INTR) => {}
             Err(_) => return,
         }
-        // Looked at first: what was told before the end is read after it.
+        // Checked first, so that notices sent before the end are read below.
         let ended = process.is_some() && !watched[1].revents().is_empty();
         loop {
-            let bytes = bytemuck::bytes_of_mut(&mut told);
+            let bytes = bytemuck::bytes_of_mut(&mut notice);
             match socket.read(&mut bytes[filled..]) {
                 Ok(0) => return,
                 Ok(count) => filled += count,
@@ -157,9 +157,9 @@ fn listen(socket: &mut UnixStream, process: Option<&OwnedFd>, regions: &mut [Tol
                 Err(error) if error.kind() == ErrorKind::WouldBlock => break,
                 Err(_) => return,
             }
-            if filled == size_of::<Told>() {
+            if filled == size_of::<Notice>() {
                 filled = 0;
-                note(&told, regions, &mut next);
+                note(&notice, regions, &mut next);
             }
         }
         if ended {
@@ -168,16 +168,16 @@ fn listen(socket: &mut UnixStream, process: Option<&OwnedFd>, regions: &mut [Tol
     }
 }
 
-/// A region takes the place of what was told of its name before, else the next place.
-fn note(told: &Told, regions: &mut [Told; REGIONS], next: &mut usize) {
-    let known = regions.iter().position(|region| region.path == told.path);
+/// A notice replaces the earlier one of the same name, else takes the next place.
+fn note(notice: &Notice, regions: &mut [Notice; REGIONS], next: &mut usize) {
+    let known = regions.iter().position(|region| region.path == notice.path);
     let place = known.unwrap_or(*next % REGIONS);
     *next += usize::from(known.is_none());
-    regions[place] = *told;
+    regions[place] = *notice;
 }
 
 /// Removes a region that its owner has left, if the name still leads to it.
-fn remove(region: &Told) -> Result<(), Errno> {
+fn remove(region: &Notice) -> Result<(), Errno> {
     let Ok(path) = CStr::from_bytes_until_nul(&region.path) else {
         return Ok(());
     };
@@ -214,7 +214,7 @@ fn block_signals() {
     }
 }
 
-/// Closes all descriptors but two, which may be one. Who waits for the end of a pipe must not wait for this process.
+/// Closes all descriptors but two, which may be the same. A reader of an inherited pipe must not wait for this process.
 fn close_others(one: RawFd, other: RawFd) {
     let kept = [one.min(other), one.max(other)].map(RawFd::cast_unsigned);
     let mut first = 0;
@@ -263,39 +263,39 @@ mod tests {
         assert_eq!(again.unwrap_err(), Errno::CHILD);
     }
 
-    /// What a driver leaves that is killed after it has made the file and before it has told which one that is.
+    /// The state after a kill between making the file and announcing its id.
     #[test]
     fn a_region_that_was_only_announced_is_removed_while_it_is_empty() {
         let name = format!("/pie_ring_test_{}_announced", std::process::id());
         let path = format!("/dev/shm{name}");
-        let mut told = Told::zeroed();
-        told.path[..path.len()].copy_from_slice(path.as_bytes());
-        assert_eq!(remove(&told), Err(Errno::NOENT));
+        let mut notice = Notice::zeroed();
+        notice.path[..path.len()].copy_from_slice(path.as_bytes());
+        assert_eq!(remove(&notice), Err(Errno::NOENT));
         std::fs::write(&path, b"of another make").unwrap();
-        remove(&told).unwrap();
+        remove(&notice).unwrap();
         assert!(std::fs::exists(&path).unwrap());
         std::fs::write(&path, b"").unwrap();
-        remove(&told).unwrap();
+        remove(&notice).unwrap();
         assert!(!std::fs::exists(&path).unwrap());
     }
 
     #[test]
     fn the_last_word_on_each_name_counts() {
-        let mut regions = [Told::zeroed(); REGIONS];
+        let mut regions = [Notice::zeroed(); REGIONS];
         let mut next = 0;
-        let told = |number: u8, inode| {
-            let mut told = Told::zeroed();
-            told.path[0] = number;
-            told.id = FileId::new(1, inode);
-            told
+        let notice = |number: u8, inode| {
+            let mut notice = Notice::zeroed();
+            notice.path[0] = number;
+            notice.id = FileId::new(1, inode);
+            notice
         };
         for round in 1..4 {
             for number in 1..=REGIONS as u8 {
-                note(&told(number, round), &mut regions, &mut next);
+                note(&notice(number, round), &mut regions, &mut next);
             }
         }
         assert!(regions.iter().all(|region| region.id == FileId::new(1, 3)));
-        note(&told(200, 9), &mut regions, &mut next);
+        note(&notice(200, 9), &mut regions, &mut next);
         assert_eq!(regions[0].path[0], 200);
         assert_eq!(regions[1].path[0], 2);
     }

@@ -1,4 +1,4 @@
-//! Who owns a region: the process that holds an exclusive `flock` on the file behind the name.
+//! Ownership of a region: the process that holds an exclusive `flock` on the file of the name owns it.
 //!
 //! The kernel frees the lock when its owner dies, however it dies, so no pid and no age has to be
 //! guessed. A file without a lock is a leftover and is replaced by a new one; it is never reused,
@@ -7,8 +7,8 @@
 //! Between making a file and locking it there is a gap in which a rival may take the new file for a
 //! leftover. Two rules make that harmless. Only the holder of a file's lock removes the file from the
 //! name. And after taking a lock, each side checks that the name still leads to the locked file; if
-//! not, it starts over. So the lock that counts is the one on the file behind the name, and at most
-//! one process can hold it.
+//! not, it starts over. So the lock that counts is the one on the file that the name leads to, and at
+//! most one process can hold it.
 //!
 //! The descriptor is close-on-exec: programs that the owner starts do not keep the lock. A child made
 //! by `fork` alone does share it until it ends.
@@ -23,7 +23,7 @@ use rustix::fs::{AtFlags, CWD, FallocateFlags, FlockOperation, Mode, OFlags, Sta
 use rustix::io::Errno;
 use rustix::path::Arg;
 
-use crate::error::RingError;
+use crate::error::{RegionError, SystemError};
 use crate::guard::Tracker;
 
 /// A live owner is asked again after this time.
@@ -31,7 +31,7 @@ const RETRY: Duration = Duration::from_millis(20);
 /// Where the system keeps its shared-memory objects.
 const DIRECTORY: &str = "/dev/shm";
 
-/// How an existing region is opened. A link or a pipe under its name is not ours and must neither be followed nor block.
+/// How an existing region is opened. A link or a pipe of its name is no region, and must neither be followed nor block.
 pub(crate) const OPEN: OFlags = OFlags::RDWR
     .union(OFlags::CLOEXEC)
     .union(OFlags::NOFOLLOW)
@@ -45,7 +45,7 @@ pub(crate) struct RegionName {
 }
 
 impl RegionName {
-    pub(crate) fn new(name: &str) -> Result<Self, RingError> {
+    pub(crate) fn new(name: &str) -> Result<Self, RegionError> {
         let usable = name.strip_prefix('/').is_some_and(|rest| {
             (1..=250).contains(&rest.len())
                 && !rest.contains(['/', '\0'])
@@ -53,7 +53,7 @@ impl RegionName {
                 && rest != ".."
         });
         if !usable {
-            return Err(RingError::Name {
+            return Err(RegionError::Name {
                 name: name.to_owned(),
             });
         }
@@ -81,9 +81,9 @@ impl RegionName {
         rustix::fs::open(&self.path, flags, Mode::RUSR | Mode::WUSR)
     }
 
-    pub(crate) fn failed(&self, action: &'static str, source: impl Into<io::Error>) -> RingError {
+    pub(crate) fn failed(&self, action: &'static str, source: impl Into<io::Error>) -> SystemError {
         let source = source.into();
-        RingError::System {
+        SystemError {
             action,
             target: self.path.clone(),
             hint: remedy(action, &source),
@@ -92,7 +92,7 @@ impl RegionName {
     }
 }
 
-/// What to do about a region that the system refuses.
+/// The remedy for a region that the system refuses.
 fn remedy(action: &str, error: &io::Error) -> &'static str {
     match Errno::from_io_error(error) {
         Some(Errno::ROFS) => {
@@ -109,10 +109,10 @@ fn remedy(action: &str, error: &io::Error) -> &'static str {
             "let this user write to /dev/shm, e.g. `chmod 1777 /dev/shm`"
         }
         Some(Errno::ACCESS | Errno::PERM) => {
-            "the file belongs to another user: end that user's Pie server and remove the file as that user, or as root"
+            "the file belongs to another user: end that user's server and remove the file as that user, or as root"
         }
         Some(Errno::ISDIR | Errno::LOOP | Errno::NXIO | Errno::NODEV) => {
-            "no Pie driver made what has this name: remove it"
+            "it is not the file of a region: remove it"
         }
         Some(Errno::NOMEM | Errno::AGAIN) => {
             "raise the limit of this process's memory (`ulimit -v` and `-l`, or the container's)"
@@ -146,7 +146,7 @@ impl FileId {
     }
 }
 
-/// What a path leads to, itself and not where it may point to.
+/// The file that a path names; of a link the link itself.
 pub(crate) fn id_at(path: impl Arg) -> Result<FileId, Errno> {
     rustix::fs::statat(CWD, path, AtFlags::SYMLINK_NOFOLLOW).map(FileId::from)
 }
@@ -159,7 +159,7 @@ pub(crate) struct NamedFile {
 }
 
 impl NamedFile {
-    fn new(name: &RegionName, file: BorrowedFd<'_>) -> Result<Self, RingError> {
+    fn new(name: &RegionName, file: BorrowedFd<'_>) -> Result<Self, SystemError> {
         let stat = rustix::fs::fstat(file).map_err(|error| name.failed("inspect", error))?;
         Ok(Self {
             name: name.clone(),
@@ -173,7 +173,7 @@ impl NamedFile {
     }
 
     /// Removes the name unless it leads to another file by now.
-    pub(crate) fn remove(&self) -> Result<(), RingError> {
+    pub(crate) fn remove(&self) -> Result<(), SystemError> {
         if !self.is_current() {
             return Ok(());
         }
@@ -184,7 +184,7 @@ impl NamedFile {
     }
 }
 
-/// The file behind a region, owned by this process. Dropping it removes the name, then the lock.
+/// The file of a region, owned by this process. Dropping it removes the name, then the lock.
 #[derive(Debug)]
 pub(crate) struct RegionFile {
     file: OwnedFd,
@@ -193,7 +193,7 @@ pub(crate) struct RegionFile {
     pid: u32,
 }
 
-/// What one try to own the name led to.
+/// The outcome of one try to own the name.
 enum Attempt {
     Owned(RegionFile),
     /// A living process holds the lock.
@@ -209,7 +209,7 @@ impl RegionFile {
         bytes: u64,
         takeover: Duration,
         tracker: &Arc<Tracker>,
-    ) -> Result<Self, RingError> {
+    ) -> Result<Self, RegionError> {
         let start = Instant::now();
         tracker.tell_reaper(name, None);
         loop {
@@ -223,7 +223,7 @@ impl RegionFile {
                     let left = takeover.saturating_sub(start.elapsed());
                     if left.is_zero() {
                         let (name, owner) = (name.as_str().to_owned(), owner(name));
-                        return Err(RingError::Owned {
+                        return Err(RegionError::Owned {
                             name,
                             owner,
                             waited: takeover,
@@ -235,7 +235,7 @@ impl RegionFile {
         }
     }
 
-    fn attempt(name: &RegionName, tracker: &Arc<Tracker>) -> Result<Attempt, RingError> {
+    fn attempt(name: &RegionName, tracker: &Arc<Tracker>) -> Result<Attempt, SystemError> {
         let Some(region) = Self::make(name, tracker)? else {
             return replace_leftover(name);
         };
@@ -253,7 +253,7 @@ impl RegionFile {
     }
 
     /// Makes the file and tracks it in one step; `None` if the name exists.
-    fn make(name: &RegionName, tracker: &Arc<Tracker>) -> Result<Option<Self>, RingError> {
+    fn make(name: &RegionName, tracker: &Arc<Tracker>) -> Result<Option<Self>, SystemError> {
         let (pid, tracker) = (std::process::id(), Arc::clone(tracker));
         let mut regions = tracker.lock();
         let file = match name.make() {
@@ -274,9 +274,9 @@ impl RegionFile {
     }
 
     /// Gives the file its size and its memory, so that no later access can run out of space.
-    fn reserve(&self, needed: u64) -> Result<(), RingError> {
+    fn reserve(&self, needed: u64) -> Result<(), RegionError> {
         let name = &self.named.name;
-        let no_space = |available| RingError::NoSpace {
+        let no_space = |available| RegionError::NoSpace {
             name: name.as_str().to_owned(),
             needed,
             available,
@@ -295,7 +295,7 @@ impl RegionFile {
                 Err(Errno::NOSPC | Errno::NOMEM | Errno::FBIG) => {
                     return Err(no_space(available.unwrap_or(0)));
                 }
-                Err(error) => return Err(name.failed("reserve the memory of", error)),
+                Err(error) => return Err(name.failed("reserve the memory of", error).into()),
             }
         }
     }
@@ -319,7 +319,7 @@ impl Drop for RegionFile {
 }
 
 /// Removes the existing file if its owner is dead.
-fn replace_leftover(name: &RegionName) -> Result<Attempt, RingError> {
+fn replace_leftover(name: &RegionName) -> Result<Attempt, SystemError> {
     let file = match name.open() {
         Ok(file) => file,
         Err(Errno::NOENT) => return Ok(Attempt::Changed),
@@ -332,7 +332,7 @@ fn replace_leftover(name: &RegionName) -> Result<Attempt, RingError> {
     Ok(Attempt::Changed)
 }
 
-fn try_lock(name: &RegionName, file: BorrowedFd<'_>) -> Result<bool, RingError> {
+fn try_lock(name: &RegionName, file: BorrowedFd<'_>) -> Result<bool, SystemError> {
     loop {
         match rustix::fs::flock(file, FlockOperation::NonBlockingLockExclusive) {
             Ok(()) => return Ok(true),
@@ -343,7 +343,7 @@ fn try_lock(name: &RegionName, file: BorrowedFd<'_>) -> Result<bool, RingError> 
     }
 }
 
-/// The pid that holds the lock on the file behind the name, if the kernel shows it.
+/// The pid that holds the lock on the name's file, if the kernel shows it.
 fn owner(name: &RegionName) -> Option<u32> {
     let stat = rustix::fs::statat(CWD, &name.path, AtFlags::SYMLINK_NOFOLLOW).ok()?;
     let (major, minor) = (
@@ -372,7 +372,7 @@ mod tests {
 
     #[test]
     fn names() {
-        for good in ["/pie_shmem_g0", "/a", &format!("/{}", "x".repeat(250))] {
+        for good in ["/region_0", "/a", &format!("/{}", "x".repeat(250))] {
             assert_eq!(RegionName::new(good).unwrap().as_str(), good);
         }
         for bad in [

@@ -1,10 +1,10 @@
-//! The driver's side: owns the region and hands out requests, oldest first.
+//! The server's side: owns the region and hands out requests, oldest first.
 
 use std::sync::Arc;
 use std::time::Duration;
 
 use crate::dispatch::Dispatcher;
-use crate::error::RingError;
+use crate::error::{RegionError, SystemError};
 use crate::guard::ExitGuard;
 use crate::layout::RegionLayout;
 use crate::lease::Lease;
@@ -13,13 +13,13 @@ use crate::region::{RegionFile, RegionName};
 use crate::shared::{Stop, Waker};
 use crate::wait::Wait;
 
-/// How long [`Server::create`] waits for a live owner by default: a driver on its way out needs less.
+/// How long [`Server::create`] waits for a live owner by default; a server that is ending needs less.
 pub const DEFAULT_TAKEOVER: Duration = Duration::from_secs(5);
 
-/// What a region is made of.
+/// The parameters of a region.
 #[derive(Clone, Debug)]
 pub struct ServerConfig {
-    /// POSIX name, such as `/pie_shmem_g0`.
+    /// POSIX name, such as `/my_region`.
     pub name: String,
     /// Slots and capacities.
     pub layout: RegionLayout,
@@ -54,14 +54,14 @@ impl Server {
     /// Makes the region: name, lock, memory, header. Waits for a live owner, replaces a dead one.
     ///
     /// # Errors
-    /// [`RingError::Owned`] if another driver lives on, [`RingError::NoSpace`] if `/dev/shm` is too
-    /// small, [`RingError::Name`] and [`RingError::AbortReplyTooLarge`] for a bad configuration,
-    /// [`RingError::System`] otherwise. Nothing is left behind.
-    pub fn create(config: &ServerConfig, guard: &ExitGuard) -> Result<Self, RingError> {
+    /// [`RegionError::Owned`] if another process keeps the name, [`RegionError::NoSpace`] if `/dev/shm` is too small,
+    /// [`RegionError::Name`] and [`RegionError::AbortReplyTooLarge`] for a bad configuration, [`RegionError::System`]
+    /// otherwise. On an error no file stays.
+    pub fn create(config: &ServerConfig, guard: &ExitGuard) -> Result<Self, RegionError> {
         let name = RegionName::new(&config.name)?;
         let (len, capacity) = (config.abort_reply.len(), config.layout.response_capacity());
         if len > capacity {
-            return Err(RingError::AbortReplyTooLarge { len, capacity });
+            return Err(RegionError::AbortReplyTooLarge { len, capacity });
         }
         let bytes = config.layout.total_bytes() as u64;
         let region = RegionFile::create(&name, bytes, config.takeover, guard.tracker())?;
@@ -83,7 +83,7 @@ impl Server {
         Stop(Arc::clone(self.dispatcher.shared()))
     }
 
-    /// A handle by which other threads call the server.
+    /// A handle by which other threads interrupt the server's waiting.
     pub fn waker(&self) -> Waker {
         Waker(Arc::clone(self.dispatcher.shared()))
     }
@@ -95,12 +95,12 @@ impl Server {
 
     /// Waits for the next request; `None` once stopped, or when a [`Waker`] has called.
     ///
-    /// With [`Wait::Spin`] an answer may leave the waking of its client to the next call: come back
+    /// With [`Wait::Spin`] the wake of an answer's client may be deferred until the next call: call again
     /// soon, or stop or drop the server.
     ///
     /// # Errors
-    /// [`RingError::System`] if the kernel refuses to wait.
-    pub fn wait(&mut self, wait: Wait) -> Result<Option<Lease>, RingError> {
+    /// [`SystemError`] if the kernel refuses to wait.
+    pub fn wait(&mut self, wait: Wait) -> Result<Option<Lease>, SystemError> {
         self.dispatcher.wait(wait)
     }
 

@@ -1,10 +1,11 @@
-//! What the server shares with its leases and stop handles, all of it inside the server's process.
+//! The state that a server shares with its leases and stop handles, all of it inside the server's process.
 //!
 //! An answer raises the client's wake counter at once. The futex call that follows is wasted on a
-//! client that does not sleep, and clients do not tell. So a server that spins may *owe* the call. It
-//! is cancelled when the slot's next request is delivered: a client that sends again has read its
-//! answer. It is made when the server finds nothing to do for a while, after at most as many
-//! deliveries as there are slots, and when the server stops, is dropped or no longer spins.
+//! client that does not sleep, and the protocol does not tell whether it sleeps. So a server that spins
+//! *defers* the call, the *wake*. A deferred wake is cancelled when the slot's next request is delivered,
+//! since a client that sends again has read its answer. It is made when the server finds nothing to do
+//! for a while, after at most as many deliveries as there are slots, and when the server stops, is
+//! dropped or no longer spins.
 //!
 //! Lease, server and stop handle may be on three threads. Everything they must agree on about a slot
 //! is therefore in one atomic word, whose changes have one order for all of them.
@@ -17,11 +18,11 @@ use crate::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
 /// A lease exists.
 const LEASED: u32 = 1;
-/// The server has seen a request behind the lease and waits for the lease's end.
+/// The server has seen another request in the slot and waits for the lease's end.
 const AWAITED: u32 = 2;
-/// The futex call of the last answer has not been made.
-const OWED: u32 = 4;
-/// Calls are made at once: the server might sleep, or never come back to make one that is owed.
+/// The wake of the last answer is deferred.
+const DEFERRED: u32 = 4;
+/// Wakes are made at once: the server might sleep, or never come back to make one that is deferred.
 const AT_ONCE: u32 = 8;
 
 /// The server was stopped, for good.
@@ -29,15 +30,15 @@ const STOPPED: u32 = 1;
 /// Another thread has called the server.
 const CALLED: u32 = 2;
 
-/// What the server shares with its leases and stop handles.
+/// The state that a server shares with its leases and stop handles.
 pub(crate) struct Shared {
     pub(crate) mapping: Mapping,
     pub(crate) abort_reply: Vec<u8>,
     /// Per slot: a set of the bits above.
     states: Box<[AtomicU32]>,
-    /// The last call found a client asleep, so the next one will not be owed. Only a hint.
+    /// The last wake found a client asleep, so the next one is not deferred. Only a hint.
     clients_sleep: AtomicBool,
-    /// What ends the server's waiting: a set of the bits below. One word, so that a spinning server looks at one.
+    /// Reasons to end the server's waiting: a set of the bits above. One word, so that a spinning server reads one.
     events: AtomicU32,
     /// The process that made the region. A forked child must not answer for it.
     pub(crate) pid: u32,
@@ -69,63 +70,63 @@ impl Shared {
         seen & AWAITED == 0 && state.fetch_or(AWAITED, Ordering::Relaxed) & LEASED == 0
     }
 
-    /// Marks a free slot as leased. Its client has sent again and is owed nothing.
+    /// Marks a free slot as leased, and cancels its deferred wake: its client has sent again.
     pub(crate) fn begin_lease(&self, slot: usize) {
         self.update(slot, |state| state & AT_ONCE | LEASED);
     }
 
-    /// Frees the slot for the next delivery, and wakes whom the lease's end concerns.
+    /// Frees the slot for the next delivery. Wakes the server if it waits for that, and the client, or defers it.
     pub(crate) fn end_lease(&self, slot: usize, answered: bool) {
         let state = &self.states[slot];
         let before = if answered {
             // SYNC: pairs with the acquire in `update`.
-            state.fetch_xor(LEASED | OWED, Ordering::Release)
+            state.fetch_xor(LEASED | DEFERRED, Ordering::Release)
         } else {
             // SYNC: as above.
             state.fetch_and(!LEASED, Ordering::Release)
         };
-        // A server that spins will see for itself.
+        // A server that spins sees it without.
         if before & (AWAITED | AT_ONCE) == AWAITED | AT_ONCE {
             self.wake_server();
         }
         if before & AT_ONCE != 0 || self.clients_sleep.load(Ordering::Relaxed) {
-            self.pay(slot);
+            self.wake_deferred(slot);
         }
     }
 
-    /// Whether the futex call of the slot's last answer is owed.
-    pub(crate) fn owes(&self, slot: usize) -> bool {
-        self.states[slot].load(Ordering::Relaxed) & OWED != 0
+    /// Whether the wake of the slot's last answer is deferred.
+    pub(crate) fn is_deferred(&self, slot: usize) -> bool {
+        self.states[slot].load(Ordering::Relaxed) & DEFERRED != 0
     }
 
-    /// Wakes the client of the slot if that is owed.
-    pub(crate) fn pay(&self, slot: usize) {
-        if self.owes(slot) && self.update(slot, |state| state & !OWED) & OWED != 0 {
+    /// Makes the slot's wake if it is deferred.
+    pub(crate) fn wake_deferred(&self, slot: usize) {
+        if self.is_deferred(slot) && self.update(slot, |state| state & !DEFERRED) & DEFERRED != 0 {
             self.wake_client(slot);
         }
     }
 
-    /// Makes every call that is owed.
-    pub(crate) fn pay_all(&self) {
+    /// Makes every deferred wake.
+    pub(crate) fn wake_all_deferred(&self) {
         for slot in 0..self.states.len() {
-            self.pay(slot);
+            self.wake_deferred(slot);
         }
     }
 
-    /// Whether answers may owe their call from now on. If not, nothing is owed afterwards.
-    pub(crate) fn allow_owing(&self, allowed: bool) {
+    /// Allows or forbids to defer wakes from now on. Forbidding makes those that are deferred.
+    pub(crate) fn allow_deferring(&self, allowed: bool) {
         for slot in 0..self.states.len() {
             if allowed {
                 self.update(slot, |state| state & !AT_ONCE);
-            } else if self.update(slot, |state| state & !OWED | AT_ONCE) & OWED != 0 {
+            } else if self.update(slot, |state| state & !DEFERRED | AT_ONCE) & DEFERRED != 0 {
                 self.wake_client(slot);
             }
         }
     }
 
-    /// Answers every open request with nothing, because the process ends: zero bytes, which are no reply. Leases may be in
-    /// other threads' hands, so response buffers are not touched: a client that is answered at the same time reads either
-    /// a whole reply or none.
+    /// Answers every open request with zero bytes, which are no reply, because the process ends. Other threads may hold
+    /// leases, so response buffers are not touched: a client that is answered at the same time reads either a whole reply
+    /// or none.
     pub(crate) fn refuse_all(&self) {
         for slot in 0..self.states.len() {
             let words = self.mapping.slot(slot);
@@ -141,18 +142,18 @@ impl Shared {
             words.resp_wake.fetch_add(1, Ordering::Release);
             self.wake_client(slot);
         }
-        // Answers that were given before may owe their call.
-        self.allow_owing(false);
+        // Wakes of earlier answers may be deferred.
+        self.allow_deferring(false);
     }
 
-    /// Whether there is anything but requests that ends the server's waiting.
+    /// Whether the server was stopped or called, which ends its waiting.
     pub(crate) fn has_event(&self) -> bool {
         self.events.load(Ordering::Relaxed) != 0
     }
 
     /// Whether a thread has called since the last time.
     pub(crate) fn take_call(&self) -> bool {
-        // SYNC: pairs with the release in `Waker::wake`: what was done before a call is seen behind it.
+        // SYNC: pairs with the release in `Waker::wake`: writes before the call are visible after this.
         self.events.load(Ordering::Relaxed) & CALLED != 0
             && self.events.fetch_and(!CALLED, Ordering::Acquire) & CALLED != 0
     }
@@ -160,9 +161,9 @@ impl Shared {
     /// Changes the state of a slot and returns the former one.
     fn update(&self, slot: usize, change: impl Fn(u32) -> u32) -> u32 {
         let (state, change) = (&self.states[slot], |state| Some(change(state)));
-        // SYNC: pairs with the release in `end_lease`. The next lease finds the old one's use of the
-        // buffer over, and whoever makes a call that another thread owed has its raise of the
-        // counter, so that a client which is only falling asleep sees it.
+        // SYNC: pairs with the release in `end_lease`. The old lease's use of the buffer is over before the next lease
+        // begins. A thread that makes a wake deferred by another one sees that thread's raise of the counter first, so a
+        // client that is about to sleep sees it, too.
         let result = state.fetch_update(Ordering::Acquire, Ordering::Relaxed, change);
         let (Ok(before) | Err(before)) = result;
         before
@@ -189,20 +190,20 @@ impl Stop {
     /// Makes the running and every later [`Server::wait`](crate::Server::wait) return `None`. Only
     /// atomics and futex calls, so it may be used in a signal handler.
     pub fn stop(&self) {
-        // A server that sleeps learns it by the raised counter, one that spins by and by.
+        // A sleeping server learns it by the raised counter, a spinning one by its next look at the word.
         self.0.events.fetch_or(STOPPED, Ordering::Relaxed);
         self.0.wake_server();
-        self.0.allow_owing(false);
+        self.0.allow_deferring(false);
     }
 }
 
-/// Calls a server from any thread: it has something to do besides requests.
+/// Interrupts a server's waiting from any thread, for work besides requests.
 #[derive(Clone)]
 pub struct Waker(pub(crate) Arc<Shared>);
 
 impl Waker {
     /// Makes the running or the next [`Server::wait`](crate::Server::wait) return `None`; at most one request comes first.
-    /// Calls that come before the server has [taken](crate::Server::take_call) one are one.
+    /// Several calls before the server [takes](crate::Server::take_call) one count as one.
     pub fn wake(&self) {
         // SYNC: pairs with the acquire in `Shared::take_call`.
         self.0.events.fetch_or(CALLED, Ordering::Release);

@@ -16,7 +16,7 @@ use std::ptr;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
-use crate::error::RingError;
+use crate::error::{GuardError, SystemError};
 use crate::futex;
 
 /// SIGTERM arrived.
@@ -37,7 +37,7 @@ pub(crate) struct TerminateSignal {
 
 impl TerminateSignal {
     /// Registers the handler. One registration per process: two would race to end it.
-    pub(crate) fn register() -> Result<Self, RingError> {
+    pub(crate) fn register() -> Result<Self, GuardError> {
         let pid = std::process::id();
         let current = OWNER.load(Ordering::Relaxed);
         // A foreign pid is that of a parent which forked this process.
@@ -46,14 +46,14 @@ impl TerminateSignal {
                 .compare_exchange(current, pid, Ordering::Relaxed, Ordering::Relaxed)
                 .is_err()
         {
-            return Err(RingError::GuardActive);
+            return Err(GuardError::Active);
         }
         EVENTS.store(0, Ordering::Relaxed);
         match set_disposition(&handler()) {
             Ok(previous) => Ok(Self { previous }),
             Err(error) => {
                 OWNER.store(0, Ordering::Relaxed);
-                Err(RingError::system("handle", "SIGTERM", error))
+                Err(SystemError::new("handle", "SIGTERM", error).into())
             }
         }
     }
@@ -64,7 +64,7 @@ impl Drop for TerminateSignal {
         if OWNER.load(Ordering::Relaxed) != std::process::id() {
             return;
         }
-        // Whoever registered after us keeps what it set.
+        // A handler that was set after this one stays.
         let ours = disposition().is_ok_and(|now| now.sa_sigaction == handler().sa_sigaction);
         if ours {
             let _ = set_disposition(&self.previous);
@@ -72,7 +72,7 @@ impl Drop for TerminateSignal {
         OWNER.store(0, Ordering::Relaxed);
         // SYNC: pairs with the release in `raise`.
         if EVENTS.load(Ordering::Acquire) & TERMINATE != 0 {
-            // It came after the waiter's last look, and is for the former disposition now.
+            // It came after the waiter's last check, so the former disposition gets it.
             // SAFETY: no preconditions.
             unsafe { libc::raise(libc::SIGTERM) };
         }

@@ -6,7 +6,7 @@
 
 use std::time::Duration;
 
-use crate::error::RingError;
+use crate::error::SystemError;
 use crate::futex;
 use crate::sync::atomic::{AtomicU32, Ordering};
 use crate::sync::{Instant, TURNS, spin_loop};
@@ -14,8 +14,8 @@ use crate::sync::{Instant, TURNS, spin_loop};
 /// How to wait.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Wait {
-    /// Never sleep: lowest latency, one core fully used, and no system call as long as the other side
-    /// is as quick. One that sleeps although this side spins is woken a little later.
+    /// Never sleep: lowest latency, one core fully used, and no system call as long as the other side spins, too. A
+    /// sleeping other side is woken a little later.
     Spin,
     /// Spin for this long, then sleep.
     SpinThenPark(Duration),
@@ -24,8 +24,8 @@ pub enum Wait {
 }
 
 impl Wait {
-    /// The strategy behind the launcher's `spin_budget_us`: 0 parks, `u64::MAX` spins forever,
-    /// anything else spins that many microseconds before it parks.
+    /// The strategy of a budget in microseconds: 0 parks, `u64::MAX` spins forever, and any other budget is the time to spin
+    /// before it parks.
     pub fn from_spin_budget_us(budget: u64) -> Self {
         match budget {
             0 => Self::Park,
@@ -44,7 +44,7 @@ pub(crate) fn until<T>(
     timeout: Option<Duration>,
     mut ready: impl FnMut() -> Option<T>,
     idle: impl FnMut(),
-) -> Result<Option<T>, RingError> {
+) -> Result<Option<T>, SystemError> {
     if let Some(value) = ready() {
         return Ok(Some(value));
     }
@@ -95,7 +95,7 @@ fn park<T>(
     word: &AtomicU32,
     deadline: Option<Instant>,
     mut ready: impl FnMut() -> Option<T>,
-) -> Result<Option<T>, RingError> {
+) -> Result<Option<T>, SystemError> {
     loop {
         // SYNC: pairs with the releases of new values of the wake counters (client: `send`, `abort`;
         // server: `Lease::publish`, `Shared::wake_server`; `Broadcast::publish`). A new value brings

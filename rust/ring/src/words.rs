@@ -20,7 +20,7 @@ pub(crate) struct SlotWords {
     pub(crate) req_seq: AtomicU64,
     /// The last answered `req_seq`. Written by the server.
     pub(crate) resp_seq: AtomicU64,
-    /// Number of the request among all of its client. Written before `req_seq`.
+    /// Running number of the request among all of its client's. Written before `req_seq`.
     pub(crate) req_id: AtomicU32,
     pub(crate) reserved: AtomicU32,
     /// Length of the request. Written before `req_seq`.
@@ -39,11 +39,11 @@ pub(crate) struct SlotWords {
 /// The writer's line of a broadcast.
 #[repr(C)]
 pub(crate) struct WriterWords {
-    /// Fragments written so far. Written by the writer, who never reads it back.
+    /// Fragments written so far. Written by the writer, which never reads it back.
     pub(crate) published: AtomicU64,
     /// Changes with `published`; readers sleep on it. Written by the writer.
     pub(crate) wake: AtomicU32,
-    /// Readers that sleep or are about to. Too many, after a death, cost the writer system calls.
+    /// Readers that sleep or are about to. A count that stays too high after a death costs the writer system calls.
     pub(crate) sleepers: AtomicU32,
     pub(crate) rest: [AtomicU32; 12],
 }

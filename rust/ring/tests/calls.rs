@@ -10,7 +10,10 @@ use std::time::{Duration, Instant};
 use common::{
     ABORT, HASH, Name, Running, STRATEGIES, answer, create, open, request, requests_sent,
 };
-use pie_ring::{Client, ClientConfig, ExitGuard, Publish, RegionLayout, RingError, Server, Wait};
+use pie_ring::{
+    CallError, Client, ClientConfig, ExitGuard, HeaderError, Publish, RegionError, RegionLayout,
+    Server, Wait,
+};
 
 const LIMIT: Duration = Duration::from_secs(5);
 
@@ -83,7 +86,7 @@ fn the_next_request_is_made_while_one_is_on_its_way() {
         drop(make(7).send(2).unwrap());
         assert_eq!(client.call(&[1, 2], <[u8]>::to_vec).unwrap(), [2, 1]);
         client.abort();
-        assert!(matches!(make(8).send(2), Err(RingError::Aborted)));
+        assert!(matches!(make(8).send(2), Err(CallError::Aborted)));
         drop(running);
     }
 }
@@ -165,7 +168,7 @@ fn no_client_gets_the_answer_to_another_clients_request() {
     assert_eq!(lease.reply(b"to the second").unwrap(), Publish::Delivered);
     let error = sent.receive(<[u8]>::to_vec).unwrap_err();
     assert!(
-        matches!(error, RingError::OtherClient { slot: 0 }),
+        matches!(error, CallError::OtherClient { slot: 0 }),
         "{error}"
     );
     assert_eq!(other.receive(<[u8]>::to_vec).unwrap(), b"to the second");
@@ -245,7 +248,7 @@ fn a_late_answer_is_dropped_and_the_next_request_gets_its_own() {
         let start = Instant::now();
         let error = client.call(b"first", |_| ()).unwrap_err();
         assert!(
-            matches!(error, RingError::TimedOut { id: 1, .. }),
+            matches!(error, CallError::TimedOut { id: 1, .. }),
             "{error}"
         );
         assert!((60..1000).contains(&start.elapsed().as_millis()));
@@ -329,10 +332,10 @@ fn abort_ends_running_and_later_calls() {
             thread::sleep(Duration::from_millis(40));
             client.abort();
             for call in calls {
-                assert!(matches!(call.join().unwrap(), Err(RingError::Aborted)));
+                assert!(matches!(call.join().unwrap(), Err(CallError::Aborted)));
             }
         });
-        assert!(matches!(client.call(b"x", |_| ()), Err(RingError::Aborted)));
+        assert!(matches!(client.call(b"x", |_| ()), Err(CallError::Aborted)));
         assert!(start.elapsed() < Duration::from_secs(2));
     }
 }
@@ -345,7 +348,7 @@ fn an_abort_reply_must_fit() {
     let result = Server::create(&config, &ExitGuard::inert());
     assert!(matches!(
         result,
-        Err(RingError::AbortReplyTooLarge {
+        Err(RegionError::AbortReplyTooLarge {
             len: 65,
             capacity: 64
         })
@@ -361,7 +364,7 @@ fn an_oversized_request_is_not_sent() {
     assert!(
         matches!(
             error,
-            RingError::RequestTooLarge {
+            CallError::RequestTooLarge {
                 len: 4097,
                 capacity: 4096
             }
@@ -387,7 +390,7 @@ fn a_response_length_beyond_the_slot_is_refused() {
         .call(b"x", |_| ())
         .unwrap_err();
     assert!(
-        matches!(error, RingError::ResponseLength { slot: 0, .. }),
+        matches!(error, CallError::ResponseLength { slot: 0, .. }),
         "{error}"
     );
 }
@@ -400,29 +403,29 @@ fn a_client_refuses_what_is_not_its_region() {
             .map(|_| ())
             .unwrap_err()
     };
-    assert!(matches!(open(HASH), RingError::NotFound { .. }));
+    assert!(matches!(open(HASH), RegionError::NotFound { .. }));
     std::fs::write(name.path(), [0; 63]).unwrap();
     assert!(matches!(
         open(HASH),
-        RingError::TooShort {
+        RegionError::Header(HeaderError::TooShort {
             size: 63,
             needed: 64,
             ..
-        }
+        })
     ));
     std::fs::write(name.path(), [0; 64]).unwrap();
     assert!(matches!(
         open(HASH),
-        RingError::Header { field: "magic", .. }
+        RegionError::Header(HeaderError::Field { field: "magic", .. })
     ));
     let _server = create(&name).unwrap();
     assert!(matches!(
         open(*b"other..."),
-        RingError::Header {
+        RegionError::Header(HeaderError::Field {
             field: "schema hash",
             ..
-        }
+        })
     ));
     let bad_name = Client::open("no slash", HASH, ClientConfig::default()).map(|_| ());
-    assert!(matches!(bad_name, Err(RingError::Name { .. })));
+    assert!(matches!(bad_name, Err(RegionError::Name { .. })));
 }

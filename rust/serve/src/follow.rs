@@ -7,7 +7,7 @@ use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use bytemuck::Zeroable;
-use pie_ring::{Broadcast, Listener, Message, RingError, Wait};
+use pie_ring::{Broadcast, BroadcastError, Listener, Message, Wait};
 use thiserror::Error;
 
 use crate::lane::{Lane, LaneError};
@@ -40,8 +40,8 @@ impl Lead {
     /// A voice for `followers` others.
     ///
     /// # Errors
-    /// [`RingError`] when the memory cannot be had.
-    pub fn new(followers: usize) -> Result<Self, RingError> {
+    /// [`BroadcastError`] when the memory cannot be had.
+    pub fn new(followers: usize) -> Result<Self, BroadcastError> {
         Ok(Self(Arc::new(Mutex::new(Broadcast::create(followers)?))))
     }
 
@@ -54,8 +54,8 @@ impl Lead {
     /// Has the followers do what their [`Follow::next`] returns.
     ///
     /// # Errors
-    /// [`RingError`] when a follower has spoilt the memory.
-    pub fn command(&self, data: &[u8]) -> Result<(), RingError> {
+    /// [`BroadcastError`] when a follower has spoilt the memory.
+    pub fn command(&self, data: &[u8]) -> Result<(), BroadcastError> {
         self.lock().send(COMMAND, &[data])
     }
 
@@ -63,7 +63,7 @@ impl Lead {
     ///
     /// # Errors
     /// As [`Lead::command`].
-    pub fn block(&self, data: &[u8]) -> Result<(), RingError> {
+    pub fn block(&self, data: &[u8]) -> Result<(), BroadcastError> {
         self.lock().send(BLOCK, &[data])
     }
 
@@ -72,7 +72,7 @@ impl Lead {
         head: StepHead,
         block: &[u8],
         mask_words: &[i32],
-    ) -> Result<(), RingError> {
+    ) -> Result<(), BroadcastError> {
         let parts = [
             bytemuck::bytes_of(&head),
             block,
@@ -91,7 +91,7 @@ impl Lead {
 pub enum FollowError {
     /// The memory cannot be read.
     #[error(transparent)]
-    Ring(#[from] RingError),
+    Ring(#[from] BroadcastError),
     /// A step failed.
     #[error(transparent)]
     Lane(#[from] LaneError),
@@ -114,13 +114,13 @@ impl Follow {
     /// Follower number `index` of the leader whose [`Lead::fd`] was inherited as `fd`. Steps run on `lane`.
     ///
     /// # Errors
-    /// [`RingError`] when `fd` is not a leader's, or has no such follower.
+    /// [`BroadcastError`] when `fd` is not a leader's, or has no such follower.
     pub fn open(
         fd: OwnedFd,
         index: usize,
         lane: Option<Lane>,
         wait: Wait,
-    ) -> Result<Self, RingError> {
+    ) -> Result<Self, BroadcastError> {
         let listener = Listener::open(fd, index)?;
         Ok(Self {
             listener,

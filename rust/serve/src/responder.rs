@@ -3,7 +3,7 @@
 use std::sync::{Arc, Mutex, PoisonError};
 
 use pie_batch::{FrameError, Planner, REHEARSAL_ADAPTER};
-use pie_ring::{Lease, RingError, Server, Wait};
+use pie_ring::{Lease, Server, SystemError, Wait};
 use pie_wire::{ArchivedPayload, WireError};
 use thiserror::Error;
 
@@ -123,8 +123,8 @@ impl Responder {
     /// do not end the wait.
     ///
     /// # Errors
-    /// [`RingError`] when the kernel refuses to wait.
-    pub fn next(&self, ring: &mut Server) -> Result<Event, RingError> {
+    /// [`SystemError`] when the kernel refuses to wait.
+    pub fn next(&self, ring: &mut Server) -> Result<Event, SystemError> {
         while let Some(lease) = ring.wait(self.wait)? {
             match self.handle(lease) {
                 Event::Notes(notes) if notes.is_empty() => {}

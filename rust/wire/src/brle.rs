@@ -19,36 +19,6 @@ use std::ops::Range;
 
 use crate::schema::Brle;
 
-/// One run of a bit string.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Run {
-    /// The value of its bits.
-    pub value: bool,
-    /// The bits it covers; may be empty.
-    pub range: Range<u64>,
-}
-
-/// Length of the string in bits: the sum of the runs.
-pub fn total(runs: &[u32]) -> u64 {
-    runs.iter()
-        .fold(0, |sum, &run| sum.saturating_add(u64::from(run)))
-}
-
-/// The runs with their positions, empty ones included.
-pub fn runs(runs: &[u32]) -> impl Iterator<Item = Run> {
-    let mut end = 0_u64;
-    let mut value = true;
-    runs.iter().map(move |&run| {
-        let start = end;
-        end = start.saturating_add(u64::from(run));
-        value = !value;
-        Run {
-            value,
-            range: start..end,
-        }
-    })
-}
-
 /// The maximal ranges of true bits below `limit`, in order.
 ///
 /// Ranges are never empty and never touch: an empty false run joins its
@@ -200,18 +170,6 @@ mod tests {
         }
 
         #[test]
-        fn runs_and_total_match_the_model(buffer in buffers()) {
-            let bits = naive(&buffer);
-            prop_assert_eq!(total(&buffer), bits.len() as u64);
-            let mut spelled = Vec::new();
-            for run in runs(&buffer) {
-                prop_assert_eq!(run.range.start, spelled.len() as u64);
-                spelled.extend(run.range.map(|_| run.value));
-            }
-            prop_assert_eq!(spelled, bits);
-        }
-
-        #[test]
         fn encoding_returns_the_bits(bits in proptest::collection::vec(any::<bool>(), 0..64)) {
             let brle = encode(bits.iter().copied());
             prop_assert_eq!(brle.total_size, bits.len() as u64);
@@ -234,7 +192,6 @@ mod tests {
     fn sums_do_not_overflow() {
         let runs = [0, u32::MAX, 0, u32::MAX, u32::MAX, 5];
         let max = u64::from(u32::MAX);
-        assert_eq!(total(&runs), 3 * max + 5);
         assert!(true_ranges(&runs, u64::MAX).eq([0..2 * max, 3 * max..3 * max + 5]));
         assert!(true_ranges(&runs, 10).eq(std::iter::once(0..10)));
         assert!(is_causal(&runs, 2 * max, 3 * max));
@@ -242,7 +199,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_causal_for_nobody() {
+    fn without_visible_bits_only_zeros_are_causal() {
         assert!(is_causal(&[], 0, 7));
         assert!(!is_causal(&[], 1, 7));
         assert!(is_causal(&[], 1, 0));

@@ -161,29 +161,6 @@ impl Writer<Failure> for Meter {
     }
 }
 
-/// Writes a status response and returns its length, 176 bytes (§5.9).
-///
-/// # Errors
-///
-/// [`WireError::BufferTooSmall`].
-pub fn encode_status(
-    driver_id: u32,
-    status: i32,
-    aborted: bool,
-    buffer: &mut [u8],
-) -> Result<usize, WireError> {
-    let frame = status_frame(driver_id, status, aborted);
-    let capacity = buffer.len();
-    let Some(room) = buffer.get_mut(..frame.len()) else {
-        return Err(WireError::BufferTooSmall {
-            needed: frame.len(),
-            capacity,
-        });
-    };
-    room.copy_from_slice(&frame);
-    Ok(frame.len())
-}
-
 /// The bytes of a status response (§5.9).
 pub const fn status_frame(driver_id: u32, status: i32, aborted: bool) -> [u8; RESPONSE_ROOT_LEN] {
     const STATUS_TAG: u8 = 1;

@@ -10,10 +10,10 @@
 //! | read a request in place | [`access_request`], then the `Archived…` fields |
 //! | read a response in place | [`decode_reply`] or [`access_response`] |
 //! | read into owned values | [`decode_request`], [`decode_response`] |
-//! | write a response into the ring | [`encode_response`], [`encode_status`], [`encode_fast_tokens`] |
+//! | write a response into the ring | [`encode_response`], [`status_frame`], [`encode_fast_tokens`] |
 //! | write a request | [`encode_request`] |
 //! | see archived numbers as native slices | [`NativeSlice::native`] |
-//! | read attention and logit masks | [`brle`] |
+//! | read and write attention and logit masks | [`brle`] |
 //!
 //! Reading validates first and then borrows: nothing is copied and nothing is
 //! allocated. Any byte string is either accepted or refused with a
@@ -56,8 +56,8 @@ pub use access::{
     Reply, access_request, access_response, decode_reply, decode_request, decode_response,
 };
 pub use encode::{
-    MAX_ENCODED_LEN, abort_frame, encode_request, encode_response, encode_status, request_len,
-    response_len, set_response_build_us, status_frame,
+    MAX_ENCODED_LEN, abort_frame, encode_request, encode_response, request_len, response_len,
+    set_response_build_us, status_frame,
 };
 pub use error::{PayloadKind, WireError};
 pub use fast::{FAST_TOKENS_MAGIC, FastTokens, encode_fast_tokens, fast_tokens_len};
@@ -79,3 +79,8 @@ pub use schema::{
 /// It is a hash of the schema's source text and cannot be derived from the
 /// types of this crate.
 pub const SCHEMA_HASH: [u8; 8] = [0x89, 0xd0, 0xc2, 0xd1, 0xb7, 0x8c, 0xbb, 0x75];
+
+/// The README's example is a test.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+pub struct Readme;

@@ -1,4 +1,4 @@
-//! What the runtime relies on without looking (§8.1).
+//! The rules of responses that the runtime relies on without checking them (§8.1).
 
 use thiserror::Error;
 

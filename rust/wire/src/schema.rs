@@ -31,7 +31,7 @@ pub use sampler::{ArchivedSampler, Sampler, SamplerView};
 pub struct Frame {
     /// The driver that the server addresses; responses echo it.
     pub driver_id: u32,
-    /// What is asked.
+    /// The request.
     pub payload: Payload,
 }
 

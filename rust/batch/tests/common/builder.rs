@@ -94,7 +94,7 @@ pub(crate) fn decode(prefix: u32, token: u32, pages: &[u32]) -> Req {
 pub(crate) fn brle(runs: &[u32]) -> Brle {
     Brle {
         buffer: runs.to_vec(),
-        total_size: pie_wire::brle::total(runs),
+        total_size: runs.iter().map(|&run| u64::from(run)).sum(),
     }
 }
 

@@ -390,18 +390,18 @@ fn outputs(limits: &Limits, frame: &ForwardRequest, r: usize, request: &mut Requ
     // Per output: row, sampler (`None` = arg-max) and sampler slot. Verification stands for all token samplers.
     let mut wanted: Vec<(usize, Option<&Sampler>, usize)> = Vec::new();
     if !request.drafts.is_empty() {
-        let first = Some(&samplers[0]).filter(|sampler| sampler.view().is_token());
+        let first = Some(&samplers[0]).filter(|sampler| is_token(sampler));
         wanted.extend((inputs - 1..request.rows.len()).map(|row| (row, first, 0)));
     }
     for (place, (&row, sampler)) in rows.iter().zip(samplers).enumerate() {
-        let verified = sampler.view().is_token() && !request.drafts.is_empty();
+        let verified = is_token(sampler) && !request.drafts.is_empty();
         if *sampler != Sampler::Embedding && !verified {
             wanted.push((row as usize, Some(sampler), place));
         }
     }
     let (mut tokens, mut probes) = (0.., 0..);
     for (row, sampler, place) in wanted {
-        let arg_max = forbidden && sampler.is_some_and(|sampler| sampler.view().is_token());
+        let arg_max = forbidden && sampler.is_some_and(is_token);
         let sampler = sampler.filter(|_| !arg_max);
         let mut slot = sampled(limits, sampler);
         let numbers = if slot.class.is_token() {
@@ -615,4 +615,16 @@ impl Plan {
         }
         groups
     }
+}
+
+/// Whether a sampler yields a token; otherwise it is a probe.
+fn is_token(sampler: &Sampler) -> bool {
+    matches!(
+        sampler,
+        Sampler::Multinomial { .. }
+            | Sampler::TopK { .. }
+            | Sampler::TopP { .. }
+            | Sampler::MinP { .. }
+            | Sampler::TopKTopP { .. }
+    )
 }

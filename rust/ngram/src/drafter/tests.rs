@@ -11,7 +11,7 @@ use crate::naive::Naive;
 mod copies;
 mod trees;
 
-/// What a drafter must remember.
+/// A model of the drafter's contexts.
 #[derive(Default)]
 struct Model {
     /// First position and tokens.
@@ -99,7 +99,7 @@ fn texts(drafter: &Drafter, id: u64) -> Vec<&[u32]> {
     indices.map(Index::text).collect()
 }
 
-/// What must be drafted for a context: the tokens and the length of the match.
+/// The expected draft of a context: the tokens and the length of the match.
 fn expected(drafter: &Drafter, id: u64, count: usize) -> (Vec<u32>, usize) {
     let (depth, shortest) = (drafter.depth, drafter.config.min_n);
     let texts = texts(drafter, id);

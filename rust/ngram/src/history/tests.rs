@@ -5,7 +5,7 @@ use proptest::prelude::*;
 use super::*;
 use crate::naive::Naive;
 
-/// What a history must hold.
+/// A model of the history.
 struct Model {
     depth: usize,
     half: usize,
@@ -50,7 +50,7 @@ impl Model {
                 self.end();
                 from = at - context;
             }
-            // With the boundary behind.
+            // Including the boundary at its end.
             if self.young.len() + at - from + 1 > self.half {
                 self.end();
                 self.old = std::mem::replace(&mut self.young, vec![BOUNDARY]);
@@ -68,8 +68,8 @@ impl Model {
         }
     }
 
-    /// Where what is drafted behind `text` last came behind another token, or became the most frequent one. The young
-    /// generation ends with `text`, or not.
+    /// The position of the token that is drafted after `text`: where it last followed a different one, or became the most
+    /// frequent. `written` tells whether the young generation ends with `text`.
     fn expected(&self, text: &[u32], written: bool) -> Option<usize> {
         let naive = Naive {
             text: &self.young,
@@ -106,7 +106,7 @@ fn held(history: &History) -> usize {
 #[derive(Clone, Debug)]
 enum Text {
     New(Vec<u32>),
-    /// Text number, where from and how many tokens, with what goes before and behind.
+    /// Text number, where from and how many tokens, with the tokens before and after.
     Again(usize, usize, usize, Vec<u32>, Vec<u32>),
 }
 
@@ -121,7 +121,7 @@ fn text() -> impl Strategy<Value = Text> {
     let again = (0..50_usize, 0..40_usize, 0..60_usize, tokens(), tokens());
     prop_oneof![
         2 => tokens().prop_map(Text::New),
-        3 => again.prop_map(|(number, from, count, before, behind)| Text::Again(number, from, count, before, behind)),
+        3 => again.prop_map(|(number, from, count, before, after)| Text::Again(number, from, count, before, after)),
     ]
 }
 
@@ -131,10 +131,10 @@ fn written(texts: Vec<Text>) -> Vec<Vec<u32>> {
     for text in texts {
         let tokens = match text {
             Text::New(tokens) => tokens,
-            Text::Again(number, from, count, before, behind) => {
+            Text::Again(number, from, count, before, after) => {
                 let again = written.get(number % written.len().max(1));
                 let again = again.into_iter().flatten().skip(from).take(count);
-                (before.iter().chain(again).chain(&behind))
+                (before.iter().chain(again).chain(&after))
                     .copied()
                     .collect()
             }

@@ -71,7 +71,7 @@ impl Index {
         below.or_else(above)
     }
 
-    /// The position of what likeliest followed one of the `all` occurrences of node `id`: the most frequent continuation,
+    /// The position of the likeliest continuation of node `id`, which occurs `all` times: the most frequent one,
     /// or with `newest` the last one, unless the former came [`OFTEN`] times as often as all others.
     fn likeliest(&self, id: u32, all: u32, newest: bool) -> u32 {
         let node = self.node(id);
@@ -208,7 +208,7 @@ pub(crate) fn share(count: f64, all: f64, length: usize) -> f64 {
     count / all * seen / (seen + NOVEL / (length as f64 + 1.0))
 }
 
-/// What to draft without branches.
+/// A draft without branches.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Draft {
     pub(crate) count: usize,

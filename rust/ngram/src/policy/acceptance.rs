@@ -56,7 +56,7 @@ impl Record {
 #[derive(Debug, Default)]
 pub(super) struct Acceptance {
     counts: [Count; LENGTHS.len() + 1],
-    /// Of all lengths.
+    /// The counts of all lengths together.
     all: Count,
     /// Two generations of contexts, so that contexts that are never released do not accumulate.
     young: FxHashMap<u64, Record>,
@@ -169,7 +169,7 @@ mod tests {
     }
 
     #[test]
-    fn lengths_are_told_apart_while_it_matters() {
+    fn lengths_are_distinguished_while_it_matters() {
         assert_eq!(
             [0, 1, 2, 3, 4, 5, 6, 7, 12, 13, 18, 19, 300].map(class),
             [0, 0, 1, 2, 3, 4, 4, 5, 6, 7, 7, 8, 8]

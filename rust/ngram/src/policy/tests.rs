@@ -3,7 +3,7 @@
 use super::*;
 
 /// Rows of the graphs.
-const RUNGS: [usize; 14] = [1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256];
+const SIZES: [usize; 14] = [1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256];
 const MOST: usize = 8;
 
 /// Pseudo-random numbers from 0 to 1.
@@ -34,7 +34,7 @@ struct World {
     random: Random,
 }
 
-/// What was gained in a stretch of steps.
+/// The gain of a stretch of steps.
 #[derive(Clone, Copy, Default)]
 struct Outcome {
     tokens: f64,
@@ -59,9 +59,9 @@ impl World {
     }
 
     fn seconds(&mut self, rows: usize) -> f64 {
-        let rung = RUNGS.into_iter().find(|&rung| rung >= rows);
+        let size = SIZES.into_iter().find(|&size| size >= rows);
         let noise = 0.95 + 0.1 * self.random.next();
-        (self.curve)(rung.expect("a graph") as f64) * noise
+        (self.curve)(size.expect("a graph") as f64) * noise
     }
 
     fn accepted(&mut self, context: usize, drafts: usize) -> usize {
@@ -70,7 +70,7 @@ impl World {
             .count()
     }
 
-    /// Every context drafts so many tokens in every step.
+    /// Every context drafts `drafts` tokens in every step.
     fn fixed(&mut self, drafts: usize, steps: usize) -> Outcome {
         let mut outcome = Outcome::default();
         let contexts = self.rates.len();
@@ -87,7 +87,7 @@ impl World {
     /// The best that one length for all can do.
     fn best_fixed(&mut self, steps: usize) -> f64 {
         let contexts = self.rates.len();
-        let largest = RUNGS[RUNGS.len() - 1];
+        let largest = SIZES[SIZES.len() - 1];
         let lengths = (0..=MOST).filter(|drafts| contexts * (1 + drafts) <= largest);
         lengths
             .map(|drafts| self.fixed(drafts, steps).speed())
@@ -127,7 +127,7 @@ impl World {
 }
 
 fn policy() -> Policy {
-    Policy::new(MOST, &RUNGS)
+    Policy::new(MOST, &SIZES)
 }
 
 #[test]
@@ -157,7 +157,7 @@ fn nothing_accepted_costs_nothing() {
                 quiet, requests, ..
             } = policy.counters();
             // With all rows of the largest graph taken nothing is ever tried.
-            let tried = contexts < RUNGS[RUNGS.len() - 1];
+            let tried = contexts < SIZES[SIZES.len() - 1];
             assert_eq!(quiet, if tried { requests } else { 0 });
         }
     }
@@ -201,7 +201,7 @@ fn it_beats_every_fixed_length_when_contexts_differ() {
 }
 
 #[test]
-fn a_quiet_context_is_heard_again() {
+fn a_quiet_context_is_probed_again() {
     let mut world = World::new(&[0.0; 4], ROOFLINE);
     let mut policy = policy();
     world.run(&mut policy, 3000);
@@ -231,7 +231,7 @@ fn steps_of_other_kinds_cost_apart() {
         for _ in 0..50 {
             policy.verified(1, 5, 8, 8);
         }
-        for rows in RUNGS {
+        for rows in SIZES {
             policy.timed(rows, false, Duration::from_millis(1));
         }
         assert!(chosen(&mut policy, Kind::Plain) > 2, "rows are free");
@@ -297,7 +297,7 @@ fn drafts_go_to_those_who_use_them() {
     let mut world = World::new(&[0.95, 0.05], LINEAR);
     let mut policy = policy();
     world.run(&mut policy, 2000);
-    policy.costs[0].alone = Cost::new(&RUNGS);
+    policy.costs[0].alone = Cost::new(&SIZES);
     policy.timed(2, false, Duration::from_millis(1));
     policy.timed(4, false, Duration::from_millis(1));
     let offers = [1, 2].map(|context| Offer {
@@ -307,7 +307,7 @@ fn drafts_go_to_those_who_use_them() {
     });
     let mut lengths = Vec::new();
     policy.choose(&offers, &mut lengths);
-    assert_eq!(lengths, [6, 0], "the free rows and the next rung");
+    assert_eq!(lengths, [6, 0], "the free rows and the next graph size");
     policy.timed(8, false, Duration::from_millis(3));
     policy.choose(&offers, &mut lengths);
     assert_eq!(lengths, [2, 0], "the free rows");
@@ -315,11 +315,11 @@ fn drafts_go_to_those_who_use_them() {
 
 #[test]
 fn no_more_than_what_is_there() {
-    let mut policy = Policy::new(3, &RUNGS);
+    let mut policy = Policy::new(3, &SIZES);
     let mut lengths = vec![7];
     policy.choose(&[], &mut lengths);
     assert_eq!(lengths, []);
-    for rows in RUNGS {
+    for rows in SIZES {
         policy.timed(rows, false, Duration::from_millis(1));
     }
     let offer = |drafts| Offer {
@@ -330,14 +330,14 @@ fn no_more_than_what_is_there() {
     policy.choose(&[offer(0), offer(2), offer(9)], &mut lengths);
     assert_eq!(lengths, [0, 2, 3]);
     policy.choose(&[offer(9); 300], &mut lengths);
-    assert_eq!(lengths, [0; 300], "no graph has so many rows");
+    assert_eq!(lengths, [0; 300], "no graph is as large");
     policy.choose(&[offer(9); 200], &mut lengths);
     assert_eq!(
         lengths.iter().sum::<usize>(),
         56,
         "the rows that the largest has left"
     );
-    let mut none = Policy::new(0, &RUNGS);
+    let mut none = Policy::new(0, &SIZES);
     none.timed(4, false, Duration::from_millis(1));
     for _ in 0..1000 {
         none.choose(&[offer(9); 4], &mut lengths);
@@ -406,7 +406,7 @@ fn probes_go_round() {
 
 #[test]
 fn it_listens_where_drafts_may_come_true() {
-    let mut policy = Policy::new(MOST, &RUNGS);
+    let mut policy = Policy::new(MOST, &SIZES);
     let offers = |lengths: [usize; 4]| {
         [1, 2, 3, 4]
             .into_iter()
@@ -429,12 +429,12 @@ fn it_listens_where_drafts_may_come_true() {
         policy.verified(2, 3, 4, 0);
         policy.verified(4, 3, 4, 0);
     }
-    let mut heard = [0; 4];
+    let mut marked = [0; 4];
     for _ in 0..2000 {
         let offered = offers([3, 3, 0, 3]);
         policy.preselect(&offered, &mut marks);
-        for (heard, &mark) in heard.iter_mut().zip(&marks) {
-            *heard += usize::from(mark);
+        for (marked, &mark) in marked.iter_mut().zip(&marks) {
+            *marked += usize::from(mark);
         }
         // Where it does not listen nothing is drafted.
         let drafted = offered.iter().zip(&marks).map(|(offer, &mark)| Offer {
@@ -447,10 +447,10 @@ fn it_listens_where_drafts_may_come_true() {
         assert!(policy.counters().quiet >= silent);
         policy.timed(4, false, Duration::from_millis(1));
     }
-    assert_eq!((heard[0], heard[2]), (2000, 0));
+    assert_eq!((marked[0], marked[2]), (2000, 0));
     assert!(
-        (1..200).contains(&heard[1]) && (1..200).contains(&heard[3]),
-        "{heard:?}"
+        (1..200).contains(&marked[1]) && (1..200).contains(&marked[3]),
+        "{marked:?}"
     );
     // There is no graph for one row more.
     policy.timed(256, false, Duration::from_millis(1));
@@ -460,13 +460,13 @@ fn it_listens_where_drafts_may_come_true() {
 
 #[test]
 fn probes_go_round_where_few_ask() {
-    let mut policy = Policy::new(MOST, &RUNGS);
+    let mut policy = Policy::new(MOST, &SIZES);
     for context in [1, 3] {
         (0..400).for_each(|_| policy.verified(context, 3, 4, 0));
     }
     policy.timed(4, false, Duration::from_millis(1));
     policy.timed(8, false, Duration::from_millis(2));
-    let (mut heard, mut marks) = ([0; 4], Vec::new());
+    let (mut marked, mut marks) = ([0; 4], Vec::new());
     for _ in 0..5000 {
         // The others do not ask for drafts.
         let mut offers = [0, 1, 0, 3].map(|context| Offer {
@@ -476,16 +476,16 @@ fn probes_go_round_where_few_ask() {
         });
         policy.preselect(&offers, &mut marks);
         for (request, offer) in offers.iter_mut().enumerate() {
-            heard[request] += usize::from(marks[request]);
+            marked[request] += usize::from(marks[request]);
             offer.drafts *= usize::from(marks[request]);
         }
         policy.choose(&offers, &mut Vec::new());
         policy.timed(4, false, Duration::from_millis(1));
         policy.timed(8, false, Duration::from_millis(2));
     }
-    assert_eq!((heard[0], heard[2]), (0, 0));
+    assert_eq!((marked[0], marked[2]), (0, 0));
     assert!(
-        heard[1].min(heard[3]) > 5 && heard[1].abs_diff(heard[3]) < 5,
-        "{heard:?}"
+        marked[1].min(marked[3]) > 5 && marked[1].abs_diff(marked[3]) < 5,
+        "{marked:?}"
     );
 }

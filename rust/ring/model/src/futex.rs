@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use loom::sync::{Condvar, Mutex};
 
-use crate::error::RingError;
+use crate::error::SystemError;
 use crate::sync::atomic::{AtomicU32, Ordering};
 
 loom::lazy_static! {
@@ -60,7 +60,7 @@ pub(crate) fn wait(
     word: &AtomicU32,
     expected: u32,
     timeout: Option<Duration>,
-) -> Result<(), RingError> {
+) -> Result<(), SystemError> {
     let mut sleepers = KERNEL.sleepers.lock().unwrap();
     if word.load(Ordering::Relaxed) != expected {
         return Ok(());

@@ -8,7 +8,7 @@ use loom::thread;
 
 use crate::client::{Client, ClientConfig};
 use crate::dispatch::Dispatcher;
-use crate::error::RingError;
+use crate::error::CallError;
 use crate::layout::RegionLayout;
 use crate::lease::{Lease, Publish};
 use crate::mapping::{Mapping, Start};
@@ -53,7 +53,7 @@ impl Ring {
         let client = Client::new(self.region.clone(), ClientConfig { wait, timeout });
         move || {
             let result = client.call(&[], |_| ());
-            assert!(matches!(result, Ok(()) | Err(RingError::TimedOut { .. })));
+            assert!(matches!(result, Ok(()) | Err(CallError::TimedOut { .. })));
         }
     }
 
@@ -87,7 +87,7 @@ pub fn echo(server: Wait, client: Wait, calls: u8) {
         for _ in 0..calls {
             reply(ring.server.wait(server).unwrap().unwrap());
         }
-        // A wake may be owed.
+        // A wake may be deferred.
         drop(ring.server);
         calling.join().unwrap();
     });
@@ -112,7 +112,7 @@ pub fn echo_across_the_wrap(wait: Wait) {
 }
 
 /// A server that spins finds the time to wake a client that sleeps.
-pub fn an_idle_server_pays() {
+pub fn an_idle_server_makes_deferred_wakes() {
     check(3, || {
         let mut ring = Ring::new(1);
         let (client, stop) = (ring.client(Wait::Park), ring.stop_handle());
@@ -214,7 +214,7 @@ pub fn abort(wait: Wait) {
         let aborter = thread::spawn(move || aborting.abort());
         match client.call(&[7], <[u8]>::to_vec) {
             Ok(response) => panic!("{response:?} from nobody"),
-            Err(error) => assert!(matches!(error, RingError::Aborted), "{error}"),
+            Err(error) => assert!(matches!(error, CallError::Aborted), "{error}"),
         }
         aborter.join().unwrap();
         drop(ring.server.poll());
@@ -230,7 +230,7 @@ pub fn time_out(wait: Wait) {
         let client = ring.client(wait);
         let client = thread::spawn(move || match client.call(&[7], <[u8]>::to_vec) {
             Ok(response) => assert_eq!(response, [7]),
-            Err(error) => assert!(matches!(error, RingError::TimedOut { .. }), "{error}"),
+            Err(error) => assert!(matches!(error, CallError::TimedOut { .. }), "{error}"),
         });
         reply(ring.server.wait(Wait::Park).unwrap().unwrap());
         client.join().unwrap();

@@ -33,8 +33,8 @@ fn echo_across_the_wrap() {
 }
 
 #[test]
-fn an_idle_server_pays() {
-    model::an_idle_server_pays();
+fn an_idle_server_makes_deferred_wakes() {
+    model::an_idle_server_makes_deferred_wakes();
 }
 
 #[test]

@@ -1,7 +1,7 @@
 //! A worker's end.
 
 use super::mapping::Mapping;
-use crate::error::RingError;
+use crate::error::BroadcastError;
 use crate::sync::atomic::{Ordering, fence};
 use crate::wait::{self, Wait};
 
@@ -18,17 +18,17 @@ pub struct Listener {
     long: Vec<u8>,
 }
 
-/// A message that has been received. Its bytes may lie where the leader writes, so they are not lent but copied.
+/// A message that has been received. Its bytes may be in shared memory, so they are not lent but copied.
 pub struct Message<'m> {
     place: Place<'m>,
     len: usize,
 }
 
-/// Where a message lies.
+/// Where the bytes of a message are.
 enum Place<'m> {
-    /// In a slot, alone.
+    /// In one slot.
     Slot(&'m Mapping, usize),
-    /// Put together of several.
+    /// Assembled from several.
     Whole(&'m [u8]),
 }
 
@@ -43,7 +43,7 @@ impl Message<'_> {
         self.len == 0
     }
 
-    /// Fills `bytes` with what the message has from `offset` on.
+    /// Fills `bytes` with the message's bytes from `offset` on.
     ///
     /// # Panics
     /// If the message has fewer bytes.
@@ -69,7 +69,7 @@ impl Message<'_> {
     }
 }
 
-/// What the next slot holds.
+/// The content of the next slot.
 #[derive(Clone, Copy)]
 struct Fragment {
     slot: usize,
@@ -79,14 +79,14 @@ struct Fragment {
 }
 
 impl Listener {
-    /// Takes the reader's number, which can be done once.
-    pub(crate) fn new(mapping: Mapping, reader: usize) -> Result<Self, RingError> {
+    /// Takes the reader's number, which is possible once.
+    pub(crate) fn new(mapping: Mapping, reader: usize) -> Result<Self, BroadcastError> {
         let readers = mapping.shape().readers();
         if reader >= readers {
-            return Err(RingError::Reader { reader, readers });
+            return Err(BroadcastError::Reader { reader, readers });
         }
         if mapping.reader(reader).claimed.swap(1, Ordering::Relaxed) != 0 {
-            return Err(RingError::ReaderTaken { reader });
+            return Err(BroadcastError::ReaderTaken { reader });
         }
         Ok(Self {
             mapping,
@@ -99,16 +99,16 @@ impl Listener {
     /// Waits for the next message, replaces the content of `message` by it and returns its kind.
     ///
     /// # Errors
-    /// [`RingError::FragmentLength`] if a fragment is longer than its slot, [`RingError::System`] if the
+    /// [`BroadcastError::FragmentLength`] if a fragment is longer than its slot, [`BroadcastError::System`] if the
     /// kernel refuses to wait.
-    pub fn receive(&mut self, wait: Wait, message: &mut Vec<u8>) -> Result<u32, RingError> {
+    pub fn receive(&mut self, wait: Wait, message: &mut Vec<u8>) -> Result<u32, BroadcastError> {
         let first = self.await_fragment(wait)?;
         self.assemble(wait, first, message)?;
         Ok(first.kind)
     }
 
-    /// Waits for the next message and shows kind and message to `act`. A message that fits a slot is copied from there, and
-    /// its slot is given back when `act` returns. A longer one is put together first.
+    /// Waits for the next message and passes its kind and the message to `act`. A message that fits a slot is copied from
+    /// there, and the slot is free when `act` returns. A longer one is assembled first.
     ///
     /// # Errors
     /// As [`receive`](Self::receive).
@@ -116,7 +116,7 @@ impl Listener {
         &mut self,
         wait: Wait,
         act: impl FnOnce(u32, &Message<'_>) -> T,
-    ) -> Result<T, RingError> {
+    ) -> Result<T, BroadcastError> {
         let first = self.await_fragment(wait)?;
         if !first.has_more {
             let place = Place::Slot(&self.mapping, first.slot);
@@ -125,7 +125,7 @@ impl Listener {
                 len: first.len,
             };
             let result = act(first.kind, &message);
-            self.give_back();
+            self.free_slot();
             return Ok(result);
         }
         let mut long = std::mem::take(&mut self.long);
@@ -138,19 +138,19 @@ impl Listener {
         Ok(act(first.kind, &message))
     }
 
-    /// Puts a message together whose first fragment is there.
+    /// Assembles a message whose first fragment has been received.
     fn assemble(
         &mut self,
         wait: Wait,
         mut fragment: Fragment,
         message: &mut Vec<u8>,
-    ) -> Result<(), RingError> {
+    ) -> Result<(), BroadcastError> {
         let mut len = 0;
         loop {
             let end = len + fragment.len;
             message.resize(end, 0);
             self.mapping.read(fragment.slot, 0, &mut message[len..]);
-            self.give_back();
+            self.free_slot();
             len = end;
             if !fragment.has_more {
                 return Ok(());
@@ -160,7 +160,7 @@ impl Listener {
     }
 
     /// Waits for the next fragment.
-    fn await_fragment(&self, wait: Wait) -> Result<Fragment, RingError> {
+    fn await_fragment(&self, wait: Wait) -> Result<Fragment, BroadcastError> {
         let words = self.mapping.writer();
         let ready = || {
             // SYNC: pairs with the release store in `Broadcast::publish`.
@@ -180,24 +180,25 @@ impl Listener {
     }
 
     /// Sleeps until `ready`.
-    fn sleep(&self, ready: impl FnMut() -> Option<()>) -> Result<(), RingError> {
+    fn sleep(&self, ready: impl FnMut() -> Option<()>) -> Result<(), BroadcastError> {
         let words = self.mapping.writer();
         words.sleepers.fetch_add(1, Ordering::Relaxed);
         // SYNC: pairs with the fence in `Broadcast::publish`.
         fence(Ordering::SeqCst);
         let result = wait::until(Wait::Park, &words.wake, None, ready, || ());
         words.sleepers.fetch_sub(1, Ordering::Relaxed);
-        result.map(|_| ())
+        result?;
+        Ok(())
     }
 
-    /// The fragment that was published next.
-    fn fragment(&self) -> Result<Fragment, RingError> {
+    /// The next published fragment.
+    fn fragment(&self) -> Result<Fragment, BroadcastError> {
         let shape = self.mapping.shape();
         let slot = (self.taken % u64::from(shape.slots)) as usize;
         let words = self.mapping.fragment(slot);
         let (len, capacity) = (words.len.load(Ordering::Relaxed) as usize, shape.capacity());
         if len > capacity {
-            return Err(RingError::FragmentLength {
+            return Err(BroadcastError::FragmentLength {
                 slot,
                 len,
                 capacity,
@@ -211,8 +212,8 @@ impl Listener {
         })
     }
 
-    /// Gives the slot of the fragment that was read back.
-    fn give_back(&mut self) {
+    /// Frees the slot of the fragment that was read.
+    fn free_slot(&mut self) {
         self.taken += 1;
         let taken = &self.mapping.reader(self.reader).taken;
         // SYNC: pairs with the acquire load in `Broadcast::count_free`.

@@ -10,25 +10,25 @@ use super::listener::Listener;
 use super::mapping::Mapping;
 use super::sender::Broadcast;
 use super::shape::{HEADER_BYTES, NAME, Shape};
-use crate::error::RingError;
+use crate::error::{BroadcastError, HeaderError, SystemError};
 
 impl Broadcast {
-    /// Makes a broadcast to so many readers: 2 MiB of memory, all of it reserved and mapped.
+    /// Makes a broadcast to `readers` readers, 1 to 64: 2 MiB of memory, all of it reserved and mapped.
     ///
     /// # Errors
-    /// [`RingError::Readers`] for none or too many, [`RingError::System`] without memory.
-    pub fn create(readers: usize) -> Result<Self, RingError> {
+    /// [`BroadcastError::Readers`] for none or too many, [`BroadcastError::System`] without memory.
+    pub fn create(readers: usize) -> Result<Self, BroadcastError> {
         Self::with_shape(Shape::new(readers)?)
     }
 
-    pub(super) fn with_shape(shape: Shape) -> Result<Self, RingError> {
+    pub(super) fn with_shape(shape: Shape) -> Result<Self, BroadcastError> {
         let file = make(shape)?;
         let mapping = Mapping::new(file, shape).map_err(|error| failed("map", error))?;
         Ok(Self::new(mapping))
     }
 
-    /// The file, to be inherited by the workers. It is close-on-exec: who starts a worker clears that
-    /// for it.
+    /// The file, to be inherited by the workers. It is close-on-exec: clear that flag for a worker's process when it
+    /// is started.
     pub fn fd(&self) -> BorrowedFd<'_> {
         self.mapping.file()
     }
@@ -40,10 +40,9 @@ impl Listener {
     /// close-on-exec.
     ///
     /// # Errors
-    /// [`RingError::Header`] or [`RingError::TooShort`] if this is no broadcast of this version,
-    /// [`RingError::Reader`] or [`RingError::ReaderTaken`] for a bad number, [`RingError::System`]
-    /// otherwise.
-    pub fn open(fd: OwnedFd, reader: usize) -> Result<Self, RingError> {
+    /// [`BroadcastError::Header`] if this is no broadcast of this version, [`BroadcastError::Reader`] or
+    /// [`BroadcastError::ReaderTaken`] for a bad number, [`BroadcastError::System`] otherwise.
+    pub fn open(fd: OwnedFd, reader: usize) -> Result<Self, BroadcastError> {
         let shape = read_shape(&fd)?;
         rustix::io::fcntl_setfd(&fd, FdFlags::CLOEXEC).map_err(|error| failed("keep", error))?;
         let mapping = Mapping::new(fd, shape).map_err(|error| failed("map", error))?;
@@ -51,11 +50,11 @@ impl Listener {
     }
 }
 
-fn failed(action: &'static str, source: impl Into<std::io::Error>) -> RingError {
-    RingError::system(action, format!("the {NAME}"), source)
+fn failed(action: &'static str, source: impl Into<std::io::Error>) -> SystemError {
+    SystemError::new(action, format!("the {NAME}"), source)
 }
 
-fn make(shape: Shape) -> Result<OwnedFd, RingError> {
+fn make(shape: Shape) -> Result<OwnedFd, SystemError> {
     let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
     let name = format!("pie_{NAME}");
     let file = rustix::fs::memfd_create(name, flags).map_err(|error| failed("create", error))?;
@@ -74,14 +73,14 @@ fn make(shape: Shape) -> Result<OwnedFd, RingError> {
     Ok(file)
 }
 
-fn read_shape(file: &OwnedFd) -> Result<Shape, RingError> {
+fn read_shape(file: &OwnedFd) -> Result<Shape, BroadcastError> {
     let stat = rustix::fs::fstat(file).map_err(|error| failed("inspect", error))?;
     let size = u64::try_from(stat.st_size).unwrap_or(0);
     let mut header = [0; HEADER_BYTES];
     let read = rustix::io::pread(file, &mut header, 0);
     if read.map_err(|error| failed("read", error))? < HEADER_BYTES {
         let (name, needed) = (NAME.to_owned(), HEADER_BYTES as u64);
-        return Err(RingError::TooShort { name, size, needed });
+        return Err(HeaderError::TooShort { name, size, needed }.into());
     }
-    Shape::decode_header(&header, size)
+    Ok(Shape::decode_header(&header, size)?)
 }

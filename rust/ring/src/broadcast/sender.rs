@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use super::mapping::Mapping;
-use crate::error::RingError;
+use crate::error::BroadcastError;
 use crate::futex;
 use crate::sync::atomic::{Ordering, fence};
 use crate::sync::nap;
@@ -16,9 +16,9 @@ const LONGEST_NAP: Duration = Duration::from_millis(1);
 /// Leader's end of a broadcast. One writer, a fixed number of readers; every reader gets every
 /// message, in order.
 ///
-/// Readers of which none has been opened yet, or that are gone, count like slow ones: the writer goes
-/// on until the ring is full of what they have not taken, and then waits for them, without a limit. To
-/// end a leader whose worker has died is somebody else's business, and so is to end workers whose leader
+/// Readers that have not been opened yet, or whose process has ended, count like slow ones: the writer goes
+/// on until the ring is full of fragments that they have not taken, and then waits for them, without a
+/// limit. Ending a leader whose worker has died is left to the caller, and so is ending workers whose leader
 /// has died: they wait for its next message.
 ///
 /// ```
@@ -56,15 +56,15 @@ impl Broadcast {
         }
     }
 
-    /// Sends one message: all parts, one behind the other. `kind` is the caller's, and comes out with
-    /// it. Waits while a reader is so far behind that there is no room.
+    /// Sends one message, the concatenation of all parts. `kind` is any number of the caller's, which is received with
+    /// it. Waits while a slow reader leaves no room.
     ///
     /// # Errors
-    /// [`RingError::ReaderCount`] if a reader's count makes no sense. When the message was longer than a
-    /// slot and partly sent by then, every later one fails with [`RingError::Torn`].
-    pub fn send(&mut self, kind: u32, parts: &[&[u8]]) -> Result<(), RingError> {
+    /// [`BroadcastError::ReaderCount`] if a reader's count makes no sense. When the message was longer than a
+    /// slot and partly sent by then, every later one fails with [`BroadcastError::Torn`].
+    pub fn send(&mut self, kind: u32, parts: &[&[u8]]) -> Result<(), BroadcastError> {
         if self.is_torn {
-            return Err(RingError::Torn);
+            return Err(BroadcastError::Torn);
         }
         let capacity = self.mapping.shape().capacity();
         let mut left = parts.iter().map(|part| part.len()).sum();
@@ -100,7 +100,7 @@ impl Broadcast {
         words.has_more.store(u32::from(has_more), Ordering::Relaxed);
     }
 
-    /// Gives the slot to the readers, and wakes those that sleep.
+    /// Publishes the slot, and wakes readers that sleep.
     fn publish(&mut self) {
         self.published += 1;
         self.free -= 1;
@@ -118,7 +118,7 @@ impl Broadcast {
     }
 
     /// Waits until the next slot is free: spins for a while, then naps, longer and longer.
-    fn wait_for_room(&mut self) -> Result<(), RingError> {
+    fn wait_for_room(&mut self) -> Result<(), BroadcastError> {
         let mut turns: u32 = 0;
         while self.free == 0 {
             let ready = || match self.count_free() {
@@ -139,35 +139,35 @@ impl Broadcast {
     }
 
     /// How many slots every reader has taken.
-    fn count_free(&self) -> Result<usize, RingError> {
+    fn count_free(&self) -> Result<usize, BroadcastError> {
         let (published, slots) = (self.published, u64::from(self.mapping.shape().slots));
         let mut free = slots;
         for reader in 0..self.mapping.shape().readers() {
             // SYNC: pairs with the release store in `Listener::take`: the reading is over.
             let taken = self.mapping.reader(reader).taken.load(Ordering::Acquire);
-            let behind = published.wrapping_sub(taken);
-            if behind > slots {
-                return Err(RingError::ReaderCount {
+            let pending = published.wrapping_sub(taken);
+            if pending > slots {
+                return Err(BroadcastError::ReaderCount {
                     reader,
                     taken,
                     published,
                     slots,
                 });
             }
-            free = free.min(slots - behind);
+            free = free.min(slots - pending);
         }
         Ok(free as usize)
     }
 }
 
-/// What is still to be sent of a message.
+/// The part of a message that is not sent yet.
 struct Source<'a> {
     part: &'a [u8],
     parts: &'a [&'a [u8]],
 }
 
 impl<'a> Source<'a> {
-    /// The next bytes that lie together, at most so many; none at the end.
+    /// The next contiguous bytes, at most `limit`; none at the end.
     fn take(&mut self, limit: usize) -> &'a [u8] {
         while self.part.is_empty()
             && let Some((first, rest)) = self.parts.split_first()

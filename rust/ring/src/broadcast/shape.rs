@@ -5,9 +5,9 @@
 //! | header | writer | reader 0 | reader 1 | …     | slot 0: words | payload | slot 1 …
 //! ```
 
-use crate::error::RingError;
+use crate::error::{BroadcastError, HeaderError};
 
-/// What each part starts at a multiple of.
+/// Each part starts at a multiple of this.
 const LINE: usize = 64;
 /// First header words, the bytes `PIECAST\0`.
 const MAGIC: [u32; 2] = [0x4345_4950, 0x0054_5341];
@@ -15,7 +15,7 @@ const VERSION: u32 = 1;
 /// Names the file in messages.
 pub(crate) const NAME: &str = "broadcast";
 pub(crate) const HEADER_BYTES: usize = 24;
-/// More readers than that are a mistake.
+/// Most readers.
 const MOST_READERS: usize = 64;
 
 /// Slots, their payload and the number of readers.
@@ -29,10 +29,10 @@ pub(crate) struct Shape {
 
 impl Shape {
     /// Eight slots of 256 KiB.
-    pub(crate) fn new(readers: usize) -> Result<Self, RingError> {
+    pub(crate) fn new(readers: usize) -> Result<Self, BroadcastError> {
         if !(1..=MOST_READERS).contains(&readers) {
             let limit = MOST_READERS;
-            return Err(RingError::Readers { readers, limit });
+            return Err(BroadcastError::Readers { readers, limit });
         }
         Ok(Self {
             slots: 8,
@@ -95,7 +95,10 @@ impl Shape {
     }
 
     /// Reads the shape from the header of a file of `size` bytes.
-    pub(crate) fn decode_header(bytes: &[u8; HEADER_BYTES], size: u64) -> Result<Self, RingError> {
+    pub(crate) fn decode_header(
+        bytes: &[u8; HEADER_BYTES],
+        size: u64,
+    ) -> Result<Self, HeaderError> {
         let mut words = bytes.as_chunks().0.iter().copied().map(u32::from_le_bytes);
         let mut check = |field, fits: &dyn Fn(u32) -> bool, expected: &str| {
             let found = words.next().unwrap_or(0);
@@ -103,7 +106,7 @@ impl Shape {
                 return Ok(found);
             }
             let (name, expected) = (NAME.to_owned(), expected.to_owned());
-            Err(RingError::Header {
+            Err(HeaderError::Field {
                 name,
                 field,
                 found: found.to_string(),
@@ -124,7 +127,7 @@ impl Shape {
         let needed = shape.total_bytes() as u64;
         if size < needed {
             let name = NAME.to_owned();
-            return Err(RingError::TooShort { name, size, needed });
+            return Err(HeaderError::TooShort { name, size, needed });
         }
         Ok(shape)
     }

@@ -13,7 +13,7 @@ use rustix::io::FdFlags;
 
 use super::shape::{HEADER_BYTES, Shape};
 use super::{Broadcast, Listener};
-use crate::error::RingError;
+use crate::error::{BroadcastError, HeaderError};
 use crate::wait::Wait;
 
 const BRIEFLY: Wait = Wait::SpinThenPark(Duration::from_micros(100));
@@ -294,7 +294,7 @@ fn a_count_that_cannot_be_is_an_error() {
         taken(0).store(2, Ordering::Relaxed);
         taken(1).store(nonsense, Ordering::Relaxed);
         match broadcast.send(0, &[]) {
-            Err(RingError::ReaderCount {
+            Err(BroadcastError::ReaderCount {
                 reader: 1,
                 taken,
                 published: 2,
@@ -322,7 +322,7 @@ fn a_count_that_falls_back_behind_the_ring_is_an_error() {
     let result = (0..3).try_for_each(|kind| broadcast.send(kind, &[]));
     assert!(matches!(
         result,
-        Err(RingError::ReaderCount { taken: 0, .. })
+        Err(BroadcastError::ReaderCount { taken: 0, .. })
     ));
 }
 
@@ -338,9 +338,9 @@ fn a_message_cut_short_ends_the_broadcast() {
     set_taken(&broadcast, u64::MAX);
     // One slot is known to be free, the second fragment meets the count.
     let result = broadcast.send(0, &[&[7; 65]]);
-    assert!(matches!(result, Err(RingError::ReaderCount { .. })));
+    assert!(matches!(result, Err(BroadcastError::ReaderCount { .. })));
     set_taken(&broadcast, 2);
-    assert!(matches!(broadcast.send(0, &[]), Err(RingError::Torn)));
+    assert!(matches!(broadcast.send(0, &[]), Err(BroadcastError::Torn)));
 }
 
 #[test]
@@ -368,19 +368,19 @@ fn reader_numbers() {
     let open = |reader| Listener::open(file(&broadcast), reader).map(|_| ());
     assert!(matches!(
         open(64),
-        Err(RingError::Reader {
+        Err(BroadcastError::Reader {
             reader: 64,
             readers: 64
         })
     ));
     assert!(matches!(
         open(63),
-        Err(RingError::ReaderTaken { reader: 63 })
+        Err(BroadcastError::ReaderTaken { reader: 63 })
     ));
     drop(last);
     assert!(matches!(
         open(63),
-        Err(RingError::ReaderTaken { reader: 63 })
+        Err(BroadcastError::ReaderTaken { reader: 63 })
     ));
     open(0).unwrap();
 }
@@ -406,7 +406,7 @@ fn foreign_files_are_refused() {
     let size = TINY.total_bytes() as u64;
     assert_eq!(Shape::decode_header(&header, size).unwrap(), TINY);
     let short = Shape::decode_header(&header, size - 1);
-    assert!(matches!(short, Err(RingError::TooShort { needed, .. }) if needed == size));
+    assert!(matches!(short, Err(HeaderError::TooShort { needed, .. }) if needed == size));
     for (word, value, field) in [
         (0, 1, "magic"),
         (1, 1, "magic"),
@@ -420,7 +420,7 @@ fn foreign_files_are_refused() {
         let mut header: [u8; HEADER_BYTES] = header;
         header[4 * word..4 * word + 4].copy_from_slice(&u32::to_le_bytes(value));
         let result = Shape::decode_header(&header, u64::MAX);
-        let Err(RingError::Header { field: found, .. }) = result else {
+        let Err(HeaderError::Field { field: found, .. }) = result else {
             panic!("{result:?}");
         };
         assert_eq!(found, field);
@@ -430,7 +430,9 @@ fn foreign_files_are_refused() {
         let mut file = std::fs::File::from(file);
         file.write_all(content).unwrap();
         let result = Listener::open(file.into(), 0).map(|_| ());
-        assert!(matches!(result, Err(RingError::TooShort { .. })));
+        let Err(BroadcastError::Header(HeaderError::TooShort { .. })) = result else {
+            panic!("{result:?}");
+        };
     }
 }
 

@@ -10,8 +10,8 @@ use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use pie_ring::{
-    Client, ClientConfig, ExitGuard, Lease, RegionLayout, RingError, Server, ServerConfig, Stop,
-    Wait,
+    Client, ClientConfig, ExitGuard, Lease, RegionError, RegionLayout, RingError, Server,
+    ServerConfig, Stop, Wait,
 };
 
 pub(crate) const HASH: [u8; 8] = *b"testhash";
@@ -69,7 +69,7 @@ pub(crate) fn config(name: &str) -> ServerConfig {
     config
 }
 
-pub(crate) fn create(name: &str) -> Result<Server, RingError> {
+pub(crate) fn create(name: &str) -> Result<Server, RegionError> {
     Server::create(&config(name), &ExitGuard::inert())
 }
 

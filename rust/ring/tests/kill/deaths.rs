@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::Duration;
 
-use pie_ring::{Client, Lease, Publish, RingError, Server, Wait};
+use pie_ring::{CallError, Client, Lease, LeaseError, Publish, Server, Wait};
 
 use crate::common::{ABORT, Name, Running, answer, create, eventually, open, request};
 use crate::tracee::{Next, Tracee, alone, stop};
@@ -102,7 +102,7 @@ fn a_client_may_die_after_any_step_of_a_send() {
 }
 
 /// How a server answers.
-type Answer = fn(Lease) -> Result<Publish, RingError>;
+type Answer = fn(Lease) -> Result<Publish, LeaseError>;
 
 #[test]
 fn a_server_may_die_after_any_step_of_an_answer() {
@@ -166,7 +166,7 @@ fn die_answering(
         client.abort();
         match call.join().unwrap() {
             Ok(response) => assert!(answered && response == expected, "{response:?}"),
-            Err(error) => assert!(!answered && matches!(error, RingError::Aborted), "{error}"),
+            Err(error) => assert!(!answered && matches!(error, CallError::Aborted), "{error}"),
         }
         (ends, answered)
     })
@@ -193,7 +193,7 @@ fn the_client_of_a_dead_server_times_out() {
         .kill();
         let client = open(&name, wait, Duration::from_millis(50));
         let error = client.call(LAST_WORDS, |_| ()).unwrap_err();
-        assert!(matches!(error, RingError::TimedOut { .. }), "{error}");
+        assert!(matches!(error, CallError::TimedOut { .. }), "{error}");
         assert_restarts(&name);
     }
 }

@@ -6,7 +6,7 @@ use std::sync::mpsc::{self, RecvTimeoutError, Sender};
 use std::thread;
 use std::time::Duration;
 
-use pie_ring::{Broadcast, Listener, Message, RingError, Wait};
+use pie_ring::{Broadcast, BroadcastError, Listener, Message, Wait};
 
 use crate::common::STRATEGIES;
 use crate::roles::{Process, tell};
@@ -162,7 +162,10 @@ fn a_reader_that_dies_does_the_others_no_harm() {
         assert_eq!(other.told(), leader.sum.text());
         let again = leader.broadcast.fd().try_clone_to_owned().unwrap();
         let again = Listener::open(again, 0).map(|_| ());
-        assert!(matches!(again, Err(RingError::ReaderTaken { reader: 0 })));
+        assert!(matches!(
+            again,
+            Err(BroadcastError::ReaderTaken { reader: 0 })
+        ));
     }
 }
 

@@ -5,7 +5,7 @@ use std::sync::Barrier;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use pie_ring::{ExitGuard, RegionLayout, RingError, Server, Wait};
+use pie_ring::{ExitGuard, RegionError, RegionLayout, Server, Wait};
 use rustix::process::Signal;
 
 use crate::common::{Name, config, create};
@@ -58,7 +58,7 @@ fn a_live_owner_is_named_and_kept() {
         .map(drop)
         .unwrap_err();
     assert!((120..1000).contains(&start.elapsed().as_millis()));
-    let RingError::Owned { owner, .. } = error else {
+    let RegionError::Owned { owner, .. } = error else {
         panic!("{error}")
     };
     let pid = process.pid().as_raw_nonzero().get().cast_unsigned();
@@ -115,7 +115,7 @@ fn exactly_one_of_several_rivals_wins() {
         });
         let refused = rivals
             .iter()
-            .filter(|r| matches!(r, Err(RingError::Owned { .. })))
+            .filter(|r| matches!(r, Err(RegionError::Owned { .. })))
             .count();
         assert_eq!(refused, 3, "round {round}");
         assert_eq!(
@@ -147,7 +147,7 @@ fn a_link_under_the_name_is_not_followed() {
     std::fs::write(target.path(), b"precious").unwrap();
     std::os::unix::fs::symlink(target.path(), name.path()).unwrap();
     let error = create(&name).map(drop).unwrap_err();
-    assert!(matches!(error, RingError::System { .. }), "{error}");
+    assert!(matches!(error, RegionError::System { .. }), "{error}");
     assert_eq!(std::fs::read(target.path()).unwrap(), b"precious");
     std::fs::remove_file(name.path()).unwrap();
     std::fs::remove_file(target.path()).unwrap();
@@ -168,7 +168,7 @@ fn a_full_file_system_is_a_clear_error() {
         .map(drop)
         .unwrap_err();
     let needed = config.layout.total_bytes().to_string();
-    assert!(matches!(error, RingError::NoSpace { .. }), "{error}");
+    assert!(matches!(error, RegionError::NoSpace { .. }), "{error}");
     assert!(error.to_string().contains(&needed), "{error}");
     assert!(!name.exists());
     let now = rustix::fs::statvfs("/dev/shm").unwrap();

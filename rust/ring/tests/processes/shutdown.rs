@@ -3,7 +3,7 @@
 use std::thread;
 use std::time::Duration;
 
-use pie_ring::{ExitGuard, RingError, Server, Wait};
+use pie_ring::{ExitGuard, GuardError, Server, Wait};
 use rustix::process::Signal;
 
 use crate::common::{Name, STRATEGIES, config, create, eventually, open};
@@ -176,7 +176,7 @@ fn a_forked_child_leaves_everything_to_its_parent() {
 fn one_guard_per_process_at_a_time() {
     for _ in 0..3 {
         let guard = ExitGuard::install().unwrap();
-        assert!(matches!(ExitGuard::install(), Err(RingError::GuardActive)));
+        assert!(matches!(ExitGuard::install(), Err(GuardError::Active)));
         drop(guard);
     }
 }

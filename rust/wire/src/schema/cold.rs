@@ -12,7 +12,7 @@ pub struct CopyRequest {
     pub srcs: Vec<u32>,
     /// Destination ids, parallel to `srcs`.
     pub dsts: Vec<u32>,
-    /// What the ids count.
+    /// The resource that the ids name.
     pub resource: CopyResource,
 }
 
@@ -42,7 +42,7 @@ impl ArchivedCopyDirection {
     }
 }
 
-/// What a copy moves.
+/// The resource that a copy moves.
 #[derive(Archive, Serialize, Deserialize, Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[rkyv(derive(Debug, Clone, Copy, PartialEq, Eq))]
 pub enum CopyResource {
@@ -67,7 +67,7 @@ impl ArchivedCopyResource {
 #[derive(Archive, Serialize, Deserialize, Debug, Clone, PartialEq, Eq)]
 #[rkyv(derive(Debug))]
 pub struct AdapterRequest {
-    /// What to do.
+    /// The operation.
     pub op: AdapterOp,
     /// The adapter's id, assigned by the runtime from 1.
     pub adapter_id: u64,
@@ -75,7 +75,7 @@ pub struct AdapterRequest {
     pub path: String,
 }
 
-/// What to do with an adapter.
+/// An operation on an adapter.
 #[derive(Archive, Serialize, Deserialize, Debug, Clone, Copy, PartialEq, Eq)]
 #[rkyv(derive(Debug, Clone, Copy, PartialEq, Eq))]
 pub enum AdapterOp {

@@ -117,33 +117,6 @@ impl SamplerView<'_> {
     }
 }
 
-impl Sampler {
-    /// The same sampler, borrowed.
-    pub fn view(&self) -> SamplerView<'_> {
-        match *self {
-            Self::Multinomial { temperature, seed } => {
-                SamplerView::Multinomial { temperature, seed }
-            }
-            Self::TopK { temperature, k } => SamplerView::TopK { temperature, k },
-            Self::TopP { temperature, p } => SamplerView::TopP { temperature, p },
-            Self::MinP { temperature, p } => SamplerView::MinP { temperature, p },
-            Self::TopKTopP { temperature, k, p } => SamplerView::TopKTopP { temperature, k, p },
-            Self::Embedding => SamplerView::Embedding,
-            Self::Dist {
-                temperature,
-                num_tokens,
-            } => SamplerView::Dist {
-                temperature,
-                num_tokens,
-            },
-            Self::RawLogits => SamplerView::RawLogits,
-            Self::Logprob { token_id } => SamplerView::Logprob { token_id },
-            Self::Logprobs { ref token_ids } => SamplerView::Logprobs { token_ids },
-            Self::Entropy => SamplerView::Entropy,
-        }
-    }
-}
-
 impl ArchivedSampler {
     /// The sampler with native values; token lists stay borrowed.
     #[inline]

@@ -1,10 +1,10 @@
-//! What contexts copy, against searches of their whole text.
+//! The copies that contexts follow, against searches of their whole text.
 
 use crate::copying::{Copying, RESUMED};
 use crate::drafter::Drafter;
 use crate::index::{BOUNDARY, share};
 
-/// What was copied, the context's first position, and its text.
+/// The copy, the context's first position, and its text.
 type Before = Option<(Option<Copying>, usize, Vec<u32>)>;
 
 pub(super) fn before(drafter: &Drafter, id: u64) -> Before {
@@ -20,7 +20,7 @@ fn matching(text: &[u32], a: usize, b: usize, depth: usize) -> usize {
     same.take(depth).count()
 }
 
-/// What a context copies after something was drafted for it, against what it copied before the last tokens came.
+/// Checks the copy of a context after a draft, against that before the last tokens came.
 pub(super) fn check(drafter: &Drafter, id: u64, before: Before) {
     let Some(context) = drafter.contexts.peek(&id) else {
         return;
@@ -115,7 +115,7 @@ pub(super) fn resumed(
     (!draft.is_empty()).then_some((draft, length))
 }
 
-/// What follows `path` in a tree if the copy goes on: length, token and share.
+/// The candidate after `path` in a tree if the copy goes on: length, token and share.
 pub(super) fn candidate(
     resumed: Option<&(Vec<u32>, usize)>,
     path: &[u32],
@@ -129,7 +129,7 @@ pub(super) fn candidate(
 #[test]
 fn a_copy_goes_on_after_a_change() {
     let mut run = super::new(0, usize::MAX);
-    // 1 and 2 stand in many places.
+    // 1 and 2 occur in many places.
     let text: Vec<u32> = (10..40).chain([1, 70, 1, 71, 1]).chain(40..60).collect();
     let noise = [2, 80, 1, 81, 1, 81, 2, 80, 1, 81, 1, 81];
     run.say(1, 0, &[&text[..], &noise].concat());
@@ -144,7 +144,7 @@ fn a_copy_goes_on_after_a_change() {
     assert_eq!(say(&[90, 91]), (vec![], 0));
     assert_eq!(say(&[15]), (vec![16, 17, 18, 19], 3));
     assert_eq!(say(&[16, 17, 18]), (vec![19, 20, 21, 22], 4));
-    // A token is put in. The next stands in many places, and the newest is another one.
+    // A token is put in. The next occurs in many places, and the newest is a wrong one.
     assert_eq!(say(&(19..40).collect::<Vec<_>>()).1, 18);
     assert_eq!(say(&[92, 1]), (vec![70, 1, 71, 1], 3));
 }
@@ -152,7 +152,7 @@ fn a_copy_goes_on_after_a_change() {
 #[test]
 fn changes_may_be_so_long() {
     let text: Vec<u32> = (100..200).chain(100..110).collect();
-    let behind = |change: &[u32], on: u32| {
+    let after = |change: &[u32], on: u32| {
         let mut run = super::new(0, usize::MAX);
         run.say(1, 0, &text);
         let (drafts, length) = run.say(1, 110, &[change, &[on]].concat());
@@ -160,7 +160,7 @@ fn changes_may_be_so_long() {
     };
     for left_out in 0..12 {
         let length = if left_out <= 8 { 3 } else { 1 };
-        assert_eq!(behind(&[990], 111 + left_out), (112 + left_out, length));
+        assert_eq!(after(&[990], 111 + left_out), (112 + left_out, length));
     }
     for put_in in 0..20 {
         let change: Vec<u32> = (900..900 + put_in).collect();
@@ -169,6 +169,6 @@ fn changes_may_be_so_long() {
             1..=16 => 3,
             _ => 1,
         };
-        assert_eq!(behind(&change, 110), (111, length));
+        assert_eq!(after(&change, 110), (111, length));
     }
 }
