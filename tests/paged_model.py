@@ -193,7 +193,7 @@ def check_ranks(runner: Any) -> None:
         group = mock.Mock(ca_comm=reach)
         with (
             mock.patch.object(runner, "ps", SimpleNamespace(tp_size=ranks, tp_rank=0)),
-            mock.patch.object(dense_module, "get_tp_group", return_value=group),
+            mock.patch.object(dense_module, "tensor_group", return_value=group),
             fails as share,
         ):
             assert dense_module.DenseLayers.of(runner) is None
@@ -206,7 +206,7 @@ def check_ranks(runner: Any) -> None:
         with (
             mock.patch.object(runner, "ps", SimpleNamespace(tp_size=ranks, tp_rank=ranks - 1)),
             mock.patch.object(
-                dense_module, "get_tp_group", return_value=mock.Mock(ca_comm=reaches)
+                dense_module, "tensor_group", return_value=mock.Mock(ca_comm=reaches)
             ),
             mock.patch.object(dense_module.rank_sums, "share", memory),
         ):
@@ -392,7 +392,7 @@ def check_prefills(runner: Any) -> None:
         for args, taken in ((decodes, True), (SimpleNamespace(decode_attention_backend=""), False)):
             with mock.patch.object(runner, "server_args", args):
                 assert support.takes_prompts(runner) == taken
-                with mock.patch.object(runner, "ps", SimpleNamespace(tp_size=2)):
+                with mock.patch.object(runner, "ps", SimpleNamespace(tp_size=2, tp_rank=0)):
                     assert not support.takes_prompts(runner)
 
 

@@ -1,1 +1,1 @@
-"""The SGLang adapter: the only part of the package that imports SGLang."""
+"""The SGLang adapter: what of SGLang it reaches is in `seams`, and nothing else imports SGLang."""

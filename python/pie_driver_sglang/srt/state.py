@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
-from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
 
-if TYPE_CHECKING:
-    from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+from pie_driver_sglang.srt.seams.pools import (
+    HybridReqToTokenPool,
+    ReqToTokenPool,
+    state_parts,
+    state_pool,
+    state_rows,
+)
 
 
 class StatePool:
@@ -20,10 +23,9 @@ class StatePool:
     """
 
     def __init__(self, table: HybridReqToTokenPool) -> None:
-        self._rows = table.req_index_to_mamba_index_mapping
-        self._pool = table.mamba_pool
-        cache = self._pool.mamba_cache
-        self._parts: list[torch.Tensor] = [*cache.conv, cache.temporal]
+        self._rows = state_rows(table)
+        self._pool = state_pool(table)
+        self._parts = state_parts(table)
 
     @staticmethod
     def of(table: ReqToTokenPool) -> StatePool | None:
@@ -60,14 +62,3 @@ class StatePool:
         self._pool.copy_from(source, target)
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
-
-
-def widen(table: HybridReqToTokenPool, plain: ReqToTokenPool) -> None:
-    """Gives a hybrid model's block table the rows of another one, and keeps its states."""
-    for name in ("size", "_alloc_size", "max_context_len", "req_to_token", "free_slots"):
-        setattr(table, name, getattr(plain, name))
-    table.req_generation = plain.req_generation
-    rows = plain.req_to_token.shape[0]
-    table.req_index_to_mamba_index_mapping = torch.zeros(
-        rows, dtype=torch.int32, device=plain.req_to_token.device
-    )
