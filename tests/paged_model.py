@@ -319,7 +319,7 @@ def check_fa3() -> None:
                 Path(folder, name).touch()
             with mock.patch.dict(sys.modules, {"sgl_kernel": package}):
                 sys.modules.pop("sgl_kernel.flash_ops", None)
-                assert support._has_fa3() == found, name
+                assert support.has_fa3() == found, name
 
 
 def check_vision() -> None:
@@ -334,7 +334,7 @@ def check_vision() -> None:
         capability = (9 if hopper else 8, 0)
         with (
             mock.patch.object(torch.cuda, "get_device_capability", lambda _: capability),
-            mock.patch.object(support, "_has_fa3", lambda: there),
+            mock.patch.object(support, "has_fa3", lambda: there),
         ):
             model: Any = SimpleNamespace(is_multimodal=image)
             support.choose_vision_backend(args, model, 0)  # type: ignore[arg-type]
@@ -361,7 +361,7 @@ def check_prefills(runner: Any) -> None:
     layer, pool = support.attention_layers(runner)[-1], runner.token_to_kv_pool
     fits = (
         (torch.cuda, "get_device_capability", lambda _: (9, 0)),
-        (support, "_has_fa3", lambda: True),
+        (support, "has_fa3", lambda: True),
         (support, "attention_layers", lambda _: [layer]),
         (runner, "device", "cuda"),
         (runner, "dtype", torch.bfloat16),
@@ -373,7 +373,7 @@ def check_prefills(runner: Any) -> None:
     )
     does_not = (
         (torch.cuda, "get_device_capability", lambda _: (8, 0)),
-        (support, "_has_fa3", lambda: False),
+        (support, "has_fa3", lambda: False),
         (runner, "device", "cpu"),
         (pool, "dtype", torch.float8_e4m3fn),
         (layer, "qk_head_dim", 80),

@@ -150,13 +150,15 @@ class Sources:
             if annotation is not None or name not in found:
                 found[name] = (thing.module, annotation)
         found |= dict.fromkeys(("__init__", "__name__", "__new__", "__class__"), ("", None))
-        return found, is_whole and "__getattr__" not in found
+        # A module of torch has what it is given, and says so; all else with such a hook is open.
+        hook, _ = found.get("__getattr__", ("torch", None))
+        return found, is_whole and hook.startswith("torch")
 
     def attribute(self, owner: Thing, name: str) -> Thing | bool | None:
         """What an attribute is; True if it is there and unknown, None if it is missing."""
         if isinstance(owner.node, ast.Module):
             return name.startswith("__") or self.find(owner.module, name)
-        if not isinstance(owner.node, ast.ClassDef):
+        if not isinstance(owner.node, ast.ClassDef) or owner.module.startswith("torch"):
             return True
         members, is_whole = self.members(owner._replace(is_made=False))
         if name not in members:
@@ -262,6 +264,11 @@ def _assigned(method: ast.FunctionDef) -> Iterator[tuple[str, ast.AST | None]]:
             case ast.Attribute(value=ast.Name(id=name), attr=attribute, ctx=ast.Store()) if (
                 name == own
             ):
+                yield attribute, None
+            case ast.Call(
+                func=ast.Attribute(value=ast.Name(id=name), attr=registers),
+                args=[ast.Constant(value=str(attribute)), *_],
+            ) if name == own and registers.startswith("register_"):
                 yield attribute, None
 
 

@@ -9,9 +9,11 @@ import torch
 from pie_driver_sglang.srt.seams.pools import (
     HybridReqToTokenPool,
     ReqToTokenPool,
+    clear_states,
+    copy_states,
     state_parts,
-    state_pool,
     state_rows,
+    state_slots,
 )
 
 
@@ -23,8 +25,8 @@ class StatePool:
     """
 
     def __init__(self, table: HybridReqToTokenPool) -> None:
+        self._table = table
         self._rows = state_rows(table)
-        self._pool = state_pool(table)
         self._parts = state_parts(table)
 
     @staticmethod
@@ -35,7 +37,7 @@ class StatePool:
     @property
     def slots(self) -> int:
         """Slots that the runtime may name: ``0..slots``."""
-        return int(self._pool.size)
+        return state_slots(self._table)
 
     @property
     def slot_bytes(self) -> int:
@@ -53,12 +55,12 @@ class StatePool:
         self._rows[rows] = pairs[:, 0].to(self._rows)
         fresh = pairs[pairs[:, 1] != 0, 0]
         if len(fresh):
-            self._pool.clear_slots(fresh.to(self._rows.device))
+            clear_states(self._table, fresh.to(self._rows.device))
 
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copies slots; see :meth:`pie_driver_sglang.engine.Engine.copy_states`."""
         device = self._rows.device
         source, target = (torch.tensor(ids, device=device) + 1 for ids in (sources, targets))
-        self._pool.copy_from(source, target)
+        copy_states(self._table, source, target)
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +10,7 @@ import torch
 from pie_driver_sglang.config.options import PAGED_DECODE
 from pie_driver_sglang.config.server_args import SGLANG_VERSION
 from pie_driver_sglang.errors import StartError
-from pie_driver_sglang.srt.seams.attention import attention_layers, is_plain
+from pie_driver_sglang.srt.seams.attention import attention_layers, has_fa3, is_plain
 from pie_driver_sglang.srt.seams.model import is_from_transformers, resolved, uses_latent_attention
 from pie_driver_sglang.srt.seams.pools import (
     has_known_pages,
@@ -212,7 +211,7 @@ def prefills_by_fa3(runner: ModelRunner) -> bool:
         for layer in attention_layers(runner)
     )
     fits = pool.dtype == runner.dtype and pool.dtype in (torch.float16, torch.bfloat16)
-    return fits and plain and _has_fa3()
+    return fits and plain and has_fa3()
 
 
 def choose_vision_backend(args: ServerArgs, model_config: ModelConfig, gpu_id: int) -> None:
@@ -220,21 +219,8 @@ def choose_vision_backend(args: ServerArgs, model_config: ModelConfig, gpu_id: i
     settings = Resolved(args)
     if settings.device != "cuda" or not model_config.is_multimodal or settings.vision_backend:
         return
-    if torch.cuda.get_device_capability(gpu_id)[0] == _HOPPER and not _has_fa3():
+    if torch.cuda.get_device_capability(gpu_id)[0] == _HOPPER and not has_fa3():
         change_settings(args, mm_attention_backend="triton_attn")
-
-
-def _has_fa3() -> bool:
-    """Whether SGLang's kernels were installed with it, and can be loaded."""
-    name = "sgl_kernel.flash_ops"
-    try:
-        importlib.import_module(name)
-    except ImportError as error:
-        absent = isinstance(error, ModuleNotFoundError) and error.name in (name, "sgl_kernel")
-        if not absent:
-            logger.warning("nothing is computed by fa3: %s", error)
-        return False
-    return True
 
 
 def paged_decode_obstacle(runner: ModelRunner) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +15,8 @@ from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.model_runner_components import attention_backend_setup
 
 __all__ = ["AttentionBackend", "RadixAttention"]
+
+logger = logging.getLogger(__name__)
 
 
 def attention_layers(runner: ModelRunner) -> list[RadixAttention]:
@@ -42,6 +45,19 @@ def register_backend(name: str, backend: type[AttentionBackend]) -> None:
 
 def _is_no_doubt(record: logging.LogRecord) -> bool:
     return "hybrid attention backend is experimental" not in record.getMessage()
+
+
+def has_fa3() -> bool:
+    """Whether SGLang's own kernels, `sgl_kernel.flash_ops`, are there and can be loaded."""
+    name = "sgl_kernel.flash_ops"
+    try:
+        importlib.import_module(name)
+    except ImportError as error:
+        absent = isinstance(error, ModuleNotFoundError) and error.name in (name, "sgl_kernel")
+        if not absent:
+            logger.warning("nothing is computed by fa3: %s", error)
+        return False
+    return True
 
 
 def decode_backend(runner: ModelRunner) -> AttentionBackend | None:

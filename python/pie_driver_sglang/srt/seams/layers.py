@@ -68,7 +68,7 @@ def find_model(causal: Any) -> Any:
     return model
 
 
-def read_norm(norm: Any) -> Norm:
+def read_norm(norm: RMSNorm) -> Norm:
     """The weight of an `RMSNorm`; a new field may mean that it computes something else.
 
     Raises:
@@ -131,7 +131,8 @@ def _read_matrix(linear: Any, kind: type) -> Linear:
 
 
 def _read_heads(attention: Any, pool: MHATokenToKVPool) -> Heads:
-    rotary, layer = attention.rotary_emb, attention.attn
+    rotary: RotaryEmbedding = attention.rotary_emb
+    layer: RadixAttention = attention.attn
     # Variants that differ in their table alone.
     turns = isinstance(rotary, RotaryEmbedding) and all(
         getattr(type(rotary), name) is getattr(RotaryEmbedding, name)

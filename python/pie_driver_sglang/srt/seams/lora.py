@@ -26,6 +26,7 @@ from sglang.srt.lora.lora import LoRAAdapter
 from sglang.srt.lora.lora_config import LoRAConfig
 from sglang.srt.lora.lora_manager import LoRAManager
 from sglang.srt.lora.lora_registry import LoRARef
+from sglang.srt.lora.mem_pool import LoRAMemoryPool
 from sglang.srt.lora.utils import (
     auto_detect_lora_target_modules,
     generate_sequence_lengths,
@@ -81,7 +82,7 @@ def manager_of(runner: ModelRunner) -> LoRAManager:
 
 def slot_tensors(manager: LoRAManager) -> list[torch.Tensor]:
     """The memory of all slots of a manager: `memory_pool` keeps it in six tables."""
-    pool = manager.memory_pool
+    pool: LoRAMemoryPool = manager.memory_pool
     layers = [*pool.A_buffer.values(), *pool.B_buffer.values()]
     tensors = [tensor for buffers in layers for tensor in buffers]
     ends = (pool.embedding_A_buffer, pool.embedding_B_buffer)
@@ -130,8 +131,9 @@ def put(manager: LoRAManager, prepared: Prepared) -> None:
 
 def forget(manager: LoRAManager, uid: str) -> None:
     """Removes all that a manager knows of an adapter, be it half registered only."""
-    manager.memory_pool.remove_lora(uid)
-    manager.memory_pool.eviction_policy.remove(uid)
+    pool: LoRAMemoryPool = manager.memory_pool
+    pool.remove_lora(uid)
+    pool.eviction_policy.remove(uid)
     for table in (manager.configs, manager.loras, manager.lora_refs):
         table.pop(uid, None)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from sglang.srt.mem_cache.memory_pool import (
@@ -10,6 +10,7 @@ from sglang.srt.mem_cache.memory_pool import (
     HybridReqToTokenPool,
     KVCache,
     KVWriteLoc,
+    MambaPool,
     MHATokenToKVPool,
     MLATokenToKVPool,
     ReqToTokenPool,
@@ -57,15 +58,16 @@ def lies_by_token(pool: MHATokenToKVPool) -> bool:
 def storage(pool: KVCache) -> tuple[list[torch.Tensor], int]:
     """The tensors of a pool's layers, and its pages with the one for padding; none may be missed.
 
-    Reads `k_buffer`, `v_buffer`, `kv_buffer`, `size` and `page_size`. A version that keeps KV under
-    another name is copied in part, without an error.
+    Args:
+        pool: One that :func:`has_known_pages`. A version that keeps KV in more tensors than these
+            is copied in part, without an error.
     """
-    buffers = [
-        buffer
-        for name in ("k_buffer", "v_buffer", "kv_buffer")
-        for buffer in getattr(pool, name, ())
-    ]
-    return buffers, pool.size // pool.page_size + 1
+    pages = pool.size // pool.page_size + 1
+    if isinstance(pool, MLATokenToKVPool):
+        latent: MLATokenToKVPool = pool
+        return list(latent.kv_buffer), pages
+    heads: MHATokenToKVPool = pool
+    return [*heads.k_buffer, *heads.v_buffer], pages
 
 
 def stored_kv(pool: KVCache, layer: RadixAttention) -> tuple[torch.Tensor, torch.Tensor]:
@@ -124,12 +126,26 @@ def state_rows(table: HybridReqToTokenPool) -> torch.Tensor:
     return rows
 
 
-def state_pool(table: HybridReqToTokenPool) -> Any:
-    """The slots of recurrent state: `size`, `clear_slots(ids)` and `copy_from(source, target)`."""
-    return table.mamba_pool
-
-
 def state_parts(table: HybridReqToTokenPool) -> list[torch.Tensor]:
     """The tensors of recurrent state, ``[layers, slots, ...]`` each; none may be missed."""
-    cache = table.mamba_pool.mamba_cache
+    pool: MambaPool = table.mamba_pool
+    cache: MambaPool.State = pool.mamba_cache
     return [*cache.conv, cache.temporal]
+
+
+def state_slots(table: HybridReqToTokenPool) -> int:
+    """Slots of recurrent state beside the one for padding, which is slot 0."""
+    pool: MambaPool = table.mamba_pool
+    return int(pool.size)
+
+
+def clear_states(table: HybridReqToTokenPool, slots: torch.Tensor) -> None:
+    """Fills slots of recurrent state with zeros."""
+    pool: MambaPool = table.mamba_pool
+    pool.clear_slots(slots)
+
+
+def copy_states(table: HybridReqToTokenPool, sources: torch.Tensor, targets: torch.Tensor) -> None:
+    """Copies slots of recurrent state, on the device alone."""
+    pool: MambaPool = table.mamba_pool
+    pool.copy_from(sources, targets)
