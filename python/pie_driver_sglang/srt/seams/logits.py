@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from sglang.srt.layers.logits_processor import (
@@ -15,7 +15,10 @@ from sglang.srt.layers.logits_processor import (
 from sglang.srt.lora.layers import ParallelLMHeadWithLoRA
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
-from pie_driver_sglang.srt.seams.ranks import GroupCoordinator, tensor_group
+from pie_driver_sglang.srt.seams.ranks import tensor_group
+
+if TYPE_CHECKING:
+    from pie_driver_sglang.srt.seams.ranks import GroupCoordinator
 
 __all__ = ["LogitsMetadata", "LogitsProcessor"]
 
