@@ -1,4 +1,8 @@
-"""Attention: SGLang's layers and backends, and how a backend of the driver's takes their place."""
+"""Attention: SGLang's layers and backends, and how a backend of the driver's takes their place.
+
+`AttentionBackend` is the base class of the driver's backends: SGLang calls them by its methods and
+finds the pools in their fields. `RadixAttention` is what they get: widths, heads, scales, window.
+"""
 
 from __future__ import annotations
 

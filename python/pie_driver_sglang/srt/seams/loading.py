@@ -1,4 +1,7 @@
-"""The load of a model's weights: the functions of SGLang's loader that the driver watches."""
+"""The load of a model's weights: the functions of SGLang's loader that the driver watches.
+
+`LoadConfig` is passed on for annotations alone.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Logits: how a pass ends before the LM head, and how the LM head is run on chosen rows."""
+"""Logits: how a pass ends before the LM head, and how the LM head is run on chosen rows.
+
+`LogitsProcessor` and `LogitsMetadata` are passed on for annotations alone.
+"""
 
 from __future__ import annotations
 

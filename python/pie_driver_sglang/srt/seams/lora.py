@@ -1,4 +1,8 @@
-"""Adapters: SGLang's LoRA manager, its tables, its wrapped layers, and its kernels on a CPU."""
+"""Adapters: SGLang's LoRA manager, its tables, its wrapped layers, and its kernels on a CPU.
+
+`LoRAManager` is passed on; its sizes (`max_loras_per_batch`, `max_lora_rank`, `dtype`) are read
+elsewhere.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""A model's configuration, its runner, and what SGLang does to either on a CPU."""
+"""A model's configuration, its runner, and what SGLang does to either on a CPU.
+
+`ModelConfig` and `ModelRunner` are passed on for annotations. Their public fields and methods are
+used everywhere in the adapter, and `tools/check_seams.py` looks for each of them.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Passes: the batch that SGLang's models take, and the capture of one in a graph."""
+"""Passes: the batch that SGLang's models take, and the capture of one in a graph.
+
+`ForwardBatch` is passed on for annotations: attention backends read its rows. Of images the
+embeddings are made and held as `MultimodalDataItem`.
+"""
 
 from __future__ import annotations
 

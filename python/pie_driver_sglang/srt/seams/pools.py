@@ -1,4 +1,8 @@
-"""SGLang's memory: KV pools, block tables and recurrent state."""
+"""SGLang's memory: KV pools, block tables and recurrent state.
+
+The pools' classes are passed on for annotations. `dtype`, `store_dtype`, `size` and `req_to_token`
+are read elsewhere.
+"""
 
 from __future__ import annotations
 

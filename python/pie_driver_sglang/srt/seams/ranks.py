@@ -1,6 +1,8 @@
 """Ranks: their places, SGLang's groups, and collective operations between them.
 
 Imports SGLang where a function needs it: what samples on ranks is tested without.
+`GroupCoordinator` is passed on to annotations: `all_gather`, `world_size` and `rank_in_group` are
+used elsewhere, and `cpu_group`, torch's.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""SGLang's settings: made, published, changed, and read as it has resolved them."""
+"""SGLang's settings: made, published, changed, and read as it has resolved them.
+
+`ServerArgs` is passed on for annotations, `load_plugins` as it is: it loads SGLang's own plugins,
+before anything else of SGLang is used.
+"""
 
 from __future__ import annotations
 
