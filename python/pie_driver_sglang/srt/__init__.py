@@ -1,4 +1,4 @@
-"""The SGLang adapter: the only package that imports SGLang.
+"""The SGLang adapter. What of SGLang it reaches is in `seams`, and nothing else imports SGLang.
 
 `start.py` prepares the process and calls `load.py`, which loads a rank's part of the model
 (`boot.py`) and makes a `SglangEngine`. That engine implements the `Engine` door; `steps.py` holds
