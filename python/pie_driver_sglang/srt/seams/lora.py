@@ -125,7 +125,7 @@ def prepare(
         raise ValueError(result.error_message)
     weights = own.loras[uid]
     if manager.device.type == "cuda":
-        # SGLang would pin with each copy into a slot, while steps wait. A thread begins with cuda:0.
+        # SGLang would pin with each copy into a slot, while steps wait. A thread starts on GPU 0.
         with torch.cuda.device(manager.device):
             weights.pin_weights_in_cpu()
     return Prepared(ref, own.configs[uid], weights)
