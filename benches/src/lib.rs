@@ -10,7 +10,10 @@ pub mod text;
 #[cfg(feature = "timing")]
 pub mod timing;
 
-use pie_batch::{FieldId, Layout, Limits, Outputs, Planner, Probes, SlotClass};
+use pie_batch::{
+    Computed, FieldId, Layout, Limits, Outputs, Plan, Planner, Probes, SlotClass, Staged,
+    StagedSlots,
+};
 use pie_wire::{AdapterBinding, Brle, ForwardRequest, Frame, Payload, Sampler};
 
 /// Tokens of a page.
@@ -275,6 +278,10 @@ impl Bytes {
 /// The planner with a staging block and a response buffer: all of the host path but ring and model.
 pub struct HostPath {
     planner: Planner,
+    /// As planned, until it is answered.
+    plan: Option<Plan>,
+    /// The frame that was answered last.
+    answered: Option<Computed>,
     request: Vec<u64>,
     block: Vec<u64>,
     response: Vec<u8>,
@@ -288,6 +295,8 @@ impl Default for HostPath {
         let bytes = Layout::new(&LIMITS).bytes();
         Self {
             planner: Planner::new(LIMITS, 42),
+            plan: None,
+            answered: None,
             request: Vec::new(),
             block: vec![0; bytes.div_ceil(8)],
             response: vec![0; 4 << 20],
@@ -318,9 +327,21 @@ impl HostPath {
     /// # Panics
     /// When no plan was made.
     pub fn answer(&mut self) -> &[u8] {
-        let block = bytemuck::cast_slice_mut(&mut self.block);
-        while self.planner.stage(block).expect("the block fits").is_some() {
-            while let Some(group) = self.planner.stage_slots(block).expect("the block fits") {
+        let mut plan = self.plan.take().expect("a plan");
+        let memory = bytemuck::cast_slice_mut(&mut self.block);
+        let mut block = self.planner.block(memory).expect("the block fits");
+        let mut computed = loop {
+            let staged = self.planner.stage(plan, &mut block);
+            let mut pass = match staged.expect("the last plan") {
+                Staged::Pass(pass) => pass,
+                Staged::Computed(computed) => break computed,
+            };
+            plan = loop {
+                let staged = match pass.stage_slots(&mut block) {
+                    StagedSlots::Group(group) => group,
+                    StagedSlots::Done(plan) => break plan,
+                };
+                let group = staged.group();
                 let tokens = group.count(SlotClass::Greedy)
                     + group.count(SlotClass::Plain)
                     + group.count(SlotClass::Filtered);
@@ -330,15 +351,19 @@ impl HostPath {
                     dist_ids: &self.ids[..dists],
                     dist_probs: &self.numbers[..dists],
                     logits: &[],
-                    logprobs: &self.numbers[..self.planner.group_labels().len()],
+                    logprobs: &self.numbers[..staged.labels().len()],
                     entropies: &self.numbers[..group.count(SlotClass::Entropy)],
                 };
-                self.planner
-                    .put_outputs(&outputs)
-                    .expect("one token per slot");
-            }
+                let put = staged.put_outputs(&outputs).map_err(|(_, error)| error);
+                pass = put.expect("one token per slot");
+            };
+        };
+        let written = self
+            .planner
+            .reply(&mut computed, Probes::default(), &mut self.response);
+        if let Some(last) = self.answered.replace(computed) {
+            self.planner.recycle(last);
         }
-        let written = self.planner.reply(Probes::default(), &mut self.response);
         &self.response[..written.expect("the response fits")]
     }
 
@@ -355,12 +380,17 @@ impl HostPath {
         let pie_wire::ArchivedPayload::Forward(forward) = &frame.payload else {
             panic!("a forward frame");
         };
-        self.planner.plan(0, forward).expect("a consistent frame");
+        let plan = self.planner.plan(0, forward).expect("a consistent frame");
+        self.plan = Some(plan);
     }
 
     /// Groups the planned rows; see [`Planner::find_groups`].
+    ///
+    /// # Panics
+    /// When no plan was made.
     pub fn find_groups(&mut self) -> bool {
-        self.planner.find_groups(0)
+        let plan = self.plan.as_mut().expect("a plan");
+        self.planner.find_groups(plan, 0)
     }
 
     /// The first `count` entries of an array, as the last pass and slot group left it.
@@ -371,9 +401,18 @@ impl HostPath {
         &bytes[field.offset..][..count * field.dtype.size()]
     }
 
-    /// The planner, with the plan of the last frame.
+    /// The planner.
     #[must_use]
-    pub fn planner(&self) -> &Planner {
+    pub const fn planner(&self) -> &Planner {
         &self.planner
+    }
+
+    /// The frame that was answered last.
+    ///
+    /// # Panics
+    /// When there is none.
+    #[must_use]
+    pub const fn answered(&self) -> &Computed {
+        self.answered.as_ref().expect("an answered frame")
     }
 }

@@ -72,9 +72,9 @@ fn describe(path: &mut HostPath, frame: &[u8], data: &mut Vec<u8>) -> Value {
         json!([data.len() - bytes.len(), bytes.len()])
     };
     let (request, reply) = (put(frame), put(path.run(frame)));
-    let planner = path.planner();
-    let (requests, tokens) = (planner.request_count(), planner.token_count());
-    assert_eq!((planner.pass_count(), planner.faults()), (1, &[][..]));
+    let (planner, frame) = (path.planner(), path.answered());
+    let (requests, tokens) = (frame.request_count(), frame.token_count());
+    assert_eq!((frame.pass_count(), frame.faults()), (1, &[][..]));
     let mut arrays = serde_json::Map::new();
     for (id, count) in [
         (FieldId::SeqLens, requests),

@@ -1,11 +1,12 @@
 //! Frames from bytes to reply: staged values in range, replies well-formed, memory in proportion, and all of it equal
 //! to what a naive planner says.
 
-use pie_batch::{Limits, Planner, Probes, Vision};
+use pie_batch::{Computed, Limits, Planner, Probes, StagedPass, Vision};
 use pie_wire::{ArchivedForwardRequest, ArchivedPayload, Payload, RESPONSE_ROOT_LEN};
 use rkyv::util::AlignedVec;
 
 use crate::common::device::{Answer, DRIVER, Device, answer, check_archive};
+use crate::common::engine::{Engine, next_group, next_pass, put};
 use crate::common::generate::{POSITIONS, VOCAB};
 use crate::common::naive::{Plan, Slot};
 use crate::memory;
@@ -124,13 +125,14 @@ impl Trial {
 
     /// Plans a frame with its images: every pass has pixels for what it says.
     fn look(&mut self, request: &ArchivedForwardRequest) {
-        if self.sighted.plan(DRIVER, request).is_err() {
+        let Ok(plan) = self.sighted.plan(DRIVER, request) else {
             return;
-        }
+        };
         let block: &mut [u8] = bytemuck::cast_slice_mut(&mut self.block);
-        while let Some(pass) = self.sighted.stage(block).expect("the block fits") {
-            let Some(images) = self.sighted.pass_images() else {
-                continue;
+        let see = |staged: &StagedPass, _: &[u8]| {
+            let pass = staged.pass();
+            let Some(images) = staged.images() else {
+                return;
             };
             assert_eq!(images.positions.len(), 3 * pass.tokens);
             for span in images.spans {
@@ -140,7 +142,9 @@ impl Trial {
                 let pixels = request.image_pixels.get(span.pixels);
                 assert!(pixels.is_some_and(|pixels| pixels.len() as u32 == 4 * height * width));
             }
-        }
+        };
+        let computed = Engine::default().run_seeing(&mut self.sighted, plan, block, see);
+        self.sighted.recycle(computed);
     }
 
     /// Takes one frame, whatever it is.
@@ -154,13 +158,18 @@ impl Trial {
         self.largest = self.largest.max(bytes.len());
         self.look(request);
         self.steps.frame(request);
-        if !self.plan(request) {
+        let Some(mut computed) = self.plan(request) else {
+            return;
+        };
+        let room = self.limits.reply_bytes as usize;
+        let replied = self.reply(&mut computed, room).is_some();
+        if replied {
+            self.reply(&mut computed, 0);
+        }
+        self.planner.recycle(computed);
+        if !replied {
             return;
         }
-        if self.reply(self.limits.reply_bytes as usize).is_none() {
-            return;
-        }
-        self.reply(0);
         let owned = pie_wire::decode_request(bytes)
             .expect("it is valid")
             .payload;
@@ -174,23 +183,26 @@ impl Trial {
         self.drafting.run(&asking, pick(self.turns));
     }
 
-    /// Plans and stages every pass; `false` when the frame is refused.
-    fn plan(&mut self, request: &ArchivedForwardRequest) -> bool {
+    /// Plans and stages every pass; `None` when the frame is refused.
+    fn plan(&mut self, request: &ArchivedForwardRequest) -> Option<Computed> {
         let (planned, info) = memory::measured(|| {
-            self.planner
-                .plan(DRIVER, request)
-                .map(|()| self.stage_all())
+            let planned = self.planner.plan(DRIVER, request);
+            planned.map(|plan| self.stage_all(plan))
         });
         self.check_memory(info.bytes_max as usize);
         self.grown += info.bytes_current as isize;
-        match planned {
-            Ok(rows) => assert_eq!(rows, self.planner.token_count()),
-            Err(ref error) => assert!(!error.to_string().is_empty()),
+        let (rows, computed) = match planned {
+            Ok(planned) => planned,
+            Err(error) => {
+                assert!(!error.to_string().is_empty());
+                return None;
+            }
+        };
+        assert_eq!(rows, computed.token_count());
+        for (index, fault) in computed.faults() {
+            assert!(*index < computed.request_count() && !fault.to_string().is_empty());
         }
-        for (index, fault) in self.planner.faults() {
-            assert!(*index < self.planner.request_count() && !fault.to_string().is_empty());
-        }
-        planned.is_ok()
+        Some(computed)
     }
 
     /// A draft of 4 bytes becomes a row, a slot, a segment and a pass, some 100 bytes, in arrays that grow by
@@ -207,31 +219,32 @@ impl Trial {
     }
 
     /// Stages every pass and group; returns the rows.
-    fn stage_all(&mut self) -> usize {
+    fn stage_all(&mut self, mut plan: pie_batch::Plan) -> (usize, Computed) {
         let mut rows = 0;
-        while let Some(pass) = self
-            .planner
-            .stage(bytemuck::cast_slice_mut(&mut self.block))
-            .expect("the block fits")
-        {
+        loop {
+            let memory = bytemuck::cast_slice_mut(&mut self.block);
+            let mut staged = match next_pass(&mut self.planner, plan, memory) {
+                Ok(staged) => staged,
+                Err(computed) => return (rows, computed),
+            };
+            let pass = *staged.pass();
             self.staged().check_pass(&pass);
             rows += pass.tokens;
             let mut slots = 0;
-            while let Some(group) = self
-                .planner
-                .stage_slots(bytemuck::cast_slice_mut(&mut self.block))
-                .expect("the block fits")
-            {
+            plan = loop {
+                let memory = bytemuck::cast_slice_mut(&mut self.block);
+                let open = match next_group(&self.planner, staged, memory) {
+                    Ok(open) => open,
+                    Err(plan) => break plan,
+                };
+                let group = *open.group();
                 self.staged().check_group(&pass, &group);
                 slots += group.len();
-                let labels = self.planner.group_labels().len();
-                let outputs = Blank::of(&self.staged(), &group, labels);
-                let taken = outputs.with(|outputs| self.planner.put_outputs(outputs));
-                taken.expect("as many as asked for");
-            }
+                let outputs = Blank::of(&self.staged(), &group, open.labels().len());
+                staged = outputs.with(|outputs| put(open, outputs));
+            };
             assert_eq!(slots, pass.slots);
         }
-        rows
     }
 
     fn staged(&self) -> Staged<'_> {
@@ -243,10 +256,10 @@ impl Trial {
     }
 
     /// Replies into a buffer of exactly `capacity` bytes; the length, if there is room.
-    fn reply(&mut self, capacity: usize) -> Option<usize> {
+    fn reply(&mut self, computed: &mut Computed, capacity: usize) -> Option<usize> {
         let mut buffer = exact::<4>(&vec![0xEE; capacity]);
-        let reply = self.planner.reply(Probes::default(), &mut buffer);
-        let requests = self.planner.request_count();
+        let reply = self.planner.reply(computed, Probes::default(), &mut buffer);
+        let requests = computed.request_count();
         let Ok(length) = reply else {
             // Four kinds of probes at most, each with offsets for the requests and for its entries.
             let empty = RESPONSE_ROOT_LEN + 5 * 4 * (requests + 2);

@@ -1,15 +1,16 @@
 //! The fast lane's way from a plan to tokens: whatever a graph follows is there, in every row that it has.
 
 use bytemuck::Pod;
-use pie_batch::{Layout, Limits, Planner, Probes, StepMemory, StepSize};
+use pie_batch::{Computed, Layout, Limits, Plan, Planner, Probes, StepMemory, StepSize};
 use pie_wire::ArchivedForwardRequest;
 
 use crate::common::device::DRIVER;
+use crate::common::engine::{Engine, memory};
 use crate::common::generate::VOCAB;
 use crate::wire::exact;
 
 /// Most rows of one request that a graph takes.
-const MOST: usize = 12;
+const MAX_ROWS: usize = 12;
 
 /// A planner whose batches run as graphs where they can.
 pub(crate) struct Steps {
@@ -29,27 +30,31 @@ impl Steps {
 
     /// Plans a frame, runs it one way or the other, and answers.
     pub(crate) fn frame(&mut self, request: &ArchivedForwardRequest) {
-        if self.planner.plan(DRIVER, request).is_err() {
+        let Ok(plan) = self.planner.plan(DRIVER, request) else {
             return;
-        }
-        match self.planner.graph_size(MOST) {
-            Some(size) => self.step(size),
+        };
+        let mut computed = match plan.graph_size(MAX_ROWS) {
+            Some(size) => self.step(plan, size),
             // What a general pass brings to the block table must be known to the next step.
-            None => self.pass(),
-        }
+            None => self.passes(plan),
+        };
         let mut buffer = exact::<4>(&vec![0xEE; self.limits.reply_bytes as usize]);
-        let _ = self.planner.reply(Probes::default(), &mut buffer);
+        let _ = self
+            .planner
+            .reply(&mut computed, Probes::default(), &mut buffer);
+        self.planner.recycle(computed);
     }
 
-    fn pass(&mut self) {
-        let mut block = vec![0_u64; self.planner.layout().bytes().div_ceil(8)];
+    fn passes(&mut self, plan: Plan) -> Computed {
+        let mut block = memory(self.planner.layout());
         let block: &mut [u8] = bytemuck::cast_slice_mut(&mut block);
-        while self.planner.stage(block).expect("the block fits").is_some() {}
-        // Nobody computes the slots, as after an error.
+        let computed = Engine::default().run(&mut self.planner, plan, block);
+        // As after an error.
         self.planner.forget_table();
+        computed
     }
 
-    fn step(&mut self, size: StepSize) {
+    fn step(&mut self, mut plan: Plan, size: StepSize) -> Computed {
         self.number += 1;
         let rows = size.rows.next_power_of_two();
         // Every other graph is told which rows to sample.
@@ -59,7 +64,7 @@ impl Steps {
             slots: if told { size.slots.max(1) } else { rows },
         };
         let layout = if room.slots == rows && self.number % 4 < 2 {
-            self.planner.find_groups(0);
+            self.planner.find_groups(&mut plan, 0);
             Layout::grouped_graph(rows)
         } else {
             Layout::graph(room)
@@ -72,22 +77,23 @@ impl Steps {
             block: bytemuck::cast_slice_mut(&mut block),
             mask_words: &mut mask_words,
         };
-        let staged = self.planner.stage_graph(&layout, memory, self.number);
+        let staged = self.planner.stage_graph(plan, &layout, memory, self.number);
         let step = staged.expect("the memory fits");
-        assert!((1..=room.slots).contains(&step.results));
+        let results = step.results();
+        assert!((1..=room.slots).contains(&results));
         let staged = Step {
             limits: &self.limits,
             layout: &layout,
             block: &block,
             words: &mask_words,
         };
-        staged.check(size, step.mask_words, self.number);
+        staged.check(size, step.mask_words(), self.number);
         // One of them is no token.
         let token = |slot: usize| {
-            assert!(slot < step.results);
+            assert!(slot < results);
             (slot as u32 * 7 + self.number) % (VOCAB + 1)
         };
-        self.planner.put_slot_tokens(token);
+        step.put_tokens(token)
     }
 }
 

@@ -53,6 +53,9 @@ class Batch:
         Args:
             adapter_id: One that the next pass needs.
             reason: What happened and what to do, for the log.
+
+        Raises:
+            StageError: The pass before is not done.
         """
     def fail(self, /) -> None:
         """
@@ -89,7 +92,7 @@ class Batch:
             entropies: `[entropy slots]` float32.
 
         Raises:
-            StageError: The group asks for another number of values.
+            StageError: The group asks for another number of values, or there is none.
         """
     @property
     def received_ns(self, /) -> int:
@@ -109,10 +112,16 @@ class Batch:
     def stage(self, /) -> Pass | None:
         """
         Writes the next pass into the staging block; None when all are done.
+
+        Raises:
+            StageError: The pass before has slots without outputs.
         """
     def stage_slots(self, /) -> SlotGroup | None:
         """
         Writes the next slot group of the current pass into the staging block; None when all are done.
+
+        Raises:
+            StageError: The group before has no outputs.
         """
     @property
     def tokens(self, /) -> int:

@@ -14,10 +14,13 @@ use pie_ngram::{
 };
 use rustc_hash::{FxHashMap, FxHashSet};
 
-use crate::Limits;
 use crate::history::{PagePool, PageTokens};
-use crate::plan::{Planner, Request};
-use crate::reply::token_count;
+use crate::limits::Limits;
+use crate::request::Request;
+use crate::rows::Rows;
+use crate::slot::{Slot, Slots};
+use crate::table::BlockTable;
+use crate::verify::token_count;
 
 /// Tokens before a request's own that must be those that the drafter knows; else its context is another one.
 const CHECKED: usize = 16;
@@ -68,32 +71,130 @@ struct Draft {
     first_position: u32,
 }
 
-/// The drafter, and its part of the reply.
+/// What a frame's requests ask of the drafter, and what they get.
+#[derive(Debug, Default)]
+pub(crate) struct FrameDrafts {
+    asking: Vec<Asking>,
+    /// The drafter has what the requests brought along.
+    prepared: bool,
+    /// A graph computes the frame.
+    graph: bool,
+    kind: Kind,
+    tokens: Vec<u32>,
+    drafts: Vec<Draft>,
+    offers: Vec<Offer>,
+    marks: Vec<bool>,
+    lengths: Vec<usize>,
+}
+
+impl FrameDrafts {
+    /// Begins a frame.
+    pub(crate) fn clear(&mut self) {
+        self.asking.clear();
+        self.lengths.clear();
+        self.prepared = false;
+        self.graph = false;
+        self.kind = Kind::Plain;
+    }
+
+    /// Notes that a request asks for drafts.
+    pub(crate) fn ask(&mut self, request: usize, context: u64) {
+        if context != 0 {
+            self.asking.push(Asking {
+                request,
+                context,
+                promising: false,
+            });
+        }
+    }
+
+    /// Notes of what kind the frame is.
+    pub(crate) fn set_kind(&mut self, kind: Kind) {
+        self.kind = kind;
+    }
+
+    /// Whether the frame's reply has drafts.
+    pub(crate) fn any(&self) -> bool {
+        self.lengths.iter().any(|&length| length > 0)
+    }
+
+    /// Tokens and first position of the drafts of each request, in the frame's order; nothing when no request has some.
+    pub(crate) fn drafts(&self) -> impl Iterator<Item = (&[u32], u32)> {
+        let drafts = if self.any() { &self.drafts[..] } else { &[] };
+        let requests = drafts.iter().zip(&self.lengths);
+        requests.map(|(draft, &length)| {
+            let tokens = &self.tokens[draft.tokens.clone()][..length];
+            (tokens, draft.first_position)
+        })
+    }
+
+    /// Leaves out requests whose context a later one has, too.
+    fn keep_last(&mut self, seen: &mut FxHashSet<u64>) {
+        seen.clear();
+        self.asking.reverse();
+        self.asking.retain(|asking| seen.insert(asking.context));
+        self.asking.reverse();
+    }
+}
+
+/// What drafting reads of a frame.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Drafted<'a> {
+    pub(crate) limits: &'a Limits,
+    /// Number of the frame.
+    pub(crate) number: u64,
+    pub(crate) requests: &'a [Request],
+    pub(crate) rows: &'a Rows,
+    pub(crate) slots: &'a Slots,
+}
+
+impl Drafted<'_> {
+    /// The pages before a request's own tokens, as the block table's mirror has them; `None` when it has others.
+    fn known_pages<'t>(&self, table: &'t BlockTable, request: &Request) -> Option<&'t [u32]> {
+        let count = request.prefix().div_ceil(self.limits.page_size as usize);
+        // A row that requests of one frame share has the pages of one of them, and a later frame has its own.
+        let shared = self.requests.len() > self.limits.max_requests as usize;
+        let others = shared || table.frame() != self.number;
+        let pages = table.pages(request.place().row());
+        pages.get(..count).filter(|_| !others)
+    }
+
+    /// Tokens that the reply returns.
+    fn answered_tokens(&self) -> usize {
+        let count = |request: &Request| {
+            let slots = self.slots.of(request.slots());
+            token_count(request, slots, self.rows.token_ids())
+        };
+        self.requests.iter().map(count).sum()
+    }
+
+    /// If the frame is a step of the model: its rows, whether some of them are drafts, and how many tokens it answers.
+    fn step(&self, passes: usize) -> Option<(usize, bool, usize)> {
+        let mut computed = (self.requests.iter()).filter(|request| !request.rows().is_empty());
+        let step =
+            passes == 1 && computed.all(|request| request.rows().len() == request.drafts() + 1);
+        let drafted = || (self.requests.iter()).any(|request| request.drafts() > 0);
+        step.then(|| (self.rows.len(), drafted(), self.answered_tokens()))
+    }
+}
+
+/// The drafter, and what it has learnt.
 #[derive(Debug)]
 pub(crate) struct Drafting {
     drafter: Drafter,
     policy: Policy,
     pages: PageTokens,
-    asking: Vec<Asking>,
     /// Contexts that ask, while they are looked through.
     seen: FxHashSet<u64>,
-    /// The drafter has what the requests brought along.
-    prepared: bool,
-    /// Tokens of earlier frames that may be read again in this one.
+    /// Tokens of earlier frames that may be read again in the next one.
     recall: usize,
-    /// The current frame is a graph's, or some frame was.
-    graph: bool,
+    /// Some frame was computed by a graph.
     graphs: bool,
     /// How long the match was that a context's drafts were offered for.
     awaited: FxHashMap<u64, usize>,
     /// What a request adds to its context.
     said: Vec<u32>,
     found: Drafts,
-    tokens: Vec<u32>,
-    drafts: Vec<Draft>,
-    offers: Vec<Offer>,
-    marks: Vec<bool>,
-    lengths: Vec<usize>,
     /// Steps and drafts with which the next report is due.
     next_report: (u64, u64),
 }
@@ -104,91 +205,75 @@ impl Drafting {
             drafter: Drafter::new(options.ngram)?,
             policy: Policy::new(options.num_drafts, &options.rungs),
             pages: PageTokens::new(limits.page_size, limits.total_pages, options.host_pages),
-            asking: Vec::new(),
             seen: FxHashSet::default(),
-            prepared: false,
             recall: RECALL.0,
-            graph: false,
             graphs: false,
             awaited: FxHashMap::default(),
             said: Vec::new(),
             found: Drafts::default(),
-            tokens: Vec::new(),
-            drafts: Vec::new(),
-            offers: Vec::new(),
-            marks: Vec::new(),
-            lengths: Vec::new(),
             next_report: (FIRST_REPORT, FIRST_REPORT),
         })
     }
 
-    /// Begins a frame.
-    pub(crate) fn clear(&mut self) {
-        self.asking.clear();
-        self.lengths.clear();
-        self.prepared = false;
-        self.graph = false;
-    }
-
-    /// Notes what a request stores in its pages, and whether it asks for drafts.
-    pub(crate) fn add(
-        &mut self,
-        (request, context, asks): (usize, u64, bool),
-        (pages, start): (&[u32], usize),
-        tokens: &[u32],
-    ) {
+    /// Notes what a request stores in its pages, from KV index `start` on.
+    pub(crate) fn store(&mut self, pages: &[u32], start: usize, tokens: &[u32]) {
         self.pages.store(pages, start, tokens);
-        if asks && context != 0 {
-            self.asking.push(Asking {
-                request,
-                context,
-                promising: false,
-            });
-        }
     }
 
-    /// Whether the current frame's reply has drafts.
-    fn any(&self) -> bool {
-        self.lengths.iter().any(|&length| length > 0)
+    /// Notes that a page was copied.
+    pub(crate) fn page_copied(&mut self, source: (PagePool, u32), target: (PagePool, u32)) {
+        self.pages.copy(source, target);
+    }
+
+    /// Notes that it is not known any more what a page holds.
+    pub(crate) fn page_lost(&mut self, page: (PagePool, u32)) {
+        self.pages.forget(page);
+    }
+
+    /// Notes that a graph computes a frame.
+    pub(crate) fn runs_as_graph(&mut self, drafts: &mut FrameDrafts) {
+        (drafts.graph, self.graphs) = (true, true);
+    }
+
+    /// What became of drafts so far.
+    pub(crate) fn counters(&self) -> DraftCounters {
+        self.policy.counters()
     }
 
     /// Takes what the requests brought along, and finds out which may get drafts.
-    fn prepare(&mut self, planner: &Planner) {
-        if mem::replace(&mut self.prepared, true) || self.asking.is_empty() {
+    pub(crate) fn prepare(
+        &mut self,
+        drafts: &mut FrameDrafts,
+        frame: Drafted<'_>,
+        table: &BlockTable,
+    ) {
+        if mem::replace(&mut drafts.prepared, true) || drafts.asking.is_empty() {
             return;
         }
+        self.policy.set_kind(drafts.kind);
         self.drafter.flush_shared();
-        self.keep_last();
+        drafts.keep_last(&mut self.seen);
         // Every request is a row of the next step, whether it asks for drafts or not.
-        self.offers.clear();
-        self.offers.resize(planner.requests.len(), NOTHING);
-        for index in 0..self.asking.len() {
-            let Asking {
-                request, context, ..
-            } = self.asking[index];
-            let asking = &planner.requests[request];
-            if self.catch_up(planner, asking, context) {
+        drafts.offers.clear();
+        drafts.offers.resize(frame.requests.len(), NOTHING);
+        for &Asking {
+            request, context, ..
+        } in &drafts.asking
+        {
+            let asking = &frame.requests[request];
+            if self.catch_up(frame, table, asking, context) {
                 let inputs = asking.inputs();
                 self.said.clear();
-                self.said.extend_from_slice(&planner.token_ids[inputs]);
-                self.offers[request] = self.hear(context, asking.prefix as usize, 1);
+                self.said.extend_from_slice(&frame.rows.token_ids()[inputs]);
+                drafts.offers[request] = self.hear(context, asking.prefix(), 1);
             }
         }
-        self.policy.preselect(&self.offers, &mut self.marks);
-        for asking in &mut self.asking {
+        self.policy.preselect(&drafts.offers, &mut drafts.marks);
+        for asking in &mut drafts.asking {
             // One that was not heard would start anew with its token.
-            let heard = self.offers[asking.request].context == asking.context;
-            asking.promising = heard && self.marks[asking.request];
+            let heard = drafts.offers[asking.request].context == asking.context;
+            asking.promising = heard && drafts.marks[asking.request];
         }
-    }
-
-    /// Leaves out requests whose context another one behind them has, too.
-    fn keep_last(&mut self) {
-        self.seen.clear();
-        let seen = &mut self.seen;
-        self.asking.reverse();
-        self.asking.retain(|asking| seen.insert(asking.context));
-        self.asking.reverse();
     }
 
     /// Takes what is in `said` as the context's end from KV index `start` on, and drafts behind it.
@@ -209,53 +294,56 @@ impl Drafting {
     }
 
     /// Takes what the requests of a computed frame were answered, and chooses their drafts.
-    fn propose(&mut self, planner: &Planner) {
-        if self.asking.is_empty() {
+    pub(crate) fn propose(
+        &mut self,
+        drafts: &mut FrameDrafts,
+        frame: Drafted<'_>,
+        table: &BlockTable,
+    ) {
+        if drafts.asking.is_empty() {
             return;
         }
-        self.prepare(planner);
-        self.tokens.clear();
-        self.drafts.clear();
-        self.drafts.resize(planner.requests.len(), Draft::default());
-        self.offers.fill(NOTHING);
-        for index in 0..self.asking.len() {
-            self.draft(planner, self.asking[index]);
+        self.prepare(drafts, frame, table);
+        self.policy.set_kind(drafts.kind);
+        drafts.tokens.clear();
+        drafts.drafts.clear();
+        drafts.drafts.resize(frame.requests.len(), Draft::default());
+        drafts.offers.fill(NOTHING);
+        for index in 0..drafts.asking.len() {
+            self.draft(drafts, frame, drafts.asking[index]);
         }
-        self.policy.choose(&self.offers, &mut self.lengths);
+        self.policy.choose(&drafts.offers, &mut drafts.lengths);
         if self.awaited.len() > AWAITED {
             self.awaited.clear();
         }
-        let offered = self.offers.iter().zip(&self.lengths);
+        let offered = drafts.offers.iter().zip(&drafts.lengths);
         for (offer, _) in offered.filter(|(_, length)| **length > 0) {
             self.awaited.insert(offer.context, offer.match_length);
         }
     }
 
     /// Takes the choice of drafts back.
-    fn take_back(&mut self) {
-        let offered = self.offers.iter().zip(&self.lengths);
+    pub(crate) fn take_back(&mut self, drafts: &mut FrameDrafts) {
+        let offered = drafts.offers.iter().zip(&drafts.lengths);
         for (offer, _) in offered.filter(|(_, length)| **length > 0) {
             self.awaited.remove(&offer.context);
         }
-        self.lengths.clear();
+        drafts.lengths.clear();
     }
 
-    fn draft(&mut self, planner: &Planner, asking: Asking) {
+    fn draft(&mut self, drafts: &mut FrameDrafts, frame: Drafted<'_>, asking: Asking) {
         let Asking {
             request: index,
             context,
             promising,
         } = asking;
-        let request = &planner.requests[index];
-        let drafted = request.drafts as usize;
+        let request = &frame.requests[index];
+        let drafted = request.drafts();
         if !promising && drafted == 0 {
             return;
         }
-        let slots = &planner.slots.all[request.slots.range()];
-        if slots.iter().any(|slot| !slot.answered) {
-            return;
-        }
-        let count = token_count(request, slots, &planner.token_ids);
+        let slots = frame.slots.of(request.slots());
+        let count = token_count(request, slots, frame.rows.token_ids());
         // It was emptied, or has no samplers.
         if count == 0 {
             return;
@@ -268,18 +356,18 @@ impl Drafting {
         }
         let inputs = request.inputs();
         // Without drafts, a token that does not follow the last input continues nothing.
-        let tokens = slots.iter().filter(|slot| slot.class.is_token());
+        let tokens = slots.iter().filter(|slot| slot.class().is_token());
         let follows =
             drafted > 0 || (count == 1 && tokens.clone().all(|slot| slot.row() + 1 == inputs.end));
         if !promising || !follows {
             return;
         }
         self.said.clear();
-        self.said.extend(tokens.take(count).map(|slot| slot.token));
-        let limits = &planner.limits;
-        let last_position = planner.positions[inputs.end - 1];
+        self.said.extend(tokens.take(count).map(Slot::token));
+        let limits = frame.limits;
+        let last_position = frame.rows.positions()[inputs.end - 1];
         let first_position = last_position.saturating_add(count as u32 + 1);
-        let start = request.prefix as usize + inputs.len();
+        let start = request.prefix() + inputs.len();
         let room = (limits.max_positions.saturating_sub(first_position) as usize)
             .min((limits.max_kv_len() as usize).saturating_sub(start + count));
         let most = self.policy.max_drafts().min(room);
@@ -287,23 +375,29 @@ impl Drafting {
         // A placeholder of an image is no token.
         let found = self.found.tokens(0).iter();
         let usable = found.take_while(|&&token| token < limits.vocab_size);
-        let first = self.tokens.len();
-        self.tokens.extend(usable);
-        self.drafts[index] = Draft {
-            tokens: first..self.tokens.len(),
+        let first = drafts.tokens.len();
+        drafts.tokens.extend(usable);
+        drafts.drafts[index] = Draft {
+            tokens: first..drafts.tokens.len(),
             first_position,
         };
-        self.offers[index] = Offer {
-            drafts: self.tokens.len() - first,
+        drafts.offers[index] = Offer {
+            drafts: drafts.tokens.len() - first,
             ..offer
         };
     }
 
     /// Brings the drafter up to what the context has said before this request; `false` if there is more of that than may be
     /// read in one frame, and the rest comes with the next.
-    fn catch_up(&mut self, planner: &Planner, request: &Request, context: u64) -> bool {
-        let prefix = request.prefix as usize;
-        let Some(pages) = planner.known_pages(request) else {
+    fn catch_up(
+        &mut self,
+        frame: Drafted<'_>,
+        table: &BlockTable,
+        request: &Request,
+        context: u64,
+    ) -> bool {
+        let prefix = request.prefix();
+        let Some(pages) = frame.known_pages(table, request) else {
             return true;
         };
         let known = self.drafter.length(context).min(prefix);
@@ -330,25 +424,34 @@ impl Drafting {
         end == prefix
     }
 
-    /// Learns how long the device took for a frame, and how long ago the answer before was given; if it was a step of the
-    /// model, with so many rows, whether some of them were drafts, and how many tokens were answered.
-    fn took(&mut self, time: Duration, cycle: Duration, step: Option<(usize, bool, usize)>) {
+    /// Learns how long the device took for a frame of so many passes, and how much time its answer came after the one
+    /// before.
+    pub(crate) fn took(
+        &mut self,
+        drafts: &FrameDrafts,
+        (frame, passes): (Drafted<'_>, usize),
+        time: Duration,
+        cycle: Duration,
+    ) {
         let recalled = (time.as_secs_f64() / 2.0 * RECALLED) as usize;
         self.recall = recalled.clamp(RECALL.0, RECALL.1);
+        let Some((rows, drafted, tokens)) = frame.step(passes) else {
+            return;
+        };
         // Where there are graphs, a step without one tells nothing of theirs, unless none ever runs such steps.
-        if let Some((rows, drafted, tokens)) = step
-            && (self.policy.kind() != Kind::Plain || self.graph == self.graphs)
-        {
-            self.policy.timed(rows, drafted, time);
-            // Nothing was chosen where nobody asks.
-            if !self.lengths.is_empty() {
-                self.policy.answered(tokens, cycle);
-            }
+        if drafts.kind == Kind::Plain && drafts.graph != self.graphs {
+            return;
+        }
+        self.policy.set_kind(drafts.kind);
+        self.policy.timed(rows, drafted, time);
+        // Nothing was chosen where no request asks.
+        if !drafts.lengths.is_empty() {
+            self.policy.answered(tokens, cycle);
         }
     }
 
     /// What became of drafts so far, if it is time to say so.
-    fn report(&mut self) -> Option<DraftCounters> {
+    pub(crate) fn report(&mut self) -> Option<DraftCounters> {
         let counters = self.policy.counters();
         let (steps, drafted) = (counters.steps, counters.drafted);
         if steps < self.next_report.0 && drafted < self.next_report.1 {
@@ -359,143 +462,5 @@ impl Drafting {
             drafted + drafted.clamp(FIRST_REPORT, REPORT_DRAFTS),
         );
         Some(counters)
-    }
-}
-
-impl Planner {
-    /// Drafts for requests that ask for it, from the next frame on.
-    ///
-    /// # Errors
-    /// [`ConfigError`] for options out of range.
-    pub fn draft(&mut self, options: &DraftOptions) -> Result<(), ConfigError> {
-        self.drafting = Some(Box::new(Drafting::new(options, &self.limits)?));
-        Ok(())
-    }
-
-    /// What became of drafts so far, as a line; `None` when the planner does not draft.
-    #[must_use]
-    pub fn draft_counters(&self) -> Option<DraftCounters> {
-        self.drafting
-            .as_ref()
-            .map(|drafting| drafting.policy.counters())
-    }
-
-    /// What became of drafts so far, if it is time to say so: with the first 256 drafts that were verified, or steps that
-    /// asked for some, and then whenever there were twice as many of either; later with every 2^20 drafts or 2^14 steps.
-    /// Call it once a frame is answered.
-    pub fn draft_report(&mut self) -> Option<DraftCounters> {
-        self.drafting.as_mut()?.report()
-    }
-
-    /// Notes that a page was copied, from pool and page to pool and page.
-    pub fn page_copied(&mut self, source: (PagePool, u32), target: (PagePool, u32)) {
-        if let Some(drafting) = &mut self.drafting {
-            drafting.pages.copy(source, target);
-        }
-    }
-
-    /// Notes that it is not known any more what a page holds.
-    pub fn page_lost(&mut self, page: (PagePool, u32)) {
-        if let Some(drafting) = &mut self.drafting {
-            drafting.pages.forget(page);
-        }
-    }
-
-    /// Notes how long the device took for the current frame, and how much time its answer came after the one before: what
-    /// drafts cost is learnt from frames that are steps. Call it once the frame is answered.
-    pub fn step_took(&mut self, time: Duration, cycle: Duration) {
-        if self.drafting.is_none() {
-            return;
-        }
-        let mut computed = (self.requests.iter()).filter(|request| !request.rows.is_empty());
-        let step = self.passes.len() == 1
-            && computed.all(|request| request.rows.len() == request.drafts as usize + 1);
-        let drafted = (self.requests.iter()).any(|request| request.drafts > 0);
-        let step = step.then(|| (self.token_ids.len(), drafted, self.answered_tokens()));
-        if let Some(drafting) = &mut self.drafting {
-            drafting.took(time, cycle, step);
-        }
-    }
-
-    /// Tokens that the reply to the current frame returns.
-    fn answered_tokens(&self) -> usize {
-        let count = |request: &Request| {
-            let slots = &self.slots.all[request.slots.range()];
-            token_count(request, slots, &self.token_ids)
-        };
-        self.requests.iter().map(count).sum()
-    }
-
-    /// Tells the drafter what the current frame is, beside its rows.
-    pub(crate) fn note_kind(&mut self) {
-        if let Some(drafting) = &mut self.drafting {
-            let bound = (self.requests.iter()).any(|request| request.adapter.is_some());
-            let probed = (self.slots.all.iter()).any(|slot| !slot.class.is_token());
-            drafting.policy.set_kind(match (bound, probed) {
-                (true, _) => Kind::Bound,
-                (false, true) => Kind::Probed,
-                (false, false) => Kind::Plain,
-            });
-        }
-    }
-
-    /// Notes that a graph computes the current frame.
-    pub(crate) fn runs_as_graph(&mut self) {
-        if let Some(drafting) = &mut self.drafting {
-            (drafting.graph, drafting.graphs) = (true, true);
-        }
-    }
-
-    /// Does what can be done for the drafts of the current frame before its tokens are known; call it while the device
-    /// computes. Whoever does not call it waits for it with the reply.
-    pub fn prepare_drafts(&mut self) {
-        if let Some(mut drafting) = self.drafting.take() {
-            drafting.prepare(self);
-            self.drafting = Some(drafting);
-        }
-    }
-
-    /// Chooses the drafts that the reply to the current frame brings along.
-    pub(crate) fn propose_drafts(&mut self) {
-        if let Some(mut drafting) = self.drafting.take() {
-            drafting.propose(self);
-            self.drafting = Some(drafting);
-        }
-    }
-
-    pub(crate) fn has_drafts(&self) -> bool {
-        self.drafting
-            .as_ref()
-            .is_some_and(|drafting| drafting.any())
-    }
-
-    /// Leaves the drafts out of the reply.
-    pub(crate) fn drop_drafts(&mut self) {
-        if let Some(drafting) = &mut self.drafting {
-            drafting.take_back();
-        }
-    }
-
-    /// Tokens and first position of the drafts of each request, in the frame's order; nothing when no request has some.
-    pub(crate) fn drafts(&self) -> impl Iterator<Item = (&[u32], u32)> {
-        let drafting = self.drafting.as_ref().filter(|drafting| drafting.any());
-        drafting.into_iter().flat_map(|drafting| {
-            let requests = drafting.drafts.iter().zip(&drafting.lengths);
-            requests.map(|(draft, &length)| {
-                (
-                    &drafting.tokens[draft.tokens.clone()][..length],
-                    draft.first_position,
-                )
-            })
-        })
-    }
-
-    /// The pages before a request's own tokens, as the block table's mirror has them; `None` when it has others.
-    fn known_pages(&self, request: &Request) -> Option<&[u32]> {
-        let count = (request.prefix as usize).div_ceil(self.limits.page_size as usize);
-        // A row that requests of one frame share has the pages of one of them.
-        let shared = self.requests.len() > self.limits.max_requests as usize;
-        let pages = self.table.pages(request.table_row as usize);
-        pages.get(..count).filter(|_| !shared)
     }
 }

@@ -2,7 +2,7 @@
 
 use pie_wire::{ArchivedBrle, ArchivedForwardRequest, ArchivedSampler, NativeSlice};
 
-use crate::FrameError;
+use crate::fault::FrameError;
 
 /// Borrowed arrays of one forward frame. Absent optional offset arrays are empty and read as zeros.
 pub(crate) struct Frame<'a> {

@@ -3,12 +3,11 @@
 use std::ops::Range;
 
 use pie_wire::NativeSlice;
-use thiserror::Error;
 
-use crate::fault::Medium;
+use crate::fault::{FrameError, Medium, RequestFault};
 use crate::frame::{Frame, check_indptr, range};
-use crate::plan::{Planner, Segment, pass_rows};
-use crate::{FrameError, LimitError, Limits, RequestFault};
+use crate::image_error::ImageError;
+use crate::limits::{LimitError, Limits};
 
 /// What the engine's vision encoder takes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -65,123 +64,6 @@ impl Vision {
     /// Bytes of the pixels of one patch.
     const fn patch_bytes(self) -> u64 {
         size_of::<f32>() as u64 * self.patch_values as u64
-    }
-}
-
-/// Why an image span cannot be served.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
-pub enum ImageError {
-    /// More than one step in time.
-    #[error("its grid has {time} steps in time; video clips are not supported, only still images")]
-    Video {
-        /// Steps in time.
-        time: u32,
-    },
-    /// Sides that the encoder cannot merge.
-    #[error(
-        "its grid is {time} x {height} x {width}; height and width must be multiples of {merge} patches"
-    )]
-    Grid {
-        /// Steps in time.
-        time: u32,
-        /// Patches.
-        height: u32,
-        /// Patches.
-        width: u32,
-        /// Patches that are merged, per side.
-        merge: u32,
-    },
-    /// A side beyond the encoder's position table.
-    #[error("it is {side} patches long, the model's limit is {limit}; send a smaller image")]
-    Side {
-        /// The longer side, in patches.
-        side: u32,
-        /// The limit.
-        limit: u32,
-    },
-    /// Pixels that do not fill the grid.
-    #[error("it has {found} bytes of pixels, its grid needs {expected}")]
-    Pixels {
-        /// Bytes found.
-        found: u64,
-        /// Bytes needed.
-        expected: u64,
-    },
-    /// Rows outside of the request.
-    #[error("its {tokens} rows from row {row} on leave the request's rows {start}..{end}")]
-    Rows {
-        /// First row, counted from the frame's first.
-        row: u32,
-        /// Rows.
-        tokens: u64,
-        /// The request's first row.
-        start: usize,
-        /// Behind the request's last row.
-        end: usize,
-    },
-    /// Rows that the span before it has, or rows before that.
-    #[error("it begins at row {row}, but the span before it ends at row {end}")]
-    Overlap {
-        /// First row.
-        row: u32,
-        /// Behind the last row of the span before.
-        end: usize,
-    },
-    /// A row that carries text.
-    #[error("row {row} has token {token}, not the placeholder 0")]
-    Token {
-        /// Row, counted from the frame's first.
-        row: usize,
-        /// Its token.
-        token: u32,
-    },
-    /// The anchor's position is not that of its row.
-    #[error("its anchor position is {anchor}, its first row has position {position}")]
-    Anchor {
-        /// `image_anchor_positions`.
-        anchor: u32,
-        /// `position_ids` of the row.
-        position: u32,
-    },
-    /// A wrong number of rotary positions.
-    #[error("it has {found} rotary positions, expected none or {expected} (three per row)")]
-    Axes {
-        /// Numbers found.
-        found: usize,
-        /// Numbers needed.
-        expected: u64,
-    },
-    /// A rotary position outside the model's position table.
-    #[error("rotary position {position} is outside the model's limit of {limit}")]
-    Position {
-        /// The position.
-        position: u32,
-        /// The limit.
-        limit: u32,
-    },
-    /// A wrong number of patch positions, of all images of the frame together: nobody can tell whose is wrong.
-    #[error(
-        "`image_patch_positions` must have two numbers per patch of the frame's images, or none"
-    )]
-    PatchPositions,
-}
-
-impl ImageError {
-    /// As [`RequestFault::kind`].
-    pub(crate) const fn kind(self) -> &'static str {
-        match self {
-            Self::Video { .. } => "video",
-            Self::Grid { .. } => "image-grid",
-            Self::Side { .. } => "image-side",
-            Self::Pixels { .. } => "image-pixels",
-            Self::Rows { .. } => "image-rows",
-            Self::Overlap { .. } => "image-overlap",
-            Self::Token { .. } => "image-token",
-            Self::Anchor { .. } => "image-anchor",
-            Self::Axes { .. } => "image-axes",
-            Self::Position { .. } => "image-position",
-            Self::PatchPositions => "patch-positions",
-        }
     }
 }
 
@@ -356,7 +238,7 @@ pub(crate) fn check_media(
 /// An image of a request that is served.
 #[derive(Debug, Clone)]
 struct Span {
-    /// Its rows in [`Planner::token_ids`].
+    /// Its rows of the plan.
     rows: Range<usize>,
     grid: [u32; 3],
     /// Its bytes of `image_pixels`.
@@ -370,15 +252,25 @@ struct Span {
 pub(crate) struct Images {
     spans: Vec<Span>,
     axes: Vec<u32>,
-    /// Images of all frames before this one.
-    before: u64,
+    /// Number of the first one: images of all frames before.
+    first: u64,
 }
 
 impl Images {
-    pub(crate) fn clear(&mut self) {
-        self.before += self.spans.len() as u64;
+    /// Begins a frame, whose first image has number `first`.
+    pub(crate) fn start(&mut self, first: u64) {
+        self.first = first;
         self.spans.clear();
         self.axes.clear();
+    }
+
+    /// Number of images.
+    pub(crate) const fn len(&self) -> usize {
+        self.spans.len()
+    }
+
+    pub(crate) const fn is_empty(&self) -> bool {
+        self.spans.is_empty()
     }
 
     /// Takes the checked images of request `index`, whose rows of the plan begin at `first_row`. Their tokens become
@@ -420,6 +312,53 @@ impl Images {
     pub(crate) fn touch(&self, rows: &Range<usize>) -> bool {
         !self.spans.is_empty() && !self.within(rows).is_empty()
     }
+
+    /// The images of the pass that computes `rows`; `None` when it has none. `positions` are those of all rows of the plan.
+    /// `locate` gives the request within the pass that has certain rows, and their KV indices.
+    pub(crate) fn of_pass(
+        &self,
+        rows: &Range<usize>,
+        positions: &[u32],
+        locate: impl Fn(&Range<usize>) -> (usize, Range<usize>),
+    ) -> Option<PassImages> {
+        let numbers = self.within(rows);
+        if numbers.is_empty() {
+            return None;
+        }
+        let spans = &self.spans[numbers.clone()];
+        let image = |(number, span): (usize, &Span)| {
+            let (request, kv) = locate(&span.rows);
+            ImageSpan {
+                number: self.first + number as u64,
+                request,
+                kv,
+                continues: span.rows.end > rows.end,
+                grid: span.grid,
+                pixels: span.pixels.clone(),
+            }
+        };
+        Some(PassImages {
+            spans: numbers.zip(spans).map(image).collect(),
+            positions: self.axis_positions(rows, positions, spans),
+        })
+    }
+
+    /// `[3, rows]`: an image's own positions, the row's position on every axis elsewhere.
+    fn axis_positions(&self, rows: &Range<usize>, positions: &[u32], spans: &[Span]) -> Vec<i64> {
+        let plain = positions[rows.clone()].iter().map(|&at| i64::from(at));
+        let mut positions: Vec<i64> = plain.clone().chain(plain.clone()).chain(plain).collect();
+        for span in spans {
+            let axes = self.axes[span.axes.clone()].as_chunks::<3>().0;
+            for (row, axes) in span.rows.clone().zip(axes) {
+                if rows.contains(&row) {
+                    for (axis, &position) in axes.iter().enumerate() {
+                        positions[axis * rows.len() + row - rows.start] = i64::from(position);
+                    }
+                }
+            }
+        }
+        positions
+    }
 }
 
 /// An image with rows in a pass.
@@ -446,78 +385,4 @@ pub struct PassImages {
     pub spans: Vec<ImageSpan>,
     /// `[3, tokens]`: rotary position of each row on the axes time, height and width.
     pub positions: Vec<i64>,
-}
-
-impl Planner {
-    /// For an engine with this encoder, which must pass [`Vision::check`]; without one requests with images are
-    /// emptied. Rows whose embeddings come from an image are staged with token `vocab_size`, which no text has.
-    #[must_use]
-    pub const fn with_vision(mut self, vision: Vision) -> Self {
-        self.vision = Some(vision);
-        self
-    }
-
-    /// Whether requests that are served bring images.
-    #[must_use]
-    pub const fn has_images(&self) -> bool {
-        !self.images.spans.is_empty()
-    }
-
-    /// The images of the last staged pass; `None` when it has none.
-    #[must_use]
-    pub fn pass_images(&self) -> Option<PassImages> {
-        let pass = self.stage.next_pass.checked_sub(1)?;
-        let segments = &self.segments[self.passes.get(pass)?.clone()];
-        let rows = pass_rows(segments);
-        let numbers = self.images.within(&rows);
-        if numbers.is_empty() {
-            return None;
-        }
-        let spans = &self.images.spans[numbers.clone()];
-        Some(PassImages {
-            spans: numbers
-                .zip(spans)
-                .map(|(number, span)| self.image_span(segments, rows.end, number, span))
-                .collect(),
-            positions: self.axis_positions(&rows, spans),
-        })
-    }
-
-    fn image_span(
-        &self,
-        segments: &[Segment],
-        pass_end: usize,
-        number: usize,
-        span: &Span,
-    ) -> ImageSpan {
-        // The first segment that reaches into the span is its request's: spans do not leave their requests.
-        let entry = segments.partition_point(|segment| segment.rows().end <= span.rows.start);
-        let request = &self.requests[segments[entry].request()];
-        let kv = |row: usize| request.prefix as usize + (row - request.rows.start());
-        ImageSpan {
-            number: self.images.before + number as u64,
-            request: entry,
-            kv: kv(span.rows.start)..kv(span.rows.end),
-            continues: span.rows.end > pass_end,
-            grid: span.grid,
-            pixels: span.pixels.clone(),
-        }
-    }
-
-    /// `[3, rows]`: an image's own positions, the row's position on every axis elsewhere.
-    fn axis_positions(&self, rows: &Range<usize>, spans: &[Span]) -> Vec<i64> {
-        let plain = self.positions[rows.clone()].iter().map(|&at| i64::from(at));
-        let mut positions: Vec<i64> = plain.clone().chain(plain.clone()).chain(plain).collect();
-        for span in spans {
-            let axes = self.images.axes[span.axes.clone()].as_chunks::<3>().0;
-            for (row, axes) in span.rows.clone().zip(axes) {
-                if rows.contains(&row) {
-                    for (axis, &position) in axes.iter().enumerate() {
-                        positions[axis * rows.len() + row - rows.start] = i64::from(position);
-                    }
-                }
-            }
-        }
-        positions
-    }
 }

@@ -1,6 +1,6 @@
-//! Where each array of a pass stands in the staging block.
+//! Where each array lies in a block of memory.
 
-use crate::Limits;
+use bytemuck::Pod;
 
 /// Element type of a staged array.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -34,46 +34,32 @@ impl DType {
     }
 }
 
-/// The arrays of the staging block, in the order in which they lie.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[repr(usize)]
-pub enum FieldId {
-    /// `[slots]` int64: row of the pass whose logits the slot samples.
-    SlotRows,
-    /// `[slots]` float32: temperature, 1 for greedy slots; 0 for a distribution with all mass on the arg-max.
-    Temperatures,
-    /// `[slots]` float32: top-p mass, 1 = all.
-    TopPs,
-    /// `[slots]` float32: min-p share of the largest probability, 0 = all.
-    MinPs,
-    /// `[slots]` float32: the slot's uniform number in `[0, 1)`.
-    Uniforms,
-    /// `[slots]` int32: top-k count, or ids of a distribution; the vocabulary size = all.
-    TopKs,
-    /// `[slots, 2]` int32: first word of the slot's logit mask and how many edges it has; 0 edges = no mask, -1 = bits.
-    SlotMasks,
-    /// `[requests]` int64: block-table row.
-    ReqPoolIndices,
-    /// `[requests]` int64: KV length after the pass.
-    SeqLens,
-    /// `[requests]` int32: KV length before the pass.
-    ExtendPrefixLens,
-    /// `[requests]` int32: tokens of the pass.
-    ExtendSeqLens,
-    /// `[requests]` int32: first row of the pass.
-    ExtendStartLoc,
-    /// `[tokens]` int64: token ids.
-    InputIds,
-    /// `[tokens]` int64: absolute positions.
-    Positions,
-    /// `[tokens]` int64: storage slots, 0 = the padding page.
-    OutCacheLoc,
-    /// `[updates, 2]` int64: changed entry of the block table (`row * row_pages + column`) and the first storage slot of
-    /// the page that it now names. Behind the pass's arrays, so that a copy can end with the entries in use.
-    TableUpdates,
-    /// `[words]` int32: logit masks one behind the other. Edges `e0 < e1 < e2 < …` allow the tokens `e0..e1`, `e2..e3`
-    /// and so on; where bits take less room, bit `i` of word `w` allows token `32 w + i`.
-    MaskWords,
+/// What an array holds: numbers, or pairs of them.
+pub(crate) trait Entry: Pod {
+    /// Type of the numbers.
+    const DTYPE: DType;
+    /// Numbers of an entry.
+    const WIDTH: usize = 1;
+}
+
+impl Entry for i64 {
+    const DTYPE: DType = DType::I64;
+}
+
+impl Entry for i32 {
+    const DTYPE: DType = DType::I32;
+}
+
+impl Entry for f32 {
+    const DTYPE: DType = DType::F32;
+}
+
+impl<T: Entry> Entry for [T; 2]
+where
+    [T; 2]: Pod,
+{
+    const DTYPE: DType = T::DTYPE;
+    const WIDTH: usize = 2 * T::WIDTH;
 }
 
 /// One array of the block.
@@ -89,6 +75,18 @@ pub struct Field {
     pub capacity: usize,
 }
 
+impl Field {
+    /// An array of `entries` entries; its place is still open.
+    pub(crate) const fn of<T: Entry>(name: &'static str, entries: usize) -> Self {
+        Self {
+            name,
+            dtype: T::DTYPE,
+            offset: 0,
+            capacity: T::WIDTH * entries,
+        }
+    }
+}
+
 const ALIGNMENT: usize = 64;
 
 /// Offsets of every array of a block; the block needs [`Layout::bytes`] bytes, aligned to 8.
@@ -99,51 +97,13 @@ pub struct Layout {
 }
 
 impl Layout {
-    /// That of the staging block, with the arrays of [`FieldId`].
-    #[must_use]
-    pub fn new(limits: &Limits) -> Self {
-        let slots = limits.max_slots as usize;
-        let requests = limits.max_requests as usize;
-        let tokens = limits.chunk_tokens as usize;
-        // Every entry of the table can change in one pass.
-        let updates = requests * limits.row_pages as usize;
-        let order = [
-            ("slot_rows", DType::I64, slots),
-            ("temperatures", DType::F32, slots),
-            ("top_ps", DType::F32, slots),
-            ("min_ps", DType::F32, slots),
-            ("uniforms", DType::F32, slots),
-            ("top_ks", DType::I32, slots),
-            ("slot_masks", DType::I32, 2 * slots),
-            ("req_pool_indices", DType::I64, requests),
-            ("seq_lens", DType::I64, requests),
-            ("extend_prefix_lens", DType::I32, requests),
-            ("extend_seq_lens", DType::I32, requests),
-            ("extend_start_loc", DType::I32, requests),
-            ("input_ids", DType::I64, tokens),
-            ("positions", DType::I64, tokens),
-            ("out_cache_loc", DType::I64, tokens),
-            ("table_updates", DType::I64, 2 * updates),
-            ("mask_words", DType::I32, slots * limits.mask_words()),
-        ];
-        Self::of(&order)
-    }
-
-    pub(crate) fn of(arrays: &[(&'static str, DType, usize)]) -> Self {
+    /// Places the arrays one after the other.
+    pub(crate) fn of(mut fields: Vec<Field>) -> Self {
         let mut bytes = 0;
-        let fields = arrays
-            .iter()
-            .map(|&(name, dtype, capacity)| {
-                let offset = bytes;
-                bytes += (capacity * dtype.size()).next_multiple_of(ALIGNMENT);
-                Field {
-                    name,
-                    dtype,
-                    offset,
-                    capacity,
-                }
-            })
-            .collect();
+        for field in &mut fields {
+            field.offset = bytes;
+            bytes += (field.capacity * field.dtype.size()).next_multiple_of(ALIGNMENT);
+        }
         Self { fields, bytes }
     }
 
@@ -151,12 +111,6 @@ impl Layout {
     #[must_use]
     pub fn fields(&self) -> &[Field] {
         &self.fields
-    }
-
-    /// One array.
-    #[must_use]
-    pub fn field(&self, id: FieldId) -> Field {
-        self.fields[id as usize]
     }
 
     /// Size of the block in bytes.

@@ -1,52 +1,76 @@
 //! From a Pie forward frame to what a model needs, and back.
 //!
 //! ```text
-//! ArchivedForwardRequest ──Planner::plan──▶ plan (owned copy, faults, passes)
-//!                        ──Planner::stage──▶ one staging block per pass ──▶ forward + sampling
-//! tokens, probes         ──Planner::put_outputs, Planner::reply──▶ response bytes
+//! ArchivedForwardRequest ──Planner::plan──▶ Plan (owned copy, faults, passes)
+//!                        ──Planner::stage──▶ StagedPass: one staging block per pass ──▶ forward
+//!                        ──StagedPass::stage_slots──▶ StagedGroup ──▶ sampling ──StagedGroup::put_outputs──▶ …
+//! all outputs            ──▶ Computed ──Planner::reply──▶ response bytes
 //! ```
 //!
 //! [`Planner::plan`] checks the frame as the Pie driver protocol asks, copies everything that the forward pass and the
 //! reply need, and cuts the batch into passes of at most [`Limits::chunk_tokens`] tokens. After it returns nothing
 //! refers to the request bytes. [`Planner::stage`] writes one pass into a block of memory that the engine owns (pinned on
 //! CUDA) at the offsets of its [`Layout`], so that one copy brings all of it to the device.
+//!
+//! A [`Planner`] keeps what lasts, a [`Plan`] what is of one frame; each stage of a plan is a type of its own.
 
 mod adapter;
+mod attention_mask;
+mod bindings;
+mod block;
+mod changes;
+mod check;
 mod drafting;
 mod extent;
 mod fault;
+mod fit;
 mod frame;
 mod graph;
 mod history;
 mod image;
+mod image_error;
 mod layout;
 mod limits;
 mod mask;
+mod outputs;
 mod pairs;
+mod passes;
 mod plan;
+mod planner;
 mod prefix;
 mod random;
 mod reply;
 mod request;
+mod rows;
 mod sampler;
 mod slot;
+mod slot_group;
 mod stage;
+mod stage_error;
+mod stages;
 mod state;
+mod storage;
 mod table;
+mod verify;
 
 pub use adapter::REHEARSAL_ADAPTER;
+pub use attention_mask::AttentionMask;
+pub use block::{FieldId, PassBlock, StepBlock, StepFieldId, StepSize};
 pub use drafting::DraftOptions;
 pub use fault::{FrameError, Medium, RequestFault};
-pub use graph::{StagedStep, StepMemory, StepSize};
+pub use graph::StepMemory;
 pub use history::PagePool;
-pub use image::{ImageError, ImageSpan, PassImages, Vision};
-pub use layout::{DType, Field, FieldId, Layout};
+pub use image::{ImageSpan, PassImages, Vision};
+pub use image_error::ImageError;
+pub use layout::{DType, Field, Layout};
 pub use limits::{LimitError, Limits};
-pub use mask::AttentionMask;
+pub use outputs::Outputs;
 pub use pie_ngram::{Config as NgramConfig, ConfigError as NgramError, Counters as DraftCounters};
-pub use plan::Planner;
-pub use reply::Probes;
-pub use reply::ReplyError;
+pub use plan::Plan;
+pub use planner::Planner;
+pub use reply::{Probes, ReplyError};
 pub use sampler::{SamplerParams, SlotClass};
-pub use slot::{Outputs, SlotGroup};
-pub use stage::{Pass, StageError};
+pub use slot_group::SlotGroup;
+pub use stage::Pass;
+pub use stage_error::StageError;
+pub use stages::{Computed, Staged, StagedGroup, StagedPass, StagedSlots, StagedStep};

@@ -6,11 +6,10 @@ use pie_wire::{NativeSlice, brle};
 
 use crate::extent::Extent;
 use crate::frame::{Frame, range};
-use crate::plan::{Planner, Request, Segment};
 
 /// What the rows of a request may attend to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub(crate) enum Sight {
+pub(crate) enum Visibility {
     /// Every KV index up to the row's own.
     #[default]
     Causal,
@@ -45,7 +44,8 @@ impl MaskRows {
         Extent::new(first, self.rows.len())
     }
 
-    fn runs(&self, row: usize) -> &[u32] {
+    /// The runs of a row: how many KV indices it may not see, may see, may not see, and so on.
+    pub(crate) fn runs(&self, row: usize) -> &[u32] {
         &self.runs[self.rows[row].clone()]
     }
 }
@@ -69,78 +69,8 @@ pub(crate) fn rows_within(room: usize, kv_start: usize, rows: usize) -> usize {
     fitting
 }
 
-/// Which KV indices the rows of a masked pass may attend to.
-#[derive(Debug, Clone, Copy)]
-pub struct AttentionMask<'p> {
-    planner: &'p Planner,
-    segments: &'p [Segment],
-}
-
-impl AttentionMask<'_> {
-    /// `[requests]`: first word of each request of the pass, then the words of all.
-    pub fn offsets(&self) -> impl Iterator<Item = usize> {
-        let ends = self.segments.iter().scan(0, |end, segment| {
-            let request = &self.planner.requests[segment.request()];
-            let kv_end = segment.kv_start(request) + segment.len();
-            *end += attention_words(segment.len(), kv_end);
-            Some(*end)
-        });
-        std::iter::once(0).chain(ends)
-    }
-
-    /// Writes the mask row by row: bit `i` of a row's word `w` admits KV index `32 w + i`. A row has `ceil(KV length after
-    /// the pass / 32)` words.
-    ///
-    /// # Panics
-    /// When there are fewer words than the last of [`Self::offsets`] says.
-    pub fn write(&self, words: &mut [i32]) {
-        let mut rest = words;
-        for &segment in self.segments {
-            let request = &self.planner.requests[segment.request()];
-            let kv_end = segment.kv_start(request) + segment.len();
-            let (own, others) = rest.split_at_mut(attention_words(segment.len(), kv_end));
-            self.planner.mask_rows.write(segment, request, own);
-            rest = others;
-        }
-    }
-}
-
-impl MaskRows {
-    /// Writes the rows of a segment. Draft rows are causal, and so are rows without runs.
-    fn write(&self, segment: Segment, request: &Request, words: &mut [i32]) {
-        let kv_start = segment.kv_start(request);
-        let kv_end = kv_start + segment.len();
-        let first_row = segment.start() - request.rows.start();
-        words.fill(0);
-        for (row, words) in words.chunks_mut(kv_end.div_ceil(WORD_BITS)).enumerate() {
-            let mask = request.mask_rows.range().nth(first_row + row);
-            let runs = mask.map_or(&[][..], |mask| self.runs(mask));
-            if runs.is_empty() {
-                set_bits(words, 0..(kv_start + row + 1) as u64);
-            }
-            for visible in brle::true_ranges(runs, kv_end as u64) {
-                set_bits(words, visible);
-            }
-        }
-    }
-}
-
-impl Planner {
-    /// The attention mask of the last staged pass, of [`Limits::attention_words`](crate::Limits::attention_words) at most;
-    /// `None` when its rows are causal.
-    #[must_use]
-    pub fn attention_mask(&self) -> Option<AttentionMask<'_>> {
-        let pass = self.stage.next_pass.checked_sub(1)?;
-        let segments = &self.segments[self.passes.get(pass)?.clone()];
-        let masked = self.requests[segments[0].request()].sight != Sight::Causal;
-        masked.then_some(AttentionMask {
-            planner: self,
-            segments,
-        })
-    }
-}
-
-const WORD_BITS: usize = u32::BITS as usize;
+/// Bits of a word of a mask.
+pub(crate) const WORD_BITS: usize = u32::BITS as usize;
 
 /// Sets a range of bits that is not empty; bit `i` of word `w` is bit `32 w + i`.
 pub(crate) fn set_bits(words: &mut [i32], bits: Range<u64>) {

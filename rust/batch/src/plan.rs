@@ -1,262 +1,431 @@
-//! The batch plan: an owned description of one frame, cut into passes.
+//! The plan of one frame: an owned description of what the model computes, cut into passes, and of what the requests are
+//! answered.
 
 use std::mem;
-use std::ops::Range;
 
-use pie_wire::ArchivedForwardRequest;
+use pie_ngram::Kind;
 use rustc_hash::FxHashSet;
 
-use crate::adapter::{Adapters, Binding};
-use crate::drafting::Drafting;
-use crate::extent::Extent;
+use crate::adapter::Adapters;
+use crate::block::PassBlock;
+use crate::changes::TableChanges;
+use crate::check::{Survey, check_compute, check_visibility, is_idle};
+use crate::drafting::{Drafted, Drafting, FrameDrafts};
+use crate::fault::RequestFault;
+use crate::fit::oversize_requests;
 use crate::frame::{Frame, range};
-use crate::image::{Images, Vision};
-use crate::mask::{MaskRows, Sight, attention_words, rows_within};
-use crate::prefix::PrefixGroups;
-use crate::reply::Reply;
-use crate::request::{Geometry, Survey, check_compute, check_pages, draft_positions, is_idle};
-use crate::slot::Slots;
-use crate::stage::Stage;
+use crate::image::{Images, PassImages};
+use crate::limits::Limits;
+use crate::mask::{MaskRows, Visibility};
+use crate::outputs::Outputs;
+use crate::passes::Passes;
+use crate::prefix::{PrefixGroups, ROW_COST, Sequence};
+use crate::request::{Request, Segment, pass_rows};
+use crate::rows::Rows;
+use crate::slot::{Draws, Slot, Slots};
+use crate::slot_group::{PassSlots, SlotGroup};
+use crate::stage::{Pass, write_changes, write_requests, write_rows};
+use crate::stage_error::StageError;
 use crate::state::State;
+use crate::storage::Storage;
 use crate::table::BlockTable;
-use crate::{FrameError, Layout, Limits, RequestFault};
 
-/// One request of the plan. As with slots, there are many.
-#[derive(Debug, Clone, Default)]
-pub(crate) struct Request {
-    /// Its rows in [`Planner::token_ids`], drafts behind the inputs; empty when nothing is computed.
-    pub(crate) rows: Extent,
-    /// Its slots in [`Slots::all`]; of a request with drafts those that verify come first.
-    pub(crate) slots: Extent,
-    /// Its block-table changes in [`Planner::updates`].
-    pub(crate) updates: Extent,
-    /// Its pages in [`Planner::spilled`]: of a request that takes over a row in the middle of the frame.
-    pub(crate) spilled: Extent,
-    /// The mask of each input row in [`Planner::mask_rows`]; empty unless the request is masked.
-    pub(crate) mask_rows: Extent,
-    /// The adapter that it is bound to.
-    pub(crate) adapter: Binding,
-    /// Its row in [`Planner::table`].
-    pub(crate) table_row: u32,
-    /// The first of its pages.
-    pub(crate) first_page: u32,
-    /// Tokens stored before this frame.
-    pub(crate) prefix: u32,
-    /// Draft tokens: the last `drafts` rows.
-    pub(crate) drafts: u32,
-    /// Its recurrent state, of an engine that has some.
-    pub(crate) state: State,
-    /// Its rows are computed in vain: they store no KV.
-    pub(crate) dropped: bool,
-    pub(crate) sight: Sight,
-}
-
-impl Request {
-    /// Its rows before the drafts.
-    pub(crate) const fn inputs(&self) -> Range<usize> {
-        self.rows.start()..self.rows.end() - self.drafts as usize
-    }
-}
-
-/// Consecutive rows of one request within one pass.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Segment {
-    request: u32,
-    /// Rows in [`Planner::token_ids`].
-    rows: Extent,
-}
-
-impl Segment {
-    pub(crate) const fn request(self) -> usize {
-        self.request as usize
-    }
-
-    /// First row in [`Planner::token_ids`].
-    pub(crate) const fn start(self) -> usize {
-        self.rows.start()
-    }
-
-    pub(crate) const fn len(self) -> usize {
-        self.rows.len()
-    }
-
-    /// Rows in [`Planner::token_ids`].
-    pub(crate) const fn rows(self) -> Range<usize> {
-        self.rows.range()
-    }
-
-    /// KV index of its first row.
-    pub(crate) const fn kv_start(self, request: &Request) -> usize {
-        request.prefix as usize + (self.start() - request.rows.start())
-    }
-}
-
-/// The rows of a pass: requests without rows leave no gap.
-pub(crate) fn pass_rows(segments: &[Segment]) -> Range<usize> {
-    segments[0].start()..segments[segments.len() - 1].rows.end()
-}
-
-/// Turns frames into plans and tokens into replies. Owns every buffer and reuses it from frame to frame.
-#[derive(Debug)]
-pub struct Planner {
-    pub(crate) limits: Limits,
-    pub(crate) layout: Layout,
-    pub(crate) driver_id: u32,
-    pub(crate) token_ids: Vec<u32>,
-    pub(crate) positions: Vec<u32>,
-    pub(crate) table: BlockTable,
-    /// Changed block-table entries: index of the entry and first storage slot of the page that it now names.
-    pub(crate) updates: Vec<[i64; 2]>,
-    pub(crate) spilled: Vec<u32>,
-    pub(crate) requests: Vec<Request>,
-    pub(crate) slots: Slots,
-    pub(crate) adapters: Adapters,
+/// What outlasts a frame, as far as planning one needs it.
+pub(crate) struct Lasting<'a> {
+    pub(crate) table: &'a mut BlockTable,
+    pub(crate) adapters: &'a Adapters,
+    pub(crate) drafting: Option<&'a mut Drafting>,
     /// Slots of the engine's pool of recurrent state; 0 when it has none.
     pub(crate) states: u32,
-    /// Slots that requests of the frame keep; of use within one plan.
-    pub(crate) state_slots: FxHashSet<u32>,
     /// The engine applies masks that are not causal.
     pub(crate) masks: bool,
-    pub(crate) mask_rows: MaskRows,
-    pub(crate) vision: Option<Vision>,
-    pub(crate) images: Images,
-    pub(crate) segments: Vec<Segment>,
-    /// Segments of each pass.
-    pub(crate) passes: Vec<Range<usize>>,
-    pub(crate) stage: Stage,
-    pub(crate) prefixes: PrefixGroups,
-    pub(crate) reply: Reply,
-    pub(crate) drafting: Option<Box<Drafting>>,
-    pub(crate) faults: Vec<(usize, RequestFault)>,
+    /// Key of unseeded samplers.
     pub(crate) random_seed: u64,
-    pub(crate) frames: u64,
+    /// Images of all frames before.
+    pub(crate) images: u64,
 }
 
-impl Planner {
-    /// A planner for one engine. `random_seed` keys the randomness of unseeded samplers. The limits must pass
-    /// [`Limits::check`].
-    #[must_use]
-    pub fn new(limits: Limits, random_seed: u64) -> Self {
-        Self {
+/// One frame as [`Planner::plan`](crate::Planner::plan) makes it. Its passes are still to be staged, in order, by
+/// [`Planner::stage`](crate::Planner::stage), or its only one by [`Planner::stage_graph`](crate::Planner::stage_graph).
+///
+/// The order of the calls is one of types: each consumes the state that the one before returned, and only a
+/// [`Computed`](crate::Computed) frame can be answered.
+///
+/// ```compile_fail,E0308
+/// # use pie_batch::{Plan, Planner, Probes};
+/// fn too_early(planner: &mut Planner, mut plan: Plan, buffer: &mut [u8]) {
+///     planner.reply(&mut plan, Probes::default(), buffer);
+/// }
+/// ```
+///
+/// ```compile_fail,E0382
+/// # use pie_batch::{PassBlock, Plan, Planner};
+/// fn twice(planner: &mut Planner, plan: Plan, block: &mut PassBlock<'_>) {
+///     planner.stage(plan, block);
+///     planner.stage(plan, block);
+/// }
+/// ```
+#[derive(Debug)]
+pub struct Plan(Box<Parts>);
+
+/// The memory of a plan, which is used again for others.
+#[derive(Debug)]
+struct Parts {
+    limits: Limits,
+    driver_id: u32,
+    /// Number of the frame, from 1 on.
+    number: u64,
+    has_states: bool,
+    rows: Rows,
+    changes: TableChanges,
+    requests: Vec<Request>,
+    slots: Slots,
+    mask_rows: MaskRows,
+    images: Images,
+    /// State slots that requests keep, while they are looked through.
+    kept_states: FxHashSet<u32>,
+    passes: Passes,
+    next_pass: usize,
+    /// Those of the staged pass.
+    pass_slots: PassSlots,
+    prefixes: PrefixGroups,
+    drafts: FrameDrafts,
+    faults: Vec<(usize, RequestFault)>,
+}
+
+impl Plan {
+    /// Room for plans within certain limits.
+    pub(crate) fn new(limits: Limits) -> Self {
+        Self(Box::new(Parts {
             limits,
-            layout: Layout::new(&limits),
             driver_id: 0,
-            token_ids: Vec::new(),
-            positions: Vec::new(),
-            table: BlockTable::new(&limits),
-            updates: Vec::new(),
-            spilled: Vec::new(),
+            number: 0,
+            has_states: false,
+            rows: Rows::default(),
+            changes: TableChanges::default(),
             requests: Vec::new(),
             slots: Slots::default(),
-            adapters: Adapters::default(),
-            states: 0,
-            state_slots: FxHashSet::default(),
-            masks: true,
             mask_rows: MaskRows::default(),
-            vision: None,
             images: Images::default(),
-            segments: Vec::new(),
-            passes: Vec::new(),
-            stage: Stage::new(&limits),
+            kept_states: FxHashSet::default(),
+            passes: Passes::default(),
+            next_pass: 0,
+            pass_slots: PassSlots::default(),
             prefixes: PrefixGroups::default(),
-            reply: Reply::default(),
-            drafting: None,
+            drafts: FrameDrafts::default(),
             faults: Vec::new(),
-            random_seed,
-            frames: 0,
-        }
+        }))
     }
 
-    /// For an engine that cannot apply attention masks: a request whose mask is not causal is emptied.
-    #[must_use]
-    pub const fn without_masks(mut self) -> Self {
-        self.masks = false;
-        self
-    }
-
-    /// For an engine with recurrent state: the runtime may name slots `0..slots`, fewer than 2^31.
-    #[must_use]
-    pub const fn with_states(mut self, slots: u32) -> Self {
-        self.states = slots;
-        self
-    }
-
-    /// Slots of the engine's pool of recurrent state; 0 when it has none.
-    #[must_use]
-    pub const fn states(&self) -> u32 {
-        self.states
-    }
-
-    /// The layout of the staging block that [`Planner::stage`] fills.
-    #[must_use]
-    pub const fn layout(&self) -> &Layout {
-        &self.layout
-    }
-
-    /// Plans one frame, replacing the last one.
-    ///
-    /// # Errors
-    /// [`FrameError`] when the frame's arrays contradict each other. A request that alone cannot be served is no error:
-    /// it is listed in [`Planner::faults`].
-    pub fn plan(
+    /// Plans a frame in the place of the last one. The block table expects its pages.
+    pub(crate) fn make(
         &mut self,
         driver_id: u32,
-        request: &ArchivedForwardRequest,
-    ) -> Result<(), FrameError> {
-        self.clear();
-        self.driver_id = driver_id;
-        let frame = Frame::check(request)?;
-        self.frames += 1;
-        self.table.start_frame();
-        let survey = Survey::of(&frame, &self.limits, self.vision)?;
-        for index in 0..frame.requests {
-            self.table
-                .expect(&frame.pages[range(frame.page_indptr, index)]);
-        }
+        (frame, survey): (&Frame<'_>, &Survey<'_>),
+        mut lasting: Lasting<'_>,
+    ) {
+        let parts = &mut *self.0;
+        parts.clear();
+        parts.driver_id = driver_id;
+        parts.number = lasting.table.frame();
+        parts.has_states = lasting.states > 0;
+        parts.images.start(lasting.images);
         // Taken out, so that each is made where it stays.
-        let mut requests = mem::take(&mut self.requests);
+        let mut requests = mem::take(&mut parts.requests);
         requests.resize_with(frame.requests, Request::default);
         for (index, request) in requests.iter_mut().enumerate() {
-            if let Err(fault) = self.add(&frame, &survey, index, request) {
-                self.faults.push((index, fault));
+            if let Err(fault) = parts.add((frame, survey), &mut lasting, index, request) {
+                parts.faults.push((index, fault));
             }
         }
-        self.requests = requests;
-        self.note_kind();
-        self.empty_oversize_requests();
-        self.keep_last_states();
-        self.cut();
+        parts.requests = requests;
+        if lasting.drafting.is_some() {
+            parts.drafts.set_kind(parts.kind());
+        }
+        parts.mute_oversize_requests();
+        parts.keep_last_states();
+        let slots = lasting.adapters.slots();
+        parts.passes.cut(&parts.requests, &parts.limits, slots);
+    }
+
+    /// The bounds that the plan keeps to.
+    pub(crate) const fn limits(&self) -> &Limits {
+        &self.0.limits
+    }
+
+    pub(crate) const fn driver_id(&self) -> u32 {
+        self.0.driver_id
+    }
+
+    /// Number of the frame, from 1 on.
+    pub(crate) const fn number(&self) -> u64 {
+        self.0.number
+    }
+
+    /// Whether the engine has recurrent state.
+    pub(crate) const fn has_states(&self) -> bool {
+        self.0.has_states
+    }
+
+    pub(crate) const fn rows(&self) -> &Rows {
+        &self.0.rows
+    }
+
+    pub(crate) const fn changes(&self) -> &TableChanges {
+        &self.0.changes
+    }
+
+    pub(crate) fn requests(&self) -> &[Request] {
+        &self.0.requests
+    }
+
+    pub(crate) const fn slots(&self) -> &Slots {
+        &self.0.slots
+    }
+
+    pub(crate) const fn mask_rows(&self) -> &MaskRows {
+        &self.0.mask_rows
+    }
+
+    pub(crate) const fn images(&self) -> &Images {
+        &self.0.images
+    }
+
+    pub(crate) const fn passes(&self) -> &Passes {
+        &self.0.passes
+    }
+
+    /// Number of the pass to stage next.
+    pub(crate) const fn next_pass(&self) -> usize {
+        self.0.next_pass
+    }
+
+    /// The segments of the staged pass; none before the first.
+    pub(crate) fn staged_segments(&self) -> &[Segment] {
+        let pass = self.0.next_pass.checked_sub(1);
+        pass.and_then(|pass| self.0.passes.get(pass)).unwrap_or(&[])
+    }
+
+    pub(crate) const fn pass_slots(&self) -> &PassSlots {
+        &self.0.pass_slots
+    }
+
+    pub(crate) const fn prefixes(&self) -> &PrefixGroups {
+        &self.0.prefixes
+    }
+
+    pub(crate) const fn drafts(&self) -> &FrameDrafts {
+        &self.0.drafts
+    }
+
+    /// What the drafter changes of the plan, and what it reads.
+    pub(crate) fn drafting(&mut self) -> (&mut FrameDrafts, Drafted<'_>) {
+        let parts = &mut *self.0;
+        let drafted = Drafted {
+            limits: &parts.limits,
+            number: parts.number,
+            requests: &parts.requests,
+            rows: &parts.rows,
+            slots: &parts.slots,
+        };
+        (&mut parts.drafts, drafted)
+    }
+
+    /// Writes the next pass into `block`; `None` when all are done.
+    pub(crate) fn stage(
+        &mut self,
+        table: &mut BlockTable,
+        storage: &mut Storage,
+        block: &mut PassBlock<'_>,
+    ) -> Option<Pass> {
+        let parts = &mut *self.0;
+        let (limits, requests, slots) = (&parts.limits, &parts.requests[..], &parts.slots);
+        let segments = parts.passes.get(parts.next_pass)?;
+        let mut block = block.requests(segments.len());
+        let updates = write_changes(
+            &parts.changes,
+            table,
+            limits,
+            (segments, requests),
+            block.table_updates,
+        );
+        let seq_lens_sum = write_requests(&mut block, segments, requests);
+        write_rows(&mut block, segments, &parts.rows);
+        storage.write(limits, table, segments, requests, block.out_cache_loc);
+        // Requests that were emptied have faults.
+        if parts.passes.len() == 1 && parts.faults.is_empty() {
+            parts.pass_slots.take_all(slots, limits);
+        } else {
+            parts.pass_slots.take(segments, requests, slots, limits);
+        }
+        parts.next_pass += 1;
+        let rows = pass_rows(segments);
+        let masked = requests[segments[0].request()].visibility() != Visibility::Causal;
+        Some(Pass {
+            tokens: rows.len(),
+            requests: segments.len(),
+            decode: !masked
+                && segments.iter().all(|segment| segment.len() == 1)
+                && !parts.images.touch(&rows),
+            masked,
+            seq_lens_sum,
+            updates,
+            slots: parts.pass_slots.len(),
+        })
+    }
+
+    /// Notes that a graph computes all passes.
+    pub(crate) const fn skip_passes(&mut self) {
+        self.0.next_pass = self.0.passes.len();
+    }
+
+    /// Writes the next slot group of the staged pass into `block`; `None` when all are done.
+    pub(crate) fn stage_slots(&mut self, block: &mut PassBlock<'_>) -> Option<SlotGroup> {
+        let base = self.staged_segments().first()?.start();
+        let parts = &mut *self.0;
+        parts
+            .pass_slots
+            .stage(&parts.slots, &parts.limits, base, block)
+    }
+
+    /// Takes what the engine computed for the staged slot group.
+    pub(crate) fn put_outputs(&mut self, outputs: &Outputs<'_>) -> Result<(), StageError> {
+        let parts = &mut *self.0;
+        let vocab_size = parts.limits.vocab_size;
+        let valid = parts
+            .pass_slots
+            .put_outputs(&mut parts.slots, outputs, vocab_size)?;
+        if !valid {
+            parts.mute_invalid_requests();
+        }
         Ok(())
     }
 
-    fn clear(&mut self) {
-        self.prefixes.clear();
-        if self.stage.passes_left(self.passes.len()) {
-            // Changes that the mirror holds never reached the device.
-            self.table.forget();
+    /// Takes the token of each slot of a graph, by its number if slots are `numbered`, else by its row.
+    pub(crate) fn put_tokens(&mut self, numbered: bool, token: impl Fn(usize) -> u32) {
+        let parts = &mut *self.0;
+        let vocab_size = parts.limits.vocab_size;
+        let mut valid = true;
+        let mut number = 0;
+        for request in &parts.requests {
+            for slot in request.slots().range() {
+                let place = if numbered {
+                    number
+                } else {
+                    parts.slots.all()[slot].row()
+                };
+                number += 1;
+                valid &= parts.slots.put_token(slot, token(place), vocab_size);
+            }
         }
-        self.token_ids.clear();
-        self.positions.clear();
-        self.updates.clear();
-        self.spilled.clear();
+        if !valid {
+            parts.mute_invalid_requests();
+        }
+    }
+
+    /// Finds groups of rows that read the same KV first; see [`Planner::find_groups`](crate::Planner::find_groups).
+    pub(crate) fn find_groups(&mut self, table: &mut BlockTable, more_rows: usize) -> bool {
+        let parts = &mut *self.0;
+        let (segments, page_size) = (parts.passes.segments(), parts.limits.page_size as usize);
+        let sequence = |index: usize| {
+            let request = &parts.requests[segments[index].request()];
+            Sequence {
+                first_page: request.place().first_page(),
+                table_row: request.place().row(),
+                kv_start: segments[index].kv_start(request),
+                rows: segments[index].len(),
+            }
+        };
+        let common = |[earlier, later]: [usize; 2], most| table.common(earlier, later, most);
+        parts
+            .prefixes
+            .find(segments.len(), page_size, sequence, common);
+        parts.prefixes.saved() > more_rows as i64 * ROW_COST
+    }
+
+    /// Empties requests whose adapter is lost.
+    pub(crate) fn unbind(&mut self, requests: &[usize], fault: impl Fn() -> RequestFault) {
+        let parts = &mut *self.0;
+        for &index in requests {
+            parts.requests[index].unbind();
+        }
+        // One whose outputs are refused already has its reason. Both lists rise.
+        let mut faulty = parts.faults.iter().map(|&(index, _)| index).peekable();
+        let fresh = requests.iter().copied().filter(|index| {
+            while faulty.next_if(|other| other < index).is_some() {}
+            faulty.peek() != Some(index)
+        });
+        let fresh: Vec<_> = fresh.map(|index| (index, fault())).collect();
+        parts.add_faults(fresh);
+    }
+
+    /// Requests of the frame.
+    #[must_use]
+    pub fn request_count(&self) -> usize {
+        self.0.requests.len()
+    }
+
+    /// Rows that the frame computes, drafts included.
+    #[must_use]
+    pub fn token_count(&self) -> usize {
+        self.0.rows.len()
+    }
+
+    /// Passes of the frame; 0 when nothing needs the model.
+    #[must_use]
+    pub fn pass_count(&self) -> usize {
+        self.0.passes.len()
+    }
+
+    /// Requests of the frame that are answered with empty ranges, and why.
+    #[must_use]
+    pub fn faults(&self) -> &[(usize, RequestFault)] {
+        &self.0.faults
+    }
+
+    /// Whether requests that are served bring images.
+    #[must_use]
+    pub fn has_images(&self) -> bool {
+        !self.0.images.is_empty()
+    }
+
+    /// The images of the staged pass.
+    pub(crate) fn pass_images(&self) -> Option<PassImages> {
+        let (segments, requests) = (self.staged_segments(), self.requests());
+        if segments.is_empty() {
+            return None;
+        }
+        // The first segment that reaches into rows of an image is its request's: images do not leave their requests.
+        let locate = |rows: &std::ops::Range<usize>| {
+            let entry = segments.partition_point(|segment| segment.rows().end <= rows.start);
+            let request = &requests[segments[entry].request()];
+            let kv = |row: usize| request.prefix() + (row - request.rows().start());
+            (entry, kv(rows.start)..kv(rows.end))
+        };
+        let positions = self.rows().positions();
+        self.images()
+            .of_pass(&pass_rows(segments), positions, locate)
+    }
+}
+
+impl Parts {
+    fn clear(&mut self) {
+        self.rows.clear();
+        self.changes.clear();
         self.requests.clear();
         self.slots.clear();
-        if let Some(drafting) = &mut self.drafting {
-            drafting.clear();
-        }
         self.mask_rows.clear();
-        self.images.clear();
-        self.segments.clear();
-        self.passes.clear();
+        self.next_pass = 0;
+        self.prefixes.clear();
+        self.drafts.clear();
         self.faults.clear();
-        self.stage.restart();
     }
 
     /// Plans one request, which is empty; what of it cannot be served stays so.
     fn add(
         &mut self,
-        frame: &Frame<'_>,
-        survey: &Survey<'_>,
+        (frame, survey): (&Frame<'_>, &Survey<'_>),
+        lasting: &mut Lasting<'_>,
         index: usize,
         request: &mut Request,
     ) -> Result<(), RequestFault> {
@@ -264,237 +433,107 @@ impl Planner {
             return Ok(());
         }
         let geometry = check_compute(frame, survey, &self.limits, index)?;
-        request.adapter = self.adapters.binding(frame.adapter(index))?;
-        self.check_sight(geometry)?;
-        if self.states > 0 {
-            request.state = self.check_state(frame, index, geometry)?;
+        let adapter = lasting.adapters.binding(frame.adapter(index))?;
+        check_visibility(geometry, &self.limits, lasting.masks)?;
+        let state = match lasting.states {
+            0 => State::default(),
+            states => State::of(frame, states, index, geometry.drafts)?,
+        };
+        let pages = &frame.pages[range(frame.page_indptr, index)];
+        let context = frame.context_ids.get(index).copied().unwrap_or(0);
+        self.changes.add(
+            lasting.table,
+            &self.limits,
+            (index, context, pages),
+            request.place_mut(),
+        )?;
+        request.describe(geometry, adapter, state);
+        if geometry.visibility != Visibility::Causal {
+            request.set_mask_rows(self.mask_rows.add(frame, index));
         }
-        self.place(frame, index, request)?;
-        request.prefix = geometry.prefix();
-        request.drafts = geometry.drafts;
-        request.sight = geometry.sight;
-        if geometry.sight != Sight::Causal {
-            request.mask_rows = self.mask_rows.add(frame, index);
-        }
-        request.rows = self.add_rows(frame, index);
+        let rows = self.rows.add(frame, index);
+        request.set_rows(rows);
         if let Some(images) = &survey.images {
-            let tokens = (&mut self.token_ids[..], self.limits.vocab_size);
-            self.images
-                .add(frame, images, index, request.rows.start(), tokens);
+            let tokens = (self.rows.token_ids_mut(), self.limits.vocab_size);
+            self.images.add(frame, images, index, rows.start(), tokens);
         }
-        if self.drafting.is_some() {
-            self.note_text(frame, index, request);
+        if let Some(drafting) = &mut lasting.drafting {
+            let tokens = &self.rows.token_ids()[rows.range()];
+            drafting.store(pages, geometry.prefix() as usize, tokens);
+            if frame.wants_drafts(index) {
+                self.drafts.ask(index, context);
+            }
         }
-        let first_slot = self.slots.all.len();
-        let added = self.add_slots(frame, index, request.rows.start(), geometry);
-        request.slots = Extent::new(first_slot, self.slots.all.len());
-        added
-    }
-
-    /// Checks that a pass can apply the request's mask.
-    const fn check_sight(&self, geometry: Geometry) -> Result<(), RequestFault> {
-        match geometry.sight {
-            Sight::Masked | Sight::MaskedAhead if !self.masks => Err(RequestFault::NonCausalMask),
-            Sight::Causal | Sight::Masked => Ok(()),
-            Sight::MaskedAhead => self.check_one_pass(geometry),
-        }
-    }
-
-    /// Checks that a request that cannot be cut fits one pass, with its mask.
-    const fn check_one_pass(&self, geometry: Geometry) -> Result<(), RequestFault> {
-        let (tokens, limit) = (geometry.rows(), self.limits.chunk_tokens);
-        let kv_len = geometry.kv_end as usize + geometry.drafts as usize;
-        let words = attention_words(tokens as usize, kv_len);
-        let most = self.limits.attention_words();
-        if tokens > limit {
-            return Err(RequestFault::MaskAhead { tokens, limit });
-        }
-        if words > most {
-            return Err(RequestFault::MaskWords {
-                tokens,
-                kv_len,
-                bytes: 4 * words,
-                limit: 4 * most,
-                // The mask of so many tokens without a prefix is as large.
-                chunk: (32 * words - 1).isqrt() + 1,
-            });
-        }
+        let draws = Draws {
+            random_seed: lasting.random_seed,
+            frame: self.number,
+            positions: self.rows.positions(),
+        };
+        let place = (index, rows.start(), geometry);
+        let slots = self
+            .slots
+            .add(frame, place, draws, self.limits.vocab_size)?;
+        request.set_slots(slots);
         Ok(())
     }
 
-    /// The request's recurrent state, which rejected drafts would spoil.
-    fn check_state(
-        &self,
-        frame: &Frame<'_>,
-        index: usize,
-        geometry: Geometry,
-    ) -> Result<State, RequestFault> {
-        match geometry.drafts {
-            0 => State::of(frame, self.states, index),
-            drafts => Err(RequestFault::StateDrafts { drafts }),
+    /// What makes a step of the frame cost something else than others.
+    fn kind(&self) -> Kind {
+        let bound = (self.requests.iter()).any(|request| request.adapter().is_some());
+        match (bound, self.slots.has_probes()) {
+            (true, _) => Kind::Bound,
+            (false, true) => Kind::Probed,
+            (false, false) => Kind::Plain,
         }
-    }
-
-    /// Finds the request's row of the block table, checks its pages and notes which entries change.
-    fn place(
-        &mut self,
-        frame: &Frame<'_>,
-        index: usize,
-        request: &mut Request,
-    ) -> Result<(), RequestFault> {
-        let pages = &frame.pages[range(frame.page_indptr, index)];
-        let context = frame.context_ids.get(index).copied().unwrap_or(0);
-        request.first_page = pages.first().copied().unwrap_or(0);
-        let Some(row) = self.table.find(context) else {
-            check_pages(pages, &self.limits)?;
-            request.table_row = self.table.take_over() as u32;
-            let first = self.spilled.len();
-            self.spilled.extend_from_slice(pages);
-            request.spilled = Extent::new(first, self.spilled.len());
-            return Ok(());
-        };
-        // Entries that the mirror holds were checked when they came.
-        let matching = self.table.matching_free(row, index, pages);
-        check_pages(&pages[matching..], &self.limits)?;
-        self.table.take(row, context);
-        let first = self.updates.len();
-        let (limits, updates) = (&self.limits, &mut self.updates);
-        self.table.update(row, pages, matching, |column, page| {
-            updates.push(limits.table_update(row, column, page));
-        });
-        request.table_row = row as u32;
-        request.updates = Extent::new(first, self.updates.len());
-        Ok(())
-    }
-
-    /// Copies the request's inputs and drafts; returns their rows.
-    fn add_rows(&mut self, frame: &Frame<'_>, index: usize) -> Extent {
-        let first = self.token_ids.len();
-        let inputs = range(frame.qo_indptr, index);
-        let drafts = range(frame.draft_indptr, index);
-        let positions = &frame.positions[inputs.clone()];
-        // One by one, as a decode has no more.
-        if let [position] = positions {
-            self.token_ids.push(frame.token_ids[inputs.start]);
-            self.positions.push(*position);
-        } else {
-            self.token_ids.extend_from_slice(&frame.token_ids[inputs]);
-            self.positions.extend_from_slice(positions);
-        }
-        if !drafts.is_empty() {
-            self.token_ids
-                .extend_from_slice(&frame.draft_ids[drafts.clone()]);
-            self.positions
-                .extend(draft_positions(frame, drafts, positions));
-        }
-        Extent::new(first, self.token_ids.len())
-    }
-
-    /// Tells the drafter what the request stores, and whether it asks for drafts.
-    fn note_text(&mut self, frame: &Frame<'_>, index: usize, request: &Request) {
-        let Some(drafting) = &mut self.drafting else {
-            return;
-        };
-        let context = frame.context_ids.get(index).copied().unwrap_or(0);
-        let pages = &frame.pages[range(frame.page_indptr, index)];
-        drafting.add(
-            (index, context, frame.wants_drafts(index)),
-            (pages, request.prefix as usize),
-            &self.token_ids[request.rows.range()],
-        );
     }
 
     /// Notes faults that show only after their requests were planned.
-    pub(crate) fn add_faults(&mut self, faults: impl IntoIterator<Item = (usize, RequestFault)>) {
+    fn add_faults(&mut self, faults: impl IntoIterator<Item = (usize, RequestFault)>) {
         self.faults.extend(faults);
         self.faults.sort_unstable_by_key(|&(index, _)| index);
     }
 
-    /// Cuts the rows into passes of at most `chunk_tokens` tokens and `max_requests` requests, in the frame's order, so
-    /// that a later request's writes always land last. A pass is masked or causal as a whole, its masks have no more than
-    /// [`Limits::attention_words`], and it needs no more adapters than it can hold.
-    fn cut(&mut self) {
-        let (chunk, most) = (
-            self.limits.chunk_tokens as usize,
-            self.limits.max_requests as usize,
-        );
-        let most_words = self.limits.attention_words();
-        let (mut first, mut tokens, mut masked, mut words) = (0, 0, false, 0);
-        self.adapters.start_pass();
-        let adapters = self.takes_adapters();
-        for (index, request) in self.requests.iter().enumerate() {
-            let mut rows = request.rows.range();
-            while !rows.is_empty() {
-                let wanted = match request.sight {
-                    Sight::Causal | Sight::Masked => 1,
-                    Sight::MaskedAhead => rows.len(),
-                };
-                let kv_start = || request.prefix as usize + rows.start - request.rows.start();
-                let full = tokens + wanted > chunk
-                    || (request.sight != Sight::Causal
-                        && words + attention_words(wanted, kv_start() + wanted) > most_words)
-                    || self.segments.len() - first == most
-                    || (adapters && !self.adapters.admits(request.adapter));
-                let mixed = masked != (request.sight != Sight::Causal);
-                if tokens > 0 && (full || mixed) {
-                    self.passes.push(first..self.segments.len());
-                    (first, tokens, words) = (self.segments.len(), 0, 0);
-                    self.adapters.start_pass();
-                }
-                if adapters {
-                    self.adapters.add(request.adapter);
-                }
-                masked = request.sight != Sight::Causal;
-                let mut len = rows.len().min(chunk - tokens);
-                if masked {
-                    len = rows_within(most_words - words, kv_start(), len).max(1);
-                    words += attention_words(len, kv_start() + len);
-                }
-                self.segments.push(Segment {
-                    request: index as u32,
-                    rows: Extent::new(rows.start, rows.start + len),
-                });
-                tokens += len;
-                rows.start += len;
+    /// Empties requests whose outputs the response has no room for.
+    fn mute_oversize_requests(&mut self) {
+        let largest = oversize_requests(&self.requests, &self.slots, &self.limits);
+        if largest.is_empty() {
+            return;
+        }
+        for &(_, index) in &largest {
+            self.requests[index].mute();
+        }
+        let limit = self.limits.reply_bytes as usize;
+        let fault = |(bytes, index)| (index, RequestFault::Oversize { bytes, limit });
+        self.add_faults(largest.into_iter().map(fault));
+    }
+
+    /// Empties the requests with a slot whose logits were no numbers, and others where the archive that replaces a fast
+    /// reply does not fit.
+    fn mute_invalid_requests(&mut self) {
+        let mut invalid = Vec::new();
+        for (index, request) in self.requests.iter_mut().enumerate() {
+            let slots = self.slots.of(request.slots());
+            if slots.iter().any(Slot::is_invalid) {
+                request.mute();
+                invalid.push((index, RequestFault::Logits));
             }
         }
-        if first < self.segments.len() {
-            self.passes.push(first..self.segments.len());
+        self.add_faults(invalid);
+        self.mute_oversize_requests();
+    }
+
+    /// When several requests name one slot of recurrent state, the last one keeps it. An earlier one is what the runtime
+    /// sent before it knew better, and advances the padding slot.
+    fn keep_last_states(&mut self) {
+        if !self.has_states {
+            return;
         }
-    }
-
-    /// The bounds that plans keep to.
-    #[must_use]
-    pub const fn limits(&self) -> &Limits {
-        &self.limits
-    }
-
-    /// Requests of the current frame.
-    #[must_use]
-    pub fn request_count(&self) -> usize {
-        self.requests.len()
-    }
-
-    /// Rows that the current frame computes, drafts included.
-    #[must_use]
-    pub fn token_count(&self) -> usize {
-        self.token_ids.len()
-    }
-
-    /// Passes of the current frame; 0 when nothing needs the model.
-    #[must_use]
-    pub fn pass_count(&self) -> usize {
-        self.passes.len()
-    }
-
-    /// Requests of the current frame that are answered with empty ranges, and why.
-    #[must_use]
-    pub fn faults(&self) -> &[(usize, RequestFault)] {
-        &self.faults
-    }
-
-    /// Forgets what the device's block table holds; call it after a pass failed half-way.
-    pub fn forget_table(&mut self) {
-        self.table.forget();
+        self.kept_states.clear();
+        let computed = (self.requests.iter_mut()).filter(|request| !request.rows().is_empty());
+        for request in computed.rev() {
+            if !self.kept_states.insert(request.state().slot()) {
+                request.pad_state();
+            }
+        }
     }
 }

@@ -1,250 +1,168 @@
-//! One request of a frame: its KV geometry, and whether it can be served.
+//! One request of a plan, and its rows within a pass.
 
 use std::ops::Range;
 
-use pie_wire::{NativeSlice, brle};
+use crate::adapter::Binding;
+use crate::changes::TablePlace;
+use crate::check::Geometry;
+use crate::extent::Extent;
+use crate::mask::Visibility;
+use crate::state::State;
 
-use crate::frame::{Frame, range};
-use crate::image::{ImageArrays, Vision, check_media};
-use crate::mask::Sight;
-use crate::{FrameError, Limits, RequestFault};
-
-/// KV geometry of one request, in tokens. Input row `j` is stored at KV index `kv_end - inputs + j`, draft `d` at
-/// `kv_end + d`; unless a mask says otherwise, each row sees every KV index up to its own.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Geometry {
-    /// Input tokens.
-    pub(crate) inputs: u32,
-    /// Draft tokens behind them.
-    pub(crate) drafts: u32,
-    /// KV length after the inputs, before the drafts.
-    pub(crate) kv_end: u32,
-    pub(crate) sight: Sight,
+/// One request of the plan. As with slots, there are many.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Request {
+    rows: Extent,
+    slots: Extent,
+    mask_rows: Extent,
+    place: TablePlace,
+    adapter: Binding,
+    prefix: u32,
+    drafts: u32,
+    state: State,
+    dropped: bool,
+    visibility: Visibility,
 }
 
-impl Geometry {
-    /// Tokens that earlier passes stored.
-    pub(crate) const fn prefix(self) -> u32 {
-        self.kv_end - self.inputs
+impl Request {
+    /// Takes what the checks found.
+    pub(crate) const fn describe(&mut self, geometry: Geometry, adapter: Binding, state: State) {
+        self.prefix = geometry.prefix();
+        self.drafts = geometry.drafts;
+        self.visibility = geometry.visibility;
+        self.adapter = adapter;
+        self.state = state;
     }
 
-    /// Rows that the forward pass computes.
-    pub(crate) const fn rows(self) -> u32 {
-        self.inputs + self.drafts
+    pub(crate) const fn place_mut(&mut self) -> &mut TablePlace {
+        &mut self.place
     }
-}
 
-/// What holds for the whole frame, so that single requests need not be asked.
-#[derive(Debug, Clone)]
-pub(crate) struct Survey<'a> {
-    /// Every input and draft token is in the vocabulary.
-    ids_fit: bool,
-    /// Every input position is below the limit.
-    positions_fit: bool,
-    /// Some request brings images or audio.
-    media: bool,
-    /// The images, if there are some and the model takes them.
-    pub(crate) images: Option<ImageArrays<'a>>,
-}
+    pub(crate) const fn set_rows(&mut self, rows: Extent) {
+        self.rows = rows;
+    }
 
-impl<'a> Survey<'a> {
-    pub(crate) fn of(
-        frame: &Frame<'a>,
-        limits: &Limits,
-        vision: Option<Vision>,
-    ) -> Result<Self, FrameError> {
-        let below = |values: &[u32], limit: u32| {
-            values.iter().fold(0, |max, &value| value.max(max)) < limit
-        };
-        let images = vision.map(|vision| ImageArrays::check(frame, vision));
-        Ok(Self {
-            ids_fit: below(frame.token_ids, limits.vocab_size)
-                && below(frame.draft_ids, limits.vocab_size),
-            positions_fit: below(frame.positions, limits.max_positions),
-            media: [frame.image_indptr, frame.audio_indptr]
-                .iter()
-                .any(|indptr| indptr.last().is_some_and(|&end| end > 0)),
-            images: images.transpose()?.flatten(),
-        })
+    pub(crate) const fn set_mask_rows(&mut self, rows: Extent) {
+        self.mask_rows = rows;
     }
-}
 
-/// Whether request `index` has nothing to compute.
-///
-/// # Errors
-/// [`RequestFault::NoTokens`] when it asks for outputs all the same.
-pub(crate) fn is_idle(frame: &Frame<'_>, index: usize) -> Result<bool, RequestFault> {
-    if !range(frame.qo_indptr, index).is_empty() {
-        return Ok(false);
+    pub(crate) const fn set_slots(&mut self, slots: Extent) {
+        self.slots = slots;
     }
-    let silent = range(frame.sampler_indptr, index).is_empty()
-        && range(frame.draft_indptr, index).is_empty();
-    if silent {
-        Ok(true)
-    } else {
-        Err(RequestFault::NoTokens)
-    }
-}
 
-/// Checks all that decides whether the request's KV can be computed, but the page ids.
-pub(crate) fn check_compute(
-    frame: &Frame<'_>,
-    survey: &Survey<'_>,
-    limits: &Limits,
-    index: usize,
-) -> Result<Geometry, RequestFault> {
-    if survey.media {
-        check_media(frame, survey.images.as_ref(), limits, index)?;
+    /// Takes its outputs away; its KV is stored all the same.
+    pub(crate) const fn mute(&mut self) {
+        self.slots.clear();
     }
-    let tokens = range(frame.qo_indptr, index);
-    let drafts = range(frame.draft_indptr, index);
-    let pages = range(frame.page_indptr, index).len();
-    let mut geometry = check_geometry(
-        limits,
-        tokens.len(),
-        drafts.len(),
-        pages,
-        frame.last_page_lens[index],
-    )?;
-    if !survey.ids_fit {
-        check_ids(&frame.token_ids[tokens.clone()], limits)?;
-        check_ids(&frame.draft_ids[drafts.clone()], limits)?;
-    }
-    let positions = &frame.positions[tokens];
-    if !survey.positions_fit {
-        check_positions(positions.iter().copied(), limits)?;
-    }
-    if !drafts.is_empty() {
-        check_positions(draft_positions(frame, drafts, positions), limits)?;
-    }
-    if frame.has_user_mask && !frame.masks.is_empty() {
-        geometry.sight = check_masks(frame, geometry, index)?;
-    }
-    Ok(geometry)
-}
 
-fn check_geometry(
-    limits: &Limits,
-    inputs: usize,
-    drafts: usize,
-    pages: usize,
-    last_page_len: u32,
-) -> Result<Geometry, RequestFault> {
-    let (inputs, drafts) = (inputs as u64, drafts as u64);
-    if pages == 0 {
-        return Err(RequestFault::NoPages {
-            tokens: inputs + drafts,
-        });
+    /// Takes its adapter and its outputs away. Its rows are computed in vain: they store no KV.
+    pub(crate) const fn unbind(&mut self) {
+        self.adapter = None;
+        self.dropped = true;
+        self.slots.clear();
     }
-    let (length, page_size) = (last_page_len, limits.page_size);
-    if length == 0 || length > page_size {
-        return Err(RequestFault::LastPageLength { length, page_size });
-    }
-    let page_size = u64::from(page_size);
-    // The list covers the drafts, the last page's length does not.
-    let end = (pages as u64 - 1) * page_size + (u64::from(length) + drafts - 1) % page_size + 1;
-    if end < inputs + drafts {
-        return Err(RequestFault::Geometry {
-            tokens: inputs + drafts,
-            capacity: end,
-        });
-    }
-    if end > limits.max_kv_len() {
-        return Err(RequestFault::KvLength {
-            length: end,
-            limit: limits.max_kv_len(),
-        });
-    }
-    Ok(Geometry {
-        inputs: inputs as u32,
-        drafts: drafts as u32,
-        kv_end: (end - drafts) as u32,
-        sight: Sight::Causal,
-    })
-}
 
-/// Checks page ids.
-pub(crate) fn check_pages(pages: &[u32], limits: &Limits) -> Result<(), RequestFault> {
-    let total_pages = limits.total_pages;
-    // The largest one is found several at a time.
-    if pages.iter().fold(0, |max, &page| page.max(max)) < total_pages {
-        return Ok(());
+    /// Lets it advance the engine's padding slot in the place of its own.
+    pub(crate) fn pad_state(&mut self) {
+        self.state = State::default();
     }
-    match pages.iter().find(|&&page| page >= total_pages) {
-        Some(&page) => Err(RequestFault::PageId { page, total_pages }),
-        None => Ok(()),
+
+    /// Its rows of the plan, drafts after the inputs; empty when nothing is computed.
+    pub(crate) const fn rows(&self) -> Extent {
+        self.rows
+    }
+
+    /// Its rows before the drafts.
+    pub(crate) const fn inputs(&self) -> Range<usize> {
+        self.rows.start()..self.rows.end() - self.drafts as usize
+    }
+
+    /// Its slots; of a request with drafts those that verify come first.
+    pub(crate) const fn slots(&self) -> Extent {
+        self.slots
+    }
+
+    /// The mask of each input row; empty unless the request is masked.
+    pub(crate) const fn mask_rows(&self) -> Range<usize> {
+        self.mask_rows.range()
+    }
+
+    /// Its row of the block table, and what changes there.
+    pub(crate) const fn place(&self) -> &TablePlace {
+        &self.place
+    }
+
+    /// The adapter that it is bound to.
+    pub(crate) const fn adapter(&self) -> Binding {
+        self.adapter
+    }
+
+    /// Tokens stored before this frame.
+    pub(crate) const fn prefix(&self) -> usize {
+        self.prefix as usize
+    }
+
+    /// Draft tokens: the last rows.
+    pub(crate) const fn drafts(&self) -> usize {
+        self.drafts as usize
+    }
+
+    /// Its recurrent state, of an engine that has some.
+    pub(crate) const fn state(&self) -> State {
+        self.state
+    }
+
+    /// Whether its rows store no KV.
+    pub(crate) const fn is_dropped(&self) -> bool {
+        self.dropped
+    }
+
+    pub(crate) const fn visibility(&self) -> Visibility {
+        self.visibility
     }
 }
 
-fn check_ids(ids: &[u32], limits: &Limits) -> Result<(), RequestFault> {
-    match ids.iter().find(|&&token| token >= limits.vocab_size) {
-        Some(&token) => Err(RequestFault::TokenId {
-            token,
-            vocab_size: limits.vocab_size,
-        }),
-        None => Ok(()),
+/// Consecutive rows of one request within one pass.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Segment {
+    request: u32,
+    /// Rows of the plan.
+    rows: Extent,
+}
+
+impl Segment {
+    pub(crate) const fn new(request: usize, rows: Extent) -> Self {
+        Self {
+            request: request as u32,
+            rows,
+        }
+    }
+
+    pub(crate) const fn request(self) -> usize {
+        self.request as usize
+    }
+
+    /// First row of the plan.
+    pub(crate) const fn start(self) -> usize {
+        self.rows.start()
+    }
+
+    pub(crate) const fn len(self) -> usize {
+        self.rows.len()
+    }
+
+    /// Rows of the plan.
+    pub(crate) const fn rows(self) -> Range<usize> {
+        self.rows.range()
+    }
+
+    /// KV index of its first row.
+    pub(crate) const fn kv_start(self, request: &Request) -> usize {
+        request.prefix() + (self.start() - request.rows().start())
     }
 }
 
-fn check_positions(
-    mut positions: impl Iterator<Item = u32>,
-    limits: &Limits,
-) -> Result<(), RequestFault> {
-    match positions.find(|&position| position >= limits.max_positions) {
-        Some(position) => Err(RequestFault::Position {
-            position,
-            limit: limits.max_positions,
-        }),
-        None => Ok(()),
-    }
-}
-
-/// Positions of the request's drafts: the frame's, or consecutive ones behind the last input.
-pub(crate) fn draft_positions<'a>(
-    frame: &Frame<'a>,
-    drafts: Range<usize>,
-    inputs: &[u32],
-) -> impl Iterator<Item = u32> + use<'a> {
-    let given = frame.draft_positions;
-    let last = inputs.last().copied().unwrap_or(0);
-    let first = drafts.start;
-    drafts.map(move |draft| match given.get(draft) {
-        Some(&position) => position,
-        None => last.saturating_add((draft - first) as u32 + 1),
-    })
-}
-
-/// What the request's mask rows let it see.
-fn check_masks(frame: &Frame<'_>, geometry: Geometry, index: usize) -> Result<Sight, RequestFault> {
-    let rows = &frame.masks[range(frame.mask_indptr, index)];
-    let positions = &frame.positions[range(frame.qo_indptr, index)];
-    if rows.is_empty() {
-        return Ok(Sight::Causal);
-    }
-    if rows.len() != positions.len() {
-        return Err(RequestFault::MaskRows {
-            rows: rows.len(),
-            tokens: positions.len(),
-        });
-    }
-    let causal_end = |row: usize| u64::from(geometry.prefix()) + row as u64 + 1;
-    let causal = |row: usize| {
-        let runs = rows[row].buffer.native();
-        // Every row that the runtime itself wrote has the first form, whatever the row's KV index.
-        runs.is_empty()
-            || *runs == [0, positions[row].saturating_add(1)]
-            || brle::is_causal(runs, causal_end(row), u64::from(geometry.kv_end))
-    };
-    if (0..rows.len()).all(causal) {
-        return Ok(Sight::Causal);
-    }
-    let stored = u64::from(geometry.kv_end) + u64::from(geometry.drafts);
-    let sees_ahead = |row: usize| {
-        let last = brle::true_ranges(rows[row].buffer.native(), stored).last();
-        last.is_some_and(|visible| visible.end > causal_end(row))
-    };
-    if (0..rows.len()).any(sees_ahead) {
-        return Ok(Sight::MaskedAhead);
-    }
-    Ok(Sight::Masked)
+/// The rows of a pass: requests without rows leave no gap.
+pub(crate) fn pass_rows(segments: &[Segment]) -> Range<usize> {
+    segments[0].start()..segments[segments.len() - 1].rows.end()
 }

@@ -31,6 +31,11 @@ impl SlotClass {
     pub const fn is_token(self) -> bool {
         matches!(self, Self::Greedy | Self::Plain | Self::Filtered)
     }
+
+    /// Whether the slot's output depends on its temperature.
+    pub(crate) const fn is_tempered(self) -> bool {
+        matches!(self, Self::Plain | Self::Filtered | Self::Dist)
+    }
 }
 
 /// A sampler's parameters, clamped as the Pie driver protocol asks. Those that a class does not know have the value that

@@ -6,7 +6,7 @@
 
 use rustc_hash::{FxBuildHasher, FxHashMap};
 
-use crate::Limits;
+use crate::limits::Limits;
 use crate::pairs::Pairs;
 
 /// Context id of requests that name none.
@@ -61,6 +61,11 @@ impl BlockTable {
             frame: 0,
             pairs: Pairs::new(count),
         }
+    }
+
+    /// Number of the frame whose requests have the rows.
+    pub(crate) const fn frame(&self) -> u64 {
+        self.frame
     }
 
     /// Number of rows.

@@ -7,8 +7,10 @@ use std::time::Duration;
 
 use common::builder::{Encoded, GREEDY, ROOMY, Req, frame};
 use common::device::{Answer, answer};
+use common::engine::{Engine, memory};
 use pie_batch::{
-    DraftCounters, DraftOptions, Layout, Limits, NgramConfig, PagePool, Planner, Probes, StepMemory,
+    Computed, DraftCounters, DraftOptions, Layout, Limits, NgramConfig, PagePool, Plan, Planner,
+    Probes, StepMemory,
 };
 
 const NUM_DRAFTS: usize = 4;
@@ -64,21 +66,22 @@ impl<F: Fn(u32) -> u32> Server<F> {
         frame.output_spec_flags = requests.iter().map(|&(.., asks)| asks).collect();
         let encoded = Encoded::new(common::device::DRIVER, &frame);
         let planned = self.planner.plan(common::device::DRIVER, encoded.forward());
-        planned.expect("a right frame");
-        assert_eq!(self.planner.faults(), []);
+        let plan = planned.expect("a right frame");
+        assert_eq!(plan.faults(), []);
         let positions: Vec<u32> = parts
             .iter()
             .flat_map(|request| request.positions.iter().chain(&request.draft_positions))
             .copied()
             .collect();
-        self.compute(&positions);
+        let mut computed = self.compute(plan, &positions);
         let capacity = self.planner.limits().reply_bytes as usize;
         let mut words = vec![0_u64; capacity.div_ceil(8)];
         let bytes = &mut bytemuck::cast_slice_mut(&mut words)[..capacity];
-        let length = self.planner.reply(Probes::default(), bytes);
+        let length = self.planner.reply(&mut computed, Probes::default(), bytes);
         let length = length.expect("the reply fits");
         let time = (self.cost)(positions.len());
-        self.planner.step_took(time, time);
+        self.planner.step_took(&mut computed, time, time);
+        self.planner.recycle(computed);
         self.reports.extend(self.planner.draft_report());
         match answer(&bytes[..length]) {
             Answer::Fast(tokens) => {
@@ -106,8 +109,8 @@ impl<F: Fn(u32) -> u32> Server<F> {
         }
     }
 
-    fn compute(&mut self, positions: &[u32]) {
-        let size = self.planner.graph_size(ROWS);
+    fn compute(&mut self, plan: Plan, positions: &[u32]) -> Computed {
+        let size = plan.graph_size(ROWS);
         let rows = size.expect("a graph takes it").rows;
         let layout = Layout::graph(rows);
         let mut block = vec![0_u64; layout.bytes().div_ceil(8)];
@@ -116,13 +119,13 @@ impl<F: Fn(u32) -> u32> Server<F> {
             block: bytemuck::cast_slice_mut(&mut block),
             mask_words: &mut masks,
         };
-        let staged = self.planner.stage_graph(&layout, memory, 1);
-        staged.expect("the memory fits");
+        let staged = self.planner.stage_graph(plan, &layout, memory, 1);
+        let mut staged = staged.expect("the memory fits");
         if self.early {
-            self.planner.prepare_drafts();
+            self.planner.prepare_drafts(&mut staged);
         }
         let text = &self.text;
-        self.planner.put_slot_tokens(|row| text(positions[row] + 1));
+        staged.put_tokens(|row| text(positions[row] + 1))
     }
 }
 
@@ -301,9 +304,12 @@ fn batches_that_no_graph_runs_say_nothing_of_graphs() {
                     &frame(&[Req::new(16, 0, &[1], &[40])]),
                 );
                 let planned = server.planner.plan(common::device::DRIVER, other.forward());
-                planned.expect("a right frame");
+                let plan = planned.expect("a right frame");
+                let mut memory = memory(server.planner.layout());
+                let memory = bytemuck::cast_slice_mut(&mut memory);
+                let mut computed = Engine::default().run(&mut server.planner, plan, memory);
                 let time = Duration::from_millis(100);
-                server.planner.step_took(time, time);
+                server.planner.step_took(&mut computed, time, time);
             }
         }
         context.drafted

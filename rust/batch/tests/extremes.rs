@@ -8,12 +8,14 @@ use std::time::{Duration, Instant};
 
 use common::builder::{Encoded, GREEDY, ROOMY, Req, decode, frame};
 use common::device::{DRIVER, answer};
-use common::engine::Engine;
-use pie_batch::{LimitError, Limits, Outputs, Planner, Probes, RequestFault};
+use common::engine::{self, Engine, put};
+use pie_batch::{
+    Computed, LimitError, Limits, Outputs, Planner, Probes, RequestFault, StagedGroup,
+};
 use pie_wire::{ForwardRequest, Sampler};
 
-/// Runs a frame from plan to reply with token 1 everywhere; returns the planner and the tokens of each request.
-fn run(limits: Limits, request: &ForwardRequest, capacity: usize) -> (Planner, Vec<Vec<u32>>) {
+/// Runs a frame from plan to reply with token 1 everywhere; returns the frame and the tokens of each request.
+fn run(limits: Limits, request: &ForwardRequest, capacity: usize) -> (Computed, Vec<Vec<u32>>) {
     let limits = Limits {
         reply_bytes: capacity as u32,
         ..limits
@@ -28,14 +30,14 @@ fn run(limits: Limits, request: &ForwardRequest, capacity: usize) -> (Planner, V
         bytemuck::cast_slice_mut(&mut words),
     );
     let started = Instant::now();
-    planner
-        .plan(DRIVER, encoded.forward())
-        .expect("a sound frame");
-    Engine::default().run(&mut planner, block);
-    let length = planner.reply(Probes::default(), buffer).expect("it fits");
+    let plan = planner.plan(DRIVER, encoded.forward());
+    let plan = plan.expect("a sound frame");
+    let mut computed = Engine::default().run(&mut planner, plan, block);
+    let length = planner.reply(&mut computed, Probes::default(), buffer);
+    let length = length.expect("it fits");
     let elapsed = started.elapsed();
     assert!(elapsed < Duration::from_secs(20), "{elapsed:?}");
-    (planner, answer(&buffer[..length]).tokens())
+    (computed, answer(&buffer[..length]).tokens())
 }
 
 #[test]
@@ -43,9 +45,9 @@ fn a_hundred_thousand_requests_without_tokens() {
     let idle = Req::new(16, 5, &[], &[0]);
     let mut requests = vec![idle; 100_000];
     requests[50_000] = decode(3, 1, &[0]);
-    let (planner, tokens) = run(ROOMY, &frame(&requests), 1 << 20);
+    let (computed, tokens) = run(ROOMY, &frame(&requests), 1 << 20);
     assert_eq!(
-        (planner.request_count(), planner.token_count()),
+        (computed.request_count(), computed.token_count()),
         (100_000, 1)
     );
     assert_eq!(tokens.iter().filter(|tokens| !tokens.is_empty()).count(), 1);
@@ -56,9 +58,9 @@ fn a_hundred_thousand_requests_without_tokens() {
 fn a_hundred_thousand_faults() {
     let mut outside = decode(3, 1, &[64]);
     outside.masks = Vec::new();
-    let (planner, _) = run(ROOMY, &frame(&vec![outside; 100_000]), 1 << 20);
-    assert_eq!(planner.faults().len(), 100_000);
-    assert_eq!(planner.pass_count(), 0);
+    let (computed, _) = run(ROOMY, &frame(&vec![outside; 100_000]), 1 << 20);
+    assert_eq!(computed.faults().len(), 100_000);
+    assert_eq!(computed.pass_count(), 0);
 }
 
 #[test]
@@ -92,8 +94,8 @@ fn a_hundred_thousand_probes_of_every_kind() {
         vocab_size: 50,
         ..ROOMY
     };
-    let (planner, tokens) = run(limits, &frame(&[request]), 1 << 23);
-    assert!(planner.faults().is_empty());
+    let (computed, tokens) = run(limits, &frame(&[request]), 1 << 23);
+    assert!(computed.faults().is_empty());
     assert_eq!(tokens, [vec![1; 20_000]]);
 }
 
@@ -101,11 +103,11 @@ fn a_hundred_thousand_probes_of_every_kind() {
 fn a_hundred_thousand_requests_for_logits_that_do_not_fit() {
     let mut request = decode(3, 1, &[0]);
     request.samplers = vec![(0, Sampler::RawLogits)];
-    let (planner, _) = run(ROOMY, &frame(&vec![request; 100_000]), 1 << 20);
+    let (computed, _) = run(ROOMY, &frame(&vec![request; 100_000]), 1 << 20);
     // Offsets of all requests twice, and what is left for rows of 1000.
-    assert_eq!(planner.faults().len(), 100_000 - 62);
-    assert!(planner.faults().is_sorted_by_key(|(request, _)| *request));
-    assert_eq!(planner.token_count(), 100_000);
+    assert_eq!(computed.faults().len(), 100_000 - 62);
+    assert!(computed.faults().is_sorted_by_key(|(request, _)| *request));
+    assert_eq!(computed.token_count(), 100_000);
 }
 
 #[test]
@@ -116,20 +118,18 @@ fn a_hundred_thousand_spoilt_requests() {
     let mut block = vec![0_u64; planner.layout().bytes() / 8];
     let block = bytemuck::cast_slice_mut(&mut block);
     let started = Instant::now();
-    planner
-        .plan(DRIVER, encoded.forward())
-        .expect("a sound frame");
-    while planner.stage(block).expect("it fits").is_some() {
-        while let Some(group) = planner.stage_slots(block).expect("it fits") {
-            let tokens = vec![-1; group.len()];
-            let outputs = Outputs {
-                tokens: &tokens,
-                ..Outputs::default()
-            };
-            planner.put_outputs(&outputs).expect("one each");
-        }
-    }
-    assert_eq!(planner.faults().len(), 100_000);
+    let plan = planner.plan(DRIVER, encoded.forward());
+    let plan = plan.expect("a sound frame");
+    let spoil = |group: StagedGroup, _: &[u8]| {
+        let tokens = vec![-1; group.group().len()];
+        let outputs = Outputs {
+            tokens: &tokens,
+            ..Outputs::default()
+        };
+        put(group, &outputs)
+    };
+    let computed = engine::run(&mut planner, plan, block, |_, _| {}, spoil);
+    assert_eq!(computed.faults().len(), 100_000);
     let elapsed = started.elapsed();
     assert!(elapsed < Duration::from_secs(20), "{elapsed:?}");
 }
@@ -139,8 +139,8 @@ fn a_logit_mask_for_each_of_a_hundred_thousand_requests() {
     let requests: Vec<_> = (0..100_000)
         .map(|r| decode(3, 1, &[0]).allow(&[r % 900, 1 + r % 7]))
         .collect();
-    let (planner, tokens) = run(ROOMY, &frame(&requests), 1 << 20);
-    assert_eq!((planner.faults().len(), tokens.len()), (0, 100_000));
+    let (computed, tokens) = run(ROOMY, &frame(&requests), 1 << 20);
+    assert_eq!((computed.faults().len(), tokens.len()), (0, 100_000));
 }
 
 #[test]
@@ -148,8 +148,8 @@ fn a_long_logit_mask_is_packed() {
     let mut runs = vec![0; 1_000_000];
     runs[999_999] = 4;
     let requests = vec![decode(3, 1, &[0]).allow(&runs); 3];
-    let (planner, tokens) = run(ROOMY, &frame(&requests), 1 << 12);
-    assert_eq!((planner.faults().len(), tokens), (0, vec![vec![1]; 3]));
+    let (computed, tokens) = run(ROOMY, &frame(&requests), 1 << 12);
+    assert_eq!((computed.faults().len(), tokens), (0, vec![vec![1]; 3]));
 }
 
 #[test]
@@ -164,8 +164,8 @@ fn every_row_of_a_long_prompt_is_sampled() {
         max_positions: count,
         ..ROOMY
     };
-    let (planner, tokens) = run(limits, &frame(&[request]), 1 << 20);
-    assert_eq!(planner.pass_count(), 391);
+    let (computed, tokens) = run(limits, &frame(&[request]), 1 << 20);
+    assert_eq!(computed.pass_count(), 391);
     assert_eq!(tokens[0].len(), count as usize);
 }
 
@@ -182,8 +182,8 @@ fn a_million_pages() {
     let pages: Vec<u32> = (0..1 << 20).rev().collect();
     let mut request = Req::new(1, (1 << 20) - 600, &[1; 600], &pages).sample(599, GREEDY);
     request.positions[0] = u32::MAX - 1;
-    let (planner, tokens) = run(limits, &frame(&[request.clone(), request]), 1 << 16);
-    assert_eq!((planner.pass_count(), tokens), (5, vec![vec![1]; 2]));
+    let (computed, tokens) = run(limits, &frame(&[request.clone(), request]), 1 << 16);
+    assert_eq!((computed.pass_count(), tokens), (5, vec![vec![1]; 2]));
 }
 
 #[test]
@@ -201,9 +201,9 @@ fn many_drafts_are_counted_without_wrapping() {
             .sample(0, GREEDY)
             .verify(&drafts);
         request.last_page_len = last_page_len;
-        let (planner, _) = run(limits, &frame(&[request]), 1 << 20);
+        let (computed, _) = run(limits, &frame(&[request]), 1 << 20);
         assert!(matches!(
-            planner.faults(),
+            computed.faults(),
             [(
                 0,
                 RequestFault::Geometry {
@@ -217,8 +217,8 @@ fn many_drafts_are_counted_without_wrapping() {
     let request = Req::new(16, 0, &[1], &pages)
         .sample(0, GREEDY)
         .verify(&drafts);
-    let (planner, tokens) = run(limits, &frame(&[request]), 1 << 20);
-    assert_eq!(planner.token_count(), 100_001);
+    let (computed, tokens) = run(limits, &frame(&[request]), 1 << 20);
+    assert_eq!(computed.token_count(), 100_001);
     assert_eq!(tokens, [vec![1; 100_001]]);
 }
 
@@ -231,9 +231,9 @@ fn consecutive_draft_positions_do_not_wrap() {
     let mut request = decode(3, 1, &[0]).verify(&[1, 2, 3]);
     request.positions[0] = u32::MAX - 2;
     request.draft_positions.clear();
-    let (planner, _) = run(limits, &frame(&[request]), 1 << 12);
+    let (computed, _) = run(limits, &frame(&[request]), 1 << 12);
     assert!(matches!(
-        planner.faults(),
+        computed.faults(),
         [(
             0,
             RequestFault::Position {
@@ -252,8 +252,8 @@ fn a_long_mask_row_is_read_once() {
     request = request.masked([&runs]);
     let mut request = frame(&[request]);
     request.has_user_mask = true;
-    let (planner, tokens) = run(ROOMY, &request, 1 << 12);
-    assert_eq!((planner.faults().len(), tokens), (0, vec![vec![1]]));
+    let (computed, tokens) = run(ROOMY, &request, 1 << 12);
+    assert_eq!((computed.faults().len(), tokens), (0, vec![vec![1]]));
 }
 
 #[test]

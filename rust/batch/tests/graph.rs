@@ -7,10 +7,11 @@ use std::num::NonZeroUsize;
 
 use common::builder::{Encoded, GREEDY, ROOMY, Req, decode, frame};
 use common::device::DRIVER;
+use common::engine::{self, Engine, memory};
 use common::generate;
 use pie_batch::{
-    FieldId, Layout, Limits, Outputs, Pass, Planner, Probes, SlotClass, StagedStep, StepMemory,
-    StepSize,
+    Computed, FieldId, Layout, Limits, Pass, Plan, Planner, Probes, SlotClass, StageError,
+    StagedGroup, StagedPass, StagedStep, StepMemory, StepSize,
 };
 use pie_wire::{ForwardRequest, Sampler};
 use proptest::prelude::*;
@@ -45,7 +46,7 @@ impl Lane {
     }
 
     /// Stages step number 5 into memory that held something else.
-    fn stage(&mut self, size: StepSize) -> (Layout, StagedStep) {
+    fn stage(&mut self, plan: Plan, size: StepSize) -> (Layout, StagedStep) {
         let layout = Layout::graph(size);
         self.block = vec![0x5555_5555_5555_5555; layout.bytes().div_ceil(8)];
         let limits = self.planner.limits();
@@ -55,7 +56,7 @@ impl Lane {
             block: bytemuck::cast_slice_mut(&mut self.block),
             mask_words: &mut self.masks,
         };
-        let staged = self.planner.stage_graph(&layout, memory, 5);
+        let staged = self.planner.stage_graph(plan, &layout, memory, 5);
         (layout, staged.expect("the memory fits"))
     }
 
@@ -63,12 +64,12 @@ impl Lane {
         array(layout, &self.block, name)
     }
 
-    fn reply(&mut self) -> Vec<u8> {
+    fn reply(&mut self, computed: &mut Computed) -> Vec<u8> {
         let mut buffer = vec![0_u64; self.planner.limits().reply_bytes as usize / 8 + 1];
         let bytes: &mut [u8] = bytemuck::cast_slice_mut(&mut buffer);
         let length = self
             .planner
-            .reply(Probes::default(), bytes)
+            .reply(computed, Probes::default(), bytes)
             .expect("the reply fits");
         bytes[..length].to_vec()
     }
@@ -84,56 +85,56 @@ fn token(salt: u32, row: usize) -> u32 {
     }
 }
 
-/// Runs all passes in the general way. Returns the first pass and each slot's row and class, group by group.
-fn run(planner: &mut Planner, block: &mut [u64], salt: u32) -> Option<(Pass, Vec<Slot>)> {
+/// Runs all passes in the general way. Returns the frame, the first pass, and each slot's row and class, group by group.
+fn run(
+    planner: &mut Planner,
+    plan: Plan,
+    block: &mut [u64],
+    salt: u32,
+) -> (Computed, Option<Pass>, Vec<Slot>) {
     let layout = planner.layout().clone();
+    let top_ks = layout.field(FieldId::TopKs).offset;
+    let limits = *planner.limits();
     let mut first = None;
     let mut slots = Vec::new();
-    while let Some(pass) = planner.stage(bytemuck::cast_slice_mut(block)).unwrap() {
-        first.get_or_insert(pass);
-        while let Some(group) = planner
-            .stage_slots(bytemuck::cast_slice_mut(block))
-            .unwrap()
-        {
-            let token_classes = [SlotClass::Greedy, SlotClass::Plain, SlotClass::Filtered];
-            let tokens: usize = token_classes.iter().map(|&class| group.count(class)).sum();
-            let rows: Vec<i64> = array(&layout, block, "slot_rows");
-            let params: Vec<Vec<u32>> = ["temperatures", "top_ps", "min_ps", "uniforms", "top_ks"]
-                .iter()
-                .map(|name| array(&layout, block, name))
-                .collect();
-            let masks: Vec<i32> = array(&layout, block, "slot_masks");
-            let words: Vec<i32> = array(&layout, block, "mask_words");
-            for slot in 0..group.len() {
-                slots.push(Slot {
-                    row: rows[slot] as usize,
-                    greedy: slot < group.count(SlotClass::Greedy),
-                    probe: slot >= tokens,
-                    params: params.iter().map(|values| values[slot]).collect(),
-                    mask: mask_of(planner, &masks[2 * slot..], &words),
-                });
-            }
-            let own = &slots[slots.len() - group.len()..];
-            let tokens: Vec<i64> = own[..tokens]
-                .iter()
-                .map(|slot| i64::from(token(salt, slot.row)))
-                .collect();
-            let outputs = Outputs {
-                tokens: &tokens,
-                ..Outputs::default()
-            };
-            if tokens.len() == group.len() {
-                planner.put_outputs(&outputs).unwrap();
-            }
+    let see = |pass: &StagedPass, _: &[u8]| {
+        first.get_or_insert(*pass.pass());
+    };
+    let answer = |open: StagedGroup, bytes: &[u8]| {
+        let (group, block) = (open.group(), bytemuck::cast_slice(bytes));
+        let token_classes = [SlotClass::Greedy, SlotClass::Plain, SlotClass::Filtered];
+        let tokens: usize = token_classes.iter().map(|&class| group.count(class)).sum();
+        let rows: Vec<i64> = array(&layout, block, "slot_rows");
+        let params: Vec<Vec<u32>> = ["temperatures", "top_ps", "min_ps", "uniforms", "top_ks"]
+            .iter()
+            .map(|name| array(&layout, block, name))
+            .collect();
+        let masks: Vec<i32> = array(&layout, block, "slot_masks");
+        let words: Vec<i32> = array(&layout, block, "mask_words");
+        for slot in 0..group.len() {
+            slots.push(Slot {
+                row: rows[slot] as usize,
+                greedy: slot < group.count(SlotClass::Greedy),
+                probe: slot >= tokens,
+                params: params.iter().map(|values| values[slot]).collect(),
+                mask: mask_of(&limits, &masks[2 * slot..], &words),
+            });
         }
-    }
-    first.map(|pass| (pass, slots))
+        let own = &slots[slots.len() - group.len()..];
+        let tokens: Vec<i64> = own[..tokens]
+            .iter()
+            .map(|slot| i64::from(token(salt, slot.row)))
+            .collect();
+        Engine::default().answer_with(&limits, top_ks, open, bytes, &tokens)
+    };
+    let computed = engine::run(planner, plan, bytemuck::cast_slice_mut(block), see, answer);
+    (computed, first, slots)
 }
 
 /// How many edges a slot's mask has, and its words; `None` without a mask.
-fn mask_of(planner: &Planner, place: &[i32], words: &[i32]) -> Option<(i32, Vec<i32>)> {
+fn mask_of(limits: &Limits, place: &[i32], words: &[i32]) -> Option<(i32, Vec<i32>)> {
     let (first, edges) = (place[0] as usize, place[1]);
-    let width = usize::try_from(edges).unwrap_or_else(|_| planner.limits().mask_words());
+    let width = usize::try_from(edges).unwrap_or_else(|_| limits.mask_words());
     (edges != 0).then(|| (edges, words[first..][..width].to_vec()))
 }
 
@@ -232,7 +233,11 @@ fn compare_slots(lane: &Lane, layout: &Layout, slots: &[Slot]) {
         {
             assert_eq!(lane.get::<u32>(layout, name)[place], *bits, "{name}");
         }
-        let mask = mask_of(&lane.planner, &masks[2 * place..], &lane.masks[..used]);
+        let mask = mask_of(
+            lane.planner.limits(),
+            &masks[2 * place..],
+            &lane.masks[..used],
+        );
         assert_eq!(mask, slot.mask);
     }
 }
@@ -246,17 +251,17 @@ fn differ(
     salt: u32,
 ) -> Option<usize> {
     let encoded = Encoded::new(DRIVER, frame);
-    general.plan(DRIVER, encoded.forward()).unwrap();
-    lane.planner.plan(DRIVER, encoded.forward()).unwrap();
-    let mut block = vec![0_u64; general.layout().bytes().div_ceil(8)];
-    let staged = run(general, &mut block, salt);
-    let size = lane.planner.graph_size(usize::MAX);
-    let Some((pass, slots)) = staged else {
+    let plan = general.plan(DRIVER, encoded.forward()).unwrap();
+    let step = lane.planner.plan(DRIVER, encoded.forward()).unwrap();
+    let mut block = memory(general.layout());
+    let (mut computed, pass, slots) = run(general, plan, &mut block, salt);
+    let size = step.graph_size(usize::MAX);
+    let Some(pass) = pass else {
         assert_eq!(size, None, "nothing to run");
         return None;
     };
     let sampled: HashSet<usize> = slots.iter().map(|slot| slot.row).collect();
-    let takes = general.pass_count() == 1
+    let takes = computed.pass_count() == 1
         && !pass.masked
         && pass.updates <= BLOCK_UPDATES + limits.row_pages as usize
         && sampled.len() == slots.len()
@@ -272,7 +277,7 @@ fn differ(
             "left without a reason: {pass:?} {slots:?}"
         );
         let mut other = vec![0_u64; block.len()];
-        run(&mut lane.planner, &mut other, salt);
+        run(&mut lane.planner, step, &mut other, salt);
         return None;
     };
     assert!(takes, "{pass:?}");
@@ -283,7 +288,7 @@ fn differ(
     assert_eq!(size, needed);
     let room = room(needed, salt);
     assert!(room.runs(needed));
-    let (layout, step) = lane.stage(room);
+    let (layout, step) = lane.stage(step, room);
     compare(lane, &layout, general, &block, &pass, &slots);
     let rows = rows_of(lane, &layout, slots.len());
     let numbered = room.slots < room.rows;
@@ -292,20 +297,20 @@ fn differ(
     } else {
         pass.tokens
     };
-    assert_eq!(step.results, awaited);
-    lane.planner.put_slot_tokens(|slot| {
+    assert_eq!(step.results(), awaited);
+    let mut answered = step.put_tokens(|slot| {
         assert!(slot < awaited);
         token(salt, rows[slot].expect("a sampled slot"))
     });
     let mut buffer = vec![0_u64; limits.reply_bytes as usize / 8 + 1];
     let bytes: &mut [u8] = bytemuck::cast_slice_mut(&mut buffer);
-    if let Ok(length) = general.reply(Probes::default(), bytes) {
-        assert_eq!(tokens_of(&lane.reply()), tokens_of(&bytes[..length]));
+    if let Ok(length) = general.reply(&mut computed, Probes::default(), bytes) {
+        let reply = lane.reply(&mut answered);
+        assert_eq!(tokens_of(&reply), tokens_of(&bytes[..length]));
     }
-    assert_eq!(
-        format!("{:?}", lane.planner.faults()),
-        format!("{:?}", general.faults())
-    );
+    assert_eq!(answered.faults(), computed.faults());
+    lane.planner.recycle(answered);
+    general.recycle(computed);
     Some(pass.tokens)
 }
 
@@ -367,11 +372,11 @@ fn decodes_drafts_and_short_prompts_are_taken_and_others_left() {
     assert_eq!(run(&[]), None);
     let mut planner = Planner::new(ROOMY, 9);
     let encoded = Encoded::new(DRIVER, &frame(&[prompt]));
-    planner.plan(DRIVER, encoded.forward()).unwrap();
+    let plan = planner.plan(DRIVER, encoded.forward()).unwrap();
     let size = StepSize { rows: 5, slots: 1 };
-    assert_eq!(planner.graph_size(5), Some(size));
+    assert_eq!(plan.graph_size(5), Some(size));
     assert_eq!(
-        planner.graph_size(4),
+        plan.graph_size(4),
         None,
         "more rows of one request than allowed"
     );
@@ -423,8 +428,8 @@ fn a_step_with_an_adapter_runs_as_no_graph() {
             ..decode(3, 6, &[5])
         };
         let encoded = Encoded::new(DRIVER, &frame(&[decode(20, 5, &[1, 2]), bound]));
-        planner.plan(DRIVER, encoded.forward()).unwrap();
-        planner.graph_size(usize::MAX)
+        let plan = planner.plan(DRIVER, encoded.forward()).unwrap();
+        plan.graph_size(usize::MAX)
     };
     let both = StepSize { rows: 2, slots: 2 };
     assert_eq!(size(-1), Some(both));
@@ -446,7 +451,6 @@ fn a_graph_runs_steps_that_it_has_room_for() {
 fn memory_that_does_not_fit_is_an_error() {
     let mut planner = Planner::new(ROOMY, 9);
     let encoded = Encoded::new(DRIVER, &frame(&[decode(3, 6, &[5]).allow(&[4, 10])]));
-    planner.plan(DRIVER, encoded.forward()).unwrap();
     let layout = Layout::graph(1);
     let mut block = vec![0_u64; layout.bytes() / 8];
     for (length, masks) in [(layout.bytes() - 8, 32), (layout.bytes(), 31)] {
@@ -454,7 +458,9 @@ fn memory_that_does_not_fit_is_an_error() {
             block: &mut bytemuck::cast_slice_mut(&mut block)[..length],
             mask_words: &mut vec![0; masks],
         };
-        assert!(planner.stage_graph(&layout, memory, 1).is_err());
+        let plan = planner.plan(DRIVER, encoded.forward()).unwrap();
+        let staged = planner.stage_graph(plan, &layout, memory, 1);
+        assert!(matches!(staged, Err(StageError::BlockSize { .. })));
     }
     // The field exists in the staging block too, with a mask for each slot.
     assert!(planner.layout().field(FieldId::MaskWords).capacity >= ROOMY.mask_words());

@@ -6,7 +6,7 @@ use common::builder::{Encoded, GREEDY, ROOMY, Req, decode, frame};
 use common::device::{DRIVER, Device, check_archive};
 use common::engine::Engine;
 use common::generate;
-use pie_batch::{Limits, Planner, Probes, ReplyError};
+use pie_batch::{Limits, Planner, Probes, ReplyError, StagedPass};
 use pie_wire::{
     ForwardRequest, Reply, ResponsePayload, Sampler, WireError, decode_reply, decode_response,
 };
@@ -18,36 +18,37 @@ fn feed(planner: &mut Planner, encoded: &Encoded) -> bool {
     let Some(request) = encoded.try_forward() else {
         return false;
     };
-    if planner.plan(DRIVER, request).is_err() {
+    let Ok(plan) = planner.plan(DRIVER, request) else {
         return false;
-    }
+    };
     let mut block = vec![0_u64; planner.layout().bytes() / 8];
     let block = bytemuck::cast_slice_mut(&mut block);
     let limits = *planner.limits();
-    let mut tokens = 0;
-    let mut engine = Engine::default();
-    while let Some(pass) = planner.stage(block).expect("the block fits") {
+    let (mut tokens, mut slots) = (0, 0);
+    let see = |pass: &StagedPass, _: &[u8]| {
+        let pass = pass.pass();
         assert!(pass.tokens > 0 && pass.tokens <= limits.chunk_tokens as usize);
         assert!(pass.requests > 0 && pass.requests <= limits.max_requests as usize);
         tokens += pass.tokens;
-        let mut slots = 0;
-        while let Some(group) = planner.stage_slots(block).expect("the block fits") {
-            assert!(!group.is_empty() && group.len() <= limits.max_slots as usize);
-            slots += group.len();
-            engine.answer(planner, block, &group);
-        }
-        assert_eq!(slots, pass.slots);
-    }
-    assert_eq!(tokens, planner.token_count());
+        slots += pass.slots;
+    };
+    let mut answered = 0;
+    let mut engine = Engine::default();
+    let mut computed = engine.run_noting(planner, plan, block, see, |group| {
+        assert!(!group.is_empty() && group.len() <= limits.max_slots as usize);
+        answered += group.len();
+    });
+    assert_eq!((tokens, slots), (computed.token_count(), answered));
     for capacity in [1 << 16, 300, 0] {
         let mut words = vec![0_u64; capacity / 8];
         let buffer: &mut [u8] = bytemuck::cast_slice_mut(&mut words);
-        match planner.reply(Probes::default(), buffer) {
-            Ok(length) => check_reply(&buffer[..length], planner.request_count()),
+        match planner.reply(&mut computed, Probes::default(), buffer) {
+            Ok(length) => check_reply(&buffer[..length], computed.request_count()),
             Err(ReplyError::Wire(WireError::BufferTooSmall { .. })) => {}
             Err(error) => panic!("{error}"),
         }
     }
+    planner.recycle(computed);
     true
 }
 
@@ -70,7 +71,7 @@ fn serves_honest_frames(device: &mut Device) {
     let prompt = Req::new(page_size, 0, &[1, 2, 3], pages);
     let step = Req::new(page_size, 0, &[4], &[3]).sample(0, GREEDY);
     device.run(&frame(&[prompt, step]), |_, _| 1);
-    assert!(device.planner.faults().is_empty());
+    assert!(device.faults().is_empty());
 }
 
 /// One change to the bytes of a frame.

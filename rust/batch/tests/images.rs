@@ -7,9 +7,11 @@ use std::time::Duration;
 
 use common::builder::{Encoded, GREEDY, ROOMY, Req, frame};
 use common::device::{Answer, DRIVER, answer};
+use common::engine::{self, Engine, memory, put};
 use pie_batch::{
-    DraftOptions, FieldId, FrameError, ImageError, LimitError, Limits, Medium, NgramConfig,
-    Outputs, Pass, PassImages, Planner, Probes, RequestFault, Vision,
+    Computed, DraftOptions, FieldId, FrameError, ImageError, LimitError, Limits, Medium,
+    NgramConfig, Outputs, Pass, PassImages, Plan, Planner, Probes, RequestFault, StagedGroup,
+    StagedPass, Vision,
 };
 use pie_wire::{ArchivedForwardRequest, ForwardRequest};
 use proptest::collection::vec;
@@ -97,23 +99,40 @@ struct Staged {
 
 /// Plans a frame and stages its passes.
 fn staged(planner: &mut Planner, frame: &ForwardRequest) -> Vec<Staged> {
+    computed(planner, frame, 1).0
+}
+
+/// Plans a frame and stages its passes, and answers each slot with a token.
+fn computed(planner: &mut Planner, frame: &ForwardRequest, token: i64) -> (Vec<Staged>, Computed) {
     let encoded = Encoded::new(DRIVER, frame);
-    planner
-        .plan(DRIVER, encoded.forward())
-        .expect("a sound frame");
-    let mut block = vec![0_u64; planner.layout().bytes() / 8];
+    let plan = planner.plan(DRIVER, encoded.forward());
+    let plan = plan.expect("a sound frame");
+    let mut block = memory(planner.layout());
     let block: &mut [u8] = bytemuck::cast_slice_mut(&mut block);
+    let ids = planner.layout().field(FieldId::InputIds).offset;
     let mut passes = Vec::new();
-    assert!(planner.pass_images().is_none(), "nothing is staged yet");
-    while let Some(pass) = planner.stage(block).expect("it fits") {
-        let ids = planner.layout().field(FieldId::InputIds).offset;
+    let see = |staged: &StagedPass, block: &[u8]| {
+        let pass = *staged.pass();
         passes.push(Staged {
             pass,
-            images: planner.pass_images(),
+            images: staged.images(),
             tokens: bytemuck::cast_slice(&block[ids..][..8 * pass.tokens]).to_vec(),
         });
-    }
-    passes
+    };
+    let answer = |group: StagedGroup, _: &[u8]| {
+        let outputs = Outputs {
+            tokens: &vec![token; group.group().len()],
+            ..Outputs::default()
+        };
+        put(group, &outputs)
+    };
+    let computed = engine::run(planner, plan, block, see, answer);
+    (passes, computed)
+}
+
+/// The faults of a frame.
+fn faults(planner: &mut Planner, frame: &ForwardRequest) -> Vec<(usize, RequestFault)> {
+    computed(planner, frame, 1).1.faults().to_vec()
 }
 
 /// The fault of the first of three requests; the others, one with an image, must be served in any case.
@@ -125,13 +144,13 @@ fn fault(first: Req, images: Vec<Image>) -> Option<RequestFault> {
         (request(3, &[], 31), Vec::new()),
     ]);
     let mut planner = planner(ROOMY);
-    let passes = staged(&mut planner, &frame);
+    let (passes, computed) = computed(&mut planner, &frame, 1);
     let images = passes[0].images.as_ref().expect("the second request's");
     let last = images.spans.last().expect("at least one");
     assert_eq!((last.kv.clone(), last.grid), (1..3, [1, 2, 4]));
-    let [] = planner.faults() else {
-        let [(0, fault)] = planner.faults() else {
-            panic!("faults of others: {:?}", planner.faults());
+    let [] = computed.faults() else {
+        let [(0, fault)] = computed.faults() else {
+            panic!("faults of others: {:?}", computed.faults());
         };
         assert_eq!(images.spans.len(), 1);
         assert!(!fault.keeps_kv());
@@ -296,12 +315,14 @@ fn numbers_never_come_again() {
     for _ in 0..3 {
         let images = [Image::new(0, 2, 2), Image::new(1, 2, 2)];
         let frame = with_images(&[(request(2, &images, 0), images.to_vec())]);
-        let passes = staged(&mut planner, &frame);
-        assert!(planner.has_images());
+        let (passes, frame) = computed(&mut planner, &frame, 1);
+        assert!(frame.has_images());
+        planner.recycle(frame);
         let spans = &passes[0].images.as_ref().expect("images").spans;
         numbers.extend(spans.iter().map(|span| span.number));
-        staged(&mut planner, &frame_of_text());
-        assert!(!planner.has_images());
+        let (_, text) = computed(&mut planner, &frame_of_text(), 1);
+        assert!(!text.has_images());
+        planner.recycle(text);
     }
     assert_eq!(numbers, [0, 1, 2, 3, 4, 5]);
 }
@@ -390,7 +411,7 @@ fn an_image_of_the_rows_of_another_request_is_refused() {
         (request(3, &[], 2), vec![before]),
     ]);
     let mut planner = planner(ROOMY);
-    staged(&mut planner, &frame);
+    let found = faults(&mut planner, &frame);
     let fault = |row, start, end| RequestFault::Image {
         number: 0,
         problem: ImageError::Rows {
@@ -400,7 +421,7 @@ fn an_image_of_the_rows_of_another_request_is_refused() {
             end,
         },
     };
-    assert_eq!(planner.faults(), [(0, fault(4, 0, 4)), (2, fault(5, 6, 9))]);
+    assert_eq!(found, [(0, fault(4, 0, 4)), (2, fault(5, 6, 9))]);
 }
 
 #[test]
@@ -458,13 +479,13 @@ fn patch_positions_count_the_patches_of_the_frame() {
         let mut frame = with_images(&requests);
         frame.image_patch_positions = vec![u32::MAX; count];
         let mut planner = planner(ROOMY);
-        staged(&mut planner, &frame);
+        let found = faults(&mut planner, &frame);
         let fault = RequestFault::Image {
             number: 0,
             problem: ImageError::PatchPositions,
         };
         let expected = [(0, fault.clone()), (2, fault)];
-        assert_eq!(planner.faults(), if refused { &expected[..] } else { &[] });
+        assert_eq!(found, if refused { &expected[..] } else { &[] });
     }
 }
 
@@ -472,18 +493,14 @@ fn patch_positions_count_the_patches_of_the_frame() {
 fn media_that_the_model_does_not_take_are_named() {
     let image = Image::new(0, 2, 2);
     let mut blind = with_images(&[(request(1, std::slice::from_ref(&image), 0), vec![image])]);
-    let refused = |planner: &mut Planner, frame: &ForwardRequest| {
-        staged(planner, frame);
-        planner.faults().to_vec()
-    };
     let media = |medium| vec![(0, RequestFault::Media { medium, spans: 1 })];
     assert_eq!(
-        refused(&mut Planner::new(ROOMY, 0), &blind),
+        faults(&mut Planner::new(ROOMY, 0), &blind),
         media(Medium::Image)
     );
-    assert_eq!(refused(&mut planner(ROOMY), &blind), []);
+    assert_eq!(faults(&mut planner(ROOMY), &blind), []);
     (blind.audio_indptr, blind.audio_anchor_rows) = (vec![0, 1], vec![0]);
-    assert_eq!(refused(&mut planner(ROOMY), &blind), media(Medium::Audio));
+    assert_eq!(faults(&mut planner(ROOMY), &blind), media(Medium::Audio));
 }
 
 type Edit = fn(&mut ForwardRequest);
@@ -629,12 +646,13 @@ fn build(images: &[(u32, u32, u32, bool)], tail: u32) -> (Req, Vec<Image>) {
 }
 
 /// What the engine relies on, for whatever frame: rows in order, and pixels that the frame has.
-fn check_passes(planner: &mut Planner, request: &ArchivedForwardRequest) {
-    let mut block = vec![0_u64; planner.layout().bytes() / 8];
+fn check_passes(planner: &mut Planner, plan: Plan, request: &ArchivedForwardRequest) {
+    let mut block = memory(planner.layout());
     let block: &mut [u8] = bytemuck::cast_slice_mut(&mut block);
-    while let Some(pass) = planner.stage(block).expect("it fits") {
-        let Some(images) = planner.pass_images() else {
-            continue;
+    Engine::default().run_seeing(planner, plan, block, |staged, _| {
+        let pass = staged.pass();
+        let Some(images) = staged.images() else {
+            return;
         };
         assert!(!pass.decode && !images.spans.is_empty());
         assert_eq!(images.positions.len(), 3 * pass.tokens);
@@ -651,7 +669,7 @@ fn check_passes(planner: &mut Planner, request: &ArchivedForwardRequest) {
             assert_eq!(span.pixels.len() as u32, 12 * height * width);
             assert_eq!(span.kv.len() as u32, height * width / 4);
         }
-    }
+    });
 }
 
 proptest! {
@@ -673,9 +691,9 @@ proptest! {
         }
         let mut planner = planner(Limits { chunk_tokens, ..ROOMY });
         if let Some(request) = encoded.try_forward()
-            && planner.plan(DRIVER, request).is_ok()
+            && let Ok(plan) = planner.plan(DRIVER, request)
         {
-            check_passes(&mut planner, request);
+            check_passes(&mut planner, plan, request);
         }
     }
 
@@ -691,8 +709,8 @@ proptest! {
             && indptr.last().is_some_and(|&end| end as usize == frame.image_pixels.len());
         let images = !frame.image_anchor_rows.is_empty();
         prop_assert_eq!(planned.is_ok(), cut || !images);
-        if planned.is_ok() && cut {
-            let emptied: Vec<usize> = planner.faults().iter().map(|(index, _)| *index).collect();
+        if let Ok(plan) = planned && cut {
+            let emptied: Vec<usize> = plan.faults().iter().map(|(index, _)| *index).collect();
             let expected: Vec<usize> = (0..frame.qo_indptr.len() - 1)
                 .filter(|&index| !served(&frame, index))
                 .collect();
@@ -703,20 +721,13 @@ proptest! {
 
 /// Answers a frame of one request with a token; returns the drafts behind it.
 fn drafts_behind(planner: &mut Planner, frame: &ForwardRequest, token: i64) -> Vec<u32> {
-    staged(planner, frame);
-    let mut block = vec![0_u64; planner.layout().bytes() / 8];
-    let block: &mut [u8] = bytemuck::cast_slice_mut(&mut block);
-    while planner.stage_slots(block).expect("it fits").is_some() {
-        let tokens = Outputs {
-            tokens: &[token],
-            ..Outputs::default()
-        };
-        planner.put_outputs(&tokens).expect("one token");
-    }
+    let (_, mut computed) = computed(planner, frame, token);
     let mut reply = vec![0_u64; 1 << 10];
     let bytes: &mut [u8] = bytemuck::cast_slice_mut(&mut reply);
-    let length = planner.reply(Probes::default(), bytes).expect("it fits");
-    planner.step_took(Duration::from_millis(1), Duration::from_millis(1));
+    let length = planner.reply(&mut computed, Probes::default(), bytes);
+    let length = length.expect("it fits");
+    let time = Duration::from_millis(1);
+    planner.step_took(&mut computed, time, time);
     match answer(&bytes[..length]) {
         Answer::Fast(_) => Vec::new(),
         Answer::Archive(response) => response.spec_tokens,

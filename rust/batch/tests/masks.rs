@@ -4,6 +4,7 @@ mod common;
 
 use common::builder::{Encoded, GREEDY, ROOMY, Req, decode, frame};
 use common::device::{DRIVER, Device};
+use common::engine::{memory, next_group, next_pass};
 use common::generate::logit_mask;
 use pie_batch::{Limits, Planner, SlotClass};
 use pie_wire::Sampler;
@@ -56,14 +57,12 @@ proptest! {
 fn staged(requests: &[Req]) -> ([usize; SlotClass::COUNT], usize, Vec<i32>) {
     let mut planner = Planner::new(sized(50), 0);
     let encoded = Encoded::new(DRIVER, &frame(requests));
-    planner
-        .plan(DRIVER, encoded.forward())
-        .expect("a sound frame");
-    let mut block = vec![0_u64; planner.layout().bytes() / 8];
+    let plan = planner.plan(DRIVER, encoded.forward());
+    let mut block = memory(planner.layout());
     let block: &mut [u8] = bytemuck::cast_slice_mut(&mut block);
-    planner.stage(block).expect("it fits").expect("a pass");
-    let group = planner.stage_slots(block).expect("it fits");
-    let group = group.expect("a group");
+    let pass = next_pass(&mut planner, plan.expect("a sound frame"), block).expect("a pass");
+    let group = next_group(&planner, pass, block).expect("a group");
+    let group = group.group();
     let rows = planner.layout().field(pie_batch::FieldId::SlotMasks);
     let places: &[[i32; 2]] = bytemuck::cast_slice(&block[rows.offset..][..8 * group.len()]);
     let mut firsts: Vec<i32> = Vec::new();

@@ -4,7 +4,8 @@ mod common;
 
 use common::builder::{Encoded, GREEDY, ROOMY, Req, decode, frame};
 use common::device::DRIVER;
-use pie_batch::{Layout, Limits, Planner, StepMemory};
+use common::engine::{Engine, memory};
+use pie_batch::{Layout, Limits, Plan, Planner, StepMemory};
 use pie_wire::ForwardRequest;
 
 const LIMITS: Limits = Limits {
@@ -23,26 +24,30 @@ struct Prefixes {
 }
 
 /// Plans a frame whose pages a pass before it has told the device: a step has room for few.
-fn plan(planner: &mut Planner, request: &ForwardRequest) {
+fn plan(planner: &mut Planner, request: &ForwardRequest) -> Plan {
     let encoded = Encoded::new(DRIVER, request);
-    planner.plan(DRIVER, encoded.forward()).unwrap();
-    let mut block = vec![0_u64; planner.layout().bytes() / 8];
-    while let Some(_pass) = planner.stage(bytemuck::cast_slice_mut(&mut block)).unwrap() {}
-    planner.plan(DRIVER, encoded.forward()).unwrap();
-    assert!(planner.faults().is_empty(), "{:?}", planner.faults());
+    let plan = planner.plan(DRIVER, encoded.forward()).unwrap();
+    let mut block = memory(planner.layout());
+    let block = bytemuck::cast_slice_mut(&mut block);
+    let computed = Engine::default().run(planner, plan, block);
+    planner.recycle(computed);
+    let plan = planner.plan(DRIVER, encoded.forward()).unwrap();
+    assert!(plan.faults().is_empty(), "{:?}", plan.faults());
+    plan
 }
 
 /// Plans a frame and stages it for a graph of `rows` rows, in memory that held something else.
 fn stage(planner: &mut Planner, rows: usize, request: &ForwardRequest) -> Prefixes {
-    plan(planner, request);
+    let mut plan = plan(planner, request);
     let layout = Layout::grouped_graph(rows);
-    planner.find_groups(0);
+    planner.find_groups(&mut plan, 0);
     let mut block = vec![0x5555_5555_5555_5555_u64; layout.bytes() / 8];
     let memory = StepMemory {
         block: bytemuck::cast_slice_mut(&mut block),
         mask_words: &mut vec![0; rows * LIMITS.mask_words()],
     };
-    planner.stage_graph(&layout, memory, 1).unwrap();
+    let step = planner.stage_graph(plan, &layout, memory, 1).unwrap();
+    planner.recycle(step.put_tokens(|_| 0));
     let array = |name: &str| {
         let field = layout.fields().iter().find(|field| field.name == name);
         let field = field.expect("a field of the layout");
@@ -143,16 +148,16 @@ fn requests_that_fail_are_in_no_group() {
     failing.tokens[0] = LIMITS.vocab_size;
     let encoded = Encoded::new(DRIVER, &frame(&[failing, fork(692)]));
     let mut planner = Planner::new(LIMITS, 9);
-    planner.plan(DRIVER, encoded.forward()).unwrap();
-    assert_eq!((planner.faults().len(), planner.token_count()), (1, 1));
+    let mut plan = planner.plan(DRIVER, encoded.forward()).unwrap();
+    assert_eq!((plan.faults().len(), plan.token_count()), (1, 1));
     let layout = Layout::grouped_graph(1);
-    assert!(!planner.find_groups(0));
+    assert!(!planner.find_groups(&mut plan, 0));
     let mut block = vec![0_u64; layout.bytes() / 8];
     let memory = StepMemory {
         block: bytemuck::cast_slice_mut(&mut block),
         mask_words: &mut vec![0; LIMITS.mask_words()],
     };
-    planner.stage_graph(&layout, memory, 1).unwrap();
+    planner.stage_graph(plan, &layout, memory, 1).unwrap();
     assert_eq!(
         bytemuck::cast_slice::<u64, i32>(&block)[..5],
         [1, 161, 1, 0, 0]
@@ -174,16 +179,17 @@ fn groups_are_staged_for_graphs_that_know_them() {
         .filter(|field| field.name.starts_with("prefix"));
     assert!(prefixes.map(|field| field.capacity).eq([0; 4]));
     // The groups of one plan are not those of the next.
-    plan(&mut planner, &frame(&forks));
+    let fresh = plan(&mut planner, &frame(&forks));
     let grouped = Layout::grouped_graph(6);
     let mut block = vec![0_u64; grouped.bytes() / 8];
     let memory = StepMemory {
         block: bytemuck::cast_slice_mut(&mut block),
         mask_words: &mut vec![0; 6 * LIMITS.mask_words()],
     };
-    planner.stage_graph(&grouped, memory, 1).unwrap();
+    planner.stage_graph(fresh, &grouped, memory, 1).unwrap();
     assert_eq!(bytemuck::cast_slice::<u64, i32>(&block)[4], 0);
     // Three times 2,560 tokens less four times 512 are saved, as much as eleven rows cost.
-    assert!(planner.find_groups(10));
-    assert!(!planner.find_groups(11));
+    let mut fresh = plan(&mut planner, &frame(&forks));
+    assert!(planner.find_groups(&mut fresh, 10));
+    assert!(!planner.find_groups(&mut fresh, 11));
 }

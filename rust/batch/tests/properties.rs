@@ -7,9 +7,10 @@ use std::collections::HashSet;
 
 use common::builder::{Encoded, GREEDY, ROOMY, Req, decode, frame};
 use common::device::{Answer, DRIVER, Device};
+use common::engine::memory;
 use common::generate::{self, VOCAB};
 use common::naive::{Plan, Slot};
-use pie_batch::Limits;
+use pie_batch::{Layout, Limits, Planner, StageError, StepMemory};
 use pie_wire::{ForwardRequest, ForwardResponse, Sampler};
 use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
@@ -331,7 +332,36 @@ fn what_was_planned_but_not_staged_is_not_on_the_device() {
     let request = frame(&[decode(40, 1, &[5, 6, 7])]);
     let encoded = Encoded::new(DRIVER, &request);
     let planned = device.planner.plan(DRIVER, encoded.forward());
-    planned.expect("a sound frame");
+    let stale = planned.expect("a sound frame");
     device.compute(&request, |_, _| 0);
     assert_eq!(device.last_updates, [3]);
+    // And it cannot be staged any more.
+    let mut memory = memory(device.planner.layout());
+    let memory = bytemuck::cast_slice_mut(&mut memory);
+    let mut block = device.planner.block(memory).expect("it fits");
+    let staged = device.planner.stage(stale, &mut block);
+    assert!(matches!(staged, Err(StageError::Superseded { frame: 1 })));
+}
+
+#[test]
+fn a_plan_is_not_staged_against_a_table_that_was_forgotten() {
+    let mut planner = Planner::new(ROOMY, 0);
+    let encoded = Encoded::new(DRIVER, &frame(&[decode(40, 1, &[5, 6, 7])]));
+    let mut memory = memory(planner.layout());
+    let memory = bytemuck::cast_slice_mut(&mut memory);
+    let plan = planner.plan(DRIVER, encoded.forward());
+    planner.forget_table();
+    let mut block = planner.block(memory).expect("it fits");
+    let staged = planner.stage(plan.expect("a sound frame"), &mut block);
+    assert!(matches!(staged, Err(StageError::Superseded { frame: 1 })));
+    let layout = Layout::graph(1);
+    let mut step = vec![0_u64; layout.bytes() / 8];
+    let plan = planner.plan(DRIVER, encoded.forward());
+    planner.forget_table();
+    let memory = StepMemory {
+        block: bytemuck::cast_slice_mut(&mut step),
+        mask_words: &mut [],
+    };
+    let staged = planner.stage_graph(plan.expect("a sound frame"), &layout, memory, 1);
+    assert!(matches!(staged, Err(StageError::Superseded { frame: 2 })));
 }

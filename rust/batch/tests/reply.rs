@@ -6,9 +6,11 @@ use std::slice;
 
 use common::builder::{Encoded, GREEDY, ROOMY, Req, decode, frame};
 use common::device::{Answer, DRIVER, Device};
+use common::engine::{memory, next_group, next_pass, put};
 use common::naive::{Plan, Slot};
 use pie_batch::{
-    Limits, Outputs, Planner, Probes, ReplyError, RequestFault, SlotClass, StageError,
+    Computed, Limits, Outputs, Planner, Probes, ReplyError, RequestFault, SlotClass, StageError,
+    StagedGroup, StagedPass,
 };
 use pie_wire::{ForwardRequest, RESPONSE_ROOT_LEN, Sampler, WireError, fast_tokens_len};
 use proptest::collection::vec;
@@ -300,7 +302,7 @@ const fn archive_len(requests: usize, tokens: usize) -> usize {
 /// The emptied requests and the bytes that they would have taken; their faults name the limit.
 fn emptied(device: &Device) -> Vec<(usize, usize)> {
     let limits = *device.planner.limits();
-    let faults = device.planner.faults().iter();
+    let faults = device.faults().iter();
     faults
         .map(|(index, fault)| match fault {
             RequestFault::Oversize { bytes, limit } if *limit == limits.reply_bytes as usize => {
@@ -331,7 +333,7 @@ fn too_many_tokens_empty_the_largest_requests() {
         }
         assert_eq!(counts, left, "room for {tokens} tokens");
         // Their tokens are computed and stored all the same.
-        assert_eq!(device.planner.token_count(), 5);
+        assert_eq!(device.last().token_count(), 5);
     }
 }
 
@@ -367,7 +369,8 @@ fn a_reply_that_fails_costs_nothing_but_itself() {
     for capacity in [0, 19, archive_len(2, 5) - 1] {
         let mut words = vec![0_u64; capacity.div_ceil(8)];
         let buffer = &mut bytemuck::cast_slice_mut(&mut words)[..capacity];
-        let error = device.planner.reply(Probes::default(), buffer);
+        let computed = device.computed.as_mut().expect("a frame");
+        let error = device.planner.reply(computed, Probes::default(), buffer);
         error.expect_err("it was planned for more");
     }
     let answer = device.reply(Probes::default()).expect("it fits");
@@ -382,7 +385,7 @@ fn a_fast_reply_needs_less_room_than_the_archive() {
     assert!(device.run(&widths(&[1; 12]), counted()).is_fast());
     let mut device = room(fast_tokens_len(12) - 1);
     assert!(device.try_run(&widths(&[1; 12]), counted()).is_none());
-    assert_eq!(device.planner.faults().len(), 12);
+    assert_eq!(device.faults().len(), 12);
 }
 
 /// A request with outputs of one kind, three as large as one in `size`.
@@ -468,21 +471,23 @@ proptest! {
     }
 }
 
-/// A planner that has staged the first group of a frame, and the block.
-fn staged(request: &Req) -> (Planner, Vec<u64>) {
+/// A planner that has staged the first group of a frame, the group and the block.
+fn staged(requests: &[Req]) -> (Planner, StagedGroup, Vec<u64>) {
     let mut planner = Planner::new(ROOMY, 0);
-    let encoded = Encoded::new(DRIVER, &frame(slice::from_ref(request)));
-    planner
-        .plan(DRIVER, encoded.forward())
-        .expect("a sound frame");
-    let mut block = vec![0_u64; planner.layout().bytes() / 8];
+    let encoded = Encoded::new(DRIVER, &frame(requests));
+    let plan = planner.plan(DRIVER, encoded.forward());
+    let plan = plan.expect("a sound frame");
+    let mut block = memory(planner.layout());
     let bytes = bytemuck::cast_slice_mut(&mut block);
-    planner.stage(bytes).expect("it fits").expect("a pass");
-    planner
-        .stage_slots(bytes)
-        .expect("it fits")
-        .expect("a group");
-    (planner, block)
+    let pass = next_pass(&mut planner, plan, bytes).expect("a pass");
+    let group = next_group(&planner, pass, bytes).expect("a group");
+    (planner, group, block)
+}
+
+/// The frame, whose last group has its outputs now.
+fn finish(planner: &Planner, pass: StagedPass, block: &mut [u64]) -> Computed {
+    let plan = next_group(planner, pass, bytemuck::cast_slice_mut(block)).expect_err("one group");
+    plan.computed().expect("one pass")
 }
 
 /// A request with a slot of every class.
@@ -586,24 +591,21 @@ fn outputs_of_a_wrong_length_are_refused() {
             1,
         ),
     ] {
-        let (mut planner, _) = staged(&every_class());
+        let (mut planner, group, mut block) = staged(&[every_class()]);
         let error = StageError::OutputCount {
             array,
             found,
             expected,
         };
-        assert_eq!(planner.put_outputs(&wrong), Err(error));
+        let (group, found) = group.put_outputs(&wrong).expect_err(array);
+        assert_eq!(found, error);
         assert!(error.to_string().contains(array));
-        // Nothing of it was taken, so the right ones are welcome; once.
-        planner.put_outputs(&RIGHT).expect("all that was asked");
-        let again = planner.put_outputs(&RIGHT);
-        assert!(matches!(
-            again,
-            Err(StageError::OutputCount { expected: 0, .. })
-        ));
+        // Nothing of it was taken, so the right ones are welcome.
+        let mut computed = finish(&planner, put(group, &RIGHT), &mut block);
         let mut words = vec![0_u64; 1 << 10];
         let buffer: &mut [u8] = bytemuck::cast_slice_mut(&mut words);
-        let length = planner.reply(Probes::default(), buffer).expect("it fits");
+        let length = planner.reply(&mut computed, Probes::default(), buffer);
+        let length = length.expect("it fits");
         let answer = common::device::answer(&buffer[..length]);
         assert_eq!(answer.archive().entropies, RIGHT.entropies);
         assert_eq!(answer.archive().dists_ids, [3, 4]);
@@ -614,29 +616,19 @@ fn outputs_of_a_wrong_length_are_refused() {
 #[test]
 fn tokens_outside_the_vocabulary_empty_their_request_alone() {
     for token in [-1, 1000, 1 << 32, i64::MIN, i64::MAX, i64::from(u32::MAX)] {
-        let mut planner = Planner::new(ROOMY, 0);
         let probed = wide(0, 2).sample(0, Sampler::Entropy);
-        let encoded = Encoded::new(DRIVER, &frame(&[wide(1, 1), probed, wide(2, 1)]));
-        planner
-            .plan(DRIVER, encoded.forward())
-            .expect("a sound frame");
-        let mut block = vec![0_u64; planner.layout().bytes() / 8];
-        let bytes = bytemuck::cast_slice_mut(&mut block);
-        planner.stage(bytes).expect("it fits").expect("a pass");
-        planner
-            .stage_slots(bytes)
-            .expect("it fits")
-            .expect("a group");
+        let (mut planner, group, mut block) = staged(&[wide(1, 1), probed, wide(2, 1)]);
         let outputs = Outputs {
             tokens: &[0, 5, token, 999],
             entropies: &[0.5],
             ..Outputs::default()
         };
-        planner.put_outputs(&outputs).expect("one each");
-        assert_eq!(planner.faults(), [(1, RequestFault::Logits)]);
+        let mut computed = finish(&planner, put(group, &outputs), &mut block);
+        assert_eq!(computed.faults(), [(1, RequestFault::Logits)]);
         let mut words = vec![0_u64; 100];
         let buffer: &mut [u8] = bytemuck::cast_slice_mut(&mut words);
-        let length = planner.reply(Probes::default(), buffer).expect("it fits");
+        let length = planner.reply(&mut computed, Probes::default(), buffer);
+        let length = length.expect("it fits");
         let answer = common::device::answer(&buffer[..length]);
         assert_eq!(answer.tokens(), [vec![0], vec![], vec![999]], "{token}");
         assert!(answer.archive().entropies.is_empty());
@@ -669,7 +661,7 @@ fn a_request_is_spoilt_once_and_for_all() {
 
 /// The faults of the last frame by their kinds.
 fn kinds(device: &Device) -> Vec<(usize, &'static str)> {
-    let faults = device.planner.faults().iter();
+    let faults = device.faults().iter();
     faults
         .map(|(index, fault)| (*index, fault.kind()))
         .collect()
@@ -733,9 +725,8 @@ proptest! {
 fn unfit_blocks_are_refused_and_change_nothing() {
     let mut planner = Planner::new(ROOMY, 0);
     let encoded = Encoded::new(DRIVER, &frame(&[wide(0, 2)]));
-    planner
-        .plan(DRIVER, encoded.forward())
-        .expect("a sound frame");
+    let plan = planner.plan(DRIVER, encoded.forward());
+    let plan = plan.expect("a sound frame");
     let needed = planner.layout().bytes();
     let mut block = vec![0_u64; needed / 8 + 1];
     let bytes: &mut [u8] = bytemuck::cast_slice_mut(&mut block);
@@ -743,33 +734,24 @@ fn unfit_blocks_are_refused_and_change_nothing() {
         found: needed - 1,
         needed,
     };
-    assert_eq!(planner.stage(&mut bytes[..needed - 1]), Err(short));
-    assert!(matches!(
-        planner.stage(&mut bytes[1..]),
-        Err(StageError::Alignment(_))
-    ));
-    let pass = planner.stage(bytes).expect("it fits").expect("a pass");
+    let refused = planner.block(&mut bytes[..needed - 1]);
+    assert_eq!(refused.expect_err("too short"), short);
+    let refused = planner.block(&mut bytes[1..]).expect_err("misaligned");
+    assert!(matches!(refused, StageError::Alignment(_)));
+    let staged = next_pass(&mut planner, plan, bytes).expect("a pass");
+    let pass = staged.pass();
     assert_eq!((pass.tokens, pass.updates, pass.slots), (1, 1, 2));
-    assert_eq!(
-        planner
-            .stage_slots(&mut bytes[..8])
-            .map_err(|error| error.to_string().is_empty()),
-        Err(false)
-    );
-    assert!(planner.stage_slots(bytes).expect("it fits").is_some());
 }
 
 #[test]
-fn a_reply_without_every_output_is_an_error() {
-    let request = decode(3, 1, &[0])
-        .sample(0, Sampler::Entropy)
-        .sample(0, GREEDY);
-    let encoded = Encoded::new(DRIVER, &frame(&[request]));
+fn only_a_frame_without_passes_is_computed_at_once() {
     let mut planner = Planner::new(ROOMY, 0);
-    planner
-        .plan(DRIVER, encoded.forward())
-        .expect("a sound frame");
-    let mut buffer = [0; 4096];
-    let reply = planner.reply(Probes::default(), &mut buffer);
-    assert!(matches!(reply, Err(ReplyError::Unanswered { slots: 3 })));
+    let encoded = Encoded::new(DRIVER, &frame(&[decode(3, 1, &[0])]));
+    let plan = planner.plan(DRIVER, encoded.forward());
+    let plan = plan.expect("a sound frame").computed();
+    assert_eq!(plan.expect_err("a pass is left").pass_count(), 1);
+    let encoded = Encoded::new(DRIVER, &frame(&[]));
+    let plan = planner.plan(DRIVER, encoded.forward());
+    let computed = plan.expect("a sound frame").computed();
+    assert_eq!(computed.expect("no pass is left").pass_count(), 0);
 }

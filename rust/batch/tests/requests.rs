@@ -6,6 +6,7 @@ use std::slice;
 
 use common::builder::{Encoded, GREEDY, ROOMY, Req, decode, frame};
 use common::device::Device;
+use common::engine::{Engine, memory};
 use pie_batch::{Limits, Medium, Planner, RequestFault};
 use pie_wire::Sampler;
 
@@ -16,8 +17,8 @@ fn fault(request: Req) -> Option<RequestFault> {
     both.has_user_mask = true;
     let answer = device.run(&both, |_, slot| 100 + slot.request as u32);
     assert_eq!(answer.tokens()[1], [101]);
-    assert!(device.planner.faults().len() <= 1);
-    device.planner.faults().first().map(|(index, fault)| {
+    assert!(device.faults().len() <= 1);
+    device.faults().first().map(|(index, fault)| {
         assert_eq!(*index, 0);
         assert!(answer.tokens()[0].is_empty());
         fault.clone()
@@ -270,8 +271,7 @@ fn an_engine_without_masks_serves_causal_ones() {
         let mut request = frame(&[trimmed().masked(rows)]);
         request.has_user_mask = true;
         let planned = planner.plan(1, Encoded::new(1, &request).forward());
-        planned.expect("the frame's arrays agree");
-        planner.faults().to_vec()
+        planned.expect("the frame's arrays agree").faults().to_vec()
     };
     for rows in CAUSAL {
         assert_eq!(faults(rows), [], "{rows:?}");
@@ -353,15 +353,16 @@ fn long_passes(requests: &[Req]) -> (Vec<usize>, Vec<(usize, RequestFault)>) {
     request.has_user_mask = true;
     let encoded = Encoded::new(3, &request);
     let mut planner = Planner::new(LONG, 1);
-    planner.plan(3, encoded.forward()).unwrap();
-    let mut block = vec![0_u64; planner.layout().bytes() / 8];
+    let plan = planner.plan(3, encoded.forward()).unwrap();
+    let mut block = memory(planner.layout());
+    let block = bytemuck::cast_slice_mut(&mut block);
     let mut rows = Vec::new();
-    while let Some(pass) = planner.stage(bytemuck::cast_slice_mut(&mut block)).unwrap() {
-        let words = planner.attention_mask().unwrap().offsets().last().unwrap();
+    let computed = Engine::default().run_seeing(&mut planner, plan, block, |pass, _| {
+        let words = pass.attention_mask().unwrap().offsets().last().unwrap();
         assert!(words <= LONG.attention_words(), "{words} words");
-        rows.push(pass.tokens);
-    }
-    (rows, planner.faults().to_vec())
+        rows.push(pass.pass().tokens);
+    });
+    (rows, computed.faults().to_vec())
 }
 
 #[test]

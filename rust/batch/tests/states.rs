@@ -5,8 +5,8 @@ mod common;
 use std::slice;
 
 use common::builder::{Encoded, ROOMY, Req, decode, frame};
-use common::engine::Engine;
-use pie_batch::{Limits, Planner, RequestFault};
+use common::engine::{Engine, memory, next_pass};
+use pie_batch::{Computed, Limits, Planner, RequestFault, StagedPass};
 use pie_wire::ForwardRequest;
 use proptest::prelude::*;
 
@@ -22,22 +22,18 @@ fn planner() -> Planner {
 }
 
 /// Plans a frame and stages all of it: the states of each pass.
-fn run(planner: &mut Planner, request: &ForwardRequest) -> Vec<Vec<[i64; 2]>> {
+fn run(planner: &mut Planner, request: &ForwardRequest) -> (Vec<Vec<[i64; 2]>>, Computed) {
     let encoded = Encoded::new(0, request);
-    planner
-        .plan(0, encoded.forward())
-        .expect("the frame is consistent");
-    let mut block = vec![0_u64; planner.layout().bytes().div_ceil(8)];
+    let plan = planner.plan(0, encoded.forward());
+    let plan = plan.expect("the frame is consistent");
+    let mut block = memory(planner.layout());
     let block = bytemuck::cast_slice_mut(&mut block);
     let mut passes = Vec::new();
-    assert_eq!(planner.pass_states(), None, "nothing is staged");
-    while planner.stage(block).expect("the block fits").is_some() {
-        passes.push(planner.pass_states().expect("the engine has states"));
-        while let Some(group) = planner.stage_slots(block).expect("the block fits") {
-            Engine::default().answer(planner, block, &group);
-        }
-    }
-    passes
+    let see = |pass: &StagedPass, _: &[u8]| {
+        passes.push(pass.states().expect("the engine has states"));
+    };
+    let computed = Engine::default().run_seeing(planner, plan, block, see);
+    (passes, computed)
 }
 
 fn with_states(requests: &[Req], states: &[(u32, u8)]) -> ForwardRequest {
@@ -57,7 +53,7 @@ fn prefill(number: u32, tokens: u32) -> Req {
 #[test]
 fn only_the_first_pass_of_a_request_resets() {
     let request = with_states(&[prefill(0, 20), decode(3, 1, &[9])], &[(4, 1), (0, 0)]);
-    let passes = run(&mut planner(), &request);
+    let passes = run(&mut planner(), &request).0;
     assert_eq!(passes, [vec![[5, 1]], vec![[5, 0]], vec![[5, 0], [1, 0]]]);
 }
 
@@ -67,7 +63,7 @@ fn other_flags_mean_nothing() {
         &[decode(3, 1, &[9]), decode(3, 1, &[8])],
         &[(1, 0xfe), (2, 0xff)],
     );
-    assert_eq!(run(&mut planner(), &request), [vec![[2, 0], [3, 1]]]);
+    assert_eq!(run(&mut planner(), &request).0, [vec![[2, 0], [3, 1]]]);
 }
 
 #[test]
@@ -75,7 +71,7 @@ fn the_later_of_two_requests_keeps_the_slot() {
     let requests = [decode(3, 1, &[9]), decode(3, 2, &[9]), decode(3, 1, &[8])];
     let request = with_states(&requests, &[(1, 0), (1, 0), (2, 0)]);
     assert_eq!(
-        run(&mut planner(), &request),
+        run(&mut planner(), &request).0,
         [vec![[0, 1], [2, 0], [3, 0]]]
     );
 }
@@ -85,7 +81,7 @@ fn the_later_of_two_requests_keeps_the_slot() {
 fn a_request_that_is_not_computed_keeps_nothing() {
     let requests = [decode(3, 1, &[9]), decode(3, 2, &[64])];
     let request = with_states(&requests, &[(1, 0), (1, 0)]);
-    assert_eq!(run(&mut planner(), &request), [vec![[2, 0]]]);
+    assert_eq!(run(&mut planner(), &request).0, [vec![[2, 0]]]);
 }
 
 #[test]
@@ -93,14 +89,12 @@ fn an_engine_without_states_ignores_them() {
     let request = with_states(&[decode(3, 1, &[9])], &[(1, 0)]);
     let mut planner = Planner::new(ROOMY, 1);
     let encoded = Encoded::new(0, &request);
-    planner
-        .plan(0, encoded.forward())
-        .expect("the frame is consistent");
-    let mut block = vec![0_u64; planner.layout().bytes().div_ceil(8)];
-    planner
-        .stage(bytemuck::cast_slice_mut(&mut block))
-        .expect("the block fits");
-    assert_eq!((planner.pass_states(), planner.faults()), (None, &[][..]));
+    let plan = planner.plan(0, encoded.forward());
+    let plan = plan.expect("the frame is consistent");
+    let mut block = memory(planner.layout());
+    let block = bytemuck::cast_slice_mut(&mut block);
+    let pass = next_pass(&mut planner, plan, block).expect("a pass");
+    assert_eq!((pass.states(), pass.faults()), (None, &[][..]));
 }
 
 #[test]
@@ -108,8 +102,9 @@ fn what_states_do_not_allow() {
     let fault = |request: Req, states: &[(u32, u8)]| {
         let request = with_states(slice::from_ref(&request), states);
         let mut planner = planner();
-        assert!(run(&mut planner, &request).is_empty());
-        let [(0, fault)] = planner.faults() else {
+        let (passes, computed) = run(&mut planner, &request);
+        assert!(passes.is_empty());
+        let [(0, fault)] = computed.faults() else {
             panic!("one fault")
         };
         assert!(!fault.keeps_kv());
@@ -133,7 +128,7 @@ proptest! {
     ) {
         let bodies: Vec<Req> = (0..).zip(&requests).map(|(n, r)| prefill(n, r.0)).collect();
         let states: Vec<(u32, u8)> = requests.iter().map(|&(_, slot, flags)| (slot, flags)).collect();
-        let passes = run(&mut planner(), &with_states(&bodies, &states));
+        let passes = run(&mut planner(), &with_states(&bodies, &states)).0;
         // Token by token: the pass is full every CHUNK tokens.
         let mut expected = Vec::new();
         let mut tokens = 0;

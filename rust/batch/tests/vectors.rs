@@ -10,6 +10,7 @@ use std::path::{Path, PathBuf};
 
 use common::builder::{Encoded, GREEDY, Req, frame};
 use common::device::Device;
+use common::engine::{memory, next_group, next_pass, put};
 use common::naive::Plan;
 use pie_batch::{Limits, Outputs, Planner, Probes, SlotGroup};
 use pie_wire::{
@@ -226,7 +227,7 @@ fn the_large_decode_batch_is_one_pass() {
     let mut device = Device::new(LIMITS);
     let answer = device.run(&request, |_, slot| slot.request as u32);
     assert!(answer.is_fast());
-    assert_eq!(device.planner.pass_count(), 1);
+    assert_eq!(device.last().pass_count(), 1);
     let plan = device.compute(&request, |_, _| 0);
     for request in &plan.requests {
         assert_eq!(request.rows[0].index / 16 + 1, request.pages.len() as u64);
@@ -378,7 +379,7 @@ fn the_worked_mixed_batch_is_planned() {
         page_12 + 3,
     ];
     assert_eq!(stored(&plan), expected);
-    assert!(device.planner.faults().is_empty());
+    assert!(device.faults().is_empty());
 }
 
 /// The protocol's response to its worked example.
@@ -405,21 +406,19 @@ fn bytes_of(hex: &str) -> Vec<u8> {
 fn the_worked_mixed_batch_is_answered_byte_for_byte() {
     let mut planner = Planner::new(LIMITS, 0);
     let encoded = Encoded::new(0, &worked_example());
-    planner.plan(0, encoded.forward()).expect("a sound frame");
-    let mut block = vec![0_u64; planner.layout().bytes() / 8];
+    let plan = planner.plan(0, encoded.forward()).expect("a sound frame");
+    let mut block = memory(planner.layout());
     let block = bytemuck::cast_slice_mut(&mut block);
-    planner.stage(block).expect("it fits").expect("a pass");
-    let group = planner.stage_slots(block).expect("it fits");
+    let pass = next_pass(&mut planner, plan, block).expect("a pass");
+    let group = next_group(&planner, pass, block).expect("a group");
     // A greedy and a top-p token, one distribution, no raw logits, two log-probability entries, one entropy.
     let counts = [1, 0, 1, 1, 0, 2, 1];
-    assert_eq!(
-        group,
-        Some(SlotGroup {
-            counts,
-            ..SlotGroup::default()
-        })
-    );
-    assert_eq!(planner.group_labels(), [[0, 7], [0, 9], [1, 3]]);
+    let expected = SlotGroup {
+        counts,
+        ..SlotGroup::default()
+    };
+    assert_eq!(*group.group(), expected);
+    assert_eq!(group.labels(), [[0, 7], [0, 9], [1, 3]]);
     let outputs = Outputs {
         tokens: &[42, 31],
         dist_ids: &[31, 8],
@@ -428,10 +427,13 @@ fn the_worked_mixed_batch_is_answered_byte_for_byte() {
         logprobs: &[-1.5, -2.0, -3.0],
         entropies: &[2.0],
     };
-    planner.put_outputs(&outputs).expect("all that was asked");
+    let plan = next_group(&planner, put(group, &outputs), block).expect_err("one group");
+    let mut computed = plan.computed().expect("one pass");
     let mut reply = vec![0_u64; 512];
     let reply: &mut [u8] = bytemuck::cast_slice_mut(&mut reply);
-    let length = planner.reply(Probes::default(), reply).expect("it fits");
+    let length = planner
+        .reply(&mut computed, Probes::default(), reply)
+        .expect("it fits");
     pie_wire::set_response_build_us(&mut reply[..length], 0);
 
     // The protocol's own bytes give zero offsets to the kinds that nobody asks for, where empty arrays will do.

@@ -44,7 +44,7 @@ pub(crate) fn from_wire(error: &pie_wire::WireError) -> PyErr {
     WireError::new_err(error.to_string())
 }
 
-pub(crate) fn from_stage(error: pie_batch::StageError) -> PyErr {
+pub(crate) fn from_batch(error: pie_serve::BatchError) -> PyErr {
     StageError::new_err(error.to_string())
 }
 

@@ -4,13 +4,17 @@
 #![allow(clippy::doc_markdown)]
 
 mod arrays;
+mod batch;
 mod client;
+mod copy;
 mod drafter;
 mod error;
 mod guard;
-mod job;
+mod images;
 mod lane;
+mod load;
 mod pages;
+mod pass;
 mod patterns;
 mod planner;
 mod radix;
@@ -18,6 +22,9 @@ mod radix_results;
 mod ranks;
 mod request;
 mod server;
+mod shared;
+mod slot_group;
+mod step;
 
 use pyo3::prelude::*;
 
@@ -30,33 +37,43 @@ mod _core {
     #[pymodule_export]
     use super::build_info;
     #[pymodule_export]
+    use crate::batch::Batch;
+    #[pymodule_export]
     use crate::client::{Client, Reply};
+    #[pymodule_export]
+    use crate::copy::Copy;
     #[pymodule_export]
     use crate::drafter::Drafter;
     #[pymodule_export]
     use crate::guard::ExitGuard;
     #[pymodule_export]
-    use crate::job::{
-        AttentionMask, Batch, Copy, ImageSpan, Load, Pass, PassImages, SlotGroup, Step, Wake,
-    };
+    use crate::images::{ImageSpan, PassImages};
     #[pymodule_export]
     use crate::lane::Lane;
     #[pymodule_export]
+    use crate::load::Load;
+    #[pymodule_export]
     use crate::pages::{PagePool, PoolStats};
+    #[pymodule_export]
+    use crate::pass::{AttentionMask, Pass};
     #[pymodule_export]
     use crate::patterns::LayerPatterns;
     #[pymodule_export]
     use crate::planner::{Planner, graph_layout};
     #[pymodule_export]
-    use crate::radix::RadixIndex;
+    use crate::radix::{Match, RadixIndex};
     #[pymodule_export]
-    use crate::radix_results::{CacheEvent, Evicted, Inserted, Match, NodeInfo};
+    use crate::radix_results::{CacheEvent, Evicted, Inserted, NodeInfo};
     #[pymodule_export]
     use crate::ranks::{Broadcast, Follower, die_with_parent};
     #[pymodule_export]
     use crate::request::{Image, Request, Sampler, encode_forward};
     #[pymodule_export]
     use crate::server::Server;
+    #[pymodule_export]
+    use crate::slot_group::SlotGroup;
+    #[pymodule_export]
+    use crate::step::{Step, Wake};
 }
 
 /// Facts about this build for bug reports: `version`, `profile`, `target`, and `commit`, which is empty unless the build was

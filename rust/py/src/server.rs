@@ -9,11 +9,15 @@ use pyo3::buffer::PyBuffer;
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 
+use crate::batch::Batch;
+use crate::copy::Copy;
 use crate::error::{from_loss, from_rehearsal, from_ring};
 use crate::guard::ExitGuard;
-use crate::job::{Batch, Copy, Load, Shared, Step, Wake};
 use crate::lane::Lane;
+use crate::load::Load;
 use crate::planner::Planner;
+use crate::shared::Shared;
+use crate::step::{Step, Wake};
 
 /// Owns the shared-memory region and iterates over the work that needs Python: `Batch`, `Copy` and `Load` objects, and `Wake` where another
 /// thread has called `wake`. Everything

@@ -1,103 +1,73 @@
 //! An open batch: a planned request that waits for its tokens.
 
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
+use std::sync::Arc;
+use std::time::Instant;
 
-use pie_batch::{AttentionMask, Outputs, Pass, PassImages, Planner, SlotGroup, StageError};
+use pie_batch::{
+    AttentionMask, Computed, Outputs, Pass, PassImages, Plan, Planner, SlotGroup, StageError,
+    Staged, StagedGroup, StagedPass, StagedSlots,
+};
 use pie_ring::Lease;
+use thiserror::Error;
 
 use crate::lane::{Lane, LaneError};
 use crate::media::Media;
 use crate::note::Note;
-use crate::timing::{DeviceTimes, Timing, monotonic_ns};
+use crate::planner_slot::PlannerSlot;
+use crate::timing::{DeviceTimes, Timing};
 
-/// What the planner is to learn.
-type Change = Box<dyn FnOnce(&mut Planner) + Send>;
-
-/// Where the planner is while no batch is open.
-pub(crate) struct Desk {
-    place: Mutex<Place>,
-    /// The answer under construction, as large as any. The slot's own buffer is no place for that: its client may write
-    /// there at any time.
-    answer: Mutex<Vec<u8>>,
-    /// When the last batch was answered, by [`monotonic_ns`].
-    answered_ns: AtomicU64,
+/// A call that a batch cannot take: a fault of the caller, after which the batch is as before.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
+pub enum BatchError {
+    /// The block or the outputs do not fit.
+    #[error(transparent)]
+    Stage(#[from] StageError),
+    /// A pass was to be staged before the one before it is done.
+    #[error(
+        "the staged pass has slots without outputs; stage its slot groups first, until none is left"
+    )]
+    PassOpen,
+    /// A slot group was to be staged before the one before it is done.
+    #[error("the staged slot group has no outputs; put them first")]
+    GroupOpen,
+    /// Outputs came that no slot group waits for.
+    #[error("no slot group waits for outputs; stage one first")]
+    NoGroup,
 }
 
-struct Place {
-    /// `None` while a batch has it.
-    planner: Option<Box<Planner>>,
-    /// What it learns when it is back, in this order.
-    later: Vec<Change>,
+/// How far a batch is.
+enum Stage {
+    /// Its next pass can be staged.
+    Plan(Plan),
+    /// A pass is staged.
+    Pass(StagedPass),
+    /// A slot group is staged.
+    Group(StagedGroup),
+    /// It can be answered.
+    Computed(Computed),
 }
 
-/// Idle time between two batches counts as part of the cycle up to so many times the device's own: a client that has nothing
-/// to do for a while is no slow client.
-const MOST_IDLE: u32 = 16;
-
-impl Desk {
-    pub(crate) fn new(planner: Planner) -> Self {
-        // Pages of it take memory once they are written.
-        let answer = vec![0; planner.limits().reply_bytes as usize];
-        Self {
-            place: Mutex::new(Place {
-                planner: Some(Box::new(planner)),
-                later: Vec::new(),
-            }),
-            answer: Mutex::new(answer),
-            answered_ns: AtomicU64::new(0),
+impl Stage {
+    fn plan(&self) -> &Plan {
+        match self {
+            Self::Plan(plan) => plan,
+            Self::Pass(pass) => pass,
+            Self::Group(group) => group,
+            Self::Computed(computed) => computed,
         }
-    }
-
-    pub(crate) fn take(&self) -> Option<Box<Planner>> {
-        self.lock().planner.take()
-    }
-
-    pub(crate) fn put_back(&self, mut planner: Box<Planner>) {
-        let mut place = self.lock();
-        for change in place.later.drain(..) {
-            change(&mut planner);
-        }
-        place.planner = Some(planner);
-    }
-
-    /// Changes the planner; if a batch has it, as soon as it is back, so before it plans another one.
-    pub(crate) fn change(&self, change: impl FnOnce(&mut Planner) + Send + 'static) {
-        let mut place = self.lock();
-        match place.planner.as_deref_mut() {
-            Some(planner) => change(planner),
-            None => place.later.push(Box::new(change)),
-        }
-    }
-
-    /// Notes that a batch has been answered, which was received at `received_ns` and kept the device `busy`; returns how
-    /// long after the batch before.
-    fn cycle(&self, received_ns: u64, busy: Duration) -> Duration {
-        let now = monotonic_ns();
-        // Batches are answered one after the other, and the planner goes from one to the next by its lock.
-        let before = self.answered_ns.swap(now, Ordering::Relaxed);
-        let idle = Duration::from_nanos(received_ns.saturating_sub(before));
-        Duration::from_nanos(now.saturating_sub(received_ns)) + idle.min(MOST_IDLE * busy)
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Place> {
-        self.place.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn answer(&self) -> MutexGuard<'_, Vec<u8>> {
-        self.answer.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// A planned forward request. Stage and run every pass, hand in the tokens of every slot group, then
+/// A planned forward request. Stage and run every pass, hand in the outputs of every slot group, then
 /// commit. Dropped without a commit it is answered by an abort.
 pub struct Batch {
     /// `None` for a rehearsal, and once answered.
     lease: Option<Lease>,
     /// `Some` until answered.
     planner: Option<Box<Planner>>,
-    desk: Arc<Desk>,
+    /// `Some` until answered, or until a call of the planner failed.
+    stage: Option<Stage>,
+    slot: Arc<PlannerSlot>,
     media: Option<Arc<Media>>,
     timing: Timing,
 }
@@ -105,15 +75,16 @@ pub struct Batch {
 impl Batch {
     pub(crate) fn new(
         lease: Option<Lease>,
-        planner: Box<Planner>,
-        desk: Arc<Desk>,
+        (planner, plan): (Box<Planner>, Plan),
+        slot: Arc<PlannerSlot>,
         media: Option<Media>,
         timing: Timing,
     ) -> Self {
         Self {
             lease,
             planner: Some(planner),
-            desk,
+            stage: Some(Stage::Plan(plan)),
+            slot,
             media: media.map(Arc::new),
             timing,
         }
@@ -121,8 +92,8 @@ impl Batch {
 
     /// The plan; `None` once the batch is answered.
     #[must_use]
-    pub fn plan(&self) -> Option<&Planner> {
-        self.planner.as_deref()
+    pub fn plan(&self) -> Option<&Plan> {
+        self.stage.as_ref().map(Stage::plan)
     }
 
     /// What the host's steps have taken so far.
@@ -134,128 +105,244 @@ impl Batch {
     /// Writes the next pass into the staging block; `None` when all are done, or the batch is answered.
     ///
     /// # Errors
-    /// [`StageError`] when the block does not fit the layout.
-    pub fn stage(&mut self, block: &mut [u8]) -> Result<Option<Pass>, StageError> {
-        self.timed(|planner| planner.stage(block))
-    }
-
-    /// Writes the next slot group of the current pass into the staging block; `None` when all are done.
-    ///
-    /// # Errors
-    /// [`StageError`] when the block does not fit the layout.
-    pub fn stage_slots(&mut self, block: &mut [u8]) -> Result<Option<SlotGroup>, StageError> {
-        self.timed(|planner| planner.stage_slots(block))
-    }
-
-    /// Runs the whole plan on the fast lane; `None` if that does not take it. Commit afterwards, or fail.
-    pub(crate) fn run(&mut self, lane: &mut Lane) -> Option<Result<DeviceTimes, LaneError>> {
-        let run = lane.run(self.planner.as_deref_mut()?)?;
-        Some(run.map(|(staging, device)| {
-            self.timing.plan += staging;
-            device
-        }))
-    }
-
-    /// See [`Planner::prepare_drafts`].
-    pub fn prepare_drafts(&mut self) {
-        if let Some(planner) = self.planner.as_deref_mut() {
-            planner.prepare_drafts();
-        }
-    }
-
-    /// The different adapters that the next pass needs; see [`Planner::next_adapters`].
-    #[must_use]
-    pub fn next_adapters(&self) -> Vec<i64> {
-        self.planner
-            .as_deref()
-            .map_or_else(Vec::new, Planner::next_adapters)
-    }
-
-    /// Empties the requests of an adapter that cannot be had; see [`Planner::drop_adapter`].
-    pub fn drop_adapter(&mut self, id: i64, reason: &str) {
-        if let Some(planner) = self.planner.as_deref_mut() {
-            planner.drop_adapter(id, reason);
-        }
-    }
-
-    /// The adapter of each request of the last staged pass; see [`Planner::pass_adapters`].
-    #[must_use]
-    pub fn pass_adapters(&self) -> Option<Vec<i64>> {
-        self.planner.as_deref().and_then(Planner::pass_adapters)
-    }
-
-    /// The attention mask of the last staged pass; see [`Planner::attention_mask`].
-    #[must_use]
-    pub fn attention_mask(&self) -> Option<AttentionMask<'_>> {
-        self.planner.as_deref().and_then(Planner::attention_mask)
-    }
-
-    /// The images of the last staged pass, see [`Planner::pass_images`], and what holds their pixels.
-    #[must_use]
-    pub fn pass_images(&self) -> Option<(PassImages, &Arc<Media>)> {
-        let media = self.media.as_ref()?;
-        Some((self.plan()?.pass_images()?, media))
-    }
-
-    /// The recurrent state of the last staged pass; see [`Planner::pass_states`].
-    #[must_use]
-    pub fn pass_states(&self) -> Option<Vec<[i64; 2]>> {
-        self.planner.as_deref().and_then(Planner::pass_states)
-    }
-
-    /// The labels of the last staged slot group; see [`Planner::group_labels`].
-    #[must_use]
-    pub fn group_labels(&self) -> &[[i64; 2]] {
-        self.planner.as_deref().map_or(&[], Planner::group_labels)
-    }
-
-    /// Takes what the engine computed for the last staged slot group.
-    ///
-    /// # Errors
-    /// [`StageError`] when an array has another length than the group asks for.
-    pub fn put_outputs(&mut self, outputs: &Outputs<'_>) -> Result<(), StageError> {
-        self.planner
-            .as_mut()
-            .map_or(Ok(()), |planner| planner.put_outputs(outputs))
-    }
-
-    /// Runs a step of the planner and counts its time as planning.
-    fn timed<T>(
-        &mut self,
-        step: impl FnOnce(&mut Planner) -> Result<Option<T>, StageError>,
-    ) -> Result<Option<T>, StageError> {
+    /// [`BatchError`] when the block does not fit the layout, or the pass before is not done.
+    pub fn stage(&mut self, block: &mut [u8]) -> Result<Option<Pass>, BatchError> {
         let started = Instant::now();
-        let staged = self.planner.as_deref_mut().map_or(Ok(None), step);
+        let staged = self.stage_pass(block);
         self.timing.plan += started.elapsed();
         staged
     }
 
-    /// Builds the response and publishes it. Returns what is worth a log line: emptied
-    /// requests with their reasons, and a client that gave up.
+    fn stage_pass(&mut self, block: &mut [u8]) -> Result<Option<Pass>, BatchError> {
+        match &self.stage {
+            None | Some(Stage::Computed(_)) => return Ok(None),
+            Some(Stage::Plan(_)) => {}
+            Some(Stage::Pass(_) | Stage::Group(_)) => return Err(BatchError::PassOpen),
+        }
+        let Some(planner) = &mut self.planner else {
+            return Ok(None);
+        };
+        let mut block = planner.block(block)?;
+        let Some(Stage::Plan(plan)) = self.stage.take() else {
+            return Ok(None);
+        };
+        let (stage, pass) = match planner.stage(plan, &mut block)? {
+            Staged::Pass(staged) => {
+                let pass = *staged.pass();
+                (Stage::Pass(staged), Some(pass))
+            }
+            Staged::Computed(computed) => (Stage::Computed(computed), None),
+        };
+        self.stage = Some(stage);
+        Ok(pass)
+    }
+
+    /// Writes the next slot group of the staged pass into the staging block; `None` when all are done.
+    ///
+    /// # Errors
+    /// [`BatchError`] when the block does not fit the layout, or the group before has no outputs.
+    pub fn stage_slots(&mut self, block: &mut [u8]) -> Result<Option<SlotGroup>, BatchError> {
+        let started = Instant::now();
+        let staged = self.stage_group(block);
+        self.timing.plan += started.elapsed();
+        staged
+    }
+
+    fn stage_group(&mut self, block: &mut [u8]) -> Result<Option<SlotGroup>, BatchError> {
+        match &self.stage {
+            None | Some(Stage::Plan(_) | Stage::Computed(_)) => return Ok(None),
+            Some(Stage::Pass(_)) => {}
+            Some(Stage::Group(_)) => return Err(BatchError::GroupOpen),
+        }
+        let Some(planner) = &self.planner else {
+            return Ok(None);
+        };
+        let mut block = planner.block(block)?;
+        let Some(Stage::Pass(pass)) = self.stage.take() else {
+            return Ok(None);
+        };
+        let (stage, group) = match pass.stage_slots(&mut block) {
+            StagedSlots::Group(staged) => {
+                let group = *staged.group();
+                (Stage::Group(staged), Some(group))
+            }
+            StagedSlots::Done(plan) => (Stage::Plan(plan), None),
+        };
+        self.stage = Some(stage);
+        Ok(group)
+    }
+
+    /// Takes what the engine computed for the staged slot group.
+    ///
+    /// # Errors
+    /// [`BatchError`] when an array has another length than the group asks for, or no group waits for outputs.
+    pub fn put_outputs(&mut self, outputs: &Outputs<'_>) -> Result<(), BatchError> {
+        let group = match self.stage.take() {
+            Some(Stage::Group(group)) => group,
+            other => {
+                self.stage = other;
+                return Err(BatchError::NoGroup);
+            }
+        };
+        let (stage, result) = match group.put_outputs(outputs) {
+            Ok(pass) => (Stage::Pass(pass), Ok(())),
+            Err((group, error)) => (Stage::Group(group), Err(error.into())),
+        };
+        self.stage = Some(stage);
+        result
+    }
+
+    /// Runs the whole plan by a captured graph; `None` if the lane does not take it. Commit afterwards, or fail.
+    pub(crate) fn run(&mut self, lane: &mut Lane) -> Option<Result<DeviceTimes, LaneError>> {
+        let planner = self.planner.as_deref_mut()?;
+        let Some(Stage::Plan(plan)) = &mut self.stage else {
+            return None;
+        };
+        let graph = lane.choose(planner, plan)?;
+        let Some(Stage::Plan(plan)) = self.stage.take() else {
+            return None;
+        };
+        let run = lane.run(planner, plan, graph);
+        Some(run.map(|run| {
+            self.timing.plan += run.staging;
+            self.stage = Some(Stage::Computed(run.computed));
+            run.device
+        }))
+    }
+
+    /// See [`Planner::prepare_drafts`]; does nothing unless a pass is staged.
+    pub fn prepare_drafts(&mut self) {
+        if let (Some(planner), Some(Stage::Pass(pass))) = (&mut self.planner, &mut self.stage) {
+            planner.prepare_drafts(pass);
+        }
+    }
+
+    /// The different adapters that the next pass needs; see [`Plan::next_adapters`].
+    #[must_use]
+    pub fn next_adapters(&self) -> Vec<i64> {
+        self.plan().map_or_else(Vec::new, Plan::next_adapters)
+    }
+
+    /// Empties the requests of an adapter that cannot be had; see [`Plan::drop_adapter`].
+    ///
+    /// # Errors
+    /// [`BatchError::PassOpen`] when a pass is not done.
+    pub fn drop_adapter(&mut self, id: i64, reason: &str) -> Result<(), BatchError> {
+        match &mut self.stage {
+            Some(Stage::Plan(plan)) => plan.drop_adapter(id, reason),
+            Some(Stage::Pass(_) | Stage::Group(_)) => return Err(BatchError::PassOpen),
+            None | Some(Stage::Computed(_)) => {}
+        }
+        Ok(())
+    }
+
+    /// The staged pass, until its first slot group is staged.
+    fn staged_pass(&self) -> Option<&StagedPass> {
+        match &self.stage {
+            Some(Stage::Pass(pass)) => Some(pass),
+            _ => None,
+        }
+    }
+
+    /// The adapter of each request of the staged pass; see [`StagedPass::adapters`].
+    #[must_use]
+    pub fn pass_adapters(&self) -> Option<Vec<i64>> {
+        self.staged_pass()?.adapters()
+    }
+
+    /// The attention mask of the staged pass; see [`StagedPass::attention_mask`].
+    #[must_use]
+    pub fn attention_mask(&self) -> Option<AttentionMask<'_>> {
+        self.staged_pass()?.attention_mask()
+    }
+
+    /// The images of the staged pass, see [`StagedPass::images`], and what holds their pixels.
+    #[must_use]
+    pub fn pass_images(&self) -> Option<(PassImages, &Arc<Media>)> {
+        let media = self.media.as_ref()?;
+        Some((self.staged_pass()?.images()?, media))
+    }
+
+    /// The recurrent state of the staged pass; see [`StagedPass::states`].
+    #[must_use]
+    pub fn pass_states(&self) -> Option<Vec<[i64; 2]>> {
+        self.staged_pass()?.states()
+    }
+
+    /// The labels of the staged slot group; see [`StagedGroup::labels`].
+    #[must_use]
+    pub fn group_labels(&self) -> &[[i64; 2]] {
+        match &self.stage {
+            Some(Stage::Group(group)) => group.labels(),
+            _ => &[],
+        }
+    }
+
+    /// Builds the response and publishes it; a batch that has slots without outputs is answered by an abort. Returns what
+    /// is worth a log line: emptied requests with their reasons, and a client that gave up.
     pub fn commit(&mut self, device: DeviceTimes) -> Vec<Note> {
+        let Some(mut planner) = self.planner.take() else {
+            return Vec::new();
+        };
+        let computed = match self.stage.take() {
+            Some(Stage::Computed(computed)) => Some(computed),
+            Some(Stage::Plan(plan)) => plan.computed().ok(),
+            _ => None,
+        };
         let mut notes = Vec::new();
-        if let (Some(lease), Some(planner)) = (self.lease.take(), self.planner.as_mut()) {
-            let mut answer = self.desk.answer();
-            notes = publish(
-                lease,
-                planner,
-                &mut answer,
-                &mut self.timing,
-                device,
-                &self.desk,
-            );
+        if let Some(mut computed) = computed {
+            if let Some(lease) = self.lease.take() {
+                notes = self.publish(lease, (&mut planner, &mut computed), device);
+            }
+            planner.recycle(computed);
+        } else {
+            planner.forget_table();
+            let text = "a batch was committed before all of its slots had outputs; it was aborted";
+            // Dropping an open lease publishes the abort reply.
+            notes.extend(self.lease.take().map(|_| Note::new("order", text)));
         }
-        if let Some(planner) = self.planner.take() {
-            self.desk.put_back(planner);
-        }
+        self.slot.put_back(planner);
+        notes
+    }
+
+    /// Answers first; what takes time and does not concern the client follows.
+    fn publish(
+        &mut self,
+        lease: Lease,
+        (planner, computed): (&mut Planner, &mut Computed),
+        device: DeviceTimes,
+    ) -> Vec<Note> {
+        let mut answer = self.slot.answer();
+        let started = Instant::now();
+        let encoded = planner.reply(computed, self.timing.probes(device), &mut answer);
+        // Taken before the client is woken: it may want this core at once.
+        self.timing.respond = started.elapsed();
+        let published = match encoded {
+            Ok(length) => {
+                let published = lease.reply(&answer[..length]);
+                published.map_err(|error| error.to_string())
+            }
+            Err(error) => {
+                // Aborts the request.
+                drop(lease);
+                Err(error.to_string())
+            }
+        };
+        let mut notes = Note::of_faults(computed.faults());
+        notes.extend(Note::of_publication(published));
+        let cycle = self.slot.cycle(self.timing.received_ns, device.busy());
+        planner.step_took(computed, device.busy(), cycle);
+        let report = planner.draft_report();
+        notes.extend(report.map(|counters| Note::new("drafts", counters.to_string())));
         notes
     }
 
     /// Answers with an abort, after an engine error: the device's block table counts as lost.
     pub fn fail(&mut self) {
+        self.stage = None;
         if let Some(mut planner) = self.planner.take() {
             planner.forget_table();
-            self.desk.put_back(planner);
+            self.slot.put_back(planner);
         }
         // Dropping an open lease publishes the abort reply.
         self.lease = None;
@@ -266,36 +353,4 @@ impl Drop for Batch {
     fn drop(&mut self) {
         self.fail();
     }
-}
-
-/// Answers first; what takes time and does not concern the client follows.
-fn publish(
-    lease: Lease,
-    planner: &mut Planner,
-    answer: &mut [u8],
-    timing: &mut Timing,
-    device: DeviceTimes,
-    desk: &Desk,
-) -> Vec<Note> {
-    let started = Instant::now();
-    let encoded = planner.reply(timing.probes(device), answer);
-    // Taken before the client is woken: it may want this core at once.
-    timing.respond = started.elapsed();
-    let published = match encoded {
-        Ok(length) => {
-            let published = lease.reply(&answer[..length]);
-            published.map_err(|error| error.to_string())
-        }
-        Err(error) => {
-            // Aborts the request.
-            drop(lease);
-            Err(error.to_string())
-        }
-    };
-    let mut notes = Note::of_faults(planner.faults());
-    notes.extend(Note::of_publication(published));
-    planner.step_took(device.busy(), desk.cycle(timing.received_ns, device.busy()));
-    let report = planner.draft_report();
-    notes.extend(report.map(|counters| Note::new("drafts", counters.to_string())));
-    notes
 }

@@ -6,9 +6,9 @@ use pie_batch::{PagePool, Planner};
 use pie_ring::Lease;
 use pie_wire::CopyDirection;
 
-use crate::batch::Desk;
 use crate::groups::groups;
 use crate::note::Note;
+use crate::planner_slot::PlannerSlot;
 use crate::status;
 
 /// Which pages to copy: as many sources as targets, all within their pools.
@@ -45,16 +45,16 @@ pub struct Copy {
     lease: Option<Lease>,
     driver_id: u32,
     pairs: Arc<Pairs>,
-    desk: Arc<Desk>,
+    slot: Arc<PlannerSlot>,
 }
 
 impl Copy {
-    pub(crate) fn new(lease: Lease, driver_id: u32, pairs: Pairs, desk: Arc<Desk>) -> Self {
+    pub(crate) fn new(lease: Lease, driver_id: u32, pairs: Pairs, slot: Arc<PlannerSlot>) -> Self {
         Self {
             lease: Some(lease),
             driver_id,
             pairs: Arc::new(pairs),
-            desk,
+            slot,
         }
     }
 
@@ -95,7 +95,7 @@ impl Copy {
         let lease = self.lease.take()?;
         if !self.pairs.states {
             let pairs = Arc::clone(&self.pairs);
-            self.desk
+            self.slot
                 .change(move |planner| pairs.note_in(planner, code));
         }
         answer(lease, self.driver_id, code)

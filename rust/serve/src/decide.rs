@@ -3,7 +3,7 @@
 use std::mem;
 use std::time::{Duration, Instant};
 
-use pie_batch::{Planner, REHEARSAL_ADAPTER};
+use pie_batch::{Plan, Planner, REHEARSAL_ADAPTER};
 use pie_ring::Lease;
 use pie_wire::{
     AdapterOp, ArchivedAdapterRequest, ArchivedCopyRequest, ArchivedPayload, CopyDirection,
@@ -18,8 +18,8 @@ use crate::status;
 /// What to do about a request.
 pub(crate) struct Decision {
     pub(crate) driver_id: u32,
-    /// `None`: the planner holds a plan.
-    pub(crate) action: Option<Action>,
+    /// The plan of a batch, or what else to do.
+    pub(crate) outcome: Result<Plan, Action>,
     /// What the passes of the plan will read of the request.
     pub(crate) media: Option<Media>,
     /// Copying and validating the archive.
@@ -71,14 +71,14 @@ pub(crate) fn decide(
     });
     let parsed = Instant::now();
     let mut pixels = 0..0;
-    let (driver_id, action) = match frame {
-        Err(text) => (0, Some(Action::malformed(text))),
+    let (driver_id, outcome) = match frame {
+        Err(text) => (0, Err(Action::malformed(text))),
         Ok((bytes, frame)) => {
             let driver_id = frame.driver_id.to_native();
-            let action = match &frame.payload {
-                ArchivedPayload::Health => Some(Action::Status(status::OK)),
+            let outcome = match &frame.payload {
+                ArchivedPayload::Health => Err(Action::Status(status::OK)),
                 ArchivedPayload::Adapter(request) => {
-                    Some(adapter(request, planner.takes_adapters()))
+                    Err(adapter(request, planner.takes_adapters()))
                 }
                 ArchivedPayload::Copy(request) => {
                     let pools = Pools {
@@ -86,23 +86,21 @@ pub(crate) fn decide(
                         host_pages,
                         states: planner.states(),
                     };
-                    Some(copy(request, pools))
+                    Err(copy(request, pools))
                 }
                 ArchivedPayload::Forward(request) => {
                     pixels = Media::pixel_range(bytes, request);
                     let planned = planner.plan(driver_id, request);
-                    planned
-                        .err()
-                        .map(|error| Action::malformed(error.to_string()))
+                    planned.map_err(|error| Action::malformed(error.to_string()))
                 }
             };
-            (driver_id, action)
+            (driver_id, outcome)
         }
     };
-    let has_images = !pixels.is_empty() && action.is_none() && planner.has_images();
+    let has_images = !pixels.is_empty() && outcome.as_ref().is_ok_and(Plan::has_images);
     Decision {
         driver_id,
-        action,
+        outcome,
         media: has_images.then(|| Media::new(mem::take(words), pixels)),
         parse: parsed - started,
         plan: parsed.elapsed(),

@@ -5,12 +5,12 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use pie_batch::{Layout, Planner, StageError, StagedStep, StepMemory, StepSize};
+use pie_batch::{Computed, Layout, Plan, Planner, StageError, StagedStep, StepMemory, StepSize};
 use pie_launch::{Launch, LaunchError};
 use pie_ring::{Message, Wait};
 use thiserror::Error;
 
-use crate::follow::{Lead, StepHead};
+use crate::lead::{Lead, StepHead};
 use crate::timing::DeviceTimes;
 
 /// Memory that the host shares with the graphs.
@@ -68,7 +68,7 @@ pub struct Lane {
     /// Graphs that know no groups.
     plain: usize,
     /// Most rows of one request.
-    most: usize,
+    max_rows: usize,
     step: u32,
     /// How long results are awaited without sleeping; `None` = for ever.
     spin: Option<Duration>,
@@ -77,20 +77,20 @@ pub struct Lane {
 }
 
 impl Lane {
-    /// Graph `i` of `device` runs steps that fit `sizes[i]`, whose rows rise. Batches with more than `most` rows of one
+    /// Graph `i` of `device` runs steps that fit `sizes[i]`, whose rows rise. Batches with more than `max_rows` rows of one
     /// request are not taken. Results are awaited as requests are.
     #[must_use]
     pub fn new(
         device: Box<dyn Launch>,
         memory: Box<dyn Memory>,
         sizes: &[StepSize],
-        most: usize,
+        max_rows: usize,
         wait: Wait,
     ) -> Self {
         Self {
             device,
             memory,
-            most,
+            max_rows,
             graphs: sizes
                 .iter()
                 .map(|&size| (size, Layout::graph(size)))
@@ -129,40 +129,9 @@ impl Lane {
         self.lead.is_some()
     }
 
-    /// Runs the plan if a graph can; `None` if it must go another way, untouched.
-    pub(crate) fn run(
-        &mut self,
-        planner: &mut Planner,
-    ) -> Option<Result<(Duration, DeviceTimes), LaneError>> {
-        let needed = planner.graph_size(self.most)?;
-        let rows = needed.rows;
-        let graph = self.choose(planner, needed)?;
-        let graph_rows = self.graphs[graph].0.rows;
-        let failed = |source| LaneError::Launch {
-            graph_rows,
-            rows,
-            source,
-        };
-        let started = Instant::now();
-        Some(self.stage(planner, graph, rows).and_then(|step| {
-            let staged = Instant::now();
-            self.device.launch(graph).map_err(failed)?;
-            let launched = Instant::now();
-            planner.prepare_drafts();
-            self.await_results(step.results).map_err(failed)?;
-            let results = self.memory.results();
-            planner.put_slot_tokens(|slot| results[slot].load(Ordering::Relaxed) as u32);
-            let times = DeviceTimes {
-                h2d_us: 0,
-                launch_us: micros(launched - staged),
-                sync_us: micros(launched.elapsed()),
-            };
-            Ok((staged - started, times))
-        }))
-    }
-
-    /// The smallest graph that runs such a step.
-    fn choose(&self, planner: &mut Planner, needed: StepSize) -> Option<usize> {
+    /// The graph that can run the plan, the smallest; `None` if it must go another way.
+    pub(crate) fn choose(&self, planner: &mut Planner, plan: &mut Plan) -> Option<usize> {
+        let needed = plan.graph_size(self.max_rows)?;
         let smallest = |graphs: &[(StepSize, Layout)]| {
             let fewest = graphs.partition_point(|(room, _)| room.rows < needed.rows);
             let runs = |(room, _): &(StepSize, Layout)| room.runs(needed);
@@ -173,39 +142,96 @@ impl Lane {
         let other = smallest(grouped).filter(|&graph| {
             // There are few of them, so they may have more rows.
             let more = grouped[graph].0.rows.saturating_sub(plain[own].0.rows);
-            planner.find_groups(more)
+            planner.find_groups(plan, more)
         });
         Some(other.map_or(own, |graph| self.plain + graph))
     }
 
-    fn stage(
+    /// Runs the plan by a graph that was [chosen](Self::choose) for it, to its tokens.
+    pub(crate) fn run(
         &mut self,
         planner: &mut Planner,
+        plan: Plan,
         graph: usize,
-        rows: usize,
-    ) -> Result<StagedStep, LaneError> {
+    ) -> Result<LaneRun, LaneError> {
+        let started = Instant::now();
+        let step = self.stage(planner, plan, graph)?;
+        let staged = Instant::now();
+        let mut step = step.launch()?;
+        let launched = Instant::now();
+        step.prepare_drafts(planner);
+        let computed = loop {
+            match step.poll()? {
+                Polled::Computed(computed) => break computed,
+                Polled::Running(running) => step = running,
+            }
+        };
+        Ok(LaneRun {
+            computed,
+            staging: staged - started,
+            device: DeviceTimes {
+                h2d_us: 0,
+                launch_us: micros(launched - staged),
+                sync_us: micros(launched.elapsed()),
+            },
+        })
+    }
+
+    /// Writes the plan as a step for a graph, and tells the other ranks of it.
+    pub(crate) fn stage(
+        &mut self,
+        planner: &mut Planner,
+        plan: Plan,
+        graph: usize,
+    ) -> Result<ReadyStep<'_>, LaneError> {
         // 0 is what the results hold at first.
         self.step = self.step.checked_add(1).unwrap_or(1);
+        let rows = plan.token_count();
         let layout = &self.graphs[graph].1;
-        let staged = planner.stage_graph(layout, self.memory.step(), self.step)?;
-        let Some(lead) = &self.lead else {
-            return Ok(staged);
-        };
-        let head = StepHead {
-            graph: graph as u32,
-            rows: rows as u32,
-            results: staged.results as u32,
-            step: self.step,
-            mask_words: staged.mask_words as u32,
-        };
-        let memory = self.memory.step();
-        let (block, masks) = (
-            &memory.block[..layout.bytes()],
-            &memory.mask_words[..staged.mask_words],
-        );
-        lead.step(head, block, masks)
-            .map_err(|error| LaneError::Lead(error.to_string()))?;
-        Ok(staged)
+        let staged = planner.stage_graph(plan, layout, self.memory.step(), self.step)?;
+        if let Some(lead) = &self.lead {
+            let head = StepHead {
+                graph: graph as u32,
+                rows: rows as u32,
+                results: staged.results() as u32,
+                step: self.step,
+                mask_words: staged.mask_words() as u32,
+            };
+            let memory = self.memory.step();
+            let (block, masks) = (
+                &memory.block[..layout.bytes()],
+                &memory.mask_words[..staged.mask_words()],
+            );
+            lead.step(head, block, masks)
+                .map_err(|error| LaneError::Lead(error.to_string()))?;
+        }
+        Ok(ReadyStep {
+            lane: self,
+            staged,
+            graph,
+            rows,
+        })
+    }
+
+    /// Launches a graph whose block is there.
+    fn launch(&mut self, graph: usize, rows: usize, results: usize) -> Result<Watch, LaneError> {
+        let graph_rows = self.graphs[graph].0.rows;
+        self.device
+            .launch(graph)
+            .map_err(|source| LaneError::Launch {
+                graph_rows,
+                rows,
+                source,
+            })?;
+        Ok(Watch {
+            graph_rows,
+            rows,
+            results,
+            seen: 0,
+            launched: Instant::now(),
+            next_check: CHECK_INTERVAL,
+            ended: false,
+        })
     }
 
     /// Runs a step that another rank has staged, to its end: `data` has its block, then its mask words. Returns false, and
@@ -235,50 +261,129 @@ impl Lane {
         data.copy(block.start, &mut memory.block[..block.len()]);
         data.copy(block.end, &mut masks[..mask_bytes]);
         self.step = head.step;
-        let graph_rows = self.graphs[graph].0.rows;
-        let failed = |source| LaneError::Launch {
-            graph_rows,
-            rows,
-            source,
-        };
-        self.device.launch(graph).map_err(failed)?;
+        let mut watch = self.launch(graph, rows, results)?;
         // The next step must not be staged before this one has read its own.
-        self.await_results(results).map_err(failed)?;
+        while !self.poll(&mut watch)? {}
         Ok(true)
     }
 
-    fn await_results(&mut self, slots: usize) -> Result<(), LaunchError> {
-        let started = Instant::now();
-        let mut next_check = CHECK_INTERVAL;
-        let mut ended = false;
-        let mut slot = 0;
-        loop {
-            for _ in 0..POLLS {
-                let results = &self.memory.results()[slot..slots];
-                slot += results
-                    .iter()
-                    // SYNC: pairs with the device's write of the whole word.
-                    .take_while(|word| (word.load(Ordering::Acquire) >> 32) as u32 == self.step)
-                    .count();
-                if slot == slots {
-                    return Ok(());
-                }
-                std::hint::spin_loop();
+    /// Looks for results for a short while; returns whether all have come.
+    fn poll(&mut self, watch: &mut Watch) -> Result<bool, LaneError> {
+        for _ in 0..POLLS {
+            let results = &self.memory.results()[watch.seen..watch.results];
+            watch.seen += results
+                .iter()
+                // SYNC: pairs with the device's write of the whole word.
+                .take_while(|word| (word.load(Ordering::Acquire) >> 32) as u32 == self.step)
+                .count();
+            if watch.seen == watch.results {
+                return Ok(true);
             }
-            if ended {
-                let text = format!("it ended without a result in slot {slot}");
-                return Err(LaunchError::Failed(text));
-            }
-            let waited = started.elapsed();
-            if waited >= next_check {
-                next_check = waited + CHECK_INTERVAL;
-                ended = self.device.ended()?;
-            }
-            if self.spin.is_some_and(|spin| waited >= spin) {
-                std::thread::sleep(NAP);
-            }
+            std::hint::spin_loop();
         }
+        self.check(watch).map_err(|source| LaneError::Launch {
+            graph_rows: watch.graph_rows,
+            rows: watch.rows,
+            source,
+        })?;
+        Ok(false)
     }
+
+    /// Asks the device now and then whether it still works, and sleeps where the driver must not spin.
+    fn check(&mut self, watch: &mut Watch) -> Result<(), LaunchError> {
+        if watch.ended {
+            let text = format!("it ended without a result in slot {}", watch.seen);
+            return Err(LaunchError::Failed(text));
+        }
+        let waited = watch.launched.elapsed();
+        if waited >= watch.next_check {
+            watch.next_check = waited + CHECK_INTERVAL;
+            watch.ended = self.device.ended()?;
+        }
+        if self.spin.is_some_and(|spin| waited >= spin) {
+            std::thread::sleep(NAP);
+        }
+        Ok(())
+    }
+}
+
+/// Waits for the results of a step.
+struct Watch {
+    graph_rows: usize,
+    rows: usize,
+    results: usize,
+    /// Results that have come.
+    seen: usize,
+    launched: Instant,
+    next_check: Duration,
+    /// The device has nothing to do any more.
+    ended: bool,
+}
+
+/// A step in the memory of the lane, which no other step can have meanwhile.
+pub(crate) struct ReadyStep<'l> {
+    lane: &'l mut Lane,
+    staged: StagedStep,
+    graph: usize,
+    rows: usize,
+}
+
+impl<'l> ReadyStep<'l> {
+    /// Has the device run it.
+    pub(crate) fn launch(self) -> Result<RunningStep<'l>, LaneError> {
+        let Self {
+            lane,
+            staged,
+            graph,
+            rows,
+        } = self;
+        let watch = lane.launch(graph, rows, staged.results())?;
+        Ok(RunningStep {
+            lane,
+            staged,
+            watch,
+        })
+    }
+}
+
+/// A step that the device runs. The planner is free: it may prepare drafts, and plan the next frame.
+pub(crate) struct RunningStep<'l> {
+    lane: &'l mut Lane,
+    staged: StagedStep,
+    watch: Watch,
+}
+
+/// What [`RunningStep::poll`] found.
+pub(crate) enum Polled<'l> {
+    /// All tokens.
+    Computed(Computed),
+    /// Not all of them, yet.
+    Running(RunningStep<'l>),
+}
+
+impl<'l> RunningStep<'l> {
+    /// See [`Planner::prepare_drafts`].
+    pub(crate) fn prepare_drafts(&mut self, planner: &mut Planner) {
+        planner.prepare_drafts(&mut self.staged);
+    }
+
+    /// Looks for the step's tokens for a short while.
+    pub(crate) fn poll(mut self) -> Result<Polled<'l>, LaneError> {
+        if !self.lane.poll(&mut self.watch)? {
+            return Ok(Polled::Running(self));
+        }
+        let results = self.lane.memory.results();
+        let token = |slot: usize| results[slot].load(Ordering::Relaxed) as u32;
+        Ok(Polled::Computed(self.staged.put_tokens(token)))
+    }
+}
+
+/// A plan that a graph has computed.
+pub(crate) struct LaneRun {
+    pub(crate) computed: Computed,
+    /// How long the host staged it.
+    pub(crate) staging: Duration,
+    pub(crate) device: DeviceTimes,
 }
 
 fn micros(duration: Duration) -> u32 {

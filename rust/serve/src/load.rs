@@ -4,9 +4,9 @@ use std::sync::Arc;
 
 use pie_ring::Lease;
 
-use crate::batch::Desk;
 use crate::copy::answer;
 use crate::note::Note;
+use crate::planner_slot::PlannerSlot;
 use crate::status;
 
 /// Which adapter to load.
@@ -21,16 +21,21 @@ pub struct Load {
     lease: Option<Lease>,
     driver_id: u32,
     wanted: Wanted,
-    desk: Arc<Desk>,
+    slot: Arc<PlannerSlot>,
 }
 
 impl Load {
-    pub(crate) const fn new(lease: Lease, driver_id: u32, wanted: Wanted, desk: Arc<Desk>) -> Self {
+    pub(crate) const fn new(
+        lease: Lease,
+        driver_id: u32,
+        wanted: Wanted,
+        slot: Arc<PlannerSlot>,
+    ) -> Self {
         Self {
             lease: Some(lease),
             driver_id,
             wanted,
-            desk,
+            slot,
         }
     }
 
@@ -51,7 +56,7 @@ impl Load {
         let lease = self.lease.take()?;
         if code == status::OK {
             let id = self.wanted.id;
-            self.desk.change(move |planner| planner.add_adapter(id));
+            self.slot.change(move |planner| planner.add_adapter(id));
         }
         answer(lease, self.driver_id, code)
     }

@@ -2,18 +2,19 @@
 
 use std::sync::{Arc, Mutex, PoisonError};
 
-use pie_batch::{FrameError, Planner, REHEARSAL_ADAPTER};
+use pie_batch::{FrameError, Plan, Planner, REHEARSAL_ADAPTER};
 use pie_ring::{Lease, Server, SystemError, Wait};
 use pie_wire::{ArchivedPayload, WireError};
 use thiserror::Error;
 
-use crate::batch::{Batch, Desk};
+use crate::batch::Batch;
 use crate::copy::{Copy, answer};
 use crate::decide::{Action, Decision, decide};
 use crate::lane::{Lane, LaneError};
 use crate::load::Load;
 use crate::media::Media;
 use crate::note::Note;
+use crate::planner_slot::PlannerSlot;
 use crate::status;
 use crate::timing::{DeviceTimes, Timing, monotonic_ns};
 
@@ -81,7 +82,7 @@ pub enum RehearsalError {
 
 /// Takes requests off the ring, one at a time and oldest first.
 pub struct Responder {
-    desk: Arc<Desk>,
+    slot: Arc<PlannerSlot>,
     /// The request under examination, as large as the largest so far.
     request: Mutex<Vec<u64>>,
     host_pages: u32,
@@ -96,7 +97,7 @@ impl Responder {
     #[must_use]
     pub fn new(planner: Planner, host_pages: u32, wait: Wait) -> Self {
         Self {
-            desk: Arc::new(Desk::new(planner)),
+            slot: Arc::new(PlannerSlot::new(planner)),
             request: Mutex::default(),
             host_pages,
             wait,
@@ -140,7 +141,7 @@ impl Responder {
 
     fn handle(&self, lease: Lease) -> Event {
         let received_ns = monotonic_ns();
-        let Some(mut planner) = self.desk.take() else {
+        let Some(mut planner) = self.slot.take() else {
             // Only a caller that keeps a batch open while it waits for the next comes here.
             let note = Note::new("busy", "a request came while a batch was open");
             let published = answer(lease, 0, status::UNSUPPORTED);
@@ -148,7 +149,7 @@ impl Responder {
         };
         let Decision {
             driver_id,
-            action,
+            outcome,
             media,
             parse,
             plan,
@@ -162,10 +163,10 @@ impl Responder {
             plan,
             ..Timing::default()
         };
-        match action {
-            None => self.open(lease, planner, media, timing),
-            Some(action) => {
-                self.desk.put_back(planner);
+        match outcome {
+            Ok(plan) => self.open(lease, (planner, plan), media, timing),
+            Err(action) => {
+                self.slot.put_back(planner);
                 self.act(lease, driver_id, action)
             }
         }
@@ -175,12 +176,13 @@ impl Responder {
     fn open(
         &self,
         lease: Lease,
-        planner: Box<Planner>,
+        (planner, plan): (Box<Planner>, Plan),
         media: Option<Media>,
         timing: Timing,
     ) -> Event {
-        let needs_model = planner.pass_count() > 0;
-        let mut batch = Batch::new(Some(lease), planner, Arc::clone(&self.desk), media, timing);
+        let needs_model = plan.pass_count() > 0;
+        let slot = Arc::clone(&self.slot);
+        let mut batch = Batch::new(Some(lease), (planner, plan), slot, media, timing);
         if !needs_model {
             return Event::Notes(batch.commit(DeviceTimes::default()));
         }
@@ -256,34 +258,37 @@ impl Responder {
         let ArchivedPayload::Forward(request) = &frame.payload else {
             return Err(RehearsalError::NotForward);
         };
-        let mut planner = self.desk.take().ok_or(RehearsalError::Busy)?;
+        let mut planner = self.slot.take().ok_or(RehearsalError::Busy)?;
         planner.add_adapter(REHEARSAL_ADAPTER);
         let planned = planner.plan(frame.driver_id.to_native(), request);
         planner.remove_adapter(REHEARSAL_ADAPTER);
-        if let Err(error) = planned {
-            self.desk.put_back(planner);
-            return Err(error.into());
-        }
+        let plan = match planned {
+            Ok(plan) => plan,
+            Err(error) => {
+                self.slot.put_back(planner);
+                return Err(error.into());
+            }
+        };
         let pixels = Media::pixel_range(bytes, request);
-        let media = planner.has_images().then(|| Media::new(aligned, pixels));
+        let media = plan.has_images().then(|| Media::new(aligned, pixels));
         let timing = Timing {
             received_ns: monotonic_ns(),
             ..Timing::default()
         };
-        let desk = Arc::clone(&self.desk);
-        Ok(Batch::new(None, planner, desk, media, timing))
+        let slot = Arc::clone(&self.slot);
+        Ok(Batch::new(None, (planner, plan), slot, media, timing))
     }
 
     /// Answers a request, or hands out its job.
     fn act(&self, lease: Lease, driver_id: u32, action: Action) -> Event {
         match action {
             Action::Copy(pairs) => {
-                let desk = Arc::clone(&self.desk);
-                Event::Job(Job::Copy(Copy::new(lease, driver_id, pairs, desk)))
+                let slot = Arc::clone(&self.slot);
+                Event::Job(Job::Copy(Copy::new(lease, driver_id, pairs, slot)))
             }
             Action::Load(wanted) => {
-                let desk = Arc::clone(&self.desk);
-                Event::Job(Job::Load(Load::new(lease, driver_id, wanted, desk)))
+                let slot = Arc::clone(&self.slot);
+                Event::Job(Job::Load(Load::new(lease, driver_id, wanted, slot)))
             }
             Action::Status(code) => {
                 Event::Notes(answer(lease, driver_id, code).into_iter().collect())

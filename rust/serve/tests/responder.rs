@@ -11,7 +11,9 @@ use std::time::UNIX_EPOCH;
 
 use pie_batch::{Layout, Limits, Outputs, Planner, REHEARSAL_ADAPTER, Vision};
 use pie_ring::{Client, ClientConfig, ExitGuard, RegionLayout, Server, ServerConfig, Wait};
-use pie_serve::{Batch, DeviceTimes, Event, Job, Media, Note, RehearsalError, Responder, status};
+use pie_serve::{
+    Batch, BatchError, DeviceTimes, Event, Job, Media, Note, RehearsalError, Responder, status,
+};
 use pie_wire::{
     AdapterBinding, AdapterOp, AdapterRequest, ArchivedResponsePayload, CopyDirection, CopyRequest,
     CopyResource, ForwardRequest, Frame, NativeSlice, Payload, Reply, Sampler,
@@ -302,7 +304,7 @@ fn converse_adapters(requests: &[Vec<u8>]) -> (Vec<Answer>, Vec<String>) {
         }
         Job::Batch(mut batch) => {
             if batch.next_adapters().contains(&3) {
-                batch.drop_adapter(3, "it is gone");
+                batch.drop_adapter(3, "it is gone").unwrap();
             }
             run(&mut batch);
             let texts = batch.commit(DeviceTimes::default());
@@ -598,7 +600,7 @@ fn an_answer_is_published_before_its_notes_are_made() {
     let Ok(Event::Job(Job::Batch(mut batch))) = responder.next(&mut ring) else {
         panic!("a batch")
     };
-    batch.drop_adapter(3, &"x".repeat(REASON));
+    batch.drop_adapter(3, &"x".repeat(REASON)).unwrap();
     run(&mut batch);
     let notes = batch.commit(DeviceTimes::default());
     let returned = UNIX_EPOCH.elapsed().unwrap().as_micros() as u64;
@@ -667,6 +669,62 @@ fn rehearsals_plan_any_forward_frame_at_any_address() {
     ));
     drop(responder.rehearse(&bytes[1..]).unwrap());
     assert!(responder.rehearse(&bytes[1..]).is_ok());
+}
+
+#[test]
+fn a_call_out_of_order_is_an_error_and_changes_nothing() {
+    let responder = Responder::new(Planner::new(LIMITS, 1), 0, Wait::Park);
+    // 33 tokens are two passes.
+    let bytes = encode(Payload::Forward(forward(&[16, 16, 1])));
+    let mut batch = responder.rehearse(&bytes).unwrap();
+    let mut block = vec![0_u64; Layout::new(&LIMITS).bytes().div_ceil(8)];
+    let block: &mut [u8] = bytemuck::cast_slice_mut(&mut block);
+    let outputs = |tokens| Outputs {
+        tokens,
+        ..Outputs::default()
+    };
+    assert_eq!(batch.put_outputs(&outputs(&[7])), Err(BatchError::NoGroup));
+    assert_eq!(batch.stage_slots(block), Ok(None));
+    assert!(matches!(
+        batch.stage(&mut block[..8]),
+        Err(BatchError::Stage(_))
+    ));
+    assert_eq!(batch.stage(block).unwrap().unwrap().tokens, 32);
+    assert_eq!(batch.stage(block), Err(BatchError::PassOpen));
+    assert_eq!(batch.drop_adapter(1, ""), Err(BatchError::PassOpen));
+    assert_eq!(batch.stage_slots(block).unwrap().unwrap().len(), 2);
+    assert_eq!(batch.stage_slots(block), Err(BatchError::GroupOpen));
+    assert_eq!(batch.stage(block), Err(BatchError::PassOpen));
+    let short = batch.put_outputs(&outputs(&[7]));
+    assert!(matches!(short, Err(BatchError::Stage(_))));
+    assert_eq!(batch.put_outputs(&outputs(&[7, 7])), Ok(()));
+    assert_eq!(batch.stage(block), Err(BatchError::PassOpen));
+    assert_eq!(batch.stage_slots(block), Ok(None));
+    run(&mut batch);
+    assert_eq!(
+        (batch.stage(block), batch.stage_slots(block)),
+        (Ok(None), Ok(None))
+    );
+    assert_eq!(batch.commit(DeviceTimes::default()), []);
+}
+
+#[test]
+fn a_batch_without_all_outputs_is_aborted() {
+    let notes = RefCell::new(Vec::new());
+    let requests = [2, 2].map(|tokens| encode(Payload::Forward(forward(&[tokens]))));
+    let (answers, _) = converse_with((0, 0), &requests, |job| {
+        let Job::Batch(mut batch) = job else { return };
+        let mut block = vec![0_u64; Layout::new(&LIMITS).bytes().div_ceil(8)];
+        let staged = batch.stage(bytemuck::cast_slice_mut(&mut block));
+        // The block table is not relied on afterwards.
+        assert_eq!(staged.unwrap().unwrap().updates, 1);
+        notes
+            .borrow_mut()
+            .extend(batch.commit(DeviceTimes::default()));
+    });
+    assert_eq!(answers, [Answer::Aborted, Answer::Aborted]);
+    let kinds: Vec<_> = notes.borrow().iter().map(|note| note.kind).collect();
+    assert_eq!(kinds, ["order", "order"]);
 }
 
 /// Two requests of two rows: an image of 2 x 2 patches and one token. The pixels of both are `first..first + 32`.

@@ -6,12 +6,13 @@ use std::time::Duration;
 
 use bytemuck::Pod;
 use pie_batch::{
-    DraftOptions, FieldId, Limits, NgramConfig, Outputs, Planner, Probes, ReplyError, SlotClass,
-    SlotGroup,
+    Computed, DraftOptions, FieldId, Limits, NgramConfig, Outputs, Planner, Probes, ReplyError,
+    RequestFault, SlotClass, SlotGroup, StagedGroup, StagedPass,
 };
 use pie_wire::{ForwardRequest, ForwardResponse, Reply, ResponsePayload, Sampler, decode_reply};
 
 use crate::common::builder::{Encoded, GREEDY, Req, frame};
+use crate::common::engine::{next_group, next_pass, put};
 use crate::common::naive::{self, Adapters, Plan, Segment, Slot};
 
 /// The driver that all test frames address.
@@ -167,6 +168,8 @@ pub(crate) struct Device {
     given: BTreeMap<(usize, Option<SlotClass>, usize), Given>,
     noise: Noise,
     expected: Option<Plan>,
+    /// The last frame.
+    pub(crate) computed: Option<Computed>,
     /// The last reply's bytes.
     pub(crate) reply_len: usize,
 }
@@ -192,6 +195,7 @@ impl Device {
             given: BTreeMap::new(),
             noise: Noise(random_seed),
             expected: None,
+            computed: None,
             reply_len: 0,
         }
     }
@@ -235,21 +239,25 @@ impl Device {
         frame: &ForwardRequest,
         mut choose: impl FnMut(&Plan, &Slot) -> u32,
     ) -> Plan {
+        if let Some(last) = self.computed.take() {
+            self.planner.recycle(last);
+        }
         let encoded = Encoded::new(DRIVER, frame);
-        self.planner
-            .plan(DRIVER, encoded.forward())
-            .expect("the frame's arrays agree");
+        let planned = self.planner.plan(DRIVER, encoded.forward());
+        let mut planned = planned.expect("the frame's arrays agree");
         drop(encoded);
         let mut plan = naive::plan(&self.limits, &self.adapters, frame);
-        self.check_faults(&plan);
+        check_faults(&planned, &plan);
         self.uniforms.clear();
         self.last_updates.clear();
         self.given.clear();
         for pass in 0..plan.passes.len() {
-            self.lose_adapters(&mut plan, pass);
-            self.check_pass(&plan, pass);
+            self.lose_adapters(&mut planned, &mut plan, pass);
+            let mut staged = self.stage(planned).expect("a pass is left");
+            self.check_pass(&staged, &plan, pass);
             for group in plan.pass_groups(pass, &self.limits) {
-                self.check_group(&plan, &group);
+                let open = self.stage_group(staged).expect("a group is left");
+                self.check_group(&open, &plan, &group);
                 let mut spoilt = BTreeSet::new();
                 for (_, slot) in &group {
                     let given = if slot.class.is_token() {
@@ -262,29 +270,48 @@ impl Device {
                     }
                     self.given.insert(key(slot), given);
                 }
-                self.put(&group);
+                staged = self.put(open, &group);
                 // Later passes know of it.
                 plan.spoil(&self.limits, &spoilt);
             }
-            let block = bytemuck::cast_slice_mut(&mut self.block);
-            assert_eq!(self.planner.stage_slots(block), Ok(None));
+            planned = self.stage_group(staged).expect_err("no group is left");
         }
-        let block = bytemuck::cast_slice_mut(&mut self.block);
-        assert_eq!(self.planner.stage(block), Ok(None));
-        self.check_faults(&plan);
+        let computed = self.stage(planned).expect_err("no pass is left");
+        check_faults(&computed, &plan);
+        self.computed = Some(computed);
         self.expected = Some(plan.clone());
         plan
     }
 
+    fn stage(&mut self, plan: pie_batch::Plan) -> Result<StagedPass, Computed> {
+        let block = bytemuck::cast_slice_mut(&mut self.block);
+        next_pass(&mut self.planner, plan, block)
+    }
+
+    fn stage_group(&mut self, pass: StagedPass) -> Result<StagedGroup, pie_batch::Plan> {
+        let block = bytemuck::cast_slice_mut(&mut self.block);
+        next_group(&self.planner, pass, block)
+    }
+
+    /// The last frame that was computed.
+    pub(crate) fn last(&self) -> &Computed {
+        self.computed.as_ref().expect("a frame was computed")
+    }
+
+    /// The faults of the last frame.
+    pub(crate) fn faults(&self) -> &[(usize, RequestFault)] {
+        self.last().faults()
+    }
+
     /// Checks which adapters the next pass needs, and may lose some of them.
-    fn lose_adapters(&mut self, plan: &mut Plan, pass: usize) {
+    fn lose_adapters(&mut self, planned: &mut pie_batch::Plan, plan: &mut Plan, pass: usize) {
         let expected = plan.pass_adapters(pass);
-        let needed = self.planner.next_adapters();
+        let needed = planned.next_adapters();
         assert_eq!(needed.len(), expected.len(), "each once");
         assert_eq!(BTreeSet::from_iter(needed), expected);
         for id in expected {
             if self.noise.next().is_multiple_of(8) {
-                self.planner.drop_adapter(id, "it is gone");
+                planned.drop_adapter(id, "it is gone");
                 plan.drop_adapter(id, pass);
             }
         }
@@ -302,7 +329,7 @@ impl Device {
     }
 
     /// Hands over what the slots of a group were given.
-    fn put(&mut self, group: &[(usize, Slot)]) {
+    fn put(&self, open: StagedGroup, group: &[(usize, Slot)]) -> StagedPass {
         let given = |class: SlotClass| -> (Vec<i64>, Vec<f32>) {
             let (mut ids, mut floats) = (Vec::new(), Vec::new());
             for (_, slot) in group.iter().filter(|(_, slot)| slot.class == class) {
@@ -327,9 +354,7 @@ impl Device {
             logprobs: &given(SlotClass::Logprobs).1,
             entropies: &given(SlotClass::Entropy).1,
         };
-        self.planner
-            .put_outputs(&outputs)
-            .expect("outputs of the lengths asked for");
+        put(open, &outputs)
     }
 
     /// The reply to the last frame, in a buffer of the length that it was planned for.
@@ -337,7 +362,8 @@ impl Device {
         let capacity = self.limits.reply_bytes as usize;
         let mut words = vec![u64::MAX; capacity.div_ceil(8)];
         let buffer = &mut bytemuck::cast_slice_mut(&mut words)[..capacity];
-        self.reply_len = self.planner.reply(probes, buffer)?;
+        let computed = self.computed.as_mut().expect("a frame was computed");
+        self.reply_len = self.planner.reply(computed, probes, buffer)?;
         Ok(answer(&buffer[..self.reply_len]))
     }
 
@@ -374,9 +400,9 @@ impl Device {
         if let Answer::Archive(response) = &answer {
             check_archive(response, expected.len());
         }
-        let rows = self.planner.token_count();
-        let time = Duration::from_micros(100 + rows as u64);
-        self.planner.step_took(time, time);
+        let computed = self.computed.as_mut().expect("a frame was computed");
+        let time = Duration::from_micros(100 + computed.token_count() as u64);
+        self.planner.step_took(computed, time, time);
         Some(answer)
     }
 
@@ -416,42 +442,8 @@ impl Device {
         self.table.clear();
     }
 
-    fn check_faults(&self, plan: &Plan) {
-        assert_eq!(self.planner.request_count(), plan.requests.len());
-        assert_eq!(self.planner.pass_count(), plan.passes.len());
-        let rows: usize = plan.requests.iter().map(|request| request.rows.len()).sum();
-        assert_eq!(self.planner.token_count(), rows);
-        let mut faults = self.planner.faults().iter().peekable();
-        for (index, request) in plan.requests.iter().enumerate() {
-            let fault = faults
-                .next_if(|(at, _)| *at == index)
-                .map(|(_, fault)| fault);
-            let kinds = if request.refused.is_empty() {
-                &request.muted
-            } else {
-                &request.refused
-            };
-            match fault {
-                None => assert!(kinds.is_empty(), "request {index} lacks {kinds:?}"),
-                Some(fault) => {
-                    assert!(
-                        kinds.contains(fault.kind()),
-                        "request {index}: {fault}, not {kinds:?}"
-                    );
-                    assert_eq!(fault.keeps_kv(), request.refused.is_empty(), "{fault}");
-                }
-            }
-        }
-        assert_eq!(faults.next(), None, "out of order or out of range");
-    }
-
-    fn check_pass(&mut self, plan: &Plan, number: usize) {
-        let block = bytemuck::cast_slice_mut(&mut self.block);
-        let staged = self
-            .planner
-            .stage(block)
-            .expect("the block fits")
-            .expect("a pass is left");
+    fn check_pass(&mut self, pass: &StagedPass, plan: &Plan, number: usize) {
+        let staged = pass.pass();
         let segments = &plan.passes[number];
         let rows = plan.pass_rows(number);
         assert_eq!(
@@ -461,13 +453,13 @@ impl Device {
         let masked = plan.requests[segments[0].request].sees.is_some();
         let single = segments.iter().all(|segment| segment.rows.len() == 1);
         assert_eq!((staged.masked, staged.decode), (masked, single && !masked));
-        self.check_attention_mask(plan, segments);
+        self.check_attention_mask(pass, plan, segments);
         let adapters = segments.iter();
         let adapters: Vec<_> = adapters
             .map(|segment| plan.requests[segment.request].adapter.unwrap_or(-1))
             .collect();
         let bound = adapters.iter().any(|&id| id != -1);
-        assert_eq!(self.planner.pass_adapters(), bound.then_some(adapters));
+        assert_eq!(pass.adapters(), bound.then_some(adapters));
 
         let tokens: Vec<_> = rows.iter().map(|(row, _)| i64::from(row.token)).collect();
         assert_eq!(self.array::<i64>(FieldId::InputIds, rows.len()), tokens);
@@ -525,8 +517,8 @@ impl Device {
     }
 
     /// Each row of the pass sees what its request's mask says of the KV that is stored by then.
-    fn check_attention_mask(&self, plan: &Plan, segments: &[Segment]) {
-        let mask = self.planner.attention_mask().map(|mask| {
+    fn check_attention_mask(&self, pass: &StagedPass, plan: &Plan, segments: &[Segment]) {
+        let mask = pass.attention_mask().map(|mask| {
             let offsets: Vec<usize> = mask.offsets().collect();
             // In memory that held something else.
             let mut words = vec![0x5555_5555; offsets[segments.len()]];
@@ -562,13 +554,8 @@ impl Device {
         assert!(words <= self.limits.attention_words());
     }
 
-    fn check_group(&mut self, plan: &Plan, group: &[(usize, Slot)]) {
-        let block = bytemuck::cast_slice_mut(&mut self.block);
-        let staged = self
-            .planner
-            .stage_slots(block)
-            .expect("the block fits")
-            .expect("a group is left");
+    fn check_group(&mut self, open: &StagedGroup, plan: &Plan, group: &[(usize, Slot)]) {
+        let staged = *open.group();
         let count = |class| group.iter().filter(|(_, slot)| slot.class == class).count();
         assert_eq!(staged.len(), group.len());
         for class in CLASSES {
@@ -609,24 +596,8 @@ impl Device {
                 assert_eq!(known, uniform.to_bits(), "{key:?}");
             }
         }
-        self.check_labels(group);
+        check_labels(open, group);
         self.check_masks(plan, group, staged);
-    }
-
-    /// Numbers and tokens of the group's log-probability slots.
-    fn check_labels(&self, group: &[(usize, Slot)]) {
-        let asking = group
-            .iter()
-            .filter(|(_, slot)| slot.class == SlotClass::Logprobs);
-        let mut expected = Vec::new();
-        for (number, (_, slot)) in asking.enumerate() {
-            expected.extend(
-                slot.labels
-                    .iter()
-                    .map(|&label| [number as i64, i64::from(label)]),
-            );
-        }
-        assert_eq!(self.planner.group_labels(), expected);
     }
 
     /// Each slot leads to its request's mask, and a request's mask is staged once.
@@ -669,6 +640,51 @@ impl Device {
         let bytes: &[u8] = bytemuck::cast_slice(&self.block);
         bytemuck::cast_slice(&bytes[field.offset..][..count * size_of::<T>()]).to_vec()
     }
+}
+
+fn check_faults(planned: &pie_batch::Plan, plan: &Plan) {
+    assert_eq!(planned.request_count(), plan.requests.len());
+    assert_eq!(planned.pass_count(), plan.passes.len());
+    let rows: usize = plan.requests.iter().map(|request| request.rows.len()).sum();
+    assert_eq!(planned.token_count(), rows);
+    let mut faults = planned.faults().iter().peekable();
+    for (index, request) in plan.requests.iter().enumerate() {
+        let fault = faults
+            .next_if(|(at, _)| *at == index)
+            .map(|(_, fault)| fault);
+        let kinds = if request.refused.is_empty() {
+            &request.muted
+        } else {
+            &request.refused
+        };
+        match fault {
+            None => assert!(kinds.is_empty(), "request {index} lacks {kinds:?}"),
+            Some(fault) => {
+                assert!(
+                    kinds.contains(fault.kind()),
+                    "request {index}: {fault}, not {kinds:?}"
+                );
+                assert_eq!(fault.keeps_kv(), request.refused.is_empty(), "{fault}");
+            }
+        }
+    }
+    assert_eq!(faults.next(), None, "out of order or out of range");
+}
+
+/// Numbers and tokens of the group's log-probability slots.
+fn check_labels(open: &StagedGroup, group: &[(usize, Slot)]) {
+    let asking = group
+        .iter()
+        .filter(|(_, slot)| slot.class == SlotClass::Logprobs);
+    let mut expected = Vec::new();
+    for (number, (_, slot)) in asking.enumerate() {
+        expected.extend(
+            slot.labels
+                .iter()
+                .map(|&label| [number as i64, i64::from(label)]),
+        );
+    }
+    assert_eq!(open.labels(), expected);
 }
 
 /// Reads a reply; `bytes` must be aligned.

@@ -1,0 +1,328 @@
+//! The arrays of the two blocks, each declared once: the staging block of a pass, and the block of a captured step.
+
+use bytemuck::Pod;
+
+use crate::layout::{Field, Layout};
+use crate::limits::Limits;
+use crate::slot::Slot;
+use crate::stage_error::StageError;
+
+/// Declares a block: an id for each array, in the order in which they lie, the arrays with their capacities, the layout
+/// that follows from these, and the views. `Id = name: [entry; size];` is an array of `size` entries, a field of the
+/// sizes; `pad` says what fills an array after the entries in use.
+macro_rules! block {
+    (
+        $(#[$block_doc:meta])*
+        pub struct $Block:ident of $Sizes:ident: $feature:ident;
+        $(#[$ids_doc:meta])*
+        pub enum $Id:ident {
+            $( $(#[$doc:meta])* $Variant:ident = $name:ident: [$entry:ty; $size:ident] $(, pad $pad:expr)?; )*
+        }
+    ) => {
+        $(#[$ids_doc])*
+        #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+        #[repr(usize)]
+        pub enum $Id {
+            $( $(#[$doc])* $Variant, )*
+        }
+
+        $(#[$block_doc])*
+        #[derive(Debug)]
+        pub struct $Block<'a> {
+            $( pub(crate) $name: &'a mut [$entry], )*
+        }
+
+        impl<'a> $Block<'a> {
+            fn layout(sizes: &$Sizes) -> Layout {
+                Layout::of(vec![ $( Field::of::<$entry>(stringify!($name), sizes.$size) ),* ])
+            }
+
+            /// The arrays in a block of memory.
+            pub(crate) fn of(layout: &Layout, block: &'a mut [u8]) -> Result<Self, StageError> {
+                let mut rest = Rest::of(layout, block)?;
+                Ok(Self { $( $name: rest.take(), )* })
+            }
+        }
+
+        block! { @$feature $Block of $Sizes { $( $name: $size $(, pad $pad)?; )* } }
+    };
+    (@narrowed $Block:ident of $Sizes:ident { $( $name:ident: $size:ident; )* }) => {
+        impl $Block<'_> {
+            /// The first entries of each array, so that their lengths are checked once.
+            fn narrowed(&mut self, sizes: &$Sizes) -> $Block<'_> {
+                $Block { $( $name: &mut self.$name[..sizes.$size], )* }
+            }
+        }
+    };
+    (@padded $Block:ident of $Sizes:ident { $( $name:ident: $size:ident $(, pad $pad:expr)?; )* }) => {
+        impl $Block<'_> {
+            /// Makes the rows from `first` on such that they touch the padding page alone and no slot samples them.
+            pub(crate) fn pad(&mut self, first: usize) {
+                $( $( self.$name[first..].fill($pad); )? )*
+            }
+        }
+    };
+}
+
+/// Entries of the arrays of a pass.
+struct PassSizes {
+    slots: usize,
+    requests: usize,
+    tokens: usize,
+    updates: usize,
+    words: usize,
+}
+
+block! {
+    /// The staging block of a pass, as its arrays.
+    pub struct PassBlock of PassSizes: narrowed;
+    /// The arrays of the staging block, in the order in which they lie.
+    pub enum FieldId {
+        /// `[slots]` int64: row of the pass whose logits the slot samples.
+        SlotRows = slot_rows: [i64; slots];
+        /// `[slots]` float32: temperature, 1 for greedy slots; 0 for a distribution with all mass on the arg-max.
+        Temperatures = temperatures: [f32; slots];
+        /// `[slots]` float32: top-p mass, 1 = all.
+        TopPs = top_ps: [f32; slots];
+        /// `[slots]` float32: min-p share of the largest probability, 0 = all.
+        MinPs = min_ps: [f32; slots];
+        /// `[slots]` float32: the slot's uniform number in `[0, 1)`.
+        Uniforms = uniforms: [f32; slots];
+        /// `[slots]` int32: top-k count, or ids of a distribution; the vocabulary size = all.
+        TopKs = top_ks: [i32; slots];
+        /// `[slots, 2]` int32: first word of the slot's logit mask and how many edges it has; 0 edges = no mask, -1 = bits.
+        SlotMasks = slot_masks: [[i32; 2]; slots];
+        /// `[requests]` int64: block-table row.
+        ReqPoolIndices = req_pool_indices: [i64; requests];
+        /// `[requests]` int64: KV length after the pass.
+        SeqLens = seq_lens: [i64; requests];
+        /// `[requests]` int32: KV length before the pass.
+        ExtendPrefixLens = extend_prefix_lens: [i32; requests];
+        /// `[requests]` int32: tokens of the pass.
+        ExtendSeqLens = extend_seq_lens: [i32; requests];
+        /// `[requests]` int32: first row of the pass.
+        ExtendStartLoc = extend_start_loc: [i32; requests];
+        /// `[tokens]` int64: token ids.
+        InputIds = input_ids: [i64; tokens];
+        /// `[tokens]` int64: absolute positions.
+        Positions = positions: [i64; tokens];
+        /// `[tokens]` int64: storage slots, 0 = the padding page.
+        OutCacheLoc = out_cache_loc: [i64; tokens];
+        /// `[updates, 2]` int64: changed entry of the block table (`row * row_pages + column`) and the first storage slot of
+        /// the page that it now names. After the pass's arrays, so that a copy can end with the entries in use.
+        TableUpdates = table_updates: [[i64; 2]; updates];
+        /// `[words]` int32: logit masks one after the other. Edges `e0 < e1 < e2 < …` allow the tokens `e0..e1`, `e2..e3`
+        /// and so on; where bits take less room, bit `i` of word `w` allows token `32 w + i`.
+        MaskWords = mask_words: [i32; words];
+    }
+}
+
+impl PassBlock<'_> {
+    /// The arrays, with `count` entries in those of slots.
+    pub(crate) fn slots(&mut self, count: usize) -> PassBlock<'_> {
+        self.narrowed(&PassSizes {
+            slots: count,
+            ..self.sizes()
+        })
+    }
+
+    /// The arrays, with `count` entries in those of requests.
+    pub(crate) fn requests(&mut self, count: usize) -> PassBlock<'_> {
+        self.narrowed(&PassSizes {
+            requests: count,
+            ..self.sizes()
+        })
+    }
+
+    const fn sizes(&self) -> PassSizes {
+        PassSizes {
+            slots: self.slot_rows.len(),
+            requests: self.seq_lens.len(),
+            tokens: self.input_ids.len(),
+            updates: self.table_updates.len(),
+            words: self.mask_words.len(),
+        }
+    }
+
+    /// Writes the parameters of a slot of the pass whose first row is `base`.
+    pub(crate) fn put(&mut self, entry: usize, slot: &Slot, base: usize) {
+        self.slot_rows[entry] = (slot.row() - base) as i64;
+        // Only what the tempered distribution decides divides by the temperature.
+        self.temperatures[entry] = if slot.class().is_tempered() {
+            slot.temperature()
+        } else {
+            1.0
+        };
+        self.top_ps[entry] = slot.top_p();
+        self.min_ps[entry] = slot.min_p();
+        self.uniforms[entry] = slot.uniform();
+        self.top_ks[entry] = slot.top_k() as i32;
+    }
+}
+
+/// Changed block-table entries that a step's block carries. Those of one more context go beside it.
+pub(crate) const STEP_UPDATES: usize = 512;
+/// Words of a step's header.
+const HEADER: usize = 8;
+
+/// Entries of the arrays of a step.
+struct StepSizes {
+    header: usize,
+    rows: usize,
+    slots: usize,
+    /// Slots whose row is named.
+    named: usize,
+    /// Rows that may be in groups.
+    grouped: usize,
+    updates: usize,
+}
+
+block! {
+    /// The block of a step, as its arrays.
+    pub struct StepBlock of StepSizes: padded;
+    /// The arrays of a step's block, in the order in which they lie.
+    pub enum StepFieldId {
+        /// `[8]` int32: number of the step; changed block-table entries, rows, words beside the block and entries of
+        /// `prefix_order` in use; 0.
+        Header = header: [i32; header];
+        /// `[rows]` int64: token ids.
+        InputIds = input_ids: [i64; rows], pad 0;
+        /// `[rows]` int64: absolute positions.
+        Positions = positions: [i64; rows], pad 0;
+        /// `[rows]` int64: storage slots, 0 = the padding page.
+        OutCacheLoc = out_cache_loc: [i64; rows], pad 0;
+        /// `[rows]` int64: block-table row, 0 = padding.
+        ReqPoolIndices = req_pool_indices: [i64; rows], pad 0;
+        /// `[rows]` int64: KV that the row sees, itself included.
+        SeqLens = seq_lens: [i64; rows], pad 1;
+        /// `[slots]` float32: temperature, 0 = arg-max, below 0 = the row is not sampled.
+        Temperatures = temperatures: [f32; slots];
+        /// `[slots]` float32: as in the staging block.
+        TopPs = top_ps: [f32; slots];
+        /// `[slots]` float32: as in the staging block.
+        MinPs = min_ps: [f32; slots];
+        /// `[slots]` float32: as in the staging block.
+        Uniforms = uniforms: [f32; slots];
+        /// `[slots]` int32: as in the staging block.
+        TopKs = top_ks: [i32; slots];
+        /// `[slots, 2]` int32: as in the staging block.
+        SlotMasks = slot_masks: [[i32; 2]; slots];
+        /// `[slots]` int64: row of each slot; empty if there are as many slots as rows.
+        SlotRows = slot_rows: [i64; named];
+        /// `[rows]` int32: first tokens of the KV that the row shares with its group, a multiple of 128; 0 = in no group.
+        /// Empty, as the next three, if the graph knows no groups.
+        PrefixLens = prefix_lens: [i32; grouped];
+        /// `[rows]` int32: of a row that is in a group its entry of `prefix_order`.
+        PrefixPlaces = prefix_places: [i32; grouped];
+        /// `[rows]` int32: the rows of all groups, one group after the other.
+        PrefixOrder = prefix_order: [i32; grouped];
+        /// `[rows]` int32: for each entry of `prefix_order` the first entry of its group.
+        PrefixStarts = prefix_starts: [i32; grouped];
+        /// `[512, 2]` int64: as in the staging block; further ones are the first of
+        /// [`StepMemory::mask_words`](crate::StepMemory::mask_words).
+        TableUpdates = table_updates: [[i64; 2]; updates];
+    }
+}
+
+/// What a step needs, and what a graph has room for. A graph of as many slots as rows samples each row in the slot of the
+/// same number; one of fewer slots, which is for prompts, is told the row of each.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct StepSize {
+    /// Tokens.
+    pub rows: usize,
+    /// Sampled rows.
+    pub slots: usize,
+}
+
+impl StepSize {
+    /// Whether a graph of this size can run the step.
+    #[must_use]
+    pub const fn runs(self, step: Self) -> bool {
+        step.rows <= self.rows && (self.slots == self.rows || step.slots <= self.slots)
+    }
+}
+
+impl From<usize> for StepSize {
+    /// As many slots as rows.
+    fn from(rows: usize) -> Self {
+        Self { rows, slots: rows }
+    }
+}
+
+impl Layout {
+    /// That of the staging block, with the arrays of [`FieldId`].
+    #[must_use]
+    pub fn new(limits: &Limits) -> Self {
+        let (slots, requests) = (limits.max_slots as usize, limits.max_requests as usize);
+        PassBlock::layout(&PassSizes {
+            slots,
+            requests,
+            tokens: limits.chunk_tokens as usize,
+            // Every entry of the table can change in one pass.
+            updates: requests * limits.row_pages as usize,
+            words: slots * limits.mask_words(),
+        })
+    }
+
+    /// That of a graph's block, with the arrays of [`StepFieldId`].
+    #[must_use]
+    pub fn graph(size: impl Into<StepSize>) -> Self {
+        Self::graph_of(size.into(), 0)
+    }
+
+    /// That of a graph that knows [groups](crate::Planner::find_groups), with as many slots as rows.
+    #[must_use]
+    pub fn grouped_graph(rows: usize) -> Self {
+        Self::graph_of(rows.into(), rows)
+    }
+
+    fn graph_of(StepSize { rows, slots }: StepSize, grouped: usize) -> Self {
+        StepBlock::layout(&StepSizes {
+            header: HEADER,
+            rows,
+            slots,
+            named: if slots < rows { slots } else { 0 },
+            grouped,
+            updates: STEP_UPDATES,
+        })
+    }
+
+    /// One array of the staging block.
+    #[must_use]
+    pub fn field(&self, id: FieldId) -> Field {
+        self.fields()[id as usize]
+    }
+}
+
+/// The part of a block whose arrays are still to be taken, in the order of the layout.
+struct Rest<'a, 'l> {
+    fields: std::slice::Iter<'l, Field>,
+    at: usize,
+    block: &'a mut [u8],
+}
+
+impl<'a, 'l> Rest<'a, 'l> {
+    fn of(layout: &'l Layout, block: &'a mut [u8]) -> Result<Self, StageError> {
+        let (found, needed) = (block.len(), layout.bytes());
+        if found < needed {
+            return Err(StageError::BlockSize { found, needed });
+        }
+        bytemuck::try_cast_slice::<u8, u64>(&block[..8]).map_err(StageError::Alignment)?;
+        Ok(Self {
+            fields: layout.fields().iter(),
+            at: 0,
+            block,
+        })
+    }
+
+    fn take<T: Pod>(&mut self) -> &'a mut [T] {
+        let Some(field) = self.fields.next() else {
+            return &mut [];
+        };
+        let end = field.offset + field.capacity * field.dtype.size();
+        let (head, tail) = std::mem::take(&mut self.block).split_at_mut(end - self.at);
+        let array = &mut head[field.offset - self.at..];
+        (self.block, self.at) = (tail, end);
+        bytemuck::cast_slice_mut(array)
+    }
+}

@@ -1,0 +1,229 @@
+//! The slots of a pass, computed group by group.
+
+use std::ops::Range;
+
+use crate::block::PassBlock;
+use crate::limits::Limits;
+use crate::outputs::Outputs;
+use crate::request::{Request, Segment};
+use crate::sampler::SlotClass;
+use crate::slot::{Slot, Slots};
+use crate::stage_error::StageError;
+
+/// Slots that are computed together, in the order of [`SlotClass`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct SlotGroup {
+    /// Slots of each class.
+    pub counts: [usize; SlotClass::COUNT],
+    /// Staged logit masks.
+    pub masks: usize,
+    /// The words that they take.
+    pub mask_words: usize,
+}
+
+impl SlotGroup {
+    /// Slots of the group.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.counts.iter().sum()
+    }
+
+    /// Whether the group has no slot.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Slots of one class.
+    #[must_use]
+    pub const fn count(&self, class: SlotClass) -> usize {
+        self.counts[class as usize]
+    }
+}
+
+/// What the staged array says of a slot without a mask.
+const UNMASKED: [i32; 2] = [0; 2];
+
+/// The slots of the staged pass, ordered by class within each group, and the group that is staged.
+#[derive(Debug, Default)]
+pub(crate) struct PassSlots {
+    slots: Vec<u32>,
+    /// The staged group.
+    group: Range<usize>,
+    /// Of its log-probability slots: `[number among them, token]` of each label.
+    labels: Vec<[i64; 2]>,
+    /// For each mask where it lies in the staged group, as [`FieldId::SlotMasks`](crate::FieldId::SlotMasks) says it.
+    masks: Vec<[i32; 2]>,
+    /// A group as it was before it was ordered.
+    unordered: Vec<u32>,
+}
+
+impl PassSlots {
+    /// Number of slots.
+    pub(crate) const fn len(&self) -> usize {
+        self.slots.len()
+    }
+
+    /// Labels of the staged group.
+    pub(crate) fn labels(&self) -> &[[i64; 2]] {
+        &self.labels
+    }
+
+    /// Begins a pass that has all slots of the frame.
+    pub(crate) fn take_all(&mut self, slots: &Slots, limits: &Limits) {
+        self.slots.clear();
+        self.slots.extend(0..slots.all().len() as u32);
+        self.order(slots, limits);
+    }
+
+    /// Begins a pass of certain segments.
+    pub(crate) fn take(
+        &mut self,
+        segments: &[Segment],
+        requests: &[Request],
+        slots: &Slots,
+        limits: &Limits,
+    ) {
+        self.slots.clear();
+        for segment in segments {
+            let request = &requests[segment.request()];
+            let own = request.slots().range().map(|slot| slot as u32);
+            if segment.len() == request.rows().len() {
+                self.slots.extend(own);
+                continue;
+            }
+            let rows = segment.rows();
+            let inside = |&slot: &u32| rows.contains(&slots.all()[slot as usize].row());
+            self.slots.extend(own.filter(inside));
+        }
+        self.order(slots, limits);
+    }
+
+    /// Orders each group of the pass, and goes before the first.
+    fn order(&mut self, slots: &Slots, limits: &Limits) {
+        self.group = 0..0;
+        self.labels.clear();
+        if slots.are_alike() {
+            return;
+        }
+        for group in self.slots.chunks_mut(limits.max_slots as usize) {
+            order_by_class(group, &mut self.unordered, slots.all());
+        }
+    }
+
+    /// Writes the next group, at most [`Limits::max_slots`], of the pass whose first row is `base`; `None` after the last.
+    pub(crate) fn stage(
+        &mut self,
+        slots: &Slots,
+        limits: &Limits,
+        base: usize,
+        block: &mut PassBlock<'_>,
+    ) -> Option<SlotGroup> {
+        let start = self.group.end;
+        self.group = start..self.slots.len().min(start + limits.max_slots as usize);
+        self.labels.clear();
+        if self.group.is_empty() {
+            return None;
+        }
+        self.masks.clear();
+        self.masks.resize(slots.mask_count(), UNMASKED);
+        let mut staged = SlotGroup::default();
+        let width = limits.mask_words();
+        let mut arrays = block.slots(self.group.len());
+        for (entry, &slot) in self.slots[self.group.clone()].iter().enumerate() {
+            let slot = &slots.all()[slot as usize];
+            arrays.put(entry, slot, base);
+            arrays.slot_masks[entry] = match slot.mask() {
+                None => UNMASKED,
+                Some(mask) if self.masks[mask] == UNMASKED => {
+                    let first = staged.mask_words;
+                    let (words, edges) =
+                        slots.put_mask(mask, &mut arrays.mask_words[first..][..width]);
+                    staged.masks += 1;
+                    staged.mask_words += words;
+                    self.masks[mask] = [first as i32, edges];
+                    self.masks[mask]
+                }
+                Some(mask) => self.masks[mask],
+            };
+            if slot.class() == SlotClass::Logprobs {
+                let number = staged.count(slot.class()) as i64;
+                let labels = slots.labels(slot).iter();
+                self.labels
+                    .extend(labels.map(|&label| [number, i64::from(label)]));
+            }
+            staged.counts[slot.class() as usize] += 1;
+        }
+        Some(staged)
+    }
+
+    /// Gives the slots of the staged group their outputs; `false` when a token is outside the vocabulary.
+    ///
+    /// # Errors
+    /// [`StageError::OutputCount`] when an array has another length than the slots ask for; nothing is taken then.
+    pub(crate) fn put_outputs(
+        &self,
+        slots: &mut Slots,
+        outputs: &Outputs<'_>,
+        vocab_size: u32,
+    ) -> Result<bool, StageError> {
+        let group = &self.slots[self.group.clone()];
+        check_outputs(group, slots, outputs, vocab_size)?;
+        Ok(slots.put_outputs(group, outputs, vocab_size))
+    }
+}
+
+/// Orders a group by class; slots of one class keep their order. There are few classes, so that places are counted.
+fn order_by_class(group: &mut [u32], unordered: &mut Vec<u32>, slots: &[Slot]) {
+    let class = |slot: u32| slots[slot as usize].class() as usize;
+    let mut places = [0; SlotClass::COUNT + 1];
+    for &slot in &*group {
+        places[class(slot) + 1] += 1;
+    }
+    for class in 1..places.len() {
+        places[class] += places[class - 1];
+    }
+    unordered.clear();
+    unordered.extend_from_slice(group);
+    for &slot in &*unordered {
+        let place = &mut places[class(slot)];
+        group[*place] = slot;
+        *place += 1;
+    }
+}
+
+/// Checks that each array has the values that the slots ask for.
+fn check_outputs(
+    group: &[u32],
+    slots: &Slots,
+    outputs: &Outputs<'_>,
+    vocab_size: u32,
+) -> Result<(), StageError> {
+    let mut values = [0; SlotClass::COUNT];
+    for &slot in group {
+        let slot = &slots.all()[slot as usize];
+        values[slot.class() as usize] += if slot.class().is_token() {
+            1
+        } else {
+            slot.len(vocab_size)
+        };
+    }
+    let [greedy, plain, filtered, dists, logits, logprobs, entropies] = values;
+    for (array, found, expected) in [
+        ("tokens", outputs.tokens.len(), greedy + plain + filtered),
+        ("dist_ids", outputs.dist_ids.len(), dists),
+        ("dist_probs", outputs.dist_probs.len(), dists),
+        ("logits", outputs.logits.len(), logits),
+        ("logprobs", outputs.logprobs.len(), logprobs),
+        ("entropies", outputs.entropies.len(), entropies),
+    ] {
+        if found != expected {
+            return Err(StageError::OutputCount {
+                array,
+                found,
+                expected,
+            });
+        }
+    }
+    Ok(())
+}
