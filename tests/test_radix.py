@@ -66,12 +66,16 @@ class TestArrays:
 
     @pytest.mark.parametrize("token", [-1, 1 << 32])
     def test_tokens_out_of_range(self, token: int) -> None:
-        with pytest.raises(OverflowError, match=rf"tokens\[1\] is {token}; its ids are from 0 to 4294967295"):
+        with pytest.raises(
+            OverflowError, match=rf"tokens\[1\] is {token}; its ids are from 0 to 4294967295"
+        ):
             filled().match_prefix(np.array([1, token]))
 
     @pytest.mark.parametrize("page", [-1, 1 << 31])
     def test_pages_out_of_range(self, page: int) -> None:
-        with pytest.raises(OverflowError, match=rf"pages\[0\] is {page}; its ids are from 0 to 2147483647"):
+        with pytest.raises(
+            OverflowError, match=rf"pages\[0\] is {page}; its ids are from 0 to 2147483647"
+        ):
             filled().insert(ids(7, 7), np.array([page]))
 
     @pytest.mark.parametrize("number", [-1, 1 << 64])

@@ -170,14 +170,14 @@ impl<'a, 'py> FromPyObject<'a, 'py> for PageId {
 /// An integer argument, or `out_of_range` of one that its type does not hold.
 fn integer<'a, 'py, T>(
     object: Borrowed<'a, 'py, PyAny>,
-    out_of_range: impl FnOnce(Borrowed<'a, 'py, PyAny>) -> PyErr,
+    out_of_range: impl FnOnce(&Bound<'py, PyAny>) -> PyErr,
 ) -> PyResult<T>
 where
     T: FromPyObject<'a, 'py, Error = PyErr>,
 {
     object.extract::<T>().map_err(|error| {
         if error.is_instance_of::<PyOverflowError>(object.py()) {
-            out_of_range(object)
+            out_of_range(&object)
         } else {
             error
         }
