@@ -120,8 +120,7 @@ impl RadixIndex {
     }
 
     /// Reads the memory that the next evictions will need. Their nodes are scattered, so each costs a few cache misses; reads
-    /// that do not depend on each other overlap. So one pass reads both cache lines of all nodes, and the next one the
-    /// places that these lead to.
+    /// that do not depend on each other overlap.
     fn read_ahead(&self) {
         let next = || {
             self.device_leaves
@@ -130,9 +129,9 @@ impl RadixIndex {
                 .map(|rank| *rank as u32)
         };
         let node = |at: u32| self.nodes.get(at as usize);
-        let nodes = next().filter_map(node).fold(0, |sum, node| {
-            sum ^ node.hash ^ node.parent ^ node.edge.len() as u32 ^ node.queue as u32
-        });
+        let nodes = next()
+            .filter_map(node)
+            .fold(0, |sum, node| sum ^ node.hash ^ node.parent);
         black_box(nodes);
         let around = next().filter_map(node).fold(0, |sum, leaf| {
             let around = [leaf.next, leaf.previous].map(|at| node(at).map_or(0, |node| node.next));

@@ -32,10 +32,11 @@ fn serve(name: &str, wait: Wait) -> Result<(), Box<dyn Error>> {
         let request = lease.copy_request(&mut words)?.to_vec();
         let _ = lease.reply(&request)?;
     }
-    match ended.join() {
-        Ok(status) if status?.success() => Ok(()),
-        _ => Err("the client failed".into()),
+    let status = ended.join().map_err(|_| "the waiting thread panicked")??;
+    if !status.success() {
+        return Err("the client failed".into());
     }
+    Ok(())
 }
 
 /// Calls the server of region `name`, and returns the median round trip.
