@@ -65,8 +65,8 @@ impl PassAdapters {
     }
 
     /// Whether a pass of so many `slots` can take a request of this binding, too.
-    pub(crate) fn admits(&self, binding: Binding, slots: NonZeroUsize) -> bool {
-        self.bindings.contains(&binding) || self.bindings.len() < slots.get()
+    pub(crate) fn admits(&self, binding: Binding, slots: usize) -> bool {
+        self.bindings.contains(&binding) || self.bindings.len() < slots
     }
 
     /// Adds a request of this binding.

@@ -16,7 +16,7 @@ use crate::mask::{Visibility, attention_words};
 pub(crate) struct Geometry {
     /// Input tokens.
     pub(crate) inputs: u32,
-    /// Draft tokens behind them.
+    /// Draft tokens after them.
     pub(crate) drafts: u32,
     /// KV length after the inputs, before the drafts.
     pub(crate) kv_end: u32,
@@ -37,7 +37,7 @@ impl Geometry {
 
 /// What holds for the whole frame, so that single requests need not be asked.
 #[derive(Debug, Clone)]
-pub(crate) struct Survey<'a> {
+pub(crate) struct FrameFacts<'a> {
     /// Every input and draft token is in the vocabulary.
     ids_fit: bool,
     /// Every input position is below the limit.
@@ -48,7 +48,7 @@ pub(crate) struct Survey<'a> {
     pub(crate) images: Option<ImageArrays<'a>>,
 }
 
-impl<'a> Survey<'a> {
+impl<'a> FrameFacts<'a> {
     pub(crate) fn of(
         frame: &Frame<'a>,
         limits: &Limits,
@@ -90,12 +90,12 @@ pub(crate) fn is_idle(frame: &Frame<'_>, index: usize) -> Result<bool, RequestFa
 /// Checks all that decides whether the request's KV can be computed, but the page ids.
 pub(crate) fn check_compute(
     frame: &Frame<'_>,
-    survey: &Survey<'_>,
+    facts: &FrameFacts<'_>,
     limits: &Limits,
     index: usize,
 ) -> Result<Geometry, RequestFault> {
-    if survey.media {
-        check_media(frame, survey.images.as_ref(), limits, index)?;
+    if facts.media {
+        check_media(frame, facts.images.as_ref(), limits, index)?;
     }
     let tokens = range(frame.qo_indptr, index);
     let drafts = range(frame.draft_indptr, index);
@@ -107,12 +107,12 @@ pub(crate) fn check_compute(
         pages,
         frame.last_page_lens[index],
     )?;
-    if !survey.ids_fit {
+    if !facts.ids_fit {
         check_ids(&frame.token_ids[tokens.clone()], limits)?;
         check_ids(&frame.draft_ids[drafts.clone()], limits)?;
     }
     let positions = &frame.positions[tokens];
-    if !survey.positions_fit {
+    if !facts.positions_fit {
         check_positions(positions.iter().copied(), limits)?;
     }
     if !drafts.is_empty() {
@@ -200,7 +200,7 @@ fn check_positions(
     }
 }
 
-/// Positions of the request's drafts: the frame's, or consecutive ones behind the last input.
+/// Positions of the request's drafts: the frame's, or consecutive ones after the last input.
 pub(crate) fn draft_positions<'a>(
     frame: &Frame<'a>,
     drafts: Range<usize>,
@@ -282,7 +282,7 @@ const fn check_one_pass(geometry: Geometry, limits: &Limits) -> Result<(), Reque
             kv_len,
             bytes: 4 * words,
             limit: 4 * max_words,
-            // The mask of so many tokens without a prefix is as large.
+            // The mask of as many tokens without a prefix is as large.
             chunk: (32 * words - 1).isqrt() + 1,
         });
     }

@@ -2,7 +2,7 @@
 //! into the reply.
 //!
 //! What a request brings along is taken while the device computes, and so is everything that can wait: what contexts said
-//! before they asked, the shared history. Behind an answer there is work only for requests that may get drafts: of the
+//! before they asked, the shared history. After an answer there is work only for requests that may get drafts: of the
 //! others the drafter hears with their next request.
 
 use std::mem;
@@ -25,16 +25,16 @@ use crate::verify::token_count;
 /// Tokens before a request's own that must be those that the drafter knows; else its context is another one.
 const CHECKED: usize = 16;
 /// Tokens that are read again from their pages in a second, with room to spare.
-const RECALLED: f64 = 1e6;
+const REREAD_PER_SECOND: f64 = 1e6;
 /// Of those, in one frame: at least, and at most.
-const RECALL: (usize, usize) = (256, 1 << 16);
+const REREAD: (usize, usize) = (256, 1 << 16);
 /// Steps, or drafts that were verified, before the first report, and the most of either between two later ones; in the
 /// meantime their number doubles.
 const FIRST_REPORT: u64 = 1 << 8;
 const REPORT_STEPS: u64 = 1 << 14;
 const REPORT_DRAFTS: u64 = 1 << 20;
-/// Contexts whose drafts are awaited; when there are more, all are forgotten.
-const AWAITED: usize = 1 << 16;
+/// Contexts whose drafts are pending; when there are more, all are forgotten.
+const MAX_PENDING: usize = 1 << 16;
 
 /// How to draft.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -51,10 +51,10 @@ pub struct DraftOptions {
 
 /// A request of the current frame that asks for drafts.
 #[derive(Debug, Clone, Copy)]
-struct Asking {
+struct DraftRequest {
     request: usize,
     context: u64,
-    /// Whether its answer is worth drafting behind.
+    /// Whether drafts after its answer are worth their cost.
     promising: bool,
 }
 
@@ -64,7 +64,7 @@ const NOTHING: Offer = Offer {
     drafts: 0,
 };
 
-/// What is drafted behind a request of the current frame.
+/// What is drafted after a request of the current frame.
 #[derive(Debug, Clone, Default)]
 struct Draft {
     tokens: Range<usize>,
@@ -74,7 +74,7 @@ struct Draft {
 /// What a frame's requests ask of the drafter, and what they get.
 #[derive(Debug, Default)]
 pub(crate) struct FrameDrafts {
-    asking: Vec<Asking>,
+    requests: Vec<DraftRequest>,
     /// The drafter has what the requests brought along.
     prepared: bool,
     /// A graph computes the frame.
@@ -90,7 +90,7 @@ pub(crate) struct FrameDrafts {
 impl FrameDrafts {
     /// Begins a frame.
     pub(crate) fn clear(&mut self) {
-        self.asking.clear();
+        self.requests.clear();
         self.lengths.clear();
         self.prepared = false;
         self.graph = false;
@@ -100,7 +100,7 @@ impl FrameDrafts {
     /// Notes that a request asks for drafts.
     pub(crate) fn ask(&mut self, request: usize, context: u64) {
         if context != 0 {
-            self.asking.push(Asking {
+            self.requests.push(DraftRequest {
                 request,
                 context,
                 promising: false,
@@ -131,9 +131,9 @@ impl FrameDrafts {
     /// Leaves out requests whose context a later one has, too.
     fn keep_last(&mut self, seen: &mut FxHashSet<u64>) {
         seen.clear();
-        self.asking.reverse();
-        self.asking.retain(|asking| seen.insert(asking.context));
-        self.asking.reverse();
+        self.requests.reverse();
+        self.requests.retain(|request| seen.insert(request.context));
+        self.requests.reverse();
     }
 }
 
@@ -187,13 +187,13 @@ pub(crate) struct Drafting {
     /// Contexts that ask, while they are looked through.
     seen: FxHashSet<u64>,
     /// Tokens of earlier frames that may be read again in the next one.
-    recall: usize,
+    reread: usize,
     /// Some frame was computed by a graph.
     graphs: bool,
     /// How long the match was that a context's drafts were offered for.
-    awaited: FxHashMap<u64, usize>,
+    pending: FxHashMap<u64, usize>,
     /// What a request adds to its context.
-    said: Vec<u32>,
+    text: Vec<u32>,
     found: Drafts,
     /// Steps and drafts with which the next report is due.
     next_report: (u64, u64),
@@ -206,10 +206,10 @@ impl Drafting {
             policy: Policy::new(options.num_drafts, &options.rungs),
             pages: PageTokens::new(limits.page_size, limits.total_pages, options.host_pages),
             seen: FxHashSet::default(),
-            recall: RECALL.0,
+            reread: REREAD.0,
             graphs: false,
-            awaited: FxHashMap::default(),
-            said: Vec::new(),
+            pending: FxHashMap::default(),
+            text: Vec::new(),
             found: Drafts::default(),
             next_report: (FIRST_REPORT, FIRST_REPORT),
         })
@@ -247,7 +247,7 @@ impl Drafting {
         frame: Drafted<'_>,
         table: &BlockTable,
     ) {
-        if mem::replace(&mut drafts.prepared, true) || drafts.asking.is_empty() {
+        if mem::replace(&mut drafts.prepared, true) || drafts.requests.is_empty() {
             return;
         }
         self.policy.set_kind(drafts.kind);
@@ -256,32 +256,32 @@ impl Drafting {
         // Every request is a row of the next step, whether it asks for drafts or not.
         drafts.offers.clear();
         drafts.offers.resize(frame.requests.len(), NOTHING);
-        for &Asking {
+        for &DraftRequest {
             request, context, ..
-        } in &drafts.asking
+        } in &drafts.requests
         {
-            let asking = &frame.requests[request];
-            if self.catch_up(frame, table, asking, context) {
-                let inputs = asking.inputs();
-                self.said.clear();
-                self.said.extend_from_slice(&frame.rows.token_ids()[inputs]);
-                drafts.offers[request] = self.hear(context, asking.prefix(), 1);
+            let asked = &frame.requests[request];
+            if self.catch_up(frame, table, asked, context) {
+                let inputs = asked.inputs();
+                self.text.clear();
+                self.text.extend_from_slice(&frame.rows.token_ids()[inputs]);
+                drafts.offers[request] = self.append(context, asked.prefix(), 1);
             }
         }
         self.policy.preselect(&drafts.offers, &mut drafts.marks);
-        for asking in &mut drafts.asking {
-            // One that was not heard would start anew with its token.
-            let heard = drafts.offers[asking.request].context == asking.context;
-            asking.promising = heard && drafts.marks[asking.request];
+        for request in &mut drafts.requests {
+            // One that was not appended would start anew with its token.
+            let known = drafts.offers[request.request].context == request.context;
+            request.promising = known && drafts.marks[request.request];
         }
     }
 
-    /// Takes what is in `said` as the context's end from KV index `start` on, and drafts behind it.
-    fn hear(&mut self, context: u64, start: usize, drafts: usize) -> Offer {
+    /// Takes what is in `text` as the context's end from KV index `start` on, and drafts what follows.
+    fn append(&mut self, context: u64, start: usize, drafts: usize) -> Offer {
         let step = Step {
             context,
             position: start as u32,
-            tokens: &self.said,
+            tokens: &self.text,
             drafts,
         };
         self.found.clear();
@@ -300,7 +300,7 @@ impl Drafting {
         frame: Drafted<'_>,
         table: &BlockTable,
     ) {
-        if drafts.asking.is_empty() {
+        if drafts.requests.is_empty() {
             return;
         }
         self.prepare(drafts, frame, table);
@@ -309,16 +309,16 @@ impl Drafting {
         drafts.drafts.clear();
         drafts.drafts.resize(frame.requests.len(), Draft::default());
         drafts.offers.fill(NOTHING);
-        for index in 0..drafts.asking.len() {
-            self.draft(drafts, frame, drafts.asking[index]);
+        for index in 0..drafts.requests.len() {
+            self.draft(drafts, frame, drafts.requests[index]);
         }
         self.policy.choose(&drafts.offers, &mut drafts.lengths);
-        if self.awaited.len() > AWAITED {
-            self.awaited.clear();
+        if self.pending.len() > MAX_PENDING {
+            self.pending.clear();
         }
         let offered = drafts.offers.iter().zip(&drafts.lengths);
         for (offer, _) in offered.filter(|(_, length)| **length > 0) {
-            self.awaited.insert(offer.context, offer.match_length);
+            self.pending.insert(offer.context, offer.match_length);
         }
     }
 
@@ -326,17 +326,17 @@ impl Drafting {
     pub(crate) fn take_back(&mut self, drafts: &mut FrameDrafts) {
         let offered = drafts.offers.iter().zip(&drafts.lengths);
         for (offer, _) in offered.filter(|(_, length)| **length > 0) {
-            self.awaited.remove(&offer.context);
+            self.pending.remove(&offer.context);
         }
         drafts.lengths.clear();
     }
 
-    fn draft(&mut self, drafts: &mut FrameDrafts, frame: Drafted<'_>, asking: Asking) {
-        let Asking {
+    fn draft(&mut self, drafts: &mut FrameDrafts, frame: Drafted<'_>, asked: DraftRequest) {
+        let DraftRequest {
             request: index,
             context,
             promising,
-        } = asking;
+        } = asked;
         let request = &frame.requests[index];
         let drafted = request.drafts();
         if !promising && drafted == 0 {
@@ -349,7 +349,7 @@ impl Drafting {
             return;
         }
         if drafted > 0
-            && let Some(match_length) = self.awaited.remove(&context)
+            && let Some(match_length) = self.pending.remove(&context)
         {
             self.policy
                 .verified(context, match_length, drafted, count - 1);
@@ -362,16 +362,16 @@ impl Drafting {
         if !promising || !follows {
             return;
         }
-        self.said.clear();
-        self.said.extend(tokens.take(count).map(Slot::token));
+        self.text.clear();
+        self.text.extend(tokens.take(count).map(Slot::token));
         let limits = frame.limits;
         let last_position = frame.rows.positions()[inputs.end - 1];
         let first_position = last_position.saturating_add(count as u32 + 1);
         let start = request.prefix() + inputs.len();
         let room = (limits.max_positions.saturating_sub(first_position) as usize)
             .min((limits.max_kv_len() as usize).saturating_sub(start + count));
-        let most = self.policy.max_drafts().min(room);
-        let offer = self.hear(context, start, most);
+        let limit = self.policy.max_drafts().min(room);
+        let offer = self.append(context, start, limit);
         // A placeholder of an image is no token.
         let found = self.found.tokens(0).iter();
         let usable = found.take_while(|&&token| token < limits.vocab_size);
@@ -401,10 +401,10 @@ impl Drafting {
             return true;
         };
         let known = self.drafter.length(context).min(prefix);
-        self.said.clear();
+        self.text.clear();
         let recent = known.saturating_sub(CHECKED)..known;
-        let start = self.pages.load(pages, recent, &mut self.said);
-        let holds = self.drafter.holds(context, start, &self.said);
+        let start = self.pages.load(pages, recent, &mut self.text);
+        let holds = self.drafter.holds(context, start, &self.text);
         let known = if holds && self.drafter.can_rewind(context, known) {
             known
         } else {
@@ -414,12 +414,12 @@ impl Drafting {
             }
             0
         };
-        let end = prefix.min(known + self.recall);
+        let end = prefix.min(known + self.reread);
         if known < end {
-            self.recall -= end - known;
-            self.said.clear();
-            let start = self.pages.load(pages, known..end, &mut self.said);
-            self.drafter.append_known(context, start as u32, &self.said);
+            self.reread -= end - known;
+            self.text.clear();
+            let start = self.pages.load(pages, known..end, &mut self.text);
+            self.drafter.append_known(context, start as u32, &self.text);
         }
         end == prefix
     }
@@ -433,8 +433,8 @@ impl Drafting {
         time: Duration,
         cycle: Duration,
     ) {
-        let recalled = (time.as_secs_f64() / 2.0 * RECALLED) as usize;
-        self.recall = recalled.clamp(RECALL.0, RECALL.1);
+        let reread = (time.as_secs_f64() / 2.0 * REREAD_PER_SECOND) as usize;
+        self.reread = reread.clamp(REREAD.0, REREAD.1);
         let Some((rows, drafted, tokens)) = frame.step(passes) else {
             return;
         };

@@ -108,7 +108,7 @@ pub enum RequestFault {
         /// The limit.
         limit: u32,
     },
-    /// A sampling index points behind the request's own rows.
+    /// A sampling index points past the request's own rows.
     #[error("sampling index {index} is outside the request's {rows} rows")]
     SamplingIndex {
         /// The index.
@@ -169,7 +169,7 @@ pub enum RequestFault {
     },
     /// Drafts for a model with recurrent state.
     #[error(
-        "the model has recurrent state, which cannot go back behind rejected ones of the {drafts} drafts"
+        "the model has recurrent state, which cannot be taken back when some of the {drafts} drafts are rejected; send none"
     )]
     StateDrafts {
         /// Drafts of the request.

@@ -27,7 +27,7 @@ pub(crate) struct Frame<'a> {
     pub(crate) draft_indptr: &'a [u32],
     pub(crate) image_indptr: &'a [u32],
     pub(crate) audio_indptr: &'a [u32],
-    /// 0 = nobody; empty when the frame names no contexts.
+    /// 0 = no context; empty when the frame names no contexts.
     pub(crate) context_ids: &'a [u64],
     /// Of recurrent state; empty when the frame names none, and so are the flags.
     pub(crate) state_slots: &'a [u32],

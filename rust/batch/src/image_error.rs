@@ -50,7 +50,7 @@ pub enum ImageError {
         tokens: u64,
         /// The request's first row.
         start: usize,
-        /// Behind the request's last row.
+        /// One past the request's last row.
         end: usize,
     },
     /// Rows that the span before it has, or rows before that.
@@ -58,7 +58,7 @@ pub enum ImageError {
     Overlap {
         /// First row.
         row: u32,
-        /// Behind the last row of the span before.
+        /// One past the last row of the span before.
         end: usize,
     },
     /// A row that carries text.
@@ -93,7 +93,7 @@ pub enum ImageError {
         /// The limit.
         limit: u32,
     },
-    /// A wrong number of patch positions, of all images of the frame together: nobody can tell whose is wrong.
+    /// A wrong number of patch positions, of all images of the frame together: it cannot be told whose is wrong.
     #[error(
         "`image_patch_positions` must have two numbers per patch of the frame's images, or none"
     )]

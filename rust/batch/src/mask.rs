@@ -13,7 +13,7 @@ pub(crate) enum Visibility {
     /// Every KV index up to the row's own.
     #[default]
     Causal,
-    /// What the request's mask admits, and nothing behind the row.
+    /// What the request's mask admits, and nothing after the row.
     Masked,
     /// What the request's mask admits; of some row that is KV of later rows, so one pass must store all of them.
     MaskedAhead,
@@ -122,7 +122,7 @@ mod tests {
             prop_assert_eq!(rows_within(room, kv_start, rows), expected);
         }
 
-        /// Behind those of another mask, whatever that one ends with.
+        /// After those of another mask, whatever that one ends with.
         #[test]
         fn edges_are_those_of_the_true_ranges(
             runs in proptest::collection::vec(prop_oneof![1 => Just(0), 4 => 1_u32..9, 1 => 9_u32..=u32::MAX], 0..12),

@@ -56,6 +56,10 @@ impl Passes {
         let max_words = limits.attention_words();
         let (mut first, mut tokens, mut masked, mut words) = (0, 0, false, 0);
         self.adapters.start();
+        let (adapters, max_adapters) = match adapter_slots {
+            Some(slots) => (true, slots.get()),
+            None => (false, 0),
+        };
         for (index, request) in requests.iter().enumerate() {
             let mut rows = request.rows().range();
             while !rows.is_empty() {
@@ -68,15 +72,14 @@ impl Passes {
                     || (request.visibility() != Visibility::Causal
                         && words + attention_words(needed, kv_start() + needed) > max_words)
                     || self.segments.len() - first == max_requests
-                    || adapter_slots
-                        .is_some_and(|slots| !self.adapters.admits(request.adapter(), slots));
+                    || (adapters && !self.adapters.admits(request.adapter(), max_adapters));
                 let mixed = masked != (request.visibility() != Visibility::Causal);
                 if tokens > 0 && (full || mixed) {
                     self.ranges.push(first..self.segments.len());
                     (first, tokens, words) = (self.segments.len(), 0, 0);
                     self.adapters.start();
                 }
-                if adapter_slots.is_some() {
+                if adapters {
                     self.adapters.add(request.adapter());
                 }
                 masked = request.visibility() != Visibility::Causal;

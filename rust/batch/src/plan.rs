@@ -9,8 +9,9 @@ use rustc_hash::FxHashSet;
 use crate::adapter::Adapters;
 use crate::block::PassBlock;
 use crate::changes::TableChanges;
-use crate::check::{Survey, check_compute, check_visibility, is_idle};
+use crate::check::{FrameFacts, check_compute, check_visibility, is_idle};
 use crate::drafting::{Drafted, Drafting, FrameDrafts};
+use crate::extent::Extent;
 use crate::fault::RequestFault;
 use crate::fit::oversize_requests;
 use crate::frame::{Frame, range};
@@ -22,7 +23,7 @@ use crate::passes::Passes;
 use crate::prefix::{PrefixGroups, ROW_COST, Sequence};
 use crate::request::{Request, Segment, pass_rows};
 use crate::rows::Rows;
-use crate::slot::{Draws, Slot, Slots};
+use crate::slot::{Sampling, Slot, Slots};
 use crate::slot_group::{PassSlots, SlotGroup};
 use crate::stage::{Pass, write_changes, write_requests, write_rows};
 use crate::stage_error::StageError;
@@ -121,7 +122,7 @@ impl Plan {
     pub(crate) fn make(
         &mut self,
         driver_id: u32,
-        (frame, survey): (&Frame<'_>, &Survey<'_>),
+        (frame, facts): (&Frame<'_>, &FrameFacts<'_>),
         mut lasting: Lasting<'_>,
     ) {
         let parts = &mut *self.0;
@@ -130,11 +131,16 @@ impl Plan {
         parts.number = lasting.table.frame();
         parts.has_states = lasting.states > 0;
         parts.images.start(lasting.images);
+        parts.slots.start(Sampling {
+            vocab_size: parts.limits.vocab_size,
+            random_seed: lasting.random_seed,
+            frame: parts.number,
+        });
         // Taken out, so that each is made where it stays.
         let mut requests = mem::take(&mut parts.requests);
         requests.resize_with(frame.requests, Request::default);
         for (index, request) in requests.iter_mut().enumerate() {
-            if let Err(fault) = parts.add((frame, survey), &mut lasting, index, request) {
+            if let Err(fault) = parts.add((frame, facts), &mut lasting, index, request) {
                 parts.faults.push((index, fault));
             }
         }
@@ -241,7 +247,6 @@ impl Plan {
         let parts = &mut *self.0;
         let (limits, requests, slots) = (&parts.limits, &parts.requests[..], &parts.slots);
         let segments = parts.passes.get(parts.next_pass)?;
-        let mut block = block.requests(segments.len());
         let updates = write_changes(
             &parts.changes,
             table,
@@ -249,8 +254,8 @@ impl Plan {
             (segments, requests),
             block.table_updates,
         );
-        let seq_lens_sum = write_requests(&mut block, segments, requests);
-        write_rows(&mut block, segments, &parts.rows);
+        let seq_lens_sum = write_requests(block, segments, requests);
+        write_rows(block, segments, &parts.rows);
         storage.write(limits, table, segments, requests, block.out_cache_loc);
         // Requests that were emptied have faults.
         if parts.passes.len() == 1 && parts.faults.is_empty() {
@@ -327,8 +332,9 @@ impl Plan {
     pub(crate) fn find_groups(&mut self, table: &mut BlockTable, more_rows: usize) -> bool {
         let parts = &mut *self.0;
         let (segments, page_size) = (parts.passes.segments(), parts.limits.page_size as usize);
+        let requests = &parts.requests[..];
         let sequence = |index: usize| {
-            let request = &parts.requests[segments[index].request()];
+            let request = &requests[segments[index].request()];
             Sequence {
                 first_page: request.place().first_page(),
                 table_row: request.place().row(),
@@ -413,7 +419,6 @@ impl Parts {
         self.rows.clear();
         self.changes.clear();
         self.requests.clear();
-        self.slots.clear();
         self.mask_rows.clear();
         self.next_pass = 0;
         self.prefixes.clear();
@@ -424,7 +429,7 @@ impl Parts {
     /// Plans one request, which is empty; what of it cannot be served stays so.
     fn add(
         &mut self,
-        (frame, survey): (&Frame<'_>, &Survey<'_>),
+        (frame, facts): (&Frame<'_>, &FrameFacts<'_>),
         lasting: &mut Lasting<'_>,
         index: usize,
         request: &mut Request,
@@ -432,13 +437,13 @@ impl Parts {
         if is_idle(frame, index)? {
             return Ok(());
         }
-        let geometry = check_compute(frame, survey, &self.limits, index)?;
+        let geometry = check_compute(frame, facts, &self.limits, index)?;
         let adapter = lasting.adapters.binding(frame.adapter(index))?;
         check_visibility(geometry, &self.limits, lasting.masks)?;
-        let state = match lasting.states {
-            0 => State::default(),
-            states => State::of(frame, states, index, geometry.drafts)?,
-        };
+        if lasting.states > 0 {
+            let state = State::of(frame, lasting.states, index, geometry.drafts)?;
+            request.set_state(state);
+        }
         let pages = &frame.pages[range(frame.page_indptr, index)];
         let context = frame.context_ids.get(index).copied().unwrap_or(0);
         self.changes.add(
@@ -447,13 +452,13 @@ impl Parts {
             (index, context, pages),
             request.place_mut(),
         )?;
-        request.describe(geometry, adapter, state);
+        request.describe(geometry, adapter);
         if geometry.visibility != Visibility::Causal {
             request.set_mask_rows(self.mask_rows.add(frame, index));
         }
         let rows = self.rows.add(frame, index);
         request.set_rows(rows);
-        if let Some(images) = &survey.images {
+        if let Some(images) = &facts.images {
             let tokens = (self.rows.token_ids_mut(), self.limits.vocab_size);
             self.images.add(frame, images, index, rows.start(), tokens);
         }
@@ -464,17 +469,13 @@ impl Parts {
                 self.drafts.ask(index, context);
             }
         }
-        let draws = Draws {
-            random_seed: lasting.random_seed,
-            frame: self.number,
-            positions: self.rows.positions(),
-        };
-        let place = (index, rows.start(), geometry);
-        let slots = self
+        let first_slot = self.slots.len();
+        let positions = self.rows.positions();
+        let added = self
             .slots
-            .add(frame, place, draws, self.limits.vocab_size)?;
-        request.set_slots(slots);
-        Ok(())
+            .add(frame, index, rows.start(), geometry, positions);
+        request.set_slots(Extent::new(first_slot, self.slots.len()));
+        added
     }
 
     /// What makes a step of the frame cost something else than others.
@@ -532,7 +533,7 @@ impl Parts {
         let computed = (self.requests.iter_mut()).filter(|request| !request.rows().is_empty());
         for request in computed.rev() {
             if !self.kept_states.insert(request.state().slot()) {
-                request.pad_state();
+                request.set_state(State::default());
             }
         }
     }

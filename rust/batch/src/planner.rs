@@ -8,7 +8,7 @@ use pie_wire::ArchivedForwardRequest;
 
 use crate::adapter::Adapters;
 use crate::block::PassBlock;
-use crate::check::Survey;
+use crate::check::FrameFacts;
 use crate::drafting::{DraftOptions, Drafting};
 use crate::fault::FrameError;
 use crate::frame::{Frame, range};
@@ -165,7 +165,7 @@ impl Planner {
             self.forget_table();
         }
         let frame = Frame::check(request)?;
-        let survey = Survey::of(&frame, &self.limits, self.vision)?;
+        let facts = FrameFacts::of(&frame, &self.limits, self.vision)?;
         self.table.start_frame();
         for index in 0..frame.requests {
             self.table
@@ -182,7 +182,7 @@ impl Planner {
             random_seed: self.random_seed,
             images: self.images,
         };
-        plan.make(driver_id, (&frame, &survey), lasting);
+        plan.make(driver_id, (&frame, &facts), lasting);
         self.images += plan.images().len() as u64;
         self.unstaged = (plan.pass_count() > 0).then(|| plan.number());
         Ok(plan)

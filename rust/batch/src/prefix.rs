@@ -19,7 +19,7 @@ const FILTER_BITS: usize = 1 << 16;
 /// What the rows of one request read.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Sequence {
-    /// The first of its pages, at hand.
+    /// The first of its pages.
     pub(crate) first_page: u32,
     /// Where its pages are.
     pub(crate) table_row: usize,
@@ -66,7 +66,7 @@ pub(crate) struct PrefixGroups {
     groups: Vec<Group>,
     /// Tokens.
     saved: i64,
-    cut: Cut,
+    partition: Partition,
 }
 
 impl Default for PrefixGroups {
@@ -76,7 +76,7 @@ impl Default for PrefixGroups {
             members: Vec::new(),
             groups: Vec::new(),
             saved: 0,
-            cut: Cut::default(),
+            partition: Partition::default(),
         }
     }
 }
@@ -121,10 +121,10 @@ impl PrefixGroups {
         for bucket in self.members.chunk_by(|a, b| a.first_page == b.first_page) {
             if bucket.len() > 1 {
                 let own = bucket.iter().map(|member| sequence(member.index as usize));
-                self.cut.compare(own, page_size, &mut common);
-                self.cut.solve();
-                self.groups.extend(self.cut.groups(first));
-                self.saved += self.cut.saved[0];
+                self.partition.compare(own, page_size, &mut common);
+                self.partition.solve();
+                self.groups.extend(self.partition.groups(first));
+                self.saved += self.partition.saved[0];
             }
             first += bucket.len();
         }
@@ -155,7 +155,7 @@ impl PrefixGroups {
     }
 }
 
-/// Where a group that begins with the member at hand may end.
+/// Where a group that begins with a member may end.
 #[derive(Debug, Clone, Copy)]
 struct End {
     /// Tokens that the group shares.
@@ -167,12 +167,12 @@ struct End {
 /// A bucket, cut into groups. Groups are intervals of members; those that save most together are found from the last
 /// member to the first.
 #[derive(Debug, Default)]
-struct Cut {
+struct Partition {
     /// Tokens that each member shares with the next one, in whole steps.
     shared: Vec<i64>,
     /// Rows before each member, then those of all.
     rows_before: Vec<i64>,
-    /// Tokens that the groups of each member and those behind it save, then 0.
+    /// Tokens that the groups of each member and the later ones save, then 0.
     saved: Vec<i64>,
     /// The end of the group that begins with each member, and what it shares; 0 tokens = it begins none.
     begun: Vec<(usize, i64)>,
@@ -180,7 +180,7 @@ struct Cut {
     ends: Vec<End>,
 }
 
-impl Cut {
+impl Partition {
     /// Takes the members of another bucket.
     fn compare(
         &mut self,
@@ -228,7 +228,7 @@ impl Cut {
         }
     }
 
-    /// Adds the end behind `first` and the next member. Groups to any end now share no more than these two.
+    /// Adds the end after `first` and the next member. Groups to any end now share no more than these two.
     fn add_end(&mut self, first: usize) {
         let (shared, nearest) = (self.shared[first], first + 2);
         // Where less is shared nearer ends may be better, and never farther ones.

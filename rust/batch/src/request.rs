@@ -26,12 +26,11 @@ pub(crate) struct Request {
 
 impl Request {
     /// Takes what the checks found.
-    pub(crate) const fn describe(&mut self, geometry: Geometry, adapter: Binding, state: State) {
+    pub(crate) const fn describe(&mut self, geometry: Geometry, adapter: Binding) {
         self.prefix = geometry.prefix();
         self.drafts = geometry.drafts;
         self.visibility = geometry.visibility;
         self.adapter = adapter;
-        self.state = state;
     }
 
     pub(crate) const fn place_mut(&mut self) -> &mut TablePlace {
@@ -62,9 +61,9 @@ impl Request {
         self.slots.clear();
     }
 
-    /// Lets it advance the engine's padding slot in the place of its own.
-    pub(crate) fn pad_state(&mut self) {
-        self.state = State::default();
+    /// Changes the recurrent state that it advances, which is the engine's padding slot at first.
+    pub(crate) const fn set_state(&mut self, state: State) {
+        self.state = state;
     }
 
     /// Its rows of the plan, drafts after the inputs; empty when nothing is computed.

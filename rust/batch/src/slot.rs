@@ -120,15 +120,15 @@ impl Slot {
     }
 }
 
-/// What the uniform numbers of a frame are drawn from.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Draws<'a> {
+/// What holds for all slots of a frame.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct Sampling {
+    /// Rows of the embedding table.
+    pub(crate) vocab_size: u32,
     /// Key of unseeded samplers.
     pub(crate) random_seed: u64,
     /// Number of the frame.
     pub(crate) frame: u64,
-    /// Position of each row of the plan.
-    pub(crate) positions: &'a [u32],
 }
 
 /// The slots of a frame, and what they share.
@@ -146,10 +146,13 @@ pub(crate) struct Slots {
     /// Tokens whose log-probabilities are asked for.
     labels: Vec<u32>,
     outputs: ProbeOutputs,
+    sampling: Sampling,
 }
 
 impl Slots {
-    pub(crate) fn clear(&mut self) {
+    /// Begins a frame.
+    pub(crate) fn start(&mut self, sampling: Sampling) {
+        self.sampling = sampling;
         self.all.clear();
         self.counts = [0; SlotClass::COUNT];
         self.probe_bytes = 0;
@@ -157,6 +160,11 @@ impl Slots {
         self.edges.clear();
         self.labels.clear();
         self.outputs.clear();
+    }
+
+    /// Number of slots.
+    pub(crate) const fn len(&self) -> usize {
+        self.all.len()
     }
 
     /// All slots of the frame.
@@ -221,8 +229,9 @@ impl Slots {
         let mut tokens = outputs.tokens.iter();
         let mut next = self.outputs.lens();
         let mut valid = true;
+        let all = &mut self.all[..];
         for &index in group {
-            let slot = &mut self.all[index as usize];
+            let slot = &mut all[index as usize];
             if slot.class.is_token() {
                 let token = tokens.next().and_then(|&token| u32::try_from(token).ok());
                 let token = token.filter(|&token| token < vocab_size);
@@ -286,9 +295,7 @@ impl Slots {
 
 /// What holds for all slots of a request.
 #[derive(Clone, Copy)]
-struct Common<'a> {
-    draws: Draws<'a>,
-    vocab_size: u32,
+struct Common {
     /// See [`Slot::mask`].
     mask: u32,
     /// Its mask forbids everything: the arg-max of the unmasked logits is returned.
@@ -303,11 +310,11 @@ impl Slots {
     pub(crate) fn add(
         &mut self,
         frame: &Frame<'_>,
-        (index, first_row, geometry): (usize, usize, Geometry),
-        draws: Draws<'_>,
-        vocab_size: u32,
-    ) -> Result<Extent, RequestFault> {
-        let first = self.all.len();
+        index: usize,
+        first_row: usize,
+        geometry: Geometry,
+        positions: &[u32],
+    ) -> Result<(), RequestFault> {
         let samplers = range(frame.sampler_indptr, index);
         let rows = geometry.inputs;
         let outside = |&&row: &&u32| row >= rows;
@@ -318,9 +325,10 @@ impl Slots {
             return Err(RequestFault::SamplingIndex { index, rows });
         }
         if samplers.is_empty() {
-            return Ok(Extent::new(first, first));
+            return Ok(());
         }
-        let common = self.common(frame, index, draws, vocab_size)?;
+        let common = self.common(frame, index)?;
+        let vocab_size = self.sampling.vocab_size;
         let rows = &frame.sampling_indices[samplers.clone()];
         let samplers = &frame.samplers[samplers];
         if geometry.drafts > 0 {
@@ -330,7 +338,8 @@ impl Slots {
                 .unwrap_or((SlotClass::Greedy, SamplerParams::greedy(vocab_size)));
             let last_input = first_row + geometry.inputs as usize - 1;
             for row in last_input..first_row + geometry.rows() as usize {
-                self.add_slot(common, (row, 0), class, params, Extent::default());
+                let place = (row, 0, positions);
+                self.add_slot(common, place, class, params, Extent::default());
             }
         }
         for (number, (sampler, &row)) in samplers.iter().zip(rows).enumerate() {
@@ -343,22 +352,14 @@ impl Slots {
                 continue;
             }
             let labels = self.add_labels(view);
-            let place = (first_row + row as usize, number as u64);
+            let place = (first_row + row as usize, number as u64, positions);
             self.add_slot(common, place, class, params, labels);
         }
-        Ok(Extent::new(first, self.all.len()))
+        Ok(())
     }
 
-    fn common<'a>(
-        &mut self,
-        frame: &Frame<'_>,
-        index: usize,
-        draws: Draws<'a>,
-        vocab_size: u32,
-    ) -> Result<Common<'a>, RequestFault> {
+    fn common(&mut self, frame: &Frame<'_>, index: usize) -> Result<Common, RequestFault> {
         let mut common = Common {
-            draws,
-            vocab_size,
             mask: UNMASKED,
             forbidden: false,
         };
@@ -371,6 +372,7 @@ impl Slots {
         }
         let given = masks.start;
         if !masks.is_empty() && !frame.logit_masks[given].buffer.is_empty() {
+            let vocab_size = self.sampling.vocab_size;
             let mask = self.add_mask(frame.logit_masks, given, vocab_size);
             common.forbidden = mask.is_none();
             common.mask = mask.map_or(UNMASKED, |mask| mask as u32);
@@ -386,8 +388,8 @@ impl Slots {
     )]
     fn add_slot(
         &mut self,
-        common: Common<'_>,
-        (row, number): (usize, u64),
+        common: Common,
+        (row, number, positions): (usize, u64, &[u32]),
         class: SlotClass,
         params: SamplerParams,
         labels: Extent,
@@ -397,15 +399,14 @@ impl Slots {
         } else {
             class
         };
-        let draws = common.draws;
         let uniform = match (class, params.seed) {
             (SlotClass::Plain | SlotClass::Filtered, Some(seed)) => {
-                uniform(u64::from(seed), u64::from(draws.positions[row]), number)
+                uniform(u64::from(seed), u64::from(positions[row]), number)
             }
             // The upper half of the key space: no caller's 32-bit seed meets it.
             (SlotClass::Plain | SlotClass::Filtered, None) => uniform(
-                draws.random_seed | (1 << 63),
-                draws.frame,
+                self.sampling.random_seed | (1 << 63),
+                self.sampling.frame,
                 self.all.len() as u64,
             ),
             _ => 0.0,
@@ -424,7 +425,7 @@ impl Slots {
             output: 0,
         };
         self.counts[class as usize] += 1;
-        self.probe_bytes += slot.probe_bytes(common.vocab_size);
+        self.probe_bytes += slot.probe_bytes(self.sampling.vocab_size);
         self.all.push(slot);
     }
 }

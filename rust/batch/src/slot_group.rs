@@ -122,16 +122,18 @@ impl PassSlots {
         let start = self.group.end;
         self.group = start..self.slots.len().min(start + limits.max_slots as usize);
         self.labels.clear();
-        if self.group.is_empty() {
+        let group = &self.slots[self.group.clone()];
+        if group.is_empty() {
             return None;
         }
         self.masks.clear();
         self.masks.resize(slots.mask_count(), UNMASKED);
         let mut staged = SlotGroup::default();
         let width = limits.mask_words();
-        let mut arrays = block.slots(self.group.len());
-        for (entry, &slot) in self.slots[self.group.clone()].iter().enumerate() {
-            let slot = &slots.all()[slot as usize];
+        let mut arrays = block.slots(group.len());
+        let all = slots.all();
+        for (entry, &slot) in group.iter().enumerate() {
+            let slot = &all[slot as usize];
             arrays.put(entry, slot, base);
             arrays.slot_masks[entry] = match slot.mask() {
                 None => UNMASKED,
@@ -200,8 +202,9 @@ fn check_outputs(
     vocab_size: u32,
 ) -> Result<(), StageError> {
     let mut values = [0; SlotClass::COUNT];
+    let all = slots.all();
     for &slot in group {
-        let slot = &slots.all()[slot as usize];
+        let slot = &all[slot as usize];
         values[slot.class() as usize] += if slot.class().is_token() {
             1
         } else {

@@ -68,6 +68,7 @@ pub(crate) fn write_requests(
     segments: &[Segment],
     requests: &[Request],
 ) -> u64 {
+    let block = block.requests(segments.len());
     let mut start = 0;
     for (entry, segment) in segments.iter().enumerate() {
         let request = &requests[segment.request()];
@@ -80,7 +81,7 @@ pub(crate) fn write_requests(
         block.extend_start_loc[entry] = start as i32;
         start += segment.len();
     }
-    block.seq_lens[..segments.len()].iter().sum::<i64>() as u64
+    block.seq_lens.iter().sum::<i64>() as u64
 }
 
 /// Writes the tokens and positions of a pass.

@@ -1,4 +1,4 @@
-//! Faults of whoever stages a plan.
+//! What can be wrong with a call that stages a plan.
 
 use bytemuck::PodCastError;
 use thiserror::Error;

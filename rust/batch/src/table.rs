@@ -15,7 +15,7 @@ const ANONYMOUS: u64 = 0;
 #[derive(Debug, Clone, Default)]
 struct Row {
     context: u64,
-    /// What the device's row names; entries behind a shorter list stay, they may be right again later.
+    /// What the device's row names; entries after a shorter list stay, they may be right again later.
     pages: Vec<u32>,
     /// Number of the last frame that used the row.
     used: u64,
@@ -81,7 +81,7 @@ impl BlockTable {
     }
 
     /// Compares the pages of the next request in order with the row that it will most likely get. The mirror is larger than
-    /// all else that planning reads, and cold: read in one go, row behind row, its cache misses overlap.
+    /// all else that planning reads, and cold: read in one go, row after row, its cache misses overlap.
     pub(crate) fn expect(&mut self, pages: &[u32]) {
         let next = self.order.get(self.expected.len());
         let row = next.copied().unwrap_or(self.len());
@@ -193,12 +193,12 @@ impl BlockTable {
         }
     }
 
-    /// How many of their first `most` entries two rows have in common, from the first on. Rows that are compared again are
+    /// How many of their first `count` entries two rows have in common, from the first on. Rows that are compared again are
     /// read from where they may differ.
-    pub(crate) fn common(&mut self, earlier: usize, later: usize, most: usize) -> usize {
-        let [a, b] = [earlier, later].map(|row| &self.rows[row].pages[..most]);
+    pub(crate) fn common(&mut self, earlier: usize, later: usize, count: usize) -> usize {
+        let [a, b] = [earlier, later].map(|row| &self.rows[row].pages[..count]);
         self.pairs.common(earlier, later, |start| {
-            let start = start.min(most);
+            let start = start.min(count);
             start + common_prefix(&a[start..], &b[start..])
         })
     }
@@ -221,19 +221,19 @@ pub(crate) fn common_prefix(a: &[u32], b: &[u32]) -> usize {
     // have what is read again.
     const LARGE: usize = 1024;
     const SMALL: usize = 64;
-    let most = a.len().min(b.len());
-    let (a, b) = (&a[..most], &b[..most]);
+    let len = a.len().min(b.len());
+    let (a, b) = (&a[..len], &b[..len]);
     let mut common = 0;
     for block in [LARGE, SMALL] {
-        while common < most {
-            let end = most.min(common + block);
+        while common < len {
+            let end = len.min(common + block);
             if a[common..end] != b[common..end] {
                 break;
             }
             common = end;
         }
-        if common == most {
-            return most;
+        if common == len {
+            return len;
         }
     }
     let entries = a[common..].iter().zip(&b[common..]);

@@ -1,4 +1,4 @@
-//! What a request asks for, in owned values: afterwards nobody reads its bytes again.
+//! What a request asks for, in owned values: its bytes are not read again.
 
 use std::mem;
 use std::time::{Duration, Instant};
@@ -11,7 +11,7 @@ use pie_wire::{
 };
 
 use crate::copy::Pairs;
-use crate::load::Wanted;
+use crate::load::AdapterLoad;
 use crate::media::Media;
 use crate::status;
 
@@ -40,7 +40,7 @@ pub(crate) enum Action {
     /// Copy pages.
     Copy(Pairs),
     /// Load an adapter.
-    Load(Wanted),
+    Load(AdapterLoad),
 }
 
 impl Action {
@@ -139,7 +139,7 @@ fn adapter(request: &ArchivedAdapterRequest, taken: bool) -> Action {
             let text = format!("the path of adapter {id} is empty or has a NUL in it");
             refuse(status::MALFORMED, text)
         }
-        Some(id) => Action::Load(Wanted {
+        Some(id) => Action::Load(AdapterLoad {
             id,
             path: path.to_owned(),
         }),

@@ -77,7 +77,7 @@ mod tests {
             let (pages, lengths) = group_by_group(&pairs, one_pool);
             prop_assert_eq!(pages, one_by_one(&pairs, one_pool));
             prop_assert_eq!(lengths.iter().sum::<usize>(), pairs.len());
-            // No cut without a reason: the first pair behind it meets a target of the group.
+            // No cut without a reason: the first pair after it meets a target of the group.
             let mut start = 0;
             for length in lengths {
                 let written: Vec<u32> = pairs[start..start + length].iter().map(|pair| pair.1).collect();

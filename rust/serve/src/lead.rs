@@ -50,7 +50,7 @@ impl Lead {
     /// Has the followers do what their [`Follow::next`] returns.
     ///
     /// # Errors
-    /// [`BroadcastError`] when a follower has spoilt the memory.
+    /// [`BroadcastError`] when a follower has damaged the memory.
     pub fn command(&self, data: &[u8]) -> Result<(), BroadcastError> {
         self.lock().send(COMMAND, &[data])
     }

@@ -10,7 +10,7 @@ use crate::planner_slot::PlannerSlot;
 use crate::status;
 
 /// Which adapter to load.
-pub(crate) struct Wanted {
+pub(crate) struct AdapterLoad {
     pub(crate) id: i64,
     pub(crate) path: String,
 }
@@ -20,7 +20,7 @@ pub(crate) struct Wanted {
 pub struct Load {
     lease: Option<Lease>,
     driver_id: u32,
-    wanted: Wanted,
+    adapter: AdapterLoad,
     slot: Arc<PlannerSlot>,
 }
 
@@ -28,13 +28,13 @@ impl Load {
     pub(crate) const fn new(
         lease: Lease,
         driver_id: u32,
-        wanted: Wanted,
+        adapter: AdapterLoad,
         slot: Arc<PlannerSlot>,
     ) -> Self {
         Self {
             lease: Some(lease),
             driver_id,
-            wanted,
+            adapter,
             slot,
         }
     }
@@ -42,20 +42,20 @@ impl Load {
     /// The id that requests bind, at least 1.
     #[must_use]
     pub const fn id(&self) -> i64 {
-        self.wanted.id
+        self.adapter.id
     }
 
     /// Where the adapter lies; not empty.
     #[must_use]
     pub fn path(&self) -> &str {
-        &self.wanted.path
+        &self.adapter.path
     }
 
     /// Answers with a code of [`crate::status`], once. After [`status::OK`] requests may bind the adapter.
     pub fn commit(&mut self, code: i32) -> Option<Note> {
         let lease = self.lease.take()?;
         if code == status::OK {
-            let id = self.wanted.id;
+            let id = self.adapter.id;
             self.slot.change(move |planner| planner.add_adapter(id));
         }
         answer(lease, self.driver_id, code)

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use pie_wire::ArchivedForwardRequest;
 
-/// The copy of a request that brings images. It lives as long as its batch, and longer if somebody still reads it.
+/// The copy of a request that brings images. It lives as long as its batch, and longer while it is still read.
 #[derive(Debug)]
 pub struct Media {
     request: Vec<u64>,

@@ -286,9 +286,9 @@ impl Responder {
                 let slot = Arc::clone(&self.slot);
                 Event::Job(Job::Copy(Copy::new(lease, driver_id, pairs, slot)))
             }
-            Action::Load(wanted) => {
+            Action::Load(adapter) => {
                 let slot = Arc::clone(&self.slot);
-                Event::Job(Job::Load(Load::new(lease, driver_id, wanted, slot)))
+                Event::Job(Job::Load(Load::new(lease, driver_id, adapter, slot)))
             }
             Action::Status(code) => {
                 Event::Notes(answer(lease, driver_id, code).into_iter().collect())

@@ -114,13 +114,18 @@ fn run(batch: &mut Batch) {
     let mut block = vec![0_u64; Layout::new(&LIMITS).bytes().div_ceil(8)];
     let block = bytemuck::cast_slice_mut(&mut block);
     while batch.stage(block).unwrap().is_some() {
-        while let Some(group) = batch.stage_slots(block).unwrap() {
-            let outputs = Outputs {
-                tokens: &vec![7; group.len()],
-                ..Outputs::default()
-            };
-            batch.put_outputs(&outputs).unwrap();
-        }
+        sample(batch, block);
+    }
+}
+
+/// Answers the slots of the staged pass.
+fn sample(batch: &mut Batch, block: &mut [u8]) {
+    while let Some(group) = batch.stage_slots(block).unwrap() {
+        let outputs = Outputs {
+            tokens: &vec![7; group.len()],
+            ..Outputs::default()
+        };
+        batch.put_outputs(&outputs).unwrap();
     }
 }
 
@@ -481,8 +486,12 @@ fn rehearsals_have_an_adapter_of_their_own() {
         .rehearse(&bound(&[REHEARSAL_ADAPTER, -1]))
         .unwrap();
     assert_eq!(batch.next_adapters(), [REHEARSAL_ADAPTER]);
-    run(&mut batch);
+    let mut block = vec![0_u64; Layout::new(&LIMITS).bytes().div_ceil(8)];
+    let block = bytemuck::cast_slice_mut(&mut block);
+    batch.stage(block).unwrap().expect("one pass");
     assert_eq!(batch.pass_adapters(), Some(vec![REHEARSAL_ADAPTER, -1]));
+    sample(&mut batch, block);
+    run(&mut batch);
     assert_eq!(batch.commit(DeviceTimes::default()), []);
     assert!(batch.next_adapters().is_empty());
 }
