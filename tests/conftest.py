@@ -29,6 +29,7 @@ settings.register_profile(
 settings.load_profile("patient")
 
 _STDERR_TAIL = 6000
+_INTERPRETER = pytest.StashKey[scripts.Interpreter]()
 
 
 @pytest.fixture(scope="session")
@@ -59,10 +60,47 @@ def llama_driver(
 
 
 @pytest.fixture(scope="session")
-def interpreter() -> Iterator[scripts.Interpreter]:
+def interpreter(pytestconfig: pytest.Config) -> scripts.Interpreter:
     """For scripts with kernels."""
-    with scripts.Interpreter() as interpreter:
-        yield interpreter
+    return _interpreter(pytestconfig)
+
+
+@pytest.fixture
+def interpreted(request: pytest.FixtureRequest, interpreter: scripts.Interpreter) -> str:
+    """What the script that the test's marker `interpreted` names has printed."""
+    mark = request.node.get_closest_marker("interpreted")
+    return interpreter.run(*mark.args)
+
+
+def _interpreter(config: pytest.Config) -> scripts.Interpreter:
+    if _INTERPRETER not in config.stash:
+        config.stash[_INTERPRETER] = scripts.Interpreter()
+    return config.stash[_INTERPRETER]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Its process imports SGLang."""
+    for item in items:
+        if "interpreter" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.engine)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def beside(request: pytest.FixtureRequest) -> None:
+    """Begins what takes long and waits for nothing, while other tests run."""
+    items = request.session.items
+    if any(item.get_closest_marker("engine") for item in items):
+        drivers.start_fork_server()
+    for item in items:
+        for mark in item.iter_markers("interpreted"):
+            _interpreter(request.config).begin(*mark.args)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Ends the process of the interpreter."""
+    if _INTERPRETER in config.stash:
+        config.stash[_INTERPRETER].close()
 
 
 @pytest.hookimpl(wrapper=True)

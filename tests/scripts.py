@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Final, NamedTuple, Self
 from unittest import mock
 
 import drivers
+from pie_driver_sglang import _core
 from tiny_models import REPOSITORY
 
 LIMIT_S: Final = 180.0
@@ -59,10 +61,13 @@ def run(script: str, *arguments: str, plugins: str = "") -> str:
 class Interpreter:
     """Runs scripts whose kernels Triton's interpreter takes on the CPU.
 
-    They are forked from a process of its own, since Triton asks when it is imported.
+    They are forked from a process of its own, since Triton asks when it is imported. One runs at a
+    time, beside the tests: those that need no fixture begin before the test that waits for them.
     """
 
     def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(1)
+        self._begun: dict[tuple[str, ...], Future[str]] = {}
         self._connection, theirs = multiprocessing.Pipe()
         context = multiprocessing.get_context("spawn")
         self._process = context.Process(target=_serve, args=(theirs,))
@@ -70,8 +75,27 @@ class Interpreter:
             self._process.start()
         theirs.close()
 
+    def begin(self, script: str, *arguments: str) -> None:
+        """Has a script run once all that began before have ended."""
+        key = (script, *arguments)
+        if key not in self._begun:
+            self._begun[key] = self._pool.submit(self._run, script, arguments)
+
     def run(self, script: str, *arguments: str) -> str:
-        """What a script prints; see :func:`run`."""
+        """What a script prints; see :func:`run`. It may have begun before."""
+        self.begin(script, *arguments)
+        return self._begun.pop((script, *arguments)).result()
+
+    def close(self) -> None:
+        """Ends the process, and the script that it runs."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        # Its end by itself takes a while.
+        self._process.kill()
+        self._process.join()
+        self._pool.shutdown()
+        self._connection.close()
+
+    def _run(self, script: str, arguments: tuple[str, ...]) -> str:
         with _prepared(script, arguments) as prepared:
             self._connection.send(prepared)
             return _printed(prepared, self._connection.recv())
@@ -80,28 +104,35 @@ class Interpreter:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._connection.close()
-        # Its end by itself takes a while.
-        self._process.kill()
-        self._process.join()
+        self.close()
 
 
 def _serve(connection: Connection) -> None:
-    """Runs scripts, one after the other, until nobody asks any more."""
+    """Runs scripts, one after the other, until the connection ends."""
+    # The tests wait for others meanwhile.
+    os.nice(5)
     import fork_parent  # noqa: F401
+    import quick_interpreter
 
+    quick_interpreter.install()
     context = multiprocessing.get_context("fork")
     while True:
         try:
             script = connection.recv()
         except EOFError:
             return
-        process = context.Process(target=script.execute)
+        process = context.Process(target=_execute, args=(script, os.getpid()))
         process.start()
         process.join(LIMIT_S)
         process.kill()
         process.join()
         connection.send(process.exitcode)
+
+
+def _execute(script: Script, parent: int) -> None:
+    """Runs in the fork, and ends with its parent."""
+    _core.die_with_parent(parent)
+    script.execute()
 
 
 @contextmanager

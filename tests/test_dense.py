@@ -9,17 +9,18 @@ from typing import Any
 import pytest
 import torch
 
-import scripts
 from pie_driver_sglang.kernels.all_reduce_norm import TUNINGS, find_obstacle
 from pie_driver_sglang.kernels.dense_layers import MOST_PARTS, LinearWeights, Norm, tiling
 
 
-def test_the_kernels_compute_what_float64_does(interpreter: scripts.Interpreter) -> None:
-    assert "all close" in interpreter.run("tests/dense_kernels.py")
+@pytest.mark.interpreted("tests/dense_kernels.py")
+def test_the_kernels_compute_what_float64_does(interpreted: str) -> None:
+    assert "all close" in interpreted
 
 
-def test_sums_over_ranks(interpreter: scripts.Interpreter) -> None:
-    assert "all close" in interpreter.run("tests/rank_kernels.py")
+@pytest.mark.interpreted("tests/rank_kernels.py")
+def test_sums_over_ranks(interpreted: str) -> None:
+    assert "all close" in interpreted
 
 
 @pytest.mark.parametrize(

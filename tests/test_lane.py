@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 import runtime_client as rc
-import scripts
 from lane_walk import Walk
 from pie_driver_sglang._core import Request, Sampler
 from reference import random_tokens
@@ -157,6 +156,7 @@ def test_without_graphs_every_batch_takes_the_general_lane(
         assert eager.lanes() == ["general"]
 
 
-def test_the_gpu_kernels_sample_as_the_exact_ones_do(interpreter: scripts.Interpreter) -> None:
+@pytest.mark.interpreted("tests/step_kernels.py")
+def test_the_gpu_kernels_sample_as_the_exact_ones_do(interpreted: str) -> None:
     """Triton's interpreter runs the kernels of the fast lane on the CPU."""
-    assert "0 wrong" in interpreter.run("tests/step_kernels.py")
+    assert "0 wrong" in interpreted

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 import drivers
-import scripts
 import tiny_models
 from pie_driver_sglang import _core
 from pie_driver_sglang._core import Request, Sampler
@@ -427,7 +426,7 @@ def test_a_pool_that_takes_no_masks_refuses_them_alone(models_folder: Path, tmp_
         )
 
 
-def test_both_implementations_agree_with_dense_attention(interpreter: scripts.Interpreter) -> None:
+@pytest.mark.interpreted("benches/gpu/mask_check.py", "--device", "cpu")
+def test_both_implementations_agree_with_dense_attention(interpreted: str) -> None:
     """Soft caps, windows, sinks, odd sizes; the kernel of the GPU in Triton's interpreter."""
-    out = interpreter.run("benches/gpu/mask_check.py", "--device", "cpu")
-    assert out.count("ok  triton") == out.count("ok  torch") == 5
+    assert interpreted.count("ok  triton") == interpreted.count("ok  torch") == 5

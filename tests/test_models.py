@@ -107,11 +107,11 @@ def test_experts_of_any_size(tmp_path: Path) -> None:
     assert driver.stop() == 0
 
 
-def test_decodes_see_the_whole_window(interpreter: scripts.Interpreter) -> None:
+@pytest.mark.interpreted("tests/window_lists.py")
+def test_decodes_see_the_whole_window(interpreted: str) -> None:
     """Triton's interpreter runs what lists a decode's tokens in windowed layers on a GPU."""
-    out = interpreter.run("tests/window_lists.py")
     windows = [[*range(max(length - WINDOW, 0), length)] for length in LENGTHS]
-    uncorrected, *corrected = json.loads(out.splitlines()[-1])
+    uncorrected, *corrected = json.loads(interpreted.splitlines()[-1])
     assert corrected == [windows, windows]
     # SGLang leaves the oldest out. Where it does not any more, remove `correct_decode_windows`.
     assert uncorrected == [window[-(WINDOW - 1) :] for window in windows]

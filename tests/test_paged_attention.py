@@ -14,9 +14,9 @@ pytestmark = pytest.mark.engine
 POCKET = Path(__file__).resolve().parents[1] / "models" / "pocket"
 
 
-def test_the_kernels_attend_as_dense_attention_does(interpreter: scripts.Interpreter) -> None:
-    out = interpreter.run("tests/paged_kernels.py")
-    assert ", 0 wrong" in out
+@pytest.mark.interpreted("tests/paged_kernels.py")
+def test_the_kernels_attend_as_dense_attention_does(interpreted: str) -> None:
+    assert ", 0 wrong" in interpreted
 
 
 def test_the_kernels_compile_for_a_gpu() -> None:

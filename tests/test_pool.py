@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 
 import drivers
 import pool_process
-import scripts
 from pie_driver_sglang.errors import StartError
 from pie_driver_sglang.memory import host
 from pie_driver_sglang.srt.pool import PagePools, host_pages, page_bytes
@@ -109,9 +108,10 @@ def test_a_pool_that_is_larger_than_the_staging_area() -> None:
     assert torch.equal(torch.cat(buffers, dim=1)[moved], expected[pages])
 
 
-def test_one_kernel_copies_what_single_buffers_do(interpreter: scripts.Interpreter) -> None:
+@pytest.mark.interpreted("tests/fused_copies.py")
+def test_one_kernel_copies_what_single_buffers_do(interpreted: str) -> None:
     """The GPU's kernel, in Triton's interpreter."""
-    assert interpreter.run("tests/fused_copies.py").count("ok  ") == 2
+    assert interpreted.count("ok  ") == 2
 
 
 def test_a_direction_that_does_not_exist() -> None:

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 import drivers
 import runtime_client as rc
-import scripts
 from pie_driver_sglang import _core
 from pie_driver_sglang._core import Request, Sampler, SlotGroup
 from pie_driver_sglang.sampling.groups import (
@@ -290,12 +289,10 @@ class TestExtremes:
         assert sample_plain(row, params_of([Filter()], [0.0], 3)).tolist() == [1]
 
 
-def test_both_implementations_agree_with_exact_distributions(
-    interpreter: scripts.Interpreter,
-) -> None:
+@pytest.mark.interpreted("benches/gpu/sampler_check.py", "--device", "cpu")
+def test_both_implementations_agree_with_exact_distributions(interpreted: str) -> None:
     """Hostile rows and filters over several blocks; the GPU's kernel in Triton's interpreter."""
-    out = interpreter.run("benches/gpu/sampler_check.py", "--device", "cpu")
-    assert out.count("ok  ") == 16
+    assert interpreted.count("ok  ") == 16
 
 
 class TestGroup:

@@ -164,7 +164,8 @@ class Report:
         record.error = None if error is None else f"{type(error).__name__}: {error}"
         self._write()
         for bar in record.bars:
-            print(f"{'ok' if bar.ok else 'WRONG'}  {bar.name}: {bar.value:g}, must be {bar.bar}")
+            held = "ok" if bar.ok else "WRONG"
+            print(f"bar {bar.name}: {bar.value:g}, must be {bar.bar}: {held}")
         sys.stdout.flush()
         if error is None and not record.ok:
             raise SystemExit(1)

@@ -1574,7 +1574,8 @@ class Wake:
 
 def build_info() -> dict[str, str]:
     """
-    Facts about this build for bug reports: `version`, `profile` and `target`.
+    Facts about this build for bug reports: `version`, `profile`, `target`, and `commit`, which is empty unless the build was
+    told by `PIE_DRIVER_COMMIT`, as `make` does it.
     """
 
 def die_with_parent(parent: SupportsIndex) -> None:

@@ -1,0 +1,19 @@
+"""Triton's interpreter as the tests change it; see `quick_interpreter.py`."""
+
+from __future__ import annotations
+
+import pytest
+
+
+@pytest.mark.interpreted("tests/overflowing_kernel.py")
+def test_sums_that_overflow_are_found(interpreted: str) -> None:
+    most = 2**31 - 1
+    assert interpreted.splitlines() == [
+        f"add: {[most - 3, most - 2, most - 1, most]}",
+        "add: overflow",
+        "sub: overflow",
+        f"sub: {[-most + 2, -most + 1, -most, -most - 1]}",
+        f"mul: {[most - 7, most - 5, most - 3, most - 1]}",
+        "mul: overflow",
+        "called: overflow",
+    ]
