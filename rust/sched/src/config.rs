@@ -120,3 +120,55 @@ pub struct Limits {
     /// Token ids are below it.
     pub vocab_size: u32,
 }
+
+impl Config {
+    /// Whether the settings can be meant.
+    pub(crate) fn check(&self, limits: &Limits) -> Result<(), SchedError> {
+        let wrong = |name, value: &dyn std::fmt::Display, wanted| SchedError::Setting {
+            name,
+            value: value.to_string(),
+            wanted,
+        };
+        for (name, value) in [
+            ("chunked_prefill_size", self.chunk_tokens),
+            ("max_running_requests", self.max_running),
+            ("total_pages", limits.total_pages),
+            ("kv_page_size", limits.page_size),
+            ("max_forward_tokens", limits.max_forward_tokens),
+            ("max_forward_requests", limits.max_forward_requests),
+            ("max_page_refs", limits.max_page_refs),
+            ("max_model_len", limits.max_model_len),
+            ("vocab_size", limits.vocab_size),
+        ] {
+            if value == 0 {
+                return Err(wrong(name, &value, "at least 1"));
+            }
+        }
+        if !(self.conservativeness >= 0.0 && self.conservativeness.is_finite()) {
+            let value = &self.conservativeness;
+            return Err(wrong("schedule_conservativeness", value, "0 or more"));
+        }
+        let plain = matches!(self.policy, Policy::Fcfs | Policy::Lof);
+        if self.priority && !plain {
+            let value = &format_args!("{:?}", self.policy);
+            let wanted = "fcfs or lof with priorities";
+            return Err(wrong("schedule_policy", value, wanted));
+        }
+        Ok(())
+    }
+}
+
+impl Limits {
+    /// Most tokens that a sequence can store, and the limit that says so.
+    pub(crate) fn longest(&self) -> (u32, &'static str) {
+        let pages = |pages: u32| pages.saturating_mul(self.page_size);
+        let limits = [
+            (self.max_model_len, "the model's length"),
+            (pages(self.total_pages), "the pages of the pool"),
+            (pages(self.max_page_refs), "the pages of a step"),
+        ];
+        let [first, rest @ ..] = limits;
+        rest.into_iter()
+            .fold(first, |least, next| if next.0 < least.0 { next } else { least })
+    }
+}

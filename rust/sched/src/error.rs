@@ -34,6 +34,12 @@ pub enum SchedError {
         /// Rows of the step.
         rows: usize,
     },
+    /// An answer whose lists contradict each other.
+    #[error("the answer's ends of {name} do not rise from 0 to their number, or are not one more than its rows")]
+    Answer {
+        /// Which list.
+        name: &'static str,
+    },
     /// Pages and their holders do not agree: a bug of this crate.
     #[error("the books of pages are wrong: {0}")]
     Books(String),

@@ -39,12 +39,22 @@
 //! Steps and copies are executed in the order in which they were given, each after the former has taken effect: pages that a step
 //! still uses are given to the one after it. [`Copies`] of a step come before it, `to_host` first.
 
+mod admit;
 mod answer;
 mod arrival;
 mod config;
+mod ends;
 mod error;
+mod layout;
+mod memory;
+mod order;
 mod output;
+mod pace;
+mod ratio;
 mod scheduler;
+mod sequence;
+mod sessions;
+mod settle;
 mod stats;
 mod step;
 mod text;

@@ -82,4 +82,16 @@ impl Outputs {
     pub fn is_empty(&self) -> bool {
         self.entries.is_empty()
     }
+
+    pub(crate) fn clear(&mut self) {
+        self.entries.clear();
+        self.tokens.clear();
+    }
+
+    pub(crate) fn push(&mut self, mut entry: Entry, tokens: &[u32]) {
+        let start = self.tokens.len() as u32;
+        self.tokens.extend_from_slice(tokens);
+        entry.tokens = start..self.tokens.len() as u32;
+        self.entries.push(entry);
+    }
 }
