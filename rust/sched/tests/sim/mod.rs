@@ -13,6 +13,10 @@ use pie_sched::{
 };
 use rule::{Mind, VOCAB};
 
+/// What a step takes, and what each of its tokens takes beside it.
+pub const STEP_US: u64 = 50;
+pub const TOKEN_US: u64 = 3;
+
 /// Something that happens.
 #[derive(Debug, Clone)]
 pub enum Event {
@@ -34,7 +38,7 @@ pub enum Event {
 }
 
 /// A request.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Default)]
 pub struct Ask {
     /// Requests of a family begin alike.
     pub family: u8,
@@ -55,10 +59,24 @@ pub struct Ask {
 }
 
 impl Ask {
+    /// One sequence without anything special.
+    pub fn plain(common: u8, own: u8, max_tokens: u8) -> Self {
+        Self {
+            common,
+            own,
+            max_tokens,
+            samples: 1,
+            ..Self::default()
+        }
+    }
+
     fn prompt(&self, id: u64) -> Vec<u32> {
         let common = (0..u64::from(self.common)).map(|at| at * 13 + u64::from(self.family) * 5);
         let own = (0..u64::from(self.own)).map(|at| at * 11 + id * 3 + 1);
-        common.chain(own).map(|n| (n % u64::from(VOCAB)) as u32).collect()
+        common
+            .chain(own)
+            .map(|n| (n % u64::from(VOCAB)) as u32)
+            .collect()
     }
 
     fn arrival(&self, id: u64, now: u64) -> Arrival<u64> {
@@ -103,18 +121,42 @@ struct Flight {
     copied: bool,
 }
 
+/// How often what happened.
+#[derive(Debug, Default, Clone, PartialEq, Eq)]
+pub struct Tally(pub BTreeMap<&'static str, u64>);
+
+impl Tally {
+    pub fn add(&mut self, name: &'static str, count: u64) {
+        *self.0.entry(name).or_default() += count;
+    }
+}
+
+/// A sequence that has ended.
+#[derive(Debug, Clone, Copy)]
+pub struct Ended {
+    pub id: u64,
+    pub sample: u32,
+    pub finish: Finish,
+    pub cached_tokens: u32,
+    pub retractions: u32,
+}
+
 pub struct Sim {
+    pub tally: Tally,
     pub scheduler: Scheduler<u64>,
     pub now: u64,
     limits: Limits,
     driver: Driver,
     flights: VecDeque<Flight>,
+    /// Requests of the rows of the step that was laid out last, and tokens that it computes.
+    pub laid: Vec<(u64, usize)>,
     /// The last token of each row of the step that was answered last.
     answered: Vec<Option<u32>>,
     expected: BTreeMap<(u64, u32), Expected>,
     salts: HashMap<u64, u64>,
     ids: u64,
-    pub ended: HashMap<(u64, u32), Finish>,
+    /// Sequences in the order of their ends.
+    pub ended: Vec<Ended>,
     outputs: Outputs,
     text: Vec<Box<[u8]>>,
     pub steps: u64,
@@ -126,16 +168,18 @@ impl Sim {
         let text = rule::text();
         let shared: Arc<dyn TokenBytes> = Arc::new(text.clone());
         Self {
+            tally: Tally::default(),
             scheduler: Scheduler::new(config, limits, Some(shared)).expect("valid settings"),
             now: 0,
             limits,
             driver: Driver::new(limits, seed),
             flights: VecDeque::new(),
+            laid: Vec::new(),
             answered: Vec::new(),
             expected: BTreeMap::new(),
             salts: HashMap::new(),
             ids: 0,
-            ended: HashMap::new(),
+            ended: Vec::new(),
             outputs: Outputs::default(),
             text,
             steps: 0,
@@ -165,7 +209,11 @@ impl Sim {
             }
             idle = if self.steps == before { idle + 1 } else { 0 };
             assert!(idle < 10, "nothing happens any more: {:?}", self.scheduler);
-            assert!(self.steps < 2_000_000, "it does not end: {:?}", self.scheduler);
+            assert!(
+                self.steps < 2_000_000,
+                "it does not end: {:?}",
+                self.scheduler
+            );
         }
         assert!(self.expected.is_empty(), "lost: {:?}", self.expected.keys());
     }
@@ -248,9 +296,29 @@ impl Sim {
         };
         assert!(self.flights.len() < 2);
         let salts = &self.salts;
-        let frames: Vec<Frame> = step.rows().map(|row| Frame::new(&row, salts[&row.id])).collect();
+        let frames: Vec<Frame> = step
+            .rows()
+            .map(|row| Frame::new(&row, salts[&row.id]))
+            .collect();
         let copies = step.copies.clone();
+        self.laid = frames
+            .iter()
+            .map(|frame| (frame.id, frame.tokens.len()))
+            .collect();
         self.driver.check(&frames);
+        let count = |kind: &dyn Fn(&&Frame) -> bool| frames.iter().filter(kind).count() as u64;
+        self.tally.add("steps", 1);
+        self.tally
+            .add("rows laid out ahead", count(&|f| f.awaits.is_some()));
+        self.tally.add("parts of prompts", count(&|f| !f.draws));
+        self.tally
+            .add("rows with drafts", count(&|f| !f.drafts.is_empty()));
+        self.tally
+            .add("rows that forbid", count(&|f| !f.forbidden.is_empty()));
+        self.tally
+            .add("pages to the host", copies.to_host.len() as u64);
+        self.tally
+            .add("pages to the device", copies.to_device.len() as u64);
         if let Some(before) = self.flights.back() {
             for frame in &frames {
                 if let Some(row) = frame.awaits {
@@ -297,10 +365,13 @@ impl Sim {
             };
             replies.push(reply);
         }
-        self.answered = replies.iter().map(|reply| reply.tokens.last().copied()).collect();
+        self.answered = replies
+            .iter()
+            .map(|reply| reply.tokens.last().copied())
+            .collect();
         let tokens: usize = flight.frames.iter().map(|frame| frame.tokens.len()).sum();
-        self.now += 50 + 3 * tokens as u64;
         let copies_us = flight.copies.len() as u64 * 7;
+        self.now += STEP_US + TOKEN_US * tokens as u64 + copies_us;
         let [tokens, token_ends] = flatten(replies.iter().map(|reply| &reply.tokens));
         let [drafts, draft_ends] = flatten(replies.iter().map(|reply| &reply.drafts));
         let answer = Answer {
@@ -349,9 +420,18 @@ impl Sim {
                 expected.say(token, key.1, &self.text);
             }
             if let Some(finish) = output.finish {
+                self.tally.add(name(finish), 1);
+                self.tally.add("retractions", output.retractions.into());
+                self.tally.add("cached tokens", output.cached_tokens.into());
                 expected.end(finish, self.now);
                 self.expected.remove(&key);
-                self.ended.insert(key, finish);
+                self.ended.push(Ended {
+                    id: key.0,
+                    sample: key.1,
+                    finish,
+                    cached_tokens: output.cached_tokens,
+                    retractions: output.retractions,
+                });
             } else {
                 assert!(!output.tokens.is_empty());
                 assert!(!expected.has_ended(), "it should have ended: {expected:?}");
@@ -359,6 +439,18 @@ impl Sim {
             }
         }
         self.outputs = outputs;
+    }
+}
+
+fn name(finish: Finish) -> &'static str {
+    match finish {
+        Finish::Length => "ended by length",
+        Finish::StopToken(_) => "ended by a token",
+        Finish::StopString { .. } => "ended by text",
+        Finish::Aborted => "aborted",
+        Finish::Deadline => "late",
+        Finish::Displaced => "displaced",
+        Finish::Failed => "failed",
     }
 }
 
@@ -416,7 +508,11 @@ impl Expected {
             }
             Finish::Failed => assert!(self.hurt, "{self:?}"),
             Finish::Deadline => {
-                assert!(self.arrival.deadline.is_some_and(|deadline| deadline <= now));
+                assert!(
+                    self.arrival
+                        .deadline
+                        .is_some_and(|deadline| deadline <= now)
+                );
             }
             Finish::Aborted | Finish::Displaced => {}
         }
