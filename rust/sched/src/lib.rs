@@ -71,3 +71,8 @@ pub use scheduler::Scheduler;
 pub use stats::Stats;
 pub use step::{Copies, Row, Step};
 pub use text::TokenBytes;
+
+/// The README's example is a test.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+pub struct Readme;

@@ -38,6 +38,10 @@ pub enum Event {
 }
 
 /// A request.
+#[expect(
+    clippy::struct_excessive_bools,
+    reason = "each is a property of its own"
+)]
 #[derive(Debug, Clone, Default)]
 pub struct Ask {
     /// Requests of a family begin alike.
@@ -352,12 +356,11 @@ impl Sim {
             if let Some(Some(token)) = known {
                 frame.tokens[0] = token;
             }
-            if refused == Some(at) && frame.draws {
-                if let Some(expected) = self.expected.get_mut(&(frame.id, frame.sample)) {
-                    expected.hurt = true;
-                }
+            let refuses = refused == Some(at) && frame.draws;
+            if refuses && let Some(it) = self.expected.get_mut(&(frame.id, frame.sample)) {
+                it.hurt = true;
             }
-            let nothing = known == Some(None) || refused == Some(at) && frame.draws;
+            let nothing = known == Some(None) || refuses;
             let reply = if nothing {
                 Reply::default()
             } else {
@@ -487,8 +490,8 @@ impl Expected {
     fn stop_string(&self) -> Option<(u32, u64)> {
         (1..=self.text.len()).find_map(|end| {
             let strings = &self.arrival.ends.stop_strings;
-            let ends = |string: &Box<[u8]>| self.text[..end].ends_with(string);
-            let index = strings.iter().position(ends)?;
+            let mut all = strings.iter();
+            let index = all.position(|string| self.text[..end].ends_with(string))?;
             Some((index as u32, (end - strings[index].len()) as u64))
         })
     }
