@@ -24,13 +24,13 @@ const LIMITS: Limits = Limits {
 fn main() -> Result<(), Box<dyn Error>> {
     let config = Config {
         chunk_tokens: 96,
-        conservativeness: 0.3,
+        conservativeness: 0.0,
         ..Config::default()
     };
     let mut scheduler: Scheduler<()> = Scheduler::new(config, LIMITS, None)?;
     for id in 0..REQUESTS {
         let prompt = (0..40 + 25 * (id as u32 % 3)).map(|at| at * 7 % 990 + id as u32 % 2);
-        let output = 20 + 10 * (id as u32 % 4);
+        let output = 40 + 20 * (id as u32 % 4);
         scheduler.submit(Arrival::new(id, prompt.collect(), (), output))?;
     }
     let (mut out, mut outputs, mut now) = (stdout().lock(), Outputs::default(), 0);

@@ -459,18 +459,20 @@ impl<S> Scheduler<S> {
     /// Ends a sequence, whose last `new` tokens were not given out. [`sweep`](Self::sweep) removes it.
     pub(crate) fn finish(&mut self, slot: usize, new: usize, finish: Finish) {
         self.give_out(slot, new, Some(finish));
-        if self.sequences[slot].state == State::Running {
+        let ran = self.sequences[slot].state == State::Running;
+        if ran {
             self.store(slot, finish != Finish::Failed, false);
-            let Sequence {
-                shared,
-                context,
-                held,
-                ..
-            } = &mut self.sequences[slot];
-            match shared.arrival.session {
-                Some(session) => self.memory.keep(held, session, *context),
-                None => self.memory.release(held),
-            }
+        }
+        let Sequence {
+            shared,
+            context,
+            held,
+            ..
+        } = &mut self.sequences[slot];
+        match shared.arrival.session {
+            Some(session) if ran => self.memory.keep(held, session, *context),
+            Some(session) => self.memory.sessions.give_context(session, *context),
+            None => self.memory.release(held),
         }
         self.sequences[slot].state = State::Ended;
         self.ended.push(slot);

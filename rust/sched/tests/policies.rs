@@ -1,4 +1,4 @@
-//! The order of admission, held to SGLang's `schedule_policy.py`, transcribed.
+//! The order of admission, held to `SGLang`'s `schedule_policy.py`, transcribed.
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
@@ -249,7 +249,9 @@ proptest! {
             ..Config::default()
         };
         let mut play = Play::new(config);
-        queue.iter().for_each(|request| play.submit(request));
+        for request in &queue {
+            play.submit(request);
+        }
         queue.sort_by_key(|request| {
             let rank = if priority { rank(request.priority, low_first) } else { 0 };
             (rank, if lof { Reverse(request.max_tokens) } else { Reverse(0) })
