@@ -2,51 +2,58 @@
 
 use std::time::Instant;
 
-use pie_ring::{Client, Request, Sent};
+use pie_ring::{Client, Request, RingError, Sent};
 
 use crate::answer::{Answer, Asked, Probes};
-use crate::error::LoadError;
+use crate::error::{AnswerError, RuntimeError};
 use crate::frame::{FrameBuilder, Outline, Turn, fill_gaps};
 use crate::handshake::Capabilities;
 
-/// Sends one frame at a time, as the runtime's scheduler does.
-pub(crate) struct Link<'c> {
+/// Sends one frame at a time, and lays the next one out meanwhile.
+pub struct Link<'c> {
     client: &'c Client,
     builder: FrameBuilder,
     /// Where frames are encoded, as large as a slot's request.
     frame: Vec<u8>,
+    /// Outlines to be used again.
+    spare: Vec<Outline>,
+    /// Requests of the last frame with a sampler.
+    last: usize,
     /// When the last answer was seen.
     seen: Option<Instant>,
-    /// The last answer.
-    pub(crate) answer: Answer,
+    answer: Answer,
 }
 
 /// One frame and its answer.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Exchange {
+pub struct Exchange {
     /// When the request was made, but not sent.
-    pub(crate) sent: Instant,
+    pub sent: Instant,
     /// From then to the answer seen, but not read.
-    pub(crate) round_trip_ns: u64,
+    pub round_trip_ns: u64,
     /// From the last answer seen to this request made: the load's own work that the driver waits for. 0 for the first frame.
-    pub(crate) client_ns: u64,
-    pub(crate) request_bytes: usize,
-    pub(crate) requests: u32,
+    pub client_ns: u64,
+    /// Size of the frame.
+    pub request_bytes: usize,
+    /// Requests of the frame.
+    pub requests: u32,
     /// Input tokens.
-    pub(crate) tokens: u32,
+    pub tokens: u32,
     /// `None` for the fast reply.
-    pub(crate) probes: Option<Probes>,
+    pub probes: Option<Probes>,
 }
 
 /// A frame that is whole, but for the tokens that it awaits.
-pub(crate) struct Prepared<'c> {
+#[must_use]
+pub struct Prepared<'c> {
     outline: Outline,
     /// Where it lies, and its length. When no slot was free it still is the builder's.
     made: Option<(Request<'c>, usize)>,
 }
 
-/// A frame that the driver has, and what will be known of it.
-struct Flight<'c> {
+/// A frame that the driver has.
+#[must_use]
+pub struct Flight<'c> {
     sent: Sent<'c>,
     outline: Outline,
     at: Instant,
@@ -55,50 +62,63 @@ struct Flight<'c> {
 }
 
 impl<'c> Link<'c> {
-    pub(crate) fn new(client: &'c Client, page_size: u32) -> Self {
+    /// Frames of `builder` for the driver of `client`.
+    pub fn new(client: &'c Client, builder: FrameBuilder) -> Self {
         Self {
             client,
-            builder: FrameBuilder::new(page_size),
+            builder,
             frame: vec![0; client.layout().request_capacity()],
+            spare: Vec::new(),
+            last: 0,
             seen: None,
             answer: Answer::default(),
         }
     }
 
-    /// Forgets the last answer: what follows is another series.
-    pub(crate) fn rest(&mut self) {
+    /// The last answer.
+    pub const fn answer(&self) -> &Answer {
+        &self.answer
+    }
+
+    /// Forgets when the last answer came: what follows is another series.
+    pub fn rest(&mut self) {
         self.seen = None;
     }
 
     /// Sends a frame of `turns` and waits for its answer; those that sample come first.
-    pub(crate) fn forward<'a>(
+    ///
+    /// # Errors
+    /// Those of [`prepare`](Self::prepare), [`send`](Self::send) and [`receive`](Self::receive).
+    pub fn forward<'a>(
         &mut self,
         turns: impl Iterator<Item = Turn<'a>> + Clone,
-    ) -> Result<Exchange, LoadError> {
-        let prepared = self.prepare(turns.clone())?;
+    ) -> Result<Exchange, RuntimeError> {
+        let prepared = self.prepare(turns)?;
         let flight = self.send(prepared)?;
-        self.receive(flight, turns.map(Turn::asked))
+        let exchange = self.receive(flight)?;
+        self.check_served()?;
+        Ok(exchange)
     }
 
     /// Sends the frames that `next` prepares without drafts until it has no more, and gives their times to `done`. Both are
     /// called while the driver computes, so that between an answer and the next request nothing is done but to take the
     /// tokens from the one to the other.
-    pub(crate) fn relay(
+    ///
+    /// # Errors
+    /// Those of `next`, [`send`](Self::send) and [`receive`](Self::receive).
+    pub fn relay<E: From<RuntimeError>>(
         &mut self,
-        mut next: impl FnMut(&mut Self) -> Result<Option<Prepared<'c>>, LoadError>,
+        mut next: impl FnMut(&mut Self) -> Result<Option<Prepared<'c>>, E>,
         mut done: impl FnMut(&Exchange),
-    ) -> Result<(), LoadError> {
+    ) -> Result<(), E> {
         let Some(first) = next(self)? else {
             return Ok(());
         };
         let mut flight = Some(self.send(first)?);
         while let Some(sent) = flight {
             let prepared = next(self)?;
-            let Outline {
-                requests, sampled, ..
-            } = sent.outline;
-            let asked = (0..requests).map(|request| Asked::plainly(request < sampled));
-            let exchange = self.receive(sent, asked)?;
+            let exchange = self.receive(sent)?;
+            self.check_served().map_err(RuntimeError::from)?;
             flight = prepared.map(|frame| self.send(frame)).transpose()?;
             done(&exchange);
         }
@@ -106,11 +126,15 @@ impl<'c> Link<'c> {
     }
 
     /// Makes a frame of `turns`. What they await is the answer to the frame that is sent before this one.
-    pub(crate) fn prepare<'a>(
+    ///
+    /// # Errors
+    /// [`RuntimeError::Wire`] if the frame is larger than a slot of the ring.
+    pub fn prepare<'a>(
         &mut self,
         turns: impl Iterator<Item = Turn<'a>> + Clone,
-    ) -> Result<Prepared<'c>, LoadError> {
-        let outline = self.builder.lay_out(turns);
+    ) -> Result<Prepared<'c>, RuntimeError> {
+        let mut outline = self.spare.pop().unwrap_or_default();
+        self.builder.lay_out_in(&mut outline, turns);
         // The frame in flight may have the only slot.
         let request = self.client.try_request();
         Ok(Prepared {
@@ -119,19 +143,24 @@ impl<'c> Link<'c> {
         })
     }
 
-    fn make(&mut self, mut request: Request<'c>) -> Result<(Request<'c>, usize), LoadError> {
+    fn make(&mut self, mut request: Request<'c>) -> Result<(Request<'c>, usize), RuntimeError> {
         let length = self.builder.encode(&mut self.frame)?;
         request.write(0, &self.frame[..length])?;
         Ok((request, length))
     }
 
     /// Puts the last answer's tokens into a frame and sends it.
-    fn send(&mut self, prepared: Prepared<'c>) -> Result<Flight<'c>, LoadError> {
+    ///
+    /// # Errors
+    /// Those of [`prepare`](Self::prepare), and [`RuntimeError::Ring`] if the driver has ended.
+    pub fn send(&mut self, prepared: Prepared<'c>) -> Result<Flight<'c>, RuntimeError> {
         let Prepared { outline, made } = prepared;
         let made = made.map_or_else(|| self.make(self.client.request()), Ok);
         let (mut request, request_bytes) = made?;
-        let tokens = &self.answer.tokens;
-        fill_gaps(&outline.gaps, tokens, |at, token| request.write(at, token))?;
+        let answered = |request| self.answer.last_of(request);
+        fill_gaps(&outline.gaps, answered, |at, token| {
+            request.write(at, token)
+        })?;
         let at = Instant::now();
         Ok(Flight {
             sent: request.send(request_bytes)?,
@@ -142,38 +171,61 @@ impl<'c> Link<'c> {
         })
     }
 
-    /// Waits for the answer of a frame that `asked` so.
-    fn receive<'a>(
-        &mut self,
-        flight: Flight<'c>,
-        asked: impl Iterator<Item = Asked<'a>> + Clone,
-    ) -> Result<Exchange, LoadError> {
-        let (seen, probes) = flight
-            .sent
-            .receive(|bytes| (Instant::now(), self.answer.read(bytes, asked)))?;
+    /// Waits for the answer of a frame. It may have requests that the driver could not serve, without a token.
+    ///
+    /// # Errors
+    /// [`RuntimeError::Ring`] if the driver has ended or does not answer, [`RuntimeError::Wire`] and
+    /// [`RuntimeError::Answer`] if the answer is not what was asked for.
+    pub fn receive(&mut self, flight: Flight<'c>) -> Result<Exchange, RuntimeError> {
+        let Flight {
+            sent,
+            outline,
+            at,
+            client_ns,
+            request_bytes,
+        } = flight;
+        let answer = &mut self.answer;
+        let (seen, probes) = sent.receive(|bytes| {
+            let seen = Instant::now();
+            if bytes.is_empty() {
+                // What a driver answers that ends.
+                return (seen, Err(RingError::Aborted.into()));
+            }
+            (seen, answer.read(bytes, outline.asked()))
+        })?;
         self.seen = Some(seen);
-        Ok(Exchange {
-            sent: flight.at,
-            round_trip_ns: (seen - flight.at).as_nanos() as u64,
-            client_ns: flight.client_ns,
-            request_bytes: flight.request_bytes,
-            requests: flight.outline.requests as u32,
-            tokens: flight.outline.tokens as u32,
+        let exchange = Exchange {
+            sent: at,
+            round_trip_ns: (seen - at).as_nanos() as u64,
+            client_ns,
+            request_bytes,
+            requests: outline.requests as u32,
+            tokens: outline.tokens as u32,
             probes: probes?,
-        })
+        };
+        self.last = outline.sampled;
+        self.spare.push(outline);
+        Ok(exchange)
+    }
+
+    /// Every request of the last frame with a sampler must have a token.
+    fn check_served(&self) -> Result<(), AnswerError> {
+        self.answer
+            .check_served((0..self.last).map(|_| Asked::plainly(true)))
     }
 }
 
 /// What still fits into a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Room {
+pub struct Room {
     requests: u32,
     tokens: u32,
     page_refs: u32,
 }
 
 impl Room {
-    pub(crate) const fn of(caps: &Capabilities) -> Self {
+    /// An empty frame's.
+    pub const fn of(caps: &Capabilities) -> Self {
         Self {
             requests: caps.max_forward_requests,
             tokens: caps.max_forward_tokens,
@@ -183,7 +235,7 @@ impl Room {
 
     /// Takes a request's share; false, with nothing taken, when it does not fit.
     #[must_use]
-    pub(crate) fn take(&mut self, tokens: u32, page_refs: u32) -> bool {
+    pub fn take(&mut self, tokens: u32, page_refs: u32) -> bool {
         let fits = self.requests > 0 && tokens <= self.tokens && page_refs <= self.page_refs;
         if fits {
             self.requests -= 1;

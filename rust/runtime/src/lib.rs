@@ -1,0 +1,27 @@
+//! The client side of the driver, as a library.
+//!
+//! | module | what it is |
+//! |---|---|
+//! | `settings`, `group` | what a driver is started with, and the number that names its region |
+//! | `driver`, `process`, `log`, `handshake` | the process: spawned, watched, stopped; what it logs and announces |
+//! | `frame`, `answer`, `link` | one frame there, the next one laid out meanwhile, one answer back |
+
+mod answer;
+mod driver;
+mod error;
+mod frame;
+mod group;
+mod handshake;
+mod link;
+mod log;
+mod process;
+mod settings;
+
+pub use answer::{Answer, Asked, Probes};
+pub use driver::{Driver, Exit};
+pub use error::{AnswerError, RuntimeError};
+pub use frame::{FrameBuilder, Gap, Outline, Turn, fill};
+pub use handshake::Capabilities;
+pub use link::{Exchange, Flight, Link, Prepared, Room};
+pub use log::LogSink;
+pub use settings::DriverSettings;
