@@ -66,6 +66,18 @@ impl Answer {
         &self.tokens
     }
 
+    /// The same, as a scheduler takes it.
+    pub(crate) fn as_sched(&self) -> pie_sched::Answer<'_> {
+        let part = |ends: &[u32]| ends.last().map_or(0, |&end| end as usize);
+        pie_sched::Answer {
+            tokens: &self.tokens[..part(&self.token_ends)],
+            token_ends: &self.token_ends,
+            drafts: &self.drafts[..part(&self.draft_ends)],
+            draft_ends: &self.draft_ends,
+            copies_us: 0,
+        }
+    }
+
     /// The last token of a request, if it has one.
     pub(crate) fn last_of(&self, request: usize) -> Option<u32> {
         let end = *self.token_ends.get(request + 1)? as usize;

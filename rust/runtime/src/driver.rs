@@ -2,7 +2,6 @@
 
 use std::fs;
 use std::io;
-use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -191,9 +190,9 @@ impl Driver {
         self.process.id()
     }
 
-    /// A path in the driver's own folder, which is removed with this value.
-    pub fn file(&self, name: impl AsRef<Path>) -> std::path::PathBuf {
-        self.group.file(name)
+    /// Whether its process has not ended.
+    pub fn is_running(&self) -> bool {
+        self.process.end().is_none()
     }
 
     /// What an error of a call means: whether the driver has ended or is stuck, with the end of its log.

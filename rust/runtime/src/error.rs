@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use pie_ring::RingError;
+use pie_sched::SchedError;
 use pie_wire::WireError;
 
 /// Why a driver cannot be started, or why it cannot serve any longer.
@@ -56,6 +57,35 @@ pub enum RuntimeError {
         /// What the system says.
         source: io::Error,
     },
+
+    /// A thread cannot be started.
+    #[error(
+        "cannot start {what}: {source}\n\nhint: raise the limit of processes (`ulimit -u`), or of memory"
+    )]
+    Thread {
+        /// Which one.
+        what: &'static str,
+        /// What the system says.
+        source: io::Error,
+    },
+
+    /// A driver that was started again has less than before.
+    #[error(
+        "the driver came back with {found} {what}, its requests count on {needed}\n\n\
+         hint: free the memory that another process took meanwhile"
+    )]
+    Shrunk {
+        /// What it has less of.
+        what: &'static str,
+        /// How much there was before.
+        needed: u32,
+        /// How much there is.
+        found: u32,
+    },
+
+    /// A setting of the scheduler cannot be meant.
+    #[error("the scheduler cannot be made: {0}")]
+    Scheduler(#[from] SchedError),
 
     /// The handshake does not follow the protocol.
     #[error("the handshake has the line {line:?}: {problem}")]

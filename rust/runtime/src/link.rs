@@ -3,11 +3,17 @@
 use std::time::Instant;
 
 use pie_ring::{Client, Request, RingError, Sent};
+use pie_wire::{
+    ArchivedResponsePayload, CopyDirection, CopyRequest, CopyResource, Frame, Payload, Reply,
+};
 
 use crate::answer::{Answer, Asked, Probes};
 use crate::error::{AnswerError, RuntimeError};
 use crate::frame::{FrameBuilder, Outline, Turn, fill_gaps};
 use crate::handshake::Capabilities;
+
+/// Pairs of pages in one frame of copies, which takes 8 bytes for each.
+const MAX_COPIES: usize = 4096;
 
 /// Sends one frame at a time, and lays the next one out meanwhile.
 pub struct Link<'c> {
@@ -208,10 +214,57 @@ impl<'c> Link<'c> {
         Ok(exchange)
     }
 
+    /// Copies pages, each from the first of a pair to the second, and waits until they are there. None are no copy.
+    ///
+    /// # Errors
+    /// [`RuntimeError::Answer`] if the driver has not made all of them; then some may have been made. Else those of
+    /// [`receive`](Self::receive).
+    pub fn copy(
+        &mut self,
+        direction: CopyDirection,
+        pairs: impl Iterator<Item = (u32, u32)>,
+    ) -> Result<(), RuntimeError> {
+        let mut pairs = pairs.peekable();
+        while pairs.peek().is_some() {
+            let (srcs, dsts) = pairs.by_ref().take(MAX_COPIES).unzip();
+            let request = CopyRequest {
+                dir: direction,
+                srcs,
+                dsts,
+                resource: CopyResource::Kv,
+            };
+            let frame = Frame {
+                driver_id: 0,
+                payload: Payload::Copy(request),
+            };
+            let length = pie_wire::encode_request(&frame, &mut self.frame)?;
+            self.client.call(&self.frame[..length], read_status)??;
+        }
+        Ok(())
+    }
+
     /// Every request of the last frame with a sampler must have a token.
     fn check_served(&self) -> Result<(), AnswerError> {
         self.answer
             .check_served((0..self.last).map(|_| Asked::plainly(true)))
+    }
+}
+
+/// Whether an answer says that all went well.
+fn read_status(bytes: &[u8]) -> Result<(), RuntimeError> {
+    if bytes.is_empty() {
+        return Err(RingError::Aborted.into());
+    }
+    let Reply::Frame(frame) = pie_wire::decode_reply(bytes)? else {
+        return Err(AnswerError::Outputs.into());
+    };
+    match &frame.payload {
+        _ if frame.aborted => Err(AnswerError::Aborted.into()),
+        ArchivedResponsePayload::Status(status) => match status.status.to_native() {
+            0 => Ok(()),
+            status => Err(AnswerError::Status(status).into()),
+        },
+        ArchivedResponsePayload::Forward(_) => Err(AnswerError::Outputs.into()),
     }
 }
 

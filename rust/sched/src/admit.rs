@@ -110,7 +110,8 @@ impl<S> Scheduler<S> {
             return Admission::NoRoom;
         }
         if host_pages > 0 {
-            self.memory.load(&mut held, sequence.cacheable(), host_pages, now);
+            self.memory
+                .load(&mut held, sequence.cacheable(), host_pages, now);
         }
         let cached = held.pages.len() as u32 * size;
         let sequence = &mut self.sequences[slot];
@@ -270,6 +271,9 @@ impl<S> Sequence<S> {
         let limit = limit.min(self.shared.prompt_len as usize);
         let pages = self.tokens[..limit].chunks_exact(page_size);
         let others = other.tokens[..limit].chunks_exact(page_size);
-        pages.zip(others).take_while(|(own, others)| own == others).count()
+        pages
+            .zip(others)
+            .take_while(|(own, others)| own == others)
+            .count()
     }
 }

@@ -168,7 +168,9 @@ impl Limits {
             (pages(self.max_page_refs), "the pages of a step"),
         ];
         let [first, rest @ ..] = limits;
-        rest.into_iter()
-            .fold(first, |least, next| if next.0 < least.0 { next } else { least })
+        rest.into_iter().fold(
+            first,
+            |least, next| if next.0 < least.0 { next } else { least },
+        )
     }
 }

@@ -69,9 +69,7 @@ impl Found {
     pub(crate) fn advance(&mut self, patterns: &Patterns, bytes: &[u8]) -> Option<(u32, u64)> {
         for &byte in bytes {
             self.length += 1;
-            for (index, (pattern, agreed)) in
-                (0..).zip(patterns.0.iter().zip(&mut self.agreed))
-            {
+            for (index, (pattern, agreed)) in (0..).zip(patterns.0.iter().zip(&mut self.agreed)) {
                 *agreed = pattern.advance(*agreed, byte);
                 let length = pattern.bytes.len();
                 if *agreed as usize == length {

@@ -35,7 +35,9 @@ pub enum SchedError {
         rows: usize,
     },
     /// An answer whose lists contradict each other.
-    #[error("the answer's ends of {name} do not rise from 0 to their number, or are not one more than its rows")]
+    #[error(
+        "the answer's ends of {name} do not rise from 0 to their number, or are not one more than its rows"
+    )]
     Answer {
         /// Which list.
         name: &'static str,
@@ -100,7 +102,9 @@ pub enum Refusal {
         why: &'static str,
     },
     /// Fewer tokens at most than at least.
-    #[error("at least {min} tokens and at most {max} are asked for: min_new_tokens must not exceed max_new_tokens")]
+    #[error(
+        "at least {min} tokens and at most {max} are asked for: min_new_tokens must not exceed max_new_tokens"
+    )]
     MinTokens {
         /// At least.
         min: u32,

@@ -320,9 +320,7 @@ impl Memory {
         self.device
             .audit(own.chain(indexed.device))
             .map_err(|error| books(&error))?;
-        self.host
-            .audit(indexed.host)
-            .map_err(|error| books(&error))
+        self.host.audit(indexed.host).map_err(|error| books(&error))
     }
 }
 

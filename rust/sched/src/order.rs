@@ -64,11 +64,13 @@ impl<S> Scheduler<S> {
         let mut path = Vec::new();
         // Twice, for a match may cut nodes on the path of one before.
         for &slot in &*order {
-            self.memory.path(self.sequences[slot].cacheable(), now, &mut path);
+            self.memory
+                .path(self.sequences[slot].cacheable(), now, &mut path);
         }
         let mut tree: FxHashMap<NodeId, Branch> = FxHashMap::default();
         for &slot in &*order {
-            self.memory.path(self.sequences[slot].cacheable(), now, &mut path);
+            self.memory
+                .path(self.sequences[slot].cacheable(), now, &mut path);
             path.push(NodeId::ROOT);
             for (at, &node) in path.iter().enumerate() {
                 let branch = tree.entry(node).or_default();

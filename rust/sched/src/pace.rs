@@ -84,7 +84,11 @@ impl Pace {
         if load.prompt_tokens == 0 {
             return self.decode.add(took);
         }
-        let decode = if load.decodes > 0 { self.decode.0 } else { Some(0.0) };
+        let decode = if load.decodes > 0 {
+            self.decode.0
+        } else {
+            Some(0.0)
+        };
         let Some(decode) = decode else {
             return;
         };

@@ -81,7 +81,11 @@ fn config() -> impl Strategy<Value = Config> {
         policy(),
         0.0_f32..1.5,
         prop::bool::weighted(0.8),
-        prop_oneof![Just(Eviction::Lru), Just(Eviction::Lfu), Just(Eviction::Priority)],
+        prop_oneof![
+            Just(Eviction::Lru),
+            Just(Eviction::Lfu),
+            Just(Eviction::Priority)
+        ],
         0_u64..300,
     );
     let order = (
@@ -157,7 +161,10 @@ fn long() {
         let (config, limits, seed, events) = case.current();
         let mut sim = Sim::new(config, limits, seed % 1000);
         sim.play(&events);
-        requests += events.iter().filter(|event| matches!(event, Event::Submit(_))).count();
+        requests += events
+            .iter()
+            .filter(|event| matches!(event, Event::Submit(_)))
+            .count();
         steps += sim.steps;
     }
     eprintln!("{requests} requests in {steps} steps");

@@ -91,10 +91,16 @@ impl Driver {
         let size = limits.page_size as usize;
         assert!(!frames.is_empty() && frames.len() <= limits.max_forward_requests as usize);
         let tokens: usize = frames.iter().map(|f| f.tokens.len() + f.drafts.len()).sum();
-        assert!(tokens <= limits.max_forward_tokens as usize, "{tokens} tokens");
+        assert!(
+            tokens <= limits.max_forward_tokens as usize,
+            "{tokens} tokens"
+        );
         let pages: usize = frames.iter().map(|f| f.pages.len()).sum();
         assert!(pages <= limits.max_page_refs as usize, "{pages} pages");
-        assert!(frames.is_sorted_by_key(|f| !f.draws), "rows that draw come first");
+        assert!(
+            frames.is_sorted_by_key(|f| !f.draws),
+            "rows that draw come first"
+        );
         let mut contexts = HashSet::new();
         let mut written = HashSet::new();
         for frame in frames {

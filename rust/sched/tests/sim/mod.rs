@@ -58,7 +58,10 @@ impl Ask {
     fn prompt(&self, id: u64) -> Vec<u32> {
         let common = (0..u64::from(self.common)).map(|at| at * 13 + u64::from(self.family) * 5);
         let own = (0..u64::from(self.own)).map(|at| at * 11 + id * 3 + 1);
-        common.chain(own).map(|n| (n % u64::from(VOCAB)) as u32).collect()
+        common
+            .chain(own)
+            .map(|n| (n % u64::from(VOCAB)) as u32)
+            .collect()
     }
 
     fn arrival(&self, id: u64, now: u64) -> Arrival<u64> {
@@ -165,7 +168,11 @@ impl Sim {
             }
             idle = if self.steps == before { idle + 1 } else { 0 };
             assert!(idle < 10, "nothing happens any more: {:?}", self.scheduler);
-            assert!(self.steps < 2_000_000, "it does not end: {:?}", self.scheduler);
+            assert!(
+                self.steps < 2_000_000,
+                "it does not end: {:?}",
+                self.scheduler
+            );
         }
         assert!(self.expected.is_empty(), "lost: {:?}", self.expected.keys());
     }
@@ -248,7 +255,10 @@ impl Sim {
         };
         assert!(self.flights.len() < 2);
         let salts = &self.salts;
-        let frames: Vec<Frame> = step.rows().map(|row| Frame::new(&row, salts[&row.id])).collect();
+        let frames: Vec<Frame> = step
+            .rows()
+            .map(|row| Frame::new(&row, salts[&row.id]))
+            .collect();
         let copies = step.copies.clone();
         self.driver.check(&frames);
         if let Some(before) = self.flights.back() {
@@ -297,7 +307,10 @@ impl Sim {
             };
             replies.push(reply);
         }
-        self.answered = replies.iter().map(|reply| reply.tokens.last().copied()).collect();
+        self.answered = replies
+            .iter()
+            .map(|reply| reply.tokens.last().copied())
+            .collect();
         let tokens: usize = flight.frames.iter().map(|frame| frame.tokens.len()).sum();
         self.now += 50 + 3 * tokens as u64;
         let copies_us = flight.copies.len() as u64 * 7;
@@ -416,7 +429,11 @@ impl Expected {
             }
             Finish::Failed => assert!(self.hurt, "{self:?}"),
             Finish::Deadline => {
-                assert!(self.arrival.deadline.is_some_and(|deadline| deadline <= now));
+                assert!(
+                    self.arrival
+                        .deadline
+                        .is_some_and(|deadline| deadline <= now)
+                );
             }
             Finish::Aborted | Finish::Displaced => {}
         }

@@ -29,7 +29,9 @@ impl Mind {
 
     /// Reads a token. Returns its KV.
     pub fn read(&mut self, token: u32) -> u64 {
-        self.recall(mix(self.kv ^ (u64::from(token) + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15)));
+        self.recall(mix(
+            self.kv ^ (u64::from(token) + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15)
+        ));
         self.kv
     }
 
