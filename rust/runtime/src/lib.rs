@@ -5,6 +5,7 @@
 //! | `settings`, `group` | what a driver is started with, and the number that names its region |
 //! | `driver`, `process`, `log`, `handshake` | the process: spawned, watched, stopped; what it logs and announces |
 //! | `frame`, `answer`, `link` | one frame there, the next one laid out meanwhile, one answer back |
+//! | `sampling` | from the parameters that users know to the samplers that the driver has |
 //! | `service`, `replica`, `relay`, `outbox` | requests in, tokens out: a scheduler and a driver, or several of both |
 
 mod answer;
@@ -19,6 +20,7 @@ mod outbox;
 mod process;
 mod relay;
 mod replica;
+mod sampling;
 mod service;
 mod settings;
 
@@ -32,5 +34,6 @@ pub use log::LogSink;
 pub use outbox::{Delta, End};
 pub use pie_sched::{Arrival, Config, Ends, Eviction, Policy, Stats, TokenBytes};
 pub use pie_wire::Sampler;
+pub use sampling::{Sampling, SamplingError};
 pub use service::{Rejected, ReplicaStats, Service, ServiceLog, ServiceSettings};
 pub use settings::DriverSettings;

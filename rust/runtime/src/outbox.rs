@@ -135,6 +135,10 @@ impl Outbox {
         self.filled.notify_all();
     }
 
+    pub(crate) fn is_closed(&self) -> bool {
+        self.lock().closed
+    }
+
     fn wake(&self, queue: &Queue) {
         // To notify takes a system call, even if no thread waits.
         if queue.waiting > 0 && !queue.deltas.is_empty() {

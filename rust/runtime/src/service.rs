@@ -348,6 +348,11 @@ impl Service {
         self.shared.outbox.take(limit)
     }
 
+    /// Whether it was shut down.
+    pub fn is_stopped(&self) -> bool {
+        self.shared.outbox.is_closed()
+    }
+
     /// How the replicas stand.
     pub fn stats(&self) -> Vec<ReplicaStats> {
         self.shared.lock().iter().map(|state| state.stats).collect()
