@@ -127,26 +127,20 @@ impl Replica {
     /// Starts a driver and serves with it. `answered` is set once it has answered a frame.
     fn serve(&mut self, answered: &mut bool) -> Result<(), Halt> {
         let mut driver = Driver::spawn(self.driver.clone(), self.sink())?;
-        let caps = loop {
-            if let Some(caps) = driver.poll_ready(WATCH)? {
-                break caps;
-            }
-            self.take_commands()?;
-            self.publish();
-        };
-        self.prepare(&caps)?;
-        let client = driver.connect()?;
-        self.shared.update(self.number, |state| {
-            state.stats.driver_pid = driver.pid();
-            state.client = Some(ClientHandle(Arc::clone(&client)));
-            state.caps.get_or_insert_with(|| caps.clone());
-        });
-        let served = Relay::new(&client, caps.kv_page_size, answered).serve(self, &driver);
-        self.shared.update(self.number, |state| {
+        self.shared
+            .update(self.number, |state| state.stats.driver_pid = driver.pid());
+        let served = self.serve_with(&mut driver, answered);
+        let stopping = self.shared.update(self.number, |state| {
             state.stats.driver_pid = 0;
             state.client = None;
+            state.stopping
         });
         match served {
+            // A shutdown ends the wait for an answer, as the end of the driver does.
+            Err(Halt::Lost(_)) if stopping => {
+                driver.stop();
+                Err(Halt::Stop)
+            }
             Err(Halt::Lost(error)) => {
                 let error = driver.explain(error);
                 // Its memory must be free before the next one starts.
@@ -158,6 +152,23 @@ impl Replica {
                 other
             }
         }
+    }
+
+    fn serve_with(&mut self, driver: &mut Driver, answered: &mut bool) -> Result<(), Halt> {
+        let caps = loop {
+            if let Some(caps) = driver.poll_ready(WATCH)? {
+                break caps;
+            }
+            self.take_commands()?;
+            self.publish();
+        };
+        self.prepare(&caps)?;
+        let client = driver.connect()?;
+        self.shared.update(self.number, |state| {
+            state.client = Some(ClientHandle(Arc::clone(&client)));
+            state.caps.get_or_insert_with(|| caps.clone());
+        });
+        Relay::new(&client, caps.kv_page_size, answered).serve(self, driver)
     }
 
     /// Makes the scheduler by what the first driver can, and holds every later one to it.
@@ -305,11 +316,12 @@ impl Replica {
                     self.open.fetch_sub(1, Ordering::Relaxed);
                 }
             }
-            self.shared.outbox.extend(self.outputs.iter(), end);
         }
-        if self.counted.elapsed() >= STATS {
+        // Whoever has the last output finds it counted.
+        if self.counted.elapsed() >= STATS || self.samples.is_empty() && !self.outputs.is_empty() {
             self.count();
         }
+        self.shared.outbox.extend(self.outputs.iter(), end);
     }
 
     /// Tells how things stand.

@@ -226,13 +226,16 @@ impl Service {
             if let Some(error) = states.iter().find_map(|state| state.failed.as_ref()) {
                 return Err(Arc::clone(error));
             }
+            if states.iter().any(|state| state.stopping) {
+                return Ok(false);
+            }
             if states.iter().all(|state| state.caps.is_some()) {
                 return Ok(true);
             }
             let left = until.map_or(Duration::MAX, |until| {
                 until.saturating_duration_since(Instant::now())
             });
-            if left.is_zero() || states.iter().any(|state| state.stopping) {
+            if left.is_zero() {
                 return Ok(false);
             }
             let waited = self.shared.changed.wait_timeout(states, left);
