@@ -17,6 +17,7 @@ use crate::outbox::{Delta, End};
 use crate::relay::Relay;
 use crate::service::{ClientHandle, ServiceLog, ServiceSettings, Shared};
 use crate::settings::DriverSettings;
+use crate::times::Times;
 
 /// How often a driver that starts, or has nothing to do, is looked at.
 const WATCH: Duration = Duration::from_millis(50);
@@ -51,6 +52,8 @@ pub(crate) struct Replica {
     /// Made when the first driver has said what it can.
     pub(crate) scheduler: Option<Scheduler<Sampler>>,
     outputs: Outputs,
+    /// From an answer seen to the next request made.
+    pub(crate) gaps: Times,
     counted: Instant,
 }
 
@@ -92,6 +95,7 @@ impl Replica {
             samples: HashMap::new(),
             scheduler: None,
             outputs: Outputs::default(),
+            gaps: Times::default(),
             counted: begin,
         }
     }
@@ -327,9 +331,12 @@ impl Replica {
     /// Tells how things stand.
     pub(crate) fn count(&mut self) {
         if let Some(scheduler) = &self.scheduler {
-            let stats = scheduler.stats();
-            self.shared
-                .update(self.number, |state| state.stats.scheduler = stats);
+            let scheduler = scheduler.stats();
+            let gaps_ns = [0.5, 0.99].map(|share| self.gaps.quantile(share));
+            self.shared.update(self.number, |state| {
+                state.stats.scheduler = scheduler;
+                state.stats.gaps_ns = gaps_ns;
+            });
             self.counted = Instant::now();
         }
     }

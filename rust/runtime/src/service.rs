@@ -88,6 +88,9 @@ pub struct ReplicaStats {
     pub restarts: u64,
     /// Pages that its scheduler uses.
     pub total_pages: u32,
+    /// From the answer to a step seen to the next one's request made, in ns: the median, and what one in a hundred exceeds. The
+    /// device waits so long for this side.
+    pub gaps_ns: [u64; 2],
     /// The driver's process id; 0 while there is none.
     pub driver_pid: u32,
 }
