@@ -11,6 +11,7 @@ import_exception!(pie_driver_sglang.errors, PagesError);
 import_exception!(pie_driver_sglang.errors, RadixError);
 import_exception!(pie_driver_sglang.errors, RingError);
 import_exception!(pie_driver_sglang.errors, StageError);
+import_exception!(pie_driver_sglang.errors, StartError);
 import_exception!(pie_driver_sglang.errors, WireError);
 
 pub(crate) fn from_ring(error: impl Into<pie_ring::RingError>) -> PyErr {
@@ -38,6 +39,15 @@ pub(crate) fn from_ring(error: impl Into<pie_ring::RingError>) -> PyErr {
 fn with_hint(text: &str, hint: &str) -> String {
     let message = text.split_once("\n\n").map_or(text, |(message, _)| message);
     format!("{message}\n\nhint: {hint}")
+}
+
+/// Errors of the runtime end with their remedy, where they have one.
+pub(crate) fn from_runtime(error: &pie_runtime::RuntimeError) -> PyErr {
+    let text = error.to_string();
+    match text.split_once("\n\nhint: ") {
+        Some((message, hint)) => StartError::new_err((message.to_owned(), hint.to_owned())),
+        None => StartError::new_err(text),
+    }
 }
 
 pub(crate) fn from_wire(error: &pie_wire::WireError) -> PyErr {

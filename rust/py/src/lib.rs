@@ -21,6 +21,7 @@ mod radix;
 mod radix_results;
 mod ranks;
 mod request;
+mod runtime;
 mod server;
 mod shared;
 mod slot_group;
@@ -68,6 +69,8 @@ mod _core {
     use crate::ranks::{Broadcast, Follower, die_with_parent};
     #[pymodule_export]
     use crate::request::{Image, Request, Sampler, encode_forward};
+    #[pymodule_export]
+    use crate::runtime::{Output, Runtime};
     #[pymodule_export]
     use crate::server::Server;
     #[pymodule_export]
