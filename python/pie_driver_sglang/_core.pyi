@@ -7,7 +7,7 @@ from numpy import ndarray
 from typing import Any, Final, SupportsFloat, SupportsIndex, final
 from typing_extensions import Buffer
 
-__all__ = ["REHEARSAL_ADAPTER", "AttentionMask", "Batch", "Broadcast", "CacheEvent", "Client", "Copy", "Drafter", "Evicted", "ExitGuard", "Follower", "Image", "ImageSpan", "Inserted", "Lane", "LayerPatterns", "Load", "Match", "NodeInfo", "PagePool", "Pass", "PassImages", "Planner", "PoolStats", "RadixIndex", "Reply", "Request", "Sampler", "Server", "SlotGroup", "Step", "Wake", "build_info", "die_with_parent", "encode_forward", "graph_layout"]
+__all__ = ["REHEARSAL_ADAPTER", "AttentionMask", "Batch", "Broadcast", "CacheEvent", "Client", "Copy", "Drafter", "Evicted", "ExitGuard", "Follower", "Image", "ImageSpan", "Inserted", "Lane", "LayerPatterns", "Load", "Match", "NodeInfo", "PagePool", "Pass", "PassImages", "Planner", "PoolStats", "RadixIndex", "Reply", "Request", "Sampler", "Server", "SlotGroup", "Step", "Wake", "build_info", "die_with_parent", "encode_forward", "graph_layout", "region_bytes"]
 
 REHEARSAL_ADAPTER: Final[int]
 """
@@ -1565,7 +1565,8 @@ class Wake:
 
 def build_info() -> dict[str, str]:
     """
-    Facts about this build for bug reports: `version`, `profile` and `target`.
+    Facts about this build for bug reports: `version`, `profile`, `target`, and `commit`, which is empty unless the environment
+    variable `PIE_DRIVER_COMMIT` named it to the build.
     """
 
 def die_with_parent(parent: SupportsIndex) -> None:
@@ -1591,4 +1592,15 @@ def graph_layout(rows: SupportsIndex, slots: SupportsIndex, grouped: bool = Fals
         rows: Tokens that it has room for.
         slots: Of these, how many can be sampled. With fewer slots than rows the block says the row of each slot.
         grouped: Whether the block says which rows read the same KV first; then there are as many slots as rows.
+    """
+
+def region_bytes(min_request_bytes: SupportsIndex = 0) -> int:
+    """
+    Bytes of `/dev/shm` that a region takes.
+
+    Args:
+        min_request_bytes: As for `Server`.
+
+    Raises:
+        RingError: A region cannot be as large.
     """

@@ -56,10 +56,11 @@ mod _core {
     #[pymodule_export]
     use crate::request::{Image, Request, Sampler, encode_forward};
     #[pymodule_export]
-    use crate::server::Server;
+    use crate::server::{Server, region_bytes};
 }
 
-/// Facts about this build for bug reports: `version`, `profile` and `target`.
+/// Facts about this build for bug reports: `version`, `profile`, `target`, and `commit`, which is empty unless the environment
+/// variable `PIE_DRIVER_COMMIT` named it to the build.
 #[pyfunction]
 fn build_info() -> std::collections::BTreeMap<&'static str, &'static str> {
     let profile = if cfg!(debug_assertions) {
@@ -72,6 +73,7 @@ fn build_info() -> std::collections::BTreeMap<&'static str, &'static str> {
         ("version", env!("CARGO_PKG_VERSION")),
         ("profile", profile),
         ("target", target),
+        ("commit", option_env!("PIE_DRIVER_COMMIT").unwrap_or_default()),
     ]
     .into()
 }
