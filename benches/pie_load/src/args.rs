@@ -69,7 +69,7 @@ pub(crate) struct DriverArgs {
     pub(crate) device: String,
     /// Activation type; bfloat16, on the CPU float32, where half precision is emulated.
     #[arg(long)]
-    dtype: Option<String>,
+    pub(crate) dtype: Option<String>,
     /// How long both sides spin.
     #[arg(long, value_enum, default_value_t = Profile::Latency)]
     pub(crate) profile: Profile,
@@ -88,23 +88,12 @@ pub(crate) struct DriverArgs {
     /// Seconds until a frame must be answered.
     #[arg(long, default_value_t = 60.0, value_parser = seconds)]
     pub(crate) timeout_s: f64,
-    /// Where the driver's log goes; without it a temporary file, whose end is shown after a failure.
+    /// Where the driver's log goes. Its end is shown after a failure in any case.
     #[arg(long)]
     pub(crate) log: Option<PathBuf>,
     /// Have the driver write a trace and report the mean of its phases. Writing it costs time in every step.
     #[arg(long)]
     pub(crate) trace: bool,
-}
-
-impl DriverArgs {
-    pub(crate) fn dtype(&self) -> &str {
-        let default = if self.device.starts_with("cpu") {
-            "float32"
-        } else {
-            "bfloat16"
-        };
-        self.dtype.as_deref().unwrap_or(default)
-    }
 }
 
 /// The workload `steps`.

@@ -1,9 +1,9 @@
 //! A context: a sequence of tokens and the pages that hold their KV.
 
+use pie_runtime::Turn;
 use pie_wire::Sampler;
 
 use crate::error::LoadError;
-use crate::frame::Turn;
 use crate::pages::PagePool;
 
 /// Keeps the place of a token that is not known yet.
@@ -90,6 +90,7 @@ impl Context {
             wants_drafts: self.wants_drafts,
             pages: &self.pages[..self.in_use],
             sampler: Some(&self.sampler),
+            ..Turn::EMPTY
         }
     }
 

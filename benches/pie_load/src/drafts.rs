@@ -2,16 +2,15 @@
 
 use std::time::Instant;
 
+use pie_runtime::{Capabilities, Link};
 use serde::Serialize;
 
 use crate::args::DraftsArgs;
 use crate::context::Context;
 use crate::error::LoadError;
-use crate::handshake::Capabilities;
-use crate::link::Link;
 use crate::pages::PagePool;
 use crate::prompts::Prompts;
-use crate::steps::{Samples, prefill};
+use crate::steps::{Samples, obstacle, prefill};
 use crate::summary::{Summary, median};
 
 /// One batch size.
@@ -107,7 +106,7 @@ pub(crate) fn play(
     };
     for &batch in &args.draft_batch {
         let prompt = prompts.longest();
-        let skipped = caps.obstacle(batch, prompt, prompt + args.draft_output);
+        let skipped = obstacle(caps, batch, prompt, prompt + args.draft_output);
         let count = if skipped.is_some() {
             0
         } else {
@@ -197,17 +196,18 @@ impl Player<'_, '_> {
         // An answer may bring several tokens, so nothing is prepared; nor is it without drafts, to compare like with like.
         let running = contexts.iter().filter(|context| unfinished(context));
         let exchange = self.link.forward(running.map(Context::turn))?;
+        let answer = self.link.answer();
         play.samples.push(&exchange);
         let running = contexts.iter_mut().zip(&mut play.texts);
         let running = running.filter(|(context, _)| unfinished(context));
         for (request, (context, text)) in running.enumerate() {
-            let tokens = self.link.answer.tokens_of(request);
+            let tokens = answer.tokens_of(request);
             play.requests += 1;
             play.drafted += context.drafted() as u64;
             play.accepted += tokens.len() as u64 - 1;
             play.tokens += tokens.len() as u64;
             text.extend(tokens);
-            context.take(tokens, self.link.answer.drafts_of(request));
+            context.take(tokens, answer.drafts_of(request));
         }
         Ok(())
     }

@@ -2,10 +2,8 @@
 
 use std::io;
 use std::path::PathBuf;
-use std::time::Duration;
 
-use pie_ring::RingError;
-use pie_wire::WireError;
+use pie_runtime::RuntimeError;
 
 /// Why a run ended early.
 #[derive(Debug, thiserror::Error)]
@@ -24,30 +22,8 @@ pub(crate) enum LoadError {
     Prompts { path: PathBuf, problem: String },
     #[error("the lengths are not usable: {0}")]
     Lengths(String),
-    #[error("cannot spawn {}: {source}", python.display())]
-    Spawn { python: PathBuf, source: io::Error },
-    #[error("the handshake has the line {line:?}: {problem}")]
-    Handshake { line: String, problem: String },
-    #[error("the driver was not ready after {after:?}; its log ends so:\n{log}")]
-    NotReady { after: Duration, log: String },
-    #[error("the driver {how} {when}; its log ends so:\n{log}")]
-    Ended {
-        how: String,
-        when: &'static str,
-        log: String,
-    },
-    #[error(
-        "the driver is alive but did not answer a frame within {after:?}; its log ends so:\n{log}"
-    )]
-    Stuck { after: Duration, log: String },
-    #[error("the driver {what}; its log ends so:\n{log}")]
-    Refused { what: String, log: String },
     #[error(transparent)]
-    Ring(#[from] RingError),
-    #[error("a frame cannot be encoded, or its answer not be read: {0}")]
-    Wire(#[from] WireError),
-    #[error("{0}")]
-    Answer(#[from] AnswerError),
+    Runtime(#[from] RuntimeError),
     #[error("no page is free, of {0}")]
     NoPage(u32),
     #[error("a prompt of {prompt} and {output} tokens of output never fit: {why}")]
@@ -56,29 +32,4 @@ pub(crate) enum LoadError {
         output: u32,
         why: String,
     },
-}
-
-/// An answer that is not what was asked for.
-#[derive(Debug, thiserror::Error, PartialEq, Eq)]
-pub(crate) enum AnswerError {
-    #[error("gave the batch up")]
-    Aborted,
-    #[error("answered a forward with status {0}")]
-    Status(i32),
-    #[error("answered {found} requests, the frame had {expected}")]
-    Requests { found: usize, expected: usize },
-    #[error("answered request {request} with {found} tokens, expected {expected}")]
-    Tokens {
-        request: usize,
-        found: usize,
-        expected: usize,
-    },
-    #[error("answered with offsets that lead nowhere")]
-    Offsets,
-    #[error("accepted other drafts of request {0} than it was sent")]
-    Accepted(usize),
-    #[error(
-        "drafted {drafts} tokens for request {request}, at positions that do not follow, or unasked"
-    )]
-    Drafts { request: usize, drafts: usize },
 }

@@ -1,25 +1,18 @@
-//! Plays the Pie runtime against a real driver process: spawns it as the runtime does, reads its handshake, opens the
-//! ring as its client and sends the frames that the runtime would send.
+//! Plays the Pie runtime against a real driver process: spawns it as the runtime does, and sends the frames that the
+//! runtime would send. The process, the frames and the relay are those of `pie-runtime`; here are workloads and reports.
 //!
 //! | module | what it is |
 //! |---|---|
-//! | `args`, `config` | the command line, and the driver's configuration made of it |
-//! | `driver`, `handshake` | the process: spawned, watched, stopped; what it announces |
-//! | `pages`, `context`, `frame` | the runtime's state: free pages, sequences, frames |
-//! | `link`, `answer` | one frame there, the next one prepared meanwhile, one answer back, with their times |
+//! | `args`, `config` | the command line, and the driver's settings made of it |
+//! | `pages`, `context` | the runtime's state: free pages, sequences |
 //! | `steps`, `throughput`, `drafts`, `sampler`, `prompts` | the workloads |
 //! | `summary`, `trace`, `report` | percentiles, the driver's own trace, tables and files |
 
-mod answer;
 mod args;
 mod config;
 mod context;
 mod drafts;
-mod driver;
 mod error;
-mod frame;
-mod handshake;
-mod link;
 mod pages;
 mod prompts;
 mod report;
@@ -29,17 +22,18 @@ mod summary;
 mod throughput;
 mod trace;
 
-use std::fs;
+use std::fs::{self, File};
+use std::io::Write;
+use std::path::Path;
 use std::process::ExitCode;
+use std::sync::Arc;
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use clap::Parser;
+use pie_runtime::{Capabilities, Driver, FrameBuilder, Link, LogSink};
 
 use crate::args::{Args, Workload};
-use crate::driver::Driver;
 use crate::error::LoadError;
-use crate::handshake::Capabilities;
-use crate::link::Link;
 use crate::report::Report;
 use crate::throughput::Lengths;
 use crate::trace::Trace;
@@ -59,12 +53,21 @@ fn run(args: &Args) -> Result<(), LoadError> {
     let started = SystemTime::now().duration_since(UNIX_EPOCH);
     let started = started.map_or(0, |since| since.as_secs());
     let begin = Instant::now();
-    let (driver, pipe) = Driver::spawn(&args.driver)?;
-    let caps = driver.wait_ready(pipe)?;
+    let folder = tempfile::Builder::new().prefix("pie_load.").tempdir();
+    let folder = folder.map_err(|source| LoadError::File {
+        action: "cannot make a folder in",
+        path: std::env::temp_dir(),
+        source,
+    })?;
+    let trace = folder.path().join("trace.json");
+    let trace = args.driver.trace.then_some(&*trace);
+    let settings = config::settings(&args.driver, trace)?;
+    let mut driver = Driver::spawn(settings, log_sink(args.driver.log.as_deref())?)?;
+    let caps = driver.wait_ready()?;
     let ready_s = begin.elapsed().as_secs_f64();
     print_start(&caps, ready_s);
     let client = driver.connect()?;
-    let mut link = Link::new(&client, caps.kv_page_size);
+    let mut link = Link::new(&client, FrameBuilder::as_pie(caps.kv_page_size));
     let mut report = Report::new(args, caps.clone(), ready_s, started);
     let played = args
         .workloads
@@ -74,9 +77,12 @@ fn run(args: &Args) -> Result<(), LoadError> {
             Workload::Throughput => play_throughput(&mut link, &caps, args, &lengths, &mut report),
             Workload::Drafts => play_drafts(&mut link, &caps, args, &mut report),
         });
-    let played = played.map_err(|error| driver.explain(error));
+    let played = played.map_err(|error| match error {
+        LoadError::Runtime(error) => driver.explain(error).into(),
+        error => error,
+    });
     report.exit = Some(driver.stop());
-    if let Some(path) = driver.trace() {
+    if let Some(path) = trace {
         match fs::read_to_string(path).map(|text| Trace::parse(&text)) {
             Ok(Ok(trace)) => report.add_trace(&trace),
             Ok(Err(error)) => eprintln!("the driver's trace cannot be read: {error}"),
@@ -86,6 +92,22 @@ fn run(args: &Args) -> Result<(), LoadError> {
     report.print_rest();
     report.save()?;
     played
+}
+
+/// Writes the driver's log to a file, if there is a path.
+fn log_sink(path: Option<&Path>) -> Result<LogSink, LoadError> {
+    let Some(path) = path else {
+        return Ok(Arc::new(|_: &str| ()));
+    };
+    let file = File::create(path).map_err(|source| LoadError::File {
+        action: "cannot write",
+        path: path.to_owned(),
+        source,
+    })?;
+    Ok(Arc::new(move |line: &str| {
+        // What a full disk loses is still shown after a failure.
+        let _ = writeln!(&file, "{line}");
+    }))
 }
 
 fn print_start(caps: &Capabilities, ready_s: f64) {

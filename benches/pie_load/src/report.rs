@@ -4,13 +4,12 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use pie_runtime::{Capabilities, Exit};
 use serde::Serialize;
 
 use crate::args::{Args, DraftsArgs, DriverArgs, StepsArgs, ThroughputArgs};
 use crate::drafts;
-use crate::driver::Exit;
 use crate::error::LoadError;
-use crate::handshake::Capabilities;
 use crate::steps::Row;
 use crate::throughput::Run;
 use crate::trace::Trace;

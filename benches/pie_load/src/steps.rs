@@ -3,15 +3,12 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 
+use pie_runtime::{Capabilities, Exchange, Link, Prepared, Probes, Room, Turn};
 use serde::Serialize;
 
-use crate::answer::Probes;
 use crate::args::StepsArgs;
 use crate::context::{Context, prompt};
 use crate::error::LoadError;
-use crate::frame::Turn;
-use crate::handshake::Capabilities;
-use crate::link::{Exchange, Link, Prepared, Room};
 use crate::pages::PagePool;
 use crate::summary::{Summary, mean, micros};
 use crate::trace::clock_us;
@@ -77,6 +74,30 @@ impl Samples {
     }
 }
 
+/// Why the driver cannot serve `batch` contexts together, whose prompts of `prompt` tokens grow to `length`.
+pub(crate) fn obstacle(
+    caps: &Capabilities,
+    batch: u32,
+    prompt: u32,
+    length: u32,
+) -> Option<String> {
+    let pages = u64::from(batch) * u64::from(length.div_ceil(caps.kv_page_size));
+    let limits = [
+        ("tokens in a frame", prompt.into(), caps.max_forward_tokens),
+        (
+            "requests in a frame",
+            batch.into(),
+            caps.max_forward_requests,
+        ),
+        ("positions", length.into(), caps.max_model_len),
+        ("pages", pages, caps.total_pages.min(caps.max_page_refs)),
+    ];
+    let (what, needed, limit) = limits
+        .into_iter()
+        .find(|&(_, needed, limit)| needed > u64::from(limit))?;
+    Some(format!("{needed} {what}, the driver has {limit}"))
+}
+
 /// Plays every combination; `done` takes each row, so that a failure loses no earlier one.
 pub(crate) fn play(
     link: &mut Link<'_>,
@@ -91,7 +112,7 @@ pub(crate) fn play(
             let mut row = Row {
                 batch,
                 context,
-                skipped: caps.obstacle(batch, context, longest),
+                skipped: obstacle(caps, batch, context, longest),
                 figures: None,
                 trace_us: BTreeMap::new(),
                 window: 0.0..0.0,
@@ -219,10 +240,8 @@ pub(crate) fn prefill(
         }
         link.forward(now.iter().map(Context::turn))?;
         for (request, context) in now.iter_mut().enumerate() {
-            context.take(
-                link.answer.tokens_of(request),
-                link.answer.drafts_of(request),
-            );
+            let answer = link.answer();
+            context.take(answer.tokens_of(request), answer.drafts_of(request));
         }
         rest = later;
     }

@@ -6,14 +6,12 @@ use std::ops::Range;
 use std::path::PathBuf;
 use std::time::Instant;
 
+use pie_runtime::{Capabilities, Exchange, Link, Prepared, Room, Turn};
 use serde::{Deserialize, Serialize};
 
 use crate::args::ThroughputArgs;
 use crate::context::{Context, prompt};
 use crate::error::LoadError;
-use crate::frame::Turn;
-use crate::handshake::Capabilities;
-use crate::link::{Exchange, Link, Prepared, Room};
 use crate::pages::PagePool;
 use crate::sampler::SamplerMix;
 use crate::steps::Samples;
@@ -285,19 +283,25 @@ impl<'a> Scheduler<'a> {
 
 #[cfg(test)]
 mod tests {
-    use crate::frame::{FrameBuilder, Outline, fill};
+    use pie_runtime::{FrameBuilder, Outline, fill};
 
     use super::*;
 
     const CAPS: Capabilities = Capabilities {
         total_pages: 10,
         kv_page_size: 4,
+        swap_pool_size: 0,
         max_forward_tokens: 12,
         max_forward_requests: 3,
         max_page_refs: 9,
         max_model_len: 32,
         vocab_size: 100,
         arch_name: String::new(),
+        activation_dtype: String::new(),
+        snapshot_dir: String::new(),
+        rs_cache_slots: 0,
+        system_speculation_supported: false,
+        enable_system_speculation: false,
     };
 
     fn lengths(prompts: &[u32], outputs: &[u32]) -> Lengths {
@@ -349,7 +353,7 @@ mod tests {
         let sampler = SamplerMix::parse("mixed").unwrap();
         let scheduler = || Scheduler::new(caps, lengths, &sampler).unwrap();
         let (mut ahead, mut behind) = (scheduler(), scheduler());
-        let mut builder = FrameBuilder::new(caps.kv_page_size);
+        let mut builder = FrameBuilder::as_pie(caps.kv_page_size);
         let mut answered = Vec::new();
         let mut frames = 0;
         while ahead.form().unwrap() {
@@ -358,7 +362,7 @@ mod tests {
             ahead.advance();
 
             assert!(behind.form().unwrap());
-            let (expected, known) = behind.encode(&mut FrameBuilder::new(caps.kv_page_size));
+            let (expected, known) = behind.encode(&mut FrameBuilder::as_pie(caps.kv_page_size));
             assert!(known.gaps.is_empty());
             fill(&mut prepared, &outline.gaps, &answered);
             assert_eq!(prepared, expected, "frame {frames}");

@@ -10,6 +10,7 @@ import_exception!(pie_driver_sglang.errors, PagesError);
 import_exception!(pie_driver_sglang.errors, RadixError);
 import_exception!(pie_driver_sglang.errors, RingError);
 import_exception!(pie_driver_sglang.errors, StageError);
+import_exception!(pie_driver_sglang.errors, StartError);
 import_exception!(pie_driver_sglang.errors, WireError);
 
 pub(crate) fn from_ring(error: &pie_ring::RingError) -> PyErr {
@@ -18,6 +19,15 @@ pub(crate) fn from_ring(error: &pie_ring::RingError) -> PyErr {
         pie_ring::RingError::TimedOut { .. } => PyTimeoutError::new_err(text),
         pie_ring::RingError::NotFound { .. } => PyFileNotFoundError::new_err(text),
         _ => RingError::new_err(text),
+    }
+}
+
+/// Errors of the runtime end with their remedy, where they have one.
+pub(crate) fn from_runtime(error: &pie_runtime::RuntimeError) -> PyErr {
+    let text = error.to_string();
+    match text.split_once("\n\nhint: ") {
+        Some((message, hint)) => StartError::new_err((message.to_owned(), hint.to_owned())),
+        None => StartError::new_err(text),
     }
 }
 

@@ -17,6 +17,7 @@ mod radix;
 mod radix_results;
 mod ranks;
 mod request;
+mod runtime;
 mod server;
 
 use pyo3::prelude::*;
@@ -55,6 +56,8 @@ mod _core {
     use crate::ranks::{Broadcast, Follower, die_with_parent};
     #[pymodule_export]
     use crate::request::{Image, Request, Sampler, encode_forward};
+    #[pymodule_export]
+    use crate::runtime::{Output, Runtime};
     #[pymodule_export]
     use crate::server::{Server, region_bytes};
 }

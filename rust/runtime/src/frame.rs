@@ -1,31 +1,37 @@
-//! Forward frames as the Pie runtime sends them, made in buffers that are used again.
+//! Forward frames, made in buffers that are used again.
+
+use std::convert::Infallible;
 
 use pie_wire::{AdapterBinding, Brle, ForwardRequest, Frame, Payload, Sampler, WireError};
 
 use crate::answer::Asked;
 
 /// What one context brings to a frame.
-#[derive(Clone, Copy)]
-pub(crate) struct Turn<'a> {
-    pub(crate) context_id: u64,
-    pub(crate) tokens: &'a [u32],
-    /// The request of the frame before whose answer is the token; `tokens` only keeps its place.
-    pub(crate) awaits: Option<usize>,
+#[derive(Clone, Copy, Debug)]
+pub struct Turn<'a> {
+    /// By which the driver knows a context again; 0 for none.
+    pub context_id: u64,
+    /// Input: a prompt, a part of one, or the last token.
+    pub tokens: &'a [u32],
+    /// The request of the frame before whose last token is the input; `tokens` only keeps its place.
+    pub awaits: Option<usize>,
     /// Position, and KV index, of the first token.
-    pub(crate) start: u32,
+    pub start: u32,
     /// Behind the tokens, to be verified.
-    pub(crate) drafts: &'a [u32],
+    pub drafts: &'a [u32],
     /// Whether it asks for drafts.
-    pub(crate) wants_drafts: bool,
+    pub wants_drafts: bool,
     /// Every page up to the last token, or draft.
-    pub(crate) pages: &'a [u32],
+    pub pages: &'a [u32],
     /// For the last token; `None` to sample nothing.
-    pub(crate) sampler: Option<&'a Sampler>,
+    pub sampler: Option<&'a Sampler>,
+    /// Tokens that must not be drawn, in any order.
+    pub forbidden: &'a [u32],
 }
 
 impl<'a> Turn<'a> {
     /// A request without a token. With it the answer must be an archive, which has the driver's probes.
-    pub(crate) const EMPTY: Self = Self {
+    pub const EMPTY: Self = Self {
         context_id: 0,
         tokens: &[],
         awaits: None,
@@ -34,76 +40,127 @@ impl<'a> Turn<'a> {
         wants_drafts: false,
         pages: &[],
         sampler: None,
+        forbidden: &[],
     };
 
     /// Position behind the last token.
-    pub(crate) const fn end(&self) -> u32 {
+    pub const fn end(&self) -> u32 {
         self.start + self.tokens.len() as u32
-    }
-
-    /// What it asks for.
-    pub(crate) const fn asked(self) -> Asked<'a> {
-        Asked {
-            samples: self.sampler.is_some(),
-            drafts: self.drafts,
-            wants_drafts: self.wants_drafts,
-            end: self.end(),
-        }
     }
 }
 
 /// A token that is not known when its frame is made.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Gap {
+pub struct Gap {
     /// Index among the frame's tokens.
     place: usize,
     /// The request of the frame before whose answer it is.
     request: usize,
 }
 
-/// Puts what the frame before was answered, a token for each request, into an encoded frame by `write`, which takes
-/// offsets and bytes.
+/// Puts what the requests of the frame before were `answered` into an encoded frame, by `write`, which takes offsets and
+/// bytes.
 pub(crate) fn fill_gaps<E>(
     gaps: &[Gap],
-    answered: &[u32],
+    answered: impl Fn(usize) -> Option<u32>,
     mut write: impl FnMut(usize, &[u8]) -> Result<(), E>,
 ) -> Result<(), E> {
     // An archive begins with the first array of its schema: the tokens.
-    gaps.iter().try_for_each(|gap| {
-        let token = answered[gap.request].to_le_bytes();
-        write(size_of::<u32>() * gap.place, &token)
+    gaps.iter().try_for_each(|gap| match answered(gap.request) {
+        Some(token) => write(size_of::<u32>() * gap.place, &token.to_le_bytes()),
+        // The answer was checked: who samples has a token.
+        None => Ok(()),
     })
 }
 
-/// [`fill_gaps`] of a frame in memory.
-#[cfg(test)]
-pub(crate) fn fill(frame: &mut [u8], gaps: &[Gap], answered: &[u32]) {
+/// Fills the gaps of an encoded frame, whose former frame was answered with one token for each request.
+///
+/// # Panics
+/// If `frame` is too short for its gaps.
+pub fn fill(frame: &mut [u8], gaps: &[Gap], answered: &[u32]) {
     let write = |at: usize, token: &[u8]| {
         frame[at..at + token.len()].copy_from_slice(token);
-        Ok::<_, std::convert::Infallible>(())
+        Ok::<_, Infallible>(())
     };
-    let Ok(()) = fill_gaps(gaps, answered, write);
+    let Ok(()) = fill_gaps(gaps, |request| answered.get(request).copied(), write);
 }
 
 /// What there is to know of a frame beside its bytes.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Outline {
-    pub(crate) requests: usize,
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Outline {
+    /// Requests of the frame.
+    pub requests: usize,
     /// Requests with a sampler; they come first.
-    pub(crate) sampled: usize,
+    pub sampled: usize,
     /// Input tokens, without drafts.
-    pub(crate) tokens: usize,
-    pub(crate) gaps: Vec<Gap>,
+    pub tokens: usize,
+    /// Tokens to fill in.
+    pub gaps: Vec<Gap>,
+    /// Of each request, its drafts and what follows them; empty when no request has drafts or asks for some.
+    drafting: Vec<Drafting>,
+    drafts: Vec<u32>,
+}
+
+/// What one request has to do with drafts.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Drafting {
+    /// Where its drafts end among all.
+    drafts_end: usize,
+    wants: bool,
+    /// Position behind its last token.
+    end: u32,
+}
+
+impl Outline {
+    /// What each request asks for.
+    pub fn asked(&self) -> impl Iterator<Item = Asked<'_>> + Clone {
+        (0..self.requests).map(|request| {
+            let samples = request < self.sampled;
+            let Some(drafting) = self.drafting.get(request) else {
+                return Asked::plainly(samples);
+            };
+            let before = request.checked_sub(1);
+            let start = before.map_or(0, |before| self.drafting[before].drafts_end);
+            Asked {
+                samples,
+                drafts: &self.drafts[start..drafting.drafts_end],
+                wants_drafts: drafting.wants,
+                end: drafting.end,
+            }
+        })
+    }
+
+    fn note_drafts<'a>(&mut self, turns: impl Iterator<Item = Turn<'a>> + Clone) {
+        self.drafting.clear();
+        self.drafts.clear();
+        if !turns
+            .clone()
+            .any(|turn| turn.wants_drafts || !turn.drafts.is_empty())
+        {
+            return;
+        }
+        for turn in turns {
+            self.drafts.extend(turn.drafts);
+            self.drafting.push(Drafting {
+                drafts_end: self.drafts.len(),
+                wants: turn.wants_drafts,
+                end: turn.end(),
+            });
+        }
+    }
 }
 
 /// Builds frames one after the other.
-pub(crate) struct FrameBuilder {
+#[derive(Debug)]
+pub struct FrameBuilder {
     frame: Frame,
     page_size: u32,
+    as_pie: bool,
 }
 
 impl FrameBuilder {
-    pub(crate) fn new(page_size: u32) -> Self {
+    /// A builder of frames without what the driver does not read: the rows of causal masks.
+    pub fn new(page_size: u32) -> Self {
         let body = ForwardRequest {
             image_pixel_indptr: vec![0],
             image_mrope_indptr: vec![0],
@@ -114,36 +171,62 @@ impl FrameBuilder {
             driver_id: 0,
             payload: Payload::Forward(body),
         };
-        Self { frame, page_size }
+        Self {
+            frame,
+            page_size,
+            as_pie: false,
+        }
+    }
+
+    /// A builder of frames byte for byte as the Pie runtime sends them.
+    pub fn as_pie(page_size: u32) -> Self {
+        Self {
+            as_pie: true,
+            ..Self::new(page_size)
+        }
     }
 
     /// Writes the frame that was laid out last to `buffer` and returns its length.
-    pub(crate) fn encode(&self, buffer: &mut [u8]) -> Result<usize, WireError> {
+    ///
+    /// # Errors
+    /// [`WireError::BufferTooSmall`], [`WireError::TooLarge`].
+    pub fn encode(&self, buffer: &mut [u8]) -> Result<usize, WireError> {
         pie_wire::encode_request(&self.frame, buffer)
     }
 
     /// Lays out the frame of `turns`; those that sample come first.
-    pub(crate) fn lay_out<'a>(&mut self, turns: impl Iterator<Item = Turn<'a>> + Clone) -> Outline {
+    pub fn lay_out<'a>(&mut self, turns: impl Iterator<Item = Turn<'a>> + Clone) -> Outline {
+        let mut outline = Outline::default();
+        self.lay_out_in(&mut outline, turns);
+        outline
+    }
+
+    /// As [`lay_out`](Self::lay_out), in an outline that is used again.
+    pub(crate) fn lay_out_in<'a>(
+        &mut self,
+        outline: &mut Outline,
+        turns: impl Iterator<Item = Turn<'a>> + Clone,
+    ) {
         let Payload::Forward(body) = &mut self.frame.payload else {
-            unreachable!("made so by `new`");
+            // It is made with this payload.
+            return;
         };
         clear(body);
         body.single_token_mode = turns.clone().all(|turn| turn.tokens.len() <= 1);
         // Mask rows are left out of the whole frame when every request has one token and no draft.
-        let with_masks =
-            !body.single_token_mode || turns.clone().any(|turn| !turn.drafts.is_empty());
-        let mut gaps = Vec::new();
+        let plain = body.single_token_mode && turns.clone().all(|turn| turn.drafts.is_empty());
+        let with_masks = self.as_pie && !plain;
+        outline.gaps.clear();
+        outline.note_drafts(turns.clone());
         for turn in turns {
             let place = body.token_ids.len();
-            gaps.extend(turn.awaits.map(|request| Gap { place, request }));
+            let gap = turn.awaits.map(|request| Gap { place, request });
+            outline.gaps.extend(gap);
             append(body, &turn, self.page_size, with_masks);
         }
-        Outline {
-            requests: body.context_ids.len(),
-            sampled: body.samplers.len(),
-            tokens: body.token_ids.len(),
-            gaps,
-        }
+        outline.requests = body.context_ids.len();
+        outline.sampled = body.samplers.len();
+        outline.tokens = body.token_ids.len();
     }
 }
 
@@ -160,6 +243,7 @@ fn clear(body: &mut ForwardRequest) {
         array.clear();
     }
     body.masks.clear();
+    body.logit_masks.clear();
     body.samplers.clear();
     body.adapter_bindings.clear();
     body.output_spec_flags.clear();
@@ -187,6 +271,9 @@ fn append(body: &mut ForwardRequest, turn: &Turn<'_>, page_size: u32, with_masks
         body.sampling_indices.push(turn.tokens.len() as u32 - 1);
         body.samplers.push(sampler.clone());
     }
+    if !turn.forbidden.is_empty() {
+        body.logit_masks.push(all_but(turn.forbidden));
+    }
     body.adapter_bindings.push(AdapterBinding::NONE);
     body.spec_token_ids.extend(turn.drafts);
     body.spec_position_ids
@@ -199,13 +286,36 @@ fn append(body: &mut ForwardRequest, turn: &Turn<'_>, page_size: u32, with_masks
         body.masks.len(),
         body.samplers.len(),
         body.samplers.len(),
-        0,
+        body.logit_masks.len(),
         body.spec_token_ids.len(),
         0,
         0,
     ];
     for (indptr, end) in indptrs(body).into_iter().zip(ends) {
         indptr.push(end as u32);
+    }
+}
+
+/// Every token but these.
+fn all_but(forbidden: &[u32]) -> Brle {
+    let mut tokens = forbidden.to_vec();
+    tokens.sort_unstable();
+    tokens.dedup();
+    // Runs of false and true take turns, and false is the first.
+    let mut buffer = vec![0];
+    let mut end = 0;
+    for token in tokens {
+        match buffer.last_mut() {
+            // It follows the one before, so that their run grows.
+            Some(run) if token == end => *run += 1,
+            _ => buffer.extend([token - end, 1]),
+        }
+        end = token.saturating_add(1);
+    }
+    buffer.push(u32::MAX - end);
+    Brle {
+        buffer,
+        total_size: u32::MAX.into(),
     }
 }
 
@@ -266,9 +376,10 @@ mod tests {
                 wants_drafts: false,
                 pages: &body.kv_page_indices[2 * request..2 * request + 2],
                 sampler: Some(&body.samplers[request]),
+                ..Turn::EMPTY
             })
             .collect();
-        let mut builder = FrameBuilder::new(16);
+        let mut builder = FrameBuilder::as_pie(16);
         let prompt = Turn {
             tokens: &[1; 40],
             start: 0,
@@ -299,7 +410,7 @@ mod tests {
             ..Turn::EMPTY
         };
         let body = decoded(&encoded(
-            &mut FrameBuilder::new(4),
+            &mut FrameBuilder::as_pie(4),
             &[decode, prompt, Turn::EMPTY],
         ));
         let rows: Vec<&[u32]> = body.masks.iter().map(|row| &row.buffer[..]).collect();
@@ -319,8 +430,72 @@ mod tests {
             tokens: &[10, 11],
             ..prompt
         };
-        let body = decoded(&encoded(&mut FrameBuilder::new(4), &[pair]));
+        let body = decoded(&encoded(&mut FrameBuilder::as_pie(4), &[pair]));
         assert!(!body.single_token_mode && body.masks.len() == 2);
+    }
+
+    #[test]
+    fn a_lean_frame_is_the_same_without_its_masks() {
+        let sampler = Sampler::RawLogits;
+        let prompt = Turn {
+            context_id: 6,
+            tokens: &[10, 11, 12],
+            start: 0,
+            pages: &[3],
+            sampler: Some(&sampler),
+            ..Turn::EMPTY
+        };
+        let body = decoded(&encoded(&mut FrameBuilder::new(4), &[prompt, prompt]));
+        assert!(body.masks.is_empty() && !body.has_user_mask);
+        assert_eq!(body.mask_indptr, [0, 0, 0]);
+        let like_pie = decoded(&encoded(&mut FrameBuilder::as_pie(4), &[prompt, prompt]));
+        let expected = ForwardRequest {
+            masks: Vec::new(),
+            mask_indptr: vec![0; 3],
+            ..like_pie
+        };
+        assert_eq!(body, expected);
+    }
+
+    #[test]
+    fn forbidden_tokens_are_masked() {
+        for forbidden in [
+            &[7][..],
+            &[0],
+            &[3, 2, 9, 2],
+            &[0, 1, 5],
+            &[u32::MAX - 1, 4],
+        ] {
+            let mask = all_but(forbidden);
+            assert_eq!(pie_wire::brle::total(&mask.buffer), mask.total_size);
+            let allowed: Vec<_> = pie_wire::brle::true_ranges(&mask.buffer, 12).collect();
+            for token in 0..12 {
+                let found = allowed.iter().any(|range| range.contains(&token));
+                assert_eq!(found, !forbidden.contains(&(token as u32)), "{forbidden:?}");
+            }
+        }
+        let sampler = Sampler::RawLogits;
+        let plain = Turn {
+            context_id: 5,
+            tokens: &[30],
+            start: 4,
+            pages: &[2, 6],
+            sampler: Some(&sampler),
+            ..Turn::EMPTY
+        };
+        let masked = Turn {
+            forbidden: &[2],
+            ..plain
+        };
+        let mut builder = FrameBuilder::new(4);
+        let body = decoded(&encoded(&mut builder, &[plain, masked, plain]));
+        assert_eq!(body.logit_mask_indptr, [0, 0, 1, 1]);
+        assert_eq!(body.logit_masks, [all_but(&[2])]);
+        assert!(
+            decoded(&encoded(&mut builder, &[plain]))
+                .logit_masks
+                .is_empty()
+        );
     }
 
     #[test]
@@ -341,13 +516,14 @@ mod tests {
         };
         let known = [decode(&[91], None), prompt, decode(&[92], None)];
         let awaiting = [decode(&[0], Some(3)), prompt, decode(&[0], Some(1))];
-        let mut builder = FrameBuilder::new(4);
+        let mut builder = FrameBuilder::as_pie(4);
         let mut frame = encoded(&mut builder, &awaiting);
         let Outline {
             requests,
             sampled,
             tokens,
             gaps,
+            ..
         } = builder.lay_out(awaiting.into_iter().chain([Turn::EMPTY]));
         assert_eq!((requests, sampled, tokens), (4, 3, 5));
         fill(&mut frame, &gaps, &[90, 92, 90, 91]);
@@ -368,6 +544,7 @@ mod tests {
             wants_drafts: true,
             pages: &[2, 6],
             sampler: Some(&sampler),
+            ..Turn::EMPTY
         };
         let plain = Turn {
             context_id: 6,
@@ -377,7 +554,7 @@ mod tests {
             pages: &[3],
             ..verifies
         };
-        let mut builder = FrameBuilder::new(16);
+        let mut builder = FrameBuilder::as_pie(16);
         let body = decoded(&encoded(&mut builder, &[verifies, plain]));
         assert_eq!(body.spec_token_ids, [40, 41, 42, 43]);
         assert_eq!(body.spec_position_ids, [14, 15, 16, 17]);
@@ -391,6 +568,13 @@ mod tests {
         let rows: Vec<&[u32]> = body.masks.iter().map(|row| &row.buffer[..]).collect();
         assert_eq!(rows, [[0, 14], [0, 16]]);
         assert!(body.single_token_mode);
+
+        let outline = builder.lay_out([verifies, plain].into_iter());
+        let asked: Vec<_> = outline.asked().collect();
+        assert_eq!(asked[0].drafts, [40, 41, 42, 43]);
+        assert!(asked[0].wants_drafts && asked[0].samples && asked[0].end == 14);
+        assert!(asked[1].drafts.is_empty() && !asked[1].wants_drafts);
+        assert_eq!(asked.len(), 2);
 
         let body = decoded(&encoded(&mut builder, &[plain]));
         assert!(body.masks.is_empty() && body.spec_token_ids.is_empty());

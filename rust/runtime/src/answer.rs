@@ -5,29 +5,36 @@ use std::ops::Range;
 use pie_wire::{ArchivedForwardResponse, ArchivedResponsePayload, NativeSlice, Reply};
 use serde::Serialize;
 
-use crate::error::{AnswerError, LoadError};
+use crate::error::{AnswerError, RuntimeError};
 
 /// The driver's own times of a batch in µs, which only an archive carries.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
-pub(crate) struct Probes {
-    pub(crate) parse: u32,
-    pub(crate) plan: u32,
-    pub(crate) h2d: u32,
-    pub(crate) launch: u32,
-    pub(crate) sync: u32,
-    pub(crate) respond: u32,
+pub struct Probes {
+    /// Checking the request.
+    pub parse: u32,
+    /// Planning the batch.
+    pub plan: u32,
+    /// Copying to the device.
+    pub h2d: u32,
+    /// Launching the work.
+    pub launch: u32,
+    /// Waiting for the device.
+    pub sync: u32,
+    /// Building the answer.
+    pub respond: u32,
 }
 
 /// What one request of a frame asks for.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Asked<'a> {
+pub struct Asked<'a> {
     /// Whether it has a sampler.
-    pub(crate) samples: bool,
+    pub samples: bool,
     /// To be verified.
-    pub(crate) drafts: &'a [u32],
-    pub(crate) wants_drafts: bool,
+    pub drafts: &'a [u32],
+    /// Whether drafts for the next frame are welcome.
+    pub wants_drafts: bool,
     /// Position behind its last token.
-    pub(crate) end: u32,
+    pub end: u32,
 }
 
 impl Asked<'_> {
@@ -44,35 +51,69 @@ impl Asked<'_> {
 
 /// What the requests of a frame were answered, in buffers that are used again.
 #[derive(Debug, Default)]
-pub(crate) struct Answer {
-    /// Of all requests. Without drafts each request that samples has one.
-    pub(crate) tokens: Vec<u32>,
+pub struct Answer {
+    /// Of all requests.
+    tokens: Vec<u32>,
     token_ends: Vec<u32>,
     drafts: Vec<u32>,
-    /// Empty when nobody has drafts.
+    /// Empty when no request has drafts.
     draft_ends: Vec<u32>,
 }
 
 impl Answer {
+    /// The tokens of all requests. Without drafts each one that samples has one.
+    pub fn tokens(&self) -> &[u32] {
+        &self.tokens
+    }
+
+    /// The same, as a scheduler takes it.
+    pub(crate) fn as_sched(&self) -> pie_sched::Answer<'_> {
+        let part = |ends: &[u32]| ends.last().map_or(0, |&end| end as usize);
+        pie_sched::Answer {
+            tokens: &self.tokens[..part(&self.token_ends)],
+            token_ends: &self.token_ends,
+            drafts: &self.drafts[..part(&self.draft_ends)],
+            draft_ends: &self.draft_ends,
+            copies_us: 0,
+        }
+    }
+
+    /// The last token of a request, if it has one.
+    pub(crate) fn last_of(&self, request: usize) -> Option<u32> {
+        let end = *self.token_ends.get(request + 1)? as usize;
+        let start = self.token_ends[request] as usize;
+        self.tokens[start..end].last().copied()
+    }
+
     /// A request's tokens: the drafts that were accepted, and one more.
-    pub(crate) fn tokens_of(&self, request: usize) -> &[u32] {
+    ///
+    /// # Panics
+    /// If the frame had no such request.
+    pub fn tokens_of(&self, request: usize) -> &[u32] {
         &self.tokens[range(&self.token_ends, request)]
     }
 
     /// What is drafted behind a request's tokens.
-    pub(crate) fn drafts_of(&self, request: usize) -> &[u32] {
+    ///
+    /// # Panics
+    /// If the frame had no such request.
+    pub fn drafts_of(&self, request: usize) -> &[u32] {
         if self.draft_ends.is_empty() {
             return &[];
         }
         &self.drafts[range(&self.draft_ends, request)]
     }
 
-    /// Reads and checks what was answered to a frame of requests that `asked` so; those that sample come first.
-    pub(crate) fn read<'a>(
+    /// Reads and checks what was answered to a frame of requests that `asked` so; those that sample come first. A request
+    /// without any token is one that the driver could not serve. `None` for the fast reply, which has no probes.
+    ///
+    /// # Errors
+    /// [`RuntimeError::Wire`], [`RuntimeError::Answer`].
+    pub fn read<'a>(
         &mut self,
         bytes: &[u8],
         asked: impl Iterator<Item = Asked<'a>> + Clone,
-    ) -> Result<Option<Probes>, LoadError> {
+    ) -> Result<Option<Probes>, RuntimeError> {
         for array in [
             &mut self.tokens,
             &mut self.token_ends,
@@ -116,11 +157,28 @@ impl Answer {
         check_ends(&self.token_ends, requests, self.tokens.len())
     }
 
+    /// Checks that no request was answered with nothing that asked for a token.
+    ///
+    /// # Errors
+    /// [`AnswerError::Tokens`].
+    pub fn check_served<'a>(
+        &self,
+        asked: impl Iterator<Item = Asked<'a>>,
+    ) -> Result<(), AnswerError> {
+        let mut asked = asked.enumerate();
+        let emptied =
+            asked.find(|&(request, asked)| asked.samples && self.tokens_of(request).is_empty());
+        emptied.map_or(Ok(()), |(request, _)| Err(wrong_tokens(request, 0, 1)))
+    }
+
     /// One token for each request that samples; with drafts, those that were accepted before it.
     fn check_tokens<'a>(&self, asked: impl Iterator<Item = Asked<'a>>) -> Result<(), AnswerError> {
         for (request, asked) in asked.enumerate() {
             let found = self.tokens_of(request);
             let expected = usize::from(asked.samples);
+            if found.is_empty() {
+                continue;
+            }
             if !(expected..=expected + asked.drafts.len()).contains(&found.len()) {
                 return Err(wrong_tokens(request, found.len(), expected));
             }
@@ -260,8 +318,11 @@ mod tests {
         let mut answer = Answer::default();
         answer.tokens.push(99);
         match answer.read(bytes, asked(requests, sampled)) {
-            Ok(_) => Ok(answer.tokens),
-            Err(LoadError::Answer(error)) => Err(error),
+            Ok(_) => {
+                answer.check_served(asked(requests, sampled))?;
+                Ok(answer.tokens)
+            }
+            Err(RuntimeError::Answer(error)) => Err(error),
             Err(error) => panic!("{error}"),
         }
     }
@@ -272,6 +333,14 @@ mod tests {
         assert_eq!(outcome(&archive(&[0, 1, 1], &[5]), 2, 1), Ok(vec![5]));
         let emptied = outcome(&archive(&[0, 1, 1], &[5]), 2, 2);
         assert_eq!(emptied, Err(wrong_tokens(1, 0, 1)));
+        let mut answer = Answer::default();
+        answer
+            .read(&archive(&[0, 1, 1], &[5]), asked(2, 2))
+            .unwrap();
+        assert_eq!(
+            [0, 1].map(|request| answer.last_of(request)),
+            [Some(5), None]
+        );
         let surplus = outcome(&archive(&[0, 2], &[5, 6]), 1, 1);
         assert_eq!(surplus, Err(wrong_tokens(0, 2, 1)));
         let beyond = outcome(&archive(&[0, 1, 2], &[5]), 2, 2);
@@ -326,7 +395,7 @@ mod tests {
         let mut answer = Answer::default();
         match answer.read(&encoded(response), [verifies, asks, TOKEN].into_iter()) {
             Ok(_) => Ok(answer),
-            Err(LoadError::Answer(error)) => Err(error),
+            Err(RuntimeError::Answer(error)) => Err(error),
             Err(error) => panic!("{error}"),
         }
     }

@@ -1,0 +1,39 @@
+//! The client side of the driver, as a library.
+//!
+//! | module | what it is |
+//! |---|---|
+//! | `settings`, `group` | what a driver is started with, and the number that names its region |
+//! | `driver`, `process`, `log`, `handshake` | the process: spawned, watched, stopped; what it logs and announces |
+//! | `frame`, `answer`, `link` | one frame there, the next one laid out meanwhile, one answer back |
+//! | `sampling` | from the parameters that users know to the samplers that the driver has |
+//! | `service`, `replica`, `relay`, `outbox` | requests in, tokens out: a scheduler and a driver, or several of both |
+
+mod answer;
+mod driver;
+mod error;
+mod frame;
+mod group;
+mod handshake;
+mod link;
+mod log;
+mod outbox;
+mod process;
+mod relay;
+mod replica;
+mod sampling;
+mod service;
+mod settings;
+
+pub use answer::{Answer, Asked, Probes};
+pub use driver::{Driver, Exit};
+pub use error::{AnswerError, RuntimeError};
+pub use frame::{FrameBuilder, Gap, Outline, Turn, fill};
+pub use handshake::Capabilities;
+pub use link::{Exchange, Flight, Link, Prepared, Room};
+pub use log::LogSink;
+pub use outbox::{Delta, End};
+pub use pie_sched::{Arrival, Config, Ends, Eviction, Policy, Stats, TokenBytes};
+pub use pie_wire::Sampler;
+pub use sampling::{Sampling, SamplingError};
+pub use service::{Rejected, ReplicaStats, Service, ServiceLog, ServiceSettings};
+pub use settings::DriverSettings;

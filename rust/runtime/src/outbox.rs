@@ -1,0 +1,233 @@
+//! What requests have brought forth and no caller has fetched yet.
+
+use std::collections::HashMap;
+use std::mem;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use pie_sched::{Finish, Output};
+
+/// Why a sequence ended.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum End {
+    /// It has as many tokens as it may.
+    Length,
+    /// Its last token is this stop token.
+    StopToken(u32),
+    /// Its text has a stop string.
+    StopString {
+        /// Which of the request's.
+        index: u32,
+        /// Bytes of the output's text before it begins.
+        text_bytes: u64,
+    },
+    /// By [`Service::abort`](crate::Service::abort), or because the service was shut down.
+    Aborted,
+    /// Its deadline passed.
+    Deadline,
+    /// It cannot be served, or no longer.
+    Failed(Arc<str>),
+}
+
+/// What is new of one sequence since it was fetched last.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Delta {
+    /// What [`Service::submit`](crate::Service::submit) returned.
+    pub request: u64,
+    /// Which of its sequences, from 0.
+    pub sample: u32,
+    /// Tokens that follow those of earlier outputs.
+    pub tokens: Vec<u32>,
+    /// Bytes at the end of its text that may be the start of a stop string.
+    pub held_bytes: u32,
+    /// Set in its last output.
+    pub end: Option<End>,
+    /// Tokens of the prompt whose KV was there.
+    pub cached_tokens: u32,
+    /// How often its pages were taken from it.
+    pub retractions: u32,
+}
+
+impl Delta {
+    /// A sequence that ends without any token.
+    pub(crate) const fn ended(request: u64, sample: u32, end: End) -> Self {
+        Self {
+            request,
+            sample,
+            tokens: Vec::new(),
+            held_bytes: 0,
+            end: Some(end),
+            cached_tokens: 0,
+            retractions: 0,
+        }
+    }
+}
+
+/// A queue in which outputs of one sequence become one: it is never longer than there are sequences.
+#[derive(Debug, Default)]
+pub(crate) struct Outbox {
+    queue: Mutex<Queue>,
+    filled: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct Queue {
+    deltas: Vec<Delta>,
+    places: HashMap<(u64, u32), usize>,
+    /// Threads that wait for outputs.
+    waiting: usize,
+    closed: bool,
+}
+
+impl Outbox {
+    /// Adds what a scheduler gave out; `end` says what its ends mean.
+    pub(crate) fn extend<'a>(
+        &self,
+        outputs: impl Iterator<Item = Output<'a>>,
+        end: impl Fn(Finish) -> End,
+    ) {
+        let mut queue = self.lock();
+        for output in outputs {
+            let delta = queue.at(output.id, output.sample);
+            delta.tokens.extend_from_slice(output.tokens);
+            delta.held_bytes = output.held_bytes;
+            delta.end = output.finish.map(&end);
+            delta.cached_tokens = output.cached_tokens;
+            delta.retractions = output.retractions;
+        }
+        self.wake(&queue);
+    }
+
+    /// Adds the end of a sequence that no scheduler has.
+    pub(crate) fn push(&self, ended: Delta) {
+        let mut queue = self.lock();
+        let end = ended.end;
+        queue.at(ended.request, ended.sample).end = end;
+        self.wake(&queue);
+    }
+
+    /// Everything there is, once there is something; nothing after `limit`, or when the outbox is closed.
+    pub(crate) fn take(&self, limit: Duration) -> Vec<Delta> {
+        let until = Instant::now().checked_add(limit);
+        let mut queue = self.lock();
+        while queue.deltas.is_empty() && !queue.closed {
+            let left = until.map_or(Duration::MAX, |until| {
+                until.saturating_duration_since(Instant::now())
+            });
+            if left.is_zero() {
+                break;
+            }
+            queue.waiting += 1;
+            let (woken, _) = self
+                .filled
+                .wait_timeout(queue, left)
+                .unwrap_or_else(PoisonError::into_inner);
+            queue = woken;
+            queue.waiting -= 1;
+        }
+        queue.places.clear();
+        mem::take(&mut queue.deltas)
+    }
+
+    /// Ends every wait, from now on.
+    pub(crate) fn close(&self) {
+        self.lock().closed = true;
+        self.filled.notify_all();
+    }
+
+    pub(crate) fn is_closed(&self) -> bool {
+        self.lock().closed
+    }
+
+    fn wake(&self, queue: &Queue) {
+        // To notify takes a system call, even if no thread waits.
+        if queue.waiting > 0 && !queue.deltas.is_empty() {
+            self.filled.notify_all();
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Queue> {
+        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Queue {
+    fn at(&mut self, request: u64, sample: u32) -> &mut Delta {
+        let next = self.deltas.len();
+        let place = *self.places.entry((request, sample)).or_insert(next);
+        if place == next {
+            self.deltas.push(Delta {
+                end: None,
+                ..Delta::ended(request, sample, End::Aborted)
+            });
+        }
+        &mut self.deltas[place]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::thread;
+
+    use super::*;
+
+    fn failed(request: u64) -> Delta {
+        Delta::ended(request, 0, End::Failed("why".into()))
+    }
+
+    #[test]
+    fn outputs_of_one_sequence_become_one() {
+        let outbox = Outbox::default();
+        let output = |id, sample, tokens, finish| Output {
+            id,
+            sample,
+            tokens,
+            held_bytes: 2,
+            finish,
+            cached_tokens: 3,
+            retractions: 0,
+        };
+        let end = |finish| match finish {
+            Finish::Length => End::Length,
+            other => panic!("{other:?}"),
+        };
+        let first: [Output<'_>; 2] = [output(1, 0, &[5], None), output(1, 1, &[6], None)];
+        outbox.extend(first.into_iter(), end);
+        let second = [output(1, 0, &[7, 8], Some(Finish::Length))];
+        outbox.extend(second.into_iter(), end);
+        let taken = outbox.take(Duration::ZERO);
+        assert_eq!(taken.len(), 2);
+        assert_eq!(
+            (&taken[0].tokens[..], &taken[0].end),
+            (&[5, 7, 8][..], &Some(End::Length))
+        );
+        assert_eq!((&taken[1].tokens[..], &taken[1].end), (&[6][..], &None));
+        assert_eq!((taken[1].held_bytes, taken[1].cached_tokens), (2, 3));
+        assert!(outbox.take(Duration::ZERO).is_empty());
+        outbox.extend([output(1, 1, &[9], None)].into_iter(), end);
+        assert_eq!(outbox.take(Duration::ZERO)[0].tokens, [9]);
+    }
+
+    #[test]
+    fn a_waiting_thread_is_woken_by_outputs_and_by_the_end() {
+        let outbox = Outbox::default();
+        thread::scope(|scope| {
+            let waiter = scope.spawn(|| {
+                let first = outbox.take(Duration::MAX);
+                (first, outbox.take(Duration::MAX))
+            });
+            while outbox.lock().waiting == 0 {
+                thread::yield_now();
+            }
+            outbox.push(failed(4));
+            while outbox.lock().waiting == 0 {
+                thread::yield_now();
+            }
+            outbox.close();
+            assert_eq!(waiter.join().unwrap(), (vec![failed(4)], vec![]));
+        });
+        // What comes behind the end is still there for who asks.
+        outbox.push(failed(5));
+        assert_eq!(outbox.take(Duration::MAX), [failed(5)]);
+    }
+}

@@ -1,0 +1,144 @@
+//! The driver's process: one group of processes, of which the driver is the leader.
+
+use std::env;
+use std::ffi::OsString;
+use std::io::{self, PipeReader};
+use std::os::unix::process::CommandExt;
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use command_fds::{CommandFdExt, FdMapping};
+use rustix::process::{
+    Pid, Signal, WaitId, WaitIdOptions, kill_process, kill_process_group, test_kill_process_group,
+    waitid,
+};
+
+const HANDSHAKE_FD: i32 = 3;
+/// How often an end is looked for.
+const POLL: Duration = Duration::from_millis(10);
+/// How long the other processes of a group may take to be gone, once they are killed.
+const GROUP: Duration = Duration::from_secs(2);
+
+/// A process that was started and may have ended.
+#[derive(Debug)]
+pub(crate) struct Process {
+    child: Mutex<Child>,
+    pid: Pid,
+}
+
+/// The read ends of a driver's pipes.
+pub(crate) struct Pipes {
+    pub(crate) handshake: PipeReader,
+    pub(crate) log: PipeReader,
+}
+
+impl Process {
+    /// Starts a driver as the Pie runtime does, with a pipe as descriptor 3, and another as its standard output and error.
+    /// The driver watches its parent by itself, so that nothing must tie the two lives together here. It leads a group of
+    /// its own: Ctrl-C in a terminal is for the caller alone.
+    pub(crate) fn spawn(python: &Path, config: &Path) -> io::Result<(Self, Pipes)> {
+        let (handshake, announced) = io::pipe()?;
+        let (log, logged) = io::pipe()?;
+        let mut command = Command::new(python);
+        command
+            .args(["-m", "pie_driver_sglang", "--config"])
+            .arg(config)
+            .args(["--handshake-fd", &HANDSHAKE_FD.to_string()])
+            .env("PATH", search_path(python))
+            .stdin(Stdio::null())
+            .stdout(logged.try_clone()?)
+            .stderr(logged)
+            .process_group(0);
+        let mapping = FdMapping {
+            parent_fd: announced.into(),
+            child_fd: HANDSHAKE_FD,
+        };
+        command
+            .fd_mappings(vec![mapping])
+            .map_err(io::Error::other)?;
+        let child = command.spawn()?;
+        let process = Self {
+            pid: Pid::from_child(&child),
+            child: Mutex::new(child),
+        };
+        Ok((process, Pipes { handshake, log }))
+    }
+
+    pub(crate) const fn id(&self) -> u32 {
+        self.pid.as_raw_nonzero().get().cast_unsigned()
+    }
+
+    /// How it ended, in words; `None` while it runs. What it has left behind in its group is killed.
+    pub(crate) fn end(&self) -> Option<String> {
+        let mut child = self.lock();
+        // It stays a zombie until the group is killed, so that no other process can have its number.
+        let options = WaitIdOptions::EXITED | WaitIdOptions::NOHANG | WaitIdOptions::NOWAIT;
+        match waitid(WaitId::Pid(self.pid), options) {
+            Ok(None) => return None,
+            Ok(Some(_)) => self.kill_group(),
+            // It was waited for before.
+            Err(_) => {}
+        }
+        Some(child.wait().map_or_else(
+            |error| format!("its status is not known: {error}"),
+            |status| status.to_string(),
+        ))
+    }
+
+    /// As [`end`](Self::end), after as long as that may take.
+    pub(crate) fn wait(&self, limit: Duration) -> Option<String> {
+        let started = Instant::now();
+        loop {
+            let end = self.end();
+            if end.is_some() || started.elapsed() >= limit {
+                return end;
+            }
+            thread::sleep(POLL);
+        }
+    }
+
+    /// Asks it to end.
+    pub(crate) fn terminate(&self) {
+        // The lock keeps it from being waited for in between. A failure means that it is gone.
+        let _child = self.lock();
+        let _ = kill_process(self.pid, Signal::TERM);
+    }
+
+    /// Kills the whole group and waits for its end.
+    pub(crate) fn kill(&self) {
+        {
+            let mut child = self.lock();
+            let _ = child.kill();
+            self.kill_group();
+            let _ = child.wait();
+        }
+        self.wait_group();
+    }
+
+    /// Waits until no process of the group is left: only then is the device's memory free.
+    pub(crate) fn wait_group(&self) {
+        let started = Instant::now();
+        while test_kill_process_group(self.pid).is_ok() && started.elapsed() < GROUP {
+            thread::sleep(POLL);
+        }
+    }
+
+    fn kill_group(&self) {
+        let _ = kill_process_group(self.pid, Signal::KILL);
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Child> {
+        self.child.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// `PATH` with the interpreter's folder in front.
+fn search_path(python: &Path) -> OsString {
+    let rest = env::var_os("PATH").unwrap_or_default();
+    let first = python.parent().map(Path::to_owned).into_iter();
+    let folders = first.chain(env::split_paths(&rest));
+    env::join_paths(folders.filter(|folder| !folder.as_os_str().is_empty())).unwrap_or(rest)
+}

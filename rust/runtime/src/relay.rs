@@ -1,0 +1,217 @@
+//! The loop between a scheduler and a driver: one frame is computed while the next one is laid out.
+
+use std::time::Instant;
+
+use pie_ring::{Client, RingError};
+use pie_sched::{Answer, Copies, Move, Row, SchedError, Scheduler};
+use pie_wire::{CopyDirection, Sampler};
+
+use crate::driver::Driver;
+use crate::error::RuntimeError;
+use crate::frame::{FrameBuilder, Turn};
+use crate::link::{Flight, Link, Prepared};
+use crate::replica::{Halt, Replica};
+
+/// The frames of one driver.
+pub(crate) struct Relay<'c, 'a> {
+    link: Link<'c>,
+    /// What the driver computes now.
+    flight: Option<Sent<'c>>,
+    answered: &'a mut bool,
+}
+
+/// A step that the driver has.
+struct Sent<'c> {
+    frame: Flight<'c>,
+    /// What the copies before it took.
+    copies_us: u64,
+}
+
+/// A step that was laid out, and waits for the answer to the one before.
+struct Laid<'c> {
+    frame: Result<Prepared<'c>, RuntimeError>,
+    /// To be made before it.
+    copies: Option<Copies>,
+    /// What those took that were made already.
+    copies_us: u64,
+}
+
+impl<'c, 'a> Relay<'c, 'a> {
+    pub(crate) fn new(client: &'c Client, page_size: u32, answered: &'a mut bool) -> Self {
+        Self {
+            link: Link::new(client, FrameBuilder::new(page_size)),
+            flight: None,
+            answered,
+        }
+    }
+
+    /// Serves until the replica is told to stop, or the driver cannot go on.
+    pub(crate) fn serve(mut self, replica: &mut Replica, driver: &Driver) -> Result<(), Halt> {
+        loop {
+            replica.take_commands()?;
+            if let Err(error) = self.turn(replica, driver) {
+                self.recover(replica, error)?;
+            }
+            replica.publish();
+        }
+    }
+
+    /// Lays the next step out, and takes the answer to the one before.
+    fn turn(&mut self, replica: &mut Replica, driver: &Driver) -> Result<(), Failure> {
+        let laid = self.lay_out(replica)?;
+        let Some(Sent { frame, copies_us }) = self.flight.take() else {
+            return match laid {
+                Some(laid) => self.send(laid),
+                None => idle(replica, driver),
+            };
+        };
+        let answered = self.link.receive(frame);
+        let seen = replica.now();
+        answered?;
+        *self.answered = true;
+        // The device waits for nothing but this.
+        let sent = laid.map_or(Ok(()), |laid| self.send(laid));
+        let answer = Answer {
+            copies_us,
+            ..self.link.answer().as_sched()
+        };
+        scheduler(replica)?.answer(seen, &answer)?;
+        sent
+    }
+
+    fn lay_out(&mut self, replica: &mut Replica) -> Result<Option<Laid<'c>>, Failure> {
+        let now = replica.now();
+        let Some(step) = scheduler(replica)?.step(now)? else {
+            return Ok(None);
+        };
+        let mut copies = (!step.copies.is_empty()).then(|| step.copies.clone());
+        let mut copies_us = 0;
+        if self.flight.is_none()
+            && let Some(copies) = copies.take()
+        {
+            // Nothing is computed that uses these pages; and the frame may need the only slot.
+            copies_us = copy(&mut self.link, &copies)?;
+        }
+        let turns = step.rows().map(turn);
+        Ok(Some(Laid {
+            frame: self.link.prepare(turns),
+            copies,
+            copies_us,
+        }))
+    }
+
+    fn send(&mut self, laid: Laid<'c>) -> Result<(), Failure> {
+        let frame = laid.frame?;
+        let copies_us = match laid.copies {
+            Some(copies) => copy(&mut self.link, &copies)?,
+            None => laid.copies_us,
+        };
+        let frame = self.link.send(frame)?;
+        self.flight = Some(Sent { frame, copies_us });
+        Ok(())
+    }
+
+    /// Goes on after a failure that the driver survives.
+    fn recover(&mut self, replica: &mut Replica, failure: Failure) -> Result<(), Halt> {
+        match failure {
+            Failure::Halt(halt) => Err(halt),
+            Failure::Step(error) => {
+                replica.note(&format!("pie-runtime: a step failed: {error}"));
+                scheduler(replica)?.step_failed(false);
+                Ok(())
+            }
+            Failure::Kv(reason) => {
+                replica.note(&format!(
+                    "pie-runtime: {reason}; all requests are computed again"
+                ));
+                // What is computed now writes to pages of before.
+                if let Some(sent) = self.flight.take()
+                    && let Err(Failure::Halt(halt)) =
+                        self.link.receive(sent.frame).map_err(Failure::from)
+                {
+                    return Err(halt);
+                }
+                scheduler(replica)?.driver_lost();
+                Ok(())
+            }
+        }
+    }
+}
+
+/// What went wrong in one turn.
+enum Failure {
+    /// The service stops, or the driver cannot go on.
+    Halt(Halt),
+    /// The driver refused the step, or it could not be sent.
+    Step(RuntimeError),
+    /// KV is not, or may not be, what the scheduler takes it for.
+    Kv(String),
+}
+
+impl From<RuntimeError> for Failure {
+    fn from(error: RuntimeError) -> Self {
+        match error {
+            RuntimeError::Answer(_) | RuntimeError::Wire(_) => Self::Step(error),
+            other => Self::Halt(Halt::Lost(other)),
+        }
+    }
+}
+
+impl From<Halt> for Failure {
+    fn from(halt: Halt) -> Self {
+        Self::Halt(halt)
+    }
+}
+
+impl From<SchedError> for Failure {
+    fn from(error: SchedError) -> Self {
+        Self::Kv(error.to_string())
+    }
+}
+
+/// Makes copies and returns what they took, in µs.
+fn copy(link: &mut Link<'_>, copies: &Copies) -> Result<u64, Failure> {
+    let started = Instant::now();
+    for (direction, moves) in [
+        (CopyDirection::D2H, &copies.to_host),
+        (CopyDirection::H2D, &copies.to_device),
+    ] {
+        let pairs = moves.iter().map(|&Move { from, to }| (from, to));
+        match link.copy(direction, pairs).map_err(Failure::from) {
+            Ok(()) => {}
+            Err(Failure::Step(error)) => {
+                return Err(Failure::Kv(format!("a copy of pages failed: {error}")));
+            }
+            Err(failure) => return Err(failure),
+        }
+    }
+    Ok(started.elapsed().as_micros() as u64)
+}
+
+/// Waits for something to do.
+fn idle(replica: &mut Replica, driver: &Driver) -> Result<(), Failure> {
+    if !driver.is_running() {
+        return Err(RuntimeError::from(RingError::Aborted).into());
+    }
+    replica.count();
+    Ok(replica.wait_command()?)
+}
+
+/// The replica's scheduler, which it has from the first start of its driver on.
+fn scheduler(replica: &mut Replica) -> Result<&mut Scheduler<Sampler>, Halt> {
+    replica.scheduler.as_mut().ok_or(Halt::Stop)
+}
+
+fn turn(row: Row<'_, Sampler>) -> Turn<'_> {
+    Turn {
+        context_id: row.context,
+        tokens: row.tokens,
+        awaits: row.awaits.map(|row| row as usize),
+        start: row.start,
+        drafts: row.drafts,
+        wants_drafts: row.wants_drafts,
+        pages: row.pages,
+        sampler: row.sampling,
+        forbidden: row.forbidden,
+    }
+}

@@ -1,0 +1,403 @@
+//! One replica: its scheduler, its driver, and the thread that goes between them.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, TryRecvError};
+use std::time::{Duration, Instant};
+
+use pie_sched::{Arrival, Config, Finish, Limits, Outputs, Scheduler, TokenBytes};
+use pie_wire::Sampler;
+
+use crate::driver::Driver;
+use crate::error::RuntimeError;
+use crate::handshake::Capabilities;
+use crate::log::LogSink;
+use crate::outbox::{Delta, End};
+use crate::relay::Relay;
+use crate::service::{ClientHandle, ServiceLog, ServiceSettings, Shared};
+use crate::settings::DriverSettings;
+
+/// How often a driver that starts, or has nothing to do, is looked at.
+const WATCH: Duration = Duration::from_millis(50);
+/// How old counts may be.
+const STATS: Duration = Duration::from_millis(20);
+
+/// What a replica is told.
+pub(crate) enum Command {
+    Submit(Box<Arrival<Sampler>>),
+    Abort(u64),
+    EndSession(u64),
+    /// Answered with whether the prefix index was emptied.
+    Flush(Sender<bool>),
+    Stop,
+}
+
+/// The thread's own things.
+pub(crate) struct Replica {
+    number: usize,
+    driver: DriverSettings,
+    config: Config,
+    max_pages: Option<u32>,
+    text: Option<Arc<dyn TokenBytes>>,
+    max_restarts: u32,
+    log: ServiceLog,
+    begin: Instant,
+    shared: Arc<Shared>,
+    inbox: Receiver<Command>,
+    /// Requests that have not ended, by the count of callers and by their samples that have not.
+    open: Arc<AtomicUsize>,
+    samples: HashMap<u64, u32>,
+    /// Made when the first driver has said what it can.
+    pub(crate) scheduler: Option<Scheduler<Sampler>>,
+    outputs: Outputs,
+    counted: Instant,
+}
+
+/// Why a replica does not go on as it did.
+pub(crate) enum Halt {
+    /// It was told to stop.
+    Stop,
+    /// The driver cannot serve.
+    Lost(RuntimeError),
+}
+
+impl From<RuntimeError> for Halt {
+    fn from(error: RuntimeError) -> Self {
+        Self::Lost(error)
+    }
+}
+
+impl Replica {
+    pub(crate) fn new(
+        settings: &ServiceSettings,
+        number: usize,
+        begin: Instant,
+        shared: Arc<Shared>,
+        inbox: Receiver<Command>,
+        open: Arc<AtomicUsize>,
+    ) -> Self {
+        Self {
+            number,
+            driver: settings.drivers[number].clone(),
+            config: settings.scheduler.clone(),
+            max_pages: settings.max_pages,
+            text: settings.text.clone(),
+            max_restarts: settings.max_restarts,
+            log: Arc::clone(&settings.log),
+            begin,
+            shared,
+            inbox,
+            open,
+            samples: HashMap::new(),
+            scheduler: None,
+            outputs: Outputs::default(),
+            counted: begin,
+        }
+    }
+
+    /// Serves until it is told to stop. A driver that ends is started again, as long as that makes sense.
+    pub(crate) fn run(mut self) {
+        let mut failures = 0;
+        loop {
+            let mut answered = false;
+            let error = match self.serve(&mut answered) {
+                Ok(()) | Err(Halt::Stop) => break,
+                Err(Halt::Lost(error)) => error,
+            };
+            failures = if answered { 1 } else { failures + 1 };
+            let started_before = self.scheduler.is_some();
+            if !started_before || failures > self.max_restarts {
+                self.give_up(error);
+                break;
+            }
+            self.note(&format!(
+                "{error}\npie-runtime: starting the driver again, {failures} of {} times in a row; its requests go on",
+                self.max_restarts
+            ));
+            if let Some(scheduler) = &mut self.scheduler {
+                scheduler.driver_lost();
+            }
+            self.shared
+                .update(self.number, |state| state.stats.restarts += 1);
+        }
+        self.leave();
+    }
+
+    /// Starts a driver and serves with it. `answered` is set once it has answered a frame.
+    fn serve(&mut self, answered: &mut bool) -> Result<(), Halt> {
+        let mut driver = Driver::spawn(self.driver.clone(), self.sink())?;
+        let caps = loop {
+            if let Some(caps) = driver.poll_ready(WATCH)? {
+                break caps;
+            }
+            self.take_commands()?;
+            self.publish();
+        };
+        self.prepare(&caps)?;
+        let client = driver.connect()?;
+        self.shared.update(self.number, |state| {
+            state.stats.driver_pid = driver.pid();
+            state.client = Some(ClientHandle(Arc::clone(&client)));
+            state.caps.get_or_insert_with(|| caps.clone());
+        });
+        let served = Relay::new(&client, caps.kv_page_size, answered).serve(self, &driver);
+        self.shared.update(self.number, |state| {
+            state.stats.driver_pid = 0;
+            state.client = None;
+        });
+        match served {
+            Err(Halt::Lost(error)) => {
+                let error = driver.explain(error);
+                // Its memory must be free before the next one starts.
+                driver.kill();
+                Err(Halt::Lost(error))
+            }
+            other => {
+                driver.stop();
+                other
+            }
+        }
+    }
+
+    /// Makes the scheduler by what the first driver can, and holds every later one to it.
+    fn prepare(&mut self, caps: &Capabilities) -> Result<(), RuntimeError> {
+        let limits = self.limits(caps);
+        if self.scheduler.is_some() {
+            let first = self.shared.update(self.number, |state| state.caps.clone());
+            let first = first.map(|caps| self.limits(&caps));
+            return match first.and_then(|first| shortfall(&first, &limits)) {
+                None => Ok(()),
+                Some((what, needed, found)) => Err(RuntimeError::Shrunk {
+                    what,
+                    needed,
+                    found,
+                }),
+            };
+        }
+        let mut config = self.config.clone();
+        if config.max_running == 0 {
+            config.max_running = limits.max_forward_requests;
+        }
+        let scheduler = Scheduler::new(config, limits, self.text.clone())?;
+        self.scheduler = Some(scheduler);
+        self.shared.update(self.number, |state| {
+            state.stats.total_pages = limits.total_pages;
+        });
+        Ok(())
+    }
+
+    fn limits(&self, caps: &Capabilities) -> Limits {
+        Limits {
+            total_pages: caps.total_pages.min(self.max_pages.unwrap_or(u32::MAX)),
+            host_pages: caps.swap_pool_size,
+            page_size: caps.kv_page_size,
+            max_forward_tokens: caps.max_forward_tokens,
+            max_forward_requests: caps.max_forward_requests,
+            max_page_refs: caps.max_page_refs,
+            max_model_len: caps.max_model_len,
+            vocab_size: caps.vocab_size,
+        }
+    }
+
+    /// Does what was asked for since the last call.
+    pub(crate) fn take_commands(&mut self) -> Result<(), Halt> {
+        loop {
+            match self.inbox.try_recv() {
+                Ok(command) => self.obey(command)?,
+                Err(TryRecvError::Empty) => return Ok(()),
+                Err(TryRecvError::Disconnected) => return Err(Halt::Stop),
+            }
+        }
+    }
+
+    /// Waits until something is asked for, or a deadline passes, or the driver wants to be looked at.
+    pub(crate) fn wait_command(&mut self) -> Result<(), Halt> {
+        let deadline = self.scheduler.as_ref().and_then(Scheduler::next_deadline);
+        let left = deadline.map_or(WATCH, |deadline| {
+            Duration::from_micros(deadline.saturating_sub(self.now()))
+        });
+        match self.inbox.recv_timeout(left.min(WATCH)) {
+            Ok(command) => self.obey(command),
+            Err(RecvTimeoutError::Timeout) => Ok(()),
+            Err(RecvTimeoutError::Disconnected) => Err(Halt::Stop),
+        }
+    }
+
+    fn obey(&mut self, command: Command) -> Result<(), Halt> {
+        match (command, &mut self.scheduler) {
+            (Command::Stop, _) => return Err(Halt::Stop),
+            (Command::Submit(arrival), Some(scheduler)) => {
+                let (id, samples) = (arrival.id, arrival.samples);
+                match scheduler.submit(*arrival) {
+                    Ok(()) => {
+                        self.samples.insert(id, samples);
+                    }
+                    Err(refusal) => {
+                        self.refuse(id, samples, &End::Failed(refusal.to_string().into()));
+                    }
+                }
+            }
+            (Command::Submit(arrival), None) => {
+                self.refuse(arrival.id, arrival.samples, &End::Aborted);
+            }
+            (Command::Abort(request), Some(scheduler)) => {
+                scheduler.abort(request);
+            }
+            (Command::EndSession(session), Some(scheduler)) => {
+                scheduler.end_session(session);
+            }
+            (Command::Flush(sender), Some(scheduler)) => {
+                let idle = scheduler.is_idle();
+                if idle {
+                    scheduler.flush();
+                }
+                // The caller may have gone.
+                let _ = sender.send(idle);
+            }
+            (Command::Abort(_) | Command::EndSession(_) | Command::Flush(_), None) => {}
+        }
+        Ok(())
+    }
+
+    /// Answers a request that no scheduler has.
+    fn refuse(&self, id: u64, samples: u32, end: &End) {
+        for sample in 0..samples.clamp(1, 1024) {
+            self.shared
+                .outbox
+                .push(Delta::ended(id, sample, end.clone()));
+        }
+        self.open.fetch_sub(1, Ordering::Relaxed);
+    }
+
+    /// Gives out what is new.
+    pub(crate) fn publish(&mut self) {
+        self.publish_as(|finish| match finish {
+            Finish::Length => End::Length,
+            Finish::StopToken(token) => End::StopToken(token),
+            Finish::StopString { index, text_bytes } => End::StopString { index, text_bytes },
+            Finish::Aborted => End::Aborted,
+            Finish::Deadline => End::Deadline,
+            Finish::Displaced => End::Failed(
+                "the queue was full, and a request of better priority took its place\n\n\
+                 hint: raise max_queued_requests"
+                    .into(),
+            ),
+            Finish::Failed => {
+                End::Failed("the driver gave it no token\n\nhint: its log says why".into())
+            }
+        });
+    }
+
+    fn publish_as(&mut self, end: impl Fn(Finish) -> End) {
+        let Some(scheduler) = &mut self.scheduler else {
+            return;
+        };
+        scheduler.outputs(&mut self.outputs);
+        if !self.outputs.is_empty() {
+            for output in self.outputs.iter().filter(|output| output.finish.is_some()) {
+                let Some(left) = self.samples.get_mut(&output.id) else {
+                    continue;
+                };
+                *left = left.saturating_sub(1);
+                if *left == 0 {
+                    self.samples.remove(&output.id);
+                    self.open.fetch_sub(1, Ordering::Relaxed);
+                }
+            }
+            self.shared.outbox.extend(self.outputs.iter(), end);
+        }
+        if self.counted.elapsed() >= STATS {
+            self.count();
+        }
+    }
+
+    /// Tells how things stand.
+    pub(crate) fn count(&mut self) {
+        if let Some(scheduler) = &self.scheduler {
+            let stats = scheduler.stats();
+            self.shared
+                .update(self.number, |state| state.stats.scheduler = stats);
+            self.counted = Instant::now();
+        }
+    }
+
+    /// Says that there will be no driver any more, and answers all that comes.
+    fn give_up(&mut self, error: RuntimeError) {
+        self.note(&error.to_string());
+        let reason: Arc<str> = error.to_string().into();
+        let error = Arc::new(error);
+        self.shared
+            .update(self.number, |state| state.failed = Some(Arc::clone(&error)));
+        let failed = End::Failed(reason);
+        if let Some(scheduler) = &mut self.scheduler {
+            scheduler.abort_all();
+        }
+        self.publish_as(|_| failed.clone());
+        self.count();
+        while let Ok(command) = self.inbox.recv() {
+            match command {
+                Command::Stop => return,
+                Command::Submit(arrival) => self.refuse(arrival.id, arrival.samples, &failed),
+                Command::Abort(_) | Command::EndSession(_) | Command::Flush(_) => {}
+            }
+        }
+    }
+
+    /// Ends what there is.
+    fn leave(&mut self) {
+        if let Some(scheduler) = &mut self.scheduler {
+            scheduler.abort_all();
+        }
+        self.publish();
+        self.count();
+        while let Ok(command) = self.inbox.try_recv() {
+            if let Command::Submit(arrival) = command {
+                self.refuse(arrival.id, arrival.samples, &End::Aborted);
+            }
+        }
+    }
+
+    /// µs since the service began.
+    pub(crate) fn now(&self) -> u64 {
+        self.begin.elapsed().as_micros() as u64
+    }
+
+    /// Writes to the log.
+    pub(crate) fn note(&self, text: &str) {
+        for line in text.lines() {
+            (self.log)(self.number, line);
+        }
+    }
+
+    fn sink(&self) -> LogSink {
+        let (log, number) = (Arc::clone(&self.log), self.number);
+        Arc::new(move |line: &str| log(number, line))
+    }
+}
+
+/// What a driver has less of than the first one had.
+fn shortfall(first: &Limits, now: &Limits) -> Option<(&'static str, u32, u32)> {
+    let pairs = [
+        ("pages", first.total_pages, now.total_pages),
+        ("host pages", first.host_pages, now.host_pages),
+        (
+            "tokens in a frame",
+            first.max_forward_tokens,
+            now.max_forward_tokens,
+        ),
+        (
+            "requests in a frame",
+            first.max_forward_requests,
+            now.max_forward_requests,
+        ),
+        (
+            "page references in a frame",
+            first.max_page_refs,
+            now.max_page_refs,
+        ),
+        ("positions", first.max_model_len, now.max_model_len),
+    ];
+    let mut pairs = pairs.into_iter();
+    pairs.find(|&(_, needed, found)| found < needed)
+}

@@ -1,0 +1,406 @@
+//! Requests in, tokens out: a scheduler with a driver, or several of both.
+
+use std::fmt;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::mpsc::{self, Sender};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use pie_ring::Client;
+use pie_sched::{Arrival, Config, Stats, TokenBytes};
+use pie_wire::Sampler;
+
+use crate::error::RuntimeError;
+use crate::handshake::Capabilities;
+use crate::outbox::{Delta, Outbox};
+use crate::replica::{Command, Replica};
+use crate::settings::DriverSettings;
+
+/// Takes each line of the drivers' logs, with the number of the replica, on threads of its own. See [`LogSink`](crate::LogSink).
+pub type ServiceLog = Arc<dyn Fn(usize, &str) + Send + Sync>;
+
+/// What a service is made of.
+#[derive(Clone)]
+pub struct ServiceSettings {
+    /// One replica each: a driver process and a scheduler of its own.
+    pub drivers: Vec<DriverSettings>,
+    /// How each scheduler decides. What it says of [`max_running`](Config::max_running) counts if it is not 0; else as many
+    /// requests run as a frame of the driver takes.
+    pub scheduler: Config,
+    /// Most pages of KV to use of what a driver has.
+    pub max_pages: Option<u32>,
+    /// The bytes of tokens, for stop strings.
+    pub text: Option<Arc<dyn TokenBytes>>,
+    /// How often in a row a driver may end or be stuck, without an answer in between, and is started again.
+    pub max_restarts: u32,
+    /// Takes the drivers' logs, and notes of the service's own.
+    pub log: ServiceLog,
+}
+
+impl fmt::Debug for ServiceSettings {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ServiceSettings")
+            .field("drivers", &self.drivers)
+            .field("scheduler", &self.scheduler)
+            .finish_non_exhaustive()
+    }
+}
+
+impl ServiceSettings {
+    /// One driver, with defaults, whose log is not read.
+    pub fn new(driver: DriverSettings) -> Self {
+        Self {
+            drivers: vec![driver],
+            scheduler: Config {
+                max_running: 0,
+                ..Config::default()
+            },
+            max_pages: None,
+            text: None,
+            max_restarts: 3,
+            log: Arc::new(|_, _| ()),
+        }
+    }
+}
+
+/// Why a request was not taken.
+#[derive(Clone, Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Rejected {
+    /// Some driver is still being started.
+    #[error("the drivers are not ready\n\nhint: wait for `wait_ready`")]
+    NotReady,
+    /// The service was shut down.
+    #[error("the service is shut down")]
+    Stopped,
+    /// Every driver is gone for good.
+    #[error("no driver is left: {0}")]
+    Gone(Arc<RuntimeError>),
+}
+
+/// How one replica stands.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct ReplicaStats {
+    /// Its scheduler's counts; some milliseconds old while it computes.
+    pub scheduler: Stats,
+    /// How often its driver was started again.
+    pub restarts: u64,
+    /// Pages that its scheduler uses.
+    pub total_pages: u32,
+    /// The driver's process id; 0 while there is none.
+    pub driver_pid: u32,
+}
+
+/// Replicas of one model, which share the requests. All work is done by a thread for each; calls only wait where they say so.
+///
+/// ```no_run
+/// use std::time::Duration;
+/// use pie_runtime::{Arrival, DriverSettings, Sampler, Service, ServiceSettings};
+///
+/// let driver = DriverSettings::new("python3", "models/qwen3");
+/// let service = Service::start(ServiceSettings::new(driver))?;
+/// service.wait_ready(Duration::MAX)?;
+/// let greedy = Sampler::TopP { temperature: 0.0, p: 1.0 };
+/// let request = service.submit(Arrival::new(0, vec![9707, 11], greedy, 64), None)?;
+/// for output in service.poll(Duration::from_secs(10)) {
+///     println!("{request}: {:?} {:?}", output.tokens, output.end);
+/// }
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Debug)]
+pub struct Service {
+    shared: Arc<Shared>,
+    replicas: Vec<Handle>,
+    threads: Mutex<Vec<JoinHandle<()>>>,
+    /// Requests so far.
+    requests: AtomicU64,
+    begin: Instant,
+    /// A forked child has no threads, and no drivers of its own.
+    process: u32,
+}
+
+/// What the callers' threads need of a replica.
+#[derive(Debug)]
+struct Handle {
+    commands: Sender<Command>,
+    /// Requests that have not ended.
+    open: Arc<AtomicUsize>,
+}
+
+/// What all threads share.
+#[derive(Debug)]
+pub(crate) struct Shared {
+    pub(crate) outbox: Outbox,
+    states: Mutex<Vec<State>>,
+    changed: Condvar,
+}
+
+/// How a replica stands.
+#[derive(Debug, Default)]
+pub(crate) struct State {
+    pub(crate) caps: Option<Capabilities>,
+    pub(crate) stats: ReplicaStats,
+    /// By which a wait for the driver is ended.
+    pub(crate) client: Option<ClientHandle>,
+    /// Why there will be no driver any more.
+    pub(crate) failed: Option<Arc<RuntimeError>>,
+    pub(crate) stopping: bool,
+}
+
+/// A client that another thread calls.
+pub(crate) struct ClientHandle(pub(crate) Arc<Client>);
+
+impl fmt::Debug for ClientHandle {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Client")
+    }
+}
+
+impl Shared {
+    /// Changes what is known of a replica.
+    pub(crate) fn update<R>(&self, replica: usize, change: impl FnOnce(&mut State) -> R) -> R {
+        let changed = change(&mut self.lock()[replica]);
+        self.changed.notify_all();
+        changed
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Vec<State>> {
+        self.states.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Service {
+    /// Starts every driver and returns at once; [`wait_ready`](Self::wait_ready) must follow.
+    ///
+    /// # Errors
+    /// [`RuntimeError::Thread`] if a thread cannot be started. What is wrong with a driver
+    /// [`wait_ready`](Self::wait_ready) says.
+    pub fn start(settings: ServiceSettings) -> Result<Self, RuntimeError> {
+        let begin = Instant::now();
+        let mut states = Vec::new();
+        states.resize_with(settings.drivers.len(), State::default);
+        let shared = Arc::new(Shared {
+            outbox: Outbox::default(),
+            states: Mutex::new(states),
+            changed: Condvar::new(),
+        });
+        let mut service = Self {
+            shared: Arc::clone(&shared),
+            replicas: Vec::new(),
+            threads: Mutex::default(),
+            requests: AtomicU64::new(0),
+            begin,
+            process: std::process::id(),
+        };
+        for number in 0..settings.drivers.len() {
+            let (commands, inbox) = mpsc::channel();
+            let open = Arc::<AtomicUsize>::default();
+            let replica = Replica::new(
+                &settings,
+                number,
+                begin,
+                Arc::clone(&shared),
+                inbox,
+                Arc::clone(&open),
+            );
+            let thread = thread::Builder::new().name(format!("pie-replica-{number}"));
+            let thread = thread.spawn(move || replica.run()).map_err(|source| {
+                let what = "a replica's thread";
+                RuntimeError::Thread { what, source }
+            })?;
+            service.replicas.push(Handle { commands, open });
+            service.threads().push(thread);
+        }
+        Ok(service)
+    }
+
+    /// Waits until every driver serves; false when the time is over.
+    ///
+    /// # Errors
+    /// Why a driver cannot serve.
+    pub fn wait_ready(&self, limit: Duration) -> Result<bool, Arc<RuntimeError>> {
+        let until = Instant::now().checked_add(limit);
+        let mut states = self.shared.lock();
+        loop {
+            if let Some(error) = states.iter().find_map(|state| state.failed.as_ref()) {
+                return Err(Arc::clone(error));
+            }
+            if states.iter().all(|state| state.caps.is_some()) {
+                return Ok(true);
+            }
+            let left = until.map_or(Duration::MAX, |until| {
+                until.saturating_duration_since(Instant::now())
+            });
+            if left.is_zero() || states.iter().any(|state| state.stopping) {
+                return Ok(false);
+            }
+            let waited = self.shared.changed.wait_timeout(states, left);
+            (states, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    /// What the first driver can, once it is ready.
+    pub fn capabilities(&self) -> Option<Capabilities> {
+        self.shared.lock().first()?.caps.clone()
+    }
+
+    /// Hands a request in, and returns its id at once, which takes the place of the one that it has. It ends after
+    /// `deadline`, finished or not. A request that cannot be served, because it is too long, for example, ends as
+    /// [`End::Failed`](crate::End::Failed).
+    ///
+    /// Of several replicas the one with the fewest requests gets it; requests of one session, or with one routing key, get
+    /// the same.
+    ///
+    /// # Errors
+    /// [`Rejected`].
+    pub fn submit(
+        &self,
+        mut arrival: Arrival<Sampler>,
+        deadline: Option<Duration>,
+    ) -> Result<u64, Rejected> {
+        let alive = self.check_alive()?;
+        let replica = self.choose(&arrival, &alive);
+        let number = self.requests.fetch_add(1, Ordering::Relaxed);
+        arrival.id = number * self.replicas.len() as u64 + replica as u64;
+        let deadline = deadline.map(|limit| (self.begin.elapsed() + limit).as_micros() as u64);
+        arrival.deadline = deadline;
+        let (id, handle) = (arrival.id, &self.replicas[replica]);
+        handle.open.fetch_add(1, Ordering::Relaxed);
+        let sent = handle.commands.send(Command::Submit(Box::new(arrival)));
+        sent.map_err(|_| Rejected::Stopped)?;
+        Ok(id)
+    }
+
+    /// Which replicas can take requests.
+    fn check_alive(&self) -> Result<Vec<bool>, Rejected> {
+        let states = self.shared.lock();
+        if states.iter().any(|state| state.stopping) {
+            return Err(Rejected::Stopped);
+        }
+        let alive: Vec<bool> = states.iter().map(|state| state.failed.is_none()).collect();
+        if alive.contains(&true) {
+            let ready = states
+                .iter()
+                .all(|state| state.failed.is_some() || state.caps.is_some());
+            return if ready {
+                Ok(alive)
+            } else {
+                Err(Rejected::NotReady)
+            };
+        }
+        let failed = states.iter().find_map(|state| state.failed.clone());
+        Err(failed.map_or(Rejected::Stopped, Rejected::Gone))
+    }
+
+    fn choose(&self, arrival: &Arrival<Sampler>, alive: &[bool]) -> usize {
+        let living = (0..alive.len()).filter(|&replica| alive[replica]);
+        let key = arrival
+            .session
+            .or_else(|| arrival.routing_key.as_deref().map(hash));
+        let found = match key {
+            Some(key) => {
+                let living: Vec<usize> = living.collect();
+                living.get(key as usize % living.len().max(1)).copied()
+            }
+            None => {
+                living.min_by_key(|&replica| self.replicas[replica].open.load(Ordering::Relaxed))
+            }
+        };
+        found.unwrap_or(0)
+    }
+
+    /// Ends a request. One that has ended, or never was, is ignored.
+    pub fn abort(&self, request: u64) {
+        self.tell(request as usize % self.replicas.len().max(1), || {
+            Command::Abort(request)
+        });
+    }
+
+    /// Lets the pages of a session go, with all replicas.
+    pub fn end_session(&self, session: u64) {
+        for replica in 0..self.replicas.len() {
+            self.tell(replica, || Command::EndSession(session));
+        }
+    }
+
+    /// Empties the prefix indices. False, with nothing done where requests run or wait, or when the time is over.
+    pub fn flush(&self, limit: Duration) -> bool {
+        let (sender, answers) = mpsc::channel();
+        for replica in 0..self.replicas.len() {
+            self.tell(replica, || Command::Flush(sender.clone()));
+        }
+        drop(sender);
+        let until = Instant::now().checked_add(limit);
+        let mut flushed = true;
+        for _ in &self.replicas {
+            let left = until.map_or(Duration::MAX, |until| {
+                until.saturating_duration_since(Instant::now())
+            });
+            flushed &= answers.recv_timeout(left).unwrap_or(false);
+        }
+        flushed
+    }
+
+    /// Waits for outputs and returns all there are; none when the time is over, or after a shutdown. Outputs of one
+    /// sequence that were not fetched yet are one.
+    pub fn poll(&self, limit: Duration) -> Vec<Delta> {
+        self.shared.outbox.take(limit)
+    }
+
+    /// Whether it was shut down.
+    pub fn is_stopped(&self) -> bool {
+        self.shared.outbox.is_closed()
+    }
+
+    /// How the replicas stand.
+    pub fn stats(&self) -> Vec<ReplicaStats> {
+        self.shared.lock().iter().map(|state| state.stats).collect()
+    }
+
+    /// Ends every request, stops the drivers and waits for all threads. A second call does nothing.
+    pub fn shutdown(&self) {
+        if std::process::id() != self.process {
+            return;
+        }
+        for replica in 0..self.replicas.len() {
+            let client = self.shared.update(replica, |state| {
+                state.stopping = true;
+                state.client.take()
+            });
+            self.tell(replica, || Command::Stop);
+            if let Some(client) = client {
+                client.0.abort();
+            }
+        }
+        let threads = std::mem::take(&mut *self.threads());
+        for thread in threads {
+            // It only fails by a panic.
+            let _ = thread.join();
+        }
+        self.shared.outbox.close();
+    }
+
+    fn tell(&self, replica: usize, command: impl FnOnce() -> Command) {
+        // A replica that has ended has no requests.
+        let _ = self.replicas[replica].commands.send(command());
+    }
+
+    fn threads(&self) -> MutexGuard<'_, Vec<JoinHandle<()>>> {
+        self.threads.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Drop for Service {
+    fn drop(&mut self) {
+        self.shutdown();
+    }
+}
+
+/// The same in every process, as a router before several services may want it.
+fn hash(key: &str) -> u64 {
+    // FNV-1a.
+    key.bytes().fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
+        (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3)
+    })
+}

@@ -1,0 +1,279 @@
+//! Admission: which of those that wait begin, and who gives way to them.
+
+use crate::layout::Plan;
+use crate::memory::Held;
+use crate::scheduler::Scheduler;
+use crate::sequence::{Awaited, Sequence, State};
+
+/// Tokens that a request has in common with one that is being computed, from which on it waits for these; `SGLang`'s
+/// `IN_BATCH_PREFIX_CACHING_DEPRIORITIZE_THRESHOLD`.
+pub(crate) const WORTH_WAITING: usize = 32;
+
+/// What became of an admission.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Admission {
+    Done,
+    /// There are no pages for what it may become.
+    Full,
+    /// The step has no room for a first part of it.
+    NoRoom,
+}
+
+impl<S> Scheduler<S> {
+    /// Admits what fits into the step, in the order of the policy.
+    pub(crate) fn admit(&mut self, plan: &mut Plan, now: u64) {
+        let may_run = self.config.max_running as usize;
+        if self.waiting.is_empty() || self.running.len() >= may_run {
+            return;
+        }
+        if self.full && !self.running.is_empty() {
+            return;
+        }
+        if plan.rows == 0 || plan.prompt == 0 {
+            self.starved |= plan.flight.load.prompt_tokens == 0;
+            return;
+        }
+        let mut candidates = std::mem::take(&mut self.candidates);
+        self.order_waiting(now, &mut candidates);
+        let (mut promised, mut newest) = (self.promised(), Vec::new());
+        for &slot in &candidates {
+            if self.running.len() >= may_run || plan.rows == 0 || plan.prompt == 0 {
+                break;
+            }
+            if self.sequences[slot].pending > 0 || self.waits_for_prefix(slot) {
+                continue;
+            }
+            match self.admit_one(plan, slot, &mut promised, now) {
+                Admission::Done => newest.push(self.sequences[slot].order),
+                Admission::Full => {
+                    self.full = true;
+                    break;
+                }
+                Admission::NoRoom => {
+                    self.starved |= plan.flight.load.prompt_tokens == 0;
+                    break;
+                }
+            }
+        }
+        self.candidates = candidates;
+        if !newest.is_empty() {
+            let sequences = &self.sequences;
+            self.waiting
+                .retain(|&slot| sequences[slot].state == State::Waiting);
+            self.count_overtakes(&newest);
+        }
+    }
+
+    /// Tokens that are spoken for: what running requests still have to compute, and are expected to produce.
+    fn promised(&self) -> f64 {
+        let running = self.running.iter().map(|&slot| &self.sequences[slot]);
+        let ratio = f64::from(self.ratio.now());
+        running
+            .map(|sequence| {
+                let expected = f64::from(sequence.expected()) * ratio;
+                expected + f64::from(sequence.uncomputed())
+            })
+            .sum()
+    }
+
+    /// Tokens that nothing holds and that are not spoken for.
+    fn unpromised(&self, promised: f64) -> f64 {
+        (self.memory.available() * self.memory.page_size) as f64 - promised
+    }
+
+    fn admit_one(
+        &mut self,
+        plan: &mut Plan,
+        slot: usize,
+        promised: &mut f64,
+        now: u64,
+    ) -> Admission {
+        let size = self.limits.page_size;
+        let sequence = &self.sequences[slot];
+        let mut held = Held {
+            pages: std::mem::take(&mut self.spare_pages),
+            ..Held::default()
+        };
+        let host_pages = self.memory.claim(&mut held, sequence.cacheable(), now);
+        let missing = sequence.known() - held.pages.len() as u32 * size;
+        let wanted = f64::from(missing + sequence.expected() + size);
+        if wanted >= self.unpromised(*promised) && !self.running.is_empty() {
+            self.give_back(held);
+            return Admission::Full;
+        }
+        let cached = (held.pages.len() + host_pages) as u32 * size;
+        // The last page of a chunk is full, or the prompt's last.
+        let first = (sequence.known() - cached).min(size - cached % size);
+        let pages = (cached + first).div_ceil(size);
+        if plan.prompt < first.min(self.pace.least()) || pages > plan.pages_left() {
+            self.give_back(held);
+            return Admission::NoRoom;
+        }
+        if host_pages > 0 {
+            self.memory
+                .load(&mut held, sequence.cacheable(), host_pages, now);
+        }
+        let cached = held.pages.len() as u32 * size;
+        let sequence = &mut self.sequences[slot];
+        let longest = (sequence.len() + sequence.expected()).div_ceil(size) as usize;
+        held.pages.reserve(longest.saturating_sub(held.pages.len()));
+        self.spare_pages = std::mem::replace(&mut sequence.held, held).pages;
+        sequence.start(cached);
+        self.running.push(slot);
+        if !self.place_chunk(plan, slot) {
+            self.running.pop();
+            let held = std::mem::take(&mut self.sequences[slot].held);
+            self.sequences[slot].stop();
+            self.give_back(held);
+            return Admission::NoRoom;
+        }
+        *promised += wanted;
+        self.note_admission(slot, cached);
+        Admission::Done
+    }
+
+    fn note_admission(&mut self, slot: usize, cached: u32) {
+        let sequence = &mut self.sequences[slot];
+        if sequence.cached_tokens.is_none() {
+            sequence.cached_tokens = Some(cached);
+            self.counts.prompt_tokens += u64::from(sequence.shared.prompt_len);
+            self.counts.cached_tokens += u64::from(cached);
+        }
+    }
+
+    /// Takes pages back that a request would have begun with.
+    fn give_back(&mut self, mut held: Held) {
+        self.memory.release(&mut held);
+        self.spare_pages = held.pages;
+    }
+
+    /// Whether a request should wait until one that begins alike is computed, and go on from its pages.
+    fn waits_for_prefix(&mut self, slot: usize) -> bool {
+        if !self.memory.prefix_cache {
+            return false;
+        }
+        if let Some(awaited) = self.sequences[slot].awaited
+            && self.is_computing(awaited)
+        {
+            return true;
+        }
+        let awaited = self.find_leader(slot);
+        self.sequences[slot].awaited = awaited;
+        awaited.is_some()
+    }
+
+    /// Whether a sequence still computes pages that another one waits for.
+    fn is_computing(&self, awaited: Awaited) -> bool {
+        self.sequences.get(awaited.slot).is_some_and(|leader| {
+            leader.order == awaited.order
+                && leader.state == State::Running
+                && leader.held.shared < awaited.pages
+        })
+    }
+
+    fn find_leader(&self, slot: usize) -> Option<Awaited> {
+        let size = self.memory.page_size;
+        let follower = &self.sequences[slot];
+        let key = follower.cacheable();
+        let mut cached = None;
+        let leaders = self.running.iter().copied();
+        leaders
+            .filter(|&at| self.sequences[at].computes_prompt(size))
+            .find_map(|at| {
+                let leader = &self.sequences[at];
+                let pages = leader.common_pages(follower, key.tokens.len(), size);
+                if pages * size < WORTH_WAITING {
+                    return None;
+                }
+                let cached = *cached.get_or_insert_with(|| {
+                    let (device, host) = self.memory.peek(key);
+                    device + host
+                });
+                let gained = pages.saturating_sub(cached) * size;
+                (gained >= WORTH_WAITING && leader.held.shared < pages).then_some(Awaited {
+                    slot: at,
+                    order: leader.order,
+                    pages,
+                })
+            })
+    }
+
+    /// Requests were admitted: those that came earlier and still wait were overtaken.
+    fn count_overtakes(&mut self, admitted: &[u64]) {
+        for &slot in &self.waiting {
+            let sequence = &mut self.sequences[slot];
+            if sequence.awaited.is_none() && sequence.pending == 0 {
+                let later = admitted.iter().filter(|&&order| order > sequence.order);
+                sequence.overtaken += later.count() as u32;
+            }
+        }
+    }
+
+    /// Where a request of better priority finds no room, takes the pages of running ones of worse priority: `SGLang`'s
+    /// `preempt_to_schedule`.
+    pub(crate) fn preempt(&mut self) {
+        let Some(threshold) = self.config.preemption_threshold else {
+            return;
+        };
+        let rank = |&slot: &usize| (self.sequences[slot].shared.rank, self.sequences[slot].order);
+        let ready = |slot: &usize| self.sequences[*slot].pending == 0;
+        let best = self.waiting.iter().copied().filter(ready).min_by_key(rank);
+        let Some(best) = best.filter(|_| self.config.priority) else {
+            return;
+        };
+        let size = self.memory.page_size;
+        let candidate = &self.sequences[best];
+        let (cached, _) = self.memory.peek(candidate.cacheable());
+        let missing = candidate.known() as usize - cached * size + size;
+        let wanted = f64::from(missing as u32 + candidate.expected());
+        let mut lacks = wanted - self.unpromised(self.promised());
+        let is_full = self.running.len() >= self.config.max_running as usize;
+        if !is_full && lacks < 0.0 {
+            return;
+        }
+        let mut victims = self.running.clone();
+        victims.sort_unstable_by_key(|slot| std::cmp::Reverse(rank(slot)));
+        let better = candidate.shared.rank.saturating_add(threshold.into());
+        victims.retain(|&slot| self.sequences[slot].shared.rank > better);
+        let ratio = f64::from(self.ratio.now());
+        let gains = |slot: &usize| {
+            let victim = &self.sequences[*slot];
+            (victim.held.pages.len() * size) as f64 + f64::from(victim.expected()) * ratio
+        };
+        let mut count = 0;
+        for victim in &victims {
+            lacks -= gains(victim);
+            count += 1;
+            if lacks <= 0.0 {
+                break;
+            }
+        }
+        if count == 0 || lacks > 0.0 {
+            return;
+        }
+        for &victim in &victims[..count] {
+            self.retract(victim);
+        }
+    }
+}
+
+impl<S> Sequence<S> {
+    /// Whether pages of its prompt are not in the index yet.
+    fn computes_prompt(&self, page_size: usize) -> bool {
+        self.held.shared < self.shared.prompt_len as usize / page_size
+    }
+
+    /// Full pages that its prompt and the first tokens of another sequence have in common.
+    fn common_pages(&self, other: &Self, limit: usize, page_size: usize) -> usize {
+        if self.shared.arrival.namespace != other.shared.arrival.namespace {
+            return 0;
+        }
+        let limit = limit.min(self.shared.prompt_len as usize);
+        let pages = self.tokens[..limit].chunks_exact(page_size);
+        let others = other.tokens[..limit].chunks_exact(page_size);
+        pages
+            .zip(others)
+            .take_while(|(own, others)| own == others)
+            .count()
+    }
+}

@@ -1,0 +1,65 @@
+//! What a request asks for.
+
+/// When a sequence ends, besides its deadline.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Ends {
+    /// Most tokens to produce; cut to what model and pool have room for. 0: the prompt is computed, and kept for others.
+    pub max_tokens: u32,
+    /// Tokens before which no stop token may come. Rows forbid them so long: [`Row::forbidden`](crate::Row::forbidden).
+    pub min_tokens: u32,
+    /// Tokens that end it, the model's own among them; none to ignore these. The token is part of the output.
+    pub stop_tokens: Vec<u32>,
+    /// Texts that end it, found across tokens' borders by [`TokenBytes`](crate::TokenBytes).
+    pub stop_strings: Vec<Box<[u8]>>,
+}
+
+/// A request: a prompt, and what to make of it. `S` is what the caller wants to find at the rows of a request that draw a token:
+/// the sampler, the adapter. The scheduler does not look into it.
+#[derive(Debug, Clone)]
+pub struct Arrival<S> {
+    /// Names the request as long as it has not ended.
+    pub id: u64,
+    /// Tokens to begin with, at least one.
+    pub prompt: Vec<u32>,
+    /// Handed on to [`Row::sampling`](crate::Row::sampling).
+    pub sampling: S,
+    /// When its sequences end.
+    pub ends: Ends,
+    /// Sequences that go on from the prompt, each with outputs of its own. Full pages of the prompt are shared.
+    pub samples: u32,
+    /// Sequences with different ones share no pages: `SGLang`'s `extra_key`, for adapters and cache salts.
+    pub namespace: Option<Box<str>>,
+    /// Higher comes first, or lower with [`Config::low_priority_first`](crate::Config::low_priority_first). Without one it
+    /// comes last.
+    pub priority: Option<i32>,
+    /// For [`Policy::RoutingKey`](crate::Policy::RoutingKey).
+    pub routing_key: Option<Box<str>>,
+    /// A conversation whose pages are kept when this request ends, for as long as there is room, and whose drafter goes on.
+    pub session: Option<u64>,
+    /// When it ends, finished or not, in µs.
+    pub deadline: Option<u64>,
+    /// Whether the driver may draft for it.
+    pub drafts: bool,
+}
+
+impl<S> Arrival<S> {
+    /// A plain request for at most `max_tokens` tokens.
+    pub fn new(id: u64, prompt: Vec<u32>, sampling: S, max_tokens: u32) -> Self {
+        Self {
+            id,
+            prompt,
+            sampling,
+            ends: Ends {
+                max_tokens,
+                ..Ends::default()
+            },
+            samples: 1,
+            namespace: None,
+            priority: None,
+            routing_key: None,
+            session: None,
+            deadline: None,
+            drafts: false,
+        }
+    }
+}

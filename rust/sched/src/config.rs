@@ -1,0 +1,176 @@
+//! What the operator wants, and what the driver can.
+
+use std::str::FromStr;
+
+use crate::error::SchedError;
+
+/// In which order waiting requests are admitted. Names and semantics are `SGLang`'s.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Policy {
+    /// The order of arrival.
+    #[default]
+    Fcfs,
+    /// The longest cached prefix first; with more than 128 requests waiting, the order of arrival.
+    Lpm,
+    /// The subtrees of the prefix index with the most waiting requests first, depth first.
+    DfsWeight,
+    /// The most tokens that may be produced first.
+    Lof,
+    /// A random order, from [`Config::seed`].
+    Random,
+    /// The routing keys first that most running requests have.
+    RoutingKey,
+}
+
+impl Policy {
+    const NAMES: [(&'static str, Self); 6] = [
+        ("fcfs", Self::Fcfs),
+        ("lpm", Self::Lpm),
+        ("dfs-weight", Self::DfsWeight),
+        ("lof", Self::Lof),
+        ("random", Self::Random),
+        ("routing-key", Self::RoutingKey),
+    ];
+}
+
+impl FromStr for Policy {
+    type Err = SchedError;
+
+    fn from_str(name: &str) -> Result<Self, SchedError> {
+        let known = Self::NAMES.iter().find(|(known, _)| *known == name);
+        let (_, policy) = known.ok_or_else(|| SchedError::Policy { name: name.into() })?;
+        Ok(*policy)
+    }
+}
+
+/// What the operator wants. Where `SGLang` has a setting of the same meaning, its name is given.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Config {
+    /// `schedule_policy`.
+    pub policy: Policy,
+    /// `schedule_conservativeness`: how much of the output that running requests may still produce is taken for
+    /// certain when another is admitted. Larger is more cautious.
+    pub conservativeness: f32,
+    /// `chunked_prefill_size`: most tokens of a step, prompts and decodes together.
+    pub chunk_tokens: u32,
+    /// `max_running_requests`: sequences that hold pages at once. It may exceed [`Limits::max_forward_requests`]: then
+    /// they take turns.
+    pub max_running: u32,
+    /// `max_queued_requests`: sequences that may wait.
+    pub max_queued: Option<u32>,
+    /// The longest time, in µs, between two tokens of a running request that prompts of others may cause. The share of
+    /// prompts in a step follows from what steps took. A limit below twice the time of a step without prompts counts as
+    /// twice that time, so that prompts are served, too. 0: no limit.
+    pub gap_us: u64,
+    /// Not `disable_radix_cache`: whether what was computed is kept for requests that begin alike.
+    pub prefix_cache: bool,
+    /// `radix_eviction_policy`.
+    pub eviction: pie_radix::Policy,
+    /// `enable_priority_scheduling`: [`Arrival::priority`](crate::Arrival::priority) comes before the policy, which must
+    /// be `fcfs` or `lof`.
+    pub priority: bool,
+    /// `schedule_low_priority_values_first`.
+    pub low_priority_first: bool,
+    /// `priority_scheduling_preemption_threshold`: a waiting request whose priority is better by more than this takes
+    /// the pages of running ones. `None`: never.
+    pub preemption_threshold: Option<i32>,
+    /// How often others that came later may be admitted before a waiting request. Then none is, until it is admitted.
+    pub max_overtakes: u32,
+    /// For [`Policy::Random`].
+    pub seed: u64,
+}
+
+impl Default for Config {
+    fn default() -> Self {
+        Self {
+            policy: Policy::Fcfs,
+            conservativeness: 1.0,
+            chunk_tokens: 8192,
+            max_running: 256,
+            max_queued: None,
+            gap_us: 6000,
+            prefix_cache: true,
+            eviction: pie_radix::Policy::Lru,
+            priority: false,
+            low_priority_first: false,
+            preemption_threshold: None,
+            max_overtakes: 256,
+            seed: 0,
+        }
+    }
+}
+
+/// What the driver can: its capabilities of the same names.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Limits {
+    /// Pages of KV on the device, ids from 0.
+    pub total_pages: u32,
+    /// Pages of KV on the host, ids from 0; the capability `swap_pool_size`.
+    pub host_pages: u32,
+    /// Tokens of a page; the capability `kv_page_size`.
+    pub page_size: u32,
+    /// Input tokens and drafts of a step.
+    pub max_forward_tokens: u32,
+    /// Rows of a step.
+    pub max_forward_requests: u32,
+    /// Pages that the rows of a step list, shared ones counted each time.
+    pub max_page_refs: u32,
+    /// Positions of a sequence.
+    pub max_model_len: u32,
+    /// Token ids are below it.
+    pub vocab_size: u32,
+}
+
+impl Config {
+    /// Whether the settings can be meant.
+    pub(crate) fn check(&self, limits: &Limits) -> Result<(), SchedError> {
+        let wrong = |name, value: &dyn std::fmt::Display, wanted| SchedError::Setting {
+            name,
+            value: value.to_string(),
+            wanted,
+        };
+        for (name, value) in [
+            ("chunked_prefill_size", self.chunk_tokens),
+            ("max_running_requests", self.max_running),
+            ("total_pages", limits.total_pages),
+            ("kv_page_size", limits.page_size),
+            ("max_forward_tokens", limits.max_forward_tokens),
+            ("max_forward_requests", limits.max_forward_requests),
+            ("max_page_refs", limits.max_page_refs),
+            ("max_model_len", limits.max_model_len),
+            ("vocab_size", limits.vocab_size),
+        ] {
+            if value == 0 {
+                return Err(wrong(name, &value, "at least 1"));
+            }
+        }
+        if !(self.conservativeness >= 0.0 && self.conservativeness.is_finite()) {
+            let value = &self.conservativeness;
+            return Err(wrong("schedule_conservativeness", value, "0 or more"));
+        }
+        let plain = matches!(self.policy, Policy::Fcfs | Policy::Lof);
+        if self.priority && !plain {
+            let value = &format_args!("{:?}", self.policy);
+            let wanted = "fcfs or lof with priorities";
+            return Err(wrong("schedule_policy", value, wanted));
+        }
+        Ok(())
+    }
+}
+
+impl Limits {
+    /// Most tokens that a sequence can store, and the limit that says so.
+    pub(crate) fn longest(&self) -> (u32, &'static str) {
+        let pages = |pages: u32| pages.saturating_mul(self.page_size);
+        let limits = [
+            (self.max_model_len, "the model's length"),
+            (pages(self.total_pages), "the pages of the pool"),
+            (pages(self.max_page_refs), "the pages of a step"),
+        ];
+        let [first, rest @ ..] = limits;
+        rest.into_iter().fold(
+            first,
+            |least, next| if next.0 < least.0 { next } else { least },
+        )
+    }
+}

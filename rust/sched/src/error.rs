@@ -1,0 +1,114 @@
+//! What a scheduler refuses.
+
+use thiserror::Error;
+
+/// Why a scheduler was not made, or a call was wrong.
+#[derive(Debug, Clone, PartialEq, Eq, Error)]
+pub enum SchedError {
+    /// An unknown policy.
+    #[error(
+        "`{name}` is no scheduling policy; take fcfs, lpm, dfs-weight, lof, random or routing-key"
+    )]
+    Policy {
+        /// Its name.
+        name: String,
+    },
+    /// A setting or a limit out of range.
+    #[error("{name} is {value}, it must be {wanted}")]
+    Setting {
+        /// Its name.
+        name: &'static str,
+        /// What it is.
+        value: String,
+        /// What it may be.
+        wanted: &'static str,
+    },
+    /// An answer to nothing.
+    #[error("an answer came, but no step is out: answer each step once")]
+    NoStep,
+    /// An answer of another size than the step that it is for.
+    #[error("the answer has {answered} rows, its step has {rows}: answer the steps in their order")]
+    Rows {
+        /// Rows of the answer.
+        answered: usize,
+        /// Rows of the step.
+        rows: usize,
+    },
+    /// An answer whose lists contradict each other.
+    #[error(
+        "the answer's ends of {name} do not rise from 0 to their number, or are not one more than its rows"
+    )]
+    Answer {
+        /// Which list.
+        name: &'static str,
+    },
+    /// Pages and their holders do not agree: a bug of this crate.
+    #[error("the books of pages are wrong: {0}")]
+    Books(String),
+}
+
+/// Why a request was not taken. Nothing of it is kept.
+#[derive(Debug, Clone, PartialEq, Eq, Error)]
+pub enum Refusal {
+    /// The id is that of a request that has not ended.
+    #[error("request {id} is there already: an id is free again when its last sample has ended")]
+    Known {
+        /// The id.
+        id: u64,
+    },
+    /// No token to begin with.
+    #[error("the prompt is empty: give at least one token")]
+    Empty,
+    /// A token that the model does not have.
+    #[error("token {token} at {at} is not below the vocabulary's {vocab}: check the tokenizer")]
+    Token {
+        /// The token.
+        token: u32,
+        /// Its place in the prompt.
+        at: usize,
+        /// Tokens of the model.
+        vocab: u32,
+    },
+    /// A prompt that leaves no room for a token.
+    #[error("the prompt has {tokens} tokens, {limit} is the most ({reason}): shorten it")]
+    TooLong {
+        /// Tokens of the prompt.
+        tokens: usize,
+        /// Most that could be served.
+        limit: u32,
+        /// Which limit that is.
+        reason: &'static str,
+    },
+    /// The queue is full.
+    #[error("{waiting} sequences wait, {limit} may: try again later, or raise max_queued_requests")]
+    QueueFull {
+        /// Sequences that wait.
+        waiting: usize,
+        /// Most that may.
+        limit: u32,
+    },
+    /// A number of samples out of range.
+    #[error("{samples} samples are asked for: it must be from 1 to {limit}")]
+    Samples {
+        /// Samples asked for.
+        samples: u32,
+        /// Most that may be.
+        limit: u32,
+    },
+    /// Stop strings cannot be found without the bytes of tokens, and an empty one is everywhere.
+    #[error("stop strings need the bytes of tokens, and one byte at least: {why}")]
+    StopString {
+        /// What is wrong.
+        why: &'static str,
+    },
+    /// Fewer tokens at most than at least.
+    #[error(
+        "at least {min} tokens and at most {max} are asked for: min_new_tokens must not exceed max_new_tokens"
+    )]
+    MinTokens {
+        /// At least.
+        min: u32,
+        /// At most.
+        max: u32,
+    },
+}

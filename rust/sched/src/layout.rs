@@ -1,0 +1,355 @@
+//! Laying out a step: decodes first, then prompts under way, then newcomers.
+
+use crate::error::SchedError;
+use crate::pace::MIN_PROMPT;
+use crate::scheduler::Scheduler;
+use crate::sequence::Sequence;
+use crate::step::{Flight, Planned, Row, Step};
+
+/// Steps that may be out at once.
+const OUT: usize = 2;
+
+/// A step that is being laid out.
+#[derive(Debug)]
+pub(crate) struct Plan {
+    pub(crate) flight: Flight,
+    /// Rows that draw nothing; they come last.
+    rest: Vec<Planned>,
+    /// What still fits: rows, tokens, page references.
+    pub(crate) rows: u32,
+    tokens: u32,
+    pages: u32,
+    /// Tokens of prompts that still fit.
+    pub(crate) prompt: u32,
+    /// Pages that decodes without drafts will need.
+    reserved: usize,
+}
+
+impl Plan {
+    fn fits(&self, tokens: u32, pages: u32) -> bool {
+        self.rows > 0 && tokens <= self.tokens && pages <= self.pages
+    }
+
+    /// Page references that still fit.
+    pub(crate) fn pages_left(&self) -> u32 {
+        self.pages
+    }
+
+    fn is_empty(&self) -> bool {
+        self.flight.rows.is_empty() && self.rest.is_empty()
+    }
+}
+
+impl<S> Scheduler<S> {
+    /// The next step, or `None` when there is nothing to compute, or nothing before an answer.
+    ///
+    /// # Errors
+    ///
+    /// [`SchedError::Books`]: a bug. [`driver_lost`](Self::driver_lost) makes all books anew.
+    pub fn step(&mut self, now: u64) -> Result<Option<Step<'_, S>>, SchedError> {
+        self.memory.check_fault()?;
+        self.expire(now);
+        let drafting = |flight: &Flight| flight.drafting;
+        if self.flights.len() == OUT || self.flights.back().is_some_and(drafting) {
+            return Ok(None);
+        }
+        if self.is_idle() {
+            self.ratio.reset();
+            return Ok(None);
+        }
+        let mut plan = self.plan(now);
+        self.lay_out(&mut plan, now);
+        self.memory.check_fault()?;
+        let Plan {
+            mut flight, rest, ..
+        } = plan;
+        flight.rows.extend_from_slice(&rest);
+        self.rest = rest;
+        if flight.rows.is_empty() {
+            self.recycle(flight);
+            return Ok(None);
+        }
+        std::mem::swap(&mut self.copies, &mut self.memory.copies);
+        self.memory.copies.clear();
+        flight.load.copied_pages = self.copies.len() as u32;
+        self.counts.rows = flight.rows.len();
+        self.flights.push_back(flight);
+        Ok(Some(Step {
+            number: self.counts.steps,
+            copies: &self.copies,
+            scheduler: self,
+        }))
+    }
+
+    /// An empty step.
+    fn plan(&mut self, now: u64) -> Plan {
+        self.counts.steps += 1;
+        let mut rest = std::mem::take(&mut self.rest);
+        rest.clear();
+        let flight = self.spare.pop().unwrap_or_default();
+        Plan {
+            flight: Flight {
+                rows: flight.rows,
+                laid_at: now,
+                ..Flight::default()
+            },
+            rest,
+            rows: self.limits.max_forward_requests,
+            tokens: self.limits.max_forward_tokens,
+            pages: self.limits.max_page_refs,
+            prompt: 0,
+            reserved: 0,
+        }
+    }
+
+    fn lay_out(&mut self, plan: &mut Plan, now: u64) {
+        self.memory.host_pays = self.pace.host_pays(self.memory.page_size);
+        self.make_growth_room(plan);
+        self.preempt();
+        let prompts_first = std::mem::take(&mut self.starved);
+        if !prompts_first {
+            self.place_decodes(plan);
+        }
+        self.give_prompt_budget(plan, prompts_first);
+        self.place_prompts(plan);
+        self.admit(plan, now);
+        if prompts_first {
+            self.place_decodes(plan);
+        }
+        if plan.is_empty() && self.flights.is_empty() {
+            self.force(plan);
+        }
+    }
+
+    /// How many tokens of prompts the step may have, beside decodes that have come or will come.
+    fn give_prompt_budget(&mut self, plan: &mut Plan, decodes_follow: bool) {
+        let decodes = self.limits.max_forward_tokens - plan.tokens;
+        let beside = self.config.chunk_tokens.saturating_sub(decodes);
+        let budget = self.pace.budget(decodes > 0 || decodes_follow);
+        plan.prompt = budget.min(beside.max(MIN_PROMPT)).min(plan.tokens);
+    }
+
+    /// Retracts requests until the others can decode.
+    fn make_growth_room(&mut self, plan: &mut Plan) {
+        let mut retracted = false;
+        loop {
+            let wanted = self.growth(plan.rows);
+            plan.reserved = wanted;
+            if self.memory.make_room(wanted) || self.running.len() <= 1 {
+                break;
+            }
+            self.retract_worst();
+            retracted = true;
+        }
+        if retracted {
+            let produced = |slot: &usize| u64::from(self.sequences[*slot].produced());
+            let most = |slot: &usize| u64::from(self.sequences[*slot].shared.max_tokens);
+            let produced = self.running.iter().map(produced).sum();
+            let most = self.running.iter().map(most).sum();
+            self.ratio.retracted(self.running.len(), produced, most);
+        } else {
+            self.ratio.decay();
+        }
+    }
+
+    /// Pages that the decodes of the next step lack.
+    fn growth(&self, rows: u32) -> usize {
+        let decodes = self.running.iter().map(|&slot| &self.sequences[slot]);
+        decodes
+            .filter(|sequence| sequence.decodes())
+            .take(rows as usize)
+            .filter(|sequence| {
+                let room = sequence.held.pages.len() * self.memory.page_size;
+                sequence.len() as usize > room
+            })
+            .count()
+    }
+
+    /// Takes the pages of the running request that loses least by it: by priority, then the one that has produced the least,
+    /// then the longest prompt.
+    fn retract_worst(&mut self) {
+        let worst = self.running.iter().copied().max_by_key(|&slot| {
+            let sequence = &self.sequences[slot];
+            let produced = std::cmp::Reverse(sequence.produced());
+            let prompt = sequence.shared.prompt_len;
+            (sequence.shared.rank, produced, prompt, sequence.order)
+        });
+        if let Some(slot) = worst {
+            self.retract(slot);
+        }
+    }
+
+    /// Puts a running request back into the queue. What it has computed stays in the prefix index while there is room.
+    pub(crate) fn retract(&mut self, slot: usize) {
+        self.store(slot, true, true);
+        let sequence = &mut self.sequences[slot];
+        self.memory.release(&mut sequence.held);
+        sequence.forget_pages();
+        let order = sequence.order;
+        self.running.retain(|&other| other != slot);
+        let place = self
+            .waiting
+            .partition_point(|&other| self.sequences[other].order < order);
+        self.waiting.insert(place, slot);
+        self.counts.retractions += 1;
+        self.full = false;
+    }
+
+    fn place_decodes(&mut self, plan: &mut Plan) {
+        let mut left_out = false;
+        for at in 0..self.running.len() {
+            let slot = self.running[at];
+            let sequence = &self.sequences[slot];
+            if sequence.step == self.counts.steps || !sequence.decodes() {
+                continue;
+            }
+            let needs = |drafts| sequence.pages(drafts, self.memory.page_size);
+            let lacks = usize::from(needs(0) > sequence.held.pages.len());
+            plan.reserved = plan.reserved.saturating_sub(lacks);
+            let drafts = sequence.usable_drafts();
+            let grown = needs(drafts).saturating_sub(sequence.held.pages.len());
+            let affords = drafts > 0 && self.memory.available() >= plan.reserved + grown;
+            let placed = affords && self.place(plan, slot, 1, drafts);
+            let placed = placed || self.place(plan, slot, 1, 0);
+            plan.flight.load.decodes += u32::from(placed);
+            left_out |= !placed;
+        }
+        if left_out {
+            self.take_turns();
+        }
+    }
+
+    /// Who was left out comes first in the next step.
+    fn take_turns(&mut self) {
+        let (step, sequences) = (self.counts.steps, &self.sequences);
+        self.running
+            .sort_by_key(|&slot| sequences[slot].step == step);
+    }
+
+    fn place_prompts(&mut self, plan: &mut Plan) {
+        let mut waits = false;
+        for at in 0..self.running.len() {
+            let slot = self.running[at];
+            let sequence = &self.sequences[slot];
+            if sequence.step == self.counts.steps || !sequence.prefills() {
+                continue;
+            }
+            let placed = self.place_chunk(plan, slot);
+            waits |= !placed;
+        }
+        self.starved |= waits && plan.flight.load.prompt_tokens == 0;
+    }
+
+    /// Gives a sequence as much of the budget as it can use.
+    pub(crate) fn place_chunk(&mut self, plan: &mut Plan, slot: usize) -> bool {
+        let sequence = &self.sequences[slot];
+        let (start, size) = (sequence.scheduled, self.limits.page_size);
+        let wanted = sequence.len().min(start.saturating_add(plan.prompt));
+        let held = sequence.held.pages.len();
+        let missing = (wanted.div_ceil(size) as usize).saturating_sub(held);
+        // As much of it as there is room for.
+        self.memory.make_room(missing);
+        let pages = (held + self.memory.available()).min(plan.pages as usize);
+        let mut end = wanted.min((pages as u32).saturating_mul(size));
+        if end < sequence.len() && end - end % size > start {
+            end -= end % size;
+        }
+        let tokens = end.saturating_sub(start);
+        let placed = tokens > 0 && self.place(plan, slot, tokens, 0);
+        if placed {
+            plan.prompt -= tokens;
+            plan.flight.load.prompt_tokens += tokens;
+        }
+        placed
+    }
+
+    /// Lays out a row of so many tokens, if it fits and there are pages for it.
+    fn place(&mut self, plan: &mut Plan, slot: usize, tokens: u32, drafts: u32) -> bool {
+        let Some(sequence) = self.sequences.get_mut(slot) else {
+            return false;
+        };
+        let (start, end) = (sequence.scheduled, sequence.scheduled + tokens);
+        let pages = (end + drafts).div_ceil(self.limits.page_size);
+        if !plan.fits(tokens + drafts, pages)
+            || !self.memory.extend(&mut sequence.held, pages as usize)
+        {
+            return false;
+        }
+        plan.rows -= 1;
+        plan.tokens -= tokens + drafts;
+        plan.pages -= pages;
+        let row = Planned {
+            slot,
+            order: sequence.order,
+            epoch: sequence.epoch,
+            start,
+            end,
+            drafts,
+            pages,
+            awaits: (sequence.pending > 0).then_some(sequence.last_row),
+            draws: sequence.draws(end),
+            wants_drafts: sequence.wants_drafts(end),
+        };
+        sequence.scheduled = end;
+        sequence.step = self.counts.steps;
+        plan.flight.drafting |= drafts > 0 || row.draws && row.wants_drafts;
+        if row.draws {
+            sequence.expect_token(plan.flight.rows.len() as u32);
+            plan.flight.rows.push(row);
+        } else {
+            plan.rest.push(row);
+        }
+        true
+    }
+
+    /// Nothing could be laid out, and nothing is out: the best of those that run gets the pages of the others.
+    fn force(&mut self, plan: &mut Plan) {
+        while plan.is_empty() && self.running.len() > 1 {
+            self.retract_worst();
+            self.place_decodes(plan);
+            self.give_prompt_budget(plan, false);
+            self.place_prompts(plan);
+        }
+    }
+
+    /// The rows of the last step.
+    pub(crate) fn rows(&self) -> impl ExactSizeIterator<Item = Row<'_, S>> + Clone {
+        let planned = self.flights.back().map_or(&[][..], |flight| &flight.rows);
+        planned.iter().map(|row| self.row(row))
+    }
+
+    fn row(&self, row: &Planned) -> Row<'_, S> {
+        let sequence = &self.sequences[row.slot];
+        let arrival = &sequence.shared.arrival;
+        Row {
+            id: arrival.id,
+            sample: sequence.sample,
+            context: sequence.context,
+            tokens: &sequence.tokens[row.start as usize..row.end as usize],
+            awaits: row.awaits,
+            start: row.start,
+            pages: &sequence.held.pages[..row.pages as usize],
+            drafts: &sequence.drafts[..row.drafts as usize],
+            wants_drafts: row.draws && row.wants_drafts,
+            sampling: row.draws.then_some(&arrival.sampling),
+            forbidden: if row.draws && sequence.forbids(row.end) {
+                &arrival.ends.stop_tokens
+            } else {
+                &[]
+            },
+        }
+    }
+}
+
+impl<S> Sequence<S> {
+    /// Pages for its next token and so many drafts.
+    fn pages(&self, drafts: u32, page_size: usize) -> usize {
+        (self.scheduled as usize + 1 + drafts as usize).div_ceil(page_size)
+    }
+
+    /// Drafts that its next row may verify: with one token more they are all that it may produce.
+    fn usable_drafts(&self) -> u32 {
+        let most = self.remaining().saturating_sub(1);
+        (self.drafts.len() as u32).min(most)
+    }
+}

@@ -1,0 +1,71 @@
+//! The life of a request on an engine with paged KV: from the queue over prompts and decodes to its end.
+//!
+//! A [`Scheduler`] decides what each forward step of a driver computes. It is pure and deterministic: it has no clock, no
+//! thread and no I/O, and knows neither who asked nor who computes. Times come in as arguments, in microseconds of any
+//! clock that does not go back; requests come in as [`Arrival`]s, and [`Outputs`] come out.
+//!
+//! # API
+//!
+//! | call | when | what |
+//! |---|---|---|
+//! | [`Scheduler::new`] | once | from a [`Config`] (what the operator wants) and [`Limits`] (what the driver said) |
+//! | [`Scheduler::submit`] | any time | a request enters the queue, or is refused with the reason ([`Refusal`]) |
+//! | [`Scheduler::abort`], [`Scheduler::abort_all`] | any time | it ends, wherever it is; nothing of it is answered afterwards |
+//! | [`Scheduler::step`] | while fewer than two steps are out | the next frame: a [`Step`] of [`Row`]s, and the page [`Copies`] that come before it |
+//! | [`Scheduler::answer`] | when the older step is answered | its tokens, as [`Answer`] |
+//! | [`Scheduler::step_failed`] | instead | the driver answered with an error and lives; the steps that are out are void |
+//! | [`Scheduler::driver_lost`] | instead | the driver and its KV are gone; every request is computed again from its tokens |
+//! | [`Scheduler::outputs`] | after any of these | tokens and ends since the last call |
+//! | [`Scheduler::next_deadline`] | before waiting | when `step` wants to be called although nothing else happened |
+//! | [`Scheduler::end_session`], [`Scheduler::flush`] | any time | lets kept pages go |
+//! | [`Scheduler::stats`] | any time | counts |
+//!
+//! ## One step ahead
+//!
+//! `step` may be called once more while a step is being computed, so that the next frame is laid out meanwhile. What such a
+//! row computes is the token that the step in flight will give: [`Row::awaits`] names the row of that step, and the
+//! caller writes the token into the frame when the answer is there. The order of calls is then
+//!
+//! ```text
+//! step → A, send A;  step → B;  A is answered: patch B, send B;  answer(A);  step → C;  B is answered: …
+//! ```
+//!
+//! `answer` takes the steps in the order in which `step` gave them. A request that ends by A's tokens is still in B; what B
+//! says of it is ignored, so B is sent as it is. While drafts are out, whose number of tokens is not known before the
+//! answer, `step` gives nothing.
+//!
+//! ## What the driver must do
+//!
+//! Steps and copies are executed in the order in which they were given, each after the former has taken effect: pages that a step
+//! still uses are given to the one after it. [`Copies`] of a step come before it, `to_host` first.
+
+mod admit;
+mod answer;
+mod arrival;
+mod config;
+mod ends;
+mod error;
+mod layout;
+mod memory;
+mod order;
+mod output;
+mod pace;
+mod ratio;
+mod scheduler;
+mod sequence;
+mod sessions;
+mod settle;
+mod stats;
+mod step;
+mod text;
+
+pub use answer::Answer;
+pub use arrival::{Arrival, Ends};
+pub use config::{Config, Limits, Policy};
+pub use error::{Refusal, SchedError};
+pub use output::{Finish, Output, Outputs};
+pub use pie_radix::{Move, Policy as Eviction};
+pub use scheduler::Scheduler;
+pub use stats::Stats;
+pub use step::{Copies, Row, Step};
+pub use text::TokenBytes;

@@ -1,0 +1,97 @@
+//! What comes out: tokens, and ends.
+
+use std::ops::Range;
+
+/// Why a sequence ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Finish {
+    /// It has as many tokens as it may.
+    Length,
+    /// Its last token is a stop token.
+    StopToken(u32),
+    /// Its text has this stop string.
+    StopString {
+        /// Which of [`Ends::stop_strings`](crate::Ends::stop_strings).
+        index: u32,
+        /// Bytes of the output's text before it begins.
+        text_bytes: u64,
+    },
+    /// By [`Scheduler::abort`](crate::Scheduler::abort).
+    Aborted,
+    /// Its deadline passed.
+    Deadline,
+    /// A request of better priority took its place in the queue, which was full.
+    Displaced,
+    /// The driver gave no token, or one that the model does not have.
+    Failed,
+}
+
+/// What is new of one sequence.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Output<'a> {
+    /// The request.
+    pub id: u64,
+    /// Which of its sequences, from 0.
+    pub sample: u32,
+    /// Tokens that follow those of earlier outputs. With a stop string they end with the token that completed it.
+    pub tokens: &'a [u32],
+    /// Bytes at the end of its text that may be the start of a stop string: keep them back until they are not.
+    pub held_bytes: u32,
+    /// Set in its last output.
+    pub finish: Option<Finish>,
+    /// Tokens of the prompt whose KV was there when it was first admitted.
+    pub cached_tokens: u32,
+    /// How often its pages were taken from it and computed, or loaded, again.
+    pub retractions: u32,
+}
+
+/// One output without its tokens.
+#[derive(Debug, Clone)]
+pub(crate) struct Entry {
+    pub(crate) id: u64,
+    pub(crate) sample: u32,
+    pub(crate) tokens: Range<u32>,
+    pub(crate) held_bytes: u32,
+    pub(crate) finish: Option<Finish>,
+    pub(crate) cached_tokens: u32,
+    pub(crate) retractions: u32,
+}
+
+/// What is new, in order. Reuse one: [`Scheduler::outputs`](crate::Scheduler::outputs) clears it first.
+#[derive(Debug, Clone, Default)]
+pub struct Outputs {
+    pub(crate) entries: Vec<Entry>,
+    pub(crate) tokens: Vec<u32>,
+}
+
+impl Outputs {
+    /// The outputs, in the order in which they came to be.
+    pub fn iter(&self) -> impl ExactSizeIterator<Item = Output<'_>> {
+        self.entries.iter().map(|entry| Output {
+            id: entry.id,
+            sample: entry.sample,
+            tokens: &self.tokens[entry.tokens.start as usize..entry.tokens.end as usize],
+            held_bytes: entry.held_bytes,
+            finish: entry.finish,
+            cached_tokens: entry.cached_tokens,
+            retractions: entry.retractions,
+        })
+    }
+
+    /// Whether there is none.
+    pub fn is_empty(&self) -> bool {
+        self.entries.is_empty()
+    }
+
+    pub(crate) fn clear(&mut self) {
+        self.entries.clear();
+        self.tokens.clear();
+    }
+
+    pub(crate) fn push(&mut self, mut entry: Entry, tokens: &[u32]) {
+        let start = self.tokens.len() as u32;
+        self.tokens.extend_from_slice(tokens);
+        entry.tokens = start..self.tokens.len() as u32;
+        self.entries.push(entry);
+    }
+}

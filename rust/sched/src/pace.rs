@@ -1,0 +1,119 @@
+//! What steps cost, and what follows for the next: the share of prompts, and what a copy is worth.
+
+/// Tokens of prompts that a step with decodes may have at least, so that prompts go on.
+pub(crate) const MIN_PROMPT: u32 = 64;
+
+/// The share of prompts before anything is known.
+const FIRST_BUDGET: f32 = 512.0;
+
+/// How much of an average the latest value is.
+const WEIGHT: f32 = 0.2;
+
+/// An average that forgets.
+#[derive(Debug, Clone, Copy, Default)]
+struct Average(Option<f32>);
+
+impl Average {
+    fn add(&mut self, value: f32) {
+        self.0 = Some(self.0.map_or(value, |old| old + WEIGHT * (value - old)));
+    }
+}
+
+/// Learnt costs.
+#[derive(Debug)]
+pub(crate) struct Pace {
+    /// 0: no limit.
+    gap_us: f32,
+    chunk: f32,
+    /// Of a step without prompts, in µs.
+    decode: Average,
+    /// Of a token of a prompt, in µs.
+    token: Average,
+    /// Of a page that is copied, in µs.
+    page: Average,
+    /// Tokens of prompts that fit beside decodes.
+    budget: f32,
+}
+
+/// What a step had.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) struct Load {
+    pub(crate) decodes: u32,
+    pub(crate) prompt_tokens: u32,
+    pub(crate) copied_pages: u32,
+}
+
+impl Pace {
+    pub(crate) fn new(gap_us: u64, chunk_tokens: u32) -> Self {
+        let chunk = chunk_tokens as f32;
+        Self {
+            gap_us: gap_us as f32,
+            chunk,
+            decode: Average::default(),
+            token: Average::default(),
+            page: Average::default(),
+            budget: FIRST_BUDGET.min(chunk),
+        }
+    }
+
+    /// Most tokens of prompts for a step with or without decodes.
+    pub(crate) fn budget(&self, decodes: bool) -> u32 {
+        let limited = decodes && self.gap_us > 0.0;
+        (if limited { self.budget } else { self.chunk }) as u32
+    }
+
+    /// The least that [`budget`](Self::budget) may be.
+    pub(crate) fn least(&self) -> u32 {
+        MIN_PROMPT.min(self.chunk as u32)
+    }
+
+    /// Whether a page of so many tokens is brought from the host sooner than computed. True until both are known.
+    pub(crate) fn host_pays(&self, page_size: usize) -> bool {
+        match (self.page.0, self.token.0) {
+            (Some(page), Some(token)) => page < token * page_size as f32,
+            _ => true,
+        }
+    }
+
+    /// A step took so long, and the copies before it.
+    pub(crate) fn learn(&mut self, load: Load, step_us: u64, copies_us: u64) {
+        if load.copied_pages > 0 && copies_us > 0 {
+            self.page.add(copies_us as f32 / load.copied_pages as f32);
+        }
+        let took = step_us.saturating_sub(copies_us) as f32;
+        if load.prompt_tokens == 0 {
+            return self.decode.add(took);
+        }
+        let decode = if load.decodes > 0 {
+            self.decode.0
+        } else {
+            Some(0.0)
+        };
+        let Some(decode) = decode else {
+            return;
+        };
+        let tokens = load.prompt_tokens as f32;
+        // Never 0: a step takes its time, whatever clock measures it.
+        let prompts = (took - decode).max(1.0);
+        if load.prompt_tokens >= MIN_PROMPT {
+            self.token.add(prompts / tokens);
+        }
+        if load.decodes > 0 {
+            let room = self.gap_us.max(2.0 * decode) - decode;
+            self.adapt(tokens, (room / prompts).clamp(0.5, 1.25));
+        }
+    }
+
+    /// So many tokens of prompts should have been more or fewer by a factor, to fill the gap. It is near 1, since times
+    /// are noisy.
+    fn adapt(&mut self, tokens: f32, factor: f32) {
+        let wanted = tokens * factor;
+        let least = self.least() as f32;
+        let budget = if factor < 1.0 {
+            wanted
+        } else {
+            wanted.max(self.budget)
+        };
+        self.budget = budget.clamp(least, self.chunk);
+    }
+}

@@ -1,0 +1,522 @@
+//! The scheduler: what comes in, and what it knows.
+
+use std::collections::VecDeque;
+use std::fmt;
+use std::sync::Arc;
+
+use pie_radix::Insertion;
+use rustc_hash::FxHashMap;
+use slab::Slab;
+
+use crate::arrival::Arrival;
+use crate::config::{Config, Limits, Policy};
+use crate::ends::Patterns;
+use crate::error::{Refusal, SchedError};
+use crate::memory::{Held, Memory};
+use crate::output::{Entry, Finish, Outputs};
+use crate::pace::Pace;
+use crate::ratio::Ratio;
+use crate::sequence::{Sequence, Shared, State};
+use crate::stats::Stats;
+use crate::step::{Copies, Flight, Planned};
+use crate::text::TokenBytes;
+
+/// Most sequences of one request.
+const MAX_SAMPLES: u32 = 1024;
+
+/// The rank of a request without a priority: after all others.
+const LAST: i64 = i64::MAX / 2;
+
+/// A request that has not ended.
+#[derive(Debug)]
+struct Request {
+    /// Where its sequences are, those that have ended among them.
+    slots: Box<[usize]>,
+    /// Sequences that have not ended.
+    live: u32,
+}
+
+/// Decides what each forward step of a driver computes. See the [crate](crate).
+pub struct Scheduler<S> {
+    pub(crate) config: Config,
+    pub(crate) limits: Limits,
+    pub(crate) text: Option<Arc<dyn TokenBytes>>,
+    pub(crate) sequences: Slab<Sequence<S>>,
+    requests: FxHashMap<u64, Request>,
+    /// In the order of arrival.
+    pub(crate) waiting: Vec<usize>,
+    /// Those that decode in turns: who was left out of the last step comes first.
+    pub(crate) running: Vec<usize>,
+    pub(crate) memory: Memory,
+    pub(crate) pace: Pace,
+    pub(crate) ratio: Ratio,
+    /// Steps that are out, the older one first.
+    pub(crate) flights: VecDeque<Flight>,
+    pub(crate) spare: Vec<Flight>,
+    /// Of the last step.
+    pub(crate) copies: Copies,
+    outputs: Outputs,
+    /// Nothing more fits, until something ends.
+    pub(crate) full: bool,
+    /// Prompts got nothing of the last step.
+    pub(crate) starved: bool,
+    pub(crate) last_answer: u64,
+    pub(crate) random: fastrand::Rng,
+    pub(crate) counts: Stats,
+    /// Room for a step's rows that draw nothing, and for the order of those that wait.
+    pub(crate) rest: Vec<Planned>,
+    pub(crate) candidates: Vec<usize>,
+    pub(crate) spare_pages: Vec<u32>,
+    /// Sequences that have ended since [`sweep`](Self::sweep).
+    ended: Vec<usize>,
+    orders: u64,
+    contexts: u64,
+    deadline: Option<u64>,
+}
+
+impl<S> fmt::Debug for Scheduler<S> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Scheduler")
+            .field("stats", &self.stats())
+            .finish_non_exhaustive()
+    }
+}
+
+impl<S> Scheduler<S> {
+    /// A scheduler without requests. Without `text`, requests with stop strings are refused.
+    ///
+    /// # Errors
+    ///
+    /// [`SchedError::Setting`].
+    pub fn new(
+        config: Config,
+        limits: Limits,
+        text: Option<Arc<dyn TokenBytes>>,
+    ) -> Result<Self, SchedError> {
+        config.check(&limits)?;
+        let chunk = config.chunk_tokens.min(limits.max_forward_tokens);
+        Ok(Self {
+            memory: Memory::new(&config, &limits)?,
+            pace: Pace::new(config.gap_us, chunk),
+            ratio: Ratio::new(config.conservativeness),
+            random: fastrand::Rng::with_seed(config.seed),
+            config,
+            limits,
+            text,
+            sequences: Slab::new(),
+            requests: FxHashMap::default(),
+            waiting: Vec::new(),
+            running: Vec::new(),
+            flights: VecDeque::new(),
+            spare: Vec::new(),
+            copies: Copies::default(),
+            outputs: Outputs::default(),
+            full: false,
+            starved: false,
+            last_answer: 0,
+            counts: Stats::default(),
+            rest: Vec::new(),
+            candidates: Vec::new(),
+            spare_pages: Vec::new(),
+            ended: Vec::new(),
+            orders: 0,
+            contexts: 0,
+            deadline: None,
+        })
+    }
+
+    /// Takes a request into the queue.
+    ///
+    /// # Errors
+    ///
+    /// A [`Refusal`]. When the queue is full and the request has a better priority than one that waits, that one gives
+    /// way, as [`Finish::Displaced`].
+    pub fn submit(&mut self, arrival: Arrival<S>) -> Result<(), Refusal> {
+        let longest = self.check(&arrival)?;
+        let rank = self.rank(arrival.priority);
+        self.make_place(arrival.samples, rank)?;
+        let shared = Arc::new(Shared {
+            patterns: Patterns::new(&arrival.ends.stop_strings),
+            prompt_len: arrival.prompt.len() as u32,
+            max_tokens: arrival.ends.max_tokens.min(longest),
+            rank,
+            arrival,
+        });
+        let slots = (0..shared.arrival.samples).map(|sample| self.enter(&shared, sample));
+        let slots: Box<[usize]> = slots.collect();
+        self.waiting.extend_from_slice(&slots);
+        let live = slots.len() as u32;
+        self.requests
+            .insert(shared.arrival.id, Request { slots, live });
+        if let Some(deadline) = shared.arrival.deadline {
+            self.deadline = Some(self.deadline.map_or(deadline, |first| first.min(deadline)));
+        }
+        // The newcomer may fit where what waits does not, if it may go first.
+        self.full &= self.config.policy == Policy::Fcfs && !self.config.priority;
+        Ok(())
+    }
+
+    fn enter(&mut self, shared: &Arc<Shared<S>>, sample: u32) -> usize {
+        let kept = shared
+            .arrival
+            .session
+            .and_then(|id| self.memory.sessions.take_context(id));
+        let context = kept.unwrap_or_else(|| {
+            self.contexts += 1;
+            self.contexts
+        });
+        self.orders += 1;
+        let sequence = Sequence::new(shared.clone(), sample, context, self.orders);
+        self.sequences.insert(sequence)
+    }
+
+    /// Whether a request can be served at all. Returns how many tokens it may produce at most.
+    fn check(&self, arrival: &Arrival<S>) -> Result<u32, Refusal> {
+        let (id, prompt, ends) = (arrival.id, &arrival.prompt, &arrival.ends);
+        if self.requests.contains_key(&id) {
+            return Err(Refusal::Known { id });
+        }
+        if prompt.is_empty() {
+            return Err(Refusal::Empty);
+        }
+        let vocab = self.limits.vocab_size;
+        if let Some(at) = prompt.iter().position(|&token| token >= vocab) {
+            let token = prompt[at];
+            return Err(Refusal::Token { token, at, vocab });
+        }
+        if !(1..=MAX_SAMPLES).contains(&arrival.samples) {
+            return Err(Refusal::Samples {
+                samples: arrival.samples,
+                limit: MAX_SAMPLES,
+            });
+        }
+        let (min, max) = (ends.min_tokens, ends.max_tokens);
+        if min > max {
+            return Err(Refusal::MinTokens { min, max });
+        }
+        self.check_stop_strings(&ends.stop_strings)?;
+        let (limit, reason) = self.limits.longest();
+        if prompt.len() > limit as usize {
+            let tokens = prompt.len();
+            return Err(Refusal::TooLong {
+                tokens,
+                limit,
+                reason,
+            });
+        }
+        // The last token is given out and not stored.
+        Ok(limit - prompt.len() as u32 + 1)
+    }
+
+    fn check_stop_strings(&self, strings: &[Box<[u8]>]) -> Result<(), Refusal> {
+        let why = if strings.iter().any(|string| string.is_empty()) {
+            "one is empty"
+        } else if !strings.is_empty() && self.text.is_none() {
+            "this scheduler was made without them"
+        } else {
+            return Ok(());
+        };
+        Err(Refusal::StopString { why })
+    }
+
+    fn rank(&self, priority: Option<i32>) -> i64 {
+        match priority {
+            _ if !self.config.priority => 0,
+            None => LAST,
+            Some(value) if self.config.low_priority_first => value.into(),
+            Some(value) => -i64::from(value),
+        }
+    }
+
+    /// Looks for room in the queue, and makes it where a sequence that waits has a worse rank.
+    fn make_place(&mut self, samples: u32, rank: i64) -> Result<(), Refusal> {
+        let Some(limit) = self.config.max_queued else {
+            return Ok(());
+        };
+        let waiting = self.waiting.len();
+        let excess = (waiting + samples as usize).saturating_sub(limit as usize);
+        let mut worse: Vec<(i64, u64, usize)> = Vec::new();
+        if excess > 0 {
+            let ranks = self.waiting.iter().map(|&slot| {
+                let sequence = &self.sequences[slot];
+                (sequence.shared.rank, sequence.order, slot)
+            });
+            worse.extend(ranks.filter(|(other, ..)| *other > rank));
+            worse.sort_unstable();
+        }
+        if worse.len() < excess {
+            return Err(Refusal::QueueFull { waiting, limit });
+        }
+        for (.., slot) in worse.into_iter().rev().take(excess) {
+            self.finish(slot, 0, Finish::Displaced);
+        }
+        self.sweep();
+        Ok(())
+    }
+
+    /// Ends all sequences of a request, wherever they are. Whether there was one.
+    pub fn abort(&mut self, id: u64) -> bool {
+        let Some(request) = self.requests.get(&id) else {
+            return false;
+        };
+        for slot in request.slots.clone() {
+            if self.sequences.get(slot).is_some_and(|s| s.id() == id) {
+                self.finish(slot, 0, Finish::Aborted);
+            }
+        }
+        self.sweep();
+        true
+    }
+
+    /// Ends every request.
+    pub fn abort_all(&mut self) {
+        let mut slots: Vec<usize> = self.sequences.iter().map(|(slot, _)| slot).collect();
+        slots.sort_unstable_by_key(|&slot| self.sequences[slot].order);
+        for slot in slots {
+            self.finish(slot, 0, Finish::Aborted);
+        }
+        self.sweep();
+    }
+
+    /// The driver answered the older step with an error, and its KV is what it was before that. A step that was laid out
+    /// after it is void, too: do not send it. `copied` says whether the copies of that one were made; else they come again.
+    /// A request whose steps fail three times in a row ends as [`Finish::Failed`].
+    ///
+    /// When a copy fails, the KV is not what the scheduler thinks: call [`driver_lost`](Self::driver_lost).
+    pub fn step_failed(&mut self, copied: bool) {
+        const TIMES: u8 = 3;
+        if self.flights.len() > 1 && !copied {
+            self.memory.copies.prepend(&self.copies);
+        }
+        let mut first = true;
+        while let Some(flight) = self.flights.pop_front() {
+            for row in &flight.rows {
+                let Some(sequence) = self.sequences.get_mut(row.slot) else {
+                    continue;
+                };
+                if sequence.order != row.order || sequence.state == State::Ended {
+                    continue;
+                }
+                sequence.forget_steps();
+                sequence.failures += u8::from(first);
+                if sequence.failures >= TIMES {
+                    self.finish(row.slot, 0, Finish::Failed);
+                }
+            }
+            first = false;
+            self.recycle(flight);
+        }
+        self.sweep();
+    }
+
+    /// The driver is gone, and all KV with it, the host's too. Steps that are out are void. Every request is computed again
+    /// from its tokens by the next driver, in the order of arrival; no token is given out twice.
+    pub fn driver_lost(&mut self) {
+        while let Some(flight) = self.flights.pop_front() {
+            self.recycle(flight);
+        }
+        for (_, sequence) in &mut self.sequences {
+            sequence.forget_steps();
+            if sequence.state == State::Running {
+                sequence.held = Held::default();
+                sequence.forget_pages();
+                self.counts.retractions += 1;
+            }
+        }
+        self.waiting.append(&mut self.running);
+        let sequences = &self.sequences;
+        self.waiting
+            .sort_unstable_by_key(|&slot| sequences[slot].order);
+        self.memory.reset();
+        self.copies.clear();
+        self.full = false;
+    }
+
+    /// Moves what is new into `outputs`, whose content is dropped.
+    pub fn outputs(&mut self, outputs: &mut Outputs) {
+        std::mem::swap(&mut self.outputs, outputs);
+        self.outputs.clear();
+    }
+
+    /// The earliest deadline. [`step`](Self::step) ends requests whose deadline has passed, even if it gives nothing.
+    pub fn next_deadline(&self) -> Option<u64> {
+        self.deadline
+    }
+
+    /// Ends the requests whose deadline has passed.
+    pub(crate) fn expire(&mut self, now: u64) {
+        if self.deadline.is_none_or(|deadline| now < deadline) {
+            return;
+        }
+        let mut late = Vec::new();
+        self.deadline = None;
+        for (slot, sequence) in &self.sequences {
+            match sequence.shared.arrival.deadline {
+                Some(deadline) if deadline <= now => late.push((sequence.order, slot)),
+                other => self.deadline = self.deadline.into_iter().chain(other).min(),
+            }
+        }
+        late.sort_unstable();
+        for (_, slot) in late {
+            self.finish(slot, 0, Finish::Deadline);
+        }
+        self.sweep();
+    }
+
+    /// Whether no request is there.
+    pub fn is_idle(&self) -> bool {
+        self.requests.is_empty()
+    }
+
+    /// Lets the pages of a session go. Whether there was one.
+    pub fn end_session(&mut self, session: u64) -> bool {
+        self.full = false;
+        self.memory.end_session(session)
+    }
+
+    /// Forgets every prefix that no request uses, and all sessions; `SGLang`'s `flush_cache`. Returns how many device pages
+    /// that freed.
+    pub fn flush(&mut self) -> usize {
+        self.full = false;
+        self.memory.flush()
+    }
+
+    /// Counts.
+    pub fn stats(&self) -> Stats {
+        let retracted = |slot: &&usize| self.sequences[**slot].cached_tokens.is_some();
+        Stats {
+            waiting: self.waiting.len(),
+            retracted: self.waiting.iter().filter(retracted).count(),
+            running: self.running.len(),
+            free_pages: self.memory.free_pages(),
+            cached_pages: self.memory.cached_pages(),
+            host_pages: self.memory.host_pages(),
+            new_token_ratio: self.ratio.now(),
+            prompt_budget: self.pace.budget(true),
+            ..self.counts
+        }
+    }
+
+    /// Compares the books of all pages with what holds them: each page has the holders that it counts, and every sequence
+    /// is in one place. For tests and for doubts; takes time for every page.
+    ///
+    /// # Errors
+    ///
+    /// [`SchedError::Books`].
+    pub fn audit(&self) -> Result<(), SchedError> {
+        let own = |(_, sequence): (usize, &'_ Sequence<S>)| {
+            sequence.held.pages[sequence.held.shared..].to_vec()
+        };
+        self.memory.audit(self.sequences.iter().flat_map(own))?;
+        let in_place = |slots: &[usize], state| {
+            slots.iter().all(|&slot| {
+                self.sequences
+                    .get(slot)
+                    .is_some_and(|sequence| sequence.state == state)
+            })
+        };
+        let places = self.waiting.len() + self.running.len();
+        let live: u32 = self.requests.values().map(|request| request.live).sum();
+        let fits = in_place(&self.waiting, State::Waiting)
+            && in_place(&self.running, State::Running)
+            && places == self.sequences.len()
+            && places == live as usize
+            && self
+                .waiting
+                .is_sorted_by_key(|&slot| self.sequences[slot].order);
+        if fits {
+            return Ok(());
+        }
+        Err(SchedError::Books("a sequence is lost".to_owned()))
+    }
+
+    /// Gives out the last `new` tokens of a sequence.
+    pub(crate) fn give_out(&mut self, slot: usize, new: usize, finish: Option<Finish>) {
+        let sequence = &self.sequences[slot];
+        let known = sequence.known() as usize;
+        let tokens = &sequence.tokens[known - new..known];
+        self.counts.output_tokens += new as u64;
+        self.outputs.push(
+            Entry {
+                id: sequence.id(),
+                sample: sequence.sample,
+                tokens: 0..0,
+                held_bytes: if finish.is_some() {
+                    0
+                } else {
+                    sequence.found.held()
+                },
+                finish,
+                cached_tokens: sequence.cached_tokens.unwrap_or(0),
+                retractions: sequence.epoch,
+            },
+            tokens,
+        );
+    }
+
+    /// Ends a sequence, whose last `new` tokens were not given out. [`sweep`](Self::sweep) removes it.
+    pub(crate) fn finish(&mut self, slot: usize, new: usize, finish: Finish) {
+        self.give_out(slot, new, Some(finish));
+        if self.sequences[slot].state == State::Running {
+            self.store(slot, finish != Finish::Failed, false);
+            let Sequence {
+                shared,
+                context,
+                held,
+                ..
+            } = &mut self.sequences[slot];
+            match shared.arrival.session {
+                Some(session) => self.memory.keep(held, session, *context),
+                None => self.memory.release(held),
+            }
+        }
+        self.sequences[slot].state = State::Ended;
+        self.ended.push(slot);
+    }
+
+    /// Gives the full pages of a sequence's stored tokens to the prefix index.
+    pub(crate) fn store(&mut self, slot: usize, valid: bool, chunked: bool) {
+        let sequence = &mut self.sequences[slot];
+        let stored = sequence.stored.min(sequence.known());
+        if !valid {
+            return;
+        }
+        let mut held = std::mem::take(&mut sequence.held);
+        let priority = sequence.shared.arrival.priority.unwrap_or(0);
+        let how = Insertion {
+            now: self.last_answer,
+            priority,
+            chunked,
+        };
+        let full = stored - stored % self.limits.page_size;
+        self.memory.share(&mut held, sequence.key(full), how);
+        sequence.held = held;
+    }
+
+    /// Removes the sequences that have ended.
+    pub(crate) fn sweep(&mut self) {
+        if self.ended.is_empty() {
+            return;
+        }
+        let sequences = &self.sequences;
+        let lives = |slot: &usize| sequences[*slot].state != State::Ended;
+        self.waiting.retain(lives);
+        self.running.retain(lives);
+        for slot in self.ended.drain(..) {
+            let sequence = self.sequences.remove(slot);
+            self.counts.finished += 1;
+            if let Some(request) = self.requests.get_mut(&sequence.id()) {
+                request.live -= 1;
+                if request.live == 0 {
+                    self.requests.remove(&sequence.id());
+                }
+            }
+        }
+        self.full = false;
+    }
+
+    pub(crate) fn recycle(&mut self, mut flight: Flight) {
+        flight.rows.clear();
+        self.spare.push(flight);
+    }
+}

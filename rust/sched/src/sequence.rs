@@ -1,0 +1,271 @@
+//! One sequence of a request, from the queue to its end.
+
+use std::sync::Arc;
+
+use pie_radix::Key;
+
+use crate::arrival::Arrival;
+use crate::ends::{Found, Patterns};
+use crate::memory::Held;
+use crate::output::Finish;
+use crate::text::TokenBytes;
+
+/// Keeps the place of a token that is not known yet.
+const UNKNOWN: u32 = 0;
+
+/// Most tokens that a request is expected to produce; `SGLang`'s `CLIP_MAX_NEW_TOKENS`.
+const EXPECTED: u32 = 4096;
+
+/// What all sequences of a request have in common.
+#[derive(Debug)]
+pub(crate) struct Shared<S> {
+    pub(crate) arrival: Arrival<S>,
+    pub(crate) patterns: Patterns,
+    pub(crate) prompt_len: u32,
+    /// `Ends::max_tokens`, cut to what there is room for.
+    pub(crate) max_tokens: u32,
+    /// The lower the better.
+    pub(crate) rank: i64,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum State {
+    Waiting,
+    Running,
+    Ended,
+}
+
+/// A sequence that is being computed and that another one waits for, to go on from its pages.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Awaited {
+    pub(crate) slot: usize,
+    pub(crate) order: u64,
+    /// Pages that both begin with.
+    pub(crate) pages: usize,
+}
+
+#[derive(Debug)]
+pub(crate) struct Sequence<S> {
+    pub(crate) shared: Arc<Shared<S>>,
+    pub(crate) sample: u32,
+    pub(crate) context: u64,
+    /// Its place in the order of arrival; no two have the same.
+    pub(crate) order: u64,
+    pub(crate) state: State,
+    /// Prompt and output; at the end `pending` places of tokens that steps in flight will give.
+    pub(crate) tokens: Vec<u32>,
+    pub(crate) pending: u32,
+    /// The row that gives the last of them.
+    pub(crate) last_row: u32,
+    pub(crate) drafts: Vec<u32>,
+    pub(crate) held: Held,
+    /// Tokens whose KV is stored, by steps that are answered.
+    pub(crate) stored: u32,
+    /// Tokens whose KV is stored when the steps that are out are answered.
+    pub(crate) scheduled: u32,
+    /// The last step that it was laid out in.
+    pub(crate) step: u64,
+    /// Counts how often its pages were taken: rows of an earlier time say nothing of what is stored.
+    pub(crate) epoch: u32,
+    /// Steps of it that failed one after the other.
+    pub(crate) failures: u8,
+    pub(crate) found: Found,
+    /// Of the prompt, when it was first admitted.
+    pub(crate) cached_tokens: Option<u32>,
+    pub(crate) overtaken: u32,
+    pub(crate) awaited: Option<Awaited>,
+}
+
+impl<S> Sequence<S> {
+    pub(crate) fn new(shared: Arc<Shared<S>>, sample: u32, context: u64, order: u64) -> Self {
+        // What it will need in the end, so that steps need not ask for memory.
+        let longest = shared.prompt_len + shared.max_tokens.min(EXPECTED) + 2;
+        let mut tokens = Vec::with_capacity(longest as usize);
+        tokens.extend_from_slice(&shared.arrival.prompt);
+        let found = Found::new(&shared.patterns);
+        Self {
+            shared,
+            sample,
+            context,
+            order,
+            state: State::Waiting,
+            tokens,
+            pending: 0,
+            last_row: 0,
+            drafts: Vec::new(),
+            held: Held::default(),
+            stored: 0,
+            scheduled: 0,
+            step: 0,
+            epoch: 0,
+            failures: 0,
+            found,
+            cached_tokens: None,
+            overtaken: 0,
+            awaited: None,
+        }
+    }
+
+    pub(crate) fn id(&self) -> u64 {
+        self.shared.arrival.id
+    }
+
+    /// Tokens, those that are not known yet among them.
+    pub(crate) fn len(&self) -> u32 {
+        self.tokens.len() as u32
+    }
+
+    /// Tokens that are known.
+    pub(crate) fn known(&self) -> u32 {
+        self.len() - self.pending
+    }
+
+    /// Tokens produced, those that are not known yet among them.
+    pub(crate) fn produced(&self) -> u32 {
+        self.len() - self.shared.prompt_len
+    }
+
+    /// Tokens that it may still produce.
+    pub(crate) fn remaining(&self) -> u32 {
+        self.shared.max_tokens.saturating_sub(self.produced())
+    }
+
+    /// [`remaining`](Self::remaining), as far as it counts when others are admitted.
+    pub(crate) fn expected(&self) -> u32 {
+        self.remaining().min(EXPECTED)
+    }
+
+    /// Tokens that no step has been given.
+    pub(crate) fn uncomputed(&self) -> u32 {
+        self.len() - self.scheduled
+    }
+
+    /// Whether the next thing to compute is its last token.
+    pub(crate) fn decodes(&self) -> bool {
+        self.uncomputed() == 1 && (self.remaining() > 0 || self.produced() == 0)
+    }
+
+    /// Whether there is more than its last token to compute.
+    pub(crate) fn prefills(&self) -> bool {
+        self.uncomputed() > 1
+    }
+
+    /// Whether a row that ends with token `end` draws one.
+    pub(crate) fn draws(&self, end: u32) -> bool {
+        end == self.len() && self.remaining() > 0
+    }
+
+    /// Whether stop tokens are forbidden for the token after `end`.
+    pub(crate) fn forbids(&self, end: u32) -> bool {
+        end < self.shared.prompt_len + self.shared.arrival.ends.min_tokens
+    }
+
+    /// Whether the driver may draft for the token after the next one.
+    pub(crate) fn wants_drafts(&self, end: u32) -> bool {
+        self.shared.arrival.drafts && !self.forbids(end) && self.remaining() > 1
+    }
+
+    /// The first tokens, in its namespace.
+    pub(crate) fn key(&self, tokens: u32) -> Key<'_> {
+        Key {
+            namespace: self.shared.arrival.namespace.as_deref(),
+            tokens: &self.tokens[..tokens as usize],
+        }
+    }
+
+    /// What may be taken from the cache: all that is known but the last token, which must be computed.
+    pub(crate) fn cacheable(&self) -> Key<'_> {
+        self.key(self.known() - 1)
+    }
+
+    /// A row of it was laid out that ends with token `end` and draws one.
+    pub(crate) fn expect_token(&mut self, row: u32) {
+        self.tokens.push(UNKNOWN);
+        self.pending += 1;
+        self.last_row = row;
+    }
+
+    /// Goes back to what is known: the steps that are out are void.
+    pub(crate) fn forget_steps(&mut self) {
+        let known = self.known();
+        self.tokens.truncate(known as usize);
+        self.pending = 0;
+        self.drafts.clear();
+        self.scheduled = self.stored;
+    }
+
+    /// Starts to run, with so many tokens stored.
+    pub(crate) fn start(&mut self, cached: u32) {
+        self.state = State::Running;
+        self.scheduled = cached;
+        self.stored = cached;
+    }
+
+    /// Waits again.
+    pub(crate) fn stop(&mut self) {
+        self.state = State::Waiting;
+        self.scheduled = 0;
+        self.stored = 0;
+    }
+
+    /// Its pages were taken: it waits again.
+    pub(crate) fn forget_pages(&mut self) {
+        self.stop();
+        self.epoch += 1;
+        self.drafts.clear();
+        self.overtaken = 0;
+        self.awaited = None;
+    }
+
+    /// Takes the tokens of a row that ended with token `end`: as many of them as it may have. Returns its end, if it ends by
+    /// them.
+    pub(crate) fn take(
+        &mut self,
+        end: u32,
+        tokens: &[u32],
+        text: Option<&dyn TokenBytes>,
+        vocab: u32,
+    ) -> Option<Finish> {
+        // With drafts there is one place and several tokens, else one token; those of later steps stay behind it.
+        let later = self.pending.saturating_sub(1);
+        self.pending = 0;
+        self.tokens.truncate(end as usize);
+        for &token in tokens {
+            let finish = if token < vocab {
+                self.tokens.push(token);
+                self.end_by(token, text)
+            } else {
+                Some(Finish::Failed)
+            };
+            if finish.is_some() {
+                return finish;
+            }
+        }
+        for _ in 0..later {
+            self.tokens.push(UNKNOWN);
+        }
+        self.pending = later;
+        None
+    }
+
+    /// Whether the last token ends it, in `SGLang`'s order: by length, by text, by itself.
+    fn end_by(&mut self, token: u32, text: Option<&dyn TokenBytes>) -> Option<Finish> {
+        let shared = &self.shared;
+        let hit = match text {
+            Some(text) if !shared.patterns.is_empty() => {
+                self.found.advance(&shared.patterns, text.bytes(token))
+            }
+            _ => None,
+        };
+        let produced = self.len() - shared.prompt_len;
+        let ends = &shared.arrival.ends;
+        if produced >= shared.max_tokens {
+            return Some(Finish::Length);
+        }
+        if let Some((index, text_bytes)) = hit {
+            return Some(Finish::StopString { index, text_bytes });
+        }
+        let stops = produced > ends.min_tokens && ends.stop_tokens.contains(&token);
+        stops.then_some(Finish::StopToken(token))
+    }
+}

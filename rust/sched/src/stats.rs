@@ -1,0 +1,40 @@
+//! Counts.
+
+/// How things stand, and what has happened since the scheduler was made.
+#[derive(Debug, Clone, Copy, PartialEq, Default)]
+pub struct Stats {
+    /// Sequences that wait.
+    pub waiting: usize,
+    /// Those of them that were retracted.
+    pub retracted: usize,
+    /// Sequences that hold pages.
+    pub running: usize,
+    /// Sequences of the last step.
+    pub rows: usize,
+    /// Device pages that nothing holds.
+    pub free_pages: usize,
+    /// Device pages that the prefix index alone holds.
+    pub cached_pages: usize,
+    /// Host pages in use.
+    pub host_pages: usize,
+    /// Steps given.
+    pub steps: u64,
+    /// Tokens of prompts, of admitted sequences.
+    pub prompt_tokens: u64,
+    /// Those of them whose KV was there.
+    pub cached_tokens: u64,
+    /// Tokens given out.
+    pub output_tokens: u64,
+    /// Drafts verified.
+    pub drafts: u64,
+    /// Drafts that came true.
+    pub accepted: u64,
+    /// Times that running requests lost their pages.
+    pub retractions: u64,
+    /// Sequences that ended.
+    pub finished: u64,
+    /// The share of outputs that is taken for certain; `SGLang`'s `new_token_ratio`.
+    pub new_token_ratio: f32,
+    /// Tokens of prompts that a step may have beside decodes.
+    pub prompt_budget: u32,
+}

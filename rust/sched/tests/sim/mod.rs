@@ -1,0 +1,451 @@
+//! A scheduler with a simulated driver and a virtual clock. After every event all books are compared, and every token that comes
+//! out is the one that the rule of the simulated model gives.
+
+pub mod driver;
+pub mod rule;
+
+use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::sync::Arc;
+
+use driver::{Driver, Frame, Reply};
+use pie_sched::{
+    Answer, Arrival, Config, Copies, Finish, Limits, Outputs, Refusal, Scheduler, TokenBytes,
+};
+use rule::{Mind, VOCAB};
+
+/// Something that happens.
+#[derive(Debug, Clone)]
+pub enum Event {
+    Submit(Box<Ask>),
+    /// Ends one of the requests that were submitted.
+    Abort(usize),
+    /// Lays a step out, if one may be.
+    Lay,
+    /// Answers the older step.
+    Answer,
+    /// Answers it, but one of its rows gets nothing.
+    Refuse(usize),
+    /// It fails; whether the copies of the one after it were made.
+    Fail(bool),
+    Die,
+    EndSession(u64),
+    Flush,
+    Wait(u16),
+}
+
+/// A request.
+#[derive(Debug, Clone)]
+pub struct Ask {
+    /// Requests of a family begin alike.
+    pub family: u8,
+    /// So many tokens.
+    pub common: u8,
+    pub own: u8,
+    pub max_tokens: u8,
+    pub min_tokens: u8,
+    pub samples: u8,
+    pub salt: bool,
+    pub priority: Option<i8>,
+    pub routing_key: Option<u8>,
+    pub session: Option<u8>,
+    pub deadline: Option<u16>,
+    pub drafts: bool,
+    pub stops: bool,
+    pub strings: bool,
+}
+
+impl Ask {
+    fn prompt(&self, id: u64) -> Vec<u32> {
+        let common = (0..u64::from(self.common)).map(|at| at * 13 + u64::from(self.family) * 5);
+        let own = (0..u64::from(self.own)).map(|at| at * 11 + id * 3 + 1);
+        common
+            .chain(own)
+            .map(|n| (n % u64::from(VOCAB)) as u32)
+            .collect()
+    }
+
+    fn arrival(&self, id: u64, now: u64) -> Arrival<u64> {
+        let salt = u64::from(self.salt);
+        let mut arrival = Arrival::new(id, self.prompt(id), salt, self.max_tokens.into());
+        arrival.ends.min_tokens = self.min_tokens.into();
+        if self.stops {
+            arrival.ends.stop_tokens = vec![3, 17];
+        }
+        if self.strings {
+            arrival.ends.stop_strings = vec![b"abca"[..].into(), b"cc".as_slice().into()];
+        }
+        arrival.samples = self.samples.into();
+        arrival.namespace = self.salt.then(|| "salt".into());
+        arrival.priority = self.priority.map(Into::into);
+        arrival.routing_key = self.routing_key.map(|key| key.to_string().into());
+        arrival.session = self.session.map(Into::into);
+        arrival.deadline = self.deadline.map(|after| now + u64::from(after));
+        arrival.drafts = self.drafts;
+        arrival
+    }
+}
+
+/// What a sequence must say.
+#[derive(Debug)]
+struct Expected {
+    arrival: Arrival<u64>,
+    mind: Mind,
+    tokens: Vec<u32>,
+    text: Vec<u8>,
+    /// The most it may produce.
+    most: usize,
+    /// A row of it got nothing, or its step failed.
+    hurt: bool,
+}
+
+/// A step that is out.
+#[derive(Debug)]
+struct Flight {
+    frames: Vec<Frame>,
+    copies: Copies,
+    copied: bool,
+}
+
+pub struct Sim {
+    pub scheduler: Scheduler<u64>,
+    pub now: u64,
+    limits: Limits,
+    driver: Driver,
+    flights: VecDeque<Flight>,
+    /// The last token of each row of the step that was answered last.
+    answered: Vec<Option<u32>>,
+    expected: BTreeMap<(u64, u32), Expected>,
+    salts: HashMap<u64, u64>,
+    ids: u64,
+    pub ended: HashMap<(u64, u32), Finish>,
+    outputs: Outputs,
+    text: Vec<Box<[u8]>>,
+    pub steps: u64,
+    seed: u64,
+}
+
+impl Sim {
+    pub fn new(config: Config, limits: Limits, seed: u64) -> Self {
+        let text = rule::text();
+        let shared: Arc<dyn TokenBytes> = Arc::new(text.clone());
+        Self {
+            scheduler: Scheduler::new(config, limits, Some(shared)).expect("valid settings"),
+            now: 0,
+            limits,
+            driver: Driver::new(limits, seed),
+            flights: VecDeque::new(),
+            answered: Vec::new(),
+            expected: BTreeMap::new(),
+            salts: HashMap::new(),
+            ids: 0,
+            ended: HashMap::new(),
+            outputs: Outputs::default(),
+            text,
+            steps: 0,
+            seed,
+        }
+    }
+
+    /// Lets everything happen, and then everything end.
+    pub fn play(&mut self, events: &[Event]) {
+        for event in events {
+            self.happen(event);
+        }
+        self.drain();
+        self.scheduler.flush();
+        let stats = self.scheduler.stats();
+        assert_eq!(stats.free_pages, self.limits.total_pages as usize);
+        assert_eq!((stats.cached_pages, stats.host_pages), (0, 0));
+    }
+
+    pub fn drain(&mut self) {
+        let mut idle = 0;
+        while !self.scheduler.is_idle() || !self.flights.is_empty() {
+            let before = self.steps;
+            self.happen(&Event::Lay);
+            if self.flights.is_empty() || self.steps == before || self.now.is_multiple_of(2) {
+                self.happen(&Event::Answer);
+            }
+            idle = if self.steps == before { idle + 1 } else { 0 };
+            assert!(idle < 10, "nothing happens any more: {:?}", self.scheduler);
+            assert!(
+                self.steps < 2_000_000,
+                "it does not end: {:?}",
+                self.scheduler
+            );
+        }
+        assert!(self.expected.is_empty(), "lost: {:?}", self.expected.keys());
+    }
+
+    pub fn happen(&mut self, event: &Event) {
+        self.now += 1;
+        match event {
+            Event::Submit(ask) => {
+                self.submit(ask);
+            }
+            Event::Abort(choice) => {
+                let ids = self.ids;
+                if ids > 0 {
+                    self.scheduler.abort(*choice as u64 % ids);
+                }
+            }
+            Event::Lay => self.lay(),
+            Event::Answer => self.answer(None),
+            Event::Refuse(choice) => self.answer(Some(*choice)),
+            Event::Fail(copied) => self.fail(*copied),
+            Event::Die => self.die(),
+            Event::EndSession(session) => {
+                self.scheduler.end_session(*session);
+            }
+            Event::Flush => {
+                self.scheduler.flush();
+            }
+            Event::Wait(time) => self.now += u64::from(*time),
+        }
+        self.read_outputs();
+        if let Err(error) = self.scheduler.audit() {
+            panic!("{error} after {event:?}");
+        }
+    }
+
+    /// Submits a request. Returns its id.
+    pub fn submit(&mut self, ask: &Ask) -> u64 {
+        let id = self.ids;
+        self.ids += 1;
+        let arrival = ask.arrival(id, self.now);
+        let limits = &self.limits;
+        let pages = limits.total_pages.min(limits.max_page_refs);
+        let longest = limits.max_model_len.min(pages * limits.page_size) as usize;
+        match self.scheduler.submit(arrival.clone()) {
+            Ok(()) => {}
+            Err(Refusal::TooLong { .. }) => {
+                assert!(arrival.prompt.len() > longest);
+                return id;
+            }
+            Err(Refusal::Empty) => {
+                assert!(arrival.prompt.is_empty());
+                return id;
+            }
+            Err(Refusal::QueueFull { .. }) => return id,
+            Err(error) => panic!("{error}"),
+        }
+        self.salts.insert(id, arrival.sampling);
+        for sample in 0..arrival.samples {
+            let mut mind = Mind::new(arrival.sampling);
+            for &token in &arrival.prompt {
+                mind.read(token);
+            }
+            let most = (longest + 1 - arrival.prompt.len()).min(arrival.ends.max_tokens as usize);
+            let expected = Expected {
+                arrival: arrival.clone(),
+                mind,
+                tokens: Vec::new(),
+                text: Vec::new(),
+                most,
+                hurt: false,
+            };
+            self.expected.insert((id, sample), expected);
+        }
+        id
+    }
+
+    fn lay(&mut self) {
+        let Some(step) = self.scheduler.step(self.now).expect("right books") else {
+            return;
+        };
+        assert!(self.flights.len() < 2);
+        let salts = &self.salts;
+        let frames: Vec<Frame> = step
+            .rows()
+            .map(|row| Frame::new(&row, salts[&row.id]))
+            .collect();
+        let copies = step.copies.clone();
+        self.driver.check(&frames);
+        if let Some(before) = self.flights.back() {
+            for frame in &frames {
+                if let Some(row) = frame.awaits {
+                    let awaited = &before.frames[row as usize];
+                    assert_eq!((awaited.id, awaited.sample), (frame.id, frame.sample));
+                    assert!(awaited.draws);
+                }
+            }
+        } else {
+            assert!(frames.iter().all(|frame| frame.awaits.is_none()));
+        }
+        self.flights.push_back(Flight {
+            frames,
+            copies,
+            copied: false,
+        });
+        self.steps += 1;
+    }
+
+    fn answer(&mut self, refused: Option<usize>) {
+        let Some(mut flight) = self.flights.pop_front() else {
+            return;
+        };
+        if !flight.copied {
+            self.driver.copy(&flight.copies);
+        }
+        let refused = refused.map(|choice| choice % flight.frames.len());
+        let mut replies = Vec::new();
+        for (at, frame) in flight.frames.iter_mut().enumerate() {
+            let known = frame.awaits.map(|row| self.answered[row as usize]);
+            if let Some(Some(token)) = known {
+                frame.tokens[0] = token;
+            }
+            if refused == Some(at) && frame.draws {
+                if let Some(expected) = self.expected.get_mut(&(frame.id, frame.sample)) {
+                    expected.hurt = true;
+                }
+            }
+            let nothing = known == Some(None) || refused == Some(at) && frame.draws;
+            let reply = if nothing {
+                Reply::default()
+            } else {
+                self.driver.compute(frame)
+            };
+            replies.push(reply);
+        }
+        self.answered = replies
+            .iter()
+            .map(|reply| reply.tokens.last().copied())
+            .collect();
+        let tokens: usize = flight.frames.iter().map(|frame| frame.tokens.len()).sum();
+        self.now += 50 + 3 * tokens as u64;
+        let copies_us = flight.copies.len() as u64 * 7;
+        let [tokens, token_ends] = flatten(replies.iter().map(|reply| &reply.tokens));
+        let [drafts, draft_ends] = flatten(replies.iter().map(|reply| &reply.drafts));
+        let answer = Answer {
+            tokens: &tokens,
+            token_ends: &token_ends,
+            drafts: &drafts,
+            draft_ends: if drafts.is_empty() { &[] } else { &draft_ends },
+            copies_us,
+        };
+        self.scheduler.answer(self.now, &answer).expect("its step");
+    }
+
+    fn fail(&mut self, copied: bool) {
+        if self.flights.is_empty() {
+            return;
+        }
+        for (at, flight) in self.flights.iter().enumerate() {
+            if !flight.copied && (at == 0 || copied) {
+                self.driver.copy(&flight.copies);
+            }
+            for frame in &flight.frames {
+                if let Some(expected) = self.expected.get_mut(&(frame.id, frame.sample)) {
+                    expected.hurt = true;
+                }
+            }
+        }
+        self.flights.clear();
+        self.scheduler.step_failed(copied);
+    }
+
+    fn die(&mut self) {
+        self.flights.clear();
+        self.seed += 1;
+        self.driver = Driver::new(self.limits, self.seed);
+        self.scheduler.driver_lost();
+    }
+
+    fn read_outputs(&mut self) {
+        let mut outputs = std::mem::take(&mut self.outputs);
+        self.scheduler.outputs(&mut outputs);
+        for output in outputs.iter() {
+            let key = (output.id, output.sample);
+            let expected = self.expected.get_mut(&key);
+            let expected = expected.unwrap_or_else(|| panic!("{output:?} after its end"));
+            for &token in output.tokens {
+                expected.say(token, key.1, &self.text);
+            }
+            if let Some(finish) = output.finish {
+                expected.end(finish, self.now);
+                self.expected.remove(&key);
+                self.ended.insert(key, finish);
+            } else {
+                assert!(!output.tokens.is_empty());
+                assert!(!expected.has_ended(), "it should have ended: {expected:?}");
+                expected.check_held(output.held_bytes);
+            }
+        }
+        self.outputs = outputs;
+    }
+}
+
+fn flatten<'a>(lists: impl Iterator<Item = &'a Vec<u32>>) -> [Vec<u32>; 2] {
+    let (mut values, mut ends) = (Vec::new(), vec![0]);
+    for list in lists {
+        values.extend_from_slice(list);
+        ends.push(values.len() as u32);
+    }
+    [values, ends]
+}
+
+impl Expected {
+    fn say(&mut self, token: u32, sample: u32, text: &[Box<[u8]>]) {
+        assert!(!self.has_ended(), "a token after the end of {self:?}");
+        let ends = &self.arrival.ends;
+        let early = self.tokens.len() < ends.min_tokens as usize;
+        let forbidden = if early { &ends.stop_tokens[..] } else { &[] };
+        assert_eq!(token, self.mind.next(sample, forbidden), "of {self:?}");
+        self.mind.read(token);
+        self.tokens.push(token);
+        self.text.extend_from_slice(&text[token as usize]);
+    }
+
+    fn stop_token(&self) -> Option<u32> {
+        let ends = &self.arrival.ends;
+        let last = self.tokens.last().copied();
+        last.filter(|token| {
+            self.tokens.len() > ends.min_tokens as usize && ends.stop_tokens.contains(token)
+        })
+    }
+
+    /// Where the text has a stop string first.
+    fn stop_string(&self) -> Option<(u32, u64)> {
+        (1..=self.text.len()).find_map(|end| {
+            let strings = &self.arrival.ends.stop_strings;
+            let ends = |string: &Box<[u8]>| self.text[..end].ends_with(string);
+            let index = strings.iter().position(ends)?;
+            Some((index as u32, (end - strings[index].len()) as u64))
+        })
+    }
+
+    fn has_ended(&self) -> bool {
+        self.tokens.len() >= self.most
+            || self.stop_token().is_some()
+            || self.stop_string().is_some()
+    }
+
+    fn end(&self, finish: Finish, now: u64) {
+        match finish {
+            Finish::Length => assert_eq!(self.tokens.len(), self.most),
+            Finish::StopToken(token) => assert_eq!(self.stop_token(), Some(token)),
+            Finish::StopString { index, text_bytes } => {
+                assert_eq!(self.stop_string(), Some((index, text_bytes)));
+            }
+            Finish::Failed => assert!(self.hurt, "{self:?}"),
+            Finish::Deadline => {
+                assert!(
+                    self.arrival
+                        .deadline
+                        .is_some_and(|deadline| deadline <= now)
+                );
+            }
+            Finish::Aborted | Finish::Displaced => {}
+        }
+    }
+
+    fn check_held(&self, held: u32) {
+        let strings = &self.arrival.ends.stop_strings;
+        let starts = |&length: &usize| {
+            let end = &self.text[self.text.len() - length..];
+            strings.iter().any(|string| string.starts_with(end))
+        };
+        let longest = (0..=self.text.len()).rev().find(starts).unwrap_or(0);
+        assert_eq!(held as usize, longest);
+    }
+}
