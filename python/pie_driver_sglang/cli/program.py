@@ -30,6 +30,10 @@ COMMANDS: Final[Mapping[str, Command]] = MappingProxyType(
         "doctor": Command("cli.doctor", "look at this machine: versions, GPUs, /dev/shm, caches"),
         "check": Command("cli.check", "check a configuration, without a model or a GPU"),
         "plan": Command("cli.plan", "plan the memory of a model for a device that need not exist"),
+        "generate": Command(
+            "cli.generate", "answer prompts from words, a file or a pipe, as JSONL"
+        ),
+        "shell": Command("cli.shell", "talk with a model"),
         "demo": Command("demo.program", "serve six prompts and show the tokens as they come"),
     }
 )

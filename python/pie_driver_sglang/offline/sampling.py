@@ -186,9 +186,7 @@ def _integer(values: Mapping[str, Any], name: str, default: int, low: int, high:
     return value
 
 
-def _number(
-    values: Mapping[str, Any], name: str, default: float, low: float, high: float
-) -> float:
+def _number(values: Mapping[str, Any], name: str, default: float, low: float, high: float) -> float:
     value = values.get(name, default)
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not low <= value <= high or math.isinf(value):

@@ -76,9 +76,7 @@ class Tokenizer:
         alphabet = _byte_alphabet() if self._is_byte_level() else None
         words = (self._inner.id_to_token(number) for number in range(count))
         return [
-            _added_bytes(added[number])
-            if number in added
-            else _word_bytes(word or "", alphabet)
+            _added_bytes(added[number]) if number in added else _word_bytes(word or "", alphabet)
             for number, word in enumerate(words)
         ]
 
@@ -98,9 +96,7 @@ class Tokenizer:
             )
         names = ("bos_token", "eos_token", "pad_token", "unk_token")
         special = {name: _token_text(self._config.get(name)) for name in names}
-        return render(
-            self._template, messages=messages, add_generation_prompt=generate, **special
-        )
+        return render(self._template, messages=messages, add_generation_prompt=generate, **special)
 
     @property
     def can_chat(self) -> bool:
@@ -263,9 +259,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"cannot read {quoted(str(path))}: {reason(error)}", _DOWNLOAD
-        ) from error
+        raise ConfigError(f"cannot read {quoted(str(path))}: {reason(error)}", _DOWNLOAD) from error
     return value if isinstance(value, dict) else {}
 
 
