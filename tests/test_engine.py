@@ -1,4 +1,4 @@
-"""The public engine with real drivers: greedy tokens in any order, text, streams, ends, commands."""
+"""The public engine with real drivers: greedy tokens in any order, streams, ends, commands."""
 
 from __future__ import annotations
 

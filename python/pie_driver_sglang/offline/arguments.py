@@ -130,8 +130,8 @@ def parse_arguments(given: Mapping[str, Any]) -> EngineArguments:
     checked = parse_options(options, kind)
     hf_config = load_hf_config(model)
     check_hf_config(hf_config, checked, values.get("tp_size", 1))
-    runtime = {name: values[name] for name in (*SCHEDULER, *OWN) if name in values}
-    runtime.pop("devices", None)
+    taken = {*SCHEDULER, *OWN} - {"devices"}
+    runtime: dict[str, Any] = {name: values[name] for name in taken & values.keys()}
     runtime |= {
         "model": str(model),
         "python": sys.executable,

@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple, NoReturn, Self, TypeVar
 
 from pie_driver_sglang import __version__, _core
 from pie_driver_sglang.config.hf_config import load_hf_config
-from pie_driver_sglang.errors import ConfigError, StartError, nearest, quoted
+from pie_driver_sglang.errors import ConfigError, DriverError, nearest, quoted
 from pie_driver_sglang.offline.answers import Answer
 from pie_driver_sglang.offline.arguments import EngineArguments, parse_arguments
 from pie_driver_sglang.offline.requests import Call, Event, Requests
@@ -21,7 +21,7 @@ from pie_driver_sglang.offline.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-_Error = TypeVar("_Error", ConfigError, StartError)
+_Error = TypeVar("_Error", bound=DriverError)
 
 _WAIT_S: Final = 0.1
 """How often a start looks for new lines of the drivers' log."""
@@ -436,7 +436,7 @@ class _Answers:
 
     def take(self, event: Event) -> int:
         """Adds an output, and returns the number of its sequence."""
-        index = self._first[event.index] + event.output.sample
+        index: int = self._first[event.request] + event.output.sample
         answer = self._answers[index]
         answer.take(event.output)
         if answer.is_over:
@@ -496,7 +496,7 @@ def _native(error: Exception) -> ConfigError:
 def _with_hint(function: Callable[..., Any], argument: Any) -> Any:
     try:
         return function(argument)
-    except (ConfigError, StartError) as error:
+    except DriverError as error:
         raise _noted(error) from None
 
 

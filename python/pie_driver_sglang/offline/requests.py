@@ -22,8 +22,8 @@ _GATHER_S: Final = 0.01
 class Event(NamedTuple):
     """Something for one request of a call."""
 
-    index: int
-    """Of the request in its call."""
+    request: int
+    """Its place among the requests of its call."""
     output: Any
     """A `_core.Output`; None where the runtime has ended."""
 
@@ -102,7 +102,7 @@ class Call:
             raise StartError(
                 "the engine has ended", "make a new one; its log says why the drivers ended"
             )
-        number = event.index
+        number = event.request
         index = self._open[number]
         if event.output.finish_reason is not None:
             self._left[number] -= 1
