@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import io
 import json
 import re
 import subprocess
@@ -14,7 +16,7 @@ import pytest
 
 import pie_driver_sglang
 from pie_driver_sglang import _core
-from pie_driver_sglang.cli import plan, program, version
+from pie_driver_sglang.cli import engine_options, generate, plan, program, version
 from pie_driver_sglang.errors import ConfigError
 from pie_driver_sglang.memory.plan import GIB, Device
 from tiny_models import POCKET, REPOSITORY
@@ -315,3 +317,95 @@ class TestDocument:
         assert {option for option in options if f"`{option}" not in section} == set()
         words = re.findall(r"`(--[a-z][a-z-]*)", section)
         assert {word for word in words if word not in options} == set()
+
+
+class Pipe(io.StringIO):
+    """stdin that is no terminal."""
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+class TestPrompts:
+    def test_they_come_from_words_then_from_a_file(self, tmp_path: Path) -> None:
+        file = tmp_path / "prompts.txt"
+        file.write_text("one\n\n{not json\n")
+        found = generate.read_prompts(["word"], str(file), Pipe("never"))
+        assert [prompt.text for prompt in found] == ["word", "one", "{not json"]
+
+    def test_a_pipe_is_read_where_nothing_else_is_given(self) -> None:
+        lines = 'plain\n{"prompt": "p", "id": 3}\n'
+        plain, other = generate.read_prompts([], None, Pipe(lines))
+        assert plain.text == "plain"
+        assert other == generate.Prompt("p", None, {}, {"id": 3})
+        assert len(list(generate.read_prompts(["word"], None, Pipe(lines)))) == 1
+        assert len(list(generate.read_prompts(["word"], "-", Pipe(lines)))) == 3
+        assert list(generate.read_prompts([], None, Terminal(lines))) == []
+
+    def test_objects_have_parameters_of_their_own(self, tmp_path: Path) -> None:
+        file = tmp_path / "prompts.jsonl"
+        line = {"input_ids": [1, 2], "sampling_params": {"temperature": 0}, "name": "a"}
+        file.write_text(json.dumps(line))
+        (found,) = generate.read_prompts([], str(file), Pipe())
+        assert found == generate.Prompt(None, [1, 2], {"temperature": 0}, {"name": "a"})
+
+    @pytest.mark.parametrize(
+        ("line", "text"),
+        [
+            ("{", "line 1 is not JSON"),
+            ("[1]", "not a JSON object"),
+            ("{}", "line 1 has no prompt"),
+            ('{"prompt": "a", "input_ids": [1]}', "more than one"),
+            ('{"prompt": 3}', "line 1 has no prompt"),
+            ('{"prompt": "a", "sampling_params": 3}', "line 1 has no prompt"),
+        ],
+    )
+    def test_wrong_lines_are_numbered(self, line: str, text: str) -> None:
+        with pytest.raises(ConfigError, match=text) as refusal:
+            list(generate.parse_lines([line], True))
+        assert "input_ids" in refusal.value.hint
+
+    def test_a_file_that_cannot_be_read(self, tmp_path: Path) -> None:
+        with pytest.raises(ConfigError, match="cannot read prompts"):
+            list(generate.read_prompts([], str(tmp_path / "none"), Pipe()))
+        (tmp_path / "bytes").write_bytes(b"\xff\xfe")
+        with pytest.raises(ConfigError, match="cannot read prompts"):
+            list(generate.read_prompts([], str(tmp_path / "bytes"), Pipe()))
+
+    def test_without_prompts_nothing_is_started(
+        self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(sys, "stdin", Terminal())
+        assert program.main(["generate"]) == 1
+        assert "there are no prompts" in capsys.readouterr().err
+
+
+class TestEngineOptions:
+    def test_the_model_is_pocket_in_a_clone(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.chdir(REPOSITORY)
+        assert Path(engine_options.default_model(None)).resolve() == POCKET.resolve()
+        assert engine_options.default_model("other") == "other"
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(pie_driver_sglang, "__file__", str(tmp_path / "a" / "b" / "c.py"))
+        with pytest.raises(ConfigError, match="no model is named"):
+            engine_options.default_model(None)
+
+    def test_parameters_are_those_that_were_given(self) -> None:
+        parser = argparse.ArgumentParser()
+        engine_options.add_engine_options(parser)
+        words = ["--temperature", "0", "--stop", "a", "--stop", "b", "--ignore-eos"]
+        found = engine_options.sampling_of(parser.parse_args(words), max_new_tokens=9)
+        expected = {"temperature": 0.0, "stop": ["a", "b"], "ignore_eos": True}
+        assert found == {**expected, "max_new_tokens": 9}
+
+    def test_loading_is_shown_by_lines_off_a_terminal(
+        self, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        with engine_options.Loading("model") as loading:
+            loading(0.1, "a line")
+            loading(0.2, "")
+        assert capsys.readouterr().err == "a line\n"

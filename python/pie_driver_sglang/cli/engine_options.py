@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import pie_driver_sglang
 from pie_driver_sglang.cli.plan import parse_option
@@ -89,34 +89,40 @@ def started(options: argparse.Namespace) -> Iterator[Engine]:
         "log_file": options.log,
         **dict(map(parse_option, options.option)),
     }
-    with _Progress(arguments["model_path"]) as progress:
-        engine = Engine(on_start=progress, **arguments)
+    with Loading(arguments["model_path"]) as loading:
+        engine = Engine(on_start=loading, **arguments)
     with engine:
         yield engine
 
 
-class _Progress:
+class Loading:
     """Shows that the drivers load: in one line on a terminal, else by new lines of their log."""
 
     def __init__(self, model: str) -> None:
+        """Show it for a model."""
         self._model = model
+        self._line = ""
         self._is_terminal = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
 
     def __call__(self, seconds: float, line: str) -> None:
+        """Take what the drivers have logged last; an empty line for nothing new."""
+        self._line = line or self._line
         if self._is_terminal:
-            text = f"loading {self._model}: {seconds:.0f} s  {line}"
+            text = f"loading {self._model}: {seconds:.0f} s  {self._line}"
             width = os.get_terminal_size(2).columns - 1
-            if line or not seconds % 1 > 0.2:
-                sys.stderr.write(f"\r\x1b[K{text[:width]}")
-                sys.stderr.flush()
+            self._write(f"\r\x1b[K{text[:width]}")
         elif line:
-            sys.stderr.write(f"{line}\n")
-            sys.stderr.flush()
+            self._write(f"{line}\n")
 
-    def __enter__(self) -> _Progress:
+    def __enter__(self) -> Self:
+        """Return itself, for the engine to call."""
         return self
 
     def __exit__(self, *_: object) -> None:
+        """Clear the line."""
         if self._is_terminal:
-            sys.stderr.write("\r\x1b[K")
-            sys.stderr.flush()
+            self._write("\r\x1b[K")
+
+    def _write(self, text: str) -> None:
+        sys.stderr.write(text)
+        sys.stderr.flush()

@@ -92,8 +92,8 @@ class Engine:
         """Start the drivers and wait until they serve.
 
         Args:
-            on_start: Called about ten times a second while they load, with the seconds so far and
-                the last line of their log; an empty line where nothing is new.
+            on_start: Called at least ten times a second while they load, with the seconds so far
+                and a new line of their log; an empty one where there is none.
             arguments: Those of SGLang's `ServerArgs`, of which `model_path` is needed, and
                 `devices`, `log_file`, `max_restarts`, `max_token_gap_ms` and `ready_timeout_s`.
 
@@ -282,11 +282,11 @@ class Engine:
 
     def _wait(self, on_start: Callable[[float, str], None] | None, started: float) -> None:
         while not self._runtime.wait_ready(_WAIT_S):
-            lines = self._runtime.log_lines()
-            for line in lines:
-                logger.info("%s", line)
-            if on_start is not None:
-                on_start(time.monotonic() - started, lines[-1] if lines else "")
+            for line in self._runtime.log_lines() or [""]:
+                if line:
+                    logger.info("%s", line)
+                if on_start is not None:
+                    on_start(time.monotonic() - started, line)
 
     def _prompts(
         self,
