@@ -46,6 +46,7 @@ def engine() -> Iterator[Engine]:
         device="cpu",
         max_total_tokens=16 * PAGES,
         chunked_prefill_size=CHUNK,
+        schedule_conservativeness=0.0,
         on_start=lambda seconds, line: lines.append((seconds, line)),
     )
     with found:
@@ -306,11 +307,11 @@ class TestShell:
                 "write a loop",
                 "/fork",
                 "and another",
+                "/stats",
                 f"/save {path}",
                 "/fork 1",
                 "/reset",
                 f"/load {path}",
-                "/stats",
                 "",
                 "/exit",
                 "never",
@@ -351,7 +352,7 @@ class TestShell:
             engine,
             ["/rest", "/load", f"/load {tmp_path / 'bad.json'}", "/fork 9", "/fork x", "/help"],
         )
-        assert "there is no command /rest (did you mean `/reset`?)" in said[0]
+        assert "there is no command /rest (did you mean `/reset`" in said[0]
         assert "no file is named" in said[1]
         assert "holds no conversation" in said[2]
         assert "there is no branch 9" in said[3]

@@ -76,7 +76,10 @@ fn build_info() -> std::collections::BTreeMap<&'static str, &'static str> {
         ("version", env!("CARGO_PKG_VERSION")),
         ("profile", profile),
         ("target", target),
-        ("commit", option_env!("PIE_DRIVER_COMMIT").unwrap_or_default()),
+        (
+            "commit",
+            option_env!("PIE_DRIVER_COMMIT").unwrap_or_default(),
+        ),
     ]
     .into()
 }
