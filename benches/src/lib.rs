@@ -6,6 +6,7 @@ pub mod conditions;
 pub mod python;
 #[cfg(feature = "timing")]
 pub mod report;
+pub mod sched;
 pub mod text;
 #[cfg(feature = "timing")]
 pub mod timing;

@@ -9,6 +9,7 @@ use std::path::PathBuf;
 use std::process::{Command, ExitCode};
 use std::{env, fs, io};
 
+use pie_benches::sched::Decodes;
 use pie_benches::text::text;
 use pie_benches::{
     Asked, Bytes, HostPath, asking_frame, decode_frame, forked_frame, mixed_frame, prefill_frame,
@@ -23,7 +24,7 @@ const CONTEXT: u32 = 2048;
 type Counts = BTreeMap<String, u64>;
 
 /// A case prepares itself, then calls [`counted`] once.
-const CASES: [(&str, fn()); 13] = [
+const CASES: [(&str, fn()); 15] = [
     ("wire/access", access),
     ("wire/encode_reply", || encode_reply(2)),
     ("wire/encode_reply/fast", || encode_reply(1)),
@@ -36,6 +37,15 @@ const CASES: [(&str, fn()); 13] = [
     ("plan/groups/256x32768", groups),
     ("plan/mixed", || plan(&mixed_frame(4), &mixed_frame(5))),
     ("ngram/step/64", drafts),
+    ("sched/step/256x2048", || {
+        let mut decodes = Decodes::new(256, CONTEXT);
+        counted(|| decodes.step());
+    }),
+    ("sched/answer/256x2048", || {
+        let mut decodes = Decodes::new(256, CONTEXT);
+        decodes.step();
+        counted(|| decodes.answer());
+    }),
     ("plan/prefill/8192", || {
         plan(&decode_frame(1, CONTEXT, 0), &prefill_frame(8192));
     }),

@@ -471,6 +471,9 @@ struct Counts {
     pages_total: u64,
     pages_free: u64,
     pages_cached: u64,
+    /// Of all replicas the longest.
+    gap_us_p50: f64,
+    gap_us_p99: f64,
     driver_pids: Vec<u32>,
 }
 
@@ -500,6 +503,8 @@ impl Counts {
             pages_total: stats.total_pages.into(),
             pages_free: counts.free_pages as u64,
             pages_cached: counts.cached_pages as u64,
+            gap_us_p50: stats.gaps_ns[0] as f64 / 1e3,
+            gap_us_p99: stats.gaps_ns[1] as f64 / 1e3,
             driver_pids: vec![stats.driver_pid],
         }
     }
@@ -508,6 +513,8 @@ impl Counts {
         self.running += other.running;
         self.waiting += other.waiting;
         self.driver_pids.extend(&other.driver_pids);
+        self.gap_us_p50 = self.gap_us_p50.max(other.gap_us_p50);
+        self.gap_us_p99 = self.gap_us_p99.max(other.gap_us_p99);
         for (sum, more) in [
             (&mut self.steps, other.steps),
             (&mut self.prompt_tokens, other.prompt_tokens),

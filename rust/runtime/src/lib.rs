@@ -23,6 +23,7 @@ mod replica;
 mod sampling;
 mod service;
 mod settings;
+mod times;
 
 pub use answer::{Answer, Asked, Probes};
 pub use driver::{Driver, Exit};
@@ -37,3 +38,8 @@ pub use pie_wire::Sampler;
 pub use sampling::{Sampling, SamplingError};
 pub use service::{Rejected, ReplicaStats, Service, ServiceLog, ServiceSettings};
 pub use settings::DriverSettings;
+
+/// The README's example is a test.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+pub struct Readme;

@@ -62,15 +62,22 @@ impl<'c, 'a> Relay<'c, 'a> {
         let Some(Sent { frame, copies_us }) = self.flight.take() else {
             return match laid {
                 Some(laid) => self.send(laid),
-                None => idle(replica, driver),
+                None => {
+                    // What comes next is another series.
+                    self.link.rest();
+                    idle(replica, driver)
+                }
             };
         };
         let answered = self.link.receive(frame);
         let seen = replica.now();
-        answered?;
-        *self.answered = true;
+        let exchange = answered?;
         // The device waits for nothing but this.
         let sent = laid.map_or(Ok(()), |laid| self.send(laid));
+        *self.answered = true;
+        if exchange.client_ns > 0 {
+            replica.gaps.add(exchange.client_ns);
+        }
         let answer = Answer {
             copies_us,
             ..self.link.answer().as_sched()

@@ -17,6 +17,7 @@ use crate::outbox::{Delta, End};
 use crate::relay::Relay;
 use crate::service::{ClientHandle, ServiceLog, ServiceSettings, Shared};
 use crate::settings::DriverSettings;
+use crate::times::Times;
 
 /// How often a driver that starts, or has nothing to do, is looked at.
 const WATCH: Duration = Duration::from_millis(50);
@@ -51,6 +52,8 @@ pub(crate) struct Replica {
     /// Made when the first driver has said what it can.
     pub(crate) scheduler: Option<Scheduler<Sampler>>,
     outputs: Outputs,
+    /// From an answer seen to the next request made.
+    pub(crate) gaps: Times,
     counted: Instant,
 }
 
@@ -92,6 +95,7 @@ impl Replica {
             samples: HashMap::new(),
             scheduler: None,
             outputs: Outputs::default(),
+            gaps: Times::default(),
             counted: begin,
         }
     }
@@ -127,26 +131,20 @@ impl Replica {
     /// Starts a driver and serves with it. `answered` is set once it has answered a frame.
     fn serve(&mut self, answered: &mut bool) -> Result<(), Halt> {
         let mut driver = Driver::spawn(self.driver.clone(), self.sink())?;
-        let caps = loop {
-            if let Some(caps) = driver.poll_ready(WATCH)? {
-                break caps;
-            }
-            self.take_commands()?;
-            self.publish();
-        };
-        self.prepare(&caps)?;
-        let client = driver.connect()?;
-        self.shared.update(self.number, |state| {
-            state.stats.driver_pid = driver.pid();
-            state.client = Some(ClientHandle(Arc::clone(&client)));
-            state.caps.get_or_insert_with(|| caps.clone());
-        });
-        let served = Relay::new(&client, caps.kv_page_size, answered).serve(self, &driver);
-        self.shared.update(self.number, |state| {
+        self.shared
+            .update(self.number, |state| state.stats.driver_pid = driver.pid());
+        let served = self.serve_with(&mut driver, answered);
+        let stopping = self.shared.update(self.number, |state| {
             state.stats.driver_pid = 0;
             state.client = None;
+            state.stopping
         });
         match served {
+            // A shutdown ends the wait for an answer, as the end of the driver does.
+            Err(Halt::Lost(_)) if stopping => {
+                driver.stop();
+                Err(Halt::Stop)
+            }
             Err(Halt::Lost(error)) => {
                 let error = driver.explain(error);
                 // Its memory must be free before the next one starts.
@@ -158,6 +156,23 @@ impl Replica {
                 other
             }
         }
+    }
+
+    fn serve_with(&mut self, driver: &mut Driver, answered: &mut bool) -> Result<(), Halt> {
+        let caps = loop {
+            if let Some(caps) = driver.poll_ready(WATCH)? {
+                break caps;
+            }
+            self.take_commands()?;
+            self.publish();
+        };
+        self.prepare(&caps)?;
+        let client = driver.connect()?;
+        self.shared.update(self.number, |state| {
+            state.client = Some(ClientHandle(Arc::clone(&client)));
+            state.caps.get_or_insert_with(|| caps.clone());
+        });
+        Relay::new(&client, caps.kv_page_size, answered).serve(self, driver)
     }
 
     /// Makes the scheduler by what the first driver can, and holds every later one to it.
@@ -305,19 +320,23 @@ impl Replica {
                     self.open.fetch_sub(1, Ordering::Relaxed);
                 }
             }
-            self.shared.outbox.extend(self.outputs.iter(), end);
         }
-        if self.counted.elapsed() >= STATS {
+        // Whoever has the last output finds it counted.
+        if self.counted.elapsed() >= STATS || self.samples.is_empty() && !self.outputs.is_empty() {
             self.count();
         }
+        self.shared.outbox.extend(self.outputs.iter(), end);
     }
 
     /// Tells how things stand.
     pub(crate) fn count(&mut self) {
         if let Some(scheduler) = &self.scheduler {
-            let stats = scheduler.stats();
-            self.shared
-                .update(self.number, |state| state.stats.scheduler = stats);
+            let scheduler = scheduler.stats();
+            let gaps_ns = [0.5, 0.99].map(|share| self.gaps.quantile(share));
+            self.shared.update(self.number, |state| {
+                state.stats.scheduler = scheduler;
+                state.stats.gaps_ns = gaps_ns;
+            });
             self.counted = Instant::now();
         }
     }

@@ -88,6 +88,9 @@ pub struct ReplicaStats {
     pub restarts: u64,
     /// Pages that its scheduler uses.
     pub total_pages: u32,
+    /// From the answer to a step seen to the next one's request made, in ns: the median, and what one in a hundred exceeds. The
+    /// device waits so long for this side.
+    pub gaps_ns: [u64; 2],
     /// The driver's process id; 0 while there is none.
     pub driver_pid: u32,
 }
@@ -226,13 +229,16 @@ impl Service {
             if let Some(error) = states.iter().find_map(|state| state.failed.as_ref()) {
                 return Err(Arc::clone(error));
             }
+            if states.iter().any(|state| state.stopping) {
+                return Ok(false);
+            }
             if states.iter().all(|state| state.caps.is_some()) {
                 return Ok(true);
             }
             let left = until.map_or(Duration::MAX, |until| {
                 until.saturating_duration_since(Instant::now())
             });
-            if left.is_zero() || states.iter().any(|state| state.stopping) {
+            if left.is_zero() {
                 return Ok(false);
             }
             let waited = self.shared.changed.wait_timeout(states, left);

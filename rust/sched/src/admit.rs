@@ -9,6 +9,10 @@ use crate::sequence::{Awaited, Sequence, State};
 /// `IN_BATCH_PREFIX_CACHING_DEPRIORITIZE_THRESHOLD`.
 pub(crate) const WORTH_WAITING: usize = 32;
 
+/// Steps after which it is asked again whether there is room, even if nothing has ended: what running requests are expected to
+/// produce becomes less.
+pub(crate) const LOOK_AGAIN: u64 = 8;
+
 /// What became of an admission.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Admission {
@@ -26,7 +30,7 @@ impl<S> Scheduler<S> {
         if self.waiting.is_empty() || self.running.len() >= may_run {
             return;
         }
-        if self.full && !self.running.is_empty() {
+        if self.counts.steps < self.full_until && !self.running.is_empty() {
             return;
         }
         if plan.rows == 0 || plan.prompt == 0 {
@@ -46,7 +50,7 @@ impl<S> Scheduler<S> {
             match self.admit_one(plan, slot, &mut promised, now) {
                 Admission::Done => newest.push(self.sequences[slot].order),
                 Admission::Full => {
-                    self.full = true;
+                    self.full_until = self.counts.steps + LOOK_AGAIN;
                     break;
                 }
                 Admission::NoRoom => {

@@ -95,8 +95,8 @@ mod tests {
     /// The first end of a pattern in a text, by looking everywhere.
     fn naive(strings: &[Box<[u8]>], text: &[u8]) -> Option<(u32, u64)> {
         (1..=text.len()).find_map(|end| {
-            let ends = |pattern: &Box<[u8]>| text[..end].ends_with(pattern);
-            let index = strings.iter().position(ends)?;
+            let mut all = strings.iter();
+            let index = all.position(|pattern| text[..end].ends_with(pattern))?;
             Some((index as u32, (end - strings[index].len()) as u64))
         })
     }

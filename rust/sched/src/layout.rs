@@ -1,5 +1,6 @@
 //! Laying out a step: decodes first, then prompts under way, then newcomers.
 
+use crate::admit::LOOK_AGAIN;
 use crate::error::SchedError;
 use crate::pace::MIN_PROMPT;
 use crate::scheduler::Scheduler;
@@ -147,6 +148,7 @@ impl<S> Scheduler<S> {
             let produced = self.running.iter().map(produced).sum();
             let most = self.running.iter().map(most).sum();
             self.ratio.retracted(self.running.len(), produced, most);
+            self.full_until = self.counts.steps + LOOK_AGAIN;
         } else {
             self.ratio.decay();
         }
@@ -192,7 +194,7 @@ impl<S> Scheduler<S> {
             .partition_point(|&other| self.sequences[other].order < order);
         self.waiting.insert(place, slot);
         self.counts.retractions += 1;
-        self.full = false;
+        self.full_until = 0;
     }
 
     fn place_decodes(&mut self, plan: &mut Plan) {

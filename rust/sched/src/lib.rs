@@ -11,14 +11,14 @@
 //! | [`Scheduler::new`] | once | from a [`Config`] (what the operator wants) and [`Limits`] (what the driver said) |
 //! | [`Scheduler::submit`] | any time | a request enters the queue, or is refused with the reason ([`Refusal`]) |
 //! | [`Scheduler::abort`], [`Scheduler::abort_all`] | any time | it ends, wherever it is; nothing of it is answered afterwards |
-//! | [`Scheduler::step`] | while fewer than two steps are out | the next frame: a [`Step`] of [`Row`]s, and the page [`Copies`] that come before it |
+//! | [`Scheduler::step`] | while fewer than two steps are out | the next frame: a [`Step`] of [`Row`]s, and the page [`Copies`] that come before it; `None`: nothing to do before the next call |
 //! | [`Scheduler::answer`] | when the older step is answered | its tokens, as [`Answer`] |
-//! | [`Scheduler::step_failed`] | instead | the driver answered with an error and lives; the steps that are out are void |
+//! | [`Scheduler::step_failed`] | instead | the driver answered with an error and lives; the steps that are out are void, and computed again |
 //! | [`Scheduler::driver_lost`] | instead | the driver and its KV are gone; every request is computed again from its tokens |
 //! | [`Scheduler::outputs`] | after any of these | tokens and ends since the last call |
 //! | [`Scheduler::next_deadline`] | before waiting | when `step` wants to be called although nothing else happened |
 //! | [`Scheduler::end_session`], [`Scheduler::flush`] | any time | lets kept pages go |
-//! | [`Scheduler::stats`] | any time | counts |
+//! | [`Scheduler::stats`], [`Scheduler::audit`] | any time | counts; whether all books are right |
 //!
 //! ## One step ahead
 //!
@@ -27,8 +27,10 @@
 //! caller writes the token into the frame when the answer is there. The order of calls is then
 //!
 //! ```text
-//! step → A, send A;  step → B;  A is answered: patch B, send B;  answer(A);  step → C;  B is answered: …
+//! step → A, send A;  step → B;  A is answered: patch B, send B;  answer(A), outputs;  step → C;  B is answered: …
 //! ```
+//!
+//! An arrival that comes after B was laid out is in C. A caller that has time left before A is answered may lay B out later.
 //!
 //! `answer` takes the steps in the order in which `step` gave them. A request that ends by A's tokens is still in B; what B
 //! says of it is ignored, so B is sent as it is. While drafts are out, whose number of tokens is not known before the
@@ -69,3 +71,8 @@ pub use scheduler::Scheduler;
 pub use stats::Stats;
 pub use step::{Copies, Row, Step};
 pub use text::TokenBytes;
+
+/// The README's example is a test.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+pub struct Readme;

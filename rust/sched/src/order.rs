@@ -31,9 +31,9 @@ impl<S> Scheduler<S> {
         let most = self.config.max_overtakes;
         let overtaken = |slot: &usize| sequences[*slot].overtaken >= most;
         if order.iter().any(overtaken) {
-            order.sort_by_key(|slot| match overtaken(slot) {
-                true => (0, sequences[*slot].order),
-                false => (1, 0),
+            order.sort_by_key(|slot| {
+                let place = sequences[*slot].order;
+                if overtaken(slot) { place } else { u64::MAX }
             });
         }
         if self.config.priority {

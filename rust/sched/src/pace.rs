@@ -117,3 +117,69 @@ impl Pace {
         self.budget = budget.clamp(least, self.chunk);
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::{Load, Pace};
+
+    fn load(decodes: u32, prompt_tokens: u32) -> Load {
+        Load {
+            decodes,
+            prompt_tokens,
+            copied_pages: 0,
+        }
+    }
+
+    /// What steps take: a base, and so much for each token of a prompt.
+    fn settle(pace: &mut Pace, decode_us: u64, token_us: f64) -> u32 {
+        for _ in 0..60 {
+            pace.learn(load(64, 0), decode_us, 0);
+            let tokens = pace.budget(true);
+            let prompts = 200.0 + f64::from(tokens) * token_us;
+            pace.learn(load(64, tokens), decode_us + prompts as u64, 0);
+        }
+        pace.budget(true)
+    }
+
+    #[test]
+    fn the_share_of_prompts_fills_the_gap() {
+        for (gap_us, decode_us, token_us, expected) in [
+            (6000, 2000, 2.0, 1900),
+            (6000, 2000, 10.0, 380),
+            // What is faster than the limit needs is not slowed down.
+            (6000, 2000, 0.1, 8192),
+            // A limit that decodes alone exceed: as much time again for prompts.
+            (6000, 9000, 20.0, 440),
+            (6000, 9000, 900.0, 64),
+        ] {
+            let mut pace = Pace::new(gap_us, 8192);
+            let found = settle(&mut pace, decode_us, token_us);
+            assert!(
+                found.abs_diff(expected) <= expected / 5,
+                "{found}, not {expected}"
+            );
+            assert_eq!(pace.budget(false), 8192);
+        }
+        let mut free = Pace::new(0, 8192);
+        assert_eq!(settle(&mut free, 2000, 50.0), 8192);
+    }
+
+    #[test]
+    fn the_host_pays_as_long_as_copies_are_cheaper() {
+        let mut pace = Pace::new(0, 8192);
+        assert!(pace.host_pays(16));
+        pace.learn(load(0, 1000), 10_000, 0);
+        let copies = |copied_pages| Load {
+            copied_pages,
+            ..load(1, 0)
+        };
+        // A token takes 10 µs, a page of 16 thus 160.
+        pace.learn(copies(10), 3000, 1500);
+        assert!(pace.host_pays(16));
+        assert!(!pace.host_pays(8));
+        for _ in 0..20 {
+            pace.learn(copies(10), 3000, 2000);
+        }
+        assert!(!pace.host_pays(16));
+    }
+}

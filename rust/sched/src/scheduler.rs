@@ -56,8 +56,8 @@ pub struct Scheduler<S> {
     /// Of the last step.
     pub(crate) copies: Copies,
     outputs: Outputs,
-    /// Nothing more fits, until something ends.
-    pub(crate) full: bool,
+    /// Before this step nothing more fits, unless something ends.
+    pub(crate) full_until: u64,
     /// Prompts got nothing of the last step.
     pub(crate) starved: bool,
     pub(crate) last_answer: u64,
@@ -111,7 +111,7 @@ impl<S> Scheduler<S> {
             spare: Vec::new(),
             copies: Copies::default(),
             outputs: Outputs::default(),
-            full: false,
+            full_until: 0,
             starved: false,
             last_answer: 0,
             counts: Stats::default(),
@@ -152,7 +152,9 @@ impl<S> Scheduler<S> {
             self.deadline = Some(self.deadline.map_or(deadline, |first| first.min(deadline)));
         }
         // The newcomer may fit where what waits does not, if it may go first.
-        self.full &= self.config.policy == Policy::Fcfs && !self.config.priority;
+        if self.config.policy != Policy::Fcfs || self.config.priority {
+            self.full_until = 0;
+        }
         Ok(())
     }
 
@@ -329,7 +331,7 @@ impl<S> Scheduler<S> {
             .sort_unstable_by_key(|&slot| sequences[slot].order);
         self.memory.reset();
         self.copies.clear();
-        self.full = false;
+        self.full_until = 0;
     }
 
     /// Moves what is new into `outputs`, whose content is dropped.
@@ -370,14 +372,14 @@ impl<S> Scheduler<S> {
 
     /// Lets the pages of a session go. Whether there was one.
     pub fn end_session(&mut self, session: u64) -> bool {
-        self.full = false;
+        self.full_until = 0;
         self.memory.end_session(session)
     }
 
     /// Forgets every prefix that no request uses, and all sessions; `SGLang`'s `flush_cache`. Returns how many device pages
     /// that freed.
     pub fn flush(&mut self) -> usize {
-        self.full = false;
+        self.full_until = 0;
         self.memory.flush()
     }
 
@@ -457,18 +459,20 @@ impl<S> Scheduler<S> {
     /// Ends a sequence, whose last `new` tokens were not given out. [`sweep`](Self::sweep) removes it.
     pub(crate) fn finish(&mut self, slot: usize, new: usize, finish: Finish) {
         self.give_out(slot, new, Some(finish));
-        if self.sequences[slot].state == State::Running {
+        let ran = self.sequences[slot].state == State::Running;
+        if ran {
             self.store(slot, finish != Finish::Failed, false);
-            let Sequence {
-                shared,
-                context,
-                held,
-                ..
-            } = &mut self.sequences[slot];
-            match shared.arrival.session {
-                Some(session) => self.memory.keep(held, session, *context),
-                None => self.memory.release(held),
-            }
+        }
+        let Sequence {
+            shared,
+            context,
+            held,
+            ..
+        } = &mut self.sequences[slot];
+        match shared.arrival.session {
+            Some(session) if ran => self.memory.keep(held, session, *context),
+            Some(session) => self.memory.sessions.give_context(session, *context),
+            None => self.memory.release(held),
         }
         self.sequences[slot].state = State::Ended;
         self.ended.push(slot);
@@ -512,7 +516,7 @@ impl<S> Scheduler<S> {
                 }
             }
         }
-        self.full = false;
+        self.full_until = 0;
     }
 
     pub(crate) fn recycle(&mut self, mut flight: Flight) {

@@ -45,6 +45,13 @@ impl Sessions {
         self.kept.get_mut(&session)?.context.take()
     }
 
+    /// A request ended without having run: the next one goes on with its context.
+    pub(crate) fn give_context(&mut self, session: u64, context: u64) {
+        if let Some(kept) = self.kept.get_mut(&session) {
+            kept.context = Some(context);
+        }
+    }
+
     /// Forgets a session. Returns its node, to be unlocked.
     pub(crate) fn end(&mut self, session: u64) -> Option<NodeId> {
         let kept = self.kept.remove(&session)?;

@@ -76,7 +76,7 @@ fn policy() -> impl Strategy<Value = Policy> {
 }
 
 fn config() -> impl Strategy<Value = Config> {
-    let sizes = (1_u32..40, 1_u32..10, prop::option::weighted(0.2, 1_u32..12));
+    let sizes = (1_u32..40, 1_u32..10, prop::option::weighted(0.3, 1_u32..6));
     let kinds = (
         policy(),
         0.0_f32..1.5,
@@ -155,7 +155,7 @@ fn long() {
     let wanted: usize = asked.map_or(10_000, |count| count.parse().expect("a number of requests"));
     let rng = TestRng::from_seed(RngAlgorithm::ChaCha, &[7; 32]);
     let mut runner = TestRunner::new_with_rng(ProptestConfig::default(), rng);
-    let (mut requests, mut steps) = (0, 0);
+    let (mut requests, mut tally) = (0, sim::Tally::default());
     while requests < wanted {
         let case = case(3000).new_tree(&mut runner).expect("a case");
         let (config, limits, seed, events) = case.current();
@@ -165,7 +165,13 @@ fn long() {
             .iter()
             .filter(|event| matches!(event, Event::Submit(_)))
             .count();
-        steps += sim.steps;
+        let counts = sim.tally.0.iter();
+        counts.for_each(|(name, count)| tally.add(name, *count));
+        let stats = sim.scheduler.stats();
+        tally.add("accepted drafts", stats.accepted);
     }
-    eprintln!("{requests} requests in {steps} steps");
+    eprintln!("{requests} requests: {:#?}", tally.0);
+    // What never happens proves nothing.
+    assert_eq!(tally.0.len(), 17);
+    assert!(tally.0.values().all(|&count| count >= wanted as u64 / 1000));
 }

@@ -13,6 +13,10 @@ use pie_sched::{
 };
 use rule::{Mind, VOCAB};
 
+/// What a step takes, and what each of its tokens takes beside it.
+pub const STEP_US: u64 = 50;
+pub const TOKEN_US: u64 = 3;
+
 /// Something that happens.
 #[derive(Debug, Clone)]
 pub enum Event {
@@ -34,7 +38,11 @@ pub enum Event {
 }
 
 /// A request.
-#[derive(Debug, Clone)]
+#[expect(
+    clippy::struct_excessive_bools,
+    reason = "each is a property of its own"
+)]
+#[derive(Debug, Clone, Default)]
 pub struct Ask {
     /// Requests of a family begin alike.
     pub family: u8,
@@ -55,6 +63,17 @@ pub struct Ask {
 }
 
 impl Ask {
+    /// One sequence without anything special.
+    pub fn plain(common: u8, own: u8, max_tokens: u8) -> Self {
+        Self {
+            common,
+            own,
+            max_tokens,
+            samples: 1,
+            ..Self::default()
+        }
+    }
+
     fn prompt(&self, id: u64) -> Vec<u32> {
         let common = (0..u64::from(self.common)).map(|at| at * 13 + u64::from(self.family) * 5);
         let own = (0..u64::from(self.own)).map(|at| at * 11 + id * 3 + 1);
@@ -106,18 +125,42 @@ struct Flight {
     copied: bool,
 }
 
+/// How often what happened.
+#[derive(Debug, Default, Clone, PartialEq, Eq)]
+pub struct Tally(pub BTreeMap<&'static str, u64>);
+
+impl Tally {
+    pub fn add(&mut self, name: &'static str, count: u64) {
+        *self.0.entry(name).or_default() += count;
+    }
+}
+
+/// A sequence that has ended.
+#[derive(Debug, Clone, Copy)]
+pub struct Ended {
+    pub id: u64,
+    pub sample: u32,
+    pub finish: Finish,
+    pub cached_tokens: u32,
+    pub retractions: u32,
+}
+
 pub struct Sim {
+    pub tally: Tally,
     pub scheduler: Scheduler<u64>,
     pub now: u64,
     limits: Limits,
     driver: Driver,
     flights: VecDeque<Flight>,
+    /// Requests of the rows of the step that was laid out last, and tokens that it computes.
+    pub laid: Vec<(u64, usize)>,
     /// The last token of each row of the step that was answered last.
     answered: Vec<Option<u32>>,
     expected: BTreeMap<(u64, u32), Expected>,
     salts: HashMap<u64, u64>,
     ids: u64,
-    pub ended: HashMap<(u64, u32), Finish>,
+    /// Sequences in the order of their ends.
+    pub ended: Vec<Ended>,
     outputs: Outputs,
     text: Vec<Box<[u8]>>,
     pub steps: u64,
@@ -129,16 +172,18 @@ impl Sim {
         let text = rule::text();
         let shared: Arc<dyn TokenBytes> = Arc::new(text.clone());
         Self {
+            tally: Tally::default(),
             scheduler: Scheduler::new(config, limits, Some(shared)).expect("valid settings"),
             now: 0,
             limits,
             driver: Driver::new(limits, seed),
             flights: VecDeque::new(),
+            laid: Vec::new(),
             answered: Vec::new(),
             expected: BTreeMap::new(),
             salts: HashMap::new(),
             ids: 0,
-            ended: HashMap::new(),
+            ended: Vec::new(),
             outputs: Outputs::default(),
             text,
             steps: 0,
@@ -260,7 +305,24 @@ impl Sim {
             .map(|row| Frame::new(&row, salts[&row.id]))
             .collect();
         let copies = step.copies.clone();
+        self.laid = frames
+            .iter()
+            .map(|frame| (frame.id, frame.tokens.len()))
+            .collect();
         self.driver.check(&frames);
+        let count = |kind: &dyn Fn(&&Frame) -> bool| frames.iter().filter(kind).count() as u64;
+        self.tally.add("steps", 1);
+        self.tally
+            .add("rows laid out ahead", count(&|f| f.awaits.is_some()));
+        self.tally.add("parts of prompts", count(&|f| !f.draws));
+        self.tally
+            .add("rows with drafts", count(&|f| !f.drafts.is_empty()));
+        self.tally
+            .add("rows that forbid", count(&|f| !f.forbidden.is_empty()));
+        self.tally
+            .add("pages to the host", copies.to_host.len() as u64);
+        self.tally
+            .add("pages to the device", copies.to_device.len() as u64);
         if let Some(before) = self.flights.back() {
             for frame in &frames {
                 if let Some(row) = frame.awaits {
@@ -294,12 +356,11 @@ impl Sim {
             if let Some(Some(token)) = known {
                 frame.tokens[0] = token;
             }
-            if refused == Some(at) && frame.draws {
-                if let Some(expected) = self.expected.get_mut(&(frame.id, frame.sample)) {
-                    expected.hurt = true;
-                }
+            let refuses = refused == Some(at) && frame.draws;
+            if refuses && let Some(it) = self.expected.get_mut(&(frame.id, frame.sample)) {
+                it.hurt = true;
             }
-            let nothing = known == Some(None) || refused == Some(at) && frame.draws;
+            let nothing = known == Some(None) || refuses;
             let reply = if nothing {
                 Reply::default()
             } else {
@@ -312,8 +373,8 @@ impl Sim {
             .map(|reply| reply.tokens.last().copied())
             .collect();
         let tokens: usize = flight.frames.iter().map(|frame| frame.tokens.len()).sum();
-        self.now += 50 + 3 * tokens as u64;
         let copies_us = flight.copies.len() as u64 * 7;
+        self.now += STEP_US + TOKEN_US * tokens as u64 + copies_us;
         let [tokens, token_ends] = flatten(replies.iter().map(|reply| &reply.tokens));
         let [drafts, draft_ends] = flatten(replies.iter().map(|reply| &reply.drafts));
         let answer = Answer {
@@ -362,9 +423,18 @@ impl Sim {
                 expected.say(token, key.1, &self.text);
             }
             if let Some(finish) = output.finish {
+                self.tally.add(name(finish), 1);
+                self.tally.add("retractions", output.retractions.into());
+                self.tally.add("cached tokens", output.cached_tokens.into());
                 expected.end(finish, self.now);
                 self.expected.remove(&key);
-                self.ended.insert(key, finish);
+                self.ended.push(Ended {
+                    id: key.0,
+                    sample: key.1,
+                    finish,
+                    cached_tokens: output.cached_tokens,
+                    retractions: output.retractions,
+                });
             } else {
                 assert!(!output.tokens.is_empty());
                 assert!(!expected.has_ended(), "it should have ended: {expected:?}");
@@ -372,6 +442,18 @@ impl Sim {
             }
         }
         self.outputs = outputs;
+    }
+}
+
+fn name(finish: Finish) -> &'static str {
+    match finish {
+        Finish::Length => "ended by length",
+        Finish::StopToken(_) => "ended by a token",
+        Finish::StopString { .. } => "ended by text",
+        Finish::Aborted => "aborted",
+        Finish::Deadline => "late",
+        Finish::Displaced => "displaced",
+        Finish::Failed => "failed",
     }
 }
 
@@ -408,8 +490,8 @@ impl Expected {
     fn stop_string(&self) -> Option<(u32, u64)> {
         (1..=self.text.len()).find_map(|end| {
             let strings = &self.arrival.ends.stop_strings;
-            let ends = |string: &Box<[u8]>| self.text[..end].ends_with(string);
-            let index = strings.iter().position(ends)?;
+            let mut all = strings.iter();
+            let index = all.position(|string| self.text[..end].ends_with(string))?;
             Some((index as u32, (end - strings[index].len()) as u64))
         })
     }

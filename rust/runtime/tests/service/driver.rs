@@ -1,0 +1,346 @@
+//! A driver without a model. It keeps account of every KV slot: a request must find its own positions in its pages, and its
+//! next token follows from all the tokens there.
+
+use std::collections::HashMap;
+use std::fs::{self, OpenOptions};
+use std::io::Write;
+use std::process;
+use std::thread;
+use std::time::Duration;
+
+use pie_ring::{ExitGuard, RegionLayout, Server, ServerConfig, Wait};
+use pie_wire::{
+    CopyDirection, CopyRequest, ForwardRequest, ForwardResponse, Frame, Payload, ResponseFrame,
+    ResponsePayload,
+};
+use serde_json::json;
+
+pub(crate) const PAGE: u32 = 4;
+pub(crate) const TOTAL_PAGES: u32 = 48;
+pub(crate) const POSITIONS: u32 = 128;
+pub(crate) const VOCABULARY: u32 = 97;
+const HOST_PAGES: u32 = 12;
+const MOST_REQUESTS: u32 = 8;
+const MOST_TOKENS: u32 = 64;
+const MOST_PAGE_REFS: u32 = 120;
+
+/// What follows a text.
+pub(crate) fn next(text: &[u32]) -> u32 {
+    let mix = |sum: u32, &token: &u32| (sum * 31 + token + 1) % VOCABULARY;
+    text.iter().fold(7, mix)
+}
+
+/// What a test has the driver do besides serving. Events happen once in the life of a test, unless they say otherwise.
+#[derive(Clone, Copy, Default)]
+struct Behaviour {
+    /// Ends before the handshake, from this start on, counted from 1.
+    die_early_from: Option<u32>,
+    /// Ends at this frame of its first start, or of every one.
+    die_at: Option<u32>,
+    die_always: bool,
+    /// Answers this frame of its first start never.
+    stuck_at: Option<u32>,
+    /// Answers this frame of its first start with a status.
+    refuse_at: Option<u32>,
+    /// Gives no token to requests whose text begins with this one.
+    empty: Option<u32>,
+    /// Milliseconds of each frame.
+    slow: u64,
+    /// Has less pages from its second start on.
+    shrink: bool,
+}
+
+impl Behaviour {
+    fn parse(text: &str) -> Self {
+        let mut behaviour = Self::default();
+        for word in text.split_whitespace() {
+            let (name, value) = word.split_once('=').unwrap_or((word, "0"));
+            let value: u32 = value.parse().unwrap();
+            match name {
+                "die-early-from" => behaviour.die_early_from = Some(value),
+                "die-at" => behaviour.die_at = Some(value),
+                "die-always" => behaviour.die_always = true,
+                "stuck-at" => behaviour.stuck_at = Some(value),
+                "refuse-at" => behaviour.refuse_at = Some(value),
+                "empty" => behaviour.empty = Some(value),
+                "slow" => behaviour.slow = value.into(),
+                "shrink" => behaviour.shrink = true,
+                "serve" => {}
+                _ => panic!("{name}"),
+            }
+        }
+        behaviour
+    }
+}
+
+/// Serves until it is stopped, or fails as the test asks.
+pub(crate) fn main(config: &str) {
+    let behaviour = Behaviour::parse(&std::env::var("PIE_TEST_BEHAVIOUR").unwrap());
+    let starts = std::env::var("PIE_TEST_STARTS").unwrap();
+    let start = fs::read_to_string(&starts).map_or(0, |text| text.lines().count() as u32) + 1;
+    let mut file = OpenOptions::new()
+        .create(true)
+        .append(true)
+        .open(starts)
+        .unwrap();
+    writeln!(file, "{}", process::id()).unwrap();
+    if behaviour.die_early_from.is_some_and(|from| start >= from) {
+        eprintln!("no GPU here");
+        process::exit(9);
+    }
+    let config: toml::Table = fs::read_to_string(config).unwrap().parse().unwrap();
+    serve(
+        config["driver"]["group_id"].as_integer().unwrap(),
+        behaviour,
+        start,
+    );
+}
+
+fn handshake(lines: &str) {
+    let pipe = OpenOptions::new().write(true).open("/proc/self/fd/3");
+    writeln!(pipe.unwrap(), "{lines}").unwrap();
+}
+
+fn serve(group: i64, behaviour: Behaviour, start: u32) {
+    let guard = ExitGuard::install().unwrap();
+    let name = format!("/pie_shmem_g{group}");
+    let abort = pie_wire::abort_frame(0);
+    let mut ring = ServerConfig::new(&name, pie_wire::SCHEMA_HASH, abort.to_vec());
+    ring.layout = RegionLayout::new(2, 1 << 16, 1 << 16).unwrap();
+    let mut server = Server::create(&ring, &guard).unwrap();
+    let shrunk = u32::from(behaviour.shrink && start > 1);
+    let caps = json!({
+        "total_pages": TOTAL_PAGES - shrunk, "kv_page_size": PAGE, "swap_pool_size": HOST_PAGES,
+        "max_forward_tokens": MOST_TOKENS, "max_forward_requests": MOST_REQUESTS,
+        "max_page_refs": MOST_PAGE_REFS, "max_model_len": POSITIONS, "vocab_size": VOCABULARY,
+        "arch_name": "stand-in",
+    });
+    let line = json!({"group_id": group, "shmem_name": name, "caps": caps});
+    eprintln!("ready, start {start}");
+    handshake(&format!("{line}\n{{\"ready\":true}}"));
+    let mut account = Account::default();
+    let mut frames = 0;
+    let mut words = Vec::new();
+    let mut answer = vec![0; server.layout().response_capacity()];
+    let first = start == 1;
+    while let Some(lease) = server.wait(Wait::Park).unwrap() {
+        let bytes = lease.copy_request(&mut words).unwrap();
+        let frame: Frame = pie_wire::decode_request(bytes).unwrap();
+        thread::sleep(Duration::from_millis(behaviour.slow));
+        let length = match frame.payload {
+            Payload::Copy(copy) => {
+                account.copy(&copy);
+                pie_wire::encode_status(0, 0, false, &mut answer).unwrap()
+            }
+            Payload::Forward(body) => {
+                frames += 1;
+                let here = |at: Option<u32>| at == Some(frames);
+                if here(behaviour.die_at) && (first || behaviour.die_always) {
+                    eprintln!("the device is lost");
+                    // As a process that is killed: its reaper removes the region.
+                    process::abort();
+                }
+                if here(behaviour.stuck_at) && first {
+                    thread::sleep(Duration::from_mins(1));
+                }
+                if here(behaviour.refuse_at) && first {
+                    eprintln!("this frame is not for me");
+                    pie_wire::encode_status(0, 3, false, &mut answer).unwrap()
+                } else {
+                    let response = account
+                        .take(&body, behaviour.empty)
+                        .unwrap_or_else(|problem| {
+                            eprintln!("frame {frames} is wrong: {problem}");
+                            process::exit(70);
+                        });
+                    reply(response, &mut answer)
+                }
+            }
+            Payload::Health | Payload::Adapter(_) => {
+                pie_wire::encode_status(0, 2, false, &mut answer).unwrap()
+            }
+        };
+        let _ = lease.reply(&answer[..length]).unwrap();
+    }
+}
+
+#[derive(Default)]
+struct Account {
+    /// Index and token in each slot.
+    slots: HashMap<(u32, u32), (u32, u32)>,
+    host: HashMap<(u32, u32), (u32, u32)>,
+}
+
+impl Account {
+    fn copy(&mut self, request: &CopyRequest) {
+        for (&from, &to) in request.srcs.iter().zip(&request.dsts) {
+            for offset in 0..PAGE {
+                let (found, target) = match request.dir {
+                    CopyDirection::D2H => (self.slots.get(&(from, offset)), &mut self.host),
+                    CopyDirection::H2D => (self.host.get(&(from, offset)), &mut self.slots),
+                    CopyDirection::D2D | CopyDirection::H2H => panic!("no such copy is asked for"),
+                };
+                match found.copied() {
+                    Some(slot) => target.insert((to, offset), slot),
+                    None => target.remove(&(to, offset)),
+                };
+            }
+        }
+    }
+
+    fn take(
+        &mut self,
+        body: &ForwardRequest,
+        empty: Option<u32>,
+    ) -> Result<ForwardResponse, String> {
+        check_limits(body)?;
+        let requests = body.context_ids.len();
+        (0..requests).for_each(|request| self.store(body, request));
+        let mut response = ForwardResponse {
+            num_requests: requests as u32,
+            tokens_indptr: vec![0],
+            spec_indptr: vec![0],
+            ..ForwardResponse::default()
+        };
+        for request in 0..requests {
+            let text = self.look(body, request)?;
+            let emptied = empty.is_some() && text.first().copied() == empty;
+            if !range(&body.sampler_indptr, request).is_empty() && !emptied {
+                answer(body, request, text, &mut response)?;
+            }
+            response.spec_indptr.push(response.spec_tokens.len() as u32);
+            response.tokens_indptr.push(response.tokens.len() as u32);
+        }
+        Ok(response)
+    }
+
+    /// Stores the tokens of a request in its pages, and its drafts behind them.
+    fn store(&mut self, body: &ForwardRequest, request: usize) {
+        let pages = pages(body, request);
+        let rows = range(&body.qo_indptr, request);
+        let drafts = range(&body.spec_indptr, request);
+        let inputs = body.position_ids[rows.clone()]
+            .iter()
+            .zip(&body.token_ids[rows]);
+        let drafted = body.spec_position_ids[drafts.clone()]
+            .iter()
+            .zip(&body.spec_token_ids[drafts]);
+        for (&index, &token) in inputs.chain(drafted) {
+            let slot = (pages[(index / PAGE) as usize], index % PAGE);
+            self.slots.insert(slot, (index, token));
+        }
+    }
+
+    /// All that a request sees, once the tokens of all are stored.
+    fn look(&self, body: &ForwardRequest, request: usize) -> Result<Vec<u32>, String> {
+        let pages = pages(body, request);
+        let rows = range(&body.qo_indptr, request);
+        let end = body.position_ids[rows.end - 1] + 1;
+        if body.kv_last_page_lens[request] != (end - 1) % PAGE + 1 {
+            return Err(format!(
+                "the last page of request {request} ends elsewhere than at {end}"
+            ));
+        }
+        let text = (0..end).map(|index| {
+            let slot = (pages[(index / PAGE) as usize], index % PAGE);
+            match self.slots.get(&slot) {
+                Some(&(found, token)) if found == index => Ok(token),
+                found => Err(format!(
+                    "request {request} finds {found:?} at {index}, in {slot:?}"
+                )),
+            }
+        });
+        text.collect()
+    }
+}
+
+/// Verifies drafts, draws a token, and drafts what may come next: not all of it is right.
+fn answer(
+    body: &ForwardRequest,
+    request: usize,
+    mut text: Vec<u32>,
+    response: &mut ForwardResponse,
+) -> Result<(), String> {
+    let rows = range(&body.qo_indptr, request);
+    if body.sampling_indices[range(&body.sampler_indptr, request).start] as usize + 1 != rows.len()
+    {
+        return Err(format!(
+            "request {request} samples another row than its last"
+        ));
+    }
+    for &draft in &body.spec_token_ids[range(&body.spec_indptr, request)] {
+        if draft != next(&text) {
+            break;
+        }
+        text.push(draft);
+        response.tokens.push(draft);
+    }
+    let token = allowed(body, request, next(&text));
+    response.tokens.push(token);
+    text.push(token);
+    if body.output_spec_flags[request] {
+        let right = text.len() % 4;
+        for index in 0..text.len() % 5 {
+            let token = (next(&text) + u32::from(index >= right)) % VOCABULARY;
+            response.spec_positions.push(text.len() as u32);
+            response.spec_tokens.push(token);
+            text.push(token);
+        }
+    }
+    Ok(())
+}
+
+/// The token, or the first one behind it that the request's mask allows.
+fn allowed(body: &ForwardRequest, request: usize, token: u32) -> u32 {
+    let masks = &body.logit_masks[range(&body.logit_mask_indptr, request)];
+    let may = |token: &u32| {
+        masks.iter().all(|mask| {
+            let mut ranges = pie_wire::brle::true_ranges(&mask.buffer, VOCABULARY.into());
+            ranges.any(|range| range.contains(&u64::from(*token)))
+        })
+    };
+    let mut tokens = (token..VOCABULARY).chain(0..token);
+    tokens.find(may).unwrap()
+}
+
+fn check_limits(body: &ForwardRequest) -> Result<(), String> {
+    let counts = [
+        body.context_ids.len(),
+        body.token_ids.len() + body.spec_token_ids.len(),
+        body.kv_page_indices.len(),
+    ];
+    let limits = [MOST_REQUESTS, MOST_TOKENS, MOST_PAGE_REFS];
+    let within = |(&count, limit): (&usize, u32)| count <= limit as usize;
+    if !counts.iter().zip(limits).all(within) {
+        return Err(format!("{counts:?} is above {limits:?}"));
+    }
+    if body.kv_page_indices.iter().any(|&page| page >= TOTAL_PAGES) {
+        return Err(format!(
+            "{:?} has a page that is not there",
+            body.kv_page_indices
+        ));
+    }
+    Ok(())
+}
+
+fn pages(body: &ForwardRequest, request: usize) -> &[u32] {
+    &body.kv_page_indices[range(&body.kv_page_indptr, request)]
+}
+
+fn range(indptr: &[u32], request: usize) -> std::ops::Range<usize> {
+    indptr[request] as usize..indptr[request + 1] as usize
+}
+
+/// As the protocol asks: the fast reply when every request has one token.
+fn reply(response: ForwardResponse, buffer: &mut [u8]) -> usize {
+    let mut ends = response.tokens_indptr.windows(2);
+    if ends.all(|ends| ends[1] == ends[0] + 1) && response.spec_tokens.is_empty() {
+        return pie_wire::encode_fast_tokens(0, &response.tokens, buffer).unwrap();
+    }
+    let frame = ResponseFrame {
+        driver_id: 0,
+        aborted: false,
+        payload: ResponsePayload::Forward(response),
+    };
+    pie_wire::encode_response(&frame, buffer).unwrap()
+}

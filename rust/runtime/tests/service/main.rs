@@ -1,0 +1,523 @@
+//! The service against a driver that keeps account of every KV slot, and against drivers that fail.
+
+mod driver;
+
+use std::collections::HashMap;
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::{Arc, Mutex};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use pie_runtime::{
+    Arrival, Delta, DriverSettings, End, Ends, Policy, Rejected, Sampler, Service, ServiceSettings,
+};
+use tempfile::TempDir;
+
+/// No test takes nearly as long.
+const WATCHDOG: Duration = Duration::from_mins(2);
+
+const GREEDY: Sampler = Sampler::TopP {
+    temperature: 0.0,
+    p: 1.0,
+};
+
+/// Runs as the driver when a test's script says so; for the test runner it is a test that passes.
+#[test]
+fn stand_in() {
+    if let Ok(config) = std::env::var("PIE_TEST_CONFIG") {
+        driver::main(&config);
+    }
+}
+
+/// A service over drivers of one behaviour.
+struct Bench {
+    service: Service,
+    folder: TempDir,
+    lines: Arc<Mutex<Vec<String>>>,
+}
+
+/// What came of one sequence.
+#[derive(Default)]
+struct Story {
+    tokens: Vec<u32>,
+    end: Option<End>,
+    cached: u32,
+}
+
+type Stories = HashMap<(u64, u32), Story>;
+
+impl Bench {
+    fn start(behaviour: &str, change: impl FnOnce(&mut ServiceSettings)) -> Self {
+        let folder = TempDir::new().unwrap();
+        let lines = Arc::<Mutex<Vec<String>>>::default();
+        let mut driver = DriverSettings::new(script(&folder, behaviour), folder.path());
+        driver.devices = vec!["cpu".to_owned()];
+        driver.ready_timeout = WATCHDOG;
+        let log = Arc::clone(&lines);
+        let mut settings = ServiceSettings {
+            log: Arc::new(move |replica, line| {
+                log.lock().unwrap().push(format!("{replica}: {line}"));
+            }),
+            ..ServiceSettings::new(driver)
+        };
+        settings.scheduler.policy = Policy::Lpm;
+        settings.scheduler.chunk_tokens = 24;
+        change(&mut settings);
+        let service = Service::start(settings).unwrap();
+        Self {
+            service,
+            folder,
+            lines,
+        }
+    }
+
+    fn ready(behaviour: &str) -> Self {
+        let bench = Self::start(behaviour, |_| ());
+        bench.wait_ready();
+        bench
+    }
+
+    fn wait_ready(&self) {
+        assert!(self.service.wait_ready(WATCHDOG).unwrap(), "{}", self.log());
+    }
+
+    fn submit(&self, prompt: &[u32], output: u32) -> u64 {
+        let arrival = Arrival::new(0, prompt.to_vec(), GREEDY, output);
+        self.service.submit(arrival, None).unwrap()
+    }
+
+    /// Everything of these requests' sequences, of which there are so many.
+    fn collect(&self, sequences: usize) -> Stories {
+        let mut stories = Stories::new();
+        self.collect_into(&mut stories, sequences);
+        stories
+    }
+
+    fn collect_into(&self, stories: &mut Stories, sequences: usize) {
+        let started = Instant::now();
+        let ended = |stories: &Stories| stories.values().filter(|s| s.end.is_some()).count();
+        while ended(stories) < sequences {
+            assert!(started.elapsed() < WATCHDOG, "hangs; {}", self.log());
+            for delta in self.service.poll(Duration::from_secs(1)) {
+                add(stories, delta);
+            }
+        }
+    }
+
+    fn log(&self) -> String {
+        self.lines.lock().unwrap().join("\n")
+    }
+
+    /// Process ids of all drivers so far.
+    fn starts(&self) -> Vec<u32> {
+        let text = fs::read_to_string(self.folder.path().join("starts")).unwrap_or_default();
+        text.lines().map(|line| line.parse().unwrap()).collect()
+    }
+
+    fn restarts(&self) -> u64 {
+        self.service
+            .stats()
+            .iter()
+            .map(|stats| stats.restarts)
+            .sum()
+    }
+}
+
+fn add(stories: &mut Stories, delta: Delta) {
+    let story = stories.entry((delta.request, delta.sample)).or_default();
+    assert_eq!(story.end, None, "an output comes behind the end");
+    story.tokens.extend(delta.tokens);
+    story.end = delta.end;
+    story.cached = delta.cached_tokens;
+}
+
+/// What `python` is: it becomes this test program.
+fn script(folder: &TempDir, behaviour: &str) -> PathBuf {
+    let path = folder.path().join("python");
+    let this = std::env::current_exe().unwrap();
+    let text = format!(
+        "#!/bin/sh\n\
+         [ \"$#:$1:$2:$3:$5:$6\" = 6:-m:pie_driver_sglang:--config:--handshake-fd:3 ] || exit 64\n\
+         PIE_TEST_BEHAVIOUR='{behaviour}' PIE_TEST_STARTS='{}' PIE_TEST_CONFIG=\"$4\" \\\n\
+         exec '{}' --exact stand_in --nocapture\n",
+        folder.path().join("starts").display(),
+        this.display()
+    );
+    fs::write(&path, text).unwrap();
+    fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
+    path
+}
+
+/// What a request must bring.
+fn expected(prompt: &[u32], output: u32) -> Vec<u32> {
+    let mut text = prompt.to_vec();
+    for _ in 0..output {
+        text.push(driver::next(&text));
+    }
+    text.split_off(prompt.len())
+}
+
+/// Prompts that begin like others, of different lengths.
+fn prompts(count: u32) -> Vec<(Vec<u32>, u32)> {
+    let prompt = |index: u32| {
+        let shared = (0..8 + 4 * (index % 3)).map(|at| (at * 7 + index % 2) % 90);
+        let own = (0..index * 5 % 17).map(|at| (at * 3 + index) % 90);
+        (shared.chain(own).collect(), 3 + index * 7 % 23)
+    };
+    (0..count).map(prompt).collect()
+}
+
+/// Has the prompts served, and compares every token with the rule.
+fn serve(bench: &Bench, prompts: &[(Vec<u32>, u32)]) -> Stories {
+    let ids: Vec<u64> = prompts
+        .iter()
+        .map(|(prompt, output)| bench.submit(prompt, *output))
+        .collect();
+    let stories = bench.collect(ids.len());
+    for (id, (prompt, output)) in ids.iter().zip(prompts) {
+        let story = &stories[&(*id, 0)];
+        assert_eq!(story.end, Some(End::Length), "{}", bench.log());
+        assert_eq!(story.tokens, expected(prompt, *output), "of {prompt:?}");
+    }
+    stories
+}
+
+fn is_running(pid: u32) -> bool {
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    // A zombie is waited for by who started it.
+    stat.rsplit_once(") ")
+        .is_some_and(|(_, rest)| !rest.starts_with('Z'))
+}
+
+fn kill(pid: u32) {
+    let killed = Command::new("kill")
+        .args(["-9", &pid.to_string()])
+        .status()
+        .unwrap();
+    assert!(killed.success());
+}
+
+#[test]
+fn requests_get_the_tokens_of_the_rule() {
+    let bench = Bench::ready("serve");
+    let stories = serve(&bench, &prompts(60));
+    assert!(stories.values().any(|story| story.cached > 0));
+    let stats = bench.service.stats()[0].scheduler;
+    assert_eq!(stats.finished, 60);
+    // A second time they begin with what is cached.
+    let again = serve(&bench, &prompts(6));
+    assert!(again.values().all(|story| story.cached > 0));
+    assert!(bench.service.flush(WATCHDOG));
+    let flushed = serve(&bench, &prompts(1));
+    assert!(flushed.values().all(|story| story.cached == 0));
+    let pid = bench.starts()[0];
+    assert!(is_running(pid));
+    bench.service.shutdown();
+    assert!(!is_running(pid));
+    assert!(bench.service.poll(WATCHDOG).is_empty());
+    let late = bench
+        .service
+        .submit(Arrival::new(0, vec![1], GREEDY, 1), None);
+    assert!(matches!(late, Err(Rejected::Stopped)));
+}
+
+#[test]
+fn a_driver_that_dies_is_replaced_and_no_token_is_lost_or_repeated() {
+    let bench = Bench::ready("die-at=9");
+    serve(&bench, &prompts(32));
+    assert_eq!((bench.restarts(), bench.starts().len()), (1, 2));
+    let log = bench.log();
+    assert!(log.contains("while it served; its log ends so"), "{log}");
+    assert!(log.contains("the device is lost"), "{log}");
+    assert!(
+        log.contains("0: pie-runtime: starting the driver again, 1 of 3 times"),
+        "{log}"
+    );
+}
+
+#[test]
+fn a_driver_that_is_killed_from_outside_is_replaced() {
+    let bench = Bench::ready("slow=4");
+    let all = prompts(32);
+    let ids: Vec<u64> = all
+        .iter()
+        .map(|(prompt, output)| bench.submit(prompt, *output))
+        .collect();
+    let mut stories = Stories::new();
+    // In the middle: some have ended, and some have not.
+    bench.collect_into(&mut stories, 6);
+    assert!(stories.values().any(|story| story.end.is_none()));
+    kill(bench.starts()[0]);
+    bench.collect_into(&mut stories, ids.len());
+    for (id, (prompt, output)) in ids.iter().zip(&all) {
+        assert_eq!(
+            stories[&(*id, 0)].tokens,
+            expected(prompt, *output),
+            "of {prompt:?}"
+        );
+    }
+    // One that dies while nothing is asked of it is replaced, too.
+    kill(bench.starts()[1]);
+    let started = Instant::now();
+    while bench.starts().len() < 3 {
+        assert!(started.elapsed() < WATCHDOG, "{}", bench.log());
+        thread::sleep(Duration::from_millis(10));
+    }
+    serve(&bench, &all[..4]);
+    assert_eq!(bench.restarts(), 2);
+}
+
+#[test]
+fn a_driver_that_is_stuck_is_killed_and_replaced() {
+    let bench = Bench::start("stuck-at=5", |settings| {
+        settings.drivers[0].answer_timeout = Duration::from_millis(700);
+    });
+    bench.wait_ready();
+    serve(&bench, &prompts(20));
+    assert_eq!(bench.restarts(), 1);
+    assert!(!is_running(bench.starts()[0]));
+    let log = bench.log();
+    assert!(
+        log.contains("alive but did not answer a frame within 700ms"),
+        "{log}"
+    );
+}
+
+#[test]
+fn a_refused_frame_is_computed_again() {
+    let bench = Bench::ready("refuse-at=4");
+    serve(&bench, &prompts(20));
+    assert_eq!((bench.restarts(), bench.starts().len()), (0, 1));
+    let log = bench.log();
+    assert!(
+        log.contains("a step failed: the driver answered a forward with status 3"),
+        "{log}"
+    );
+}
+
+#[test]
+fn a_request_that_the_driver_cannot_serve_fails_alone() {
+    let bench = Bench::ready("empty=91");
+    let bad = bench.submit(&[91, 1, 2], 9);
+    let good = bench.submit(&[3, 1, 2], 9);
+    let stories = bench.collect(2);
+    assert!(matches!(&stories[&(bad, 0)].end, Some(End::Failed(why)) if why.contains("no token")));
+    assert_eq!(stories[&(good, 0)].tokens, expected(&[3, 1, 2], 9));
+}
+
+#[test]
+fn a_driver_that_keeps_dying_is_given_up_with_its_reason() {
+    let bench = Bench::start("die-at=1 die-always", |settings| settings.max_restarts = 2);
+    bench.wait_ready();
+    let request = bench.submit(&[5, 6], 4);
+    let stories = bench.collect(1);
+    let Some(End::Failed(why)) = &stories[&(request, 0)].end else {
+        panic!("{:?}", stories[&(request, 0)].end);
+    };
+    assert!(why.contains("the device is lost"), "{why}");
+    assert_eq!(bench.starts().len(), 3);
+    let late = bench
+        .service
+        .submit(Arrival::new(0, vec![1], GREEDY, 1), None);
+    assert!(matches!(late, Err(Rejected::Gone(_))));
+}
+
+#[test]
+fn deaths_with_answers_in_between_are_survived_for_ever() {
+    let bench = Bench::start("die-at=4 die-always", |settings| settings.max_restarts = 1);
+    bench.wait_ready();
+    serve(&bench, &prompts(4));
+    assert!(bench.restarts() > 2, "{}", bench.restarts());
+}
+
+#[test]
+fn a_start_that_fails_is_not_repeated() {
+    let bench = Bench::start("die-early-from=1", |_| ());
+    let error = bench.service.wait_ready(WATCHDOG).unwrap_err().to_string();
+    assert!(
+        error.contains("before it was ready") && error.ends_with("no GPU here"),
+        "{error}"
+    );
+    assert_eq!(bench.starts().len(), 1);
+    let late = bench
+        .service
+        .submit(Arrival::new(0, vec![1], GREEDY, 1), None);
+    assert!(matches!(late, Err(Rejected::Gone(_))));
+}
+
+#[test]
+fn a_driver_that_comes_back_smaller_is_not_served_with() {
+    let bench = Bench::start("die-at=2 shrink", |settings| settings.max_restarts = 1);
+    bench.wait_ready();
+    let request = bench.submit(&[5, 6], 4);
+    let stories = bench.collect(1);
+    let why = format!("{:?}", stories[&(request, 0)].end);
+    assert!(why.contains("came back with 47 pages"), "{why}");
+}
+
+#[test]
+fn an_interpreter_or_model_that_is_not_there_is_named() {
+    let bench = Bench::start("serve", |settings| {
+        settings.drivers[0].python = Path::new("/no/python").to_owned();
+    });
+    let error = bench.service.wait_ready(WATCHDOG).unwrap_err().to_string();
+    assert!(
+        error.contains("cannot spawn /no/python") && error.contains("hint:"),
+        "{error}"
+    );
+    let bench = Bench::start("serve", |settings| {
+        settings.drivers[0].model = Path::new("/no/model").to_owned();
+    });
+    let error = bench.service.wait_ready(WATCHDOG).unwrap_err().to_string();
+    assert!(error.contains("cannot find the model /no/model"), "{error}");
+}
+
+#[test]
+fn requests_end_by_abort_deadline_and_shutdown() {
+    let bench = Bench::ready("slow=5");
+    let aborted = bench.submit(&[1, 2, 3], 120);
+    let arrival = Arrival::new(0, vec![4, 5, 6], GREEDY, 120);
+    let late = bench
+        .service
+        .submit(arrival, Some(Duration::from_millis(40)))
+        .unwrap();
+    let long = bench.submit(&vec![1; 129], 4);
+    let foreign = bench.submit(&[1, 97], 4);
+    let mut stories = Stories::new();
+    bench.collect_into(&mut stories, 3);
+    bench.service.abort(aborted);
+    bench.service.abort(4711);
+    bench.collect_into(&mut stories, 4);
+    assert_eq!(stories[&(aborted, 0)].end, Some(End::Aborted));
+    assert_eq!(stories[&(late, 0)].end, Some(End::Deadline));
+    for (id, text) in [(long, "129 tokens"), (foreign, "token 97 at 1")] {
+        let end = format!("{:?}", stories[&(id, 0)].end);
+        assert!(end.contains("Failed") && end.contains(text), "{end}");
+    }
+    for (id, prompt) in [(aborted, [1, 2, 3]), (late, [4, 5, 6])] {
+        let tokens = &stories[&(id, 0)].tokens;
+        assert!(expected(&prompt, 120).starts_with(tokens) && tokens.len() < 120);
+    }
+    let open = bench.submit(&[7, 8], 100);
+    bench.service.shutdown();
+    let rest = bench.service.poll(Duration::ZERO);
+    assert_eq!((rest.len(), rest[0].request), (1, open));
+    assert_eq!(rest[0].end, Some(End::Aborted));
+}
+
+#[test]
+fn a_shutdown_need_not_wait_for_a_start_or_an_answer() {
+    let bench = Bench::ready("stuck-at=1");
+    bench.submit(&[7, 8], 100);
+    thread::sleep(Duration::from_millis(50));
+    let started = Instant::now();
+    bench.service.shutdown();
+    // The stand-in ends on SIGTERM.
+    assert!(started.elapsed() < Duration::from_secs(20));
+    let bench = Bench::start("serve", |_| ());
+    bench.service.shutdown();
+    assert!(matches!(bench.service.wait_ready(WATCHDOG), Ok(false)));
+}
+
+#[test]
+fn stop_tokens_minimum_lengths_and_samples() {
+    let bench = Bench::ready("serve");
+    let whole = expected(&[9, 8, 7], 40);
+    let stop = whole[12];
+    let first = whole.iter().position(|&token| token == stop).unwrap();
+    let arrival = |min_tokens, samples| Arrival {
+        ends: Ends {
+            max_tokens: 40,
+            min_tokens,
+            stop_tokens: vec![stop],
+            ..Ends::default()
+        },
+        samples,
+        ..Arrival::new(0, vec![9, 8, 7], GREEDY, 40)
+    };
+    let plain = bench.service.submit(arrival(0, 1), None).unwrap();
+    let several = bench.service.submit(arrival(0, 3), None).unwrap();
+    let long = bench.service.submit(arrival(30, 1), None).unwrap();
+    let stories = bench.collect(5);
+    for key in [(plain, 0), (several, 0), (several, 1), (several, 2)] {
+        assert_eq!(stories[&key].tokens, whole[..=first]);
+        assert_eq!(stories[&key].end, Some(End::StopToken(stop)));
+    }
+    // As long as the stop token may not come, the driver draws the one behind it.
+    let tokens = &stories[&(long, 0)].tokens;
+    let mut text = vec![9, 8, 7];
+    for (count, &token) in tokens.iter().enumerate() {
+        let free = driver::next(&text);
+        let forbidden = free == stop && count < 30;
+        let wanted = if forbidden {
+            (stop + 1) % driver::VOCABULARY
+        } else {
+            free
+        };
+        assert_eq!(token, wanted, "token {count}");
+        text.push(token);
+    }
+    assert!(tokens.len() >= 30);
+}
+
+#[test]
+fn drafts_change_no_token() {
+    let bench = Bench::ready("serve");
+    let all = prompts(12);
+    let arrival = |prompt: &[u32], output| Arrival {
+        drafts: true,
+        ..Arrival::new(0, prompt.to_vec(), GREEDY, output)
+    };
+    let submit = |(prompt, output): &(Vec<u32>, u32)| {
+        bench
+            .service
+            .submit(arrival(prompt, *output), None)
+            .unwrap()
+    };
+    let ids: Vec<u64> = all.iter().map(submit).collect();
+    let stories = bench.collect(ids.len());
+    for (id, (prompt, output)) in ids.iter().zip(&all) {
+        assert_eq!(
+            stories[&(*id, 0)].tokens,
+            expected(prompt, *output),
+            "of {prompt:?}"
+        );
+    }
+    bench.service.shutdown();
+    let stats = bench.service.stats()[0].scheduler;
+    assert!(
+        stats.accepted > 0 && stats.accepted < stats.drafts,
+        "{stats:?}"
+    );
+}
+
+#[test]
+fn replicas_share_the_requests() {
+    let bench = Bench::start("serve", |settings| {
+        let driver = settings.drivers[0].clone();
+        settings.drivers.push(driver);
+    });
+    bench.wait_ready();
+    let stories = serve(&bench, &prompts(30));
+    let of = |replica: u64| stories.keys().filter(|(id, _)| id % 2 == replica).count();
+    assert!(of(0) > 5 && of(1) > 5, "{} and {}", of(0), of(1));
+    let keyed = |key: &str| {
+        let arrival = Arrival {
+            routing_key: Some(key.into()),
+            ..Arrival::new(0, vec![1, 2], GREEDY, 2)
+        };
+        bench.service.submit(arrival, None).unwrap() % 2
+    };
+    for key in ["a", "b", "c"] {
+        let first = keyed(key);
+        assert!((0..4).all(|_| keyed(key) == first));
+    }
+    let log = bench.log();
+    assert!(
+        log.contains("0: ready") && log.contains("1: ready"),
+        "{log}"
+    );
+}
