@@ -19,7 +19,7 @@ MODEL := --manifest-path rust/ring/model/Cargo.toml
 LOAD := --manifest-path benches/pie_load/Cargo.toml
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-rust test-python quick bench replay load counts fuzz lint format stubs wheel
+.PHONY: help demo test test-rust test-python quick bench replay load counts fuzz lint format stubs docs wheel
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -94,6 +94,9 @@ format: $(VENV)/.installed ## Format the sources
 STUB ?= python
 stubs: $(VENV)/.dependencies ## Generate the native module's stub
 	@$(BIN)/maturin generate-stubs --quiet --out $(STUB)
+
+docs: $(VENV)/.dependencies ## Generate docs/options.md from the definitions of the options
+	@PYTHONPATH=python $(BIN)/python tools/generate_options.py
 
 wheel: $(WHEELS)/.built ## Build the abi3 wheel into target/wheels
 

@@ -198,7 +198,7 @@ def _steps_of(
 ) -> list[tuple[str, Any]]:
     from pie_driver_sglang.config.file import load_config
     from pie_driver_sglang.errors import AdapterError
-    from pie_driver_sglang.ranks.parallel import Rank
+    from pie_driver_sglang.ranks.types import Rank
     from pie_driver_sglang.srt.start import load_rank
 
     _, engine = load_rank(load_config(Path(config_path)), Rank(number, 2, rendezvous))

@@ -25,7 +25,7 @@ from sglang.srt.models import deepseek_v2
 import drivers
 from pie_driver_sglang.config.file import load_config
 from pie_driver_sglang.errors import StartError
-from pie_driver_sglang.ranks.parallel import ALONE
+from pie_driver_sglang.ranks.types import ALONE
 from pie_driver_sglang.srt import boot, load_check, support
 
 Weights = list[tuple[str, torch.Tensor]]

@@ -12,7 +12,7 @@ import torch
 
 from pie_driver_sglang.kernels.dense_layers import (
     Heads,
-    Linear,
+    LinearWeights,
     Norm,
     Scale,
     Tiling,
@@ -20,7 +20,7 @@ from pie_driver_sglang.kernels.dense_layers import (
     gate,
     gated,
     linear,
-    prepare,
+    norm_rope_store,
 )
 
 ROWS = (1, 16, 17, 40)
@@ -47,7 +47,7 @@ def check_linear() -> None:
             continue
         # Rows lie in something wider.
         rows = torch.randn(count, 200)[:, :192]
-        matrix = Linear(torch.randn(64, 192), torch.randn(64) if biased else None)
+        matrix = LinearWeights(torch.randn(64, 192), torch.randn(64) if biased else None)
         tiling = Tiling(rows=16, outputs=32, inputs=32, parts=parts)
         assert tiling.fits(64, 192)
         exact = rows.double() @ matrix.weight.double().T
@@ -61,7 +61,7 @@ def check_linear() -> None:
 def check_gated() -> None:
     """Gates and ups of an MLP."""
     for count in ROWS:
-        rows, matrix = torch.randn(count, 64), Linear(torch.randn(96, 64))
+        rows, matrix = torch.randn(count, 64), LinearWeights(torch.randn(96, 64))
         gate, up = (rows.double() @ matrix.weight.double().T).chunk(2, dim=-1)
         exact = torch.nn.functional.silu(gate) * up
         close(gated(rows, matrix, Tiling(rows=16, outputs=16, inputs=32)), exact)
@@ -124,9 +124,9 @@ def check_prepare() -> None:
             keys, values,
         )  # fmt: skip
         given = rows.clone()
-        apart = prepare(rows, heads, positions, slots, scale=scale, apart=True)
+        apart = norm_rope_store(rows, heads, positions, slots, scale=scale, out_of_place=True)
         assert torch.equal(rows, given)
-        found = prepare(rows, heads, positions, slots, scale=scale)
+        found = norm_rope_store(rows, heads, positions, slots, scale=scale)
         assert torch.equal(found, apart)
         assert apart.is_contiguous()
         if scale is not None:

@@ -6,7 +6,7 @@ import random
 
 import torch
 
-from pie_driver_sglang.kernels.page_copy import BLOCK, Rows, move
+from pie_driver_sglang.kernels.page_copy import BLOCK, BufferRows, move
 from pie_driver_sglang.srt import pool as pool_module
 from pie_driver_sglang.srt.pool import PagePools, page_bytes
 
@@ -15,7 +15,7 @@ WIDTHS = (3, 1, BLOCK + 5, 2)
 
 
 def move_backwards(
-    source: Rows, source_rows: torch.Tensor, target: Rows, target_rows: torch.Tensor
+    source: BufferRows, source_rows: torch.Tensor, target: BufferRows, target_rows: torch.Tensor
 ) -> None:
     """The interpreter takes pair after pair; a GPU takes them in any order."""
     move(source, source_rows.flip(0), target, target_rows.flip(0))

@@ -23,12 +23,24 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from pie_driver_sglang.kernels import dense_layers, paged_attend, paged_shares, rank_sums, sampler
-from pie_driver_sglang.kernels.dense_layers import Heads, Linear, Norm, Scale
+from pie_driver_sglang.kernels import (
+    all_reduce_norm,
+    dense_layers,
+    paged_attend,
+    paged_splits,
+    sampler,
+)
+from pie_driver_sglang.kernels.all_reduce_norm import TUNINGS, LamportAllReduceNorm, PeerMemory
+from pie_driver_sglang.kernels.dense_layers import Heads, LinearWeights, Norm, Scale
 from pie_driver_sglang.kernels.masked_torch import Rule
-from pie_driver_sglang.kernels.paged_attend import attend
-from pie_driver_sglang.kernels.paged_shares import Cut, Prefixes, Rows, share, tuning
-from pie_driver_sglang.kernels.rank_sums import TUNINGS, RankSums, Shared
+from pie_driver_sglang.kernels.paged_attend import attend_paged
+from pie_driver_sglang.kernels.paged_splits import (
+    DecodeRows,
+    Prefixes,
+    SplitPlan,
+    plan_splits,
+    split_tuning,
+)
 from pie_driver_sglang.sampling.groups import SlotParams
 
 FEW = 3
@@ -82,7 +94,7 @@ def recorded(launch: Callable[[], object]) -> list[Any]:
     early = {"CHAINED": True, "launch_pdl": True}
     with contextlib.ExitStack() as patches:
         patches.enter_context(mock.patch.object(JITFunction, "run", record))
-        for module in (paged_shares, paged_attend, dense_layers, rank_sums, sampler):
+        for module in (paged_splits, paged_attend, dense_layers, all_reduce_norm, sampler):
             patches.enter_context(mock.patch.object(module, "chained", lambda _: early))
         launch()
     return compiled
@@ -113,7 +125,7 @@ def attention(
 ) -> None:
     """What one layer launches in a step of so many rows."""
     numbers = torch.zeros(count, dtype=torch.int32)
-    rows = Rows(
+    rows = DecodeRows(
         torch.zeros(4, 512, dtype=torch.int32),
         torch.zeros(count, dtype=torch.int64),
         torch.arange(count),
@@ -121,9 +133,9 @@ def attention(
     )
     storage = torch.zeros(64, 8, dim).to(pool)
     q = torch.zeros(count, 8 * group, dim, dtype=queries)
-    how = tuning(dim, group, pool.itemsize, count, prompts=prompts)
-    shares = share(rows, Cut(how, 8, group, window), 132)
-    attend(q, storage, storage, torch.empty_like(q), rows, shares, rule, page)
+    how = split_tuning(dim, group, pool.itemsize, count, prompts=prompts)
+    shares = plan_splits(rows, SplitPlan(how, 8, group, window), 132)
+    attend_paged(q, storage, storage, torch.empty_like(q), rows, shares, rule, page)
 
 
 def check_attention() -> None:
@@ -138,8 +150,8 @@ def check_attention_case(case: Any, *, grouped: bool) -> None:
     count = case[7] if len(case) > 7 else FEW
     grouped = grouped and window < 0 and not prompts
     kernels = recorded(functools.partial(attention, *case, grouped=grouped))
-    assert [kernel.name for kernel in kernels] == ["_share", "_attend"]
-    page, block = case[4], tuning(*case[:2], case[2].itemsize, count, prompts=prompts).block
+    assert [kernel.name for kernel in kernels] == ["_plan_splits", "_attend"]
+    page, block = case[4], split_tuning(*case[:2], case[2].itemsize, count, prompts=prompts).block
     # Shares, two tiles and where the first block is stored: neither queries nor KV.
     slots = paged_attend._pages(block, page)
     loads = 16 + slots if slots and not grouped else None
@@ -171,7 +183,7 @@ def products(dtype: torch.dtype) -> Iterator[Any]:
         (1024, 3072, dense_layers.MOST_PARTS, False),
         (3072, 1024, 1, True),
     ):
-        matrix = Linear(torch.zeros((1 + gated) * outputs, inputs, dtype=dtype))
+        matrix = LinearWeights(torch.zeros((1 + gated) * outputs, inputs, dtype=dtype))
         if most == 1 and not gated:
             matrix = matrix._replace(bias=torch.zeros(outputs, dtype=dtype))
         for count in (1, 17, 33, 65, 129):
@@ -207,7 +219,7 @@ def check_dense(dtype: torch.dtype) -> None:
     places = torch.zeros(40, dtype=torch.int64)
     for scale in (None, Scale(zeros(40, 1024), 1e-6)):
         prepare = functools.partial(
-            dense_layers.prepare, zeros(40, width), heads, places, places, scale=scale
+            dense_layers.norm_rope_store, zeros(40, width), heads, places, places, scale=scale
         )
         [kernel] = recorded(prepare)
         # A slot, a position, and its cosines and sines.
@@ -219,9 +231,9 @@ def check_dense(dtype: torch.dtype) -> None:
 def rank_sum(ranks: int, dtype: torch.dtype, width: int, *, two_shot: bool) -> Any:
     """A sum of some rows over ranks."""
     tuning = TUNINGS[ranks]._replace(most_rows=64, one_shot_rows=0 if two_shot else 64)
-    size = RankSums.size(ranks, tuning.most_rows, width, dtype)
-    shared = Shared([torch.zeros(size, dtype=torch.uint8) for _ in range(ranks)])
-    sums = RankSums(shared, ranks - 1, width, dtype, tuning)
+    size = LamportAllReduceNorm.size(ranks, tuning.most_rows, width, dtype)
+    shared = PeerMemory([torch.zeros(size, dtype=torch.uint8) for _ in range(ranks)])
+    sums = LamportAllReduceNorm(shared, ranks - 1, width, dtype, tuning)
     norm = Norm(torch.zeros(width, dtype=dtype), 1e-6)
     part = torch.zeros(40, width, dtype=dtype)
     [kernel] = recorded(lambda: sums.add_norm(0, part, part.clone(), norm))
@@ -240,7 +252,7 @@ def check_lookers(kernel: Any) -> None:
         assert math.prod(map(int, spread)) <= int(words), given
 
 
-def check_rank_sums(ranks: int, dtype: torch.dtype) -> None:
+def check_all_reduce_norm(ranks: int, dtype: torch.dtype) -> None:
     """What ranks send is looked for again and again, past the first-level cache."""
     vectors = 16 * dtype.itemsize // TUNINGS[ranks].warps
     for two_shot in (False, True):
@@ -276,7 +288,7 @@ def check_sampling(dtype: torch.dtype) -> None:
     assert re.search(r"st\.global(\.v2)?\.b64", kernel.asm["ptx"])
     words = torch.zeros(64, dtype=torch.int32)
     rows = torch.zeros(40, 2, dtype=torch.int32)
-    assert recorded(lambda: sampler.apply_masks(logits, rows, words))
+    assert recorded(lambda: sampler.mask_logits(logits, rows, words))
 
 
 def check_staging() -> None:
@@ -312,7 +324,7 @@ if __name__ == "__main__":
     check_dense(torch.bfloat16)
     for ranks in (2, 4):
         for dtype in (torch.bfloat16, torch.float32):
-            check_rank_sums(ranks, dtype)
+            check_all_reduce_norm(ranks, dtype)
     check_sampling(torch.bfloat16)
     check_sampling(torch.float32)
     check_staging()

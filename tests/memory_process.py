@@ -81,7 +81,7 @@ def _pretended(free: int, lost: int) -> Iterator[None]:
     from sglang.srt.distributed import bootstrap
     from sglang.srt.mem_cache import kv_cache_configurator
 
-    from pie_driver_sglang.memory.plan import Device
+    from pie_driver_sglang.memory.types import Device
     from pie_driver_sglang.srt import measure
 
     with (

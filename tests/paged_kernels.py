@@ -16,8 +16,14 @@ from typing import NamedTuple
 import torch
 
 from pie_driver_sglang.kernels.masked_torch import Rule
-from pie_driver_sglang.kernels.paged_attend import attend
-from pie_driver_sglang.kernels.paged_shares import Cut, Prefixes, Rows, Tuning, share
+from pie_driver_sglang.kernels.paged_attend import attend_paged
+from pie_driver_sglang.kernels.paged_splits import (
+    DecodeRows,
+    Prefixes,
+    SplitPlan,
+    SplitTuning,
+    plan_splits,
+)
 
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 """Of the largest value of a row."""
@@ -135,7 +141,7 @@ class Step(NamedTuple):
     queries: torch.Tensor
     keys: torch.Tensor
     values: torch.Tensor
-    rows: Rows
+    rows: DecodeRows
     rule: Rule
     slots: list[torch.Tensor]
     """Storage slot of each KV index, by row."""
@@ -183,7 +189,7 @@ def make_step(case: Case, generator: torch.Generator) -> Step:
         random_like(len(counts) + PADDING, case.heads, case.dim).to(case.dtype),
         stored(case.dim),
         stored(case.value_dim),
-        Rows(
+        DecodeRows(
             table,
             torch.cat([table_rows, padding]),
             torch.cat([torch.tensor(case.lengths), padding + 1]),
@@ -237,19 +243,19 @@ def dense(case: Case, step: Step) -> torch.Tensor:
 
 
 def check_attention(
-    case: Case, generator: torch.Generator, device: str = "cpu", how: Tuning | None = None
+    case: Case, generator: torch.Generator, device: str = "cpu", how: SplitTuning | None = None
 ) -> bool:
     """Whether a case comes out right, on a GPU twice the same; `how` replaces the case's block."""
     step = make_step(case, generator)
     group = case.heads // case.kv_heads
-    how = how or Tuning(case.block, 4, 3, 1, case.queries)
-    cut = Cut(how, case.kv_heads, group, case.window)
+    how = how or SplitTuning(case.block, 4, 3, 1, case.queries)
+    cut = SplitPlan(how, case.kv_heads, group, case.window)
     # Queries come as a part of what one product gives for queries, keys and values.
     wide = torch.nn.functional.pad(step.queries.flatten(1), (16, 32)).to(device)
     queries = wide[:, 16:-32].view(step.queries.shape)
     keys, values = step.keys.to(device), step.values.to(device)
     groups = step.rows.prefixes
-    rows = Rows(
+    rows = DecodeRows(
         *(part.to(device) for part in step.rows[:3]),
         None if groups is None else Prefixes(*(part.to(device) for part in groups)),
     )
@@ -257,9 +263,9 @@ def check_attention(
     rule = step.rule._replace(sinks=None if sinks is None else sinks.to(device))
     outs = []
     for _ in range(1 if device == "cpu" else 2):
-        shares = share(rows, cut, case.multiprocessors)
+        shares = plan_splits(rows, cut, case.multiprocessors)
         out = queries.new_full((len(queries), case.heads, case.value_dim), math.nan)
-        attend(queries, keys, values, out, rows, shares, rule, case.page, case.value_scale)
+        attend_paged(queries, keys, values, out, rows, shares, rule, case.page, case.value_scale)
         assert not shares.arrived.any(), "a layer behind this one would be wrong"
         if groups is not None and not cut.windowed:
             assert not shares.met.any(), "a layer behind this one would be wrong"
@@ -328,9 +334,9 @@ def check_shares() -> bool:
         for row in range(1, rows):
             if draw.random() < 0.8:
                 owners[row], lengths[row] = owners[row - 1], lengths[row - 1] + 1
-        step = Rows(torch.empty(0), torch.tensor(owners), torch.tensor(lengths))
+        step = DecodeRows(torch.empty(0), torch.tensor(owners), torch.tensor(lengths))
         # A product has room for four heads of four rows.
-        shares = share(step, Cut(Tuning(64, 4, 3, 1), 2, 4, window), 2 * programs)
+        shares = plan_splits(step, SplitPlan(SplitTuning(64, 4, 3, 1), 2, 4, window), 2 * programs)
         before = rows_before(owners, lengths, 4)
         hidden = [
             max(0, length - ahead - 1 - window) // 64 if window >= 0 else 0
@@ -367,9 +373,9 @@ def check_grouped_shares() -> bool:
     case = Case(tuple(lengths), groups=((5, 2, 0), (1, 3, 6)), common=(640, 256))
     lengths += [1] * PADDING
     rows = torch.arange(1, len(lengths) + 1)
-    step = Rows(torch.empty(0), rows, torch.tensor(lengths), prefixes(case))
+    step = DecodeRows(torch.empty(0), rows, torch.tensor(lengths), prefixes(case))
     # A product has room for two heads of two rows.
-    shares = share(step, Cut(Tuning(64, 4, 3, 1, queries=4), 2, 2, -1), 8)
+    shares = plan_splits(step, SplitPlan(SplitTuning(64, 4, 3, 1, queries=4), 2, 2, -1), 8)
     elsewhere = [640, 256, 640, 256, 0, 640, 256] + [0] * PADDING
     # By row: the entry that a tile of its group ends with, those in front, and blocks.
     of_groups = {2: (1, 1, 10), 0: (2, 0, 10), 3: (4, 1, 4), 6: (5, 0, 4)}

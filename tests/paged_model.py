@@ -156,16 +156,16 @@ def differences(config: DriverConfig) -> list[float]:
 @contextlib.contextmanager
 def ranked(runner: Any) -> Iterator[Any]:
     """The layers of one rank that adds up as several do."""
-    from pie_driver_sglang.kernels.rank_sums import RankSums
+    from pie_driver_sglang.kernels.all_reduce_norm import LamportAllReduceNorm
     from pie_driver_sglang.srt import dense as dense_module
 
     def add_norm(turn: int, part: Any, residual: Any, norm: Any) -> Any:
         assert turn == sums.add_norm.call_count % 2 ^ 1
         return dense_module.dense_layers.add_norm(part[None], residual, norm)
 
-    sums = mock.Mock(spec=RankSums, most_rows=256)
+    sums = mock.Mock(spec=LamportAllReduceNorm, most_rows=256)
     sums.add_norm.side_effect = add_norm
-    with mock.patch.object(dense_module, "_rank_sums", lambda *_: sums):
+    with mock.patch.object(dense_module, "_all_reduce", lambda *_: sums):
         dense = dense_module.DenseLayers.of(runner)
     assert dense is not None
     assert dense.takes(256)
@@ -182,12 +182,14 @@ def check_ranks(runner: Any) -> None:
     import torch
     from sglang.srt.distributed.device_communicators.custom_all_reduce_v2 import CustomAllReduceV2
 
-    from pie_driver_sglang.kernels.rank_sums import Shared
+    from pie_driver_sglang.kernels.all_reduce_norm import PeerMemory
     from pie_driver_sglang.srt import dense as dense_module
 
     reaches = mock.Mock(spec=CustomAllReduceV2, disabled=False)
     disabled = mock.Mock(spec=CustomAllReduceV2, disabled=True)
-    fails = mock.patch.object(dense_module.rank_sums, "share", side_effect=RuntimeError("no"))
+    fails = mock.patch.object(
+        dense_module.all_reduce_norm, "map_peer_memory", side_effect=RuntimeError("no")
+    )
     cases = ((3, reaches), (2, None), (2, object()), (2, disabled), (2, reaches), (4, reaches))
     for ranks, reach in cases:
         group = mock.Mock(ca_comm=reach)
@@ -200,15 +202,15 @@ def check_ranks(runner: Any) -> None:
             assert share.called == (ranks != 3 and reach is reaches)
     for ranks in (2, 4):
 
-        def memory(group: Any, device: Any, size: int, ranks: int = ranks) -> Shared:
-            return Shared([torch.zeros(size, dtype=torch.uint8, device=device)] * ranks)
+        def memory(group: Any, device: Any, size: int, ranks: int = ranks) -> PeerMemory:
+            return PeerMemory([torch.zeros(size, dtype=torch.uint8, device=device)] * ranks)
 
         with (
             mock.patch.object(runner, "ps", SimpleNamespace(tp_size=ranks, tp_rank=ranks - 1)),
             mock.patch.object(
                 dense_module, "get_tp_group", return_value=mock.Mock(ca_comm=reaches)
             ),
-            mock.patch.object(dense_module.rank_sums, "share", memory),
+            mock.patch.object(dense_module.all_reduce_norm, "map_peer_memory", memory),
         ):
             layers = dense_module.DenseLayers.of(runner)
         assert layers is not None

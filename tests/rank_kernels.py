@@ -17,20 +17,20 @@ import torch
 from triton.runtime.interpreter import InterpreterBuilder
 
 from pie_driver_sglang import _core
-from pie_driver_sglang.kernels.dense_layers import Norm
-from pie_driver_sglang.kernels.rank_sums import (
+from pie_driver_sglang.kernels.all_reduce_norm import (
     SENTINEL_BYTE,
     TURNS,
-    RankSums,
-    Shared,
-    Tuning,
+    AllReduceTuning,
+    LamportAllReduceNorm,
+    PeerMemory,
 )
+from pie_driver_sglang.kernels.dense_layers import Norm
 
 MOST_ROWS, WIDTH = 6, 40
 EPSILON = 1e-6
 STEPS = 24
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
-TUNINGS = [Tuning(MOST_ROWS, rows, 4) for rows in (0, 2, MOST_ROWS)]
+TUNINGS = [AllReduceTuning(MOST_ROWS, rows, 4) for rows in (0, 2, MOST_ROWS)]
 LIMIT_S = 100.0
 LATE_S, TURN_S = 0.002, 0.06
 
@@ -89,7 +89,10 @@ def play(case: Case, rank: int, leader: int) -> None:
     torch.set_num_threads(1)
     common, own = torch.Generator().manual_seed(3), random.Random(rank)
     be_late(own)
-    ways = [RankSums(Shared(case.shared), rank, WIDTH, case.dtype, tuning) for tuning in TUNINGS]
+    ways = [
+        LamportAllReduceNorm(PeerMemory(case.shared), rank, WIDTH, case.dtype, tuning)
+        for tuning in TUNINGS
+    ]
     for step in range(STEPS):
         parts = drawn(common, len(case.shared), case.dtype)
         residual = torch.randn(parts.shape[1:], generator=common).to(case.dtype)
@@ -123,7 +126,7 @@ def end_all(children: list[BaseProcess]) -> None:
 
 def check(ranks: int, dtype: torch.dtype) -> None:
     """Some ranks take turns; all go on with the same numbers."""
-    size = RankSums.size(ranks, MOST_ROWS, WIDTH, dtype)
+    size = LamportAllReduceNorm.size(ranks, MOST_ROWS, WIDTH, dtype)
     shared = [
         torch.full((size,), SENTINEL_BYTE).to(torch.uint8).share_memory_() for _ in range(ranks)
     ]

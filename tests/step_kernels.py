@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from pie_driver_sglang.kernels.sampler import apply_masks, fetch, publish, sample_step, update_table
+from pie_driver_sglang.kernels.sampler import fetch, mask_logits, publish, sample_step, update_table
 from pie_driver_sglang.sampling.groups import SlotParams
 
 ROWS = 8
@@ -134,7 +134,7 @@ def check_masks() -> None:
     expected = logits.clone()
     for row, mask in ((0, 1), (2, 0), (3, 1)):
         expected[row, ~allowed[mask]] = -torch.inf
-    apply_masks(logits, torch.tensor(places, dtype=torch.int32), words)
+    mask_logits(logits, torch.tensor(places, dtype=torch.int32), words)
     assert torch.equal(logits, expected)
 
 

@@ -18,7 +18,8 @@ import pie_driver_sglang
 from pie_driver_sglang import _core
 from pie_driver_sglang.cli import engine_options, generate, plan, program, version
 from pie_driver_sglang.errors import ConfigError
-from pie_driver_sglang.memory.plan import GIB, Device
+from pie_driver_sglang.memory.plan import GIB
+from pie_driver_sglang.memory.types import Device
 from tiny_models import POCKET, REPOSITORY
 
 LLAMA_8B: dict[str, Any] = {
@@ -405,7 +406,7 @@ class TestEngineOptions:
     def test_loading_is_shown_by_lines_off_a_terminal(
         self, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        with engine_options.Loading("model") as loading:
+        with engine_options.LoadingLine("model") as loading:
             loading(0.1, "a line")
             loading(0.2, "")
         assert capsys.readouterr().err == "a line\n"

@@ -20,8 +20,8 @@ from pie_driver_sglang.demo import program
 from pie_driver_sglang.demo.display import Display, heading, plain_table, printable
 from pie_driver_sglang.demo.driver import (
     Channel,
+    DemoSettings,
     Profile,
-    Settings,
     _read_handshake,
     _toml,
     choose_profile,
@@ -226,7 +226,7 @@ def test_the_driver_accepts_its_configuration(tmp_path: Path) -> None:
     (model / "tokenizer.json").write_text("{}")
     file = tmp_path / "driver.toml"
     for spin, devices in ((NEVER_PARK, ("cpu",)), (1000, ("cuda:1", "cuda:0"))):
-        settings = Settings(model, ",".join(devices), 7, Profile("", spin, ""))
+        settings = DemoSettings(model, ",".join(devices), 7, Profile("", spin, ""))
         file.write_text(_toml(settings, 5, tmp_path / "trace.json"), encoding="utf-8")
         read = load_config(file)
         assert (read.model.snapshot_dir, read.model.name) == (model, model.name)

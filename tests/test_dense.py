@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import scripts
-from pie_driver_sglang.kernels.dense_layers import MOST_PARTS, Linear, Norm, tiling
-from pie_driver_sglang.kernels.rank_sums import TUNINGS, find_obstacle
+from pie_driver_sglang.kernels.all_reduce_norm import TUNINGS, find_obstacle
+from pie_driver_sglang.kernels.dense_layers import MOST_PARTS, LinearWeights, Norm, tiling
 
 
 def test_the_kernels_compute_what_float64_does(interpreter: scripts.Interpreter) -> None:
@@ -101,9 +101,9 @@ def make_layer(dtype: torch.dtype = torch.float32, *, biased: bool = False) -> A
     bias = torch.zeros(4) if biased else None
     return SimpleNamespace(
         before=Norm(norm, 1e-6),
-        qkv=Linear(matrix, bias),
+        qkv=LinearWeights(matrix, bias),
         between=Norm(norm.clone(), 1e-6),
-        gate_up=Linear(matrix.clone()),
+        gate_up=LinearWeights(matrix.clone()),
     )
 
 

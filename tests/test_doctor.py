@@ -17,7 +17,7 @@ import pytest
 import drivers
 from pie_driver_sglang import _core
 from pie_driver_sglang.cli import doctor, machine, program
-from pie_driver_sglang.cli.machine import Cache, Cuda, Gpu, Machine, Package, Region, Shm
+from pie_driver_sglang.cli.machine import Cache, Cuda, Gpu, Machine, Package, RegionFile, Shm
 from pie_driver_sglang.cli.report import Finding, exit_status
 from pie_driver_sglang.demo.driver import LATENCY_CORES
 from pie_driver_sglang.memory.plan import GIB
@@ -42,7 +42,9 @@ GOOD = Machine(
     compiler="/usr/bin/gcc",
     nvcc="/usr/local/cuda/bin/nvcc",
 )
-REGION = Region("pie_shmem_g0", 48 << 20, "root", 4711, "python -m pie_driver_sglang", True, 60.0)
+REGION = RegionFile(
+    "pie_shmem_g0", 48 << 20, "root", 4711, "python -m pie_driver_sglang", True, 60.0
+)
 
 
 def named(found: list[Finding], name: str) -> Finding:

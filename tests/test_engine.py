@@ -84,9 +84,9 @@ def check(reference: Reference, found: Sequence[dict[str, Any]], texts: Sequence
 
 
 def engine_tokens(texts: Sequence[str]) -> list[list[int]]:
-    from pie_driver_sglang.offline.tokenizer import Tokenizer
+    from pie_driver_sglang.offline.tokenizer import ModelTokenizer
 
-    return Tokenizer(POCKET).encode(texts)
+    return ModelTokenizer(POCKET).encode(texts)
 
 
 def test_a_batch_is_what_transformers_says(engine: Engine, reference: Reference) -> None:
@@ -134,9 +134,9 @@ def test_one_prompt_has_sglangs_form(engine: Engine) -> None:
 
 
 def engine_text(tokens: Sequence[int]) -> str:
-    from pie_driver_sglang.offline.tokenizer import Tokenizer
+    from pie_driver_sglang.offline.tokenizer import ModelTokenizer
 
-    return Tokenizer(POCKET).decode(tokens)
+    return ModelTokenizer(POCKET).decode(tokens)
 
 
 def test_streams_grow_to_the_same_answer(engine: Engine) -> None:

@@ -22,7 +22,8 @@ import drivers
 import tiny_models
 from pie_driver_sglang import __version__, _core
 from pie_driver_sglang.config.file import DriverConfig, DriverSection, ModelSection
-from pie_driver_sglang.config.options import DriverOptions, parse_options
+from pie_driver_sglang.config.option_checks import parse_options
+from pie_driver_sglang.config.options import DriverOptions
 from pie_driver_sglang.engine import Facts
 from pie_driver_sglang.errors import not_running
 from pie_driver_sglang.pie import launch

@@ -16,11 +16,11 @@ import drivers
 import memory_process
 import tiny_models
 from drivers import StartFailedError, write_config
+from pie_driver_sglang.cli.model_sizes import model_of, read_shape, read_weights
 from pie_driver_sglang.config.hf_config import load_hf_config
-from pie_driver_sglang.config.options import parse_options
+from pie_driver_sglang.config.option_checks import parse_options
 from pie_driver_sglang.errors import ConfigError, StartError
-from pie_driver_sglang.memory.plan import Model
-from pie_driver_sglang.memory.shape import model_of, read_shape, read_weights
+from pie_driver_sglang.memory.types import ModelSizes
 
 PAGE = 16
 GPU_FREE = 1536 << 20
@@ -169,7 +169,7 @@ def test_a_plan_without_sglang_finds_the_same_sizes(models_folder: Path, tmp_pat
         shape = read_shape(hf_config)
         weights = read_weights(folder, shape, hf_config, options, "bfloat16")
         ours = model_of(shape, weights.parts, options, hf_config, "bfloat16", on_host=True)
-        pairs = zip(Model._fields, ours, theirs, strict=True)
+        pairs = zip(ModelSizes._fields, ours, theirs, strict=True)
         wrong += [(folder.name, *pair) for pair in pairs if pair[1] != pair[2]]
         planned += 1
     assert not wrong

@@ -16,22 +16,15 @@ from pie_driver_sglang.errors import StartError
 from pie_driver_sglang.memory.limits import (
     LONGEST_GRAPH,
     chunk_tokens,
-    grouped_ladder,
-    ladder,
-    long_ladder,
+    decode_batch_sizes,
+    prefill_batch_sizes,
     row_pages,
+    shared_prefix_batch_sizes,
 )
 from pie_driver_sglang.memory.plan import (
-    ANY_RANKS,
     CPU_POOL_TOKENS,
-    EVERYWHERE,
     GIB,
     GRAPH_LAYER_BYTES,
-    Device,
-    Loaded,
-    Model,
-    Part,
-    Settings,
     attention_mask_bytes,
     comparison,
     plan_memory,
@@ -47,11 +40,20 @@ from pie_driver_sglang.memory.refusal import (
     require_fit,
     shrunk,
 )
+from pie_driver_sglang.memory.types import (
+    ANY_RANKS,
+    EVERYWHERE,
+    Device,
+    Loaded,
+    MemorySettings,
+    ModelSizes,
+    Part,
+)
 
 PAGE = 16
 H200 = Device("cuda:0", 140 * GIB, 139 * GIB)
 # Qwen3-0.6B in bfloat16: 28 layers, 16 heads and 8 for keys and values, 128 wide.
-QWEN = Model(
+QWEN = ModelSizes(
     weights=(Part(1_192_099_840, ANY_RANKS), Part(21_102_592, EVERYWHERE)),
     token_bytes=Part(28 * 8 * 2 * 128 * 2, 8),
     row_numbers=(Part(9216, ANY_RANKS),),
@@ -62,7 +64,9 @@ QWEN = Model(
     heads=16,
     head_dim=128,
 )
-USUAL = Settings(context_length=40_960, page_size=PAGE, requests=256, chunk_tokens=8192, slots=512)
+USUAL = MemorySettings(
+    context_length=40_960, page_size=PAGE, requests=256, chunk_tokens=8192, slots=512
+)
 
 FIELDS = {
     "mem_fraction_static": "fraction",
@@ -76,7 +80,7 @@ FIELDS = {
 
 parts = st.builds(Part, st.integers(0, 8 * GIB), st.sampled_from([1, 2, 8, ANY_RANKS]))
 models = st.builds(
-    Model,
+    ModelSizes,
     weights=st.lists(parts, max_size=3).map(tuple),
     token_bytes=st.builds(Part, st.integers(64, 2**22), st.sampled_from([1, 4, 8])),
     row_numbers=st.builds(Part, st.integers(0, 200_000), st.just(ANY_RANKS)).map(lambda p: (p,)),
@@ -91,7 +95,7 @@ models = st.builds(
     image_bytes=st.integers(0, 2**20),
 )
 settings_ = st.builds(
-    Settings,
+    MemorySettings,
     context_length=st.integers(1, 262_144),
     page_size=st.sampled_from([1, 16, 64]),
     requests=st.integers(1, 1024),
@@ -121,7 +125,7 @@ def devices(draw: st.DrawFn, least: int = 1) -> Device:
 
 @given(devices(), models, settings_, st.none() | fractions)
 def test_the_rows_add_up_to_what_is_free(
-    device: Device, model: Model, settings: Settings, fraction: float | None
+    device: Device, model: ModelSizes, settings: MemorySettings, fraction: float | None
 ) -> None:
     plan = plan_memory(device, model, settings._replace(fraction=fraction))
     assert used(plan) + plan.reserve == device.free
@@ -133,7 +137,7 @@ def test_the_rows_add_up_to_what_is_free(
 
 @given(devices(least=48 * GIB), models, settings_)
 def test_the_default_leaves_its_reserve_and_no_more(
-    device: Device, model: Model, settings: Settings
+    device: Device, model: ModelSizes, settings: MemorySettings
 ) -> None:
     plan = plan_memory(device, model, settings)
     assume(plan.tokens)
@@ -147,7 +151,7 @@ def test_the_default_leaves_its_reserve_and_no_more(
 
 @given(devices(), models, settings_, st.integers(0, 64 * GIB))
 def test_more_memory_never_means_less_kv(
-    device: Device, model: Model, settings: Settings, more: int
+    device: Device, model: ModelSizes, settings: MemorySettings, more: int
 ) -> None:
     larger = device._replace(total=device.total + more, free=device.free + more)
     few, many = (plan_memory(each, model, settings) for each in (device, larger))
@@ -156,7 +160,7 @@ def test_more_memory_never_means_less_kv(
 
 @given(sizes, models, settings_, fractions)
 def test_a_given_fraction_is_used_to_the_last_page(
-    free: int, model: Model, settings: Settings, fraction: float
+    free: int, model: ModelSizes, settings: MemorySettings, fraction: float
 ) -> None:
     device = Device("cuda:0", free, free)
     plan = plan_memory(device, model, settings._replace(fraction=fraction))
@@ -168,7 +172,7 @@ def test_a_given_fraction_is_used_to_the_last_page(
 
 @given(st.integers(48 * GIB, 200 * GIB), models, settings_, st.none() | fractions)
 def test_sglang_comes_to_the_same_pool(
-    free: int, model: Model, settings: Settings, fraction: float | None
+    free: int, model: ModelSizes, settings: MemorySettings, fraction: float | None
 ) -> None:
     plan = plan_memory(Device("cuda:0", free, free), model, settings._replace(fraction=fraction))
     assume(plan.tokens)
@@ -181,7 +185,7 @@ def test_sglang_comes_to_the_same_pool(
 
 @given(devices(), models, settings_, st.none() | fractions)
 def test_a_named_key_with_its_value_fits(
-    device: Device, model: Model, settings: Settings, fraction: float | None
+    device: Device, model: ModelSizes, settings: MemorySettings, fraction: float | None
 ) -> None:
     settings = settings._replace(fraction=fraction)
     if plan_memory(device, model, settings).fits(settings):
@@ -200,7 +204,7 @@ def test_a_named_key_with_its_value_fits(
 
 @given(models, settings_)
 def test_a_model_that_needs_nothing_but_memory_is_refused_only_for_that(
-    model: Model, settings: Settings
+    model: ModelSizes, settings: MemorySettings
 ) -> None:
     device = Device("cuda:0", 2**60, 2**60)
     assert require_fit(device, model, settings).tokens >= settings.context_tokens
@@ -237,13 +241,13 @@ def test_the_graphs_of_the_measured_shape() -> None:
     # benches/gpu/RESULTS.md: 41 graphs of up to 2,304 rows of this shape took 0.41 GiB, and 0.33
     # later. Those for shared prefixes were not among them.
     settings = USUAL._replace(chunk_tokens=16_384, prompts=True)
-    assert len(ladder(256)) + len(long_ladder(256, settings.chunk_tokens)) == 41
-    assert grouped_ladder(256) == [16, 32, 64, 128, 192, 256]
+    assert len(decode_batch_sizes(256)) + len(prefill_batch_sizes(256, settings.chunk_tokens)) == 41
+    assert shared_prefix_batch_sizes(256) == [16, 32, 64, 128, 192, 256]
     planned = plan_memory(H200, QWEN, settings).graphs
-    nodes = len(grouped_ladder(256)) * QWEN.layers * GRAPH_LAYER_BYTES
+    nodes = len(shared_prefix_batch_sizes(256)) * QWEN.layers * GRAPH_LAYER_BYTES
     assert (planned - nodes) / GIB == pytest.approx(0.414, rel=0.05)
     # And 28 of up to 256 rows 0.30 GiB with triton, as SGLang has the layers: not less is planned.
-    assert len(ladder(256)) == 28
+    assert len(decode_batch_sizes(256)) == 28
     settings = USUAL._replace(triton_tables=True, prompts=False)
     assert 0.30 < plan_memory(H200, QWEN, settings).graphs / GIB < 0.40
 
@@ -251,7 +255,7 @@ def test_the_graphs_of_the_measured_shape() -> None:
 @pytest.mark.parametrize("most", [1, 200, 256, 2303, 2304, 4096])
 @pytest.mark.parametrize("chunk", [16, 257, 300, 2048, 8192])
 def test_graphs_for_prompts_go_on_where_those_of_decodes_end(most: int, chunk: int) -> None:
-    rows = long_ladder(most, chunk)
+    rows = prefill_batch_sizes(most, chunk)
     longest = min(LONGEST_GRAPH, chunk)
     assert rows == sorted(set(rows))
     assert all(most < count <= longest for count in rows)
@@ -271,7 +275,7 @@ def test_every_graph_keeps_the_hidden_states_of_its_decodes() -> None:
     most = USUAL._replace(requests=4096)
     wide = QWEN._replace(hidden_size=QWEN.hidden_size + 1000)
     rows = [plan_memory(H200, model, most).graphs for model in (QWEN, wide)]
-    assert rows[1] - rows[0] > sum(ladder(4096)) * 1000 * QWEN.itemsize
+    assert rows[1] - rows[0] > sum(decode_batch_sizes(4096)) * 1000 * QWEN.itemsize
 
 
 @given(
@@ -332,7 +336,7 @@ def test_the_comparison() -> None:
     )
 
 
-def refusal(device: Device, model: Model, **changes: Any) -> tuple[str, str | None]:
+def refusal(device: Device, model: ModelSizes, **changes: Any) -> tuple[str, str | None]:
     with pytest.raises(StartError) as caught:
         require_fit(device, model, USUAL._replace(**changes))
     return str(caught.value), caught.value.hint

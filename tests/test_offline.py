@@ -23,26 +23,31 @@ from pie_driver_sglang.errors import ConfigError, StartError
 from pie_driver_sglang.offline import arguments as engine_arguments
 from pie_driver_sglang.offline.answers import Answer
 from pie_driver_sglang.offline.arguments import parse_arguments
-from pie_driver_sglang.offline.requests import Call, Requests
-from pie_driver_sglang.offline.sampling import REFUSED, SERVED, Sampling, parse_sampling
-from pie_driver_sglang.offline.tokenizer import StopFilter, Tokenizer, overlap, render
+from pie_driver_sglang.offline.requests import Call, OpenRequests
+from pie_driver_sglang.offline.sampling import (
+    REFUSED_PARAMETERS,
+    SERVED_PARAMETERS,
+    SamplingParameters,
+    parse_sampling,
+)
+from pie_driver_sglang.offline.tokenizer import ModelTokenizer, StopFilter, overlap, render
 from tiny_models import POCKET
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return Tokenizer(POCKET)
+def tokenizer() -> ModelTokenizer:
+    return ModelTokenizer(POCKET)
 
 
 class TestTokenizer:
     @given(text=st.text(max_size=60))
-    def test_a_text_comes_back(self, tokenizer: Tokenizer, text: str) -> None:
+    def test_a_text_comes_back(self, tokenizer: ModelTokenizer, text: str) -> None:
         (tokens,) = tokenizer.encode([text])
         assert tokenizer.decode(tokens) == text
 
     @given(text=st.text(max_size=40), cuts=st.lists(st.integers(1, 4), max_size=40))
     def test_a_stream_is_the_text_and_has_no_cut_characters(
-        self, tokenizer: Tokenizer, text: str, cuts: list[int]
+        self, tokenizer: ModelTokenizer, text: str, cuts: list[int]
     ) -> None:
         (tokens,) = tokenizer.encode([text])
         stream = tokenizer.stream([1, 2, 3])
@@ -55,14 +60,16 @@ class TestTokenizer:
             assert not any("\ufffd" in piece for piece in pieces)
         assert "".join(pieces) + stream.push([], is_last=True) == text
 
-    def test_what_is_incomplete_at_the_end_is_shown(self, tokenizer: Tokenizer) -> None:
+    def test_what_is_incomplete_at_the_end_is_shown(self, tokenizer: ModelTokenizer) -> None:
         (tokens,) = tokenizer.encode(["\N{GRINNING FACE}"])
         assert len(tokens) > 1
         stream = tokenizer.stream([])
         assert stream.push(tokens[:1]) == ""
         assert "\ufffd" in stream.push([], is_last=True)
 
-    def test_special_tokens_are_left_out_unless_they_are_wanted(self, tokenizer: Tokenizer) -> None:
+    def test_special_tokens_are_left_out_unless_they_are_wanted(
+        self, tokenizer: ModelTokenizer
+    ) -> None:
         end = tokenizer.token("<|im_end|>")
         assert end is not None
         assert end in tokenizer.end_tokens
@@ -70,16 +77,16 @@ class TestTokenizer:
         assert tokenizer.stream([], skip_special=False).push([end], is_last=True) == "<|im_end|>"
 
     @given(text=st.text(max_size=60))
-    def test_the_vocabulary_adds_up_to_the_text(self, tokenizer: Tokenizer, text: str) -> None:
+    def test_the_vocabulary_adds_up_to_the_text(self, tokenizer: ModelTokenizer, text: str) -> None:
         (tokens,) = tokenizer.encode([text])
         vocabulary = _vocabulary(tokenizer)
         assert b"".join(vocabulary[token] for token in tokens) == text.encode()
 
-    def test_special_tokens_add_nothing(self, tokenizer: Tokenizer) -> None:
+    def test_special_tokens_add_nothing(self, tokenizer: ModelTokenizer) -> None:
         vocabulary = _vocabulary(tokenizer)
         assert {vocabulary[token] for token in tokenizer.end_tokens} == {b""}
 
-    def test_a_conversation_follows_the_template(self, tokenizer: Tokenizer) -> None:
+    def test_a_conversation_follows_the_template(self, tokenizer: ModelTokenizer) -> None:
         text = tokenizer.chat([{"role": "user", "content": "hi"}])
         assert text == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
         tokens = tokenizer.encode_plain(text)
@@ -88,17 +95,17 @@ class TestTokenizer:
 
     def test_other_ways_to_keep_a_template(self, tmp_path: Path) -> None:
         (tmp_path / "tokenizer.json").symlink_to(POCKET / "tokenizer.json")
-        assert not Tokenizer(tmp_path).can_chat
+        assert not ModelTokenizer(tmp_path).can_chat
         with pytest.raises(ConfigError, match="no chat template"):
-            Tokenizer(tmp_path).chat([])
+            ModelTokenizer(tmp_path).chat([])
         listed = [{"name": "default", "template": "{{ messages[0].content }}{{ eos_token }}"}]
         config = {"chat_template": listed, "eos_token": {"content": "<|im_end|>"}}
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-        found = Tokenizer(tmp_path)
+        found = ModelTokenizer(tmp_path)
         assert found.chat([{"role": "user", "content": "hi"}]) == "hi<|im_end|>"
         assert found.end_tokens == {found.token("<|im_end|>")}
         (tmp_path / "chat_template.jinja").write_text("file")
-        assert Tokenizer(tmp_path).chat([]) == "file"
+        assert ModelTokenizer(tmp_path).chat([]) == "file"
 
     def test_templates_run_in_a_sandbox(self) -> None:
         with pytest.raises(ConfigError, match="chat template refuses"):
@@ -114,14 +121,14 @@ class TestTokenizer:
         if text is not None:
             (tmp_path / "tokenizer.json").write_text(text)
         with pytest.raises(ConfigError, match=r"tokenizer\.json") as refusal:
-            Tokenizer(tmp_path)
+            ModelTokenizer(tmp_path)
         assert refusal.value.hint
 
 
 _VOCABULARIES: dict[int, list[bytes]] = {}
 
 
-def _vocabulary(tokenizer: Tokenizer) -> list[bytes]:
+def _vocabulary(tokenizer: ModelTokenizer) -> list[bytes]:
     return _VOCABULARIES.setdefault(id(tokenizer), tokenizer.vocabulary())
 
 
@@ -163,10 +170,13 @@ class TestStops:
 
 class TestSampling:
     def test_the_defaults_are_sglangs(self) -> None:
-        assert parse_sampling(None) == Sampling()
-        assert parse_sampling({name: None for name in SERVED - {"max_new_tokens"}}) == Sampling()
-        assert Sampling().submitted(1000)["max_new_tokens"] == 128
-        assert Sampling().submitted(100)["max_new_tokens"] == 100
+        assert parse_sampling(None) == SamplingParameters()
+        assert (
+            parse_sampling({name: None for name in SERVED_PARAMETERS - {"max_new_tokens"}})
+            == SamplingParameters()
+        )
+        assert SamplingParameters().submitted(1000)["max_new_tokens"] == 128
+        assert SamplingParameters().submitted(100)["max_new_tokens"] == 100
 
     def test_every_parameter_of_sglang_is_known(self) -> None:
         spec = importlib.util.find_spec("sglang")
@@ -190,8 +200,8 @@ class TestSampling:
             "stop_str_max_len",
             "stop_strs",
         }
-        assert fields == SERVED | REFUSED.keys() | internal
-        assert not SERVED & REFUSED.keys()
+        assert fields == SERVED_PARAMETERS | REFUSED_PARAMETERS.keys() | internal
+        assert not SERVED_PARAMETERS & REFUSED_PARAMETERS.keys()
 
     def test_no_limit_is_the_room_of_the_context(self) -> None:
         assert parse_sampling({"max_new_tokens": None}).submitted(77)["max_new_tokens"] == 77
@@ -207,11 +217,11 @@ class TestSampling:
         assert parse_sampling({"stop": ["x", "", "y"]}).stop == ("x", "y")
         assert parse_sampling({"stop_token_ids": {7}}).stop_token_ids == (7,)
 
-    @pytest.mark.parametrize("name", sorted(REFUSED))
+    @pytest.mark.parametrize("name", sorted(REFUSED_PARAMETERS))
     def test_what_is_not_served_is_refused_by_name(self, name: str) -> None:
-        neutral, _ = REFUSED[name]
-        assert parse_sampling({name: neutral}) == Sampling()
-        assert parse_sampling({name: None}) == Sampling()
+        neutral, _ = REFUSED_PARAMETERS[name]
+        assert parse_sampling({name: neutral}) == SamplingParameters()
+        assert parse_sampling({name: None}) == SamplingParameters()
         with pytest.raises(ConfigError, match=f"`{name}` is not served: ") as refusal:
             parse_sampling({name: 0.5})
         assert f"remove `{name}`" in refusal.value.hint
@@ -360,11 +370,11 @@ def output(request: int, tokens: Sequence[int], finish: str | None = None, **mor
 class TestAnswer:
     PROMPT = (5, 6)
 
-    def answer(self, tokenizer: Tokenizer, streams: bool = False, **sampling: Any) -> Answer:
+    def answer(self, tokenizer: ModelTokenizer, streams: bool = False, **sampling: Any) -> Answer:
         return Answer("name", self.PROMPT, parse_sampling(sampling), tokenizer, streams)
 
     @pytest.mark.parametrize("streams", [False, True])
-    def test_an_end_by_length(self, tokenizer: Tokenizer, streams: bool) -> None:
+    def test_an_end_by_length(self, tokenizer: ModelTokenizer, streams: bool) -> None:
         (tokens,) = tokenizer.encode(["def main"])
         answer = self.answer(tokenizer, streams)
         answer.take(output(1, tokens[:1]))
@@ -383,7 +393,7 @@ class TestAnswer:
     @pytest.mark.parametrize("streams", [False, True])
     @pytest.mark.parametrize("no_stop_trim", [False, True])
     def test_an_end_by_a_token(
-        self, tokenizer: Tokenizer, streams: bool, no_stop_trim: bool
+        self, tokenizer: ModelTokenizer, streams: bool, no_stop_trim: bool
     ) -> None:
         tokens = tokenizer.encode(["a b"])[0]
         answer = self.answer(tokenizer, streams, no_stop_trim=no_stop_trim)
@@ -398,7 +408,7 @@ class TestAnswer:
     @pytest.mark.parametrize("streams", [False, True])
     @pytest.mark.parametrize("no_stop_trim", [False, True])
     def test_an_end_by_a_text(
-        self, tokenizer: Tokenizer, streams: bool, no_stop_trim: bool
+        self, tokenizer: ModelTokenizer, streams: bool, no_stop_trim: bool
     ) -> None:
         (tokens,) = tokenizer.encode(["return self.value"])
         stops = {"stop": ["never", "lf.v"], "no_stop_trim": no_stop_trim}
@@ -413,14 +423,14 @@ class TestAnswer:
         assert found["text"] == ("return self.value" if no_stop_trim else "return se")
         assert found["meta_info"]["finish_reason"] == {"type": "stop", "matched": "lf.v"}
 
-    def test_an_error_is_told(self, tokenizer: Tokenizer) -> None:
+    def test_an_error_is_told(self, tokenizer: ModelTokenizer) -> None:
         answer = self.answer(tokenizer)
         answer.take(output(1, [], "error", error="the queue is full"))
         finish = answer.as_dict()["meta_info"]["finish_reason"]
         assert finish == {"type": "abort", "message": "the queue is full"}
 
     def test_without_a_tokenizer_there_is_no_text(self) -> None:
-        answer = Answer("name", self.PROMPT, Sampling(), None, False)
+        answer = Answer("name", self.PROMPT, SamplingParameters(), None, False)
         answer.take(output(1, [3], "length"))
         answer.finish_text()
         assert "text" not in answer.as_dict()
@@ -457,7 +467,7 @@ class TestRequests:
 
     def test_outputs_reach_their_calls(self) -> None:
         runtime = FakeRuntime()
-        requests = Requests(runtime)
+        requests = OpenRequests(runtime)
         one, other = Call(requests), Call(requests)
         one.submit(0, [1], 1, self.PARAMETERS)
         other.submit(0, [2], 2, self.PARAMETERS)
@@ -479,7 +489,7 @@ class TestRequests:
 
     def test_what_a_caller_leaves_is_aborted(self) -> None:
         runtime = FakeRuntime()
-        requests = Requests(runtime)
+        requests = OpenRequests(runtime)
         with Call(requests) as call:
             call.submit(0, [1], 1, self.PARAMETERS)
             call.submit(1, [1], 1, self.PARAMETERS)
@@ -490,7 +500,7 @@ class TestRequests:
 
     def test_a_shutdown_ends_calls_with_an_error(self) -> None:
         runtime = FakeRuntime()
-        requests = Requests(runtime)
+        requests = OpenRequests(runtime)
         call = Call(requests)
         call.submit(0, [1], 1, self.PARAMETERS)
         threading.Timer(0.1, requests.close).start()

@@ -8,19 +8,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pie_driver_sglang.config.options import (
-    _KEYS,
-    _TYPES,
+from pie_driver_sglang.config.option_checks import (
     CAPACITY_NAMES,
     OWNERS,
-    DriverOptions,
+    TYPES,
     parse_options,
     valid_names,
 )
+from pie_driver_sglang.config.options import OPTIONS, DriverOptions, Option
 from pie_driver_sglang.config.server_args import SERVER_ARGS
 from pie_driver_sglang.errors import ConfigError
 
 GPU = "cuda:0"
+#: What else must be set for an option to be at its limit.
+COMPANIONS: dict[tuple[str, float], dict[str, Any]] = {
+    ("max_loaded_loras", 1): {"max_loras_per_batch": 1},
+    ("max_loras_per_batch", 4096): {"max_loaded_loras": 4096},
+    ("spec_ngram_min_n", 255): {"spec_ngram_max_depth": 255},
+}
 
 
 def refused(table: dict[str, Any], *parts: str, device: str = GPU) -> None:
@@ -82,15 +87,30 @@ def test_writing_the_defaults_changes_nothing() -> None:
 
 
 def test_every_field_has_a_key_and_every_owner_a_sentence() -> None:
-    assert set(_KEYS) == set(DriverOptions.__struct_fields__) - {"paged_decode", "server_args"}
+    assert set(OPTIONS) == set(DriverOptions.__struct_fields__) - {"paged_decode", "server_args"}
     owners = {field.owner for field in SERVER_ARGS.values()} - {None, "key"}
     assert owners == set(OWNERS)
     keys = {name for name, field in SERVER_ARGS.items() if field.owner == "key"}
-    assert keys <= set(_KEYS)
+    assert keys == OPTIONS.keys() & SERVER_ARGS.keys()
     for name in keys:
-        assert _KEYS[name].type == SERVER_ARGS[name].type
+        assert OPTIONS[name].type == SERVER_ARGS[name].type
     types = {part for field in SERVER_ARGS.values() for part in field.type.split(" | ")}
-    assert types <= {*_TYPES, "any"}
+    assert types <= {*TYPES, "any"}
+
+
+@pytest.mark.parametrize("option", OPTIONS.values(), ids=OPTIONS.keys())
+def test_a_definition_is_whole(option: Option) -> None:
+    about = option.about
+    assert about.text.endswith(".")
+    assert about.sglang in {"", *SERVER_ARGS}
+    # What None stands for must be said, unless it is that nothing is done.
+    assert option.default is not None or about.default or option.name == "trace_file"
+    if option.type in ("int", "float"):
+        assert about.limits is not None
+        low, high = about.limits
+        assert option.default is None or low <= option.default <= high
+        for limit in about.limits:
+            parse_options({option.name: limit, **COMPANIONS.get((option.name, limit), {})}, GPU)
 
 
 def test_attention_backend_may_name_those_of_prefill_and_decode() -> None:
@@ -397,7 +417,7 @@ ANY = st.recursive(
 
 
 @given(
-    table=st.dictionaries(st.sampled_from([*SERVER_ARGS, *_KEYS]) | st.text(), ANY, max_size=4),
+    table=st.dictionaries(st.sampled_from([*SERVER_ARGS, *OPTIONS]) | st.text(), ANY, max_size=4),
     device=st.sampled_from(["cpu", GPU]),
 )
 def test_any_table_is_accepted_or_refused(table: dict[str, Any], device: str) -> None:

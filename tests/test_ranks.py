@@ -32,9 +32,10 @@ from pie_driver_sglang import _core
 from pie_driver_sglang._core import Request, Sampler
 from pie_driver_sglang.errors import AdapterError, DriverError, RingError
 from pie_driver_sglang.ranks import worker
-from pie_driver_sglang.ranks.commands import CopyPages, FinishLoad, Forward, Span
+from pie_driver_sglang.ranks.commands import CopyPages, FinishLoad, Forward
 from pie_driver_sglang.ranks.leader import LeadingEngine
 from pie_driver_sglang.ranks.parallel import Workers
+from pie_driver_sglang.ranks.types import Span
 from pie_driver_sglang.srt.rank_slots import FEWEST_DIVIDED, rank_slots
 from reference import Context, Pages, Reference, random_tokens
 from test_lifecycle import END_S, is_of_this_run, is_running

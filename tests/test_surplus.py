@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from pie_driver_sglang.checkpoint.surplus import Model, harmful
+from pie_driver_sglang.checkpoint.surplus import CheckpointModel, harmful
 
-MODEL = Model(layers=2)
+MODEL = CheckpointModel(layers=2)
 READ = ("model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight", "model.visual.a.weight")
 
 

@@ -21,7 +21,7 @@ from pie_driver_sglang.checkpoint.weights import (
     torch_file,
     weight_parts,
 )
-from pie_driver_sglang.memory.plan import ANY_RANKS, EVERYWHERE, Part
+from pie_driver_sglang.memory.types import ANY_RANKS, EVERYWHERE, Part
 
 LOADING = Loading(itemsize=2, layers=2, kv_heads=2, vocabulary=100, tied=False, quantized=False)
 _ITEMSIZES = {"F32": 4, "BF16": 2, "F8_E4M3": 1, "U8": 1, "I64": 8}

@@ -5,13 +5,14 @@ It also lists the architectures that SGLang has classes for.
 Run it with an interpreter that has SGLang, after a change of the pinned SGLang version or of the
 rules below::
 
+    export PYTHONPATH=python                        # the definitions in these sources
     python tools/generate_server_args.py            # rewrite the list
     python tools/generate_server_args.py --check    # fail if the checked-in list is stale
 
-The rules are the only place that decides who sets a field. A field is decided by the first of:
-its name in `BY_NAME`, a prefix in `BY_PREFIX`, SGLang's own namespace for it in `BY_NAMESPACE`.
-`None` means that the user may set it; a word names the owner, and `config/options.py` holds the
-sentence that the user reads for each owner.
+The rules are the only place that decides who sets a field. A field is decided by the first of: an
+option of its name in `config/options.py`, its name in `BY_NAME`, a prefix in `BY_PREFIX`, SGLang's
+own namespace for it in `BY_NAMESPACE`. `None` means that the user may set it; a word names the
+owner, and `config/option_checks.py` holds the sentence that the user reads for each owner.
 """
 
 from __future__ import annotations
@@ -28,27 +29,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from pie_driver_sglang.config.options import OPTIONS
+
 PACKAGE: Final = Path(__file__).parent.parent / "python" / "pie_driver_sglang"
 TARGET: Final = PACKAGE / "config" / "server_args.py"
-
-#: Options of the driver itself that carry the name of the SGLang field they resolve to.
-DRIVER_KEYS: Final = (
-    "attention_backend",
-    "chunked_prefill_size",
-    "context_length",
-    "disable_cuda_graph",
-    "disable_radix_cache",
-    "enable_lora",
-    "kv_cache_dtype",
-    "lora_backend",
-    "lora_target_modules",
-    "max_loaded_loras",
-    "max_lora_rank",
-    "max_loras_per_batch",
-    "mem_fraction_static",
-    "page_size",
-    "trust_remote_code",
-)
 
 
 def _owner(owner: str | None, *names: str) -> dict[str, str | None]:
@@ -56,7 +40,6 @@ def _owner(owner: str | None, *names: str) -> dict[str, str | None]:
 
 
 BY_NAME: Final[Mapping[str, str | None]] = {
-    **_owner("key", *DRIVER_KEYS),
     **_owner("dtype", "dtype"),
     **_owner("seed", "random_seed"),
     **_owner("capacity", "max_running_requests", "max_total_tokens", "max_mamba_cache_size"),
@@ -253,6 +236,8 @@ def decide_owner(field: FieldInfo) -> str | None:
     Raises:
         LookupError: The field's namespace is new: add it to `BY_NAMESPACE`.
     """
+    if field.name in OPTIONS:
+        return "key"
     if field.name in BY_NAME:
         return BY_NAME[field.name]
     for prefix, owner in BY_PREFIX.items():

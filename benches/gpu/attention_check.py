@@ -39,8 +39,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
 from paged_kernels import PADDING, Case, check_attention
 from pie_driver_sglang.kernels.masked_torch import Rule
-from pie_driver_sglang.kernels.paged_attend import attend
-from pie_driver_sglang.kernels.paged_shares import Cut, Rows, Tuning, share, tuning
+from pie_driver_sglang.kernels.paged_attend import attend_paged
+from pie_driver_sglang.kernels.paged_splits import (
+    DecodeRows,
+    SplitPlan,
+    SplitTuning,
+    plan_splits,
+    split_tuning,
+)
 
 PAGE = 16
 LENGTHS = (128, 512, 1024, 2048, 8192, 32768)
@@ -73,9 +79,9 @@ class Shape(NamedTuple):
     kv_heads: int
     dim: int
 
-    def tuning(self, itemsize: int, rows: int, prompts: bool) -> Tuning:
+    def tuning(self, itemsize: int, rows: int, prompts: bool) -> SplitTuning:
         """The default cut."""
-        return tuning(self.dim, self.heads // self.kv_heads, itemsize, rows, prompts=prompts)
+        return split_tuning(self.dim, self.heads // self.kv_heads, itemsize, rows, prompts=prompts)
 
 
 SHAPES = (Shape("0.6B", 16, 8, 128), Shape("14B", 40, 8, 128))
@@ -135,16 +141,16 @@ class Step:
         ).to(storage.dtype)
         self.scale = shape.dim**-0.5
 
-    def _rows(self) -> Rows:
+    def _rows(self) -> DecodeRows:
         contexts, lengths = torch.arange(len(self.lengths), device=self.table.device), self.lengths
         if self.work.prompt:
             count = int(lengths[-1])
             contexts = torch.cat([contexts[:-1], contexts[-1:].expand(count)])
             own = torch.arange(1, count + 1, device=lengths.device)
             lengths = torch.cat([lengths[:-1], own])
-        return Rows(self.table, contexts, lengths)
+        return DecodeRows(self.table, contexts, lengths)
 
-    def default(self) -> Tuning:
+    def default(self) -> SplitTuning:
         """The cut that the driver takes."""
         return self.work.shape.tuning(self.queries.itemsize, len(self.queries), self.work.prompt)
 
@@ -164,12 +170,12 @@ def multiprocessors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def pie(step: Step, how: Tuning | None = None) -> Call:
+def pie(step: Step, how: SplitTuning | None = None) -> Call:
     """This driver's kernels."""
     shape, device = step.work.shape, step.queries.device
     rows, how = step.rows, how or step.default()
-    cut = Cut(how, shape.kv_heads, shape.heads // shape.kv_heads, -1)
-    shares = share(rows, cut, multiprocessors(device))
+    cut = SplitPlan(how, shape.kv_heads, shape.heads // shape.kv_heads, -1)
+    shares = plan_splits(rows, cut, multiprocessors(device))
     if device.type == "cuda":
         # What attends would not wait for it.
         torch.cuda.synchronize(device)
@@ -178,7 +184,7 @@ def pie(step: Step, how: Tuning | None = None) -> Call:
     def call(layer: int) -> torch.Tensor:
         out = torch.empty_like(step.queries)
         keys, values = step.keys[layer], step.values[layer]
-        attend(step.queries, keys, values, out, rows, shares, rule, PAGE)
+        attend_paged(step.queries, keys, values, out, rows, shares, rule, PAGE)
         return out
 
     return call
@@ -187,8 +193,8 @@ def pie(step: Step, how: Tuning | None = None) -> Call:
 def share_out(step: Step) -> Call:
     """What this driver's kernels need once a step."""
     shape, device = step.work.shape, step.queries.device
-    cut = Cut(step.default(), shape.kv_heads, shape.heads // shape.kv_heads, -1)
-    return lambda _: share(step.rows, cut, multiprocessors(device)).totals
+    cut = SplitPlan(step.default(), shape.kv_heads, shape.heads // shape.kv_heads, -1)
+    return lambda _: plan_splits(step.rows, cut, multiprocessors(device)).totals
 
 
 def sglang_triton(step: Step) -> Call:
@@ -483,7 +489,7 @@ def check_parity(run: Run) -> int:
     cases = parity_cases()[:: 4 if run.tiny else 1]
     for case in cases:
         group = case.heads // case.kv_heads
-        how = tuning(
+        how = split_tuning(
             max(case.dim, case.value_dim), group, case.pool.itemsize, len(case.lengths) + PADDING
         )
         case = case._replace(multiprocessors=multiprocessors(run.device))
@@ -558,10 +564,10 @@ class Tuner:
         storage = run.storage(shape)
         self.steps = [Step(work, storage) for work in steps]
         self.default = self.steps[0].default()
-        self.tried: dict[Tuning, float] = {}
+        self.tried: dict[SplitTuning, float] = {}
         print(f"{shape.name}: mean | {', '.join(step.work.name for step in self.steps)}")
 
-    def score(self, how: Tuning) -> float:
+    def score(self, how: SplitTuning) -> float:
         """Geometric mean of the times; infinite for a cut that does not run."""
         if how in self.tried or self.run.over():
             return self.tried.get(how, math.inf)
@@ -591,7 +597,7 @@ class Tuner:
         print(f"{self.shape.name}: best {best}, {gain:.3f} times the default's speed{over}")
 
 
-def microseconds_checked(step: Step, how: Tuning) -> float:
+def microseconds_checked(step: Step, how: SplitTuning) -> float:
     """Of one layer, once its result is that of the default cut."""
     call = pie(step, how)
     found, expected = call(0).float(), pie(step)(0).float()

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import torch
 
 from pie_driver_sglang.kernels import dense_layers
-from pie_driver_sglang.kernels.dense_layers import Heads, Linear, Norm, Scale, Tiling
+from pie_driver_sglang.kernels.dense_layers import Heads, LinearWeights, Norm, Scale, Tiling
 
 ROWS = (1, 8, 16, 32, 64, 128, 256)
 TUNED_ROWS = (1, 16, 32, 64, 128, 256)
@@ -83,7 +83,7 @@ class Layer:
         self.shape = shape
         self.norms = [self._norm(shape.hidden, device) for _ in range(2)]
         self.matrices = {
-            name: Linear(
+            name: LinearWeights(
                 randn(outputs * (2 if gated else 1), inputs, device=device, scale=inputs**-0.5)
             )
             for name, (outputs, inputs, _, gated) in shape.products().items()
@@ -112,7 +112,7 @@ class Layer:
             return parts, self._many(residual, slots)
         rows, residual = dense_layers.add_norm(parts, residual, self.norms[0])
         qkv = self._product("qkv", rows)[0]
-        seen = dense_layers.prepare(qkv, self.heads, slots, slots).flatten(1)
+        seen = dense_layers.norm_rope_store(qkv, self.heads, slots, slots).flatten(1)
         rows, residual = dense_layers.add_norm(self._product("out", seen), residual, self.norms[1])
         return self._product("down", self._gated(rows)), residual
 
@@ -121,7 +121,7 @@ class Layer:
         linear, scale = torch.nn.functional.linear, Scale(residual, EPSILON)
         weights = {name: matrix.weight for name, matrix in self.matrices.items()}
         qkv = linear(residual, weights["qkv"])
-        seen = dense_layers.prepare(qkv, self.heads, slots, slots, scale=scale).flatten(1)
+        seen = dense_layers.norm_rope_store(qkv, self.heads, slots, slots, scale=scale).flatten(1)
         residual.addmm_(seen, weights["out"].t())
         middle = dense_layers.gate(linear(residual, weights["gate_up"]), scale)
         return residual.addmm_(middle, weights["down"].t())
@@ -212,9 +212,11 @@ def check_parity(device: torch.device, tiny: bool) -> None:
                 if not cut.fits(outputs, inputs):
                     continue
                 if gated:
-                    compare(name, dense_layers.gated(rows, Linear(weight), cut), exact)
+                    compare(name, dense_layers.gated(rows, LinearWeights(weight), cut), exact)
                 else:
-                    compare(name, dense_layers.linear(rows, Linear(weight), cut).sum(0), exact)
+                    compare(
+                        name, dense_layers.linear(rows, LinearWeights(weight), cut).sum(0), exact
+                    )
     for name, error in worst.items():
         print(f"parity {name}: {error:.1e}")
     assert all(error < TOLERANCE for error in worst.values())
@@ -249,7 +251,7 @@ class Product:
     def cut(self, tiling: Tiling) -> float:
         """Microseconds of our kernel."""
         run = dense_layers.gated if self.is_gated else dense_layers.linear
-        return self._time(lambda rows, weight: run(rows, Linear(weight), tiling))
+        return self._time(lambda rows, weight: run(rows, LinearWeights(weight), tiling))
 
     def _time(self, run: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> float:
         def products() -> None:
@@ -293,7 +295,7 @@ def compile_cut(shape: Shape, name: str, cut: Tiling, device: torch.device) -> N
         outputs * (2 if is_gated else 1), inputs, dtype=torch.bfloat16, device=device
     )
     run = dense_layers.gated if is_gated else dense_layers.linear
-    run(weight[:1], Linear(weight), cut)
+    run(weight[:1], LinearWeights(weight), cut)
     torch.cuda.synchronize()
 
 

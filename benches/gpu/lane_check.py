@@ -102,7 +102,7 @@ def time_steps(model: Path, options: list[str], profiled: bool) -> list[dict[str
 
     server = _core.Server(name, _core.ExitGuard(), spin_budget_us=NEVER_PARK)
     planner, engine = load_engine(config)
-    server.serve(planner, engine.block.data, print, lane=engine.lane)
+    server.serve(planner, engine.block.data, print, lane=engine.make_lane())
     warm_up(server, engine)
     stream = torch.cuda.current_stream()
     rows = []

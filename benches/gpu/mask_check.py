@@ -160,14 +160,16 @@ def run(case: Case, inputs: Pass, scale: float, device: str) -> dict[str, torch.
     requests = requests_of(case, inputs)
     rule = Rule(scale, case.cap, case.window, inputs.sinks)
     out = inputs.queries.new_full((len(inputs.queries), case.heads, case.value_dim), torch.nan)
-    masked_torch.attend(inputs.queries, inputs.keys, inputs.values, out, requests, rule)
+    masked_torch.attend_masked_torch(
+        inputs.queries, inputs.keys, inputs.values, out, requests, rule
+    )
     tensors = (inputs.queries, inputs.keys, inputs.values, torch.full_like(out, torch.nan))
     queries, keys, values, kernel_out = (tensor.to(device) for tensor in tensors)
     requests = Requests(*(part.to(device) for part in requests))
     if rule.sinks is not None:
         rule = rule._replace(sinks=rule.sinks.to(device))
     longest = max(rows for _, rows in case.shape)
-    masked_attend.attend(queries, keys, values, kernel_out, requests, rule, longest)
+    masked_attend.attend_masked(queries, keys, values, kernel_out, requests, rule, longest)
     return {"torch": out, "triton": kernel_out.cpu()}
 
 

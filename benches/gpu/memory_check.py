@@ -45,7 +45,7 @@ def check(shapes: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     from pie_driver_sglang.logs import configure_logging
     from pie_driver_sglang.pie.launch import load_rank
     from pie_driver_sglang.pie.serve import warm_up
-    from pie_driver_sglang.ranks.parallel import ALONE
+    from pie_driver_sglang.ranks.types import ALONE
 
     configure_logging()
     folder = Path(tempfile.mkdtemp())
@@ -61,7 +61,7 @@ def check(shapes: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     server = _core.Server(name, _core.ExitGuard(), spin_budget_us=0)
     server.unlink()
     planner, engine = load_rank(config, ALONE)
-    server.serve(planner, engine.block.data, print, lane=engine.lane)
+    server.serve(planner, engine.block.data, print, lane=engine.make_lane())
     warm_up(server, engine)
     loaded, plan = engine.measure_memory(), engine.plan
     row: dict[str, Any] = {

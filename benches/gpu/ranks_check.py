@@ -150,7 +150,8 @@ def serving(
     from pie_driver_sglang.pie.launch import load_rank
     from pie_driver_sglang.pie.serve import serve, warm_up
     from pie_driver_sglang.ranks.leader import LeadingEngine
-    from pie_driver_sglang.ranks.parallel import ALONE, Workers
+    from pie_driver_sglang.ranks.parallel import Workers
+    from pie_driver_sglang.ranks.types import ALONE
 
     names = devices(arguments.count).split(",")
     path = Path(tempfile.mkdtemp()) / "driver.toml"
@@ -173,7 +174,7 @@ def serving(
     server = _core.Server(name, guard, spin_budget_us=NEVER_PARK)
     planner, own = load_rank(config, workers.rank if workers else ALONE)
     engine = LeadingEngine(own, workers.broadcast) if workers else own
-    server.serve(planner, engine.block.data, print, lane=engine.lane, steps=True)
+    server.serve(planner, engine.block.data, print, lane=engine.make_lane(), steps=True)
     warm_up(server, engine)
     stream = torch.cuda.current_stream()
 

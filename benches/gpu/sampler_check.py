@@ -191,7 +191,7 @@ def check_masks(device: str) -> int:
     expected = logits.masked_fill(~torch.stack(allowed), -math.inf)
     spans, data = (torch.tensor(values, dtype=torch.int32).to(device) for values in (places, words))
     found = logits.clone().to(device)
-    sampler.apply_masks(found, spans, data)
+    sampler.mask_logits(found, spans, data)
     groups.apply_masks(logits, *(part.cpu() for part in (spans, data)))
     failed = int((found.cpu() != expected).sum()) + int((logits != expected).sum())
     print(f"{'WRONG' if failed else 'ok'}  logit masks")

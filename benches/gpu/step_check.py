@@ -4,9 +4,9 @@
         [--way "stages=4" --way "few_rows=16" ...]
 
 Random weights in the shape of CONFIG_DIR, greedy samplers, scattered pages; each graph is launched
-back to back. A way changes fields of the attention's `Tuning`, or the rows from which on products
-are a library's (`few_rows`); the driver's own choice is always the first and the last one, which
-shows how much the machine drifts.
+back to back. A way changes fields of the attention's `SplitTuning`, or the rows from which on
+products are a library's (`few_rows`); the driver's own choice is always the first and the last one,
+which shows how much the machine drifts.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ class Steps:
 
     def time(self, rows: list[int], lengths: list[int], way: dict[str, Any]) -> None:
         """Prints a line for each length."""
-        from pie_driver_sglang.kernels import paged_shares
+        from pie_driver_sglang.kernels import paged_splits
         from pie_driver_sglang.srt import dense
         from pie_driver_sglang.srt.steps import CudaSteps
 
-        usual, changed = paged_shares.tuning, dict(way)
+        usual, changed = paged_splits.split_tuning, dict(way)
         few_rows = changed.pop("few_rows", dense._FEW_ROWS)
 
         def tuning(*args: Any, **named: Any) -> Any:
@@ -72,7 +72,7 @@ class Steps:
 
         with (
             mock.patch.object(dense, "_FEW_ROWS", few_rows),
-            mock.patch.object(paged_shares, "tuning", tuning),
+            mock.patch.object(paged_splits, "split_tuning", tuning),
         ):
             steps = CudaSteps(self.engine, rows, max(rows))
         for length in lengths:

@@ -28,8 +28,12 @@ import torch
 import torch.distributed as dist
 
 from pie_driver_sglang import _core
-from pie_driver_sglang.kernels.dense_layers import Linear, Norm, add_norm, linear, tiling
-from pie_driver_sglang.kernels.rank_sums import RankSums, Tuning, share
+from pie_driver_sglang.kernels.all_reduce_norm import (
+    AllReduceTuning,
+    LamportAllReduceNorm,
+    map_peer_memory,
+)
+from pie_driver_sglang.kernels.dense_layers import LinearWeights, Norm, add_norm, linear, tiling
 from pie_driver_sglang.srt.environment import prepare
 
 ROWS = (1, 8, 16, 32, 64, 128, 256)
@@ -92,7 +96,7 @@ class Rows:
         self._given = check.random(rows, INPUTS)
         self._tiling = tiling(rows, check.width, INPUTS)
 
-    def ours(self, sums: RankSums, turn: int) -> None:
+    def ours(self, sums: LamportAllReduceNorm, turn: int) -> None:
         """As the driver's layers do it."""
         matrix = self._check.matrices[turn]
         if self._tiling is None:
@@ -129,16 +133,16 @@ class Check:
         self.rank, self.count, self.width = rank, count, width
         self.group = dist.new_group(backend="gloo")
         device = torch.device("cuda", rank)
-        size = RankSums.size(count, ROWS[-1], width, torch.bfloat16)
-        shared = share(self.group, device, size)
+        size = LamportAllReduceNorm.size(count, ROWS[-1], width, torch.bfloat16)
+        shared = map_peer_memory(self.group, device, size)
         self.sums = {
-            way: RankSums(shared, rank, width, torch.bfloat16, tuning)
+            way: LamportAllReduceNorm(shared, rank, width, torch.bfloat16, tuning)
             for way, tuning in tunings(warps).items()
         }
         self.common = torch.Generator(device).manual_seed(0)
         self.norm = Norm(self.random(width), EPSILON)
         own = self.random(count, width, INPUTS)[rank] / INPUTS**0.5
-        self.matrices = [Linear(own), Linear(-own)]
+        self.matrices = [LinearWeights(own), LinearWeights(-own)]
 
     def random(self, *shape: int) -> torch.Tensor:
         """The same numbers on all ranks."""
@@ -232,11 +236,11 @@ class Check:
             print(line, flush=True)
 
 
-def tunings(warps: list[int]) -> dict[str, Tuning]:
+def tunings(warps: list[int]) -> dict[str, AllReduceTuning]:
     """Ways to sum, by name."""
     shots = {"1-shot": ROWS[-1], "2-shot": 0}
     return {
-        f"{name}/{count}": Tuning(ROWS[-1], rows, count)
+        f"{name}/{count}": AllReduceTuning(ROWS[-1], rows, count)
         for (name, rows), count in itertools.product(shots.items(), warps)
     }
 

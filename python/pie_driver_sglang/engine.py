@@ -1,4 +1,4 @@
-"""What a lane needs from a model: the door between the driver and an engine."""
+"""The door between a serving loop and a loaded model: `ModelEngine` and its `Facts`."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 class Facts(NamedTuple):
-    """What the engine found out about the model while it loaded it."""
+    """Sizes and names of a loaded model; the same on all ranks."""
 
     total_pages: int
-    """KV pages that the runtime may use: ids ``0..total_pages``."""
+    """KV pages for requests: ids ``0..total_pages``."""
     page_size: int
     """Tokens of one page."""
     vocab_size: int
@@ -25,30 +25,52 @@ class Facts(NamedTuple):
     context_length: int
     """Positions ``0..context_length``."""
     arch_name: str
-    """Architecture as the runtime's chat templates know it."""
+    """Architecture, by the name that selects the runtime's chat template."""
     dtype: str
     """Activation dtype, e.g. ``bfloat16``."""
     attention_backend: str
     """The attention backend, or ``prefill,decode``."""
     host_pages: int = 0
-    """Pages of the host's pool, for swapping: slots ``0..host_pages``."""
+    """Pages of the host pool for swapping: slots ``0..host_pages``."""
     adapter_slots: int = 0
-    """Different adapters of a pass, no adapter being one of them; 0: adapters are off."""
+    """Different adapters of a pass; the base model counts as one. 0 if adapters are off."""
     state_slots: int = 0
     """Slots of recurrent state: ``0..state_slots``; 0 for a model without."""
     state_bytes: int = 0
-    """Bytes of one of them."""
+    """Bytes of one such slot."""
 
 
-class Engine(Protocol):
-    """A loaded model with its KV pool. All calls come from one thread."""
+class ModelEngine(Protocol):
+    """A loaded model with its KV pool.
+
+    **Thread.** All calls come from the serving thread, one at a time. The callback of
+    :meth:`begin_load` is the only code of an engine that runs on another thread.
+
+    **Stream.** All work of a GPU goes to one CUDA stream, which the start makes the current one of
+    the serving thread. Passes, copies and the captured graphs that the lane launches therefore run
+    in the order of their calls, without events between them. The CPU runs each call to its end.
+
+    **Errors.** Unless a method says otherwise, it may raise any exception of torch, CUDA or SGLang.
+    The caller then answers the request by an abort, asks :meth:`find_loss`, and ends the driver if
+    the device is lost or :attr:`recovers` is false (`pie/failures.py`). Otherwise the engine goes
+    on: KV of the failed pass is undefined, everything else is as before.
+    """
 
     @property
     def recovers(self) -> bool:
-        """False once this rank has failed where others wait for it, so that none can go on."""
+        """Whether the engine is usable after the last exception.
+
+        False once this rank has failed in a collective operation that other ranks wait for.
+        """
 
     def find_loss(self) -> str | None:
-        """Asks the device, after a call that failed, whether it still works; returns why not."""
+        """Asks the device, after an exception, whether it still works.
+
+        Blocks until the device has done all its work, or reports an error.
+
+        Returns:
+            The reason if the device is lost; None if it works. Raises nothing.
+        """
 
     @property
     def facts(self) -> Facts:
@@ -56,27 +78,55 @@ class Engine(Protocol):
 
     @property
     def block(self) -> npt.NDArray[np.uint8]:
-        """The staging block that the planner fills: ``[bytes]`` uint8, pinned for a GPU."""
+        """The staging block that the planner fills: ``[bytes]`` uint8, pinned for a GPU.
 
-    @property
-    def lane(self) -> Lane | None:
-        """What runs short batches without Python; None if every batch goes through `forward`."""
+        The same memory for the engine's whole life. It may be written again as soon as
+        :meth:`forward` or :meth:`sample` has returned or raised.
+        """
+
+    def make_lane(self) -> Lane | None:
+        """Makes the graph path: captured steps that Rust stages, launches and reads by itself.
+
+        Call it once, at the start. On several ranks the leader's lane also broadcasts its steps.
+
+        Returns:
+            The native lane, which keeps its memory and graphs alive; None if every batch goes
+            through :meth:`forward`.
+        """
 
     def forward(self, batch: Pass) -> None:
         """Runs the staged pass and stores its KV.
 
-        The final hidden states stay with the engine until the pass's slot groups are sampled. The
-        adapters of the pass have been fetched.
+        Returns once the device has copied the block, which waits for all work before it. The model
+        may still run then. The final hidden states stay with the engine until the next pass.
+
+        Args:
+            batch: The pass that is staged in :attr:`block`. Its adapters have been fetched; its
+                images' pixels are read during the call.
         """
 
     def sample(self, group: SlotGroup) -> Outputs:
-        """Computes the staged slot group of the last pass: tokens and probes, on the host."""
+        """Computes the staged slot group of the last pass: tokens and probes.
+
+        Blocks until the outputs are in host memory, and so until the pass has ended.
+
+        Args:
+            group: The slots that are staged in :attr:`block`.
+
+        Returns:
+            Tensors in host memory, which belong to the caller.
+        """
 
     def take_waits(self) -> tuple[int, int]:
-        """Host nanoseconds of host-to-device copies and of waiting, since the last call."""
+        """Host nanoseconds spent on host-to-device copies and on waiting, since the last call.
+
+        Never blocks, raises nothing.
+        """
 
     def copy_pages(self, direction: str, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copies whole KV pages of all layers, at once; they are there when the call returns.
+        """Copies whole KV pages of all layers.
+
+        Blocks until the copies have ended, after all passes before them.
 
         Args:
             direction: The pools of sources and targets, `D2H`, `H2D`, `D2D` or `H2H`, with D for
@@ -84,38 +134,55 @@ class Engine(Protocol):
             sources: Pages to read.
             targets: Pages to write, pair by pair. None is named twice, and none is the source of a
                 later pair.
+
+        Raises:
+            ValueError: The direction is none of these.
         """
+
+    def copy_states(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copies slots of recurrent state, under the conditions of :meth:`copy_pages`."""
 
     def begin_load(
         self, number: int, adapter_id: int, path: str, done: Callable[[], object]
     ) -> None:
-        """Begins to read an adapter while other calls go on.
+        """Starts to read an adapter on a thread, while the serving thread goes on.
+
+        Never blocks. What is wrong with the files shows in :meth:`finish_load`.
 
         Args:
-            number: Tells this load from all others.
-            adapter_id: What passes will name the adapter by.
+            number: Names this load; no other load has it.
+            adapter_id: The id by which passes will name the adapter.
             path: A PEFT folder, or a safetensors file beside its `adapter_config.json`.
-            done: Called once it is read, from another thread, in the order of the loads.
+            done: Called once it is read, on the reading thread, in the order of the loads.
         """
 
     def finish_load(self, number: int) -> None:
-        """Makes an adapter that was read usable, in the place of the one that has its id already.
+        """Makes an adapter usable, and replaces a former one of its id.
+
+        Blocks until it is read, then copies it into a slot. Call it after the load's `done`.
 
         Raises:
-            AdapterError: It cannot be read or does not fit the model; nothing has changed.
+            AdapterError: The adapter cannot be read or does not fit the model. Nothing has changed,
+                and the engine goes on.
         """
 
     def discard_load(self, number: int) -> None:
-        """Forgets what a load has read instead."""
+        """Drops a load instead of finishing it; never blocks."""
 
     def fetch_adapters(self, adapter_ids: Sequence[int]) -> dict[int, str]:
-        """Makes the adapters of the next pass ready; returns why those that are missing are."""
+        """Brings the adapters of the next pass into host memory.
+
+        Blocks while it reads files, for adapters that had to leave host memory.
+
+        Returns:
+            The reason for each adapter that is lost. The caller refuses the requests that bind it.
+        """
 
     def load_rehearsal_adapter(self) -> None:
-        """Makes `REHEARSAL_ADAPTER` an adapter of all layers that changes nothing."""
+        """Makes `REHEARSAL_ADAPTER` an adapter of all layers that changes nothing.
+
+        For the warm-up; blocks while it copies.
+        """
 
     def drop_rehearsal_adapter(self) -> None:
-        """Forgets it."""
-
-    def copy_states(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copies slots of recurrent state, under the conditions of `copy_pages`."""
+        """Removes `REHEARSAL_ADAPTER` after the warm-up."""

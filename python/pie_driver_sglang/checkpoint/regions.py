@@ -1,4 +1,4 @@
-"""Which bytes of a piece of memory strided tensors lie on, and what they cover of it together."""
+"""The bytes that strided tensors occupy, and whether some of them together cover another."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ class Region(NamedTuple):
     """The bytes of one strided tensor."""
 
     offset: int
-    """Of its first byte."""
+    """Address of the first byte."""
     dims: tuple[tuple[int, int], ...]
-    """Length and stride in bytes, by stride. Neither can be merged with another one."""
+    """Length and stride in bytes of each dimension, by stride; none of them can be merged."""
 
     @property
     def end(self) -> int:
-        """The byte behind the last one."""
+        """Address after the last byte."""
         return self.offset + sum((length - 1) * stride for length, stride in self.dims) + 1
 
 
@@ -44,7 +44,7 @@ def region_of(
 def _dims(
     sizes: tuple[int, ...], strides: tuple[int, ...], itemsize: int
 ) -> tuple[tuple[int, int], ...]:
-    """Of a region; none if it is empty. Tensors of a checkpoint have few different shapes."""
+    """Dimensions of a region; none if it is empty. Cached: a checkpoint has few shapes."""
     if 0 in sizes:
         return ()
     steps = [
@@ -83,7 +83,7 @@ def _bytes(region: Region) -> int:
 
 
 def _steps(region: Region, start: int) -> list[int]:
-    """Numbers that bytes can be counted by in this region, if by their common divisor."""
+    """Numbers whose common divisor is a unit that divides this region."""
     (run, _), *others = region.dims
     return [region.offset - start, run, *(stride for _, stride in others)]
 

@@ -1,4 +1,4 @@
-"""Files that strangers may have made: read to their end, never beyond the size that they have."""
+"""Reads untrusted files: regular ones only, and never more than their size when opened."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ CHUNK_BYTES: Final = 4 << 20
 
 
 class RegularFile:
-    """A regular file that is open for reading.
+    """A regular file, open for reading.
 
     Pipes and devices have no end, and files of `/proc` may wait for ever although they claim to be
     regular; those say that they are empty, which no file here may be.
     """
 
     def __init__(self, path: Path) -> None:
-        """Opens the file, or what a link of this name leads to.
+        """Opens the file; follows links.
 
         Raises:
             OSError: It is missing, empty or not a regular file.
@@ -37,11 +37,11 @@ class RegularFile:
 
     @property
     def size(self) -> int:
-        """Its bytes when it was opened."""
+        """Bytes of the file when it was opened."""
         return self._status.st_size
 
     def chunks(self) -> Iterator[memoryview]:
-        """Reads the file once, in parts that are valid until the next one is asked for.
+        """Reads the file once, in parts that stay valid until the next part.
 
         Raises:
             OSError: It has another size now, or was written to meanwhile.

@@ -1,4 +1,4 @@
-"""Which tensors of a checkpoint a model may do without; plain names, no weights."""
+"""Decides by its name whether a model may do without a tensor of its checkpoint."""
 
 from __future__ import annotations
 
@@ -12,38 +12,38 @@ _REMADE: Final = re.compile(
     r"|(^|\.)(attn|attention)\.(masked_)?bias$"  # GPT's triangles of ones.
     r"|\.position_ids$"
 )
-"""What follows from the configuration, so that SGLang makes it by itself."""
+"""Tensors that follow from the configuration, so SGLang computes them."""
 _HEADS: Final = re.compile(r"^(model\.)?(score|classifier|v_head|value_head|reward_head)\.")
-"""Heads of other tasks than to generate text."""
+"""Heads for tasks other than text generation."""
 _NEXT_TOKENS: Final = re.compile(r"^(model\.|language_model\.)*mtp(\.|_)")
 _LAYER: Final = re.compile(r"^(?:model\.|language_model\.)*layers\.(\d+)\.")
 _MEDIA: Final = re.compile(
     r"^(?:model\.)*(?:vis(?:ion|ual)|image|img|video|audio|speech|sound|mm_|multi_modal_|talker"
     r"|code2wav|token2wav)\w*\."
 )
-"""Encoders and generators of media, which stand apart from the model of text."""
+"""Encoders and generators of media, separate from the language model."""
 _CACHE_SCALE: Final = re.compile(r"\.(k|v|kv|q|prob)_scale$")
-"""Of a KV pool in FP8; a pool of another type has none."""
+"""Scales of an FP8 KV pool; pools of other dtypes have none."""
 _QUANTIZER: Final = re.compile(r"scal(e|ing)|zero|_zp$|g_idx$|_shape$|_amax$|azp_adj$|pre_quant")
 _OTHER_FILES: Final = ("adapter_model.safetensors", "adapter_model.bin")
 
 
-class Model(NamedTuple):
-    """What a model's configuration says about tensors that were not read."""
+class CheckpointModel(NamedTuple):
+    """Settings of a model that explain unread tensors."""
 
     layers: int
     next_layers: int = 0
-    """Further layers, which predict the tokens after the next."""
+    """Additional layers for multi-token prediction."""
     tied: bool = False
     """Whether the LM head is the embedding table."""
     quantization: str | None = None
     """The checkpoint's method."""
     ignored: Sequence[str] = ()
-    """Expressions of what transformers leaves out as well."""
+    """Regular expressions of tensors that transformers ignores as well."""
 
 
-def harmful(names: Collection[str], read: Collection[str], model: Model) -> list[str]:
-    """Of the tensors that SGLang did not read those that the model may be wrong without.
+def harmful(names: Collection[str], read: Collection[str], model: CheckpointModel) -> list[str]:
+    """Return the unread tensors without which the model may be wrong.
 
     Args:
         names: Tensors that were not read.
@@ -55,17 +55,17 @@ def harmful(names: Collection[str], read: Collection[str], model: Model) -> list
 
 
 def is_media(name: str) -> bool:
-    """Whether a tensor is an encoder's."""
+    """Whether a tensor belongs to a media encoder."""
     return _MEDIA.match(name) is not None
 
 
 def is_cache_scale(name: str) -> bool:
-    """Whether a tensor is a scale of a KV pool in FP8."""
+    """Whether a tensor is a scale of an FP8 KV pool."""
     return _CACHE_SCALE.search(name) is not None
 
 
 def is_other_file(name: str) -> bool:
-    """Whether a file that SGLang reads along holds something else than the model."""
+    """Whether a file that SGLang also reads holds something other than the model."""
     return name in _OTHER_FILES
 
 
@@ -74,7 +74,7 @@ def _prefixes(names: Collection[str]) -> frozenset[str]:
     return frozenset(match[0] for match in found if match)
 
 
-def _is_harmless(name: str, media: Collection[str], model: Model) -> bool:
+def _is_harmless(name: str, media: Collection[str], model: CheckpointModel) -> bool:
     apart = _MEDIA.match(name)
     layer = _LAYER.match(name)
     leaf = name.rpartition(".")[2]

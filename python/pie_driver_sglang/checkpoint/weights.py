@@ -1,4 +1,4 @@
-"""What the weights of a snapshot take on a device, from the headers of its files."""
+"""The device memory of a snapshot's weights, computed from the headers of its files."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from pie_driver_sglang.memory.plan import ANY_RANKS, EVERYWHERE, Part
+from pie_driver_sglang.memory.types import ANY_RANKS, EVERYWHERE, Part
 
 ONLINE_BYTES: Final[Mapping[str, float]] = {
     "fp8": 1.0,
@@ -18,9 +18,9 @@ ONLINE_BYTES: Final[Mapping[str, float]] = {
     "mxfp8": 1.0 + 1 / 32,
     "bitsandbytes": 0.5 + 1 / 16,
 }
-"""Bytes of a number of a linear layer that SGLang quantizes while it loads it."""
+"""Bytes per element of linear layers that SGLang quantizes online."""
 VOCABULARY_ALIGNMENT: Final = 64
-"""SGLang rounds embeddings and LM heads up to a multiple of so many rows."""
+"""SGLang pads embeddings and LM heads to a multiple of this many rows."""
 
 _MOST_HEADER_BYTES: Final = 100 << 20
 _FLOATS: Final = frozenset({"F64", "F32", "F16", "BF16"})
@@ -41,25 +41,25 @@ class Tensor(NamedTuple):
     name: str
     shape: tuple[int, ...]
     bytes: int
-    """As it is stored."""
+    """Bytes in the file."""
     floating: bool
-    """Whether it is loaded in the type of the activations, unless the checkpoint is quantized."""
+    """Whether it is loaded in the activations' dtype, unless the checkpoint is quantized."""
 
     @property
     def numbers(self) -> int:
-        """How many there are."""
+        """Number of elements."""
         return math.prod(self.shape)
 
 
-class Place(NamedTuple):
-    """Where a tensor's bytes are."""
+class FileRange(NamedTuple):
+    """The place of a tensor's bytes in a file."""
 
     path: Path
     offset: int
     length: int
 
     def samples(self) -> Iterator[bytes]:
-        """Pieces from all over it."""
+        """Pieces of the bytes, evenly distributed."""
         step = max(_PIECE_BYTES, self.length // _PIECES)
         with self.path.open("rb") as file:
             for start in range(0, self.length, step):
@@ -68,7 +68,7 @@ class Place(NamedTuple):
 
 
 class DamagedError(ValueError):
-    """A file of weights that is not whole, or contradicts another one."""
+    """A file of weights is damaged, or contradicts another one."""
 
 
 class Loading(NamedTuple):
@@ -77,19 +77,19 @@ class Loading(NamedTuple):
     itemsize: int
     """Bytes of an activation."""
     layers: int
-    """Layers that the model has; a checkpoint may have more of them."""
+    """Layers of the model; a checkpoint may have more."""
     kv_heads: int
     vocabulary: int
     tied: bool
     """Whether the LM head is the embedding table."""
     quantized: bool
-    """Whether the checkpoint is, so that its numbers stay what they are."""
+    """Whether the checkpoint is quantized, so that its tensors keep their dtype."""
     online: str | None = None
-    """A method of `ONLINE_BYTES`, which quantizes linear layers."""
+    """A method of `ONLINE_BYTES`, by which SGLang quantizes linear layers."""
 
 
 def read_tensors(folder: Path, itemsize: int) -> list[Tensor]:
-    """The tensors of a snapshot by its headers; no weights are read.
+    """Lists the tensors of a snapshot from its headers; reads no weights.
 
     Args:
         folder: The snapshot.
@@ -113,7 +113,7 @@ def read_tensors(folder: Path, itemsize: int) -> list[Tensor]:
 
 
 def weight_parts(tensors: Iterable[Tensor], loading: Loading) -> tuple[Part, ...]:
-    """What SGLang makes of tensors, by the ranks that divide it.
+    """Sizes of loaded tensors, by the number of ranks that shard them.
 
     Names decide about that: keys and values go by heads, norms and routers are copied, and so are
     vision encoders, which is too much where SGLang divides them.
@@ -141,9 +141,9 @@ def _whole_file(path: Path, itemsize: int) -> Tensor:
     return Tensor(path.name, (size // itemsize,), size, floating=path.suffix != ".gguf")
 
 
-def _check_names(found: Iterable[tuple[Tensor, Place]]) -> None:
-    """The loader takes a tensor from every file that has it, in whichever order."""
-    places: dict[str, Place] = {}
+def _check_names(found: Iterable[tuple[Tensor, FileRange]]) -> None:
+    """Refuses different tensors of one name: the loader's choice depends on the order of files."""
+    places: dict[str, FileRange] = {}
     for tensor, place in found:
         other = places.setdefault(tensor.name, place)
         if other is not place and not have_equal_bytes(other, place):
@@ -153,22 +153,22 @@ def _check_names(found: Iterable[tuple[Tensor, Place]]) -> None:
             )
 
 
-def have_equal_bytes(one: Place, other: Place) -> bool:
-    """Whether two tensors are equal as far as samples show."""
+def have_equal_bytes(one: FileRange, other: FileRange) -> bool:
+    """Whether two tensors are equal, by samples."""
     return one.length == other.length and all(
         mine == theirs for mine, theirs in zip(one.samples(), other.samples(), strict=True)
     )
 
 
-def read_places(folder: Path) -> dict[str, Place]:
-    """Where the tensors of a snapshot's safetensors files are, by their names."""
+def read_places(folder: Path) -> dict[str, FileRange]:
+    """Places of the tensors in a snapshot's safetensors files, by name."""
     return {
         tensor.name: place for path in _checkpoint_files(folder) for tensor, place in _header(path)
     }
 
 
 def torch_file(folder: Path, name: str) -> str | None:
-    """The file of torch that a tensor is in, if that can be known without reading it."""
+    """The torch file that holds a tensor, if that is known without reading it."""
     index = folder / "pytorch_model.bin.index.json"
     if index.is_file():
         file = json.loads(index.read_text(encoding="utf-8"))["weight_map"].get(name)
@@ -177,8 +177,8 @@ def torch_file(folder: Path, name: str) -> str | None:
     return others[0] if len(others) == 1 else None
 
 
-def _header(path: Path) -> list[tuple[Tensor, Place]]:
-    """See https://huggingface.co/docs/safetensors: a length, and a table in JSON."""
+def _header(path: Path) -> list[tuple[Tensor, FileRange]]:
+    """Reads a header (https://huggingface.co/docs/safetensors): a length, and a table in JSON."""
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -200,7 +200,7 @@ def _header(path: Path) -> list[tuple[Tensor, Place]]:
     return found
 
 
-def _entry(path: Path, start: int, name: str, entry: dict[str, Any]) -> tuple[Tensor, Place]:
+def _entry(path: Path, start: int, name: str, entry: dict[str, Any]) -> tuple[Tensor, FileRange]:
     first, end = entry["data_offsets"]
     dtype, shape = entry["dtype"], tuple(entry["shape"])
     bits = _BITS.search(dtype)
@@ -210,7 +210,7 @@ def _entry(path: Path, start: int, name: str, entry: dict[str, Any]) -> tuple[Te
             f"{path.name} has {end - first} bytes for {name}, whose shape {shape} of {dtype} needs "
             f"{needed}"
         )
-    return Tensor(name, shape, end - first, dtype in _FLOATS), Place(
+    return Tensor(name, shape, end - first, dtype in _FLOATS), FileRange(
         path, start + first, end - first
     )
 

@@ -11,7 +11,7 @@ from pie_driver_sglang.errors import ConfigError, quoted, reason
 
 if TYPE_CHECKING:
     from pie_driver_sglang.offline.engine import Engine
-    from pie_driver_sglang.offline.tokenizer import Tokenizer
+    from pie_driver_sglang.offline.tokenizer import ModelTokenizer
 
 
 class Conversation:
@@ -25,7 +25,9 @@ class Conversation:
         meta: `meta_info` of the last answer.
     """
 
-    def __init__(self, engine: Engine, tokenizer: Tokenizer, sampling: Mapping[str, Any]) -> None:
+    def __init__(
+        self, engine: Engine, tokenizer: ModelTokenizer, sampling: Mapping[str, Any]
+    ) -> None:
         """Begin without messages.
 
         Args:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from pie_driver_sglang import _core
-from pie_driver_sglang.cli.machine import Machine, Region, look
+from pie_driver_sglang.cli.machine import Machine, RegionFile, look
 from pie_driver_sglang.cli.report import Finding, Status, print_findings
 from pie_driver_sglang.cli.version import version_line
 from pie_driver_sglang.demo.driver import LATENCY_CORES
@@ -199,7 +199,7 @@ def _regions(machine: Machine) -> Iterator[Finding]:
             yield Finding(region.name, "warn", text, hint, values)
 
 
-def _owner(region: Region) -> str:
+def _owner(region: RegionFile) -> str:
     if region.owner is None:
         return " by a process that cannot be seen from here"
     command = f" ({region.command})" if region.command else ""

@@ -89,13 +89,13 @@ def started(options: argparse.Namespace) -> Iterator[Engine]:
         "log_file": options.log,
         **dict(map(parse_option, options.option)),
     }
-    with Loading(arguments["model_path"]) as loading:
+    with LoadingLine(arguments["model_path"]) as loading:
         engine = Engine(on_start=loading, **arguments)
     with engine:
         yield engine
 
 
-class Loading:
+class LoadingLine:
     """Shows that the drivers load: in one line on a terminal, else by new lines of their log."""
 
     def __init__(self, model: str) -> None:

@@ -56,7 +56,7 @@ class Cuda(NamedTuple):
     """Whether a GPU of NVIDIA is on the PCI bus."""
 
 
-class Region(NamedTuple):
+class RegionFile(NamedTuple):
     """A driver's file in `/dev/shm`."""
 
     name: str
@@ -113,7 +113,7 @@ class Machine(NamedTuple):
     """Whether SGLang's FlashAttention-3 kernels are installed."""
     shm: Shm | None
     """None where `/dev/shm` is missing."""
-    regions: tuple[Region, ...]
+    regions: tuple[RegionFile, ...]
     cores: int
     """That this process may use."""
     load: float
@@ -249,7 +249,7 @@ def look_at_shm(folder: Path, mounts: Path = Path("/proc/self/mounts")) -> Shm |
     return Shm(space.f_blocks * unit, space.f_bavail * unit, kinds.get(str(folder), ""))
 
 
-def look_at_regions(folder: Path, proc: Path = Path("/proc")) -> list[Region]:
+def look_at_regions(folder: Path, proc: Path = Path("/proc")) -> list[RegionFile]:
     """The regions of all drivers, of this user and of others, by name."""
     owners = lock_owners(_read(proc / "locks"))
     try:
@@ -260,7 +260,9 @@ def look_at_regions(folder: Path, proc: Path = Path("/proc")) -> list[Region]:
     return [region for region in regions if region is not None]
 
 
-def _look_at_region(path: Path, owners: Mapping[tuple[int, int], int], proc: Path) -> Region | None:
+def _look_at_region(
+    path: Path, owners: Mapping[tuple[int, int], int], proc: Path
+) -> RegionFile | None:
     try:
         status = path.lstat()
     except OSError:
@@ -268,7 +270,7 @@ def _look_at_region(path: Path, owners: Mapping[tuple[int, int], int], proc: Pat
         return None
     owner = owners.get((status.st_dev, status.st_ino))
     words = _read(proc / str(owner), "cmdline").split("\0") if owner else []
-    return Region(
+    return RegionFile(
         name=path.name,
         bytes=status.st_blocks * 512,
         user=_user(status.st_uid),

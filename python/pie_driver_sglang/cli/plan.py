@@ -13,20 +13,21 @@ import msgspec
 
 from pie_driver_sglang.checkpoint.hub_cache import cached_snapshot
 from pie_driver_sglang.cli.machine import look_at_cuda, nvml
-from pie_driver_sglang.config.file import ACTIVATION_DTYPES, MAX_RANKS
-from pie_driver_sglang.config.hf_config import check_hf_config, load_hf_config
-from pie_driver_sglang.config.options import parse_options
-from pie_driver_sglang.errors import ConfigError, StartError, quoted
-from pie_driver_sglang.memory.host import available_bytes
-from pie_driver_sglang.memory.plan import GIB, Device, Plan, Settings, plan_memory, table
-from pie_driver_sglang.memory.refusal import find_doubt, require_fit
-from pie_driver_sglang.memory.shape import (
+from pie_driver_sglang.cli.model_sizes import (
     WeightSizes,
     model_of,
     read_shape,
     read_weights,
     settings_for,
 )
+from pie_driver_sglang.config.file import ACTIVATION_DTYPES, MAX_RANKS
+from pie_driver_sglang.config.hf_config import check_hf_config, load_hf_config
+from pie_driver_sglang.config.option_checks import parse_options
+from pie_driver_sglang.errors import ConfigError, StartError, quoted
+from pie_driver_sglang.memory.host import available_bytes
+from pie_driver_sglang.memory.plan import GIB, plan_memory, table
+from pie_driver_sglang.memory.refusal import find_doubt, require_fit
+from pie_driver_sglang.memory.types import Device, MemorySettings, Plan
 
 CONTEXT_BYTES: Final = GIB // 2
 """What the CUDA context takes of a GPU before anything else does. A guess."""
@@ -36,7 +37,7 @@ class Planned(NamedTuple):
     """A plan, with what it was made from."""
 
     plan: Plan
-    settings: Settings
+    settings: MemorySettings
     architecture: str
     dtype: str
     weights: str

@@ -18,23 +18,27 @@ USAGE: Final = 2
 """Exit status of a wrong command line, as `argparse` has it."""
 
 
-class Command(NamedTuple):
+class CliCommand(NamedTuple):
     """A command: where it is, and one line of help."""
 
     module: str
     summary: str
 
 
-COMMANDS: Final[Mapping[str, Command]] = MappingProxyType(
+COMMANDS: Final[Mapping[str, CliCommand]] = MappingProxyType(
     {
-        "doctor": Command("cli.doctor", "look at this machine: versions, GPUs, /dev/shm, caches"),
-        "check": Command("cli.check", "check a configuration, without a model or a GPU"),
-        "plan": Command("cli.plan", "plan the memory of a model for a device that need not exist"),
-        "generate": Command(
+        "doctor": CliCommand(
+            "cli.doctor", "look at this machine: versions, GPUs, /dev/shm, caches"
+        ),
+        "check": CliCommand("cli.check", "check a configuration, without a model or a GPU"),
+        "plan": CliCommand(
+            "cli.plan", "plan the memory of a model for a device that need not exist"
+        ),
+        "generate": CliCommand(
             "cli.generate", "answer prompts from words, a file or a pipe, as JSONL"
         ),
-        "shell": Command("cli.shell", "talk with a model"),
-        "demo": Command("demo.program", "serve six prompts and show the tokens as they come"),
+        "shell": CliCommand("cli.shell", "talk with a model"),
+        "demo": CliCommand("demo.program", "serve six prompts and show the tokens as they come"),
     }
 )
 

@@ -1,4 +1,7 @@
-"""The configuration: the launcher's TOML, the options, what a model's own config says.
+"""The configuration: the launcher's TOML, the options, and a model's own `config.json`.
 
-Imports neither torch nor SGLang.
+`file.py` reads and checks the whole file and gives a `DriverConfig`. `options.py` defines every
+option once, and `option_checks.py` checks a table of them. `hf_config.py` and `arch.py` read the
+model's `config.json`. `server_args.py` is generated: the fields of SGLang's `ServerArgs`. Whatever
+is wrong raises a `ConfigError` within a second, since neither torch nor SGLang is imported.
 """

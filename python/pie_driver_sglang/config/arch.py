@@ -1,4 +1,4 @@
-"""What the runtime is told about a model's architecture, read from its Hugging Face config."""
+"""A model's architecture name, sizes and media, read from its Hugging Face config."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def vocab_size(hf_config: Mapping[str, Any]) -> int | None:
 
 
 class ContextLimit(NamedTuple):
-    """The positions of a model, and where its config says so."""
+    """The positions of a model, and the key of its config that sets them."""
 
     positions: int
     source: str
@@ -157,7 +157,7 @@ def takes_images(hf_config: Mapping[str, Any]) -> bool:
 
 
 def image_token_bytes(hf_config: Mapping[str, Any]) -> int:
-    """Return the bytes of a request behind one token of an image; 0 for a model without images.
+    """Return the bytes of a request per image token; 0 for a model without images.
 
     They are the pixels and positions of its patches, and its own positions on three axes.
     """

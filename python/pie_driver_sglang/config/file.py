@@ -1,9 +1,8 @@
 """The file that the Pie runtime writes for the driver, read and checked.
 
-The sections, keys and defaults are those of the Pie driver protocol, which wants sections and keys
-that it does not know to be tolerated: they are ignored with a warning everywhere but in
-`[driver.options]`. Everything that can be checked without SGLang is checked here, so that a mistake
-shows within a second.
+The sections, keys and defaults are those of the Pie driver protocol, which asks for unknown
+sections and keys to be tolerated: they are ignored with a warning, except in `[driver.options]`.
+Everything that can be checked without SGLang is checked here, so a mistake shows within a second.
 """
 
 from __future__ import annotations
@@ -19,7 +18,8 @@ from typing import Any, Final
 import msgspec
 
 from pie_driver_sglang.config.hf_config import DOWNLOAD, check_hf_config, load_hf_config
-from pie_driver_sglang.config.options import DriverOptions, parse_options
+from pie_driver_sglang.config.option_checks import parse_options
+from pie_driver_sglang.config.options import DriverOptions
 from pie_driver_sglang.errors import ConfigError, nearest, quoted, reason
 
 logger = logging.getLogger(__name__)
@@ -138,7 +138,7 @@ def load_config(path: Path) -> DriverConfig:
     Raises:
         ConfigError: The file, a value in it or the snapshot is wrong.
     """
-    return check_config(read_table(path))
+    return parse_config(read_table(path))
 
 
 def read_table(path: Path) -> dict[str, Any]:
@@ -157,7 +157,7 @@ def read_table(path: Path) -> dict[str, Any]:
     return table
 
 
-def check_config(table: Mapping[str, Any]) -> DriverConfig:
+def parse_config(table: Mapping[str, Any]) -> DriverConfig:
     """Check what a configuration file holds, and the model's snapshot.
 
     Args:
@@ -365,7 +365,7 @@ _WEIGHT_PATTERNS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         "sharded_state": ("*.safetensors",),
     }
 )
-#: Files that trainers leave beside the weights.
+#: Files that trainers write beside the weights.
 _NOT_WEIGHTS: Final = frozenset(
     {
         "adapter_model.bin",
@@ -412,9 +412,9 @@ def _indexed_files(snapshot_dir: Path) -> set[str]:
 
 
 def _check_tokenizer(snapshot_dir: Path, load_format: str) -> None:
-    """Refuse a snapshot without a tokenizer, for which the runtime looks behind the whole start.
+    """Refuse a snapshot without a tokenizer, which the runtime would miss only after the start.
 
-    Made-up weights are for measurements, which need none.
+    Dummy weights are for measurements, which need none.
     """
     names = ("tokenizer.json", "tiktoken.model")
     if load_format == "dummy" or any((snapshot_dir / name).is_file() for name in names):

@@ -1,6 +1,6 @@
 """A model's `config.json`: read, and refused where no driver could serve the model.
 
-What it says is checked before SGLang is imported, which takes longer than everything here.
+It is checked before SGLang is imported, which takes longer than all of these checks.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from pie_driver_sglang.config.arch import context_limit, text_config
-from pie_driver_sglang.config.options import DriverOptions, loads_plugins
+from pie_driver_sglang.config.option_checks import loads_plugins
+from pie_driver_sglang.config.options import DriverOptions
 from pie_driver_sglang.config.server_args import ARCHITECTURES, SGLANG_VERSION
 from pie_driver_sglang.errors import ConfigError, nearest, quoted, reason
 
@@ -48,7 +49,7 @@ _RENAMED_TYPES: Final = frozenset(
 )
 _RENAMED: Final = frozenset({"LongcatCausalLM", "LongcatFlashNgramForCausalLM"})
 
-#: By this variable SGLang takes a longer context than the model's.
+#: With this variable SGLang accepts a longer context than the model's.
 _LONGER_CONTEXT: Final = "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"
 
 #: Settings that change what SGLang makes of the file.

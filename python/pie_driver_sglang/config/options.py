@@ -1,108 +1,296 @@
-"""The table `[driver.options]`: the driver's own keys and SGLang settings passed through.
+"""Every option of `[model.driver.options]`, defined once.
 
-The keys and defaults of the driver are those of the Pie driver protocol. Every other key must be
-a field of SGLang's `ServerArgs` that the driver does not set itself; the list of those is
-generated (`server_args.py`), so that nothing here imports SGLang.
+A field of :class:`DriverOptions` is an option: its name, type and default are the field's, and its
+:class:`About` says what it means and which values it takes. `option_checks.py` checks by these
+definitions, `tools/generate_server_args.py` finds the options that SGLang has a field for, and
+`tools/generate_options.py` writes `docs/options.md`. The names and defaults of the Pie driver
+protocol are kept.
 """
 
 from __future__ import annotations
 
-import logging
-import os
+import types
+import typing
 from collections.abc import Mapping, Sequence
+from enum import StrEnum
 from types import MappingProxyType
-from typing import Any, Final, NamedTuple
+from typing import Annotated, Any, Final, NamedTuple
 
 import msgspec
 
-from pie_driver_sglang.config.server_args import SERVER_ARGS, ServerArg
-from pie_driver_sglang.errors import ConfigError, nearest, quoted
-
-logger = logging.getLogger(__name__)
-
 #: The driver's own attention backend, for decodes on a GPU.
 PAGED_DECODE: Final = "pie"
-
-#: The options that name attention backends: for everything, for prefills, for decodes.
-_BACKENDS: Final = (
-    "attention_backend",
-    "prefill_attention_backend",
-    "decode_attention_backend",
-)
 
 #: Requests per batch that the driver accepts when `cuda_graph_max_bs` is not set.
 DEFAULT_MAX_FORWARD_REQUESTS: Final = 256
 
 
+class Group(StrEnum):
+    """What an option is about, in the order of the documentation."""
+
+    MODEL = "Model"
+    MEMORY = "Memory"
+    SPEED = "Speed"
+    DRAFTS = "Drafts"
+    ADAPTERS = "Adapters"
+    LOGS = "Logs and traces"
+
+
+class About(NamedTuple):
+    """What the definition of an option says beside its name, type and default."""
+
+    group: Group
+    text: str
+    """One or two sentences for a user, in Markdown."""
+    limits: tuple[float, float] | None = None
+    """Least and largest value of a number."""
+    default: str = ""
+    """The default in words, where it depends on the device or the model."""
+    sglang: str = ""
+    """The field of SGLang's `ServerArgs` that takes the value; empty where none does."""
+    since: str = "0.1"
+    """The version of the driver that has it first."""
+
+
 class DriverOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """The checked `[driver.options]`, with the defaults of the Pie driver protocol.
+    """The checked `[driver.options]`: each field with an :class:`About` is an option."""
 
-    Attributes:
-        attention_backend: SGLang's attention backend, resolved for the device.
-        paged_decode: Decode with the driver's own attention backend, :data:`PAGED_DECODE`; None
-            for where the model allows it.
-        mem_fraction_static: Share of the device's free memory for weights and KV pages; None for
-            the largest that is safe.
-        disable_radix_cache: No effect: the runtime shares prefixes, never SGLang.
-        disable_cuda_graph: Run every batch eagerly.
-        cuda_graph_max_bs: Most requests in one captured graph; None for the default.
-        fuse_layers: Run models that are built as Llama is by the driver's own kernels: on one GPU
-            graphs, and prefills by fa3; on two or four graphs of up to 256 rows.
-        chunked_prefill_size: Most tokens in one prefill step; None or less than 1 for the driver's
-            choice by the device.
-        kv_cache_dtype: Element type of the KV pages; `auto` follows the activations.
-        trust_remote_code: Allow the snapshot to bring Python code of its own.
-        context_length: Cap of the positions of one request; None for the model's.
-        cpu_mem_budget_in_gb: Host memory for swapped pages, in GiB, page-locked for a GPU; 0 for
-            no swapping.
-        max_image_tokens: Tokens of images that the batches of a model with a vision encoder have
-            room for.
-        spec_ngram_enabled: Draft tokens for requests that ask for them.
-        spec_ngram_num_drafts: Most draft tokens of a request and step.
-        spec_ngram_max_depth: Longest match that is looked for, in tokens.
-        spec_ngram_min_n: Shortest match that drafts.
-        spec_ngram_max_n: Longest match, if shorter than `spec_ngram_max_depth`.
-        spec_ngram_capacity: Tokens of the history that contexts share.
-        page_size: Tokens in one KV page.
-        enable_lora: Take LoRA adapters.
-        max_lora_rank: Largest rank of an adapter.
-        lora_target_modules: Layers that adapters may change, by checkpoint names; `all` for all
-            that SGLang has adapters for.
-        max_loras_per_batch: Different adapters of one forward pass, no adapter being one of them.
-        max_loaded_loras: Adapters kept in host memory, of each rank.
-        lora_backend: SGLang's LoRA kernels, resolved for the device.
-        trace_file: File that records the frames served; None for no recording.
-        server_args: SGLang `ServerArgs` fields that the user set by name.
-    """
-
-    attention_backend: str
+    context_length: Annotated[
+        int | None,
+        About(
+            Group.MODEL,
+            "Most positions of one context. More than the model has is refused, unless "
+            "`SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN=1` is set.",
+            limits=(1, 2**31 - 1),
+            default="the model's",
+            sglang="context_length",
+        ),
+    ] = None
+    trust_remote_code: Annotated[
+        bool,
+        About(
+            Group.MODEL,
+            "Allow the model's folder to bring Python code of its own.",
+            sglang="trust_remote_code",
+        ),
+    ] = True
+    max_image_tokens: Annotated[
+        int,
+        About(
+            Group.MODEL,
+            "Image tokens (32 x 32 pixels each) that one batch has room for; Qwen3-VL only. 1024 "
+            "of them add up to 100 MB to the region in `/dev/shm`.",
+            limits=(0, 2**17),
+        ),
+    ] = 1024
+    mem_fraction_static: Annotated[
+        float | None,
+        About(
+            Group.MEMORY,
+            "Share of the free device memory for weights, adapters, recurrent state and KV pages. "
+            "The driver warns if a value of yours leaves less than a safe reserve.",
+            limits=(0.01, 0.99),
+            default="the largest safe share",
+            sglang="mem_fraction_static",
+        ),
+    ] = None
+    page_size: Annotated[
+        int,
+        About(
+            Group.MEMORY,
+            "Tokens of one KV page.",
+            limits=(1, 1024),
+            sglang="page_size",
+        ),
+    ] = 16
+    kv_cache_dtype: Annotated[
+        str,
+        About(
+            Group.MEMORY,
+            "Element type of the KV pages; `auto` takes the type of the activations.",
+            sglang="kv_cache_dtype",
+        ),
+    ] = "auto"
+    cpu_mem_budget_in_gb: Annotated[
+        int,
+        About(
+            Group.MEMORY,
+            "Host memory for swapped KV pages, in GiB for all ranks together; page-locked for a "
+            "GPU. With 0 the runtime recomputes suspended contexts.",
+            limits=(0, 2**20),
+        ),
+    ] = 0
+    attention_backend: Annotated[
+        str,
+        About(
+            Group.SPEED,
+            "Attention backend, or a pair `prefill,decode`. `pie` is the driver's own decode "
+            "kernel for CUDA; `pie` alone means `triton,pie`. "
+            "See [Attention backends](#attention-backends).",
+            default="`triton,pie` on CUDA, `fa3,pie` on Hopper with FlashAttention-3, "
+            "`torch_native` on the CPU",
+            sglang="attention_backend",
+        ),
+    ]
+    fuse_layers: Annotated[
+        bool,
+        About(
+            Group.SPEED,
+            "Run Llama-like models (Llama, Mistral, Qwen 2, Qwen 3) with the driver's fused "
+            "kernels, where `pie` decodes. See [Fused layers](#fused-layers).",
+        ),
+    ] = True
+    cuda_graph_max_bs: Annotated[
+        int | None,
+        About(
+            Group.SPEED,
+            "Largest batch, in requests: the runtime sees it as `max_forward_requests`. CUDA "
+            "graphs are captured for up to this many sampled rows; on one GPU also for batches "
+            "of up to 2,304 tokens.",
+            limits=(1, 4096),
+            default=f"`{DEFAULT_MAX_FORWARD_REQUESTS}`",
+            sglang="max_running_requests",
+        ),
+    ] = None
+    chunked_prefill_size: Annotated[
+        int | None,
+        About(
+            Group.SPEED,
+            "Most tokens of one forward pass; longer prompts are split. -1 asks for the default.",
+            limits=(-1, 2**31 - 1),
+            default="16,384 on GPUs with 90 GiB and more, 8,192 on smaller ones, 2,048 on the CPU",
+            sglang="chunked_prefill_size",
+        ),
+    ] = None
+    disable_cuda_graph: Annotated[
+        bool,
+        About(
+            Group.SPEED,
+            "Run every batch eagerly through Python, without CUDA graphs. For debugging.",
+        ),
+    ] = False
+    disable_radix_cache: Annotated[
+        bool,
+        About(
+            Group.SPEED,
+            "Accepted without effect: Pie's runtime shares prefixes, not SGLang. On CUDA, decodes "
+            "of contexts that share their first pages read these pages once.",
+        ),
+    ] = True
+    spec_ngram_enabled: Annotated[
+        bool,
+        About(
+            Group.DRAFTS,
+            "Draft tokens with the n-gram drafter, for requests that ask for drafts.",
+        ),
+    ] = False
+    spec_ngram_num_drafts: Annotated[
+        int,
+        About(Group.DRAFTS, "Most draft tokens of a request in one step.", limits=(1, 64)),
+    ] = 4
+    spec_ngram_max_depth: Annotated[
+        int,
+        About(
+            Group.DRAFTS,
+            "Longest match that the drafter looks for, in tokens.",
+            limits=(1, 255),
+        ),
+    ] = 18
+    spec_ngram_min_n: Annotated[
+        int,
+        About(
+            Group.DRAFTS,
+            "Shortest match that drafts, in tokens. 2, with a `spec_ngram_max_n` of 4, gives "
+            "prompt lookup.",
+            limits=(1, 255),
+        ),
+    ] = 1
+    spec_ngram_max_n: Annotated[
+        int | None,
+        About(
+            Group.DRAFTS,
+            "Longest match that drafts, in tokens, where it is shorter than "
+            "`spec_ngram_max_depth`.",
+            limits=(1, 255),
+            default="`spec_ngram_max_depth`",
+        ),
+    ] = None
+    spec_ngram_capacity: Annotated[
+        int,
+        About(
+            Group.DRAFTS,
+            "Tokens of the history that all contexts share, of up to 64 bytes each. With 0 a "
+            "context drafts from its own text only.",
+            limits=(0, 2**30),
+        ),
+    ] = 1_000_000
+    enable_lora: Annotated[
+        bool,
+        About(
+            Group.ADAPTERS,
+            "Accept LoRA adapters. Memory for them is reserved at the start.",
+            sglang="enable_lora",
+        ),
+    ] = False
+    max_lora_rank: Annotated[
+        int,
+        About(
+            Group.ADAPTERS,
+            "Largest rank of an adapter.",
+            limits=(1, 4096),
+            sglang="max_lora_rank",
+        ),
+    ] = 64
+    lora_target_modules: Annotated[
+        Sequence[str],
+        About(
+            Group.ADAPTERS,
+            'Layers that adapters may change, by their checkpoint names, e.g. `["q_proj", '
+            '"v_proj"]`; `["all"]` for all layers that SGLang can adapt.',
+            sglang="lora_target_modules",
+        ),
+    ] = ("all",)
+    max_loras_per_batch: Annotated[
+        int,
+        About(
+            Group.ADAPTERS,
+            "Different adapters of one forward pass; the base model counts as one. Batches with "
+            "more are split.",
+            limits=(1, 4096),
+            sglang="max_loras_per_batch",
+        ),
+    ] = 8
+    max_loaded_loras: Annotated[
+        int,
+        About(
+            Group.ADAPTERS,
+            "Adapters in the host memory of each rank; at least `max_loras_per_batch`. Other "
+            "adapters are read from their files again when a request uses them.",
+            limits=(1, 2**20),
+            sglang="max_loaded_loras",
+        ),
+    ] = 32
+    lora_backend: Annotated[
+        str,
+        About(
+            Group.ADAPTERS,
+            "SGLang's LoRA kernels: `triton` or `csgmv` on CUDA, `torch_native` on the CPU.",
+            default="`triton` on CUDA, `torch_native` on the CPU",
+            sglang="lora_backend",
+        ),
+    ] = "triton"
+    trace_file: Annotated[
+        str | None,
+        About(
+            Group.LOGS,
+            "Write a Chrome trace of all steps to this regular file, for Perfetto. The file is a "
+            "complete JSON array after every step.",
+        ),
+    ] = None
     paged_decode: bool | None = False
-    mem_fraction_static: float | None = None
-    disable_radix_cache: bool = True
-    disable_cuda_graph: bool = False
-    cuda_graph_max_bs: int | None = None
-    fuse_layers: bool = True
-    chunked_prefill_size: int | None = None
-    kv_cache_dtype: str = "auto"
-    trust_remote_code: bool = True
-    context_length: int | None = None
-    cpu_mem_budget_in_gb: int = 0
-    max_image_tokens: int = 1024
-    spec_ngram_enabled: bool = False
-    spec_ngram_num_drafts: int = 4
-    spec_ngram_max_depth: int = 18
-    spec_ngram_min_n: int = 1
-    spec_ngram_max_n: int | None = None
-    spec_ngram_capacity: int = 1_000_000
-    page_size: int = 16
-    enable_lora: bool = False
-    max_lora_rank: int = 64
-    lora_target_modules: Sequence[str] = ("all",)
-    max_loras_per_batch: int = 8
-    max_loaded_loras: int = 32
-    lora_backend: str = "triton"
-    trace_file: str | None = None
+    """Whether `pie` decodes; None: where the model allows it. Follows from the backends."""
     server_args: dict[str, Any] = {}
+    """Other `ServerArgs` fields that the user has set, by name."""
 
     @property
     def max_forward_requests(self) -> int:
@@ -110,364 +298,40 @@ class DriverOptions(msgspec.Struct, frozen=True, kw_only=True):
         return self.cuda_graph_max_bs or DEFAULT_MAX_FORWARD_REQUESTS
 
 
-class _Key(NamedTuple):
-    """What one key of the driver accepts: a type of `_TYPES` and inclusive limits."""
+class Option(NamedTuple):
+    """An option as its field defines it."""
 
+    name: str
     type: str
-    low: float | None = None
-    high: float | None = None
+    """What TOML holds, in the words of `server_args.py`: `bool`, `int`, `list[str]`, ..."""
+    default: Any
+    """The field's; :data:`msgspec.NODEFAULT` where the device decides."""
+    about: About
 
 
-_KEYS: Final[Mapping[str, _Key]] = MappingProxyType(
-    {
-        "attention_backend": _Key("str"),
-        "mem_fraction_static": _Key("float", 0.01, 0.99),
-        "disable_radix_cache": _Key("bool"),
-        "disable_cuda_graph": _Key("bool"),
-        "cuda_graph_max_bs": _Key("int", 1, 4096),
-        "fuse_layers": _Key("bool"),
-        "chunked_prefill_size": _Key("int", -1, 2**31 - 1),
-        "kv_cache_dtype": _Key("str"),
-        "trust_remote_code": _Key("bool"),
-        "context_length": _Key("int", 1, 2**31 - 1),
-        "cpu_mem_budget_in_gb": _Key("int", 0, 2**20),
-        "max_image_tokens": _Key("int", 0, 2**17),
-        "spec_ngram_enabled": _Key("bool"),
-        "spec_ngram_num_drafts": _Key("int", 1, 64),
-        "spec_ngram_max_depth": _Key("int", 1, 255),
-        "spec_ngram_min_n": _Key("int", 1, 255),
-        "spec_ngram_max_n": _Key("int", 1, 255),
-        "spec_ngram_capacity": _Key("int", 0, 2**30),
-        "page_size": _Key("int", 1, 1024),
-        "enable_lora": _Key("bool"),
-        "max_lora_rank": _Key("int", 1, 4096),
-        "lora_target_modules": _Key("list[str]"),
-        "max_loras_per_batch": _Key("int", 1, 4096),
-        "max_loaded_loras": _Key("int", 1, 2**20),
-        "lora_backend": _Key("str"),
-        "trace_file": _Key("str"),
-    }
-)
-
-#: Keys that name the interpreter: the runtime uses and removes them.
-_LAUNCHER_KEYS: Final = frozenset({"venv", "python"})
-
-#: Names by which the runtime's other drivers set their capacity; here the driver computes it.
-CAPACITY_NAMES: Final = frozenset(
-    {
-        "cpu_pages",
-        "linear_attn_max_slots",
-        "max_batch_size",
-        "max_batch_tokens",
-        "max_forward_requests",
-        "max_forward_tokens",
-        "max_num_batched_tokens",
-        "max_num_kv_pages",
-        "max_num_seqs",
-        "max_running_requests",
-        "max_total_tokens",
-        "total_pages",
-    }
-)
-
-#: Keys of the section above the options, which a user may put one level too deep.
-_SECTION_KEYS: Final = frozenset(
-    {"activation_dtype", "ipc_profile", "master_port", "spin_budget_us", "tensor_parallel_size"}
-)
-
-#: What other engines and older SGLang versions call one of our options.
-_OTHER_NAMES: Final[Mapping[str, str]] = MappingProxyType(
-    {
-        "cuda_graph_bs": "cuda_graph_bs_decode",
-        "enforce_eager": "disable_cuda_graph",
-        "gpu_memory_utilization": "mem_fraction_static",
-        "max_model_len": "context_length",
-    }
-)
-
-#: Who sets a field that the user may not, and what the user can do, by the generated owner.
-OWNERS: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
-    {
-        "adapters": (
-            "the runtime loads adapters, and this driver manages them",
-            "set `enable_lora = true` and remove the key",
-        ),
-        "capacity": (
-            "the driver computes its capacity from the memory and reports it to the runtime",
-            "set `mem_fraction_static` for more or fewer KV pages, "
-            "`cuda_graph_max_bs` for the requests per batch",
-        ),
-        "custom": ("it needs a Python object", "remove the key"),
-        "device": (
-            "the device comes from the runtime's configuration",
-            "set `device` under [model.driver] and remove the key",
-        ),
-        "disaggregation": ("the runtime places prefill and decode itself", "remove the key"),
-        "dtype": (
-            "the activation type comes from the runtime's configuration",
-            "set `activation_dtype` under [model.driver] and remove the key",
-        ),
-        "graphs": ("the driver sizes its CUDA graphs itself", "set `cuda_graph_max_bs` instead"),
-        "graphs_off": ("the driver decides this for all graphs", "set `disable_cuda_graph`"),
-        "media": ("images come from the runtime, ready for the model", "remove the key"),
-        "observability": (
-            "the driver writes its own log and serves no metrics",
-            "set the environment variable PIE_DRIVER_LOG for the log level and remove the key",
-        ),
-        "parallel": (
-            "the driver spreads a model over its devices by itself",
-            "list `device`, set `tensor_parallel_size` under [model.driver] and remove the key",
-        ),
-        "pool": ("the driver lays out the KV pages itself", "set `page_size` or remove the key"),
-        "prefix_cache": ("the runtime shares prefixes itself", "remove the key"),
-        "sampling": ("the driver samples as each request asks", "remove the key"),
-        "schedule": ("the runtime schedules requests", "remove the key"),
-        "seed": (
-            "the seed comes from the runtime's configuration",
-            "set `random_seed` under [model.driver] and remove the key",
-        ),
-        "server": ("the runtime serves clients, not SGLang's server", "remove the key"),
-        "snapshot": (
-            "the weights come from the snapshot that the runtime resolved",
-            "set `hf_repo` under [model] and remove the key",
-        ),
-        "speculative": ("the driver does not use SGLang's speculation", "remove the key"),
-        "tokenizer": ("the runtime tokenizes, not the driver", "remove the key"),
-        "tokens": ("the driver only serves causal language models", "remove the key"),
-    }
-)
-
-_TYPES: Final[Mapping[str, tuple[Any, str]]] = MappingProxyType(
-    {
-        "bool": (bool, "true or false"),
-        "float": (float, "a number"),
-        "int": (int, "an integer"),
-        "list[float]": (list[float], "an array of numbers"),
-        "list[int]": (list[int], "an array of integers"),
-        "list[str]": (list[str], "an array of strings"),
-        "list[table]": (list[dict[str, Any]], "an array of tables"),
-        "str": (str, "a string"),
-        "table": (dict[str, Any], "a table"),
-    }
+_TYPE_NAMES: Final[Mapping[Any, str]] = MappingProxyType(
+    {bool: "bool", float: "float", int: "int", str: "str", Sequence[str]: "list[str]"}
 )
 
 
-def default_attention_backend(device: str) -> str:
-    """Return SGLang's attention backend for `cpu` or `cuda:N` when the user names none."""
-    return "torch_native" if device == "cpu" else "triton"
-
-
-def valid_names() -> tuple[str, ...]:
-    """Return every name that `[driver.options]` accepts, sorted."""
-    passed = {name for name, field in SERVER_ARGS.items() if field.owner is None}
-    return tuple(sorted(passed | _KEYS.keys()))
-
-
-def parse_options(table: Mapping[str, Any], device: str) -> DriverOptions:
-    """Check the table `[driver.options]`.
-
-    Args:
-        table: The table as TOML gives it.
-        device: `cpu` or `cuda:N`; some defaults and limits depend on it.
-
-    Raises:
-        ConfigError: A key is unknown or not the user's to set, a value has the wrong type or is
-            out of its limits, or it asks for what this driver cannot do yet.
-    """
-    paged_decode: bool | None
-    backends, paged_decode = _without_paged(_with_both_backends(table), device)
-    if device != "cpu" and table.keys().isdisjoint(_BACKENDS):
-        paged_decode = None
-    own: dict[str, Any] = {"paged_decode": paged_decode}
-    passed: dict[str, Any] = {}
-    for name, value in backends.items():
-        if name in _KEYS:
-            own[name] = _check_key(name, value, _KEYS[name])
-        elif name not in _LAUNCHER_KEYS:
-            passed[name] = _check_passed(name, value)
-    own.setdefault("attention_backend", default_attention_backend(device))
-    own.setdefault("lora_backend", "torch_native" if device == "cpu" else "triton")
-    options = DriverOptions(**own, server_args=passed)
-    _check_drafts(options)
-    _check_device(options, device)
-    _check_adapters(options, device)
-    if not options.disable_radix_cache:
-        logger.warning(
-            "option `disable_radix_cache` is false, which has no effect: "
-            "the runtime shares prefixes itself"
-        )
+def _defined_options() -> dict[str, Option]:
+    """The fields of :class:`DriverOptions` that are options, in their order."""
+    hints = typing.get_type_hints(DriverOptions, include_extras=True)
+    options = {}
+    for field in msgspec.structs.fields(DriverOptions):
+        about = next(iter(getattr(hints[field.name], "__metadata__", ())), None)
+        if isinstance(about, About):
+            kind = _type_name(hints[field.name].__origin__)
+            options[field.name] = Option(field.name, kind, field.default, about)
     return options
 
 
-def _with_both_backends(table: Mapping[str, Any]) -> dict[str, Any]:
-    """The table with `attention_backend = "prefill,decode"` written as two keys."""
-    value = table.get("attention_backend")
-    if not isinstance(value, str) or "," not in value:
-        return dict(table)
-    prefill, _, decode = (word.strip() for word in value.partition(","))
-    for name in ("prefill_attention_backend", "decode_attention_backend"):
-        if name in table:
-            raise ConfigError(
-                f"option `attention_backend` is {quoted(value)}, which names the backends of "
-                f"prefill and decode, and `{name}` names one again",
-                f"remove `{name}`",
-            )
-    return {
-        **table,
-        "attention_backend": decode,
-        "prefill_attention_backend": prefill,
-        "decode_attention_backend": decode,
-    }
+def _type_name(annotation: Any) -> str:
+    """The type that TOML holds: an option whose field may be None is left out instead."""
+    if isinstance(annotation, types.UnionType):
+        (annotation,) = (part for part in typing.get_args(annotation) if part is not type(None))
+    return _TYPE_NAMES[annotation]
 
 
-def _without_paged(table: dict[str, Any], device: str) -> tuple[dict[str, Any], bool]:
-    """The table with backends of SGLang alone, and whether the driver's own one decodes."""
-    both, prefill, decode = (table.get(name) for name in _BACKENDS)
-    if PAGED_DECODE not in (both, prefill, decode):
-        return table, False
-    if device == "cpu":
-        raise ConfigError(
-            f"the attention backend {quoted(PAGED_DECODE)} does not run on the CPU",
-            "set `attention_backend` to `torch_native` or remove it, or use a device `cuda:0`",
-        )
-    if prefill == PAGED_DECODE or decode not in (PAGED_DECODE, None):
-        raise ConfigError(
-            f"the attention backend {quoted(PAGED_DECODE)} decodes only, and is named for prefill",
-            f'set `attention_backend = "triton,{PAGED_DECODE}"`',
-        )
-    rest = {key: table[key] for key in table if key not in _BACKENDS or table[key] != PAGED_DECODE}
-    if both == PAGED_DECODE and prefill is not None:
-        rest["attention_backend"] = prefill
-    return rest, True
-
-
-def _check_key(name: str, value: Any, key: _Key) -> Any:
-    checked = _convert(name, value, key.type)
-    if key.low is not None and key.high is not None and not key.low <= checked <= key.high:
-        raise ConfigError(
-            f"option `{name}` is {quoted(value)}, outside {key.low} to {key.high}",
-            f"set `{name}` to a value from {key.low} to {key.high}, or remove it",
-        )
-    if name == "chunked_prefill_size" and checked == 0:
-        raise ConfigError(
-            "option `chunked_prefill_size` is 0, which leaves no token for a step",
-            "set it to at least 1, to -1 for no limit, or remove it",
-        )
-    if key.type == "str":
-        _check_text(name, checked, SERVER_ARGS.get(name, ServerArg("str")))
-    return checked
-
-
-def _check_passed(name: str, value: Any) -> Any:
-    field = SERVER_ARGS.get(name)
-    if name in CAPACITY_NAMES:
-        raise _owned(name, "capacity")
-    if field is None:
-        raise _unknown(name)
-    if field.owner is not None:
-        raise _owned(name, field.owner)
-    checked = _convert(name, value, field.type)
-    if isinstance(checked, str):
-        _check_text(name, checked, field)
-    return checked
-
-
-def _convert(name: str, value: Any, described: str) -> Any:
-    """Return the value as one of the described types (`int`, `str | table`, ...)."""
-    for alternative in described.split(" | "):
-        try:
-            return msgspec.convert(value, _TYPES[alternative][0])
-        except (ValueError, OverflowError):  # msgspec's own errors are ValueErrors.
-            continue
-    expected = " or ".join(_TYPES[alternative][1] for alternative in described.split(" | "))
-    raise ConfigError(
-        f"option `{name}` is {quoted(value)}, expected {expected}",
-        f"write {expected} for `{name}`, or remove it",
-    )
-
-
-def _check_text(name: str, value: str, field: ServerArg) -> None:
-    """Refuse an empty string and a word that is not among the choices."""
-    if not value or "\0" in value:
-        raise ConfigError(
-            f"option `{name}` is {quoted(value)}, which names nothing",
-            f"set `{name}` or remove it",
-        )
-    if not field.choices or value in field.choices:
-        return
-    hint = f"{nearest(value, field.choices)} choose one of {', '.join(field.choices)}".strip()
-    if field.open_choices and (name not in _BACKENDS or loads_plugins()):
-        logger.warning("option `%s` is %s, unknown to SGLang itself: %s", name, quoted(value), hint)
-        return
-    if field.open_choices:
-        hint += "; for a backend of a plugin, name the plugin in SGLANG_PLUGINS"
-    raise ConfigError(f"option `{name}` is {quoted(value)}, which SGLang does not know", hint)
-
-
-def loads_plugins() -> bool:
-    """Whether SGLang is told to load plugins, which may add backends and model classes to it."""
-    return any(os.environ.get(name) for name in ("SGLANG_PLUGINS", "SGLANG_PLATFORM"))
-
-
-def _owned(name: str, owner: str) -> ConfigError:
-    reason, remedy = OWNERS[owner]
-    return ConfigError(f"option `{name}` cannot be set: {reason}", remedy)
-
-
-def _unknown(name: str) -> ConfigError:
-    hint = nearest(name.replace("-", "_").lower(), valid_names())
-    if name in _OTHER_NAMES:
-        hint = f"this driver calls it `{_OTHER_NAMES[name]}`"
-    elif name in _SECTION_KEYS:
-        hint = f"`{name}` belongs under [model.driver], not under its options"
-    return ConfigError(
-        f"unknown option {quoted(name)} in [model.driver.options]",
-        hint
-        or f"valid options of the driver: {', '.join(sorted(_KEYS))}; "
-        "and SGLang's settings for the model and its kernels, by their ServerArgs names",
-    )
-
-
-def _check_drafts(options: DriverOptions) -> None:
-    shortest, longest = options.spec_ngram_min_n, options.spec_ngram_max_n
-    longest = min(longest or options.spec_ngram_max_depth, options.spec_ngram_max_depth)
-    if shortest > longest:
-        raise ConfigError(
-            f"option `spec_ngram_min_n` is {shortest}, but no match is longer than {longest}",
-            "lower it, or raise `spec_ngram_max_n` and `spec_ngram_max_depth`",
-        )
-
-
-def _check_adapters(options: DriverOptions, device: str) -> None:
-    known = SERVER_ARGS["lora_target_modules"].choices
-    targets = options.lora_target_modules
-    unknown = [target for target in targets if target not in known]
-    if unknown or not targets or ("all" in targets and len(targets) > 1):
-        raise ConfigError(
-            f"option `lora_target_modules` is {quoted(list(targets))}",
-            f'write ["all"], or some of {", ".join(known)}',
-        )
-    if options.max_loaded_loras < options.max_loras_per_batch:
-        raise ConfigError(
-            f"option `max_loaded_loras` is {options.max_loaded_loras}, less than "
-            f"`max_loras_per_batch`, which is {options.max_loras_per_batch}",
-            f"set `max_loaded_loras` to at least {options.max_loras_per_batch}",
-        )
-    if (options.lora_backend == "torch_native") != (device == "cpu"):
-        fitting = "torch_native" if device == "cpu" else "triton` or `csgmv"
-        raise ConfigError(
-            f"option `lora_backend` is {quoted(options.lora_backend)}, not for {device}",
-            f"set `lora_backend` to `{fitting}`, or remove it",
-        )
-
-
-def _check_device(options: DriverOptions, device: str) -> None:
-    """On the CPU only one of SGLang's backends runs; a plugin's may do, so only known ones fail."""
-    known = SERVER_ARGS["attention_backend"].choices
-    for name in _BACKENDS:
-        backend = options.server_args.get(name, options.attention_backend)
-        if device == "cpu" and backend in known and backend != "torch_native":
-            raise ConfigError(
-                f"option `{name}` is {quoted(backend)}, which does not run on the CPU",
-                f"set `{name}` to `torch_native` or remove it, or use a device `cuda:0`",
-            )
+#: The options by name, in the order of the documentation.
+OPTIONS: Final[Mapping[str, Option]] = MappingProxyType(_defined_options())

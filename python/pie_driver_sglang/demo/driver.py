@@ -62,7 +62,7 @@ def choose_profile(cores: int, load: float) -> Profile:
 
 
 @dataclass(frozen=True)
-class Settings:
+class DemoSettings:
     """What the demo chooses of the driver's configuration."""
 
     model: Path
@@ -79,7 +79,7 @@ class DriverEnded(StartError):
     """
 
     def __init__(self, message: str, log: str) -> None:
-        """Keeps the log beside the message."""
+        """Keeps the message and the log."""
         super().__init__(message)
         self.log = log
 
@@ -87,7 +87,7 @@ class DriverEnded(StartError):
 class SpawnedDriver:
     """A driver process. As a context manager it is stopped at the end, whatever happens."""
 
-    def __init__(self, settings: Settings, folder: Path) -> None:
+    def __init__(self, settings: DemoSettings, folder: Path) -> None:
         """Starts the process; no other thread may run yet.
 
         Args:
@@ -164,7 +164,7 @@ class SpawnedDriver:
     ) -> None:
         """Stops the driver: SIGTERM, five seconds, SIGKILL; then removes its region."""
         self._stopping = True
-        # A second Ctrl-C must not leave the driver behind.
+        # A second Ctrl-C must not orphan the driver.
         interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)
         try:
             self._process.terminate()
@@ -291,7 +291,7 @@ def _spawn(config: Path, log: Path, write_end: int) -> subprocess.Popen[bytes]:
         )
 
 
-def _toml(settings: Settings, group_id: int, trace_path: Path) -> str:
+def _toml(settings: DemoSettings, group_id: int, trace_path: Path) -> str:
     """Returns the configuration with every key that the runtime writes."""
 
     def text(value: object) -> str:
@@ -327,7 +327,7 @@ def _read_handshake(received: bytes, group_id: int) -> Limits | None:
     """Returns what the driver can do once all its lines are there.
 
     Raises:
-        StartError: A line is not what the protocol says.
+        StartError: A line does not follow the protocol.
     """
     limits = None
     for line in received.split(b"\n")[:-1]:

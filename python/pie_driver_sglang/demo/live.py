@@ -17,7 +17,7 @@ from pie_driver_sglang.demo.display import Display, heading, printable
 from pie_driver_sglang.demo.report import Grid
 from pie_driver_sglang.demo.runtime import AT_END, AT_LIMIT, RUNNING, WAITING, Context
 
-#: Drawing takes time from the decoding loop, and nobody reads faster.
+#: Drawing takes time from the decoding loop, and faster updates cannot be read.
 _FRAME_S: Final = 0.1
 _BORDERS: Final = {WAITING: "dim", RUNNING: "cyan", AT_END: "green", AT_LIMIT: "green"}
 _SPINNER: Final = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final, NoReturn
 
 from pie_driver_sglang.demo.display import Display
-from pie_driver_sglang.demo.driver import DriverEnded, Settings, SpawnedDriver, choose_profile
+from pie_driver_sglang.demo.driver import DemoSettings, DriverEnded, SpawnedDriver, choose_profile
 from pie_driver_sglang.demo.report import Result, read_steps, summarise
 from pie_driver_sglang.demo.runtime import Context, Limits, Runtime, Sampling
 from pie_driver_sglang.demo.screen import open_display
@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("interrupted: the driver is stopped", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # Whoever read the output is gone; the exit must not flush into the pipe again.
+        # The reader of the pipe is gone; the exit must not flush into it again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 1
     return 0
@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(arguments: argparse.Namespace) -> float:
     model = find_model(arguments.model)
     profile = choose_profile(len(os.sched_getaffinity(0)), os.getloadavg()[0])
-    settings = Settings(model, arguments.device, arguments.seed, profile)
+    settings = DemoSettings(model, arguments.device, arguments.seed, profile)
     with (
         tempfile.TemporaryDirectory(prefix="pie-demo-") as folder,
         SpawnedDriver(settings, Path(folder)) as driver,

@@ -53,8 +53,8 @@ class Pass:
     sampling: Sampling
 
 
-class Forward(Protocol):
-    """Whatever runs a batch."""
+class BatchRunner(Protocol):
+    """Runs a batch: the spawned driver, or a test's own."""
 
     def forward(self, passes: Sequence[Pass]) -> list[int]:
         """Returns the token of each pass."""
@@ -126,7 +126,7 @@ class PagePool:
         return len(self._free)
 
     def take(self) -> int:
-        """Returns a page that nobody uses."""
+        """Returns a free page."""
         return self._free.pop()
 
     def give_back(self, pages: Sequence[int]) -> None:
@@ -148,7 +148,7 @@ class Runtime:
 
     def __init__(
         self,
-        driver: Forward,
+        driver: BatchRunner,
         limits: Limits,
         contexts: Sequence[Context],
         end_tokens: frozenset[int],

@@ -1,1 +1,9 @@
-"""GPU kernels in Triton, with their plain torch counterparts. Imports torch and Triton alone."""
+"""GPU kernels in Triton, each with plain torch that computes the same.
+
+`dense_layers.py` has the layers around attention. Decode attention over pages is `paged_splits.py`
+(which program computes what), `paged_attend.py` (the kernel) and `paged_partials.py` (how partial
+results are merged). `masked_attend.py` is attention under masks, and `masked_torch.py` its torch
+version. `all_reduce_norm.py` sums over ranks, `sampler.py` samples, `page_copy.py` copies pages,
+and `chained.py` launches kernels early. `types.py` has shared arguments. Imports torch and Triton
+only.
+"""

@@ -1,10 +1,10 @@
-"""Programmatic dependent launch: a GPU kernel starts while the one before it ends.
+"""Programmatic dependent launch (PDL): a GPU kernel starts while the previous one ends.
 
-Every kernel that is launched so must call `follow`: it waits there until the kernel in front has
-ended, and so, by the same rule, all kernels in front of that one. Before, it may touch nothing that
-the kernel in front writes or reads; what kernels further ahead wrote it may read, since the one in
-front let it start behind its own `follow`. (Kernels of others need not keep to that order; one that
-is not launched so, like most of torch's, ends all that is in front of it.)
+Every kernel that is launched this way must call `follow`, which waits for the end of the previous
+kernel and therefore of all earlier ones. Before `follow`, a kernel must not touch what the previous
+kernel writes or reads. It may read what kernels before that one wrote, because the previous kernel
+let it start only after its own `follow`. A kernel without PDL, like most of torch's, waits for all
+earlier kernels before it starts.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ _HOPPER = 9
 
 
 def chained(device: torch.device) -> dict[str, Any]:
-    """Options of a launch on a device: ``CHAINED``, a constant of the kernel, and Triton's own."""
+    """Launch options: the kernel's constant ``CHAINED``, and Triton's ``launch_pdl``."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] < _HOPPER:
         return {"CHAINED": False}
     return {"CHAINED": True, "launch_pdl": True}
 
 
 @triton.jit
-def follow():  # type: ignore[no-untyped-def]
-    """Waits for the kernel before, and lets the next one start as soon as there is room."""
+def follow():
+    """Waits for the previous kernel, then lets the next one start as soon as SMs have room."""
     gdc_wait()
     gdc_launch_dependents()

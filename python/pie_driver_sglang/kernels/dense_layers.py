@@ -1,8 +1,8 @@
-"""GPU kernels of a step's dense layers: mostly few rows, so that weights and launches decide.
+"""GPU kernels of the dense layers of a step.
 
-A product of few rows is as fast as its weights come from memory and the kernels before and after
-let it. So what lies between two products is one kernel: sums of a product's parts, residual and
-norm; norms of heads, rotary embedding and the new KV; and the gate of an MLP is its product's own.
+Most steps have few rows, so loading weights and launching kernels take most of their time. Between
+two GEMMs there is therefore one kernel: split-K reduction with residual and norm, or head norms
+with rotary embedding and the store of new KV. The activation of an MLP is fused into its GEMM.
 """
 
 from __future__ import annotations
@@ -18,56 +18,59 @@ from pie_driver_sglang.kernels.chained import chained, follow
 
 _GATE_BLOCK = tl.constexpr(1024)
 _HEADS = 8
-"""Heads that a program of :func:`prepare` turns."""
+"""Heads per program of :func:`norm_rope_store`."""
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """How a product is cut; ``benches/gpu/dense_check.py --tune`` measures it."""
+    """The tiling of a GEMM; ``benches/gpu/dense_check.py --tune`` measures it."""
 
     rows: int
     """Rows of a tile."""
     outputs: int
     """Outputs of a tile."""
     inputs: int
-    """Inputs that a program takes in one turn of its loop."""
+    """Inputs per iteration of a program's loop."""
     parts: int = 1
-    """Programs that share the inputs of a tile."""
+    """Split-K factor: programs that divide the inputs of a tile."""
     warps: int = 4
     """Warps of a program."""
     stages: int = 4
-    """Turns whose factors a program has at hand or on their way."""
+    """Software pipeline stages: iterations whose operands are loaded or being loaded."""
 
     def fits(self, outputs: int, inputs: int) -> bool:
-        """Whether it can cut a matrix of this shape."""
+        """Whether the tiles divide a matrix of this shape."""
         return outputs % self.outputs == 0 and inputs % (self.inputs * self.parts) == 0
 
 
 SHARED_BYTES = 208 << 10
-"""Shared memory that a program of some product takes, at most."""
+"""Most shared memory of a GEMM program, in bytes."""
 MOST_PARTS = 4
-"""Programs that share the inputs of a tile at most, where their sums are added up later."""
+"""Largest split-K factor, where a later kernel reduces the parts."""
 _PREFETCHED_BYTES = 16 << 20
-"""Of a matrix that is asked for before it may be read: a part of the second-level cache."""
+"""Bytes of a matrix that are prefetched into L2, of which they take a part."""
 _LARGE, _ROWS_OF_LARGE = 16 << 20, 32
-"""Numbers of a matrix by which a library multiplies more than so many rows faster."""
+"""From this many matrix elements on, and above this many rows, a library's GEMM is faster."""
 _LONG = 4096
-"""Inputs by which a library also multiplies more than so many rows faster, if programs are few."""
+"""Inputs from which on a library's GEMM is faster for those rows as well, if programs are few."""
 _PROGRAMS, _FEWEST_PROGRAMS = 64, 48
-"""Programs of a product that are enough, and those it does with where it cannot have more parts."""
+"""Wanted programs of a GEMM, and the fewest that do if the split-K factor cannot grow."""
 
 
 def tiling(
     rows: int, outputs: int, inputs: int, most_parts: int = 1, *, gated: bool = False
 ) -> Tiling | None:
-    """The cut for a product; None where a library's does as well.
+    """Chooses the tiling of a GEMM.
 
     Args:
-        rows: of the step.
-        outputs: of the matrix, or of the gate's half of it.
-        inputs: of the matrix.
-        most_parts: into which the inputs may be cut.
-        gated: whether a program has the tiles of a gate and of an up.
+        rows: Rows of the step.
+        outputs: Outputs of the matrix, or of the gate's half of it.
+        inputs: Inputs of the matrix.
+        most_parts: Largest split-K factor.
+        gated: Whether a program computes a tile of the gate and the same tile of the up half.
+
+    Returns:
+        None where a library's GEMM is as fast.
     """
     if rows > 128:
         return None
@@ -83,15 +86,15 @@ def tiling(
         for parts in (1, 2, 4):
             cut = Tiling(tile, tile_outputs, 128, min(parts, most_parts), stages=stages)
             programs = outputs // tile_outputs * cut.parts
-            # More are wanted only where they need not see other inputs.
+            # A larger split-K factor is used only for enough programs.
             enough = _PROGRAMS if cut.parts < most_parts else _FEWEST_PROGRAMS
             if programs >= enough and cut.fits(outputs, inputs):
                 return cut
     return None
 
 
-class Linear(NamedTuple):
-    """A matrix by which rows are multiplied."""
+class LinearWeights(NamedTuple):
+    """Weights of a linear layer."""
 
     weight: torch.Tensor
     """``[outputs, inputs]``, contiguous."""
@@ -100,7 +103,7 @@ class Linear(NamedTuple):
 
 
 class Norm(NamedTuple):
-    """Root mean square normalization."""
+    """RMS normalization."""
 
     weight: torch.Tensor
     """``[width]``."""
@@ -108,18 +111,18 @@ class Norm(NamedTuple):
 
 
 class Heads(NamedTuple):
-    """The heads of an attention layer, and where their keys and values go."""
+    """The heads of an attention layer, and the storage of their KV."""
 
     queries: int
-    """Heads of queries."""
+    """Query heads."""
     query_norm: Norm | None
-    """Of each head of queries; with it comes the other one."""
+    """Norm of each query head; None only together with `key_norm`."""
     key_norm: Norm | None
-    """Of each head of keys."""
+    """Norm of each key head."""
     rotations: torch.Tensor
-    """``[positions, dim]`` float32: cosines, then sines, half of the dimensions each."""
+    """``[positions, dim]`` float32: cosines, then sines, each of half the dimensions."""
     halves: bool
-    """Whether a dimension turns with the one half a head away (NeoX), not with its neighbour."""
+    """Whether dimension pairs are half a head apart (NeoX style) instead of adjacent."""
     keys: torch.Tensor
     """``[slots, kv_heads, dim]``, heads contiguous."""
     values: torch.Tensor
@@ -127,23 +130,24 @@ class Heads(NamedTuple):
 
 
 class Scale(NamedTuple):
-    """Rows that a product was made of as they were: it is divided by their root mean square."""
+    """An RMS scale that is still to be applied to a GEMM's output: the rows were not normalized."""
 
     rows: torch.Tensor
     """``[rows, width]``, width contiguous."""
     epsilon: float
 
 
-def linear(rows: torch.Tensor, matrix: Linear, tiling: Tiling) -> torch.Tensor:
-    """Products, or parts whose sums they are. Can be captured.
+def linear(rows: torch.Tensor, matrix: LinearWeights, tiling: Tiling) -> torch.Tensor:
+    """Multiplies rows by a matrix, with or without split-K. Can be captured.
 
     Args:
         rows: ``[rows, inputs]``, inputs contiguous.
-        matrix: Of the rows' type; has no bias if it is cut into parts.
-        tiling: Fits the matrix.
+        matrix: Of the rows' dtype; without a bias if `tiling` splits the inputs.
+        tiling: One that fits the matrix.
 
     Returns:
-        ``[1, rows, outputs]`` of the rows' type, or ``[parts, rows, outputs]`` float32.
+        ``[1, rows, outputs]`` of the rows' dtype, or ``[parts, rows, outputs]`` float32 partial
+        sums.
     """
     dtype = rows.dtype if tiling.parts == 1 else torch.float32
     out = rows.new_empty(tiling.parts, len(rows), len(matrix.weight), dtype=dtype)
@@ -151,16 +155,16 @@ def linear(rows: torch.Tensor, matrix: Linear, tiling: Tiling) -> torch.Tensor:
     return out
 
 
-def gated(rows: torch.Tensor, matrix: Linear, tiling: Tiling) -> torch.Tensor:
-    """``silu(gate) * up`` of an MLP. Can be captured.
+def gated(rows: torch.Tensor, matrix: LinearWeights, tiling: Tiling) -> torch.Tensor:
+    """Computes ``silu(rows @ gate) * (rows @ up)`` of an MLP. Can be captured.
 
     Args:
         rows: ``[rows, inputs]``, inputs contiguous.
-        matrix: Those of all gates, then those of all ups; of the rows' type.
-        tiling: Fits half of the matrix, in one part.
+        matrix: Weights of the gate, then of the up projection; of the rows' dtype.
+        tiling: One that fits half of the matrix, without split-K.
 
     Returns:
-        ``[rows, outputs / 2]`` of the rows' type.
+        ``[rows, outputs / 2]`` of the rows' dtype.
     """
     out = rows.new_empty(len(rows), len(matrix.weight) // 2)
     _launch(rows, matrix, out, tiling, gated=True)
@@ -168,12 +172,12 @@ def gated(rows: torch.Tensor, matrix: Linear, tiling: Tiling) -> torch.Tensor:
 
 
 def _launch(
-    rows: torch.Tensor, matrix: Linear, out: torch.Tensor, tiling: Tiling, gated: bool
+    rows: torch.Tensor, matrix: LinearWeights, out: torch.Tensor, tiling: Tiling, gated: bool
 ) -> None:
     outputs, inputs = out.shape[-1], rows.shape[-1]
     tiles = outputs // tiling.outputs
     part_inputs = inputs // tiling.parts
-    # Of each row that a program multiplies by.
+    # Bytes of each matrix row that a program prefetches.
     ahead = _PREFETCHED_BYTES // (len(matrix.weight) * tiling.parts)
     ahead = min(part_inputs * rows.itemsize, triton.cdiv(ahead, 128) * 128)
     _linear[(tiles, triton.cdiv(len(rows), tiling.rows), tiling.parts)](
@@ -185,11 +189,11 @@ def _launch(
 
 
 def gate(rows: torch.Tensor, scale: Scale | None = None) -> torch.Tensor:
-    """``silu(gate) * up`` of an MLP's product. Can be captured.
+    """Computes ``silu(gate) * up`` of a GEMM's output. Can be captured.
 
     Args:
-        rows: ``[rows, 2 * outputs]``: gates, then ups.
-        scale: What they have still to be divided by.
+        rows: ``[rows, 2 * outputs]``: gate, then up.
+        scale: The RMS scale that is still to be applied to them.
 
     Returns:
         ``[rows, outputs]``.
@@ -201,7 +205,7 @@ def gate(rows: torch.Tensor, scale: Scale | None = None) -> torch.Tensor:
 
 
 def _scaling(rows: torch.Tensor, scale: Scale | None) -> dict[str, Any]:
-    """What a kernel hears of a scale."""
+    """Kernel arguments for an optional RMS scale."""
     given, epsilon = (rows, 0.0) if scale is None else scale
     width = given.shape[1]
     return {
@@ -216,12 +220,12 @@ def _scaling(rows: torch.Tensor, scale: Scale | None) -> dict[str, Any]:
 def add_norm(
     parts: torch.Tensor, residual: torch.Tensor | None, norm: Norm
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Adds what a layer gives to what it was given, and normalizes the sum. Can be captured.
+    """Adds a layer's output to the residual, and normalizes the sum. Can be captured.
 
     Args:
-        parts: ``[parts, rows, width]``, whose sum is added.
-        residual: ``[rows, width]``, overwritten by the sum; None where there is nothing yet.
-        norm: Of the residual's type.
+        parts: ``[parts, rows, width]`` partial sums of the output.
+        residual: ``[rows, width]``, overwritten by the sum; None in front of the first layer.
+        norm: Of the residual's dtype.
 
     Returns:
         ``[rows, width]`` normalized sums, and the sums.
@@ -240,36 +244,37 @@ def add_norm(
     return out, total
 
 
-def prepare(
+def norm_rope_store(
     rows: torch.Tensor,
     heads: Heads,
     positions: torch.Tensor,
     slots: torch.Tensor,
     *,
     scale: Scale | None = None,
-    apart: bool = False,
+    out_of_place: bool = False,
 ) -> torch.Tensor:
-    """Normalizes and turns queries and keys, and stores keys and values. Can be captured.
+    """Applies head norms and rotary embedding, and stores keys and values. Can be captured.
 
     Args:
         rows: ``[rows, heads]``: queries, keys and values of each row.
-        heads: What they are and where they go.
+        heads: Their layout, norms and storage.
         positions: ``[rows]`` int64.
-        slots: ``[rows]`` int64: where the keys and values of a row go.
-        scale: What queries, keys and values have still to be divided by.
-        apart: Whether the queries get storage of their own, without gaps.
+        slots: ``[rows]`` int64: the KV slot of each row.
+        scale: The RMS scale that is still to be applied to queries, keys and values.
+        out_of_place: Whether the queries get contiguous storage of their own.
 
     Returns:
-        ``[rows, queries, dim]`` queries, else a view of the rows, which are overwritten.
+        ``[rows, queries, dim]`` queries; a view of `rows`, which is overwritten, unless
+        `out_of_place`.
     """
     kv_heads, dim = heads.keys.shape[1:]
     width = heads.queries * dim
-    out = rows.new_empty(len(rows), width) if apart else rows[:, :width]
+    out = rows.new_empty(len(rows), width) if out_of_place else rows[:, :width]
     norms = (heads.query_norm, heads.key_norm)
     weights = [rows if norm is None else norm.weight for norm in norms]
     epsilons = [0.0 if norm is None else norm.epsilon for norm in norms]
     grid = (len(rows), triton.cdiv(heads.queries + kv_heads, _HEADS))
-    _prepare[grid](
+    _norm_rope_store[grid](
         rows, out, *weights, *epsilons, heads.rotations, positions, slots, heads.keys, heads.values,
         rows.stride(0), out.stride(0), heads.rotations.stride(0), heads.keys.stride(0),
         heads.values.stride(0),
@@ -282,8 +287,8 @@ def prepare(
 
 
 @triton.jit
-def _prefetch(rows, row_bytes):  # type: ignore[no-untyped-def]
-    """Has the second-level cache load rows of a matrix; harmless where it does not."""
+def _prefetch(rows, row_bytes):
+    """Prefetches rows of a matrix into L2: a hint, which the hardware may ignore."""
     tl.inline_asm_elementwise(
         "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
         "=r,l,r",
@@ -294,20 +299,20 @@ def _prefetch(rows, row_bytes):  # type: ignore[no-untyped-def]
     )
 
 
-@triton.jit(do_not_specialize=["row_count"])  # type: ignore[untyped-decorator]
-def _linear(  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["row_count"])
+def _linear(
     rows, weight, bias, out, row_count, row_stride, outputs, inputs, part_inputs, ahead_bytes,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, GATED: tl.constexpr,
     CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """A tile of the transposed product: there are more outputs than rows."""
+    """A tile of the transposed GEMM: there are more outputs than rows."""
     units = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     part = tl.program_id(2)
     first = part * part_inputs
     own = weight + units.to(tl.int64) * inputs + first
     ups = own + outputs.to(tl.int64) * inputs
     if CHAINED:
-        # Weights do not depend on the kernel before.
+        # Weights do not depend on the previous kernel.
         _prefetch(own, ahead_bytes)
         if GATED:
             _prefetch(ups, ahead_bytes)
@@ -328,7 +333,7 @@ def _linear(  # type: ignore[no-untyped-def]
     if bias is not None:
         sums += tl.load(bias + units).to(tl.float32)[:, None]
     if GATED:
-        # Rounded as the product of all gates and ups would be.
+        # Rounded as the output of an unfused GEMM would be.
         gate = sums.to(rows.dtype.element_ty).to(tl.float32)
         up = up_sums.to(rows.dtype.element_ty).to(tl.float32)
         sums = _silu(gate, up)
@@ -337,20 +342,20 @@ def _linear(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _silu(gate, up):  # type: ignore[no-untyped-def]
+def _silu(gate, up):
     return gate / (1.0 + tl.exp(-gate)) * up
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _spread(given, given_stride, row, width, epsilon, WIDTH_BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """One by the root mean square of a row."""
+@triton.jit
+def _spread(given, given_stride, row, width, epsilon, WIDTH_BLOCK: tl.constexpr):
+    """The reciprocal RMS of a row."""
     lanes = tl.arange(0, WIDTH_BLOCK)
     x = tl.load(given + row * given_stride + lanes, mask=lanes < width, other=0.0).to(tl.float32)
     return tl.rsqrt(tl.sum(x * x, 0) / width + epsilon)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _gate(  # type: ignore[no-untyped-def]
+@triton.jit
+def _gate(
     rows, out, outputs, given, given_stride, width, epsilon,
     WIDTH_BLOCK: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
@@ -369,8 +374,8 @@ def _gate(  # type: ignore[no-untyped-def]
     tl.store(out + row * outputs + units, _silu(gate, up), mask=inside)
 
 
-@triton.jit(do_not_specialize=["row_count"])  # type: ignore[untyped-decorator]
-def _add_norm(  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["row_count"])
+def _add_norm(
     parts, residual, weight, out, row_count, width, epsilon,
     PARTS: tl.constexpr, ADDS: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
@@ -380,7 +385,7 @@ def _add_norm(  # type: ignore[no-untyped-def]
     place = tl.program_id(0).to(tl.int64) * width + lanes
     total = tl.zeros([BLOCK], tl.float32)
     if ADDS:
-        # The kernel in front makes the parts, and does not know this.
+        # The previous kernel writes the parts and does not touch the residual.
         total = tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)
     if CHAINED:
         follow()
@@ -394,15 +399,15 @@ def _add_norm(  # type: ignore[no-untyped-def]
     tl.store(out + place, total * spread * scale, mask=inside)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _prepare(  # type: ignore[no-untyped-def]
+@triton.jit
+def _norm_rope_store(
     rows, out, query_weight, key_weight, query_epsilon, key_epsilon, rotations, positions, slots,
     keys, values, row_stride, out_stride, rotation_stride, key_stride, value_stride,
     QUERIES: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HEADS: tl.constexpr,
     HALF_BLOCK: tl.constexpr, HALVES: tl.constexpr, NORMED: tl.constexpr,
     given, given_stride, width, epsilon, WIDTH_BLOCK: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """Some heads of queries and keys of a row, and the values beside these keys."""
+    """Some query and key heads of a row, and the values that belong to these keys."""
     HALF: tl.constexpr = DIM // 2
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     is_key = (head >= QUERIES) & (head < QUERIES + KV_HEADS)
@@ -413,7 +418,7 @@ def _prepare(  # type: ignore[no-untyped-def]
     if not HALVES:
         first = 2 * pair
         second = 2 * pair + 1
-    # Behind a kernel that lets nobody start early nothing must wait for the position.
+    # After a kernel without PDL this does not wait: called first, it lets the next kernel start.
     if CHAINED and WIDTH_BLOCK > 0:
         follow()
     row = tl.program_id(0).to(tl.int64)
@@ -422,7 +427,7 @@ def _prepare(  # type: ignore[no-untyped-def]
     cosine = tl.load(turn, mask=in_half, other=0.0)[None, :].to(tl.float32)
     sine = tl.load(turn + HALF, mask=in_half, other=0.0)[None, :].to(tl.float32)
     if CHAINED and WIDTH_BLOCK == 0:
-        # Of what is above the kernel in front writes nothing.
+        # The previous kernel writes nothing of what is loaded above.
         follow()
     place = rows + row * row_stride + head * DIM
     known = (head < QUERIES + KV_HEADS) & in_half[None, :]
@@ -438,7 +443,7 @@ def _prepare(  # type: ignore[no-untyped-def]
         spread = tl.rsqrt(squares / DIM + tl.where(is_key, key_epsilon, query_epsilon))
         x = x * spread * _head_weights(query_weight, key_weight, first, in_half, is_key)
         y = y * spread * _head_weights(query_weight, key_weight, second, in_half, is_key)
-        # Rounded as a kernel of its own would do.
+        # Rounded as a separate norm kernel would do.
         x = x.to(rows.dtype.element_ty).to(tl.float32)
         y = y.to(rows.dtype.element_ty).to(tl.float32)
     turned_x = x * cosine - y * sine
@@ -458,7 +463,7 @@ def _prepare(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _head_weights(query_weight, key_weight, dims, inside, is_key):  # type: ignore[no-untyped-def]
+def _head_weights(query_weight, key_weight, dims, inside, is_key):
     of_query = tl.load(query_weight + dims, mask=inside, other=0.0).to(tl.float32)
     of_key = tl.load(key_weight + dims, mask=inside, other=0.0).to(tl.float32)
     return tl.where(is_key, of_key[None, :], of_query[None, :])

@@ -10,12 +10,12 @@ from pie_driver_sglang.kernels.masked_torch import Requests, Rule
 
 BLOCK_ROWS = 32
 """Query rows of a program."""
-WORD_BITS = tl.constexpr(32)
-"""KV indices that a program looks at in one step: one mask word of each row."""
+_WORD_BITS = tl.constexpr(32)
+"""KV indices per iteration: one mask word of each row."""
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _attend(  # type: ignore[no-untyped-def]
+@triton.jit
+def _attend(
     queries, keys, values, out, table, table_rows, kv_lens, row_counts, first_rows,
     first_words, mask_words, sinks, scale, cap, window,
     query_stride, key_slot_stride, key_head_stride, value_slot_stride, value_head_stride,
@@ -43,7 +43,7 @@ def _attend(  # type: ignore[no-untyped-def]
         other=0.0,
     )
     slots_row = table + tl.load(table_rows + request) * table_stride
-    words = (kv_len + WORD_BITS - 1) // WORD_BITS
+    words = (kv_len + _WORD_BITS - 1) // _WORD_BITS
     words_row = mask_words + tl.load(first_words + request) + rows.to(tl.int64) * words
     kv_head = head // GROUP
 
@@ -53,9 +53,9 @@ def _attend(  # type: ignore[no-untyped-def]
         best = tl.zeros([ROWS], tl.float32) + tl.load(sinks + head).to(tl.float32)
         total = tl.full([ROWS], 1.0, tl.float32)
     mixed = tl.zeros([ROWS, VALUE_BLOCK], tl.float32)
-    bits = tl.arange(0, WORD_BITS)
+    bits = tl.arange(0, _WORD_BITS)
     for word in range(words):
-        index = word * WORD_BITS + bits
+        index = word * _WORD_BITS + bits
         stored = index < kv_len
         slots = tl.load(slots_row + index, mask=stored, other=0).to(tl.int64)
         k = tl.load(
@@ -74,7 +74,7 @@ def _attend(  # type: ignore[no-untyped-def]
             visible = visible & (index[None, :] >= own[:, None] - window)
         scores = tl.where(visible, scores, float("-inf"))
         largest = tl.maximum(best, tl.max(scores, axis=1))
-        # A row that has seen nothing yet has no largest score to subtract.
+        # A row without visible keys so far has no maximum to subtract.
         shift = tl.where(largest == float("-inf"), 0.0, largest)
         weights = tl.exp(scores - shift[:, None])
         shrink = tl.exp(best - shift)
@@ -90,7 +90,7 @@ def _attend(  # type: ignore[no-untyped-def]
         mixed = mixed * shrink[:, None]
         mixed += tl.dot(weights.to(q.dtype), v, input_precision="ieee")
         best = largest
-    # A row that sees nothing gives zeros.
+    # A row without visible keys gives zeros.
     mixed = mixed / tl.where(total > 0, total, 1.0)[:, None]
     tl.store(
         out + (start + rows[:, None]) * out_stride + head * VALUE_DIM + value_dims[None, :],
@@ -99,7 +99,7 @@ def _attend(  # type: ignore[no-untyped-def]
     )
 
 
-def attend(
+def attend_masked(
     queries: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
@@ -108,18 +108,18 @@ def attend(
     rule: Rule,
     longest: int,
 ) -> None:
-    """Attends as :func:`pie_driver_sglang.kernels.masked_torch.attend` does.
+    """Attends as :func:`pie_driver_sglang.kernels.masked_torch.attend_masked_torch` does.
 
-    Sums are float32, factors of products have the type of the queries.
+    Accumulates in float32; GEMM operands have the dtype of the queries.
 
     Args:
         queries: ``[tokens, heads, dim]``, contiguous.
         keys: ``[slots, kv_heads, dim]``.
         values: ``[slots, kv_heads, value_dim]``.
         out: ``[tokens, heads, value_dim]``, contiguous, written.
-        requests: the pass.
-        rule: the layer.
-        longest: the largest of the requests' row counts.
+        requests: The requests of the pass.
+        rule: The layer's rule.
+        longest: The largest of the requests' row counts.
     """
     _, heads, dim = queries.shape
     _, kv_heads, value_dim = values.shape

@@ -1,4 +1,4 @@
-"""Masked attention in plain torch, for the CPU; and what it and the GPU's kernel are told."""
+"""Masked attention in plain torch, for the CPU; and the arguments that the GPU kernel shares."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import torch
 
 WORD_BITS = 32
 SCORES = 1 << 24
-"""Scores that are computed at once: 64 MB."""
+"""Most scores that are computed at once: 64 MB."""
 
 
 class Requests(NamedTuple):
-    """Where each request's rows, KV and mask lie."""
+    """The rows, KV and mask of each request of a pass."""
 
     table: torch.Tensor
     """``[table rows, tokens]`` int32: storage slot of each KV index."""
@@ -21,29 +21,29 @@ class Requests(NamedTuple):
     kv_lens: torch.Tensor
     """``[requests]`` int64: KV length after the pass."""
     row_counts: torch.Tensor
-    """``[requests]`` int32: rows of the pass, the last ones of the KV."""
+    """``[requests]`` int32: rows of the pass, which are the last of the KV."""
     first_rows: torch.Tensor
     """``[requests]`` int32: first row of the pass."""
     first_words: torch.Tensor
     """``[requests]`` int64: first word of the mask."""
     words: torch.Tensor
-    """``[words]`` int32: mask, as `Pass.mask` has it."""
+    """``[words]`` int32: the mask, in the format of `Pass.mask`."""
 
 
 class Rule(NamedTuple):
-    """How a layer turns queries and keys into weights."""
+    """How a layer computes attention weights from queries and keys."""
 
     scale: float
-    """Factor of the scores."""
+    """Factor that scores are multiplied by."""
     cap: float = 0.0
-    """Scores are bent to stay within ``-cap..cap``; 0 = not at all."""
+    """Soft cap: scores become ``cap * tanh(score / cap)``; 0 for no cap."""
     window: int = -1
-    """Stored keys that a row sees at most before its own, by KV index; -1 = all."""
+    """Sliding window: most earlier keys that a row sees, by KV index; -1 for all."""
     sinks: torch.Tensor | None = None
-    """``[heads]``: scores of a key without a value."""
+    """``[heads]``: attention sinks, the scores of a key without a value."""
 
 
-def attend(
+def attend_masked_torch(
     queries: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
@@ -51,15 +51,15 @@ def attend(
     requests: Requests,
     rule: Rule,
 ) -> None:
-    """Attends in float32 to what mask and window show; a row that sees nothing gives zeros.
+    """Attends in float32 under mask and window; a row without visible keys gives zeros.
 
     Args:
         queries: ``[tokens, heads, dim]``.
         keys: ``[slots, kv_heads, dim]``; each serves the same number of neighbouring heads.
         values: ``[slots, kv_heads, value_dim]``.
         out: ``[tokens, heads, value_dim]``, written.
-        requests: the pass.
-        rule: the layer.
+        requests: The requests of the pass.
+        rule: The layer's rule.
     """
     table, rest = requests.table, [part.tolist() for part in requests[1:6]]
     for table_row, kv_len, rows, first_row, first_word in zip(*rest, strict=True):

@@ -1,4 +1,4 @@
-"""One kernel for rows of many buffers: a page's rows in all layers move in a single launch."""
+"""Copies rows of many buffers in one launch: a page's rows in all layers."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import triton
 import triton.language as tl
 
 BLOCK = 1024
-"""Elements that a program moves."""
+"""Elements that a program copies."""
 
 
-class Rows(NamedTuple):
-    """Rows of several buffers of one dtype, as a kernel finds them."""
+class BufferRows(NamedTuple):
+    """Rows of several buffers of one dtype, by their addresses."""
 
     dtype: torch.dtype
     starts: torch.Tensor
@@ -26,7 +26,7 @@ class Rows(NamedTuple):
     widest: int
 
     @classmethod
-    def of(cls, buffers: Sequence[torch.Tensor]) -> Rows:
+    def of(cls, buffers: Sequence[torch.Tensor]) -> BufferRows:
         """The rows of ``[rows, width]`` buffers, which must outlive this."""
         device = buffers[0].device
         widths = [buffer.shape[1] for buffer in buffers]
@@ -39,8 +39,8 @@ class Rows(NamedTuple):
         )
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _move(  # type: ignore[no-untyped-def]
+@triton.jit
+def _move(
     source_starts, source_strides, source_rows, target_starts, target_strides, target_rows, widths,
     ELEMENT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -56,13 +56,15 @@ def _move(  # type: ignore[no-untyped-def]
     tl.store(target + elements, tl.load(source + elements, mask=inside), mask=inside)
 
 
-def move(source: Rows, source_rows: torch.Tensor, target: Rows, target_rows: torch.Tensor) -> None:
-    """Copies a row of every buffer for each pair. No target may be among the sources.
+def move(
+    source: BufferRows, source_rows: torch.Tensor, target: BufferRows, target_rows: torch.Tensor
+) -> None:
+    """Copies one row of every buffer for each pair. No target may be among the sources.
 
     Args:
-        source: from where; buffers of the same widths as those of `target`.
+        source: Buffers to read, of the same widths as those of `target`.
         source_rows: ``[pairs]`` int64.
-        target: to where.
+        target: Buffers to write.
         target_rows: ``[pairs]`` int64, all different.
     """
     grid = (len(source_rows), len(source.starts), triton.cdiv(source.widest, BLOCK))

@@ -1,8 +1,8 @@
 """GPU kernels of decode attention over pages: each row attends to its own KV.
 
-A program looks at its share of the step's blocks (`paged_shares.py`). A row that it has alone it
-finishes; of the others it leaves a part, and one program merges those (`paged_parts.py`). So a
-row's result depends on how it is cut, and its last bits may depend on the other rows.
+A program computes its range of the step's blocks (`paged_splits.py`). It finishes the rows that lie
+within its range, and stores partial results of the others, which one program merges
+(`paged_partials.py`). So the last bits of a row's result depend on the split, and on other rows.
 """
 
 from __future__ import annotations
@@ -13,27 +13,33 @@ import triton.language as tl
 
 from pie_driver_sglang.kernels.chained import chained, follow
 from pie_driver_sglang.kernels.masked_torch import Rule
-from pie_driver_sglang.kernels.paged_parts import LOG2E, leave, room, rows_of, settle
-from pie_driver_sglang.kernels.paged_shares import Rows, Shares, seen_from
+from pie_driver_sglang.kernels.paged_partials import (
+    LOG2E,
+    alloc_partials,
+    merge_or_store,
+    rows_of,
+    store_partial,
+)
+from pie_driver_sglang.kernels.paged_splits import DecodeRows, WorkPlan, seen_from
 
 _MOST_PAGES = 8
-"""Pages of a block that are looked up one by one; smaller ones come as a vector of slots."""
+"""Most pages of a block that are looked up one by one; otherwise each token's slot is loaded."""
 
 
-def attend(
+def attend_paged(
     queries: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
     out: torch.Tensor,
-    rows: Rows,
-    shares: Shares,
+    rows: DecodeRows,
+    plan: WorkPlan,
     rule: Rule,
     page_size: int,
     value_scale: float = 1.0,
 ) -> None:
-    """Attends with every row; one that sees nothing gives zeros. Can be captured.
+    """Attends with every row; a row without visible keys gives zeros. Can be captured.
 
-    Sums are float32, factors of products have the type of the queries.
+    Accumulates in float32; GEMM operands have the dtype of the queries.
 
     Args:
         queries: ``[rows, heads, dim]``, heads contiguous.
@@ -41,54 +47,52 @@ def attend(
             neighbouring heads.
         values: ``[slots, kv_heads, value_dim]``.
         out: ``[rows, heads, value_dim]``, heads contiguous, written.
-        rows: the step.
-        shares: of this step, for this layer's `kv_heads` and window.
-        rule: the layer, but for its window; the scale includes that of stored keys.
-        page_size: tokens of a page.
-        value_scale: what stored values are to be multiplied with.
+        rows: The rows of the step.
+        plan: The work plan of the step, for this layer's `kv_heads` and window.
+        rule: The layer's rule, without its window; the scale includes that of stored keys.
+        page_size: Tokens of a page.
+        value_scale: The scale of stored values.
     """
     row_count, _, dim = queries.shape
     _, kv_heads, value_dim = values.shape
-    how, tile, programs = shares.cut.tuning, shares.cut.tile, shares.stretches.shape[1]
-    groups = None if shares.cut.windowed else rows.prefixes
-    parts, sums = room(2 * programs * tile, queries, value_dim)
-    # What rows of groups have seen together, and alone.
-    halves = room(0 if groups is None else 2 * row_count, queries, value_dim)
+    how, tile, programs = plan.split.tuning, plan.split.tile, plan.stretches.shape[1]
+    groups = None if plan.split.windowed else rows.prefixes
+    parts, sums = alloc_partials(2 * programs * tile, queries, value_dim)
+    # Halves of rows in groups: their common prefix, and the rest.
+    halves = alloc_partials(0 if groups is None else 2 * row_count, queries, value_dim)
     sinks = out if rule.sinks is None else rule.sinks
-    # Scores are exponents of two; where capped, cap * tanh(score / cap).
+    # Scores are exponents of two; with a soft cap, cap * tanh(score / cap).
     scale, cap = rule.scale * LOG2E.value, 0.0
     if rule.cap:
         scale, cap = rule.scale / rule.cap, rule.cap * LOG2E.value
     _attend[(kv_heads, programs)](
         queries, keys, values, out, rows.table, out if groups is None else groups.order,
-        *shares[1:], parts, sums, *halves, sinks,
-        scale, value_scale, cap, shares.cut.window, row_count, shares.tiles.shape[1],
+        *plan[1:], parts, sums, *halves, sinks,
+        scale, value_scale, cap, plan.split.window, row_count, plan.tiles.shape[1],
         queries.stride(0), keys.stride(0), keys.stride(1), values.stride(0), values.stride(1),
         out.stride(0), rows.table.stride(0),
-        GROUP=shares.cut.group, DIM=dim, VALUE_DIM=value_dim,
+        GROUP=plan.split.group, DIM=dim, VALUE_DIM=value_dim,
         PAGE=page_size, PAGES=_pages(how.block, page_size), BLOCK=how.block,
-        GROUP_BLOCK=shares.cut.queries, HEAD_BLOCK=triton.next_power_of_2(shares.cut.group),
+        GROUP_BLOCK=plan.split.queries, HEAD_BLOCK=triton.next_power_of_2(plan.split.group),
         DIM_BLOCK=max(16, triton.next_power_of_2(dim)),
         VALUE_BLOCK=max(16, triton.next_power_of_2(value_dim)),
-        CAPPED=rule.cap > 0, WINDOWED=shares.cut.windowed, SINKS=rule.sinks is not None,
+        CAPPED=rule.cap > 0, WINDOWED=plan.split.windowed, SINKS=rule.sinks is not None,
         GROUPED=groups is not None, TILE=tile,
         num_warps=how.warps, num_stages=how.stages, **chained(queries.device),
     )  # fmt: skip
 
 
 def _pages(block: int, page_size: int) -> int:
-    """Pages that a block consists of or lies in; 0 where each token is looked up."""
+    """Pages of a block, or 1 for a part of a page; 0 if each token is looked up."""
     if page_size % block == 0:
         return 1
     pages, rest = divmod(block, page_size)
     return pages if not rest and pages <= _MOST_PAGES else 0
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _look_up(  # type: ignore[no-untyped-def]
-    slots, token, end, PAGE: tl.constexpr, PAGES: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Where the block at `token` is stored: first slots of its pages, or slots of its tokens."""
+@triton.jit
+def _look_up(slots, token, end, PAGE: tl.constexpr, PAGES: tl.constexpr, BLOCK: tl.constexpr):
+    """The storage of the block at `token`: first slots of its pages, or slots of its tokens."""
     found = ()
     if PAGES == 0:
         index = token + tl.arange(0, BLOCK)
@@ -100,10 +104,8 @@ def _look_up(  # type: ignore[no-untyped-def]
     return found
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _slots(  # type: ignore[no-untyped-def]
-    found, PAGE: tl.constexpr, PAGES: tl.constexpr, BLOCK: tl.constexpr
-):
+@triton.jit
+def _slots(found, PAGE: tl.constexpr, PAGES: tl.constexpr, BLOCK: tl.constexpr):
     """``[BLOCK]`` int64 slots of a block that was looked up."""
     slots = found[0]
     lanes = tl.arange(0, BLOCK)
@@ -114,8 +116,8 @@ def _slots(  # type: ignore[no-untyped-def]
     return slots.to(tl.int64)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _attend_span(  # type: ignore[no-untyped-def]
+@triton.jit
+def _attend_span(
     q, head_keys, head_values, slots_row, found, first_token, end_token, first_seen, kv_lens,
     scale, cap, window, key_slot_stride, value_slot_stride,
     DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
@@ -123,23 +125,23 @@ def _attend_span(  # type: ignore[no-untyped-def]
     GROUP_BLOCK: tl.constexpr, DIM_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr,
     CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
 ):  # fmt: skip
-    """Whole blocks of rows: weighted values, the largest score, and the sum of the weights.
+    """Attends to whole blocks: weighted values, the largest score, and the sum of weights.
 
-    Scores are exponents of two, weights those of scores above the largest. Of each row of `q` the
-    KV is what `kv_lens` says, ``[GROUP_BLOCK]``.
+    Scores are exponents of two, and weights are relative to the largest score. `kv_lens`,
+    ``[GROUP_BLOCK]``, is the KV length of each row of `q`.
     """
     lanes = tl.arange(0, BLOCK)
     dims = tl.arange(0, DIM_BLOCK)
     value_dims = tl.arange(0, VALUE_BLOCK)
     best = tl.full([GROUP_BLOCK], float("-inf"), tl.float32)
-    # Summed over the lanes at the end, for sums over lanes make warps wait for each other.
+    # Reduced over the lanes at the end, since a reduction synchronizes warps.
     totals = tl.zeros([GROUP_BLOCK, BLOCK], tl.float32)
     mixed = tl.zeros([GROUP_BLOCK, VALUE_BLOCK], tl.float32)
     for token in tl.range(first_token, end_token, BLOCK):
         slots = _slots(found, PAGE, PAGES, BLOCK)
-        # One turn ahead: the address of KV must not wait for it.
+        # One iteration ahead, so that loads of KV do not wait for the lookup.
         found = _look_up(slots_row, token + BLOCK, end_token, PAGE, PAGES, BLOCK)
-        # Storage that the row does not see may hold anything, even what is no number.
+        # Storage that the row does not see may hold anything, even NaNs.
         seen = token + lanes < end_token
         if WINDOWED:
             seen = seen & (token + lanes >= first_seen)
@@ -162,7 +164,7 @@ def _attend_span(  # type: ignore[no-untyped-def]
             own = own & (token + lanes[None, :] >= kv_lens[:, None] - 1 - window)
         scores = tl.where(own, scores, float("-inf"))
         largest = tl.maximum(best, tl.max(scores, 1))
-        # Of a row that has seen nothing yet all weights are 0.
+        # A row without visible keys so far has weights of 0.
         level = tl.where(largest == float("-inf"), 0.0, largest)
         shrink = tl.exp2(best - level)
         weights = tl.exp2(scores - level[:, None])
@@ -173,8 +175,8 @@ def _attend_span(  # type: ignore[no-untyped-def]
     return mixed, best, tl.sum(totals, 1)
 
 
-@triton.jit(do_not_specialize=["row_count", "most", "window"])  # type: ignore[untyped-decorator]
-def _attend(  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["row_count", "most", "window"])
+def _attend(
     queries, keys, values, out, table, order, totals, tiles, stretches, arrived, met,
     parts, sums, halves, half_sums, sinks,
     scale, value_scale, cap, window, row_count, most,
@@ -186,10 +188,10 @@ def _attend(  # type: ignore[no-untyped-def]
     VALUE_BLOCK: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr, SINKS: tl.constexpr,
     GROUPED: tl.constexpr, TILE: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """A program's share of the blocks, with the heads of one KV head.
+    """A program's range of blocks, for the query heads of one KV head.
 
-    Shares and the block table are read before the kernel in front has ended: it wrote neither. By
-    them its first block is asked for.
+    It reads the plan and the block table before the previous kernel has ended, which writes
+    neither, and prefetches its first block.
     """
     kv_head = tl.program_id(0)
     program = tl.program_id(1)
@@ -226,7 +228,7 @@ def _attend(  # type: ignore[no-untyped-def]
     q = _load_queries(own_queries, first_rows, number <= ahead, query_stride, DIM, DIM_BLOCK)
     for tile in range(start, until):
         last = tl.minimum(end, stop)
-        # What the next tiles need is on its way while this one's KV is looked at.
+        # Loads for the next tiles overlap with this tile's attention.
         next_row, next_ahead, next_end, next_kv_len, next_slots, next_elsewhere = following
         following = _tile(tiles, tile + 2, tile_count, most, table, table_stride, GROUPED)
         next_seen = _span(
@@ -238,7 +240,7 @@ def _attend(  # type: ignore[no-untyped-def]
         next_q = _load_queries(
             own_queries, next_rows, number <= next_ahead, query_stride, DIM, DIM_BLOCK
         )
-        # What the rows of a group see together all of them see to its end.
+        # All rows of a group see its whole prefix.
         kv_lens = kv_len - ahead + number
         if GROUPED:
             kv_lens = tl.where(elsewhere < 0, kv_len, kv_lens)
@@ -254,13 +256,13 @@ def _attend(  # type: ignore[no-untyped-def]
         first, final = begin // share, (end - 1) // share
         if first == final:
             rows = rows_of(order, row, ahead, number, elsewhere, GROUPED)
-            settle(
+            merge_or_store(
                 mixed, best, total, rows, heads, asks, out, out_stride,
                 halves, half_sums, met, row_count, elsewhere, sinks,
                 GROUP, VALUE_DIM, VALUE_BLOCK, SINKS, GROUPED,
             )  # fmt: skip
         else:
-            leave(
+            store_partial(
                 mixed, best, total, out, parts, sums, sinks, arrived, program, first, final,
                 order, row, ahead, number, kv_head, out_stride,
                 halves, half_sums, met, row_count, elsewhere,
@@ -275,11 +277,9 @@ def _attend(  # type: ignore[no-untyped-def]
         q = next_q
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _ask(  # type: ignore[no-untyped-def]
-    storage, slots, slot_stride, WIDTH: tl.constexpr, WIDTH_BLOCK: tl.constexpr
-):
-    """Has the second-level cache load a block. What is stored there later is stored in it, too."""
+@triton.jit
+def _ask(storage, slots, slot_stride, WIDTH: tl.constexpr, WIDTH_BLOCK: tl.constexpr):
+    """Prefetches a block into L2. Later stores to it go through L2, so they are not lost."""
     LINE: tl.constexpr = 1024 // storage.dtype.element_ty.primitive_bitwidth
     LINES: tl.constexpr = max(1, WIDTH_BLOCK // LINE)
     line = tl.minimum(tl.arange(0, LINES) * LINE, WIDTH - 1)
@@ -294,13 +294,11 @@ def _ask(  # type: ignore[no-untyped-def]
     )
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _tile(  # type: ignore[no-untyped-def]
-    tiles, tile, tile_count, most, table, table_stride, GROUPED: tl.constexpr
-):
-    """A tile's last row, rows in front of it, its end, KV, slots and what is seen elsewhere.
+@triton.jit
+def _tile(tiles, tile, tile_count, most, table, table_stride, GROUPED: tl.constexpr):
+    """A tile's last row, the number of rows before it, its end, KV length, slots and group KV.
 
-    Nothing behind the last.
+    Zeros after the last tile.
     """
     place = tiles + tile
     known = tile < tile_count
@@ -315,11 +313,11 @@ def _tile(  # type: ignore[no-untyped-def]
     return row, ahead, end, kv_len, table + table_row * table_stride, elsewhere
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _load_queries(  # type: ignore[no-untyped-def]
+@triton.jit
+def _load_queries(
     own_queries, rows, asks, query_stride, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr
 ):
-    """Those of a tile's rows: ``[GROUP_BLOCK, DIM_BLOCK]``."""
+    """Queries of a tile's rows: ``[GROUP_BLOCK, DIM_BLOCK]``."""
     dims = tl.arange(0, DIM_BLOCK)
     return tl.load(
         (own_queries + rows * query_stride)[:, None] + dims[None, :],
@@ -328,8 +326,8 @@ def _load_queries(  # type: ignore[no-untyped-def]
     )
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _span(  # type: ignore[no-untyped-def]
+@triton.jit
+def _span(
     block, last, begin, ahead, kv_len, elsewhere, window, BLOCK: tl.constexpr,
     WINDOWED: tl.constexpr, GROUPED: tl.constexpr,
 ):  # fmt: skip

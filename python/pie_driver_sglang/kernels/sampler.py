@@ -1,10 +1,9 @@
-"""Sampling on a GPU without sorting, and what else a captured step needs of kernels.
+"""Sampling on a GPU without sorting, and the other small kernels of a captured step.
 
-Computes what :mod:`pie_driver_sglang.sampling.groups` computes, from logits as the model gives
-them (bf16 logits are not widened in memory), one program for each row. Top-k and top-p keep all
-logits above some value and, of those equal to it, the ones with the lowest ids; bisecting the bits
-of the logits finds that value exactly. A row's arithmetic has one order, whatever else is in the
-batch.
+Computes what :mod:`pie_driver_sglang.sampling.groups` computes, with one program for each row, and
+without a float32 copy of bfloat16 logits. Top-k and top-p keep all logits above a threshold and, of
+those equal to it, the ones with the lowest ids; bisection over the bits of the logits finds the
+threshold exactly. A row's result does not depend on the rest of the batch.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ def sample(logits: torch.Tensor, params: SlotParams) -> torch.Tensor:
         params: ``[rows]`` parameters.
 
     Returns:
-        ``[rows]`` int64 token ids; the vocabulary's size where the logits are no numbers.
+        ``[rows]`` int64 token ids; the vocabulary's size for a row with NaNs.
     """
     tokens = logits.new_empty(len(logits), dtype=torch.int64)
     if len(logits):
@@ -58,9 +57,9 @@ def sample_step(
         params: ``[rows]`` parameters; a temperature of 0 takes the arg-max, one below 0 samples
             nothing.
         results: ``[rows]`` int64, may be pinned memory of the host. The token is the vocabulary's
-            size where the logits are no numbers.
+            size for a row with NaNs.
         step: ``[1]`` int32.
-        softcap: Limit of the logits' size by ``cap * tanh(logit / cap)``.
+        softcap: Soft cap: logits become ``softcap * tanh(logit / softcap)``.
     """
     rows, vocab = logits.shape
     parts = triton.cdiv(vocab, _BLOCK.value)
@@ -76,22 +75,22 @@ def sample_step(
         logits, logits.stride(0), vocab, tops, ids, masses, parts, *params,
         results, step, softcap or 0.0,
         PARTS=triton.next_power_of_2(parts),
-        # The lower half of a widened bfloat16 holds no information.
+        # The lower half of a bfloat16 in float32 is zero.
         SHIFT=16 if logits.dtype == torch.bfloat16 else 0,
         **how, num_warps=_ROW_WARPS,
     )  # fmt: skip
 
 
-def apply_masks(logits: torch.Tensor, slot_masks: torch.Tensor, words: torch.Tensor) -> None:
-    """Forbids as :func:`pie_driver_sglang.sampling.groups.apply_masks` does, logits of any type."""
+def mask_logits(logits: torch.Tensor, slot_masks: torch.Tensor, words: torch.Tensor) -> None:
+    """As :func:`pie_driver_sglang.sampling.groups.apply_masks`, for logits of any float dtype."""
     slots, vocab = logits.shape
-    # Few masks are the rule, and every program takes time.
+    # Most rows have no mask, and empty programs take time, too.
     grid = (slots, min(_MASK_PROGRAMS, triton.cdiv(vocab, _MASK_BLOCK.value)))
-    _apply_masks[grid](logits, logits.stride(0), vocab, slot_masks, words)
+    _mask_logits[grid](logits, logits.stride(0), vocab, slot_masks, words)
 
 
 def fetch(source: torch.Tensor, target: torch.Tensor, count: torch.Tensor) -> None:
-    """Copies the first words; can be captured, for a kernel reads how many.
+    """Copies the first `count` words; can be captured, since the kernel reads the count.
 
     Args:
         source: ``[words]`` int32, may be pinned memory of the host.
@@ -103,7 +102,7 @@ def fetch(source: torch.Tensor, target: torch.Tensor, count: torch.Tensor) -> No
 
 
 def publish(results: torch.Tensor, target: torch.Tensor) -> None:
-    """Writes results where the host reads them, each at once; can be captured.
+    """Writes results to memory that the host polls, each in one store; can be captured.
 
     Args:
         results: ``[rows]`` int64.
@@ -117,7 +116,7 @@ def publish(results: torch.Tensor, target: torch.Tensor) -> None:
 def update_table(
     table: torch.Tensor, updates: torch.Tensor, further: torch.Tensor, count: torch.Tensor
 ) -> None:
-    """Writes changed block-table entries; can be captured, for the kernel reads how many.
+    """Writes changed block-table entries; can be captured, since the kernel reads the count.
 
     Args:
         table: ``[entries, page]`` int32 storage slots.
@@ -132,15 +131,15 @@ def update_table(
     _update_table[grid](table, page, updates, most, further, count, PAGE=size)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _survey(  # type: ignore[no-untyped-def]
+@triton.jit
+def _survey(
     logits, stride, vocab, temperatures, tops, ids, masses, cap,
     CAPPED: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """Of a block of a row: the largest logit, an id, and all weights, that logit's being 1.
+    """For a block of a row: the largest logit, an id, and the sum of weights relative to it.
 
-    The id is -1 if there is something that is no number; else the lowest one with that logit, if
-    the row takes the arg-max.
+    The id is -1 if there is a NaN; else, for a row that takes the arg-max, the lowest id with that
+    logit.
     """
     if CHAINED:
         follow()
@@ -154,7 +153,7 @@ def _survey(  # type: ignore[no-untyped-def]
     mass = 0.0
     if (temperature > 0.0) & (tl.abs(top) < float("inf")):
         scale = 1.4426950408889634 / temperature
-        # No number, if one of the logits is none.
+        # NaN if one of the logits is NaN.
         mass = tl.sum(_weight(x, _capped(top, cap, CAPPED), scale, cap, CAPPED), 0)
         found = tl.where(mass == mass, part * _BLOCK, -1)
     else:
@@ -168,28 +167,28 @@ def _survey(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _ordered(x):  # type: ignore[no-untyped-def]
-    """Integers in the order of the numbers."""
+def _ordered(x):
+    """Integer keys that sort like the floats."""
     bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
-def _load(base, first, vocab):  # type: ignore[no-untyped-def]
+def _load(base, first, vocab):
     offsets = first + tl.arange(0, _BLOCK)
     x = tl.load(base + offsets, mask=offsets < vocab, other=float("-inf"))
     return x.to(tl.float32)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _weight(x, largest, scale, cap, CAPPED: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _weight(x, largest, scale, cap, CAPPED: tl.constexpr):
     """The probability of a logit, as a multiple of the largest probability."""
     # exp2 is exact at 0: the largest one has weight 1.
     return tl.exp2((_capped(x, cap, CAPPED) - largest) * scale)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _capped(x, cap, CAPPED: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _capped(x, cap, CAPPED: tl.constexpr):
     if CAPPED:
         # tanh by the exponential of a negative number, which cannot overflow; -inf stays.
         e = tl.exp(-2.0 * tl.abs(x) / cap)
@@ -198,8 +197,8 @@ def _capped(x, cap, CAPPED: tl.constexpr):  # type: ignore[no-untyped-def]
     return x
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _sample_rows(  # type: ignore[no-untyped-def]
+@triton.jit
+def _sample_rows(
     logits, stride, vocab, tops, ids, masses, parts,
     temperatures, top_ks, top_ps, min_ps, uniforms, results, step, cap,
     PARTS: tl.constexpr, CAPPED: tl.constexpr, SHIFT: tl.constexpr, CHAINED: tl.constexpr,
@@ -242,12 +241,12 @@ def _sample_rows(  # type: ignore[no-untyped-def]
     tl.store(results + row, (number << 32) | token.to(tl.int64))
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _draw_any(  # type: ignore[no-untyped-def]
+@triton.jit
+def _draw_any(
     base, vocab, top, mass, largest, temperature, uniform, cap,
     PARTS: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
-    """A token of a row that nothing restricts: only the block that it lies in is read again."""
+    """A token of a row without filters: only the block that it lies in is read again."""
     scale = 1.4426950408889634 / temperature
     largest = _capped(largest, cap, CAPPED)
     mass = mass * _weight(top, largest, scale, cap, CAPPED)
@@ -261,7 +260,7 @@ def _draw_any(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _first_beyond(weights, before, goal):  # type: ignore[no-untyped-def]
+def _first_beyond(weights, before, goal):
     """The first place up to which the weights and those before them exceed the goal.
 
     The last place with a weight, if rounding leaves the goal just out of reach.
@@ -273,8 +272,8 @@ def _first_beyond(weights, before, goal):  # type: ignore[no-untyped-def]
     return tl.where(found == 0x7FFFFFFF, last, found)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _draw(  # type: ignore[no-untyped-def]
+@triton.jit
+def _draw(
     base,
     vocab,
     largest,
@@ -313,8 +312,8 @@ def _draw(  # type: ignore[no-untyped-def]
     return _invert(base, vocab, edge, ties, min_p, uniform, largest, scale, cap, CAPPED, SHIFT)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _edge_of_count(base, vocab, low, high, count, SHIFT: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _edge_of_count(base, vocab, low, high, count, SHIFT: tl.constexpr):
     """The `count`-th largest key, and how many keys are larger."""
     above = 0
     while low < high:
@@ -334,14 +333,14 @@ def _edge_of_count(base, vocab, low, high, count, SHIFT: tl.constexpr):  # type:
 
 
 @triton.jit
-def _middle(low, high):  # type: ignore[no-untyped-def]
+def _middle(low, high):
     """The middle of two integers, rounded up, of any signs."""
     wide = (low.to(tl.int64) + high.to(tl.int64) + 1) >> 1
     return wide.to(tl.int32)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _edge_of_mass(  # type: ignore[no-untyped-def]
+@triton.jit
+def _edge_of_mass(
     base,
     vocab,
     low,
@@ -365,8 +364,8 @@ def _edge_of_mass(  # type: ignore[no-untyped-def]
     return low, above
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _mass(  # type: ignore[no-untyped-def]
+@triton.jit
+def _mass(
     base,
     vocab,
     least,
@@ -385,8 +384,8 @@ def _mass(  # type: ignore[no-untyped-def]
     return tl.sum(total, 0)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _edge_weight(  # type: ignore[no-untyped-def]
+@triton.jit
+def _edge_weight(
     base,
     vocab,
     edge,
@@ -407,8 +406,8 @@ def _edge_weight(  # type: ignore[no-untyped-def]
     return tl.where((x == x) & (weight == weight), weight, 0.0)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _invert(  # type: ignore[no-untyped-def]
+@triton.jit
+def _invert(
     base,
     vocab,
     edge,
@@ -456,8 +455,8 @@ def _invert(  # type: ignore[no-untyped-def]
     return tl.where(token < 0, last, token)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _kept(  # type: ignore[no-untyped-def]
+@triton.jit
+def _kept(
     base,
     first,
     vocab,
@@ -484,7 +483,7 @@ def _kept(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _apply_masks(logits, stride, vocab, slot_masks, words):  # type: ignore[no-untyped-def]
+def _mask_logits(logits, stride, vocab, slot_masks, words):
     slot = tl.program_id(0).to(tl.int64)
     edges = tl.load(slot_masks + 2 * slot + 1)
     if edges == 0:
@@ -499,14 +498,14 @@ def _apply_masks(logits, stride, vocab, slot_masks, words):  # type: ignore[no-u
 
 
 @triton.jit
-def _allowed(mask, edges, start, vocab):  # type: ignore[no-untyped-def]
+def _allowed(mask, edges, start, vocab):
     """1 for the tokens of the block at `start` that a mask allows, 0 for others."""
     ids = start + tl.arange(0, _MASK_BLOCK)
     if edges < 0:
         bits = tl.load(mask + ids // 32, mask=ids < vocab, other=0)
         allowed = (bits >> (ids % 32)) & 1
     else:
-        # The first stretch of allowed tokens that ends behind the block's first token.
+        # The first range of allowed tokens that ends after the block's first token.
         stretch = 0
         above = edges // 2
         while stretch < above:
@@ -526,21 +525,21 @@ def _allowed(mask, edges, start, vocab):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _fetch(source, target, count):  # type: ignore[no-untyped-def]
+def _fetch(source, target, count):
     places = tl.program_id(0) * _FETCH_BLOCK + tl.arange(0, _FETCH_BLOCK)
     used = places < tl.load(count)
     tl.store(target + places, tl.load(source + places, mask=used), mask=used)
 
 
 @triton.jit
-def _publish(results, target, count):  # type: ignore[no-untyped-def]
+def _publish(results, target, count):
     places = tl.program_id(0) * _PUBLISH_BLOCK + tl.arange(0, _PUBLISH_BLOCK)
     known = places < count
     tl.store(target + places, tl.load(results + places, mask=known), mask=known)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _update_table(table, page, updates, most, further, count, PAGE: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _update_table(table, page, updates, most, further, count, PAGE: tl.constexpr):
     first = tl.program_id(0) * _UPDATE_BLOCK
     used = tl.load(count)
     places = first + tl.arange(0, _UPDATE_BLOCK)
@@ -558,8 +557,8 @@ def _update_table(table, page, updates, most, further, count, PAGE: tl.constexpr
         _write_pages(table, page, others, named, there, PAGE)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _write_pages(table, page, entries, slots, known, PAGE: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _write_pages(table, page, entries, slots, known, PAGE: tl.constexpr):
     within = tl.arange(0, PAGE)
     targets = table + entries[:, None] * page + within[None, :]
     values = (slots[:, None] + within[None, :]).to(tl.int32)

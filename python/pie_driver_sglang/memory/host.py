@@ -1,4 +1,4 @@
-"""Whether the host has the memory that was asked for, before anything slow is imported."""
+"""Checks of the host's memory, made before anything slow is imported."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _CONTAINER_LIMITS = (
 
 
 def check_budget(gib: int) -> None:
-    """Refuses a budget for swapped pages that the host cannot give.
+    """Refuses a budget for swapped pages that exceeds the host's memory.
 
     Args:
         gib: The option `cpu_mem_budget_in_gb`.
@@ -34,23 +34,23 @@ def check_budget(gib: int) -> None:
 
 
 class Budget:
-    """Host memory that is taken for a while, by any thread: together half of what is available."""
+    """A limit on temporary host memory of all threads: half of the available memory."""
 
     def __init__(self) -> None:
-        """Nothing is taken yet."""
+        """Starts with nothing reserved."""
         self._lock = threading.Lock()
         self._taken = 0
 
     @contextlib.contextmanager
     def take(self, size: int, what: str) -> Iterator[None]:
-        """Within it memory is taken.
+        """Reserves memory within the `with` block.
 
         Args:
             size: Bytes.
-            what: What takes them.
+            what: The purpose, for the message.
 
         Raises:
-            MemoryError: There is not enough.
+            MemoryError: The reservations would exceed the limit.
         """
         with self._lock:
             most = available_bytes() // 2
@@ -69,7 +69,7 @@ class Budget:
 
 
 def available_bytes() -> int:
-    """Memory that can be had without swapping, within the container's limit if there is one."""
+    """Available memory without swapping, within the container's limit if there is one."""
     import psutil
 
     # Without a limit the file is missing, says "max" or gives a huge number.

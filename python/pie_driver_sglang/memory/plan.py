@@ -1,205 +1,75 @@
-"""What a model will take of a device, before it is loaded: arithmetic on sizes in bytes.
+"""The memory plan of a model that is not loaded yet: arithmetic on sizes in bytes.
 
-`mem_fraction_static` is the share of the free memory for what stays: weights, adapters, recurrent
-state and KV. SGLang measures the former and gives KV what is left of that share, so that an error
-in their sizes moves no limit. The rest of the memory is for what comes and goes: activations,
-graphs, tables, and a reserve for what the plan does not know. The largest safe share leaves room
-for exactly these.
+`mem_fraction_static` is the share of the free memory for everything permanent: weights, adapters,
+recurrent state and KV. SGLang measures the first three and gives KV the rest of that share, so an
+error in their planned sizes moves no limit. The other memory holds activations, graphs, tables and
+a reserve for what the plan does not know. The largest safe share leaves room for exactly these.
 """
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from typing import Final
 
 from pie_driver_sglang.memory.limits import (
-    bound_ladder,
-    grouped_ladder,
-    ladder,
-    long_ladder,
+    decode_batch_sizes,
+    lora_batch_sizes,
+    prefill_batch_sizes,
     row_pages,
+    shared_prefix_batch_sizes,
+)
+from pie_driver_sglang.memory.types import (
+    EVERYWHERE,
+    Device,
+    Loaded,
+    MemorySettings,
+    ModelSizes,
+    Plan,
 )
 
 GIB: Final = 2**30
-EVERYWHERE: Final = 1
-"""As `Part.most`: every rank has the whole."""
-ANY_RANKS: Final = 2**20
-"""As `Part.most`: ranks divide it, however many they are."""
-
-# What is not known from shapes. "Measured" is a figure of benches/gpu/RESULTS.md; all others are
-# guesses, and the reserve is there for their errors.
+# Sizes that do not follow from shapes. "Measured" refers to benches/gpu/RESULTS.md. The others are
+# estimates, whose errors the reserve covers.
 GRAPH_LAYER_BYTES: Final = 256 << 10
-"""Nodes of one layer in one captured graph. From 0.41 GiB measured for 41 graphs of 28 layers
-(Qwen3-0.6B shape), of which logits and activations are known by their shapes."""
+"""Graph nodes of one layer in one captured graph. Measured: 0.41 GiB for 41 graphs of 28 layers
+(Qwen3-0.6B shape), less the logits and activations, whose sizes follow from shapes."""
 BOUND_GRAPH_LAYER_BYTES: Final = 384 << 10
-"""The same of a graph that applies adapters, whose layers run as SGLang has them. From 0.117 GiB
-measured for 12 graphs of 28 layers."""
+"""The same for a graph that applies adapters, with SGLang's layers. Measured: 0.117 GiB for 12
+graphs of 28 layers."""
 HIDDEN_COPIES: Final = 5
-"""Hidden states of a row at once: the residual, the normed one, a layer's result, one in a
-collective operation, and what the last pass left to be sampled. A guess."""
+"""Hidden states of a row that exist at once: residual, normalized input, a layer's output, one in
+a collective operation, and the previous pass's, not sampled yet. An estimate."""
 LOGIT_BYTES: Final = 10
-"""Bytes of a logit: in two bytes, gathered, and in four; as `srt/sglang_engine.py` computes it."""
+"""Bytes per logit: its 16-bit, gathered and float32 copies, as in `srt/sglang_engine.py`."""
 DISTRIBUTION_BYTES: Final = 40
-"""A logit besides, where a distribution is sorted; by what `sampling.most_probable` does."""
+"""Additional bytes per logit of a sorted distribution; see `sampling.groups.most_probable`."""
 PAGE_STAGING_BYTES: Final = 64 << 20
-"""The area through which pages are swapped; `pool.STAGING_BYTES`."""
+"""Staging area for swapped pages: `STAGING_BYTES` in `srt/pool.py`."""
 INPUT_BYTES: Final = 48
-"""SGLang's eager input buffers for each token that the pool has: six int64 numbers."""
+"""SGLang's eager input buffers, per token of the pool: six int64 values."""
 ATTENTION_MASK_WORDS: Final = 1 << 20
-"""Words of attention masks that a pass of any size may have; as in `rust/batch/src/limits.rs`."""
+"""Words of attention masks that a pass of any size may have; see `rust/batch/src/limits.rs`."""
 PAGE_ID_BYTES: Final = 16
-"""A page in SGLang's list of free ones, and in a copy of that list."""
+"""Bytes per page of SGLang's free list and of its copy."""
 KV_SPLITS: Final = 8
-"""Parts in which SGLang's triton backend computes a row."""
+"""KV splits per row in SGLang's triton backend."""
 LIBRARY_BYTES: Final = GIB
-"""Workspaces of libraries, and kernels, loaded when they are first used. A guess."""
+"""Library workspaces and kernels, loaded at first use. An estimate."""
 COLLECTIVE_BYTES: Final = 2 * GIB
-"""Buffers of NCCL and of SGLang's collective operations, in each of several ranks. From 2.0 GiB
-measured in the first of two."""
+"""Buffers of NCCL and SGLang's collective operations, per rank of several. Measured: 2.0 GiB in
+the first of two ranks."""
 FRAGMENTED_SHARE: Final = 1 / 64
-"""Of a GPU's free memory, lost between allocations. A guess."""
+"""Share of a GPU's free memory lost to fragmentation. An estimate."""
 HOST_RESERVE_SHARE: Final = 1 / 16
-"""Of the free host memory, for everything else that happens there."""
+"""Share of the free host memory that is left to everything else."""
 
 CPU_POOL_TOKENS: Final = 65_536
-"""KV tokens of a model on a CPU, or two contexts if these are more."""
+"""KV tokens of a model on a CPU, unless two contexts need more."""
 CPU_POOL_SHARE: Final = 0.1
-"""Of the free host memory, for KV; more only where one context needs it."""
+"""Share of the free host memory for KV; more only if one context needs it."""
 
 
-class Part(NamedTuple):
-    """Bytes, or numbers, that ranks divide among themselves."""
-
-    size: int
-    most: int
-    """Ranks that have different parts; more than these have copies."""
-
-    def of_rank(self, ranks: int) -> int:
-        """What each of `ranks` has."""
-        return -(-self.size // min(self.most, ranks))
-
-
-class Device(NamedTuple):
-    """Where a rank goes."""
-
-    name: str
-    """`cpu` or `cuda:N`."""
-    total: int
-    """Bytes."""
-    free: int
-    """Bytes that this rank may use: what other processes have stays theirs."""
-
-    @property
-    def is_host(self) -> bool:
-        """Whether it is the host's memory."""
-        return self.name == "cpu"
-
-
-class Model(NamedTuple):
-    """Sizes of a model over all ranks."""
-
-    weights: tuple[Part, ...]
-    token_bytes: Part
-    """Keys and values of a token in all layers."""
-    row_numbers: tuple[Part, ...]
-    """What the widest layer holds at once for a token, beside hidden states: numbers."""
-    itemsize: int
-    """Bytes of an activation."""
-    hidden_size: int
-    layers: int
-    vocabulary: int
-    heads: int
-    """Query heads; ranks divide them evenly."""
-    head_dim: int
-    state_bytes: int = 0
-    """Recurrent state of a request, in one rank."""
-    adapter_bytes: int = 0
-    """A slot of adapters of rank 1."""
-    image_bytes: int = 0
-    """What the vision encoder holds for a token of an image."""
-
-
-class Settings(NamedTuple):
-    """What the configuration decides."""
-
-    context_length: int
-    page_size: int
-    requests: int
-    """Rows of the block table, and of the largest graph."""
-    chunk_tokens: int
-    """Tokens of the largest pass."""
-    slots: int
-    """Rows of logits at once."""
-    ranks: int = 1
-    fraction: float | None = None
-    """`mem_fraction_static`; None for the largest that is safe."""
-    captures: bool = True
-    """Whether graphs are captured."""
-    prompts: bool = True
-    """Whether some of the graphs are for prompts."""
-    triton_tables: bool = False
-    """Whether SGLang's triton backend decodes, with lists of all tokens of all rows."""
-    workspace_bytes: int = 0
-    """What attention backends take for themselves."""
-    swap_bytes: int = 0
-    """Host memory of this rank for swapped pages."""
-    adapter_slots: int = 0
-    adapter_rank: int = 0
-    image_tokens: int = 0
-
-    @property
-    def context_tokens(self) -> int:
-        """Tokens of one context in whole pages."""
-        return -(-self.context_length // self.page_size) * self.page_size
-
-
-class Plan(NamedTuple):
-    """A rank's memory row by row, in bytes. The rows add up to what is free."""
-
-    device: Device
-    fraction: float
-    """Of what is free, for weights, adapters, state and KV."""
-    weights: int
-    copied: int
-    """Of the weights: what every rank has the whole of; 0 for a single rank."""
-    adapters: int
-    state: int
-    activations: int
-    graphs: int
-    tables: int
-    """Block table, staging areas and input buffers."""
-    reserve: int
-    """All the rest; less than 0 where there is too little."""
-    tokens: int
-    """Of the KV pool, in whole pages."""
-    token_bytes: int
-    page_size: int
-
-    @property
-    def kv(self) -> int:
-        """Bytes of the KV pool."""
-        return self.tokens * self.token_bytes
-
-    def fits(self, settings: Settings) -> bool:
-        """Whether the model can start: with one context, and with what comes and goes."""
-        return self.tokens >= settings.context_tokens and self.reserve >= 0
-
-
-class Loaded(NamedTuple):
-    """What a loaded model was found to take, in bytes."""
-
-    weights: int
-    adapters: int
-    state: int
-    graphs: int
-    tokens: int
-    """Of the KV pool."""
-    kv: int
-    free: int | None
-    """What is left for passes; None where it was not measured."""
-
-
-def plan_memory(device: Device, model: Model, settings: Settings) -> Plan:
-    """Divides what is free on a device. See :meth:`Plan.fits` for whether that is enough."""
+def plan_memory(device: Device, model: ModelSizes, settings: MemorySettings) -> Plan:
+    """Divides a device's free memory; :meth:`Plan.fits` says whether it is enough."""
     ranks = settings.ranks
     weights = sum(part.of_rank(ranks) for part in model.weights)
     copied = sum(part.size for part in model.weights if part.most == EVERYWHERE)
@@ -233,29 +103,29 @@ def plan_memory(device: Device, model: Model, settings: Settings) -> Plan:
 
 
 def used(plan: Plan) -> int:
-    """Bytes of all rows but the reserve."""
+    """Bytes of all rows except the reserve."""
     stays = plan.weights + plan.adapters + plan.state + plan.kv
     return stays + plan.activations + plan.graphs + plan.tables
 
 
-def wanted_reserve(device: Device, model: Model, settings: Settings) -> int:
-    """What the largest safe fraction leaves beside everything that the plan knows."""
+def wanted_reserve(device: Device, model: ModelSizes, settings: MemorySettings) -> int:
+    """The reserve that the largest safe fraction leaves."""
     if device.is_host:
         return int(device.free * HOST_RESERVE_SHARE)
     reserve = LIBRARY_BYTES + int(device.free * FRAGMENTED_SHARE)
-    # As much again of what is partly guessed, and what only few batches need.
+    # The estimated sizes once more, and the distributions that few batches ask for.
     reserve += _activations(model, settings) + _graphs(device, model, settings)
     reserve += settings.slots * model.vocabulary * DISTRIBUTION_BYTES
-    # SGLang makes a block table of its own, which ours replaces.
+    # SGLang allocates a block table before the driver's replaces it.
     reserve += _block_table(settings)
     if not settings.triton_tables:
-        # A model that the driver's own backend cannot decode falls back on triton.
+        # A model that `pie` cannot decode falls back to triton.
         reserve += _triton_tables(model, settings)
     return reserve + (COLLECTIVE_BYTES if settings.ranks > 1 else 0)
 
 
 def table(plan: Plan) -> str:
-    """The plan for people: a row for each part."""
+    """The plan as a table for the log."""
     device = plan.device
     copied = f"of which every rank has {size_text(plan.copied)}" if plan.copied else ""
     pages = f"{plan.tokens // plan.page_size:,} pages of {plan.page_size}"
@@ -282,7 +152,7 @@ def table(plan: Plan) -> str:
 
 
 def comparison(plan: Plan, loaded: Loaded) -> str:
-    """A loaded model beside its plan, in one line."""
+    """A loaded model compared with its plan, in one line."""
     names = ("weights", "adapters", "state", "graphs")
     pairs = [(name, getattr(loaded, name), getattr(plan, name)) for name in names]
     pairs.append(("KV", loaded.kv, plan.kv))
@@ -295,19 +165,21 @@ def comparison(plan: Plan, loaded: Loaded) -> str:
 
 
 def shown(fraction: float) -> float:
-    """A fraction for people, in thousandths and never more than it is."""
+    """A fraction rounded down to thousandths."""
     return int(fraction * 1000 + 1e-6) / 1000
 
 
 def size_text(size: int) -> str:
-    """Bytes for people."""
+    """Bytes in GiB or MiB."""
     if abs(size) >= GIB:
         return f"{size / GIB:,.2f} GiB"
     return f"{size / 2**20:,.1f} MiB"
 
 
-def _safe_fraction(device: Device, model: Model, settings: Settings, stays: int) -> float:
-    """The largest share that leaves what is needed; 0 where nothing is left for KV."""
+def _safe_fraction(
+    device: Device, model: ModelSizes, settings: MemorySettings, stays: int
+) -> float:
+    """The largest share that leaves enough for the rest; 0 if nothing is left for KV."""
     room = device.free - stays - wanted_reserve(device, model, settings)
     room -= _activations(model, settings) + _graphs(device, model, settings)
     room -= _tables(device, model, settings)
@@ -317,8 +189,8 @@ def _safe_fraction(device: Device, model: Model, settings: Settings, stays: int)
     return (stays + kv) / device.free if kv else 0.0
 
 
-def _most_tokens(device: Device, settings: Settings, token_bytes: int) -> int:
-    """KV tokens by the rules for a CPU: all that fit a GPU, but a host has other uses for them."""
+def _most_tokens(device: Device, settings: MemorySettings, token_bytes: int) -> int:
+    """KV tokens: all that fit a GPU; fewer on a host, which needs its memory for other things."""
     if not device.is_host:
         return device.free // token_bytes
     share = int(device.free * CPU_POOL_SHARE) // token_bytes
@@ -326,56 +198,56 @@ def _most_tokens(device: Device, settings: Settings, token_bytes: int) -> int:
     return min(wanted, max(share, settings.context_tokens))
 
 
-def _activations(model: Model, settings: Settings) -> int:
-    """The largest pass, the logits of a full group of slots, and a batch's images."""
+def _activations(model: ModelSizes, settings: MemorySettings) -> int:
+    """Bytes of the largest pass, of the logits of a full slot group, and of a batch's images."""
     pass_bytes = settings.chunk_tokens * _row_bytes(model, settings)
     logit_bytes = settings.slots * model.vocabulary * LOGIT_BYTES
     return pass_bytes + logit_bytes + settings.image_tokens * model.image_bytes
 
 
-def _row_bytes(model: Model, settings: Settings) -> int:
+def _row_bytes(model: ModelSizes, settings: MemorySettings) -> int:
     widest = sum(part.of_rank(settings.ranks) for part in model.row_numbers)
     return (HIDDEN_COPIES * model.hidden_size + widest) * model.itemsize
 
 
-def _graphs(device: Device, model: Model, settings: Settings) -> int:
-    """All graphs share one pool, which the largest needs; nodes, and hidden states, are their own.
+def _graphs(device: Device, model: ModelSizes, settings: MemorySettings) -> int:
+    """Bytes of all graphs: one pool for the largest, and nodes and hidden states for each.
 
-    Models with recurrent state have none.
+    Models with recurrent state have no graphs.
     """
     if device.is_host or not settings.captures or model.state_bytes:
         return 0
-    rows = ladder(settings.requests)
+    rows = decode_batch_sizes(settings.requests)
     if not settings.triton_tables:
-        rows = [*grouped_ladder(settings.requests), *rows]
+        rows = [*shared_prefix_batch_sizes(settings.requests), *rows]
     if settings.prompts:
-        rows += long_ladder(settings.requests, settings.chunk_tokens)
+        rows += prefill_batch_sizes(settings.requests, settings.chunk_tokens)
     nodes = len(rows) * model.layers * GRAPH_LAYER_BYTES
-    bound = bound_ladder(settings.requests) if settings.adapter_slots else []
+    bound = lora_batch_sizes(settings.requests) if settings.adapter_slots else []
     nodes += len(bound) * model.layers * BOUND_GRAPH_LAYER_BYTES
-    # What decodes leave behind is every graph's own as well.
-    kept = sum(ladder(settings.requests)) + sum(bound)
+    # Every decode graph keeps the hidden states that it leaves for sampling.
+    kept = sum(decode_batch_sizes(settings.requests)) + sum(bound)
     logits = settings.requests * model.vocabulary * model.itemsize
     tables = _triton_tables(model, settings) if settings.triton_tables else 0
     hidden = kept * model.hidden_size * model.itemsize
     return nodes + rows[-1] * _row_bytes(model, settings) + hidden + logits + tables
 
 
-def _triton_tables(model: Model, settings: Settings) -> int:
-    """Of SGLang's triton backend: int64 lists of all tokens, and float32 parts of results."""
+def _triton_tables(model: ModelSizes, settings: MemorySettings) -> int:
+    """Bytes of SGLang's triton backend: int64 lists of all tokens, and float32 partial results."""
     lists = 8 * row_pages(settings.context_length, settings.page_size) * settings.page_size
     heads = -(-model.heads // settings.ranks)
     return settings.requests * (lists + heads * KV_SPLITS * (model.head_dim + 1) * 4)
 
 
-def _block_table(settings: Settings) -> int:
-    """A slot of every token of every request, int32; one row is for padding."""
+def _block_table(settings: MemorySettings) -> int:
+    """Bytes of the block table: an int32 slot per token and request, and a padding row."""
     tokens = row_pages(settings.context_length, settings.page_size) * settings.page_size
     return 4 * (settings.requests + 1) * tokens
 
 
-def attention_mask_bytes(settings: Settings) -> int:
-    """Of a pass at most; see `Limits::attention_words` in `rust/batch/src/limits.rs`."""
+def attention_mask_bytes(settings: MemorySettings) -> int:
+    """Most bytes of a pass's attention masks; see `Limits::attention_words` in `rust/batch`."""
     chunk = settings.chunk_tokens
     tokens = row_pages(settings.context_length, settings.page_size) * settings.page_size
     row = -(-tokens // 32)
@@ -383,19 +255,19 @@ def attention_mask_bytes(settings: Settings) -> int:
     return 4 * min(chunk * row, most)
 
 
-def _tables(device: Device, model: Model, settings: Settings) -> int:
-    """What does not depend on the pool: see `rust/batch/src/layout.rs` for the staging block."""
+def _tables(device: Device, model: ModelSizes, settings: MemorySettings) -> int:
+    """Bytes that do not depend on the pool. `rust/batch/src/layout.rs` has the staging block."""
     rows = row_pages(settings.context_length, settings.page_size)
     staged = 16 * settings.requests * rows + 24 * settings.chunk_tokens
     masks = (settings.slots + settings.requests) * model.vocabulary // 8
     swapping = PAGE_STAGING_BYTES if settings.swap_bytes else 0
-    # Pages that a host swaps out stay in its memory.
+    # On a host, swapped pages stay in the same memory.
     swapping += settings.swap_bytes if device.is_host else 0
     inputs = INPUT_BYTES * settings.chunk_tokens
     fixed = staged + masks + swapping + inputs + attention_mask_bytes(settings)
     return _block_table(settings) + fixed + settings.workspace_bytes
 
 
-def _side_bytes(settings: Settings) -> int:
-    """What a page of the pool takes beside its keys and values."""
+def _side_bytes(settings: MemorySettings) -> int:
+    """Bytes per page of the pool besides its keys and values."""
     return INPUT_BYTES * settings.page_size + PAGE_ID_BYTES

@@ -1,4 +1,4 @@
-"""Refuses a model that does not fit its device, and names the one key with which it would."""
+"""Refuses a model that does not fit its device, and names one key that would make it fit."""
 
 from __future__ import annotations
 
@@ -7,35 +7,27 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 from pie_driver_sglang.errors import StartError, not_running
-from pie_driver_sglang.memory.plan import (
-    Device,
-    Model,
-    Plan,
-    Settings,
-    plan_memory,
-    shown,
-    size_text,
-    wanted_reserve,
-)
+from pie_driver_sglang.memory.plan import plan_memory, shown, size_text, wanted_reserve
+from pie_driver_sglang.memory.types import Device, MemorySettings, ModelSizes, Plan
 
 SHORT_CONTEXT: Final = 2048
-"""A shorter context is proposed only where no other key helps."""
+"""A shorter context is proposed only if no other key helps."""
 SHORT_CHUNK: Final = 256
 """No shorter pass is proposed."""
 RANKS: Final = (2, 4, 8, 16, 32, 64)
 """Numbers of GPUs that are proposed."""
 SMALLER_BY: Final = 0.05
-"""By how much the share is to be lowered where the plan was wrong."""
+"""Reduction of the share that is proposed after the plan was wrong."""
 _NO_MEMORY: Final = ("out of memory", "can't allocate memory", "ALLOC_FAILED")
 """How torch, CUDA, Triton and cuBLAS say that memory ran out."""
 _FRACTIONS: Final = [thousandths / 1000 for thousandths in range(10, 991)]
 
 
-def require_fit(device: Device, model: Model, settings: Settings) -> Plan:
-    """The plan of a model that fits.
+def require_fit(device: Device, model: ModelSizes, settings: MemorySettings) -> Plan:
+    """Plans a model that fits.
 
     Raises:
-        StartError: It does not; the hint names a key, and the value with which it would.
+        StartError: It does not fit; the hint names a key and a value that would make it fit.
     """
     plan = plan_memory(device, model, settings)
     if plan.fits(settings):
@@ -50,8 +42,8 @@ def require_fit(device: Device, model: Model, settings: Settings) -> Plan:
     raise StartError(_reason(plan, model, settings), hint)
 
 
-def find_doubt(plan: Plan, model: Model, settings: Settings) -> str | None:
-    """What to warn a user of, who has set a larger share than the plan takes for safe."""
+def find_doubt(plan: Plan, model: ModelSizes, settings: MemorySettings) -> str | None:
+    """A warning if the user has set a larger share than the plan considers safe; else None."""
     wanted = wanted_reserve(plan.device, model, settings)
     if settings.fraction is None or plan.reserve >= wanted:
         return None
@@ -63,7 +55,7 @@ def find_doubt(plan: Plan, model: Model, settings: Settings) -> str | None:
 
 
 def exceeded(plan: Plan, text: str) -> StartError:
-    """Of a device that ran out of memory although the plan fits."""
+    """The error for a device that ran out of memory although the plan fits."""
     smaller = max(_FRACTIONS[0], plan.fraction - SMALLER_BY)
     return StartError(
         f"{plan.device.name} has less memory than was planned with: {text}",
@@ -72,12 +64,14 @@ def exceeded(plan: Plan, text: str) -> StartError:
 
 
 def not_run(plan: Plan, device: str, error: BaseException) -> StartError:
-    """Of a loaded model whose graphs or warm-up fail. Where memory ran out the hint is a share.
+    """The error for a loaded model whose capture or warm-up fails.
+
+    If memory ran out, the hint is a smaller share.
 
     Args:
-        plan: The plan.
-        device: What the model runs on, for the user.
-        error: What was raised. A capture that is broken off raises behind the first error.
+        plan: The plan of the model.
+        device: The device's name for the message.
+        error: The exception. An aborted capture raises another one after the first.
     """
     found: BaseException | None = error
     while found is not None:
@@ -89,13 +83,13 @@ def not_run(plan: Plan, device: str, error: BaseException) -> StartError:
 
 
 def shrunk(plan: Plan, tokens: int, least: int, weights: int) -> StartError:
-    """Of a loaded model with less room for KV than one context, although the plan fits.
+    """The error for a KV pool that is smaller than one context, although the plan fits.
 
     Args:
-        plan: The plan.
-        tokens: That the pool holds.
-        least: That a context takes.
-        weights: Bytes that the weights turned out to take.
+        plan: The plan of the model.
+        tokens: Tokens that the pool holds.
+        least: Tokens of one context.
+        weights: Measured bytes of the weights.
     """
     missing = (plan.tokens - tokens) * plan.token_bytes
     larger = weights - plan.weights > missing // 2
@@ -116,8 +110,10 @@ def shrunk(plan: Plan, tokens: int, least: int, weights: int) -> StartError:
     )
 
 
-def find_remedy(device: Device, model: Model, settings: Settings) -> tuple[str, int | float] | None:
-    """A key of the configuration and a value with which the model fits; None if there is none."""
+def find_remedy(
+    device: Device, model: ModelSizes, settings: MemorySettings
+) -> tuple[str, int | float] | None:
+    """A key and a value that make the model fit; None if there is none."""
 
     def fits(**changes: Any) -> bool:
         changed = settings._replace(**changes)
@@ -127,9 +123,9 @@ def find_remedy(device: Device, model: Model, settings: Settings) -> tuple[str, 
 
 
 def _remedies(
-    device: Device, model: Model, settings: Settings, fits: Callable[..., bool]
+    device: Device, model: ModelSizes, settings: MemorySettings, fits: Callable[..., bool]
 ) -> Iterator[tuple[str, int | float]]:
-    """What helps, what costs the user least first."""
+    """Keys and values that help, in the order of what they cost the user."""
     if settings.fraction is not None:
         fraction = _nearest_fraction(device, model, settings)
         if fits(fraction=fraction):
@@ -157,14 +153,14 @@ def _remedies(
         yield "context_length", context
 
 
-def _divide(model: Model, ranks: int) -> bool:
-    """Whether ranks get equal numbers of heads, or copies of those for keys and values."""
+def _divide(model: ModelSizes, ranks: int) -> bool:
+    """Whether the heads divide evenly among ranks; KV heads may be copied."""
     kv_heads = model.token_bytes.most
     return model.heads % ranks == 0 and (kv_heads % ranks == 0 or ranks % kv_heads == 0)
 
 
-def _nearest_fraction(device: Device, model: Model, settings: Settings) -> float:
-    """The smallest that holds a context; of one that does already, the largest that is safe."""
+def _nearest_fraction(device: Device, model: ModelSizes, settings: MemorySettings) -> float:
+    """The smallest share that holds one context; the largest safe one if the given does already."""
 
     def holds_context(fraction: float) -> bool:
         plan = plan_memory(device, model, settings._replace(fraction=fraction))
@@ -177,7 +173,7 @@ def _nearest_fraction(device: Device, model: Model, settings: Settings) -> float
 
 
 def _largest(most: int, fits: Callable[[int], bool]) -> int:
-    """The largest of ``1..=most`` that fits, where all smaller ones do; 0 if none does."""
+    """The largest of ``1..=most`` that fits, by bisection; 0 if none does."""
     low, high = 0, most
     while low < high:
         middle = (low + high + 1) // 2
@@ -185,7 +181,7 @@ def _largest(most: int, fits: Callable[[int], bool]) -> int:
     return low
 
 
-def _reason(plan: Plan, model: Model, settings: Settings) -> str:
+def _reason(plan: Plan, model: ModelSizes, settings: MemorySettings) -> str:
     device = plan.device
     free = f"{size_text(device.free)} that are free on {device.name}"
     given = f"option `mem_fraction_static` is {settings.fraction}"

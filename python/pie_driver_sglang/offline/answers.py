@@ -6,8 +6,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from pie_driver_sglang.offline.sampling import Sampling
-from pie_driver_sglang.offline.tokenizer import StopFilter, Tokenizer
+from pie_driver_sglang.offline.sampling import SamplingParameters
+from pie_driver_sglang.offline.tokenizer import ModelTokenizer, StopFilter
 
 
 class Answer:
@@ -20,8 +20,8 @@ class Answer:
         self,
         name: str,
         prompt: Sequence[int],
-        sampling: Sampling,
-        tokenizer: Tokenizer | None,
+        sampling: SamplingParameters,
+        tokenizer: ModelTokenizer | None,
         streams: bool,
     ) -> None:
         """An answer without tokens.
@@ -113,7 +113,7 @@ class Answer:
         return self._finish is not None and isinstance(self._finish.get("matched"), int)
 
 
-def _finish_reason(output: Any, sampling: Sampling, count: int) -> dict[str, Any]:
+def _finish_reason(output: Any, sampling: SamplingParameters, count: int) -> dict[str, Any]:
     """In SGLang's words."""
     kind = output.finish_reason
     if kind == "length":

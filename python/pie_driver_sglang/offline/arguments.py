@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 from pie_driver_sglang.checkpoint.hub_cache import cached_snapshot
 from pie_driver_sglang.config.file import ACTIVATION_DTYPES
 from pie_driver_sglang.config.hf_config import check_hf_config, load_hf_config
-from pie_driver_sglang.config.options import parse_options, valid_names
+from pie_driver_sglang.config.option_checks import parse_options, valid_names
 from pie_driver_sglang.config.server_args import SERVER_ARGS
 from pie_driver_sglang.errors import ConfigError, nearest, quoted
 
@@ -123,7 +123,7 @@ def parse_arguments(given: Mapping[str, Any]) -> EngineArguments:
     """
     values = {name: value for name, value in given.items() if value is not None}
     _refuse_unserved(values)
-    model = find_model(values.get("model_path"))
+    model = find_snapshot(values.get("model_path"))
     devices = _devices(values)
     kind = devices[0]
     options = _options(values)
@@ -155,7 +155,7 @@ def parse_arguments(given: Mapping[str, Any]) -> EngineArguments:
     )
 
 
-def find_model(name: Any) -> Path:
+def find_snapshot(name: Any) -> Path:
     """The folder of a model: a path, or a repository in the Hugging Face cache.
 
     Raises:
@@ -279,7 +279,7 @@ def _dtype(name: Any, hf_config: Mapping[str, Any], device: str) -> str:
 
 
 def _tokenizer(values: Mapping[str, Any], model: Path) -> Path:
-    return find_model(values["tokenizer_path"]) if "tokenizer_path" in values else model
+    return find_snapshot(values["tokenizer_path"]) if "tokenizer_path" in values else model
 
 
 def _preferred(text: Any) -> Mapping[str, Any]:

@@ -15,9 +15,9 @@ from pie_driver_sglang.config.hf_config import load_hf_config
 from pie_driver_sglang.errors import ConfigError, DriverError, nearest, quoted
 from pie_driver_sglang.offline.answers import Answer
 from pie_driver_sglang.offline.arguments import EngineArguments, parse_arguments
-from pie_driver_sglang.offline.requests import Call, Event, Requests
-from pie_driver_sglang.offline.sampling import Sampling, parse_sampling
-from pie_driver_sglang.offline.tokenizer import Tokenizer
+from pie_driver_sglang.offline.requests import Call, Event, OpenRequests
+from pie_driver_sglang.offline.sampling import SamplingParameters, parse_sampling
+from pie_driver_sglang.offline.tokenizer import ModelTokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ _WAIT_S: Final = 0.1
 """How often a start looks for new lines of the drivers' log."""
 
 #: Arguments of SGLang's `generate` that are refused unless they are empty, and why.
-REFUSED: Final[Mapping[str, str]] = MappingProxyType(
+REFUSED_ARGUMENTS: Final[Mapping[str, str]] = MappingProxyType(
     {
         "audio_data": "the offline engine takes text and tokens",
         "bootstrap_host": "prefill and decode run in one driver",
@@ -59,7 +59,7 @@ class _Request(NamedTuple):
     """One prompt of a call."""
 
     tokens: Sequence[int]
-    sampling: Sampling
+    sampling: SamplingParameters
     name: str
 
 
@@ -106,12 +106,12 @@ class Engine:
         self._given = dict(arguments)
         started = time.monotonic()
         folder = parsed.tokenizer
-        self.tokenizer = None if folder is None else _with_hint(Tokenizer, folder)
+        self.tokenizer = None if folder is None else _with_hint(ModelTokenizer, folder)
         self._runtime = self._make_runtime(parsed)
         try:
             self._wait(on_start, started)
             self._capabilities: dict[str, Any] = self._runtime.capabilities()
-            self._requests = Requests(self._runtime)
+            self._requests = OpenRequests(self._runtime)
         except BaseException:
             self._runtime.shutdown()
             raise
@@ -141,7 +141,7 @@ class Engine:
             rid: The requests' names; made up where there are none.
             priority: Higher comes first, with `enable_priority_scheduling`.
             session_id: A conversation, whose pages are kept.
-            extra_key: Requests with different keys share no prefix.
+            extra_key: OpenRequests with different keys share no prefix.
             others: Arguments of SGLang's `generate` that must be empty here.
 
         Returns:
@@ -340,9 +340,9 @@ class Engine:
             )
         return list(self.tokenizer.encode(texts)), is_batch
 
-    def _sampling(self, given: Mapping[str, Any] | None) -> Sampling:
+    def _sampling(self, given: Mapping[str, Any] | None) -> SamplingParameters:
         merged = {**self._arguments.sampling, **(given or {})}
-        sampling: Sampling = _with_hint(parse_sampling, merged)
+        sampling: SamplingParameters = _with_hint(parse_sampling, merged)
         if sampling.stop and self.tokenizer is None:
             raise _noted(
                 ConfigError(
@@ -473,13 +473,17 @@ async def _async_events(call: Call) -> AsyncIterator[Event]:
 
 def _refuse(others: Mapping[str, Any]) -> None:
     for name, value in others.items():
-        if name not in REFUSED:
+        if name not in REFUSED_ARGUMENTS:
             raise _noted(
-                ConfigError(f"`generate` has no argument {quoted(name)}", nearest(name, REFUSED))
+                ConfigError(
+                    f"`generate` has no argument {quoted(name)}", nearest(name, REFUSED_ARGUMENTS)
+                )
             )
         if value is not None and value is not False and value != 0:
             raise _noted(
-                ConfigError(f"`{name}` is not served: {REFUSED[name]}", f"remove `{name}`")
+                ConfigError(
+                    f"`{name}` is not served: {REFUSED_ARGUMENTS[name]}", f"remove `{name}`"
+                )
             )
 
 

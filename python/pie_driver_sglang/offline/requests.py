@@ -1,4 +1,4 @@
-"""Requests under way: what the native runtime gives out reaches the call that waits for it."""
+"""OpenRequests under way: what the native runtime gives out reaches the call that waits for it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Event(NamedTuple):
 class Call:
     """The requests of one call of the engine. As a context manager it aborts what is left."""
 
-    def __init__(self, requests: Requests, *, streams: bool = False) -> None:
+    def __init__(self, requests: OpenRequests, *, streams: bool = False) -> None:
         """A call without requests.
 
         Args:
@@ -125,7 +125,7 @@ class Call:
         self.abort()
 
 
-class Requests:
+class OpenRequests:
     """All requests of an engine, and the thread that fetches their outputs."""
 
     def __init__(self, runtime: Any) -> None:

@@ -16,7 +16,7 @@ _NOT_SAMPLED: Final = "the driver's samplers do not have it yet"
 _NO_GRAMMAR: Final = "grammars are not served yet"
 
 #: Parameters of SGLang that are refused, with the value that changes nothing, and the reason.
-REFUSED: Final[Mapping[str, tuple[Any, str]]] = MappingProxyType(
+REFUSED_PARAMETERS: Final[Mapping[str, tuple[Any, str]]] = MappingProxyType(
     {
         "custom_params": (None, "there are no custom logit processors"),
         "ebnf": (None, _NO_GRAMMAR),
@@ -34,7 +34,7 @@ REFUSED: Final[Mapping[str, tuple[Any, str]]] = MappingProxyType(
 )
 
 #: Parameters that are served.
-SERVED: Final = frozenset(
+SERVED_PARAMETERS: Final = frozenset(
     {
         "ignore_eos",
         "max_new_tokens",
@@ -53,7 +53,7 @@ SERVED: Final = frozenset(
 )
 
 
-class Sampling(NamedTuple):
+class SamplingParameters(NamedTuple):
     """Checked sampling parameters, with SGLang's defaults.
 
     Attributes:
@@ -100,7 +100,7 @@ class Sampling(NamedTuple):
         }
 
 
-def parse_sampling(given: Mapping[str, Any] | None) -> Sampling:
+def parse_sampling(given: Mapping[str, Any] | None) -> SamplingParameters:
     """Check sampling parameters. None for a value means its default, as in SGLang.
 
     Raises:
@@ -108,15 +108,20 @@ def parse_sampling(given: Mapping[str, Any] | None) -> Sampling:
     """
     given = given or {}
     for name, value in given.items():
-        if name in REFUSED:
+        if name in REFUSED_PARAMETERS:
             _refuse_served(name, value)
-        elif name not in SERVED:
+        elif name not in SERVED_PARAMETERS:
             raise ConfigError(
                 f"there is no sampling parameter {quoted(name)}",
-                nearest(name, SERVED) or f"there are: {', '.join(sorted(SERVED))}",
+                nearest(name, SERVED_PARAMETERS)
+                or f"there are: {', '.join(sorted(SERVED_PARAMETERS))}",
             )
-    values = {name: value for name, value in given.items() if name in SERVED and value is not None}
-    sampling = Sampling(
+    values = {
+        name: value
+        for name, value in given.items()
+        if name in SERVED_PARAMETERS and value is not None
+    }
+    sampling = SamplingParameters(
         max_new_tokens=_limit(given),
         min_new_tokens=_integer(values, "min_new_tokens", 0, 0, 2**31 - 1),
         temperature=_number(values, "temperature", 1.0, 0.0, math.inf),
@@ -133,7 +138,7 @@ def parse_sampling(given: Mapping[str, Any] | None) -> Sampling:
     return _consistent(sampling)
 
 
-def _consistent(sampling: Sampling) -> Sampling:
+def _consistent(sampling: SamplingParameters) -> SamplingParameters:
     """With what SGLang makes of special values, and without what is refused together."""
     if sampling.top_k == 0 or sampling.top_k >= 2**30:
         sampling = sampling._replace(top_k=-1)
@@ -159,7 +164,7 @@ def _consistent(sampling: Sampling) -> Sampling:
 
 
 def _refuse_served(name: str, value: Any) -> None:
-    neutral, why = REFUSED[name]
+    neutral, why = REFUSED_PARAMETERS[name]
     if value is not None and value != neutral:
         raise ConfigError(
             f"the sampling parameter `{name}` is not served: {why}",

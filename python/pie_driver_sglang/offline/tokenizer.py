@@ -19,7 +19,7 @@ _SPACE: Final = "▁"
 _DOWNLOAD: Final = "download the model again, with tokenizer.json"
 
 
-class Tokenizer:
+class ModelTokenizer:
     """A tokenizer from `tokenizer.json`. Every method may be called by several threads at once.
 
     Attributes:
@@ -115,7 +115,9 @@ class TextStream:
     without these, and the difference is the new text.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], skip_special: bool) -> None:
+    def __init__(
+        self, tokenizer: ModelTokenizer, prompt: Sequence[int], skip_special: bool
+    ) -> None:
         """Begin after a prompt."""
         self._tokenizer = tokenizer
         self._skip_special = skip_special
@@ -241,7 +243,7 @@ def _token_text(value: Any) -> str:
     return value.get("content", "") if isinstance(value, Mapping) else value or ""
 
 
-def _end_tokens(folder: Path, tokenizer: Tokenizer) -> frozenset[int]:
+def _end_tokens(folder: Path, tokenizer: ModelTokenizer) -> frozenset[int]:
     """Those of the model's configurations, and the tokenizer's own, as SGLang collects them."""
     ends: set[int] = set()
     for name in ("config.json", "generation_config.json"):

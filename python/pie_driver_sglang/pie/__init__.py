@@ -1,1 +1,7 @@
-"""What only the Pie runtime needs: the launch line, the handshake, the serving loop, the trace."""
+"""The driver process as the Pie runtime starts it.
+
+`launch.py` is the start: configuration, region, model, warm-up, handshake (`handshake.py`). Then
+`serve.py` runs the batches, copies and adapter loads (`loads.py`) that need Python, until SIGTERM.
+`failures.py` decides whether the driver goes on after an exception, and `trace.py` records steps.
+Knows a `ModelEngine` (`engine.py`), and no type of SGLang.
+"""

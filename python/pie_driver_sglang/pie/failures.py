@@ -1,4 +1,4 @@
-"""What the serving loop does after a call of the engine that failed."""
+"""Decides whether the serving loop goes on after an exception of the engine."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from typing import TYPE_CHECKING
 from pie_driver_sglang.errors import LostError
 
 if TYPE_CHECKING:
-    from pie_driver_sglang.engine import Engine
+    from pie_driver_sglang.engine import ModelEngine
 
 logger = logging.getLogger(__name__)
 
 
-def go_on(engine: Engine, error: Exception, kind: str, text: str, *arguments: object) -> None:
-    """Logs what failed and was answered. Ends the loop if the engine cannot go on.
+def go_on(engine: ModelEngine, error: Exception, kind: str, text: str, *arguments: object) -> None:
+    """Logs a failed call whose request has been answered; raises if the engine cannot go on.
 
     Args:
-        engine: Whose call has failed.
-        error: What it raised.
-        kind: By which the log limits repeats.
-        text: The log line, with places for `arguments`.
+        engine: The engine that raised.
+        error: The exception.
+        kind: The kind of log line, for its rate limit.
+        text: The log line, a format for `arguments`.
         arguments: Values of the line.
 
     Raises:
-        LostError: The device can run nothing any more.
-        Exception: `error` itself, where this rank has failed and others wait for it.
+        LostError: The device is lost.
+        Exception: `error` itself, if other ranks wait for this one.
     """
     loss = engine.find_loss()
     if loss is not None:

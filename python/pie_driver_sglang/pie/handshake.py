@@ -1,4 +1,4 @@
-"""The handshake: two lines of JSON on an inherited pipe that tell the runtime what it got.
+"""The handshake: two lines of JSON on an inherited pipe, with the driver's capabilities.
 
 The fields, their limits and the order of the lines are those of the Pie driver protocol.
 """
@@ -146,7 +146,7 @@ class Handshake:
         self._fd: int | None = fd
 
     def announce(self, group_id: int, shmem_name: str, caps: Capabilities) -> None:
-        """Tell the runtime that the driver serves, and close the pipe.
+        """Announce the driver to the runtime, and close the pipe.
 
         Call it when the region exists and every kernel is warm: the first request may follow at
         once.
@@ -180,7 +180,7 @@ class Handshake:
             self.close()
 
     def close(self) -> None:
-        """Close the pipe; without `announce` this tells the runtime that the start failed."""
+        """Close the pipe; without `announce` the runtime takes this for a failed start."""
         fd, self._fd = self._fd, None
         if fd is not None:
             with contextlib.suppress(OSError):

@@ -33,12 +33,13 @@ from pie_driver_sglang.pie.handshake import UNLIMITED, Capabilities, Handshake
 from pie_driver_sglang.pie.serve import serve, warm_up
 from pie_driver_sglang.pie.trace import open_trace
 from pie_driver_sglang.ranks.leader import LeadingEngine
-from pie_driver_sglang.ranks.parallel import ALONE, Start, Workers
+from pie_driver_sglang.ranks.parallel import Start, Workers
+from pie_driver_sglang.ranks.types import ALONE
 from pie_driver_sglang.srt.start import load_rank
 from pie_driver_sglang.srt.version import check_versions
 
 if TYPE_CHECKING:
-    from pie_driver_sglang.engine import Engine, Facts
+    from pie_driver_sglang.engine import Facts, ModelEngine
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +60,7 @@ def main(
     """Runs the driver.
 
     Args:
-        argv: The arguments behind the program's name; None for the process's own.
+        argv: The arguments after the program's name; None for the process's own.
         guard: Handles SIGTERM already; None to handle it from here on.
         start_worker: How to start the other ranks of a model on several devices; None for new
             interpreters.
@@ -78,7 +79,7 @@ def main(
     try:
         configure_logging()
         if not logger.isEnabledFor(logging.DEBUG):
-            # SGLang and torch warn about platforms and formats that nobody asked for.
+            # SGLang and torch warn about platforms and formats that are not in use.
             warnings.simplefilter("ignore")
         handshake = Handshake(arguments.handshake_fd)
         guard = guard or _core.ExitGuard()
@@ -122,7 +123,7 @@ def run(
     server = _open_region(config, guard)
     try:
         if trace is not None:
-            # Only now: a driver that must leave to a live one leaves its trace alone, too.
+            # Only now: a driver that a live one refuses must not touch its trace.
             trace.begin()
         with start_workers() as workers:
             engine = _start(config, server, workers)
@@ -151,7 +152,7 @@ def _log_ready(config: DriverConfig, facts: Facts, seconds: float) -> None:
 
 
 def capabilities(config: DriverConfig, facts: Facts, request_bytes: int) -> Capabilities:
-    """What the runtime is told; limits that the driver handles by itself are unlimited.
+    """The capabilities for the handshake; limits that the driver handles itself are unlimited.
 
     Every batch within the limits fits a request of `request_bytes` bytes.
     """
@@ -193,9 +194,9 @@ def capabilities(config: DriverConfig, facts: Facts, request_bytes: int) -> Capa
 
 
 def request_bytes(config: DriverConfig, hf_config: Mapping[str, Any]) -> int:
-    """Size that a request may need.
+    """Largest size of a request, in bytes.
 
-    One whole context in a full batch, one logit mask beside it, and the images to make room for.
+    One whole context in a full batch, one logit mask, and the images of `max_image_tokens`.
     """
     options = config.driver.options
     context = options.context_length or context_length(hf_config)
@@ -249,7 +250,7 @@ def _workers(
         return
 
     def fail(error: DriverError) -> None:
-        # This thread has the last word; the others go on until the process ends.
+        # The other threads go on until the process ends, but must not log after this.
         logging.disable()
         # A rank's progress bar may have left its line open.
         guard.exit(_fail(error, begin="\n"))
@@ -258,17 +259,17 @@ def _workers(
         yield workers
 
 
-def _start(config: DriverConfig, server: _core.Server, workers: Workers | None) -> Engine:
+def _start(config: DriverConfig, server: _core.Server, workers: Workers | None) -> ModelEngine:
     """Loads the model and runs every kind of pass once."""
     driver = config.driver
     planner, own = load_rank(config, ALONE if workers is None else workers.rank)
-    engine: Engine = own if workers is None else LeadingEngine(own, workers.broadcast)
+    engine: ModelEngine = own if workers is None else LeadingEngine(own, workers.broadcast)
     server.serve(
         planner,
         engine.block.data,
         _report,
         host_pages=engine.facts.host_pages,
-        lane=engine.lane,
+        lane=engine.make_lane(),
         steps=driver.options.trace_file is not None,
     )
     logger.info("warming up")
@@ -287,12 +288,12 @@ def _report(kind: str, text: str) -> None:
 
 
 def _fail(error: DriverError, begin: str = "") -> int:
-    # A pipe that nobody empties must not keep the handshake open.
+    # A full pipe must not keep the handshake open.
     room = select.poll()
     room.register(2, select.POLLOUT)
     if room.poll(1000 * _PATIENCE_S):
         with contextlib.suppress(OSError):
-            # At once, for other threads may write, too.
+            # In one call, since other threads may write, too.
             sys.stderr.write(f"{begin}{format_failure(error)}\n")
             sys.stderr.flush()
     return 1

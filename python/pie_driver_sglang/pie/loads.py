@@ -1,4 +1,4 @@
-"""Loads of adapters that are under way: read outside of the serving loop, finished within it."""
+"""Adapter loads in progress: read on a thread, finished on the serving thread."""
 
 from __future__ import annotations
 
@@ -16,38 +16,38 @@ from pie_driver_sglang.pie.failures import go_on
 
 if TYPE_CHECKING:
     from pie_driver_sglang._core import Load
-    from pie_driver_sglang.engine import Engine
+    from pie_driver_sglang.engine import ModelEngine
 
 logger = logging.getLogger(__name__)
 
 STATUS_OK = 0
 STATUS_FAILED = 5
 MOST_LOADS: Final = 2
-"""Loads under way. The region has four slots, and forwards and copies need theirs."""
+"""Most loads at once. The region has four slots, which forwards and copies need as well."""
 CLIENT_TIMEOUT_S: Final = 60.0
-"""How long the runtime waits for an answer, unless its environment says otherwise."""
+"""How long the runtime waits for an answer, unless its environment sets another time."""
 CLIENT_TIMEOUT_VARIABLE: Final = "PIE_SHMEM_HARD_TIMEOUT_S"
 
 
 class Loads:
     """Loads that are not finished yet.
 
-    A load is answered in any case before its client gives up: a slot whose client has given up and
-    sent something else waits for the answer to what was in it before.
+    Every load is answered before its client gives up: otherwise the slot's next request would wait
+    for the answer to the former one.
     """
 
-    def __init__(self, engine: Engine, wake: Callable[[], object]) -> None:
-        """None is under way.
+    def __init__(self, engine: ModelEngine, wake: Callable[[], object]) -> None:
+        """Starts without loads.
 
         Args:
             engine: Reads adapters.
-            wake: Has :meth:`settle` called on this thread soon; called from any other.
+            wake: Has :meth:`settle` called on the serving thread soon; callable on any thread.
         """
         self._engine = engine
         self._wake = wake
         self._patience_s = _patience_s()
         self._open: dict[int, _Open] = {}
-        """In the order in which they began, and in which they are read."""
+        """In the order in which they began and are read."""
         self._numbers = itertools.count()
 
     def begin(self, load: Load) -> None:
@@ -70,7 +70,7 @@ class Loads:
         self._engine.begin_load(number, load.adapter_id, load.path, done)
 
     def settle(self) -> None:
-        """Finishes what has been read, and answers what takes too long."""
+        """Finishes loads that have been read, and refuses those that take too long."""
         for number, opened in list(self._open.items()):
             if opened.is_read:
                 del self._open[number]
@@ -81,7 +81,7 @@ class Loads:
                 opened.load = None
 
     def close(self) -> None:
-        """Answers every load by a failure: the loop ends."""
+        """Answers every load with a failure, at the end of the loop."""
         for opened in self._open.values():
             opened.timer.cancel()
             if opened.load is not None:
@@ -130,7 +130,7 @@ def _refuse(load: Load, error: AdapterError) -> None:
 
 
 def _patience_s() -> float:
-    """Seconds after which a load is answered, whatever has come of it."""
+    """Seconds after which an unfinished load is refused."""
     # The runtime starts this process, so its environment is this one's.
     try:
         timeout = float(os.environ.get(CLIENT_TIMEOUT_VARIABLE, ""))

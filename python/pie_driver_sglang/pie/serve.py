@@ -1,4 +1,4 @@
-"""The serving loop: batches and copies that need the model, one after the other, and loads."""
+"""The serving loop: batches, copies and adapter loads that need the model."""
 
 from __future__ import annotations
 
@@ -14,20 +14,19 @@ from pie_driver_sglang.pie.failures import go_on
 from pie_driver_sglang.pie.loads import STATUS_FAILED, STATUS_OK, Loads
 
 if TYPE_CHECKING:
-    from pie_driver_sglang.engine import Engine, Facts
+    from pie_driver_sglang.engine import Facts, ModelEngine
     from pie_driver_sglang.pie.trace import Trace
 
 logger = logging.getLogger(__name__)
 
 
-def serve(server: _core.Server, engine: Engine, trace: Trace | None) -> None:
+def serve(server: _core.Server, engine: ModelEngine, trace: Trace | None) -> None:
     """Serves until the server is stopped.
 
-    A failed request costs that request alone, as long as the engine can go on; else it is answered,
-    and the loop ends.
+    A failed request is aborted. The loop goes on as long as the engine can.
 
     Raises:
-        LostError: The device can run nothing any more.
+        LostError: The device is lost.
     """
     with contextlib.closing(Loads(engine, server.wake)) as loads:
         for work in server:
@@ -43,10 +42,10 @@ def serve(server: _core.Server, engine: Engine, trace: Trace | None) -> None:
                 _trace_step(work, trace)
 
 
-def warm_up(server: _core.Server, engine: Engine) -> None:
-    """Runs every kind of pass, with every class of sampler, and of copy, so that no request must.
+def warm_up(server: _core.Server, engine: ModelEngine) -> None:
+    """Runs every kind of pass, sampler and copy once, so that no request waits for first use.
 
-    They write to the first pages of the pools, which nobody owns yet.
+    They write to the first pages of the pools, which are still free.
     """
     for direction in ("D2D", "D2H", "H2D", "H2H") if engine.facts.host_pages else ("D2D",):
         engine.copy_pages(direction, [0], [0])
@@ -62,7 +61,7 @@ def warm_up(server: _core.Server, engine: Engine) -> None:
 
 
 class Times(NamedTuple):
-    """Nanoseconds that a batch took on the host. A GPU works on while the host goes ahead."""
+    """Host times of a batch, in nanoseconds. The GPU runs asynchronously."""
 
     forward_ns: int
     """Issuing the forward passes."""
@@ -74,9 +73,9 @@ class Times(NamedTuple):
     """Of both: waiting for the device."""
 
 
-def run_batch(batch: _core.Batch, engine: Engine) -> Times:
+def run_batch(batch: _core.Batch, engine: ModelEngine) -> Times:
     """Runs every pass of a batch and samples its slots."""
-    # What a failed batch or the warm-up left behind is not this batch's.
+    # Drop the times of a failed batch or of the warm-up.
     engine.take_waits()
     forward_ns = sample_ns = 0
     while True:
@@ -100,8 +99,8 @@ def run_batch(batch: _core.Batch, engine: Engine) -> Times:
     return Times(forward_ns, sample_ns, *engine.take_waits())
 
 
-def _serve_batch(batch: _core.Batch, engine: Engine, trace: Trace | None) -> None:
-    # Read first: the planner takes its counts with it when the batch is answered.
+def _serve_batch(batch: _core.Batch, engine: ModelEngine, trace: Trace | None) -> None:
+    # Read first: an answered batch has no counts any more.
     requests, tokens = batch.requests, batch.tokens
     try:
         times = run_batch(batch, engine)
@@ -138,7 +137,7 @@ def _trace_step(step: _core.Step, trace: Trace) -> None:
     trace.step(step.received_ns, phases, requests=step.requests, tokens=step.tokens)
 
 
-def _serve_copy(copy: _core.Copy, engine: Engine) -> None:
+def _serve_copy(copy: _core.Copy, engine: ModelEngine) -> None:
     try:
         for sources, targets in copy.groups():
             if copy.states:
@@ -153,7 +152,7 @@ def _serve_copy(copy: _core.Copy, engine: Engine) -> None:
         copy.commit(STATUS_OK)
 
 
-def _rehearse(server: _core.Server, engine: Engine, adapter_id: int | None) -> None:
+def _rehearse(server: _core.Server, engine: ModelEngine, adapter_id: int | None) -> None:
     facts = engine.facts
     for requests in _rehearsals(facts, adapter_id):
         batch = server.rehearse(_core.encode_forward(requests))

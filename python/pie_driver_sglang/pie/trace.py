@@ -51,7 +51,7 @@ class Trace:
 
         Args:
             started_ns: `time.perf_counter_ns()` of its start.
-            phases: Nanoseconds of each phase, in order; they are drawn one behind the other.
+            phases: Nanoseconds of each phase, in order; they are drawn one after the other.
             requests: Requests of the batch.
             tokens: Rows that the model computed.
         """

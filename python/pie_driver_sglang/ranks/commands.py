@@ -1,79 +1,21 @@
-"""What a leader has its workers do, in their order. Steps of the fast lane go past Python.
+"""Commands that a leader sends to its workers, which run them in order.
 
-Commands travel as pickles between processes of one start, over memory that no other process has.
+Commands travel as pickles between the processes of one start, over memory that no other process
+maps. Steps of the graph path bypass Python and need no command.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Container, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from collections.abc import Container, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 from pie_driver_sglang.errors import AdapterError
+from pie_driver_sglang.ranks.types import Images, Mask, Span
 
 if TYPE_CHECKING:
     from pie_driver_sglang._core import Pass, PassImages
-
-
-class Rows(Protocol):
-    """What commands need from a rank's engine."""
-
-    def forward(self, batch: Forward) -> None:
-        """Runs the staged pass; see :meth:`pie_driver_sglang.engine.Engine.forward`."""
-
-    def compute_logits(self, slots: int) -> None:
-        """Computes the logits of the staged slots, for the sake of the other ranks."""
-
-    def copy_pages(self, direction: str, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copies pages; see :meth:`pie_driver_sglang.engine.Engine.copy_pages`."""
-
-    def copy_states(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copies state; see :meth:`pie_driver_sglang.engine.Engine.copy_states`."""
-
-    def begin_load(
-        self, number: int, adapter_id: int, path: str, done: Callable[[], object]
-    ) -> None:
-        """Begins a load; see :meth:`pie_driver_sglang.engine.Engine.begin_load`."""
-
-    def finish_load(self, number: int) -> None:
-        """Finishes a load; see :meth:`pie_driver_sglang.engine.Engine.finish_load`."""
-
-    def discard_load(self, number: int) -> None:
-        """Forgets a load; see :meth:`pie_driver_sglang.engine.Engine.discard_load`."""
-
-    def fetch_adapters(self, adapter_ids: Sequence[int]) -> dict[int, str]:
-        """Fetches adapters; see :meth:`pie_driver_sglang.engine.Engine.fetch_adapters`."""
-
-    def load_rehearsal_adapter(self) -> None:
-        """For warm-up; see :meth:`pie_driver_sglang.engine.Engine.load_rehearsal_adapter`."""
-
-    def drop_rehearsal_adapter(self) -> None:
-        """After it; see :meth:`pie_driver_sglang.engine.Engine.drop_rehearsal_adapter`."""
-
-
-class Mask(NamedTuple):
-    """A copy of :class:`pie_driver_sglang._core.AttentionMask`."""
-
-    offsets: bytearray
-    words: bytearray
-
-
-class Span(NamedTuple):
-    """A copy of :class:`pie_driver_sglang._core.ImageSpan`."""
-
-    number: int
-    request: int
-    kv: tuple[int, int]
-    continues: bool
-    grid: tuple[int, int, int]
-    pixels: bytes
-
-
-class Images(NamedTuple):
-    """A copy of :class:`pie_driver_sglang._core.PassImages`."""
-
-    spans: list[Span]
-    positions: bytearray
+    from pie_driver_sglang.ranks.types import RankEngine
 
 
 class Forward(NamedTuple):
@@ -92,11 +34,11 @@ class Forward(NamedTuple):
 
     @staticmethod
     def of(batch: Pass, known: Container[int] = ()) -> Forward:
-        """Copies what the planner says of a pass.
+        """Copies a pass of the planner.
 
         Args:
             batch: The pass.
-            known: Images that the former pass had too; their pixels are not told again.
+            known: Images that the previous pass had as well; their pixels are not sent again.
         """
         mask = batch.mask
         return Forward(
@@ -117,7 +59,7 @@ class Forward(NamedTuple):
         """Its images."""
         return [] if self.images is None else self.images.spans
 
-    def run(self, engine: Rows) -> None:
+    def run(self, engine: RankEngine) -> None:
         """Runs it."""
         engine.forward(self)
 
@@ -127,7 +69,7 @@ class Logits(NamedTuple):
 
     slots: int
 
-    def run(self, engine: Rows) -> None:
+    def run(self, engine: RankEngine) -> None:
         """Runs it."""
         engine.compute_logits(self.slots)
 
@@ -139,7 +81,7 @@ class CopyPages(NamedTuple):
     sources: Sequence[int]
     targets: Sequence[int]
 
-    def run(self, engine: Rows) -> None:
+    def run(self, engine: RankEngine) -> None:
         """Runs it."""
         engine.copy_pages(*self)
 
@@ -150,7 +92,7 @@ class CopyStates(NamedTuple):
     sources: Sequence[int]
     targets: Sequence[int]
 
-    def run(self, engine: Rows) -> None:
+    def run(self, engine: RankEngine) -> None:
         """Runs it."""
         engine.copy_states(*self)
 
@@ -162,28 +104,28 @@ class BeginLoad(NamedTuple):
     adapter_id: int
     path: str
 
-    def run(self, engine: Rows) -> None:
-        """Runs it. The leader says when it is time to finish."""
+    def run(self, engine: RankEngine) -> None:
+        """Runs it. The leader sends `FinishLoad` once it has read its own files."""
         engine.begin_load(*self, done=lambda: None)
 
 
 class FinishLoad(NamedTuple):
-    """Make the adapter usable, once it is read here, too."""
+    """Make the adapter usable, once this rank has read it."""
 
     number: int
 
-    def run(self, engine: Rows) -> None:
-        """Runs it. The leader says why it failed."""
+    def run(self, engine: RankEngine) -> None:
+        """Runs it. The leader reports a failure."""
         with contextlib.suppress(AdapterError):
             engine.finish_load(self.number)
 
 
 class DiscardLoad(NamedTuple):
-    """Forget what was read."""
+    """Drop what was read."""
 
     number: int
 
-    def run(self, engine: Rows) -> None:
+    def run(self, engine: RankEngine) -> None:
         """Runs it."""
         engine.discard_load(self.number)
 
@@ -193,24 +135,24 @@ class FetchAdapters(NamedTuple):
 
     adapter_ids: Sequence[int]
 
-    def run(self, engine: Rows) -> None:
-        """Runs it. The leader knows as well which of them are missing."""
+    def run(self, engine: RankEngine) -> None:
+        """Runs it. The leader finds the same adapters missing."""
         engine.fetch_adapters(self.adapter_ids)
 
 
 class LoadRehearsalAdapter(NamedTuple):
     """Load the adapter of the warm-up."""
 
-    def run(self, engine: Rows) -> None:
-        """Runs it. The leader says why it failed."""
+    def run(self, engine: RankEngine) -> None:
+        """Runs it. The leader reports a failure."""
         with contextlib.suppress(AdapterError):
             engine.load_rehearsal_adapter()
 
 
 class DropRehearsalAdapter(NamedTuple):
-    """Forget the adapter of the warm-up."""
+    """Remove the adapter of the warm-up."""
 
-    def run(self, engine: Rows) -> None:
+    def run(self, engine: RankEngine) -> None:
         """Runs it."""
         engine.drop_rehearsal_adapter()
 

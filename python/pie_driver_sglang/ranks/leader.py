@@ -1,13 +1,12 @@
-"""The engine of a model that is spread over several processes, as its leader has it."""
+"""The leader's engine of a model that is spread over several processes."""
 
 from __future__ import annotations
 
 import contextlib
 import pickle
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
-from pie_driver_sglang.engine import Engine, Facts
 from pie_driver_sglang.errors import AdapterError
 from pie_driver_sglang.ranks.commands import (
     BeginLoad,
@@ -26,68 +25,51 @@ from pie_driver_sglang.ranks.commands import (
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
-    import torch
 
     from pie_driver_sglang._core import Broadcast, Lane, Pass, SlotGroup
+    from pie_driver_sglang.engine import Facts
+    from pie_driver_sglang.ranks.types import RankEngine
     from pie_driver_sglang.sampling.types import Outputs
 
 
-class Ranked(Engine, Protocol):
-    """An engine that knows which part of the staging block the other ranks need."""
-
-    def pass_bytes(self, batch: Pass) -> int:
-        """Length of the block's beginning that a pass is staged in."""
-
-    @property
-    def slot_bytes(self) -> int:
-        """Length of the block's beginning that slots are staged in."""
-
-    def slot_logits(self, group: SlotGroup) -> torch.Tensor:
-        """The logits of the staged slots, for which all ranks are needed."""
-
-    def sample_logits(self, group: SlotGroup, logits: torch.Tensor) -> Outputs:
-        """Samples them, which is this rank's alone."""
-
-
 class LeadingEngine:
-    """Implements :class:`pie_driver_sglang.engine.Engine` on all ranks at once.
+    """Implements :class:`pie_driver_sglang.engine.ModelEngine` on all ranks at once.
 
-    Whatever this rank's engine does, the others are told first, so that they do it at the same
-    time. Sampling is this rank's alone.
+    Each call is broadcast to the other ranks before this rank's engine runs it, so all ranks run it
+    at the same time. Only this rank samples.
     """
 
     recovers = True
-    """False once this rank has failed where the others wait for it in a collective operation."""
+    """False once this rank has failed in a collective operation that the others wait for."""
 
-    def __init__(self, engine: Ranked, broadcast: Broadcast) -> None:
+    def __init__(self, engine: RankEngine, broadcast: Broadcast) -> None:
         self._engine = engine
         self._broadcast = broadcast
         self._cut: list[int] = []
 
     def find_loss(self) -> str | None:
-        """Asks this rank's device, unless it may be waiting for the other ranks."""
+        """Asks this rank's device; None if it may be waiting for the other ranks."""
         return self._engine.find_loss() if self.recovers else None
 
     @property
     def facts(self) -> Facts:
-        """The same on all ranks."""
+        """Sizes and names, equal on all ranks."""
         return self._engine.facts
 
     @property
     def block(self) -> npt.NDArray[np.uint8]:
-        """This rank's; see :attr:`pie_driver_sglang.engine.Engine.block`."""
+        """This rank's block; see :attr:`pie_driver_sglang.engine.ModelEngine.block`."""
         return self._engine.block
 
-    @property
-    def lane(self) -> Lane | None:
-        """This rank's, which tells the others of every step that it launches."""
-        lane = self._engine.lane
+    def make_lane(self) -> Lane | None:
+        """Makes this rank's graph path, which broadcasts every step before its launch."""
+        lane = self._engine.make_lane()
         if lane is not None:
             lane.lead(self._broadcast)
         return lane
 
     def forward(self, batch: Pass) -> None:
-        """Runs the pass; see :meth:`pie_driver_sglang.engine.Engine.forward`."""
+        """Runs the pass; see :meth:`pie_driver_sglang.engine.ModelEngine.forward`."""
         self._broadcast.send_block(self.block.data, self._engine.pass_bytes(batch))
         command = Forward.of(batch, self._cut)
         self._cut = [span.number for span in command.spans if span.continues]
@@ -95,30 +77,30 @@ class LeadingEngine:
             self._engine.forward(batch)
 
     def sample(self, group: SlotGroup) -> Outputs:
-        """Computes the group; see :meth:`pie_driver_sglang.engine.Engine.sample`."""
+        """Computes the group; see :meth:`pie_driver_sglang.engine.ModelEngine.sample`."""
         self._broadcast.send_block(self.block.data, self._engine.slot_bytes)
         with self._together(Logits(len(group))):
             logits = self._engine.slot_logits(group)
         return self._engine.sample_logits(group, logits)
 
     def take_waits(self) -> tuple[int, int]:
-        """This rank's; see :meth:`pie_driver_sglang.engine.Engine.take_waits`."""
+        """This rank's times; see :meth:`pie_driver_sglang.engine.ModelEngine.take_waits`."""
         return self._engine.take_waits()
 
     def copy_pages(self, direction: str, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copies each rank's part; see :meth:`pie_driver_sglang.engine.Engine.copy_pages`."""
+        """Copies each rank's part; see :meth:`pie_driver_sglang.engine.ModelEngine.copy_pages`."""
         with self._together(CopyPages(direction, sources, targets)):
             self._engine.copy_pages(direction, sources, targets)
 
     def copy_states(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copies each rank's part; see :meth:`pie_driver_sglang.engine.Engine.copy_states`."""
+        """Copies each rank's part; see :meth:`pie_driver_sglang.engine.ModelEngine.copy_states`."""
         with self._together(CopyStates(sources, targets)):
             self._engine.copy_states(sources, targets)
 
     def begin_load(
         self, number: int, adapter_id: int, path: str, done: Callable[[], object]
     ) -> None:
-        """Reads it on all ranks; see :meth:`pie_driver_sglang.engine.Engine.begin_load`.
+        """Reads it on all ranks; see :meth:`pie_driver_sglang.engine.ModelEngine.begin_load`.
 
         It is done when all of them have read it.
         """
@@ -126,39 +108,39 @@ class LeadingEngine:
             self._engine.begin_load(number, adapter_id, path, done)
 
     def finish_load(self, number: int) -> None:
-        """On all ranks or on none; see :meth:`pie_driver_sglang.engine.Engine.finish_load`."""
+        """On all ranks or on none; see :meth:`pie_driver_sglang.engine.ModelEngine.finish_load`."""
         with self._together(FinishLoad(number)):
             self._engine.finish_load(number)
 
     def discard_load(self, number: int) -> None:
-        """On all ranks; see :meth:`pie_driver_sglang.engine.Engine.discard_load`."""
+        """On all ranks; see :meth:`pie_driver_sglang.engine.ModelEngine.discard_load`."""
         with self._together(DiscardLoad(number)):
             self._engine.discard_load(number)
 
     def fetch_adapters(self, adapter_ids: Sequence[int]) -> dict[int, str]:
-        """Fetches them on all ranks; see :meth:`pie_driver_sglang.engine.Engine.fetch_adapters`."""
+        """On all ranks; see :meth:`pie_driver_sglang.engine.ModelEngine.fetch_adapters`."""
         with self._together(FetchAdapters(adapter_ids)):
             return self._engine.fetch_adapters(adapter_ids)
 
     def load_rehearsal_adapter(self) -> None:
-        """On all ranks; see :meth:`pie_driver_sglang.engine.Engine.load_rehearsal_adapter`."""
+        """On all ranks; see :meth:`pie_driver_sglang.engine.ModelEngine.load_rehearsal_adapter`."""
         with self._together(LoadRehearsalAdapter()):
             self._engine.load_rehearsal_adapter()
 
     def drop_rehearsal_adapter(self) -> None:
-        """On all ranks; see :meth:`pie_driver_sglang.engine.Engine.drop_rehearsal_adapter`."""
+        """On all ranks; see :meth:`pie_driver_sglang.engine.ModelEngine.drop_rehearsal_adapter`."""
         with self._together(DropRehearsalAdapter()):
             self._engine.drop_rehearsal_adapter()
 
     @contextlib.contextmanager
     def _together(self, command: Command) -> Iterator[None]:
-        """Within it this rank does what the others are told."""
+        """Broadcasts `command`, then runs the body on this rank."""
         self.recovers = False
         self._broadcast.send(pickle.dumps(command))
         try:
             yield
         except AdapterError:
-            # All ranks refuse it: none of them waits for another one.
+            # All ranks refuse it, so none of them waits for another.
             self.recovers = True
             raise
         self.recovers = True

@@ -1,9 +1,9 @@
-"""The processes that one model is spread over: its leader's view of the others.
+"""The processes of one model: how the leader starts and watches the workers.
 
-The leader is rank 0, the process that the runtime started. It starts one more for each other device
-and tells them over a :class:`~pie_driver_sglang._core.Broadcast` what to run. Nothing of this has a
-name: ranks meet in an anonymous file, and whatever they share ends with them. A worker dies with
-its leader, by the kernel; a leader whose worker ends says why and ends, too.
+The leader is rank 0, the process that the runtime started. It starts a worker for each other device
+and sends commands over a :class:`~pie_driver_sglang._core.Broadcast`. Nothing of this has a name:
+the rendezvous is an anonymous file, and shared memory ends with the processes. The operating system
+kills the workers of a dead leader; a leader whose worker ends reports the reason and ends, too.
 """
 
 from __future__ import annotations
@@ -17,31 +17,17 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple, Protocol, Self
+from typing import Protocol, Self
 
 from pie_driver_sglang import _core
 from pie_driver_sglang.errors import DriverError, StartError
+from pie_driver_sglang.ranks.types import Rank
 
 GRACE_S = 1.0
-"""How long a leader that fails waits for a worker to say why it ends, which may be the reason."""
+"""How long a failing leader waits for the report of a worker, which may have the cause."""
 END_S = 2.0
-"""How long a leader waits for the workers that it has killed. Their end needs no more of it."""
+"""How long a leader waits for workers that it has killed; they end without it as well."""
 _MAX_REPORT_CHARS = 4000
-
-
-class Rank(NamedTuple):
-    """One process of those that a model is spread over."""
-
-    number: int = 0
-    """``0..size``; 0 is the leader."""
-    size: int = 1
-    """Processes of the model."""
-    rendezvous: int = -1
-    """Descriptor of the file in which they meet; -1 for a rank that is alone."""
-
-
-ALONE = Rank()
-"""The rank of a model on one device."""
 
 
 class Process(Protocol):
@@ -59,9 +45,9 @@ Start = Callable[[Sequence[str], Sequence[int]], Process]
 
 
 class Workers:
-    """The ranks of a model beside the leader, in processes of their own.
+    """The workers of a model: a process for each rank except the leader.
 
-    Within a ``with`` block their deaths end this process.
+    Within a ``with`` block, the end of a worker ends this process.
     """
 
     def __init__(
@@ -71,12 +57,12 @@ class Workers:
         fail: Callable[[DriverError], object],
         start: Start | None = None,
     ) -> None:
-        """Starts a process for each device but the first, which is the leader's own.
+        """Starts a process for each device after the first, which is the leader's own.
 
         Args:
             config: `driver.toml`.
             devices: One for each rank.
-            fail: Says what ended a worker, and ends this process from any thread.
+            fail: Reports the error of a worker, and ends this process; called on any thread.
             start: How to start a worker; by default in a new interpreter.
         """
         self.rank = Rank(0, len(devices), os.memfd_create("pie-rendezvous"))
@@ -116,18 +102,18 @@ class Workers:
         waiting.start()
 
     def _listen(self, what: str, reader: int) -> None:
-        """What a worker says of its end comes before its end, which can take long on a GPU."""
+        """Waits for a worker's report, which precedes its end: on a GPU that may take long."""
         with os.fdopen(reader, "rb") as pipe:
-            error = _told(what, pipe.readline())
+            error = _received(what, pipe.readline())
         if error is not None:
             self._end(error)
 
     def _wait(self, what: str, process: Process, listening: threading.Thread) -> None:
         status = process.wait()
-        # The pipe's end may have been inherited: what has been said is read by then, all the same.
+        # The pipe may stay open in another process; the report has been read by then anyway.
         listening.join(GRACE_S / 2)
         ended = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
-        hint = "look for its last words above, and for the kernel's in `dmesg`"
+        hint = "look for its last lines above, and for the kernel's in `dmesg`"
         self._end(StartError(f"{what} {ended}", hint))
 
     def _end(self, error: DriverError) -> None:
@@ -146,14 +132,14 @@ class Workers:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Ends the workers. After an error, a worker that ends by itself has the last word."""
+        """Ends the workers. After an error, a worker's own report may still replace it."""
         until = time.monotonic() + GRACE_S
         while error is not None and not self._over and time.monotonic() < until:
             time.sleep(0.01)
         self._kill()
 
     def _kill(self) -> None:
-        """Ends all workers that were started; what they say of it is no failure."""
+        """Kills all workers; their ends are no failures."""
         with self._lock:
             self._over = True
         for process in self._processes:
@@ -164,16 +150,16 @@ class Workers:
 
 
 def report(descriptor: int, error: DriverError) -> None:
-    """Tells the leader what ends this worker."""
-    told = {"message": error.message[:_MAX_REPORT_CHARS], "hint": error.hint[:_MAX_REPORT_CHARS]}
-    os.write(descriptor, json.dumps(told).encode() + b"\n")
+    """Sends the leader the error that ends this worker."""
+    sent = {"message": error.message[:_MAX_REPORT_CHARS], "hint": error.hint[:_MAX_REPORT_CHARS]}
+    os.write(descriptor, json.dumps(sent).encode() + b"\n")
 
 
-def _told(what: str, line: bytes) -> DriverError | None:
-    """What ended a worker, as it says itself; None if it does not."""
+def _received(what: str, line: bytes) -> DriverError | None:
+    """The error that a worker has reported; None without a report."""
     try:
-        told = json.loads(line)
-        return StartError(f"{what}: {told['message']}", str(told["hint"]))
+        found = json.loads(line)
+        return StartError(f"{what}: {found['message']}", str(found["hint"]))
     except (ValueError, LookupError, TypeError):
         return None
 

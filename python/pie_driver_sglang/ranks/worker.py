@@ -1,6 +1,6 @@
-"""`python -m pie_driver_sglang.ranks.worker`: a rank beside the leader, which starts it.
+"""`python -m pie_driver_sglang.ranks.worker`: a rank that the leader starts.
 
-It loads its part of the model and does what the leader broadcasts, until the leader dies.
+It loads its shard of the model and runs the leader's commands until the leader dies.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from pie_driver_sglang import _core
 from pie_driver_sglang.config.file import DriverConfig, load_config
 from pie_driver_sglang.errors import DriverError
 from pie_driver_sglang.logs import configure_logging
-from pie_driver_sglang.ranks.parallel import Rank, report
+from pie_driver_sglang.ranks.parallel import report
+from pie_driver_sglang.ranks.types import Rank
 
 if TYPE_CHECKING:
     from pie_driver_sglang.ranks.commands import Command
@@ -31,18 +32,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs a worker until its leader dies.
 
     Args:
-        argv: The arguments behind the program's name; None for the process's own.
+        argv: The arguments after the program's name; None for the process's own.
 
     Returns:
-        The exit status of a worker that failed, and has told its leader why.
+        The exit status of a worker that failed and has reported why.
     """
     arguments = _parser().parse_args(argv)
     _core.die_with_parent(arguments.leader)
-    # What this process may start must not keep them open behind its end.
+    # A child of this process must not keep them open after its end.
     for name in ("rendezvous_fd", "broadcast_fd", "report_fd"):
         os.set_inheritable(getattr(arguments, name), False)
     os.dup2(2, 1)
-    # What is sent to all processes is the leader's to obey: this one ends with it.
+    # Signals to the process group are the leader's: this process ends with it.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     try:
@@ -63,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(config: DriverConfig, rank: Rank, broadcast_fd: int) -> None:
-    """Loads this rank's part of the model and does what the leader says.
+    """Loads this rank's shard of the model and runs the leader's commands.
 
     Raises:
         DriverError: The start failed.
@@ -77,7 +78,7 @@ def run(config: DriverConfig, rank: Rank, broadcast_fd: int) -> None:
         rank.number - 1,
         engine.block.data,
         spin_budget_us=spin_budget_us,
-        lane=engine.lane,
+        lane=engine.make_lane(),
     )
     for data in follower:
         command: Command = pickle.loads(data)
@@ -85,7 +86,7 @@ def run(config: DriverConfig, rank: Rank, broadcast_fd: int) -> None:
 
 
 def _configure_logging() -> None:
-    """Says only what the leader does not say, too: it has the same configuration and model."""
+    """Logs errors only, since the leader logs the same information and warnings."""
     configure_logging()
     if logging.getLogger(__package__).isEnabledFor(logging.DEBUG):
         return
@@ -101,9 +102,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--config", type=Path, required=True, help="driver.toml")
     parser.add_argument("--rank", type=int, required=True, help="1 or more")
     parser.add_argument("--leader", type=int, required=True, help="the driver's pid")
-    parser.add_argument("--rendezvous-fd", type=int, required=True, help="where ranks meet")
-    parser.add_argument("--broadcast-fd", type=int, required=True, help="what the leader says")
-    parser.add_argument("--report-fd", type=int, required=True, help="for this rank's failure")
+    parser.add_argument("--rendezvous-fd", type=int, required=True, help="file for the rendezvous")
+    parser.add_argument("--broadcast-fd", type=int, required=True, help="the leader's commands")
+    parser.add_argument("--report-fd", type=int, required=True, help="pipe for this rank's error")
     return parser
 
 

@@ -1,1 +1,6 @@
-"""Sampling and probing of logit rows, in torch; on a GPU by the kernels."""
+"""Sampling and probing of logit rows.
+
+`groups.py` computes a slot group: tokens, distributions, logits, log-probabilities and entropies.
+It is plain torch, in a few operations for all rows; on a GPU it calls `kernels/sampler.py` where
+that has a kernel. `types.py` has the outputs.
+"""

@@ -1,9 +1,8 @@
 """Vectorised sampling and probing: one logit row and one uniform number per slot.
 
-A slot's output is a function of its own row, parameters and uniform number alone, so it does not
-change with the company that it keeps in a batch. Tokens are drawn by inverting the cumulative
-distribution over the ids. A row with values that are no numbers gives the vocabulary's size for a
-token.
+A slot's output depends on its own row, parameters and uniform number only, so it is independent of
+batch composition. Tokens are drawn by inverting the cumulative distribution over the ids. A row
+with NaNs gives the vocabulary's size instead of a token.
 """
 
 from __future__ import annotations
@@ -128,7 +127,7 @@ def apply_masks(logits: torch.Tensor, slot_masks: torch.Tensor, words: torch.Ten
     if logits.is_cuda:
         from pie_driver_sglang.kernels import sampler
 
-        sampler.apply_masks(logits, slot_masks, words)
+        sampler.mask_logits(logits, slot_masks, words)
         return
     vocabulary = logits.shape[-1]
     for row, (first, edges) in zip(logits, slot_masks.tolist(), strict=True):
@@ -179,7 +178,7 @@ def log_probabilities(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tenso
 def sample_greedy(logits: torch.Tensor) -> torch.Tensor:
     """The arg-max of each row, lowest id on ties. Shapes as in :func:`sample_group`."""
     tokens = logits.argmax(dim=-1)
-    # A value that is no number counts as the largest.
+    # A NaN counts as the largest value.
     chosen = logits.gather(-1, tokens[:, None])[:, 0]
     return torch.where(chosen.isnan(), logits.shape[-1], tokens)
 
@@ -190,10 +189,10 @@ def sample_plain(logits: torch.Tensor, params: SlotParams) -> torch.Tensor:
 
 
 def sample_filtered(logits: torch.Tensor, params: SlotParams) -> torch.Tensor:
-    """Samples with top-k, then top-p on the renormalised rest, and min-p beside them.
+    """Samples with top-k, then top-p on the renormalised rest, and with min-p.
 
-    Min-p compares with the largest probability; ties go to lower ids. It sorts every row; on a GPU
-    :mod:`pie_driver_sglang.kernels.sampler` does the same without. Shapes as in
+    Min-p compares with the largest probability; ties go to lower ids. This sorts every row; on a
+    GPU :mod:`pie_driver_sglang.kernels.sampler` does the same without sorting. Shapes as in
     :func:`sample_group`.
     """
     ordered, ids = logits.sort(dim=-1, descending=True, stable=True)
@@ -207,13 +206,13 @@ def sample_filtered(logits: torch.Tensor, params: SlotParams) -> torch.Tensor:
         probs < params.min_ps[:, None] * probs[:, :1]
     )
     probs = probs.masked_fill(outside & (rank > 0), 0.0)
-    # Back in the order of the ids: the order of the draw does not depend on what is kept.
+    # Back in the order of the ids, so that the draw does not depend on the filters.
     weights = torch.empty_like(probs).scatter_(-1, ids, probs)
     return _invert(weights, params.uniforms)
 
 
 def _tempered(logits: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
-    # Shifted before the division: a tiny temperature then underflows to zero and never overflows.
+    # Shifted before the division, so that a tiny temperature underflows instead of overflowing.
     shifted = logits - logits.amax(dim=-1, keepdim=True)
     return (shifted / temperatures[:, None]).softmax(dim=-1)
 
@@ -221,11 +220,11 @@ def _tempered(logits: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
 def _invert(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     """First index whose cumulative weight exceeds ``uniform * total``: ``[slots]`` int64.
 
-    The number of weights where they are no numbers.
+    Returns the number of weights for a row with NaNs.
     """
     cumulative = weights.cumsum(dim=-1)
     total = cumulative[:, -1:]
-    # The product may round up to the total, behind which only ids of weight zero lie.
+    # The product may round up to the total, after which only ids of weight zero follow.
     below = torch.nextafter(total, torch.zeros_like(total))
     threshold = torch.minimum(uniforms[:, None] * total, below)
     index = torch.searchsorted(cumulative, threshold, right=True)

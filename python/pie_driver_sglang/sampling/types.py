@@ -1,4 +1,4 @@
-"""What the sampling of a slot group returns."""
+"""The outputs of a slot group."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import torch
 
 
 class Outputs(NamedTuple):
-    """What a slot group yields; arrays in the order of its slots of each class, flattened."""
+    """The outputs of a slot group: flat arrays, each in the order of the slots of its class."""
 
     tokens: torch.Tensor
-    """``[token slots]`` int64; the vocabulary's size where the logits are no numbers."""
+    """``[token slots]`` int64; the vocabulary's size for rows with NaNs."""
     dist_ids: torch.Tensor | None = None
     """``[listed]`` int64: the tokens of each distribution, most probable first."""
     dist_probs: torch.Tensor | None = None

@@ -30,9 +30,10 @@ from sglang.srt.utils import set_random_seed
 from pie_driver_sglang.config.file import DriverConfig
 from pie_driver_sglang.errors import DriverError, StartError, quoted
 from pie_driver_sglang.memory.limits import row_pages
-from pie_driver_sglang.memory.plan import Plan, table
+from pie_driver_sglang.memory.plan import table
 from pie_driver_sglang.memory.refusal import exceeded, find_doubt, require_fit, shrunk
-from pie_driver_sglang.ranks.parallel import Rank
+from pie_driver_sglang.memory.types import Plan
+from pie_driver_sglang.ranks.types import Rank
 from pie_driver_sglang.srt import adapters, groups, load_check, measure, paged_attention, support
 from pie_driver_sglang.srt.state import widen
 

@@ -28,9 +28,9 @@ from sglang.srt.lora.layers import BaseLayerWithLoRA
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.models import llama, qwen2, qwen3
 
-from pie_driver_sglang.kernels import dense_layers, rank_sums
-from pie_driver_sglang.kernels.dense_layers import Heads, Linear, Norm, Scale
-from pie_driver_sglang.kernels.rank_sums import RankSums
+from pie_driver_sglang.kernels import all_reduce_norm, dense_layers
+from pie_driver_sglang.kernels.all_reduce_norm import LamportAllReduceNorm
+from pie_driver_sglang.kernels.dense_layers import Heads, LinearWeights, Norm, Scale
 from pie_driver_sglang.srt import frozen_weights, groups
 from pie_driver_sglang.srt.paged_attention import PagedDecode
 
@@ -58,13 +58,13 @@ class _Layer(NamedTuple):
     """One layer, as its kernels want it."""
 
     before: Norm
-    qkv: Linear
+    qkv: LinearWeights
     heads: Heads
     attention: RadixAttention
-    out: Linear
+    out: LinearWeights
     between: Norm
-    gate_up: Linear
-    down: Linear
+    gate_up: LinearWeights
+    down: LinearWeights
 
 
 class _Unknown(Exception):
@@ -79,7 +79,7 @@ class DenseLayers:
         model: Any,
         layers: list[_Layer],
         norm: Norm,
-        sums: RankSums | None,
+        sums: LamportAllReduceNorm | None,
         *,
         prefills: bool,
         folded: bool,
@@ -121,7 +121,7 @@ class DenseLayers:
             _expect(len(norm.weight) <= _WIDEST, f"its rows have {len(norm.weight)} numbers")
             layers = [_layer(layer, build, pool) for layer in model.layers]
             _expect_plain(layers)
-            sums = _rank_sums(runner, norm)
+            sums = _all_reduce(runner, norm)
         except _Unknown as reason:
             logger.info("layers run as SGLang has them: %s", reason)
             return None
@@ -170,7 +170,9 @@ class DenseLayers:
         rows, residual = dense_layers.add_norm(embedded, None, self._layers[0].before)
         for layer, norm in zip(self._layers, self._norms, strict=True):
             qkv = _linear(rows, layer.qkv)[0]
-            queries = dense_layers.prepare(qkv, layer.heads, positions, forward_batch.out_cache_loc)
+            queries = dense_layers.norm_rope_store(
+                qkv, layer.heads, positions, forward_batch.out_cache_loc
+            )
             seen = layer.attention(queries, None, None, forward_batch, save_kv_cache=False)
             rows, residual = self._add(0, seen, layer.out, residual, layer.between)
             middle = _gated(rows, layer.gate_up)
@@ -178,7 +180,12 @@ class DenseLayers:
         return rows
 
     def _add(
-        self, turn: int, rows: torch.Tensor, matrix: Linear, residual: torch.Tensor, norm: Norm
+        self,
+        turn: int,
+        rows: torch.Tensor,
+        matrix: LinearWeights,
+        residual: torch.Tensor,
+        norm: Norm,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """What half of a layer adds, normalized, and what it was added to."""
         if self._sums is None:
@@ -197,11 +204,11 @@ class DenseLayers:
     ) -> torch.Tensor:
         """Products are made of rows as they are, and scaled by the kernels behind them."""
         _expect_nothing(*others, *named.values())
-        apart = not forward_batch.forward_mode.is_decode()
+        out_of_place = not forward_batch.forward_mode.is_decode()
         residual = self._model.embed_tokens(input_ids)
         for layer in self._layers:
             # Nothing keeps what was used: such a pass is what the memory is planned for.
-            seen = _seen(layer, residual, positions, forward_batch, apart=apart)
+            seen = _seen(layer, residual, positions, forward_batch, out_of_place=out_of_place)
             residual.addmm_(seen, layer.out.weight.t())
             del seen
             residual.addmm_(_middle(layer, residual), layer.down.weight.t())
@@ -211,7 +218,7 @@ class DenseLayers:
 def _expect_plain(layers: list[_Layer]) -> None:
     """Weights may lie on the host, or be of a type that computes in its own way."""
     for layer in layers:
-        weights = [part.weight for part in layer if isinstance(part, Norm | Linear)]
+        weights = [part.weight for part in layer if isinstance(part, Norm | LinearWeights)]
         plain = all(type(weight) is torch.Tensor for weight in weights)
         _expect(plain, "its weights are no plain tensors")
         there = all(weight.device == layer.heads.keys.device for weight in weights)
@@ -247,18 +254,18 @@ def _seen(
     positions: torch.Tensor,
     forward_batch: ForwardBatch,
     *,
-    apart: bool,
+    out_of_place: bool,
 ) -> torch.Tensor:
     """What many rows see."""
-    queries = dense_layers.prepare(
+    queries = dense_layers.norm_rope_store(
         torch.nn.functional.linear(residual, layer.qkv.weight),
         layer.heads,
         positions,
         forward_batch.out_cache_loc,
         scale=Scale(residual, layer.before.epsilon),
-        apart=apart,
+        out_of_place=out_of_place,
     )
-    if apart:
+    if out_of_place:
         queries = queries.flatten(1)
     seen: torch.Tensor = layer.attention(queries, None, None, forward_batch, save_kv_cache=False)
     return seen
@@ -272,7 +279,7 @@ def _middle(layer: _Layer, residual: torch.Tensor) -> torch.Tensor:
     )
 
 
-def _linear(rows: torch.Tensor, matrix: Linear, most_parts: int = 1) -> torch.Tensor:
+def _linear(rows: torch.Tensor, matrix: LinearWeights, most_parts: int = 1) -> torch.Tensor:
     outputs, inputs = matrix.weight.shape
     tiling = dense_layers.tiling(len(rows), outputs, inputs, most_parts)
     if tiling is None:
@@ -280,7 +287,7 @@ def _linear(rows: torch.Tensor, matrix: Linear, most_parts: int = 1) -> torch.Te
     return dense_layers.linear(rows, matrix, tiling)
 
 
-def _gated(rows: torch.Tensor, matrix: Linear) -> torch.Tensor:
+def _gated(rows: torch.Tensor, matrix: LinearWeights) -> torch.Tensor:
     outputs, inputs = matrix.weight.shape
     tiling = dense_layers.tiling(len(rows), outputs // 2, inputs, gated=True)
     if tiling is None:
@@ -288,11 +295,11 @@ def _gated(rows: torch.Tensor, matrix: Linear) -> torch.Tensor:
     return dense_layers.gated(rows, matrix, tiling)
 
 
-def _rank_sums(runner: ModelRunner, norm: Norm) -> RankSums | None:
+def _all_reduce(runner: ModelRunner, norm: Norm) -> LamportAllReduceNorm | None:
     ranks, (width,), dtype = runner.ps.tp_size, norm.weight.shape, norm.weight.dtype
     if ranks == 1:
         return None
-    tuning = rank_sums.TUNINGS.get(ranks)
+    tuning = all_reduce_norm.TUNINGS.get(ranks)
     if tuning is None:
         raise _Unknown(f"{ranks} ranks add up what they have")
     # They are sent in words of 4 bytes.
@@ -306,25 +313,25 @@ def _rank_sums(runner: ModelRunner, norm: Norm) -> RankSums | None:
     _expect(works, "its ranks do not share memory")
     obstacles = groups.gathered(_find_obstacle(runner, tuning))
     _expect(not any(obstacles), "; ".join(filter(None, obstacles)))
-    size = RankSums.size(ranks, tuning.most_rows, width, dtype)
+    size = LamportAllReduceNorm.size(ranks, tuning.most_rows, width, dtype)
     shared, why = None, ""
     try:
-        shared = rank_sums.share(group.cpu_group, norm.weight.device, size)
+        shared = all_reduce_norm.map_peer_memory(group.cpu_group, norm.weight.device, size)
     except RuntimeError as error:
         why = str(error)
     # What one rank does all must do.
     reasons = "; ".join(filter(None, groups.gathered(why)))
     if shared is None or reasons:
         raise _Unknown(f"its ranks do not share memory: {reasons}")
-    return RankSums(shared, runner.ps.tp_rank, width, dtype, tuning)
+    return LamportAllReduceNorm(shared, runner.ps.tp_rank, width, dtype, tuning)
 
 
-def _find_obstacle(runner: ModelRunner, tuning: rank_sums.Tuning) -> str:
+def _find_obstacle(runner: ModelRunner, tuning: all_reduce_norm.AllReduceTuning) -> str:
     """Why the kernels of ranks could wait for each other for ever; empty if they cannot."""
     if runner.device != "cuda":
         return ""
     properties: Any = torch.cuda.get_device_properties(runner.gpu_id)
-    return rank_sums.find_obstacle(int(properties.multi_processor_count), tuning)
+    return all_reduce_norm.find_obstacle(int(properties.multi_processor_count), tuning)
 
 
 def _has_room(runner: ModelRunner) -> bool:
@@ -370,7 +377,7 @@ def _norm(norm: Any) -> Norm:
     return Norm(norm.weight.data, norm.variance_epsilon)
 
 
-def _matrix(linear: Any, kind: type) -> Linear:
+def _matrix(linear: Any, kind: type) -> LinearWeights:
     if isinstance(linear, BaseLayerWithLoRA):
         linear = linear.base_layer
     _expect(type(linear) is kind, f"it has a {type(linear).__name__}")
@@ -380,7 +387,7 @@ def _matrix(linear: Any, kind: type) -> Linear:
     _expect(weight.dim() == 2 and weight.is_contiguous(), "its weights lie in another order")
     _expect(bias is None or kind is QKVParallelLinear, f"a {kind.__name__} of it has a bias")
     _expect(not linear.skip_bias_add, "a bias is added elsewhere")
-    return Linear(weight, None if bias is None else bias.data)
+    return LinearWeights(weight, None if bias is None else bias.data)
 
 
 def _heads(attention: Any, pool: MHATokenToKVPool) -> Heads:

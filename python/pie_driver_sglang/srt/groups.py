@@ -18,7 +18,7 @@ from sglang.srt.distributed.parallel_state import GroupCoordinator
 from sglang.srt.distributed.parallel_state_wrapper import ParallelState
 from torch._C._distributed_c10d import FileStore, HashStore
 
-from pie_driver_sglang.ranks.parallel import Rank
+from pie_driver_sglang.ranks.types import Rank
 
 T = TypeVar("T")
 

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
     from pie_driver_sglang._core import ImageSpan, Pass, PassImages
-    from pie_driver_sglang.ranks.commands import Forward, Images, Span
+    from pie_driver_sglang.ranks.commands import Forward
+    from pie_driver_sglang.ranks.types import Images, Span
 
 
 class Vision(NamedTuple):

@@ -13,12 +13,12 @@ from pie_driver_sglang.errors import StartError
 from pie_driver_sglang.memory.limits import (
     MAX_SLOTS,
     chunk_tokens,
-    grouped_ladder,
-    ladder,
-    long_ladder,
+    decode_batch_sizes,
+    prefill_batch_sizes,
+    shared_prefix_batch_sizes,
 )
 from pie_driver_sglang.memory.refusal import not_run
-from pie_driver_sglang.ranks.parallel import ALONE, Rank
+from pie_driver_sglang.ranks.types import ALONE, Rank
 from pie_driver_sglang.srt import groups, support
 from pie_driver_sglang.srt.adapters import Adapters
 from pie_driver_sglang.srt.boot import Booted, boot, within
@@ -95,13 +95,13 @@ def _load_engine(config: DriverConfig, rank: Rank, booted: Booted) -> tuple[Plan
         adapter_slots=facts.adapter_slots,
         vision=vision,
     )
-    rungs = ladder(options.max_forward_requests)
+    rungs = decode_batch_sizes(options.max_forward_requests)
     if options.spec_ngram_enabled:
         _draft(planner, facts, options, rungs)
     engine = SglangEngine(booted, planner, facts, pools, adapters, states)
     if options.fuse_layers and runner.device == "cuda":
         engine.dense = DenseLayers.of(runner)
-    longer = long_ladder(rungs[-1], chunk) if support.takes_prompts(runner) else []
+    longer = prefill_batch_sizes(rungs[-1], chunk) if support.takes_prompts(runner) else []
     engine.steps = _steps(engine, options, [*rungs, *longer], adapters)
     if rank.size > 1 and runner.device == "cpu":
         groups.take_no_more()
@@ -144,7 +144,7 @@ def _steps(
     try:
         if engine.runner.device == "cpu":
             return CpuSteps(engine, rungs, slots)
-        return CudaSteps(engine, rungs, slots, grouped_ladder(slots), adapters)
+        return CudaSteps(engine, rungs, slots, shared_prefix_batch_sizes(slots), adapters)
     except Exception as error:
         logger.debug("a step failed", exc_info=True)
         raise not_run(engine.plan, engine.plan.device.name, error) from error

@@ -26,13 +26,18 @@ from torch.nn.parameter import UninitializedParameter
 
 from pie_driver_sglang.checkpoint.regions import Region, is_covered
 from pie_driver_sglang.checkpoint.surplus import (
-    Model,
+    CheckpointModel,
     harmful,
     is_cache_scale,
     is_media,
     is_other_file,
 )
-from pie_driver_sglang.checkpoint.weights import Place, have_equal_bytes, read_places, torch_file
+from pie_driver_sglang.checkpoint.weights import (
+    FileRange,
+    have_equal_bytes,
+    read_places,
+    torch_file,
+)
 from pie_driver_sglang.config.arch import takes_images
 from pie_driver_sglang.errors import DriverError, StartError, quoted
 from pie_driver_sglang.srt import groups
@@ -235,7 +240,7 @@ class LoadCheck:
         return f"{name}{f' in {file}' if file else ''} is {shape}"
 
     @functools.cached_property
-    def _places(self) -> dict[str, Place]:
+    def _places(self) -> dict[str, FileRange]:
         return read_places(self._folder)
 
     def _file(self, name: str) -> str | None:
@@ -309,7 +314,7 @@ class LoadCheck:
         """Of the tensors that no rank has read those that the model is wrong without."""
         whole, text = self._config.hf_config, self._config.hf_text_config
         read = self._trace.stored.keys() - set(unread)
-        facts = Model(
+        facts = CheckpointModel(
             layers=self._config.num_hidden_layers,
             next_layers=int(getattr(text, "num_nextn_predict_layers", None) or 0),
             tied=any(getattr(x, "tie_word_embeddings", False) for x in (whole, text)),

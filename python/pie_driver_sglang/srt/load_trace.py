@@ -27,7 +27,7 @@ _PADDING: Final = frozenset({"aten::cat", "aten::constant_pad_nd"})
 _EMPTY: Final = re.compile(r"aten::(new_)?empty")
 
 
-class Source:
+class TensorSource:
     """A tensor of the checkpoint, or one that was made of such tensors."""
 
     def __init__(self, names: tuple[str, ...], tensor: torch.Tensor) -> None:
@@ -76,15 +76,15 @@ class LoadTrace:
 
     def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
         """Watches the memory of parameters."""
-        self.stored: dict[str, Source] = {}
+        self.stored: dict[str, TensorSource] = {}
         """The checkpoint's tensors that SGLang has taken out of it, by name."""
-        self.made: dict[str, list[Source]] = {}
+        self.made: dict[str, list[TensorSource]] = {}
         """What was made of them without a change in the number of elements, by the first name."""
         self.failed: tuple[Exception | None, tuple[str, ...]] = (None, ())
         """The last operation's error, and the tensors of the checkpoint that it was about."""
         self.mixed: list[Mixed] = []
         self.padded: list[Padded] = []
-        self._sources: dict[int, dict[int, Source]] = {}
+        self._sources: dict[int, dict[int, TensorSource]] = {}
         self._writes: dict[int, list[Write]] = {}
         # A storage that is referred to has its address for itself, also when its memory is freed.
         self._references: list[Any] = []
@@ -101,7 +101,7 @@ class LoadTrace:
         """Passes on what is read from the checkpoint."""
         for name, tensor in weights:
             if isinstance(tensor, torch.Tensor):
-                source = Source((name,), tensor)
+                source = TensorSource((name,), tensor)
                 former = self._source(tensor)
                 if former is not None and former.whole == source.whole:
                     # Two names of one piece of memory, of which either may be read.
@@ -160,11 +160,13 @@ class LoadTrace:
                 if output.numel() > tensor.numel():
                     self.padded.append(Padded(source.names[0], tuple(output.shape)))
 
-    def _note_write(self, target: torch.Tensor, read: list[tuple[torch.Tensor, Source]]) -> None:
+    def _note_write(
+        self, target: torch.Tensor, read: list[tuple[torch.Tensor, TensorSource]]
+    ) -> None:
         writes = self._writes.get(storage_of(target))
         if writes is None:
             if read and self._source(target) is None:
-                self._add(Source(_names(read), target), target)
+                self._add(TensorSource(_names(read), target), target)
             return
         if region := find_region(target):
             writes.append(Write(region, _names(read)))
@@ -172,8 +174,10 @@ class LoadTrace:
             if tensor.dtype.is_floating_point != target.dtype.is_floating_point:
                 self.mixed.append(Mixed(source.names[0], tensor.dtype, target.dtype))
 
-    def _add_made(self, output: torch.Tensor, read: list[tuple[torch.Tensor, Source]]) -> None:
-        source = self._add(Source(_names(read), output), output)
+    def _add_made(
+        self, output: torch.Tensor, read: list[tuple[torch.Tensor, TensorSource]]
+    ) -> None:
+        source = self._add(TensorSource(_names(read), output), output)
         self.mixed += [
             Mixed(other.names[0], tensor.dtype, output.dtype)
             for tensor, other in read
@@ -182,12 +186,12 @@ class LoadTrace:
         if output.numel() == sum(tensor.numel() for tensor, _ in read):
             self.made.setdefault(source.names[0], []).append(source)
 
-    def _add(self, source: Source, tensor: torch.Tensor) -> Source:
+    def _add(self, source: TensorSource, tensor: torch.Tensor) -> TensorSource:
         start = tensor.storage_offset() * tensor.itemsize
         self._sources.setdefault(self._key(tensor), {})[int(start)] = source
         return source
 
-    def _source(self, tensor: torch.Tensor) -> Source | None:
+    def _source(self, tensor: torch.Tensor) -> TensorSource | None:
         sources = self._sources.get(storage_of(tensor))
         if not sources:
             return None
@@ -261,7 +265,7 @@ def find_region(tensor: torch.Tensor) -> Region | None:
     return region_of(int(tensor.storage_offset()), tensor.shape, tensor.stride(), tensor.itemsize)
 
 
-def _names(read: list[tuple[torch.Tensor, Source]]) -> tuple[str, ...]:
+def _names(read: list[tuple[torch.Tensor, TensorSource]]) -> tuple[str, ...]:
     names = dict.fromkeys(name for _, source in read for name in source.names)
     return tuple(names)[:_FEW]
 

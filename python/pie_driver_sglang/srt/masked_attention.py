@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
     from pie_driver_sglang._core import AttentionMask
-    from pie_driver_sglang.ranks.commands import Mask
+    from pie_driver_sglang.ranks.types import Mask
 
 
 class MaskedAttention(AttentionBackend):
@@ -82,7 +82,7 @@ class MaskedAttention(AttentionBackend):
         rule = Rule(layer.scaling, layer.logit_cap or 0.0, layer.sliding_window_size, sinks)
         operands = (queries, keys, values, out, self._requests, rule)
         if self._device.type == "cuda":
-            masked_attend.attend(*operands, self._longest)
+            masked_attend.attend_masked(*operands, self._longest)
         else:
-            masked_torch.attend(*operands)
+            masked_torch.attend_masked_torch(*operands)
         return out.flatten(1)

@@ -26,13 +26,13 @@ from pie_driver_sglang.config.file import DriverConfig
 from pie_driver_sglang.errors import StartError
 from pie_driver_sglang.memory.host import available_bytes
 from pie_driver_sglang.memory.limits import MAX_SLOTS, chunk_tokens
-from pie_driver_sglang.memory.plan import (
+from pie_driver_sglang.memory.types import (
     ANY_RANKS,
     EVERYWHERE,
     Device,
-    Model,
+    MemorySettings,
+    ModelSizes,
     Part,
-    Settings,
 )
 from pie_driver_sglang.srt import support
 
@@ -86,13 +86,13 @@ def free_bytes(runner: ModelRunner) -> int | None:
 
 def settings_of(
     config: DriverConfig, model_config: ModelConfig, args: ServerArgs, device: Device
-) -> Settings:
+) -> MemorySettings:
     """What a configuration means for the memory."""
     options = config.driver.options
     backends = args.get_attention_backends()
     own = options.paged_decode is not False
     workspace = DETERMINISTIC_BYTES if args.enable_deterministic_inference else FLASHINFER_BYTES
-    return Settings(
+    return MemorySettings(
         context_length=model_config.context_len,
         page_size=args.page_size,
         requests=options.max_forward_requests,
@@ -111,7 +111,7 @@ def settings_of(
     )
 
 
-def sizes_of(config: DriverConfig, model_config: ModelConfig, args: ServerArgs) -> Model:
+def sizes_of(config: DriverConfig, model_config: ModelConfig, args: ServerArgs) -> ModelSizes:
     """The sizes of a model before its weights are read.
 
     Weights that cannot be known count as none.
@@ -122,7 +122,7 @@ def sizes_of(config: DriverConfig, model_config: ModelConfig, args: ServerArgs) 
         # The groups that it asks about are made later.
         with get_parallel().override(attn_tp_size=args.tp_size):
             state_bytes = int(recurrent.mamba2_cache_params.mamba_cache_per_req)
-    return Model(
+    return ModelSizes(
         weights=_weights(config, model_config, args),
         token_bytes=_token_bytes(model_config, args, recurrent),
         row_numbers=_row_numbers(model_config, recurrent is not None),

@@ -19,9 +19,9 @@ from sglang.srt.model_executor.model_runner_components import attention_backend_
 from sglang.srt.runtime_context import publish
 
 from pie_driver_sglang.config.options import PAGED_DECODE
-from pie_driver_sglang.kernels import paged_attend, paged_shares
+from pie_driver_sglang.kernels import paged_attend, paged_splits
 from pie_driver_sglang.kernels.masked_torch import Rule
-from pie_driver_sglang.kernels.paged_shares import Cut, Prefixes, Rows, Shares
+from pie_driver_sglang.kernels.paged_splits import DecodeRows, Prefixes, SplitPlan, WorkPlan
 from pie_driver_sglang.srt import support
 
 if TYPE_CHECKING:
@@ -57,8 +57,8 @@ def _without_doubt(record: logging.LogRecord) -> bool:
 class _Step(NamedTuple):
     """What the layers of a decode have in common."""
 
-    rows: Rows
-    shares: dict[Cut, Shares]
+    rows: DecodeRows
+    shares: dict[SplitPlan, WorkPlan]
 
 
 class PagedDecode(AttentionBackend):
@@ -99,15 +99,15 @@ class PagedDecode(AttentionBackend):
             self._prefixes = None
 
     def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
-        """Shares the work of a decode out, on the device; eager batches come here, too."""
-        rows = Rows(
+        """Plans the splits of a decode on the device; eager batches come here, too."""
+        rows = DecodeRows(
             self.req_to_token_pool.req_to_token,
             forward_batch.req_pool_indices,
             forward_batch.seq_lens,
             self._prefixes,
         )
         cuts = {self._cut(layer, len(rows.kv_lens)) for layer in self._layers}
-        shares = {cut: paged_shares.share(rows, cut, self._multiprocessors) for cut in cuts}
+        shares = {cut: paged_splits.plan_splits(rows, cut, self._multiprocessors) for cut in cuts}
         self._step = _Step(rows, shares)
 
     def forward_decode(
@@ -136,19 +136,19 @@ class PagedDecode(AttentionBackend):
         out = queries.new_empty(len(queries), layer.tp_q_head_num, layer.v_head_dim)
         rule = Rule(layer.scaling * floats[0], layer.logit_cap or 0.0, sinks=sinks)
         rows, shares = self._step
-        paged_attend.attend(
+        paged_attend.attend_paged(
             queries, keys, values, out, rows, shares[self._cut(layer, len(out))], rule,
             self._page_size, floats[1],
         )  # fmt: skip
         return out.flatten(1)
 
-    def _cut(self, layer: RadixAttention, rows: int) -> Cut:
+    def _cut(self, layer: RadixAttention, rows: int) -> SplitPlan:
         dim = max(layer.qk_head_dim, layer.v_head_dim)
         group = layer.tp_q_head_num // layer.tp_k_head_num
         window = layer.sliding_window_size
-        return Cut(
+        return SplitPlan(
             # There are more rows than requests.
-            paged_shares.tuning(
+            paged_splits.split_tuning(
                 dim, group, self._itemsize, rows, prompts=rows > self.req_to_token_pool.size
             ),
             layer.tp_k_head_num,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from pie_driver_sglang.errors import StartError
-from pie_driver_sglang.kernels.page_copy import Rows, move
+from pie_driver_sglang.kernels.page_copy import BufferRows, move
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.memory_pool import KVCache
@@ -94,7 +94,10 @@ class PagePools:
         self._staging_parts = torch.split(self._staging, widths, dim=1)
         self._rows = self._staging_rows = None
         if self._device.type == "cuda" if fused is None else fused:
-            self._rows, self._staging_rows = Rows.of(buffers), Rows.of(self._staging_parts)
+            self._rows, self._staging_rows = (
+                BufferRows.of(buffers),
+                BufferRows.of(self._staging_parts),
+            )
             self._staging_numbers = torch.arange(staged, device=self._device)
 
     @property
@@ -108,7 +111,7 @@ class PagePools:
         return sum(buffer.numel() * buffer.itemsize for buffer in self._buffers)
 
     def copy(self, direction: str, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copies pages; see :meth:`pie_driver_sglang.engine.Engine.copy_pages`."""
+        """Copies pages; see :meth:`pie_driver_sglang.engine.ModelEngine.copy_pages`."""
         match direction:
             case "D2D":
                 self._copy_on_device(sources, targets)

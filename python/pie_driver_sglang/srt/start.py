@@ -11,7 +11,7 @@ from pie_driver_sglang.srt.device import begin_context, check_device
 
 if TYPE_CHECKING:
     from pie_driver_sglang import _core
-    from pie_driver_sglang.ranks.parallel import Rank
+    from pie_driver_sglang.ranks.types import Rank
     from pie_driver_sglang.srt.sglang_engine import SglangEngine
 
 logger = logging.getLogger(__name__)

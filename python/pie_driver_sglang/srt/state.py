@@ -54,7 +54,7 @@ class StatePool:
             self._pool.clear_slots(fresh.to(self._rows.device))
 
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copies slots; see :meth:`pie_driver_sglang.engine.Engine.copy_states`."""
+        """Copies slots; see :meth:`pie_driver_sglang.engine.ModelEngine.copy_states`."""
         device = self._rows.device
         source, target = (torch.tensor(ids, device=device) + 1 for ids in (sources, targets))
         self._pool.copy_from(source, target)

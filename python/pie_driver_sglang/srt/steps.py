@@ -28,7 +28,7 @@ from tqdm import tqdm
 
 from pie_driver_sglang._core import Lane, graph_layout
 from pie_driver_sglang.kernels.types import SlotParams
-from pie_driver_sglang.memory.limits import bound_ladder
+from pie_driver_sglang.memory.limits import lora_batch_sizes
 from pie_driver_sglang.sampling.groups import apply_masks, sample_rows
 from pie_driver_sglang.srt.block import views
 from pie_driver_sglang.srt.rank_slots import rank_slots
@@ -175,7 +175,7 @@ class StepRunner(abc.ABC):
         """Within, attention is told what rows have in common, if the graph knows of that."""
         if not graph.grouped:
             return nullcontext()
-        from pie_driver_sglang.kernels.paged_shares import Prefixes
+        from pie_driver_sglang.kernels.paged_splits import Prefixes
 
         fields, backend = graph.device, self._engine.runner.attn_backend
         listed = {name: fields[f"prefix_{name}"] for name in ("lens", "places", "order", "starts")}
@@ -349,7 +349,7 @@ class CudaSteps(StepRunner):
 
     def _capture_bound(self, bind: Callable[[int], None], pool: Any) -> None:
         """Captures decodes that bind adapters. SGLang's layers apply them, and Python samples."""
-        for rows in reversed(bound_ladder(self._slots)):
+        for rows in reversed(lora_batch_sizes(self._slots)):
             bind(rows)
             captured = self._capture(self._plain(rows), pool, self._run_bound)
             self._decodes[rows, True] = _Decode(captured, self._engine.hidden)
@@ -405,7 +405,7 @@ class CudaSteps(StepRunner):
         slots = rank_slots(graph.slots, rows.ranks)
         logits = self._cut(slots.join(rows.part))
         masks, params = _masks(fields, slots.own), _params(fields, slots.own)
-        sampler.apply_masks(logits, masks, self._device_mask_words)
+        sampler.mask_logits(logits, masks, self._device_mask_words)
         results = self._results[: graph.slots]
         own = slots.own_results(results, logits.device)
         sampler.sample_step(logits, params, own, fields["header"][:1], rows.softcap)

@@ -1,1 +1,5 @@
-"""Plugins of SGLang's own server: the drafter and the prefix index. The driver imports neither."""
+"""Plugins of SGLang's own server, which runs without Pie.
+
+`ngram.py` puts the driver's n-gram drafter in the place of SGLang's, and `radix.py` the prefix
+index in the place of its radix cache. The driver imports neither.
+"""

@@ -1,12 +1,12 @@
-"""Decode attention over pages: how a step is cut, and what each program's share of it is.
+"""Decode attention over pages: how the work of a step is split among programs.
 
-What the rows see is counted in blocks of tokens. The programs of a KV head take equally many of
-them, in the order of the rows, so a program may begin and end within a row, and rows of any mix of
-lengths take as long as their sum. Shares are computed on the device, once a step, and grids are
-fixed: everything can be captured.
+The KV of all rows is counted in blocks of tokens. Each program of a KV head takes the same number
+of blocks, in the order of the rows (stream-K). So a program may begin and end within a row, and the
+time depends on the sum of the lengths only. The plan is computed on the device once a step, and
+grids are fixed, so everything can be captured.
 
-Rows that begin with the same KV may look at that beginning together, each row at the rest alone
-(`Prefixes`). Both are work like any other; what a row saw in both is merged by whoever is second.
+Rows with a common prefix may read it together, and each row reads the rest by itself (`Prefixes`).
+Both are work like any other; the second of the two parts to finish merges them.
 """
 
 from __future__ import annotations
@@ -21,170 +21,171 @@ import triton.language as tl
 from pie_driver_sglang.kernels.chained import chained, follow
 
 _FEW_ROWS = 256
-"""More are looked at in larger steps."""
+"""Up to this many rows are planned at once; more in larger chunks."""
 _FINE_ROWS = 16
-"""Of so few rows programs have few blocks, which then are smaller."""
+"""Up to this many rows, blocks are smaller, since each program has few of them."""
 
 
 @dataclass(frozen=True)
-class Tuning:
-    """How the work is cut; ``benches/gpu/attention_check.py --tune`` measures it."""
+class SplitTuning:
+    """Block sizes of decode attention; ``benches/gpu/attention_check.py --tune`` measures them."""
 
     block: int
-    """Tokens that a program looks at in one turn of its loop."""
+    """Tokens per iteration of a program's loop."""
     warps: int
     """Warps of a program."""
     stages: int
-    """Blocks that a program has at hand or on their way."""
+    """Software pipeline stages: blocks that are loaded or being loaded."""
     programs: int
-    """Programs for each multiprocessor."""
+    """Programs per SM."""
     queries: int = 16
-    """Heads of rows that a product has room for, at least; those of a KV head and a row fit."""
+    """Minimum M tile of a GEMM: query heads times rows. One row's heads of a KV head always fit."""
 
 
-def tuning(dim: int, group: int, itemsize: int, rows: int, *, prompts: bool = False) -> Tuning:
-    """The cut for a layer.
+def split_tuning(
+    dim: int, group: int, itemsize: int, rows: int, *, prompts: bool = False
+) -> SplitTuning:
+    """Chooses the block sizes for a layer.
 
     Args:
-        dim: head size, the larger of keys' and values'.
-        group: heads that share a KV head.
-        itemsize: bytes of a stored element.
-        rows: of the step.
-        prompts: whether many rows of the step see the same KV, as those of prompts do.
+        dim: Head size, the larger of keys' and values'.
+        group: Query heads per KV head.
+        itemsize: Bytes of a stored element.
+        rows: Rows of the step.
+        prompts: Whether many rows of the step read the same KV, as those of prompts do.
     """
     elements = 4096 if itemsize > 2 else 8192
     width = int(triton.next_power_of_2(dim))
     if prompts and group <= 64 and width <= 128 and itemsize <= 2:
-        return Tuning(min(128, elements // width), warps=4, stages=3, programs=2, queries=64)
+        return SplitTuning(min(128, elements // width), warps=4, stages=3, programs=2, queries=64)
     # Up to 16 heads take the same registers.
     elements = elements * 16 // max(16, int(triton.next_power_of_2(group)))
     block = min(128, max(16, elements // width))
     if rows <= _FINE_ROWS and block == 64:
         block = 32
-    return Tuning(block, warps=4, stages=3, programs=2)
+    return SplitTuning(block, warps=4, stages=3, programs=2)
 
 
 class Prefixes(NamedTuple):
-    """Groups of rows that begin with the same KV, as `rust/batch/src/prefix.rs` finds them."""
+    """Groups of rows with a common prefix, as `rust/batch/src/prefix.rs` finds them."""
 
     lens: torch.Tensor
-    """``[rows]`` int32: tokens that a row's group has in common, less than the row sees; multiples
-    of every `Tuning.block`. 0 for rows that are in no group."""
+    """``[rows]`` int32: tokens of the group's prefix, fewer than the row reads; multiples of every
+    `SplitTuning.block`. 0 for rows without a group."""
     places: torch.Tensor
-    """``[rows]`` int32: of a row that is in a group, its entry of `order`."""
+    """``[rows]`` int32: for a row in a group, its index in `order`."""
     order: torch.Tensor
-    """``[rows]`` int32: the rows of all groups, one group behind the other."""
+    """``[rows]`` int32: the rows of all groups, one group after the other."""
     starts: torch.Tensor
-    """``[rows]`` int32: of each entry of `order`, the first entry of its group."""
+    """``[rows]`` int32: for each entry of `order`, the index of its group's first entry."""
     used: torch.Tensor
-    """``[1]`` int32: entries of `order`."""
+    """``[1]`` int32: number of entries in `order`."""
 
 
-class Rows(NamedTuple):
-    """The rows of a step, each of which sees a beginning of the KV of its table row."""
+class DecodeRows(NamedTuple):
+    """The rows of a step; each attends to a prefix of the KV of its block-table row."""
 
     table: torch.Tensor
     """``[table rows, tokens]`` int32: storage slot of each KV index, consecutive within a page."""
     table_rows: torch.Tensor
-    """``[rows]`` int64; 0 = padding, whose results nobody wants."""
+    """``[rows]`` int64; 0 is padding, whose output is ignored."""
     kv_lens: torch.Tensor
-    """``[rows]`` int64: KV that the row sees, its own token's included."""
+    """``[rows]`` int64: KV length of the row, its own token included."""
     prefixes: Prefixes | None = None
-    """What layers without a window read together."""
+    """Common prefixes, for layers without a window."""
 
 
-class Cut(NamedTuple):
-    """What layers have in common that share their programs in the same way."""
+class SplitPlan(NamedTuple):
+    """What a work plan depends on besides the rows: equal for most layers of a model."""
 
-    tuning: Tuning
+    tuning: SplitTuning
     kv_heads: int
     group: int
-    """Heads that share a KV head."""
+    """Query heads per KV head."""
     window: int
-    """Stored keys that a row sees at most before its own, by KV index; -1 = all."""
+    """Sliding window: most earlier keys that a row sees, by KV index; -1 for all."""
 
     @property
     def windowed(self) -> bool:
-        """Whether a row does not see all that is stored."""
+        """Whether the layer has a sliding window."""
         return self.window >= 0
 
     @property
     def queries(self) -> int:
-        """Heads of rows that a product has room for, a power of two."""
+        """M tile of a GEMM, query heads times rows: a power of two."""
         return max(self.tuning.queries, int(triton.next_power_of_2(self.group)))
 
     @property
     def tile(self) -> int:
-        """Rows that a product has room for: their KV is loaded once."""
+        """Rows of an M tile, which load their common KV once."""
         return self.queries // self.group
 
 
-class Shares(NamedTuple):
-    """Which blocks each program of a KV head looks at.
+class WorkPlan(NamedTuple):
+    """Which blocks each program of a KV head computes.
 
-    A tile is rows that are looked at together: of a group, in what its rows have in common, or of
-    one context. The blocks of all tiles are numbered in their order, a group's tile in front of its
-    last row's, so that programs have as many tiles as they have blocks.
+    A tile is rows that are computed together: rows of a group, over their common prefix, or
+    consecutive rows of one context. The blocks of all tiles are numbered in order, with a group's
+    tile before the tile of its last row, so each program has one range of blocks and of tiles.
     """
 
-    cut: Cut
+    split: SplitPlan
     totals: torch.Tensor
-    """``[3]`` int32: blocks of a program, all blocks, all tiles."""
+    """``[3]`` int32: blocks per program, number of blocks, number of tiles."""
     tiles: torch.Tensor
-    """``[6, most tiles]`` int32, of each tile: its last row, rows in front of that one, blocks up
-    to its end, KV and table row of the last row, and the KV that its rows see elsewhere. For tiles
-    of a group that is -1, and the last row an entry of `Prefixes.order`."""
+    """``[6, most tiles]`` int32, for each tile: its last row, the number of rows before that one,
+    blocks up to its end, KV length and table row of the last row, and KV that its rows read in a
+    group's tile. For the tile of a group the latter is -1, and the last row is an index into
+    `Prefixes.order`."""
     stretches: torch.Tensor
-    """``[2, programs]`` int32: the tile that a program begins in, and the one behind its last."""
+    """``[2, programs]`` int32: the first tile of a program, and the one after its last."""
     arrived: torch.Tensor
-    """``[kv_heads, programs]`` int32, zeros between layers: how many have left their part of the
-    tile that begins in a program and goes on in the next."""
+    """``[kv_heads, programs]`` int32, zeros between layers: how many programs have stored their
+    partial result of the tile that begins in a program and continues in the next."""
     met: torch.Tensor
-    """``[rows, heads]`` int32, zeros between layers: whether one of a row's two parts is there.
-    Nothing without groups."""
+    """``[rows, heads]`` int32, zeros between layers: whether one of a row's two parts is stored.
+    Empty without groups."""
 
 
-def share(rows: Rows, cut: Cut, multiprocessors: int) -> Shares:
-    """Shares the step's blocks out; can be captured.
+def plan_splits(rows: DecodeRows, split: SplitPlan, multiprocessors: int) -> WorkPlan:
+    """Divides the step's blocks among programs; can be captured.
 
-    Before the first `paged_attend.attend` there must be a kernel in front that is not launched
-    early.
+    A kernel that is not launched early must come before the first `paged_attend.attend_paged`.
     """
     count = len(rows.kv_lens)
-    groups = None if cut.windowed else rows.prefixes
-    programs = max(1, multiprocessors * cut.tuning.programs // cut.kv_heads)
-    heads = cut.kv_heads * cut.group
+    groups = None if split.windowed else rows.prefixes
+    programs = max(1, multiprocessors * split.tuning.programs // split.kv_heads)
+    heads = split.kv_heads * split.group
     most = count if groups is None else 2 * count
-    sizes = ((3,), (6, most), (2, programs), (cut.kv_heads, programs), (most - count, heads))
+    sizes = ((3,), (6, most), (2, programs), (split.kv_heads, programs), (most - count, heads))
     made = [torch.empty(size, dtype=torch.int32, device=rows.kv_lens.device) for size in sizes]
-    # Rows and programs that an instance compares at once.
+    # Rows and programs per iteration of an instance.
     planned_rows, planned_programs = (_FEW_ROWS, 32) if count <= _FEW_ROWS else (1024, 16)
-    _share[(triton.cdiv(programs, planned_programs),)](
+    _plan_splits[(triton.cdiv(programs, planned_programs),)](
         rows.table_rows, rows.kv_lens, *(groups or [rows.kv_lens] * 5), *made,
-        count, most, programs, cut.window,
-        BLOCK=cut.tuning.block, WINDOWED=cut.windowed, GROUPED=groups is not None, TILE=cut.tile,
-        ROWS=planned_rows, PROGRAMS=planned_programs, KV_HEADS=cut.kv_heads, HEADS=heads,
+        count, most, programs, split.window,
+        BLOCK=split.tuning.block, WINDOWED=split.windowed, GROUPED=groups is not None,
+        TILE=split.tile,
+        ROWS=planned_rows, PROGRAMS=planned_programs, KV_HEADS=split.kv_heads, HEADS=heads,
         num_warps=8, **chained(rows.kv_lens.device),
     )  # fmt: skip
-    return Shares(cut, *made)
+    return WorkPlan(split, *made)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def seen_from(kv_len, window, WINDOWED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The first token that a row with so much KV sees."""
+@triton.jit
+def seen_from(kv_len, window, WINDOWED: tl.constexpr):
+    """The first token that a row with this KV length sees."""
     if WINDOWED:
         return tl.maximum(kv_len - 1 - window, 0)
     else:  # noqa: RET505  (Triton's compiler drops one of the branches)
         return 0
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _goes_on(  # type: ignore[no-untyped-def]
-    table_rows, kv_lens, prefix_lens, rows, row_count, GROUPED: tl.constexpr
-):
-    """Whether rows see the KV of the row in front of them and one token more.
+@triton.jit
+def _goes_on(table_rows, kv_lens, prefix_lens, rows, row_count, GROUPED: tl.constexpr):
+    """Whether rows see the previous row's KV and one token more.
 
-    Of padding it does not matter what it sees, so that goes together, too.
+    Padding rows go together as well: their output is ignored.
     """
     known = (rows > 0) & (rows < row_count)
     own = tl.load(table_rows + rows, mask=known, other=0)
@@ -197,15 +198,15 @@ def _goes_on(  # type: ignore[no-untyped-def]
     return known & same & (longer | (own == 0))
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _tiles(  # type: ignore[no-untyped-def]
+@triton.jit
+def _tiles(
     table_rows, kv_lens, prefix_lens, rows, row_count, start, window,
     BLOCK: tl.constexpr, WINDOWED: tl.constexpr, GROUPED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """What the last row of a tile knows: rows in front of it, else -1; KV and blocks, else none.
+    """For the last row of each tile: the number of rows before it, its KV length and its blocks.
 
-    Also where the stretches begin whose rows go on with each other; `start` is where the one before
-    the first row does.
+    Other rows give -1, and no blocks. Also returns where each run of rows begins that continue each
+    other; `start` is where the run of the row before the first one begins.
     """
     goes_on = _goes_on(table_rows, kv_lens, prefix_lens, rows, row_count, GROUPED)
     starts = tl.associative_scan(tl.where(goes_on, start, rows), 0, _larger)
@@ -218,22 +219,22 @@ def _tiles(  # type: ignore[no-untyped-def]
         unseen = tl.load(prefix_lens + rows, mask=ends, other=0) // BLOCK
     else:
         unseen = seen_from(kv_len - before, window, WINDOWED) // BLOCK
-    # One for rows that see nothing, so that somebody writes their zeros.
+    # One block for rows that see nothing: a program must write their zeros.
     blocks = tl.maximum(tl.cdiv(kv_len, BLOCK) - unseen, 1)
     return tl.where(ends, before, -1), kv_len, tl.where(ends, blocks, 0), starts
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _group_tiles(  # type: ignore[no-untyped-def]
+@triton.jit
+def _group_tiles(
     prefix_lens, places, group_starts, used, rows, row_count, BLOCK: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """The same of tiles of groups; and entries of `Prefixes.order`, and tokens in common."""
+    """The same for tiles of groups; also indices into `Prefixes.order`, and prefix lengths."""
     common = tl.load(prefix_lens + rows, mask=rows < row_count, other=0)
     listed = common > 0
     entries = tl.load(places + rows, mask=listed, other=0)
     start = tl.load(group_starts + entries, mask=listed, other=0)
-    # Behind the last one there may be anything.
+    # Entries after the last one are undefined.
     known = listed & (entries + 1 < used)
     next_start = tl.load(group_starts + entries + 1, mask=known, other=-1)
     before = (entries - start) % TILE
@@ -243,19 +244,19 @@ def _group_tiles(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _larger(a, b):  # type: ignore[no-untyped-def]
+def _larger(a, b):
     return tl.maximum(a, b)
 
 
-@triton.jit(do_not_specialize=["row_count", "most", "program_count", "window"])  # type: ignore[untyped-decorator]
-def _share(  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["row_count", "most", "program_count", "window"])
+def _plan_splits(
     table_rows, kv_lens, prefix_lens, places, _order, group_starts, entry_count,
     totals, tiles, stretches, arrived, met, row_count, most, program_count, window,
     BLOCK: tl.constexpr, WINDOWED: tl.constexpr, GROUPED: tl.constexpr, TILE: tl.constexpr,
     ROWS: tl.constexpr, PROGRAMS: tl.constexpr, KV_HEADS: tl.constexpr, HEADS: tl.constexpr,
     CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """Shares for `PROGRAMS` programs; each instance sums all rows, the first one keeps tiles."""
+    """Plans `PROGRAMS` programs. Each instance sums all rows; the first one stores the tiles."""
     if CHAINED:
         follow()
     lanes = tl.arange(0, ROWS)
@@ -343,14 +344,14 @@ def _share(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _at_most(places, blocks, tiles):  # type: ignore[no-untyped-def]
-    """How many of the tiles have a place up to each of the blocks: ``[blocks]`` int32."""
+def _at_most(places, blocks, tiles):
+    """The number of tiles at or before each block: ``[blocks]`` int32."""
     return tl.sum(((places[None, :] <= blocks) & tiles[None, :]).to(tl.int32), 1)
 
 
 @triton.jit
-def _keep(place, most, last, ahead, end, kv_len, table_row, kept):  # type: ignore[no-untyped-def]
-    """Writes what tiles are, but for what is seen elsewhere."""
+def _keep(place, most, last, ahead, end, kv_len, table_row, kept):
+    """Stores the first five fields of tiles."""
     tl.store(place, last, mask=kept)
     tl.store(place + most, ahead, mask=kept)
     tl.store(place + 2 * most, end, mask=kept)

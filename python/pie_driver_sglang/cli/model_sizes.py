@@ -23,15 +23,22 @@ from pie_driver_sglang.config.arch import context_length, takes_images, text_con
 from pie_driver_sglang.config.options import DriverOptions
 from pie_driver_sglang.errors import ConfigError, quoted
 from pie_driver_sglang.memory.limits import MAX_SLOTS, chunk_tokens
-from pie_driver_sglang.memory.plan import ANY_RANKS, EVERYWHERE, Device, Model, Part, Settings
+from pie_driver_sglang.memory.types import (
+    ANY_RANKS,
+    EVERYWHERE,
+    Device,
+    MemorySettings,
+    ModelSizes,
+    Part,
+)
 
 ITEMSIZES: Final = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 """Bytes of a number, by torch's names."""
-FLASHINFER_BYTES: Final = 512 << 20
+_FLASHINFER_BYTES: Final = 512 << 20
 """SGLang's workspace for flashinfer."""
-ROTARY_ROOM: Final = 256
+_ROTARY_ROOM: Final = 256
 """Rows that SGLang's rotary tables have beyond the context."""
-ENCODER_COPIES: Final = 12
+_ENCODER_COPIES: Final = 12
 """Hidden states' worth of what a layer of a vision encoder holds for a patch. A guess."""
 
 _LATENT_HEAD: Final = 256
@@ -131,7 +138,7 @@ def model_of(
     hf_config: Mapping[str, Any],
     dtype: str,
     on_host: bool,
-) -> Model:
+) -> ModelSizes:
     """What the plan needs of a model.
 
     Args:
@@ -146,7 +153,7 @@ def model_of(
     context = options.context_length or context_length(hf_config)
     # SGLang's GPU kernels take these in float32.
     rotary_itemsize = itemsize if on_host else ITEMSIZES["float32"]
-    return Model(
+    return ModelSizes(
         weights=(*weights, Part(rotary_bytes(shape, context, rotary_itemsize), EVERYWHERE)),
         token_bytes=token_bytes(shape, kv_itemsize(options.kv_cache_dtype, itemsize)),
         row_numbers=row_numbers(shape),
@@ -165,7 +172,7 @@ def model_of(
 
 def settings_for(
     options: DriverOptions, hf_config: Mapping[str, Any], device: Device, ranks: int
-) -> Settings:
+) -> MemorySettings:
     """What the configuration of a driver means for the plan."""
     prefill, decode = (
         options.server_args.get(f"{kind}_attention_backend", options.attention_backend)
@@ -173,7 +180,7 @@ def settings_for(
     )
     own = options.paged_decode is not False
     kind = "cpu" if device.is_host else "cuda"
-    return Settings(
+    return MemorySettings(
         context_length=options.context_length or context_length(hf_config),
         page_size=options.page_size,
         requests=options.max_forward_requests,
@@ -184,7 +191,7 @@ def settings_for(
         captures=not options.disable_cuda_graph and (own or decode == "triton"),
         prompts=own and ranks == 1,
         triton_tables="triton" in (prefill, decode) and not own,
-        workspace_bytes=FLASHINFER_BYTES if "flashinfer" in (prefill, decode) else 0,
+        workspace_bytes=_FLASHINFER_BYTES if "flashinfer" in (prefill, decode) else 0,
         swap_bytes=(options.cpu_mem_budget_in_gb << 30) // ranks,
         adapter_slots=options.max_loras_per_batch if options.enable_lora else 0,
         adapter_rank=options.max_lora_rank,
@@ -259,7 +266,7 @@ def row_numbers(shape: Shape) -> tuple[Part, ...]:
 
 def rotary_bytes(shape: Shape, context: int, itemsize: int) -> int:
     """SGLang's tables of sines and cosines, one for each kind of layer."""
-    rows = max(shape.positions, context) + ROTARY_ROOM
+    rows = max(shape.positions, context) + _ROTARY_ROOM
     return shape.rotary_tables * rows * shape.rotary_dim * itemsize
 
 
@@ -298,7 +305,7 @@ def image_bytes(hf_config: Mapping[str, Any], itemsize: int) -> int:
     width = int(vision.get("hidden_size") or 1152)
     inner = int(vision.get("intermediate_size") or 4 * width)
     pixels = 4 * 3 * 2 * int(vision.get("patch_size") or 16) ** 2
-    return merge**2 * ((ENCODER_COPIES * width + 2 * inner) * itemsize + pixels)
+    return merge**2 * ((_ENCODER_COPIES * width + 2 * inner) * itemsize + pixels)
 
 
 def _refuse_recurrent(text: Mapping[str, Any], hf_config: Mapping[str, Any]) -> None:

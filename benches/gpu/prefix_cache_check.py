@@ -1,0 +1,188 @@
+"""Times SGLang's engine on a CUDA GPU without a prefix cache, with its own tree, and with ours.
+
+    python benches/gpu/prefix_cache_check.py --shapes CONFIG_DIR --out DIR [--engines off,pie]
+
+The engines are processes on one GPU, with random weights in the shape of CONFIG_DIR. They take
+turns: each answers the same requests while the others are idle. Groups of eight requests begin with
+a common prefix of 200 to 600 tokens; each goes on with 30 to 100 tokens of its own, and asks for 32
+tokens. `--at-once` says how many requests run at a time; a turn has four times as many, and new
+prefixes.
+
+Figures, medians over the turns, go to DIR/prefix_cache.json. The status is 1 if an engine failed or
+found no prefix.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ENGINES: dict[str, dict[str, Any]] = {
+    "off": {"disable_radix_cache": True},
+    "sglang": {},
+    "pie": {"radix_cache_backend": "pie"},
+}
+"""What each engine is told beside what all are."""
+SHARING = 8
+PREFIX = (200, 600)
+OWN = (30, 100)
+OUTPUT = 32
+KV_TOKENS = 160_000
+"""Of each engine, so that three fit a GPU. Prefixes of earlier turns are evicted."""
+VOCABULARY = 150_000
+
+
+def prompts(count: int, seed: int) -> list[list[int]]:
+    """Prompts in random order."""
+    draw = random.Random(seed)
+
+    def tokens(least: int, most: int) -> list[int]:
+        return draw.choices(range(VOCABULARY), k=draw.randint(least, most))
+
+    prefixes = [tokens(*PREFIX) for _ in range(-(-count // SHARING))]
+    texts = [prefixes[n // SHARING] + tokens(*OWN) for n in range(count)]
+    draw.shuffle(texts)
+    return texts
+
+
+async def play(engine: Any, texts: list[list[int]], at_once: int) -> dict[str, float]:
+    """Answers all texts, so many at once: seconds, tokens, cached tokens, mean latency."""
+    gate = asyncio.Semaphore(at_once)
+    sampling = {"temperature": 0.0, "ignore_eos": True, "max_new_tokens": OUTPUT}
+    latencies, cached, said = [], 0, 0
+
+    async def ask(text: list[int]) -> None:
+        nonlocal cached, said
+        async with gate:
+            begin = time.perf_counter()
+            answer = await engine.async_generate(input_ids=text, sampling_params=sampling)
+            latencies.append(time.perf_counter() - begin)
+        cached += answer["meta_info"]["cached_tokens"]
+        said += answer["meta_info"]["completion_tokens"]
+
+    begin = time.perf_counter()
+    await asyncio.gather(*(ask(text) for text in texts))
+    seconds = time.perf_counter() - begin
+    return {
+        "tokens_per_s": said / seconds,
+        "latency_ms": statistics.mean(latencies) * 1e3,
+        "cached": cached / sum(map(len, texts)),
+    }
+
+
+def serve(name: str, shapes: Path, backend: str) -> None:
+    """An engine, which plays a turn for each line of stdin."""
+    import sglang
+
+    engine = sglang.Engine(
+        model_path=str(shapes),
+        load_format="dummy",
+        attention_backend=backend,
+        skip_tokenizer_init=True,
+        disable_prefill_cuda_graph=True,
+        max_total_tokens=KV_TOKENS,
+        max_running_requests=256,
+        cuda_graph_max_bs_decode=256,
+        log_level="error",
+        **ENGINES[name],
+    )
+    print("ready", flush=True)
+    for line in sys.stdin:
+        count, at_once, seed = map(int, line.split())
+        found = engine.loop.run_until_complete(play(engine, prompts(count, seed), at_once))
+        print(json.dumps(found), flush=True)
+    engine.shutdown()
+
+
+class Engine:
+    """An engine's process."""
+
+    def __init__(self, name: str, arguments: argparse.Namespace) -> None:
+        """Starts it."""
+        command = [sys.executable, __file__, "--shapes", arguments.shapes, "--serve", name]
+        command += ["--backend", arguments.backend, "--out", arguments.out]
+        environment = {**os.environ, "SGLANG_PLUGINS": "pie_radix" if name == "pie" else ""}
+        self._process = subprocess.Popen(
+            list(map(str, command)),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+
+    def answer(self) -> str:
+        """The next line that is its own, not a library's."""
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith(("ready", "{")):
+                return line
+        raise RuntimeError(f"the engine ended with status {self._process.wait()}")
+
+    def turn(self, count: int, at_once: int, seed: int) -> dict[str, float]:
+        """Plays a turn."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{count} {at_once} {seed}\n")
+        self._process.stdin.flush()
+        found: dict[str, float] = json.loads(self.answer())
+        return found
+
+    def end(self) -> None:
+        """Ends it."""
+        self._process.kill()
+
+
+def main(given: Sequence[str] | None = None) -> None:
+    """Starts the engines and has them take turns."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shapes", type=Path, required=True, help="folder of a config.json")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--engines", default=",".join(ENGINES))
+    parser.add_argument("--backend", default="flashinfer")
+    parser.add_argument("--at-once", default="8,64,256")
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--serve", help=argparse.SUPPRESS)
+    arguments = parser.parse_args(given)
+    if arguments.serve:
+        serve(arguments.serve, arguments.shapes, arguments.backend)
+        return
+    engines = {name: Engine(name, arguments) for name in arguments.engines.split(",")}
+    figures: dict[str, Any] = {"command": sys.argv, "rows": {}}
+    try:
+        for name, engine in engines.items():
+            engine.answer()
+            print(f"{name} is ready", flush=True)
+        for at_once in map(int, arguments.at_once.split(",")):
+            turns: dict[str, list[dict[str, float]]] = {name: [] for name in engines}
+            # The first turn pays for what is compiled on the way.
+            for turn in range(arguments.turns + 1):
+                for name, engine in engines.items():
+                    found = engine.turn(4 * at_once, at_once, 1000 * at_once + turn)
+                    turns[name] += [found] if turn else []
+            rows = {
+                name: {key: statistics.median(turn[key] for turn in all_) for key in all_[0]}
+                for name, all_ in turns.items()
+            }
+            figures["rows"][at_once] = {"medians": rows, "turns": turns}
+            for name, row in rows.items():
+                text = f"{row['tokens_per_s']:.0f} tokens/s, {row['latency_ms']:.1f} ms a request"
+                print(f"{at_once:>4} at once, {name:>6}: {text}, {row['cached']:.0%} cached")
+                if (row["cached"] == 0) != (name == "off"):
+                    raise SystemExit(f"{name} found {row['cached']:.0%} of its prompts")
+            (arguments.out / "prefix_cache.json").write_text(json.dumps(figures, indent=1) + "\n")
+    finally:
+        for engine in engines.values():
+            engine.end()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,364 @@
+"""Checks of the table `[driver.options]`: the driver's options, and SGLang settings passed through.
+
+`options.py` defines the driver's options. Every other key must be a field of SGLang's `ServerArgs`
+that the driver does not set itself; the list of those is generated (`server_args.py`), so nothing
+here imports SGLang.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple
+
+import msgspec
+
+from pie_driver_sglang.config.options import OPTIONS, PAGED_DECODE, DriverOptions, Option
+from pie_driver_sglang.config.server_args import SERVER_ARGS, ServerArg
+from pie_driver_sglang.errors import ConfigError, nearest, quoted
+
+logger = logging.getLogger(__name__)
+
+#: The options that name attention backends: for everything, for prefills, for decodes.
+_BACKENDS: Final = (
+    "attention_backend",
+    "prefill_attention_backend",
+    "decode_attention_backend",
+)
+
+#: Keys that name the interpreter: the runtime uses and removes them.
+_LAUNCHER_KEYS: Final = frozenset({"venv", "python"})
+
+#: Names by which the runtime's other drivers set their capacity; here the driver computes it.
+CAPACITY_NAMES: Final = frozenset(
+    {
+        "cpu_pages",
+        "linear_attn_max_slots",
+        "max_batch_size",
+        "max_batch_tokens",
+        "max_forward_requests",
+        "max_forward_tokens",
+        "max_num_batched_tokens",
+        "max_num_kv_pages",
+        "max_num_seqs",
+        "max_running_requests",
+        "max_total_tokens",
+        "total_pages",
+    }
+)
+
+#: Keys of the section above the options, which a user may put one level too deep.
+_SECTION_KEYS: Final = frozenset(
+    {"activation_dtype", "ipc_profile", "master_port", "spin_budget_us", "tensor_parallel_size"}
+)
+
+#: What other engines and older SGLang versions call one of our options.
+_OTHER_NAMES: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "cuda_graph_bs": "cuda_graph_bs_decode",
+        "enforce_eager": "disable_cuda_graph",
+        "gpu_memory_utilization": "mem_fraction_static",
+        "max_model_len": "context_length",
+    }
+)
+
+#: Who sets a field that the user may not, and what the user can do, by the generated owner.
+OWNERS: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
+    {
+        "adapters": (
+            "the runtime loads adapters, and this driver manages them",
+            "set `enable_lora = true` and remove the key",
+        ),
+        "capacity": (
+            "the driver computes its capacity from the memory and reports it to the runtime",
+            "set `mem_fraction_static` for more or fewer KV pages, "
+            "`cuda_graph_max_bs` for the requests per batch",
+        ),
+        "custom": ("it needs a Python object", "remove the key"),
+        "device": (
+            "the device comes from the runtime's configuration",
+            "set `device` under [model.driver] and remove the key",
+        ),
+        "disaggregation": ("the runtime places prefill and decode itself", "remove the key"),
+        "dtype": (
+            "the activation type comes from the runtime's configuration",
+            "set `activation_dtype` under [model.driver] and remove the key",
+        ),
+        "graphs": ("the driver sizes its CUDA graphs itself", "set `cuda_graph_max_bs` instead"),
+        "graphs_off": ("the driver decides this for all graphs", "set `disable_cuda_graph`"),
+        "media": ("images come from the runtime, ready for the model", "remove the key"),
+        "observability": (
+            "the driver writes its own log and serves no metrics",
+            "set the environment variable PIE_DRIVER_LOG for the log level and remove the key",
+        ),
+        "parallel": (
+            "the driver spreads a model over its devices by itself",
+            "list `device`, set `tensor_parallel_size` under [model.driver] and remove the key",
+        ),
+        "pool": ("the driver lays out the KV pages itself", "set `page_size` or remove the key"),
+        "prefix_cache": ("the runtime shares prefixes itself", "remove the key"),
+        "sampling": ("the driver samples as each request asks", "remove the key"),
+        "schedule": ("the runtime schedules requests", "remove the key"),
+        "seed": (
+            "the seed comes from the runtime's configuration",
+            "set `random_seed` under [model.driver] and remove the key",
+        ),
+        "server": ("the runtime serves clients, not SGLang's server", "remove the key"),
+        "snapshot": (
+            "the weights come from the snapshot that the runtime resolved",
+            "set `hf_repo` under [model] and remove the key",
+        ),
+        "speculative": ("the driver does not use SGLang's speculation", "remove the key"),
+        "tokenizer": ("the runtime tokenizes, not the driver", "remove the key"),
+        "tokens": ("the driver only serves causal language models", "remove the key"),
+    }
+)
+
+
+class TomlType(NamedTuple):
+    """What TOML may hold for an option."""
+
+    annotation: Any
+    text: str
+    """How a message names it."""
+
+
+#: By the words of `server_args.py`.
+TYPES: Final[Mapping[str, TomlType]] = MappingProxyType(
+    {
+        "bool": TomlType(bool, "true or false"),
+        "float": TomlType(float, "a number"),
+        "int": TomlType(int, "an integer"),
+        "list[float]": TomlType(list[float], "an array of numbers"),
+        "list[int]": TomlType(list[int], "an array of integers"),
+        "list[str]": TomlType(list[str], "an array of strings"),
+        "list[table]": TomlType(list[dict[str, Any]], "an array of tables"),
+        "str": TomlType(str, "a string"),
+        "table": TomlType(dict[str, Any], "a table"),
+    }
+)
+
+
+def default_attention_backend(device: str) -> str:
+    """Return SGLang's attention backend for `cpu` or `cuda:N` when the user names none."""
+    return "torch_native" if device == "cpu" else "triton"
+
+
+def valid_names() -> tuple[str, ...]:
+    """Return every name that `[driver.options]` accepts, sorted."""
+    passed = {name for name, field in SERVER_ARGS.items() if field.owner is None}
+    return tuple(sorted(passed | OPTIONS.keys()))
+
+
+def parse_options(table: Mapping[str, Any], device: str) -> DriverOptions:
+    """Check the table `[driver.options]`.
+
+    Args:
+        table: The table as TOML gives it.
+        device: `cpu` or `cuda:N`; some defaults and limits depend on it.
+
+    Raises:
+        ConfigError: A key is unknown or not the user's to set, a value has the wrong type or is
+            out of its limits, or it asks for what this driver cannot do yet.
+    """
+    paged_decode: bool | None
+    backends, paged_decode = _without_paged(_with_both_backends(table), device)
+    if device != "cpu" and table.keys().isdisjoint(_BACKENDS):
+        paged_decode = None
+    own: dict[str, Any] = {"paged_decode": paged_decode}
+    passed: dict[str, Any] = {}
+    for name, value in backends.items():
+        if name in OPTIONS:
+            own[name] = _check_option(OPTIONS[name], value)
+        elif name not in _LAUNCHER_KEYS:
+            passed[name] = _check_passed(name, value)
+    own.setdefault("attention_backend", default_attention_backend(device))
+    own.setdefault("lora_backend", "torch_native" if device == "cpu" else "triton")
+    options = DriverOptions(**own, server_args=passed)
+    _check_drafts(options)
+    _check_device(options, device)
+    _check_adapters(options, device)
+    if not options.disable_radix_cache:
+        logger.warning(
+            "option `disable_radix_cache` is false, which has no effect: "
+            "the runtime shares prefixes itself"
+        )
+    return options
+
+
+def _with_both_backends(table: Mapping[str, Any]) -> dict[str, Any]:
+    """The table with `attention_backend = "prefill,decode"` written as two keys."""
+    value = table.get("attention_backend")
+    if not isinstance(value, str) or "," not in value:
+        return dict(table)
+    prefill, _, decode = (word.strip() for word in value.partition(","))
+    for name in ("prefill_attention_backend", "decode_attention_backend"):
+        if name in table:
+            raise ConfigError(
+                f"option `attention_backend` is {quoted(value)}, which names the backends of "
+                f"prefill and decode, and `{name}` names one again",
+                f"remove `{name}`",
+            )
+    return {
+        **table,
+        "attention_backend": decode,
+        "prefill_attention_backend": prefill,
+        "decode_attention_backend": decode,
+    }
+
+
+def _without_paged(table: dict[str, Any], device: str) -> tuple[dict[str, Any], bool]:
+    """The table with SGLang's backends only, and whether the driver's own backend decodes."""
+    both, prefill, decode = (table.get(name) for name in _BACKENDS)
+    if PAGED_DECODE not in (both, prefill, decode):
+        return table, False
+    if device == "cpu":
+        raise ConfigError(
+            f"the attention backend {quoted(PAGED_DECODE)} does not run on the CPU",
+            "set `attention_backend` to `torch_native` or remove it, or use a device `cuda:0`",
+        )
+    if prefill == PAGED_DECODE or decode not in (PAGED_DECODE, None):
+        raise ConfigError(
+            f"the attention backend {quoted(PAGED_DECODE)} decodes only, and is named for prefill",
+            f'set `attention_backend = "triton,{PAGED_DECODE}"`',
+        )
+    rest = {key: table[key] for key in table if key not in _BACKENDS or table[key] != PAGED_DECODE}
+    if both == PAGED_DECODE and prefill is not None:
+        rest["attention_backend"] = prefill
+    return rest, True
+
+
+def _check_option(option: Option, value: Any) -> Any:
+    name, limits = option.name, option.about.limits
+    checked = _convert(name, value, option.type)
+    if limits is not None and not limits[0] <= checked <= limits[1]:
+        low, high = limits
+        raise ConfigError(
+            f"option `{name}` is {quoted(value)}, outside {low} to {high}",
+            f"set `{name}` to a value from {low} to {high}, or remove it",
+        )
+    if name == "chunked_prefill_size" and checked == 0:
+        raise ConfigError(
+            "option `chunked_prefill_size` is 0, which leaves no token for a step",
+            "set it to at least 1, to -1 for the default, or remove it",
+        )
+    if option.type == "str":
+        _check_text(name, checked, SERVER_ARGS.get(name, ServerArg("str")))
+    return checked
+
+
+def _check_passed(name: str, value: Any) -> Any:
+    field = SERVER_ARGS.get(name)
+    if name in CAPACITY_NAMES:
+        raise _owned(name, "capacity")
+    if field is None:
+        raise _unknown(name)
+    if field.owner is not None:
+        raise _owned(name, field.owner)
+    checked = _convert(name, value, field.type)
+    if isinstance(checked, str):
+        _check_text(name, checked, field)
+    return checked
+
+
+def _convert(name: str, value: Any, described: str) -> Any:
+    """Return the value as one of the described types (`int`, `str | table`, ...)."""
+    for alternative in described.split(" | "):
+        try:
+            return msgspec.convert(value, TYPES[alternative].annotation)
+        except (ValueError, OverflowError):  # msgspec's own errors are ValueErrors.
+            continue
+    expected = " or ".join(TYPES[alternative].text for alternative in described.split(" | "))
+    raise ConfigError(
+        f"option `{name}` is {quoted(value)}, expected {expected}",
+        f"write {expected} for `{name}`, or remove it",
+    )
+
+
+def _check_text(name: str, value: str, field: ServerArg) -> None:
+    """Refuse an empty string and a word that is not among the choices."""
+    if not value or "\0" in value:
+        raise ConfigError(
+            f"option `{name}` is {quoted(value)}, which names nothing",
+            f"set `{name}` or remove it",
+        )
+    if not field.choices or value in field.choices:
+        return
+    hint = f"{nearest(value, field.choices)} choose one of {', '.join(field.choices)}".strip()
+    if field.open_choices and (name not in _BACKENDS or loads_plugins()):
+        logger.warning("option `%s` is %s, unknown to SGLang itself: %s", name, quoted(value), hint)
+        return
+    if field.open_choices:
+        hint += "; for a backend of a plugin, name the plugin in SGLANG_PLUGINS"
+    raise ConfigError(f"option `{name}` is {quoted(value)}, which SGLang does not know", hint)
+
+
+def loads_plugins() -> bool:
+    """Whether SGLang loads plugins, which may add backends and model classes."""
+    return any(os.environ.get(name) for name in ("SGLANG_PLUGINS", "SGLANG_PLATFORM"))
+
+
+def _owned(name: str, owner: str) -> ConfigError:
+    reason, remedy = OWNERS[owner]
+    return ConfigError(f"option `{name}` cannot be set: {reason}", remedy)
+
+
+def _unknown(name: str) -> ConfigError:
+    hint = nearest(name.replace("-", "_").lower(), valid_names())
+    if name in _OTHER_NAMES:
+        hint = f"this driver calls it `{_OTHER_NAMES[name]}`"
+    elif name in _SECTION_KEYS:
+        hint = f"`{name}` belongs under [model.driver], not under its options"
+    return ConfigError(
+        f"unknown option {quoted(name)} in [model.driver.options]",
+        hint
+        or f"valid options of the driver: {', '.join(sorted(OPTIONS))}; "
+        "and SGLang's settings for the model and its kernels, by their ServerArgs names",
+    )
+
+
+def _check_drafts(options: DriverOptions) -> None:
+    shortest, longest = options.spec_ngram_min_n, options.spec_ngram_max_n
+    longest = min(longest or options.spec_ngram_max_depth, options.spec_ngram_max_depth)
+    if shortest > longest:
+        raise ConfigError(
+            f"option `spec_ngram_min_n` is {shortest}, but no match is longer than {longest}",
+            "lower it, or raise `spec_ngram_max_n` and `spec_ngram_max_depth`",
+        )
+
+
+def _check_adapters(options: DriverOptions, device: str) -> None:
+    known = SERVER_ARGS["lora_target_modules"].choices
+    targets = options.lora_target_modules
+    unknown = [target for target in targets if target not in known]
+    if unknown or not targets or ("all" in targets and len(targets) > 1):
+        raise ConfigError(
+            f"option `lora_target_modules` is {quoted(list(targets))}",
+            f'write ["all"], or some of {", ".join(known)}',
+        )
+    if options.max_loaded_loras < options.max_loras_per_batch:
+        raise ConfigError(
+            f"option `max_loaded_loras` is {options.max_loaded_loras}, less than "
+            f"`max_loras_per_batch`, which is {options.max_loras_per_batch}",
+            f"set `max_loaded_loras` to at least {options.max_loras_per_batch}",
+        )
+    if (options.lora_backend == "torch_native") != (device == "cpu"):
+        fitting = "torch_native" if device == "cpu" else "triton` or `csgmv"
+        raise ConfigError(
+            f"option `lora_backend` is {quoted(options.lora_backend)}, not for {device}",
+            f"set `lora_backend` to `{fitting}`, or remove it",
+        )
+
+
+def _check_device(options: DriverOptions, device: str) -> None:
+    """On the CPU only one of SGLang's backends runs; a plugin's may do, so only known ones fail."""
+    known = SERVER_ARGS["attention_backend"].choices
+    for name in _BACKENDS:
+        backend = options.server_args.get(name, options.attention_backend)
+        if device == "cpu" and backend in known and backend != "torch_native":
+            raise ConfigError(
+                f"option `{name}` is {quoted(backend)}, which does not run on the CPU",
+                f"set `{name}` to `torch_native` or remove it, or use a device `cuda:0`",
+            )

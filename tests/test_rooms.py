@@ -1,0 +1,127 @@
+"""The packages keep to their rooms: names that mean one thing, imports that go one way."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from tiny_models import REPOSITORY
+
+ROOT: Final = REPOSITORY / "python" / "pie_driver_sglang"
+PACKAGE: Final = ROOT.name
+TREES: Final = {
+    ".".join((PACKAGE, *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(
+        ".__init__"
+    ): ast.parse(path.read_text(encoding="utf-8"))
+    for path in sorted(ROOT.rglob("*.py"))
+}
+
+#: Public names that several modules may define, and why.
+SHARED_NAMES: Final = {
+    "NAME": "each plugin of SGLang has a name",
+    "T": "a type variable",
+    "logger": "a logger for each module",
+    "main": "a program's entry point",
+    "register": "a plugin's entry point",
+    "run": "what a program does after its arguments are read",
+}
+
+#: What a room may import besides Python's own library, itself and `errors`.
+ROOMS: Final[Mapping[str, frozenset[str]]] = {
+    "config": frozenset({"msgspec"}),
+    "memory": frozenset({"psutil"}),
+    "checkpoint": frozenset({"memory", "numpy"}),
+    "kernels": frozenset({"torch", "triton"}),
+    "sampling": frozenset({"kernels", "torch"}),
+}
+
+
+def public_names(tree: ast.Module) -> Iterator[str]:
+    for statement in tree.body:
+        targets: list[ast.expr] = []
+        if isinstance(statement, ast.FunctionDef | ast.ClassDef):
+            yield from [statement.name] * (not statement.name.startswith("_"))
+        elif isinstance(statement, ast.Assign):
+            targets = statement.targets
+        elif isinstance(statement, ast.AnnAssign):
+            targets = [statement.target]
+        for target in targets:
+            if isinstance(target, ast.Name) and not target.id.startswith("_"):
+                yield target.id
+
+
+def imports(tree: ast.AST, *, lazy: bool) -> Iterator[str]:
+    """The absolute names that a module imports; with `lazy` those of functions, too.
+
+    What is imported for type checkers only is left out.
+    """
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.module is not None
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                yield inner if inner in TREES else node.module
+        elif isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            continue
+        elif lazy or not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield from imports(node, lazy=lazy)
+
+
+def test_no_two_modules_define_one_name() -> None:
+    places = defaultdict(list)
+    for module, tree in TREES.items():
+        for name in set(public_names(tree)):
+            places[name].append(module)
+    shared = {name: modules for name, modules in places.items() if len(modules) > 1}
+    assert shared.keys() - SHARED_NAMES.keys() == set(), shared
+    assert SHARED_NAMES.keys() <= shared.keys(), "allowed, but not needed"
+
+
+def test_no_imports_in_a_circle() -> None:
+    edges = {
+        module: {name for name in imports(tree, lazy=False) if name in TREES} - {module}
+        for module, tree in TREES.items()
+    }
+    done: set[str] = set()
+
+    def visit(module: str, path: tuple[str, ...]) -> None:
+        assert module not in path, " imports ".join((*path, module))
+        if module not in done:
+            for other in sorted(edges[module]):
+                visit(other, (*path, module))
+            done.add(module)
+
+    for module in edges:
+        visit(module, ())
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_imports_what_it_may(room: str) -> None:
+    found = set()
+    for module, tree in TREES.items():
+        if module.startswith(f"{PACKAGE}.{room}"):
+            found |= set(imports(tree, lazy=True))
+    parts = (name.split(".") for name in found)
+    top = {part[1] if part[0] == PACKAGE and len(part) > 1 else part[0] for part in parts}
+    assert top - sys.stdlib_module_names - {room, "errors"} <= ROOMS[room]
+
+
+def test_sglang_is_imported_in_its_room_alone() -> None:
+    for module, tree in TREES.items():
+        names = {name.partition(".")[0] for name in imports(tree, lazy=True)}
+        assert "sglang" not in names or module.startswith(f"{PACKAGE}.srt."), module
+
+
+def test_every_package_says_what_it_is() -> None:
+    for path in Path(ROOT).rglob("__init__.py"):
+        name = ".".join((PACKAGE, *path.parent.relative_to(ROOT).parts))
+        text = ast.get_docstring(TREES[name]) or ""
+        assert len(text.splitlines()) >= 3, f"{name}: a line, then a paragraph"
