@@ -51,6 +51,19 @@ def load(
         connection.send((engine.plan, loaded, _storages(keys // 2)))
 
 
+def send_sizes(snapshots: list[str], connection: Connection, stderr: str) -> None:
+    """Sends the sizes of each model on one rank, as a start finds them."""
+    drivers.redirect_output(stderr)
+    from pie_driver_sglang.srt import measure
+
+    found = []
+    for snapshot in snapshots:
+        args, model_config = _configured(snapshot, 1)
+        found.append(measure.sizes_of(_config(snapshot), model_config, args))
+    with connection:
+        connection.send(found)
+
+
 def count_tokens(snapshots: list[str], connection: Connection, stderr: str) -> None:
     """Sends what a token of KV takes in each model on one rank and two, and its state.
 
@@ -117,27 +130,13 @@ def _count_token(snapshot: str, ranks: int) -> tuple[int, int, int]:
 
     import torch
     from sglang.srt.configs.hybrid_arch import mambaish_config
-    from sglang.srt.configs.model_config import AttentionArch, ModelConfig
+    from sglang.srt.configs.model_config import AttentionArch
     from sglang.srt.model_executor.pool_configurator import DefaultPoolConfigurator
-    from sglang.srt.runtime_context import get_parallel, publish
-    from sglang.srt.server_args import ServerArgs
+    from sglang.srt.runtime_context import get_parallel
 
     from pie_driver_sglang.srt import measure
 
-    args = ServerArgs(
-        model_path=snapshot,
-        device="cpu",
-        dtype="bfloat16",
-        attention_backend="triton",
-        disable_cuda_graph=True,
-        disable_radix_cache=True,
-        disable_hybrid_swa_memory=True,
-        disable_overlap_schedule=True,
-        skip_tokenizer_init=True,
-        tp_size=ranks,
-    )
-    publish(args, role="scheduler")
-    model_config = ModelConfig.from_server_args(args)
+    args, model_config = _configured(snapshot, ranks)
     recurrent = mambaish_config(model_config)
     layers = model_config.num_hidden_layers
     theirs: Any = SimpleNamespace(
@@ -156,6 +155,29 @@ def _count_token(snapshot: str, ranks: int) -> tuple[int, int, int]:
     sizes = measure.sizes_of(_config(snapshot), model_config, args)
     assert (sizes.state_bytes > 0) == (recurrent is not None)
     return sizes.token_bytes.of_rank(ranks), cell, sizes.state_bytes
+
+
+def _configured(snapshot: str, ranks: int) -> tuple[Any, Any]:
+    """SGLang's arguments and configuration for a model."""
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.runtime_context import publish
+    from sglang.srt.server_args import ServerArgs
+
+    args = ServerArgs(
+        model_path=snapshot,
+        device="cpu",
+        dtype="bfloat16",
+        attention_backend="triton",
+        disable_cuda_graph=True,
+        disable_radix_cache=True,
+        disable_hybrid_swa_memory=True,
+        disable_overlap_schedule=True,
+        skip_tokenizer_init=True,
+        tp_size=ranks,
+    )
+    publish(args, role="scheduler")
+    model_config = ModelConfig.from_server_args(args)
+    return args, model_config
 
 
 def _config(snapshot: str) -> Any:

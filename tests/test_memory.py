@@ -16,7 +16,11 @@ import drivers
 import memory_process
 import tiny_models
 from drivers import StartFailedError, write_config
-from pie_driver_sglang.errors import StartError
+from pie_driver_sglang.cli.model_sizes import model_of, read_shape, read_weights
+from pie_driver_sglang.config.hf_config import load_hf_config
+from pie_driver_sglang.config.option_checks import parse_options
+from pie_driver_sglang.errors import ConfigError, StartError
+from pie_driver_sglang.memory.types import ModelSizes
 
 PAGE = 16
 GPU_FREE = 1536 << 20
@@ -145,6 +149,31 @@ def test_tokens_take_what_sglang_counts(models_folder: Path, tmp_path: Path) -> 
         for ours, theirs, state in counts:
             assert ours == theirs, name
             assert (state > 0) == (name == "Qwen3-Next"), name
+
+
+def test_a_plan_without_sglang_finds_the_same_sizes(models_folder: Path, tmp_path: Path) -> None:
+    folders = [architectures.build(name, models_folder) for name in architectures.ARCHITECTURES]
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    log = tmp_path / "log"
+    arguments = ([str(folder) for folder in folders], sender, str(log))
+    process = drivers.fork_call(memory_process.send_sizes, arguments)
+    found = _received(receiver, sender, process, log)
+    planned, wrong = 0, []
+    for folder, theirs in zip(folders, found, strict=True):
+        hf_config = load_hf_config(folder)
+        if theirs.state_bytes:
+            with pytest.raises(ConfigError, match="recurrent state"):
+                read_shape(hf_config)
+            continue
+        options = parse_options({}, "cpu")
+        shape = read_shape(hf_config)
+        weights = read_weights(folder, shape, hf_config, options, "bfloat16")
+        ours = model_of(shape, weights.parts, options, hf_config, "bfloat16", on_host=True)
+        pairs = zip(ModelSizes._fields, ours, theirs, strict=True)
+        wrong += [(folder.name, *pair) for pair in pairs if pair[1] != pair[2]]
+        planned += 1
+    assert not wrong
+    assert planned >= 30
 
 
 def test_a_start_prints_its_plan_and_what_became_of_it(llama_driver: drivers.Driver) -> None:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from pie_driver_sglang.config.file import DriverConfig, load_config
     from pie_driver_sglang.config.options import DriverOptions
     from pie_driver_sglang.errors import ConfigError, DriverError, StartError
+    from pie_driver_sglang.offline.engine import Engine
     from pie_driver_sglang.pie.handshake import Capabilities, Handshake
 
 __version__ = "0.1.0"
@@ -23,6 +24,7 @@ __all__ = [
     "DriverConfig",
     "DriverError",
     "DriverOptions",
+    "Engine",
     "Handshake",
     "PagePool",
     "RadixIndex",
@@ -41,6 +43,7 @@ def __getattr__(name: str) -> "Any":
         "DriverConfig": "config.file",
         "DriverError": "errors",
         "DriverOptions": "config.options",
+        "Engine": "offline.engine",
         "Handshake": "pie.handshake",
         "PagePool": "_core",
         "RadixIndex": "_core",

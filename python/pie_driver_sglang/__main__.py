@@ -1,4 +1,7 @@
-"""`python -m pie_driver_sglang`: the driver process, as the Pie runtime starts it."""
+"""`python -m pie_driver_sglang`: the driver process, as the Pie runtime starts it.
+
+With a word instead of `--config` it is the command `pie-sglang`.
+"""
 
 # `python -m` puts the working directory, which is the runtime's, in front of all libraries: a
 # `logging.py` there would be imported, and run. What is imported up to here is built into Python.
@@ -15,6 +18,11 @@ if __name__ == "__main__":
             pass
     # For the interpreters that libraries start.
     os.environ["PYTHONSAFEPATH"] = "1"
+
+    if len(sys.argv) > 1 and (sys.argv[1][:1] != "-" or sys.argv[1] == "--version"):
+        from pie_driver_sglang.cli.program import main as run_command
+
+        raise SystemExit(run_command())
 
     import signal
 

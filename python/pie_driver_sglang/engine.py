@@ -1,4 +1,4 @@
-"""The door between a serving loop and a loaded model: :class:`Engine` and its :class:`Facts`."""
+"""The door between a serving loop and a loaded model: `ModelEngine` and its `Facts`."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Facts(NamedTuple):
     """Bytes of one such slot."""
 
 
-class Engine(Protocol):
+class ModelEngine(Protocol):
     """A loaded model with its KV pool.
 
     **Thread.** All calls come from the serving thread, one at a time. The callback of

@@ -72,6 +72,8 @@ _CONTEXT_KEYS: Final = (
     "max_seq_len",
     "model_max_length",
     "max_position_embeddings",
+    # What GPT-2's generation calls it; transformers gives it the name above.
+    "n_positions",
 )
 _DEFAULT_CONTEXT: Final = 2048
 

@@ -138,9 +138,37 @@ def load_config(path: Path) -> DriverConfig:
     Raises:
         ConfigError: The file, a value in it or the snapshot is wrong.
     """
-    table = _decode(path, _read(path))
-    driver = _check_driver(table.driver)
-    model = _check_model(table.model)
+    return parse_config(read_table(path))
+
+
+def read_table(path: Path) -> dict[str, Any]:
+    """Read a TOML file.
+
+    Raises:
+        ConfigError: It cannot be read, or is no TOML.
+    """
+    data = _read(path)
+    try:
+        table: dict[str, Any] = msgspec.toml.decode(data.decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:  # msgspec's own errors are ValueErrors.
+        raise ConfigError(
+            f"configuration file {quoted(str(path))} is not valid TOML: {reason(error)}", _BY_HAND
+        ) from error
+    return table
+
+
+def parse_config(table: Mapping[str, Any]) -> DriverConfig:
+    """Check what a configuration file holds, and the model's snapshot.
+
+    Args:
+        table: The sections `model` and `driver`.
+
+    Raises:
+        ConfigError: A value in it or the snapshot is wrong.
+    """
+    file = _convert(table)
+    driver = _check_driver(file.driver)
+    model = _check_model(file.model)
     hf_config = load_hf_config(model.snapshot_dir)
     check_hf_config(hf_config, driver.options, driver.tensor_parallel_size)
     load_format = driver.options.server_args.get("load_format", "auto")
@@ -170,13 +198,7 @@ def _read(path: Path) -> bytes:
     return data
 
 
-def _decode(path: Path, data: bytes) -> _File:
-    try:
-        table = msgspec.toml.decode(data.decode("utf-8-sig"))
-    except (ValueError, RecursionError) as error:  # msgspec's own errors are ValueErrors.
-        raise ConfigError(
-            f"configuration file {quoted(str(path))} is not valid TOML: {reason(error)}", _BY_HAND
-        ) from error
+def _convert(table: Mapping[str, Any]) -> _File:
     try:
         checked = msgspec.convert(table, _File)
     except (ValueError, OverflowError) as error:

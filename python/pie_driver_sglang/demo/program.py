@@ -47,6 +47,9 @@ _STAGGER: Final = 4
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the demo.
 
+    Args:
+        argv: The arguments after the program's name; None for the process's own.
+
     Returns:
         0, 1 after an error, 130 after Ctrl-C.
     """
@@ -169,7 +172,7 @@ def _devices(text: str) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m pie_driver_sglang.demo",
+        prog="pie-sglang demo",
         description="Serves several prompts at once, from the ring to the text on the terminal.",
     )
     add = parser.add_argument

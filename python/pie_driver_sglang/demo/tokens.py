@@ -8,6 +8,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
+from pie_driver_sglang.checkpoint.hub_cache import cached_snapshot
 from pie_driver_sglang.errors import ConfigError
 
 #: What models call the end of their turn, besides the ids in their configuration.
@@ -68,22 +69,12 @@ def find_model(folder: Path) -> Path:
     Raises:
         ConfigError: The folder or its tokenizer does not exist.
     """
-    folder = folder if folder.is_dir() else _cached(str(folder)) or folder
+    folder = folder if folder.is_dir() else cached_snapshot(str(folder)) or folder
     if not folder.is_dir():
         raise ConfigError(f"there is no model folder {str(folder)!r}", _DOWNLOAD)
     if not (folder / "tokenizer.json").is_file():
         raise ConfigError(f"the model folder {str(folder)!r} has no tokenizer.json", _DOWNLOAD)
     return folder
-
-
-def _cached(repository: str) -> Path | None:
-    """The snapshot of a downloaded repository."""
-    package: Any = import_module("huggingface_hub")
-    try:
-        path = package.try_to_load_from_cache(repository, "config.json")
-    except package.errors.HFValidationError:  # It is no repository's name.
-        return None
-    return Path(path).parent if isinstance(path, str) else None
 
 
 def _configured_ends(folder: Path) -> frozenset[int]:

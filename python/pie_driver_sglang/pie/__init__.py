@@ -3,5 +3,5 @@
 `launch.py` is the start: configuration, region, model, warm-up, handshake (`handshake.py`). Then
 `serve.py` runs the batches, copies and adapter loads (`loads.py`) that need Python, until SIGTERM.
 `failures.py` decides whether the driver goes on after an exception, and `trace.py` records steps.
-Knows an `Engine` (`engine.py`), and no type of SGLang.
+Knows a `ModelEngine` (`engine.py`), and no type of SGLang.
 """

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 from pie_driver_sglang.errors import LostError
 
 if TYPE_CHECKING:
-    from pie_driver_sglang.engine import Engine
+    from pie_driver_sglang.engine import ModelEngine
 
 logger = logging.getLogger(__name__)
 
 
-def go_on(engine: Engine, error: Exception, kind: str, text: str, *arguments: object) -> None:
+def go_on(engine: ModelEngine, error: Exception, kind: str, text: str, *arguments: object) -> None:
     """Logs a failed call whose request has been answered; raises if the engine cannot go on.
 
     Args:

@@ -39,7 +39,7 @@ from pie_driver_sglang.srt.start import load_rank
 from pie_driver_sglang.srt.version import check_versions
 
 if TYPE_CHECKING:
-    from pie_driver_sglang.engine import Engine, Facts
+    from pie_driver_sglang.engine import Facts, ModelEngine
 
 logger = logging.getLogger(__name__)
 
@@ -259,11 +259,11 @@ def _workers(
         yield workers
 
 
-def _start(config: DriverConfig, server: _core.Server, workers: Workers | None) -> Engine:
+def _start(config: DriverConfig, server: _core.Server, workers: Workers | None) -> ModelEngine:
     """Loads the model and runs every kind of pass once."""
     driver = config.driver
     planner, own = load_rank(config, ALONE if workers is None else workers.rank)
-    engine: Engine = own if workers is None else LeadingEngine(own, workers.broadcast)
+    engine: ModelEngine = own if workers is None else LeadingEngine(own, workers.broadcast)
     server.serve(
         planner,
         engine.block.data,

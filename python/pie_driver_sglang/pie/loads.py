@@ -16,7 +16,7 @@ from pie_driver_sglang.pie.failures import go_on
 
 if TYPE_CHECKING:
     from pie_driver_sglang._core import Load
-    from pie_driver_sglang.engine import Engine
+    from pie_driver_sglang.engine import ModelEngine
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ class Loads:
     for the answer to the former one.
     """
 
-    def __init__(self, engine: Engine, wake: Callable[[], object]) -> None:
+    def __init__(self, engine: ModelEngine, wake: Callable[[], object]) -> None:
         """Starts without loads.
 
         Args:

@@ -14,13 +14,13 @@ from pie_driver_sglang.pie.failures import go_on
 from pie_driver_sglang.pie.loads import STATUS_FAILED, STATUS_OK, Loads
 
 if TYPE_CHECKING:
-    from pie_driver_sglang.engine import Engine, Facts
+    from pie_driver_sglang.engine import Facts, ModelEngine
     from pie_driver_sglang.pie.trace import Trace
 
 logger = logging.getLogger(__name__)
 
 
-def serve(server: _core.Server, engine: Engine, trace: Trace | None) -> None:
+def serve(server: _core.Server, engine: ModelEngine, trace: Trace | None) -> None:
     """Serves until the server is stopped.
 
     A failed request is aborted. The loop goes on as long as the engine can.
@@ -42,7 +42,7 @@ def serve(server: _core.Server, engine: Engine, trace: Trace | None) -> None:
                 _trace_step(work, trace)
 
 
-def warm_up(server: _core.Server, engine: Engine) -> None:
+def warm_up(server: _core.Server, engine: ModelEngine) -> None:
     """Runs every kind of pass, sampler and copy once, so that no request waits for first use.
 
     They write to the first pages of the pools, which are still free.
@@ -73,7 +73,7 @@ class Times(NamedTuple):
     """Of both: waiting for the device."""
 
 
-def run_batch(batch: _core.Batch, engine: Engine) -> Times:
+def run_batch(batch: _core.Batch, engine: ModelEngine) -> Times:
     """Runs every pass of a batch and samples its slots."""
     # Drop the times of a failed batch or of the warm-up.
     engine.take_waits()
@@ -99,7 +99,7 @@ def run_batch(batch: _core.Batch, engine: Engine) -> Times:
     return Times(forward_ns, sample_ns, *engine.take_waits())
 
 
-def _serve_batch(batch: _core.Batch, engine: Engine, trace: Trace | None) -> None:
+def _serve_batch(batch: _core.Batch, engine: ModelEngine, trace: Trace | None) -> None:
     # Read first: an answered batch has no counts any more.
     requests, tokens = batch.requests, batch.tokens
     try:
@@ -137,7 +137,7 @@ def _trace_step(step: _core.Step, trace: Trace) -> None:
     trace.step(step.received_ns, phases, requests=step.requests, tokens=step.tokens)
 
 
-def _serve_copy(copy: _core.Copy, engine: Engine) -> None:
+def _serve_copy(copy: _core.Copy, engine: ModelEngine) -> None:
     try:
         for sources, targets in copy.groups():
             if copy.states:
@@ -152,7 +152,7 @@ def _serve_copy(copy: _core.Copy, engine: Engine) -> None:
         copy.commit(STATUS_OK)
 
 
-def _rehearse(server: _core.Server, engine: Engine, adapter_id: int | None) -> None:
+def _rehearse(server: _core.Server, engine: ModelEngine, adapter_id: int | None) -> None:
     facts = engine.facts
     for requests in _rehearsals(facts, adapter_id):
         batch = server.rehearse(_core.encode_forward(requests))

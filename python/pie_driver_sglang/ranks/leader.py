@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class LeadingEngine:
-    """Implements :class:`pie_driver_sglang.engine.Engine` on all ranks at once.
+    """Implements :class:`pie_driver_sglang.engine.ModelEngine` on all ranks at once.
 
     Each call is broadcast to the other ranks before this rank's engine runs it, so all ranks run it
     at the same time. Only this rank samples.
@@ -58,7 +58,7 @@ class LeadingEngine:
 
     @property
     def block(self) -> npt.NDArray[np.uint8]:
-        """This rank's block; see :attr:`pie_driver_sglang.engine.Engine.block`."""
+        """This rank's block; see :attr:`pie_driver_sglang.engine.ModelEngine.block`."""
         return self._engine.block
 
     def make_lane(self) -> Lane | None:
@@ -69,7 +69,7 @@ class LeadingEngine:
         return lane
 
     def forward(self, batch: Pass) -> None:
-        """Runs the pass; see :meth:`pie_driver_sglang.engine.Engine.forward`."""
+        """Runs the pass; see :meth:`pie_driver_sglang.engine.ModelEngine.forward`."""
         self._broadcast.send_block(self.block.data, self._engine.pass_bytes(batch))
         command = Forward.of(batch, self._cut)
         self._cut = [span.number for span in command.spans if span.continues]
@@ -77,30 +77,30 @@ class LeadingEngine:
             self._engine.forward(batch)
 
     def sample(self, group: SlotGroup) -> Outputs:
-        """Computes the group; see :meth:`pie_driver_sglang.engine.Engine.sample`."""
+        """Computes the group; see :meth:`pie_driver_sglang.engine.ModelEngine.sample`."""
         self._broadcast.send_block(self.block.data, self._engine.slot_bytes)
         with self._together(Logits(len(group))):
             logits = self._engine.slot_logits(group)
         return self._engine.sample_logits(group, logits)
 
     def take_waits(self) -> tuple[int, int]:
-        """This rank's times; see :meth:`pie_driver_sglang.engine.Engine.take_waits`."""
+        """This rank's times; see :meth:`pie_driver_sglang.engine.ModelEngine.take_waits`."""
         return self._engine.take_waits()
 
     def copy_pages(self, direction: str, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copies each rank's part; see :meth:`pie_driver_sglang.engine.Engine.copy_pages`."""
+        """Copies each rank's part; see :meth:`pie_driver_sglang.engine.ModelEngine.copy_pages`."""
         with self._together(CopyPages(direction, sources, targets)):
             self._engine.copy_pages(direction, sources, targets)
 
     def copy_states(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copies each rank's part; see :meth:`pie_driver_sglang.engine.Engine.copy_states`."""
+        """Copies each rank's part; see :meth:`pie_driver_sglang.engine.ModelEngine.copy_states`."""
         with self._together(CopyStates(sources, targets)):
             self._engine.copy_states(sources, targets)
 
     def begin_load(
         self, number: int, adapter_id: int, path: str, done: Callable[[], object]
     ) -> None:
-        """Reads it on all ranks; see :meth:`pie_driver_sglang.engine.Engine.begin_load`.
+        """Reads it on all ranks; see :meth:`pie_driver_sglang.engine.ModelEngine.begin_load`.
 
         It is done when all of them have read it.
         """
@@ -108,27 +108,27 @@ class LeadingEngine:
             self._engine.begin_load(number, adapter_id, path, done)
 
     def finish_load(self, number: int) -> None:
-        """On all ranks or on none; see :meth:`pie_driver_sglang.engine.Engine.finish_load`."""
+        """On all ranks or on none; see :meth:`pie_driver_sglang.engine.ModelEngine.finish_load`."""
         with self._together(FinishLoad(number)):
             self._engine.finish_load(number)
 
     def discard_load(self, number: int) -> None:
-        """On all ranks; see :meth:`pie_driver_sglang.engine.Engine.discard_load`."""
+        """On all ranks; see :meth:`pie_driver_sglang.engine.ModelEngine.discard_load`."""
         with self._together(DiscardLoad(number)):
             self._engine.discard_load(number)
 
     def fetch_adapters(self, adapter_ids: Sequence[int]) -> dict[int, str]:
-        """Fetches them on all ranks; see :meth:`pie_driver_sglang.engine.Engine.fetch_adapters`."""
+        """On all ranks; see :meth:`pie_driver_sglang.engine.ModelEngine.fetch_adapters`."""
         with self._together(FetchAdapters(adapter_ids)):
             return self._engine.fetch_adapters(adapter_ids)
 
     def load_rehearsal_adapter(self) -> None:
-        """On all ranks; see :meth:`pie_driver_sglang.engine.Engine.load_rehearsal_adapter`."""
+        """On all ranks; see :meth:`pie_driver_sglang.engine.ModelEngine.load_rehearsal_adapter`."""
         with self._together(LoadRehearsalAdapter()):
             self._engine.load_rehearsal_adapter()
 
     def drop_rehearsal_adapter(self) -> None:
-        """On all ranks; see :meth:`pie_driver_sglang.engine.Engine.drop_rehearsal_adapter`."""
+        """On all ranks; see :meth:`pie_driver_sglang.engine.ModelEngine.drop_rehearsal_adapter`."""
         with self._together(DropRehearsalAdapter()):
             self._engine.drop_rehearsal_adapter()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from pie_driver_sglang.engine import Engine
+from pie_driver_sglang.engine import ModelEngine
 
 if TYPE_CHECKING:
     import torch
@@ -54,12 +54,12 @@ class Images(NamedTuple):
     positions: bytearray
 
 
-class RankEngine(Engine, Protocol):
+class RankEngine(ModelEngine, Protocol):
     """The engine of one rank of several.
 
     The leader calls it between a broadcast and the answer; every other rank calls it from the
     commands that it receives (`commands.py`). Threads, streams and errors are those of
-    :class:`~pie_driver_sglang.engine.Engine`. Calls that reduce or gather over ranks block the
+    :class:`~pie_driver_sglang.engine.ModelEngine`. Calls that reduce or gather over ranks block the
     device until all ranks have made them.
     """
 
@@ -86,5 +86,5 @@ class RankEngine(Engine, Protocol):
     def sample_logits(self, group: SlotGroup, logits: torch.Tensor) -> Outputs:
         """Samples the staged slots from their logits, on this rank alone.
 
-        Blocks as :meth:`~pie_driver_sglang.engine.Engine.sample` does; may change `logits`.
+        Blocks as :meth:`~pie_driver_sglang.engine.ModelEngine.sample` does; may change `logits`.
         """

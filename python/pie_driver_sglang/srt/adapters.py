@@ -107,18 +107,18 @@ class Adapters:
     def begin_load(
         self, number: int, adapter_id: int, path: str, done: Callable[[], object]
     ) -> None:
-        """Begins to read an adapter; see :meth:`pie_driver_sglang.engine.Engine.begin_load`."""
+        """Begins to read one; see :meth:`pie_driver_sglang.engine.ModelEngine.begin_load`."""
         # Named here, where all ranks do the same in the same order.
         uid = self._name(adapter_id)
         read = self._loader.submit(lambda: self._read(uid, path, group=self._aside), done)
         self._loading[number] = _Loading(adapter_id, read)
 
     def discard_load(self, number: int) -> None:
-        """Forgets a load; see :meth:`pie_driver_sglang.engine.Engine.discard_load`."""
+        """Forgets a load; see :meth:`pie_driver_sglang.engine.ModelEngine.discard_load`."""
         del self._loading[number]
 
     def finish_load(self, number: int) -> None:
-        """Makes an adapter usable; see :meth:`pie_driver_sglang.engine.Engine.finish_load`.
+        """Makes an adapter usable; see :meth:`pie_driver_sglang.engine.ModelEngine.finish_load`.
 
         Raises:
             AdapterError: It does not fit, and nothing has changed.

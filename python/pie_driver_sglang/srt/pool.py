@@ -108,7 +108,7 @@ class PagePools:
         return sum(buffer.numel() * buffer.itemsize for buffer in self._buffers)
 
     def copy(self, direction: str, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copies pages; see :meth:`pie_driver_sglang.engine.Engine.copy_pages`."""
+        """Copies pages; see :meth:`pie_driver_sglang.engine.ModelEngine.copy_pages`."""
         match direction:
             case "D2D":
                 self._copy_on_device(sources, targets)

@@ -65,7 +65,7 @@ class _Block:
 
 
 class SglangEngine:
-    """Implements :class:`pie_driver_sglang.engine.Engine`, or a rank's part of one."""
+    """Implements :class:`pie_driver_sglang.engine.ModelEngine`, or a rank's part of one."""
 
     recovers = True
 
@@ -113,11 +113,11 @@ class SglangEngine:
         divert(self.runner.model, self._keep_hidden)
 
     def find_loss(self) -> str | None:
-        """Asks the device; see :meth:`pie_driver_sglang.engine.Engine.find_loss`."""
+        """Asks the device; see :meth:`pie_driver_sglang.engine.ModelEngine.find_loss`."""
         return find_loss(self.plan.device.name)
 
     def make_lane(self) -> Lane | None:
-        """Makes the graph path; see :meth:`pie_driver_sglang.engine.Engine.make_lane`."""
+        """Makes the graph path; see :meth:`pie_driver_sglang.engine.ModelEngine.make_lane`."""
         return None if self.steps is None else self.steps.lane()
 
     def _keep_hidden(
@@ -133,7 +133,7 @@ class SglangEngine:
 
     @torch.inference_mode()
     def forward(self, batch: Pass | Forward) -> None:
-        """Runs the staged pass; see :meth:`pie_driver_sglang.engine.Engine.forward`."""
+        """Runs the staged pass; see :meth:`pie_driver_sglang.engine.ModelEngine.forward`."""
         self._upload_bytes(self.pass_bytes(batch))
         self.update_table(self._device["table_updates"][: 2 * batch.updates].view(-1, 2))
         self._hidden = None
@@ -185,7 +185,7 @@ class SglangEngine:
             self._row_adapters = None
 
     def sample(self, group: SlotGroup) -> Outputs:
-        """Computes the staged slot group; see :meth:`pie_driver_sglang.engine.Engine.sample`."""
+        """Computes the staged group; see :meth:`pie_driver_sglang.engine.ModelEngine.sample`."""
         return self.sample_logits(group, self.slot_logits(group))
 
     @torch.inference_mode()
@@ -232,7 +232,7 @@ class SglangEngine:
         return self._host.slots_end
 
     def take_waits(self) -> tuple[int, int]:
-        """Copy and wait times; see :meth:`pie_driver_sglang.engine.Engine.take_waits`."""
+        """Copy and wait times; see :meth:`pie_driver_sglang.engine.ModelEngine.take_waits`."""
         waits = (self._h2d_ns, self._sync_ns)
         self._h2d_ns = self._sync_ns = 0
         return waits
@@ -276,7 +276,7 @@ class SglangEngine:
 
     @torch.inference_mode()
     def copy_pages(self, direction: str, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copies pages; see :meth:`pie_driver_sglang.engine.Engine.copy_pages`."""
+        """Copies pages; see :meth:`pie_driver_sglang.engine.ModelEngine.copy_pages`."""
         self._pools.copy(direction, sources, targets)
 
     def measure_memory(self) -> Loaded:
@@ -295,27 +295,27 @@ class SglangEngine:
     def begin_load(
         self, number: int, adapter_id: int, path: str, done: Callable[[], object]
     ) -> None:
-        """Begins to read an adapter; see :meth:`pie_driver_sglang.engine.Engine.begin_load`."""
+        """Begins to read one; see :meth:`pie_driver_sglang.engine.ModelEngine.begin_load`."""
         self._with_adapters().begin_load(number, adapter_id, path, done)
 
     def finish_load(self, number: int) -> None:
-        """Makes it usable; see :meth:`pie_driver_sglang.engine.Engine.finish_load`."""
+        """Makes it usable; see :meth:`pie_driver_sglang.engine.ModelEngine.finish_load`."""
         self._with_adapters().finish_load(number)
 
     def discard_load(self, number: int) -> None:
-        """Forgets it; see :meth:`pie_driver_sglang.engine.Engine.discard_load`."""
+        """Forgets it; see :meth:`pie_driver_sglang.engine.ModelEngine.discard_load`."""
         self._with_adapters().discard_load(number)
 
     def fetch_adapters(self, adapter_ids: Sequence[int]) -> dict[int, str]:
-        """Fetches adapters; see :meth:`pie_driver_sglang.engine.Engine.fetch_adapters`."""
+        """Fetches adapters; see :meth:`pie_driver_sglang.engine.ModelEngine.fetch_adapters`."""
         return self._with_adapters().fetch(adapter_ids)
 
     def load_rehearsal_adapter(self) -> None:
-        """For warm-up; see :meth:`pie_driver_sglang.engine.Engine.load_rehearsal_adapter`."""
+        """For warm-up; see :meth:`pie_driver_sglang.engine.ModelEngine.load_rehearsal_adapter`."""
         self._with_adapters().load_rehearsal()
 
     def drop_rehearsal_adapter(self) -> None:
-        """After it; see :meth:`pie_driver_sglang.engine.Engine.drop_rehearsal_adapter`."""
+        """After it; see :meth:`pie_driver_sglang.engine.ModelEngine.drop_rehearsal_adapter`."""
         self._with_adapters().drop_rehearsal()
 
     def _with_adapters(self) -> Adapters:
@@ -325,7 +325,7 @@ class SglangEngine:
 
     @torch.inference_mode()
     def copy_states(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copies state; see :meth:`pie_driver_sglang.engine.Engine.copy_states`."""
+        """Copies state; see :meth:`pie_driver_sglang.engine.ModelEngine.copy_states`."""
         if self._states is None:
             raise RuntimeError("the model has no recurrent state")
         self._states.copy(sources, targets)

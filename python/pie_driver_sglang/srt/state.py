@@ -58,7 +58,7 @@ class StatePool:
             clear_states(self._table, fresh.to(self._rows.device))
 
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copies slots; see :meth:`pie_driver_sglang.engine.Engine.copy_states`."""
+        """Copies slots; see :meth:`pie_driver_sglang.engine.ModelEngine.copy_states`."""
         device = self._rows.device
         source, target = (torch.tensor(ids, device=device) + 1 for ids in (sources, targets))
         copy_states(self._table, source, target)

@@ -72,15 +72,15 @@ mod _core {
     #[pymodule_export]
     use crate::runtime::{Output, Runtime};
     #[pymodule_export]
-    use crate::server::Server;
+    use crate::server::{Server, region_bytes};
     #[pymodule_export]
     use crate::slot_group::SlotGroup;
     #[pymodule_export]
     use crate::step::{Step, Wake};
 }
 
-/// Facts about this build for bug reports: `version`, `profile`, `target`, and `commit`, which is empty unless the build was
-/// told by `PIE_DRIVER_COMMIT`, as `make` does it.
+/// Facts about this build for bug reports: `version`, `profile`, `target`, and `commit`, which is empty unless the environment
+/// variable `PIE_DRIVER_COMMIT` named it to the build.
 #[pyfunction]
 fn build_info() -> std::collections::BTreeMap<&'static str, &'static str> {
     let profile = if cfg!(debug_assertions) {
@@ -93,7 +93,10 @@ fn build_info() -> std::collections::BTreeMap<&'static str, &'static str> {
         ("version", env!("CARGO_PKG_VERSION")),
         ("profile", profile),
         ("target", target),
-        ("commit", option_env!("PIE_DRIVER_COMMIT").unwrap_or_default()),
+        (
+            "commit",
+            option_env!("PIE_DRIVER_COMMIT").unwrap_or_default(),
+        ),
     ]
     .into()
 }

@@ -534,7 +534,10 @@ impl Match {
         let held = self.held.swap(false, Ordering::Relaxed);
         let index = self.index.as_ref().filter(|_| held);
         let index = index.ok_or_else(|| PyRuntimeError::new_err("this match holds no lock"))?;
-        index.borrow_mut(py).unlock(NodeNumber(self.found.node)).map(drop)
+        index
+            .borrow_mut(py)
+            .unlock(NodeNumber(self.found.node))
+            .map(drop)
     }
 
     fn __enter__(slf: Py<Self>) -> Py<Self> {

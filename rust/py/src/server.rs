@@ -259,6 +259,21 @@ fn fit(layout: RegionLayout, min_request_bytes: usize) -> Result<RegionLayout, L
     RegionLayout::new(slots, clamp(request), clamp(layout.response_capacity()))
 }
 
+/// Bytes of `/dev/shm` that a region takes.
+///
+/// Args:
+///     min_request_bytes: As for `Server`.
+///
+/// Raises:
+///     RingError: A region cannot be as large.
+#[pyfunction]
+#[pyo3(signature = (min_request_bytes = 0))]
+pub(crate) fn region_bytes(min_request_bytes: usize) -> PyResult<usize> {
+    fit(RegionLayout::default(), min_request_bytes)
+        .map(|layout| layout.total_bytes())
+        .map_err(|error| from_ring(error))
+}
+
 fn not_serving() -> PyErr {
     PyRuntimeError::new_err("call serve() first")
 }

@@ -467,7 +467,10 @@ mod tests {
             &[u32::MAX - 1, 4],
         ] {
             let mask = all_but(forbidden);
-            assert_eq!(pie_wire::brle::total(&mask.buffer), mask.total_size);
+            assert_eq!(
+                mask.buffer.iter().map(|&run| u64::from(run)).sum::<u64>(),
+                mask.total_size
+            );
             let allowed: Vec<_> = pie_wire::brle::true_ranges(&mask.buffer, 12).collect();
             for token in 0..12 {
                 let found = allowed.iter().any(|range| range.contains(&token));

@@ -156,9 +156,7 @@ fn serve(group: i64, behaviour: Behaviour, start: u32) {
                     reply(response, &mut answer)
                 }
             }
-            Payload::Health | Payload::Adapter(_) => {
-                status(2, &mut answer)
-            }
+            Payload::Health | Payload::Adapter(_) => status(2, &mut answer),
         };
         let _ = lease.reply(&answer[..length]).unwrap();
     }

@@ -1,0 +1,128 @@
+"""What the commands that generate have in common: the options of the engine, and its start."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import pie_driver_sglang
+from pie_driver_sglang.cli.plan import parse_option
+from pie_driver_sglang.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pie_driver_sglang.offline.engine import Engine
+
+
+def add_engine_options(parser: argparse.ArgumentParser) -> None:
+    """The model, where it runs, and how it samples."""
+    engine = parser.add_argument_group("engine")
+    engine.add_argument(
+        "--model",
+        help="folder, or a repository in the Hugging Face cache (default: models/pocket in a clone "
+        "of this repository)",
+    )
+    engine.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda if there is a GPU")
+    engine.add_argument("--tp", type=int, metavar="N", help="GPUs that share the model")
+    engine.add_argument("--dp", type=int, metavar="N", help="replicas of the model")
+    engine.add_argument(
+        "--option",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="any argument of `pie_driver_sglang.Engine`; may be given several times",
+    )
+    engine.add_argument("--log", metavar="FILE", help="append the drivers' log to a file")
+    sampling = parser.add_argument_group("sampling")
+    add = sampling.add_argument
+    add("--max-new-tokens", type=int, metavar="N", help="most tokens of an answer")
+    add("--temperature", type=float, metavar="T", help="0 for the most probable token")
+    add("--top-p", type=float, metavar="P", help="probability mass kept")
+    add("--top-k", type=int, metavar="K", help="tokens kept")
+    add("--min-p", type=float, metavar="P", help="share of the largest probability that is kept")
+    add(
+        "--stop", action="append", metavar="TEXT", help="ends an answer; may be given several times"
+    )
+    add("--ignore-eos", action="store_true", help="go on to the most tokens")
+
+
+def sampling_of(options: argparse.Namespace, **defaults: Any) -> dict[str, Any]:
+    """The sampling parameters that were given, and the defaults of the others."""
+    names = ("max_new_tokens", "temperature", "top_p", "top_k", "min_p", "stop")
+    given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    return {**defaults, **given, **({"ignore_eos": True} if options.ignore_eos else {})}
+
+
+def default_model(name: str | None) -> str:
+    """The model that was named, or the one in the repository.
+
+    Raises:
+        ConfigError: None was named, and this is no clone of the repository.
+    """
+    if name is not None:
+        return name
+    root = Path(pie_driver_sglang.__file__).parents[2]
+    folders = (Path("models/pocket"), root / "models" / "pocket")
+    found = next((folder for folder in folders if folder.is_dir()), None)
+    if found is None:
+        raise ConfigError(
+            "no model is named, and `models/pocket` is not here",
+            "pass `--model` with a folder or a cached repository",
+        )
+    return str(found)
+
+
+@contextmanager
+def started(options: argparse.Namespace) -> Iterator[Engine]:
+    """An engine for the options, stopped at the end; its start is shown on stderr."""
+    from pie_driver_sglang.offline.engine import Engine
+
+    arguments = {
+        "model_path": default_model(options.model),
+        "device": options.device,
+        "tp_size": options.tp,
+        "dp_size": options.dp,
+        "log_file": options.log,
+        **dict(map(parse_option, options.option)),
+    }
+    with LoadingLine(arguments["model_path"]) as loading:
+        engine = Engine(on_start=loading, **arguments)
+    with engine:
+        yield engine
+
+
+class LoadingLine:
+    """Shows that the drivers load: in one line on a terminal, else by new lines of their log."""
+
+    def __init__(self, model: str) -> None:
+        """Show it for a model."""
+        self._model = model
+        self._line = ""
+        self._is_terminal = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+
+    def __call__(self, seconds: float, line: str) -> None:
+        """Take what the drivers have logged last; an empty line for nothing new."""
+        self._line = line or self._line
+        if self._is_terminal:
+            text = f"loading {self._model}: {seconds:.0f} s  {self._line}"
+            width = os.get_terminal_size(2).columns - 1
+            self._write(f"\r\x1b[K{text[:width]}")
+        elif line:
+            self._write(f"{line}\n")
+
+    def __enter__(self) -> Self:
+        """Return itself, for the engine to call."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Clear the line."""
+        if self._is_terminal:
+            self._write("\r\x1b[K")
+
+    def _write(self, text: str) -> None:
+        sys.stderr.write(text)
+        sys.stderr.flush()

@@ -1,0 +1,230 @@
+"""`pie-sglang generate`: answers for prompts from the command line, a file or a pipe, as JSONL."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
+
+from pie_driver_sglang.cli.engine_options import add_engine_options, sampling_of, started
+from pie_driver_sglang.errors import ConfigError, quoted, reason
+
+if TYPE_CHECKING:
+    from pie_driver_sglang.offline.engine import Engine
+
+
+class Prompt(NamedTuple):
+    """One line of the input.
+
+    Attributes:
+        text: The prompt; None where there are tokens.
+        tokens: The prompt's tokens; None where there is text.
+        sampling: Parameters of this prompt alone.
+        others: Fields that are copied to the answer.
+    """
+
+    text: str | None
+    tokens: list[int] | None
+    sampling: dict[str, Any]
+    others: dict[str, Any]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the command and returns its exit status."""
+    options = _parser().parse_args(arguments)
+    prompts = list(read_prompts(options.prompts, options.file, sys.stdin))
+    if not prompts:
+        raise ConfigError("there are no prompts", "pass some, a `--file`, or lines on stdin")
+    defaults = sampling_of(options)
+    with _opened(options.output) as output, started(options) as engine:
+        if options.chat:
+            prompts = [_as_chat(engine, prompt) for prompt in prompts]
+        summary = answer(engine, prompts, defaults, output)
+    sys.stderr.write(f"{summary}\n")
+    return 0
+
+
+def answer(
+    engine: Engine, prompts: Sequence[Prompt], defaults: dict[str, Any], output: TextIO
+) -> str:
+    """Writes a line for each answer as soon as it has ended.
+
+    Returns:
+        A summary in one line.
+    """
+    samplings = [{**defaults, **prompt.sampling} for prompt in prompts]
+    counts = [sampling.get("n") or 1 for sampling in samplings]
+    owners = [index for index, count in enumerate(counts) for _ in range(count)]
+    tokens = _tokenized(engine, prompts)
+    begun = time.monotonic()
+    progress = Progress(len(owners), begun)
+    for found in engine.as_completed(input_ids=tokens, sampling_params=samplings):
+        index = owners[found["index"]]
+        sample = found["index"] - owners.index(index)
+        line = _line(index, sample if counts[index] > 1 else None, prompts[index], found)
+        output.write(json.dumps(line, ensure_ascii=False) + "\n")
+        output.flush()
+        progress.add(found["meta_info"])
+    progress.close()
+    return progress.summary(time.monotonic())
+
+
+class Progress:
+    """A bar on stderr, and the figures for it."""
+
+    def __init__(self, total: int, begun: float) -> None:
+        """Begin.
+
+        Args:
+            total: Answers that will come.
+            begun: `time.monotonic()`.
+        """
+        # It comes with SGLang.
+        from tqdm import tqdm
+
+        self._begun = begun
+        self._prompt = self._cached = self._output = 0
+        # None: no bar where stderr is no terminal.
+        self._bar: Any = tqdm(total=total, unit=" answers", disable=None, file=sys.stderr)
+
+    def add(self, meta: dict[str, Any]) -> None:
+        """Count an answer by its `meta_info`."""
+        self._prompt += meta["prompt_tokens"]
+        self._cached += meta["cached_tokens"]
+        self._output += meta["completion_tokens"]
+        rate = self._output / max(1e-9, time.monotonic() - self._begun)
+        self._bar.set_postfix_str(f"{rate:,.0f} tok/s, {self._hits():.0%} cached", refresh=False)
+        self._bar.update()
+
+    def close(self) -> None:
+        """Leave the bar as it is."""
+        self._bar.close()
+
+    def summary(self, now: float) -> str:
+        """What was done, in one line."""
+        seconds = max(1e-9, now - self._begun)
+        return (
+            f"{self._output:,} tokens in {seconds:.1f} s, {self._output / seconds:,.1f} tok/s; "
+            f"{self._prompt:,} prompt tokens, {self._hits():.0%} of them cached"
+        )
+
+    def _hits(self) -> float:
+        return self._cached / max(1, self._prompt)
+
+
+def read_prompts(words: Sequence[str], path: str | None, stdin: TextIO) -> Iterator[Prompt]:
+    """The prompts: those of the command line, then of a file; else of stdin, if it is a pipe.
+
+    Raises:
+        ConfigError: The file cannot be read, or a line of it is wrong.
+    """
+    yield from (Prompt(word, None, {}, {}) for word in words)
+    if path is not None and path != "-":
+        file = Path(path)
+        try:
+            lines = file.read_text(encoding="utf-8").splitlines()
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"cannot read prompts {quoted(path)}: {reason(error)}",
+                "name a text file in UTF-8, with a prompt in each line",
+            ) from error
+        yield from parse_lines(lines, file.suffix == ".jsonl")
+    elif path == "-" or (not words and not stdin.isatty()):
+        yield from parse_lines(stdin.read().splitlines(), None)
+
+
+def parse_lines(lines: Iterable[str], is_json: bool | None) -> Iterator[Prompt]:
+    """Prompts from lines, without empty ones.
+
+    Args:
+        lines: Without their ends.
+        is_json: Whether each is a JSON object; None for what the line looks like.
+    """
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        if is_json or (is_json is None and line.lstrip().startswith('{"')):
+            yield _parse_object(line, number)
+        else:
+            yield Prompt(line, None, {}, {})
+
+
+def _parse_object(line: str, number: int) -> Prompt:
+    hint = 'write {"prompt": "..."} or {"input_ids": [...]}, with "sampling_params" if you like'
+    try:
+        found = json.loads(line)
+    except ValueError as error:
+        raise ConfigError(f"line {number} is not JSON: {reason(error)}", hint) from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"line {number} is {quoted(found)}, not a JSON object", hint)
+    text, tokens = found.pop("prompt", None), found.pop("input_ids", None)
+    sampling = found.pop("sampling_params", {})
+    is_text = isinstance(text, str) and tokens is None
+    is_tokens = isinstance(tokens, list) and text is None
+    if not (is_text or is_tokens) or not isinstance(sampling, dict):
+        raise ConfigError(f"line {number} has no prompt, or more than one", hint)
+    return Prompt(text, tokens, sampling, found)
+
+
+def _as_chat(engine: Engine, prompt: Prompt) -> Prompt:
+    if prompt.text is None or engine.tokenizer is None:
+        return prompt
+    text = engine.tokenizer.chat([{"role": "user", "content": prompt.text}])
+    others = {**prompt.others, "prompt": prompt.text}
+    return Prompt(None, engine.tokenizer.encode_plain(text), prompt.sampling, others)
+
+
+def _tokenized(engine: Engine, prompts: Sequence[Prompt]) -> list[list[int]]:
+    texts = [prompt.text for prompt in prompts if prompt.text is not None]
+    encoded = iter(engine.tokenizer.encode(texts) if engine.tokenizer and texts else ())
+    return [prompt.tokens if prompt.text is None else next(encoded) for prompt in prompts]  # type: ignore[misc]
+
+
+def _line(index: int, sample: int | None, prompt: Prompt, found: dict[str, Any]) -> dict[str, Any]:
+    meta = found["meta_info"]
+    given = {} if prompt.text is None else {"prompt": prompt.text}
+    names = ("finish_reason", "prompt_tokens", "completion_tokens", "cached_tokens")
+    answered = {"text": found["text"]} if "text" in found else {}
+    return {
+        "index": index,
+        **({} if sample is None else {"sample": sample}),
+        **prompt.others,
+        **given,
+        **answered,
+        "output_ids": found["output_ids"],
+        **{name: meta[name] for name in names},
+    }
+
+
+def _opened(path: str | None) -> Any:
+    if path is None:
+        return nullcontext(sys.stdout)
+    try:
+        return Path(path).open("w", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write {quoted(path)}: {reason(error)}", "name a file that can be written"
+        ) from error
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="pie-sglang generate",
+        description="Generates answers for prompts and writes a JSON object for each to stdout, as "
+        "soon as it has ended. Progress and a summary go to stderr.",
+    )
+    parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="a prompt")
+    parser.add_argument(
+        "--file",
+        help="a prompt in each line, or JSON objects (.jsonl) with prompt or input_ids, and "
+        "sampling_params; - for stdin",
+    )
+    parser.add_argument("--output", metavar="FILE", help="write answers there instead of stdout")
+    parser.add_argument("--chat", action="store_true", help="apply the model's chat template")
+    add_engine_options(parser)
+    return parser

@@ -1,0 +1,397 @@
+"""What a machine has, as far as a driver needs to know. Neither torch nor SGLang is imported.
+
+Every function takes what it asks (NVML, a folder, an environment) as an argument, so that tests can
+show it machines that are not there.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import importlib.util
+import os
+import platform
+import pwd
+import re
+import shutil
+import sys
+import time
+from collections.abc import Iterable, Mapping
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+REGION_PREFIX: Final = "pie_shmem_g"
+"""How the names of the drivers' regions begin in `/dev/shm`."""
+
+_NVIDIA: Final = "0x10de"
+_DISPLAY_CLASS: Final = "0x03"
+_KERNEL: Final = re.compile(r"^@triton\.jit\b.*\n(?:@.*\n)*def (\w+)", re.MULTILINE)
+
+
+class Gpu(NamedTuple):
+    """A GPU by NVML, which shows all of them."""
+
+    number: int
+    """N of `cuda:N`, where `CUDA_VISIBLE_DEVICES` does not change it."""
+    name: str
+    total: int
+    """Bytes."""
+    free: int
+    """Bytes."""
+    capability: tuple[int, int]
+
+
+class Cuda(NamedTuple):
+    """NVIDIA's driver and what it shows."""
+
+    driver: str = ""
+    """Its version, e.g. `580.65.06`; empty where there is none."""
+    newest: tuple[int, int] = (0, 0)
+    """The newest CUDA version that it runs."""
+    gpus: tuple[Gpu, ...] = ()
+    problem: str = ""
+    """Why there is no driver or no GPU, in NVML's words; empty where nothing is wrong."""
+    has_hardware: bool = False
+    """Whether a GPU of NVIDIA is on the PCI bus."""
+
+
+class RegionFile(NamedTuple):
+    """A driver's file in `/dev/shm`."""
+
+    name: str
+    bytes: int
+    """That it takes of the memory."""
+    user: str
+    owner: int | None
+    """The process that holds its lock; None where it is not known or there is none."""
+    command: str
+    """Of the owner."""
+    is_live: bool | None
+    """False for a leftover of a driver that was killed; None where this user may not ask."""
+    age_s: float
+    """Since it was last written by a system call, which is when it was made."""
+
+
+class Shm(NamedTuple):
+    """`/dev/shm`: sizes in bytes; a `total` of 0 means that there is no limit."""
+
+    total: int
+    free: int
+    kind: str
+    """The file system's type."""
+
+
+class Cache(NamedTuple):
+    """A folder of compiled kernels."""
+
+    name: str
+    path: Path
+    files: int
+
+
+class Package(NamedTuple):
+    """A Python package: the version that is wanted, and the one that is installed."""
+
+    wanted: str
+    installed: str | None
+
+
+class Machine(NamedTuple):
+    """All of it."""
+
+    python: tuple[int, int]
+    executable: str
+    system: str
+    """Operating system and architecture, e.g. `Linux x86_64`."""
+    libc: str
+    packages: Mapping[str, Package]
+    cuda: Cuda
+    torch_cuda: tuple[int, int] | None
+    """The CUDA version that torch was built for; None for a CPU build or without torch."""
+    has_fa3: bool
+    """Whether SGLang's FlashAttention-3 kernels are installed."""
+    shm: Shm | None
+    """None where `/dev/shm` is missing."""
+    regions: tuple[RegionFile, ...]
+    cores: int
+    """That this process may use."""
+    load: float
+    """Cores in use in the last minute."""
+    memory: int | None
+    """Host memory that can be had, in bytes; None where psutil is missing."""
+    kernels: frozenset[str]
+    """Names of the driver's own GPU kernels that are in Triton's cache."""
+    caches: tuple[Cache, ...]
+    compiler: str | None
+    """The C compiler that Triton would take."""
+    nvcc: str | None
+
+
+def look(environment: Mapping[str, str] = os.environ) -> Machine:
+    """Looks at this machine."""
+    from pie_driver_sglang.srt.version import pins
+
+    caches = look_at_caches(environment)
+    return Machine(
+        python=sys.version_info[:2],
+        executable=sys.executable,
+        system=f"{platform.system()} {platform.machine()}",
+        libc=" ".join(filter(None, platform.libc_ver())),
+        packages={name: Package(wanted, installed(name)) for name, wanted in pins().items()},
+        cuda=look_at_cuda(nvml()),
+        torch_cuda=torch_cuda(_folder_of("torch")),
+        has_fa3=_has_fa3(_folder_of("sgl_kernel")),
+        shm=look_at_shm(Path("/dev/shm")),
+        regions=tuple(look_at_regions(Path("/dev/shm"))),
+        cores=len(os.sched_getaffinity(0)),
+        load=os.getloadavg()[0],
+        memory=_memory(),
+        kernels=cached_kernels(caches[0].path, own_kernels()),
+        caches=caches,
+        compiler=find_compiler(environment),
+        nvcc=find_nvcc(environment),
+    )
+
+
+def installed(name: str) -> str | None:
+    """The version of an installed package; None where it is missing."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def look_at_cuda(nvml: Any, pci: Path = Path("/sys/bus/pci/devices")) -> Cuda:
+    """Asks NVML, which makes no context on a GPU.
+
+    Args:
+        nvml: The module `pynvml`; None where it is not installed.
+        pci: Where the kernel lists the devices of the PCI bus.
+    """
+    has_hardware = _has_nvidia(pci)
+    if nvml is None:
+        problem = "the package nvidia-ml-py is missing"
+        return Cuda(problem=problem, has_hardware=has_hardware)
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError as error:
+        return Cuda(problem=str(error), has_hardware=has_hardware)
+    try:
+        return _ask(nvml)
+    except nvml.NVMLError as error:
+        return Cuda(problem=str(error), has_hardware=True)
+    finally:
+        nvml.nvmlShutdown()
+
+
+def _ask(nvml: Any) -> Cuda:
+    number = nvml.nvmlSystemGetCudaDriverVersion()
+    gpus = []
+    for index in range(nvml.nvmlDeviceGetCount()):
+        handle = nvml.nvmlDeviceGetHandleByIndex(index)
+        memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+        major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)
+        name = _text(nvml.nvmlDeviceGetName(handle))
+        gpus.append(Gpu(index, name, memory.total, memory.free, (major, minor)))
+    return Cuda(
+        driver=_text(nvml.nvmlSystemGetDriverVersion()),
+        newest=(number // 1000, number % 1000 // 10),
+        gpus=tuple(gpus),
+        problem="" if gpus else "the driver shows no GPU",
+        has_hardware=True,
+    )
+
+
+def _text(value: str | bytes) -> str:
+    # Older versions of the package return bytes.
+    return value.decode() if isinstance(value, bytes) else value
+
+
+def nvml() -> Any:
+    """The module of NVML; None where it is not installed."""
+    try:
+        return import_module("pynvml")
+    except ImportError:
+        return None
+
+
+def _has_nvidia(pci: Path) -> bool:
+    try:
+        devices = list(pci.iterdir())
+    except OSError:
+        return False
+    return any(
+        _read(device / "vendor") == _NVIDIA and _read(device / "class").startswith(_DISPLAY_CLASS)
+        for device in devices
+    )
+
+
+def torch_cuda(folder: Path | None) -> tuple[int, int] | None:
+    """The CUDA version in torch's `version.py`, which is read, not run."""
+    match = re.search(r"^cuda\b.*= '(\d+)\.(\d+)", _read(folder, "version.py"), re.MULTILINE)
+    return (int(match[1]), int(match[2])) if match else None
+
+
+def _has_fa3(folder: Path | None) -> bool:
+    return folder is not None and any(folder.glob("flash_ops*.so"))
+
+
+def look_at_shm(folder: Path, mounts: Path = Path("/proc/self/mounts")) -> Shm | None:
+    """The file system of the regions; None where the folder is missing."""
+    try:
+        space = os.statvfs(folder)
+    except OSError:
+        return None
+    fields = (line.split() for line in _read(mounts).splitlines())
+    kinds = {words[1]: words[2] for words in fields if len(words) > 2}
+    unit = space.f_frsize
+    return Shm(space.f_blocks * unit, space.f_bavail * unit, kinds.get(str(folder), ""))
+
+
+def look_at_regions(folder: Path, proc: Path = Path("/proc")) -> list[RegionFile]:
+    """The regions of all drivers, of this user and of others, by name."""
+    owners = lock_owners(_read(proc / "locks"))
+    try:
+        paths = sorted(folder.glob(f"{REGION_PREFIX}*"))
+    except OSError:
+        return []
+    regions = (_look_at_region(path, owners, proc) for path in paths)
+    return [region for region in regions if region is not None]
+
+
+def _look_at_region(
+    path: Path, owners: Mapping[tuple[int, int], int], proc: Path
+) -> RegionFile | None:
+    try:
+        status = path.lstat()
+    except OSError:
+        # It has gone meanwhile.
+        return None
+    owner = owners.get((status.st_dev, status.st_ino))
+    words = _read(proc / str(owner), "cmdline").split("\0") if owner else []
+    return RegionFile(
+        name=path.name,
+        bytes=status.st_blocks * 512,
+        user=_user(status.st_uid),
+        owner=owner,
+        command=" ".join(filter(None, words))[:200],
+        is_live=True if owner else _is_locked(path),
+        age_s=max(0.0, time.time() - status.st_ctime),
+    )
+
+
+def lock_owners(locks: str) -> dict[tuple[int, int], int]:
+    """Who holds a `flock`, by the device and the inode of the file; from `/proc/locks`.
+
+    Lines look like `1: FLOCK  ADVISORY  WRITE 4711 00:1a:567 0 EOF`, with the device in hexadecimal
+    digits. Processes of other containers are not listed, or have the number 0.
+    """
+    owners = {}
+    for line in locks.splitlines():
+        match = re.match(r"\d+: FLOCK +\w+ +\w+ (\d+) ([0-9a-f]+):([0-9a-f]+):(\d+) ", line)
+        if match and int(match[1]):
+            device = os.makedev(int(match[2], 16), int(match[3], 16))
+            owners[device, int(match[4])] = int(match[1])
+    return owners
+
+
+def _is_locked(path: Path) -> bool | None:
+    """Whether a process holds the region's lock; None where this user may not ask."""
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return None
+    try:
+        # A shared lock of an instant: a driver that starts now would try again after 20 ms.
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(file)
+    return False
+
+
+def _user(number: int) -> str:
+    try:
+        return pwd.getpwuid(number).pw_name
+    except KeyError:
+        return str(number)
+
+
+def look_at_caches(environment: Mapping[str, str]) -> tuple[Cache, ...]:
+    """The folders of compiled kernels; Triton's is the first."""
+    home = Path(environment.get("HOME", "~")).expanduser()
+    triton = Path(environment.get("TRITON_HOME", home)) / ".triton" / "cache"
+    flashinfer = Path(environment.get("FLASHINFER_WORKSPACE_BASE", home)) / ".cache" / "flashinfer"
+    folders = {
+        "Triton": Path(environment.get("TRITON_CACHE_DIR", triton)),
+        "FlashInfer": flashinfer,
+        "TVM FFI": Path(environment.get("TVM_FFI_CACHE_DIR", home / ".cache" / "tvm-ffi")),
+    }
+    return tuple(Cache(name, path, _count_files(path)) for name, path in folders.items())
+
+
+def _count_files(folder: Path) -> int:
+    # Most are hundreds; what is beyond says nothing more.
+    return sum(len(files) for _, _, files in os.walk(folder))
+
+
+def own_kernels() -> frozenset[str]:
+    """The names of the driver's own Triton kernels and of the functions that they are made of."""
+    folder = Path(__file__).parents[1] / "kernels"
+    texts = (_read(path) for path in folder.glob("*.py"))
+    return frozenset(name for text in texts for name in _KERNEL.findall(text))
+
+
+def cached_kernels(cache: Path, names: Iterable[str]) -> frozenset[str]:
+    """Which of these kernels Triton has compiled for a GPU: it names a file after each."""
+    wanted = frozenset(names)
+    return frozenset(path.stem for path in cache.glob("*/*.cubin")) & wanted
+
+
+def find_compiler(environment: Mapping[str, str]) -> str | None:
+    """The C compiler that Triton takes, by its own rule."""
+    path = environment.get("PATH")
+    named = environment.get("CC")
+    if named:
+        return named
+    return next(
+        (found for name in ("gcc", "clang") if (found := shutil.which(name, path=path))), None
+    )
+
+
+def find_nvcc(environment: Mapping[str, str]) -> str | None:
+    """NVIDIA's compiler."""
+    homes = [environment.get(name) for name in ("CUDA_HOME", "CUDA_PATH")]
+    paths = [str(Path(home) / "bin") for home in (*homes, "/usr/local/cuda") if home]
+    return shutil.which("nvcc", path=os.pathsep.join([environment.get("PATH", ""), *paths]))
+
+
+def _memory() -> int | None:
+    from pie_driver_sglang.memory.host import available_bytes
+
+    try:
+        return available_bytes()
+    except ImportError:
+        return None
+
+
+def _folder_of(package: str) -> Path | None:
+    """Where a package is, without importing it."""
+    try:
+        spec = importlib.util.find_spec(package)
+    except (ImportError, ValueError):
+        return None
+    locations = spec.submodule_search_locations if spec else None
+    return Path(next(iter(locations))) if locations else None
+
+
+def _read(path: Path | None, *names: str) -> str:
+    """A small text file, or one in a folder; empty where it cannot be read."""
+    if path is None:
+        return ""
+    try:
+        return path.joinpath(*names).read_text(errors="replace").strip()
+    except OSError:
+        return ""

@@ -1,0 +1,213 @@
+"""`pie-sglang plan`: the memory of a model on a device that need not be there."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import msgspec
+
+from pie_driver_sglang.checkpoint.hub_cache import cached_snapshot
+from pie_driver_sglang.cli.machine import look_at_cuda, nvml
+from pie_driver_sglang.cli.model_sizes import (
+    WeightSizes,
+    model_of,
+    read_shape,
+    read_weights,
+    settings_for,
+)
+from pie_driver_sglang.config.file import ACTIVATION_DTYPES, MAX_RANKS
+from pie_driver_sglang.config.hf_config import check_hf_config, load_hf_config
+from pie_driver_sglang.config.option_checks import parse_options
+from pie_driver_sglang.errors import ConfigError, StartError, quoted
+from pie_driver_sglang.memory.host import available_bytes
+from pie_driver_sglang.memory.plan import GIB, plan_memory, table
+from pie_driver_sglang.memory.refusal import find_doubt, require_fit
+from pie_driver_sglang.memory.types import Device, MemorySettings, Plan
+
+CONTEXT_BYTES: Final = GIB // 2
+"""What the CUDA context takes of a GPU before anything else does. A guess."""
+
+
+class Planned(NamedTuple):
+    """A plan, with what it was made from."""
+
+    plan: Plan
+    settings: MemorySettings
+    architecture: str
+    dtype: str
+    weights: str
+    """How the size of the weights is known."""
+    doubt: str | None
+    """What to warn of."""
+    refusal: StartError | None
+    """Why the driver would not start; None where the model fits."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the command and returns its exit status: 1 if the model does not fit."""
+    options = _parser().parse_args(arguments)
+    planned = make_plan(
+        _find_model(options.model),
+        device=_device(options.device_gib, options.cpu),
+        table=_options(options),
+        ranks=options.tp,
+        dtype=options.dtype,
+    )
+    sys.stdout.write(_json(planned) if options.json else _text(planned))
+    return int(planned.refusal is not None)
+
+
+def make_plan(
+    folder: Path, *, device: Device, table: dict[str, Any], ranks: int, dtype: str
+) -> Planned:
+    """Plans a model as a driver would.
+
+    Args:
+        folder: With the model's `config.json`; weights need not be there.
+        device: Where each rank goes.
+        table: `[driver.options]`.
+        ranks: Devices that share the model.
+        dtype: The activations' type.
+
+    Raises:
+        ConfigError: The options or the model's config are wrong, or the model cannot be planned
+            without SGLang.
+    """
+    hf_config = load_hf_config(folder)
+    options = parse_options(table, device.name)
+    check_hf_config(hf_config, options, ranks)
+    shape = read_shape(hf_config)
+    weights: WeightSizes = read_weights(folder, shape, hf_config, options, dtype)
+    model = model_of(shape, weights.parts, options, hf_config, dtype, device.is_host)
+    settings = settings_for(options, hf_config, device, ranks)
+    refusal = None
+    try:
+        require_fit(device, model, settings)
+    except StartError as error:
+        refusal = error
+    plan = plan_memory(device, model, settings)
+    doubt = find_doubt(plan, model, settings)
+    architecture = hf_config["architectures"][0]
+    return Planned(plan, settings, architecture, dtype, weights.source, doubt, refusal)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="pie-sglang plan",
+        description="Plans the memory of a model by the rules of the driver, without loading it. "
+        "Its folder needs config.json only; with the weights, or their index, the plan is exact. "
+        "The exit status is 1 if the model does not fit.",
+    )
+    add = parser.add_argument
+    add("--model", required=True, help="folder, or a repository in the Hugging Face cache")
+    add("--device-gib", type=float, metavar="GIB", help="memory of each GPU (default: this one's)")
+    add("--cpu", action="store_true", help="plan for the memory of this host instead of a GPU")
+    add("--tp", type=_ranks, default=1, metavar="N", help="GPUs that share the model (default: 1)")
+    help_dtype = "type of the activations (default: %(default)s)"
+    add("--dtype", choices=ACTIVATION_DTYPES, default="bfloat16", help=help_dtype)
+    help_length = "positions of a context (default: the model's)"
+    add("--max-model-len", "--context-length", type=int, metavar="TOKENS", help=help_length)
+    help_option = "an option of the driver, e.g. page_size=32; may be given several times"
+    add("--option", action="append", default=[], metavar="KEY=VALUE", help=help_option)
+    add("--json", action="store_true", help="print one JSON object, sizes in bytes")
+    return parser
+
+
+def _ranks(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= MAX_RANKS:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 to {MAX_RANKS}")
+    return int(text)
+
+
+def _find_model(name: str) -> Path:
+    folder = Path(name).expanduser()
+    found = folder if folder.is_dir() else cached_snapshot(name)
+    if found is None:
+        raise ConfigError(
+            f"the model {quoted(name)} is neither a folder nor in the Hugging Face cache",
+            f"run `hf download {name} --include '*.json'`, or name a folder with config.json",
+        )
+    return found
+
+
+def _device(gib: float | None, cpu: bool) -> Device:
+    if cpu:
+        import psutil
+
+        total = psutil.virtual_memory().total
+        return Device("cpu", total, min(available_bytes(), total))
+    if gib is not None:
+        if not 0 < gib < 2**20:
+            raise ConfigError(f"--device-gib is {gib:g}", "give the memory of one GPU in GiB")
+        total = int(gib * GIB)
+        return Device("cuda:0", total, max(0, total - CONTEXT_BYTES))
+    gpus = look_at_cuda(nvml()).gpus
+    if not gpus:
+        raise ConfigError(
+            "this machine shows no GPU whose memory could be planned",
+            "give its memory, e.g. `--device-gib 80`, or plan for this host with `--cpu`",
+        )
+    return Device("cuda:0", gpus[0].total, max(0, gpus[0].free - CONTEXT_BYTES))
+
+
+def _options(arguments: argparse.Namespace) -> dict[str, Any]:
+    table = dict(map(parse_option, arguments.option))
+    if arguments.max_model_len is not None:
+        table["context_length"] = arguments.max_model_len
+    return table
+
+
+def parse_option(text: str) -> tuple[str, Any]:
+    """`KEY=VALUE` as a key and a value of TOML; a value that is none is taken for a string.
+
+    Raises:
+        ConfigError: There is no key.
+    """
+    key, equals, value = text.partition("=")
+    if not equals or not key.strip():
+        raise ConfigError(f"option {quoted(text)} is not KEY=VALUE", "e.g. `--option page_size=32`")
+    try:
+        table = msgspec.toml.decode(f"value = {value}")
+    except msgspec.DecodeError:
+        return key.strip(), value.strip()
+    return key.strip(), table["value"]
+
+
+def _text(planned: Planned) -> str:
+    plan, settings = planned.plan, planned.settings
+    each = f" on each of {settings.ranks} GPUs" if settings.ranks > 1 else ""
+    lines = [
+        f"{planned.architecture}, {planned.dtype}{each}; weights by {planned.weights}",
+        table(plan),
+        "",
+    ]
+    if planned.refusal is not None:
+        lines += [f"does not fit: {planned.refusal}", "", f"hint: {planned.refusal.hint}"]
+    else:
+        contexts = plan.tokens / settings.context_tokens
+        lines.append(f"fits: KV for {contexts:,.1f} contexts of {settings.context_length:,} tokens")
+    if planned.doubt is not None:
+        lines.append(f"warning: {planned.doubt}")
+    return "\n".join(lines) + "\n"
+
+
+def _json(planned: Planned) -> str:
+    plan, settings, refusal = planned.plan, planned.settings, planned.refusal
+    sizes = {name: value for name, value in plan._asdict().items() if name != "device"}
+    document = {
+        "fits": refusal is None,
+        "refusal": None if refusal is None else {"message": str(refusal), "hint": refusal.hint},
+        "warning": planned.doubt,
+        "architecture": planned.architecture,
+        "dtype": planned.dtype,
+        "weights_by": planned.weights,
+        "device": plan.device._asdict(),
+        "plan": {**sizes, "kv": plan.kv},
+        "settings": settings._asdict(),
+    }
+    return json.dumps(document, indent=2) + "\n"

@@ -1,0 +1,80 @@
+"""What a command has found, for people and for programs."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Final, Literal, NamedTuple, TextIO
+
+Status = Literal["ok", "warn", "fail"]
+
+_COLORS: Final[Mapping[str, str]] = MappingProxyType({"ok": "32", "warn": "33", "fail": "31"})
+
+
+class Finding(NamedTuple):
+    """One thing that was looked at.
+
+    Attributes:
+        name: What it is, in a word or two.
+        status: `fail` is what would end a start, `warn` what costs speed or is not sure.
+        text: One sentence or a list of values.
+        hint: What to do; empty if nothing is to be done.
+        values: The same for programs; JSON must be able to hold it.
+    """
+
+    name: str
+    status: Status
+    text: str
+    hint: str = ""
+    values: Mapping[str, Any] = MappingProxyType({})
+
+
+def exit_status(findings: Sequence[Finding]) -> int:
+    """1 if one of the findings is a failure, else 0."""
+    return int(any(finding.status == "fail" for finding in findings))
+
+
+def print_findings(findings: Sequence[Finding], as_json: bool, stream: TextIO | None = None) -> int:
+    """Prints findings and returns the exit status for them.
+
+    Args:
+        findings: In the order in which they are shown.
+        as_json: Print one JSON object: `ok`, and `findings` with the fields of each.
+        stream: Where to; None for stdout.
+    """
+    stream = stream or sys.stdout
+    status = exit_status(findings)
+    if as_json:
+        listed = [{**f._asdict(), "values": dict(f.values)} for f in findings]
+        stream.write(json.dumps({"ok": status == 0, "findings": listed}, indent=2) + "\n")
+        return status
+    paints = stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    width = max((len(finding.name) for finding in findings), default=0)
+    for finding in findings:
+        stream.write(_shown(finding, width, paints))
+    stream.write(f"\n{_summary(findings)}\n")
+    return status
+
+
+def _shown(finding: Finding, width: int, paints: bool) -> str:
+    word = f"{finding.status:<4}"
+    if paints:
+        word = f"\x1b[{_COLORS[finding.status]}m{word}\x1b[0m"
+    indent = " " * (4 + 2 + width + 2)
+    text = finding.text.replace("\n", f"\n{indent}")
+    lines = f"{word}  {finding.name:<{width}}  {text}\n"
+    return lines + (f"{indent}hint: {finding.hint}\n" if finding.hint else "")
+
+
+def _summary(findings: Sequence[Finding]) -> str:
+    failed = sum(finding.status == "fail" for finding in findings)
+    warned = sum(finding.status == "warn" for finding in findings)
+    counts = [_counted(failed, "problem"), _counted(warned, "warning")]
+    return ", ".join(filter(None, counts)) or "no problem found"
+
+
+def _counted(count: int, word: str) -> str:
+    return f"{count} {word}{'s' * (count > 1)}" if count else ""

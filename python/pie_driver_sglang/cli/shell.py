@@ -1,0 +1,209 @@
+"""`pie-sglang shell`: a conversation with a model, on a terminal or over a pipe."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final, TextIO
+
+from pie_driver_sglang.cli.conversation import Conversation
+from pie_driver_sglang.cli.engine_options import add_engine_options, sampling_of, started
+from pie_driver_sglang.errors import ConfigError, nearest
+
+if TYPE_CHECKING:
+    from pie_driver_sglang.offline.engine import Engine
+
+HISTORY: Final = Path("~/.local/state/pie-sglang/history")
+"""Where the lines of a terminal are kept."""
+MAX_NEW_TOKENS: Final = 1024
+"""Most tokens of an answer, where none is given."""
+
+
+class Shell:
+    """Reads lines, and answers them or does what they command."""
+
+    COMMANDS: Final[Mapping[str, str]] = MappingProxyType(
+        {
+            "/help": "list the commands",
+            "/reset": "forget the conversation; the instructions stay",
+            "/system": "TEXT: set the instructions; without text show them",
+            "/save": "FILE: write the conversation to a file",
+            "/load": "FILE: go on from a file",
+            "/fork": "keep the conversation as a branch; with a number go back to that branch",
+            "/stats": "what the last answer took, and the engine's counts",
+            "/exit": "leave; so does Ctrl-D",
+        }
+    )
+
+    def __init__(self, conversation: Conversation, engine: Any, output: TextIO) -> None:
+        """Begin.
+
+        Args:
+            conversation: With the engine.
+            engine: Its counts are shown.
+            output: For answers and what commands say.
+        """
+        self._conversation = conversation
+        self._engine = engine
+        self._output = output
+        self._seconds = 0.0
+        self._first_s = 0.0
+
+    def take(self, line: str) -> bool:
+        """Handle a line; False where it ends the shell."""
+        word, _, rest = line.strip().partition(" ")
+        if not word:
+            return True
+        if word in ("/exit", "/quit"):
+            return False
+        try:
+            if word.startswith("/"):
+                self._command(word)(rest.strip())
+            else:
+                self._answer(line.strip())
+        except ConfigError as error:
+            self._say(f"{error}" + (f" ({error.hint})" if error.hint else ""))
+        return True
+
+    def _command(self, word: str) -> Callable[[str], None]:
+        if word not in self.COMMANDS:
+            question = nearest(word, self.COMMANDS) or "`/help` lists them"
+            raise ConfigError(f"there is no command {word}", question)
+        found: Callable[[str], None] = getattr(self, f"_{word[1:]}")
+        return found
+
+    def _answer(self, text: str) -> None:
+        """Streams an answer. Ctrl-C stops it, and nothing else."""
+        begun = time.monotonic()
+        self._first_s = 0.0
+        pieces = self._conversation.ask(text)
+        try:
+            for piece in pieces:
+                self._first_s = self._first_s or time.monotonic() - begun
+                self._output.write(piece)
+                self._output.flush()
+        except KeyboardInterrupt:
+            self._output.write(" [stopped]")
+        finally:
+            pieces.close()  # type: ignore[attr-defined]
+            self._seconds = time.monotonic() - begun
+        self._output.write("\n")
+        self._output.flush()
+
+    def _help(self, _: str) -> None:
+        width = max(map(len, self.COMMANDS))
+        for name, text in self.COMMANDS.items():
+            self._say(f"{name:<{width}}  {text}")
+
+    def _reset(self, _: str) -> None:
+        self._conversation.reset()
+        self._say("the conversation is empty")
+
+    def _system(self, text: str) -> None:
+        if text:
+            self._conversation.system = text
+        self._say(f"instructions: {self._conversation.system or 'none'}")
+
+    def _save(self, path: str) -> None:
+        self._conversation.save(_path(path))
+        self._say(f"saved {len(self._conversation.messages)} messages to {path}")
+
+    def _load(self, path: str) -> None:
+        self._conversation.load(_path(path))
+        self._say(f"{len(self._conversation.messages)} messages from {path}")
+
+    def _fork(self, number: str) -> None:
+        if not number:
+            kept = self._conversation.fork()
+            self._say(f"branch {kept} is kept; `/fork {kept}` goes back to it")
+            return
+        if not number.isdecimal():
+            raise ConfigError(f"{number!r} is not the number of a branch", "e.g. `/fork 1`")
+        self._conversation.go_back(int(number))
+        self._say(f"branch {number}: {len(self._conversation.messages)} messages")
+
+    def _stats(self, _: str) -> None:
+        meta = self._conversation.meta
+        if meta:
+            count = meta["completion_tokens"]
+            self._say(
+                f"last answer: {count} tokens in {self._seconds:.2f} s "
+                f"({count / max(1e-9, self._seconds):.1f} tok/s), first after "
+                f"{self._first_s * 1000:.0f} ms; prompt {meta['prompt_tokens']} tokens, "
+                f"{meta['cached_tokens']} of them cached"
+            )
+        (counts,) = self._engine.get_server_info()["internal_states"]
+        shown = ("steps", "prompt_tokens", "cached_tokens", "output_tokens", "pages_free")
+        self._say("engine: " + ", ".join(f"{name} {counts[name]:,}" for name in shown))
+
+    def _say(self, text: str) -> None:
+        self._output.write(f"{text}\n")
+        self._output.flush()
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the command and returns its exit status."""
+    parser = argparse.ArgumentParser(
+        prog="pie-sglang shell",
+        description="Talks with a model. Lines that begin with / are commands; /help lists them. "
+        "Over a pipe each line of stdin is a message, and answers go to stdout.",
+    )
+    parser.add_argument("--system", default="", metavar="TEXT", help="instructions for the model")
+    add_engine_options(parser)
+    options = parser.parse_args(arguments)
+    with started(options) as engine:
+        if engine.tokenizer is None:
+            raise ConfigError("a shell needs a tokenizer", "remove `skip_tokenizer_init`")
+        sampling = sampling_of(options, max_new_tokens=MAX_NEW_TOKENS)
+        conversation = Conversation(engine, engine.tokenizer, sampling)
+        conversation.system = options.system
+        shell = Shell(conversation, engine, sys.stdout)
+        _run(shell, engine, options)
+    return 0
+
+
+def _run(shell: Shell, engine: Engine, options: argparse.Namespace) -> None:
+    is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    if is_terminal:
+        name = engine.get_server_info()["model_path"]
+        sys.stdout.write(f"{name}; /help lists commands, Ctrl-C stops an answer\n")
+    for line in _terminal_lines() if is_terminal else sys.stdin:
+        if not shell.take(line):
+            return
+
+
+def _terminal_lines() -> Iterator[str]:
+    """Lines with editing, history and completion of commands; Ctrl-C clears a line."""
+    # It comes with SGLang, as a part of IPython.
+    from prompt_toolkit import PromptSession
+    from prompt_toolkit.completion import WordCompleter
+    from prompt_toolkit.history import FileHistory, InMemoryHistory
+
+    path = HISTORY.expanduser()
+    history: Any = InMemoryHistory()
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if os.access(path.parent, os.W_OK):
+            history = FileHistory(str(path))
+    session: Any = PromptSession(
+        history=history, completer=WordCompleter(list(Shell.COMMANDS), sentence=True)
+    )
+    while True:
+        try:
+            yield session.prompt("> ")
+        except KeyboardInterrupt:
+            continue
+        except EOFError:
+            return
+
+
+def _path(text: str) -> Path:
+    if not text:
+        raise ConfigError("no file is named", "e.g. `/save talk.json`")
+    return Path(text).expanduser()

@@ -1,0 +1,297 @@
+"""SGLang's `ServerArgs` as keyword arguments of the engine: served, passed on, or refused."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple
+
+from pie_driver_sglang.checkpoint.hub_cache import cached_snapshot
+from pie_driver_sglang.config.file import ACTIVATION_DTYPES
+from pie_driver_sglang.config.hf_config import check_hf_config, load_hf_config
+from pie_driver_sglang.config.option_checks import parse_options, valid_names
+from pie_driver_sglang.config.server_args import SERVER_ARGS
+from pie_driver_sglang.errors import ConfigError, nearest, quoted
+
+#: Arguments that the native runtime takes under SGLang's names.
+SCHEDULER: Final = (
+    "chunked_prefill_size",
+    "disable_radix_cache",
+    "enable_priority_scheduling",
+    "max_queued_requests",
+    "max_running_requests",
+    "priority_scheduling_preemption_threshold",
+    "radix_eviction_policy",
+    "schedule_conservativeness",
+    "schedule_low_priority_values_first",
+    "schedule_policy",
+)
+#: Arguments that this module reads.
+READ: Final = (
+    "base_gpu_id",
+    "device",
+    "dp_size",
+    "dtype",
+    "gpu_id_step",
+    "log_level",
+    "max_total_tokens",
+    "model_path",
+    "preferred_sampling_params",
+    "random_seed",
+    "served_model_name",
+    "skip_tokenizer_init",
+    "speculative_algorithm",
+    "speculative_num_draft_tokens",
+    "tokenizer_path",
+    "tp_size",
+)
+#: Arguments of the engine itself, which SGLang does not have.
+OWN: Final = ("devices", "log_file", "max_restarts", "max_token_gap_ms", "ready_timeout_s")
+#: Names that SGLang's command line and other engines have for the same.
+OTHER_NAMES: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "data_parallel_size": "dp_size",
+        "enforce_eager": "disable_cuda_graph",
+        "gpu_memory_utilization": "mem_fraction_static",
+        "max_model_len": "context_length",
+        "max_num_seqs": "max_running_requests",
+        "model": "model_path",
+        "seed": "random_seed",
+        "tensor_parallel_size": "tp_size",
+        "tokenizer": "tokenizer_path",
+    }
+)
+
+#: Why an argument of SGLang is refused, by who decides it in this engine.
+_REASONS: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "adapters": "adapters are not served by the offline engine yet",
+        "capacity": "the driver computes its capacity from the memory; set `mem_fraction_static`",
+        "custom": "it needs a Python object in the driver's process",
+        "device": "set `device`, `devices`, `base_gpu_id` or `tp_size`",
+        "disaggregation": "prefill and decode run in one driver",
+        "dtype": "set `dtype`",
+        "graphs": "the driver sizes its CUDA graphs itself; set `cuda_graph_max_bs`",
+        "graphs_off": "set `disable_cuda_graph`, for all graphs",
+        "media": "the offline engine takes text and tokens, no images",
+        "observability": "the engine serves no metrics; `get_server_info()` has its figures",
+        "parallel": "models are spread by `tp_size` and copied by `dp_size` alone",
+        "pool": "the driver lays out its KV pages itself; set `page_size`",
+        "prefix_cache": "the runtime has a prefix index of its own",
+        "sampling": "the driver samples as each request asks",
+        "schedule": "the runtime schedules by other means than SGLang here",
+        "seed": "set `random_seed`",
+        "server": "there is no HTTP server",
+        "snapshot": "the weights come from `model_path`",
+        "speculative": 'the driver drafts by n-grams: `speculative_algorithm="NGRAM"`',
+        "tokenizer": "the tokenizer is read from tokenizer.json in threads of this process",
+        "tokens": "the driver serves causal language models alone",
+    }
+)
+
+
+class EngineArguments(NamedTuple):
+    """What an engine starts with.
+
+    Attributes:
+        model: The snapshot's folder.
+        tokenizer: The folder of the tokenizer; None for an engine of tokens alone.
+        runtime: The keyword arguments of `_core.Runtime` that do not depend on the tokenizer.
+        sampling: Parameters for requests that do not set them.
+        speculates: Whether requests ask for drafts.
+        log_level: Of the drivers' lines, SGLang's names.
+        context_length: That the user set; None for the model's.
+    """
+
+    model: Path
+    tokenizer: Path | None
+    runtime: dict[str, Any]
+    sampling: Mapping[str, Any]
+    speculates: bool
+    log_level: str
+    context_length: int | None
+
+
+def parse_arguments(given: Mapping[str, Any]) -> EngineArguments:
+    """Check keyword arguments. None for a value means its default.
+
+    Raises:
+        ConfigError: One is unknown, not served or wrong, or the model is not here.
+    """
+    values = {name: value for name, value in given.items() if value is not None}
+    _refuse_unserved(values)
+    model = find_snapshot(values.get("model_path"))
+    devices = _devices(values)
+    kind = devices[0]
+    options = _options(values)
+    checked = parse_options(options, kind)
+    hf_config = load_hf_config(model)
+    check_hf_config(hf_config, checked, values.get("tp_size", 1))
+    taken = {*SCHEDULER, *OWN} - {"devices"}
+    runtime: dict[str, Any] = {name: values[name] for name in taken & values.keys()}
+    runtime |= {
+        "model": str(model),
+        "python": sys.executable,
+        "devices": devices,
+        "replicas": values.get("dp_size", 1),
+        "tensor_parallel_size": values.get("tp_size", 1),
+        "dtype": _dtype(values.get("dtype", "auto"), hf_config, kind),
+        "seed": values.get("random_seed", 42),
+        "options": options,
+    }
+    if "max_total_tokens" in values:
+        runtime["max_total_pages"] = max(1, values["max_total_tokens"] // checked.page_size)
+    return EngineArguments(
+        model=model,
+        tokenizer=None if values.get("skip_tokenizer_init") else _tokenizer(values, model),
+        runtime=runtime,
+        sampling=_preferred(values.get("preferred_sampling_params")),
+        speculates="speculative_algorithm" in values,
+        log_level=str(values.get("log_level", "error")),
+        context_length=checked.context_length,
+    )
+
+
+def find_snapshot(name: Any) -> Path:
+    """The folder of a model: a path, or a repository in the Hugging Face cache.
+
+    Raises:
+        ConfigError: It is neither.
+    """
+    if not isinstance(name, str | Path) or not str(name):
+        raise ConfigError("`model_path` is missing", "name a folder or a cached repository")
+    folder = Path(name).expanduser()
+    found = folder if folder.is_dir() else cached_snapshot(str(name))
+    if found is None:
+        raise ConfigError(
+            f"the model {quoted(str(name))} is neither a folder nor in the Hugging Face cache",
+            f"run `hf download {name}`, or name a folder",
+        )
+    return found
+
+
+def _refuse_unserved(values: Mapping[str, Any]) -> None:
+    known = {*SCHEDULER, *READ, *OWN, *valid_names()}
+    for name, value in values.items():
+        if name in known:
+            continue
+        field = SERVER_ARGS.get(name)
+        if field is None:
+            raise _unknown(name, {*known, *SERVER_ARGS})
+        if field.owner is not None and field.owner != "key":
+            why = _REASONS.get(field.owner, "the driver decides it")
+            raise ConfigError(
+                f"the argument `{name}` = {quoted(value)} is not served: {why}", f"remove `{name}`"
+            )
+
+
+def _unknown(name: str, known: set[str]) -> ConfigError:
+    hint = nearest(name, known)
+    if name in OTHER_NAMES:
+        hint = f"SGLang calls it `{OTHER_NAMES[name]}`"
+    return ConfigError(
+        f"there is no argument {quoted(name)}", hint or "the names are those of SGLang's ServerArgs"
+    )
+
+
+def _options(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The table `[driver.options]`: its own names, and what goes on to SGLang."""
+    taken = {*SCHEDULER, *READ, *OWN}
+    options = {name: value for name, value in values.items() if name not in taken or name in _BOTH}
+    algorithm = values.get("speculative_algorithm")
+    if algorithm is not None:
+        if str(algorithm).upper() != "NGRAM":
+            raise ConfigError(
+                f"`speculative_algorithm` is {quoted(algorithm)}: it drafts by n-grams only",
+                'set `speculative_algorithm="NGRAM"`, or remove it',
+            )
+        options["spec_ngram_enabled"] = True
+        if "speculative_num_draft_tokens" in values:
+            options["spec_ngram_num_drafts"] = values["speculative_num_draft_tokens"]
+    return options
+
+
+_BOTH: Final = frozenset({"chunked_prefill_size"})
+"""Settings of the scheduler and of the driver."""
+
+
+def _devices(values: Mapping[str, Any]) -> list[str]:
+    ranks, replicas = values.get("tp_size", 1), values.get("dp_size", 1)
+    for name, count in (("tp_size", ranks), ("dp_size", replicas)):
+        if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= 64:
+            raise ConfigError(f"`{name}` is {quoted(count)}", f"set `{name}` from 1 to 64")
+    needed = ranks * replicas
+    listed = values.get("devices")
+    if listed is None:
+        device = values.get("device") or ("cuda" if has_gpu() else "cpu")
+        listed = _numbered(device, needed, values)
+    if isinstance(listed, str) or not isinstance(listed, Sequence) or len(listed) != needed:
+        raise ConfigError(
+            f"`devices` is {quoted(listed)}, but `tp_size` times `dp_size` is {needed}",
+            f"list {needed} devices",
+        )
+    return list(listed)
+
+
+def _numbered(device: str, needed: int, values: Mapping[str, Any]) -> list[str]:
+    if device == "cpu":
+        return ["cpu", *(f"cpu:{number}" for number in range(1, needed))]
+    if device != "cuda":
+        raise ConfigError(
+            f"`device` is {quoted(device)}, expected `cuda` or `cpu`",
+            "name single GPUs by `devices` or `base_gpu_id`",
+        )
+    first, step = values.get("base_gpu_id", 0), values.get("gpu_id_step", 1)
+    return [f"cuda:{first + step * number}" for number in range(needed)]
+
+
+def has_gpu() -> bool:
+    """Whether this process may use a GPU: NVIDIA's driver shows one that is not hidden."""
+    import os
+
+    from pie_driver_sglang.cli.machine import look_at_cuda, nvml
+
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    return not hidden and bool(look_at_cuda(nvml()).gpus)
+
+
+def _dtype(name: Any, hf_config: Mapping[str, Any], device: str) -> str:
+    """As SGLang resolves it: float32 checkpoints run in half precision on a GPU."""
+    if name == "half":
+        name = "float16"
+    if name == "float":
+        name = "float32"
+    if name == "auto":
+        stored = hf_config.get("dtype") or hf_config.get("torch_dtype")
+        if device.startswith("cpu"):
+            # Half precision is emulated on most CPUs.
+            return "float32"
+        return "float16" if stored in ("float16", "float32") else "bfloat16"
+    if name not in ACTIVATION_DTYPES:
+        raise ConfigError(
+            f"`dtype` is {quoted(name)}, expected auto or one of {', '.join(ACTIVATION_DTYPES)}",
+            'set `dtype="auto"`, or remove it',
+        )
+    return str(name)
+
+
+def _tokenizer(values: Mapping[str, Any], model: Path) -> Path:
+    return find_snapshot(values["tokenizer_path"]) if "tokenizer_path" in values else model
+
+
+def _preferred(text: Any) -> Mapping[str, Any]:
+    if text is None:
+        return {}
+    try:
+        found = json.loads(text) if isinstance(text, str) else text
+    except ValueError:
+        found = None
+    if not isinstance(found, Mapping):
+        raise ConfigError(
+            f"`preferred_sampling_params` is {quoted(text)}, expected a JSON object",
+            "e.g. `preferred_sampling_params='{\"temperature\": 0.7}'`",
+        )
+    return found

@@ -1,0 +1,228 @@
+"""SGLang's sampling parameters as the native runtime takes them; the others are refused by name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple
+
+from pie_driver_sglang.errors import ConfigError, nearest, quoted
+
+GREEDY_BELOW: Final = 1e-6
+"""A lower temperature is greedy, as in SGLang."""
+
+_NOT_SAMPLED: Final = "the driver's samplers do not have it yet"
+_NO_GRAMMAR: Final = "grammars are not served yet"
+
+#: Parameters of SGLang that are refused, with the value that changes nothing, and the reason.
+REFUSED_PARAMETERS: Final[Mapping[str, tuple[Any, str]]] = MappingProxyType(
+    {
+        "custom_params": (None, "there are no custom logit processors"),
+        "ebnf": (None, _NO_GRAMMAR),
+        "frequency_penalty": (0.0, _NOT_SAMPLED),
+        "json_schema": (None, _NO_GRAMMAR),
+        "logit_bias": (None, _NOT_SAMPLED),
+        "presence_penalty": (0.0, _NOT_SAMPLED),
+        "regex": (None, _NO_GRAMMAR),
+        "repetition_penalty": (1.0, _NOT_SAMPLED),
+        "spaces_between_special_tokens": (True, "tokenizers of tokenizer.json decide it"),
+        "stop_regex": (None, "stop strings are plain text"),
+        "stream_interval": (None, "tokens are streamed as they come"),
+        "structural_tag": (None, _NO_GRAMMAR),
+    }
+)
+
+#: Parameters that are served.
+SERVED_PARAMETERS: Final = frozenset(
+    {
+        "ignore_eos",
+        "max_new_tokens",
+        "min_new_tokens",
+        "min_p",
+        "n",
+        "no_stop_trim",
+        "sampling_seed",
+        "skip_special_tokens",
+        "stop",
+        "stop_token_ids",
+        "temperature",
+        "top_k",
+        "top_p",
+    }
+)
+
+
+class SamplingParameters(NamedTuple):
+    """Checked sampling parameters, with SGLang's defaults.
+
+    Attributes:
+        max_new_tokens: None for as many as the context has room for.
+        temperature: 0 for greedy.
+        top_k: -1 for all.
+        stop: Texts that end the answer.
+        no_stop_trim: Leave what ended the answer in its text.
+    """
+
+    max_new_tokens: int | None = 128
+    min_new_tokens: int = 0
+    temperature: float = 1.0
+    top_k: int = -1
+    top_p: float = 1.0
+    min_p: float = 0.0
+    n: int = 1
+    sampling_seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    no_stop_trim: bool = False
+
+    def submitted(self, room: int) -> dict[str, Any]:
+        """The keyword arguments of `_core.Runtime.submit`.
+
+        Args:
+            room: Tokens that the context has left for the answer.
+        """
+        most = room if self.max_new_tokens is None else min(room, self.max_new_tokens)
+        return {
+            "max_new_tokens": most,
+            "min_new_tokens": self.min_new_tokens,
+            "temperature": self.temperature,
+            "top_k": self.top_k,
+            "top_p": self.top_p,
+            "min_p": self.min_p,
+            "seed": self.sampling_seed,
+            "stop": list(self.stop),
+            "stop_token_ids": list(self.stop_token_ids),
+            "ignore_eos": self.ignore_eos,
+            "n": self.n,
+        }
+
+
+def parse_sampling(given: Mapping[str, Any] | None) -> SamplingParameters:
+    """Check sampling parameters. None for a value means its default, as in SGLang.
+
+    Raises:
+        ConfigError: One is unknown, is not served, or has a wrong value.
+    """
+    given = given or {}
+    for name, value in given.items():
+        if name in REFUSED_PARAMETERS:
+            _refuse_served(name, value)
+        elif name not in SERVED_PARAMETERS:
+            raise ConfigError(
+                f"there is no sampling parameter {quoted(name)}",
+                nearest(name, SERVED_PARAMETERS)
+                or f"there are: {', '.join(sorted(SERVED_PARAMETERS))}",
+            )
+    values = {
+        name: value
+        for name, value in given.items()
+        if name in SERVED_PARAMETERS and value is not None
+    }
+    sampling = SamplingParameters(
+        max_new_tokens=_limit(given),
+        min_new_tokens=_integer(values, "min_new_tokens", 0, 0, 2**31 - 1),
+        temperature=_number(values, "temperature", 1.0, 0.0, math.inf),
+        top_k=_integer(values, "top_k", -1, -1, 2**30),
+        top_p=_number(values, "top_p", 1.0, 0.0, 1.0),
+        min_p=_number(values, "min_p", 0.0, 0.0, 1.0),
+        n=_integer(values, "n", 1, 1, 4096),
+        sampling_seed=_seed(values),
+        stop=_texts(values.get("stop", ())),
+        stop_token_ids=_tokens(values.get("stop_token_ids", ())),
+        **{name: _flag(values, name) for name in ("ignore_eos", "no_stop_trim")},
+        skip_special_tokens=_flag(values, "skip_special_tokens", True),
+    )
+    return _consistent(sampling)
+
+
+def _consistent(sampling: SamplingParameters) -> SamplingParameters:
+    """With what SGLang makes of special values, and without what is refused together."""
+    if sampling.top_k == 0 or sampling.top_k >= 2**30:
+        sampling = sampling._replace(top_k=-1)
+    if sampling.top_p == 0.0:
+        raise _wrong("top_p", 0.0, "above 0 and at most 1")
+    if sampling.temperature < GREEDY_BELOW or sampling.top_k == 1:
+        # One choice is left: no filter can change it.
+        return sampling._replace(
+            temperature=0.0, top_k=-1, top_p=1.0, min_p=0.0, sampling_seed=None
+        )
+    filtered = sampling.top_k > 0 or sampling.top_p < 1.0
+    if sampling.min_p > 0.0 and filtered:
+        raise ConfigError(
+            f"min_p is {sampling.min_p} beside top_k or top_p: the driver samples by one filter",
+            "remove `min_p`, or both `top_k` and `top_p`",
+        )
+    if sampling.sampling_seed is not None and (filtered or sampling.min_p > 0.0):
+        raise ConfigError(
+            "sampling_seed is set beside top_k, top_p or min_p: a seed is for plain sampling only",
+            "remove `sampling_seed`, or the filters",
+        )
+    return sampling
+
+
+def _refuse_served(name: str, value: Any) -> None:
+    neutral, why = REFUSED_PARAMETERS[name]
+    if value is not None and value != neutral:
+        raise ConfigError(
+            f"the sampling parameter `{name}` is not served: {why}",
+            f"remove `{name}`" + ("" if neutral is None else f", or set it to {neutral!r}"),
+        )
+
+
+def _limit(given: Mapping[str, Any]) -> int | None:
+    if "max_new_tokens" in given and given["max_new_tokens"] is None:
+        return None
+    return _integer(given, "max_new_tokens", 128, 0, 2**31 - 1)
+
+
+def _seed(values: Mapping[str, Any]) -> int | None:
+    if "sampling_seed" not in values:
+        return None
+    return _integer(values, "sampling_seed", 0, 2, 2**32 - 1)
+
+
+def _integer(values: Mapping[str, Any], name: str, default: int, low: int, high: int) -> int:
+    value = values.get(name, default)
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise _wrong(name, value, f"an integer from {low} to {high}")
+    return value
+
+
+def _number(values: Mapping[str, Any], name: str, default: float, low: float, high: float) -> float:
+    value = values.get(name, default)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not low <= value <= high or math.isinf(value):
+        limits = f"from {low:g} to {high:g}" if math.isfinite(high) else f"from {low:g} on"
+        raise _wrong(name, value, f"a number {limits}")
+    return float(value)
+
+
+def _flag(values: Mapping[str, Any], name: str, default: bool = False) -> bool:
+    value = values.get(name, default)
+    if not isinstance(value, bool):
+        raise _wrong(name, value, "True or False")
+    return value
+
+
+def _texts(value: Any) -> tuple[str, ...]:
+    listed = [value] if isinstance(value, str) else value
+    if not isinstance(listed, Sequence) or not all(isinstance(text, str) for text in listed):
+        raise _wrong("stop", value, "a string or a list of strings")
+    return tuple(text for text in listed if text)
+
+
+def _tokens(value: Any) -> tuple[int, ...]:
+    numbers = all(isinstance(x, int) and not isinstance(x, bool) for x in value)
+    if isinstance(value, str) or not numbers:
+        raise _wrong("stop_token_ids", value, "a list of token ids")
+    return tuple(value)
+
+
+def _wrong(name: str, value: Any, expected: str) -> ConfigError:
+    return ConfigError(
+        f"the sampling parameter `{name}` is {quoted(value)}, expected {expected}",
+        f"set `{name}` to {expected}, or remove it",
+    )

@@ -1,0 +1,285 @@
+"""The model's tokenizer: text to tokens, tokens to text as they come, and the chat template."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Final
+
+from pie_driver_sglang.errors import ConfigError, quoted, reason
+
+_CONTEXT_TOKENS: Final = 5
+"""Tokens before a text that decide how its first ones are decoded, as SGLang has it."""
+_INCOMPLETE: Final = "\ufffd"
+"""What a decoder writes for bytes that are no character, or not one yet."""
+_SPACE: Final = "▁"
+"""How SentencePiece writes a space."""
+_DOWNLOAD: Final = "download the model again, with tokenizer.json"
+
+
+class ModelTokenizer:
+    """A tokenizer from `tokenizer.json`. Every method may be called by several threads at once.
+
+    Attributes:
+        end_tokens: The tokens that end a text, by the model's configuration.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Load the tokenizer of a model's folder.
+
+        Raises:
+            ConfigError: It is missing or cannot be read.
+        """
+        package: Any = import_module("tokenizers")
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise ConfigError(f"there is no {quoted(str(path))}", _DOWNLOAD)
+        try:
+            self._inner = package.Tokenizer.from_file(str(path))
+        except Exception as error:  # The package raises plain exceptions.
+            raise ConfigError(f"cannot read {quoted(str(path))}: {error}", _DOWNLOAD) from error
+        self._inner.no_truncation()
+        self._inner.no_padding()
+        self._config = _read_json(folder / "tokenizer_config.json")
+        self._template = _chat_template(folder, self._config)
+        self.end_tokens = _end_tokens(folder, self)
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the tokens of prompts, computed by all cores and without Python's lock."""
+        return [encoding.ids for encoding in self._inner.encode_batch_fast(list(texts))]
+
+    def encode_plain(self, text: str) -> list[int]:
+        """Return the tokens of a text that has its special tokens in it, as chat templates do."""
+        ids: list[int] = self._inner.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def decode(self, tokens: Sequence[int], skip_special: bool = True) -> str:
+        """Return the text of tokens."""
+        text: str = self._inner.decode(list(tokens), skip_special_tokens=skip_special)
+        return text
+
+    def stream(self, prompt: Sequence[int], skip_special: bool = True) -> TextStream:
+        """Return a decoder for the tokens after a prompt."""
+        return TextStream(self, prompt, skip_special)
+
+    def token(self, text: str) -> int | None:
+        """Return the number of a token; None if there is none of that name."""
+        found: int | None = self._inner.token_to_id(text)
+        return found
+
+    def vocabulary(self) -> list[bytes]:
+        """Return what each token adds to a text, in UTF-8; nothing for special tokens."""
+        count: int = self._inner.get_vocab_size(with_added_tokens=True)
+        added: Mapping[int, Any] = self._inner.get_added_tokens_decoder()
+        alphabet = _byte_alphabet() if self._is_byte_level() else None
+        words = (self._inner.id_to_token(number) for number in range(count))
+        return [
+            _added_bytes(added[number]) if number in added else _word_bytes(word or "", alphabet)
+            for number, word in enumerate(words)
+        ]
+
+    def chat(self, messages: Sequence[Mapping[str, str]], generate: bool = True) -> str:
+        """Return the text of a conversation by the model's chat template.
+
+        Args:
+            messages: Each with `role` and `content`.
+            generate: End with the beginning of the model's answer.
+
+        Raises:
+            ConfigError: The model has no template, or its template refuses the conversation.
+        """
+        if self._template is None:
+            raise ConfigError(
+                "the model has no chat template", "use plain prompts, or a model for conversations"
+            )
+        names = ("bos_token", "eos_token", "pad_token", "unk_token")
+        special = {name: _token_text(self._config.get(name)) for name in names}
+        return render(self._template, messages=messages, add_generation_prompt=generate, **special)
+
+    @property
+    def can_chat(self) -> bool:
+        """Whether the model has a chat template."""
+        return self._template is not None
+
+    def _is_byte_level(self) -> bool:
+        description = json.loads(self._inner.to_str())
+        return '"type": "ByteLevel"' in json.dumps(description.get("decoder"))
+
+
+class TextStream:
+    """The text of tokens as they come; a character that is cut between two tokens waits.
+
+    It is the usual way of vLLM and SGLang: a few tokens before the new ones are decoded with and
+    without these, and the difference is the new text.
+    """
+
+    def __init__(
+        self, tokenizer: ModelTokenizer, prompt: Sequence[int], skip_special: bool
+    ) -> None:
+        """Begin after a prompt."""
+        self._tokenizer = tokenizer
+        self._skip_special = skip_special
+        self._tokens = list(prompt[-_CONTEXT_TOKENS:])
+        self._begin = 0
+        self._shown = len(self._tokens)
+
+    def push(self, tokens: Sequence[int], is_last: bool = False) -> str:
+        """Return the text that is complete with these tokens.
+
+        Args:
+            tokens: The next ones.
+            is_last: Return what is incomplete, too.
+        """
+        self._tokens.extend(tokens)
+        before = self._decode(self._shown)
+        now = self._decode(len(self._tokens))
+        if not is_last and now.endswith(_INCOMPLETE):
+            return ""
+        self._begin, self._shown = self._shown, len(self._tokens)
+        self._forget()
+        return now[len(before) :]
+
+    def _decode(self, end: int) -> str:
+        return self._tokenizer.decode(self._tokens[self._begin : end], self._skip_special)
+
+    def _forget(self) -> None:
+        del self._tokens[: self._begin]
+        self._shown -= self._begin
+        self._begin = 0
+
+
+class StopFilter:
+    """Holds back text that may be the beginning of a stop string."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        """Look for any of `stops`."""
+        self._stops = [stop for stop in stops if stop]
+        self._held = ""
+
+    def push(self, text: str) -> str:
+        """Return what can be shown."""
+        text = self._held + text
+        held = max((overlap(text, stop) for stop in self._stops), default=0)
+        shown = len(text) - held
+        self._held = text[shown:]
+        return text[:shown]
+
+    def finish(self, matched: str | None) -> str:
+        """Return the rest.
+
+        Args:
+            matched: The stop string that ended the text, and is cut off; None where none did.
+        """
+        text, self._held = self._held, ""
+        place = text.find(matched) if matched else -1
+        return text if place < 0 else text[:place]
+
+
+def overlap(text: str, stop: str) -> int:
+    """The length of the longest end of `text` that `stop` begins with, or that has all of it.
+
+    A stop string in the middle, with text of the same token behind it, counts from where it begins.
+    """
+    place = text.find(stop)
+    if place >= 0:
+        return len(text) - place
+    longest = min(len(stop) - 1, len(text))
+    return next((size for size in range(longest, 0, -1) if text.endswith(stop[:size])), 0)
+
+
+def render(template: str, **values: Any) -> str:
+    """Render a chat template, in a sandbox: templates come with the model.
+
+    Raises:
+        ConfigError: The template is wrong, or refuses the values.
+    """
+    jinja: Any = import_module("jinja2")
+    sandbox: Any = import_module("jinja2.sandbox")
+
+    def refuse(message: str) -> None:
+        raise jinja.TemplateError(message)
+
+    def to_json(value: Any, indent: int | None = None) -> str:
+        return json.dumps(value, ensure_ascii=False, indent=indent)
+
+    environment = sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = to_json
+    environment.globals["raise_exception"] = refuse
+    environment.globals["strftime_now"] = _now
+    try:
+        text: str = environment.from_string(template).render(**values)
+    except jinja.TemplateError as error:
+        raise ConfigError(
+            f"the model's chat template refuses the conversation: {error}",
+            "check the roles and their order",
+        ) from error
+    return text
+
+
+def _now(shape: str) -> str:
+    from datetime import datetime
+
+    return datetime.now().strftime(shape)
+
+
+def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
+    """From a file of its own, or from the tokenizer's configuration, where it may have a name."""
+    try:
+        return (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    except OSError:
+        pass
+    found = config.get("chat_template")
+    if isinstance(found, list):
+        named = {entry.get("name"): entry.get("template") for entry in found}
+        found = named.get("default")
+    return found if isinstance(found, str) else None
+
+
+def _token_text(value: Any) -> str:
+    return value.get("content", "") if isinstance(value, Mapping) else value or ""
+
+
+def _end_tokens(folder: Path, tokenizer: ModelTokenizer) -> frozenset[int]:
+    """Those of the model's configurations, and the tokenizer's own, as SGLang collects them."""
+    ends: set[int] = set()
+    for name in ("config.json", "generation_config.json"):
+        listed = _read_json(folder / name).get("eos_token_id")
+        tokens = listed if isinstance(listed, list) else [listed]
+        ends.update(token for token in tokens if isinstance(token, int))
+    config = _read_json(folder / "tokenizer_config.json")
+    named = tokenizer.token(_token_text(config.get("eos_token")))
+    return frozenset(ends if named is None else {*ends, named})
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read {quoted(str(path))}: {reason(error)}", _DOWNLOAD) from error
+    return value if isinstance(value, dict) else {}
+
+
+def _added_bytes(token: Any) -> bytes:
+    return b"" if token.special else str(token.content).encode()
+
+
+def _word_bytes(word: str, alphabet: Mapping[str, int] | None) -> bytes:
+    if alphabet is not None:
+        return bytes(alphabet[letter] for letter in word if letter in alphabet)
+    if len(word) == 6 and word.startswith("<0x") and word.endswith(">"):
+        return bytes.fromhex(word[3:5])
+    return word.replace(_SPACE, " ").encode()
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's letters for bytes: printable ones stand for themselves, others for letters above."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in plain]
+    alphabet = {chr(byte): byte for byte in plain}
+    return alphabet | {chr(256 + number): byte for number, byte in enumerate(others)}
