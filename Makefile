@@ -100,7 +100,6 @@ docs: $(VENV)/.dependencies ## Generate docs/options.md from the definitions of 
 
 wheel: $(WHEELS)/.built ## Build the abi3 wheel into target/wheels
 
-
 $(WHEELS)/.built: $(VENV)/.dependencies $(SOURCES)
 	@rm -rf $(WHEELS)
 	PIE_DRIVER_COMMIT=$(COMMIT) $(BIN)/maturin build --release --locked --quiet --out $(WHEELS)
