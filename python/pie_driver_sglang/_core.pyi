@@ -767,7 +767,7 @@ class PagePool:
             Their ids, int32 `(count,)`.
 
         Raises:
-            PagesError: There are not so many.
+            PagesError: Fewer pages are free.
         """
     def audit(self, /, held: Buffer | ndarray) -> None:
         """
@@ -1042,7 +1042,7 @@ class RadixIndex:
     Which KV pages hold the KV of which tokens: a radix tree over pages of tokens.
 
     Ids of pages go in and come out; the index owns no memory. Tokens and pages go in as any one-dimensional array of 32-bit
-    or 64-bit integers, pages come out as NumPy arrays of int32. Tokens behind the last whole page of a key are ignored.
+    or 64-bit integers, pages come out as NumPy arrays of int32. Tokens after the last whole page of a key are ignored.
     Nodes have numbers; one that was evicted is never the number of another node.
 
     Every call counts as one unit of time, which is what eviction goes by.
@@ -1237,7 +1237,7 @@ class RadixIndex:
         """
     def peek(self, /, tokens: Buffer | ndarray, *, namespace: str | None = None, limit: SupportsIndex | None = None) -> tuple[int, int]:
         """
-        How many pages of a key are on the device, and how many behind them on the host alone. Changes nothing.
+        How many pages of a key are on the device, and how many after them on the host alone. Changes nothing.
         """
     @property
     def protected_pages(self, /) -> int:
