@@ -1,4 +1,4 @@
-//! Admission: which of those that wait begin, and who gives way to them.
+//! Admission: which waiting requests begin, and which running ones give way to them.
 
 use crate::layout::Plan;
 use crate::memory::Held;

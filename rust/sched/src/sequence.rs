@@ -235,7 +235,7 @@ impl<S> Sequence<S> {
         text: Option<&dyn TokenBytes>,
         vocab: u32,
     ) -> Option<Finish> {
-        // With drafts there is one place and several tokens, else one token; those of later steps stay behind it.
+        // With drafts there is one place and several tokens, else one token; those of later steps stay after it.
         let later = self.pending.saturating_sub(1);
         self.pending = 0;
         self.tokens.truncate(end as usize);
