@@ -225,7 +225,7 @@ def pin_on_threads(connection: Connection, stderr: str) -> None:
     """
     import torch
 
-    from pie_driver_sglang.srt import adapters
+    from pie_driver_sglang.srt.seams import lora
 
     drivers.redirect_output(stderr)
 
@@ -235,7 +235,7 @@ def pin_on_threads(connection: Connection, stderr: str) -> None:
 
     there: list[bool] = []
     thread = threading.Thread(target=lambda: there.extend(asked()))
-    with adapters._on_the_host():
+    with lora.on_the_host():
         here = asked()
         thread.start()
         thread.join()

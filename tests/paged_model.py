@@ -195,7 +195,7 @@ def check_ranks(runner: Any) -> None:
         group = mock.Mock(ca_comm=reach)
         with (
             mock.patch.object(runner, "ps", SimpleNamespace(tp_size=ranks, tp_rank=0)),
-            mock.patch.object(dense_module, "get_tp_group", return_value=group),
+            mock.patch.object(dense_module, "tensor_group", return_value=group),
             fails as share,
         ):
             assert dense_module.DenseLayers.of(runner) is None
@@ -208,7 +208,7 @@ def check_ranks(runner: Any) -> None:
         with (
             mock.patch.object(runner, "ps", SimpleNamespace(tp_size=ranks, tp_rank=ranks - 1)),
             mock.patch.object(
-                dense_module, "get_tp_group", return_value=mock.Mock(ca_comm=reaches)
+                dense_module, "tensor_group", return_value=mock.Mock(ca_comm=reaches)
             ),
             mock.patch.object(dense_module.all_reduce_norm, "map_peer_memory", memory),
         ):
@@ -321,7 +321,7 @@ def check_fa3() -> None:
                 Path(folder, name).touch()
             with mock.patch.dict(sys.modules, {"sgl_kernel": package}):
                 sys.modules.pop("sgl_kernel.flash_ops", None)
-                assert support._has_fa3() == found, name
+                assert support.has_fa3() == found, name
 
 
 def check_vision() -> None:
@@ -336,7 +336,7 @@ def check_vision() -> None:
         capability = (9 if hopper else 8, 0)
         with (
             mock.patch.object(torch.cuda, "get_device_capability", lambda _: capability),
-            mock.patch.object(support, "_has_fa3", lambda: there),
+            mock.patch.object(support, "has_fa3", lambda: there),
         ):
             model: Any = SimpleNamespace(is_multimodal=image)
             support.choose_vision_backend(args, model, 0)  # type: ignore[arg-type]
@@ -363,7 +363,7 @@ def check_prefills(runner: Any) -> None:
     layer, pool = support.attention_layers(runner)[-1], runner.token_to_kv_pool
     fits = (
         (torch.cuda, "get_device_capability", lambda _: (9, 0)),
-        (support, "_has_fa3", lambda: True),
+        (support, "has_fa3", lambda: True),
         (support, "attention_layers", lambda _: [layer]),
         (runner, "device", "cuda"),
         (runner, "dtype", torch.bfloat16),
@@ -375,7 +375,7 @@ def check_prefills(runner: Any) -> None:
     )
     does_not = (
         (torch.cuda, "get_device_capability", lambda _: (8, 0)),
-        (support, "_has_fa3", lambda: False),
+        (support, "has_fa3", lambda: False),
         (runner, "device", "cpu"),
         (pool, "dtype", torch.float8_e4m3fn),
         (layer, "qk_head_dim", 80),
@@ -394,7 +394,7 @@ def check_prefills(runner: Any) -> None:
         for args, taken in ((decodes, True), (SimpleNamespace(decode_attention_backend=""), False)):
             with mock.patch.object(runner, "server_args", args):
                 assert support.takes_prompts(runner) == taken
-                with mock.patch.object(runner, "ps", SimpleNamespace(tp_size=2)):
+                with mock.patch.object(runner, "ps", SimpleNamespace(tp_size=2, tp_rank=0)):
                     assert not support.takes_prompts(runner)
 
 

@@ -42,7 +42,8 @@ def states_in_pool(connection: Connection, stderr: str) -> None:
     import torch
     from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 
-    from pie_driver_sglang.srt.state import StatePool, widen
+    from pie_driver_sglang.srt.seams.pools import widen
+    from pie_driver_sglang.srt.state import StatePool
 
     drivers.redirect_output(stderr)
     plain = ReqToTokenPool(size=5, max_context_len=8, device="cpu", enable_memory_saver=False)

@@ -12,13 +12,13 @@ from typing import Any
 
 from transformers import AutoConfig
 
-from pie_driver_sglang.srt import support
+from pie_driver_sglang.srt.seams import corrections
 
 
 def corrected(snapshot: str) -> Any:
     """Of a snapshot's configuration, as the driver loads it."""
     config = AutoConfig.from_pretrained(snapshot)
-    support.correct_rope(SimpleNamespace(hf_config=config, hf_text_config=config))  # type: ignore[arg-type]
+    corrections.correct_rope(SimpleNamespace(hf_config=config, hf_text_config=config))  # type: ignore[arg-type]
     return getattr(config, "rope_theta", None)
 
 

@@ -17,8 +17,10 @@ from sglang.srt.layers.rotary_embedding import RotaryEmbedding
 from sglang.srt.layers.rotary_embedding import base as rotary_base
 
 from pie_driver_sglang.config.file import load_config
-from pie_driver_sglang.srt import boot, support
+from pie_driver_sglang.srt import boot
 from pie_driver_sglang.srt.load import load_engine
+from pie_driver_sglang.srt.seams import corrections
+from pie_driver_sglang.srt.seams.attention import attention_layers
 
 
 def main(path: str) -> None:
@@ -29,16 +31,16 @@ def main(path: str) -> None:
         """In the place of a correction."""
 
     with (
-        mock.patch.object(support, "correct_rope", nothing),
-        mock.patch.object(support, "correct_windows", nothing),
-        mock.patch.object(boot, "_unpadded", contextlib.nullcontext),
+        mock.patch.object(corrections, "correct_rope", nothing),
+        mock.patch.object(corrections, "correct_windows", nothing),
+        mock.patch.object(boot, "unpadded", contextlib.nullcontext),
         # It refuses a model that SGLang has padded.
         mock.patch.object(boot.load_check, "watched", contextlib.nullcontext),
     ):
         _, engine = load_engine(load_config(Path(path)))
     runner = engine.runner
     config = runner.model_config.hf_text_config
-    layers = support.attention_layers(runner)
+    layers = attention_layers(runner)
     rotary = [each for each in runner.model.modules() if isinstance(each, RotaryEmbedding)]
     found = {
         "windows": sorted({layer.sliding_window_size for layer in layers}),

@@ -19,7 +19,7 @@ from typing import Any, Final
 
 import psutil
 
-from pie_driver_sglang.srt.environment import _other_model_modules
+from pie_driver_sglang.srt.seams.process import other_model_modules
 from tiny_models import REPOSITORY
 
 START_S: Final = 200.0
@@ -36,7 +36,7 @@ def free_ports(count: int) -> list[int]:
 
 def environment(folder: Path, plugins: str) -> dict[str, str]:
     """As a user's, with threads that leave the machine to others, and litter in one folder."""
-    others = _other_model_modules(frozenset(["Qwen3ForCausalLM"]))
+    others = other_model_modules(frozenset(["Qwen3ForCausalLM"]))
     return {
         **os.environ,
         # More than 200 modules that each of its processes would import.

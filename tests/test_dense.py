@@ -114,7 +114,7 @@ class TestFolding:
     """Norms whose weights go into the matrices behind them."""
 
     def test_weights_are_updated_no_more(self) -> None:
-        from pie_driver_sglang.srt import dense, frozen_weights
+        from pie_driver_sglang.srt import dense
 
         runner, layer = make_runner(Model()), make_layer()
         update = runner.weight_updater.update_weights_from_tensor
@@ -132,7 +132,7 @@ class TestFolding:
         assert names == {f"update_weights_from_{way}" for way in WAYS}
         for name in names:
             accepted, reason = getattr(updater, name)([("weight", torch.zeros(3))], "direct")
-            assert (accepted, reason) == (False, frozen_weights.REASON)
+            assert (accepted, reason) == (False, dense.FROZEN)
             assert "`fuse_layers = false`" in reason
         with pytest.raises(RuntimeError, match="cannot be updated"):
             runner.model.load_weights([("weight", torch.zeros(3))])

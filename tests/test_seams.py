@@ -1,4 +1,4 @@
-"""What the driver corrects in SGLang is still wrong there, and SGLang is imported in one folder.
+"""Where SGLang is reached, what is missing there, and what the driver corrects in it.
 
 A probe that fails says that SGLang mended its part: remove the correction that the probe names.
 """
@@ -8,8 +8,10 @@ from __future__ import annotations
 import ast
 import importlib.util
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Final
 
 import pytest
@@ -20,6 +22,21 @@ import scripts
 import tiny_models
 
 PACKAGE: Final = tiny_models.REPOSITORY / "python" / "pie_driver_sglang"
+SEAMS: Final = PACKAGE / "srt" / "seams"
+FILES: Final = sorted(PACKAGE.rglob("*.py"))
+PRIVATE_ELSEWHERE: Final = {
+    # Of torch, not of SGLang.
+    "srt/load_trace.py": {"_schema", "_cdata"},
+}
+"""Private attributes of others, by file."""
+OF_NAMED_TUPLES: Final = {"_asdict", "_fields", "_make", "_replace"}
+
+
+def trees(*, inside: bool) -> Iterator[tuple[Path, ast.Module]]:
+    """The files of the seams, or all others."""
+    for path in FILES:
+        if path.is_relative_to(SEAMS) == inside:
+            yield path.relative_to(PACKAGE), ast.parse(path.read_text())
 
 
 def imported(path: Path) -> Iterator[str]:
@@ -33,11 +50,194 @@ def imported(path: Path) -> Iterator[str]:
 
 def test_one_folder_imports_sglang() -> None:
     importers = {
-        path.relative_to(PACKAGE).parts[0]
-        for path in PACKAGE.rglob("*.py")
-        if any(name.partition(".")[0] == "sglang" for name in imported(path))
+        path.parent
+        for path in FILES
+        if any(name.partition(".")[0] in ("sglang", "sgl_kernel") for name in imported(path))
     }
-    assert importers == {"srt"}
+    assert importers == {SEAMS}
+
+
+def test_one_folder_names_modules_of_sglang() -> None:
+    """A name in a string is an import, too, if something imports it later."""
+    for path, tree in trees(inside=False):
+        texts = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
+        named = [x for x in texts if isinstance(x, str) and x.startswith(("sglang.", "sgl_kernel"))]
+        assert not named, path
+
+
+def test_private_attributes_of_sglang_are_touched_in_one_folder() -> None:
+    """Of `self`, `os` and named tuples they are allowed anywhere; all others must be listed."""
+    for path, tree in trees(inside=False):
+        touched = {
+            node.attr
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Attribute)
+            and node.attr.startswith("_")
+            and not node.attr.endswith("__")
+            and ast.unparse(node.value) not in ("self", "cls", "super()", "os")
+        }
+        allowed = PRIVATE_ELSEWHERE.get(str(path), set()) | OF_NAMED_TUPLES
+        assert touched <= allowed, path
+
+
+def test_one_folder_patches() -> None:
+    """`srt/groups.py` and `srt/load_trace.py` patch torch and Python for a time, not SGLang."""
+    patching = {str(path) for path, tree in trees(inside=False) if "unittest" in ast.unparse(tree)}
+    assert patching == {"srt/groups.py", "srt/load_trace.py"}
+
+
+def test_every_seam_is_used() -> None:
+    used: set[str] = set()
+    for _, tree in trees(inside=False):
+        used |= uses(tree)
+    inside = list(trees(inside=True))
+    for path, tree in inside:
+        offered = {name for node in tree.body for name in defined(node)}
+        others = [uses(other) for _, other in inside if other is not tree]
+        own = {
+            node.id
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
+        }
+        unused = offered - used - own - set().union(*others)
+        assert not unused, path
+        passed_on = {
+            node.value
+            for line in tree.body
+            if isinstance(line, ast.Assign) and ast.unparse(line.targets[0]) == "__all__"
+            for node in ast.walk(line.value)
+            if isinstance(node, ast.Constant)
+        }
+        assert not passed_on - used - set().union(*others), path
+
+
+def defined(node: ast.stmt) -> Iterator[str]:
+    """The public names of a seam: functions, classes, and the properties of these."""
+    if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
+        yield node.name
+    if isinstance(node, ast.ClassDef):
+        properties = (x for x in node.body if isinstance(x, ast.FunctionDef) and x.decorator_list)
+        yield from (x.name for x in properties)
+
+
+def uses(tree: ast.Module) -> set[str]:
+    """The names that a file imports, and those of attributes."""
+    nodes = list(ast.walk(tree))
+    names = {x.attr for x in nodes if isinstance(x, ast.Attribute)}
+    return names | {
+        x.name for node in nodes if isinstance(node, ast.ImportFrom) for x in node.names
+    }
+
+
+@pytest.fixture(scope="module")
+def checker() -> ModuleType:
+    path = tiny_models.REPOSITORY / "tools" / "check_seams.py"
+    spec = importlib.util.spec_from_file_location("check_seams", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_installed_sglang_has_all_that_is_reached(checker: ModuleType) -> None:
+    missing = checker.find_missing()
+    assert not missing, "\n".join(missing)
+
+
+SEAM: Final = """
+from unittest import mock
+from sglang.gone import Gone
+from sglang.kept import Kept, Moved, module_of
+from sglang import kept
+from sglang.kept import Made
+
+WORKER = "sglang.kept.Worker"
+
+def reach(made: Made, kind: type[Made]):
+    kept._is_cpu = True
+    made.own.method(1)
+    made.inner.first
+    made.inner.second
+    made.third
+    with mock.patch.object(kept, "patched", None), mock.patch.object(kept, "not_patched", None):
+        Kept(1, two=2, three=3)
+    register(f"{WORKER}.run", f"{WORKER}.walk")
+    Made(1, 2, 3)
+    Made()
+
+class Mine(Made):
+    def run(self):
+        super().method(1, named=2)
+        super().no_method()
+"""
+OTHER: Final = """
+from pie_driver_sglang.srt.seams.model import Made
+
+class Kept:
+    def __init__(self, made: Made) -> None:
+        self._made = made
+
+    def read(self):
+        return self._made.inner, self._made.outer
+"""
+SGLANG: Final = {
+    "__init__.py": "",
+    "kept/__init__.py": "from .inner import *\nfrom sglang.base import Base as Worker\npatched = 1",
+    "kept/inner.py": """
+from dataclasses import dataclass
+from typing import Optional
+from sglang.base import Base
+
+_is_cuda = False
+
+def module_of(): ...
+
+@dataclass
+class Kept:
+    one: int
+    two: int = 0
+
+class Made(Base):
+    own: Optional["Made"] = None
+
+    def __init__(self, first: int, second=None) -> None:
+        self.inner: Kept = Kept(first)
+
+    def method(self, number: int) -> None: ...
+""",
+    "base.py": "class Base:\n    def run(self): ...\n    first = 1",
+}
+
+
+def test_all_that_a_version_lacks_is_listed_at_once(checker: ModuleType, tmp_path: Path) -> None:
+    for name, text in SGLANG.items():
+        path = tmp_path / "sglang" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    folder = tmp_path / "pie_driver_sglang" / "srt"
+    (folder / "seams").mkdir(parents=True)
+    (folder / "seams" / "model.py").write_text(SEAM)
+    (folder / "engine.py").write_text(OTHER)
+    found = checker.find_missing(tmp_path / "sglang", tmp_path)
+    where = "pie_driver_sglang/srt/seams/model.py"
+    assert found == [
+        "pie_driver_sglang/srt/engine.py:9: no Made.outer",
+        f"{where}:3: no module sglang.gone",
+        f"{where}:4: no Moved in sglang.kept",
+        f"{where}:11: no kept._is_cpu",
+        f"{where}:13: no Kept.first",
+        f"{where}:14: no Kept.second",
+        f"{where}:15: no Made.third",
+        f"{where}:16: no kept.not_patched",
+        f"{where}:17: Kept() takes no three",
+        f"{where}:18: no sglang.kept.Worker.walk",
+        f"{where}:19: Made() takes 2 arguments",
+        f"{where}:20: Made() wants first",
+        f"{where}:24: method() takes no named",
+        f"{where}:25: no Made.no_method",
+    ]
 
 
 def test_kernels_import_torch_and_triton_alone() -> None:
@@ -63,7 +263,7 @@ def uncorrected(name: str, folder: Path, **options: Any) -> dict[str, Any]:
 
 
 def test_exaone_4_does_not_look_for_rope_parameters() -> None:
-    """`srt/support.py: correct_rope`. No attention backend of a CPU takes the model itself."""
+    """`srt/seams/corrections.py: correct_rope`. No backend of a CPU takes the model itself."""
     (root,) = importlib.util.find_spec("sglang").submodule_search_locations
     source = Path(root, "srt", "models", "exaone4.py").read_text()
     assert 'getattr(config, "rope_theta"' in source
@@ -73,12 +273,12 @@ def test_exaone_4_does_not_look_for_rope_parameters() -> None:
 @pytest.mark.engine
 class TestProbes:
     def test_the_windows_of_cohere_2_count_a_rows_own_token(self, tmp_path: Path) -> None:
-        """`srt/support.py: correct_windows`."""
+        """`srt/seams/corrections.py: correct_windows`."""
         found = uncorrected("Cohere 2", tmp_path)
         assert architectures.WINDOW in found["windows"]
 
     def test_experts_are_padded_on_a_cpu(self, tmp_path: Path) -> None:
-        """`srt/boot.py: _unpadded`. And a CPU is not taken for one: `boot._load_model`."""
+        """`srt/seams/model.py: unpadded`. And a CPU is not taken for one: `take_cpu_for_one`."""
         found = uncorrected("Mixtral", tmp_path, intermediate_size=80)
         assert found["intermediate_size"] != 80
         assert found["cpu_known"] == [False, False]

@@ -17,6 +17,7 @@ import pytest
 import drivers
 from pie_driver_sglang.errors import StartError
 from pie_driver_sglang.srt import device, environment
+from pie_driver_sglang.srt.seams import process
 
 LIMIT_S = 180.0
 
@@ -59,7 +60,7 @@ def test_a_start_imports_what_it_needs(llama_snapshot: Path, tmp_path: Path) -> 
 
 class TestModelModules:
     def test_all_but_the_one_that_is_asked_for(self) -> None:
-        others = environment._other_model_modules(frozenset({"Qwen3ForCausalLM"}))
+        others = process.other_model_modules(frozenset({"Qwen3ForCausalLM"}))
         assert "qwen3" not in others
         assert len(others) > 150
 

@@ -3,43 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import itertools
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
-from unittest import mock
-
-import torch
-from sglang.srt.configs.model_config import AttentionArch
-from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
-from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
-from sglang.srt.lora.backend.lora_registry import LORA_SUPPORTED_BACKENDS
-from sglang.srt.lora.backend.torch_backend import (
-    TorchNativeLoRABackend,
-    TorchNativeLoRABatchInfo,
-)
-from sglang.srt.lora.layers import (
-    ColumnParallelLinearWithLoRA,
-    MergedColumnParallelLinearWithLoRA,
-    QKVParallelLinearWithLoRA,
-    RowParallelLinearWithLoRA,
-)
-from sglang.srt.lora.lora import LoRAAdapter
-from sglang.srt.lora.lora_config import LoRAConfig
-from sglang.srt.lora.lora_manager import LoRAManager
-from sglang.srt.lora.lora_registry import LoRARef
-from sglang.srt.lora.utils import (
-    auto_detect_lora_target_modules,
-    generate_sequence_lengths,
-    get_normalized_target_modules,
-)
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
-from sglang.srt.runtime_context import get_lora
-from torch.overrides import TorchFunctionMode
 
 from pie_driver_sglang._core import REHEARSAL_ADAPTER
 from pie_driver_sglang.errors import AdapterError, StartError, quoted
@@ -57,11 +27,15 @@ from pie_driver_sglang.srt.adapter_files import (
     read,
 )
 from pie_driver_sglang.srt.adapter_loader import Loader
+from pie_driver_sglang.srt.seams import lora
+from pie_driver_sglang.srt.seams.lora import LoRAManager, WrappedLinear, WrappedTable
+from pie_driver_sglang.srt.seams.model import uses_latent_attention
+from pie_driver_sglang.srt.seams.settings import lora_targets, lora_targets_changed
 
 if TYPE_CHECKING:
-    from sglang.srt.model_executor.model_runner import ModelRunner
-
     from pie_driver_sglang.config.options import DriverOptions
+    from pie_driver_sglang.srt.seams.model import ModelRunner
+    from pie_driver_sglang.srt.seams.passes import ForwardBatch
 
 logger = logging.getLogger(__name__)
 
@@ -72,18 +46,11 @@ _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_pro
 
 
 class _Prepared(NamedTuple):
-    """An adapter as SGLang keeps it, but for its manager's tables."""
+    """An adapter that was read."""
 
-    ref: LoRARef
-    config: LoRAConfig
-    weights: LoRAAdapter
+    adapter: lora.Prepared
     embeds: bool
     """Whether it changes embeddings or the LM head."""
-
-    @property
-    def uid(self) -> str:
-        """Its name for SGLang."""
-        return str(self.ref.lora_id)
 
 
 class _Loading(NamedTuple):
@@ -134,12 +101,7 @@ class Adapters:
     @property
     def slot_bytes(self) -> int:
         """Device memory of all slots."""
-        pool = self._manager.memory_pool
-        layers = [*pool.A_buffer.values(), *pool.B_buffer.values()]
-        tensors = [tensor for buffers in layers for tensor in buffers]
-        ends = (pool.embedding_A_buffer, pool.embedding_B_buffer)
-        for buffers in (*ends, pool.lm_head_A_buffer, pool.lm_head_B_buffer):
-            tensors += buffers.values()
+        tensors = lora.slot_tensors(self._manager)
         return sum(tensor.numel() * tensor.itemsize for tensor in tensors)
 
     def begin_load(
@@ -166,7 +128,7 @@ class Adapters:
         loaded = self._register(adapter_id, prepared)
         former = self._resident.pop(adapter_id, None)
         if former is not None:
-            self._forget(former.uid)
+            lora.forget(self._manager, former.uid)
         self._resident[adapter_id] = loaded
         self._sources[adapter_id] = source
 
@@ -198,27 +160,15 @@ class Adapters:
             batch: The pass.
             adapter_ids: One fetched adapter for each request, -1 for none.
         """
-        uids = [self._resident[number].uid if number >= 0 else None for number in adapter_ids]
-        batch.lora_ids = uids
-        self._manager.fetch_new_loras(set(uids))
-        self._manager.prepare_lora_batch(batch)
+        lora.bind(self._manager, batch, self._uids(adapter_ids))
 
     def bind_rows(self, adapter_ids: Sequence[int]) -> None:
         """Makes the LM head apply the adapter of each row: one fetched adapter, -1 for none."""
-        batch = ForwardBatch(
-            forward_mode=ForwardMode.DECODE,
-            batch_size=len(adapter_ids),
-            input_ids=None,
-            req_pool_indices=None,
-            seq_lens=None,
-            out_cache_loc=None,
-            seq_lens_sum=0,
-        )
-        self.bind(batch, adapter_ids)
+        lora.bind_rows(self._manager, self._uids(adapter_ids))
 
     def unbind(self) -> None:
         """Makes the next forward pass one without adapters, at no cost."""
-        self._manager.reset_lora_batch()
+        lora.unbind(self._manager)
 
     @contextlib.contextmanager
     def captured(self, most_rows: int) -> Iterator[Callable[[int], None]]:
@@ -227,7 +177,7 @@ class Adapters:
         Gives what binds an adapter of all layers to so many rows. From then on the adapters of
         decodes are told in memory that graphs know.
         """
-        self._manager.init_cuda_graph_batch_info(most_rows, num_tokens_per_req=1)
+        lora.bind_by_memory(self._manager, most_rows)
         self.load_rehearsal()
         try:
             yield lambda rows: self.bind_rows([REHEARSAL_ADAPTER] * rows)
@@ -248,7 +198,11 @@ class Adapters:
 
     def drop_rehearsal(self) -> None:
         """Forgets `REHEARSAL_ADAPTER`."""
-        self._forget(self._resident.pop(REHEARSAL_ADAPTER).uid)
+        lora.forget(self._manager, self._resident.pop(REHEARSAL_ADAPTER).uid)
+
+    def _uids(self, adapter_ids: Sequence[int]) -> list[str | None]:
+        """SGLang's names of fetched adapters; None for -1."""
+        return [self._resident[number].uid if number >= 0 else None for number in adapter_ids]
 
     def _name(self, adapter_id: int) -> str:
         return f"{adapter_id}.{next(self._numbers)}"
@@ -278,39 +232,24 @@ class Adapters:
         try:
             _agreed(lambda: self._put(prepared))
         except AdapterError:
-            self._forget(prepared.uid)
+            lora.forget(self._manager, prepared.adapter.uid)
             raise
-        return _Loaded(prepared.uid, prepared.embeds)
+        return _Loaded(prepared.adapter.uid, prepared.embeds)
 
     def _prepared(self, uid: str, adapter: Adapter) -> _Prepared:
         """Has SGLang join the weights of fused layers; may be called on any thread."""
-        config = {
-            "peft_type": "LORA",
-            # Its scaling is in its weights already.
-            "r": adapter.rank,
-            "lora_alpha": adapter.rank,
-            "target_modules": adapter.targets,
-        }
-        ref = LoRARef(lora_id=uid, lora_name=uid, lora_path=uid, pinned=False)
-        # With tables of its own: the manager's belong to the thread that serves.
-        manager = copy.copy(self._manager)
-        manager.configs, manager.loras, manager.lora_refs = {}, {}, {}
         try:
-            result = manager.load_lora_adapter_from_tensors(ref, adapter.tensors, config)
-            if not result.success:
-                raise ValueError(result.error_message)
+            prepared = lora.prepare_adapter(
+                self._manager, uid, adapter.rank, adapter.targets, adapter.tensors
+            )
         except Exception as error:
             raise _not_taken(error) from error
-        return _Prepared(ref, manager.configs[uid], manager.loras[uid], adapter.embeds)
+        return _Prepared(prepared, adapter.embeds)
 
     def _put(self, prepared: _Prepared) -> None:
         """Gives SGLang an adapter, of which it keeps this rank's part in a slot."""
-        manager, uid = self._manager, prepared.uid
-        manager.configs[uid] = prepared.config
-        manager.loras[uid] = prepared.weights
-        manager.lora_refs[uid] = prepared.ref
         try:
-            manager.fetch_new_loras({uid})
+            lora.put(self._manager, prepared.adapter)
         except Exception as error:
             raise _not_taken(error) from error
 
@@ -318,15 +257,7 @@ class Adapters:
         """Lets the least recently used adapters go, but not the one that is to be replaced."""
         others = [number for number in self._resident if number != adapter_id]
         for number in others[: max(0, len(others) + 1 - self._max_loaded)]:
-            self._forget(self._resident.pop(number).uid)
-
-    def _forget(self, uid: str) -> None:
-        """Removes all that SGLang knows of an adapter, be it half registered only."""
-        manager = self._manager
-        manager.memory_pool.remove_lora(uid)
-        manager.memory_pool.eviction_policy.remove(uid)
-        for table in (manager.configs, manager.loras, manager.lora_refs):
-            table.pop(uid, None)
+            lora.forget(self._manager, self._resident.pop(number).uid)
 
 
 def _not_taken(error: Exception) -> AdapterError:
@@ -360,43 +291,6 @@ def _agreed(step: Callable[[], T], group: Any = None) -> T:
     return result
 
 
-class HostLoRABackend(TorchNativeLoRABackend):
-    """SGLang's kernels for the CPU, fed without pinned memory, which only a GPU's driver gives."""
-
-    def prepare_lora_batch(
-        self,
-        forward_batch: ForwardBatch,
-        weight_indices: list[int],
-        lora_ranks: list[int],
-        scalings: list[float],
-        use_cuda_graph: bool,
-        use_prefill_cuda_graph: bool = False,
-    ) -> None:
-        """Takes the slot of each request, and the rank and the factor of each slot."""
-        lengths = generate_sequence_lengths(forward_batch, device=torch.device("cpu"))
-        offsets = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
-        slots = torch.tensor(weight_indices, dtype=torch.int32)
-        ranks = torch.tensor(lora_ranks, dtype=torch.int32)
-        factors = torch.tensor(scalings, dtype=torch.float)
-        self.batch_info = TorchNativeLoRABatchInfo(
-            use_cuda_graph=False,
-            bs=len(lengths),
-            num_segments=len(lengths),
-            max_len=int(lengths.max()),
-            seg_lens=lengths,
-            seg_lens_cpu=lengths,
-            seg_indptr=offsets,
-            seg_indptr_cpu=offsets,
-            weight_indices=slots,
-            weight_indices_cpu=slots,
-            lora_ranks=ranks,
-            lora_ranks_cpu=ranks,
-            scalings=factors,
-            scalings_cpu=factors,
-            permutation=None,
-        )
-
-
 def server_args(options: DriverOptions) -> dict[str, Any]:
     """The fields of `ServerArgs` about adapters."""
     if not options.enable_lora:
@@ -418,60 +312,28 @@ def fitting(runner: ModelRunner) -> Iterator[None]:
     Raises:
         StartError: There are no adapters for the model, or for one of the layers asked for.
     """
-    targets = _targets(runner, get_lora().lora_target_modules)
+    targets = _targets(runner, lora_targets())
     logger.debug("adapters may change %s", ", ".join(sorted(targets)))
-    on_the_host = _on_the_host() if runner.device == "cpu" else contextlib.nullcontext()
-    with get_lora().override(lora_target_modules=targets), on_the_host:
+    on_the_host = lora.on_the_host() if runner.device == "cpu" else contextlib.nullcontext()
+    with lora_targets_changed(targets), on_the_host:
         yield
-
-
-@contextlib.contextmanager
-def _on_the_host() -> Iterator[None]:
-    """Within it SGLang's LoRA manager can be made without a GPU.
-
-    Its layers pin a tensor of offsets each when they are made, which fails without a GPU's driver;
-    its backend pins some for every batch. The former are left where they are, on this thread alone;
-    the latter is replaced by `HostLoRABackend`, for managers that are made within it.
-    """
-    backends = {"torch_native": lambda: HostLoRABackend}
-    with _Unpinned(), mock.patch.dict(LORA_SUPPORTED_BACKENDS, backends):
-        yield
-
-
-class _Unpinned(TorchFunctionMode):
-    """Within it this thread's calls of torch pin no memory."""
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """Makes a call without what pins."""
-        if func is torch.Tensor.pin_memory:
-            return args[0]
-        options = {name: value for name, value in (kwargs or {}).items() if name != "pin_memory"}
-        return func(*args, **options)
 
 
 def _targets(runner: ModelRunner, wanted: Iterable[str]) -> set[str]:
     """SGLang's names of the layers to wrap."""
     architecture = type(runner.model).__name__
-    if runner.model_config.attention_arch == AttentionArch.MLA:
+    if uses_latent_attention(runner.model_config):
         raise StartError(
             f"{architecture} uses multi-head latent attention, for which there are no adapters yet",
             hint="remove `enable_lora`",
         )
-    modules = dict(runner.model.named_modules())
-    found = auto_detect_lora_target_modules(runner.model) - set(EMBEDDINGS)
-    if any(isinstance(module, FusedMoE) for module in modules.values()):
+    found = lora.detect_targets(runner.model) - set(EMBEDDINGS)
+    if lora.has_experts(runner.model):
         # SGLang would wrap the experts, which checkpoints spell in many ways.
         found -= {"gate_up_proj", "down_proj"}
-    own_head = isinstance(getattr(runner.model, "lm_head", None), VocabParallelEmbedding)
-    if own_head and isinstance(modules.get("model.embed_tokens"), VocabParallelEmbedding):
+    if lora.has_tables(runner.model):
         found |= set(EMBEDDINGS)
-    targets: set[str] = found if "all" in wanted else get_normalized_target_modules(wanted)
+    targets = found if "all" in wanted else lora.normalized_targets(wanted)
     if not targets or targets - found:
         named = ", ".join(sorted(targets - found)) or "no layer"
         raise StartError(
@@ -484,46 +346,25 @@ def _targets(runner: ModelRunner, wanted: Iterable[str]) -> set[str]:
 
 def _layers_of(manager: LoRAManager) -> dict[str, Linear]:
     """The layers that take adapters, by the names that checkpoints have for them."""
-    wrapped = [item for layer in manager.lora_modules for item in layer.items()]
-    linears = [linear for name, module in wrapped for linear in _linears(name, module)]
-    if (table := manager.embed_tokens_module) is not None:
-        sizes = (table.vocab_size, table.embed_dim)
-        linears.append(Linear("embed_tokens", *sizes, ("embed_tokens",), _base_of(table)))
-    if (head := manager.lm_head_module) is not None:
-        sizes = (head.embed_dim, head.vocab_size)
-        linears.append(Linear("lm_head", *sizes, ("lm_head",), _base_of(head)))
+    linears = [linear for layer in lora.wrapped_linears(manager) for linear in _linears(layer)]
+    linears += [_table(name, table) for name, table in lora.wrapped_tables(manager)]
     return {checkpoint_name(linear.name): linear for linear in linears}
 
 
-def _base_of(module: Any) -> Base:
-    """This rank's part of the weight of an embedding or an LM head, without its padding."""
-    shard = module.base_layer.shard_indices
-    weight = module.weight[: shard.num_org_elements]
-    return Base(weight, shard.org_vocab_start_index, module.vocab_size)
+def _table(name: str, table: WrappedTable) -> Linear:
+    base = Base(table.weight, table.first, table.vocabulary)
+    return Linear(name, table.inputs, table.outputs, (name,), base)
 
 
-def _linears(name: str, module: Any) -> list[Linear]:
-    """The parts of a wrapped layer, in the sizes that all ranks have together.
-
-    None of a kind that this driver has no adapters for.
-    """
-    base = module.base_layer
-    parent, _, last = name.rpartition(".")
-    if type(module) is QKVParallelLinearWithLoRA:
-        queries, *others = base.output_sizes
-        # Ranks that share a head of keys and values count it once each.
-        shared = [size // base.num_kv_head_replicas for size in others]
-        parts, sizes = _FUSED.get(last, ()), [queries, *shared]
-    elif type(module) is MergedColumnParallelLinearWithLoRA:
-        parts, sizes = _FUSED.get(last, ()), base.output_sizes
-    elif type(module) in (ColumnParallelLinearWithLoRA, RowParallelLinearWithLoRA):
-        parts, sizes = (last,), [base.output_size]
-    else:
-        return []
-    if len(parts) != len(sizes):
+def _linears(layer: WrappedLinear) -> list[Linear]:
+    """The parts of a wrapped layer; none of a kind that this driver has no adapters for."""
+    parent, _, last = layer.name.rpartition(".")
+    parts = _FUSED.get(last, ()) if layer.is_fused else (last,)
+    if len(parts) != len(layer.outputs):
         return []
     names = [f"{parent}.{part}" for part in parts]
     fused = tuple(checkpoint_name(part) for part in names)
     return [
-        Linear(part, base.input_size, size, fused) for part, size in zip(names, sizes, strict=True)
+        Linear(part, layer.inputs, size, fused)
+        for part, size in zip(names, layer.outputs, strict=True)
     ]

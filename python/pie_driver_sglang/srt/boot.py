@@ -6,28 +6,11 @@ import contextlib
 import logging
 from collections.abc import Iterator
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
-from sglang.kernels.ops.mamba.triton_ops import (
-    initialize_mamba_selective_state_update_backend,
-)
-from sglang.srt.configs.model_config import ModelConfig
-from sglang.srt.layers import logits_processor
-from sglang.srt.layers.moe import initialize_moe_config
-from sglang.srt.layers.quantization.fp4_utils import initialize_fp4_gemm_config
-from sglang.srt.layers.quantization.fp8_utils import initialize_fp8_gemm_config
-from sglang.srt.layers.quantization.unquant import initialize_bf16_gemm_config
-from sglang.srt.layers.rotary_embedding import base as rotary_base
-from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool, ReqToTokenPool
-from sglang.srt.model_executor import model_runner
-from sglang.srt.model_executor.model_runner import ModelRunner
-from sglang.srt.plugins import load_plugins
-from sglang.srt.runtime_context import publish
-from sglang.srt.server_args import ServerArgs
-from sglang.srt.utils import set_random_seed
 
 from pie_driver_sglang.config.file import DriverConfig
+from pie_driver_sglang.config.server_args import SGLANG_VERSION
 from pie_driver_sglang.errors import DriverError, StartError, quoted
 from pie_driver_sglang.memory.limits import row_pages
 from pie_driver_sglang.memory.plan import table
@@ -35,7 +18,27 @@ from pie_driver_sglang.memory.refusal import exceeded, find_doubt, require_fit, 
 from pie_driver_sglang.memory.types import Plan
 from pie_driver_sglang.ranks.types import Rank
 from pie_driver_sglang.srt import adapters, groups, load_check, measure, paged_attention, support
-from pie_driver_sglang.srt.state import widen
+from pie_driver_sglang.srt.seams import corrections, texts
+from pie_driver_sglang.srt.seams.model import (
+    ModelConfig,
+    ModelRunner,
+    load_model_config,
+    make_runner,
+    resolved,
+    take_cpu_for_one,
+    unpadded,
+)
+from pie_driver_sglang.srt.seams.pools import replace_block_table
+from pie_driver_sglang.srt.seams.ranks import Place
+from pie_driver_sglang.srt.seams.settings import (
+    Resolved,
+    ServerArgs,
+    change_settings,
+    load_plugins,
+    make_settings,
+    prepare_layers,
+    publish_settings,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -55,14 +58,6 @@ class Booted(NamedTuple):
     """Block-table rows that requests may use."""
     plan: Plan
     """Of the memory, as made before the model was loaded."""
-
-
-class _Runner(ModelRunner):
-    """SGLang's runner, whose adapters fit the model that it has loaded."""
-
-    def init_lora_manager(self) -> None:
-        with adapters.fitting(self):
-            super().init_lora_manager()
 
 
 def boot(config: DriverConfig, rank: Rank) -> Booted:
@@ -87,30 +82,21 @@ def boot(config: DriverConfig, rank: Rank) -> Booted:
                 chosen = options.paged_decode is None and support.prefills_by_fa3(runner)
                 paged_attention.install(runner, "fa3" if chosen else None)
             runner.init_attention_backends()
-            support.correct_decode_windows(runner)
+            corrections.correct_decode_windows(runner)
             runner.init_cuda_graphs(capture_decode_cuda_graph=False)
     return Booted(runner, pages, options.max_forward_requests, plan)
 
 
 def _allocate(runner: ModelRunner, plan: Plan, requests: int) -> int:
     """Makes the KV pool and a block table; returns the pages of one of its rows."""
-    args, context = runner.server_args, runner.model_config.context_len
+    page_size, context = resolved(runner).page_size, runner.model_config.context_len
     tokens = _make_pool(runner)
-    least = -(-context // args.page_size) * args.page_size
+    least = -(-context // page_size) * page_size
     if tokens < least:
         raise shrunk(plan, tokens, least, measure.weight_bytes(runner))
     support.check_pool(runner)
-    pages = row_pages(context, args.page_size)
-    block_table = ReqToTokenPool(
-        size=requests,
-        max_context_len=pages * args.page_size,
-        device=runner.device,
-        enable_memory_saver=False,
-    )
-    if isinstance(runner.req_to_token_pool, HybridReqToTokenPool):
-        widen(runner.req_to_token_pool, block_table)
-    else:
-        runner.req_to_token_pool = block_table
+    pages = row_pages(context, page_size)
+    replace_block_table(runner, requests, pages * page_size)
     return pages
 
 
@@ -121,7 +107,7 @@ def _make_pool(runner: ModelRunner) -> int:
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, ValueError) as error:
-        if "memory" not in str(error):
+        if not texts.has_no_pool(error):
             raise
         logger.debug("SGLang has no memory for KV", exc_info=True)
         return 0
@@ -132,34 +118,22 @@ def _load_model(
     config: DriverConfig, args: ServerArgs, gpu_id: int, rank: Rank
 ) -> tuple[ModelRunner, Plan]:
     """Plans the memory, then loads the weights."""
-    publish(args, role="scheduler")
-    model_config = ModelConfig.from_server_args(args)
-    support.correct_rope(model_config)
-    support.check_config(model_config, args.attention_backend)
+    publish_settings(args)
+    model_config = load_model_config(args)
+    corrections.correct_rope(model_config)
+    support.check_config(model_config, Resolved(args).attention_backend)
     support.choose_vision_backend(args, model_config, gpu_id)
-    if args.device == "cpu":
-        # Without these SGLang's rotary embedding and soft-capped logits ask for CUDA kernels.
-        rotary_base._is_cpu = True
-        logits_processor._is_cpu = True
+    if Resolved(args).device == "cpu":
+        take_cpu_for_one()
     plan = _plan(config, model_config, args, gpu_id, rank)
-    # What SGLang's scheduler does before it makes a runner.
-    initialize_moe_config(args)
-    initialize_fp8_gemm_config(args)
-    initialize_fp4_gemm_config(args)
-    initialize_bf16_gemm_config(args)
-    initialize_mamba_selective_state_update_backend(args)
-    set_random_seed(args.random_seed)
-    with _unpadded(), load_check.watched(config.model.snapshot_dir):
-        runner = _Runner(
-            model_config=model_config,
-            mem_fraction_static=args.mem_fraction_static,
-            gpu_id=gpu_id,
-            ps=groups.state(rank, gpu_id),
-            nccl_port=0,
-            server_args=args,
-        )
+    prepare_layers(args)
+    place = Place(rank.number, rank.size)
+    with unpadded(), load_check.watched(config.model.snapshot_dir):
+        runner = make_runner(model_config, args, gpu_id, place, adapters.fitting)
     support.check_model(runner)
-    support.correct_windows(runner)
+    window = support.sliding_window(model_config.hf_text_config)
+    if window is not None:
+        corrections.correct_windows(runner, window)
     return runner, plan
 
 
@@ -183,8 +157,8 @@ def _plan(
     if device.is_host:
         # What is free there changes all the time: the plan decides, not what SGLang measures.
         share, limit = _HOST_FRACTION, plan.tokens
-    args.override("pie_driver_sglang", mem_fraction_static=share, max_total_tokens=limit)
-    publish(args, role="scheduler")
+    change_settings(args, mem_fraction_static=share, max_total_tokens=limit)
+    publish_settings(args)
     return plan
 
 
@@ -214,24 +188,7 @@ def _server_args(config: DriverConfig, device_type: str) -> ServerArgs:
         "disable_hybrid_swa_memory": True,
         "log_level": "warning",
     }
-    args = ServerArgs(**{**options.server_args, **owned, **adapters.server_args(options)})
-    args.check_lora_server_args()
-    return args
-
-
-@contextlib.contextmanager
-def _unpadded() -> Iterator[None]:
-    """Within it models on a CPU keep their sizes.
-
-    SGLang rounds heads and widths up for Intel's matrix units, which nobody uses here, and fills
-    what it adds by code that only they run.
-    """
-
-    def keep(config: ModelConfig, *_args: Any) -> ModelConfig:
-        return config
-
-    with mock.patch.object(model_runner, "adjust_config_with_unaligned_cpu_tp", keep):
-        yield
+    return make_settings({**options.server_args, **owned, **adapters.server_args(options)})
 
 
 @contextlib.contextmanager
@@ -259,12 +216,12 @@ def _translated_failures(config: DriverConfig, rank: Rank) -> Iterator[None]:
     except Exception as error:
         logger.debug("SGLang failed", exc_info=True)
         text = _first_line(error)
-        if "not supported" in text and "rchitecture" in text:
-            text = text.partition("Supported architectures")[0]
-            hint = "SGLang 0.5.17 has no such model; use one that it supports"
-        elif "capacity is unbalanced" in text:
+        if texts.lacks_architecture(text):
+            text = texts.without_list(text)
+            hint = f"SGLang {SGLANG_VERSION} has no such model; use one that it supports"
+        elif texts.finds_other_processes(text):
             hint = "end what else uses these GPUs, or choose others: ranks take equal parts"
-        elif "memory" in text.lower():
+        elif texts.lacks_memory(text):
             hint = "free memory on the device, or choose a smaller or a quantized model"
         else:
             hint = f"check the model folder and what reaches SGLang: {_settings(config)}"

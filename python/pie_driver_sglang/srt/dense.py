@@ -10,33 +10,33 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
-from sglang.srt.distributed import get_tp_group
-from sglang.srt.layers.activation import SiluAndMul
-from sglang.srt.layers.layernorm import RMSNorm
-from sglang.srt.layers.linear import (
-    MergedColumnParallelLinear,
-    QKVParallelLinear,
-    RowParallelLinear,
-)
-from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
-from sglang.srt.layers.radix_attention import RadixAttention
-from sglang.srt.layers.rotary_embedding import RotaryEmbedding
-from sglang.srt.lora.layers import BaseLayerWithLoRA
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
-from sglang.srt.models import llama, qwen2, qwen3
 
 from pie_driver_sglang.kernels import all_reduce_norm, dense_layers
 from pie_driver_sglang.kernels.all_reduce_norm import LamportAllReduceNorm
-from pie_driver_sglang.kernels.dense_layers import Heads, LinearWeights, Norm, Scale
-from pie_driver_sglang.srt import frozen_weights, groups
+from pie_driver_sglang.kernels.dense_layers import LinearWeights, Norm, Scale
+from pie_driver_sglang.srt import groups
 from pie_driver_sglang.srt.paged_attention import PagedDecode
+from pie_driver_sglang.srt.seams.attention import decode_backend
+from pie_driver_sglang.srt.seams.layers import (
+    Layer,
+    UnknownLayer,
+    expect,
+    find_layers,
+    read_layers,
+    read_norm,
+)
+from pie_driver_sglang.srt.seams.loading import refuse_updates
+from pie_driver_sglang.srt.seams.model import resolved, run_instead
+from pie_driver_sglang.srt.seams.passes import is_decode
+from pie_driver_sglang.srt.seams.pools import keeps_heads
+from pie_driver_sglang.srt.seams.ranks import place_of, shares_memory, tensor_group
 
 if TYPE_CHECKING:
-    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
-    from sglang.srt.model_executor.model_runner import ModelRunner
+    from pie_driver_sglang.srt.seams.model import ModelRunner
+    from pie_driver_sglang.srt.seams.passes import ForwardBatch
 
 logger = logging.getLogger(__name__)
 
@@ -46,29 +46,11 @@ _FEW_ROWS = 64
 """Of more rows products are a library's, which adds to what there is, and parts do not pay."""
 _STORED = ("fa3",)
 """SGLang's backends whose prefills attend to nothing but what is stored."""
-_BUILDS = {
-    llama.LlamaModel: (llama.LlamaDecoderLayer, llama.LlamaAttention, llama.LlamaMLP),
-    qwen2.Qwen2Model: (qwen2.Qwen2DecoderLayer, qwen2.Qwen2Attention, qwen2.Qwen2MLP),
-    qwen3.Qwen3Model: (qwen3.Qwen3DecoderLayer, qwen3.Qwen3Attention, qwen2.Qwen2MLP),
-}
-"""Models and the classes that their layers, attention and MLPs are of."""
-
-
-class _Layer(NamedTuple):
-    """One layer, as its kernels want it."""
-
-    before: Norm
-    qkv: LinearWeights
-    heads: Heads
-    attention: RadixAttention
-    out: LinearWeights
-    between: Norm
-    gate_up: LinearWeights
-    down: LinearWeights
-
-
-class _Unknown(Exception):
-    """Something about a model that the kernels do not know."""
+FROZEN = (
+    "weights cannot be updated: the weights of norms were multiplied into the layers behind them; "
+    "start with `fuse_layers = false` to update weights"
+)
+"""Why SGLang refuses to update weights."""
 
 
 class DenseLayers:
@@ -77,7 +59,7 @@ class DenseLayers:
     def __init__(
         self,
         model: Any,
-        layers: list[_Layer],
+        layers: list[Layer],
         norm: Norm,
         sums: LamportAllReduceNorm | None,
         *,
@@ -106,41 +88,34 @@ class DenseLayers:
     def of(cls, runner: ModelRunner) -> DenseLayers | None:
         """A model's layers; None for a model that these kernels do not know."""
         try:
-            backend: Any = getattr(runner.attn_backend, "decode_backend", None)
-            _expect(isinstance(backend, PagedDecode), "it attends by another backend")
-            model: Any = getattr(runner.model, "model", None)
-            build = _BUILDS.get(type(model))
-            _expect(build is not None, f"it is a {type(model).__name__}")
-            _expect(not model.layers_to_capture, "hidden states of some layers are wanted")
-            _expect(not hasattr(model.config, "scale_emb"), "its embeddings are scaled")
-            _expect(_has_room(runner), "a multiprocessor has too little shared memory")
+            by_pages = isinstance(decode_backend(runner), PagedDecode)
+            expect(by_pages, "it attends by another backend")
+            model = find_layers(runner.model)
+            expect(_has_room(runner), "a multiprocessor has too little shared memory")
             pool = runner.token_to_kv_pool
-            _expect(type(pool) is MHATokenToKVPool, f"its KV pool is a {type(pool).__name__}")
-            norm = _norm(model.norm)
-            _expect(pool.store_dtype == norm.weight.dtype, f"its KV is {pool.store_dtype}")
-            _expect(len(norm.weight) <= _WIDEST, f"its rows have {len(norm.weight)} numbers")
-            layers = [_layer(layer, build, pool) for layer in model.layers]
+            expect(keeps_heads(pool), f"its KV pool is a {type(pool).__name__}")
+            norm = read_norm(model.norm)
+            expect(pool.store_dtype == norm.weight.dtype, f"its KV is {pool.store_dtype}")
+            expect(len(norm.weight) <= _WIDEST, f"its rows have {len(norm.weight)} numbers")
+            layers = read_layers(model, pool)
             _expect_plain(layers)
             sums = _all_reduce(runner, norm)
-        except _Unknown as reason:
+        except UnknownLayer as reason:
             logger.info("layers run as SGLang has them: %s", reason)
             return None
-        prefills, _ = runner.server_args.get_attention_backends()
+        prefills, _ = resolved(runner).attention_backends
         # Adapters want rows to which the norms' weights were applied. Between ranks a kernel must
         # add up what products are, and may as well normalize it.
-        folds = not runner.server_args.enable_lora and sums is None
+        folds = not resolved(runner).enable_lora and sums is None
         folded = folds and _fold(runner, layers)
         return cls(model, layers, norm, sums, prefills=prefills in _STORED, folded=folded)
 
     @contextlib.contextmanager
     def prefilling(self) -> Iterator[None]:
         """Within, the model runs as these kernels, if they can; its input is a prefill."""
-        if self._folded and self._prefills:
-            self._model.forward = self._run_many
-        try:
+        can = self._folded and self._prefills
+        with run_instead(self._model, self._run_many) if can else contextlib.nullcontext():
             yield
-        finally:
-            vars(self._model).pop("forward", None)
 
     def takes(self, rows: int) -> bool:
         """Whether it runs steps of so many rows."""
@@ -149,11 +124,8 @@ class DenseLayers:
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
         """Within, the model runs as these kernels; its input is a decode of rows that it takes."""
-        self._model.forward = self._run
-        try:
+        with run_instead(self._model, self._run):
             yield
-        finally:
-            del self._model.forward
 
     def _run(
         self,
@@ -204,7 +176,7 @@ class DenseLayers:
     ) -> torch.Tensor:
         """Products are made of rows as they are, and scaled by the kernels behind them."""
         _expect_nothing(*others, *named.values())
-        out_of_place = not forward_batch.forward_mode.is_decode()
+        out_of_place = not is_decode(forward_batch)
         residual = self._model.embed_tokens(input_ids)
         for layer in self._layers:
             # Nothing keeps what was used: such a pass is what the memory is planned for.
@@ -215,14 +187,14 @@ class DenseLayers:
         return dense_layers.add_norm(residual[None], None, self._norms[-1])[0]
 
 
-def _expect_plain(layers: list[_Layer]) -> None:
+def _expect_plain(layers: list[Layer]) -> None:
     """Weights may lie on the host, or be of a type that computes in its own way."""
     for layer in layers:
         weights = [part.weight for part in layer if isinstance(part, Norm | LinearWeights)]
         plain = all(type(weight) is torch.Tensor for weight in weights)
-        _expect(plain, "its weights are no plain tensors")
+        expect(plain, "its weights are no plain tensors")
         there = all(weight.device == layer.heads.keys.device for weight in weights)
-        _expect(there, "some of its weights lie elsewhere")
+        expect(there, "some of its weights lie elsewhere")
 
 
 def _expect_nothing(*others: None) -> None:
@@ -230,7 +202,7 @@ def _expect_nothing(*others: None) -> None:
         raise ValueError("a step or a prefill has tokens and nothing else")
 
 
-def _fold(runner: ModelRunner, layers: list[_Layer]) -> bool:
+def _fold(runner: ModelRunner, layers: list[Layer]) -> bool:
     """Gives the weights of norms to the products behind them, if these can take rows as they are.
 
     The products of such rows may be too large for float16. A bias would need another scale. From
@@ -244,12 +216,12 @@ def _fold(runner: ModelRunner, layers: list[_Layer]) -> bool:
         for norm, matrix in ((layer.before, layer.qkv), (layer.between, layer.gate_up)):
             matrix.weight.mul_(norm.weight)
             norm.weight.fill_(1.0)
-    frozen_weights.freeze(runner)
+    refuse_updates(runner, FROZEN)
     return True
 
 
 def _seen(
-    layer: _Layer,
+    layer: Layer,
     residual: torch.Tensor,
     positions: torch.Tensor,
     forward_batch: ForwardBatch,
@@ -271,7 +243,7 @@ def _seen(
     return seen
 
 
-def _middle(layer: _Layer, residual: torch.Tensor) -> torch.Tensor:
+def _middle(layer: Layer, residual: torch.Tensor) -> torch.Tensor:
     """What an MLP has of many rows between its products."""
     return dense_layers.gate(
         torch.nn.functional.linear(residual, layer.gate_up.weight),
@@ -296,23 +268,18 @@ def _gated(rows: torch.Tensor, matrix: LinearWeights) -> torch.Tensor:
 
 
 def _all_reduce(runner: ModelRunner, norm: Norm) -> LamportAllReduceNorm | None:
-    ranks, (width,), dtype = runner.ps.tp_size, norm.weight.shape, norm.weight.dtype
+    (rank, ranks), (width,), dtype = place_of(runner), norm.weight.shape, norm.weight.dtype
     if ranks == 1:
         return None
     tuning = all_reduce_norm.TUNINGS.get(ranks)
     if tuning is None:
-        raise _Unknown(f"{ranks} ranks add up what they have")
+        raise UnknownLayer(f"{ranks} ranks add up what they have")
     # They are sent in words of 4 bytes.
-    _expect(width * dtype.itemsize % 4 == 0, f"its rows have {width} numbers, which is odd")
-    from sglang.srt.distributed.device_communicators.custom_all_reduce_v2 import CustomAllReduceV2
-
-    group = get_tp_group()
-    # It shares memory in the same way, and is there if that works between these ranks.
-    reach = group.ca_comm
-    works = isinstance(reach, CustomAllReduceV2) and not reach.disabled
-    _expect(works, "its ranks do not share memory")
+    expect(width * dtype.itemsize % 4 == 0, f"its rows have {width} numbers, which is odd")
+    group = tensor_group()
+    expect(shares_memory(group), "its ranks do not share memory")
     obstacles = groups.gathered(_find_obstacle(runner, tuning))
-    _expect(not any(obstacles), "; ".join(filter(None, obstacles)))
+    expect(not any(obstacles), "; ".join(filter(None, obstacles)))
     size = LamportAllReduceNorm.size(ranks, tuning.most_rows, width, dtype)
     shared, why = None, ""
     try:
@@ -322,8 +289,8 @@ def _all_reduce(runner: ModelRunner, norm: Norm) -> LamportAllReduceNorm | None:
     # What one rank does all must do.
     reasons = "; ".join(filter(None, groups.gathered(why)))
     if shared is None or reasons:
-        raise _Unknown(f"its ranks do not share memory: {reasons}")
-    return LamportAllReduceNorm(shared, runner.ps.tp_rank, width, dtype, tuning)
+        raise UnknownLayer(f"its ranks do not share memory: {reasons}")
+    return LamportAllReduceNorm(shared, rank, width, dtype, tuning)
 
 
 def _find_obstacle(runner: ModelRunner, tuning: all_reduce_norm.AllReduceTuning) -> str:
@@ -339,83 +306,3 @@ def _has_room(runner: ModelRunner) -> bool:
         return True
     properties: Any = torch.cuda.get_device_properties(runner.gpu_id)
     return int(properties.shared_memory_per_block_optin) >= dense_layers.SHARED_BYTES
-
-
-def _expect(known: bool, what: str) -> None:
-    if not known:
-        raise _Unknown(what)
-
-
-def _layer(layer: Any, build: Any, pool: MHATokenToKVPool) -> _Layer:
-    of_layer, of_attention, of_mlp = build
-    _expect(type(layer) is of_layer, f"one of its layers is a {type(layer).__name__}")
-    attention, mlp = layer.self_attn, layer.mlp
-    for part, kind in ((attention, of_attention), (mlp, of_mlp), (mlp.act_fn, SiluAndMul)):
-        _expect(type(part) is kind, f"it has a {type(part).__name__}")
-    return _Layer(
-        _norm(layer.input_layernorm),
-        _matrix(attention.qkv_proj, QKVParallelLinear),
-        _heads(attention, pool),
-        attention.attn,
-        _matrix(attention.o_proj, RowParallelLinear),
-        _norm(layer.post_attention_layernorm),
-        _matrix(mlp.gate_up_proj, MergedColumnParallelLinear),
-        _matrix(mlp.down_proj, RowParallelLinear),
-    )
-
-
-def _norm(norm: Any) -> Norm:
-    plain = (
-        type(norm) is RMSNorm
-        and norm.has_weight
-        and norm.variance_size_override is None
-        and not norm.cast_x_before_out_mul
-        and not norm.fp32_residual
-        and norm.override_orig_dtype is None
-    )
-    _expect(plain, "it has a norm of its own kind")
-    return Norm(norm.weight.data, norm.variance_epsilon)
-
-
-def _matrix(linear: Any, kind: type) -> LinearWeights:
-    if isinstance(linear, BaseLayerWithLoRA):
-        linear = linear.base_layer
-    _expect(type(linear) is kind, f"it has a {type(linear).__name__}")
-    method = type(linear.quant_method)
-    _expect(method is UnquantizedLinearMethod, f"it has a linear layer with {method.__name__}")
-    weight, bias = linear.weight.data, linear.bias
-    _expect(weight.dim() == 2 and weight.is_contiguous(), "its weights lie in another order")
-    _expect(bias is None or kind is QKVParallelLinear, f"a {kind.__name__} of it has a bias")
-    _expect(not linear.skip_bias_add, "a bias is added elsewhere")
-    return LinearWeights(weight, None if bias is None else bias.data)
-
-
-def _heads(attention: Any, pool: MHATokenToKVPool) -> Heads:
-    rotary, layer = attention.rotary_emb, attention.attn
-    # Variants that differ in their table alone.
-    turns = isinstance(rotary, RotaryEmbedding) and all(
-        getattr(type(rotary), name) is getattr(RotaryEmbedding, name)
-        for name in ("forward", "forward_cuda", "forward_native")
-    )
-    dim = layer.qk_head_dim
-    _expect(turns, f"its positions are a {type(rotary).__name__}'s")
-    _expect(rotary.rotary_dim == dim, f"{rotary.rotary_dim} of {dim} dimensions turn")
-    _expect(type(layer) is RadixAttention, f"it attends by a {type(layer).__name__}")
-    _expect(layer.v_head_dim == dim, f"values of {layer.v_head_dim} beside keys of {dim}")
-    _expect(layer.k_scale is None, "its KV is scaled")
-    query_norm, key_norm = (
-        None if norm is None else _norm(norm)
-        for norm in (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
-    )
-    keys, values = pool.get_kv_buffer(layer.layer_id)
-    for stored in (keys, values):
-        _expect(stored.dim() == 3 and stored[0].is_contiguous(), "its KV lies in another order")
-    return Heads(
-        layer.tp_q_head_num,
-        query_norm,
-        key_norm,
-        rotary.cos_sin_cache,
-        rotary.is_neox_style,
-        keys,
-        values,
-    )

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import importlib.metadata
-import importlib.util
 import os
-import re
 import sys
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from types import ModuleType
 from typing import Final, cast
+
+from pie_driver_sglang.srt.seams import process
 
 _UNNEEDED: Final = ("sklearn",)
 """Optional packages of libraries, for what the driver never does.
@@ -50,9 +48,7 @@ def prepare(device: str, architectures: Iterable[str], *, spins: bool, ranks: in
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     # joblib, which scikit-learn brings, otherwise tries out named semaphores in /dev/shm.
     os.environ.setdefault("JOBLIB_MULTIPROCESSING", "0")
-    disabled = _other_model_modules(frozenset(architectures))
-    if disabled:
-        os.environ.setdefault("SGLANG_DISABLED_MODEL_ARCHS", ",".join(disabled))
+    process.skip_model_modules(architectures)
 
 
 @contextlib.contextmanager
@@ -89,44 +85,6 @@ def _absent(names: Iterable[str]) -> Iterator[None]:
 def _prepare_ranks(ranks: int) -> None:
     """For ranks of one host: nothing listens on its other interfaces, and nothing gets a name."""
     os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = "lo"
-    # SGLang's own broadcast, which nobody uses here, keeps a named region.
-    os.environ.setdefault("SGLANG_USE_MESSAGE_QUEUE_BROADCASTER", "0")
     # As `NCCL_NVLS_ENABLE`: not every host can do it, and one that cannot may lose its GPUs.
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-    cores = sorted(os.sched_getaffinity(0))
-    bound = "|".join(str(cores[rank % len(cores)]) for rank in range(ranks))
-    # It must be there. SGLang binds threads by it only where it brings kernels for the CPU.
-    os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", bound)
-
-
-def _other_model_modules(architectures: frozenset[str]) -> list[str]:
-    """SGLang's model modules that define none of ``architectures``; empty if no module does.
-
-    SGLang imports more than 200 modules to find one class; naming the others saves seconds.
-    """
-    root = _package_folder("sglang")
-    if root is None:
-        return []
-    modules = {
-        path.stem: path.read_text(encoding="utf-8")
-        for path in (root / "srt" / "models").glob("*.py")
-    }
-    wanted = re.compile(
-        "|".join(rf"\b{re.escape(name)}\b" for name in sorted(architectures)) or r"(?!)"
-    )
-    entries = {name: _entry_classes(text) for name, text in modules.items()}
-    needed = {name for name, text in entries.items() if wanted.search(text)}
-    return sorted(entries.keys() - needed - {"__init__"}) if needed else []
-
-
-def _entry_classes(source: str) -> str:
-    """The text of a module's ``EntryClass`` assignment, or nothing."""
-    match = re.search(r"^EntryClass\s*=\s*(\[[^\]]*\]|.*)$", source, flags=re.MULTILINE)
-    return match.group(1) if match else ""
-
-
-def _package_folder(name: str) -> Path | None:
-    # The top-level package is located, not imported: importing it takes seconds.
-    spec = importlib.util.find_spec(name)
-    locations = spec.submodule_search_locations if spec else None
-    return Path(next(iter(locations))) if locations else None
+    process.prepare_ranks(ranks)

@@ -14,27 +14,15 @@ from typing import Any, TypeVar
 from unittest import mock
 
 import torch.distributed as dist
-from sglang.srt.distributed.parallel_state import GroupCoordinator
-from sglang.srt.distributed.parallel_state_wrapper import ParallelState
 from torch._C._distributed_c10d import FileStore, HashStore
 
 from pie_driver_sglang.ranks.types import Rank
+from pie_driver_sglang.srt.seams.ranks import on_one_host, without_device_communicators
 
 T = TypeVar("T")
 
 _SO_ATTACH_FILTER = 26
 """Of `asm-generic/socket.h`; Python does not name it."""
-
-
-def state(rank: Rank, gpu_id: int) -> ParallelState:
-    """A rank's place, as SGLang wants to hear it."""
-    return ParallelState.trivial(
-        gpu_id=gpu_id,
-        tp_rank=rank.number,
-        tp_size=rank.size,
-        attn_tp_rank=rank.number,
-        attn_tp_size=rank.size,
-    )
 
 
 def gathered(value: T, group: Any = None) -> list[T]:
@@ -75,11 +63,11 @@ def joined(rank: Rank, device: str) -> Iterator[None]:
             yield
     elif device == "cpu":
         _meet(rank, "gloo")
-        with _without_device_communicators():
+        with without_device_communicators():
             yield
     else:
         _meet(rank, "cpu:gloo,cuda:nccl")
-        with _on_one_host(rank.size):
+        with on_one_host(rank.size):
             yield
 
 
@@ -127,35 +115,5 @@ def _alone() -> Iterator[None]:
     with (
         mock.patch.object(dist, "new_group", new_fake_group),
         mock.patch.object(dist, "monitored_barrier", no_barrier),
-    ):
-        yield
-
-
-@contextlib.contextmanager
-def _without_device_communicators() -> Iterator[None]:
-    """SGLang gives groups on the CPU communicators for GPUs, too."""
-    initialize = GroupCoordinator.__init__
-
-    def initialize_plain(*args: Any, **kwargs: Any) -> None:
-        initialize(*args, **{**kwargs, "use_pynccl": False, "use_custom_allreduce": False})
-
-    with mock.patch.object(GroupCoordinator, "__init__", initialize_plain):
-        yield
-
-
-@contextlib.contextmanager
-def _on_one_host(size: int) -> Iterator[None]:
-    """SGLang finds out whether ranks share a host by a region with a name, which might stay."""
-    from sglang.srt.distributed.device_communicators import (
-        custom_all_reduce_utils,
-        custom_all_reduce_v2,
-    )
-
-    def all_here(*_args: Any, **_kwargs: Any) -> list[bool]:
-        return [True] * size
-
-    with (
-        mock.patch.object(custom_all_reduce_utils, "in_the_same_node_as", all_here),
-        mock.patch.object(custom_all_reduce_v2, "in_the_same_node_as", all_here),
     ):
         yield

@@ -5,16 +5,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
-from sglang.srt.distributed.parallel_state import GroupCoordinator
-from sglang.srt.layers.logits_processor import LogitsMetadata, LogitsProcessor
-from sglang.srt.lora.layers import ParallelLMHeadWithLoRA
+
+from pie_driver_sglang.srt.seams.logits import (
+    LogitsMetadata,
+    LogitsProcessor,
+    applies_adapters,
+    plain_head,
+)
 
 if TYPE_CHECKING:
-    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
-    from sglang.srt.model_executor.model_runner import ModelRunner
-
     from pie_driver_sglang.engine import Facts
     from pie_driver_sglang.srt.dense import DenseLayers
+    from pie_driver_sglang.srt.seams.model import ModelRunner
+    from pie_driver_sglang.srt.seams.passes import ForwardBatch
+    from pie_driver_sglang.srt.seams.ranks import GroupCoordinator
 
 
 class Hidden(NamedTuple):
@@ -34,8 +38,8 @@ class Hidden(NamedTuple):
     def head(self) -> Any:
         """What computes the logits."""
         if self.adapters is None:
-            return getattr(self.lm_head, "base_layer", self.lm_head)
-        if not isinstance(self.lm_head, ParallelLMHeadWithLoRA):
+            return plain_head(self.lm_head)
+        if not applies_adapters(self.lm_head):
             raise RuntimeError(
                 "the model takes its logits past its LM head; set `lora_target_modules` "
                 "without embed_tokens and lm_head"

@@ -5,16 +5,21 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from sglang.srt.managers.schedule_batch import Modality, MultimodalDataItem, MultimodalInputs
 
 from pie_driver_sglang.config.arch import takes_images
+from pie_driver_sglang.srt.seams.passes import (
+    MultimodalDataItem,
+    MultimodalInputs,
+    image_embeddings,
+    image_inputs,
+    image_pixels,
+)
 
 if TYPE_CHECKING:
-    from sglang.srt.model_executor.model_runner import ModelRunner
-
     from pie_driver_sglang._core import ImageSpan, Pass, PassImages
     from pie_driver_sglang.ranks.commands import Forward
     from pie_driver_sglang.ranks.types import Images, Span
+    from pie_driver_sglang.srt.seams.model import ModelRunner
 
 
 class Vision(NamedTuple):
@@ -78,17 +83,11 @@ class ImageInputs:
         self._encode([span for span in images.spans if span.number not in self._cut])
         items: dict[int, list[MultimodalDataItem]] = {}
         for span in images.spans:
-            first, end = span.kv
-            item = MultimodalDataItem(
-                modality=Modality.IMAGE,
-                pad_value=self._placeholder,
-                offsets=[(first, end - 1)],
-                precomputed_embeddings=self._cut[span.number],
-            )
+            item = image_embeddings(self._cut[span.number], span.kv, self._placeholder)
             items.setdefault(span.request, []).append(item)
         self._cut = {span.number: self._cut[span.number] for span in images.spans if span.continues}
         return [
-            MultimodalInputs(mm_items=items[request]) if request in items else None
+            image_inputs(items[request]) if request in items else None
             for request in range(requests)
         ]
 
@@ -108,8 +107,4 @@ def _features(span: ImageSpan | Span) -> MultimodalDataItem:
     pixels = torch.frombuffer(span.pixels, dtype=torch.uint8)
     if pixels.data_ptr() % torch.float32.itemsize:
         pixels = pixels.clone()
-    return MultimodalDataItem(
-        modality=Modality.IMAGE,
-        feature=pixels.view(torch.float32).view(time * height * width, -1),
-        model_specific_data={"image_grid_thw": torch.tensor([[time, height, width]])},
-    )
+    return image_pixels(pixels.view(torch.float32).view(time * height * width, -1), span.grid)

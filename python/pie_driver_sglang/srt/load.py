@@ -25,6 +25,9 @@ from pie_driver_sglang.srt.boot import Booted, boot, within
 from pie_driver_sglang.srt.dense import DenseLayers
 from pie_driver_sglang.srt.images import find_vision
 from pie_driver_sglang.srt.pool import PagePools, host_pages, page_buffers
+from pie_driver_sglang.srt.seams.lora import manager_of
+from pie_driver_sglang.srt.seams.model import resolved
+from pie_driver_sglang.srt.seams.pools import paged
 from pie_driver_sglang.srt.sglang_engine import SglangEngine
 from pie_driver_sglang.srt.state import StatePool
 from pie_driver_sglang.srt.steps import CpuSteps, CudaSteps, StepRunner
@@ -48,25 +51,25 @@ def load_engine(config: DriverConfig, rank: Rank = ALONE) -> tuple[Planner, Sgla
 
 def _load_engine(config: DriverConfig, rank: Rank, booted: Booted) -> tuple[Planner, SglangEngine]:
     runner, options = booted.runner, config.driver.options
-    args, model_config = runner.server_args, runner.model_config
-    buffers = page_buffers(support.paged(runner.token_to_kv_pool))
+    settings, model_config = resolved(runner), runner.model_config
+    buffers = page_buffers(paged(runner.token_to_kv_pool))
     budget = (options.cpu_mem_budget_in_gb << 30) // rank.size
     pools = PagePools(buffers, host_pages(budget, buffers))
     states = StatePool.of(runner.req_to_token_pool)
     adapters = (
-        Adapters(runner.lora_manager, options.max_loaded_loras) if options.enable_lora else None
+        Adapters(manager_of(runner), options.max_loaded_loras) if options.enable_lora else None
     )
     if adapters is not None:
         slots, most = adapters.slots, options.max_lora_rank
-        logger.info("adapters: %d slots of rank %d, %s", slots, most, args.lora_backend)
+        logger.info("adapters: %d slots of rank %d, %s", slots, most, settings.lora_backend)
     facts = Facts(
-        total_pages=runner.max_total_num_tokens // args.page_size,
-        page_size=args.page_size,
+        total_pages=runner.max_total_num_tokens // settings.page_size,
+        page_size=settings.page_size,
         vocab_size=model_config.vocab_size,
         context_length=model_config.context_len,
         arch_name=arch_name(config.model.hf_config),
         dtype=str(model_config.dtype).removeprefix("torch."),
-        attention_backend=",".join(dict.fromkeys(args.get_attention_backends())),
+        attention_backend=",".join(dict.fromkeys(settings.attention_backends)),
         host_pages=pools.host_pages,
         adapter_slots=adapters.slots if adapters else 0,
         state_slots=states.slots if states else 0,

@@ -12,16 +12,13 @@ import functools
 import re
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
-from unittest import mock
 
 import torch
 import transformers
-from sglang.srt.configs.load_config import LoadConfig, LoadFormat
-from sglang.srt.model_loader import loader, weight_utils
 from torch.nn.parameter import UninitializedParameter
 
 from pie_driver_sglang.checkpoint.regions import Region, is_covered
@@ -37,21 +34,19 @@ from pie_driver_sglang.config.arch import takes_images
 from pie_driver_sglang.errors import DriverError, StartError, quoted
 from pie_driver_sglang.srt import groups
 from pie_driver_sglang.srt.load_trace import LoadTrace, Read, Unwritten, find_region
+from pie_driver_sglang.srt.seams.loading import (
+    Initialize,
+    LoadConfig,
+    ReadFile,
+    load_instead,
+    load_itself,
+    loads_as_stored,
+    watched_loader,
+)
 
 if TYPE_CHECKING:
-    from sglang.srt.configs.model_config import ModelConfig
+    from pie_driver_sglang.srt.seams.model import ModelConfig
 
-_WATCHED: Final = frozenset(
-    {
-        LoadFormat.AUTO,
-        LoadFormat.SAFETENSORS,
-        LoadFormat.FASTSAFETENSORS,
-        LoadFormat.MISTRAL,
-        LoadFormat.PT,
-        LoadFormat.NPCACHE,
-    }
-)
-"""Formats whose files hold the tensors of a checkpoint as they are; others bring their own."""
 _MOST_NAMED: Final = 3
 """Tensors of a message."""
 _DOWNLOAD: Final = "download the snapshot again"
@@ -108,32 +103,28 @@ def watched(folder: Path) -> Iterator[None]:
     Raises:
         StartError: It does not. It names the first tensor, both shapes and the file.
     """
-    initialize, load_file = loader._initialize_model, weight_utils._load_pt_file
 
     def initialize_watched(
-        model_config: ModelConfig, load_config: LoadConfig, quant_config: Any = None
+        initialize: Initialize,
+        model_config: ModelConfig,
+        load_config: LoadConfig,
+        quant_config: Any,
     ) -> torch.nn.Module:
-        model: torch.nn.Module
-        if load_config.load_format not in _WATCHED:
-            model = initialize(model_config, load_config, quant_config)
-            return model
+        if not loads_as_stored(load_config):
+            return initialize(model_config, load_config, quant_config)
         with Unwritten() if quant_config else contextlib.nullcontext() as unwritten:
             model = initialize(model_config, load_config, quant_config)
         LoadCheck(folder, model, model_config, unwritten)
         return model
 
-    def load_named_file(path: str) -> dict[str, Any]:
+    def read_named_file(read_file: ReadFile, path: str) -> dict[str, Any]:
         try:
-            tensors: dict[str, Any] = load_file(path)
-            return tensors
+            return read_file(path)
         except Exception as error:
             text = str(error).partition("\n")[0]
             raise StartError(f"{Path(path).name} is damaged: {text}", _DOWNLOAD) from error
 
-    with (
-        mock.patch.object(loader, "_initialize_model", initialize_watched),
-        mock.patch.object(weight_utils, "_load_pt_file", load_named_file),
-    ):
+    with watched_loader(initialize_watched, read_named_file):
         yield
 
 
@@ -163,8 +154,7 @@ class LoadCheck:
         self._method: str | None = model_config.quantization or ("unknown" if stored else None)
         """How the checkpoint, or the model, is quantized."""
         self._trace = LoadTrace(tensor for _, tensor in self._parameters())
-        self._load: Callable[..., Any] = model.load_weights  # type: ignore[assignment]
-        model.load_weights = self.load  # type: ignore[assignment]
+        self._load = load_instead(model, self.load)
 
     def load(self, weights: Any, *args: Any, **kwargs: Any) -> Any:
         """As the model's `load_weights`, and holds what has happened against the checkpoint.
@@ -172,8 +162,7 @@ class LoadCheck:
         Raises:
             StartError: They do not fit.
         """
-        # From here on the model has its own again.
-        del self._model.load_weights
+        load_itself(self._model)
         try:
             with self._trace.running():
                 result = self._load(self._trace.take(weights), *args, **kwargs)

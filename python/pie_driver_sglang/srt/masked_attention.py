@@ -11,20 +11,19 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
-from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
-from sglang.srt.mem_cache.memory_pool import KVWriteLoc
-from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
 from pie_driver_sglang.kernels import masked_attend, masked_torch
 from pie_driver_sglang.kernels.masked_torch import Requests, Rule
+from pie_driver_sglang.srt.seams.attention import AttentionBackend, attending
+from pie_driver_sglang.srt.seams.passes import skip_planning
+from pie_driver_sglang.srt.seams.pools import store_kv, stored_kv
 
 if TYPE_CHECKING:
-    from sglang.srt.layers.radix_attention import RadixAttention
-    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
-    from sglang.srt.model_executor.model_runner import ModelRunner
-
     from pie_driver_sglang._core import AttentionMask
     from pie_driver_sglang.ranks.types import Mask
+    from pie_driver_sglang.srt.seams.attention import RadixAttention
+    from pie_driver_sglang.srt.seams.model import ModelRunner
+    from pie_driver_sglang.srt.seams.passes import ForwardBatch
 
 
 class MaskedAttention(AttentionBackend):
@@ -52,10 +51,9 @@ class MaskedAttention(AttentionBackend):
             torch.frombuffer(mask.words, dtype=torch.int32).to(self._device),
         )
         self._longest = max(forward_batch.extend_seq_lens_cpu)
-        # Else the runner has its usual backend plan the pass.
-        forward_batch.mark_forward_metadata_ready()
+        skip_planning(forward_batch)
         try:
-            with forward_context(ForwardContext(attn_backend=self)):
+            with attending(self):
                 yield
         finally:
             self._requests = None
@@ -74,10 +72,9 @@ class MaskedAttention(AttentionBackend):
         if self._requests is None:
             raise RuntimeError("masked attention outside of a masked pass")
         if save_kv_cache and k is not None and v is not None:
-            where = KVWriteLoc(forward_batch.out_cache_loc, None)
-            self.token_to_kv_pool.set_kv_buffer(layer, where, k, v)
+            store_kv(self.token_to_kv_pool, layer, forward_batch.out_cache_loc, k, v)
         queries = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
-        keys, values = self.token_to_kv_pool.get_kv_buffer(layer.layer_id)
+        keys, values = stored_kv(self.token_to_kv_pool, layer)
         out = queries.new_empty(len(queries), layer.tp_q_head_num, layer.v_head_dim)
         rule = Rule(layer.scaling, layer.logit_cap or 0.0, layer.sliding_window_size, sinks)
         operands = (queries, keys, values, out, self._requests, rule)

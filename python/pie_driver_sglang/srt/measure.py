@@ -8,10 +8,6 @@ from typing import TYPE_CHECKING, Any, Final
 import psutil
 import torch
 import transformers
-from sglang.srt.configs.hybrid_arch import mambaish_config
-from sglang.srt.configs.model_config import AttentionArch
-from sglang.srt.mem_cache.kv_cache_dtype import configure_kv_cache_dtype
-from sglang.srt.runtime_context import get_parallel
 
 from pie_driver_sglang.checkpoint.weights import (
     ONLINE_BYTES,
@@ -35,11 +31,18 @@ from pie_driver_sglang.memory.types import (
     Part,
 )
 from pie_driver_sglang.srt import support
+from pie_driver_sglang.srt.seams.model import (
+    attention_layer_count,
+    kv_dtype,
+    recurrent_config,
+    state_bytes,
+    uses_latent_attention,
+)
+from pie_driver_sglang.srt.seams.settings import Resolved
 
 if TYPE_CHECKING:
-    from sglang.srt.configs.model_config import ModelConfig
-    from sglang.srt.model_executor.model_runner import ModelRunner
-    from sglang.srt.server_args import ServerArgs
+    from pie_driver_sglang.srt.seams.model import ModelConfig, ModelRunner
+    from pie_driver_sglang.srt.seams.settings import ServerArgs
 
 logger = logging.getLogger(__name__)
 
@@ -88,15 +91,16 @@ def settings_of(
     config: DriverConfig, model_config: ModelConfig, args: ServerArgs, device: Device
 ) -> MemorySettings:
     """What a configuration means for the memory."""
-    options = config.driver.options
-    backends = args.get_attention_backends()
+    options, settings = config.driver.options, Resolved(args)
+    backends = settings.attention_backends
     own = options.paged_decode is not False
-    workspace = DETERMINISTIC_BYTES if args.enable_deterministic_inference else FLASHINFER_BYTES
+    deterministic = settings.enable_deterministic_inference
+    workspace = DETERMINISTIC_BYTES if deterministic else FLASHINFER_BYTES
     return MemorySettings(
         context_length=model_config.context_len,
-        page_size=args.page_size,
+        page_size=settings.page_size,
         requests=options.max_forward_requests,
-        chunk_tokens=chunk_tokens(args.device, device.total, options.chunked_prefill_size),
+        chunk_tokens=chunk_tokens(settings.device, device.total, options.chunked_prefill_size),
         slots=MAX_SLOTS,
         ranks=config.driver.tensor_parallel_size,
         fraction=options.mem_fraction_static,
@@ -116,12 +120,7 @@ def sizes_of(config: DriverConfig, model_config: ModelConfig, args: ServerArgs) 
 
     Weights that cannot be known count as none.
     """
-    recurrent = mambaish_config(model_config)
-    state_bytes = 0
-    if recurrent is not None:
-        # The groups that it asks about are made later.
-        with get_parallel().override(attn_tp_size=args.tp_size):
-            state_bytes = int(recurrent.mamba2_cache_params.mamba_cache_per_req)
+    settings, recurrent = Resolved(args), recurrent_config(model_config)
     return ModelSizes(
         weights=_weights(config, model_config, args),
         token_bytes=_token_bytes(model_config, args, recurrent),
@@ -132,8 +131,8 @@ def sizes_of(config: DriverConfig, model_config: ModelConfig, args: ServerArgs) 
         vocabulary=model_config.vocab_size,
         heads=model_config.num_attention_heads,
         head_dim=model_config.head_dim,
-        state_bytes=state_bytes,
-        adapter_bytes=_adapter_bytes(config, model_config) if args.enable_lora else 0,
+        state_bytes=0 if recurrent is None else state_bytes(recurrent, settings.tp_size),
+        adapter_bytes=_adapter_bytes(config, model_config) if settings.enable_lora else 0,
         image_bytes=_image_bytes(config.model.hf_config, model_config.dtype.itemsize),
     )
 
@@ -160,13 +159,13 @@ def _weights(config: DriverConfig, model_config: ModelConfig, args: ServerArgs) 
         logger.debug("the weights' sizes are not known", exc_info=True)
         logger.warning("the memory plan does not know the weights: %s", error)
         return ()
-    rotary = _rotary_bytes(model_config, args.device)
+    rotary = _rotary_bytes(model_config, Resolved(args).device)
     return (*weight_parts(tensors, loading), Part(rotary, EVERYWHERE))
 
 
 def _tensors(config: DriverConfig, model_config: ModelConfig, args: ServerArgs) -> list[Tensor]:
     """Those of the snapshot, or of the shape where the weights are made up."""
-    if args.load_format == "dummy":
+    if Resolved(args).load_format == "dummy":
         return _made_up(model_config)
     stored = getattr(model_config.hf_config, "dtype", None) or model_config.dtype
     if isinstance(stored, str):
@@ -201,17 +200,8 @@ def _made_up(model_config: ModelConfig) -> list[Tensor]:
 
 def _token_bytes(model_config: ModelConfig, args: ServerArgs, recurrent: Any) -> Part:
     """As SGLang's `DefaultPoolConfigurator` counts a token, over all ranks."""
-    layers = len(recurrent.full_attention_layer_ids) if recurrent else None
-    layers = model_config.num_hidden_layers if layers is None else layers
-    _, dtype = configure_kv_cache_dtype(
-        server_args_kv_cache_dtype=args.kv_cache_dtype,
-        model=torch.nn.Module(),
-        model_dtype=model_config.dtype,
-        is_draft_worker=False,
-        is_dflash=False,
-        speculative_draft_attention_backend="",
-    )
-    if model_config.attention_arch == AttentionArch.MLA:
+    layers, dtype = attention_layer_count(model_config, recurrent), kv_dtype(args, model_config)
+    if uses_latent_attention(model_config):
         width = model_config.kv_lora_rank + model_config.qk_rope_head_dim
         return Part(layers * width * dtype.itemsize, EVERYWHERE)
     heads = model_config.get_total_num_kv_heads()

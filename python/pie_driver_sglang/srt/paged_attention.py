@@ -7,27 +7,28 @@ for each step, a list of the slots of all tokens, is not needed; see `kernels/pa
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from sglang.srt.layers.attention.attention_registry import register_attention_backend
-from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
-from sglang.srt.mem_cache.memory_pool import KVWriteLoc
-from sglang.srt.model_executor.model_runner_components import attention_backend_setup
-from sglang.srt.runtime_context import publish
 
 from pie_driver_sglang.config.options import PAGED_DECODE
 from pie_driver_sglang.kernels import paged_attend, paged_splits
 from pie_driver_sglang.kernels.masked_torch import Rule
 from pie_driver_sglang.kernels.paged_splits import DecodeRows, Prefixes, SplitPlan, WorkPlan
-from pie_driver_sglang.srt import support
+from pie_driver_sglang.srt.seams.attention import (
+    AttentionBackend,
+    attention_layers,
+    register_backend,
+)
+from pie_driver_sglang.srt.seams.model import resolved
+from pie_driver_sglang.srt.seams.pools import paged, store_kv, stored_kv
+from pie_driver_sglang.srt.seams.settings import change_settings, publish_settings
 
 if TYPE_CHECKING:
-    from sglang.srt.layers.radix_attention import RadixAttention
-    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
-    from sglang.srt.model_executor.model_runner import ModelRunner
+    from pie_driver_sglang.srt.seams.attention import RadixAttention
+    from pie_driver_sglang.srt.seams.model import ModelRunner
+    from pie_driver_sglang.srt.seams.passes import ForwardBatch
 
 
 def install(runner: ModelRunner, prefill: str | None = None) -> None:
@@ -37,21 +38,15 @@ def install(runner: ModelRunner, prefill: str | None = None) -> None:
     checks its settings against lists of its own backends, so they hear of this one only now.
     Whether the kernel knows the model's attention is `support.decodes_paged`.
     """
-    register_attention_backend(PAGED_DECODE)(PagedDecode)
+    register_backend(PAGED_DECODE, PagedDecode)
     args = runner.server_args
-    named, _ = args.get_attention_backends()
-    args.override(
-        "pie_driver_sglang",
+    named, _ = resolved(runner).attention_backends
+    change_settings(
+        args,
         prefill_attention_backend=prefill or named,
         decode_attention_backend=PAGED_DECODE,
     )
-    publish(args, role="scheduler")
-    # It calls every pair of backends experimental.
-    logging.getLogger(attention_backend_setup.__name__).addFilter(_without_doubt)
-
-
-def _without_doubt(record: logging.LogRecord) -> bool:
-    return "hybrid attention backend is experimental" not in record.getMessage()
+    publish_settings(args)
 
 
 class _Step(NamedTuple):
@@ -72,9 +67,9 @@ class PagedDecode(AttentionBackend):
         # SGLang looks for the pools here.
         self.req_to_token_pool = runner.req_to_token_pool
         self.token_to_kv_pool = runner.token_to_kv_pool
-        self._page_size = runner.server_args.page_size
-        self._itemsize = support.paged(runner.token_to_kv_pool).dtype.itemsize
-        self._layers = list(support.attention_layers(runner))
+        self._page_size = resolved(runner).page_size
+        self._itemsize = paged(runner.token_to_kv_pool).dtype.itemsize
+        self._layers = attention_layers(runner)
         properties = torch.cuda.get_device_properties(runner.gpu_id)
         self._multiprocessors = properties.multi_processor_count
         # Rows with a window need not see what they have in common.
@@ -129,10 +124,9 @@ class PagedDecode(AttentionBackend):
             scales = (layer.k_scale, layer.v_scale)
             floats = (layer.k_scale_float, layer.v_scale_float)
         if save_kv_cache and k is not None and v is not None:
-            where = KVWriteLoc(forward_batch.out_cache_loc, None)
-            self.token_to_kv_pool.set_kv_buffer(layer, where, k, v, *scales)
+            store_kv(self.token_to_kv_pool, layer, forward_batch.out_cache_loc, k, v, *scales)
         queries = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
-        keys, values = self.token_to_kv_pool.get_kv_buffer(layer.layer_id)
+        keys, values = stored_kv(self.token_to_kv_pool, layer)
         out = queries.new_empty(len(queries), layer.tp_q_head_num, layer.v_head_dim)
         rule = Rule(layer.scaling * floats[0], layer.logit_cap or 0.0, sinks=sinks)
         rows, shares = self._step

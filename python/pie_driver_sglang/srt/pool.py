@@ -11,7 +11,7 @@ from pie_driver_sglang.errors import StartError
 from pie_driver_sglang.kernels.page_copy import BufferRows, move
 
 if TYPE_CHECKING:
-    from sglang.srt.mem_cache.memory_pool import KVCache
+    from pie_driver_sglang.srt.seams.pools import KVCache
 
 STAGING_BYTES = 64 << 20
 """Device memory through which pages go to and from the host."""
@@ -23,12 +23,9 @@ def page_buffers(pool: KVCache) -> list[torch.Tensor]:
     A row is what one page has in one layer, keys or values; row 0 is the runtime's page 0, which is
     the pool's page 1.
     """
-    buffers = [
-        buffer
-        for name in ("k_buffer", "v_buffer", "kv_buffer")
-        for buffer in getattr(pool, name, ())
-    ]
-    count = pool.size // pool.page_size + 1
+    from pie_driver_sglang.srt.seams.pools import storage
+
+    buffers, count = storage(pool)
     rows = [buffer.view(count, -1).view(torch.uint8) for buffer in buffers]
     # The wider the elements, the fewer a kernel has to move.
     words = torch.uint8 if any(row.shape[1] % 8 for row in rows) else torch.int64

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from pie_driver_sglang.kernels import sampler
+from pie_driver_sglang.srt.seams.ranks import exchange
 
 if TYPE_CHECKING:
-    from sglang.srt.distributed.parallel_state import GroupCoordinator
+    from pie_driver_sglang.srt.seams.ranks import GroupCoordinator
 
 FEWEST_DIVIDED = 64
 """Slots of a step from which on ranks divide them. Sharing the results is one more collective
@@ -106,8 +107,7 @@ class _SomeSlots(RankSlots):
         # What goes to a rank lies in one piece, and so does what comes from it.
         sent = part.reshape(-1)
         received = torch.empty_like(sent)
-        # The public form of it is for GPUs alone.
-        self._ranks._all_to_all_single(received, sent)
+        exchange(self._ranks, received, sent)
         parts = received.view(self._ranks.world_size, self._count, -1)
         return parts.movedim(0, 1).flatten(1)
 

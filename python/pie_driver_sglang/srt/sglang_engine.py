@@ -6,23 +6,11 @@ import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from sglang.srt.distributed.parallel_state import get_tp_group
-from sglang.srt.layers.logits_processor import (
-    LogitsMetadata,
-    LogitsProcessor,
-    LogitsProcessorOutput,
-)
-from sglang.srt.model_executor.forward_batch_info import (
-    CaptureHiddenMode,
-    ForwardBatch,
-    ForwardMode,
-)
 
 from pie_driver_sglang.engine import Facts
 from pie_driver_sglang.kernels.types import SlotParams
@@ -35,6 +23,20 @@ from pie_driver_sglang.srt.hidden import Hidden, RowLogits
 from pie_driver_sglang.srt.images import ImageInputs
 from pie_driver_sglang.srt.masked_attention import MaskedAttention
 from pie_driver_sglang.srt.measure import free_bytes, weight_bytes
+from pie_driver_sglang.srt.seams.logits import (
+    LogitsMetadata,
+    LogitsProcessor,
+    compute_logits,
+    compute_part,
+    divert,
+)
+from pie_driver_sglang.srt.seams.passes import (
+    Extends,
+    ForwardBatch,
+    PassInputs,
+    is_prefill,
+    make_batch,
+)
 
 if TYPE_CHECKING:
     from pie_driver_sglang._core import Lane, Pass, Planner, SlotGroup
@@ -107,9 +109,8 @@ class SglangEngine:
         """Of a model that few kernels can run."""
         self._hidden: Hidden | None = None
         self._h2d_ns = self._sync_ns = 0
-        for module in self.runner.model.modules():
-            if isinstance(module, LogitsProcessor):
-                self._divert(module)
+        # Logits are computed for sampled rows only.
+        divert(self.runner.model, self._keep_hidden)
 
     def find_loss(self) -> str | None:
         """Asks the device; see :meth:`pie_driver_sglang.engine.Engine.find_loss`."""
@@ -119,21 +120,16 @@ class SglangEngine:
         """Makes the graph path; see :meth:`pie_driver_sglang.engine.Engine.make_lane`."""
         return None if self.steps is None else self.steps.lane()
 
-    def _divert(self, processor: LogitsProcessor) -> None:
-        """Stops the forward pass before the LM head: logits are computed for sampled rows only."""
-        # Its other way to gather logits needs NVLink's multicast.
-        processor._logits_gatherer._state = None
-
-        def keep_hidden(
-            input_ids: Any, states: torch.Tensor, lm_head: Any, metadata: Any, *_: Any, **__: Any
-        ) -> Any:
-            if isinstance(metadata, ForwardBatch):
-                metadata = LogitsMetadata.from_forward_batch(metadata)
-            rows = self._row_adapters
-            self._hidden = Hidden(processor, states, input_ids, lm_head, metadata, rows)
-            return LogitsProcessorOutput(next_token_logits=None)
-
-        processor.forward = keep_hidden
+    def _keep_hidden(
+        self,
+        processor: LogitsProcessor,
+        states: torch.Tensor,
+        input_ids: Any,
+        lm_head: Any,
+        metadata: LogitsMetadata,
+    ) -> None:
+        rows = self._row_adapters
+        self._hidden = Hidden(processor, states, input_ids, lm_head, metadata, rows)
 
     @torch.inference_mode()
     def forward(self, batch: Pass | Forward) -> None:
@@ -178,7 +174,7 @@ class SglangEngine:
         """How a pass is run, where that is not SGLang's own way."""
         if batch.mask is not None:
             return self._masked_attention.applied(batch.mask, forward_batch)
-        if self.dense is not None and forward_batch.forward_mode.is_extend_without_speculative():
+        if self.dense is not None and is_prefill(forward_batch):
             return self.dense.prefilling()
         return contextlib.nullcontext()
 
@@ -246,12 +242,9 @@ class SglangEngine:
         hidden = self.hidden
         if self._adapters is not None and hidden.adapters is not None:
             self._adapters.bind_rows([hidden.adapters[row] for row in rows.tolist()])
-        # In decode mode the processor keeps every row that it is given.
-        metadata = replace(hidden.metadata, forward_mode=ForwardMode.DECODE)
-        run = LogitsProcessor.forward
-        output = run(hidden.processor, hidden.input_ids, hidden.states[rows], hidden.head, metadata)
-        logits: torch.Tensor = output.next_token_logits
-        return logits.float()
+        states = hidden.states[rows]
+        of_pass = (hidden.input_ids, hidden.head, hidden.metadata)
+        return compute_logits(hidden.processor, states, *of_pass).float()
 
     def run_model(self, batch: ForwardBatch) -> None:
         """Runs a decode batch by the model alone, as a graph captures it.
@@ -271,14 +264,8 @@ class SglangEngine:
             rows: ``[rows]`` int64, those whose logits are wanted; None for all.
         """
         hidden = self.hidden
-        processor, states = hidden.processor, hidden.states
-        if rows is not None:
-            states = states[rows]
-        logits = processor._compute_lm_head(states, hidden.head)
-        if processor.logit_scale is not None:
-            logits.mul_(processor.logit_scale)
-        ranks = get_tp_group() if processor.do_tensor_parallel_all_gather else None
-        return RowLogits(logits, ranks, processor.final_logit_softcapping or None)
+        states = hidden.states if rows is None else hidden.states[rows]
+        return RowLogits(*compute_part(hidden.processor, states, hidden.head))
 
     @property
     def hidden(self) -> Hidden:
@@ -380,34 +367,27 @@ class SglangEngine:
     def _forward_batch(self, batch: Pass | Forward) -> ForwardBatch:
         device, host = self._device, self._host
         tokens, requests = batch.tokens, batch.requests
-        seq_lens_cpu = host["seq_lens"][:requests]
-        fields: dict[str, Any] = {
-            "forward_mode": ForwardMode.DECODE,
-            "batch_size": requests,
-            "input_ids": device["input_ids"][:tokens],
-            "positions": device["positions"][:tokens],
-            "out_cache_loc": device["out_cache_loc"][:tokens],
-            "req_pool_indices": device["req_pool_indices"][:requests],
-            "seq_lens": device["seq_lens"][:requests],
-            "seq_lens_cpu": seq_lens_cpu,
-            "seq_lens_sum": batch.seq_lens_sum,
-            "orig_seq_lens": device["seq_lens"][:requests],
-            "mrope_positions": self._images.positions(batch, device["positions"][:tokens]),
-            "capture_hidden_mode": CaptureHiddenMode.NULL,
-        }
+        inputs = PassInputs(
+            input_ids=device["input_ids"][:tokens],
+            positions=device["positions"][:tokens],
+            mrope_positions=self._images.positions(batch, device["positions"][:tokens]),
+            out_cache_loc=device["out_cache_loc"][:tokens],
+            req_pool_indices=device["req_pool_indices"][:requests],
+            seq_lens=device["seq_lens"][:requests],
+            seq_lens_cpu=host["seq_lens"][:requests],
+            seq_lens_sum=batch.seq_lens_sum,
+        )
+        extends = None
         if not batch.decode:
-            fields |= {
-                "forward_mode": ForwardMode.EXTEND,
-                "extend_num_tokens": tokens,
-                "extend_seq_lens": device["extend_seq_lens"][:requests],
-                "extend_prefix_lens": device["extend_prefix_lens"][:requests],
-                "extend_start_loc": device["extend_start_loc"][:requests],
-                "extend_seq_lens_cpu": host["extend_seq_lens"][:requests].tolist(),
-                "extend_prefix_lens_cpu": host["extend_prefix_lens"][:requests].tolist(),
-            }
-        if batch.images is not None:
-            fields["mm_inputs"] = self._images.inputs(batch.images, requests)
-        return ForwardBatch(**fields)
+            extends = Extends(
+                seq_lens=device["extend_seq_lens"][:requests],
+                prefix_lens=device["extend_prefix_lens"][:requests],
+                start_loc=device["extend_start_loc"][:requests],
+                seq_lens_cpu=host["extend_seq_lens"][:requests].tolist(),
+                prefix_lens_cpu=host["extend_prefix_lens"][:requests].tolist(),
+            )
+        images = None if batch.images is None else self._images.inputs(batch.images, requests)
+        return make_batch(inputs, extends, images)
 
 
 def _bind(adapters: Adapters, batch: ForwardBatch, adapter_ids: bytes | None) -> list[int] | None:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
-from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
 
-if TYPE_CHECKING:
-    from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+from pie_driver_sglang.srt.seams.pools import (
+    HybridReqToTokenPool,
+    ReqToTokenPool,
+    clear_states,
+    copy_states,
+    state_parts,
+    state_rows,
+    state_slots,
+)
 
 
 class StatePool:
@@ -20,10 +25,9 @@ class StatePool:
     """
 
     def __init__(self, table: HybridReqToTokenPool) -> None:
-        self._rows = table.req_index_to_mamba_index_mapping
-        self._pool = table.mamba_pool
-        cache = self._pool.mamba_cache
-        self._parts: list[torch.Tensor] = [*cache.conv, cache.temporal]
+        self._table = table
+        self._rows = state_rows(table)
+        self._parts = state_parts(table)
 
     @staticmethod
     def of(table: ReqToTokenPool) -> StatePool | None:
@@ -33,7 +37,7 @@ class StatePool:
     @property
     def slots(self) -> int:
         """Slots that the runtime may name: ``0..slots``."""
-        return int(self._pool.size)
+        return state_slots(self._table)
 
     @property
     def slot_bytes(self) -> int:
@@ -51,23 +55,12 @@ class StatePool:
         self._rows[rows] = pairs[:, 0].to(self._rows)
         fresh = pairs[pairs[:, 1] != 0, 0]
         if len(fresh):
-            self._pool.clear_slots(fresh.to(self._rows.device))
+            clear_states(self._table, fresh.to(self._rows.device))
 
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copies slots; see :meth:`pie_driver_sglang.engine.Engine.copy_states`."""
         device = self._rows.device
         source, target = (torch.tensor(ids, device=device) + 1 for ids in (sources, targets))
-        self._pool.copy_from(source, target)
+        copy_states(self._table, source, target)
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
-
-
-def widen(table: HybridReqToTokenPool, plain: ReqToTokenPool) -> None:
-    """Gives a hybrid model's block table the rows of another one, and keeps its states."""
-    for name in ("size", "_alloc_size", "max_context_len", "req_to_token", "free_slots"):
-        setattr(table, name, getattr(plain, name))
-    table.req_generation = plain.req_generation
-    rows = plain.req_to_token.shape[0]
-    table.req_index_to_mamba_index_mapping = torch.zeros(
-        rows, dtype=torch.int32, device=plain.req_to_token.device
-    )

@@ -16,14 +16,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
-from sglang.srt.distributed.parallel_state import graph_capture
-from sglang.srt.model_executor.forward_batch_info import (
-    CaptureHiddenMode,
-    ForwardBatch,
-    ForwardMode,
-)
-from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
-from sglang.srt.model_executor.runner_utils.capture_mode import model_capture_mode
 from tqdm import tqdm
 
 from pie_driver_sglang._core import Lane, graph_layout
@@ -32,6 +24,9 @@ from pie_driver_sglang.memory.limits import lora_batch_sizes
 from pie_driver_sglang.sampling.groups import apply_masks, sample_rows
 from pie_driver_sglang.srt.block import views
 from pie_driver_sglang.srt.rank_slots import rank_slots
+from pie_driver_sglang.srt.seams.attention import attending, decode_backend
+from pie_driver_sglang.srt.seams.passes import ForwardBatch, PassInputs, capturing, make_batch
+from pie_driver_sglang.srt.seams.ranks import place_of
 
 if TYPE_CHECKING:
     from pie_driver_sglang.srt.adapters import Adapters
@@ -155,9 +150,7 @@ class StepRunner(abc.ABC):
         rows, fields = graph.rows, graph.device
         # Text has the same position on every axis.
         axes = fields["positions"].expand(3, -1) if self._has_axes else None
-        return ForwardBatch(
-            forward_mode=ForwardMode.DECODE,
-            batch_size=rows,
+        inputs = PassInputs(
             input_ids=fields["input_ids"],
             positions=fields["positions"],
             mrope_positions=axes,
@@ -165,11 +158,10 @@ class StepRunner(abc.ABC):
             req_pool_indices=fields["req_pool_indices"],
             seq_lens=fields["seq_lens"],
             seq_lens_cpu=graph.host["seq_lens"],
-            # An upper bound is what sizes buffers; the device knows the sum.
+            # What sizes buffers; the device knows the sum.
             seq_lens_sum=rows,
-            orig_seq_lens=fields["seq_lens"],
-            capture_hidden_mode=CaptureHiddenMode.NULL,
         )
+        return make_batch(inputs)
 
     def _sharing(self, graph: _Graph) -> AbstractContextManager[None]:
         """Within, attention is told what rows have in common, if the graph knows of that."""
@@ -177,10 +169,11 @@ class StepRunner(abc.ABC):
             return nullcontext()
         from pie_driver_sglang.kernels.paged_splits import Prefixes
 
-        fields, backend = graph.device, self._engine.runner.attn_backend
+        fields: dict[str, torch.Tensor] = graph.device
+        backend: Any = decode_backend(self._engine.runner)
         listed = {name: fields[f"prefix_{name}"] for name in ("lens", "places", "order", "starts")}
         prefixes = Prefixes(**listed, used=fields["header"][4:5])
-        sharing: AbstractContextManager[None] = backend.decode_backend.sharing(prefixes)
+        sharing: AbstractContextManager[None] = backend.sharing(prefixes)
         return sharing
 
 
@@ -234,7 +227,7 @@ class CpuSteps(StepRunner):
         batch.seq_lens_sum = int(graph.host["seq_lens"].sum())
         backend = self._engine.runner.attn_backend
         # SGLang's runner has room for a row of each request, and a step may have more.
-        with forward_context(ForwardContext(attn_backend=backend)):
+        with attending(backend):
             with self._sharing(graph):
                 backend.init_forward_metadata(batch)
             self._engine.run_model(batch)
@@ -255,7 +248,7 @@ class CudaSteps(StepRunner):
 
         With `adapters` there are some more, for decodes that bind these.
         """
-        attends = getattr(engine.runner.attn_backend, "decode_backend", None)
+        attends = decode_backend(engine.runner)
         # No other backend knows of groups.
         known = getattr(attends, "knows_groups", False)
         super().__init__(engine, rows, slots, grouped if known else ())
@@ -311,12 +304,10 @@ class CudaSteps(StepRunner):
         self._engine.unbind_adapters()
         runner.attn_backend.init_cuda_graph_state(most, most)
         pool = torch.cuda.graph_pool_handle()
-        context = ForwardContext(attn_backend=runner.attn_backend)
         # Other ranks capture the same collective operations at the same time.
-        collectives = graph_capture(stream=self._stream)
-        with forward_context(context), model_capture_mode(), collectives:
+        with capturing(runner.attn_backend, self._stream):
             # Shown on a terminal only, by one rank.
-            hidden = None if runner.ps.tp_rank == 0 else True
+            hidden = None if place_of(runner).number == 0 else True
             graphs = sorted(self._graphs, key=lambda graph: graph.rows, reverse=True)
             bar = tqdm(graphs, disable=hidden)
             for graph in bar:

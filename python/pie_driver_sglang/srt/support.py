@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 from typing import TYPE_CHECKING, Any
 
 import torch
-from sglang.srt.configs.model_config import AttentionArch, ModelImpl
-from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
-from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
-from sglang.srt.mem_cache.memory_pool import (
-    HybridLinearKVPool,
-    MHATokenToKVPool,
-    MLATokenToKVPool,
-)
-from sglang.srt.model_loader.utils import get_resolved_model_impl
 
 from pie_driver_sglang.config.options import PAGED_DECODE
+from pie_driver_sglang.config.server_args import SGLANG_VERSION
 from pie_driver_sglang.errors import StartError
+from pie_driver_sglang.srt.seams.attention import attention_layers, has_fa3, is_plain
+from pie_driver_sglang.srt.seams.model import is_from_transformers, resolved, uses_latent_attention
+from pie_driver_sglang.srt.seams.pools import (
+    has_known_pages,
+    keeps_heads,
+    keeps_state,
+    lies_by_token,
+    paged,
+)
+from pie_driver_sglang.srt.seams.ranks import place_of
+from pie_driver_sglang.srt.seams.settings import Resolved, change_settings
 
 if TYPE_CHECKING:
-    from sglang.srt.configs.model_config import ModelConfig
-    from sglang.srt.mem_cache.memory_pool import KVCache
-    from sglang.srt.model_executor.model_runner import ModelRunner
-    from sglang.srt.server_args import ServerArgs
+    from pie_driver_sglang.srt.seams.model import ModelConfig, ModelRunner
+    from pie_driver_sglang.srt.seams.settings import ServerArgs
 
 logger = logging.getLogger(__name__)
 
@@ -55,11 +55,12 @@ def check_config(model_config: ModelConfig, attention_backend: str | None) -> No
         raise StartError(
             f"{architecture} does not generate text", hint="use a causal language model"
         )
-    if get_resolved_model_impl(model_config) == ModelImpl.TRANSFORMERS:
+    if is_from_transformers(model_config):
         raise StartError(
             f"SGLang would take {architecture} from transformers, where it need not attend as the "
             "model does",
-            hint="use an architecture that SGLang 0.5.17 has itself, and leave `model_impl` alone",
+            hint=f"use an architecture that SGLang {SGLANG_VERSION} has itself, and leave "
+            "`model_impl` alone",
         )
     if model_config.is_encoder_decoder:
         raise StartError(
@@ -67,7 +68,7 @@ def check_config(model_config: ModelConfig, attention_backend: str | None) -> No
             "runtime's pages have no room",
             hint="use a decoder-only language model",
         )
-    if attention_backend == "torch_native" and model_config.attention_arch == AttentionArch.MLA:
+    if attention_backend == "torch_native" and uses_latent_attention(model_config):
         raise StartError(
             f"{architecture} uses multi-head latent attention, which the CPU backend lacks",
             hint='set `device = ["cuda:0"]`',
@@ -94,13 +95,13 @@ def check_model(runner: ModelRunner) -> None:
             f"the output layer of {type(runner.model).__name__} has a bias, which SGLang ignores",
             hint="choose a model without one",
         )
-    if runner.server_args.device == "cpu":
+    if resolved(runner).device == "cpu":
         _check_cpu(runner)
 
 
 def _check_windows(runner: ModelRunner) -> None:
     config = runner.model_config.hf_text_config
-    window = _sliding_window(config)
+    window = sliding_window(config)
     if window is None or window >= runner.model_config.context_len:
         return
     windowed = [layer for layer in attention_layers(runner) if layer.sliding_window_size > -1]
@@ -115,46 +116,6 @@ def _check_windows(runner: ModelRunner) -> None:
         )
 
 
-def correct_rope(model_config: ModelConfig) -> None:
-    """Gives a configuration the `rope_theta` that a model class of SGLang (EXAONE 4) looks for.
-
-    transformers 5 keeps it in `rope_parameters` alone, and such a class takes a default of its own.
-    """
-    for config in (model_config.hf_config, model_config.hf_text_config):
-        parameters = getattr(config, "rope_parameters", None)
-        theta = parameters.get("rope_theta") if isinstance(parameters, dict) else None
-        if isinstance(theta, int | float) and getattr(config, "rope_theta", None) is None:
-            config.rope_theta = theta
-
-
-def correct_windows(runner: ModelRunner) -> None:
-    """Narrows windows that a model class of SGLang (Cohere 2) takes for one token too many.
-
-    A configuration's window counts a row's own token, that of SGLang's layers does not.
-    """
-    window = _sliding_window(runner.model_config.hf_text_config)
-    if window is None:
-        return
-    for layer in attention_layers(runner):
-        if layer.sliding_window_size == window:
-            layer.sliding_window_size = window - 1
-            # Attention backends plan for this one; such a class does not set it.
-            runner.sliding_window_size = window - 1
-
-
-def correct_decode_windows(runner: ModelRunner) -> None:
-    """Widens what SGLang's triton backend lists for a row that decodes in a windowed layer.
-
-    It lists as many tokens as a window has beside the row's own, but counts the row's own, so that
-    the oldest is missing. Rows of extends are masked by their layer's window, whatever is listed.
-    """
-    backend = runner.attn_backend
-    parts = [getattr(backend, f"{part}_backend", None) for part in ("prefill", "decode")]
-    for part in {id(part): part for part in (backend, *parts)}.values():
-        if isinstance(part, TritonAttnBackend) and (part.sliding_window_size or 0) > 0:
-            part.sliding_window_size += 1
-
-
 def _check_cpu(runner: ModelRunner) -> None:
     """Refuses what SGLang's code for CPUs ignores.
 
@@ -167,7 +128,7 @@ def _check_cpu(runner: ModelRunner) -> None:
         raise StartError(
             "the model soft-caps its attention scores, which the CPU backend ignores", hint=remedy
         )
-    if not all(_is_plain(layer) for layer in layers):
+    if not all(is_plain(layer) for layer in layers):
         raise StartError(
             "some of the model's layers attend in a way of their own, which the CPU backend lacks",
             hint=remedy,
@@ -182,31 +143,26 @@ def check_pool(runner: ModelRunner) -> None:
     """
     architecture = runner.model_config.hf_config.architectures[0]
     pool = runner.token_to_kv_pool
-    if type(pool) is HybridLinearKVPool and runner.device == "cpu":
+    if keeps_state(pool) and runner.device == "cpu":
         raise StartError(
             f"{architecture} keeps recurrent state, for which SGLang has no code on a CPU",
             hint='set `device = ["cuda:0"]`',
         )
-    if type(paged(pool)) not in (MHATokenToKVPool, MLATokenToKVPool):
+    if not has_known_pages(paged(pool)):
         raise StartError(
             f"{architecture} needs a {type(pool).__name__}, which this driver does not support",
             hint="use a model with one pool of keys and values",
         )
 
 
-def paged(pool: KVCache) -> KVCache:
-    """The part of a pool that consists of pages: all of it, unless some layers are recurrent."""
-    return pool.full_kv_pool if isinstance(pool, HybridLinearKVPool) else pool
-
-
 def mask_obstacle(runner: ModelRunner) -> str | None:
     """Why the driver cannot apply attention masks to this model; None when it can."""
     pool = runner.token_to_kv_pool
-    if type(pool) is not MHATokenToKVPool:
+    if not keeps_heads(pool):
         return f"the model's KV pool is a {type(pool).__name__}"
     if pool.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return f"the model's KV pool keeps {pool.dtype}"
-    if not all(_is_plain(layer) for layer in attention_layers(runner)):
+    if not all(is_plain(layer) for layer in attention_layers(runner)):
         return "some of the model's layers attend in a way of their own"
     return None
 
@@ -247,7 +203,7 @@ def prefills_by_fa3(runner: ModelRunner) -> bool:
         return False
     pool = paged(runner.token_to_kv_pool)
     plain = all(
-        _is_plain(layer)
+        is_plain(layer)
         and layer.sliding_window_size < 0
         and not layer.logit_cap
         and layer.qk_head_dim == layer.v_head_dim
@@ -255,52 +211,40 @@ def prefills_by_fa3(runner: ModelRunner) -> bool:
         for layer in attention_layers(runner)
     )
     fits = pool.dtype == runner.dtype and pool.dtype in (torch.float16, torch.bfloat16)
-    return fits and plain and _has_fa3()
+    return fits and plain and has_fa3()
 
 
 def choose_vision_backend(args: ServerArgs, model_config: ModelConfig, gpu_id: int) -> None:
     """Has images encoded by triton where SGLang would take FlashAttention-3 and it is not there."""
-    if args.device != "cuda" or not model_config.is_multimodal or args.mm_attention_backend:
+    settings = Resolved(args)
+    if settings.device != "cuda" or not model_config.is_multimodal or settings.vision_backend:
         return
-    if torch.cuda.get_device_capability(gpu_id)[0] == _HOPPER and not _has_fa3():
-        args.override("pie_driver_sglang", mm_attention_backend="triton_attn")
-
-
-def _has_fa3() -> bool:
-    """Whether SGLang's kernels were installed with it, and can be loaded."""
-    name = "sgl_kernel.flash_ops"
-    try:
-        importlib.import_module(name)
-    except ImportError as error:
-        absent = isinstance(error, ModuleNotFoundError) and error.name in (name, "sgl_kernel")
-        if not absent:
-            logger.warning("nothing is computed by fa3: %s", error)
-        return False
-    return True
+    if torch.cuda.get_device_capability(gpu_id)[0] == _HOPPER and not has_fa3():
+        change_settings(args, mm_attention_backend="triton_attn")
 
 
 def paged_decode_obstacle(runner: ModelRunner) -> str | None:
     """Why the backend `pie` cannot decode this model; None when it can."""
     pool = paged(runner.token_to_kv_pool)
-    if runner.server_args.enable_deterministic_inference:
+    if resolved(runner).enable_deterministic_inference:
         return (
             "`enable_deterministic_inference` is set, and it adds a row's parts up as the other "
             "rows of the batch have it"
         )
-    if type(pool) is not MHATokenToKVPool:
+    if not keeps_heads(pool):
         return f"its KV pool is a {type(pool).__name__}"
     if pool.dtype not in PAGED_DTYPES:
         return f"its KV pool keeps {pool.dtype}"
-    if pool.get_key_buffer(pool.start_layer).dim() != 3:
+    if not lies_by_token(pool):
         return "its KV pool is laid out by heads"
-    if not all(_is_plain(layer) for layer in attention_layers(runner)):
+    if not all(is_plain(layer) for layer in attention_layers(runner)):
         return "some of its layers attend in a way of their own"
     return None
 
 
 def _paged_decode_doubt(runner: ModelRunner) -> str | None:
     """Why the backend `pie` is for this model only if asked for: what it was never tried with."""
-    if isinstance(runner.token_to_kv_pool, HybridLinearKVPool):
+    if keeps_state(runner.token_to_kv_pool):
         return "the model keeps recurrent state"
     layers = attention_layers(runner)
     widest = max((max(layer.qk_head_dim, layer.v_head_dim) for layer in layers), default=0)
@@ -311,8 +255,8 @@ def _paged_decode_doubt(runner: ModelRunner) -> str | None:
 
 def lane_obstacle(runner: ModelRunner) -> str | None:
     """Why short batches cannot run as one captured step; None when they can."""
-    args = runner.server_args
-    backend = args.decode_attention_backend or args.attention_backend
+    settings = resolved(runner)
+    backend = settings.decode_attention_backend or settings.attention_backend
     if runner.device != "cpu" and backend not in GRAPH_BACKENDS:
         return (
             f"the attention backend {backend} plans decodes on the host; "
@@ -327,27 +271,11 @@ def takes_prompts(runner: ModelRunner) -> bool:
     The tables of SGLang's triton backend have one row for each request. On several GPUs sums of so
     many rows have not been tried in a graph.
     """
-    backend: str | None = runner.server_args.decode_attention_backend
-    return runner.device == "cpu" or (backend == PAGED_DECODE and runner.ps.tp_size == 1)
+    backend = resolved(runner).decode_attention_backend
+    return runner.device == "cpu" or (backend == PAGED_DECODE and place_of(runner).size == 1)
 
 
-def _is_plain(layer: RadixAttention) -> bool:
-    return (
-        layer.attn_type == AttentionType.DECODER
-        and not layer.is_cross_attention
-        and not layer.use_irope
-        and layer.pos_encoding_mode == "NONE"
-        and layer.xai_temperature_len <= 0
-        and (not layer.logit_cap or layer.logit_capping_method == "tanh")
-    )
-
-
-def attention_layers(runner: ModelRunner) -> list[RadixAttention]:
-    """The layers that attend to pages."""
-    return [module for module in runner.model.modules() if isinstance(module, RadixAttention)]
-
-
-def _sliding_window(config: Any) -> int | None:
+def sliding_window(config: Any) -> int | None:
     """The window in tokens, where the configuration switches one on for some layer."""
     window = getattr(config, "sliding_window", None)
     if not window or getattr(config, "use_sliding_window", True) is False:

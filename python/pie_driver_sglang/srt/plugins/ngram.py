@@ -23,8 +23,6 @@ from pie_driver_sglang._core import Drafter
 NAME = "pie_ngram"
 """The plugin's name, in ``SGLANG_PLUGINS`` and among the entry points."""
 
-_CORPUS = "sglang.srt.speculative.cpp_ngram.ngram_corpus.NgramCorpus"
-_WORKER = "sglang.srt.speculative.ngram_worker.NGRAMWorker"
 _CONTEXT_BYTES = 1 << 30
 """Memory of what requests said, above which the one that was silent for longest is forgotten."""
 _MOST_WAITING = 4096
@@ -213,11 +211,7 @@ def _hear_batch(_: Any, worker: Any, batch: Any, *__: Any, **___: Any) -> None:
 
 def register() -> None:
     """Hooks the corpus in, if ``SGLANG_PLUGINS`` names it; SGLang calls this in each process."""
-    from sglang.srt.environ import envs
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    from pie_driver_sglang.srt.seams import hooks
 
-    named = [name.strip() for name in envs.SGLANG_PLUGINS.get().split(",")]
-    if NAME in named:
-        HookRegistry.register(_CORPUS, NgramCorpus, HookType.REPLACE)
-        HookRegistry.register(f"{_WORKER}.__init__", _know_worker, HookType.AFTER)
-        HookRegistry.register(f"{_WORKER}.forward_batch_generation", _hear_batch, HookType.AFTER)
+    if hooks.is_named(NAME):
+        hooks.replace_corpus(NgramCorpus, made=_know_worker, stepped=_hear_batch)

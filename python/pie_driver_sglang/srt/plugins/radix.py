@@ -86,14 +86,7 @@ def _check_server_args(_: None, settings: Any) -> None:
 
 def register() -> None:
     """Registers the backend, if ``SGLANG_PLUGINS`` names it; SGLang calls this in each process."""
-    from sglang.srt.environ import envs
+    from pie_driver_sglang.srt.seams import hooks
 
-    named = [name.strip() for name in envs.SGLANG_PLUGINS.get().split(",")]
-    if NAME not in named:
-        return
-    from sglang.srt.mem_cache.registry import register_radix_cache_backend
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    register_radix_cache_backend(BACKEND, make)
-    target = "sglang.srt.server_args.ServerArgs.check_server_args"
-    HookRegistry.register(target, _check_server_args, HookType.AFTER)
+    if hooks.is_named(NAME):
+        hooks.register_prefix_cache(BACKEND, make, _check_server_args)

@@ -15,14 +15,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from sglang.srt.disaggregation.kv_events import (
+
+from pie_driver_sglang._core import CacheEvent, PagePool, RadixIndex
+from pie_driver_sglang.srt.seams.prefix_cache import (
     AllBlocksCleared,
+    BasePrefixCache,
     BlockRemoved,
     BlockStored,
-    StorageMedium,
-)
-from sglang.srt.mem_cache.base_prefix_cache import (
-    BasePrefixCache,
+    CacheInitParams,
     DecLockRefParams,
     DecLockRefResult,
     EvictParams,
@@ -32,10 +32,8 @@ from sglang.srt.mem_cache.base_prefix_cache import (
     InsertResult,
     MatchPrefixParams,
     MatchResult,
+    StorageMedium,
 )
-from sglang.srt.mem_cache.cache_init_params import CacheInitParams
-
-from pie_driver_sglang._core import CacheEvent, PagePool, RadixIndex
 
 _ROOT = 0
 """The node that an empty match ends in."""

@@ -1,0 +1,26 @@
+"""Where the adapter reaches into SGLang: imports, private attributes, patches, resolved settings.
+
+A port to another version of SGLang is work in this folder. `tools/check_seams.py` lists what that
+version lacks; docs/sglang-upgrade.md says what has changed its meaning, and in which order to go.
+
+======================  ===========================================================================
+``process``             the environment that SGLang reads while it is imported; imports nothing
+``texts``               errors of SGLang that only their words tell apart; imports nothing
+``settings``            ``ServerArgs``: made, published, changed, and read once they are resolved
+``model``               configuration, runner, and what SGLang does to both on a CPU
+``loading``             the loader's functions that are watched, and updates that are refused
+``corrections``         what SGLang computes wrongly without an error
+``ranks``               a rank's place, groups, collective operations
+``pools``               KV pools, block tables, recurrent state
+``attention``           attention layers and backends
+``passes``              batches, images, the capture of a graph
+``logits``              the end of a pass before its LM head, and the LM head alone
+``lora``                the LoRA manager, its tables, the layers that it wraps
+``layers``              Llama and Qwen taken apart for the fused kernels
+``hooks``               what the plugins replace in SGLang's own server
+``prefix_cache``        the interface of prefix caches there
+======================  ===========================================================================
+
+A module that is imported when SGLang may be imported has its imports at the top. `process`, `texts`
+and `ranks` are imported earlier, or in tests without SGLang.
+"""
