@@ -51,7 +51,7 @@ class Tensor(NamedTuple):
         return math.prod(self.shape)
 
 
-class Place(NamedTuple):
+class FileRange(NamedTuple):
     """The place of a tensor's bytes in a file."""
 
     path: Path
@@ -141,9 +141,9 @@ def _whole_file(path: Path, itemsize: int) -> Tensor:
     return Tensor(path.name, (size // itemsize,), size, floating=path.suffix != ".gguf")
 
 
-def _check_names(found: Iterable[tuple[Tensor, Place]]) -> None:
+def _check_names(found: Iterable[tuple[Tensor, FileRange]]) -> None:
     """Refuses different tensors of one name: the loader's choice depends on the order of files."""
-    places: dict[str, Place] = {}
+    places: dict[str, FileRange] = {}
     for tensor, place in found:
         other = places.setdefault(tensor.name, place)
         if other is not place and not have_equal_bytes(other, place):
@@ -153,14 +153,14 @@ def _check_names(found: Iterable[tuple[Tensor, Place]]) -> None:
             )
 
 
-def have_equal_bytes(one: Place, other: Place) -> bool:
+def have_equal_bytes(one: FileRange, other: FileRange) -> bool:
     """Whether two tensors are equal, by samples."""
     return one.length == other.length and all(
         mine == theirs for mine, theirs in zip(one.samples(), other.samples(), strict=True)
     )
 
 
-def read_places(folder: Path) -> dict[str, Place]:
+def read_places(folder: Path) -> dict[str, FileRange]:
     """Places of the tensors in a snapshot's safetensors files, by name."""
     return {
         tensor.name: place for path in _checkpoint_files(folder) for tensor, place in _header(path)
@@ -177,7 +177,7 @@ def torch_file(folder: Path, name: str) -> str | None:
     return others[0] if len(others) == 1 else None
 
 
-def _header(path: Path) -> list[tuple[Tensor, Place]]:
+def _header(path: Path) -> list[tuple[Tensor, FileRange]]:
     """Reads a header (https://huggingface.co/docs/safetensors): a length, and a table in JSON."""
     size = path.stat().st_size
     with path.open("rb") as file:
@@ -200,7 +200,7 @@ def _header(path: Path) -> list[tuple[Tensor, Place]]:
     return found
 
 
-def _entry(path: Path, start: int, name: str, entry: dict[str, Any]) -> tuple[Tensor, Place]:
+def _entry(path: Path, start: int, name: str, entry: dict[str, Any]) -> tuple[Tensor, FileRange]:
     first, end = entry["data_offsets"]
     dtype, shape = entry["dtype"], tuple(entry["shape"])
     bits = _BITS.search(dtype)
@@ -210,7 +210,7 @@ def _entry(path: Path, start: int, name: str, entry: dict[str, Any]) -> tuple[Te
             f"{path.name} has {end - first} bytes for {name}, whose shape {shape} of {dtype} needs "
             f"{needed}"
         )
-    return Tensor(name, shape, end - first, dtype in _FLOATS), Place(
+    return Tensor(name, shape, end - first, dtype in _FLOATS), FileRange(
         path, start + first, end - first
     )
 

@@ -29,7 +29,12 @@ from pie_driver_sglang.checkpoint.surplus import (
     is_media,
     is_other_file,
 )
-from pie_driver_sglang.checkpoint.weights import Place, have_equal_bytes, read_places, torch_file
+from pie_driver_sglang.checkpoint.weights import (
+    FileRange,
+    have_equal_bytes,
+    read_places,
+    torch_file,
+)
 from pie_driver_sglang.config.arch import takes_images
 from pie_driver_sglang.errors import DriverError, StartError, quoted
 from pie_driver_sglang.srt import groups
@@ -224,7 +229,7 @@ class LoadCheck:
         return f"{name}{f' in {file}' if file else ''} is {shape}"
 
     @functools.cached_property
-    def _places(self) -> dict[str, Place]:
+    def _places(self) -> dict[str, FileRange]:
         return read_places(self._folder)
 
     def _file(self, name: str) -> str | None:
