@@ -41,7 +41,10 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+_FUSED = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+}
 """What checkpoints call the parts of SGLang's fused layers, in their order."""
 
 
