@@ -150,7 +150,7 @@ def check_attention_case(case: Any, *, grouped: bool) -> None:
     count = case[7] if len(case) > 7 else FEW
     grouped = grouped and window < 0 and not prompts
     kernels = recorded(functools.partial(attention, *case, grouped=grouped))
-    assert [kernel.name for kernel in kernels] == ["_share", "_attend"]
+    assert [kernel.name for kernel in kernels] == ["_plan_splits", "_attend"]
     page, block = case[4], split_tuning(*case[:2], case[2].itemsize, count, prompts=prompts).block
     # Shares, two tiles and where the first block is stored: neither queries nor KV.
     slots = paged_attend._pages(block, page)
