@@ -171,7 +171,7 @@ def capture_on_a_host(enabled: bool) -> None:
         seen.append(gc.isenabled())
         raise RuntimeError("no capture")
 
-    steps.StepRunner.__init__ = begin  # type: ignore[method-assign, assignment]
+    steps.GraphRunner.__init__ = begin  # type: ignore[method-assign, assignment]
     steps.CudaSteps._capture_all = capture  # type: ignore[method-assign]
     torch.cuda.current_stream = lambda _device: None
     emptied: list[bool] = []

@@ -41,7 +41,10 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+_FUSED = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+}
 """What checkpoints call the parts of SGLang's fused layers, in their order."""
 
 
@@ -239,7 +242,7 @@ class Adapters:
     def _prepared(self, uid: str, adapter: Adapter) -> _Prepared:
         """Has SGLang join the weights of fused layers; may be called on any thread."""
         try:
-            prepared = lora.prepare(
+            prepared = lora.prepare_adapter(
                 self._manager, uid, adapter.rank, adapter.targets, adapter.tensors
             )
         except Exception as error:

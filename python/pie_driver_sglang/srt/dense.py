@@ -24,7 +24,7 @@ from pie_driver_sglang.srt.seams.layers import (
     Layer,
     UnknownLayer,
     expect,
-    find_model,
+    find_decoder,
     read_layers,
     read_norm,
 )
@@ -90,7 +90,7 @@ class DenseLayers:
         try:
             by_pages = isinstance(decode_backend(runner), PagedDecode)
             expect(by_pages, "it attends by another backend")
-            model = find_model(runner.model)
+            model = find_decoder(runner.model)
             expect(_has_room(runner), "a multiprocessor has too little shared memory")
             pool = runner.token_to_kv_pool
             expect(keeps_heads(pool), f"its KV pool is a {type(pool).__name__}")

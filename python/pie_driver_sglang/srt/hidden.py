@@ -60,7 +60,7 @@ class RowLogits(NamedTuple):
 
 
 class StepModel(Protocol):
-    """A model as the graph path runs it: see :class:`pie_driver_sglang.srt.steps.StepRunner`."""
+    """A model as the graph path runs it: see :class:`pie_driver_sglang.srt.steps.GraphRunner`."""
 
     runner: ModelRunner
     facts: Facts

@@ -30,7 +30,7 @@ from pie_driver_sglang.srt.seams.model import resolved
 from pie_driver_sglang.srt.seams.pools import paged
 from pie_driver_sglang.srt.sglang_engine import SglangEngine
 from pie_driver_sglang.srt.state import StatePool
-from pie_driver_sglang.srt.steps import CpuSteps, CudaSteps, StepRunner
+from pie_driver_sglang.srt.steps import CpuSteps, CudaSteps, GraphRunner
 
 logger = logging.getLogger(__name__)
 
@@ -133,7 +133,7 @@ def _draft(planner: Planner, facts: Facts, options: DriverOptions, rungs: list[i
 
 def _steps(
     engine: SglangEngine, options: DriverOptions, rungs: list[int], adapters: Adapters | None
-) -> StepRunner | None:
+) -> GraphRunner | None:
     """What runs short batches without Python, unless the user or the model rules it out."""
     obstacle = support.lane_obstacle(engine.runner)
     if options.disable_cuda_graph:

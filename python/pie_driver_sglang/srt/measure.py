@@ -57,7 +57,7 @@ RECURRENT_COPIES: Final = 12
 ENCODER_COPIES: Final = 12
 """The same of a vision encoder's layer, for each patch. A guess."""
 _ADAPTED: Final = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-_FUSED: Final = (
+_FUSED_INPUTS: Final = (
     ("q_proj", "k_proj", "v_proj", "qkv_proj"),
     ("gate_proj", "up_proj", "gate_up_proj"),
 )
@@ -240,7 +240,9 @@ def _adapter_bytes(config: DriverConfig, model_config: ModelConfig) -> int:
     inner = _most(text, "intermediate_size", 4 * hidden)
     outputs = dict(zip(_ADAPTED, (queries, keys, keys, queries, inner, inner, inner), strict=True))
     named = config.driver.options.lora_target_modules
-    targets = {part for name in named for part in next((x for x in _FUSED if name in x), (name,))}
+    targets = {
+        part for name in named for part in next((x for x in _FUSED_INPUTS if name in x), (name,))
+    }
     everything = "all" in targets
     if _most(text, "num_experts_per_tok", 0):
         # Experts take no adapters.

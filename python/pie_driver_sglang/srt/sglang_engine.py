@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from pie_driver_sglang.srt.dense import DenseLayers
     from pie_driver_sglang.srt.pool import PagePools
     from pie_driver_sglang.srt.state import StatePool
-    from pie_driver_sglang.srt.steps import StepRunner
+    from pie_driver_sglang.srt.steps import GraphRunner
 
 
 class _Block:
@@ -104,7 +104,7 @@ class SglangEngine:
         self._masked_attention = MaskedAttention(self.runner)
         chunk_tokens = layout["input_ids"][2]
         self._images = ImageInputs(self.runner, chunk_tokens, placeholder=facts.vocab_size)
-        self.steps: StepRunner | None = None
+        self.steps: GraphRunner | None = None
         self.dense: DenseLayers | None = None
         """Of a model that few kernels can run."""
         self._hidden: Hidden | None = None
@@ -143,17 +143,19 @@ class SglangEngine:
             self._run_eagerly(batch)
         self._await_copy()
 
-    def _run_step(self, steps: StepRunner, batch: Pass | Forward) -> None:
-        """Runs a decode as the fast lane does, but for its outputs."""
+    def _run_step(self, steps: GraphRunner, batch: Pass | Forward) -> None:
+        """Runs a decode as the graph path does, but for its outputs."""
         if batch.adapters is None:
             self.unbind_adapters()
         else:
             adapters, numbers = self._with_adapters(), _numbers(batch.adapters).tolist()
-            padding = steps.padded(len(numbers), bound=True) - len(numbers)
+            padding = steps.padded(len(numbers), with_lora=True) - len(numbers)
             # By an adapter of the pass: those that it has may fill all slots.
             adapters.bind_rows([*numbers, *(numbers[-1:] * padding)])
             self._row_adapters = numbers if adapters.embed(numbers) else None
-        hidden = steps.decode(self._host.fields, batch.requests, bound=batch.adapters is not None)
+        hidden = steps.decode(
+            self._host.fields, batch.requests, with_lora=batch.adapters is not None
+        )
         self._hidden = hidden._replace(adapters=self._row_adapters)
         if self._copied is not None and not batch.slots:
             # Nobody waits for its outputs, but the next step is staged where it reads.

@@ -1,4 +1,4 @@
-"""The fast lane's device side: steps of fixed sizes as CUDA graphs, or as calls on the CPU.
+"""The device side of the graph path: steps of fixed sizes as CUDA graphs, or as calls on the CPU.
 
 A step is staging copy, block-table changes, attention metadata, model, LM head, logit masks,
 sampling, and the tokens in the host's memory. Rust fills the block, starts the step and reads the
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _ROW_FIELDS: Final = ("input_ids", "positions", "out_cache_loc", "req_pool_indices", "seq_lens")
-"""What a decode is, in either lane's block."""
+"""What a decode is, in the block of either path."""
 CPU_ROWS_PER_REQUEST = 8
 """On the CPU each row attends by a call of its own: longer prompts do better as one."""
 
@@ -65,7 +65,7 @@ class _Decode(NamedTuple):
     """Valid until the next graph runs."""
 
 
-class StepRunner(abc.ABC):
+class GraphRunner(abc.ABC):
     """Runs steps of fixed numbers of rows over memory that is shared with Rust."""
 
     graph_bytes = 0
@@ -112,18 +112,18 @@ class StepRunner(abc.ABC):
         """The lane that runs these steps."""
 
     @abc.abstractmethod
-    def padded(self, rows: int, *, bound: bool) -> int:
+    def padded(self, rows: int, *, with_lora: bool) -> int:
         """Rows that :meth:`decode` makes of so many."""
 
     @abc.abstractmethod
-    def decode(self, staged: Mapping[str, torch.Tensor], rows: int, *, bound: bool) -> Hidden:
-        """Runs a decode that the general lane has staged, for what its outputs are computed from.
+    def decode(self, staged: Mapping[str, torch.Tensor], rows: int, *, with_lora: bool) -> Hidden:
+        """Runs a decode that the Python path has staged, for what its outputs are computed from.
 
         Args:
             staged: Host arrays of the pass, as the planner names them; its block-table changes are
                 made already.
             rows: Requests, each of one row.
-            bound: Whether adapters are bound, one or none for each of :meth:`padded` rows.
+            with_lora: Whether adapters are bound, one or none for each of :meth:`padded` rows.
         """
 
     def _take(self, staged: Mapping[str, torch.Tensor], rows: int, padded: int) -> _Graph:
@@ -177,7 +177,7 @@ class StepRunner(abc.ABC):
         return sharing
 
 
-class CpuSteps(StepRunner):
+class CpuSteps(GraphRunner):
     """Steps on the CPU: the staging block is the device's, and a graph is a call."""
 
     def lane(self) -> Lane:
@@ -213,13 +213,13 @@ class CpuSteps(StepRunner):
         own.copy_((step << 32) | tokens)
         slots.share(own, results)
 
-    def padded(self, rows: int, *, bound: bool) -> int:
-        """Rows of a step; see :meth:`StepRunner.padded`."""
+    def padded(self, rows: int, *, with_lora: bool) -> int:
+        """Rows of a step; see :meth:`GraphRunner.padded`."""
         return next(graph.rows for graph in self._graphs if graph.rows >= rows)
 
-    def decode(self, staged: Mapping[str, torch.Tensor], rows: int, *, bound: bool) -> Hidden:
-        """Runs a decode that the general lane has staged; see :meth:`StepRunner.decode`."""
-        self._run_model(self._take(staged, rows, self.padded(rows, bound=bound)))
+    def decode(self, staged: Mapping[str, torch.Tensor], rows: int, *, with_lora: bool) -> Hidden:
+        """Runs a decode that the Python path has staged; see :meth:`GraphRunner.decode`."""
+        self._run_model(self._take(staged, rows, self.padded(rows, with_lora=with_lora)))
         return self._engine.hidden
 
     def _run_model(self, graph: _Graph) -> None:
@@ -233,7 +233,7 @@ class CpuSteps(StepRunner):
             self._engine.run_model(batch)
 
 
-class CudaSteps(StepRunner):
+class CudaSteps(GraphRunner):
     """Steps as CUDA graphs, all in one memory pool and on the engine's stream."""
 
     def __init__(
@@ -318,34 +318,34 @@ class CudaSteps(StepRunner):
                 left = torch.cuda.mem_get_info(self._device)[0] / 2**30
                 bar.set_description(f"graph of {graph.rows} rows, {left:.1f} GiB free")
             if bind is not None:
-                self._capture_bound(bind, pool)
+                self._capture_with_lora(bind, pool)
         # Only now do collective operations know the memory that graphs use.
         for graph in self._graphs:
             _blank(graph)
             self._captured[graph.rows, graph.grouped].replay()
             self._stream.synchronize()
-        for (rows, bound), (captured, _) in self._decodes.items():
-            if bound:
+        for (rows, with_lora), (captured, _) in self._decodes.items():
+            if with_lora:
                 _blank(self._plain(rows))
                 captured.replay()
                 self._stream.synchronize()
         self.graph_bytes = free - torch.cuda.mem_get_info(self._device)[0]
         logger.info(
             "captured %d graphs of up to %d rows in %.1f s, %.2f GiB",
-            len(self._captured) + sum(bound for _, bound in self._decodes),
+            len(self._captured) + sum(with_lora for _, with_lora in self._decodes),
             most,
             time.monotonic() - started,
             self.graph_bytes / 2**30,
         )
 
-    def _capture_bound(self, bind: Callable[[int], None], pool: Any) -> None:
+    def _capture_with_lora(self, bind: Callable[[int], None], pool: Any) -> None:
         """Captures decodes that bind adapters. SGLang's layers apply them, and Python samples."""
         for rows in reversed(lora_batch_sizes(self._slots)):
             bind(rows)
-            captured = self._capture(self._plain(rows), pool, self._run_bound)
+            captured = self._capture(self._plain(rows), pool, self._run_with_lora)
             self._decodes[rows, True] = _Decode(captured, self._engine.hidden)
 
-    def _run_bound(self, graph: _Graph) -> None:
+    def _run_with_lora(self, graph: _Graph) -> None:
         self._engine.run_model(self._begin(graph))
 
     def _capture(
@@ -402,15 +402,15 @@ class CudaSteps(StepRunner):
         sampler.sample_step(logits, params, own, fields["header"][:1], rows.softcap)
         slots.share(own, results)
 
-    def padded(self, rows: int, *, bound: bool) -> int:
-        """Rows of a step; see :meth:`StepRunner.padded`."""
-        return min(count for count, binds in self._decodes if binds == bound and count >= rows)
+    def padded(self, rows: int, *, with_lora: bool) -> int:
+        """Rows of a step; see :meth:`GraphRunner.padded`."""
+        return min(count for count, binds in self._decodes if binds == with_lora and count >= rows)
 
-    def decode(self, staged: Mapping[str, torch.Tensor], rows: int, *, bound: bool) -> Hidden:
-        """Runs a decode that the general lane has staged; see :meth:`StepRunner.decode`."""
-        padded = self.padded(rows, bound=bound)
+    def decode(self, staged: Mapping[str, torch.Tensor], rows: int, *, with_lora: bool) -> Hidden:
+        """Runs a decode that the Python path has staged; see :meth:`GraphRunner.decode`."""
+        padded = self.padded(rows, with_lora=with_lora)
         self._take(staged, rows, padded)
-        captured, hidden = self._decodes[padded, bound]
+        captured, hidden = self._decodes[padded, with_lora]
         captured.replay()
         return hidden
 

@@ -55,7 +55,7 @@ def expect(known: bool, what: str) -> None:
         raise UnknownLayer(what)
 
 
-def find_model(causal: Any) -> Any:
+def find_decoder(causal: Any) -> Any:
     """The part of a causal language model before its LM head, if its class is known.
 
     Raises:
@@ -90,7 +90,7 @@ def read_layers(model: Any, pool: MHATokenToKVPool) -> list[Layer]:
     """The layers of a model in their order.
 
     Args:
-        model: As :func:`find_model` gives it.
+        model: As :func:`find_decoder` gives it.
         pool: Where its KV is.
 
     Raises:

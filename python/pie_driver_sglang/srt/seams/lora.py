@@ -95,7 +95,7 @@ def slot_tensors(manager: LoRAManager) -> list[torch.Tensor]:
     return tensors
 
 
-def prepare(
+def prepare_adapter(
     manager: LoRAManager,
     uid: str,
     rank: int,
