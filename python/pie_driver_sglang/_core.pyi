@@ -4,10 +4,11 @@ The native half of the driver: ring, wire format and batch planning.
 
 from _typeshed import SupportsGetItem
 from numpy import ndarray
+from os import PathLike
 from typing import Any, Final, SupportsFloat, SupportsIndex, final
 from typing_extensions import Buffer
 
-__all__ = ["REHEARSAL_ADAPTER", "AttentionMask", "Batch", "Broadcast", "CacheEvent", "Client", "Copy", "Drafter", "Evicted", "ExitGuard", "Follower", "Image", "ImageSpan", "Inserted", "Lane", "LayerPatterns", "Load", "Match", "NodeInfo", "PagePool", "Pass", "PassImages", "Planner", "PoolStats", "RadixIndex", "Reply", "Request", "Sampler", "Server", "SlotGroup", "Step", "Wake", "build_info", "die_with_parent", "encode_forward", "graph_layout"]
+__all__ = ["REHEARSAL_ADAPTER", "AttentionMask", "Batch", "Broadcast", "CacheEvent", "Client", "Copy", "Drafter", "Evicted", "ExitGuard", "Follower", "Image", "ImageSpan", "Inserted", "Lane", "LayerPatterns", "Load", "Match", "NodeInfo", "Output", "PagePool", "Pass", "PassImages", "Planner", "PoolStats", "RadixIndex", "Reply", "Request", "Runtime", "Sampler", "Server", "SlotGroup", "Step", "Wake", "build_info", "die_with_parent", "encode_forward", "graph_layout"]
 
 REHEARSAL_ADAPTER: Final[int]
 """
@@ -670,6 +671,63 @@ class NodeInfo:
         """
 
 @final
+class Output:
+    """
+    New tokens of one sequence of a request, or its end, or both.
+    """
+    def __repr__(self, /) -> str: ...
+    @property
+    def cached_tokens(self, /) -> int:
+        """
+        Tokens of the prompt whose KV was there.
+        """
+    @property
+    def error(self, /) -> str | None:
+        """
+        What happened, where the reason is `error`.
+        """
+    @property
+    def finish_reason(self, /) -> str | None:
+        """
+        `stop`, `length`, `abort`, `deadline` or `error` in the last output, else None.
+        """
+    @property
+    def held_bytes(self, /) -> int:
+        """
+        Bytes at the end of the text so far that may be the start of a stop string: keep them back.
+        """
+    @property
+    def request(self, /) -> int:
+        """
+        What `Runtime.submit` returned.
+        """
+    @property
+    def sample(self, /) -> int:
+        """
+        Which of the request's `n` sequences, from 0.
+        """
+    @property
+    def stop_string(self, /) -> int | None:
+        """
+        Index of the stop string that ended it.
+        """
+    @property
+    def stop_token(self, /) -> int | None:
+        """
+        The stop token that ended it.
+        """
+    @property
+    def text_bytes(self, /) -> int | None:
+        """
+        With a stop string, the bytes of the output's text before it begins.
+        """
+    @property
+    def token_ids(self, /) -> list[int]:
+        """
+        New since the last output; a new list at every access. A stop token is the last one.
+        """
+
+@final
 class PagePool:
     """
     The pages of one tier of memory, by id: which are free, and how often each of the others is held.
@@ -1292,6 +1350,135 @@ class Request:
             state_slot: Slot of recurrent state, None = none. All requests of a batch have one, or none has.
             state_reset: The slot starts from zeros.
             wants_drafts: The answer may bring drafts for the next request.
+        """
+
+@final
+class Runtime:
+    """
+    Drivers with a scheduler for each: requests in, tokens out.
+
+    The constructor starts every driver process, one of each replica, and returns at once; `wait_ready` waits for them. All
+    work is done by threads that never take Python's lock. A driver that dies is started again, and its requests go on where
+    they were. Use it as a context manager, or call `shutdown`.
+    """
+    def __enter__(self, /) -> Runtime: ...
+    def __exit__(self, /, _kind: Any | None = None, _error: Any | None = None, _traceback: Any | None = None) -> None: ...
+    def __new__(cls, /, model: str | PathLike[str], *, python: str | PathLike[str], devices: SupportsGetItem[int, str] = ..., replicas: SupportsIndex = 1, tensor_parallel_size: SupportsIndex = 1, dtype: str | None = None, seed: SupportsIndex = 42, spin_budget_us: SupportsIndex = 1000, options: dict | None = None, schedule_policy: str = "fcfs", schedule_conservativeness: SupportsFloat | SupportsIndex = 1.0, max_running_requests: SupportsIndex | None = None, max_queued_requests: SupportsIndex | None = None, chunked_prefill_size: SupportsIndex = 8192, max_token_gap_ms: SupportsFloat | SupportsIndex = 6.0, radix_eviction_policy: str = "lru", disable_radix_cache: bool = False, enable_priority_scheduling: bool = False, schedule_low_priority_values_first: bool = False, priority_scheduling_preemption_threshold: SupportsIndex | None = None, max_total_pages: SupportsIndex | None = None, eos_token_ids: SupportsGetItem[int, SupportsIndex] = ..., vocabulary: SupportsGetItem[int, SupportsGetItem[int, SupportsIndex]] | None = None, max_restarts: SupportsIndex = 3, ready_timeout_s: SupportsFloat | SupportsIndex = 1200.0, step_timeout_s: SupportsFloat | SupportsIndex = 60.0, stop_timeout_s: SupportsFloat | SupportsIndex = 5.0, log_file: str | PathLike[str] | None = None) -> Runtime:
+        """
+        Starts the drivers.
+
+        Args:
+            model: Folder of the snapshot.
+            python: The drivers' interpreter, which has this package: `sys.executable`.
+            devices: `cuda:N` or `cpu`, as many as all replicas need; the first ones are the first replica's.
+            replicas: Drivers, each with the whole model; SGLang's `dp_size`.
+            tensor_parallel_size: Devices of a driver; SGLang's `tp_size`.
+            dtype: Type of the activations; None for bfloat16, on the CPU float32.
+            seed: Of everything that is drawn; SGLang's `random_seed`.
+            spin_budget_us: Microseconds that both sides of the ring spin before they park; 0 parks at once, 2**64 - 1 never.
+            options: The table `[driver.options]`: bool, int, float, str, and lists of them.
+            schedule_policy: `fcfs`, `lpm`, `dfs-weight`, `lof`, `random` or `routing-key`.
+            schedule_conservativeness: How much of the output of running requests is taken for certain.
+            max_running_requests: Sequences that hold pages at once; None for as many as a step takes.
+            max_queued_requests: Sequences that may wait.
+            chunked_prefill_size: Most tokens of a step.
+            max_token_gap_ms: The longest time between two tokens that prompts of others may cause; 0 for no limit.
+            radix_eviction_policy: `lru`, `lfu`, `fifo`, `filo`, `mru`, `slru` or `priority`.
+            disable_radix_cache: Share no prefixes.
+            enable_priority_scheduling: `priority` of requests comes before the policy.
+            schedule_low_priority_values_first: The lowest value comes first.
+            priority_scheduling_preemption_threshold: A request whose priority is better by more takes the pages of running
+                ones; None for never.
+            max_total_pages: Use no more KV pages than this of what a driver has.
+            eos_token_ids: They end a request, unless it ignores them.
+            vocabulary: What each token adds to a text, as bytes; needed for stop strings.
+            max_restarts: How often in a row a driver is started again, without an answer in between.
+            ready_timeout_s: Limit for one start.
+            step_timeout_s: A driver that does not answer so long is killed and started again.
+            stop_timeout_s: How long a driver may take to end after SIGTERM.
+            log_file: Where the drivers' logs go, behind what is there.
+
+        Raises:
+            ValueError: A value is out of range.
+            OSError: The log file cannot be opened.
+            StartError: No thread can be started.
+        """
+    def abort(self, /, request: SupportsIndex) -> None:
+        """
+        Ends a request, with the reason `abort`. One that has ended, or never was, is ignored.
+        """
+    def capabilities(self, /) -> dict:
+        """
+        What the first driver can do, by the names of its handshake.
+
+        Raises:
+            RuntimeError: It is not ready.
+        """
+    def end_session(self, /, session: SupportsIndex) -> None:
+        """
+        Lets the pages of a session go.
+        """
+    def flush_cache(self, /) -> bool:
+        """
+        Empties the prefix indices. False, with nothing done, where requests run or wait.
+        """
+    def log_lines(self, /) -> list[str]:
+        """
+        What the drivers have logged since the last call, oldest first, the last 1000 lines at most. With several replicas
+        each line begins with `[number] `.
+        """
+    def poll(self, /, timeout_s: SupportsFloat | SupportsIndex | None = None) -> list[Output]:
+        """
+        Waits for outputs, without Python's lock, and returns all there are; none when the time is over, or after a shutdown.
+        Outputs of one sequence that were not fetched yet are one, so that a slow caller gets fewer and longer ones.
+        """
+    def shutdown(self, /) -> None:
+        """
+        Ends every request, with the reason `abort`, and stops the drivers. A second call does nothing.
+        """
+    def stats(self, /) -> dict:
+        """
+        Counts of all replicas, and under `replicas` those of each.
+        """
+    def submit(self, /, token_ids: Buffer | ndarray | list[int], *, max_new_tokens: SupportsIndex = 128, min_new_tokens: SupportsIndex = 0, temperature: SupportsFloat | SupportsIndex = 1.0, top_k: SupportsIndex = ..., top_p: SupportsFloat | SupportsIndex = 1.0, min_p: SupportsFloat | SupportsIndex = 0.0, seed: SupportsIndex | None = None, stop_token_ids: SupportsGetItem[int, SupportsIndex] = ..., stop: SupportsGetItem[int, str] = ..., ignore_eos: bool = False, n: SupportsIndex = 1, priority: SupportsIndex | None = None, routing_key: str | None = None, session: SupportsIndex | None = None, namespace: str | None = None, speculate: bool = False, deadline_s: SupportsFloat | SupportsIndex | None = None) -> int:
+        """
+        Hands a request in and returns its id at once. What comes of it is for `poll`; one that cannot be served, because its
+        prompt is too long, for example, ends with the reason `error`.
+
+        Args:
+            token_ids: The prompt: an array of integers, or a list.
+            max_new_tokens: Most tokens to produce; cut to what model and pool have room for.
+            min_new_tokens: Tokens before which no stop token may come.
+            temperature: 0 for the most probable token.
+            top_k: Tokens kept; -1 for all.
+            top_p: Probability mass kept.
+            min_p: Fraction of the largest probability that a token must have.
+            seed: Fixes what is drawn; without filters alone.
+            stop_token_ids: They end it, besides the model's own.
+            stop: Texts that end it.
+            ignore_eos: The model's own do not end it.
+            n: Sequences that go on from the prompt.
+            priority: Higher comes first.
+            routing_key: Requests with one key go to one replica, and are one group for the policy of that name.
+            session: A conversation whose pages are kept; it stays with one replica.
+            namespace: Requests of different ones share no prefix; SGLang's `extra_key`.
+            speculate: The driver may draft for it.
+            deadline_s: Seconds after which it ends, finished or not.
+
+        Raises:
+            ValueError: A parameter is out of range, or the driver cannot do what is asked for.
+            TypeError: `token_ids` is neither.
+            OverflowError: A token does not fit into uint32.
+            StartError: No driver is left.
+            RuntimeError: The drivers are not ready, or the runtime is shut down.
+        """
+    def wait_ready(self, /, timeout_s: SupportsFloat | SupportsIndex | None = None) -> bool:
+        """
+        Waits until every driver serves; False when the time is over. To show progress, call it again and again with a short
+        time, and `log_lines` in between.
+
+        Raises:
+            StartError: A driver ended, or was not ready in time; with the last lines of its log.
         """
 
 @final
