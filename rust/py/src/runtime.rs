@@ -161,7 +161,7 @@ impl Runtime {
     ))]
     #[expect(
         clippy::too_many_arguments,
-        clippy::fn_params_excessive_bools,
+        clippy::needless_pass_by_value,
         reason = "keywords of Python"
     )]
     fn new(
@@ -232,7 +232,7 @@ impl Runtime {
             log: log(Arc::clone(&lines), replicas, log_file)?,
         };
         let service = py
-            .detach(|| Service::start(settings))
+            .detach(|| Service::start(&settings))
             .map_err(|error| from_runtime(&error))?;
         Ok(Self {
             service,
@@ -309,7 +309,11 @@ impl Runtime {
         seed = None, stop_token_ids = Vec::new(), stop = Vec::new(), ignore_eos = false, n = 1, priority = None,
         routing_key = None, session = None, namespace = None, speculate = false, deadline_s = None
     ))]
-    #[expect(clippy::too_many_arguments, reason = "keywords of Python")]
+    #[expect(
+        clippy::too_many_arguments,
+        clippy::needless_pass_by_value,
+        reason = "keywords of Python"
+    )]
     fn submit(
         &self,
         token_ids: Prompt,

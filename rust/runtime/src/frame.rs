@@ -29,7 +29,7 @@ pub struct Turn<'a> {
     pub forbidden: &'a [u32],
 }
 
-impl<'a> Turn<'a> {
+impl Turn<'_> {
     /// A request without a token. With it the answer must be an archive, which has the driver's probes.
     pub const EMPTY: Self = Self {
         context_id: 0,

@@ -60,14 +60,12 @@ impl<'c, 'a> Relay<'c, 'a> {
     fn turn(&mut self, replica: &mut Replica, driver: &Driver) -> Result<(), Failure> {
         let laid = self.lay_out(replica)?;
         let Some(Sent { frame, copies_us }) = self.flight.take() else {
-            return match laid {
-                Some(laid) => self.send(laid),
-                None => {
-                    // What comes next is another series.
-                    self.link.rest();
-                    idle(replica, driver)
-                }
+            let Some(laid) = laid else {
+                // What comes next is another series.
+                self.link.rest();
+                return idle(replica, driver);
             };
+            return self.send(laid);
         };
         let answered = self.link.receive(frame);
         let seen = replica.now();
@@ -99,7 +97,7 @@ impl<'c, 'a> Relay<'c, 'a> {
             // Nothing is computed that uses these pages; and the frame may need the only slot.
             copies_us = copy(&mut self.link, &copies)?;
         }
-        let turns = step.rows().map(turn);
+        let turns = step.rows().map(|row| turn(&row));
         Ok(Some(Laid {
             frame: self.link.prepare(turns),
             copies,
@@ -209,7 +207,7 @@ fn scheduler(replica: &mut Replica) -> Result<&mut Scheduler<Sampler>, Halt> {
     replica.scheduler.as_mut().ok_or(Halt::Stop)
 }
 
-fn turn(row: Row<'_, Sampler>) -> Turn<'_> {
+fn turn<'a>(row: &Row<'a, Sampler>) -> Turn<'a> {
     Turn {
         context_id: row.context,
         tokens: row.tokens,

@@ -102,7 +102,7 @@ pub struct ReplicaStats {
 /// use pie_runtime::{Arrival, DriverSettings, Sampler, Service, ServiceSettings};
 ///
 /// let driver = DriverSettings::new("python3", "models/qwen3");
-/// let service = Service::start(ServiceSettings::new(driver))?;
+/// let service = Service::start(&ServiceSettings::new(driver))?;
 /// service.wait_ready(Duration::MAX)?;
 /// let greedy = Sampler::TopP { temperature: 0.0, p: 1.0 };
 /// let request = service.submit(Arrival::new(0, vec![9707, 11], greedy, 64), None)?;
@@ -179,7 +179,7 @@ impl Service {
     /// # Errors
     /// [`RuntimeError::Thread`] if a thread cannot be started. What is wrong with a driver
     /// [`wait_ready`](Self::wait_ready) says.
-    pub fn start(settings: ServiceSettings) -> Result<Self, RuntimeError> {
+    pub fn start(settings: &ServiceSettings) -> Result<Self, RuntimeError> {
         let begin = Instant::now();
         let mut states = Vec::new();
         states.resize_with(settings.drivers.len(), State::default);
@@ -200,7 +200,7 @@ impl Service {
             let (commands, inbox) = mpsc::channel();
             let open = Arc::<AtomicUsize>::default();
             let replica = Replica::new(
-                &settings,
+                settings,
                 number,
                 begin,
                 Arc::clone(&shared),

@@ -30,7 +30,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let mut scheduler: Scheduler<()> = Scheduler::new(config, LIMITS, None)?;
     for id in 0..REQUESTS {
         let prompt = (0..40 + 25 * (id as u32 % 3)).map(|at| at * 7 % 990 + id as u32 % 2);
-        let output = 40 + 20 * (id as u32 % 4);
+        let output = 20 + 15 * (id as u32 % 4);
         scheduler.submit(Arrival::new(id, prompt.collect(), (), output))?;
     }
     let (mut out, mut outputs, mut now) = (stdout().lock(), Outputs::default(), 0);

@@ -33,6 +33,8 @@ pub(crate) struct Pace {
     page: Average,
     /// Tokens of prompts that fit beside decodes.
     budget: f32,
+    /// Whether a step that had both has shown it.
+    is_tried: bool,
 }
 
 /// What a step had.
@@ -53,6 +55,7 @@ impl Pace {
             token: Average::default(),
             page: Average::default(),
             budget: FIRST_BUDGET.min(chunk),
+            is_tried: false,
         }
     }
 
@@ -98,9 +101,14 @@ impl Pace {
         if load.prompt_tokens >= MIN_PROMPT {
             self.token.add(prompts / tokens);
         }
+        let room = self.gap_us.max(2.0 * self.decode.0.unwrap_or(0.0)) - decode;
         if load.decodes > 0 {
-            let room = self.gap_us.max(2.0 * decode) - decode;
+            self.is_tried = true;
             self.adapt(tokens, (room / prompts).clamp(0.5, 1.25));
+        } else if !self.is_tried && load.prompt_tokens >= MIN_PROMPT {
+            // As far as prompts alone can tell.
+            let budget = room * tokens / prompts;
+            self.budget = budget.clamp(self.least() as f32, self.chunk);
         }
     }
 
@@ -160,6 +168,10 @@ mod tests {
             );
             assert_eq!(pace.budget(false), 8192);
         }
+        // Prompts alone tell something already: 2 µs a token.
+        let mut pace = Pace::new(6000, 8192);
+        pace.learn(load(0, 8000), 16_000, 0);
+        assert_eq!(pace.budget(true), 3000);
         let mut free = Pace::new(0, 8192);
         assert_eq!(settle(&mut free, 2000, 50.0), 8192);
     }

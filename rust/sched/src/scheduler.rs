@@ -282,7 +282,8 @@ impl<S> Scheduler<S> {
 
     /// The driver answered the older step with an error, and its KV is what it was before that. A step that was laid out
     /// after it is void, too: do not send it. `copied` says whether the copies of that one were made; else they come again.
-    /// A request whose steps fail three times in a row ends as [`Finish::Failed`].
+    /// Of a single step that is out they count as made: make them even where the step then cannot be sent. A request whose
+    /// steps fail three times in a row ends as [`Finish::Failed`].
     ///
     /// When a copy fails, the KV is not what the scheduler thinks: call [`driver_lost`](Self::driver_lost).
     pub fn step_failed(&mut self, copied: bool) {

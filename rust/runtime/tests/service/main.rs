@@ -66,7 +66,7 @@ impl Bench {
         settings.scheduler.policy = Policy::Lpm;
         settings.scheduler.chunk_tokens = 24;
         change(&mut settings);
-        let service = Service::start(settings).unwrap();
+        let service = Service::start(&settings).unwrap();
         Self {
             service,
             folder,
