@@ -10,8 +10,6 @@ BIN := $(VENV)/bin
 SOURCES := pyproject.toml Cargo.toml Cargo.lock README.md LICENSE \
     $(shell find rust python -type f \( -name '*.rs' -o -name '*.py' -o -name '*.pyi' -o -name '*.toml' \))
 WHEELS := target/wheels
-# What `pie-sglang --version` says of a wheel; empty outside of a clone.
-COMMIT = $(shell git describe --always --dirty --exclude='*' 2>/dev/null)
 CHECKED := python/pie_driver_sglang tests tools benches/gpu benches/ngram_replay benches/peers benches/pie_load
 # Runs the ring's sources under loom; a workspace of its own.
 MODEL := --manifest-path rust/ring/model/Cargo.toml
@@ -100,9 +98,10 @@ docs: $(VENV)/.dependencies ## Generate docs/options.md from the definitions of 
 
 wheel: $(WHEELS)/.built ## Build the abi3 wheel into target/wheels
 
+# Into the wheel, for `_core.build_info`: what a measurement says it was taken of. `+`: with changes that are not committed.
 $(WHEELS)/.built: $(VENV)/.dependencies $(SOURCES)
 	@rm -rf $(WHEELS)
-	PIE_DRIVER_COMMIT=$(COMMIT) $(BIN)/maturin build --release --locked --quiet --out $(WHEELS)
+	PIE_DRIVER_COMMIT="$$(git describe --always --exclude='*' --dirty=+ 2>/dev/null)" $(BIN)/maturin build --release --locked --quiet --out $(WHEELS)
 	@touch $@
 
 # uv's cache makes a second environment cheap.

@@ -1761,8 +1761,8 @@ class Wake:
 
 def build_info() -> dict[str, str]:
     """
-    Facts about this build for bug reports: `version`, `profile`, `target`, and `commit`, which is empty unless the environment
-    variable `PIE_DRIVER_COMMIT` named it to the build.
+    Facts about this build for bug reports: `version`, `profile`, `target`, and `commit`, which is empty unless the build was
+    told by `PIE_DRIVER_COMMIT`, as `make` does it.
     """
 
 def die_with_parent(parent: SupportsIndex) -> None:

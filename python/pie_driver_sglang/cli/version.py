@@ -26,7 +26,7 @@ def commit() -> str:
     """The commit that this package was built from; an empty string where it is not known.
 
     The build of a wheel keeps it (`PIE_DRIVER_COMMIT`, see the Makefile). A package that runs from
-    a checkout asks git; `-dirty` marks files that differ from the commit.
+    a checkout asks git; `+` marks files that differ from the commit.
     """
     return _core.build_info()["commit"] or _checkout_commit(Path(pie_driver_sglang.__file__))
 
@@ -35,7 +35,7 @@ def _checkout_commit(package: Path) -> str:
     root = package.parents[2]
     if not (root / ".git").exists():
         return ""
-    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--exclude=*"]
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty=+", "--exclude=*"]
     try:
         result = subprocess.run(
             command, capture_output=True, text=True, timeout=_GIT_TIMEOUT_S, check=True

@@ -79,8 +79,8 @@ mod _core {
     use crate::step::{Step, Wake};
 }
 
-/// Facts about this build for bug reports: `version`, `profile`, `target`, and `commit`, which is empty unless the environment
-/// variable `PIE_DRIVER_COMMIT` named it to the build.
+/// Facts about this build for bug reports: `version`, `profile`, `target`, and `commit`, which is empty unless the build was
+/// told by `PIE_DRIVER_COMMIT`, as `make` does it.
 #[pyfunction]
 fn build_info() -> std::collections::BTreeMap<&'static str, &'static str> {
     let profile = if cfg!(debug_assertions) {
