@@ -83,6 +83,12 @@ pub enum RuntimeError {
         found: u32,
     },
 
+    /// A bug of this crate, or of the scheduler.
+    #[error(
+        "a thread of the runtime has failed\n\nhint: its own message is on standard error; please report it"
+    )]
+    Panicked,
+
     /// A setting of the scheduler cannot be meant.
     #[error("the scheduler cannot be made: {0}")]
     Scheduler(#[from] SchedError),

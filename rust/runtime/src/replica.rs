@@ -1,6 +1,7 @@
 //! One replica: its scheduler, its driver, and the thread that goes between them.
 
-use std::collections::HashMap;
+use std::collections::HashSet;
+use std::panic::{self, AssertUnwindSafe};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, TryRecvError};
@@ -46,9 +47,10 @@ pub(crate) struct Replica {
     begin: Instant,
     shared: Arc<Shared>,
     inbox: Receiver<Command>,
-    /// Requests that have not ended, by the count of callers and by their samples that have not.
+    /// How many sequences have not ended, those among them that are still in the inbox.
     open: Arc<AtomicUsize>,
-    samples: HashMap<u64, u32>,
+    /// Those that the scheduler has: request and sample.
+    sequences: HashSet<(u64, u32)>,
     /// Made when the first driver has said what it can.
     pub(crate) scheduler: Option<Scheduler<Sampler>>,
     outputs: Outputs,
@@ -92,7 +94,7 @@ impl Replica {
             shared,
             inbox,
             open,
-            samples: HashMap::new(),
+            sequences: HashSet::new(),
             scheduler: None,
             outputs: Outputs::default(),
             gaps: Times::default(),
@@ -100,8 +102,18 @@ impl Replica {
         }
     }
 
-    /// Serves until it is told to stop. A driver that ends is started again, as long as that makes sense.
+    /// Serves until it is told to stop. Should that fail by a bug, every request is answered all the same.
     pub(crate) fn run(mut self) {
+        if panic::catch_unwind(AssertUnwindSafe(|| self.run_drivers())).is_err() {
+            // What it knows may be wrong.
+            self.scheduler = None;
+            self.give_up(RuntimeError::Panicked);
+            self.leave();
+        }
+    }
+
+    /// A driver that ends is started again, as long as that makes sense.
+    fn run_drivers(&mut self) {
         let mut failures = 0;
         loop {
             let mut answered = false;
@@ -245,9 +257,9 @@ impl Replica {
             (Command::Submit(arrival), Some(scheduler)) => {
                 let (id, samples) = (arrival.id, arrival.samples);
                 match scheduler.submit(*arrival) {
-                    Ok(()) => {
-                        self.samples.insert(id, samples);
-                    }
+                    Ok(()) => self
+                        .sequences
+                        .extend((0..samples).map(|sample| (id, sample))),
                     Err(refusal) => {
                         self.refuse(id, samples, &End::Failed(refusal.to_string().into()));
                     }
@@ -282,7 +294,7 @@ impl Replica {
                 .outbox
                 .push(Delta::ended(id, sample, end.clone()));
         }
-        self.open.fetch_sub(1, Ordering::Relaxed);
+        self.open.fetch_sub(samples as usize, Ordering::Relaxed);
     }
 
     /// Gives out what is new.
@@ -311,18 +323,14 @@ impl Replica {
         scheduler.outputs(&mut self.outputs);
         if !self.outputs.is_empty() {
             for output in self.outputs.iter().filter(|output| output.finish.is_some()) {
-                let Some(left) = self.samples.get_mut(&output.id) else {
-                    continue;
-                };
-                *left = left.saturating_sub(1);
-                if *left == 0 {
-                    self.samples.remove(&output.id);
+                if self.sequences.remove(&(output.id, output.sample)) {
                     self.open.fetch_sub(1, Ordering::Relaxed);
                 }
             }
         }
         // Whoever has the last output finds it counted.
-        if self.counted.elapsed() >= STATS || self.samples.is_empty() && !self.outputs.is_empty() {
+        if self.counted.elapsed() >= STATS || self.sequences.is_empty() && !self.outputs.is_empty()
+        {
             self.count();
         }
         self.shared.outbox.extend(self.outputs.iter(), end);
@@ -354,6 +362,11 @@ impl Replica {
         }
         self.publish_as(|_| failed.clone());
         self.count();
+        for (id, sample) in self.sequences.drain() {
+            let ended = Delta::ended(id, sample, failed.clone());
+            self.shared.outbox.push(ended);
+            self.open.fetch_sub(1, Ordering::Relaxed);
+        }
         while let Ok(command) = self.inbox.recv() {
             match command {
                 Command::Stop => return,

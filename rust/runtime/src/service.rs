@@ -127,7 +127,7 @@ pub struct Service {
 #[derive(Debug)]
 struct Handle {
     commands: Sender<Command>,
-    /// Requests that have not ended.
+    /// Sequences that have not ended.
     open: Arc<AtomicUsize>,
 }
 
@@ -255,7 +255,7 @@ impl Service {
     /// `deadline`, finished or not. A request that cannot be served, because it is too long, for example, ends as
     /// [`End::Failed`](crate::End::Failed).
     ///
-    /// Of several replicas the one with the fewest requests gets it; requests of one session, or with one routing key, get
+    /// Of several replicas the one with the fewest sequences gets it; requests of one session, or with one routing key, get
     /// the same.
     ///
     /// # Errors
@@ -272,7 +272,8 @@ impl Service {
         let deadline = deadline.map(|limit| (self.begin.elapsed() + limit).as_micros() as u64);
         arrival.deadline = deadline;
         let (id, handle) = (arrival.id, &self.replicas[replica]);
-        handle.open.fetch_add(1, Ordering::Relaxed);
+        let samples = arrival.samples as usize;
+        handle.open.fetch_add(samples, Ordering::Relaxed);
         let sent = handle.commands.send(Command::Submit(Box::new(arrival)));
         sent.map_err(|_| Rejected::Stopped)?;
         Ok(id)

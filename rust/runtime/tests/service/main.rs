@@ -349,6 +349,34 @@ fn a_start_that_fails_is_not_repeated() {
 }
 
 #[test]
+fn a_bug_leaves_no_request_without_an_end() {
+    let bench = Bench::start("refuse-at=2", |settings| {
+        let log = Arc::clone(&settings.log);
+        settings.log = Arc::new(move |replica, line| {
+            assert!(!line.contains("a step failed"), "fails as a bug would");
+            log(replica, line);
+        });
+    });
+    bench.wait_ready();
+    let arrival = Arrival {
+        samples: 3,
+        ..Arrival::new(0, vec![9, 8, 7], GREEDY, 40)
+    };
+    bench.service.submit(arrival, None).unwrap();
+    bench.submit(&[5, 6], 20);
+    for story in bench.collect(4).values() {
+        let why = format!("{:?}", story.end);
+        assert!(why.contains("a thread of the runtime has failed"), "{why}");
+    }
+    let pid = bench.starts()[0];
+    assert!(!is_running(pid));
+    let late = bench
+        .service
+        .submit(Arrival::new(0, vec![1], GREEDY, 1), None);
+    assert!(matches!(late, Err(Rejected::Gone(_))));
+}
+
+#[test]
 fn a_driver_that_comes_back_smaller_is_not_served_with() {
     let bench = Bench::start("die-at=2 shrink", |settings| settings.max_restarts = 1);
     bench.wait_ready();
