@@ -316,9 +316,12 @@ impl Slots {
         positions: &[u32],
     ) -> Result<(), RequestFault> {
         let samplers = range(frame.sampler_indptr, index);
-        let indices = &frame.sampling_indices[samplers.clone()];
         let rows = geometry.inputs;
-        if let Some(&index) = indices.iter().find(|&&row| row >= rows) {
+        let outside = |&&row: &&u32| row >= rows;
+        if let Some(&index) = frame.sampling_indices[samplers.clone()]
+            .iter()
+            .find(outside)
+        {
             return Err(RequestFault::SamplingIndex { index, rows });
         }
         if samplers.is_empty() {
@@ -326,6 +329,7 @@ impl Slots {
         }
         let common = self.common(frame, index)?;
         let vocab_size = self.sampling.vocab_size;
+        let rows = &frame.sampling_indices[samplers.clone()];
         let samplers = &frame.samplers[samplers];
         if geometry.drafts > 0 {
             let sampler = SamplerParams::from_wire(samplers[0].view(), vocab_size);
@@ -338,7 +342,7 @@ impl Slots {
                 self.add_slot(common, place, class, params, Extent::default());
             }
         }
-        for (number, (sampler, &row)) in samplers.iter().zip(indices).enumerate() {
+        for (number, (sampler, &row)) in samplers.iter().zip(rows).enumerate() {
             let view = sampler.view();
             let Some((class, params)) = SamplerParams::from_wire(view, vocab_size) else {
                 continue;

@@ -40,6 +40,7 @@ impl Storage {
         out: &mut [i64],
     ) {
         let pass = self.number_pass();
+        let writers = &mut self.writers[..];
         let base = segments[0].start();
         let page_size = limits.page_size;
         for segment in segments.iter().rev() {
@@ -55,8 +56,8 @@ impl Storage {
                 let index = (prefix + row) as u32;
                 let page = pages[(index / page_size) as usize];
                 let slot = limits.first_slot(page) as usize + (index % page_size) as usize;
-                let taken = self.writers[slot] == pass;
-                self.writers[slot] = pass;
+                let taken = writers[slot] == pass;
+                writers[slot] = pass;
                 *out = if taken { 0 } else { slot as i64 };
             }
         }
