@@ -362,9 +362,7 @@ impl HostPath {
         let written = self
             .planner
             .reply(&mut computed, Probes::default(), &mut self.response);
-        if let Some(last) = self.answered.replace(computed) {
-            self.planner.recycle(last);
-        }
+        self.answered = Some(computed);
         &self.response[..written.expect("the response fits")]
     }
 
@@ -381,6 +379,9 @@ impl HostPath {
         let pie_wire::ArchivedPayload::Forward(forward) = &frame.payload else {
             panic!("a forward frame");
         };
+        if let Some(last) = self.answered.take() {
+            self.planner.recycle(last);
+        }
         let plan = self.planner.plan(0, forward).expect("a consistent frame");
         self.plan = Some(plan);
     }

@@ -48,9 +48,9 @@ macro_rules! block {
     };
     (@narrowed $Block:ident of $Sizes:ident { $( $name:ident: $size:ident; )* }) => {
         impl $Block<'_> {
-            /// The first entries of each array, so that their lengths are checked once.
+            /// The first entries of each array, so that their lengths are checked once: inlined, for the caller's loops rely
+            /// on them.
             #[inline(always)]
-            #[expect(clippy::inline_always, reason = "the caller's loops rely on the lengths")]
             fn narrowed(&mut self, sizes: &$Sizes) -> $Block<'_> {
                 $Block { $( $name: &mut self.$name[..sizes.$size], )* }
             }

@@ -11,7 +11,7 @@ use pyo3::buffer::{Element, PyBuffer};
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 
-use crate::ranks::Broadcast;
+use crate::broadcast::Broadcast;
 
 /// Captured graphs, and the memory that they share with the host. Give it to `Server.serve`.
 #[pyclass(frozen, module = "pie_driver_sglang._core")]

@@ -5,6 +5,7 @@
 
 mod arrays;
 mod batch;
+mod broadcast;
 mod client;
 mod copy;
 mod drafter;
@@ -40,6 +41,8 @@ mod _core {
     #[pymodule_export]
     use crate::batch::Batch;
     #[pymodule_export]
+    use crate::broadcast::Broadcast;
+    #[pymodule_export]
     use crate::client::{Client, Reply};
     #[pymodule_export]
     use crate::copy::Copy;
@@ -66,7 +69,7 @@ mod _core {
     #[pymodule_export]
     use crate::radix_results::{CacheEvent, Evicted, Inserted, NodeInfo};
     #[pymodule_export]
-    use crate::ranks::{Broadcast, Follower, die_with_parent};
+    use crate::ranks::{Follower, die_with_parent};
     #[pymodule_export]
     use crate::request::{Image, Request, Sampler, encode_forward};
     #[pymodule_export]

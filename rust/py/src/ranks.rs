@@ -1,10 +1,10 @@
-//! A model on several devices: the leader's voice, and what its followers do.
+//! What the other ranks of a model do.
 
 use std::os::fd::{FromRawFd, OwnedFd, RawFd};
 use std::sync::Mutex;
 
 use pie_ring::Wait;
-use pie_serve::{Follow, FollowError, Lead};
+use pie_serve::{Follow, FollowError};
 use pyo3::buffer::PyBuffer;
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
@@ -12,61 +12,6 @@ use pyo3::types::PyBytes;
 
 use crate::error::from_ring;
 use crate::lane::Lane;
-
-/// Tells the other ranks of a model what this one is about to do, in shared memory without a name.
-#[pyclass(frozen, module = "pie_driver_sglang._core")]
-pub(crate) struct Broadcast {
-    pub(crate) lead: Lead,
-}
-
-#[pymethods]
-impl Broadcast {
-    /// A broadcast to `followers` others.
-    ///
-    /// Raises:
-    ///     RingError: The memory cannot be had.
-    #[new]
-    fn new(followers: usize) -> PyResult<Self> {
-        let lead = Lead::new(followers).map_err(from_ring)?;
-        Ok(Self { lead })
-    }
-
-    /// The descriptor that the followers' processes must inherit.
-    #[getter]
-    fn fd(&self) -> RawFd {
-        self.lead.fd()
-    }
-
-    /// Hands a command to the followers, in the order of everything else that they are told.
-    ///
-    /// Raises:
-    ///     RingError: A follower has spoilt the memory.
-    fn send(&self, py: Python<'_>, data: &[u8]) -> PyResult<()> {
-        py.detach(|| self.lead.command(data)).map_err(from_ring)
-    }
-
-    /// Hands the first `end` bytes of the staging block to the followers.
-    ///
-    /// Raises:
-    ///     RingError: A follower has spoilt the memory.
-    ///     ValueError: The block is shorter.
-    #[expect(unsafe_code, reason = "a view over the engine's memory")]
-    #[expect(
-        clippy::needless_pass_by_value,
-        reason = "arguments from Python are owned"
-    )]
-    fn send_block(&self, py: Python<'_>, block: PyBuffer<u8>, end: usize) -> PyResult<()> {
-        let size = block.len_bytes();
-        if end > size || !block.is_c_contiguous() {
-            let text = format!("the block is contiguous and has {size} bytes, not {end}");
-            return Err(PyValueError::new_err(text));
-        }
-        // SAFETY: contiguous and at least `end` bytes long; the `PyBuffer` keeps its memory alive. The planner writes to it in
-        // calls of the open batch alone, and by the engine's contract none runs at the same time.
-        let data = unsafe { std::slice::from_raw_parts(block.buf_ptr().cast::<u8>(), end) };
-        py.detach(|| self.lead.block(data)).map_err(from_ring)
-    }
-}
 
 /// A rank's end of a `Broadcast`: iterates over the commands, and does in between what needs no Python. It keeps the staging
 /// block as the leader's is, and runs the leader's steps on its own lane.

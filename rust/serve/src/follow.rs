@@ -34,7 +34,7 @@ pub struct Follow {
 }
 
 impl Follow {
-    /// Follower number `index` of the leader whose [`Lead::fd`] was inherited as `fd`. Steps run on `lane`.
+    /// Follower number `index` of the leader whose [`Lead::fd`](crate::Lead::fd) was inherited as `fd`. Steps run on `lane`.
     ///
     /// # Errors
     /// [`BroadcastError`] when `fd` is not a leader's, or has no such follower.

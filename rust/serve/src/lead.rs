@@ -47,7 +47,7 @@ impl Lead {
         self.lock().fd().as_raw_fd()
     }
 
-    /// Has the followers do what their [`Follow::next`] returns.
+    /// Has the followers do what their [`Follow::next`](crate::Follow::next) returns.
     ///
     /// # Errors
     /// [`BroadcastError`] when a follower has damaged the memory.
