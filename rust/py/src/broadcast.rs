@@ -38,8 +38,7 @@ impl Broadcast {
     /// Raises:
     ///     RingError: A follower has spoilt the memory.
     fn send(&self, py: Python<'_>, data: &[u8]) -> PyResult<()> {
-        py.detach(|| self.lead.command(data))
-            .map_err(from_ring)
+        py.detach(|| self.lead.command(data)).map_err(from_ring)
     }
 
     /// Hands the first `end` bytes of the staging block to the followers.
@@ -61,7 +60,6 @@ impl Broadcast {
         // SAFETY: contiguous and at least `end` bytes long; the `PyBuffer` keeps its memory alive. The planner writes to it in
         // calls of the open batch alone, and by the engine's contract none runs at the same time.
         let data = unsafe { std::slice::from_raw_parts(block.buf_ptr().cast::<u8>(), end) };
-        py.detach(|| self.lead.block(data))
-            .map_err(from_ring)
+        py.detach(|| self.lead.block(data)).map_err(from_ring)
     }
 }
