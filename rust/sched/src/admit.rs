@@ -1,4 +1,4 @@
-//! Admission: which of those that wait begin, and who gives way to them.
+//! Admission: which waiting requests begin, and which running ones give way to them.
 
 use crate::layout::Plan;
 use crate::memory::Held;
@@ -264,7 +264,7 @@ impl<S> Scheduler<S> {
 impl<S> Sequence<S> {
     /// Whether pages of its prompt are not in the index yet.
     fn computes_prompt(&self, page_size: usize) -> bool {
-        self.held.shared < self.shared.prompt_len as usize / page_size
+        self.held.shared < self.prompt_len as usize / page_size
     }
 
     /// Full pages that its prompt and the first tokens of another sequence have in common.
@@ -272,7 +272,7 @@ impl<S> Sequence<S> {
         if self.shared.arrival.namespace != other.shared.arrival.namespace {
             return 0;
         }
-        let limit = limit.min(self.shared.prompt_len as usize);
+        let limit = limit.min(self.prompt_len as usize);
         let pages = self.tokens[..limit].chunks_exact(page_size);
         let others = other.tokens[..limit].chunks_exact(page_size);
         pages

@@ -221,7 +221,7 @@ impl<S> Scheduler<S> {
         }
     }
 
-    /// Who was left out comes first in the next step.
+    /// What was left out comes first in the next step.
     fn take_turns(&mut self) {
         let (step, sequences) = (self.counts.steps, &self.sequences);
         self.running

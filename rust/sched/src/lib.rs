@@ -1,7 +1,7 @@
 //! The life of a request on an engine with paged KV: from the queue over prompts and decodes to its end.
 //!
 //! A [`Scheduler`] decides what each forward step of a driver computes. It is pure and deterministic: it has no clock, no
-//! thread and no I/O, and knows neither who asked nor who computes. Times come in as arguments, in microseconds of any
+//! thread and no I/O, and knows neither where requests come from nor what computes them. Times come in as arguments, in microseconds of any
 //! clock that does not go back; requests come in as [`Arrival`]s, and [`Outputs`] come out.
 //!
 //! # API

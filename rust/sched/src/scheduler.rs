@@ -45,7 +45,7 @@ pub struct Scheduler<S> {
     requests: FxHashMap<u64, Request>,
     /// In the order of arrival.
     pub(crate) waiting: Vec<usize>,
-    /// Those that decode in turns: who was left out of the last step comes first.
+    /// Running sequences: what was left out of the last step comes first.
     pub(crate) running: Vec<usize>,
     pub(crate) memory: Memory,
     pub(crate) pace: Pace,

@@ -47,6 +47,11 @@ pub(crate) struct Awaited {
 #[derive(Debug)]
 pub(crate) struct Sequence<S> {
     pub(crate) shared: Arc<Shared<S>>,
+    /// Of `shared`, for steps that look at every sequence.
+    pub(crate) prompt_len: u32,
+    max_tokens: u32,
+    min_tokens: u32,
+    drafts_wanted: bool,
     pub(crate) sample: u32,
     pub(crate) context: u64,
     /// Its place in the order of arrival; no two have the same.
@@ -84,6 +89,10 @@ impl<S> Sequence<S> {
         tokens.extend_from_slice(&shared.arrival.prompt);
         let found = Found::new(&shared.patterns);
         Self {
+            prompt_len: shared.prompt_len,
+            max_tokens: shared.max_tokens,
+            min_tokens: shared.arrival.ends.min_tokens,
+            drafts_wanted: shared.arrival.drafts,
             shared,
             sample,
             context,
@@ -122,12 +131,12 @@ impl<S> Sequence<S> {
 
     /// Tokens produced, those that are not known yet among them.
     pub(crate) fn produced(&self) -> u32 {
-        self.len() - self.shared.prompt_len
+        self.len() - self.prompt_len
     }
 
     /// Tokens that it may still produce.
     pub(crate) fn remaining(&self) -> u32 {
-        self.shared.max_tokens.saturating_sub(self.produced())
+        self.max_tokens.saturating_sub(self.produced())
     }
 
     /// [`remaining`](Self::remaining), as far as it counts when others are admitted.
@@ -157,12 +166,12 @@ impl<S> Sequence<S> {
 
     /// Whether stop tokens are forbidden for the token after `end`.
     pub(crate) fn forbids(&self, end: u32) -> bool {
-        end < self.shared.prompt_len + self.shared.arrival.ends.min_tokens
+        end < self.prompt_len + self.min_tokens
     }
 
     /// Whether the driver may draft for the token after the next one.
     pub(crate) fn wants_drafts(&self, end: u32) -> bool {
-        self.shared.arrival.drafts && !self.forbids(end) && self.remaining() > 1
+        self.drafts_wanted && !self.forbids(end) && self.remaining() > 1
     }
 
     /// The first tokens, in its namespace.
@@ -226,7 +235,7 @@ impl<S> Sequence<S> {
         text: Option<&dyn TokenBytes>,
         vocab: u32,
     ) -> Option<Finish> {
-        // With drafts there is one place and several tokens, else one token; those of later steps stay behind it.
+        // With drafts there is one place and several tokens, else one token; those of later steps stay after it.
         let later = self.pending.saturating_sub(1);
         self.pending = 0;
         self.tokens.truncate(end as usize);
@@ -257,9 +266,9 @@ impl<S> Sequence<S> {
             }
             _ => None,
         };
-        let produced = self.len() - shared.prompt_len;
+        let produced = self.len() - self.prompt_len;
         let ends = &shared.arrival.ends;
-        if produced >= shared.max_tokens {
+        if produced >= self.max_tokens {
             return Some(Finish::Length);
         }
         if let Some((index, text_bytes)) = hit {

@@ -68,7 +68,7 @@ impl<S> Scheduler<S> {
         let text = self.text.as_deref();
         let finish = sequence.take(row.end, tokens, text, self.limits.vocab_size);
         let new = (sequence.known() - known) as usize;
-        let first = known == sequence.shared.prompt_len;
+        let first = known == sequence.prompt_len;
         if current {
             sequence.stored = row.end + accepted;
             sequence.scheduled += accepted;
