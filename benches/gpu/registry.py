@@ -137,6 +137,12 @@ CHECKS: Final[Mapping[str, Check]] = {
         "1.2 tokens a step, 75 % of the tokens before a difference", 10,
         "--pocket {pocket} --out {folder}", usual=False,
     ),
+    "engine": Check(
+        "engine_check.py", "tokens/s of the offline engine, and its conversations, beside SGLang's",
+        "0.97 of the ring's tokens/s, 1.35 of SGLang's; 0.6 and 0.75 of SGLang's times", 10,
+        "--shapes {small} --pie-load {pie_load} --out {folder} --budget-s {limit}", alone=True,
+        usual=False,
+    ),
     "faults": Check(
         "fault_check.py", "faults end a start or the driver with one line; loads stall no decode",
         "no part fails", 10, "--pocket {pocket} --shapes {small} --json {record}", usual=False,
