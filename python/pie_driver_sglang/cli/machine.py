@@ -21,6 +21,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from pie_driver_sglang.srt.seams.process import KERNELS
+
 REGION_PREFIX: Final = "pie_shmem_g"
 """How the names of the drivers' regions begin in `/dev/shm`."""
 
@@ -141,7 +143,7 @@ def look(environment: Mapping[str, str] = os.environ) -> Machine:
         packages={name: Package(wanted, installed(name)) for name, wanted in pins().items()},
         cuda=look_at_cuda(nvml()),
         torch_cuda=torch_cuda(_folder_of("torch")),
-        has_fa3=_has_fa3(_folder_of("sgl_kernel")),
+        has_fa3=_has_fa3(_folder_of(KERNELS)),
         shm=look_at_shm(Path("/dev/shm")),
         regions=tuple(look_at_regions(Path("/dev/shm"))),
         cores=len(os.sched_getaffinity(0)),

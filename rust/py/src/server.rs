@@ -271,7 +271,7 @@ fn fit(layout: RegionLayout, min_request_bytes: usize) -> Result<RegionLayout, L
 pub(crate) fn region_bytes(min_request_bytes: usize) -> PyResult<usize> {
     fit(RegionLayout::default(), min_request_bytes)
         .map(|layout| layout.total_bytes())
-        .map_err(|error| from_ring(error))
+        .map_err(from_ring)
 }
 
 fn not_serving() -> PyErr {

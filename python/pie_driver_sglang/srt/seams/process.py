@@ -7,6 +7,10 @@ import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Final
+
+KERNELS: Final = "sgl_kernel"
+"""The package of SGLang's kernels. FlashAttention-3 is a library in it, `flash_ops`."""
 
 
 def skip_model_modules(architectures: Iterable[str]) -> None:
