@@ -233,7 +233,8 @@ def check_lost(shapes: Path, device: str, report: Report) -> None:
         client = driver.client()
         client.forward(decodes(8, CONTEXT))
         (driver.folder / "fault").touch()
-        prompt = [300 + n % 1000 for n in range(600)]
+        # More rows than a graph takes.
+        prompt = [300 + n % 1000 for n in range(3000)]
         batch = decodes(8, CONTEXT) if path == "graphs" else [step(prompt, 0, 900, 99)]
         answers, started = 0, time.monotonic()
         while not client.forward(batch).aborted:
