@@ -13,10 +13,6 @@ import pytest
 from tiny_models import REPOSITORY
 
 CRATES: Final = sorted(path.parent for path in REPOSITORY.glob("rust/*/src"))
-# A journal that is a part of the index, a guard that knows the files of regions, a relay and the
-# replica that it serves, a step that reads its scheduler.
-KNOWN: Final = {"radix", "ring", "runtime", "sched"}
-KNOWN_CYCLE: Final = pytest.mark.xfail(strict=True, reason="a cycle that is still to be cut")
 
 
 def product_code(path: Path) -> str:
@@ -72,13 +68,7 @@ def imports(source: Path) -> dict[Path, set[Path]]:
     return graph
 
 
-@pytest.mark.parametrize(
-    "crate",
-    [
-        pytest.param(crate, id=crate.name, marks=[KNOWN_CYCLE] if crate.name in KNOWN else [])
-        for crate in CRATES
-    ],
-)
+@pytest.mark.parametrize("crate", CRATES, ids=lambda crate: crate.name)
 def test_no_rust_file_imports_itself(crate: Path) -> None:
     graph = imports(crate / "src")
     try:

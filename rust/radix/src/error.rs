@@ -2,7 +2,7 @@
 
 use thiserror::Error;
 
-use crate::config::MAX_PAGE_SIZE;
+use crate::limits::MAX_PAGE_SIZE;
 
 /// Why an index refused. It is then as it was before the call.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]

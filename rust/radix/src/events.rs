@@ -5,8 +5,6 @@ use std::sync::Arc;
 use rustc_hash::FxHashMap;
 use sha2::{Digest, Sha256};
 
-use crate::index::RadixIndex;
-
 /// Where a block is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Medium {
@@ -145,11 +143,40 @@ impl Journal {
             + self.events.capacity() * size_of::<Event>()
     }
 
-    fn last(&self, at: u32) -> Option<&Hash> {
-        self.hashes.get(&at)?.get().last()
+    pub(crate) fn is_enabled(&self) -> bool {
+        self.enabled
     }
 
-    fn numbers(&self, at: u32) -> Vec<i64> {
+    pub(crate) fn push(&mut self, event: Event) {
+        self.events.push(event);
+    }
+
+    /// The events since the last call.
+    pub(crate) fn take(&mut self) -> Vec<Event> {
+        std::mem::take(&mut self.events)
+    }
+
+    /// Has the digests of a node's pages, which lie below `parent`. Returns the number of the block before them.
+    pub(crate) fn digest(
+        &mut self,
+        at: u32,
+        parent: u32,
+        tokens: &[u32],
+        size: usize,
+        bigram: bool,
+    ) -> Option<i64> {
+        let above = self.hashes.get(&parent);
+        let before = above.and_then(|hashes| hashes.get().last()).copied();
+        self.hashes.entry(at).or_insert_with(|| {
+            let buffer = chain(tokens, size, bigram, before.as_ref());
+            let (start, len) = (0, buffer.len());
+            Hashes { buffer, start, len }
+        });
+        before.as_ref().map(number)
+    }
+
+    /// The numbers of a node's blocks.
+    pub(crate) fn numbers(&self, at: u32) -> Vec<i64> {
         let hashes = self.hashes.get(&at).map_or(&[][..], Hashes::get);
         hashes.iter().map(number).collect()
     }
@@ -179,63 +206,4 @@ fn chain(tokens: &[u32], size: usize, bigram: bool, parent: Option<&Hash>) -> Ar
         *last.insert(sha.finalize().into())
     };
     (0..units / size).map(hash).collect()
-}
-
-impl RadixIndex {
-    /// Takes the events since the last call, in their order. Without [`Config::events`](crate::Config::events) there
-    /// are none.
-    pub fn take_events(&mut self) -> Vec<Event> {
-        std::mem::take(&mut self.journal.events)
-    }
-
-    pub(crate) fn record_stored(&mut self, at: u32, medium: Medium) {
-        if !self.journal.enabled {
-            return;
-        }
-        let node = &self.nodes[at as usize];
-        let (parent, bigram) = (node.parent, self.config.bigram);
-        let space = self.spaces.space(
-            self.path(at)
-                .last()
-                .map_or(0, |top| self.nodes[top as usize].parent),
-        );
-        let mut tokens = Vec::with_capacity(node.edge.len() * self.size + 1);
-        if bigram {
-            let above = &self.nodes[parent as usize];
-            let first = space.and_then(|space| space.first).unwrap_or_default();
-            tokens.push(if above.is_root() {
-                first
-            } else {
-                above.edge.last_token(self.size)
-            });
-        }
-        node.edge
-            .tokens(self.size, node.edge.len() * self.size, &mut tokens);
-        let before = self.journal.last(parent);
-        let event_parent = before.map(number);
-        if !self.journal.hashes.contains_key(&at) {
-            let buffer = chain(&tokens, self.size, bigram, before);
-            let (start, len) = (0, buffer.len());
-            self.journal
-                .hashes
-                .insert(at, Hashes { buffer, start, len });
-        }
-        let event = Event::Stored {
-            hashes: self.journal.numbers(at),
-            parent: event_parent,
-            tokens,
-            block_size: self.config.page_size,
-            bigram,
-            namespace: space.and_then(|space| space.name.clone()),
-            medium,
-        };
-        self.journal.events.push(event);
-    }
-
-    pub(crate) fn record_removed(&mut self, at: u32, medium: Medium) {
-        if self.journal.enabled {
-            let hashes = self.journal.numbers(at);
-            self.journal.events.push(Event::Removed { hashes, medium });
-        }
-    }
 }

@@ -7,9 +7,10 @@ use foldhash::fast::RandomState;
 use hashbrown::HashTable;
 use rustc_hash::FxHashMap;
 
-use crate::config::{Config, Key, MAX_PAGE_SIZE};
+use crate::config::{Config, Key};
 use crate::error::RadixError;
 use crate::events::Journal;
+use crate::limits::MAX_PAGE_SIZE;
 use crate::node::{Kind, NONE, Node, NodeId, Queue};
 use crate::spaces::Spaces;
 

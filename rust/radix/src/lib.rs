@@ -39,20 +39,23 @@ mod evict;
 mod index;
 mod info;
 mod insert;
+mod limits;
 mod lock;
 mod node;
 mod picture;
+mod record;
 mod spaces;
 mod tier;
 mod tree;
 
-pub use config::{Config, Insertion, Key, MAX_PAGE_SIZE, Policy};
+pub use config::{Config, Insertion, Key, Policy};
 pub use error::RadixError;
 pub use events::{Event, Medium};
 pub use evict::{Evicted, Move};
 pub use index::{Match, Partial, RadixIndex};
 pub use info::NodeInfo;
 pub use insert::Inserted;
+pub use limits::MAX_PAGE_SIZE;
 pub use node::NodeId;
 
 /// The README's example is a test.

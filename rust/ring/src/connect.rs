@@ -8,7 +8,7 @@ use crate::client::{Client, ClientConfig};
 use crate::error::{HeaderError, RegionError};
 use crate::layout::{HEADER_BYTES, RegionLayout};
 use crate::mapping::Mapping;
-use crate::region::RegionName;
+use crate::named_file::RegionName;
 
 impl Client {
     /// Opens an existing region, whose only client should be this one; nothing but this rule keeps others away.

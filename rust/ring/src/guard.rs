@@ -11,8 +11,8 @@ use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
 use crate::error::{GuardError, SystemError};
+use crate::named_file::{FileId, NamedFile, RegionName};
 use crate::reaper::Reaper;
-use crate::region::{FileId, NamedFile, RegionName};
 use crate::shared::Shared;
 use crate::signal::{self, TerminateSignal};
 use crate::stderr;

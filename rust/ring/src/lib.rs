@@ -70,6 +70,7 @@ mod layout;
 mod lease;
 mod mapping;
 mod memory;
+mod named_file;
 mod reaper;
 mod region;
 mod server;

@@ -28,7 +28,7 @@ use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, Signal, WaitOptions};
 
 use crate::error::SystemError;
-use crate::region::{FileId, OPEN, RegionName, id_at};
+use crate::named_file::{FileId, OPEN, RegionName, id_at};
 use crate::signal::exit_now;
 
 /// How long a lock may outlive its owner, in a child that shares it.

@@ -13,176 +13,20 @@
 //! The descriptor is close-on-exec: programs that the owner starts do not keep the lock. A child made
 //! by `fork` alone does share it until it ends.
 
-use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use rustix::fs::{AtFlags, CWD, FallocateFlags, FlockOperation, Mode, OFlags, Stat};
+use rustix::fs::{AtFlags, CWD, FallocateFlags, FlockOperation};
 use rustix::io::Errno;
-use rustix::path::Arg;
 
 use crate::error::{RegionError, SystemError};
 use crate::guard::Tracker;
+use crate::named_file::{NamedFile, RegionName};
 
 /// A live owner is asked again after this time.
 const RETRY: Duration = Duration::from_millis(20);
-/// Where the system keeps its shared-memory objects.
-const DIRECTORY: &str = "/dev/shm";
-
-/// How an existing region is opened. A link or a pipe of its name is no region, and must neither be followed nor block.
-pub(crate) const OPEN: OFlags = OFlags::RDWR
-    .union(OFlags::CLOEXEC)
-    .union(OFlags::NOFOLLOW)
-    .union(OFlags::NONBLOCK);
-
-/// A checked region name.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct RegionName {
-    name: String,
-    path: String,
-}
-
-impl RegionName {
-    pub(crate) fn new(name: &str) -> Result<Self, RegionError> {
-        let usable = name.strip_prefix('/').is_some_and(|rest| {
-            (1..=250).contains(&rest.len())
-                && !rest.contains(['/', '\0'])
-                && rest != "."
-                && rest != ".."
-        });
-        if !usable {
-            return Err(RegionError::Name {
-                name: name.to_owned(),
-            });
-        }
-        Ok(Self {
-            name: name.to_owned(),
-            path: format!("{DIRECTORY}{name}"),
-        })
-    }
-
-    pub(crate) fn as_str(&self) -> &str {
-        &self.name
-    }
-
-    pub(crate) fn path(&self) -> &str {
-        &self.path
-    }
-
-    /// Opens the existing region.
-    pub(crate) fn open(&self) -> Result<OwnedFd, Errno> {
-        rustix::fs::open(&self.path, OPEN, Mode::empty())
-    }
-
-    fn make(&self) -> Result<OwnedFd, Errno> {
-        let flags = OFlags::RDWR | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC;
-        rustix::fs::open(&self.path, flags, Mode::RUSR | Mode::WUSR)
-    }
-
-    pub(crate) fn failed(&self, action: &'static str, source: impl Into<io::Error>) -> SystemError {
-        let source = source.into();
-        SystemError {
-            action,
-            target: self.path.clone(),
-            hint: remedy(action, &source),
-            source,
-        }
-    }
-}
-
-/// The remedy for a region that the system refuses.
-fn remedy(action: &str, error: &io::Error) -> &'static str {
-    match Errno::from_io_error(error) {
-        Some(Errno::ROFS) => {
-            "make /dev/shm writable, e.g. `mount -o remount,rw /dev/shm`; in a container mount a tmpfs there"
-        }
-        Some(Errno::NOSPC | Errno::DQUOT) => {
-            "delete stale files in /dev/shm, or allow more: `mount -o remount,nr_inodes=0 /dev/shm` for their number, \
-             `docker run --shm-size` for their size"
-        }
-        Some(Errno::NOENT | Errno::NOTDIR) => {
-            "/dev/shm is missing: mount a tmpfs there, e.g. `mount -t tmpfs tmpfs /dev/shm`"
-        }
-        Some(Errno::ACCESS | Errno::PERM) if action == "create" => {
-            "let this user write to /dev/shm, e.g. `chmod 1777 /dev/shm`"
-        }
-        Some(Errno::ACCESS | Errno::PERM) => {
-            "the file belongs to another user: end that user's server and remove the file as that user, or as root"
-        }
-        Some(Errno::ISDIR | Errno::LOOP | Errno::NXIO | Errno::NODEV) => {
-            "it is not the file of a region: remove it"
-        }
-        Some(Errno::NOMEM | Errno::AGAIN) => {
-            "raise the limit of this process's memory (`ulimit -v` and `-l`, or the container's)"
-        }
-        Some(Errno::MFILE | Errno::NFILE) => "raise the limit of open files (`ulimit -n`)",
-        _ => "check that /dev/shm is a tmpfs that this user can write to",
-    }
-}
-
-/// Identity of a file, independent of its name.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, bytemuck::Pod, bytemuck::Zeroable)]
-#[repr(C)]
-pub(crate) struct FileId {
-    device: u64,
-    inode: u64,
-}
-
-impl From<Stat> for FileId {
-    fn from(stat: Stat) -> Self {
-        Self {
-            device: stat.st_dev,
-            inode: stat.st_ino,
-        }
-    }
-}
-
-impl FileId {
-    #[cfg(test)]
-    pub(crate) fn new(device: u64, inode: u64) -> Self {
-        Self { device, inode }
-    }
-}
-
-/// The file that a path names; of a link the link itself.
-pub(crate) fn id_at(path: impl Arg) -> Result<FileId, Errno> {
-    rustix::fs::statat(CWD, path, AtFlags::SYMLINK_NOFOLLOW).map(FileId::from)
-}
-
-/// A name together with the file that it should lead to.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct NamedFile {
-    name: RegionName,
-    id: FileId,
-}
-
-impl NamedFile {
-    fn new(name: &RegionName, file: BorrowedFd<'_>) -> Result<Self, SystemError> {
-        let stat = rustix::fs::fstat(file).map_err(|error| name.failed("inspect", error))?;
-        Ok(Self {
-            name: name.clone(),
-            id: stat.into(),
-        })
-    }
-
-    /// Whether the name still leads to the file.
-    fn is_current(&self) -> bool {
-        id_at(&self.name.path).is_ok_and(|id| id == self.id)
-    }
-
-    /// Removes the name unless it leads to another file by now.
-    pub(crate) fn remove(&self) -> Result<(), SystemError> {
-        if !self.is_current() {
-            return Ok(());
-        }
-        match rustix::fs::unlink(&self.name.path) {
-            Ok(()) | Err(Errno::NOENT) => Ok(()),
-            Err(error) => Err(self.name.failed("remove", error)),
-        }
-    }
-}
 
 /// The file of a region, owned by this process. Dropping it removes the name, then the lock.
 #[derive(Debug)]
@@ -263,7 +107,7 @@ impl RegionFile {
         };
         let named = NamedFile::new(name, file.as_fd())?;
         regions.push(named.clone());
-        tracker.tell_reaper(name, Some(named.id));
+        tracker.tell_reaper(name, Some(named.id()));
         drop(regions);
         Ok(Some(Self {
             file,
@@ -275,7 +119,7 @@ impl RegionFile {
 
     /// Gives the file its size and its memory, so that no later access can run out of space.
     fn reserve(&self, needed: u64) -> Result<(), RegionError> {
-        let name = &self.named.name;
+        let name = self.named.name();
         let no_space = |available| RegionError::NoSpace {
             name: name.as_str().to_owned(),
             needed,
@@ -345,7 +189,7 @@ fn try_lock(name: &RegionName, file: BorrowedFd<'_>) -> Result<bool, SystemError
 
 /// The pid that holds the lock on the name's file, if the kernel shows it.
 fn owner(name: &RegionName) -> Option<u32> {
-    let stat = rustix::fs::statat(CWD, &name.path, AtFlags::SYMLINK_NOFOLLOW).ok()?;
+    let stat = rustix::fs::statat(CWD, name.path(), AtFlags::SYMLINK_NOFOLLOW).ok()?;
     let (major, minor) = (
         rustix::fs::major(stat.st_dev),
         rustix::fs::minor(stat.st_dev),
@@ -369,26 +213,6 @@ fn find_lock(locks: &str, file: &str) -> Option<u32> {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn names() {
-        for good in ["/region_0", "/a", &format!("/{}", "x".repeat(250))] {
-            assert_eq!(RegionName::new(good).unwrap().as_str(), good);
-        }
-        for bad in [
-            "",
-            "/",
-            "a",
-            "/a/b",
-            "//a",
-            "/.",
-            "/..",
-            "/a\0",
-            &format!("/{}", "x".repeat(251)),
-        ] {
-            assert!(RegionName::new(bad).is_err(), "{bad:?}");
-        }
-    }
 
     #[test]
     fn lock_table() {

@@ -9,7 +9,8 @@ use crate::guard::ExitGuard;
 use crate::layout::RegionLayout;
 use crate::lease::Lease;
 use crate::mapping::Mapping;
-use crate::region::{RegionFile, RegionName};
+use crate::named_file::RegionName;
+use crate::region::RegionFile;
 use crate::shared::{Stop, Waker};
 use crate::wait::Wait;
 

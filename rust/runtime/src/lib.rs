@@ -23,6 +23,8 @@ mod replica;
 mod sampling;
 mod service;
 mod settings;
+mod shared;
+mod supervise;
 mod times;
 
 pub use answer::{Answer, Asked, Probes};
@@ -36,8 +38,9 @@ pub use outbox::{Delta, End};
 pub use pie_sched::{Arrival, Config, Ends, Eviction, Policy, Stats, TokenBytes};
 pub use pie_wire::Sampler;
 pub use sampling::{Sampling, SamplingError};
-pub use service::{Rejected, ReplicaStats, Service, ServiceLog, ServiceSettings};
+pub use service::{Rejected, Service};
 pub use settings::DriverSettings;
+pub use shared::{ReplicaStats, ServiceLog, ServiceSettings};
 
 /// The README's example is a test.
 #[cfg(doctest)]

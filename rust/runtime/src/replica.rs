@@ -1,7 +1,6 @@
 //! One replica: its scheduler, its driver, and the thread that goes between them.
 
 use std::collections::HashSet;
-use std::panic::{self, AssertUnwindSafe};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, TryRecvError};
@@ -10,18 +9,16 @@ use std::time::{Duration, Instant};
 use pie_sched::{Arrival, Config, Finish, Limits, Outputs, Scheduler, TokenBytes};
 use pie_wire::Sampler;
 
-use crate::driver::Driver;
 use crate::error::RuntimeError;
 use crate::handshake::Capabilities;
 use crate::log::LogSink;
 use crate::outbox::{Delta, End};
-use crate::relay::Relay;
-use crate::service::{ClientHandle, ServiceLog, ServiceSettings, Shared};
 use crate::settings::DriverSettings;
+use crate::shared::{ServiceLog, ServiceSettings, Shared};
 use crate::times::Times;
 
 /// How often a driver that starts, or has nothing to do, is looked at.
-const WATCH: Duration = Duration::from_millis(50);
+pub(crate) const WATCH: Duration = Duration::from_millis(50);
 /// How old counts may be.
 const STATS: Duration = Duration::from_millis(20);
 
@@ -37,15 +34,15 @@ pub(crate) enum Command {
 
 /// The thread's own things.
 pub(crate) struct Replica {
-    number: usize,
-    driver: DriverSettings,
+    pub(crate) number: usize,
+    pub(crate) driver: DriverSettings,
     config: Config,
     max_pages: Option<u32>,
     text: Option<Arc<dyn TokenBytes>>,
-    max_restarts: u32,
+    pub(crate) max_restarts: u32,
     log: ServiceLog,
     begin: Instant,
-    shared: Arc<Shared>,
+    pub(crate) shared: Arc<Shared>,
     inbox: Receiver<Command>,
     /// How many sequences have not ended, those among them that are still in the inbox.
     open: Arc<AtomicUsize>,
@@ -102,93 +99,8 @@ impl Replica {
         }
     }
 
-    /// Serves until it is told to stop. Should that fail by a bug, every request is answered all the same.
-    pub(crate) fn run(mut self) {
-        if panic::catch_unwind(AssertUnwindSafe(|| self.run_drivers())).is_err() {
-            // What it knows may be wrong.
-            self.scheduler = None;
-            self.give_up(RuntimeError::Panicked);
-            self.leave();
-        }
-    }
-
-    /// A driver that ends is started again, as long as that makes sense.
-    fn run_drivers(&mut self) {
-        let mut failures = 0;
-        loop {
-            let mut answered = false;
-            let error = match self.serve(&mut answered) {
-                Ok(()) | Err(Halt::Stop) => break,
-                Err(Halt::Lost(error)) => error,
-            };
-            failures = if answered { 1 } else { failures + 1 };
-            let started_before = self.scheduler.is_some();
-            if !started_before || failures > self.max_restarts {
-                self.give_up(error);
-                break;
-            }
-            self.note(&format!(
-                "{error}\npie-runtime: starting the driver again, {failures} of {} times in a row; its requests go on",
-                self.max_restarts
-            ));
-            if let Some(scheduler) = &mut self.scheduler {
-                scheduler.driver_lost();
-            }
-            self.shared
-                .update(self.number, |state| state.stats.restarts += 1);
-        }
-        self.leave();
-    }
-
-    /// Starts a driver and serves with it. `answered` is set once it has answered a frame.
-    fn serve(&mut self, answered: &mut bool) -> Result<(), Halt> {
-        let mut driver = Driver::spawn(self.driver.clone(), self.sink())?;
-        self.shared
-            .update(self.number, |state| state.stats.driver_pid = driver.pid());
-        let served = self.serve_with(&mut driver, answered);
-        let stopping = self.shared.update(self.number, |state| {
-            state.stats.driver_pid = 0;
-            state.client = None;
-            state.stopping
-        });
-        match served {
-            // A shutdown ends the wait for an answer, as the end of the driver does.
-            Err(Halt::Lost(_)) if stopping => {
-                driver.stop();
-                Err(Halt::Stop)
-            }
-            Err(Halt::Lost(error)) => {
-                let error = driver.explain(error);
-                // Its memory must be free before the next one starts.
-                driver.kill();
-                Err(Halt::Lost(error))
-            }
-            other => {
-                driver.stop();
-                other
-            }
-        }
-    }
-
-    fn serve_with(&mut self, driver: &mut Driver, answered: &mut bool) -> Result<(), Halt> {
-        let caps = loop {
-            if let Some(caps) = driver.poll_ready(WATCH)? {
-                break caps;
-            }
-            self.take_commands()?;
-            self.publish();
-        };
-        self.prepare(&caps)?;
-        let client = driver.connect()?;
-        self.shared.update(self.number, |state| {
-            state.client = Some(ClientHandle(Arc::clone(&client)));
-            state.caps.get_or_insert_with(|| caps.clone());
-        });
-        Relay::new(&client, caps.kv_page_size, answered).serve(self, driver)
-    }
-
     /// Makes the scheduler by what the first driver can, and holds every later one to it.
-    fn prepare(&mut self, caps: &Capabilities) -> Result<(), RuntimeError> {
+    pub(crate) fn prepare(&mut self, caps: &Capabilities) -> Result<(), RuntimeError> {
         let limits = self.limits(caps);
         if self.scheduler.is_some() {
             let first = self.shared.update(self.number, |state| state.caps.clone());
@@ -350,7 +262,7 @@ impl Replica {
     }
 
     /// Says that there will be no driver any more, and answers all that comes.
-    fn give_up(&mut self, error: RuntimeError) {
+    pub(crate) fn give_up(&mut self, error: RuntimeError) {
         self.note(&error.to_string());
         let reason: Arc<str> = error.to_string().into();
         let error = Arc::new(error);
@@ -377,7 +289,7 @@ impl Replica {
     }
 
     /// Ends what there is.
-    fn leave(&mut self) {
+    pub(crate) fn leave(&mut self) {
         if let Some(scheduler) = &mut self.scheduler {
             scheduler.abort_all();
         }
@@ -402,7 +314,7 @@ impl Replica {
         }
     }
 
-    fn sink(&self) -> LogSink {
+    pub(crate) fn sink(&self) -> LogSink {
         let (log, number) = (Arc::clone(&self.log), self.number);
         Arc::new(move |line: &str| log(number, line))
     }

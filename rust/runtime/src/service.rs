@@ -1,68 +1,19 @@
 //! Requests in, tokens out: a scheduler with a driver, or several of both.
 
-use std::fmt;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::{self, Sender};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use pie_ring::Client;
-use pie_sched::{Arrival, Config, Stats, TokenBytes};
+use pie_sched::Arrival;
 use pie_wire::Sampler;
 
 use crate::error::RuntimeError;
 use crate::handshake::Capabilities;
-use crate::outbox::{Delta, Outbox};
+use crate::outbox::Delta;
 use crate::replica::{Command, Replica};
-use crate::settings::DriverSettings;
-
-/// Takes each line of the drivers' logs, with the number of the replica, on threads of its own. See [`LogSink`](crate::LogSink).
-pub type ServiceLog = Arc<dyn Fn(usize, &str) + Send + Sync>;
-
-/// What a service is made of.
-#[derive(Clone)]
-pub struct ServiceSettings {
-    /// One replica each: a driver process and a scheduler of its own.
-    pub drivers: Vec<DriverSettings>,
-    /// How each scheduler decides. What it says of [`max_running`](Config::max_running) counts if it is not 0; else as many
-    /// requests run as a frame of the driver takes.
-    pub scheduler: Config,
-    /// Most pages of KV to use of what a driver has.
-    pub max_pages: Option<u32>,
-    /// The bytes of tokens, for stop strings.
-    pub text: Option<Arc<dyn TokenBytes>>,
-    /// How often in a row a driver may end or be stuck, without an answer in between, and is started again.
-    pub max_restarts: u32,
-    /// Takes the drivers' logs, and notes of the service's own.
-    pub log: ServiceLog,
-}
-
-impl fmt::Debug for ServiceSettings {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("ServiceSettings")
-            .field("drivers", &self.drivers)
-            .field("scheduler", &self.scheduler)
-            .finish_non_exhaustive()
-    }
-}
-
-impl ServiceSettings {
-    /// One driver, with defaults, whose log is not read.
-    pub fn new(driver: DriverSettings) -> Self {
-        Self {
-            drivers: vec![driver],
-            scheduler: Config {
-                max_running: 0,
-                ..Config::default()
-            },
-            max_pages: None,
-            text: None,
-            max_restarts: 3,
-            log: Arc::new(|_, _| ()),
-        }
-    }
-}
+use crate::shared::{ReplicaStats, ServiceSettings, Shared};
 
 /// Why a request was not taken.
 #[derive(Clone, Debug, thiserror::Error)]
@@ -77,22 +28,6 @@ pub enum Rejected {
     /// Every driver is gone for good.
     #[error("no driver is left: {0}")]
     Gone(Arc<RuntimeError>),
-}
-
-/// How one replica stands.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct ReplicaStats {
-    /// Its scheduler's counts; some milliseconds old while it computes.
-    pub scheduler: Stats,
-    /// How often its driver was started again.
-    pub restarts: u64,
-    /// Pages that its scheduler uses.
-    pub total_pages: u32,
-    /// From the answer to a step seen to the next one's request made, in ns: the median, and what one in a hundred exceeds. The
-    /// device waits so long for this side.
-    pub gaps_ns: [u64; 2],
-    /// The driver's process id; 0 while there is none.
-    pub driver_pid: u32,
 }
 
 /// Replicas of one model, which share the requests. All work is done by a thread for each; calls only wait where they say so.
@@ -131,48 +66,6 @@ struct Handle {
     open: Arc<AtomicUsize>,
 }
 
-/// What all threads share.
-#[derive(Debug)]
-pub(crate) struct Shared {
-    pub(crate) outbox: Outbox,
-    states: Mutex<Vec<State>>,
-    changed: Condvar,
-}
-
-/// How a replica stands.
-#[derive(Debug, Default)]
-pub(crate) struct State {
-    pub(crate) caps: Option<Capabilities>,
-    pub(crate) stats: ReplicaStats,
-    /// By which a wait for the driver is ended.
-    pub(crate) client: Option<ClientHandle>,
-    /// Why there will be no driver any more.
-    pub(crate) failed: Option<Arc<RuntimeError>>,
-    pub(crate) stopping: bool,
-}
-
-/// A client that another thread calls.
-pub(crate) struct ClientHandle(pub(crate) Arc<Client>);
-
-impl fmt::Debug for ClientHandle {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("Client")
-    }
-}
-
-impl Shared {
-    /// Changes what is known of a replica.
-    pub(crate) fn update<R>(&self, replica: usize, change: impl FnOnce(&mut State) -> R) -> R {
-        let changed = change(&mut self.lock()[replica]);
-        self.changed.notify_all();
-        changed
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Vec<State>> {
-        self.states.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
 impl Service {
     /// Starts every driver and returns at once; [`wait_ready`](Self::wait_ready) must follow.
     ///
@@ -181,13 +74,7 @@ impl Service {
     /// [`wait_ready`](Self::wait_ready) says.
     pub fn start(settings: &ServiceSettings) -> Result<Self, RuntimeError> {
         let begin = Instant::now();
-        let mut states = Vec::new();
-        states.resize_with(settings.drivers.len(), State::default);
-        let shared = Arc::new(Shared {
-            outbox: Outbox::default(),
-            states: Mutex::new(states),
-            changed: Condvar::new(),
-        });
+        let shared = Arc::new(Shared::new(settings.drivers.len()));
         let mut service = Self {
             shared: Arc::clone(&shared),
             replicas: Vec::new(),

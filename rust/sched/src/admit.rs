@@ -2,16 +2,13 @@
 
 use crate::layout::Plan;
 use crate::memory::Held;
+use crate::pace::LOOK_AGAIN;
 use crate::scheduler::Scheduler;
 use crate::sequence::{Awaited, Sequence, State};
 
 /// Tokens that a request has in common with one that is being computed, from which on it waits for these; `SGLang`'s
 /// `IN_BATCH_PREFIX_CACHING_DEPRIORITIZE_THRESHOLD`.
 pub(crate) const WORTH_WAITING: usize = 32;
-
-/// Steps after which it is asked again whether there is room, even if nothing has ended: what running requests are expected to
-/// produce becomes less.
-pub(crate) const LOOK_AGAIN: u64 = 8;
 
 /// What became of an admission.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -1,11 +1,11 @@
 //! Laying out a step: decodes first, then prompts under way, then newcomers.
 
-use crate::admit::LOOK_AGAIN;
 use crate::error::SchedError;
-use crate::pace::MIN_PROMPT;
+use crate::flight::{Flight, Planned};
+use crate::pace::{LOOK_AGAIN, MIN_PROMPT};
 use crate::scheduler::Scheduler;
 use crate::sequence::Sequence;
-use crate::step::{Flight, Planned, Row, Step};
+use crate::step::{Row, Step};
 
 /// Steps that may be out at once.
 const OUT: usize = 2;

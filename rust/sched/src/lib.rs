@@ -45,8 +45,10 @@ mod admit;
 mod answer;
 mod arrival;
 mod config;
+mod copies;
 mod ends;
 mod error;
+mod flight;
 mod layout;
 mod memory;
 mod order;
@@ -64,12 +66,13 @@ mod text;
 pub use answer::Answer;
 pub use arrival::{Arrival, Ends};
 pub use config::{Config, Limits, Policy};
+pub use copies::Copies;
 pub use error::{Refusal, SchedError};
 pub use output::{Finish, Output, Outputs};
 pub use pie_radix::{Move, Policy as Eviction};
 pub use scheduler::Scheduler;
 pub use stats::Stats;
-pub use step::{Copies, Row, Step};
+pub use step::{Row, Step};
 pub use text::TokenBytes;
 
 /// The README's example is a test.

@@ -6,9 +6,9 @@ use pie_pages::{Order, Pool};
 use pie_radix::{Config as IndexConfig, Evicted, Insertion, Key, NodeId, RadixIndex};
 
 use crate::config::{Config, Limits};
+use crate::copies::Copies;
 use crate::error::SchedError;
 use crate::sessions::Sessions;
-use crate::step::Copies;
 
 /// Host pages that are offered to an eviction beyond what it must have: whole leaves go.
 const SPARE: usize = 512;

@@ -1,5 +1,9 @@
 //! What steps cost, and what follows for the next: the share of prompts, and what a copy is worth.
 
+/// Steps after which it is asked again whether there is room, even if nothing has ended: what running requests are expected to
+/// produce becomes less.
+pub(crate) const LOOK_AGAIN: u64 = 8;
+
 /// Tokens of prompts that a step with decodes may have at least, so that prompts go on.
 pub(crate) const MIN_PROMPT: u32 = 64;
 

@@ -10,15 +10,16 @@ use slab::Slab;
 
 use crate::arrival::Arrival;
 use crate::config::{Config, Limits, Policy};
+use crate::copies::Copies;
 use crate::ends::Patterns;
 use crate::error::{Refusal, SchedError};
+use crate::flight::{Flight, Planned};
 use crate::memory::{Held, Memory};
 use crate::output::{Entry, Finish, Outputs};
 use crate::pace::Pace;
 use crate::ratio::Ratio;
 use crate::sequence::{Sequence, Shared, State};
 use crate::stats::Stats;
-use crate::step::{Copies, Flight, Planned};
 use crate::text::TokenBytes;
 
 /// Most sequences of one request.

@@ -2,10 +2,10 @@
 
 use crate::answer::Answer;
 use crate::error::SchedError;
+use crate::flight::Planned;
 use crate::output::Finish;
 use crate::scheduler::Scheduler;
 use crate::sequence::State;
-use crate::step::Planned;
 
 impl<S> Scheduler<S> {
     /// Takes the answer to the older of the steps that are out, which has just come.

@@ -1,40 +1,6 @@
 //! What one forward step computes.
 
-use pie_radix::Move;
-
-use crate::pace::Load;
-
-/// Pages to copy before a step, in the order of the fields, each list as one copy frame or several.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Copies {
-    /// From the device to the host.
-    pub to_host: Vec<Move>,
-    /// From the host to the device.
-    pub to_device: Vec<Move>,
-}
-
-impl Copies {
-    /// Whether there is none.
-    pub fn is_empty(&self) -> bool {
-        self.to_host.is_empty() && self.to_device.is_empty()
-    }
-
-    /// How many pages.
-    pub fn len(&self) -> usize {
-        self.to_host.len() + self.to_device.len()
-    }
-
-    pub(crate) fn clear(&mut self) {
-        self.to_host.clear();
-        self.to_device.clear();
-    }
-
-    /// Puts what came before in front.
-    pub(crate) fn prepend(&mut self, former: &Self) {
-        self.to_host.splice(..0, former.to_host.iter().copied());
-        self.to_device.splice(..0, former.to_device.iter().copied());
-    }
-}
+use crate::copies::Copies;
 
 /// What one sequence has computed in a step: one request of a forward frame.
 #[derive(Debug, Clone, Copy)]
@@ -62,32 +28,6 @@ pub struct Row<'a, S> {
     pub sampling: Option<&'a S>,
     /// Tokens that must not be drawn.
     pub forbidden: &'a [u32],
-}
-
-/// A row as it was laid out.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Planned {
-    pub(crate) slot: usize,
-    /// The sequence's place in the order of arrival: another one may have the slot later.
-    pub(crate) order: u64,
-    pub(crate) epoch: u32,
-    pub(crate) start: u32,
-    pub(crate) end: u32,
-    pub(crate) drafts: u32,
-    pub(crate) pages: u32,
-    pub(crate) awaits: Option<u32>,
-    pub(crate) draws: bool,
-    pub(crate) wants_drafts: bool,
-}
-
-/// A step that is out.
-#[derive(Debug, Default)]
-pub(crate) struct Flight {
-    pub(crate) rows: Vec<Planned>,
-    pub(crate) load: Load,
-    pub(crate) laid_at: u64,
-    /// Whether it is not known before the answer how many tokens it gives, or whether drafts come with them.
-    pub(crate) drafting: bool,
 }
 
 /// One forward step, as long as it is not encoded.

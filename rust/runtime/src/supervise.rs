@@ -1,0 +1,97 @@
+//! A replica's life: a driver is started, served with, and started again when it ends.
+
+use std::panic::{self, AssertUnwindSafe};
+use std::sync::Arc;
+
+use crate::driver::Driver;
+use crate::error::RuntimeError;
+use crate::relay::Relay;
+use crate::replica::{Halt, Replica, WATCH};
+use crate::shared::ClientHandle;
+
+impl Replica {
+    /// Serves until it is told to stop. Should that fail by a bug, every request is answered all the same.
+    pub(crate) fn run(mut self) {
+        if panic::catch_unwind(AssertUnwindSafe(|| self.run_drivers())).is_err() {
+            // What it knows may be wrong.
+            self.scheduler = None;
+            self.give_up(RuntimeError::Panicked);
+            self.leave();
+        }
+    }
+
+    /// A driver that ends is started again, as long as that makes sense.
+    fn run_drivers(&mut self) {
+        let mut failures = 0;
+        loop {
+            let mut answered = false;
+            let error = match self.serve(&mut answered) {
+                Ok(()) | Err(Halt::Stop) => break,
+                Err(Halt::Lost(error)) => error,
+            };
+            failures = if answered { 1 } else { failures + 1 };
+            let started_before = self.scheduler.is_some();
+            if !started_before || failures > self.max_restarts {
+                self.give_up(error);
+                break;
+            }
+            self.note(&format!(
+                "{error}\npie-runtime: starting the driver again, {failures} of {} times in a row; its requests go on",
+                self.max_restarts
+            ));
+            if let Some(scheduler) = &mut self.scheduler {
+                scheduler.driver_lost();
+            }
+            self.shared
+                .update(self.number, |state| state.stats.restarts += 1);
+        }
+        self.leave();
+    }
+
+    /// Starts a driver and serves with it. `answered` is set once it has answered a frame.
+    fn serve(&mut self, answered: &mut bool) -> Result<(), Halt> {
+        let mut driver = Driver::spawn(self.driver.clone(), self.sink())?;
+        self.shared
+            .update(self.number, |state| state.stats.driver_pid = driver.pid());
+        let served = self.serve_with(&mut driver, answered);
+        let stopping = self.shared.update(self.number, |state| {
+            state.stats.driver_pid = 0;
+            state.client = None;
+            state.stopping
+        });
+        match served {
+            // A shutdown ends the wait for an answer, as the end of the driver does.
+            Err(Halt::Lost(_)) if stopping => {
+                driver.stop();
+                Err(Halt::Stop)
+            }
+            Err(Halt::Lost(error)) => {
+                let error = driver.explain(error);
+                // Its memory must be free before the next one starts.
+                driver.kill();
+                Err(Halt::Lost(error))
+            }
+            other => {
+                driver.stop();
+                other
+            }
+        }
+    }
+
+    fn serve_with(&mut self, driver: &mut Driver, answered: &mut bool) -> Result<(), Halt> {
+        let caps = loop {
+            if let Some(caps) = driver.poll_ready(WATCH)? {
+                break caps;
+            }
+            self.take_commands()?;
+            self.publish();
+        };
+        self.prepare(&caps)?;
+        let client = driver.connect()?;
+        self.shared.update(self.number, |state| {
+            state.client = Some(ClientHandle(Arc::clone(&client)));
+            state.caps.get_or_insert_with(|| caps.clone());
+        });
+        Relay::new(&client, caps.kv_page_size, answered).serve(self, driver)
+    }
+}

@@ -1,0 +1,35 @@
+//! Pages to copy between device and host.
+
+use pie_radix::Move;
+
+/// Pages to copy before a step, in the order of the fields, each list as one copy frame or several.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Copies {
+    /// From the device to the host.
+    pub to_host: Vec<Move>,
+    /// From the host to the device.
+    pub to_device: Vec<Move>,
+}
+
+impl Copies {
+    /// Whether there is none.
+    pub fn is_empty(&self) -> bool {
+        self.to_host.is_empty() && self.to_device.is_empty()
+    }
+
+    /// How many pages.
+    pub fn len(&self) -> usize {
+        self.to_host.len() + self.to_device.len()
+    }
+
+    pub(crate) fn clear(&mut self) {
+        self.to_host.clear();
+        self.to_device.clear();
+    }
+
+    /// Puts what came before in front.
+    pub(crate) fn prepend(&mut self, former: &Self) {
+        self.to_host.splice(..0, former.to_host.iter().copied());
+        self.to_device.splice(..0, former.to_device.iter().copied());
+    }
+}
