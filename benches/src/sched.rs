@@ -102,7 +102,8 @@ impl Decodes {
         let (draws, rows) = self.out.remove(0);
         self.tokens.resize(draws, 7);
         self.ends.clear();
-        self.ends.extend((0..=rows).map(|row| row.min(draws) as u32));
+        self.ends
+            .extend((0..=rows).map(|row| row.min(draws) as u32));
         self.now += STEP_US;
         let answer = Answer {
             tokens: &self.tokens,

@@ -156,8 +156,8 @@ impl Account {
             return Err("not a forward".to_owned());
         };
         let planned = self.planner.plan(0, archived);
-        planned.map_err(|error| error.to_string())?;
-        if let Some((request, fault)) = self.planner.faults().first() {
+        let plan = planned.map_err(|error| error.to_string())?;
+        if let Some((request, fault)) = plan.faults().first() {
             return Err(format!("request {request}: {fault}"));
         }
         let Payload::Forward(body) = pie_wire::decode_request(bytes).unwrap().payload else {
