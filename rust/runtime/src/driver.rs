@@ -158,7 +158,7 @@ impl Driver {
     /// Opens the region. From now on the end of the process ends every call of the client, by [`CallError::Aborted`].
     ///
     /// # Errors
-    /// [`RuntimeError::Ring`] if there is no usable region.
+    /// [`RuntimeError::Call`] if there is no usable region.
     pub fn connect(&self) -> Result<Arc<Client>, RuntimeError> {
         let client = Client::open(
             &self.group.region(),

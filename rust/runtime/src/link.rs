@@ -158,7 +158,7 @@ impl<'c> Link<'c> {
     /// Puts the last answer's tokens into a frame and sends it.
     ///
     /// # Errors
-    /// Those of [`prepare`](Self::prepare), and [`RuntimeError::Ring`] if the driver has ended.
+    /// Those of [`prepare`](Self::prepare), and [`RuntimeError::Call`] if the driver has ended.
     pub fn send(&mut self, prepared: Prepared<'c>) -> Result<Flight<'c>, RuntimeError> {
         let Prepared { outline, made } = prepared;
         let made = made.map_or_else(|| self.make(self.client.request()), Ok);
@@ -180,7 +180,7 @@ impl<'c> Link<'c> {
     /// Waits for the answer of a frame. It may have requests that the driver could not serve, without a token.
     ///
     /// # Errors
-    /// [`RuntimeError::Ring`] if the driver has ended or does not answer, [`RuntimeError::Wire`] and
+    /// [`RuntimeError::Call`] if the driver has ended or does not answer, [`RuntimeError::Wire`] and
     /// [`RuntimeError::Answer`] if the answer is not what was asked for.
     pub fn receive(&mut self, flight: Flight<'c>) -> Result<Exchange, RuntimeError> {
         let Flight {
