@@ -93,7 +93,7 @@ def test_a_batch_is_what_transformers_says(engine: Engine, reference: Reference)
     texts = prompts(100, seed=1)
     found = engine.generate(texts, GREEDY)
     check(reference, found, texts)
-    counts = engine.get_server_info()["internal_states"][0]
+    counts = settled(engine)
     # Prefixes were found, and the pool was too small for all.
     assert counts["cached_tokens"] > 0
     assert counts["retractions"] > 0
@@ -212,7 +212,14 @@ def test_a_caller_that_leaves_costs_nothing(engine: Engine) -> None:
     stream.close()
     wait_for(lambda: engine.get_server_info()["internal_states"][0]["running"] == 0)
     assert engine.flush_cache()
-    assert engine.get_server_info()["internal_states"][0]["pages_cached"] == 0
+    assert settled(engine)["pages_cached"] == 0
+
+
+def settled(engine: Engine) -> dict[str, Any]:
+    """The counts of an idle engine, which it notes some milliseconds after it has become idle."""
+    time.sleep(0.3)
+    found: dict[str, Any] = engine.get_server_info()["internal_states"][0]
+    return found
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
@@ -223,7 +230,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 
 def test_what_is_wrong_is_refused_before_anything_runs(engine: Engine) -> None:
-    steps = engine.get_server_info()["internal_states"][0]["steps"]
+    steps = settled(engine)["steps"]
     wrong: list[tuple[dict[str, Any], str]] = [
         ({}, "needs `prompt` or `input_ids`"),
         ({"prompt": "a", "input_ids": [1]}, "needs `prompt` or `input_ids`"),
@@ -241,7 +248,7 @@ def test_what_is_wrong_is_refused_before_anything_runs(engine: Engine) -> None:
         assert text in str(refusal.value)
     with pytest.raises(ConfigError, match="embedding models"):
         engine.encode("a")
-    assert engine.get_server_info()["internal_states"][0]["steps"] == steps
+    assert settled(engine)["steps"] == steps
     # Empty values of SGLang's other arguments change nothing.
     engine.generate("a", {"max_new_tokens": 1}, image_data=None, return_logprob=False)
 
@@ -262,7 +269,7 @@ def test_a_killed_driver_loses_nothing(engine: Engine, reference: Reference) -> 
     found += list(answers)
     by_index = {answer["index"]: answer for answer in found}
     check(reference, [by_index[index] for index in range(len(texts))], texts)
-    assert engine.get_server_info()["internal_states"][0]["restarts"] == 1
+    assert settled(engine)["restarts"] == 1
 
 
 class TestGenerateCommand:
