@@ -1,4 +1,4 @@
-"""Times the offline `Engine` beside the driver alone and beside SGLang's `Engine`, on a CUDA GPU.
+"""Compares the offline `Engine` with the driver alone and with SGLang's `Engine`, on a CUDA GPU.
 
     python benches/gpu/engine_check.py --shapes CONFIG_DIR --pie-load BINARY --out DIR
         [--parts engine,ring,sglang,chat] [--backend flashinfer]

@@ -9,7 +9,7 @@
 3. `lost`: a kernel fails an assertion while graphs decode, and while a prompt goes through Python.
    The open request is aborted, and the driver ends with status 1 and one line.
 4. `joiner`: a batch of decodes takes in a context of 40,000 cached tokens without a call of Python.
-5. `loads`: decode steps while a large adapter is read, beside those before.
+5. `loads`: decode steps while a large adapter is read, compared with those before.
 
 Parts 2 to 5 have random weights in the shape of CONFIG_DIR and take the first device.
 """
