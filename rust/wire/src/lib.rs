@@ -20,7 +20,7 @@
 //! [`WireError`]. Validation covers the *encoding* only; whether the arrays of
 //! a request agree with each other (§6.13) is the planner's business.
 //!
-//! Section numbers (§) in this documentation refer to the Pie driver protocol.
+//! Section numbers (§) in this documentation refer to `docs/pie-protocol.md`.
 //!
 //! # Example
 //!
