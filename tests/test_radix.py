@@ -29,17 +29,13 @@ def filled() -> RadixIndex:
 
 
 class TestDocuments:
-    @pytest.mark.parametrize(
-        ("page", "printed"), [("README.md", "[0 1 2]\n"), ("docs/radix.md", "used=3")]
-    )
-    def test_the_example_runs(
-        self, page: str, printed: str, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_the_example_runs(self, capsys: pytest.CaptureFixture[str]) -> None:
+        page = "docs/radix.md"
         text = (REPOSITORY / page).read_text()
         examples = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
         [example] = [each for each in examples if "RadixIndex" in each]
         exec(compile(example, page, "exec"), {})
-        assert printed in capsys.readouterr().out
+        assert "used=3" in capsys.readouterr().out
 
     def test_names_are_public(self) -> None:
         assert {"PagePool", "RadixIndex"} <= set(pie_driver_sglang.__all__)
