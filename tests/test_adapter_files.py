@@ -177,7 +177,7 @@ class TestMemory:
         budget = Budget()
         with mock.patch.object(host, "available_bytes", return_value=2000):
             with budget.take(600, "one"):
-                text = "three needs 1 bytes beside 1,000 that others take"
+                text = "three needs 1 bytes in addition to 1,000 that others take"
                 with budget.take(400, "two"), pytest.raises(MemoryError, match=text):
                     budget.take(1, "three").__enter__()
                 with budget.take(400, "three"):

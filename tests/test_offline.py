@@ -244,8 +244,8 @@ class TestSampling:
             ({"ignore_eos": 1}, "`ignore_eos` is 1"),
             ({"stop": 3}, "`stop` is 3"),
             ({"stop_token_ids": ["a"]}, "`stop_token_ids` is"),
-            ({"min_p": 0.1, "top_k": 5}, "min_p is 0.1 beside top_k or top_p"),
-            ({"sampling_seed": 7, "top_p": 0.9}, "sampling_seed is set beside"),
+            ({"min_p": 0.1, "top_k": 5}, "min_p is 0.1 with top_k or top_p"),
+            ({"sampling_seed": 7, "top_p": 0.9}, "sampling_seed is set with"),
         ],
     )
     def test_wrong_values_are_named(self, given: dict[str, Any], text: str) -> None:

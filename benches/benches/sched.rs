@@ -10,7 +10,7 @@ use pie_benches::timing::{self, Race, Samples};
 const CONTEXT: u32 = 2048;
 const REQUESTS: [u32; 2] = [256, 1024];
 
-/// A kind of call, timed while the other one goes on beside it.
+/// A kind of call, timed while the other one goes on.
 fn calls(criterion: &mut Criterion, name: &str, timed: fn(&mut Decodes) -> Duration) {
     for requests in REQUESTS {
         let mut decodes = None;

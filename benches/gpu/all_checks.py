@@ -130,7 +130,7 @@ def visible_gpus() -> list[str]:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The arguments, but for `--list`."""
+    """The arguments, except `--list`."""
     made = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,4 +1,4 @@
-"""Decode attention on a GPU: parity, times beside its peers and a copy, and tuning.
+"""Decode attention on a GPU: parity, times compared with peers and a copy, and tuning.
 
     python benches/gpu/attention_check.py [--parity] [--times] [--tune] [--prompts] [--seconds N]
         [--shapes A,B] [--batches 256,16] [--json FILE]
@@ -7,7 +7,7 @@ Without one of the four it does the first two.
 
 --parity: the kernels against dense attention in float64: types, head sizes, groups, pages, windows,
     caps and sinks; each case twice, and the results equal.
---times: microseconds of one layer, in graphs of many layers whose KV exceeds the L2 cache. Beside
+--times: microseconds of one layer, in graphs of many layers whose KV exceeds the L2 cache. Next to
     the backend `pie`: SGLang's Triton kernel, flashinfer's paged decode and FlashAttention-3 where
     they can be imported, and a copy that moves as many bytes. What is made once a step is left out:
     plans, lists of slots, and our `shares`, which have a column. `of copy` is the share of the
@@ -155,7 +155,7 @@ class Step:
         return self.work.shape.tuning(self.queries.itemsize, len(self.queries), self.work.prompt)
 
     def used(self, table: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        """The first entries of each row of a table, one row behind the other."""
+        """The first entries of each row of a table, row after row."""
         return table[torch.arange(table.shape[1], device=table.device) < counts[:, None]]
 
     def starts(self, counts: torch.Tensor) -> torch.Tensor:
@@ -362,7 +362,7 @@ def first_line(error: BaseException) -> str:
 def time_step(step: Step, peers: list[str]) -> dict[str, Any]:
     """Every contender's microseconds; None for one that cannot run or computes something else.
 
-    They take turns, so that what the GPU does slower behind one of them all have their part of.
+    They take turns, so that a GPU that is slower after one of them slows all of them alike.
     """
     contenders: dict[str, Layers] = {}
     expected = None

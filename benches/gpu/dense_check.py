@@ -1,4 +1,4 @@
-"""Dense layers of decode steps on a GPU: parity, times beside cuBLAS and SGLang's, and tuning.
+"""Dense layers of decode steps on a GPU: parity, times compared with cuBLAS and SGLang, and tuning.
 
     python benches/gpu/dense_check.py [--parity] [--times] [--tune] [--seconds N] [--json FILE]
 
@@ -7,7 +7,7 @@ Without one of the three it does the first two.
 --parity: each kernel in bfloat16 against float64.
 --times: microseconds of a layer without its attention, in graphs of layers whose weights exceed the
     L2 cache: the kernels of `dense_layers`, and what SGLang runs for Qwen 3.
---tune: microseconds of each product, alone and cut in every way, beside cuBLAS; prints the best.
+--tune: microseconds of each product, alone and cut in every way, and cuBLAS; prints the best.
 
 With `TRITON_INTERPRET=1 ... --device cpu` the first runs on tiny sizes.
 """

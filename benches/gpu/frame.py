@@ -46,7 +46,7 @@ class Bar(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     name: str
     value: float | None
-    """None if it is no number."""
+    """None for NaN and infinities."""
     bar: Annotated[str, msgspec.Meta(pattern=r"^[<>]= \S+$")]
     """The limit: `<= 2` or `>= 0.98`."""
     ok: bool
@@ -182,7 +182,7 @@ class Report:
 def commit() -> str:
     """The commit of the build, else the one of this folder's repository; `unknown` without both.
 
-    A wheel that `make` has built carries it. `+` behind it marks sources that were changed since.
+    A wheel that `make` has built carries it. A final `+` marks sources that were changed since.
     """
     built = _core.build_info().get("commit")
     if built:

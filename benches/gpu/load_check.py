@@ -1,4 +1,4 @@
-"""Plays the runtime's load against a driver on a CUDA GPU, beside a prototype and SGLang itself.
+"""Plays the runtime's load against a driver on a CUDA GPU, compared with a prototype and SGLang.
 
     python benches/gpu/load_check.py --shapes CONFIG --pie-load BINARY --out DIR \
         [--onegraph SCRIPT] [--bench-sgl SCRIPT] [--graph-times FILE] [--parts A,B]

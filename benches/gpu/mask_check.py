@@ -144,9 +144,9 @@ def pack(visible: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def requests_of(case: Case, inputs: Pass) -> Requests:
-    """The pass as both implementations are told it."""
+    """The pass, as both implementations get it."""
     longest = max(len(slots) for slots in inputs.slots)
-    # Rows of the table that nobody uses, and entries behind a request's own, name no slot at all.
+    # Unused rows of the table, and entries after a request's own, name no slot at all.
     table = torch.full((len(case.shape) + 2, longest + 7), 2**31 - 1, dtype=torch.int32)
     table_rows = torch.arange(len(case.shape)).flip(0) + 1
     for row, slots in zip(table_rows, inputs.slots, strict=True):

@@ -1,4 +1,4 @@
-"""What models take of a GPU's memory, beside what was planned before they were loaded.
+"""What models take of a GPU's memory, compared with what was planned before loading.
 
     python benches/gpu/memory_check.py --shapes DIR [--shapes DIR ...] [--device cuda:0]
         [--option KEY=VALUE ...] [--json FILE]
@@ -11,7 +11,7 @@ all slots of logits. Prints the plan, and for each row what it became:
 - `weights`, `graphs`, `KV`: bytes, and the pool's tokens.
 - `activations`: the peak of torch's allocations in those passes, over what was there before them.
   The plan has distributions in its reserve.
-- `left`: the least that was free on the GPU, torch's own cache included; beside it the reserve.
+- `left`: the least that was free on the GPU, torch's own cache included; next to it the reserve.
 
 The script ends with status 1 if a start fails, a pass runs out of memory, or nothing is left.
 `--device cpu` tries it out; a host has no such peaks.

@@ -9,7 +9,7 @@ Random weights in the shape of CONFIG_DIR, in one driver for each way, contexts 
 - eager: one frame, every batch without graphs
 - split: the decodes' frame, and then the prompt's
 
-Beside them SGLang's engine with mixed chunks (`benches/peers/sglang_mixed.py`), where a delay is
+Compared with SGLang's engine with mixed chunks (`benches/peers/sglang_mixed.py`), where a delay is
 the longest gap between two tokens less the usual one. All times in µs, medians.
 """
 
@@ -46,7 +46,7 @@ def took(client: Client, frame: bytes) -> float:
 
 
 class Contexts:
-    """Decodes that run, and room for a prompt beside them."""
+    """Decodes that run, and room for a prompt among them."""
 
     def __init__(self, client: Client, count: int) -> None:
         self._client = client

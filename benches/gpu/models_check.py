@@ -73,7 +73,7 @@ class Errors:
     def equal(
         self, found: torch.Tensor, expected: torch.Tensor, rounded: torch.Tensor | None
     ) -> None:
-        """Asserts that rows are equal but for bfloat16."""
+        """Asserts that rows are equal up to bfloat16's rounding."""
         off = torch.stack([_off(found, expected), _off(expected, expected)])
         if rounded is not None:
             off[1] = _off(rounded, expected)

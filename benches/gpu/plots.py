@@ -130,7 +130,7 @@ THEMES = {"light": ("#1f2328", OURS, PEER), "dark": ("#e6edf3", "#4aa3e8", "#6e7
 
 
 def overview(results: Results, theme: str) -> Figure:
-    """Throughput and step times beside SGLang's best backend, for the README."""
+    """Throughput and step times compared with SGLang's best backend, for the README."""
     text, ours, peer = THEMES[theme]
     colors = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
     with mpl.rc_context(dict.fromkeys(colors, text)):

@@ -3,7 +3,7 @@
     python benches/gpu/plugin_check.py --out DIR [--pocket DIR] [--engines plain,sglang,pie]
 
 Each engine is a process of its own; `pie` is SGLang with ``SGLANG_PLUGINS=pie_ngram``, everything
-else being equal. A repeat takes the prompts behind those of the one before, and what drafters and
+else being equal. A repeat takes the prompts after those of the one before, and what drafters and
 caches know is flushed before it, so that no engine drafts from its own answer to the same prompt.
 
 Greedy tokens of the last repeat are compared with those of the first engine. Verification computes
@@ -35,7 +35,7 @@ ENGINES = {
     "sglang": {"speculative_algorithm": "NGRAM"},
     "pie": {"speculative_algorithm": "NGRAM"},
 }
-"""What each engine is told beside what all are."""
+"""Arguments of each engine, in addition to those of all."""
 BATCHES = (1, 4, 16)
 LEAST_SAME = 0.75
 """Of an engine's tokens, those before the first that differs in their text. Near ties part some

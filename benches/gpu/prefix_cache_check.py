@@ -34,7 +34,7 @@ ENGINES: dict[str, dict[str, Any]] = {
     "sglang": {},
     "pie": {"radix_cache_backend": "pie"},
 }
-"""What each engine is told beside what all are."""
+"""Arguments of each engine, in addition to those of all."""
 SHARING = 8
 PREFIX = (200, 600)
 OWN = (30, 100)

@@ -1,11 +1,11 @@
-"""Contexts that begin with the same pages, beside as many that have pages of their own.
+"""Contexts that begin with the same pages, compared with as many that have pages of their own.
 
     python benches/gpu/prefix_check.py [--pocket DIR] [--shapes DIR] [--json FILE]
         [--batches 16,64,256] [--contexts 2048] [--common 256,512,1024,1920]
         [--option KEY=VALUE ...]
 
 1. `pocket` in bfloat16: contexts with a common beginning say the same, shared or not. Prints how
-   many of the greedy tokens differ before a context's first difference is behind it.
+   many of the greedy tokens differ up to a context's first difference.
 2. Random weights in the shape of DIR: decode steps through the ring, p50 in microseconds, by how
    many tokens of each context all have in common.
 

@@ -135,7 +135,7 @@ class Host:
     def step(
         self, started_ns: int, phases: Mapping[str, int], *, requests: int, tokens: int
     ) -> None:
-        """Hears of a step, as a trace does."""
+        """Takes note of a step, as a trace does."""
         # Only steps of the fast lane wait in one place.
         if "wait" in phases:
             self._taken.append((sum(phases.values()) - phases["wait"]) / 1000)

@@ -26,7 +26,7 @@ class Check(NamedTuple):
     gpus: int = 1
     """How many it needs at least."""
     alone: bool = False
-    """It times the host, so nothing may run beside it."""
+    """It times the host, so nothing else may run meanwhile."""
     usual: bool = True
     """`all_checks.py` runs it without being asked for it by name."""
 
@@ -35,7 +35,7 @@ _LOAD: Final = "--out {folder} --shapes {small} --pie-load {pie_load} --budget-s
 
 CHECKS: Final[Mapping[str, Check]] = {
     "load": Check(
-        "load_check.py", "tokens/s of 256 requests, beside SGLang's engine",
+        "load_check.py", "tokens/s of 256 requests, against SGLang's engine",
         "no process fails", 5,
         _LOAD + " --parts throughput,peers --peer-backends fa3 --option mem_fraction_static=0.8",
         alone=True,
@@ -55,7 +55,7 @@ CHECKS: Final[Mapping[str, Check]] = {
         _LOAD + " --parts steps", alone=True,
     ),
     "attention": Check(
-        "attention_check.py", "decode attention is right; its times beside three peers' and a copy",
+        "attention_check.py", "decode attention is right; its times against three peers and a copy",
         "errors against float64 of 1e-5 in float32, 4e-3 in float16, 2e-2 in bfloat16", 5,
         "--seconds {limit} --json {record}",
     ),
@@ -65,7 +65,7 @@ CHECKS: Final[Mapping[str, Check]] = {
         "--workers 7 --limit 120 --json {record}",
     ),
     "mixed": Check(
-        "mixed_check.py", "what a prompt adds to a step of decodes, beside SGLang's mixed chunks",
+        "mixed_check.py", "what a prompt adds to a step of decodes, against SGLang's mixed chunks",
         "the peer answers", 5, "--shapes {small} --peers fa3 --json {record}",
     ),
     "memory": Check(
@@ -74,7 +74,7 @@ CHECKS: Final[Mapping[str, Check]] = {
         "--shapes {small} --shapes {large} --json {record}",
     ),
     "dense": Check(
-        "dense_check.py", "dense layers are right; their times beside SGLang's layers",
+        "dense_check.py", "dense layers are right; their times against SGLang's layers",
         "2e-2 of the largest value", 5,
         "--parity --times --shapes 0.6B,14B --json {record}",
     ),
@@ -101,12 +101,12 @@ CHECKS: Final[Mapping[str, Check]] = {
         "node differs", 5, "--pocket {pocket} --json {record}",
     ),
     "copies": Check(
-        "swap_check.py", "pages come back from the host as they were; GB/s beside plain copies",
+        "swap_check.py", "pages come back from the host as they were; GB/s against plain copies",
         "every bit, every token", 5, "--pocket {pocket} --json {record}",
     ),
     "sums": Check(
-        "sums_check.py", "sums over ranks are right; their times beside SGLang's and NCCL's",
-        "2e-2 of a sum, 0.25 behind 40 of them", 5,
+        "sums_check.py", "sums over ranks are right; their times against SGLang's and NCCL's",
+        "2e-2 of a sum, 0.25 after 40 of them", 5,
         "--times --ranks {several} --json {record}", gpus=2,
     ),
     "ranks": Check(
@@ -138,7 +138,7 @@ CHECKS: Final[Mapping[str, Check]] = {
         "--pocket {pocket} --out {folder}", usual=False,
     ),
     "engine": Check(
-        "engine_check.py", "tokens/s of the offline engine, and its conversations, beside SGLang's",
+        "engine_check.py", "tokens/s of the offline engine, and conversations, against SGLang's",
         "0.97 of the ring's tokens/s, 1.35 of SGLang's; 0.6 and 0.75 of SGLang's times", 10,
         "--shapes {small} --pie-load {pie_load} --out {folder} --budget-s {limit}", alone=True,
         usual=False,

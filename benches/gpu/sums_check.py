@@ -1,4 +1,4 @@
-"""Sums over ranks inside the norm, beside SGLang's and NCCL's and the norm behind them.
+"""Sums over ranks inside the norm, against SGLang's and NCCL's sums with a norm after them.
 
     python benches/gpu/sums_check.py [--ranks 2,4] [--width 5120] [--times] [--warps 4,8,16]
         [--json FILE]

@@ -5,10 +5,10 @@
 
 Three parts; the first one that is wrong ends the script:
 
-1. `pocket` in bfloat16 behind a driver process: contexts that are swapped out, overwritten and
+1. `pocket` in bfloat16 in a driver process: contexts that are swapped out, overwritten and
    swapped in elsewhere must go on with the tokens of undisturbed ones.
-2. The copies behind kernels that the device has not finished: a page holds what the kernels before
-   the copy wrote, and nothing of what those behind it write.
+2. The copies after kernels that the device has not finished: a page holds what the kernels before
+   the copy wrote, and nothing of what later ones write.
 3. Random pages in the shape of a model: bit-exact round trips, and GB/s by direction, number of
    pages and order of the slots. The peer is one plain copy of as many bytes to or from memory that
    torch pinned, within the device for D2D. `by layer` are the same copies with a launch for each
@@ -122,7 +122,7 @@ def check_order(buffers: list[torch.Tensor], pools: PagePools) -> None:
         pools.copy("H2D", pages, pages)
         if not all(bool((buffer[: len(pages)] == value).all()) for buffer in buffers):
             raise SystemExit(f"round {value}: the copies are not in the order of the stream")
-    print("    5 rounds behind busy kernels: right")
+    print("    5 rounds after busy kernels: right")
 
 
 def check_round_trip(buffers: list[torch.Tensor], pools: PagePools) -> None:

@@ -22,7 +22,7 @@ LENGTHS = Path(__file__).parents[1] / "pie_load" / "lengths.json"
 
 
 def settings(model: Path, backend: str, mem_fraction: float, requests: int) -> dict[str, Any]:
-    """What the engine is told. Prefixes are all different, so that a radix cache is only work."""
+    """The engine's arguments. Prefixes are all different, so that a radix cache is only work."""
     weights = any(model.glob("*.safetensors"))
     return {
         "model_path": str(model),

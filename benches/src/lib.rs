@@ -80,7 +80,7 @@ pub fn forked_frame(requests: u32, context: u32, step: u32) -> Frame {
     frame
 }
 
-/// What the requests of [`asking_frame`] ask for beside a greedy token.
+/// What the requests of [`asking_frame`] ask for in addition to a greedy token.
 #[derive(Clone, Copy, Debug)]
 pub struct Asked {
     /// One probe each, of all kinds whose answers are small.

@@ -1,4 +1,4 @@
-//! Peers in Python: one process each, that runs as many operations as it is told and hands back their times.
+//! Peers in Python: one process each, that runs as many operations as it is asked for and hands back their times.
 
 use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};

@@ -225,7 +225,7 @@ pub fn read(folder: &Path) -> io::Result<Vec<Row>> {
     Ok(rows)
 }
 
-/// Writes the medians beside the folder, as `<folder>.json`.
+/// Writes the medians next to the folder, as `<folder>.json`.
 ///
 /// # Errors
 /// As the file system has them.

@@ -82,7 +82,7 @@ class Batch:
         """
     def put_outputs(self, /, tokens: Buffer, dist_ids: Buffer | None = None, dist_probs: Buffer | None = None, logits: Buffer | None = None, logprobs: Buffer | None = None, entropies: Buffer | None = None) -> None:
         """
-        Takes what the last staged slot group yields: for each class its slots' values one behind the other.
+        Takes what the last staged slot group yields: for each class its slots' values one after the other.
 
         Args:
             tokens: `[token slots]` int64; one outside the vocabulary empties its request.
@@ -149,7 +149,7 @@ class Broadcast:
         """
     def send(self, /, data: bytes) -> None:
         """
-        Hands a command to the followers, in the order of everything else that they are told.
+        Hands a command to the followers, in the order of everything else that is sent.
 
         Raises:
             RingError: A follower has spoilt the memory.
@@ -330,18 +330,18 @@ class Drafter:
         """
     def draft(self, /, contexts: SupportsGetItem[int, SupportsIndex], positions: SupportsGetItem[int, SupportsIndex], tokens: SupportsGetItem[int, SupportsGetItem[int, SupportsIndex]]) -> tuple[bytearray, bytearray]:
         """
-        Takes the ends of some contexts, and drafts behind each.
+        Takes the ends of some contexts, and drafts after each.
 
         Args:
             contexts: Their ids, none of them 0.
             positions: The position of each one's first token here. What is known from there on is compared, and taken back
-                as far as it differs; behind a gap the context starts anew.
+                as far as it differs; after a gap the context starts anew.
             tokens: At least one of each.
 
         Returns:
             The trees one after the other, in native byte order: the tokens of their nodes as int64, the first one's being
             the context's last; and a row of bytes for each node, 1 for itself and the nodes that it follows. A node that
-            is missing is a 0 behind the first.
+            is missing is a 0 after the first.
 
         Raises:
             ValueError: There are not as many of each, an id is 0, or a context has no tokens.
@@ -437,7 +437,7 @@ class Image:
             row: Its first row, counted from the request's first token.
             grid: Patches in time, height and width.
             pixels: float32 `[patches, values of a patch]`, little-endian.
-            positions: Rotary positions (time, height, width) of each row, one behind the other; empty = as for text.
+            positions: Rotary positions (time, height, width) of each row, one after the other; empty = as for text.
             anchor: Position of the first row; None = as the request says.
             patch_positions: x and y of each patch, for models that need them.
         """
@@ -461,7 +461,7 @@ class ImageSpan:
     @property
     def kv(self, /) -> tuple[int, int]:
         """
-        KV indices of its first row and behind its last one, also of rows in other passes.
+        KV indices of its first row and after its last one, also of rows in other passes.
         """
     @property
     def number(self, /) -> int:
@@ -535,7 +535,7 @@ class Lane:
             slots: Most slots of a graph; it has as many as rows, if these are fewer.
             stream: The `cudaStream_t` that they run on.
             most: Most rows of one request.
-            owner: Owns graphs, stream and memory, and is kept alive with the lane. Nobody else may use them.
+            owner: Owns graphs, stream and memory, and is kept alive with the lane. Nothing else may use them.
             grouped: Rows and handle of each graph whose block is `graph_layout(rows, slots, grouped=True)`, fewest first; they
                 run the steps in which rows read the same KV first, if they have room.
 
@@ -608,7 +608,7 @@ class Match:
     @property
     def host_pages(self, /) -> int:
         """
-        Pages behind those of the device that are on the host.
+        Pages after those of the device that are on the host.
         """
     @property
     def node(self, /) -> int:
@@ -961,7 +961,7 @@ class Planner:
     @property
     def attention_mask_bytes(self, /) -> int:
         """
-        Bytes of the largest attention mask of a pass, beside the staging block.
+        Bytes of the largest attention mask of a pass, outside of the staging block.
         """
     @property
     def block_bytes(self, /) -> int:
@@ -1762,7 +1762,7 @@ class Wake:
 def build_info() -> dict[str, str]:
     """
     Facts about this build for bug reports: `version`, `profile`, `target`, and `commit`, which is empty unless the build was
-    told by `PIE_DRIVER_COMMIT`, as `make` does it.
+    given by `PIE_DRIVER_COMMIT`, as `make` does it.
     """
 
 def die_with_parent(parent: SupportsIndex) -> None:

@@ -152,7 +152,7 @@ class ModelEngine(Protocol):
         Args:
             number: Names this load; no other load has it.
             adapter_id: The id by which passes will name the adapter.
-            path: A PEFT folder, or a safetensors file beside its `adapter_config.json`.
+            path: A PEFT folder, or a safetensors file next to its `adapter_config.json`.
             done: Called once it is read, on the reading thread, in the order of the loads.
         """
 

@@ -11,7 +11,7 @@ pub(crate) fn answer(request: &[u8], response: &mut [u8]) {
     }
 }
 
-/// [`answer`] for memory that nobody has written yet.
+/// [`answer`] for memory that has not been written yet.
 pub(crate) fn answer_uninit(request: &[u8], response: &mut [MaybeUninit<u8>]) {
     for (out, byte) in response.iter_mut().zip(request) {
         out.write(byte ^ KEY);

@@ -145,7 +145,7 @@ impl Drop for Pair {
         assert_eq!(
             (left, leftovers::find(prefix).len()),
             (0, 0),
-            "files were left behind"
+            "files were left over"
         );
     }
 }

@@ -170,7 +170,7 @@ pub(crate) struct DraftsArgs {
 #[derive(clap::Args)]
 #[command(next_help_heading = "Output")]
 pub(crate) struct OutputArgs {
-    /// Figures for programs; the samples go to a file beside it, with the ending `.samples.json`.
+    /// Figures for programs; the samples go to a file next to it, with the ending `.samples.json`.
     #[arg(long)]
     pub(crate) json: Option<PathBuf>,
     /// The driver's commit, for the JSON file.

@@ -17,7 +17,7 @@ pub(crate) struct Context {
     pending: Vec<u32>,
     /// Where the last token comes from, as long as it is not known.
     awaits: Option<usize>,
-    /// What the driver drafted behind them.
+    /// What the driver drafted after them.
     drafts: Vec<u32>,
     wants_drafts: bool,
     /// Tokens whose KV is stored.
@@ -102,7 +102,7 @@ impl Context {
     }
 
     /// The pass is done: what was pending is stored, and so are the drafts that were accepted, all of `tokens` but the last.
-    /// That one comes next, in the place of the first rejected draft; behind it `drafts`, as far as they may be produced.
+    /// That one comes next, in the place of the first rejected draft; after it `drafts`, as far as they may be produced.
     pub(crate) fn take(&mut self, tokens: &[u32], drafts: &[u32]) {
         self.stored += self.tokens() + tokens.len() as u32 - 1;
         self.pending.clear();
@@ -198,7 +198,7 @@ mod tests {
             ));
             context.take(tokens, drafts);
         }
-        // Of the drafts behind 12 only as many are sent as may be produced; behind 13 one token is left and no draft.
+        // Of the drafts after 12 only as many are sent as may be produced; after 13 one token is left and no draft.
         let expected = [
             (0, 13, 0, 1),
             (13, 1, 4, 2),

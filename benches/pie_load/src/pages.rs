@@ -17,13 +17,13 @@ impl PagePool {
         }
     }
 
-    /// Pages that nobody uses.
+    /// Free pages.
     #[cfg(test)]
     pub(crate) fn free(&self) -> u32 {
         self.free.len() as u32
     }
 
-    /// A page that nobody uses.
+    /// A free page.
     pub(crate) fn take(&mut self) -> Result<u32, LoadError> {
         self.free.pop().ok_or(LoadError::NoPage(self.total))
     }

@@ -23,7 +23,7 @@ pub(crate) struct Report<'a> {
     pub(crate) started: u64,
     #[serde(skip)]
     path: Option<&'a Path>,
-    /// The raw samples, beside this file.
+    /// The raw samples, next to this file.
     samples: Option<PathBuf>,
     pub(crate) driver: &'a DriverArgs,
     pub(crate) capabilities: Capabilities,
@@ -73,7 +73,7 @@ impl<'a> Report<'a> {
         }
     }
 
-    /// Writes the figures and, beside them, the samples; called after every row, so that nothing is lost with the process.
+    /// Writes the figures and, next to them, the samples; called after every row, so that nothing is lost with the process.
     pub(crate) fn save(&self) -> Result<(), LoadError> {
         let (Some(path), Some(samples_path)) = (self.path, &self.samples) else {
             return Ok(());
@@ -90,7 +90,7 @@ impl<'a> Report<'a> {
         write_json(samples_path, &samples)
     }
 
-    /// Prints what only the trace and the end of the driver have told.
+    /// Prints what is only known from the trace and the end of the driver.
     pub(crate) fn print_rest(&self) {
         for row in self.steps.iter().filter(|row| !row.trace_us.is_empty()) {
             println!(
@@ -110,7 +110,7 @@ impl<'a> Report<'a> {
         }
         if let Some(exit) = &self.exit {
             let left = if exit.region_left {
-                "its region was left behind"
+                "its region was left over"
             } else {
                 "no region left"
             };

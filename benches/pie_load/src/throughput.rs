@@ -222,7 +222,7 @@ impl<'a> Scheduler<'a> {
         }
     }
 
-    /// Makes the next frame and moves on behind it; `None` when all is done.
+    /// Makes the next frame and moves on past it; `None` when all is done.
     fn prepare<'c>(&mut self, link: &mut Link<'c>) -> Result<Option<Prepared<'c>>, LoadError> {
         if !self.form()? {
             return Ok(None);
@@ -260,7 +260,7 @@ impl<'a> Scheduler<'a> {
     }
 
     /// Moves on before the frame is answered: only which token each context gets is not known. The pages of those that end
-    /// by it are free for the next frame, which the driver computes behind this one.
+    /// by it are free for the next frame, which the driver computes after this one.
     fn advance(&mut self) {
         for (request, context) in self.running.iter_mut().enumerate() {
             context.advance(request);

@@ -166,7 +166,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// Counts every case and prints it beside its limit; `false` if one is over it.
+/// Counts every case and prints it with its limit; `false` if one is over it.
 fn compare(update: bool) -> io::Result<bool> {
     let path = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("counts.json");
     let limits: Counts = match fs::read(&path) {

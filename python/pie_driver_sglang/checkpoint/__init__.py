@@ -1,4 +1,4 @@
-"""The files of a checkpoint: what they hold, before and beside SGLang's own loading.
+"""The files of a checkpoint: what they hold, before and during SGLang's own loading.
 
 `weights.py` reads the headers of safetensors files and computes what the weights take on a device.
 `regions.py` tracks which bytes of a tensor have been written, `surplus.py` decides which tensors a

@@ -107,7 +107,7 @@ def _all_errors(table: Mapping[str, Any], first: ConfigError) -> list[ConfigErro
 
 def _option_errors(options: Mapping[str, Any], device: str) -> Iterator[ConfigError]:
     """One error for each option that is wrong, whatever the others are."""
-    # Some options are only right beside others, so each is tried with all that are right alone.
+    # Some options need others, so each is tried with all that are right alone.
     right = {key: value for key, value in options.items() if not _error({key: value}, device)}
     for key in options.keys() - right.keys():
         error = _error({**right, key: options[key]}, device)

@@ -365,7 +365,7 @@ _WEIGHT_PATTERNS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         "sharded_state": ("*.safetensors",),
     }
 )
-#: Files that trainers write beside the weights.
+#: Files that trainers write next to the weights.
 _NOT_WEIGHTS: Final = frozenset(
     {
         "adapter_model.bin",

@@ -37,7 +37,7 @@ class Group(StrEnum):
 
 
 class About(NamedTuple):
-    """What the definition of an option says beside its name, type and default."""
+    """What the definition of an option says besides its name, type and default."""
 
     group: Group
     text: str

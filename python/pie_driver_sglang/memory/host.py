@@ -55,7 +55,7 @@ class Budget:
         with self._lock:
             most = available_bytes() // 2
             if self._taken + size > most:
-                others = f" beside {self._taken:,} that others take" if self._taken else ""
+                others = f" in addition to {self._taken:,} that others take" if self._taken else ""
                 raise MemoryError(
                     f"{what} needs {size:,} bytes{others}, more than half of the memory "
                     f"available, {most:,} bytes"

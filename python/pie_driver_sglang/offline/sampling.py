@@ -152,12 +152,12 @@ def _consistent(sampling: SamplingParameters) -> SamplingParameters:
     filtered = sampling.top_k > 0 or sampling.top_p < 1.0
     if sampling.min_p > 0.0 and filtered:
         raise ConfigError(
-            f"min_p is {sampling.min_p} beside top_k or top_p: the driver samples by one filter",
+            f"min_p is {sampling.min_p} with top_k or top_p: the driver samples by one filter",
             "remove `min_p`, or both `top_k` and `top_p`",
         )
     if sampling.sampling_seed is not None and (filtered or sampling.min_p > 0.0):
         raise ConfigError(
-            "sampling_seed is set beside top_k, top_p or min_p: a seed is for plain sampling only",
+            "sampling_seed is set with top_k, top_p or min_p: a seed is for plain sampling only",
             "remove `sampling_seed`, or the filters",
         )
     return sampling

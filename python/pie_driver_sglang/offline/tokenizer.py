@@ -180,7 +180,7 @@ class StopFilter:
 def overlap(text: str, stop: str) -> int:
     """The length of the longest end of `text` that `stop` begins with, or that has all of it.
 
-    A stop string in the middle, with text of the same token behind it, counts from where it begins.
+    A stop string in the middle, with text of the same token after it, counts from where it begins.
     """
     place = text.find(stop)
     if place >= 0:

@@ -115,7 +115,7 @@ def run(
         start_workers: Starts the other ranks, if there are any, for as long as its context lasts.
 
     Raises:
-        DriverError: The start failed, or the device was lost; no region is left behind.
+        DriverError: The start failed, or the device was lost; no region is left over.
     """
     started = time.monotonic()
     driver = config.driver

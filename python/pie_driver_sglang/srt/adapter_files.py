@@ -259,7 +259,7 @@ def _extent(found: Mapping[str, Weights], layers: Mapping[str, Linear]) -> tuple
 def _needed(
     found: Mapping[str, Weights], layers: Mapping[str, Linear], dtype: torch.dtype
 ) -> tuple[int, str]:
-    """The most memory that the weights take on their way, beside their file; and what they are."""
+    """The most memory that the weights take on their way, besides their file; and what they are."""
     rank, needed = _extent(found, layers)
     weights = sum(layers[name].inputs + layers[name].outputs for name in needed) * rank
     complete = weights * dtype.itemsize
@@ -284,7 +284,7 @@ class _Files(NamedTuple):
     def tensors(self) -> dict[str, torch.Tensor]:
         """The weights, as views of the copy.
 
-        The file itself is not mapped: whoever shortens one that is ends the process.
+        The file itself is not mapped: shortening a mapped file would end the process.
         """
         try:
             header = int.from_bytes(os.pread(self.weights, 8, 0), "little")
@@ -317,7 +317,7 @@ def _opened(path: str | Path, budget: Budget, taken: contextlib.ExitStack) -> It
         except (OSError, ValueError) as error:
             raise AdapterError(
                 f"{quoted(str(path))} cannot be read: {getattr(error, 'strerror', None) or error}",
-                f"name a folder with {CONFIG} and {WEIGHTS}, or a safetensors file beside its "
+                f"name a folder with {CONFIG} and {WEIGHTS}, or a safetensors file next to its "
                 f"{CONFIG}",
             ) from error
         fcntl.fcntl(copy, fcntl.F_ADD_SEALS, _SEALS)
@@ -412,7 +412,7 @@ def _pairs(
 
 
 def _repeats_base(name: str, tensor: torch.Tensor, layers: Mapping[str, Linear]) -> bool:
-    """Whether a weight only repeats the model's own, as PEFT saves it beside an embedding's."""
+    """Whether a weight only repeats the model's own, as PEFT saves it next to an embedding's."""
     match = _BASE_WEIGHT.fullmatch(name)
     layer = layers.get(checkpoint_name(match["layer"])) if match else None
     if layer is None or layer.base is None:

@@ -178,7 +178,7 @@ class Adapters:
         """Within it decodes of up to `most_rows` rows can be captured.
 
         Gives what binds an adapter of all layers to so many rows. From then on the adapters of
-        decodes are told in memory that graphs know.
+        decodes get them in memory that graphs know.
         """
         lora.bind_by_memory(self._manager, most_rows)
         self.load_rehearsal()

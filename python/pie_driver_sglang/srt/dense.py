@@ -47,7 +47,7 @@ _FEW_ROWS = 64
 _STORED = ("fa3",)
 """SGLang's backends whose prefills attend to nothing but what is stored."""
 FROZEN = (
-    "weights cannot be updated: the weights of norms were multiplied into the layers behind them; "
+    "weights cannot be updated: the weights of norms were multiplied into the layers after them; "
     "start with `fuse_layers = false` to update weights"
 )
 """Why SGLang refuses to update weights."""
@@ -71,7 +71,7 @@ class DenseLayers:
         Args:
             model: SGLang's, without its LM head.
             layers: Its layers.
-            norm: Behind the last layer.
+            norm: After the last layer.
             sums: Of the ranks' parts; None for a model on one device.
             prefills: Whether prefills attend to nothing but what is stored.
             folded: Whether products have taken the weights of norms.
@@ -174,7 +174,7 @@ class DenseLayers:
         *others: None,
         **named: None,
     ) -> torch.Tensor:
-        """Products are made of rows as they are, and scaled by the kernels behind them."""
+        """Products take rows as they are; the kernels after them scale the results."""
         _expect_nothing(*others, *named.values())
         out_of_place = not is_decode(forward_batch)
         residual = self._model.embed_tokens(input_ids)
@@ -203,7 +203,7 @@ def _expect_nothing(*others: None) -> None:
 
 
 def _fold(runner: ModelRunner, layers: list[Layer]) -> bool:
-    """Gives the weights of norms to the products behind them, if these can take rows as they are.
+    """Gives the weights of norms to the products after them, if these can take rows as they are.
 
     The products of such rows may be too large for float16. A bias would need another scale. From
     then on weights cannot be updated.

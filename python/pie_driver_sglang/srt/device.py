@@ -20,7 +20,7 @@ def begin_context(device: str) -> threading.Thread | None:
         device: `cpu` or `cuda:N`.
 
     Returns:
-        The thread, for which nobody has to wait; None for the CPU.
+        The thread, which needs no waiting for; None for the CPU.
     """
     if device == "cpu":
         return None

@@ -55,7 +55,7 @@ def prepare(device: str, architectures: Iterable[str], *, spins: bool, ranks: in
 def importing() -> Iterator[None]:
     """For the import of SGLang: within it nothing is collected, and unneeded packages are absent.
 
-    What is alive behind it is not looked at by the garbage collector any more: 7,000 modules live
+    The garbage collector no longer looks at what is alive after it: 7,000 modules live
     as long as the process, and to go through them takes most of a second, while it is serving, too.
     """
     collects = gc.isenabled()

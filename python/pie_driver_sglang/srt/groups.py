@@ -75,7 +75,7 @@ def take_no_more() -> None:
     """Has this process's listening sockets drop every further connection.
 
     Gloo keeps one for each group and keeps the descriptor of each connection, of strangers on this
-    host, too. Its ranks are connected once a group is made, so nobody else is to come. To close the
+    host, too. Its ranks are connected once a group is made, so no other is to come. To close the
     sockets would disturb gloo's own thread; a filter that drops all packets does not. For ranks on
     the CPU: NCCL connects later, too.
     """
@@ -110,7 +110,7 @@ def _alone() -> Iterator[None]:
         return new_group(*args, **{**kwargs, "backend": "fake"})
 
     def no_barrier(*_args: Any, **_kwargs: Any) -> None:
-        """One process has nobody to wait for."""
+        """One process has no other to wait for."""
 
     with (
         mock.patch.object(dist, "new_group", new_fake_group),

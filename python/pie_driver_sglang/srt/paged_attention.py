@@ -35,7 +35,7 @@ def install(runner: ModelRunner, prefill: str | None = None) -> None:
     """Has a loaded model decode with this backend; to be called before it gets its backends.
 
     Prefills are computed by the backend `prefill`, or by the one that the settings name. SGLang
-    checks its settings against lists of its own backends, so they hear of this one only now.
+    checks its settings against lists of its own backends, so they learn of this one only now.
     Whether the kernel knows the model's attention is `support.decodes_paged`.
     """
     register_backend(PAGED_DECODE, PagedDecode)

@@ -56,7 +56,7 @@ def host_pages(budget: int, buffers: Sequence[torch.Tensor]) -> int:
 class PagePools:
     """The device's pages, the host's, and the copies of whole pages over all layers.
 
-    A page of the host is one piece of memory with the rows of all buffers one behind the other, so
+    A page of the host is one piece of memory with the rows of all buffers one after the other, so
     that a page travels in one transfer. On its way it lies in the same order in a staging area on
     the device, which kernels fill from, or spread over, the layers' buffers.
     """

@@ -144,7 +144,7 @@ class SglangEngine:
         self._await_copy()
 
     def _run_step(self, steps: GraphRunner, batch: Pass | Forward) -> None:
-        """Runs a decode as the graph path does, but for its outputs."""
+        """Runs a decode as the graph path does, except for its outputs."""
         if batch.adapters is None:
             self.unbind_adapters()
         else:
@@ -158,7 +158,7 @@ class SglangEngine:
         )
         self._hidden = hidden._replace(adapters=self._row_adapters)
         if self._copied is not None and not batch.slots:
-            # Nobody waits for its outputs, but the next step is staged where it reads.
+            # Nothing waits for its outputs, but the next step is staged where it reads.
             self._copied.record()
 
     def _run_eagerly(self, batch: Pass | Forward) -> None:

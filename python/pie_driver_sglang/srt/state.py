@@ -31,7 +31,7 @@ class StatePool:
 
     @staticmethod
     def of(table: ReqToTokenPool) -> StatePool | None:
-        """The pool beside a block table; None for a model without recurrent layers."""
+        """The pool of a block table; None for a model without recurrent layers."""
         return StatePool(table) if isinstance(table, HybridReqToTokenPool) else None
 
     @property

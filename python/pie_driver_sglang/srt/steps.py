@@ -164,7 +164,7 @@ class GraphRunner(abc.ABC):
         return make_batch(inputs)
 
     def _sharing(self, graph: _Graph) -> AbstractContextManager[None]:
-        """Within, attention is told what rows have in common, if the graph knows of that."""
+        """Within, attention knows what rows have in common, if the graph has groups."""
         if not graph.grouped:
             return nullcontext()
         from pie_driver_sglang.kernels.paged_splits import Prefixes
@@ -435,7 +435,7 @@ def uncollected() -> Iterator[None]:
 
 
 def _blank(graph: _Graph) -> None:
-    """Stages rows that nobody samples, and that touch the padding page alone."""
+    """Stages rows that are not sampled and touch only the padding page."""
     for name, field in graph.host.items():
         field.fill_({"seq_lens": 1, "temperatures": -1}.get(name, 0))
 

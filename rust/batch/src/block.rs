@@ -162,7 +162,7 @@ impl PassBlock<'_> {
     }
 }
 
-/// Changed block-table entries that a step's block carries. Those of one more context go beside it.
+/// Changed block-table entries that a step's block carries. Those of one more context have a place of their own.
 pub(crate) const STEP_UPDATES: usize = 512;
 /// Words of a step's header.
 const HEADER: usize = 8;
@@ -184,7 +184,7 @@ block! {
     pub struct StepBlock of StepSizes: padded;
     /// The arrays of a step's block, in the order in which they lie.
     pub enum StepFieldId {
-        /// `[8]` int32: number of the step; changed block-table entries, rows, words beside the block and entries of
+        /// `[8]` int32: number of the step; changed block-table entries, rows, words outside of the block and entries of
         /// `prefix_order` in use; 0.
         Header = header: [i32; header];
         /// `[rows]` int64: token ids.
@@ -227,7 +227,7 @@ block! {
 }
 
 /// What a step needs, and what a graph has room for. A graph of as many slots as rows samples each row in the slot of the
-/// same number; one of fewer slots, which is for prompts, is told the row of each.
+/// same number; one of fewer slots, which is for prompts, gets the row of each.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct StepSize {
     /// Tokens.

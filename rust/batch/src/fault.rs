@@ -191,8 +191,8 @@ pub enum RequestFault {
         /// Bytes of a response.
         limit: usize,
     },
-    /// A row of logits with values that are no numbers.
-    #[error("the model's logits are not numbers; look for overflow in this precision")]
+    /// A row of logits with NaN.
+    #[error("the model's logits are NaN; look for overflow in this precision")]
     Logits,
     /// An adapter id that none has.
     #[error("adapter id {id} names nothing: ids start at 1, and -1 stands for no adapter")]

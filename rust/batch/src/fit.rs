@@ -51,7 +51,7 @@ fn is_fast(requests: &[Request], slots: &Slots, limit: usize) -> bool {
         && pie_wire::fast_tokens_len(requests.len()) <= limit
 }
 
-/// Bytes that the outputs of a request take, beside the offsets that every request has.
+/// Bytes that the outputs of a request take, besides the offsets that every request has.
 fn output_bytes(request: &Request, slots: &Slots, vocab_size: u32) -> usize {
     let slots = slots.of(request.slots());
     let tokens = match request.drafts() {

@@ -29,7 +29,7 @@ pub struct StepMemory<'a> {
     pub mask_words: &'a mut [i32],
 }
 
-/// What a step wrote beside its block, and what it will answer.
+/// What a step wrote outside of its block, and what it will answer.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct WrittenStep {
     /// Words of its further block-table changes and its logit masks.
@@ -60,7 +60,7 @@ impl Plan {
                 .iter()
                 .all(|request| short(request) && unbound(request));
         let tokens = || self.asked_slots().all(|slot| slot.class().is_token());
-        // The rows of consecutive slots rise, but for requests with several samplers in another order.
+        // The rows of consecutive slots rise, except in requests with several samplers in another order.
         let one_each = || {
             self.asked_slots()
                 .is_sorted_by(|slot, next| slot.row() < next.row())

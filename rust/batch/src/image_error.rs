@@ -93,7 +93,7 @@ pub enum ImageError {
         /// The limit.
         limit: u32,
     },
-    /// A wrong number of patch positions, of all images of the frame together: it cannot be told whose is wrong.
+    /// A wrong number of patch positions, of all images of the frame together: which image is wrong is not known.
     #[error(
         "`image_patch_positions` must have two numbers per patch of the frame's images, or none"
     )]

@@ -6,7 +6,7 @@ use std::ops::Range;
 /// one after the other.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Outputs<'a> {
-    /// One token of each token slot. One outside the vocabulary says that the slot's logits are no numbers.
+    /// One token of each token slot. One outside the vocabulary says that the slot's logits are NaN.
     pub tokens: &'a [i64],
     /// The ids of each distribution, most probable first.
     pub dist_ids: &'a [i64],

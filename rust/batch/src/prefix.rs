@@ -236,7 +236,7 @@ impl Partition {
         while let Some(end) = self.ends.pop_if(|end| end.shared > shared) {
             farthest = end.member;
         }
-        // What is saved with an end, but for what all ends have in common.
+        // What is saved with an end, without what all ends have in common.
         let worth =
             |&end: &usize| self.saved[end] + end as i64 * shared - self.rows_before[end] * ROW_COST;
         let member = (nearest..=farthest).max_by_key(worth).unwrap_or(nearest);

@@ -156,7 +156,7 @@ impl StagedStep {
         self.step.results
     }
 
-    /// Takes the token of each slot; one outside the vocabulary says that the logits are no numbers.
+    /// Takes the token of each slot; one outside the vocabulary says that the logits are NaN.
     #[must_use]
     pub fn put_tokens(mut self, token: impl Fn(usize) -> u32) -> Computed {
         self.plan.put_tokens(self.step.numbered, token);

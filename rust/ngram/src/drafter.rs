@@ -22,7 +22,7 @@ const SHARED_AT_ONCE: usize = 256;
 /// A match in the text of others counts as this many tokens shorter: what a context repeats is its own text more often
 /// than another's.
 const HANDICAP: usize = 1;
-/// Memory of a context beside its index: an entry of a list and of a table.
+/// Memory of a context besides its index: an entry of a list and of a table.
 const CONTEXT_BYTES: usize = size_of::<(u64, Context)>() + 6 * size_of::<usize>();
 /// Tokens before new ones that the history gets again, so that the new ones have something to match by.
 const REPEATED: usize = 8;

@@ -369,7 +369,7 @@ impl Policy {
     }
 
     /// Learns that the current batch was answered with `tokens` tokens, `time` after the answer before it: the cost of drafts
-    /// beside the step's time is learnt from that.
+    /// besides the step's time is learnt from that.
     pub fn answered(&mut self, tokens: usize, time: Duration) {
         let trial = &mut self.costs[self.kind as usize].trial;
         trial.answered(tokens, time.as_secs_f64());

@@ -8,7 +8,7 @@ use crate::history::History;
 use crate::index::{Candidate, Index, Scratch, share};
 
 /// A match in the texts of others counts as this many tokens shorter. That is one more than in a draft without branches,
-/// since a tree has room for such a continuation beside the context's own.
+/// since a tree has room for such a continuation next to the context's own.
 pub(crate) const HANDICAP: usize = 2;
 
 /// The parent of a tree's first tokens: the context's last one.

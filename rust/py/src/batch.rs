@@ -118,7 +118,7 @@ impl Batch {
         Ok(group.map(|inner| SlotGroup::of(inner, &self.inner)))
     }
 
-    /// Takes what the last staged slot group yields: for each class its slots' values one behind the other.
+    /// Takes what the last staged slot group yields: for each class its slots' values one after the other.
     ///
     /// Args:
     ///     tokens: `[token slots]` int64; one outside the vocabulary empties its request.

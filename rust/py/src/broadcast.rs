@@ -33,7 +33,7 @@ impl Broadcast {
         self.lead.fd()
     }
 
-    /// Hands a command to the followers, in the order of everything else that they are told.
+    /// Hands a command to the followers, in the order of everything else that is sent.
     ///
     /// Raises:
     ///     RingError: A follower has spoilt the memory.

@@ -81,18 +81,18 @@ impl Drafter {
         Ok(())
     }
 
-    /// Takes the ends of some contexts, and drafts behind each.
+    /// Takes the ends of some contexts, and drafts after each.
     ///
     /// Args:
     ///     contexts: Their ids, none of them 0.
     ///     positions: The position of each one's first token here. What is known from there on is compared, and taken back
-    ///         as far as it differs; behind a gap the context starts anew.
+    ///         as far as it differs; after a gap the context starts anew.
     ///     tokens: At least one of each.
     ///
     /// Returns:
     ///     The trees one after the other, in native byte order: the tokens of their nodes as int64, the first one's being
     ///     the context's last; and a row of bytes for each node, 1 for itself and the nodes that it follows. A node that
-    ///     is missing is a 0 behind the first.
+    ///     is missing is a 0 after the first.
     ///
     /// Raises:
     ///     ValueError: There are not as many of each, an id is 0, or a context has no tokens.

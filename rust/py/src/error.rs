@@ -1,6 +1,6 @@
 //! The one mapping from the crates' errors to Python exceptions.
 //!
-//! The classes live in `pie_driver_sglang.errors`, beside the driver's own.
+//! The classes live in `pie_driver_sglang.errors`, next to the driver's own.
 
 use pie_ring::{CallError, RegionError};
 use pyo3::exceptions::{PyFileNotFoundError, PyRuntimeError, PyTimeoutError};

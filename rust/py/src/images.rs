@@ -57,7 +57,7 @@ impl ImageSpan {
         self.inner.request
     }
 
-    /// KV indices of its first row and behind its last one, also of rows in other passes.
+    /// KV indices of its first row and after its last one, also of rows in other passes.
     #[getter]
     const fn kv(&self) -> (usize, usize) {
         (self.inner.kv.start, self.inner.kv.end)
@@ -93,7 +93,7 @@ impl ImageSpan {
         let pixels = &span.media.pixels()[span.inner.pixels.clone()];
         let (start, len) = (pixels.as_ptr().cast_mut().cast(), pixels.len() as isize);
         // SAFETY: the interpreter hands in a `Py_buffer` to fill. The bytes live as long as `slf`, to which the view
-        // holds a reference; nobody writes to them, and the view is read-only.
+        // holds a reference; nothing writes to them, and the view is read-only.
         let status = unsafe { ffi::PyBuffer_FillInfo(view, slf.as_ptr(), start, len, 1, flags) };
         match status {
             0 => Ok(()),

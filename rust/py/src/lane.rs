@@ -42,7 +42,7 @@ impl Lane {
     ///     slots: Most slots of a graph; it has as many as rows, if these are fewer.
     ///     stream: The `cudaStream_t` that they run on.
     ///     most: Most rows of one request.
-    ///     owner: Owns graphs, stream and memory, and is kept alive with the lane. Nobody else may use them.
+    ///     owner: Owns graphs, stream and memory, and is kept alive with the lane. Nothing else may use them.
     ///     grouped: Rows and handle of each graph whose block is `graph_layout(rows, slots, grouped=True)`, fewest first; they
     ///         run the steps in which rows read the same KV first, if they have room.
     ///
@@ -225,7 +225,7 @@ struct Buffers {
 impl pie_serve::Memory for Buffers {
     fn step(&mut self) -> StepMemory<'_> {
         // SAFETY: `Lane::new` accepted the buffers as writable and contiguous, and they keep their memory alive. By the
-        // contract of `Lane.cuda` and `Lane.call` nobody else writes to them, and the graphs read them only between a
+        // contract of `Lane.cuda` and `Lane.call` nothing else writes to them, and the graphs read them only between a
         // launch and its results, when no such view lives.
         unsafe {
             StepMemory {

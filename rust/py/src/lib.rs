@@ -83,7 +83,7 @@ mod _core {
 }
 
 /// Facts about this build for bug reports: `version`, `profile`, `target`, and `commit`, which is empty unless the build was
-/// told by `PIE_DRIVER_COMMIT`, as `make` does it.
+/// given by `PIE_DRIVER_COMMIT`, as `make` does it.
 #[pyfunction]
 fn build_info() -> std::collections::BTreeMap<&'static str, &'static str> {
     let profile = if cfg!(debug_assertions) {

@@ -150,7 +150,7 @@ impl Planner {
         self.layout.bytes()
     }
 
-    /// Bytes of the largest attention mask of a pass, beside the staging block.
+    /// Bytes of the largest attention mask of a pass, outside of the staging block.
     #[getter]
     fn attention_mask_bytes(&self) -> usize {
         self.attention_mask_bytes

@@ -520,7 +520,7 @@ impl Match {
         self.found.device_node.to_bits()
     }
 
-    /// Pages behind those of the device that are on the host.
+    /// Pages after those of the device that are on the host.
     #[getter]
     fn host_pages(&self) -> usize {
         self.found.host_pages

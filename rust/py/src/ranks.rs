@@ -55,7 +55,7 @@ impl Follower {
         }
         let wait = Wait::from_spin_budget_us(spin_budget_us);
         let lane = lane.map(|lane| lane.take(wait)).transpose()?;
-        // SAFETY: not negative, and by the docstring nobody else owns it.
+        // SAFETY: not negative, and by the docstring nothing else owns it.
         let fd = unsafe { OwnedFd::from_raw_fd(fd) };
         let follow = Follow::open(fd, index, lane, wait).map_err(from_ring)?;
         Ok(Self {

@@ -110,7 +110,7 @@ impl Image {
     ///     row: Its first row, counted from the request's first token.
     ///     grid: Patches in time, height and width.
     ///     pixels: float32 `[patches, values of a patch]`, little-endian.
-    ///     positions: Rotary positions (time, height, width) of each row, one behind the other; empty = as for text.
+    ///     positions: Rotary positions (time, height, width) of each row, one after the other; empty = as for text.
     ///     anchor: Position of the first row; None = as the request says.
     ///     patch_positions: x and y of each patch, for models that need them.
     #[new]

@@ -32,7 +32,7 @@ impl Shared {
     #[expect(unsafe_code, reason = "the one view over the engine's memory")]
     pub(crate) fn block_bytes<'a>(&'a self, _attached: Python<'a>) -> &'a mut [u8] {
         // SAFETY: `new` accepted the buffer as writable and contiguous, and the `PyBuffer` keeps its memory alive. By
-        // the contract of `Server.serve` nobody else writes to it, and the engine reads it only between two calls of
+        // the contract of `Server.serve` nothing else writes to it, and the engine reads it only between two calls of
         // the one open batch, never while this exclusive slice lives.
         unsafe {
             std::slice::from_raw_parts_mut(

@@ -5,7 +5,7 @@
 //! mailbox for one request and its answer, so there is no queue to overflow and nothing to allocate
 //! on the way. Two sequence numbers per slot carry the whole protocol: the client raises the request
 //! sequence to send, the server sets the response sequence to the same value to answer. A wake
-//! counter beside each of them lets the other side sleep in a futex.
+//! counter next to each of them lets the other side sleep in a futex.
 //!
 //! | module | idea |
 //! |---|---|

@@ -29,8 +29,8 @@ pub enum LaneError {
     /// The memory does not fit the graphs.
     #[error(transparent)]
     Stage(#[from] StageError),
-    /// The other ranks cannot be told.
-    #[error("the other ranks cannot be told of a step: {0}")]
+    /// The other ranks cannot be reached.
+    #[error("a step cannot be sent to the other ranks: {0}")]
     Lead(String),
     /// The device failed.
     #[error("a graph of {graph_rows} rows failed with {rows} in use: {source}")]

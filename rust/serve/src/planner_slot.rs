@@ -11,7 +11,7 @@ use crate::timing::monotonic_ns;
 /// What the planner is to learn.
 type Change = Box<dyn FnOnce(&mut Planner) + Send>;
 
-/// The planner, which a batch takes and puts back, and what batches share beside it.
+/// The planner, which a batch takes and puts back, and what batches share besides it.
 pub(crate) struct PlannerSlot {
     place: Mutex<Place>,
     /// The answer under construction, as large as any. The ring's own buffer is no place for that: its client may write

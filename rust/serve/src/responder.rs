@@ -24,7 +24,7 @@ pub enum Event {
     Stopped,
     /// A request was answered, and this is worth a log line.
     Notes(Vec<Note>),
-    /// The fast lane answered a batch, and the caller [asked to be told](Responder::with_steps).
+    /// The fast lane answered a batch, and the caller [asked for reports](Responder::with_steps).
     Step(Step),
     /// A [`pie_ring::Waker`] has called.
     Called,

@@ -48,7 +48,7 @@ pub fn access_response(bytes: &[u8]) -> Result<&ArchivedResponseFrame, WireError
     access(PayloadKind::Response, bytes)
 }
 
-/// Reads a response of either form, told apart by the first 8 bytes (§8.2).
+/// Reads a response of either form, distinguished by the first 8 bytes (§8.2).
 ///
 /// # Errors
 ///

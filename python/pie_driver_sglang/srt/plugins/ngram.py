@@ -44,7 +44,7 @@ class NgramCorpus:
     tree always grows where it is most probable.
 
     Ids outside the vocabulary, such as those of images, are never drafted: the model has no
-    embedding for them. A text is known from behind the last one on.
+    embedding for them. A text is known from the token after the last one on.
 
     Args:
         max_trie_depth: Longest match, in tokens.
@@ -108,7 +108,7 @@ class NgramCorpus:
         """Forgets the requests that were heard and are not among those that decode now.
 
         SGLang erases only what has decoded before. A request that ended with its prompt, or was
-        taken back, is in no batch; whoever waits longer brings its last tokens, or is heard again.
+        taken back, is in no batch; one that waits longer brings its last tokens again, or all.
         """
         self.erase_match_state(list(self._waiting.keys() - set(req_ids)))
         self._waiting.clear()
@@ -116,7 +116,7 @@ class NgramCorpus:
     def batch_get(
         self, req_ids: list[str], batch_tokens: list[list[int]], total_lens: list[int]
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-        """Drafts behind requests.
+        """Drafts for requests.
 
         Args:
             req_ids: Whose drafts.
@@ -126,7 +126,7 @@ class NgramCorpus:
         Returns:
             tokens int64 ``(requests * nodes,)`` and the mask bool ``(requests * nodes * nodes,)``.
             The first node of a tree is the last token, or 0 if that is outside the vocabulary;
-            missing ones are tokens 0 behind it.
+            missing ones are tokens 0 after it.
         """
         contexts = [_context(req_id) for req_id in req_ids]
         starts, ends = [], []
@@ -173,7 +173,7 @@ class NgramCorpus:
         return {}
 
     def _known(self, tokens: Sequence[int]) -> tuple[int, list[int]]:
-        """What lies behind the last id outside the vocabulary, and where it starts; never empty."""
+        """What follows the last id outside the vocabulary, and where it starts; never empty."""
         ids = np.asarray(tokens, np.int64)
         outside = np.flatnonzero((ids < 0) | (ids >= self.vocab_size))
         start = int(outside[-1]) + 1 if len(outside) else 0

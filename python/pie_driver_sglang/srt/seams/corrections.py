@@ -42,7 +42,7 @@ def correct_windows(runner: ModelRunner, window: int) -> None:
 def correct_decode_windows(runner: ModelRunner) -> None:
     """Widens what SGLang's triton backend lists for a row that decodes in a windowed layer.
 
-    It lists as many tokens as a window has beside the row's own, but counts the row's own, so that
+    It lists as many tokens as a window has besides the row's own, but counts the row's own, so that
     the oldest is missing. Rows of extends are masked by their layer's window, whatever is listed.
     """
     backend = runner.attn_backend

@@ -142,7 +142,7 @@ def _read_heads(attention: Any, pool: MHATokenToKVPool) -> Heads:
     expect(turns, f"its positions are a {type(rotary).__name__}'s")
     expect(rotary.rotary_dim == dim, f"{rotary.rotary_dim} of {dim} dimensions turn")
     expect(type(layer) is RadixAttention, f"it attends by a {type(layer).__name__}")
-    expect(layer.v_head_dim == dim, f"values of {layer.v_head_dim} beside keys of {dim}")
+    expect(layer.v_head_dim == dim, f"values of {layer.v_head_dim} with keys of {dim}")
     expect(layer.k_scale is None, "its KV is scaled")
     query_norm, key_norm = (
         None if norm is None else read_norm(norm)

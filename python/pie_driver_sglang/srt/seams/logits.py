@@ -44,7 +44,7 @@ def divert(model: torch.nn.Module, keep: Keep) -> None:
     """Has a model's passes end before the LM head, by a `forward` of its own for the processor.
 
     Also takes `_logits_gatherer._state` away: its way to gather logits needs NVLink's multicast. A
-    version with another way to gather, or with work behind the LM head, runs that no more.
+    version with another way to gather, or with work after the LM head, runs that no more.
     """
 
     def stop_at(processor: LogitsProcessor) -> Callable[..., LogitsProcessorOutput]:

@@ -45,7 +45,7 @@ __all__ = ["LoRAManager"]
 
 
 class Prepared(NamedTuple):
-    """An adapter as SGLang keeps it, but for its manager's tables."""
+    """An adapter as SGLang keeps it, without its manager's tables."""
 
     ref: LoRARef
     config: LoRAConfig

@@ -138,7 +138,7 @@ def state_parts(table: HybridReqToTokenPool) -> list[torch.Tensor]:
 
 
 def state_slots(table: HybridReqToTokenPool) -> int:
-    """Slots of recurrent state beside the one for padding, which is slot 0."""
+    """Slots of recurrent state besides the one for padding, which is slot 0."""
     pool: MambaPool = table.mamba_pool
     return int(pool.size)
 

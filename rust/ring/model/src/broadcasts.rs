@@ -19,7 +19,7 @@ const SHAPE: Shape = Shape {
 /// Turns of two readers that spin.
 const TURNS: usize = 4;
 
-/// Sends messages of so many bytes to two readers: both get all of them, whoever spins and whoever
+/// Sends messages of so many bytes to two readers: both get all of them, whichever spins and whichever
 /// sleeps, though the slots are used again. The first reader reads in place.
 pub fn broadcast(lens: &'static [usize], waits: [Wait; 2], preemptions: usize) {
     check(preemptions, move || {

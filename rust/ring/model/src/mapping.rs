@@ -103,7 +103,7 @@ impl Mapping {
 fn copy(payload: &UnsafeCell<Vec<u8>>, len: usize, words: &mut Vec<u64>) {
     words.clear();
     if len > 0 {
-        // SAFETY: loom has just checked that nobody writes.
+        // SAFETY: loom has just checked that no thread writes.
         payload.with(|bytes| unsafe {
             words.extend((&*bytes)[..len].chunks(8).map(|chunk| {
                 let mut word = [0; 8];
@@ -116,7 +116,7 @@ fn copy(payload: &UnsafeCell<Vec<u8>>, len: usize, words: &mut Vec<u64>) {
 
 fn write(payload: &UnsafeCell<Vec<u8>>, offset: usize, bytes: &[u8]) {
     if !bytes.is_empty() {
-        // SAFETY: loom has just checked that nobody else is at it.
+        // SAFETY: loom has just checked that no other thread is at it.
         payload.with_mut(|payload| unsafe {
             (&mut *payload)[offset..offset + bytes.len()].copy_from_slice(bytes);
         });

@@ -77,7 +77,7 @@ fn assert_echo(client: &Client, byte: u8) {
     assert_eq!(response, [byte]);
 }
 
-/// Calls find their answers, whoever spins and whoever sleeps.
+/// Calls find their answers, whichever side spins or sleeps.
 pub fn echo(server: Wait, client: Wait, calls: u8) {
     check(3, move || {
         let mut ring = Ring::new(1);
@@ -213,7 +213,7 @@ pub fn abort(wait: Wait) {
         let aborting = Arc::clone(&client);
         let aborter = thread::spawn(move || aborting.abort());
         match client.call(&[7], <[u8]>::to_vec) {
-            Ok(response) => panic!("{response:?} from nobody"),
+            Ok(response) => panic!("{response:?} without a sender"),
             Err(error) => assert!(matches!(error, CallError::Aborted), "{error}"),
         }
         aborter.join().unwrap();

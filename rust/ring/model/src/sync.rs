@@ -28,7 +28,7 @@ pub(crate) fn limit_turns(turns: usize) {
 
 pub(crate) fn spin_loop() {
     if TURNS_LEFT.fetch_sub(1, Ordering::Relaxed) == 0 {
-        // From here on the others have their turns, and whoever spins sees what they do.
+        // From here on the others have their turns, and a side that spins sees what they do.
         loom::skip_branch();
     }
     loom::hint::spin_loop();

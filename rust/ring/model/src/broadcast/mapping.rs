@@ -80,7 +80,7 @@ impl Mapping {
 
     pub(crate) fn read(&self, slot: usize, offset: usize, bytes: &mut [u8]) {
         let end = offset + bytes.len();
-        // SAFETY: loom has just checked that nobody writes.
+        // SAFETY: loom has just checked that no thread writes.
         let read = |payload: *const Vec<u8>| unsafe {
             bytes.copy_from_slice(&(&*payload)[offset..end]);
         };
@@ -89,7 +89,7 @@ impl Mapping {
 
     pub(crate) fn write(&self, slot: usize, offset: usize, bytes: &[u8]) {
         let end = offset + bytes.len();
-        // SAFETY: loom has just checked that nobody else is at it.
+        // SAFETY: loom has just checked that no other thread is at it.
         let write = |payload: *mut Vec<u8>| unsafe {
             (&mut *payload)[offset..end].copy_from_slice(bytes);
         };
