@@ -238,7 +238,7 @@ def test_a_host_gives_kv_a_tenth_or_one_context() -> None:
 
 
 def test_the_graphs_of_the_measured_shape() -> None:
-    # benches/gpu/RESULTS.md: 41 graphs of up to 2,304 rows of this shape took 0.41 GiB, and 0.33
+    # benches/notebook/gpu.md: 41 graphs of up to 2,304 rows of this shape took 0.41 GiB, and 0.33
     # later. Those for shared prefixes were not among them.
     settings = USUAL._replace(chunk_tokens=16_384, prompts=True)
     assert len(decode_batch_sizes(256)) + len(prefill_batch_sizes(256, settings.chunk_tokens)) == 41

@@ -27,7 +27,7 @@ from pie_driver_sglang.memory.types import (
 )
 
 GIB: Final = 2**30
-# Sizes that do not follow from shapes. "Measured" refers to benches/gpu/RESULTS.md. The others are
+# Sizes that do not follow from shapes. "Measured" refers to benches/notebook/gpu.md. The others are
 # estimates, whose errors the reserve covers.
 GRAPH_LAYER_BYTES: Final = 256 << 10
 """Graph nodes of one layer in one captured graph. Measured: 0.41 GiB for 41 graphs of 28 layers

@@ -196,7 +196,7 @@ def decodes_paged(runner: ModelRunner, asked: bool | None) -> bool:
 def prefills_by_fa3(runner: ModelRunner) -> bool:
     """Whether FlashAttention-3 computes prefills where no backend is named.
 
-    It is faster than triton on the GPUs that it is made for (benches/gpu/RESULTS.md); layers with
+    It is faster than triton on the GPUs that it is made for (benches/notebook/gpu.md); layers with
     windows or caps of their own are left to triton.
     """
     if runner.device != "cuda" or torch.cuda.get_device_capability(runner.gpu_id)[0] != _HOPPER:

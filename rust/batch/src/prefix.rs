@@ -8,7 +8,7 @@ use std::ops::Range;
 /// Tokens of the attention kernel's largest block; what a group shares is a multiple of them.
 const PREFIX_STEP: usize = 128;
 
-/// A row that takes part costs as much as reading so many tokens: by what `benches/gpu/RESULTS.md` has of prefixes, groups of
+/// A row that takes part costs as much as reading so many tokens: by what `benches/notebook/gpu.md` has of prefixes, groups of
 /// rows that share 512 tokens take as long as these rows alone, who find most of the KV in the cache. Rows of one request
 /// read its KV once as it is.
 pub(crate) const ROW_COST: i64 = 512;
