@@ -44,7 +44,7 @@ def test_enough_is_checked(tool: ModuleType) -> None:
     assert len(sentences) > 50
 
 
-LONG = " ".join(["word"] * 36)
+LONG = "W" + " ".join(["ord", *["word"] * 35])
 
 
 @pytest.mark.parametrize(
