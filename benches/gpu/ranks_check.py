@@ -10,7 +10,7 @@
 2. `steps`: random weights in the shape of CONFIG_DIR, decode steps through the ring as the client
    sees them, and the time that the very same graphs take launched back to back on all ranks at
    once, in turns. Their difference is the host's overhead, as far as the GPUs keep their pace;
-   beside it is what the driver says that it did itself, which is everything but waiting for
+   next to it is what the driver reports of its own work, which is everything but waiting for
    tokens. `--profile` lists what kernels of each graph take on the first GPU, by name, which slows
    them a little.
 
