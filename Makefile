@@ -93,8 +93,9 @@ STUB ?= python
 stubs: $(VENV)/.dependencies ## Generate the native module's stub
 	@$(BIN)/maturin generate-stubs --quiet --out $(STUB)
 
-docs: $(VENV)/.dependencies ## Generate docs/options.md from the definitions of the options
+docs: $(VENV)/.dependencies ## Generate docs/options.md from the options, docs/benchmarks.md from benches/results
 	@PYTHONPATH=python $(BIN)/python tools/generate_options.py
+	@$(BIN)/python tools/generate_benchmarks.py
 
 wheel: $(WHEELS)/.built ## Build the abi3 wheel into target/wheels
 

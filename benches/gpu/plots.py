@@ -125,6 +125,18 @@ def ranks(axes: Axes, results: Results) -> None:
     axes.legend(frameon=False)
 
 
+def prefixes(axes: Axes, results: Results) -> None:
+    """Times of steps whose contexts begin alike, over those of contexts that share nothing."""
+    rows = results["prefixes"]["steps"]
+    for marker, batch in zip("os^", sorted({row["batch"] for row in rows}), strict=True):
+        ours = {row["common"]: row["p50_us"] for row in rows if row["batch"] == batch}
+        axes.plot(list(ours), [ours[0] / us for us in ours.values()], marker=marker, label=batch)
+    axes.axhline(1.0, color="black", linewidth=0.8)
+    axes.set(xlabel="tokens in common, of 2,048", ylabel="step without / with", ylim=(0, None))
+    axes.set_title("Contexts with a common prefix, Qwen3-0.6B shape")
+    axes.legend(frameon=False, title="contexts")
+
+
 THEMES = {"light": ("#1f2328", OURS, PEER), "dark": ("#e6edf3", "#4aa3e8", "#6e7681")}
 """Colors of the README's chart: text, ours, the peer's."""
 
@@ -172,6 +184,7 @@ PLOTS: dict[str, tuple[str, Callable[[Axes, Results], None]]] = {
     "drafts": ("drafts", drafts),
     "mixed": ("mixed", mixed),
     "ranks": ("tp", ranks),
+    "prefixes": ("prefixes", prefixes),
 }
 """Each with the section of the results that it draws."""
 

@@ -1,0 +1,118 @@
+"""docs/benchmarks.md is what the records in benches/results generate, and README quotes it."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from tiny_models import REPOSITORY
+
+
+@pytest.fixture(scope="module")
+def tool() -> ModuleType:
+    path = REPOSITORY / "tools" / "generate_benchmarks.py"
+    spec = importlib.util.spec_from_file_location("generate_benchmarks", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def results(tool: ModuleType) -> dict[str, Any]:
+    found = tool.read()
+    assert isinstance(found, dict)
+    return found
+
+
+def sections(page: str) -> dict[str, str]:
+    """The texts of a page's sections by their titles."""
+    parts = re.split(r"^## (.+)$", page, flags=re.MULTILINE)[1:]
+    return dict(zip(parts[::2], parts[1::2], strict=True))
+
+
+def test_the_page_is_fresh(tool: ModuleType, results: dict[str, Any]) -> None:
+    assert tool.render(results) == tool.TARGET.read_text(encoding="utf-8"), "run `make docs`"
+
+
+def test_every_table_names_device_date_commit_and_command(
+    tool: ModuleType, results: dict[str, Any]
+) -> None:
+    found = sections(tool.render(results))
+    assert len(found) >= 12
+    for title, text in found.items():
+        assert re.search(r"H200|CPU", text), title
+        assert re.search(r"; 20\d\d-\d\d-\d\d; commit .*`[0-9a-f]{7}`", text), title
+        assert re.search(r"^    (python benches/|make )", text, re.MULTILINE), title
+
+
+def test_charts_exist(tool: ModuleType, results: dict[str, Any]) -> None:
+    charts = re.findall(r"\]\((\.\./benches/plots/[^)]+)\)", tool.render(results))
+    assert {"load", "steps", "prefixes", "drafts", "ranks"} <= {
+        chart.rpartition("/")[2].removesuffix(".svg") for chart in charts
+    }
+    for chart in charts:
+        assert (REPOSITORY / "docs" / chart).is_file(), chart
+
+
+def test_a_changed_figure_changes_the_page(tool: ModuleType, results: dict[str, Any]) -> None:
+    speeds = {"ours": 12345, "sglang": {"fa3": 10000}}
+    changed = {**results, "h200": {**results["h200"], "tokens_per_s": speeds}}
+    text = sections(tool.render(changed))["Throughput"]
+    assert "| 12,345 |" in text
+    assert "| 10,000 | 1.23 |" in text
+
+
+def test_without_a_record_there_is_no_table(tool: ModuleType, results: dict[str, Any]) -> None:
+    page = tool.render({name: each for name, each in results.items() if name != "h200"})
+    assert "## Throughput" not in page
+    assert "## Host path" in page
+    h200 = {key: value for key, value in results["h200"].items() if key != "drafts"}
+    assert "## Drafts\n" not in tool.render({**results, "h200": h200})
+    assert sections(tool.render({})) == {}
+
+
+def test_records_that_are_to_come(tool: ModuleType, results: dict[str, Any]) -> None:
+    """Shapes, and any record of a GPU check."""
+    shape = {
+        "step_us": {"1": 4000, "16": 4500},
+        "bytes_us": {"1": 3500, "16": 3800},
+        "tokens_per_s": {"ours": 12000, "sglang": {"fa3": 10000, "flashinfer": 9000}},
+    }
+    about = {
+        "commit": "0123456",
+        "date": "2026-12-01T00:00:00+00:00",
+        "device": "1 x NVIDIA H200",
+        "command": "benches/gpu/some_check.py --x",
+    }
+    bar = {"name": "tokens that differ", "value": 0.0, "bar": "<= 0", "ok": True}
+    more = {"shapes": {**about, "8b": shape}, "sampling": {**about, "bars": [bar]}}
+    found = sections(tool.render({**results, **more}))
+    assert "| 8b | 1 | 4,000 | 3,500 | 0.88 |" in found["Larger shapes"]
+    assert "| 8b | 12,000 | fa3 | 10,000 | 1.20 |" in found["Larger shapes"]
+    assert "commit `0123456`" in found["Larger shapes"]
+    assert "| tokens that differ | 0.00 | <= 0 | yes |" in found["Sampling"]
+    assert "2026-12-01; commit" in found["Sampling"]
+
+
+def test_the_readme_quotes_the_records(results: dict[str, Any]) -> None:
+    readme = " ".join((REPOSITORY / "README.md").read_text().split())
+    h200 = results["h200"]
+    speeds, runner = h200["tokens_per_s"], h200["runner"]
+    peer = max(speeds["sglang"].values())
+    assert f"{speeds['ours']:,} tokens/s, SGLang's {peer:,}" in readme
+    best = min(times["1x512"] for times in runner["sglang_runner_us"].values())
+    ours = runner["ours_us"]["1x512"]
+    assert (
+        f"it takes {ours / 1000:.2f} ms, where SGLang's runner takes {best / 1000:.2f} ms" in readme
+    )
+    steps = [row for row in h200["prefixes"]["steps"] if row["batch"] == 256]
+    times = [row["p50_us"] for row in steps]
+    assert f"up to {max(times) / min(times):.1f} times faster" in readme
+    ratios = [row["ratio"] for row in h200["drafts"]["text"]]
+    assert f"{min(ratios):.1f} to {max(ratios):.1f} times the tokens/s" in readme
