@@ -160,7 +160,7 @@ def steps(results: Results) -> list[str]:
     names = ["contexts x tokens", "ours, µs", "SGLang, µs", "by", "SGLang / ours", "bytes, µs"]
     return [
         "A decode step, shape of Qwen3-0.6B. Ours is a round trip through the ring, so it has the "
-        "host's work; SGLang's is a step of its "
+        "host's work. SGLang's is a step of its "
         "`ModelRunner` with its best backend. *bytes* is the time that moving weights and KV takes"
         " at 4.3 TB/s.",
         table(names, rows),

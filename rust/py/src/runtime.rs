@@ -143,7 +143,7 @@ impl Runtime {
     ///     ready_timeout_s: Limit for one start.
     ///     step_timeout_s: A driver that does not answer so long is killed and started again.
     ///     stop_timeout_s: How long a driver may take to end after SIGTERM.
-    ///     log_file: Where the drivers' logs go, behind what is there.
+    ///     log_file: Where the drivers' logs go, after what is there.
     ///
     /// Raises:
     ///     ValueError: A value is out of range.

@@ -33,12 +33,12 @@ pub struct Asked<'a> {
     pub drafts: &'a [u32],
     /// Whether drafts for the next frame are welcome.
     pub wants_drafts: bool,
-    /// Position behind its last token.
+    /// Position after its last token.
     pub end: u32,
 }
 
 impl Asked<'_> {
-    /// By a request without drafts, whose position does not matter: nothing may be drafted behind it.
+    /// By a request without drafts, whose position does not matter: nothing may be drafted after it.
     pub(crate) const fn plainly(samples: bool) -> Self {
         Self {
             samples,
@@ -93,7 +93,7 @@ impl Answer {
         &self.tokens[range(&self.token_ends, request)]
     }
 
-    /// What is drafted behind a request's tokens.
+    /// What is drafted after a request's tokens.
     ///
     /// # Panics
     /// If the frame had no such request.

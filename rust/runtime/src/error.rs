@@ -189,7 +189,7 @@ pub enum AnswerError {
         /// How many there should be, without accepted drafts.
         expected: usize,
     },
-    /// Offsets that do not rise, or end behind their array.
+    /// Offsets that do not rise, or end outside of their array.
     #[error("answered with offsets that lead nowhere")]
     Offsets,
     /// Accepted tokens that are not the drafts.

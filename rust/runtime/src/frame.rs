@@ -17,7 +17,7 @@ pub struct Turn<'a> {
     pub awaits: Option<usize>,
     /// Position, and KV index, of the first token.
     pub start: u32,
-    /// Behind the tokens, to be verified.
+    /// After the tokens, to be verified.
     pub drafts: &'a [u32],
     /// Whether it asks for drafts.
     pub wants_drafts: bool,
@@ -43,7 +43,7 @@ impl Turn<'_> {
         forbidden: &[],
     };
 
-    /// Position behind the last token.
+    /// Position after the last token.
     pub const fn end(&self) -> u32 {
         self.start + self.tokens.len() as u32
     }
@@ -85,7 +85,7 @@ pub fn fill(frame: &mut [u8], gaps: &[Gap], answered: &[u32]) {
     let Ok(()) = fill_gaps(gaps, |request| answered.get(request).copied(), write);
 }
 
-/// What there is to know of a frame beside its bytes.
+/// What there is to know of a frame besides its bytes.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Outline {
     /// Requests of the frame.
@@ -107,7 +107,7 @@ struct Drafting {
     /// Where its drafts end among all.
     drafts_end: usize,
     wants: bool,
-    /// Position behind its last token.
+    /// Position after its last token.
     end: u32,
 }
 
@@ -534,7 +534,7 @@ mod tests {
         assert_eq!(builder.lay_out(known.into_iter()).gaps, []);
     }
 
-    /// The worked example of the protocol, beside a request that has no drafts.
+    /// The worked example of the protocol, with a request that has no drafts.
     #[test]
     fn drafts_lie_behind_the_last_page_length() {
         let sampler = Sampler::RawLogits;

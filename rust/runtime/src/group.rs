@@ -23,7 +23,7 @@ pub(crate) struct Group {
 }
 
 impl Group {
-    /// Claims the first number that is free: whoever makes the folder has it.
+    /// Claims the first number that is free: the one that makes the folder has it.
     pub(crate) fn claim() -> Result<Self, RuntimeError> {
         let (process, home) = (std::process::id(), std::env::temp_dir());
         for index in 0..PER_PROCESS {

@@ -49,7 +49,7 @@ pub struct Exchange {
     pub probes: Option<Probes>,
 }
 
-/// A frame that is whole, but for the tokens that it awaits.
+/// A frame that is whole, except for the tokens that it awaits.
 #[must_use]
 pub struct Prepared<'c> {
     outline: Outline,

@@ -226,7 +226,7 @@ mod tests {
             outbox.close();
             assert_eq!(waiter.join().unwrap(), (vec![failed(4)], vec![]));
         });
-        // What comes behind the end is still there for who asks.
+        // What comes after the end is still there on request.
         outbox.push(failed(5));
         assert_eq!(outbox.take(Duration::MAX), [failed(5)]);
     }

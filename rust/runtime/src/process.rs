@@ -71,7 +71,7 @@ impl Process {
         self.pid.as_raw_nonzero().get().cast_unsigned()
     }
 
-    /// How it ended, in words; `None` while it runs. What it has left behind in its group is killed.
+    /// How it ended, in words; `None` while it runs. What is left of its group is killed.
     pub(crate) fn end(&self) -> Option<String> {
         let mut child = self.lock();
         // It stays a zombie until the group is killed, so that no other process can have its number.

@@ -45,7 +45,7 @@ impl<'c, 'a> Relay<'c, 'a> {
         }
     }
 
-    /// Serves until the replica is told to stop, or the driver cannot go on.
+    /// Serves until the replica has to stop, or the driver cannot go on.
     pub(crate) fn serve(mut self, replica: &mut Replica, driver: &Driver) -> Result<(), Halt> {
         loop {
             replica.take_commands()?;

@@ -22,7 +22,7 @@ pub(crate) const WATCH: Duration = Duration::from_millis(50);
 /// How old counts may be.
 const STATS: Duration = Duration::from_millis(20);
 
-/// What a replica is told.
+/// A message to a replica.
 pub(crate) enum Command {
     Submit(Box<Arrival<Sampler>>),
     Abort(u64),
@@ -58,7 +58,7 @@ pub(crate) struct Replica {
 
 /// Why a replica does not go on as it did.
 pub(crate) enum Halt {
-    /// It was told to stop.
+    /// It has to stop.
     Stop,
     /// The driver cannot serve.
     Lost(RuntimeError),
@@ -240,7 +240,7 @@ impl Replica {
                 }
             }
         }
-        // Whoever has the last output finds it counted.
+        // The receiver of the last output finds it counted.
         if self.counted.elapsed() >= STATS || self.sequences.is_empty() && !self.outputs.is_empty()
         {
             self.count();

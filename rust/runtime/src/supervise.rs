@@ -10,7 +10,7 @@ use crate::replica::{Halt, Replica, WATCH};
 use crate::shared::ClientHandle;
 
 impl Replica {
-    /// Serves until it is told to stop. Should that fail by a bug, every request is answered all the same.
+    /// Serves until it has to stop. Should that fail by a bug, every request is answered all the same.
     pub(crate) fn run(mut self) {
         if panic::catch_unwind(AssertUnwindSafe(|| self.run_drivers())).is_err() {
             // What it knows may be wrong.

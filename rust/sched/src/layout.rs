@@ -122,7 +122,7 @@ impl<S> Scheduler<S> {
         }
     }
 
-    /// How many tokens of prompts the step may have, beside decodes that have come or will come.
+    /// How many tokens of prompts the step may have, besides decodes that have come or will come.
     fn give_prompt_budget(&mut self, plan: &mut Plan, decodes_follow: bool) {
         let decodes = self.limits.max_forward_tokens - plan.tokens;
         let beside = self.config.chunk_tokens.saturating_sub(decodes);

@@ -35,7 +35,7 @@ pub(crate) struct Pace {
     token: Average,
     /// Of a page that is copied, in µs.
     page: Average,
-    /// Tokens of prompts that fit beside decodes.
+    /// Tokens of prompts that fit among decodes.
     budget: f32,
     /// Whether a step that had both has shown it.
     is_tried: bool,

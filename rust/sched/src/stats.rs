@@ -35,6 +35,6 @@ pub struct Stats {
     pub finished: u64,
     /// The share of outputs that is taken for certain; `SGLang`'s `new_token_ratio`.
     pub new_token_ratio: f32,
-    /// Tokens of prompts that a step may have beside decodes.
+    /// Tokens of prompts that a step may have among decodes.
     pub prompt_budget: u32,
 }
