@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import pickle
 import re
 import shutil
 import signal
@@ -32,7 +31,7 @@ from pie_driver_sglang import _core
 from pie_driver_sglang._core import Request, Sampler
 from pie_driver_sglang.errors import AdapterError, DriverError, RingError
 from pie_driver_sglang.ranks import worker
-from pie_driver_sglang.ranks.commands import CopyPages, FinishLoad, Forward
+from pie_driver_sglang.ranks.commands import CopyPages, FinishLoad, Forward, pack, unpack
 from pie_driver_sglang.ranks.leader import LeadingEngine
 from pie_driver_sglang.ranks.parallel import Workers
 from pie_driver_sglang.ranks.types import Span
@@ -436,12 +435,49 @@ class TestCommands:
             "images": images,
             "states": bytearray(16),
         }
-        heard = pickle.loads(pickle.dumps(Forward.of(SimpleNamespace(**told))))
+        heard: Any = unpack(b"".join(pack(Forward.of(SimpleNamespace(**told)))))  # type: ignore[arg-type]
         for name in told.keys() - {"mask", "images"}:
             assert getattr(heard, name) == told[name]
         assert heard.mask == (mask.offsets, mask.words)
         assert heard.images.positions == images.positions
         assert heard.images.spans == [(7, 1, (3, 9), True, (1, 2, 4), b"pixel")]
+
+    def test_pixels_are_sent_from_where_they_lie(self) -> None:
+        """Not a copy of them, and no pickle; a worker reads them where the message arrived."""
+        sizes = (1_000_000, 12, 0)
+        pixels = [np.arange(size, dtype=np.uint8) for size in sizes]
+        spans = [
+            SimpleNamespace(
+                number=number,
+                request=0,
+                kv=(0, 4),
+                continues=False,
+                grid=(1, 2, 2),
+                pixels=one.data,
+            )
+            for number, one in enumerate(pixels)
+        ]
+        others: dict[str, Any] = dict.fromkeys(Forward._fields, 0) | {"mask": None}
+        images = SimpleNamespace(spans=spans, positions=bytearray(b"at"))
+        command = Forward.of(SimpleNamespace(**others | {"images": images}), known=[2])  # type: ignore[arg-type]
+        parts = pack(command)
+        assert np.shares_memory(parts[1], pixels[0])
+        assert np.shares_memory(parts[2], pixels[1])
+        assert len(parts[0]) + len(parts[-1]) < 1000
+        broadcast = _core.Broadcast(1)
+        follower = _core.Follower(os.dup(broadcast.fd), 0, bytearray(8), spin_budget_us=0)
+        received: list[bytes] = []
+        with rc.background(lambda: received.append(next(follower))):
+            broadcast.send(parts)
+        heard = unpack(received[0])
+        assert isinstance(heard, Forward)
+        views = [span.pixels for span in heard.spans]
+        assert [bytes(view) for view in views] == [bytes(pixels[0]), bytes(pixels[1]), b""]
+        message = np.frombuffer(received[0], dtype=np.uint8)
+        for view in views[:2]:
+            seen = np.frombuffer(view, dtype=np.uint8)
+            assert np.shares_memory(seen, message)
+            assert seen.ctypes.data % 4 == 0
 
     def test_nothing_of_a_pass_is_forgotten(self) -> None:
         """A field that planner and engine agree on later must be told, too."""
@@ -455,8 +491,8 @@ class TestCommands:
         block, other = np.arange(100, dtype=np.uint8), np.zeros(100, dtype=np.uint8)
         follower = _core.Follower(os.dup(broadcast.fd), 0, other.data, spin_budget_us=0)
         broadcast.send_block(block.data, 60)
-        broadcast.send(pickle.dumps(CopyPages("D2H", [1], [2])))
-        assert pickle.loads(next(follower)) == CopyPages("D2H", [1], [2])
+        broadcast.send(pack(CopyPages("D2H", [1], [2])))
+        assert unpack(next(follower)) == CopyPages("D2H", [1], [2])
         assert other.tolist() == [*range(60), *[0] * 40]
 
     @pytest.mark.parametrize(
@@ -475,7 +511,7 @@ class TestCommands:
         with pytest.raises(type(error)):
             leading.finish_load(7)
         assert leading.recovers is recovers
-        command = pickle.loads(next(follower))
+        command = unpack(next(follower))
         assert command == FinishLoad(7)
         with contextlib.nullcontext() if recovers else pytest.raises(ValueError, match="broken"):
             command.run(rank)

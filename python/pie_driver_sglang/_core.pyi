@@ -147,12 +147,17 @@ class Broadcast:
         """
         The descriptor that the followers' processes must inherit.
         """
-    def send(self, /, data: bytes) -> None:
+    def send(self, /, parts: SupportsGetItem[int, Buffer]) -> None:
         """
         Hands a command to the followers, in the order of everything else that is sent.
 
+        Args:
+            parts: Contiguous buffers, which a follower gets as one. They are copied straight into the memory that it reads, and must
+                not be written to meanwhile.
+
         Raises:
             RingError: A follower has spoilt the memory.
+            ValueError: A buffer is not contiguous.
         """
     def send_block(self, /, block: Buffer, end: SupportsIndex) -> None:
         """

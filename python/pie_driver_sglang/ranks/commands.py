@@ -1,12 +1,15 @@
 """Commands that a leader sends to its workers, which run them in order.
 
 Commands travel as pickles between the processes of one start, over memory that no other process
-maps. Steps of the graph path bypass Python and need no command.
+maps. The pixels of images travel beside the pickle, so that they are copied once on the way there.
+Steps of the graph path bypass Python and need no command.
 """
 
 from __future__ import annotations
 
 import contextlib
+import pickle
+import struct
 from collections.abc import Container, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -171,10 +174,35 @@ Command = (
 )
 
 
+def pack(command: Command) -> list[bytes | memoryview]:
+    """Makes the parts of a message: sizes, buffers that the pickle leaves out, and the pickle.
+
+    A buffer is the sender's own memory, not a copy.
+    """
+    buffers: list[pickle.PickleBuffer] = []
+    body = pickle.dumps(command, protocol=5, buffer_callback=buffers.append)
+    views = [buffer.raw() for buffer in buffers]
+    sizes = struct.pack(f"<{len(views) + 1}Q", len(views), *(view.nbytes for view in views))
+    return [sizes, *views, body]
+
+
+def unpack(message: bytes) -> Command:
+    """Reads a message of :func:`pack`; buffers are views over it, aligned as their sizes are."""
+    view = memoryview(message)
+    (count,) = struct.unpack_from("<Q", view)
+    at = 8 * (count + 1)
+    buffers = []
+    for size in struct.unpack_from(f"<{count}Q", view, 8):
+        buffers.append(view[at : at + size])
+        at += size
+    command: Command = pickle.loads(view[at:], buffers=buffers)
+    return command
+
+
 def _copied(images: PassImages, known: Container[int]) -> Images:
     spans = []
     for span in images.spans:
-        pixels = b"" if span.number in known else bytes(span.pixels)
+        pixels = b"" if span.number in known else pickle.PickleBuffer(span.pixels)
         row = (span.number, span.request, span.kv, span.continues, span.grid)
         spans.append(Span(*row, pixels))
     return Images(spans, images.positions)

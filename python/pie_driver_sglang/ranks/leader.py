@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import pickle
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -20,6 +19,7 @@ from pie_driver_sglang.ranks.commands import (
     Forward,
     LoadRehearsalAdapter,
     Logits,
+    pack,
 )
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ class LeadingEngine:
     def _together(self, command: Command) -> Iterator[None]:
         """Broadcasts `command`, then runs the body on this rank."""
         self.recovers = False
-        self._broadcast.send(pickle.dumps(command))
+        self._broadcast.send(pack(command))
         try:
             yield
         except AdapterError:

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from pie_driver_sglang.engine import ModelEngine
 
 if TYPE_CHECKING:
+    from pickle import PickleBuffer
+
     import torch
 
     from pie_driver_sglang._core import Pass, SlotGroup
@@ -44,7 +46,8 @@ class Span(NamedTuple):
     kv: tuple[int, int]
     continues: bool
     grid: tuple[int, int, int]
-    pixels: bytes
+    pixels: bytes | PickleBuffer | memoryview
+    """Empty where the former pass had the image; a worker gets a view over the message."""
 
 
 class Images(NamedTuple):

@@ -8,22 +8,18 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import pickle
 import signal
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from pie_driver_sglang import _core
 from pie_driver_sglang.config.file import DriverConfig, load_config
 from pie_driver_sglang.errors import DriverError
 from pie_driver_sglang.logs import configure_logging
+from pie_driver_sglang.ranks.commands import unpack
 from pie_driver_sglang.ranks.parallel import report
 from pie_driver_sglang.ranks.types import Rank
-
-if TYPE_CHECKING:
-    from pie_driver_sglang.ranks.commands import Command
 
 logger = logging.getLogger(__name__)
 
@@ -81,8 +77,7 @@ def run(config: DriverConfig, rank: Rank, broadcast_fd: int) -> None:
         lane=engine.make_lane(),
     )
     for data in follower:
-        command: Command = pickle.loads(data)
-        command.run(engine)
+        unpack(data).run(engine)
 
 
 def _configure_logging() -> None:

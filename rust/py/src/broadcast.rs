@@ -35,10 +35,32 @@ impl Broadcast {
 
     /// Hands a command to the followers, in the order of everything else that is sent.
     ///
+    /// Args:
+    ///     parts: Contiguous buffers, which a follower gets as one. They are copied straight into the memory that it reads, and must
+    ///         not be written to meanwhile.
+    ///
     /// Raises:
     ///     RingError: A follower has spoilt the memory.
-    fn send(&self, py: Python<'_>, data: &[u8]) -> PyResult<()> {
-        py.detach(|| self.lead.command(data)).map_err(from_ring)
+    ///     ValueError: A buffer is not contiguous.
+    #[expect(unsafe_code, reason = "views over the parts' memory")]
+    #[expect(
+        clippy::needless_pass_by_value,
+        reason = "arguments from Python are owned"
+    )]
+    fn send(&self, py: Python<'_>, parts: Vec<PyBuffer<u8>>) -> PyResult<()> {
+        if !parts.iter().all(|part| part.is_c_contiguous()) {
+            return Err(PyValueError::new_err("a part is not contiguous"));
+        }
+        let parts: Vec<&[u8]> = parts
+            .iter()
+            .filter(|part| part.len_bytes() > 0)
+            .map(|part| {
+                // SAFETY: contiguous and so long; the `PyBuffer` keeps its memory alive. By the docstring nothing writes to it:
+                // it is an object of bytes, or pixels of an open batch, which nothing changes.
+                unsafe { std::slice::from_raw_parts(part.buf_ptr().cast::<u8>(), part.len_bytes()) }
+            })
+            .collect();
+        py.detach(|| self.lead.command(&parts)).map_err(from_ring)
     }
 
     /// Hands the first `end` bytes of the staging block to the followers.

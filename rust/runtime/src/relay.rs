@@ -106,12 +106,12 @@ impl<'c, 'a> Relay<'c, 'a> {
     }
 
     fn send(&mut self, laid: Laid<'c>) -> Result<(), Failure> {
-        let frame = laid.frame?;
+        // First: the scheduler counts them as made, even where the frame could not be laid out.
         let copies_us = match laid.copies {
             Some(copies) => copy(&mut self.link, &copies)?,
             None => laid.copies_us,
         };
-        let frame = self.link.send(frame)?;
+        let frame = self.link.send(laid.frame?)?;
         self.flight = Some(Sent { frame, copies_us });
         Ok(())
     }

@@ -199,6 +199,14 @@ impl Replica {
         Ok(())
     }
 
+    /// Ends what is too late; for the time in which there is no driver, and so no step.
+    pub(crate) fn expire(&mut self) {
+        let now = self.now();
+        if let Some(scheduler) = &mut self.scheduler {
+            scheduler.expire(now);
+        }
+    }
+
     /// Answers a request that no scheduler has.
     fn refuse(&self, id: u64, samples: u32, end: &End) {
         for sample in 0..samples.clamp(1, 1024) {

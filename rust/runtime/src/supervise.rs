@@ -84,6 +84,7 @@ impl Replica {
                 break caps;
             }
             self.take_commands()?;
+            self.expire();
             self.publish();
         };
         self.prepare(&caps)?;

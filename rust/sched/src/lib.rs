@@ -17,6 +17,7 @@
 //! | [`Scheduler::driver_lost`] | instead | the driver and its KV are gone; every request is computed again from its tokens |
 //! | [`Scheduler::outputs`] | after any of these | tokens and ends since the last call |
 //! | [`Scheduler::next_deadline`] | before waiting | when `step` wants to be called although nothing else happened |
+//! | [`Scheduler::expire`] | while there is no driver | ends what is too late, as `step` does |
 //! | [`Scheduler::end_session`], [`Scheduler::flush`] | any time | lets kept pages go |
 //! | [`Scheduler::stats`], [`Scheduler::audit`] | any time | counts; whether all books are right |
 //!

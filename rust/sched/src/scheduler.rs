@@ -342,13 +342,14 @@ impl<S> Scheduler<S> {
         self.outputs.clear();
     }
 
-    /// The earliest deadline. [`step`](Self::step) ends requests whose deadline has passed, even if it gives nothing.
+    /// The earliest deadline. [`step`](Self::step) and [`expire`](Self::expire) end requests whose deadline has passed.
     pub fn next_deadline(&self) -> Option<u64> {
         self.deadline
     }
 
-    /// Ends the requests whose deadline has passed.
-    pub(crate) fn expire(&mut self, now: u64) {
+    /// Ends the requests whose deadline has passed, as [`Finish::Deadline`]; [`step`](Self::step) does so, too. For times in
+    /// which no step is asked for, as while a driver is being started.
+    pub fn expire(&mut self, now: u64) {
         if self.deadline.is_none_or(|deadline| now < deadline) {
             return;
         }

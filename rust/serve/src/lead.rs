@@ -47,12 +47,12 @@ impl Lead {
         self.lock().fd().as_raw_fd()
     }
 
-    /// Has the followers do what their [`Follow::next`](crate::Follow::next) returns.
+    /// Has the followers do what their [`Follow::next`](crate::Follow::next) returns: `parts`, one after the other.
     ///
     /// # Errors
     /// [`BroadcastError`] when a follower has damaged the memory.
-    pub fn command(&self, data: &[u8]) -> Result<(), BroadcastError> {
-        self.lock().send(COMMAND, &[data])
+    pub fn command(&self, parts: &[&[u8]]) -> Result<(), BroadcastError> {
+        self.lock().send(COMMAND, parts)
     }
 
     /// Gives the followers the beginning of the staging block.

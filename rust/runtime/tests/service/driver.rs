@@ -4,6 +4,7 @@
 use std::collections::HashMap;
 use std::fs::{self, OpenOptions};
 use std::io::Write;
+use std::path::Path;
 use std::process;
 use std::thread;
 use std::time::Duration;
@@ -48,6 +49,10 @@ struct Behaviour {
     slow: u64,
     /// Has less pages from its second start on.
     shrink: bool,
+    /// Is not ready, from its second start on, before a file `ready` lies where its starts are counted.
+    waits: bool,
+    /// Bytes of a slot's request.
+    slot_bytes: Option<u32>,
 }
 
 impl Behaviour {
@@ -65,6 +70,8 @@ impl Behaviour {
                 "empty" => behaviour.empty = Some(value),
                 "slow" => behaviour.slow = value.into(),
                 "shrink" => behaviour.shrink = true,
+                "waits" => behaviour.waits = true,
+                "slot-bytes" => behaviour.slot_bytes = Some(value),
                 "serve" => {}
                 _ => panic!("{name}"),
             }
@@ -81,9 +88,13 @@ pub(crate) fn main(config: &str) {
     let mut file = OpenOptions::new()
         .create(true)
         .append(true)
-        .open(starts)
+        .open(&starts)
         .unwrap();
     writeln!(file, "{}", process::id()).unwrap();
+    let ready = Path::new(&starts).with_file_name("ready");
+    while behaviour.waits && start > 1 && !ready.exists() {
+        thread::sleep(Duration::from_millis(5));
+    }
     if behaviour.die_early_from.is_some_and(|from| start >= from) {
         eprintln!("no GPU here");
         process::exit(9);
@@ -106,7 +117,8 @@ fn serve(group: i64, behaviour: Behaviour, start: u32) {
     let name = format!("/pie_shmem_g{group}");
     let abort = pie_wire::abort_frame(0);
     let mut ring = ServerConfig::new(&name, pie_wire::SCHEMA_HASH, abort.to_vec());
-    ring.layout = RegionLayout::new(2, 1 << 16, 1 << 16).unwrap();
+    let request = behaviour.slot_bytes.unwrap_or(1 << 16);
+    ring.layout = RegionLayout::new(2, request, 1 << 16).unwrap();
     let mut server = Server::create(&ring, &guard).unwrap();
     let shrunk = u32::from(behaviour.shrink && start > 1);
     let caps = json!({

@@ -271,6 +271,57 @@ fn a_driver_that_is_killed_from_outside_is_replaced() {
 }
 
 #[test]
+fn deadlines_pass_while_a_driver_is_being_started_again() {
+    let bench = Bench::ready("die-at=2 waits");
+    let arrival = Arrival::new(0, vec![1, 2, 3], GREEDY, 60);
+    let late = bench
+        .service
+        .submit(arrival, Some(Duration::from_secs(1)))
+        .unwrap();
+    let patient = bench.submit(&[4, 5, 6], 9);
+    let stories = bench.collect(1);
+    let story = &stories[&(late, 0)];
+    assert_eq!(story.end, Some(End::Deadline), "{}", bench.log());
+    assert!(expected(&[1, 2, 3], 60).starts_with(&story.tokens));
+    // There still is no driver.
+    assert_eq!(bench.restarts(), 1);
+    assert!(bench.service.poll(Duration::ZERO).is_empty());
+    fs::write(bench.folder.path().join("ready"), "").unwrap();
+    let mut rest = stories;
+    bench.collect_into(&mut rest, 2);
+    assert_eq!(rest[&(patient, 0)].tokens, expected(&[4, 5, 6], 9));
+}
+
+/// The scheduler takes copies before a step for made once the step in front of it is answered.
+#[test]
+fn pages_are_copied_also_where_the_frame_after_them_cannot_be_sent() {
+    let bench = Bench::ready("slot-bytes=2048");
+    let all: Vec<_> = (0..8).flat_map(|_| prompts(23)).collect();
+    let submit = |(index, (prompt, output)): (usize, &(Vec<u32>, u32))| {
+        let mut arrival = Arrival::new(0, prompt.clone(), GREEDY, *output);
+        if index % 8 == 7 {
+            // More than a slot takes to forbid.
+            arrival.ends.min_tokens = *output;
+            arrival.ends.stop_tokens = (0..400).map(|at| 2 * at).collect();
+        }
+        bench.service.submit(arrival, None).unwrap()
+    };
+    let ids: Vec<u64> = all.iter().enumerate().map(submit).collect();
+    let stories = bench.collect(ids.len());
+    let log = bench.log();
+    assert!(log.contains("a step failed"), "{log}");
+    assert!(!log.contains("is wrong") && bench.restarts() == 0, "{log}");
+    let mut served = 0;
+    for (id, (prompt, output)) in ids.iter().zip(&all) {
+        let story = &stories[&(*id, 0)];
+        let whole = expected(prompt, *output);
+        assert!(whole.starts_with(&story.tokens), "of {prompt:?}");
+        served += u32::from(story.end == Some(End::Length));
+    }
+    assert!(served > 40, "{served}");
+}
+
+#[test]
 fn a_driver_that_is_stuck_is_killed_and_replaced() {
     let bench = Bench::start("stuck-at=5", |settings| {
         settings.drivers[0].answer_timeout = Duration::from_millis(700);

@@ -112,7 +112,7 @@ fn every_rank_launches_what_the_leader_launches() {
     assert!(told.is_empty(), "{told:?}");
     let rows = |answer: &Answer| answer.as_ref().unwrap().len();
     assert_eq!(answers.iter().map(rows).collect::<Vec<_>>(), [2, 2, 1, 6]);
-    lead.command(b"end").unwrap();
+    lead.command(&[b"end"]).unwrap();
     assert_eq!(seen.graphs(), [1, 2, 0, 2]);
     for (other, launched) in others {
         assert!(other.thread.join().unwrap().is_none());
@@ -126,11 +126,11 @@ fn commands_and_blocks_come_in_their_order() {
     let other = follower(&lead, 0, None);
     let long = vec![5; 1 << 20];
     lead.block(&[1; 64]).unwrap();
-    lead.command(b"first").unwrap();
+    lead.command(&[b"fi", b"rst"]).unwrap();
     lead.block(&[2; 10]).unwrap();
-    lead.command(b"").unwrap();
-    lead.command(&long).unwrap();
-    lead.command(b"end").unwrap();
+    lead.command(&[]).unwrap();
+    lead.command(&[&long]).unwrap();
+    lead.command(&[b"end"]).unwrap();
     let half = [vec![2; 10], vec![1; 54]].concat();
     let expected = [
         (b"first".to_vec(), vec![1; 64]),
@@ -155,7 +155,7 @@ fn a_step_that_fails_on_the_leader_is_the_end() {
         matches!(&told[..], [text] if text.starts_with("lost: ") && text.contains("dead")),
         "{told:?}"
     );
-    lead.command(b"end").unwrap();
+    lead.command(&[b"end"]).unwrap();
     assert!(other.thread.join().unwrap().is_none());
 }
 
