@@ -185,8 +185,13 @@ def _config(snapshot: str) -> Any:
     import json
     from types import SimpleNamespace
 
+    from pie_driver_sglang.config.option_checks import parse_options
+
     hf_config = json.loads((Path(snapshot) / "config.json").read_text())
-    return SimpleNamespace(model=SimpleNamespace(snapshot_dir=Path(snapshot), hf_config=hf_config))
+    return SimpleNamespace(
+        model=SimpleNamespace(snapshot_dir=Path(snapshot), hf_config=hf_config),
+        driver=SimpleNamespace(options=parse_options({}, "cpu")),
+    )
 
 
 class _NoDrafts:

@@ -35,7 +35,7 @@ SHARED_NAMES: Final = {
 #: What a room may import besides Python's own library, itself and `errors`.
 ROOMS: Final[Mapping[str, frozenset[str]]] = {
     "config": frozenset({"msgspec"}),
-    "memory": frozenset({"psutil"}),
+    "memory": frozenset({"config", "psutil"}),
     "checkpoint": frozenset({"memory", "numpy"}),
     "kernels": frozenset({"torch", "triton"}),
     "sampling": frozenset({"kernels", "torch"}),

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from pie_driver_sglang.memory.sizes import Shape
 from pie_driver_sglang.memory.types import ANY_RANKS, EVERYWHERE, Part
 
 ONLINE_BYTES: Final[Mapping[str, float]] = {
@@ -86,6 +87,26 @@ class Loading(NamedTuple):
     """Whether the checkpoint is quantized, so that its tensors keep their dtype."""
     online: str | None = None
     """A method of `ONLINE_BYTES`, by which SGLang quantizes linear layers."""
+
+
+def loading_of(shape: Shape, itemsize: int, *, quantized: bool, method: str | None) -> Loading:
+    """How a model's checkpoint is loaded.
+
+    Args:
+        shape: The model's.
+        itemsize: Bytes of an activation.
+        quantized: Whether the checkpoint is.
+        method: The quantization that the configuration names.
+    """
+    return Loading(
+        itemsize=itemsize,
+        layers=shape.layers,
+        kv_heads=max(1, shape.kv_heads),
+        vocabulary=shape.vocabulary,
+        tied=shape.tied,
+        quantized=quantized,
+        online=method if method in ONLINE_BYTES else None,
+    )
 
 
 def read_tensors(folder: Path, itemsize: int) -> list[Tensor]:

@@ -1,6 +1,6 @@
 """The sizes of a model by its `config.json`, and what they mean for the memory plan.
 
-It is what a plan without SGLang knows of a model. `srt/measure.py` finds the same sizes in SGLang's
+It is what a plan without SGLang knows of a model. `srt/measure.py` finds the same shape in SGLang's
 `ModelConfig` when a driver starts; a test holds the two to each other.
 """
 
@@ -12,35 +12,21 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from pie_driver_sglang.checkpoint.weights import (
-    ONLINE_BYTES,
     DamagedError,
     Loading,
     Tensor,
+    loading_of,
     read_tensors,
     weight_parts,
 )
-from pie_driver_sglang.config.arch import context_length, takes_images, text_config, vocab_size
+from pie_driver_sglang.config.arch import context_length, text_config, vocab_size
 from pie_driver_sglang.config.options import DriverOptions
 from pie_driver_sglang.errors import ConfigError, quoted
-from pie_driver_sglang.memory.limits import MAX_SLOTS, chunk_tokens
-from pie_driver_sglang.memory.types import (
-    ANY_RANKS,
-    EVERYWHERE,
-    Device,
-    MemorySettings,
-    ModelSizes,
-    Part,
-)
+from pie_driver_sglang.memory.sizes import Shape, memory_settings, rotary_part, sizes_of_shape
+from pie_driver_sglang.memory.types import ANY_RANKS, Device, MemorySettings, ModelSizes, Part
 
 ITEMSIZES: Final = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 """Bytes of a number, by torch's names."""
-_FLASHINFER_BYTES: Final = 512 << 20
-"""SGLang's workspace for flashinfer."""
-_ROTARY_ROOM: Final = 256
-"""Rows that SGLang's rotary tables have beyond the context."""
-_ENCODER_COPIES: Final = 12
-"""Hidden states' worth of what a layer of a vision encoder holds for a patch. A guess."""
-
 _LATENT_HEAD: Final = 256
 """What SGLang takes for the width of a head where attention is latent."""
 _RECURRENT_KEYS: Final = (
@@ -54,37 +40,6 @@ _RECURRENT_KEYS: Final = (
 _ATTENDING: Final = frozenset(
     {"attention", "chunked_attention", "full_attention", "sliding_attention"}
 )
-_ADAPTED: Final = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-_FUSED_ADAPTERS: Final = (
-    ("q_proj", "k_proj", "v_proj", "qkv_proj"),
-    ("gate_proj", "up_proj", "gate_up_proj"),
-)
-
-
-class Shape(NamedTuple):
-    """Numbers of a model's `config.json`."""
-
-    hidden_size: int
-    layers: int
-    vocabulary: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    v_head_dim: int
-    latent: int
-    """Numbers of a token and layer where attention is latent; 0 where it is not."""
-    inner: int
-    """Width of the widest dense MLP."""
-    experts: int
-    chosen_experts: int
-    """Of a token."""
-    expert_inner: int
-    tied: bool
-    """Whether the LM head is the embedding table."""
-    positions: int
-    """That the rotary tables have rows for."""
-    rotary_dim: int
-    rotary_tables: int
 
 
 class WeightSizes(NamedTuple):
@@ -105,6 +60,7 @@ def read_shape(hf_config: Mapping[str, Any]) -> Shape:
     text = text_config(hf_config)
     _refuse_recurrent(text, hf_config)
     hidden = _number(text, "hidden_size", "n_embd", "d_model")
+    layers = _number(text, "num_hidden_layers", "n_layer", "n_layers", "num_layers")
     heads = _number(text, "num_attention_heads", "n_head", "n_heads")
     latent = text.get("kv_lora_rank")
     head_dim = text.get("head_dim") or hidden // heads
@@ -113,7 +69,8 @@ def read_shape(hf_config: Mapping[str, Any]) -> Shape:
     inner = _most(text, "intermediate_size", "ffn_hidden_size", "n_inner") or 4 * hidden
     return Shape(
         hidden_size=hidden,
-        layers=_number(text, "num_hidden_layers", "n_layer", "n_layers", "num_layers"),
+        layers=layers,
+        kv_layers=layers,
         vocabulary=vocab_size(hf_config) or _number(text, "vocab_size"),
         heads=heads,
         kv_heads=_kv_heads(text, heads),
@@ -151,22 +108,13 @@ def model_of(
     """
     itemsize = ITEMSIZES[dtype]
     context = options.context_length or context_length(hf_config)
-    # SGLang's GPU kernels take these in float32.
-    rotary_itemsize = itemsize if on_host else ITEMSIZES["float32"]
-    return ModelSizes(
-        weights=(*weights, Part(rotary_bytes(shape, context, rotary_itemsize), EVERYWHERE)),
-        token_bytes=token_bytes(shape, kv_itemsize(options.kv_cache_dtype, itemsize)),
-        row_numbers=row_numbers(shape),
+    return sizes_of_shape(
+        shape,
+        (*weights, rotary_part(shape, context, itemsize, on_host=on_host)),
+        options,
+        hf_config,
         itemsize=itemsize,
-        hidden_size=shape.hidden_size,
-        layers=shape.layers,
-        vocabulary=shape.vocabulary,
-        heads=shape.heads,
-        head_dim=shape.head_dim,
-        adapter_bytes=adapter_bytes(shape, options.lora_target_modules, itemsize)
-        if options.enable_lora
-        else 0,
-        image_bytes=image_bytes(hf_config, itemsize),
+        kv_itemsize=kv_itemsize(options.kv_cache_dtype, itemsize),
     )
 
 
@@ -174,28 +122,18 @@ def settings_for(
     options: DriverOptions, hf_config: Mapping[str, Any], device: Device, ranks: int
 ) -> MemorySettings:
     """What the configuration of a driver means for the plan."""
-    prefill, decode = (
-        options.server_args.get(f"{kind}_attention_backend", options.attention_backend)
-        for kind in ("prefill", "decode")
-    )
-    own = options.paged_decode is not False
-    kind = "cpu" if device.is_host else "cuda"
-    return MemorySettings(
+    passed = options.server_args
+    return memory_settings(
+        options,
+        device,
+        ranks,
         context_length=options.context_length or context_length(hf_config),
         page_size=options.page_size,
-        requests=options.max_forward_requests,
-        chunk_tokens=chunk_tokens(kind, device.total, options.chunked_prefill_size),
-        slots=MAX_SLOTS,
-        ranks=ranks,
-        fraction=options.mem_fraction_static,
-        captures=not options.disable_cuda_graph and (own or decode == "triton"),
-        prompts=own and ranks == 1,
-        triton_tables="triton" in (prefill, decode) and not own,
-        workspace_bytes=_FLASHINFER_BYTES if "flashinfer" in (prefill, decode) else 0,
-        swap_bytes=(options.cpu_mem_budget_in_gb << 30) // ranks,
-        adapter_slots=options.max_loras_per_batch if options.enable_lora else 0,
-        adapter_rank=options.max_lora_rank,
-        image_tokens=options.max_image_tokens,
+        backends=(
+            passed.get("prefill_attention_backend", options.attention_backend),
+            passed.get("decode_attention_backend", options.attention_backend),
+        ),
+        deterministic=bool(passed.get("enable_deterministic_inference")),
     )
 
 
@@ -214,15 +152,11 @@ def read_weights(
     Raises:
         ConfigError: A file is damaged; or there is none, and the shape does not tell.
     """
-    method = options.server_args.get("quantization")
-    loading = Loading(
-        itemsize=ITEMSIZES[dtype],
-        layers=shape.layers,
-        kv_heads=max(1, shape.kv_heads),
-        vocabulary=shape.vocabulary,
-        tied=shape.tied,
+    loading = loading_of(
+        shape,
+        ITEMSIZES[dtype],
         quantized=bool(hf_config.get("quantization_config")),
-        online=method if method in ONLINE_BYTES else None,
+        method=options.server_args.get("quantization"),
     )
     stored = hf_config.get("dtype") or hf_config.get("torch_dtype") or dtype
     try:
@@ -238,74 +172,11 @@ def read_weights(
     return WeightSizes(weight_parts(tensors, loading), "the shape in config.json: an estimate")
 
 
-def token_bytes(shape: Shape, itemsize: int) -> Part:
-    """Keys and values of a token in all layers."""
-    if shape.latent:
-        return Part(shape.layers * shape.latent * itemsize, EVERYWHERE)
-    width = shape.head_dim + shape.v_head_dim
-    return Part(shape.layers * shape.kv_heads * width * itemsize, shape.kv_heads)
-
-
 def kv_itemsize(kv_cache_dtype: str, activation: int) -> int:
     """Bytes of a number in the KV pool."""
     if kv_cache_dtype == "auto":
         return activation
     return 2 if kv_cache_dtype in ("bf16", "bfloat16") else 1
-
-
-def row_numbers(shape: Shape) -> tuple[Part, ...]:
-    """What attention or an MLP holds for a row, whichever is more; experts count with copies."""
-    attention = 2 * shape.heads * shape.head_dim
-    attention += shape.kv_heads * (shape.head_dim + shape.v_head_dim)
-    # Gate, up and their product.
-    dense, expert = 3 * shape.inner, 3 * shape.expert_inner
-    divided = max(attention, dense, shape.chosen_experts * expert)
-    copied = shape.chosen_experts * shape.hidden_size
-    return (Part(divided, ANY_RANKS), Part(copied, EVERYWHERE))
-
-
-def rotary_bytes(shape: Shape, context: int, itemsize: int) -> int:
-    """SGLang's tables of sines and cosines, one for each kind of layer."""
-    rows = max(shape.positions, context) + _ROTARY_ROOM
-    return shape.rotary_tables * rows * shape.rotary_dim * itemsize
-
-
-def adapter_bytes(shape: Shape, named: Sequence[str], itemsize: int) -> int:
-    """A slot for rank 1: an input and an output for each layer that adapters may change.
-
-    Args:
-        shape: The model's.
-        named: The option `lora_target_modules`.
-        itemsize: Bytes of an activation.
-    """
-    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    sizes = (queries, keys, keys, queries, shape.inner, shape.inner, shape.inner)
-    outputs = dict(zip(_ADAPTED, sizes, strict=True))
-    # SGLang keeps adapters of fused layers together, whichever of them is named.
-    groups = (next((x for x in _FUSED_ADAPTERS if name in x), (name,)) for name in named)
-    targets = {part for group in groups for part in group}
-    everything = "all" in targets
-    if shape.chosen_experts:
-        # Experts take no adapters.
-        outputs = {name: outputs[name] for name in _ADAPTED[:4]}
-    layer = sum(
-        shape.hidden_size + size for name, size in outputs.items() if everything or name in targets
-    )
-    # Where both are named SGLang keeps both twice.
-    ends = sum(everything or name in targets for name in ("embed_tokens", "lm_head")) ** 2
-    return (layer * shape.layers + ends * (shape.hidden_size + shape.vocabulary)) * itemsize
-
-
-def image_bytes(hf_config: Mapping[str, Any], itemsize: int) -> int:
-    """Activations of a vision encoder for one token of an image, and its pixels."""
-    vision = hf_config.get("vision_config")
-    if not takes_images(hf_config) or not isinstance(vision, Mapping):
-        return 0
-    merge = int(vision.get("spatial_merge_size") or 2)
-    width = int(vision.get("hidden_size") or 1152)
-    inner = int(vision.get("intermediate_size") or 4 * width)
-    pixels = 4 * 3 * 2 * int(vision.get("patch_size") or 16) ** 2
-    return merge**2 * ((_ENCODER_COPIES * width + 2 * inner) * itemsize + pixels)
 
 
 def _refuse_recurrent(text: Mapping[str, Any], hf_config: Mapping[str, Any]) -> None:

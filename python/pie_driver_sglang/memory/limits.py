@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
+from pie_driver_sglang.config.options import PAGED_DECODE
+
 CHUNK_TOKENS: Final = {"cpu": 2048, "cuda": 8192}
 """Most tokens of one pass, unless `chunked_prefill_size` is set."""
 LARGE_BYTES: Final = 90 << 30
@@ -16,6 +18,9 @@ LONGEST_GRAPH: Final = 2304
 """Rows of the largest graph, unless one decode of each request needs more."""
 DRAFT_ROOM: Final = 64
 """Tokens after the last position that a request's drafts may occupy."""
+
+GRAPH_BACKENDS: Final = frozenset({"triton", PAGED_DECODE})
+"""Attention backends whose decodes can be captured: their metadata is made on the device alone."""
 
 
 def chunk_tokens(device_type: str, device_bytes: int, chunked_prefill_size: int | None) -> int:

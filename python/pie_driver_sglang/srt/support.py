@@ -10,6 +10,7 @@ import torch
 from pie_driver_sglang.config.options import PAGED_DECODE
 from pie_driver_sglang.config.server_args import SGLANG_VERSION
 from pie_driver_sglang.errors import StartError
+from pie_driver_sglang.memory.limits import GRAPH_BACKENDS
 from pie_driver_sglang.srt.seams.attention import attention_layers, has_fa3, is_plain
 from pie_driver_sglang.srt.seams.model import is_from_transformers, resolved, uses_latent_attention
 from pie_driver_sglang.srt.seams.pools import (
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-GRAPH_BACKENDS = frozenset({"triton", PAGED_DECODE})
-"""Attention backends whose decode metadata is made on the device alone."""
 QUANTIZED_CHECKPOINTS = frozenset({"w8a8_int8", "auto-round-int8", "blockwise_int8", "w4afp8"})
 """Methods that take a checkpoint's numbers for quantized ones, whatever they are."""
 

@@ -1,0 +1,215 @@
+"""The sizes of a model by the numbers of its shape: one set of formulas for every memory plan.
+
+`cli/model_sizes.py` reads a shape from `config.json`, for a plan without SGLang; `srt/measure.py`
+reads one from SGLang's `ModelConfig`, when a driver starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+from pie_driver_sglang.config.arch import takes_images
+from pie_driver_sglang.config.options import DriverOptions
+from pie_driver_sglang.memory.limits import GRAPH_BACKENDS, MAX_SLOTS, chunk_tokens
+from pie_driver_sglang.memory.types import (
+    ANY_RANKS,
+    EVERYWHERE,
+    Device,
+    MemorySettings,
+    ModelSizes,
+    Part,
+)
+
+FLASHINFER_BYTES: Final = 512 << 20
+"""SGLang's workspace for flashinfer: some models take less."""
+DETERMINISTIC_BYTES: Final = 2 << 30
+"""The same with `enable_deterministic_inference`."""
+ROTARY_ROOM: Final = 256
+"""Rows that SGLang's rotary tables have beyond the context."""
+RECURRENT_COPIES: Final = 12
+"""Hidden states' worth of what a recurrent layer holds at once. A guess."""
+ENCODER_COPIES: Final = 12
+"""The same of a vision encoder's layer, for each patch. A guess."""
+_FLOAT32_BYTES: Final = 4
+_ATTENTION_PROJECTIONS: Final = ("q_proj", "k_proj", "v_proj", "o_proj")
+_MLP_PROJECTIONS: Final = ("gate_proj", "up_proj", "down_proj")
+_FUSED_PROJECTIONS: Final = (
+    ("q_proj", "k_proj", "v_proj", "qkv_proj"),
+    ("gate_proj", "up_proj", "gate_up_proj"),
+)
+"""Layers whose adapters SGLang keeps together, whichever of them is named."""
+
+
+class Shape(NamedTuple):
+    """Numbers of a model, over all ranks."""
+
+    hidden_size: int
+    layers: int
+    kv_layers: int
+    """Layers with keys and values."""
+    vocabulary: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    latent: int
+    """Numbers of a token and layer where attention is latent; 0 where it is not."""
+    inner: int
+    """Width of the widest dense MLP."""
+    experts: int
+    """Of a layer; 0 without."""
+    chosen_experts: int
+    """Of a token."""
+    expert_inner: int
+    tied: bool
+    """Whether the LM head is the embedding table."""
+    positions: int
+    """That the rotary tables have rows for, besides the context's."""
+    rotary_dim: int
+    rotary_tables: int
+    recurrent: bool = False
+    """Whether some layers keep recurrent state."""
+
+
+def sizes_of_shape(
+    shape: Shape,
+    weights: Sequence[Part],
+    options: DriverOptions,
+    hf_config: Mapping[str, Any],
+    *,
+    itemsize: int,
+    kv_itemsize: int,
+    state_bytes: int = 0,
+) -> ModelSizes:
+    """What the plan needs of a model.
+
+    Args:
+        shape: The model's.
+        weights: All that is loaded, rotary tables included.
+        options: The driver's.
+        hf_config: The model's `config.json`.
+        itemsize: Bytes of an activation.
+        kv_itemsize: Bytes of a number in the KV pool.
+        state_bytes: Recurrent state of a request, in one rank.
+    """
+    adapters = adapter_bytes(shape, options.lora_target_modules, itemsize)
+    return ModelSizes(
+        weights=tuple(weights),
+        token_bytes=token_bytes(shape, kv_itemsize),
+        row_numbers=row_numbers(shape),
+        itemsize=itemsize,
+        hidden_size=shape.hidden_size,
+        layers=shape.layers,
+        vocabulary=shape.vocabulary,
+        heads=shape.heads,
+        head_dim=shape.head_dim,
+        state_bytes=state_bytes,
+        adapter_bytes=adapters if options.enable_lora else 0,
+        image_bytes=image_bytes(hf_config, itemsize),
+    )
+
+
+def memory_settings(
+    options: DriverOptions,
+    device: Device,
+    ranks: int,
+    *,
+    context_length: int,
+    page_size: int,
+    backends: tuple[str | None, str | None],
+    deterministic: bool,
+) -> MemorySettings:
+    """What the configuration of a driver means for the plan.
+
+    Args:
+        options: The driver's.
+        device: A rank's.
+        ranks: Devices that share the model.
+        context_length: Positions of a context.
+        page_size: Tokens of a page.
+        backends: The attention backends of prefills and of decodes.
+        deterministic: Whether sums do not depend on the batch.
+    """
+    own = options.paged_decode is not False
+    workspace = DETERMINISTIC_BYTES if deterministic else FLASHINFER_BYTES
+    kind = "cpu" if device.is_host else "cuda"
+    return MemorySettings(
+        context_length=context_length,
+        page_size=page_size,
+        requests=options.max_forward_requests,
+        chunk_tokens=chunk_tokens(kind, device.total, options.chunked_prefill_size),
+        slots=MAX_SLOTS,
+        ranks=ranks,
+        fraction=options.mem_fraction_static,
+        captures=not options.disable_cuda_graph and (own or backends[1] in GRAPH_BACKENDS),
+        prompts=own and ranks == 1,
+        triton_tables="triton" in backends and not own,
+        workspace_bytes=workspace if "flashinfer" in backends else 0,
+        swap_bytes=(options.cpu_mem_budget_in_gb << 30) // ranks,
+        adapter_slots=options.max_loras_per_batch if options.enable_lora else 0,
+        adapter_rank=options.max_lora_rank,
+        image_tokens=options.max_image_tokens,
+    )
+
+
+def token_bytes(shape: Shape, itemsize: int) -> Part:
+    """Keys and values of a token in all layers, as SGLang's `DefaultPoolConfigurator` counts."""
+    if shape.latent:
+        return Part(shape.kv_layers * shape.latent * itemsize, EVERYWHERE)
+    width = shape.head_dim + shape.v_head_dim
+    return Part(shape.kv_layers * shape.kv_heads * width * itemsize, shape.kv_heads)
+
+
+def row_numbers(shape: Shape) -> tuple[Part, ...]:
+    """What attention or an MLP holds for a row, whichever is more; experts count with copies."""
+    attention = 2 * shape.heads * shape.head_dim
+    attention += shape.kv_heads * (shape.head_dim + shape.v_head_dim)
+    # Gate, up and their product.
+    dense, expert = 3 * shape.inner, 3 * shape.expert_inner
+    divided = max(attention, dense, shape.chosen_experts * expert)
+    copies = shape.chosen_experts + (RECURRENT_COPIES if shape.recurrent else 0)
+    return (Part(divided, ANY_RANKS), Part(copies * shape.hidden_size, EVERYWHERE))
+
+
+def rotary_part(shape: Shape, context: int, itemsize: int, *, on_host: bool) -> Part:
+    """SGLang's tables of sines and cosines: one for each kind of layer, in float32 on a GPU."""
+    rows = max(shape.positions, context) + ROTARY_ROOM
+    numbers = shape.rotary_tables * rows * shape.rotary_dim
+    return Part(numbers * (itemsize if on_host else _FLOAT32_BYTES), EVERYWHERE)
+
+
+def adapter_bytes(shape: Shape, named: Sequence[str], itemsize: int) -> int:
+    """A slot for rank 1: an input and an output for each layer that adapters may change.
+
+    Args:
+        shape: The model's.
+        named: The option `lora_target_modules`.
+        itemsize: Bytes of an activation.
+    """
+    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    outputs = dict(zip(_ATTENTION_PROJECTIONS, (queries, keys, keys, queries), strict=True))
+    if not shape.chosen_experts:
+        # Experts take no adapters.
+        outputs |= dict.fromkeys(_MLP_PROJECTIONS, shape.inner)
+    groups = (next((x for x in _FUSED_PROJECTIONS if name in x), (name,)) for name in named)
+    targets = {part for group in groups for part in group}
+    everything = "all" in targets
+    layer = sum(
+        shape.hidden_size + size for name, size in outputs.items() if everything or name in targets
+    )
+    # Where both are named SGLang keeps both twice.
+    ends = sum(everything or name in targets for name in ("embed_tokens", "lm_head")) ** 2
+    return (layer * shape.layers + ends * (shape.hidden_size + shape.vocabulary)) * itemsize
+
+
+def image_bytes(hf_config: Mapping[str, Any], itemsize: int) -> int:
+    """Activations of a vision encoder for one token of an image, and its pixels."""
+    vision = hf_config.get("vision_config")
+    if not takes_images(hf_config) or not isinstance(vision, Mapping):
+        return 0
+    merge = int(vision.get("spatial_merge_size") or 2)
+    width = int(vision.get("hidden_size") or 1152)
+    inner = int(vision.get("intermediate_size") or 4 * width)
+    pixels = 4 * 3 * 2 * int(vision.get("patch_size") or 16) ** 2
+    return merge**2 * ((ENCODER_COPIES * width + 2 * inner) * itemsize + pixels)
