@@ -6,6 +6,7 @@
 //! | `args`, `config` | the command line, and the driver's settings made of it |
 //! | `pages`, `context` | the runtime's state: free pages, sequences |
 //! | `steps`, `throughput`, `drafts`, `sampler`, `prompts` | the workloads |
+//! | `plans` | a test: the throughput workload's plan compared with that of the runtime's scheduler |
 //! | `summary`, `trace`, `report` | percentiles, the driver's own trace, tables and files |
 
 mod args;
@@ -14,6 +15,8 @@ mod context;
 mod drafts;
 mod error;
 mod pages;
+#[cfg(test)]
+mod plans;
 mod prompts;
 mod report;
 mod sampler;

@@ -19,14 +19,14 @@ use crate::summary::Summary;
 use crate::trace::now_us;
 
 /// The lengths of the standard workload, by `lengths.py`.
-const STANDARD: &str = include_str!("../lengths.json");
+pub(crate) const STANDARD: &str = include_str!("../lengths.json");
 
 /// Prompt and output length of every request.
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Lengths {
-    prompts: Vec<u32>,
-    outputs: Vec<u32>,
+    pub(crate) prompts: Vec<u32>,
+    pub(crate) outputs: Vec<u32>,
 }
 
 impl Lengths {
@@ -44,7 +44,7 @@ impl Lengths {
         Ok(lengths.first(args.requests.unwrap_or(usize::MAX)))
     }
 
-    fn parse(text: &str) -> Result<Self, LoadError> {
+    pub(crate) fn parse(text: &str) -> Result<Self, LoadError> {
         let wrong = |why: String| LoadError::Lengths(why);
         let lengths: Self = serde_json::from_str(text).map_err(|error| wrong(error.to_string()))?;
         if lengths.prompts.len() != lengths.outputs.len() {
@@ -168,7 +168,7 @@ fn figures(record: Record, seconds: f64, window: Range<f64>, lengths: &Lengths) 
 
 /// Forms frames: every running context, and the next ones as far as they fit. Pages for a whole output are promised when
 /// a context starts, so that none must be suspended.
-struct Scheduler<'a> {
+pub(crate) struct Scheduler<'a> {
     caps: &'a Capabilities,
     waiting: VecDeque<Context>,
     running: Vec<Context>,
@@ -177,7 +177,7 @@ struct Scheduler<'a> {
 }
 
 impl<'a> Scheduler<'a> {
-    fn new(
+    pub(crate) fn new(
         caps: &'a Capabilities,
         lengths: &Lengths,
         sampler: &SamplerMix,
@@ -232,12 +232,12 @@ impl<'a> Scheduler<'a> {
         Ok(Some(prepared))
     }
 
-    fn turns(&self) -> impl Iterator<Item = Turn<'_>> + Clone {
+    pub(crate) fn turns(&self) -> impl Iterator<Item = Turn<'_>> + Clone {
         self.running.iter().map(Context::turn)
     }
 
     /// Forms the next frame; false when all is done.
-    fn form(&mut self) -> Result<bool, LoadError> {
+    pub(crate) fn form(&mut self) -> Result<bool, LoadError> {
         let page_size = self.caps.kv_page_size;
         let mut room = Room::of(self.caps);
         for context in &self.running {
@@ -261,7 +261,7 @@ impl<'a> Scheduler<'a> {
 
     /// Moves on before the frame is answered: only which token each context gets is not known. The pages of those that end
     /// by it are free for the next frame, which the driver computes after this one.
-    fn advance(&mut self) {
+    pub(crate) fn advance(&mut self) {
         for (request, context) in self.running.iter_mut().enumerate() {
             context.advance(request);
         }

@@ -40,10 +40,13 @@ pub struct Arrival<S> {
     pub deadline: Option<u64>,
     /// Whether the driver may draft for it.
     pub drafts: bool,
+    /// Whether its tokens are wanted as they come: there is an output for each step, and [`Config::gap_us`](crate::Config::gap_us)
+    /// holds between them. Else each of its sequences has one output, at its end.
+    pub streams: bool,
 }
 
 impl<S> Arrival<S> {
-    /// A plain request for at most `max_tokens` tokens.
+    /// A plain request for at most `max_tokens` tokens, which streams.
     pub fn new(id: u64, prompt: Vec<u32>, sampling: S, max_tokens: u32) -> Self {
         Self {
             id,
@@ -60,6 +63,7 @@ impl<S> Arrival<S> {
             session: None,
             deadline: None,
             drafts: false,
+            streams: true,
         }
     }
 }

@@ -58,9 +58,9 @@ pub struct Config {
     pub max_running: u32,
     /// `max_queued_requests`: sequences that may wait.
     pub max_queued: Option<u32>,
-    /// The longest time, in µs, between two tokens of a running request that prompts of others may cause. The share of
-    /// prompts in a step follows from what steps took. A limit below twice the time of a step without prompts counts as
-    /// twice that time, so that prompts are served, too. 0: no limit.
+    /// The longest time, in µs, between two tokens of a running request that prompts of others may cause, if that
+    /// [`streams`](crate::Arrival::streams). The share of prompts in a step follows from what steps took. A limit below twice
+    /// the time of a step without prompts counts as twice that time, so that prompts are served, too. 0: no limit.
     pub gap_us: u64,
     /// Not `disable_radix_cache`: whether what was computed is kept for requests that begin alike.
     pub prefix_cache: bool,

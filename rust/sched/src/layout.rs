@@ -126,7 +126,13 @@ impl<S> Scheduler<S> {
     fn give_prompt_budget(&mut self, plan: &mut Plan, decodes_follow: bool) {
         let decodes = self.limits.max_forward_tokens - plan.tokens;
         let beside = self.config.chunk_tokens.saturating_sub(decodes);
-        let budget = self.pace.budget(decodes > 0 || decodes_follow);
+        let streams = |&slot: &usize| {
+            let sequence = &self.sequences[slot];
+            sequence.streams && sequence.decodes()
+        };
+        let streams =
+            plan.flight.load.streams || decodes_follow && self.running.iter().any(streams);
+        let budget = self.pace.budget(streams);
         plan.prompt = budget.min(beside.max(MIN_PROMPT)).min(plan.tokens);
     }
 
@@ -213,8 +219,14 @@ impl<S> Scheduler<S> {
             let affords = drafts > 0 && self.memory.available() >= plan.reserved + grown;
             let placed = affords && self.place(plan, slot, 1, drafts);
             let placed = placed || self.place(plan, slot, 1, 0);
-            plan.flight.load.decodes += u32::from(placed);
             left_out |= !placed;
+            if placed {
+                let sequence = &self.sequences[slot];
+                let load = &mut plan.flight.load;
+                load.decodes += 1;
+                load.context += u64::from(sequence.scheduled);
+                load.streams |= sequence.streams;
+            }
         }
         if left_out {
             self.take_turns();

@@ -23,14 +23,59 @@ impl Average {
     }
 }
 
+/// What steps without prompts take, by the tokens whose KV they read: an average for each doubling of these.
+#[derive(Debug)]
+struct Decodes {
+    /// Tokens and µs.
+    averages: [(Average, Average); u64::BITS as usize + 1],
+    /// Of the last steps, whatever they read.
+    latest: Average,
+}
+
+impl Decodes {
+    fn new() -> Self {
+        Self {
+            averages: [<(Average, Average)>::default(); u64::BITS as usize + 1],
+            latest: Average::default(),
+        }
+    }
+
+    fn add(&mut self, context: u64, took: f32) {
+        let (tokens, times) = &mut self.averages[(u64::BITS - context.leading_zeros()) as usize];
+        tokens.add(context as f32);
+        times.add(took);
+        self.latest.add(took);
+    }
+
+    /// The time of a step that reads so much: on the line through the two that are known next to it.
+    fn at(&self, context: u64) -> Option<f32> {
+        let context = context as f32;
+        let (mut first, mut second) = (None, None);
+        for (tokens, times) in &self.averages {
+            let Some(known) = tokens.0.zip(times.0) else {
+                continue;
+            };
+            (first, second) = (second, Some(known));
+            if known.0 > context && first.is_some() {
+                break;
+            }
+        }
+        let (Some((from, least)), Some((to, most))) = (first, second) else {
+            return second.map(|(_, time)| time);
+        };
+        // More to read never takes less; less than was ever read takes about as long as that.
+        let slope = ((most - least) / (to - from)).max(0.0);
+        Some(least + slope * (context - from).max(0.0))
+    }
+}
+
 /// Learnt costs.
 #[derive(Debug)]
 pub(crate) struct Pace {
     /// 0: no limit.
     gap_us: f32,
     chunk: f32,
-    /// Of a step without prompts, in µs.
-    decode: Average,
+    decodes: Decodes,
     /// Of a token of a prompt, in µs.
     token: Average,
     /// Of a page that is copied, in µs.
@@ -47,6 +92,10 @@ pub(crate) struct Load {
     pub(crate) decodes: u32,
     pub(crate) prompt_tokens: u32,
     pub(crate) copied_pages: u32,
+    /// Tokens whose KV the decodes read.
+    pub(crate) context: u64,
+    /// Whether a decode is of a stream.
+    pub(crate) streams: bool,
 }
 
 impl Pace {
@@ -55,7 +104,7 @@ impl Pace {
         Self {
             gap_us: gap_us as f32,
             chunk,
-            decode: Average::default(),
+            decodes: Decodes::new(),
             token: Average::default(),
             page: Average::default(),
             budget: FIRST_BUDGET.min(chunk),
@@ -63,9 +112,9 @@ impl Pace {
         }
     }
 
-    /// Most tokens of prompts for a step with or without decodes.
-    pub(crate) fn budget(&self, decodes: bool) -> u32 {
-        let limited = decodes && self.gap_us > 0.0;
+    /// Most tokens of prompts for a step with or without decodes of streams.
+    pub(crate) fn budget(&self, streams: bool) -> u32 {
+        let limited = streams && self.gap_us > 0.0;
         (if limited { self.budget } else { self.chunk }) as u32
     }
 
@@ -89,10 +138,10 @@ impl Pace {
         }
         let took = step_us.saturating_sub(copies_us) as f32;
         if load.prompt_tokens == 0 {
-            return self.decode.add(took);
+            return self.decodes.add(load.context, took);
         }
         let decode = if load.decodes > 0 {
-            self.decode.0
+            self.decodes.at(load.context)
         } else {
             Some(0.0)
         };
@@ -105,12 +154,17 @@ impl Pace {
         if load.prompt_tokens >= MIN_PROMPT {
             self.token.add(prompts / tokens);
         }
-        let room = self.gap_us.max(2.0 * self.decode.0.unwrap_or(0.0)) - decode;
-        if load.decodes > 0 {
+        let beside = if load.decodes > 0 {
+            decode
+        } else {
+            self.decodes.latest.0.unwrap_or(0.0)
+        };
+        let room = self.gap_us.max(2.0 * beside) - decode;
+        if load.streams {
             self.is_tried = true;
             self.adapt(tokens, (room / prompts).clamp(0.5, 1.25));
         } else if !self.is_tried && load.prompt_tokens >= MIN_PROMPT {
-            // As far as prompts alone can tell.
+            // As far as steps can tell that were not limited.
             let budget = room * tokens / prompts;
             self.budget = budget.clamp(self.least() as f32, self.chunk);
         }
@@ -139,6 +193,8 @@ mod tests {
             decodes,
             prompt_tokens,
             copied_pages: 0,
+            context: u64::from(decodes) * 100,
+            streams: decodes > 0,
         }
     }
 
@@ -178,6 +234,49 @@ mod tests {
         assert_eq!(pace.budget(true), 3000);
         let mut free = Pace::new(0, 8192);
         assert_eq!(settle(&mut free, 2000, 50.0), 8192);
+    }
+
+    /// Steps of few requests end a burst; the next one begins with many, and has no step without prompts for long.
+    #[test]
+    fn what_decodes_take_follows_from_what_they_read() {
+        let step = |context: u64| 900 + context / 40;
+        let mut pace = Pace::new(6000, 8192);
+        for requests in (1..=256).rev() {
+            let context = requests * 1000;
+            let load = Load {
+                context,
+                ..load(requests as u32, 0)
+            };
+            pace.learn(load, step(context), 0);
+        }
+        let busy = 200_000;
+        for _ in 0..60 {
+            let tokens = pace.budget(true);
+            let load = Load {
+                context: busy,
+                ..load(200, tokens)
+            };
+            pace.learn(load, step(busy) + u64::from(tokens) * 3, 0);
+        }
+        // As much time for prompts as decodes take, 5,900 µs.
+        let found = pace.budget(true);
+        assert!(found.abs_diff(1966) <= 400, "{found}");
+    }
+
+    /// Without streams there is no limit, and what was found for streams stays.
+    #[test]
+    fn steps_without_streams_do_not_change_what_streams_need() {
+        let mut pace = Pace::new(6000, 8192);
+        let found = settle(&mut pace, 2000, 10.0);
+        for _ in 0..20 {
+            let load = Load {
+                streams: false,
+                ..load(64, 8000)
+            };
+            pace.learn(load, 82_000, 0);
+        }
+        assert_eq!(pace.budget(true), found);
+        assert_eq!(pace.budget(false), 8192);
     }
 
     #[test]

@@ -435,12 +435,20 @@ impl<S> Scheduler<S> {
         Err(SchedError::Books("a sequence is lost".to_owned()))
     }
 
-    /// Gives out the last `new` tokens of a sequence.
+    /// Gives out the last `new` tokens of a sequence; of one that does not stream all of them, at its end.
     pub(crate) fn give_out(&mut self, slot: usize, new: usize, finish: Option<Finish>) {
-        let sequence = &self.sequences[slot];
-        let known = sequence.known() as usize;
-        let tokens = &sequence.tokens[known - new..known];
         self.counts.output_tokens += new as u64;
+        let sequence = &self.sequences[slot];
+        if !sequence.streams && finish.is_none() {
+            return;
+        }
+        let known = sequence.known() as usize;
+        let first = if sequence.streams {
+            known - new
+        } else {
+            sequence.prompt_len as usize
+        };
+        let tokens = &sequence.tokens[first..known];
         self.outputs.push(
             Entry {
                 id: sequence.id(),

@@ -52,6 +52,8 @@ pub(crate) struct Sequence<S> {
     max_tokens: u32,
     min_tokens: u32,
     drafts_wanted: bool,
+    /// Whether each step's tokens are given out.
+    pub(crate) streams: bool,
     pub(crate) sample: u32,
     pub(crate) context: u64,
     /// Its place in the order of arrival; no two have the same.
@@ -93,6 +95,7 @@ impl<S> Sequence<S> {
             max_tokens: shared.max_tokens,
             min_tokens: shared.arrival.ends.min_tokens,
             drafts_wanted: shared.arrival.drafts,
+            streams: shared.arrival.streams,
             shared,
             sample,
             context,

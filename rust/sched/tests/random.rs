@@ -26,8 +26,9 @@ fn ask() -> impl Strategy<Value = Event> {
         prop::bool::weighted(0.2),
         prop::bool::weighted(0.3),
         prop::bool::weighted(0.3),
+        prop::bool::weighted(0.3),
     );
-    (lengths, kinds, flags).prop_map(|(lengths, kinds, (drafts, stops, strings))| {
+    (lengths, kinds, flags).prop_map(|(lengths, kinds, (drafts, stops, strings, whole))| {
         let (family, common, own, max_tokens, min_tokens) = lengths;
         let (samples, salt, priority, routing_key, session, deadline) = kinds;
         Event::Submit(Box::new(Ask {
@@ -45,6 +46,7 @@ fn ask() -> impl Strategy<Value = Event> {
             drafts,
             stops,
             strings,
+            whole,
         }))
     })
 }

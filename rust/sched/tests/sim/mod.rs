@@ -60,6 +60,8 @@ pub struct Ask {
     pub drafts: bool,
     pub stops: bool,
     pub strings: bool,
+    /// It does not stream.
+    pub whole: bool,
 }
 
 impl Ask {
@@ -100,6 +102,7 @@ impl Ask {
         arrival.session = self.session.map(Into::into);
         arrival.deadline = self.deadline.map(|after| now + u64::from(after));
         arrival.drafts = self.drafts;
+        arrival.streams = !self.whole;
         arrival
     }
 }
@@ -436,7 +439,7 @@ impl Sim {
                     retractions: output.retractions,
                 });
             } else {
-                assert!(!output.tokens.is_empty());
+                assert!(!output.tokens.is_empty() && expected.arrival.streams);
                 assert!(!expected.has_ended(), "it should have ended: {expected:?}");
                 expected.check_held(output.held_bytes);
             }
