@@ -4,6 +4,7 @@
 
 mod brle;
 mod cases;
+mod extension;
 mod memory;
 mod plan;
 mod radix;
@@ -49,9 +50,10 @@ pub mod seeds;
 pub type Target = (&'static str, fn(&[u8]));
 
 /// Every target.
-pub const TARGETS: [Target; 9] = [
+pub const TARGETS: [Target; 10] = [
     ("wire_request", wire::request),
     ("wire_response", wire::response),
+    ("extension", extension::check),
     ("brle", brle::check),
     ("plan_bytes", plan::bytes),
     ("plan_frames", cases::frames),

@@ -2,7 +2,7 @@
 
 use pie_batch::Limits;
 use pie_ring::RegionLayout;
-use pie_wire::{ForwardRequest, SCHEMA_HASH};
+use pie_wire::{AnswerRow, ForwardRequest, Logprobs, RequestExtension, SCHEMA_HASH};
 use proptest::strategy::{Strategy, ValueTree};
 use proptest::test_runner::TestRunner;
 
@@ -19,6 +19,7 @@ pub fn of(target: &str) -> Vec<Vec<u8>> {
             .chain(random().into_iter().flat_map(|(_, frames)| frames))
             .collect(),
         "wire_response" => payloads(false).collect(),
+        "extension" => extensions(),
         "plan_bytes" => random()
             .into_iter()
             .map(|(limits, frames)| plan::join(&limits, &frames))
@@ -35,6 +36,37 @@ fn payloads(requests: bool) -> impl Iterator<Item = Vec<u8>> {
     samples
         .filter(move |message| (message.kind() == "request") == requests)
         .map(|message| message.encode().to_vec())
+}
+
+/// Extensions without their magic numbers: of a request with every list, and of an answer.
+fn extensions() -> Vec<Vec<u8>> {
+    let row = RequestExtension {
+        biases: vec![(7, 1.5)],
+        suppressed: vec![2, 3],
+        history: vec![4; 3],
+        mask: vec![u32::MAX; 2],
+        ..RequestExtension::default()
+    };
+    let place = Logprobs {
+        token: -1.0,
+        top: vec![(3, -0.5)],
+        given: vec![-2.0],
+    };
+    let answer = AnswerRow {
+        request: 1,
+        prompt: vec![place.clone()],
+        tokens: vec![place; 2],
+    };
+    let rows = [(0, &row), (2, &row)];
+    let mut request = vec![0; pie_wire::extension_len(rows)];
+    let mut reply = vec![0; pie_wire::answer_len(std::slice::from_ref(&answer))];
+    let wrote = pie_wire::append_extension(rows, &mut request, 0).is_ok()
+        && pie_wire::append_answer(&[answer], &mut reply, 0).is_ok();
+    assert!(wrote, "the buffers are as long as needed");
+    for bytes in [&mut request, &mut reply] {
+        bytes.truncate(bytes.len() - pie_wire::EXTENSION_MAGIC.len());
+    }
+    vec![request, reply, Vec::new()]
 }
 
 /// Sequences of random frames with the limits that they were made for.

@@ -101,4 +101,4 @@ macro_rules! replay {
     };
 }
 
-replay! { wire_request wire_response brle plan_bytes plan_frames region_header serve radix pages }
+replay! { wire_request wire_response extension brle plan_bytes plan_frames region_header serve radix pages }

@@ -4,6 +4,8 @@ use std::fmt;
 
 use rkyv::rancor::BoxedError;
 
+use crate::extension::ExtensionError;
+
 /// Which side of the conversation a payload belongs to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum PayloadKind {
@@ -84,6 +86,9 @@ pub enum WireError {
         /// Bytes given.
         len: usize,
     },
+    /// What follows the archive is no extension.
+    #[error(transparent)]
+    Extension(#[from] ExtensionError),
     /// The encoded payload does not fit into the caller's buffer.
     #[error("encoded payload takes {needed} bytes, but the buffer holds {capacity}")]
     BufferTooSmall {

@@ -12,6 +12,7 @@
 //! | read into owned values | [`decode_request`], [`decode_response`] |
 //! | write a response into the ring | [`encode_response`], [`status_frame`], [`encode_fast_tokens`] |
 //! | write a request | [`encode_request`] |
+//! | carry what the protocol has no place for | [`append_extension`], [`split_request`], [`append_answer`], [`split_answer`] |
 //! | see archived numbers as native slices | [`NativeSlice::native`] |
 //! | read and write attention and logit masks | [`brle`] |
 //!
@@ -46,6 +47,7 @@ mod bounds;
 pub mod brle;
 mod encode;
 mod error;
+mod extension;
 mod fast;
 mod layout;
 mod native;
@@ -60,6 +62,12 @@ pub use encode::{
     set_response_build_us, status_frame,
 };
 pub use error::{PayloadKind, WireError};
+pub use extension::{
+    ANSWER_MAGIC, AnswerExtension, AnswerRow, CombinedSampler, EXTENSION_MAGIC, Extension,
+    ExtensionError, ExtensionRow, ExtensionRows, LogprobRow, Logprobs, LogprobsAsked, Penalties,
+    RequestExtension, Words, answer_len, append_answer, append_extension, extension_len,
+    split_answer, split_request,
+};
 pub use fast::{FAST_TOKENS_MAGIC, FastTokens, encode_fast_tokens, fast_tokens_len};
 pub use layout::{REQUEST_ALIGN, REQUEST_ROOT_LEN, RESPONSE_ALIGN, RESPONSE_ROOT_LEN};
 pub use native::{NativeSlice, Plain};

@@ -2,6 +2,7 @@
 
 mod allocation;
 mod encoders;
+mod extension;
 mod hostile;
 mod json;
 mod message;

@@ -1,0 +1,184 @@
+//! What a frame carries beyond the Pie protocol: samplers that are combined, penalties, biases, masks as bits,
+//! log-probabilities. `docs/wire-extension.md` has the bytes.
+//!
+//! An extension lies after the archive that it belongs to, as tables of little-endian 32-bit words, and ends the payload
+//! with a magic number. The archive itself is the Pie protocol's, byte for byte. No forward archive of Pie ends so: its last
+//! 8 bytes are the place and length of its last array, which cannot lie after them, as the magic number would say.
+
+mod answer;
+mod read;
+mod write;
+
+pub use answer::{
+    AnswerExtension, AnswerRow, LogprobRow, Logprobs, answer_len, append_answer, split_answer,
+};
+pub use read::{Extension, ExtensionRow, ExtensionRows, Words, split_request};
+pub use write::{append_extension, extension_len};
+
+use thiserror::Error;
+
+/// The last 8 bytes of a request with an extension.
+pub const EXTENSION_MAGIC: [u8; 8] = *b"PIEXTRQ1";
+/// The last 8 bytes of an answer with log-probabilities.
+pub const ANSWER_MAGIC: [u8; 8] = *b"PIEXTRP1";
+
+/// Bytes of a word.
+const WORD: usize = 4;
+/// Words of a request's row.
+const ROW: usize = 20;
+/// Words at the end: rows, words after the rows, magic number.
+const TRAILER: usize = 4;
+
+/// A request whose row has these flags draws by its own [`CombinedSampler`].
+const HAS_SAMPLER: u32 = 1;
+/// The sampler has a seed.
+const HAS_SEED: u32 = 2;
+/// Log-probabilities are asked for.
+const HAS_LOGPROBS: u32 = 4;
+/// They are those of the distribution that temperature has changed.
+const SCALED: u32 = 8;
+const FLAGS: u32 = HAS_SAMPLER | HAS_SEED | HAS_LOGPROBS | SCALED;
+
+/// In place of [`LogprobsAsked::prompt_from`]: none of the prompt.
+const NO_PROMPT: u32 = u32::MAX;
+
+/// Why an extension cannot be read.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
+pub enum ExtensionError {
+    /// The payload is shorter than what its last words announce.
+    #[error(
+        "the extension announces {rows} rows and {words} words, which with their end take {needed} bytes, but the payload has {len}"
+    )]
+    Length {
+        /// Rows announced.
+        rows: u32,
+        /// Words announced.
+        words: u32,
+        /// Bytes that these take.
+        needed: u64,
+        /// Bytes of the payload.
+        len: usize,
+    },
+    /// The lists of the rows do not take the words that there are.
+    #[error("the lists of the extension's rows take {claimed} words, but there are {words}")]
+    Words {
+        /// Words that the rows name.
+        claimed: u64,
+        /// Words that there are.
+        words: usize,
+    },
+    /// A row that is not of a later request than the one before.
+    #[error(
+        "row {row} of the extension is of request {request}, not of a later one than the row before"
+    )]
+    Order {
+        /// The row.
+        row: usize,
+        /// Its request.
+        request: u32,
+    },
+    /// A row with flags that mean nothing.
+    #[error(
+        "row {row} of the extension has the flags {flags:#x}, of which only {:#x} mean something",
+        FLAGS
+    )]
+    Flags {
+        /// The row.
+        row: usize,
+        /// Its flags.
+        flags: u32,
+    },
+}
+
+/// How a token is drawn: all of these together. Numbers out of range are the reader's to refuse.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct CombinedSampler {
+    /// 0 for the arg-max.
+    pub temperature: f32,
+    /// Tokens kept; 0 for all.
+    pub top_k: u32,
+    /// Mass kept, of the whole distribution; 1 for all.
+    pub top_p: f32,
+    /// Share of the largest probability that a token must have; 0 for none.
+    pub min_p: f32,
+    /// With the position, and nothing else, it fixes what is drawn.
+    pub seed: Option<u64>,
+}
+
+/// What makes tokens that were produced before less, or more, likely.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Penalties {
+    /// Taken from a token's logit for each time that it occurs.
+    pub frequency: f32,
+    /// Taken from the logit of a token that occurs.
+    pub presence: f32,
+    /// Divides the logit of a token that occurs, or multiplies it if it is below 0; 1 for none.
+    pub repetition: f32,
+    /// KV index of the first token that counts: the length of the prompt.
+    pub counted_from: u32,
+}
+
+impl Penalties {
+    /// They change nothing.
+    pub const NONE: Self = Self {
+        frequency: 0.0,
+        presence: 0.0,
+        repetition: 1.0,
+        counted_from: 0,
+    };
+
+    /// Whether they change something.
+    pub fn any(&self) -> bool {
+        self.frequency != 0.0 || self.presence != 0.0 || self.repetition != 1.0
+    }
+}
+
+impl Default for Penalties {
+    fn default() -> Self {
+        Self::NONE
+    }
+}
+
+/// Which log-probabilities are wanted of each token that is drawn: its own, and those of others.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct LogprobsAsked {
+    /// Of the distribution after the temperature; otherwise before it.
+    pub scaled: bool,
+    /// The most probable tokens, so many.
+    pub top: u32,
+    /// Tokens by their ids.
+    pub token_ids: Vec<u32>,
+    /// Of the prompt's tokens, too, from the one at this KV index on.
+    pub prompt_from: Option<u32>,
+}
+
+/// What one request asks for beyond the Pie protocol.
+#[derive(Debug, Clone, PartialEq, Default)]
+pub struct RequestExtension {
+    /// In place of the parameters of its samplers of tokens.
+    pub sampler: Option<CombinedSampler>,
+    /// See there.
+    pub penalties: Penalties,
+    /// Tokens that count and lie right before the request's input, whose KV comes from a cache: none while each of the
+    /// request's inputs follows the one of a frame before.
+    pub history: Vec<u32>,
+    /// Added to logits: ids and values, each id once.
+    pub biases: Vec<(u32, f32)>,
+    /// Tokens that must not be drawn for a place before [`suppressed_until`](Self::suppressed_until).
+    pub suppressed: Vec<u32>,
+    /// KV index of the first place for which they may.
+    pub suppressed_until: u32,
+    /// Which log-probabilities are wanted.
+    pub logprobs: Option<LogprobsAsked>,
+    /// Tokens that may be drawn: bit `i` of word `w` allows token `32 w + i`; empty for all.
+    pub mask: Vec<u32>,
+}
+
+/// The word at this place, which the caller has checked to be there.
+fn word(words: &[[u8; WORD]], at: usize) -> u32 {
+    u32::from_le_bytes(words[at])
+}
+
+fn float(words: &[[u8; WORD]], at: usize) -> f32 {
+    f32::from_bits(word(words, at))
+}

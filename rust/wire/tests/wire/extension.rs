@@ -1,0 +1,309 @@
+//! Extensions: round trips, hostile bytes, and Pie's payloads as they were.
+
+use pie_wire::{
+    AnswerRow, CombinedSampler, EXTENSION_MAGIC, ExtensionError, Logprobs, LogprobsAsked,
+    Penalties, RequestExtension, answer_len, append_answer, append_extension, extension_len,
+    split_answer, split_request,
+};
+use proptest::collection::vec;
+use proptest::prelude::*;
+
+use crate::message::{Message, aligned};
+use crate::samples;
+
+type Rows = Vec<(u32, RequestExtension)>;
+
+fn float() -> impl Strategy<Value = f32> {
+    -1e6_f32..1e6
+}
+
+fn words() -> impl Strategy<Value = Vec<u32>> {
+    vec(any::<u32>(), 0..5)
+}
+
+prop_compose! {
+    fn sampler()(temperature in float(), top_k: u32, top_p in float(), min_p in float(), seed: Option<u64>) -> CombinedSampler {
+        CombinedSampler { temperature, top_k, top_p, min_p, seed }
+    }
+}
+
+prop_compose! {
+    fn asked()(scaled: bool, top: u32, token_ids in words(), prompt_from in proptest::option::of(0..u32::MAX)) -> LogprobsAsked {
+        LogprobsAsked { scaled, top, token_ids, prompt_from }
+    }
+}
+
+prop_compose! {
+    fn row()(
+        sampler in proptest::option::of(sampler()),
+        (frequency, presence, repetition, counted_from) in (float(), float(), float(), any::<u32>()),
+        history in words(),
+        biases in vec((any::<u32>(), float()), 0..4),
+        (suppressed, suppressed_until) in (words(), any::<u32>()),
+        logprobs in proptest::option::of(asked()),
+        mask in words(),
+    ) -> RequestExtension {
+        RequestExtension {
+            sampler,
+            penalties: Penalties { frequency, presence, repetition, counted_from },
+            history,
+            biases,
+            suppressed,
+            suppressed_until,
+            logprobs,
+            mask,
+        }
+    }
+}
+
+fn rows() -> impl Strategy<Value = Rows> {
+    let numbers = proptest::collection::btree_set(any::<u32>(), 0..5);
+    (numbers, vec(row(), 5)).prop_map(|(numbers, rows)| numbers.into_iter().zip(rows).collect())
+}
+
+fn listed(rows: &Rows) -> impl Iterator<Item = (u32, &RequestExtension)> + Clone {
+    rows.iter().map(|(request, row)| (*request, row))
+}
+
+/// The archive with an extension after it, in a buffer without more room.
+fn extended(archive: &[u8], rows: &Rows) -> Vec<u8> {
+    let mut bytes = archive.to_vec();
+    bytes.resize(archive.len() + extension_len(listed(rows)), 0xEE);
+    let written = append_extension(listed(rows), &mut bytes, archive.len());
+    assert_eq!(written.unwrap(), bytes.len());
+    bytes
+}
+
+fn requests() -> impl Iterator<Item = Vec<u8>> {
+    let samples = samples::all().into_iter().map(|(_, message)| message);
+    let samples = samples.filter(|message| message.kind() == "request");
+    samples.map(|message| message.encode().to_vec())
+}
+
+/// A row with everything, whose bytes are written down in `docs/wire-extension.md`.
+fn full() -> RequestExtension {
+    RequestExtension {
+        sampler: Some(CombinedSampler {
+            temperature: 0.5,
+            top_k: 20,
+            top_p: 0.75,
+            min_p: 0.25,
+            seed: Some(0x1_0000_0002),
+        }),
+        penalties: Penalties {
+            frequency: 1.0,
+            presence: -1.0,
+            repetition: 2.0,
+            counted_from: 7,
+        },
+        history: vec![30, 31],
+        biases: vec![(9, -4.0)],
+        suppressed: vec![2],
+        suppressed_until: 11,
+        logprobs: Some(LogprobsAsked {
+            scaled: true,
+            top: 5,
+            token_ids: vec![40],
+            prompt_from: Some(3),
+        }),
+        mask: vec![0xFFFF_FFFE],
+    }
+}
+
+#[test]
+fn the_bytes_are_as_documented() {
+    let bytes = extended(&[], &vec![(1, full())]);
+    let words: Vec<u32> = bytes
+        .as_chunks()
+        .0
+        .iter()
+        .map(|word| u32::from_le_bytes(*word))
+        .collect();
+    let row = [
+        1,
+        15,
+        0x3F00_0000,
+        20,
+        0x3F40_0000,
+        0x3E80_0000,
+        2,
+        1,
+        0x3F80_0000,
+        0xBF80_0000,
+        0x4000_0000,
+        7,
+        11,
+        5,
+        3,
+        1,
+        1,
+        1,
+        2,
+        1,
+    ];
+    let lists = [9, 0xC080_0000, 2, 40, 30, 31, 0xFFFF_FFFE];
+    let end = [1, 7, 0x5845_4950, 0x3151_5254];
+    assert_eq!(words, [&row[..], &lists, &end].concat());
+}
+
+/// Every payload of the Pie protocol is taken as it is, and stays as it is under an extension.
+#[test]
+fn the_archives_of_pie_stay_as_they_are() {
+    for archive in requests() {
+        let (whole, none) = split_request(&archive).unwrap();
+        assert!(whole == archive && none.is_empty());
+        let bytes = extended(&archive, &vec![(0, full())]);
+        let (inner, extension) = split_request(&bytes).unwrap();
+        assert_eq!(inner, archive);
+        assert_eq!(extension.bytes(), bytes.len() - archive.len());
+        assert!(
+            pie_wire::access_request(&aligned(&bytes)).is_err(),
+            "who does not know extensions refuses them"
+        );
+        pie_wire::access_request(&aligned(inner)).unwrap();
+    }
+}
+
+/// What the last words of a forward archive would mean if they were the magic number lies after its end.
+#[test]
+fn no_forward_archive_ends_with_the_magic_number() {
+    let forward = |bytes: &Vec<u8>| {
+        let frame = pie_wire::decode_request(&aligned(bytes)).unwrap();
+        matches!(frame.payload, pie_wire::Payload::Forward(_))
+    };
+    for mut archive in requests().filter(forward) {
+        let end = archive.len() - EXTENSION_MAGIC.len();
+        archive[end..].copy_from_slice(&EXTENSION_MAGIC);
+        assert!(pie_wire::access_request(&aligned(&archive)).is_err());
+    }
+}
+
+#[test]
+fn what_contradicts_itself_is_refused() {
+    let bytes = extended(&[], &vec![(3, full()), (5, full())]);
+    let refused = |at: usize, value: u32| {
+        let mut bytes = bytes.clone();
+        bytes[4 * at..4 * at + 4].copy_from_slice(&value.to_le_bytes());
+        split_request(&bytes).unwrap_err()
+    };
+    let words = bytes.len() / 4;
+    assert!(matches!(
+        refused(words - 4, 3),
+        ExtensionError::Length { rows: 3, .. }
+    ));
+    assert!(matches!(
+        refused(words - 3, u32::MAX),
+        ExtensionError::Length {
+            words: u32::MAX,
+            ..
+        }
+    ));
+    let claims = |words| ExtensionError::Words {
+        claimed: words,
+        words: 14,
+    };
+    assert_eq!(refused(19, 2), claims(15));
+    assert_eq!(
+        refused(15, u32::MAX),
+        claims(14 - 2 + 2 * u64::from(u32::MAX))
+    );
+    let order = ExtensionError::Order { row: 1, request: 3 };
+    assert_eq!(refused(20, 3), order);
+    assert_eq!(refused(1, 16), ExtensionError::Flags { row: 0, flags: 16 });
+    let text = refused(1, 16).to_string();
+    assert!(text.contains("0x10") && text.contains("0xf"), "{text}");
+    let (archive, none) = split_request(&bytes[..bytes.len() - 1]).unwrap();
+    assert!(none.is_empty() && archive.len() == bytes.len() - 1);
+}
+
+#[test]
+fn a_buffer_that_is_too_small_is_refused_before_it_is_written() {
+    let rows = vec![(0, full())];
+    let needed = extension_len(listed(&rows));
+    let mut buffer = vec![7; needed + 7];
+    let error = append_extension(listed(&rows), &mut buffer, 8).unwrap_err();
+    assert!(
+        error.to_string().contains(&(needed + 8).to_string()),
+        "{error}"
+    );
+    assert!(buffer.iter().all(|&byte| byte == 7));
+}
+
+fn answer_rows() -> impl Strategy<Value = Vec<AnswerRow>> {
+    let place = |top, given| {
+        (
+            float(),
+            vec((any::<u32>(), float()), top),
+            vec(float(), given),
+        )
+            .prop_map(|(token, top, given)| Logprobs { token, top, given })
+    };
+    let row = (0..4_usize, 0..4_usize, 0..3_usize, 0..3_usize).prop_flat_map(
+        move |(top, given, prompt, tokens)| {
+            (
+                vec(place(top, given), prompt),
+                vec(place(top, given), tokens),
+            )
+        },
+    );
+    vec((1..9_u32, row), 0..4).prop_map(|rows| {
+        let mut request = 0;
+        let row = |(more, (prompt, tokens))| {
+            request += more;
+            AnswerRow {
+                request,
+                prompt,
+                tokens,
+            }
+        };
+        rows.into_iter().map(row).collect()
+    })
+}
+
+proptest! {
+    #[test]
+    fn extensions_survive_a_round_trip(rows in rows(), archive in 0..7_usize) {
+        let archive = requests().nth(archive).unwrap_or_default();
+        let bytes = extended(&archive, &rows);
+        let (inner, extension) = split_request(&bytes).unwrap();
+        prop_assert_eq!(inner, &archive);
+        let read: Rows = extension.rows().map(|row| (row.request(), row.to_owned())).collect();
+        prop_assert_eq!(&read, &rows);
+        prop_assert_eq!(extension.last_request(), rows.last().map(|row| row.0));
+        // By request, as a reader that goes from one to the next asks.
+        let mut next = extension.rows();
+        for request in 0..40 {
+            let expected = rows.iter().find(|row| row.0 == request).map(|row| &row.1);
+            let found = next.of(request as usize).map(|row| row.to_owned());
+            prop_assert_eq!(found.as_ref(), expected);
+        }
+    }
+
+    #[test]
+    fn any_end_is_read_or_refused(mut bytes in vec(any::<u8>(), 0..400), rows in 0..6_u32, words in 0..90_u32) {
+        bytes.extend(rows.to_le_bytes());
+        bytes.extend(words.to_le_bytes());
+        for magic in [EXTENSION_MAGIC, pie_wire::ANSWER_MAGIC] {
+            let bytes = [&bytes[..], &magic].concat();
+            if let Ok((archive, extension)) = split_request(&bytes) {
+                let read = extension.rows().map(|row| row.to_owned()).count();
+                prop_assert!(archive.len() + extension.bytes() == bytes.len() || read == 0);
+            }
+            if let Ok((_, extension)) = split_answer(&bytes) {
+                extension.rows().for_each(|row| drop(row.to_owned()));
+            }
+        }
+    }
+
+    #[test]
+    fn answers_survive_a_round_trip(rows in answer_rows(), tokens in vec(any::<u32>(), 0..5)) {
+        let reply = Message::Fast { driver_id: 3, tokens }.encode();
+        let mut bytes = reply.to_vec();
+        bytes.resize(reply.len() + answer_len(&rows), 0);
+        prop_assert_eq!(append_answer(&rows, &mut bytes, reply.len()).unwrap(), bytes.len());
+        let (inner, extension) = split_answer(&bytes).unwrap();
+        prop_assert_eq!(inner, &reply[..]);
+        let read: Vec<AnswerRow> = extension.rows().map(|row| row.to_owned()).collect();
+        prop_assert_eq!(read, rows);
+    }
+}
