@@ -30,3 +30,14 @@ def follow():
     """Waits for the previous kernel, then lets the next one start as soon as SMs have room."""
     gdc_wait()
     gdc_launch_dependents()
+
+
+@triton.jit
+def lead():
+    """Lets the next kernel start as soon as SMs have room, and waits for the previous one.
+
+    The next kernel may then start long before the previous one has ended. So kernels after this one
+    must touch nothing that a step's kernels write until they have waited themselves.
+    """
+    gdc_launch_dependents()
+    gdc_wait()

@@ -336,13 +336,13 @@ def _linear(
         # Rounded as the output of an unfused GEMM would be.
         gate = sums.to(rows.dtype.element_ty).to(tl.float32)
         up = up_sums.to(rows.dtype.element_ty).to(tl.float32)
-        sums = _silu(gate, up)
+        sums = silu(gate, up)
     row = part.to(tl.int64) * row_count + numbers[None, :]
     tl.store(out + row * outputs + units[:, None], sums, mask=inside[None, :])
 
 
 @triton.jit
-def _silu(gate, up):
+def silu(gate, up):
     return gate / (1.0 + tl.exp(-gate)) * up
 
 
@@ -371,7 +371,7 @@ def _gate(
         spread = _spread(given, given_stride, row, width, epsilon, WIDTH_BLOCK)
         gate *= spread
         up *= spread
-    tl.store(out + row * outputs + units, _silu(gate, up), mask=inside)
+    tl.store(out + row * outputs + units, silu(gate, up), mask=inside)
 
 
 @triton.jit(do_not_specialize=["row_count"])

@@ -1,0 +1,292 @@
+"""GPU kernels of the products of a decode step of few rows.
+
+Reading weights is all that such a step takes long for. So a layer has five kernels, each of which
+reads weights or KV, and none that only adds or normalizes:
+
+* A product adds to the residual, and stores the sum of squares of what it wrote. The product after
+  it multiplies rows as they are, and scales its outputs: an RMS norm commutes with a product whose
+  matrix has the norm's weights folded in.
+* Split-K parts are summed by the program that finishes last, in a fixed order.
+* A kernel lets the next one start at once, and asks for weights before it waits for the one before.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from pie_driver_sglang.kernels.chained import chained, lead
+from pie_driver_sglang.kernels.dense_layers import LinearWeights, silu
+
+_VECTOR = tl.constexpr(8)
+"""Weights that a thread loads at once."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a product is divided among programs; ``benches/gpu/dense_check.py --tune`` measures it."""
+
+    outputs: int
+    """Outputs of a tile."""
+    inputs: int
+    """Inputs per iteration of a program's loop."""
+    parts: int = 1
+    """Split-K factor: programs that divide the inputs of a tile."""
+    warps: int = 4
+    """Warps of a program."""
+    stages: int = 4
+    """Software pipeline stages; unused at one row, where weights go into registers."""
+
+    def fits(self, outputs: int, inputs: int) -> bool:
+        """Whether the tiles divide a matrix of this shape."""
+        return outputs % self.outputs == 0 and inputs % (self.inputs * self.parts) == 0
+
+
+class Stream(NamedTuple):
+    """The residual stream of a step."""
+
+    rows: torch.Tensor
+    """``[rows, width]``, contiguous."""
+    squares: torch.Tensor
+    """``[rows, tiles]`` float32: sums of squares of parts of the rows."""
+
+
+class Scratch(NamedTuple):
+    """Memory that products share: kernels run one after the other."""
+
+    parts: torch.Tensor
+    """Float32 partial sums, as many as `size` says."""
+    arrived: torch.Tensor
+    """Int32 zeros between kernels: parts of each tile that are stored."""
+
+
+def product(
+    rows: torch.Tensor,
+    matrix: LinearWeights,
+    cut: Cut,
+    scratch: Scratch,
+    *,
+    given: Stream | None = None,
+    epsilon: float = 0.0,
+    into: Stream | None = None,
+    gated: bool = False,
+    ahead: int = 0,
+) -> torch.Tensor:
+    """Multiplies rows by a matrix. Can be captured.
+
+    Args:
+        rows: ``[rows, inputs]``, inputs contiguous.
+        matrix: Of the rows' dtype; without a bias.
+        cut: One that fits the matrix, or half of it if `gated`.
+        scratch: For parts.
+        given: The stream that the rows are, whose RMS norm is to be applied; None for plain rows.
+        epsilon: Of that norm.
+        into: The stream to add to, in place, instead of an output.
+        gated: Whether the matrix is that of a gate, then that of an up projection.
+        ahead: Bytes of each matrix row that are asked for ahead of the loop.
+
+    Returns:
+        ``[rows, outputs]`` of the rows' dtype: the products, or ``silu(gate) * up``; the stream's
+        rows with `into`.
+    """
+    count, inputs = rows.shape
+    outputs = len(matrix.weight) // (2 if gated else 1)
+    out = rows.new_empty(count, outputs) if into is None else into.rows
+    tiles = outputs // cut.outputs
+    squares = scratch.parts if given is None else given.squares
+    left = scratch.parts if into is None else into.squares
+    if into is not None and into.squares.shape[1] != tiles:
+        raise ValueError(f"{into.squares.shape[1]} sums of squares for {tiles} tiles")
+    _product[(tiles, cut.parts)](
+        rows, matrix.weight, out, squares, left, scratch.parts, scratch.arrived,
+        count, rows.stride(0), outputs, inputs, inputs // cut.parts, epsilon,
+        0 if given is None else squares.shape[1], ahead,
+        ROWS=1 if count == 1 else max(16, triton.next_power_of_2(count)),
+        OUTPUTS=cut.outputs, INPUTS=cut.inputs, PARTS=cut.parts,
+        SQUARES=0 if given is None else triton.next_power_of_2(squares.shape[1]),
+        GATED=gated, ADDS=into is not None, AHEAD=ahead > 0, THREADS=32 * cut.warps,
+        num_warps=cut.warps, num_stages=cut.stages, **chained(rows.device),
+    )  # fmt: skip
+    return out
+
+
+def begin(rows: torch.Tensor, tiles: int) -> Stream:
+    """The stream of embeddings, ``[rows, width]``, with so many sums of squares a row."""
+    squares = rows.new_empty(len(rows), tiles, dtype=torch.float32)
+    width = rows.shape[1]
+    _begin[(len(rows),)](
+        rows, squares, width, tiles, WIDTH=triton.next_power_of_2(width),
+        TILES=triton.next_power_of_2(tiles), num_warps=8, **chained(rows.device),
+    )  # fmt: skip
+    return Stream(rows, squares)
+
+
+@triton.jit
+def _begin(
+    rows, squares, width, tiles, WIDTH: tl.constexpr, TILES: tl.constexpr, CHAINED: tl.constexpr
+):
+    if CHAINED:
+        lead()
+    row = tl.program_id(0).to(tl.int64)
+    lanes = tl.arange(0, WIDTH)
+    x = tl.load(rows + row * width + lanes, mask=lanes < width, other=0.0).to(tl.float32)
+    tile = tl.arange(0, TILES)
+    total = tl.where(tile == 0, tl.sum(x * x, 0), 0.0)
+    tl.store(squares + row * tiles + tile, total, mask=tile < tiles)
+
+
+@triton.jit
+def _ask(places, row_bytes, ROWS: tl.constexpr, THREADS: tl.constexpr):
+    """Prefetches rows of a matrix into L2, each thread a piece: a hint."""
+    PIECES: tl.constexpr = max(1, THREADS // ROWS)
+    size = row_bytes // PIECES
+    starts = places.to(tl.pointer_type(tl.int8))[:, None] + tl.arange(0, PIECES)[None, :] * size
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
+        "=r,l,r",
+        [starts, size],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit(do_not_specialize=["row_count"])
+def _product(
+    rows, weight, out, squares, left, parts, arrived,
+    row_count, row_stride, outputs, inputs, part_inputs, epsilon, square_count, ahead,
+    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, PARTS: tl.constexpr,
+    SQUARES: tl.constexpr, GATED: tl.constexpr, ADDS: tl.constexpr, AHEAD: tl.constexpr,
+    THREADS: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    """One part of a tile of outputs, for all rows."""
+    tile = tl.program_id(0)
+    part = tl.program_id(1)
+    units = tile * OUTPUTS + tl.arange(0, OUTPUTS)
+    first = part * part_inputs
+    own = weight + units.to(tl.int64) * inputs + first
+    ups = own + outputs.to(tl.int64) * inputs
+    numbers = tl.arange(0, ROWS)
+    inside = numbers < row_count
+    lanes = tl.arange(0, INPUTS)
+    at_squares = tl.arange(0, 1 if SQUARES == 0 else SQUARES)
+    if CHAINED and AHEAD:
+        _ask(own, ahead, OUTPUTS, THREADS)
+        if GATED:
+            _ask(ups, ahead, OUTPUTS, THREADS)
+    if ROWS == 1:
+        # Weights of the first iteration are on their way while this waits.
+        w = tl.load(own[:, None] + lanes[None, :])
+        if GATED:
+            u = tl.load(ups[:, None] + lanes[None, :])
+        if CHAINED:
+            lead()
+        given = _squares(squares, numbers, inside, at_squares, square_count, SQUARES)
+        sums = tl.zeros([OUTPUTS, INPUTS // _VECTOR], tl.float32)
+        up_sums = tl.zeros([OUTPUTS, INPUTS // _VECTOR], tl.float32)
+        for at in range(INPUTS, part_inputs, INPUTS):
+            x = tl.load(rows + first + at - INPUTS + lanes).to(tl.float32)[None, :]
+            next_w = tl.load(own[:, None] + at + lanes[None, :])
+            if GATED:
+                next_u = tl.load(ups[:, None] + at + lanes[None, :])
+                up_sums += _products(u, x, OUTPUTS, INPUTS)
+                u = next_u
+            sums += _products(w, x, OUTPUTS, INPUTS)
+            w = next_w
+        x = tl.load(rows + first + part_inputs - INPUTS + lanes).to(tl.float32)[None, :]
+        sums = tl.sum(sums + _products(w, x, OUTPUTS, INPUTS), 1)[:, None]
+        if GATED:
+            up_sums += _products(u, x, OUTPUTS, INPUTS)
+        up_sums = tl.sum(up_sums, 1)[:, None]
+    else:
+        if CHAINED:
+            lead()
+        given = _squares(squares, numbers, inside, at_squares, square_count, SQUARES)
+        x_columns = rows + numbers[None, :].to(tl.int64) * row_stride + first + lanes[:, None]
+        sums = tl.zeros([OUTPUTS, ROWS], tl.float32)
+        up_sums = tl.zeros([OUTPUTS, ROWS], tl.float32)
+        for at in range(0, part_inputs, INPUTS):
+            x = tl.load(x_columns + at, mask=inside[None, :], other=0.0)
+            w = tl.load(own[:, None] + at + lanes[None, :])
+            sums = tl.dot(w, x, sums, input_precision="ieee")
+            if GATED:
+                w = tl.load(ups[:, None] + at + lanes[None, :])
+                up_sums = tl.dot(w, x, up_sums, input_precision="ieee")
+    place = units[:, None] + numbers[None, :].to(tl.int64) * outputs
+    if PARTS == 1:
+        _finish(
+            sums, up_sums, given, out, left, place, tile, numbers, inside, inputs, epsilon,
+            SQUARES, GATED, ADDS,
+        )  # fmt: skip
+    else:
+        size = row_count.to(tl.int64) * outputs
+        known = inside[None, :] & (units[:, None] >= 0)
+        stored = parts + place
+        tl.store(stored + part * size, sums, mask=known)
+        if GATED:
+            tl.store(stored + (PARTS + part) * size, up_sums, mask=known)
+        # All warps must have stored their part before one of them counts it.
+        tl.debug_barrier()
+        if tl.atomic_add(arrived + tile, 1, sem="acq_rel") == PARTS - 1:
+            tl.store(arrived + tile, 0)
+            sums = tl.zeros([OUTPUTS, ROWS], tl.float32)
+            up_sums = tl.zeros([OUTPUTS, ROWS], tl.float32)
+            for each in tl.static_range(PARTS):
+                # Bypasses L1, which is not coherent with other SMs.
+                sums += tl.load(stored + each * size, mask=known, other=0.0, cache_modifier=".cg")
+                if GATED:
+                    up_sums += tl.load(
+                        stored + (PARTS + each) * size, mask=known, other=0.0,
+                        cache_modifier=".cg",
+                    )  # fmt: skip
+            _finish(
+                sums, up_sums, given, out, left, place, tile, numbers, inside, inputs, epsilon,
+                SQUARES, GATED, ADDS,
+            )  # fmt: skip
+
+
+@triton.jit
+def _products(w, x, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr):
+    """Sums of the products that a thread has at once: few registers for what is summed."""
+    each = tl.reshape(w.to(tl.float32) * x, [OUTPUTS, INPUTS // _VECTOR, _VECTOR])
+    return tl.sum(each, 2)
+
+
+@triton.jit
+def _squares(squares, numbers, inside, lanes, count, SQUARES: tl.constexpr):
+    """Sums of squares of the given rows; zeros without any."""
+    found = tl.zeros([numbers.shape[0], lanes.shape[0]], tl.float32)
+    if SQUARES > 0:
+        found = tl.load(
+            squares + numbers[:, None] * count + lanes[None, :],
+            mask=inside[:, None] & (lanes < count)[None, :],
+            other=0.0,
+        )
+    return found
+
+
+@triton.jit
+def _finish(
+    sums, up_sums, given, out, left, place, tile, numbers, inside, width, epsilon,
+    SQUARES: tl.constexpr, GATED: tl.constexpr, ADDS: tl.constexpr,
+):  # fmt: skip
+    """Scales, gates or adds whole sums, and stores them."""
+    kind = out.dtype.element_ty
+    known = inside[None, :] & (place >= 0)
+    if SQUARES > 0:
+        spread = tl.rsqrt(tl.sum(given, 1) / width + epsilon)[None, :]
+        sums *= spread
+        up_sums *= spread
+    if GATED:
+        # Rounded as the output of an unfused GEMM would be.
+        sums = silu(sums.to(kind).to(tl.float32), up_sums.to(kind).to(tl.float32))
+    if ADDS:
+        sums += tl.load(out + place, mask=known, other=0.0).to(tl.float32)
+        rounded = tl.where(known, sums.to(kind).to(tl.float32), 0.0)
+        total = tl.sum(rounded * rounded, 0)
+        tl.store(left + numbers * tl.num_programs(0) + tile, total, mask=inside)
+    tl.store(out + place, sums, mask=known)
