@@ -52,6 +52,11 @@ BANNED: Final = {
     r"told|hears? of|heard of": "informed, learns",
     r"(?:is|are) no numbers?": "NaN",
     r"one behind the other": "one after the other",
+    r"somebody|anybody|everybody": "a program, any, all",
+    r"heard|hears": "received, learns",
+    r"mends?|mended": "corrects",
+    r"fast lane": "graph path",
+    r"(?:is|are) no (?:eviction|scheduling|folder|clone|valid|array|descriptor|floats)": "is not a",
 }
 _BANNED: Final = {re.compile(rf"\b(?:{word})\b", re.I): use for word, use in BANNED.items()}
 

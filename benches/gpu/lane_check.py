@@ -1,4 +1,4 @@
-"""The fast lane on a GPU: its tokens against the general lane's, and what a step costs the host.
+"""The graph path on a GPU: its tokens against the Python path's, and what a step costs the host.
 
     python benches/gpu/lane_check.py [--pocket DIR] [--shapes CONFIG_DIR] [--steps N] [--json FILE]
         [--attention BACKEND] [--option KEY=VALUE ...] [--profile]

@@ -127,7 +127,7 @@ def apart(one: torch.Tensor, other: torch.Tensor, kept: Filter) -> float:
 
 
 class Host:
-    """What steps of the fast lane take on the host, as the driver's clock has it."""
+    """What steps of the graph path take on the host, as the driver's clock has it."""
 
     def __init__(self) -> None:
         self._taken: list[float] = []
@@ -136,7 +136,7 @@ class Host:
         self, started_ns: int, phases: Mapping[str, int], *, requests: int, tokens: int
     ) -> None:
         """Takes note of a step, as a trace does."""
-        # Only steps of the fast lane wait in one place.
+        # Only steps of the graph path wait in one place.
         if "wait" in phases:
             self._taken.append((sum(phases.values()) - phases["wait"]) / 1000)
 

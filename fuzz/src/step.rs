@@ -1,4 +1,4 @@
-//! The fast lane's way from a plan to tokens: whatever a graph follows is there, in every row that it has.
+//! The graph path's way from a plan to tokens: whatever a graph follows is there, in every row that it has.
 
 use bytemuck::Pod;
 use pie_batch::{Computed, Layout, Limits, Plan, Planner, Probes, StepMemory, StepSize};

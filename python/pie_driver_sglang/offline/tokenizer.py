@@ -13,7 +13,7 @@ from pie_driver_sglang.errors import ConfigError, quoted, reason
 _CONTEXT_TOKENS: Final = 5
 """Tokens before a text that decide how its first ones are decoded, as SGLang has it."""
 _INCOMPLETE: Final = "\ufffd"
-"""What a decoder writes for bytes that are no character, or not one yet."""
+"""What a decoder writes for bytes that are not a character, or not yet."""
 _SPACE: Final = "▁"
 """How SentencePiece writes a space."""
 _DOWNLOAD: Final = "download the model again, with tokenizer.json"

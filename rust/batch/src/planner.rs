@@ -153,7 +153,7 @@ impl Planner {
     /// Plans one frame.
     ///
     /// # Errors
-    /// [`FrameError`] when the frame's arrays contradict each other. A request that alone cannot be served is no error:
+    /// [`FrameError`] when the frame's arrays contradict each other. A single request that cannot be served is not an error:
     /// it is listed in [`Plan::faults`].
     pub fn plan(
         &mut self,

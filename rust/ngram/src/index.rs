@@ -9,7 +9,7 @@
 //! on the path of the new context, one token deeper. So one descent gives all counts that an append changes, and the
 //! nodes of the previous path compare them with their best. Ties go to the newer. `second` is the last continuation that
 //! was not the best. When the best one occurs again after the second, its position moves there, so the larger of both
-//! positions tells which was last.
+//! positions says which was last.
 //!
 //! **Paths are one token longer than matches,** because the continuations of the longest match are counted by contexts
 //! that are one token longer.

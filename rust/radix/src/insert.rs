@@ -24,7 +24,7 @@ pub struct Inserted {
 impl RadixIndex {
     /// Inserts a key whose KV is in these device pages, one for each whole page of the key.
     ///
-    /// Pages of the key that the host alone held become device pages again, with the pages given here.
+    /// Pages of the key that only the host held become device pages again, with the pages given here.
     ///
     /// # Errors
     ///

@@ -212,7 +212,7 @@ fn a_rank_without_a_lane_refuses_steps() {
     converse(&responder(ours.leading(lead)), &[frame(&[1])]);
     let error = other.thread.join().unwrap().unwrap();
     assert!(
-        error.to_string().contains("a step of the fast lane"),
+        error.to_string().contains("a step of the graph path"),
         "{error}"
     );
 }
