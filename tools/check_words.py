@@ -359,7 +359,7 @@ def _unknown(root: Path, names: Names, code: str, folder: Path) -> Iterator[str]
 
 
 def _common_prefix(names: frozenset[str]) -> str:
-    """What all names of metrics begin with, up to a separator; too short a prefix is none."""
+    """What all names of metrics begin with, up to a separator; empty if that is too short."""
     shortest, longest = min(names), max(names)
     length = next(
         (at for at, pair in enumerate(zip(shortest, longest, strict=False)) if len(set(pair)) > 1),

@@ -65,7 +65,7 @@ class ModelTokenizer:
         return TextStream(self, prompt, skip_special)
 
     def token(self, text: str) -> int | None:
-        """Return the number of a token; None if there is none of that name."""
+        """Return the number of a token; None if no token has that name."""
         found: int | None = self._inner.token_to_id(text)
         return found
 

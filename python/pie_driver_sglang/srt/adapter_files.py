@@ -78,7 +78,7 @@ class Linear(NamedTuple):
     inputs: int
     outputs: int
     fused: tuple[str, ...]
-    """Checkpoint names of all parts of the fused layer; its own name if it is none."""
+    """Checkpoint names of all parts of the fused layer; its own name if it is not fused."""
     base: Base | None = None
     """Of an embedding or an LM head."""
 

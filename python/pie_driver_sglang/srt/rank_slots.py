@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pie_driver_sglang.srt.seams.ranks import GroupCoordinator
 
 FEWEST_DIVIDED = 64
-"""Slots of a step from which on ranks divide them. Sharing the results is one more collective
+"""Fewest slots of a step that ranks divide. Sharing the results is one more collective
 operation: by estimate two GPUs save its time at some 30 slots of 150,000 tokens each."""
 
 

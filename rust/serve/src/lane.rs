@@ -235,7 +235,7 @@ impl Lane {
     }
 
     /// Runs a step that another rank has staged, to its end: `data` has its block, then its mask words. Returns false, and
-    /// does nothing, if it is none of this lane's graphs.
+    /// does nothing, if it is not one of this lane's graphs.
     pub(crate) fn follow(
         &mut self,
         head: StepHead,
