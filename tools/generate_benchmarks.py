@@ -165,6 +165,7 @@ def steps(results: Results) -> list[str]:
         "`ModelRunner` with its best backend. *bytes* is the time that moving weights and KV takes"
         " at 4.3 TB/s.",
         table(names, rows),
+        picture("runner", "Decode steps, compared with SGLang's"),
         source(record, whole),
     ]
 
