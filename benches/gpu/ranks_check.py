@@ -7,9 +7,9 @@
 
 1. `tokens`: `pocket` in bfloat16 on every number of GPUs: greedy tokens against transformers in
    float32, both lanes over random steps, and steps of many slots against those of one GPU.
-2. `steps`: random weights in the shape of CONFIG_DIR, decode steps through the ring as the client
-   sees them, and the time that the very same graphs take launched back to back on all ranks at
-   once, in turns. Their difference is the host's overhead, as far as the GPUs keep their pace;
+2. `steps`: random weights in the shape of CONFIG_DIR. Decode steps through the ring, as the client
+   sees them, and the very same graphs launched back to back on all ranks at once are timed in
+   turns. Their difference is the host's overhead, as far as the GPUs keep their pace;
    next to it is what the driver reports of its own work, which is everything but waiting for
    tokens. `--profile` lists what kernels of each graph take on the first GPU, by name, which slows
    them a little.

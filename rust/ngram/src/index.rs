@@ -1,6 +1,6 @@
 //! The n-gram index of one text: for the end of any context, the longest earlier match and what most often followed it.
 //!
-//! A PATRICIA trie over reversed contexts: the path from the root along `text[i]`, `text[i-1]`, … names the context that ends
+//! A PATRICIA trie over reversed contexts. The path from the root along `text[i]`, `text[i-1]`, … names the context that ends
 //! at position `i`, so the longest earlier match of a suffix is as long as its path is deep. Each position adds at most one
 //! leaf, which is only a position in an edge, and one inner node. A node has its number of occurrences and their most
 //! frequent continuation.
@@ -14,7 +14,7 @@
 //! **Paths are one token longer than matches,** because the continuations of the longest match are counted by contexts
 //! that are one token longer.
 //!
-//! **Appending waits for memory** once an index outgrows the caches, so what is used together is stored together: a node holds
+//! **Appending waits for memory** once an index outgrows the caches, so what is used together is stored together. A node holds
 //! its first two edges, half a cache line in all, and only further ones are in a hash table. New nodes are adjacent.
 //!
 //! **Rewinding undoes appends in reverse.** Nodes are numbered in the order of their creation, so the last token's is the

@@ -193,7 +193,7 @@ impl Policy {
     }
 
     /// Marks the requests of a batch that are worth drafting for, by the drafts they would get before their next token is
-    /// known: those whose drafts are likely, and those whose turn it is to be probed. The others may be left out of
+    /// known. These are those whose drafts are likely, and those whose turn it is to be probed. The others may be left out of
     /// [`Self::choose`]. So drafting after the token, while the device waits, is limited to requests that may gain.
     pub fn preselect(&mut self, offers: &[Offer], marks: &mut Vec<bool>) {
         let requests = offers.len();

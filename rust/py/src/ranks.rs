@@ -82,7 +82,7 @@ impl Follower {
                 .unwrap_or_else(std::sync::PoisonError::into_inner);
             let start = std::ptr::with_exposed_provenance_mut::<u8>(address);
             // SAFETY: `new` accepted the buffer as writable and contiguous, and it keeps its memory alive. The engine reads it
-            // when it runs a command, and no such slice lives then; a step of the lane, which may be a call of Python while
+            // when it runs a command, and no such slice lives then. A step of the lane, which may be a call of Python while
             // this one lives, reads only the lane's memory. The lock keeps other callers away.
             follow.next(unsafe { std::slice::from_raw_parts_mut(start, size) })
         });

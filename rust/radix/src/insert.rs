@@ -38,8 +38,8 @@ impl RadixIndex {
         self.insert_after(NodeId::ROOT, key, pages, how)
     }
 
-    /// [`insert`](Self::insert) of a key that begins with the path that ends in `node`, as after a match of its start:
-    /// what is above the node is not compared again, so the time depends on the tokens after it.
+    /// [`insert`](Self::insert) of a key that begins with the path that ends in `node`, as after a match of its start.
+    /// What is above the node is not compared again, so the time depends on the tokens after it.
     ///
     /// That the key begins so is up to the caller; debug builds check it. Hold a lock on the node from the match on.
     ///
