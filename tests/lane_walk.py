@@ -1,9 +1,9 @@
 """A random walk of contexts through a driver: joins, leaves, forks, moved pages, drafts.
 
-Each step is sent three times: alone, which the fast lane takes; with a probe beside each token, for
-which a decode runs as the lane's graph, but is sampled in the general lane; and so with a prompt
-beside them, which makes it a pass of SGLang's. The last one's logits say which tokens a rounding
-error may exchange.
+Each step is sent three times: alone, which the graph path takes; with a probe for each token, so
+that a decode runs as the lane's graph, but is sampled in the Python path; and with a prompt
+in the same batch, which makes it a pass of SGLang's. The last one's logits say which tokens a
+rounding error may exchange.
 """
 
 from __future__ import annotations

@@ -536,7 +536,7 @@ BROKEN: Mapping[str, tuple[Callable[[Path, Path], Path], tuple[str, ...]]] = {
         ("cannot be read",),
     ),
     "a pipe": (_pipe, ("cannot be read",)),
-    "a text": (_with_file("adapter_model.safetensors", b"hello"), ("no safetensors file",)),
+    "a text": (_with_file("adapter_model.safetensors", b"hello"), ("not a safetensors file",)),
     "an empty file": (_with_file("adapter_model.safetensors", b""), ("is empty",)),
     "no JSON": (_with_file("adapter_config.json", b"\xff{"), ("not what PEFT writes",)),
     "a list": (_with_file("adapter_config.json", b"[]"), ("not what PEFT writes",)),
@@ -562,7 +562,7 @@ BROKEN: Mapping[str, tuple[Callable[[Path, Path], Path], tuple[str, ...]]] = {
     "no tensors": (_with_tensors(lambda tensors: tensors.clear()), ("no LoRA weights",)),
     "integers": (
         _with_tensors(lambda tensors: tensors.update({Q0: torch.zeros(8, 64).int()})),
-        ("no floats",),
+        ("not floats",),
     ),
     "a scalar": (_with_tensors(lambda tensors: tensors.update({Q0: torch.zeros(())})), ("[]",)),
     "no numbers": (

@@ -53,7 +53,7 @@ def test_every_table_names_device_date_commit_and_command(
 
 def test_charts_exist(tool: ModuleType, results: dict[str, Any]) -> None:
     charts = re.findall(r"\]\((\.\./benches/plots/[^)]+)\)", tool.render(results))
-    assert {"load", "steps", "prefixes", "drafts", "ranks"} <= {
+    assert {"load", "runner", "steps", "prefixes", "drafts", "ranks"} <= {
         chart.rpartition("/")[2].removesuffix(".svg") for chart in charts
     }
     for chart in charts:

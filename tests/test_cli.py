@@ -265,7 +265,7 @@ class TestPlan:
         [
             ({"hidden_size": None}, "no usable `hidden_size`"),
             ({"layer_types": ["linear_attention"]}, "keeps recurrent state"),
-            ({"kv_lora_rank": 512, "qk_rope_head_dim": 64}, "latent attention does not tell"),
+            ({"kv_lora_rank": 512, "qk_rope_head_dim": 64}, "latent attention does not give"),
             ({"architectures": ["NoSuchForCausalLM"]}, "SGLang 0.5.17 has no NoSuchForCausalLM"),
         ],
     )

@@ -134,7 +134,7 @@ def test_ways_take_turns(frame: Any) -> None:
 
 
 def test_a_folder_without_a_shape_is_named(frame: Any, tmp_path: Path) -> None:
-    with pytest.raises(argparse.ArgumentTypeError, match=f"{tmp_path} is no folder with a config"):
+    with pytest.raises(argparse.ArgumentTypeError, match=f"{tmp_path} is not a folder with"):
         frame.shapes(str(tmp_path))
     config = tmp_path / "config.json"
     config.touch()

@@ -1,4 +1,4 @@
-"""The fast lane on the CPU: the same tokens as the general lane, and who takes what."""
+"""The graph path on the CPU: the same tokens as the Python path, and who takes what."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def traced(
 
 
 def both(traced: Traced, requests: list[Request], probed: list[Request]) -> list[list[int]]:
-    """Tokens of a batch that the fast lane takes and of one that it leaves; they must agree."""
+    """Tokens of a batch that the graph path takes and of one that it leaves; they must agree."""
     before = len(traced.lanes())
     fast, general = (traced.client.forward(batch).tokens for batch in (requests, probed))
     assert traced.lanes()[before:] == ["fast", "general"]
@@ -158,5 +158,5 @@ def test_without_graphs_every_batch_takes_the_general_lane(
 
 @pytest.mark.interpreted("tests/step_kernels.py")
 def test_the_gpu_kernels_sample_as_the_exact_ones_do(interpreted: str) -> None:
-    """Triton's interpreter runs the kernels of the fast lane on the CPU."""
+    """Triton's interpreter runs the kernels of the graph path on the CPU."""
     assert "0 wrong" in interpreted

@@ -116,7 +116,7 @@ def test_one_kernel_copies_what_single_buffers_do(interpreted: str) -> None:
 
 def test_a_direction_that_does_not_exist() -> None:
     pools = PagePools(new_buffers(torch.int64), HOST)
-    with pytest.raises(ValueError, match="'d2h' is none of D2D, D2H, H2D, H2H"):
+    with pytest.raises(ValueError, match="'d2h' is not one of D2D, D2H, H2D, H2H"):
         pools.copy("d2h", [0], [0])
 
 

@@ -152,7 +152,7 @@ class TestIndex:
         inserted, new = index.insert_new(ids(1, 2, 5, 6), pool)
         assert (inserted.existing, new.tolist()) == (1, [2])
         assert (pool.stats().cached, pool.available) == (3, 1)
-        with pytest.raises(PagesError, match="2 pages are wanted and 1 are free"):
+        with pytest.raises(PagesError, match="2 pages are asked for and 1 are free"):
             index.insert_new(ids(7, 7, 8, 8), pool)
         assert index.peek(ids(7, 7)) == (0, 0)
         pool.uncache(index.evict(4).device)
@@ -198,7 +198,7 @@ class TestIndex:
     def test_settings_out_of_range(self) -> None:
         with pytest.raises(RadixError, match=r"page size 257 is not within 1\.\.=256"):
             RadixIndex(257)
-        with pytest.raises(RadixError, match="`best` is no eviction policy"):
+        with pytest.raises(RadixError, match="`best` is not an eviction policy"):
             RadixIndex(policy="best")
         with pytest.raises(RadixError, match="1 pages were given where 2 are needed"):
             RadixIndex(2).insert(ids(1, 2, 3, 4), ids(1))
@@ -238,7 +238,7 @@ class TestPool:
             pool.audit(ids(0))
 
     def test_what_does_not_fit(self) -> None:
-        with pytest.raises(PagesError, match="3 pages are wanted and 2 are free"):
+        with pytest.raises(PagesError, match="3 pages are asked for and 2 are free"):
             PagePool(2).allocate(3)
         with pytest.raises(ValueError, match='must be "lowest" or "lifo"'):
             PagePool(2, order="best")

@@ -179,7 +179,7 @@ def test_a_driver_records_its_batches_and_nothing_else(
         # However it ends.
         assert driver.stop(sig=signal.SIGKILL) == -signal.SIGKILL
     events = events_of(path)
-    # Both are short enough for the fast lane.
+    # Both are short enough for the graph path.
     phases = ("parse", "plan", "launch", "wait", "respond")
     assert [event["name"] for event in events[1:]] == ["step", *phases] * 2
     steps = [event for event in events if event["name"] == "step"]

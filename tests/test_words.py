@@ -109,6 +109,19 @@ def test_a_planted_word_in_a_source_is_found(
     assert fault.line == line
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.py", f'def f():\n    """One.\n\n    {LONG}\n    {LONG}.\n    """\n'),
+        ("a.py", f"# {LONG}\n# {LONG}.\n"),
+        ("a.rs", f"/// {LONG}\n/// {LONG}.\nfn f() {{}}\n"),
+    ],
+)
+def test_a_long_sentence_in_a_source_is_found(tool: ModuleType, name: str, text: str) -> None:
+    [fault] = tool.check_source(name, text)
+    assert fault.text.startswith("72 words in a sentence")
+
+
 def test_names_of_code_may_be_any_word(tool: ModuleType) -> None:
     assert (
         list(tool.check_source("a.rs", "let behind = told(nobody); // `behind` is a name\n")) == []

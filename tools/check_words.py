@@ -7,7 +7,8 @@ prints a line for each fault and exits with 1 if there is any. FOLDER is the rep
 - Documents: length of sentences, words that the style page rules out, links and their headings.
 - Names in documents: options, commands and their flags, targets of `make`, environment variables,
   metrics, files. Each must exist.
-- Docstrings, comments and messages of `python/`, `tools/`, `benches/` and `rust/`: words.
+- Docstrings, comments and messages of `python/`, `tools/`, `benches/` and `rust/`: words, and the
+  length of sentences.
 - Comments that cite a section (§) of the protocol: `docs/pie-protocol.md` must have it.
 """
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import inspect
 import io
 import re
 import sys
@@ -26,6 +28,8 @@ from typing import Final, NamedTuple
 
 LONGEST: Final = 35
 """Most words of a sentence in a document."""
+LONGEST_COMMENT: Final = 40
+"""Most words of a sentence in a comment or docstring."""
 MEAN: Final = 25
 """Most words of a document's sentences on average."""
 
@@ -52,6 +56,11 @@ BANNED: Final = {
     r"told|hears? of|heard of": "informed, learns",
     r"(?:is|are) no numbers?": "NaN",
     r"one behind the other": "one after the other",
+    r"somebody|anybody|everybody": "a program, any, all",
+    r"heard|hears": "received, learns",
+    r"mends?|mended": "corrects",
+    r"fast lane": "graph path",
+    r"(?:is|are) no (?:eviction|scheduling|folder|clone|valid|array|descriptor|floats)": "is not a",
 }
 _BANNED: Final = {re.compile(rf"\b(?:{word})\b", re.I): use for word, use in BANNED.items()}
 
@@ -354,7 +363,7 @@ def _unknown(root: Path, names: Names, code: str, folder: Path) -> Iterator[str]
 
 
 def _common_prefix(names: frozenset[str]) -> str:
-    """What all names of metrics begin with, up to a separator; too short a prefix is none."""
+    """What all names of metrics begin with, up to a separator; empty if that is too short."""
     shortest, longest = min(names), max(names)
     length = next(
         (at for at, pair in enumerate(zip(shortest, longest, strict=False)) if len(set(pair)) > 1),
@@ -387,11 +396,45 @@ def rust_texts(text: str) -> Iterator[tuple[int, str]]:
             yield number, literal
 
 
+def python_prose(text: str) -> Iterator[tuple[int, str]]:
+    """Docstrings, and comments whose lines follow each other, of a Python file."""
+    for node in ast.walk(ast.parse(text)):
+        value = node.value if isinstance(node, ast.Expr) else None
+        if isinstance(value, ast.Constant) and isinstance(value.value, str):
+            yield node.lineno, inspect.cleandoc(value.value)
+    yield from _runs(text, r"^\s*#:? ?(.*)")
+
+
+def rust_prose(text: str) -> Iterator[tuple[int, str]]:
+    """Comments whose lines follow each other, of a Rust file."""
+    yield from _runs(text, r"^\s*//[/!]? ?(.*)")
+
+
+def _runs(text: str, pattern: str) -> Iterator[tuple[int, str]]:
+    """What lines that follow each other have in common with a pattern's group."""
+    run: list[str] = []
+    for number, line in enumerate([*text.splitlines(), ""], 1):
+        if match := re.match(pattern, line):
+            run.append(match[1])
+        elif run:
+            yield number - len(run), "\n".join(run)
+            run = []
+
+
 def check_source(path: str, text: str) -> Iterator[Fault]:
-    """Words in comments, docstrings and messages."""
-    texts = python_texts(text) if path.endswith(".py") else rust_texts(text)
-    for line, each in texts:
+    """Words in comments, docstrings and messages, and sentences of the first two."""
+    python = path.endswith(".py")
+    for line, each in python_texts(text) if python else rust_texts(text):
         yield from check_words(path, line, each)
+    for line, each in python_prose(text) if python else rust_prose(text):
+        # Rows of a reStructuredText table are not sentences.
+        kept = re.sub(r"^(?:``(?!`)|==).*$", "", each, flags=re.MULTILINE)
+        for sentence in sentences(kept):
+            if sentence.words > LONGEST_COMMENT:
+                at = line + sentence.line - 1
+                yield Fault(
+                    path, at, f"{sentence.words} words in a sentence: {sentence.text[:60]} ..."
+                )
 
 
 def check_sections(path: str, text: str, sections: frozenset[str]) -> Iterator[Fault]:

@@ -10,7 +10,7 @@ Parts, each on a driver of its own, which plays the same prompts without and wit
 3. `random`: random weights, tokens drawn at high temperatures. Nothing repeats itself: the ratio
    must stay above the limit.
 
-In the first two `spec_ngram_capacity` is 0, so that a context drafts from its own text alone; the
+In the first two `spec_ngram_capacity` is 0, so that a context drafts only from its own text; the
 last has the default, and with it the cost of a history. `--option` changes either. The record is
 DIR/draft_check.json, everything that was printed goes to DIR/draft_check.log. The status is 1 when
 a part failed, a batch was skipped, or a ratio of the last part is below the limit.

@@ -1,4 +1,4 @@
-"""Checks on a CUDA GPU what the driver does about faults, and what loads cost those who decode.
+"""Checks on a CUDA GPU what the driver does about faults, and what loads cost requests that decode.
 
     python benches/gpu/fault_check.py --shapes CONFIG_DIR [--pocket DIR] [--parts A,B]
         [--device cuda:0[,cuda:1]]

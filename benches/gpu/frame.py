@@ -232,14 +232,14 @@ def shapes(text: str) -> Path:
     path = Path(text).resolve()
     folder = path.parent if path.name == "config.json" else path
     if not (folder / "config.json").is_file():
-        raise argparse.ArgumentTypeError(f"{text} is no folder with a config.json")
+        raise argparse.ArgumentTypeError(f"{text} is not a folder with a config.json")
     return folder
 
 
 def _pocket(text: str) -> Path:
     path = Path(text).resolve()
     if not (path / "model.safetensors").is_file():
-        raise argparse.ArgumentTypeError(f"{text} is no folder with a model.safetensors")
+        raise argparse.ArgumentTypeError(f"{text} is not a folder with a model.safetensors")
     return path
 
 
@@ -264,7 +264,7 @@ _COMMON: Final[Mapping[str, Mapping[str, Any]]] = {
 
 
 def model_folder(shapes: Path, folder: Path) -> Path:
-    """Makes of an empty folder a model of these shapes; who loads it makes up its weights."""
+    """Makes of an empty folder a model of these shapes; a load makes up its weights."""
     shutil.copyfile(shapes / "config.json", folder / "config.json")
     return folder
 

@@ -3,7 +3,7 @@
     python benches/gpu/image_check.py [--device cuda:0] [--model DIR] [--backends A,B] [--json FILE]
 
 Without `--model` the weights are random, in a small shape with the head sizes of the real models.
-The reference runs in float32 on the CPU, eagerly. In float32 (on the CPU alone) every logit must be
+The reference runs in float32 on the CPU, eagerly. In float32 (only on the CPU) every logit must be
 near the reference's; in float16 and bfloat16 every best token must be the same where the two best
 logits are more than `MIN_GAP` apart. Prompts hold images of several sizes, are cut into passes
 within an image, share frames with text, and go on decoding. It also times the prefill of one image,

@@ -1,4 +1,4 @@
-"""The fast lane on a GPU: its tokens against the general lane's, and what a step costs the host.
+"""The graph path on a GPU: its tokens against the Python path's, and what a step costs the host.
 
     python benches/gpu/lane_check.py [--pocket DIR] [--shapes CONFIG_DIR] [--steps N] [--json FILE]
         [--attention BACKEND] [--option KEY=VALUE ...] [--profile]
@@ -6,9 +6,9 @@
 1. `pocket` in bfloat16, N random steps of joins, leaves, forks, moved pages and drafts, each sent
    over both lanes: tokens are equal, or their logits at most two bfloat16 ulps apart.
 2. Random weights in the shape of CONFIG_DIR, in one process with the driver's loop and a client
-   process: the round trip of a greedy decode step by batch and context, and the time that the GPU
-   takes for the very same graph launched back to back. They take turns, since a GPU at its power
-   limit changes its clock; their difference, in the median turn, is the host's overhead.
+   process. Timed are the round trip of a greedy decode step by batch and context, and the very
+   same graph launched back to back. They take turns, since a GPU at its power limit changes its
+   clock. Their difference, in the median turn, is the host's overhead.
    `--profile` lists what kernels of each graph take, by name, which slows them a little.
 """
 

@@ -5,9 +5,9 @@
 
 For each of SGLang's LoRA backends:
 
-1. `pocket` in bfloat16 under adapters of several ranks and layers, one of them with an LM head:
-   logits of a batch that mixes all of them and none, of a prompt in one pass and in chunks, are
-   compared with `transformers` (float32, CPU) on weights merged by hand; greedy tokens must agree
+1. `pocket` in bfloat16 under adapters of several ranks and layers, one of them with an LM head.
+   A batch mixes all of them and none, and a prompt comes in one pass and in chunks. Logits are
+   compared with `transformers` (float32, CPU) on weights merged by hand. Greedy tokens must agree
    wherever the reference's two best logits are more than `MIN_GAP` apart. More adapters are loaded
    than a pass holds.
 2. Decode steps of 61 contexts, and batches of prompts, as the client sees them (round trip, p50):

@@ -2,7 +2,7 @@
 
     python benches/gpu/mask_check.py [--device cuda:0] [--pocket DIR] [--backends A,B] [--json FILE]
 
-On a GPU it also serves `pocket` in bfloat16: every node of a tree in one request, under a mask,
+On a GPU it also serves `pocket` in bfloat16. Every node of a tree in one request, under a mask,
 must give the token that its branch gives alone, where the two best logits are more than `MIN_GAP`
 apart. Without a GPU the kernel runs in Triton's interpreter: `TRITON_INTERPRET=1`, `--device cpu`.
 """

@@ -4,9 +4,9 @@
         [--option KEY=VALUE ...] [--json FILE]
 
 Each DIR names a model's shape by its `config.json`; the weights are random. A model is loaded in a
-process of its own, warmed up, and then given the two passes that need the most: a prompt of as many
-tokens as a pass may have, and a decode of the largest batch whose requests list a distribution for
-all slots of logits. Prints the plan, and for each row what it became:
+process of its own and warmed up. Then it gets the two passes that need the most. They are a prompt
+of as many tokens as a pass may have, and a decode of the largest batch whose requests list a
+distribution for all slots of logits. Prints the plan, and for each row what it became:
 
 - `weights`, `graphs`, `KV`: bytes, and the pool's tokens.
 - `activations`: the peak of torch's allocations in those passes, over what was there before them.

@@ -51,7 +51,7 @@ RACED = "another process took memory"
 TYPICAL, WORST, OUTLIERS = 0.04, 0.25, 0.1
 """A row's error is that of its logits (root of the mean square) over their spread. The median row
 must keep to the first figure, and all but a tenth of the rows, in which an expert may have changed,
-to the second; or to what the reference does in the same type, times `ROUNDING`, but not beyond
+to the second. What the reference does in the same type, times `ROUNDING`, is also allowed, up to
 `LIMITS`."""
 ROUNDING = 1.5
 LIMITS = (WORST, 0.5)

@@ -125,6 +125,28 @@ def ranks(axes: Axes, results: Results) -> None:
     axes.legend(frameon=False)
 
 
+def runner(axes: Axes, results: Results) -> None:
+    """Decode steps, compared with SGLang's runner on its best backend, and with the bytes moved."""
+    section = results["runner"]
+    rows = list(section["ours_us"])
+    peers = section["sglang_runner_us"].values()
+    sides = {
+        "SGLang's ModelRunner, best backend": (PEER, [min(p[row] for p in peers) for row in rows]),
+        "this driver, through the ring": (OURS, [section["ours_us"][row] for row in rows]),
+    }
+    for number, (name, (color, times)) in enumerate(sides.items()):
+        places = [place + 0.4 * number for place in range(len(rows))]
+        bars = axes.bar(places, [us / 1000 for us in times], 0.38, label=name, color=color)
+        axes.bar_label(bars, fmt="{:.2f}", padding=2, fontsize=7)
+    limits = [section["roofline_us"][row] / 1000 for row in rows]
+    places = [place + 0.2 for place in range(len(rows))]
+    axes.hlines(limits, [p - 0.4 for p in places], [p + 0.4 for p in places], color="black")
+    axes.set_xticks(places, [row.replace("x", " x ") for row in rows], fontsize=8)
+    axes.set(xlabel="contexts x tokens; lines: time to move the bytes", ylabel="ms", yscale="log")
+    axes.set_title("A decode step, Qwen3-0.6B shape")
+    axes.legend(frameon=False, fontsize=8)
+
+
 def prefixes(axes: Axes, results: Results) -> None:
     """Times of steps whose contexts begin alike, over those of contexts that share nothing."""
     rows = results["prefixes"]["steps"]
@@ -185,6 +207,7 @@ PLOTS: dict[str, tuple[str, Callable[[Axes, Results], None]]] = {
     "mixed": ("mixed", mixed),
     "ranks": ("tp", ranks),
     "prefixes": ("prefixes", prefixes),
+    "runner": ("runner", runner),
 }
 """Each with the section of the results that it draws."""
 

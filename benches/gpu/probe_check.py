@@ -155,7 +155,7 @@ def time_samplers(path: Path, report: Report) -> None:
         print(f"    {name:26} {milliseconds:7.2f} ms{plan}")
         report.add(batch=SIZE, context=CONTEXT, samplers=name, ms=milliseconds, plan_us=planned)
     dearest = max(base[name] for name in tokens)
-    print(f"    all kinds / dearest kind: {base['all kinds'] / dearest:.2f}")
+    print(f"    all kinds / slowest kind: {base['all kinds'] / dearest:.2f}")
 
 
 def step(

@@ -7,9 +7,9 @@
 
 1. `tokens`: `pocket` in bfloat16 on every number of GPUs: greedy tokens against transformers in
    float32, both lanes over random steps, and steps of many slots against those of one GPU.
-2. `steps`: random weights in the shape of CONFIG_DIR, decode steps through the ring as the client
-   sees them, and the time that the very same graphs take launched back to back on all ranks at
-   once, in turns. Their difference is the host's overhead, as far as the GPUs keep their pace;
+2. `steps`: random weights in the shape of CONFIG_DIR. Decode steps through the ring, as the client
+   sees them, and the very same graphs launched back to back on all ranks at once are timed in
+   turns. Their difference is the host's overhead, as far as the GPUs keep their pace;
    next to it is what the driver reports of its own work, which is everything but waiting for
    tokens. `--profile` lists what kernels of each graph take on the first GPU, by name, which slows
    them a little.
@@ -127,7 +127,7 @@ def apart(one: torch.Tensor, other: torch.Tensor, kept: Filter) -> float:
 
 
 class Host:
-    """What steps of the fast lane take on the host, as the driver's clock has it."""
+    """What steps of the graph path take on the host, as the driver's clock has it."""
 
     def __init__(self) -> None:
         self._taken: list[float] = []
@@ -136,7 +136,7 @@ class Host:
         self, started_ns: int, phases: Mapping[str, int], *, requests: int, tokens: int
     ) -> None:
         """Takes note of a step, as a trace does."""
-        # Only steps of the fast lane wait in one place.
+        # Only steps of the graph path wait in one place.
         if "wait" in phases:
             self._taken.append((sum(phases.values()) - phases["wait"]) / 1000)
 

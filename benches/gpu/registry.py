@@ -46,7 +46,7 @@ CHECKS: Final[Mapping[str, Check]] = {
         _LOAD + " --pocket {pocket} --patience 2", alone=True,
     ),
     "lane": Check(
-        "lane_check.py", "the fast lane says what the general lane says; the host's part of a step",
+        "lane_check.py", "the graph path says what the Python path says; the host's part of a step",
         "2 bfloat16 ulps", 5,
         "--pocket {pocket} --steps 200 --shapes {small} --json {record}", alone=True,
     ),

@@ -291,7 +291,7 @@ def time_kinds(device: str, report: Report) -> None:
     report.add(kind="one read of the logits", kernel_ms=read)
     dearest = max(times[kind] for kind in KINDS)
     print(
-        f"    all kinds: {times['all kinds'] / dearest:.2f} of the dearest kind, "
+        f"    all kinds: {times['all kinds'] / dearest:.2f} of the slowest kind, "
         f"{times['all kinds'] - times['greedy']:+.3f} ms against greedy alone"
     )
 

@@ -5,7 +5,7 @@
 
 Random weights in the shape of CONFIG_DIR, greedy samplers, scattered pages; each graph is launched
 back to back. A way changes fields of the attention's `SplitTuning`, or the rows from which on
-products are a library's (`few_rows`); the driver's own choice is always the first and the last one,
+products are a library's (`few_rows`). The driver's own choice is always the first and the last one,
 which shows how much the machine drifts.
 """
 

@@ -6,9 +6,9 @@
 Spawns a process for each GPU. Checks random turns of random rows, in one and two shots, against
 float64, and graphs of products and sums, as layers have them, against where they began. With
 `--times` prints what a turn of such a graph takes for each number of rows: a product of 128 inputs
-and the sum with its norm, in one and two shots by so many warps; the same product with SGLang's
-all-reduce and norm, with NCCL's all-reduce, and without the other ranks. Ends when it takes more
-than `--limit` seconds.
+and the sum with its norm. These are in one and two shots by so many warps. The same product is
+timed with SGLang's all-reduce and norm, with NCCL's all-reduce, and without the other ranks. Ends
+when it takes more than `--limit` seconds.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
     radix_python.py ours|sglang:match_lock|miss|conversations FOLDER
 
-`FOLDER` holds `text.bin` (uint32), texts one after the other, and `case.json`: `lengths` of the
-texts; `hit`, tokens of the last one that are found; `page`; and `turns`, each the number of a text,
-the tokens that are looked up, and those that are inserted then. Runs as many operations as each
-line of stdin says, and writes their times in nanoseconds.
+`FOLDER` holds `text.bin` (uint32), texts one after the other, and `case.json`. That has `lengths`
+of the texts, `hit`, the tokens of the last one that are found, `page`, and `turns`. A turn is the
+number of a text, the tokens that are looked up, and those that are inserted then. Runs as many
+operations as each line of stdin says, and writes their times in nanoseconds.
 
 A lookup is timed with its lock, from an array of tokens to an array of slots or pages. SGLang's
 tree frees nothing here.

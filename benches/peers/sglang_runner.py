@@ -4,7 +4,7 @@
         [--page-size 16] [--device cuda]
 
 A step is what a caller without a scheduler has to do: write the step's numbers, build the
-`ForwardBatch`, have the runner replay its graph, take the arg-max and fetch the tokens; these are
+`ForwardBatch`, have the runner replay its graph, take the arg-max and fetch the tokens. These are
 the next step's input, and stay on the device. Prints the p50 of each batch and context, then what
 a step must read by then: weights (an embedding only where it is the LM head, too), and keys and
 values of a token. A MODEL without weights gets random ones. `--device cpu` tries the script out;

@@ -43,7 +43,7 @@ const LIMITS: [Limits; 6] = [
 /// Room for the reply to any frame that the targets bring.
 const ROOM: usize = 1 << 16;
 
-/// The limits, by number; how much less room a reply has; then frames as they come, each behind its length in 16 bits.
+/// The limits, by number; how much less room a reply has; then frames as they come, each after its length in 16 bits.
 pub(crate) fn bytes(data: &[u8]) {
     let Some((&[limits, lack], mut rest)) = data.split_first_chunk() else {
         return;

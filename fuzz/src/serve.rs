@@ -57,7 +57,7 @@ struct Tricks {
     drop_jobs: bool,
     /// What the length word says.
     length: Option<u32>,
-    /// Words of the request, or behind them its length, and what they become, to and fro, while it is
+    /// Words of the request, or after them its length, and what they become, to and fro, while it is
     /// being served.
     scribbles: Vec<(usize, u32)>,
     /// The client gives up while the engine is at work, and sends the same again.
@@ -126,7 +126,7 @@ pub(crate) fn call(data: &[u8]) {
 #[derive(Default)]
 struct Prompts {
     drop_jobs: AtomicBool,
-    /// The engine keeps its job until told otherwise.
+    /// The engine keeps its job unless a trick says otherwise.
     hold: AtomicBool,
     /// The engine has a job and keeps it.
     held: AtomicBool,
@@ -168,7 +168,7 @@ impl Region {
                 0,
             )
         };
-        // Both sides have it mapped: a fuzzer that is killed leaves nothing behind.
+        // Both sides have it mapped: nothing is left of a fuzzer that is killed.
         server.unlink();
         let prompts = Arc::<Prompts>::default();
         let heard = Arc::clone(&prompts);
@@ -196,7 +196,7 @@ impl Region {
         unsafe { AtomicU64::from_ptr(self.base.add(offset).cast()) }
     }
 
-    /// Writes the word of a request, or behind the last of `count` its length.
+    /// Writes the word of a request, or after the last of `count` its length.
     fn put(&self, index: usize, count: usize, word: u32) {
         let offset = if index < count {
             HEADER_BYTES + SLOT_HEADER_BYTES + 4 * index

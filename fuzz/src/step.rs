@@ -1,4 +1,4 @@
-//! The fast lane's way from a plan to tokens: whatever a graph follows is there, in every row that it has.
+//! The graph path's way from a plan to tokens: whatever a graph follows is there, in every row that it has.
 
 use bytemuck::Pod;
 use pie_batch::{Computed, Layout, Limits, Plan, Planner, Probes, StepMemory, StepSize};
@@ -57,7 +57,7 @@ impl Steps {
     fn step(&mut self, mut plan: Plan, size: StepSize) -> Computed {
         self.number += 1;
         let rows = size.rows.next_power_of_two();
-        // Every other graph is told which rows to sample.
+        // Every other graph gets the rows to sample.
         let told = self.number.is_multiple_of(2) && size.slots < rows;
         let room = StepSize {
             rows,
@@ -134,7 +134,7 @@ impl Step<'_> {
             assert!(first as usize + width <= used.max(first as usize));
             assert!(edges == 0 || first as usize >= further);
         }
-        // Rows that are not in use are padding: they store into the padding page, and nobody samples them.
+        // Rows that are not in use are padding: they store into the padding page, and are not sampled.
         let page = limits.page_size as usize;
         let slots = &self.all::<i64>("out_cache_loc")[rows..];
         assert!(slots.iter().all(|&slot| (slot as usize) < page));
@@ -150,7 +150,7 @@ impl Step<'_> {
         assert!(temperatures.iter().all(|&temperature| temperature < 0.0));
     }
 
-    /// Groups of rows lie one behind the other, and each row that shares something is in one.
+    /// Groups of rows lie one after the other, and each row that shares something is in one.
     fn check_prefixes(&self, rows: usize) {
         let lens = self.all::<i32>("prefix_lens");
         let seen = self.all::<i64>("seq_lens");

@@ -34,5 +34,5 @@ if __name__ == "__main__":
 
     from pie_driver_sglang.pie.launch import main
 
-    # Not by way of the interpreter's end, in which libraries may wait for other ranks.
+    # Not through the interpreter's end, where libraries may wait for other ranks.
     os._exit(main(guard=guard))

@@ -133,7 +133,7 @@ class Batch:
 @final
 class Broadcast:
     """
-    Tells the other ranks of a model what this one is about to do, in shared memory without a name.
+    Sends the other ranks of a model what this one is about to do, in shared memory without a name.
     """
     def __new__(cls, /, followers: SupportsIndex) -> Broadcast:
         """
@@ -421,7 +421,7 @@ class Follower:
             lane: Runs the leader's steps.
 
         Raises:
-            RingError: The descriptor is no broadcast's, or the follower is taken.
+            RingError: The descriptor is not of a broadcast, or the follower is taken.
             ValueError: The block is not writable, or the lane already serves.
         """
     def __next__(self, /) -> bytes:
@@ -471,7 +471,7 @@ class ImageSpan:
     @property
     def number(self, /) -> int:
         """
-        Tells it from every other image that the planner has seen.
+        Distinguishes it from every other image that the planner has seen.
         """
     @property
     def pixels(self, /) -> memoryview:
@@ -550,7 +550,7 @@ class Lane:
         """
     def lead(self, /, broadcast: Broadcast) -> None:
         """
-        Tells the other ranks of a model of every step, so that their lanes run it, too.
+        Sends every step to the other ranks of a model, so that their lanes run it, too.
 
         Raises:
             ValueError: The lane already serves.
@@ -806,7 +806,7 @@ class PagePool:
         Drops a reference to each page; a page without any is free.
 
         Raises:
-            PagesError: A page is free already, of another pool, or held by the prefix index alone.
+            PagesError: A page is free already, of another pool, or held only by the prefix index.
         """
     def free_after(self, /, pages: Buffer | ndarray, step: SupportsIndex) -> None:
         """
@@ -1159,7 +1159,7 @@ class RadixIndex:
 
         Raises:
             PagesError: The pool has not enough free pages; nothing was inserted.
-            TypeError: `tokens` is no array of integers.
+            TypeError: `tokens` is not an array of integers.
             OverflowError: A token does not fit into uint32.
         """
     def load(self, /, node: SupportsIndex, device: Buffer | ndarray) -> ndarray:
@@ -1198,7 +1198,7 @@ class RadixIndex:
             limit: Tokens of the key that count, from its start; None for all.
 
         Raises:
-            TypeError: `tokens` is no array of integers.
+            TypeError: `tokens` is not an array of integers.
             OverflowError: A token does not fit into uint32.
         """
     def match_prefix(self, /, tokens: Buffer | ndarray, *, namespace: str | None = None, limit: SupportsIndex | None = None) -> Match:
@@ -1211,7 +1211,7 @@ class RadixIndex:
             limit: Tokens of the key that count, from its start; None for all.
 
         Raises:
-            TypeError: `tokens` is no array of integers.
+            TypeError: `tokens` is not an array of integers.
             OverflowError: A token does not fit into uint32.
         """
     @property
@@ -1242,7 +1242,7 @@ class RadixIndex:
         """
     def peek(self, /, tokens: Buffer | ndarray, *, namespace: str | None = None, limit: SupportsIndex | None = None) -> tuple[int, int]:
         """
-        How many pages of a key are on the device, and how many after them on the host alone. Changes nothing.
+        How many pages of a key are on the device, and how many after them only on the host. Changes nothing.
         """
     @property
     def protected_pages(self, /) -> int:
@@ -1601,11 +1601,11 @@ class Server:
 
         Raises:
             RuntimeError: `serve` was not called, or a batch is open.
-            WireError: The bytes are no forward frame, or its arrays contradict each other.
+            WireError: The bytes are not a forward frame, or its arrays contradict each other.
         """
     def rehearse_lane(self, /, frame: bytes) -> bool:
         """
-        Runs a request frame of the caller's own on the fast lane, for warm-up: its answer goes nowhere.
+        Runs a request frame of the caller's own on the graph path, for warm-up: its answer goes nowhere.
 
         Returns:
             Whether the lane took it.
@@ -1715,7 +1715,7 @@ class SlotGroup:
 @final
 class Step:
     """
-    A batch that the fast lane answered.
+    A batch that the graph path answered.
     """
     @property
     def launch_ns(self, /) -> int:

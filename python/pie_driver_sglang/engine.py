@@ -136,7 +136,7 @@ class ModelEngine(Protocol):
                 later pair.
 
         Raises:
-            ValueError: The direction is none of these.
+            ValueError: The direction is not one of these.
         """
 
     def copy_states(self, sources: Sequence[int], targets: Sequence[int]) -> None:

@@ -52,7 +52,7 @@ class RingError(Exception):
 
 
 class WireError(ValueError):
-    """Bytes that are no valid frame, or a buffer that is too small for one."""
+    """Bytes that are not a valid frame, or a buffer that is too small for one."""
 
 
 class StageError(ValueError):

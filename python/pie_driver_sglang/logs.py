@@ -125,7 +125,7 @@ def configure_logging(level: str | None = None) -> None:
         level: A key of `LEVELS`; None to take it from the environment variable PIE_DRIVER_LOG.
 
     Raises:
-        ConfigError: The level is none of `LEVELS`.
+        ConfigError: The level is not one of `LEVELS`.
     """
     number = _level_number(level)
     handler = _StderrHandler(sys.stderr)

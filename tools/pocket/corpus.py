@@ -52,7 +52,7 @@ class SourceFile:
 
     @property
     def held_out(self) -> bool:
-        """Whether the file is for validation: decided by its path alone."""
+        """Whether the file is for validation: decided only by its path."""
         return int.from_bytes(hashlib.sha256(self.path.encode()).digest()[:4]) % HOLDOUT == 0
 
     @property
@@ -115,7 +115,7 @@ def functions(file: SourceFile) -> Iterator[Function]:
 
 
 def conversation(function: Function) -> Conversation:
-    """Make one conversation about the function; which kind follows from its name alone."""
+    """Make one conversation about the function; which kind follows only from its name."""
     chance = random.Random(f"{function.module}.{function.name}")
     makers = [_write, _document, _explain, _continue, _call_tool]
     maker = chance.choices(makers, weights=[45, 20, 10, 15, 10])[0]

@@ -11,7 +11,7 @@ use kv_index::{
 use pie_radix::{Config, Insertion, Key, NodeId, RadixIndex};
 use radix_tree::{HolderId, Overlap, OverlapScratch};
 
-/// Who holds everything, to peers that ask.
+/// The worker that holds everything, for peers that ask.
 const WORKER: &str = "worker";
 
 /// An index that a request is looked up in, and inserted into with its answer.
@@ -25,7 +25,7 @@ pub(crate) trait Index {
     /// Inserts tokens that begin with those that were looked up last.
     fn insert(&mut self, tokens: &[u32]);
 
-    /// What is left to do for those who only looked up.
+    /// What is left to do after a mere lookup.
     fn release(&mut self) {}
 }
 

@@ -69,7 +69,7 @@ fn read(path: &Path, vocabulary: u32) -> Result<Vec<Vec<u32>>, LoadError> {
         return Err(wrong("nothing to begin with".to_owned()));
     }
     match list.iter().flatten().find(|&&token| token >= vocabulary) {
-        Some(token) => Err(wrong(format!("{token} is none of {vocabulary} tokens"))),
+        Some(token) => Err(wrong(format!("{token} is not one of {vocabulary} tokens"))),
         None => Ok(list),
     }
 }
@@ -103,7 +103,7 @@ mod tests {
             ("[1]", "invalid type"),
             ("[]", "nothing"),
             ("[[1], []]", "nothing"),
-            ("[[1], [5]]", "5 is none of 5 tokens"),
+            ("[[1], [5]]", "5 is not one of 5 tokens"),
         ] {
             fs::write(&path, text).unwrap();
             let error = Prompts::new(Some(&path), 8, 5).err().unwrap().to_string();

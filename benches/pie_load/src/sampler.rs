@@ -66,7 +66,7 @@ fn one(text: &str) -> Result<Sampler, String> {
             p,
         }),
         _ => Err(format!(
-            "{text} is none of greedy, multinomial:T, top-k:T:K, top-p:T:P, min-p:T:P, top-k-top-p:T:K:P, mixed"
+            "{text} is not one of greedy, multinomial:T, top-k:T:K, top-p:T:P, min-p:T:P, top-k-top-p:T:K:P, mixed"
         )),
     }
 }

@@ -241,7 +241,7 @@ impl<'a> Scheduler<'a> {
         let page_size = self.caps.kv_page_size;
         let mut room = Room::of(self.caps);
         for context in &self.running {
-            // Newcomers were only let in as far as everybody's last page fits.
+            // Requests were only let in as far as all last pages fit.
             let _ = room.take(context.tokens(), context.lifetime_pages(page_size));
         }
         while let Some(next) = self.waiting.front() {

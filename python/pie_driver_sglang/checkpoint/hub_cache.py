@@ -12,6 +12,6 @@ def cached_snapshot(repository: str) -> Path | None:
     package: Any = import_module("huggingface_hub")
     try:
         path = package.try_to_load_from_cache(repository, "config.json")
-    except package.errors.HFValidationError:  # It is no repository's name.
+    except package.errors.HFValidationError:  # It is not a repository's name.
         return None
     return Path(path).parent if isinstance(path, str) else None

@@ -78,7 +78,7 @@ def check_table(table: Mapping[str, Any], shm: Shm | None = None) -> Iterator[Fi
     options = config.driver.options
     budget = options.cpu_mem_budget_in_gb
     if budget:
-        yield _refusal("swap", f"{budget} GiB can be had", lambda: check_budget(budget))
+        yield _refusal("swap", f"{budget} GiB available", lambda: check_budget(budget))
     if options.trace_file is not None:
         path = options.trace_file
         yield _refusal("trace", f"{path} can be written", lambda: _try_trace(path))

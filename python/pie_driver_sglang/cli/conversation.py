@@ -87,7 +87,7 @@ class Conversation:
         """Go on from a kept conversation.
 
         Raises:
-            ConfigError: There is none of that number.
+            ConfigError: No branch has that number.
         """
         if not 1 <= number <= len(self._branches):
             raise ConfigError(

@@ -61,7 +61,7 @@ def default_model(name: str | None) -> str:
     """The model that was named, or the one in the repository.
 
     Raises:
-        ConfigError: None was named, and this is no clone of the repository.
+        ConfigError: None was named, and this is not a clone of the repository.
     """
     if name is not None:
         return name

@@ -24,7 +24,7 @@ class Prompt(NamedTuple):
     Attributes:
         text: The prompt; None where there are tokens.
         tokens: The prompt's tokens; None where there is text.
-        sampling: Parameters of this prompt alone.
+        sampling: Parameters of this prompt only.
         others: Fields that are copied to the answer.
     """
 
@@ -89,7 +89,7 @@ class Progress:
 
         self._begun = begun
         self._prompt = self._cached = self._output = 0
-        # None: no bar where stderr is no terminal.
+        # None: no bar where stderr is not a terminal.
         self._bar: Any = tqdm(total=total, unit=" answers", disable=None, file=sys.stderr)
 
     def add(self, meta: dict[str, Any]) -> None:

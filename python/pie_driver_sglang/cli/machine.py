@@ -121,7 +121,7 @@ class Machine(NamedTuple):
     load: float
     """Cores in use in the last minute."""
     memory: int | None
-    """Host memory that can be had, in bytes; None where psutil is missing."""
+    """Host memory that is available, in bytes; None where psutil is missing."""
     kernels: frozenset[str]
     """Names of the driver's own GPU kernels that are in Triton's cache."""
     caches: tuple[Cache, ...]

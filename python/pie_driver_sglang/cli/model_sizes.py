@@ -150,7 +150,7 @@ def read_weights(
         dtype: The activations', a key of `ITEMSIZES`.
 
     Raises:
-        ConfigError: A file is damaged; or there is none, and the shape does not tell.
+        ConfigError: A file is damaged; or there is none, and the shape is not enough.
     """
     loading = loading_of(
         shape,
@@ -235,7 +235,7 @@ def _tensors_of(shape: Shape, loading: Loading) -> Iterator[Tensor]:
     """The matrices that a model of this shape usually has; vectors are too small to count."""
     if shape.latent:
         raise ConfigError(
-            "there are no weights, and the shape of latent attention does not tell their size",
+            "there are no weights, and the shape of latent attention does not give their size",
             "download the index of the weights: `hf download <repository> --include '*.json'`",
         )
 

@@ -41,7 +41,7 @@ def driver_tables(table: Mapping[str, Any]) -> Iterator[DriverTable]:
         table: The file, as TOML gives it.
 
     Raises:
-        ConfigError: A section is missing or is none, or a model is not on this machine.
+        ConfigError: A section is missing or is not a table, or a model is not on this machine.
     """
     models = table.get("model")
     if not isinstance(models, list):

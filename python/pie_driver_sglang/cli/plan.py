@@ -163,7 +163,7 @@ def _options(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def parse_option(text: str) -> tuple[str, Any]:
-    """`KEY=VALUE` as a key and a value of TOML; a value that is none is taken for a string.
+    """`KEY=VALUE` as a key and a value of TOML; text that is not a value is taken for a string.
 
     Raises:
         ConfigError: There is no key.

@@ -145,7 +145,7 @@ def read_table(path: Path) -> dict[str, Any]:
     """Read a TOML file.
 
     Raises:
-        ConfigError: It cannot be read, or is no TOML.
+        ConfigError: It cannot be read, or is not TOML.
     """
     data = _read(path)
     try:
@@ -316,7 +316,7 @@ def _check_devices(listed: list[str] | str, tensor_parallel_size: int) -> tuple[
 
 
 def _check_device(device: str) -> str:
-    """Return `cpu` or `cuda:N`. All `cpu:N` are one CPU: the runtime wants names that differ."""
+    """Return `cpu` or `cuda:N`. All `cpu:N` are one CPU: the runtime refuses equal names."""
     match = re.fullmatch("(cpu|cuda)(?::([0-9]{1,4}))?", device)
     if not match:
         raise ConfigError(

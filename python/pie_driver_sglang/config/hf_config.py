@@ -162,7 +162,7 @@ def _may_exceed_context() -> bool:
 
 
 def _check_heads(hf_config: Mapping[str, Any], ranks: int) -> None:
-    """Refuse a model whose attention heads cannot be dealt out evenly."""
+    """Refuse a model whose attention heads cannot be divided evenly."""
     text = hf_config.get("text_config")
     text = text if isinstance(text, dict) else hf_config
     heads = text.get("num_attention_heads")
@@ -177,6 +177,6 @@ def _check_heads(hf_config: Mapping[str, Any], ranks: int) -> None:
         fitting = [str(count) for count in range(1, 2 * ranks) if fits(count)]
         raise ConfigError(
             f"`driver.tensor_parallel_size` is {ranks}, but the model has {heads} attention heads "
-            f"over {kv_heads} of keys and values, which cannot be dealt out evenly",
+            f"over {kv_heads} of keys and values, which cannot be divided evenly",
             f"use {' or '.join(fitting)} devices",
         )

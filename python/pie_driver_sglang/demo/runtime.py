@@ -135,9 +135,9 @@ class PagePool:
 
 
 class Runtime:
-    """Steps through all contexts: each batch holds every running context and the newcomers.
+    """Steps through all contexts: each batch holds every running context and the new ones.
 
-    A newcomer's prompt rides in the batch that decodes the others. It is admitted once the pages
+    A new context's prompt is in the batch that decodes the others. It is admitted once the pages
     that it may need at most are certain, so no context ever waits in its middle.
 
     Attributes:

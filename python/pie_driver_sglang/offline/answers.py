@@ -30,7 +30,7 @@ class Answer:
             name: SGLang's `rid`.
             prompt: The tokens of the prompt.
             sampling: Of the request.
-            tokenizer: None for an answer of tokens alone.
+            tokenizer: None for an answer with tokens only.
             streams: Keep the text up to date.
         """
         self._name = name

@@ -78,7 +78,7 @@ _REASONS: Final[Mapping[str, str]] = MappingProxyType(
         "graphs_off": "set `disable_cuda_graph`, for all graphs",
         "media": "the offline engine takes text and tokens, no images",
         "observability": "the engine serves no metrics; `get_server_info()` has its figures",
-        "parallel": "models are spread by `tp_size` and copied by `dp_size` alone",
+        "parallel": "only `tp_size` spreads a model, and only `dp_size` copies it",
         "pool": "the driver lays out its KV pages itself; set `page_size`",
         "prefix_cache": "the runtime has a prefix index of its own",
         "sampling": "the driver samples as each request asks",
@@ -88,7 +88,7 @@ _REASONS: Final[Mapping[str, str]] = MappingProxyType(
         "snapshot": "the weights come from `model_path`",
         "speculative": 'the driver drafts by n-grams: `speculative_algorithm="NGRAM"`',
         "tokenizer": "the tokenizer is read from tokenizer.json in threads of this process",
-        "tokens": "the driver serves causal language models alone",
+        "tokens": "the driver serves only causal language models",
     }
 )
 
@@ -98,7 +98,7 @@ class EngineArguments(NamedTuple):
 
     Attributes:
         model: The snapshot's folder.
-        tokenizer: The folder of the tokenizer; None for an engine of tokens alone.
+        tokenizer: The folder of the tokenizer; None for an engine without text.
         runtime: The keyword arguments of `_core.Runtime` that do not depend on the tokenizer.
         sampling: Parameters for requests that do not set them.
         speculates: Whether requests ask for drafts.

@@ -13,7 +13,7 @@ from pie_driver_sglang.errors import ConfigError, quoted, reason
 _CONTEXT_TOKENS: Final = 5
 """Tokens before a text that decide how its first ones are decoded, as SGLang has it."""
 _INCOMPLETE: Final = "\ufffd"
-"""What a decoder writes for bytes that are no character, or not one yet."""
+"""What a decoder writes for bytes that are not a character, or not yet."""
 _SPACE: Final = "▁"
 """How SentencePiece writes a space."""
 _DOWNLOAD: Final = "download the model again, with tokenizer.json"
@@ -65,7 +65,7 @@ class ModelTokenizer:
         return TextStream(self, prompt, skip_special)
 
     def token(self, text: str) -> int | None:
-        """Return the number of a token; None if there is none of that name."""
+        """Return the number of a token; None if no token has that name."""
         found: int | None = self._inner.token_to_id(text)
         return found
 

@@ -92,7 +92,7 @@ def main(
         logger.debug("the driver ends", exc_info=True)
         return _fail(error)
     except BaseException as error:
-        # A panic of the native half is none of the exceptions.
+        # A panic of the native half is not an `Exception`.
         logger.exception("the driver stops on an unexpected error")
         return _fail(
             DriverError(f"{type(error).__name__}: {error}", "the traceback above says where")

@@ -103,7 +103,7 @@ def open_trace(path: str | None) -> Trace | None:
     """Opens the trace file, without a change to what it holds; None without a path.
 
     Raises:
-        ConfigError: The file cannot be written, or is none on a disk.
+        ConfigError: The file cannot be written, or is not a regular file.
     """
     if path is None:
         return None

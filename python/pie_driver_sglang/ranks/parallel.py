@@ -139,7 +139,7 @@ class Workers:
         self._kill()
 
     def _kill(self) -> None:
-        """Kills all workers; their ends are no failures."""
+        """Kills all workers; their ends are not failures."""
         with self._lock:
             self._over = True
         for process in self._processes:

@@ -87,7 +87,7 @@ class RankEngine(ModelEngine, Protocol):
         """Computes this rank's part of the logits of the staged slots, for the leader."""
 
     def sample_logits(self, group: SlotGroup, logits: torch.Tensor) -> Outputs:
-        """Samples the staged slots from their logits, on this rank alone.
+        """Samples the staged slots from their logits, on this rank only.
 
         Blocks as :meth:`~pie_driver_sglang.engine.ModelEngine.sample` does; may change `logits`.
         """

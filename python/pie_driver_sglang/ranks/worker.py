@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         logger.debug("rank %d failed", arguments.rank, exc_info=True)
         report(arguments.report_fd, error)
     except BaseException as error:
-        # A panic of the native half is none of the exceptions.
+        # A panic of the native half is not an `Exception`.
         logger.exception("rank %d stops on an unexpected error", arguments.rank)
         text = f"{type(error).__name__}: {' '.join(str(error).split())}"
         report(arguments.report_fd, DriverError(text, "the traceback above says where"))
@@ -104,5 +104,5 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    # Not by way of the interpreter's end, in which libraries may wait for the other ranks.
+    # Not through the interpreter's end, where libraries may wait for the other ranks.
     os._exit(main())

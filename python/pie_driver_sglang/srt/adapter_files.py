@@ -78,7 +78,7 @@ class Linear(NamedTuple):
     inputs: int
     outputs: int
     fused: tuple[str, ...]
-    """Checkpoint names of all parts of the fused layer; its own name if it is none."""
+    """Checkpoint names of all parts of the fused layer; its own name if it is not fused."""
     base: Base | None = None
     """Of an embedding or an LM head."""
 
@@ -293,7 +293,7 @@ class _Files(NamedTuple):
             return safetensors.torch.load_file(f"/proc/self/fd/{self.weights}")
         except (safetensors.SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
             raise AdapterError(
-                f"{quoted(str(self.source.weights))} is no safetensors file: {error}",
+                f"{quoted(str(self.source.weights))} is not a safetensors file: {error}",
                 "save the adapter with PEFT, which writes safetensors",
             ) from error
 
@@ -404,7 +404,7 @@ def _pairs(
         takes = sorted({name.rpartition(".")[2] for name in layers})
         raise AdapterError(
             f"{len(unfit)} of its {len(tensors)} weights, {quoted(min(unfit))} the first of them, "
-            "are no LoRA weights of a layer that takes adapters",
+            "are not LoRA weights of a layer that takes adapters",
             f"use an adapter of this very model that only targets {', '.join(takes)}; "
             "`lora_target_modules` in the options limits these",
         )
@@ -436,7 +436,7 @@ def _check_shapes(
         raise AdapterError(f"`{name}` lacks lora_{missing.pop()}", "save the adapter with PEFT")
     down, up = sides["A"], sides["B"]
     if not (down.is_floating_point() and up.is_floating_point()):
-        raise AdapterError(f"the weights of `{name}` are no floats", "save the adapter with PEFT")
+        raise AdapterError(f"the weights of `{name}` are not floats", "save the adapter with PEFT")
     rank = len(down) if down.dim() else 0
     expected = ([rank, layer.inputs], [layer.outputs, rank])
     if rank == 0 or (list(down.shape), list(up.shape)) != expected:

@@ -43,9 +43,9 @@ from pie_driver_sglang.srt.seams.settings import (
 logger = logging.getLogger(__name__)
 
 _HOST_FRACTION = 0.99
-"""What SGLang hears on a CPU, where it limits the pool by `max_total_tokens`."""
+"""What SGLang gets on a CPU, where it limits the pool by `max_total_tokens`."""
 _UNPLANNED_FRACTION = 0.5
-"""What SGLang hears until the plan is made."""
+"""What SGLang gets until the plan is made."""
 
 
 class Booted(NamedTuple):
@@ -140,7 +140,7 @@ def _load_model(
 def _plan(
     config: DriverConfig, model_config: ModelConfig, args: ServerArgs, gpu_id: int, rank: Rank
 ) -> Plan:
-    """Plans the memory, says how, and tells SGLang, which sizes its pool by it."""
+    """Plans the memory, logs the plan, and hands it to SGLang, which sizes its pool by it."""
     device = measure.measure(config.driver.device[rank.number], gpu_id, rank.size)
     # Ranks have pools and passes of one size.
     device = device._replace(

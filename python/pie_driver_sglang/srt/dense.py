@@ -192,7 +192,7 @@ def _expect_plain(layers: list[Layer]) -> None:
     for layer in layers:
         weights = [part.weight for part in layer if isinstance(part, Norm | LinearWeights)]
         plain = all(type(weight) is torch.Tensor for weight in weights)
-        expect(plain, "its weights are no plain tensors")
+        expect(plain, "its weights are not plain tensors")
         there = all(weight.device == layer.heads.keys.device for weight in weights)
         expect(there, "some of its weights lie elsewhere")
 

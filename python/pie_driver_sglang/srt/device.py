@@ -69,7 +69,7 @@ def find_loss(device: str) -> str | None:
     """Asks a device, after something on it has failed, whether it can run anything any more.
 
     An error that a kernel has caused (an illegal access, an assertion, ECC) is sticky: every later
-    call reports it, until the process ends. Memory that runs out is no such error.
+    call reports it, until the process ends. Memory that runs out is not such an error.
 
     Args:
         device: `cpu` or `cuda:N`.

@@ -78,7 +78,7 @@ class Reads(NamedTuple):
 
     @property
     def taken(self) -> str:
-        """Its size, where it differs in one direction alone."""
+        """Its size, where it differs in one direction only."""
         shapes = {part.shape for part in self.parts}
         sizes = [list(shape) for shape in shapes if len(shape) == len(self.shape)]
         if len(sizes) != 1:

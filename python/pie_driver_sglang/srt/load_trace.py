@@ -1,8 +1,8 @@
 """Which tensors of a checkpoint SGLang reads while it loads a model, and what it writes.
 
 SGLang's loaders skip what they do not know and cut what is too large. So every operation of torch
-is looked at that takes part in a load: by the memory of its arguments it is known which tensor of
-the checkpoint it reads, in whole or in part, and which parameter it fills.
+in a load is watched. The memory of its arguments shows which tensor of the checkpoint it reads, in
+whole or in part, and which parameter it fills.
 """
 
 from __future__ import annotations

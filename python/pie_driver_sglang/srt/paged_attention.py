@@ -59,7 +59,7 @@ class _Step(NamedTuple):
 class PagedDecode(AttentionBackend):
     """SGLang's attention backend of decodes; prefills are another's."""
 
-    # Lengths are read on the device alone.
+    # Lengths are read on the device only.
     needs_cpu_seq_lens = False
 
     def __init__(self, runner: ModelRunner) -> None:

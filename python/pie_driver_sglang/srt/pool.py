@@ -120,7 +120,7 @@ class PagePools:
                 for source, target in zip(sources, targets, strict=True):
                     self._host[target].copy_(self._host[source])
             case _:
-                raise ValueError(f"direction {direction!r} is none of D2D, D2H, H2D, H2H")
+                raise ValueError(f"direction {direction!r} is not one of D2D, D2H, H2D, H2H")
         if self._device.type == "cuda":
             # The copies are in stream order with the passes before and after them; the host's side
             # is read and written only now.

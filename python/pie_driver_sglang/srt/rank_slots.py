@@ -1,4 +1,4 @@
-"""Who samples what of a step whose logits are spread over ranks.
+"""Which rank samples what of a step whose logits are spread over ranks.
 
 Each rank computes a part of the vocabulary for all slots. Of few slots every rank gets all of the
 logits and samples all. Of many, each rank gets and samples some, and only results go to all.
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pie_driver_sglang.srt.seams.ranks import GroupCoordinator
 
 FEWEST_DIVIDED = 64
-"""Slots of a step from which on ranks divide them. Sharing the results is one more collective
+"""Fewest slots of a step that ranks divide. Sharing the results is one more collective
 operation: by estimate two GPUs save its time at some 30 slots of 150,000 tokens each."""
 
 
@@ -63,7 +63,7 @@ class RankSlots(abc.ABC):
 
 
 def rank_slots(slots: int, ranks: GroupCoordinator | None) -> RankSlots:
-    """Who samples what of a step, the same on all ranks.
+    """Which rank samples what of a step, the same on all ranks.
 
     Args:
         slots: Of the step.

@@ -58,7 +58,7 @@ class _Graph(NamedTuple):
 
 
 class _Decode(NamedTuple):
-    """A graph whose output can be had before it is sampled."""
+    """A graph whose output is available before it is sampled."""
 
     graph: torch.cuda.CUDAGraph
     hidden: Hidden

@@ -58,7 +58,7 @@ macro_rules! block {
     };
     (@padded $Block:ident of $Sizes:ident { $( $name:ident: $size:ident $(, pad $pad:expr)?; )* }) => {
         impl $Block<'_> {
-            /// Makes the rows from `first` on such that they touch the padding page alone and no slot samples them.
+            /// Makes the rows from `first` on such that they touch only the padding page and no slot samples them.
             pub(crate) fn pad(&mut self, first: usize) {
                 $( $( self.$name[first..].fill($pad); )? )*
             }

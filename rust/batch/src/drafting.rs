@@ -3,7 +3,7 @@
 //!
 //! What a request brings along is taken while the device computes, and so is everything that can wait: what contexts said
 //! before they asked, the shared history. After an answer there is work only for requests that may get drafts: of the
-//! others the drafter hears with their next request.
+//! others reach the drafter with their next request.
 
 use std::mem;
 use std::ops::Range;
@@ -372,7 +372,7 @@ impl Drafting {
             .min((limits.max_kv_len() as usize).saturating_sub(start + count));
         let limit = self.policy.max_drafts().min(room);
         let offer = self.append(context, start, limit);
-        // A placeholder of an image is no token.
+        // A placeholder of an image is not a token.
         let found = self.found.tokens(0).iter();
         let usable = found.take_while(|&&token| token < limits.vocab_size);
         let first = drafts.tokens.len();
@@ -438,7 +438,7 @@ impl Drafting {
         let Some((rows, drafted, tokens)) = frame.step(passes) else {
             return;
         };
-        // Where there are graphs, a step without one tells nothing of theirs, unless none ever runs such steps.
+        // Where there are graphs, a step without one says nothing about theirs, unless none ever runs such steps.
         if drafts.kind == Kind::Plain && drafts.graph != self.graphs {
             return;
         }

@@ -1,7 +1,7 @@
 //! Steps for captured graphs: passes of few rows, each staged like a decode of its own.
 //!
 //! A row stores its KV before any row attends, and sees the KV up to itself. So a row of a prompt, and a row that verifies
-//! a draft, is a decode with its own KV length over its request's block-table row: one graph per number of rows serves
+//! a draft, is a decode with its own KV length over its request's block-table row. One graph per number of rows serves
 //! decodes, drafts and short prompts in any mix.
 
 use crate::block::{STEP_UPDATES, StepBlock, StepSize};
@@ -41,8 +41,8 @@ pub(crate) struct WrittenStep {
 }
 
 impl Plan {
-    /// Size of the plan if a graph with enough room can run it: one causal pass without adapters and images, with at most
-    /// `max_rows` rows of each request, whose outputs are tokens, at most one for each row. `None` otherwise.
+    /// Size of the plan if a graph with enough room can run it; `None` otherwise. That is one causal pass without adapters
+    /// and images, with at most `max_rows` rows of each request. Its outputs are tokens, at most one for each row.
     #[must_use]
     pub fn graph_size(&self, max_rows: usize) -> Option<StepSize> {
         if self.pass_count() != 1 {

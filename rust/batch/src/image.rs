@@ -364,7 +364,7 @@ impl Images {
 /// An image with rows in a pass.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ImageSpan {
-    /// Tells it from every other image that the planner has seen.
+    /// Distinguishes it from every other image that the planner has seen.
     pub number: u64,
     /// Its request within the pass.
     pub request: usize,

@@ -153,7 +153,7 @@ impl Planner {
     /// Plans one frame.
     ///
     /// # Errors
-    /// [`FrameError`] when the frame's arrays contradict each other. A request that alone cannot be served is no error:
+    /// [`FrameError`] when the frame's arrays contradict each other. A single request that cannot be served is not an error:
     /// it is listed in [`Plan::faults`].
     pub fn plan(
         &mut self,
@@ -248,8 +248,8 @@ impl Planner {
     }
 
     /// Encodes the answer to a frame into `buffer`, which has the [`reply_bytes`](Limits::reply_bytes) that the frame was
-    /// planned for, and returns its length in bytes: the fast token reply when every request has exactly one token, else a
-    /// response archive.
+    /// planned for, and returns its length in bytes. It is the fast token reply when every request has exactly one token,
+    /// else a response archive.
     ///
     /// # Errors
     /// [`ReplyError`] when the buffer is smaller, or the arrays contradict each other.
@@ -299,9 +299,9 @@ impl Planner {
         self.drafting.as_ref().map(|drafting| drafting.counters())
     }
 
-    /// What became of drafts so far, if it is time to say so: with the first 256 drafts that were verified, or steps that
-    /// asked for some, and then whenever there were twice as many of either; later with every 2^20 drafts or 2^14 steps.
-    /// Call it once a frame is answered.
+    /// What became of drafts so far, if it is time to say so. That is with the first 256 drafts that were verified, or steps
+    /// that asked for some, and then whenever there were twice as many of either. Later it is with every 2^20 drafts or
+    /// 2^14 steps. Call it once a frame is answered.
     pub fn draft_report(&mut self) -> Option<DraftCounters> {
         self.drafting.as_mut()?.report()
     }

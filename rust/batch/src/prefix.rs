@@ -8,12 +8,12 @@ use std::ops::Range;
 /// Tokens of the attention kernel's largest block; what a group shares is a multiple of them.
 const PREFIX_STEP: usize = 128;
 
-/// A row that takes part costs as much as reading so many tokens: by what `benches/notebook/gpu.md` has of prefixes, groups of
-/// rows that share 512 tokens take as long as these rows alone, who find most of the KV in the cache. Rows of one request
-/// read its KV once as it is.
+/// A row of a group costs as much as reading so many tokens. By `benches/notebook/gpu.md`, groups of rows that share 512
+/// tokens take as long as these rows alone, which find most of the KV in the cache. Rows of one request read its KV once
+/// as it is.
 pub(crate) const ROW_COST: i64 = 512;
 
-/// First pages that the filter tells apart.
+/// First pages that the filter distinguishes.
 const FILTER_BITS: usize = 1 << 16;
 
 /// What the rows of one request read.
@@ -60,7 +60,7 @@ struct Group {
 /// The groups of one step. Owns every buffer and reuses it from step to step.
 #[derive(Debug)]
 pub(crate) struct PrefixGroups {
-    /// Bit set of the first pages, which it tells apart by their low bits.
+    /// Bit set of the first pages, which it distinguishes by their low bits.
     seen: Box<[u64; FILTER_BITS / 64]>,
     members: Vec<Member>,
     groups: Vec<Group>,

@@ -290,7 +290,7 @@ mod tests {
         assert_eq!(updates, 15);
         let (after, updates) = frame(&mut table, &[context(9), context(7)]);
         assert_eq!((after, updates), (vec![before[2], before[0]], 0));
-        // A newcomer takes the row that was never used, not that of the context which only paused.
+        // A new context takes the row that was never used, not that of the context which only paused.
         let (all, updates) = frame(
             &mut table,
             &[context(5), context(8), context(9), context(7)],

@@ -465,7 +465,7 @@ fn an_id_that_changed_hands_is_noticed() {
     let mut contexts = [Context::new(1, 0..24, cycle(0))];
     decode(&mut server, &mut contexts, true, 30);
     let [former] = contexts;
-    // Another text, stored by somebody who asks for nothing, goes on under the same id at the same length.
+    // Another text, stored by a context that asks for nothing, goes on under the same id at the same length.
     other.set(true);
     let mut contexts = [Context::new(0, 24..48, 500)];
     decode(&mut server, &mut contexts, false, former.stored);

@@ -216,7 +216,7 @@ fn compare_slots(lane: &Lane, layout: &Layout, slots: &[Slot]) {
     let rows = rows_of(lane, layout, slots.len());
     assert_eq!(temperatures.len(), rows.len());
     for slot in slots {
-        assert!(rows.contains(&Some(slot.row)), "nobody samples {slot:?}");
+        assert!(rows.contains(&Some(slot.row)), "no row for {slot:?}");
     }
     for (place, own) in rows.into_iter().enumerate() {
         let Some(slot) = slots.iter().find(|slot| Some(slot.row) == own) else {
@@ -405,7 +405,7 @@ fn a_joiner_with_a_whole_cached_context_runs_as_a_graph_and_many_do_not() {
         |count: u32| (0..count).map(|number| decode(3, 6, &[3 * pages + number]).allow(&[4, 10]));
     let mut run =
         |requests: Vec<Req>| differ(limits, &mut general, &mut lane, &frame(&requests), 2);
-    // Beside those of 40 more rows, and logit masks, there is room for all changes of one context.
+    // Next to those of 40 more rows, and logit masks, there is room for all changes of one context.
     let full: Vec<Req> = others(40).chain([joiner(0, CONTEXT)]).collect();
     assert_eq!(run(full.clone()), Some(41));
     // All of them are known by now.

@@ -36,7 +36,7 @@ struct Image {
 }
 
 impl Image {
-    /// A sound image from `row` on of a request whose positions start at 0; its axes are told apart by their numbers.
+    /// A sound image from `row` on of a request whose positions start at 0; its axes differ in their numbers.
     fn new(row: u32, height: u32, width: u32) -> Self {
         Self {
             row,
@@ -719,7 +719,7 @@ proptest! {
     }
 }
 
-/// Answers a frame of one request with a token; returns the drafts behind it.
+/// Answers a frame of one request with a token; returns the drafts after it.
 fn drafts_behind(planner: &mut Planner, frame: &ForwardRequest, token: i64) -> Vec<u32> {
     let (_, mut computed) = computed(planner, frame, token);
     let mut reply = vec![0_u64; 1 << 10];

@@ -23,7 +23,7 @@ struct Prefixes {
     starts: Vec<i32>,
 }
 
-/// Plans a frame whose pages a pass before it has told the device: a step has room for few.
+/// Plans a frame whose pages a pass before it has brought to the device: a step has room for few.
 fn plan(planner: &mut Planner, request: &ForwardRequest) -> Plan {
     let encoded = Encoded::new(DRIVER, request);
     let plan = planner.plan(DRIVER, encoded.forward()).unwrap();

@@ -462,7 +462,7 @@ proptest! {
         prop_assert_eq!(answer.is_fast(), fast);
         let mut left = counts.clone();
         for (request, _) in gone {
-            // Still too much, and nobody has more.
+            // Still too much, and no request has more.
             prop_assert!(archive_len(counts.len(), left.iter().sum()) > reply_bytes);
             prop_assert!(left[request] > 0 && left.iter().all(|&other| other <= left[request]));
             left[request] = 0;
@@ -637,7 +637,7 @@ fn tokens_outside_the_vocabulary_empty_their_request_alone() {
 
 #[test]
 fn a_request_is_spoilt_once_and_for_all() {
-    // Its slots lie in several groups and passes, behind and before it other requests have faults.
+    // Its slots lie in several groups and passes, after and before it other requests have faults.
     let limits = Limits {
         chunk_tokens: 2,
         max_slots: 1,
@@ -667,7 +667,7 @@ fn kinds(device: &Device) -> Vec<(usize, &'static str)> {
         .collect()
 }
 
-/// Three decodes of one token, a group or a pass each where the limits say so; the first one's logits are no numbers.
+/// Three decodes of one token, a group or a pass each where the limits say so; the first one's logits are NaN.
 fn first_of_three_is_spoilt(limits: Limits) -> (Device, Option<Vec<Vec<u32>>>) {
     let mut device = Device::new(limits);
     let answer = device.try_run(&widths(&[1; 3]), |_, slot| match slot.request {
@@ -693,7 +693,7 @@ fn a_spoilt_request_costs_others_where_only_the_fast_reply_fits() {
         let (device, tokens) = first_of_three_is_spoilt(limits(archive_len(3, 2) - 1));
         assert_eq!(kinds(&device), [(0, "logits"), (2, "oversize")]);
         assert_eq!(tokens, Some(vec![vec![], vec![1], vec![]]));
-        // Without room for an empty archive there is no answer, and a fault for everybody.
+        // Without room for an empty archive there is no answer, and a fault for every request.
         let (device, tokens) = first_of_three_is_spoilt(limits(archive_len(3, 0) - 1));
         let all = [(0, "logits"), (1, "oversize"), (2, "oversize")];
         assert_eq!((kinds(&device).as_slice(), tokens), (all.as_slice(), None));

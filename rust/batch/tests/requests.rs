@@ -213,7 +213,7 @@ fn mask_rows_are_one_per_token() {
         fault(three.clone()),
         Some(RequestFault::MaskRows { rows: 3, tokens: 2 })
     );
-    // Without the frame's flag nobody looks.
+    // Without the frame's flag they are not looked at.
     let answer = Device::new(ROOMY).run(&frame(&[three]), |_, _| 3);
     assert_eq!(answer.tokens(), [[3]]);
 }
@@ -445,7 +445,7 @@ fn a_request_has_one_logit_mask() {
             assert_eq!(fault(several), Some(expected), "{runs:?}");
         }
     }
-    // Without samplers nobody looks.
+    // Without samplers they are not looked at.
     let flush = Req {
         samplers: Vec::new(),
         ..masked(&[vec![5, 3], vec![5, 3]])

@@ -1,6 +1,6 @@
 //! Frames of the Pie runtime: golden vectors, captured frames and the protocol's worked example.
 //!
-//! The folder of vectors lies beside the repository; without it the tests only say so.
+//! The folder of vectors lies next to the repository; without it the tests only say so.
 
 mod common;
 
@@ -436,7 +436,7 @@ fn the_worked_mixed_batch_is_answered_byte_for_byte() {
         .expect("it fits");
     pie_wire::set_response_build_us(&mut reply[..length], 0);
 
-    // The protocol's own bytes give zero offsets to the kinds that nobody asks for, where empty arrays will do.
+    // The protocol's own bytes give zero offsets to the kinds that no request asks for, where empty arrays will do.
     let written_down = Encoded::from_bytes(&bytes_of(WORKED_RESPONSE));
     let mut frame = decode_response(written_down.bytes()).expect("a response");
     let ResponsePayload::Forward(response) = &mut frame.payload else {

@@ -1,4 +1,4 @@
-//! Tells whether graphs could be launched here. A plain program has no CUDA context, so the best answer is that one is missing.
+//! Says whether graphs could be launched here. A plain program has no CUDA context, so the best answer is that one is missing.
 
 use std::io::{self, Write, stdout};
 

@@ -1,6 +1,6 @@
 //! The n-gram index of one text: for the end of any context, the longest earlier match and what most often followed it.
 //!
-//! A PATRICIA trie over reversed contexts: the path from the root along `text[i]`, `text[i-1]`, … names the context that ends
+//! A PATRICIA trie over reversed contexts. The path from the root along `text[i]`, `text[i-1]`, … names the context that ends
 //! at position `i`, so the longest earlier match of a suffix is as long as its path is deep. Each position adds at most one
 //! leaf, which is only a position in an edge, and one inner node. A node has its number of occurrences and their most
 //! frequent continuation.
@@ -9,12 +9,12 @@
 //! on the path of the new context, one token deeper. So one descent gives all counts that an append changes, and the
 //! nodes of the previous path compare them with their best. Ties go to the newer. `second` is the last continuation that
 //! was not the best. When the best one occurs again after the second, its position moves there, so the larger of both
-//! positions tells which was last.
+//! positions says which was last.
 //!
 //! **Paths are one token longer than matches,** because the continuations of the longest match are counted by contexts
 //! that are one token longer.
 //!
-//! **Appending waits for memory** once an index outgrows the caches, so what is used together is stored together: a node holds
+//! **Appending waits for memory** once an index outgrows the caches, so what is used together is stored together. A node holds
 //! its first two edges, half a cache line in all, and only further ones are in a hash table. New nodes are adjacent.
 //!
 //! **Rewinding undoes appends in reverse.** Nodes are numbered in the order of their creation, so the last token's is the

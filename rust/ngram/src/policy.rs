@@ -95,7 +95,7 @@ struct Choice {
 /// Why steps with the same number of rows may cost differently. Costs are learnt for each kind.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Kind {
-    /// The outputs are tokens alone, and drafts are rows like others.
+    /// The outputs are only tokens, and drafts are rows like others.
     #[default]
     Plain,
     /// Some outputs are not tokens. A step with drafts may take another path than one without.
@@ -193,7 +193,7 @@ impl Policy {
     }
 
     /// Marks the requests of a batch that are worth drafting for, by the drafts they would get before their next token is
-    /// known: those whose drafts are likely, and those whose turn it is to be probed. The others may be left out of
+    /// known. These are those whose drafts are likely, and those whose turn it is to be probed. The others may be left out of
     /// [`Self::choose`]. So drafting after the token, while the device waits, is limited to requests that may gain.
     pub fn preselect(&mut self, offers: &[Offer], marks: &mut Vec<bool>) {
         let requests = offers.len();
@@ -357,7 +357,7 @@ impl Policy {
         }
     }
 
-    /// Learns how long a step with `rows` rows took; `drafted` tells whether some of them were drafts.
+    /// Learns how long a step with `rows` rows took; `drafted` says whether some of them were drafts.
     pub fn timed(&mut self, rows: usize, drafted: bool, time: Duration) {
         let Costs {
             alone,

@@ -175,7 +175,7 @@ impl World {
 
 /// Small steps wait for the weights, large ones compute.
 const GPU: Device = |rows, _, _| 1e-3 * (1.0 + rows / 400.0).max(rows / 40.0);
-/// Every row costs, beside a part that all have in common.
+/// Every row costs, besides a part that all have in common.
 const CPU: Device = |rows, _, _| 5e-3 + 3e-3 * rows;
 /// A row costs by the KV that it reads.
 const CPU_KV: Device = |rows, kv, _| 8e-3 + 1e-3 * rows + 2e-5 * kv;

@@ -5,9 +5,9 @@ use thiserror::Error;
 /// Why a pool refused. It is then as it was before the call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
 pub enum PoolError {
-    /// Fewer pages are free than are wanted.
+    /// Fewer pages are free than are asked for.
     #[error(
-        "{wanted} pages are wanted and {free} are free; evict cached pages or wait for running steps"
+        "{wanted} pages are asked for and {free} are free; evict cached pages or wait for running steps"
     )]
     Exhausted {
         /// Pages asked for.
@@ -33,7 +33,7 @@ pub enum PoolError {
     },
     /// The only reference left is the prefix index's.
     #[error(
-        "page {page} is held by the prefix index alone; take it out of the index with `uncache`"
+        "page {page} is held only by the prefix index; take it out of the index with `uncache`"
     )]
     Cached {
         /// The page.

@@ -19,7 +19,7 @@ pub enum Order {
 /// The result of [`Pool::make_unique`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Unique {
-    /// The caller alone holds this page and may write it.
+    /// Only the caller holds this page, and may write it.
     Kept(u32),
     /// The caller's reference moved to a new page: copy `from` to `to` before anything writes either.
     Copy {
@@ -106,7 +106,7 @@ impl FreeList {
 
 /// The pages of one tier of memory, by id.
 ///
-/// A pool knows ids alone: it owns no memory. Give each tier a range of its own, so that an id that strays into the
+/// A pool knows only ids: it owns no memory. Give each tier a range of its own, so that an id that strays into the
 /// pool of another tier is an error and not a page. A call that is refused changes nothing, however long its list.
 ///
 /// ```

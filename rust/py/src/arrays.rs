@@ -18,7 +18,7 @@ pub(crate) const PAGES: u32 = i32::MAX as u32;
 /// Largest id of a token.
 pub(crate) const TOKENS: u32 = u32::MAX;
 
-/// An argument that should be an array of ids: [`read`] tells.
+/// An argument that should be an array of ids: [`read`] checks.
 #[derive(Clone, Copy)]
 pub(crate) struct Ids<'a, 'py>(Borrowed<'a, 'py, PyAny>);
 

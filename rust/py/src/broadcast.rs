@@ -1,4 +1,4 @@
-//! What a model's first rank tells the others.
+//! What a model's first rank sends to the others.
 
 use std::os::fd::RawFd;
 
@@ -9,7 +9,7 @@ use pyo3::prelude::*;
 
 use crate::error::from_ring;
 
-/// Tells the other ranks of a model what this one is about to do, in shared memory without a name.
+/// Sends the other ranks of a model what this one is about to do, in shared memory without a name.
 #[pyclass(frozen, module = "pie_driver_sglang._core")]
 pub(crate) struct Broadcast {
     pub(crate) lead: Lead,
@@ -80,7 +80,7 @@ impl Broadcast {
             return Err(PyValueError::new_err(text));
         }
         // SAFETY: contiguous and at least `end` bytes long; the `PyBuffer` keeps its memory alive. The planner writes to it in
-        // calls of the open batch alone, and by the engine's contract none runs at the same time.
+        // calls of the open batch only, and by the engine's contract none runs at the same time.
         let data = unsafe { std::slice::from_raw_parts(block.buf_ptr().cast::<u8>(), end) };
         py.detach(|| self.lead.block(data)).map_err(from_ring)
     }

@@ -118,7 +118,7 @@ impl Client {
             "H2H" => CopyDirection::H2H,
             _ => {
                 return Err(PyValueError::new_err(format!(
-                    "direction {direction:?} is none of D2H, H2D, D2D, H2H"
+                    "direction {direction:?} is not one of D2H, H2D, D2D, H2H"
                 )));
             }
         };
@@ -165,7 +165,7 @@ impl Client {
             "GenerateAudio" => AdapterOp::GenerateAudio,
             _ => {
                 return Err(PyValueError::new_err(format!(
-                    "operation {operation:?} is none of Load, Save, ZoInit, ZoUpdate, GenerateAudio"
+                    "operation {operation:?} is not one of Load, Save, ZoInit, ZoUpdate, GenerateAudio"
                 )));
             }
         };

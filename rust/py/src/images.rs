@@ -45,7 +45,7 @@ pub(crate) struct ImageSpan {
 
 #[pymethods]
 impl ImageSpan {
-    /// Tells it from every other image that the planner has seen.
+    /// Distinguishes it from every other image that the planner has seen.
     #[getter]
     const fn number(&self) -> u64 {
         self.inner.number
@@ -83,7 +83,7 @@ impl ImageSpan {
     }
 
     #[expect(unsafe_code, reason = "the buffer protocol is a C interface")]
-    // SAFETY: the interpreter alone calls it, with a view that its buffer protocol lets it fill.
+    // SAFETY: only the interpreter calls it, with a view that its buffer protocol lets it fill.
     unsafe fn __getbuffer__(
         slf: &Bound<'_, Self>,
         view: *mut ffi::Py_buffer,

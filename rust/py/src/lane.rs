@@ -1,4 +1,4 @@
-//! The fast lane as Python sets it up: memory and graphs.
+//! The graph path as Python sets it up: memory and graphs.
 
 use std::sync::atomic::AtomicU64;
 use std::sync::{Mutex, PoisonError};
@@ -115,7 +115,7 @@ impl Lane {
         Self::new(device, memory, rows, grouped, slots, most)
     }
 
-    /// Tells the other ranks of a model of every step, so that their lanes run it, too.
+    /// Sends every step to the other ranks of a model, so that their lanes run it, too.
     ///
     /// Raises:
     ///     ValueError: The lane already serves.

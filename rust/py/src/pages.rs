@@ -115,7 +115,7 @@ impl PagePool {
     /// Drops a reference to each page; a page without any is free.
     ///
     /// Raises:
-    ///     PagesError: A page is free already, of another pool, or held by the prefix index alone.
+    ///     PagesError: A page is free already, of another pool, or held only by the prefix index.
     fn free(&mut self, pages: Ids<'_, '_>) -> PyResult<()> {
         self.read(pages)?;
         self.inner.free(&self.ids).map_err(from_pages)

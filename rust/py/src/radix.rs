@@ -66,7 +66,7 @@ impl RadixIndex {
     ///     limit: Tokens of the key that count, from its start; None for all.
     ///
     /// Raises:
-    ///     TypeError: `tokens` is no array of integers.
+    ///     TypeError: `tokens` is not an array of integers.
     ///     OverflowError: A token does not fit into uint32.
     #[pyo3(signature = (tokens, *, namespace = None, limit = None))]
     fn match_prefix(
@@ -92,7 +92,7 @@ impl RadixIndex {
     ///     limit: Tokens of the key that count, from its start; None for all.
     ///
     /// Raises:
-    ///     TypeError: `tokens` is no array of integers.
+    ///     TypeError: `tokens` is not an array of integers.
     ///     OverflowError: A token does not fit into uint32.
     #[pyo3(signature = (tokens, *, namespace = None, limit = None))]
     fn match_and_lock(
@@ -110,7 +110,7 @@ impl RadixIndex {
         Ok(Match::new(pages, found, Some(slf.clone().unbind())))
     }
 
-    /// How many pages of a key are on the device, and how many after them on the host alone. Changes nothing.
+    /// How many pages of a key are on the device, and how many after them only on the host. Changes nothing.
     #[pyo3(signature = (tokens, *, namespace = None, limit = None))]
     fn peek(
         &mut self,
@@ -191,7 +191,7 @@ impl RadixIndex {
     ///
     /// Raises:
     ///     PagesError: The pool has not enough free pages; nothing was inserted.
-    ///     TypeError: `tokens` is no array of integers.
+    ///     TypeError: `tokens` is not an array of integers.
     ///     OverflowError: A token does not fit into uint32.
     #[pyo3(signature = (tokens, pool, *, namespace = None, limit = None, priority = 0, chunked = false))]
     #[expect(clippy::too_many_arguments, reason = "keywords in Python")]

@@ -34,7 +34,7 @@ impl Follower {
     ///     lane: Runs the leader's steps.
     ///
     /// Raises:
-    ///     RingError: The descriptor is no broadcast's, or the follower is taken.
+    ///     RingError: The descriptor is not of a broadcast, or the follower is taken.
     ///     ValueError: The block is not writable, or the lane already serves.
     #[new]
     #[pyo3(signature = (fd, index, block, *, spin_budget_us, lane = None))]
@@ -51,7 +51,7 @@ impl Follower {
             return Err(PyValueError::new_err(text));
         }
         if fd < 0 {
-            return Err(PyValueError::new_err(format!("{fd} is no descriptor")));
+            return Err(PyValueError::new_err(format!("{fd} is not a descriptor")));
         }
         let wait = Wait::from_spin_budget_us(spin_budget_us);
         let lane = lane.map(|lane| lane.take(wait)).transpose()?;
@@ -82,8 +82,8 @@ impl Follower {
                 .unwrap_or_else(std::sync::PoisonError::into_inner);
             let start = std::ptr::with_exposed_provenance_mut::<u8>(address);
             // SAFETY: `new` accepted the buffer as writable and contiguous, and it keeps its memory alive. The engine reads it
-            // when it runs a command, and no such slice lives then; a step of the lane, which may be a call of Python while
-            // this one lives, reads the lane's memory alone. The lock keeps other callers away.
+            // when it runs a command, and no such slice lives then. A step of the lane, which may be a call of Python while
+            // this one lives, reads only the lane's memory. The lock keeps other callers away.
             follow.next(unsafe { std::slice::from_raw_parts_mut(start, size) })
         });
         match command {

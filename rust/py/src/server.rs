@@ -194,7 +194,7 @@ impl Server {
     ///
     /// Raises:
     ///     RuntimeError: `serve` was not called, or a batch is open.
-    ///     WireError: The bytes are no forward frame, or its arrays contradict each other.
+    ///     WireError: The bytes are not a forward frame, or its arrays contradict each other.
     fn rehearse(&self, frame: &[u8]) -> PyResult<Batch> {
         let Serving { responder, shared } = self.serving.get().ok_or_else(not_serving)?;
         let batch = responder
@@ -203,7 +203,7 @@ impl Server {
         Ok(Batch::new(batch, Arc::clone(shared)))
     }
 
-    /// Runs a request frame of the caller's own on the fast lane, for warm-up: its answer goes nowhere.
+    /// Runs a request frame of the caller's own on the graph path, for warm-up: its answer goes nowhere.
     ///
     /// Returns:
     ///     Whether the lane took it.

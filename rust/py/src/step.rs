@@ -1,8 +1,8 @@
-//! What the server tells that needs no work.
+//! What the server reports that needs no work.
 
 use pyo3::prelude::*;
 
-/// A batch that the fast lane answered.
+/// A batch that the graph path answered.
 #[pyclass(frozen, get_all, module = "pie_driver_sglang._core")]
 pub(crate) struct Step {
     /// Requests of the batch.

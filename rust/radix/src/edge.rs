@@ -196,7 +196,7 @@ impl Edge {
         }
     }
 
-    /// Changes the page ids: in place, if the buffer is this edge's alone and all of it is used.
+    /// Changes the page ids: in place, if only this edge has the buffer and all of it is used.
     ///
     /// Returns the buffer that was left, if another one had to be made.
     pub(crate) fn set_pages(

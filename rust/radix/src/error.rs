@@ -14,7 +14,7 @@ pub enum RadixError {
         page_size: u32,
     },
     /// An unknown policy.
-    #[error("`{name}` is no eviction policy; take lru, lfu, fifo, filo, mru, slru or priority")]
+    #[error("`{name}` is not an eviction policy; take lru, lfu, fifo, filo, mru, slru or priority")]
     Policy {
         /// Its name.
         name: String,

@@ -50,7 +50,7 @@ impl RadixIndex {
     /// Evicts leaves from the device, in the order of the policy, until at least `pages` pages have left it or no leaf
     /// is left that can be evicted. Returns how many pages left; the last node may bring more than were asked for.
     ///
-    /// A node with a copy on the host stays in the index, on the host alone. Others are gone, with what the host holds
+    /// A node with a copy on the host stays in the index, only on the host. Others are gone, with what the host holds
     /// below them. Takes O(log leaves) for each node.
     pub fn evict(&mut self, pages: usize, out: &mut Evicted) -> usize {
         out.clear();

@@ -26,7 +26,7 @@ pub struct Match {
     pub device_node: NodeId,
     /// Pages on the device, from the start of the key.
     pub device_pages: usize,
-    /// Pages after them that are on the host alone; see [`RadixIndex::load`].
+    /// Pages after them that are only on the host; see [`RadixIndex::load`].
     pub host_pages: usize,
 }
 
@@ -147,7 +147,7 @@ impl RadixIndex {
         found
     }
 
-    /// How many pages of a key are on the device, and how many after them on the host alone. Changes nothing.
+    /// How many pages of a key are on the device, and how many after them only on the host. Changes nothing.
     pub fn peek(&self, key: Key<'_>) -> (usize, usize) {
         let (mut device, mut host) = (0, 0);
         let Some((mut at, mut rest)) = self.enter(key) else {

@@ -5,7 +5,7 @@ use crate::error::RadixError;
 use crate::index::{Entry, RadixIndex};
 use crate::node::{Node, NodeId};
 
-/// A node, as [`RadixIndex::info`] tells of it.
+/// A node, as [`RadixIndex::info`] describes it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct NodeInfo {
     /// The node above; [`NodeId::ROOT`] at the top of a namespace.

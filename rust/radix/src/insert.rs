@@ -24,7 +24,7 @@ pub struct Inserted {
 impl RadixIndex {
     /// Inserts a key whose KV is in these device pages, one for each whole page of the key.
     ///
-    /// Pages of the key that the host alone held become device pages again, with the pages given here.
+    /// Pages of the key that only the host held become device pages again, with the pages given here.
     ///
     /// # Errors
     ///
@@ -38,8 +38,8 @@ impl RadixIndex {
         self.insert_after(NodeId::ROOT, key, pages, how)
     }
 
-    /// [`insert`](Self::insert) of a key that begins with the path that ends in `node`, as after a match of its start:
-    /// what is above the node is not compared again, so the time depends on the tokens after it.
+    /// [`insert`](Self::insert) of a key that begins with the path that ends in `node`, as after a match of its start.
+    /// What is above the node is not compared again, so the time depends on the tokens after it.
     ///
     /// That the key begins so is up to the caller; debug builds check it. Hold a lock on the node from the match on.
     ///

@@ -44,7 +44,7 @@ pub(crate) enum Kind {
     Root,
     /// Pages on the device, with or without a copy on the host.
     Device,
-    /// Pages on the host alone.
+    /// Pages only on the host.
     Host,
 }
 

@@ -12,7 +12,7 @@ const SHOWN: usize = 8;
 
 impl RadixIndex {
     /// The tree for Graphviz: a box for each node, with its pages, first tokens and locks. The more lately it was used,
-    /// the redder it is; locked nodes have thick borders, those on the host alone dashed ones.
+    /// the redder it is; locked nodes have thick borders, those only on the host dashed ones.
     pub fn to_dot(&self) -> String {
         let mut dot = String::from(
             "digraph radix {\n  node [shape=box, style=filled, fontname=monospace];\n",

@@ -76,7 +76,7 @@ impl RadixIndex {
     }
 
     /// Writes the device pages of the path that ends in a node to `pages`, whose content is dropped. Returns how many
-    /// pages there are after them, on the host alone.
+    /// pages there are after them, only on the host.
     ///
     /// # Errors
     ///

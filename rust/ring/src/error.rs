@@ -114,7 +114,7 @@ pub enum RegionError {
     Owned {
         /// Name of the region.
         name: String,
-        /// The owner, when the kernel tells.
+        /// The owner, if the kernel gives it.
         owner: Option<u32>,
         /// How long the owner was given to leave.
         waited: Duration,

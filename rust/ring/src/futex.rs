@@ -9,7 +9,7 @@ use rustix::thread::futex::{self, Flags, Timespec};
 
 use crate::error::SystemError;
 
-/// Wakes every waiter of the word and tells how many slept. It cannot fail on mapped memory, and it
+/// Wakes every waiter of the word and returns how many slept. It cannot fail on mapped memory, and it
 /// is safe to call from a signal handler.
 pub(crate) fn wake_all(word: &AtomicU32) -> usize {
     futex::wake(word, Flags::empty(), i32::MAX.cast_unsigned()).unwrap_or(0)

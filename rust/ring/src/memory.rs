@@ -24,7 +24,7 @@ const WORD: usize = size_of::<u64>();
 /// A cache line of shared words.
 ///
 /// # Safety
-/// The type consists of atomics alone, in the order of the protocol (`repr(C)`).
+/// The type consists of atomics only, in the order of the protocol (`repr(C)`).
 pub(crate) unsafe trait Line {}
 
 // SAFETY: all five are `repr(C)` and made of atomic integers.

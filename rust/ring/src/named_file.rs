@@ -12,7 +12,7 @@ use crate::error::{RegionError, SystemError};
 /// Where the system keeps its shared-memory objects.
 const DIRECTORY: &str = "/dev/shm";
 
-/// How an existing region is opened. A link or a pipe of its name is no region, and must neither be followed nor block.
+/// How an existing region is opened. A link or a pipe of its name is not a region, and must neither be followed nor block.
 pub(crate) const OPEN: OFlags = OFlags::RDWR
     .union(OFlags::CLOEXEC)
     .union(OFlags::NOFOLLOW)

@@ -1,7 +1,7 @@
 //! A process that outlives this one and removes its regions.
 //!
 //! A process that is killed cannot clean up. So the exit guard forks another one off, first thing, while there is little to
-//! copy. It is no child of this process and of none of its groups, and keeps no descriptor but its own. It receives a
+//! copy. It is not a child of this process, and in none of its groups, and keeps no descriptor but its own. It receives a
 //! region's name before the region is made, and its device and inode before it has memory. When this process has ended,
 //! however it did, the reaper removes the names that still lead to these files, and leaves a file of anyone else alone. It
 //! takes a file's lock first: the next owner of such a name finds the lock taken, and looks again. Where the reaper is
@@ -63,7 +63,7 @@ impl Reaper {
         let (own, others) = UnixStream::pair().map_err(failed)?;
         // A descriptor by which the end is seen even if other children keep the socket open; not all kernels have it.
         let process = rustix::process::pidfd_open(rustix::process::getpid(), PidfdFlags::empty());
-        // SAFETY: the child makes system calls alone, which is allowed after a fork. It allocates nothing, and does not
+        // SAFETY: the child makes only system calls, which is allowed after a fork. It allocates nothing, and does not
         // return.
         match unsafe { libc::fork() } {
             -1 => Err(failed(std::io::Error::last_os_error())),

@@ -11,7 +11,7 @@
 //! most one process can hold it.
 //!
 //! The descriptor is close-on-exec: programs that the owner starts do not keep the lock. A child made
-//! by `fork` alone does share it until it ends.
+//! by `fork` without `exec` does share it until it ends.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;

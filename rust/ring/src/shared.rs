@@ -1,7 +1,7 @@
 //! The state that a server shares with its leases and stop handles, all of it inside the server's process.
 //!
 //! An answer raises the client's wake counter at once. The futex call that follows is wasted on a
-//! client that does not sleep, and the protocol does not tell whether it sleeps. So a server that spins
+//! client that does not sleep, and the protocol does not say whether it sleeps. So a server that spins
 //! *defers* the call, the *wake*. A deferred wake is cancelled when the slot's next request is delivered,
 //! since a client that sends again has read its answer. It is made when the server finds nothing to do
 //! for a while, after at most as many deliveries as there are slots, and when the server stops, is
@@ -124,7 +124,7 @@ impl Shared {
         }
     }
 
-    /// Answers every open request with zero bytes, which are no reply, because the process ends. Other threads may hold
+    /// Answers every open request with zero bytes, which are not a reply, because the process ends. Other threads may hold
     /// leases, so response buffers are not touched: a client that is answered at the same time reads either a whole reply
     /// or none.
     pub(crate) fn refuse_all(&self) {

@@ -2,7 +2,7 @@
 //!
 //! The native handler sets a bit and wakes the waiter: atomics and one futex call, both allowed in a
 //! handler. A word in private memory needs no descriptor that could leak into a child, and a forked
-//! child has its own copy: there the handler sees a foreign pid and gives SIGTERM its default effect
+//! child has its own copy. There the handler sees a foreign pid and gives SIGTERM its default effect
 //! back, so that the child can be terminated without its parent noticing.
 
 #![expect(

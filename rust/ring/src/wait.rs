@@ -53,7 +53,7 @@ pub(crate) fn until<T>(
         Wait::SpinThenPark(budget) => budget,
         Wait::Park => Duration::ZERO,
     };
-    // A limit beyond the clock's range is none.
+    // A limit beyond the clock's range means no limit.
     let deadline = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
     if !budget.is_zero() {
         let budget = timeout.map_or(budget, |timeout| timeout.min(budget));
@@ -81,7 +81,7 @@ fn spin<T>(
         idle();
         if let Some(limit) = limit {
             let now = Instant::now();
-            // As above: a limit beyond the clock's range is none.
+            // As above: a limit beyond the clock's range means no limit.
             let end = *end.get_or_insert_with(|| now.checked_add(limit));
             if end.is_some_and(|end| now >= end) {
                 return None;

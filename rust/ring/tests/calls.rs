@@ -82,7 +82,7 @@ fn the_next_request_is_made_while_one_is_on_its_way() {
         let error = next.send(4097).err().map(|error| error.to_string());
         let expected = "the request has 4097 bytes, a slot takes 4096";
         assert!(error.unwrap().starts_with(expected));
-        // The answer to one that nobody waits for is dropped.
+        // The answer to one that no client waits for is dropped.
         drop(make(7).send(2).unwrap());
         assert_eq!(client.call(&[1, 2], <[u8]>::to_vec).unwrap(), [2, 1]);
         client.abort();

@@ -149,7 +149,7 @@ pub enum RuntimeError {
     #[error(transparent)]
     Call(#[from] CallError),
 
-    /// Bytes that are no frame, or a frame that is too large.
+    /// Bytes that are not a frame, or a frame that is too large.
     #[error("a frame cannot be encoded, or its answer not be read: {0}")]
     Wire(#[from] WireError),
 

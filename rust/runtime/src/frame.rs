@@ -68,7 +68,7 @@ pub(crate) fn fill_gaps<E>(
     // An archive begins with the first array of its schema: the tokens.
     gaps.iter().try_for_each(|gap| match answered(gap.request) {
         Some(token) => write(size_of::<u32>() * gap.place, &token.to_le_bytes()),
-        // The answer was checked: who samples has a token.
+        // The answer was checked: a request that samples has a token.
         None => Ok(()),
     })
 }

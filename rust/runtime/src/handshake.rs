@@ -38,7 +38,7 @@ pub struct Capabilities {
     /// Folder of the tokenizer.
     #[serde(default)]
     pub snapshot_dir: String,
-    /// Slots for recurrent state; 0 for models of attention alone.
+    /// Slots for recurrent state; 0 for models with attention only.
     #[serde(default)]
     pub rs_cache_slots: u32,
     /// Whether the driver can draft tokens.

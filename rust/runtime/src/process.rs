@@ -38,7 +38,7 @@ pub(crate) struct Pipes {
 impl Process {
     /// Starts a driver as the Pie runtime does, with a pipe as descriptor 3, and another as its standard output and error.
     /// The driver watches its parent by itself, so that nothing must tie the two lives together here. It leads a group of
-    /// its own: Ctrl-C in a terminal is for the caller alone.
+    /// its own: Ctrl-C in a terminal is only for the caller.
     pub(crate) fn spawn(python: &Path, config: &Path) -> io::Result<(Self, Pipes)> {
         let (handshake, announced) = io::pipe()?;
         let (log, logged) = io::pipe()?;

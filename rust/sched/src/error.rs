@@ -7,7 +7,7 @@ use thiserror::Error;
 pub enum SchedError {
     /// An unknown policy.
     #[error(
-        "`{name}` is no scheduling policy; take fcfs, lpm, dfs-weight, lof, random or routing-key"
+        "`{name}` is not a scheduling policy; take fcfs, lpm, dfs-weight, lof, random or routing-key"
     )]
     Policy {
         /// Its name.

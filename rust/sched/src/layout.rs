@@ -1,4 +1,4 @@
-//! Laying out a step: decodes first, then prompts under way, then newcomers.
+//! Laying out a step: decodes first, then prompts under way, then new requests.
 
 use crate::error::SchedError;
 use crate::flight::{Flight, Planned};

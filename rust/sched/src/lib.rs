@@ -24,7 +24,7 @@
 //! ## One step ahead
 //!
 //! `step` may be called once more while a step is being computed, so that the next frame is laid out meanwhile. What such a
-//! row computes is the token that the step in flight will give: [`Row::awaits`] names the row of that step, and the
+//! row computes is the token that the step in flight will give. [`Row::awaits`] names the row of that step, and the
 //! caller writes the token into the frame when the answer is there. The order of calls is then
 //!
 //! ```text

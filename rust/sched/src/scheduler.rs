@@ -152,7 +152,7 @@ impl<S> Scheduler<S> {
         if let Some(deadline) = shared.arrival.deadline {
             self.deadline = Some(self.deadline.map_or(deadline, |first| first.min(deadline)));
         }
-        // The newcomer may fit where what waits does not, if it may go first.
+        // The new request may fit where what waits does not, if it may go first.
         if self.config.policy != Policy::Fcfs || self.config.priority {
             self.full_until = 0;
         }

@@ -13,7 +13,7 @@ pub struct Stats {
     pub rows: usize,
     /// Device pages that nothing holds.
     pub free_pages: usize,
-    /// Device pages that the prefix index alone holds.
+    /// Device pages that only the prefix index holds.
     pub cached_pages: usize,
     /// Host pages in use.
     pub host_pages: usize,

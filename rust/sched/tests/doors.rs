@@ -109,7 +109,10 @@ fn a_setting_out_of_range_is_refused() {
     assert_eq!(text, "kv_page_size is 257, it must be from 1 to 256");
     assert_eq!("dfs-weight".parse(), Ok(Policy::DfsWeight));
     let text = "sjf".parse::<Policy>().expect_err("unknown").to_string();
-    assert!(text.starts_with("`sjf` is no scheduling policy"), "{text}");
+    assert!(
+        text.starts_with("`sjf` is not a scheduling policy"),
+        "{text}"
+    );
 }
 
 #[test]

@@ -21,7 +21,7 @@ pub(crate) struct Pairs {
 }
 
 impl Pairs {
-    /// Tells the planner what the pages hold now; if the copy failed, nothing is known of its targets.
+    /// Informs the planner what the pages hold now; if the copy failed, nothing is known of its targets.
     fn note_in(&self, planner: &mut Planner, code: i32) {
         let (from, to) = match self.direction {
             CopyDirection::D2D => (PagePool::Device, PagePool::Device),

@@ -85,7 +85,7 @@ fn put(block: &mut [u8], data: &Message<'_>) -> Result<(), FollowError> {
 }
 
 fn step(lane: Option<&mut Lane>, data: &Message<'_>) -> Result<(), FollowError> {
-    let lane = lane.ok_or_else(|| strange("a step of the fast lane".to_owned()))?;
+    let lane = lane.ok_or_else(|| strange("a step of the graph path".to_owned()))?;
     let short = || strange(format!("a step of {} bytes", data.len()));
     let start = size_of::<StepHead>();
     if data.len() < start {

@@ -3,7 +3,7 @@
 use std::collections::HashSet;
 
 /// Consecutive parts of the pairs, each with the result of copying its pairs one by one if all of its sources are read
-/// before its first target is written: no target is written twice, and none is read after it was written.
+/// before its first target is written. No target is written twice, and none is read after it was written.
 ///
 /// `one_pool`: sources and targets count the same pages.
 pub(crate) fn groups<'a>(

@@ -1,4 +1,4 @@
-//! The fast lane: a planned batch becomes one launch of a captured graph, and its tokens are read where the device writes
+//! The graph path: a planned batch becomes one launch of a captured graph, and its tokens are read where the device writes
 //! them. No Python runs in between.
 
 use std::ops::Range;
@@ -23,7 +23,7 @@ pub trait Memory: Send {
     fn results(&self) -> &[AtomicU64];
 }
 
-/// Why the fast lane did not answer a batch that it accepted.
+/// Why the graph path did not answer a batch that it accepted.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 pub enum LaneError {
     /// The memory does not fit the graphs.
@@ -70,9 +70,9 @@ pub struct Lane {
     /// Most rows of one request.
     max_rows: usize,
     step: u32,
-    /// How long results are awaited without sleeping; `None` = for ever.
+    /// How long results are awaited without sleeping; `None` = without limit.
     spin: Option<Duration>,
-    /// Tells the other ranks of a model on several devices.
+    /// Reaches the other ranks of a model on several devices.
     lead: Option<Lead>,
 }
 
@@ -117,7 +117,7 @@ impl Lane {
         self
     }
 
-    /// Tells other ranks of every step before it is launched here, so that they [follow](crate::Follow).
+    /// Sends every step to other ranks before it is launched here, so that they [follow](crate::Follow).
     #[must_use]
     pub fn leading(mut self, lead: Lead) -> Self {
         self.lead = Some(lead);
@@ -177,7 +177,7 @@ impl Lane {
         })
     }
 
-    /// Writes the plan as a step for a graph, and tells the other ranks of it.
+    /// Writes the plan as a step for a graph, and sends it to the other ranks.
     pub(crate) fn stage(
         &mut self,
         planner: &mut Planner,
@@ -235,7 +235,7 @@ impl Lane {
     }
 
     /// Runs a step that another rank has staged, to its end: `data` has its block, then its mask words. Returns false, and
-    /// does nothing, if it is none of this lane's graphs.
+    /// does nothing, if it is not one of this lane's graphs.
     pub(crate) fn follow(
         &mut self,
         head: StepHead,

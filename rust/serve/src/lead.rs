@@ -1,7 +1,7 @@
-//! A model on several devices: the leader tells its followers what it is about to do, and they do the same.
+//! A model on several devices: the leader sends its followers what it is about to do, and they do the same.
 //!
 //! Three kinds of messages travel, in one order: parts of the staging block, commands that only Python understands, and steps
-//! of the fast lane, which carry all that a graph reads.
+//! of the graph path, which carry all that a graph reads.
 
 use std::os::fd::{AsRawFd, RawFd};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};

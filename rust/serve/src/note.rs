@@ -23,7 +23,7 @@ impl Note {
         }
     }
 
-    /// What is worth telling about emptied requests, which are in their order: a line for each, or one line for all of a
+    /// What is worth a line about emptied requests, which are in their order: a line for each, or one line for all of a
     /// kind if there are many. A frame may have as many bad requests as it has room for, and the next one waits.
     pub(crate) fn of_faults(faults: &[(usize, RequestFault)]) -> Vec<Self> {
         let mut kinds: Vec<(&'static str, usize)> = Vec::new();
@@ -51,7 +51,7 @@ impl Note {
         notes
     }
 
-    /// What is worth telling about a publication: nothing when the client got its answer.
+    /// What is worth a line about a publication: nothing when the client got its answer.
     pub(crate) fn of_publication<E: ToString>(published: Result<Publish, E>) -> Option<Self> {
         match published {
             Ok(Publish::Delivered) => None,

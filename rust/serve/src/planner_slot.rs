@@ -14,7 +14,7 @@ type Change = Box<dyn FnOnce(&mut Planner) + Send>;
 /// The planner, which a batch takes and puts back, and what batches share besides it.
 pub(crate) struct PlannerSlot {
     place: Mutex<Place>,
-    /// The answer under construction, as large as any. The ring's own buffer is no place for that: its client may write
+    /// The answer under construction, as large as any. The ring's own buffer is not the place for that: its client may write
     /// there at any time.
     answer: Mutex<Vec<u8>>,
     /// When the last batch was answered, by [`monotonic_ns`].
@@ -29,7 +29,7 @@ struct Place {
 }
 
 /// Idle time between two batches counts as part of the cycle up to so many times the device's own: a client that has nothing
-/// to do for a while is no slow client.
+/// to do for a while is not a slow client.
 const MAX_IDLE: u32 = 16;
 
 impl PlannerSlot {

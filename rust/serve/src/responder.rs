@@ -24,7 +24,7 @@ pub enum Event {
     Stopped,
     /// A request was answered, and this is worth a log line.
     Notes(Vec<Note>),
-    /// The fast lane answered a batch, and the caller [asked for reports](Responder::with_steps).
+    /// The graph path answered a batch, and the caller [asked for reports](Responder::with_steps).
     Step(Step),
     /// A [`pie_ring::Waker`] has called.
     Called,
@@ -35,7 +35,7 @@ pub enum Event {
     Lost(LaneError),
 }
 
-/// A batch that the fast lane answered.
+/// A batch that the graph path answered.
 #[derive(Debug, Clone)]
 pub struct Step {
     /// Requests of the batch.
@@ -63,7 +63,7 @@ pub enum Job {
 /// A frame that cannot be rehearsed.
 #[derive(Debug, Error)]
 pub enum RehearsalError {
-    /// The bytes are no frame.
+    /// The bytes are not a frame.
     #[error(transparent)]
     Wire(#[from] WireError),
     /// The frame's arrays contradict each other.
@@ -75,7 +75,7 @@ pub enum RehearsalError {
     /// The last batch is still open.
     #[error("another batch is open")]
     Busy,
-    /// The fast lane failed.
+    /// The graph path failed.
     #[error(transparent)]
     Lane(#[from] LaneError),
 }
@@ -106,21 +106,21 @@ impl Responder {
         }
     }
 
-    /// With a fast lane for the batches that it takes.
+    /// With a graph path for the batches that it takes.
     #[must_use]
     pub fn with_lane(mut self, lane: Lane) -> Self {
         self.lane = Mutex::new(Some(lane));
         self
     }
 
-    /// Tells of every batch that the fast lane answered.
+    /// Reports every batch that the graph path answered.
     #[must_use]
     pub const fn with_steps(mut self) -> Self {
         self.steps = true;
         self
     }
 
-    /// Waits until there is something to tell or to do. Requests that are answered without either
+    /// Waits until there is something to report or to do. Requests that are answered without either
     /// do not end the wait.
     ///
     /// # Errors
@@ -205,7 +205,7 @@ impl Responder {
         lane.as_ref().is_some_and(Lane::leads)
     }
 
-    /// Runs a batch on the fast lane, if that takes it.
+    /// Runs a batch on the graph path, if that takes it.
     fn run(&self, batch: &mut Batch) -> Option<Result<DeviceTimes, LaneError>> {
         let mut lane = self.lane.lock().unwrap_or_else(PoisonError::into_inner);
         batch.run(lane.as_mut()?)
@@ -229,7 +229,7 @@ impl Responder {
         })
     }
 
-    /// Runs a frame of the caller's own on the fast lane, for warm-up: its answer goes nowhere. Returns whether
+    /// Runs a frame of the caller's own on the graph path, for warm-up: its answer goes nowhere. Returns whether
     /// the lane took it.
     ///
     /// # Errors
@@ -248,7 +248,7 @@ impl Responder {
     /// Plans a frame of the caller's own, for warm-up: its answer goes nowhere. It may bind [`REHEARSAL_ADAPTER`].
     ///
     /// # Errors
-    /// [`RehearsalError`] when the bytes are no consistent forward frame, or a batch is open.
+    /// [`RehearsalError`] when the bytes are not a consistent forward frame, or a batch is open.
     pub fn rehearse(&self, frame: &[u8]) -> Result<Batch, RehearsalError> {
         // An archive is read in place and must start at a multiple of its alignment.
         let mut aligned = vec![0_u64; frame.len().div_ceil(size_of::<u64>())];

@@ -315,7 +315,7 @@ fn converse_adapters(requests: &[Vec<u8>]) -> (Vec<Answer>, Vec<String>) {
             let texts = batch.commit(DeviceTimes::default());
             assert!(texts.iter().all(|note| note.kind.starts_with("adapter")));
         }
-        Job::Copy(_) => panic!("nobody copies"),
+        Job::Copy(_) => panic!("there is no copy"),
     });
     (answers, notes.into_iter().map(|note| note.text).collect())
 }
@@ -477,7 +477,7 @@ fn adapter_operations_that_ask_for_nothing_are_refused() {
     assert!(texts.iter().all(|note| note.text.contains("enable_lora")));
 }
 
-/// Warm-up may bind an adapter that nobody loaded, and nobody else may.
+/// Only warm-up may bind an adapter that was not loaded.
 #[test]
 fn rehearsals_have_an_adapter_of_their_own() {
     let planner = Planner::new(LIMITS, 1).with_adapters(2.try_into().unwrap());
@@ -787,7 +787,7 @@ fn pixels_stay_as_they_were_sent() {
     for (kept, (pixels, first)) in kept.into_iter().zip(expected) {
         assert_eq!(kept.as_ref().map(|(pixels, _)| pixels), pixels.as_ref());
         if let Some((_, media)) = kept {
-            // Later requests have not touched it, and it is nobody else's.
+            // Later requests have not touched it, and no other has it.
             assert_eq!(media.pixels(), (first..first + 32).collect::<Vec<u8>>());
             assert!(Arc::into_inner(media).is_some());
         }

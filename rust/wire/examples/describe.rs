@@ -52,7 +52,7 @@ fn describe(frame: &ArchivedFrame, out: &mut impl Write) -> io::Result<()> {
     }
 }
 
-/// The arrays of a batch. Their ranges are not to be trusted: validation covers the encoding alone.
+/// The arrays of a batch. Their ranges are not to be trusted: validation covers only the encoding.
 fn describe_batch(batch: &ArchivedForwardRequest, out: &mut impl Write) -> io::Result<()> {
     let offsets = batch.qo_indptr.native();
     writeln!(out, "batch of {} requests", offsets.len().saturating_sub(1))?;

@@ -3,7 +3,7 @@
 //! A buffer of runs alternates false, true, false, … and always starts with
 //! false. Its sum is the length of the string; bits at and beyond it are
 //! false. Runs may have length 0 anywhere and may be as long as `u32::MAX`
-//! (an idiom for "all the rest"), so sums are taken in 64 bits and ranges are
+//! (an idiom for "all the rest"). So sums are taken in 64 bits and ranges are
 //! clamped to a limit given by the caller.
 //!
 //! ```

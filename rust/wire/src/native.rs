@@ -57,7 +57,7 @@ impl<T: Plain> NativeSlice for ArchivedVec<T> {
 
     fn native(&self) -> &[T::Native] {
         let archived = self.as_slice();
-        // SAFETY: `Plain` is sealed and implemented by `plain!` alone, for a primitive or its
+        // SAFETY: `Plain` is sealed and implemented only by `plain!`, for a primitive or its
         // little-endian wrapper: same size and alignment (asserted there), same bytes (the
         // crate compiles for little-endian targets only), every value valid. Pointer and
         // length come from a live slice and the result borrows from the same `self`.

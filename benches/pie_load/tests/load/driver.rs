@@ -218,7 +218,7 @@ impl Account {
         Ok(())
     }
 
-    /// Checks all that a request sees, once everybody's tokens are stored.
+    /// Checks all that a request sees, once all tokens are stored.
     fn look(&self, body: &ForwardRequest, request: usize) -> Result<(), String> {
         let id = body.context_ids[request];
         if range(&body.qo_indptr, request).is_empty() {

@@ -81,7 +81,7 @@ fn load(behaviour: &str, arguments: &[&str]) -> Outcome {
     assert!(started.elapsed() < WATCHDOG, "pie_load hung");
     // Of a load that was killed the driver removes it, a moment later.
     while PathBuf::from(&region).exists() {
-        assert!(started.elapsed() < WATCHDOG, "{region} was left behind");
+        assert!(started.elapsed() < WATCHDOG, "{region} was left over");
         thread::sleep(Duration::from_millis(5));
     }
     let [mut stdout, mut stderr] = [String::new(), String::new()];
@@ -334,7 +334,7 @@ fn a_driver_that_is_stuck_is_killed() {
         out.stdout
     );
     assert!(
-        out.stdout.contains("its region was left behind"),
+        out.stdout.contains("its region was left over"),
         "{}",
         out.stdout
     );

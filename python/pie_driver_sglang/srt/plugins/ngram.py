@@ -77,7 +77,7 @@ class NgramCorpus:
         self.vocab_size = _PAD_VALUES
         """Tokens from here on are not drafted; the worker's hook knows the model's own number."""
         self._waiting: dict[str, None] = {}
-        """Whose prompts were heard since the last decode, the oldest first."""
+        """Whose prompts were received since the last decode, the oldest first."""
         self._new = partial(
             Drafter,
             nodes=draft_token_num,
@@ -105,7 +105,7 @@ class NgramCorpus:
             self.erase_match_state([oldest])
 
     def decoded(self, req_ids: Iterable[str]) -> None:
-        """Forgets the requests that were heard and are not among those that decode now.
+        """Forgets the requests that were received and are not among those that decode now.
 
         SGLang erases only what has decoded before. A request that ended with its prompt, or was
         taken back, is in no batch; one that waits longer brings its last tokens again, or all.

@@ -1,6 +1,6 @@
 """SGLang's prefix cache on the native index: what its scheduler calls.
 
-The index is in host memory, and the slots of SGLang's KV pool are known on the device alone. To
+The index is in host memory, and the slots of SGLang's KV pool are known only on the device. To
 read them there would wait for the device, in the midst of scheduling. So the index has pages of its
 own, and a table on the device says which slots each of them stands for: ids travel to the device,
 nothing is read back.

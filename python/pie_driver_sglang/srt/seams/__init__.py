@@ -5,7 +5,7 @@ version lacks; docs/sglang-upgrade.md says what has changed its meaning, and in 
 
 ======================  ===========================================================================
 ``process``             the environment that SGLang reads while it is imported; imports nothing
-``texts``               errors of SGLang that only their words tell apart; imports nothing
+``texts``               errors of SGLang that only their words distinguish; imports nothing
 ``settings``            ``ServerArgs``: made, published, changed, and read once they are resolved
 ``model``               configuration, runner, and what SGLang does to both on a CPU
 ``loading``             the loader's functions that are watched, and updates that are refused

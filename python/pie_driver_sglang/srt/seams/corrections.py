@@ -16,7 +16,7 @@ from pie_driver_sglang.srt.seams.attention import attention_layers
 def correct_rope(model_config: ModelConfig) -> None:
     """Gives a configuration the `rope_theta` that a model class of SGLang (EXAONE 4) looks for.
 
-    transformers 5 keeps it in `rope_parameters` alone, and such a class takes a default of its own.
+    transformers 5 keeps it in `rope_parameters` only, and such a class takes a default of its own.
     """
     for config in (model_config.hf_config, model_config.hf_text_config):
         parameters = getattr(config, "rope_parameters", None)

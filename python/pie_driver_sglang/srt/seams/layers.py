@@ -133,7 +133,7 @@ def _read_matrix(linear: Any, kind: type) -> LinearWeights:
 def _read_heads(attention: Any, pool: MHATokenToKVPool) -> Heads:
     rotary: RotaryEmbedding = attention.rotary_emb
     layer: RadixAttention = attention.attn
-    # Variants that differ in their table alone.
+    # Variants that differ in their table only.
     turns = isinstance(rotary, RotaryEmbedding) and all(
         getattr(type(rotary), name) is getattr(RotaryEmbedding, name)
         for name in ("forward", "forward_cuda", "forward_native")

@@ -1,6 +1,6 @@
 """The load of a model's weights: the functions of SGLang's loader that the driver watches.
 
-`LoadConfig` is passed on for annotations alone.
+`LoadConfig` is passed on for annotations only.
 """
 
 from __future__ import annotations

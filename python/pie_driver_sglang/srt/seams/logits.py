@@ -1,6 +1,6 @@
 """Logits: how a pass ends before the LM head, and how the LM head is run on chosen rows.
 
-`LogitsProcessor` and `LogitsMetadata` are passed on for annotations alone.
+`LogitsProcessor` and `LogitsMetadata` are passed on for annotations only.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def divert(model: torch.nn.Module, keep: Keep) -> None:
     """Has a model's passes end before the LM head, by a `forward` of its own for the processor.
 
     Also takes `_logits_gatherer._state` away: its way to gather logits needs NVLink's multicast. A
-    version with another way to gather, or with work after the LM head, runs that no more.
+    version with another way to gather, or with work after the LM head, does not run that any more.
     """
 
     def stop_at(processor: LogitsProcessor) -> Callable[..., LogitsProcessorOutput]:

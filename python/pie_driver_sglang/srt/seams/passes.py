@@ -95,7 +95,7 @@ def make_batch(
 
 
 def make_row_batch(rows: int) -> ForwardBatch:
-    """A decode of so many rows without inputs, for what reads its mode and its size alone."""
+    """A decode of so many rows without inputs, for what reads only its mode and its size."""
     return ForwardBatch(
         forward_mode=ForwardMode.DECODE,
         batch_size=rows,

@@ -150,6 +150,6 @@ def clear_states(table: HybridReqToTokenPool, slots: torch.Tensor) -> None:
 
 
 def copy_states(table: HybridReqToTokenPool, sources: torch.Tensor, targets: torch.Tensor) -> None:
-    """Copies slots of recurrent state, on the device alone."""
+    """Copies slots of recurrent state, within the device."""
     pool: MambaPool = table.mamba_pool
     pool.copy_from(sources, targets)

@@ -63,7 +63,7 @@ def shares_memory(group: GroupCoordinator) -> bool:
 
 
 def exchange(group: GroupCoordinator, received: torch.Tensor, sent: torch.Tensor) -> None:
-    """All-to-all of equal parts, on the CPU, too; the public form of it is for GPUs alone."""
+    """All-to-all of equal parts, on the CPU, too; the public form of it is for GPUs only."""
     group._all_to_all_single(received, sent)
 
 

@@ -105,7 +105,7 @@ class Resolved:
 
     @property
     def decode_attention_backend(self) -> str | None:
-        """The backend that is named for decodes alone."""
+        """The backend that is named for decodes only."""
         name: str | None = self._args.decode_attention_backend
         return name
 

@@ -1,4 +1,4 @@
-"""What SGLang says in words alone: errors that have no type of their own. Imports nothing of it.
+"""What SGLang says only in words: errors that have no type of their own. Imports nothing of it.
 
 Where a version has other words, the driver still says what SGLang said, but its hint is general.
 """

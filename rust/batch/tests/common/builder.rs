@@ -64,7 +64,7 @@ impl Req {
         self
     }
 
-    /// Adds drafts at the positions behind the last input.
+    /// Adds drafts at the positions after the last input.
     pub(crate) fn verify(mut self, drafts: &[u32]) -> Self {
         let next = self.positions.last().map_or(0, |last| last + 1);
         self.drafts = drafts.to_vec();
@@ -190,7 +190,7 @@ impl Encoded {
         &mut bytemuck::cast_slice_mut(&mut self.words)[..self.len]
     }
 
-    /// The forward request in place; `None` when the bytes are no valid forward.
+    /// The forward request in place; `None` when the bytes are not a valid forward.
     pub(crate) fn try_forward(&self) -> Option<&ArchivedForwardRequest> {
         match &access_request(self.bytes()).ok()?.payload {
             ArchivedPayload::Forward(request) => Some(request),

@@ -156,7 +156,7 @@ pub(crate) struct Device {
     limits: Limits,
     adapters: Adapters,
     block: Vec<u64>,
-    /// Block-table entries as told so far: entry → first storage slot of the page.
+    /// Block-table entries as received so far: entry → first storage slot of the page.
     table: HashMap<i64, i64>,
     /// Uniforms of seeded slots as seen so far.
     seeded: HashMap<(u32, u32, usize), u32>,
@@ -233,7 +233,7 @@ impl Device {
     }
 
     /// Plans a frame and runs all its passes; `choose` gives the token of a request's slot, one outside the vocabulary
-    /// for logits that are no numbers. Everything staged is compared with the naive plan, which is returned.
+    /// for logits with NaN. Everything staged is compared with the naive plan, which is returned.
     pub(crate) fn compute(
         &mut self,
         frame: &ForwardRequest,
@@ -618,7 +618,7 @@ impl Device {
             assert_eq!(*of_request.entry(slot.request).or_insert(first), first);
             let words = &words[usize::try_from(first).expect("a word")..];
             let allows = |token: usize| match usize::try_from(edges) {
-                // Behind an odd number of edges.
+                // After an odd number of edges.
                 Ok(edges) => {
                     let before = words[..edges].partition_point(|&edge| edge as usize <= token);
                     before % 2 == 1

@@ -129,7 +129,7 @@ enum Masks {
     Synthesized,
     /// Spelled out over the KV indices.
     Spelled,
-    /// Causal below the KV end, anything behind it.
+    /// Causal below the KV end, anything from there on.
     LongTail,
     /// One row too many or too few.
     Miscounted,
@@ -139,7 +139,7 @@ enum Masks {
     NotCausal,
     /// Rows see as many KV indices up to their own.
     Window(u32),
-    /// Any runs, from this seed: below the KV end, behind it, none at all.
+    /// Any runs, from this seed: below the KV end, after it, none at all.
     Random(u32),
 }
 
@@ -308,7 +308,7 @@ fn break_request(request: &mut Req, flaw: Flaw, limits: Limits) {
 /// One frame for the given limits.
 fn forward(limits: Limits) -> impl Strategy<Value = ForwardRequest> {
     let flags = (any::<bool>(), any::<bool>(), proptest::bool::weighted(0.2));
-    // Few contexts: they come back elsewhere, with other pages, twice in one frame, or as nobody (0).
+    // Few contexts: they come back elsewhere, with other pages, twice in one frame, or without an id (0).
     let contexts = vec(0_u64..6, 7);
     (vec(request(limits), 0..7), contexts, flags).prop_map(|(requests, contexts, flags)| {
         let (user, elide, no_positions) = flags;

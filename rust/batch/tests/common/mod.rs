@@ -1,4 +1,4 @@
-//! What the test files share: a builder of frames, a naive planner, a device that knows only what it is told, a
+//! What the test files share: a builder of frames, a naive planner, a device that knows only what it receives, a
 //! bare engine, and random frames.
 #![allow(dead_code, reason = "every test file uses a part")]
 

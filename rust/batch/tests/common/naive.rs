@@ -70,7 +70,7 @@ pub(crate) struct Request {
 }
 
 impl Request {
-    /// Whether some row sees KV that its own request stores behind it.
+    /// Whether some row sees KV that its own request stores after it.
     fn sees_ahead(&self) -> bool {
         self.sees.as_ref().is_some_and(|rows| {
             let prefix = rows[0].len() - rows.len();
@@ -552,7 +552,7 @@ impl Plan {
         }
     }
 
-    /// Empties requests whose logits were no numbers. The answer has then no token for everybody: others may be too large
+    /// Empties requests whose logits had NaN. The answer then lacks a token for some: others may be too large
     /// for it.
     pub(crate) fn spoil(&mut self, limits: &Limits, spoilt: &BTreeSet<usize>) {
         let is_left = |index: &&usize| !self.requests[**index].slots.is_empty();

@@ -19,7 +19,7 @@ pub(crate) struct Scratch {
 
 /// The share of the continuations other than the best that the second one is taken to have.
 pub(crate) const SECOND: f64 = 0.75;
-/// More occurrences than this are no further evidence.
+/// More occurrences than this add no evidence.
 const EVIDENCE: f64 = 1.5;
 /// Occurrences that a continuation never seen counts as, divided by the match's length and one.
 const NOVEL: f64 = 2.5;

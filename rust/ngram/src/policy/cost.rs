@@ -2,7 +2,7 @@
 //!
 //! A step runs in the smallest captured graph that has its rows, so costs are kept by graph size. Each size that was used
 //! lately has a moving average; these are made monotone by pooling neighbours, and sizes between them are interpolated.
-//! Above the largest known size only the next one may be tried, at the same cost: so the sizes are explored one by one,
+//! Above the largest known size only the next one may be tried, at the same cost. So the sizes are explored one by one,
 //! each for one step, and again once their averages are out of date. Below the smallest known size the cost is in
 //! proportion to the rows, so that steps without drafts are tried, too.
 //!

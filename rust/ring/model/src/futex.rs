@@ -1,5 +1,5 @@
 //! The kernel's part: comparing and falling asleep is one step, and a wake ends the sleep of those
-//! who sleep on that very word.
+//! that sleep on that very word.
 
 use std::time::Duration;
 
@@ -51,7 +51,7 @@ pub(crate) fn wake_all(word: &AtomicU32) -> usize {
     KERNEL.wake(|sleeper| sleeper.word == word)
 }
 
-/// Wakes all who do not sleep for ever.
+/// Wakes all that do not sleep without end.
 pub(crate) fn time_out() {
     KERNEL.wake(|sleeper| sleeper.has_limit);
 }

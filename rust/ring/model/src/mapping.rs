@@ -81,7 +81,7 @@ impl Mapping {
     }
 
     pub(crate) fn copy_request(&self, index: usize, len: usize, words: &mut Vec<u64>) {
-        // An empty request touches nothing, for clients that do not care who reads.
+        // An empty request touches nothing, for models in which the reader does not matter.
         copy(&self.0.slots[index].request, len, words);
     }
 

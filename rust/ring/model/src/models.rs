@@ -98,7 +98,7 @@ pub fn echo_across_the_wrap(wait: Wait) {
     check(2, move || {
         let (seq, wake) = (u64::MAX - 1, u32::MAX - 1);
         let mut ring = Ring::starting(1, Start { seq, wake });
-        // The first number is news to the server.
+        // The first number is new to the server.
         drop(ring.server.poll().unwrap());
         let client = ring.client(wait);
         let client = thread::spawn(move || (0..3).for_each(|byte| assert_echo(&client, byte)));

@@ -40,7 +40,7 @@ impl Listener {
     /// close-on-exec.
     ///
     /// # Errors
-    /// [`BroadcastError::Header`] if this is no broadcast of this version, [`BroadcastError::Reader`] or
+    /// [`BroadcastError::Header`] if this is not a broadcast of this version, [`BroadcastError::Reader`] or
     /// [`BroadcastError::ReaderTaken`] for a bad number, [`BroadcastError::System`] otherwise.
     pub fn open(fd: OwnedFd, reader: usize) -> Result<Self, BroadcastError> {
         let shape = read_shape(&fd)?;

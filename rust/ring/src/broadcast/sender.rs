@@ -16,7 +16,7 @@ const LONGEST_NAP: Duration = Duration::from_millis(1);
 /// Leader's end of a broadcast. One writer, a fixed number of readers; every reader gets every
 /// message, in order.
 ///
-/// Readers that have not been opened yet, or whose process has ended, count like slow ones: the writer goes
+/// Readers that have not been opened yet, or whose process has ended, count like slow ones. The writer goes
 /// on until the ring is full of fragments that they have not taken, and then waits for them, without a
 /// limit. Ending a leader whose worker has died is left to the caller, and so is ending workers whose leader
 /// has died: they wait for its next message.

@@ -58,7 +58,7 @@ impl fmt::Display for Name {
 impl Drop for Name {
     fn drop(&mut self) {
         let left = std::fs::remove_file(self.path()).is_ok();
-        assert!(!left || thread::panicking(), "{self} was left behind");
+        assert!(!left || thread::panicking(), "{self} was left over");
     }
 }
 

@@ -1,4 +1,4 @@
-//! SIGTERM after each single step of a server's life leaves nothing behind.
+//! Nothing is left over by SIGTERM after each single step of a server's life.
 //!
 //! The guard's thread sees the process through system calls and the lock of its list, so SIGTERM is
 //! sent after each system call and each locked instruction.

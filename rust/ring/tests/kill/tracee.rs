@@ -11,7 +11,7 @@ use libc::{c_int, c_long, pid_t};
 
 /// A child that runs for more seconds than this hangs.
 const LIMIT: u32 = 60;
-/// What a tracer is told of a system call, and of nothing else.
+/// What a tracer learns of a system call, and of nothing else.
 const AT_CALL: c_int = libc::SIGTRAP | 0x80;
 
 /// A forked child inherits every open file, and with it the locks of other tests: one test at a time.

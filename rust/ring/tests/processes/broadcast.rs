@@ -154,7 +154,7 @@ fn a_reader_that_dies_does_the_others_no_harm() {
         leader.send(HOLD, 40_000);
         assert_eq!(doomed.told(), "holding");
         doomed.kill();
-        // As much as fits behind what the dead reader holds.
+        // As much as fits after what the dead reader holds.
         for kind in 0..SLOTS - 2 {
             leader.send(kind, 200_000);
         }

@@ -75,7 +75,7 @@ fn get_stuck(name: &str, wait: Wait) {
     thread::sleep(Duration::from_secs(20));
 }
 
-/// An owner without a guard: nobody removes what it leaves.
+/// An owner without a guard: nothing removes what it leaves.
 fn own(name: &str, extra: fn()) {
     let _server = Server::create(&config(name), &ExitGuard::inert()).unwrap();
     extra();

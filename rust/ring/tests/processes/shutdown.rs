@@ -1,4 +1,4 @@
-//! Every way out leaves no region behind.
+//! No way out leaves a region.
 
 use std::thread;
 use std::time::Duration;

@@ -224,7 +224,7 @@ impl Account {
         Ok(response)
     }
 
-    /// Stores the tokens of a request in its pages, and its drafts behind them.
+    /// Stores the tokens of a request in its pages, and its drafts after them.
     fn store(&mut self, body: &ForwardRequest, request: usize) {
         let pages = pages(body, request);
         let rows = range(&body.qo_indptr, request);
@@ -300,7 +300,7 @@ fn answer(
     Ok(())
 }
 
-/// The token, or the first one behind it that the request's mask allows.
+/// The token, or the first one after it that the request's mask allows.
 fn allowed(body: &ForwardRequest, request: usize, token: u32) -> u32 {
     let masks = &body.logit_masks[range(&body.logit_mask_indptr, request)];
     let may = |token: &u32| {

@@ -128,7 +128,7 @@ impl Bench {
 
 fn add(stories: &mut Stories, delta: Delta) {
     let story = stories.entry((delta.request, delta.sample)).or_default();
-    assert_eq!(story.end, None, "an output comes behind the end");
+    assert_eq!(story.end, None, "an output comes after the end");
     story.tokens.extend(delta.tokens);
     story.end = delta.end;
     story.cached = delta.cached_tokens;
@@ -525,7 +525,7 @@ fn stop_tokens_minimum_lengths_and_samples() {
         assert_eq!(stories[&key].tokens, whole[..=first]);
         assert_eq!(stories[&key].end, Some(End::StopToken(stop)));
     }
-    // As long as the stop token may not come, the driver draws the one behind it.
+    // As long as the stop token may not come, the driver draws the one after it.
     let tokens = &stories[&(long, 0)].tokens;
     let mut text = vec![9, 8, 7];
     for (count, &token) in tokens.iter().enumerate() {

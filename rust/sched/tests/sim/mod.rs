@@ -13,7 +13,7 @@ use pie_sched::{
 };
 use rule::{Mind, VOCAB};
 
-/// What a step takes, and what each of its tokens takes beside it.
+/// What a step takes, and what each of its tokens takes in addition.
 pub const STEP_US: u64 = 50;
 pub const TOKEN_US: u64 = 3;
 

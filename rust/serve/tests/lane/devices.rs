@@ -76,7 +76,7 @@ impl Memory for Host {
     }
 }
 
-/// What a launch does, told the graph; and whether all has ended.
+/// What a launch does, given the graph; and whether all has ended.
 pub(crate) struct Device<L, E>(pub(crate) L, pub(crate) E);
 
 impl<L, E> Launch for Device<L, E>
@@ -228,7 +228,7 @@ pub(crate) fn decode(bytes: &[u8]) -> Answer {
     }
 }
 
-/// The answers to some frames, over a ring, and what the responder told.
+/// The answers to some frames, over a ring, and what the responder reported.
 pub(crate) fn converse(responder: &Responder, frames: &[Vec<u8>]) -> (Vec<Answer>, Vec<String>) {
     let name = format!("/pie_lane_test_{}_{:p}", std::process::id(), responder);
     let abort = pie_wire::abort_frame(0).to_vec();

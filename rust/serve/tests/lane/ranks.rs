@@ -28,7 +28,7 @@ impl Log {
     }
 }
 
-/// Memory that notes what is in it when results are looked for, which is right behind a launch.
+/// Memory that notes what is in it when results are looked for, which is right after a launch.
 struct Noting(Host, Log);
 
 impl Memory for Noting {
@@ -74,7 +74,7 @@ fn inherited(lead: &Lead) -> OwnedFd {
     file.unwrap().into()
 }
 
-/// A follower in a thread: its commands and their blocks, until it fails or is told `end`.
+/// A follower in a thread: its commands and their blocks, until it fails or receives `end`.
 struct Follower {
     commands: Receiver<(Vec<u8>, Vec<u8>)>,
     thread: JoinHandle<Option<FollowError>>,
@@ -212,7 +212,7 @@ fn a_rank_without_a_lane_refuses_steps() {
     converse(&responder(ours.leading(lead)), &[frame(&[1])]);
     let error = other.thread.join().unwrap().unwrap();
     assert!(
-        error.to_string().contains("a step of the fast lane"),
+        error.to_string().contains("a step of the graph path"),
         "{error}"
     );
 }

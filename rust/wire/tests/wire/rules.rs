@@ -15,7 +15,7 @@ struct Outputs {
     drafts: Vec<(u32, u32)>,
 }
 
-/// Which kinds are spelled out even when nobody has any: tokens, distributions, logits, log-probabilities, entropies,
+/// Which kinds are spelled out even when no request has any: tokens, distributions, logits, log-probabilities, entropies,
 /// drafts.
 type Present = [bool; 6];
 
@@ -420,7 +420,7 @@ fn tokens_cannot_be_left_out() {
     response.tokens.clear();
     response.tokens_indptr.clear();
     assert_eq!(broken(&response), "tokens_indptr");
-    // Nor given to nobody.
+    // Nor given to no request.
     let orphans = ForwardResponse {
         tokens: vec![1],
         ..ForwardResponse::default()
