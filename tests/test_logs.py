@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import io
+import json
 import logging
 import re
 import sys
 import threading
 from collections.abc import Iterator
+from datetime import datetime
 from typing import Any
 
 import pytest
@@ -16,9 +18,11 @@ from pie_driver_sglang.errors import ConfigError, DriverError
 from pie_driver_sglang.logs import (
     LEVEL_VARIABLE,
     Formatter,
+    LogSource,
     RateLimitFilter,
     configure_logging,
     format_failure,
+    last_line,
 )
 
 LOGGER = "pie_driver_sglang.tests"
@@ -56,7 +60,8 @@ def test_lines_go_to_stderr_only(capfd: pytest.CaptureFixture[str]) -> None:
     logging.getLogger(LOGGER).debug("hidden")
     out, err = capfd.readouterr()
     assert out == ""
-    assert re.fullmatch(r"\d\d:\d\d:\d\d\.\d{3} INFO pie_driver_sglang: loaded 7 pages\n", err)
+    time_of = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3}"
+    assert re.fullmatch(rf"{time_of} INFO pie_driver_sglang: loaded 7 pages\n", err)
 
 
 def test_libraries_are_quiet(capfd: pytest.CaptureFixture[str]) -> None:
@@ -77,9 +82,67 @@ def test_the_environment_sets_the_level(
     logging.getLogger(LOGGER).warning("hidden")
     logging.getLogger("sglang").warning("hidden")
     logging.getLogger(LOGGER).error("shown")
-    assert [line.split(" ", 1)[1] for line in capfd.readouterr().err.splitlines()] == [
+    assert [line.split(" ", 2)[2] for line in capfd.readouterr().err.splitlines()] == [
         "ERROR pie_driver_sglang: shown"
     ]
+
+
+def test_a_line_names_its_process(capfd: pytest.CaptureFixture[str]) -> None:
+    configure_logging(source=LogSource(3, 1, "cuda:1"))
+    logging.getLogger(LOGGER).info("loaded")
+    assert " [group 3 rank 1 cuda:1] INFO pie_driver_sglang: loaded\n" in capfd.readouterr().err
+
+
+def test_json_lines(capfd: pytest.CaptureFixture[str]) -> None:
+    configure_logging(source=LogSource(3, 1, "cuda:1"), log_format="json")
+    logger = logging.getLogger(LOGGER)
+    logger.info('a "quoted" %s', "text\nof two lines", extra={"fields": {"steps": 7}})
+    try:
+        raise ValueError("inner")
+    except ValueError:
+        logger.exception("failed")
+    print(format_failure(ConfigError("a is 1,\n  too small", "set a to 2")), file=sys.stderr)
+    first, second, third = map(json.loads, capfd.readouterr().err.splitlines())
+    source = {"group": 3, "rank": 1, "device": "cuda:1"}
+    assert first.items() >= {**source, "level": "INFO", "steps": 7}.items()
+    assert first["message"] == 'a "quoted" text\nof two lines'
+    assert first["logger"] == "pie_driver_sglang"
+    written = datetime.fromisoformat(first["time"])
+    assert abs((datetime.now().astimezone() - written).total_seconds()) < 60
+    assert "ValueError: inner" in second["traceback"]
+    assert (third["message"], third["hint"]) == ("a is 1, too small", "set a to 2")
+
+
+@pytest.mark.parametrize("log_format", ["text", "json"])
+def test_the_line_of_the_end_is_like_the_others(
+    log_format: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    source = LogSource(3, 0, "cpu")
+    configure_logging(source=source, log_format=log_format)
+    logging.getLogger("pie_driver_sglang").info("stopped")
+    err = capfd.readouterr().err
+    form = last_line(source, log_format).replace("{text}", "stopped")
+    time_of = json.loads(err)["time"] if log_format == "json" else err[:23]
+    placeholder = "{iso}" if log_format == "json" else "{time}"
+    assert form.replace(placeholder, time_of) + "\n" == err
+
+
+def test_warnings_that_do_not_concern_the_driver_are_left_out(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    texts = (
+        "Cuda graph is disabled because of using torch native attention backend",
+        "init_cpu_threads_env and shared memory based AllReduce is disabled, only intel amx "
+        "backend and arm64 are supported",
+        "trouble",
+    )
+    configure_logging()
+    for text in texts:
+        logging.getLogger("sglang.srt.server_args").warning(text)
+    assert [line.split(": ", 1)[1] for line in capfd.readouterr().err.splitlines()] == ["trouble"]
+    configure_logging("debug")
+    logging.getLogger("sglang").warning(texts[0])
+    assert texts[0] in capfd.readouterr().err
 
 
 def test_unknown_levels(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import pytest
 from hypothesis import given
@@ -21,6 +21,8 @@ from pie_driver_sglang.errors import ConfigError
 
 GPU = "cuda:0"
 #: What else must be set for an option to be at its limit.
+#: Options that do nothing unless they are set.
+NOTHING: Final = ("trace_file", "metrics_port", "metrics_file")
 COMPANIONS: dict[tuple[str, float], dict[str, Any]] = {
     ("max_loaded_loras", 1): {"max_loras_per_batch": 1},
     ("max_loras_per_batch", 4096): {"max_loaded_loras": 4096},
@@ -104,13 +106,33 @@ def test_a_definition_is_whole(option: Option) -> None:
     assert about.text.endswith(".")
     assert about.sglang in {"", *SERVER_ARGS}
     # What None stands for must be said, unless it is that nothing is done.
-    assert option.default is not None or about.default or option.name == "trace_file"
+    assert option.default is not None or about.default or option.name in NOTHING
     if option.type in ("int", "float"):
         assert about.limits is not None
         low, high = about.limits
         assert option.default is None or low <= option.default <= high
         for limit in about.limits:
             parse_options({option.name: limit, **COMPANIONS.get((option.name, limit), {})}, GPU)
+
+
+@pytest.mark.parametrize(
+    ("table", "words"),
+    [
+        ({"log_format": "xml"}, ("log_format", "'xml'", "text, json")),
+        ({"metrics_port": 0}, ("metrics_port", "1 to 65535")),
+        ({"metrics_file": ""}, ("metrics_file", "names nothing")),
+        ({"log_interval_s": -1}, ("log_interval_s", "0 to 86400")),
+        ({"trace_max_mib": 0}, ("trace_max_mib", "1 to 1048576")),
+        ({"nvtx": True}, ("nvtx", "no CUDA device")),
+    ],
+)
+def test_options_of_logs_and_traces_are_checked(
+    table: dict[str, Any], words: tuple[str, ...]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_options(table, "cpu")
+    assert all(word in f"{caught.value} {caught.value.hint}" for word in words), caught.value
+    assert parse_options({"nvtx": True}, GPU).nvtx
 
 
 def test_attention_backend_may_name_those_of_prefill_and_decode() -> None:
@@ -367,7 +389,7 @@ def test_an_unknown_attention_backend(
         ("schedule_policy", ("schedules",)),
         ("max_prefill_tokens", ("schedules",)),
         ("log_level", ("PIE_DRIVER_LOG",)),
-        ("enable_metrics", ("no metrics",)),
+        ("enable_metrics", ("metrics", "`metrics_port`")),
         ("cuda_graph_max_bs_decode", ("`cuda_graph_max_bs`",)),
         ("sampling_backend", ("samples",)),
     ],

@@ -37,6 +37,7 @@ ROOMS: Final[Mapping[str, frozenset[str]]] = {
     "config": frozenset({"msgspec"}),
     "memory": frozenset({"config", "psutil"}),
     "checkpoint": frozenset({"memory", "numpy"}),
+    "observe": frozenset({"_core", "config", "prometheus_client"}),
     "kernels": frozenset({"torch", "triton"}),
     "sampling": frozenset({"kernels", "torch"}),
 }

@@ -9,7 +9,9 @@ import os
 import resource
 import signal
 import socket
+import time
 from collections.abc import Callable, Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +21,12 @@ import drivers
 import runtime_client as rc
 from pie_driver_sglang import _core
 from pie_driver_sglang.errors import ConfigError
+from pie_driver_sglang.logs import LogSource
 from pie_driver_sglang.pie.trace import Trace, open_trace
 
 PHASES = ("parse", "plan", "forward", "sample", "respond")
+HEAD = 4
+"""Events before the first step."""
 
 
 def events_of(path: Path) -> list[dict[str, Any]]:
@@ -51,15 +56,75 @@ def one_step(trace: Trace, path: Path) -> list[dict[str, Any]]:
 
 
 def test_without_steps_the_array_holds_the_process_name(trace: Trace, path: Path) -> None:
-    (event,) = events_of(path)
-    assert (event["name"], event["ph"], event["pid"]) == ("process_name", "M", os.getpid())
-    assert event["args"] == {"name": "pie_driver_sglang"}
+    process, *rows, clock = events_of(path)
+    assert (process["name"], process["ph"], process["pid"]) == ("process_name", "M", os.getpid())
+    assert process["args"] == {"name": "pie_driver_sglang"}
+    assert {row["tid"]: row["args"]["name"] for row in rows} == {1: "graph path", 2: "Python path"}
+    assert (clock["name"], clock["ph"]) == ("wall clock", "i")
+
+
+def test_the_wall_clock_anchors_the_times_of_the_steps(trace: Trace, path: Path) -> None:
+    clock = events_of(path)[3]
+    args = clock["args"]
+    origin_ns = args["unix_ns"] - 1000 * clock["ts"]
+    assert abs(origin_ns - (time.time_ns() - time.perf_counter_ns())) < 1e9
+    assert datetime.fromisoformat(args["utc"]).timestamp() == pytest.approx(args["unix_ns"] / 1e9)
+
+
+def test_the_picture_names_group_rank_and_device(path: Path) -> None:
+    trace = open_trace(str(path), 1, LogSource(3, 0, "cuda:1"))
+    assert trace is not None
+    trace.begin()
+    trace.close()
+    assert events_of(path)[0]["args"]["name"] == "pie_driver_sglang [group 3 rank 0 cuda:1]"
+
+
+def test_paths_are_drawn_in_rows_of_their_own(trace: Trace, path: Path) -> None:
+    trace.step(1, {"launch": 1}, requests=1, tokens=1, row="graph path")
+    trace.step(2, {"forward": 1}, requests=1, tokens=1)
+    assert [event["tid"] for event in events_of(path)[HEAD:]] == [1, 1, 2, 2]
+
+
+def test_traces_take_no_more_than_their_limit(path: Path) -> None:
+    trace = open_trace(str(path), 1)
+    assert trace is not None
+    trace.begin()
+    phases = {name: 10 for name in PHASES}
+    older, steps, begun = path.with_name("trace.json.1"), 0, 0
+    while begun < 3:
+        trace.step(steps, phases, requests=steps, tokens=1)
+        steps += 1
+        begun += len(events_of(path)) == HEAD if path.stat().st_size < 1000 else 0
+    sizes = [path.stat().st_size, older.stat().st_size]
+    assert sum(sizes) < 2**20 + 2000
+    kept = [event for event in events_of(older) if event["name"] == "step"]
+    # The newest ones, without a gap.
+    numbers = [event["args"]["requests"] for event in kept]
+    assert numbers == list(range(steps - len(numbers), steps))
+    trace.step(steps, phases, requests=steps, tokens=1)
+    assert events_of(path)[HEAD]["args"]["requests"] == steps
+    trace.close()
+
+
+def test_a_trace_that_cannot_begin_anew_ends(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trace = open_trace(str(path), 1)
+    assert trace is not None
+    trace.begin()
+    path.with_name("trace.json.1").mkdir()
+    phases = {name: 10 for name in PHASES}
+    with caplog.at_level(logging.WARNING, logger="pie_driver_sglang"):
+        for number in range(2000):
+            trace.step(number, phases, requests=1, tokens=1)
+    assert [record.getMessage().partition(":")[0] for record in caplog.records] == [
+        "the trace ends here"
+    ]
+    assert events_of(path)
 
 
 def test_a_step_has_its_counts_and_lasts_as_long_as_its_phases(
     one_step: list[dict[str, Any]],
 ) -> None:
-    step = one_step[1]
+    step = one_step[HEAD]
     assert step["name"] == "step"
     assert step["ph"] == "X"
     assert step["args"] == {"requests": 3, "tokens": 40}
@@ -69,7 +134,7 @@ def test_a_step_has_its_counts_and_lasts_as_long_as_its_phases(
 def test_the_phases_lie_one_behind_the_other_within_the_step(
     one_step: list[dict[str, Any]],
 ) -> None:
-    step, *phases = one_step[1:]
+    step, *phases = one_step[HEAD:]
     assert [phase["name"] for phase in phases] == list(PHASES)
     assert [phase["ts"] for phase in phases] == [5000.0, 5001.0, 5003.0, 5006.0, 5010.0]
     assert [phase["dur"] for phase in phases] == [1.0, 2.0, 3.0, 4.0, 5.0]
@@ -125,7 +190,7 @@ def test_an_older_trace_is_replaced_when_the_new_one_begins(path: Path) -> None:
     assert path.read_text().startswith("of an earlier run")
     trace.begin()
     trace.close()
-    assert len(events_of(path)) == 1
+    assert len(events_of(path)) == HEAD
 
 
 def pipe(path: Path) -> None:
@@ -181,14 +246,14 @@ def test_a_driver_records_its_batches_and_nothing_else(
     events = events_of(path)
     # Both are short enough for the graph path.
     phases = ("parse", "plan", "launch", "wait", "respond")
-    assert [event["name"] for event in events[1:]] == ["step", *phases] * 2
+    assert [event["name"] for event in events[HEAD:]] == ["step", *phases] * 2
     steps = [event for event in events if event["name"] == "step"]
     assert [step["args"] for step in steps] == [
         {"requests": 1, "tokens": 5},
         {"requests": 2, "tokens": 2},
     ]
     assert steps[0]["ts"] + steps[0]["dur"] <= steps[1]["ts"]
-    assert all(event["dur"] >= 0 for event in events[1:])
+    assert all(event["dur"] >= 0 for event in events[HEAD:])
     assert {event["pid"] for event in events} == {driver.process.pid}
     assert all(phase["dur"] > 0 for phase in events if phase["name"] == "launch")
 

@@ -141,7 +141,8 @@ def _values(option: Option) -> str:
     if limits is not None:
         low, high = (f"{limit:,}" for limit in limits)
         return f"{TYPES[option.type].text}, {low} to {high}"
-    choices = SERVER_ARGS[option.about.sglang].choices if option.about.sglang else ()
+    sglang = SERVER_ARGS[option.about.sglang].choices if option.about.sglang else ()
+    choices = option.about.choices or sglang
     if option.type == "str" and 0 < len(choices) <= 12:
         return _listed(choices)
     return TYPES[option.type].text

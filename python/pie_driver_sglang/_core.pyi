@@ -8,7 +8,7 @@ from os import PathLike
 from typing import Any, Final, SupportsFloat, SupportsIndex, final
 from typing_extensions import Buffer
 
-__all__ = ["REHEARSAL_ADAPTER", "AttentionMask", "Batch", "Broadcast", "CacheEvent", "Client", "Copy", "Drafter", "Evicted", "ExitGuard", "Follower", "Image", "ImageSpan", "Inserted", "Lane", "LayerPatterns", "Load", "Match", "NodeInfo", "Output", "PagePool", "Pass", "PassImages", "Planner", "PoolStats", "RadixIndex", "Reply", "Request", "Runtime", "Sampler", "Server", "SlotGroup", "Step", "Wake", "build_info", "die_with_parent", "encode_forward", "graph_layout", "region_bytes"]
+__all__ = ["REHEARSAL_ADAPTER", "AttentionMask", "Batch", "Broadcast", "CacheEvent", "Client", "Copy", "Counts", "Drafter", "Evicted", "ExitGuard", "Follower", "Image", "ImageSpan", "Inserted", "Lane", "LayerPatterns", "Load", "Match", "NodeInfo", "Output", "PagePool", "Pass", "PassImages", "Planner", "PoolStats", "RadixIndex", "Reply", "Request", "Runtime", "Sampler", "Server", "SlotGroup", "Step", "Wake", "build_info", "die_with_parent", "encode_forward", "graph_layout", "region_bytes"]
 
 REHEARSAL_ADAPTER: Final[int]
 """
@@ -303,6 +303,128 @@ class Copy:
         """
 
 @final
+class Counts:
+    """
+    What a server has served, as it was when it was read; or what came between two readings.
+    """
+    @property
+    def abandoned(self, /) -> int:
+        """
+        Answers that came after the client had given up.
+        """
+    @property
+    def aborted_batches(self, /) -> int:
+        """
+        Batches that failed and were answered by an abort.
+        """
+    @property
+    def accepted_drafts(self, /) -> int:
+        """
+        Of these, drafts that came true.
+        """
+    def below(self, /, name: str) -> list[tuple[float, int]]:
+        """
+        How many times are below each of some bounds, which double; names as for `quantile_us`.
+
+        Returns:
+            Of each bound its seconds and the count; the last bound is infinite.
+
+        Raises:
+            ValueError: No times have this name.
+        """
+    @property
+    def computed_tokens(self, /) -> int:
+        """
+        Rows that the model computed, drafts included.
+        """
+    @property
+    def copied_pages(self, /) -> dict:
+        """
+        Pages copied, by direction: `"D2H"`, `"H2D"`, `"D2D"` and `"H2H"`.
+        """
+    @property
+    def copied_states(self, /) -> int:
+        """
+        Slots of recurrent state that were copied.
+        """
+    @property
+    def drafts(self, /) -> int:
+        """
+        Drafts that were verified.
+        """
+    @property
+    def generated_tokens(self, /) -> int:
+        """
+        Tokens that were returned, accepted drafts included.
+        """
+    @property
+    def graph_steps(self, /) -> int:
+        """
+        Batches that the graph path ran.
+        """
+    @property
+    def last_requests(self, /) -> int:
+        """
+        Requests of the last batch.
+        """
+    @property
+    def prompt_tokens(self, /) -> int:
+        """
+        Of these, input tokens of requests with more than one: prompts, not decodes.
+        """
+    @property
+    def python_steps(self, /) -> int:
+        """
+        Batches that the Python path ran.
+        """
+    def quantile_us(self, /, name: str, share: SupportsFloat | SupportsIndex) -> float | None:
+        """
+        The time that a share of the batches does not exceed, to a sixteenth.
+
+        Args:
+            name: `"host"` for what the host takes while the device has nothing to do; `"step"` for the time from a
+                request's arrival to its answer.
+            share: 0.5 for the median, 0.99 for the 99th percentile.
+
+        Returns:
+            Microseconds; None without batches.
+
+        Raises:
+            ValueError: No times have this name.
+        """
+    @property
+    def refused(self, /) -> dict:
+        """
+        Requests of batches, and frames, that were refused, by reason.
+        """
+    @property
+    def requests(self, /) -> int:
+        """
+        Requests of all batches.
+        """
+    def since(self, /, earlier: Counts) -> Counts:
+        """
+        What came after `earlier` was read: `last_requests` and `used_pages` are as in this one.
+        """
+    @property
+    def steps(self, /) -> int:
+        """
+        Batches that needed the model.
+        """
+    def sum_s(self, /, name: str) -> float:
+        """
+        Sum of the times, in seconds; names as for `quantile_us`.
+
+        Raises:
+            ValueError: No times have this name.
+        """
+    @property
+    def used_pages(self, /) -> int:
+        """
+        Different pages that the requests of one recent batch name: the first after the reading before this one.
+        """
+
+@final
 class Drafter:
     """
     Remembers what contexts said, and drafts what they will say next as trees of one size.
@@ -400,6 +522,14 @@ class ExitGuard:
     def inert() -> ExitGuard:
         """
         A guard that handles nothing, for a host with its own signal handling.
+        """
+    def set_last_line(self, /, form: str) -> None:
+        """
+        Changes the line that says why the process ends.
+
+        Args:
+            form: The line, with `{text}` for the reason, and `{time}` (`YYYY-MM-DD HH:MM:SS.mmm`) or `{iso}` (as in ISO 8601)
+                for the local time.
         """
 
 @final
@@ -1589,6 +1719,13 @@ class Server:
 
         Raises:
             LostError: The device can run nothing any more, or a step failed on one rank of several, so that none can go on.
+        """
+    def counts(self, /) -> Counts:
+        """
+        What was served so far, without the warm-up; may be called from any thread, and delays no batch.
+
+        Raises:
+            RuntimeError: `serve` was not called.
         """
     @property
     def name(self, /) -> str:

@@ -5,14 +5,16 @@ Standard output belongs to the runtime, which prints the programs' output there.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from datetime import datetime
 from types import MappingProxyType
-from typing import Final, TextIO
+from typing import Any, Final, NamedTuple, TextIO
 
 from pie_driver_sglang.errors import ConfigError, DriverError, quoted
 
@@ -27,6 +29,11 @@ LEVELS: Final[Mapping[str, int]] = MappingProxyType(
     }
 )
 _QUIET_LIBRARIES: Final = ("sglang", "torch", "transformers")
+#: What SGLang warns of on every start on a CPU, where it is as it should be.
+_IRRELEVANT: Final = (
+    "Cuda graph is disabled because of using torch native attention backend",
+    "init_cpu_threads_env and shared memory based AllReduce is disabled",
+)
 _MAX_KINDS: Final = 1024
 
 
@@ -92,13 +99,26 @@ class _Count:
         self.printed_at = 0.0
 
 
-class Formatter(logging.Formatter):
-    """`HH:MM:SS.mmm LEVEL package: message` in local time."""
+class LogSource(NamedTuple):
+    """Which process a log line is of."""
 
-    def __init__(self, color: bool = False) -> None:
+    group: int
+    rank: int
+    device: str
+
+    def __str__(self) -> str:
+        """As a text line shows it."""
+        return f"[group {self.group} rank {self.rank} {self.device}]"
+
+
+class Formatter(logging.Formatter):
+    """`YYYY-MM-DD HH:MM:SS.mmm [source] LEVEL package: message` in local time."""
+
+    def __init__(self, color: bool = False, source: LogSource | None = None) -> None:
         """Paint the level's word if `color`; the text is the same either way."""
-        super().__init__("%(asctime)s.%(msecs)03d %(shown_level)s %(package)s: %(message)s")
-        self.datefmt = "%H:%M:%S"
+        named = f"{source} " if source else ""
+        super().__init__(f"%(asctime)s.%(msecs)03d {named}%(shown_level)s %(package)s: %(message)s")
+        self.datefmt = "%Y-%m-%d %H:%M:%S"
         self._color = color
 
     def format(self, record: logging.LogRecord) -> str:
@@ -111,11 +131,50 @@ class Formatter(logging.Formatter):
         return super().format(record)
 
 
+class JsonFormatter(logging.Formatter):
+    """One JSON object a line.
+
+    The keys: `time` (ISO 8601 with the offset from UTC), `level`, `logger` and `message`; `group`,
+    `rank` and `device` once they are known; what the record brings as `extra={"fields": {...}}`;
+    and `traceback`.
+    """
+
+    def __init__(self, source: LogSource | None = None) -> None:
+        """Name the process in each line, if it is known."""
+        super().__init__()
+        self._source = {} if source is None else source._asdict()
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the record's object, without a line break."""
+        time_of = datetime.fromtimestamp(record.created).astimezone()
+        line: dict[str, Any] = {
+            "time": time_of.isoformat(timespec="milliseconds"),
+            "level": record.levelname,
+            "logger": record.name.partition(".")[0],
+            "message": record.getMessage(),
+            **self._source,
+            **getattr(record, "fields", {}),
+        }
+        if record.exc_info:
+            line["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(line, ensure_ascii=False)
+
+
+class _IrrelevantFilter(logging.Filter):
+    """Leaves out warnings of libraries that do not concern the driver."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Tell whether to print the record."""
+        return not str(record.msg).startswith(_IRRELEVANT)
+
+
 class _StderrHandler(logging.StreamHandler[TextIO]):
     """The handler that `configure_logging` installs, so that a second call replaces it."""
 
 
-def configure_logging(level: str | None = None) -> None:
+def configure_logging(
+    level: str | None = None, *, source: LogSource | None = None, log_format: str = "text"
+) -> None:
     """Send every log record to stderr; call it before anything is loaded.
 
     The driver logs at `level`, libraries at `warning` or above. Calling it again replaces what the
@@ -123,13 +182,20 @@ def configure_logging(level: str | None = None) -> None:
 
     Args:
         level: A key of `LEVELS`; None to take it from the environment variable PIE_DRIVER_LOG.
+        source: Shown in each line; None while it is not known.
+        log_format: `text` or `json`.
 
     Raises:
         ConfigError: The level is not one of `LEVELS`.
     """
     number = _level_number(level)
     handler = _StderrHandler(sys.stderr)
-    handler.setFormatter(Formatter(_wants_color(sys.stderr)))
+    if log_format == "json":
+        handler.setFormatter(JsonFormatter(source))
+    else:
+        handler.setFormatter(Formatter(_wants_color(sys.stderr), source))
+    if number > logging.DEBUG:
+        handler.addFilter(_IrrelevantFilter())
     handler.addFilter(RateLimitFilter())
     root = logging.getLogger()
     for old in [old for old in root.handlers if isinstance(old, _StderrHandler)]:
@@ -141,9 +207,30 @@ def configure_logging(level: str | None = None) -> None:
     logging.getLogger(__package__).setLevel(number)
 
 
+def last_line(source: LogSource, log_format: str) -> str:
+    """Return the form of the line that the native half writes as the process ends.
+
+    `{text}` stands for the reason, and `{time}` or `{iso}` for the time.
+    """
+    if log_format == "text":
+        return f"{{time}} {source} INFO {__package__}: {{text}}"
+    named = {"time": "{iso}", "level": "INFO", "logger": __package__, "message": "{text}"}
+    return json.dumps({**named, **source._asdict()}, ensure_ascii=False)
+
+
 def format_failure(error: DriverError) -> str:
-    """Return what to print when a start fails: one line, and below it what to do."""
-    line = f"{__package__}: {' '.join(str(error).split())}"
+    """Return what to print when a start fails: one line, and below it what to do.
+
+    With JSON logs it is one object, with a `hint`.
+    """
+    message = " ".join(str(error).split())
+    handlers = logging.getLogger().handlers
+    own = next((handler for handler in handlers if isinstance(handler, _StderrHandler)), None)
+    if own is not None and isinstance(own.formatter, JsonFormatter):
+        record = logging.LogRecord(__package__, logging.ERROR, "", 0, "%s", (message,), None)
+        record.fields = {"hint": error.hint}
+        return own.formatter.format(record)
+    line = f"{__package__}: {message}"
     return f"{line}\n\nhint: {error.hint}" if error.hint else line
 
 

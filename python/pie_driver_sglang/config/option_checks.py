@@ -90,8 +90,9 @@ OWNERS: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
         "graphs_off": ("the driver decides this for all graphs", "set `disable_cuda_graph`"),
         "media": ("images come from the runtime, ready for the model", "remove the key"),
         "observability": (
-            "the driver writes its own log and serves no metrics",
-            "set the environment variable PIE_DRIVER_LOG for the log level and remove the key",
+            "the driver has a log, metrics and traces of its own",
+            "remove the key; set `metrics_port`, `metrics_file`, `log_format` or `trace_file`, or "
+            "the environment variable PIE_DRIVER_LOG for the log level",
         ),
         "parallel": (
             "the driver spreads a model over its devices by itself",
@@ -245,7 +246,8 @@ def _check_option(option: Option, value: Any) -> Any:
             "set it to at least 1, to -1 for the default, or remove it",
         )
     if option.type == "str":
-        _check_text(name, checked, SERVER_ARGS.get(name, ServerArg("str")))
+        own = ServerArg("str", choices=option.about.choices)
+        _check_text(name, checked, SERVER_ARGS.get(name, own))
     return checked
 
 
@@ -292,7 +294,8 @@ def _check_text(name: str, value: str, field: ServerArg) -> None:
         return
     if field.open_choices:
         hint += "; for a backend of a plugin, name the plugin in SGLANG_PLUGINS"
-    raise ConfigError(f"option `{name}` is {quoted(value)}, which SGLang does not know", hint)
+    unknown = "which SGLang does not know" if name in SERVER_ARGS else "which is none of its values"
+    raise ConfigError(f"option `{name}` is {quoted(value)}, {unknown}", hint)
 
 
 def loads_plugins() -> bool:
@@ -354,6 +357,11 @@ def _check_adapters(options: DriverOptions, device: str) -> None:
 
 def _check_device(options: DriverOptions, device: str) -> None:
     """On the CPU only one of SGLang's backends runs; a plugin's may do, so only known ones fail."""
+    if options.nvtx and device == "cpu":
+        raise ConfigError(
+            "option `nvtx` is true, and there is no CUDA device to profile",
+            "set `nvtx = false` or remove it, or use a device `cuda:0`",
+        )
     known = SERVER_ARGS["attention_backend"].choices
     for name in _BACKENDS:
         backend = options.server_args.get(name, options.attention_backend)

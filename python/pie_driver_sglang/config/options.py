@@ -48,6 +48,8 @@ class About(NamedTuple):
     """The default in words, where it depends on the device or the model."""
     sglang: str = ""
     """The field of SGLang's `ServerArgs` that takes the value; empty where none does."""
+    choices: tuple[str, ...] = ()
+    """The words that it takes, where it is no setting of SGLang's."""
     since: str = "0.1"
     """The version of the driver that has it first."""
 
@@ -284,9 +286,61 @@ class DriverOptions(msgspec.Struct, frozen=True, kw_only=True):
         About(
             Group.LOGS,
             "Write a Chrome trace of all steps to this regular file, for Perfetto. The file is a "
-            "complete JSON array after every step.",
+            "complete JSON array after every step. `{group}` in the path becomes the number of the "
+            "driver's group. See [tracing](tracing.md).",
         ),
     ] = None
+    trace_max_mib: Annotated[
+        int,
+        About(
+            Group.LOGS,
+            "Most MiB that traces take. A trace that has half of it becomes `<trace_file>.1`, and "
+            "a new one begins.",
+            limits=(1, 2**20),
+        ),
+    ] = 1024
+    log_format: Annotated[
+        str,
+        About(
+            Group.LOGS,
+            "`text` for lines to read, `json` for one JSON object a line.",
+            choices=("text", "json"),
+        ),
+    ] = "text"
+    log_interval_s: Annotated[
+        int,
+        About(
+            Group.LOGS,
+            "Seconds of work between two lines that say what was served. An idle driver logs "
+            "none; 0 turns them off.",
+            limits=(0, 86400),
+        ),
+    ] = 10
+    metrics_port: Annotated[
+        int | None,
+        About(
+            Group.LOGS,
+            "Serve Prometheus metrics at `http://127.0.0.1:PORT/metrics`. The driver of group N "
+            "takes this port plus N. See [metrics](metrics.md).",
+            limits=(1, 65535),
+        ),
+    ] = None
+    metrics_file: Annotated[
+        str | None,
+        About(
+            Group.LOGS,
+            "Write the same metrics to this file once a second, for node_exporter's textfile "
+            "collector. `{group}` in the path becomes the number of the driver's group.",
+        ),
+    ] = None
+    nvtx: Annotated[
+        bool,
+        About(
+            Group.LOGS,
+            "Mark forward passes, sampling and copies by NVTX ranges, for Nsight Systems; CUDA "
+            "only. The graph path has none: its steps show as graph launches.",
+        ),
+    ] = False
     paged_decode: bool | None = False
     """Whether `pie` decodes; None: where the model allows it. Follows from the backends."""
     server_args: dict[str, Any] = {}

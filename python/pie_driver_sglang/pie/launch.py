@@ -25,10 +25,12 @@ from pie_driver_sglang import __version__, _core
 from pie_driver_sglang.config.arch import context_length, image_token_bytes, vocab_size
 from pie_driver_sglang.config.file import DriverConfig, load_config
 from pie_driver_sglang.errors import DriverError, RingError, StartError
-from pie_driver_sglang.logs import configure_logging, format_failure
+from pie_driver_sglang.logs import LogSource, configure_logging, format_failure, last_line
 from pie_driver_sglang.memory.host import check_budget
 from pie_driver_sglang.memory.plan import comparison
 from pie_driver_sglang.memory.refusal import not_run
+from pie_driver_sglang.observe.reporter import Reporter
+from pie_driver_sglang.observe.types import ServedModel, for_group
 from pie_driver_sglang.pie.handshake import UNLIMITED, Capabilities, Handshake
 from pie_driver_sglang.pie.serve import serve, warm_up
 from pie_driver_sglang.pie.trace import open_trace
@@ -84,6 +86,7 @@ def main(
         handshake = Handshake(arguments.handshake_fd)
         guard = guard or _core.ExitGuard()
         config = load_config(arguments.config)
+        _name_lines(config, guard)
         check_versions()
         check_budget(config.driver.options.cpu_mem_budget_in_gb)
         workers = functools.partial(_workers, arguments.config, config, guard, start_worker)
@@ -119,17 +122,20 @@ def run(
     """
     started = time.monotonic()
     driver = config.driver
-    trace = open_trace(driver.options.trace_file)
+    options = driver.options
+    source = _log_source(config)
+    trace = open_trace(for_group(options.trace_file, source.group), options.trace_max_mib, source)
     server = _open_region(config, guard)
     try:
         if trace is not None:
             # Only now: a driver that a live one refuses must not touch its trace.
             trace.begin()
-        with start_workers() as workers:
+        with start_workers() as workers, Reporter(driver.group_id, options) as reporter:
             engine = _start(config, server, workers)
             caps = capabilities(config, engine.facts, server.request_capacity)
             handshake.announce(driver.group_id, server.name, caps)
             _log_ready(config, engine.facts, time.monotonic() - started)
+            reporter.begin(server.counts, _served_model(config, engine.facts))
             serve(server, engine, trace)
     finally:
         server.unlink()
@@ -139,7 +145,7 @@ def _log_ready(config: DriverConfig, facts: Facts, seconds: float) -> None:
     logger.info(
         "serving %s (%s) on %s: %s, attention %s, %d pages of %d tokens, %d more on the host, "
         "ready in %.1f s",
-        config.model.name or config.model.snapshot_dir.name,
+        _model_name(config),
         facts.arch_name,
         ", ".join(config.driver.device),
         facts.dtype,
@@ -149,6 +155,25 @@ def _log_ready(config: DriverConfig, facts: Facts, seconds: float) -> None:
         facts.host_pages,
         seconds,
     )
+
+
+def _model_name(config: DriverConfig) -> str:
+    return config.model.name or config.model.snapshot_dir.name
+
+
+def _served_model(config: DriverConfig, facts: Facts) -> ServedModel:
+    return ServedModel(_model_name(config), facts.total_pages, facts.page_size)
+
+
+def _log_source(config: DriverConfig) -> LogSource:
+    return LogSource(config.driver.group_id, 0, config.driver.device[0])
+
+
+def _name_lines(config: DriverConfig, guard: _core.ExitGuard) -> None:
+    """From here on log lines tell group, rank and device, in the format that the options name."""
+    source, log_format = _log_source(config), config.driver.options.log_format
+    configure_logging(source=source, log_format=log_format)
+    guard.set_last_line(last_line(source, log_format))
 
 
 def capabilities(config: DriverConfig, facts: Facts, request_bytes: int) -> Capabilities:

@@ -134,7 +134,8 @@ def _trace_step(step: _core.Step, trace: Trace) -> None:
         "wait": step.wait_ns,
         "respond": step.respond_ns,
     }
-    trace.step(step.received_ns, phases, requests=step.requests, tokens=step.tokens)
+    counts = {"requests": step.requests, "tokens": step.tokens}
+    trace.step(step.received_ns, phases, **counts, row="graph path")
 
 
 def _serve_copy(copy: _core.Copy, engine: ModelEngine) -> None:

@@ -7,45 +7,70 @@ import json
 import logging
 import os
 import stat
-from collections.abc import Mapping
+import time
+from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Final
 
 from pie_driver_sglang.errors import ConfigError, quoted
+from pie_driver_sglang.logs import LogSource
 
 logger = logging.getLogger(__name__)
 
 _END = b"\n]\n"
 _HINT = "name a file in a folder that exists and is writable"
+_MIB: Final = 1 << 20
+_ROWS: Final[Mapping[str, int]] = {"graph path": 1, "Python path": 2}
+"""The rows of the picture: threads, in the words of the format."""
 
 
 class Trace:
     """Appends one event per step and one per phase of it.
 
     The file is a whole JSON array after every step, however the driver ends: each step overwrites
-    the array's end with its events and a new end, in one call. A file that can no longer be
-    written ends the trace, not the driver.
+    the array's end with its events and a new end, in one call. A file that has half of the size
+    that all may have becomes `<path>.1`, in the place of the one before, and a new one begins. A
+    file that can no longer be written ends the trace, not the driver.
     """
 
-    def __init__(self, file: int) -> None:
-        """Takes over the descriptor of a regular file; :meth:`begin` comes before the steps."""
+    def __init__(self, file: int, path: str, max_mib: int, source: LogSource | None) -> None:
+        """Takes over the descriptor of a regular file; :meth:`begin` comes before the steps.
+
+        Args:
+            file: Open for writing.
+            path: Its path.
+            max_mib: Most MiB of the file and the one before.
+            source: Named in the picture; None where there is one driver only.
+        """
         self._file: int | None = file
+        self._path = path
+        self._max_bytes = max_mib * _MIB // 2
         self._pid = os.getpid()
+        self._name = f"pie_driver_sglang {source}" if source else "pie_driver_sglang"
         self._size = 0
         """Bytes of the array without its end."""
 
     def begin(self) -> None:
-        """Empties the file and writes the array's first event."""
+        """Empties the file and writes the names of its rows and the wall clock's time."""
         if self._file is None:
             return
-        process = {"name": "process_name", "ph": "M", "pid": self._pid}
         try:
             os.ftruncate(self._file, 0)
         except OSError as error:
             self._give_up(error)
             return
-        self._append("[\n" + json.dumps({**process, "args": {"name": "pie_driver_sglang"}}))
+        self._size = 0
+        self._append("[\n" + _joined(self._head()))
 
     def step(
-        self, started_ns: int, phases: Mapping[str, int], *, requests: int, tokens: int
+        self,
+        started_ns: int,
+        phases: Mapping[str, int],
+        *,
+        requests: int,
+        tokens: int,
+        row: str = "Python path",
     ) -> None:
         """Records one step.
 
@@ -54,21 +79,52 @@ class Trace:
             phases: Nanoseconds of each phase, in order; they are drawn one after the other.
             requests: Requests of the batch.
             tokens: Rows that the model computed.
+            row: Where it is drawn: `graph path` or `Python path`.
         """
         if self._file is None:
             return
         args = {"requests": requests, "tokens": tokens}
-        events = [self._event("step", started_ns, sum(phases.values())) | {"args": args}]
+        thread = _ROWS[row]
+        events = [self._event("step", thread, started_ns, sum(phases.values())) | {"args": args}]
         for name, duration_ns in phases.items():
-            events.append(self._event(name, started_ns, duration_ns))
+            events.append(self._event(name, thread, started_ns, duration_ns))
             started_ns += duration_ns
-        self._append("".join(",\n" + json.dumps(event) for event in events))
+        self._append(",\n" + _joined(events))
+        if self._size >= self._max_bytes:
+            self._begin_another()
 
     def close(self) -> None:
         """Closes the file; what follows is not recorded."""
         file, self._file = self._file, None
         if file is not None:
             os.close(file)
+
+    def _head(self) -> Iterable[dict[str, object]]:
+        yield {**self._about("process_name", 0), "args": {"name": self._name}}
+        for name, thread in _ROWS.items():
+            yield {**self._about("thread_name", thread), "args": {"name": name}}
+        # Both at once: the steps' times have an arbitrary origin.
+        now_ns, wall_ns = time.perf_counter_ns(), time.time_ns()
+        utc = datetime.fromtimestamp(wall_ns / 1e9, UTC).isoformat(timespec="microseconds")
+        clock = {"name": "wall clock", "ph": "i", "s": "g", "pid": self._pid, "tid": 1}
+        yield {**clock, "ts": now_ns / 1000, "args": {"utc": utc, "unix_ns": wall_ns}}
+
+    def _about(self, name: str, thread: int) -> dict[str, object]:
+        return {"name": name, "ph": "M", "pid": self._pid, "tid": thread}
+
+    def _begin_another(self) -> None:
+        assert self._file is not None
+        try:
+            # The name is given up first: what is in its place then must be a file of ours.
+            Path(self._path).replace(f"{self._path}.1")
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOCTTY
+            file = os.open(self._path, flags, 0o666)
+        except OSError as error:
+            self._give_up(error)
+            return
+        os.close(self._file)
+        self._file = file
+        self.begin()
 
     def _append(self, text: str) -> None:
         assert self._file is not None
@@ -87,9 +143,15 @@ class Trace:
         logger.warning("the trace ends here: %s", error.strerror or error)
         self.close()
 
-    def _event(self, name: str, started_ns: int, duration_ns: int) -> dict[str, object]:
+    def _event(
+        self, name: str, thread: int, started_ns: int, duration_ns: int
+    ) -> dict[str, object]:
         times = {"ts": started_ns / 1000, "dur": duration_ns / 1000}
-        return {"name": name, "ph": "X", "pid": self._pid, "tid": 1, **times}
+        return {"name": name, "ph": "X", "pid": self._pid, "tid": thread, **times}
+
+
+def _joined(events: Iterable[dict[str, object]]) -> str:
+    return ",\n".join(map(json.dumps, events))
 
 
 def _write(file: int, data: bytes, offset: int) -> None:
@@ -99,8 +161,15 @@ def _write(file: int, data: bytes, offset: int) -> None:
         rest, offset = rest[written:], offset + written
 
 
-def open_trace(path: str | None) -> Trace | None:
+def open_trace(
+    path: str | None, max_mib: int = 1024, source: LogSource | None = None
+) -> Trace | None:
     """Opens the trace file, without a change to what it holds; None without a path.
+
+    Args:
+        path: The file.
+        max_mib: Most MiB of the file and the one before it.
+        source: The process, for the picture.
 
     Raises:
         ConfigError: The file cannot be written, or is not a regular file.
@@ -117,4 +186,4 @@ def open_trace(path: str | None) -> Trace | None:
     if not stat.S_ISREG(os.fstat(file).st_mode):
         os.close(file)
         raise ConfigError(f"option `trace_file`: {quoted(path)} is not a regular file", _HINT)
-    return Trace(file)
+    return Trace(file, path, max_mib, source)

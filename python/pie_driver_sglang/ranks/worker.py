@@ -16,7 +16,7 @@ from pathlib import Path
 from pie_driver_sglang import _core
 from pie_driver_sglang.config.file import DriverConfig, load_config
 from pie_driver_sglang.errors import DriverError
-from pie_driver_sglang.logs import configure_logging
+from pie_driver_sglang.logs import LogSource, configure_logging
 from pie_driver_sglang.ranks.commands import unpack
 from pie_driver_sglang.ranks.parallel import report
 from pie_driver_sglang.ranks.types import Rank
@@ -45,6 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         _configure_logging()
         config = load_config(arguments.config)
+        device = config.driver.device[arguments.rank]
+        source = LogSource(config.driver.group_id, arguments.rank, device)
+        _configure_logging(source, config.driver.options.log_format)
         size = config.driver.tensor_parallel_size
         rank = Rank(arguments.rank, size, arguments.rendezvous_fd)
         run(config, rank, arguments.broadcast_fd)
@@ -80,9 +83,9 @@ def run(config: DriverConfig, rank: Rank, broadcast_fd: int) -> None:
         unpack(data).run(engine)
 
 
-def _configure_logging() -> None:
+def _configure_logging(source: LogSource | None = None, log_format: str = "text") -> None:
     """Logs errors only, since the leader logs the same information and warnings."""
-    configure_logging()
+    configure_logging(source=source, log_format=log_format)
     if logging.getLogger(__package__).isEnabledFor(logging.DEBUG):
         return
     logging.disable(logging.WARNING)

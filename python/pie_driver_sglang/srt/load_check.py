@@ -39,6 +39,7 @@ from pie_driver_sglang.config.arch import takes_images
 from pie_driver_sglang.errors import DriverError, StartError, quoted
 from pie_driver_sglang.srt import groups
 from pie_driver_sglang.srt.load_trace import LoadTrace, Read, Unwritten, find_region
+from pie_driver_sglang.srt.progress import progress_type
 from pie_driver_sglang.srt.seams.loading import (
     Initialize,
     LoadConfig,
@@ -129,7 +130,7 @@ def watched(folder: Path) -> Iterator[None]:
             text = str(error).partition("\n")[0]
             raise StartError(f"{Path(path).name} is damaged: {text}", _DOWNLOAD) from error
 
-    with watched_loader(initialize_watched, read_named_file):
+    with watched_loader(initialize_watched, read_named_file, progress_type()):
         yield
 
 

@@ -34,4 +34,9 @@ def load_rank(config: DriverConfig, rank: Rank) -> tuple[_core.Planner, SglangEn
         from pie_driver_sglang.srt.load import load_engine
 
     logger.info("loading %s", config.model.snapshot_dir)
-    return load_engine(config, rank)
+    planner, engine = load_engine(config, rank)
+    if config.driver.options.nvtx:
+        from pie_driver_sglang.srt.nvtx_ranges import mark_calls
+
+        mark_calls(engine)
+    return planner, engine

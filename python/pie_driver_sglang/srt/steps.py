@@ -16,13 +16,13 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
-from tqdm import tqdm
 
 from pie_driver_sglang._core import Lane, graph_layout
 from pie_driver_sglang.kernels.types import SlotParams
 from pie_driver_sglang.memory.limits import lora_batch_sizes
 from pie_driver_sglang.sampling.groups import apply_masks, sample_rows
 from pie_driver_sglang.srt.block import views
+from pie_driver_sglang.srt.progress import progress_type
 from pie_driver_sglang.srt.rank_slots import rank_slots
 from pie_driver_sglang.srt.seams.attention import attending, decode_backend
 from pie_driver_sglang.srt.seams.passes import ForwardBatch, PassInputs, capturing, make_batch
@@ -306,17 +306,17 @@ class CudaSteps(GraphRunner):
         pool = torch.cuda.graph_pool_handle()
         # Other ranks capture the same collective operations at the same time.
         with capturing(runner.attn_backend, self._stream):
-            # Shown on a terminal only, by one rank.
-            hidden = None if place_of(runner).number == 0 else True
+            # Shown by one rank.
+            hidden = place_of(runner).number != 0
             graphs = sorted(self._graphs, key=lambda graph: graph.rows, reverse=True)
-            bar = tqdm(graphs, disable=hidden)
+            bar = progress_type()(graphs, desc="capturing graphs", disable=hidden)
             for graph in bar:
                 captured = self._capture(graph, pool, self._step)
                 self._captured[graph.rows, graph.grouped] = captured
                 if not graph.grouped and graph.slots == graph.rows:
                     self._decodes[graph.rows, False] = _Decode(captured, self._engine.hidden)
                 left = torch.cuda.mem_get_info(self._device)[0] / 2**30
-                bar.set_description(f"graph of {graph.rows} rows, {left:.1f} GiB free")
+                bar.set_description(f"captured {graph.rows} rows, {left:.1f} GiB free")
             if bind is not None:
                 self._capture_with_lora(bind, pool)
         # Only now do collective operations know the memory that graphs use.

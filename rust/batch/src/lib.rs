@@ -68,7 +68,7 @@ pub use outputs::Outputs;
 pub use pie_ngram::{Config as NgramConfig, ConfigError as NgramError, Counters as DraftCounters};
 pub use plan::Plan;
 pub use planner::Planner;
-pub use reply::{Probes, ReplyError};
+pub use reply::{Answered, Probes, ReplyError};
 pub use sampler::{SamplerParams, SlotClass};
 pub use slot_group::SlotGroup;
 pub use stage::Pass;

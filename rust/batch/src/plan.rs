@@ -92,6 +92,8 @@ struct Parts {
     prefixes: PrefixGroups,
     drafts: FrameDrafts,
     faults: Vec<(usize, RequestFault)>,
+    /// Input tokens of requests with more than one.
+    prompt_tokens: usize,
 }
 
 impl Plan {
@@ -115,6 +117,7 @@ impl Plan {
             prefixes: PrefixGroups::default(),
             drafts: FrameDrafts::default(),
             faults: Vec::new(),
+            prompt_tokens: 0,
         }))
     }
 
@@ -377,6 +380,19 @@ impl Plan {
         self.0.rows.len()
     }
 
+    /// Input tokens that the frame computes for requests which bring more than one: of prompts, not of decodes.
+    #[must_use]
+    pub fn prompt_token_count(&self) -> usize {
+        self.0.prompt_tokens
+    }
+
+    /// The id of the context of request `index`; `None` where the runtime names none.
+    #[must_use]
+    pub fn context_id(&self, index: usize) -> Option<u64> {
+        let request = self.0.requests.get(index)?;
+        Some(request.context()).filter(|&context| context != 0)
+    }
+
     /// Passes of the frame; 0 when nothing needs the model.
     #[must_use]
     pub fn pass_count(&self) -> usize {
@@ -424,6 +440,7 @@ impl Parts {
         self.prefixes.clear();
         self.drafts.clear();
         self.faults.clear();
+        self.prompt_tokens = 0;
     }
 
     /// Plans one request, which is empty; what of it cannot be served stays so.
@@ -434,6 +451,8 @@ impl Parts {
         index: usize,
         request: &mut Request,
     ) -> Result<(), RequestFault> {
+        let context = frame.context_ids.get(index).copied().unwrap_or(0);
+        request.set_context(context);
         if is_idle(frame, index)? {
             return Ok(());
         }
@@ -445,7 +464,6 @@ impl Parts {
             request.set_state(state);
         }
         let pages = &frame.pages[range(frame.page_indptr, index)];
-        let context = frame.context_ids.get(index).copied().unwrap_or(0);
         self.changes.add(
             lasting.table,
             &self.limits,
@@ -458,6 +476,10 @@ impl Parts {
         }
         let rows = self.rows.add(frame, index);
         request.set_rows(rows);
+        let inputs = request.inputs().len();
+        if inputs > 1 {
+            self.prompt_tokens += inputs;
+        }
         if let Some(images) = &facts.images {
             let tokens = (self.rows.token_ids_mut(), self.limits.vocab_size);
             self.images.add(frame, images, index, rows.start(), tokens);

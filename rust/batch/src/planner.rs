@@ -18,7 +18,7 @@ use crate::image::Vision;
 use crate::layout::Layout;
 use crate::limits::Limits;
 use crate::plan::{Lasting, Plan};
-use crate::reply::{Probes, Reply, ReplyError};
+use crate::reply::{Answered, Probes, Reply, ReplyError};
 use crate::stage_error::StageError;
 use crate::stages::{Computed, InFlight, Staged, StagedPass, StagedStep};
 use crate::storage::Storage;
@@ -275,6 +275,12 @@ impl Planner {
             }
             written => written,
         }
+    }
+
+    /// What the last [reply](Self::reply) gives to the runtime.
+    #[must_use]
+    pub const fn answered(&self) -> Answered {
+        self.reply.answered()
     }
 
     /// Notes how long the device took for a frame, and how much time its answer came after the one before: what drafts

@@ -37,13 +37,40 @@ pub enum ReplyError {
     Rule(#[from] ResponseRule),
 }
 
+/// What an answer gives to the runtime.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Answered {
+    /// Tokens, accepted drafts among them.
+    pub tokens: usize,
+    /// Drafts that were verified.
+    pub drafts: usize,
+    /// Of these, drafts that came true.
+    pub accepted: usize,
+}
+
+impl Answered {
+    /// Notes a request with drafts that has `slots` slots and returns `tokens` tokens: those accepted, and one more.
+    const fn verified(&mut self, drafts: usize, slots: usize, tokens: usize) {
+        if slots > 0 {
+            self.drafts += drafts;
+            self.accepted += tokens.saturating_sub(1);
+        }
+    }
+}
+
 /// The response under construction; its arrays are reused.
 #[derive(Debug, Default)]
 pub(crate) struct Reply {
     response: ForwardResponse,
+    answered: Answered,
 }
 
 impl Reply {
+    /// What the last answer gave.
+    pub(crate) const fn answered(&self) -> Answered {
+        self.answered
+    }
+
     /// Encodes the answer to a computed frame into `buffer` and returns its length. It is the fast token reply when every
     /// request has exactly one token. Else it is a response archive, which says how much time went by since `started`.
     pub(crate) fn write(
@@ -78,15 +105,19 @@ impl Reply {
         let token_ids = plan.rows().token_ids();
         let tokens = &mut self.response.tokens;
         tokens.clear();
+        let mut answered = Answered::default();
         for request in requests {
             match (request.drafts(), slots.of(request.slots())) {
                 (0, [slot]) => tokens.push(slot.token()),
-                (1.., slots) if token_count(request, slots, token_ids) == 1 => {
+                (drafts @ 1.., slots) if token_count(request, slots, token_ids) == 1 => {
+                    answered.verified(drafts, slots.len(), 1);
                     tokens.push(slots[0].token());
                 }
                 _ => return false,
             }
         }
+        answered.tokens = tokens.len();
+        self.answered = answered;
         !requests.is_empty()
     }
 
@@ -95,11 +126,16 @@ impl Reply {
         let vocab_size = plan.limits().vocab_size;
         let slots = plan.slots();
         self.start(plan.request_count(), slots);
+        let mut answered = Answered::default();
         for request in plan.requests() {
             let own = slots.of(request.slots());
             let mut tokens = match request.drafts() {
                 0 => own.len(),
-                _ => token_count(request, own, plan.rows().token_ids()),
+                drafts => {
+                    let tokens = token_count(request, own, plan.rows().token_ids());
+                    answered.verified(drafts, own.len(), tokens);
+                    tokens
+                }
             };
             for slot in own {
                 if !slot.class().is_token() {
@@ -111,6 +147,8 @@ impl Reply {
             }
             self.end_request(slots);
         }
+        answered.tokens = self.response.tokens.len();
+        self.answered = answered;
         self.gather_drafts(plan);
     }
 

@@ -17,6 +17,8 @@ pub(crate) struct Request {
     mask_rows: Extent,
     place: TablePlace,
     adapter: Binding,
+    /// Its context's id; 0 where the runtime names none.
+    context: u64,
     prefix: u32,
     drafts: u32,
     state: State,
@@ -31,6 +33,14 @@ impl Request {
         self.drafts = geometry.drafts;
         self.visibility = geometry.visibility;
         self.adapter = adapter;
+    }
+
+    pub(crate) const fn set_context(&mut self, context: u64) {
+        self.context = context;
+    }
+
+    pub(crate) const fn context(&self) -> u64 {
+        self.context
     }
 
     pub(crate) const fn place_mut(&mut self) -> &mut TablePlace {

@@ -29,6 +29,15 @@ impl ExitGuard {
         self.inner.exit(status);
     }
 
+    /// Changes the line that says why the process ends.
+    ///
+    /// Args:
+    ///     form: The line, with `{text}` for the reason, and `{time}` (`YYYY-MM-DD HH:MM:SS.mmm`) or `{iso}` (as in ISO 8601)
+    ///         for the local time.
+    fn set_last_line(&self, form: String) {
+        self.inner.set_last_line(form);
+    }
+
     /// A guard that handles nothing, for a host with its own signal handling.
     #[staticmethod]
     fn inert() -> Self {

@@ -8,6 +8,7 @@ mod batch;
 mod broadcast;
 mod client;
 mod copy;
+mod counts;
 mod drafter;
 mod error;
 mod guard;
@@ -46,6 +47,8 @@ mod _core {
     use crate::client::{Client, Reply};
     #[pymodule_export]
     use crate::copy::Copy;
+    #[pymodule_export]
+    use crate::counts::Counts;
     #[pymodule_export]
     use crate::drafter::Drafter;
     #[pymodule_export]

@@ -11,6 +11,7 @@ use pyo3::prelude::*;
 
 use crate::batch::Batch;
 use crate::copy::Copy;
+use crate::counts::Counts;
 use crate::error::{from_loss, from_rehearsal, from_ring};
 use crate::guard::ExitGuard;
 use crate::lane::Lane;
@@ -188,6 +189,15 @@ impl Server {
             };
             return Ok(Some(job));
         }
+    }
+
+    /// What was served so far, without the warm-up; may be called from any thread, and delays no batch.
+    ///
+    /// Raises:
+    ///     RuntimeError: `serve` was not called.
+    fn counts(&self) -> PyResult<Counts> {
+        let Serving { responder, .. } = self.serving.get().ok_or_else(not_serving)?;
+        Ok(Counts::new(responder.counts()))
     }
 
     /// Plans a request frame of the caller's own, for warm-up: its answer goes nowhere. It may bind `REHEARSAL_ADAPTER`.

@@ -29,12 +29,20 @@ pub(crate) struct Tracker {
     /// Live servers, whose clients wait for answers.
     rings: Mutex<Vec<Weak<Shared>>>,
     reaper: Option<Reaper>,
+    /// The form of the line that tells why the process ends.
+    last_line: Mutex<Option<String>>,
 }
 
 impl Tracker {
     /// The list, which no panic can leave in a bad state.
     pub(crate) fn lock(&self) -> MutexGuard<'_, Vec<NamedFile>> {
         self.regions.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn last_line(&self) -> MutexGuard<'_, Option<String>> {
+        self.last_line
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Informs the reaper that a region of this name is about to be made, or that it is the file `id`.
@@ -109,28 +117,29 @@ impl ExitGuard {
         Self::install_as(None)
     }
 
-    /// As [`Self::install`], with a line on stderr that says why the process ends, as a log line of `name`.
+    /// As [`Self::install`], with a line on stderr that says why the process ends, as a log line of `name`; see [`Self::set_last_line`].
     /// Where stderr does not accept it at once, it is lost.
     ///
     /// # Errors
     /// Those of [`Self::install`].
-    pub fn install_named(name: &'static str) -> Result<Self, GuardError> {
-        Self::install_as(Some(name))
+    pub fn install_named(name: &str) -> Result<Self, GuardError> {
+        Self::install_as(Some(format!("{{time}} INFO {name}: {{text}}")))
     }
 
-    fn install_as(name: Option<&'static str>) -> Result<Self, GuardError> {
+    fn install_as(last_line: Option<String>) -> Result<Self, GuardError> {
         // Known before the thread starts, so that no change can be missed.
         let parent = rustix::process::getppid();
         let signal = TerminateSignal::register()?;
         let tracker = Arc::new(Tracker {
             // Best effort: the next owner replaces a region that stays.
             reaper: Reaper::start().ok(),
+            last_line: Mutex::new(last_line),
             ..Tracker::default()
         });
         let regions = Arc::clone(&tracker);
         let thread = thread::Builder::new()
             .name("pie-exit-guard".to_owned())
-            .spawn(move || watch(&regions, parent, name))
+            .spawn(move || watch(&regions, parent))
             .map_err(|error| SystemError::new("start", "the exit guard's thread", error))?;
         let pid = std::process::id();
         let watch = Some(Watch {
@@ -142,6 +151,12 @@ impl ExitGuard {
             tracker,
             _watch: watch,
         })
+    }
+
+    /// Changes the line that tells why the process ends: `form` with the reason for `{text}`, and the local time for `{time}`
+    /// (`YYYY-MM-DD HH:MM:SS.mmm`) or `{iso}` (as in ISO 8601).
+    pub fn set_last_line(&self, form: String) {
+        *self.tracker.last_line() = Some(form);
     }
 
     /// A guard that handles nothing, for hosts with their own signal handling, benches and tests.
@@ -176,7 +191,7 @@ impl Drop for Watch {
     }
 }
 
-fn watch(regions: &Tracker, parent: Option<rustix::process::Pid>, name: Option<&str>) {
+fn watch(regions: &Tracker, parent: Option<rustix::process::Pid>) {
     signal::unblock();
     loop {
         let events = signal::wait(PARENT_CHECK);
@@ -185,8 +200,8 @@ fn watch(regions: &Tracker, parent: Option<rustix::process::Pid>, name: Option<&
         if orphaned || events & signal::TERMINATE != 0 {
             let reason = if orphaned { ORPHANED } else { TERMINATED };
             leave(regions, 0, || {
-                if let Some(name) = name {
-                    stderr::log(name, reason);
+                if let Some(form) = regions.last_line().as_deref() {
+                    stderr::log(form, reason);
                 }
             });
         }

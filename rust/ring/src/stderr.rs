@@ -12,9 +12,12 @@ use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::fs::FileType;
 use rustix::io::{Errno, ReadWriteFlags};
 
-/// Writes `HH:MM:SS.mmm INFO name: text` in local time, or loses it.
-pub(crate) fn log(name: &str, text: &str) {
-    let line = format!("{} INFO {name}: {text}\n", time_of_day());
+/// Writes a line, or loses it: `form` with the text for `{text}`, and the local time for `{time}` (`YYYY-MM-DD HH:MM:SS.mmm`)
+/// or `{iso}` (as in ISO 8601, with the offset from UTC).
+pub(crate) fn log(form: &str, text: &str) {
+    let (time, iso) = local_time();
+    let form = form.replace("{time}", &time).replace("{iso}", &iso);
+    let line = form.replace("{text}", text) + "\n";
     write_at_once(std::io::stderr().as_fd(), line.as_bytes());
 }
 
@@ -40,7 +43,7 @@ fn is_pipe(file: BorrowedFd<'_>) -> bool {
         .is_ok_and(|stat| FileType::from_raw_mode(stat.st_mode) == FileType::Fifo)
 }
 
-fn time_of_day() -> String {
+fn local_time() -> (String, String) {
     let now = SystemTime::now()
         .duration_since(UNIX_EPOCH)
         .unwrap_or_default();
@@ -51,9 +54,15 @@ fn time_of_day() -> String {
         libc::localtime_r(ptr::from_ref(&seconds), local.as_mut_ptr());
         local.assume_init()
     };
+    let (year, month, day) = (1900 + local.tm_year, 1 + local.tm_mon, local.tm_mday);
     let (hour, minute, second) = (local.tm_hour, local.tm_min, local.tm_sec);
-    format!(
+    let date = format!("{year:04}-{month:02}-{day:02}");
+    let time = format!(
         "{hour:02}:{minute:02}:{second:02}.{:03}",
         now.subsec_millis()
-    )
+    );
+    let sign = if local.tm_gmtoff < 0 { '-' } else { '+' };
+    let offset = local.tm_gmtoff.unsigned_abs() / 60;
+    let iso = format!("{date}T{time}{sign}{:02}:{:02}", offset / 60, offset % 60);
+    (format!("{date} {time}"), iso)
 }

@@ -7,9 +7,10 @@ use pie_batch::{
     AttentionMask, Computed, Outputs, Pass, PassImages, Plan, Planner, SlotGroup, StageError,
     Staged, StagedGroup, StagedPass, StagedSlots,
 };
-use pie_ring::Lease;
+use pie_ring::{Lease, Publish};
 use thiserror::Error;
 
+use crate::counters::Served;
 use crate::lane::{Lane, LaneError};
 use crate::media::Media;
 use crate::note::Note;
@@ -70,6 +71,8 @@ pub struct Batch {
     slot: Arc<PlannerSlot>,
     media: Option<Arc<Media>>,
     timing: Timing,
+    /// The graph path ran it.
+    by_graph: bool,
 }
 
 impl Batch {
@@ -87,6 +90,7 @@ impl Batch {
             slot,
             media: media.map(Arc::new),
             timing,
+            by_graph: false,
         }
     }
 
@@ -205,6 +209,7 @@ impl Batch {
         let run = lane.run(planner, plan, graph);
         Some(run.map(|run| {
             self.timing.plan += run.staging;
+            self.by_graph = true;
             self.stage = Some(Stage::Computed(run.computed));
             run.device
         }))
@@ -299,7 +304,10 @@ impl Batch {
             planner.forget_table();
             let text = "a batch was committed before all of its slots had outputs; it was aborted";
             // Dropping an open lease publishes the abort reply.
-            notes.extend(self.lease.take().map(|_| Note::new("order", text)));
+            if self.lease.take().is_some() {
+                self.slot.counters().aborted();
+                notes.push(Note::new("order", text));
+            }
         }
         self.slot.put_back(planner);
         notes
@@ -317,20 +325,38 @@ impl Batch {
         let encoded = planner.reply(computed, self.timing.probes(device), &mut answer);
         // Taken before the client is woken: it may want this core at once.
         self.timing.respond = started.elapsed();
+        let was_answered = encoded.is_ok();
         let published = match encoded {
             Ok(length) => {
                 let published = lease.reply(&answer[..length]);
+                if matches!(published, Ok(Publish::Stale)) {
+                    self.slot.counters().abandoned();
+                }
                 published.map_err(|error| error.to_string())
             }
             Err(error) => {
+                self.slot.counters().aborted();
                 // Aborts the request.
                 drop(lease);
                 Err(error.to_string())
             }
         };
-        let mut notes = Note::of_faults(computed.faults());
+        let counters = self.slot.counters();
+        for (_, fault) in computed.faults() {
+            counters.refused(fault.kind());
+        }
+        let mut notes = Note::of_faults(computed);
         notes.extend(Note::of_publication(published));
-        let cycle = self.slot.cycle(self.timing.received_ns, device.busy());
+        let (step, cycle) = self.slot.cycle(self.timing.received_ns, device.busy());
+        if computed.pass_count() > 0 && was_answered {
+            counters.served(Served {
+                plan: computed,
+                answered: planner.answered(),
+                by_graph: self.by_graph,
+                host_ns: self.timing.host().as_nanos() as u64,
+                step_ns: step.as_nanos() as u64,
+            });
+        }
         planner.step_took(computed, device.busy(), cycle);
         let report = planner.draft_report();
         notes.extend(report.map(|counters| Note::new("drafts", counters.to_string())));
@@ -345,7 +371,9 @@ impl Batch {
             self.slot.put_back(planner);
         }
         // Dropping an open lease publishes the abort reply.
-        self.lease = None;
+        if self.lease.take().is_some() {
+            self.slot.counters().aborted();
+        }
     }
 }
 

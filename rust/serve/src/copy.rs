@@ -93,7 +93,13 @@ impl Copy {
     /// Answers with a code of [`crate::status`], once.
     pub fn commit(&mut self, code: i32) -> Option<Note> {
         let lease = self.lease.take()?;
-        if !self.pairs.states {
+        let Pairs {
+            direction, states, ..
+        } = *self.pairs;
+        if code == status::OK {
+            self.slot.counters().copied(direction, states, self.len());
+        }
+        if !states {
             let pairs = Arc::clone(&self.pairs);
             self.slot
                 .change(move |planner| pairs.note_in(planner, code));

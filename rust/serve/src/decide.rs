@@ -11,6 +11,7 @@ use pie_wire::{
 };
 
 use crate::copy::Pairs;
+use crate::counters::Counters;
 use crate::load::AdapterLoad;
 use crate::media::Media;
 use crate::status;
@@ -56,12 +57,13 @@ impl Action {
 /// Reads the request and plans it if it is a batch. What is read is a copy in `words`: a client that
 /// gives up rewrites its slot at any time, and what was checked must still be true when it is used.
 /// The copy leaves `words` with a batch that has images.
-/// `host_pages` is the size of the host pool.
+/// `host_pages` is the size of the host pool. The counters may want to see the pages of a batch.
 pub(crate) fn decide(
     lease: &Lease,
     words: &mut Vec<u64>,
     planner: &mut Planner,
     host_pages: u32,
+    counters: &Counters,
 ) -> Decision {
     let started = Instant::now();
     let bytes = lease.copy_request(words).map_err(|error| error.to_string());
@@ -91,6 +93,9 @@ pub(crate) fn decide(
                 ArchivedPayload::Forward(request) => {
                     pixels = Media::pixel_range(bytes, request);
                     let planned = planner.plan(driver_id, request);
+                    if planned.is_ok() {
+                        counters.see_pages(request.kv_page_indices.native());
+                    }
                     planned.map_err(|error| Action::malformed(error.to_string()))
                 }
             };

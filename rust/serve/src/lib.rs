@@ -9,9 +9,11 @@
 
 mod batch;
 mod copy;
+mod counters;
 mod decide;
 mod follow;
 mod groups;
+mod histogram;
 mod lane;
 mod lead;
 mod load;
@@ -23,7 +25,9 @@ mod timing;
 
 pub use batch::{Batch, BatchError};
 pub use copy::Copy;
+pub use counters::{Counts, DIRECTIONS};
 pub use follow::{Follow, FollowError};
+pub use histogram::Histogram;
 pub use lane::{Lane, LaneError, Memory};
 pub use lead::Lead;
 pub use load::Load;

@@ -1,6 +1,6 @@
 //! What is worth a log line.
 
-use pie_batch::RequestFault;
+use pie_batch::Plan;
 use pie_ring::Publish;
 
 /// Emptied requests of one kind and frame that get a line each. The log shows as many before it limits the kind's rate.
@@ -25,7 +25,8 @@ impl Note {
 
     /// What is worth a line about emptied requests, which are in their order: a line for each, or one line for all of a
     /// kind if there are many. A frame may have as many bad requests as it has room for, and the next one waits.
-    pub(crate) fn of_faults(faults: &[(usize, RequestFault)]) -> Vec<Self> {
+    pub(crate) fn of_faults(plan: &Plan) -> Vec<Self> {
+        let faults = plan.faults();
         let mut kinds: Vec<(&'static str, usize)> = Vec::new();
         for (_, fault) in faults {
             match kinds.iter_mut().find(|(kind, _)| *kind == fault.kind()) {
@@ -39,13 +40,14 @@ impl Note {
             if count > EACH {
                 let others = count - 1;
                 notes.extend(same.next().map(|(index, fault)| {
-                    let text = format!("request {index} emptied, and {others} more alike: {fault}");
+                    let name = name(plan, *index);
+                    let text = format!("{name} emptied, and {others} more alike: {fault}");
                     Self::new(kind, text)
                 }));
                 continue;
             }
             notes.extend(same.map(|(index, fault)| {
-                Self::new(kind, format!("request {index} emptied: {fault}"))
+                Self::new(kind, format!("{} emptied: {fault}", name(plan, *index)))
             }));
         }
         notes
@@ -62,4 +64,13 @@ impl Note {
             Err(error) => Some(Self::new("ring", error.to_string())),
         }
     }
+}
+
+/// A request by its place in the batch and its context.
+fn name(plan: &Plan, index: usize) -> String {
+    let context = plan.context_id(index);
+    context.map_or_else(
+        || format!("request {index}"),
+        |id| format!("request {index} of context {id}"),
+    )
 }

@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use pie_batch::Planner;
 
+use crate::counters::Counters;
 use crate::timing::monotonic_ns;
 
 /// What the planner is to learn.
@@ -19,6 +20,7 @@ pub(crate) struct PlannerSlot {
     answer: Mutex<Vec<u8>>,
     /// When the last batch was answered, by [`monotonic_ns`].
     answered_ns: AtomicU64,
+    counters: Counters,
 }
 
 struct Place {
@@ -36,6 +38,7 @@ impl PlannerSlot {
     pub(crate) fn new(planner: Planner) -> Self {
         // Pages of it take memory once they are written.
         let answer = vec![0; planner.limits().reply_bytes as usize];
+        let counters = Counters::new(planner.limits().total_pages);
         Self {
             place: Mutex::new(Place {
                 planner: Some(Box::new(planner)),
@@ -43,6 +46,7 @@ impl PlannerSlot {
             }),
             answer: Mutex::new(answer),
             answered_ns: AtomicU64::new(0),
+            counters,
         }
     }
 
@@ -67,14 +71,19 @@ impl PlannerSlot {
         }
     }
 
+    pub(crate) const fn counters(&self) -> &Counters {
+        &self.counters
+    }
+
     /// Notes that a batch has been answered, which was received at `received_ns` and kept the device `busy`; returns how
-    /// long after the batch before.
-    pub(crate) fn cycle(&self, received_ns: u64, busy: Duration) -> Duration {
+    /// long after it was received, and how long after the batch before.
+    pub(crate) fn cycle(&self, received_ns: u64, busy: Duration) -> (Duration, Duration) {
         let now = monotonic_ns();
         // Batches are answered one after the other, and the planner goes from one to the next by its lock.
         let before = self.answered_ns.swap(now, Ordering::Relaxed);
         let idle = Duration::from_nanos(received_ns.saturating_sub(before));
-        Duration::from_nanos(now.saturating_sub(received_ns)) + idle.min(MAX_IDLE * busy)
+        let step = Duration::from_nanos(now.saturating_sub(received_ns));
+        (step, step + idle.min(MAX_IDLE * busy))
     }
 
     /// Memory for the answer of the open batch.

@@ -9,6 +9,7 @@ use thiserror::Error;
 
 use crate::batch::Batch;
 use crate::copy::{Copy, answer};
+use crate::counters::Counts;
 use crate::decide::{Action, Decision, decide};
 use crate::lane::{Lane, LaneError};
 use crate::load::Load;
@@ -120,6 +121,12 @@ impl Responder {
         self
     }
 
+    /// What was served so far. May be called by any thread, at any time; pages are looked at once for each call.
+    #[must_use]
+    pub fn counts(&self) -> Counts {
+        self.slot.counters().read()
+    }
+
     /// Waits until there is something to report or to do. Requests that are answered without either
     /// do not end the wait.
     ///
@@ -155,7 +162,8 @@ impl Responder {
             plan,
         } = {
             let mut words = self.request.lock().unwrap_or_else(PoisonError::into_inner);
-            decide(&lease, &mut words, &mut planner, self.host_pages)
+            let counters = self.slot.counters();
+            decide(&lease, &mut words, &mut planner, self.host_pages, counters)
         };
         let timing = Timing {
             received_ns,
@@ -297,6 +305,7 @@ impl Responder {
                 // The answer comes first: a slow log must not delay it.
                 let published = answer(lease, driver_id, code);
                 let note = Note::new(kind, format!("{text}; answered status {code}"));
+                self.slot.counters().refused(kind);
                 Event::Notes([note].into_iter().chain(published).collect())
             }
         }

@@ -44,6 +44,11 @@ impl DeviceTimes {
 }
 
 impl Timing {
+    /// What the host took while the device had nothing to do.
+    pub(crate) fn host(&self) -> Duration {
+        self.parse + self.plan + self.respond
+    }
+
     pub(crate) fn probes(&self, device: DeviceTimes) -> Probes {
         Probes {
             wire_parse: micros(self.parse),

@@ -48,10 +48,12 @@ def loads_as_stored(load_config: LoadConfig) -> bool:
 def watched_loader(
     initialize: Callable[[Initialize, ModelConfig, LoadConfig, Any], torch.nn.Module],
     read_file: Callable[[ReadFile, str], dict[str, Any]],
+    progress: type[Any],
 ) -> Iterator[None]:
     """Within it these take the place of `_initialize_model` and `_load_pt_file`, given these first.
 
-    A version that makes models or reads files elsewhere loads without the driver's checks.
+    A version that makes models or reads files elsewhere loads without the driver's checks. Bars are
+    of the type `progress`.
     """
     own, own_read = loader._initialize_model, weight_utils._load_pt_file
 
@@ -63,6 +65,7 @@ def watched_loader(
     with (
         mock.patch.object(loader, "_initialize_model", initialize_watched),
         mock.patch.object(weight_utils, "_load_pt_file", partial(read_file, own_read)),
+        mock.patch.object(weight_utils, "tqdm", progress),
     ):
         yield
 

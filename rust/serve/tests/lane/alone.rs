@@ -84,6 +84,11 @@ fn tokens_reach_the_client_without_a_job_and_steps_are_told_when_asked() {
     let telling = responder(lane).with_steps();
     let told = ["2/2", "2/3", "6/6"].map(String::from).to_vec();
     assert_eq!(converse(&telling, &frames), (expected.to_vec(), told));
+    let counts = telling.counts();
+    assert_eq!((counts.graph_steps, counts.python_steps), (3, 0));
+    assert_eq!((counts.requests, counts.computed_tokens), (10, 11));
+    assert_eq!((counts.generated_tokens, counts.prompt_tokens), (10, 2));
+    assert_eq!(counts.step.count(), 3);
 }
 
 #[test]
