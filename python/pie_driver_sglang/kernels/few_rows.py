@@ -38,6 +38,11 @@ class Cut:
     """Split-K factor: programs that divide the inputs of a tile."""
     warps: int = 4
     """Warps of a program."""
+    stages: int = 1
+    """Iterations whose operands are loaded or being loaded; with 1 they go through registers, the
+    first one's weights before the previous kernel has ended. 1 for a step of one row."""
+    eager: bool = True
+    """Whether rows are loaded an iteration ahead, too, where operands go through registers."""
 
     def fits(self, outputs: int, inputs: int) -> bool:
         """Whether the tiles divide a matrix of this shape."""
@@ -102,7 +107,7 @@ def product(
         count, rows.stride(0), outputs, inputs, inputs // cut.parts, epsilon,
         0 if given is None else squares.shape[1],
         ROWS=1 if count == 1 else max(16, triton.next_power_of_2(count)),
-        OUTPUTS=cut.outputs, INPUTS=cut.inputs, PARTS=cut.parts,
+        OUTPUTS=cut.outputs, INPUTS=cut.inputs, PARTS=cut.parts, STAGES=cut.stages, EAGER=cut.eager,
         SQUARES=0 if given is None else triton.next_power_of_2(squares.shape[1]),
         GATED=gated, ADDS=into is not None,
         num_warps=cut.warps, **chained(rows.device),
@@ -140,7 +145,7 @@ def _product(
     rows, weight, out, squares, left, parts, arrived,
     row_count, row_stride, outputs, inputs, part_inputs, epsilon, square_count,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, PARTS: tl.constexpr,
-    SQUARES: tl.constexpr, GATED: tl.constexpr, ADDS: tl.constexpr, CHAINED: tl.constexpr,
+    STAGES: tl.constexpr, EAGER: tl.constexpr, SQUARES: tl.constexpr, GATED: tl.constexpr, ADDS: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """One part of a tile of outputs, for all rows."""
     tile = tl.program_id(0)
@@ -158,37 +163,49 @@ def _product(
     else:
         x_places = rows + numbers[None, :].to(tl.int64) * row_stride + first + lanes[:, None]
         known_x = inside[None, :]
-    # Weights of the first iteration are on their way while this waits.
-    w = tl.load(own[:, None] + lanes[None, :])
-    u = w
-    if GATED:
-        u = tl.load(ups[:, None] + lanes[None, :])
+    if STAGES == 1:
+        # Weights of the first iteration are on their way while this waits.
+        w = tl.load(own[:, None] + lanes[None, :])
+        u = w
+        if GATED:
+            u = tl.load(ups[:, None] + lanes[None, :])
     if CHAINED:
         lead()
-    x = tl.load(x_places, mask=known_x, other=0.0)
     place = units[:, None] + numbers[None, :].to(tl.int64) * outputs
     known = inside[None, :] & (units[:, None] >= 0)
     at_squares = tl.arange(0, 1 if SQUARES == 0 else SQUARES)
+    sums = tl.zeros([OUTPUTS, INPUTS // _VECTOR if ROWS == 1 else ROWS], tl.float32)
+    up_sums = tl.zeros([OUTPUTS, INPUTS // _VECTOR if ROWS == 1 else ROWS], tl.float32)
+    if STAGES == 1:
+        x = tl.load(x_places, mask=known_x, other=0.0)
     given = _squares(squares, numbers, inside, at_squares, square_count, SQUARES)
     old = tl.zeros([OUTPUTS, ROWS], out.dtype.element_ty)
     if ADDS:
         old = tl.load(out + place, mask=known, other=0.0)
-    sums = tl.zeros([OUTPUTS, INPUTS // _VECTOR if ROWS == 1 else ROWS], tl.float32)
-    up_sums = tl.zeros([OUTPUTS, INPUTS // _VECTOR if ROWS == 1 else ROWS], tl.float32)
-    # Through registers, one iteration ahead: Triton's own pipeline would begin after the wait.
-    for at in tl.range(INPUTS, part_inputs, INPUTS, num_stages=1):
-        next_x = tl.load(x_places + at, mask=known_x, other=0.0)
-        next_w = tl.load(own[:, None] + at + lanes[None, :])
-        if GATED:
-            next_u = tl.load(ups[:, None] + at + lanes[None, :])
-            up_sums = add_products(u, x, up_sums, ROWS)
-            u = next_u
+    if STAGES == 1:
+        for at in tl.range(INPUTS, part_inputs, INPUTS, num_stages=1):
+            if EAGER:
+                next_x = tl.load(x_places + at, mask=known_x, other=0.0)
+            next_w = tl.load(own[:, None] + at + lanes[None, :])
+            if GATED:
+                next_u = tl.load(ups[:, None] + at + lanes[None, :])
+                up_sums = add_products(u, x, up_sums, ROWS)
+                u = next_u
+            sums = add_products(w, x, sums, ROWS)
+            w = next_w
+            # Otherwise rows are loaded when they are needed, which takes fewer registers.
+            x = next_x if EAGER else tl.load(x_places + at, mask=known_x, other=0.0)
         sums = add_products(w, x, sums, ROWS)
-        w = next_w
-        x = next_x
-    sums = add_products(w, x, sums, ROWS)
-    if GATED:
-        up_sums = add_products(u, x, up_sums, ROWS)
+        if GATED:
+            up_sums = add_products(u, x, up_sums, ROWS)
+    else:
+        for at in tl.range(0, part_inputs, INPUTS, num_stages=STAGES):
+            x = tl.load(x_places + at, mask=known_x, other=0.0)
+            w = tl.load(own[:, None] + at + lanes[None, :])
+            sums = add_products(w, x, sums, ROWS)
+            if GATED:
+                w = tl.load(ups[:, None] + at + lanes[None, :])
+                up_sums = add_products(w, x, up_sums, ROWS)
     if ROWS == 1:
         sums = tl.sum(sums, 1)[:, None]
         up_sums = tl.sum(up_sums, 1)[:, None]
