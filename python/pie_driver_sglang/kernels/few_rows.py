@@ -38,8 +38,11 @@ class Cut:
     """Split-K factor: programs that divide the inputs of a tile."""
     warps: int = 4
     """Warps of a program."""
-    stages: int = 4
-    """Software pipeline stages; unused at one row, where weights go into registers."""
+    stages: int = 1
+    """Iterations whose operands are loaded or being loaded; with 1 they go through registers, the
+    first one's weights before the previous kernel has ended. 1 for a step of one row."""
+    eager: bool = True
+    """Whether rows are loaded an iteration ahead, too, where operands go through registers."""
 
     def fits(self, outputs: int, inputs: int) -> bool:
         """Whether the tiles divide a matrix of this shape."""
@@ -74,7 +77,6 @@ def product(
     epsilon: float = 0.0,
     into: Stream | None = None,
     gated: bool = False,
-    ahead: int = 0,
 ) -> torch.Tensor:
     """Multiplies rows by a matrix. Can be captured.
 
@@ -87,7 +89,6 @@ def product(
         epsilon: Of that norm.
         into: The stream to add to, in place, instead of an output.
         gated: Whether the matrix is that of a gate, then that of an up projection.
-        ahead: Bytes of each matrix row that are asked for ahead of the loop.
 
     Returns:
         ``[rows, outputs]`` of the rows' dtype: the products, or ``silu(gate) * up``; the stream's
@@ -104,12 +105,12 @@ def product(
     _product[(tiles, cut.parts)](
         rows, matrix.weight, out, squares, left, scratch.parts, scratch.arrived,
         count, rows.stride(0), outputs, inputs, inputs // cut.parts, epsilon,
-        0 if given is None else squares.shape[1], ahead,
+        0 if given is None else squares.shape[1],
         ROWS=1 if count == 1 else max(16, triton.next_power_of_2(count)),
-        OUTPUTS=cut.outputs, INPUTS=cut.inputs, PARTS=cut.parts,
+        OUTPUTS=cut.outputs, INPUTS=cut.inputs, PARTS=cut.parts, STAGES=cut.stages, EAGER=cut.eager,
         SQUARES=0 if given is None else triton.next_power_of_2(squares.shape[1]),
-        GATED=gated, ADDS=into is not None, AHEAD=ahead > 0, THREADS=32 * cut.warps,
-        num_warps=cut.warps, num_stages=cut.stages, **chained(rows.device),
+        GATED=gated, ADDS=into is not None,
+        num_warps=cut.warps, **chained(rows.device),
     )  # fmt: skip
     return out
 
@@ -139,29 +140,12 @@ def _begin(
     tl.store(squares + row * tiles + tile, total, mask=tile < tiles)
 
 
-@triton.jit
-def _ask(places, row_bytes, ROWS: tl.constexpr, THREADS: tl.constexpr):
-    """Prefetches rows of a matrix into L2, each thread a piece: a hint."""
-    PIECES: tl.constexpr = max(1, THREADS // ROWS)
-    size = row_bytes // PIECES
-    starts = places.to(tl.pointer_type(tl.int8))[:, None] + tl.arange(0, PIECES)[None, :] * size
-    tl.inline_asm_elementwise(
-        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
-        "=r,l,r",
-        [starts, size],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
 @triton.jit(do_not_specialize=["row_count"])
 def _product(
     rows, weight, out, squares, left, parts, arrived,
-    row_count, row_stride, outputs, inputs, part_inputs, epsilon, square_count, ahead,
+    row_count, row_stride, outputs, inputs, part_inputs, epsilon, square_count,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, PARTS: tl.constexpr,
-    SQUARES: tl.constexpr, GATED: tl.constexpr, ADDS: tl.constexpr, AHEAD: tl.constexpr,
-    THREADS: tl.constexpr, CHAINED: tl.constexpr,
+    STAGES: tl.constexpr, EAGER: tl.constexpr, SQUARES: tl.constexpr, GATED: tl.constexpr, ADDS: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """One part of a tile of outputs, for all rows."""
     tile = tl.program_id(0)
@@ -173,58 +157,65 @@ def _product(
     numbers = tl.arange(0, ROWS)
     inside = numbers < row_count
     lanes = tl.arange(0, INPUTS)
-    at_squares = tl.arange(0, 1 if SQUARES == 0 else SQUARES)
-    if CHAINED and AHEAD:
-        _ask(own, ahead, OUTPUTS, THREADS)
-        if GATED:
-            _ask(ups, ahead, OUTPUTS, THREADS)
     if ROWS == 1:
+        x_places = rows + first + lanes[None, :]
+        known_x = lanes[None, :] >= 0
+    else:
+        x_places = rows + numbers[None, :].to(tl.int64) * row_stride + first + lanes[:, None]
+        known_x = inside[None, :]
+    if STAGES == 1:
         # Weights of the first iteration are on their way while this waits.
         w = tl.load(own[:, None] + lanes[None, :])
+        u = w
         if GATED:
             u = tl.load(ups[:, None] + lanes[None, :])
-        if CHAINED:
-            lead()
-        given = _squares(squares, numbers, inside, at_squares, square_count, SQUARES)
-        sums = tl.zeros([OUTPUTS, INPUTS // _VECTOR], tl.float32)
-        up_sums = tl.zeros([OUTPUTS, INPUTS // _VECTOR], tl.float32)
-        for at in range(INPUTS, part_inputs, INPUTS):
-            x = tl.load(rows + first + at - INPUTS + lanes).to(tl.float32)[None, :]
+    if CHAINED:
+        lead()
+    place = units[:, None] + numbers[None, :].to(tl.int64) * outputs
+    known = inside[None, :] & (units[:, None] >= 0)
+    at_squares = tl.arange(0, 1 if SQUARES == 0 else SQUARES)
+    sums = tl.zeros([OUTPUTS, INPUTS // _VECTOR if ROWS == 1 else ROWS], tl.float32)
+    up_sums = tl.zeros([OUTPUTS, INPUTS // _VECTOR if ROWS == 1 else ROWS], tl.float32)
+    if STAGES == 1:
+        x = tl.load(x_places, mask=known_x, other=0.0)
+    given = _squares(squares, numbers, inside, at_squares, square_count, SQUARES)
+    old = tl.zeros([OUTPUTS, ROWS], out.dtype.element_ty)
+    if ADDS:
+        old = tl.load(out + place, mask=known, other=0.0)
+    if STAGES == 1:
+        for at in tl.range(INPUTS, part_inputs, INPUTS, num_stages=1):
+            if EAGER:
+                next_x = tl.load(x_places + at, mask=known_x, other=0.0)
             next_w = tl.load(own[:, None] + at + lanes[None, :])
             if GATED:
                 next_u = tl.load(ups[:, None] + at + lanes[None, :])
-                up_sums += _products(u, x, OUTPUTS, INPUTS)
+                up_sums = add_products(u, x, up_sums, ROWS)
                 u = next_u
-            sums += _products(w, x, OUTPUTS, INPUTS)
+            sums = add_products(w, x, sums, ROWS)
             w = next_w
-        x = tl.load(rows + first + part_inputs - INPUTS + lanes).to(tl.float32)[None, :]
-        sums = tl.sum(sums + _products(w, x, OUTPUTS, INPUTS), 1)[:, None]
+            # Otherwise rows are loaded when they are needed, which takes fewer registers.
+            x = next_x if EAGER else tl.load(x_places + at, mask=known_x, other=0.0)
+        sums = add_products(w, x, sums, ROWS)
         if GATED:
-            up_sums += _products(u, x, OUTPUTS, INPUTS)
-        up_sums = tl.sum(up_sums, 1)[:, None]
+            up_sums = add_products(u, x, up_sums, ROWS)
     else:
-        if CHAINED:
-            lead()
-        given = _squares(squares, numbers, inside, at_squares, square_count, SQUARES)
-        x_columns = rows + numbers[None, :].to(tl.int64) * row_stride + first + lanes[:, None]
-        sums = tl.zeros([OUTPUTS, ROWS], tl.float32)
-        up_sums = tl.zeros([OUTPUTS, ROWS], tl.float32)
-        for at in range(0, part_inputs, INPUTS):
-            x = tl.load(x_columns + at, mask=inside[None, :], other=0.0)
+        for at in tl.range(0, part_inputs, INPUTS, num_stages=STAGES):
+            x = tl.load(x_places + at, mask=known_x, other=0.0)
             w = tl.load(own[:, None] + at + lanes[None, :])
-            sums = tl.dot(w, x, sums, input_precision="ieee")
+            sums = add_products(w, x, sums, ROWS)
             if GATED:
                 w = tl.load(ups[:, None] + at + lanes[None, :])
-                up_sums = tl.dot(w, x, up_sums, input_precision="ieee")
-    place = units[:, None] + numbers[None, :].to(tl.int64) * outputs
+                up_sums = add_products(w, x, up_sums, ROWS)
+    if ROWS == 1:
+        sums = tl.sum(sums, 1)[:, None]
+        up_sums = tl.sum(up_sums, 1)[:, None]
     if PARTS == 1:
         _finish(
-            sums, up_sums, given, out, left, place, tile, numbers, inside, inputs, epsilon,
+            sums, up_sums, given, old, out, left, place, tile, numbers, inside, inputs, epsilon,
             SQUARES, GATED, ADDS,
         )  # fmt: skip
     else:
         size = row_count.to(tl.int64) * outputs
-        known = inside[None, :] & (units[:, None] >= 0)
         stored = parts + place
         tl.store(stored + part * size, sums, mask=known)
         if GATED:
@@ -244,16 +235,25 @@ def _product(
                         cache_modifier=".cg",
                     )  # fmt: skip
             _finish(
-                sums, up_sums, given, out, left, place, tile, numbers, inside, inputs, epsilon,
+                sums, up_sums, given, old, out, left, place, tile, numbers, inside, inputs, epsilon,
                 SQUARES, GATED, ADDS,
             )  # fmt: skip
 
 
 @triton.jit
-def _products(w, x, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr):
-    """Sums of the products that a thread has at once: few registers for what is summed."""
-    each = tl.reshape(w.to(tl.float32) * x, [OUTPUTS, INPUTS // _VECTOR, _VECTOR])
-    return tl.sum(each, 2)
+def add_products(w, x, sums, ROWS: tl.constexpr):
+    """Adds products of weights, ``[outputs, inputs]``, and one row or ``[inputs, rows]``.
+
+    For one row a thread sums what it loaded at once, so that sums take few registers.
+    """
+    if ROWS == 1:
+        OUTPUTS: tl.constexpr = w.shape[0]
+        INPUTS: tl.constexpr = w.shape[1]
+        each = w.to(tl.float32) * x.to(tl.float32)
+        sums += tl.sum(tl.reshape(each, [OUTPUTS, INPUTS // _VECTOR, _VECTOR]), 2)
+    else:
+        sums = tl.dot(w, x, sums, input_precision="ieee")
+    return sums
 
 
 @triton.jit
@@ -271,7 +271,7 @@ def _squares(squares, numbers, inside, lanes, count, SQUARES: tl.constexpr):
 
 @triton.jit
 def _finish(
-    sums, up_sums, given, out, left, place, tile, numbers, inside, width, epsilon,
+    sums, up_sums, given, old, out, left, place, tile, numbers, inside, width, epsilon,
     SQUARES: tl.constexpr, GATED: tl.constexpr, ADDS: tl.constexpr,
 ):  # fmt: skip
     """Scales, gates or adds whole sums, and stores them."""
@@ -285,7 +285,7 @@ def _finish(
         # Rounded as the output of an unfused GEMM would be.
         sums = silu(sums.to(kind).to(tl.float32), up_sums.to(kind).to(tl.float32))
     if ADDS:
-        sums += tl.load(out + place, mask=known, other=0.0).to(tl.float32)
+        sums += old.to(tl.float32)
         rounded = tl.where(known, sums.to(kind).to(tl.float32), 0.0)
         total = tl.sum(rounded * rounded, 0)
         tl.store(left + numbers * tl.num_programs(0) + tile, total, mask=inside)

@@ -1,0 +1,375 @@
+"""GPU kernels of a mixture of experts in a decode step of few rows.
+
+Such a step reads the weights of the chosen experts once, and little else. Its kernels are the
+router's, which normalizes rows and chooses experts, two products, and a weighted sum. A pair is a
+row and one of its experts. With few pairs, each program computes one pair, and the last product
+sums in its loop. With more, a program belongs to an expert: it looks for the expert's pairs itself,
+so that nothing needs to be sorted, and ends at once where there are none.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from pie_driver_sglang.kernels.chained import chained, lead
+from pie_driver_sglang.kernels.dense_layers import Norm, silu
+from pie_driver_sglang.kernels.few_rows import Cut, Scratch, Stream, add_products
+
+_LOADED = 2048
+"""Elements of a row that a warp of the router loads."""
+_PAIR_ROWS = 16
+"""Pairs of an expert that a program computes at once."""
+
+
+class Experts(NamedTuple):
+    """The weights of a mixture of experts."""
+
+    router: torch.Tensor
+    """``[experts, width]``."""
+    gate_up: torch.Tensor
+    """``[experts, 2 * middle, width]``: of the gate, then of the up projection."""
+    down: torch.Tensor
+    """``[experts, width, middle]``."""
+    chosen: int
+    """Experts of a row."""
+    normalized: bool
+    """Whether the weights of a row's experts sum to 1."""
+
+
+class Routing(NamedTuple):
+    """Which experts the rows of a step take."""
+
+    rows: torch.Tensor
+    """``[rows, width]``: normalized."""
+    experts: torch.Tensor
+    """``[rows, chosen]`` int32."""
+    weights: torch.Tensor
+    """``[rows, chosen]`` float32."""
+
+
+def route(stream: Stream, norm: Norm, experts: Experts, scratch: Scratch) -> Routing:
+    """Normalizes the rows of a stream and chooses their experts. Can be captured."""
+    count, width = stream.rows.shape
+    total, block = len(experts.router), triton.next_power_of_2(width)
+    ids, weights = (
+        stream.rows.new_empty(count, experts.chosen, dtype=dtype)
+        for dtype in (torch.int32, torch.float32)
+    )
+    out = torch.empty_like(stream.rows)
+    tiles = stream.squares.shape[1]
+    _route[(total, count)](
+        stream.rows, stream.squares, norm.weight, experts.router, out, scratch.parts,
+        scratch.arrived, ids, weights, width, tiles, norm.epsilon,
+        WIDTH=block, SQUARES=triton.next_power_of_2(tiles),
+        TOTAL=total, LANES=triton.next_power_of_2(total), CHOSEN=experts.chosen,
+        LISTED=triton.next_power_of_2(experts.chosen), NORMALIZED=experts.normalized,
+        num_warps=max(1, block // _LOADED), **chained(stream.rows.device),
+    )  # fmt: skip
+    return Routing(out, ids, weights)
+
+
+def expert_product(
+    rows: torch.Tensor, weights: torch.Tensor, routing: Routing, cut: Cut, *, gated: bool
+) -> torch.Tensor:
+    """Multiplies the row of each pair by the matrix of its expert. Can be captured.
+
+    Args:
+        rows: ``[rows, width]`` if `gated`, else ``[pairs, middle]``, contiguous.
+        weights: ``[experts, 2 * middle, width]`` if `gated`, else ``[experts, width, middle]``.
+        routing: The experts of the rows.
+        cut: One that fits the matrix of an expert, or half of it if `gated`; of one part.
+        gated: Whether the product is that of the gate and the up projection.
+
+    Returns:
+        ``[pairs, middle]``: ``silu(gate) * up``; or ``[pairs, width]``, times the pairs' weights.
+    """
+    pairs, chosen = routing.experts.numel(), routing.experts.shape[1]
+    total, height, inputs = weights.shape
+    outputs = height // (2 if gated else 1)
+    out = rows.new_empty(pairs, outputs)
+    alone = len(routing.rows) <= FEWEST
+    _expert_product[(outputs // cut.outputs, pairs if alone else total)](
+        rows, weights, routing.experts, routing.weights, out, pairs, outputs, inputs,
+        ROWS=1 if alone else _PAIR_ROWS, PAIRS=triton.next_power_of_2(pairs),
+        SHARED=chosen if gated else 1, OUTPUTS=cut.outputs, INPUTS=cut.inputs, STAGES=cut.stages,
+        GATED=gated, num_warps=cut.warps, **chained(rows.device),
+    )  # fmt: skip
+    return out
+
+
+FEWEST = 4
+"""Rows up to which each program computes one pair."""
+
+
+def add_pairs(pairs: torch.Tensor, stream: Stream) -> Stream:
+    """Adds the pairs of each row, ``[pairs, width]``, to a stream in place. Can be captured."""
+    count, width = stream.rows.shape
+    squares = stream.rows.new_empty(count, 1, dtype=torch.float32)
+    chosen = len(pairs) // count
+    _add_pairs[(count,)](
+        pairs, stream.rows, squares, width, chosen, WIDTH=triton.next_power_of_2(width),
+        CHOSEN=triton.next_power_of_2(chosen), num_warps=8, **chained(pairs.device),
+    )  # fmt: skip
+    return Stream(stream.rows, squares)
+
+
+def add_experts(
+    middle: torch.Tensor,
+    weights: torch.Tensor,
+    routing: Routing,
+    cut: Cut,
+    stream: Stream,
+    scratch: Scratch,
+) -> Stream:
+    """Adds the weighted products of a row's pairs to a stream in place. Can be captured.
+
+    Args:
+        middle: ``[pairs, middle]``, contiguous.
+        weights: ``[experts, width, middle]``.
+        routing: The experts of the rows.
+        cut: One that fits the matrix of an expert; of one part.
+        stream: The stream to add to.
+        scratch: For the products of pairs.
+    """
+    count, chosen = routing.experts.shape
+    _, outputs, inputs = weights.shape
+    tiles = outputs // cut.outputs
+    squares = stream.rows.new_empty(count, tiles, dtype=torch.float32)
+    _add_experts[(tiles, chosen, count)](
+        middle, weights, routing.experts, routing.weights, stream.rows, squares, scratch.parts,
+        scratch.arrived, outputs, inputs,
+        CHOSEN=chosen, LISTED=triton.next_power_of_2(chosen), OUTPUTS=cut.outputs,
+        INPUTS=cut.inputs, num_warps=cut.warps, **chained(middle.device),
+    )  # fmt: skip
+    return Stream(stream.rows, squares)
+
+
+@triton.jit
+def _route(
+    rows, squares, norm, router, out, logits, arrived, ids, weights, width, tiles, epsilon,
+    WIDTH: tl.constexpr, SQUARES: tl.constexpr, TOTAL: tl.constexpr, LANES: tl.constexpr,
+    CHOSEN: tl.constexpr, LISTED: tl.constexpr, NORMALIZED: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    """An expert's logit of a row; the row's last program chooses."""
+    expert = tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64)
+    lanes = tl.arange(0, WIDTH)
+    inside = lanes < width
+    w = tl.load(router + expert.to(tl.int64) * width + lanes, mask=inside, other=0.0)
+    scale = tl.load(norm + lanes, mask=inside, other=0.0)
+    if CHAINED:
+        lead()
+    x = tl.load(rows + row * width + lanes, mask=inside, other=0.0).to(tl.float32)
+    tile = tl.arange(0, SQUARES)
+    square = tl.sum(tl.load(squares + row * tiles + tile, mask=tile < tiles, other=0.0), 0)
+    kind = out.dtype.element_ty
+    x = (x * tl.rsqrt(square / width + epsilon) * scale.to(tl.float32)).to(kind)
+    tl.store(out + row * width + lanes, x, mask=inside & (expert == 0))
+    # Rounded as the output of a separate product would be.
+    logit = tl.sum(w.to(tl.float32) * x.to(tl.float32), 0).to(kind).to(tl.float32)
+    tl.store(logits + row * TOTAL + expert, logit)
+    # All warps must have stored their part before one of them counts it.
+    tl.debug_barrier()
+    if tl.atomic_add(arrived + row, 1, sem="acq_rel") == TOTAL - 1:
+        tl.store(arrived + row, 0)
+        numbers = tl.arange(0, LANES)
+        # Bypasses L1, which is not coherent with other SMs.
+        found = tl.load(
+            logits + row * TOTAL + numbers, mask=numbers < TOTAL, other=float("-inf"),
+            cache_modifier=".cg",
+        )  # fmt: skip
+        # Integers in the order of the logits, and of equal ones the first expert first.
+        left = (_ordered(found.to(tl.int32, bitcast=True)).to(tl.int64) << 32) + LANES - numbers
+        place = tl.arange(0, LISTED)
+        chosen = tl.zeros([LISTED], tl.int32)
+        best = tl.full([LISTED], float("-inf"), tl.float32)
+        for turn in tl.static_range(CHOSEN):
+            largest = tl.max(left, 0)
+            left = tl.where(left == largest, -(1 << 63), left)
+            number = LANES - (largest & 0xFFFFFFFF).to(tl.int32)
+            value = _ordered((largest >> 32).to(tl.int32)).to(tl.float32, bitcast=True)
+            chosen = tl.where(place == turn, number, chosen)
+            best = tl.where(place == turn, value, best)
+        highest = tl.max(best, 0)
+        shares = tl.exp(best - highest)
+        shares = shares / tl.sum(shares if NORMALIZED else tl.exp(found - highest), 0)
+        listed = place < CHOSEN
+        tl.store(ids + row * CHOSEN + place, chosen, mask=listed)
+        tl.store(weights + row * CHOSEN + place, shares, mask=listed)
+
+
+@triton.jit
+def _ordered(bits):
+    """Maps the bits of float32 numbers to integers of the same order, and back."""
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit(do_not_specialize=["pairs"])
+def _expert_product(
+    rows, weight, ids, shares, out, pairs, outputs, inputs,
+    ROWS: tl.constexpr, PAIRS: tl.constexpr, SHARED: tl.constexpr, OUTPUTS: tl.constexpr,
+    INPUTS: tl.constexpr, STAGES: tl.constexpr, GATED: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    """A tile of outputs, of one pair or of all pairs of an expert."""
+    units = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    number = tl.program_id(1)
+    if CHAINED:
+        lead()
+    if ROWS == 1:
+        expert = tl.load(ids + number)
+        pair = number + tl.arange(0, 1)
+        _pair_product(
+            rows, weight, shares, out, expert, pair, pair >= 0, units, outputs, inputs,
+            ROWS, SHARED, INPUTS, STAGES, GATED,
+        )  # fmt: skip
+    else:
+        listed = tl.arange(0, PAIRS)
+        own = tl.load(ids + listed, mask=listed < pairs, other=-1) == number
+        ranks = tl.cumsum(own.to(tl.int32), 0) - 1
+        count = tl.sum(own.to(tl.int32), 0)
+        for first in tl.range(0, count, ROWS, num_stages=1):
+            turn = first + tl.arange(0, ROWS)
+            found = own[None, :] & (ranks[None, :] == turn[:, None])
+            pair = tl.sum(tl.where(found, listed[None, :], 0), 1)
+            _pair_product(
+                rows, weight, shares, out, number, pair, turn < count, units, outputs, inputs,
+                ROWS, SHARED, INPUTS, STAGES, GATED,
+            )  # fmt: skip
+
+
+@triton.jit
+def _pair_product(
+    rows, weight, shares, out, expert, pair, known, units, outputs, inputs,
+    ROWS: tl.constexpr, SHARED: tl.constexpr, INPUTS: tl.constexpr, STAGES: tl.constexpr,
+    GATED: tl.constexpr,
+):  # fmt: skip
+    """Some pairs of an expert."""
+    lanes = tl.arange(0, INPUTS)
+    height = outputs * 2 if GATED else outputs
+    own = weight + (expert.to(tl.int64) * height + units) * inputs
+    ups = own + outputs.to(tl.int64) * inputs
+    pair = pair.to(tl.int64)
+    if ROWS == 1:
+        places = rows + (pair // SHARED)[:, None] * inputs + lanes[None, :]
+        inside = lanes[None, :] >= 0
+        sums = tl.zeros([units.shape[0], INPUTS // 8], tl.float32)
+    else:
+        places = rows + (pair // SHARED)[None, :] * inputs + lanes[:, None]
+        inside = known[None, :]
+        sums = tl.zeros([units.shape[0], ROWS], tl.float32)
+    up_sums = sums
+    if STAGES == 1:
+        w = tl.load(own[:, None] + lanes[None, :])
+        u = w
+        if GATED:
+            u = tl.load(ups[:, None] + lanes[None, :])
+        x = tl.load(places, mask=inside, other=0.0)
+        for at in tl.range(INPUTS, inputs, INPUTS, num_stages=1):
+            next_x = tl.load(places + at, mask=inside, other=0.0)
+            next_w = tl.load(own[:, None] + at + lanes[None, :])
+            if GATED:
+                next_u = tl.load(ups[:, None] + at + lanes[None, :])
+                up_sums = add_products(u, x, up_sums, ROWS)
+                u = next_u
+            sums = add_products(w, x, sums, ROWS)
+            w = next_w
+            x = next_x
+        sums = add_products(w, x, sums, ROWS)
+        if GATED:
+            up_sums = add_products(u, x, up_sums, ROWS)
+    else:
+        for at in tl.range(0, inputs, INPUTS, num_stages=STAGES):
+            x = tl.load(places + at, mask=inside, other=0.0)
+            w = tl.load(own[:, None] + at + lanes[None, :])
+            sums = add_products(w, x, sums, ROWS)
+            if GATED:
+                w = tl.load(ups[:, None] + at + lanes[None, :])
+                up_sums = add_products(w, x, up_sums, ROWS)
+    if ROWS == 1:
+        sums = tl.sum(sums, 1)[:, None]
+        up_sums = tl.sum(up_sums, 1)[:, None]
+    if GATED:
+        # Rounded as the output of an unfused product would be.
+        kind = out.dtype.element_ty
+        sums = silu(sums.to(kind).to(tl.float32), up_sums.to(kind).to(tl.float32))
+    else:
+        sums *= tl.load(shares + pair, mask=known, other=0.0)[None, :]
+    tl.store(out + pair[None, :] * outputs + units[:, None], sums, mask=known[None, :])
+
+
+@triton.jit
+def _add_pairs(
+    pairs, rows, squares, width, chosen, WIDTH: tl.constexpr, CHOSEN: tl.constexpr,
+    CHAINED: tl.constexpr,
+):  # fmt: skip
+    if CHAINED:
+        lead()
+    row = tl.program_id(0).to(tl.int64)
+    lanes = tl.arange(0, WIDTH)
+    inside = lanes < width
+    place = rows + row * width + lanes
+    old = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+    turns = tl.arange(0, CHOSEN)
+    found = tl.load(
+        pairs + (row * chosen + turns)[:, None] * width + lanes[None, :],
+        mask=inside[None, :] & (turns < chosen)[:, None],
+        other=0.0,
+    )
+    total = (old + tl.sum(found.to(tl.float32), 0)).to(rows.dtype.element_ty)
+    tl.store(place, total, mask=inside)
+    total = tl.where(inside, total.to(tl.float32), 0.0)
+    tl.store(squares + row, tl.sum(total * total, 0))
+
+
+@triton.jit
+def _add_experts(
+    middle, weight, ids, shares, rows, squares, parts, arrived, outputs, inputs,
+    CHOSEN: tl.constexpr, LISTED: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
+    CHAINED: tl.constexpr,
+):  # fmt: skip
+    """A tile of a pair's outputs; the last program of a row's tile adds its pairs."""
+    tile = tl.program_id(0)
+    units = tile * OUTPUTS + tl.arange(0, OUTPUTS)
+    row = tl.program_id(2).to(tl.int64)
+    pair = row * CHOSEN + tl.program_id(1)
+    lanes = tl.arange(0, INPUTS)
+    if CHAINED:
+        lead()
+    size = outputs.to(tl.int64) * inputs
+    own = weight + tl.load(ids + pair) * size + units[:, None].to(tl.int64) * inputs
+    given = middle + pair * inputs + lanes[None, :]
+    share = tl.load(shares + pair)
+    sums = tl.zeros([OUTPUTS, INPUTS // 8], tl.float32)
+    w = tl.load(own + lanes[None, :])
+    x = tl.load(given)
+    for at in tl.range(INPUTS, inputs, INPUTS, num_stages=1):
+        next_x = tl.load(given + at)
+        next_w = tl.load(own + at + lanes[None, :])
+        sums = add_products(w, x, sums, 1)
+        w = next_w
+        x = next_x
+    sums = add_products(w, x, sums, 1)
+    tl.store(parts + pair * outputs + units, tl.sum(sums, 1) * share)
+    # All warps must have stored their part before one of them counts it.
+    tl.debug_barrier()
+    count = arrived + row * tl.num_programs(0) + tile
+    if tl.atomic_add(count, 1, sem="acq_rel") == CHOSEN - 1:
+        tl.store(count, 0)
+        turns = tl.arange(0, LISTED)
+        place = rows + row * outputs + units
+        old = tl.load(place).to(tl.float32)
+        # Bypasses L1, which is not coherent with other SMs.
+        found = tl.load(
+            parts + (row * CHOSEN + turns)[:, None] * outputs + units[None, :],
+            mask=(turns < CHOSEN)[:, None],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        total = (old + tl.sum(found, 0)).to(rows.dtype.element_ty)
+        tl.store(place, total)
+        total = total.to(tl.float32)
+        tl.store(squares + row * tl.num_programs(0) + tile, tl.sum(total * total, 0))
