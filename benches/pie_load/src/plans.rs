@@ -43,7 +43,7 @@ struct Played {
 
 impl Played {
     /// Adds a step of rows: tokens and start of each. Returns what it takes in µs, by the figures of an H200 in
-    /// `benches/gpu/RESULTS.md`: steps of 1 and 256 rows, contexts of 512 and 2,048, passes of 8,192 and 16,384 tokens, and a
+    /// the notebook. They are of steps of 1 and 256 rows, contexts of 512 and 2,048, passes of 8,192 and 16,384 tokens, and a
     /// prompt of 256 to 2,048 among 64 decodes.
     fn add(&mut self, rows: impl Iterator<Item = (u32, u32)>) -> f64 {
         let (mut decodes, mut context, mut prompts) = (0, 0, 0);
@@ -179,6 +179,6 @@ fn the_schedulers_plan_is_as_short_as_the_load_generators() {
         assert!(f64::from(played.steps) <= 1.01 * f64::from(plan.steps));
         assert!(played.tokens_per_s() >= 0.99 * plan.tokens_per_s());
     }
-    // Prompts come in parts beside streams, so that these go on.
+    // Prompts come in parts next to streams, so that these go on.
     assert!(limited.with_prompts > 2 * at_once.with_prompts);
 }

@@ -19,7 +19,7 @@ from pie_driver_sglang.observe.types import ServedModel, for_group
 logger = logging.getLogger(__name__)
 
 TICK_S: Final = 1.0
-"""Between two readings: how exactly idle time is told from work."""
+"""Between two readings: how exactly idle time is separated from work."""
 _PARTS: Final = 10
 """Readings of an interval, at least."""
 

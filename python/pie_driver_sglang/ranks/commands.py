@@ -1,7 +1,7 @@
 """Commands that a leader sends to its workers, which run them in order.
 
 Commands travel as pickles between the processes of one start, over memory that no other process
-maps. The pixels of images travel beside the pickle, so that they are copied once on the way there.
+maps. The pixels of images travel next to the pickle, so that they are copied once on the way there.
 Steps of the graph path bypass Python and need no command.
 """
 

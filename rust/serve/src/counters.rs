@@ -31,7 +31,7 @@ pub(crate) struct Served<'a> {
     pub(crate) step_ns: u64,
 }
 
-/// Raised by whoever holds the planner, so by one thread at a time.
+/// Raised by the thread that holds the planner: one at a time.
 #[derive(Default)]
 struct Steps {
     graph: AtomicU64,
