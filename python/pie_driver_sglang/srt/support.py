@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 GRAPH_BACKENDS = frozenset({"triton", PAGED_DECODE})
-"""Attention backends whose decode metadata is made only on the device."""
+"""Attention backends whose decode metadata is made on the device alone."""
 QUANTIZED_CHECKPOINTS = frozenset({"w8a8_int8", "auto-round-int8", "blockwise_int8", "w4afp8"})
 """Methods that take a checkpoint's numbers for quantized ones, whatever they are."""
 

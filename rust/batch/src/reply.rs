@@ -44,8 +44,8 @@ pub(crate) struct Reply {
 }
 
 impl Reply {
-    /// Encodes the answer to a computed frame into `buffer` and returns its length. It is the fast token reply when every
-    /// request has exactly one token. Else it is a response archive, which says how much time went by since `started`.
+    /// Encodes the answer to a computed frame into `buffer` and returns its length: the fast token reply when every request
+    /// has exactly one token, else a response archive, which says how much time went by since `started`.
     pub(crate) fn write(
         &mut self,
         plan: &Plan,

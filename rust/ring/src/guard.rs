@@ -37,7 +37,7 @@ impl Tracker {
         self.regions.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Informs the reaper that a region of this name is about to be made, or that it is the file `id`.
+    /// Tells the reaper that a region of this name is about to be made, or that it is the file `id`.
     pub(crate) fn tell_reaper(&self, name: &RegionName, id: Option<FileId>) {
         if let Some(reaper) = &self.reaper {
             reaper.tell(name, id);
@@ -109,7 +109,7 @@ impl ExitGuard {
         Self::install_as(None)
     }
 
-    /// As [`Self::install`], with a line on stderr that says why the process ends, as a log line of `name`.
+    /// As [`Self::install`], with a line on stderr that tells why the process ends, as a log line of `name`.
     /// Where stderr does not accept it at once, it is lost.
     ///
     /// # Errors

@@ -120,7 +120,7 @@ impl Responder {
         self
     }
 
-    /// Waits until there is something to report or to do. Requests that are answered without either
+    /// Waits until there is something to tell or to do. Requests that are answered without either
     /// do not end the wait.
     ///
     /// # Errors
