@@ -95,7 +95,7 @@ class Driver:
         return self._stderr.read_text(errors="replace")
 
     def logged(self, *texts: str) -> str:
-        """What the driver has logged, once all of `texts` are there: it logs behind its answers."""
+        """What the driver has logged, once all of `texts` are there: it logs after its answers."""
         end = time.monotonic() + LOG_TIMEOUT_S
         while True:
             log = self.stderr()
@@ -181,7 +181,7 @@ TRAPPED: Final = "imported from the working directory: "
 def set_traps(folder: Path) -> Path:
     """Makes a working directory whose modules end whatever imports them, and returns it.
 
-    They are called as Python's own and some libraries are, but for the few that `python -m` has
+    They are called as Python's own and some libraries are, except the few that `python -m` has
     imported from there before it runs a line of the module.
     """
     folder.mkdir()
@@ -324,7 +324,7 @@ CLOSED_EARLY: Final = "the handshake was closed before this was printed"
 
 
 class _Watched:
-    """stderr that notes when a failure is printed behind the handshake's end.
+    """stderr that notes when a failure is printed after the handshake's end.
 
     The runtime ends a driver that closes the handshake, so what it prints then may be lost.
     """

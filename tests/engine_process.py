@@ -59,7 +59,7 @@ def record_waits(config_path: str, connection: Connection, stderr: str) -> None:
     Args:
         config_path: `driver.toml` of a model on the CPU.
         connection: Receives `list[bytes]`, sends for each frame its calls in order: ``graph``,
-            and ``record`` and ``synchronize`` of the event behind each copy.
+            and ``record`` and ``synchronize`` of the event after each copy.
         stderr: Where to log.
     """
     server, engine = _start(config_path, stderr)
@@ -94,7 +94,7 @@ def _start(config_path: str, stderr: str) -> tuple[Any, Any]:
 
     drivers.redirect_output(stderr)
     config = load_config(Path(config_path))
-    # The region is nobody's: only its planner is used.
+    # The region has no client: only its planner is used.
     name = f"/pie_shmem_g{config.driver.group_id}"
     server = _core.Server(name, _core.ExitGuard.inert(), spin_budget_us=0)
     server.unlink()

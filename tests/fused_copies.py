@@ -27,7 +27,7 @@ def main() -> None:
     torch.manual_seed(1)
     source = random.Random(2)
     for dtype in (torch.int64, torch.uint8):
-        # Rows with a gap behind them, as a view of a pool may have.
+        # Rows with a gap after them, as a view of a pool may have.
         wide = [torch.randint(0, 200, (PAGES, width + 1), dtype=dtype) for width in WIDTHS]
         plain = [part.clone()[:, :-1] for part in wide]
         fused = [part[:, :-1] for part in wide]

@@ -108,7 +108,7 @@ def difference(config: DriverConfig) -> float:
 
     name = f"/pie_shmem_g{config.driver.group_id}"
     server = _core.Server(name, _core.ExitGuard.inert(), spin_budget_us=0)
-    # The region is nobody's: only its planner is used.
+    # The region has no client: only its planner is used.
     server.unlink()
     planner, engine = load_engine(config)
     paged_attention.install(engine.runner)

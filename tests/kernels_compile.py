@@ -101,7 +101,7 @@ def recorded(launch: Callable[[], object]) -> list[Any]:
 
 
 def check_order(kernel: Any, early: int | None = 0) -> None:
-    """Before the kernel in front has ended nothing is touched, but for so many loads, or some."""
+    """Before the previous kernel has ended nothing is touched, except by so many loads, or some."""
     before, wait, behind = kernel.asm["ptx"].partition("griddepcontrol.wait")
     assert wait, f"{kernel.name} does not wait"
     assert "griddepcontrol.launch_dependents" in behind, f"{kernel.name} holds up the next kernel"
@@ -262,7 +262,7 @@ def check_all_reduce_norm(ranks: int, dtype: torch.dtype) -> None:
         check_lookers(kernel)
         code = kernel.asm["ptx"].partition("griddepcontrol.wait")[2]
         assert not re.search("atom|fence|membar", code)
-        # Behind the wait nothing but the own part is read otherwise.
+        # After the wait only the own part is read otherwise.
         assert code.count("ld.global") == code.count("ld.global.v4.b32") == vectors
         loops = re.findall(r"(\$L__BB0_\d+):[^\n]*Loop Header(.*?)bra[^\n]*\1;", code, re.DOTALL)
         # Of an owner's row, and of others.

@@ -79,7 +79,7 @@ def _cell(check: Callable[[Served], str], served: Served) -> str:
 
 
 def _runs(served: Served) -> str:
-    """Prefill in several passes, appending, decode beside prefill, decode, by all logits."""
+    """Prefill in several passes, appending, decode among prefills, decode, by all logits."""
     a, b, c = (served.context() for _ in range(3))
     frames = [[(a, 20)], [(b, 3 * CHUNK + 7)], [(b, 1), (c, CHUNK + 1), (a, 5)]]
     frames += [[(a, 1), (b, 1), (c, 1)]] * 3

@@ -1,7 +1,7 @@
 """Decode attention over pages under Triton's interpreter, against dense attention in float64.
 
 Run with ``TRITON_INTERPRET=1``; prints the error of each case. Storage that no row may see holds
-what is no number, and the table's unused entries name no slot.
+what is NaN, and the table's unused entries name no slot.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TOLERANCES = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 """Of the largest value of a row."""
 NO_SLOT = 2**31 - 1
 PADDING = 5
-"""Rows behind those of a case."""
+"""Rows after those of a case."""
 
 
 class Case(NamedTuple):
@@ -74,7 +74,7 @@ CASES = [
     Case((160,), multiprocessors=99),
     # A row over more programs than are merged at once.
     Case((16 * 37,), multiprocessors=74),
-    # Pages of every size beside blocks of every size.
+    # Pages of every size with blocks of every size.
     *(
         Case((70, 3, 48), page=page, block=block)
         for page, block in ((1, 16), (3, 32), (8, 16), (8, 128), (16, 64), (24, 16), (64, 32))
@@ -101,7 +101,7 @@ CASES = [
             (1, 5, 1, -1, 40), (40, 16, 1, 5, 1), (40, 20, 1, 17, 6),
         )
     ),
-    # Prompts beside decodes, in larger tiles.
+    # Prompts together with decodes, in larger tiles.
     Case((*range(7, 60), 33, 60, *range(1, 40)), queries=64, shared=True),
     Case(tuple(range(120)), 2, 1, window=30, queries=64, multiprocessors=30, shared=True),
     # So many parts that one turn does not merge them, of one row and of several.
@@ -148,7 +148,7 @@ class Step(NamedTuple):
 
 
 def make_step(case: Case, generator: torch.Generator) -> Step:
-    """Scattered pages, one of them nobody's."""
+    """Scattered pages, one of them unused."""
     counts = [-(-length // case.page) for length in case.lengths]
     order = torch.randperm(sum(counts) + 1, generator=generator)
     width = max(counts) * case.page + 7

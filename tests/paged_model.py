@@ -97,7 +97,7 @@ def differences(config: DriverConfig) -> list[float]:
 
     name = f"/pie_shmem_g{config.driver.group_id}"
     server = _core.Server(name, _core.ExitGuard.inert(), spin_budget_us=0)
-    # The region is nobody's: only its planner is used.
+    # The region has no client: only its planner is used.
     server.unlink()
     planner, engine = load_engine(config)
     server.serve(planner, engine.block, print)
@@ -295,7 +295,7 @@ def check_choice(runner: Any) -> None:
         (runner, "token_to_kv_pool", latent, "its KV pool is a MLATokenToKVPool"),
         (runner.token_to_kv_pool, "dtype", torch.uint8, "its KV pool keeps torch.uint8"),
         (layer, "use_irope", True, "some of its layers attend in a way of their own"),
-        # These are left to SGLang, but for who asks.
+        # These are left to SGLang, unless the user asks for the backend.
         (runner, "token_to_kv_pool", hybrid, ""),
         (layer, "v_head_dim", 512, ""),
     ):

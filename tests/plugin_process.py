@@ -67,7 +67,7 @@ class Request(SimpleNamespace):
 
 
 def accepted(tree: list[int], links: tuple[list[int], list[int]], truth: list[int]) -> list[int]:
-    """The tokens that verification gives: drafts that are true, and the one behind them."""
+    """The tokens that verification gives: drafts that are true, and the one after them."""
     children, siblings = links
     node, said = 0, []
     while True:
@@ -168,7 +168,7 @@ def worker_of(overlap: bool, breadth: int) -> Any:
 
 
 def forward(worker: Any, requests: list[Request], info: Any = None, chunked: Any = None) -> Any:
-    """What the worker says of a batch: a decode behind `info`, or a prefill without."""
+    """What the worker says of a batch: a decode after `info`, or a prefill without."""
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
     lengths = torch.tensor([request.said for request in requests])

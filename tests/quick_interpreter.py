@@ -23,8 +23,8 @@ _SUMS = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
 def _call(self: Any, *args: Any, **kwargs: Any) -> Any:
     """A function that a kernel calls.
 
-    Triton patches its language for each such call. The kernel's launch has done so already, but for
-    modules that only the function knows.
+    Triton patches its language for each such call. The kernel's launch has done so already, except
+    for modules that only the function knows.
     """
     names = self.fn.__globals__.values()
     if any(core.is_builtin(lang.arange) for lang in names if lang is tl or lang is core):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 
-# transformers imports it where it is installed, for what nobody needs here: 700 modules.
+# transformers imports it where it is installed, for what is not needed here: 700 modules.
 sys.modules.setdefault("sklearn", None)  # type: ignore[arg-type]
 
 

@@ -194,7 +194,7 @@ class World:
         self.rows.clear()
         self.allocator.clear()
 
-    # What every move shows beside its own result.
+    # What every move shows besides its own result.
 
     def state(self) -> dict[str, Any]:
         """Sizes, events, and the slots that are free."""

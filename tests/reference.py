@@ -49,7 +49,7 @@ class Reference:
     def rows(
         self, tokens: Sequence[int], positions: Iterable[int] | None = None
     ) -> list[tuple[int, float]]:
-        """Of every row, the best token and how far the second best is behind it."""
+        """Of every row, the best token and how far below it the second best is."""
         best = self.logits(tokens, positions).topk(2, dim=-1)
         gaps = (best.values[:, 0] - best.values[:, 1]).tolist()
         return list(zip(best.indices[:, 0].tolist(), gaps, strict=True))
@@ -244,7 +244,7 @@ class Context:
         logit_mask: Sequence[int] | None = None,
         wants_drafts: bool = False,
     ) -> Request:
-        """The request that stores tokens, and drafts behind them; both count as stored afterwards.
+        """The request that stores tokens, and drafts after them; both count as stored afterwards.
 
         Args:
             tokens: The input.

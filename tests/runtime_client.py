@@ -180,7 +180,7 @@ class Context:
     samplers: Sequence[Sampler] = field(default_factory=lambda: [Sampler.greedy()])
 
     def request(self, *samplers: Sampler, **changed: Any) -> Request:
-        """The pass over the tokens that are not stored yet, sampling behind the last one."""
+        """The pass over the tokens that are not stored yet, sampling after the last one."""
         new = self.tokens[self.stored :]
         end = len(self.tokens)
         fields: dict[str, Any] = {
@@ -194,7 +194,7 @@ class Context:
         return Request(**(fields | changed))
 
     def take(self, token: int) -> None:
-        """Appends the sampled token behind what is stored now."""
+        """Appends the sampled token to what is stored now."""
         self.stored = len(self.tokens)
         self.tokens.append(token)
 

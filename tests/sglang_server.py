@@ -76,7 +76,7 @@ class Server:
         return {"input_ids": list(prompt), "sampling_params": params, **more}
 
     def generate(self, prompt: Sequence[int], tokens: int, **more: Any) -> tuple[list[int], int]:
-        """The tokens behind a prompt, and how many of the prompt's were cached."""
+        """The tokens after a prompt, and how many of the prompt's were cached."""
         answer = json.loads(self.ask("/generate", self.body(prompt, tokens, **more)))
         return answer["output_ids"], answer["meta_info"]["cached_tokens"]
 
@@ -90,7 +90,7 @@ class Server:
                     yield json.loads(text)["output_ids"]
 
     def flush(self) -> None:
-        """Empties the cache; SGLang refuses while a step runs, as behind a request's last token."""
+        """Empties the cache; SGLang refuses while a step runs, as after a request's last token."""
         until = time.monotonic() + 20
         while True:
             try:

@@ -148,9 +148,9 @@ def check_results() -> None:
 
 
 def check_table() -> None:
-    """Only the announced entries change, those beside the block, too."""
+    """Only the announced entries change, those outside of the block, too."""
     room, most = 40, 400
-    # A block that is no multiple of what a program takes; words behind the changes are masks.
+    # A block that is no multiple of what a program takes; words after the changes are masks.
     for count in (0, 17, room, room + 1, 130, most):
         table = torch.zeros(most, 5, dtype=torch.int32)
         updates = torch.stack([torch.randperm(most), torch.randint(0, 1000, (most,))], dim=1)

@@ -188,7 +188,7 @@ class TestMemory:
                 pass
 
     def test_what_is_promised_is_enough(self, tmp_path: Path) -> None:
-        """The largest memory of this process, beside what it had before, while it reads."""
+        """The largest memory of this process while it reads, over what it had before."""
         size, rank = 1 << 20, 8
         layers = {Q: Linear(f"model.{Q}", size, size, (Q,))}
         save(tmp_path, tensors(size=size, rank=rank), r=rank)

@@ -1,4 +1,4 @@
-"""What the runtime is told about an architecture."""
+"""What the runtime learns about an architecture."""
 
 from __future__ import annotations
 

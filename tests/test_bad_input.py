@@ -519,7 +519,7 @@ class TestVanishingClient:
 
 @pytest.mark.engine
 class TestEndurance:
-    """Thousands of bad frames leave neither memory nor log lines behind."""
+    """Thousands of bad frames leave no memory and no log lines over."""
 
     def test_memory_and_log_stay_small(self, good: Good, llama_driver: drivers.Driver) -> None:
         pid = llama_driver.process.pid

@@ -42,7 +42,7 @@ class Bench:
         return context
 
     def logits(self, context: Context, token: int) -> list[float]:
-        """Logits behind one more token, bit for bit."""
+        """Logits after one more token, bit for bit."""
         context.append([token])
         request = _core.Request(
             [token],
@@ -141,7 +141,7 @@ def test_a_swapped_context_goes_on(bench: Bench, length: int, order: str) -> Non
 
 
 def test_two_contexts_in_turns(bench: Bench) -> None:
-    """The slots of one are read while those beside them are written."""
+    """The slots of one are read while its neighbours are written."""
     first, second = prompt(50, "first"), prompt(50, "second")
     undisturbed = [bench.started(first), bench.started(second)]
     one, two = bench.started(first), bench.started(second)

@@ -161,7 +161,7 @@ def test_nobody_waits_for_an_arrival_when_nothing_runs() -> None:
     [
         (limits(), [3, 3, 3, 3]),
         (limits(max_forward_requests=2), [2, 2, 2, 2, 1, 1, 1, 1]),
-        # The second prompt fits beside one decode, the third beside two.
+        # The second prompt fits with one decode, the third with two.
         (limits(max_forward_tokens=5), [1, 2, 3, 3, 2, 1]),
         # Two contexts of two pages each.
         (limits(total_pages=5), [2, 2, 2, 2, 1, 1, 1, 1]),
@@ -473,7 +473,7 @@ def test_six_prompts_from_end_to_end() -> None:
     pipe = subprocess.PIPE
     command = demo_command("--tokens", "8")
     with subprocess.Popen(command, text=True, stdout=pipe, stderr=pipe) as demo:
-        # Other demos and drivers may run beside this one.
+        # Other demos and drivers may run at the same time.
         region = Path(f"/dev/shm/pie_shmem_g{2**31 + demo.pid}")
         rc.eventually(region.exists, "the region", 120.0)
         out, error = demo.communicate(timeout=280)

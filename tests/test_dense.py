@@ -112,7 +112,7 @@ def make_layer(dtype: torch.dtype = torch.float32, *, biased: bool = False) -> A
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.engine
 class TestFolding:
-    """Norms whose weights go into the matrices behind them."""
+    """Norms whose weights go into the matrices after them."""
 
     def test_weights_are_updated_no_more(self) -> None:
         from pie_driver_sglang.srt import dense

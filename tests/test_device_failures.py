@@ -149,7 +149,7 @@ def test_a_group_without_outputs_is_waited_for(llama_snapshot: Path, tmp_path: P
     assert process.wait(drivers.STOP_TIMEOUT_S) == 0
     for calls in found:
         assert calls.count("graph") == 1
-        # An event behind the graph is recorded, and then waited for.
+        # An event after the graph is recorded, and then waited for.
         behind = calls[calls.index("graph") :]
         assert "synchronize" in behind[behind.index("record") :], calls
 

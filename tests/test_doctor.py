@@ -311,7 +311,7 @@ class TestRegions:
         assert found[1].is_live is True
         assert found[1].owner == holder.pid
         assert HOLD.splitlines()[1] in found[1].command
-        # The look has left no lock behind.
+        # The look has left no lock over.
         with stale.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 

@@ -20,7 +20,7 @@ NUM_DRAFTS = 3
 MOST_STEPS = 2000
 """Until what does not pay was tried."""
 FIRST_REPORT = 256
-"""Steps with requests that ask for drafts, behind which the log says what came of them."""
+"""Steps with requests that ask for drafts; afterwards the log says what became of them."""
 OPTIONS: dict[str, object] = {
     "page_size": PAGE,
     "cpu_mem_budget_in_gb": 1,
@@ -120,7 +120,7 @@ def only(vocab: int, token: int) -> list[int]:
 
 
 def drafts_behind(bench: Bench, context: Context, inputs: list[int], token: int) -> list[int]:
-    """What is drafted behind `token`, which the step is made to choose.
+    """What is drafted after `token`, which the step is made to choose.
 
     What does not pay is drafted now and then, so it may take a while.
     """

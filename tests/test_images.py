@@ -87,7 +87,7 @@ class Story(Context):
 
         Args:
             parts: Token ids and images.
-            drafts: Tokens to verify behind them.
+            drafts: Tokens to verify after them.
             samplers: By default the logits of all rows.
             masks: Run lengths of each row.
             changed: Replaces fields of the images.
@@ -106,7 +106,7 @@ class Story(Context):
             self.spans.append(Span(part, start + len(tokens)))
             tokens += [0] * part.tokens
             positions += range(self.next, self.next + part.tokens)
-            # Text goes on behind the longest side.
+            # Text goes on after the longest side.
             self.next += max(part.merged)
         self.append(tokens, positions=positions, drafts=drafts)
         if samplers is None:
@@ -203,7 +203,7 @@ class Bench:
 
     def reasons(self) -> str:
         """Why requests were refused, once nothing runs."""
-        # A reason is logged behind the answer, but before the next one.
+        # A reason is logged after the answer, but before the next one.
         story = self.story()
         self.run(story.send(5))
         return self.driver.stderr()
@@ -274,20 +274,20 @@ def test_an_image_changes_the_logits(bench: Bench) -> None:
 def test_two_images_in_a_request(bench: Bench) -> None:
     parts = [*text(2), START, Picture(4, 4, 1), END, *text(3, 1), START, Picture(2, 6, 2), END]
     bench.run(bench.story().send(*parts, *text(2, 2)))
-    # The same one twice, one behind the other.
+    # The same one twice, one after the other.
     twice = Picture(4, 4, 3)
     bench.run(bench.story().send(START, twice, END, START, twice, END))
 
 
 @pytest.mark.parametrize("before", range(1, CHUNK + 1))
 def test_passes_end_everywhere_in_an_image(bench: Bench, before: int) -> None:
-    """Between its rows, in front of it, behind it; then two images share a pass."""
+    """Between its rows, before it, after it; then two images share a pass."""
     parts = [*text(before - 1, before), START, Picture(4, 10), END, START, Picture(2, 4), END]
     bench.run(bench.story().send(*parts))
 
 
 def test_images_and_text_in_one_frame(bench: Bench) -> None:
-    """Two requests with images, others in front, between and behind; then all decode together."""
+    """Two requests with images, others before, between and after; then all decode together."""
     stories = [bench.story() for _ in range(5)]
     parts: list[list[int | Picture]] = [
         [*text(3, 0)],
@@ -454,7 +454,7 @@ def test_a_wrong_image_is_refused_alone(bench: Bench, flaw: str) -> None:
 
 
 def test_pixels_at_any_address(bench: Bench) -> None:
-    """Those behind an odd number of bytes are not aligned."""
+    """Those after an odd number of bytes are not aligned."""
     bad, good = bench.story(), bench.story()
     refused = bad.send(START, Picture(2, 2), END, pixels=b"123")
     sent = good.send(START, Picture(4, 4), END)

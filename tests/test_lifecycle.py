@@ -374,7 +374,7 @@ def reaper(pid: int) -> int:
 
 
 class TestRegionName:
-    """One driver per group id, and neither lock nor region that a crash leaves behind."""
+    """One driver per group id, and neither lock nor region is left over by a crash."""
 
     def test_a_killed_drivers_region_is_removed(self, llama_snapshot: Path, tmp_path: Path) -> None:
         config = drivers.write_config(tmp_path, llama_snapshot)
@@ -640,7 +640,7 @@ LATE = {
 
 
 class TestFailedStart:
-    """One clear line, a hint, a status, and nothing left behind."""
+    """One clear line, a hint, a status, and nothing left over."""
 
     @pytest.fixture
     def snapshot(self, request: pytest.FixtureRequest, models_folder: Path, tmp_path: Path) -> Path:

@@ -70,7 +70,7 @@ class Masked(Context):
         Args:
             tokens: The input.
             rows: Which KV indices each token sees.
-            drafts: Tokens to verify behind them.
+            drafts: Tokens to verify after them.
             positions: Of the input.
             dropped: Numbers of the pages that the runtime leaves out.
             sampled: Rows whose logits come back; by default all.
@@ -210,7 +210,7 @@ def test_prefill_extend_and_decode(bench: Bench, shape: str) -> None:
     context = bench.context()
     for step, count in enumerate((37, 5, 1, 1, 12)):
         rows = SHAPES[shape](context, count)
-        # Bits behind the stored tokens mean nothing.
+        # Bits after the stored tokens mean nothing.
         stored = len(context.tokens) + count
         sent = context.send(bench.tokens(count, shape, step), rows)
         context.seen[-count:] = [row[:stored] for row in rows]
@@ -229,7 +229,7 @@ def test_a_mask_changes_the_logits(bench: Bench) -> None:
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["behind", "ahead"])
 def test_rows_that_see_nothing(bench: Bench, ahead: bool) -> None:
-    """Blind rows beside seeing ones; their own KV is seen by others."""
+    """Blind rows among seeing ones; their own KV is seen by others."""
     context = bench.context()
     rows = scattered(context, 40, ahead=ahead)
     for blind in (0, 7, 8, 39):
@@ -240,7 +240,7 @@ def test_rows_that_see_nothing(bench: Bench, ahead: bool) -> None:
 
 
 def test_empty_rows_are_causal(bench: Bench) -> None:
-    """Also beside rows that are not."""
+    """Also among rows that are not."""
     context = bench.context()
     rows = window(context, 20, 4)
     for row in range(0, 20, 3):
@@ -317,7 +317,7 @@ def continuation(
 
 
 def test_trimmed_pages(bench: Bench) -> None:
-    """The protocol's example: pages that nobody sees are not even listed; positions stay."""
+    """The protocol's example: pages that no row sees are not even listed; positions stay."""
     context = bench.context()
     prompt = bench.tokens(319, "trimmed")
     bench.run(context.send(prompt, window(context, 319, 64, sink=4), sampled=[318]))
@@ -356,7 +356,7 @@ def test_a_causal_mask_is_no_mask(bench: Bench) -> None:
 
 
 def test_replay(bench: Bench) -> None:
-    """A suspended context is computed anew, in one request, beside a decode."""
+    """A suspended context is computed anew, in one request, in a batch with a decode."""
     context, other = bench.context(), bench.context()
     bench.run(other.send(bench.tokens(5, "other")))
     for count in (25, 4, 1):

@@ -43,6 +43,6 @@ def test_a_model_decodes_the_same_logits(
 def test_steps_with_groups_decode_the_same_logits(
     interpreter: scripts.Interpreter, tmp_path: Path
 ) -> None:
-    """From the frame to the kernels, but for the capture of a graph."""
+    """From the frame to the kernels, except the capture of a graph."""
     config = drivers.write_config(tmp_path, POCKET, options={"page_size": 16})
     interpreter.run("tests/grouped_steps.py", str(config))

@@ -233,7 +233,7 @@ def test_prompt_scoring(bench: Bench) -> None:
 
 
 def test_mixed_batches(bench: Bench) -> None:
-    """Contexts join and leave one by one: 1 to 16 in a frame, prefill beside decode, any order."""
+    """Contexts join and leave one by one: 1 to 16 in a frame, prefills with decodes, any order."""
     shuffle = random.Random(bench.page_size).shuffle
     running: dict[int, Context] = {}
     sampled: dict[int, list[int]] = {}
@@ -343,7 +343,7 @@ def test_same_request_twice_in_a_frame(bench: Bench) -> None:
 
 
 def test_replay_into_new_pages(bench: Bench) -> None:
-    """A suspended context comes back, without samplers, beside the decode of another one."""
+    """A suspended context comes back, without samplers, in a batch with another's decode."""
     suspended, running = bench.context(), bench.context()
     token = bench.extend(suspended, bench.prompt(41, "suspended"))
     other = bench.extend(running, bench.prompt(18, "running"))
@@ -388,7 +388,7 @@ def test_causal_masks_are_no_masks(bench: Bench, trailing: bool) -> None:
 
 
 def test_drafts_change_nothing(bench: Bench) -> None:
-    """Right, wrong and partly right drafts, across page borders, beside a context without any."""
+    """Right, wrong and partly right drafts, across page borders, with a context without any."""
     prompt, continuation = bench.decided_prompt(max(13, bench.page_size - 3), 24, "drafts")
     context, other = bench.context(), bench.context()
     produced = [bench.extend(context, prompt)]

@@ -162,7 +162,7 @@ class TestServer:
     ) -> None:
         assert "source=registered('pie')" in server.log.read_text()
         server.flush()
-        # Two chunks, then from the cache: of the whole prompt but for its last token.
+        # Two chunks, then from the cache: the whole prompt except its last token.
         prompt = text(1, 100)
         first, cached = server.generate(prompt, 12)
         assert cached == 0
@@ -173,7 +173,7 @@ class TestServer:
         tokens, cached = server.generate(other, 12)
         assert cached == 50
         assert self.same(model, other, tokens)
-        # The next turn of a conversation. The step behind the last token has begun before that is
+        # The next turn of a conversation. The step after the last token has begun before that is
         # known: its KV is there, too.
         turn = [*prompt, *first, *text(3, 20)]
         tokens, cached = server.generate(turn, 12)

@@ -1,6 +1,6 @@
 """Where SGLang is reached, what is missing there, and what the driver corrects in it.
 
-A probe that fails says that SGLang mended its part: remove the correction that the probe names.
+A probe that fails says that SGLang corrected its part: remove the correction that the probe names.
 """
 
 from __future__ import annotations

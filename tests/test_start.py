@@ -36,7 +36,7 @@ modules = sorted(sys.modules)
 import sklearn.metrics
 print(json.dumps([modules, frozen, collects]))
 """
-"""Loads a model as the driver does, and says what that has left behind."""
+"""Loads a model as the driver does, and says what that has left over."""
 
 
 @pytest.mark.engine

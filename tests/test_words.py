@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -146,6 +146,16 @@ def test_a_metric_that_does_not_exist_is_found(
     text = "`pie_driver_steps_total`, `pie_driver_step_seconds_bucket{le}` and `pie_driver_stepps`."
     faults = [each.text for each in tool.check_document(REPOSITORY, "README.md", text)]
     assert faults == ["there is no metric pie_driver_stepps"]
+
+
+def test_metrics_are_those_of_the_driver(tool: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a module of metrics there is nothing to check."""
+    module = ModuleType("pie_driver_sglang.observe.metrics")
+    module.METRICS = (SimpleNamespace(name="x:steps_total"),)  # type: ignore[attr-defined]
+    module.READY = "x:ready"  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "pie_driver_sglang.observe", ModuleType("observe"))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    assert tool._metrics() == {"x:steps_total", "x:ready"}
 
 
 def test_the_script_exits_with_1_for_a_fault(tmp_path: Path) -> None:

@@ -305,9 +305,10 @@ def _strings(value: object) -> frozenset[str]:
 
 def _metrics() -> frozenset[str]:
     try:
-        return _strings(importlib.import_module("pie_driver_sglang.metrics.names"))
+        module = importlib.import_module("pie_driver_sglang.observe.metrics")
     except ModuleNotFoundError:
         return frozenset()
+    return frozenset(metric.name for metric in module.METRICS) | {module.READY}
 
 
 def check_names(root: Path, path: str, text: str) -> Iterator[Fault]:
@@ -350,11 +351,10 @@ def _unknown(root: Path, names: Names, code: str, folder: Path) -> Iterator[str]
         yield f"there is no option {match[1]}"
     if names.metrics:
         shared = _common_prefix(names.metrics)
-        found = re.findall(rf"\b{re.escape(shared)}[\w:]+", code) if shared else []
-        for metric in found:
-            if re.sub(r"_(?:total|bucket|sum|count)$", "", metric) not in {
-                re.sub(r"_total$", "", each) for each in names.metrics
-            }:
+        # A page may show the form of a name.
+        known = {re.sub(r"_total$", "", each) for each in names.metrics} | {f"{shared}word"}
+        for metric in re.findall(rf"\b{re.escape(shared)}[\w:]+", code) if shared else ():
+            if re.sub(r"_(?:total|bucket|sum|count)$", "", metric) not in known:
                 yield f"there is no metric {metric}"
     if re.fullmatch(r"(?:docs|tests|tools|benches|rust|python|models|fuzz)/[\w./-]+", code):
         produced = code.endswith("/") or "target" in code

@@ -127,13 +127,15 @@ def throughput(results: Results) -> list[str]:
 def shapes(results: Results) -> list[str]:
     """Steps and throughput of shapes that people deploy."""
     whole = results["shapes"]
-    known = {name: each for name, each in whole.items() if isinstance(each, dict)}
-    known = {name: each for name, each in known.items() if "step_us" in each}
-    steps = [
-        [name, rows, us, each["bytes_us"][rows], each["bytes_us"][rows] / us]
-        for name, each in known.items()
-        for rows, us in each["step_us"].items()
-    ]
+    named = whole.get("shapes", whole)
+    known = {
+        name: each for name, each in named.items() if isinstance(each, dict) and "step_us" in each
+    }
+    steps = []
+    for name, each in known.items():
+        for rows, us in each["step_us"].items():
+            limit = each.get("bytes_us", {}).get(rows)
+            steps.append([name, rows, us, limit or "", limit / us if limit else ""])
     speeds = [
         [name, each["tokens_per_s"]["ours"], backend, speed, each["tokens_per_s"]["ours"] / speed]
         for name, each in known.items()

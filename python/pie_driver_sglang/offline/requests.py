@@ -36,7 +36,7 @@ class Call:
 
         Args:
             requests: The engine's.
-            streams: Outputs are returned as soon as they are there.
+            streams: Outputs are wanted as soon as they are there.
         """
         self.streams = streams
         self._requests = requests
