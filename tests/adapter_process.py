@@ -26,7 +26,8 @@ def load(engine: Any, adapter_id: int, path: str) -> None:
     number = next(_numbers)
     engine.begin_load(number, adapter_id, path, read.set)
     assert read.wait(60.0)
-    engine.finish_load(number)
+    while not engine.finish_load(number):
+        pass
 
 
 def hold_reads(gate: str, client_timeout_s: str = "") -> None:
@@ -132,6 +133,84 @@ def count_loaded(config_path: str, good: str, connection: Connection, stderr: st
     count()
     with connection:
         connection.send(counts)
+
+
+def copy_in_steps(config_path: str, good: str, connection: Connection, stderr: str) -> None:
+    """Loads an adapter at once, and then the same one a layer at a time.
+
+    Args:
+        config_path: `driver.toml`.
+        good: An adapter that fits.
+        connection: Sends, of each load in steps, how many there were, whether the adapter could be
+            used before the last one, and whether its slot has what one copy at once puts there.
+        stderr: Where to log.
+    """
+    import torch
+
+    from pie_driver_sglang.config.file import load_config
+    from pie_driver_sglang.srt import adapters
+    from pie_driver_sglang.srt.load import load_engine
+    from pie_driver_sglang.srt.seams.lora import slot_tensors
+
+    drivers.redirect_output(stderr)
+    _, engine = load_engine(load_config(Path(config_path)))
+    manager, loaded = engine.runner.lora_manager, engine._with_adapters()._resident
+    pool = manager.memory_pool
+
+    def content(adapter_id: int) -> list[torch.Tensor]:
+        slot = pool.get_buffer_id(loaded[adapter_id].uid)
+        return [tensor[slot].clone() for tensor in slot_tensors(manager)]
+
+    def fill_free_slots() -> None:
+        """What a slot had before must not matter, beyond an adapter's rank it stays."""
+        used = {pool.get_buffer_id(one.uid) for one in loaded.values()}
+        for tensor in slot_tensors(manager):
+            for slot in set(range(pool.max_loras_per_batch)) - used:
+                tensor[slot].fill_(7)
+
+    def load_steps(adapter_id: int, between: Callable[[int], object]) -> tuple[int, bool, bool]:
+        fill_free_slots()
+        read, number, steps, early = threading.Event(), next(_numbers), 1, False
+        engine.begin_load(number, adapter_id, good, read.set)
+        assert read.wait(60.0)
+        while not engine.finish_load(number):
+            early |= adapter_id in loaded
+            between(steps)
+            steps += 1
+        same = [torch.equal(*pair) for pair in zip(content(adapter_id), whole, strict=True)]
+        return steps, early, all(same)
+
+    def copy_at_once(copy: Any, _layers: int) -> bool:
+        """As SGLang does."""
+        uid = copy._prepared.uid
+        manager.memory_pool.load_lora_weight_to_buffer(
+            uid,
+            pool.get_buffer_id(uid),
+            manager.loras[uid],
+            manager.lora_modules,
+            manager.embed_tokens_module,
+            manager.lm_head_module,
+        )
+        return True
+
+    def take_every_slot(step: int) -> None:
+        if step == 1:
+            manager.fetch_new_loras({None, loaded[1].uid, loaded[2].uid})
+
+    fill_free_slots()
+    with mock.patch.object(adapters.lora.SlotCopy, "copy", copy_at_once):
+        load(engine, 1, good)
+    whole = content(1)
+    with mock.patch.object(adapters, "_COPY_BYTES", 1):
+        results = [load_steps(2, lambda _: None), load_steps(3, take_every_slot)]
+        # One that is given up leaves nothing.
+        read, number = threading.Event(), next(_numbers)
+        engine.begin_load(number, 4, good, read.set)
+        assert read.wait(60.0)
+        assert not engine.finish_load(number)
+        engine.discard_load(number)
+    with connection:
+        connection.send((results, len(manager.loras), engine.runner.model_config.num_hidden_layers))
 
 
 def pin_loaded(config_path: str, good: str, connection: Connection, stderr: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import multiprocessing
 from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
@@ -217,6 +218,55 @@ def test_loads_are_answered_when_the_loop_ends() -> None:
     load.commit.assert_not_called()
     loads.close()
     load.commit.assert_called_once_with(FAILED)
+
+
+def test_others_are_served_between_the_parts_of_a_load() -> None:
+    """Each part asks for the next one; loads end in their order, and one that is late in one go."""
+    engine = mock.Mock(spec=["begin_load", "finish_load"])
+    wake = mock.Mock()
+    loads = Loads(engine, wake)
+    first, second = (mock.Mock(spec=Load, adapter_id=7, path=f"/{n}") for n in range(2))
+    numbers = []
+    for load in (first, second):
+        loads.begin(load)
+        number, *_, done = engine.begin_load.call_args[0]
+        numbers.append(number)
+        done()
+    wake.reset_mock()
+    engine.finish_load.side_effect = [False, False, True, False, True]
+    for count in (1, 2):
+        loads.settle()
+        assert wake.call_count == count
+        first.commit.assert_not_called()
+    loads.settle()
+    first.commit.assert_called_once_with(OK)
+    second.commit.assert_not_called()
+    assert wake.call_count == 3
+    for opened in loads._open.values():
+        opened.until = 0.0
+    loads.settle()
+    second.commit.assert_called_once_with(OK)
+    calls = [call.args[0] for call in engine.finish_load.call_args_list]
+    assert calls == [numbers[0]] * 3 + [numbers[1]] * 2
+
+
+def test_an_adapter_is_copied_layer_by_layer(
+    models_folder: Path, made: lora_adapters.Made, tmp_path: Path
+) -> None:
+    """Its slot has in the end what one copy puts there, even if others needed it meanwhile."""
+    snapshot = tiny_models.build("llama", models_folder)
+    config = drivers.write_config(tmp_path, snapshot, options=OPTIONS)
+    receiver, sender = multiprocessing.Pipe()
+    arguments = (str(config), str(made.adapter), sender, str(tmp_path / "stderr"))
+    process = drivers.fork_call(adapter_process.copy_in_steps, arguments)
+    sender.close()
+    with receiver:
+        assert receiver.poll(60.0)
+        results, left, layers = receiver.recv()
+    assert process.wait(30.0) == 0
+    # The ends of the model are a part, too.
+    assert results == [(layers + 1, False, True), (2, False, True)]
+    assert left == 3
 
 
 @pytest.mark.parametrize(

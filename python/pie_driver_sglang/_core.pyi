@@ -1566,6 +1566,18 @@ class Runtime:
         """
         Empties the prefix indices. False, with nothing done, where requests run or wait.
         """
+    def load_adapter(self, /, adapter_id: SupportsIndex, path: str) -> None:
+        """
+        Has every driver read a LoRA adapter, without Python's lock; requests of others go on meanwhile. A driver that is
+        started again reads it again.
+
+        Args:
+            adapter_id: From 1, at most 2**63 - 2; one that was loaded before gets the new files, so let its requests end first.
+            path: A folder as PEFT saves it, or a safetensors file beside its `adapter_config.json`; on the drivers' machine.
+
+        Raises:
+            StartError: A driver does not take it, with the reason in its log, or there is no driver.
+        """
     def log_lines(self, /) -> list[str]:
         """
         What the drivers have logged since the last call, oldest first, the last 1000 lines at most. With several replicas
@@ -1584,7 +1596,7 @@ class Runtime:
         """
         Counts of all replicas, and under `replicas` those of each.
         """
-    def submit(self, /, token_ids: Buffer | ndarray | list[int], *, max_new_tokens: SupportsIndex = 128, min_new_tokens: SupportsIndex = 0, temperature: SupportsFloat | SupportsIndex = 1.0, top_k: SupportsIndex = ..., top_p: SupportsFloat | SupportsIndex = 1.0, min_p: SupportsFloat | SupportsIndex = 0.0, seed: SupportsIndex | None = None, stop_token_ids: SupportsGetItem[int, SupportsIndex] = ..., stop: SupportsGetItem[int, str] = ..., ignore_eos: bool = False, n: SupportsIndex = 1, priority: SupportsIndex | None = None, routing_key: str | None = None, session: SupportsIndex | None = None, namespace: str | None = None, speculate: bool = False, deadline_s: SupportsFloat | SupportsIndex | None = None) -> int:
+    def submit(self, /, token_ids: Buffer | ndarray | list[int], *, max_new_tokens: SupportsIndex = 128, min_new_tokens: SupportsIndex = 0, temperature: SupportsFloat | SupportsIndex = 1.0, top_k: SupportsIndex = ..., top_p: SupportsFloat | SupportsIndex = 1.0, min_p: SupportsFloat | SupportsIndex = 0.0, seed: SupportsIndex | None = None, stop_token_ids: SupportsGetItem[int, SupportsIndex] = ..., stop: SupportsGetItem[int, str] = ..., ignore_eos: bool = False, n: SupportsIndex = 1, priority: SupportsIndex | None = None, routing_key: str | None = None, session: SupportsIndex | None = None, namespace: str | None = None, adapter_id: SupportsIndex | None = None, speculate: bool = False, deadline_s: SupportsFloat | SupportsIndex | None = None) -> int:
         """
         Hands a request in and returns its id at once. What comes of it is for `poll`; one that cannot be served, because its
         prompt is too long, for example, ends with the reason `error`.
@@ -1606,6 +1618,7 @@ class Runtime:
             routing_key: Requests with one key go to one replica, and are one group for the policy of that name.
             session: A conversation whose pages are kept; it stays with one replica.
             namespace: Requests of different ones share no prefix; SGLang's `extra_key`.
+            adapter_id: What `load_adapter` loaded; None for the model alone. Different ones share no prefix.
             speculate: The driver may draft for it.
             deadline_s: Seconds after which it ends, finished or not.
 

@@ -156,10 +156,15 @@ class ModelEngine(Protocol):
             done: Called once it is read, on the reading thread, in the order of the loads.
         """
 
-    def finish_load(self, number: int) -> None:
-        """Makes an adapter usable, and replaces a former one of its id.
+    def finish_load(self, number: int) -> bool:
+        """Goes on to make an adapter usable, in the place of a former one of its id.
 
-        Blocks until it is read, then copies it into a slot. Call it after the load's `done`.
+        Blocks until it is read, then copies some layers of it into a slot. Call it after the
+        load's `done`, and again until it returns True; passes, copies and other loads may come in
+        between, and find what they found before.
+
+        Returns:
+            Whether the adapter is usable now.
 
         Raises:
             AdapterError: The adapter cannot be read or does not fit the model. Nothing has changed,
@@ -167,7 +172,7 @@ class ModelEngine(Protocol):
         """
 
     def discard_load(self, number: int) -> None:
-        """Drops a load instead of finishing it; never blocks."""
+        """Drops a load instead of finishing it, whatever was copied; never blocks for long."""
 
     def fetch_adapters(self, adapter_ids: Sequence[int]) -> dict[int, str]:
         """Brings the adapters of the next pass into host memory.

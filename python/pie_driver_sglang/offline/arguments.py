@@ -15,6 +15,7 @@ from pie_driver_sglang.config.hf_config import check_hf_config, load_hf_config
 from pie_driver_sglang.config.option_checks import parse_options, valid_names
 from pie_driver_sglang.config.server_args import SERVER_ARGS
 from pie_driver_sglang.errors import ConfigError, nearest, quoted
+from pie_driver_sglang.offline.adapters import AdapterPath, parse_paths
 
 #: Arguments that the native runtime takes under SGLang's names.
 SCHEDULER: Final = (
@@ -37,6 +38,7 @@ READ: Final = (
     "dtype",
     "gpu_id_step",
     "log_level",
+    "lora_paths",
     "max_total_tokens",
     "model_path",
     "preferred_sampling_params",
@@ -68,7 +70,7 @@ OTHER_NAMES: Final[Mapping[str, str]] = MappingProxyType(
 #: Why an argument of SGLang is refused, by who decides it in this engine.
 _REASONS: Final[Mapping[str, str]] = MappingProxyType(
     {
-        "adapters": "adapters are not served by the offline engine yet",
+        "adapters": "the driver manages adapters; set `lora_paths` and `max_loaded_loras`",
         "capacity": "the driver computes its capacity from the memory; set `mem_fraction_static`",
         "custom": "it needs a Python object in the driver's process",
         "device": "set `device`, `devices`, `base_gpu_id` or `tp_size`",
@@ -104,6 +106,8 @@ class EngineArguments(NamedTuple):
         speculates: Whether requests ask for drafts.
         log_level: Of the drivers' lines, SGLang's names.
         context_length: That the user set; None for the model's.
+        adapters: What to load at the start.
+        max_adapters: How many may be loaded; 0 where adapters are off.
     """
 
     model: Path
@@ -113,6 +117,8 @@ class EngineArguments(NamedTuple):
     speculates: bool
     log_level: str
     context_length: int | None
+    adapters: tuple[AdapterPath, ...] = ()
+    max_adapters: int = 0
 
 
 def parse_arguments(given: Mapping[str, Any]) -> EngineArguments:
@@ -152,6 +158,8 @@ def parse_arguments(given: Mapping[str, Any]) -> EngineArguments:
         speculates="speculative_algorithm" in values,
         log_level=str(values.get("log_level", "error")),
         context_length=checked.context_length,
+        adapters=parse_paths(values.get("lora_paths", ())),
+        max_adapters=checked.max_loaded_loras if checked.enable_lora else 0,
     )
 
 
@@ -201,6 +209,9 @@ def _options(values: Mapping[str, Any]) -> dict[str, Any]:
     """The table `[driver.options]`: its own names, and what goes on to SGLang."""
     taken = {*SCHEDULER, *READ, *OWN}
     options = {name: value for name, value in values.items() if name not in taken or name in _BOTH}
+    if values.get("lora_paths"):
+        # As SGLang does, unless adapters are turned off by name.
+        options.setdefault("enable_lora", True)
     algorithm = values.get("speculative_algorithm")
     if algorithm is not None:
         if str(algorithm).upper() != "NGRAM":

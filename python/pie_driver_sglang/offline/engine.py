@@ -13,6 +13,7 @@ from typing import Any, Final, NamedTuple, NoReturn, Self, TypeVar
 from pie_driver_sglang import __version__, _core
 from pie_driver_sglang.config.hf_config import load_hf_config
 from pie_driver_sglang.errors import ConfigError, DriverError, nearest, quoted
+from pie_driver_sglang.offline.adapters import AdapterUpdate, EngineAdapters, parse_paths
 from pie_driver_sglang.offline.answers import Answer
 from pie_driver_sglang.offline.arguments import EngineArguments, parse_arguments
 from pie_driver_sglang.offline.requests import Call, Event, OpenRequests
@@ -39,7 +40,6 @@ REFUSED_ARGUMENTS: Final[Mapping[str, str]] = MappingProxyType(
         "external_trace_header": "requests are not traced",
         "image_data": "the offline engine takes text and tokens",
         "logprob_start_len": "log-probabilities are not served yet",
-        "lora_path": "adapters are not served by the offline engine yet",
         "mm_hashes": "the offline engine takes text and tokens",
         "require_reasoning": "grammars are not served yet",
         "return_hidden_states": "hidden states stay in the driver",
@@ -61,6 +61,8 @@ class _Request(NamedTuple):
     tokens: Sequence[int]
     sampling: SamplingParameters
     name: str
+    adapter: int | None
+    """Its id; None for the model alone."""
 
 
 class _Prompts(NamedTuple):
@@ -111,6 +113,9 @@ class Engine:
         try:
             self._wait(on_start, started)
             self._capabilities: dict[str, Any] = self._runtime.capabilities()
+            self._adapters = EngineAdapters(self._runtime, parsed.max_adapters)
+            for adapter in parsed.adapters:
+                _with_hint(self._adapters.load, adapter)
             self._requests = OpenRequests(self._runtime)
         except BaseException:
             self._runtime.shutdown()
@@ -129,6 +134,7 @@ class Engine:
         priority: int | None = None,
         session_id: str | None = None,
         extra_key: str | None = None,
+        lora_path: str | Sequence[str | None] | None = None,
         **others: Any,
     ) -> Any:
         """Generate from one prompt or several.
@@ -141,7 +147,9 @@ class Engine:
             rid: The requests' names; made up where there are none.
             priority: Higher comes first, with `enable_priority_scheduling`.
             session_id: A conversation, whose pages are kept.
-            extra_key: OpenRequests with different keys share no prefix.
+            extra_key: Requests with different keys share no prefix.
+            lora_path: Name of the loaded adapter to use, for all prompts or a list with that of
+                each; None for the model alone.
             others: Arguments of SGLang's `generate` that must be empty here.
 
         Returns:
@@ -153,7 +161,7 @@ class Engine:
             ConfigError: An argument or a parameter is unknown, not served or wrong.
             StartError: The drivers are gone.
         """
-        prompts = self._prompts(prompt, sampling_params, input_ids, rid, others)
+        prompts = self._prompts(prompt, sampling_params, input_ids, rid, others, lora_path)
         extra = self._extra(priority, session_id, extra_key)
         if stream:
             return self._streamed(prompts, extra)
@@ -187,11 +195,12 @@ class Engine:
         priority: int | None = None,
         session_id: str | None = None,
         extra_key: str | None = None,
+        lora_path: str | Sequence[str | None] | None = None,
         **others: Any,
     ) -> Any:
         """Do as :meth:`generate` without blocking the loop; `stream` gives an async iterator."""
         prompts = await asyncio.to_thread(
-            self._prompts, prompt, sampling_params, input_ids, rid, others
+            self._prompts, prompt, sampling_params, input_ids, rid, others, lora_path
         )
         extra = self._extra(priority, session_id, extra_key)
         if stream:
@@ -217,6 +226,28 @@ class Engine:
         )
 
     async_encode = encode
+
+    def load_lora_adapter(
+        self, lora_name: str, lora_path: str, pinned: bool = False
+    ) -> AdapterUpdate:
+        """Load an adapter, which requests then name as `lora_path`; they go on meanwhile.
+
+        Args:
+            lora_name: What requests call it.
+            lora_path: A folder as PEFT saves it, a safetensors file beside its
+                `adapter_config.json`, or a repository in the Hugging Face cache.
+            pinned: Without effect: the drivers keep every adapter of an engine in memory.
+
+        Returns:
+            Whether it was loaded, and why not.
+        """
+        try:
+            [adapter] = parse_paths({lora_name: lora_path})
+            self._adapters.load(adapter)
+        except DriverError as error:
+            text = "; ".join(filter(None, (str(error), error.hint)))
+            return AdapterUpdate(False, text, self._adapters.paths)
+        return AdapterUpdate(True, "", self._adapters.paths)
 
     def flush_cache(self) -> bool:
         """Empty the prefix cache. False, with nothing done, while requests run."""
@@ -295,6 +326,7 @@ class Engine:
         input_ids: Any,
         rid: Any,
         others: Mapping[str, Any],
+        lora_path: Any = None,
     ) -> _Prompts:
         """Checks the arguments of a call, and tokenizes."""
         _refuse(others)
@@ -313,7 +345,9 @@ class Engine:
                         "give one for each prompt, or one for all",
                     )
                 )
-        requests = [_Request(*one) for one in zip(tokens, samplings, names, strict=True)]
+        adapters = _with_hint(lambda given: self._adapters.numbers(given, count), lora_path)
+        parts = zip(tokens, samplings, names, adapters, strict=True)
+        requests = [_Request(*one) for one in parts]
         for request in requests:
             self._check_length(request)
         return _Prompts(requests, is_batch)
@@ -383,6 +417,8 @@ class Engine:
             for index, request in enumerate(prompts.requests):
                 room = self.context_length - len(request.tokens)
                 parameters = {**request.sampling.submitted(room), **extra}
+                if request.adapter is not None:
+                    parameters["adapter_id"] = request.adapter
                 call.submit(index, request.tokens, request.sampling.n, parameters)
         except (ValueError, OverflowError) as error:
             call.abort()

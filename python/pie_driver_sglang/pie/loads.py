@@ -70,11 +70,17 @@ class Loads:
         self._engine.begin_load(number, load.adapter_id, load.path, done)
 
     def settle(self) -> None:
-        """Finishes loads that have been read, and refuses those that take too long."""
+        """Goes on with a load that has been read, and refuses those that take too long.
+
+        Where that was not all, others are served before it goes on.
+        """
+        copies = True
         for number, opened in list(self._open.items()):
-            if opened.is_read:
-                del self._open[number]
-                self._finish(number, opened)
+            if opened.is_read and copies:
+                # Loads end in their order; two may be of one id.
+                copies = self._goes_on(number, opened)
+            elif opened.is_read:
+                continue
             elif opened.load is not None and time.monotonic() >= opened.until:
                 text = f"it is not read after {self._patience_s:g} s, and its client will give up"
                 _refuse(opened.load, AdapterError(text, "keep adapters on a faster disk"))
@@ -88,23 +94,33 @@ class Loads:
                 opened.load.commit(STATUS_FAILED)
         self._open.clear()
 
-    def _finish(self, number: int, opened: _Open) -> None:
+    def _goes_on(self, number: int, opened: _Open) -> bool:
+        """Takes the next step of a load that was read; returns whether it is over."""
         opened.timer.cancel()
         if (load := opened.load) is None:
+            del self._open[number]
             self._engine.discard_load(number)
-            return
+            return True
         adapter_id, path = load.adapter_id, quoted(load.path)
         try:
-            self._engine.finish_load(number)
+            while not self._engine.finish_load(number):
+                # Its client does not wait for ever: then the rest comes at once.
+                if time.monotonic() < opened.until:
+                    self._wake()
+                    return False
         except AdapterError as error:
+            del self._open[number]
             _refuse(load, error)
         except Exception as error:
+            del self._open[number]
             load.commit(STATUS_FAILED)
             text = "loading adapter %d from %s failed"
             go_on(self._engine, error, "load", text, adapter_id, path)
         else:
+            del self._open[number]
             logger.info("adapter %d loaded from %s", adapter_id, path, extra={"kind": "loaded"})
             load.commit(STATUS_OK)
+        return True
 
 
 class _Open:

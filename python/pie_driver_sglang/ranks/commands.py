@@ -113,7 +113,7 @@ class BeginLoad(NamedTuple):
 
 
 class FinishLoad(NamedTuple):
-    """Make the adapter usable, once this rank has read it."""
+    """Go on to make the adapter usable, once this rank has read it."""
 
     number: int
 

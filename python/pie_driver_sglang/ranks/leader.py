@@ -107,10 +107,10 @@ class LeadingEngine:
         with self._together(BeginLoad(number, adapter_id, path)):
             self._engine.begin_load(number, adapter_id, path, done)
 
-    def finish_load(self, number: int) -> None:
+    def finish_load(self, number: int) -> bool:
         """On all ranks or on none; see :meth:`pie_driver_sglang.engine.ModelEngine.finish_load`."""
         with self._together(FinishLoad(number)):
-            self._engine.finish_load(number)
+            return self._engine.finish_load(number)
 
     def discard_load(self, number: int) -> None:
         """On all ranks; see :meth:`pie_driver_sglang.engine.ModelEngine.discard_load`."""

@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 from pie_driver_sglang._core import REHEARSAL_ADAPTER
 from pie_driver_sglang.errors import AdapterError, StartError, quoted
@@ -41,6 +41,8 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+_COPY_BYTES: Final = 32 << 20
+"""Of an adapter, to be copied into a slot at once: some milliseconds."""
 _FUSED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
@@ -61,6 +63,14 @@ class _Loading(NamedTuple):
 
     adapter_id: int
     read: Future[tuple[Source, _Prepared]]
+
+
+class _Copying(NamedTuple):
+    """A load that was read, and is being copied into a slot."""
+
+    source: Source
+    loaded: _Loaded
+    slot: lora.SlotCopy
 
 
 class _Loaded(NamedTuple):
@@ -95,6 +105,7 @@ class Adapters:
         self._loader = Loader()
         self._aside = groups.aside()
         self._loading: dict[int, _Loading] = {}
+        self._copying: dict[int, _Copying] = {}
 
     @property
     def slots(self) -> int:
@@ -119,21 +130,38 @@ class Adapters:
     def discard_load(self, number: int) -> None:
         """Forgets a load; see :meth:`pie_driver_sglang.engine.ModelEngine.discard_load`."""
         del self._loading[number]
+        copying = self._copying.pop(number, None)
+        if copying is not None:
+            lora.forget(self._manager, copying.loaded.uid)
 
-    def finish_load(self, number: int) -> None:
-        """Makes an adapter usable; see :meth:`pie_driver_sglang.engine.ModelEngine.finish_load`.
+    def finish_load(self, number: int) -> bool:
+        """Goes on with a load; see :meth:`pie_driver_sglang.engine.ModelEngine.finish_load`.
 
         Raises:
             AdapterError: It does not fit, and nothing has changed.
         """
-        adapter_id, read = self._loading.pop(number)
-        source, prepared = _agreed(read.result)
-        loaded = self._register(adapter_id, prepared)
+        adapter_id, read = self._loading[number]
+        try:
+            if number not in self._copying:
+                source, prepared = _agreed(read.result)
+                self._make_room(adapter_id)
+                self._copying[number] = self._begin_copy(source, prepared)
+            copying = self._copying[number]
+            if not self._agreed_on(copying.loaded.uid, lambda: _copy_some(copying.slot)):
+                return False
+        except AdapterError:
+            del self._loading[number]
+            self._copying.pop(number, None)
+            raise
+        del self._loading[number], self._copying[number]
         former = self._resident.pop(adapter_id, None)
         if former is not None:
             lora.forget(self._manager, former.uid)
-        self._resident[adapter_id] = loaded
-        self._sources[adapter_id] = source
+        # Another load may have ended meanwhile.
+        self._make_room(adapter_id)
+        self._resident[adapter_id] = copying.loaded
+        self._sources[adapter_id] = copying.source
+        return True
 
     def fetch(self, adapter_ids: Sequence[int]) -> dict[int, str]:
         """Brings loaded adapters, no more than there are slots, into host memory.
@@ -229,15 +257,37 @@ class Adapters:
             )
         return source, prepared
 
+    def _begin_copy(self, source: Source, prepared: _Prepared) -> _Copying:
+        """Puts an adapter into SGLang's tables, and reserves a slot for it."""
+        uid = prepared.adapter.uid
+        slot = self._agreed_on(uid, lambda: lora.SlotCopy(self._manager, prepared.adapter))
+        return _Copying(source, _Loaded(uid, prepared.embeds), slot)
+
     def _register(self, adapter_id: int, prepared: _Prepared) -> _Loaded:
         """Puts an adapter into SGLang's tables and, as the proof that it fits, into a slot."""
         self._make_room(adapter_id)
+        uid = prepared.adapter.uid
+        self._agreed_on(uid, lambda: lora.put(self._manager, prepared.adapter))
+        return _Loaded(uid, prepared.embeds)
+
+    def _agreed_on(self, uid: str, step: Callable[[], T]) -> T:
+        """Has SGLang do something about an adapter on all ranks; forgets it where one fails.
+
+        Raises:
+            AdapterError: One has failed.
+        """
+
+        def taken() -> T:
+            try:
+                return step()
+            except Exception as error:
+                raise _not_taken(error) from error
+
         try:
-            _agreed(lambda: self._put(prepared))
+            return _agreed(taken)
         except AdapterError:
-            lora.forget(self._manager, prepared.adapter.uid)
+            lora.forget(self._manager, uid)
             raise
-        return _Loaded(prepared.adapter.uid, prepared.embeds)
 
     def _prepared(self, uid: str, adapter: Adapter) -> _Prepared:
         """Has SGLang join the weights of fused layers; may be called on any thread."""
@@ -249,18 +299,19 @@ class Adapters:
             raise _not_taken(error) from error
         return _Prepared(prepared, adapter.embeds)
 
-    def _put(self, prepared: _Prepared) -> None:
-        """Gives SGLang an adapter, of which it keeps this rank's part in a slot."""
-        try:
-            lora.put(self._manager, prepared.adapter)
-        except Exception as error:
-            raise _not_taken(error) from error
-
     def _make_room(self, adapter_id: int) -> None:
         """Lets the least recently used adapters go, but not the one that is to be replaced."""
         others = [number for number in self._resident if number != adapter_id]
         for number in others[: max(0, len(others) + 1 - self._max_loaded)]:
             lora.forget(self._manager, self._resident.pop(number).uid)
+
+
+def _copy_some(slot: lora.SlotCopy) -> bool:
+    """Copies as many layers as make a short pause for others; returns whether that was all.
+
+    All ranks copy the same ones: they have the same files.
+    """
+    return slot.copy(max(1, _COPY_BYTES * slot.layers // max(1, slot.bytes)))
 
 
 def _not_taken(error: Exception) -> AdapterError:

@@ -300,9 +300,9 @@ class SglangEngine:
         """Begins to read one; see :meth:`pie_driver_sglang.engine.ModelEngine.begin_load`."""
         self._with_adapters().begin_load(number, adapter_id, path, done)
 
-    def finish_load(self, number: int) -> None:
-        """Makes it usable; see :meth:`pie_driver_sglang.engine.ModelEngine.finish_load`."""
-        self._with_adapters().finish_load(number)
+    def finish_load(self, number: int) -> bool:
+        """Goes on with it; see :meth:`pie_driver_sglang.engine.ModelEngine.finish_load`."""
+        return self._with_adapters().finish_load(number)
 
     def discard_load(self, number: int) -> None:
         """Forgets it; see :meth:`pie_driver_sglang.engine.ModelEngine.discard_load`."""

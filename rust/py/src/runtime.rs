@@ -1,31 +1,31 @@
 //! Drivers with schedulers: the native half of the public engine.
 
+mod outputs;
+mod settings;
+
 use std::collections::VecDeque;
-use std::fs::{File, OpenOptions};
-use std::io::Write;
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use pie_runtime::{
-    Arrival, Config, Delta, DriverSettings, End, Ends, Rejected, ReplicaStats, Sampling, Service,
-    ServiceLog, ServiceSettings, TokenBytes,
+    Arrival, Config, DriverSettings, Ends, Rejected, Sampling, Service, ServiceSettings,
 };
-use pyo3::exceptions::{PyRuntimeError, PyTypeError, PyValueError};
-use pyo3::inspect::PyStaticExpr;
+use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
-use pyo3::types::{PyBool, PyDict, PyFloat, PyInt, PyList, PyString, PyTuple};
-use pyo3::{type_hint_identifier, type_hint_subscript, type_hint_union};
-use serde::Serialize;
-use toml::{Table, Value};
+use pyo3::types::PyDict;
+use toml::Table;
 
-use crate::arrays::{self, Ids};
+use self::outputs::{Stats, dict};
+use self::settings::{
+    Prompt, at_least_one, lock, log, seconds, share, table, token_bytes, value_error,
+};
 use crate::error::from_runtime;
+
+pub(crate) use self::outputs::Output;
 
 /// How often a wait looks for Ctrl-C.
 const SIGNALS: Duration = Duration::from_millis(100);
-/// Lines of logs that are kept for `log_lines`.
-const LINES: usize = 1000;
 
 /// Drivers with a scheduler for each: requests in, tokens out.
 ///
@@ -37,77 +37,6 @@ pub(crate) struct Runtime {
     service: Service,
     lines: Arc<Mutex<VecDeque<String>>>,
     stop_tokens: Vec<u32>,
-}
-
-/// New tokens of one sequence of a request, or its end, or both.
-#[pyclass(frozen, get_all, module = "pie_driver_sglang._core")]
-pub(crate) struct Output {
-    /// What `Runtime.submit` returned.
-    request: u64,
-    /// Which of the request's `n` sequences, from 0.
-    sample: u32,
-    /// New since the last output; a new list at every access. A stop token is the last one.
-    token_ids: Vec<u32>,
-    /// `stop`, `length`, `abort`, `deadline` or `error` in the last output, else None.
-    finish_reason: Option<&'static str>,
-    /// The stop token that ended it.
-    stop_token: Option<u32>,
-    /// Index of the stop string that ended it.
-    stop_string: Option<u32>,
-    /// With a stop string, the bytes of the output's text before it begins.
-    text_bytes: Option<u64>,
-    /// Bytes at the end of the text so far that may be the start of a stop string: keep them back.
-    held_bytes: u32,
-    /// What happened, where the reason is `error`.
-    error: Option<String>,
-    /// Tokens of the prompt whose KV was there.
-    cached_tokens: u32,
-}
-
-#[pymethods]
-impl Output {
-    fn __repr__(&self) -> String {
-        format!(
-            "Output(request={}, sample={}, token_ids={:?}, finish_reason={:?})",
-            self.request, self.sample, self.token_ids, self.finish_reason
-        )
-    }
-}
-
-impl From<Delta> for Output {
-    fn from(delta: Delta) -> Self {
-        let mut output = Self {
-            request: delta.request,
-            sample: delta.sample,
-            token_ids: delta.tokens,
-            finish_reason: None,
-            stop_token: None,
-            stop_string: None,
-            text_bytes: None,
-            held_bytes: delta.held_bytes,
-            error: None,
-            cached_tokens: delta.cached_tokens,
-        };
-        output.finish_reason = delta.end.map(|end| match end {
-            End::Length => "length",
-            End::StopToken(token) => {
-                output.stop_token = Some(token);
-                "stop"
-            }
-            End::StopString { index, text_bytes } => {
-                output.stop_string = Some(index);
-                output.text_bytes = Some(text_bytes);
-                "stop"
-            }
-            End::Aborted => "abort",
-            End::Deadline => "deadline",
-            End::Failed(error) => {
-                output.error = Some(error.to_string());
-                "error"
-            }
-        });
-        output
-    }
 }
 
 #[pymethods]
@@ -295,6 +224,7 @@ impl Runtime {
     ///     routing_key: Requests with one key go to one replica, and are one group for the policy of that name.
     ///     session: A conversation whose pages are kept; it stays with one replica.
     ///     namespace: Requests of different ones share no prefix; SGLang's `extra_key`.
+    ///     adapter_id: What `load_adapter` loaded; None for the model alone. Different ones share no prefix.
     ///     speculate: The driver may draft for it.
     ///     deadline_s: Seconds after which it ends, finished or not.
     ///
@@ -307,7 +237,8 @@ impl Runtime {
     #[pyo3(signature = (
         token_ids, *, max_new_tokens = 128, min_new_tokens = 0, temperature = 1.0, top_k = -1, top_p = 1.0, min_p = 0.0,
         seed = None, stop_token_ids = Vec::new(), stop = Vec::new(), ignore_eos = false, n = 1, priority = None,
-        routing_key = None, session = None, namespace = None, speculate = false, deadline_s = None
+        routing_key = None, session = None, namespace = None, adapter_id = None, speculate = false,
+        deadline_s = None
     ))]
     #[expect(
         clippy::too_many_arguments,
@@ -332,6 +263,7 @@ impl Runtime {
         routing_key: Option<String>,
         session: Option<u64>,
         namespace: Option<String>,
+        adapter_id: Option<u64>,
         speculate: bool,
         deadline_s: Option<f64>,
     ) -> PyResult<u64> {
@@ -357,6 +289,7 @@ impl Runtime {
             },
             samples: n,
             namespace: namespace.map(String::into_boxed_str),
+            adapter: adapter_id,
             priority,
             routing_key: routing_key.map(String::into_boxed_str),
             session,
@@ -369,6 +302,20 @@ impl Runtime {
                 Rejected::Gone(error) => from_runtime(error),
                 _ => PyRuntimeError::new_err(rejected.to_string()),
             })
+    }
+
+    /// Has every driver read a LoRA adapter, without Python's lock; requests of others go on meanwhile. A driver that is
+    /// started again reads it again.
+    ///
+    /// Args:
+    ///     adapter_id: From 1, at most 2**63 - 2; one that was loaded before gets the new files, so let its requests end first.
+    ///     path: A folder as PEFT saves it, or a safetensors file beside its `adapter_config.json`; on the drivers' machine.
+    ///
+    /// Raises:
+    ///     StartError: A driver does not take it, with the reason in its log, or there is no driver.
+    fn load_adapter(&self, py: Python<'_>, adapter_id: u64, path: &str) -> PyResult<()> {
+        py.detach(|| self.service.load_adapter(adapter_id, path))
+            .map_err(|error| from_runtime(&error))
     }
 
     /// Ends a request, with the reason `abort`. One that has ended, or never was, is ignored.
@@ -427,176 +374,6 @@ impl Runtime {
     }
 }
 
-/// A prompt: an array of integers, or a list.
-struct Prompt(Vec<u32>);
-
-impl<'a, 'py> FromPyObject<'a, 'py> for Prompt {
-    type Error = PyErr;
-    const INPUT_TYPE: PyStaticExpr = type_hint_union!(
-        <Ids<'_, '_> as FromPyObject<'_, '_>>::INPUT_TYPE,
-        type_hint_subscript!(
-            type_hint_identifier!("builtins", "list"),
-            type_hint_identifier!("builtins", "int")
-        )
-    );
-
-    fn extract(object: Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {
-        if object.is_instance_of::<PyList>() {
-            return Ok(Self(object.extract()?));
-        }
-        let mut tokens = Vec::new();
-        let Ok(ids) = Ids::extract(object);
-        arrays::read("token_ids", ids, None, arrays::TOKENS, &mut tokens)?;
-        Ok(Self(tokens))
-    }
-}
-
-/// What `Runtime.stats` shows.
-#[derive(Default, Serialize)]
-struct Stats {
-    #[serde(flatten)]
-    all: Counts,
-    replicas: Vec<Counts>,
-}
-
-#[derive(Clone, Default, Serialize)]
-struct Counts {
-    running: usize,
-    waiting: usize,
-    steps: u64,
-    prompt_tokens: u64,
-    cached_tokens: u64,
-    output_tokens: u64,
-    retractions: u64,
-    finished: u64,
-    drafted: u64,
-    accepted: u64,
-    restarts: u64,
-    pages_total: u64,
-    pages_free: u64,
-    pages_cached: u64,
-    /// Of all replicas the longest.
-    gap_us_p50: f64,
-    gap_us_p99: f64,
-    driver_pids: Vec<u32>,
-}
-
-impl Stats {
-    fn of(replicas: &[ReplicaStats]) -> Self {
-        let replicas: Vec<Counts> = replicas.iter().map(Counts::of).collect();
-        let all = replicas.iter().fold(Counts::default(), Counts::plus);
-        Self { all, replicas }
-    }
-}
-
-impl Counts {
-    fn of(stats: &ReplicaStats) -> Self {
-        let counts = &stats.scheduler;
-        Self {
-            running: counts.running,
-            waiting: counts.waiting,
-            steps: counts.steps,
-            prompt_tokens: counts.prompt_tokens,
-            cached_tokens: counts.cached_tokens,
-            output_tokens: counts.output_tokens,
-            retractions: counts.retractions,
-            finished: counts.finished,
-            drafted: counts.drafts,
-            accepted: counts.accepted,
-            restarts: stats.restarts,
-            pages_total: stats.total_pages.into(),
-            pages_free: counts.free_pages as u64,
-            pages_cached: counts.cached_pages as u64,
-            gap_us_p50: stats.gaps_ns[0] as f64 / 1e3,
-            gap_us_p99: stats.gaps_ns[1] as f64 / 1e3,
-            driver_pids: vec![stats.driver_pid],
-        }
-    }
-
-    fn plus(mut self, other: &Self) -> Self {
-        self.running += other.running;
-        self.waiting += other.waiting;
-        self.driver_pids.extend(&other.driver_pids);
-        self.gap_us_p50 = self.gap_us_p50.max(other.gap_us_p50);
-        self.gap_us_p99 = self.gap_us_p99.max(other.gap_us_p99);
-        for (sum, more) in [
-            (&mut self.steps, other.steps),
-            (&mut self.prompt_tokens, other.prompt_tokens),
-            (&mut self.cached_tokens, other.cached_tokens),
-            (&mut self.output_tokens, other.output_tokens),
-            (&mut self.retractions, other.retractions),
-            (&mut self.finished, other.finished),
-            (&mut self.drafted, other.drafted),
-            (&mut self.accepted, other.accepted),
-            (&mut self.restarts, other.restarts),
-            (&mut self.pages_total, other.pages_total),
-            (&mut self.pages_free, other.pages_free),
-            (&mut self.pages_cached, other.pages_cached),
-        ] {
-            *sum += more;
-        }
-        self
-    }
-}
-
-/// The settings of each replica, with its share of the devices.
-fn share(
-    driver: &DriverSettings,
-    devices: &[String],
-    replicas: usize,
-    ranks: usize,
-) -> PyResult<Vec<DriverSettings>> {
-    let needed = replicas.checked_mul(ranks).filter(|&needed| needed > 0);
-    if needed != Some(devices.len()) {
-        return Err(PyValueError::new_err(format!(
-            "{replicas} replicas of {ranks} devices were asked for, and {} devices given: replicas times \
-             tensor_parallel_size must be the number of devices, and 1 at least",
-            devices.len()
-        )));
-    }
-    let parts = devices.chunks(ranks);
-    let settings = parts.map(|devices| DriverSettings {
-        devices: devices.to_vec(),
-        ..driver.clone()
-    });
-    Ok(settings.collect())
-}
-
-/// Keeps the last lines, and writes all to a file if there is a path.
-fn log(
-    lines: Arc<Mutex<VecDeque<String>>>,
-    replicas: usize,
-    path: Option<PathBuf>,
-) -> PyResult<ServiceLog> {
-    let open = |path| OpenOptions::new().create(true).append(true).open(path);
-    let file: Option<File> = path.map(open).transpose()?;
-    Ok(Arc::new(move |replica, line: &str| {
-        let line = if replicas > 1 {
-            format!("[{replica}] {line}")
-        } else {
-            line.to_owned()
-        };
-        if let Some(mut file) = file.as_ref() {
-            // What a full disk loses is still among the last lines.
-            let _ = file.write_all(format!("{line}\n").as_bytes());
-        }
-        let mut lines = lock(&lines);
-        if lines.len() == LINES {
-            lines.pop_front();
-        }
-        lines.push_back(line);
-    }))
-}
-
-fn token_bytes(vocabulary: Vec<Vec<u8>>) -> Arc<dyn TokenBytes> {
-    let bytes = vocabulary.into_iter().map(Vec::into_boxed_slice);
-    Arc::new(bytes.collect::<Vec<Box<[u8]>>>())
-}
-
-fn lock(lines: &Mutex<VecDeque<String>>) -> MutexGuard<'_, VecDeque<String>> {
-    lines.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 /// Calls `poll` without Python's lock, for a short time each, until it has something or the time is over. Ctrl-C ends it.
 fn wait<R: Send>(
     py: Python<'_>,
@@ -616,69 +393,5 @@ fn wait<R: Send>(
             return Ok(found);
         }
         py.check_signals()?;
-    }
-}
-
-fn seconds(name: &str, value: f64) -> PyResult<Duration> {
-    Duration::try_from_secs_f64(value)
-        .map_err(|error| PyValueError::new_err(format!("{name} is {value}: {error}")))
-}
-
-fn at_least_one(name: &str, value: Option<u32>) -> PyResult<Option<u32>> {
-    match value {
-        Some(0) => Err(PyValueError::new_err(format!(
-            "{name} is 0, it must be 1 or more, or None"
-        ))),
-        value => Ok(value),
-    }
-}
-
-#[expect(clippy::needless_pass_by_value, reason = "the form that map_err takes")]
-fn value_error(error: impl ToString) -> PyErr {
-    PyValueError::new_err(error.to_string())
-}
-
-/// By way of JSON, whose reader Python has.
-fn dict<'py>(py: Python<'py>, value: &impl Serialize) -> PyResult<Bound<'py, PyDict>> {
-    let text = serde_json::to_string(value).map_err(value_error)?;
-    let loads = py.import("json")?.getattr("loads")?;
-    Ok(loads.call1((text,))?.cast_into::<PyDict>()?)
-}
-
-fn table(options: &Bound<'_, PyDict>) -> PyResult<Table> {
-    let mut table = Table::new();
-    for (key, value) in options {
-        let key: String = key.extract()?;
-        let value = toml_value(&key, &value)?;
-        table.insert(key, value);
-    }
-    Ok(table)
-}
-
-fn toml_value(key: &str, value: &Bound<'_, PyAny>) -> PyResult<Value> {
-    let many = |values: Vec<Bound<'_, PyAny>>| -> PyResult<Value> {
-        let values = values.iter().map(|value| toml_value(key, value));
-        Ok(Value::Array(values.collect::<PyResult<_>>()?))
-    };
-    // A bool is an int in Python.
-    if value.is_instance_of::<PyBool>() {
-        Ok(Value::Boolean(value.extract()?))
-    } else if value.is_instance_of::<PyInt>() {
-        Ok(Value::Integer(value.extract()?))
-    } else if value.is_instance_of::<PyFloat>() {
-        Ok(Value::Float(value.extract()?))
-    } else if value.is_instance_of::<PyString>() {
-        Ok(Value::String(value.extract()?))
-    } else if let Ok(values) = value.cast::<PyList>() {
-        many(values.iter().collect())
-    } else if let Ok(values) = value.cast::<PyTuple>() {
-        many(values.iter().collect())
-    } else if let Ok(values) = value.cast::<PyDict>() {
-        Ok(Value::Table(table(values)?))
-    } else {
-        Err(PyTypeError::new_err(format!(
-            "option {key} is a {}, it must be bool, int, float, str, or a list or dict of them; leave it out for its default",
-            value.get_type().name()?
-        )))
     }
 }

@@ -153,6 +153,18 @@ pub enum RuntimeError {
     #[error("a frame cannot be encoded, or its answer not be read: {0}")]
     Wire(#[from] WireError),
 
+    /// The driver does not take an adapter.
+    #[error(
+        "the driver did not load the adapter {path}, by status {status}\n\n\
+         hint: its log names the reason; adapters need `enable_lora`"
+    )]
+    Adapter {
+        /// Where it lies.
+        path: String,
+        /// What was answered.
+        status: i32,
+    },
+
     /// An answer that is not what was asked for.
     #[error("the driver {0}")]
     Answer(#[from] AnswerError),

@@ -25,6 +25,8 @@ pub struct Turn<'a> {
     pub pages: &'a [u32],
     /// For the last token; `None` to sample nothing.
     pub sampler: Option<&'a Sampler>,
+    /// The loaded adapter that it is computed with.
+    pub adapter: Option<u64>,
     /// Tokens that must not be drawn, in any order.
     pub forbidden: &'a [u32],
 }
@@ -40,6 +42,7 @@ impl Turn<'_> {
         wants_drafts: false,
         pages: &[],
         sampler: None,
+        adapter: None,
         forbidden: &[],
     };
 
@@ -274,7 +277,10 @@ fn append(body: &mut ForwardRequest, turn: &Turn<'_>, page_size: u32, with_masks
     if !turn.forbidden.is_empty() {
         body.logit_masks.push(all_but(turn.forbidden));
     }
-    body.adapter_bindings.push(AdapterBinding::NONE);
+    body.adapter_bindings.push(AdapterBinding {
+        adapter_id: turn.adapter.map_or(-1, u64::cast_signed),
+        ..AdapterBinding::NONE
+    });
     body.spec_token_ids.extend(turn.drafts);
     body.spec_position_ids
         .extend(turn.end()..turn.end() + turn.drafts.len() as u32);

@@ -4,7 +4,8 @@ use std::time::Instant;
 
 use pie_ring::{CallError, Client, Request, Sent};
 use pie_wire::{
-    ArchivedResponsePayload, CopyDirection, CopyRequest, CopyResource, Frame, Payload, Reply,
+    AdapterOp, AdapterRequest, ArchivedResponsePayload, CopyDirection, CopyRequest, CopyResource,
+    Frame, Payload, Reply,
 };
 
 use crate::answer::{Answer, Asked, Probes};
@@ -247,6 +248,28 @@ impl<'c> Link<'c> {
     fn check_served(&self) -> Result<(), AnswerError> {
         self.answer
             .check_served((0..self.last).map(|_| Asked::plainly(true)))
+    }
+}
+
+/// Has the driver read an adapter, and waits until requests may bind it. Frames go on meanwhile in other slots.
+pub(crate) fn load_adapter(client: &Client, id: u64, path: &str) -> Result<(), RuntimeError> {
+    let request = AdapterRequest {
+        op: AdapterOp::Load,
+        adapter_id: id,
+        path: path.to_owned(),
+    };
+    let frame = Frame {
+        driver_id: 0,
+        payload: Payload::Adapter(request),
+    };
+    let mut bytes = vec![0; client.layout().request_capacity()];
+    let length = pie_wire::encode_request(&frame, &mut bytes)?;
+    match client.call(&bytes[..length], read_status)? {
+        Err(RuntimeError::Answer(AnswerError::Status(status))) => Err(RuntimeError::Adapter {
+            path: path.to_owned(),
+            status,
+        }),
+        other => other,
     }
 }
 

@@ -217,6 +217,7 @@ fn turn<'a>(row: &Row<'a, Sampler>) -> Turn<'a> {
         wants_drafts: row.wants_drafts,
         pages: row.pages,
         sampler: row.sampling,
+        adapter: row.adapter,
         forbidden: row.forbidden,
     }
 }

@@ -6,11 +6,13 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
+use pie_ring::{CallError, Client};
 use pie_sched::Arrival;
 use pie_wire::Sampler;
 
 use crate::error::RuntimeError;
 use crate::handshake::Capabilities;
+use crate::link;
 use crate::outbox::Delta;
 use crate::replica::{Command, Replica};
 use crate::shared::{ReplicaStats, ServiceSettings, Shared};
@@ -158,6 +160,7 @@ impl Service {
         arrival.id = number * self.replicas.len() as u64 + replica as u64;
         let deadline = deadline.map(|limit| (self.begin.elapsed() + limit).as_micros() as u64);
         arrival.deadline = deadline;
+        arrival.namespace = namespace(arrival.adapter, arrival.namespace);
         let (id, handle) = (arrival.id, &self.replicas[replica]);
         let samples = arrival.samples as usize;
         handle.open.fetch_add(samples, Ordering::Relaxed);
@@ -202,6 +205,50 @@ impl Service {
             }
         };
         found.unwrap_or(0)
+    }
+
+    /// Has every driver read an adapter, and waits until requests may name it as [`Arrival::adapter`]; those of others are
+    /// computed meanwhile. A driver that is started again reads it again. An id that was loaded before gets the new files:
+    /// only do so while no request has it.
+    ///
+    /// # Errors
+    /// [`RuntimeError::Adapter`] if a driver does not take it; then it counts as not loaded. Others, if there is no driver.
+    pub fn load_adapter(&self, id: u64, path: &str) -> Result<(), Arc<RuntimeError>> {
+        let replicas = 0..self.replicas.len();
+        for replica in replicas.clone() {
+            self.shared
+                .update(replica, |state| state.adapters.insert(id, path.to_owned()));
+        }
+        let loaded = replicas.clone().try_for_each(|replica| {
+            let client = self.wait_client(replica)?;
+            Ok(link::load_adapter(&client, id, path)?)
+        });
+        if loaded.is_err() {
+            for replica in replicas {
+                self.shared
+                    .update(replica, |state| state.adapters.remove(&id));
+            }
+        }
+        loaded
+    }
+
+    /// By which a driver is called; waits for one that is being started again.
+    fn wait_client(&self, replica: usize) -> Result<Arc<Client>, Arc<RuntimeError>> {
+        let mut states = self.shared.lock();
+        loop {
+            let state = &states[replica];
+            if let Some(error) = &state.failed {
+                return Err(Arc::clone(error));
+            }
+            if state.stopping {
+                return Err(Arc::new(CallError::Aborted.into()));
+            }
+            if let Some(client) = &state.client {
+                return Ok(Arc::clone(&client.0));
+            }
+            let waited = self.shared.changed.wait(states);
+            states = waited.unwrap_or_else(PoisonError::into_inner);
+        }
     }
 
     /// Ends a request. One that has ended, or never was, is ignored.
@@ -288,6 +335,18 @@ impl Service {
 impl Drop for Service {
     fn drop(&mut self) {
         self.shutdown();
+    }
+}
+
+/// What keeps KV apart: what one adapter has computed is of no use to another. Different arguments give different results.
+fn namespace(adapter: Option<u64>, name: Option<Box<str>>) -> Option<Box<str>> {
+    match (adapter, name) {
+        (Some(id), name) => Some(match name {
+            Some(name) => format!("\0adapter {id}:{name}").into(),
+            None => format!("\0adapter {id}").into(),
+        }),
+        (None, Some(name)) if name.starts_with('\0') => Some(format!("\0{name}").into()),
+        (None, name) => name,
     }
 }
 

@@ -1,5 +1,6 @@
 //! What a service and its replicas share: settings, how each stands, what was produced.
 
+use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
@@ -92,6 +93,8 @@ pub(crate) struct State {
     /// Why there will be no driver any more.
     pub(crate) failed: Option<Arc<RuntimeError>>,
     pub(crate) stopping: bool,
+    /// Adapters that its driver has, or has to read when it starts again.
+    pub(crate) adapters: BTreeMap<u64, String>,
 }
 
 /// A client that another thread calls.

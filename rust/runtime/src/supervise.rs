@@ -2,12 +2,20 @@
 
 use std::panic::{self, AssertUnwindSafe};
 use std::sync::Arc;
+use std::thread;
+use std::time::Duration;
+
+use pie_ring::Client;
 
 use crate::driver::Driver;
 use crate::error::RuntimeError;
+use crate::link;
 use crate::relay::Relay;
 use crate::replica::{Halt, Replica, WATCH};
 use crate::shared::ClientHandle;
+
+/// How often a replica whose driver reads adapters looks for something else to do.
+const LOOK: Duration = Duration::from_millis(2);
 
 impl Replica {
     /// Serves until it has to stop. Should that fail by a bug, every request is answered all the same.
@@ -89,10 +97,42 @@ impl Replica {
         };
         self.prepare(&caps)?;
         let client = driver.connect()?;
+        self.load_adapters(&client)?;
         self.shared.update(self.number, |state| {
             state.client = Some(ClientHandle(Arc::clone(&client)));
             state.caps.get_or_insert_with(|| caps.clone());
         });
         Relay::new(&client, caps.kv_page_size, answered).serve(self, driver)
+    }
+
+    /// Has a driver that was started again read what the one before had. Requests whose adapter it does not take fail one by
+    /// one.
+    fn load_adapters(&mut self, client: &Client) -> Result<(), Halt> {
+        let adapters = self
+            .shared
+            .update(self.number, |state| state.adapters.clone());
+        let load = || {
+            let loads = adapters
+                .iter()
+                .map(|(&id, path)| link::load_adapter(client, id, path));
+            loads.filter_map(Result::err).collect::<Vec<_>>()
+        };
+        thread::scope(|scope| {
+            let loading = scope.spawn(load);
+            // Deadlines and aborts do not wait for a disk.
+            while !loading.is_finished() {
+                if let Err(halt) = self.take_commands() {
+                    client.abort();
+                    return Err(halt);
+                }
+                self.expire();
+                self.publish();
+                thread::sleep(LOOK);
+            }
+            for error in loading.join().unwrap_or_default() {
+                self.note(&format!("pie-runtime: {error}"));
+            }
+            Ok(())
+        })
     }
 }

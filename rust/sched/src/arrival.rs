@@ -14,7 +14,7 @@ pub struct Ends {
 }
 
 /// A request: a prompt, and what to make of it. `S` is what the caller wants to find at the rows of a request that draw a token:
-/// the sampler, the adapter. The scheduler does not look into it.
+/// the sampler. The scheduler does not look into it.
 #[derive(Debug, Clone)]
 pub struct Arrival<S> {
     /// Names the request as long as it has not ended.
@@ -29,6 +29,8 @@ pub struct Arrival<S> {
     pub samples: u32,
     /// Sequences with different ones share no pages: `SGLang`'s `extra_key`, for adapters and cache salts.
     pub namespace: Option<Box<str>>,
+    /// Handed on to [`Row::adapter`](crate::Row::adapter). Its KV is no other's, so give it a namespace of its own.
+    pub adapter: Option<u64>,
     /// Higher comes first, or lower with [`Config::low_priority_first`](crate::Config::low_priority_first). Without one it
     /// comes last.
     pub priority: Option<i32>,
@@ -58,6 +60,7 @@ impl<S> Arrival<S> {
             },
             samples: 1,
             namespace: None,
+            adapter: None,
             priority: None,
             routing_key: None,
             session: None,

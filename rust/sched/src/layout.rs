@@ -346,6 +346,7 @@ impl<S> Scheduler<S> {
             drafts: &sequence.drafts[..row.drafts as usize],
             wants_drafts: row.draws && row.wants_drafts,
             sampling: row.draws.then_some(&arrival.sampling),
+            adapter: arrival.adapter,
             forbidden: if row.draws && sequence.forbids(row.end) {
                 &arrival.ends.stop_tokens
             } else {

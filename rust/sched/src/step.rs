@@ -26,6 +26,8 @@ pub struct Row<'a, S> {
     pub wants_drafts: bool,
     /// What to draw a token with after the last one; `None`: only KV is wanted. Rows that draw come first in a step.
     pub sampling: Option<&'a S>,
+    /// What the request was handed in with.
+    pub adapter: Option<u64>,
     /// Tokens that must not be drawn.
     pub forbidden: &'a [u32],
 }

@@ -133,11 +133,76 @@ def prepare_adapter(
 
 def put(manager: LoRAManager, prepared: Prepared) -> None:
     """Gives a manager an adapter, of which it keeps this rank's part in a slot."""
+    _add(manager, prepared)
+    manager.fetch_new_loras({prepared.uid})
+
+
+def _add(manager: LoRAManager, prepared: Prepared) -> None:
     uid = prepared.uid
     manager.configs[uid] = prepared.config
     manager.loras[uid] = prepared.weights
     manager.lora_refs[uid] = prepared.ref
-    manager.fetch_new_loras({uid})
+
+
+class SlotCopy:
+    """As :func:`put`, but a few layers at a time, so that passes may run in between.
+
+    Until it is over no pass may bind the adapter. A pass that needs its slot takes it; the copy
+    then starts anew, in another slot, and does the rest at once.
+    """
+
+    def __init__(self, manager: LoRAManager, prepared: Prepared) -> None:
+        """Reserves a slot, and copies nothing yet."""
+        self._manager = manager
+        self._prepared = prepared
+        self._pool: LoRAMemoryPool = manager.memory_pool
+        self._next = 0
+        _add(manager, prepared)
+        with mock.patch.object(self._pool, "load_lora_weight_to_buffer"):
+            manager.fetch_new_loras({prepared.uid})
+        self._slot: int = self._pool.uid_to_buffer_id[prepared.uid]
+
+    @property
+    def layers(self) -> int:
+        """Layers of the adapter, the ends of the model (embeddings, LM head) being one."""
+        return int(self._pool.num_layer) + 1
+
+    @property
+    def bytes(self) -> int:
+        """Host memory of the adapter, with all ranks' parts."""
+        weights = self._prepared.weights
+        tensors = [tensor for layer in weights.layers for tensor in layer.weights.values()]
+        tensors += weights.embedding_layers.values()
+        return sum(tensor.numel() * tensor.itemsize for tensor in tensors)
+
+    def copy(self, layers: int) -> bool:
+        """Copies the next layers; returns whether that was all."""
+        if self._pool.uid_to_buffer_id.get(self._prepared.uid) != self._slot:
+            self._manager.fetch_new_loras({self._prepared.uid})
+            return True
+        end = min(self._next + layers, self.layers)
+        for layer in range(self._next, end):
+            self._copy(layer)
+        self._next = end
+        return end == self.layers
+
+    def _copy(self, layer: int) -> None:
+        """Has SGLang copy one layer, in a pool that has no others over the same memory."""
+        pool, weights = copy.copy(self._pool), copy.copy(self._prepared.weights)
+        ends = layer == pool.num_layer
+        modules = [] if ends else [self._manager.lora_modules[layer]]
+        weights.__dict__["layers"] = [] if ends else [weights.layers[layer]]
+        pool.num_layer = len(modules)
+        if not ends:
+            pool.A_buffer = {name: [one[layer]] for name, one in pool.A_buffer.items()}
+            pool.B_buffer = {name: [one[layer]] for name, one in pool.B_buffer.items()}
+            pool.embedding_A_buffer, pool.embedding_B_buffer = {}, {}
+            pool.lm_head_A_buffer, pool.lm_head_B_buffer = {}, {}
+            pool.lora_added_tokens_size = 0
+            weights.embedding_layers = {}
+        manager, uid = self._manager, self._prepared.uid
+        tables = (manager.embed_tokens_module, manager.lm_head_module)
+        pool.load_lora_weight_to_buffer(uid, self._slot, weights, modules, *tables)
 
 
 def forget(manager: LoRAManager, uid: str) -> None:

@@ -1,7 +1,7 @@
 //! A driver without a model. It keeps account of every KV slot: a request must find its own positions in its pages, and its
 //! next token follows from all the tokens there.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::fs::{self, OpenOptions};
 use std::io::Write;
 use std::path::Path;
@@ -27,8 +27,13 @@ const MOST_PAGE_REFS: u32 = 120;
 
 /// What follows a text.
 pub(crate) fn next(text: &[u32]) -> u32 {
+    next_by(-1, text)
+}
+
+/// What follows a text by an adapter; -1 for none.
+pub(crate) fn next_by(adapter: i64, text: &[u32]) -> u32 {
     let mix = |sum: u32, &token: &u32| (sum * 31 + token + 1) % VOCABULARY;
-    text.iter().fold(7, mix)
+    text.iter().fold((8 + adapter) as u32, mix)
 }
 
 /// What a test has the driver do besides serving. Events happen once in the life of a test, unless they say otherwise.
@@ -168,7 +173,15 @@ fn serve(group: i64, behaviour: Behaviour, start: u32) {
                     reply(response, &mut answer)
                 }
             }
-            Payload::Health | Payload::Adapter(_) => status(2, &mut answer),
+            Payload::Adapter(load) => {
+                let code = if load.path.contains("broken") { 5 } else { 0 };
+                if code == 0 {
+                    account.adapters.insert(load.adapter_id as i64);
+                }
+                eprintln!("adapter {} of {}: {code}", load.adapter_id, load.path);
+                status(code, &mut answer)
+            }
+            Payload::Health => status(2, &mut answer),
         };
         let _ = lease.reply(&answer[..length]).unwrap();
     }
@@ -176,9 +189,11 @@ fn serve(group: i64, behaviour: Behaviour, start: u32) {
 
 #[derive(Default)]
 struct Account {
-    /// Index and token in each slot.
-    slots: HashMap<(u32, u32), (u32, u32)>,
-    host: HashMap<(u32, u32), (u32, u32)>,
+    /// Index, token and adapter in each slot.
+    slots: HashMap<(u32, u32), (u32, u32, i64)>,
+    host: HashMap<(u32, u32), (u32, u32, i64)>,
+    /// Loaded ones.
+    adapters: HashSet<i64>,
 }
 
 impl Account {
@@ -214,7 +229,9 @@ impl Account {
         };
         for request in 0..requests {
             let text = self.look(body, request)?;
-            let emptied = empty.is_some() && text.first().copied() == empty;
+            let adapter = body.adapter_bindings[request].adapter_id;
+            let lost = adapter >= 0 && !self.adapters.contains(&adapter);
+            let emptied = lost || empty.is_some() && text.first().copied() == empty;
             if !range(&body.sampler_indptr, request).is_empty() && !emptied {
                 answer(body, request, text, &mut response)?;
             }
@@ -235,9 +252,10 @@ impl Account {
         let drafted = body.spec_position_ids[drafts.clone()]
             .iter()
             .zip(&body.spec_token_ids[drafts]);
+        let adapter = body.adapter_bindings[request].adapter_id;
         for (&index, &token) in inputs.chain(drafted) {
             let slot = (pages[(index / PAGE) as usize], index % PAGE);
-            self.slots.insert(slot, (index, token));
+            self.slots.insert(slot, (index, token, adapter));
         }
     }
 
@@ -251,10 +269,11 @@ impl Account {
                 "the last page of request {request} ends elsewhere than at {end}"
             ));
         }
+        let adapter = body.adapter_bindings[request].adapter_id;
         let text = (0..end).map(|index| {
             let slot = (pages[(index / PAGE) as usize], index % PAGE);
             match self.slots.get(&slot) {
-                Some(&(found, token)) if found == index => Ok(token),
+                Some(&(found, token, by)) if (found, by) == (index, adapter) => Ok(token),
                 found => Err(format!(
                     "request {request} finds {found:?} at {index}, in {slot:?}"
                 )),
@@ -272,6 +291,7 @@ fn answer(
     response: &mut ForwardResponse,
 ) -> Result<(), String> {
     let rows = range(&body.qo_indptr, request);
+    let next = |text: &[u32]| next_by(body.adapter_bindings[request].adapter_id, text);
     if body.sampling_indices[range(&body.sampler_indptr, request).start] as usize + 1 != rows.len()
     {
         return Err(format!(

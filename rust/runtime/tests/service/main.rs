@@ -153,9 +153,14 @@ fn script(folder: &TempDir, behaviour: &str) -> PathBuf {
 
 /// What a request must bring.
 fn expected(prompt: &[u32], output: u32) -> Vec<u32> {
+    expected_by(-1, prompt, output)
+}
+
+/// What a request with an adapter must bring.
+fn expected_by(adapter: i64, prompt: &[u32], output: u32) -> Vec<u32> {
     let mut text = prompt.to_vec();
     for _ in 0..output {
-        text.push(driver::next(&text));
+        text.push(driver::next_by(adapter, &text));
     }
     text.split_off(prompt.len())
 }
@@ -571,6 +576,64 @@ fn drafts_change_no_token() {
         stats.accepted > 0 && stats.accepted < stats.drafts,
         "{stats:?}"
     );
+}
+
+#[test]
+fn adapters_share_no_prefix_and_survive_a_driver() {
+    let bench = Bench::ready("die-at=12");
+    bench.service.load_adapter(3, "/adapters/three").unwrap();
+    bench.service.load_adapter(5, "/adapters/five").unwrap();
+    let why = bench.service.load_adapter(6, "/adapters/broken");
+    let why = why.unwrap_err().to_string();
+    assert!(
+        why.contains("/adapters/broken, by status 5") && why.contains("hint: its log"),
+        "{why}"
+    );
+    // A name that a caller may give is no adapter's.
+    let named = |adapter: i64, index: usize| match (adapter, index % 3) {
+        (_, 0) => None,
+        (-1, 1) => Some("\0adapter 3".into()),
+        (-1, _) => Some("\0adapter 3:x".into()),
+        (..) => Some("x".into()),
+    };
+    let all = prompts(12);
+    let mut asked = Vec::new();
+    for adapter in [-1, 3, 5] {
+        for (index, (prompt, output)) in all.iter().enumerate() {
+            let arrival = Arrival {
+                adapter: u64::try_from(adapter).ok(),
+                namespace: named(adapter, index),
+                drafts: index % 2 == 0,
+                ..Arrival::new(0, prompt.clone(), GREEDY, *output)
+            };
+            let id = bench.service.submit(arrival, None).unwrap();
+            asked.push((id, expected_by(adapter, prompt, *output)));
+        }
+    }
+    let lost = Arrival {
+        adapter: Some(6),
+        ..Arrival::new(0, vec![1, 2], GREEDY, 4)
+    };
+    let lost = bench.service.submit(lost, None).unwrap();
+    let stories = bench.collect(asked.len() + 1);
+    for (id, tokens) in asked {
+        let story = &stories[&(id, 0)];
+        assert_eq!(story.end, Some(End::Length), "{}", bench.log());
+        assert_eq!(story.tokens, tokens);
+    }
+    assert!(matches!(stories[&(lost, 0)].end, Some(End::Failed(_))));
+    assert_eq!(bench.restarts(), 1);
+    let log = bench.log();
+    for line in [
+        "adapter 3 of /adapters/three: 0",
+        "adapter 5 of /adapters/five: 0",
+    ] {
+        // Once for each start; the log of the first ends with it, too.
+        assert!(log.matches(line).count() >= 2, "{log}");
+    }
+    assert!(!log.contains("is wrong"), "{log}");
+    let ready = log.rfind("ready, start 2").unwrap();
+    assert!(!log[ready..].contains("adapter 6 of"), "{log}");
 }
 
 #[test]

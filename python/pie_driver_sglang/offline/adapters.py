@@ -1,0 +1,178 @@
+"""LoRA adapters of an offline engine: SGLang's `lora_paths` and `lora_path`, by name."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from pie_driver_sglang.checkpoint.hub_cache import cached_snapshot
+from pie_driver_sglang.errors import ConfigError, StartError, nearest, quoted
+
+_REASON_S: Final = 2.0
+"""How long the driver's log may take to say why it refused an adapter."""
+_LOOK_S: Final = 0.05
+
+
+class AdapterPath(NamedTuple):
+    """An adapter to load."""
+
+    name: str
+    """What requests call it."""
+    path: str
+    """A folder as PEFT saves it, or a safetensors file beside its configuration; absolute."""
+
+
+class AdapterUpdate(NamedTuple):
+    """What came of loading an adapter; the fields of SGLang's `LoRAUpdateOutput`."""
+
+    success: bool
+    error_message: str
+    """Empty after success."""
+    loaded_adapters: dict[str, str]
+    """Paths by name."""
+
+
+def parse_paths(given: Any) -> tuple[AdapterPath, ...]:
+    """Check `lora_paths`: a list of `path`, `name=path` or dictionaries, or paths by name.
+
+    Raises:
+        ConfigError: An entry is none of these, two have one name, or there is no such adapter.
+    """
+    if isinstance(given, Mapping):
+        found = [_adapter(name, path) for name, path in given.items()]
+    elif isinstance(given, Sequence) and not isinstance(given, str):
+        found = [_entry(entry) for entry in given]
+    else:
+        raise ConfigError(
+            f"`lora_paths` is {quoted(given)}, expected a list or a dictionary",
+            'e.g. `lora_paths=["name=/path/of/adapter"]`',
+        )
+    names = [adapter.name for adapter in found]
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(f"`lora_paths` has {quoted(name)} twice", "give each its own name")
+    return tuple(found)
+
+
+def _entry(entry: Any) -> AdapterPath:
+    if isinstance(entry, str):
+        name, equals, path = entry.partition("=")
+        return _adapter(name, path) if equals else _adapter(entry, entry)
+    if isinstance(entry, Mapping) and {"lora_name", "lora_path"} <= entry.keys():
+        return _adapter(entry["lora_name"], entry["lora_path"])
+    raise ConfigError(
+        f"`lora_paths` has {quoted(entry)}",
+        'write a path, "name=path", or {"lora_name": ..., "lora_path": ...}',
+    )
+
+
+def _adapter(name: Any, path: Any) -> AdapterPath:
+    if not isinstance(name, str) or not name:
+        raise ConfigError(f"an adapter's name is {quoted(name)}", "name it by a text")
+    if not isinstance(path, str | Path) or not str(path):
+        raise ConfigError(f"the path of adapter {quoted(name)} is {quoted(path)}", "name a folder")
+    here = Path(path).expanduser()
+    found = here.resolve() if here.exists() else cached_snapshot(str(path))
+    if found is None:
+        raise ConfigError(
+            f"adapter {quoted(name)} is not at {quoted(str(path))}, and no such repository is in "
+            "the Hugging Face cache",
+            f"name its folder, or run `hf download {path}`",
+        )
+    return AdapterPath(name, str(found))
+
+
+class EngineAdapters:
+    """The adapters of an engine, which stay loaded: never more than the drivers keep in memory.
+
+    So no request waits until a driver has read an adapter again.
+    """
+
+    def __init__(self, runtime: Any, most: int) -> None:
+        """No adapters.
+
+        Args:
+            runtime: A `_core.Runtime` whose drivers are ready.
+            most: How many there may be; 0 where adapters are off.
+        """
+        self._runtime = runtime
+        self._most = most
+        self._numbers = itertools.count(1)
+        self._loaded: dict[str, tuple[int, str]] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def paths(self) -> dict[str, str]:
+        """The loaded ones by name."""
+        return {name: path for name, (_, path) in self._loaded.items()}
+
+    def load(self, adapter: AdapterPath) -> None:
+        """Have every driver read an adapter; requests of others go on meanwhile.
+
+        Raises:
+            ConfigError: Adapters are off, the name is taken, or there are too many.
+            StartError: A driver does not take it, or there is none.
+        """
+        with self._lock:
+            if not self._most:
+                raise ConfigError("adapters are off", "make the engine with `enable_lora=True`")
+            if adapter.name in self._loaded:
+                raise ConfigError(
+                    f"there is an adapter {quoted(adapter.name)} already", "give another name"
+                )
+            if (count := len(self._loaded)) >= self._most:
+                raise ConfigError(
+                    f"{count} adapters are loaded, as many as `max_loaded_loras` allows",
+                    "raise `max_loaded_loras`",
+                )
+            number = next(self._numbers)
+            try:
+                self._runtime.load_adapter(number, adapter.path)
+            except StartError as error:
+                raise self._explained(error, number) from None
+            self._loaded[adapter.name] = (number, adapter.path)
+
+    def number(self, name: Any) -> int | None:
+        """The id of a loaded adapter; None for None.
+
+        Raises:
+            ConfigError: There is none of this name.
+        """
+        if name is None:
+            return None
+        if (found := self._loaded.get(name)) is None:
+            names = ", ".join(self._loaded) or "none"
+            hint = nearest(str(name), self._loaded) or "list it in `lora_paths`"
+            raise ConfigError(f"no adapter {quoted(name)} is loaded, but {names}", hint)
+        return found[0]
+
+    def numbers(self, names: Any, count: int) -> list[int | None]:
+        """The ids for so many prompts: of one name for all, or of a list.
+
+        Raises:
+            ConfigError: A name is not known, or the list has another length.
+        """
+        listed = [names] * count if isinstance(names, str) or names is None else list(names)
+        if len(listed) != count:
+            raise ConfigError(
+                f"`lora_path` has {len(listed)} entries for {count} prompts",
+                "give one for each prompt, or one for all",
+            )
+        return [self.number(name) for name in listed]
+
+    def _explained(self, error: StartError, number: int) -> StartError:
+        """With the reason from the driver's log, which another thread brings."""
+        wanted = re.compile(rf"adapter {number} cannot be loaded from .*")
+        until = time.monotonic() + _REASON_S
+        while time.monotonic() < until:
+            for line in self._runtime.log_lines():
+                if found := wanted.search(line):
+                    message, _, hint = found[0].rpartition("; ")
+                    return StartError(message, hint)
+            time.sleep(_LOOK_S)
+        return error

@@ -1,0 +1,174 @@
+//! What a runtime gives out: tokens and ends of requests, and counts.
+
+use pie_runtime::{Delta, End, ReplicaStats};
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+use serde::Serialize;
+
+use super::settings::value_error;
+
+/// New tokens of one sequence of a request, or its end, or both.
+#[pyclass(frozen, get_all, module = "pie_driver_sglang._core")]
+pub(crate) struct Output {
+    /// What `Runtime.submit` returned.
+    request: u64,
+    /// Which of the request's `n` sequences, from 0.
+    sample: u32,
+    /// New since the last output; a new list at every access. A stop token is the last one.
+    token_ids: Vec<u32>,
+    /// `stop`, `length`, `abort`, `deadline` or `error` in the last output, else None.
+    finish_reason: Option<&'static str>,
+    /// The stop token that ended it.
+    stop_token: Option<u32>,
+    /// Index of the stop string that ended it.
+    stop_string: Option<u32>,
+    /// With a stop string, the bytes of the output's text before it begins.
+    text_bytes: Option<u64>,
+    /// Bytes at the end of the text so far that may be the start of a stop string: keep them back.
+    held_bytes: u32,
+    /// What happened, where the reason is `error`.
+    error: Option<String>,
+    /// Tokens of the prompt whose KV was there.
+    cached_tokens: u32,
+}
+
+#[pymethods]
+impl Output {
+    fn __repr__(&self) -> String {
+        format!(
+            "Output(request={}, sample={}, token_ids={:?}, finish_reason={:?})",
+            self.request, self.sample, self.token_ids, self.finish_reason
+        )
+    }
+}
+
+impl From<Delta> for Output {
+    fn from(delta: Delta) -> Self {
+        let mut output = Self {
+            request: delta.request,
+            sample: delta.sample,
+            token_ids: delta.tokens,
+            finish_reason: None,
+            stop_token: None,
+            stop_string: None,
+            text_bytes: None,
+            held_bytes: delta.held_bytes,
+            error: None,
+            cached_tokens: delta.cached_tokens,
+        };
+        output.finish_reason = delta.end.map(|end| match end {
+            End::Length => "length",
+            End::StopToken(token) => {
+                output.stop_token = Some(token);
+                "stop"
+            }
+            End::StopString { index, text_bytes } => {
+                output.stop_string = Some(index);
+                output.text_bytes = Some(text_bytes);
+                "stop"
+            }
+            End::Aborted => "abort",
+            End::Deadline => "deadline",
+            End::Failed(error) => {
+                output.error = Some(error.to_string());
+                "error"
+            }
+        });
+        output
+    }
+}
+
+/// What `Runtime.stats` shows.
+#[derive(Default, Serialize)]
+pub(super) struct Stats {
+    #[serde(flatten)]
+    all: Counts,
+    replicas: Vec<Counts>,
+}
+
+#[derive(Clone, Default, Serialize)]
+struct Counts {
+    running: usize,
+    waiting: usize,
+    steps: u64,
+    prompt_tokens: u64,
+    cached_tokens: u64,
+    output_tokens: u64,
+    retractions: u64,
+    finished: u64,
+    drafted: u64,
+    accepted: u64,
+    restarts: u64,
+    pages_total: u64,
+    pages_free: u64,
+    pages_cached: u64,
+    /// Of all replicas the longest.
+    gap_us_p50: f64,
+    gap_us_p99: f64,
+    driver_pids: Vec<u32>,
+}
+
+impl Stats {
+    pub(super) fn of(replicas: &[ReplicaStats]) -> Self {
+        let replicas: Vec<Counts> = replicas.iter().map(Counts::of).collect();
+        let all = replicas.iter().fold(Counts::default(), Counts::plus);
+        Self { all, replicas }
+    }
+}
+
+impl Counts {
+    fn of(stats: &ReplicaStats) -> Self {
+        let counts = &stats.scheduler;
+        Self {
+            running: counts.running,
+            waiting: counts.waiting,
+            steps: counts.steps,
+            prompt_tokens: counts.prompt_tokens,
+            cached_tokens: counts.cached_tokens,
+            output_tokens: counts.output_tokens,
+            retractions: counts.retractions,
+            finished: counts.finished,
+            drafted: counts.drafts,
+            accepted: counts.accepted,
+            restarts: stats.restarts,
+            pages_total: stats.total_pages.into(),
+            pages_free: counts.free_pages as u64,
+            pages_cached: counts.cached_pages as u64,
+            gap_us_p50: stats.gaps_ns[0] as f64 / 1e3,
+            gap_us_p99: stats.gaps_ns[1] as f64 / 1e3,
+            driver_pids: vec![stats.driver_pid],
+        }
+    }
+
+    fn plus(mut self, other: &Self) -> Self {
+        self.running += other.running;
+        self.waiting += other.waiting;
+        self.driver_pids.extend(&other.driver_pids);
+        self.gap_us_p50 = self.gap_us_p50.max(other.gap_us_p50);
+        self.gap_us_p99 = self.gap_us_p99.max(other.gap_us_p99);
+        for (sum, more) in [
+            (&mut self.steps, other.steps),
+            (&mut self.prompt_tokens, other.prompt_tokens),
+            (&mut self.cached_tokens, other.cached_tokens),
+            (&mut self.output_tokens, other.output_tokens),
+            (&mut self.retractions, other.retractions),
+            (&mut self.finished, other.finished),
+            (&mut self.drafted, other.drafted),
+            (&mut self.accepted, other.accepted),
+            (&mut self.restarts, other.restarts),
+            (&mut self.pages_total, other.pages_total),
+            (&mut self.pages_free, other.pages_free),
+            (&mut self.pages_cached, other.pages_cached),
+        ] {
+            *sum += more;
+        }
+        self
+    }
+}
+
+/// By way of JSON, whose reader Python has.
+pub(super) fn dict<'py>(py: Python<'py>, value: &impl Serialize) -> PyResult<Bound<'py, PyDict>> {
+    let text = serde_json::to_string(value).map_err(value_error)?;
+    let loads = py.import("json")?.getattr("loads")?;
+    Ok(loads.call1((text,))?.cast_into::<PyDict>()?)
+}

@@ -1,0 +1,199 @@
+"""The public engine's LoRA adapters, against models that PEFT has merged them into."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import lora_adapters
+import tiny_models
+from pie_driver_sglang.errors import ConfigError, StartError
+from pie_driver_sglang.offline.adapters import AdapterPath, EngineAdapters, parse_paths
+from pie_driver_sglang.offline.arguments import parse_arguments
+from pie_driver_sglang.offline.engine import Engine
+from reference import Reference, random_tokens
+
+pytestmark = pytest.mark.timeout(1500)
+
+TOKENS = 12
+GREEDY = {"temperature": 0, "ignore_eos": True, "max_new_tokens": TOKENS}
+
+
+class Served:
+    """An engine with two adapters, and the models that they make."""
+
+    def __init__(self, engine: Engine, references: Mapping[str | None, Reference]) -> None:
+        self.engine = engine
+        self.references = references
+
+    def check(self, prompts: Sequence[list[int]], names: Sequence[str | None]) -> list[Any]:
+        """Every prompt gets the tokens of its own model."""
+        answers: list[Any] = self.engine.generate(input_ids=prompts, lora_path=names, **SAMPLING)
+        self.compare(prompts, names, answers)
+        return answers
+
+    def compare(
+        self, prompts: Sequence[list[int]], names: Sequence[str | None], answers: Sequence[Any]
+    ) -> None:
+        decided = 0
+        for prompt, name, answer in zip(prompts, names, answers, strict=True):
+            tokens = answer["output_ids"]
+            assert len(tokens) == TOKENS, answer["meta_info"]
+            decided += self.references[name].check([*prompt, *tokens[:-1]], tokens)
+        assert decided > 0.8 * TOKENS * len(prompts)
+
+
+SAMPLING: dict[str, Any] = {"sampling_params": GREEDY}
+
+
+@pytest.fixture(scope="module")
+def made(models_folder: Path) -> dict[str, lora_adapters.Made]:
+    return {
+        name: lora_adapters.make("llama", name, models_folder)
+        for name in ("linear", "ranks", "mlp", "attention")
+    }
+
+
+@pytest.fixture(scope="module")
+def served(models_folder: Path, made: dict[str, lora_adapters.Made]) -> Iterator[Served]:
+    snapshot = tiny_models.build("llama", models_folder)
+    linear, ranks = made["linear"], made["ranks"]
+    engine = Engine(
+        model_path=str(snapshot),
+        device="cpu",
+        skip_tokenizer_init=True,
+        lora_paths=[f"first={linear.adapter}", {"lora_name": "b", "lora_path": ranks.adapter}],
+        max_lora_rank=16,
+        max_loras_per_batch=3,
+        max_loaded_loras=3,
+    )
+    with engine:
+        references = {
+            None: Reference(snapshot),
+            "first": Reference(linear.merged),
+            "b": Reference(ranks.merged),
+        }
+        yield Served(engine, references)
+
+
+def prompts(count: int, vocabulary: int = 250) -> list[list[int]]:
+    """They begin alike, so that prefixes could be shared."""
+    shared = random_tokens(vocabulary, 40, 1)
+    return [[*shared, *random_tokens(vocabulary, 3 + index % 5, index)] for index in range(count)]
+
+
+@pytest.mark.engine
+def test_prompts_of_one_call_have_different_adapters(served: Served) -> None:
+    names = [(None, "first", "b")[index % 3] for index in range(18)]
+    served.check(prompts(18), names)
+    again = served.check(prompts(18), names)
+    assert all(answer["meta_info"]["cached_tokens"] >= 32 for answer in again)
+    # The first request of another key finds nothing of these.
+    one = served.engine.generate(
+        input_ids=prompts(1)[0], lora_path="first", extra_key="other", **SAMPLING
+    )
+    assert one["meta_info"]["cached_tokens"] == 0
+    served.compare(prompts(1), ["first"], [one])
+
+
+@pytest.mark.engine
+def test_a_driver_that_is_killed_gets_its_adapters_again(served: Served) -> None:
+    names = [(None, "first", "b")[index % 3] for index in range(18)]
+    stream = served.engine.generate(input_ids=prompts(18), lora_path=names, stream=True, **SAMPLING)
+    found: dict[int, Any] = {}
+    killed = False
+    for answer in stream:
+        found[answer["index"]] = answer
+        if not killed:
+            [state] = served.engine.get_server_info()["internal_states"]
+            os.kill(state["driver_pids"][0], signal.SIGKILL)
+            killed = True
+    served.compare(prompts(18), names, [found[index] for index in range(18)])
+    assert served.engine.get_server_info()["internal_states"][0]["restarts"] == 1
+
+
+@pytest.mark.engine
+def test_adapters_are_loaded_while_it_serves(
+    served: Served, made: dict[str, lora_adapters.Made], tmp_path: Path
+) -> None:
+    broken = lora_adapters.edit(made["mlp"].adapter, tmp_path / "broken", r=3)
+    refused = served.engine.load_lora_adapter("broken", str(broken))
+    assert not refused.success
+    assert "rank" in refused.error_message or "shape" in refused.error_message
+    assert served.engine.load_lora_adapter("mlp", str(made["mlp"].adapter)).success
+    served.references = {**served.references, "mlp": Reference(made["mlp"].merged)}
+    served.check(prompts(4), ["mlp", None, "first", "b"])
+    full = served.engine.load_lora_adapter("one more", str(made["attention"].adapter))
+    assert "as many as `max_loaded_loras` allows" in full.error_message
+    assert set(full.loaded_adapters) == {"first", "b", "mlp"}
+    with pytest.raises(ConfigError, match="no adapter 'frist' is loaded") as unknown:
+        served.engine.generate(input_ids=[1, 2], lora_path="frist")
+    assert unknown.value.hint == "did you mean `first`?"
+    with pytest.raises(ConfigError, match="`lora_path` has 1 entries for 2 prompts"):
+        served.engine.generate(input_ids=[[1], [2]], lora_path=["b"])
+
+
+class TestPaths:
+    def test_the_forms_of_sglang(self, tmp_path: Path) -> None:
+        path = str(tmp_path)
+        expected = (AdapterPath("a", path), AdapterPath(path, path), AdapterPath("c", path))
+        entries = [f"a={path}", path, {"lora_name": "c", "lora_path": path, "pinned": True}]
+        assert parse_paths(entries) == expected
+        assert parse_paths({"a": tmp_path}) == expected[:1]
+        assert parse_paths([]) == ()
+
+    @pytest.mark.parametrize(
+        ("given", "text"),
+        [
+            ("a=b", "`lora_paths` is 'a=b'"),
+            ([7], "`lora_paths` has 7"),
+            ([{"lora_name": "a"}], "`lora_paths` has "),
+            (["=/"], "an adapter's name is ''"),
+            (["a="], "the path of adapter 'a' is ''"),
+            (["a=/nowhere"], "adapter 'a' is not at '/nowhere'"),
+            (["a=/", "a=/tmp"], "`lora_paths` has 'a' twice"),
+        ],
+    )
+    def test_others_are_refused(self, given: Any, text: str) -> None:
+        with pytest.raises(ConfigError) as refusal:
+            parse_paths(given)
+        assert text in str(refusal.value)
+        assert refusal.value.hint
+
+    def test_paths_turn_adapters_on(self, tmp_path: Path) -> None:
+        def parse(**given: Any) -> Any:
+            return parse_arguments({"model_path": tiny_models.POCKET, "device": "cpu", **given})
+
+        found = parse(lora_paths=[str(tmp_path)], max_loaded_loras=9)
+        assert found.runtime["options"]["enable_lora"] is True
+        assert (len(found.adapters), found.max_adapters) == (1, 9)
+        assert (parse().max_adapters, parse(enable_lora=True).max_adapters) == (0, 32)
+
+
+def test_adapters_that_are_off_are_not_loaded() -> None:
+    runtime = SimpleNamespace()
+    with pytest.raises(ConfigError, match="adapters are off"):
+        EngineAdapters(runtime, 0).load(AdapterPath("a", "/a"))
+
+
+def test_a_refusal_has_the_reason_of_the_log() -> None:
+    line = "12:00 WARNING pie: adapter 1 cannot be loaded from '/a': it has bias; save it without"
+    lines = iter([[], ["something else", line]])
+
+    def refuse(number: int, path: str) -> None:
+        raise StartError(f"the driver did not load {path}")
+
+    runtime = SimpleNamespace(load_adapter=refuse, log_lines=lambda: next(lines))
+    adapters = EngineAdapters(runtime, 2)
+    with pytest.raises(
+        StartError, match="adapter 1 cannot be loaded from '/a': it has bias"
+    ) as why:
+        adapters.load(AdapterPath("a", "/a"))
+    assert why.value.hint == "save it without"
+    assert adapters.paths == {}
