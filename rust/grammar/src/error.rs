@@ -1,0 +1,81 @@
+//! What can be wrong with a grammar, and with what is asked of a matcher.
+
+use std::time::Duration;
+
+use thiserror::Error;
+
+/// Why a grammar cannot be used, or why a matcher cannot go on.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+#[non_exhaustive]
+pub enum GrammarError {
+    /// The text is longer than the limit.
+    #[error("the {kind} has {bytes} bytes, {limit} is the most: shorten it")]
+    TooLong {
+        /// The format, in words.
+        kind: &'static str,
+        /// Bytes of the text.
+        bytes: usize,
+        /// Most that are taken.
+        limit: usize,
+    },
+    /// The text is not what its format asks for.
+    #[error("the {kind} is wrong: {reason}")]
+    Wrong {
+        /// The format, in words.
+        kind: &'static str,
+        /// What the compiler says.
+        reason: String,
+    },
+    /// No result within the limit of time.
+    #[error("the {kind} was not compiled within {} s: simplify it", limit.as_secs_f32())]
+    TooSlow {
+        /// The format, in words.
+        kind: &'static str,
+        /// Time that it may take.
+        limit: Duration,
+    },
+    /// Too many grammars wait to be compiled.
+    #[error("{waiting} grammars wait to be compiled, {limit} may: try again later")]
+    Busy {
+        /// Grammars that wait.
+        waiting: usize,
+        /// Most that may.
+        limit: usize,
+    },
+    /// Tokens, but none that ends a text.
+    #[error("the vocabulary has no token that ends a text: name at least one")]
+    NoEnd,
+    /// An end or special token that the vocabulary does not have.
+    #[error("token {token} is not below the vocabulary's {size}: check the tokenizer")]
+    Token {
+        /// The token.
+        token: u32,
+        /// Tokens of the vocabulary.
+        size: usize,
+    },
+    /// A token that the mask forbids.
+    #[error("token {token} is not allowed here: draw by the mask")]
+    Forbidden {
+        /// The token.
+        token: u32,
+    },
+    /// The matcher cannot go on; the text of the compiler says why.
+    #[error("the grammar cannot be followed any further: {0}")]
+    Matcher(String),
+    /// A rollback over more tokens than were committed.
+    #[error("{wanted} tokens cannot be taken back, {committed} were committed")]
+    Rollback {
+        /// Tokens to take back.
+        wanted: usize,
+        /// Tokens since the start.
+        committed: usize,
+    },
+    /// A mask in a buffer of another length.
+    #[error("a mask takes {needed} words of 32 bits, the buffer has {given}")]
+    Buffer {
+        /// Words of a mask.
+        needed: usize,
+        /// Words of the buffer.
+        given: usize,
+    },
+}

@@ -1,0 +1,74 @@
+//! What a text may be bound by.
+
+use llguidance::api::TopLevelGrammar;
+use serde_json::{Value, json};
+
+use crate::error::GrammarError;
+use crate::vocabulary::Vocabulary;
+use crate::{gbnf, tags};
+
+/// A grammar in one of the formats, by its text.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub enum Grammar {
+    /// A JSON document that fits a schema, which is JSON itself.
+    JsonSchema(Box<str>),
+    /// Any JSON object.
+    JsonObject,
+    /// A text that a regular expression matches as a whole, in the syntax of the `regex` crate.
+    Regex(Box<str>),
+    /// A grammar in [llguidance's variant](https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md) of Lark.
+    Lark(Box<str>),
+    /// A grammar with rules `name ::= …`, as llama.cpp and xgrammar write them; one without any `::=` is Lark.
+    Ebnf(Box<str>),
+    /// Free text, and after certain triggers structured parts: JSON with `triggers`, and `structures` of `begin`, `schema`, `end`.
+    StructuralTag(Box<str>),
+}
+
+impl Grammar {
+    /// The format, in words.
+    pub fn kind(&self) -> &'static str {
+        match self {
+            Self::JsonSchema(_) => "JSON schema",
+            Self::JsonObject => "JSON object",
+            Self::Regex(_) => "regular expression",
+            Self::Lark(_) => "Lark grammar",
+            Self::Ebnf(_) => "EBNF grammar",
+            Self::StructuralTag(_) => "structural tag",
+        }
+    }
+
+    /// Bytes of its text.
+    pub fn bytes(&self) -> usize {
+        match self {
+            Self::JsonObject => 0,
+            Self::JsonSchema(text)
+            | Self::Regex(text)
+            | Self::Lark(text)
+            | Self::Ebnf(text)
+            | Self::StructuralTag(text) => text.len(),
+        }
+    }
+
+    pub(crate) fn parse(&self, vocabulary: &Vocabulary) -> Result<TopLevelGrammar, GrammarError> {
+        let wrong = |reason: String| GrammarError::Wrong {
+            kind: self.kind(),
+            reason,
+        };
+        let grammar = match self {
+            Self::JsonSchema(text) => {
+                let schema: Value = serde_json::from_str(text)
+                    .map_err(|error| wrong(format!("it is not JSON: {error}")))?;
+                TopLevelGrammar::from_json_schema(schema)
+            }
+            Self::JsonObject => TopLevelGrammar::from_json_schema(json!({"type": "object"})),
+            Self::Regex(text) => TopLevelGrammar::from_regex(text),
+            Self::Lark(text) => TopLevelGrammar::from_lark(text.to_string()),
+            Self::Ebnf(text) if text.contains("::=") => {
+                TopLevelGrammar::from_lark(gbnf::to_lark(text).map_err(wrong)?)
+            }
+            Self::Ebnf(text) => TopLevelGrammar::from_lark(text.to_string()),
+            Self::StructuralTag(text) => tags::parse(text, vocabulary).map_err(wrong)?,
+        };
+        Ok(grammar)
+    }
+}

@@ -1,0 +1,34 @@
+//! Grammars that bind what a language model may say.
+//!
+//! A [`Compiler`] turns the text of a grammar into a [`Matcher`], on threads of its own and once for each text. A matcher stands
+//! after the tokens of one sequence: it says which tokens may come next, as a mask of bits, and goes on by the token that came.
+//! The work is done by the [`llguidance`] crate; this one adds the formats, the background, the cache, limits and errors.
+//!
+//! | type | what it is |
+//! |---|---|
+//! | [`Vocabulary`] | the bytes of a model's tokens, and the tokens that end a text |
+//! | [`Grammar`] | a JSON schema, a regular expression, a Lark or GBNF grammar, or structural tags |
+//! | [`Compiler`], [`Limits`], [`Pending`] | compiled in the background, kept by text, bounded in size and time |
+//! | [`Matcher`] | one sequence: masks, commits, rollbacks, forced tokens |
+//! | [`Follower`] | a matcher whose next mask is computed by the compiler's threads as soon as a token is known |
+
+mod compiler;
+mod error;
+mod follower;
+mod gbnf;
+mod grammar;
+mod matcher;
+mod tags;
+mod vocabulary;
+
+pub use compiler::{Compiler, Limits, Pending, Progress, Ready};
+pub use error::GrammarError;
+pub use follower::{Follower, Next};
+pub use grammar::Grammar;
+pub use matcher::Matcher;
+pub use vocabulary::Vocabulary;
+
+/// The README's example is a test.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+pub struct Readme;
