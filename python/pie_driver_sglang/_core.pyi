@@ -1507,7 +1507,7 @@ class Runtime:
     """
     def __enter__(self, /) -> Runtime: ...
     def __exit__(self, /, _kind: Any | None = None, _error: Any | None = None, _traceback: Any | None = None) -> None: ...
-    def __new__(cls, /, model: str | PathLike[str], *, python: str | PathLike[str], devices: SupportsGetItem[int, str] = ..., replicas: SupportsIndex = 1, tensor_parallel_size: SupportsIndex = 1, dtype: str | None = None, seed: SupportsIndex = 42, spin_budget_us: SupportsIndex = 1000, options: dict | None = None, schedule_policy: str = "fcfs", schedule_conservativeness: SupportsFloat | SupportsIndex = 1.0, max_running_requests: SupportsIndex | None = None, max_queued_requests: SupportsIndex | None = None, chunked_prefill_size: SupportsIndex = 8192, max_token_gap_ms: SupportsFloat | SupportsIndex = 6.0, radix_eviction_policy: str = "lru", disable_radix_cache: bool = False, enable_priority_scheduling: bool = False, schedule_low_priority_values_first: bool = False, priority_scheduling_preemption_threshold: SupportsIndex | None = None, max_total_pages: SupportsIndex | None = None, eos_token_ids: SupportsGetItem[int, SupportsIndex] = ..., vocabulary: SupportsGetItem[int, SupportsGetItem[int, SupportsIndex]] | None = None, max_restarts: SupportsIndex = 3, ready_timeout_s: SupportsFloat | SupportsIndex = 1200.0, step_timeout_s: SupportsFloat | SupportsIndex = 60.0, stop_timeout_s: SupportsFloat | SupportsIndex = 5.0, log_file: str | PathLike[str] | None = None) -> Runtime:
+    def __new__(cls, /, model: str | PathLike[str], *, python: str | PathLike[str], devices: SupportsGetItem[int, str] = ..., replicas: SupportsIndex = 1, tensor_parallel_size: SupportsIndex = 1, dtype: str | None = None, seed: SupportsIndex = 42, spin_budget_us: SupportsIndex = 1000, options: dict | None = None, schedule_policy: str = "fcfs", schedule_conservativeness: SupportsFloat | SupportsIndex = 1.0, max_running_requests: SupportsIndex | None = None, max_queued_requests: SupportsIndex | None = None, chunked_prefill_size: SupportsIndex = 8192, max_token_gap_ms: SupportsFloat | SupportsIndex = 6.0, radix_eviction_policy: str = "lru", disable_radix_cache: bool = False, enable_priority_scheduling: bool = False, schedule_low_priority_values_first: bool = False, priority_scheduling_preemption_threshold: SupportsIndex | None = None, max_total_pages: SupportsIndex | None = None, eos_token_ids: SupportsGetItem[int, SupportsIndex] = ..., vocabulary: SupportsGetItem[int, SupportsGetItem[int, SupportsIndex]] | None = None, special_tokens: SupportsGetItem[int, tuple[SupportsIndex, str]] = ..., max_restarts: SupportsIndex = 3, ready_timeout_s: SupportsFloat | SupportsIndex = 1200.0, step_timeout_s: SupportsFloat | SupportsIndex = 60.0, stop_timeout_s: SupportsFloat | SupportsIndex = 5.0, log_file: str | PathLike[str] | None = None) -> Runtime:
         """
         Starts the drivers.
 
@@ -1536,6 +1536,7 @@ class Runtime:
             max_total_pages: Use no more KV pages than this of what a driver has.
             eos_token_ids: They end a request, unless it ignores them.
             vocabulary: What each token adds to a text, as bytes; needed for stop strings.
+            special_tokens: Tokens without text, with their names, which grammars may use.
             max_restarts: How often in a row a driver is started again, without an answer in between.
             ready_timeout_s: Limit for one start.
             step_timeout_s: A driver that does not answer so long is killed and started again.
@@ -1573,7 +1574,7 @@ class Runtime:
 
         Args:
             adapter_id: From 1, at most 2**63 - 2; one that was loaded before gets the new files, so let its requests end first.
-            path: A folder as PEFT saves it, or a safetensors file beside its `adapter_config.json`; on the drivers' machine.
+            path: A folder as PEFT saves it, or a safetensors file next to its `adapter_config.json`; on the drivers' machine.
 
         Raises:
             StartError: A driver does not take it, with the reason in its log, or there is no driver.
@@ -1596,7 +1597,7 @@ class Runtime:
         """
         Counts of all replicas, and under `replicas` those of each.
         """
-    def submit(self, /, token_ids: Buffer | ndarray | list[int], *, max_new_tokens: SupportsIndex = 128, min_new_tokens: SupportsIndex = 0, temperature: SupportsFloat | SupportsIndex = 1.0, top_k: SupportsIndex = ..., top_p: SupportsFloat | SupportsIndex = 1.0, min_p: SupportsFloat | SupportsIndex = 0.0, seed: SupportsIndex | None = None, stop_token_ids: SupportsGetItem[int, SupportsIndex] = ..., stop: SupportsGetItem[int, str] = ..., ignore_eos: bool = False, n: SupportsIndex = 1, priority: SupportsIndex | None = None, routing_key: str | None = None, session: SupportsIndex | None = None, namespace: str | None = None, adapter_id: SupportsIndex | None = None, speculate: bool = False, deadline_s: SupportsFloat | SupportsIndex | None = None) -> int:
+    def submit(self, /, token_ids: Buffer | ndarray | list[int], *, max_new_tokens: SupportsIndex = 128, min_new_tokens: SupportsIndex = 0, temperature: SupportsFloat | SupportsIndex = 1.0, top_k: SupportsIndex = ..., top_p: SupportsFloat | SupportsIndex = 1.0, min_p: SupportsFloat | SupportsIndex = 0.0, seed: SupportsIndex | None = None, stop_token_ids: SupportsGetItem[int, SupportsIndex] = ..., stop: SupportsGetItem[int, str] = ..., ignore_eos: bool = False, n: SupportsIndex = 1, priority: SupportsIndex | None = None, routing_key: str | None = None, session: SupportsIndex | None = None, namespace: str | None = None, adapter_id: SupportsIndex | None = None, grammar: tuple[str, str] | None = None, speculate: bool = False, deadline_s: SupportsFloat | SupportsIndex | None = None) -> int:
         """
         Hands a request in and returns its id at once. What comes of it is for `poll`; one that cannot be served, because its
         prompt is too long, for example, ends with the reason `error`.
@@ -1619,6 +1620,8 @@ class Runtime:
             session: A conversation whose pages are kept; it stays with one replica.
             namespace: Requests of different ones share no prefix; SGLang's `extra_key`.
             adapter_id: What `load_adapter` loaded; None for the model alone. Different ones share no prefix.
+            grammar: What binds the output: `json_schema`, `regex`, `ebnf`, `lark` or `structural_tag`, and its text. It is compiled
+                while the request waits; a wrong one ends it with the reason `error`.
             speculate: The driver may draft for it.
             deadline_s: Seconds after which it ends, finished or not.
 

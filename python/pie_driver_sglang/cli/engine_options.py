@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import pie_driver_sglang
 from pie_driver_sglang.cli.plan import parse_option
-from pie_driver_sglang.errors import ConfigError
+from pie_driver_sglang.errors import ConfigError, quoted, reason
 
 if TYPE_CHECKING:
     from pie_driver_sglang.offline.engine import Engine
@@ -47,6 +47,13 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--stop", action="append", metavar="TEXT", help="ends an answer; may be given several times"
     )
+    bound = sampling.add_mutually_exclusive_group()
+    bound.add_argument(
+        "--json-schema", metavar="FILE", help="answers are JSON that fits the schema"
+    )
+    bound.add_argument("--regex", metavar="REGEX", help="answers match the expression as a whole")
+    bound.add_argument("--ebnf", metavar="FILE", help="answers follow the grammar")
+    bound.add_argument("--structural-tag", metavar="FILE", help="parts of answers are structured")
     add("--ignore-eos", action="store_true", help="go on to the most tokens")
 
 
@@ -54,7 +61,20 @@ def sampling_of(options: argparse.Namespace, **defaults: Any) -> dict[str, Any]:
     """The sampling parameters that were given, and the defaults of the others."""
     names = ("max_new_tokens", "temperature", "top_p", "top_k", "min_p", "stop")
     given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    if options.regex is not None:
+        given["regex"] = options.regex
+    for name in ("json_schema", "ebnf", "structural_tag"):
+        if getattr(options, name) is not None:
+            given[name] = _text(getattr(options, name))
     return {**defaults, **given, **({"ignore_eos": True} if options.ignore_eos else {})}
+
+
+def _text(path: str) -> str:
+    """The text of a file."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"cannot read {quoted(path)}: {reason(error)}", "name a file") from error
 
 
 def default_model(name: str | None) -> str:

@@ -234,7 +234,7 @@ class Engine:
 
         Args:
             lora_name: What requests call it.
-            lora_path: A folder as PEFT saves it, a safetensors file beside its
+            lora_path: A folder as PEFT saves it, a safetensors file next to its
                 `adapter_config.json`, or a repository in the Hugging Face cache.
             pinned: Without effect: the drivers keep every adapter of an engine in memory.
 
@@ -298,6 +298,7 @@ class Engine:
         if tokenizer is not None:
             keywords["eos_token_ids"] = sorted(tokenizer.end_tokens)
             keywords["vocabulary"] = tokenizer.vocabulary()
+            keywords["special_tokens"] = tokenizer.special_tokens()
         else:
             hf_config = load_hf_config(parsed.model)
             ends = hf_config.get("eos_token_id")
@@ -382,6 +383,13 @@ class Engine:
                 ConfigError(
                     "`stop` needs a tokenizer, and `skip_tokenizer_init` is set",
                     "use `stop_token_ids`",
+                )
+            )
+        if sampling.grammar is not None and self.tokenizer is None:
+            raise _noted(
+                ConfigError(
+                    f"`{sampling.grammar[0]}` needs a tokenizer, and `skip_tokenizer_init` is set",
+                    "remove `skip_tokenizer_init`",
                 )
             )
         return sampling

@@ -13,29 +13,27 @@ GREEDY_BELOW: Final = 1e-6
 """A lower temperature is greedy, as in SGLang."""
 
 _NOT_SAMPLED: Final = "the driver's samplers do not have it yet"
-_NO_GRAMMAR: Final = "grammars are not served yet"
+GRAMMARS: Final = ("json_schema", "regex", "ebnf", "structural_tag")
+"""Parameters that bind the answer; at most one of them."""
 
 #: Parameters of SGLang that are refused, with the value that changes nothing, and the reason.
 REFUSED_PARAMETERS: Final[Mapping[str, tuple[Any, str]]] = MappingProxyType(
     {
         "custom_params": (None, "there are no custom logit processors"),
-        "ebnf": (None, _NO_GRAMMAR),
         "frequency_penalty": (0.0, _NOT_SAMPLED),
-        "json_schema": (None, _NO_GRAMMAR),
         "logit_bias": (None, _NOT_SAMPLED),
         "presence_penalty": (0.0, _NOT_SAMPLED),
-        "regex": (None, _NO_GRAMMAR),
         "repetition_penalty": (1.0, _NOT_SAMPLED),
         "spaces_between_special_tokens": (True, "tokenizers of tokenizer.json decide it"),
         "stop_regex": (None, "stop strings are plain text"),
         "stream_interval": (None, "tokens are streamed as they come"),
-        "structural_tag": (None, _NO_GRAMMAR),
     }
 )
 
 #: Parameters that are served.
 SERVED_PARAMETERS: Final = frozenset(
     {
+        *GRAMMARS,
         "ignore_eos",
         "max_new_tokens",
         "min_new_tokens",
@@ -61,6 +59,7 @@ class SamplingParameters(NamedTuple):
         temperature: 0 for greedy.
         top_k: -1 for all.
         stop: Texts that end the answer.
+        grammar: What binds the answer, one of `GRAMMARS`, and its text.
         no_stop_trim: Leave what ended the answer in its text.
     """
 
@@ -77,6 +76,7 @@ class SamplingParameters(NamedTuple):
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     no_stop_trim: bool = False
+    grammar: tuple[str, str] | None = None
 
     def submitted(self, room: int) -> dict[str, Any]:
         """The keyword arguments of `_core.Runtime.submit`.
@@ -97,6 +97,7 @@ class SamplingParameters(NamedTuple):
             "stop_token_ids": list(self.stop_token_ids),
             "ignore_eos": self.ignore_eos,
             "n": self.n,
+            "grammar": self.grammar,
         }
 
 
@@ -133,6 +134,7 @@ def parse_sampling(given: Mapping[str, Any] | None) -> SamplingParameters:
         stop=_texts(values.get("stop", ())),
         stop_token_ids=_tokens(values.get("stop_token_ids", ())),
         **{name: _flag(values, name) for name in ("ignore_eos", "no_stop_trim")},
+        grammar=_grammar(values),
         skip_special_tokens=_flag(values, "skip_special_tokens", True),
     )
     return _consistent(sampling)
@@ -212,6 +214,20 @@ def _texts(value: Any) -> tuple[str, ...]:
     if not isinstance(listed, Sequence) or not all(isinstance(text, str) for text in listed):
         raise _wrong("stop", value, "a string or a list of strings")
     return tuple(text for text in listed if text)
+
+
+def _grammar(values: Mapping[str, Any]) -> tuple[str, str] | None:
+    given = [(name, values[name]) for name in GRAMMARS if values.get(name)]
+    if len(given) > 1:
+        names = " and ".join(f"`{name}`" for name, _ in given)
+        raise ConfigError(
+            f"{names} are set: only one of {', '.join(GRAMMARS)} can be", "keep one of them"
+        )
+    for name, text in given:
+        if not isinstance(text, str):
+            raise _wrong(name, text, "a string")
+        return name, text
+    return None
 
 
 def _tokens(value: Any) -> tuple[int, ...]:

@@ -80,6 +80,11 @@ class ModelTokenizer:
             for number, word in enumerate(words)
         ]
 
+    def special_tokens(self) -> list[tuple[int, str]]:
+        """Return the tokens without text, with their names."""
+        added: Mapping[int, Any] = self._inner.get_added_tokens_decoder()
+        return [(number, str(token.content)) for number, token in added.items() if token.special]
+
     def chat(self, messages: Sequence[Mapping[str, str]], generate: bool = True) -> str:
         """Return the text of a conversation by the model's chat template.
 

@@ -1,5 +1,6 @@
 //! Drivers with schedulers: the native half of the public engine.
 
+mod grammars;
 mod outputs;
 mod settings;
 
@@ -9,13 +10,14 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use pie_runtime::{
-    Arrival, Config, DriverSettings, Ends, Rejected, Sampling, Service, ServiceSettings,
+    Arrival, Config, Constrain, DriverSettings, Ends, Rejected, Sampling, Service, ServiceSettings,
 };
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use toml::Table;
 
+use self::grammars::Grammars;
 use self::outputs::{Stats, dict};
 use self::settings::{
     Prompt, at_least_one, lock, log, seconds, share, table, token_bytes, value_error,
@@ -37,6 +39,7 @@ pub(crate) struct Runtime {
     service: Service,
     lines: Arc<Mutex<VecDeque<String>>>,
     stop_tokens: Vec<u32>,
+    grammars: Option<Grammars>,
 }
 
 #[pymethods]
@@ -68,6 +71,7 @@ impl Runtime {
     ///     max_total_pages: Use no more KV pages than this of what a driver has.
     ///     eos_token_ids: They end a request, unless it ignores them.
     ///     vocabulary: What each token adds to a text, as bytes; needed for stop strings.
+    ///     special_tokens: Tokens without text, with their names, which grammars may use.
     ///     max_restarts: How often in a row a driver is started again, without an answer in between.
     ///     ready_timeout_s: Limit for one start.
     ///     step_timeout_s: A driver that does not answer so long is killed and started again.
@@ -85,7 +89,7 @@ impl Runtime {
         max_running_requests = None, max_queued_requests = None, chunked_prefill_size = 8192, max_token_gap_ms = 6.0,
         radix_eviction_policy = "lru", disable_radix_cache = false, enable_priority_scheduling = false,
         schedule_low_priority_values_first = false, priority_scheduling_preemption_threshold = None,
-        max_total_pages = None, eos_token_ids = Vec::new(), vocabulary = None, max_restarts = 3,
+        max_total_pages = None, eos_token_ids = Vec::new(), vocabulary = None, special_tokens = Vec::new(), max_restarts = 3,
         ready_timeout_s = 1200.0, step_timeout_s = 60.0, stop_timeout_s = 5.0, log_file = None
     ))]
     #[expect(
@@ -118,6 +122,7 @@ impl Runtime {
         max_total_pages: Option<u32>,
         eos_token_ids: Vec<u32>,
         vocabulary: Option<Vec<Vec<u8>>>,
+        special_tokens: Vec<(u32, String)>,
         max_restarts: u32,
         ready_timeout_s: f64,
         step_timeout_s: f64,
@@ -152,11 +157,12 @@ impl Runtime {
             ..Config::default()
         };
         let lines = Arc::<Mutex<VecDeque<String>>>::default();
+        let text = vocabulary.map(token_bytes);
         let settings = ServiceSettings {
             drivers,
             scheduler,
             max_pages: at_least_one("max_total_pages", max_total_pages)?,
-            text: vocabulary.map(token_bytes),
+            text: text.clone().map(|bytes| bytes as _),
             max_restarts,
             log: log(Arc::clone(&lines), replicas, log_file)?,
         };
@@ -166,6 +172,7 @@ impl Runtime {
         Ok(Self {
             service,
             lines,
+            grammars: text.map(|bytes| Grammars::new(bytes, special_tokens, &eos_token_ids)),
             stop_tokens: eos_token_ids,
         })
     }
@@ -225,6 +232,8 @@ impl Runtime {
     ///     session: A conversation whose pages are kept; it stays with one replica.
     ///     namespace: Requests of different ones share no prefix; SGLang's `extra_key`.
     ///     adapter_id: What `load_adapter` loaded; None for the model alone. Different ones share no prefix.
+    ///     grammar: What binds the output: `json_schema`, `regex`, `ebnf`, `lark` or `structural_tag`, and its text. It is compiled
+    ///         while the request waits; a wrong one ends it with the reason `error`.
     ///     speculate: The driver may draft for it.
     ///     deadline_s: Seconds after which it ends, finished or not.
     ///
@@ -237,7 +246,7 @@ impl Runtime {
     #[pyo3(signature = (
         token_ids, *, max_new_tokens = 128, min_new_tokens = 0, temperature = 1.0, top_k = -1, top_p = 1.0, min_p = 0.0,
         seed = None, stop_token_ids = Vec::new(), stop = Vec::new(), ignore_eos = false, n = 1, priority = None,
-        routing_key = None, session = None, namespace = None, adapter_id = None, speculate = false,
+        routing_key = None, session = None, namespace = None, adapter_id = None, grammar = None, speculate = false,
         deadline_s = None
     ))]
     #[expect(
@@ -264,6 +273,7 @@ impl Runtime {
         session: Option<u64>,
         namespace: Option<String>,
         adapter_id: Option<u64>,
+        grammar: Option<(String, String)>,
         speculate: bool,
         deadline_s: Option<f64>,
     ) -> PyResult<u64> {
@@ -280,6 +290,8 @@ impl Runtime {
         }
         let deadline = deadline_s.map(|limit| seconds("deadline_s", limit));
         let sampler = sampling.sampler().map_err(value_error)?;
+        let bind = |(kind, text): (String, String)| self.bind(&kind, text);
+        let constraint = grammar.map(bind).transpose()?;
         let arrival = Arrival {
             ends: Ends {
                 max_tokens: max_new_tokens,
@@ -293,6 +305,7 @@ impl Runtime {
             priority,
             routing_key: routing_key.map(String::into_boxed_str),
             session,
+            constraint,
             drafts: speculate,
             ..Arrival::new(0, token_ids.0, sampler, max_new_tokens)
         };
@@ -309,7 +322,7 @@ impl Runtime {
     ///
     /// Args:
     ///     adapter_id: From 1, at most 2**63 - 2; one that was loaded before gets the new files, so let its requests end first.
-    ///     path: A folder as PEFT saves it, or a safetensors file beside its `adapter_config.json`; on the drivers' machine.
+    ///     path: A folder as PEFT saves it, or a safetensors file next to its `adapter_config.json`; on the drivers' machine.
     ///
     /// Raises:
     ///     StartError: A driver does not take it, with the reason in its log, or there is no driver.
@@ -371,6 +384,15 @@ impl Runtime {
         _traceback: Option<&Bound<'_, PyAny>>,
     ) {
         self.shutdown(py);
+    }
+}
+
+impl Runtime {
+    fn bind(&self, kind: &str, text: String) -> PyResult<Arc<dyn Constrain>> {
+        let grammars = self.grammars.as_ref().ok_or_else(|| {
+            value_error("a grammar needs the bytes of tokens: give the runtime a `vocabulary`")
+        })?;
+        grammars.bind(kind, text)
     }
 }
 

@@ -5,6 +5,7 @@ use std::convert::Infallible;
 use pie_wire::{AdapterBinding, Brle, ForwardRequest, Frame, Payload, Sampler, WireError};
 
 use crate::answer::Asked;
+use crate::mask::{all_but, only};
 
 /// What one context brings to a frame.
 #[derive(Clone, Copy, Debug)]
@@ -29,6 +30,8 @@ pub struct Turn<'a> {
     pub adapter: Option<u64>,
     /// Tokens that must not be drawn, in any order.
     pub forbidden: &'a [u32],
+    /// A bit for each token that may be drawn; what is beyond is not allowed. `None`: every token.
+    pub mask: Option<&'a [u32]>,
 }
 
 impl Turn<'_> {
@@ -44,6 +47,7 @@ impl Turn<'_> {
         sampler: None,
         adapter: None,
         forbidden: &[],
+        mask: None,
     };
 
     /// Position after the last token.
@@ -274,7 +278,9 @@ fn append(body: &mut ForwardRequest, turn: &Turn<'_>, page_size: u32, with_masks
         body.sampling_indices.push(turn.tokens.len() as u32 - 1);
         body.samplers.push(sampler.clone());
     }
-    if !turn.forbidden.is_empty() {
+    if let Some(mask) = turn.mask {
+        body.logit_masks.push(only(mask, turn.forbidden));
+    } else if !turn.forbidden.is_empty() {
         body.logit_masks.push(all_but(turn.forbidden));
     }
     body.adapter_bindings.push(AdapterBinding {
@@ -299,29 +305,6 @@ fn append(body: &mut ForwardRequest, turn: &Turn<'_>, page_size: u32, with_masks
     ];
     for (indptr, end) in indptrs(body).into_iter().zip(ends) {
         indptr.push(end as u32);
-    }
-}
-
-/// Every token but these.
-fn all_but(forbidden: &[u32]) -> Brle {
-    let mut tokens = forbidden.to_vec();
-    tokens.sort_unstable();
-    tokens.dedup();
-    // Runs of false and true take turns, and false is the first.
-    let mut buffer = vec![0];
-    let mut end = 0;
-    for token in tokens {
-        match buffer.last_mut() {
-            // It follows the one before, so that their run grows.
-            Some(run) if token == end => *run += 1,
-            _ => buffer.extend([token - end, 1]),
-        }
-        end = token.saturating_add(1);
-    }
-    buffer.push(u32::MAX - end);
-    Brle {
-        buffer,
-        total_size: u32::MAX.into(),
     }
 }
 

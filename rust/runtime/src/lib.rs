@@ -5,10 +5,12 @@
 //! | `settings`, `group` | what a driver is started with, and the number that names its region |
 //! | `driver`, `process`, `log`, `handshake` | the process: spawned, watched, stopped; what it logs and announces |
 //! | `frame`, `answer`, `link` | one frame there, the next one laid out meanwhile, one answer back |
+//! | `constraint` | grammars as the scheduler's constraints |
 //! | `sampling` | from the parameters that users know to the samplers that the driver has |
 //! | `service`, `replica`, `relay`, `outbox` | requests in, tokens out: a scheduler and a driver, or several of both |
 
 mod answer;
+mod constraint;
 mod driver;
 mod error;
 mod frame;
@@ -16,6 +18,7 @@ mod group;
 mod handshake;
 mod link;
 mod log;
+mod mask;
 mod outbox;
 mod process;
 mod relay;
@@ -28,6 +31,7 @@ mod supervise;
 mod times;
 
 pub use answer::{Answer, Asked, Probes};
+pub use constraint::GrammarConstraint;
 pub use driver::{Driver, Exit};
 pub use error::{AnswerError, RuntimeError};
 pub use frame::{FrameBuilder, Gap, Outline, Turn, fill};
@@ -35,7 +39,8 @@ pub use handshake::Capabilities;
 pub use link::{Exchange, Flight, Link, Prepared, Room};
 pub use log::LogSink;
 pub use outbox::{Delta, End};
-pub use pie_sched::{Arrival, Config, Ends, Eviction, Policy, Stats, TokenBytes};
+pub use pie_grammar::{Compiler, Grammar, GrammarError, Limits as GrammarLimits, Vocabulary};
+pub use pie_sched::{Arrival, Config, Constrain, Ends, Eviction, Policy, Stats, TokenBytes};
 pub use pie_wire::Sampler;
 pub use sampling::{Sampling, SamplingError};
 pub use service::{Rejected, Service};

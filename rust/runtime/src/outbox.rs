@@ -84,14 +84,14 @@ impl Outbox {
     pub(crate) fn extend<'a>(
         &self,
         outputs: impl Iterator<Item = Output<'a>>,
-        end: impl Fn(Finish) -> End,
+        end: impl Fn(Finish, Option<&str>) -> End,
     ) {
         let mut queue = self.lock();
         for output in outputs {
             let delta = queue.at(output.id, output.sample);
             delta.tokens.extend_from_slice(output.tokens);
             delta.held_bytes = output.held_bytes;
-            delta.end = output.finish.map(&end);
+            delta.end = output.finish.map(|finish| end(finish, output.reason));
             delta.cached_tokens = output.cached_tokens;
             delta.retractions = output.retractions;
         }
@@ -184,10 +184,11 @@ mod tests {
             tokens,
             held_bytes: 2,
             finish,
+            reason: None,
             cached_tokens: 3,
             retractions: 0,
         };
-        let end = |finish| match finish {
+        let end = |finish, _: Option<&str>| match finish {
             Finish::Length => End::Length,
             other => panic!("{other:?}"),
         };

@@ -219,5 +219,6 @@ fn turn<'a>(row: &Row<'a, Sampler>) -> Turn<'a> {
         sampler: row.sampling,
         adapter: row.adapter,
         forbidden: row.forbidden,
+        mask: row.mask,
     }
 }

@@ -19,6 +19,8 @@ use crate::times::Times;
 
 /// How often a driver that starts, or has nothing to do, is looked at.
 pub(crate) const WATCH: Duration = Duration::from_millis(50);
+/// As `WATCH`, while a request waits for its constraint.
+const COMPILING: Duration = Duration::from_millis(1);
 /// How old counts may be.
 const STATS: Duration = Duration::from_millis(20);
 
@@ -156,7 +158,14 @@ impl Replica {
         let left = deadline.map_or(WATCH, |deadline| {
             Duration::from_micros(deadline.saturating_sub(self.now()))
         });
-        match self.inbox.recv_timeout(left.min(WATCH)) {
+        // A grammar that is compiled now makes no sound.
+        let awaits = |scheduler: &Scheduler<_>| scheduler.awaits_constraint();
+        let watch = if self.scheduler.as_ref().is_some_and(awaits) {
+            COMPILING
+        } else {
+            WATCH
+        };
+        match self.inbox.recv_timeout(left.min(watch)) {
             Ok(command) => self.obey(command),
             Err(RecvTimeoutError::Timeout) => Ok(()),
             Err(RecvTimeoutError::Disconnected) => Err(Halt::Stop),
@@ -219,7 +228,7 @@ impl Replica {
 
     /// Gives out what is new.
     pub(crate) fn publish(&mut self) {
-        self.publish_as(|finish| match finish {
+        self.publish_as(|finish, reason| match finish {
             Finish::Length => End::Length,
             Finish::StopToken(token) => End::StopToken(token),
             Finish::StopString { index, text_bytes } => End::StopString { index, text_bytes },
@@ -230,13 +239,14 @@ impl Replica {
                  hint: raise max_queued_requests"
                     .into(),
             ),
+            Finish::Constraint => End::Failed(reason.unwrap_or_default().into()),
             Finish::Failed => {
                 End::Failed("the driver gave it no token\n\nhint: its log says why".into())
             }
         });
     }
 
-    fn publish_as(&mut self, end: impl Fn(Finish) -> End) {
+    fn publish_as(&mut self, end: impl Fn(Finish, Option<&str>) -> End) {
         let Some(scheduler) = &mut self.scheduler else {
             return;
         };
@@ -280,7 +290,7 @@ impl Replica {
         if let Some(scheduler) = &mut self.scheduler {
             scheduler.abort_all();
         }
-        self.publish_as(|_| failed.clone());
+        self.publish_as(|_, _| failed.clone());
         self.count();
         for (id, sample) in self.sequences.drain() {
             let ended = Delta::ended(id, sample, failed.clone());

@@ -1,5 +1,6 @@
 //! Admission: which waiting requests begin, and which running ones give way to them.
 
+use crate::constraint::Bond;
 use crate::layout::Plan;
 use crate::memory::Held;
 use crate::pace::LOOK_AGAIN;
@@ -42,6 +43,9 @@ impl<S> Scheduler<S> {
                 break;
             }
             if self.sequences[slot].pending > 0 || self.waits_for_prefix(slot) {
+                continue;
+            }
+            if !self.follow(slot) {
                 continue;
             }
             match self.admit_one(plan, slot, &mut promised, now) {
@@ -217,7 +221,10 @@ impl<S> Scheduler<S> {
             return;
         };
         let rank = |&slot: &usize| (self.sequences[slot].shared.rank, self.sequences[slot].order);
-        let ready = |slot: &usize| self.sequences[*slot].pending == 0;
+        let ready = |slot: &usize| {
+            let sequence = &self.sequences[*slot];
+            sequence.pending == 0 && !matches!(sequence.bond, Bond::Asked)
+        };
         let best = self.waiting.iter().copied().filter(ready).min_by_key(rank);
         let Some(best) = best.filter(|_| self.config.priority) else {
             return;

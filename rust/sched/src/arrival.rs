@@ -1,5 +1,9 @@
 //! What a request asks for.
 
+use std::sync::Arc;
+
+use crate::constraint::Constrain;
+
 /// When a sequence ends, besides its deadline.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Ends {
@@ -42,6 +46,8 @@ pub struct Arrival<S> {
     pub deadline: Option<u64>,
     /// Whether the driver may draft for it.
     pub drafts: bool,
+    /// What binds its tokens. Nothing is drafted for a bound sequence.
+    pub constraint: Option<Arc<dyn Constrain>>,
     /// Whether its tokens are wanted as they come: there is an output for each step, and [`Config::gap_us`](crate::Config::gap_us)
     /// holds between them. Else each of its sequences has one output, at its end.
     pub streams: bool,
@@ -66,6 +72,7 @@ impl<S> Arrival<S> {
             session: None,
             deadline: None,
             drafts: false,
+            constraint: None,
             streams: true,
         }
     }

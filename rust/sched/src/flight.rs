@@ -26,4 +26,6 @@ pub(crate) struct Flight {
     pub(crate) laid_at: u64,
     /// Whether it is not known before the answer how many tokens it gives, or whether drafts come with them.
     pub(crate) drafting: bool,
+    /// Whether a constraint must know its tokens before the next step is laid out.
+    pub(crate) binding: bool,
 }

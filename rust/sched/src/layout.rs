@@ -50,8 +50,8 @@ impl<S> Scheduler<S> {
     pub fn step(&mut self, now: u64) -> Result<Option<Step<'_, S>>, SchedError> {
         self.memory.check_fault()?;
         self.expire(now);
-        let drafting = |flight: &Flight| flight.drafting;
-        if self.flights.len() == OUT || self.flights.back().is_some_and(drafting) {
+        let open = |flight: &Flight| flight.drafting || flight.binding;
+        if self.flights.len() == OUT || self.flights.back().is_some_and(open) {
             return Ok(None);
         }
         if self.is_idle() {
@@ -60,6 +60,7 @@ impl<S> Scheduler<S> {
         }
         let mut plan = self.plan(now);
         self.lay_out(&mut plan, now);
+        self.sweep();
         self.memory.check_fault()?;
         let Plan {
             mut flight, rest, ..
@@ -105,6 +106,9 @@ impl<S> Scheduler<S> {
 
     fn lay_out(&mut self, plan: &mut Plan, now: u64) {
         self.memory.host_pays = self.pace.host_pays(self.memory.page_size);
+        if self.constrained > 0 {
+            self.follow_running();
+        }
         self.make_growth_room(plan);
         self.preempt();
         let prompts_first = std::mem::take(&mut self.starved);
@@ -306,6 +310,7 @@ impl<S> Scheduler<S> {
         };
         sequence.scheduled = end;
         sequence.step = self.counts.steps;
+        plan.flight.binding |= row.draws && !sequence.bond.is_free();
         plan.flight.drafting |= drafts > 0 || row.draws && row.wants_drafts;
         if row.draws {
             sequence.expect_token(plan.flight.rows.len() as u32);
@@ -352,6 +357,7 @@ impl<S> Scheduler<S> {
             } else {
                 &[]
             },
+            mask: row.draws.then(|| sequence.bond.mask()).flatten(),
         }
     }
 }

@@ -19,6 +19,7 @@
 //! | [`Scheduler::next_deadline`] | before waiting | when `step` wants to be called although nothing else happened |
 //! | [`Scheduler::expire`] | while there is no driver | ends what is too late, as `step` does |
 //! | [`Scheduler::end_session`], [`Scheduler::flush`] | any time | lets kept pages go |
+//! | [`Scheduler::awaits_constraint`] | before waiting | whether `step` wants to be called soon |
 //! | [`Scheduler::stats`], [`Scheduler::audit`] | any time | counts; whether all books are right |
 //!
 //! ## One step ahead
@@ -37,6 +38,14 @@
 //! says of it is ignored, so B is sent as it is. While drafts are out, whose number of tokens is not known before the
 //! answer, `step` gives nothing.
 //!
+//! ## Constraints
+//!
+//! An [`Arrival`] may have a [`Constrain`], which binds what its sequences say. Before each row that draws a token the scheduler asks
+//! the sequence's [`Constraint`] which tokens may come, and hands the answer on as [`Row::mask`]. Tokens without alternative are
+//! added to the input at once, and are given out. A constraint must know a token before it can say what comes after it: while a step
+//! that draws for a bound sequence is out, `step` gives nothing. A request whose constraint is not ready stays in the queue, and all
+//! others go past it.
+//!
 //! ## What the driver must do
 //!
 //! Steps and copies are executed in the order in which they were given, each after the former has taken effect: pages that a step
@@ -46,10 +55,12 @@ mod admit;
 mod answer;
 mod arrival;
 mod config;
+mod constraint;
 mod copies;
 mod ends;
 mod error;
 mod flight;
+mod follow;
 mod layout;
 mod memory;
 mod order;
@@ -67,6 +78,7 @@ mod text;
 pub use answer::Answer;
 pub use arrival::{Arrival, Ends};
 pub use config::{Config, Limits, Policy};
+pub use constraint::{Begun, Constrain, Constraint};
 pub use copies::Copies;
 pub use error::{Refusal, SchedError};
 pub use output::{Finish, Output, Outputs};

@@ -1,6 +1,7 @@
 //! What comes out: tokens, and ends.
 
 use std::ops::Range;
+use std::sync::Arc;
 
 /// Why a sequence ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -22,6 +23,8 @@ pub enum Finish {
     Deadline,
     /// A request of better priority took its place in the queue, which was full.
     Displaced,
+    /// Its constraint cannot be used, or cannot go on: [`Output::reason`] says why.
+    Constraint,
     /// The driver gave no token, or one that the model does not have.
     Failed,
 }
@@ -39,6 +42,8 @@ pub struct Output<'a> {
     pub held_bytes: u32,
     /// Set in its last output.
     pub finish: Option<Finish>,
+    /// With [`Finish::Constraint`]: why.
+    pub reason: Option<&'a str>,
     /// Tokens of the prompt whose KV was there when it was first admitted.
     pub cached_tokens: u32,
     /// How often its pages were taken from it and computed, or loaded, again.
@@ -53,6 +58,7 @@ pub(crate) struct Entry {
     pub(crate) tokens: Range<u32>,
     pub(crate) held_bytes: u32,
     pub(crate) finish: Option<Finish>,
+    pub(crate) reason: Option<Arc<str>>,
     pub(crate) cached_tokens: u32,
     pub(crate) retractions: u32,
 }
@@ -73,6 +79,7 @@ impl Outputs {
             tokens: &self.tokens[entry.tokens.start as usize..entry.tokens.end as usize],
             held_bytes: entry.held_bytes,
             finish: entry.finish,
+            reason: entry.reason.as_deref(),
             cached_tokens: entry.cached_tokens,
             retractions: entry.retractions,
         })

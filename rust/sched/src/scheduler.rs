@@ -68,6 +68,10 @@ pub struct Scheduler<S> {
     pub(crate) rest: Vec<Planned>,
     pub(crate) candidates: Vec<usize>,
     pub(crate) spare_pages: Vec<u32>,
+    /// Sequences with a constraint.
+    pub(crate) constrained: usize,
+    /// Room for tokens without alternative.
+    pub(crate) forced: Vec<u32>,
     /// Sequences that have ended since [`sweep`](Self::sweep).
     ended: Vec<usize>,
     orders: u64,
@@ -119,6 +123,8 @@ impl<S> Scheduler<S> {
             rest: Vec::new(),
             candidates: Vec::new(),
             spare_pages: Vec::new(),
+            constrained: 0,
+            forced: Vec::new(),
             ended: Vec::new(),
             orders: 0,
             contexts: 0,
@@ -169,6 +175,7 @@ impl<S> Scheduler<S> {
             self.contexts
         });
         self.orders += 1;
+        self.constrained += usize::from(shared.arrival.constraint.is_some());
         let sequence = Sequence::new(shared.clone(), sample, context, self.orders);
         self.sequences.insert(sequence)
     }
@@ -460,6 +467,7 @@ impl<S> Scheduler<S> {
                     sequence.found.held()
                 },
                 finish,
+                reason: sequence.reason.clone(),
                 cached_tokens: sequence.cached_tokens.unwrap_or(0),
                 retractions: sequence.epoch,
             },
@@ -519,6 +527,7 @@ impl<S> Scheduler<S> {
         self.running.retain(lives);
         for slot in self.ended.drain(..) {
             let sequence = self.sequences.remove(slot);
+            self.constrained -= usize::from(sequence.shared.arrival.constraint.is_some());
             self.counts.finished += 1;
             if let Some(request) = self.requests.get_mut(&sequence.id()) {
                 request.live -= 1;

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use pie_radix::Key;
 
 use crate::arrival::Arrival;
+use crate::constraint::Bond;
 use crate::ends::{Found, Patterns};
 use crate::memory::Held;
 use crate::output::Finish;
@@ -77,6 +78,9 @@ pub(crate) struct Sequence<S> {
     /// Steps of it that failed one after the other.
     pub(crate) failures: u8,
     pub(crate) found: Found,
+    pub(crate) bond: Bond,
+    /// Why its constraint ended it.
+    pub(crate) reason: Option<Arc<str>>,
     /// Of the prompt, when it was first admitted.
     pub(crate) cached_tokens: Option<u32>,
     pub(crate) overtaken: u32,
@@ -90,6 +94,8 @@ impl<S> Sequence<S> {
         let mut tokens = Vec::with_capacity(longest as usize);
         tokens.extend_from_slice(&shared.arrival.prompt);
         let found = Found::new(&shared.patterns);
+        let constraint = &shared.arrival.constraint;
+        let bond = constraint.as_ref().map_or(Bond::Free, |_| Bond::Asked);
         Self {
             prompt_len: shared.prompt_len,
             max_tokens: shared.max_tokens,
@@ -112,6 +118,8 @@ impl<S> Sequence<S> {
             epoch: 0,
             failures: 0,
             found,
+            bond,
+            reason: None,
             cached_tokens: None,
             overtaken: 0,
             awaited: None,
@@ -174,7 +182,7 @@ impl<S> Sequence<S> {
 
     /// Whether the driver may draft for the token after the next one.
     pub(crate) fn wants_drafts(&self, end: u32) -> bool {
-        self.drafts_wanted && !self.forbids(end) && self.remaining() > 1
+        self.drafts_wanted && self.bond.is_free() && !self.forbids(end) && self.remaining() > 1
     }
 
     /// The first tokens, in its namespace.
@@ -245,7 +253,10 @@ impl<S> Sequence<S> {
         for &token in tokens {
             let finish = if token < vocab {
                 self.tokens.push(token);
+                let most = self.max_tokens.saturating_sub(self.produced());
+                let is_over = self.bond.take(token, most);
                 self.end_by(token, text)
+                    .or(is_over.then_some(Finish::StopToken(token)))
             } else {
                 Some(Finish::Failed)
             };
@@ -258,6 +269,22 @@ impl<S> Sequence<S> {
         }
         self.pending = later;
         None
+    }
+
+    /// Adds tokens of its constraint that were not drawn. Returns its end, if it ends by them.
+    pub(crate) fn append_forced(
+        &mut self,
+        forced: &[u32],
+        text: Option<&dyn TokenBytes>,
+        vocab: u32,
+    ) -> Option<Finish> {
+        forced.iter().find_map(|&token| {
+            if token >= vocab {
+                return Some(Finish::Failed);
+            }
+            self.tokens.push(token);
+            self.end_by(token, text)
+        })
     }
 
     /// Whether the last token ends it, in `SGLang`'s order: by length, by text, by itself.

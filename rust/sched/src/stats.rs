@@ -25,6 +25,8 @@ pub struct Stats {
     pub cached_tokens: u64,
     /// Tokens given out.
     pub output_tokens: u64,
+    /// Tokens of constraints that were not drawn, because they had no alternative.
+    pub forced_tokens: u64,
     /// Drafts verified.
     pub drafts: u64,
     /// Drafts that came true.

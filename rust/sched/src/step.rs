@@ -30,6 +30,8 @@ pub struct Row<'a, S> {
     pub adapter: Option<u64>,
     /// Tokens that must not be drawn.
     pub forbidden: &'a [u32],
+    /// Which tokens may be drawn, a bit for each, as [`Constraint::next`](crate::Constraint::next) writes them; `None`: all.
+    pub mask: Option<&'a [u32]>,
 }
 
 /// One forward step, as long as it is not encoded.

@@ -7,7 +7,7 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use pie_runtime::{DriverSettings, ServiceLog, TokenBytes};
+use pie_runtime::{DriverSettings, ServiceLog};
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::inspect::PyStaticExpr;
 use pyo3::prelude::*;
@@ -93,9 +93,9 @@ pub(super) fn log(
     }))
 }
 
-pub(super) fn token_bytes(vocabulary: Vec<Vec<u8>>) -> Arc<dyn TokenBytes> {
+pub(super) fn token_bytes(vocabulary: Vec<Vec<u8>>) -> Arc<Vec<Box<[u8]>>> {
     let bytes = vocabulary.into_iter().map(Vec::into_boxed_slice);
-    Arc::new(bytes.collect::<Vec<Box<[u8]>>>())
+    Arc::new(bytes.collect())
 }
 
 pub(super) fn lock(lines: &Mutex<VecDeque<String>>) -> MutexGuard<'_, VecDeque<String>> {

@@ -456,6 +456,7 @@ fn name(finish: Finish) -> &'static str {
         Finish::Aborted => "aborted",
         Finish::Deadline => "late",
         Finish::Displaced => "displaced",
+        Finish::Constraint => "ended by its constraint",
         Finish::Failed => "failed",
     }
 }
@@ -521,6 +522,7 @@ impl Expected {
                 );
             }
             Finish::Aborted | Finish::Displaced => {}
+            Finish::Constraint => panic!("nothing is bound"),
         }
     }
 

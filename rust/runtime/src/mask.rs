@@ -1,0 +1,122 @@
+//! Which tokens may be drawn, as the wire has it: the lengths of equal bits.
+
+use pie_wire::Brle;
+
+/// Every token but these.
+pub(crate) fn all_but(forbidden: &[u32]) -> Brle {
+    let mut tokens = forbidden.to_vec();
+    tokens.sort_unstable();
+    tokens.dedup();
+    // Runs of false and true take turns, and false is the first.
+    let mut buffer = vec![0];
+    let mut end = 0;
+    for token in tokens {
+        match buffer.last_mut() {
+            // It follows the one before, so that their run grows.
+            Some(run) if token == end => *run += 1,
+            _ => buffer.extend([token - end, 1]),
+        }
+        end = token.saturating_add(1);
+    }
+    buffer.push(u32::MAX - end);
+    Brle {
+        buffer,
+        total_size: u32::MAX.into(),
+    }
+}
+
+/// The tokens of a mask without the forbidden ones, unless no other is left.
+pub(crate) fn only(mask: &[u32], forbidden: &[u32]) -> Brle {
+    let allows = |token: &&u32| bit(mask, **token as usize);
+    let lost = forbidden.iter().filter(allows).count();
+    let total: u32 = mask.iter().map(|word| word.count_ones()).sum();
+    if lost == 0 || lost >= total as usize {
+        return runs(mask);
+    }
+    let mut mask = mask.to_vec();
+    for &token in forbidden {
+        if let Some(word) = mask.get_mut(token as usize / 32) {
+            *word &= !(1 << (token % 32));
+        }
+    }
+    runs(&mask)
+}
+
+fn bit(mask: &[u32], at: usize) -> bool {
+    mask.get(at / 32)
+        .is_some_and(|word| word >> (at % 32) & 1 == 1)
+}
+
+/// The lengths of equal bits, those of zeros first.
+fn runs(mask: &[u32]) -> Brle {
+    let mut buffer = Vec::new();
+    let (mut value, mut run) = (0, 0_u32);
+    for &word in mask {
+        let mut left = 32;
+        let mut word = word;
+        while left > 0 {
+            let same = if value == 0 {
+                word.trailing_zeros()
+            } else {
+                word.trailing_ones()
+            };
+            let same = same.min(left);
+            run += same;
+            left -= same;
+            if left > 0 {
+                buffer.push(run);
+                (value, run) = (1 - value, 0);
+                word >>= same;
+            }
+        }
+    }
+    buffer.push(run);
+    Brle {
+        buffer,
+        total_size: 32 * mask.len() as u64,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use pie_wire::brle;
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn tokens(mask: &Brle) -> Vec<u64> {
+        brle::true_ranges(&mask.buffer, 400).flatten().collect()
+    }
+
+    proptest! {
+        #[test]
+        fn runs_are_the_bits_in_their_shortest_form(
+            words in prop::collection::vec(prop_oneof![Just(0), Just(u32::MAX), any::<u32>()], 0..9),
+        ) {
+            let bits = (0..32 * words.len()).map(|at| bit(&words, at));
+            let (found, wanted) = (runs(&words), brle::encode(bits));
+            prop_assert_eq!(tokens(&found), tokens(&wanted));
+            prop_assert!(found.buffer.len() <= wanted.buffer.len().max(1));
+            prop_assert_eq!(found.total_size, 32 * words.len() as u64);
+        }
+
+        #[test]
+        fn forbidden_tokens_are_left_out_unless_no_other_is_left(
+            words in prop::collection::vec(prop_oneof![Just(0), 0_u32..8, any::<u32>()], 1..9),
+            forbidden in prop::collection::btree_set(0_u32..300, 0..6),
+        ) {
+            let all: Vec<u64> = (0..32 * words.len() as u64).filter(|&at| bit(&words, at as usize)).collect();
+            let left = all.iter().copied().filter(|&token| !forbidden.contains(&(token as u32)));
+            let left: Vec<u64> = left.collect();
+            let forbidden: Vec<u32> = forbidden.into_iter().collect();
+            let wanted = if left.is_empty() { all } else { left };
+            prop_assert_eq!(tokens(&only(&words, &forbidden)), wanted);
+        }
+
+        #[test]
+        fn all_but_some_are_all_but_these(forbidden in prop::collection::vec(0_u32..399, 0..9)) {
+            let wanted: Vec<u64> = (0..400).filter(|&token| !forbidden.contains(&(token as u32))).collect();
+            prop_assert_eq!(tokens(&all_but(&forbidden)), wanted);
+        }
+    }
+}

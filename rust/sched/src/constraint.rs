@@ -1,0 +1,78 @@
+//! What binds the tokens of a sequence, which is the caller's: a grammar, for example.
+
+use std::fmt::Debug;
+use std::sync::Arc;
+
+/// Binds the sequences of a request. The request stays in the queue until it is ready, and others go past it.
+pub trait Constrain: Debug + Send + Sync {
+    /// Begins a sequence of at most `most` tokens. Called again in later steps as long as it is [`Begun::Waiting`]; it must return
+    /// at once.
+    fn begin(&self, most: u32) -> Begun;
+}
+
+/// What came of [`Constrain::begin`].
+#[derive(Debug)]
+pub enum Begun {
+    /// It is not ready.
+    Waiting,
+    /// It stands at the start of the output.
+    Ready(Box<dyn Constraint>),
+    /// It cannot be used, with the reason; the sequence ends as [`Finish::Constraint`](crate::Finish::Constraint).
+    Failed(Arc<str>),
+}
+
+/// Binds one sequence. It may compute what [`next`](Self::next) will be asked for as soon as it has a token.
+pub trait Constraint: Debug + Send {
+    /// Goes on by a token that was drawn. Returns whether the token ends the sequence; if not, `most` tokens may follow.
+    fn take(&mut self, token: u32, most: u32) -> bool;
+
+    /// Adds the tokens that come next because they have no alternative to `forced`, and goes on by them. Then writes which tokens may
+    /// be drawn: bit `i` of word `w` allows token `32 w + i`, and what is beyond the words is not allowed. Called once after each
+    /// drawn token.
+    ///
+    /// # Errors
+    /// Why it cannot go on; the sequence ends as [`Finish::Constraint`](crate::Finish::Constraint).
+    fn next(&mut self, forced: &mut Vec<u32>, mask: &mut Vec<u32>) -> Result<(), Arc<str>>;
+}
+
+/// Where a sequence stands with its constraint.
+#[derive(Debug, Default)]
+pub(crate) enum Bond {
+    /// It has none.
+    #[default]
+    Free,
+    /// It has one that has not begun.
+    Asked,
+    /// `fresh`: the mask is the one of the next token.
+    Bound {
+        constraint: Box<dyn Constraint>,
+        mask: Vec<u32>,
+        fresh: bool,
+    },
+}
+
+impl Bond {
+    pub(crate) fn is_free(&self) -> bool {
+        matches!(self, Self::Free)
+    }
+
+    pub(crate) fn mask(&self) -> Option<&[u32]> {
+        match self {
+            Self::Bound { mask, .. } => Some(mask),
+            Self::Free | Self::Asked => None,
+        }
+    }
+
+    /// Goes on by a token that was drawn. Whether it ends the sequence.
+    pub(crate) fn take(&mut self, token: u32, most: u32) -> bool {
+        match self {
+            Self::Bound {
+                constraint, fresh, ..
+            } => {
+                *fresh = false;
+                constraint.take(token, most)
+            }
+            Self::Free | Self::Asked => false,
+        }
+    }
+}

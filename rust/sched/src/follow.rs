@@ -1,0 +1,102 @@
+//! Following constraints: before a row of a bound sequence is laid out, what may come next is asked for.
+
+use std::mem;
+use std::sync::Arc;
+
+use crate::constraint::{Begun, Bond};
+use crate::output::Finish;
+use crate::scheduler::Scheduler;
+use crate::sequence::State;
+
+/// What keeps a sequence from being laid out.
+enum Obstacle {
+    /// Its constraint is not ready.
+    Waits,
+    Failed(Arc<str>),
+}
+
+impl<S> Scheduler<S> {
+    /// Whether a request waits for its constraint: then [`step`](Self::step) may have more to do soon, although nothing else happens.
+    pub fn awaits_constraint(&self) -> bool {
+        let mut waiting = self.waiting.iter().map(|&slot| &self.sequences[slot]);
+        waiting.any(|sequence| matches!(sequence.bond, Bond::Asked))
+    }
+
+    /// Asks for the next tokens of all bound sequences that run and whose tokens are known.
+    pub(crate) fn follow_running(&mut self) {
+        for at in 0..self.running.len() {
+            self.follow(self.running[at]);
+        }
+        self.sweep();
+    }
+
+    /// Asks what may come next, takes what has no alternative, and gives it out. Whether the sequence can be laid out: its
+    /// constraint may not be ready, and it may end by this. [`sweep`](Self::sweep) must follow.
+    pub(crate) fn follow(&mut self, slot: usize) -> bool {
+        let sequence = &self.sequences[slot];
+        if sequence.bond.is_free() || sequence.pending > 0 || sequence.remaining() == 0 {
+            return true;
+        }
+        let mut forced = mem::take(&mut self.forced);
+        forced.clear();
+        let asked = self.ask(slot, &mut forced);
+        let goes_on = match asked {
+            Ok(()) => self.take_forced(slot, &forced),
+            Err(Obstacle::Waits) => false,
+            Err(Obstacle::Failed(reason)) => {
+                self.sequences[slot].reason = Some(reason);
+                self.finish(slot, 0, Finish::Constraint);
+                false
+            }
+        };
+        self.forced = forced;
+        goes_on
+    }
+
+    fn ask(&mut self, slot: usize, forced: &mut Vec<u32>) -> Result<(), Obstacle> {
+        let sequence = &mut self.sequences[slot];
+        if let (Bond::Asked, Some(constrain)) =
+            (&sequence.bond, &sequence.shared.arrival.constraint)
+        {
+            sequence.bond = match constrain.begin(sequence.remaining()) {
+                Begun::Waiting => return Err(Obstacle::Waits),
+                Begun::Failed(reason) => return Err(Obstacle::Failed(reason)),
+                Begun::Ready(constraint) => Bond::Bound {
+                    constraint,
+                    mask: Vec::new(),
+                    fresh: false,
+                },
+            };
+        }
+        let Bond::Bound {
+            constraint,
+            mask,
+            fresh,
+        } = &mut sequence.bond
+        else {
+            return Ok(());
+        };
+        if !*fresh {
+            constraint.next(forced, mask).map_err(Obstacle::Failed)?;
+            *fresh = true;
+        }
+        Ok(())
+    }
+
+    fn take_forced(&mut self, slot: usize, forced: &[u32]) -> bool {
+        if forced.is_empty() {
+            return true;
+        }
+        let (text, vocab) = (self.text.as_deref(), self.limits.vocab_size);
+        let sequence = &mut self.sequences[slot];
+        let known = sequence.known();
+        let finish = sequence.append_forced(forced, text, vocab);
+        let new = (sequence.known() - known) as usize;
+        self.counts.forced_tokens += new as u64;
+        match finish {
+            Some(finish) => self.finish(slot, new, finish),
+            None => self.give_out(slot, new, None),
+        }
+        self.sequences[slot].state != State::Ended
+    }
+}
