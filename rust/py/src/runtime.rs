@@ -129,7 +129,8 @@ impl Runtime {
     ///     max_running_requests: Sequences that hold pages at once; None for as many as a step takes.
     ///     max_queued_requests: Sequences that may wait.
     ///     chunked_prefill_size: Most tokens of a step.
-    ///     max_token_gap_ms: The longest time between two tokens that prompts of others may cause; 0 for no limit.
+    ///     max_token_gap_ms: The longest time between two tokens of a stream that prompts of others may cause; 0 for no
+    ///         limit.
     ///     radix_eviction_policy: `lru`, `lfu`, `fifo`, `filo`, `mru`, `slru` or `priority`.
     ///     disable_radix_cache: Share no prefixes.
     ///     enable_priority_scheduling: `priority` of requests comes before the policy.
@@ -297,6 +298,8 @@ impl Runtime {
     ///     namespace: Requests of different ones share no prefix; SGLang's `extra_key`.
     ///     speculate: The driver may draft for it.
     ///     deadline_s: Seconds after which it ends, finished or not.
+    ///     streams: Outputs come with every step, and `max_token_gap_ms` holds between them. Else each sequence has one
+    ///         output, at its end.
     ///
     /// Raises:
     ///     ValueError: A parameter is out of range, or the driver cannot do what is asked for.
@@ -307,7 +310,8 @@ impl Runtime {
     #[pyo3(signature = (
         token_ids, *, max_new_tokens = 128, min_new_tokens = 0, temperature = 1.0, top_k = -1, top_p = 1.0, min_p = 0.0,
         seed = None, stop_token_ids = Vec::new(), stop = Vec::new(), ignore_eos = false, n = 1, priority = None,
-        routing_key = None, session = None, namespace = None, speculate = false, deadline_s = None
+        routing_key = None, session = None, namespace = None, speculate = false, deadline_s = None,
+        streams = true
     ))]
     #[expect(
         clippy::too_many_arguments,
@@ -334,6 +338,7 @@ impl Runtime {
         namespace: Option<String>,
         speculate: bool,
         deadline_s: Option<f64>,
+        streams: bool,
     ) -> PyResult<u64> {
         let sampling = Sampling {
             temperature,
@@ -361,6 +366,7 @@ impl Runtime {
             routing_key: routing_key.map(String::into_boxed_str),
             session,
             drafts: speculate,
+            streams,
             ..Arrival::new(0, token_ids.0, sampler, max_new_tokens)
         };
         self.service
@@ -401,7 +407,9 @@ impl Runtime {
         py.detach(|| self.service.flush(Duration::from_mins(1)))
     }
 
-    /// Counts of all replicas, and under `replicas` those of each.
+    /// Counts of all replicas, and under `replicas` those of each. Of `steps`, `prompt_steps` had parts of prompts; all had
+    /// `rows`. `driver_s` are the seconds that drivers took for them, from request to answer; `host_s` those from answer to
+    /// request, when devices wait for this side, with `gap_us_p50` and `gap_us_p99` of a step.
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         dict(py, &Stats::of(&self.service.stats()))
     }
@@ -464,6 +472,8 @@ struct Counts {
     running: usize,
     waiting: usize,
     steps: u64,
+    prompt_steps: u64,
+    rows: u64,
     prompt_tokens: u64,
     cached_tokens: u64,
     output_tokens: u64,
@@ -478,6 +488,9 @@ struct Counts {
     /// Of all replicas the longest.
     gap_us_p50: f64,
     gap_us_p99: f64,
+    /// Seconds, of all steps.
+    host_s: f64,
+    driver_s: f64,
     driver_pids: Vec<u32>,
 }
 
@@ -496,6 +509,8 @@ impl Counts {
             running: counts.running,
             waiting: counts.waiting,
             steps: counts.steps,
+            prompt_steps: counts.prompt_steps,
+            rows: counts.total_rows,
             prompt_tokens: counts.prompt_tokens,
             cached_tokens: counts.cached_tokens,
             output_tokens: counts.output_tokens,
@@ -509,6 +524,8 @@ impl Counts {
             pages_cached: counts.cached_pages as u64,
             gap_us_p50: stats.gaps_ns[0] as f64 / 1e3,
             gap_us_p99: stats.gaps_ns[1] as f64 / 1e3,
+            host_s: stats.host_ns as f64 / 1e9,
+            driver_s: stats.driver_ns as f64 / 1e9,
             driver_pids: vec![stats.driver_pid],
         }
     }
@@ -519,8 +536,12 @@ impl Counts {
         self.driver_pids.extend(&other.driver_pids);
         self.gap_us_p50 = self.gap_us_p50.max(other.gap_us_p50);
         self.gap_us_p99 = self.gap_us_p99.max(other.gap_us_p99);
+        self.host_s += other.host_s;
+        self.driver_s += other.driver_s;
         for (sum, more) in [
             (&mut self.steps, other.steps),
+            (&mut self.prompt_steps, other.prompt_steps),
+            (&mut self.rows, other.rows),
             (&mut self.prompt_tokens, other.prompt_tokens),
             (&mut self.cached_tokens, other.cached_tokens),
             (&mut self.output_tokens, other.output_tokens),
