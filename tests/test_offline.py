@@ -298,6 +298,15 @@ class TestArguments:
         assert found.speculates
         assert found.tokenizer is None
 
+    def test_steps_are_as_long_as_a_pass_of_the_driver(self) -> None:
+        assert "chunked_prefill_size" not in self.parse().runtime
+        found = self.parse(chunked_prefill_size=-1)
+        assert "chunked_prefill_size" not in found.runtime
+        assert found.runtime["options"] == {"chunked_prefill_size": -1}
+        on_cuda = self.parse(devices=["cuda:0"])
+        assert on_cuda.runtime["chunked_prefill_size"] == 16_384
+        assert on_cuda.runtime["options"] == {}
+
     def test_gpus_are_numbered_as_sglang_does(self) -> None:
         found = self.parse(device="cuda", tp_size=2, base_gpu_id=4, gpu_id_step=2)
         assert found.runtime["devices"] == ["cuda:4", "cuda:6"]

@@ -1526,7 +1526,8 @@ class Runtime:
             max_running_requests: Sequences that hold pages at once; None for as many as a step takes.
             max_queued_requests: Sequences that may wait.
             chunked_prefill_size: Most tokens of a step.
-            max_token_gap_ms: The longest time between two tokens that prompts of others may cause; 0 for no limit.
+            max_token_gap_ms: The longest time between two tokens of a stream that prompts of others may cause; 0 for no
+                limit.
             radix_eviction_policy: `lru`, `lfu`, `fifo`, `filo`, `mru`, `slru` or `priority`.
             disable_radix_cache: Share no prefixes.
             enable_priority_scheduling: `priority` of requests comes before the policy.
@@ -1594,9 +1595,11 @@ class Runtime:
         """
     def stats(self, /) -> dict:
         """
-        Counts of all replicas, and under `replicas` those of each.
+        Counts of all replicas, and under `replicas` those of each. Of `steps`, `prompt_steps` had parts of prompts; all had
+        `rows`. `driver_s` are the seconds that drivers took for them, from request to answer; `host_s` those from answer to
+        request, when devices wait for this side, with `gap_us_p50` and `gap_us_p99` of a step.
         """
-    def submit(self, /, token_ids: Buffer | ndarray | list[int], *, max_new_tokens: SupportsIndex = 128, min_new_tokens: SupportsIndex = 0, temperature: SupportsFloat | SupportsIndex = 1.0, top_k: SupportsIndex = ..., top_p: SupportsFloat | SupportsIndex = 1.0, min_p: SupportsFloat | SupportsIndex = 0.0, seed: SupportsIndex | None = None, stop_token_ids: SupportsGetItem[int, SupportsIndex] = ..., stop: SupportsGetItem[int, str] = ..., ignore_eos: bool = False, n: SupportsIndex = 1, priority: SupportsIndex | None = None, routing_key: str | None = None, session: SupportsIndex | None = None, namespace: str | None = None, adapter_id: SupportsIndex | None = None, speculate: bool = False, deadline_s: SupportsFloat | SupportsIndex | None = None) -> int:
+    def submit(self, /, token_ids: Buffer | ndarray | list[int], *, max_new_tokens: SupportsIndex = 128, min_new_tokens: SupportsIndex = 0, temperature: SupportsFloat | SupportsIndex = 1.0, top_k: SupportsIndex = ..., top_p: SupportsFloat | SupportsIndex = 1.0, min_p: SupportsFloat | SupportsIndex = 0.0, seed: SupportsIndex | None = None, stop_token_ids: SupportsGetItem[int, SupportsIndex] = ..., stop: SupportsGetItem[int, str] = ..., ignore_eos: bool = False, n: SupportsIndex = 1, priority: SupportsIndex | None = None, routing_key: str | None = None, session: SupportsIndex | None = None, namespace: str | None = None, adapter_id: SupportsIndex | None = None, speculate: bool = False, deadline_s: SupportsFloat | SupportsIndex | None = None, streams: bool = True) -> int:
         """
         Hands a request in and returns its id at once. What comes of it is for `poll`; one that cannot be served, because its
         prompt is too long, for example, ends with the reason `error`.
@@ -1621,6 +1624,8 @@ class Runtime:
             adapter_id: What `load_adapter` loaded; None for the model alone. Different ones share no prefix.
             speculate: The driver may draft for it.
             deadline_s: Seconds after which it ends, finished or not.
+            streams: Outputs come with every step, and `max_token_gap_ms` holds between them. Else each sequence has one
+                output, at its end.
 
         Raises:
             ValueError: A parameter is out of range, or the driver cannot do what is asked for.

@@ -58,7 +58,8 @@ impl Runtime {
     ///     max_running_requests: Sequences that hold pages at once; None for as many as a step takes.
     ///     max_queued_requests: Sequences that may wait.
     ///     chunked_prefill_size: Most tokens of a step.
-    ///     max_token_gap_ms: The longest time between two tokens that prompts of others may cause; 0 for no limit.
+    ///     max_token_gap_ms: The longest time between two tokens of a stream that prompts of others may cause; 0 for no
+    ///         limit.
     ///     radix_eviction_policy: `lru`, `lfu`, `fifo`, `filo`, `mru`, `slru` or `priority`.
     ///     disable_radix_cache: Share no prefixes.
     ///     enable_priority_scheduling: `priority` of requests comes before the policy.
@@ -227,6 +228,8 @@ impl Runtime {
     ///     adapter_id: What `load_adapter` loaded; None for the model alone. Different ones share no prefix.
     ///     speculate: The driver may draft for it.
     ///     deadline_s: Seconds after which it ends, finished or not.
+    ///     streams: Outputs come with every step, and `max_token_gap_ms` holds between them. Else each sequence has one
+    ///         output, at its end.
     ///
     /// Raises:
     ///     ValueError: A parameter is out of range, or the driver cannot do what is asked for.
@@ -238,7 +241,7 @@ impl Runtime {
         token_ids, *, max_new_tokens = 128, min_new_tokens = 0, temperature = 1.0, top_k = -1, top_p = 1.0, min_p = 0.0,
         seed = None, stop_token_ids = Vec::new(), stop = Vec::new(), ignore_eos = false, n = 1, priority = None,
         routing_key = None, session = None, namespace = None, adapter_id = None, speculate = false,
-        deadline_s = None
+        deadline_s = None, streams = true
     ))]
     #[expect(
         clippy::too_many_arguments,
@@ -266,6 +269,7 @@ impl Runtime {
         adapter_id: Option<u64>,
         speculate: bool,
         deadline_s: Option<f64>,
+        streams: bool,
     ) -> PyResult<u64> {
         let sampling = Sampling {
             temperature,
@@ -294,6 +298,7 @@ impl Runtime {
             routing_key: routing_key.map(String::into_boxed_str),
             session,
             drafts: speculate,
+            streams,
             ..Arrival::new(0, token_ids.0, sampler, max_new_tokens)
         };
         self.service
@@ -348,7 +353,9 @@ impl Runtime {
         py.detach(|| self.service.flush(Duration::from_mins(1)))
     }
 
-    /// Counts of all replicas, and under `replicas` those of each.
+    /// Counts of all replicas, and under `replicas` those of each. Of `steps`, `prompt_steps` had parts of prompts; all had
+    /// `rows`. `driver_s` are the seconds that drivers took for them, from request to answer; `host_s` those from answer to
+    /// request, when devices wait for this side, with `gap_us_p50` and `gap_us_p99` of a step.
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         dict(py, &Stats::of(&self.service.stats()))
     }

@@ -2,7 +2,7 @@
 
 use std::convert::Infallible;
 
-use pie_wire::{AdapterBinding, Brle, ForwardRequest, Frame, Payload, Sampler, WireError};
+use pie_wire::{AdapterBinding, Brle, ForwardRequest, Frame, Payload, Sampler, Scratch, WireError};
 
 use crate::answer::Asked;
 
@@ -159,6 +159,7 @@ pub struct FrameBuilder {
     frame: Frame,
     page_size: u32,
     as_pie: bool,
+    scratch: Scratch,
 }
 
 impl FrameBuilder {
@@ -178,6 +179,7 @@ impl FrameBuilder {
             frame,
             page_size,
             as_pie: false,
+            scratch: Scratch::default(),
         }
     }
 
@@ -193,8 +195,8 @@ impl FrameBuilder {
     ///
     /// # Errors
     /// [`WireError::BufferTooSmall`], [`WireError::TooLarge`].
-    pub fn encode(&self, buffer: &mut [u8]) -> Result<usize, WireError> {
-        pie_wire::encode_request(&self.frame, buffer)
+    pub fn encode(&mut self, buffer: &mut [u8]) -> Result<usize, WireError> {
+        pie_wire::encode_request_with(&self.frame, buffer, &mut self.scratch)
     }
 
     /// Lays out the frame of `turns`; those that sample come first.

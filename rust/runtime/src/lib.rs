@@ -24,6 +24,8 @@ mod sampling;
 mod service;
 mod settings;
 mod shared;
+#[cfg(test)]
+mod steady;
 mod supervise;
 mod times;
 

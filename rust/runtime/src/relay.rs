@@ -73,6 +73,7 @@ impl<'c, 'a> Relay<'c, 'a> {
         // The device waits for nothing but this.
         let sent = laid.map_or(Ok(()), |laid| self.send(laid));
         *self.answered = true;
+        replica.driver_ns += exchange.round_trip_ns;
         if exchange.client_ns > 0 {
             replica.gaps.add(exchange.client_ns);
         }
@@ -207,7 +208,7 @@ fn scheduler(replica: &mut Replica) -> Result<&mut Scheduler<Sampler>, Halt> {
     replica.scheduler.as_mut().ok_or(Halt::Stop)
 }
 
-fn turn<'a>(row: &Row<'a, Sampler>) -> Turn<'a> {
+pub(crate) fn turn<'a>(row: &Row<'a, Sampler>) -> Turn<'a> {
     Turn {
         context_id: row.context,
         tokens: row.tokens,

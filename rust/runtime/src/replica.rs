@@ -53,6 +53,8 @@ pub(crate) struct Replica {
     outputs: Outputs,
     /// From an answer seen to the next request made.
     pub(crate) gaps: Times,
+    /// From a request made to its answer seen, of all steps.
+    pub(crate) driver_ns: u64,
     counted: Instant,
 }
 
@@ -95,6 +97,7 @@ impl Replica {
             scheduler: None,
             outputs: Outputs::default(),
             gaps: Times::default(),
+            driver_ns: 0,
             counted: begin,
         }
     }
@@ -261,9 +264,11 @@ impl Replica {
         if let Some(scheduler) = &self.scheduler {
             let scheduler = scheduler.stats();
             let gaps_ns = [0.5, 0.99].map(|share| self.gaps.quantile(share));
+            let (host_ns, driver_ns) = (self.gaps.sum(), self.driver_ns);
             self.shared.update(self.number, |state| {
                 state.stats.scheduler = scheduler;
                 state.stats.gaps_ns = gaps_ns;
+                (state.stats.host_ns, state.stats.driver_ns) = (host_ns, driver_ns);
             });
             self.counted = Instant::now();
         }

@@ -74,6 +74,8 @@ impl<S> Scheduler<S> {
         self.memory.copies.clear();
         flight.load.copied_pages = self.copies.len() as u32;
         self.counts.rows = flight.rows.len();
+        self.counts.total_rows += flight.rows.len() as u64;
+        self.counts.prompt_steps += u64::from(flight.load.prompt_tokens > 0);
         self.flights.push_back(flight);
         Ok(Some(Step {
             number: self.counts.steps,
