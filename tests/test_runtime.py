@@ -164,7 +164,7 @@ def test_parameters_are_checked_at_once(runtime: Runtime) -> None:
         runtime.submit(array("q", [-1]))
     with pytest.raises(ValueError, match="2 replicas of 1 devices"):
         make(replicas=2)
-    with pytest.raises(ValueError, match="no scheduling policy"):
+    with pytest.raises(ValueError, match="is not a scheduling policy"):
         make(schedule_policy="fastest")
 
 

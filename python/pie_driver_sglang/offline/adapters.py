@@ -24,7 +24,7 @@ class AdapterPath(NamedTuple):
     name: str
     """What requests call it."""
     path: str
-    """A folder as PEFT saves it, or a safetensors file beside its configuration; absolute."""
+    """A folder as PEFT saves it, or a safetensors file next to its configuration; absolute."""
 
 
 class AdapterUpdate(NamedTuple):

@@ -234,7 +234,7 @@ class Engine:
 
         Args:
             lora_name: What requests call it.
-            lora_path: A folder as PEFT saves it, a safetensors file beside its
+            lora_path: A folder as PEFT saves it, a safetensors file next to its
                 `adapter_config.json`, or a repository in the Hugging Face cache.
             pinned: Without effect: the drivers keep every adapter of an engine in memory.
 

@@ -314,7 +314,7 @@ impl Runtime {
     ///
     /// Args:
     ///     adapter_id: From 1, at most 2**63 - 2; one that was loaded before gets the new files, so let its requests end first.
-    ///     path: A folder as PEFT saves it, or a safetensors file beside its `adapter_config.json`; on the drivers' machine.
+    ///     path: A folder as PEFT saves it, or a safetensors file next to its `adapter_config.json`; on the drivers' machine.
     ///
     /// Raises:
     ///     StartError: A driver does not take it, with the reason in its log, or there is no driver.
