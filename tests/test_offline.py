@@ -263,7 +263,7 @@ class TestArguments:
         found = self.parse()
         assert found.runtime["devices"] == ["cpu"]
         assert found.runtime["dtype"] == "float32"
-        assert found.runtime["options"] == {}
+        assert found.runtime["options"] == {"trust_remote_code": False}
         assert found.tokenizer == POCKET
 
     def test_names_of_sglang_reach_their_places(self) -> None:
@@ -294,6 +294,7 @@ class TestArguments:
             "quantization": "fp8",
             "spec_ngram_enabled": True,
             "spec_ngram_num_drafts": 6,
+            "trust_remote_code": False,
         }
         assert found.speculates
         assert found.tokenizer is None
@@ -302,10 +303,16 @@ class TestArguments:
         assert "chunked_prefill_size" not in self.parse().runtime
         found = self.parse(chunked_prefill_size=-1)
         assert "chunked_prefill_size" not in found.runtime
-        assert found.runtime["options"] == {"chunked_prefill_size": -1}
+        assert found.runtime["options"]["chunked_prefill_size"] == -1
         on_cuda = self.parse(devices=["cuda:0"])
         assert on_cuda.runtime["chunked_prefill_size"] == 16_384
-        assert on_cuda.runtime["options"] == {}
+        assert "chunked_prefill_size" not in on_cuda.runtime["options"]
+
+    @pytest.mark.parametrize("given", [{}, {"trust_remote_code": True}])
+    def test_a_repositorys_code_runs_only_if_the_caller_says_so(
+        self, given: dict[str, Any]
+    ) -> None:
+        assert self.parse(**given).runtime["options"]["trust_remote_code"] is bool(given)
 
     def test_gpus_are_numbered_as_sglang_does(self) -> None:
         found = self.parse(device="cuda", tp_size=2, base_gpu_id=4, gpu_id_step=2)

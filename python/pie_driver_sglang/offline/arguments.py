@@ -216,6 +216,8 @@ def _options(values: Mapping[str, Any]) -> dict[str, Any]:
     """The table `[driver.options]`: its own names, and what goes on to SGLang."""
     taken = {*SCHEDULER, *READ, *OWN}
     options = {name: value for name, value in values.items() if name not in taken or name in _BOTH}
+    # As SGLang has it: a repository's code runs only where the caller says so.
+    options.setdefault("trust_remote_code", False)
     if values.get("lora_paths"):
         # As SGLang does, unless adapters are turned off by name.
         options.setdefault("enable_lora", True)
