@@ -22,14 +22,20 @@ LOAD := --manifest-path benches/pie_load/Cargo.toml
 .DEFAULT_GOAL := help
 .PHONY: help preflight demo test test-rust test-python quick bench replay load counts fuzz lint format stubs docs wheel
 
+# The second half of the demo: the same model without Pie.
+SAID := def mean(values):
+PIPED = echo; echo "Without Pie, over a pipe: echo '$(SAID)' | pie-sglang shell"; \
+    echo '$(SAID)' | $(BIN)/pie-sglang shell --model models/pocket --device cpu --temperature 0 --max-new-tokens 48 2>/dev/null
+
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
 
 preflight: ## Name what this machine lacks for a build and the tests, before anything is fetched
 	@tools/preflight "$(PYTHON)" . $(GIB) && echo "preflight: nothing is missing"
 
-demo: $(VENV)/.installed ## Serve six prompts with the embedded model; ARGS="--model PATH --device cuda:0" for another
+demo: $(VENV)/.installed ## Serve six prompts with the embedded model, then a shell over a pipe; ARGS="--model PATH --device cuda:0" for another
 	@$(BIN)/python -m pie_driver_sglang.demo --model models/pocket $(ARGS)
+	@$(if $(ARGS),:,$(PIPED))
 
 test: test-rust test-python ## Run every test
 

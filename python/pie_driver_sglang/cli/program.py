@@ -39,6 +39,8 @@ COMMANDS: Final[Mapping[str, CliCommand]] = MappingProxyType(
             "cli.generate", "answer prompts from words, a file or a pipe, as JSONL"
         ),
         "shell": CliCommand("cli.shell", "talk with a model"),
+        "bench": CliCommand("cli.bench", "measure tokens per second, alone or against a peer"),
+        "replay": CliCommand("cli.replay", "send recorded requests and tell the latencies"),
         "demo": CliCommand("demo.program", "serve six prompts and show the tokens as they come"),
     }
 )
