@@ -21,7 +21,7 @@ from pie_driver_sglang.config.arch import vocab_size
 from pie_driver_sglang.config.hf_config import load_hf_config
 from pie_driver_sglang.errors import ConfigError, StartError, quoted, reason
 
-OWN: Final = "pie"
+DRIVER_SIDE: Final = "pie"
 PEERS: Final = ("sglang",)
 
 
@@ -33,7 +33,7 @@ def main(arguments: Sequence[str]) -> int:
     if options.side is not None:
         _write(options.json, json.dumps(_measure(options, workload)))
         return 0
-    sides = [OWN, *dict.fromkeys(options.peer)]
+    sides = [DRIVER_SIDE, *dict.fromkeys(options.peer)]
     found = []
     for number in range(options.rounds):
         # Each in a process of its own, one after the other: a device has room for one engine.
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _measure(options: argparse.Namespace, workload: Workload) -> dict[str, Any]:
     """Starts one engine and plays the workload; what is compiled on the way is not counted."""
-    if options.side == OWN:
+    if options.side == DRIVER_SIDE:
         with started(options) as engine:
             return _play(engine, workload, options.repeats)
     from pie_driver_sglang.srt.seams.offline_peer import peer_engine
@@ -130,7 +130,7 @@ def _record(
         },
         "runs": found,
         "tokens_per_s": rates,
-        "ratios": {side: rates[OWN] / rates[side] for side in sides if side != OWN},
+        "ratios": {side: rates[DRIVER_SIDE] / rates[side] for side in sides if side != DRIVER_SIDE},
     }
 
 
@@ -206,6 +206,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--peer", choices=PEERS, action="append", default=[], help="compare with it, alternating")
     add("--json", metavar="FILE", help="write a record of all runs there; - for stdout")
     # Of the processes that the command starts.
-    add("--side", choices=(OWN, *PEERS), help=argparse.SUPPRESS)
+    add("--side", choices=(DRIVER_SIDE, *PEERS), help=argparse.SUPPRESS)
     add_engine_options(parser)
     return parser
