@@ -10,6 +10,9 @@ BIN := $(VENV)/bin
 SOURCES := pyproject.toml Cargo.toml Cargo.lock README.md LICENSE \
     $(shell find rust python -type f \( -name '*.rs' -o -name '*.py' -o -name '*.pyi' -o -name '*.toml' \))
 WHEELS := target/wheels
+# A wheel needs maturin alone: without the environment it gets one of its own.
+BUILDER := target/builder
+MATURIN := $(if $(wildcard $(BIN)/maturin),$(BIN)/maturin,$(BUILDER)/bin/maturin)
 CHECKED := python/pie_driver_sglang tests tools benches/gpu benches/ngram_replay benches/peers benches/pie_load
 # Runs the ring's sources under loom; a workspace of its own.
 MODEL := --manifest-path rust/ring/model/Cargo.toml
@@ -17,13 +20,22 @@ MODEL := --manifest-path rust/ring/model/Cargo.toml
 LOAD := --manifest-path benches/pie_load/Cargo.toml
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-rust test-python quick bench replay load counts fuzz lint format stubs docs wheel
+.PHONY: help preflight demo test test-rust test-python quick bench replay load counts fuzz lint format stubs docs wheel
+
+# The second half of the demo: the same model without Pie.
+SAID := def mean(values):
+PIPED = echo; echo "Without Pie, over a pipe: echo '$(SAID)' | pie-sglang shell"; \
+    echo '$(SAID)' | $(BIN)/pie-sglang shell --model models/pocket --device cpu --temperature 0 --max-new-tokens 48 2>/dev/null
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
 
-demo: $(VENV)/.installed ## Serve six prompts with the embedded model; ARGS="--model PATH --device cuda:0" for another
+preflight: ## Name what this machine lacks for a build and the tests, before anything is fetched
+	@tools/preflight "$(PYTHON)" . $(GIB) && echo "preflight: nothing is missing"
+
+demo: $(VENV)/.installed ## Serve six prompts with the embedded model, then a shell over a pipe; ARGS="--model PATH --device cuda:0" for another
 	@$(BIN)/python -m pie_driver_sglang.demo --model models/pocket $(ARGS)
+	@$(if $(ARGS),:,$(PIPED))
 
 test: test-rust test-python ## Run every test
 
@@ -63,6 +75,7 @@ fuzz: ## Fuzz TARGET=plan_frames for a minute; ARGS=-max_total_time=600 for long
 	@fuzz/run $(TARGET) -max_total_time=60 $(ARGS)
 
 lint: $(VENV)/.installed ## Check format, lints, types, docs and the native module's stub
+	@if command -v actionlint >/dev/null; then actionlint; else echo "actionlint is not in PATH: workflows are checked by CI"; fi
 	cargo fmt --all --check
 	cargo fmt --manifest-path benches/Cargo.toml --check
 	cargo clippy --workspace --all-targets --quiet -- -D warnings
@@ -100,18 +113,28 @@ docs: $(VENV)/.dependencies ## Generate docs/options.md from the options, docs/b
 wheel: $(WHEELS)/.built ## Build the abi3 wheel into target/wheels
 
 # Into the wheel, for `_core.build_info`: what a measurement says it was taken of. `+`: with changes that are not committed.
-$(WHEELS)/.built: $(VENV)/.dependencies $(SOURCES)
+$(WHEELS)/.built: $(SOURCES) | $(MATURIN)
 	@rm -rf $(WHEELS)
-	PIE_DRIVER_COMMIT="$$(git describe --always --exclude='*' --dirty=+ 2>/dev/null)" $(BIN)/maturin build --release --locked --quiet --out $(WHEELS)
+	PIE_DRIVER_COMMIT="$$(git describe --always --exclude='*' --dirty=+ 2>/dev/null)" $(MATURIN) build --release --locked --quiet --out $(WHEELS)
 	@touch $@
+
+# Disk space in GiB of the environment, with the build's.
+GIB := 14
+# Where Python writes no bytecode by itself, every start would compile 7,000 modules again.
+BYTECODE := $(if $(PYTHONDONTWRITEBYTECODE),--compile-bytecode)
 
 # uv's cache makes a second environment cheap.
 $(VENV)/.dependencies: pyproject.toml
-	@test -n "$(PYTHON)" || { echo "Python 3.11 or 3.12 with venv is needed. Set PYTHON=..." >&2; exit 1; }
-	@test -x $(BIN)/uv || { $(PYTHON) -m venv $(VENV) && $(BIN)/python -m pip install --quiet uv; }
-	$(BIN)/uv pip install --quiet --python $(BIN)/python -r pyproject.toml --extra demo --group dev
+	@test -e $@ || tools/preflight "$(PYTHON)" . $(GIB)
+	@test -x $(BIN)/uv || { echo "making $(VENV); its packages take 9 GB"; $(PYTHON) -m venv $(VENV) && $(BIN)/python -m pip install --quiet uv; }
+	$(BIN)/uv pip install $(BYTECODE) --python $(BIN)/python -r pyproject.toml --extra demo --group dev
 	@touch $@
 
-$(VENV)/.installed: $(WHEELS)/.built
+$(BUILDER)/bin/maturin:
+	@tools/preflight "$(PYTHON)" . 2 build
+	$(PYTHON) -m venv $(BUILDER)
+	$(BUILDER)/bin/python -m pip install --quiet 'maturin>=1.16,<2'
+
+$(VENV)/.installed: $(VENV)/.dependencies $(WHEELS)/.built
 	@$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --reinstall $(WHEELS)/*.whl
 	@touch $@
