@@ -14,10 +14,14 @@ WHEELS := target/wheels
 BUILDER := target/builder
 MATURIN := $(if $(wildcard $(BIN)/maturin),$(BIN)/maturin,$(BUILDER)/bin/maturin)
 CHECKED := python/pie_driver_sglang tests tools benches/gpu benches/ngram_replay benches/peers benches/pie_load
-# Runs the ring's sources under loom; a workspace of its own.
-MODEL := --manifest-path rust/ring/model/Cargo.toml
-# The load generator; a workspace of its own.
-LOAD := --manifest-path benches/pie_load/Cargo.toml
+# Workspaces of their own. They build where the product does, so what comes from a registry is built once.
+# Runs the ring's sources under loom.
+MODEL := --manifest-path rust/ring/model/Cargo.toml --target-dir target
+# The load generator.
+LOAD_MANIFEST := --manifest-path benches/pie_load/Cargo.toml
+LOAD := $(LOAD_MANIFEST) --target-dir target
+# What the fuzzer runs, over its corpus.
+FUZZ := --manifest-path fuzz/Cargo.toml --target-dir target
 
 .DEFAULT_GOAL := help
 .PHONY: help preflight demo test test-rust test-python quick bench replay load counts fuzz lint format stubs docs wheel
@@ -41,16 +45,20 @@ test: test-rust test-python ## Run every test
 
 test-rust:
 	cargo test --workspace --quiet
-	cargo test --manifest-path fuzz/Cargo.toml --quiet
-	cargo test $(MODEL) --target-dir target/model --quiet
-	cargo test $(LOAD) --target-dir target/load --quiet
+	cargo test $(FUZZ) --quiet
+	cargo test $(MODEL) --quiet
+	cargo test $(LOAD) --quiet
 
-test-python: $(VENV)/.installed
-	$(BIN)/python -m pytest -q
+# Processes that share the tests; each has a driver to fork from, which imports SGLang. `tests/conftest.py` says what stays together.
+WORKERS ?= 2
+PYTEST := $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
+
+test-python: $(VENV)/.installed $(VENV)/.compiled
+	$(PYTEST)
 
 quick: $(VENV)/.installed ## Run what needs no SGLang: the crates' own tests, and Python's that import neither it nor a model
 	cargo test --workspace --quiet
-	$(BIN)/python -m pytest -q -m "not engine"
+	$(PYTEST) -m "not engine"
 
 bench: $(VENV)/.installed ## Run the benchmarks and print their table; ARGS=ring/ for some of them, ARGS=--quick to try them out
 	cargo bench --manifest-path benches/Cargo.toml -- $(ARGS)
@@ -65,7 +73,7 @@ replay: $(STREAMS) ## Replay token streams through the n-gram drafter and its pe
 	@$(BIN)/python benches/ngram_replay/replay.py $(STREAMS) target/release/ngram_replay
 
 load: ## Build target/load/release/pie_load, which plays the runtime against a driver; see benches/README.md
-	cargo build $(LOAD) --target-dir target/load --release --quiet
+	cargo build $(LOAD_MANIFEST) --target-dir target/load --release --quiet
 
 counts: ## Count the instructions of the hot paths and hold them to benches/counts.json (needs valgrind)
 	@cargo run --quiet --release --manifest-path benches/Cargo.toml --no-default-features --bin counts -- $(ARGS)
@@ -80,11 +88,11 @@ lint: $(VENV)/.installed ## Check format, lints, types, docs and the native modu
 	cargo fmt --manifest-path benches/Cargo.toml --check
 	cargo clippy --workspace --all-targets --quiet -- -D warnings
 	cargo fmt --manifest-path fuzz/Cargo.toml --check
-	cargo clippy --manifest-path fuzz/Cargo.toml --all-targets --quiet -- -D warnings
-	cargo fmt $(MODEL) --check
-	cargo clippy $(MODEL) --target-dir target/model --lib --test models --quiet -- -D warnings
-	cargo fmt $(LOAD) --check
-	cargo clippy $(LOAD) --target-dir target/load --all-targets --quiet -- -D warnings
+	cargo clippy $(FUZZ) --all-targets --quiet -- -D warnings
+	cargo fmt --manifest-path rust/ring/model/Cargo.toml --check
+	cargo clippy $(MODEL) --lib --test models --quiet -- -D warnings
+	cargo fmt $(LOAD_MANIFEST) --check
+	cargo clippy $(LOAD) --all-targets --quiet -- -D warnings
 	RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps --quiet
 	$(BIN)/ruff check $(CHECKED)
 	$(BIN)/ruff format --check $(CHECKED)
@@ -97,8 +105,8 @@ format: $(VENV)/.installed ## Format the sources
 	cargo fmt --all
 	cargo fmt --manifest-path benches/Cargo.toml
 	cargo fmt --manifest-path fuzz/Cargo.toml
-	cargo fmt $(MODEL)
-	cargo fmt $(LOAD)
+	cargo fmt --manifest-path rust/ring/model/Cargo.toml
+	cargo fmt $(LOAD_MANIFEST)
 	$(BIN)/ruff check --fix-only $(CHECKED)
 	$(BIN)/ruff format $(CHECKED)
 
@@ -134,6 +142,11 @@ $(BUILDER)/bin/maturin:
 	@tools/preflight "$(PYTHON)" . 2 build
 	$(PYTHON) -m venv $(BUILDER)
 	$(BUILDER)/bin/python -m pip install --quiet 'maturin>=1.16,<2'
+
+# The bytecode of SGLang and what it imports, written once: processes that begin at the same time would each compile all of it.
+$(VENV)/.compiled: $(VENV)/.dependencies | $(VENV)/.installed
+	@PYTHONPATH=tests $(BIN)/python -W ignore -c "import fork_parent"
+	@touch $@
 
 $(VENV)/.installed: $(VENV)/.dependencies $(WHEELS)/.built
 	@$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --reinstall $(WHEELS)/*.whl
