@@ -10,7 +10,7 @@ import sglang
 def peer_engine(
     model: str, device: str | None, *, tp_size: int, keeps_prefixes: bool, requests: int
 ) -> Any:
-    """SGLang's `Engine` with its own defaults, but for what the comparison fixes.
+    """SGLang's `Engine` with its own defaults, except what the comparison fixes.
 
     Args:
         model: A folder, or a repository in the cache.
