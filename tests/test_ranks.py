@@ -658,8 +658,14 @@ def test_experts_on_two_ranks(tmp_path: Path) -> None:
         ({"intermediate_size": 80}, None, ["mlp.", "(64, 96), but the model's (64, 80)"]),
         ({"num_hidden_layers": 1}, None, ["model.layers.1.", "the model has none (and 8 more)"]),
         ({}, checkpoints.without("1.mlp.up_proj"), ["1.mlp.up_proj.weight is missing, (96, 64)"]),
+        # SGLang would fill the second rank's part with zeros.
+        (
+            {},
+            checkpoints.cut("model.layers.1.mlp.gate_proj.weight", 48, 64),
+            ["1.mlp.gate_proj.weight in model.safetensors is (48, 64), but the model's (96, 64)"],
+        ),
     ],
-    ids=["heads-of-keys", "width", "layers", "tensor"],
+    ids=["heads-of-keys", "width", "layers", "tensor", "half"],
 )
 def test_what_does_not_fit_two_ranks(
     config: dict[str, Any],
