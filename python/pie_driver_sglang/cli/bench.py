@@ -207,5 +207,5 @@ def _parser() -> argparse.ArgumentParser:
     add("--json", metavar="FILE", help="write a record of all runs there; - for stdout")
     # Of the processes that the command starts.
     add("--side", choices=(DRIVER_SIDE, *PEERS), help=argparse.SUPPRESS)
-    add_engine_options(parser)
+    add_engine_options(parser, samples=False)
     return parser

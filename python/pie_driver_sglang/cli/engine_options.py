@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from pie_driver_sglang.offline.engine import Engine
 
 
-def add_engine_options(parser: argparse.ArgumentParser) -> None:
-    """The model, where it runs, and how it samples."""
+def add_engine_options(parser: argparse.ArgumentParser, *, samples: bool = True) -> None:
+    """The model and where it runs; with `samples` also how it samples."""
     engine = parser.add_argument_group("engine")
     engine.add_argument(
         "--model",
@@ -37,6 +37,8 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         help="any argument of `pie_driver_sglang.Engine`; may be given several times",
     )
     engine.add_argument("--log", metavar="FILE", help="append the drivers' log to a file")
+    if not samples:
+        return
     sampling = parser.add_argument_group("sampling")
     add = sampling.add_argument
     add("--max-new-tokens", type=int, metavar="N", help="most tokens of an answer")
