@@ -17,7 +17,7 @@ import triton.language as tl
 
 from pie_driver_sglang.kernels.chained import chained, lead
 from pie_driver_sglang.kernels.dense_layers import Norm, silu
-from pie_driver_sglang.kernels.few_rows import Cut, Scratch, Stream, add_products, fitting
+from pie_driver_sglang.kernels.few_rows import Cut, Scratch, Stream, add_products, smaller_cut
 
 _LOADED = 2048
 """Elements of a row that a warp of the router loads."""
@@ -68,7 +68,7 @@ def find_cuts(rows: int, experts: Experts) -> tuple[Cut, Cut] | None:
         outputs = height // 2 if name == "up" else height
         cut: Cut | None = _CUTS[name, rows <= FEWEST]
         if cut is not None and not cut.fits(outputs, inputs):
-            cut = fitting(outputs, inputs, cut)
+            cut = smaller_cut(outputs, inputs, cut)
         if cut is None:
             return None
         found.append(cut)

@@ -108,10 +108,10 @@ def find_cut(
     best = _MEASURED.get((kind, tile, outputs, inputs)) or _USUAL.get((kind, tile))
     if best is None or best.fits(outputs, inputs):
         return best
-    return fitting(outputs, inputs, best)
+    return smaller_cut(outputs, inputs, best)
 
 
-def fitting(outputs: int, inputs: int, cut: Cut) -> Cut | None:
+def smaller_cut(outputs: int, inputs: int, cut: Cut) -> Cut | None:
     """A smaller cut than this one, without parts, that fits a matrix of another shape."""
     # The largest powers of two that divide them.
     tile = min(cut.outputs, outputs & -outputs)
