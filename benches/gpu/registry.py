@@ -76,7 +76,7 @@ CHECKS: Final[Mapping[str, Check]] = {
     "dense": Check(
         "dense_check.py", "dense layers are right; their times against SGLang's layers",
         "2e-2 of the largest value", 5,
-        "--parity --times --shapes 0.6B,14B --json {record}",
+        "--parity --times --shapes 0.6B,8B,14B --json {record}",
     ),
     "adapters": Check(
         "lora_check.py", "LoRA adapters give what merged weights give; what they cost a step",
@@ -154,6 +154,11 @@ CHECKS: Final[Mapping[str, Check]] = {
     "cuts": Check(
         "step_check.py", "steps by how their kernels are cut", "none", 5,
         "--shapes {small} --json {record}", usual=False,
+    ),
+    "shapes": Check(
+        "shapes_check.py", "steps of 8B, 14B, 0.6B, 30B-A3B and 8B in FP8 beside the time to move "
+        "their bytes; tokens/s beside SGLang's engine", "no process fails", 30,
+        "--out {folder} --pie-load {pie_load} --budget-s {limit}", alone=True, usual=False,
     ),
 }  # fmt: skip
 """By name, in the order in which they run."""
