@@ -17,13 +17,17 @@ MODEL := --manifest-path rust/ring/model/Cargo.toml
 LOAD := --manifest-path benches/pie_load/Cargo.toml
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-rust test-python quick bench replay load counts fuzz lint format stubs docs wheel
+.PHONY: help demo serve test test-rust test-python quick bench replay load counts fuzz lint format stubs docs wheel
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
 
 demo: $(VENV)/.installed ## Serve six prompts with the embedded model; ARGS="--model PATH --device cuda:0" for another
 	@$(BIN)/python -m pie_driver_sglang.demo --model models/pocket $(ARGS)
+
+PORT ?= 30000
+serve: $(VENV)/.installed ## Serve the embedded model over HTTP on the CPU; PORT=30000, ARGS="--stream-interval 2" for SGLang's flags
+	@$(BIN)/pie-sglang serve --model-path models/pocket --served-model-name pocket --device cpu --port $(PORT) $(ARGS)
 
 test: test-rust test-python ## Run every test
 

@@ -10,6 +10,7 @@ mod client;
 mod copy;
 mod drafter;
 mod error;
+mod front;
 mod guard;
 mod images;
 mod lane;
@@ -48,6 +49,8 @@ mod _core {
     use crate::copy::Copy;
     #[pymodule_export]
     use crate::drafter::Drafter;
+    #[pymodule_export]
+    use crate::front::Front;
     #[pymodule_export]
     use crate::guard::ExitGuard;
     #[pymodule_export]

@@ -1,5 +1,6 @@
 //! Drivers with schedulers: the native half of the public engine.
 
+use std::borrow::Cow;
 use std::collections::VecDeque;
 use std::fs::{File, OpenOptions};
 use std::io::Write;
@@ -8,8 +9,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use pie_runtime::{
-    Arrival, Config, Delta, DriverSettings, End, Ends, Rejected, ReplicaStats, Sampling, Service,
-    ServiceLog, ServiceSettings, TokenBytes,
+    Arrival, Config, Delta, DriverSettings, End, Ends, Pause, Rejected, ReplicaStats, Sampling,
+    Service, ServiceLog, ServiceSettings, TokenBytes,
 };
 use pyo3::exceptions::{PyRuntimeError, PyTypeError, PyValueError};
 use pyo3::inspect::PyStaticExpr;
@@ -34,7 +35,7 @@ const LINES: usize = 1000;
 /// they were. Use it as a context manager, or call `shutdown`.
 #[pyclass(frozen, module = "pie_driver_sglang._core")]
 pub(crate) struct Runtime {
-    service: Service,
+    pub(crate) service: Service,
     lines: Arc<Mutex<VecDeque<String>>>,
     stop_tokens: Vec<u32>,
 }
@@ -88,6 +89,11 @@ impl From<Delta> for Output {
             error: None,
             cached_tokens: delta.cached_tokens,
         };
+        output.error = delta
+            .end
+            .as_ref()
+            .and_then(End::reason)
+            .map(Cow::into_owned);
         output.finish_reason = delta.end.map(|end| match end {
             End::Length => "length",
             End::StopToken(token) => {
@@ -101,10 +107,7 @@ impl From<Delta> for Output {
             }
             End::Aborted => "abort",
             End::Deadline => "deadline",
-            End::Failed(error) => {
-                output.error = Some(error.to_string());
-                "error"
-            }
+            End::Refused(_) | End::Displaced | End::Failed(_) => "error",
         });
         output
     }
@@ -396,6 +399,25 @@ impl Runtime {
             .collect())
     }
 
+    /// Computes nothing more until `resume`. Requests are still taken, and can be aborted; deadlines wait.
+    ///
+    /// Args:
+    ///     retract: Requests give back what was computed, and are computed again afterwards.
+    #[pyo3(signature = (*, retract = false))]
+    fn pause(&self, retract: bool) {
+        let pause = if retract {
+            Pause::Retract
+        } else {
+            Pause::InPlace
+        };
+        self.service.pause(Some(pause));
+    }
+
+    /// Goes on after `pause`.
+    fn resume(&self) {
+        self.service.pause(None);
+    }
+
     /// Empties the prefix indices. False, with nothing done, where requests run or wait.
     fn flush_cache(&self, py: Python<'_>) -> bool {
         py.detach(|| self.service.flush(Duration::from_mins(1)))
@@ -598,7 +620,7 @@ fn lock(lines: &Mutex<VecDeque<String>>) -> MutexGuard<'_, VecDeque<String>> {
 }
 
 /// Calls `poll` without Python's lock, for a short time each, until it has something or the time is over. Ctrl-C ends it.
-fn wait<R: Send>(
+pub(crate) fn wait<R: Send>(
     py: Python<'_>,
     timeout_s: Option<f64>,
     poll: impl Fn(Duration) -> Option<R> + Sync,
