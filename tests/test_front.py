@@ -29,7 +29,7 @@ def seams() -> Any:
     """The messages' seam, whose import is SGLang's."""
     from pie_driver_sglang.server.seams import environment
 
-    environment.prepare_server(["Qwen3ForCausalLM"])
+    environment.prepare_server(["Qwen3ForCausalLM"], on_cpu=True)
     with environment.importing_server():
         from pie_driver_sglang.server.seams import messages
     return messages

@@ -125,6 +125,7 @@ def test_our_scheduler_serves(server: Server) -> None:
     server.ask("/health")
     server.ask("/health_generate")
     [load] = json.loads(server.ask("/v1/loads"))["loads"]
+    assert load["gen_throughput"] == 0
     assert (load["num_running_reqs"], load["max_total_num_tokens"]) == (
         0,
         info["max_total_num_tokens"],

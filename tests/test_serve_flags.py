@@ -86,7 +86,10 @@ def test_the_words_of_this_command_are_taken_out() -> None:
     own = launch.split_words(["--port", "1", "--scheduler=sglang", "--model-path", "m"])
     assert (own.scheduler, own.words) == ("sglang", ["--port", "1", "--model-path", "m"])
     assert launch.choose_scheduler(own, {}) == (None, "as `--scheduler sglang` says")
-    assert launch.named_model(["--model=a", "--model-path", "b"]) == "b"
+    words = ["--model=a", "--model-path", "b", "--device=cpu"]
+    assert launch.named_value(words, "--model-path", "--model") == "b"
+    assert launch.named_value(words, "--device") == "cpu"
+    assert launch.named_value(words, "--tp") is None
     for words in (["--scheduler"], ["--scheduler", "other"], ["--option", "nothing"]):
         with pytest.raises(ConfigError):
             launch.split_words(words)

@@ -117,6 +117,7 @@ class Control:
         used = stats["pages_total"] - stats["pages_free"] - stats["pages_cached"]
         total = stats["pages_total"] * size
         seen = stats["prompt_tokens"]
+        throughput = self._throughput.of(stats["output_tokens"])
         return {
             "num_running_reqs": stats["running"],
             "num_waiting_reqs": stats["waiting"],
@@ -126,7 +127,7 @@ class Control:
             "max_total_num_tokens": total,
             "max_running_requests": int(self._facts["max_running_requests"]),
             "token_usage": used * size / total if total else 0.0,
-            "gen_throughput": self._throughput.of(stats["output_tokens"]),
+            "gen_throughput": throughput if stats["running"] else 0.0,
             "cache_hit_rate": stats["cached_tokens"] / seen if seen else 0.0,
         }
 

@@ -10,7 +10,12 @@ from typing import Any, Final, NamedTuple
 from pie_driver_sglang.cli.plan import parse_option
 from pie_driver_sglang.config.hf_config import load_hf_config
 from pie_driver_sglang.errors import ConfigError, DriverError
-from pie_driver_sglang.offline.arguments import EngineArguments, find_snapshot, parse_arguments
+from pie_driver_sglang.offline.arguments import (
+    EngineArguments,
+    find_snapshot,
+    has_gpu,
+    parse_arguments,
+)
 from pie_driver_sglang.server.flags import WATCHDOG, served_arguments, unserved_flag
 from pie_driver_sglang.server.seams import environment
 
@@ -73,22 +78,24 @@ def split_words(words: Sequence[str]) -> OwnArguments:
     return OwnArguments(scheduler, options, rest)
 
 
-def named_model(words: Sequence[str]) -> str | None:
-    """The model that a command line names; None if a file names it."""
+def named_value(words: Sequence[str], *flags: str) -> str | None:
+    """The value that a command line gives to a flag of several names; None if it gives none."""
     found = None
     for word, following in zip(words, [*words[1:], ""], strict=True):
         name, equals, value = word.partition("=")
-        if name in ("--model-path", "--model"):
+        if name in flags:
             found = value if equals else following
     return found
 
 
 def _serve(own: OwnArguments) -> None:
-    model = named_model(own.words)
+    model = named_value(own.words, "--model-path", "--model")
+    device = named_value(own.words, "--device")
     architectures: Sequence[str] = ()
     if model is not None:
         architectures = load_hf_config(find_snapshot(model)).get("architectures") or ()
-    environment.prepare_server(architectures)
+    on_cpu = device == "cpu" if device is not None else not has_gpu()
+    environment.prepare_server(architectures, on_cpu=on_cpu)
     with environment.importing_server():
         from pie_driver_sglang.server.seams import launching
 

@@ -35,9 +35,9 @@ _SHARED_MEMORY: Final = Path("/dev/shm")
 def main(arguments: Sequence[str]) -> int:
     """Runs the server until it ends; SIGTERM and Ctrl-C let its requests finish, twice ends it."""
     words = list(arguments)
-    if not words or words[0] in ("-h", "--help"):
+    if not words or "-h" in words or "--help" in words:
         sys.stdout.write(HELP)
-        return 0 if words else 2
+        raise SystemExit(0 if words else 2)
     if not any(word.split("=")[0] in ("--model-path", "--model", "--config") for word in words):
         raise ConfigError("`--model-path` is missing", "name a folder or a repository")
     before = _load_files()

@@ -24,18 +24,19 @@ _REPLACED_CACHES: Final = ("radix_cache_backend", "disaggregation_mode")
 """Flags that choose a prefix cache, or do without one of ours."""
 
 
-def prepare_server(architectures: Iterable[str]) -> None:
+def prepare_server(architectures: Iterable[str], *, on_cpu: bool) -> None:
     """Sets the variables of this process and of those that it starts.
 
     Args:
         architectures: Of the model; none if they are not known.
+        on_cpu: Whether the model runs there.
     """
     for name, value in _VARIABLES.items():
         os.environ.setdefault(name, value)
     # Ours is the only encoding that our scheduler reads.
     os.environ["SGLANG_USE_PICKLE_IPC"] = _VARIABLES["SGLANG_USE_PICKLE_IPC"]
-    if not os.environ.get("CUDA_VISIBLE_DEVICES", "unset").strip("-1 "):
-        # Layers that SGLang compiles would ask for a C++ compiler.
+    if on_cpu:
+        # What SGLang compiles would ask for a C++ compiler, and hold up the first request.
         os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
     names = list(architectures)
     if names:
