@@ -24,7 +24,7 @@ LOAD := $(LOAD_MANIFEST) --target-dir target
 FUZZ := --manifest-path fuzz/Cargo.toml --target-dir target
 
 .DEFAULT_GOAL := help
-.PHONY: help preflight demo test test-rust test-python quick bench replay load counts fuzz lint format stubs docs wheel
+.PHONY: help preflight demo serve test test-rust test-python quick bench replay load counts fuzz lint format stubs docs wheel
 
 # The second half of the demo: the same model without Pie.
 SAID := def mean(values):
@@ -40,6 +40,10 @@ preflight: ## Name what this machine lacks for a build and the tests, before any
 demo: $(VENV)/.installed ## Serve six prompts with the embedded model, then a shell over a pipe; ARGS="--model PATH --device cuda:0" for another
 	@$(BIN)/python -m pie_driver_sglang.demo --model models/pocket $(ARGS)
 	@$(if $(ARGS),:,$(PIPED))
+
+PORT ?= 30000
+serve: $(VENV)/.installed ## Serve the embedded model over HTTP on the CPU; PORT=30000, ARGS="--stream-interval 2" for SGLang's flags
+	@$(BIN)/pie-sglang serve --model-path models/pocket --served-model-name pocket --device cpu --port $(PORT) $(ARGS)
 
 test: test-rust test-python ## Run every test
 

@@ -33,7 +33,7 @@ FLAGS = (
 
 def settings(**changes: Any) -> SimpleNamespace:
     """As much of SGLang's settings as the plugin looks at."""
-    names = dict.fromkeys(radix._REFUSED, False)
+    names = dict.fromkeys(radix.REFUSED_SETTINGS, False)
     return SimpleNamespace(
         **{**names, "radix_cache_backend": "pie", "disaggregation_mode": "null", **changes}
     )
@@ -46,7 +46,7 @@ def context(**changes: Any) -> SimpleNamespace:
 
 
 class TestRefused:
-    @pytest.mark.parametrize("setting", radix._REFUSED)
+    @pytest.mark.parametrize("setting", radix.REFUSED_SETTINGS)
     def test_a_flag_is_named(self, setting: str) -> None:
         with pytest.raises(ValueError, match=r"drop --\S+ or --radix-cache-backend pie$") as error:
             radix.check_settings(settings(**{setting: True}))

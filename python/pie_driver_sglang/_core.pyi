@@ -8,7 +8,7 @@ from os import PathLike
 from typing import Any, Final, SupportsFloat, SupportsIndex, final
 from typing_extensions import Buffer
 
-__all__ = ["REHEARSAL_ADAPTER", "AttentionMask", "Batch", "Broadcast", "CacheEvent", "Client", "Copy", "Counts", "Drafter", "Evicted", "ExitGuard", "Follower", "Image", "ImageSpan", "Inserted", "Lane", "LayerPatterns", "Load", "Match", "NodeInfo", "Output", "PagePool", "Pass", "PassImages", "Planner", "PoolStats", "RadixIndex", "Reply", "Request", "Runtime", "Sampler", "Server", "SlotGroup", "Step", "Wake", "build_info", "die_with_parent", "encode_forward", "graph_layout", "region_bytes"]
+__all__ = ["REHEARSAL_ADAPTER", "AttentionMask", "Batch", "Broadcast", "CacheEvent", "Client", "Copy", "Counts", "Drafter", "Evicted", "ExitGuard", "Follower", "Front", "Image", "ImageSpan", "Inserted", "Lane", "LayerPatterns", "Load", "Match", "NodeInfo", "Output", "PagePool", "Pass", "PassImages", "Planner", "PoolStats", "RadixIndex", "Reply", "Request", "Runtime", "Sampler", "Server", "SlotGroup", "Step", "Wake", "build_info", "die_with_parent", "encode_forward", "graph_layout", "region_bytes"]
 
 REHEARSAL_ADAPTER: Final[int]
 """
@@ -557,6 +557,60 @@ class Follower:
     def __next__(self, /) -> bytes:
         """
         Waits for the next command, without the GIL. It does not end by itself.
+        """
+
+@final
+class Front:
+    """
+    The requests of SGLang's front end, for a runtime: messages in msgpack come in and go out, and are read and written here.
+
+    `receive` and `poll` may run in two threads at once; nobody else may call `poll` of the runtime.
+    """
+    def __new__(cls, /, runtime: Runtime, classes: SupportsGetItem[int, tuple[str, SupportsGetItem[int, tuple[str, SupportsGetItem[int, SupportsIndex] | None]]]], *, eos_token_ids: SupportsGetItem[int, SupportsIndex], think_end_ids: SupportsGetItem[int, SupportsIndex], stream_interval: SupportsIndex, other_interval: SupportsIndex, max_prompt_tokens: SupportsIndex, truncate: bool, vocab_size: SupportsIndex, speculate: bool, probe_prefix: str, dp_rank: SupportsIndex | None = None) -> Front:
+        """
+        A front end without requests.
+
+        Args:
+            runtime: What computes them, whose drivers are ready.
+            classes: SGLang's message classes: of each the name and its fields in their order, each with its default as msgpack,
+                None where there is none.
+            eos_token_ids: They end a request, unless it ignores them.
+            think_end_ids: The tokens that end the model's thinking; none where it is not counted.
+            stream_interval: Tokens from one output of a stream to the next.
+            other_interval: The same for requests that do not stream.
+            max_prompt_tokens: Most tokens of a prompt.
+            truncate: Cut longer prompts instead of refusing them.
+            vocab_size: Token ids are below it.
+            speculate: The driver may draft for requests.
+            probe_prefix: How the names of SGLang's health probes begin.
+            dp_rank: Which of several replicas this is.
+
+        Raises:
+            FrontEndError: The classes are not those of a version of SGLang that is served.
+        """
+    @property
+    def open_requests(self, /) -> int:
+        """
+        Requests that have not ended.
+        """
+    def poll(self, /, timeout_s: SupportsFloat | SupportsIndex | None) -> tuple[list[bytes], list[bytes], list[bytes]]:
+        """
+        Waits for outputs, without Python's lock, and returns the messages as `receive` does; none when the time is over.
+        """
+    def receive(self, /, messages: SupportsGetItem[int, bytes]) -> tuple[list[bytes], list[bytes], list[bytes]]:
+        """
+        Takes messages of the tokenizer manager.
+
+        Returns:
+            Messages for the detokenizer, messages for the tokenizer manager, and those of `messages` that are not about
+            requests, in their order.
+
+        Raises:
+            FrontEndError: A message cannot be read.
+        """
+    def set_paused(self, /, paused: bool) -> None:
+        """
+        Whether nothing is computed for now; health probes are answered all the same.
         """
 
 @final
@@ -1584,10 +1638,21 @@ class Runtime:
         What the drivers have logged since the last call, oldest first, the last 1000 lines at most. With several replicas
         each line begins with `[number] `.
         """
+    def pause(self, /, *, retract: bool = False) -> None:
+        """
+        Computes nothing more until `resume`. Requests are still taken, and can be aborted; deadlines wait.
+
+        Args:
+            retract: Requests give back what was computed, and are computed again afterwards.
+        """
     def poll(self, /, timeout_s: SupportsFloat | SupportsIndex | None = None) -> list[Output]:
         """
         Waits for outputs, without Python's lock, and returns all there are; none when the time is over, or after a shutdown.
         Outputs of one sequence that were not fetched yet are one, so that a slow caller gets fewer and longer ones.
+        """
+    def resume(self, /) -> None:
+        """
+        Goes on after `pause`.
         """
     def shutdown(self, /) -> None:
         """

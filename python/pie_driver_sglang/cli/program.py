@@ -35,6 +35,9 @@ COMMANDS: Final[Mapping[str, CliCommand]] = MappingProxyType(
         "plan": CliCommand(
             "cli.plan", "plan the memory of a model for a device that need not exist"
         ),
+        "serve": CliCommand(
+            "server.program", "serve a model over HTTP: OpenAI's API, and SGLang's own"
+        ),
         "generate": CliCommand(
             "cli.generate", "answer prompts from words, a file or a pipe, as JSONL"
         ),

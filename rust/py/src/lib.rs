@@ -11,6 +11,7 @@ mod copy;
 mod counts;
 mod drafter;
 mod error;
+mod front;
 mod guard;
 mod images;
 mod lane;
@@ -51,6 +52,8 @@ mod _core {
     use crate::counts::Counts;
     #[pymodule_export]
     use crate::drafter::Drafter;
+    #[pymodule_export]
+    use crate::front::Front;
     #[pymodule_export]
     use crate::guard::ExitGuard;
     #[pymodule_export]

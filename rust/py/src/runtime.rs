@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use pie_runtime::{
-    Arrival, Config, DriverSettings, Ends, Rejected, Sampling, Service, ServiceSettings,
+    Arrival, Config, DriverSettings, Ends, Pause, Rejected, Sampling, Service, ServiceSettings,
 };
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
@@ -34,7 +34,7 @@ const SIGNALS: Duration = Duration::from_millis(100);
 /// they were. Use it as a context manager, or call `shutdown`.
 #[pyclass(frozen, module = "pie_driver_sglang._core")]
 pub(crate) struct Runtime {
-    service: Service,
+    pub(crate) service: Service,
     lines: Arc<Mutex<VecDeque<String>>>,
     stop_tokens: Vec<u32>,
 }
@@ -348,6 +348,25 @@ impl Runtime {
             .collect())
     }
 
+    /// Computes nothing more until `resume`. Requests are still taken, and can be aborted; deadlines wait.
+    ///
+    /// Args:
+    ///     retract: Requests give back what was computed, and are computed again afterwards.
+    #[pyo3(signature = (*, retract = false))]
+    fn pause(&self, retract: bool) {
+        let pause = if retract {
+            Pause::Retract
+        } else {
+            Pause::InPlace
+        };
+        self.service.pause(Some(pause));
+    }
+
+    /// Goes on after `pause`.
+    fn resume(&self) {
+        self.service.pause(None);
+    }
+
     /// Empties the prefix indices. False, with nothing done, where requests run or wait.
     fn flush_cache(&self, py: Python<'_>) -> bool {
         py.detach(|| self.service.flush(Duration::from_mins(1)))
@@ -382,7 +401,7 @@ impl Runtime {
 }
 
 /// Calls `poll` without Python's lock, for a short time each, until it has something or the time is over. Ctrl-C ends it.
-fn wait<R: Send>(
+pub(crate) fn wait<R: Send>(
     py: Python<'_>,
     timeout_s: Option<f64>,
     poll: impl Fn(Duration) -> Option<R> + Sync,

@@ -10,7 +10,7 @@ use crate::driver::Driver;
 use crate::error::RuntimeError;
 use crate::frame::{FrameBuilder, Turn};
 use crate::link::{Flight, Link, Prepared};
-use crate::replica::{Halt, Replica};
+use crate::replica::{Halt, Pause, Replica};
 
 /// The frames of one driver.
 pub(crate) struct Relay<'c, 'a> {
@@ -58,11 +58,18 @@ impl<'c, 'a> Relay<'c, 'a> {
 
     /// Lays the next step out, and takes the answer to the one before.
     fn turn(&mut self, replica: &mut Replica, driver: &Driver) -> Result<(), Failure> {
-        let laid = self.lay_out(replica)?;
+        let laid = match replica.pause {
+            None => self.lay_out(replica)?,
+            Some(_) => None,
+        };
         let Some(Sent { frame, copies_us }) = self.flight.take() else {
             let Some(laid) = laid else {
                 // What comes next is another series.
                 self.link.rest();
+                if replica.pause == Some(Pause::Retract) {
+                    scheduler(replica)?.driver_lost();
+                    replica.pause = Some(Pause::InPlace);
+                }
                 return idle(replica, driver);
             };
             return self.send(laid);

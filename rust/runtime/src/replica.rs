@@ -29,7 +29,17 @@ pub(crate) enum Command {
     EndSession(u64),
     /// Answered with whether the prefix index was emptied.
     Flush(Sender<bool>),
+    Pause(Option<Pause>),
     Stop,
+}
+
+/// How a service pauses.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Pause {
+    /// Requests keep what was computed.
+    InPlace,
+    /// They give it back, and are computed again afterwards.
+    Retract,
 }
 
 /// The thread's own things.
@@ -51,6 +61,8 @@ pub(crate) struct Replica {
     /// Made when the first driver has said what it can.
     pub(crate) scheduler: Option<Scheduler<Sampler>>,
     outputs: Outputs,
+    /// No step is laid out while it is set.
+    pub(crate) pause: Option<Pause>,
     /// From an answer seen to the next request made.
     pub(crate) gaps: Times,
     /// From a request made to its answer seen, of all steps.
@@ -96,6 +108,7 @@ impl Replica {
             sequences: HashSet::new(),
             scheduler: None,
             outputs: Outputs::default(),
+            pause: None,
             gaps: Times::default(),
             driver_ns: 0,
             counted: begin,
@@ -176,7 +189,7 @@ impl Replica {
                         .sequences
                         .extend((0..samples).map(|sample| (id, sample))),
                     Err(refusal) => {
-                        self.refuse(id, samples, &End::Failed(refusal.to_string().into()));
+                        self.refuse(id, samples, &End::Refused(refusal));
                     }
                 }
             }
@@ -197,6 +210,7 @@ impl Replica {
                 // The caller may have gone.
                 let _ = sender.send(idle);
             }
+            (Command::Pause(pause), _) => self.pause = pause,
             (Command::Abort(_) | Command::EndSession(_) | Command::Flush(_), None) => {}
         }
         Ok(())
@@ -228,11 +242,7 @@ impl Replica {
             Finish::StopString { index, text_bytes } => End::StopString { index, text_bytes },
             Finish::Aborted => End::Aborted,
             Finish::Deadline => End::Deadline,
-            Finish::Displaced => End::Failed(
-                "the queue was full, and a request of better priority took its place\n\n\
-                 hint: raise max_queued_requests"
-                    .into(),
-            ),
+            Finish::Displaced => End::Displaced,
             Finish::Failed => {
                 End::Failed("the driver gave it no token\n\nhint: its log says why".into())
             }
@@ -296,7 +306,10 @@ impl Replica {
             match command {
                 Command::Stop => return,
                 Command::Submit(arrival) => self.refuse(arrival.id, arrival.samples, &failed),
-                Command::Abort(_) | Command::EndSession(_) | Command::Flush(_) => {}
+                Command::Abort(_)
+                | Command::EndSession(_)
+                | Command::Flush(_)
+                | Command::Pause(_) => {}
             }
         }
     }

@@ -14,7 +14,7 @@ use crate::error::RuntimeError;
 use crate::handshake::Capabilities;
 use crate::link;
 use crate::outbox::Delta;
-use crate::replica::{Command, Replica};
+use crate::replica::{Command, Pause, Replica};
 use crate::shared::{ReplicaStats, ServiceSettings, Shared};
 
 /// Why a request was not taken.
@@ -142,7 +142,7 @@ impl Service {
 
     /// Hands a request in, and returns its id at once, which takes the place of the one that it has. It ends after
     /// `deadline`, finished or not. A request that cannot be served, because it is too long, for example, ends as
-    /// [`End::Failed`](crate::End::Failed).
+    /// [`End::Refused`](crate::End::Refused).
     ///
     /// Of several replicas the one with the fewest sequences gets it; requests of one session, or with one routing key, get
     /// the same.
@@ -262,6 +262,13 @@ impl Service {
     pub fn end_session(&self, session: u64) {
         for replica in 0..self.replicas.len() {
             self.tell(replica, || Command::EndSession(session));
+        }
+    }
+
+    /// Computes nothing more, until it goes on with `None`. Requests are still taken, and aborts obeyed; deadlines wait.
+    pub fn pause(&self, pause: Option<Pause>) {
+        for replica in 0..self.replicas.len() {
+            self.tell(replica, || Command::Pause(pause));
         }
     }
 

@@ -1,5 +1,7 @@
 //! What a runtime gives out: tokens and ends of requests, and counts.
 
+use std::borrow::Cow;
+
 use pie_runtime::{Delta, End, ReplicaStats};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -56,6 +58,11 @@ impl From<Delta> for Output {
             error: None,
             cached_tokens: delta.cached_tokens,
         };
+        output.error = delta
+            .end
+            .as_ref()
+            .and_then(End::reason)
+            .map(Cow::into_owned);
         output.finish_reason = delta.end.map(|end| match end {
             End::Length => "length",
             End::StopToken(token) => {
@@ -69,10 +76,7 @@ impl From<Delta> for Output {
             }
             End::Aborted => "abort",
             End::Deadline => "deadline",
-            End::Failed(error) => {
-                output.error = Some(error.to_string());
-                "error"
-            }
+            End::Refused(_) | End::Displaced | End::Failed(_) => "error",
         });
         output
     }
