@@ -31,6 +31,7 @@ class Forward(NamedTuple):
     adapters: bytes | None
     images: Images | None
     states: bytearray | None
+    noted: bytes | None = None
 
     @staticmethod
     def of(batch: Pass, known: Container[int] = ()) -> Forward:
@@ -52,6 +53,7 @@ class Forward(NamedTuple):
             adapters=batch.adapters,
             images=None if batch.images is None else _copied(batch.images, known),
             states=batch.states,
+            noted=batch.noted,
         )
 
     @property

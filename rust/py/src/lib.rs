@@ -10,6 +10,7 @@ mod client;
 mod copy;
 mod drafter;
 mod error;
+mod extension;
 mod guard;
 mod images;
 mod lane;
@@ -36,6 +37,9 @@ mod _core {
     /// The adapter that a rehearsal may bind without loading one.
     #[pymodule_export]
     const REHEARSAL_ADAPTER: i64 = pie_batch::REHEARSAL_ADAPTER;
+    /// Words beside the block of a step that its extension may take.
+    #[pymodule_export]
+    const STEP_EXTRA_WORDS: usize = pie_batch::STEP_EXTRA_WORDS;
     #[pymodule_export]
     use super::build_info;
     #[pymodule_export]
@@ -48,6 +52,8 @@ mod _core {
     use crate::copy::Copy;
     #[pymodule_export]
     use crate::drafter::Drafter;
+    #[pymodule_export]
+    use crate::extension::Extension;
     #[pymodule_export]
     use crate::guard::ExitGuard;
     #[pymodule_export]

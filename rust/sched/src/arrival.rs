@@ -62,4 +62,21 @@ impl<S> Arrival<S> {
             drafts: false,
         }
     }
+
+    /// The same with something else for its rows.
+    pub fn map<T>(self, change: impl FnOnce(S) -> T) -> Arrival<T> {
+        Arrival {
+            id: self.id,
+            prompt: self.prompt,
+            sampling: change(self.sampling),
+            ends: self.ends,
+            samples: self.samples,
+            namespace: self.namespace,
+            priority: self.priority,
+            routing_key: self.routing_key,
+            session: self.session,
+            deadline: self.deadline,
+            drafts: self.drafts,
+        }
+    }
 }
