@@ -95,6 +95,12 @@ CHECKS: Final[Mapping[str, Check]] = {
         "sampler_check.py", "the sampling kernel draws the token that float64 draws; its times",
         "no wrong token", 5, "--json {record}",
     ),
+    "sampling": Check(
+        "sampling_check.py", "penalties, biases and masks give the best token; what they cost a "
+        "step of 64 rows", "0.25 of a logit; 1.05 of a plain step with penalties or biases, 1.10 "
+        "with masks, 1.25 with all, 1.03 with all in one row", 5,
+        "--pocket {pocket} --shapes {small} --json {record}", alone=True,
+    ),
     "masks": Check(
         "mask_check.py", "masked attention is right, and a tree is its branches",
         "errors against float64 of 1e-5 in float32, 4e-3 in float16, 3e-2 in bfloat16; no decided "

@@ -5,7 +5,7 @@ use std::mem;
 use std::ops::Bound;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use pie_runtime::{Arrival, Delta, End, Ends, Refusal, Rejected, Sampler, Service};
+use pie_runtime::{Arrival, Delta, Draw, End, Ends, Refusal, Rejected, Service};
 
 use crate::error::FrontError;
 use crate::open::{Open, Pace};
@@ -19,13 +19,13 @@ pub trait Backend {
     ///
     /// # Errors
     /// [`Rejected`].
-    fn submit(&self, arrival: Arrival<Sampler>) -> Result<u64, Rejected>;
+    fn submit(&self, arrival: Arrival<Draw>) -> Result<u64, Rejected>;
     /// Ends a request; one that has ended is ignored.
     fn abort(&self, request: u64);
 }
 
 impl Backend for Service {
-    fn submit(&self, arrival: Arrival<Sampler>) -> Result<u64, Rejected> {
+    fn submit(&self, arrival: Arrival<Draw>) -> Result<u64, Rejected> {
         Self::submit(self, arrival, None)
     }
 
@@ -228,18 +228,21 @@ impl Front {
         let refusal = request.refusal.take().or_else(|| self.unfit(&request));
         let ends = self.ends(&request);
         let (priority, routing_key) = (request.priority, request.routing_key.take());
-        let (namespace, sampling) = (request.extra_key.take(), request.params.sampling);
+        let (namespace, sampling) = (
+            request.extra_key.take(),
+            mem::take(&mut request.params.sampling),
+        );
         let pace = Pace {
             stream: settings.stream_interval,
             other: settings.other_interval,
         };
         let (open, prompt) = Open::new(request, pace, !settings.think_end.is_empty());
-        let sampler = match (refusal, sampling.sampler()) {
+        let draw = match (refusal, sampling.draw()) {
             (Some(reason), _) => return Some((open, Finish::Abort(reason, Some(400)))),
             (None, Err(error)) => {
                 return Some((open, Finish::Abort(one_line(&error.to_string()), Some(400))));
             }
-            (None, Ok(sampler)) => sampler,
+            (None, Ok(draw)) => draw,
         };
         let max_tokens = ends.max_tokens;
         let arrival = Arrival {
@@ -248,7 +251,7 @@ impl Front {
             priority,
             routing_key: routing_key.map(String::into_boxed_str),
             drafts: settings.speculates,
-            ..Arrival::new(0, prompt, sampler, max_tokens)
+            ..Arrival::new(0, prompt, draw, max_tokens)
         };
         // Its first output may come before `submit` returns; it waits for the lock.
         let mut state = self.lock();
@@ -265,7 +268,7 @@ impl Front {
         }
     }
 
-    /// What is wrong with a prompt.
+    /// What is wrong with a prompt, or with tokens that are named.
     fn unfit(&self, request: &GenerateRequest) -> Option<String> {
         let (settings, prompt) = (&self.settings, &request.prompt);
         let (tokens, longest) = (prompt.len(), settings.max_prompt_tokens as usize);
@@ -279,10 +282,16 @@ impl Front {
             ));
         }
         let vocab = settings.vocab_size;
-        let unknown = prompt.iter().position(|&token| token >= vocab)?;
-        let token = prompt[unknown];
+        if let Some(unknown) = prompt.iter().position(|&token| token >= vocab) {
+            let token = prompt[unknown];
+            return Some(format!(
+                "token {token} at {unknown} of the prompt is not in the vocabulary, which has {vocab}"
+            ));
+        }
+        let mut biased = request.params.sampling.logit_bias.iter();
+        let &(token, _) = biased.find(|&&(token, _)| token >= vocab)?;
         Some(format!(
-            "token {token} at {unknown} of the prompt is not in the vocabulary, which has {vocab}"
+            "token {token} of `logit_bias` is not in the vocabulary, which has {vocab}"
         ))
     }
 

@@ -55,7 +55,7 @@ pub struct Params {
     pub stream_interval: Option<u32>,
 }
 
-/// What the detokenizer is told.
+/// What the detokenizer needs of it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TextParams {
     /// Leave special tokens out.
@@ -107,6 +107,7 @@ places! {
 places! {
     ParamPlaces of "SamplingParams" {
         max_new_tokens, min_new_tokens, stop_token_ids, stop_strs, ignore_eos, temperature, top_p, top_k, min_p, sampling_seed,
+        frequency_penalty, presence_penalty, repetition_penalty, logit_bias,
         skip_special_tokens, spaces_between_special_tokens, no_stop_trim, stream_interval,
     }
 }
@@ -240,6 +241,10 @@ impl Decoder {
             top_p: real("top_p", at.top_p, 1.0)? as f32,
             min_p: real("min_p", at.min_p, 0.0)? as f32,
             seed: seed.map(fold_seed),
+            frequency_penalty: real("frequency_penalty", at.frequency_penalty, 0.0)? as f32,
+            presence_penalty: real("presence_penalty", at.presence_penalty, 0.0)? as f32,
+            repetition_penalty: real("repetition_penalty", at.repetition_penalty, 1.0)? as f32,
+            logit_bias: biases(fields.get(at.logit_bias), refusal)?,
         };
         Ok(Params {
             max_new_tokens: count("max_new_tokens", at.max_new_tokens)?,
@@ -275,13 +280,37 @@ const fn all_tokens(top_k: i64) -> i64 {
     if top_k >= ALL_TOKENS { -1 } else { top_k }
 }
 
-/// The driver's seeds are from 2 to 2³² - 1, and others are brought there; the same seed is always the same.
-const fn fold_seed(seed: i64) -> u32 {
-    if seed >= 2 && seed <= u32::MAX as i64 {
-        return seed as u32;
+/// The driver's seeds are from 0 to 2⁶³ - 1. Negative ones are brought there, so that the same seed is always the same.
+const fn fold_seed(seed: i64) -> u64 {
+    seed as u64 & i64::MAX as u64
+}
+
+/// Tokens and what is added to their logits, from a map by the tokens' digits, as in `OpenAI`'s API.
+fn biases(
+    value: &ValueRef<'_>,
+    refusal: &mut Option<String>,
+) -> Result<Vec<(u32, f32)>, FrontError> {
+    let entries = match value {
+        ValueRef::Nil => return Ok(Vec::new()),
+        ValueRef::Map(entries) => entries,
+        other => return Err(wrong("logit_bias", other, "a map")),
+    };
+    let mut biases = Vec::with_capacity(entries.len());
+    for (token, bias) in entries {
+        let id = match token {
+            ValueRef::String(text) => text.as_str().and_then(|text| text.parse().ok()),
+            other => other.as_u64().and_then(|id| u32::try_from(id).ok()),
+        };
+        match (id, number(bias)) {
+            (Some(id), Some(bias)) => biases.push((id, bias as f32)),
+            _ => {
+                refusal.get_or_insert(format!(
+                    "`logit_bias` has {token}: {bias}, send ids of tokens and numbers"
+                ));
+            }
+        }
     }
-    let mixed = (seed as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32;
-    (mixed as u32) | 1 << 31
+    Ok(biases)
 }
 
 /// A prompt, or why it is none; for the client.

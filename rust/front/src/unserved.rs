@@ -29,10 +29,6 @@ pub(crate) const REQUEST: &[(&str, &str)] = &[
 
 /// Fields of `SamplingParams`.
 pub(crate) const SAMPLING: &[(&str, &str)] = &[
-    ("frequency_penalty", "penalties are not served yet"),
-    ("presence_penalty", "penalties are not served yet"),
-    ("repetition_penalty", "penalties are not served yet"),
-    ("logit_bias", "a bias of logits is not served yet"),
     ("json_schema", "grammars are not served yet"),
     ("regex", "grammars are not served yet"),
     ("ebnf", "grammars are not served yet"),
@@ -57,8 +53,7 @@ impl Refusals {
 
     /// What to tell the client of the first field that asks for something.
     pub(crate) fn find(&self, fields: Fields<'_, '_>) -> Option<String> {
-        let asked =
-            |&&(place, name, _): &&(usize, &str, &str)| !is_neutral(name, fields.get(place));
+        let asked = |&&(place, _, _): &&(usize, &str, &str)| !is_neutral(fields.get(place));
         self.0.iter().find(asked).map(|&(place, name, why)| {
             let value = shown(fields.get(place));
             format!(
@@ -69,16 +64,13 @@ impl Refusals {
     }
 }
 
-fn is_neutral(name: &str, value: &ValueRef<'_>) -> bool {
+fn is_neutral(value: &ValueRef<'_>) -> bool {
     match value {
         ValueRef::Nil | ValueRef::Boolean(false) => true,
         ValueRef::Array(values) => values.is_empty(),
         ValueRef::Map(values) => values.is_empty(),
         ValueRef::String(text) => text.as_bytes().is_empty(),
-        value => {
-            let neutral = f64::from(u8::from(name == "repetition_penalty"));
-            number(value).is_some_and(|value| value.total_cmp(&neutral).is_eq())
-        }
+        value => number(value).is_some_and(|value| value.total_cmp(&0.0).is_eq()),
     }
 }
 

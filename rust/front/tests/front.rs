@@ -3,19 +3,19 @@
 use std::cell::RefCell;
 
 use pie_front::{Backend, Front, FrontSettings, MessageClass, MessageField};
-use pie_runtime::{Arrival, Delta, End, Refusal, Rejected, Sampler};
+use pie_runtime::{Arrival, Delta, Draw, End, Refusal, Rejected, Sampler};
 use proptest::prelude::*;
 use rmpv::Value;
 
 /// A runtime that keeps what it is given.
 #[derive(Default)]
 struct Kept {
-    arrivals: RefCell<Vec<Arrival<Sampler>>>,
+    arrivals: RefCell<Vec<Arrival<Draw>>>,
     aborted: RefCell<Vec<u64>>,
 }
 
 impl Backend for Kept {
-    fn submit(&self, arrival: Arrival<Sampler>) -> Result<u64, Rejected> {
+    fn submit(&self, arrival: Arrival<Draw>) -> Result<u64, Rejected> {
         let mut arrivals = self.arrivals.borrow_mut();
         arrivals.push(arrival);
         Ok(arrivals.len() as u64 - 1)
@@ -49,7 +49,10 @@ const PARAMS: &[&str] = &[
     "top_p",
     "top_k",
     "min_p",
+    "frequency_penalty",
+    "presence_penalty",
     "repetition_penalty",
+    "json_schema",
     "min_new_tokens",
     "ignore_eos",
     "skip_special_tokens",
@@ -238,7 +241,7 @@ fn a_request_goes_in_and_its_tokens_come_out() {
     );
     assert_eq!(&*arrival.ends.stop_strings[0], b"end");
     assert!(matches!(
-        arrival.sampling,
+        arrival.sampling.sampler,
         Sampler::TopP {
             temperature: 0.0,
             ..
@@ -310,17 +313,18 @@ fn what_is_not_served_is_refused_by_name() {
     let plain = |params: &[(&str, Value)]| generate("a", &[1], &[], params);
     for (request, words) in [
         (
-            plain(&[("repetition_penalty", Value::from(1.5))]),
-            "`repetition_penalty` = 1.5",
+            plain(&[("repetition_penalty", Value::from(2.5))]),
+            "repetition_penalty is 2.5",
         ),
         (
-            plain(&[("logit_bias", Value::Map(vec![("7".into(), 1.0.into())]))]),
-            "`logit_bias`",
+            plain(&[("logit_bias", Value::Map(vec![("1000".into(), 1.0.into())]))]),
+            "token 1000 of `logit_bias`",
         ),
         (
-            plain(&[("min_p", 0.5.into()), ("top_p", 0.5.into())]),
-            "top_p and min_p",
+            plain(&[("logit_bias", Value::Map(vec![("x".into(), 1.0.into())]))]),
+            "`logit_bias` has",
         ),
+        (plain(&[("json_schema", "{}".into())]), "`json_schema`"),
         (
             plain(&[("stop_token_ids", Value::Array(vec![Value::from(-1)]))]),
             "`stop_token_ids` has -1",
@@ -352,6 +356,46 @@ fn what_is_not_served_is_refused_by_name() {
     ]);
     front.receive(&kept, [&encoded(&neutral)[..]]).unwrap();
     assert_eq!(kept.arrivals.borrow().len(), 1);
+}
+
+#[test]
+fn penalties_and_biases_reach_the_runtime() {
+    let (front, kept) = (front(), Kept::default());
+    let asked = generate(
+        "a",
+        &[1],
+        &[],
+        &[
+            ("frequency_penalty", 0.5.into()),
+            ("presence_penalty", (-1).into()),
+            ("repetition_penalty", 1.5.into()),
+            ("min_p", 0.25.into()),
+            ("top_k", 5.into()),
+            ("sampling_seed", Value::from(-1)),
+            (
+                "logit_bias",
+                Value::Map(vec![("7".into(), 1.into()), (8.into(), (-2.5).into())]),
+            ),
+        ],
+    );
+    front.receive(&kept, [&encoded(&asked)[..]]).unwrap();
+    let draw = kept.arrivals.borrow()[0].sampling.clone();
+    let extension = draw.extension.unwrap();
+    let penalties = &extension.penalties;
+    assert_eq!(
+        (
+            penalties.frequency,
+            penalties.presence,
+            penalties.repetition
+        ),
+        (0.5, -1.0, 1.5)
+    );
+    let combined = extension.sampler.unwrap();
+    assert_eq!(
+        (combined.top_k, combined.min_p, combined.seed),
+        (5, 0.25, Some(i64::MAX as u64))
+    );
+    assert_eq!(extension.biases, [(7, 1.0), (8, -2.5)]);
 }
 
 #[test]

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use pie_runtime::{
     Arrival, Config, DriverSettings, Ends, Pause, Rejected, Sampling, Service, ServiceSettings,
 };
-use pyo3::exceptions::PyRuntimeError;
+use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use toml::Table;
@@ -216,7 +216,11 @@ impl Runtime {
     ///     top_k: Tokens kept; -1 for all.
     ///     top_p: Probability mass kept.
     ///     min_p: Fraction of the largest probability that a token must have.
-    ///     seed: Fixes what is drawn; without filters alone.
+    ///     seed: With the position it fixes what is drawn.
+    ///     frequency_penalty: Taken from a token's logit for each time that it was produced.
+    ///     presence_penalty: Taken from the logit of a token that was produced.
+    ///     repetition_penalty: Divides the logit of a token that was produced, or multiplies it if it is below 0.
+    ///     logit_bias: Tokens, and what is added to their logits.
     ///     stop_token_ids: They end it, besides the model's own.
     ///     stop: Texts that end it.
     ///     ignore_eos: The model's own do not end it.
@@ -239,9 +243,10 @@ impl Runtime {
     ///     RuntimeError: The drivers are not ready, or the runtime is shut down.
     #[pyo3(signature = (
         token_ids, *, max_new_tokens = 128, min_new_tokens = 0, temperature = 1.0, top_k = -1, top_p = 1.0, min_p = 0.0,
-        seed = None, stop_token_ids = Vec::new(), stop = Vec::new(), ignore_eos = false, n = 1, priority = None,
-        routing_key = None, session = None, namespace = None, adapter_id = None, speculate = false,
-        deadline_s = None, streams = true
+        seed = None, frequency_penalty = 0.0, presence_penalty = 0.0, repetition_penalty = 1.0, logit_bias = Vec::new(),
+        stop_token_ids = Vec::new(), stop = Vec::new(), ignore_eos = false, n = 1, priority = None,
+        routing_key = None, session = None, namespace = None, adapter_id = None, speculate = false, deadline_s = None,
+        streams = true
     ))]
     #[expect(
         clippy::too_many_arguments,
@@ -257,7 +262,11 @@ impl Runtime {
         top_k: i64,
         top_p: f32,
         min_p: f32,
-        seed: Option<u32>,
+        seed: Option<u64>,
+        frequency_penalty: f32,
+        presence_penalty: f32,
+        repetition_penalty: f32,
+        logit_bias: Vec<(u32, f32)>,
         stop_token_ids: Vec<u32>,
         stop: Vec<String>,
         ignore_eos: bool,
@@ -277,13 +286,18 @@ impl Runtime {
             top_p,
             min_p,
             seed,
+            frequency_penalty,
+            presence_penalty,
+            repetition_penalty,
+            logit_bias,
         };
         let mut stop_tokens = stop_token_ids;
         if !ignore_eos {
             stop_tokens.extend_from_slice(&self.stop_tokens);
         }
         let deadline = deadline_s.map(|limit| seconds("deadline_s", limit));
-        let sampler = sampling.sampler().map_err(value_error)?;
+        self.check_biases(&sampling)?;
+        let draw = sampling.draw().map_err(value_error)?;
         let arrival = Arrival {
             ends: Ends {
                 max_tokens: max_new_tokens,
@@ -299,7 +313,7 @@ impl Runtime {
             session,
             drafts: speculate,
             streams,
-            ..Arrival::new(0, token_ids.0, sampler, max_new_tokens)
+            ..Arrival::new(0, token_ids.0, draw, max_new_tokens)
         };
         self.service
             .submit(arrival, deadline.transpose()?)
@@ -397,6 +411,22 @@ impl Runtime {
         _traceback: Option<&Bound<'_, PyAny>>,
     ) {
         self.shutdown(py);
+    }
+}
+
+impl Runtime {
+    /// Biases must be of tokens that the model has.
+    fn check_biases(&self, sampling: &Sampling) -> PyResult<()> {
+        let Some(&largest) = sampling.logit_bias.iter().map(|(token, _)| token).max() else {
+            return Ok(());
+        };
+        let limit = self.service.capabilities().map(|caps| caps.vocab_size);
+        match limit.filter(|&limit| largest >= limit) {
+            None => Ok(()),
+            Some(limit) => Err(PyValueError::new_err(format!(
+                "logit_bias has token {largest}, it must be below {limit}"
+            ))),
+        }
     }
 }
 

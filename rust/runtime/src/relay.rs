@@ -4,13 +4,14 @@ use std::time::Instant;
 
 use pie_ring::{CallError, Client};
 use pie_sched::{Answer, Copies, Move, Row, SchedError, Scheduler};
-use pie_wire::{CopyDirection, Sampler};
+use pie_wire::CopyDirection;
 
 use crate::driver::Driver;
 use crate::error::RuntimeError;
-use crate::frame::{FrameBuilder, Turn};
+use crate::frame::{Extended, FrameBuilder, Turn};
 use crate::link::{Flight, Link, Prepared};
 use crate::replica::{Halt, Pause, Replica};
+use crate::sampling::Draw;
 
 /// The frames of one driver.
 pub(crate) struct Relay<'c, 'a> {
@@ -211,11 +212,16 @@ fn idle(replica: &mut Replica, driver: &Driver) -> Result<(), Failure> {
 }
 
 /// The replica's scheduler, which it has from the first start of its driver on.
-fn scheduler(replica: &mut Replica) -> Result<&mut Scheduler<Sampler>, Halt> {
+fn scheduler(replica: &mut Replica) -> Result<&mut Scheduler<Draw>, Halt> {
     replica.scheduler.as_mut().ok_or(Halt::Stop)
 }
 
-pub(crate) fn turn<'a>(row: &Row<'a, Sampler>) -> Turn<'a> {
+pub(crate) fn turn<'a>(row: &Row<'a, Draw>) -> Turn<'a> {
+    let extension = row.asked.extension.as_deref().map(|asked| Extended {
+        asked,
+        prompt: row.prompt,
+        history: row.history,
+    });
     Turn {
         context_id: row.context,
         tokens: row.tokens,
@@ -224,8 +230,9 @@ pub(crate) fn turn<'a>(row: &Row<'a, Sampler>) -> Turn<'a> {
         drafts: row.drafts,
         wants_drafts: row.wants_drafts,
         pages: row.pages,
-        sampler: row.sampling,
+        sampler: row.sampling.map(|draw| &draw.sampler),
         adapter: row.adapter,
         forbidden: row.forbidden,
+        extension,
     }
 }

@@ -7,12 +7,12 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, TryRecvError};
 use std::time::{Duration, Instant};
 
 use pie_sched::{Arrival, Config, Finish, Limits, Outputs, Scheduler, TokenBytes};
-use pie_wire::Sampler;
 
 use crate::error::RuntimeError;
 use crate::handshake::Capabilities;
 use crate::log::LogSink;
 use crate::outbox::{Delta, End};
+use crate::sampling::Draw;
 use crate::settings::DriverSettings;
 use crate::shared::{ServiceLog, ServiceSettings, Shared};
 use crate::times::Times;
@@ -24,7 +24,7 @@ const STATS: Duration = Duration::from_millis(20);
 
 /// A message to a replica.
 pub(crate) enum Command {
-    Submit(Box<Arrival<Sampler>>),
+    Submit(Box<Arrival<Draw>>),
     Abort(u64),
     EndSession(u64),
     /// Answered with whether the prefix index was emptied.
@@ -59,7 +59,7 @@ pub(crate) struct Replica {
     /// Those that the scheduler has: request and sample.
     sequences: HashSet<(u64, u32)>,
     /// Made when the first driver has said what it can.
-    pub(crate) scheduler: Option<Scheduler<Sampler>>,
+    pub(crate) scheduler: Option<Scheduler<Draw>>,
     outputs: Outputs,
     /// No step is laid out while it is set.
     pub(crate) pause: Option<Pause>,

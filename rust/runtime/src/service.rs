@@ -8,13 +8,13 @@ use std::time::{Duration, Instant};
 
 use pie_ring::{CallError, Client};
 use pie_sched::Arrival;
-use pie_wire::Sampler;
 
 use crate::error::RuntimeError;
 use crate::handshake::Capabilities;
 use crate::link;
 use crate::outbox::Delta;
 use crate::replica::{Command, Pause, Replica};
+use crate::sampling::Draw;
 use crate::shared::{ReplicaStats, ServiceSettings, Shared};
 
 /// Why a request was not taken.
@@ -151,9 +151,10 @@ impl Service {
     /// [`Rejected`].
     pub fn submit(
         &self,
-        mut arrival: Arrival<Sampler>,
+        arrival: Arrival<impl Into<Draw>>,
         deadline: Option<Duration>,
     ) -> Result<u64, Rejected> {
+        let mut arrival = arrival.map(Into::into);
         let alive = self.check_alive()?;
         let replica = self.choose(&arrival, &alive);
         let number = self.requests.fetch_add(1, Ordering::Relaxed);
@@ -190,7 +191,7 @@ impl Service {
         Err(failed.map_or(Rejected::Stopped, Rejected::Gone))
     }
 
-    fn choose(&self, arrival: &Arrival<Sampler>, alive: &[bool]) -> usize {
+    fn choose(&self, arrival: &Arrival<Draw>, alive: &[bool]) -> usize {
         let living = (0..alive.len()).filter(|&replica| alive[replica]);
         let key = arrival
             .session

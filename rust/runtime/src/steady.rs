@@ -6,6 +6,7 @@ use pie_wire::Sampler;
 
 use crate::frame::{FrameBuilder, Outline};
 use crate::relay::turn;
+use crate::sampling::Draw;
 
 const LIMITS: Limits = Limits {
     total_pages: 40_000,
@@ -25,7 +26,7 @@ const SAMPLER: Sampler = Sampler::TopP {
 
 /// A driver's client without a driver.
 struct Steps {
-    scheduler: Scheduler<Sampler>,
+    scheduler: Scheduler<Draw>,
     builder: FrameBuilder,
     outline: Outline,
     frame: Vec<u8>,
@@ -47,7 +48,7 @@ impl Steps {
             scheduler
                 .submit(Arrival {
                     streams,
-                    ..Arrival::new(id.into(), prompt, SAMPLER, 400)
+                    ..Arrival::new(id.into(), prompt, SAMPLER.into(), 400)
                 })
                 .unwrap();
         }

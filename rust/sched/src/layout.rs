@@ -349,6 +349,9 @@ impl<S> Scheduler<S> {
             wants_drafts: row.draws && row.wants_drafts,
             sampling: row.draws.then_some(&arrival.sampling),
             adapter: arrival.adapter,
+            asked: &arrival.sampling,
+            prompt: sequence.prompt_len,
+            history: sequence.skipped(row.start),
             forbidden: if row.draws && sequence.forbids(row.end) {
                 &arrival.ends.stop_tokens
             } else {
