@@ -222,6 +222,13 @@ class TestGenerate:
         later = generate(server, stop_token_ids=[token], min_new_tokens=8)
         assert later["meta_info"]["completion_tokens"] >= 8
 
+    def test_a_bias_decides(self, server: Server) -> None:
+        plain = generate(server)["output_ids"]
+        found = generate(server, logit_bias={"77": 100.0})["output_ids"]
+        assert set(found) == {77} != set(plain)
+        penalized = generate(server, frequency_penalty=2.0, logit_bias={"77": 3.0})["output_ids"]
+        assert penalized not in (plain, found)
+
     def test_a_batch_of_tokens(self, server: Server) -> None:
         params = {"temperature": 0, "max_new_tokens": 5, "ignore_eos": True}
         prompts = [[5, 9, 77], [8], list(range(40, 80))]
@@ -249,7 +256,7 @@ class TestGenerate:
             ({"text": PROMPT, "sampling_params": {"regex": "a+"}}, "`regex`"),
             ({"text": PROMPT, "return_logprob": True}, "`return_logprob`"),
             ({"input_ids": [5, 999_999]}, "token 999999 at 1"),
-            ({"text": PROMPT, "sampling_params": {"min_p": 0.5, "top_k": 3}}, "min_p"),
+            ({"text": PROMPT, "sampling_params": {"min_p": 1.5, "top_k": 3}}, "min_p"),
         ],
     )
     def test_a_refusal_names_the_parameter(

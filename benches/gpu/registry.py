@@ -162,8 +162,8 @@ CHECKS: Final[Mapping[str, Check]] = {
         "--shapes {small} --json {record}", usual=False,
     ),
     "shapes": Check(
-        "shapes_check.py", "steps of 8B, 14B, 0.6B, 30B-A3B and 8B in FP8 beside the time to move "
-        "their bytes; tokens/s beside SGLang's engine", "no process fails", 30,
+        "shapes_check.py", "steps of 8B, 14B, 0.6B, 30B-A3B and 8B in FP8 and the time to move "
+        "their bytes; tokens/s compared with SGLang's engine", "no process fails", 30,
         "--out {folder} --pie-load {pie_load} --budget-s {limit}", alone=True, usual=False,
     ),
 }  # fmt: skip

@@ -5,9 +5,9 @@
 
 1. `pocket` in bfloat16: sequences with all kinds of penalties and biases, by the graphs and by way
    of Python. Each token is the best one of the row's own logits, adjusted token by token.
-2. Random weights in each of the shapes, 64 contexts that decode, 256 of whose tokens count: round
-   trips of a step with nothing, with penalties, 50 biases, a mask of bits and all of it in every
-   row, and with all of it in one row. They take turns. The bars hold the medians to multiples of
+2. Random weights in each of the shapes, 64 contexts that decode, 256 of whose tokens count. Round
+   trips of a step take turns: with nothing; with penalties, 50 biases, a mask of bits, and all of
+   it in every row; and with all of it in one row. The bars hold the medians to multiples of
    the plain step.
 """
 

@@ -1,4 +1,4 @@
-"""Shapes that people run: steps beside the time to move their bytes, and tokens per second.
+"""Shapes that people run: steps, compared with the time to move their bytes, and tokens per second.
 
     python benches/gpu/shapes_check.py --out DIR --pie-load BINARY [--names 8b,14b] \
         [--parts steps,throughput] [--peer-backends fa3,flashinfer] [--results FILE]

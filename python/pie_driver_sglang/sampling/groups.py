@@ -204,7 +204,7 @@ def filtered_weights(logits: torch.Tensor, params: SlotParams) -> torch.Tensor:
     """What :func:`sample_filtered` draws from.
 
     Returns:
-        ``[slots, vocabulary]`` float32: probabilities but for a factor of each row.
+        ``[slots, vocabulary]`` float32: probabilities, times a factor of each row.
     """
     ordered, ids = logits.sort(dim=-1, descending=True, stable=True)
     probs = _tempered(ordered, params.temperatures)

@@ -169,7 +169,7 @@ def _flushed(flushed: bool) -> dict[str, Any]:
 
 
 class Throughput:
-    """Tokens a second since it was asked the last time, but for times that are too short."""
+    """Tokens a second since it was asked the last time, except for times that are too short."""
 
     def __init__(self) -> None:
         """Counts from now on."""

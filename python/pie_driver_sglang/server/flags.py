@@ -42,7 +42,7 @@ _REASONS: Final[Mapping[str, str]] = MappingProxyType(
         "constrained_json_disable_any_whitespace": _GRAMMAR,
         "constrained_json_whitespace_pattern": _GRAMMAR,
         "disable_outlines_disk_cache": _GRAMMAR,
-        "dp_size": "several replicas behind one server are not served yet",
+        "dp_size": "several replicas of one server are not served yet",
         "enable_custom_logit_processor": "it is a Python object in the sampler",
         "enable_draft_weights_cpu_backup": "there is no draft model",
         "enable_forward_pass_metrics": "the driver's passes are not published",

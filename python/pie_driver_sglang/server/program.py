@@ -1,6 +1,6 @@
 """`pie-sglang serve`: starts the server, passes signals on, and cleans up after it.
 
-SGLang ends its processes by SIGKILL and leaves sockets and files behind. This process, which
+SGLang ends its processes by SIGKILL and leaves its sockets and files. This process, which
 imports nothing of it, outlives them.
 """
 

@@ -224,7 +224,7 @@ block! {
         /// `[rows]` int32: for each entry of `prefix_order` the first entry of its group.
         PrefixStarts = prefix_starts: [i32; grouped];
         /// `[slots, 8]` int32: what is asked of each slot's logits, see [`RECORD_WORDS`](crate::RECORD_WORDS); biases lie
-        /// beside the block. Empty, unless the graph is an extended one.
+        /// outside of the block. Empty, unless the graph is an extended one.
         Records = records: [Record; extended];
         /// `[512, 2]` int64: as in the staging block; further ones are the first of
         /// [`StepMemory::mask_words`](crate::StepMemory::mask_words).

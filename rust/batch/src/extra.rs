@@ -7,13 +7,13 @@ use crate::fault::RequestFault;
 use crate::limits::Limits;
 use crate::sampler::{SamplerParams, SlotClass};
 
-/// Words of a slot's record: its row of the block table, KV indices of the first token that counts and after the last one,
-/// frequency, presence and repetition penalty (bits of float32), its first word of biases, how many it has; 0.
+/// Words of a slot's record: its row of the block table; KV indices of the first token that counts and after the last one;
+/// frequency, presence and repetition penalty (bits of float32). Then its first word of biases, how many it has, and 0.
 pub const RECORD_WORDS: usize = 8;
 /// The record of a slot that nothing is asked of.
 pub(crate) type Record = [i32; RECORD_WORDS];
 
-/// Words of biases and history that a step has room for, beside its logit masks.
+/// Words of biases and history that a step has room for, next to its logit masks.
 pub const STEP_EXTRA_WORDS: usize = 1 << 16;
 
 /// Where a request stands in KV.
@@ -138,7 +138,7 @@ impl Extras {
     }
 
     /// Writes the record of a slot on a row of the plan, and its biases as pairs of id and float32 after the first `used` of
-    /// `words`; returns the record and the words then in use, `None` when there are too few.
+    /// `words`. Returns the record and the words then in use, `None` when there are too few.
     pub(crate) fn put(
         &self,
         extra: u32,

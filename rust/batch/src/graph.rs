@@ -74,7 +74,7 @@ impl Plan {
         })
     }
 
-    /// Words that the extension takes beside the block.
+    /// Words that the extension takes outside of the block.
     fn extra_words(&self) -> usize {
         let extras = self.slots().extras();
         if !self.is_extended() {

@@ -18,7 +18,7 @@ type Messages<'py> = (
 
 /// The requests of SGLang's front end, for a runtime: messages in msgpack come in and go out, and are read and written here.
 ///
-/// `receive` and `poll` may run in two threads at once; nobody else may call `poll` of the runtime.
+/// `receive` and `poll` may run in two threads at once; nothing else may call `poll` of the runtime.
 #[pyclass(frozen, module = "pie_driver_sglang._core")]
 pub(crate) struct Front {
     front: pie_front::Front,

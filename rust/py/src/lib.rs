@@ -39,7 +39,7 @@ mod _core {
     /// The adapter that a rehearsal may bind without loading one.
     #[pymodule_export]
     const REHEARSAL_ADAPTER: i64 = pie_batch::REHEARSAL_ADAPTER;
-    /// Words beside the block of a step that its extension may take.
+    /// Words outside of the block of a step that its extension may take.
     #[pymodule_export]
     const STEP_EXTRA_WORDS: usize = pie_batch::STEP_EXTRA_WORDS;
     #[pymodule_export]

@@ -113,7 +113,7 @@ impl SlotGroup {
         PyBytes::new(py, bytemuck::cast_slice(&self.labels))
     }
 
-    /// What is asked of each slot's logits before they are sampled, `[slots, 8]` int32, empty when nothing is: row of the
+    /// What is asked of each slot's logits before they are sampled, `[slots, 8]` int32, empty when nothing is. Row of the
     /// block table, KV indices of the first token that counts and after the last one, frequency, presence and repetition
     /// penalty (bits of float32), first word of biases, how many they are.
     #[getter]

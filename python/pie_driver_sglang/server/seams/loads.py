@@ -29,7 +29,7 @@ class LoadBoard:
         self._writer.write(LoadSnapshot(timestamp=time.time(), dp_rank=self._rank, **counts))
 
     def close(self) -> None:
-        """Removes the file, which SGLang leaves behind."""
+        """Removes the file, which SGLang leaves."""
         path = getattr(self._writer, "path", None)
         self._writer.close()
         if path is not None:
