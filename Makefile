@@ -10,35 +10,59 @@ BIN := $(VENV)/bin
 SOURCES := pyproject.toml Cargo.toml Cargo.lock README.md LICENSE \
     $(shell find rust python -type f \( -name '*.rs' -o -name '*.py' -o -name '*.pyi' -o -name '*.toml' \))
 WHEELS := target/wheels
+# A wheel needs maturin alone: without the environment it gets one of its own.
+BUILDER := target/builder
+MATURIN := $(if $(wildcard $(BIN)/maturin),$(BIN)/maturin,$(BUILDER)/bin/maturin)
 CHECKED := python/pie_driver_sglang tests tools benches/gpu benches/ngram_replay benches/peers benches/pie_load
-# Runs the ring's sources under loom; a workspace of its own.
-MODEL := --manifest-path rust/ring/model/Cargo.toml
-# The load generator; a workspace of its own.
-LOAD := --manifest-path benches/pie_load/Cargo.toml
+# Workspaces of their own. They build where the product does, so what comes from a registry is built once.
+# Runs the ring's sources under loom.
+MODEL := --manifest-path rust/ring/model/Cargo.toml --target-dir target
+# The load generator.
+LOAD_MANIFEST := --manifest-path benches/pie_load/Cargo.toml
+LOAD := $(LOAD_MANIFEST) --target-dir target
+# What the fuzzer runs, over its corpus.
+FUZZ := --manifest-path fuzz/Cargo.toml --target-dir target
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-rust test-python quick bench replay load counts fuzz lint format stubs docs wheel
+.PHONY: help preflight demo serve test test-rust test-python quick bench replay load counts fuzz lint format stubs docs wheel
+
+# The second half of the demo: the same model without Pie.
+SAID := def mean(values):
+PIPED = echo; echo "Without Pie, over a pipe: echo '$(SAID)' | pie-sglang shell"; \
+    echo '$(SAID)' | $(BIN)/pie-sglang shell --model models/pocket --device cpu --temperature 0 --max-new-tokens 48 2>/dev/null
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
 
-demo: $(VENV)/.installed ## Serve six prompts with the embedded model; ARGS="--model PATH --device cuda:0" for another
+preflight: ## Name what this machine lacks for a build and the tests, before anything is fetched
+	@tools/preflight "$(PYTHON)" . $(GIB) && echo "preflight: nothing is missing"
+
+demo: $(VENV)/.installed ## Serve six prompts with the embedded model, then a shell over a pipe; ARGS="--model PATH --device cuda:0" for another
 	@$(BIN)/python -m pie_driver_sglang.demo --model models/pocket $(ARGS)
+	@$(if $(ARGS),:,$(PIPED))
+
+PORT ?= 30000
+serve: $(VENV)/.installed ## Serve the embedded model over HTTP on the CPU; PORT=30000, ARGS="--stream-interval 2" for SGLang's flags
+	@$(BIN)/pie-sglang serve --model-path models/pocket --served-model-name pocket --device cpu --port $(PORT) $(ARGS)
 
 test: test-rust test-python ## Run every test
 
 test-rust:
 	cargo test --workspace --quiet
-	cargo test --manifest-path fuzz/Cargo.toml --quiet
-	cargo test $(MODEL) --target-dir target/model --quiet
-	cargo test $(LOAD) --target-dir target/load --quiet
+	cargo test $(FUZZ) --quiet
+	cargo test $(MODEL) --quiet
+	cargo test $(LOAD) --quiet
 
-test-python: $(VENV)/.installed
-	$(BIN)/python -m pytest -q
+# Processes that share the tests; each has a driver to fork from, which imports SGLang. `tests/conftest.py` says what stays together.
+WORKERS ?= 2
+PYTEST := $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
+
+test-python: $(VENV)/.installed $(VENV)/.compiled
+	$(PYTEST)
 
 quick: $(VENV)/.installed ## Run what needs no SGLang: the crates' own tests, and Python's that import neither it nor a model
 	cargo test --workspace --quiet
-	$(BIN)/python -m pytest -q -m "not engine"
+	$(PYTEST) -m "not engine"
 
 bench: $(VENV)/.installed ## Run the benchmarks and print their table; ARGS=ring/ for some of them, ARGS=--quick to try them out
 	cargo bench --manifest-path benches/Cargo.toml -- $(ARGS)
@@ -53,7 +77,7 @@ replay: $(STREAMS) ## Replay token streams through the n-gram drafter and its pe
 	@$(BIN)/python benches/ngram_replay/replay.py $(STREAMS) target/release/ngram_replay
 
 load: ## Build target/load/release/pie_load, which plays the runtime against a driver; see benches/README.md
-	cargo build $(LOAD) --target-dir target/load --release --quiet
+	cargo build $(LOAD_MANIFEST) --target-dir target/load --release --quiet
 
 counts: ## Count the instructions of the hot paths and hold them to benches/counts.json (needs valgrind)
 	@cargo run --quiet --release --manifest-path benches/Cargo.toml --no-default-features --bin counts -- $(ARGS)
@@ -63,15 +87,16 @@ fuzz: ## Fuzz TARGET=plan_frames for a minute; ARGS=-max_total_time=600 for long
 	@fuzz/run $(TARGET) -max_total_time=60 $(ARGS)
 
 lint: $(VENV)/.installed ## Check format, lints, types, docs and the native module's stub
+	@if command -v actionlint >/dev/null; then actionlint; else echo "actionlint is not in PATH: workflows are checked by CI"; fi
 	cargo fmt --all --check
 	cargo fmt --manifest-path benches/Cargo.toml --check
 	cargo clippy --workspace --all-targets --quiet -- -D warnings
 	cargo fmt --manifest-path fuzz/Cargo.toml --check
-	cargo clippy --manifest-path fuzz/Cargo.toml --all-targets --quiet -- -D warnings
-	cargo fmt $(MODEL) --check
-	cargo clippy $(MODEL) --target-dir target/model --lib --test models --quiet -- -D warnings
-	cargo fmt $(LOAD) --check
-	cargo clippy $(LOAD) --target-dir target/load --all-targets --quiet -- -D warnings
+	cargo clippy $(FUZZ) --all-targets --quiet -- -D warnings
+	cargo fmt --manifest-path rust/ring/model/Cargo.toml --check
+	cargo clippy $(MODEL) --lib --test models --quiet -- -D warnings
+	cargo fmt $(LOAD_MANIFEST) --check
+	cargo clippy $(LOAD) --all-targets --quiet -- -D warnings
 	RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps --quiet
 	$(BIN)/ruff check $(CHECKED)
 	$(BIN)/ruff format --check $(CHECKED)
@@ -84,8 +109,8 @@ format: $(VENV)/.installed ## Format the sources
 	cargo fmt --all
 	cargo fmt --manifest-path benches/Cargo.toml
 	cargo fmt --manifest-path fuzz/Cargo.toml
-	cargo fmt $(MODEL)
-	cargo fmt $(LOAD)
+	cargo fmt --manifest-path rust/ring/model/Cargo.toml
+	cargo fmt $(LOAD_MANIFEST)
 	$(BIN)/ruff check --fix-only $(CHECKED)
 	$(BIN)/ruff format $(CHECKED)
 
@@ -100,18 +125,33 @@ docs: $(VENV)/.dependencies ## Generate docs/options.md from the options, docs/b
 wheel: $(WHEELS)/.built ## Build the abi3 wheel into target/wheels
 
 # Into the wheel, for `_core.build_info`: what a measurement says it was taken of. `+`: with changes that are not committed.
-$(WHEELS)/.built: $(VENV)/.dependencies $(SOURCES)
+$(WHEELS)/.built: $(SOURCES) | $(MATURIN)
 	@rm -rf $(WHEELS)
-	PIE_DRIVER_COMMIT="$$(git describe --always --exclude='*' --dirty=+ 2>/dev/null)" $(BIN)/maturin build --release --locked --quiet --out $(WHEELS)
+	PIE_DRIVER_COMMIT="$$(git describe --always --exclude='*' --dirty=+ 2>/dev/null)" $(MATURIN) build --release --locked --quiet --out $(WHEELS)
 	@touch $@
+
+# Disk space in GiB of the environment, with the build's.
+GIB := 14
+# Where Python writes no bytecode by itself, every start would compile 7,000 modules again.
+BYTECODE := $(if $(PYTHONDONTWRITEBYTECODE),--compile-bytecode)
 
 # uv's cache makes a second environment cheap.
 $(VENV)/.dependencies: pyproject.toml
-	@test -n "$(PYTHON)" || { echo "Python 3.11 or 3.12 with venv is needed. Set PYTHON=..." >&2; exit 1; }
-	@test -x $(BIN)/uv || { $(PYTHON) -m venv $(VENV) && $(BIN)/python -m pip install --quiet uv; }
-	$(BIN)/uv pip install --quiet --python $(BIN)/python -r pyproject.toml --extra demo --group dev
+	@test -e $@ || tools/preflight "$(PYTHON)" . $(GIB)
+	@test -x $(BIN)/uv || { echo "making $(VENV); its packages take 9 GB"; $(PYTHON) -m venv $(VENV) && $(BIN)/python -m pip install --quiet uv; }
+	$(BIN)/uv pip install $(BYTECODE) --python $(BIN)/python -r pyproject.toml --extra demo --group dev
 	@touch $@
 
-$(VENV)/.installed: $(WHEELS)/.built
+$(BUILDER)/bin/maturin:
+	@tools/preflight "$(PYTHON)" . 2 build
+	$(PYTHON) -m venv $(BUILDER)
+	$(BUILDER)/bin/python -m pip install --quiet 'maturin>=1.16,<2'
+
+# The bytecode of SGLang and what it imports, written once: processes that begin at the same time would each compile all of it.
+$(VENV)/.compiled: $(VENV)/.dependencies | $(VENV)/.installed
+	@PYTHONPATH=tests $(BIN)/python -W ignore -c "import fork_parent"
+	@touch $@
+
+$(VENV)/.installed: $(VENV)/.dependencies $(WHEELS)/.built
 	@$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --reinstall $(WHEELS)/*.whl
 	@touch $@

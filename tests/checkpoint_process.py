@@ -3,7 +3,7 @@
 Prints why the snapshot is refused, or null, and for each change its kind, its tensor and the
 refusal. Models that a driver serves on a GPU alone are loaded, too.
 
-Arguments: the snapshot, how many changes, and of which kinds; of all by default.
+Arguments: the snapshot, on how many ranks, how many changes, and of which kinds; of all by default.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from sglang.srt.models import deepseek_v2
 import drivers
 from pie_driver_sglang.config.file import load_config
 from pie_driver_sglang.errors import StartError
-from pie_driver_sglang.ranks.types import ALONE
-from pie_driver_sglang.srt import boot, load_check, support
+from pie_driver_sglang.ranks.types import ALONE, Rank
+from pie_driver_sglang.srt import boot, environment, groups, load_check, support
 
 Weights = list[tuple[str, torch.Tensor]]
 
@@ -48,28 +48,52 @@ def load_all(check: load_check.LoadCheck, weights: Iterable[tuple[str, torch.Ten
     sound = refusal(check, stored)
     draw = random.Random(len(stored))
     changes = []
-    for _ in range(int(sys.argv[2])):
+    for _ in range(int(sys.argv[3])):
         place = draw.randrange(len(stored))
-        what = draw.choice(sys.argv[3:] or list(CHANGES))
+        what = draw.choice(sys.argv[4:] or list(CHANGES))
         name, tensor = stored[place]
         changed = CHANGES[what](name, tensor)
         again = load_check.LoadCheck(check._folder, check._model, check._config, check._unwritten)
         refused = refusal(again, [*stored[:place], *changed, *stored[place + 1 :]])
         changes.append((what, name, refused))
-    print(json.dumps((sound, changes)))
-    sys.stdout.flush()
+    if RANK.number == 0:
+        print(json.dumps((sound, changes)))
+        sys.stdout.flush()
     os._exit(0)
 
 
 def refusal(check: load_check.LoadCheck, weights: Weights) -> str | None:
+    """What the driver would end with: of several ranks the first that cannot load them says why."""
+
     def read() -> Iterator[tuple[str, torch.Tensor]]:
         yield from weights
 
+    own = check._load
+
+    def load(*args: Any, **kwargs: Any) -> Any:
+        """A rank that fails ends the others; here they must go on."""
+        failure, result = None, None
+        try:
+            result = own(*args, **kwargs)
+        except Exception as error:
+            failure = error
+        if any(groups.gathered(failure is not None)):
+            raise failure or ElsewhereError
+        return result
+
+    check._load = load
+    said = None
     try:
         LOAD(check, read())
+    except ElsewhereError:
+        pass
     except StartError as error:
-        return str(error)
-    return None
+        said = str(error)
+    return next(filter(None, groups.gathered(said)), None)
+
+
+class ElsewhereError(Exception):
+    """Another rank could not load the weights."""
 
 
 def with_triton(config: Any, device: str) -> Any:
@@ -84,16 +108,34 @@ def rope(*args: Any, device: Any = None, **kwargs: Any) -> Any:
     return factory.get_rope(*args, **kwargs)
 
 
+RANK = ALONE
 LOAD, ARGUMENTS = load_check.LoadCheck.load, boot._server_args
+
+
+def start_ranks(count: int) -> Rank:
+    """Forks the other ranks; returns this process's."""
+    if count == 1:
+        return ALONE
+    rendezvous = os.memfd_create("rendezvous")
+    for number in range(1, count):
+        if os.fork() == 0:
+            return Rank(number, count, rendezvous)
+    return Rank(0, count, rendezvous)
+
 
 if __name__ == "__main__":
     load_check.LoadCheck.load = load_all  # type: ignore[method-assign, assignment]
     boot._server_args = with_triton
     support.check_config = lambda *_: None
     deepseek_v2.get_rope_wrapper = rope
-    snapshot = Path(sys.argv[1])
+    snapshot, ranks = Path(sys.argv[1]), int(sys.argv[2])
     dtype = json.loads((snapshot / "config.json").read_text())["dtype"]
     with tempfile.TemporaryDirectory() as folder:
-        path = drivers.write_config(Path(folder), snapshot, activation_dtype=dtype)
-        boot.boot(load_config(path), ALONE)
+        spread = drivers.spread(ranks)
+        path = drivers.write_config(Path(folder), snapshot, activation_dtype=dtype, **spread)
+        config = load_config(path)
+        RANK = start_ranks(ranks)
+        names = config.model.hf_config["architectures"]
+        environment.prepare("cpu", names, spins=False, ranks=ranks)
+        boot.boot(config, RANK)
     raise SystemExit("the weights were not loaded")

@@ -97,7 +97,9 @@ def quantized(folder: Path, method: str, architecture: str = "Qwen3") -> Path:
     import torch
     import transformers
 
-    sizes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 64}
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 128}
+    if architecture.endswith("Moe"):
+        sizes |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
     config = getattr(transformers, f"{architecture}Config")(**{**tiny_models.COMMON, **sizes})
     model = getattr(transformers, f"{architecture}ForCausalLM")(config)
     target = folder / method

@@ -29,6 +29,8 @@ settings.register_profile(
 settings.load_profile("patient")
 
 _STDERR_TAIL = 6000
+_LONGEST = frozenset({"test_radix_plugin", "test_ranks", "test_lifecycle"})
+"""Files that take minutes, mostly by themselves: begun last, they would leave a core idle."""
 _INTERPRETER = pytest.StashKey[scripts.Interpreter]()
 
 
@@ -48,11 +50,23 @@ def llama_snapshot(models_folder: Path) -> Path:
 def llama_driver(
     llama_snapshot: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[drivers.Driver]:
-    """A driver of the tiny Llama model with pages of 16 tokens, started as the runtime does it.
+    """A driver of the tiny Llama model with pages of 16 tokens.
 
     Tests share it: they must leave it running.
     """
     config = drivers.write_config(tmp_path_factory.mktemp("llama-driver"), llama_snapshot)
+    with drivers.fork(config) as driver:
+        yield driver
+    assert driver.stop() == 0
+    assert not driver.region.exists()
+
+
+@pytest.fixture(scope="session")
+def spawned_driver(
+    llama_snapshot: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[drivers.Driver]:
+    """The same, started as the runtime does it, for tests of what a start leaves behind."""
+    config = drivers.write_config(tmp_path_factory.mktemp("spawned-driver"), llama_snapshot)
     with drivers.spawn(config) as driver:
         yield driver
     assert driver.stop() == 0
@@ -74,16 +88,44 @@ def interpreted(request: pytest.FixtureRequest, interpreter: scripts.Interpreter
 
 def _interpreter(config: pytest.Config) -> scripts.Interpreter:
     if _INTERPRETER not in config.stash:
-        config.stash[_INTERPRETER] = scripts.Interpreter()
+        config.stash[_INTERPRETER] = scripts.Interpreter(yields=not _is_worker(config))
     return config.stash[_INTERPRETER]
 
 
+def _is_worker(config: pytest.Config) -> bool:
+    """Whether this process is one of several that share the tests (`pytest -n`)."""
+    return hasattr(config, "workerinput")
+
+
+def _uses_interpreter(item: pytest.Item) -> bool:
+    return "interpreter" in getattr(item, "fixturenames", ())
+
+
+def _group(item: pytest.Item) -> str:
+    """Tests of one group run in one process (`--dist loadgroup`).
+
+    They share what takes long to make: the interpreter, or the driver of a file, or of a parameter
+    of a file's driver.
+    """
+    if _uses_interpreter(item):
+        return "interpreter"
+    name = item.path.stem
+    call = getattr(item, "callspec", None)
+    served = None if call is None else call.params.get("served")
+    return name if served is None else f"{name}-{served}"
+
+
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Its process imports SGLang."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Marks what imports SGLang, and shares tests out: first what takes longest."""
     for item in items:
-        if "interpreter" in getattr(item, "fixturenames", ()):
+        if _uses_interpreter(item):
+            # Its process does.
             item.add_marker(pytest.mark.engine)
+        if _is_worker(config):
+            item.add_marker(pytest.mark.xdist_group(_group(item)))
+    if _is_worker(config):
+        items.sort(key=lambda item: (not _uses_interpreter(item), item.path.stem not in _LONGEST))
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -92,6 +134,9 @@ def beside(request: pytest.FixtureRequest) -> None:
     items = request.session.items
     if any(item.get_closest_marker("engine") for item in items):
         drivers.start_fork_server()
+    if _is_worker(request.config):
+        # Other processes run tests meanwhile, and only one of them those of the interpreter.
+        return
     for item in items:
         for mark in item.iter_markers("interpreted"):
             _interpreter(request.config).begin(*mark.args)

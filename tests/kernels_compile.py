@@ -26,12 +26,16 @@ from triton.runtime.jit import JITFunction
 from pie_driver_sglang.kernels import (
     all_reduce_norm,
     dense_layers,
+    experts,
+    few_rows,
     paged_attend,
     paged_splits,
     sampler,
 )
 from pie_driver_sglang.kernels.all_reduce_norm import TUNINGS, LamportAllReduceNorm, PeerMemory
 from pie_driver_sglang.kernels.dense_layers import Heads, LinearWeights, Norm, Scale
+from pie_driver_sglang.kernels.experts import Experts
+from pie_driver_sglang.kernels.few_rows import Scratch, Stream
 from pie_driver_sglang.kernels.masked_torch import Rule
 from pie_driver_sglang.kernels.paged_attend import attend_paged
 from pie_driver_sglang.kernels.paged_splits import (
@@ -94,17 +98,19 @@ def recorded(launch: Callable[[], object]) -> list[Any]:
     early = {"CHAINED": True, "launch_pdl": True}
     with contextlib.ExitStack() as patches:
         patches.enter_context(mock.patch.object(JITFunction, "run", record))
-        for module in (paged_splits, paged_attend, dense_layers, all_reduce_norm, sampler):
+        modules = (paged_splits, paged_attend, dense_layers, few_rows, experts)
+        for module in (*modules, all_reduce_norm, sampler):
             patches.enter_context(mock.patch.object(module, "chained", lambda _: early))
         launch()
     return compiled
 
 
-def check_order(kernel: Any, early: int | None = 0) -> None:
+def check_order(kernel: Any, early: int | None = 0, *, leads: bool = False) -> None:
     """Before the previous kernel has ended nothing is touched, except by so many loads, or some."""
     before, wait, behind = kernel.asm["ptx"].partition("griddepcontrol.wait")
     assert wait, f"{kernel.name} does not wait"
-    assert "griddepcontrol.launch_dependents" in behind, f"{kernel.name} holds up the next kernel"
+    where = before if leads else behind
+    assert "griddepcontrol.launch_dependents" in where, f"{kernel.name} holds up the next kernel"
     touches = re.findall(r"(?:ld|st|red|atom)(?:\.volatile)?\.global|cp\.async\.c[ag]", before)
     early = len(touches) if early is None else early
     assert touches == ["ld.global"] * early, f"{kernel.name}: {touches} before it may"
@@ -228,6 +234,68 @@ def check_dense(dtype: torch.dtype) -> None:
         check_order(kernel)
 
 
+def check_few_rows(dtype: torch.dtype) -> None:
+    """Of what a kernel touches before it waits, all is weights; cuts fit shared memory."""
+
+    def zeros(*size: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return torch.zeros(*size, dtype=dtype)
+
+    floats = zeros(64, dtype=torch.float32)
+    scratch = Scratch(floats, zeros(64, dtype=torch.int32))
+    for count, (outputs, inputs, adds, gated) in itertools.product(
+        (1, 16, 32),
+        ((6144, 4096, False, False), (4096, 4096, True, False), (14336, 4096, False, True)),
+    ):
+        cut = few_rows.find_cut(count, outputs, inputs, adds=adds, gated=gated)
+        assert cut is not None
+        rows = zeros(count, inputs)
+        stream = Stream(rows, zeros(count, 256, dtype=torch.float32))
+        squares = zeros(count, outputs // cut.outputs, dtype=torch.float32)
+        into = Stream(zeros(count, outputs), squares) if adds else None
+        # Nothing is computed here: an empty tensor of the height is enough.
+        matrix = LinearWeights(zeros(1).expand((1 + gated) * outputs, inputs))
+        [kernel] = recorded(
+            functools.partial(
+                few_rows.product, rows, matrix, cut, scratch, given=None if adds else stream,
+                into=into, gated=gated,
+            )
+        )  # fmt: skip
+        loads = cut.outputs * cut.inputs // (8 * 32 * cut.warps) * (1 + gated)
+        check_order(kernel, early=loads if cut.stages == 1 else 0, leads=True)
+        assert kernel.metadata.shared <= dense_layers.SHARED_BYTES, kernel.metadata.shared
+        if cut.stages > 1:
+            assert "async_copy_global_to_local" in kernel.asm["ttgir"]
+        if cut.parts > 1:
+            _, arrival, after = kernel.asm["ptx"].partition("atom.global.gpu.acq_rel.add")
+            assert arrival
+            assert "ld.global.cg" in after
+    [kernel] = recorded(lambda: few_rows.begin(zeros(3, 4096), 512))
+    check_order(kernel, leads=True)
+
+
+def check_experts(dtype: torch.dtype) -> None:
+    """As many kernels as are said, whose loads before they wait are the router's weights."""
+
+    def zeros(*size: int) -> torch.Tensor:
+        return torch.zeros(*size, dtype=dtype)
+
+    mixture = Experts(
+        zeros(128, 2048), zeros(1).expand(128, 1536, 2048), zeros(1).expand(128, 2048, 768), 8, True
+    )
+    scratch = Scratch(torch.zeros(64), torch.zeros(64, dtype=torch.int32))
+    names = ["_route", "_expert_product"]
+    for count, last in ((1, ["_add_experts"]), (16, ["_expert_product", "_add_pairs"])):
+        stream = Stream(zeros(count, 2048), torch.zeros(count, 512))
+        add = functools.partial(
+            experts.add_chosen, stream, Norm(zeros(2048), 1e-6), mixture, scratch
+        )
+        kernels = recorded(add)
+        assert [kernel.name for kernel in kernels] == names + last
+        for kernel in kernels:
+            check_order(kernel, early=None if kernel.name == "_route" else 0, leads=True)
+            assert kernel.metadata.shared <= dense_layers.SHARED_BYTES, kernel.metadata.shared
+
+
 def rank_sum(ranks: int, dtype: torch.dtype, width: int, *, two_shot: bool) -> Any:
     """A sum of some rows over ranks."""
     tuning = TUNINGS[ranks]._replace(most_rows=64, one_shot_rows=0 if two_shot else 64)
@@ -322,6 +390,8 @@ CASES: list[Any] = [
 if __name__ == "__main__":
     check_attention()
     check_dense(torch.bfloat16)
+    check_few_rows(torch.bfloat16)
+    check_experts(torch.bfloat16)
     for ranks in (2, 4):
         for dtype in (torch.bfloat16, torch.float32):
             check_all_reduce_norm(ranks, dtype)

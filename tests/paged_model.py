@@ -27,7 +27,7 @@ from pie_driver_sglang.srt import environment
 LENGTHS = (1, 16, 17, 45, 100)
 STEPS = 3
 TOLERANCE = 1e-4
-DENSE = ("llama", "qwen2", "qwen3")
+DENSE = ("llama", "qwen2", "qwen3", "qwen3_moe")
 """Of which model types decodes are few kernels."""
 MULTIPROCESSORS = 4
 """Of the device that Triton's interpreter is."""
@@ -93,6 +93,7 @@ def differences(config: DriverConfig) -> list[float]:
     from pie_driver_sglang.srt import dense as dense_module
     from pie_driver_sglang.srt import paged_attention
     from pie_driver_sglang.srt.dense import DenseLayers
+    from pie_driver_sglang.srt.few_rows import ExpertLayers
     from pie_driver_sglang.srt.load import load_engine
 
     name = f"/pie_shmem_g{config.driver.group_id}"
@@ -115,12 +116,29 @@ def differences(config: DriverConfig) -> list[float]:
     found = [decode(server, engine, Contexts(64, page_size, vocab))]
     dense = DenseLayers.of(runner)
     assert (dense is None) == (config.model.hf_config["model_type"] not in DENSE)
-    if dense is not None:
-        with mock.patch.object(dense_layers, "tiling", small_tiling):
-            found.append(decode(server, engine, Contexts(128, page_size, vocab), dense.applied))
+    if isinstance(dense, ExpertLayers):
+        assert dense.takes(64)
+        assert not dense.takes(65)
+        found.append(decode(server, engine, Contexts(128, page_size, vocab), dense.applied))
+        with dense.prefilling():
+            assert "forward" not in vars(runner.model.model)
+        check_experts(runner)
+    elif dense is not None:
+        few = dense._few
+        # The kernels of few rows, where norms are folded; then the others.
+        if few is not None:
+            with mock.patch.object(few, "run", wraps=few.run) as run:
+                found.append(decode(server, engine, Contexts(128, page_size, vocab), dense.applied))
+            assert run.call_count == STEPS
+        with (
+            mock.patch.object(dense_layers, "tiling", small_tiling),
+            mock.patch.object(dense, "_few", None),
+        ):
+            found.append(decode(server, engine, Contexts(320, page_size, vocab), dense.applied))
         # Models whose products have no biases, which are all but one, and that take no adapters.
         folds = config.model.hf_config["model_type"] != "qwen2"
         folds = folds and not config.driver.options.enable_lora
+        assert (few is not None) == folds
         many = mock.Mock(wraps=dense._run_many)
         with (
             mock.patch.object(dense_module, "_FEW_ROWS", 0),
@@ -253,6 +271,28 @@ def check_weights(runner: Any) -> None:
         linear.weight = torch.nn.Parameter(weight, requires_grad=False)
         assert DenseLayers.of(runner) is None
     linear.weight = own
+    assert DenseLayers.of(runner) is not None
+
+
+def check_experts(runner: Any) -> None:
+    """Experts that compute or are chosen in another way leave a model as it is."""
+    import torch
+
+    from pie_driver_sglang.srt.dense import DenseLayers
+
+    block = runner.model.model.layers[-1].mlp
+    experts = block.experts
+    for owner, name, value in (
+        (block.topk.topk_config, "scoring_func", "sigmoid"),
+        (block.topk.topk_config, "correction_bias", torch.zeros(4)),
+        (block, "tp_size", 2),
+        (block, "experts", torch.nn.Identity()),
+        (experts.moe_runner_config, "activation", "gelu"),
+        (experts.moe_runner_config, "routed_scaling_factor", 2.0),
+        (experts.quant_method, "use_triton_kernels", True),
+    ):
+        with mock.patch.object(owner, name, value):
+            assert DenseLayers.of(runner) is None, name
     assert DenseLayers.of(runner) is not None
 
 

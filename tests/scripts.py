@@ -49,13 +49,26 @@ class Script(NamedTuple):
 def run(script: str, *arguments: str, plugins: str = "") -> str:
     """What a script, named from the repository's root, prints; it must end well."""
     with _prepared(script, arguments, plugins) as prepared:
-        process = drivers.fork_call(Script.execute, (prepared,))
-        try:
-            status = process.wait(LIMIT_S)
-        except subprocess.TimeoutExpired:
-            os.kill(process.pid, signal.SIGKILL)
-            status = process.wait()
-        return _printed(prepared, status)
+        return _printed(prepared, _status(prepared))
+
+
+def fail(script: str, *arguments: str, plugins: str = "") -> str:
+    """What a script logs, which must end with status 1, as by an exception."""
+    with _prepared(script, arguments, plugins) as prepared:
+        status = _status(prepared)
+        log = Path(prepared.log).read_text(errors="replace")
+    assert status == 1, f"{script} ended with {status}\n{log[-3000:]}"
+    return log
+
+
+def _status(script: Script) -> int:
+    """Runs a script and returns how it ended."""
+    process = drivers.fork_call(Script.execute, (script,))
+    try:
+        return process.wait(LIMIT_S)
+    except subprocess.TimeoutExpired:
+        os.kill(process.pid, signal.SIGKILL)
+        return process.wait()
 
 
 class Interpreter:
@@ -65,12 +78,13 @@ class Interpreter:
     time, beside the tests: those that need no fixture begin before the test that waits for them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, yields: bool) -> None:
+        """Starts its process, which yields the processor to tests that run beside it."""
         self._pool = ThreadPoolExecutor(1)
         self._begun: dict[tuple[str, ...], Future[str]] = {}
         self._connection, theirs = multiprocessing.Pipe()
         context = multiprocessing.get_context("spawn")
-        self._process = context.Process(target=_serve, args=(theirs,))
+        self._process = context.Process(target=_serve, args=(theirs, yields))
         with mock.patch.dict(os.environ, TRITON_INTERPRET="1"):
             self._process.start()
         theirs.close()
@@ -107,10 +121,11 @@ class Interpreter:
         self.close()
 
 
-def _serve(connection: Connection) -> None:
+def _serve(connection: Connection, yields: bool) -> None:
     """Runs scripts, one after the other, until the connection ends."""
-    # The tests wait for others meanwhile.
-    os.nice(5)
+    if yields:
+        # The tests wait for others meanwhile.
+        os.nice(5)
     import fork_parent  # noqa: F401
     import quick_interpreter
 

@@ -83,7 +83,7 @@ class Server:
     def stream(self, prompt: Sequence[int], tokens: int, **more: Any) -> Iterator[list[int]]:
         """The tokens so far, as often as there are more."""
         body = self.body(prompt, tokens, stream=True, **more)
-        with urllib.request.urlopen(self.request("/generate", body), timeout=60) as lines:
+        with urllib.request.urlopen(self.request("/generate", body), timeout=400) as lines:
             for line in lines:
                 text = line.decode().strip().removeprefix("data: ")
                 if text and text != "[DONE]":

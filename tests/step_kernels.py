@@ -36,7 +36,8 @@ def exact(
 ) -> Exact:
     """One row by sorting; `shift` moves the top-p edge."""
     temperature, top_k, top_p, min_p, uniform = (float(field[row]) for field in params)
-    top_p += shift if top_p < 1 else 0.0
+    of_all = top_p < 0
+    top_p = abs(top_p) + (shift if top_p < 1 else 0.0)
     values = logits[row].double()
     vocab = len(values)
     nobody = torch.zeros(vocab, dtype=torch.bool)
@@ -48,9 +49,11 @@ def exact(
         values = cap * torch.tanh(values / cap)
     order = torch.argsort(values, descending=True, stable=True)
     weights = torch.exp((values - values.max()) / temperature)[order]
+    whole = weights.sum()
     weights[int(top_k) :] = 0.0
+    whole = whole if of_all else weights.sum()
     before = weights.cumsum(0) - weights
-    dropped = (weights < min_p) | ((before >= top_p * weights.sum()) if top_p < 1 else nobody)
+    dropped = (weights < min_p) | ((before >= top_p * whole) if top_p < 1 else nobody)
     dropped[0] = False
     weights = weights.masked_fill(dropped, 0.0)
     by_id = torch.zeros(vocab, dtype=torch.float64)
@@ -86,6 +89,12 @@ def cases(generator: torch.Generator) -> Iterator[tuple[torch.Tensor, SlotParams
             torch.tensor([0.0, 0.0, 0.0, 0.0, 0.1, 0.05, 0.0, 0.0]),
             torch.rand(ROWS, generator=generator),
         )
+        if number % 2:
+            # Shares of the whole distribution.
+            restricted = (params.top_ps > 0) & (params.top_ps < 1)
+            top_ps = torch.where(restricted, -params.top_ps, params.top_ps)
+            top_ks = (params.top_ks // 2).clamp(min=1)
+            params = params._replace(top_ps=top_ps, top_ks=top_ks)
         turn = torch.randperm(ROWS, generator=generator)
         params = SlotParams(*(field[turn] for field in params[:4]), params.uniforms)
         yield logits.to(DTYPES[number % 3]), params, CAPS[number % 3]

@@ -43,6 +43,8 @@ def starts(snapshot: Path, folder: Path) -> None:
 
 CHANGES = 24
 """Tensors of each architecture that are changed."""
+CHANGES_OF_RANKS = 6
+"""The same on two ranks."""
 MLP = "model.layers.1.mlp."
 ATTENTION = "model.layers.1.self_attn."
 # The tiny Llama has 2 layers, 64 wide, 4 heads of 16 with 2 for keys, MLPs of 96, 300 tokens.
@@ -189,7 +191,7 @@ def test_every_architecture(name: str, models_folder: Path) -> None:
     Also of those that a driver refuses on a CPU.
     """
     snapshot = architectures.build(name, models_folder)
-    out = scripts.run("tests/checkpoint_process.py", str(snapshot), str(CHANGES))
+    out = scripts.run("tests/checkpoint_process.py", str(snapshot), "1", str(CHANGES))
     sound, changes = json.loads(out.splitlines()[-1])
     assert sound is None
     assert len(changes) == CHANGES
@@ -199,11 +201,26 @@ def test_every_architecture(name: str, models_folder: Path) -> None:
         assert tensor in line or what == "without" or "proj" in tensor, (what, tensor, line)
 
 
-@pytest.mark.parametrize("method", ["fp8", "gptq"])
-def test_quantized_checkpoints(method: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", architectures.ARCHITECTURES)
+def test_every_architecture_on_two_ranks(name: str, models_folder: Path) -> None:
+    """Each reads a part of it, experts and heads among them: together they find the same."""
+    snapshot = architectures.build(name, models_folder)
+    out = scripts.run("tests/checkpoint_process.py", str(snapshot), "2", str(CHANGES_OF_RANKS))
+    sound, changes = json.loads(out.splitlines()[-1])
+    assert sound is None
+    assert len(changes) == CHANGES_OF_RANKS
+    for what, tensor, line in changes:
+        assert line is not None, f"{what} {tensor} is served"
+
+
+@pytest.mark.parametrize("ranks", [1, 2], ids=["tp1", "tp2"])
+@pytest.mark.parametrize(
+    ("method", "architecture"), [("fp8", "Qwen3"), ("fp8", "Qwen3Moe"), ("gptq", "Qwen3")]
+)
+def test_quantized_checkpoints(method: str, architecture: str, ranks: int, tmp_path: Path) -> None:
     """They fit as they are, with what a method keeps beside weights, and nothing may be missing."""
-    snapshot = checkpoints.quantized(tmp_path, method)
-    arguments = (str(snapshot), str(CHANGES), "without")
+    snapshot = checkpoints.quantized(tmp_path, method, architecture)
+    arguments = (str(snapshot), str(ranks), str(CHANGES), "without")
     out = scripts.run("tests/checkpoint_process.py", *arguments)
     sound, changes = json.loads(out.splitlines()[-1])
     assert sound is None
@@ -215,9 +232,9 @@ def test_quantized_checkpoints(method: str, tmp_path: Path) -> None:
 def test_scales_that_sglang_does_not_load(tmp_path: Path) -> None:
     """Its Llama looks for those of blocks under another name than it gives them."""
     snapshot = checkpoints.quantized(tmp_path, "fp8", "Llama")
-    out = scripts.run("tests/checkpoint_process.py", str(snapshot), "0")
+    out = scripts.run("tests/checkpoint_process.py", str(snapshot), "1", "0")
     sound, _ = json.loads(out.splitlines()[-1])
-    assert "proj.weight_scale_inv in model.safetensors is (1, 1), but SGLang leaves" in sound
+    assert "k_proj.weight_scale_inv in model.safetensors is (2, 1), but SGLang leaves" in sound
 
 
 class TestFiles:

@@ -288,7 +288,7 @@ def test_every_sampler_exists(sampling: Sampling) -> None:
 def write_trace(path: Path, steps: Sequence[Sequence[int]]) -> None:
     names = ("parse", "plan", "forward", "sample", "respond")
     with path.open("w") as file:
-        trace = Trace(os.dup(file.fileno()))
+        trace = Trace(os.dup(file.fileno()), str(path), 1024, None)
         trace.begin()
         for start, phases in enumerate(steps):
             named = dict(zip(names, phases, strict=True))

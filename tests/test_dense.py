@@ -10,12 +10,54 @@ import pytest
 import torch
 
 from pie_driver_sglang.kernels.all_reduce_norm import TUNINGS, find_obstacle
-from pie_driver_sglang.kernels.dense_layers import MOST_PARTS, LinearWeights, Norm, tiling
+from pie_driver_sglang.kernels.dense_layers import (
+    MOST_PARTS,
+    SHARED_BYTES,
+    LinearWeights,
+    Norm,
+    tiling,
+)
+from pie_driver_sglang.kernels.few_rows import find_cut
 
 
 @pytest.mark.interpreted("tests/dense_kernels.py")
 def test_the_kernels_compute_what_float64_does(interpreted: str) -> None:
     assert "all close" in interpreted
+
+
+@pytest.mark.interpreted("tests/few_rows_kernels.py")
+def test_the_kernels_of_few_rows_and_of_experts_compute_what_float64_does(interpreted: str) -> None:
+    assert "all close" in interpreted
+
+
+SHAPES = {
+    "0.6B": ((4096, 1024), (1024, 2048), (3072, 1024), (1024, 3072)),
+    "8B": ((6144, 4096), (4096, 4096), (14336, 4096), (4096, 14336)),
+    "14B": ((7168, 5120), (5120, 5120), (17408, 5120), (5120, 17408)),
+}
+"""Outputs and inputs of a layer's matrices, half of those of the gate and up projection."""
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("rows", [1, 2, 16, 32])
+def test_cuts_of_steps_of_few_rows_fit_and_fill_a_gpu(name: str, rows: int) -> None:
+    for number, (outputs, inputs) in enumerate(SHAPES[name]):
+        gated = number == 2
+        cut = find_cut(rows, outputs, inputs, adds=number in (1, 3), gated=gated)
+        assert cut is not None
+        assert cut.fits(outputs, inputs)
+        assert outputs // cut.outputs * cut.parts >= 48
+        assert cut.stages == 1 or rows > 1
+        tile = 16 if rows <= 16 else 32
+        held = (tile + cut.outputs * (2 if gated else 1)) * cut.inputs * 2 * cut.stages
+        assert held <= SHARED_BYTES
+
+
+@pytest.mark.parametrize(
+    ("rows", "outputs", "inputs"), [(65, 4096, 4096), (1, 4096, 4104), (2, 4100, 4096)]
+)
+def test_other_products_have_no_cut(rows: int, outputs: int, inputs: int) -> None:
+    assert find_cut(rows, outputs, inputs) is None
 
 
 @pytest.mark.interpreted("tests/rank_kernels.py")

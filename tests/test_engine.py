@@ -206,6 +206,28 @@ def test_samples_and_seeds(engine: Engine) -> None:
     assert first["output_ids"] == second["output_ids"]
 
 
+def test_all_that_changes_the_distribution(engine: Engine) -> None:
+    greedy = {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True}
+    kinds: list[dict[str, Any]] = [
+        {},
+        {"frequency_penalty": 2.0, "presence_penalty": 2.0, "repetition_penalty": 2.0},
+        {"logit_bias": {"65": 100}},
+        {"logit_bias": {"65": 100, "66": 100}, "frequency_penalty": 2.0},
+    ]
+    prompts = ["the cat sat on the cat sat on the"] * len(kinds)
+    found = engine.generate(prompts, [{**greedy, **kind} for kind in kinds])
+    plain, spread, biased, turned = (answer["output_ids"] for answer in found)
+    assert len(set(spread)) > len(set(plain))
+    assert set(biased) == {65}
+    # Each one comes until it has come too often.
+    assert set(turned) == {65, 66}
+    drawn = {"max_new_tokens": 16, "ignore_eos": True, "top_k": 50, "top_p": 0.9, "min_p": 0.01}
+    seeded = [{**drawn, "sampling_seed": seed, "frequency_penalty": 0.5} for seed in (0, 0, 1, 2)]
+    first, second, *others = engine.generate(["class A:"] * 4, seeded)
+    assert first["output_ids"] == second["output_ids"]
+    assert any(other["output_ids"] != first["output_ids"] for other in others)
+
+
 def test_a_caller_that_leaves_costs_nothing(engine: Engine) -> None:
     stream = engine.generate("for line in", {**GREEDY, "max_new_tokens": 900}, stream=True)
     next(stream)

@@ -154,3 +154,87 @@ def test_every_script_is_registered_and_takes_its_arguments(tmp_path: Path) -> N
     # Each leaves its record where `all_checks.py` looks for it.
     for name, given in arguments.items():
         assert given.get("json") == f"out/{name}.json" or given.get("out") == f"out/{name}"
+
+
+class TestShapes:
+    """`shapes_check.py`, with processes that write records instead of the checks that it runs."""
+
+    @pytest.fixture
+    def shapes(self, frame: Any) -> Any:
+        return importlib.import_module("shapes_check")
+
+    @pytest.mark.parametrize(
+        ("name", "billions"),
+        [("8b", 8.03), ("14b", 14.77), ("0.6b", 0.596), ("30b-a3b", 30.53)],
+    )
+    def test_shapes_have_the_published_sizes(self, name: str, billions: float, shapes: Any) -> None:
+        """A step of very many rows moves all experts, and no table of embeddings."""
+        shape = shapes.SHAPES[name]._replace(context=0)
+        config = shape.config
+        moved = shapes.moved_bytes(shape, 1_000_000) / 2
+        if not config["tie_word_embeddings"]:
+            moved += config["hidden_size"] * config["vocab_size"]
+        assert moved / 1e9 == pytest.approx(billions, rel=0.003)
+
+    def test_bytes_grow_by_the_kv_of_a_row(self, shapes: Any) -> None:
+        shape = shapes.SHAPES["8b"]
+        one, more = (shapes.moved_bytes(shape, rows) for rows in (1, 65))
+        assert more - one == 64 * 700 * 32 * 2 * 8 * 128 * 2
+        half = shapes.moved_bytes(shapes.SHAPES["8b-fp8"], 1)
+        assert one - half == 32 * (4096 * 6144 + 4096 * 4096 + 3 * 4096 * 14336)
+
+    def test_results_are_kept_from_run_to_run(
+        self, shapes: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Steps first, then the load; a part that fails leaves what was there."""
+        results = tmp_path / "shapes.json"
+
+        def run(parts: str, *, fails: bool = False) -> int:
+            def play(runner: Any, what: str, command: list[object], limit_s: float) -> str:
+                if fails:
+                    runner.failed.append(what)
+                    return ""
+                words = [str(word) for word in command]
+                name = "load_check" if "load_check.py" in " ".join(words) else "step_check"
+                folder = tmp_path / "8b"
+                path = folder / "load_check.json" if name == "load_check" else None
+                path = path or Path(words[words.index("--json") + 1])
+                written = argparse.Namespace(device="cpu", json=path)
+                frame = importlib.import_module("frame")
+                with frame.Report(f"{name}.py", written) as report:
+                    if name == "load_check":
+                        figures = {"ours": 9.0, "sglang": {"fa3": 8.0}}
+                        report.put("tokens_per_s", figures)
+                        return ""
+                    for way, us in (({}, 1.0), ({"stages": 4}, 9.0), ({}, 3.0)):
+                        rows = dict.fromkeys((1, 16, 64), us)
+                        report.add(way=way, length=700, us_by_rows=rows)
+                return ""
+
+            monkeypatch.setattr(shapes.Runner, "run", play)
+            words = ["shapes_check.py", "--out", str(tmp_path), "--pie-load", "pie_load"]
+            words += ["--names", "8b", "--parts", parts, "--results", str(results)]
+            monkeypatch.setattr(sys, "argv", words)
+            try:
+                shapes.main()
+            except SystemExit as end:
+                return int(end.code or 0)
+            return 0
+
+        assert run("steps") == 0
+        [row] = json.loads(results.read_text()).values()
+        assert row["step_us"] == {"1": 2.0, "16": 2.0, "64": 2.0}
+        assert row["bytes_us"]["1"] == pytest.approx(3512, abs=1)
+        assert run("throughput") == 0
+        both = json.loads(results.read_text())["8b"]
+        assert both["tokens_per_s"] == {"ours": 9.0, "sglang": {"fa3": 8.0}}
+        assert both["step_us"] == row["step_us"]
+        assert run("steps,throughput", fails=True) == 1
+        assert json.loads(results.read_text())["8b"] == both
+
+    def test_a_name_that_is_none_is_refused(
+        self, shapes: Any, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        with pytest.raises(SystemExit):
+            shapes.parser().parse_args(["--out", "o", "--pie-load", "p", "--names", "8b,9b"])
+        assert "no shape 9b; there are 8b, 14b" in capsys.readouterr().err

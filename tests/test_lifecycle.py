@@ -66,23 +66,23 @@ def ready(
 class TestHandshake:
     """What the runtime reads."""
 
-    def test_two_lines_in_order_and_then_the_end(self, llama_driver: drivers.Driver) -> None:
+    def test_two_lines_in_order_and_then_the_end(self, spawned_driver: drivers.Driver) -> None:
         # The harness reads up to the end of the file: it came while the driver runs.
-        group, sentinel = llama_driver.handshake
+        group, sentinel = spawned_driver.handshake
         assert list(group) == ["group_id", "shmem_name", "caps"]
         assert sentinel == {"ready": True, "num_groups": 1}
         assert group["shmem_name"] == f"/pie_shmem_g{group['group_id']}"
         assert group["caps"]["shmem_name"] == group["shmem_name"]
-        assert is_running(llama_driver.process.pid)
+        assert is_running(spawned_driver.process.pid)
 
-    def test_no_descriptor_of_the_pipe_stays_open(self, llama_driver: drivers.Driver) -> None:
-        folder = Path(f"/proc/{llama_driver.process.pid}/fd")
+    def test_no_descriptor_of_the_pipe_stays_open(self, spawned_driver: drivers.Driver) -> None:
+        folder = Path(f"/proc/{spawned_driver.process.pid}/fd")
         targets = {path.name: str(path.readlink()) for path in folder.iterdir()}
         assert targets["0"] == "/dev/null"
         assert not [name for name, target in targets.items() if target.startswith("pipe:")]
 
-    def test_the_limits(self, llama_driver: drivers.Driver) -> None:
-        caps = llama_driver.caps
+    def test_the_limits(self, spawned_driver: drivers.Driver) -> None:
+        caps = spawned_driver.caps
         assert caps["kv_page_size"] == 16
         assert caps["max_model_len"] == tiny_models.CONTEXT
         assert caps["max_forward_tokens"] >= caps["max_model_len"]
@@ -94,10 +94,10 @@ class TestHandshake:
         for name in ("logit_rows", "prob_rows", "custom_mask_bytes", "sampler_rows"):
             assert caps[f"max_{name}"] == UNLIMITED
 
-    def test_every_count_is_an_integer_of_32_bits(self, llama_driver: drivers.Driver) -> None:
+    def test_every_count_is_an_integer_of_32_bits(self, spawned_driver: drivers.Driver) -> None:
         strings = {"arch_name", "activation_dtype", "snapshot_dir", "shmem_name"}
         flags = {"system_speculation_supported", "enable_system_speculation"}
-        for name, value in llama_driver.caps.items():
+        for name, value in spawned_driver.caps.items():
             if name in strings:
                 assert type(value) is str
             elif name in flags:
@@ -106,35 +106,35 @@ class TestHandshake:
                 assert type(value) is int
                 assert 0 <= value <= UNLIMITED
 
-    def test_the_names(self, llama_driver: drivers.Driver, llama_snapshot: Path) -> None:
-        caps = llama_driver.caps
+    def test_the_names(self, spawned_driver: drivers.Driver, llama_snapshot: Path) -> None:
+        caps = spawned_driver.caps
         assert caps["arch_name"] == "llama3"
         assert caps["arch_name"] in TEMPLATE_NAMES
         assert caps["activation_dtype"] == "float32"
         assert caps["snapshot_dir"] == str(llama_snapshot)
 
-    def test_the_region_is_the_one_that_was_announced(self, llama_driver: drivers.Driver) -> None:
-        with rc.Region(llama_driver.region) as region:
+    def test_the_region_is_the_one_that_was_announced(self, spawned_driver: drivers.Driver) -> None:
+        with rc.Region(spawned_driver.region) as region:
             assert (region.magic, region.version) == (0x50494534, 2)
             assert region.schema_hash == bytes.fromhex("89d0c2d1b78cbb75")
             assert region.slots >= 1
             both = region.request_bytes + region.response_bytes
             assert region.stride == -(-(64 + both) // 64) * 64
-            size = llama_driver.region.stat().st_size
+            size = spawned_driver.region.stat().st_size
             assert size >= 64 + region.slots * region.stride
-            caps = llama_driver.caps
+            caps = spawned_driver.caps
             needed = 4 * caps["max_page_refs"] + 32 * caps["max_forward_tokens"]
             assert region.request_bytes >= needed + 96 * caps["max_forward_requests"]
-        assert llama_driver.region.stat().st_mode & 0o777 == 0o600
+        assert spawned_driver.region.stat().st_mode & 0o777 == 0o600
 
     def test_the_highest_page_and_the_last_position_can_be_used(
-        self, llama_driver: drivers.Driver
+        self, spawned_driver: drivers.Driver
     ) -> None:
-        caps = llama_driver.caps
+        caps = spawned_driver.caps
         count = caps["max_model_len"]
         pages = [caps["total_pages"] - 1 - index for index in range(count // 16)]
         context = rc.Context([9] * count, pages)
-        (tokens,) = llama_driver.client().forward([context.request()]).tokens
+        (tokens,) = spawned_driver.client().forward([context.request()]).tokens
         assert len(tokens) == 1
 
     def test_nothing_is_printed_on_stdout(self, ready: tuple[Path, rc.Start]) -> None:
@@ -167,8 +167,12 @@ class TestHandshake:
             assert driver.caps["max_forward_tokens"] >= 5 * 65_536
             assert driver.caps["max_page_refs"] >= 5 * 65_536 // 16
 
-    def test_the_log_names_the_package_and_stays_short(self, llama_driver: drivers.Driver) -> None:
-        own = [line for line in llama_driver.stderr().splitlines() if "pie_driver_sglang:" in line]
+    def test_the_log_names_the_package_and_stays_short(
+        self, spawned_driver: drivers.Driver
+    ) -> None:
+        own = [
+            line for line in spawned_driver.stderr().splitlines() if "pie_driver_sglang:" in line
+        ]
         assert 3 <= len(own) <= 200
         pattern = r"\d\d:\d\d:\d\d\.\d{3} (INFO|WARNING|ERROR) pie_driver_sglang: \S"
         assert all(re.match(pattern, line) for line in own)
@@ -196,8 +200,8 @@ def network_inodes(pid: int) -> set[str]:
 class TestNetwork:
     """A driver talks through shared memory alone."""
 
-    def test_the_driver_has_no_network_socket(self, llama_driver: drivers.Driver) -> None:
-        pid = llama_driver.process.pid
+    def test_the_driver_has_no_network_socket(self, spawned_driver: drivers.Driver) -> None:
+        pid = spawned_driver.process.pid
         assert not socket_inodes(pid) & network_inodes(pid)
 
     @pytest.mark.parametrize("kind", [socket.SOCK_STREAM, socket.SOCK_DGRAM])
@@ -208,8 +212,8 @@ class TestNetwork:
                 probe.listen()
             assert socket_inodes(os.getpid()) & network_inodes(os.getpid())
 
-    def test_no_other_process_belongs_to_the_driver(self, llama_driver: drivers.Driver) -> None:
-        assert not rc.children(llama_driver.process.pid)
+    def test_no_other_process_belongs_to_the_driver(self, spawned_driver: drivers.Driver) -> None:
+        assert not rc.children(spawned_driver.process.pid)
 
 
 def assert_ends(start: rc.Start) -> None:
@@ -296,11 +300,11 @@ class TestTerminate:
             assert isinstance(reply, _core.Reply)
             assert reply.aborted
 
-    def test_ctrl_c_is_left_to_the_runtime(self, llama_driver: drivers.Driver) -> None:
+    def test_ctrl_c_is_left_to_the_runtime(self, spawned_driver: drivers.Driver) -> None:
         for _ in range(3):
-            os.kill(llama_driver.process.pid, signal.SIGINT)
-            assert llama_driver.client().health() == 0
-        assert "KeyboardInterrupt" not in llama_driver.stderr()
+            os.kill(spawned_driver.process.pid, signal.SIGINT)
+            assert spawned_driver.client().health() == 0
+        assert "KeyboardInterrupt" not in spawned_driver.stderr()
 
     def test_ctrl_c_while_it_starts(self, config: Path) -> None:
         with rc.forked(config) as start:
@@ -434,10 +438,10 @@ class TestRegionName:
         assert not path.exists()
 
     def test_a_second_driver_of_a_live_group_is_refused(
-        self, llama_driver: drivers.Driver, llama_snapshot: Path, tmp_path: Path
+        self, spawned_driver: drivers.Driver, llama_snapshot: Path, tmp_path: Path
     ) -> None:
-        group = llama_driver.handshake[0]["group_id"]
-        before = llama_driver.region.stat().st_ino
+        group = spawned_driver.handshake[0]["group_id"]
+        before = spawned_driver.region.stat().st_ino
         trace = tmp_path / "trace.json"
         trace.write_text("of the live driver")
         options = {"trace_file": str(trace)}
@@ -446,11 +450,11 @@ class TestRegionName:
             drivers.spawn(config)
         assert caught.value.returncode == 1
         message = failure_line(caught.value.stderr)
-        assert llama_driver.name in message
-        assert f"pid {llama_driver.process.pid}" in message
-        assert llama_driver.region.stat().st_ino == before
+        assert spawned_driver.name in message
+        assert f"pid {spawned_driver.process.pid}" in message
+        assert spawned_driver.region.stat().st_ino == before
         assert trace.read_text() == "of the live driver"
-        assert llama_driver.client().health() == 0
+        assert spawned_driver.client().health() == 0
 
     def test_a_second_driver_takes_over_when_the_first_one_leaves(
         self, llama_snapshot: Path, tmp_path: Path

@@ -212,6 +212,15 @@ class TestSampling:
         assert found.temperature == 0.0
         assert (found.top_k, found.top_p, found.min_p, found.sampling_seed) == (-1, 1.0, 0.0, None)
 
+    def test_all_samplers_go_together(self) -> None:
+        given = {"top_k": 5, "top_p": 0.9, "min_p": 0.1, "sampling_seed": 0}
+        penalties = {"frequency_penalty": -2, "presence_penalty": 0.5, "repetition_penalty": 2}
+        found = parse_sampling({**given, **penalties, "logit_bias": {"7": 1, 8: -2.5}})
+        submitted = found.submitted(100)
+        assert submitted["seed"] == 0
+        assert submitted["logit_bias"] == [(7, 1.0), (8, -2.5)]
+        assert [submitted[name] for name in penalties] == [-2.0, 0.5, 2.0]
+
     def test_stops_may_be_one_or_several(self) -> None:
         assert parse_sampling({"stop": "x"}).stop == ("x",)
         assert parse_sampling({"stop": ["x", "", "y"]}).stop == ("x", "y")
@@ -240,12 +249,16 @@ class TestSampling:
             ({"top_k": True}, "`top_k` is True"),
             ({"n": 0}, "`n` is 0"),
             ({"max_new_tokens": -1}, "`max_new_tokens` is -1"),
-            ({"sampling_seed": 1}, "`sampling_seed` is 1"),
+            ({"sampling_seed": -1}, "`sampling_seed` is -1"),
+            ({"frequency_penalty": 2.5}, "`frequency_penalty` is 2.5"),
+            ({"presence_penalty": float("nan")}, "`presence_penalty` is nan"),
+            ({"repetition_penalty": 0}, "`repetition_penalty` is 0.0, expected above 0"),
+            ({"logit_bias": [3]}, "`logit_bias` is [3]"),
+            ({"logit_bias": {"x": 1}}, "`logit_bias` is {'x': 1}"),
+            ({"logit_bias": {3: float("inf")}}, "`logit_bias` is {3: inf}"),
             ({"ignore_eos": 1}, "`ignore_eos` is 1"),
             ({"stop": 3}, "`stop` is 3"),
             ({"stop_token_ids": ["a"]}, "`stop_token_ids` is"),
-            ({"min_p": 0.1, "top_k": 5}, "min_p is 0.1 with top_k or top_p"),
-            ({"sampling_seed": 7, "top_p": 0.9}, "sampling_seed is set with"),
         ],
     )
     def test_wrong_values_are_named(self, given: dict[str, Any], text: str) -> None:
@@ -263,7 +276,7 @@ class TestArguments:
         found = self.parse()
         assert found.runtime["devices"] == ["cpu"]
         assert found.runtime["dtype"] == "float32"
-        assert found.runtime["options"] == {}
+        assert found.runtime["options"] == {"trust_remote_code": False}
         assert found.tokenizer == POCKET
 
     def test_names_of_sglang_reach_their_places(self) -> None:
@@ -294,9 +307,25 @@ class TestArguments:
             "quantization": "fp8",
             "spec_ngram_enabled": True,
             "spec_ngram_num_drafts": 6,
+            "trust_remote_code": False,
         }
         assert found.speculates
         assert found.tokenizer is None
+
+    def test_steps_are_as_long_as_a_pass_of_the_driver(self) -> None:
+        assert "chunked_prefill_size" not in self.parse().runtime
+        found = self.parse(chunked_prefill_size=-1)
+        assert "chunked_prefill_size" not in found.runtime
+        assert found.runtime["options"]["chunked_prefill_size"] == -1
+        on_cuda = self.parse(devices=["cuda:0"])
+        assert on_cuda.runtime["chunked_prefill_size"] == 16_384
+        assert "chunked_prefill_size" not in on_cuda.runtime["options"]
+
+    @pytest.mark.parametrize("given", [{}, {"trust_remote_code": True}])
+    def test_a_repositorys_code_runs_only_if_the_caller_says_so(
+        self, given: dict[str, Any]
+    ) -> None:
+        assert self.parse(**given).runtime["options"]["trust_remote_code"] is bool(given)
 
     def test_gpus_are_numbered_as_sglang_does(self) -> None:
         found = self.parse(device="cuda", tp_size=2, base_gpu_id=4, gpu_id_step=2)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+import architectures
 import drivers
 import scripts
 import tiny_models
@@ -24,7 +25,8 @@ def test_the_kernels_compile_for_a_gpu() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "adapters"), [("gemma3", False), ("qwen2", False), ("qwen3", False), ("qwen3", True)]
+    ("name", "adapters"),
+    [("gemma3", False), ("qwen2", False), ("qwen3", False), ("qwen3", True), ("Qwen3-MoE", False)],
 )
 def test_a_model_decodes_the_same_logits(
     name: str,
@@ -34,7 +36,8 @@ def test_a_model_decodes_the_same_logits(
     tmp_path: Path,
 ) -> None:
     """Gemma 3 has layers with a window, Qwen 2 biases and Qwen 3 norms of its heads."""
-    snapshot = tiny_models.build(name, models_folder)
+    builder = architectures if name in architectures.ARCHITECTURES else tiny_models
+    snapshot = builder.build(name, models_folder)
     options = {"page_size": 16, "enable_lora": adapters}
     config = drivers.write_config(tmp_path, snapshot, options=options)
     interpreter.run("tests/paged_model.py", str(config))

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
 from importlib.metadata import entry_points
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,7 +33,7 @@ FLAGS = (
 
 def settings(**changes: Any) -> SimpleNamespace:
     """As much of SGLang's settings as the plugin looks at."""
-    names = dict.fromkeys(radix._REFUSED, False)
+    names = dict.fromkeys(radix.REFUSED_SETTINGS, False)
     return SimpleNamespace(
         **{**names, "radix_cache_backend": "pie", "disaggregation_mode": "null", **changes}
     )
@@ -49,7 +46,7 @@ def context(**changes: Any) -> SimpleNamespace:
 
 
 class TestRefused:
-    @pytest.mark.parametrize("setting", radix._REFUSED)
+    @pytest.mark.parametrize("setting", radix.REFUSED_SETTINGS)
     def test_a_flag_is_named(self, setting: str) -> None:
         with pytest.raises(ValueError, match=r"drop --\S+ or --radix-cache-backend pie$") as error:
             radix.check_settings(settings(**{setting: True}))
@@ -92,20 +89,10 @@ class TestInSglang:
         theirs, ours = found["dfs"]
         assert ours == theirs
 
-    def test_a_flag_is_refused_at_start(self, tmp_path: Path) -> None:
-        run = subprocess.run(
-            [
-                *(sys.executable, "tests/radix_server.py", *FLAGS),
-                *("--radix-cache-backend", "pie", "--disable-radix-cache"),
-            ],
-            cwd=REPOSITORY,
-            env=sglang_server.environment(tmp_path, radix.NAME),
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert run.returncode == 1
-        assert run.stderr.splitlines()[-1].endswith(
+    def test_a_flag_is_refused_at_start(self) -> None:
+        flags = (*FLAGS, "--radix-cache-backend", "pie", "--disable-radix-cache")
+        log = scripts.fail("tests/radix_server.py", *flags, plugins=radix.NAME)
+        assert log.splitlines()[-1].endswith(
             "--radix-cache-backend pie does not take --disable-radix-cache: it is a radix cache; "
             "drop --disable-radix-cache or --radix-cache-backend pie"
         )

@@ -152,8 +152,9 @@ def test_ends_and_samples(runtime: Runtime) -> None:
 def test_parameters_are_checked_at_once(runtime: Runtime) -> None:
     for wrong, text in [
         ({"temperature": -1.0}, "temperature is -1"),
-        ({"min_p": 0.1, "top_p": 0.5}, "top_p and min_p"),
-        ({"seed": 1}, "seed is 1"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty is 0"),
+        ({"seed": 2**63}, "seed is 9223372036854775808"),
+        ({"logit_bias": [(10**6, 1.0)]}, "logit_bias has token 1000000, it must be below"),
         ({"deadline_s": -1.0}, "deadline_s is -1"),
     ]:
         with pytest.raises(ValueError, match=text):
@@ -164,7 +165,7 @@ def test_parameters_are_checked_at_once(runtime: Runtime) -> None:
         runtime.submit(array("q", [-1]))
     with pytest.raises(ValueError, match="2 replicas of 1 devices"):
         make(replicas=2)
-    with pytest.raises(ValueError, match="no scheduling policy"):
+    with pytest.raises(ValueError, match="is not a scheduling policy"):
         make(schedule_policy="fastest")
 
 

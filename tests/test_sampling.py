@@ -221,6 +221,10 @@ class TestSupport:
         assert support(self.STEPS, Filter(top_k=3, top_p=0.45)) == {0, 1}
         assert support(self.STEPS, Filter(top_k=3, top_p=0.79)) == {0, 1, 2}
 
+    @pytest.mark.parametrize(("p", "kept"), [(0.39, 1), (0.41, 2), (0.69, 2), (0.71, 3), (0.95, 3)])
+    def test_a_share_below_0_is_one_of_the_whole_distribution(self, p: float, kept: int) -> None:
+        assert support(self.STEPS, Filter(top_k=3, top_p=-p)) == set(range(kept))
+
     def test_ids_are_those_of_the_vocabulary_not_ranks(self) -> None:
         row = torch.tensor([-9.0, 5.0, -9.0, 4.0, 6.0])
         assert support(row, Filter(top_k=2)) == {4, 1}

@@ -263,7 +263,7 @@ def known_names(root: Path) -> Names:
     }
     words = {word for text in python.values() for word in re.findall(r"\b[a-z]\w*\b", text)}
     scripts = [*python.values(), *_texts(root, "tools/**/*.py"), *_texts(root, "benches/**/*.py")]
-    scripts += _texts(root, "benches/**/*.rs")
+    scripts += [*_texts(root, "benches/**/*.rs"), (root / "Makefile").read_text()]
     return Names(
         options=frozenset(options.OPTIONS) | _strings(server_args) | {"venv", "python"},
         keys=frozenset(words),
@@ -271,7 +271,9 @@ def known_names(root: Path) -> Names:
         targets=frozenset(
             re.findall(r"^([a-z][\w-]*):", (root / "Makefile").read_text(), re.MULTILINE)
         ),
-        flags=frozenset(flag for text in scripts for flag in re.findall(r"--[a-z][\w-]+", text)),
+        flags=frozenset(flag for text in scripts for flag in re.findall(r"--[a-z][\w-]+", text))
+        # `pie-sglang serve` takes those of SGLang's server.
+        | {"--" + name.replace("_", "-") for name in _strings(server_args)},
         variables=frozenset(
             name
             for text in [*python.values(), *_texts(root, "rust/**/*.rs"), *_texts(root, "Makefile")]

@@ -86,7 +86,9 @@ SGLang {version} has {backends}. On the CPU only `torch_native` runs.
 With `fuse_layers` a Llama-like model runs with few kernels of the driver's own where `pie` decodes:
 
 - on one GPU in CUDA graphs, and in `fa3` prefills of bfloat16 models without biases;
-- on two or four GPUs that NVLink connects, in CUDA graphs of up to 256 rows.
+- on two or four GPUs that NVLink connects, in CUDA graphs of up to 256 rows;
+- mixtures of experts (Qwen3-MoE) without adapters and without quantization, on one GPU in CUDA
+  graphs of up to 64 rows.
 
 The driver folds the weights of the norms into the matrices, so the weights cannot be updated
 afterwards. `false` keeps SGLang's layers.

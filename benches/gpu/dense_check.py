@@ -6,7 +6,7 @@ Without one of the three it does the first two.
 
 --parity: each kernel in bfloat16 against float64.
 --times: microseconds of a layer without its attention, in graphs of layers whose weights exceed the
-    L2 cache: the kernels of `dense_layers`, and what SGLang runs for Qwen 3.
+    L2 cache: the kernels of `few_rows`, those of `dense_layers`, and what SGLang runs for Qwen 3.
 --tune: microseconds of each product, alone and cut in every way, and cuBLAS; prints the best.
 
 With `TRITON_INTERPRET=1 ... --device cpu` the first runs on tiny sizes.
@@ -29,7 +29,7 @@ import frame
 import torch
 from frame import Report
 
-from pie_driver_sglang.kernels import dense_layers
+from pie_driver_sglang.kernels import dense_layers, few_rows
 from pie_driver_sglang.kernels.dense_layers import Heads, LinearWeights, Norm, Scale, Tiling
 
 ROWS = (1, 8, 16, 32, 64, 128, 256)
@@ -65,6 +65,7 @@ class Shape(NamedTuple):
 
 SHAPES = (
     Shape("0.6B", 1024, 16, 8, 128, 3072),
+    Shape("8B", 4096, 32, 8, 128, 14336),
     Shape("14B", 5120, 40, 8, 128, 17408),
 )
 TINY = Shape("tiny", 64, 4, 2, 16, 96)
@@ -90,6 +91,7 @@ class Layer:
         }
         angles = torch.rand(SLOTS, shape.dim // 2, device=device) * 6.28
         storage = [randn(SLOTS, shape.kv_heads, shape.dim, device=device) for _ in range(2)]
+        self._scratch: few_rows.Scratch | None = None
         self.heads = Heads(
             shape.heads, self._norm(shape.dim, device), self._norm(shape.dim, device),
             torch.cat([angles.cos(), angles.sin()], -1), True, *storage,
@@ -115,6 +117,46 @@ class Layer:
         seen = dense_layers.norm_rope_store(qkv, self.heads, slots, slots).flatten(1)
         rows, residual = dense_layers.add_norm(self._product("out", seen), residual, self.norms[1])
         return self._product("down", self._gated(rows)), residual
+
+    def few(self, parts: torch.Tensor, residual: torch.Tensor, slots: torch.Tensor) -> Any:
+        """By the kernels of few rows; the sums of squares are kept as the parts."""
+        cuts, count = self.few_cuts(len(slots)), len(slots)
+        if cuts is None:
+            raise ValueError(f"no cuts for {count} rows")
+        if self._scratch is None:
+            self._scratch = few_rows.Scratch(
+                torch.zeros(64 * 4 * self.shape.hidden, device=slots.device),
+                torch.zeros(self.shape.hidden, dtype=torch.int32, device=slots.device),
+            )
+        scratch, hidden = self._scratch, self.shape.hidden
+        tiles = {name: hidden // cuts[name].outputs for name in ("out", "down")}
+        if parts.dtype != torch.float32 or parts.shape != (count, tiles["down"]):
+            parts = few_rows.begin(residual, tiles["down"]).squares
+        given, into = few_rows.Stream(residual, parts), self.matrices
+        qkv = few_rows.product(
+            residual, into["qkv"], cuts["qkv"], scratch, given=given, epsilon=EPSILON
+        )
+        seen = dense_layers.norm_rope_store(qkv, self.heads, slots, slots).flatten(1)
+        middle = few_rows.Stream(residual, parts.new_empty(count, tiles["out"]))
+        few_rows.product(seen, into["out"], cuts["out"], scratch, into=middle)
+        gated = few_rows.product(
+            residual, into["gate_up"], cuts["gate_up"], scratch, given=middle, epsilon=EPSILON,
+            gated=True,
+        )  # fmt: skip
+        after = few_rows.Stream(residual, parts.new_empty(count, tiles["down"]))
+        few_rows.product(gated, into["down"], cuts["down"], scratch, into=after)
+        return after.squares, residual
+
+    def few_cuts(self, rows: int) -> dict[str, few_rows.Cut] | None:
+        """Of each product; None if one has none."""
+        cuts = {
+            name: few_rows.find_cut(
+                rows, outputs, inputs, adds=name in ("out", "down"), gated=is_gated
+            )
+            for name, (outputs, inputs, _, is_gated) in self.shape.products().items()
+        }
+        found = {name: cut for name, cut in cuts.items() if cut is not None}
+        return found if len(found) == len(cuts) else None
 
     def _many(self, residual: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         """As a layer of many rows runs: without norms."""
@@ -217,11 +259,48 @@ def check_parity(device: torch.device, tiny: bool, report: Report) -> None:
                     compare(
                         name, dense_layers.linear(rows, LinearWeights(weight), cut).sum(0), exact
                     )
+        check_few_parity(layer, count, device, compare)
     for name, error in worst.items():
         print(f"parity {name}: {error:.1e}")
     held = [report.hold(f"error of {n}", error, at_most=TOLERANCE) for n, error in worst.items()]
     if not all(held):
         raise SystemExit("kernels differ from float64")
+
+
+def check_few_parity(
+    layer: Layer,
+    count: int,
+    device: torch.device,
+    compare: Callable[[str, torch.Tensor, torch.Tensor], None],
+) -> None:
+    """Compares the products of few rows."""
+    cuts = layer.few_cuts(count)
+    if cuts is None:
+        return
+    scratch = few_rows.Scratch(
+        torch.zeros(64 * 4 * layer.shape.hidden, device=device),
+        torch.zeros(layer.shape.hidden, dtype=torch.int32, device=device),
+    )
+    for name, (outputs, inputs, _, is_gated) in layer.shape.products().items():
+        rows, matrix, cut = randn(count, inputs, device=device), layer.matrices[name], cuts[name]
+        if name in ("out", "down"):
+            before = randn(count, outputs, device=device)
+            squares = torch.empty(count, outputs // cut.outputs, device=device)
+            exact = before.double() + rows.double() @ matrix.weight.double().T
+            into = few_rows.Stream(before, squares)
+            found = few_rows.product(rows, matrix, cut, scratch, into=into)
+        else:
+            given = few_rows.begin(rows, 4)
+            found = few_rows.product(
+                rows, matrix, cut, scratch, given=given, epsilon=EPSILON, gated=is_gated
+            )
+            exact = rows.double()
+            exact *= torch.rsqrt(exact.square().mean(-1, keepdim=True) + EPSILON)
+            exact = exact @ matrix.weight.double().T
+            if is_gated:
+                gate, up = exact.chunk(2, dim=-1)
+                exact = torch.nn.functional.silu(gate) * up
+        compare(f"{name} of few rows", found, exact)
 
 
 def cuts(rows: int, inputs: int, most_parts: int, gated: bool) -> Iterator[Tiling]:
@@ -331,7 +410,8 @@ def time_layers(shape: Shape, device: torch.device, report: Report) -> None:
     layers = [one, *(Layer(shape, device) for _ in range(max(3, ROTATED_BYTES // one.bytes)))]
     for rows in ROWS:
         took = {}
-        for way in ("ours", "sglang"):
+        few = one.few_cuts(rows) is not None
+        for way in ("few", "ours", "sglang") if few else ("ours", "sglang"):
             try:
                 took[way] = time_way(layers, way, rows)
             except Exception as error:
@@ -361,7 +441,7 @@ def parser() -> argparse.ArgumentParser:
     made = frame.parser(__doc__, "device")
     for name in ("parity", "times", "tune"):
         made.add_argument(f"--{name}", action="store_true")
-    made.add_argument("--shapes", default="0.6B", help="of those with comma: 0.6B,14B")
+    made.add_argument("--shapes", default="0.6B", help="of those with comma: 0.6B,8B,14B")
     made.add_argument("--seconds", type=float, default=400.0, help="for tuning")
     return made
 

@@ -6,7 +6,7 @@ The engines are processes on one GPU, with random weights in the shape of CONFIG
 turns: each answers the same requests while the others are idle. Groups of eight requests begin with
 a common prefix of 200 to 600 tokens; each goes on with 30 to 100 tokens of its own, and asks for 32
 tokens. `--at-once` says how many requests run at a time; a turn has four times as many, and new
-prefixes.
+prefixes. One row with another backend: `--at-once 8 --attention-backend triton`.
 
 The status is 1 if an engine failed or found no prefix, and if ours makes fewer tokens a second than
 SGLang's tree or none, by the medians over the turns.
@@ -147,7 +147,12 @@ def parser() -> argparse.ArgumentParser:
     """The check's arguments."""
     made = frame.parser(__doc__, "out", "shapes")
     made.add_argument("--engines", default=",".join(ENGINES))
-    made.add_argument("--backend", default="flashinfer", help="SGLang's attention_backend")
+    made.add_argument(
+        "--backend",
+        "--attention-backend",
+        default="flashinfer",
+        help="SGLang's attention_backend",
+    )
     made.add_argument("--at-once", default="8,64,256")
     made.add_argument("--turns", type=int, default=5)
     made.add_argument("--serve", choices=ENGINES, help=argparse.SUPPRESS)

@@ -73,6 +73,10 @@ class Runner:
         print(text, flush=True)
         print(text, file=self._log, flush=True)
 
+    def close(self) -> None:
+        """Closes the log."""
+        self._log.close()
+
     def _fail(self, what: str, how: str) -> None:
         self.say(f"{what}: {how}")
         self.failed.append(what)

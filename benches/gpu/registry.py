@@ -76,7 +76,7 @@ CHECKS: Final[Mapping[str, Check]] = {
     "dense": Check(
         "dense_check.py", "dense layers are right; their times against SGLang's layers",
         "2e-2 of the largest value", 5,
-        "--parity --times --shapes 0.6B,14B --json {record}",
+        "--parity --times --shapes 0.6B,8B,14B --json {record}",
     ),
     "adapters": Check(
         "lora_check.py", "LoRA adapters give what merged weights give; what they cost a step",
@@ -94,6 +94,12 @@ CHECKS: Final[Mapping[str, Check]] = {
     "samplers": Check(
         "sampler_check.py", "the sampling kernel draws the token that float64 draws; its times",
         "no wrong token", 5, "--json {record}",
+    ),
+    "sampling": Check(
+        "sampling_check.py", "penalties, biases and masks give the best token; what they cost a "
+        "step of 64 rows", "0.25 of a logit; 1.05 of a plain step with penalties or biases, 1.10 "
+        "with masks, 1.25 with all, 1.03 with all in one row", 5,
+        "--pocket {pocket} --shapes {small} --json {record}", alone=True,
     ),
     "masks": Check(
         "mask_check.py", "masked attention is right, and a tree is its branches",
@@ -154,6 +160,11 @@ CHECKS: Final[Mapping[str, Check]] = {
     "cuts": Check(
         "step_check.py", "steps by how their kernels are cut", "none", 5,
         "--shapes {small} --json {record}", usual=False,
+    ),
+    "shapes": Check(
+        "shapes_check.py", "steps of 8B, 14B, 0.6B, 30B-A3B and 8B in FP8 and the time to move "
+        "their bytes; tokens/s compared with SGLang's engine", "no process fails", 30,
+        "--out {folder} --pie-load {pie_load} --budget-s {limit}", alone=True, usual=False,
     ),
 }  # fmt: skip
 """By name, in the order in which they run."""

@@ -1,7 +1,7 @@
 """Graphs of decode steps on a GPU, by how their kernels are cut: microseconds of a step.
 
     python benches/gpu/step_check.py --shapes CONFIG_DIR [--rows 64,128,256] [--lengths 512,1024]
-        [--way "stages=4" --way "few_rows=16" ...] [--json FILE]
+        [--way "stages=4" --way "few_rows=16" ...] [--option KEY=VALUE] [--json FILE]
 
 Random weights in the shape of CONFIG_DIR, greedy samplers, scattered pages; each graph is launched
 back to back. A way changes fields of the attention's `SplitTuning`, or the rows from which on
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import os
 import tempfile
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,9 +36,9 @@ OPTIONS = ('load_format = "dummy"', f"page_size = {PAGE}", "mem_fraction_static 
 class Steps:
     """An engine whose graphs are captured anew for every way."""
 
-    def __init__(self, folder: Path, shapes: Path) -> None:
+    def __init__(self, folder: Path, shapes: Path, options: Sequence[str] = ()) -> None:
         model = frame.model_folder(shapes, folder)
-        config = load_config(write_config(folder, model, OPTIONS, spin_budget_us=None))
+        config = load_config(write_config(folder, model, (*OPTIONS, *options), spin_budget_us=None))
         environment.prepare("cuda:0", config.model.hf_config["architectures"], spins=False)
         import pie_driver_sglang.srt.load as load
 
@@ -96,7 +97,7 @@ class Steps:
 
 def parser() -> argparse.ArgumentParser:
     """The check's arguments."""
-    made = frame.parser(__doc__)
+    made = frame.parser(__doc__, "option")
     made.add_argument("--shapes", required=True, **frame.SHAPES)
     made.add_argument("--rows", default="1,16,64,128,256")
     made.add_argument("--lengths", default="512,1024")
@@ -115,7 +116,7 @@ def main() -> None:
         for way in arguments.way
     ]
     with Report(__file__, arguments) as report, tempfile.TemporaryDirectory() as folder:
-        steps = Steps(Path(folder), arguments.shapes)
+        steps = Steps(Path(folder), arguments.shapes, arguments.option)
         for way in ({}, *ways, {}):
             steps.time(rows, lengths, way, report)
     # The interpreter's end would wait for SGLang's threads.

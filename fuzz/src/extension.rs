@@ -37,7 +37,10 @@ fn request(bytes: &[u8]) {
     let written = extension.rows().zip(copy.rows());
     for (old, new) in written {
         // Numbers that are none differ from themselves.
-        assert_eq!(format!("{:?}", old.to_owned()), format!("{:?}", new.to_owned()));
+        assert_eq!(
+            format!("{:?}", old.to_owned()),
+            format!("{:?}", new.to_owned())
+        );
     }
 }
 

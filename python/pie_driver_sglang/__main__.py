@@ -19,6 +19,12 @@ if __name__ == "__main__":
     # For the interpreters that libraries start.
     os.environ["PYTHONSAFEPATH"] = "1"
 
+    from pie_driver_sglang.interpreter import refusal
+
+    if message := refusal(sys.version_info[:2], sys.executable):
+        sys.stderr.write(message)
+        raise SystemExit(1)
+
     if len(sys.argv) > 1 and (sys.argv[1][:1] != "-" or sys.argv[1] == "--version"):
         from pie_driver_sglang.cli.program import main as run_command
 

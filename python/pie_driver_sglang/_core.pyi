@@ -8,11 +8,16 @@ from os import PathLike
 from typing import Any, Final, SupportsFloat, SupportsIndex, final
 from typing_extensions import Buffer
 
-__all__ = ["REHEARSAL_ADAPTER", "AttentionMask", "Batch", "Broadcast", "CacheEvent", "Client", "Copy", "Counts", "Drafter", "Evicted", "ExitGuard", "Follower", "Image", "ImageSpan", "Inserted", "Lane", "LayerPatterns", "Load", "Match", "NodeInfo", "Output", "PagePool", "Pass", "PassImages", "Planner", "PoolStats", "RadixIndex", "Reply", "Request", "Runtime", "Sampler", "Server", "SlotGroup", "Step", "Wake", "build_info", "die_with_parent", "encode_forward", "graph_layout", "region_bytes"]
+__all__ = ["REHEARSAL_ADAPTER", "STEP_EXTRA_WORDS", "AttentionMask", "Batch", "Broadcast", "CacheEvent", "Client", "Copy", "Counts", "Drafter", "Evicted", "ExitGuard", "Extension", "Follower", "Front", "Image", "ImageSpan", "Inserted", "Lane", "LayerPatterns", "Load", "Match", "NodeInfo", "Output", "PagePool", "Pass", "PassImages", "Planner", "PoolStats", "RadixIndex", "Reply", "Request", "Runtime", "Sampler", "Server", "SlotGroup", "Step", "Wake", "build_info", "die_with_parent", "encode_forward", "graph_layout", "region_bytes"]
 
 REHEARSAL_ADAPTER: Final[int]
 """
 The adapter that a rehearsal may bind without loading one.
+"""
+
+STEP_EXTRA_WORDS: Final[int]
+"""
+Words outside of the block of a step that its extension may take.
 """
 
 @final
@@ -533,6 +538,33 @@ class ExitGuard:
         """
 
 @final
+class Extension:
+    """
+    What one request asks for beyond the Pie protocol; `docs/wire-extension.md` has the bytes.
+    """
+    def __new__(cls, /, *, temperature: SupportsFloat | SupportsIndex | None = None, top_k: SupportsIndex = 0, top_p: SupportsFloat | SupportsIndex = 1.0, min_p: SupportsFloat | SupportsIndex = 0.0, seed: SupportsIndex | None = None, frequency_penalty: SupportsFloat | SupportsIndex = 0.0, presence_penalty: SupportsFloat | SupportsIndex = 0.0, repetition_penalty: SupportsFloat | SupportsIndex = 1.0, counted_from: SupportsIndex = 0, history: SupportsGetItem[int, SupportsIndex] = ..., logit_bias: SupportsGetItem[int, tuple[SupportsIndex, SupportsFloat | SupportsIndex]] = ..., suppressed: SupportsGetItem[int, SupportsIndex] = ..., suppressed_until: SupportsIndex = 0, mask: SupportsGetItem[int, SupportsIndex] = ...) -> Extension:
+        """
+        Describes it. What is left out changes nothing.
+
+        Args:
+            temperature: In place of the parameters of its samplers of tokens, with those up to `seed`; 0 for the arg-max, None
+                to keep its samplers.
+            top_k: Tokens kept; 0 for all.
+            top_p: Mass kept, of the whole distribution.
+            min_p: Share of the largest probability that a token must have.
+            seed: With the position it fixes what is drawn.
+            frequency_penalty: Taken from a token's logit for each time that it counts.
+            presence_penalty: Taken from the logit of a token that counts.
+            repetition_penalty: Divides the logit of a token that counts, or multiplies it if it is below 0.
+            counted_from: KV index of the first token that counts.
+            history: Tokens that count and lie right before the input, whose KV is there already.
+            logit_bias: Tokens, and what is added to their logits.
+            suppressed: Tokens that must not be drawn for a place before `suppressed_until`.
+            suppressed_until: KV index of the first place for which they may.
+            mask: Bit `i` of word `w` allows token `32 w + i`; empty for all.
+        """
+
+@final
 class Follower:
     """
     A rank's end of a `Broadcast`: iterates over the commands, and does in between what needs no Python. It keeps the staging
@@ -557,6 +589,60 @@ class Follower:
     def __next__(self, /) -> bytes:
         """
         Waits for the next command, without the GIL. It does not end by itself.
+        """
+
+@final
+class Front:
+    """
+    The requests of SGLang's front end, for a runtime: messages in msgpack come in and go out, and are read and written here.
+
+    `receive` and `poll` may run in two threads at once; nothing else may call `poll` of the runtime.
+    """
+    def __new__(cls, /, runtime: Runtime, classes: SupportsGetItem[int, tuple[str, SupportsGetItem[int, tuple[str, SupportsGetItem[int, SupportsIndex] | None]]]], *, eos_token_ids: SupportsGetItem[int, SupportsIndex], think_end_ids: SupportsGetItem[int, SupportsIndex], stream_interval: SupportsIndex, other_interval: SupportsIndex, max_prompt_tokens: SupportsIndex, truncate: bool, vocab_size: SupportsIndex, speculate: bool, probe_prefix: str, dp_rank: SupportsIndex | None = None) -> Front:
+        """
+        A front end without requests.
+
+        Args:
+            runtime: What computes them, whose drivers are ready.
+            classes: SGLang's message classes: of each the name and its fields in their order, each with its default as msgpack,
+                None where there is none.
+            eos_token_ids: They end a request, unless it ignores them.
+            think_end_ids: The tokens that end the model's thinking; none where it is not counted.
+            stream_interval: Tokens from one output of a stream to the next.
+            other_interval: The same for requests that do not stream.
+            max_prompt_tokens: Most tokens of a prompt.
+            truncate: Cut longer prompts instead of refusing them.
+            vocab_size: Token ids are below it.
+            speculate: The driver may draft for requests.
+            probe_prefix: How the names of SGLang's health probes begin.
+            dp_rank: Which of several replicas this is.
+
+        Raises:
+            FrontEndError: The classes are not those of a version of SGLang that is served.
+        """
+    @property
+    def open_requests(self, /) -> int:
+        """
+        Requests that have not ended.
+        """
+    def poll(self, /, timeout_s: SupportsFloat | SupportsIndex | None) -> tuple[list[bytes], list[bytes], list[bytes]]:
+        """
+        Waits for outputs, without Python's lock, and returns the messages as `receive` does; none when the time is over.
+        """
+    def receive(self, /, messages: SupportsGetItem[int, bytes]) -> tuple[list[bytes], list[bytes], list[bytes]]:
+        """
+        Takes messages of the tokenizer manager.
+
+        Returns:
+            Messages for the detokenizer, messages for the tokenizer manager, and those of `messages` that are not about
+            requests, in their order.
+
+        Raises:
+            FrontEndError: A message cannot be read.
+        """
+    def set_paused(self, /, paused: bool) -> None:
+        """
+        Whether nothing is computed for now; health probes are answered all the same.
         """
 
 @final
@@ -642,7 +728,7 @@ class Lane:
     Captured graphs, and the memory that they share with the host. Give it to `Server.serve`.
     """
     @staticmethod
-    def call(block: Buffer, mask_words: Buffer, results: Buffer, rows: SupportsGetItem[int, SupportsIndex], slots: SupportsIndex, most: SupportsIndex, run: Any, grouped: SupportsGetItem[int, SupportsIndex] = ...) -> Lane:
+    def call(block: Buffer, mask_words: Buffer, results: Buffer, rows: SupportsGetItem[int, SupportsIndex], slots: SupportsIndex, most: SupportsIndex, run: Any, grouped: SupportsGetItem[int, SupportsIndex] = ..., extended: SupportsGetItem[int, SupportsIndex] = ...) -> Lane:
         """
         Calls of a Python function in place of graphs, for a device that has none.
 
@@ -651,20 +737,20 @@ class Lane:
             rows: Rows of each graph, fewest first.
             slots, most: As for `cuda`.
             run: Called as `run(graph)` with its number; the results are there when it returns.
-            grouped: Rows of further graphs, as for `cuda`.
+            grouped, extended: Rows of further graphs, as for `cuda`.
 
         Raises:
             ValueError: As for `cuda`.
         """
     @staticmethod
-    def cuda(block: Buffer, mask_words: Buffer, results: Buffer, graphs: SupportsGetItem[int, tuple[SupportsIndex, SupportsIndex]], slots: SupportsIndex, stream: SupportsIndex, most: SupportsIndex, owner: Any, grouped: SupportsGetItem[int, tuple[SupportsIndex, SupportsIndex]] = ...) -> Lane:
+    def cuda(block: Buffer, mask_words: Buffer, results: Buffer, graphs: SupportsGetItem[int, tuple[SupportsIndex, SupportsIndex]], slots: SupportsIndex, stream: SupportsIndex, most: SupportsIndex, owner: Any, grouped: SupportsGetItem[int, tuple[SupportsIndex, SupportsIndex]] = ..., extended: SupportsGetItem[int, tuple[SupportsIndex, SupportsIndex]] = ...) -> Lane:
         """
         CUDA graphs, launched by their raw handles on the current device.
 
         Args:
             block: Writable bytes that graphs read, laid out as `graph_layout(rows, slots)`; large enough for every graph.
-            mask_words: `[slots * ceil(vocabulary / 32) + 2 * row_pages]` int32 that graphs read: block-table changes for which
-                the block has no room, then logit masks.
+            mask_words: `[slots * ceil(vocabulary / 32) + 2 * row_pages]` int32 that graphs read, with extended graphs
+                `STEP_EXTRA_WORDS` more: block-table changes for which the block has no room, logit masks, tokens to note, biases.
             results: `[slots]` uint64 that graphs write: for each slot `step << 32 | token`, at once.
             graphs: Rows and `cudaGraphExec_t` of each graph, fewest rows first.
             slots: Most slots of a graph; it has as many as rows, if these are fewer.
@@ -673,6 +759,8 @@ class Lane:
             owner: Owns graphs, stream and memory, and is kept alive with the lane. Nothing else may use them.
             grouped: Rows and handle of each graph whose block is `graph_layout(rows, slots, grouped=True)`, fewest first; they
                 run the steps in which rows read the same KV first, if they have room.
+            extended: Rows and handle of each graph whose block is `graph_layout(rows, slots, extended=True)`, fewest first; they
+                run the steps whose extension changes logits.
 
         Raises:
             RuntimeError: There is no CUDA driver, or no context on this thread.
@@ -1016,6 +1104,12 @@ class Pass:
     def mask(self, /) -> AttentionMask | None:
         """
         What the rows may attend to; None when each sees all KV up to itself.
+        """
+    @property
+    def noted(self, /) -> bytes | None:
+        """
+        `[tokens, 2]` int64: storage slots, and the tokens that they have KV of, to be noted with those of the pass; None when
+        no tokens need be noted.
         """
     @property
     def requests(self, /) -> int:
@@ -1473,7 +1567,7 @@ class Request:
     One request of a forward frame. KV geometry follows from `pages`, `last_page_len`, `tokens` and `drafts` as the Pie
     driver protocol defines it.
     """
-    def __new__(cls, /, tokens: SupportsGetItem[int, SupportsIndex], positions: SupportsGetItem[int, SupportsIndex], pages: SupportsGetItem[int, SupportsIndex], last_page_len: SupportsIndex, samplers: SupportsGetItem[int, tuple[SupportsIndex, Sampler]] = ..., *, context_id: SupportsIndex = 0, masks: SupportsGetItem[int, SupportsGetItem[int, SupportsIndex]] | None = None, logit_mask: SupportsGetItem[int, SupportsIndex] | None = None, drafts: SupportsGetItem[int, SupportsIndex] = ..., draft_positions: SupportsGetItem[int, SupportsIndex] = ..., adapter_id: SupportsIndex = ..., images: SupportsGetItem[int, Image] = ..., audio: SupportsGetItem[int, tuple[SupportsIndex, SupportsGetItem[int, SupportsIndex]]] = ..., state_slot: SupportsIndex | None = None, state_reset: bool = False, wants_drafts: bool = False) -> Request:
+    def __new__(cls, /, tokens: SupportsGetItem[int, SupportsIndex], positions: SupportsGetItem[int, SupportsIndex], pages: SupportsGetItem[int, SupportsIndex], last_page_len: SupportsIndex, samplers: SupportsGetItem[int, tuple[SupportsIndex, Sampler]] = ..., *, context_id: SupportsIndex = 0, masks: SupportsGetItem[int, SupportsGetItem[int, SupportsIndex]] | None = None, logit_mask: SupportsGetItem[int, SupportsIndex] | None = None, drafts: SupportsGetItem[int, SupportsIndex] = ..., draft_positions: SupportsGetItem[int, SupportsIndex] = ..., adapter_id: SupportsIndex = ..., images: SupportsGetItem[int, Image] = ..., audio: SupportsGetItem[int, tuple[SupportsIndex, SupportsGetItem[int, SupportsIndex]]] = ..., state_slot: SupportsIndex | None = None, state_reset: bool = False, wants_drafts: bool = False, extension: Extension | None = None) -> Request:
         """
         Describes one request.
 
@@ -1494,6 +1588,7 @@ class Request:
             state_slot: Slot of recurrent state, None = none. All requests of a batch have one, or none has.
             state_reset: The slot starts from zeros.
             wants_drafts: The answer may bring drafts for the next request.
+            extension: What it asks for beyond the Pie protocol.
         """
 
 @final
@@ -1526,7 +1621,8 @@ class Runtime:
             max_running_requests: Sequences that hold pages at once; None for as many as a step takes.
             max_queued_requests: Sequences that may wait.
             chunked_prefill_size: Most tokens of a step.
-            max_token_gap_ms: The longest time between two tokens that prompts of others may cause; 0 for no limit.
+            max_token_gap_ms: The longest time between two tokens of a stream that prompts of others may cause; 0 for no
+                limit.
             radix_eviction_policy: `lru`, `lfu`, `fifo`, `filo`, `mru`, `slru` or `priority`.
             disable_radix_cache: Share no prefixes.
             enable_priority_scheduling: `priority` of requests comes before the policy.
@@ -1584,10 +1680,21 @@ class Runtime:
         What the drivers have logged since the last call, oldest first, the last 1000 lines at most. With several replicas
         each line begins with `[number] `.
         """
+    def pause(self, /, *, retract: bool = False) -> None:
+        """
+        Computes nothing more until `resume`. Requests are still taken, and can be aborted; deadlines wait.
+
+        Args:
+            retract: Requests give back what was computed, and are computed again afterwards.
+        """
     def poll(self, /, timeout_s: SupportsFloat | SupportsIndex | None = None) -> list[Output]:
         """
         Waits for outputs, without Python's lock, and returns all there are; none when the time is over, or after a shutdown.
         Outputs of one sequence that were not fetched yet are one, so that a slow caller gets fewer and longer ones.
+        """
+    def resume(self, /) -> None:
+        """
+        Goes on after `pause`.
         """
     def shutdown(self, /) -> None:
         """
@@ -1595,9 +1702,11 @@ class Runtime:
         """
     def stats(self, /) -> dict:
         """
-        Counts of all replicas, and under `replicas` those of each.
+        Counts of all replicas, and under `replicas` those of each. Of `steps`, `prompt_steps` had parts of prompts; all had
+        `rows`. `driver_s` are the seconds that drivers took for them, from request to answer; `host_s` those from answer to
+        request, when devices wait for this side, with `gap_us_p50` and `gap_us_p99` of a step.
         """
-    def submit(self, /, token_ids: Buffer | ndarray | list[int], *, max_new_tokens: SupportsIndex = 128, min_new_tokens: SupportsIndex = 0, temperature: SupportsFloat | SupportsIndex = 1.0, top_k: SupportsIndex = ..., top_p: SupportsFloat | SupportsIndex = 1.0, min_p: SupportsFloat | SupportsIndex = 0.0, seed: SupportsIndex | None = None, stop_token_ids: SupportsGetItem[int, SupportsIndex] = ..., stop: SupportsGetItem[int, str] = ..., ignore_eos: bool = False, n: SupportsIndex = 1, priority: SupportsIndex | None = None, routing_key: str | None = None, session: SupportsIndex | None = None, namespace: str | None = None, adapter_id: SupportsIndex | None = None, grammar: tuple[str, str] | None = None, speculate: bool = False, deadline_s: SupportsFloat | SupportsIndex | None = None) -> int:
+    def submit(self, /, token_ids: Buffer | ndarray | list[int], *, max_new_tokens: SupportsIndex = 128, min_new_tokens: SupportsIndex = 0, temperature: SupportsFloat | SupportsIndex = 1.0, top_k: SupportsIndex = ..., top_p: SupportsFloat | SupportsIndex = 1.0, min_p: SupportsFloat | SupportsIndex = 0.0, seed: SupportsIndex | None = None, frequency_penalty: SupportsFloat | SupportsIndex = 0.0, presence_penalty: SupportsFloat | SupportsIndex = 0.0, repetition_penalty: SupportsFloat | SupportsIndex = 1.0, logit_bias: SupportsGetItem[int, tuple[SupportsIndex, SupportsFloat | SupportsIndex]] = ..., stop_token_ids: SupportsGetItem[int, SupportsIndex] = ..., stop: SupportsGetItem[int, str] = ..., ignore_eos: bool = False, n: SupportsIndex = 1, priority: SupportsIndex | None = None, routing_key: str | None = None, session: SupportsIndex | None = None, namespace: str | None = None, adapter_id: SupportsIndex | None = None, grammar: tuple[str, str] | None = None, speculate: bool = False, deadline_s: SupportsFloat | SupportsIndex | None = None, streams: bool = True) -> int:
         """
         Hands a request in and returns its id at once. What comes of it is for `poll`; one that cannot be served, because its
         prompt is too long, for example, ends with the reason `error`.
@@ -1610,7 +1719,11 @@ class Runtime:
             top_k: Tokens kept; -1 for all.
             top_p: Probability mass kept.
             min_p: Fraction of the largest probability that a token must have.
-            seed: Fixes what is drawn; without filters alone.
+            seed: With the position it fixes what is drawn.
+            frequency_penalty: Taken from a token's logit for each time that it was produced.
+            presence_penalty: Taken from the logit of a token that was produced.
+            repetition_penalty: Divides the logit of a token that was produced, or multiplies it if it is below 0.
+            logit_bias: Tokens, and what is added to their logits.
             stop_token_ids: They end it, besides the model's own.
             stop: Texts that end it.
             ignore_eos: The model's own do not end it.
@@ -1624,6 +1737,8 @@ class Runtime:
                 while the request waits; a wrong one ends it with the reason `error`.
             speculate: The driver may draft for it.
             deadline_s: Seconds after which it ends, finished or not.
+            streams: Outputs come with every step, and `max_token_gap_ms` holds between them. Else each sequence has one
+                output, at its end.
 
         Raises:
             ValueError: A parameter is out of range, or the driver cannot do what is asked for.
@@ -1819,6 +1934,11 @@ class SlotGroup:
         A group of the given sizes; the planner makes them, tests may.
         """
     @property
+    def bias_words(self, /) -> bytes:
+        """
+        `[words]` int32: biases of the records, each a token and what is added to its logit (bits of float32).
+        """
+    @property
     def dists(self, /) -> int:
         """
         Slots that return the most probable tokens.
@@ -1863,6 +1983,13 @@ class SlotGroup:
     def plain(self, /) -> int:
         """
         Slots that sample the whole distribution.
+        """
+    @property
+    def records(self, /) -> bytes:
+        """
+        What is asked of each slot's logits before they are sampled, `[slots, 8]` int32, empty when nothing is. Row of the
+        block table, KV indices of the first token that counts and after the last one, frequency, presence and repetition
+        penalty (bits of float32), first word of biases, how many they are.
         """
 
 @final
@@ -1938,7 +2065,7 @@ def encode_forward(requests: SupportsGetItem[int, Request], driver_id: SupportsI
         driver_id: Echoed by the response.
     """
 
-def graph_layout(rows: SupportsIndex, slots: SupportsIndex, grouped: bool = False) -> list[tuple[str, tuple[str, int, int]]]:
+def graph_layout(rows: SupportsIndex, slots: SupportsIndex, grouped: bool = False, extended: bool = False) -> list[tuple[str, tuple[str, int, int]]]:
     """
     The arrays of the block of a graph, in the order in which they lie; see `Planner.layout`.
 
@@ -1946,6 +2073,7 @@ def graph_layout(rows: SupportsIndex, slots: SupportsIndex, grouped: bool = Fals
         rows: Tokens that it has room for.
         slots: Of these, how many can be sampled. With fewer slots than rows the block says the row of each slot.
         grouped: Whether the block says which rows read the same KV first; then there are as many slots as rows.
+        extended: Whether the block says how logits are changed before they are sampled; then there are as many slots as rows.
     """
 
 def region_bytes(min_request_bytes: SupportsIndex = 0) -> int:

@@ -51,6 +51,10 @@ class RingError(Exception):
     """The shared-memory region cannot be made, opened or used."""
 
 
+class FrontEndError(ValueError):
+    """A message of SGLang's front end that cannot be read, or its classes are others."""
+
+
 class WireError(ValueError):
     """Bytes that are not a valid frame, or a buffer that is too small for one."""
 

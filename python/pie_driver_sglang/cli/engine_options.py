@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 import pie_driver_sglang
 from pie_driver_sglang.cli.plan import parse_option
@@ -18,8 +19,23 @@ if TYPE_CHECKING:
     from pie_driver_sglang.offline.engine import Engine
 
 
-def add_engine_options(parser: argparse.ArgumentParser) -> None:
-    """The model, where it runs, and how it samples."""
+_SAMPLING: Final = (
+    "max_new_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "sampling_seed",
+    "frequency_penalty",
+    "presence_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "stop",
+)
+
+
+def add_engine_options(parser: argparse.ArgumentParser, *, samples: bool = True) -> None:
+    """The model and where it runs; with `samples` also how it samples."""
     engine = parser.add_argument_group("engine")
     engine.add_argument(
         "--model",
@@ -37,6 +53,8 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         help="any argument of `pie_driver_sglang.Engine`; may be given several times",
     )
     engine.add_argument("--log", metavar="FILE", help="append the drivers' log to a file")
+    if not samples:
+        return
     sampling = parser.add_argument_group("sampling")
     add = sampling.add_argument
     add("--max-new-tokens", type=int, metavar="N", help="most tokens of an answer")
@@ -44,6 +62,17 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     add("--top-p", type=float, metavar="P", help="probability mass kept")
     add("--top-k", type=int, metavar="K", help="tokens kept")
     add("--min-p", type=float, metavar="P", help="share of the largest probability that is kept")
+    add("--sampling-seed", type=int, metavar="N", help="the same draws in every run")
+    add("--frequency-penalty", type=float, metavar="X", help="for each time a token was produced")
+    add("--presence-penalty", type=float, metavar="X", help="for a token that was produced")
+    add("--repetition-penalty", type=float, metavar="X", help="scales a token that was produced")
+    add(
+        "--logit-bias",
+        type=_bias,
+        action="append",
+        metavar="ID=X",
+        help="added to the logit of a token; may be given several times",
+    )
     add(
         "--stop", action="append", metavar="TEXT", help="ends an answer; may be given several times"
     )
@@ -57,10 +86,24 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     add("--ignore-eos", action="store_true", help="go on to the most tokens")
 
 
+def _bias(text: str) -> tuple[str, float]:
+    """The token and the value of `ID=X`."""
+    token, equals, value = text.partition("=")
+    try:
+        bias = float(value)
+    except ValueError:
+        bias = math.nan
+    if not token.isdecimal() or not equals or not math.isfinite(bias):
+        raise argparse.ArgumentTypeError(f"{text!r} is not like 42=-1.5, a token's id and a number")
+    return token, bias
+
+
 def sampling_of(options: argparse.Namespace, **defaults: Any) -> dict[str, Any]:
     """The sampling parameters that were given, and the defaults of the others."""
-    names = ("max_new_tokens", "temperature", "top_p", "top_k", "min_p", "stop")
-    given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    values = {name: getattr(options, name) for name in _SAMPLING}
+    given = {name: value for name, value in values.items() if value is not None}
+    if "logit_bias" in given:
+        given["logit_bias"] = dict(given["logit_bias"])
     if options.regex is not None:
         given["regex"] = options.regex
     for name in ("json_schema", "ebnf", "structural_tag"):

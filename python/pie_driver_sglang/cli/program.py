@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Final, NamedTuple
 
 from pie_driver_sglang.errors import DriverError, nearest
+from pie_driver_sglang.interpreter import refusal
 
 PROGRAM: Final = "pie-sglang"
 INTERRUPTED: Final = 130
@@ -34,10 +35,15 @@ COMMANDS: Final[Mapping[str, CliCommand]] = MappingProxyType(
         "plan": CliCommand(
             "cli.plan", "plan the memory of a model for a device that need not exist"
         ),
+        "serve": CliCommand(
+            "server.program", "serve a model over HTTP: OpenAI's API, and SGLang's own"
+        ),
         "generate": CliCommand(
             "cli.generate", "answer prompts from words, a file or a pipe, as JSONL"
         ),
         "shell": CliCommand("cli.shell", "talk with a model"),
+        "bench": CliCommand("cli.bench", "measure tokens per second, alone or against a peer"),
+        "replay": CliCommand("cli.replay", "send recorded requests and tell the latencies"),
         "demo": CliCommand("demo.program", "serve six prompts and show the tokens as they come"),
     }
 )
@@ -52,6 +58,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         0; 1 after an error or a check that failed; 2 for a wrong command line; 130 after Ctrl-C.
     """
+    if message := refusal(sys.version_info[:2], sys.executable):
+        sys.stderr.write(message)
+        return 1
     words = sys.argv[1:] if arguments is None else list(arguments)
     if not words:
         sys.stderr.write(usage())

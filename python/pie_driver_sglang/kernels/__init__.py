@@ -1,6 +1,7 @@
 """GPU kernels in Triton, each with plain torch that computes the same.
 
-`dense_layers.py` has the layers around attention. Decode attention over pages is `paged_splits.py`
+`dense_layers.py` has the layers around attention, `few_rows.py` their products in steps of few rows
+and `experts.py` mixtures of experts. Decode attention over pages is `paged_splits.py`
 (which program computes what), `paged_attend.py` (the kernel) and `paged_partials.py` (how partial
 results are merged). `masked_attend.py` is attention under masks, and `masked_torch.py` its torch
 version. `all_reduce_norm.py` sums over ranks, `sampler.py` samples, `page_copy.py` copies pages,

@@ -3,8 +3,8 @@
 Every kernel that is launched this way must call `follow`, which waits for the end of the previous
 kernel and therefore of all earlier ones. Before `follow`, a kernel must not touch what the previous
 kernel writes or reads. It may read what kernels before that one wrote, because the previous kernel
-let it start only after its own `follow`. A kernel without PDL, like most of torch's, waits for all
-earlier kernels before it starts.
+let it start only after its own `follow`. After a kernel that calls `lead` this does not hold. A
+kernel without PDL, like most of torch's, waits for all earlier kernels before it starts.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def follow():
 def lead():
     """Lets the next kernel start as soon as SMs have room, and waits for the previous one.
 
-    The next kernel may then start long before the previous one has ended. So kernels after this one
-    must touch nothing that a step's kernels write until they have waited themselves.
+    The next kernel may then start long before the previous one has ended. So until it has waited
+    itself it may read only what was written before the last kernel without PDL.
     """
     gdc_launch_dependents()
     gdc_wait()

@@ -343,6 +343,7 @@ def _linear(
 
 @triton.jit
 def silu(gate, up):
+    """The activation of an MLP: ``silu(gate) * up``."""
     return gate / (1.0 + tl.exp(-gate)) * up
 
 

@@ -17,12 +17,21 @@ import triton.language as tl
 
 from pie_driver_sglang.kernels.chained import chained, lead
 from pie_driver_sglang.kernels.dense_layers import Norm, silu
-from pie_driver_sglang.kernels.few_rows import Cut, Scratch, Stream, add_products
+from pie_driver_sglang.kernels.few_rows import Cut, Scratch, Stream, add_products, smaller_cut
 
 _LOADED = 2048
 """Elements of a row that a warp of the router loads."""
 _PAIR_ROWS = 16
 """Pairs of an expert that a program computes at once."""
+FEWEST = 2
+"""Rows up to which each program computes one pair."""
+_CUTS = {
+    ("up", True): Cut(4, 512, warps=2),
+    ("down", True): Cut(16, 256, warps=2),
+    ("up", False): Cut(64, 128, stages=3),
+    ("down", False): Cut(128, 64, stages=4),
+}
+"""The best cuts on an H200 for experts of 768 by 2,048: by product, and whether rows are few."""
 
 
 class Experts(NamedTuple):
@@ -49,6 +58,44 @@ class Routing(NamedTuple):
     """``[rows, chosen]`` int32."""
     weights: torch.Tensor
     """``[rows, chosen]`` float32."""
+
+
+def find_cuts(rows: int, experts: Experts) -> tuple[Cut, Cut] | None:
+    """The cuts of both products of a step of so many rows; None if they fit none."""
+    found = []
+    for name, weights in (("up", experts.gate_up), ("down", experts.down)):
+        _, height, inputs = weights.shape
+        outputs = height // 2 if name == "up" else height
+        cut: Cut | None = _CUTS[name, rows <= FEWEST]
+        if cut is not None and not cut.fits(outputs, inputs):
+            cut = smaller_cut(outputs, inputs, cut)
+        if cut is None:
+            return None
+        found.append(cut)
+    return found[0], found[1]
+
+
+def add_chosen(stream: Stream, norm: Norm, experts: Experts, scratch: Scratch) -> Stream:
+    """Adds a mixture of experts to a stream in place. Can be captured.
+
+    Args:
+        stream: The stream, whose RMS norm the experts take.
+        norm: That norm.
+        experts: The experts, of shapes for which :func:`find_cuts` finds cuts.
+        scratch: For logits, and for the products of the pairs of :data:`FEWEST` rows.
+
+    Raises:
+        ValueError: No cut fits the experts.
+    """
+    cuts = find_cuts(len(stream.rows), experts)
+    if cuts is None:
+        raise ValueError(f"no cut fits experts of {tuple(experts.down.shape)}")
+    routing = route(stream, norm, experts, scratch)
+    middle = expert_product(routing.rows, experts.gate_up, routing, cuts[0], gated=True)
+    if len(stream.rows) <= FEWEST:
+        return add_experts(middle, experts.down, routing, cuts[1], stream, scratch)
+    pairs = expert_product(middle, experts.down, routing, cuts[1], gated=False)
+    return add_pairs(pairs, stream)
 
 
 def route(stream: Stream, norm: Norm, experts: Experts, scratch: Scratch) -> Routing:
@@ -99,10 +146,6 @@ def expert_product(
         GATED=gated, num_warps=cut.warps, **chained(rows.device),
     )  # fmt: skip
     return out
-
-
-FEWEST = 4
-"""Rows up to which each program computes one pair."""
 
 
 def add_pairs(pairs: torch.Tensor, stream: Stream) -> Stream:

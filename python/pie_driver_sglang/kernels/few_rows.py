@@ -1,7 +1,7 @@
 """GPU kernels of the products of a decode step of few rows.
 
-Reading weights is all that such a step takes long for. So a layer has five kernels, each of which
-reads weights or KV, and none that only adds or normalizes:
+Reading weights is all that such a step takes long for. So no kernel of a layer only adds or
+normalizes:
 
 * A product adds to the residual, and stores the sum of squares of what it wrote. The product after
   it multiplies rows as they are, and scales its outputs: an RMS norm commutes with a product whose
@@ -12,7 +12,7 @@ reads weights or KV, and none that only adds or normalizes:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -24,11 +24,13 @@ from pie_driver_sglang.kernels.dense_layers import LinearWeights, silu
 
 _VECTOR = tl.constexpr(8)
 """Weights that a thread loads at once."""
+_FEWEST_OUTPUTS, _FEWEST_INPUTS = 16, 16
+"""Of a tile and of an iteration: what a product on tensor cores takes."""
 
 
 @dataclass(frozen=True)
 class Cut:
-    """How a product is divided among programs; ``benches/gpu/dense_check.py --tune`` measures it."""
+    """How a product is divided among programs."""
 
     outputs: int
     """Outputs of a tile."""
@@ -41,12 +43,82 @@ class Cut:
     stages: int = 1
     """Iterations whose operands are loaded or being loaded; with 1 they go through registers, the
     first one's weights before the previous kernel has ended. 1 for a step of one row."""
-    eager: bool = True
-    """Whether rows are loaded an iteration ahead, too, where operands go through registers."""
 
     def fits(self, outputs: int, inputs: int) -> bool:
         """Whether the tiles divide a matrix of this shape."""
         return outputs % self.outputs == 0 and inputs % (self.inputs * self.parts) == 0
+
+
+MOST_ROWS = 64
+"""Most rows of a step that these kernels take."""
+_MEASURED: dict[tuple[str, int, int, int], Cut] = {
+    # One row.
+    ("plain", 1, 6144, 4096): Cut(8, 512, warps=2),
+    ("plain", 1, 7168, 5120): Cut(8, 512),
+    ("plain", 1, 4096, 1024): Cut(4, 512, warps=2),
+    ("plain", 1, 5120, 2048): Cut(4, 512, warps=2),
+    ("adds", 1, 4096, 4096): Cut(16, 512, parts=2),
+    ("adds", 1, 4096, 14336): Cut(16, 512, parts=2),
+    ("adds", 1, 5120, 5120): Cut(4, 512, warps=2),
+    ("gated", 1, 3072, 1024): Cut(2, 512, warps=1),
+    # Up to 16 rows.
+    ("adds", 16, 4096, 4096): Cut(64, 256, parts=2, stages=3),
+    ("adds", 16, 4096, 14336): Cut(64, 256, parts=2, stages=3),
+    ("adds", 16, 5120, 5120): Cut(64, 128, parts=4, stages=3),
+    ("adds", 16, 5120, 17408): Cut(64, 128, parts=4, stages=3),
+    # Up to 32 rows.
+    ("adds", 32, 4096, 4096): Cut(64, 128, parts=2, stages=5),
+    ("adds", 32, 4096, 14336): Cut(64, 128, parts=2, stages=5),
+}
+"""The best cuts on an H200, where they are not :data:`_USUAL`: by kind, rows, outputs, inputs."""
+_USUAL: dict[tuple[str, int], Cut] = {
+    ("plain", 1): Cut(8, 512, warps=2),
+    ("adds", 1): Cut(4, 1024),
+    ("gated", 1): Cut(2, 1024, warps=2),
+    ("plain", 16): Cut(64, 256, stages=3),
+    ("adds", 16): Cut(64, 256, parts=4, stages=3),
+    ("gated", 16): Cut(64, 128, stages=5),
+    ("plain", 32): Cut(64, 128, stages=5),
+    ("adds", 32): Cut(64, 128, parts=4, stages=3),
+    ("gated", 32): Cut(64, 128, stages=5),
+    ("plain", 64): Cut(64, 256, stages=3),
+    ("adds", 64): Cut(64, 256, parts=4, stages=3),
+}
+
+
+def find_cut(
+    rows: int, outputs: int, inputs: int, *, adds: bool = False, gated: bool = False
+) -> Cut | None:
+    """Chooses the cut of a product.
+
+    Args:
+        rows: Rows of the step.
+        outputs: Outputs of the matrix, or of the gate's half of it.
+        inputs: Inputs of the matrix.
+        adds: Whether the product adds to a stream.
+        gated: Whether the matrix is that of a gate and an up projection.
+
+    Returns:
+        None where these kernels do not take the product.
+    """
+    kind = "gated" if gated else "adds" if adds else "plain"
+    tile = next((tile for tile in (1, 16, 32, 64) if rows <= tile), None)
+    if tile is None:
+        return None
+    best = _MEASURED.get((kind, tile, outputs, inputs)) or _USUAL.get((kind, tile))
+    if best is None or best.fits(outputs, inputs):
+        return best
+    return smaller_cut(outputs, inputs, best)
+
+
+def smaller_cut(outputs: int, inputs: int, cut: Cut) -> Cut | None:
+    """A smaller cut than this one, without parts, that fits a matrix of another shape."""
+    # The largest powers of two that divide them.
+    tile = min(cut.outputs, outputs & -outputs)
+    turn = min(cut.inputs, inputs & -inputs)
+    if tile < min(cut.outputs, _FEWEST_OUTPUTS) or turn < _FEWEST_INPUTS:
+        return None
+    return replace(cut, outputs=tile, inputs=turn, parts=1)
 
 
 class Stream(NamedTuple):
@@ -107,7 +179,7 @@ def product(
         count, rows.stride(0), outputs, inputs, inputs // cut.parts, epsilon,
         0 if given is None else squares.shape[1],
         ROWS=1 if count == 1 else max(16, triton.next_power_of_2(count)),
-        OUTPUTS=cut.outputs, INPUTS=cut.inputs, PARTS=cut.parts, STAGES=cut.stages, EAGER=cut.eager,
+        OUTPUTS=cut.outputs, INPUTS=cut.inputs, PARTS=cut.parts, STAGES=cut.stages,
         SQUARES=0 if given is None else triton.next_power_of_2(squares.shape[1]),
         GATED=gated, ADDS=into is not None,
         num_warps=cut.warps, **chained(rows.device),
@@ -145,7 +217,8 @@ def _product(
     rows, weight, out, squares, left, parts, arrived,
     row_count, row_stride, outputs, inputs, part_inputs, epsilon, square_count,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, PARTS: tl.constexpr,
-    STAGES: tl.constexpr, EAGER: tl.constexpr, SQUARES: tl.constexpr, GATED: tl.constexpr, ADDS: tl.constexpr, CHAINED: tl.constexpr,
+    STAGES: tl.constexpr, SQUARES: tl.constexpr, GATED: tl.constexpr, ADDS: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):  # fmt: skip
     """One part of a tile of outputs, for all rows."""
     tile = tl.program_id(0)
@@ -184,8 +257,7 @@ def _product(
         old = tl.load(out + place, mask=known, other=0.0)
     if STAGES == 1:
         for at in tl.range(INPUTS, part_inputs, INPUTS, num_stages=1):
-            if EAGER:
-                next_x = tl.load(x_places + at, mask=known_x, other=0.0)
+            next_x = tl.load(x_places + at, mask=known_x, other=0.0)
             next_w = tl.load(own[:, None] + at + lanes[None, :])
             if GATED:
                 next_u = tl.load(ups[:, None] + at + lanes[None, :])
@@ -193,8 +265,7 @@ def _product(
                 u = next_u
             sums = add_products(w, x, sums, ROWS)
             w = next_w
-            # Otherwise rows are loaded when they are needed, which takes fewer registers.
-            x = next_x if EAGER else tl.load(x_places + at, mask=known_x, other=0.0)
+            x = next_x
         sums = add_products(w, x, sums, ROWS)
         if GATED:
             up_sums = add_products(u, x, up_sums, ROWS)

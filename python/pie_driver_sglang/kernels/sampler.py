@@ -300,7 +300,10 @@ def _draw(
     if top_p < 1.0:
         inside = _mass(base, vocab, edge + 1, largest, scale, cap, CAPPED, SHIFT)
         at_edge = _edge_weight(base, vocab, edge, largest, scale, cap, CAPPED, SHIFT)
-        goal = top_p * (inside + ties * at_edge)
+        whole = inside + ties * at_edge
+        if top_p < 0.0:
+            whole = _mass(base, vocab, lowest, largest, scale, cap, CAPPED, SHIFT)
+        goal = tl.abs(top_p) * whole
         share_edge, mass = _edge_of_mass(
             base, vocab, tl.maximum(edge, lowest), highest, goal, largest, scale, cap, CAPPED, SHIFT
         )

@@ -15,7 +15,8 @@ class SlotParams(NamedTuple):
     top_ks: torch.Tensor
     """``[slots]`` int32, 1..vocabulary; for a distribution how many tokens are listed."""
     top_ps: torch.Tensor
-    """``[slots]`` float32, 0..1; 1 keeps all, 0 keeps one."""
+    """``[slots]`` float32, 0..1; 1 keeps all, 0 keeps one. Below 0 it is the negated share of
+    the whole distribution, and not of what top-k leaves."""
     min_ps: torch.Tensor
     """``[slots]`` float32, 0..1; 0 keeps all."""
     uniforms: torch.Tensor

@@ -15,6 +15,7 @@ from pie_driver_sglang.config.hf_config import check_hf_config, load_hf_config
 from pie_driver_sglang.config.option_checks import parse_options, valid_names
 from pie_driver_sglang.config.server_args import SERVER_ARGS
 from pie_driver_sglang.errors import ConfigError, nearest, quoted
+from pie_driver_sglang.memory.limits import LARGE_CHUNK_TOKENS
 from pie_driver_sglang.offline.adapters import AdapterPath, parse_paths
 
 #: Arguments that the native runtime takes under SGLang's names.
@@ -148,6 +149,12 @@ def parse_arguments(given: Mapping[str, Any]) -> EngineArguments:
         "seed": values.get("random_seed", 42),
         "options": options,
     }
+    chunk = runtime.pop("chunked_prefill_size", -1)
+    if chunk != -1:
+        runtime["chunked_prefill_size"] = chunk
+    elif not kind.startswith("cpu"):
+        # As many as a pass of the driver has on a large GPU; a smaller one divides the step.
+        runtime["chunked_prefill_size"] = LARGE_CHUNK_TOKENS
     if "max_total_tokens" in values:
         runtime["max_total_pages"] = max(1, values["max_total_tokens"] // checked.page_size)
     return EngineArguments(
@@ -209,6 +216,8 @@ def _options(values: Mapping[str, Any]) -> dict[str, Any]:
     """The table `[driver.options]`: its own names, and what goes on to SGLang."""
     taken = {*SCHEDULER, *READ, *OWN}
     options = {name: value for name, value in values.items() if name not in taken or name in _BOTH}
+    # As SGLang has it: a repository's code runs only where the caller says so.
+    options.setdefault("trust_remote_code", False)
     if values.get("lora_paths"):
         # As SGLang does, unless adapters are turned off by name.
         options.setdefault("enable_lora", True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, Final, NamedTuple, Self
@@ -13,10 +12,6 @@ from pie_driver_sglang.errors import StartError
 
 _POLL_S: Final = 0.5
 """How often the thread looks whether it should end."""
-_MANY: Final = 32
-"""Outputs at once that make the thread wait a little where no call streams."""
-_GATHER_S: Final = 0.01
-"""That while. The runtime joins what comes meanwhile, so that Python sees less of it."""
 
 
 class Event(NamedTuple):
@@ -36,9 +31,9 @@ class Call:
 
         Args:
             requests: The engine's.
-            streams: Outputs are wanted as soon as they are there.
+            streams: Outputs are wanted as they come, not once for each sequence.
         """
-        self.streams = streams
+        self._streams = streams
         self._requests = requests
         self._open: dict[int, int] = {}
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
@@ -54,7 +49,8 @@ class Call:
             samples: Sequences that it ends with.
             parameters: Of `_core.Runtime.submit`.
         """
-        number = self._requests.submit(self, tokens, parameters)
+        given = {**parameters, "streams": self._streams}
+        number = self._requests.submit(self, tokens, given)
         self._open[number] = index
         self._left[number] = samples
 
@@ -176,10 +172,7 @@ class OpenRequests:
     def _run(self) -> None:
         try:
             while not self._stopping:
-                outputs = self._runtime.poll(_POLL_S)
-                streams = self._deliver(outputs)
-                if len(outputs) >= _MANY and not streams:
-                    time.sleep(_GATHER_S)
+                self._deliver(self._runtime.poll(_POLL_S))
         finally:
             with self._lock:
                 self._stopping = True
@@ -187,13 +180,10 @@ class OpenRequests:
             for number, call in calls:
                 call.put(number, None)
 
-    def _deliver(self, outputs: Iterable[Any]) -> bool:
-        """Hands outputs to their calls; returns whether one of these streams."""
+    def _deliver(self, outputs: Iterable[Any]) -> None:
+        """Hands outputs to their calls."""
         with self._lock:
             found = [(self._calls.get(output.request), output) for output in outputs]
-        streams = False
         for call, output in found:
             if call is not None:
                 call.put(output.request, output)
-                streams |= call.streams
-        return streams

@@ -12,7 +12,6 @@ from pie_driver_sglang.errors import ConfigError, nearest, quoted
 GREEDY_BELOW: Final = 1e-6
 """A lower temperature is greedy, as in SGLang."""
 
-_NOT_SAMPLED: Final = "the driver's samplers do not have it yet"
 GRAMMARS: Final = ("json_schema", "regex", "ebnf", "structural_tag")
 """Parameters that bind the answer; at most one of them."""
 
@@ -20,10 +19,6 @@ GRAMMARS: Final = ("json_schema", "regex", "ebnf", "structural_tag")
 REFUSED_PARAMETERS: Final[Mapping[str, tuple[Any, str]]] = MappingProxyType(
     {
         "custom_params": (None, "there are no custom logit processors"),
-        "frequency_penalty": (0.0, _NOT_SAMPLED),
-        "logit_bias": (None, _NOT_SAMPLED),
-        "presence_penalty": (0.0, _NOT_SAMPLED),
-        "repetition_penalty": (1.0, _NOT_SAMPLED),
         "spaces_between_special_tokens": (True, "tokenizers of tokenizer.json decide it"),
         "stop_regex": (None, "stop strings are plain text"),
         "stream_interval": (None, "tokens are streamed as they come"),
@@ -34,12 +29,16 @@ REFUSED_PARAMETERS: Final[Mapping[str, tuple[Any, str]]] = MappingProxyType(
 SERVED_PARAMETERS: Final = frozenset(
     {
         *GRAMMARS,
+        "frequency_penalty",
         "ignore_eos",
+        "logit_bias",
         "max_new_tokens",
         "min_new_tokens",
         "min_p",
         "n",
         "no_stop_trim",
+        "presence_penalty",
+        "repetition_penalty",
         "sampling_seed",
         "skip_special_tokens",
         "stop",
@@ -58,6 +57,7 @@ class SamplingParameters(NamedTuple):
         max_new_tokens: None for as many as the context has room for.
         temperature: 0 for greedy.
         top_k: -1 for all.
+        logit_bias: Tokens, and what is added to their logits.
         stop: Texts that end the answer.
         grammar: What binds the answer, one of `GRAMMARS`, and its text.
         no_stop_trim: Leave what ended the answer in its text.
@@ -71,6 +71,10 @@ class SamplingParameters(NamedTuple):
     min_p: float = 0.0
     n: int = 1
     sampling_seed: int | None = None
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
@@ -93,6 +97,10 @@ class SamplingParameters(NamedTuple):
             "top_p": self.top_p,
             "min_p": self.min_p,
             "seed": self.sampling_seed,
+            "frequency_penalty": self.frequency_penalty,
+            "presence_penalty": self.presence_penalty,
+            "repetition_penalty": self.repetition_penalty,
+            "logit_bias": list(self.logit_bias),
             "stop": list(self.stop),
             "stop_token_ids": list(self.stop_token_ids),
             "ignore_eos": self.ignore_eos,
@@ -131,6 +139,10 @@ def parse_sampling(given: Mapping[str, Any] | None) -> SamplingParameters:
         min_p=_number(values, "min_p", 0.0, 0.0, 1.0),
         n=_integer(values, "n", 1, 1, 4096),
         sampling_seed=_seed(values),
+        frequency_penalty=_number(values, "frequency_penalty", 0.0, -2.0, 2.0),
+        presence_penalty=_number(values, "presence_penalty", 0.0, -2.0, 2.0),
+        repetition_penalty=_number(values, "repetition_penalty", 1.0, 0.0, 2.0),
+        logit_bias=_biases(values.get("logit_bias", {})),
         stop=_texts(values.get("stop", ())),
         stop_token_ids=_tokens(values.get("stop_token_ids", ())),
         **{name: _flag(values, name) for name in ("ignore_eos", "no_stop_trim")},
@@ -141,26 +153,17 @@ def parse_sampling(given: Mapping[str, Any] | None) -> SamplingParameters:
 
 
 def _consistent(sampling: SamplingParameters) -> SamplingParameters:
-    """With what SGLang makes of special values, and without what is refused together."""
+    """With what SGLang makes of special values."""
     if sampling.top_k == 0 or sampling.top_k >= 2**30:
         sampling = sampling._replace(top_k=-1)
     if sampling.top_p == 0.0:
         raise _wrong("top_p", 0.0, "above 0 and at most 1")
+    if sampling.repetition_penalty == 0.0:
+        raise _wrong("repetition_penalty", 0.0, "above 0 and at most 2")
     if sampling.temperature < GREEDY_BELOW or sampling.top_k == 1:
         # One choice is left: no filter can change it.
         return sampling._replace(
             temperature=0.0, top_k=-1, top_p=1.0, min_p=0.0, sampling_seed=None
-        )
-    filtered = sampling.top_k > 0 or sampling.top_p < 1.0
-    if sampling.min_p > 0.0 and filtered:
-        raise ConfigError(
-            f"min_p is {sampling.min_p} with top_k or top_p: the driver samples by one filter",
-            "remove `min_p`, or both `top_k` and `top_p`",
-        )
-    if sampling.sampling_seed is not None and (filtered or sampling.min_p > 0.0):
-        raise ConfigError(
-            "sampling_seed is set with top_k, top_p or min_p: a seed is for plain sampling only",
-            "remove `sampling_seed`, or the filters",
         )
     return sampling
 
@@ -183,7 +186,7 @@ def _limit(given: Mapping[str, Any]) -> int | None:
 def _seed(values: Mapping[str, Any]) -> int | None:
     if "sampling_seed" not in values:
         return None
-    return _integer(values, "sampling_seed", 0, 2, 2**32 - 1)
+    return _integer(values, "sampling_seed", 0, 0, 2**63 - 1)
 
 
 def _integer(values: Mapping[str, Any], name: str, default: int, low: int, high: int) -> int:
@@ -207,6 +210,22 @@ def _flag(values: Mapping[str, Any], name: str, default: bool = False) -> bool:
     if not isinstance(value, bool):
         raise _wrong(name, value, "True or False")
     return value
+
+
+def _biases(value: Any) -> tuple[tuple[int, float], ...]:
+    """Token ids, as SGLang's texts or as integers, and what is added to their logits."""
+    wanted = "a mapping from token ids, such as '42', to finite numbers"
+    if not isinstance(value, Mapping):
+        raise _wrong("logit_bias", value, wanted)
+    biases = {}
+    for key, bias in value.items():
+        token = int(key) if isinstance(key, str) and key.isdecimal() else key
+        is_id = isinstance(token, int) and not isinstance(token, bool) and 0 <= token < 2**32
+        is_number = isinstance(bias, int | float) and not isinstance(bias, bool)
+        if not is_id or not is_number or not math.isfinite(bias):
+            raise _wrong("logit_bias", {key: bias}, wanted)
+        biases[token] = float(bias)
+    return tuple(biases.items())
 
 
 def _texts(value: Any) -> tuple[str, ...]:

@@ -191,24 +191,36 @@ def sample_plain(logits: torch.Tensor, params: SlotParams) -> torch.Tensor:
 def sample_filtered(logits: torch.Tensor, params: SlotParams) -> torch.Tensor:
     """Samples with top-k, then top-p on the renormalised rest, and with min-p.
 
+    A top-p below 0 is the negated share of the whole distribution, and not of that rest.
+
     Min-p compares with the largest probability; ties go to lower ids. This sorts every row; on a
     GPU :mod:`pie_driver_sglang.kernels.sampler` does the same without sorting. Shapes as in
     :func:`sample_group`.
     """
+    return _invert(filtered_weights(logits, params), params.uniforms)
+
+
+def filtered_weights(logits: torch.Tensor, params: SlotParams) -> torch.Tensor:
+    """What :func:`sample_filtered` draws from.
+
+    Returns:
+        ``[slots, vocabulary]`` float32: probabilities, times a factor of each row.
+    """
     ordered, ids = logits.sort(dim=-1, descending=True, stable=True)
     probs = _tempered(ordered, params.temperatures)
     rank = torch.arange(probs.shape[-1], device=probs.device)
+    whole_before = probs.cumsum(dim=-1) - probs
     probs = probs.masked_fill(rank >= params.top_ks[:, None], 0.0)
     probs = probs / probs.sum(dim=-1, keepdim=True)
-    mass_before = probs.cumsum(dim=-1) - probs
     top_ps = params.top_ps[:, None]
+    mass_before = torch.where(top_ps < 0, whole_before, probs.cumsum(dim=-1) - probs)
+    top_ps = top_ps.abs()
     outside = ((mass_before >= top_ps) & (top_ps < 1.0)) | (
         probs < params.min_ps[:, None] * probs[:, :1]
     )
     probs = probs.masked_fill(outside & (rank > 0), 0.0)
     # Back in the order of the ids, so that the draw does not depend on the filters.
-    weights = torch.empty_like(probs).scatter_(-1, ids, probs)
-    return _invert(weights, params.uniforms)
+    return torch.empty_like(probs).scatter_(-1, ids, probs)
 
 
 def _tempered(logits: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:

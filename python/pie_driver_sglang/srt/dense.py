@@ -18,9 +18,11 @@ from pie_driver_sglang.kernels import all_reduce_norm, dense_layers
 from pie_driver_sglang.kernels.all_reduce_norm import LamportAllReduceNorm
 from pie_driver_sglang.kernels.dense_layers import LinearWeights, Norm, Scale
 from pie_driver_sglang.srt import groups
+from pie_driver_sglang.srt.few_rows import NARROW, ExpertLayers, FewRows
 from pie_driver_sglang.srt.paged_attention import PagedDecode
 from pie_driver_sglang.srt.seams.attention import decode_backend
 from pie_driver_sglang.srt.seams.layers import (
+    ExpertLayer,
     Layer,
     UnknownLayer,
     expect,
@@ -81,11 +83,12 @@ class DenseLayers:
         self._sums = sums
         self._folded = folded
         self._prefills = prefills
+        self._few = FewRows.of(layers, norm) if folded else None
         # What follows each layer.
         self._norms = [*(layer.before for layer in layers[1:]), norm]
 
     @classmethod
-    def of(cls, runner: ModelRunner) -> DenseLayers | None:
+    def of(cls, runner: ModelRunner) -> DenseLayers | ExpertLayers | None:
         """A model's layers; None for a model that these kernels do not know."""
         try:
             by_pages = isinstance(decode_backend(runner), PagedDecode)
@@ -100,13 +103,19 @@ class DenseLayers:
             layers = read_layers(model, pool)
             _expect_plain(layers)
             sums = _all_reduce(runner, norm)
+            # Adapters want rows to which the norms' weights were applied. Between ranks a kernel
+            # must add up what products are, and may as well normalize it.
+            folds = not resolved(runner).enable_lora and sums is None
+            if isinstance(layers[0], ExpertLayer):
+                few = FewRows.of(layers, norm)
+                expect(few is not None, "its experts have other shapes")
+                expect(folds and _fold(runner, layers), "its norms cannot be folded")
+                assert few is not None
+                return ExpertLayers(model, few)
         except UnknownLayer as reason:
             logger.info("layers run as SGLang has them: %s", reason)
             return None
         prefills, _ = resolved(runner).attention_backends
-        # Adapters want rows to which the norms' weights were applied. Between ranks a kernel must
-        # add up what products are, and may as well normalize it.
-        folds = not resolved(runner).enable_lora and sums is None
         folded = folds and _fold(runner, layers)
         return cls(model, layers, norm, sums, prefills=prefills in _STORED, folded=folded)
 
@@ -135,9 +144,12 @@ class DenseLayers:
         *others: None,
         **named: None,
     ) -> torch.Tensor:
-        if self._folded and len(input_ids) > _FEW_ROWS:
+        if self._folded and len(input_ids) > self._most_few_rows():
             return self._run_many(input_ids, positions, forward_batch, *others, **named)
         _expect_nothing(*others, *named.values())
+        if self._few is not None and len(input_ids) <= self._few.most_rows:
+            embedded = self._model.embed_tokens(input_ids)
+            return self._few.run(embedded, positions, forward_batch)
         embedded = self._model.embed_tokens(input_ids)[None]
         rows, residual = dense_layers.add_norm(embedded, None, self._layers[0].before)
         for layer, norm in zip(self._layers, self._norms, strict=True):
@@ -150,6 +162,11 @@ class DenseLayers:
             middle = _gated(rows, layer.gate_up)
             rows, residual = self._add(1, middle, layer.down, residual, norm)
         return rows
+
+    def _most_few_rows(self) -> int:
+        """Of more rows a library's products are the faster ones; later where layers are small."""
+        wide = len(self._norms[-1].weight) >= NARROW
+        return min(_FEW_ROWS, self._few.most_rows) if self._few and wide else _FEW_ROWS
 
     def _add(
         self,
@@ -187,10 +204,12 @@ class DenseLayers:
         return dense_layers.add_norm(residual[None], None, self._norms[-1])[0]
 
 
-def _expect_plain(layers: list[Layer]) -> None:
+def _expect_plain(layers: list[Layer] | list[ExpertLayer]) -> None:
     """Weights may lie on the host, or be of a type that computes in its own way."""
     for layer in layers:
         weights = [part.weight for part in layer if isinstance(part, Norm | LinearWeights)]
+        if isinstance(layer, ExpertLayer):
+            weights += [layer.experts.router, layer.experts.gate_up, layer.experts.down]
         plain = all(type(weight) is torch.Tensor for weight in weights)
         expect(plain, "its weights are not plain tensors")
         there = all(weight.device == layer.heads.keys.device for weight in weights)
@@ -202,18 +221,21 @@ def _expect_nothing(*others: None) -> None:
         raise ValueError("a step or a prefill has tokens and nothing else")
 
 
-def _fold(runner: ModelRunner, layers: list[Layer]) -> bool:
+def _fold(runner: ModelRunner, layers: list[Layer] | list[ExpertLayer]) -> bool:
     """Gives the weights of norms to the products after them, if these can take rows as they are.
 
     The products of such rows may be too large for float16. A bias would need another scale. From
-    then on weights cannot be updated.
+    then on weights cannot be updated. A router keeps its norm, so that rows keep their experts.
     """
     if layers[0].before.weight.dtype == torch.float16:
         return False
     if any(layer.qkv.bias is not None for layer in layers):
         return False
     for layer in layers:
-        for norm, matrix in ((layer.before, layer.qkv), (layer.between, layer.gate_up)):
+        normed = [(layer.before, layer.qkv)]
+        if not isinstance(layer, ExpertLayer):
+            normed.append((layer.between, layer.gate_up))
+        for norm, matrix in normed:
             matrix.weight.mul_(norm.weight)
             norm.weight.fill_(1.0)
     refuse_updates(runner, FROZEN)

@@ -14,6 +14,7 @@ from pie_driver_sglang.memory.limits import (
     MAX_SLOTS,
     chunk_tokens,
     decode_batch_sizes,
+    extended_batch_sizes,
     prefill_batch_sizes,
     shared_prefix_batch_sizes,
 )
@@ -146,8 +147,9 @@ def _steps(
     slots = options.max_forward_requests
     try:
         if engine.runner.device == "cpu":
-            return CpuSteps(engine, rungs, slots)
-        return CudaSteps(engine, rungs, slots, shared_prefix_batch_sizes(slots), adapters)
+            return CpuSteps(engine, rungs, slots, extended=extended_batch_sizes(slots))
+        shared, extended = shared_prefix_batch_sizes(slots), extended_batch_sizes(slots)
+        return CudaSteps(engine, rungs, slots, shared, adapters, extended)
     except Exception as error:
         logger.debug("a step failed", exc_info=True)
         raise not_run(engine.plan, engine.plan.device.name, error) from error

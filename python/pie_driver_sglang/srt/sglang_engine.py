@@ -16,6 +16,7 @@ from pie_driver_sglang.engine import Facts
 from pie_driver_sglang.kernels.types import SlotParams
 from pie_driver_sglang.memory.types import Loaded
 from pie_driver_sglang.sampling.groups import apply_masks, run_group
+from pie_driver_sglang.sampling.history import RECORD_WORDS, Records, TokenHistory
 from pie_driver_sglang.sampling.types import Outputs
 from pie_driver_sglang.srt.block import views
 from pie_driver_sglang.srt.device import find_loss
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from pie_driver_sglang.srt.adapters import Adapters
     from pie_driver_sglang.srt.boot import Booted
     from pie_driver_sglang.srt.dense import DenseLayers
+    from pie_driver_sglang.srt.few_rows import ExpertLayers
     from pie_driver_sglang.srt.pool import PagePools
     from pie_driver_sglang.srt.state import StatePool
     from pie_driver_sglang.srt.steps import GraphRunner
@@ -100,12 +102,16 @@ class SglangEngine:
             self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
         table = self.runner.req_to_token_pool.req_to_token
         self.table_pages = table.view(-1, facts.page_size)
+        self.history = TokenHistory(
+            table, (facts.total_pages + 1) * facts.page_size, facts.vocab_size
+        )
+        """What was produced by requests with penalties."""
         self._page_offsets = torch.arange(facts.page_size, dtype=table.dtype, device=device)
         self._masked_attention = MaskedAttention(self.runner)
         chunk_tokens = layout["input_ids"][2]
         self._images = ImageInputs(self.runner, chunk_tokens, placeholder=facts.vocab_size)
         self.steps: GraphRunner | None = None
-        self.dense: DenseLayers | None = None
+        self.dense: DenseLayers | ExpertLayers | None = None
         """Of a model that few kernels can run."""
         self._hidden: Hidden | None = None
         self._h2d_ns = self._sync_ns = 0
@@ -136,12 +142,23 @@ class SglangEngine:
         """Runs the staged pass; see :meth:`pie_driver_sglang.engine.ModelEngine.forward`."""
         self._upload_bytes(self.pass_bytes(batch))
         self.update_table(self._device["table_updates"][: 2 * batch.updates].view(-1, 2))
+        if batch.noted is not None:
+            self._note_tokens(batch.noted, batch.tokens)
         self._hidden = None
         if self.steps is not None and batch.decode and batch.mask is None and batch.images is None:
             self._run_step(self.steps, batch)
         else:
             self._run_eagerly(batch)
         self._await_copy()
+
+    def _note_tokens(self, further: bytes, tokens: int) -> None:
+        """Notes the tokens of the staged pass, and further pairs of storage slot and token."""
+        fields = self._device
+        if further:
+            pairs = torch.from_numpy(_numbers(further).reshape(-1, 2).copy())
+            slots, ids = pairs.to(fields.memory.device).unbind(1)
+            self.history.note(slots, ids)
+        self.history.note(fields["out_cache_loc"][:tokens], fields["input_ids"][:tokens])
 
     def _run_step(self, steps: GraphRunner, batch: Pass | Forward) -> None:
         """Runs a decode as the graph path does, except for its outputs."""
@@ -200,6 +217,8 @@ class SglangEngine:
     def sample_logits(self, group: SlotGroup, logits: torch.Tensor) -> Outputs:
         """Computes the staged slot group from its logits, which may be changed."""
         slots, fields = len(group), self._device
+        if group.records:
+            self.history.adjust(logits, _records(group, logits.device))
         if group.mask_words:
             apply_masks(logits, fields["slot_masks"][: 2 * slots].view(-1, 2), fields["mask_words"])
         names = ("temperatures", "top_ks", "top_ps", "min_ps", "uniforms")
@@ -404,6 +423,14 @@ def _bind(adapters: Adapters, batch: ForwardBatch, adapter_ids: bytes | None) ->
         return None
     lengths = batch.extend_seq_lens_cpu
     return numbers if lengths is None else np.repeat(ids, lengths).tolist()
+
+
+def _records(group: SlotGroup, device: torch.device) -> Records:
+    slots, words = (
+        torch.from_numpy(np.frombuffer(part, np.int32).copy()).to(device)
+        for part in (group.records, group.bias_words)
+    )
+    return Records(slots.view(-1, RECORD_WORDS), words)
 
 
 def _numbers(adapter_ids: bytes) -> npt.NDArray[np.int64]:

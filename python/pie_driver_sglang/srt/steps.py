@@ -13,14 +13,16 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from enum import Enum
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
-from pie_driver_sglang._core import Lane, graph_layout
+from pie_driver_sglang._core import STEP_EXTRA_WORDS, Lane, graph_layout
 from pie_driver_sglang.kernels.types import SlotParams
 from pie_driver_sglang.memory.limits import lora_batch_sizes
 from pie_driver_sglang.sampling.groups import apply_masks, sample_rows
+from pie_driver_sglang.sampling.history import RECORD_WORDS, Records
 from pie_driver_sglang.srt.block import views
 from pie_driver_sglang.srt.progress import progress_type
 from pie_driver_sglang.srt.rank_slots import rank_slots
@@ -40,14 +42,23 @@ CPU_ROWS_PER_REQUEST = 8
 """On the CPU each row attends by a call of its own: longer prompts do better as one."""
 
 
+class _Kind(Enum):
+    """What a graph does besides."""
+
+    PLAIN = 0
+    GROUPED = 1
+    """Rows that begin with the same KV read that together."""
+    EXTENDED = 2
+    """Logits are changed before they are sampled, and tokens noted."""
+
+
 class _Graph(NamedTuple):
     """The views of one graph over the common memory."""
 
     rows: int
     slots: int
     """Of the rows, how many can be sampled."""
-    grouped: bool
-    """Whether rows that begin with the same KV read that together."""
+    kind: _Kind
     host: dict[str, torch.Tensor]
     device: dict[str, torch.Tensor]
     bytes: int
@@ -55,6 +66,16 @@ class _Graph(NamedTuple):
     def sampled(self, fields: dict[str, torch.Tensor]) -> torch.Tensor | None:
         """``[slots]`` int64: the row of each slot; None where it is that of the same number."""
         return fields["slot_rows"] if self.slots < self.rows else None
+
+    @property
+    def grouped(self) -> bool:
+        """Whether it knows of groups."""
+        return self.kind is _Kind.GROUPED
+
+    @property
+    def extended(self) -> bool:
+        """Whether it changes logits."""
+        return self.kind is _Kind.EXTENDED
 
 
 class _Decode(NamedTuple):
@@ -72,11 +93,17 @@ class GraphRunner(abc.ABC):
     """Device memory that captured graphs take."""
 
     def __init__(
-        self, engine: StepModel, rows: list[int], slots: int, grouped: Sequence[int] = ()
+        self,
+        engine: StepModel,
+        rows: list[int],
+        slots: int,
+        grouped: Sequence[int] = (),
+        extended: Sequence[int] = (),
     ) -> None:
         """Allocates the memory for graphs of `rows`, each with up to `slots` sampled ones.
 
-        Those of `grouped`, of which every row can be sampled, are for steps with groups of rows.
+        Those of `grouped`, of which every row can be sampled, are for steps with groups of rows,
+        those of `extended` for steps that change logits.
         """
         self._engine = engine
         runner, vocab = engine.runner, engine.facts.vocab_size
@@ -84,26 +111,30 @@ class GraphRunner(abc.ABC):
         self._has_axes = bool(runner.model_config.model_is_mrope)
         on_cuda = self._device.type == "cuda"
         self._slots = slots = min(slots, rows[-1])
-        kinds = [(count, False) for count in rows] + [(count, True) for count in grouped]
-        layouts = [dict(graph_layout(count, slots, knows)) for count, knows in kinds]
+        sizes_of = {_Kind.PLAIN: rows, _Kind.GROUPED: grouped, _Kind.EXTENDED: extended}
+        kinds = [(count, kind) for kind, counts in sizes_of.items() for count in counts]
+        layouts = [
+            dict(graph_layout(count, slots, kind is _Kind.GROUPED, kind is _Kind.EXTENDED))
+            for count, kind in kinds
+        ]
         sizes = [_bytes(layout) for layout in layouts]
         self._host = torch.zeros(max(sizes), dtype=torch.uint8, pin_memory=on_cuda)
         self._block = torch.zeros_like(self._host, device=self._device) if on_cuda else self._host
         # Besides, block-table changes of one context for which the block has no room.
         pages = engine.runner.req_to_token_pool.req_to_token.shape[1] // engine.facts.page_size
-        words = slots * -(-vocab // 32) + 2 * pages
+        words = slots * -(-vocab // 32) + 2 * pages + (STEP_EXTRA_WORDS if extended else 0)
         self._mask_words = torch.empty(words, dtype=torch.int32, pin_memory=on_cuda)
         self._results = torch.zeros(slots, dtype=torch.int64, pin_memory=on_cuda)
         self._graphs = [
             _Graph(
                 count,
                 min(count, slots),
-                knows,
+                kind,
                 views(self._host, layout),
                 views(self._block, layout),
                 size,
             )
-            for (count, knows), layout, size in zip(kinds, layouts, sizes, strict=True)
+            for (count, kind), layout, size in zip(kinds, layouts, sizes, strict=True)
         ]
         self._most = rows[-1]
 
@@ -135,8 +166,11 @@ class GraphRunner(abc.ABC):
         return graph
 
     def _plain(self, rows: int) -> _Graph:
-        """The graph of so many rows that knows of no groups."""
-        return next(graph for graph in self._graphs if graph.rows == rows and not graph.grouped)
+        """The plain graph of so many rows."""
+        return next(graph for graph in self._of(_Kind.PLAIN) if graph.rows == rows)
+
+    def _of(self, kind: _Kind) -> list[_Graph]:
+        return [graph for graph in self._graphs if graph.kind is kind]
 
     def _lane_memory(self) -> tuple[Any, Any, Any]:
         words, results = self._mask_words.numpy(), self._results.numpy()
@@ -182,12 +216,11 @@ class CpuSteps(GraphRunner):
 
     def lane(self) -> Lane:
         """The lane that runs these steps."""
-        plain, grouped = (
-            [graph.rows for graph in self._graphs if graph.grouped == knows]
-            for knows in (False, True)
-        )
+        plain, grouped, extended = ([graph.rows for graph in self._of(kind)] for kind in _Kind)
         memory = self._lane_memory()
-        return Lane.call(*memory, plain, self._slots, CPU_ROWS_PER_REQUEST, self.run, grouped)
+        return Lane.call(
+            *memory, plain, self._slots, CPU_ROWS_PER_REQUEST, self.run, grouped, extended
+        )
 
     @torch.inference_mode()
     def run(self, number: int) -> None:
@@ -198,6 +231,8 @@ class CpuSteps(GraphRunner):
         self._engine.update_table(changed)
         further = self._mask_words[: 2 * (updates - len(changed))]
         self._engine.update_table(further.view(-1, 2).long())
+        if graph.extended:
+            self._note_tokens(fields)
         self._engine.unbind_adapters()
         self._run_model(graph)
         rows = self._engine.head_logits(graph.sampled(fields))
@@ -206,6 +241,8 @@ class CpuSteps(GraphRunner):
         if rows.softcap is not None:
             logits = rows.softcap * torch.tanh(logits / rows.softcap)
         logits = logits.float()
+        if graph.extended:
+            self._engine.history.adjust(logits, _records(fields, slots.own, self._mask_words))
         apply_masks(logits, _masks(fields, slots.own), self._mask_words)
         tokens = sample_rows(logits, _params(fields, slots.own))
         results = self._results[: graph.slots]
@@ -215,12 +252,19 @@ class CpuSteps(GraphRunner):
 
     def padded(self, rows: int, *, with_lora: bool) -> int:
         """Rows of a step; see :meth:`GraphRunner.padded`."""
-        return next(graph.rows for graph in self._graphs if graph.rows >= rows)
+        return next(graph.rows for graph in self._of(_Kind.PLAIN) if graph.rows >= rows)
 
     def decode(self, staged: Mapping[str, torch.Tensor], rows: int, *, with_lora: bool) -> Hidden:
         """Runs a decode that the Python path has staged; see :meth:`GraphRunner.decode`."""
         self._run_model(self._take(staged, rows, self.padded(rows, with_lora=with_lora)))
         return self._engine.hidden
+
+    def _note_tokens(self, fields: Mapping[str, torch.Tensor]) -> None:
+        rows, first, count = fields["header"][[2, 5, 6]].tolist()
+        history = self._engine.history
+        pairs = self._mask_words[first : first + 2 * count].view(-1, 2).long()
+        history.note(pairs[:, 0], pairs[:, 1])
+        history.note(fields["out_cache_loc"][:rows], fields["input_ids"][:rows])
 
     def _run_model(self, graph: _Graph) -> None:
         batch = self._forward_batch(graph)
@@ -243,17 +287,18 @@ class CudaSteps(GraphRunner):
         slots: int,
         grouped: Sequence[int] = (),
         adapters: Adapters | None = None,
+        extended: Sequence[int] = (),
     ) -> None:
-        """Captures a graph for each of `rows` and `grouped`, largest first.
+        """Captures a graph for each of `rows`, `grouped` and `extended`, largest first.
 
         With `adapters` there are some more, for decodes that bind these.
         """
         attends = decode_backend(engine.runner)
         # No other backend knows of groups.
         known = getattr(attends, "knows_groups", False)
-        super().__init__(engine, rows, slots, grouped if known else ())
+        super().__init__(engine, rows, slots, grouped if known else (), extended)
         self._stream = torch.cuda.current_stream(self._device)
-        self._captured: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
+        self._captured: dict[tuple[int, _Kind], torch.cuda.CUDAGraph] = {}
         self._decodes: dict[tuple[int, bool], _Decode] = {}
         """By rows, and whether adapters are bound."""
         self._device_mask_words = torch.empty_like(self._mask_words, device=self._device)
@@ -262,30 +307,34 @@ class CudaSteps(GraphRunner):
 
     def lane(self) -> Lane:
         """The lane that launches these graphs."""
-        plain, grouped = (
+        plain, grouped, extended = (
             [
-                (graph.rows, self._captured[graph.rows, knows].raw_cuda_graph_exec())
-                for graph in self._graphs
-                if graph.grouped == knows
+                (graph.rows, self._captured[graph.rows, kind].raw_cuda_graph_exec())
+                for graph in self._of(kind)
             ]
-            for knows in (False, True)
+            for kind in _Kind
         )
         stream = self._stream.cuda_stream
         return Lane.cuda(
-            *self._lane_memory(), plain, self._slots, stream, self._most, self, grouped
+            *self._lane_memory(), plain, self._slots, stream, self._most, self, grouped, extended
         )
 
-    def time(self, rows: int, repeats: int = 50) -> float:
+    def time(self, rows: int, repeats: int = 50, *, extended: bool = False) -> float:
         """Microseconds that the last step of up to `rows` rows takes, launched back to back.
 
         The first of `repeats` launches, in which ranks wait for each other, is not counted.
+
+        Args:
+            rows: Of the step.
+            repeats: Launches.
+            extended: Whether it changed logits.
         """
         # The header is the same in all blocks: whether there are groups says which graph ran.
-        grouped = bool(self._graphs[0].host["header"][4])
-        fits = (graph for graph in self._graphs if graph.grouped == grouped and graph.rows >= rows)
-        graph = next(fits)
+        kind = _Kind.GROUPED if self._graphs[0].host["header"][4] else _Kind.PLAIN
+        kind = _Kind.EXTENDED if extended else kind
+        graph = next(graph for graph in self._of(kind) if graph.rows >= rows)
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        replay = self._captured[graph.rows, grouped].replay
+        replay = self._captured[graph.rows, kind].replay
         with torch.cuda.stream(self._stream):
             replay()
             start.record()
@@ -312,8 +361,8 @@ class CudaSteps(GraphRunner):
             bar = progress_type()(graphs, desc="capturing graphs", disable=hidden)
             for graph in bar:
                 captured = self._capture(graph, pool, self._step)
-                self._captured[graph.rows, graph.grouped] = captured
-                if not graph.grouped and graph.slots == graph.rows:
+                self._captured[graph.rows, graph.kind] = captured
+                if graph.kind is _Kind.PLAIN and graph.slots == graph.rows:
                     self._decodes[graph.rows, False] = _Decode(captured, self._engine.hidden)
                 left = torch.cuda.mem_get_info(self._device)[0] / 2**30
                 bar.set_description(f"captured {graph.rows} rows, {left:.1f} GiB free")
@@ -322,7 +371,7 @@ class CudaSteps(GraphRunner):
         # Only now do collective operations know the memory that graphs use.
         for graph in self._graphs:
             _blank(graph)
-            self._captured[graph.rows, graph.grouped].replay()
+            self._captured[graph.rows, graph.kind].replay()
             self._stream.synchronize()
         for (rows, with_lora), (captured, _) in self._decodes.items():
             if with_lora:
@@ -394,13 +443,34 @@ class CudaSteps(GraphRunner):
             engine.run_model(batch)
         rows = engine.head_logits(graph.sampled(fields))
         slots = rank_slots(graph.slots, rows.ranks)
-        logits = self._cut(slots.join(rows.part))
+        logits, softcap = self._cut(slots.join(rows.part)), rows.softcap
+        if graph.extended:
+            logits, softcap = self._adjusted(logits, softcap, fields, slots.own), None
         masks, params = _masks(fields, slots.own), _params(fields, slots.own)
         sampler.mask_logits(logits, masks, self._device_mask_words)
         results = self._results[: graph.slots]
         own = slots.own_results(results, logits.device)
-        sampler.sample_step(logits, params, own, fields["header"][:1], rows.softcap)
+        sampler.sample_step(logits, params, own, fields["header"][:1], softcap)
         slots.share(own, results)
+
+    def _adjusted(
+        self,
+        logits: torch.Tensor,
+        softcap: float | None,
+        fields: Mapping[str, torch.Tensor],
+        own: slice,
+    ) -> torch.Tensor:
+        """The logits in float32, with the tokens of the step noted before, as requests ask."""
+        from pie_driver_sglang.kernels.adjust import note
+
+        history, words = self._engine.history, self._device_mask_words
+        slots, ids = fields["out_cache_loc"], fields["input_ids"]
+        note(history.tokens, slots, ids, words, fields["header"][5:7])
+        logits = logits.float()
+        if softcap is not None:
+            logits = softcap * torch.tanh(logits / softcap)
+        history.adjust(logits, _records(fields, own, words))
+        return logits
 
     def padded(self, rows: int, *, with_lora: bool) -> int:
         """Rows of a step; see :meth:`GraphRunner.padded`."""
@@ -448,6 +518,10 @@ def _params(fields: dict[str, torch.Tensor], slots: slice) -> SlotParams:
 def _masks(fields: dict[str, torch.Tensor], slots: slice) -> torch.Tensor:
     """Where each slot's mask is, as :func:`apply_masks` wants it."""
     return fields["slot_masks"].view(-1, 2)[slots]
+
+
+def _records(fields: Mapping[str, torch.Tensor], slots: slice, words: torch.Tensor) -> Records:
+    return Records(fields["records"].view(-1, RECORD_WORDS)[slots], words)
 
 
 def _bytes(layout: dict[str, tuple[str, int, int]]) -> int:

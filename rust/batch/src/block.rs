@@ -2,6 +2,7 @@
 
 use bytemuck::Pod;
 
+use crate::extra::Record;
 use crate::layout::{Field, Layout};
 use crate::limits::Limits;
 use crate::slot::Slot;
@@ -84,7 +85,7 @@ block! {
         SlotRows = slot_rows: [i64; slots];
         /// `[slots]` float32: temperature, 1 for greedy slots; 0 for a distribution with all mass on the arg-max.
         Temperatures = temperatures: [f32; slots];
-        /// `[slots]` float32: top-p mass, 1 = all.
+        /// `[slots]` float32: top-p mass, 1 = all; below 0 the negated share of the whole distribution, not of what top-k leaves.
         TopPs = top_ps: [f32; slots];
         /// `[slots]` float32: min-p share of the largest probability, 0 = all.
         MinPs = min_ps: [f32; slots];
@@ -176,6 +177,8 @@ struct StepSizes {
     named: usize,
     /// Rows that may be in groups.
     grouped: usize,
+    /// Slots whose logits may be changed.
+    extended: usize,
     updates: usize,
 }
 
@@ -185,7 +188,7 @@ block! {
     /// The arrays of a step's block, in the order in which they lie.
     pub enum StepFieldId {
         /// `[8]` int32: number of the step; changed block-table entries, rows, words outside of the block and entries of
-        /// `prefix_order` in use; 0.
+        /// `prefix_order` in use; of the words the first one of pairs of storage slot and token, and how many pairs; 0.
         Header = header: [i32; header];
         /// `[rows]` int64: token ids.
         InputIds = input_ids: [i64; rows], pad 0;
@@ -220,6 +223,9 @@ block! {
         PrefixOrder = prefix_order: [i32; grouped];
         /// `[rows]` int32: for each entry of `prefix_order` the first entry of its group.
         PrefixStarts = prefix_starts: [i32; grouped];
+        /// `[slots, 8]` int32: what is asked of each slot's logits, see [`RECORD_WORDS`](crate::RECORD_WORDS); biases lie
+        /// outside of the block. Empty, unless the graph is an extended one.
+        Records = records: [Record; extended];
         /// `[512, 2]` int64: as in the staging block; further ones are the first of
         /// [`StepMemory::mask_words`](crate::StepMemory::mask_words).
         TableUpdates = table_updates: [[i64; 2]; updates];
@@ -269,22 +275,29 @@ impl Layout {
     /// That of a graph's block, with the arrays of [`StepFieldId`].
     #[must_use]
     pub fn graph(size: impl Into<StepSize>) -> Self {
-        Self::graph_of(size.into(), 0)
+        Self::graph_of(size.into(), 0, 0)
     }
 
     /// That of a graph that knows [groups](crate::Planner::find_groups), with as many slots as rows.
     #[must_use]
     pub fn grouped_graph(rows: usize) -> Self {
-        Self::graph_of(rows.into(), rows)
+        Self::graph_of(rows.into(), rows, 0)
     }
 
-    fn graph_of(StepSize { rows, slots }: StepSize, grouped: usize) -> Self {
+    /// That of a graph that changes logits before they are sampled, with as many slots as rows.
+    #[must_use]
+    pub fn extended_graph(rows: usize) -> Self {
+        Self::graph_of(rows.into(), 0, rows)
+    }
+
+    fn graph_of(StepSize { rows, slots }: StepSize, grouped: usize, extended: usize) -> Self {
         StepBlock::layout(&StepSizes {
             header: HEADER,
             rows,
             slots,
             named: if slots < rows { slots } else { 0 },
             grouped,
+            extended,
             updates: STEP_UPDATES,
         })
     }

@@ -41,6 +41,14 @@ pub enum FrameError {
         /// Entries expected.
         expected: usize,
     },
+    /// The extension has a row for a request that the frame does not have.
+    #[error("the extension has a row for request {request}, but the frame has {requests} requests")]
+    Extension {
+        /// The request.
+        request: u32,
+        /// Requests of the frame.
+        requests: usize,
+    },
     /// `sampling_indptr` and `sampler_indptr` differ.
     #[error("sampling_indptr and sampler_indptr differ at entry {index}")]
     SamplerPartition {
@@ -175,6 +183,16 @@ pub enum RequestFault {
         /// Drafts of the request.
         drafts: u32,
     },
+    /// A parameter of the frame's extension that has no meaning.
+    #[error("{parameter} is {value}, it must be {wanted}")]
+    Extension {
+        /// Its name, as requests have it.
+        parameter: &'static str,
+        /// Its value.
+        value: Box<str>,
+        /// What it must be.
+        wanted: &'static str,
+    },
     /// More logit masks than one.
     #[error("{masks} logit masks, a request may have one")]
     LogitMasks {
@@ -275,6 +293,7 @@ impl RequestFault {
             Self::MaskAhead { .. } | Self::MaskWords { .. } => "mask-ahead",
             Self::NoStateSlot | Self::StateSlot { .. } => "state-slot",
             Self::StateDrafts { .. } => "state-drafts",
+            Self::Extension { parameter, .. } => parameter,
             Self::LogitMasks { .. } => "logit-masks",
             Self::Oversize { .. } => "oversize",
             Self::Logits => "logits",
@@ -295,6 +314,7 @@ impl RequestFault {
             self,
             Self::SamplingIndex { .. }
                 | Self::LogitMasks { .. }
+                | Self::Extension { .. }
                 | Self::Oversize { .. }
                 | Self::Logits
         )

@@ -5,6 +5,7 @@
 //! decodes, drafts and short prompts in any mix.
 
 use crate::block::{STEP_UPDATES, StepBlock, StepSize};
+use crate::extra::{EMPTY, STEP_EXTRA_WORDS};
 use crate::layout::Layout;
 use crate::mask::Visibility;
 use crate::plan::Plan;
@@ -24,8 +25,9 @@ pub struct StepMemory<'a> {
     /// The block, laid out as [`Layout::graph`].
     pub block: &'a mut [u8],
     /// `[words]` int32: what `table_updates` has no room for, as pairs, then logit masks as in the staging block. Room for
-    /// [`Limits::extra_update_words`](crate::Limits::extra_update_words), and for one mask of
-    /// [`Limits::mask_words`](crate::Limits::mask_words) in each slot.
+    /// [`Limits::extra_update_words`](crate::Limits::extra_update_words), for one mask of
+    /// [`Limits::mask_words`](crate::Limits::mask_words) in each slot, and with extended graphs for
+    /// [`STEP_EXTRA_WORDS`](crate::STEP_EXTRA_WORDS): tokens to note and biases.
     pub mask_words: &'a mut [i32],
 }
 
@@ -59,6 +61,7 @@ impl Plan {
                 .requests()
                 .iter()
                 .all(|request| short(request) && unbound(request));
+        let fits = fits && self.extra_words() <= STEP_EXTRA_WORDS;
         let tokens = || self.asked_slots().all(|slot| slot.class().is_token());
         // The rows of consecutive slots rise, except in requests with several samplers in another order.
         let one_each = || {
@@ -69,6 +72,15 @@ impl Plan {
             rows: self.token_count(),
             slots: self.asked_slots().count(),
         })
+    }
+
+    /// Words that the extension takes outside of the block.
+    fn extra_words(&self) -> usize {
+        let extras = self.slots().extras();
+        if !self.is_extended() {
+            return 0;
+        }
+        extras.words(self.asked_slots().map(Slot::extra))
     }
 
     /// The slots of all requests, without those of requests that were emptied.
@@ -121,7 +133,46 @@ pub(crate) fn write_step(
     );
     block.pad(rows);
     write_prefixes(plan, &mut block);
-    write_slots(plan, &mut block, mask_words, first_mask)
+    let mut written = write_slots(plan, &mut block, mask_words, first_mask)?;
+    if !block.records.is_empty() {
+        write_extension(plan, &mut block, mask_words, &mut written)?;
+    }
+    Ok(written)
+}
+
+/// Writes what the frame's extension asks for, after the words in use.
+fn write_extension(
+    plan: &Plan,
+    block: &mut StepBlock<'_>,
+    words: &mut [i32],
+    written: &mut WrittenStep,
+) -> Result<(), StageError> {
+    let extras = plan.slots().extras();
+    let found = 4 * words.len();
+    let short = |needed: usize| StageError::BlockSize {
+        found,
+        needed: 4 * needed,
+    };
+    let first = written.mask_words;
+    let history = extras.history();
+    let mut used = first + 2 * history.len();
+    let pairs = words.get_mut(first..used).ok_or_else(|| short(used))?;
+    let values = history.as_flattened();
+    for (word, &value) in pairs.iter_mut().zip(values) {
+        *word = value as i32;
+    }
+    block.header[5..7].copy_from_slice(&[first as i32, history.len() as i32]);
+    block.records.fill(EMPTY);
+    for slot in plan.asked_slots() {
+        let place = (&mut *words, used);
+        let put = extras.put(slot.extra(), slot.row(), place);
+        let (record, end) =
+            put.ok_or_else(|| short(used + extras.words([slot.extra()].into_iter())))?;
+        (block.records[slot.row()], used) = (record, end);
+    }
+    block.header[3] = used as i32;
+    written.mask_words = used;
+    Ok(())
 }
 
 /// Writes the block-table changes, those for which the block has no room as words; returns how many words these are.

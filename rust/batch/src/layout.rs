@@ -34,7 +34,7 @@ impl DType {
     }
 }
 
-/// What an array holds: numbers, or pairs of them.
+/// What an array holds: numbers, or as many together.
 pub(crate) trait Entry: Pod {
     /// Type of the numbers.
     const DTYPE: DType;
@@ -54,12 +54,12 @@ impl Entry for f32 {
     const DTYPE: DType = DType::F32;
 }
 
-impl<T: Entry> Entry for [T; 2]
+impl<T: Entry, const N: usize> Entry for [T; N]
 where
-    [T; 2]: Pod,
+    [T; N]: Pod,
 {
     const DTYPE: DType = T::DTYPE;
-    const WIDTH: usize = 2 * T::WIDTH;
+    const WIDTH: usize = N * T::WIDTH;
 }
 
 /// One array of the block.

@@ -4,6 +4,7 @@
 use std::mem;
 
 use pie_ngram::Kind;
+use pie_wire::ExtensionRows;
 use rustc_hash::FxHashSet;
 
 use crate::adapter::Adapters;
@@ -12,6 +13,7 @@ use crate::changes::TableChanges;
 use crate::check::{FrameFacts, check_compute, check_visibility, is_idle};
 use crate::drafting::{Drafted, Drafting, FrameDrafts};
 use crate::extent::Extent;
+use crate::extra::KvPlace;
 use crate::fault::RequestFault;
 use crate::fit::oversize_requests;
 use crate::frame::{Frame, range};
@@ -44,6 +46,8 @@ pub(crate) struct Lasting<'a> {
     pub(crate) random_seed: u64,
     /// Images of all frames before.
     pub(crate) images: u64,
+    /// What requests ask for beyond the Pie protocol.
+    pub(crate) extension: ExtensionRows<'a>,
 }
 
 /// One frame as [`Planner::plan`](crate::Planner::plan) makes it. Its passes are still to be staged, in order, by
@@ -405,6 +409,23 @@ impl Plan {
         &self.0.faults
     }
 
+    /// Whether some request asks for other logits than the model's: penalties, biases, suppressed tokens.
+    #[must_use]
+    pub const fn is_extended(&self) -> bool {
+        self.0.slots.extras().adjusts() || self.0.slots.extras().counts()
+    }
+
+    /// What the next pass is to note for requests whose tokens count: first, before the frame's first pass, storage slots
+    /// and the tokens that they have KV of. `None` when nothing counts.
+    #[must_use]
+    pub(crate) fn noted(&self) -> Option<&[[i64; 2]]> {
+        let extras = self.0.slots.extras();
+        let first = self.0.next_pass <= 1;
+        extras
+            .counts()
+            .then(|| if first { extras.history() } else { &[] })
+    }
+
     /// Whether requests that are served bring images.
     #[must_use]
     pub fn has_images(&self) -> bool {
@@ -453,6 +474,7 @@ impl Parts {
     ) -> Result<(), RequestFault> {
         let context = frame.context_ids.get(index).copied().unwrap_or(0);
         request.set_context(context);
+        let row = lasting.extension.of(index);
         if is_idle(frame, index)? {
             return Ok(());
         }
@@ -491,11 +513,27 @@ impl Parts {
                 self.drafts.ask(index, context);
             }
         }
+        let place = KvPlace {
+            table_row: request.place().row() + 1,
+            pages,
+            prefix: geometry.prefix(),
+            end: geometry.prefix() + geometry.rows(),
+            first_row: rows.start(),
+            samples: !range(frame.sampler_indptr, index).is_empty(),
+        };
+        let extended = row
+            .map(|row| self.slots.extend(row, &self.limits, place))
+            .transpose()?;
         let first_slot = self.slots.len();
         let positions = self.rows.positions();
-        let added = self
-            .slots
-            .add(frame, index, rows.start(), geometry, positions);
+        let added = self.slots.add(
+            frame,
+            index,
+            rows.start(),
+            geometry,
+            positions,
+            extended.as_ref(),
+        );
         request.set_slots(Extent::new(first_slot, self.slots.len()));
         added
     }

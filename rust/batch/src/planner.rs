@@ -4,7 +4,7 @@ use std::num::NonZeroUsize;
 use std::time::{Duration, Instant};
 
 use pie_ngram::{ConfigError, Counters as DraftCounters};
-use pie_wire::ArchivedForwardRequest;
+use pie_wire::{ArchivedForwardRequest, Extension};
 
 use crate::adapter::Adapters;
 use crate::block::PassBlock;
@@ -160,11 +160,29 @@ impl Planner {
         driver_id: u32,
         request: &ArchivedForwardRequest,
     ) -> Result<Plan, FrameError> {
+        self.plan_extended(driver_id, request, &Extension::default())
+    }
+
+    /// Plans one frame with what its extension asks for.
+    ///
+    /// # Errors
+    /// As [`Planner::plan`], and [`FrameError::Extension`] when the extension is of other requests.
+    pub fn plan_extended(
+        &mut self,
+        driver_id: u32,
+        request: &ArchivedForwardRequest,
+        extension: &Extension<'_>,
+    ) -> Result<Plan, FrameError> {
         if self.unstaged.is_some() {
             // Changes that the mirror holds never reached the device.
             self.forget_table();
         }
         let frame = Frame::check(request)?;
+        let requests = frame.requests;
+        let beyond = |&request: &u32| request as usize >= requests;
+        if let Some(request) = extension.last_request().filter(beyond) {
+            return Err(FrameError::Extension { request, requests });
+        }
         let facts = FrameFacts::of(&frame, &self.limits, self.vision)?;
         self.table.start_frame();
         for index in 0..frame.requests {
@@ -181,6 +199,7 @@ impl Planner {
             masks: self.masks,
             random_seed: self.random_seed,
             images: self.images,
+            extension: extension.rows(),
         };
         plan.make(driver_id, (&frame, &facts), lasting);
         self.images += plan.images().len() as u64;

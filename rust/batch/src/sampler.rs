@@ -1,6 +1,6 @@
 //! Samplers, with their parameters brought into range.
 
-use pie_wire::SamplerView;
+use pie_wire::{CombinedSampler, SamplerView};
 
 /// What a slot makes of its logit row. Slots of one class lie together in a group, in this order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -46,12 +46,13 @@ pub struct SamplerParams {
     pub temperature: f32,
     /// Keep, or report, the k most probable; `vocab_size` = all.
     pub top_k: u32,
-    /// Keep the smallest head of the distribution with at least this mass; 1 = all, 0 = one.
+    /// Keep the smallest head of the distribution with at least this mass; 1 = all, 0 = one. Below 0 it is the negated share
+    /// of the whole distribution, and not of what `top_k` leaves.
     pub top_p: f32,
     /// Keep ids with at least this share of the largest probability; 0 = all.
     pub min_p: f32,
     /// Caller's seed; `None` = fresh randomness.
-    pub seed: Option<u32>,
+    pub seed: Option<u64>,
 }
 
 /// Temperatures up to this one mean arg-max.
@@ -87,7 +88,7 @@ impl SamplerParams {
         Some(match sampler {
             SamplerView::Multinomial { temperature, seed } => token(Self {
                 // 1 is the draw count that the SDKs put into this field.
-                seed: Some(seed).filter(|&seed| seed > 1),
+                seed: Some(u64::from(seed)).filter(|&seed| seed > 1),
                 ..base(temperature)
             }),
             SamplerView::TopK { temperature, k } => token(Self {
@@ -124,6 +125,27 @@ impl SamplerParams {
             SamplerView::Entropy => (SlotClass::Entropy, greedy),
             SamplerView::Embedding => return None,
         })
+    }
+
+    /// The parameters of a combined sampler, which were checked, and the class of its slots.
+    #[must_use]
+    pub fn combined(sampler: &CombinedSampler, vocab_size: u32) -> (SlotClass, Self) {
+        let top_k = clamp_k(sampler.top_k, vocab_size);
+        let top_p = sampler.top_p;
+        let params = Self {
+            temperature: clamp_temperature(sampler.temperature),
+            top_k,
+            // Where nothing else restricts, both shares are the same.
+            top_p: if top_p < 1.0 && top_k < vocab_size {
+                -top_p
+            } else {
+                top_p
+            },
+            min_p: sampler.min_p,
+            // The upper half of the keys is for samplers without a seed.
+            seed: sampler.seed.map(|seed| seed & (u64::MAX >> 1)),
+        };
+        (params.token_class(vocab_size), params)
     }
 
     fn token_class(&self, vocab_size: u32) -> SlotClass {

@@ -2,12 +2,14 @@
 
 use std::ops::Range;
 
-use pie_wire::{ArchivedBrle, NativeSlice, SamplerView};
+use pie_wire::{ArchivedBrle, ExtensionRow, NativeSlice, SamplerView};
 
 use crate::check::Geometry;
 use crate::extent::Extent;
+use crate::extra::{Extras, KvPlace, combined};
 use crate::fault::RequestFault;
 use crate::frame::{Frame, range};
+use crate::limits::Limits;
 use crate::mask::{push_edges, set_bits};
 use crate::outputs::{Outputs, ProbeOutputs};
 use crate::random::uniform;
@@ -30,6 +32,8 @@ pub(crate) struct Slot {
     uniform: f32,
     /// Its request's mask in [`Slots::masks`], or [`UNMASKED`].
     mask: u32,
+    /// What its request's extension asks for in [`Slots::extras`], or [`UNEXTENDED`].
+    extra: u32,
     /// Its tokens in [`Slots::labels`], of a log-probability slot.
     labels: Extent,
     /// The token, once sampled, or [`INVALID_TOKEN`].
@@ -40,6 +44,8 @@ pub(crate) struct Slot {
 
 /// Of slots without a mask.
 const UNMASKED: u32 = u32::MAX;
+/// Of slots of requests without an extension.
+const UNEXTENDED: u32 = u32::MAX;
 /// In a slot whose logits were no numbers.
 const INVALID_TOKEN: u32 = u32::MAX;
 /// Edges of a mask whose bits are staged.
@@ -87,6 +93,11 @@ impl Slot {
         self.token == INVALID_TOKEN
     }
 
+    /// What its request's extension asks for in [`Slots::extras`].
+    pub(crate) const fn extra(&self) -> u32 {
+        self.extra
+    }
+
     /// Its request's mask in [`Slots::masks`].
     pub(crate) fn mask(&self) -> Option<usize> {
         (self.mask != UNMASKED).then_some(self.mask as usize)
@@ -120,6 +131,15 @@ impl Slot {
     }
 }
 
+/// Where a logit mask lies.
+#[derive(Debug, Clone, Copy)]
+enum Mask {
+    /// Its edges in [`Slots::edges`].
+    Edges(Extent),
+    /// Its words in [`Slots::bits`].
+    Bits(Extent),
+}
+
 /// What holds for all slots of a frame.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Sampling {
@@ -137,10 +157,12 @@ pub(crate) struct Slots {
     all: Vec<Slot>,
     counts: [usize; SlotClass::COUNT],
     probe_bytes: usize,
-    /// Edges of each logit mask in `edges`.
-    masks: Vec<Extent>,
+    masks: Vec<Mask>,
     /// Where a mask begins to allow tokens, and where it ends to, in turn.
     edges: Vec<i32>,
+    /// Masks that came as bits.
+    bits: Vec<i32>,
+    extras: Extras,
     /// Which of the frame's masks the last one of `masks` is.
     last_mask: usize,
     /// Tokens whose log-probabilities are asked for.
@@ -158,6 +180,8 @@ impl Slots {
         self.probe_bytes = 0;
         self.masks.clear();
         self.edges.clear();
+        self.bits.clear();
+        self.extras.clear();
         self.labels.clear();
         self.outputs.clear();
     }
@@ -200,6 +224,11 @@ impl Slots {
     /// Number of logit masks.
     pub(crate) const fn mask_count(&self) -> usize {
         self.masks.len()
+    }
+
+    /// What the frame's extension asks for.
+    pub(crate) const fn extras(&self) -> &Extras {
+        &self.extras
     }
 
     /// The tokens of a log-probability slot.
@@ -250,7 +279,13 @@ impl Slots {
     /// Writes a planned mask into [`mask_words`](crate::Limits::mask_words) words: its edges, or its bits where they take
     /// less room. Returns the words in use and what [`FieldId::SlotMasks`](crate::FieldId::SlotMasks) says of its edges.
     pub(crate) fn put_mask(&self, mask: usize, words: &mut [i32]) -> (usize, i32) {
-        let edges = &self.edges[self.masks[mask].range()];
+        let edges = match self.masks[mask] {
+            Mask::Edges(edges) => &self.edges[edges.range()],
+            Mask::Bits(bits) => {
+                words.copy_from_slice(&self.bits[bits.range()]);
+                return (words.len(), BITS);
+            }
+        };
         if let Some(words) = words.get_mut(..edges.len()) {
             words.copy_from_slice(edges);
             return (edges.len(), edges.len() as i32);
@@ -266,7 +301,8 @@ impl Slots {
     fn add_mask(&mut self, masks: &[ArchivedBrle], index: usize, vocab_size: u32) -> Option<usize> {
         let runs = masks[index].buffer.native();
         let last = self.masks.len().checked_sub(1);
-        let same = |_: &usize| *masks[self.last_mask].buffer.native() == *runs;
+        let listed = |&last: &usize| matches!(self.masks[last], Mask::Edges(_));
+        let same = |last: &usize| listed(last) && *masks[self.last_mask].buffer.native() == *runs;
         if let Some(last) = last.filter(same) {
             return Some(last);
         }
@@ -276,7 +312,7 @@ impl Slots {
         if edges.is_empty() {
             return None;
         }
-        self.masks.push(edges);
+        self.masks.push(Mask::Edges(edges));
         self.last_mask = index;
         Some(self.masks.len() - 1)
     }
@@ -300,9 +336,63 @@ struct Common {
     mask: u32,
     /// Its mask forbids everything: the arg-max of the unmasked logits is returned.
     forbidden: bool,
+    /// See [`Slot::extra`].
+    extra: u32,
+}
+
+/// A request's row of the extension, and its number in [`Slots::extras`].
+pub(crate) struct Extended<'a> {
+    row: ExtensionRow<'a>,
+    number: u32,
 }
 
 impl Slots {
+    /// Notes what a request's row of the extension asks for.
+    ///
+    /// # Errors
+    /// [`RequestFault::Extension`].
+    pub(crate) fn extend<'a>(
+        &mut self,
+        row: ExtensionRow<'a>,
+        limits: &Limits,
+        place: KvPlace<'_>,
+    ) -> Result<Extended<'a>, RequestFault> {
+        let number = self.extras.add(&row, limits, place)?;
+        Ok(Extended { row, number })
+    }
+
+    /// Plans a mask of bits.
+    fn add_bits(
+        &mut self,
+        row: &ExtensionRow<'_>,
+        common: &mut Common,
+    ) -> Result<(), RequestFault> {
+        if row.mask.is_empty() {
+            return Ok(());
+        }
+        if common.forbidden || common.mask != UNMASKED {
+            return Err(RequestFault::LogitMasks { masks: 2 });
+        }
+        let last = self.sampling.vocab_size as usize % 32;
+        let tail = u32::MAX >> ((32 - last) % 32);
+        let first = self.bits.len();
+        let words = row.mask.iter().map(u32::cast_signed);
+        self.bits.extend(words);
+        if let Some(word) = self.bits.last_mut() {
+            // Bits after the vocabulary allow nothing.
+            *word &= tail.cast_signed();
+        }
+        common.forbidden = self.bits[first..].iter().all(|&word| word == 0);
+        if common.forbidden {
+            self.bits.truncate(first);
+        } else {
+            common.mask = self.masks.len() as u32;
+            let bits = Extent::new(first, self.bits.len());
+            self.masks.push(Mask::Bits(bits));
+        }
+        Ok(())
+    }
+
     /// Plans the slots of request `index`, whose rows start at `first_row`; those that verify drafts come first.
     ///
     /// # Errors
@@ -314,6 +404,7 @@ impl Slots {
         first_row: usize,
         geometry: Geometry,
         positions: &[u32],
+        extended: Option<&Extended<'_>>,
     ) -> Result<(), RequestFault> {
         let samplers = range(frame.sampler_indptr, index);
         let rows = geometry.inputs;
@@ -327,14 +418,20 @@ impl Slots {
         if samplers.is_empty() {
             return Ok(());
         }
-        let common = self.common(frame, index)?;
+        let mut common = self.common(frame, index)?;
         let vocab_size = self.sampling.vocab_size;
+        let mut own = None;
+        if let Some(extended) = extended {
+            common.extra = extended.number;
+            own = combined(&extended.row, vocab_size);
+            self.add_bits(&extended.row, &mut common)?;
+        }
         let rows = &frame.sampling_indices[samplers.clone()];
         let samplers = &frame.samplers[samplers];
         if geometry.drafts > 0 {
             let sampler = SamplerParams::from_wire(samplers[0].view(), vocab_size);
-            let (class, params) = sampler
-                .filter(|(class, _)| class.is_token())
+            let (class, params) = own
+                .or(sampler.filter(|(class, _)| class.is_token()))
                 .unwrap_or((SlotClass::Greedy, SamplerParams::greedy(vocab_size)));
             let last_input = first_row + geometry.inputs as usize - 1;
             for row in last_input..first_row + geometry.rows() as usize {
@@ -346,6 +443,10 @@ impl Slots {
             let view = sampler.view();
             let Some((class, params)) = SamplerParams::from_wire(view, vocab_size) else {
                 continue;
+            };
+            let (class, params) = match own {
+                Some(own) if class.is_token() => own,
+                _ => (class, params),
             };
             // Verification stands for the request's token samplers.
             if class.is_token() && geometry.drafts > 0 {
@@ -362,6 +463,7 @@ impl Slots {
         let mut common = Common {
             mask: UNMASKED,
             forbidden: false,
+            extra: UNEXTENDED,
         };
         if frame.logit_masks.is_empty() {
             return Ok(common);
@@ -401,7 +503,7 @@ impl Slots {
         };
         let uniform = match (class, params.seed) {
             (SlotClass::Plain | SlotClass::Filtered, Some(seed)) => {
-                uniform(u64::from(seed), u64::from(positions[row]), number)
+                uniform(seed, u64::from(positions[row]), number)
             }
             // The upper half of the key space: no caller's 32-bit seed meets it.
             (SlotClass::Plain | SlotClass::Filtered, None) => uniform(
@@ -420,6 +522,7 @@ impl Slots {
             min_p: params.min_p,
             uniform,
             mask: common.mask,
+            extra: common.extra,
             labels,
             token: 0,
             output: 0,

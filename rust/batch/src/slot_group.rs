@@ -3,6 +3,7 @@
 use std::ops::Range;
 
 use crate::block::PassBlock;
+use crate::extra::{EMPTY, Record};
 use crate::limits::Limits;
 use crate::outputs::Outputs;
 use crate::request::{Request, Segment};
@@ -56,6 +57,10 @@ pub(crate) struct PassSlots {
     masks: Vec<[i32; 2]>,
     /// A group as it was before it was ordered.
     unordered: Vec<u32>,
+    /// Of each slot of the staged group what is asked of its logits; empty when nothing is.
+    records: Vec<Record>,
+    /// Biases of the records.
+    bias_words: Vec<i32>,
 }
 
 impl PassSlots {
@@ -67,6 +72,11 @@ impl PassSlots {
     /// Labels of the staged group.
     pub(crate) fn labels(&self) -> &[[i64; 2]] {
         &self.labels
+    }
+
+    /// What the staged group asks of its slots' logits, and the words that the records refer to.
+    pub(crate) fn records(&self) -> (&[Record], &[i32]) {
+        (&self.records, &self.bias_words)
     }
 
     /// Begins a pass that has all slots of the frame.
@@ -126,6 +136,8 @@ impl PassSlots {
         if group.is_empty() {
             return None;
         }
+        self.records.clear();
+        self.bias_words.clear();
         self.masks.clear();
         self.masks.resize(slots.mask_count(), UNMASKED);
         let mut staged = SlotGroup::default();
@@ -156,7 +168,31 @@ impl PassSlots {
             }
             staged.counts[slot.class() as usize] += 1;
         }
+        self.note_records(slots);
         Some(staged)
+    }
+
+    /// Notes what the extension asks of the group's logits.
+    fn note_records(&mut self, slots: &Slots) {
+        let (extras, all) = (slots.extras(), slots.all());
+        if !extras.adjusts() {
+            return;
+        }
+        let group = &self.slots[self.group.clone()];
+        let of = |&slot: &u32| all[slot as usize].extra();
+        self.bias_words
+            .resize(extras.words(group.iter().map(of)), 0);
+        let mut used = 0;
+        for &slot in group {
+            let slot = &all[slot as usize];
+            let place = (&mut self.bias_words[..], used);
+            let (record, end) = extras
+                .put(slot.extra(), slot.row(), place)
+                .unwrap_or((EMPTY, used));
+            self.records.push(record);
+            used = end;
+        }
+        self.bias_words.truncate(used);
     }
 
     /// Gives the slots of the staged group their outputs; `false` when a token is outside the vocabulary.

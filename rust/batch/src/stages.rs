@@ -11,6 +11,7 @@ use std::ops::Deref;
 
 use crate::attention_mask::AttentionMask;
 use crate::block::PassBlock;
+use crate::extra::RECORD_WORDS;
 use crate::graph::WrittenStep;
 use crate::image::PassImages;
 use crate::outputs::Outputs;
@@ -65,6 +66,13 @@ impl StagedPass {
         self.pass.masked.then(mask)
     }
 
+    /// Storage slots and the tokens that they have KV of, which count and are not in the pass; `None` unless the tokens of
+    /// the pass are to be noted, too.
+    #[must_use]
+    pub fn noted(&self) -> Option<&[[i64; 2]]> {
+        self.plan.noted()
+    }
+
     /// Its images; `None` when it has none.
     #[must_use]
     pub fn images(&self) -> Option<PassImages> {
@@ -113,6 +121,13 @@ impl StagedGroup {
     #[must_use]
     pub fn labels(&self) -> &[[i64; 2]] {
         self.pass.plan.pass_slots().labels()
+    }
+
+    /// What the group asks of its slots' logits before they are sampled: a record of each slot, in the order of the block,
+    /// and the words that records refer to; both empty when nothing is asked. See [`RECORD_WORDS`](crate::RECORD_WORDS).
+    #[must_use]
+    pub fn records(&self) -> (&[[i32; RECORD_WORDS]], &[i32]) {
+        self.pass.plan.pass_slots().records()
     }
 
     /// Takes what the engine computed for the group.

@@ -529,7 +529,9 @@ fn arrays_that_contradict_each_other_refuse_the_frame() {
             FrameError::Length { array, .. }
             | FrameError::IndptrLength { array, .. }
             | FrameError::IndptrOrder { array, .. } => array,
-            other @ FrameError::SamplerPartition { .. } => panic!("{other}"),
+            other @ (FrameError::SamplerPartition { .. } | FrameError::Extension { .. }) => {
+                panic!("{other}")
+            }
         };
         assert!(found == name || found == "image_indptr", "{found}");
     }

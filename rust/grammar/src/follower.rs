@@ -8,14 +8,14 @@ use crate::error::GrammarError;
 use crate::matcher::{Matcher, only};
 
 /// Follows one sequence. [`take`](Self::take) returns at once, and one of the compiler's threads goes on by the token and computes
-/// the mask after it. [`next`](Self::next) gives that mask; where no thread has come to it yet, the caller's does the work.
+/// the mask after it. [`following`](Self::following) gives that mask; where no thread has come to it yet, the caller's does the work.
 #[derive(Debug)]
 pub struct Follower {
     compiler: Compiler,
     /// Tokens that have no alternative are taken by themselves.
     jumps: bool,
     state: Arc<Mutex<State>>,
-    /// Of [`next`](Self::next), so that a caller need not hold a lock.
+    /// Of [`following`](Self::following), so that a caller need not hold a lock.
     mask: Vec<u32>,
     forced: Vec<u32>,
 }
@@ -88,7 +88,7 @@ impl Follower {
     ///
     /// # Errors
     /// Why the grammar cannot be followed; again by every later call.
-    pub fn next(&mut self) -> Result<Next<'_>, GrammarError> {
+    pub fn following(&mut self) -> Result<Next<'_>, GrammarError> {
         let mut state = lock(&self.state);
         state.work();
         if let Some(error) = &state.error {

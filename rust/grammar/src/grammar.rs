@@ -62,11 +62,10 @@ impl Grammar {
             }
             Self::JsonObject => TopLevelGrammar::from_json_schema(json!({"type": "object"})),
             Self::Regex(text) => TopLevelGrammar::from_regex(text),
-            Self::Lark(text) => TopLevelGrammar::from_lark(text.to_string()),
             Self::Ebnf(text) if text.contains("::=") => {
                 TopLevelGrammar::from_lark(gbnf::to_lark(text).map_err(wrong)?)
             }
-            Self::Ebnf(text) => TopLevelGrammar::from_lark(text.to_string()),
+            Self::Lark(text) | Self::Ebnf(text) => TopLevelGrammar::from_lark(text.to_string()),
             Self::StructuralTag(text) => tags::parse(text, vocabulary).map_err(wrong)?,
         };
         Ok(grammar)

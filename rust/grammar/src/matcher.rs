@@ -72,7 +72,7 @@ impl Matcher {
         let common = words.len().min(needed);
         mask[..common].copy_from_slice(&words[..common]);
         if let Some(last) = mask.last_mut()
-            && self.vocabulary.size() % 32 != 0
+            && !self.vocabulary.size().is_multiple_of(32)
         {
             *last &= (1 << (self.vocabulary.size() % 32)) - 1;
         }

@@ -209,7 +209,7 @@ proptest! {
             if random.bool() {
                 std::thread::sleep(Duration::from_micros(random.u64(..300)));
             }
-            let next = follower.next().unwrap();
+            let next = follower.following().unwrap();
             for &token in next.forced {
                 prop_assert_eq!(allowed(&mask(&mut matcher)), vec![token]);
                 matcher.commit(token).unwrap();

@@ -12,7 +12,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
 use crate::error::{WireError, from_ring};
-use crate::request::{Request, encode, frame};
+use crate::request::{Request, encode, encode_batch};
 
 /// Sends requests to a driver as the Pie runtime does. Calls from several threads run on several slots.
 #[pyclass(frozen, module = "pie_driver_sglang._core")]
@@ -92,7 +92,7 @@ impl Client {
         reason = "arguments from Python are owned"
     )]
     fn forward(&self, py: Python<'_>, requests: Vec<Request>) -> PyResult<Reply> {
-        self.send(py, &frame(&requests, 0))
+        self.call_encoded(py, &encode_batch(&requests, 0)?)
     }
 
     /// Copies pages and returns the status code.
@@ -206,9 +206,12 @@ impl Client {
 
 impl Client {
     fn send(&self, py: Python<'_>, frame: &Frame) -> PyResult<Reply> {
-        let request = encode(frame)?;
+        self.call_encoded(py, &encode(frame)?)
+    }
+
+    fn call_encoded(&self, py: Python<'_>, request: &[u8]) -> PyResult<Reply> {
         let reply = py
-            .detach(|| self.inner.call(&request, decode))
+            .detach(|| self.inner.call(request, decode))
             .map_err(from_ring)?;
         reply.map_err(WireError::new_err)
     }

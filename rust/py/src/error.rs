@@ -6,6 +6,7 @@ use pie_ring::{CallError, RegionError};
 use pyo3::exceptions::{PyFileNotFoundError, PyRuntimeError, PyTimeoutError};
 use pyo3::{PyErr, import_exception};
 
+import_exception!(pie_driver_sglang.errors, FrontEndError);
 import_exception!(pie_driver_sglang.errors, LostError);
 import_exception!(pie_driver_sglang.errors, PagesError);
 import_exception!(pie_driver_sglang.errors, RadixError);
@@ -48,6 +49,10 @@ pub(crate) fn from_runtime(error: &pie_runtime::RuntimeError) -> PyErr {
         Some((message, hint)) => StartError::new_err((message.to_owned(), hint.to_owned())),
         None => StartError::new_err(text),
     }
+}
+
+pub(crate) fn from_front(error: &pie_front::FrontError) -> PyErr {
+    FrontEndError::new_err(error.to_string())
 }
 
 pub(crate) fn from_wire(error: &pie_wire::WireError) -> PyErr {

@@ -25,6 +25,7 @@ struct Parts {
     memory: Buffers,
     sizes: Vec<StepSize>,
     grouped: Vec<usize>,
+    extended: Vec<usize>,
     most: usize,
     lead: Option<Lead>,
 }
@@ -35,8 +36,8 @@ impl Lane {
     ///
     /// Args:
     ///     block: Writable bytes that graphs read, laid out as `graph_layout(rows, slots)`; large enough for every graph.
-    ///     mask_words: `[slots * ceil(vocabulary / 32) + 2 * row_pages]` int32 that graphs read: block-table changes for which
-    ///         the block has no room, then logit masks.
+    ///     mask_words: `[slots * ceil(vocabulary / 32) + 2 * row_pages]` int32 that graphs read, with extended graphs
+    ///         `STEP_EXTRA_WORDS` more: block-table changes for which the block has no room, logit masks, tokens to note, biases.
     ///     results: `[slots]` uint64 that graphs write: for each slot `step << 32 | token`, at once.
     ///     graphs: Rows and `cudaGraphExec_t` of each graph, fewest rows first.
     ///     slots: Most slots of a graph; it has as many as rows, if these are fewer.
@@ -45,12 +46,14 @@ impl Lane {
     ///     owner: Owns graphs, stream and memory, and is kept alive with the lane. Nothing else may use them.
     ///     grouped: Rows and handle of each graph whose block is `graph_layout(rows, slots, grouped=True)`, fewest first; they
     ///         run the steps in which rows read the same KV first, if they have room.
+    ///     extended: Rows and handle of each graph whose block is `graph_layout(rows, slots, extended=True)`, fewest first; they
+    ///         run the steps whose extension changes logits.
     ///
     /// Raises:
     ///     RuntimeError: There is no CUDA driver, or no context on this thread.
     ///     ValueError: A buffer is too small, or a graph of `grouped` has more rows than slots.
     #[staticmethod]
-    #[pyo3(signature = (block, mask_words, results, graphs, slots, stream, most, owner, grouped = Vec::new()))]
+    #[pyo3(signature = (block, mask_words, results, graphs, slots, stream, most, owner, grouped = Vec::new(), extended = Vec::new()))]
     #[expect(unsafe_code, reason = "raw handles come from Python as numbers")]
     #[expect(clippy::too_many_arguments, reason = "Python passes them by name")]
     fn cuda(
@@ -63,9 +66,12 @@ impl Lane {
         most: usize,
         owner: Py<PyAny>,
         grouped: Vec<(usize, usize)>,
+        extended: Vec<(usize, usize)>,
     ) -> PyResult<Self> {
         let (rows, mut handles): (Vec<usize>, Vec<usize>) = graphs.into_iter().unzip();
         let (grouped, others): (Vec<usize>, Vec<usize>) = grouped.into_iter().unzip();
+        handles.extend(others);
+        let (extended, others): (Vec<usize>, Vec<usize>) = extended.into_iter().unzip();
         handles.extend(others);
         // SAFETY: the owner keeps the handles valid and to itself; see the docstring.
         let graphs = unsafe { CudaGraphs::new(stream, &handles) };
@@ -79,7 +85,7 @@ impl Lane {
             mask_words,
             results,
         };
-        Self::new(device, memory, rows, grouped, slots, most)
+        Self::new(device, memory, (rows, grouped, extended), slots, most)
     }
 
     /// Calls of a Python function in place of graphs, for a device that has none.
@@ -89,12 +95,12 @@ impl Lane {
     ///     rows: Rows of each graph, fewest first.
     ///     slots, most: As for `cuda`.
     ///     run: Called as `run(graph)` with its number; the results are there when it returns.
-    ///     grouped: Rows of further graphs, as for `cuda`.
+    ///     grouped, extended: Rows of further graphs, as for `cuda`.
     ///
     /// Raises:
     ///     ValueError: As for `cuda`.
     #[staticmethod]
-    #[pyo3(signature = (block, mask_words, results, rows, slots, most, run, grouped = Vec::new()))]
+    #[pyo3(signature = (block, mask_words, results, rows, slots, most, run, grouped = Vec::new(), extended = Vec::new()))]
     #[expect(clippy::too_many_arguments, reason = "Python passes them by name")]
     fn call(
         block: PyBuffer<u8>,
@@ -105,6 +111,7 @@ impl Lane {
         most: usize,
         run: Py<PyAny>,
         grouped: Vec<usize>,
+        extended: Vec<usize>,
     ) -> PyResult<Self> {
         let device = Box::new(Call { run });
         let memory = Buffers {
@@ -112,7 +119,7 @@ impl Lane {
             mask_words,
             results,
         };
-        Self::new(device, memory, rows, grouped, slots, most)
+        Self::new(device, memory, (rows, grouped, extended), slots, most)
     }
 
     /// Sends every step to the other ranks of a model, so that their lanes run it, too.
@@ -131,8 +138,7 @@ impl Lane {
     fn new(
         device: Box<dyn Launch>,
         memory: Buffers,
-        rows: Vec<usize>,
-        grouped: Vec<usize>,
+        (rows, grouped, extended): (Vec<usize>, Vec<usize>, Vec<usize>),
         slots: usize,
         most: usize,
     ) -> PyResult<Self> {
@@ -141,11 +147,14 @@ impl Lane {
                 format!("rows are {rows:?} of {slots} slots; both must be positive, and rows rise");
             return Err(PyValueError::new_err(text));
         }
-        if !grouped.is_sorted_by(|a, b| a < b) || grouped.last().is_some_and(|&rows| rows > slots) {
-            let text = format!(
-                "`grouped` has {grouped:?} rows of {slots} slots; they must rise up to these"
-            );
-            return Err(PyValueError::new_err(text));
+        for (name, others) in [("grouped", &grouped), ("extended", &extended)] {
+            let exceeds = others.last().is_some_and(|&rows| rows > slots);
+            if !others.is_sorted_by(|a, b| a < b) || exceeds {
+                let text = format!(
+                    "`{name}` has {others:?} rows of {slots} slots; they must rise up to these"
+                );
+                return Err(PyValueError::new_err(text));
+            }
         }
         let size = |rows| StepSize {
             rows,
@@ -156,10 +165,13 @@ impl Lane {
         let known = grouped
             .iter()
             .map(|&rows| Layout::grouped_graph(rows).bytes());
-        let bytes = plain.chain(known).max();
-        // Graphs that know groups have as many slots as rows.
+        let changing = extended
+            .iter()
+            .map(|&rows| Layout::extended_graph(rows).bytes());
+        let bytes = plain.chain(known).chain(changing).max();
+        // The others have as many slots as rows.
         let slots = sizes.iter().map(|size| size.slots);
-        let results = slots.chain(grouped.iter().copied()).max();
+        let results = slots.chain(grouped.iter().chain(&extended).copied()).max();
         check("block", &memory.block, bytes.unwrap_or(0))?;
         check("mask_words", &memory.mask_words, 0)?;
         check(
@@ -173,6 +185,7 @@ impl Lane {
                 memory,
                 sizes,
                 grouped,
+                extended,
                 most,
                 lead: None,
             })),
@@ -188,11 +201,12 @@ impl Lane {
             memory,
             sizes,
             grouped,
+            extended,
             most,
             lead,
         } = parts.ok_or_else(already_serves)?;
         let lane = pie_serve::Lane::new(device, Box::new(memory), &sizes, most, wait);
-        let lane = lane.grouped(&grouped);
+        let lane = lane.grouped(&grouped).extended(&extended);
         Ok(match lead {
             Some(lead) => lane.leading(lead),
             None => lane,

@@ -11,6 +11,8 @@ mod copy;
 mod counts;
 mod drafter;
 mod error;
+mod extension;
+mod front;
 mod guard;
 mod images;
 mod lane;
@@ -37,6 +39,9 @@ mod _core {
     /// The adapter that a rehearsal may bind without loading one.
     #[pymodule_export]
     const REHEARSAL_ADAPTER: i64 = pie_batch::REHEARSAL_ADAPTER;
+    /// Words outside of the block of a step that its extension may take.
+    #[pymodule_export]
+    const STEP_EXTRA_WORDS: usize = pie_batch::STEP_EXTRA_WORDS;
     #[pymodule_export]
     use super::build_info;
     #[pymodule_export]
@@ -51,6 +56,10 @@ mod _core {
     use crate::counts::Counts;
     #[pymodule_export]
     use crate::drafter::Drafter;
+    #[pymodule_export]
+    use crate::extension::Extension;
+    #[pymodule_export]
+    use crate::front::Front;
     #[pymodule_export]
     use crate::guard::ExitGuard;
     #[pymodule_export]

@@ -30,6 +30,9 @@ pub(crate) struct Pass {
     /// `[requests, 2]` int64: slot of the state pool, 0 for the padding slot, and 1 where it starts from zeros; None for a
     /// model without recurrent state.
     states: Option<Py<PyByteArray>>,
+    /// `[tokens, 2]` int64: storage slots, and the tokens that they have KV of, to be noted with those of the pass; None when
+    /// no tokens need be noted.
+    noted: Option<Py<PyBytes>>,
 }
 
 impl Pass {
@@ -48,6 +51,8 @@ impl Pass {
         let states = batch.pass_states();
         let states =
             states.map(|states| PyByteArray::new(py, bytemuck::cast_slice(&states)).unbind());
+        let noted = batch.pass_noted();
+        let noted = noted.map(|pairs| PyBytes::new(py, bytemuck::cast_slice(pairs)).unbind());
         Ok(Self {
             tokens: pass.tokens,
             requests: pass.requests,
@@ -59,6 +64,7 @@ impl Pass {
             adapters,
             images: images.transpose()?,
             states,
+            noted,
         })
     }
 }

@@ -172,10 +172,13 @@ impl Planner {
 ///     rows: Tokens that it has room for.
 ///     slots: Of these, how many can be sampled. With fewer slots than rows the block says the row of each slot.
 ///     grouped: Whether the block says which rows read the same KV first; then there are as many slots as rows.
+///     extended: Whether the block says how logits are changed before they are sampled; then there are as many slots as rows.
 #[pyfunction]
-#[pyo3(signature = (rows, slots, grouped = false))]
-pub(crate) fn graph_layout(rows: usize, slots: usize, grouped: bool) -> Vec<Field> {
-    fields(&if grouped {
+#[pyo3(signature = (rows, slots, grouped = false, extended = false))]
+pub(crate) fn graph_layout(rows: usize, slots: usize, grouped: bool, extended: bool) -> Vec<Field> {
+    fields(&if extended {
+        pie_batch::Layout::extended_graph(rows)
+    } else if grouped {
         pie_batch::Layout::grouped_graph(rows)
     } else {
         pie_batch::Layout::graph(pie_batch::StepSize {

@@ -1,10 +1,11 @@
 //! Requests as Python builds them, for the client side: demo, tests and tools.
 
-use pie_wire::{AdapterBinding, Brle, ForwardRequest, Frame, Payload};
+use pie_wire::{AdapterBinding, Brle, ForwardRequest, Frame, Payload, RequestExtension};
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
 use crate::error::from_wire;
+use crate::extension::Extension;
 
 /// What to compute from one row's logits. Make one with the static methods.
 #[pyclass(frozen, from_py_object, module = "pie_driver_sglang._core")]
@@ -155,6 +156,7 @@ pub(crate) struct Request {
     state_slot: Option<u32>,
     state_reset: bool,
     wants_drafts: bool,
+    extension: Option<Extension>,
 }
 
 #[pymethods]
@@ -178,8 +180,9 @@ impl Request {
     ///     state_slot: Slot of recurrent state, None = none. All requests of a batch have one, or none has.
     ///     state_reset: The slot starts from zeros.
     ///     wants_drafts: The answer may bring drafts for the next request.
+    ///     extension: What it asks for beyond the Pie protocol.
     #[new]
-    #[pyo3(signature = (tokens, positions, pages, last_page_len, samplers = Vec::new(), *, context_id = 0, masks = None, logit_mask = None, drafts = Vec::new(), draft_positions = Vec::new(), adapter_id = -1, images = Vec::new(), audio = Vec::new(), state_slot = None, state_reset = false, wants_drafts = false))]
+    #[pyo3(signature = (tokens, positions, pages, last_page_len, samplers = Vec::new(), *, context_id = 0, masks = None, logit_mask = None, drafts = Vec::new(), draft_positions = Vec::new(), adapter_id = -1, images = Vec::new(), audio = Vec::new(), state_slot = None, state_reset = false, wants_drafts = false, extension = None))]
     #[expect(
         clippy::too_many_arguments,
         reason = "one keyword per field of the request"
@@ -201,6 +204,7 @@ impl Request {
         state_slot: Option<u32>,
         state_reset: bool,
         wants_drafts: bool,
+        extension: Option<Extension>,
     ) -> Self {
         Self {
             tokens,
@@ -219,6 +223,7 @@ impl Request {
             state_slot,
             state_reset,
             wants_drafts,
+            extension,
         }
     }
 }
@@ -239,7 +244,20 @@ pub(crate) fn encode_forward(
     requests: Vec<Request>,
     driver_id: u32,
 ) -> PyResult<Py<PyBytes>> {
-    Ok(PyBytes::new(py, &encode(&frame(&requests, driver_id))?).unbind())
+    Ok(PyBytes::new(py, &encode_batch(&requests, driver_id)?).unbind())
+}
+
+/// The bytes of a batch, with its extension.
+pub(crate) fn encode_batch(requests: &[Request], driver_id: u32) -> PyResult<Vec<u8>> {
+    let mut bytes = encode(&frame(requests, driver_id))?;
+    let rows = (0..).zip(requests).filter_map(|(index, request)| {
+        let extension: &RequestExtension = request.extension.as_ref()?.inner();
+        Some((index, extension))
+    });
+    let length = bytes.len();
+    bytes.resize(length + pie_wire::extension_len(rows.clone()), 0);
+    pie_wire::append_extension(rows, &mut bytes, length).map_err(|error| from_wire(&error))?;
+    Ok(bytes)
 }
 
 pub(crate) fn encode(frame: &Frame) -> PyResult<Vec<u8>> {
@@ -250,7 +268,7 @@ pub(crate) fn encode(frame: &Frame) -> PyResult<Vec<u8>> {
 
 /// Concatenates requests into one frame. Mask rows are left out where the runtime leaves them out: when no request has
 /// more than one token, drafts or rows of its own.
-pub(crate) fn frame(requests: &[Request], driver_id: u32) -> Frame {
+fn frame(requests: &[Request], driver_id: u32) -> Frame {
     let plain = |request: &Request| {
         request.tokens.len() <= 1 && request.drafts.is_empty() && request.masks.is_none()
     };

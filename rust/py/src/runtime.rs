@@ -10,9 +10,10 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use pie_runtime::{
-    Arrival, Config, Constrain, DriverSettings, Ends, Rejected, Sampling, Service, ServiceSettings,
+    Arrival, Config, Constrain, DriverSettings, Ends, Pause, Rejected, Sampling, Service,
+    ServiceSettings,
 };
-use pyo3::exceptions::PyRuntimeError;
+use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use toml::Table;
@@ -36,7 +37,7 @@ const SIGNALS: Duration = Duration::from_millis(100);
 /// they were. Use it as a context manager, or call `shutdown`.
 #[pyclass(frozen, module = "pie_driver_sglang._core")]
 pub(crate) struct Runtime {
-    service: Service,
+    pub(crate) service: Service,
     lines: Arc<Mutex<VecDeque<String>>>,
     stop_tokens: Vec<u32>,
     grammars: Option<Grammars>,
@@ -61,7 +62,8 @@ impl Runtime {
     ///     max_running_requests: Sequences that hold pages at once; None for as many as a step takes.
     ///     max_queued_requests: Sequences that may wait.
     ///     chunked_prefill_size: Most tokens of a step.
-    ///     max_token_gap_ms: The longest time between two tokens that prompts of others may cause; 0 for no limit.
+    ///     max_token_gap_ms: The longest time between two tokens of a stream that prompts of others may cause; 0 for no
+    ///         limit.
     ///     radix_eviction_policy: `lru`, `lfu`, `fifo`, `filo`, `mru`, `slru` or `priority`.
     ///     disable_radix_cache: Share no prefixes.
     ///     enable_priority_scheduling: `priority` of requests comes before the policy.
@@ -222,7 +224,11 @@ impl Runtime {
     ///     top_k: Tokens kept; -1 for all.
     ///     top_p: Probability mass kept.
     ///     min_p: Fraction of the largest probability that a token must have.
-    ///     seed: Fixes what is drawn; without filters alone.
+    ///     seed: With the position it fixes what is drawn.
+    ///     frequency_penalty: Taken from a token's logit for each time that it was produced.
+    ///     presence_penalty: Taken from the logit of a token that was produced.
+    ///     repetition_penalty: Divides the logit of a token that was produced, or multiplies it if it is below 0.
+    ///     logit_bias: Tokens, and what is added to their logits.
     ///     stop_token_ids: They end it, besides the model's own.
     ///     stop: Texts that end it.
     ///     ignore_eos: The model's own do not end it.
@@ -236,6 +242,8 @@ impl Runtime {
     ///         while the request waits; a wrong one ends it with the reason `error`.
     ///     speculate: The driver may draft for it.
     ///     deadline_s: Seconds after which it ends, finished or not.
+    ///     streams: Outputs come with every step, and `max_token_gap_ms` holds between them. Else each sequence has one
+    ///         output, at its end.
     ///
     /// Raises:
     ///     ValueError: A parameter is out of range, or the driver cannot do what is asked for.
@@ -245,9 +253,10 @@ impl Runtime {
     ///     RuntimeError: The drivers are not ready, or the runtime is shut down.
     #[pyo3(signature = (
         token_ids, *, max_new_tokens = 128, min_new_tokens = 0, temperature = 1.0, top_k = -1, top_p = 1.0, min_p = 0.0,
-        seed = None, stop_token_ids = Vec::new(), stop = Vec::new(), ignore_eos = false, n = 1, priority = None,
+        seed = None, frequency_penalty = 0.0, presence_penalty = 0.0, repetition_penalty = 1.0, logit_bias = Vec::new(),
+        stop_token_ids = Vec::new(), stop = Vec::new(), ignore_eos = false, n = 1, priority = None,
         routing_key = None, session = None, namespace = None, adapter_id = None, grammar = None, speculate = false,
-        deadline_s = None
+        deadline_s = None, streams = true
     ))]
     #[expect(
         clippy::too_many_arguments,
@@ -263,7 +272,11 @@ impl Runtime {
         top_k: i64,
         top_p: f32,
         min_p: f32,
-        seed: Option<u32>,
+        seed: Option<u64>,
+        frequency_penalty: f32,
+        presence_penalty: f32,
+        repetition_penalty: f32,
+        logit_bias: Vec<(u32, f32)>,
         stop_token_ids: Vec<u32>,
         stop: Vec<String>,
         ignore_eos: bool,
@@ -276,6 +289,7 @@ impl Runtime {
         grammar: Option<(String, String)>,
         speculate: bool,
         deadline_s: Option<f64>,
+        streams: bool,
     ) -> PyResult<u64> {
         let sampling = Sampling {
             temperature,
@@ -283,13 +297,18 @@ impl Runtime {
             top_p,
             min_p,
             seed,
+            frequency_penalty,
+            presence_penalty,
+            repetition_penalty,
+            logit_bias,
         };
         let mut stop_tokens = stop_token_ids;
         if !ignore_eos {
             stop_tokens.extend_from_slice(&self.stop_tokens);
         }
         let deadline = deadline_s.map(|limit| seconds("deadline_s", limit));
-        let sampler = sampling.sampler().map_err(value_error)?;
+        self.check_biases(&sampling)?;
+        let draw = sampling.draw().map_err(value_error)?;
         let bind = |(kind, text): (String, String)| self.bind(&kind, text);
         let constraint = grammar.map(bind).transpose()?;
         let arrival = Arrival {
@@ -307,7 +326,8 @@ impl Runtime {
             session,
             constraint,
             drafts: speculate,
-            ..Arrival::new(0, token_ids.0, sampler, max_new_tokens)
+            streams,
+            ..Arrival::new(0, token_ids.0, draw, max_new_tokens)
         };
         self.service
             .submit(arrival, deadline.transpose()?)
@@ -356,12 +376,33 @@ impl Runtime {
             .collect())
     }
 
+    /// Computes nothing more until `resume`. Requests are still taken, and can be aborted; deadlines wait.
+    ///
+    /// Args:
+    ///     retract: Requests give back what was computed, and are computed again afterwards.
+    #[pyo3(signature = (*, retract = false))]
+    fn pause(&self, retract: bool) {
+        let pause = if retract {
+            Pause::Retract
+        } else {
+            Pause::InPlace
+        };
+        self.service.pause(Some(pause));
+    }
+
+    /// Goes on after `pause`.
+    fn resume(&self) {
+        self.service.pause(None);
+    }
+
     /// Empties the prefix indices. False, with nothing done, where requests run or wait.
     fn flush_cache(&self, py: Python<'_>) -> bool {
         py.detach(|| self.service.flush(Duration::from_mins(1)))
     }
 
-    /// Counts of all replicas, and under `replicas` those of each.
+    /// Counts of all replicas, and under `replicas` those of each. Of `steps`, `prompt_steps` had parts of prompts; all had
+    /// `rows`. `driver_s` are the seconds that drivers took for them, from request to answer; `host_s` those from answer to
+    /// request, when devices wait for this side, with `gap_us_p50` and `gap_us_p99` of a step.
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         dict(py, &Stats::of(&self.service.stats()))
     }
@@ -394,10 +435,24 @@ impl Runtime {
         })?;
         grammars.bind(kind, text)
     }
+
+    /// Biases must be of tokens that the model has.
+    fn check_biases(&self, sampling: &Sampling) -> PyResult<()> {
+        let Some(&largest) = sampling.logit_bias.iter().map(|(token, _)| token).max() else {
+            return Ok(());
+        };
+        let limit = self.service.capabilities().map(|caps| caps.vocab_size);
+        match limit.filter(|&limit| largest >= limit) {
+            None => Ok(()),
+            Some(limit) => Err(PyValueError::new_err(format!(
+                "logit_bias has token {largest}, it must be below {limit}"
+            ))),
+        }
+    }
 }
 
 /// Calls `poll` without Python's lock, for a short time each, until it has something or the time is over. Ctrl-C ends it.
-fn wait<R: Send>(
+pub(crate) fn wait<R: Send>(
     py: Python<'_>,
     timeout_s: Option<f64>,
     poll: impl Fn(Duration) -> Option<R> + Sync,

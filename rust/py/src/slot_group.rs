@@ -1,6 +1,6 @@
 //! A staged slot group.
 
-use pie_batch::SlotClass;
+use pie_batch::{RECORD_WORDS, SlotClass};
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
@@ -9,13 +9,21 @@ use pyo3::types::PyBytes;
 pub(crate) struct SlotGroup {
     inner: pie_batch::SlotGroup,
     labels: Vec<[i64; 2]>,
+    records: Vec<[i32; RECORD_WORDS]>,
+    bias_words: Vec<i32>,
 }
 
 impl SlotGroup {
     /// The staged group of a batch.
     pub(crate) fn of(inner: pie_batch::SlotGroup, batch: &pie_serve::Batch) -> Self {
         let labels = batch.group_labels().to_vec();
-        Self { inner, labels }
+        let (records, bias_words) = batch.group_records();
+        Self {
+            inner,
+            labels,
+            records: records.to_vec(),
+            bias_words: bias_words.to_vec(),
+        }
     }
 }
 
@@ -41,6 +49,8 @@ impl SlotGroup {
         Self {
             inner,
             labels: Vec::new(),
+            records: Vec::new(),
+            bias_words: Vec::new(),
         }
     }
 
@@ -101,5 +111,19 @@ impl SlotGroup {
     #[getter]
     fn labels<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
         PyBytes::new(py, bytemuck::cast_slice(&self.labels))
+    }
+
+    /// What is asked of each slot's logits before they are sampled, `[slots, 8]` int32, empty when nothing is. Row of the
+    /// block table, KV indices of the first token that counts and after the last one, frequency, presence and repetition
+    /// penalty (bits of float32), first word of biases, how many they are.
+    #[getter]
+    fn records<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
+        PyBytes::new(py, bytemuck::cast_slice(&self.records))
+    }
+
+    /// `[words]` int32: biases of the records, each a token and what is added to its logit (bits of float32).
+    #[getter]
+    fn bias_words<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
+        PyBytes::new(py, bytemuck::cast_slice(&self.bias_words))
     }
 }

@@ -47,7 +47,7 @@ impl Constraint for Following {
     }
 
     fn next(&mut self, forced: &mut Vec<u32>, mask: &mut Vec<u32>) -> Result<(), Arc<str>> {
-        let next = self.0.next().map_err(|error| error.to_string())?;
+        let next = self.0.following().map_err(|error| error.to_string())?;
         forced.extend_from_slice(next.forced);
         mask.clear();
         mask.extend_from_slice(next.mask);

@@ -2,7 +2,10 @@
 
 use std::convert::Infallible;
 
-use pie_wire::{AdapterBinding, Brle, ForwardRequest, Frame, Payload, Sampler, WireError};
+use pie_wire::{
+    AdapterBinding, Brle, ForwardRequest, Frame, Payload, RequestExtension, Sampler, Scratch,
+    WireError,
+};
 
 use crate::answer::Asked;
 use crate::mask::{all_but, only};
@@ -32,6 +35,19 @@ pub struct Turn<'a> {
     pub forbidden: &'a [u32],
     /// A bit for each token that may be drawn; what is beyond is not allowed. `None`: every token.
     pub mask: Option<&'a [u32]>,
+    /// What it asks for beyond the Pie protocol.
+    pub extension: Option<Extended<'a>>,
+}
+
+/// What a context asks for beyond the Pie protocol.
+#[derive(Clone, Copy, Debug)]
+pub struct Extended<'a> {
+    /// The same in every turn.
+    pub asked: &'a RequestExtension,
+    /// Tokens of the prompt; those after it count for penalties.
+    pub prompt: u32,
+    /// Tokens that count and lie right before the turn's, where these do not follow a turn before.
+    pub history: &'a [u32],
 }
 
 impl Turn<'_> {
@@ -48,6 +64,7 @@ impl Turn<'_> {
         adapter: None,
         forbidden: &[],
         mask: None,
+        extension: None,
     };
 
     /// Position after the last token.
@@ -163,6 +180,8 @@ pub struct FrameBuilder {
     frame: Frame,
     page_size: u32,
     as_pie: bool,
+    scratch: Scratch,
+    extensions: Vec<(u32, RequestExtension)>,
 }
 
 impl FrameBuilder {
@@ -182,6 +201,8 @@ impl FrameBuilder {
             frame,
             page_size,
             as_pie: false,
+            scratch: Scratch::default(),
+            extensions: Vec::new(),
         }
     }
 
@@ -197,8 +218,11 @@ impl FrameBuilder {
     ///
     /// # Errors
     /// [`WireError::BufferTooSmall`], [`WireError::TooLarge`].
-    pub fn encode(&self, buffer: &mut [u8]) -> Result<usize, WireError> {
-        pie_wire::encode_request(&self.frame, buffer)
+    pub fn encode(&mut self, buffer: &mut [u8]) -> Result<usize, WireError> {
+        let length = pie_wire::encode_request_with(&self.frame, buffer, &mut self.scratch)?;
+        let rows = self.extensions.iter();
+        let rows = rows.map(|(request, extension)| (*request, extension));
+        pie_wire::append_extension(rows, buffer, length)
     }
 
     /// Lays out the frame of `turns`; those that sample come first.
@@ -219,6 +243,7 @@ impl FrameBuilder {
             return;
         };
         clear(body);
+        self.extensions.clear();
         body.single_token_mode = turns.clone().all(|turn| turn.tokens.len() <= 1);
         // Mask rows are left out of the whole frame when every request has one token and no draft.
         let plain = body.single_token_mode && turns.clone().all(|turn| turn.drafts.is_empty());
@@ -229,11 +254,31 @@ impl FrameBuilder {
             let place = body.token_ids.len();
             let gap = turn.awaits.map(|request| Gap { place, request });
             outline.gaps.extend(gap);
+            let request = body.context_ids.len() as u32;
+            let extension = turn.extension.and_then(|extended| extended.row(&turn));
+            self.extensions
+                .extend(extension.map(|extension| (request, extension)));
             append(body, &turn, self.page_size, with_masks);
         }
         outline.requests = body.context_ids.len();
         outline.sampled = body.samplers.len();
         outline.tokens = body.token_ids.len();
+    }
+}
+
+impl Extended<'_> {
+    /// The row of a turn's frame; `None` where it would change nothing.
+    fn row(&self, turn: &Turn<'_>) -> Option<RequestExtension> {
+        let counts = self.asked.penalties.any();
+        if !counts && turn.sampler.is_none() {
+            return None;
+        }
+        let mut row = self.asked.clone();
+        row.penalties.counted_from = self.prompt;
+        if counts {
+            row.history.extend(self.history);
+        }
+        Some(row)
     }
 }
 

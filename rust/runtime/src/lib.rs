@@ -27,6 +27,8 @@ mod sampling;
 mod service;
 mod settings;
 mod shared;
+#[cfg(test)]
+mod steady;
 mod supervise;
 mod times;
 
@@ -34,15 +36,18 @@ pub use answer::{Answer, Asked, Probes};
 pub use constraint::GrammarConstraint;
 pub use driver::{Driver, Exit};
 pub use error::{AnswerError, RuntimeError};
-pub use frame::{FrameBuilder, Gap, Outline, Turn, fill};
+pub use frame::{Extended, FrameBuilder, Gap, Outline, Turn, fill};
 pub use handshake::Capabilities;
 pub use link::{Exchange, Flight, Link, Prepared, Room};
 pub use log::LogSink;
 pub use outbox::{Delta, End};
 pub use pie_grammar::{Compiler, Grammar, GrammarError, Limits as GrammarLimits, Vocabulary};
-pub use pie_sched::{Arrival, Config, Constrain, Ends, Eviction, Policy, Stats, TokenBytes};
-pub use pie_wire::Sampler;
-pub use sampling::{Sampling, SamplingError};
+pub use pie_sched::{
+    Arrival, Config, Constrain, Ends, Eviction, Policy, Refusal, Stats, TokenBytes,
+};
+pub use pie_wire::{Penalties, RequestExtension, Sampler};
+pub use replica::Pause;
+pub use sampling::{Draw, Sampling, SamplingError};
 pub use service::{Rejected, Service};
 pub use settings::DriverSettings;
 pub use shared::{ReplicaStats, ServiceLog, ServiceSettings};

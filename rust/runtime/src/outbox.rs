@@ -1,11 +1,12 @@
 //! What requests have brought forth and no caller has fetched yet.
 
+use std::borrow::Cow;
 use std::collections::HashMap;
 use std::mem;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use pie_sched::{Finish, Output};
+use pie_sched::{Finish, Output, Refusal};
 
 /// Why a sequence ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -25,8 +26,28 @@ pub enum End {
     Aborted,
     /// Its deadline passed.
     Deadline,
-    /// It cannot be served, or no longer.
+    /// It cannot be served as it is, or not now.
+    Refused(Refusal),
+    /// The queue was full, and a request of better priority took its place.
+    Displaced,
+    /// It can be served no longer.
     Failed(Arc<str>),
+}
+
+impl End {
+    /// What happened, with the remedy, where the request did not come to its end by itself.
+    pub fn reason(&self) -> Option<Cow<'_, str>> {
+        match self {
+            Self::Refused(refusal) => Some(refusal.to_string().into()),
+            Self::Displaced => Some(
+                "the queue was full, and a request of better priority took its place\n\n\
+                 hint: raise max_queued_requests"
+                    .into(),
+            ),
+            Self::Failed(reason) => Some((&**reason).into()),
+            _ => None,
+        }
+    }
 }
 
 /// What is new of one sequence since it was fetched last.

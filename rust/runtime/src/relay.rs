@@ -4,13 +4,14 @@ use std::time::Instant;
 
 use pie_ring::{CallError, Client};
 use pie_sched::{Answer, Copies, Move, Row, SchedError, Scheduler};
-use pie_wire::{CopyDirection, Sampler};
+use pie_wire::CopyDirection;
 
 use crate::driver::Driver;
 use crate::error::RuntimeError;
-use crate::frame::{FrameBuilder, Turn};
+use crate::frame::{Extended, FrameBuilder, Turn};
 use crate::link::{Flight, Link, Prepared};
-use crate::replica::{Halt, Replica};
+use crate::replica::{Halt, Pause, Replica};
+use crate::sampling::Draw;
 
 /// The frames of one driver.
 pub(crate) struct Relay<'c, 'a> {
@@ -58,11 +59,18 @@ impl<'c, 'a> Relay<'c, 'a> {
 
     /// Lays the next step out, and takes the answer to the one before.
     fn turn(&mut self, replica: &mut Replica, driver: &Driver) -> Result<(), Failure> {
-        let laid = self.lay_out(replica)?;
+        let laid = match replica.pause {
+            None => self.lay_out(replica)?,
+            Some(_) => None,
+        };
         let Some(Sent { frame, copies_us }) = self.flight.take() else {
             let Some(laid) = laid else {
                 // What comes next is another series.
                 self.link.rest();
+                if replica.pause == Some(Pause::Retract) {
+                    scheduler(replica)?.driver_lost();
+                    replica.pause = Some(Pause::InPlace);
+                }
                 return idle(replica, driver);
             };
             return self.send(laid);
@@ -73,6 +81,7 @@ impl<'c, 'a> Relay<'c, 'a> {
         // The device waits for nothing but this.
         let sent = laid.map_or(Ok(()), |laid| self.send(laid));
         *self.answered = true;
+        replica.driver_ns += exchange.round_trip_ns;
         if exchange.client_ns > 0 {
             replica.gaps.add(exchange.client_ns);
         }
@@ -203,11 +212,16 @@ fn idle(replica: &mut Replica, driver: &Driver) -> Result<(), Failure> {
 }
 
 /// The replica's scheduler, which it has from the first start of its driver on.
-fn scheduler(replica: &mut Replica) -> Result<&mut Scheduler<Sampler>, Halt> {
+fn scheduler(replica: &mut Replica) -> Result<&mut Scheduler<Draw>, Halt> {
     replica.scheduler.as_mut().ok_or(Halt::Stop)
 }
 
-fn turn<'a>(row: &Row<'a, Sampler>) -> Turn<'a> {
+pub(crate) fn turn<'a>(row: &Row<'a, Draw>) -> Turn<'a> {
+    let extension = row.asked.extension.as_deref().map(|asked| Extended {
+        asked,
+        prompt: row.prompt,
+        history: row.history,
+    });
     Turn {
         context_id: row.context,
         tokens: row.tokens,
@@ -216,9 +230,10 @@ fn turn<'a>(row: &Row<'a, Sampler>) -> Turn<'a> {
         drafts: row.drafts,
         wants_drafts: row.wants_drafts,
         pages: row.pages,
-        sampler: row.sampling,
+        sampler: row.sampling.map(|draw| &draw.sampler),
         adapter: row.adapter,
         forbidden: row.forbidden,
         mask: row.mask,
+        extension,
     }
 }

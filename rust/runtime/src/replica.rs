@@ -7,12 +7,12 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, TryRecvError};
 use std::time::{Duration, Instant};
 
 use pie_sched::{Arrival, Config, Finish, Limits, Outputs, Scheduler, TokenBytes};
-use pie_wire::Sampler;
 
 use crate::error::RuntimeError;
 use crate::handshake::Capabilities;
 use crate::log::LogSink;
 use crate::outbox::{Delta, End};
+use crate::sampling::Draw;
 use crate::settings::DriverSettings;
 use crate::shared::{ServiceLog, ServiceSettings, Shared};
 use crate::times::Times;
@@ -26,12 +26,22 @@ const STATS: Duration = Duration::from_millis(20);
 
 /// A message to a replica.
 pub(crate) enum Command {
-    Submit(Box<Arrival<Sampler>>),
+    Submit(Box<Arrival<Draw>>),
     Abort(u64),
     EndSession(u64),
     /// Answered with whether the prefix index was emptied.
     Flush(Sender<bool>),
+    Pause(Option<Pause>),
     Stop,
+}
+
+/// How a service pauses.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Pause {
+    /// Requests keep what was computed.
+    InPlace,
+    /// They give it back, and are computed again afterwards.
+    Retract,
 }
 
 /// The thread's own things.
@@ -51,10 +61,14 @@ pub(crate) struct Replica {
     /// Those that the scheduler has: request and sample.
     sequences: HashSet<(u64, u32)>,
     /// Made when the first driver has said what it can.
-    pub(crate) scheduler: Option<Scheduler<Sampler>>,
+    pub(crate) scheduler: Option<Scheduler<Draw>>,
     outputs: Outputs,
+    /// No step is laid out while it is set.
+    pub(crate) pause: Option<Pause>,
     /// From an answer seen to the next request made.
     pub(crate) gaps: Times,
+    /// From a request made to its answer seen, of all steps.
+    pub(crate) driver_ns: u64,
     counted: Instant,
 }
 
@@ -96,7 +110,9 @@ impl Replica {
             sequences: HashSet::new(),
             scheduler: None,
             outputs: Outputs::default(),
+            pause: None,
             gaps: Times::default(),
+            driver_ns: 0,
             counted: begin,
         }
     }
@@ -182,7 +198,7 @@ impl Replica {
                         .sequences
                         .extend((0..samples).map(|sample| (id, sample))),
                     Err(refusal) => {
-                        self.refuse(id, samples, &End::Failed(refusal.to_string().into()));
+                        self.refuse(id, samples, &End::Refused(refusal));
                     }
                 }
             }
@@ -203,6 +219,7 @@ impl Replica {
                 // The caller may have gone.
                 let _ = sender.send(idle);
             }
+            (Command::Pause(pause), _) => self.pause = pause,
             (Command::Abort(_) | Command::EndSession(_) | Command::Flush(_), None) => {}
         }
         Ok(())
@@ -234,11 +251,7 @@ impl Replica {
             Finish::StopString { index, text_bytes } => End::StopString { index, text_bytes },
             Finish::Aborted => End::Aborted,
             Finish::Deadline => End::Deadline,
-            Finish::Displaced => End::Failed(
-                "the queue was full, and a request of better priority took its place\n\n\
-                 hint: raise max_queued_requests"
-                    .into(),
-            ),
+            Finish::Displaced => End::Displaced,
             Finish::Constraint => End::Failed(reason.unwrap_or_default().into()),
             Finish::Failed => {
                 End::Failed("the driver gave it no token\n\nhint: its log says why".into())
@@ -271,9 +284,11 @@ impl Replica {
         if let Some(scheduler) = &self.scheduler {
             let scheduler = scheduler.stats();
             let gaps_ns = [0.5, 0.99].map(|share| self.gaps.quantile(share));
+            let (host_ns, driver_ns) = (self.gaps.sum(), self.driver_ns);
             self.shared.update(self.number, |state| {
                 state.stats.scheduler = scheduler;
                 state.stats.gaps_ns = gaps_ns;
+                (state.stats.host_ns, state.stats.driver_ns) = (host_ns, driver_ns);
             });
             self.counted = Instant::now();
         }
@@ -301,7 +316,10 @@ impl Replica {
             match command {
                 Command::Stop => return,
                 Command::Submit(arrival) => self.refuse(arrival.id, arrival.samples, &failed),
-                Command::Abort(_) | Command::EndSession(_) | Command::Flush(_) => {}
+                Command::Abort(_)
+                | Command::EndSession(_)
+                | Command::Flush(_)
+                | Command::Pause(_) => {}
             }
         }
     }

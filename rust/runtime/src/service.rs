@@ -8,13 +8,13 @@ use std::time::{Duration, Instant};
 
 use pie_ring::{CallError, Client};
 use pie_sched::Arrival;
-use pie_wire::Sampler;
 
 use crate::error::RuntimeError;
 use crate::handshake::Capabilities;
 use crate::link;
 use crate::outbox::Delta;
-use crate::replica::{Command, Replica};
+use crate::replica::{Command, Pause, Replica};
+use crate::sampling::Draw;
 use crate::shared::{ReplicaStats, ServiceSettings, Shared};
 
 /// Why a request was not taken.
@@ -142,7 +142,7 @@ impl Service {
 
     /// Hands a request in, and returns its id at once, which takes the place of the one that it has. It ends after
     /// `deadline`, finished or not. A request that cannot be served, because it is too long, for example, ends as
-    /// [`End::Failed`](crate::End::Failed).
+    /// [`End::Refused`](crate::End::Refused).
     ///
     /// Of several replicas the one with the fewest sequences gets it; requests of one session, or with one routing key, get
     /// the same.
@@ -151,9 +151,10 @@ impl Service {
     /// [`Rejected`].
     pub fn submit(
         &self,
-        mut arrival: Arrival<Sampler>,
+        arrival: Arrival<impl Into<Draw>>,
         deadline: Option<Duration>,
     ) -> Result<u64, Rejected> {
+        let mut arrival = arrival.map(Into::into);
         let alive = self.check_alive()?;
         let replica = self.choose(&arrival, &alive);
         let number = self.requests.fetch_add(1, Ordering::Relaxed);
@@ -190,7 +191,7 @@ impl Service {
         Err(failed.map_or(Rejected::Stopped, Rejected::Gone))
     }
 
-    fn choose(&self, arrival: &Arrival<Sampler>, alive: &[bool]) -> usize {
+    fn choose(&self, arrival: &Arrival<Draw>, alive: &[bool]) -> usize {
         let living = (0..alive.len()).filter(|&replica| alive[replica]);
         let key = arrival
             .session
@@ -262,6 +263,13 @@ impl Service {
     pub fn end_session(&self, session: u64) {
         for replica in 0..self.replicas.len() {
             self.tell(replica, || Command::EndSession(session));
+        }
+    }
+
+    /// Computes nothing more, until it goes on with `None`. Requests are still taken, and aborts obeyed; deadlines wait.
+    pub fn pause(&self, pause: Option<Pause>) {
+        for replica in 0..self.replicas.len() {
+            self.tell(replica, || Command::Pause(pause));
         }
     }
 

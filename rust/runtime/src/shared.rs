@@ -71,6 +71,10 @@ pub struct ReplicaStats {
     /// From the answer to a step seen to the next one's request made, in ns: the median, and what one in a hundred exceeds. The
     /// device waits so long for this side.
     pub gaps_ns: [u64; 2],
+    /// All of these together.
+    pub host_ns: u64,
+    /// From a step's request made to its answer seen, of all steps together: the driver and its device.
+    pub driver_ns: u64,
     /// The driver's process id; 0 while there is none.
     pub driver_pid: u32,
 }

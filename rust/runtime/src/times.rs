@@ -8,6 +8,7 @@ const PARTS: u32 = 8;
 pub(crate) struct Times {
     counts: Box<[u64]>,
     total: u64,
+    sum: u64,
 }
 
 impl Default for Times {
@@ -16,6 +17,7 @@ impl Default for Times {
         Self {
             counts: vec![0; buckets as usize].into(),
             total: 0,
+            sum: 0,
         }
     }
 }
@@ -24,6 +26,12 @@ impl Times {
     pub(crate) fn add(&mut self, nanos: u64) {
         self.counts[bucket(nanos)] += 1;
         self.total += 1;
+        self.sum += nanos;
+    }
+
+    /// All times together, in ns.
+    pub(crate) const fn sum(&self) -> u64 {
+        self.sum
     }
 
     /// The time in ns that this share of all times does not exceed, rounded up; 0 when there are none.
@@ -80,6 +88,7 @@ mod tests {
         for nanos in 1..=1000 {
             times.add(nanos);
         }
+        assert_eq!(times.sum(), 500_500);
         for (share, exact) in [(0.5, 500), (0.99, 990), (1.0, 1000)] {
             let found = times.quantile(share);
             assert!((exact..exact + exact / 8).contains(&found), "{found}");

@@ -76,4 +76,24 @@ impl<S> Arrival<S> {
             streams: true,
         }
     }
+
+    /// The same with something else for its rows.
+    pub fn map<T>(self, change: impl FnOnce(S) -> T) -> Arrival<T> {
+        Arrival {
+            id: self.id,
+            prompt: self.prompt,
+            sampling: change(self.sampling),
+            ends: self.ends,
+            samples: self.samples,
+            namespace: self.namespace,
+            adapter: self.adapter,
+            priority: self.priority,
+            routing_key: self.routing_key,
+            session: self.session,
+            deadline: self.deadline,
+            constraint: self.constraint,
+            drafts: self.drafts,
+            streams: self.streams,
+        }
+    }
 }

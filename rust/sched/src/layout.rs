@@ -75,6 +75,8 @@ impl<S> Scheduler<S> {
         self.memory.copies.clear();
         flight.load.copied_pages = self.copies.len() as u32;
         self.counts.rows = flight.rows.len();
+        self.counts.total_rows += flight.rows.len() as u64;
+        self.counts.prompt_steps += u64::from(flight.load.prompt_tokens > 0);
         self.flights.push_back(flight);
         Ok(Some(Step {
             number: self.counts.steps,
@@ -352,6 +354,9 @@ impl<S> Scheduler<S> {
             wants_drafts: row.draws && row.wants_drafts,
             sampling: row.draws.then_some(&arrival.sampling),
             adapter: arrival.adapter,
+            asked: &arrival.sampling,
+            prompt: sequence.prompt_len,
+            history: sequence.skipped(row.start),
             forbidden: if row.draws && sequence.forbids(row.end) {
                 &arrival.ends.stop_tokens
             } else {

@@ -69,6 +69,8 @@ pub(crate) struct Sequence<S> {
     pub(crate) held: Held,
     /// Tokens whose KV is stored, by steps that are answered.
     pub(crate) stored: u32,
+    /// Tokens whose KV was there when it was last admitted.
+    resumed: u32,
     /// Tokens whose KV is stored when the steps that are out are answered.
     pub(crate) scheduled: u32,
     /// The last step that it was laid out in.
@@ -113,6 +115,7 @@ impl<S> Sequence<S> {
             drafts: Vec::new(),
             held: Held::default(),
             stored: 0,
+            resumed: 0,
             scheduled: 0,
             step: 0,
             epoch: 0,
@@ -175,6 +178,15 @@ impl<S> Sequence<S> {
         end == self.len() && self.remaining() > 0
     }
 
+    /// Tokens produced whose KV was there when it was admitted, for the row that begins after them.
+    pub(crate) fn skipped(&self, start: u32) -> &[u32] {
+        if start == self.resumed && start > self.prompt_len {
+            &self.tokens[self.prompt_len as usize..start as usize]
+        } else {
+            &[]
+        }
+    }
+
     /// Whether stop tokens are forbidden for the token after `end`.
     pub(crate) fn forbids(&self, end: u32) -> bool {
         end < self.prompt_len + self.min_tokens
@@ -219,6 +231,7 @@ impl<S> Sequence<S> {
         self.state = State::Running;
         self.scheduled = cached;
         self.stored = cached;
+        self.resumed = cached;
     }
 
     /// Waits again.

@@ -19,6 +19,10 @@ pub struct Stats {
     pub host_pages: usize,
     /// Steps given.
     pub steps: u64,
+    /// Those of them with more of a sequence than its last token.
+    pub prompt_steps: u64,
+    /// Rows of all steps.
+    pub total_rows: u64,
     /// Tokens of prompts, of admitted sequences.
     pub prompt_tokens: u64,
     /// Those of them whose KV was there.

@@ -26,8 +26,15 @@ pub struct Row<'a, S> {
     pub wants_drafts: bool,
     /// What to draw a token with after the last one; `None`: only KV is wanted. Rows that draw come first in a step.
     pub sampling: Option<&'a S>,
-    /// What the request was handed in with.
+    /// The same, also of rows that draw nothing.
+    pub asked: &'a S,
+    /// The adapter that the request was handed in with.
     pub adapter: Option<u64>,
+    /// Tokens of the prompt.
+    pub prompt: u32,
+    /// Tokens produced that lie right before `tokens` and whose KV comes from the cache: of the first row since the sequence
+    /// was admitted.
+    pub history: &'a [u32],
     /// Tokens that must not be drawn.
     pub forbidden: &'a [u32],
     /// Which tokens may be drawn, a bit for each, as [`Constraint::next`](crate::Constraint::next) writes them; `None`: all.

@@ -4,8 +4,8 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use pie_batch::{
-    AttentionMask, Computed, Outputs, Pass, PassImages, Plan, Planner, SlotGroup, StageError,
-    Staged, StagedGroup, StagedPass, StagedSlots,
+    AttentionMask, Computed, Outputs, Pass, PassImages, Plan, Planner, RECORD_WORDS, SlotGroup,
+    StageError, Staged, StagedGroup, StagedPass, StagedSlots,
 };
 use pie_ring::{Lease, Publish};
 use thiserror::Error;
@@ -272,6 +272,21 @@ impl Batch {
     #[must_use]
     pub fn pass_states(&self) -> Option<Vec<[i64; 2]>> {
         self.staged_pass()?.states()
+    }
+
+    /// What the staged pass is to note; see [`StagedPass::noted`].
+    #[must_use]
+    pub fn pass_noted(&self) -> Option<&[[i64; 2]]> {
+        self.staged_pass()?.noted()
+    }
+
+    /// What the staged slot group asks of its logits; see [`StagedGroup::records`].
+    #[must_use]
+    pub fn group_records(&self) -> (&[[i32; RECORD_WORDS]], &[i32]) {
+        match &self.stage {
+            Some(Stage::Group(group)) => group.records(),
+            _ => (&[], &[]),
+        }
     }
 
     /// The labels of the staged slot group; see [`StagedGroup::labels`].

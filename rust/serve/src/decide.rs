@@ -68,14 +68,16 @@ pub(crate) fn decide(
     let started = Instant::now();
     let bytes = lease.copy_request(words).map_err(|error| error.to_string());
     let frame = bytes.and_then(|bytes| {
+        let split = pie_wire::split_request(bytes).map_err(|error| error.to_string());
+        let (bytes, extension) = split?;
         let frame = pie_wire::access_request(bytes).map_err(|error| error.to_string())?;
-        Ok((bytes, frame))
+        Ok((bytes, extension, frame))
     });
     let parsed = Instant::now();
     let mut pixels = 0..0;
     let (driver_id, outcome) = match frame {
         Err(text) => (0, Err(Action::malformed(text))),
-        Ok((bytes, frame)) => {
+        Ok((bytes, extension, frame)) => {
             let driver_id = frame.driver_id.to_native();
             let outcome = match &frame.payload {
                 ArchivedPayload::Health => Err(Action::Status(status::OK)),
@@ -92,7 +94,7 @@ pub(crate) fn decide(
                 }
                 ArchivedPayload::Forward(request) => {
                     pixels = Media::pixel_range(bytes, request);
-                    let planned = planner.plan(driver_id, request);
+                    let planned = planner.plan_extended(driver_id, request, &extension);
                     if planned.is_ok() {
                         counters.see_pages(request.kv_page_indices.native());
                     }

@@ -63,10 +63,13 @@ const NAP: Duration = Duration::from_micros(20);
 pub struct Lane {
     device: Box<dyn Launch>,
     memory: Box<dyn Memory>,
-    /// Room and block layout of each graph, fewest rows first; then those of graphs that know groups.
+    /// Room and block layout of each graph, fewest rows first; then those of graphs that know groups, then those that change
+    /// logits.
     graphs: Vec<(StepSize, Layout)>,
     /// Graphs that know no groups.
     plain: usize,
+    /// Graphs that know groups.
+    grouped: usize,
     /// Most rows of one request.
     max_rows: usize,
     step: u32,
@@ -96,6 +99,7 @@ impl Lane {
                 .map(|&size| (size, Layout::graph(size)))
                 .collect(),
             plain: sizes.len(),
+            grouped: 0,
             step: 0,
             spin: match wait {
                 Wait::Spin => None,
@@ -113,6 +117,18 @@ impl Lane {
         let graphs = rows
             .iter()
             .map(|&rows| (rows.into(), Layout::grouped_graph(rows)));
+        self.graphs.extend(graphs);
+        self.grouped += rows.len();
+        self
+    }
+
+    /// The device's last graphs have room for so many rows and slots, which rise, and change logits before they are sampled, as
+    /// a frame's extension asks. Steps of such frames run as one of these, if they fit; other steps never do.
+    #[must_use]
+    pub fn extended(mut self, rows: &[usize]) -> Self {
+        let graphs = rows
+            .iter()
+            .map(|&rows| (rows.into(), Layout::extended_graph(rows)));
         self.graphs.extend(graphs);
         self
     }
@@ -137,7 +153,11 @@ impl Lane {
             let runs = |(room, _): &(StepSize, Layout)| room.runs(needed);
             Some(fewest + graphs[fewest..].iter().position(runs)?)
         };
-        let (plain, grouped) = self.graphs.split_at(self.plain);
+        let (plain, others) = self.graphs.split_at(self.plain);
+        let (grouped, extended) = others.split_at(self.grouped);
+        if plan.is_extended() {
+            return Some(self.plain + self.grouped + smallest(extended)?);
+        }
         let own = smallest(plain)?;
         let other = smallest(grouped).filter(|&graph| {
             // There are few of them, so they may have more rows.

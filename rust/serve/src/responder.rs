@@ -262,13 +262,14 @@ impl Responder {
         let mut aligned = vec![0_u64; frame.len().div_ceil(size_of::<u64>())];
         let bytes = &mut bytemuck::cast_slice_mut(&mut aligned)[..frame.len()];
         bytes.copy_from_slice(frame);
+        let (bytes, extension) = pie_wire::split_request(bytes).map_err(WireError::from)?;
         let frame = pie_wire::access_request(bytes)?;
         let ArchivedPayload::Forward(request) = &frame.payload else {
             return Err(RehearsalError::NotForward);
         };
         let mut planner = self.slot.take().ok_or(RehearsalError::Busy)?;
         planner.add_adapter(REHEARSAL_ADAPTER);
-        let planned = planner.plan(frame.driver_id.to_native(), request);
+        let planned = planner.plan_extended(frame.driver_id.to_native(), request, &extension);
         planner.remove_adapter(REHEARSAL_ADAPTER);
         let plan = match planned {
             Ok(plan) => plan,

@@ -1,5 +1,7 @@
 //! Writing into a caller's buffer.
 
+use std::fmt;
+
 use rkyv::api::serialize_using;
 use rkyv::rancor::{Failure, Strategy};
 use rkyv::ser::allocator::{Arena, ArenaHandle, SubAllocator};
@@ -93,21 +95,48 @@ pub fn response_len(response: &ForwardResponse) -> usize {
 /// Writes a request into the start of `buffer` and returns its length.
 ///
 /// This is the server's side of the conversation, so it may use the heap for
-/// scratch. The driver reads the payload at
-/// [`REQUEST_ALIGN`](crate::REQUEST_ALIGN).
+/// scratch; [`encode_request_with`] uses that again. The driver reads the
+/// payload at [`REQUEST_ALIGN`](crate::REQUEST_ALIGN).
 ///
 /// # Errors
 ///
 /// [`WireError::BufferTooSmall`] (the buffer then holds a partial payload) or
 /// [`WireError::TooLarge`].
 pub fn encode_request(frame: &Frame, buffer: &mut [u8]) -> Result<usize, WireError> {
+    encode_request_with(frame, buffer, &mut Scratch::default())
+}
+
+/// Memory that [`encode_request_with`] uses again.
+#[derive(Default)]
+pub struct Scratch(Arena);
+
+impl fmt::Debug for Scratch {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Scratch").finish_non_exhaustive()
+    }
+}
+
+/// [`encode_request`] with memory of former calls: requests no larger than
+/// those allocate nothing.
+///
+/// # Errors
+///
+/// Those of [`encode_request`].
+pub fn encode_request_with(
+    frame: &Frame,
+    buffer: &mut [u8],
+    scratch: &mut Scratch,
+) -> Result<usize, WireError> {
     check_strings(frame)?;
     let capacity = buffer.len();
     // Positions beyond the limit would overflow the relative pointers.
     let room = &mut buffer[..capacity.min(MAX_ENCODED_LEN)];
-    let mut arena = Arena::new();
-    match serialize_request(frame, Buffer::from(room), &mut arena) {
-        Ok(len) => Ok(len),
+    match serialize_request(frame, Buffer::from(room), &mut scratch.0) {
+        Ok(len) => {
+            // What took several pieces takes one from now on.
+            scratch.0.shrink();
+            Ok(len)
+        }
         Err(Failure) => Err(WireError::BufferTooSmall {
             needed: request_len(frame)?,
             capacity,

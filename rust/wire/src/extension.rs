@@ -129,7 +129,11 @@ impl Penalties {
 
     /// Whether they change something.
     pub fn any(&self) -> bool {
-        self.frequency != 0.0 || self.presence != 0.0 || self.repetition != 1.0
+        let none = Self {
+            counted_from: self.counted_from,
+            ..Self::NONE
+        };
+        *self != none
     }
 }
 

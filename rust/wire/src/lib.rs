@@ -11,7 +11,7 @@
 //! | read a response in place | [`decode_reply`] or [`access_response`] |
 //! | read into owned values | [`decode_request`], [`decode_response`] |
 //! | write a response into the ring | [`encode_response`], [`status_frame`], [`encode_fast_tokens`] |
-//! | write a request | [`encode_request`] |
+//! | write a request | [`encode_request`]; one after the other: [`encode_request_with`] |
 //! | carry what the protocol has no place for | [`append_extension`], [`split_request`], [`append_answer`], [`split_answer`] |
 //! | see archived numbers as native slices | [`NativeSlice::native`] |
 //! | read and write attention and logit masks | [`brle`] |
@@ -58,8 +58,8 @@ pub use access::{
     Reply, access_request, access_response, decode_reply, decode_request, decode_response,
 };
 pub use encode::{
-    MAX_ENCODED_LEN, abort_frame, encode_request, encode_response, request_len, response_len,
-    set_response_build_us, status_frame,
+    MAX_ENCODED_LEN, Scratch, abort_frame, encode_request, encode_request_with, encode_response,
+    request_len, response_len, set_response_build_us, status_frame,
 };
 pub use error::{PayloadKind, WireError};
 pub use extension::{

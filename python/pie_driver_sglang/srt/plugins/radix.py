@@ -17,7 +17,7 @@ NAME = "pie_radix"
 BACKEND = "pie"
 """The backend's name, for ``--radix-cache-backend``."""
 
-_REFUSED = {
+REFUSED_SETTINGS = {
     "disable_radix_cache": "it is a radix cache",
     "enable_hierarchical_cache": "it keeps no KV in host memory here",
     "hicache_storage_backend": "it keeps no KV in storage",
@@ -40,7 +40,7 @@ def check_settings(settings: Any) -> None:
     """
     if settings.radix_cache_backend != BACKEND:
         return
-    for setting, reason in _REFUSED.items():
+    for setting, reason in REFUSED_SETTINGS.items():
         if getattr(settings, setting):
             _refuse(f"--{setting.replace('_', '-')}", reason)
     if settings.disaggregation_mode != "null":

@@ -9,21 +9,32 @@ from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.linear import (
     MergedColumnParallelLinear,
     QKVParallelLinear,
+    ReplicatedLinear,
     RowParallelLinear,
 )
-from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
+from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
+from sglang.srt.layers.quantization.unquant import (
+    UnquantizedFusedMoEMethod,
+    UnquantizedLinearMethod,
+)
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.layers.rotary_embedding import RotaryEmbedding
 from sglang.srt.lora.layers import BaseLayerWithLoRA
-from sglang.srt.models import llama, qwen2, qwen3
+from sglang.srt.models import llama, qwen2, qwen3, qwen3_moe
 
 from pie_driver_sglang.kernels.dense_layers import Heads, LinearWeights, Norm
+from pie_driver_sglang.kernels.experts import Experts
 from pie_driver_sglang.srt.seams.pools import MHATokenToKVPool, stored_kv
 
 _BUILDS = {
     llama.LlamaModel: (llama.LlamaDecoderLayer, llama.LlamaAttention, llama.LlamaMLP),
     qwen2.Qwen2Model: (qwen2.Qwen2DecoderLayer, qwen2.Qwen2Attention, qwen2.Qwen2MLP),
     qwen3.Qwen3Model: (qwen3.Qwen3DecoderLayer, qwen3.Qwen3Attention, qwen2.Qwen2MLP),
+    qwen3_moe.Qwen3MoeModel: (
+        qwen3_moe.Qwen3MoeDecoderLayer,
+        qwen3_moe.Qwen3MoeAttention,
+        qwen3_moe.Qwen3MoeSparseMoeBlock,
+    ),
 }
 """Models and the classes that their layers, attention and MLPs are of."""
 
@@ -39,6 +50,18 @@ class Layer(NamedTuple):
     between: Norm
     gate_up: LinearWeights
     down: LinearWeights
+
+
+class ExpertLayer(NamedTuple):
+    """One layer with a mixture of experts."""
+
+    before: Norm
+    qkv: LinearWeights
+    heads: Heads
+    attention: RadixAttention
+    out: LinearWeights
+    between: Norm
+    experts: Experts
 
 
 class UnknownLayer(Exception):
@@ -86,8 +109,8 @@ def read_norm(norm: RMSNorm) -> Norm:
     return Norm(norm.weight.data, norm.variance_epsilon)
 
 
-def read_layers(model: Any, pool: MHATokenToKVPool) -> list[Layer]:
-    """The layers of a model in their order.
+def read_layers(model: Any, pool: MHATokenToKVPool) -> list[Layer] | list[ExpertLayer]:
+    """The layers of a model in their order, all with experts or all without.
 
     Args:
         model: As :func:`find_decoder` gives it.
@@ -96,25 +119,79 @@ def read_layers(model: Any, pool: MHATokenToKVPool) -> list[Layer]:
     Raises:
         UnknownLayer: One of them is not known.
     """
-    return [_read_layer(layer, _BUILDS[type(model)], pool) for layer in model.layers]
+    build = _BUILDS[type(model)]
+    if build[-1] is qwen3_moe.Qwen3MoeSparseMoeBlock:
+        return [
+            ExpertLayer(*_read_half(layer, build, pool), _read_experts(layer.mlp))
+            for layer in model.layers
+        ]
+    return [Layer(*_read_half(layer, build, pool), *_read_mlp(layer.mlp)) for layer in model.layers]
 
 
-def _read_layer(layer: Any, build: Any, pool: MHATokenToKVPool) -> Layer:
+def _read_half(
+    layer: Any, build: Any, pool: MHATokenToKVPool
+) -> tuple[Norm, LinearWeights, Heads, RadixAttention, LinearWeights, Norm]:
+    """A layer up to the norm before its MLP."""
     of_layer, of_attention, of_mlp = build
     expect(type(layer) is of_layer, f"one of its layers is a {type(layer).__name__}")
-    attention, mlp = layer.self_attn, layer.mlp
-    for part, kind in ((attention, of_attention), (mlp, of_mlp), (mlp.act_fn, SiluAndMul)):
+    attention = layer.self_attn
+    for part, kind in ((attention, of_attention), (layer.mlp, of_mlp)):
         expect(type(part) is kind, f"it has a {type(part).__name__}")
-    return Layer(
+    return (
         read_norm(layer.input_layernorm),
         _read_matrix(attention.qkv_proj, QKVParallelLinear),
         _read_heads(attention, pool),
         attention.attn,
         _read_matrix(attention.o_proj, RowParallelLinear),
         read_norm(layer.post_attention_layernorm),
+    )
+
+
+def _read_mlp(mlp: Any) -> tuple[LinearWeights, LinearWeights]:
+    expect(type(mlp.act_fn) is SiluAndMul, f"it has a {type(mlp.act_fn).__name__}")
+    return (
         _read_matrix(mlp.gate_up_proj, MergedColumnParallelLinear),
         _read_matrix(mlp.down_proj, RowParallelLinear),
     )
+
+
+def _read_experts(block: Any) -> Experts:
+    """The experts of a block whose router is a softmax over all of them."""
+    experts, config = block.experts, block.topk.topk_config
+    expect(type(experts) is FusedMoE, f"it has a {type(experts).__name__}")
+    method = experts.quant_method
+    plain = type(method) is UnquantizedFusedMoEMethod and not (
+        method.use_triton_kernels
+        or method.use_flashinfer_trtllm_moe
+        or getattr(experts, "use_intel_amx_backend", False)
+    )
+    expect(plain, f"it has experts with {type(method).__name__} in another order")
+    expect(block.tp_size == block.ep_size == 1, "its experts are on several devices")
+    plain_choice = (
+        config.scoring_func == "softmax"
+        and not config.use_grouped_topk
+        and not config.num_fused_shared_experts
+        and config.custom_routing_function is None
+        and config.correction_bias is None
+        and config.routed_scaling_factor is None
+        and config.fused_shared_experts_scaling_factor is None
+    )
+    expect(plain_choice, "its router chooses in another way")
+    runs = experts.moe_runner_config
+    changes = (runs.routed_scaling_factor, runs.gemm1_alpha, runs.gemm1_clamp_limit)
+    usual_runs = (
+        (runs.activation, runs.is_gated, runs.apply_router_weight_on_input)
+        == ("silu", True, False)
+        and all(change is None for change in (*changes, runs.swiglu_limit))
+    )  # fmt: skip
+    expect(usual_runs, "its experts compute in another way")
+    router = _read_matrix(block.gate, ReplicatedLinear).weight
+    gate_up, down = experts.w13_weight.data, experts.w2_weight.data
+    total, height, width = gate_up.shape
+    shapes = (router.shape, down.shape) == ((total, width), (total, width, height // 2))
+    expect(shapes, f"its experts are {tuple(gate_up.shape)} and {tuple(down.shape)}")
+    expect(gate_up.is_contiguous() and down.is_contiguous(), "its experts lie in another order")
+    return Experts(router, gate_up, down, config.top_k, config.renormalize)
 
 
 def _read_matrix(linear: Any, kind: type) -> LinearWeights:

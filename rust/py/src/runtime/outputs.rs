@@ -1,5 +1,7 @@
 //! What a runtime gives out: tokens and ends of requests, and counts.
 
+use std::borrow::Cow;
+
 use pie_runtime::{Delta, End, ReplicaStats};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -56,6 +58,11 @@ impl From<Delta> for Output {
             error: None,
             cached_tokens: delta.cached_tokens,
         };
+        output.error = delta
+            .end
+            .as_ref()
+            .and_then(End::reason)
+            .map(Cow::into_owned);
         output.finish_reason = delta.end.map(|end| match end {
             End::Length => "length",
             End::StopToken(token) => {
@@ -69,10 +76,7 @@ impl From<Delta> for Output {
             }
             End::Aborted => "abort",
             End::Deadline => "deadline",
-            End::Failed(error) => {
-                output.error = Some(error.to_string());
-                "error"
-            }
+            End::Refused(_) | End::Displaced | End::Failed(_) => "error",
         });
         output
     }
@@ -91,6 +95,8 @@ struct Counts {
     running: usize,
     waiting: usize,
     steps: u64,
+    prompt_steps: u64,
+    rows: u64,
     prompt_tokens: u64,
     cached_tokens: u64,
     output_tokens: u64,
@@ -106,6 +112,9 @@ struct Counts {
     /// Of all replicas the longest.
     gap_us_p50: f64,
     gap_us_p99: f64,
+    /// Seconds, of all steps.
+    host_s: f64,
+    driver_s: f64,
     driver_pids: Vec<u32>,
 }
 
@@ -124,6 +133,8 @@ impl Counts {
             running: counts.running,
             waiting: counts.waiting,
             steps: counts.steps,
+            prompt_steps: counts.prompt_steps,
+            rows: counts.total_rows,
             prompt_tokens: counts.prompt_tokens,
             cached_tokens: counts.cached_tokens,
             output_tokens: counts.output_tokens,
@@ -138,6 +149,8 @@ impl Counts {
             pages_cached: counts.cached_pages as u64,
             gap_us_p50: stats.gaps_ns[0] as f64 / 1e3,
             gap_us_p99: stats.gaps_ns[1] as f64 / 1e3,
+            host_s: stats.host_ns as f64 / 1e9,
+            driver_s: stats.driver_ns as f64 / 1e9,
             driver_pids: vec![stats.driver_pid],
         }
     }
@@ -148,8 +161,12 @@ impl Counts {
         self.driver_pids.extend(&other.driver_pids);
         self.gap_us_p50 = self.gap_us_p50.max(other.gap_us_p50);
         self.gap_us_p99 = self.gap_us_p99.max(other.gap_us_p99);
+        self.host_s += other.host_s;
+        self.driver_s += other.driver_s;
         for (sum, more) in [
             (&mut self.steps, other.steps),
+            (&mut self.prompt_steps, other.prompt_steps),
+            (&mut self.rows, other.rows),
             (&mut self.prompt_tokens, other.prompt_tokens),
             (&mut self.cached_tokens, other.cached_tokens),
             (&mut self.output_tokens, other.output_tokens),

@@ -12,7 +12,8 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use pie_runtime::{
-    Arrival, Delta, DriverSettings, End, Ends, Policy, Rejected, Sampler, Service, ServiceSettings,
+    Arrival, Delta, DriverSettings, End, Ends, Pause, Policy, Rejected, Sampler, Service,
+    ServiceSettings,
 };
 use tempfile::TempDir;
 
@@ -365,6 +366,26 @@ fn a_request_that_the_driver_cannot_serve_fails_alone() {
 }
 
 #[test]
+fn a_pause_holds_requests_up_and_loses_nothing() {
+    for pause in [Pause::InPlace, Pause::Retract] {
+        let bench = Bench::ready("");
+        bench.service.pause(Some(pause));
+        let request = bench.submit(&[3, 1, 2], 40);
+        let aborted = bench.submit(&[4], 40);
+        assert!(bench.service.poll(Duration::from_millis(100)).is_empty());
+        bench.service.abort(aborted);
+        let mut stories = Stories::new();
+        bench.collect_into(&mut stories, 1);
+        assert_eq!(stories[&(aborted, 0)].end, Some(End::Aborted));
+        bench.service.pause(None);
+        bench.service.pause(Some(pause));
+        bench.service.pause(None);
+        bench.collect_into(&mut stories, 2);
+        assert_eq!(stories[&(request, 0)].tokens, expected(&[3, 1, 2], 40));
+    }
+}
+
+#[test]
 fn a_driver_that_keeps_dying_is_given_up_with_its_reason() {
     let bench = Bench::start("die-at=1 die-always", |settings| settings.max_restarts = 2);
     bench.wait_ready();
@@ -478,8 +499,10 @@ fn requests_end_by_abort_deadline_and_shutdown() {
     assert_eq!(stories[&(aborted, 0)].end, Some(End::Aborted));
     assert_eq!(stories[&(late, 0)].end, Some(End::Deadline));
     for (id, text) in [(long, "129 tokens"), (foreign, "token 97 at 1")] {
-        let end = format!("{:?}", stories[&(id, 0)].end);
-        assert!(end.contains("Failed") && end.contains(text), "{end}");
+        let Some(End::Refused(refusal)) = &stories[&(id, 0)].end else {
+            panic!("{:?}", stories[&(id, 0)].end);
+        };
+        assert!(refusal.to_string().contains(text), "{refusal}");
     }
     for (id, prompt) in [(aborted, [1, 2, 3]), (late, [4, 5, 6])] {
         let tokens = &stories[&(id, 0)].tokens;

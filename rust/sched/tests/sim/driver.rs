@@ -21,11 +21,13 @@ pub struct Frame {
     pub wants_drafts: bool,
     pub draws: bool,
     pub forbidden: Vec<u32>,
+    pub prompt: u32,
+    pub history: Vec<u32>,
 }
 
 impl Frame {
     pub fn new(row: &Row<'_, u64>, salt: u64) -> Self {
-        assert!(row.sampling.is_none_or(|&given| given == salt));
+        assert!(*row.asked == salt && row.sampling.is_none_or(|&given| given == salt));
         Self {
             id: row.id,
             sample: row.sample,
@@ -39,6 +41,8 @@ impl Frame {
             wants_drafts: row.wants_drafts,
             draws: row.sampling.is_some(),
             forbidden: row.forbidden.to_vec(),
+            prompt: row.prompt,
+            history: row.history.to_vec(),
         }
     }
 
@@ -61,7 +65,8 @@ pub struct Driver {
     limits: Limits,
     device: Vec<Page>,
     host: Vec<Page>,
-    /// Pages that some frame lists, by the rows that write them, of the step that runs.
+    /// What each sequence has told of tokens that it produced: its request and number, page, and place in the page.
+    noted: HashSet<(u64, u32, u32, usize)>,
     random: fastrand::Rng,
 }
 
@@ -72,6 +77,7 @@ impl Driver {
             limits,
             device: vec![empty.clone(); limits.total_pages as usize],
             host: vec![empty; limits.host_pages as usize],
+            noted: HashSet::new(),
             random: fastrand::Rng::with_seed(seed),
         }
     }
@@ -131,8 +137,25 @@ impl Driver {
         &mut self.device[frame.pages[at / size] as usize][at % size]
     }
 
+    /// Every token that a sequence has produced up to a row was in one of its rows, or in the history of one.
+    fn note(&mut self, frame: &Frame) {
+        let size = self.limits.page_size as usize;
+        let place = |at: usize| (frame.id, frame.sample, frame.pages[at / size], at % size);
+        let first = frame.start as usize - frame.history.len();
+        assert!(frame.history.is_empty() || first == frame.prompt as usize);
+        let end = frame.end() + frame.drafts.len();
+        self.noted.extend((first..end).map(place));
+        for at in frame.prompt as usize..frame.end() {
+            assert!(
+                self.noted.contains(&place(at)),
+                "{at} of {frame:?} was not told"
+            );
+        }
+    }
+
     /// Computes a row.
     pub fn compute(&mut self, frame: &Frame) -> Reply {
+        self.note(frame);
         let mut mind = Mind::new(frame.salt);
         for at in 0..frame.start as usize {
             let kv = *self.slot(frame, at);

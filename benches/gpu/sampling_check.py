@@ -1,0 +1,168 @@
+"""Penalties, biases and masks on a CUDA GPU: they give the best token, and what they cost.
+
+    python benches/gpu/sampling_check.py [--pocket DIR] [--shapes CONFIG_DIR ...]
+        [--option KEY=VALUE ...] [--json FILE]
+
+1. `pocket` in bfloat16: sequences with all kinds of penalties and biases, by the graphs and by way
+   of Python. Each token is the best one of the row's own logits, adjusted token by token.
+2. Random weights in each of the shapes, 64 contexts that decode, 256 of whose tokens count. Round
+   trips of a step take turns: with nothing; with penalties, 50 biases, a mask of bits, and all of
+   it in every row; and with all of it in one row. The bars hold the medians to multiples of
+   the plain step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import random
+import statistics
+import time
+import tomllib
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import frame
+from frame import Report, in_turns
+from serving import PAGE, driver, pages
+
+from pie_driver_sglang._core import Client, Extension, Request, Sampler, encode_forward
+
+ROWS = 64
+CONTEXT = 1024
+COUNTED = 256
+"""Tokens of each context that count for penalties."""
+ROUNDS = 60
+BARS = {"penalties": 1.05, "bias": 1.05, "mask": 1.10, "all": 1.25, "one of 64": 1.03}
+"""Most times of the plain step, in the median."""
+GAP = 0.25
+"""Logits that are closer may come in either order in bfloat16."""
+PENALTIES = {"frequency_penalty": 0.6, "presence_penalty": 0.3, "repetition_penalty": 1.2}
+
+
+def request(
+    tokens: list[int], start: int, page: int, context: int, samplers: list[Sampler], **more: Any
+) -> Request:
+    """Tokens at positions `start..`, sampled at the last; `more` is the extension's."""
+    end = start + len(tokens)
+    slots = [(len(tokens) - 1, sampler) for sampler in samplers]
+    listed = pages(page, end)
+    length = (end - 1) % PAGE + 1
+    positions = list(range(start, end))
+    extension = Extension(**more) if more else None
+    return Request(
+        tokens, positions, listed, length, slots, context_id=context, extension=extension
+    )
+
+
+def check_pocket(path: Path, report: Report, options: dict[str, object]) -> None:
+    """Sequences of twenty tokens each; prints by how much the worst one is not the best."""
+    import torch
+
+    biases = [(300 + 7 * number, 0.5 * (number % 5) - 1.0) for number in range(50)]
+    worst = 0.0
+    with driver(path, {"page_size": PAGE, "mem_fraction_static": 0.1, **options}) as (client, _):
+        for number in range(4):
+            prompt = [(31 * i + 77 * number) % 2000 + 300 for i in range(10)]
+            tokens, stored, page = list(prompt), 0, 8 * number
+            for step in range(20):
+                place = (tokens[stored:], stored, page, number + 1)
+                asked = {**PENALTIES, "counted_from": len(prompt), "logit_bias": biases}
+                # Every other token by way of Python.
+                samplers = [Sampler.greedy(), *([Sampler.entropy()] if step % 2 else [])]
+                [[token]] = client.forward([request(*place, samplers, **asked)]).tokens
+                [[raw]] = client.forward([request(*place, [Sampler.raw_logits()])]).logits
+                logits = torch.tensor(raw)
+                for seen, count in Counter(tokens[len(prompt) :]).items():
+                    value = float(logits[seen]) - 0.6 * count - 0.3
+                    logits[seen] = value * 1.2 if value < 0 else value / 1.2
+                for seen, bias in biases:
+                    logits[seen] += bias
+                worst = max(worst, float(logits.max() - logits[token]))
+                stored = len(tokens)
+                tokens.append(token)
+    print(f"    80 tokens, at most {worst:.3f} from the best")
+    if not report.hold("logits from the best token", worst, at_most=GAP):
+        raise SystemExit("a token is not the best one")
+
+
+def extensions(vocab: int) -> dict[str, dict[str, Any]]:
+    """What each case asks for in a row."""
+    draw = random.Random(1)
+    penalties = {**PENALTIES, "counted_from": CONTEXT - COUNTED}
+    bias = {"logit_bias": [(draw.randrange(vocab // 50) * 50 + n, 1.5) for n in range(50)]}
+    mask = {"mask": [draw.getrandbits(32) for _ in range(-(-vocab // 32))]}
+    everything = {**penalties, **bias, **mask, "top_k": 50, "top_p": 0.9, "min_p": 0.02}
+    cases: dict[str, dict[str, Any]] = {
+        "plain": {}, "penalties": penalties, "bias": bias, "mask": mask, "all": everything
+    }  # fmt: skip
+    return {name: {"temperature": 0.8, **asked} for name, asked in cases.items()}
+
+
+def time_cases(shapes: Path, report: Report, options: dict[str, object]) -> None:
+    """Round trips of a step of 64 rows, by what the rows ask for."""
+    vocab = json.loads((shapes / "config.json").read_text())["vocab_size"]
+    asked = extensions(vocab)
+    rows = {name: [more] * ROWS for name, more in asked.items()}
+    rows["one of 64"] = [asked["all"], *[asked["plain"]] * (ROWS - 1)]
+    stride = CONTEXT // PAGE + 1
+    draw = random.Random(2)
+    settings = {"page_size": PAGE, "load_format": "dummy", **options}
+    with driver(shapes, settings) as (client, _):
+        for row in range(ROWS):
+            # Each token several times, as in text.
+            prompt = [draw.randrange(300, 600) for _ in range(CONTEXT)]
+            # Noted as they are stored.
+            more = asked["penalties"]
+            client.forward([request(prompt, 0, row * stride, row + 1, [Sampler.greedy()], **more)])
+        frames = {
+            name: encode_forward(
+                [
+                    request([5], CONTEXT, row * stride, row + 1, [Sampler.greedy()], **more)
+                    for row, more in enumerate(listed)
+                ]
+            )
+            for name, listed in rows.items()
+        }
+        ways = {name: functools.partial(_timed, client, bytes_) for name, bytes_ in frames.items()}
+        times = in_turns(ways, ROUNDS, settle=5)
+    medians = {name: statistics.median(found) for name, found in times.items()}
+    for name, took in medians.items():
+        ratio = took / medians["plain"]
+        print(f"    {name:10} {took:8.0f} us  {ratio:.3f} of plain", flush=True)
+        report.add(shapes=shapes.name, case=name, rows=ROWS, us=took, ratio=ratio)
+    for name, bar in BARS.items():
+        ratio = medians[name] / medians["plain"]
+        report.hold(f"{shapes.name}: {name} / plain", ratio, at_most=bar)
+
+
+def _timed(client: Client, request_bytes: bytes) -> float:
+    """Microseconds from the request to its answer."""
+    started = time.perf_counter_ns()
+    client.call(request_bytes)
+    return (time.perf_counter_ns() - started) / 1000
+
+
+def parser() -> argparse.ArgumentParser:
+    """The check's arguments."""
+    made = frame.parser(__doc__, "pocket", "option")
+    made.add_argument("--shapes", action="append", default=[], **frame.SHAPES)
+    return made
+
+
+def main() -> None:
+    """Checks, then times."""
+    arguments = parser().parse_args()
+    options = tomllib.loads("\n".join(arguments.option))
+    with Report(__file__, arguments) as report:
+        print("pocket, bfloat16")
+        check_pocket(arguments.pocket, report, options)
+        for shapes in arguments.shapes:
+            print(f"{shapes.name} shape, random weights, {ROWS} contexts of {CONTEXT}")
+            time_cases(shapes, report, options)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,233 @@
+"""Shapes that people run: steps, compared with the time to move their bytes, and tokens per second.
+
+    python benches/gpu/shapes_check.py --out DIR --pie-load BINARY [--names 8b,14b] \
+        [--parts steps,throughput] [--peer-backends fa3,flashinfer] [--results FILE]
+
+Every shape has random weights, and processes of its own: `step_check.py` for the parts of `steps`,
+`load_check.py` for those of `throughput`. FILE, `benches/results/shapes.json` unless it is named,
+keeps what an earlier run found of other shapes and parts. Of each shape it has:
+
+- `step_us`: microseconds of a decode step by rows, at 700 tokens a row (0.6b: 512);
+- `bytes_us`: how long memory takes to move the weights and KV of such a step, at 4.3 TB/s, which a
+  copy reaches on an H200; a row takes experts at random;
+- `tokens_per_s`: of the standard workload, `ours` and `sglang` by backend.
+
+The status is 1 when a process failed. A shape's steps take 1 to 2 minutes; its load and a backend
+of SGLang's 1 to 2 minutes each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import frame
+from frame import Report
+from processes import Runner
+
+FOLDER: Final = Path(__file__).parent
+RESULTS: Final = frame.REPOSITORY / "benches" / "results" / "shapes.json"
+ROWS: Final = (1, 16, 64)
+BYTES_PER_S: Final = 4.3e12
+"""Of a copy on an H200, bytes read and written."""
+STEPS_S, LOAD_S = 240.0, 420.0
+"""The longest that a process of each part may take."""
+
+_LLAMA: Final = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu",
+    "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256,
+    "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 500000.0,
+    "tie_word_embeddings": False, "torch_dtype": "bfloat16", "bos_token_id": 128000,
+    "eos_token_id": 128009,
+}  # fmt: skip
+_QWEN: Final = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_act": "silu",
+    "head_dim": 128, "num_key_value_heads": 8, "vocab_size": 151936, "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 40960, "rope_theta": 1000000.0, "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16", "bos_token_id": 151643, "eos_token_id": 151645,
+}  # fmt: skip
+
+
+class Shape(NamedTuple):
+    """A model that people run."""
+
+    config: Mapping[str, Any]
+    """Its `config.json`."""
+    context: int = 700
+    """Tokens of each row of its steps."""
+    options: tuple[str, ...] = ()
+    """Lines of [driver.options]."""
+    weight_bytes: int = 2
+    """Of a number of a layer's matrices."""
+
+
+SHAPES: Final[Mapping[str, Shape]] = {
+    "8b": Shape(_LLAMA),
+    "14b": Shape({
+        **_QWEN, "hidden_size": 5120, "intermediate_size": 17408, "num_hidden_layers": 40,
+        "num_attention_heads": 40,
+    }),
+    "0.6b": Shape(
+        {
+            **_QWEN, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
+            "num_attention_heads": 16, "tie_word_embeddings": True,
+        },
+        context=512,
+    ),
+    "30b-a3b": Shape({
+        **_QWEN, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe",
+        "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48,
+        "num_attention_heads": 32, "num_key_value_heads": 4, "num_experts": 128,
+        "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True,
+        "decoder_sparse_step": 1, "mlp_only_layers": [],
+    }),
+    "8b-fp8": Shape(_LLAMA, options=('quantization = "fp8"',), weight_bytes=1),
+}  # fmt: skip
+"""By name."""
+
+
+def moved_bytes(shape: Shape, rows: int) -> float:
+    """Bytes that a decode step must move: weights once, and the KV of each row.
+
+    A row of a mixture of experts takes any of them with equal chances.
+    """
+    config = shape.config
+    width, layers, dim = config["hidden_size"], config["num_hidden_layers"], config["head_dim"]
+    queries, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    attention = width * dim * 2 * (queries + kv_heads)
+    if "num_experts" in config:
+        total, chosen = config["num_experts"], config["num_experts_per_tok"]
+        taken = total * (1 - (1 - chosen / total) ** rows)
+        mlp = 3 * width * config["moe_intermediate_size"] * taken + width * total
+    else:
+        mlp = 3 * width * config["intermediate_size"]
+    head = 2 * width * config["vocab_size"]
+    kv = rows * shape.context * layers * 2 * kv_heads * dim * 2
+    return float(layers * (attention + mlp) * shape.weight_bytes + head + kv)
+
+
+def bytes_us(shape: Shape) -> dict[str, float]:
+    """How long memory takes to move the bytes of a step, in µs, by rows."""
+    return {str(rows): moved_bytes(shape, rows) / BYTES_PER_S * 1e6 for rows in ROWS}
+
+
+def step_us(record: frame.Record) -> dict[str, float]:
+    """Microseconds of a step by rows: the mean of the record's runs of the usual way."""
+    runs = [row["us_by_rows"] for row in record.rows if not row["way"]]
+    return {str(rows): statistics.mean(run[str(rows)] for run in runs) for rows in ROWS}
+
+
+def tokens_per_s(record: frame.Record) -> dict[str, Any]:
+    """Tokens per second, `ours` and `sglang` by backend."""
+    figures = {row["part"]: row["figures"] for row in record.rows}
+    found: dict[str, Any] = figures["tokens_per_s"]
+    return found
+
+
+class Check:
+    """The shapes and what was found of them."""
+
+    def __init__(self, arguments: argparse.Namespace, report: Report) -> None:
+        """Begins with what an earlier run has found."""
+        self._arguments = arguments
+        self._report = report
+        self._out: Path = arguments.out
+        self._runner = Runner(self._out / "shapes_check.log", arguments.budget_s)
+        path: Path = arguments.results
+        self._results: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+
+    def play(self) -> None:
+        """Plays the parts of every shape; a part that fails costs the others nothing."""
+        parts = self._arguments.parts.split(",")
+        for name in self._arguments.names.split(","):
+            with tempfile.TemporaryDirectory() as folder:
+                shape = SHAPES[name]
+                Path(folder, "config.json").write_text(json.dumps(shape.config))
+                if "steps" in parts:
+                    self._steps(name, shape, folder)
+                if "throughput" in parts:
+                    self._throughput(name, shape, folder)
+        self._report.hold("failed processes", len(self._runner.failed), at_most=0)
+        self._runner.close()
+
+    def _steps(self, name: str, shape: Shape, folder: str) -> None:
+        path = self._out / f"{name}.steps.json"
+        command: list[object] = [sys.executable, FOLDER / "step_check.py", "--shapes", folder]
+        command += ["--rows", ",".join(map(str, ROWS)), "--lengths", shape.context]
+        record = self._record(f"{name} steps", [*command, "--json", path], path, shape, STEPS_S)
+        if record is not None:
+            self._keep(name, step_us=step_us(record), bytes_us=bytes_us(shape))
+
+    def _throughput(self, name: str, shape: Shape, folder: str) -> None:
+        out = self._out / name
+        out.mkdir(exist_ok=True)
+        command: list[object] = [sys.executable, FOLDER / "load_check.py", "--shapes", folder]
+        # SGLang's engine would run the matrices as they are.
+        parts = "throughput" if shape.options else "throughput,peers"
+        command += ["--parts", parts, "--peer-backends", self._arguments.peer_backends]
+        command += ["--pie-load", self._arguments.pie_load, "--out", out]
+        command += ["--option", "mem_fraction_static = 0.8"]
+        path = out / "load_check.json"
+        record = self._record(f"{name} throughput", command, path, shape, LOAD_S)
+        if record is not None:
+            self._keep(name, tokens_per_s=tokens_per_s(record))
+
+    def _record(
+        self, what: str, command: list[object], path: Path, shape: Shape, limit_s: float
+    ) -> frame.Record | None:
+        """Runs a check and reads its record; None, and a failed process, without one."""
+        path.unlink(missing_ok=True)
+        options = [word for line in shape.options for word in ("--option", line)]
+        self._runner.run(what, [*command, *options], limit_s)
+        if what in self._runner.failed or not path.exists():
+            self._runner.failed += [] if what in self._runner.failed else [what]
+            return None
+        return frame.read(path)
+
+    def _keep(self, name: str, **figures: Any) -> None:
+        """Adds what was found of a shape to the record and to the results."""
+        record = self._report.record
+        self._report.add(name=name, **figures)
+        row = self._results.setdefault(name, {})
+        row.update(figures, commit=record.commit, command=record.command, device=record.device)
+        text = json.dumps(self._results, indent=1, sort_keys=True)
+        self._arguments.results.write_text(text + "\n")
+        self._runner.say(f"{name}: {json.dumps(figures)}")
+
+
+def names(text: str) -> str:
+    """Names of shapes, with comma."""
+    unknown = [name for name in text.split(",") if name not in SHAPES]
+    if unknown:
+        known = ", ".join(SHAPES)
+        raise argparse.ArgumentTypeError(f"no shape {', '.join(unknown)}; there are {known}")
+    return text
+
+
+def parser() -> argparse.ArgumentParser:
+    """The check's arguments."""
+    made = frame.parser(__doc__, "out", "pie-load")
+    made.add_argument("--names", type=names, default=",".join(SHAPES))
+    made.add_argument("--parts", default="steps,throughput")
+    made.add_argument("--peer-backends", default="fa3,flashinfer")
+    made.add_argument("--results", type=Path, default=RESULTS)
+    made.add_argument("--budget-s", type=float, default=1800.0, help="seconds for all shapes")
+    return made
+
+
+def main() -> None:
+    """Plays the shapes."""
+    arguments = parser().parse_args()
+    with Report(__file__, arguments) as report:
+        Check(arguments, report).play()
+
+
+if __name__ == "__main__":
+    main()

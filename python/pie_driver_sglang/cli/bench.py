@@ -1,0 +1,211 @@
+"""`pie-sglang bench`: tokens per second on a workload, alone or alternating with a peer."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from pie_driver_sglang.checkpoint.hub_cache import cached_snapshot
+from pie_driver_sglang.cli.engine_options import add_engine_options, default_model, started
+from pie_driver_sglang.cli.version import version_line
+from pie_driver_sglang.cli.workloads import LENGTHS, REQUESTS, WORKLOADS, Workload, make_workload
+from pie_driver_sglang.config.arch import vocab_size
+from pie_driver_sglang.config.hf_config import load_hf_config
+from pie_driver_sglang.errors import ConfigError, StartError, quoted, reason
+
+DRIVER_SIDE: Final = "pie"
+PEERS: Final = ("sglang",)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the command and returns its exit status."""
+    options = _parser().parse_args(arguments)
+    options.model = default_model(options.model)
+    workload = _workload(options)
+    if options.side is not None:
+        _write(options.json, json.dumps(_measure(options, workload)))
+        return 0
+    sides = [DRIVER_SIDE, *dict.fromkeys(options.peer)]
+    found = []
+    for number in range(options.rounds):
+        # Each in a process of its own, one after the other: a device has room for one engine.
+        for side in sides:
+            run = _run_side(side, arguments)
+            found.append({"side": side, "round": number, **run})
+            rates = ", ".join(f"{rate:,.0f}" for rate in run["tokens_per_s"])
+            sys.stderr.write(f"{side}, round {number + 1}: {rates} tok/s\n")
+    record = _record(options, workload, sides, found)
+    _write(options.json, json.dumps(record, indent=2))
+    if options.json != "-":
+        sys.stdout.write(_table(record))
+    return 0
+
+
+def _measure(options: argparse.Namespace, workload: Workload) -> dict[str, Any]:
+    """Starts one engine and plays the workload; what is compiled on the way is not counted."""
+    if options.side == DRIVER_SIDE:
+        with started(options) as engine:
+            return _play(engine, workload, options.repeats)
+    from pie_driver_sglang.srt.seams.offline_peer import peer_engine
+
+    engine = peer_engine(
+        options.model,
+        options.device,
+        tp_size=options.tp or 1,
+        keeps_prefixes=workload.keeps_prefixes,
+        requests=len(workload.prompts),
+    )
+    try:
+        return _play(engine, workload, options.repeats)
+    finally:
+        engine.shutdown()
+
+
+def _play(engine: Any, workload: Workload, repeats: int) -> dict[str, Any]:
+    seconds, cached, asked = [], 0, sum(workload.outputs)
+    for repeat in range(repeats + 1):
+        engine.flush_cache()
+        begun = time.perf_counter()
+        answers = engine.generate(input_ids=workload.prompts, sampling_params=workload.sampling())
+        took = time.perf_counter() - begun
+        said = sum(answer["meta_info"]["completion_tokens"] for answer in answers)
+        if said != asked:
+            raise StartError(
+                f"{asked} tokens were asked for, and {said} came",
+                "shorten the requests by `--longest`: a context must hold prompt and output",
+            )
+        if repeat:
+            seconds.append(took)
+            cached = sum(answer["meta_info"]["cached_tokens"] for answer in answers)
+    return {
+        "seconds": seconds,
+        "tokens_per_s": [asked / took for took in seconds],
+        "cached_tokens": cached,
+    }
+
+
+def _run_side(side: str, arguments: Sequence[str]) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory(prefix="pie-bench-") as folder:
+        path = Path(folder) / "found.json"
+        command = [sys.executable, "-m", "pie_driver_sglang", "bench", *arguments]
+        command += ["--side", side, "--json", str(path)]
+        # What an engine prints is no part of the record.
+        status = subprocess.run(command, stdout=2, check=False).returncode
+        if status or not path.is_file():
+            raise StartError(f"the process of {side} ended with status {status}", "see above")
+        found: dict[str, Any] = json.loads(path.read_text())
+        return found
+
+
+def _record(
+    options: argparse.Namespace,
+    workload: Workload,
+    sides: list[str],
+    found: list[dict[str, Any]],
+) -> dict[str, Any]:
+    rates = {
+        side: statistics.median(
+            rate for run in found if run["side"] == side for rate in run["tokens_per_s"]
+        )
+        for side in sides
+    }
+    return {
+        "version": version_line(),
+        "model": options.model,
+        "device": options.device or "default",
+        "workload": {
+            "name": options.workload,
+            "seed": options.seed,
+            "requests": len(workload.prompts),
+            "prompt_tokens": sum(map(len, workload.prompts)),
+            "output_tokens": sum(workload.outputs),
+        },
+        "runs": found,
+        "tokens_per_s": rates,
+        "ratios": {side: rates[DRIVER_SIDE] / rates[side] for side in sides if side != DRIVER_SIDE},
+    }
+
+
+def _table(record: dict[str, Any]) -> str:
+    work = record["workload"]
+    lines = [
+        f"{work['name']}: {work['requests']:,} requests, {work['prompt_tokens']:,} prompt and "
+        f"{work['output_tokens']:,} output tokens; medians"
+    ]
+    for side, rate in record["tokens_per_s"].items():
+        ratio = record["ratios"].get(side)
+        times = "" if ratio is None else f"  (pie: {ratio:.2f} x)"
+        lines.append(f"{side:<8} {rate:>12,.1f} output tok/s{times}")
+    return "\n".join(lines) + "\n"
+
+
+def _workload(options: argparse.Namespace) -> Workload:
+    folder = Path(options.model)
+    folder = folder if folder.is_dir() else cached_snapshot(options.model) or folder
+    vocabulary = vocab_size(load_hf_config(folder))
+    if vocabulary is None:
+        raise ConfigError(
+            f"the configuration of {quoted(options.model)} has no `vocab_size`",
+            "name another model",
+        )
+    if options.rounds < 1 or options.repeats < 1:
+        raise ConfigError(
+            f"{options.rounds} rounds of {options.repeats} repeats measure nothing",
+            "set `--rounds` and `--repeats` to 1 or more",
+        )
+    return make_workload(
+        options.workload,
+        requests=options.requests,
+        longest=options.longest,
+        vocabulary=vocabulary,
+        seed=options.seed,
+    )
+
+
+def _write(path: str | None, text: str) -> None:
+    if path is None:
+        return
+    if path == "-":
+        sys.stdout.write(text + "\n")
+        return
+    try:
+        Path(path).write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write {quoted(path)}: {reason(error)}", "name a file that can be written"
+        ) from error
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="pie-sglang bench",
+        description="Measures output tokens per second. All requests are handed over at once as "
+        "token ids; every engine is a process of its own, and its first run is not counted.",
+    )
+    add = parser.add_argument
+    add("--workload", choices=WORKLOADS, default=WORKLOADS[0])
+    add("--requests", type=int, default=REQUESTS, metavar="N", help="default: %(default)s")
+    add(
+        "--longest",
+        type=int,
+        default=LENGTHS[1],
+        metavar="N",
+        help="most tokens of a prompt, and of an output (default: %(default)s)",
+    )
+    add("--seed", type=int, default=0, metavar="N", help="another one draws other requests")
+    add("--repeats", type=int, default=3, metavar="N", help="runs of an engine that count")
+    add("--rounds", type=int, default=1, metavar="N", help="starts of every engine")
+    add("--peer", choices=PEERS, action="append", default=[], help="compare with it, alternating")
+    add("--json", metavar="FILE", help="write a record of all runs there; - for stdout")
+    # Of the processes that the command starts.
+    add("--side", choices=(DRIVER_SIDE, *PEERS), help=argparse.SUPPRESS)
+    add_engine_options(parser, samples=False)
+    return parser

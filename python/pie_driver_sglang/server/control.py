@@ -1,0 +1,184 @@
+"""Messages of SGLang's front end that are not about requests, and their answers.
+
+SGLang waits for an answer to each without a limit, so every message gets one: what the runtime
+does not serve is answered with the reason.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Final, NamedTuple
+
+from pie_driver_sglang import _core
+from pie_driver_sglang.server.seams import messages
+
+#: What is not served, and why, by the name of the message.
+REFUSED_MESSAGES: Final[Mapping[str, str]] = {
+    "ProfileReq": "profiles are not taken here; `--option trace_file=PATH` traces the steps",
+    "LoadLoRAAdapterReqInput": "adapters are not served yet",
+    "LoadLoRAAdapterFromTensorsReqInput": "adapters are not served yet",
+    "UnloadLoRAAdapterReqInput": "adapters are not served yet",
+    "OpenSessionReqInput": "sessions are not served; prefixes are kept by themselves",
+    "SetInternalStateReq": "settings do not change while it serves",
+}
+_NOT_SERVED: Final = "this scheduler does not serve it; start the server with `--scheduler sglang`"
+#: Messages that the detokenizer obeys, too.
+_FORWARDED: Final = frozenset({"FreezeGCReq", "ConfigureLoggingReq"})
+#: The longest wait of a flush for requests to end, in seconds, where the client sets none.
+_FLUSH_STEP_S: Final = 0.05
+
+
+class Reply(NamedTuple):
+    """What comes of a message.
+
+    Attributes:
+        to_detokenizer: Messages for the detokenizer.
+        to_tokenizer: Messages for the tokenizer manager.
+    """
+
+    to_detokenizer: list[bytes]
+    to_tokenizer: list[bytes]
+
+
+class Control:
+    """Answers messages by the runtime.
+
+    Attributes:
+        is_stopping: Whether the server has said that it ends.
+    """
+
+    def __init__(
+        self, runtime: _core.Runtime, front: _core.Front, facts: Mapping[str, Any]
+    ) -> None:
+        """Answers for a runtime.
+
+        Args:
+            runtime: What computes.
+            front: Its requests.
+            facts: What `/server_info` shows besides counts.
+        """
+        self._runtime, self._front, self._facts = runtime, front, facts
+        self._throughput = Throughput()
+        self.is_stopping = False
+        self._flush_until: list[tuple[float, Any]] = []
+        self._handlers: dict[str, Callable[[Any], dict[str, Any] | None]] = {
+            "ShutdownReq": self._stop,
+            "FlushCacheReqInput": self._flush,
+            "GetInternalStateReq": self._state,
+            "PauseGenerationReqInput": self._pause,
+            "ContinueGenerationReqInput": self._resume,
+        }
+
+    def obey(self, data: bytes) -> Reply:
+        """Does what a message says."""
+        message = messages.decode_message(data)
+        to_tokenizer = self.answer(message)
+        name = type(message).__name__
+        return Reply([data] if name in _FORWARDED else [], to_tokenizer)
+
+    def answer(self, message: Any) -> list[bytes]:
+        """The answer to a message, if it has one, and if it has one now."""
+        name = type(message).__name__
+        handler = self._handlers.get(name)
+        if handler is None:
+            reason = REFUSED_MESSAGES.get(name, _NOT_SERVED)
+            said: dict[str, Any] | None = {
+                "success": False,
+                "message": reason,
+                "error_message": reason,
+                "session_id": getattr(message, "session_id", None),
+            }
+        else:
+            said = handler(message)
+        answer = None if said is None else messages.answer_to(message, said)
+        return [] if answer is None else [messages.encode_message(answer)]
+
+    def due(self) -> list[bytes]:
+        """Answers to flushes that have waited for requests to end."""
+        answers = []
+        for until, message in list(self._flush_until):
+            flushed = self._runtime.flush_cache()
+            if flushed or time.monotonic() >= until:
+                self._flush_until.remove((until, message))
+                answer = messages.answer_to(message, _flushed(flushed))
+                answers.append(messages.encode_message(answer))
+        return answers
+
+    @property
+    def wait_ms(self) -> int:
+        """How long the next message may be waited for."""
+        return int(_FLUSH_STEP_S * 1000) if self._flush_until else 500
+
+    def counts(self) -> dict[str, Any]:
+        """How busy the runtime is, by the names of SGLang's load snapshots."""
+        stats = self._runtime.stats()
+        size = int(self._facts["page_size"])
+        used = stats["pages_total"] - stats["pages_free"] - stats["pages_cached"]
+        total = stats["pages_total"] * size
+        seen = stats["prompt_tokens"]
+        throughput = self._throughput.of(stats["output_tokens"])
+        return {
+            "num_running_reqs": stats["running"],
+            "num_waiting_reqs": stats["waiting"],
+            "num_used_tokens": used * size,
+            "num_total_tokens": used * size,
+            "num_active_tokens": used * size,
+            "max_total_num_tokens": total,
+            "max_running_requests": int(self._facts["max_running_requests"]),
+            "token_usage": used * size / total if total else 0.0,
+            "gen_throughput": throughput if stats["running"] else 0.0,
+            "cache_hit_rate": stats["cached_tokens"] / seen if seen else 0.0,
+        }
+
+    def _stop(self, _: Any) -> None:
+        self.is_stopping = True
+
+    def _flush(self, message: Any) -> dict[str, Any] | None:
+        flushed = self._runtime.flush_cache()
+        wait_s = getattr(message, "timeout_s", None) or 0.0
+        if not flushed and wait_s > 0:
+            self._flush_until.append((time.monotonic() + wait_s, message))
+            return None
+        return _flushed(flushed)
+
+    def _state(self, _: Any) -> dict[str, Any]:
+        counts = self.counts()
+        state = {
+            "last_gen_throughput": counts["gen_throughput"],
+            "memory_usage": {"token_capacity": counts["max_total_num_tokens"]},
+            "effective_max_running_requests_per_dp": counts["max_running_requests"],
+            "scheduler": "pie",
+            **self._facts,
+            **self._runtime.stats(),
+        }
+        return {"internal_state": state}
+
+    def _pause(self, message: Any) -> None:
+        self._runtime.pause(retract=message.mode == "retract")
+        self._front.set_paused(True)
+
+    def _resume(self, _: Any) -> None:
+        self._front.set_paused(False)
+        self._runtime.resume()
+
+
+def _flushed(flushed: bool) -> dict[str, Any]:
+    message = "the prefix index is empty" if flushed else "requests run or wait: try again later"
+    return {"success": flushed, "message": message}
+
+
+class Throughput:
+    """Tokens a second since it was asked the last time, except for times that are too short."""
+
+    def __init__(self) -> None:
+        """Counts from now on."""
+        self._at, self._tokens, self._last = time.monotonic(), 0, 0.0
+
+    def of(self, tokens: int) -> float:
+        """The throughput, where so many tokens have come so far."""
+        now = time.monotonic()
+        if now - self._at >= 1.0:
+            self._last = (tokens - self._tokens) / (now - self._at)
+            self._at, self._tokens = now, tokens
+        return self._last

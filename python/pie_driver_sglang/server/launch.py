@@ -1,0 +1,165 @@
+"""The process of SGLang's HTTP server: whose scheduler it gets, and its start."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+from pie_driver_sglang.cli.plan import parse_option
+from pie_driver_sglang.config.hf_config import load_hf_config
+from pie_driver_sglang.errors import ConfigError, DriverError
+from pie_driver_sglang.offline.arguments import (
+    EngineArguments,
+    find_snapshot,
+    has_gpu,
+    parse_arguments,
+)
+from pie_driver_sglang.server.flags import WATCHDOG, served_arguments, unserved_flag
+from pie_driver_sglang.server.seams import environment
+
+SCHEDULERS: Final = ("auto", "pie", "sglang")
+
+
+class OwnArguments(NamedTuple):
+    """The flags of this command, and the words of SGLang's.
+
+    Attributes:
+        scheduler: One of `SCHEDULERS`.
+        options: Arguments of the engine that SGLang has no flags for.
+        words: SGLang's command line.
+    """
+
+    scheduler: str
+    options: dict[str, Any]
+    words: list[str]
+
+
+def run(words: Sequence[str]) -> int:
+    """Serves until it is ended."""
+    try:
+        own = split_words(words)
+        _serve(own)
+    except DriverError as error:
+        hint = f"\nhint: {error.hint}\n" if error.hint else ""
+        sys.stderr.write(f"pie-sglang: {error}\n{hint}")
+        return 1
+    return 0
+
+
+def split_words(words: Sequence[str]) -> OwnArguments:
+    """Takes this command's flags out of a command line.
+
+    Raises:
+        ConfigError: A flag has no value, or a wrong one.
+    """
+    scheduler, options, rest = "auto", {}, []
+    queue = list(words)
+    while queue:
+        word = queue.pop(0)
+        name, equals, value = word.partition("=")
+        if name not in ("--scheduler", "--option"):
+            rest.append(word)
+            continue
+        if not equals:
+            if not queue:
+                raise ConfigError(f"`{name}` has no value", "see `pie-sglang serve --help`")
+            value = queue.pop(0)
+        if name == "--option":
+            key, parsed = parse_option(value)
+            options[key] = parsed
+        else:
+            scheduler = value
+    if scheduler not in SCHEDULERS:
+        raise ConfigError(
+            f"`--scheduler` is {scheduler!r}", f"expected one of {', '.join(SCHEDULERS)}"
+        )
+    return OwnArguments(scheduler, options, rest)
+
+
+def named_value(words: Sequence[str], *flags: str) -> str | None:
+    """The value that a command line gives to a flag of several names; None if it gives none."""
+    found = None
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        name, equals, value = word.partition("=")
+        if name in flags:
+            found = value if equals else following
+    return found
+
+
+def _serve(own: OwnArguments) -> None:
+    model = named_value(own.words, "--model-path", "--model")
+    device = named_value(own.words, "--device")
+    architectures: Sequence[str] = ()
+    if model is not None:
+        architectures = load_hf_config(find_snapshot(model)).get("architectures") or ()
+    on_cpu = device == "cpu" if device is not None else not has_gpu()
+    environment.prepare_server(architectures, on_cpu=on_cpu)
+    with environment.importing_server():
+        from pie_driver_sglang.server.seams import launching
+
+    given = launching.given_flags(own.words)
+    plan, reason = choose_scheduler(own, given)
+    if plan is None:
+        words = [*own.words, *environment.with_prefix_index(given)]
+        arguments = launching.parse_flags(words)
+        _say(f"SGLang's own scheduler serves ({reason}), {_cache_of(words, own.words)}")
+        scheduler = launching.sglang_scheduler(on_cpu=arguments.device == "cpu")
+    else:
+        from pie_driver_sglang.server.process import run_scheduler
+
+        arguments = launching.parse_flags(own.words)
+        scheduler = functools.partial(run_scheduler, plan)
+    launching.launch(arguments, scheduler, functools.partial(_ready, arguments))
+
+
+def _cache_of(words: Sequence[str], given: Sequence[str]) -> str:
+    return "with our prefix index" if len(words) > len(given) else "with its own prefix cache"
+
+
+def choose_scheduler(
+    own: OwnArguments, given: Mapping[str, Any]
+) -> tuple[EngineArguments | None, str]:
+    """What our scheduler starts with, or None and the reason why SGLang's serves.
+
+    Args:
+        own: This command's flags.
+        given: The flags of SGLang that the user set.
+
+    Raises:
+        ConfigError: Ours was asked for, and does not serve this.
+    """
+    if own.scheduler == "sglang":
+        return None, "as `--scheduler sglang` says"
+    reason = unserved_flag(given)
+    if reason is None:
+        try:
+            plan = parse_arguments({**served_arguments(given), **own.options})
+            if WATCHDOG in given:
+                plan.runtime["step_timeout_s"] = float(given[WATCHDOG])
+            return plan, ""
+        except ConfigError as error:
+            reason = " ".join(str(error).split())
+    if own.scheduler == "pie" or own.options:
+        raise ConfigError(
+            f"our scheduler does not serve {reason}",
+            "remove the flag, or start with `--scheduler sglang`, which takes no `--option`",
+        )
+    return None, reason
+
+
+def _ready(arguments: Any) -> None:
+    """Says how to try the server out."""
+    name = arguments.served_model_name or arguments.model_path
+    url = arguments.url()
+    body = f'{{"model": "{name}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
+    _say(
+        f"serving at {url}\n\n  curl {url}/v1/chat/completions -H 'Content-Type: application/json' "
+        f"-d '{body}'\n"
+    )
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"pie-sglang: {text}\n")
+    sys.stderr.flush()

@@ -1,0 +1,109 @@
+"""`pie-sglang serve`: starts the server, passes signals on, and cleans up after it.
+
+SGLang ends its processes by SIGKILL and leaves its sockets and files. This process, which
+imports nothing of it, outlives them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Final
+
+from pie_driver_sglang.errors import ConfigError
+from pie_driver_sglang.server.flags import OWN_FLAGS
+
+HELP: Final = f"""\
+usage: pie-sglang serve --model-path MODEL [options]
+
+Serve a model with SGLang's HTTP server (OpenAI's API and SGLang's own) on this package's runtime.
+
+options of this command:
+{OWN_FLAGS}
+all others are those of SGLang's server: `python -m sglang.launch_server --help` lists them
+"""
+_SHARED_MEMORY: Final = Path("/dev/shm")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the server until it ends; SIGTERM and Ctrl-C let its requests finish, twice ends it."""
+    words = list(arguments)
+    if not words or "-h" in words or "--help" in words:
+        sys.stdout.write(HELP)
+        raise SystemExit(0 if words else 2)
+    if not any(word.split("=")[0] in ("--model-path", "--model", "--config") for word in words):
+        raise ConfigError("`--model-path` is missing", "name a folder or a repository")
+    before = _load_files()
+    with tempfile.TemporaryDirectory(prefix="pie-sglang-", ignore_cleanup_errors=True) as folder:
+        process = subprocess.Popen(
+            [sys.executable, "-m", f"{__package__}", *words],
+            env={**os.environ, "TMPDIR": folder, "PYTHONSAFEPATH": "1"},
+            # Ctrl-C comes to this process alone.
+            start_new_session=True,
+        )
+        try:
+            status = _watch(process)
+        finally:
+            _kill_session(process.pid)
+            process.wait()
+            _remove_load_files(before)
+    return status
+
+
+def _watch(process: subprocess.Popen[bytes]) -> int:
+    signals = 0
+
+    def pass_on(_number: int, _frame: FrameType | None) -> None:
+        nonlocal signals
+        signals += 1
+        if signals == 1:
+            process.send_signal(signal.SIGTERM)
+        else:
+            _kill_session(process.pid)
+
+    previous = {
+        number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        status = process.wait()
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+    # SGLang ends itself by SIGKILL after it has finished its requests.
+    return 0 if signals else 128 - status if status < 0 else status
+
+
+def _kill_session(pid: int) -> None:
+    """Ends what the server has left; drivers have sessions of their own, and end with it."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+def _load_files() -> set[Path]:
+    return set(_SHARED_MEMORY.glob("sglang_loads_*.shm"))
+
+
+def _remove_load_files(before: set[Path]) -> None:
+    """Removes the counts that the scheduler published, if it could not do so itself.
+
+    They are named after files of this server's folder, so no other server has the same; those of
+    others that started meanwhile are open somewhere.
+    """
+    for path in _load_files() - before:
+        if not _is_open(path):
+            path.unlink(missing_ok=True)
+
+
+def _is_open(path: Path) -> bool:
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):
+            if str(path) in maps.read_text():
+                return True
+    return False

@@ -1,0 +1,101 @@
+"""SGLang's command line, its HTTP server, and the schedulers that it starts."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+from collections.abc import Callable, Sequence
+from http import HTTPStatus
+from typing import Any
+
+from sglang.srt.entrypoints.engine import init_tokenizer_manager
+from sglang.srt.entrypoints.http_server import launch_server
+from sglang.srt.managers.tokenizer_manager import TokenizerManager
+from sglang.srt.plugins import load_plugins
+from sglang.srt.server_args import ServerArgs, prepare_server_args
+from sglang.srt.server_args_config_parser import ConfigArgumentMerger
+from sglang.srt.utils import kill_process_tree
+
+Scheduler = Callable[..., None]
+"""What runs in a scheduler's process, with the arguments of SGLang's ``run_scheduler_process``."""
+
+
+def given_flags(words: Sequence[str]) -> dict[str, Any]:
+    """The flags that differ from their defaults, by the names of their fields."""
+    parser = argparse.ArgumentParser(prog="pie-sglang serve")
+    ServerArgs.add_cli_args(parser)
+    merged = list(words)
+    if "--config" in merged:
+        merged = ConfigArgumentMerger(parser).merge_config_with_args(merged)
+    values = vars(parser.parse_args(merged))
+    return {
+        name: value
+        for name, value in values.items()
+        if name != "config" and value != parser.get_default(name)
+    }
+
+
+def parse_flags(words: Sequence[str]) -> ServerArgs:
+    """SGLang's settings, resolved."""
+    load_plugins()
+    return prepare_server_args(list(words))
+
+
+def launch(arguments: ServerArgs, scheduler: Scheduler, ready: Callable[[], None]) -> None:
+    """Serves until the process is ended.
+
+    Args:
+        arguments: SGLang's settings.
+        scheduler: What runs in the scheduler's process; it can be pickled.
+        ready: Called when the server has answered its first request.
+    """
+    manager = functools.partial(init_tokenizer_manager, TokenizerManagerClass=StatusManager)
+    try:
+        launch_server(
+            arguments,
+            init_tokenizer_manager_func=manager,
+            run_scheduler_process_func=scheduler,
+            launch_callback=ready,
+        )
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
+
+
+class StatusManager(TokenizerManager):
+    """SGLang's tokenizer manager, for messages in msgpack.
+
+    A status arrives as a number there, and the OpenAI layer takes only an ``HTTPStatus`` for an
+    error: a stream that fails would end like one that was stopped.
+    """
+
+    async def _handle_batch_output(self, recv_obj: Any) -> None:
+        for reason in recv_obj.finished_reasons:
+            _name_status(reason)
+        await super()._handle_batch_output(recv_obj)
+
+    def _handle_abort_req(self, recv_obj: Any) -> None:
+        _name_status(recv_obj.finished_reason)
+        super()._handle_abort_req(recv_obj)
+
+
+def _name_status(reason: dict[str, Any] | None) -> None:
+    status = (reason or {}).get("status_code")
+    if reason is not None and isinstance(status, int):
+        reason["status_code"] = HTTPStatus(status)
+
+
+def sglang_scheduler(*, on_cpu: bool) -> Scheduler:
+    """SGLang's own scheduler; on the CPU with what it lacks there."""
+    return functools.partial(run_sglang_scheduler, on_cpu)
+
+
+def run_sglang_scheduler(on_cpu: bool, *arguments: Any) -> None:
+    """Runs in the scheduler's process."""
+    from sglang.srt.managers.scheduler import run_scheduler_process
+
+    if on_cpu:
+        from pie_driver_sglang.srt.seams.model import take_cpu_for_one
+
+        take_cpu_for_one()
+    run_scheduler_process(*arguments)

@@ -1,0 +1,107 @@
+"""SGLang's messages: the table of their classes, and answers to those that are not served."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import NoneType
+from typing import Any, Final, get_args, get_origin
+
+import msgspec
+from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
+from sglang.srt.environ import envs
+from sglang.srt.managers import io_struct
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+PROBE_PREFIX: Final[str] = HEALTH_CHECK_RID_PREFIX
+"""How the names of health probes begin."""
+
+MessageTable = list[tuple[str, list[tuple[str, bytes | None]]]]
+"""Of each class the name and its fields in order, each with its default as msgpack."""
+
+_NEEDED: Final = (
+    io_struct.TokenizedGenerateReqInput,
+    io_struct.BatchTokenizedGenerateReqInput,
+    io_struct.AbortReq,
+    io_struct.BatchTokenIDOutput,
+    io_struct.HealthCheckOutput,
+    SamplingParams,
+)
+_LORA_ANSWERS: Final = ("LoadLoRA", "UnloadLoRA")
+
+
+def message_table() -> MessageTable:
+    """The classes that are read and written in Rust, as they are installed."""
+    return [(cls.__name__, [_field(f) for f in msgspec.structs.fields(cls)]) for cls in _NEEDED]
+
+
+def _field(field: Any) -> tuple[str, bytes | None]:
+    if field.required:
+        return field.name, None
+    has_value = field.default is not msgspec.NODEFAULT
+    default = field.default if has_value else field.default_factory()
+    return field.name, io_struct._msgpack_encoder.encode(default)
+
+
+def other_interval() -> int:
+    """Tokens from one output to the next of a request that does not stream."""
+    return int(envs.SGLANG_FORCE_STREAM_INTERVAL.get())
+
+
+def decode_message(data: bytes) -> Any:
+    """A message of any class."""
+    return io_struct.msgpack_decode(data)
+
+
+def encode_message(message: Any) -> bytes:
+    """The bytes of a message."""
+    data: bytes = io_struct.msgpack_encode(message)
+    return data
+
+
+def answer_to(message: Any, fields: Mapping[str, Any]) -> Any | None:
+    """The answer that SGLang waits for; None for a message that has no answer.
+
+    Args:
+        message: What came.
+        fields: What the answer says, where its class has such a field; what it needs besides is
+            empty.
+    """
+    cls = _answer_class(type(message).__name__)
+    if cls is None:
+        return None
+    known = {f.name: f for f in msgspec.structs.fields(cls)}
+    values = {name: value for name, value in fields.items() if name in known}
+    for name, field in known.items():
+        if field.required and name not in values:
+            values[name] = _empty(field.type)
+    answer = cls(**values)
+    if answer.http_worker_ipc is None:
+        answer.http_worker_ipc = message.http_worker_ipc
+    return answer
+
+
+def _empty(type_: Any) -> Any:
+    """What says nothing, where a field must have a value of a type."""
+    if NoneType in get_args(type_):
+        return None
+    made = get_origin(type_) or type_
+    return made() if made in (bool, int, float, str, list, dict) else None
+
+
+def _answer_class(name: str) -> Any | None:
+    if name.startswith(_LORA_ANSWERS):
+        return io_struct.LoRAUpdateOutput
+    return getattr(io_struct, name.removesuffix("Input") + "Output", None)
+
+
+def end_of_thinking(parser: str) -> str:
+    """The text that ends a model's thinking.
+
+    Args:
+        parser: SGLang's name of the model's reasoning parser.
+    """
+    from sglang.srt.parser.reasoning_parser import ReasoningParser
+
+    detector = ReasoningParser(model_type=parser, stream_reasoning=False).detector
+    text: str = detector.think_end_token
+    return text

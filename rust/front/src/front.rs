@@ -1,0 +1,379 @@
+//! Messages in, messages out: which requests are open, and what the front end gets of them.
+
+use std::collections::{BTreeMap, HashMap};
+use std::mem;
+use std::ops::Bound;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use pie_runtime::{Arrival, Delta, Draw, End, Ends, Refusal, Rejected, Service};
+
+use crate::error::FrontError;
+use crate::open::{Open, Pace};
+use crate::output::{Entry, Finish, OutputEncoder};
+use crate::request::{Decoder, GenerateRequest, Incoming};
+use crate::table::{MessageClass, Template};
+
+/// Who computes the requests.
+pub trait Backend {
+    /// Takes a request, and returns its id at once.
+    ///
+    /// # Errors
+    /// [`Rejected`].
+    fn submit(&self, arrival: Arrival<Draw>) -> Result<u64, Rejected>;
+    /// Ends a request; one that has ended is ignored.
+    fn abort(&self, request: u64);
+}
+
+impl Backend for Service {
+    fn submit(&self, arrival: Arrival<Draw>) -> Result<u64, Rejected> {
+        Self::submit(self, arrival, None)
+    }
+
+    fn abort(&self, request: u64) {
+        Self::abort(self, request);
+    }
+}
+
+/// What depends on the model and on the server's flags.
+#[derive(Debug, Clone)]
+pub struct FrontSettings {
+    /// The tokens that end a request, unless it ignores them.
+    pub eos_tokens: Vec<u32>,
+    /// The tokens that end the model's thinking; empty where it is not counted.
+    pub think_end: Vec<u32>,
+    /// Tokens from one output of a stream to the next.
+    pub stream_interval: u32,
+    /// Tokens from one output to the next of requests that do not stream.
+    pub other_interval: u32,
+    /// Most tokens of a prompt.
+    pub max_prompt_tokens: u32,
+    /// Cut longer prompts instead of refusing them.
+    pub truncates: bool,
+    /// Token ids are below it.
+    pub vocab_size: u32,
+    /// Whether the driver may draft for requests.
+    pub speculates: bool,
+    /// How the names of probes begin.
+    pub probe_prefix: String,
+    /// Among several replicas, which one this is.
+    pub dp_rank: Option<u32>,
+}
+
+/// Messages to send, in their order for each receiver.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Outgoing {
+    /// To the detokenizer.
+    pub to_detokenizer: Vec<Vec<u8>>,
+    /// To the tokenizer manager.
+    pub to_tokenizer: Vec<Vec<u8>>,
+    /// Of the messages that came, the places of those that are not about requests.
+    pub others: Vec<usize>,
+}
+
+/// The requests of one front end. Two threads may call it at once: one that receives, one that sends outputs.
+#[derive(Debug)]
+pub struct Front {
+    decoder: Decoder,
+    outputs: OutputEncoder,
+    probed: Template,
+    settings: FrontSettings,
+    state: Mutex<State>,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    open: HashMap<u64, Open>,
+    names: BTreeMap<String, u64>,
+    /// Probes that the next outputs answer, by their workers.
+    probes: usize,
+    paused: bool,
+}
+
+impl Front {
+    /// # Errors
+    /// [`FrontError`] if the installed classes are not those that are served.
+    pub fn new(classes: &[MessageClass], settings: FrontSettings) -> Result<Self, FrontError> {
+        Ok(Self {
+            decoder: Decoder::new(classes)?,
+            outputs: OutputEncoder::new(classes, settings.dp_rank, settings.speculates)?,
+            probed: Template::new(classes, "HealthCheckOutput", &[])?,
+            settings,
+            state: Mutex::default(),
+        })
+    }
+
+    /// Takes messages. What is refused is answered at once.
+    ///
+    /// # Errors
+    /// [`FrontError`] for a message that no front end of the installed version sends; those before it were taken.
+    pub fn receive<'m>(
+        &self,
+        backend: &impl Backend,
+        messages: impl IntoIterator<Item = &'m [u8]>,
+    ) -> Result<Outgoing, FrontError> {
+        let mut outgoing = Outgoing::default();
+        let mut refused = Vec::new();
+        for (place, message) in messages.into_iter().enumerate() {
+            match self.decoder.decode(message)? {
+                Incoming::Other => outgoing.others.push(place),
+                Incoming::Abort { rid, all } => self.abort(backend, &rid, all),
+                Incoming::Generate(requests) => {
+                    for request in requests {
+                        if self.answers_probe(&request, &mut outgoing) {
+                            continue;
+                        }
+                        refused.extend(self.submit(backend, request));
+                    }
+                }
+            }
+        }
+        if !refused.is_empty() {
+            let entries: Vec<Entry<'_>> = refused
+                .iter()
+                .map(|(open, finish)| Entry {
+                    open,
+                    finish: Some(finish.clone()),
+                })
+                .collect();
+            outgoing.to_detokenizer.push(self.outputs.encode(&entries));
+        }
+        Ok(outgoing)
+    }
+
+    /// What is due of new outputs, as one message, and the answers to probes.
+    pub fn outputs(&self, deltas: &[Delta]) -> Outgoing {
+        let mut outgoing = Outgoing::default();
+        let mut state = self.lock();
+        if !deltas.is_empty() {
+            for _ in 0..mem::take(&mut state.probes) {
+                outgoing.to_tokenizer.push(self.probe_answer());
+            }
+        }
+        let mut running = Vec::new();
+        let mut ended = Vec::new();
+        for delta in deltas {
+            let Some(open) = state.open.get_mut(&delta.request) else {
+                continue;
+            };
+            let due = open.take(delta, &self.settings.think_end);
+            if let Some(end) = &delta.end {
+                let finish = finish(open, end);
+                if let Some(open) = state.close(delta.request) {
+                    ended.push((open, finish));
+                }
+            } else if due {
+                running.push(delta.request);
+            }
+        }
+        let due = running.iter().filter_map(|request| {
+            let open = state.open.get(request)?;
+            Some(Entry { open, finish: None })
+        });
+        let over = ended.iter().map(|(open, finish)| Entry {
+            open,
+            finish: Some(finish.clone()),
+        });
+        let entries: Vec<Entry<'_>> = due.chain(over).collect();
+        if !entries.is_empty() {
+            outgoing.to_detokenizer.push(self.outputs.encode(&entries));
+        }
+        for request in running {
+            if let Some(open) = state.open.get_mut(&request) {
+                open.sent();
+            }
+        }
+        outgoing
+    }
+
+    /// Requests that have not ended.
+    pub fn open_requests(&self) -> usize {
+        self.lock().open.len()
+    }
+
+    /// While nothing is computed, probes are answered at once.
+    pub fn set_paused(&self, paused: bool) {
+        self.lock().paused = paused;
+    }
+
+    /// A probe wants to know that outputs come. Where there are none it is a request of its own.
+    fn answers_probe(&self, request: &GenerateRequest, outgoing: &mut Outgoing) -> bool {
+        if !request.rid.starts_with(&self.settings.probe_prefix) {
+            return false;
+        }
+        let mut state = self.lock();
+        if state.paused {
+            outgoing.to_tokenizer.push(self.probe_answer());
+            return true;
+        }
+        let busy = !state.open.is_empty();
+        state.probes += usize::from(busy);
+        busy
+    }
+
+    fn probe_answer(&self) -> Vec<u8> {
+        self.probed.encode(|_, _| false)
+    }
+
+    /// Hands a request on, or returns why not.
+    fn submit(
+        &self,
+        backend: &impl Backend,
+        mut request: GenerateRequest,
+    ) -> Option<(Open, Finish)> {
+        let settings = &self.settings;
+        let longest = settings.max_prompt_tokens as usize;
+        if settings.truncates {
+            request.prompt.truncate(longest);
+        }
+        let refusal = request.refusal.take().or_else(|| self.unfit(&request));
+        let ends = self.ends(&request);
+        let (priority, routing_key) = (request.priority, request.routing_key.take());
+        let (namespace, sampling) = (
+            request.extra_key.take(),
+            mem::take(&mut request.params.sampling),
+        );
+        let pace = Pace {
+            stream: settings.stream_interval,
+            other: settings.other_interval,
+        };
+        let (open, prompt) = Open::new(request, pace, !settings.think_end.is_empty());
+        let draw = match (refusal, sampling.draw()) {
+            (Some(reason), _) => return Some((open, Finish::Abort(reason, Some(400)))),
+            (None, Err(error)) => {
+                return Some((open, Finish::Abort(one_line(&error.to_string()), Some(400))));
+            }
+            (None, Ok(draw)) => draw,
+        };
+        let max_tokens = ends.max_tokens;
+        let arrival = Arrival {
+            ends,
+            namespace: namespace.map(String::into_boxed_str),
+            priority,
+            routing_key: routing_key.map(String::into_boxed_str),
+            drafts: settings.speculates,
+            ..Arrival::new(0, prompt, draw, max_tokens)
+        };
+        // Its first output may come before `submit` returns; it waits for the lock.
+        let mut state = self.lock();
+        match backend.submit(arrival) {
+            Ok(id) => {
+                state.names.insert(open.rid.clone(), id);
+                state.open.insert(id, open);
+                None
+            }
+            Err(rejected) => {
+                let reason = one_line(&rejected.to_string());
+                Some((open, Finish::Abort(reason, Some(503))))
+            }
+        }
+    }
+
+    /// What is wrong with a prompt, or with tokens that are named.
+    fn unfit(&self, request: &GenerateRequest) -> Option<String> {
+        let (settings, prompt) = (&self.settings, &request.prompt);
+        let (tokens, longest) = (prompt.len(), settings.max_prompt_tokens as usize);
+        if prompt.is_empty() {
+            return Some("the prompt is empty: send a token or more".to_owned());
+        }
+        if tokens > longest {
+            return Some(format!(
+                "the prompt has {tokens} tokens, and this server takes {longest} at most: shorten it, or start the server \
+                 with `--allow-auto-truncate`"
+            ));
+        }
+        let vocab = settings.vocab_size;
+        if let Some(unknown) = prompt.iter().position(|&token| token >= vocab) {
+            let token = prompt[unknown];
+            return Some(format!(
+                "token {token} at {unknown} of the prompt is not in the vocabulary, which has {vocab}"
+            ));
+        }
+        let mut biased = request.params.sampling.logit_bias.iter();
+        let &(token, _) = biased.find(|&&(token, _)| token >= vocab)?;
+        Some(format!(
+            "token {token} of `logit_bias` is not in the vocabulary, which has {vocab}"
+        ))
+    }
+
+    fn ends(&self, request: &GenerateRequest) -> Ends {
+        let params = &request.params;
+        let mut stop_tokens = Vec::new();
+        if !params.ignore_eos {
+            stop_tokens.extend_from_slice(&params.stop_token_ids);
+            stop_tokens.extend_from_slice(&self.settings.eos_tokens);
+        }
+        // The scheduler cuts it to what there is room for.
+        let max_tokens = params.max_new_tokens.unwrap_or(u32::MAX >> 1);
+        Ends {
+            max_tokens,
+            min_tokens: params.min_new_tokens.min(max_tokens),
+            stop_tokens,
+            stop_strings: params
+                .stop_strs
+                .iter()
+                .map(|text| text.as_bytes().into())
+                .collect(),
+        }
+    }
+
+    fn abort(&self, backend: &impl Backend, rid: &str, all: bool) {
+        let state = self.lock();
+        if all {
+            state
+                .open
+                .keys()
+                .for_each(|&request| backend.abort(request));
+            return;
+        }
+        // An empty name is the beginning of every one.
+        if rid.is_empty() {
+            return;
+        }
+        let from = (Bound::Included(rid), Bound::Unbounded);
+        let named = state.names.range::<str, _>(from);
+        for (_, &request) in named.take_while(|(name, _)| name.starts_with(rid)) {
+            backend.abort(request);
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl State {
+    fn close(&mut self, request: u64) -> Option<Open> {
+        let open = self.open.remove(&request)?;
+        if self.names.get(&open.rid) == Some(&request) {
+            self.names.remove(&open.rid);
+        }
+        Some(open)
+    }
+}
+
+fn finish(open: &Open, end: &End) -> Finish {
+    let texts = &open.params.stop_strs;
+    match end {
+        End::Length => Finish::Length(open.tokens),
+        End::StopToken(token) => Finish::StopToken(*token),
+        End::StopString { index, .. } => {
+            Finish::StopText(texts.get(*index as usize).cloned().unwrap_or_default())
+        }
+        End::Aborted => Finish::Abort("Aborted".to_owned(), None),
+        End::Deadline => Finish::Abort("its time was over".to_owned(), Some(503)),
+        End::Refused(refusal) => {
+            let status = match refusal {
+                Refusal::QueueFull { .. } => 503,
+                _ => 400,
+            };
+            Finish::Abort(one_line(&refusal.to_string()), Some(status))
+        }
+        End::Displaced => Finish::Abort(one_line(&end.reason().unwrap_or_default()), Some(503)),
+        End::Failed(reason) => Finish::Abort(one_line(reason), Some(500)),
+    }
+}
+
+/// Clients get one line: the message and its hint.
+fn one_line(text: &str) -> String {
+    text.replace("\n\nhint: ", ". ").replace('\n', " ")
+}

@@ -1,0 +1,255 @@
+//! What is known of a request that has not ended: what was sent of it, and what is due.
+
+use pie_runtime::Delta;
+
+use crate::request::{GenerateRequest, Params};
+
+/// Tokens of the prompt that the detokenizer needs before the first new one.
+const SURROUNDING: usize = 5;
+
+/// A request that has not ended.
+#[derive(Debug, Clone)]
+pub(crate) struct Open {
+    pub(crate) rid: String,
+    pub(crate) worker: Option<String>,
+    /// Whether the front end looks for log-probabilities in its outputs.
+    pub(crate) logprobs: bool,
+    pub(crate) params: Params,
+    /// The prompt's last tokens, until they were sent.
+    pub(crate) window: Vec<u32>,
+    /// How many of them there are.
+    pub(crate) surrounding: u32,
+    pub(crate) prompt_tokens: u32,
+    pub(crate) cached_tokens: u32,
+    pub(crate) retractions: u32,
+    /// Tokens that were not sent yet.
+    pub(crate) pending: Vec<u32>,
+    /// Tokens so far, those among them that are pending.
+    pub(crate) tokens: u32,
+    /// Tokens that were sent.
+    sent: u32,
+    /// Tokens between two outputs.
+    interval: u32,
+    stream: bool,
+    thinking: Thinking,
+}
+
+/// Counts tokens up to the end of thinking.
+#[derive(Debug, Clone)]
+struct Thinking {
+    /// Whether the model still thinks.
+    open: bool,
+    tokens: u32,
+    /// The last tokens, one fewer than an end has.
+    tail: Vec<u32>,
+}
+
+/// How often outputs are sent.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Pace {
+    /// Tokens from one output of a stream to the next.
+    pub(crate) stream: u32,
+    /// The same for requests that do not stream.
+    pub(crate) other: u32,
+}
+
+impl Open {
+    pub(crate) fn new(request: GenerateRequest, pace: Pace, thinks: bool) -> (Self, Vec<u32>) {
+        let GenerateRequest {
+            rid,
+            worker,
+            prompt,
+            stream,
+            reasons,
+            logprobs,
+            params,
+            ..
+        } = request;
+        let window = prompt[prompt.len().saturating_sub(SURROUNDING)..].to_vec();
+        let interval = if stream {
+            params.stream_interval.unwrap_or(pace.stream)
+        } else {
+            pace.other
+        };
+        let open = Self {
+            rid,
+            worker,
+            logprobs,
+            surrounding: window.len() as u32,
+            window,
+            prompt_tokens: prompt.len() as u32,
+            cached_tokens: 0,
+            retractions: 0,
+            pending: Vec::new(),
+            tokens: 0,
+            sent: 0,
+            interval: interval.max(1),
+            stream,
+            params,
+            thinking: Thinking {
+                open: reasons && thinks,
+                tokens: 0,
+                tail: Vec::new(),
+            },
+        };
+        (open, prompt)
+    }
+
+    /// Takes what is new of it, and says whether an output is due.
+    pub(crate) fn take(&mut self, delta: &Delta, think_end: &[u32]) -> bool {
+        self.thinking.push(&delta.tokens, think_end);
+        self.pending.extend_from_slice(&delta.tokens);
+        self.tokens += delta.tokens.len() as u32;
+        self.cached_tokens = delta.cached_tokens;
+        self.retractions = delta.retractions;
+        delta.end.is_some() || self.is_due(delta.held_bytes)
+    }
+
+    /// A stream gets its 1st token, and then every `interval`-th; others one output in a while, by which the front end knows
+    /// that they live. A text that may turn out to be a stop string waits.
+    fn is_due(&self, held_bytes: u32) -> bool {
+        let passed = |tokens: u32| {
+            if self.stream {
+                tokens.div_ceil(self.interval)
+            } else {
+                tokens / self.interval
+            }
+        };
+        held_bytes == 0 && passed(self.tokens) > passed(self.sent)
+    }
+
+    /// Forgets what was sent.
+    pub(crate) fn sent(&mut self) {
+        self.window.clear();
+        self.pending.clear();
+        self.sent = self.tokens;
+    }
+
+    pub(crate) const fn reasoning_tokens(&self) -> u32 {
+        self.thinking.tokens
+    }
+}
+
+impl Thinking {
+    fn push(&mut self, tokens: &[u32], end: &[u32]) {
+        if !self.open || end.is_empty() {
+            return;
+        }
+        for &token in tokens {
+            self.tokens += 1;
+            self.tail.push(token);
+            if self.tail == end {
+                self.open = false;
+                return;
+            }
+            if self.tail.len() == end.len() {
+                self.tail.remove(0);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::request::TextParams;
+    use pie_runtime::Sampling;
+
+    fn request(stream: bool, stream_interval: Option<u32>) -> GenerateRequest {
+        GenerateRequest {
+            rid: "a".into(),
+            worker: None,
+            prompt: (0..9).collect(),
+            stream,
+            priority: None,
+            routing_key: None,
+            extra_key: None,
+            reasons: true,
+            logprobs: false,
+            params: Params {
+                max_new_tokens: None,
+                min_new_tokens: 0,
+                stop_token_ids: Vec::new(),
+                stop_strs: Vec::new(),
+                ignore_eos: false,
+                sampling: Sampling::default(),
+                text: TextParams {
+                    skip_special_tokens: true,
+                    spaces_between_special_tokens: true,
+                    no_stop_trim: false,
+                },
+                stream_interval,
+            },
+            refusal: None,
+        }
+    }
+
+    fn delta(tokens: &[u32], held_bytes: u32) -> Delta {
+        Delta {
+            request: 1,
+            sample: 0,
+            tokens: tokens.to_vec(),
+            held_bytes,
+            end: None,
+            cached_tokens: 0,
+            retractions: 0,
+        }
+    }
+
+    /// The numbers of tokens at which an output is due, one token at a time.
+    fn dues(open: &mut Open, count: u32) -> Vec<u32> {
+        let mut found = Vec::new();
+        for token in 1..=count {
+            if open.take(&delta(&[token], 0), &[]) {
+                found.push(token);
+                open.sent();
+            }
+        }
+        found
+    }
+
+    #[test]
+    fn outputs_are_due_as_sglang_sends_them() {
+        let pace = Pace {
+            stream: 1,
+            other: 50,
+        };
+        let mut each = Open::new(request(true, None), pace, false).0;
+        assert_eq!(dues(&mut each, 4), [1, 2, 3, 4]);
+        let mut third = Open::new(request(true, Some(3)), pace, false).0;
+        assert_eq!(dues(&mut third, 8), [1, 4, 7]);
+        let mut whole = Open::new(request(false, None), pace, false).0;
+        assert_eq!(dues(&mut whole, 120), [50, 100]);
+    }
+
+    #[test]
+    fn a_text_that_may_be_a_stop_string_waits() {
+        let pace = Pace {
+            stream: 1,
+            other: 50,
+        };
+        let (mut open, prompt) = Open::new(request(true, None), pace, false);
+        assert_eq!((prompt.len(), &open.window[..]), (9, &[4, 5, 6, 7, 8][..]));
+        assert!(!open.take(&delta(&[1], 2), &[]));
+        assert!(open.take(&delta(&[2], 0), &[]));
+        assert_eq!(open.pending, [1, 2]);
+        open.sent();
+        assert!(open.window.is_empty());
+    }
+
+    #[test]
+    fn thinking_is_counted_up_to_its_end() {
+        let pace = Pace {
+            stream: 1,
+            other: 50,
+        };
+        let mut open = Open::new(request(true, None), pace, true).0;
+        open.take(&delta(&[7, 8, 7], 0), &[7, 9]);
+        assert_eq!(open.reasoning_tokens(), 3);
+        open.take(&delta(&[9, 1, 2], 0), &[7, 9]);
+        assert_eq!(open.reasoning_tokens(), 4);
+        let mut plain = Open::new(request(true, None), pace, false).0;
+        plain.take(&delta(&[7, 9], 0), &[7, 9]);
+        assert_eq!(plain.reasoning_tokens(), 0);
+    }
+}

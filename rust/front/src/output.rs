@@ -1,0 +1,228 @@
+//! `BatchTokenIDOutput`: what is new of all requests that are due, as one message.
+
+use crate::error::FrontError;
+use crate::open::Open;
+use crate::table::{
+    MessageClass, Template, array, boolean, map, nil, optional_text, text, tokens, uint,
+};
+
+/// Why a request ended, in `SGLang`'s words.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Finish {
+    /// It has as many tokens.
+    Length(u32),
+    /// This token ended it.
+    StopToken(u32),
+    /// This text ended it.
+    StopText(String),
+    /// It was ended; with an HTTP status where it failed.
+    Abort(String, Option<u16>),
+}
+
+/// A request in a message.
+#[derive(Debug)]
+pub(crate) struct Entry<'a> {
+    pub(crate) open: &'a Open,
+    pub(crate) finish: Option<Finish>,
+}
+
+/// Writes the messages.
+#[derive(Debug, Clone)]
+pub(crate) struct OutputEncoder {
+    template: Template,
+    dp_rank: Option<u32>,
+    /// With drafts the front end wants lists in their fields.
+    speculates: bool,
+}
+
+/// Fields that the front end cannot do without.
+const LISTS: [&str; 15] = [
+    "rids",
+    "http_worker_ipcs",
+    "finished_reasons",
+    "decoded_texts",
+    "decode_ids",
+    "read_offsets",
+    "output_ids",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "no_stop_trim",
+    "prompt_tokens",
+    "reasoning_tokens",
+    "completion_tokens",
+    "cached_tokens",
+    "retraction_counts",
+];
+/// With a request that wants them in a message, all of them are lists. None is served, so these are empty.
+const LOGPROBS: [&str; 12] = [
+    "input_token_logprobs_val",
+    "input_token_logprobs_idx",
+    "output_token_logprobs_val",
+    "output_token_logprobs_idx",
+    "input_top_logprobs_val",
+    "input_top_logprobs_idx",
+    "output_top_logprobs_val",
+    "output_top_logprobs_idx",
+    "input_token_ids_logprobs_val",
+    "input_token_ids_logprobs_idx",
+    "output_token_ids_logprobs_val",
+    "output_token_ids_logprobs_idx",
+];
+/// Fields without a default that are nothing, for they say what is not served.
+const NOTHING: [&str; 8] = [
+    "output_token_entropy_val",
+    "output_token_sampling_mask",
+    "output_token_sampling_logprobs",
+    "output_hidden_states",
+    "routed_experts",
+    "indexer_topk",
+    "placeholder_tokens_idx",
+    "placeholder_tokens_val",
+];
+/// Fields that must be lists where drafts are on. Which drafts of a request came true is not counted per request.
+const SPECULATION: [&str; 6] = [
+    "spec_verify_ct",
+    "spec_num_correct_drafts",
+    "spec_num_block_accept_tokens",
+    "spec_num_cap_tokens",
+    "spec_correct_drafts_histogram",
+    "spec_cap_lens_histogram",
+];
+
+impl OutputEncoder {
+    pub(crate) fn new(
+        classes: &[MessageClass],
+        dp_rank: Option<u32>,
+        speculates: bool,
+    ) -> Result<Self, FrontError> {
+        let set: Vec<&'static str> = LISTS
+            .iter()
+            .chain(&LOGPROBS)
+            .chain(&NOTHING)
+            .copied()
+            .collect();
+        Ok(Self {
+            template: Template::new(classes, "BatchTokenIDOutput", &set)?,
+            dp_rank,
+            speculates,
+        })
+    }
+
+    /// One message for all entries.
+    pub(crate) fn encode(&self, entries: &[Entry<'_>]) -> Vec<u8> {
+        self.template
+            .encode(|field, bytes| self.write(field, entries, bytes))
+    }
+
+    fn write(&self, field: &str, entries: &[Entry<'_>], bytes: &mut Vec<u8>) -> bool {
+        let mut list = |write: &dyn Fn(&Entry<'_>, &mut Vec<u8>)| {
+            array(bytes, entries.len());
+            for entry in entries {
+                write(entry, bytes);
+            }
+        };
+        match field {
+            "rids" => list(&|entry, bytes| text(bytes, &entry.open.rid)),
+            "http_worker_ipcs" => {
+                list(&|entry, bytes| optional_text(bytes, entry.open.worker.as_deref()));
+            }
+            "finished_reasons" => list(&|entry, bytes| finish(bytes, entry.finish.as_ref())),
+            "decoded_texts" => list(&|_, bytes| text(bytes, "")),
+            "decode_ids" => list(&|entry, bytes| {
+                let open = entry.open;
+                let all: Vec<u32> = [&open.window[..], &open.pending[..]].concat();
+                tokens(bytes, all.iter());
+            }),
+            "read_offsets" => list(&|entry, bytes| uint(bytes, entry.open.surrounding.into())),
+            "output_ids" => list(&|entry, bytes| tokens(bytes, entry.open.pending.iter())),
+            "skip_special_tokens" => {
+                list(&|entry, bytes| boolean(bytes, entry.open.params.text.skip_special_tokens));
+            }
+            "spaces_between_special_tokens" => list(&|entry, bytes| {
+                boolean(bytes, entry.open.params.text.spaces_between_special_tokens);
+            }),
+            "no_stop_trim" => {
+                list(&|entry, bytes| boolean(bytes, entry.open.params.text.no_stop_trim));
+            }
+            "prompt_tokens" => list(&|entry, bytes| uint(bytes, entry.open.prompt_tokens.into())),
+            "reasoning_tokens" => {
+                list(&|entry, bytes| uint(bytes, entry.open.reasoning_tokens().into()));
+            }
+            "completion_tokens" => list(&|entry, bytes| uint(bytes, entry.open.tokens.into())),
+            "cached_tokens" => list(&|entry, bytes| uint(bytes, entry.open.cached_tokens.into())),
+            "retraction_counts" => list(&|entry, bytes| uint(bytes, entry.open.retractions.into())),
+            "dp_ranks" => list(&|_, bytes| match self.dp_rank {
+                Some(rank) => uint(bytes, rank.into()),
+                None => nil(bytes),
+            }),
+            field if self.speculates && SPECULATION.contains(&field) => {
+                let histogram = field.ends_with("histogram");
+                list(&|_, bytes| {
+                    if histogram {
+                        array(bytes, 0);
+                    } else {
+                        uint(bytes, 0);
+                    }
+                });
+            }
+            field if LOGPROBS.contains(&field) => {
+                if entries.iter().any(|entry| entry.open.logprobs) {
+                    list(&|_, bytes| array(bytes, 0));
+                } else {
+                    nil(bytes);
+                }
+            }
+            field if NOTHING.contains(&field) => nil(bytes),
+            _ => return false,
+        }
+        true
+    }
+}
+
+fn finish(bytes: &mut Vec<u8>, finish: Option<&Finish>) {
+    match finish {
+        None => nil(bytes),
+        Some(Finish::Length(length)) => {
+            map(bytes, 2);
+            entry(bytes, "type", "length");
+            text(bytes, "length");
+            uint(bytes, (*length).into());
+        }
+        Some(Finish::StopToken(token)) => {
+            map(bytes, 2);
+            entry(bytes, "type", "stop");
+            text(bytes, "matched");
+            uint(bytes, (*token).into());
+        }
+        Some(Finish::StopText(matched)) => {
+            map(bytes, 2);
+            entry(bytes, "type", "stop");
+            entry(bytes, "matched", matched);
+        }
+        Some(Finish::Abort(message, status)) => {
+            map(bytes, 4);
+            entry(bytes, "type", "abort");
+            entry(bytes, "message", message);
+            text(bytes, "status_code");
+            match status {
+                Some(status) => uint(bytes, (*status).into()),
+                None => nil(bytes),
+            }
+            text(bytes, "err_type");
+            optional_text(bytes, status.map(error_type));
+        }
+    }
+}
+
+fn entry(bytes: &mut Vec<u8>, key: &str, value: &str) {
+    text(bytes, key);
+    text(bytes, value);
+}
+
+const fn error_type(status: u16) -> &'static str {
+    match status {
+        400 => "BadRequestError",
+        503 => "ServiceUnavailable",
+        _ => "InternalServerError",
+    }
+}

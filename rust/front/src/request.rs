@@ -1,0 +1,414 @@
+//! A request as the tokenizer manager sends it.
+
+use pie_runtime::Sampling;
+use rmpv::{Utf8StringRef, ValueRef};
+
+use crate::error::FrontError;
+use crate::table::{Fields, MessageClass, find};
+use crate::unserved::{REQUEST, Refusals, SAMPLING, number};
+
+/// `TokenizedGenerateReqInput`, as far as it is served.
+#[derive(Debug, Clone, PartialEq)]
+pub struct GenerateRequest {
+    /// Its name, unique among those that have not ended.
+    pub rid: String,
+    /// Which of several HTTP workers asked; every output carries it.
+    pub worker: Option<String>,
+    /// Tokens of the prompt.
+    pub prompt: Vec<u32>,
+    /// Whether it wants every token as it comes.
+    pub stream: bool,
+    /// Its place in the queue.
+    pub priority: Option<i32>,
+    /// For the policy of that name.
+    pub routing_key: Option<String>,
+    /// Requests of different ones share no prefix.
+    pub extra_key: Option<String>,
+    /// Whether the model thinks first: tokens up to the end of it are counted.
+    pub reasons: bool,
+    /// Whether the front end looks for log-probabilities in its outputs.
+    pub logprobs: bool,
+    /// What it asks of each token, and when it ends.
+    pub params: Params,
+    /// Why it cannot be served, for the client.
+    pub refusal: Option<String>,
+}
+
+/// `SamplingParams`, as far as they are served.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Params {
+    /// Most tokens; `None` for as many as there is room for.
+    pub max_new_tokens: Option<u32>,
+    /// Tokens before which no stop token may come.
+    pub min_new_tokens: u32,
+    /// They end it, besides the model's own.
+    pub stop_token_ids: Vec<u32>,
+    /// Texts that end it.
+    pub stop_strs: Vec<String>,
+    /// No token ends it.
+    pub ignore_eos: bool,
+    /// How tokens are drawn.
+    pub sampling: Sampling,
+    /// How tokens become text.
+    pub text: TextParams,
+    /// Tokens from one output of a stream to the next.
+    pub stream_interval: Option<u32>,
+}
+
+/// What the detokenizer needs of it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct TextParams {
+    /// Leave special tokens out.
+    pub skip_special_tokens: bool,
+    /// Put spaces between those that stay.
+    pub spaces_between_special_tokens: bool,
+    /// Keep what ended the text.
+    pub no_stop_trim: bool,
+}
+
+/// What the tokenizer manager says.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Incoming {
+    /// Requests; several of them in one message are in their order.
+    Generate(Vec<GenerateRequest>),
+    /// End one request, and those whose names begin with its name, or all.
+    Abort {
+        /// The name, or how it begins.
+        rid: String,
+        /// Whether all end.
+        all: bool,
+    },
+    /// A message of another class.
+    Other,
+}
+
+macro_rules! places {
+    ($(#[$doc:meta])* $name:ident of $class:literal { $($field:ident),* $(,)? }) => {
+        $(#[$doc])*
+        #[derive(Debug, Clone)]
+        struct $name { $($field: usize),* }
+
+        impl $name {
+            fn new(classes: &[MessageClass]) -> Result<Self, FrontError> {
+                let class = find(classes, $class)?;
+                Ok(Self { $($field: class.place($class, stringify!($field))?),* })
+            }
+        }
+    };
+}
+
+places! {
+    /// Where the fields of a request stand.
+    RequestPlaces of "TokenizedGenerateReqInput" {
+        rid, http_worker_ipc, input_ids, sampling_params, stream, priority, routing_key, extra_key, require_reasoning,
+        return_logprob,
+    }
+}
+places! {
+    ParamPlaces of "SamplingParams" {
+        max_new_tokens, min_new_tokens, stop_token_ids, stop_strs, ignore_eos, temperature, top_p, top_k, min_p, sampling_seed,
+        frequency_penalty, presence_penalty, repetition_penalty, logit_bias,
+        skip_special_tokens, spaces_between_special_tokens, no_stop_trim, stream_interval,
+    }
+}
+places! { BatchPlaces of "BatchTokenizedGenerateReqInput" { batch } }
+places! { AbortPlaces of "AbortReq" { rid, abort_all } }
+
+/// Reads messages of the installed classes.
+#[derive(Debug, Clone)]
+pub struct Decoder {
+    request: RequestPlaces,
+    params: ParamPlaces,
+    batch: BatchPlaces,
+    abort: AbortPlaces,
+    refused_requests: Refusals,
+    refused_params: Refusals,
+}
+
+impl Decoder {
+    /// # Errors
+    /// [`FrontError`] if a class is missing, or lacks a field that is read.
+    pub fn new(classes: &[MessageClass]) -> Result<Self, FrontError> {
+        let place = |class: &'static str| {
+            let class = find(classes, class)?;
+            Ok(move |name: &str| class.fields.iter().position(|field| field.name == name))
+        };
+        Ok(Self {
+            request: RequestPlaces::new(classes)?,
+            params: ParamPlaces::new(classes)?,
+            batch: BatchPlaces::new(classes)?,
+            abort: AbortPlaces::new(classes)?,
+            refused_requests: Refusals::new(REQUEST, place("TokenizedGenerateReqInput")?),
+            refused_params: Refusals::new(SAMPLING, place("SamplingParams")?),
+        })
+    }
+
+    /// Reads a message.
+    ///
+    /// # Errors
+    /// [`FrontError::Malformed`] for bytes that are no message, [`FrontError::Value`] for one that no front end of the
+    /// installed version sends.
+    pub fn decode(&self, bytes: &[u8]) -> Result<Incoming, FrontError> {
+        let mut rest = bytes;
+        let value = rmpv::decode::read_value_ref_with_max_depth(&mut rest, DEPTH)
+            .map_err(|error| FrontError::Malformed(error.to_string()))?;
+        let ValueRef::Array(values) = &value else {
+            return Ok(Incoming::Other);
+        };
+        let Some((ValueRef::String(tag), fields)) = values.split_first() else {
+            return Ok(Incoming::Other);
+        };
+        let fields = Fields(fields);
+        match tag.as_str() {
+            Some("TokenizedGenerateReqInput") => {
+                Ok(Incoming::Generate(vec![self.request(fields)?]))
+            }
+            Some("BatchTokenizedGenerateReqInput") => {
+                let batch = fields.get(self.batch.batch);
+                let ValueRef::Array(batch) = batch else {
+                    return Err(wrong("batch", batch, "a list"));
+                };
+                let requests = batch.iter().map(|request| self.tagged(request));
+                Ok(Incoming::Generate(requests.collect::<Result<_, _>>()?))
+            }
+            Some("AbortReq") => Ok(Incoming::Abort {
+                rid: optional_text("rid", fields.get(self.abort.rid))?.unwrap_or_default(),
+                all: flag("abort_all", fields.get(self.abort.abort_all))?,
+            }),
+            _ => Ok(Incoming::Other),
+        }
+    }
+
+    /// A request inside a batch, with its tag.
+    fn tagged(&self, value: &ValueRef<'_>) -> Result<GenerateRequest, FrontError> {
+        match value {
+            ValueRef::Array(values) if !values.is_empty() => self.request(Fields(&values[1..])),
+            other => Err(wrong("batch", other, "a list of requests")),
+        }
+    }
+
+    fn request(&self, fields: Fields<'_, '_>) -> Result<GenerateRequest, FrontError> {
+        let at = &self.request;
+        let params = fields.get(at.sampling_params);
+        let ValueRef::Array(params) = params else {
+            return Err(wrong("sampling_params", params, "a list"));
+        };
+        let params = Fields(params);
+        let mut refusal = self.refused_requests.find(fields);
+        refusal = refusal.or_else(|| self.refused_params.find(params));
+        let prompt = match tokens("input_ids", fields.get(at.input_ids)) {
+            Ok(prompt) => prompt,
+            Err(reason) => {
+                refusal.get_or_insert(reason);
+                Vec::new()
+            }
+        };
+        let rid = optional_text("rid", fields.get(at.rid))?;
+        Ok(GenerateRequest {
+            rid: rid.ok_or_else(|| wrong("rid", &ValueRef::Nil, "a text"))?,
+            worker: optional_text("http_worker_ipc", fields.get(at.http_worker_ipc))?,
+            prompt,
+            stream: flag("stream", fields.get(at.stream))?,
+            priority: integer("priority", fields.get(at.priority))?
+                .map(|value| value.clamp(i32::MIN.into(), i32::MAX.into()) as i32),
+            routing_key: optional_text("routing_key", fields.get(at.routing_key))?,
+            extra_key: optional_text("extra_key", fields.get(at.extra_key))?,
+            reasons: flag("require_reasoning", fields.get(at.require_reasoning))?,
+            logprobs: flag("return_logprob", fields.get(at.return_logprob))?,
+            params: self.params(params, &mut refusal)?,
+            refusal,
+        })
+    }
+
+    fn params(
+        &self,
+        fields: Fields<'_, '_>,
+        refusal: &mut Option<String>,
+    ) -> Result<Params, FrontError> {
+        let at = &self.params;
+        let count = |name, place: usize| -> Result<Option<u32>, FrontError> {
+            let value = integer(name, fields.get(place))?;
+            Ok(value.map(|value| value.clamp(0, u32::MAX.into()) as u32))
+        };
+        let real = |name, place: usize, default: f64| match fields.get(place) {
+            ValueRef::Nil => Ok(default),
+            value => number(value).ok_or_else(|| wrong(name, value, "a number")),
+        };
+        let seed = integer("sampling_seed", fields.get(at.sampling_seed))?;
+        let sampling = Sampling {
+            temperature: real("temperature", at.temperature, 1.0)? as f32,
+            top_k: integer("top_k", fields.get(at.top_k))?.map_or(-1, all_tokens),
+            top_p: real("top_p", at.top_p, 1.0)? as f32,
+            min_p: real("min_p", at.min_p, 0.0)? as f32,
+            seed: seed.map(fold_seed),
+            frequency_penalty: real("frequency_penalty", at.frequency_penalty, 0.0)? as f32,
+            presence_penalty: real("presence_penalty", at.presence_penalty, 0.0)? as f32,
+            repetition_penalty: real("repetition_penalty", at.repetition_penalty, 1.0)? as f32,
+            logit_bias: biases(fields.get(at.logit_bias), refusal)?,
+        };
+        Ok(Params {
+            max_new_tokens: count("max_new_tokens", at.max_new_tokens)?,
+            min_new_tokens: count("min_new_tokens", at.min_new_tokens)?.unwrap_or(0),
+            stop_token_ids: stop_tokens(fields.get(at.stop_token_ids), refusal)?,
+            stop_strs: texts("stop_strs", fields.get(at.stop_strs))?,
+            ignore_eos: flag("ignore_eos", fields.get(at.ignore_eos))?,
+            sampling,
+            text: self.text(fields)?,
+            stream_interval: count("stream_interval", at.stream_interval)?,
+        })
+    }
+}
+
+impl Decoder {
+    fn text(&self, fields: Fields<'_, '_>) -> Result<TextParams, FrontError> {
+        let at = &self.params;
+        let spaces = fields.get(at.spaces_between_special_tokens);
+        Ok(TextParams {
+            skip_special_tokens: flag("skip_special_tokens", fields.get(at.skip_special_tokens))?,
+            spaces_between_special_tokens: flag("spaces_between_special_tokens", spaces)?,
+            no_stop_trim: flag("no_stop_trim", fields.get(at.no_stop_trim))?,
+        })
+    }
+}
+
+/// Messages nest three deep; what a client may nest, such as a logit processor's parameters, no deeper than this.
+const DEPTH: usize = 512;
+/// How the tokenizer manager says that all tokens are kept.
+const ALL_TOKENS: i64 = 1 << 30;
+
+const fn all_tokens(top_k: i64) -> i64 {
+    if top_k >= ALL_TOKENS { -1 } else { top_k }
+}
+
+/// The driver's seeds are from 0 to 2⁶³ - 1. Negative ones are brought there, so that the same seed is always the same.
+const fn fold_seed(seed: i64) -> u64 {
+    seed as u64 & i64::MAX as u64
+}
+
+/// Tokens and what is added to their logits, from a map by the tokens' digits, as in `OpenAI`'s API.
+fn biases(
+    value: &ValueRef<'_>,
+    refusal: &mut Option<String>,
+) -> Result<Vec<(u32, f32)>, FrontError> {
+    let entries = match value {
+        ValueRef::Nil => return Ok(Vec::new()),
+        ValueRef::Map(entries) => entries,
+        other => return Err(wrong("logit_bias", other, "a map")),
+    };
+    let mut biases = Vec::with_capacity(entries.len());
+    for (token, bias) in entries {
+        let id = match token {
+            ValueRef::String(text) => text.as_str().and_then(|text| text.parse().ok()),
+            other => other.as_u64().and_then(|id| u32::try_from(id).ok()),
+        };
+        match (id, number(bias)) {
+            (Some(id), Some(bias)) => biases.push((id, bias as f32)),
+            _ => {
+                refusal.get_or_insert(format!(
+                    "`logit_bias` has {token}: {bias}, send ids of tokens and numbers"
+                ));
+            }
+        }
+    }
+    Ok(biases)
+}
+
+/// A prompt, or why it is none; for the client.
+fn tokens(field: &str, value: &ValueRef<'_>) -> Result<Vec<u32>, String> {
+    let parts = match value {
+        ValueRef::Array(parts) => &parts[..],
+        _ => &[],
+    };
+    let [ValueRef::String(kind), ValueRef::Binary(bytes)] = parts else {
+        return Err(format!(
+            "the request has no `{field}`: send a text or tokens"
+        ));
+    };
+    let (numbers, rest) = bytes.as_chunks::<8>();
+    if kind.as_str() != Some("q") || !rest.is_empty() {
+        return Err(format!("`{field}` are no 64-bit integers"));
+    }
+    let token = |(at, bytes): (usize, &[u8; 8])| {
+        let token = i64::from_le_bytes(*bytes);
+        u32::try_from(token)
+            .map_err(|_| format!("token {token} at {at} of `{field}` is not in the vocabulary"))
+    };
+    numbers.iter().enumerate().map(token).collect()
+}
+
+/// Token ids that no token has end nothing.
+fn stop_tokens(value: &ValueRef<'_>, refusal: &mut Option<String>) -> Result<Vec<u32>, FrontError> {
+    let values = match value {
+        ValueRef::Nil => &[],
+        ValueRef::Array(values) => &values[..],
+        other => return Err(wrong("stop_token_ids", other, "a list")),
+    };
+    let mut tokens = Vec::with_capacity(values.len());
+    for value in values {
+        if let Some(Ok(token)) = integer("stop_token_ids", value)?.map(u32::try_from) {
+            tokens.push(token);
+        } else {
+            let value = cut(value);
+            refusal
+                .get_or_insert_with(|| format!("`stop_token_ids` has {value}, which is no token"));
+        }
+    }
+    Ok(tokens)
+}
+
+fn texts(field: &'static str, value: &ValueRef<'_>) -> Result<Vec<String>, FrontError> {
+    match value {
+        ValueRef::Nil => Ok(Vec::new()),
+        ValueRef::Array(values) => values
+            .iter()
+            .filter_map(|value| optional_text(field, value).transpose())
+            .filter(|text| !matches!(text, Ok(text) if text.is_empty()))
+            .collect(),
+        other => Err(wrong(field, other, "a list of texts")),
+    }
+}
+
+fn optional_text(field: &'static str, value: &ValueRef<'_>) -> Result<Option<String>, FrontError> {
+    match value {
+        ValueRef::Nil => Ok(None),
+        ValueRef::String(text) => match Utf8StringRef::as_str(text) {
+            Some(text) => Ok(Some(text.to_owned())),
+            None => Err(wrong(field, value, "a text in UTF-8")),
+        },
+        other => Err(wrong(field, other, "a text")),
+    }
+}
+
+fn flag(field: &'static str, value: &ValueRef<'_>) -> Result<bool, FrontError> {
+    match value {
+        ValueRef::Nil => Ok(false),
+        ValueRef::Boolean(value) => Ok(*value),
+        other => Err(wrong(field, other, "true or false")),
+    }
+}
+
+fn integer(field: &'static str, value: &ValueRef<'_>) -> Result<Option<i64>, FrontError> {
+    match value {
+        ValueRef::Nil => Ok(None),
+        ValueRef::Integer(value) => Ok(Some(value.as_i64().unwrap_or(i64::MAX))),
+        other => Err(wrong(field, other, "an integer")),
+    }
+}
+
+fn wrong(field: &'static str, value: &ValueRef<'_>, wanted: &'static str) -> FrontError {
+    FrontError::Value {
+        field,
+        found: cut(value),
+        wanted,
+    }
+}
+
+/// The beginning of what a value looks like.
+fn cut(value: &ValueRef<'_>) -> String {
+    match value {
+        ValueRef::Array(values) => format!("a list of {}", values.len()),
+        ValueRef::Map(values) => format!("a map of {}", values.len()),
+        ValueRef::Binary(bytes) => format!("{} bytes", bytes.len()),
+        other => other.to_string().chars().take(60).collect(),
+    }
+}

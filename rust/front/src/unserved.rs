@@ -1,0 +1,93 @@
+//! What a request may ask for and this scheduler does not serve, each with the reason. A row goes when it is served.
+
+use rmpv::ValueRef;
+
+use crate::table::Fields;
+
+/// Fields of `TokenizedGenerateReqInput`, and why another value than the neutral one is refused.
+pub(crate) const REQUEST: &[(&str, &str)] = &[
+    ("input_embeds", "the driver takes tokens"),
+    ("mm_inputs", "images, audio and video are not served"),
+    ("return_logprob", "log-probabilities are not served yet"),
+    ("return_sampling_mask", "the driver does not return it"),
+    ("return_hidden_states", "hidden states stay in the driver"),
+    ("return_routed_experts", "the driver does not return them"),
+    ("return_indexer_topk", "the driver does not return it"),
+    ("session_params", "name a conversation by `session_id`"),
+    ("lora_id", "adapters are not served yet"),
+    ("custom_logit_processor", "it is a Python object"),
+    (
+        "positional_embed_overrides",
+        "the driver computes embeddings itself",
+    ),
+    ("bootstrap_host", "prefill and decode run in one driver"),
+    (
+        "multi_item_delimiter_indices",
+        "scoring of several items in one prompt is not served",
+    ),
+];
+
+/// Fields of `SamplingParams`.
+pub(crate) const SAMPLING: &[(&str, &str)] = &[
+    ("json_schema", "grammars are not served yet"),
+    ("regex", "grammars are not served yet"),
+    ("ebnf", "grammars are not served yet"),
+    ("structural_tag", "grammars are not served yet"),
+    ("stop_regex_strs", "use `stop`"),
+];
+
+/// Fields of one class that must be neutral, by place. Those that the installed class does not have cannot be asked for.
+#[derive(Debug, Clone)]
+pub(crate) struct Refusals(Vec<(usize, &'static str, &'static str)>);
+
+impl Refusals {
+    pub(crate) fn new(
+        rows: &[(&'static str, &'static str)],
+        place: impl Fn(&str) -> Option<usize>,
+    ) -> Self {
+        let known = |&(name, why): &(&'static str, &'static str)| {
+            place(name).map(|place| (place, name, why))
+        };
+        Self(rows.iter().filter_map(known).collect())
+    }
+
+    /// What to tell the client of the first field that asks for something.
+    pub(crate) fn find(&self, fields: Fields<'_, '_>) -> Option<String> {
+        let asked = |&&(place, _, _): &&(usize, &str, &str)| !is_neutral(fields.get(place));
+        self.0.iter().find(asked).map(|&(place, name, why)| {
+            let value = shown(fields.get(place));
+            format!(
+                "the parameter `{name}`{value} is not served by this server's scheduler: {why}. Remove it, or start the \
+                 server with `--scheduler sglang`"
+            )
+        })
+    }
+}
+
+fn is_neutral(value: &ValueRef<'_>) -> bool {
+    match value {
+        ValueRef::Nil | ValueRef::Boolean(false) => true,
+        ValueRef::Array(values) => values.is_empty(),
+        ValueRef::Map(values) => values.is_empty(),
+        ValueRef::String(text) => text.as_bytes().is_empty(),
+        value => number(value).is_some_and(|value| value.total_cmp(&0.0).is_eq()),
+    }
+}
+
+/// A number, as ` = 1.5`; nothing for longer values.
+fn shown(value: &ValueRef<'_>) -> String {
+    match number(value) {
+        Some(value) => format!(" = {value}"),
+        None => String::new(),
+    }
+}
+
+/// Any number; -0 is 0.
+pub(crate) fn number(value: &ValueRef<'_>) -> Option<f64> {
+    match value {
+        ValueRef::F32(value) => Some(f64::from(*value) + 0.0),
+        ValueRef::F64(value) => Some(*value + 0.0),
+        ValueRef::Integer(value) => value.as_f64(),
+        _ => None,
+    }
+}

@@ -1,0 +1,634 @@
+//! Messages in and out of a front end whose requests nothing computes.
+
+use std::cell::RefCell;
+
+use pie_front::{Backend, Front, FrontSettings, MessageClass, MessageField};
+use pie_runtime::{Arrival, Delta, Draw, End, Refusal, Rejected, Sampler};
+use proptest::prelude::*;
+use rmpv::Value;
+
+/// A runtime that keeps what it is given.
+#[derive(Default)]
+struct Kept {
+    arrivals: RefCell<Vec<Arrival<Draw>>>,
+    aborted: RefCell<Vec<u64>>,
+}
+
+impl Backend for Kept {
+    fn submit(&self, arrival: Arrival<Draw>) -> Result<u64, Rejected> {
+        let mut arrivals = self.arrivals.borrow_mut();
+        arrivals.push(arrival);
+        Ok(arrivals.len() as u64 - 1)
+    }
+
+    fn abort(&self, request: u64) {
+        self.aborted.borrow_mut().push(request);
+    }
+}
+
+const REQUEST: &[&str] = &[
+    "rid",
+    "http_worker_ipc",
+    "input_text",
+    "input_ids",
+    "sampling_params",
+    "return_logprob",
+    "stream",
+    "lora_id",
+    "routing_key",
+    "require_reasoning",
+    "priority",
+    "extra_key",
+    "time_stats",
+];
+const PARAMS: &[&str] = &[
+    "max_new_tokens",
+    "stop",
+    "stop_token_ids",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "frequency_penalty",
+    "presence_penalty",
+    "repetition_penalty",
+    "json_schema",
+    "min_new_tokens",
+    "ignore_eos",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "no_stop_trim",
+    "stream_interval",
+    "logit_bias",
+    "sampling_seed",
+    "stop_strs",
+];
+const OUTPUT: &[&str] = &[
+    "rids",
+    "http_worker_ipcs",
+    "finished_reasons",
+    "decoded_texts",
+    "decode_ids",
+    "read_offsets",
+    "output_ids",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "no_stop_trim",
+    "prompt_tokens",
+    "reasoning_tokens",
+    "completion_tokens",
+    "cached_tokens",
+    "input_token_logprobs_val",
+    "input_token_logprobs_idx",
+    "output_token_logprobs_val",
+    "output_token_logprobs_idx",
+    "input_top_logprobs_val",
+    "input_top_logprobs_idx",
+    "output_top_logprobs_val",
+    "output_top_logprobs_idx",
+    "input_token_ids_logprobs_val",
+    "input_token_ids_logprobs_idx",
+    "output_token_ids_logprobs_val",
+    "output_token_ids_logprobs_idx",
+    "output_token_entropy_val",
+    "output_token_sampling_mask",
+    "output_token_sampling_logprobs",
+    "output_hidden_states",
+    "routed_experts",
+    "indexer_topk",
+    "placeholder_tokens_idx",
+    "placeholder_tokens_val",
+    "retraction_counts",
+];
+
+fn class(name: &str, fields: &[&str], optional: &[&str]) -> MessageClass {
+    let field = |&name: &&str| MessageField {
+        name: name.to_owned(),
+        default: optional.contains(&name).then(|| vec![0xc0]),
+    };
+    MessageClass {
+        name: name.to_owned(),
+        fields: fields.iter().map(field).collect(),
+    }
+}
+
+fn classes() -> Vec<MessageClass> {
+    vec![
+        class("TokenizedGenerateReqInput", REQUEST, REQUEST),
+        class("SamplingParams", PARAMS, PARAMS),
+        class(
+            "BatchTokenizedGenerateReqInput",
+            &["rids", "http_worker_ipcs", "batch"],
+            &[],
+        ),
+        class("AbortReq", &["rid", "http_worker_ipc", "abort_all"], &[]),
+        class(
+            "BatchTokenIDOutput",
+            OUTPUT,
+            &["http_worker_ipcs", "retraction_counts"],
+        ),
+        class(
+            "HealthCheckOutput",
+            &["rid", "http_worker_ipc"],
+            &["rid", "http_worker_ipc"],
+        ),
+    ]
+}
+
+fn settings() -> FrontSettings {
+    FrontSettings {
+        eos_tokens: vec![2],
+        think_end: Vec::new(),
+        stream_interval: 1,
+        other_interval: 50,
+        max_prompt_tokens: 20,
+        truncates: false,
+        vocab_size: 1000,
+        speculates: false,
+        probe_prefix: "HEALTH_CHECK".to_owned(),
+        dp_rank: None,
+    }
+}
+
+fn front() -> Front {
+    Front::new(&classes(), settings()).unwrap()
+}
+
+fn encoded(value: &Value) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    rmpv::encode::write_value(&mut bytes, value).unwrap();
+    bytes
+}
+
+fn message(tag: &str, fields: &[&str], set: &[(&str, Value)]) -> Value {
+    let mut values = vec![Value::from(tag)];
+    values.extend(fields.iter().map(|name| {
+        let found = set.iter().find(|(known, _)| known == name);
+        found.map_or(Value::Nil, |(_, value)| value.clone())
+    }));
+    Value::Array(values)
+}
+
+fn ids(tokens: &[i64]) -> Value {
+    let bytes: Vec<u8> = tokens
+        .iter()
+        .flat_map(|token| token.to_le_bytes())
+        .collect();
+    Value::Array(vec![Value::from("q"), Value::Binary(bytes)])
+}
+
+fn generate(rid: &str, prompt: &[i64], more: &[(&str, Value)], params: &[(&str, Value)]) -> Value {
+    let Value::Array(mut params) = message("", PARAMS, params) else {
+        unreachable!()
+    };
+    // It has no tag.
+    params.remove(0);
+    let mut set = vec![("rid", Value::from(rid)), ("input_ids", ids(prompt))];
+    set.push(("sampling_params", Value::Array(params)));
+    set.extend_from_slice(more);
+    message("TokenizedGenerateReqInput", REQUEST, &set)
+}
+
+/// Field of a message for the detokenizer, as it reads it.
+fn field(bytes: &[u8], name: &str) -> Vec<Value> {
+    let value = rmpv::decode::read_value(&mut &*bytes).unwrap();
+    let values = value.as_array().unwrap();
+    assert_eq!(values[0].as_str(), Some("BatchTokenIDOutput"));
+    assert_eq!(values.len(), OUTPUT.len() + 1);
+    let at = OUTPUT.iter().position(|&known| known == name).unwrap();
+    values[at + 1].as_array().unwrap().clone()
+}
+
+fn delta(request: u64, tokens: &[u32], end: Option<End>) -> Delta {
+    Delta {
+        request,
+        sample: 0,
+        tokens: tokens.to_vec(),
+        held_bytes: 0,
+        end,
+        cached_tokens: 1,
+        retractions: 0,
+    }
+}
+
+#[test]
+fn a_request_goes_in_and_its_tokens_come_out() {
+    let (front, kept) = (front(), Kept::default());
+    let params = [
+        ("max_new_tokens", Value::from(7)),
+        ("temperature", Value::from(1.0)),
+        ("top_k", Value::from(1)),
+        ("stop_strs", Value::Array(vec!["end".into()])),
+        ("stop_token_ids", Value::Array(vec![5.into()])),
+    ];
+    let more = [
+        ("stream", Value::from(true)),
+        ("extra_key", "salt".into()),
+        ("priority", 3.into()),
+    ];
+    let request = encoded(&generate("a", &[10, 11, 12, 13, 14, 15], &more, &params));
+    let sent = front.receive(&kept, [&request[..]]).unwrap();
+    assert_eq!(sent, pie_front::Outgoing::default());
+    let arrival = kept.arrivals.borrow()[0].clone();
+    assert_eq!(arrival.prompt, [10, 11, 12, 13, 14, 15]);
+    assert_eq!(
+        (arrival.ends.max_tokens, arrival.ends.stop_tokens),
+        (7, vec![5, 2])
+    );
+    assert_eq!(
+        (arrival.namespace.as_deref(), arrival.priority),
+        (Some("salt"), Some(3))
+    );
+    assert_eq!(&*arrival.ends.stop_strings[0], b"end");
+    assert!(matches!(
+        arrival.sampling.sampler,
+        Sampler::TopP {
+            temperature: 0.0,
+            ..
+        }
+    ));
+
+    let first = front.outputs(&[delta(0, &[40, 41], None)]);
+    let [bytes] = &first.to_detokenizer[..] else {
+        panic!("one message")
+    };
+    assert_eq!(field(bytes, "rids"), ["a".into()]);
+    assert_eq!(
+        field(bytes, "decode_ids"),
+        [ids(&[11, 12, 13, 14, 15, 40, 41])]
+    );
+    assert_eq!(field(bytes, "output_ids"), [ids(&[40, 41])]);
+    assert_eq!(
+        (field(bytes, "read_offsets"), field(bytes, "prompt_tokens")),
+        (vec![5.into()], vec![6.into()])
+    );
+    let last = front.outputs(&[delta(
+        0,
+        &[42],
+        Some(End::StopString {
+            index: 0,
+            text_bytes: 9,
+        }),
+    )]);
+    let bytes = &last.to_detokenizer[0];
+    assert_eq!(field(bytes, "decode_ids"), [ids(&[42])]);
+    assert_eq!(field(bytes, "completion_tokens"), [3.into()]);
+    let reason = Value::Map(vec![
+        ("type".into(), "stop".into()),
+        ("matched".into(), "end".into()),
+    ]);
+    assert_eq!(field(bytes, "finished_reasons"), [reason]);
+    assert_eq!(front.open_requests(), 0);
+    // What comes afterwards is of no request.
+    assert_eq!(
+        front.outputs(&[delta(0, &[43], None)]).to_detokenizer.len(),
+        0
+    );
+}
+
+fn refusal(request: &Value) -> String {
+    let (front, kept) = (front(), Kept::default());
+    let sent = front.receive(&kept, [&encoded(request)[..]]).unwrap();
+    assert!(kept.arrivals.borrow().is_empty());
+    assert_eq!(front.open_requests(), 0);
+    let reasons = field(&sent.to_detokenizer[0], "finished_reasons");
+    let reason = reasons[0].as_map().unwrap();
+    let get = |name: &str| {
+        &reason
+            .iter()
+            .find(|(key, _)| key.as_str() == Some(name))
+            .unwrap()
+            .1
+    };
+    assert_eq!(
+        (get("type").as_str(), get("status_code").as_u64()),
+        (Some("abort"), Some(400))
+    );
+    assert_eq!(get("err_type").as_str(), Some("BadRequestError"));
+    get("message").as_str().unwrap().to_owned()
+}
+
+#[test]
+fn what_is_not_served_is_refused_by_name() {
+    let plain = |params: &[(&str, Value)]| generate("a", &[1], &[], params);
+    for (request, words) in [
+        (
+            plain(&[("repetition_penalty", Value::from(2.5))]),
+            "repetition_penalty is 2.5",
+        ),
+        (
+            plain(&[("logit_bias", Value::Map(vec![("1000".into(), 1.0.into())]))]),
+            "token 1000 of `logit_bias`",
+        ),
+        (
+            plain(&[("logit_bias", Value::Map(vec![("x".into(), 1.0.into())]))]),
+            "`logit_bias` has",
+        ),
+        (plain(&[("json_schema", "{}".into())]), "`json_schema`"),
+        (
+            plain(&[("stop_token_ids", Value::Array(vec![Value::from(-1)]))]),
+            "`stop_token_ids` has -1",
+        ),
+        (
+            generate("a", &[1], &[("return_logprob", true.into())], &[]),
+            "`return_logprob`",
+        ),
+        (
+            generate("a", &[1], &[("lora_id", "x".into())], &[]),
+            "`lora_id`",
+        ),
+        (generate("a", &[], &[], &[]), "the prompt is empty"),
+        (generate("a", &[1, 1000], &[], &[]), "token 1000 at 1"),
+        (generate("a", &[1, -5], &[], &[]), "token -5 at 1"),
+        (
+            generate("a", &[1; 21], &[], &[]),
+            "has 21 tokens, and this server takes 20",
+        ),
+    ] {
+        let said = refusal(&request);
+        assert!(said.contains(words), "{said}");
+    }
+    // Neutral values ask for nothing.
+    let (front, kept) = (front(), Kept::default());
+    let neutral = plain(&[
+        ("repetition_penalty", 1.0.into()),
+        ("logit_bias", Value::Map(Vec::new())),
+    ]);
+    front.receive(&kept, [&encoded(&neutral)[..]]).unwrap();
+    assert_eq!(kept.arrivals.borrow().len(), 1);
+}
+
+#[test]
+fn penalties_and_biases_reach_the_runtime() {
+    let (front, kept) = (front(), Kept::default());
+    let asked = generate(
+        "a",
+        &[1],
+        &[],
+        &[
+            ("frequency_penalty", 0.5.into()),
+            ("presence_penalty", (-1).into()),
+            ("repetition_penalty", 1.5.into()),
+            ("min_p", 0.25.into()),
+            ("top_k", 5.into()),
+            ("sampling_seed", Value::from(-1)),
+            (
+                "logit_bias",
+                Value::Map(vec![("7".into(), 1.into()), (8.into(), (-2.5).into())]),
+            ),
+        ],
+    );
+    front.receive(&kept, [&encoded(&asked)[..]]).unwrap();
+    let draw = kept.arrivals.borrow()[0].sampling.clone();
+    let extension = draw.extension.unwrap();
+    let penalties = &extension.penalties;
+    assert_eq!(
+        (
+            penalties.frequency,
+            penalties.presence,
+            penalties.repetition
+        ),
+        (0.5, -1.0, 1.5)
+    );
+    let combined = extension.sampler.unwrap();
+    assert_eq!(
+        (combined.top_k, combined.min_p, combined.seed),
+        (5, 0.25, Some(i64::MAX as u64))
+    );
+    assert_eq!(extension.biases, [(7, 1.0), (8, -2.5)]);
+}
+
+#[test]
+fn aborts_take_the_beginning_of_names() {
+    let (front, kept) = (front(), Kept::default());
+    let batch: Vec<Value> = ["x", "req1", "req10", "req2"]
+        .iter()
+        .map(|rid| generate(rid, &[1], &[], &[]))
+        .collect();
+    let batch = message(
+        "BatchTokenizedGenerateReqInput",
+        &["rids", "http_worker_ipcs", "batch"],
+        &[("batch", Value::Array(batch))],
+    );
+    front.receive(&kept, [&encoded(&batch)[..]]).unwrap();
+    let abort = |set: &[(&str, Value)]| {
+        encoded(&message(
+            "AbortReq",
+            &["rid", "http_worker_ipc", "abort_all"],
+            set,
+        ))
+    };
+    front
+        .receive(&kept, [&abort(&[("rid", "req1".into())])[..]])
+        .unwrap();
+    assert_eq!(*kept.aborted.borrow(), [1, 2]);
+    front
+        .receive(&kept, [&abort(&[("rid", "".into())])[..]])
+        .unwrap();
+    assert_eq!(kept.aborted.take(), [1, 2]);
+    front
+        .receive(
+            &kept,
+            [&abort(&[("rid", "".into()), ("abort_all", true.into())])[..]],
+        )
+        .unwrap();
+    let mut all = kept.aborted.take();
+    all.sort_unstable();
+    assert_eq!(all, [0, 1, 2, 3]);
+    let ended = front.outputs(&[delta(1, &[], Some(End::Aborted))]);
+    assert_eq!(field(&ended.to_detokenizer[0], "rids"), ["req1".into()]);
+    assert_eq!(front.open_requests(), 3);
+}
+
+#[test]
+fn a_probe_is_answered_by_outputs_or_is_a_request() {
+    let (front, kept) = (front(), Kept::default());
+    let probe = encoded(&generate("HEALTH_CHECK_1", &[1], &[], &[]));
+    front.receive(&kept, [&probe[..]]).unwrap();
+    assert_eq!(kept.arrivals.borrow().len(), 1);
+    // Now it is busy.
+    front.receive(&kept, [&probe[..]]).unwrap();
+    assert_eq!(kept.arrivals.borrow().len(), 1);
+    assert!(front.outputs(&[]).to_tokenizer.is_empty());
+    let answered = front.outputs(&[delta(0, &[1], None)]);
+    assert_eq!(
+        answered.to_tokenizer,
+        [encoded(&message("HealthCheckOutput", &["", ""], &[]))]
+    );
+    front.set_paused(true);
+    assert_eq!(
+        front
+            .receive(&kept, [&probe[..]])
+            .unwrap()
+            .to_tokenizer
+            .len(),
+        1
+    );
+}
+
+#[test]
+fn failures_have_a_status() {
+    for (end, status) in [
+        (
+            End::Refused(Refusal::QueueFull {
+                waiting: 3,
+                limit: 3,
+            }),
+            503,
+        ),
+        (End::Refused(Refusal::Empty), 400),
+        (End::Displaced, 503),
+        (End::Failed("gone\n\nhint: wait".into()), 500),
+    ] {
+        let (front, kept) = (front(), Kept::default());
+        front
+            .receive(&kept, [&encoded(&generate("a", &[1], &[], &[]))[..]])
+            .unwrap();
+        let sent = front.outputs(&[delta(0, &[], Some(end))]);
+        let reason = field(&sent.to_detokenizer[0], "finished_reasons").remove(0);
+        let found = reason
+            .as_map()
+            .unwrap()
+            .iter()
+            .find(|(key, _)| key.as_str() == Some("status_code"))
+            .unwrap();
+        assert_eq!(found.1.as_u64(), Some(status));
+    }
+}
+
+#[test]
+fn other_classes_are_refused_at_the_start() {
+    let start = |change: &dyn Fn(&mut Vec<MessageClass>)| {
+        let mut classes = classes();
+        change(&mut classes);
+        Front::new(&classes, settings())
+            .map(|_| ())
+            .unwrap_err()
+            .to_string()
+    };
+    assert!(start(&|classes| classes.truncate(5)).contains("no message class `HealthCheckOutput`"));
+    assert!(
+        start(&|classes| {
+            classes[0].fields.remove(0);
+        })
+        .contains("has no field `rid`")
+    );
+    let new = MessageField {
+        name: "news".into(),
+        default: None,
+    };
+    assert!(start(&|classes| classes[4].fields.insert(3, new.clone())).contains("`news`"));
+}
+
+#[test]
+fn positions_come_from_the_classes() {
+    // A release puts a field in the middle.
+    let mut moved = classes();
+    moved[0].fields.insert(
+        1,
+        MessageField {
+            name: "new".into(),
+            default: Some(vec![0xc0]),
+        },
+    );
+    moved[4].fields.insert(
+        2,
+        MessageField {
+            name: "new".into(),
+            default: Some(vec![0xc3]),
+        },
+    );
+    let (front, kept) = (Front::new(&moved, settings()).unwrap(), Kept::default());
+    let Value::Array(mut request) = generate("a", &[7, 8], &[], &[]) else {
+        unreachable!()
+    };
+    request.insert(2, Value::Nil);
+    front
+        .receive(&kept, [&encoded(&Value::Array(request))[..]])
+        .unwrap();
+    assert_eq!(kept.arrivals.borrow()[0].prompt, [7, 8]);
+    let sent = front.outputs(&[delta(0, &[1], Some(End::Length))]);
+    let value = rmpv::decode::read_value(&mut &sent.to_detokenizer[0][..]).unwrap();
+    assert_eq!(value.as_array().unwrap()[3], Value::from(true));
+}
+
+fn any_value() -> impl Strategy<Value = Value> {
+    let leaf = prop_oneof![
+        Just(Value::Nil),
+        any::<bool>().prop_map(Value::from),
+        any::<i64>().prop_map(Value::from),
+        any::<f64>().prop_map(Value::from),
+        ".{0,8}".prop_map(Value::from),
+        prop::collection::vec(any::<u8>(), 0..24).prop_map(Value::Binary),
+    ];
+    leaf.prop_recursive(3, 48, 40, |inner| {
+        prop_oneof![
+            prop::collection::vec(inner.clone(), 0..40).prop_map(Value::Array),
+            prop::collection::vec((inner.clone(), inner), 0..4).prop_map(Value::Map),
+        ]
+    })
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(300))]
+
+    /// Whatever stands in the fields, a message is taken, refused by name, or no message.
+    #[test]
+    fn any_fields_are_taken_or_refused(tag in 0..4usize, values in prop::collection::vec(any_value(), 0..20)) {
+        let tag = ["TokenizedGenerateReqInput", "BatchTokenizedGenerateReqInput", "AbortReq", "Other"][tag];
+        let mut message = vec![Value::from(tag)];
+        message.extend(values);
+        let (front, kept) = (front(), Kept::default());
+        let _ = front.receive(&kept, [&encoded(&Value::Array(message))[..]]);
+        prop_assert_eq!(front.open_requests(), kept.arrivals.borrow().len());
+    }
+
+    /// A message that is cut or changed anywhere does not end the process.
+    #[test]
+    fn any_bytes_are_survived(at in 0..400usize, byte: u8, cut in 0..400usize) {
+        let request = generate("abc", &[1, 2, 3], &[("stream", true.into())], &[("stop_strs", Value::Array(vec!["x".into()]))]);
+        let mut bytes = encoded(&request);
+        let at = at % bytes.len();
+        bytes[at] = byte;
+        let cut = cut % bytes.len();
+        let (front, kept) = (front(), Kept::default());
+        let _ = front.receive(&kept, [&bytes[..]]);
+        let _ = front.receive(&kept, [&bytes[..cut]]);
+    }
+
+    /// However tokens are cut into outputs, the client gets each of them once, in order.
+    #[test]
+    fn every_token_is_sent_once(
+        cuts in prop::collection::vec((0..4u64, prop::collection::vec(0..1000u32, 0..5), 0..2u32), 0..60),
+        stream: bool,
+        interval in 1..5u64,
+    ) {
+        let (front, kept) = (front(), Kept::default());
+        let names = ["a", "b", "c", "d"];
+        for rid in names {
+            let more = [("stream", stream.into())];
+            let request = generate(rid, &[1, 2], &more, &[("stream_interval", interval.into())]);
+            front.receive(&kept, [&encoded(&request)[..]]).unwrap();
+        }
+        let mut expected = vec![Vec::new(); 4];
+        let mut found = vec![Vec::new(); 4];
+        let mut take = |message: &[u8]| {
+            let (rids, outputs) = (field(message, "rids"), field(message, "output_ids"));
+            for (rid, output) in rids.iter().zip(&outputs) {
+                let at = names.iter().position(|&name| rid.as_str() == Some(name)).unwrap();
+                let bytes = output.as_array().unwrap()[1].as_slice().unwrap();
+                let tokens = bytes.chunks(8).map(|token| i64::from_le_bytes(token.try_into().unwrap()));
+                found[at].extend(tokens);
+            }
+        };
+        for (request, tokens, held) in cuts {
+            expected[request as usize].extend(tokens.iter().map(|&token| i64::from(token)));
+            let mut output = delta(request, &tokens, None);
+            output.held_bytes = held;
+            front.outputs(&[output]).to_detokenizer.iter().for_each(|message| take(message));
+        }
+        let ends: Vec<Delta> = (0..4).map(|request| delta(request, &[], Some(End::Length))).collect();
+        front.outputs(&ends).to_detokenizer.iter().for_each(|message| take(message));
+        prop_assert_eq!(found, expected);
+    }
+}

@@ -1,0 +1,78 @@
+//! What a request asks for beyond the Pie protocol, as Python builds it.
+
+use pie_wire::{CombinedSampler, Penalties, RequestExtension};
+use pyo3::prelude::*;
+
+/// What one request asks for beyond the Pie protocol; `docs/wire-extension.md` has the bytes.
+#[pyclass(frozen, from_py_object, module = "pie_driver_sglang._core")]
+#[derive(Clone)]
+pub(crate) struct Extension(RequestExtension);
+
+impl Extension {
+    pub(crate) const fn inner(&self) -> &RequestExtension {
+        &self.0
+    }
+}
+
+#[pymethods]
+impl Extension {
+    /// Describes it. What is left out changes nothing.
+    ///
+    /// Args:
+    ///     temperature: In place of the parameters of its samplers of tokens, with those up to `seed`; 0 for the arg-max, None
+    ///         to keep its samplers.
+    ///     top_k: Tokens kept; 0 for all.
+    ///     top_p: Mass kept, of the whole distribution.
+    ///     min_p: Share of the largest probability that a token must have.
+    ///     seed: With the position it fixes what is drawn.
+    ///     frequency_penalty: Taken from a token's logit for each time that it counts.
+    ///     presence_penalty: Taken from the logit of a token that counts.
+    ///     repetition_penalty: Divides the logit of a token that counts, or multiplies it if it is below 0.
+    ///     counted_from: KV index of the first token that counts.
+    ///     history: Tokens that count and lie right before the input, whose KV is there already.
+    ///     logit_bias: Tokens, and what is added to their logits.
+    ///     suppressed: Tokens that must not be drawn for a place before `suppressed_until`.
+    ///     suppressed_until: KV index of the first place for which they may.
+    ///     mask: Bit `i` of word `w` allows token `32 w + i`; empty for all.
+    #[new]
+    #[pyo3(signature = (*, temperature = None, top_k = 0, top_p = 1.0, min_p = 0.0, seed = None, frequency_penalty = 0.0, presence_penalty = 0.0, repetition_penalty = 1.0, counted_from = 0, history = Vec::new(), logit_bias = Vec::new(), suppressed = Vec::new(), suppressed_until = 0, mask = Vec::new()))]
+    #[expect(clippy::too_many_arguments, reason = "keyword-only parameters")]
+    fn new(
+        temperature: Option<f32>,
+        top_k: u32,
+        top_p: f32,
+        min_p: f32,
+        seed: Option<u64>,
+        frequency_penalty: f32,
+        presence_penalty: f32,
+        repetition_penalty: f32,
+        counted_from: u32,
+        history: Vec<u32>,
+        logit_bias: Vec<(u32, f32)>,
+        suppressed: Vec<u32>,
+        suppressed_until: u32,
+        mask: Vec<u32>,
+    ) -> Self {
+        Self(RequestExtension {
+            sampler: temperature.map(|temperature| CombinedSampler {
+                temperature,
+                top_k,
+                top_p,
+                min_p,
+                seed,
+            }),
+            penalties: Penalties {
+                frequency: frequency_penalty,
+                presence: presence_penalty,
+                repetition: repetition_penalty,
+                counted_from,
+            },
+            history,
+            biases: logit_bias,
+            suppressed,
+            suppressed_until,
+            logprobs: None,
+            mask,
+        })
+    }
+}

@@ -1,0 +1,148 @@
+//! SGLang's messages for a runtime.
+
+use pie_front::{FrontSettings, MessageClass, MessageField, Outgoing};
+use pyo3::prelude::*;
+use pyo3::types::PyBytes;
+
+use crate::error::from_front;
+use crate::runtime::{Runtime, wait};
+
+/// A field of a message class: its name, and its default as msgpack.
+type Field = (String, Option<Vec<u8>>);
+/// Messages by receiver: for the detokenizer, for the tokenizer manager, and those that came and are not about requests.
+type Messages<'py> = (
+    Vec<Bound<'py, PyBytes>>,
+    Vec<Bound<'py, PyBytes>>,
+    Vec<Bound<'py, PyBytes>>,
+);
+
+/// The requests of SGLang's front end, for a runtime: messages in msgpack come in and go out, and are read and written here.
+///
+/// `receive` and `poll` may run in two threads at once; nothing else may call `poll` of the runtime.
+#[pyclass(frozen, module = "pie_driver_sglang._core")]
+pub(crate) struct Front {
+    front: pie_front::Front,
+    runtime: Py<Runtime>,
+}
+
+#[pymethods]
+impl Front {
+    /// A front end without requests.
+    ///
+    /// Args:
+    ///     runtime: What computes them, whose drivers are ready.
+    ///     classes: SGLang's message classes: of each the name and its fields in their order, each with its default as msgpack,
+    ///         None where there is none.
+    ///     eos_token_ids: They end a request, unless it ignores them.
+    ///     think_end_ids: The tokens that end the model's thinking; none where it is not counted.
+    ///     stream_interval: Tokens from one output of a stream to the next.
+    ///     other_interval: The same for requests that do not stream.
+    ///     max_prompt_tokens: Most tokens of a prompt.
+    ///     truncate: Cut longer prompts instead of refusing them.
+    ///     vocab_size: Token ids are below it.
+    ///     speculate: The driver may draft for requests.
+    ///     probe_prefix: How the names of SGLang's health probes begin.
+    ///     dp_rank: Which of several replicas this is.
+    ///
+    /// Raises:
+    ///     FrontEndError: The classes are not those of a version of SGLang that is served.
+    #[new]
+    #[pyo3(signature = (
+        runtime, classes, *, eos_token_ids, think_end_ids, stream_interval, other_interval, max_prompt_tokens, truncate,
+        vocab_size, speculate, probe_prefix, dp_rank = None
+    ))]
+    #[expect(clippy::too_many_arguments, reason = "keywords of Python")]
+    fn new(
+        runtime: Py<Runtime>,
+        classes: Vec<(String, Vec<Field>)>,
+        eos_token_ids: Vec<u32>,
+        think_end_ids: Vec<u32>,
+        stream_interval: u32,
+        other_interval: u32,
+        max_prompt_tokens: u32,
+        truncate: bool,
+        vocab_size: u32,
+        speculate: bool,
+        probe_prefix: String,
+        dp_rank: Option<u32>,
+    ) -> PyResult<Self> {
+        let field = |(name, default): Field| MessageField { name, default };
+        let class = |(name, fields): (String, Vec<Field>)| MessageClass {
+            name,
+            fields: fields.into_iter().map(field).collect(),
+        };
+        let classes: Vec<MessageClass> = classes.into_iter().map(class).collect();
+        let settings = FrontSettings {
+            eos_tokens: eos_token_ids,
+            think_end: think_end_ids,
+            stream_interval,
+            other_interval,
+            max_prompt_tokens,
+            truncates: truncate,
+            vocab_size,
+            speculates: speculate,
+            probe_prefix,
+            dp_rank,
+        };
+        let front = pie_front::Front::new(&classes, settings).map_err(|e| from_front(&e))?;
+        Ok(Self { front, runtime })
+    }
+
+    /// Takes messages of the tokenizer manager.
+    ///
+    /// Returns:
+    ///     Messages for the detokenizer, messages for the tokenizer manager, and those of `messages` that are not about
+    ///     requests, in their order.
+    ///
+    /// Raises:
+    ///     FrontEndError: A message cannot be read.
+    fn receive<'py>(
+        &self,
+        py: Python<'py>,
+        messages: Vec<Bound<'py, PyBytes>>,
+    ) -> PyResult<Messages<'py>> {
+        let service = &self.runtime.get().service;
+        let bytes = messages.iter().map(PyBytesMethods::as_bytes);
+        let outgoing = self.front.receive(service, bytes);
+        let outgoing = outgoing.map_err(|error| from_front(&error))?;
+        let mut messages = messages;
+        let mut place = 0..;
+        messages.retain(|_| place.next().is_some_and(|at| outgoing.others.contains(&at)));
+        let (to_detokenizer, to_tokenizer, _) = lists(py, &outgoing);
+        Ok((to_detokenizer, to_tokenizer, messages))
+    }
+
+    /// Waits for outputs, without Python's lock, and returns the messages as `receive` does; none when the time is over.
+    fn poll<'py>(&self, py: Python<'py>, timeout_s: Option<f64>) -> PyResult<Messages<'py>> {
+        let service = &self.runtime.get().service;
+        let outgoing = wait(py, timeout_s, |slice| {
+            let deltas = service.poll(slice);
+            let found = self.front.outputs(&deltas);
+            (!deltas.is_empty() || service.is_stopped()).then_some(found)
+        })?;
+        Ok(lists(py, &outgoing.unwrap_or_default()))
+    }
+
+    /// Requests that have not ended.
+    #[getter]
+    fn open_requests(&self) -> usize {
+        self.front.open_requests()
+    }
+
+    /// Whether nothing is computed for now; health probes are answered all the same.
+    fn set_paused(&self, paused: bool) {
+        self.front.set_paused(paused);
+    }
+}
+
+fn lists<'py>(py: Python<'py>, outgoing: &Outgoing) -> Messages<'py> {
+    let list = |messages: &[Vec<u8>]| {
+        let messages = messages.iter().map(|message| PyBytes::new(py, message));
+        messages.collect()
+    };
+    (
+        list(&outgoing.to_detokenizer),
+        list(&outgoing.to_tokenizer),
+        Vec::new(),
+    )
+}

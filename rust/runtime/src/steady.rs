@@ -1,0 +1,111 @@
+//! What steps of decodes allocate, from the scheduler to the bytes of the frame: nothing.
+
+use allocation_counter::measure;
+use pie_sched::{Answer, Arrival, Config, Limits, Outputs, Scheduler};
+use pie_wire::Sampler;
+
+use crate::frame::{FrameBuilder, Outline};
+use crate::relay::turn;
+use crate::sampling::Draw;
+
+const LIMITS: Limits = Limits {
+    total_pages: 40_000,
+    host_pages: 0,
+    page_size: 16,
+    max_forward_tokens: 16_384,
+    max_forward_requests: 1024,
+    max_page_refs: 100_000,
+    max_model_len: 4096,
+    vocab_size: 1000,
+};
+
+const SAMPLER: Sampler = Sampler::TopP {
+    temperature: 0.6,
+    p: 0.95,
+};
+
+/// A driver's client without a driver.
+struct Steps {
+    scheduler: Scheduler<Draw>,
+    builder: FrameBuilder,
+    outline: Outline,
+    frame: Vec<u8>,
+    outputs: Outputs,
+    tokens: Vec<u32>,
+    ends: Vec<u32>,
+    now: u64,
+}
+
+impl Steps {
+    fn new(requests: u32, streams: bool) -> Self {
+        let config = Config {
+            max_running: requests,
+            ..Config::default()
+        };
+        let mut scheduler = Scheduler::new(config, LIMITS, None).unwrap();
+        for id in 0..requests {
+            let prompt = vec![id % 1000; 80 + id as usize % 100];
+            scheduler
+                .submit(Arrival {
+                    streams,
+                    ..Arrival::new(id.into(), prompt, SAMPLER.into(), 400)
+                })
+                .unwrap();
+        }
+        Self {
+            scheduler,
+            builder: FrameBuilder::new(LIMITS.page_size),
+            outline: Outline::default(),
+            frame: vec![0; 8 << 20],
+            outputs: Outputs::default(),
+            tokens: vec![1; 1024],
+            ends: (0..=1024).collect(),
+            now: 0,
+        }
+    }
+
+    /// Lays a step out and encodes it; returns its rows and those of them that draw.
+    fn lay_out(&mut self) -> (usize, usize) {
+        let step = self.scheduler.step(self.now).unwrap().unwrap();
+        let turns = step.rows().map(|row| turn(&row));
+        self.builder.lay_out_in(&mut self.outline, turns);
+        self.builder.encode(&mut self.frame).unwrap();
+        (self.outline.requests, self.outline.sampled)
+    }
+
+    fn answer(&mut self, (rows, draws): (usize, usize)) {
+        self.now += 5000;
+        for row in 0..=rows {
+            self.ends[row] = row.min(draws) as u32;
+        }
+        let answer = Answer {
+            tokens: &self.tokens[..draws],
+            token_ends: &self.ends[..=rows],
+            ..Answer::default()
+        };
+        self.scheduler.answer(self.now, &answer).unwrap();
+        self.scheduler.outputs(&mut self.outputs);
+    }
+}
+
+#[test]
+fn steps_of_decodes_allocate_nothing() {
+    for (requests, streams) in [(256, true), (256, false), (1024, true)] {
+        let mut steps = Steps::new(requests, streams);
+        let mut out = steps.lay_out();
+        let mut round = |steps: &mut Steps| {
+            let next = steps.lay_out();
+            steps.answer(std::mem::replace(&mut out, next));
+        };
+        while steps.scheduler.stats().waiting > 0 {
+            round(&mut steps);
+        }
+        // Across several pages of each sequence, so that everything has grown as far as it will.
+        for _ in 0..100 {
+            round(&mut steps);
+        }
+        let counted = measure(|| (0..100).for_each(|_| round(&mut steps)));
+        assert_eq!(counted.count_total, 0, "{requests} requests, {streams}");
+        assert_eq!(steps.outline.requests, requests as usize);
+    }
+}

@@ -1,0 +1,192 @@
+"""The kernels of few rows and of experts under Triton's interpreter, against float64.
+
+Run with ``TRITON_INTERPRET=1``.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+
+from pie_driver_sglang.kernels import experts as experts_module
+from pie_driver_sglang.kernels.dense_layers import LinearWeights, Norm
+from pie_driver_sglang.kernels.experts import (
+    FEWEST,
+    Experts,
+    add_chosen,
+    expert_product,
+    find_cuts,
+    route,
+)
+from pie_driver_sglang.kernels.few_rows import (
+    Cut,
+    Scratch,
+    Stream,
+    begin,
+    find_cut,
+    product,
+)
+
+ROWS = (1, 5, 16, 20)
+TOLERANCE = 1e-5
+EPSILON = 1e-6
+
+
+def close(found: torch.Tensor, exact: torch.Tensor) -> None:
+    """Up to rounding in float32."""
+    error = float((found.double() - exact).abs().max() / exact.abs().max())
+    assert error < TOLERANCE, error
+
+
+def make_scratch() -> Scratch:
+    """With parts that no sum may contain."""
+    return Scratch(torch.full((100_000,), torch.nan), torch.zeros(256, dtype=torch.int32))
+
+
+def normalized(rows: torch.Tensor) -> torch.Tensor:
+    """In float64, without weights."""
+    rows = rows.double()
+    return rows * torch.rsqrt(rows.square().mean(-1, keepdim=True) + EPSILON)
+
+
+def squares_of(stream: Stream) -> None:
+    """The sums of squares are those of the rows."""
+    close(stream.squares.sum(1), stream.rows.double().square().sum(1))
+
+
+def check_products() -> None:
+    """Products that scale, gate and add, of any number of rows, whole and in parts."""
+    for count, parts, stages in itertools.product(ROWS, (1, 2), (1, 3)):
+        if (count, stages) in ((1, 3), (16, 1), (20, 3)):
+            continue
+        scratch, cut = make_scratch(), Cut(16, 32, parts, stages=stages)
+        rows, matrix = torch.randn(count, 128), LinearWeights(torch.randn(96, 128))
+        stream = begin(rows, 3)
+        squares_of(stream)
+        exact = rows.double() @ matrix.weight.double().T
+        # Rows may lie in something wider.
+        wider = torch.cat([rows, rows], 1)[:, :128]
+        close(product(wider, matrix, cut, scratch), exact)
+        scaled = normalized(rows) @ matrix.weight.double().T
+        found = product(rows, matrix, cut, scratch, given=stream, epsilon=EPSILON)
+        close(found, scaled)
+        gate, up = scaled.chunk(2, dim=-1)
+        found = product(rows, matrix, cut, scratch, given=stream, epsilon=EPSILON, gated=True)
+        close(found, torch.nn.functional.silu(gate) * up)
+        before = torch.randn(count, 96)
+        into = Stream(before.clone(), torch.full((count, 6), torch.nan))
+        assert product(rows, matrix, cut, scratch, into=into) is into.rows
+        close(into.rows, before.double() + exact)
+        squares_of(into)
+        assert not scratch.arrived.any()
+
+
+def check_shapes() -> None:
+    """Shapes of models whose layers are of other sizes than any that was measured."""
+    for rows, (outputs, inputs) in itertools.product((1, 3), ((96, 64), (48, 80))):
+        for adds in (False, True):
+            cut = find_cut(rows, outputs, inputs, adds=adds)
+            assert cut is not None
+            assert cut.fits(outputs, inputs)
+            x, matrix = torch.randn(rows, inputs), LinearWeights(torch.randn(outputs, inputs))
+            found = product(x, matrix, cut, make_scratch())
+            close(found, x.double() @ matrix.weight.double().T)
+
+
+def mixed(rows: torch.Tensor, norm: Norm, experts: Experts) -> tuple[torch.Tensor, ...]:
+    """The rows with what their experts add; the experts and their weights. In float64."""
+    given = normalized(rows) * norm.weight.double()
+    chances = torch.softmax(given @ experts.router.double().T, -1)
+    weights, chosen = chances.topk(experts.chosen, -1)
+    if experts.normalized:
+        weights = weights / weights.sum(-1, keepdim=True)
+    out = rows.double()
+    for row, turn in itertools.product(range(len(rows)), range(experts.chosen)):
+        number = chosen[row, turn]
+        gate, up = (experts.gate_up[number].double() @ given[row]).chunk(2)
+        middle = torch.nn.functional.silu(gate) * up
+        out[row] += weights[row, turn] * (experts.down[number].double() @ middle)
+    return out, chosen, weights
+
+
+def make_experts(total: int, chosen: int, width: int, middle: int, *, normalized: bool) -> Experts:
+    """Random ones."""
+    return Experts(
+        torch.randn(total, width), torch.randn(total, 2 * middle, width) * width**-0.5,
+        torch.randn(total, width, middle), chosen, normalized,
+    )  # fmt: skip
+
+
+def check_experts() -> None:
+    """Few experts and many, as many as are chosen, and numbers that are no powers of two."""
+    shapes = ((12, 3, 96, 64, True), (4, 4, 64, 32, False), (20, 8, 80, 48, True))
+    counts = ((1, 2, 3, 20), (1, 3), (2, 4))
+    cases = [(each, *shape) for shape, some in zip(shapes, counts, strict=True) for each in some]
+    for count, total, chosen, width, middle, sums in cases:
+        experts = make_experts(total, chosen, width, middle, normalized=sums)
+        norm, scratch = Norm(torch.rand(width) + 0.5, EPSILON), make_scratch()
+        rows = torch.randn(count, width)
+        exact, ids, weights = mixed(rows, norm, experts)
+        stream = begin(rows.clone(), 5)
+        routing = route(stream, norm, experts, scratch)
+        assert torch.equal(routing.experts, ids.int())
+        close(routing.weights, weights)
+        close(routing.rows, normalized(rows) * norm.weight.double())
+        after = add_chosen(stream, norm, experts, scratch)
+        assert after.rows is stream.rows
+        close(after.rows, exact)
+        squares_of(after)
+        assert not scratch.arrived.any()
+
+
+def check_ties() -> None:
+    """Of experts with equal logits, also of below zero, the first ones are chosen."""
+    experts = make_experts(12, 3, 64, 32, normalized=True)
+    experts = experts._replace(router=experts.router[:1].repeat(12, 1))
+    stream = begin(torch.randn(6, 64), 1)
+    routing = route(stream, Norm(torch.ones(64), EPSILON), experts, make_scratch())
+    assert (routing.experts == torch.arange(3)).all()
+    close(routing.weights, torch.full((6, 3), 1 / 3, dtype=torch.float64))
+
+
+def check_one_expert_of_many_rows() -> None:
+    """More pairs of an expert than a program computes at once."""
+    experts = make_experts(5, 2, 64, 32, normalized=True)
+    experts.router[2:] = -experts.router[:1]
+    experts.router[1] = experts.router[0]
+    norm = Norm(torch.ones(64), EPSILON)
+    rows = experts.router[:1] + 0.01 * torch.randn(37, 64)
+    exact, ids, _ = mixed(rows, norm, experts)
+    assert sorted(ids.unique().tolist()) == [0, 1]
+    close(add_chosen(begin(rows.clone(), 1), norm, experts, make_scratch()).rows, exact)
+
+
+def check_cuts() -> None:
+    """Cuts fit, and pairs are computed alone up to some rows."""
+    experts = make_experts(3, 2, 96, 64, normalized=True)
+    for rows in (1, FEWEST, FEWEST + 1, 64):
+        cuts = find_cuts(rows, experts)
+        assert cuts is not None
+        assert cuts[0].fits(64, 96)
+        assert cuts[1].fits(96, 64)
+    assert find_cuts(1, make_experts(3, 2, 90, 64, normalized=True)) is None
+    routing = experts_module.Routing(
+        torch.randn(FEWEST, 96), torch.tensor([[2, 0]] * FEWEST, dtype=torch.int32),
+        torch.ones(FEWEST, 2),
+    )  # fmt: skip
+    found = expert_product(
+        torch.randn(2 * FEWEST, 64), experts.down, routing, Cut(16, 32), gated=False
+    )
+    assert found.shape == (2 * FEWEST, 96)
+
+
+if __name__ == "__main__":
+    torch.manual_seed(4)
+    check_products()
+    check_shapes()
+    check_experts()
+    check_ties()
+    check_one_expert_of_many_rows()
+    check_cuts()
+    print("all close")

@@ -1,0 +1,294 @@
+"""What surrounds the code: the preflight, workflows, packaging, the image, examples."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+import yaml
+
+import pie_driver_sglang
+from pie_driver_sglang.cli import program
+from pie_driver_sglang.interpreter import NEWEST, OLDEST, refusal
+from tiny_models import POCKET, REPOSITORY
+
+WORKFLOWS: Final = sorted((REPOSITORY / ".github" / "workflows").glob("*.yml"))
+PYPROJECT: Final = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
+CARGO: Final = tomllib.loads((REPOSITORY / "Cargo.toml").read_text())
+TOOLS: Final = ("sh", "env", "cut", "awk", "df")
+"""What the preflight itself needs."""
+
+
+@pytest.fixture
+def tools(tmp_path: Path) -> Path:
+    """A folder for PATH with all that is needed."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name in TOOLS:
+        found = shutil.which(name)
+        assert found is not None
+        (folder / name).symlink_to(found)
+    program_of(folder, "cargo", "echo cargo 1.95.0 '(f2d3ce0bd 2026-03-21)'")
+    program_of(folder, "cc", "exit 0")
+    program_of(folder, "python3.12", 'case "$2" in *version*) echo 3.12 ;; esac')
+    return folder
+
+
+def program_of(folder: Path, name: str, text: str) -> None:
+    path = folder / name
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+
+
+def preflight(tools: Path, *arguments: str) -> list[str]:
+    """The problems that are named."""
+    command = [str(REPOSITORY / "tools" / "preflight"), *arguments]
+    found = subprocess.run(
+        command, env={"PATH": str(tools)}, capture_output=True, text=True, timeout=30
+    )
+    lines = found.stderr.splitlines()
+    assert found.stdout == ""
+    assert found.returncode == (1 if lines else 0), found.stderr
+    assert all(line.startswith("preflight: ") for line in lines), found.stderr
+    return [line.removeprefix("preflight: ") for line in lines]
+
+
+class TestPreflight:
+    def test_nothing_is_missing(self, tools: Path) -> None:
+        assert preflight(tools, "python3.12", ".", "0") == []
+
+    @pytest.mark.parametrize(
+        ("name", "words"),
+        [
+            ("cargo", ("no Rust", "1.91", "rustup.rs")),
+            ("cc", ("no C linker", "apt-get install gcc")),
+            ("python3.12", ("PYTHON=python3.12 cannot be run", "3.11 or 3.12")),
+        ],
+    )
+    def test_what_is_missing_is_named_with_a_remedy(
+        self, tools: Path, name: str, words: tuple[str, ...]
+    ) -> None:
+        (tools / name).unlink()
+        (line,) = preflight(tools, "python3.12", ".", "0")
+        assert all(word in line for word in words), line
+
+    @pytest.mark.parametrize(
+        ("name", "text", "words"),
+        [
+            ("cargo", "echo cargo 1.90.0", ("Rust is 1.90.0", "1.91", "rustup update")),
+            ("python3.12", "echo 3.13", ("is Python 3.13", "3.11 and 3.12")),
+            ("python3.12", "exit 1", ("cannot be run",)),
+            (
+                "python3.12",
+                'case "$2" in *version*) echo 3.12 ;; *) exit 1 ;; esac',
+                ("no module venv", "python3.12-venv"),
+            ),
+        ],
+    )
+    def test_what_does_not_fit_is_named(
+        self, tools: Path, name: str, text: str, words: tuple[str, ...]
+    ) -> None:
+        program_of(tools, name, text)
+        (line,) = preflight(tools, "python3.12", ".", "0")
+        assert all(word in line for word in words), line
+
+    def test_a_full_disk(self, tools: Path) -> None:
+        program_of_df = 'echo head; echo "/dev/a 100000000 1 7340032 1% /"'
+        (tools / "df").unlink()
+        program_of(tools, "df", program_of_df)
+        assert preflight(tools, "python3.12", "/somewhere", "7") == []
+        (line,) = preflight(tools, "python3.12", "/somewhere", "8")
+        assert line.startswith("/somewhere has 7 GiB of free disk space, and 8 are needed")
+
+    def test_everything_at_once(self, tools: Path) -> None:
+        for name in ("cargo", "cc", "python3.12"):
+            (tools / name).unlink()
+        assert len(preflight(tools, "", ".", "0")) == 3
+
+    def test_versions_are_those_of_the_packages(self) -> None:
+        text = (REPOSITORY / "tools" / "preflight").read_text()
+        minor = CARGO["workspace"]["package"]["rust-version"].partition(".")[2]
+        assert f'"$minor" -lt {minor}' in text
+        assert "3.11 | 3.12)" in text
+        assert PYPROJECT["project"]["requires-python"] == ">=3.11,<3.13"
+        assert (OLDEST, NEWEST) == ((3, 11), (3, 12))
+
+    def test_make_asks_before_it_fetches(self, tools: Path, tmp_path: Path) -> None:
+        """In an empty copy of the repository, on a machine without Rust."""
+        copy = tmp_path / "copy"
+        (copy / "tools").mkdir(parents=True)
+        for name in ("Makefile", "pyproject.toml", "tools/preflight"):
+            shutil.copy(REPOSITORY / name, copy / name)
+        (tools / "cargo").unlink()
+        for name in ("find", "git", "test", "rm", "make"):
+            found = shutil.which(name)
+            if found:
+                (tools / name).symlink_to(found)
+        command = ["make", ".venv/.dependencies", "PYTHON=python3.12", "GIB=0"]
+        path = {"PATH": str(tools)}
+        found_by = subprocess.run(
+            command, cwd=copy, env=path, capture_output=True, text=True, timeout=60
+        )
+        assert found_by.returncode != 0
+        assert "preflight: no Rust" in found_by.stderr
+        assert not (copy / ".venv").exists()
+
+
+@pytest.mark.parametrize(
+    ("version", "is_refused"),
+    [((3, 10), True), ((3, 11), False), ((3, 12), False), ((3, 13), True), ((3, 14), True)],
+)
+def test_other_pythons_are_refused_in_one_line(version: tuple[int, int], is_refused: bool) -> None:
+    message = refusal(version, "/usr/bin/python")
+    assert bool(message) == is_refused
+    if is_refused:
+        assert message.count("\n") == 1
+        assert f"Python {version[0]}.{version[1]} " in message
+
+
+def test_the_command_refuses_another_python(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "version_info", (3, 13, 0, "final", 0))
+    assert program.main(["--help"]) == 1
+    assert capsys.readouterr().err.startswith("pie_driver_sglang: Python 3.13 ")
+
+
+def workflow(name: str) -> dict[Any, Any]:
+    text = (REPOSITORY / ".github" / "workflows" / name).read_text()
+    found: dict[Any, Any] = yaml.safe_load(text)
+    return found
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
+def test_a_workflow_is_whole(path: Path) -> None:
+    found = workflow(path.name)
+    # YAML's `on` is a boolean.
+    assert found[True]
+    assert found["permissions"] == {"contents": "read"}
+    for job in found["jobs"].values():
+        if "uses" in job:
+            assert (REPOSITORY / job["uses"]).is_file()
+            continue
+        assert job["timeout-minutes"] <= 120
+        for step in job["steps"]:
+            assert ("uses" in step) != ("run" in step), step
+            if "uses" in step:
+                assert re.fullmatch(r"[\w-]+/[\w.-]+@[\w./]+", step["uses"]), step
+            for target in re.findall(r"\bmake ([a-z-]+)", step.get("run", "")):
+                assert re.search(rf"^{target}:", makefile(), re.MULTILINE), target
+
+
+def makefile() -> str:
+    return (REPOSITORY / "Makefile").read_text()
+
+
+def test_wheels_are_for_both_processors_and_the_glibc_of_torch() -> None:
+    job = workflow("wheel.yml")["jobs"]["build"]
+    assert {row["target"] for row in job["strategy"]["matrix"]["include"]} == {"x86_64", "aarch64"}
+    (build,) = (step for step in job["steps"] if "maturin" in step.get("uses", ""))
+    assert build["with"]["manylinux"] == "2_28"
+    assert CARGO["profile"]["release"]["strip"] is True
+
+
+def test_ci_runs_what_has_to_hold_before_a_change() -> None:
+    wanted = set(
+        re.findall(r"^make (\w+)$", (REPOSITORY / ".ci" / "run").read_text(), re.MULTILINE)
+    )
+    run = " ".join(
+        step.get("run", "")
+        for job in workflow("ci.yml")["jobs"].values()
+        for step in job.get("steps", [])
+    )
+    assert wanted
+    assert wanted <= set(re.findall(r"\bmake (\w+)", run))
+    oldest = workflow("ci.yml")["jobs"]["minimum-rust"]["steps"][1]["uses"].partition("@")[2]
+    assert oldest == CARGO["workspace"]["package"]["rust-version"]
+
+
+def test_a_wheel_needs_maturin_alone(tmp_path: Path) -> None:
+    """What `make wheel` would run in a clone without an environment."""
+    for name in ("Makefile", "pyproject.toml", "Cargo.toml", "Cargo.lock", "README.md", "LICENSE"):
+        shutil.copy(REPOSITORY / name, tmp_path / name)
+    for name in ("rust", "python"):
+        (tmp_path / name).mkdir()
+    command = ["make", "--dry-run", "wheel", "PYTHON=python3"]
+    plan = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=60
+    ).stdout
+    assert "target/builder/bin/maturin build --release" in plan
+    assert ".venv" not in plan.replace("target/builder", "")
+    (installed,) = re.findall(r"pip install .*", plan)
+    assert installed.endswith("'maturin>=1.16,<2'")
+
+
+def test_versions_agree() -> None:
+    version = PYPROJECT["project"]["version"]
+    assert version == CARGO["workspace"]["package"]["version"] == pie_driver_sglang.__version__
+
+
+def test_constraints_name_what_is_pinned() -> None:
+    lines = (REPOSITORY / "constraints.txt").read_text().splitlines()
+    pinned: Mapping[str, str] = dict(line.split("==") for line in lines if not line.startswith("#"))
+    for dependency in PYPROJECT["project"]["dependencies"]:
+        name, exact, version = re.fullmatch(r"([\w-]+)(==|>=)(.+)", dependency).groups()  # type: ignore[union-attr]
+        assert name in pinned
+        assert exact == ">=" or pinned[name] == version
+
+
+def test_licences_of_all_crates_are_allowed() -> None:
+    allowed = set(tomllib.loads((REPOSITORY / "deny.toml").read_text())["licenses"]["allow"])
+    command = ["cargo", "metadata", "--format-version", "1", "--locked", "--offline"]
+    if shutil.which("cargo") is None:
+        pytest.skip("cargo is not in PATH")
+    found = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
+    if found.returncode != 0:
+        pytest.skip("the crates are not all there")
+    for package in json.loads(found.stdout)["packages"]:
+        # `A AND B` needs both, `A OR B` and the old `A/B` need one.
+        text = package["license"].replace("(", "").replace(")", "")
+        for both in text.split(" AND "):
+            choices = {choice.strip() for choice in re.split(r" OR |/", both)}
+            assert choices & allowed, (package["name"], package["license"])
+
+
+def test_the_image_copies_what_is_there() -> None:
+    text = (REPOSITORY / "Dockerfile").read_text()
+    for names in re.findall(r"^COPY (?!--from)(.+) \S+$", text, re.MULTILINE):
+        assert all((REPOSITORY / name).exists() for name in names.split()), names
+    assert "--compile-bytecode" in text
+    assert "/.venv" in (REPOSITORY / ".dockerignore").read_text().splitlines()
+
+
+def test_the_example_of_a_configuration_is_accepted() -> None:
+    command = [sys.executable, "-m", "pie_driver_sglang", "check", "examples/pie.toml"]
+    found = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
+    assert found.returncode == 0, found.stdout + found.stderr
+
+
+@pytest.mark.engine
+def test_the_example_of_an_engine_runs() -> None:
+    command = [sys.executable, "examples/offline_engine.py", "--model", str(POCKET)]
+    found = subprocess.run(
+        [*command, "--device", "cpu"],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env={**os.environ, "PYTHONPATH": str(Path(pie_driver_sglang.__file__).parents[1])},
+    )
+    assert found.returncode == 0, found.stderr
+    lines = found.stdout.splitlines()
+    assert lines[0].startswith("'The capital of France is' -> ")
+    (cached,) = re.findall(r"^(\d+) tokens of the prompt were in the cache$", found.stdout, re.M)
+    assert int(cached) >= 16
+    assert sum(line.startswith("sample ") for line in lines) == 3

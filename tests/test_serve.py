@@ -1,0 +1,365 @@
+"""`pie-sglang serve`: SGLang's HTTP server on our scheduler, asked by real clients."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Final
+
+import psutil
+import pytest
+
+from pie_driver_sglang import Engine
+from sglang_server import Server, free_ports
+from tiny_models import POCKET
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+
+START_S: Final = 400.0
+PROMPT: Final = "def f(x):"
+
+
+def wait_until(done: Callable[[], bool], seconds: float, what: str) -> None:
+    until = time.monotonic() + seconds
+    while not done():
+        assert time.monotonic() < until, what
+        time.sleep(0.1)
+
+
+def shared_memory() -> set[str]:
+    return {path.name for path in Path("/dev/shm").iterdir()}
+
+
+@contextlib.contextmanager
+def running(folder: Path, *flags: str) -> Iterator[tuple[Server, subprocess.Popen[bytes]]]:
+    """A server by the command, as a user starts it; ended by SIGTERM, with nothing left."""
+    [port] = free_ports(1)
+    log = folder / "log"
+    command = [sys.executable, "-m", "pie_driver_sglang", "serve", "--model-path", str(POCKET)]
+    command += ["--device", "cpu", "--port", str(port), *flags]
+    environment = {**os.environ, "TMPDIR": str(folder), "OMP_NUM_THREADS": "1"}
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=output, env=environment)
+    server = Server(f"http://127.0.0.1:{port}", log)
+    try:
+        wait_until(
+            lambda: b"curl" in log.read_bytes() or process.poll() is not None, START_S, "start"
+        )
+        assert process.poll() is None
+        family = psutil.Process(process.pid).children(recursive=True)
+        assert any(word in " ".join(p.cmdline()) for p in family for word in ("--config",))
+        yield server, process
+        family += psutil.Process(process.pid).children(recursive=True)
+        names = regions(folder)
+        assert names & shared_memory(), "the driver's region is there while it serves"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+        assert psutil.wait_procs(family, 10)[1] == []
+        assert not names & shared_memory()
+        assert [path.name for path in folder.iterdir()] == ["log"]
+    except BaseException:
+        sys.stderr.write(log.read_text(errors="replace")[-6000:])
+        raise
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+            time.sleep(0.5)
+            process.send_signal(signal.SIGTERM)
+            process.wait(30)
+
+
+def regions(folder: Path) -> set[str]:
+    """The regions of the drivers whose configurations are in a folder."""
+    found = [re.findall(r"group_id = (\d+)", path.read_text()) for path in folder.rglob("*.toml")]
+    return {f"pie_shmem_g{group}" for groups in found for group in groups}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with running(tmp_path_factory.mktemp("serve"), "--scheduler", "pie") as (server, _):
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> Any:
+    openai = pytest.importorskip("openai")
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120)
+
+
+def generate(server: Server, text: str = PROMPT, **params: Any) -> dict[str, Any]:
+    params = {"temperature": 0, "max_new_tokens": 12, **params}
+    found: dict[str, Any] = json.loads(
+        server.ask("/generate", {"text": text, "sampling_params": params})
+    )
+    return found
+
+
+def state(server: Server) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(server.ask("/server_info"))["internal_states"][0]
+    return found
+
+
+def refusal(server: Server, body: dict[str, Any], path: str = "/generate") -> tuple[int, str]:
+    with pytest.raises(urllib.error.HTTPError) as error:
+        server.ask(path, body)
+    return error.value.code, error.value.read().decode()
+
+
+def test_our_scheduler_serves(server: Server) -> None:
+    info = json.loads(server.ask("/server_info"))
+    assert info["scheduler"] == info["internal_states"][0]["scheduler"] == "pie"
+    assert info["max_req_input_len"] == 2042
+    server.ask("/health")
+    server.ask("/health_generate")
+    [load] = json.loads(server.ask("/v1/loads"))["loads"]
+    assert load["gen_throughput"] == 0
+    assert (load["num_running_reqs"], load["max_total_num_tokens"]) == (
+        0,
+        info["max_total_num_tokens"],
+    )
+
+
+class TestOpenai:
+    def test_completion(self, client: Any, server: Server) -> None:
+        answer = client.completions.create(
+            model="m", prompt=PROMPT, temperature=0, max_tokens=12, n=1
+        )
+        assert answer.choices[0].text == generate(server)["text"]
+        assert answer.choices[0].finish_reason == "length"
+        assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (4, 12)
+
+    def test_chat(self, client: Any) -> None:
+        messages = [{"role": "user", "content": "Hello"}]
+        options: dict[str, Any] = {
+            "model": "m",
+            "messages": messages,
+            "temperature": 0,
+            "max_tokens": 10,
+        }
+        whole = client.chat.completions.create(**options)
+        chunks = list(
+            client.chat.completions.create(
+                **options, stream=True, stream_options={"include_usage": True}
+            )
+        )
+        text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+        assert text == whole.choices[0].message.content
+        assert len([c for c in chunks if c.choices and c.choices[0].delta.content]) > 3
+        assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens == 10
+
+    def test_many_samples(self, client: Any) -> None:
+        answer = client.completions.create(
+            model="m", prompt=[PROMPT, "import os"], temperature=0, max_tokens=4, n=3
+        )
+        texts = [choice.text for choice in answer.choices]
+        assert len(texts) == 6
+        assert (len(set(texts[:3])), len(set(texts[3:]))) == (1, 1)
+        drawn = client.completions.create(
+            model="m", prompt=PROMPT, temperature=5, max_tokens=8, n=4
+        )
+        assert len({choice.text for choice in drawn.choices}) > 1
+
+    def test_a_seed_fixes_what_is_drawn(self, client: Any) -> None:
+        def draw(seed: int) -> str:
+            answer = client.completions.create(
+                model="m", prompt=PROMPT, temperature=3, top_p=1, max_tokens=8, seed=seed
+            )
+            return str(answer.choices[0].text)
+
+        assert draw(1) == draw(1)
+        assert len({draw(seed) for seed in (0, 1, 2, 2**40)}) > 1
+
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_stop(self, client: Any, server: Server, stream: bool) -> None:
+        whole = generate(server)["text"]
+        stop = whole[4:7]
+        answer = client.completions.create(
+            model="m",
+            prompt=PROMPT,
+            temperature=0,
+            max_tokens=12,
+            stop=[stop, "zzz"],
+            stream=stream,
+        )
+        choices = [chunk.choices[0] for chunk in answer] if stream else answer.choices
+        assert "".join(choice.text for choice in choices) == whole[: whole.index(stop)]
+        assert (choices[-1].finish_reason, choices[-1].matched_stop) == ("stop", stop)
+
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_what_is_not_served_is_an_error_by_name(self, client: Any, stream: bool) -> None:
+        import openai
+
+        with pytest.raises(openai.APIError, match="`return_logprob`"):
+            answer = client.completions.create(
+                model="m", prompt=PROMPT, max_tokens=4, logprobs=2, stream=stream
+            )
+            list(answer)
+
+
+class TestGenerate:
+    def test_a_stop_token(self, server: Server) -> None:
+        whole = generate(server)
+        token = whole["output_ids"][3]
+        first = whole["output_ids"].index(token)
+        found = generate(server, stop_token_ids=[token])
+        assert found["output_ids"] == whole["output_ids"][: first + 1]
+        assert found["meta_info"]["finish_reason"] == {"type": "stop", "matched": token}
+        ignored = generate(server, stop_token_ids=[token], ignore_eos=True)
+        assert ignored["output_ids"] == whole["output_ids"]
+        later = generate(server, stop_token_ids=[token], min_new_tokens=8)
+        assert later["meta_info"]["completion_tokens"] >= 8
+
+    def test_a_bias_decides(self, server: Server) -> None:
+        plain = generate(server)["output_ids"]
+        found = generate(server, logit_bias={"77": 100.0})["output_ids"]
+        assert set(found) == {77} != set(plain)
+        penalized = generate(server, frequency_penalty=2.0, logit_bias={"77": 3.0})["output_ids"]
+        assert penalized not in (plain, found)
+
+    def test_a_batch_of_tokens(self, server: Server) -> None:
+        params = {"temperature": 0, "max_new_tokens": 5, "ignore_eos": True}
+        prompts = [[5, 9, 77], [8], list(range(40, 80))]
+        batch = json.loads(
+            server.ask("/generate", {"input_ids": prompts, "sampling_params": params})
+        )
+        alone = [server.generate(prompt, 5)[0] for prompt in prompts]
+        assert [answer["output_ids"] for answer in batch] == alone
+
+    def test_a_prefix_is_reused_until_it_is_flushed(self, server: Server) -> None:
+        server.flush()
+        prompt = list(range(100, 164))
+        assert server.generate(prompt, 2)[1] == 0
+        assert server.generate(prompt, 2)[1] >= 48
+        server.flush()
+        assert server.generate(prompt, 2)[1] == 0
+
+    def test_no_tokens(self, server: Server) -> None:
+        found = generate(server, max_new_tokens=0)
+        assert (found["text"], found["meta_info"]["completion_tokens"]) == ("", 0)
+
+    @pytest.mark.parametrize(
+        ("body", "words"),
+        [
+            ({"text": PROMPT, "sampling_params": {"regex": "a+"}}, "`regex`"),
+            ({"text": PROMPT, "return_logprob": True}, "`return_logprob`"),
+            ({"input_ids": [5, 999_999]}, "token 999999 at 1"),
+            ({"text": PROMPT, "sampling_params": {"min_p": 1.5, "top_k": 3}}, "min_p"),
+        ],
+    )
+    def test_a_refusal_names_the_parameter(
+        self, server: Server, body: dict[str, Any], words: str
+    ) -> None:
+        status, text = refusal(server, body)
+        assert status == 400
+        assert words in json.loads(text)["error"]["message"]
+
+
+class TestEnds:
+    def test_names_that_begin_alike_are_aborted_together(self, server: Server) -> None:
+        with ThreadPoolExecutor(3) as pool:
+            answers = [
+                pool.submit(server.ask, "/generate", {**server.body([7], 1900), "rid": rid})
+                for rid in ("job", "job-2")
+            ]
+            wait_until(lambda: state(server)["running"] == 2, 60, "both run")
+            server.ask("/abort_request", {"rid": "job"})
+            for answer in answers:
+                meta = json.loads(answer.result(60))["meta_info"]
+                assert meta["finish_reason"]["type"] == "abort"
+                assert meta["completion_tokens"] < 1900
+        wait_until(lambda: state(server)["running"] == 0, 20, "nothing runs")
+
+    def test_a_client_that_goes_leaves_nothing_behind(self, server: Server) -> None:
+        before = state(server)
+        host, port = server.url.removeprefix("http://").split(":")
+        body = json.dumps(server.body([11], 2000, stream=True)).encode()
+        head = f"POST /generate HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+        with socket.create_connection((host, int(port))) as connection:
+            connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+            assert b"200 OK" in connection.recv(4096)
+            assert connection.recv(4096)
+        wait_until(lambda: state(server)["running"] == 0, 60, "it was ended")
+        after = state(server)
+        assert after["finished"] == before["finished"] + 1
+        assert after["output_tokens"] - before["output_tokens"] < 2000
+        assert after["pages_free"] + after["pages_cached"] == after["pages_total"]
+
+
+@pytest.mark.parametrize("mode", ["in_place", "retract"])
+def test_a_pause_holds_up_and_loses_nothing(server: Server, mode: str) -> None:
+    expected, _ = server.generate([21, 22], 120)
+    found: list[list[int]] = []
+    reader = threading.Thread(target=lambda: found.extend(server.stream([21, 22], 120)))
+    reader.start()
+    wait_until(lambda: len(found) > 5, 60, "it streams")
+    server.ask("/pause_generation", {"mode": mode})
+    time.sleep(0.5)
+    steps = state(server)["steps"]
+    time.sleep(0.5)
+    assert state(server)["steps"] == steps
+    server.ask("/continue_generation", {})
+    reader.join(120)
+    assert len(found[-1]) == 120
+    assert found[-1] == expected
+
+
+def test_streams_at_once_have_the_tokens_of_the_offline_engine(server: Server) -> None:
+    prompts = [[20 + number, 7, 300 + 11 * number] for number in range(32)]
+    params = {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True}
+    with ThreadPoolExecutor(32) as pool:
+        streams = list(pool.map(lambda prompt: list(server.stream(prompt, 24)), prompts))
+    with Engine(model_path=str(POCKET), device="cpu", skip_tokenizer_init=True) as engine:
+        expected = engine.generate(input_ids=prompts, sampling_params=params)
+    assert [stream[-1] for stream in streams] == [answer["output_ids"] for answer in expected]
+    assert all(len(stream) > 3 for stream in streams)
+
+
+def test_many_openai_streams(server: Server) -> None:
+    openai = pytest.importorskip("openai")
+
+    async def one(client: Any, number: int) -> str:
+        stream = await client.chat.completions.create(
+            model="m",
+            messages=[{"role": "user", "content": f"Say {number % 4}"}],
+            max_tokens=12,
+            temperature=0,
+            stream=True,
+        )
+        return "".join([c.choices[0].delta.content or "" async for c in stream if c.choices])
+
+    async def ask() -> list[str]:
+        url = f"{server.url}/v1"
+        async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
+            return await asyncio.gather(*(one(client, number) for number in range(16)))
+
+    texts = asyncio.run(ask())
+    assert all(texts)
+    assert [texts[number % 4] for number in range(16)] == texts
+
+
+def test_a_driver_that_is_killed_loses_nothing(server: Server) -> None:
+    expected, _ = server.generate([31, 32, 33], 200)
+    [driver] = state(server)["driver_pids"]
+    found: list[list[int]] = []
+    reader = threading.Thread(target=lambda: found.extend(server.stream([31, 32, 33], 200)))
+    reader.start()
+    wait_until(lambda: len(found) > 10, 60, "it streams")
+    os.kill(driver, signal.SIGKILL)
+    reader.join(400)
+    assert found[-1] == expected
+    after = state(server)
+    assert after["restarts"] >= 1
+    assert after["driver_pids"] != [driver]

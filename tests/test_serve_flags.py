@@ -1,0 +1,111 @@
+"""Which scheduler serves which flags of SGLang's server, without a server."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from pie_driver_sglang.config.server_args import SERVER_ARGS
+from pie_driver_sglang.errors import ConfigError
+from pie_driver_sglang.server import flags, launch, program
+from tiny_models import POCKET
+
+
+def choose(*words: str, **given: Any) -> tuple[Any, str]:
+    own = launch.split_words(words)
+    return launch.choose_scheduler(own, {"model_path": str(POCKET), "device": "cpu", **given})
+
+
+def test_every_flag_of_sglang_is_served_or_has_a_reason() -> None:
+    for name in SERVER_ARGS:
+        reason = flags.unserved_flag({name: "x"})
+        if reason is not None:
+            flag, _, why = reason.partition(": ")
+            assert flag == f"--{name.replace('_', '-')}"
+            assert why
+            assert why != "the driver does not know it", name
+        else:
+            assert SERVER_ARGS[name].owner not in (
+                "parallel",
+                "media",
+                "disaggregation",
+            ) or name in (
+                "tp_size",
+                "nccl_port",
+            )
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("dp_size", 2, "replicas"),
+        ("enable_custom_logit_processor", True, "Python object"),
+        ("enable_hierarchical_cache", True, "prefix index of its own"),
+        ("enable_lora", True, "adapters"),
+        ("enable_return_hidden_states", True, "hidden states"),
+        ("ep_size", 2, "--tp-size"),
+        ("grammar_backend", "xgrammar", "grammars"),
+        ("is_embedding", True, "causal language models"),
+        ("lora_paths", ["a=b"], "adapters"),
+        ("nnodes", 2, "--tp-size"),
+        ("disaggregation_mode", "prefill", "one driver"),
+        ("speculative_algorithm", "EAGLE", "n-grams only"),
+    ],
+)
+def test_a_flag_that_is_not_served_has_its_reason(name: str, value: Any, words: str) -> None:
+    plan, reason = choose(**{name: value})
+    assert plan is None
+    assert words in reason
+    with pytest.raises(ConfigError, match="our scheduler does not serve"):
+        choose("--scheduler", "pie", **{name: value})
+
+
+def test_what_ours_starts_with() -> None:
+    plan, _ = choose(
+        "--option",
+        "max_token_gap_ms=9.5",
+        "--option=cuda_graph_max_bs=64",
+        stream_interval=4,
+        tool_call_parser="qwen",
+        schedule_policy="lpm",
+        max_running_requests=7,
+        watchdog_timeout=33.0,
+        page_size=32,
+    )
+    runtime = plan.runtime
+    assert (runtime["schedule_policy"], runtime["max_running_requests"]) == ("lpm", 7)
+    assert (runtime["max_token_gap_ms"], runtime["step_timeout_s"]) == (9.5, 33.0)
+    assert runtime["options"] == {"cuda_graph_max_bs": 64, "page_size": 32}
+    assert runtime["devices"] == ["cpu"]
+
+
+def test_the_words_of_this_command_are_taken_out() -> None:
+    own = launch.split_words(["--port", "1", "--scheduler=sglang", "--model-path", "m"])
+    assert (own.scheduler, own.words) == ("sglang", ["--port", "1", "--model-path", "m"])
+    assert launch.choose_scheduler(own, {}) == (None, "as `--scheduler sglang` says")
+    words = ["--model=a", "--model-path", "b", "--device=cpu"]
+    assert launch.named_value(words, "--model-path", "--model") == "b"
+    assert launch.named_value(words, "--device") == "cpu"
+    assert launch.named_value(words, "--tp") is None
+    for words in (["--scheduler"], ["--scheduler", "other"], ["--option", "nothing"]):
+        with pytest.raises(ConfigError):
+            launch.split_words(words)
+
+
+def test_an_option_is_for_our_scheduler_alone() -> None:
+    with pytest.raises(ConfigError, match="--enable-lora"):
+        choose("--option", "page_size=32", enable_lora=True)
+
+
+def test_help_and_a_missing_model() -> None:
+    command = [sys.executable, "-m", "pie_driver_sglang", "serve"]
+    told = subprocess.run([*command, "--help"], capture_output=True, text=True, timeout=60)
+    assert (told.returncode, told.stdout) == (0, program.HELP)
+    for words in (["--port", "1"], ["--model-path", "/nowhere/at/all"]):
+        failed = subprocess.run([*command, *words], capture_output=True, text=True, timeout=60)
+        assert failed.returncode == 1
+        assert "hint:" in failed.stderr
+        assert "Traceback" not in failed.stderr
