@@ -64,8 +64,12 @@ fn greedy(tokens: &[Vec<u8>], text: &str) -> Vec<u32> {
     let mut rest = text.as_bytes();
     let mut found = Vec::new();
     while !rest.is_empty() {
-        let fits = (0..).zip(tokens).filter(|(_, token)| !token.is_empty() && rest.starts_with(token));
-        let (number, token) = fits.max_by_key(|(_, token)| token.len()).expect("every byte is a token");
+        let fits = (0..)
+            .zip(tokens)
+            .filter(|(_, token)| !token.is_empty() && rest.starts_with(token));
+        let (number, token) = fits
+            .max_by_key(|(_, token)| token.len())
+            .expect("every byte is a token");
         found.push(number);
         rest = &rest[token.len()..];
     }
@@ -87,7 +91,9 @@ impl Walk {
             self.at = 0;
         }
         let begin = Instant::now();
-        self.now.commit(self.tokens[self.at]).expect("it fits the schema");
+        self.now
+            .commit(self.tokens[self.at])
+            .expect("it fits the schema");
         self.now.mask_into(&mut self.mask).expect("a mask");
         let elapsed = begin.elapsed();
         self.at += 1;
