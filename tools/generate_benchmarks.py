@@ -135,7 +135,9 @@ def shapes(results: Results) -> list[str]:
     for name, each in known.items():
         for rows, us in each["step_us"].items():
             limit = each.get("bytes_us", {}).get(rows)
-            steps.append([name, rows, us, limit or "", limit / us if limit else ""])
+            # A step that is faster moved fewer bytes; see the shape's note.
+            share = limit / us if limit and limit <= us else ""
+            steps.append([name, rows, us, limit or "", share])
     speeds = [
         [name, each["tokens_per_s"]["ours"], backend, speed, each["tokens_per_s"]["ours"] / speed]
         for name, each in known.items()
@@ -147,6 +149,7 @@ def shapes(results: Results) -> list[str]:
         names = ["shape", "ours, tokens/s", "SGLang with", "its tokens/s", "ours / theirs"]
         parts += ["Throughput of the standard workload:", table(names, speeds)]
     sources = [source(each, whole) for each in known.values() if each.get("command")]
+    parts += [f"{name}: {each['note']}." for name, each in known.items() if each.get("note")]
     return [*parts, *(sources or [source(whole)])]
 
 
@@ -342,7 +345,9 @@ def adapters(results: Results) -> list[str]:
 def engine(results: Results) -> list[str]:
     """The offline engine, third repeats."""
     record = results["engine"]
-    last = {row["part"]: [float(each) for each in row["repeats"][-1]] for row in record["rows"]}
+    last = {
+        row["part"]: [float(each) for each in row["repeats"][-1] if each] for row in record["rows"]
+    }
     speeds = [
         [name, last[part][0]]
         for part, name in (
