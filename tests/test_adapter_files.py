@@ -80,6 +80,34 @@ def refusal(folder: Path, **arguments: Any) -> str:
     return said[0]
 
 
+class TestRoot:
+    """The folder that all files must lie in."""
+
+    def test_what_lies_below_is_read(self, tmp_path: Path) -> None:
+        folder = save(tmp_path / "adapter", tensors())
+        (tmp_path / "link").symlink_to(folder)
+        for path in (folder, folder / WEIGHTS, tmp_path / "link"):
+            with read(path, LAYERS, 16, torch.float32, Budget(), None, tmp_path) as (source, _):
+                assert source.weights.name == WEIGHTS
+
+    @pytest.mark.parametrize("name", ["", CONFIG, WEIGHTS])
+    def test_what_lies_elsewhere_is_not(self, tmp_path: Path, name: str) -> None:
+        root, outside = tmp_path / "root", tmp_path / "outside"
+        root.mkdir()
+        save(outside, tensors())
+        inside = save(root / "adapter", tensors())
+        if name:
+            (inside / name).unlink()
+            (inside / name).symlink_to(outside / name)
+        paths = [inside] if name else [outside, root / ".." / "outside", tmp_path / "nothing"]
+        for path in paths:
+            with (
+                pytest.raises(AdapterError, match="`lora_root`"),
+                read(path, LAYERS, 16, torch.float32, Budget(), None, root),
+            ):
+                pass
+
+
 class TestFiles:
     """What is opened, and how far it is read."""
 

@@ -229,6 +229,9 @@ def test_adapters() -> None:
     assert parse_options({"lora_backend": "csgmv"}, GPU).lora_backend == "csgmv"
     refused({"lora_backend": "triton"}, "`torch_native`", device="cpu")
     refused({"lora_backend": "torch_native"}, "`triton` or `csgmv`")
+    refused({"lora_root": "adapters"}, "absolute path")
+    refused({"lora_root": "/nothing/here"}, "absolute path")
+    assert parse_options({"lora_root": "/"}, GPU).lora_root == "/"
     refused({"lora_backend": "punica"}, "SGLang does not know", "csgmv")
     for targets in ([], ["q"], ["all", "q_proj"], [""]):
         refused({"lora_target_modules": targets}, "lora_target_modules", "q_proj", '["all"]')

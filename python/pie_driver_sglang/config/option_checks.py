@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
@@ -340,6 +341,12 @@ def _check_adapters(options: DriverOptions, device: str) -> None:
         raise ConfigError(
             f"option `lora_target_modules` is {quoted(list(targets))}",
             f'write ["all"], or some of {", ".join(known)}',
+        )
+    root = options.lora_root
+    if root is not None and not (Path(root).is_absolute() and Path(root).is_dir()):
+        raise ConfigError(
+            f"option `lora_root` is {quoted(root)}, which is not the absolute path of a folder",
+            "name a folder that exists, or remove the key",
         )
     if options.max_loaded_loras < options.max_loras_per_batch:
         raise ConfigError(

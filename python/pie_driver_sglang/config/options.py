@@ -272,6 +272,15 @@ class DriverOptions(msgspec.Struct, frozen=True, kw_only=True):
             sglang="max_loaded_loras",
         ),
     ] = 32
+    lora_root: Annotated[
+        str | None,
+        About(
+            Group.ADAPTERS,
+            "Accept only adapters from below this folder; what symbolic links lead to counts. "
+            "Without it an inferlet may name any path that the driver can read.",
+            default="any folder",
+        ),
+    ] = None
     lora_backend: Annotated[
         str,
         About(

@@ -165,6 +165,26 @@ class _Scaling:
         return float(alpha / rank**0.5 if self._stabilised else alpha / rank)
 
 
+def _below(path: Path, root: Path | None) -> Path:
+    """Where a path leads; with `root`, a resolved folder, only below it.
+
+    Raises:
+        AdapterError: It lies elsewhere. Whether it exists there is not said.
+    """
+    if root is None:
+        return path
+    try:
+        found = Path(path).resolve()
+    except (OSError, RuntimeError, ValueError):
+        found = None
+    if found is None or not found.is_relative_to(root):
+        raise AdapterError(
+            f"{quoted(str(path))} is not in {quoted(str(root))}, the option `lora_root`",
+            "put the adapter there, or start the driver with another `lora_root`",
+        )
+    return found
+
+
 @contextlib.contextmanager
 def read(
     path: str | Path,
@@ -173,6 +193,7 @@ def read(
     dtype: torch.dtype,
     budget: Budget,
     digest: bytes | None = None,
+    root: Path | None = None,
 ) -> Iterator[tuple[Source, Adapter]]:
     """Reads and checks an adapter; may be called from any thread.
 
@@ -184,13 +205,14 @@ def read(
         budget: Counts, until the end of the context, the file and two copies of the weights, the
             second of which is SGLang's.
         digest: Of the files that are expected; None for any.
+        root: A resolved folder below which all files must lie; None for any place.
 
     Raises:
         AdapterError: It cannot be read, or does not fit the model or the memory.
     """
     try:
         with contextlib.ExitStack() as taken:
-            with _opened(path, budget, taken) as files:
+            with _opened(path, budget, taken, root) as files:
                 source = files.source
                 if digest not in (None, source.digest):
                     raise AdapterError(
@@ -299,17 +321,22 @@ class _Files(NamedTuple):
 
 
 @contextlib.contextmanager
-def _opened(path: str | Path, budget: Budget, taken: contextlib.ExitStack) -> Iterator[_Files]:
+def _opened(
+    path: str | Path, budget: Budget, taken: contextlib.ExitStack, root: Path | None
+) -> Iterator[_Files]:
     """Reads the files into memory, which `taken` counts."""
     weights, digest = Path(path), hashlib.sha256()
     copy = os.memfd_create("pie-adapter", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         try:
-            if weights.is_dir():
+            if _below(weights, root).is_dir():
                 weights /= WEIGHTS
-            config = _read_config(weights.with_name(CONFIG))
+            config = _read_config(_below(weights.with_name(CONFIG), root))
             digest.update(config)
-            with RegularFile(weights) as file, open(copy, "wb", closefd=False) as target:
+            with (
+                RegularFile(_below(weights, root)) as file,
+                open(copy, "wb", closefd=False) as target,
+            ):
                 taken.enter_context(budget.take(file.size, file.name))
                 for chunk in file.chunks():
                     digest.update(chunk)

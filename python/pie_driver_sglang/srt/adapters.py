@@ -93,8 +93,12 @@ class Adapters:
     stay as they are, and the ranks' threads have a group of their own to agree in.
     """
 
-    def __init__(self, manager: LoRAManager, max_loaded: int) -> None:
+    def __init__(
+        self, manager: LoRAManager, max_loaded: int, root: str | Path | None = None
+    ) -> None:
+        """Loads nothing yet; takes only what lies below `root`, where there is one."""
         self._manager = manager
+        self._root = None if root is None else Path(root).resolve()
         self._max_loaded = max_loaded
         self._layers = _layers_of(manager)
         self._sources: dict[int, Source] = {}
@@ -246,7 +250,7 @@ class Adapters:
 
         def step() -> tuple[Source, _Prepared]:
             limits = (self._layers, manager.max_lora_rank, manager.dtype, self._budget)
-            with read(path, *limits, digest) as (source, adapter):
+            with read(path, *limits, digest, self._root) as (source, adapter):
                 return source, self._prepared(uid, adapter)
 
         source, prepared = _agreed(step, group)

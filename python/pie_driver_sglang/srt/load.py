@@ -58,7 +58,9 @@ def _load_engine(config: DriverConfig, rank: Rank, booted: Booted) -> tuple[Plan
     pools = PagePools(buffers, host_pages(budget, buffers))
     states = StatePool.of(runner.req_to_token_pool)
     adapters = (
-        Adapters(manager_of(runner), options.max_loaded_loras) if options.enable_lora else None
+        Adapters(manager_of(runner), options.max_loaded_loras, options.lora_root)
+        if options.enable_lora
+        else None
     )
     if adapters is not None:
         slots, most = adapters.slots, options.max_lora_rank
