@@ -250,6 +250,22 @@ class Terminal:
         self._read_until(lambda: text in self.shown, repr(text))
         self.shown = self.shown.partition(text)[2]
 
+    def type_until(self, key: str, text: str) -> None:
+        """Types a key every few seconds until `text` is shown."""
+        typed = 0.0
+
+        def is_there() -> bool:
+            nonlocal typed
+            if text in self.shown:
+                return True
+            if time.monotonic() - typed > 3.0:
+                typed = time.monotonic()
+                self.type(key)
+            return False
+
+        self._read_until(is_there, repr(text))
+        self.shown = self.shown.partition(text)[2]
+
     def wait_for_more(self, count: int) -> None:
         """Waits until so many characters are shown that were not there before."""
         wanted = len(self.shown) + count
@@ -284,10 +300,9 @@ def test_a_shell_on_a_terminal(terminal: Terminal, tmp_path: Path) -> None:
     terminal.wait_for("Ctrl-C stops an answer")
     terminal.wait_for(">")
     terminal.type("tell me of sorting\r")
-    # More than the echo of the line: the answer is under way.
     terminal.wait_for_more(100)
-    terminal.type("\x03")
-    terminal.wait_for("[stopped]")
+    # What is typed while the terminal changes its mode, before the answer begins, may be lost.
+    terminal.type_until("\x03", "[stopped]")
     # The shell goes on, and the engine with it.
     terminal.wait_for(">")
     terminal.type("/stats\r")

@@ -262,7 +262,7 @@ def test_what_is_wrong_is_refused_before_anything_runs(engine: Engine) -> None:
         ({"prompt": "a", "image_data": "x.png"}, "`image_data` is not served"),
         ({"prompt": "a", "return_logprob": True}, "`return_logprob` is not served"),
         ({"prompt": "a", "colour": "red"}, "no argument 'colour'"),
-        ({"prompt": "a", "sampling_params": {"regex": "x"}}, "`regex` is not served"),
+        ({"prompt": "a", "sampling_params": {"stop_regex": "x"}}, "`stop_regex` is not served"),
     ]
     for arguments, text in wrong:
         with pytest.raises(ConfigError) as refusal:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from array import array
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import msgspec
 import pytest
@@ -25,14 +27,15 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def seams() -> Any:
-    """The messages' seam, whose import is SGLang's."""
+def seams() -> Iterator[Any]:
+    """The messages' seam, whose import is SGLang's; the process keeps none of its variables."""
     from pie_driver_sglang.server.seams import environment
 
-    environment.prepare_server(["Qwen3ForCausalLM"], on_cpu=True)
-    with environment.importing_server():
-        from pie_driver_sglang.server.seams import messages
-    return messages
+    with mock.patch.dict(os.environ):
+        environment.prepare_server(["Qwen3ForCausalLM"], on_cpu=True)
+        with environment.importing_server():
+            from pie_driver_sglang.server.seams import messages
+        yield messages
 
 
 @pytest.fixture(scope="module")

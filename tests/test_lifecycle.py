@@ -174,7 +174,8 @@ class TestHandshake:
             line for line in spawned_driver.stderr().splitlines() if "pie_driver_sglang:" in line
         ]
         assert 3 <= len(own) <= 200
-        pattern = r"\d\d:\d\d:\d\d\.\d{3} (INFO|WARNING|ERROR) pie_driver_sglang: \S"
+        moment = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3}"
+        pattern = moment + r" \[group \d+ rank 0 cpu\] (INFO|WARNING|ERROR) pie_driver_sglang: \S"
         assert all(re.match(pattern, line) for line in own)
 
 

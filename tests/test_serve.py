@@ -291,7 +291,8 @@ class TestEnds:
             connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
             assert b"200 OK" in connection.recv(4096)
             assert connection.recv(4096)
-        wait_until(lambda: state(server)["running"] == 0, 60, "it was ended")
+        wait_until(lambda: state(server)["finished"] > before["finished"], 60, "it was ended")
+        wait_until(lambda: state(server)["running"] == 0, 20, "nothing runs")
         after = state(server)
         assert after["finished"] == before["finished"] + 1
         assert after["output_tokens"] - before["output_tokens"] < 2000

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import reprlib
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 
@@ -84,7 +85,9 @@ def not_running(device: str, error: BaseException) -> StartError:
 
 
 def quoted(value: Any) -> str:
-    """Show a user's value in a message: on one line, and cut where it is long."""
+    """Show a user's value in a message: on one line, and cut where it is long, unless a path."""
+    if isinstance(value, Path):
+        return repr(str(value))
     shortener = reprlib.Repr()
     shortener.maxstring = shortener.maxother = shortener.maxlong = 80
     try:

@@ -152,7 +152,7 @@ def read_table(path: Path) -> dict[str, Any]:
         table: dict[str, Any] = msgspec.toml.decode(data.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:  # msgspec's own errors are ValueErrors.
         raise ConfigError(
-            f"configuration file {quoted(str(path))} is not valid TOML: {reason(error)}", _BY_HAND
+            f"configuration file {quoted(path)} is not valid TOML: {reason(error)}", _BY_HAND
         ) from error
     return table
 
@@ -180,7 +180,7 @@ def parse_config(table: Mapping[str, Any]) -> DriverConfig:
 
 def _read(path: Path) -> bytes:
     """Read the file; anything but a regular file could block for ever."""
-    shown = quoted(str(path))
+    shown = quoted(path)
     hint = "check the path after `--config`"
     try:
         if not path.exists():
