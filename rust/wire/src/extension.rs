@@ -88,6 +88,16 @@ pub enum ExtensionError {
         /// Its flags.
         flags: u32,
     },
+    /// A row that names tokens for log-probabilities, but does not want these.
+    #[error(
+        "row {row} of the extension has {ids} tokens for log-probabilities, but not the flag {HAS_LOGPROBS}, which asks for these"
+    )]
+    UnaskedIds {
+        /// The row.
+        row: usize,
+        /// Its tokens.
+        ids: u32,
+    },
 }
 
 /// How a token is drawn: all of these together. Numbers out of range are the reader's to refuse.

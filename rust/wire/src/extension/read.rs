@@ -79,6 +79,10 @@ impl<'a> Extension<'a> {
             if flags & !FLAGS != 0 {
                 return Err(ExtensionError::Flags { row: number, flags });
             }
+            let ids = word(row, 17);
+            if flags & HAS_LOGPROBS == 0 && ids > 0 {
+                return Err(ExtensionError::UnaskedIds { row: number, ids });
+            }
             last = Some(request);
             claimed += lists(row).iter().sum::<u64>();
         }

@@ -210,6 +210,10 @@ fn what_contradicts_itself_is_refused() {
     let order = ExtensionError::Order { row: 1, request: 3 };
     assert_eq!(refused(20, 3), order);
     assert_eq!(refused(1, 16), ExtensionError::Flags { row: 0, flags: 16 });
+    assert!(matches!(
+        refused(1, 3),
+        ExtensionError::UnaskedIds { row: 0, .. }
+    ));
     let text = refused(1, 16).to_string();
     assert!(text.contains("0x10") && text.contains("0xf"), "{text}");
     let (archive, none) = split_request(&bytes[..bytes.len() - 1]).unwrap();
