@@ -513,17 +513,20 @@ impl Parts {
                 self.drafts.ask(index, context);
             }
         }
-        let place = KvPlace {
-            table_row: request.place().row() + 1,
-            pages,
-            prefix: geometry.prefix(),
-            end: geometry.prefix() + geometry.rows(),
-            first_row: rows.start(),
-            samples: !range(frame.sampler_indptr, index).is_empty(),
+        let extended = match row {
+            None => None,
+            Some(row) => {
+                let place = KvPlace {
+                    table_row: request.place().row() + 1,
+                    pages,
+                    prefix: geometry.prefix(),
+                    end: geometry.prefix() + geometry.rows(),
+                    first_row: rows.start(),
+                    samples: !range(frame.sampler_indptr, index).is_empty(),
+                };
+                Some(self.slots.extend(row, &self.limits, place)?)
+            }
         };
-        let extended = row
-            .map(|row| self.slots.extend(row, &self.limits, place))
-            .transpose()?;
         let first_slot = self.slots.len();
         let positions = self.rows.positions();
         let added = self.slots.add(

@@ -58,7 +58,6 @@ pub(crate) struct Entry {
     pub(crate) tokens: Range<u32>,
     pub(crate) held_bytes: u32,
     pub(crate) finish: Option<Finish>,
-    pub(crate) reason: Option<Arc<str>>,
     pub(crate) cached_tokens: u32,
     pub(crate) retractions: u32,
 }
@@ -68,18 +67,23 @@ pub(crate) struct Entry {
 pub struct Outputs {
     pub(crate) entries: Vec<Entry>,
     pub(crate) tokens: Vec<u32>,
+    /// Of the entries that have one, by index; few, and apart, so that entries need no drop.
+    reasons: Vec<(usize, Arc<str>)>,
 }
 
 impl Outputs {
     /// The outputs, in the order in which they came to be.
     pub fn iter(&self) -> impl ExactSizeIterator<Item = Output<'_>> {
-        self.entries.iter().map(|entry| Output {
+        self.entries.iter().enumerate().map(|(at, entry)| Output {
             id: entry.id,
             sample: entry.sample,
             tokens: &self.tokens[entry.tokens.start as usize..entry.tokens.end as usize],
             held_bytes: entry.held_bytes,
             finish: entry.finish,
-            reason: entry.reason.as_deref(),
+            reason: match entry.finish {
+                Some(Finish::Constraint) => self.reason(at),
+                _ => None,
+            },
             cached_tokens: entry.cached_tokens,
             retractions: entry.retractions,
         })
@@ -90,12 +94,21 @@ impl Outputs {
         self.entries.is_empty()
     }
 
+    fn reason(&self, at: usize) -> Option<&str> {
+        let found = self.reasons.iter().find(|(entry, _)| *entry == at);
+        found.map(|(_, reason)| &**reason)
+    }
+
     pub(crate) fn clear(&mut self) {
         self.entries.clear();
         self.tokens.clear();
+        self.reasons.clear();
     }
 
-    pub(crate) fn push(&mut self, mut entry: Entry, tokens: &[u32]) {
+    pub(crate) fn push(&mut self, mut entry: Entry, tokens: &[u32], reason: Option<&Arc<str>>) {
+        if let Some(reason) = reason {
+            self.reasons.push((self.entries.len(), Arc::clone(reason)));
+        }
         let start = self.tokens.len() as u32;
         self.tokens.extend_from_slice(tokens);
         entry.tokens = start..self.tokens.len() as u32;

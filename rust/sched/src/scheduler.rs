@@ -467,11 +467,11 @@ impl<S> Scheduler<S> {
                     sequence.found.held()
                 },
                 finish,
-                reason: sequence.reason.clone(),
                 cached_tokens: sequence.cached_tokens.unwrap_or(0),
                 retractions: sequence.epoch,
             },
             tokens,
+            sequence.reason.as_ref(),
         );
     }
 

@@ -266,8 +266,10 @@ impl<S> Sequence<S> {
         for &token in tokens {
             let finish = if token < vocab {
                 self.tokens.push(token);
-                let most = self.max_tokens.saturating_sub(self.produced());
-                let is_over = self.bond.take(token, most);
+                let is_over = !self.bond.is_free() && {
+                    let most = self.max_tokens.saturating_sub(self.produced());
+                    self.bond.take(token, most)
+                };
                 self.end_by(token, text)
                     .or(is_over.then_some(Finish::StopToken(token)))
             } else {
