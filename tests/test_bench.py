@@ -251,14 +251,14 @@ class Terminal:
         self.shown = self.shown.partition(text)[2]
 
     def type_until(self, key: str, text: str) -> None:
-        """Types a key every few seconds until `text` is shown."""
+        """Types a key twice a second until `text` is shown."""
         typed = 0.0
 
         def is_there() -> bool:
             nonlocal typed
             if text in self.shown:
                 return True
-            if time.monotonic() - typed > 3.0:
+            if time.monotonic() - typed > 0.5:
                 typed = time.monotonic()
                 self.type(key)
             return False

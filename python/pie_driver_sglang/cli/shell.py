@@ -69,6 +69,9 @@ class Shell:
                 self._answer(line.strip())
         except ConfigError as error:
             self._say(f"{error}" + (f" ({error.hint})" if error.hint else ""))
+        except KeyboardInterrupt:
+            # Before an answer has begun, or within a command.
+            self._say("[stopped]")
         return True
 
     def _command(self, word: str) -> Callable[[str], None]:
