@@ -79,7 +79,7 @@ class Interpreter:
     """
 
     def __init__(self, *, yields: bool) -> None:
-        """Starts its process, which yields the processor to tests that run beside it."""
+        """Starts its process, which yields the processor to tests that run at the same time."""
         self._pool = ThreadPoolExecutor(1)
         self._begun: dict[tuple[str, ...], Future[str]] = {}
         self._connection, theirs = multiprocessing.Pipe()

@@ -247,12 +247,10 @@ def test_constraints_name_what_is_pinned() -> None:
 
 def test_licences_of_all_crates_are_allowed() -> None:
     allowed = set(tomllib.loads((REPOSITORY / "deny.toml").read_text())["licenses"]["allow"])
-    command = ["cargo", "metadata", "--format-version", "1", "--locked", "--offline"]
-    if shutil.which("cargo") is None:
-        pytest.skip("cargo is not in PATH")
-    found = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
-    if found.returncode != 0:
-        pytest.skip("the crates are not all there")
+    command = ["cargo", "metadata", "--format-version", "1", "--locked"]
+    command += ["--filter-platform", "x86_64-unknown-linux-gnu"]
+    found = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=200)
+    assert found.returncode == 0, found.stderr
     for package in json.loads(found.stdout)["packages"]:
         # `A AND B` needs both, `A OR B` and the old `A/B` need one.
         text = package["license"].replace("(", "").replace(")", "")

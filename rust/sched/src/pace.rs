@@ -154,12 +154,12 @@ impl Pace {
         if load.prompt_tokens >= MIN_PROMPT {
             self.token.add(prompts / tokens);
         }
-        let beside = if load.decodes > 0 {
+        let alone = if load.decodes > 0 {
             decode
         } else {
             self.decodes.latest.0.unwrap_or(0.0)
         };
-        let room = self.gap_us.max(2.0 * beside) - decode;
+        let room = self.gap_us.max(2.0 * alone) - decode;
         if load.streams {
             self.is_tried = true;
             self.adapt(tokens, (room / prompts).clamp(0.5, 1.25));

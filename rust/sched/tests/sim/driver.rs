@@ -65,7 +65,7 @@ pub struct Driver {
     limits: Limits,
     device: Vec<Page>,
     host: Vec<Page>,
-    /// What each sequence has told of tokens that it produced: its request and number, page, and place in the page.
+    /// What each sequence has reported of tokens that it produced: its request and number, page, and place in the page.
     noted: HashSet<(u64, u32, u32, usize)>,
     random: fastrand::Rng,
 }
@@ -148,7 +148,7 @@ impl Driver {
         for at in frame.prompt as usize..frame.end() {
             assert!(
                 self.noted.contains(&place(at)),
-                "{at} of {frame:?} was not told"
+                "{at} of {frame:?} was not reported"
             );
         }
     }
