@@ -86,7 +86,7 @@ class Recorder:
             return rows
 
         engine.head_logits = keep
-        self.lane = Steps(engine, [4, 8], 8, [8]).lane()
+        self.graph_path = Steps(engine, [4, 8], 8, [8]).graph_path()
 
 
 def store(server: Any, engine: Any, frame: bytes) -> None:
@@ -118,7 +118,7 @@ def difference(config: DriverConfig) -> float:
         engine.runner.init_attention_backends()
     assert engine.runner.attn_backend.decode_backend.knows_groups
     recorder = Recorder(engine)
-    server.serve(planner, engine.block.data, print, lane=recorder.lane)
+    server.serve(planner, engine.block.data, print, graph_path=recorder.graph_path)
     found = []
     pages = (COUNT + 1) * (COMMON // PAGE + 1)
     for number, shared in enumerate((False, True)):
@@ -127,7 +127,7 @@ def difference(config: DriverConfig) -> float:
             store(server, engine, frame)
         recorder.logits.clear()
         for step in range(STEPS):
-            assert server.rehearse_lane(contexts.decode(step))
+            assert server.rehearse_graph_path(contexts.decode(step))
         found.append(torch.stack(recorder.logits))
     # The second graph knows no groups, the third one does.
     assert recorder.graphs == [1] * STEPS + [2] * STEPS, recorder.graphs

@@ -186,16 +186,16 @@ class TestParity:
         """What pads nine rows takes no slot beside theirs."""
         served.check_greedy([served.start(number, 9) for number in [1, 2, SLOTS] * 3], 3)
 
-    def test_batches_without_adapters_take_the_fast_lane(self, served: Bench) -> None:
+    def test_batches_without_adapters_take_the_graph_path(self, served: Bench) -> None:
         """Nothing stays of the adapters before, those of the LM head included."""
         assert served.traced is not None
         batches = [[0], [4], [0, 0], [0, 6], [0], [7], [0]]
         for numbers in batches:
             contexts = [served.start(number, 21) for number in numbers]
-            before = len(served.traced.lanes())
+            before = len(served.traced.paths())
             served.check_greedy(contexts, 3)
-            lane = "general" if any(numbers) else "fast"
-            assert served.traced.lanes()[before:] == [lane] * 3, numbers
+            path = "python" if any(numbers) else "graph"
+            assert served.traced.paths()[before:] == [path] * 3, numbers
 
     def test_prefill_beside_decode(self, served: Bench) -> None:
         running = [served.start(number, 20) for number in (1, 0, 4)]

@@ -1,4 +1,4 @@
-"""What requests ask for beyond the Pie protocol, by a driver's fast lane and by Python.
+"""What requests ask for beyond the Pie protocol, by a driver's graph path and by Python.
 
 Expected are the tokens of a naive loop over transformers' logits, which counts tokens in a list.
 """
@@ -98,7 +98,7 @@ def client(request: pytest.FixtureRequest) -> _core.Client:
     return found.client()
 
 
-@pytest.fixture(params=[False, True], ids=["lane", "python"])
+@pytest.fixture(params=[False, True], ids=["graph_path", "python"])
 def probed(request: pytest.FixtureRequest) -> bool:
     """Whether batches go by way of Python, because of a probe."""
     return bool(request.param)

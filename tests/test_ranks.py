@@ -110,13 +110,13 @@ def ask(driver: drivers.Driver | rc.Start, count: int = 3) -> list[list[int]]:
     return found
 
 
-def keep_busy(start: rc.Start, lane: str) -> None:
+def keep_busy(start: rc.Start, path: str) -> None:
     """Asks for one long batch, or for many short ones, until there is no answer any more."""
     client = _core.Client(f"/{start.region.name}", spin_budget_us=200, timeout_s=2.0)
-    tokens = 512 if lane == "eager" else 1
+    tokens = 512 if path == "python" else 1
     greedy = [(tokens - 1, Sampler.greedy())]
     request = Request([7] * tokens, list(range(tokens)), list(range(32)), 16, greedy)
-    while not client.forward([request] * (250 if lane == "eager" else 1)).aborted:
+    while not client.forward([request] * (250 if path == "python" else 1)).aborted:
         pass
 
 
@@ -194,7 +194,7 @@ class TestEnds:
         assert "rank 1 on cpu was killed by signal 9" in last_words(start.log())
         assert not start.region.exists()
 
-    @pytest.mark.parametrize("tokens", [1, 512], ids=["fast", "eager"])
+    @pytest.mark.parametrize("tokens", [1, 512], ids=["graph", "python"])
     def test_requests_behind_a_killed_worker_are_answered(
         self, ready: tuple[rc.Start, int], tokens: int
     ) -> None:
@@ -236,14 +236,14 @@ class TestEnds:
         rc.eventually(lambda: not is_running(worker), "the worker's end", END_S)
         rc.eventually(lambda: not start.region.exists(), "the region's end", END_S)
 
-    @pytest.mark.parametrize("lane", ["eager", "fast"])
+    @pytest.mark.parametrize("path", ["python", "graph"])
     @pytest.mark.parametrize("victim", ["driver", "worker"])
     def test_one_is_killed_while_both_compute(
-        self, ready: tuple[rc.Start, int], victim: str, lane: str
+        self, ready: tuple[rc.Start, int], victim: str, path: str
     ) -> None:
         """The other one may be waiting for it in a collective operation."""
         start, worker = ready
-        with rc.background(lambda: keep_busy(start, lane)):
+        with rc.background(lambda: keep_busy(start, path)):
             time.sleep(0.5)
             os.kill(start.process.pid if victim == "driver" else worker, signal.SIGKILL)
             if victim == "driver":

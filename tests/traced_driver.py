@@ -1,4 +1,4 @@
-"""A driver whose trace tells which lane took each batch."""
+"""A driver whose trace tells which path took each batch."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from pathlib import Path
 
 import drivers
 
-LANES = {"launch": "fast", "forward": "general"}
+PATHS = {"launch": "graph", "forward": "python"}
 """By the phase that only they have."""
 
 
 class Traced:
-    """A driver that tells which lane took a batch."""
+    """A driver that tells which path took a batch."""
 
     def __init__(self, driver: drivers.Driver, trace: Path) -> None:
         self.driver = driver
@@ -22,12 +22,12 @@ class Traced:
         self.vocab = int(driver.caps["vocab_size"])
         self._trace = trace
 
-    def lanes(self) -> list[str]:
-        """The lane of each batch so far."""
+    def paths(self) -> list[str]:
+        """The path of each batch so far."""
         # It is answered once the last batch is in the trace.
         self.client.health()
         names = [event["name"] for event in json.loads(self._trace.read_text())]
-        return [LANES[name] for name in names if name in LANES]
+        return [PATHS[name] for name in names if name in PATHS]
 
 
 def start(folder: Path, snapshot: Path, ranks: int = 1, **options: object) -> Iterator[Traced]:

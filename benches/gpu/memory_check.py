@@ -60,7 +60,7 @@ def check(shapes: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     server = _core.Server(name, _core.ExitGuard(), spin_budget_us=0)
     server.unlink()
     planner, engine = load_rank(config, ALONE)
-    server.serve(planner, engine.block.data, print, lane=engine.make_lane())
+    server.serve(planner, engine.block.data, print, graph_path=engine.make_graph_path())
     warm_up(server, engine)
     loaded, plan = engine.measure_memory(), engine.plan
     row: dict[str, Any] = {

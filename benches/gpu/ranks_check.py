@@ -6,7 +6,7 @@
         [--batches 1,8,64,256] [--contexts 512,2048] [--profile]
 
 1. `tokens`: `pocket` in bfloat16 on every number of GPUs: greedy tokens against transformers in
-   float32, both lanes over random steps, and steps of many slots against those of one GPU.
+   float32, both paths over random steps, and steps of many slots against those of one GPU.
 2. `steps`: random weights in the shape of CONFIG_DIR. Decode steps through the ring, as the client
    sees them, and the very same graphs launched back to back on all ranks at once are timed in
    turns. Their difference is the host's overhead, as far as the GPUs keep their pace;
@@ -38,7 +38,7 @@ from typing import Any
 import frame
 import torch
 from frame import Report
-from lane_check import MOST_ULPS, PROFILED, STEPS, check_walk, profile, take_turns
+from graph_path_check import MOST_ULPS, PROFILED, STEPS, check_walk, profile, take_turns
 from processes import Runner
 from repeat_step import Repeat
 from sampler_check import Filter, weights_of
@@ -176,7 +176,7 @@ def serving(
     server = _core.Server(name, guard, spin_budget_us=NEVER_PARK)
     planner, own = load_rank(config, workers.rank if workers else ALONE)
     engine = LeadingEngine(own, workers.broadcast) if workers else own
-    server.serve(planner, engine.block.data, print, lane=engine.make_lane(), steps=True)
+    server.serve(planner, engine.block.data, print, graph_path=engine.make_graph_path(), steps=True)
     warm_up(server, engine)
     stream = torch.cuda.current_stream()
 
@@ -276,7 +276,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--ranks", default="1,2,4", help="numbers of GPUs")
     made.add_argument("--parts", default="tokens,steps")
     made.add_argument("--attention", default="triton,pie")
-    made.add_argument("--steps", type=int, default=200, help="random steps over both lanes")
+    made.add_argument("--steps", type=int, default=200, help="random steps over both paths")
     made.add_argument("--batches", default="1,8,64,256")
     made.add_argument("--contexts", default="512,2048")
     made.add_argument("--profile", action="store_true", help="list the kernels of each graph")

@@ -45,8 +45,8 @@ CHECKS: Final[Mapping[str, Check]] = {
         "nothing", "0.98 of the speed without drafts where nothing repeats", 5,
         _LOAD + " --pocket {pocket} --patience 2", alone=True,
     ),
-    "lane": Check(
-        "lane_check.py", "the graph path says what the Python path says; the host's part of a step",
+    "graph_path": Check(
+        "graph_path_check.py", "tokens of graph path and Python path agree; the host's part of a step",
         "2 bfloat16 ulps", 5,
         "--pocket {pocket} --steps 200 --shapes {small} --json {record}", alone=True,
     ),
@@ -122,7 +122,7 @@ CHECKS: Final[Mapping[str, Check]] = {
         gpus=2,
     ),
     "tokens": Check(
-        "ranks_check.py", "several GPUs say what transformers says, in both lanes, and what one "
+        "ranks_check.py", "several GPUs say what transformers says, in both paths, and what one "
         "GPU says", "no decided token differs, 2 bfloat16 ulps, what rounding explains", 5,
         "--parts tokens --ranks {several} --out {folder} --budget-s {limit}", gpus=2,
     ),

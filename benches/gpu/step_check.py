@@ -42,7 +42,7 @@ class Steps:
         environment.prepare("cuda:0", config.model.hf_config["architectures"], spins=False)
         import pie_driver_sglang.srt.load as load
 
-        # The lane's own graphs would only take time.
+        # The graph path's own graphs would only take time.
         with mock.patch.object(load, "_steps", lambda *_: None):
             _, self.engine = load.load_engine(config)
 

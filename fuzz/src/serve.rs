@@ -304,7 +304,7 @@ fn serve(mut server: Server, prompts: &Prompts) {
             Event::Called => unreachable!("no thread calls"),
             Event::Stopped => return,
             Event::Notes(_) | Event::Step(_) => {}
-            Event::Lost(error) => panic!("there is no lane: {error}"),
+            Event::Lost(error) => panic!("there is no graph path: {error}"),
             Event::Job(job) => {
                 if prompts.hold.load(Ordering::Acquire) {
                     prompts.held.store(true, Ordering::Release);

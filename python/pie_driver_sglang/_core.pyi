@@ -8,7 +8,7 @@ from os import PathLike
 from typing import Any, Final, SupportsFloat, SupportsIndex, final
 from typing_extensions import Buffer
 
-__all__ = ["REHEARSAL_ADAPTER", "STEP_EXTRA_WORDS", "AttentionMask", "Batch", "Broadcast", "CacheEvent", "Client", "Copy", "Counts", "Drafter", "Evicted", "ExitGuard", "Extension", "Follower", "Front", "Image", "ImageSpan", "Inserted", "Lane", "LayerPatterns", "Load", "Match", "NodeInfo", "Output", "PagePool", "Pass", "PassImages", "Planner", "PoolStats", "RadixIndex", "Reply", "Request", "Runtime", "Sampler", "Server", "SlotGroup", "Step", "Wake", "build_info", "die_with_parent", "encode_forward", "graph_layout", "region_bytes"]
+__all__ = ["REHEARSAL_ADAPTER", "STEP_EXTRA_WORDS", "AttentionMask", "Batch", "Broadcast", "CacheEvent", "Client", "Copy", "Counts", "Drafter", "Evicted", "ExitGuard", "Extension", "Follower", "Front", "GraphPath", "Image", "ImageSpan", "Inserted", "LayerPatterns", "Load", "Match", "NodeInfo", "Output", "PagePool", "Pass", "PassImages", "Planner", "PoolStats", "RadixIndex", "Reply", "Request", "Runtime", "Sampler", "Server", "SlotGroup", "Step", "Wake", "build_info", "die_with_parent", "encode_forward", "graph_layout", "region_bytes"]
 
 REHEARSAL_ADAPTER: Final[int]
 """
@@ -568,10 +568,10 @@ class Extension:
 class Follower:
     """
     A rank's end of a `Broadcast`: iterates over the commands, and does in between what needs no Python. It keeps the staging
-    block as the leader's is, and runs the leader's steps on its own lane.
+    block as the leader's is, and runs the leader's steps on its own graph path.
     """
     def __iter__(self, /) -> Follower: ...
-    def __new__(cls, /, fd: SupportsIndex, index: SupportsIndex, block: Buffer, *, spin_budget_us: SupportsIndex, lane: Lane | None = None) -> Follower:
+    def __new__(cls, /, fd: SupportsIndex, index: SupportsIndex, block: Buffer, *, spin_budget_us: SupportsIndex, graph_path: GraphPath | None = None) -> Follower:
         """
         Follower number `index`, from 0.
 
@@ -580,11 +580,11 @@ class Follower:
             index: Which follower this is; each can be taken once.
             block: This rank's staging block: writable bytes that only the engine reads.
             spin_budget_us: As `Server`.
-            lane: Runs the leader's steps.
+            graph_path: Runs the leader's steps.
 
         Raises:
             RingError: The descriptor is not of a broadcast, or the follower is taken.
-            ValueError: The block is not writable, or the lane already serves.
+            ValueError: The block is not writable, or the graph path already serves.
         """
     def __next__(self, /) -> bytes:
         """
@@ -643,6 +643,58 @@ class Front:
     def set_paused(self, /, paused: bool) -> None:
         """
         Whether nothing is computed for now; health probes are answered all the same.
+        """
+
+@final
+class GraphPath:
+    """
+    Captured graphs, and the memory that they share with the host. Give it to `Server.serve`.
+    """
+    @staticmethod
+    def call(block: Buffer, mask_words: Buffer, results: Buffer, rows: SupportsGetItem[int, SupportsIndex], slots: SupportsIndex, most: SupportsIndex, run: Any, grouped: SupportsGetItem[int, SupportsIndex] = ..., extended: SupportsGetItem[int, SupportsIndex] = ...) -> GraphPath:
+        """
+        Calls of a Python function in place of graphs, for a device that has none.
+
+        Args:
+            block, mask_words, results: As for `cuda`.
+            rows: Rows of each graph, fewest first.
+            slots, most: As for `cuda`.
+            run: Called as `run(graph)` with its number; the results are there when it returns.
+            grouped, extended: Rows of further graphs, as for `cuda`.
+
+        Raises:
+            ValueError: As for `cuda`.
+        """
+    @staticmethod
+    def cuda(block: Buffer, mask_words: Buffer, results: Buffer, graphs: SupportsGetItem[int, tuple[SupportsIndex, SupportsIndex]], slots: SupportsIndex, stream: SupportsIndex, most: SupportsIndex, owner: Any, grouped: SupportsGetItem[int, tuple[SupportsIndex, SupportsIndex]] = ..., extended: SupportsGetItem[int, tuple[SupportsIndex, SupportsIndex]] = ...) -> GraphPath:
+        """
+        CUDA graphs, launched by their raw handles on the current device.
+
+        Args:
+            block: Writable bytes that graphs read, laid out as `graph_layout(rows, slots)`; large enough for every graph.
+            mask_words: `[slots * ceil(vocabulary / 32) + 2 * row_pages]` int32 that graphs read, with extended graphs
+                `STEP_EXTRA_WORDS` more: block-table changes for which the block has no room, logit masks, tokens to note, biases.
+            results: `[slots]` uint64 that graphs write: for each slot `step << 32 | token`, at once.
+            graphs: Rows and `cudaGraphExec_t` of each graph, fewest rows first.
+            slots: Most slots of a graph; it has as many as rows, if these are fewer.
+            stream: The `cudaStream_t` that they run on.
+            most: Most rows of one request.
+            owner: Owns graphs, stream and memory, and is kept alive with the graph path. Nothing else may use them.
+            grouped: Rows and handle of each graph whose block is `graph_layout(rows, slots, grouped=True)`, fewest first; they
+                run the steps in which rows read the same KV first, if they have room.
+            extended: Rows and handle of each graph whose block is `graph_layout(rows, slots, extended=True)`, fewest first; they
+                run the steps whose extension changes logits.
+
+        Raises:
+            RuntimeError: There is no CUDA driver, or no context on this thread.
+            ValueError: A buffer is too small, or a graph of `grouped` has more rows than slots.
+        """
+    def lead(self, /, broadcast: Broadcast) -> None:
+        """
+        Sends every step to the other ranks of a model, so that their graph paths run it, too.
+
+        Raises:
+            ValueError: The graph path already serves.
         """
 
 @final
@@ -720,58 +772,6 @@ class Inserted:
     def pages(self, /) -> int:
         """
         Whole pages of the key.
-        """
-
-@final
-class Lane:
-    """
-    Captured graphs, and the memory that they share with the host. Give it to `Server.serve`.
-    """
-    @staticmethod
-    def call(block: Buffer, mask_words: Buffer, results: Buffer, rows: SupportsGetItem[int, SupportsIndex], slots: SupportsIndex, most: SupportsIndex, run: Any, grouped: SupportsGetItem[int, SupportsIndex] = ..., extended: SupportsGetItem[int, SupportsIndex] = ...) -> Lane:
-        """
-        Calls of a Python function in place of graphs, for a device that has none.
-
-        Args:
-            block, mask_words, results: As for `cuda`.
-            rows: Rows of each graph, fewest first.
-            slots, most: As for `cuda`.
-            run: Called as `run(graph)` with its number; the results are there when it returns.
-            grouped, extended: Rows of further graphs, as for `cuda`.
-
-        Raises:
-            ValueError: As for `cuda`.
-        """
-    @staticmethod
-    def cuda(block: Buffer, mask_words: Buffer, results: Buffer, graphs: SupportsGetItem[int, tuple[SupportsIndex, SupportsIndex]], slots: SupportsIndex, stream: SupportsIndex, most: SupportsIndex, owner: Any, grouped: SupportsGetItem[int, tuple[SupportsIndex, SupportsIndex]] = ..., extended: SupportsGetItem[int, tuple[SupportsIndex, SupportsIndex]] = ...) -> Lane:
-        """
-        CUDA graphs, launched by their raw handles on the current device.
-
-        Args:
-            block: Writable bytes that graphs read, laid out as `graph_layout(rows, slots)`; large enough for every graph.
-            mask_words: `[slots * ceil(vocabulary / 32) + 2 * row_pages]` int32 that graphs read, with extended graphs
-                `STEP_EXTRA_WORDS` more: block-table changes for which the block has no room, logit masks, tokens to note, biases.
-            results: `[slots]` uint64 that graphs write: for each slot `step << 32 | token`, at once.
-            graphs: Rows and `cudaGraphExec_t` of each graph, fewest rows first.
-            slots: Most slots of a graph; it has as many as rows, if these are fewer.
-            stream: The `cudaStream_t` that they run on.
-            most: Most rows of one request.
-            owner: Owns graphs, stream and memory, and is kept alive with the lane. Nothing else may use them.
-            grouped: Rows and handle of each graph whose block is `graph_layout(rows, slots, grouped=True)`, fewest first; they
-                run the steps in which rows read the same KV first, if they have room.
-            extended: Rows and handle of each graph whose block is `graph_layout(rows, slots, extended=True)`, fewest first; they
-                run the steps whose extension changes logits.
-
-        Raises:
-            RuntimeError: There is no CUDA driver, or no context on this thread.
-            ValueError: A buffer is too small, or a graph of `grouped` has more rows than slots.
-        """
-    def lead(self, /, broadcast: Broadcast) -> None:
-        """
-        Sends every step to the other ranks of a model, so that their lanes run it, too.
-
-        Raises:
-            ValueError: The lane already serves.
         """
 
 @final
@@ -1871,15 +1871,15 @@ class Server:
             RuntimeError: `serve` was not called, or a batch is open.
             WireError: The bytes are not a forward frame, or its arrays contradict each other.
         """
-    def rehearse_lane(self, /, frame: bytes) -> bool:
+    def rehearse_graph_path(self, /, frame: bytes) -> bool:
         """
         Runs a request frame of the caller's own on the graph path, for warm-up: its answer goes nowhere.
 
         Returns:
-            Whether the lane took it.
+            Whether the graph path took it.
 
         Raises:
-            RuntimeError: As `rehearse`, or the lane failed.
+            RuntimeError: As `rehearse`, or the graph path failed.
             WireError: As `rehearse`.
         """
     @property
@@ -1892,7 +1892,7 @@ class Server:
         """
         Bytes that one response may have.
         """
-    def serve(self, /, planner: Planner, block: Buffer, report: Any, *, host_pages: SupportsIndex = 0, lane: Lane | None = None, steps: bool = False) -> None:
+    def serve(self, /, planner: Planner, block: Buffer, report: Any, *, host_pages: SupportsIndex = 0, graph_path: GraphPath | None = None, steps: bool = False) -> None:
         """
         Takes the planner and the staging block; iterate over the server afterwards.
 
@@ -1901,11 +1901,11 @@ class Server:
             block: Writable bytes, at least `planner.block_bytes` of them. The engine must not write to them.
             report: Called as `report(kind, text)` for what deserves a log line.
             host_pages: Size of the engine's host pool; 0 for none.
-            lane: Answers the batches that its graphs can run, without Python.
+            graph_path: Answers the batches that its graphs can run, without Python.
             steps: Iterate over these too, as `Step` objects, once they are answered.
 
         Raises:
-            ValueError: The block is too small or not writable, or planner or lane were given away before.
+            ValueError: The block is too small or not writable, or planner or graph path were given away before.
             RuntimeError: The server serves already.
         """
     def stop(self, /) -> None:

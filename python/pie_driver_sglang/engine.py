@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from pie_driver_sglang._core import Lane, Pass, SlotGroup
+    from pie_driver_sglang._core import GraphPath, Pass, SlotGroup
     from pie_driver_sglang.sampling.types import Outputs
 
 
@@ -47,8 +47,8 @@ class ModelEngine(Protocol):
     :meth:`begin_load` is the only code of an engine that runs on another thread.
 
     **Stream.** All work of a GPU goes to one CUDA stream, which the start makes the current one of
-    the serving thread. Passes, copies and the captured graphs that the lane launches therefore run
-    in the order of their calls, without events between them. The CPU runs each call to its end.
+    the serving thread. Passes, copies and captured graphs therefore run in the order of their
+    calls, without events between them. The CPU runs each call to its end.
 
     **Errors.** Unless a method says otherwise, it may raise any exception of torch, CUDA or SGLang.
     The caller then answers the request by an abort, asks :meth:`find_loss`, and ends the driver if
@@ -84,13 +84,13 @@ class ModelEngine(Protocol):
         :meth:`forward` or :meth:`sample` has returned or raised.
         """
 
-    def make_lane(self) -> Lane | None:
+    def make_graph_path(self) -> GraphPath | None:
         """Makes the graph path: captured steps that Rust stages, launches and reads by itself.
 
-        Call it once, at the start. On several ranks the leader's lane also broadcasts its steps.
+        Call it once, at the start. On several ranks the leader's also broadcasts its steps.
 
         Returns:
-            The native lane, which keeps its memory and graphs alive; None if every batch goes
+            The native graph path, which keeps its memory and graphs alive; None if every batch goes
             through :meth:`forward`.
         """
 

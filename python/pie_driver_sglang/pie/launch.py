@@ -294,7 +294,7 @@ def _start(config: DriverConfig, server: _core.Server, workers: Workers | None) 
         engine.block.data,
         _report,
         host_pages=engine.facts.host_pages,
-        lane=engine.make_lane(),
+        graph_path=engine.make_graph_path(),
         steps=driver.options.trace_file is not None,
     )
     logger.info("warming up")

@@ -57,7 +57,9 @@ def warm_up(server: _core.Server, engine: ModelEngine) -> None:
         _rehearse(server, engine, REHEARSAL_ADAPTER)
         engine.drop_rehearsal_adapter()
     for sampler in (Sampler.greedy(), Sampler.top_k_top_p(0.8, 20, 0.9)):
-        server.rehearse_lane(_core.encode_forward([Request([0], [0], [0], 1, [(0, sampler)])]))
+        server.rehearse_graph_path(
+            _core.encode_forward([Request([0], [0], [0], 1, [(0, sampler)])])
+        )
 
 
 class Times(NamedTuple):

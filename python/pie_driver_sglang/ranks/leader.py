@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from pie_driver_sglang._core import Broadcast, Lane, Pass, SlotGroup
+    from pie_driver_sglang._core import Broadcast, GraphPath, Pass, SlotGroup
     from pie_driver_sglang.engine import Facts
     from pie_driver_sglang.ranks.types import RankEngine
     from pie_driver_sglang.sampling.types import Outputs
@@ -61,12 +61,12 @@ class LeadingEngine:
         """This rank's block; see :attr:`pie_driver_sglang.engine.ModelEngine.block`."""
         return self._engine.block
 
-    def make_lane(self) -> Lane | None:
+    def make_graph_path(self) -> GraphPath | None:
         """Makes this rank's graph path, which broadcasts every step before its launch."""
-        lane = self._engine.make_lane()
-        if lane is not None:
-            lane.lead(self._broadcast)
-        return lane
+        graph_path = self._engine.make_graph_path()
+        if graph_path is not None:
+            graph_path.lead(self._broadcast)
+        return graph_path
 
     def forward(self, batch: Pass) -> None:
         """Runs the pass; see :meth:`pie_driver_sglang.engine.ModelEngine.forward`."""

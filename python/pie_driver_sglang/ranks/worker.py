@@ -77,7 +77,7 @@ def run(config: DriverConfig, rank: Rank, broadcast_fd: int) -> None:
         rank.number - 1,
         engine.block.data,
         spin_budget_us=spin_budget_us,
-        lane=engine.make_lane(),
+        graph_path=engine.make_graph_path(),
     )
     for data in follower:
         unpack(data).run(engine)

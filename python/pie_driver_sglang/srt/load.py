@@ -138,7 +138,7 @@ def _steps(
     engine: SglangEngine, options: DriverOptions, rungs: list[int], adapters: Adapters | None
 ) -> GraphRunner | None:
     """What runs short batches without Python, unless the user or the model rules it out."""
-    obstacle = support.lane_obstacle(engine.runner)
+    obstacle = support.graph_path_obstacle(engine.runner)
     if options.disable_cuda_graph:
         obstacle = "`disable_cuda_graph` is set"
     elif engine.facts.state_slots:

@@ -40,7 +40,7 @@ from pie_driver_sglang.srt.seams.passes import (
 )
 
 if TYPE_CHECKING:
-    from pie_driver_sglang._core import Lane, Pass, Planner, SlotGroup
+    from pie_driver_sglang._core import GraphPath, Pass, Planner, SlotGroup
     from pie_driver_sglang.ranks.commands import Forward
     from pie_driver_sglang.srt.adapters import Adapters
     from pie_driver_sglang.srt.boot import Booted
@@ -122,9 +122,9 @@ class SglangEngine:
         """Asks the device; see :meth:`pie_driver_sglang.engine.ModelEngine.find_loss`."""
         return find_loss(self.plan.device.name)
 
-    def make_lane(self) -> Lane | None:
-        """Makes the graph path; see :meth:`pie_driver_sglang.engine.ModelEngine.make_lane`."""
-        return None if self.steps is None else self.steps.lane()
+    def make_graph_path(self) -> GraphPath | None:
+        """Makes the graph path; see `ModelEngine.make_graph_path` in `engine.py`."""
+        return None if self.steps is None else self.steps.graph_path()
 
     def _keep_hidden(
         self,

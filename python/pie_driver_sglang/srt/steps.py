@@ -2,7 +2,7 @@
 
 A step is staging copy, block-table changes, attention metadata, model, LM head, logit masks,
 sampling, and the tokens in the host's memory. Rust fills the block, starts the step and reads the
-tokens (``rust/serve/src/lane.rs``); what a row is, see ``rust/batch/src/graph.rs``.
+tokens (``rust/serve/src/graph_path.rs``); what a row is, see ``rust/batch/src/graph.rs``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
-from pie_driver_sglang._core import STEP_EXTRA_WORDS, Lane, graph_layout
+from pie_driver_sglang._core import STEP_EXTRA_WORDS, GraphPath, graph_layout
 from pie_driver_sglang.kernels.types import SlotParams
 from pie_driver_sglang.memory.limits import lora_batch_sizes
 from pie_driver_sglang.sampling.groups import apply_masks, sample_rows
@@ -139,8 +139,8 @@ class GraphRunner(abc.ABC):
         self._most = rows[-1]
 
     @abc.abstractmethod
-    def lane(self) -> Lane:
-        """The lane that runs these steps."""
+    def graph_path(self) -> GraphPath:
+        """The graph path that runs these steps."""
 
     @abc.abstractmethod
     def padded(self, rows: int, *, with_lora: bool) -> int:
@@ -172,7 +172,7 @@ class GraphRunner(abc.ABC):
     def _of(self, kind: _Kind) -> list[_Graph]:
         return [graph for graph in self._graphs if graph.kind is kind]
 
-    def _lane_memory(self) -> tuple[Any, Any, Any]:
+    def _graph_path_memory(self) -> tuple[Any, Any, Any]:
         words, results = self._mask_words.numpy(), self._results.numpy()
         return self._host.numpy().data, words.data, results.view("uint64").data
 
@@ -214,11 +214,11 @@ class GraphRunner(abc.ABC):
 class CpuSteps(GraphRunner):
     """Steps on the CPU: the staging block is the device's, and a graph is a call."""
 
-    def lane(self) -> Lane:
-        """The lane that runs these steps."""
+    def graph_path(self) -> GraphPath:
+        """The graph path that runs these steps."""
         plain, grouped, extended = ([graph.rows for graph in self._of(kind)] for kind in _Kind)
-        memory = self._lane_memory()
-        return Lane.call(
+        memory = self._graph_path_memory()
+        return GraphPath.call(
             *memory, plain, self._slots, CPU_ROWS_PER_REQUEST, self.run, grouped, extended
         )
 
@@ -305,8 +305,8 @@ class CudaSteps(GraphRunner):
         with uncollected(), adapters.captured(slots) if adapters else nullcontext() as bind:
             self._capture_all(bind)
 
-    def lane(self) -> Lane:
-        """The lane that launches these graphs."""
+    def graph_path(self) -> GraphPath:
+        """The graph path that launches these graphs."""
         plain, grouped, extended = (
             [
                 (graph.rows, self._captured[graph.rows, kind].raw_cuda_graph_exec())
@@ -315,8 +315,15 @@ class CudaSteps(GraphRunner):
             for kind in _Kind
         )
         stream = self._stream.cuda_stream
-        return Lane.cuda(
-            *self._lane_memory(), plain, self._slots, stream, self._most, self, grouped, extended
+        return GraphPath.cuda(
+            *self._graph_path_memory(),
+            plain,
+            self._slots,
+            stream,
+            self._most,
+            self,
+            grouped,
+            extended,
         )
 
     def time(self, rows: int, repeats: int = 50, *, extended: bool = False) -> float:

@@ -252,7 +252,7 @@ def _paged_decode_doubt(runner: ModelRunner) -> str | None:
     return None
 
 
-def lane_obstacle(runner: ModelRunner) -> str | None:
+def graph_path_obstacle(runner: ModelRunner) -> str | None:
     """Why short batches cannot run as one captured step; None when they can."""
     settings = resolved(runner)
     backend = settings.decode_attention_backend or settings.attention_backend

@@ -21,7 +21,7 @@ const PADDING: usize = 3;
 /// Block-table changes that a step's block has room for.
 const BLOCK_UPDATES: usize = 512;
 
-struct Lane {
+struct GraphPath {
     planner: Planner,
     block: Vec<u64>,
     masks: Vec<i32>,
@@ -36,7 +36,7 @@ fn array<T: bytemuck::Pod>(layout: &Layout, block: &[u64], name: &str) -> Vec<T>
     bytemuck::cast_slice(&bytes[field.offset..end]).to_vec()
 }
 
-impl Lane {
+impl GraphPath {
     fn new(limits: Limits) -> Self {
         Self {
             planner: Planner::new(limits, 9),
@@ -150,7 +150,7 @@ struct Slot {
 
 /// Compares a step with the pass that the general way staged.
 fn compare(
-    lane: &Lane,
+    graph_path: &GraphPath,
     layout: &Layout,
     general: &Planner,
     block: &[u64],
@@ -160,20 +160,20 @@ fn compare(
     let rows = pass.tokens;
     let staged = |name: &str| array::<i64>(general.layout(), block, name);
     assert_eq!(
-        lane.get::<i32>(layout, "header")[..3],
+        graph_path.get::<i32>(layout, "header")[..3],
         [5, pass.updates as i32, rows as i32]
     );
-    assert_eq!(lane.get::<i32>(layout, "header")[4..], [0; 4]);
+    assert_eq!(graph_path.get::<i32>(layout, "header")[4..], [0; 4]);
     for name in ["input_ids", "positions", "out_cache_loc"] {
-        let got: Vec<i64> = lane.get(layout, name);
+        let got: Vec<i64> = graph_path.get(layout, name);
         assert_eq!(got[..rows], staged(name)[..rows], "{name}");
         assert_eq!(got[rows..], [0; PADDING], "{name} of padding");
     }
     let further = pass.updates.saturating_sub(BLOCK_UPDATES);
-    let mut updates: Vec<i64> = lane.get(layout, "table_updates");
+    let mut updates: Vec<i64> = graph_path.get(layout, "table_updates");
     updates.truncate(2 * pass.updates);
     updates.extend(
-        lane.masks[..2 * further]
+        graph_path.masks[..2 * further]
             .iter()
             .map(|&word| i64::from(word)),
     );
@@ -190,16 +190,19 @@ fn compare(
     }
     table_rows.extend([0; PADDING]);
     seen.extend([1; PADDING]);
-    assert_eq!(lane.get::<i64>(layout, "req_pool_indices"), table_rows);
-    assert_eq!(lane.get::<i64>(layout, "seq_lens"), seen);
-    compare_slots(lane, layout, slots);
+    assert_eq!(
+        graph_path.get::<i64>(layout, "req_pool_indices"),
+        table_rows
+    );
+    assert_eq!(graph_path.get::<i64>(layout, "seq_lens"), seen);
+    compare_slots(graph_path, layout, slots);
 }
 
 /// The row of each slot: what the block says, for as many as are sampled, or the row of the same number.
-fn rows_of(lane: &Lane, layout: &Layout, sampled: usize) -> Vec<Option<usize>> {
-    let told: Vec<i64> = lane.get(layout, "slot_rows");
+fn rows_of(graph_path: &GraphPath, layout: &Layout, sampled: usize) -> Vec<Option<usize>> {
+    let told: Vec<i64> = graph_path.get(layout, "slot_rows");
     if told.is_empty() {
-        let rows = lane.get::<i64>(layout, "input_ids").len();
+        let rows = graph_path.get::<i64>(layout, "input_ids").len();
         return (0..rows).map(Some).collect();
     }
     assert!(told[..sampled].is_sorted());
@@ -209,11 +212,11 @@ fn rows_of(lane: &Lane, layout: &Layout, sampled: usize) -> Vec<Option<usize>> {
     told.into_iter().enumerate().map(row).collect()
 }
 
-fn compare_slots(lane: &Lane, layout: &Layout, slots: &[Slot]) {
-    let temperatures: Vec<f32> = lane.get(layout, "temperatures");
-    let masks: Vec<i32> = lane.get(layout, "slot_masks");
-    let used = lane.get::<i32>(layout, "header")[3] as usize;
-    let rows = rows_of(lane, layout, slots.len());
+fn compare_slots(graph_path: &GraphPath, layout: &Layout, slots: &[Slot]) {
+    let temperatures: Vec<f32> = graph_path.get(layout, "temperatures");
+    let masks: Vec<i32> = graph_path.get(layout, "slot_masks");
+    let used = graph_path.get::<i32>(layout, "header")[3] as usize;
+    let rows = rows_of(graph_path, layout, slots.len());
     assert_eq!(temperatures.len(), rows.len());
     for slot in slots {
         assert!(rows.contains(&Some(slot.row)), "no row for {slot:?}");
@@ -231,12 +234,12 @@ fn compare_slots(lane: &Lane, layout: &Layout, slots: &[Slot]) {
             .iter()
             .zip(&slot.params[1..])
         {
-            assert_eq!(lane.get::<u32>(layout, name)[place], *bits, "{name}");
+            assert_eq!(graph_path.get::<u32>(layout, name)[place], *bits, "{name}");
         }
         let mask = mask_of(
-            lane.planner.limits(),
+            graph_path.planner.limits(),
             &masks[2 * place..],
-            &lane.masks[..used],
+            &graph_path.masks[..used],
         );
         assert_eq!(mask, slot.mask);
     }
@@ -246,13 +249,13 @@ fn compare_slots(lane: &Lane, layout: &Layout, slots: &[Slot]) {
 fn differ(
     limits: Limits,
     general: &mut Planner,
-    lane: &mut Lane,
+    graph_path: &mut GraphPath,
     frame: &ForwardRequest,
     salt: u32,
 ) -> Option<usize> {
     let encoded = Encoded::new(DRIVER, frame);
     let plan = general.plan(DRIVER, encoded.forward()).unwrap();
-    let step = lane.planner.plan(DRIVER, encoded.forward()).unwrap();
+    let step = graph_path.planner.plan(DRIVER, encoded.forward()).unwrap();
     let mut block = memory(general.layout());
     let (mut computed, pass, slots) = run(general, plan, &mut block, salt);
     let size = step.graph_size(usize::MAX);
@@ -277,7 +280,7 @@ fn differ(
             "left without a reason: {pass:?} {slots:?}"
         );
         let mut other = vec![0_u64; block.len()];
-        run(&mut lane.planner, step, &mut other, salt);
+        run(&mut graph_path.planner, step, &mut other, salt);
         return None;
     };
     assert!(takes, "{pass:?}");
@@ -288,9 +291,9 @@ fn differ(
     assert_eq!(size, needed);
     let room = room(needed, salt);
     assert!(room.runs(needed));
-    let (layout, step) = lane.stage(step, room);
-    compare(lane, &layout, general, &block, &pass, &slots);
-    let rows = rows_of(lane, &layout, slots.len());
+    let (layout, step) = graph_path.stage(step, room);
+    compare(graph_path, &layout, general, &block, &pass, &slots);
+    let rows = rows_of(graph_path, &layout, slots.len());
     let numbered = room.slots < room.rows;
     let awaited = if numbered {
         slots.len().max(1)
@@ -305,11 +308,11 @@ fn differ(
     let mut buffer = vec![0_u64; limits.reply_bytes as usize / 8 + 1];
     let bytes: &mut [u8] = bytemuck::cast_slice_mut(&mut buffer);
     if let Ok(length) = general.reply(&mut computed, Probes::default(), bytes) {
-        let reply = lane.reply(&mut answered);
+        let reply = graph_path.reply(&mut answered);
         assert_eq!(tokens_of(&reply), tokens_of(&bytes[..length]));
     }
     assert_eq!(answered.faults(), computed.faults());
-    lane.planner.recycle(answered);
+    graph_path.planner.recycle(answered);
     general.recycle(computed);
     Some(pass.tokens)
 }
@@ -339,9 +342,9 @@ proptest! {
         salt in any::<u32>(),
     ) {
         let mut general = Planner::new(limits, 9);
-        let mut lane = Lane::new(limits);
+        let mut graph_path = GraphPath::new(limits);
         for frame in &frames {
-            differ(limits, &mut general, &mut lane, frame, salt);
+            differ(limits, &mut general, &mut graph_path, frame, salt);
         }
     }
 }
@@ -360,8 +363,8 @@ fn decodes_drafts_and_short_prompts_are_taken_and_others_left() {
     let twice = decode(3, 6, &[5]).sample(0, GREEDY);
     let probed = decode(3, 6, &[5]).sample(0, Sampler::Entropy);
     let run = |requests: &[Req]| {
-        let (mut general, mut lane) = (Planner::new(ROOMY, 9), Lane::new(ROOMY));
-        differ(ROOMY, &mut general, &mut lane, &frame(requests), 3)
+        let (mut general, mut graph_path) = (Planner::new(ROOMY, 9), GraphPath::new(ROOMY));
+        differ(ROOMY, &mut general, &mut graph_path, &frame(requests), 3)
     };
     assert_eq!(
         run(&[prompt.clone(), silent, drafted, constrained]),
@@ -395,7 +398,7 @@ fn a_joiner_with_a_whole_cached_context_runs_as_a_graph_and_many_do_not() {
         max_requests: 64,
         ..ROOMY
     };
-    let (mut general, mut lane) = (Planner::new(limits, 9), Lane::new(limits));
+    let (mut general, mut graph_path) = (Planner::new(limits, 9), GraphPath::new(limits));
     let own = |number: u32| (number * pages..(number + 1) * pages).collect::<Vec<u32>>();
     let joiner = |number: u32, tokens: u32| {
         let listed = &own(number)[..tokens.div_ceil(16) as usize];
@@ -404,7 +407,7 @@ fn a_joiner_with_a_whole_cached_context_runs_as_a_graph_and_many_do_not() {
     let others =
         |count: u32| (0..count).map(|number| decode(3, 6, &[3 * pages + number]).allow(&[4, 10]));
     let mut run =
-        |requests: Vec<Req>| differ(limits, &mut general, &mut lane, &frame(&requests), 2);
+        |requests: Vec<Req>| differ(limits, &mut general, &mut graph_path, &frame(&requests), 2);
     // Next to those of 40 more rows, and logit masks, there is room for all changes of one context.
     let full: Vec<Req> = others(40).chain([joiner(0, CONTEXT)]).collect();
     assert_eq!(run(full.clone()), Some(41));

@@ -63,14 +63,14 @@ pub(crate) fn from_batch(error: pie_serve::BatchError) -> PyErr {
     StageError::new_err(error.to_string())
 }
 
-pub(crate) fn from_loss(error: &pie_serve::LaneError) -> PyErr {
+pub(crate) fn from_loss(error: &pie_serve::GraphPathError) -> PyErr {
     LostError::new_err(error.to_string())
 }
 
 pub(crate) fn from_rehearsal(error: &pie_serve::RehearsalError) -> PyErr {
     let text = error.to_string();
     match error {
-        pie_serve::RehearsalError::Busy | pie_serve::RehearsalError::Lane(_) => {
+        pie_serve::RehearsalError::Busy | pie_serve::RehearsalError::GraphPath(_) => {
             PyRuntimeError::new_err(text)
         }
         _ => WireError::new_err(text),

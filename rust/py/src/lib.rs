@@ -13,9 +13,9 @@ mod drafter;
 mod error;
 mod extension;
 mod front;
+mod graph_path;
 mod guard;
 mod images;
-mod lane;
 mod load;
 mod pages;
 mod pass;
@@ -61,11 +61,11 @@ mod _core {
     #[pymodule_export]
     use crate::front::Front;
     #[pymodule_export]
+    use crate::graph_path::GraphPath;
+    #[pymodule_export]
     use crate::guard::ExitGuard;
     #[pymodule_export]
     use crate::images::{ImageSpan, PassImages};
-    #[pymodule_export]
-    use crate::lane::Lane;
     #[pymodule_export]
     use crate::load::Load;
     #[pymodule_export]

@@ -11,10 +11,10 @@ use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
 use crate::error::from_ring;
-use crate::lane::Lane;
+use crate::graph_path::GraphPath;
 
 /// A rank's end of a `Broadcast`: iterates over the commands, and does in between what needs no Python. It keeps the staging
-/// block as the leader's is, and runs the leader's steps on its own lane.
+/// block as the leader's is, and runs the leader's steps on its own graph path.
 #[pyclass(frozen, module = "pie_driver_sglang._core")]
 pub(crate) struct Follower {
     /// Locked while a thread waits for a command, and never with the GIL held.
@@ -31,20 +31,20 @@ impl Follower {
     ///     index: Which follower this is; each can be taken once.
     ///     block: This rank's staging block: writable bytes that only the engine reads.
     ///     spin_budget_us: As `Server`.
-    ///     lane: Runs the leader's steps.
+    ///     graph_path: Runs the leader's steps.
     ///
     /// Raises:
     ///     RingError: The descriptor is not of a broadcast, or the follower is taken.
-    ///     ValueError: The block is not writable, or the lane already serves.
+    ///     ValueError: The block is not writable, or the graph path already serves.
     #[new]
-    #[pyo3(signature = (fd, index, block, *, spin_budget_us, lane = None))]
+    #[pyo3(signature = (fd, index, block, *, spin_budget_us, graph_path = None))]
     #[expect(unsafe_code, reason = "descriptors come from Python as numbers")]
     fn new(
         fd: RawFd,
         index: usize,
         block: PyBuffer<u8>,
         spin_budget_us: u64,
-        lane: Option<&Lane>,
+        graph_path: Option<&GraphPath>,
     ) -> PyResult<Self> {
         if block.readonly() || !block.is_c_contiguous() {
             let text = "the staging block must be writable and contiguous";
@@ -54,10 +54,12 @@ impl Follower {
             return Err(PyValueError::new_err(format!("{fd} is not a descriptor")));
         }
         let wait = Wait::from_spin_budget_us(spin_budget_us);
-        let lane = lane.map(|lane| lane.take(wait)).transpose()?;
+        let graph_path = graph_path
+            .map(|graph_path| graph_path.take(wait))
+            .transpose()?;
         // SAFETY: not negative, and by the docstring nothing else owns it.
         let fd = unsafe { OwnedFd::from_raw_fd(fd) };
-        let follow = Follow::open(fd, index, lane, wait).map_err(from_ring)?;
+        let follow = Follow::open(fd, index, graph_path, wait).map_err(from_ring)?;
         Ok(Self {
             follow: Mutex::new(follow),
             block,
@@ -82,8 +84,8 @@ impl Follower {
                 .unwrap_or_else(std::sync::PoisonError::into_inner);
             let start = std::ptr::with_exposed_provenance_mut::<u8>(address);
             // SAFETY: `new` accepted the buffer as writable and contiguous, and it keeps its memory alive. The engine reads it
-            // when it runs a command, and no such slice lives then. A step of the lane, which may be a call of Python while
-            // this one lives, reads only the lane's memory. The lock keeps other callers away.
+            // when it runs a command, and no such slice lives then. A step of the graph path, which may be a call of Python while
+            // this one lives, reads only the graph path's memory. The lock keeps other callers away.
             follow.next(unsafe { std::slice::from_raw_parts_mut(start, size) })
         });
         match command {

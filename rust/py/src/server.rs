@@ -13,8 +13,8 @@ use crate::batch::Batch;
 use crate::copy::Copy;
 use crate::counts::Counts;
 use crate::error::{from_loss, from_rehearsal, from_ring};
+use crate::graph_path::GraphPath;
 use crate::guard::ExitGuard;
-use crate::lane::Lane;
 use crate::load::Load;
 use crate::planner::Planner;
 use crate::shared::Shared;
@@ -118,20 +118,20 @@ impl Server {
     ///     block: Writable bytes, at least `planner.block_bytes` of them. The engine must not write to them.
     ///     report: Called as `report(kind, text)` for what deserves a log line.
     ///     host_pages: Size of the engine's host pool; 0 for none.
-    ///     lane: Answers the batches that its graphs can run, without Python.
+    ///     graph_path: Answers the batches that its graphs can run, without Python.
     ///     steps: Iterate over these too, as `Step` objects, once they are answered.
     ///
     /// Raises:
-    ///     ValueError: The block is too small or not writable, or planner or lane were given away before.
+    ///     ValueError: The block is too small or not writable, or planner or graph path were given away before.
     ///     RuntimeError: The server serves already.
-    #[pyo3(signature = (planner, block, report, *, host_pages = 0, lane = None, steps = false))]
+    #[pyo3(signature = (planner, block, report, *, host_pages = 0, graph_path = None, steps = false))]
     fn serve(
         &self,
         planner: &mut Planner,
         block: PyBuffer<u8>,
         report: Py<PyAny>,
         host_pages: u32,
-        lane: Option<&Lane>,
+        graph_path: Option<&GraphPath>,
         steps: bool,
     ) -> PyResult<()> {
         let shared = Shared::new(block, planner.block_bytes(), report)?;
@@ -140,8 +140,8 @@ impl Server {
             .take()
             .ok_or_else(|| PyValueError::new_err("the planner already serves"))?;
         let mut responder = Responder::new(planner, host_pages, self.wait);
-        if let Some(lane) = lane {
-            responder = responder.with_lane(lane.take(self.wait)?);
+        if let Some(graph_path) = graph_path {
+            responder = responder.with_graph_path(graph_path.take(self.wait)?);
         }
         if steps {
             responder = responder.with_steps();
@@ -216,14 +216,14 @@ impl Server {
     /// Runs a request frame of the caller's own on the graph path, for warm-up: its answer goes nowhere.
     ///
     /// Returns:
-    ///     Whether the lane took it.
+    ///     Whether the graph path took it.
     ///
     /// Raises:
-    ///     RuntimeError: As `rehearse`, or the lane failed.
+    ///     RuntimeError: As `rehearse`, or the graph path failed.
     ///     WireError: As `rehearse`.
-    fn rehearse_lane(&self, py: Python<'_>, frame: &[u8]) -> PyResult<bool> {
+    fn rehearse_graph_path(&self, py: Python<'_>, frame: &[u8]) -> PyResult<bool> {
         let Serving { responder, .. } = self.serving.get().ok_or_else(not_serving)?;
-        py.detach(|| responder.rehearse_lane(frame))
+        py.detach(|| responder.rehearse_graph_path(frame))
             .map_err(|error| from_rehearsal(&error))
     }
 

@@ -11,7 +11,7 @@ use pie_ring::{Lease, Publish};
 use thiserror::Error;
 
 use crate::counters::Served;
-use crate::lane::{Lane, LaneError};
+use crate::graph_path::{GraphPath, GraphPathError};
 use crate::media::Media;
 use crate::note::Note;
 use crate::planner_slot::PlannerSlot;
@@ -196,17 +196,20 @@ impl Batch {
         result
     }
 
-    /// Runs the whole plan by a captured graph; `None` if the lane does not take it. Commit afterwards, or fail.
-    pub(crate) fn run(&mut self, lane: &mut Lane) -> Option<Result<DeviceTimes, LaneError>> {
+    /// Runs the whole plan by a captured graph; `None` if the graph path does not take it. Commit afterwards, or fail.
+    pub(crate) fn run(
+        &mut self,
+        graph_path: &mut GraphPath,
+    ) -> Option<Result<DeviceTimes, GraphPathError>> {
         let planner = self.planner.as_deref_mut()?;
         let Some(Stage::Plan(plan)) = &mut self.stage else {
             return None;
         };
-        let graph = lane.choose(planner, plan)?;
+        let graph = graph_path.choose(planner, plan)?;
         let Some(Stage::Plan(plan)) = self.stage.take() else {
             return None;
         };
-        let run = lane.run(planner, plan, graph);
+        let run = graph_path.run(planner, plan, graph);
         Some(run.map(|run| {
             self.timing.plan += run.staging;
             self.by_graph = true;

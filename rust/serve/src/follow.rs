@@ -6,7 +6,7 @@ use bytemuck::Zeroable;
 use pie_ring::{BroadcastError, Listener, Message, Wait};
 use thiserror::Error;
 
-use crate::lane::{Lane, LaneError};
+use crate::graph_path::{GraphPath, GraphPathError};
 use crate::lead::{BLOCK, COMMAND, STEP, StepHead};
 
 /// Why a follower cannot go on.
@@ -17,7 +17,7 @@ pub enum FollowError {
     Ring(#[from] BroadcastError),
     /// A step failed.
     #[error(transparent)]
-    Lane(#[from] LaneError),
+    GraphPath(#[from] GraphPathError),
     /// A message is of another build, or for other sizes.
     #[error("the leader sent {what}, for which this rank is not made")]
     Message {
@@ -29,25 +29,25 @@ pub enum FollowError {
 /// A follower's end.
 pub struct Follow {
     listener: Listener,
-    lane: Option<Lane>,
+    graph_path: Option<GraphPath>,
     wait: Wait,
 }
 
 impl Follow {
-    /// Follower number `index` of the leader whose [`Lead::fd`](crate::Lead::fd) was inherited as `fd`. Steps run on `lane`.
+    /// Follower number `index` of the leader whose [`Lead::fd`](crate::Lead::fd) was inherited as `fd`. Steps run on `graph_path`.
     ///
     /// # Errors
     /// [`BroadcastError`] when `fd` is not a leader's, or has no such follower.
     pub fn open(
         fd: OwnedFd,
         index: usize,
-        lane: Option<Lane>,
+        graph_path: Option<GraphPath>,
         wait: Wait,
     ) -> Result<Self, BroadcastError> {
         let listener = Listener::open(fd, index)?;
         Ok(Self {
             listener,
-            lane,
+            graph_path,
             wait,
         })
     }
@@ -58,13 +58,13 @@ impl Follow {
     /// # Errors
     /// [`FollowError`]; this rank does no longer do what the others do.
     pub fn next(&mut self, block: &mut [u8]) -> Result<Vec<u8>, FollowError> {
-        let lane = &mut self.lane;
+        let graph_path = &mut self.graph_path;
         loop {
             let command = self.listener.with_next(self.wait, |kind, data| {
                 match kind {
                     COMMAND => return Ok(Some(data.to_vec())),
                     BLOCK => put(block, data)?,
-                    STEP => step(lane.as_mut(), data)?,
+                    STEP => step(graph_path.as_mut(), data)?,
                     _ => return Err(strange(format!("a message of kind {kind}"))),
                 }
                 Ok(None)
@@ -84,8 +84,8 @@ fn put(block: &mut [u8], data: &Message<'_>) -> Result<(), FollowError> {
     Ok(())
 }
 
-fn step(lane: Option<&mut Lane>, data: &Message<'_>) -> Result<(), FollowError> {
-    let lane = lane.ok_or_else(|| strange("a step of the graph path".to_owned()))?;
+fn step(graph_path: Option<&mut GraphPath>, data: &Message<'_>) -> Result<(), FollowError> {
+    let graph_path = graph_path.ok_or_else(|| strange("a step of the graph path".to_owned()))?;
     let short = || strange(format!("a step of {} bytes", data.len()));
     let start = size_of::<StepHead>();
     if data.len() < start {
@@ -97,7 +97,7 @@ fn step(lane: Option<&mut Lane>, data: &Message<'_>) -> Result<(), FollowError> 
     let end = data.len().checked_sub(masks).filter(|&end| end >= start);
     let block = start..end.ok_or_else(short)?;
     let bytes = block.len();
-    if !lane.follow(head, data, block)? {
+    if !graph_path.follow(head, data, block)? {
         return Err(strange(format!("{head:?} with {bytes} bytes")));
     }
     Ok(())

@@ -2,7 +2,7 @@
 //!
 //! [`Responder::next`] waits for a request. What needs no model is answered at once: malformed
 //! frames, health checks, operations that are not supported, batches without tokens. So are batches
-//! that a captured graph can run, by the [`Lane`]. The rest comes out as a [`Job`]: an open [`Batch`] to
+//! that a captured graph can run, by the [`GraphPath`]. The rest comes out as a [`Job`]: an open [`Batch`] to
 //! stage, run and commit, a [copy](struct@Copy) of pages, or an adapter to [`Load`]. A job that is
 //! dropped without an answer aborts its request, so nothing is ever left waiting. Of a model on several devices the leader
 //! has a responder, and the others [`Follow`].
@@ -12,9 +12,9 @@ mod copy;
 mod counters;
 mod decide;
 mod follow;
+mod graph_path;
 mod groups;
 mod histogram;
-mod lane;
 mod lead;
 mod load;
 mod media;
@@ -27,8 +27,8 @@ pub use batch::{Batch, BatchError};
 pub use copy::Copy;
 pub use counters::{Counts, DIRECTIONS};
 pub use follow::{Follow, FollowError};
+pub use graph_path::{GraphPath, GraphPathError, Memory};
 pub use histogram::Histogram;
-pub use lane::{Lane, LaneError, Memory};
 pub use lead::Lead;
 pub use load::Load;
 pub use media::Media;

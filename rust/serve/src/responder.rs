@@ -11,7 +11,7 @@ use crate::batch::Batch;
 use crate::copy::{Copy, answer};
 use crate::counters::Counts;
 use crate::decide::{Action, Decision, decide};
-use crate::lane::{Lane, LaneError};
+use crate::graph_path::{GraphPath, GraphPathError};
 use crate::load::Load;
 use crate::media::Media;
 use crate::note::Note;
@@ -31,9 +31,9 @@ pub enum Event {
     Called,
     /// The engine must act.
     Job(Job),
-    /// Nothing can be served any more: the device [cannot](LaneError::is_fatal), or a step failed on this rank of several and
+    /// Nothing can be served any more: the device [cannot](GraphPathError::is_fatal), or a step failed on this rank of several and
     /// the others wait for it. The request was answered by an abort.
-    Lost(LaneError),
+    Lost(GraphPathError),
 }
 
 /// A batch that the graph path answered.
@@ -78,7 +78,7 @@ pub enum RehearsalError {
     Busy,
     /// The graph path failed.
     #[error(transparent)]
-    Lane(#[from] LaneError),
+    GraphPath(#[from] GraphPathError),
 }
 
 /// Takes requests off the ring, one at a time and oldest first.
@@ -88,7 +88,7 @@ pub struct Responder {
     request: Mutex<Vec<u64>>,
     host_pages: u32,
     wait: Wait,
-    lane: Mutex<Option<Lane>>,
+    graph_path: Mutex<Option<GraphPath>>,
     steps: bool,
 }
 
@@ -102,15 +102,15 @@ impl Responder {
             request: Mutex::default(),
             host_pages,
             wait,
-            lane: Mutex::new(None),
+            graph_path: Mutex::new(None),
             steps: false,
         }
     }
 
     /// With a graph path for the batches that it takes.
     #[must_use]
-    pub fn with_lane(mut self, lane: Lane) -> Self {
-        self.lane = Mutex::new(Some(lane));
+    pub fn with_graph_path(mut self, graph_path: GraphPath) -> Self {
+        self.graph_path = Mutex::new(Some(graph_path));
         self
     }
 
@@ -209,14 +209,20 @@ impl Responder {
     }
 
     fn leads(&self) -> bool {
-        let lane = self.lane.lock().unwrap_or_else(PoisonError::into_inner);
-        lane.as_ref().is_some_and(Lane::leads)
+        let graph_path = self
+            .graph_path
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        graph_path.as_ref().is_some_and(GraphPath::leads)
     }
 
     /// Runs a batch on the graph path, if that takes it.
-    fn run(&self, batch: &mut Batch) -> Option<Result<DeviceTimes, LaneError>> {
-        let mut lane = self.lane.lock().unwrap_or_else(PoisonError::into_inner);
-        batch.run(lane.as_mut()?)
+    fn run(&self, batch: &mut Batch) -> Option<Result<DeviceTimes, GraphPathError>> {
+        let mut graph_path = self
+            .graph_path
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        batch.run(graph_path.as_mut()?)
     }
 
     fn finish(&self, mut batch: Batch, device: DeviceTimes) -> Event {
@@ -238,11 +244,11 @@ impl Responder {
     }
 
     /// Runs a frame of the caller's own on the graph path, for warm-up: its answer goes nowhere. Returns whether
-    /// the lane took it.
+    /// the graph path took it.
     ///
     /// # Errors
-    /// [`RehearsalError`] as [`Responder::rehearse`], and when the lane fails.
-    pub fn rehearse_lane(&self, frame: &[u8]) -> Result<bool, RehearsalError> {
+    /// [`RehearsalError`] as [`Responder::rehearse`], and when the graph path fails.
+    pub fn rehearse_graph_path(&self, frame: &[u8]) -> Result<bool, RehearsalError> {
         let mut batch = self.rehearse(frame)?;
         match self.run(&mut batch) {
             None => Ok(false),

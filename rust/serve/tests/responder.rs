@@ -180,7 +180,7 @@ fn converse_by(
                 Event::Notes(notes) => noted.extend(notes),
                 Event::Job(job) => serve(job),
                 Event::Called => unreachable!("no thread calls"),
-                Event::Step(_) | Event::Lost(_) => unreachable!("no lane"),
+                Event::Step(_) | Event::Lost(_) => unreachable!("no graph path"),
             }
         }
         answers.join().unwrap()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import runtime_client as rc
-from lane_walk import Walk
+from path_walk import Walk
 from pie_driver_sglang._core import Request, Sampler
 from reference import random_tokens
 from traced_driver import Traced, start
@@ -24,28 +24,28 @@ PROBE = Sampler.raw_logits()
 def traced(
     request: pytest.FixtureRequest, llama_snapshot: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Traced]:
-    yield from start(tmp_path_factory.mktemp("lane"), llama_snapshot, request.param)
+    yield from start(tmp_path_factory.mktemp("graph_path"), llama_snapshot, request.param)
 
 
 def both(traced: Traced, requests: list[Request], probed: list[Request]) -> list[list[int]]:
     """Tokens of a batch that the graph path takes and of one that it leaves; they must agree."""
-    before = len(traced.lanes())
+    before = len(traced.paths())
     fast, general = (traced.client.forward(batch).tokens for batch in (requests, probed))
-    assert traced.lanes()[before:] == ["fast", "general"]
+    assert traced.paths()[before:] == ["graph", "python"]
     assert fast == general
     return fast
 
 
 def test_random_contexts_get_the_same_tokens(traced: Traced) -> None:
     walk = Walk(traced.client, 400, rc.PAGE, traced.vocab, seed=7)
-    before = len(traced.lanes())
+    before = len(traced.paths())
     walk.run(120)
     assert walk.compared > 1000
     assert walk.differences == []
-    taken = traced.lanes()[before:]
-    assert taken.count("fast") > 60
+    taken = traced.paths()[before:]
+    assert taken.count("graph") > 60
     # Long prompts are left, and every batch with a probe.
-    assert taken.count("general") > 240
+    assert taken.count("python") > 240
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_random_contexts_get_the_same_tokens(traced: Traced) -> None:
     [Sampler.greedy(), Sampler.multinomial(0.9, 1234), Sampler.multinomial(3.0, 77)],
     ids=["greedy", "seeded", "hot"],
 )
-def test_a_sampler_draws_the_same_token_in_both_lanes(traced: Traced, sampler: Sampler) -> None:
+def test_a_sampler_draws_the_same_token_on_both_paths(traced: Traced, sampler: Sampler) -> None:
     contexts = [rc.Context([*PROMPT[:2], token], [page]) for page, token in enumerate(PROMPT)]
     requests = [context.request(sampler) for context in contexts]
     both(traced, requests, [context.request(sampler, PROBE) for context in contexts])
@@ -80,7 +80,7 @@ def test_unseeded_samplers_draw_what_they_may(traced: Traced) -> None:
     assert len(seen[0]) > 1
 
 
-def test_masks_hold_in_the_fast_lane(traced: Traced) -> None:
+def test_masks_hold_on_the_graph_path(traced: Traced) -> None:
     allowed = [[0, 3], [60, 2, 66], [127, 1], [0, traced.vocab]]
     contexts = [rc.Context(PROMPT, [page]) for page in range(4)]
     requests = [
@@ -148,12 +148,12 @@ def test_a_bad_request_costs_nobody_else_anything(traced: Traced) -> None:
     assert len(tokens[1]) == 1
 
 
-def test_without_graphs_every_batch_takes_the_general_lane(
+def test_without_graphs_every_batch_takes_the_python_path(
     llama_snapshot: Path, tmp_path: Path
 ) -> None:
     with contextmanager(start)(tmp_path, llama_snapshot, disable_cuda_graph=True) as eager:
         assert len(eager.client.forward([rc.Context([7], [4]).request()]).tokens) == 1
-        assert eager.lanes() == ["general"]
+        assert eager.paths() == ["python"]
 
 
 @pytest.mark.interpreted("tests/step_kernels.py")

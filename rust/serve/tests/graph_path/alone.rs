@@ -9,14 +9,14 @@ use pie_ring::Wait;
 use pie_serve::RehearsalError;
 
 use crate::devices::{
-    Device, ROWS, Shared, converse, counting, forks, frame, lane, lane_of, responder,
+    Device, ROWS, Shared, converse, counting, forks, frame, graph_path, graph_path_of, responder,
 };
 
 #[test]
 fn the_smallest_graph_that_holds_the_rows_runs() {
     let (shared, launched) = (Shared::default(), Arc::default());
     let responder = responder(counting(&shared, &launched, Duration::from_micros(200)));
-    let taken = |tokens: &[u32]| responder.rehearse_lane(&frame(tokens)).unwrap();
+    let taken = |tokens: &[u32]| responder.rehearse_graph_path(&frame(tokens)).unwrap();
     assert!(taken(&[1]));
     assert!(taken(&[2]));
     assert!(taken(&[1, 1, 1]));
@@ -33,7 +33,7 @@ fn rows_that_read_the_same_kv_first_run_as_a_graph_that_knows_groups() {
     // Its graphs have 1, 2, 6, 3 and 6 rows.
     let plain = counting(&shared, &launched, Duration::ZERO);
     let responder = responder(plain.grouped(&[3, 6]));
-    let taken = |frame: &[u8]| responder.rehearse_lane(frame).unwrap();
+    let taken = |frame: &[u8]| responder.rehearse_graph_path(frame).unwrap();
     assert!(taken(&forks(3)));
     assert!(taken(&forks(4)));
     assert!(taken(&forks(2)), "two save less than they cost");
@@ -57,8 +57,8 @@ fn a_graph_of_fewer_slots_than_rows_answers_by_slot() {
     };
     let sizes = [StepSize::from(2), StepSize { rows: 6, slots: 2 }];
     let device = Device(launch, || Ok(true));
-    let responder = responder(lane_of(&sizes, &shared, device, Wait::Spin));
-    let taken = |tokens: &[u32]| responder.rehearse_lane(&frame(tokens)).unwrap();
+    let responder = responder(graph_path_of(&sizes, &shared, device, Wait::Spin));
+    let taken = |tokens: &[u32]| responder.rehearse_graph_path(&frame(tokens)).unwrap();
     assert!(taken(&[1, 1]));
     assert!(taken(&[4]));
     assert!(!taken(&[1, 1, 1]), "more samplers than slots");
@@ -70,8 +70,8 @@ fn a_graph_of_fewer_slots_than_rows_answers_by_slot() {
 #[test]
 fn tokens_reach_the_client_without_a_job_and_steps_are_told_when_asked() {
     let (shared, launched) = (Shared::default(), Arc::default());
-    let lane = counting(&shared, &launched, Duration::ZERO);
-    let quiet = responder(lane);
+    let graph_path = counting(&shared, &launched, Duration::ZERO);
+    let quiet = responder(graph_path);
     let frames = [frame(&[1, 1]), frame(&[2, 1]), frame(&[1; 6])];
     let singles = |tokens: &[u32]| Some(tokens.iter().map(|&token| vec![token]).collect());
     let expected = [
@@ -80,8 +80,8 @@ fn tokens_reach_the_client_without_a_job_and_steps_are_told_when_asked() {
         singles(&[0, 10, 20, 30, 40, 50]),
     ];
     assert_eq!(converse(&quiet, &frames), (expected.to_vec(), vec![]));
-    let lane = counting(&shared, &launched, Duration::ZERO);
-    let telling = responder(lane).with_steps();
+    let graph_path = counting(&shared, &launched, Duration::ZERO);
+    let telling = responder(graph_path).with_steps();
     let told = ["2/2", "2/3", "6/6"].map(String::from).to_vec();
     assert_eq!(converse(&telling, &frames), (expected.to_vec(), told));
     let counts = telling.counts();
@@ -107,7 +107,7 @@ fn a_device_that_fails_costs_its_batch_and_the_reason_names_the_shape() {
         }
         Ok(())
     };
-    let responder = responder(lane(&shared, launch, || Ok(false), Wait::Spin));
+    let responder = responder(graph_path(&shared, launch, || Ok(false), Wait::Spin));
     let (answers, told) = converse(&responder, &[frame(&[1, 2]), frame(&[1])]);
     assert_eq!(answers, [None, Some(vec![vec![7]])]);
     let [told] = &told[..] else {
@@ -148,7 +148,7 @@ fn a_device_that_can_run_nothing_any_more_ends_serving_and_one_without_memory_do
             Ok(())
         };
         let ended = move || Err(error.clone());
-        let responder = responder(lane(&shared, launch, ended.clone(), Wait::Spin));
+        let responder = responder(graph_path(&shared, launch, ended.clone(), Wait::Spin));
         let (answers, told) = converse(&responder, &[frame(&[1]), frame(&[1])]);
         assert_eq!(answers, [None, Some(vec![vec![7]])]);
         let [told] = &told[..] else {
@@ -175,9 +175,11 @@ fn a_device_that_dies_or_forgets_results_ends_the_wait() {
                 device.put(1, 9, 7);
                 Ok(())
             };
-            let lane = lane(&shared, launch, move || ended.clone(), wait);
-            let error = responder(lane).rehearse_lane(&frame(&[1, 1])).unwrap_err();
-            assert!(matches!(error, RehearsalError::Lane(_)));
+            let graph_path = graph_path(&shared, launch, move || ended.clone(), wait);
+            let error = responder(graph_path)
+                .rehearse_graph_path(&frame(&[1, 1]))
+                .unwrap_err();
+            assert!(matches!(error, RehearsalError::GraphPath(_)));
             assert!(error.to_string().contains(expected), "{error}");
         }
     }
@@ -193,7 +195,7 @@ fn a_token_outside_the_vocabulary_empties_its_request_alone() {
         }
         Ok(())
     };
-    let responder = responder(lane(&shared, launch, || Ok(false), Wait::Spin));
+    let responder = responder(graph_path(&shared, launch, || Ok(false), Wait::Spin));
     let (answers, told) = converse(&responder, &[frame(&[1, 1, 1])]);
     assert_eq!(answers, [Some(vec![vec![5], vec![], vec![6]])]);
     let [told] = &told[..] else {

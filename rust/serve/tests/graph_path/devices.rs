@@ -1,4 +1,4 @@
-//! Devices that answer as a test says, lanes over them, and frames for these.
+//! Devices that answer as a test says, graph paths over them, and frames for these.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
@@ -8,7 +8,7 @@ use std::time::Duration;
 use pie_batch::{Layout, Limits, Planner, StepMemory, StepSize};
 use pie_launch::{Launch, LaunchError};
 use pie_ring::{Client, ClientConfig, ExitGuard, RegionLayout, Server, ServerConfig, Wait};
-use pie_serve::{Event, Lane, Memory, Responder};
+use pie_serve::{Event, GraphPath, Memory, Responder};
 use pie_wire::{
     AdapterBinding, ArchivedResponsePayload, ForwardRequest, Frame, NativeSlice, Payload, Reply,
     Sampler,
@@ -40,7 +40,7 @@ impl Shared {
     }
 }
 
-/// The lane's own view.
+/// The graph path's own view.
 pub(crate) struct Host {
     shared: Shared,
     block: Vec<u64>,
@@ -93,27 +93,27 @@ where
     }
 }
 
-pub(crate) fn lane(
+pub(crate) fn graph_path(
     shared: &Shared,
     launch: impl FnMut(usize) -> Result<(), LaunchError> + Send + 'static,
     ended: impl FnMut() -> Result<bool, LaunchError> + Send + 'static,
     wait: Wait,
-) -> Lane {
-    lane_of(&ROWS.map(Into::into), shared, Device(launch, ended), wait)
+) -> GraphPath {
+    graph_path_of(&ROWS.map(Into::into), shared, Device(launch, ended), wait)
 }
 
-pub(crate) fn lane_of(
+pub(crate) fn graph_path_of(
     sizes: &[StepSize],
     shared: &Shared,
     device: impl Launch + 'static,
     wait: Wait,
-) -> Lane {
+) -> GraphPath {
     let memory = Box::new(Host::new(shared));
-    Lane::new(Box::new(device), memory, sizes, 4, wait)
+    GraphPath::new(Box::new(device), memory, sizes, 4, wait)
 }
 
-pub(crate) fn responder(lane: Lane) -> Responder {
-    Responder::new(Planner::new(LIMITS, 1), 0, Wait::Park).with_lane(lane)
+pub(crate) fn responder(graph_path: GraphPath) -> Responder {
+    Responder::new(Planner::new(LIMITS, 1), 0, Wait::Park).with_graph_path(graph_path)
 }
 
 /// One request per entry: its number of tokens; page r holds request r. One greedy sampler each.
@@ -180,12 +180,12 @@ fn encoded(request: ForwardRequest) -> Vec<u8> {
     bytes
 }
 
-/// A lane whose device knows its step from `number` and answers 10 times the row.
+/// A graph path whose device knows its step from `number` and answers 10 times the row.
 pub(crate) fn counting(
     shared: &Shared,
     launched: &Arc<Mutex<Vec<usize>>>,
     delay: Duration,
-) -> Lane {
+) -> GraphPath {
     let (device, launched) = (shared.clone(), Arc::clone(launched));
     let mut step = 0;
     let launch = move |graph: usize| {
@@ -202,7 +202,7 @@ pub(crate) fn counting(
         });
         Ok(())
     };
-    lane(
+    graph_path(
         shared,
         launch,
         || Ok(false),
@@ -230,7 +230,11 @@ pub(crate) fn decode(bytes: &[u8]) -> Answer {
 
 /// The answers to some frames, over a ring, and what the responder reported.
 pub(crate) fn converse(responder: &Responder, frames: &[Vec<u8>]) -> (Vec<Answer>, Vec<String>) {
-    let name = format!("/pie_lane_test_{}_{:p}", std::process::id(), responder);
+    let name = format!(
+        "/pie_graph_path_test_{}_{:p}",
+        std::process::id(),
+        responder
+    );
     let abort = pie_wire::abort_frame(0).to_vec();
     let mut config = ServerConfig::new(&name, pie_wire::SCHEMA_HASH, abort);
     config.layout = RegionLayout::new(2, 1 << 16, 1 << 16).unwrap();

@@ -1,10 +1,10 @@
 """The graph path on a GPU: its tokens against the Python path's, and what a step costs the host.
 
-    python benches/gpu/lane_check.py [--pocket DIR] [--shapes CONFIG_DIR] [--steps N] [--json FILE]
-        [--attention BACKEND] [--option KEY=VALUE ...] [--profile]
+    python benches/gpu/graph_path_check.py [--pocket DIR] [--shapes CONFIG_DIR] [--steps N]
+        [--json FILE] [--attention BACKEND] [--option KEY=VALUE ...] [--profile]
 
 1. `pocket` in bfloat16, N random steps of joins, leaves, forks, moved pages and drafts, each sent
-   over both lanes: tokens are equal, or their logits at most two bfloat16 ulps apart.
+   over both paths: tokens are equal, or their logits at most two bfloat16 ulps apart.
 2. Random weights in the shape of CONFIG_DIR, in one process with the driver's loop and a client
    process. Timed are the round trip of a greedy decode step by batch and context, and the very
    same graph launched back to back. They take turns, since a GPU at its power limit changes its
@@ -38,7 +38,7 @@ from pie_driver_sglang._core import Client
 
 sys.path.insert(0, str(frame.REPOSITORY / "tests"))
 
-from lane_walk import Walk
+from path_walk import Walk
 
 BATCHES = (1, 8, 64, 256)
 CONTEXTS = (512, 2048)
@@ -52,7 +52,7 @@ MOST_ULPS = 2
 def check_walk(
     model: Path, steps: int, options: list[str], device: str = "cuda:0"
 ) -> dict[str, float]:
-    """Both lanes over a random walk; options are lines of `[driver.options]`."""
+    """Both paths over a random walk; options are lines of `[driver.options]`."""
     vocab = json.loads((model / "config.json").read_text())["vocab_size"]
     options = [f"page_size = {PAGE}", "mem_fraction_static = 0.1", *options]
     with driver(model, tomllib.loads("\n".join(options)), device) as (client, caps):
@@ -98,7 +98,7 @@ def time_steps(model: Path, options: list[str], profiled: bool, report: Report) 
 
     server = _core.Server(name, _core.ExitGuard(), spin_budget_us=NEVER_PARK)
     planner, engine = load_engine(config)
-    server.serve(planner, engine.block.data, print, lane=engine.make_lane())
+    server.serve(planner, engine.block.data, print, graph_path=engine.make_graph_path())
     warm_up(server, engine)
     stream = torch.cuda.current_stream()
 
@@ -193,7 +193,7 @@ def main() -> None:
     print(f"python {sys.version.split()[0]}, {_core.build_info()}")
     with Report(__file__, arguments) as report:
         if arguments.steps:
-            print("both lanes, pocket, bfloat16")
+            print("both paths, pocket, bfloat16")
             walk = check_walk(arguments.pocket, arguments.steps, options)
             report.add(**walk)
             if not report.hold("bfloat16 ulps apart", walk["worst_ulps"], at_most=MOST_ULPS):

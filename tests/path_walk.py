@@ -1,7 +1,7 @@
 """A random walk of contexts through a driver: joins, leaves, forks, moved pages, drafts.
 
 Each step is sent three times: alone, which the graph path takes; with a probe for each token, so
-that a decode runs as the lane's graph, but is sampled in the Python path; and with a prompt
+that a decode runs as the graph path's graph, but is sampled in the Python path; and with a prompt
 in the same batch, which makes it a pass of SGLang's. The last one's logits say which tokens a
 rounding error may exchange.
 """
@@ -28,7 +28,7 @@ class _Context:
 
 
 class Difference(NamedTuple):
-    """A token on which a lane disagrees with an eager pass."""
+    """A token on which the graph path disagrees with an eager pass."""
 
     step: int
     token: int
@@ -56,7 +56,7 @@ class Walk:
         self.compared = 0
 
     def run(self, steps: int) -> None:
-        """Takes steps and compares the lanes."""
+        """Takes steps and compares the paths."""
         for step in range(steps):
             self._mutate()
             self._step(step)
@@ -123,7 +123,7 @@ class Walk:
         pairs = list(zip(batch, drafts, strict=True))
         probes = [self._request(*pair, probe=True) for pair in pairs]
         frames = {
-            "fast": [self._request(*pair, probe=False) for pair in pairs],
+            "graph": [self._request(*pair, probe=False) for pair in pairs],
             "probed": probes,
             "eager": [*probes, self._prompt],
         }

@@ -10,7 +10,7 @@ use std::thread::{self, JoinHandle};
 use pie_batch::{Layout, StepMemory};
 use pie_launch::LaunchError;
 use pie_ring::{Broadcast, Wait};
-use pie_serve::{Follow, FollowError, Lane, Lead, Memory};
+use pie_serve::{Follow, FollowError, GraphPath, Lead, Memory};
 
 use crate::devices::{Answer, Device, Host, ROWS, Shared, converse, frame, responder};
 
@@ -47,8 +47,8 @@ impl Memory for Noting {
     }
 }
 
-/// A lane that remembers what it launched, and answers step after step; unless its device ends with an error.
-fn recording(ended: Result<bool, LaunchError>) -> (Lane, Log) {
+/// A graph path that remembers what it launched, and answers step after step; unless its device ends with an error.
+fn recording(ended: Result<bool, LaunchError>) -> (GraphPath, Log) {
     let (shared, log) = (Shared::default(), Log::default());
     let (device, launched) = (shared.clone(), log.clone());
     let (fails, mut step) = (ended.is_err(), 0);
@@ -63,7 +63,7 @@ fn recording(ended: Result<bool, LaunchError>) -> (Lane, Log) {
     let memory = Box::new(Noting(Host::new(&shared), log.clone()));
     let device = Box::new(Device(launch, move || ended.clone()));
     (
-        Lane::new(device, memory, &ROWS.map(Into::into), 4, Wait::Park),
+        GraphPath::new(device, memory, &ROWS.map(Into::into), 4, Wait::Park),
         log,
     )
 }
@@ -80,8 +80,8 @@ struct Follower {
     thread: JoinHandle<Option<FollowError>>,
 }
 
-fn follower(lead: &Lead, index: usize, lane: Option<Lane>) -> Follower {
-    let mut follow = Follow::open(inherited(lead), index, lane, Wait::Park).unwrap();
+fn follower(lead: &Lead, index: usize, graph_path: Option<GraphPath>) -> Follower {
+    let mut follow = Follow::open(inherited(lead), index, graph_path, Wait::Park).unwrap();
     let (told, commands) = mpsc::channel();
     let thread = thread::spawn(move || {
         let mut block = vec![0; 64];
@@ -102,8 +102,8 @@ fn every_rank_launches_what_the_leader_launches() {
     let (ours, seen) = recording(Ok(false));
     let others: Vec<_> = (0..2)
         .map(|index| {
-            let (lane, seen) = recording(Ok(false));
-            (follower(&lead, index, Some(lane)), seen)
+            let (graph_path, seen) = recording(Ok(false));
+            (follower(&lead, index, Some(graph_path)), seen)
         })
         .collect();
     let responder = responder(ours.leading(lead.clone()));
@@ -167,7 +167,7 @@ fn a_step_that_fails_on_a_follower_ends_it() {
     let other = follower(&lead, 0, Some(theirs));
     converse(&responder(ours.leading(lead)), &[frame(&[1, 1])]);
     let error = other.thread.join().unwrap().unwrap();
-    assert!(matches!(error, FollowError::Lane(_)), "{error}");
+    assert!(matches!(error, FollowError::GraphPath(_)), "{error}");
     assert!(error.to_string().contains("2 rows"), "{error}");
 }
 
@@ -194,8 +194,8 @@ fn a_follower_refuses_what_it_is_not_made_for() {
     for (kind, message, expected) in cases {
         let mut leader = Broadcast::create(1).unwrap();
         let fd = leader.fd().try_clone_to_owned().unwrap();
-        let (lane, seen) = recording(Ok(false));
-        let mut follow = Follow::open(fd, 0, Some(lane), Wait::Spin).unwrap();
+        let (graph_path, seen) = recording(Ok(false));
+        let mut follow = Follow::open(fd, 0, Some(graph_path), Wait::Spin).unwrap();
         leader.send(kind, &[&message]).unwrap();
         let error = follow.next(&mut [0; 64]).unwrap_err();
         assert!(matches!(error, FollowError::Message { .. }), "{error}");
@@ -205,7 +205,7 @@ fn a_follower_refuses_what_it_is_not_made_for() {
 }
 
 #[test]
-fn a_rank_without_a_lane_refuses_steps() {
+fn a_rank_without_a_graph_path_refuses_steps() {
     let lead = Lead::new(1).unwrap();
     let (ours, _) = recording(Ok(false));
     let other = follower(&lead, 0, None);

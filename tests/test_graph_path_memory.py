@@ -1,4 +1,4 @@
-"""The memory of a lane is as large as its graphs write."""
+"""The memory of a graph path is as large as its graphs write."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import pytest
 from pie_driver_sglang import _core
 
 
-def lane(results: int, grouped: list[int]) -> _core.Lane:
-    """A lane with graphs of 8 rows and 64 slots, and of `grouped` rows."""
-    return _core.Lane.call(
+def graph_path(results: int, grouped: list[int]) -> _core.GraphPath:
+    """A graph path with graphs of 8 rows and 64 slots, and of `grouped` rows."""
+    return _core.GraphPath.call(
         bytearray(1 << 20),
         array.array("i", [0]),
         array.array("Q", [0] * results),
@@ -25,6 +25,6 @@ def lane(results: int, grouped: list[int]) -> _core.Lane:
 
 def test_results_have_a_word_for_each_slot_of_the_largest_graph() -> None:
     for fewest, grouped in [(8, []), (8, [4]), (16, [4, 16]), (64, [64])]:
-        lane(fewest, grouped)
+        graph_path(fewest, grouped)
         with pytest.raises(ValueError, match=f"results.*{8 * fewest}"):
-            lane(fewest - 1, grouped)
+            graph_path(fewest - 1, grouped)

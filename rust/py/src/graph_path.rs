@@ -15,7 +15,7 @@ use crate::broadcast::Broadcast;
 
 /// Captured graphs, and the memory that they share with the host. Give it to `Server.serve`.
 #[pyclass(frozen, module = "pie_driver_sglang._core")]
-pub(crate) struct Lane {
+pub(crate) struct GraphPath {
     /// `None` once it serves.
     parts: Mutex<Option<Parts>>,
 }
@@ -31,7 +31,7 @@ struct Parts {
 }
 
 #[pymethods]
-impl Lane {
+impl GraphPath {
     /// CUDA graphs, launched by their raw handles on the current device.
     ///
     /// Args:
@@ -43,7 +43,7 @@ impl Lane {
     ///     slots: Most slots of a graph; it has as many as rows, if these are fewer.
     ///     stream: The `cudaStream_t` that they run on.
     ///     most: Most rows of one request.
-    ///     owner: Owns graphs, stream and memory, and is kept alive with the lane. Nothing else may use them.
+    ///     owner: Owns graphs, stream and memory, and is kept alive with the graph path. Nothing else may use them.
     ///     grouped: Rows and handle of each graph whose block is `graph_layout(rows, slots, grouped=True)`, fewest first; they
     ///         run the steps in which rows read the same KV first, if they have room.
     ///     extended: Rows and handle of each graph whose block is `graph_layout(rows, slots, extended=True)`, fewest first; they
@@ -122,10 +122,10 @@ impl Lane {
         Self::new(device, memory, (rows, grouped, extended), slots, most)
     }
 
-    /// Sends every step to the other ranks of a model, so that their lanes run it, too.
+    /// Sends every step to the other ranks of a model, so that their graph paths run it, too.
     ///
     /// Raises:
-    ///     ValueError: The lane already serves.
+    ///     ValueError: The graph path already serves.
     fn lead(&self, broadcast: &Broadcast) -> PyResult<()> {
         let mut parts = self.parts.lock().unwrap_or_else(PoisonError::into_inner);
         let parts = parts.as_mut().ok_or_else(already_serves)?;
@@ -134,7 +134,7 @@ impl Lane {
     }
 }
 
-impl Lane {
+impl GraphPath {
     fn new(
         device: Box<dyn Launch>,
         memory: Buffers,
@@ -192,8 +192,8 @@ impl Lane {
         })
     }
 
-    /// The lane for a responder, once.
-    pub(crate) fn take(&self, wait: Wait) -> PyResult<pie_serve::Lane> {
+    /// The graph path for a responder, once.
+    pub(crate) fn take(&self, wait: Wait) -> PyResult<pie_serve::GraphPath> {
         let parts = self.parts.lock();
         let parts = parts.unwrap_or_else(PoisonError::into_inner).take();
         let Parts {
@@ -205,17 +205,17 @@ impl Lane {
             most,
             lead,
         } = parts.ok_or_else(already_serves)?;
-        let lane = pie_serve::Lane::new(device, Box::new(memory), &sizes, most, wait);
-        let lane = lane.grouped(&grouped).extended(&extended);
+        let graph_path = pie_serve::GraphPath::new(device, Box::new(memory), &sizes, most, wait);
+        let graph_path = graph_path.grouped(&grouped).extended(&extended);
         Ok(match lead {
-            Some(lead) => lane.leading(lead),
-            None => lane,
+            Some(lead) => graph_path.leading(lead),
+            None => graph_path,
         })
     }
 }
 
 fn already_serves() -> PyErr {
-    PyValueError::new_err("the lane already serves")
+    PyValueError::new_err("the graph path already serves")
 }
 
 fn check<T: Element>(name: &str, buffer: &PyBuffer<T>, needed: usize) -> PyResult<()> {
@@ -238,8 +238,8 @@ struct Buffers {
 #[expect(unsafe_code, reason = "views over the engine's memory")]
 impl pie_serve::Memory for Buffers {
     fn step(&mut self) -> StepMemory<'_> {
-        // SAFETY: `Lane::new` accepted the buffers as writable and contiguous, and they keep their memory alive. By the
-        // contract of `Lane.cuda` and `Lane.call` nothing else writes to them, and the graphs read them only between a
+        // SAFETY: `GraphPath::new` accepted the buffers as writable and contiguous, and they keep their memory alive. By the
+        // contract of `GraphPath.cuda` and `GraphPath.call` nothing else writes to them, and the graphs read them only between a
         // launch and its results, when no such view lives.
         unsafe {
             StepMemory {

@@ -25,7 +25,7 @@ pub trait Memory: Send {
 
 /// Why the graph path did not answer a batch that it accepted.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
-pub enum LaneError {
+pub enum GraphPathError {
     /// The memory does not fit the graphs.
     #[error(transparent)]
     Stage(#[from] StageError),
@@ -44,7 +44,7 @@ pub enum LaneError {
     },
 }
 
-impl LaneError {
+impl GraphPathError {
     /// Whether the device can run nothing any more.
     #[must_use]
     pub fn is_fatal(&self) -> bool {
@@ -60,7 +60,7 @@ const POLLS: u32 = 256;
 const NAP: Duration = Duration::from_micros(20);
 
 /// Graphs by their number of rows, and what they need.
-pub struct Lane {
+pub struct GraphPath {
     device: Box<dyn Launch>,
     memory: Box<dyn Memory>,
     /// Room and block layout of each graph, fewest rows first; then those of graphs that know groups, then those that change
@@ -79,7 +79,7 @@ pub struct Lane {
     lead: Option<Lead>,
 }
 
-impl Lane {
+impl GraphPath {
     /// Graph `i` of `device` runs steps that fit `sizes[i]`, whose rows rise. Batches with more than `max_rows` rows of one
     /// request are not taken. Results are awaited as requests are.
     #[must_use]
@@ -140,7 +140,7 @@ impl Lane {
         self
     }
 
-    /// Whether other ranks do what this lane does.
+    /// Whether other ranks do what this graph path does.
     pub(crate) const fn leads(&self) -> bool {
         self.lead.is_some()
     }
@@ -173,7 +173,7 @@ impl Lane {
         planner: &mut Planner,
         plan: Plan,
         graph: usize,
-    ) -> Result<LaneRun, LaneError> {
+    ) -> Result<GraphPathRun, GraphPathError> {
         let started = Instant::now();
         let step = self.stage(planner, plan, graph)?;
         let staged = Instant::now();
@@ -186,7 +186,7 @@ impl Lane {
                 Polled::Running(running) => step = running,
             }
         };
-        Ok(LaneRun {
+        Ok(GraphPathRun {
             computed,
             staging: staged - started,
             device: DeviceTimes {
@@ -203,7 +203,7 @@ impl Lane {
         planner: &mut Planner,
         plan: Plan,
         graph: usize,
-    ) -> Result<ReadyStep<'_>, LaneError> {
+    ) -> Result<ReadyStep<'_>, GraphPathError> {
         // 0 is what the results hold at first.
         self.step = self.step.checked_add(1).unwrap_or(1);
         let rows = plan.token_count();
@@ -223,10 +223,10 @@ impl Lane {
                 &memory.mask_words[..staged.mask_words()],
             );
             lead.step(head, block, masks)
-                .map_err(|error| LaneError::Lead(error.to_string()))?;
+                .map_err(|error| GraphPathError::Lead(error.to_string()))?;
         }
         Ok(ReadyStep {
-            lane: self,
+            graph_path: self,
             staged,
             graph,
             rows,
@@ -234,11 +234,16 @@ impl Lane {
     }
 
     /// Launches a graph whose block is there.
-    fn launch(&mut self, graph: usize, rows: usize, results: usize) -> Result<Watch, LaneError> {
+    fn launch(
+        &mut self,
+        graph: usize,
+        rows: usize,
+        results: usize,
+    ) -> Result<Watch, GraphPathError> {
         let graph_rows = self.graphs[graph].0.rows;
         self.device
             .launch(graph)
-            .map_err(|source| LaneError::Launch {
+            .map_err(|source| GraphPathError::Launch {
                 graph_rows,
                 rows,
                 source,
@@ -255,13 +260,13 @@ impl Lane {
     }
 
     /// Runs a step that another rank has staged, to its end: `data` has its block, then its mask words. Returns false, and
-    /// does nothing, if it is not one of this lane's graphs.
+    /// does nothing, if it is not one of this graph path's graphs.
     pub(crate) fn follow(
         &mut self,
         head: StepHead,
         data: &Message<'_>,
         block: Range<usize>,
-    ) -> Result<bool, LaneError> {
+    ) -> Result<bool, GraphPathError> {
         let (graph, rows, results) = (
             head.graph as usize,
             head.rows as usize,
@@ -288,7 +293,7 @@ impl Lane {
     }
 
     /// Looks for results for a short while; returns whether all have come.
-    fn poll(&mut self, watch: &mut Watch) -> Result<bool, LaneError> {
+    fn poll(&mut self, watch: &mut Watch) -> Result<bool, GraphPathError> {
         for _ in 0..POLLS {
             let results = &self.memory.results()[watch.seen..watch.results];
             watch.seen += results
@@ -301,7 +306,7 @@ impl Lane {
             }
             std::hint::spin_loop();
         }
-        self.check(watch).map_err(|source| LaneError::Launch {
+        self.check(watch).map_err(|source| GraphPathError::Launch {
             graph_rows: watch.graph_rows,
             rows: watch.rows,
             source,
@@ -340,9 +345,9 @@ struct Watch {
     ended: bool,
 }
 
-/// A step in the memory of the lane, which no other step can have meanwhile.
+/// A step in the memory of the graph path, which no other step can have meanwhile.
 pub(crate) struct ReadyStep<'l> {
-    lane: &'l mut Lane,
+    graph_path: &'l mut GraphPath,
     staged: StagedStep,
     graph: usize,
     rows: usize,
@@ -350,16 +355,16 @@ pub(crate) struct ReadyStep<'l> {
 
 impl<'l> ReadyStep<'l> {
     /// Has the device run it.
-    pub(crate) fn launch(self) -> Result<RunningStep<'l>, LaneError> {
+    pub(crate) fn launch(self) -> Result<RunningStep<'l>, GraphPathError> {
         let Self {
-            lane,
+            graph_path,
             staged,
             graph,
             rows,
         } = self;
-        let watch = lane.launch(graph, rows, staged.results())?;
+        let watch = graph_path.launch(graph, rows, staged.results())?;
         Ok(RunningStep {
-            lane,
+            graph_path,
             staged,
             watch,
         })
@@ -368,7 +373,7 @@ impl<'l> ReadyStep<'l> {
 
 /// A step that the device runs. The planner is free: it may prepare drafts, and plan the next frame.
 pub(crate) struct RunningStep<'l> {
-    lane: &'l mut Lane,
+    graph_path: &'l mut GraphPath,
     staged: StagedStep,
     watch: Watch,
 }
@@ -388,18 +393,18 @@ impl<'l> RunningStep<'l> {
     }
 
     /// Looks for the step's tokens for a short while.
-    pub(crate) fn poll(mut self) -> Result<Polled<'l>, LaneError> {
-        if !self.lane.poll(&mut self.watch)? {
+    pub(crate) fn poll(mut self) -> Result<Polled<'l>, GraphPathError> {
+        if !self.graph_path.poll(&mut self.watch)? {
             return Ok(Polled::Running(self));
         }
-        let results = self.lane.memory.results();
+        let results = self.graph_path.memory.results();
         let token = |slot: usize| results[slot].load(Ordering::Relaxed) as u32;
         Ok(Polled::Computed(self.staged.put_tokens(token)))
     }
 }
 
 /// A plan that a graph has computed.
-pub(crate) struct LaneRun {
+pub(crate) struct GraphPathRun {
     pub(crate) computed: Computed,
     /// How long the host staged it.
     pub(crate) staging: Duration,
