@@ -46,7 +46,7 @@ CHECKS: Final[Mapping[str, Check]] = {
         _LOAD + " --pocket {pocket} --patience 2", alone=True,
     ),
     "graph_path": Check(
-        "graph_path_check.py", "tokens of graph path and Python path agree; the host's part of a step",
+        "graph_path_check.py", "tokens of both paths agree; the host's part of a step",
         "2 bfloat16 ulps", 5,
         "--pocket {pocket} --steps 200 --shapes {small} --json {record}", alone=True,
     ),
