@@ -52,7 +52,14 @@ READ: Final = (
     "tp_size",
 )
 #: Arguments of the engine itself, which SGLang does not have.
-OWN: Final = ("devices", "log_file", "max_restarts", "max_token_gap_ms", "ready_timeout_s")
+OWN: Final = (
+    "devices",
+    "log_file",
+    "max_restarts",
+    "max_step_ms",
+    "max_token_gap_ms",
+    "ready_timeout_s",
+)
 #: Names that SGLang's command line and other engines have for the same.
 OTHER_NAMES: Final[Mapping[str, str]] = MappingProxyType(
     {

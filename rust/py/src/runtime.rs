@@ -2,6 +2,7 @@
 
 mod grammars;
 mod outputs;
+mod requests;
 mod settings;
 
 use std::collections::VecDeque;
@@ -26,6 +27,7 @@ use self::settings::{
 use crate::error::from_runtime;
 
 pub(crate) use self::outputs::Output;
+pub(crate) use self::requests::Requests;
 
 /// How often a wait looks for Ctrl-C.
 const SIGNALS: Duration = Duration::from_millis(100);
@@ -64,6 +66,8 @@ impl Runtime {
     ///     chunked_prefill_size: Most tokens of a step.
     ///     max_token_gap_ms: The longest time between two tokens of a stream that prompts of others may cause; 0 for no
     ///         limit.
+    ///     max_step_ms: While no request streams, a step has as many tokens of prompts as take about so long, at least
+    ///         `chunked_prefill_size`; 0 for no more than these.
     ///     radix_eviction_policy: `lru`, `lfu`, `fifo`, `filo`, `mru`, `slru` or `priority`.
     ///     disable_radix_cache: Share no prefixes.
     ///     enable_priority_scheduling: `priority` of requests comes before the policy.
@@ -89,6 +93,7 @@ impl Runtime {
         model, *, python, devices = vec!["cuda:0".to_owned()], replicas = 1, tensor_parallel_size = 1, dtype = None,
         seed = 42, spin_budget_us = 1000, options = None, schedule_policy = "fcfs", schedule_conservativeness = 1.0,
         max_running_requests = None, max_queued_requests = None, chunked_prefill_size = 8192, max_token_gap_ms = 6.0,
+        max_step_ms = 250.0,
         radix_eviction_policy = "lru", disable_radix_cache = false, enable_priority_scheduling = false,
         schedule_low_priority_values_first = false, priority_scheduling_preemption_threshold = None,
         max_total_pages = None, eos_token_ids = Vec::new(), vocabulary = None, special_tokens = Vec::new(), max_restarts = 3,
@@ -116,6 +121,7 @@ impl Runtime {
         max_queued_requests: Option<u32>,
         chunked_prefill_size: u32,
         max_token_gap_ms: f64,
+        max_step_ms: f64,
         radix_eviction_policy: &str,
         disable_radix_cache: bool,
         enable_priority_scheduling: bool,
@@ -143,6 +149,7 @@ impl Runtime {
         };
         let drivers = share(&driver, &devices, replicas, tensor_parallel_size)?;
         let gap = seconds("max_token_gap_ms", max_token_gap_ms / 1e3)?;
+        let step = seconds("max_step_ms", max_step_ms / 1e3)?;
         let scheduler = Config {
             policy: schedule_policy.parse().map_err(value_error)?,
             conservativeness: schedule_conservativeness,
@@ -150,6 +157,7 @@ impl Runtime {
             max_running: at_least_one("max_running_requests", max_running_requests)?.unwrap_or(0),
             max_queued: max_queued_requests,
             gap_us: gap.as_micros() as u64,
+            step_us: step.as_micros() as u64,
             prefix_cache: !disable_radix_cache,
             eviction: radix_eviction_policy.parse().map_err(value_error)?,
             priority: enable_priority_scheduling,
@@ -244,6 +252,7 @@ impl Runtime {
     ///     deadline_s: Seconds after which it ends, finished or not.
     ///     streams: Outputs come with every step, and `max_token_gap_ms` holds between them. Else each sequence has one
     ///         output, at its end.
+    ///     into: Where the request is put instead, to be handed in with others by `submit_all`; then its place there is returned.
     ///
     /// Raises:
     ///     ValueError: A parameter is out of range, or the driver cannot do what is asked for.
@@ -256,7 +265,7 @@ impl Runtime {
         seed = None, frequency_penalty = 0.0, presence_penalty = 0.0, repetition_penalty = 1.0, logit_bias = Vec::new(),
         stop_token_ids = Vec::new(), stop = Vec::new(), ignore_eos = false, n = 1, priority = None,
         routing_key = None, session = None, namespace = None, adapter_id = None, grammar = None, speculate = false,
-        deadline_s = None, streams = true
+        deadline_s = None, streams = true, into = None
     ))]
     #[expect(
         clippy::too_many_arguments,
@@ -290,6 +299,7 @@ impl Runtime {
         speculate: bool,
         deadline_s: Option<f64>,
         streams: bool,
+        into: Option<PyRef<'_, Requests>>,
     ) -> PyResult<u64> {
         let sampling = Sampling {
             temperature,
@@ -329,12 +339,26 @@ impl Runtime {
             streams,
             ..Arrival::new(0, token_ids.0, draw, max_new_tokens)
         };
+        let deadline = deadline.transpose()?;
+        match into {
+            Some(requests) => Ok(requests.add(arrival, deadline)),
+            None => self
+                .service
+                .submit(arrival, deadline)
+                .map_err(|rejected| from_rejected(&rejected)),
+        }
+    }
+
+    /// Hands requests in and returns their ids, in order. No step is laid out between them: those that do not stream fill steps as
+    /// large as can be. Afterwards `requests` is empty.
+    ///
+    /// Raises:
+    ///     StartError: No driver is left.
+    ///     RuntimeError: The drivers are not ready, or the runtime is shut down.
+    fn submit_all(&self, requests: &Requests) -> PyResult<Vec<u64>> {
         self.service
-            .submit(arrival, deadline.transpose()?)
-            .map_err(|rejected| match &rejected {
-                Rejected::Gone(error) => from_runtime(error),
-                _ => PyRuntimeError::new_err(rejected.to_string()),
-            })
+            .submit_all(requests.take())
+            .map_err(|rejected| from_rejected(&rejected))
     }
 
     /// Has every driver read a LoRA adapter, without Python's lock; requests of others go on meanwhile. A driver that is
@@ -448,6 +472,13 @@ impl Runtime {
                 "logit_bias has token {largest}, it must be below {limit}"
             ))),
         }
+    }
+}
+
+fn from_rejected(rejected: &Rejected) -> PyErr {
+    match rejected {
+        Rejected::Gone(error) => from_runtime(error),
+        _ => PyRuntimeError::new_err(rejected.to_string()),
     }
 }
 

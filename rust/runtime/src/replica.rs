@@ -27,6 +27,7 @@ const STATS: Duration = Duration::from_millis(20);
 /// A message to a replica.
 pub(crate) enum Command {
     Submit(Box<Arrival<Draw>>),
+    SubmitAll(Vec<Arrival<Draw>>),
     Abort(u64),
     EndSession(u64),
     /// Answered with whether the prefix index was emptied.
@@ -191,20 +192,8 @@ impl Replica {
     fn obey(&mut self, command: Command) -> Result<(), Halt> {
         match (command, &mut self.scheduler) {
             (Command::Stop, _) => return Err(Halt::Stop),
-            (Command::Submit(arrival), Some(scheduler)) => {
-                let (id, samples) = (arrival.id, arrival.samples);
-                match scheduler.submit(*arrival) {
-                    Ok(()) => self
-                        .sequences
-                        .extend((0..samples).map(|sample| (id, sample))),
-                    Err(refusal) => {
-                        self.refuse(id, samples, &End::Refused(refusal));
-                    }
-                }
-            }
-            (Command::Submit(arrival), None) => {
-                self.refuse(arrival.id, arrival.samples, &End::Aborted);
-            }
+            (Command::Submit(arrival), _) => self.submit(*arrival),
+            (Command::SubmitAll(arrivals), _) => self.submit_all(arrivals),
             (Command::Abort(request), Some(scheduler)) => {
                 scheduler.abort(request);
             }
@@ -223,6 +212,25 @@ impl Replica {
             (Command::Abort(_) | Command::EndSession(_) | Command::Flush(_), None) => {}
         }
         Ok(())
+    }
+
+    fn submit_all(&mut self, arrivals: Vec<Arrival<Draw>>) {
+        for arrival in arrivals {
+            self.submit(arrival);
+        }
+    }
+
+    fn submit(&mut self, arrival: Arrival<Draw>) {
+        let (id, samples) = (arrival.id, arrival.samples);
+        let Some(scheduler) = &mut self.scheduler else {
+            return self.refuse(id, samples, &End::Aborted);
+        };
+        match scheduler.submit(arrival) {
+            Ok(()) => self
+                .sequences
+                .extend((0..samples).map(|sample| (id, sample))),
+            Err(refusal) => self.refuse(id, samples, &End::Refused(refusal)),
+        }
     }
 
     /// Ends what is too late; for the time in which there is no driver, and so no step.
@@ -316,6 +324,11 @@ impl Replica {
             match command {
                 Command::Stop => return,
                 Command::Submit(arrival) => self.refuse(arrival.id, arrival.samples, &failed),
+                Command::SubmitAll(arrivals) => {
+                    for arrival in arrivals {
+                        self.refuse(arrival.id, arrival.samples, &failed);
+                    }
+                }
                 Command::Abort(_)
                 | Command::EndSession(_)
                 | Command::Flush(_)
@@ -331,9 +344,13 @@ impl Replica {
         }
         self.publish();
         self.count();
+        // A request that is handed in now is answered like those that came before.
+        self.scheduler = None;
         while let Ok(command) = self.inbox.try_recv() {
-            if let Command::Submit(arrival) = command {
-                self.refuse(arrival.id, arrival.samples, &End::Aborted);
+            match command {
+                Command::Submit(arrival) => self.submit(*arrival),
+                Command::SubmitAll(arrivals) => self.submit_all(arrivals),
+                _ => {}
             }
         }
     }

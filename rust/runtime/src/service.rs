@@ -154,20 +154,61 @@ impl Service {
         arrival: Arrival<impl Into<Draw>>,
         deadline: Option<Duration>,
     ) -> Result<u64, Rejected> {
-        let mut arrival = arrival.map(Into::into);
         let alive = self.check_alive()?;
-        let replica = self.choose(&arrival, &alive);
+        let (replica, arrival) = self.accept(arrival, deadline, &alive);
+        let id = arrival.id;
+        let sent = self.replicas[replica]
+            .commands
+            .send(Command::Submit(Box::new(arrival)));
+        sent.map_err(|_| Rejected::Stopped)?;
+        Ok(id)
+    }
+
+    /// Hands several requests in, each with its deadline, so that no step is laid out between them: those of a call that do not
+    /// stream then fill steps as large as can be. Returns their ids in order; see [`submit`](Self::submit).
+    ///
+    /// # Errors
+    /// [`Rejected`].
+    pub fn submit_all<S: Into<Draw>>(
+        &self,
+        arrivals: impl IntoIterator<Item = (Arrival<S>, Option<Duration>)>,
+    ) -> Result<Vec<u64>, Rejected> {
+        let alive = self.check_alive()?;
+        let mut shares = vec![Vec::new(); self.replicas.len()];
+        let mut ids = Vec::new();
+        for (arrival, deadline) in arrivals {
+            let (replica, arrival) = self.accept(arrival, deadline, &alive);
+            ids.push(arrival.id);
+            shares[replica].push(arrival);
+        }
+        for (handle, share) in self.replicas.iter().zip(shares) {
+            if !share.is_empty() {
+                let sent = handle.commands.send(Command::SubmitAll(share));
+                sent.map_err(|_| Rejected::Stopped)?;
+            }
+        }
+        Ok(ids)
+    }
+
+    /// Names a request, and chooses the replica that gets it, whose it is from here on.
+    fn accept(
+        &self,
+        arrival: Arrival<impl Into<Draw>>,
+        deadline: Option<Duration>,
+        alive: &[bool],
+    ) -> (usize, Arrival<Draw>) {
+        let mut arrival = arrival.map(Into::into);
+        let replica = self.choose(&arrival, alive);
         let number = self.requests.fetch_add(1, Ordering::Relaxed);
         arrival.id = number * self.replicas.len() as u64 + replica as u64;
         let deadline = deadline.map(|limit| (self.begin.elapsed() + limit).as_micros() as u64);
         arrival.deadline = deadline;
         arrival.namespace = namespace(arrival.adapter, arrival.namespace);
-        let (id, handle) = (arrival.id, &self.replicas[replica]);
         let samples = arrival.samples as usize;
-        handle.open.fetch_add(samples, Ordering::Relaxed);
-        let sent = handle.commands.send(Command::Submit(Box::new(arrival)));
-        sent.map_err(|_| Rejected::Stopped)?;
-        Ok(id)
+        self.replicas[replica]
+            .open
+            .fetch_add(samples, Ordering::Relaxed);
+        (replica, arrival)
     }
 
     /// Which replicas can take requests.

@@ -28,7 +28,7 @@ impl<S> Scheduler<S> {
         if self.waiting.is_empty() || self.running.len() >= may_run {
             return;
         }
-        if self.counts.steps < self.full_until && !self.running.is_empty() {
+        if self.plans < self.full_until && !self.running.is_empty() {
             return;
         }
         if plan.rows == 0 || plan.prompt == 0 {
@@ -51,7 +51,7 @@ impl<S> Scheduler<S> {
             match self.admit_one(plan, slot, &mut promised, now) {
                 Admission::Done => newest.push(self.sequences[slot].order),
                 Admission::Full => {
-                    self.full_until = self.counts.steps + LOOK_AGAIN;
+                    self.full_until = self.plans + LOOK_AGAIN;
                     break;
                 }
                 Admission::NoRoom => {

@@ -51,8 +51,12 @@ pub struct Config {
     /// `schedule_conservativeness`: how much of the output that running requests may still produce is taken for
     /// certain when another is admitted. Larger is more cautious.
     pub conservativeness: f32,
-    /// `chunked_prefill_size`: most tokens of a step, prompts and decodes together.
+    /// `chunked_prefill_size`: most tokens of a step, prompts and decodes together; while no request
+    /// [`streams`](crate::Arrival::streams), steps may have more, see [`step_us`](Self::step_us).
     pub chunk_tokens: u32,
+    /// While no request streams, a step has as many tokens of prompts as take about so long, in µs, by what steps took; at least
+    /// `chunk_tokens` all the same. 0: no more than these.
+    pub step_us: u64,
     /// `max_running_requests`: sequences that hold pages at once. It may exceed [`Limits::max_forward_requests`]: then
     /// they take turns.
     pub max_running: u32,
@@ -86,6 +90,7 @@ impl Default for Config {
             policy: Policy::Fcfs,
             conservativeness: 1.0,
             chunk_tokens: 8192,
+            step_us: 250_000,
             max_running: 256,
             max_queued: None,
             gap_us: 6000,

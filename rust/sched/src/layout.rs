@@ -74,6 +74,7 @@ impl<S> Scheduler<S> {
         std::mem::swap(&mut self.copies, &mut self.memory.copies);
         self.memory.copies.clear();
         flight.load.copied_pages = self.copies.len() as u32;
+        self.counts.steps += 1;
         self.counts.rows = flight.rows.len();
         self.counts.total_rows += flight.rows.len() as u64;
         self.counts.prompt_steps += u64::from(flight.load.prompt_tokens > 0);
@@ -87,7 +88,7 @@ impl<S> Scheduler<S> {
 
     /// An empty step.
     fn plan(&mut self, now: u64) -> Plan {
-        self.counts.steps += 1;
+        self.plans += 1;
         let mut rest = std::mem::take(&mut self.rest);
         rest.clear();
         let flight = self.spare.pop().unwrap_or_default();
@@ -131,6 +132,12 @@ impl<S> Scheduler<S> {
     /// How many tokens of prompts the step may have, besides decodes that have come or will come.
     fn give_prompt_budget(&mut self, plan: &mut Plan, decodes_follow: bool) {
         let decodes = self.limits.max_forward_tokens - plan.tokens;
+        if self.streaming == 0 {
+            let most = self.pace.without_streams();
+            let beside = most.saturating_sub(decodes).max(MIN_PROMPT);
+            plan.prompt = most.min(beside).min(plan.tokens);
+            return;
+        }
         let beside = self.config.chunk_tokens.saturating_sub(decodes);
         let streams = |&slot: &usize| {
             let sequence = &self.sequences[slot];
@@ -160,7 +167,7 @@ impl<S> Scheduler<S> {
             let produced = self.running.iter().map(produced).sum();
             let most = self.running.iter().map(most).sum();
             self.ratio.retracted(self.running.len(), produced, most);
-            self.full_until = self.counts.steps + LOOK_AGAIN;
+            self.full_until = self.plans + LOOK_AGAIN;
         } else {
             self.ratio.decay();
         }
@@ -214,7 +221,7 @@ impl<S> Scheduler<S> {
         for at in 0..self.running.len() {
             let slot = self.running[at];
             let sequence = &self.sequences[slot];
-            if sequence.step == self.counts.steps || !sequence.decodes() {
+            if sequence.step == self.plans || !sequence.decodes() {
                 continue;
             }
             let needs = |drafts| sequence.pages(drafts, self.memory.page_size);
@@ -241,7 +248,7 @@ impl<S> Scheduler<S> {
 
     /// What was left out comes first in the next step.
     fn take_turns(&mut self) {
-        let (step, sequences) = (self.counts.steps, &self.sequences);
+        let (step, sequences) = (self.plans, &self.sequences);
         self.running
             .sort_by_key(|&slot| sequences[slot].step == step);
     }
@@ -251,7 +258,7 @@ impl<S> Scheduler<S> {
         for at in 0..self.running.len() {
             let slot = self.running[at];
             let sequence = &self.sequences[slot];
-            if sequence.step == self.counts.steps || !sequence.prefills() {
+            if sequence.step == self.plans || !sequence.prefills() {
                 continue;
             }
             let placed = self.place_chunk(plan, slot);
@@ -311,7 +318,7 @@ impl<S> Scheduler<S> {
             wants_drafts: sequence.wants_drafts(end),
         };
         sequence.scheduled = end;
-        sequence.step = self.counts.steps;
+        sequence.step = self.plans;
         plan.flight.binding |= row.draws && !sequence.bond.is_free();
         plan.flight.drafting |= drafts > 0 || row.draws && row.wants_drafts;
         if row.draws {

@@ -57,7 +57,9 @@ pub struct Scheduler<S> {
     /// Of the last step.
     pub(crate) copies: Copies,
     outputs: Outputs,
-    /// Before this step nothing more fits, unless something ends.
+    /// Steps planned, those among them that had nothing to compute.
+    pub(crate) plans: u64,
+    /// Before this plan nothing more fits, unless something ends.
     pub(crate) full_until: u64,
     /// Prompts got nothing of the last step.
     pub(crate) starved: bool,
@@ -70,6 +72,8 @@ pub struct Scheduler<S> {
     pub(crate) spare_pages: Vec<u32>,
     /// Sequences with a constraint.
     pub(crate) constrained: usize,
+    /// Sequences that stream.
+    pub(crate) streaming: usize,
     /// Room for tokens without alternative.
     pub(crate) forced: Vec<u32>,
     /// Sequences that have ended since [`sweep`](Self::sweep).
@@ -102,7 +106,7 @@ impl<S> Scheduler<S> {
         let chunk = config.chunk_tokens.min(limits.max_forward_tokens);
         Ok(Self {
             memory: Memory::new(&config, &limits)?,
-            pace: Pace::new(config.gap_us, chunk),
+            pace: Pace::new(config.gap_us, config.step_us, chunk),
             ratio: Ratio::new(config.conservativeness),
             random: fastrand::Rng::with_seed(config.seed),
             config,
@@ -116,6 +120,7 @@ impl<S> Scheduler<S> {
             spare: Vec::new(),
             copies: Copies::default(),
             outputs: Outputs::default(),
+            plans: 0,
             full_until: 0,
             starved: false,
             last_answer: 0,
@@ -124,6 +129,7 @@ impl<S> Scheduler<S> {
             candidates: Vec::new(),
             spare_pages: Vec::new(),
             constrained: 0,
+            streaming: 0,
             forced: Vec::new(),
             ended: Vec::new(),
             orders: 0,
@@ -176,6 +182,7 @@ impl<S> Scheduler<S> {
         });
         self.orders += 1;
         self.constrained += usize::from(shared.arrival.constraint.is_some());
+        self.streaming += usize::from(shared.arrival.streams);
         let sequence = Sequence::new(shared.clone(), sample, context, self.orders);
         self.sequences.insert(sequence)
     }
@@ -347,6 +354,13 @@ impl<S> Scheduler<S> {
     pub fn outputs(&mut self, outputs: &mut Outputs) {
         std::mem::swap(&mut self.outputs, outputs);
         self.outputs.clear();
+    }
+
+    /// What the step that was laid out last takes, in µs, by what steps like it took; rather less than more. `None` while that is
+    /// not known. A caller that lays the next one out shortly before the answer has every request in it that came until then.
+    pub fn expected_us(&self) -> Option<u64> {
+        let expected = self.pace.expect(self.flights.back()?.load)?;
+        Some(expected as u64)
     }
 
     /// The earliest deadline. [`step`](Self::step) and [`expire`](Self::expire) end requests whose deadline has passed.
@@ -528,6 +542,7 @@ impl<S> Scheduler<S> {
         for slot in self.ended.drain(..) {
             let sequence = self.sequences.remove(slot);
             self.constrained -= usize::from(sequence.shared.arrival.constraint.is_some());
+            self.streaming -= usize::from(sequence.streams);
             self.counts.finished += 1;
             if let Some(request) = self.requests.get_mut(&sequence.id()) {
                 request.live -= 1;

@@ -73,7 +73,7 @@ pub(crate) struct Sequence<S> {
     resumed: u32,
     /// Tokens whose KV is stored when the steps that are out are answered.
     pub(crate) scheduled: u32,
-    /// The last step that it was laid out in.
+    /// The last plan that it was laid out in.
     pub(crate) step: u64,
     /// Counts how often its pages were taken: rows of an earlier time say nothing of what is stored.
     pub(crate) epoch: u32,

@@ -191,6 +191,65 @@ fn serve(bench: &Bench, prompts: &[(Vec<u32>, u32)]) -> Stories {
     stories
 }
 
+/// No step is laid out between requests that are handed in together.
+#[test]
+fn requests_of_one_call_begin_in_one_step() {
+    let bench = Bench::ready("serve");
+    let prompts: Vec<Vec<u32>> = (0..4).map(|at| vec![at, at + 1, at * 3, 7, 8]).collect();
+    let arrivals = prompts.iter().map(|prompt| Arrival {
+        streams: false,
+        ..Arrival::new(0, prompt.clone(), GREEDY, 3)
+    });
+    let ids = bench
+        .service
+        .submit_all(arrivals.map(|arrival| (arrival, None)))
+        .unwrap();
+    let stories = bench.collect(4);
+    for (id, prompt) in ids.iter().zip(&prompts) {
+        assert_eq!(stories[&(*id, 0)].tokens, expected(prompt, 3));
+    }
+    assert_eq!(bench.service.stats()[0].scheduler.steps, 3);
+    bench.service.shutdown();
+    let late = bench
+        .service
+        .submit_all([(Arrival::new(0, vec![1], GREEDY, 1), None)]);
+    assert!(matches!(late, Err(Rejected::Stopped)));
+}
+
+/// A step is laid out shortly before the answer to the one in front of it, so that it has what came meanwhile.
+#[test]
+fn a_request_is_in_the_step_after_the_one_that_runs() {
+    let bench = Bench::ready("slow=100");
+    bench.submit(&[1, 2, 3], 60);
+    let mut running = 0;
+    while running < 6 {
+        running += bench
+            .service
+            .poll(WATCHDOG)
+            .iter()
+            .map(|delta| delta.tokens.len())
+            .sum::<usize>();
+    }
+    // The machine may be too slow for once.
+    let found = (0..5).any(|_| {
+        let late = bench.submit(&[4, 5], 1);
+        let mut others = 0;
+        loop {
+            let deltas = bench.service.poll(WATCHDOG);
+            let of = |late_one| {
+                deltas
+                    .iter()
+                    .filter(move |delta| (delta.request == late) == late_one)
+            };
+            others += of(false).map(|delta| delta.tokens.len()).sum::<usize>();
+            if of(true).next().is_some() {
+                return others <= 2;
+            }
+        }
+    });
+    assert!(found);
+}
+
 fn is_running(pid: u32) -> bool {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
     // A zombie is waited for by who started it.
