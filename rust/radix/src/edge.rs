@@ -2,8 +2,13 @@
 
 use std::sync::Arc;
 
+use prefetch_index::prefetch_index;
+
 /// Tokens that are compared at once.
 const LANES: usize = 32;
+/// Words of a cache line, and of what is prefetched of each part of a buffer.
+const LINE: usize = 16;
+const PREFETCHED: usize = 8 * LINE;
 /// Bits of a buffer's first word that say how tokens are stored.
 const WIDTH_SHIFT: u32 = 30;
 
@@ -122,6 +127,26 @@ impl Edge {
     fn single(&self) -> Option<&[u32]> {
         let single = std::slice::from_ref(&self.start);
         self.words.is_none().then(|| &single[..self.len()])
+    }
+
+    /// Has its memory come: the page ids and both planes, as much as is needed before the processor sees that it goes on.
+    #[inline]
+    pub(crate) fn prefetch(&self, size: usize) {
+        let Some(words) = &self.words else {
+            return;
+        };
+        let (capacity, start, len) = (self.capacity(), self.start as usize, self.len as usize);
+        let low = 1 + capacity;
+        let high = low + (capacity * size).div_ceil(2);
+        for (first, count) in [
+            (1 + start, len),
+            (low + start * size / 2, len * size / 2),
+            (high + start * size / 4, len * size / 4),
+        ] {
+            for at in (0..count.clamp(1, PREFETCHED)).step_by(LINE) {
+                prefetch_index(words, first + at);
+            }
+        }
     }
 
     /// How many leading tokens agree with `tokens`; `size` tokens are a page.
