@@ -14,6 +14,7 @@ from pie_driver_sglang.config.file import ACTIVATION_DTYPES
 from pie_driver_sglang.config.hf_config import check_hf_config, load_hf_config
 from pie_driver_sglang.config.option_checks import parse_options, valid_names
 from pie_driver_sglang.config.server_args import SERVER_ARGS
+from pie_driver_sglang.config.thinking import end_of_thinking
 from pie_driver_sglang.errors import ConfigError, nearest, quoted
 from pie_driver_sglang.memory.limits import LARGE_CHUNK_TOKENS
 from pie_driver_sglang.offline.adapters import AdapterPath, parse_paths
@@ -44,6 +45,7 @@ READ: Final = (
     "model_path",
     "preferred_sampling_params",
     "random_seed",
+    "reasoning_parser",
     "served_model_name",
     "skip_tokenizer_init",
     "speculative_algorithm",
@@ -109,6 +111,7 @@ class EngineArguments(NamedTuple):
         context_length: That the user set; None for the model's.
         adapters: What to load at the start.
         max_adapters: How many may be loaded; 0 where adapters are off.
+        reasoning_parser: SGLang's name of the parser of the model's thinking.
     """
 
     model: Path
@@ -120,6 +123,7 @@ class EngineArguments(NamedTuple):
     context_length: int | None
     adapters: tuple[AdapterPath, ...] = ()
     max_adapters: int = 0
+    reasoning_parser: str | None = None
 
 
 def parse_arguments(given: Mapping[str, Any]) -> EngineArguments:
@@ -167,6 +171,7 @@ def parse_arguments(given: Mapping[str, Any]) -> EngineArguments:
         context_length=checked.context_length,
         adapters=parse_paths(values.get("lora_paths", ())),
         max_adapters=checked.max_loaded_loras if checked.enable_lora else 0,
+        reasoning_parser=_reasoning_parser(values.get("reasoning_parser")),
     )
 
 
@@ -300,6 +305,13 @@ def _dtype(name: Any, hf_config: Mapping[str, Any], device: str) -> str:
 
 def _tokenizer(values: Mapping[str, Any], model: Path) -> Path:
     return find_snapshot(values["tokenizer_path"]) if "tokenizer_path" in values else model
+
+
+def _reasoning_parser(name: Any) -> str | None:
+    """Checks the name."""
+    if name is not None:
+        end_of_thinking(str(name))
+    return name
 
 
 def _preferred(text: Any) -> Mapping[str, Any]:

@@ -368,6 +368,52 @@ fn structural_tags_bind_what_follows_their_trigger() {
 }
 
 #[test]
+fn a_text_that_needs_a_structure_begins_with_one() {
+    let compiler = compiler();
+    let tag = Grammar::StructuralTag(
+        r#"{"triggers": ["(call"], "at_least_one": true, "structures": [
+            {"begin": "(call add)", "schema": {"type": "integer"}, "end": "(end)"},
+            {"begin": "(call say)", "schema": {"const": "a"}, "end": ""}]}"#
+            .into(),
+    );
+    for text in [
+        "(call add)12(end)",
+        "(call say)\"a\" and (call add)1(end) so",
+    ] {
+        assert!(fits(&compiler, &tag, text), "{text}");
+    }
+    for text in ["", "so (call add)12(end)", "(call add)12"] {
+        assert!(!fits(&compiler, &tag, text), "{text}");
+    }
+}
+
+#[test]
+fn special_tokens_of_a_structure_are_written_as_such() {
+    let mut tokens: Vec<Vec<u8>> = (0..=255).map(|byte| vec![byte]).collect();
+    tokens.extend([vec![], vec![], vec![]]);
+    let special = [(257, "<|call|>".to_owned()), (258, "</call>".to_owned())];
+    let vocabulary = Vocabulary::new(&tokens, &special, &[256]).unwrap();
+    let compiler = Compiler::new(vocabulary, Limits::default()).unwrap();
+    let tag = Grammar::StructuralTag(
+        r#"{"triggers": ["<|call|>"], "at_least_one": true, "structures": [
+            {"begin": "<|call|>{", "schema": {"const": 1}, "end": "}\n</call>"}]}"#
+            .into(),
+    );
+    let mut matcher = compiler.compile(&tag).wait().unwrap();
+    let mut mask = vec![0; matcher.vocabulary().mask_words()];
+    let mut forced = Vec::new();
+    matcher.jump(100, &mut mask, &mut forced).unwrap();
+    let text = b"{1}\n".iter().map(|&byte| u32::from(byte));
+    let expected: Vec<u32> = [257].into_iter().chain(text).chain([258]).collect();
+    assert_eq!(forced, expected);
+    // Free text may follow, and another call.
+    for token in [u32::from(b'x'), 257] {
+        matcher.commit(token).unwrap();
+    }
+    assert!(matcher.commit(u32::from(b'x')).is_err());
+}
+
+#[test]
 fn an_end_is_taken_back_like_any_token() {
     let mut matcher = compiler()
         .compile(&Grammar::Regex("ab?".into()))

@@ -10,18 +10,19 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use pie_runtime::{
-    Arrival, Config, Constrain, DriverSettings, Ends, Pause, Rejected, Sampling, Service,
-    ServiceSettings,
+    Arrival, Config, DriverSettings, Ends, GrammarLimits, GrammarSettings, Pause, Rejected,
+    Sampling, Service, ServiceSettings, StopRegexes,
 };
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use toml::Table;
 
-use self::grammars::Grammars;
+use self::grammars::grammar_of;
 use self::outputs::{Stats, dict};
 use self::settings::{
     Prompt, at_least_one, lock, log, seconds, share, table, token_bytes, value_error,
+    with_special,
 };
 use crate::error::from_runtime;
 
@@ -40,7 +41,6 @@ pub(crate) struct Runtime {
     pub(crate) service: Service,
     lines: Arc<Mutex<VecDeque<String>>>,
     stop_tokens: Vec<u32>,
-    grammars: Option<Grammars>,
 }
 
 #[pymethods]
@@ -164,7 +164,13 @@ impl Runtime {
             drivers,
             scheduler,
             max_pages: at_least_one("max_total_pages", max_total_pages)?,
-            text: text.clone().map(|bytes| bytes as _),
+            text: text.as_ref().map(|bytes| with_special(bytes, &special_tokens) as _),
+            grammars: text.map(|tokens| GrammarSettings {
+                tokens,
+                special: special_tokens,
+                ends: eos_token_ids.clone(),
+                limits: GrammarLimits::default(),
+            }),
             max_restarts,
             log: log(Arc::clone(&lines), replicas, log_file)?,
         };
@@ -174,7 +180,6 @@ impl Runtime {
         Ok(Self {
             service,
             lines,
-            grammars: text.map(|bytes| Grammars::new(bytes, special_tokens, &eos_token_ids)),
             stop_tokens: eos_token_ids,
         })
     }
@@ -231,6 +236,7 @@ impl Runtime {
     ///     logit_bias: Tokens, and what is added to their logits.
     ///     stop_token_ids: They end it, besides the model's own.
     ///     stop: Texts that end it.
+    ///     stop_regex: Expressions that end it where they match, in the syntax of Rust's `regex`.
     ///     ignore_eos: The model's own do not end it.
     ///     n: Sequences that go on from the prompt.
     ///     priority: Higher comes first.
@@ -240,6 +246,7 @@ impl Runtime {
     ///     adapter_id: What `load_adapter` loaded; None for the model alone. Different ones share no prefix.
     ///     grammar: What binds the output: `json_schema`, `regex`, `ebnf`, `lark` or `structural_tag`, and its text. It is compiled
     ///         while the request waits; a wrong one ends it with the reason `error`.
+    ///     grammar_after: The tokens after which the grammar binds, as those that end a model's thinking; none for the start.
     ///     speculate: The driver may draft for it.
     ///     deadline_s: Seconds after which it ends, finished or not.
     ///     streams: Outputs come with every step, and `max_token_gap_ms` holds between them. Else each sequence has one
@@ -254,8 +261,8 @@ impl Runtime {
     #[pyo3(signature = (
         token_ids, *, max_new_tokens = 128, min_new_tokens = 0, temperature = 1.0, top_k = -1, top_p = 1.0, min_p = 0.0,
         seed = None, frequency_penalty = 0.0, presence_penalty = 0.0, repetition_penalty = 1.0, logit_bias = Vec::new(),
-        stop_token_ids = Vec::new(), stop = Vec::new(), ignore_eos = false, n = 1, priority = None,
-        routing_key = None, session = None, namespace = None, adapter_id = None, grammar = None, speculate = false,
+        stop_token_ids = Vec::new(), stop = Vec::new(), stop_regex = Vec::new(), ignore_eos = false, n = 1, priority = None,
+        routing_key = None, session = None, namespace = None, adapter_id = None, grammar = None, grammar_after = Vec::new(), speculate = false,
         deadline_s = None, streams = true
     ))]
     #[expect(
@@ -279,6 +286,7 @@ impl Runtime {
         logit_bias: Vec<(u32, f32)>,
         stop_token_ids: Vec<u32>,
         stop: Vec<String>,
+        stop_regex: Vec<String>,
         ignore_eos: bool,
         n: u32,
         priority: Option<i32>,
@@ -287,6 +295,7 @@ impl Runtime {
         namespace: Option<String>,
         adapter_id: Option<u64>,
         grammar: Option<(String, String)>,
+        grammar_after: Vec<u32>,
         speculate: bool,
         deadline_s: Option<f64>,
         streams: bool,
@@ -309,14 +318,22 @@ impl Runtime {
         let deadline = deadline_s.map(|limit| seconds("deadline_s", limit));
         self.check_biases(&sampling)?;
         let draw = sampling.draw().map_err(value_error)?;
-        let bind = |(kind, text): (String, String)| self.bind(&kind, text);
+        let bind = |(kind, text): (String, String)| {
+            let grammar = grammar_of(&kind, text)?;
+            self.service
+                .bind(&grammar, &grammar_after)
+                .map_err(value_error)
+        };
         let constraint = grammar.map(bind).transpose()?;
+        let regexes = (!stop_regex.is_empty()).then(|| StopRegexes::new(&stop_regex));
+        let regexes = regexes.transpose().map_err(value_error)?;
         let arrival = Arrival {
             ends: Ends {
                 max_tokens: max_new_tokens,
                 min_tokens: min_new_tokens,
                 stop_tokens,
                 stop_strings: stop.iter().map(|text| text.as_bytes().into()).collect(),
+                stop_regexes: regexes.map(Arc::new),
             },
             samples: n,
             namespace: namespace.map(String::into_boxed_str),
@@ -429,13 +446,6 @@ impl Runtime {
 }
 
 impl Runtime {
-    fn bind(&self, kind: &str, text: String) -> PyResult<Arc<dyn Constrain>> {
-        let grammars = self.grammars.as_ref().ok_or_else(|| {
-            value_error("a grammar needs the bytes of tokens: give the runtime a `vocabulary`")
-        })?;
-        grammars.bind(kind, text)
-    }
-
     /// Biases must be of tokens that the model has.
     fn check_biases(&self, sampling: &Sampling) -> PyResult<()> {
         let Some(&largest) = sampling.logit_bias.iter().map(|(token, _)| token).max() else {
