@@ -22,6 +22,8 @@ from pie_driver_sglang.offline.adapters import AdapterPath, parse_paths
 #: Arguments that the native runtime takes under SGLang's names.
 SCHEDULER: Final = (
     "chunked_prefill_size",
+    "constrained_json_disable_any_whitespace",
+    "constrained_json_whitespace_pattern",
     "disable_radix_cache",
     "enable_priority_scheduling",
     "max_queued_requests",
@@ -39,6 +41,7 @@ READ: Final = (
     "dp_size",
     "dtype",
     "gpu_id_step",
+    "grammar_backend",
     "log_level",
     "lora_paths",
     "max_total_tokens",
@@ -134,6 +137,7 @@ def parse_arguments(given: Mapping[str, Any]) -> EngineArguments:
     """
     values = {name: value for name, value in given.items() if value is not None}
     _refuse_unserved(values)
+    _check_grammar_backend(values.get("grammar_backend", "llguidance"))
     model = find_snapshot(values.get("model_path"))
     devices = _devices(values)
     kind = devices[0]
@@ -307,11 +311,21 @@ def _tokenizer(values: Mapping[str, Any], model: Path) -> Path:
     return find_snapshot(values["tokenizer_path"]) if "tokenizer_path" in values else model
 
 
+def _check_grammar_backend(name: Any) -> None:
+    if name != "llguidance":
+        raise ConfigError(
+            f"the argument `grammar_backend` = {quoted(name)} is not served: grammars are followed "
+            "in Rust, by llguidance",
+            "remove `grammar_backend`",
+        )
+
+
 def _reasoning_parser(name: Any) -> str | None:
-    """Checks the name."""
-    if name is not None:
-        end_of_thinking(str(name))
-    return name
+    """Checks the name. With `auto` SGLang's server finds it out."""
+    if name in (None, "auto"):
+        return None
+    end_of_thinking(str(name))
+    return str(name)
 
 
 def _preferred(text: Any) -> Mapping[str, Any]:

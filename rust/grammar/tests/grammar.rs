@@ -4,7 +4,7 @@ use std::num::NonZeroUsize;
 use std::time::Duration;
 
 use pie_grammar::{
-    Compiler, Follower, Grammar, GrammarError, Limits, Matcher, Progress, Vocabulary,
+    Compiler, Follower, Grammar, GrammarError, JsonSpace, Limits, Matcher, Progress, Vocabulary,
 };
 use proptest::prelude::*;
 
@@ -252,6 +252,41 @@ fn a_wrong_grammar_fails_by_itself_and_says_why() {
     }
 }
 
+/// A grammar that takes a while to compile.
+fn large(number: usize) -> Grammar {
+    let property = |at: usize| format!("\"p{number}_{at}\": {{\"enum\": [{at}, \"x{at}\"]}}");
+    let properties: Vec<String> = (0..400).map(property).collect();
+    Grammar::JsonSchema(format!("{{\"properties\": {{{}}}}}", properties.join(",")).into())
+}
+
+#[test]
+fn what_nothing_waits_for_is_not_compiled() {
+    let limits = Limits {
+        threads: NonZeroUsize::MIN,
+        ..Limits::default()
+    };
+    let compiler = Compiler::new(vocabulary(), limits).unwrap();
+    let first = std::time::Instant::now();
+    compiler.compile(&large(0)).wait().unwrap();
+    let one = first.elapsed();
+    let kept: Vec<_> = (1..60)
+        .map(|number| compiler.compile(&large(number)))
+        .collect();
+    drop(kept);
+    let then = std::time::Instant::now();
+    compiler
+        .compile(&Grammar::Regex("a".into()))
+        .wait()
+        .unwrap();
+    // At most the one that had begun comes first, and not all of them.
+    assert!(
+        then.elapsed() < 30 * one,
+        "{:?} after {one:?}",
+        then.elapsed()
+    );
+    compiler.compile(&large(30)).wait().unwrap();
+}
+
 #[test]
 fn limits_are_errors_that_name_them() {
     let limits = Limits {
@@ -440,4 +475,37 @@ fn an_end_is_taken_back_like_any_token() {
     let mut ends = matcher.vocabulary().ends().to_vec();
     ends.sort_unstable();
     assert_eq!(allowed(&mask(&mut matcher)), ends);
+}
+
+#[test]
+fn white_space_of_json_is_what_was_chosen() {
+    let schema = Grammar::JsonSchema(r#"{"enum": [[1, 2]]}"#.into());
+    let own = r#"{"x-guidance": {"whitespace_flexible": true, "whitespace_pattern": null}, "enum": [[1, 2]]}"#;
+    let compiler = |fixed, pattern: Option<&str>| {
+        let pattern = pattern.map(str::to_owned);
+        let space = JsonSpace { fixed, pattern };
+        Compiler::with_space(vocabulary(), Limits::default(), space).unwrap()
+    };
+    for (fixed, pattern, fitting, others) in [
+        (false, None, &["[1,2]", "[ 1,\n2]"][..], &["[1,3]"][..]),
+        (true, None, &["[1,2]"], &["[1, 2]"]),
+        (
+            false,
+            Some(" ?"),
+            &["[1,2]", "[1, 2]", "[ 1 ,2]"],
+            &["[1,\n2]", "[1,  2]"],
+        ),
+    ] {
+        let compiler = compiler(fixed, pattern);
+        fitting
+            .iter()
+            .for_each(|text| assert!(fits(&compiler, &schema, text), "{text}"));
+        others
+            .iter()
+            .for_each(|text| assert!(!fits(&compiler, &schema, text), "{text}"));
+        // A schema may say it itself.
+        assert!(fits(&compiler, &Grammar::JsonSchema(own.into()), "[1,\n2]"));
+    }
+    let any = Grammar::JsonSchema("$$ANY$$".into());
+    assert!(fits(&compiler(false, None), &any, "[{\"a\": null}]"));
 }

@@ -10,8 +10,8 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use pie_runtime::{
-    Arrival, Config, DriverSettings, Ends, GrammarLimits, GrammarSettings, Pause, Rejected,
-    Sampling, Service, ServiceSettings, StopRegexes,
+    Arrival, Config, DriverSettings, Ends, GrammarLimits, GrammarSettings, JsonSpace, Pause,
+    Rejected, Sampling, Service, ServiceSettings, StopRegexes,
 };
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
@@ -21,8 +21,7 @@ use toml::Table;
 use self::grammars::grammar_of;
 use self::outputs::{Stats, dict};
 use self::settings::{
-    Prompt, at_least_one, lock, log, seconds, share, table, token_bytes, value_error,
-    with_special,
+    Prompt, at_least_one, lock, log, seconds, share, table, token_bytes, value_error, with_special,
 };
 use crate::error::from_runtime;
 
@@ -74,6 +73,8 @@ impl Runtime {
     ///     eos_token_ids: They end a request, unless it ignores them.
     ///     vocabulary: What each token adds to a text, as bytes; needed for stop strings.
     ///     special_tokens: Tokens without text, with their names, which grammars may use.
+    ///     constrained_json_whitespace_pattern: What white space between the parts of JSON must match, under a schema.
+    ///     constrained_json_disable_any_whitespace: There is none.
     ///     max_restarts: How often in a row a driver is started again, without an answer in between.
     ///     ready_timeout_s: Limit for one start.
     ///     step_timeout_s: A driver that does not answer so long is killed and started again.
@@ -91,7 +92,8 @@ impl Runtime {
         max_running_requests = None, max_queued_requests = None, chunked_prefill_size = 8192, max_token_gap_ms = 6.0,
         radix_eviction_policy = "lru", disable_radix_cache = false, enable_priority_scheduling = false,
         schedule_low_priority_values_first = false, priority_scheduling_preemption_threshold = None,
-        max_total_pages = None, eos_token_ids = Vec::new(), vocabulary = None, special_tokens = Vec::new(), max_restarts = 3,
+        max_total_pages = None, eos_token_ids = Vec::new(), vocabulary = None, special_tokens = Vec::new(),
+        constrained_json_whitespace_pattern = None, constrained_json_disable_any_whitespace = false, max_restarts = 3,
         ready_timeout_s = 1200.0, step_timeout_s = 60.0, stop_timeout_s = 5.0, log_file = None
     ))]
     #[expect(
@@ -125,6 +127,8 @@ impl Runtime {
         eos_token_ids: Vec<u32>,
         vocabulary: Option<Vec<Vec<u8>>>,
         special_tokens: Vec<(u32, String)>,
+        constrained_json_whitespace_pattern: Option<String>,
+        constrained_json_disable_any_whitespace: bool,
         max_restarts: u32,
         ready_timeout_s: f64,
         step_timeout_s: f64,
@@ -164,11 +168,17 @@ impl Runtime {
             drivers,
             scheduler,
             max_pages: at_least_one("max_total_pages", max_total_pages)?,
-            text: text.as_ref().map(|bytes| with_special(bytes, &special_tokens) as _),
+            text: text
+                .as_ref()
+                .map(|bytes| with_special(bytes, &special_tokens) as _),
             grammars: text.map(|tokens| GrammarSettings {
                 tokens,
                 special: special_tokens,
                 ends: eos_token_ids.clone(),
+                space: JsonSpace {
+                    fixed: constrained_json_disable_any_whitespace,
+                    pattern: constrained_json_whitespace_pattern,
+                },
                 limits: GrammarLimits::default(),
             }),
             max_restarts,

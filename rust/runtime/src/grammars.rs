@@ -3,7 +3,7 @@
 use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use pie_grammar::{Compiler, Grammar, GrammarError, Limits, Vocabulary};
+use pie_grammar::{Compiler, Grammar, GrammarError, JsonSpace, Limits, Vocabulary};
 use pie_sched::Constrain;
 
 use crate::constraint::GrammarConstraint;
@@ -17,6 +17,8 @@ pub struct GrammarSettings {
     pub special: Vec<(u32, String)>,
     /// The tokens that end a text.
     pub ends: Vec<u32>,
+    /// White space of JSON.
+    pub space: JsonSpace,
     /// What compiling may cost.
     pub limits: Limits,
 }
@@ -80,7 +82,7 @@ impl Grammars {
         }
         let settings = self.settings.as_ref().ok_or(Unbindable::NoTokenizer)?;
         let vocabulary = Vocabulary::new(&settings.tokens, &settings.special, &settings.ends)?;
-        let made = Compiler::new(vocabulary, settings.limits);
+        let made = Compiler::with_space(vocabulary, settings.limits, settings.space.clone());
         let made = made.map_err(|error| Unbindable::Thread(error.to_string()))?;
         Ok(compiler.insert(made).clone())
     }

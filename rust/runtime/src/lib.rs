@@ -43,7 +43,9 @@ pub use handshake::Capabilities;
 pub use link::{Exchange, Flight, Link, Prepared, Room};
 pub use log::LogSink;
 pub use outbox::{Delta, End};
-pub use pie_grammar::{Compiler, Grammar, GrammarError, Limits as GrammarLimits, Vocabulary};
+pub use pie_grammar::{
+    Compiler, Grammar, GrammarError, JsonSpace, Limits as GrammarLimits, Vocabulary,
+};
 pub use pie_sched::{
     Arrival, Config, Constrain, Ends, Eviction, Policy, Refusal, Stats, StopRegexError,
     StopRegexes, TokenBytes,
