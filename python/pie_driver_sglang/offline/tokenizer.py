@@ -158,9 +158,15 @@ class TextStream:
 class StopFilter:
     """Holds back text that may be the beginning of a stop string."""
 
-    def __init__(self, stops: Sequence[str]) -> None:
-        """Look for any of `stops`."""
+    def __init__(self, stops: Sequence[str], keep: bool = False) -> None:
+        """Look for any of `stops`.
+
+        Args:
+            stops: Texts.
+            keep: Leave the one that ends the text, but nothing after it.
+        """
         self._stops = [stop for stop in stops if stop]
+        self._keep = keep
         self._held = ""
 
     def push(self, text: str) -> str:
@@ -175,11 +181,13 @@ class StopFilter:
         """Return the rest.
 
         Args:
-            matched: The stop string that ended the text, and is cut off; None where none did.
+            matched: What ended the text; it is cut off if it is a stop string.
         """
         text, self._held = self._held, ""
-        place = text.find(matched) if matched else -1
-        return text if place < 0 else text[:place]
+        place = text.find(matched) if matched in self._stops else -1
+        if place < 0 or matched is None:
+            return text
+        return text[: place + len(matched) if self._keep else place]
 
 
 def overlap(text: str, stop: str) -> int:

@@ -70,6 +70,8 @@ class SchedulerProcess:
         keywords = dict(plan.runtime)
         if tokenizer is not None:
             keywords["vocabulary"] = tokenizer.vocabulary()
+            keywords["special_tokens"] = tokenizer.special_tokens()
+            keywords["eos_token_ids"] = sorted(ends)
         self._runtime = _core.Runtime(**keywords)
         from pie_driver_sglang.server.control import Control
         from pie_driver_sglang.server.seams import loads, messages, scheduling

@@ -171,6 +171,8 @@ mod tests {
                 min_new_tokens: 0,
                 stop_token_ids: Vec::new(),
                 stop_strs: Vec::new(),
+                stop_regexes: None,
+                grammar: None,
                 ignore_eos: false,
                 sampling: Sampling::default(),
                 text: TextParams {

@@ -28,13 +28,7 @@ pub(crate) const REQUEST: &[(&str, &str)] = &[
 ];
 
 /// Fields of `SamplingParams`.
-pub(crate) const SAMPLING: &[(&str, &str)] = &[
-    ("json_schema", "grammars are not served yet"),
-    ("regex", "grammars are not served yet"),
-    ("ebnf", "grammars are not served yet"),
-    ("structural_tag", "grammars are not served yet"),
-    ("stop_regex_strs", "use `stop`"),
-];
+pub(crate) const SAMPLING: &[(&str, &str)] = &[];
 
 /// Fields of one class that must be neutral, by place. Those that the installed class does not have cannot be asked for.
 #[derive(Debug, Clone)]

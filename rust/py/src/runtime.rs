@@ -11,18 +11,18 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use pie_runtime::{
-    Arrival, Config, Constrain, DriverSettings, Ends, Pause, Rejected, Sampling, Service,
-    ServiceSettings,
+    Arrival, Config, DriverSettings, Ends, GrammarLimits, GrammarSettings, JsonSpace, Pause,
+    Rejected, Sampling, Service, ServiceSettings, StopRegexes,
 };
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use toml::Table;
 
-use self::grammars::Grammars;
+use self::grammars::grammar_of;
 use self::outputs::{Stats, dict};
 use self::settings::{
-    Prompt, at_least_one, lock, log, seconds, share, table, token_bytes, value_error,
+    Prompt, at_least_one, lock, log, seconds, share, table, token_bytes, value_error, with_special,
 };
 use crate::error::from_runtime;
 
@@ -42,7 +42,6 @@ pub(crate) struct Runtime {
     pub(crate) service: Service,
     lines: Arc<Mutex<VecDeque<String>>>,
     stop_tokens: Vec<u32>,
-    grammars: Option<Grammars>,
 }
 
 #[pymethods]
@@ -78,6 +77,8 @@ impl Runtime {
     ///     eos_token_ids: They end a request, unless it ignores them.
     ///     vocabulary: What each token adds to a text, as bytes; needed for stop strings.
     ///     special_tokens: Tokens without text, with their names, which grammars may use.
+    ///     constrained_json_whitespace_pattern: What white space between the parts of JSON must match, under a schema.
+    ///     constrained_json_disable_any_whitespace: There is none.
     ///     max_restarts: How often in a row a driver is started again, without an answer in between.
     ///     ready_timeout_s: Limit for one start.
     ///     step_timeout_s: A driver that does not answer so long is killed and started again.
@@ -96,7 +97,8 @@ impl Runtime {
         max_step_ms = 250.0,
         radix_eviction_policy = "lru", disable_radix_cache = false, enable_priority_scheduling = false,
         schedule_low_priority_values_first = false, priority_scheduling_preemption_threshold = None,
-        max_total_pages = None, eos_token_ids = Vec::new(), vocabulary = None, special_tokens = Vec::new(), max_restarts = 3,
+        max_total_pages = None, eos_token_ids = Vec::new(), vocabulary = None, special_tokens = Vec::new(),
+        constrained_json_whitespace_pattern = None, constrained_json_disable_any_whitespace = false, max_restarts = 3,
         ready_timeout_s = 1200.0, step_timeout_s = 60.0, stop_timeout_s = 5.0, log_file = None
     ))]
     #[expect(
@@ -131,6 +133,8 @@ impl Runtime {
         eos_token_ids: Vec<u32>,
         vocabulary: Option<Vec<Vec<u8>>>,
         special_tokens: Vec<(u32, String)>,
+        constrained_json_whitespace_pattern: Option<String>,
+        constrained_json_disable_any_whitespace: bool,
         max_restarts: u32,
         ready_timeout_s: f64,
         step_timeout_s: f64,
@@ -172,7 +176,19 @@ impl Runtime {
             drivers,
             scheduler,
             max_pages: at_least_one("max_total_pages", max_total_pages)?,
-            text: text.clone().map(|bytes| bytes as _),
+            text: text
+                .as_ref()
+                .map(|bytes| with_special(bytes, &special_tokens) as _),
+            grammars: text.map(|tokens| GrammarSettings {
+                tokens,
+                special: special_tokens,
+                ends: eos_token_ids.clone(),
+                space: JsonSpace {
+                    fixed: constrained_json_disable_any_whitespace,
+                    pattern: constrained_json_whitespace_pattern,
+                },
+                limits: GrammarLimits::default(),
+            }),
             max_restarts,
             log: log(Arc::clone(&lines), replicas, log_file)?,
         };
@@ -182,7 +198,6 @@ impl Runtime {
         Ok(Self {
             service,
             lines,
-            grammars: text.map(|bytes| Grammars::new(bytes, special_tokens, &eos_token_ids)),
             stop_tokens: eos_token_ids,
         })
     }
@@ -239,6 +254,7 @@ impl Runtime {
     ///     logit_bias: Tokens, and what is added to their logits.
     ///     stop_token_ids: They end it, besides the model's own.
     ///     stop: Texts that end it.
+    ///     stop_regex: Expressions that end it where they match, in the syntax of Rust's `regex`.
     ///     ignore_eos: The model's own do not end it.
     ///     n: Sequences that go on from the prompt.
     ///     priority: Higher comes first.
@@ -248,6 +264,7 @@ impl Runtime {
     ///     adapter_id: What `load_adapter` loaded; None for the model alone. Different ones share no prefix.
     ///     grammar: What binds the output: `json_schema`, `regex`, `ebnf`, `lark` or `structural_tag`, and its text. It is compiled
     ///         while the request waits; a wrong one ends it with the reason `error`.
+    ///     grammar_after: The tokens after which the grammar binds, as those that end a model's thinking; none for the start.
     ///     speculate: The driver may draft for it.
     ///     deadline_s: Seconds after which it ends, finished or not.
     ///     streams: Outputs come with every step, and `max_token_gap_ms` holds between them. Else each sequence has one
@@ -263,8 +280,8 @@ impl Runtime {
     #[pyo3(signature = (
         token_ids, *, max_new_tokens = 128, min_new_tokens = 0, temperature = 1.0, top_k = -1, top_p = 1.0, min_p = 0.0,
         seed = None, frequency_penalty = 0.0, presence_penalty = 0.0, repetition_penalty = 1.0, logit_bias = Vec::new(),
-        stop_token_ids = Vec::new(), stop = Vec::new(), ignore_eos = false, n = 1, priority = None,
-        routing_key = None, session = None, namespace = None, adapter_id = None, grammar = None, speculate = false,
+        stop_token_ids = Vec::new(), stop = Vec::new(), stop_regex = Vec::new(), ignore_eos = false, n = 1, priority = None,
+        routing_key = None, session = None, namespace = None, adapter_id = None, grammar = None, grammar_after = Vec::new(), speculate = false,
         deadline_s = None, streams = true, into = None
     ))]
     #[expect(
@@ -288,6 +305,7 @@ impl Runtime {
         logit_bias: Vec<(u32, f32)>,
         stop_token_ids: Vec<u32>,
         stop: Vec<String>,
+        stop_regex: Vec<String>,
         ignore_eos: bool,
         n: u32,
         priority: Option<i32>,
@@ -296,6 +314,7 @@ impl Runtime {
         namespace: Option<String>,
         adapter_id: Option<u64>,
         grammar: Option<(String, String)>,
+        grammar_after: Vec<u32>,
         speculate: bool,
         deadline_s: Option<f64>,
         streams: bool,
@@ -319,14 +338,22 @@ impl Runtime {
         let deadline = deadline_s.map(|limit| seconds("deadline_s", limit));
         self.check_biases(&sampling)?;
         let draw = sampling.draw().map_err(value_error)?;
-        let bind = |(kind, text): (String, String)| self.bind(&kind, text);
+        let bind = |(kind, text): (String, String)| {
+            let grammar = grammar_of(&kind, text)?;
+            self.service
+                .bind(&grammar, &grammar_after)
+                .map_err(value_error)
+        };
         let constraint = grammar.map(bind).transpose()?;
+        let regexes = (!stop_regex.is_empty()).then(|| StopRegexes::new(&stop_regex));
+        let regexes = regexes.transpose().map_err(value_error)?;
         let arrival = Arrival {
             ends: Ends {
                 max_tokens: max_new_tokens,
                 min_tokens: min_new_tokens,
                 stop_tokens,
                 stop_strings: stop.iter().map(|text| text.as_bytes().into()).collect(),
+                stop_regexes: regexes.map(Arc::new),
             },
             samples: n,
             namespace: namespace.map(String::into_boxed_str),
@@ -453,13 +480,6 @@ impl Runtime {
 }
 
 impl Runtime {
-    fn bind(&self, kind: &str, text: String) -> PyResult<Arc<dyn Constrain>> {
-        let grammars = self.grammars.as_ref().ok_or_else(|| {
-            value_error("a grammar needs the bytes of tokens: give the runtime a `vocabulary`")
-        })?;
-        grammars.bind(kind, text)
-    }
-
     /// Biases must be of tokens that the model has.
     fn check_biases(&self, sampling: &Sampling) -> PyResult<()> {
         let Some(&largest) = sampling.logit_bias.iter().map(|(token, _)| token).max() else {

@@ -22,14 +22,23 @@ pub enum End {
         /// Bytes of the output's text before it begins.
         text_bytes: u64,
     },
+    /// Its text has a match of a stop expression.
+    StopRegex {
+        /// Which of the request's.
+        index: u32,
+    },
     /// By [`Service::abort`](crate::Service::abort), or because the service was shut down.
     Aborted,
+    /// The same, while its grammar was being compiled.
+    Unready,
     /// Its deadline passed.
     Deadline,
     /// It cannot be served as it is, or not now.
     Refused(Refusal),
     /// The queue was full, and a request of better priority took its place.
     Displaced,
+    /// Its grammar cannot be used, or cannot be followed any further.
+    Grammar(Arc<str>),
     /// It can be served no longer.
     Failed(Arc<str>),
 }
@@ -44,7 +53,7 @@ impl End {
                  hint: raise max_queued_requests"
                     .into(),
             ),
-            Self::Failed(reason) => Some((&**reason).into()),
+            Self::Failed(reason) | Self::Grammar(reason) => Some((&**reason).into()),
             _ => None,
         }
     }

@@ -257,10 +257,12 @@ impl Replica {
             Finish::Length => End::Length,
             Finish::StopToken(token) => End::StopToken(token),
             Finish::StopString { index, text_bytes } => End::StopString { index, text_bytes },
+            Finish::StopRegex { index } => End::StopRegex { index },
             Finish::Aborted => End::Aborted,
+            Finish::Unready => End::Unready,
             Finish::Deadline => End::Deadline,
             Finish::Displaced => End::Displaced,
-            Finish::Constraint => End::Failed(reason.unwrap_or_default().into()),
+            Finish::Constraint => End::Grammar(reason.unwrap_or_default().into()),
             Finish::Failed => {
                 End::Failed("the driver gave it no token\n\nhint: its log says why".into())
             }

@@ -6,10 +6,12 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
+use pie_grammar::Grammar;
 use pie_ring::{CallError, Client};
-use pie_sched::Arrival;
+use pie_sched::{Arrival, Constrain};
 
 use crate::error::RuntimeError;
+use crate::grammars::{Grammars, Unbindable};
 use crate::handshake::Capabilities;
 use crate::link;
 use crate::outbox::Delta;
@@ -53,6 +55,7 @@ pub struct Service {
     shared: Arc<Shared>,
     replicas: Vec<Handle>,
     threads: Mutex<Vec<JoinHandle<()>>>,
+    grammars: Grammars,
     /// Requests so far.
     requests: AtomicU64,
     begin: Instant,
@@ -81,6 +84,7 @@ impl Service {
             shared: Arc::clone(&shared),
             replicas: Vec::new(),
             threads: Mutex::default(),
+            grammars: Grammars::new(settings.grammars.clone()),
             requests: AtomicU64::new(0),
             begin,
             process: std::process::id(),
@@ -209,6 +213,16 @@ impl Service {
             .open
             .fetch_add(samples, Ordering::Relaxed);
         (replica, arrival)
+    }
+
+    /// Asks for a grammar and returns at once what binds requests to it, as [`Arrival::constraint`]: from their start on, or after
+    /// the tokens `after`, where a model thinks before it answers. A wrong grammar ends its requests as
+    /// [`End::Grammar`](crate::End::Grammar).
+    ///
+    /// # Errors
+    /// [`Unbindable`].
+    pub fn bind(&self, grammar: &Grammar, after: &[u32]) -> Result<Arc<dyn Constrain>, Unbindable> {
+        self.grammars.bind(grammar, after)
     }
 
     /// Which replicas can take requests.

@@ -8,6 +8,7 @@ use pie_ring::Client;
 use pie_sched::{Config, Stats, TokenBytes};
 
 use crate::error::RuntimeError;
+use crate::grammars::GrammarSettings;
 use crate::handshake::Capabilities;
 use crate::outbox::Outbox;
 use crate::settings::DriverSettings;
@@ -27,6 +28,8 @@ pub struct ServiceSettings {
     pub max_pages: Option<u32>,
     /// The bytes of tokens, for stop strings.
     pub text: Option<Arc<dyn TokenBytes>>,
+    /// What grammars are compiled with; without it requests cannot be bound.
+    pub grammars: Option<GrammarSettings>,
     /// How often in a row a driver may end or be stuck, without an answer in between, and is started again.
     pub max_restarts: u32,
     /// Takes the drivers' logs, and notes of the service's own.
@@ -53,6 +56,7 @@ impl ServiceSettings {
             },
             max_pages: None,
             text: None,
+            grammars: None,
             max_restarts: 3,
             log: Arc::new(|_, _| ()),
         }

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use crate::constraint::Constrain;
+use crate::regex::StopRegexes;
 
 /// When a sequence ends, besides its deadline.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
@@ -15,6 +16,8 @@ pub struct Ends {
     pub stop_tokens: Vec<u32>,
     /// Texts that end it, found across tokens' borders by [`TokenBytes`](crate::TokenBytes).
     pub stop_strings: Vec<Box<[u8]>>,
+    /// Expressions that end it, searched in the same text; `None` for none.
+    pub stop_regexes: Option<Arc<StopRegexes>>,
 }
 
 /// A request: a prompt, and what to make of it. `S` is what the caller wants to find at the rows of a request that draw a token:

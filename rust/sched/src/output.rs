@@ -17,8 +17,15 @@ pub enum Finish {
         /// Bytes of the output's text before it begins.
         text_bytes: u64,
     },
+    /// Its text has a match of this expression.
+    StopRegex {
+        /// Which of [`Ends::stop_regexes`](crate::Ends::stop_regexes).
+        index: u32,
+    },
     /// By [`Scheduler::abort`](crate::Scheduler::abort).
     Aborted,
+    /// The same, before its constraint was ready.
+    Unready,
     /// Its deadline passed.
     Deadline,
     /// A request of better priority took its place in the queue, which was full.

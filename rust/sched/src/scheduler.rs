@@ -8,8 +8,9 @@ use pie_radix::Insertion;
 use rustc_hash::FxHashMap;
 use slab::Slab;
 
-use crate::arrival::Arrival;
+use crate::arrival::{Arrival, Ends};
 use crate::config::{Config, Limits, Policy};
+use crate::constraint::Bond;
 use crate::copies::Copies;
 use crate::ends::Patterns;
 use crate::error::{Refusal, SchedError};
@@ -149,7 +150,7 @@ impl<S> Scheduler<S> {
         let rank = self.rank(arrival.priority);
         self.make_place(arrival.samples, rank)?;
         let shared = Arc::new(Shared {
-            patterns: Patterns::new(&arrival.ends.stop_strings),
+            patterns: Patterns::new(&arrival.ends),
             prompt_len: arrival.prompt.len() as u32,
             max_tokens: arrival.ends.max_tokens.min(longest),
             rank,
@@ -211,7 +212,7 @@ impl<S> Scheduler<S> {
         if min > max {
             return Err(Refusal::MinTokens { min, max });
         }
-        self.check_stop_strings(&ends.stop_strings)?;
+        self.check_texts(ends)?;
         let (limit, reason) = self.limits.longest();
         if prompt.len() > limit as usize {
             let tokens = prompt.len();
@@ -225,10 +226,12 @@ impl<S> Scheduler<S> {
         Ok(limit - prompt.len() as u32 + 1)
     }
 
-    fn check_stop_strings(&self, strings: &[Box<[u8]>]) -> Result<(), Refusal> {
+    fn check_texts(&self, ends: &Ends) -> Result<(), Refusal> {
+        let strings = &ends.stop_strings;
+        let any = !strings.is_empty() || ends.stop_regexes.is_some();
         let why = if strings.iter().any(|string| string.is_empty()) {
             "one is empty"
-        } else if !strings.is_empty() && self.text.is_none() {
+        } else if any && self.text.is_none() {
             "this scheduler was made without them"
         } else {
             return Ok(());
@@ -278,7 +281,7 @@ impl<S> Scheduler<S> {
         };
         for slot in request.slots.clone() {
             if self.sequences.get(slot).is_some_and(|s| s.id() == id) {
-                self.finish(slot, 0, Finish::Aborted);
+                self.end_by_abort(slot);
             }
         }
         self.sweep();
@@ -290,9 +293,20 @@ impl<S> Scheduler<S> {
         let mut slots: Vec<usize> = self.sequences.iter().map(|(slot, _)| slot).collect();
         slots.sort_unstable_by_key(|&slot| self.sequences[slot].order);
         for slot in slots {
-            self.finish(slot, 0, Finish::Aborted);
+            self.end_by_abort(slot);
         }
         self.sweep();
+    }
+
+    fn end_by_abort(&mut self, slot: usize) {
+        let sequence = &self.sequences[slot];
+        let constraint = sequence.shared.arrival.constraint.as_ref();
+        let asked = matches!(sequence.bond, Bond::Asked);
+        let finish = match constraint {
+            Some(constraint) if asked && constraint.is_waiting() => Finish::Unready,
+            _ => Finish::Aborted,
+        };
+        self.finish(slot, 0, finish);
     }
 
     /// The driver answered the older step with an error, and its KV is what it was before that. A step that was laid out

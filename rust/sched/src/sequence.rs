@@ -95,7 +95,7 @@ impl<S> Sequence<S> {
         let longest = shared.prompt_len + shared.max_tokens.min(EXPECTED) + 2;
         let mut tokens = Vec::with_capacity(longest as usize);
         tokens.extend_from_slice(&shared.arrival.prompt);
-        let found = Found::new(&shared.patterns);
+        let found = Found::new(&shared.patterns, &shared.arrival.ends);
         let constraint = &shared.arrival.constraint;
         let bond = constraint.as_ref().map_or(Bond::Free, |_| Bond::Asked);
         Self {
@@ -305,19 +305,20 @@ impl<S> Sequence<S> {
     /// Whether the last token ends it, in `SGLang`'s order: by length, by text, by itself.
     fn end_by(&mut self, token: u32, text: Option<&dyn TokenBytes>) -> Option<Finish> {
         let shared = &self.shared;
+        let ends = &shared.arrival.ends;
         let hit = match text {
-            Some(text) if !shared.patterns.is_empty() => {
-                self.found.advance(&shared.patterns, text.bytes(token))
+            Some(text) if !self.found.is_idle() => {
+                self.found
+                    .advance(&shared.patterns, ends, text.bytes(token))
             }
             _ => None,
         };
         let produced = self.len() - self.prompt_len;
-        let ends = &shared.arrival.ends;
         if produced >= self.max_tokens {
             return Some(Finish::Length);
         }
-        if let Some((index, text_bytes)) = hit {
-            return Some(Finish::StopString { index, text_bytes });
+        if hit.is_some() {
+            return hit;
         }
         let stops = produced > ends.min_tokens && ends.stop_tokens.contains(&token);
         stops.then_some(Finish::StopToken(token))

@@ -60,6 +60,10 @@ impl Constrain for Shared {
             asked: false,
         }))
     }
+
+    fn is_waiting(&self) -> bool {
+        !self.0.ready.load(Ordering::Relaxed)
+    }
 }
 
 impl Constraint for Walker {
@@ -376,6 +380,10 @@ fn a_request_whose_constraint_is_not_ready_lets_others_pass() {
     assert!(world.scheduler.awaits_constraint());
     assert_eq!(world.said[&(2, 0)].0.len(), 5);
     assert!(!world.said.contains_key(&(1, 0)));
+    world.scheduler.submit(bound(3, vec![1], &path, 1)).unwrap();
+    assert!(world.scheduler.abort(3));
+    world.run();
+    assert_eq!(world.said[&(3, 0)].1, Some((Finish::Unready, None)));
     path.ready.store(true, Ordering::Relaxed);
     world.run();
     assert!(!world.scheduler.awaits_constraint());

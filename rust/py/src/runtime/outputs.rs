@@ -24,6 +24,8 @@ pub(crate) struct Output {
     stop_token: Option<u32>,
     /// Index of the stop string that ended it.
     stop_string: Option<u32>,
+    /// Index of the stop expression that ended it.
+    stop_regex: Option<u32>,
     /// With a stop string, the bytes of the output's text before it begins.
     text_bytes: Option<u64>,
     /// Bytes at the end of the text so far that may be the start of a stop string: keep them back.
@@ -53,6 +55,7 @@ impl From<Delta> for Output {
             finish_reason: None,
             stop_token: None,
             stop_string: None,
+            stop_regex: None,
             text_bytes: None,
             held_bytes: delta.held_bytes,
             error: None,
@@ -74,9 +77,13 @@ impl From<Delta> for Output {
                 output.text_bytes = Some(text_bytes);
                 "stop"
             }
-            End::Aborted => "abort",
+            End::StopRegex { index } => {
+                output.stop_regex = Some(index);
+                "stop"
+            }
+            End::Aborted | End::Unready => "abort",
             End::Deadline => "deadline",
-            End::Refused(_) | End::Displaced | End::Failed(_) => "error",
+            End::Refused(_) | End::Displaced | End::Grammar(_) | End::Failed(_) => "error",
         });
         output
     }

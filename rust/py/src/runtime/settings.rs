@@ -98,6 +98,17 @@ pub(super) fn token_bytes(vocabulary: Vec<Vec<u8>>) -> Arc<Vec<Box<[u8]>>> {
     Arc::new(bytes.collect())
 }
 
+/// The same with the names of tokens without text, in which stop strings and expressions are searched, as SGLang does.
+pub(super) fn with_special(bytes: &[Box<[u8]>], special: &[(u32, String)]) -> Arc<Vec<Box<[u8]>>> {
+    let mut bytes = bytes.to_vec();
+    for (token, name) in special {
+        if let Some(place) = bytes.get_mut(*token as usize) {
+            *place = name.as_bytes().into();
+        }
+    }
+    Arc::new(bytes)
+}
+
 pub(super) fn lock(lines: &Mutex<VecDeque<String>>) -> MutexGuard<'_, VecDeque<String>> {
     lines.lock().unwrap_or_else(PoisonError::into_inner)
 }

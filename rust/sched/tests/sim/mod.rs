@@ -9,13 +9,18 @@ use std::sync::Arc;
 
 use driver::{Driver, Frame, Reply};
 use pie_sched::{
-    Answer, Arrival, Config, Copies, Finish, Limits, Outputs, Refusal, Scheduler, TokenBytes,
+    Answer, Arrival, Config, Copies, Finish, Limits, Outputs, Refusal, Scheduler, StopRegexes,
+    TokenBytes,
 };
+use regex::Regex;
 use rule::{Mind, VOCAB};
 
 /// What a step takes, and what each of its tokens takes in addition.
 pub const STEP_US: u64 = 50;
 pub const TOKEN_US: u64 = 3;
+
+/// Expressions that end a request; one of them is a plain text.
+const REGEXES: [&str; 3] = ["b[ab]{2}c", "a+bb$", "bab"];
 
 /// Something that happens.
 #[derive(Debug, Clone)]
@@ -94,6 +99,9 @@ impl Ask {
         }
         if self.strings {
             arrival.ends.stop_strings = vec![b"abca"[..].into(), b"cc".as_slice().into()];
+        }
+        if self.strings && self.stops {
+            arrival.ends.stop_regexes = Some(Arc::new(StopRegexes::new(&REGEXES).expect("valid")));
         }
         arrival.samples = self.samples.into();
         arrival.namespace = self.salt.then(|| "salt".into());
@@ -453,7 +461,8 @@ fn name(finish: Finish) -> &'static str {
         Finish::Length => "ended by length",
         Finish::StopToken(_) => "ended by a token",
         Finish::StopString { .. } => "ended by text",
-        Finish::Aborted => "aborted",
+        Finish::StopRegex { .. } => "ended by an expression",
+        Finish::Aborted | Finish::Unready => "aborted",
         Finish::Deadline => "late",
         Finish::Displaced => "displaced",
         Finish::Constraint => "ended by its constraint",
@@ -504,6 +513,15 @@ impl Expected {
         self.tokens.len() >= self.most
             || self.stop_token().is_some()
             || self.stop_string().is_some()
+            || self.stop_regex().is_some()
+    }
+
+    /// The first expression that matches; the one that is a plain text comes before the others.
+    fn stop_regex(&self) -> Option<u32> {
+        self.arrival.ends.stop_regexes.as_ref()?;
+        let text = std::str::from_utf8(&self.text).expect("letters");
+        let matches = |&index: &u32| Regex::new(REGEXES[index as usize]).unwrap().is_match(text);
+        [2, 0, 1].into_iter().find(matches)
     }
 
     fn end(&self, finish: Finish, now: u64) {
@@ -513,6 +531,10 @@ impl Expected {
             Finish::StopString { index, text_bytes } => {
                 assert_eq!(self.stop_string(), Some((index, text_bytes)));
             }
+            Finish::StopRegex { index } => {
+                assert_eq!(self.stop_regex(), Some(index));
+                assert!(index == 2 || self.stop_string().is_none());
+            }
             Finish::Failed => assert!(self.hurt, "{self:?}"),
             Finish::Deadline => {
                 assert!(
@@ -521,13 +543,15 @@ impl Expected {
                         .is_some_and(|deadline| deadline <= now)
                 );
             }
-            Finish::Aborted | Finish::Displaced => {}
+            Finish::Aborted | Finish::Unready | Finish::Displaced => {}
             Finish::Constraint => panic!("nothing is bound"),
         }
     }
 
     fn check_held(&self, held: u32) {
-        let strings = &self.arrival.ends.stop_strings;
+        let ends = &self.arrival.ends;
+        let mut strings: Vec<&[u8]> = ends.stop_strings.iter().map(|it| &**it).collect();
+        strings.extend(ends.stop_regexes.as_ref().map(|_| REGEXES[2].as_bytes()));
         let starts = |&length: &usize| {
             let end = &self.text[self.text.len() - length..];
             strings.iter().any(|string| string.starts_with(end))
