@@ -8,8 +8,8 @@ ids, temperature 0.6, no end before the asked length. Weights are random. `text`
 texts in and out, by a tokenizer of the model's size. `ring` is the load generator, which plays a
 runtime without a scheduler. Parts are processes, one after the other; the third repeat of each
 counts, of SGLang's that of the best backend. Ours and the load generator say how many steps a
-repeat took, how many rows they had, and how long the driver was waited for; ours also how long the
-driver waited for the next step, and `text` how long tokenizing takes by itself.
+repeat took, how many rows they had, and how long the driver was waited for. Ours also says how long
+the driver waited for the next step, and `text` how long tokenizing takes by itself.
 
 `engine` plays `chat` as well, after the standard workload, with the same engine.
 
