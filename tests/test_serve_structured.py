@@ -1,4 +1,4 @@
-"""Structured output through `pie-sglang serve`: asked for by the `openai` client and by SGLang's own API."""
+"""Structured output through `pie-sglang serve`, by the `openai` client and by SGLang's own API."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ def named(schema: dict[str, Any], **more: Any) -> dict[str, Any]:
 
 
 def slow_schema(number: int) -> str:
-    """A schema that takes a second or more to compile, and is like no other."""
-    properties = {f"p{number}_{at}": {"enum": [at, f"x{at}"]} for at in range(3000)}
+    """A schema that takes a while to compile, and is like no other."""
+    properties = {f"p{number}_{at}": {"enum": [at, f"x{at}"]} for at in range(1500)}
     return json.dumps({"type": "object", "properties": properties})
 
 
@@ -133,7 +133,7 @@ class TestOpenai:
         import openai
 
         wrong = named({"type": "strange"})
-        with pytest.raises(openai.APIError, match="the JSON schema is wrong: .*strange") as error:
+        with pytest.raises(openai.APIError, match=r"the JSON schema is wrong: .*strange") as error:
             list(chat(client, response_format=wrong, stream=stream))
         if not stream:
             assert error.value.status_code == 400
@@ -193,7 +193,7 @@ class TestGenerate:
             },
         }
         found = json.loads(server.ask("/generate", body))
-        thought, end, answer = found["text"].partition("</think>")
+        _thought, end, answer = found["text"].partition("</think>")
         assert end
         assert re.fullmatch("[0-9]{4}", answer.removesuffix("<|im_end|>"))
         reasoning = found["meta_info"]["reasoning_tokens"]
@@ -228,22 +228,20 @@ class TestGenerate:
     def test_an_abort_while_a_grammar_is_compiled(self, server: Server) -> None:
         def ask(number: int) -> tuple[int, str]:
             params = {"json_schema": slow_schema(number), "max_new_tokens": 4}
-            body = {"text": PROMPT, "sampling_params": params, "rid": f"slow-{number}"}
+            body = {"text": PROMPT, "sampling_params": params}
             try:
                 return 200, server.ask("/generate", body)
             except urllib.error.HTTPError as error:
                 return error.code, error.read().decode()
 
-        with ThreadPoolExecutor(8) as pool:
-            answers = [pool.submit(ask, number) for number in range(8)]
-            wait_until(lambda: state(server)["waiting"] == 8, 60, "they wait")
-            # Others go past them.
-            assert generate(server, max_new_tokens=2)["meta_info"]["completion_tokens"] == 2
-            server.ask("/abort_request", {"rid": "slow-"})
+        with ThreadPoolExecutor(64) as pool:
+            answers = [pool.submit(ask, number) for number in range(64)]
+            wait_until(lambda: state(server)["waiting"] >= 24, 60, "they wait")
+            server.ask("/abort_request", {"abort_all": True})
             found = [answer.result(60) for answer in answers]
         aborted = [text for status, text in found if status == 400 and "Aborted by" in text]
         # Some may have been compiled before the abort came.
-        assert len(aborted) >= 4, found
+        assert len(aborted) >= 12, [(status, text[-200:]) for status, text in found]
         wait_until(lambda: state(server)["waiting"] == 0, 20, "none waits")
         started = time.monotonic()
         assert re.fullmatch("[0-9]{3}", generate(server, regex="[0-9]{3}")["text"])

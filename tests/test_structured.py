@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -193,7 +194,7 @@ def test_a_character_is_never_cut(engine: Engine, said: list[dict[str, Any]], st
             matched = parts[-1]["meta_info"]["finish_reason"].get("matched")
             assert (matched == stop) == bool(found)
             texts = ["", *(part["text"] for part in parts)]
-            for earlier, later in zip(texts, texts[1:], strict=False):
+            for earlier, later in itertools.pairwise(texts):
                 assert later.startswith(earlier)
                 assert "\ufffd" not in later
         assert ended > 0
@@ -221,7 +222,7 @@ def test_an_expression_ends_an_answer(
         assert parts[-1]["text"] == found["text"]
         tokens, finish = found["output_ids"], found["meta_info"]["finish_reason"]
         assert whole["output_ids"][: len(tokens)] == tokens
-        # It ends with the first token with which the text has a match and ends in a whole character.
+        # It ends with the first token after which the text has a match and no cut character.
         texts = [text_of(engine, tokens[:count]) for count in range(1, len(tokens) + 1)]
         matches = [text is not None and bool(re.search(pattern, text)) for text in texts]
         assert not any(matches[:-1])
@@ -249,7 +250,7 @@ def test_a_grammar_waits_for_the_end_of_thinking() -> None:
         }
         for answer in engine.generate("Think:", asked, require_reasoning=True):
             tokens = answer["output_ids"]
-            thought, _, said = answer["text"].partition("</think>")
+            _thought, _, said = answer["text"].partition("</think>")
             assert tokens.count(end) == 1
             assert len(tokens) == tokens.index(end) + 1 + 5
             assert re.fullmatch("[0-9]{4}", said.removesuffix("<|im_end|>"))

@@ -45,7 +45,7 @@ THINK_ENDS: Final[Mapping[str, str]] = MappingProxyType(
 )
 
 
-def end_of_thinking(parser: str) -> str:
+def think_end_of(parser: str) -> str:
     """The text that ends the thinking of a model with this reasoning parser.
 
     Raises:

@@ -14,7 +14,7 @@ from pie_driver_sglang.config.file import ACTIVATION_DTYPES
 from pie_driver_sglang.config.hf_config import check_hf_config, load_hf_config
 from pie_driver_sglang.config.option_checks import parse_options, valid_names
 from pie_driver_sglang.config.server_args import SERVER_ARGS
-from pie_driver_sglang.config.thinking import end_of_thinking
+from pie_driver_sglang.config.thinking import think_end_of
 from pie_driver_sglang.errors import ConfigError, nearest, quoted
 from pie_driver_sglang.memory.limits import LARGE_CHUNK_TOKENS
 from pie_driver_sglang.offline.adapters import AdapterPath, parse_paths
@@ -331,7 +331,7 @@ def _reasoning_parser(name: Any) -> str | None:
     """Checks the name. With `auto` SGLang's server finds it out."""
     if name in (None, "auto"):
         return None
-    end_of_thinking(str(name))
+    think_end_of(str(name))
     return str(name)
 
 

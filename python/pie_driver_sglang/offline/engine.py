@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple, NoReturn, Self, TypeVar
 
 from pie_driver_sglang import __version__, _core
 from pie_driver_sglang.config.hf_config import load_hf_config
-from pie_driver_sglang.config.thinking import end_of_thinking
+from pie_driver_sglang.config.thinking import think_end_of
 from pie_driver_sglang.errors import ConfigError, DriverError, nearest, quoted
 from pie_driver_sglang.offline.adapters import AdapterUpdate, EngineAdapters, parse_paths
 from pie_driver_sglang.offline.answers import CallAnswers
@@ -467,7 +467,7 @@ class Engine:
                     'name its parser, as `Engine(reasoning_parser="qwen3")`, or remove it',
                 )
             )
-        return list(self.tokenizer.encode_plain(end_of_thinking(parser)))
+        return list(self.tokenizer.encode_plain(think_end_of(parser)))
 
     def _submitted(
         self, prompts: _Prompts, extra: Mapping[str, Any], answers: CallAnswers, *, streams: bool

@@ -50,7 +50,7 @@ impl Backend for Service {
 pub struct FrontSettings {
     /// The tokens that end a request, unless it ignores them.
     pub eos_tokens: Vec<u32>,
-    /// The tokens that end the model's thinking; empty where it is not told apart.
+    /// The tokens that end the model's thinking; empty where there is none.
     pub think_end: Vec<u32>,
     /// Tokens from one output of a stream to the next.
     pub stream_interval: u32,

@@ -117,12 +117,10 @@ impl Constraint for Thinking {
     }
 
     fn next(&mut self, forced: &mut Vec<u32>, mask: &mut Vec<u32>) -> Result<(), Arc<str>> {
-        match &mut self.binds {
-            Some(binds) => binds.next(forced, mask),
-            None => {
-                mask.clear();
-                Ok(())
-            }
+        if let Some(binds) = &mut self.binds {
+            return binds.next(forced, mask);
         }
+        mask.clear();
+        Ok(())
     }
 }

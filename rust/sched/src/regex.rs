@@ -253,7 +253,7 @@ impl Search {
                     found = Some(found.map_or(pattern, |first| first.min(pattern)));
                 }
                 State::ByteRange { .. } | State::Sparse(_) | State::Dense(_) => {
-                    self.closed.push(id)
+                    self.closed.push(id);
                 }
                 State::Fail => {}
             }
