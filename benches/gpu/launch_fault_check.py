@@ -3,10 +3,10 @@
     python benches/gpu/launch_fault_check.py [--shapes CONFIG_DIR] [--device cuda:0] [--json FILE]
         [--rows 198] [--graph 256] [--limit-s 120]
 
-Such a launch once ended a measurement with a segmentation fault in `cuGraphLaunch`. The cause: the
-larger graph reads lengths and ids from other places of the block, so a kernel reads an illegal
-address; and the CUDA driver (580) then crashes in launches that follow before the error is seen, as
-it does without this driver (`plain`). The driver has one launch in flight, of the graph that it has
+Such a launch once ended a measurement with a segmentation fault in `cuGraphLaunch`. The larger
+graph reads lengths and ids from other places of the block, so a kernel reads an illegal address.
+Launches that follow before the error is seen then crash within the CUDA driver (580), with this
+driver or without it (`plain`). The driver itself has one launch in flight, of the graph that it has
 staged, and `CudaSteps.time` refuses another block. The cases, each in a process of its own:
 
 1. `fields`: the step is staged, and the fields of the larger graph are read from the block. Printed

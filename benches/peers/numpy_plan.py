@@ -6,12 +6,12 @@ they differ in the block table and the reply:
 
 - `numpy_delta` keeps a mirror and stages what changed,
 - `numpy_full_table` stages the whole table in every step, and keeps the places of its entries,
-- `numpy_rebuilt` keeps nothing from one step to the next, and answers through Python lists. These
-  are two habits of Pie's own driver, as far as a host without a device can show them: there the
-  index tables also go to the host and back to the device, and the reply is tried with several sizes
-  of buffers. It is no measurement of that driver.
+- `numpy_rebuilt` keeps nothing from one step to the next, and answers through Python lists.
 
-They are spared what the planner also does: storage slots named twice, masks, drafts, adapters,
+The last has two habits of Pie's own driver, and is no measurement of it. There, index tables also
+go to the host and back to the device, and a reply is tried with several sizes of buffers.
+
+All are spared what the planner also does: storage slots named twice, masks, drafts, adapters,
 media, seeds, contexts that change places.
 """
 
