@@ -24,7 +24,7 @@ LOAD := $(LOAD_MANIFEST) --target-dir target
 FUZZ := --manifest-path fuzz/Cargo.toml --target-dir target
 
 .DEFAULT_GOAL := help
-.PHONY: help preflight demo serve test test-rust test-python quick bench replay load counts fuzz lint format stubs docs wheel
+.PHONY: help preflight demo serve test test-rust test-python quick bench replay load counts fuzz lint workflows format stubs docs wheel
 
 # The second half of the demo: the same model without Pie.
 SAID := def mean(values):
@@ -86,8 +86,7 @@ TARGET ?= plan_frames
 fuzz: ## Fuzz TARGET=plan_frames for a minute; ARGS=-max_total_time=600 for longer, fuzz/README.md for more
 	@fuzz/run $(TARGET) -max_total_time=60 $(ARGS)
 
-lint: $(VENV)/.installed ## Check format, lints, types, docs and the native module's stub
-	@if command -v actionlint >/dev/null; then actionlint; else echo "actionlint is not in PATH: workflows are checked by CI"; fi
+lint: $(VENV)/.installed workflows ## Check format, lints, types, docs, workflows and the native module's stub
 	cargo fmt --all --check
 	cargo fmt --manifest-path benches/Cargo.toml --check
 	cargo clippy --workspace --all-targets --quiet -- -D warnings
@@ -104,6 +103,13 @@ lint: $(VENV)/.installed ## Check format, lints, types, docs and the native modu
 	$(MAKE) --no-print-directory stubs STUB=target/stubs
 	diff -u python/pie_driver_sglang/_core.pyi target/stubs/pie_driver_sglang/_core.pyi
 	$(BIN)/stubtest pie_driver_sglang._core
+
+# The schema and the audit need no network. `actionlint`, which also reads expressions and scripts, is no Python package; CI has it.
+workflows: $(VENV)/.dependencies ## Check what GitHub runs: its schema, its security, and with actionlint, if that is in PATH
+	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.dependabot .github/dependabot.yml
+	$(BIN)/zizmor --offline --no-progress --quiet .github
+	@if command -v actionlint >/dev/null; then actionlint; else echo "actionlint is not in PATH: CI runs it"; fi
 
 format: $(VENV)/.installed ## Format the sources
 	cargo fmt --all

@@ -165,6 +165,25 @@ class GraphRunner(abc.ABC):
             graph.host[name][:rows] = staged[name][:rows]
         return graph
 
+    def require_staged(self, graph: _Graph) -> None:
+        """Raises `ValueError` where the block cannot have been staged for `graph`.
+
+        Graphs of different sizes have their fields at different places. A kernel that takes another
+        field for a length reads an illegal address, and launches that follow before this is noticed
+        crash in CUDA's own code (``benches/gpu/launch_fault_check.py``).
+        """
+        table = self._engine.runner.req_to_token_pool.req_to_token
+        vocab = self._engine.facts.vocab_size
+        ends = {"input_ids": vocab, "req_pool_indices": len(table), "seq_lens": table.shape[1] + 1}
+        for name, end in ends.items():
+            field = graph.host[name]
+            outside = field[(field < 0) | (field >= end)]
+            if len(outside):
+                raise ValueError(
+                    f"the block is not staged for the graph of {graph.rows} rows: {name} has "
+                    f"{int(outside[0])}, outside 0 to {end - 1}; run a step of that size first"
+                )
+
     def _plain(self, rows: int) -> _Graph:
         """The plain graph of so many rows."""
         return next(graph for graph in self._of(_Kind.PLAIN) if graph.rows == rows)
@@ -335,11 +354,15 @@ class CudaSteps(GraphRunner):
             rows: Of the step.
             repeats: Launches.
             extended: Whether it changed logits.
+
+        Raises:
+            ValueError: The block is staged for a graph of another size.
         """
         # The header is the same in all blocks: whether there are groups says which graph ran.
         kind = _Kind.GROUPED if self._graphs[0].host["header"][4] else _Kind.PLAIN
         kind = _Kind.EXTENDED if extended else kind
         graph = next(graph for graph in self._of(kind) if graph.rows >= rows)
+        self.require_staged(graph)
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         replay = self._captured[graph.rows, kind].replay
         with torch.cuda.stream(self._stream):
