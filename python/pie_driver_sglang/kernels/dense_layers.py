@@ -133,7 +133,8 @@ class Scale(NamedTuple):
     """An RMS scale that is still to be applied to a GEMM's output: the rows were not normalized."""
 
     rows: torch.Tensor
-    """``[rows, width]``, width contiguous."""
+    """``[rows, width]``, width contiguous: the rows; or ``[rows, 1]`` float32: what each row's
+    outputs are to be multiplied by, as :func:`find_scale` gives it."""
     epsilon: float
 
 
@@ -204,8 +205,19 @@ def gate(rows: torch.Tensor, scale: Scale | None = None) -> torch.Tensor:
     return out
 
 
+def find_scale(rows: torch.Tensor, epsilon: float) -> Scale:
+    """The RMS scale of rows, ``[rows, width]``, computed once for all that apply it."""
+    out = torch.empty(len(rows), 1, dtype=torch.float32, device=rows.device)
+    block = triton.next_power_of_2(rows.shape[1])
+    _find_scale[(len(rows),)](
+        rows, out, rows.stride(0), rows.shape[1], epsilon, BLOCK=block,
+        num_warps=max(1, min(8, block // 512)), **chained(rows.device),
+    )  # fmt: skip
+    return Scale(out, epsilon)
+
+
 def _scaling(rows: torch.Tensor, scale: Scale | None) -> dict[str, Any]:
-    """Kernel arguments for an optional RMS scale."""
+    """Kernel arguments for an optional RMS scale; a block of 1 has what is to be applied."""
     given, epsilon = (rows, 0.0) if scale is None else scale
     width = given.shape[1]
     return {
@@ -348,11 +360,24 @@ def silu(gate, up):
 
 
 @triton.jit
+def _find_scale(rows, out, stride, width, epsilon, BLOCK: tl.constexpr, CHAINED: tl.constexpr):
+    if CHAINED:
+        follow()
+    row = tl.program_id(0).to(tl.int64)
+    tl.store(out + row, _spread(rows, stride, row, width, epsilon, BLOCK))
+
+
+@triton.jit
 def _spread(given, given_stride, row, width, epsilon, WIDTH_BLOCK: tl.constexpr):
-    """The reciprocal RMS of a row."""
-    lanes = tl.arange(0, WIDTH_BLOCK)
-    x = tl.load(given + row * given_stride + lanes, mask=lanes < width, other=0.0).to(tl.float32)
-    return tl.rsqrt(tl.sum(x * x, 0) / width + epsilon)
+    """The reciprocal RMS of a row, which is given or to be computed."""
+    if WIDTH_BLOCK == 1:
+        spread = tl.load(given + row)
+    else:
+        lanes = tl.arange(0, WIDTH_BLOCK)
+        x = tl.load(given + row * given_stride + lanes, mask=lanes < width, other=0.0)
+        x = x.to(tl.float32)
+        spread = tl.rsqrt(tl.sum(x * x, 0) / width + epsilon)
+    return spread
 
 
 @triton.jit
