@@ -20,10 +20,12 @@ from pie_driver_sglang.kernels.dense_layers import LinearWeights, Norm, Scale
 from pie_driver_sglang.srt import groups
 from pie_driver_sglang.srt.few_rows import NARROW, ExpertLayers, FewRows
 from pie_driver_sglang.srt.paged_attention import PagedDecode
+from pie_driver_sglang.srt.quantized import QuantizedLayers
 from pie_driver_sglang.srt.seams.attention import decode_backend
 from pie_driver_sglang.srt.seams.layers import (
     ExpertLayer,
     Layer,
+    QuantizedLayer,
     UnknownLayer,
     expect,
     find_decoder,
@@ -46,6 +48,8 @@ _WIDEST = 16384
 """Hidden states of which one program normalizes a row."""
 _FEW_ROWS = 64
 """Of more rows products are a library's, which adds to what there is, and parts do not pay."""
+_RESCALED_ROWS = 512
+"""Of more rows it takes less time to compute their scale in a kernel of its own."""
 _STORED = ("fa3",)
 """SGLang's backends whose prefills attend to nothing but what is stored."""
 FROZEN = (
@@ -88,7 +92,7 @@ class DenseLayers:
         self._norms = [*(layer.before for layer in layers[1:]), norm]
 
     @classmethod
-    def of(cls, runner: ModelRunner) -> DenseLayers | ExpertLayers | None:
+    def of(cls, runner: ModelRunner) -> FusedLayers | None:
         """A model's layers; None for a model that these kernels do not know."""
         try:
             by_pages = isinstance(decode_backend(runner), PagedDecode)
@@ -101,6 +105,11 @@ class DenseLayers:
             expect(pool.store_dtype == norm.weight.dtype, f"its KV is {pool.store_dtype}")
             expect(len(norm.weight) <= _WIDEST, f"its rows have {len(norm.weight)} numbers")
             layers = read_layers(model, pool)
+            prefills = resolved(runner).attention_backends[0] in _STORED
+            if isinstance(layers[0], QuantizedLayer):
+                expect(place_of(runner).size == 1, "its FP8 matrices are on several devices")
+                expect(not resolved(runner).enable_lora, "adapters are added to its FP8 matrices")
+                return QuantizedLayers(model, layers, norm, prefills=prefills)
             _expect_plain(layers)
             sums = _all_reduce(runner, norm)
             # Adapters want rows to which the norms' weights were applied. Between ranks a kernel
@@ -115,9 +124,8 @@ class DenseLayers:
         except UnknownLayer as reason:
             logger.info("layers run as SGLang has them: %s", reason)
             return None
-        prefills, _ = resolved(runner).attention_backends
         folded = folds and _fold(runner, layers)
-        return cls(model, layers, norm, sums, prefills=prefills in _STORED, folded=folded)
+        return cls(model, layers, norm, sums, prefills=prefills, folded=folded)
 
     @contextlib.contextmanager
     def prefilling(self) -> Iterator[None]:
@@ -256,7 +264,7 @@ def _seen(
         layer.heads,
         positions,
         forward_batch.out_cache_loc,
-        scale=Scale(residual, layer.before.epsilon),
+        scale=_scale(residual, layer.before.epsilon),
         out_of_place=out_of_place,
     )
     if out_of_place:
@@ -269,8 +277,15 @@ def _middle(layer: Layer, residual: torch.Tensor) -> torch.Tensor:
     """What an MLP has of many rows between its products."""
     return dense_layers.gate(
         torch.nn.functional.linear(residual, layer.gate_up.weight),
-        Scale(residual, layer.between.epsilon),
+        _scale(residual, layer.between.epsilon),
     )
+
+
+def _scale(residual: torch.Tensor, epsilon: float) -> Scale:
+    """The RMS scale of rows, which every program computes again where rows are few."""
+    if len(residual) > _RESCALED_ROWS:
+        return dense_layers.find_scale(residual, epsilon)
+    return Scale(residual, epsilon)
 
 
 def _linear(rows: torch.Tensor, matrix: LinearWeights, most_parts: int = 1) -> torch.Tensor:
@@ -328,3 +343,7 @@ def _has_room(runner: ModelRunner) -> bool:
         return True
     properties: Any = torch.cuda.get_device_properties(runner.gpu_id)
     return int(properties.shared_memory_per_block_optin) >= dense_layers.SHARED_BYTES
+
+
+FusedLayers = DenseLayers | QuantizedLayers | ExpertLayers
+"""The layers of a model that few kernels can run."""

@@ -25,6 +25,11 @@ from sglang.srt.models import llama, qwen2, qwen3, qwen3_moe
 from pie_driver_sglang.kernels.dense_layers import Heads, LinearWeights, Norm
 from pie_driver_sglang.kernels.experts import Experts
 from pie_driver_sglang.srt.seams.pools import MHATokenToKVPool, stored_kv
+from pie_driver_sglang.srt.seams.quantized import (
+    QuantizedLinear,
+    UnknownQuantization,
+    read_quantized,
+)
 
 _BUILDS = {
     llama.LlamaModel: (llama.LlamaDecoderLayer, llama.LlamaAttention, llama.LlamaMLP),
@@ -37,6 +42,7 @@ _BUILDS = {
     ),
 }
 """Models and the classes that their layers, attention and MLPs are of."""
+_Matrix = LinearWeights | QuantizedLinear
 
 
 class Layer(NamedTuple):
@@ -50,6 +56,19 @@ class Layer(NamedTuple):
     between: Norm
     gate_up: LinearWeights
     down: LinearWeights
+
+
+class QuantizedLayer(NamedTuple):
+    """One layer whose matrices are FP8."""
+
+    before: Norm
+    qkv: QuantizedLinear
+    heads: Heads
+    attention: RadixAttention
+    out: QuantizedLinear
+    between: Norm
+    gate_up: QuantizedLinear
+    down: QuantizedLinear
 
 
 class ExpertLayer(NamedTuple):
@@ -109,8 +128,10 @@ def read_norm(norm: RMSNorm) -> Norm:
     return Norm(norm.weight.data, norm.variance_epsilon)
 
 
-def read_layers(model: Any, pool: MHATokenToKVPool) -> list[Layer] | list[ExpertLayer]:
-    """The layers of a model in their order, all with experts or all without.
+def read_layers(
+    model: Any, pool: MHATokenToKVPool
+) -> list[Layer] | list[QuantizedLayer] | list[ExpertLayer]:
+    """The layers of a model in their order, all of one kind.
 
     Args:
         model: As :func:`find_decoder` gives it.
@@ -121,16 +142,26 @@ def read_layers(model: Any, pool: MHATokenToKVPool) -> list[Layer] | list[Expert
     """
     build = _BUILDS[type(model)]
     if build[-1] is qwen3_moe.Qwen3MoeSparseMoeBlock:
-        return [
-            ExpertLayer(*_read_half(layer, build, pool), _read_experts(layer.mlp))
-            for layer in model.layers
+        halves = [
+            (*_read_half(layer, build, pool), _read_experts(layer.mlp)) for layer in model.layers
         ]
-    return [Layer(*_read_half(layer, build, pool), *_read_mlp(layer.mlp)) for layer in model.layers]
+        return [ExpertLayer(*_plain(parts)) for parts in halves]
+    read = [(*_read_half(layer, build, pool), *_read_mlp(layer.mlp)) for layer in model.layers]
+    if any(isinstance(part, QuantizedLinear) for part in read[0]):
+        return [QuantizedLayer(*_plain(parts, QuantizedLinear)) for parts in read]
+    return [Layer(*_plain(parts)) for parts in read]
+
+
+def _plain(parts: tuple[Any, ...], kind: type = LinearWeights) -> tuple[Any, ...]:
+    """The parts of a layer whose matrices must all be of one kind."""
+    matrices = [part for part in parts if isinstance(part, LinearWeights | QuantizedLinear)]
+    expect(all(type(part) is kind for part in matrices), "some of its matrices are quantized")
+    return parts
 
 
 def _read_half(
     layer: Any, build: Any, pool: MHATokenToKVPool
-) -> tuple[Norm, LinearWeights, Heads, RadixAttention, LinearWeights, Norm]:
+) -> tuple[Norm, _Matrix, Heads, RadixAttention, _Matrix, Norm]:
     """A layer up to the norm before its MLP."""
     of_layer, of_attention, of_mlp = build
     expect(type(layer) is of_layer, f"one of its layers is a {type(layer).__name__}")
@@ -147,7 +178,7 @@ def _read_half(
     )
 
 
-def _read_mlp(mlp: Any) -> tuple[LinearWeights, LinearWeights]:
+def _read_mlp(mlp: Any) -> tuple[_Matrix, _Matrix]:
     expect(type(mlp.act_fn) is SiluAndMul, f"it has a {type(mlp.act_fn).__name__}")
     return (
         _read_matrix(mlp.gate_up_proj, MergedColumnParallelLinear),
@@ -185,19 +216,29 @@ def _read_experts(block: Any) -> Experts:
         and all(change is None for change in (*changes, runs.swiglu_limit))
     )  # fmt: skip
     expect(usual_runs, "its experts compute in another way")
-    router = _read_matrix(block.gate, ReplicatedLinear).weight
+    router = _read_matrix(block.gate, ReplicatedLinear)
+    if isinstance(router, QuantizedLinear):
+        raise UnknownLayer("its router is quantized")
     gate_up, down = experts.w13_weight.data, experts.w2_weight.data
     total, height, width = gate_up.shape
-    shapes = (router.shape, down.shape) == ((total, width), (total, width, height // 2))
+    chooses, down_shape = router.weight.shape, down.shape
+    shapes = (chooses, down_shape) == ((total, width), (total, width, height // 2))
     expect(shapes, f"its experts are {tuple(gate_up.shape)} and {tuple(down.shape)}")
     expect(gate_up.is_contiguous() and down.is_contiguous(), "its experts lie in another order")
-    return Experts(router, gate_up, down, config.top_k, config.renormalize)
+    return Experts(router.weight, gate_up, down, config.top_k, config.renormalize)
 
 
-def _read_matrix(linear: Any, kind: type) -> LinearWeights:
+def _read_matrix(linear: Any, kind: type) -> _Matrix:
     if isinstance(linear, BaseLayerWithLoRA):
         linear = linear.base_layer
     expect(type(linear) is kind, f"it has a {type(linear).__name__}")
+    try:
+        quantized = read_quantized(linear)
+    except UnknownQuantization as reason:
+        raise UnknownLayer(str(reason)) from reason
+    if quantized is not None:
+        expect(linear.bias is None, f"a quantized {kind.__name__} of it has a bias")
+        return quantized
     method = type(linear.quant_method)
     expect(method is UnquantizedLinearMethod, f"it has a linear layer with {method.__name__}")
     weight, bias = linear.weight.data, linear.bias
