@@ -135,6 +135,15 @@ def check_prepare() -> None:
                 rows, heads, positions, slots, scale=found_once, out_of_place=True
             )
             close(again, apart.double())
+            # Products of FP8 weights have a scale for each output, too.
+            outputs = torch.rand(rows.shape[1]) + 0.5
+            apart_keys = keys.clone()
+            again = norm_rope_store(
+                rows / outputs, heads, positions, slots, scale=found_once, of_outputs=outputs,
+                out_of_place=True,
+            )  # fmt: skip
+            close(again, apart.double())
+            close(keys[slots], apart_keys[slots].double())
         found = norm_rope_store(rows, heads, positions, slots, scale=scale)
         assert torch.equal(found, apart)
         assert apart.is_contiguous()

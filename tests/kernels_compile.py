@@ -240,6 +240,21 @@ def check_dense(dtype: torch.dtype) -> None:
         check_order(kernel, early=4 if scale is None else 0)
         [kernel] = recorded(functools.partial(dense_layers.gate, zeros(40, width), scale))
         check_order(kernel)
+    [kernel] = recorded(lambda: dense_layers.find_scale(zeros(40, width), 1e-6))
+    check_order(kernel)
+    # Products of FP8 weights, whose scales are applied here.
+    once, outputs = Scale(torch.ones(40, 1), 0.0), torch.ones(width)
+    prepare = functools.partial(
+        dense_layers.norm_rope_store, zeros(40, width), heads, places, places, scale=once,
+        of_outputs=outputs,
+    )  # fmt: skip
+    [kernel] = recorded(prepare)
+    check_order(kernel)
+    scales = (torch.ones(40, 1), torch.ones(128))
+    [kernel] = recorded(
+        lambda: dense_layers.add_norm(zeros(1, 40, 128), zeros(40, 128), norm, scales)
+    )
+    check_order(kernel, early=2)
 
 
 def check_few_rows(dtype: torch.dtype) -> None:
@@ -264,7 +279,7 @@ def check_few_rows(dtype: torch.dtype) -> None:
         matrix = LinearWeights(zeros(1).expand((1 + gated) * outputs, inputs))
         [kernel] = recorded(
             functools.partial(
-                few_rows.product, rows, matrix, cut, scratch, given=None if adds else stream,
+                few_rows.product, rows, matrix, cut, scratch, stream=None if adds else stream,
                 into=into, gated=gated,
             )
         )  # fmt: skip
@@ -323,6 +338,7 @@ def check_quantized() -> None:
     """Before the wait nothing is loaded but weights, of a norm or of a product of one row."""
     norm = Norm(torch.zeros(4096, dtype=torch.bfloat16), 1e-6)
     rows = torch.zeros(3, 4096, dtype=torch.bfloat16)
+    named: dict[str, Any]
     for named, early in (
         ({"norm": norm, "residual": rows.clone()}, None),
         ({"grouped": True}, 0),
@@ -332,23 +348,13 @@ def check_quantized() -> None:
         [kernel] = recorded(make)
         check_order(kernel, early=early)
         assert "cvt.rn.satfinite.e4m3x2" in kernel.asm["ptx"]
-    floats = torch.zeros(64)
-    scratch = Scratch(floats, torch.zeros(64, dtype=torch.int32))
-    for adds, gated in ((False, False), (True, False), (False, True)):
-        cut = few_rows.find_quantized_cut(4096, 4096, adds=adds, gated=gated)
-        assert cut is not None
-        weight = torch.empty((1 + gated) * 4096, 4096, dtype=FP8)
-        weights = QuantizedWeights(weight, torch.empty(len(weight)))
-        given = QuantizedRows(torch.empty(1, 4096, dtype=FP8), torch.empty(1, 1))
-        into = torch.empty(1, 4096, dtype=torch.bfloat16) if adds else None
-        [kernel] = recorded(
-            functools.partial(
-                few_rows.product, given, weights, cut, scratch, into=into, gated=gated,
-                dtype=torch.bfloat16,
-            )
-        )  # fmt: skip
-        loads = cut.outputs * cut.inputs // (16 * 32 * cut.warps) * (1 + gated)
-        check_order(kernel, early=loads, leads=True)
+    products = torch.zeros(3, 4096, dtype=torch.bfloat16)
+    unscaled = quantize.UnscaledRows(products, torch.ones(3, 1), torch.ones(4096))
+    for named in ({"gated": True}, {"norm": norm}):
+        residual = None if "gated" in named else rows.clone()
+        make = functools.partial(quantize.quantize, unscaled, residual=residual, **named)
+        [kernel] = recorded(make)
+        check_order(kernel, early=None)
 
 
 def check_experts(dtype: torch.dtype) -> None:

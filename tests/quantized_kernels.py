@@ -10,8 +10,8 @@ import itertools
 import torch
 
 import fp8_rounding
-from pie_driver_sglang.kernels.dense_layers import LinearWeights, Norm
-from pie_driver_sglang.kernels.few_rows import Cut, Scratch, Stream, begin, product
+from pie_driver_sglang.kernels.dense_layers import LinearWeights, Norm, add_norm
+from pie_driver_sglang.kernels.few_rows import Scratch, Stream, begin
 from pie_driver_sglang.kernels.many_rows import Tile, tiled_product
 from pie_driver_sglang.kernels.quantize import (
     FP8,
@@ -19,6 +19,7 @@ from pie_driver_sglang.kernels.quantize import (
     LARGEST,
     QuantizedRows,
     QuantizedWeights,
+    multiply_unscaled,
     quantize,
 )
 
@@ -96,30 +97,30 @@ def check_quantized_products() -> None:
         assert not scratch.arrived.any()
 
 
-def check_one_row() -> None:
-    """One FP8 row, whose products go through registers."""
-    for parts, grouped in itertools.product((1, 2), (False, True)):
-        scratch, cut = make_scratch(), Cut(8, 256, parts, warps=2)
-        outputs, inputs = 256, 1024
-        rows = quantize(torch.randn(1, inputs), grouped=grouped)
-        size = (outputs // GROUP, inputs // GROUP) if grouped else (outputs,)
-        weights = QuantizedWeights(torch.randn(outputs, inputs).to(FP8), torch.rand(size) + 0.5)
-        exact = numbers(rows) @ matrix_of(weights).T
-        kind = torch.float32
-        close(product(rows, weights, cut, scratch, dtype=kind), exact)
-        found = product(rows, weights, cut, scratch, gated=True, dtype=kind)
-        close(found, gated(exact))
-        before = torch.randn(1, outputs)
-        found = product(rows, weights, cut, scratch, into=before.clone())
-        close(found, before.double() + exact)
-        assert not scratch.arrived.any()
-    two = quantize(torch.randn(2, 1024))
-    try:
-        product(two, QuantizedWeights(torch.zeros(8, 1024).to(FP8), torch.ones(8)), cut, scratch)
-    except ValueError as error:
-        assert "2 rows are FP8" in str(error)
-    else:
-        raise AssertionError("two rows by the kernel of one")
+def check_unscaled() -> None:
+    """Products whose scales the next kernel applies: a sum with a norm, a gate, or a sum alone."""
+    count, width = 5, 256
+    rows = quantize(torch.randn(count, width))
+    size = (2 * width,)
+    weights = QuantizedWeights(torch.randn(*size, width).to(FP8), torch.rand(size) + 0.5)
+    exact = numbers(rows) @ matrix_of(weights).T
+    products = multiply_unscaled(rows, weights, torch.float32)
+    close(products.rows * products.of_rows * products.of_outputs, exact)
+    joined = quantize(products, gated=True)
+    close(joined.scales[:, 0] * LARGEST, gated(exact).abs().amax(1))
+    norm, residual = Norm(torch.rand(width) + 0.5, EPSILON), torch.randn(count, width)
+    half = QuantizedWeights(weights.weight[:width], weights.scales[:width])
+    products = multiply_unscaled(rows, half, torch.float32)
+    exact = residual.double() + numbers(rows) @ matrix_of(half).T
+    largest = (normalized(exact) * norm.weight.double()).abs().amax(1)
+    given = residual.clone()
+    found = quantize(products, residual=given, norm=norm)
+    close(given, exact)
+    close(found.scales[:, 0] * LARGEST, largest)
+    scales = (products.of_rows, products.of_outputs)
+    out, total = add_norm(products.rows[None], residual.clone(), norm, scales)
+    close(total, exact)
+    close(out, normalized(exact) * norm.weight.double())
 
 
 def numbers(rows: QuantizedRows) -> torch.Tensor:
@@ -188,5 +189,5 @@ if __name__ == "__main__":
     check_products()
     check_quantize()
     check_quantized_products()
-    check_one_row()
+    check_unscaled()
     print("quantized and tiled: all close")

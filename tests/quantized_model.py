@@ -27,11 +27,13 @@ BLOCK = 128
 ROW_SCALE = 0.02
 
 
-def quantize_layers(model: Any, kind: str) -> None:
+def quantize_layers(runner: Any, kind: str) -> None:
     """Gives every linear layer of a decoder FP8 weights, as SGLang's loader leaves them."""
     import torch
     from sglang.srt.layers.linear import LinearBase
     from sglang.srt.layers.quantization.fp8 import Fp8Config, Fp8LinearMethod
+
+    from pie_driver_sglang.srt.seams.attention import attention_layers
 
     blocks = [BLOCK, BLOCK] if kind == "block" else None
     config = Fp8Config(
@@ -39,7 +41,7 @@ def quantize_layers(model: Any, kind: str) -> None:
         activation_scheme="static" if kind == "tensor" else "dynamic",
         weight_block_size=blocks,
     )
-    for module in model.model.layers.modules():
+    for module in runner.model.model.layers.modules():
         if not isinstance(module, LinearBase):
             continue
         weight = module.weight.data
@@ -65,6 +67,10 @@ def quantize_layers(model: Any, kind: str) -> None:
         if kind == "tensor":
             module.input_scale = torch.nn.Parameter(torch.tensor(ROW_SCALE), requires_grad=False)
         module.quant_method = method
+    # A checkpoint's scales of KV in FP8, which this pool does not keep.
+    for layer in attention_layers(runner):
+        layer.k_scale = layer.v_scale = torch.tensor(0.5)
+        layer.k_scale_float = layer.v_scale_float = 0.5
 
 
 def apply_by_torch(method: Any, module: Any, rows: Any, bias: Any = None) -> Any:
@@ -101,7 +107,7 @@ def main() -> None:
     from sglang.srt.layers.quantization.fp8 import Fp8LinearMethod
 
     from pie_driver_sglang.kernels import many_rows
-    from pie_driver_sglang.srt import paged_attention
+    from pie_driver_sglang.srt import paged_attention, quantized
     from pie_driver_sglang.srt.dense import DenseLayers
     from pie_driver_sglang.srt.load import load_engine
     from pie_driver_sglang.srt.quantized import QuantizedLayers
@@ -114,7 +120,7 @@ def main() -> None:
     planner, engine = load_engine(config)
     server.serve(planner, engine.block, print)
     runner = engine.runner
-    quantize_layers(runner.model, kind)
+    quantize_layers(runner, kind)
     page_size, vocab = engine.facts.page_size, engine.facts.vocab_size
     with mock.patch.object(Fp8LinearMethod, "apply", apply_by_torch):
         expected = decode(server, engine, Contexts(0, page_size, vocab))
@@ -124,8 +130,16 @@ def main() -> None:
             runner.init_attention_backends()
         layers = DenseLayers.of(runner)
         assert isinstance(layers, QuantizedLayers)
-        # By SGLang's products alone, then by the driver's where rows are few.
-        library = decode(server, engine, Contexts(64, page_size, vocab), layers.applied)
+        # By SGLang's products, by those without scales, then by the driver's where rows are few.
+        ways = [decode(server, engine, Contexts(64, page_size, vocab), layers.applied)]
+        unscaled = mock.Mock(wraps=quantized.multiply_unscaled)
+        with (
+            mock.patch.object(quantized, "_multiplies", lambda linear: kind != "block"),
+            mock.patch.object(quantized, "multiply_unscaled", unscaled),
+        ):
+            ways.append(decode(server, engine, Contexts(192, page_size, vocab), layers.applied))
+        matrices = 4 * len(runner.model.model.layers)
+        assert unscaled.call_count == (STEPS * matrices if kind != "block" else 0)
         tiled = mock.Mock(wraps=many_rows.tiled_product)
         with (
             mock.patch.object(many_rows, "find_tile", small_tile),
@@ -133,10 +147,10 @@ def main() -> None:
             mock.patch.object(layers, "_prefills", True),
         ):
             engine.dense = layers
-            own = decode(server, engine, Contexts(128, page_size, vocab), layers.applied)
+            ways.append(decode(server, engine, Contexts(128, page_size, vocab), layers.applied))
             engine.dense = None
-        assert tiled.call_count == STEPS * 4 * len(runner.model.model.layers)
-    for found in (library, own):
+        assert tiled.call_count == STEPS * matrices
+    for found in ways:
         error = float((found - expected).abs().max() / expected.abs().max())
         print(f"{kind}: off by {error:.1e}")
         assert error < TOLERANCE, error

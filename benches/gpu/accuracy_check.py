@@ -73,8 +73,10 @@ class Windows:
         self.prompt = length // 2
 
     def scored(self, logits: torch.Tensor, window: int, start: int) -> dict[str, np.ndarray]:
-        """Of logits ``[tokens, vocabulary]`` of a window's tokens from `start` on: the next one's
-        log-probability, the best token, and by how much it is ahead.
+        """Scores logits ``[tokens, vocabulary]`` of a window's tokens from `start` on.
+
+        Returns:
+            By name: the next token's log-probability, the best token, and by how much it is ahead.
         """
         following = self.rows[window][start + 1 : start + 1 + len(logits)]
         logits = logits[: len(following)].float()

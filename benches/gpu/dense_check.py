@@ -134,7 +134,7 @@ class Layer:
             parts = few_rows.begin(residual, tiles["down"]).squares
         given, into = few_rows.Stream(residual, parts), self.matrices
         qkv = few_rows.product(
-            residual, into["qkv"], cuts["qkv"], scratch, given=given, epsilon=EPSILON
+            residual, into["qkv"], cuts["qkv"], scratch, stream=given, epsilon=EPSILON
         )
         seen = dense_layers.norm_rope_store(qkv, self.heads, slots, slots).flatten(1)
         middle = few_rows.Stream(residual, parts.new_empty(count, tiles["out"]))
@@ -292,7 +292,7 @@ def check_few_parity(
         else:
             given = few_rows.begin(rows, 4)
             found = few_rows.product(
-                rows, matrix, cut, scratch, given=given, epsilon=EPSILON, gated=is_gated
+                rows, matrix, cut, scratch, stream=given, epsilon=EPSILON, gated=is_gated
             )
             exact = rows.double()
             exact *= torch.rsqrt(exact.square().mean(-1, keepdim=True) + EPSILON)

@@ -28,6 +28,7 @@ import re
 import sys
 import tempfile
 import time
+import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -213,6 +214,9 @@ class Check:
         command = [sys.executable, arguments.bench_sgl, self._model, backend]
         if arguments.lengths and arguments.bench_sgl == PEER:
             command += ["--lengths", arguments.lengths]
+        method = quantization(arguments.option)
+        if method is not None:
+            command += ["--quantization", method]
         speeds = peer_figures(self._runner.run(f"peer {backend}", command, PART_S["peers"]))
         self._figures["detail"].setdefault("sglang_repeats", {})[backend] = speeds
         if speeds:
@@ -234,6 +238,12 @@ class Check:
         path: Path | None = self._arguments.graph_times
         times: dict[str, float] = json.loads(path.read_text()) if path else {}
         return times
+
+
+def quantization(options: Sequence[str]) -> str | None:
+    """The method by which lines of [driver.options] have weights quantized, for the peers, too."""
+    method: str | None = tomllib.loads("\n".join(options)).get("quantization")
+    return method
 
 
 def _has_fa3() -> bool:

@@ -169,9 +169,8 @@ class Check:
         out = self._out / name
         out.mkdir(exist_ok=True)
         command: list[object] = [sys.executable, FOLDER / "load_check.py", "--shapes", folder]
-        # SGLang's engine would run the matrices as they are.
-        parts = "throughput" if shape.options else "throughput,peers"
-        command += ["--parts", parts, "--peer-backends", self._arguments.peer_backends]
+        command += ["--parts", "throughput,peers"]
+        command += ["--peer-backends", self._arguments.peer_backends]
         command += ["--pie-load", self._arguments.pie_load, "--out", out]
         command += ["--option", "mem_fraction_static = 0.8"]
         path = out / "load_check.json"

@@ -13,7 +13,7 @@ normalizes:
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -21,10 +21,9 @@ import triton.language as tl
 
 from pie_driver_sglang.kernels.chained import chained, lead
 from pie_driver_sglang.kernels.dense_layers import LinearWeights, silu
-from pie_driver_sglang.kernels.quantize import GROUP, QuantizedRows, QuantizedWeights
 
-_VECTOR_BYTES = 16
-"""What a thread loads at once."""
+_VECTOR = tl.constexpr(8)
+"""Weights that a thread loads at once."""
 _FEWEST_OUTPUTS, _FEWEST_INPUTS = 16, 16
 """Of a tile and of an iteration: what a product on tensor cores takes."""
 
@@ -87,22 +86,6 @@ _USUAL: dict[tuple[str, int], Cut] = {
 }
 
 
-_QUANTIZED: dict[str, Cut] = {
-    "plain": Cut(8, 1024, warps=2),
-    "adds": Cut(8, 1024, parts=2, warps=2),
-    "gated": Cut(4, 1024, warps=2),
-}
-"""Cuts of one row of FP8."""
-
-
-def find_quantized_cut(
-    outputs: int, inputs: int, *, adds: bool = False, gated: bool = False
-) -> Cut | None:
-    """Chooses the cut of a product of one FP8 row; see :func:`find_cut`."""
-    best = _QUANTIZED["gated" if gated else "adds" if adds else "plain"]
-    return best if best.fits(outputs, inputs) else smaller_cut(outputs, inputs, best)
-
-
 def find_cut(
     rows: int, outputs: int, inputs: int, *, adds: bool = False, gated: bool = False
 ) -> Cut | None:
@@ -157,76 +140,51 @@ class Scratch(NamedTuple):
 
 
 def product(
-    given_rows: torch.Tensor | QuantizedRows,
-    matrix: LinearWeights | QuantizedWeights,
+    rows: torch.Tensor,
+    matrix: LinearWeights,
     cut: Cut,
     scratch: Scratch,
     *,
-    given: Stream | None = None,
+    stream: Stream | None = None,
     epsilon: float = 0.0,
-    into: Stream | torch.Tensor | None = None,
+    into: Stream | None = None,
     gated: bool = False,
-    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """Multiplies rows by a matrix. Can be captured.
 
     Args:
-        given_rows: ``[rows, inputs]``, inputs contiguous; one row if it is FP8.
+        rows: ``[rows, inputs]``, inputs contiguous.
         matrix: Of the rows' dtype; without a bias.
         cut: One that fits the matrix, or half of it if `gated`.
         scratch: For parts.
-        given: The stream that the rows are, whose RMS norm is to be applied; None for plain rows.
+        stream: The stream that the rows are, whose RMS norm is to be applied; None for plain rows.
         epsilon: Of that norm.
-        into: What to add to, in place, instead of an output: ``[rows, outputs]``, or a stream.
+        into: The stream to add to, in place, instead of an output.
         gated: Whether the matrix is that of a gate, then that of an up projection.
-        dtype: Of the output; that of the rows unless it is named.
 
     Returns:
-        ``[rows, outputs]``: the products, or ``silu(gate) * up``; what was added to with `into`.
-
-    Raises:
-        ValueError: The stream has room for other sums of squares, or several rows are FP8.
+        ``[rows, outputs]`` of the rows' dtype: the products, or ``silu(gate) * up``; the stream's
+        rows with `into`.
     """
-    rows = given_rows.rows if isinstance(given_rows, QuantizedRows) else given_rows
     count, inputs = rows.shape
     outputs = len(matrix.weight) // (2 if gated else 1)
+    out = rows.new_empty(count, outputs) if into is None else into.rows
     tiles = outputs // cut.outputs
-    squares = scratch.parts if given is None else given.squares
-    left, out = scratch.parts, into
-    if isinstance(into, Stream):
-        out, left = into
-        if left.shape[1] != tiles:
-            raise ValueError(f"{left.shape[1]} sums of squares for {tiles} tiles")
-    if out is None:
-        out = rows.new_empty(count, outputs, dtype=dtype)
-    assert isinstance(out, torch.Tensor)
-    scales = find_scales(given_rows, matrix, scratch.parts)
-    if scales["SCALED"] and count != 1:
-        raise ValueError(f"{count} rows are FP8, which this product takes of one row alone")
+    squares = scratch.parts if stream is None else stream.squares
+    left = scratch.parts if into is None else into.squares
+    if into is not None and into.squares.shape[1] != tiles:
+        raise ValueError(f"{into.squares.shape[1]} sums of squares for {tiles} tiles")
     _product[(tiles, cut.parts)](
         rows, matrix.weight, out, squares, left, scratch.parts, scratch.arrived,
         count, rows.stride(0), outputs, inputs, inputs // cut.parts, epsilon,
-        0 if given is None else squares.shape[1],
+        0 if stream is None else squares.shape[1],
         ROWS=1 if count == 1 else max(16, triton.next_power_of_2(count)),
         OUTPUTS=cut.outputs, INPUTS=cut.inputs, PARTS=cut.parts, STAGES=cut.stages,
-        VECTOR=_VECTOR_BYTES // rows.itemsize,
-        SQUARES=0 if given is None else triton.next_power_of_2(squares.shape[1]),
-        GATED=gated, ADDS=into is not None, LEAVES=isinstance(into, Stream), **scales,
+        SQUARES=0 if stream is None else triton.next_power_of_2(squares.shape[1]),
+        GATED=gated, ADDS=into is not None,
         num_warps=cut.warps, **chained(rows.device),
     )  # fmt: skip
     return out
-
-
-def find_scales(
-    given: torch.Tensor | QuantizedRows,
-    matrix: LinearWeights | QuantizedWeights,
-    unused: torch.Tensor,
-) -> dict[str, Any]:
-    """Kernel arguments of what FP8 numbers are to be multiplied by."""
-    if not isinstance(matrix, QuantizedWeights) or not isinstance(given, QuantizedRows):
-        return {"of_rows": unused, "of_weights": unused, "SCALED": False, "GROUP": 0}
-    group = GROUP if matrix.grouped else 0
-    return {"of_rows": given.scales, "of_weights": matrix.scales, "SCALED": True, "GROUP": group}
 
 
 def begin(rows: torch.Tensor, tiles: int) -> Stream:
@@ -259,9 +217,8 @@ def _product(
     rows, weight, out, squares, left, parts, arrived,
     row_count, row_stride, outputs, inputs, part_inputs, epsilon, square_count,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, PARTS: tl.constexpr,
-    STAGES: tl.constexpr, VECTOR: tl.constexpr, SQUARES: tl.constexpr, GATED: tl.constexpr,
-    ADDS: tl.constexpr, LEAVES: tl.constexpr, of_rows, of_weights, SCALED: tl.constexpr,
-    GROUP: tl.constexpr, CHAINED: tl.constexpr,
+    STAGES: tl.constexpr, SQUARES: tl.constexpr, GATED: tl.constexpr, ADDS: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):  # fmt: skip
     """One part of a tile of outputs, for all rows."""
     tile = tl.program_id(0)
@@ -290,8 +247,8 @@ def _product(
     place = units[:, None] + numbers[None, :].to(tl.int64) * outputs
     known = inside[None, :] & (units[:, None] >= 0)
     at_squares = tl.arange(0, 1 if SQUARES == 0 else SQUARES)
-    sums = tl.zeros([OUTPUTS, INPUTS // VECTOR if ROWS == 1 else ROWS], tl.float32)
-    up_sums = tl.zeros([OUTPUTS, INPUTS // VECTOR if ROWS == 1 else ROWS], tl.float32)
+    sums = tl.zeros([OUTPUTS, INPUTS // _VECTOR if ROWS == 1 else ROWS], tl.float32)
+    up_sums = tl.zeros([OUTPUTS, INPUTS // _VECTOR if ROWS == 1 else ROWS], tl.float32)
     if STAGES == 1:
         x = tl.load(x_places, mask=known_x, other=0.0)
     given = _squares(squares, numbers, inside, at_squares, square_count, SQUARES)
@@ -304,32 +261,14 @@ def _product(
             next_w = tl.load(own[:, None] + at + lanes[None, :])
             if GATED:
                 next_u = tl.load(ups[:, None] + at + lanes[None, :])
-                up = _scaled(
-                    x,
-                    of_rows,
-                    of_weights,
-                    outputs + tile * OUTPUTS,
-                    first + at - INPUTS,
-                    lanes,
-                    inputs,
-                    GROUP,
-                )
-                up_sums = add_products(u, up, up_sums, ROWS)
+                up_sums = add_products(u, x, up_sums, ROWS)
                 u = next_u
-            x = _scaled(
-                x, of_rows, of_weights, tile * OUTPUTS, first + at - INPUTS, lanes, inputs, GROUP
-            )
             sums = add_products(w, x, sums, ROWS)
             w = next_w
             x = next_x
-        at_last = first + part_inputs - INPUTS
-        if GATED:
-            up = _scaled(
-                x, of_rows, of_weights, outputs + tile * OUTPUTS, at_last, lanes, inputs, GROUP
-            )
-            up_sums = add_products(u, up, up_sums, ROWS)
-        x = _scaled(x, of_rows, of_weights, tile * OUTPUTS, at_last, lanes, inputs, GROUP)
         sums = add_products(w, x, sums, ROWS)
+        if GATED:
+            up_sums = add_products(u, x, up_sums, ROWS)
     else:
         for at in tl.range(0, part_inputs, INPUTS, num_stages=STAGES):
             x = tl.load(x_places + at, mask=known_x, other=0.0)
@@ -341,15 +280,10 @@ def _product(
     if ROWS == 1:
         sums = tl.sum(sums, 1)[:, None]
         up_sums = tl.sum(up_sums, 1)[:, None]
-    if SCALED and GROUP == 0:
-        of_row = tl.load(of_rows)
-        sums *= of_row * tl.load(of_weights + units)[:, None]
-        if GATED:
-            up_sums *= of_row * tl.load(of_weights + outputs + units)[:, None]
     if PARTS == 1:
         _finish(
             sums, up_sums, given, old, out, left, place, tile, numbers, inside, inputs, epsilon,
-            SQUARES, GATED, ADDS, LEAVES,
+            SQUARES, GATED, ADDS,
         )  # fmt: skip
     else:
         size = row_count.to(tl.int64) * outputs
@@ -373,7 +307,7 @@ def _product(
                     )  # fmt: skip
             _finish(
                 sums, up_sums, given, old, out, left, place, tile, numbers, inside, inputs, epsilon,
-                SQUARES, GATED, ADDS, LEAVES,
+                SQUARES, GATED, ADDS,
             )  # fmt: skip
 
 
@@ -386,22 +320,11 @@ def add_products(w, x, sums, ROWS: tl.constexpr):
     if ROWS == 1:
         OUTPUTS: tl.constexpr = w.shape[0]
         INPUTS: tl.constexpr = w.shape[1]
-        VECTOR: tl.constexpr = INPUTS // sums.shape[1]
         each = w.to(tl.float32) * x.to(tl.float32)
-        sums += tl.sum(tl.reshape(each, [OUTPUTS, INPUTS // VECTOR, VECTOR]), 2)
+        sums += tl.sum(tl.reshape(each, [OUTPUTS, INPUTS // _VECTOR, _VECTOR]), 2)
     else:
         sums = tl.dot(w, x, sums, input_precision="ieee")
     return sums
-
-
-@triton.jit
-def _scaled(x, of_rows, of_weights, unit, at, lanes, inputs, GROUP: tl.constexpr):
-    """A part of an FP8 row, times the scales of its groups and of the blocks that it meets."""
-    if GROUP > 0:
-        group = (at + lanes) // GROUP
-        of_blocks = tl.load(of_weights + unit // GROUP * (inputs // GROUP) + group)
-        x = x.to(tl.float32) * (tl.load(of_rows + group) * of_blocks)[None, :]
-    return x
 
 
 @triton.jit
@@ -420,7 +343,7 @@ def _squares(squares, numbers, inside, lanes, count, SQUARES: tl.constexpr):
 @triton.jit
 def _finish(
     sums, up_sums, given, old, out, left, place, tile, numbers, inside, width, epsilon,
-    SQUARES: tl.constexpr, GATED: tl.constexpr, ADDS: tl.constexpr, LEAVES: tl.constexpr,
+    SQUARES: tl.constexpr, GATED: tl.constexpr, ADDS: tl.constexpr,
 ):  # fmt: skip
     """Scales, gates or adds whole sums, and stores them."""
     kind = out.dtype.element_ty
@@ -434,7 +357,6 @@ def _finish(
         sums = silu(sums.to(kind).to(tl.float32), up_sums.to(kind).to(tl.float32))
     if ADDS:
         sums += old.to(tl.float32)
-    if LEAVES:
         rounded = tl.where(known, sums.to(kind).to(tl.float32), 0.0)
         total = tl.sum(rounded * rounded, 0)
         tl.store(left + numbers * tl.num_programs(0) + tile, total, mask=inside)

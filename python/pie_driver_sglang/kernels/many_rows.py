@@ -8,6 +8,7 @@ what is read from the L2 cache for every tile of outputs is as much as the weigh
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -16,8 +17,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from pie_driver_sglang.kernels.chained import chained, lead
 from pie_driver_sglang.kernels.dense_layers import LinearWeights, silu
-from pie_driver_sglang.kernels.few_rows import Scratch, Stream, find_scales
-from pie_driver_sglang.kernels.quantize import QuantizedRows, QuantizedWeights
+from pie_driver_sglang.kernels.few_rows import Scratch, Stream
+from pie_driver_sglang.kernels.quantize import GROUP, QuantizedRows, QuantizedWeights
 
 _LARGEST_PARTS = 4
 """Largest split-K factor of a tile."""
@@ -25,6 +26,12 @@ _MULTIPROCESSORS = 132
 """Of an H100 or H200."""
 _SHARED_BYTES = 227 << 10
 """Shared memory of a multiprocessor that programs can have."""
+
+
+_FEWEST_FILLED = 0.65
+"""Share of the places for programs that a product must have programs for."""
+_LONG = 8192
+"""Inputs from which on a library's product of 65 rows and more is the faster one, of bfloat16."""
 
 
 @dataclass(frozen=True)
@@ -62,37 +69,34 @@ _TILES: dict[tuple[str, int, int], tuple[Tile, ...]] = {
         Tile(16, 64, 128, stages=8, swapped=True),
     ),
     ("adds", 1, 16): (
-        Tile(16, 64, 128, 4, stages=5, swapped=True),
+        Tile(16, 64, 256, 2, stages=5, swapped=True),
         Tile(16, 64, 128, 2, stages=8, swapped=True),
     ),
     ("gated", 1, 16): (
-        Tile(16, 64, 256, stages=5, swapped=True),
+        Tile(16, 64, 256, stages=3, swapped=True),
         Tile(16, 64, 128, stages=6, swapped=True),
-    ),
-    ("plain", 1, 32): (
-        Tile(32, 64, 256, stages=5, swapped=True),
-        Tile(32, 64, 128, stages=8, swapped=True),
-    ),
-    ("adds", 1, 32): (
-        Tile(32, 64, 128, 4, stages=5, swapped=True),
-        Tile(32, 64, 128, 2, stages=8, swapped=True),
-    ),
-    ("gated", 1, 32): (
-        Tile(32, 64, 256, stages=4, swapped=True),
-        Tile(32, 64, 128, stages=5, swapped=True),
     ),
     ("plain", 1, 64): (
         Tile(64, 64, 256, stages=6, swapped=True),
-        Tile(64, 64, 128, stages=6, swapped=True),
+        Tile(64, 64, 128, stages=8, swapped=True),
     ),
-    ("adds", 1, 64): (Tile(64, 32, 256, stages=8), Tile(64, 64, 128, 2, stages=4, swapped=True)),
+    ("adds", 1, 64): (Tile(64, 32, 256, stages=8), Tile(64, 32, 256, stages=4)),
     ("gated", 1, 64): (Tile(64, 64, 128, stages=4, swapped=True),),
-    ("plain", 1, 128): (Tile(128, 64, 128, stages=8, swapped=True), Tile(128, 64, 128, stages=4)),
-    ("adds", 1, 128): (Tile(128, 32, 256, stages=5), Tile(128, 64, 128, 2, stages=4)),
-    ("gated", 1, 128): (
-        Tile(128, 128, 128, warps=8, stages=4, swapped=True),
-        Tile(128, 64, 128, warps=8, stages=4),
+    ("plain", 1, 128): (
+        Tile(128, 64, 128, stages=8, swapped=True),
+        Tile(128, 64, 128, stages=4, swapped=True),
     ),
+    ("adds", 1, 128): (
+        Tile(128, 64, 256, 2, stages=4, swapped=True),
+        Tile(128, 32, 256, stages=5),
+        Tile(128, 64, 128, 2, stages=4),
+    ),
+    ("gated", 1, 128): (Tile(128, 128, 128, warps=8, stages=4, swapped=True),),
+    ("plain", 2, 64): (Tile(64, 64, 128, stages=6), Tile(64, 64, 64, stages=6)),
+    ("adds", 2, 64): (Tile(64, 32, 128, stages=8), Tile(64, 32, 64, stages=8)),
+    ("gated", 2, 64): (Tile(64, 64, 128, stages=4),),
+    ("adds", 2, 128): (Tile(128, 32, 128, stages=5),),
+    ("gated", 2, 128): (Tile(128, 64, 64, stages=3, swapped=True),),
 }
 """By kind, bytes of a number and rows: the best on an H200 first, then some for other shapes."""
 
@@ -120,15 +124,17 @@ def find_tile(
         None where a library's product is as fast, or no tile fits.
     """
     kind = "gated" if gated else "adds" if adds else "plain"
-    bucket = next((most for most in (16, 32, 64, 128) if rows <= most), None)
-    if bucket is None:
+    if itemsize > 1 and rows > 64 and inputs >= _LONG:
         return None
-    fitting = [
-        tile
-        for tile in _TILES.get((kind, itemsize, bucket), ())
-        if tile.fits(outputs, inputs) and _fill(tile, outputs, itemsize, gated=gated) >= 0.5
-    ]
-    return fitting[0] if fitting else None
+    for bucket in (16, 64, 128):
+        tiles = _TILES.get((kind, itemsize, bucket), ()) if rows <= bucket else ()
+        for tile in tiles:
+            filled = _fill(tile, outputs, itemsize, gated=gated)
+            if tile.fits(outputs, inputs) and filled >= _FEWEST_FILLED:
+                return tile
+        if tiles:
+            break
+    return None
 
 
 def _fill(tile: Tile, outputs: int, itemsize: int, *, gated: bool) -> float:
@@ -143,8 +149,11 @@ def _fill(tile: Tile, outputs: int, itemsize: int, *, gated: bool) -> float:
 
 
 def scratch_sizes(rows: int, outputs: int) -> tuple[int, int]:
-    """Floats and counters of a :class:`Scratch` for products of so many rows and outputs."""
-    return 2 * _LARGEST_PARTS * rows * outputs, outputs
+    """Floats and counters of a :class:`Scratch` for products of so many rows and outputs.
+
+    Products with a gate have no parts.
+    """
+    return _LARGEST_PARTS * rows * outputs, outputs
 
 
 def tiled_product(
@@ -202,10 +211,22 @@ def tiled_product(
         STAGES=tile.stages, SWAPPED=tile.swapped,
         SQUARES=triton.next_power_of_2(squares) if squares else 0, GATED=gated,
         ADDS=into is not None, LEAVES=isinstance(into, Stream),
-        **find_scales(given, matrix, unused),
+        **_scales(given, matrix, unused),
         num_warps=tile.warps, **chained(rows.device),
     )  # fmt: skip
     return out
+
+
+def _scales(
+    given: torch.Tensor | QuantizedRows,
+    matrix: LinearWeights | QuantizedWeights,
+    unused: torch.Tensor,
+) -> dict[str, Any]:
+    """Kernel arguments of what FP8 numbers are to be multiplied by."""
+    if not isinstance(matrix, QuantizedWeights) or not isinstance(given, QuantizedRows):
+        return {"of_rows": unused, "of_weights": unused, "SCALED": False, "GROUP": 0}
+    group = GROUP if matrix.grouped else 0
+    return {"of_rows": given.scales, "of_weights": matrix.scales, "SCALED": True, "GROUP": group}
 
 
 @triton.jit(do_not_specialize=["row_count"])

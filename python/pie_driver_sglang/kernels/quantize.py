@@ -53,8 +53,37 @@ class QuantizedWeights(NamedTuple):
         return self.scales.dim() == 2
 
 
+class UnscaledRows(NamedTuple):
+    """What a product of FP8 rows and weights left, without their scales."""
+
+    rows: torch.Tensor
+    """``[rows, outputs]``, outputs contiguous."""
+    of_rows: torch.Tensor
+    """``[rows, 1]`` float32."""
+    of_outputs: torch.Tensor
+    """``[outputs]`` float32."""
+
+
+def multiply_unscaled(
+    given: QuantizedRows, weights: QuantizedWeights, dtype: torch.dtype
+) -> UnscaledRows:
+    """Multiplies FP8 rows by weights, by cuBLAS's fastest product, which applies no scales.
+
+    Args:
+        given: With one scale a row.
+        weights: With one scale an output; of multiples of 16 outputs and inputs.
+        dtype: Of the products.
+    """
+    one = torch.ones((), device=given.rows.device)
+    products = torch._scaled_mm(
+        given.rows, weights.weight.t(), scale_a=one, scale_b=one, out_dtype=dtype,
+        use_fast_accum=True,
+    )  # fmt: skip
+    return UnscaledRows(products, given.scales, weights.scales)
+
+
 def quantize(
-    rows: torch.Tensor,
+    given: torch.Tensor | UnscaledRows,
     *,
     residual: torch.Tensor | None = None,
     norm: Norm | None = None,
@@ -65,7 +94,7 @@ def quantize(
     """Adds, normalizes or gates rows, and makes FP8 of them. Can be captured.
 
     Args:
-        rows: ``[rows, width]``; ``[rows, 2 * width]`` if `gated`. Width contiguous.
+        given: ``[rows, width]``; ``[rows, 2 * width]`` if `gated`. Width contiguous.
         residual: ``[rows, width]``, contiguous: what the rows are added to first, in place.
         norm: An RMS norm of the rows' dtype to apply next.
         gated: Whether they are the outputs of a gate, then of an up projection.
@@ -75,6 +104,8 @@ def quantize(
     Raises:
         ValueError: The width is no multiple of the group.
     """
+    unscaled = given if isinstance(given, UnscaledRows) else None
+    rows = given.rows if isinstance(given, UnscaledRows) else given
     count, width = rows.shape
     if gated:
         width //= 2
@@ -85,11 +116,13 @@ def quantize(
     scales = torch.empty(count, groups, dtype=torch.float32, device=rows.device)
     block = triton.next_power_of_2(width)
     _quantize[(count,)](
-        rows, rows if residual is None else residual, rows if norm is None else norm.weight,
+        rows, scales if unscaled is None else unscaled.of_rows,
+        scales if unscaled is None else unscaled.of_outputs,
+        rows if residual is None else residual, rows if norm is None else norm.weight,
         scales if scale is None else scale, out, scales, rows.stride(0), width, groups,
         0.0 if norm is None else norm.epsilon, LARGEST,
-        BLOCK=block, GROUP=min(GROUP, block) if grouped else 0, ADDS=residual is not None,
-        NORMED=norm is not None, GATED=gated, FIXED=scale is not None,
+        BLOCK=block, GROUP=min(GROUP, block) if grouped else 0, UNSCALED=unscaled is not None,
+        ADDS=residual is not None, NORMED=norm is not None, GATED=gated, FIXED=scale is not None,
         num_warps=max(1, min(16, block // _ELEMENTS_PER_WARP)), **chained(rows.device),
     )  # fmt: skip
     return QuantizedRows(out, scales)
@@ -97,9 +130,10 @@ def quantize(
 
 @triton.jit
 def _quantize(
-    rows, residual, weight, fixed, out, scales, row_stride, width, groups, epsilon, largest,
-    BLOCK: tl.constexpr, GROUP: tl.constexpr, ADDS: tl.constexpr, NORMED: tl.constexpr,
-    GATED: tl.constexpr, FIXED: tl.constexpr, CHAINED: tl.constexpr,
+    rows, of_rows, of_outputs, residual, weight, fixed, out, scales, row_stride, width, groups,
+    epsilon, largest,
+    BLOCK: tl.constexpr, GROUP: tl.constexpr, UNSCALED: tl.constexpr, ADDS: tl.constexpr,
+    NORMED: tl.constexpr, GATED: tl.constexpr, FIXED: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     lanes = tl.arange(0, BLOCK)
     inside = lanes < width
@@ -111,10 +145,16 @@ def _quantize(
     kind = rows.dtype.element_ty
     place = rows + row * row_stride + lanes
     x = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+    of_row = 1.0
+    if UNSCALED:
+        of_row = tl.load(of_rows + row)
+        x = x * (of_row * tl.load(of_outputs + lanes, mask=inside, other=0.0))
     if GATED:
-        x = silu(x, tl.load(place + width, mask=inside, other=0.0).to(tl.float32))
+        up = tl.load(place + width, mask=inside, other=0.0).to(tl.float32)
+        if UNSCALED:
+            up = up * (of_row * tl.load(of_outputs + width + lanes, mask=inside, other=0.0))
         # Rounded as a separate kernel would do.
-        x = x.to(kind).to(tl.float32)
+        x = silu(x, up).to(kind).to(tl.float32)
     if ADDS:
         total = residual + row * width + lanes
         x = (x + tl.load(total, mask=inside, other=0.0).to(tl.float32)).to(kind)

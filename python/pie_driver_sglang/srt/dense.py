@@ -16,9 +16,15 @@ import torch
 
 from pie_driver_sglang.kernels import all_reduce_norm, dense_layers
 from pie_driver_sglang.kernels.all_reduce_norm import LamportAllReduceNorm
-from pie_driver_sglang.kernels.dense_layers import LinearWeights, Norm, Scale
+from pie_driver_sglang.kernels.dense_layers import LinearWeights, Norm
 from pie_driver_sglang.srt import groups
-from pie_driver_sglang.srt.few_rows import NARROW, ExpertLayers, FewRows
+from pie_driver_sglang.srt.few_rows import (
+    NARROW,
+    ExpertLayers,
+    FewRows,
+    attend_unscaled,
+    gate_unscaled,
+)
 from pie_driver_sglang.srt.paged_attention import PagedDecode
 from pie_driver_sglang.srt.quantized import QuantizedLayers
 from pie_driver_sglang.srt.seams.attention import decode_backend
@@ -46,10 +52,9 @@ logger = logging.getLogger(__name__)
 
 _WIDEST = 16384
 """Hidden states of which one program normalizes a row."""
-_FEW_ROWS = 64
-"""Of more rows products are a library's, which adds to what there is, and parts do not pay."""
-_RESCALED_ROWS = 512
-"""Of more rows it takes less time to compute their scale in a kernel of its own."""
+_FEW_ROWS, _NARROW_FEW_ROWS = 128, 64
+"""Of more rows products are a library's, which adds to what there is, and parts do not pay; the
+second for layers that are narrow."""
 _STORED = ("fa3",)
 """SGLang's backends whose prefills attend to nothing but what is stored."""
 FROZEN = (
@@ -173,8 +178,9 @@ class DenseLayers:
 
     def _most_few_rows(self) -> int:
         """Of more rows a library's products are the faster ones; later where layers are small."""
-        wide = len(self._norms[-1].weight) >= NARROW
-        return min(_FEW_ROWS, self._few.most_rows) if self._few and wide else _FEW_ROWS
+        if self._few is not None and len(self._norms[-1].weight) >= NARROW:
+            return min(_FEW_ROWS, self._few.most_rows)
+        return min(_FEW_ROWS, _NARROW_FEW_ROWS)
 
     def _add(
         self,
@@ -205,10 +211,12 @@ class DenseLayers:
         residual = self._model.embed_tokens(input_ids)
         for layer in self._layers:
             # Nothing keeps what was used: such a pass is what the memory is planned for.
-            seen = _seen(layer, residual, positions, forward_batch, out_of_place=out_of_place)
+            seen = attend_unscaled(
+                layer, residual, positions, forward_batch, out_of_place=out_of_place
+            )
             residual.addmm_(seen, layer.out.weight.t())
             del seen
-            residual.addmm_(_middle(layer, residual), layer.down.weight.t())
+            residual.addmm_(gate_unscaled(layer, residual), layer.down.weight.t())
         return dense_layers.add_norm(residual[None], None, self._norms[-1])[0]
 
 
@@ -248,44 +256,6 @@ def _fold(runner: ModelRunner, layers: list[Layer] | list[ExpertLayer]) -> bool:
             norm.weight.fill_(1.0)
     refuse_updates(runner, FROZEN)
     return True
-
-
-def _seen(
-    layer: Layer,
-    residual: torch.Tensor,
-    positions: torch.Tensor,
-    forward_batch: ForwardBatch,
-    *,
-    out_of_place: bool,
-) -> torch.Tensor:
-    """What many rows see."""
-    queries = dense_layers.norm_rope_store(
-        torch.nn.functional.linear(residual, layer.qkv.weight),
-        layer.heads,
-        positions,
-        forward_batch.out_cache_loc,
-        scale=_scale(residual, layer.before.epsilon),
-        out_of_place=out_of_place,
-    )
-    if out_of_place:
-        queries = queries.flatten(1)
-    seen: torch.Tensor = layer.attention(queries, None, None, forward_batch, save_kv_cache=False)
-    return seen
-
-
-def _middle(layer: Layer, residual: torch.Tensor) -> torch.Tensor:
-    """What an MLP has of many rows between its products."""
-    return dense_layers.gate(
-        torch.nn.functional.linear(residual, layer.gate_up.weight),
-        _scale(residual, layer.between.epsilon),
-    )
-
-
-def _scale(residual: torch.Tensor, epsilon: float) -> Scale:
-    """The RMS scale of rows, which every program computes again where rows are few."""
-    if len(residual) > _RESCALED_ROWS:
-        return dense_layers.find_scale(residual, epsilon)
-    return Scale(residual, epsilon)
 
 
 def _linear(rows: torch.Tensor, matrix: LinearWeights, most_parts: int = 1) -> torch.Tensor:

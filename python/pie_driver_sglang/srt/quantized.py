@@ -1,7 +1,8 @@
 """The layers of dense models whose weights are FP8, in few kernels.
 
-Norms, gates and sums are parts of the kernels that quantize the rows of a product. Of few rows the
-products are the driver's own, which add to the residual themselves; of more they are SGLang's.
+Norms, gates and sums are parts of the kernels that quantize the rows of a product, and scales are
+applied by the kernels after it. Of few rows the products are the driver's own, which add to the
+residual themselves; of more they are cuBLAS's, and SGLang's where blocks have scales.
 """
 
 from __future__ import annotations
@@ -12,25 +13,24 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pie_driver_sglang.kernels import dense_layers, few_rows, many_rows
-from pie_driver_sglang.kernels.dense_layers import Norm
-from pie_driver_sglang.kernels.few_rows import Cut, Scratch
+from pie_driver_sglang.kernels import dense_layers, many_rows
+from pie_driver_sglang.kernels.dense_layers import Norm, Scale
+from pie_driver_sglang.kernels.few_rows import Scratch
 from pie_driver_sglang.kernels.many_rows import Tile
-from pie_driver_sglang.kernels.quantize import QuantizedRows, QuantizedWeights, quantize
+from pie_driver_sglang.kernels.quantize import UnscaledRows, multiply_unscaled, quantize
 from pie_driver_sglang.srt.seams.model import run_instead
 from pie_driver_sglang.srt.seams.passes import is_decode
-from pie_driver_sglang.srt.seams.quantized import (
-    QuantizedLinear,
-    multiplies_quantized,
-    multiply_quantized,
-)
+from pie_driver_sglang.srt.seams.quantized import QuantizedLinear
 
 if TYPE_CHECKING:
     from pie_driver_sglang.srt.seams.layers import QuantizedLayer
     from pie_driver_sglang.srt.seams.passes import ForwardBatch
 
 MOST_ROWS = 128
-"""Rows up to which products are the driver's own."""
+"""Rows up to which products may be the driver's own."""
+_MULTIPLE = 16
+"""Of outputs and of inputs, as cuBLAS wants FP8."""
+_Rows = torch.Tensor | UnscaledRows
 
 
 class QuantizedLayers:
@@ -53,7 +53,7 @@ class QuantizedLayers:
         self._prefills = prefills
         device = norm.weight.device
         [first, *_] = layers
-        matrices = (first.qkv, first.out, first.gate_up, first.down)
+        matrices = (first.qkv, first.out, first.down)
         highest = max(len(matrix.weights.weight) for matrix in matrices)
         parts, tiles = many_rows.scratch_sizes(MOST_ROWS, highest)
         self._scratch = Scratch(
@@ -87,96 +87,110 @@ class QuantizedLayers:
     ) -> torch.Tensor:
         if any(other is not None for other in (*others, *named.values())):
             raise ValueError("a pass has tokens and nothing else")
-        out_of_place = not is_decode(forward_batch)
         residual = self._model.embed_tokens(input_ids)
-        added: torch.Tensor | None = None
+        added: _Rows | None = None
         for layer in self._layers:
             qkv = self._project(residual, added, layer.before, layer.qkv)
-            queries = dense_layers.norm_rope_store(
-                qkv, layer.heads, positions, forward_batch.out_cache_loc, out_of_place=out_of_place
-            )
-            if out_of_place:
-                queries = queries.flatten(1)
-            seen = layer.attention(queries, None, None, forward_batch, save_kv_cache=False)
-            del qkv, queries
-            added = self._add(seen, layer.out, residual, gated=False)
+            seen = _seen(layer, qkv, positions, forward_batch)
+            del qkv
+            added = self._add(seen, layer.out, residual)
             middle = self._project(residual, added, layer.between, layer.gate_up, gated=True)
             added = self._add(middle, layer.down, residual, gated=True)
-        if added is None:
-            return dense_layers.add_norm(residual[None], None, self._norm)[0]
-        return dense_layers.add_norm(added[None], residual, self._norm)[0]
+        rows, residual, scales = _apart(residual, added)
+        return dense_layers.add_norm(rows[None], residual, self._norm, scales)[0]
 
     def _project(
         self,
         residual: torch.Tensor,
-        added: torch.Tensor | None,
+        added: _Rows | None,
         norm: Norm,
         linear: QuantizedLinear,
         *,
         gated: bool = False,
-    ) -> torch.Tensor:
+    ) -> _Rows:
         """The product of the residual, normalized, after what is to be added to it in place.
 
-        The product is that of a gate and an up projection if `gated`, which are joined if the
-        product is the driver's own.
+        The product is that of a gate and an up projection if `gated`; the driver's own one has
+        joined them.
         """
-        weights, tile = linear.weights, _find_cut(residual, linear, gated=gated)
+        weights, tile = linear.weights, _find_tile(residual, linear, gated=gated)
         if tile is None and not _multiplies(linear):
-            rows, _ = dense_layers.add_norm(
-                (residual if added is None else added)[None],
-                None if added is None else residual,
-                norm,
-            )
-            return linear.apply(rows)
-        plain = residual if added is None else added
+            rows, before, scales = _apart(residual, added)
+            return linear.apply(dense_layers.add_norm(rows[None], before, norm, scales)[0])
         given = quantize(
-            plain, residual=None if added is None else residual, norm=norm,
-            grouped=weights.grouped, scale=weights.row_scale,
+            residual if added is None else added, residual=None if added is None else residual,
+            norm=norm, grouped=weights.grouped, scale=weights.row_scale,
         )  # fmt: skip
         if tile is None:
-            return multiply_quantized(given, weights, residual.dtype)
-        return self._multiply(given, weights, tile, gated=gated, dtype=residual.dtype)
+            return multiply_unscaled(given, weights, residual.dtype)
+        return many_rows.tiled_product(
+            given, weights, tile, self._scratch, gated=gated, dtype=residual.dtype
+        )
 
     def _add(
-        self, rows: torch.Tensor, linear: QuantizedLinear, residual: torch.Tensor, *, gated: bool
-    ) -> torch.Tensor | None:
+        self, rows: _Rows, linear: QuantizedLinear, residual: torch.Tensor, *, gated: bool = False
+    ) -> _Rows | None:
         """Adds the product of rows to the residual; returns what is to be added later instead.
 
         Rows are still to be joined if `gated`, unless they are as wide as the matrix.
         """
-        weights, tile = linear.weights, _find_cut(rows, linear, adds=True)
-        inputs = weights.weight.shape[1]
-        gated = gated and rows.shape[1] != inputs
+        weights, tile = linear.weights, _find_tile(residual, linear, adds=True)
+        width = (rows.rows if isinstance(rows, UnscaledRows) else rows).shape[1]
+        gated = gated and width != weights.weight.shape[1]
         if tile is None and not _multiplies(linear):
+            if isinstance(rows, UnscaledRows):
+                raise ValueError("some matrices of a layer have blocks, others have not")
             return linear.apply(dense_layers.gate(rows) if gated else rows)
         given = quantize(rows, gated=gated, grouped=weights.grouped, scale=weights.row_scale)
         if tile is None:
-            return multiply_quantized(given, weights, rows.dtype)
-        self._multiply(given, weights, tile, into=residual)
+            return multiply_unscaled(given, weights, residual.dtype)
+        many_rows.tiled_product(given, weights, tile, self._scratch, into=residual)
         return None
 
-    def _multiply(
-        self, given: QuantizedRows, weights: QuantizedWeights, how: Cut | Tile, **named: Any
-    ) -> torch.Tensor:
-        """The driver's own product."""
-        if isinstance(how, Cut):
-            return few_rows.product(given, weights, how, self._scratch, **named)
-        return many_rows.tiled_product(given, weights, how, self._scratch, **named)
+
+def _seen(
+    layer: QuantizedLayer, qkv: _Rows, positions: torch.Tensor, forward_batch: ForwardBatch
+) -> torch.Tensor:
+    """What attention says of queries, keys and values."""
+    out_of_place = not is_decode(forward_batch)
+    scale = of_outputs = None
+    if isinstance(qkv, UnscaledRows):
+        qkv, of_rows, of_outputs = qkv
+        scale = Scale(of_rows, 0.0)
+    queries = dense_layers.norm_rope_store(
+        qkv, layer.heads, positions, forward_batch.out_cache_loc,
+        scale=scale, of_outputs=of_outputs, out_of_place=out_of_place,
+    )  # fmt: skip
+    if out_of_place:
+        queries = queries.flatten(1)
+    seen: torch.Tensor = layer.attention(queries, None, None, forward_batch, save_kv_cache=False)
+    return seen
 
 
-def _find_cut(
+def _apart(
+    residual: torch.Tensor, added: _Rows | None
+) -> tuple[torch.Tensor, torch.Tensor | None, tuple[torch.Tensor, torch.Tensor] | None]:
+    """What is to be added, to what, and its scales, as a norm takes them."""
+    if added is None:
+        return residual, None, None
+    if isinstance(added, UnscaledRows):
+        return added.rows, residual, (added.of_rows, added.of_outputs)
+    return added, residual, None
+
+
+def _find_tile(
     rows: torch.Tensor, linear: QuantizedLinear, *, adds: bool = False, gated: bool = False
-) -> Cut | Tile | None:
-    """How the driver's own product of so many rows is cut; None where it is SGLang's."""
+) -> Tile | None:
+    """How the driver's own product of so many rows is cut; None where it is another's."""
     count, (outputs, inputs) = len(rows), linear.weights.weight.shape
     if count > MOST_ROWS:
         return None
     height = outputs // 2 if gated else outputs
-    if count == 1:
-        return few_rows.find_quantized_cut(height, inputs, adds=adds, gated=gated)
     return many_rows.find_tile(count, height, inputs, 1, adds=adds, gated=gated)
 
 
 def _multiplies(linear: QuantizedLinear) -> bool:
-    """Whether SGLang's kernel takes rows that are quantized already."""
-    return multiplies_quantized() and not linear.weights.grouped
+    """Whether cuBLAS takes rows that are quantized already."""
+    weight = linear.weights.weight
+    sizes = all(size % _MULTIPLE == 0 for size in weight.shape)
+    return weight.device.type == "cuda" and sizes and not linear.weights.grouped

@@ -261,12 +261,14 @@ def _read_heads(attention: Any, pool: MHATokenToKVPool) -> Heads:
     expect(rotary.rotary_dim == dim, f"{rotary.rotary_dim} of {dim} dimensions turn")
     expect(type(layer) is RadixAttention, f"it attends by a {type(layer).__name__}")
     expect(layer.v_head_dim == dim, f"values of {layer.v_head_dim} with keys of {dim}")
-    expect(layer.k_scale is None, "its KV is scaled")
     query_norm, key_norm = (
         None if norm is None else read_norm(norm)
         for norm in (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
     )
     keys, values = stored_kv(pool, layer)
+    # Of KV that is stored as it is computed scales are not applied.
+    scaled = layer.k_scale is not None and keys.dtype.itemsize == 1
+    expect(not scaled, "its KV is scaled")
     for stored in (keys, values):
         expect(stored.dim() == 3 and stored[0].is_contiguous(), "its KV lies in another order")
     return Heads(

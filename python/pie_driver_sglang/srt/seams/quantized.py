@@ -10,14 +10,13 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from sglang.srt.layers.quantization import fp8_utils
 from sglang.srt.layers.quantization.compressed_tensors.compressed_tensors import (
     CompressedTensorsLinearMethod,
 )
 from sglang.srt.layers.quantization.compressed_tensors.schemes import CompressedTensorsW8A8Fp8
 from sglang.srt.layers.quantization.fp8 import Fp8LinearMethod
 
-from pie_driver_sglang.kernels.quantize import FP8, GROUP, QuantizedRows, QuantizedWeights
+from pie_driver_sglang.kernels.quantize import FP8, GROUP, QuantizedWeights
 
 
 class QuantizedLinear(NamedTuple):
@@ -80,24 +79,3 @@ def _read_scales(scales: torch.Tensor, weight: torch.Tensor, block: Any) -> torc
     if list(block) != [GROUP, GROUP] or outputs % GROUP or inputs % GROUP:
         raise UnknownQuantization(f"blocks of {list(block)} in {outputs} by {inputs} weights")
     return scales.contiguous()
-
-
-def multiplies_quantized() -> bool:
-    """Whether SGLang's kernel of FP8 rows by FP8 weights with a scale for each output is there."""
-    return bool(fp8_utils.cutlass_fp8_supported())
-
-
-def multiply_quantized(
-    given: QuantizedRows, weights: QuantizedWeights, dtype: torch.dtype
-) -> torch.Tensor:
-    """The products of FP8 rows and weights, by SGLang's kernel.
-
-    Args:
-        given: With one scale a row.
-        weights: With one scale an output.
-        dtype: Of the ``[rows, outputs]`` result.
-    """
-    found: torch.Tensor = fp8_utils.fp8_scaled_mm(
-        given.rows, weights.weight.t(), given.scales, weights.scales[:, None], out_dtype=dtype
-    )
-    return found
