@@ -27,7 +27,7 @@ from pie_driver_sglang.srt import environment
 LENGTHS = (1, 16, 17, 45, 100)
 STEPS = 3
 TOLERANCE = 1e-4
-DENSE = ("llama", "qwen2", "qwen3", "qwen3_moe")
+DENSE = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral")
 """Of which model types decodes are few kernels."""
 MULTIPROCESSORS = 4
 """Of the device that Triton's interpreter is."""
@@ -308,7 +308,8 @@ def check_experts(runner: Any) -> None:
 
     from pie_driver_sglang.srt.dense import DenseLayers
 
-    block = runner.model.model.layers[-1].mlp
+    layer = runner.model.model.layers[-1]
+    block = getattr(layer, "block_sparse_moe", None) or layer.mlp
     experts = block.experts
     for owner, name, value in (
         (block.topk.topk_config, "scoring_func", "sigmoid"),

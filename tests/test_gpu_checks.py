@@ -263,8 +263,8 @@ def test_accuracy_of_the_embedded_model(frame: Any, tmp_path: Path) -> None:
     for part in ("prompts", "decodes"):
         expected = reference["perplexity"][part]
         assert fused["perplexity"][part] == pytest.approx(expected, rel=1e-5)
-        # The text is no noise to the model: 512 tokens would be as likely as each other.
-        assert expected < 512
+        # The text is no noise to the model, to which all of its tokens would be as likely.
+        assert expected < 4096
 
 
 @pytest.mark.engine

@@ -26,7 +26,14 @@ def test_the_kernels_compile_for_a_gpu() -> None:
 
 @pytest.mark.parametrize(
     ("name", "adapters"),
-    [("gemma3", False), ("qwen2", False), ("qwen3", False), ("qwen3", True), ("Qwen3-MoE", False)],
+    [
+        ("gemma3", False),
+        ("qwen2", False),
+        ("qwen3", False),
+        ("qwen3", True),
+        ("Qwen3-MoE", False),
+        ("Mixtral", False),
+    ],
 )
 def test_a_model_decodes_the_same_logits(
     name: str,

@@ -20,7 +20,7 @@ from sglang.srt.layers.quantization.unquant import (
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.layers.rotary_embedding import RotaryEmbedding
 from sglang.srt.lora.layers import BaseLayerWithLoRA
-from sglang.srt.models import llama, qwen2, qwen3, qwen3_moe
+from sglang.srt.models import llama, mixtral, qwen2, qwen3, qwen3_moe
 
 from pie_driver_sglang.kernels.dense_layers import Heads, LinearWeights, Norm
 from pie_driver_sglang.kernels.experts import Experts
@@ -40,8 +40,15 @@ _BUILDS = {
         qwen3_moe.Qwen3MoeAttention,
         qwen3_moe.Qwen3MoeSparseMoeBlock,
     ),
+    mixtral.MixtralModel: (
+        mixtral.MixtralDecoderLayer,
+        mixtral.MixtralAttention,
+        mixtral.MixtralMoE,
+    ),
 }
 """Models and the classes that their layers, attention and MLPs are of."""
+_MIXTURES = (qwen3_moe.Qwen3MoeSparseMoeBlock, mixtral.MixtralMoE)
+"""Of MLPs, those that are mixtures of experts."""
 _Matrix = LinearWeights | QuantizedLinear
 
 
@@ -105,8 +112,9 @@ def find_decoder(causal: Any) -> Any:
     """
     model: Any = getattr(causal, "model", None)
     expect(type(model) in _BUILDS, f"it is a {type(model).__name__}")
-    expect(not model.layers_to_capture, "hidden states of some layers are wanted")
-    expect(not hasattr(model.config, "scale_emb"), "its embeddings are scaled")
+    # Mixtral's class has no such list.
+    expect(not getattr(model, "layers_to_capture", None), "hidden states of some layers are wanted")
+    expect(not hasattr(causal.config, "scale_emb"), "its embeddings are scaled")
     return model
 
 
@@ -141,12 +149,12 @@ def read_layers(
         UnknownLayer: One of them is not known.
     """
     build = _BUILDS[type(model)]
-    if build[-1] is qwen3_moe.Qwen3MoeSparseMoeBlock:
+    if build[-1] in _MIXTURES:
         halves = [
-            (*_read_half(layer, build, pool), _read_experts(layer.mlp)) for layer in model.layers
+            (*_read_half(layer, build, pool), _read_experts(_mlp(layer))) for layer in model.layers
         ]
         return [ExpertLayer(*_plain(parts)) for parts in halves]
-    read = [(*_read_half(layer, build, pool), *_read_mlp(layer.mlp)) for layer in model.layers]
+    read = [(*_read_half(layer, build, pool), *_read_mlp(_mlp(layer))) for layer in model.layers]
     if any(isinstance(part, QuantizedLinear) for part in read[0]):
         return [QuantizedLayer(*_plain(parts, QuantizedLinear)) for parts in read]
     return [Layer(*_plain(parts)) for parts in read]
@@ -166,7 +174,7 @@ def _read_half(
     of_layer, of_attention, of_mlp = build
     expect(type(layer) is of_layer, f"one of its layers is a {type(layer).__name__}")
     attention = layer.self_attn
-    for part, kind in ((attention, of_attention), (layer.mlp, of_mlp)):
+    for part, kind in ((attention, of_attention), (_mlp(layer), of_mlp)):
         expect(type(part) is kind, f"it has a {type(part).__name__}")
     return (
         read_norm(layer.input_layernorm),
@@ -176,6 +184,11 @@ def _read_half(
         _read_matrix(attention.o_proj, RowParallelLinear),
         read_norm(layer.post_attention_layernorm),
     )
+
+
+def _mlp(layer: Any) -> Any:
+    """What follows the attention of a layer; Mixtral calls it otherwise."""
+    return getattr(layer, "block_sparse_moe", None) or layer.mlp
 
 
 def _read_mlp(mlp: Any) -> tuple[_Matrix, _Matrix]:
@@ -197,7 +210,8 @@ def _read_experts(block: Any) -> Experts:
         or getattr(experts, "use_intel_amx_backend", False)
     )
     expect(plain, f"it has experts with {type(method).__name__} in another order")
-    expect(block.tp_size == block.ep_size == 1, "its experts are on several devices")
+    places = (block.tp_size, getattr(block, "ep_size", 1), experts.moe_ep_size)
+    expect(set(places) == {1}, "its experts are on several devices")
     plain_choice = (
         config.scoring_func == "softmax"
         and not config.use_grouped_topk
