@@ -104,13 +104,13 @@ def check_unscaled() -> None:
     size = (2 * width,)
     weights = QuantizedWeights(torch.randn(*size, width).to(FP8), torch.rand(size) + 0.5)
     exact = numbers(rows) @ matrix_of(weights).T
-    products = multiply_unscaled(rows, weights, torch.float32)
+    products = multiply_unscaled(rows, weights, torch.ones(()), torch.float32)
     close(products.rows * products.of_rows * products.of_outputs, exact)
     joined = quantize(products, gated=True)
     close(joined.scales[:, 0] * LARGEST, gated(exact).abs().amax(1))
     norm, residual = Norm(torch.rand(width) + 0.5, EPSILON), torch.randn(count, width)
     half = QuantizedWeights(weights.weight[:width], weights.scales[:width])
-    products = multiply_unscaled(rows, half, torch.float32)
+    products = multiply_unscaled(rows, half, torch.ones(()), torch.float32)
     exact = residual.double() + numbers(rows) @ matrix_of(half).T
     largest = (normalized(exact) * norm.weight.double()).abs().amax(1)
     given = residual.clone()

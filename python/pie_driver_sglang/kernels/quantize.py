@@ -65,16 +65,16 @@ class UnscaledRows(NamedTuple):
 
 
 def multiply_unscaled(
-    given: QuantizedRows, weights: QuantizedWeights, dtype: torch.dtype
+    given: QuantizedRows, weights: QuantizedWeights, one: torch.Tensor, dtype: torch.dtype
 ) -> UnscaledRows:
     """Multiplies FP8 rows by weights, by cuBLAS's fastest product, which applies no scales.
 
     Args:
         given: With one scale a row.
         weights: With one scale an output; of multiples of 16 outputs and inputs.
+        one: The number 1 in float32, ``[]``, which it takes for scales.
         dtype: Of the products.
     """
-    one = torch.ones((), device=given.rows.device)
     products = torch._scaled_mm(
         given.rows, weights.weight.t(), scale_a=one, scale_b=one, out_dtype=dtype,
         use_fast_accum=True,

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from pie_driver_sglang.srt.seams.layers import QuantizedLayer
     from pie_driver_sglang.srt.seams.passes import ForwardBatch
 
-MOST_ROWS = 128
+_MOST_ROWS = 128
 """Rows up to which products may be the driver's own."""
 _MULTIPLE = 16
 """Of outputs and of inputs, as cuBLAS wants FP8."""
@@ -52,10 +52,11 @@ class QuantizedLayers:
         self._norm = norm
         self._prefills = prefills
         device = norm.weight.device
+        self._one = torch.ones((), device=device)
         [first, *_] = layers
         matrices = (first.qkv, first.out, first.down)
         highest = max(len(matrix.weights.weight) for matrix in matrices)
-        parts, tiles = many_rows.scratch_sizes(MOST_ROWS, highest)
+        parts, tiles = many_rows.scratch_sizes(_MOST_ROWS, highest)
         self._scratch = Scratch(
             torch.empty(parts, device=device),
             torch.zeros(tiles, dtype=torch.int32, device=device),
@@ -122,7 +123,7 @@ class QuantizedLayers:
             norm=norm, grouped=weights.grouped, scale=weights.row_scale,
         )  # fmt: skip
         if tile is None:
-            return multiply_unscaled(given, weights, residual.dtype)
+            return multiply_unscaled(given, weights, self._one, residual.dtype)
         return many_rows.tiled_product(
             given, weights, tile, self._scratch, gated=gated, dtype=residual.dtype
         )
@@ -143,7 +144,7 @@ class QuantizedLayers:
             return linear.apply(dense_layers.gate(rows) if gated else rows)
         given = quantize(rows, gated=gated, grouped=weights.grouped, scale=weights.row_scale)
         if tile is None:
-            return multiply_unscaled(given, weights, residual.dtype)
+            return multiply_unscaled(given, weights, self._one, residual.dtype)
         many_rows.tiled_product(given, weights, tile, self._scratch, into=residual)
         return None
 
@@ -183,7 +184,7 @@ def _find_tile(
 ) -> Tile | None:
     """How the driver's own product of so many rows is cut; None where it is another's."""
     count, (outputs, inputs) = len(rows), linear.weights.weight.shape
-    if count > MOST_ROWS:
+    if count > _MOST_ROWS:
         return None
     height = outputs // 2 if gated else outputs
     return many_rows.find_tile(count, height, inputs, 1, adds=adds, gated=gated)
