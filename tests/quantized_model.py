@@ -108,7 +108,7 @@ def main() -> None:
 
     from pie_driver_sglang.kernels import many_rows
     from pie_driver_sglang.srt import paged_attention, quantized
-    from pie_driver_sglang.srt.dense import DenseLayers
+    from pie_driver_sglang.srt.dense import FROZEN_SCALES, DenseLayers
     from pie_driver_sglang.srt.load import load_engine
     from pie_driver_sglang.srt.quantized import QuantizedLayers
 
@@ -130,6 +130,8 @@ def main() -> None:
             runner.init_attention_backends()
         layers = DenseLayers.of(runner)
         assert isinstance(layers, QuantizedLayers)
+        accepted, reason = runner.weight_updater.update_weights_from_tensor([], "direct")
+        assert (accepted, reason) == (False, FROZEN_SCALES)
         # By SGLang's products, by those without scales, then by the driver's where rows are few.
         ways = [decode(server, engine, Contexts(64, page_size, vocab), layers.applied)]
         unscaled = mock.Mock(wraps=quantized.multiply_unscaled)

@@ -197,7 +197,7 @@ class Check:
         command += ["--model", self._model, "--device", arguments.device, "--json", path]
         command += ["--profile", arguments.profile, "--log", self._out / f"{name}.driver.log"]
         command += ["--batch", arguments.batch, "--context", arguments.context]
-        command += ["--commit", frame.commit()]
+        command += ["--repeats", arguments.repeats, "--commit", frame.commit()]
         if arguments.lengths:
             command += ["--lengths", arguments.lengths]
         for option in arguments.option:
@@ -212,8 +212,9 @@ class Check:
             return
         arguments = self._arguments
         command = [sys.executable, arguments.bench_sgl, self._model, backend]
-        if arguments.lengths and arguments.bench_sgl == PEER:
-            command += ["--lengths", arguments.lengths]
+        if arguments.bench_sgl == PEER:
+            command += ["--repeats", arguments.repeats]
+            command += ["--lengths", arguments.lengths] if arguments.lengths else []
         method = quantization(arguments.option)
         if method is not None:
             command += ["--quantization", method]
@@ -267,6 +268,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--context", default="512,2048")
     made.add_argument("--lengths", type=Path, help="another workload, for a try on the CPU")
     made.add_argument("--profile", default="latency")
+    made.add_argument("--repeats", type=int, default=3, help="of the workload; the last one counts")
     made.add_argument("--budget-s", type=float, default=520.0, help="seconds for all parts")
     return made
 

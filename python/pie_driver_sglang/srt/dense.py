@@ -62,6 +62,11 @@ FROZEN = (
     "start with `fuse_layers = false` to update weights"
 )
 """Why SGLang refuses to update weights."""
+FROZEN_SCALES = (
+    "weights cannot be updated: the layers have read the scales of FP8 weights; start with "
+    "`fuse_layers = false` to update weights"
+)
+"""The same of weights in FP8."""
 
 
 class DenseLayers:
@@ -114,6 +119,7 @@ class DenseLayers:
             if isinstance(layers[0], QuantizedLayer):
                 expect(place_of(runner).size == 1, "its FP8 matrices are on several devices")
                 expect(not resolved(runner).enable_lora, "adapters are added to its FP8 matrices")
+                refuse_updates(runner, FROZEN_SCALES)
                 return QuantizedLayers(model, layers, norm, prefills=prefills)
             _expect_plain(layers)
             sums = _all_reduce(runner, norm)
