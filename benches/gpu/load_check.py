@@ -30,6 +30,7 @@ import re
 import sys
 import tempfile
 import time
+import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -201,7 +202,7 @@ class Check:
         command += ["--model", self._model, "--device", arguments.device, "--json", path]
         command += ["--profile", arguments.profile, "--log", self._out / f"{name}.driver.log"]
         command += ["--batch", arguments.batch, "--context", arguments.context]
-        command += ["--commit", frame.commit()]
+        command += ["--repeats", arguments.repeats, "--commit", frame.commit()]
         if arguments.lengths:
             command += ["--lengths", arguments.lengths]
         for option in arguments.option:
@@ -216,8 +217,12 @@ class Check:
             return
         arguments = self._arguments
         command = [sys.executable, arguments.bench_sgl, self._model, backend]
-        if arguments.lengths and arguments.bench_sgl == PEER:
-            command += ["--lengths", arguments.lengths]
+        if arguments.bench_sgl == PEER:
+            command += ["--repeats", arguments.repeats]
+            command += ["--lengths", arguments.lengths] if arguments.lengths else []
+        method = quantization(arguments.option)
+        if method is not None:
+            command += ["--quantization", method]
         speeds = peer_figures(self._runner.run(f"peer {backend}", command, PART_S["peers"]))
         self._figures["detail"].setdefault("sglang_repeats", {})[backend] = speeds
         if speeds:
@@ -255,6 +260,12 @@ class Check:
         return times
 
 
+def quantization(options: Sequence[str]) -> str | None:
+    """The method by which lines of [driver.options] have weights quantized, for the peers, too."""
+    method: str | None = tomllib.loads("\n".join(options)).get("quantization")
+    return method
+
+
 def _has_fa3() -> bool:
     spec = importlib.util.find_spec("sgl_kernel")
     folders = spec.submodule_search_locations if spec else None
@@ -278,6 +289,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--context", default="512,2048")
     made.add_argument("--lengths", type=Path, help="another workload, for a try on the CPU")
     made.add_argument("--profile", default="latency")
+    made.add_argument("--repeats", type=int, default=3, help="of the workload; the last one counts")
     made.add_argument("--budget-s", type=float, default=520.0, help="seconds for all parts")
     return made
 

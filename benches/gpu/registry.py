@@ -78,6 +78,16 @@ CHECKS: Final[Mapping[str, Check]] = {
         "2e-2 of the largest value", 5,
         "--parity --times --shapes 0.6B,8B,14B --json {record}",
     ),
+    "accuracy": Check(
+        "accuracy_check.py", "a checkpoint's perplexity and best tokens are those of transformers, "
+        "by few kernels, by SGLang's layers and attention, and in FP8",
+        "1 % of the perplexity, 5 % in FP8; 999 of 1,000 decided tokens", 5,
+        "--ways fused,unfused,sglang,fp8,fp8-unfused --json {record}",
+    ),
+    "prefill": Check(
+        "prefill_check.py", "long passes by the driver's layers, against SGLang's",
+        "hidden states differ by 3 %", 5, "--shapes {small} --json {record}", alone=True,
+    ),
     "adapters": Check(
         "lora_check.py", "LoRA adapters give what merged weights give; what they cost a step",
         "no decided token differs, logits by 0.5", 5,

@@ -44,8 +44,7 @@ if TYPE_CHECKING:
     from pie_driver_sglang.ranks.commands import Forward
     from pie_driver_sglang.srt.adapters import Adapters
     from pie_driver_sglang.srt.boot import Booted
-    from pie_driver_sglang.srt.dense import DenseLayers
-    from pie_driver_sglang.srt.few_rows import ExpertLayers
+    from pie_driver_sglang.srt.dense import FusedLayers
     from pie_driver_sglang.srt.pool import PagePools
     from pie_driver_sglang.srt.state import StatePool
     from pie_driver_sglang.srt.steps import GraphRunner
@@ -111,7 +110,7 @@ class SglangEngine:
         chunk_tokens = layout["input_ids"][2]
         self._images = ImageInputs(self.runner, chunk_tokens, placeholder=facts.vocab_size)
         self.steps: GraphRunner | None = None
-        self.dense: DenseLayers | ExpertLayers | None = None
+        self.dense: FusedLayers | None = None
         """Of a model that few kernels can run."""
         self._hidden: Hidden | None = None
         self._h2d_ns = self._sync_ns = 0
