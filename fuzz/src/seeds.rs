@@ -2,7 +2,7 @@
 
 use pie_batch::Limits;
 use pie_ring::RegionLayout;
-use pie_wire::{AnswerRow, ForwardRequest, Logprobs, RequestExtension, SCHEMA_HASH};
+use pie_wire::{AnswerRows, ForwardRequest, PlaceShape, RequestExtension, SCHEMA_HASH};
 use proptest::strategy::{Strategy, ValueTree};
 use proptest::test_runner::TestRunner;
 
@@ -47,21 +47,15 @@ fn extensions() -> Vec<Vec<u8>> {
         mask: vec![u32::MAX; 2],
         ..RequestExtension::default()
     };
-    let place = Logprobs {
-        token: -1.0,
-        top: vec![(3, -0.5)],
-        given: vec![-2.0],
-    };
-    let answer = AnswerRow {
-        request: 1,
-        prompt: vec![place.clone()],
-        tokens: vec![place; 2],
-    };
+    let mut answer = AnswerRows::default();
+    let shape = PlaceShape { top: 1, given: 1 };
+    let place = [-1.0_f32.to_bits(), 3, -0.5_f32.to_bits(), -2.0_f32.to_bits()];
+    answer.push(1, shape, (1, 2), [place; 3].into_iter().flatten());
     let rows = [(0, &row), (2, &row)];
     let mut request = vec![0; pie_wire::extension_len(rows)];
-    let mut reply = vec![0; pie_wire::answer_len(std::slice::from_ref(&answer))];
+    let mut reply = vec![0; answer.bytes()];
     let wrote = pie_wire::append_extension(rows, &mut request, 0).is_ok()
-        && pie_wire::append_answer(&[answer], &mut reply, 0).is_ok();
+        && answer.append(&mut reply, 0).is_ok();
     assert!(wrote, "the buffers are as long as needed");
     for bytes in [&mut request, &mut reply] {
         bytes.truncate(bytes.len() - pie_wire::EXTENSION_MAGIC.len());

@@ -512,6 +512,10 @@ const RIGHT: Outputs<'static> = Outputs {
     logits: &[0.25; 1000],
     logprobs: &[-1.0; 3],
     entropies: &[0.5],
+    place_logprobs: &[],
+    top_ids: &[],
+    top_logprobs: &[],
+    given_logprobs: &[],
 };
 
 #[test]
@@ -589,6 +593,15 @@ fn outputs_of_a_wrong_length_are_refused() {
             },
             2,
             1,
+        ),
+        (
+            "place_logprobs",
+            Outputs {
+                place_logprobs: &[0.0],
+                ..RIGHT
+            },
+            1,
+            0,
         ),
     ] {
         let (mut planner, group, mut block) = staged(&[every_class()]);
