@@ -145,6 +145,11 @@ impl Reply {
         for request in requests {
             match (request.drafts(), slots.of(request.slots())) {
                 (0, [slot]) if slot.class().is_token() => tokens.push(slot.token()),
+                (0, [slot, next, ..])
+                    if slot.class().is_token() && next.class() == SlotClass::Prompt =>
+                {
+                    tokens.push(slot.token());
+                }
                 (drafts @ 1.., slots) if token_count(request, slots, token_ids) == 1 => {
                     answered.verified(drafts, 1);
                     tokens.push(slots[0].token());

@@ -6,10 +6,12 @@ use std::collections::{BTreeMap, HashMap};
 
 use common::builder::{Encoded, GREEDY, ROOMY, Req, decode, frame};
 use common::device::{DRIVER, Device, answer};
+use common::engine::{memory, next_group, next_pass};
 use common::generate::{self, VOCAB};
 use common::places::{self, Answered};
 use pie_batch::{
-    Computed, Layout, Limits, Plan, Planner, Probes, STEP_EXTRA_WORDS, STEP_TOP, StepMemory,
+    Computed, Layout, Limits, Outputs, Plan, Planner, Probes, STEP_EXTRA_WORDS, STEP_TOP,
+    StageError, StepMemory,
 };
 use pie_wire::{
     AnswerRows, ForwardRequest, LogprobsAsked, PlaceShape, PromptLogprobs, Sampler, split_answer,
@@ -277,6 +279,63 @@ fn parts_of_a_prompt_have_their_places() {
     assert_eq!(run(10, 12, true), (1, 1));
     // From a cached prefix on: nothing is computed of the tokens before.
     assert_eq!(run(8, 12, true), (3, 1));
+}
+
+#[test]
+fn places_of_another_number_are_refused() {
+    let mut planner = Planner::new(ROOMY, 1);
+    let asked = HashMap::from([(0, top(2))]);
+    let plan = plan(&mut planner, &frame(&[decode(30, 5, &[1, 2])]), &asked);
+    let mut block = memory(planner.layout());
+    let block: &mut [u8] = bytemuck::cast_slice_mut(&mut block);
+    let pass = next_pass(&mut planner, plan, block).unwrap_or_else(|_| panic!("a pass"));
+    let mut group = next_group(&planner, pass, block).unwrap_or_else(|_| panic!("a group"));
+    let right = Outputs {
+        tokens: &[5],
+        place_logprobs: &[-1.0],
+        top_ids: &[5, 6],
+        top_logprobs: &[-1.0, -2.0],
+        given_logprobs: &[-3.0, -4.0],
+        ..Outputs::default()
+    };
+    for (array, wrong) in [
+        (
+            "place_logprobs",
+            Outputs {
+                place_logprobs: &[],
+                ..right
+            },
+        ),
+        (
+            "top_ids",
+            Outputs {
+                top_ids: &[5],
+                ..right
+            },
+        ),
+        (
+            "top_logprobs",
+            Outputs {
+                top_logprobs: &[0.0; 3],
+                ..right
+            },
+        ),
+        (
+            "given_logprobs",
+            Outputs {
+                given_logprobs: &[0.0],
+                ..right
+            },
+        ),
+    ] {
+        let (same, error) = group.put_outputs(&wrong).expect_err(array);
+        let StageError::OutputCount { array: found, .. } = error else {
+            panic!("{error}");
+        };
+        assert_eq!(found, array);
+        group = same;
+    }
+    assert!(group.put_outputs(&right).is_ok());
 }
 
 #[test]

@@ -594,15 +594,6 @@ fn outputs_of_a_wrong_length_are_refused() {
             2,
             1,
         ),
-        (
-            "place_logprobs",
-            Outputs {
-                place_logprobs: &[0.0],
-                ..RIGHT
-            },
-            1,
-            0,
-        ),
     ] {
         let (mut planner, group, mut block) = staged(&[every_class()]);
         let error = StageError::OutputCount {
