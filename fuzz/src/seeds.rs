@@ -2,7 +2,10 @@
 
 use pie_batch::Limits;
 use pie_ring::RegionLayout;
-use pie_wire::{AnswerRows, ForwardRequest, PlaceShape, RequestExtension, SCHEMA_HASH};
+use pie_wire::{
+    AnswerRows, ForwardRequest, LogprobsAsked, PlaceShape, PromptLogprobs, RequestExtension,
+    SCHEMA_HASH,
+};
 use proptest::strategy::{Strategy, ValueTree};
 use proptest::test_runner::TestRunner;
 
@@ -100,11 +103,36 @@ fn header() -> Vec<u8> {
     bytes
 }
 
+/// A request, and after it what its first requests ask of log-probabilities.
+fn asked(payload: &[u8]) -> Vec<u8> {
+    let row = RequestExtension {
+        logprobs: Some(LogprobsAsked {
+            scaled: true,
+            top: 2,
+            token_ids: vec![3, 4],
+            prompt: Some(PromptLogprobs {
+                from: 1,
+                end: 40,
+                next: 5,
+            }),
+        }),
+        ..RequestExtension::default()
+    };
+    let rows = [(0, &row), (1, &row)];
+    let mut bytes = payload.to_vec();
+    bytes.resize(payload.len() + pie_wire::extension_len(rows), 0);
+    let written = pie_wire::append_extension(rows, &mut bytes, payload.len());
+    assert!(written.is_ok(), "the buffer is as long as needed");
+    bytes
+}
+
 fn serve_seeds() -> Vec<Vec<u8>> {
     let frames = random()
         .into_iter()
         .filter_map(|(_, frames)| frames.into_iter().next());
-    let payloads = payloads(true).chain(frames).enumerate();
+    let payloads: Vec<_> = payloads(true).chain(frames).collect();
+    let asked: Vec<_> = payloads.iter().map(|payload| asked(payload)).collect();
+    let payloads = payloads.into_iter().chain(asked).enumerate();
     payloads
         .map(|(number, payload)| serve::join(number as u8, &payload))
         .collect()

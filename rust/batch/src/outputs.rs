@@ -2,8 +2,6 @@
 
 use std::ops::Range;
 
-use pie_wire::PlaceShape;
-
 /// What the engine computed for a slot group: each array in the order of the group's slots of that class, a slot's values
 /// one after the other.
 #[derive(Debug, Clone, Copy, Default)]
@@ -20,53 +18,9 @@ pub struct Outputs<'a> {
     pub logprobs: &'a [f32],
     /// One entropy of each entropy slot, in nats.
     pub entropies: &'a [f32],
-    /// Of each slot of a [place](crate::Place), whatever its class, the log-probability of its token.
-    pub place_logprobs: &'a [f32],
-    /// The most probable tokens of each of these slots, best first.
-    pub top_ids: &'a [i64],
-    /// Their log-probabilities.
-    pub top_logprobs: &'a [f32],
-    /// The log-probabilities of the tokens given for each of these slots.
-    pub given_logprobs: &'a [f32],
-}
-
-/// Takes the places of a group's [`Outputs`] one after the other.
-#[derive(Debug)]
-pub(crate) struct PlaceOutputs<'a> {
-    tokens: &'a [f32],
-    ids: &'a [i64],
-    top: &'a [f32],
-    given: &'a [f32],
-}
-
-impl<'a> PlaceOutputs<'a> {
-    pub(crate) const fn of(outputs: &Outputs<'a>) -> Self {
-        Self {
-            tokens: outputs.place_logprobs,
-            ids: outputs.top_ids,
-            top: outputs.top_logprobs,
-            given: outputs.given_logprobs,
-        }
-    }
-
-    /// The words of the next place; the group's lengths were checked.
-    fn next(&mut self, shape: PlaceShape) -> impl Iterator<Item = u32> + use<'a> {
-        let bits = |values: &'a [f32]| values.iter().map(|value| value.to_bits());
-        let own = take(&mut self.tokens, 1);
-        let ids = take(&mut self.ids, shape.top).iter().map(|&id| id as u32);
-        let (top, given) = (
-            take(&mut self.top, shape.top),
-            take(&mut self.given, shape.given),
-        );
-        bits(own).chain(ids).chain(bits(top)).chain(bits(given))
-    }
-}
-
-/// Splits off the first values, all if there are fewer.
-fn take<'a, T>(values: &mut &'a [T], count: u32) -> &'a [T] {
-    let (first, rest) = values.split_at(values.len().min(count as usize));
-    *values = rest;
-    first
+    /// The words of each [place](crate::Place), whatever the class of its slot, as
+    /// [`PlaceShape::words`](pie_wire::PlaceShape::words) says.
+    pub place_words: &'a [i32],
 }
 
 /// The probes' outputs of a frame so far, by class.
@@ -106,12 +60,7 @@ impl ProbeOutputs {
         self.places.len()
     }
 
-    /// Appends the next place of a group.
-    pub(crate) fn push_place(&mut self, outputs: &mut PlaceOutputs<'_>, shape: PlaceShape) {
-        self.places.extend(outputs.next(shape));
-    }
-
-    /// Appends a place as its words.
+    /// Appends a place.
     pub(crate) fn push_words(&mut self, words: impl Iterator<Item = u32>) {
         self.places.extend(words);
     }

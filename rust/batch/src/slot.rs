@@ -11,7 +11,7 @@ use crate::fault::RequestFault;
 use crate::frame::{Frame, range};
 use crate::limits::Limits;
 use crate::logit_mask::LogitMasks;
-use crate::outputs::{Outputs, PlaceOutputs, ProbeOutputs};
+use crate::outputs::{Outputs, ProbeOutputs};
 use crate::random::uniform;
 use crate::sampler::{SamplerParams, SlotClass};
 
@@ -284,7 +284,7 @@ impl Slots {
     ) -> bool {
         let mut tokens = outputs.tokens.iter();
         let mut next = self.outputs.lens();
-        let mut places = PlaceOutputs::of(outputs);
+        let mut place_words = outputs.place_words.iter().map(|word| word.cast_unsigned());
         let mut valid = true;
         let (all, extras) = (&mut self.all[..], &self.extras);
         for &index in group {
@@ -293,7 +293,8 @@ impl Slots {
                 && let Some(asked) = extras.asked(slot.extra)
             {
                 slot.output = self.outputs.place_words() as u32;
-                self.outputs.push_place(&mut places, asked.shape);
+                let words = place_words.by_ref().take(asked.shape.words());
+                self.outputs.push_words(words);
             }
             if slot.class.is_token() {
                 let token = tokens.next().and_then(|&token| u32::try_from(token).ok());

@@ -282,15 +282,11 @@ fn check_outputs(
     vocab_size: u32,
 ) -> Result<(), StageError> {
     let mut values = [0; SlotClass::COUNT];
-    let [mut places, mut top, mut given] = [0; 3];
+    let mut place_words = 0;
     let all = slots.all();
     for &slot in group {
         let slot = &all[slot as usize];
-        if let Some(shape) = slots.shape(slot) {
-            places += 1;
-            top += shape.top as usize;
-            given += shape.given as usize;
-        }
+        place_words += slots.place_words(slot);
         values[slot.class() as usize] += if slot.class().is_token() {
             1
         } else {
@@ -314,10 +310,7 @@ fn check_outputs(
         ("logits", outputs.logits.len(), logits),
         ("logprobs", outputs.logprobs.len(), logprobs),
         ("entropies", outputs.entropies.len(), entropies),
-        ("place_logprobs", outputs.place_logprobs.len(), places),
-        ("top_ids", outputs.top_ids.len(), top),
-        ("top_logprobs", outputs.top_logprobs.len(), top),
-        ("given_logprobs", outputs.given_logprobs.len(), given),
+        ("place_words", outputs.place_words.len(), place_words),
     ] {
         if found != expected {
             return Err(StageError::OutputCount {

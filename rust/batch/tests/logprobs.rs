@@ -290,51 +290,27 @@ fn places_of_another_number_are_refused() {
     let block: &mut [u8] = bytemuck::cast_slice_mut(&mut block);
     let pass = next_pass(&mut planner, plan, block).unwrap_or_else(|_| panic!("a pass"));
     let mut group = next_group(&planner, pass, block).unwrap_or_else(|_| panic!("a group"));
-    let right = Outputs {
-        tokens: &[5],
-        place_logprobs: &[-1.0],
-        top_ids: &[5, 6],
-        top_logprobs: &[-1.0, -2.0],
-        given_logprobs: &[-3.0, -4.0],
-        ..Outputs::default()
-    };
-    for (array, wrong) in [
-        (
-            "place_logprobs",
-            Outputs {
-                place_logprobs: &[],
-                ..right
-            },
-        ),
-        (
-            "top_ids",
-            Outputs {
-                top_ids: &[5],
-                ..right
-            },
-        ),
-        (
-            "top_logprobs",
-            Outputs {
-                top_logprobs: &[0.0; 3],
-                ..right
-            },
-        ),
-        (
-            "given_logprobs",
-            Outputs {
-                given_logprobs: &[0.0],
-                ..right
-            },
-        ),
-    ] {
-        let (same, error) = group.put_outputs(&wrong).expect_err(array);
-        let StageError::OutputCount { array: found, .. } = error else {
-            panic!("{error}");
+    // A token, two others with their ids, and two that are given.
+    for words in [0, 6, 8] {
+        let wrong = Outputs {
+            tokens: &[5],
+            place_words: &[0; 8][..words],
+            ..Outputs::default()
         };
-        assert_eq!(found, array);
+        let (same, error) = group.put_outputs(&wrong).expect_err("7 words");
+        let expected = StageError::OutputCount {
+            array: "place_words",
+            found: words,
+            expected: 7,
+        };
+        assert_eq!(error, expected);
         group = same;
     }
+    let right = Outputs {
+        tokens: &[5],
+        place_words: &[0; 7],
+        ..Outputs::default()
+    };
     assert!(group.put_outputs(&right).is_ok());
 }
 

@@ -26,12 +26,12 @@ impl GrammarConstraint {
 }
 
 impl Constrain for GrammarConstraint {
-    fn begin(&self, most: u32) -> Begun {
+    fn begin(&self, most: u32, jumps: bool) -> Begun {
         match self.pending.progress() {
             Progress::Compiling => Begun::Waiting,
             Progress::Failed(error) => Begun::Failed(error.to_string().into()),
             Progress::Ready(ready) => {
-                let follower = Follower::new(&self.compiler, &ready, true, most as usize);
+                let follower = Follower::new(&self.compiler, &ready, jumps, most as usize);
                 Begun::Ready(Box::new(Following(follower)))
             }
         }

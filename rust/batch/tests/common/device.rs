@@ -17,7 +17,7 @@ use pie_wire::{
 use crate::common::builder::{Encoded, GREEDY, Req, frame};
 use crate::common::engine::{next_group, next_pass, put};
 use crate::common::naive::{self, Adapters, Plan, Segment, Slot};
-use crate::common::places::{self, Answered, Places, Values};
+use crate::common::places::{self, Answered, Places};
 
 /// The driver that all test frames address.
 pub(crate) const DRIVER: u32 = 7;
@@ -273,8 +273,7 @@ impl Device {
                 let open = self.stage_group(staged).expect("a group is left");
                 self.check_group(&open, &plan, &group);
                 let mut spoilt = BTreeSet::new();
-                let vocab_size = self.limits.vocab_size;
-                let values = self.places.give(&open, &plan, &group, vocab_size);
+                let place_words = self.places.give(&open, &plan, &group);
                 for (_, slot) in &group {
                     let given = if slot.class.is_token() {
                         Given::Token(choose(&plan, slot))
@@ -286,7 +285,7 @@ impl Device {
                     }
                     self.given.insert(key(slot), given);
                 }
-                staged = self.put(open, &group, &values);
+                staged = self.put(open, &group, &place_words);
                 // Later passes know of it.
                 plan.spoil(&self.limits, &spoilt);
             }
@@ -345,7 +344,7 @@ impl Device {
     }
 
     /// Hands over what the slots of a group were given.
-    fn put(&self, open: StagedGroup, group: &[(usize, Slot)], values: &Values) -> StagedPass {
+    fn put(&self, open: StagedGroup, group: &[(usize, Slot)], place_words: &[i32]) -> StagedPass {
         let given = |class: SlotClass| -> (Vec<i64>, Vec<f32>) {
             let (mut ids, mut floats) = (Vec::new(), Vec::new());
             for (_, slot) in group.iter().filter(|(_, slot)| slot.class == class) {
@@ -369,9 +368,9 @@ impl Device {
             logits: &given(SlotClass::Logits).1,
             logprobs: &given(SlotClass::Logprobs).1,
             entropies: &given(SlotClass::Entropy).1,
-            ..Outputs::default()
+            place_words,
         };
-        put(open, &values.with(outputs))
+        put(open, &outputs)
     }
 
     /// The reply to the last frame, in a buffer of the length that it was planned for.

@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, HashMap};
 
-use pie_batch::{Outputs, Place, SlotClass, StagedGroup};
+use pie_batch::{Place, SlotClass, StagedGroup};
 use pie_wire::{
     AnswerExtension, ForwardRequest, LogprobsAsked, PlaceShape, RequestExtension, append_extension,
     extension_len,
@@ -27,28 +27,6 @@ pub(crate) struct Places {
     /// The words that places were given.
     given: HashMap<(usize, bool, usize), Vec<u32>>,
     noise: Noise,
-}
-
-/// The outputs of a group's places, one after the other.
-#[derive(Debug, Default)]
-pub(crate) struct Values {
-    tokens: Vec<f32>,
-    ids: Vec<i64>,
-    top: Vec<f32>,
-    own: Vec<f32>,
-}
-
-impl Values {
-    /// With the other outputs of the group.
-    pub(crate) fn with<'a>(&'a self, outputs: Outputs<'a>) -> Outputs<'a> {
-        Outputs {
-            place_logprobs: &self.tokens,
-            top_ids: &self.ids,
-            top_logprobs: &self.top,
-            given_logprobs: &self.own,
-            ..outputs
-        }
-    }
 }
 
 /// A frame, and after it what its requests ask for.
@@ -84,10 +62,9 @@ impl Places {
         open: &StagedGroup,
         plan: &Plan,
         group: &[(usize, Slot)],
-        vocab_size: u32,
-    ) -> Values {
+    ) -> Vec<i32> {
         let (mut places, mut tokens) = (Vec::<Place>::new(), Vec::new());
-        let mut values = Values::default();
+        let mut all = Vec::new();
         for (entry, (_, slot)) in group.iter().enumerate() {
             let Some(asked) = plan.asked_of(slot) else {
                 continue;
@@ -105,22 +82,13 @@ impl Places {
                 i64::from(asked.top),
                 i64::from(asked.scaled && !is_prompt),
             ]);
-            let mut own = || self.noise.next();
-            let token = own();
-            let ids: Vec<u32> = (0..asked.top).map(|_| own() % vocab_size).collect();
-            let top: Vec<u32> = ids.iter().map(|_| own()).collect();
-            let others: Vec<u32> = asked.token_ids.iter().map(|_| own()).collect();
-            values.tokens.push(f32::from_bits(token));
-            values.ids.extend(ids.iter().map(|&id| i64::from(id)));
-            values.top.extend(top.iter().copied().map(f32::from_bits));
-            values
-                .own
-                .extend(others.iter().copied().map(f32::from_bits));
-            let words = [&[token], &ids[..], &top, &others].concat();
+            let count = 1 + 2 * asked.top as usize + asked.token_ids.len();
+            let words: Vec<u32> = (0..count).map(|_| self.noise.next()).collect();
+            all.extend(words.iter().map(|word| word.cast_signed()));
             self.given.insert(key(slot), words);
         }
         assert_eq!(open.places(), (&places[..], &tokens[..]));
-        values
+        all
     }
 
     /// What the answer must have, by request; `tokens` are those that each returns.
