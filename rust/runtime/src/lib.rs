@@ -18,6 +18,7 @@ mod group;
 mod handshake;
 mod link;
 mod log;
+mod logprobs;
 mod mask;
 mod outbox;
 mod process;
@@ -40,12 +41,13 @@ pub use frame::{Extended, FrameBuilder, Gap, Outline, Turn, fill};
 pub use handshake::Capabilities;
 pub use link::{Exchange, Flight, Link, Prepared, Room};
 pub use log::LogSink;
+pub use logprobs::LogprobParams;
 pub use outbox::{Delta, End};
 pub use pie_grammar::{Compiler, Grammar, GrammarError, Limits as GrammarLimits, Vocabulary};
 pub use pie_sched::{
     Arrival, Config, Constrain, Ends, Eviction, Policy, Refusal, Stats, TokenBytes,
 };
-pub use pie_wire::{Penalties, RequestExtension, Sampler};
+pub use pie_wire::{Logprobs, Penalties, PlaceShape, RequestExtension, Sampler};
 pub use replica::Pause;
 pub use sampling::{Draw, Sampling, SamplingError};
 pub use service::{Rejected, Service};
