@@ -2,7 +2,7 @@
 
 use std::borrow::Cow;
 
-use pie_runtime::{Delta, End, ReplicaStats};
+use pie_runtime::{Delta, End, PlaceShape, ReplicaStats};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use serde::Serialize;
@@ -18,6 +18,10 @@ pub(crate) struct Output {
     sample: u32,
     /// New since the last output; a new list at every access. A stop token is the last one.
     token_ids: Vec<u32>,
+    /// Log-probabilities of tokens of the prompt, as `prompt_places` reads them; they come once.
+    prompt_words: Vec<u32>,
+    /// Those of `token_ids`, as `places` reads them; of a request for no tokens those of the one that would come first.
+    words: Vec<u32>,
     /// `stop`, `length`, `abort`, `deadline` or `error` in the last output, else None.
     finish_reason: Option<&'static str>,
     /// The stop token that ended it.
@@ -34,8 +38,26 @@ pub(crate) struct Output {
     cached_tokens: u32,
 }
 
+/// The log-probabilities of one place: of its token, of the most probable ones, of those that were given.
+type Place = (f32, Vec<(f32, u32)>, Vec<f32>);
+
 #[pymethods]
 impl Output {
+    /// Log-probabilities of the tokens: of each its own, those of the most probable tokens with their ids, best first, and those
+    /// of given tokens.
+    ///
+    /// Args:
+    ///     top: Most probable tokens that the request asks for.
+    ///     given: Tokens that it gives.
+    fn places(&self, top: u32, given: u32) -> Vec<Place> {
+        places(&self.words, PlaceShape { top, given })
+    }
+
+    /// The same of tokens of the prompt, the first of which is the one after `logprob_start_len`.
+    fn prompt_places(&self, top: u32, given: u32) -> Vec<Place> {
+        places(&self.prompt_words, PlaceShape { top, given })
+    }
+
     fn __repr__(&self) -> String {
         format!(
             "Output(request={}, sample={}, token_ids={:?}, finish_reason={:?})",
@@ -50,6 +72,8 @@ impl From<Delta> for Output {
             request: delta.request,
             sample: delta.sample,
             token_ids: delta.tokens,
+            prompt_words: delta.prompt_logprobs,
+            words: delta.logprobs,
             finish_reason: None,
             stop_token: None,
             stop_string: None,
@@ -80,6 +104,14 @@ impl From<Delta> for Output {
         });
         output
     }
+}
+
+fn places(words: &[u32], shape: PlaceShape) -> Vec<Place> {
+    let places = shape.places(words);
+    let swapped = |top: Vec<(u32, f32)>| top.into_iter().map(|(id, value)| (value, id)).collect();
+    places
+        .map(|place| (place.token, swapped(place.top), place.given))
+        .collect()
 }
 
 /// What `Runtime.stats` shows.
