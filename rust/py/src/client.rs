@@ -12,6 +12,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
 use crate::error::{WireError, from_ring};
+use crate::places::{Place, places};
 use crate::request::{Request, encode, encode_batch};
 
 /// Sends requests to a driver as the Pie runtime does. Calls from several threads run on several slots.
@@ -19,9 +20,6 @@ use crate::request::{Request, encode, encode_batch};
 pub(crate) struct Client {
     inner: pie_ring::Client,
 }
-
-/// The log-probabilities of one place.
-type Place = (f32, Vec<(u32, f32)>, Vec<f32>);
 
 /// A driver's answer.
 #[pyclass(frozen, get_all, module = "pie_driver_sglang._core")]
@@ -233,7 +231,7 @@ fn decode(bytes: &[u8]) -> Result<Reply, String> {
         return Ok(reply);
     }
     let (bytes, extension) = pie_wire::split_answer(bytes).map_err(text)?;
-    reply.places = extension.rows().map(places).collect();
+    reply.places = extension.rows().map(row_places).collect();
     if let pie_wire::Reply::Tokens(tokens) = pie_wire::decode_reply(bytes).map_err(text)? {
         reply.fast = true;
         reply.tokens = tokens.iter().map(|token| vec![token]).collect();
@@ -251,10 +249,9 @@ fn decode(bytes: &[u8]) -> Result<Reply, String> {
     Ok(reply)
 }
 
-fn places(row: pie_wire::LogprobRow<'_>) -> (u32, Vec<Place>, Vec<Place>) {
+fn row_places(row: pie_wire::LogprobRow<'_>) -> (u32, Vec<Place>, Vec<Place>) {
     let words: Vec<u32> = row.words().collect();
-    let mut places =
-        (row.shape().places(&words)).map(|place| (place.token, place.top, place.given));
+    let mut places = places(&words, row.shape());
     let prompt = places.by_ref().take(row.places().0 as usize).collect();
     (row.request(), prompt, places.collect())
 }

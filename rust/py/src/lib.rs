@@ -20,6 +20,7 @@ mod load;
 mod pages;
 mod pass;
 mod patterns;
+mod places;
 mod planner;
 mod radix;
 mod radix_results;

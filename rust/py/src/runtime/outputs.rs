@@ -8,6 +8,7 @@ use pyo3::types::PyDict;
 use serde::Serialize;
 
 use super::settings::value_error;
+use crate::places::{Place, places};
 
 /// New tokens of one sequence of a request, or its end, or both.
 #[pyclass(frozen, get_all, module = "pie_driver_sglang._core")]
@@ -38,9 +39,6 @@ pub(crate) struct Output {
     cached_tokens: u32,
 }
 
-/// The log-probabilities of one place: of its token, of the most probable ones, of those that were given.
-type Place = (f32, Vec<(f32, u32)>, Vec<f32>);
-
 #[pymethods]
 impl Output {
     /// Log-probabilities of the tokens: of each its own, those of the most probable tokens with their ids, best first, and those
@@ -50,12 +48,12 @@ impl Output {
     ///     top: Most probable tokens that the request asks for.
     ///     given: Tokens that it gives.
     fn places(&self, top: u32, given: u32) -> Vec<Place> {
-        places(&self.words, PlaceShape { top, given })
+        places(&self.words, PlaceShape { top, given }).collect()
     }
 
     /// The same of tokens of the prompt, the first of which is the one after `logprob_start_len`.
     fn prompt_places(&self, top: u32, given: u32) -> Vec<Place> {
-        places(&self.prompt_words, PlaceShape { top, given })
+        places(&self.prompt_words, PlaceShape { top, given }).collect()
     }
 
     fn __repr__(&self) -> String {
@@ -104,14 +102,6 @@ impl From<Delta> for Output {
         });
         output
     }
-}
-
-fn places(words: &[u32], shape: PlaceShape) -> Vec<Place> {
-    let places = shape.places(words);
-    let swapped = |top: Vec<(u32, f32)>| top.into_iter().map(|(id, value)| (value, id)).collect();
-    places
-        .map(|place| (place.token, swapped(place.top), place.given))
-        .collect()
 }
 
 /// What `Runtime.stats` shows.
