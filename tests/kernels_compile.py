@@ -32,6 +32,7 @@ from pie_driver_sglang.kernels import (
     many_rows,
     paged_attend,
     paged_splits,
+    places,
     quantize,
     sampler,
 )
@@ -435,12 +436,16 @@ def check_sampling(dtype: torch.dtype) -> None:
         assert [kernel.name for kernel in kernels] == ["_survey", "_sample_rows"]
         for kernel in kernels:
             check_order(kernel)
-    [kernel] = recorded(lambda: sampler.publish(results, results.clone()))
-    # Each result at once.
-    assert re.search(r"st\.global(\.v2)?\.b64", kernel.asm["ptx"])
+    with mock.patch.object(torch.Tensor, "is_cuda", True):
+        [kernel] = recorded(lambda: sampler.publish(results, results.clone()))
+    # Each result at once, and after what earlier kernels have written.
+    assert re.search(r"fence\.acq_rel\.sys.*st\.global(\.v2)?\.b64", kernel.asm["ptx"], re.DOTALL)
     words = torch.zeros(64, dtype=torch.int32)
     rows = torch.zeros(40, 2, dtype=torch.int32)
     assert recorded(lambda: sampler.mask_logits(logits, rows, words))
+    records = torch.zeros(40, places.RECORD_WORDS, dtype=torch.int32)
+    find = functools.partial(places.find, logits, results, records, words, words.clone(), 32)
+    assert [kernel.name for kernel in recorded(find)] == ["_survey", "_write"]
 
 
 def check_staging() -> None:

@@ -8,7 +8,7 @@ from os import PathLike
 from typing import Any, Final, SupportsFloat, SupportsIndex, final
 from typing_extensions import Buffer
 
-__all__ = ["REHEARSAL_ADAPTER", "STEP_EXTRA_WORDS", "AttentionMask", "Batch", "Broadcast", "CacheEvent", "Client", "Copy", "Counts", "Drafter", "Evicted", "ExitGuard", "Extension", "Follower", "Front", "GraphPath", "Image", "ImageSpan", "Inserted", "LayerPatterns", "Load", "Match", "NodeInfo", "Output", "PagePool", "Pass", "PassImages", "Planner", "PoolStats", "RadixIndex", "Reply", "Request", "Requests", "Runtime", "Sampler", "Server", "SlotGroup", "Step", "Wake", "build_info", "die_with_parent", "encode_forward", "graph_layout", "region_bytes"]
+__all__ = ["REHEARSAL_ADAPTER", "STEP_EXTRA_WORDS", "STEP_PLACE_WORDS", "STEP_TOP", "AttentionMask", "Batch", "Broadcast", "CacheEvent", "Client", "Copy", "Counts", "Drafter", "Evicted", "ExitGuard", "Extension", "Follower", "Front", "GraphPath", "Image", "ImageSpan", "Inserted", "LayerPatterns", "Load", "Match", "NodeInfo", "Output", "PagePool", "Pass", "PassImages", "Planner", "PoolStats", "RadixIndex", "Reply", "Request", "Runtime", "Sampler", "Server", "SlotGroup", "Step", "Wake", "build_info", "die_with_parent", "encode_forward", "graph_layout", "region_bytes"]
 
 REHEARSAL_ADAPTER: Final[int]
 """
@@ -18,6 +18,16 @@ The adapter that a rehearsal may bind without loading one.
 STEP_EXTRA_WORDS: Final[int]
 """
 Words outside of the block of a step that its extension may take.
+"""
+
+STEP_PLACE_WORDS: Final[int]
+"""
+Words of log-probabilities that an extended graph writes at most.
+"""
+
+STEP_TOP: Final[int]
+"""
+Most probable tokens that such a graph finds for a slot.
 """
 
 @final
@@ -85,7 +95,7 @@ class Batch:
         """
         Does what can be done for drafts before tokens are known; call it while the device computes.
         """
-    def put_outputs(self, /, tokens: Buffer, dist_ids: Buffer | None = None, dist_probs: Buffer | None = None, logits: Buffer | None = None, logprobs: Buffer | None = None, entropies: Buffer | None = None) -> None:
+    def put_outputs(self, /, tokens: Buffer, dist_ids: Buffer | None = None, dist_probs: Buffer | None = None, logits: Buffer | None = None, logprobs: Buffer | None = None, entropies: Buffer | None = None, place_words: Buffer | None = None) -> None:
         """
         Takes what the last staged slot group yields: for each class its slots' values one after the other.
 
@@ -96,6 +106,8 @@ class Batch:
             logits: `[raw slots * vocabulary]` float32.
             logprobs: `[labels]` float32.
             entropies: `[entropy slots]` float32.
+            place_words: `[words]` int32: of each place the log-probability of its token, the most probable tokens, best first,
+                their log-probabilities, those of tokens that are given for it; floats as their bits.
 
         Raises:
             StageError: The group asks for another number of values, or there is none.
@@ -542,7 +554,7 @@ class Extension:
     """
     What one request asks for beyond the Pie protocol; `docs/wire-extension.md` has the bytes.
     """
-    def __new__(cls, /, *, temperature: SupportsFloat | SupportsIndex | None = None, top_k: SupportsIndex = 0, top_p: SupportsFloat | SupportsIndex = 1.0, min_p: SupportsFloat | SupportsIndex = 0.0, seed: SupportsIndex | None = None, frequency_penalty: SupportsFloat | SupportsIndex = 0.0, presence_penalty: SupportsFloat | SupportsIndex = 0.0, repetition_penalty: SupportsFloat | SupportsIndex = 1.0, counted_from: SupportsIndex = 0, history: SupportsGetItem[int, SupportsIndex] = ..., logit_bias: SupportsGetItem[int, tuple[SupportsIndex, SupportsFloat | SupportsIndex]] = ..., suppressed: SupportsGetItem[int, SupportsIndex] = ..., suppressed_until: SupportsIndex = 0, mask: SupportsGetItem[int, SupportsIndex] = ...) -> Extension:
+    def __new__(cls, /, *, temperature: SupportsFloat | SupportsIndex | None = None, top_k: SupportsIndex = 0, top_p: SupportsFloat | SupportsIndex = 1.0, min_p: SupportsFloat | SupportsIndex = 0.0, seed: SupportsIndex | None = None, frequency_penalty: SupportsFloat | SupportsIndex = 0.0, presence_penalty: SupportsFloat | SupportsIndex = 0.0, repetition_penalty: SupportsFloat | SupportsIndex = 1.0, counted_from: SupportsIndex = 0, history: SupportsGetItem[int, SupportsIndex] = ..., logit_bias: SupportsGetItem[int, tuple[SupportsIndex, SupportsFloat | SupportsIndex]] = ..., suppressed: SupportsGetItem[int, SupportsIndex] = ..., suppressed_until: SupportsIndex = 0, mask: SupportsGetItem[int, SupportsIndex] = ..., logprobs: SupportsIndex | None = None, logprobs_scaled: bool = False, logprobs_of: SupportsGetItem[int, SupportsIndex] = ..., prompt_logprobs: tuple[SupportsIndex, SupportsIndex, SupportsIndex] | None = None) -> Extension:
         """
         Describes it. What is left out changes nothing.
 
@@ -562,6 +574,12 @@ class Extension:
             suppressed: Tokens that must not be drawn for a place before `suppressed_until`.
             suppressed_until: KV index of the first place for which they may.
             mask: Bit `i` of word `w` allows token `32 w + i`; empty for all.
+            logprobs: Most probable tokens whose log-probabilities are wanted besides that of each token drawn; None for no
+                log-probabilities at all.
+            logprobs_scaled: After the temperature.
+            logprobs_of: Tokens whose log-probabilities are wanted.
+            prompt_logprobs: KV indices of the first token of the prompt whose log-probabilities are wanted and after the last
+                one, and the token after the input, if that is one of them.
         """
 
 @final
@@ -651,12 +669,12 @@ class GraphPath:
     Captured graphs, and the memory that they share with the host. Give it to `Server.serve`.
     """
     @staticmethod
-    def call(block: Buffer, mask_words: Buffer, results: Buffer, rows: SupportsGetItem[int, SupportsIndex], slots: SupportsIndex, most: SupportsIndex, run: Any, grouped: SupportsGetItem[int, SupportsIndex] = ..., extended: SupportsGetItem[int, SupportsIndex] = ...) -> GraphPath:
+    def call(block: Buffer, mask_words: Buffer, results: Buffer, places: Buffer, rows: SupportsGetItem[int, SupportsIndex], slots: SupportsIndex, most: SupportsIndex, run: Any, grouped: SupportsGetItem[int, SupportsIndex] = ..., extended: SupportsGetItem[int, SupportsIndex] = ...) -> GraphPath:
         """
         Calls of a Python function in place of graphs, for a device that has none.
 
         Args:
-            block, mask_words, results: As for `cuda`.
+            block, mask_words, results, places: As for `cuda`.
             rows: Rows of each graph, fewest first.
             slots, most: As for `cuda`.
             run: Called as `run(graph)` with its number; the results are there when it returns.
@@ -666,7 +684,7 @@ class GraphPath:
             ValueError: As for `cuda`.
         """
     @staticmethod
-    def cuda(block: Buffer, mask_words: Buffer, results: Buffer, graphs: SupportsGetItem[int, tuple[SupportsIndex, SupportsIndex]], slots: SupportsIndex, stream: SupportsIndex, most: SupportsIndex, owner: Any, grouped: SupportsGetItem[int, tuple[SupportsIndex, SupportsIndex]] = ..., extended: SupportsGetItem[int, tuple[SupportsIndex, SupportsIndex]] = ...) -> GraphPath:
+    def cuda(block: Buffer, mask_words: Buffer, results: Buffer, places: Buffer, graphs: SupportsGetItem[int, tuple[SupportsIndex, SupportsIndex]], slots: SupportsIndex, stream: SupportsIndex, most: SupportsIndex, owner: Any, grouped: SupportsGetItem[int, tuple[SupportsIndex, SupportsIndex]] = ..., extended: SupportsGetItem[int, tuple[SupportsIndex, SupportsIndex]] = ...) -> GraphPath:
         """
         CUDA graphs, launched by their raw handles on the current device.
 
@@ -675,6 +693,8 @@ class GraphPath:
             mask_words: `[slots * ceil(vocabulary / 32) + 2 * row_pages]` int32 that graphs read, with extended graphs
                 `STEP_EXTRA_WORDS` more: block-table changes for which the block has no room, logit masks, tokens to note, biases.
             results: `[slots]` uint64 that graphs write: for each slot `step << 32 | token`, at once.
+            places: `[words]` int32 that extended graphs write before the results: log-probabilities. Without such graphs it may
+                be empty, else it has `STEP_PLACE_WORDS`.
             graphs: Rows and `cudaGraphExec_t` of each graph, fewest rows first.
             slots: Most slots of a graph; it has as many as rows, if these are fewer.
             stream: The `cudaStream_t` that they run on.
@@ -928,6 +948,24 @@ class Output:
         """
         Bytes at the end of the text so far that may be the start of a stop string: keep them back.
         """
+    def places(self, /, top: SupportsIndex, given: SupportsIndex) -> list[tuple[float, list[tuple[float, int]], list[float]]]:
+        """
+        Log-probabilities of the tokens: of each its own, those of the most probable tokens with their ids, best first, and those
+        of given tokens.
+
+        Args:
+            top: Most probable tokens that the request asks for.
+            given: Tokens that it gives.
+        """
+    def prompt_places(self, /, top: SupportsIndex, given: SupportsIndex) -> list[tuple[float, list[tuple[float, int]], list[float]]]:
+        """
+        The same of tokens of the prompt, the first of which is the one after `logprob_start_len`.
+        """
+    @property
+    def prompt_words(self, /) -> list[int]:
+        """
+        Log-probabilities of tokens of the prompt, as `prompt_places` reads them; they come once.
+        """
     @property
     def request(self, /) -> int:
         """
@@ -957,6 +995,11 @@ class Output:
     def token_ids(self, /) -> list[int]:
         """
         New since the last output; a new list at every access. A stop token is the last one.
+        """
+    @property
+    def words(self, /) -> list[int]:
+        """
+        Those of `token_ids`, as `places` reads them; of a request for no tokens those of the one that would come first.
         """
 
 @final
@@ -1546,6 +1589,13 @@ class Reply:
         Log-probability entries of each request.
         """
     @property
+    def places(self, /) -> list[tuple[int, list[tuple[float, list[tuple[float, int]], list[float]]], list[tuple[float, list[tuple[float, int]], list[float]]]]]:
+        """
+        Log-probabilities that extensions asked for, of each request that has some: its number, those of its prompt, those of
+        its tokens. Each place has the log-probability of its token, the most probable tokens with theirs, best first, and those
+        of tokens that were given.
+        """
+    @property
     def probes(self, /) -> tuple[int, int, int, int, int, int]:
         """
         Driver-side microseconds: parse, plan, host-to-device, launch, sync, response.
@@ -1717,7 +1767,7 @@ class Runtime:
         `rows`. `driver_s` are the seconds that drivers took for them, from request to answer; `host_s` those from answer to
         request, when devices wait for this side, with `gap_us_p50` and `gap_us_p99` of a step.
         """
-    def submit(self, /, token_ids: Buffer | ndarray | list[int], *, max_new_tokens: SupportsIndex = 128, min_new_tokens: SupportsIndex = 0, temperature: SupportsFloat | SupportsIndex = 1.0, top_k: SupportsIndex = ..., top_p: SupportsFloat | SupportsIndex = 1.0, min_p: SupportsFloat | SupportsIndex = 0.0, seed: SupportsIndex | None = None, frequency_penalty: SupportsFloat | SupportsIndex = 0.0, presence_penalty: SupportsFloat | SupportsIndex = 0.0, repetition_penalty: SupportsFloat | SupportsIndex = 1.0, logit_bias: SupportsGetItem[int, tuple[SupportsIndex, SupportsFloat | SupportsIndex]] = ..., stop_token_ids: SupportsGetItem[int, SupportsIndex] = ..., stop: SupportsGetItem[int, str] = ..., ignore_eos: bool = False, n: SupportsIndex = 1, priority: SupportsIndex | None = None, routing_key: str | None = None, session: SupportsIndex | None = None, namespace: str | None = None, adapter_id: SupportsIndex | None = None, grammar: tuple[str, str] | None = None, speculate: bool = False, deadline_s: SupportsFloat | SupportsIndex | None = None, streams: bool = True, into: Requests | None = None) -> int:
+    def submit(self, /, token_ids: Buffer | ndarray | list[int], *, max_new_tokens: SupportsIndex = 128, min_new_tokens: SupportsIndex = 0, temperature: SupportsFloat | SupportsIndex = 1.0, top_k: SupportsIndex = ..., top_p: SupportsFloat | SupportsIndex = 1.0, min_p: SupportsFloat | SupportsIndex = 0.0, seed: SupportsIndex | None = None, frequency_penalty: SupportsFloat | SupportsIndex = 0.0, presence_penalty: SupportsFloat | SupportsIndex = 0.0, repetition_penalty: SupportsFloat | SupportsIndex = 1.0, logit_bias: SupportsGetItem[int, tuple[SupportsIndex, SupportsFloat | SupportsIndex]] = ..., stop_token_ids: SupportsGetItem[int, SupportsIndex] = ..., stop: SupportsGetItem[int, str] = ..., ignore_eos: bool = False, n: SupportsIndex = 1, priority: SupportsIndex | None = None, routing_key: str | None = None, session: SupportsIndex | None = None, namespace: str | None = None, adapter_id: SupportsIndex | None = None, grammar: tuple[str, str] | None = None, logprobs: tuple[SupportsIndex, SupportsGetItem[int, SupportsIndex], SupportsIndex | None] | None = None, logprobs_original: bool = False, speculate: bool = False, deadline_s: SupportsFloat | SupportsIndex | None = None, streams: bool = True) -> int:
         """
         Hands a request in and returns its id at once. What comes of it is for `poll`; one that cannot be served, because its
         prompt is too long, for example, ends with the reason `error`.
@@ -1746,6 +1796,10 @@ class Runtime:
             adapter_id: What `load_adapter` loaded; None for the model alone. Different ones share no prefix.
             grammar: What binds the output: `json_schema`, `regex`, `ebnf`, `lark` or `structural_tag`, and its text. It is compiled
                 while the request waits; a wrong one ends it with the reason `error`.
+            logprobs: Log-probabilities of its tokens, None for none: how many most probable tokens of each place, tokens whose
+                log-probabilities are wanted at each place, and the index of a token of the prompt, those after which are wanted,
+                too, or None.
+            logprobs_original: They are those before the temperature.
             speculate: The driver may draft for it.
             deadline_s: Seconds after which it ends, finished or not.
             streams: Outputs come with every step, and `max_token_gap_ms` holds between them. Else each sequence has one
@@ -1950,7 +2004,7 @@ class SlotGroup:
     Staged slots, class by class in the order of the attributes.
     """
     def __len__(self, /) -> int: ...
-    def __new__(cls, /, greedy: SupportsIndex = 0, plain: SupportsIndex = 0, filtered: SupportsIndex = 0, dists: SupportsIndex = 0, logits: SupportsIndex = 0, logprobs: SupportsIndex = 0, entropies: SupportsIndex = 0) -> SlotGroup:
+    def __new__(cls, /, greedy: SupportsIndex = 0, plain: SupportsIndex = 0, filtered: SupportsIndex = 0, dists: SupportsIndex = 0, logits: SupportsIndex = 0, logprobs: SupportsIndex = 0, entropies: SupportsIndex = 0, prompts: SupportsIndex = 0) -> SlotGroup:
         """
         A group of the given sizes; the planner makes them, tests may.
         """
@@ -1973,6 +2027,11 @@ class SlotGroup:
     def filtered(self, /) -> int:
         """
         Slots with top-k, top-p or min-p.
+        """
+    @property
+    def given(self, /) -> bytes:
+        """
+        Tokens that are given for places; `[tokens, 2]` int64: number of the place, and token.
         """
     @property
     def greedy(self, /) -> int:
@@ -2001,9 +2060,21 @@ class SlotGroup:
         Words of the staged logit masks.
         """
     @property
+    def places(self, /) -> bytes:
+        """
+        The slots whose log-probabilities the extension asks for, in the group's order; `[places, 4]` int64. Number of the slot
+        in the group; its token, or -1 for the one that is drawn; most probable tokens that are wanted; 1 for log-probabilities
+        after the temperature.
+        """
+    @property
     def plain(self, /) -> int:
         """
         Slots that sample the whole distribution.
+        """
+    @property
+    def prompts(self, /) -> int:
+        """
+        Slots for the log-probabilities of a prompt's tokens.
         """
     @property
     def records(self, /) -> bytes:

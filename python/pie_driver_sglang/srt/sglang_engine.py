@@ -17,6 +17,7 @@ from pie_driver_sglang.kernels.types import SlotParams
 from pie_driver_sglang.memory.types import Loaded
 from pie_driver_sglang.sampling.groups import apply_masks, run_group
 from pie_driver_sglang.sampling.history import RECORD_WORDS, Records, TokenHistory
+from pie_driver_sglang.sampling.places import PLACE_WORDS, Places, place_words
 from pie_driver_sglang.sampling.types import Outputs
 from pie_driver_sglang.srt.block import views
 from pie_driver_sglang.srt.device import find_loss
@@ -227,6 +228,10 @@ class SglangEngine:
             pairs = np.frombuffer(group.labels, np.int64).reshape(-1, 2).copy()
             labels = torch.from_numpy(pairs).to(logits.device)
         outputs = run_group(logits, group, params, labels)
+        if group.places:
+            places = _places(group, params.temperatures)
+            words = place_words(logits, places, outputs.tokens)
+            outputs = outputs._replace(place_words=words)
         started = time.perf_counter_ns()
         outputs = Outputs._make(part if part is None else part.cpu() for part in outputs)
         if self._copied is not None:
@@ -430,6 +435,19 @@ def _records(group: SlotGroup, device: torch.device) -> Records:
         for part in (group.records, group.bias_words)
     )
     return Records(slots.view(-1, RECORD_WORDS), words)
+
+
+def _places(group: SlotGroup, temperatures: torch.Tensor) -> Places:
+    """The places of a group, whose slots have these temperatures."""
+    device = temperatures.device
+    columns, given = (
+        torch.from_numpy(np.frombuffer(part, np.int64).reshape(-1, width).copy()).to(device)
+        for part, width in ((group.places, PLACE_WORDS), (group.given, 2))
+    )
+    slots, tokens, tops, scaled = columns.unbind(1)
+    # Of slots that are greedy it is 1.
+    divisors = torch.where(scaled > 0, temperatures[slots], 1.0)
+    return Places(slots, tokens, tops, divisors, given)
 
 
 def _numbers(adapter_ids: bytes) -> npt.NDArray[np.int64]:

@@ -218,6 +218,8 @@ fn delta(request: u64, tokens: &[u32], end: Option<End>) -> Delta {
         request,
         sample: 0,
         tokens: tokens.to_vec(),
+        prompt_logprobs: Vec::new(),
+        logprobs: Vec::new(),
         held_bytes: 0,
         end,
         cached_tokens: 1,

@@ -11,8 +11,8 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use pie_runtime::{
-    Arrival, Config, DriverSettings, Ends, GrammarLimits, GrammarSettings, JsonSpace, Pause,
-    Rejected, Sampling, Service, ServiceSettings, StopRegexes,
+    Arrival, Config, DriverSettings, Ends, GrammarLimits, GrammarSettings, JsonSpace,
+    LogprobParams, Pause, Rejected, Sampling, Service, ServiceSettings, StopRegexes,
 };
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
@@ -266,6 +266,10 @@ impl Runtime {
     ///     grammar: What binds the output: `json_schema`, `regex`, `ebnf`, `lark` or `structural_tag`, and its text. It is compiled
     ///         while the request waits; a wrong one ends it with the reason `error`.
     ///     grammar_after: The tokens after which the grammar binds, as those that end a model's thinking; none for the start.
+    ///     logprobs: Log-probabilities of its tokens, None for none: how many most probable tokens of each place, tokens whose
+    ///         log-probabilities are wanted at each place, and the index of a token of the prompt, those after which are wanted,
+    ///         too, or None.
+    ///     logprobs_original: They are those before the temperature.
     ///     speculate: The driver may draft for it.
     ///     deadline_s: Seconds after which it ends, finished or not.
     ///     streams: Outputs come with every step, and `max_token_gap_ms` holds between them. Else each sequence has one
@@ -282,8 +286,8 @@ impl Runtime {
         token_ids, *, max_new_tokens = 128, min_new_tokens = 0, temperature = 1.0, top_k = -1, top_p = 1.0, min_p = 0.0,
         seed = None, frequency_penalty = 0.0, presence_penalty = 0.0, repetition_penalty = 1.0, logit_bias = Vec::new(),
         stop_token_ids = Vec::new(), stop = Vec::new(), stop_regex = Vec::new(), ignore_eos = false, n = 1, priority = None,
-        routing_key = None, session = None, namespace = None, adapter_id = None, grammar = None, grammar_after = Vec::new(), speculate = false,
-        deadline_s = None, streams = true, into = None
+        routing_key = None, session = None, namespace = None, adapter_id = None, grammar = None, grammar_after = Vec::new(),
+        logprobs = None, logprobs_original = false, speculate = false, deadline_s = None, streams = true, into = None
     ))]
     #[expect(
         clippy::too_many_arguments,
@@ -316,6 +320,8 @@ impl Runtime {
         adapter_id: Option<u64>,
         grammar: Option<(String, String)>,
         grammar_after: Vec<u32>,
+        logprobs: Option<(u32, Vec<u32>, Option<u32>)>,
+        logprobs_original: bool,
         speculate: bool,
         deadline_s: Option<f64>,
         streams: bool,
@@ -348,7 +354,7 @@ impl Runtime {
         let constraint = grammar.map(bind).transpose()?;
         let regexes = (!stop_regex.is_empty()).then(|| StopRegexes::new(&stop_regex));
         let regexes = regexes.transpose().map_err(value_error)?;
-        let arrival = Arrival {
+        let mut arrival = Arrival {
             ends: Ends {
                 max_tokens: max_new_tokens,
                 min_tokens: min_new_tokens,
@@ -367,6 +373,16 @@ impl Runtime {
             streams,
             ..Arrival::new(0, token_ids.0, draw, max_new_tokens)
         };
+        if let Some((top_logprobs_num, token_ids_logprob, logprob_start_len)) = logprobs {
+            let params = LogprobParams {
+                top_logprobs_num,
+                token_ids_logprob,
+                logprob_start_len,
+                original: logprobs_original,
+            };
+            self.check_logprobs(&params, arrival.prompt.len())?;
+            params.ask(&mut arrival);
+        }
         let deadline = deadline.transpose()?;
         match into {
             Some(requests) => Ok(requests.add(arrival, deadline)),
@@ -481,6 +497,13 @@ impl Runtime {
 }
 
 impl Runtime {
+    /// Log-probabilities must be of tokens that the model has.
+    fn check_logprobs(&self, params: &LogprobParams, prompt: usize) -> PyResult<()> {
+        let caps = self.service.capabilities();
+        let vocab_size = caps.map_or(u32::MAX, |caps| caps.vocab_size);
+        params.check(prompt, vocab_size).map_err(value_error)
+    }
+
     /// Biases must be of tokens that the model has.
     fn check_biases(&self, sampling: &Sampling) -> PyResult<()> {
         let Some(&largest) = sampling.logit_bias.iter().map(|(token, _)| token).max() else {

@@ -19,6 +19,7 @@ mod group;
 mod handshake;
 mod link;
 mod log;
+mod logprobs;
 mod mask;
 mod outbox;
 mod process;
@@ -42,6 +43,7 @@ pub use grammars::{GrammarSettings, Unbindable};
 pub use handshake::Capabilities;
 pub use link::{Exchange, Flight, Link, Prepared, Room};
 pub use log::LogSink;
+pub use logprobs::LogprobParams;
 pub use outbox::{Delta, End};
 pub use pie_grammar::{
     Compiler, Grammar, GrammarError, JsonSpace, Limits as GrammarLimits, Vocabulary,
@@ -50,7 +52,7 @@ pub use pie_sched::{
     Arrival, Config, Constrain, Ends, Eviction, Policy, Refusal, Stats, StopRegexError,
     StopRegexes, TokenBytes,
 };
-pub use pie_wire::{Penalties, RequestExtension, Sampler};
+pub use pie_wire::{Logprobs, Penalties, PlaceShape, RequestExtension, Sampler};
 pub use replica::Pause;
 pub use sampling::{Draw, Sampling, SamplingError};
 pub use service::{Rejected, Service};

@@ -68,6 +68,10 @@ pub struct Delta {
     pub sample: u32,
     /// Tokens that follow those of earlier outputs.
     pub tokens: Vec<u32>,
+    /// Log-probabilities of tokens of the prompt, which come once, as [`PlaceShape`](pie_wire::PlaceShape) reads them.
+    pub prompt_logprobs: Vec<u32>,
+    /// Those of `tokens`; of a request for no token those of the one that would come first.
+    pub logprobs: Vec<u32>,
     /// Bytes at the end of its text that may be the start of a stop string.
     pub held_bytes: u32,
     /// Set in its last output.
@@ -85,6 +89,8 @@ impl Delta {
             request,
             sample,
             tokens: Vec::new(),
+            prompt_logprobs: Vec::new(),
+            logprobs: Vec::new(),
             held_bytes: 0,
             end: Some(end),
             cached_tokens: 0,
@@ -120,6 +126,9 @@ impl Outbox {
         for output in outputs {
             let delta = queue.at(output.id, output.sample);
             delta.tokens.extend_from_slice(output.tokens);
+            let words = output.prompt_logprobs;
+            delta.prompt_logprobs.extend_from_slice(words);
+            delta.logprobs.extend_from_slice(output.logprobs);
             delta.held_bytes = output.held_bytes;
             delta.end = output.finish.map(|finish| end(finish, output.reason));
             delta.cached_tokens = output.cached_tokens;
@@ -212,6 +221,8 @@ mod tests {
             id,
             sample,
             tokens,
+            prompt_logprobs: &[],
+            logprobs: &[],
             held_bytes: 2,
             finish,
             reason: None,

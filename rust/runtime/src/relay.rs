@@ -253,6 +253,8 @@ pub(crate) fn turn<'a>(row: &Row<'a, Draw>) -> Turn<'a> {
         asked,
         prompt: row.prompt,
         history: row.history,
+        prompt_logprobs: row.prompt_logprobs,
+        next: row.next,
     });
     Turn {
         context_id: row.context,

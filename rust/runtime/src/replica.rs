@@ -11,6 +11,7 @@ use pie_sched::{Arrival, Config, Finish, Limits, Outputs, Scheduler, TokenBytes}
 use crate::error::RuntimeError;
 use crate::handshake::Capabilities;
 use crate::log::LogSink;
+use crate::logprobs;
 use crate::outbox::{Delta, End};
 use crate::sampling::Draw;
 use crate::settings::DriverSettings;
@@ -118,12 +119,16 @@ impl Replica {
         }
     }
 
-    /// Makes the scheduler by what the first driver can, and holds every later one to it.
-    pub(crate) fn prepare(&mut self, caps: &Capabilities) -> Result<(), RuntimeError> {
-        let limits = self.limits(caps);
+    /// Makes the scheduler by what the first driver can, whose answers have so many bytes, and holds every later one to it.
+    pub(crate) fn prepare(
+        &mut self,
+        caps: &Capabilities,
+        answer_bytes: usize,
+    ) -> Result<(), RuntimeError> {
+        let limits = self.limits(caps, answer_bytes);
         if self.scheduler.is_some() {
             let first = self.shared.update(self.number, |state| state.caps.clone());
-            let first = first.map(|caps| self.limits(&caps));
+            let first = first.map(|caps| self.limits(&caps, answer_bytes));
             return match first.and_then(|first| shortfall(&first, &limits)) {
                 None => Ok(()),
                 Some((what, needed, found)) => Err(RuntimeError::Shrunk {
@@ -145,7 +150,7 @@ impl Replica {
         Ok(())
     }
 
-    fn limits(&self, caps: &Capabilities) -> Limits {
+    fn limits(&self, caps: &Capabilities, answer_bytes: usize) -> Limits {
         Limits {
             total_pages: caps.total_pages.min(self.max_pages.unwrap_or(u32::MAX)),
             host_pages: caps.swap_pool_size,
@@ -155,6 +160,7 @@ impl Replica {
             max_page_refs: caps.max_page_refs,
             max_model_len: caps.max_model_len,
             vocab_size: caps.vocab_size,
+            max_logprob_words: logprobs::room(caps, answer_bytes),
         }
     }
 

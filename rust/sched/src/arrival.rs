@@ -3,12 +3,14 @@
 use std::sync::Arc;
 
 use crate::constraint::Constrain;
+use crate::logprobs::Logprobs;
 use crate::regex::StopRegexes;
 
 /// When a sequence ends, besides its deadline.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Ends {
-    /// Most tokens to produce; cut to what model and pool have room for. 0: the prompt is computed, and kept for others.
+    /// Most tokens to produce; cut to what model and pool have room for. 0: the prompt is computed, and kept for others. If
+    /// log-probabilities are wanted, those of one token are given out then, and not the token.
     pub max_tokens: u32,
     /// Tokens before which no stop token may come. Rows forbid them so long: [`Row::forbidden`](crate::Row::forbidden).
     pub min_tokens: u32,
@@ -49,6 +51,8 @@ pub struct Arrival<S> {
     pub deadline: Option<u64>,
     /// Whether the driver may draft for it.
     pub drafts: bool,
+    /// Which log-probabilities it wants.
+    pub logprobs: Option<Logprobs>,
     /// What binds its tokens. Nothing is drafted for a bound sequence.
     pub constraint: Option<Arc<dyn Constrain>>,
     /// Whether its tokens are wanted as they come: there is an output for each step, and [`Config::gap_us`](crate::Config::gap_us)
@@ -75,6 +79,7 @@ impl<S> Arrival<S> {
             session: None,
             deadline: None,
             drafts: false,
+            logprobs: None,
             constraint: None,
             streams: true,
         }
@@ -96,6 +101,7 @@ impl<S> Arrival<S> {
             deadline: self.deadline,
             constraint: self.constraint,
             drafts: self.drafts,
+            logprobs: self.logprobs,
             streams: self.streams,
         }
     }

@@ -124,6 +124,8 @@ pub struct Limits {
     pub max_model_len: u32,
     /// Token ids are below it.
     pub vocab_size: u32,
+    /// Words of log-probabilities of an answer.
+    pub max_logprob_words: u32,
 }
 
 impl Config {

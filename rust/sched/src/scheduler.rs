@@ -15,6 +15,7 @@ use crate::copies::Copies;
 use crate::ends::Patterns;
 use crate::error::{Refusal, SchedError};
 use crate::flight::{Flight, Planned};
+use crate::logprobs::Kept;
 use crate::memory::{Held, Memory};
 use crate::output::{Entry, Finish, Outputs};
 use crate::pace::Pace;
@@ -213,6 +214,11 @@ impl<S> Scheduler<S> {
             return Err(Refusal::MinTokens { min, max });
         }
         self.check_texts(ends)?;
+        let limit = self.limits.max_logprob_words;
+        match arrival.logprobs.map(|wanted| wanted.words) {
+            Some(words) if words > limit => return Err(Refusal::Logprobs { words, limit }),
+            _ => {}
+        }
         let (limit, reason) = self.limits.longest();
         if prompt.len() > limit as usize {
             let tokens = prompt.len();
@@ -473,7 +479,7 @@ impl<S> Scheduler<S> {
     /// Gives out the last `new` tokens of a sequence; of one that does not stream all of them, at its end.
     pub(crate) fn give_out(&mut self, slot: usize, new: usize, finish: Option<Finish>) {
         self.counts.output_tokens += new as u64;
-        let sequence = &self.sequences[slot];
+        let sequence = &mut self.sequences[slot];
         if !sequence.streams && finish.is_none() {
             return;
         }
@@ -484,8 +490,13 @@ impl<S> Scheduler<S> {
             sequence.prompt_len as usize
         };
         let tokens = &sequence.tokens[first..known];
+        let logprobs = sequence.logprobs.as_deref();
+        let (prompt_logprobs, logprobs) = logprobs.map_or((&[][..], &[][..]), Kept::pending);
+        let (prompt_logprobs, logprobs) = self.outputs.push_logprobs(prompt_logprobs, logprobs);
         self.outputs.push(
             Entry {
+                prompt_logprobs,
+                logprobs,
                 id: sequence.id(),
                 sample: sequence.sample,
                 tokens: 0..0,
@@ -501,6 +512,9 @@ impl<S> Scheduler<S> {
             tokens,
             sequence.reason.as_ref(),
         );
+        if let Some(logprobs) = &mut sequence.logprobs {
+            logprobs.clear();
+        }
     }
 
     /// Ends a sequence, whose last `new` tokens were not given out. [`sweep`](Self::sweep) removes it.

@@ -31,7 +31,10 @@ fn ask() -> impl Strategy<Value = Event> {
         prop::bool::weighted(0.3),
         prop::bool::weighted(0.3),
     );
-    (lengths, kinds, flags).prop_map(|(lengths, kinds, (drafts, stops, strings, whole))| {
+    let logprobs = (0_u8..5, prop::option::of(0_u8..30));
+    let logprobs = prop_oneof![3 => Just((0, None)), 1 => logprobs];
+    (lengths, kinds, flags, logprobs).prop_map(|(lengths, kinds, flags, logprobs)| {
+        let (drafts, stops, strings, whole) = flags;
         let (family, common, own, max_tokens, min_tokens) = lengths;
         let (samples, salt, priority, routing_key, session, deadline) = kinds;
         Event::Submit(Box::new(Ask {
@@ -50,6 +53,7 @@ fn ask() -> impl Strategy<Value = Event> {
             stops,
             strings,
             whole,
+            logprobs,
         }))
     })
 }
@@ -125,19 +129,23 @@ fn config() -> impl Strategy<Value = Config> {
 fn limits() -> impl Strategy<Value = Limits> {
     let pages = (4_u32..40, prop_oneof![Just(0_u32), 1_u32..30], 1_u32..6);
     let frame = (1_u32..40, 1_u32..8, 4_u32..80, 20_u32..80);
-    (pages, frame).prop_map(|((total_pages, host_pages, page_size), frame)| {
-        let (max_forward_tokens, max_forward_requests, max_page_refs, max_model_len) = frame;
-        Limits {
-            total_pages,
-            host_pages,
-            page_size,
-            max_forward_tokens,
-            max_forward_requests,
-            max_page_refs,
-            max_model_len,
-            vocab_size: sim::rule::VOCAB,
-        }
-    })
+    let words = prop_oneof![Just(1 << 16), 3_u32..60];
+    (pages, frame, words).prop_map(
+        |((total_pages, host_pages, page_size), frame, max_logprob_words)| {
+            let (max_forward_tokens, max_forward_requests, max_page_refs, max_model_len) = frame;
+            Limits {
+                total_pages,
+                host_pages,
+                page_size,
+                max_forward_tokens,
+                max_forward_requests,
+                max_page_refs,
+                max_model_len,
+                vocab_size: sim::rule::VOCAB,
+                max_logprob_words,
+            }
+        },
+    )
 }
 
 fn case(events: usize) -> impl Strategy<Value = Case> {
@@ -206,7 +214,7 @@ fn long() {
     let tally = tally.into_inner();
     eprintln!("{} requests: {:#?}", requests.get(), tally.0);
     // What never happens proves nothing.
-    assert_eq!(tally.0.len(), 18);
+    assert_eq!(tally.0.len(), 20);
     assert!(tally.0.values().all(|&count| count >= wanted as u64 / 1000));
 }
 

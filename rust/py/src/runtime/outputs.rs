@@ -2,12 +2,13 @@
 
 use std::borrow::Cow;
 
-use pie_runtime::{Delta, End, ReplicaStats};
+use pie_runtime::{Delta, End, PlaceShape, ReplicaStats};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use serde::Serialize;
 
 use super::settings::value_error;
+use crate::places::{Place, places};
 
 /// New tokens of one sequence of a request, or its end, or both.
 #[pyclass(frozen, get_all, module = "pie_driver_sglang._core")]
@@ -18,6 +19,10 @@ pub(crate) struct Output {
     sample: u32,
     /// New since the last output; a new list at every access. A stop token is the last one.
     token_ids: Vec<u32>,
+    /// Log-probabilities of tokens of the prompt, as `prompt_places` reads them; they come once.
+    prompt_words: Vec<u32>,
+    /// Those of `token_ids`, as `places` reads them; of a request for no tokens those of the one that would come first.
+    words: Vec<u32>,
     /// `stop`, `length`, `abort`, `deadline` or `error` in the last output, else None.
     finish_reason: Option<&'static str>,
     /// The stop token that ended it.
@@ -38,6 +43,21 @@ pub(crate) struct Output {
 
 #[pymethods]
 impl Output {
+    /// Log-probabilities of the tokens: of each its own, those of the most probable tokens with their ids, best first, and those
+    /// of given tokens.
+    ///
+    /// Args:
+    ///     top: Most probable tokens that the request asks for.
+    ///     given: Tokens that it gives.
+    fn places(&self, top: u32, given: u32) -> Vec<Place> {
+        places(&self.words, PlaceShape { top, given }).collect()
+    }
+
+    /// The same of tokens of the prompt, the first of which is the one after `logprob_start_len`.
+    fn prompt_places(&self, top: u32, given: u32) -> Vec<Place> {
+        places(&self.prompt_words, PlaceShape { top, given }).collect()
+    }
+
     fn __repr__(&self) -> String {
         format!(
             "Output(request={}, sample={}, token_ids={:?}, finish_reason={:?})",
@@ -52,6 +72,8 @@ impl From<Delta> for Output {
             request: delta.request,
             sample: delta.sample,
             token_ids: delta.tokens,
+            prompt_words: delta.prompt_logprobs,
+            words: delta.logprobs,
             finish_reason: None,
             stop_token: None,
             stop_string: None,

@@ -12,8 +12,8 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use pie_runtime::{
-    Arrival, Delta, DriverSettings, End, Ends, Pause, Policy, Rejected, Sampler, Service,
-    ServiceSettings,
+    Arrival, Delta, DriverSettings, End, Ends, LogprobParams, Pause, Policy, Rejected, Sampler,
+    Service, ServiceSettings,
 };
 use tempfile::TempDir;
 
@@ -46,6 +46,8 @@ struct Story {
     tokens: Vec<u32>,
     end: Option<End>,
     cached: u32,
+    prompt_logprobs: Vec<u32>,
+    logprobs: Vec<u32>,
 }
 
 type Stories = HashMap<(u64, u32), Story>;
@@ -131,6 +133,8 @@ fn add(stories: &mut Stories, delta: Delta) {
     let story = stories.entry((delta.request, delta.sample)).or_default();
     assert_eq!(story.end, None, "an output comes after the end");
     story.tokens.extend(delta.tokens);
+    story.prompt_logprobs.extend(delta.prompt_logprobs);
+    story.logprobs.extend(delta.logprobs);
     story.end = delta.end;
     story.cached = delta.cached_tokens;
 }
@@ -658,6 +662,59 @@ fn drafts_change_no_token() {
         stats.accepted > 0 && stats.accepted < stats.drafts,
         "{stats:?}"
     );
+}
+
+/// Every token has its log-probabilities, and every one of the prompt that is asked for, each once: with prompts in parts, drafts,
+/// prefixes that are cached, and when drivers die.
+#[test]
+fn log_probabilities_belong_to_their_tokens() {
+    for behaviour in ["serve", "die-at=9"] {
+        let bench = Bench::ready(behaviour);
+        let given = [3, 40];
+        let submit = |(index, (prompt, output)): (usize, &(Vec<u32>, u32))| {
+            let mut arrival = Arrival {
+                drafts: index.is_multiple_of(3),
+                streams: !index.is_multiple_of(2),
+                ..Arrival::new(0, prompt.clone(), GREEDY.into(), *output)
+            };
+            if index.is_multiple_of(5) {
+                arrival.ends.max_tokens = 0;
+            }
+            let params = LogprobParams {
+                top_logprobs_num: index as u32 % 3,
+                token_ids_logprob: given[..index % 2].to_vec(),
+                logprob_start_len: (!index.is_multiple_of(4)).then_some(index as u32 % 7),
+                original: false,
+            };
+            params.ask(&mut arrival);
+            bench.service.submit(arrival, None).unwrap()
+        };
+        let all = prompts(40);
+        let ids: Vec<u64> = all.iter().enumerate().map(submit).collect();
+        let stories = bench.collect(ids.len());
+        for (index, (id, (prompt, output))) in ids.iter().zip(&all).enumerate() {
+            let story = &stories[&(*id, 0)];
+            assert_eq!(story.end, Some(End::Length), "{}", bench.log());
+            let text = [&prompt[..], &expected(prompt, *output)].concat();
+            let places = |range: std::ops::Range<usize>| {
+                let (top, given) = (index as u32 % 3, &given[..index % 2]);
+                let place = |at: usize| driver::place(&text[..at], text[at], top, given);
+                range.flat_map(place).collect::<Vec<u32>>()
+            };
+            let only_scores = index.is_multiple_of(5);
+            let produced = if only_scores { 0 } else { *output as usize };
+            assert_eq!(story.tokens, text[prompt.len()..][..produced]);
+            let scored = produced.max(1);
+            assert_eq!(story.logprobs, places(prompt.len()..prompt.len() + scored));
+            let from = match index % 4 {
+                0 => prompt.len(),
+                _ => (index % 7 + 1).min(prompt.len()),
+            };
+            assert_eq!(story.prompt_logprobs, places(from..prompt.len()), "{index}");
+        }
+        let stats = bench.service.stats()[0].scheduler;
+        assert!(stats.accepted > 0 && stats.cached_tokens > 0, "{stats:?}");
+    }
 }
 
 #[test]
