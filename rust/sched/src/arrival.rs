@@ -44,6 +44,8 @@ pub struct Arrival<S> {
     pub session: Option<u64>,
     /// When it ends, finished or not, in µs.
     pub deadline: Option<u64>,
+    /// When it ends if it was not admitted by then, in µs.
+    pub admit_by: Option<u64>,
     /// Whether the driver may draft for it.
     pub drafts: bool,
     /// What binds its tokens. Nothing is drafted for a bound sequence.
@@ -71,6 +73,7 @@ impl<S> Arrival<S> {
             routing_key: None,
             session: None,
             deadline: None,
+            admit_by: None,
             drafts: false,
             constraint: None,
             streams: true,
@@ -91,6 +94,7 @@ impl<S> Arrival<S> {
             routing_key: self.routing_key,
             session: self.session,
             deadline: self.deadline,
+            admit_by: self.admit_by,
             constraint: self.constraint,
             drafts: self.drafts,
             streams: self.streams,

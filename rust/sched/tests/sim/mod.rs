@@ -57,6 +57,7 @@ pub struct Ask {
     pub routing_key: Option<u8>,
     pub session: Option<u8>,
     pub deadline: Option<u16>,
+    pub admit_by: Option<u16>,
     pub drafts: bool,
     pub stops: bool,
     pub strings: bool,
@@ -101,6 +102,7 @@ impl Ask {
         arrival.routing_key = self.routing_key.map(|key| key.to_string().into());
         arrival.session = self.session.map(Into::into);
         arrival.deadline = self.deadline.map(|after| now + u64::from(after));
+        arrival.admit_by = self.admit_by.map(|after| now + u64::from(after));
         arrival.drafts = self.drafts;
         arrival.streams = !self.whole;
         arrival
@@ -153,6 +155,7 @@ pub struct Sim {
     pub scheduler: Scheduler<u64>,
     pub now: u64,
     limits: Limits,
+    running_limit_us: u64,
     driver: Driver,
     flights: VecDeque<Flight>,
     /// Requests of the rows of the step that was laid out last, and tokens that it computes.
@@ -174,11 +177,13 @@ impl Sim {
     pub fn new(config: Config, limits: Limits, seed: u64) -> Self {
         let text = rule::text();
         let shared: Arc<dyn TokenBytes> = Arc::new(text.clone());
+        let running_limit_us = config.running_limit_us;
         Self {
             tally: Tally::default(),
             scheduler: Scheduler::new(config, limits, Some(shared)).expect("valid settings"),
             now: 0,
             limits,
+            running_limit_us,
             driver: Driver::new(limits, seed),
             flights: VecDeque::new(),
             laid: Vec::new(),
@@ -425,11 +430,27 @@ impl Sim {
             for &token in output.tokens {
                 expected.say(token, key.1, &self.text);
             }
+            assert!(output.loaded_tokens <= output.cached_tokens, "{output:?}");
+            assert!(
+                output.tokens.is_empty() || output.admitted.is_some(),
+                "{output:?}"
+            );
             if let Some(finish) = output.finish {
                 self.tally.add(name(finish), 1);
                 self.tally.add("retractions", output.retractions.into());
                 self.tally.add("cached tokens", output.cached_tokens.into());
-                expected.end(finish, self.now);
+                if finish == Finish::Deadline {
+                    let limit = self.running_limit_us;
+                    let ran = output.admitted.map(|at| at + limit).filter(|_| limit > 0);
+                    let waited = expected
+                        .arrival
+                        .admit_by
+                        .filter(|_| output.admitted.is_none());
+                    let due = [expected.arrival.deadline, ran, waited];
+                    let due = due.into_iter().flatten().min();
+                    assert!(due.is_some_and(|due| due <= self.now), "{output:?}");
+                }
+                expected.end(finish);
                 self.expected.remove(&key);
                 self.ended.push(Ended {
                     id: key.0,
@@ -506,7 +527,7 @@ impl Expected {
             || self.stop_string().is_some()
     }
 
-    fn end(&self, finish: Finish, now: u64) {
+    fn end(&self, finish: Finish) {
         match finish {
             Finish::Length => assert_eq!(self.tokens.len(), self.most),
             Finish::StopToken(token) => assert_eq!(self.stop_token(), Some(token)),
@@ -514,14 +535,7 @@ impl Expected {
                 assert_eq!(self.stop_string(), Some((index, text_bytes)));
             }
             Finish::Failed => assert!(self.hurt, "{self:?}"),
-            Finish::Deadline => {
-                assert!(
-                    self.arrival
-                        .deadline
-                        .is_some_and(|deadline| deadline <= now)
-                );
-            }
-            Finish::Aborted | Finish::Displaced => {}
+            Finish::Aborted | Finish::Deadline | Finish::Displaced => {}
             Finish::Constraint => panic!("nothing is bound"),
         }
     }
