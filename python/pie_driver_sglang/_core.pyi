@@ -5,6 +5,7 @@ The native half of the driver: ring, wire format and batch planning.
 from _typeshed import SupportsGetItem
 from numpy import ndarray
 from os import PathLike
+from pathlib import Path
 from typing import Any, Final, SupportsFloat, SupportsIndex, final
 from typing_extensions import Buffer
 
@@ -616,7 +617,7 @@ class Front:
 
     `receive` and `poll` may run in two threads at once; nothing else may call `poll` of the runtime.
     """
-    def __new__(cls, /, runtime: Runtime, classes: SupportsGetItem[int, tuple[str, SupportsGetItem[int, tuple[str, SupportsGetItem[int, SupportsIndex] | None]]]], *, eos_token_ids: SupportsGetItem[int, SupportsIndex], think_end_ids: SupportsGetItem[int, SupportsIndex], stream_interval: SupportsIndex, other_interval: SupportsIndex, max_prompt_tokens: SupportsIndex, truncate: bool, vocab_size: SupportsIndex, speculate: bool, probe_prefix: str, dp_rank: SupportsIndex | None = None) -> Front:
+    def __new__(cls, /, runtime: Runtime, classes: SupportsGetItem[int, tuple[str, SupportsGetItem[int, tuple[str, SupportsGetItem[int, SupportsIndex] | None]]]], *, eos_token_ids: SupportsGetItem[int, SupportsIndex], think_end_ids: SupportsGetItem[int, SupportsIndex], stream_interval: SupportsIndex, other_interval: SupportsIndex, max_prompt_tokens: SupportsIndex, truncate: bool, vocab_size: SupportsIndex, speculate: bool, probe_prefix: str, refuse_priority: bool = False, bos_token_id: SupportsIndex | None = None, dp_rank: SupportsIndex | None = None, times: tuple[SupportsFloat | SupportsIndex, SupportsGetItem[int, SupportsIndex], tuple[SupportsIndex, SupportsIndex, SupportsIndex]] | None = None) -> Front:
         """
         A front end without requests.
 
@@ -632,20 +633,47 @@ class Front:
             truncate: Cut longer prompts instead of refusing them.
             vocab_size: Token ids are below it.
             speculate: The driver may draft for requests.
+            bos_token_id: The token that begins a text, which turns of a session leave out.
+            refuse_priority: Refuse requests that have a priority.
             probe_prefix: How the names of SGLang's health probes begin.
             dp_rank: Which of several replicas this is.
+            times: Where the front end makes metrics of the times of requests: `time.perf_counter()` now, a pickled
+                `SchedulerReqTimeStats` without the opcodes around it, and where the times lie in it at which a request began to
+                wait, was admitted, and had its first token.
 
         Raises:
             FrontEndError: The classes are not those of a version of SGLang that is served.
+        """
+    def close_session(self, /, session_id: str) -> None:
+        """
+        Closes a session and lets its pages go. Its requests that run go on; one that is not open is ignored.
         """
     @property
     def open_requests(self, /) -> int:
         """
         Requests that have not ended.
         """
+    def open_session(self, /, session_id: str, *, streaming: bool = False, timeout_s: SupportsFloat | SupportsIndex | None = None) -> bool:
+        """
+        Opens a session, whose requests go on from each other's tokens. False if there is one of that name.
+
+        Args:
+            session_id: Its name.
+            streaming: It has one request at a time, which goes on from the last that ended well.
+            timeout_s: Seconds without a request after which `reap_sessions` closes it; None for never.
+        """
+    @property
+    def open_sessions(self, /) -> int:
+        """
+        Sessions that are open.
+        """
     def poll(self, /, timeout_s: SupportsFloat | SupportsIndex | None) -> tuple[list[bytes], list[bytes], list[bytes]]:
         """
         Waits for outputs, without Python's lock, and returns the messages as `receive` does; none when the time is over.
+        """
+    def reap_sessions(self, /) -> None:
+        """
+        Closes the sessions that had no request for longer than they allow.
         """
     def receive(self, /, messages: SupportsGetItem[int, bytes]) -> tuple[list[bytes], list[bytes], list[bytes]]:
         """
@@ -658,9 +686,23 @@ class Front:
         Raises:
             FrontEndError: A message cannot be read.
         """
+    def set_adapter(self, /, name: str, adapter_id: SupportsIndex | None) -> None:
+        """
+        Has requests that name an adapter computed with the one that the runtime has loaded as `adapter_id`; with None they are
+        refused.
+
+        Args:
+            name: The tokenizer manager's `lora_id`.
+            adapter_id: Of `Runtime.load_adapter`.
+        """
     def set_paused(self, /, paused: bool) -> None:
         """
         Whether nothing is computed for now; health probes are answered all the same.
+        """
+    def take_waits(self, /) -> list[tuple[float, float]]:
+        """
+        Of each request that had its first token since the last call: seconds from its arrival to its admission, and from there
+        to the token; nothing without `times`.
         """
 
 @final
@@ -1661,7 +1703,7 @@ class Runtime:
     """
     def __enter__(self, /) -> Runtime: ...
     def __exit__(self, /, _kind: Any | None = None, _error: Any | None = None, _traceback: Any | None = None) -> None: ...
-    def __new__(cls, /, model: str | PathLike[str], *, python: str | PathLike[str], devices: SupportsGetItem[int, str] = ..., replicas: SupportsIndex = 1, tensor_parallel_size: SupportsIndex = 1, dtype: str | None = None, seed: SupportsIndex = 42, spin_budget_us: SupportsIndex = 1000, options: dict | None = None, schedule_policy: str = "fcfs", schedule_conservativeness: SupportsFloat | SupportsIndex = 1.0, max_running_requests: SupportsIndex | None = None, max_queued_requests: SupportsIndex | None = None, chunked_prefill_size: SupportsIndex = 8192, max_token_gap_ms: SupportsFloat | SupportsIndex = 6.0, max_step_ms: SupportsFloat | SupportsIndex = 250.0, radix_eviction_policy: str = "lru", disable_radix_cache: bool = False, enable_priority_scheduling: bool = False, schedule_low_priority_values_first: bool = False, priority_scheduling_preemption_threshold: SupportsIndex | None = None, max_total_pages: SupportsIndex | None = None, eos_token_ids: SupportsGetItem[int, SupportsIndex] = ..., vocabulary: SupportsGetItem[int, SupportsGetItem[int, SupportsIndex]] | None = None, special_tokens: SupportsGetItem[int, tuple[SupportsIndex, str]] = ..., max_restarts: SupportsIndex = 3, ready_timeout_s: SupportsFloat | SupportsIndex = 1200.0, step_timeout_s: SupportsFloat | SupportsIndex = 60.0, stop_timeout_s: SupportsFloat | SupportsIndex = 5.0, log_file: str | PathLike[str] | None = None) -> Runtime:
+    def __new__(cls, /, model: str | PathLike[str], *, python: str | PathLike[str], devices: SupportsGetItem[int, str] = ..., replicas: SupportsIndex = 1, tensor_parallel_size: SupportsIndex = 1, dtype: str | None = None, seed: SupportsIndex = 42, spin_budget_us: SupportsIndex = 1000, options: dict | None = None, schedule_policy: str = "fcfs", schedule_conservativeness: SupportsFloat | SupportsIndex = 1.0, max_running_requests: SupportsIndex | None = None, max_queued_requests: SupportsIndex | None = None, chunked_prefill_size: SupportsIndex = 8192, max_token_gap_ms: SupportsFloat | SupportsIndex = 6.0, radix_eviction_policy: str = "lru", disable_radix_cache: bool = False, enable_priority_scheduling: bool = False, schedule_low_priority_values_first: bool = False, priority_scheduling_preemption_threshold: SupportsIndex | None = None, max_total_pages: SupportsIndex | None = None, eos_token_ids: SupportsGetItem[int, SupportsIndex] = ..., vocabulary: SupportsGetItem[int, SupportsGetItem[int, SupportsIndex]] | None = None, special_tokens: SupportsGetItem[int, tuple[SupportsIndex, str]] = ..., waiting_limit_s: SupportsFloat | SupportsIndex | None = None, running_limit_s: SupportsFloat | SupportsIndex | None = None, max_restarts: SupportsIndex = 3, ready_timeout_s: SupportsFloat | SupportsIndex = 1200.0, step_timeout_s: SupportsFloat | SupportsIndex = 60.0, stop_timeout_s: SupportsFloat | SupportsIndex = 5.0, log_file: str | PathLike[str] | None = None) -> Runtime:
         """
         Starts the drivers.
 
@@ -1694,6 +1736,9 @@ class Runtime:
             eos_token_ids: They end a request, unless it ignores them.
             vocabulary: What each token adds to a text, as bytes; needed for stop strings.
             special_tokens: Tokens without text, with their names, which grammars may use.
+            waiting_limit_s: A request that is not admitted so long after it came ends with the reason `deadline`; None for no
+                limit.
+            running_limit_s: The same from its admission to its end.
             max_restarts: How often in a row a driver is started again, without an answer in between.
             ready_timeout_s: Limit for one start.
             step_timeout_s: A driver that does not answer so long is killed and started again.
@@ -1719,6 +1764,19 @@ class Runtime:
     def end_session(self, /, session: SupportsIndex) -> None:
         """
         Lets the pages of a session go.
+        """
+    def end_trace(self, /) -> list[tuple[Path, int, str | None]]:
+        """
+        Ends a trace, or tells of one that ended by itself: for each replica its file, the steps in it, and why it ended early.
+        Nothing where there was no trace.
+        """
+    def figures(self, /) -> list[list[tuple[str, bool, str, tuple[str, str] | None, float]]]:
+        """
+        Metrics of each replica. Those that are rates are about the time since the last call.
+
+        Returns:
+            For each replica a list of name, whether it is a counter, what it counts, a label with its value or None, and the
+            value.
         """
     def flush_cache(self, /) -> bool:
         """
@@ -1760,6 +1818,19 @@ class Runtime:
     def shutdown(self, /) -> None:
         """
         Ends every request, with the reason `abort`, and stops the drivers. A second call does nothing.
+        """
+    def start_trace(self, /, path: str | PathLike[str], *, skip: SupportsIndex = 0, steps: SupportsIndex | None = None) -> None:
+        """
+        Writes each step from now on into a file of Chrome trace events: how long the driver took, and how long it waited for
+        this side.
+
+        Args:
+            path: The file; of several replicas `.N` follows for each after the first.
+            skip: Steps before the first that is written.
+            steps: Steps that are written; None until `end_trace`.
+
+        Raises:
+            StartError: Steps are traced already, or the file cannot be made.
         """
     def stats(self, /) -> dict:
         """
@@ -1813,14 +1884,10 @@ class Runtime:
             StartError: No driver is left.
             RuntimeError: The drivers are not ready, or the runtime is shut down.
         """
-    def submit_all(self, /, requests: Requests) -> list[int]:
+    def unload_adapter(self, /, adapter_id: SupportsIndex) -> None:
         """
-        Hands requests in and returns their ids, in order. No step is laid out between them: those that do not stream fill steps as
-        large as can be. Afterwards `requests` is empty.
-
-        Raises:
-            StartError: No driver is left.
-            RuntimeError: The drivers are not ready, or the runtime is shut down.
+        Forgets an adapter that no request has: a driver that is started again does not read it, and one that has it drops it
+        when it needs the room. An id that is not loaded is ignored.
         """
     def wait_ready(self, /, timeout_s: SupportsFloat | SupportsIndex | None = None) -> bool:
         """

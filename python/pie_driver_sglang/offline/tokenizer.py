@@ -104,6 +104,12 @@ class ModelTokenizer:
         return render(self._template, messages=messages, add_generation_prompt=generate, **special)
 
     @property
+    def begin_token(self) -> int | None:
+        """The token that begins a text, by the model's configuration."""
+        text = _token_text(self._config.get("bos_token"))
+        return self.token(text) if text else None
+
+    @property
     def can_chat(self) -> bool:
         """Whether the model has a chat template."""
         return self._template is not None

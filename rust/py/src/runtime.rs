@@ -1,36 +1,37 @@
 //! Drivers with schedulers: the native half of the public engine.
 
 mod grammars;
+mod help;
 mod outputs;
 mod requests;
 mod settings;
 
 use std::collections::VecDeque;
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use pie_runtime::{
-    Arrival, Config, DriverSettings, Ends, GrammarLimits, GrammarSettings, JsonSpace,
-    LogprobParams, Pause, Rejected, Sampling, Service, ServiceSettings, StopRegexes,
+    Arrival, Config, DriverSettings, Ends, FigureReader, GrammarLimits, GrammarSettings, JsonSpace,
+    LogprobParams, Pause, Rejected, Sampling, Service, ServiceSettings, StopRegexes, TraceEnd,
+    TraceSettings,
 };
-use pyo3::exceptions::{PyRuntimeError, PyValueError};
+use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use toml::Table;
 
 use self::grammars::grammar_of;
-use self::outputs::{Stats, dict};
+use self::outputs::{Shown, Stats, dict, shown};
 use self::settings::{
-    Prompt, at_least_one, lock, log, seconds, share, table, token_bytes, value_error, with_special,
+    Prompt, at_least_one, lock, log, share, table, token_bytes, value_error, with_special,
 };
 use crate::error::from_runtime;
 
+pub(crate) use self::help::wait;
 pub(crate) use self::outputs::Output;
 pub(crate) use self::requests::Requests;
-
-/// How often a wait looks for Ctrl-C.
-const SIGNALS: Duration = Duration::from_millis(100);
+pub(crate) use self::settings::seconds;
 
 /// Drivers with a scheduler for each: requests in, tokens out.
 ///
@@ -40,6 +41,8 @@ const SIGNALS: Duration = Duration::from_millis(100);
 #[pyclass(frozen, module = "pie_driver_sglang._core")]
 pub(crate) struct Runtime {
     pub(crate) service: Service,
+    /// One for each replica.
+    figures: Mutex<Vec<FigureReader>>,
     lines: Arc<Mutex<VecDeque<String>>>,
     stop_tokens: Vec<u32>,
 }
@@ -79,6 +82,9 @@ impl Runtime {
     ///     special_tokens: Tokens without text, with their names, which grammars may use.
     ///     constrained_json_whitespace_pattern: What white space between the parts of JSON must match, under a schema.
     ///     constrained_json_disable_any_whitespace: There is none.
+    ///     waiting_limit_s: A request that is not admitted so long after it came ends with the reason `deadline`; None for no
+    ///         limit.
+    ///     running_limit_s: The same from its admission to its end.
     ///     max_restarts: How often in a row a driver is started again, without an answer in between.
     ///     ready_timeout_s: Limit for one start.
     ///     step_timeout_s: A driver that does not answer so long is killed and started again.
@@ -98,7 +104,8 @@ impl Runtime {
         radix_eviction_policy = "lru", disable_radix_cache = false, enable_priority_scheduling = false,
         schedule_low_priority_values_first = false, priority_scheduling_preemption_threshold = None,
         max_total_pages = None, eos_token_ids = Vec::new(), vocabulary = None, special_tokens = Vec::new(),
-        constrained_json_whitespace_pattern = None, constrained_json_disable_any_whitespace = false, max_restarts = 3,
+        constrained_json_whitespace_pattern = None, constrained_json_disable_any_whitespace = false, waiting_limit_s = None,
+        running_limit_s = None, max_restarts = 3,
         ready_timeout_s = 1200.0, step_timeout_s = 60.0, stop_timeout_s = 5.0, log_file = None
     ))]
     #[expect(
@@ -136,6 +143,8 @@ impl Runtime {
         special_tokens: Vec<(u32, String)>,
         constrained_json_whitespace_pattern: Option<String>,
         constrained_json_disable_any_whitespace: bool,
+        waiting_limit_s: Option<f64>,
+        running_limit_s: Option<f64>,
         max_restarts: u32,
         ready_timeout_s: f64,
         step_timeout_s: f64,
@@ -153,6 +162,8 @@ impl Runtime {
             ..DriverSettings::new(python, model)
         };
         let drivers = share(&driver, &devices, replicas, tensor_parallel_size)?;
+        let limit = |name, value: Option<f64>| value.map(|value| seconds(name, value)).transpose();
+        let running_limit = limit("running_limit_s", running_limit_s)?;
         let gap = seconds("max_token_gap_ms", max_token_gap_ms / 1e3)?;
         let step = seconds("max_step_ms", max_step_ms / 1e3)?;
         let scheduler = Config {
@@ -168,6 +179,7 @@ impl Runtime {
             priority: enable_priority_scheduling,
             low_priority_first: schedule_low_priority_values_first,
             preemption_threshold: priority_scheduling_preemption_threshold,
+            running_limit_us: running_limit.map_or(0, |limit| limit.as_micros().max(1) as u64),
             seed: seed.cast_unsigned(),
             ..Config::default()
         };
@@ -190,14 +202,18 @@ impl Runtime {
                 },
                 limits: GrammarLimits::default(),
             }),
+            waiting_limit: limit("waiting_limit_s", waiting_limit_s)?,
             max_restarts,
             log: log(Arc::clone(&lines), replicas, log_file)?,
         };
         let service = py
             .detach(|| Service::start(&settings))
             .map_err(|error| from_runtime(&error))?;
+        let now = Instant::now();
+        let readers = settings.drivers.iter().map(|_| FigureReader::new(now));
         Ok(Self {
             service,
+            figures: Mutex::new(readers.collect()),
             lines,
             stop_tokens: eos_token_ids,
         })
@@ -419,6 +435,12 @@ impl Runtime {
             .map_err(|error| from_runtime(&error))
     }
 
+    /// Forgets an adapter that no request has: a driver that is started again does not read it, and one that has it drops it
+    /// when it needs the room. An id that is not loaded is ignored.
+    fn unload_adapter(&self, adapter_id: u64) {
+        self.service.unload_adapter(adapter_id);
+    }
+
     /// Ends a request, with the reason `abort`. One that has ended, or never was, is ignored.
     fn abort(&self, request: u64) {
         self.service.abort(request);
@@ -475,6 +497,45 @@ impl Runtime {
         dict(py, &Stats::of(&self.service.stats()))
     }
 
+    /// Metrics of each replica. Those that are rates are about the time since the last call.
+    ///
+    /// Returns:
+    ///     For each replica a list of name, whether it is a counter, what it counts, a label with its value or None, and the
+    ///     value.
+    fn figures(&self) -> Vec<Vec<Shown>> {
+        let (stats, now) = (self.service.stats(), Instant::now());
+        let mut readers = self.figures.lock().unwrap_or_else(PoisonError::into_inner);
+        let replicas = readers.iter_mut().zip(&stats);
+        replicas
+            .map(|(reader, stats)| reader.read(stats, now).iter().map(shown).collect())
+            .collect()
+    }
+
+    /// Writes each step from now on into a file of Chrome trace events: how long the driver took, and how long it waited for
+    /// this side.
+    ///
+    /// Args:
+    ///     path: The file; of several replicas `.N` follows for each after the first.
+    ///     skip: Steps before the first that is written.
+    ///     steps: Steps that are written; None until `end_trace`.
+    ///
+    /// Raises:
+    ///     StartError: Steps are traced already, or the file cannot be made.
+    #[pyo3(signature = (path, *, skip = 0, steps = None))]
+    fn start_trace(&self, path: PathBuf, skip: u64, steps: Option<u64>) -> PyResult<()> {
+        let settings = TraceSettings { path, skip, steps };
+        let started = self.service.start_trace(&settings);
+        started.map_err(|error| from_runtime(&error))
+    }
+
+    /// Ends a trace, or tells of one that ended by itself: for each replica its file, the steps in it, and why it ended early.
+    /// Nothing where there was no trace.
+    fn end_trace(&self, py: Python<'_>) -> Vec<(PathBuf, u64, Option<String>)> {
+        let ends = py.detach(|| self.service.end_trace(Duration::from_secs(10)));
+        let shown = |end: TraceEnd| (end.path, end.steps, end.failure);
+        ends.into_iter().map(shown).collect()
+    }
+
     /// Ends every request, with the reason `abort`, and stops the drivers. A second call does nothing.
     fn shutdown(&self, py: Python<'_>) {
         py.detach(|| self.service.shutdown());
@@ -496,54 +557,9 @@ impl Runtime {
     }
 }
 
-impl Runtime {
-    /// Log-probabilities must be of tokens that the model has.
-    fn check_logprobs(&self, params: &LogprobParams, prompt: usize) -> PyResult<()> {
-        let caps = self.service.capabilities();
-        let vocab_size = caps.map_or(u32::MAX, |caps| caps.vocab_size);
-        params.check(prompt, vocab_size).map_err(value_error)
-    }
-
-    /// Biases must be of tokens that the model has.
-    fn check_biases(&self, sampling: &Sampling) -> PyResult<()> {
-        let Some(&largest) = sampling.logit_bias.iter().map(|(token, _)| token).max() else {
-            return Ok(());
-        };
-        let limit = self.service.capabilities().map(|caps| caps.vocab_size);
-        match limit.filter(|&limit| largest >= limit) {
-            None => Ok(()),
-            Some(limit) => Err(PyValueError::new_err(format!(
-                "logit_bias has token {largest}, it must be below {limit}"
-            ))),
-        }
-    }
-}
-
 fn from_rejected(rejected: &Rejected) -> PyErr {
     match rejected {
         Rejected::Gone(error) => from_runtime(error),
         _ => PyRuntimeError::new_err(rejected.to_string()),
-    }
-}
-
-/// Calls `poll` without Python's lock, for a short time each, until it has something or the time is over. Ctrl-C ends it.
-pub(crate) fn wait<R: Send>(
-    py: Python<'_>,
-    timeout_s: Option<f64>,
-    poll: impl Fn(Duration) -> Option<R> + Sync,
-) -> PyResult<Option<R>> {
-    let limit = timeout_s.map(|limit| seconds("timeout_s", limit));
-    let until = limit
-        .transpose()?
-        .and_then(|limit| Instant::now().checked_add(limit));
-    loop {
-        let left = until.map_or(Duration::MAX, |until| {
-            until.saturating_duration_since(Instant::now())
-        });
-        let found = py.detach(|| poll(left.min(SIGNALS)));
-        if found.is_some() || left.is_zero() {
-            return Ok(found);
-        }
-        py.check_signals()?;
     }
 }

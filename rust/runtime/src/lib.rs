@@ -7,12 +7,15 @@
 //! | `frame`, `answer`, `link` | one frame there, the next one laid out meanwhile, one answer back |
 //! | `constraint`, `grammars` | grammars as the scheduler's constraints |
 //! | `sampling` | from the parameters that users know to the samplers that the driver has |
+//! | `trace` | steps as a file for a trace viewer, on request |
+//! | `figures` | how a replica stands, as named metrics |
 //! | `service`, `replica`, `relay`, `outbox` | requests in, tokens out: a scheduler and a driver, or several of both |
 
 mod answer;
 mod constraint;
 mod driver;
 mod error;
+mod figures;
 mod frame;
 mod grammars;
 mod group;
@@ -33,11 +36,13 @@ mod shared;
 mod steady;
 mod supervise;
 mod times;
+mod trace;
 
 pub use answer::{Answer, Asked, Probes};
 pub use constraint::GrammarConstraint;
 pub use driver::{Driver, Exit};
 pub use error::{AnswerError, RuntimeError};
+pub use figures::{Figure, FigureKind, FigureReader};
 pub use frame::{Extended, FrameBuilder, Gap, Outline, Turn, fill};
 pub use grammars::{GrammarSettings, Unbindable};
 pub use handshake::Capabilities;
@@ -58,6 +63,7 @@ pub use sampling::{Draw, Sampling, SamplingError};
 pub use service::{Rejected, Service};
 pub use settings::DriverSettings;
 pub use shared::{ReplicaStats, ServiceLog, ServiceSettings};
+pub use trace::{TraceEnd, TraceSettings};
 
 /// The README's example is a test.
 #[cfg(doctest)]

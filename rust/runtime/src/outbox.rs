@@ -78,6 +78,10 @@ pub struct Delta {
     pub end: Option<End>,
     /// Tokens of the prompt whose KV was there.
     pub cached_tokens: u32,
+    /// Those of them that were loaded from the host.
+    pub loaded_tokens: u32,
+    /// When it was first admitted, in µs since the service began.
+    pub admitted: Option<u64>,
     /// How often its pages were taken from it.
     pub retractions: u32,
 }
@@ -94,6 +98,8 @@ impl Delta {
             held_bytes: 0,
             end: Some(end),
             cached_tokens: 0,
+            loaded_tokens: 0,
+            admitted: None,
             retractions: 0,
         }
     }
@@ -132,6 +138,8 @@ impl Outbox {
             delta.held_bytes = output.held_bytes;
             delta.end = output.finish.map(|finish| end(finish, output.reason));
             delta.cached_tokens = output.cached_tokens;
+            delta.loaded_tokens = output.loaded_tokens;
+            delta.admitted = output.admitted;
             delta.retractions = output.retractions;
         }
         self.wake(&queue);
@@ -227,6 +235,8 @@ mod tests {
             finish,
             reason: None,
             cached_tokens: 3,
+            loaded_tokens: 1,
+            admitted: Some(9),
             retractions: 0,
         };
         let end = |finish, _: Option<&str>| match finish {

@@ -109,6 +109,12 @@ impl<'c, 'a> Relay<'c, 'a> {
         if exchange.client_ns > 0 {
             replica.gaps.add(exchange.client_ns);
         }
+        let number = replica.number;
+        if let Some(trace) = &mut replica.trace
+            && !trace.step(number, &exchange)
+        {
+            replica.end_trace();
+        }
         let answer = Answer {
             copies_us,
             ..self.link.answer().as_sched()

@@ -17,6 +17,7 @@ use crate::sampling::Draw;
 use crate::settings::DriverSettings;
 use crate::shared::{ServiceLog, ServiceSettings, Shared};
 use crate::times::Times;
+use crate::trace::{StepTrace, TraceEnd};
 
 /// How often a driver that starts, or has nothing to do, is looked at.
 pub(crate) const WATCH: Duration = Duration::from_millis(50);
@@ -34,6 +35,9 @@ pub(crate) enum Command {
     /// Answered with whether the prefix index was emptied.
     Flush(Sender<bool>),
     Pause(Option<Pause>),
+    Trace(Box<StepTrace>),
+    /// Answered with what became of the trace, if there was one.
+    EndTrace(Sender<Option<TraceEnd>>),
     Stop,
 }
 
@@ -72,6 +76,9 @@ pub(crate) struct Replica {
     /// From a request made to its answer seen, of all steps.
     pub(crate) driver_ns: u64,
     counted: Instant,
+    pub(crate) trace: Option<Box<StepTrace>>,
+    /// Of a trace that ended by itself.
+    traced: Option<TraceEnd>,
 }
 
 /// Why a replica does not go on as it did.
@@ -116,6 +123,8 @@ impl Replica {
             gaps: Times::default(),
             driver_ns: 0,
             counted: begin,
+            trace: None,
+            traced: None,
         }
     }
 
@@ -142,10 +151,15 @@ impl Replica {
         if config.max_running == 0 {
             config.max_running = limits.max_forward_requests;
         }
+        let max_running = config.max_running;
         let scheduler = Scheduler::new(config, limits, self.text.clone())?;
         self.scheduler = Some(scheduler);
         self.shared.update(self.number, |state| {
             state.stats.total_pages = limits.total_pages;
+            state.stats.host_pages = limits.host_pages;
+            state.stats.page_size = limits.page_size;
+            state.stats.max_running = max_running;
+            state.stats.max_model_len = limits.max_model_len;
         });
         Ok(())
     }
@@ -215,6 +229,15 @@ impl Replica {
                 let _ = sender.send(idle);
             }
             (Command::Pause(pause), _) => self.pause = pause,
+            (Command::Trace(trace), _) => {
+                self.traced = None;
+                self.trace = Some(trace);
+            }
+            (Command::EndTrace(sender), _) => {
+                self.end_trace();
+                // The caller may have gone.
+                let _ = sender.send(self.traced.take());
+            }
             (Command::Abort(_) | Command::EndSession(_) | Command::Flush(_), None) => {}
         }
         Ok(())
@@ -237,6 +260,22 @@ impl Replica {
                 .extend((0..samples).map(|sample| (id, sample))),
             Err(refusal) => self.refuse(id, samples, &End::Refused(refusal)),
         }
+    }
+
+    /// Closes the trace, if there is one.
+    pub(crate) fn end_trace(&mut self) {
+        if let Some(trace) = self.trace.take() {
+            let end = trace.close();
+            if let Some(failure) = &end.failure {
+                self.note(&format!(
+                    "pie-runtime: the trace {} ends early: {failure}",
+                    end.path.display()
+                ));
+            }
+            self.traced = Some(end);
+        }
+        self.shared
+            .update(self.number, |state| state.tracing = false);
     }
 
     /// Ends what is too late; for the time in which there is no driver, and so no step.
@@ -340,6 +379,8 @@ impl Replica {
                 Command::Abort(_)
                 | Command::EndSession(_)
                 | Command::Flush(_)
+                | Command::Trace(_)
+                | Command::EndTrace(_)
                 | Command::Pause(_) => {}
             }
         }
@@ -350,6 +391,7 @@ impl Replica {
         if let Some(scheduler) = &mut self.scheduler {
             scheduler.abort_all();
         }
+        self.end_trace();
         self.publish();
         self.count();
         // A request that is handed in now is answered like those that came before.

@@ -49,6 +49,8 @@ pub struct Arrival<S> {
     pub session: Option<u64>,
     /// When it ends, finished or not, in µs.
     pub deadline: Option<u64>,
+    /// When it ends if it was not admitted by then, in µs.
+    pub admit_by: Option<u64>,
     /// Whether the driver may draft for it.
     pub drafts: bool,
     /// Which log-probabilities it wants.
@@ -78,6 +80,7 @@ impl<S> Arrival<S> {
             routing_key: None,
             session: None,
             deadline: None,
+            admit_by: None,
             drafts: false,
             logprobs: None,
             constraint: None,
@@ -99,6 +102,7 @@ impl<S> Arrival<S> {
             routing_key: self.routing_key,
             session: self.session,
             deadline: self.deadline,
+            admit_by: self.admit_by,
             constraint: self.constraint,
             drafts: self.drafts,
             logprobs: self.logprobs,

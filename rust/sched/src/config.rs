@@ -80,6 +80,9 @@ pub struct Config {
     pub preemption_threshold: Option<i32>,
     /// How often others that came later may be admitted before a waiting request. Then none is, until it is admitted.
     pub max_overtakes: u32,
+    /// How long a sequence may take from its first admission to its end, in µs; then it ends as
+    /// [`Finish::Deadline`](crate::Finish::Deadline). 0: no limit.
+    pub running_limit_us: u64,
     /// For [`Policy::Random`].
     pub seed: u64,
 }
@@ -100,6 +103,7 @@ impl Default for Config {
             low_priority_first: false,
             preemption_threshold: None,
             max_overtakes: 256,
+            running_limit_us: 0,
             seed: 0,
         }
     }

@@ -57,8 +57,23 @@ pub struct Output<'a> {
     pub reason: Option<&'a str>,
     /// Tokens of the prompt whose KV was there when it was first admitted.
     pub cached_tokens: u32,
+    /// Those of them that were loaded from the host.
+    pub loaded_tokens: u32,
+    /// When it was first admitted, in µs.
+    pub admitted: Option<u64>,
     /// How often its pages were taken from it and computed, or loaded, again.
     pub retractions: u32,
+}
+
+/// What a sequence found when it was first admitted.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Admitted {
+    /// When that was, in µs.
+    pub(crate) at: u64,
+    /// Tokens of the prompt whose KV was there.
+    pub(crate) cached_tokens: u32,
+    /// Those of them that were loaded from the host.
+    pub(crate) loaded_tokens: u32,
 }
 
 /// One output without its tokens.
@@ -71,7 +86,7 @@ pub(crate) struct Entry {
     pub(crate) logprobs: Range<u32>,
     pub(crate) held_bytes: u32,
     pub(crate) finish: Option<Finish>,
-    pub(crate) cached_tokens: u32,
+    pub(crate) admitted: Option<Admitted>,
     pub(crate) retractions: u32,
 }
 
@@ -100,7 +115,9 @@ impl Outputs {
                 Some(Finish::Constraint) => self.reason(at),
                 _ => None,
             },
-            cached_tokens: entry.cached_tokens,
+            cached_tokens: entry.admitted.map_or(0, |admitted| admitted.cached_tokens),
+            loaded_tokens: entry.admitted.map_or(0, |admitted| admitted.loaded_tokens),
+            admitted: entry.admitted.map(|admitted| admitted.at),
             retractions: entry.retractions,
         })
     }

@@ -82,7 +82,7 @@ pub struct Scheduler<S> {
     ended: Vec<usize>,
     orders: u64,
     contexts: u64,
-    deadline: Option<u64>,
+    pub(crate) deadline: Option<u64>,
 }
 
 impl<S> fmt::Debug for Scheduler<S> {
@@ -163,7 +163,8 @@ impl<S> Scheduler<S> {
         let live = slots.len() as u32;
         self.requests
             .insert(shared.arrival.id, Request { slots, live });
-        if let Some(deadline) = shared.arrival.deadline {
+        let deadlines = [shared.arrival.deadline, shared.arrival.admit_by];
+        if let Some(deadline) = deadlines.into_iter().flatten().min() {
             self.deadline = Some(self.deadline.map_or(deadline, |first| first.min(deadline)));
         }
         // The new request may fit where what waits does not, if it may go first.
@@ -397,7 +398,7 @@ impl<S> Scheduler<S> {
         let mut late = Vec::new();
         self.deadline = None;
         for (slot, sequence) in &self.sequences {
-            match sequence.shared.arrival.deadline {
+            match sequence.deadline(self.config.running_limit_us) {
                 Some(deadline) if deadline <= now => late.push((sequence.order, slot)),
                 other => self.deadline = self.deadline.into_iter().chain(other).min(),
             }
@@ -429,11 +430,17 @@ impl<S> Scheduler<S> {
 
     /// Counts.
     pub fn stats(&self) -> Stats {
-        let retracted = |slot: &&usize| self.sequences[**slot].cached_tokens.is_some();
+        let waiting = || self.waiting.iter().map(|&slot| &self.sequences[slot]);
+        let asks = |sequence: &&Sequence<S>| matches!(sequence.bond, Bond::Asked);
+        let running = self.running.iter().map(|&slot| &self.sequences[slot]);
         Stats {
             waiting: self.waiting.len(),
-            retracted: self.waiting.iter().filter(retracted).count(),
+            retracted: waiting()
+                .filter(|waiting| waiting.admitted.is_some())
+                .count(),
+            unbound: waiting().filter(asks).count(),
             running: self.running.len(),
+            running_tokens: running.map(|running| u64::from(running.known())).sum(),
             free_pages: self.memory.free_pages(),
             cached_pages: self.memory.cached_pages(),
             host_pages: self.memory.host_pages(),
@@ -506,7 +513,7 @@ impl<S> Scheduler<S> {
                     sequence.found.held()
                 },
                 finish,
-                cached_tokens: sequence.cached_tokens.unwrap_or(0),
+                admitted: sequence.admitted,
                 retractions: sequence.epoch,
             },
             tokens,

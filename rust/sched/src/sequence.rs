@@ -9,7 +9,7 @@ use crate::constraint::Bond;
 use crate::ends::{Found, Patterns};
 use crate::logprobs::Kept;
 use crate::memory::Held;
-use crate::output::Finish;
+use crate::output::{Admitted, Finish};
 use crate::text::TokenBytes;
 
 /// Keeps the place of a token that is not known yet.
@@ -86,8 +86,8 @@ pub(crate) struct Sequence<S> {
     pub(crate) logprobs: Option<Box<Kept>>,
     /// Why its constraint ended it.
     pub(crate) reason: Option<Arc<str>>,
-    /// Of the prompt, when it was first admitted.
-    pub(crate) cached_tokens: Option<u32>,
+    /// How it was first admitted.
+    pub(crate) admitted: Option<Admitted>,
     pub(crate) overtaken: u32,
     pub(crate) awaited: Option<Awaited>,
 }
@@ -129,10 +129,21 @@ impl<S> Sequence<S> {
             bond,
             logprobs,
             reason: None,
-            cached_tokens: None,
+            admitted: None,
             overtaken: 0,
             awaited: None,
         }
+    }
+
+    /// When it ends, finished or not.
+    pub(crate) fn deadline(&self, running_limit_us: u64) -> Option<u64> {
+        let arrival = &self.shared.arrival;
+        let own = match self.admitted {
+            None => arrival.admit_by,
+            Some(_) if running_limit_us == 0 => None,
+            Some(admitted) => Some(admitted.at.saturating_add(running_limit_us)),
+        };
+        arrival.deadline.into_iter().chain(own).min()
     }
 
     pub(crate) fn id(&self) -> u64 {

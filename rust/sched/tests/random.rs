@@ -23,7 +23,10 @@ fn ask() -> impl Strategy<Value = Event> {
         prop::option::of(-2_i8..3),
         prop::option::of(0_u8..3),
         prop::option::weighted(0.2, 0_u8..3),
-        prop::option::weighted(0.1, 0_u16..3000),
+        (
+            prop::option::weighted(0.1, 0_u16..3000),
+            prop::option::weighted(0.1, 0_u16..3000),
+        ),
     );
     let flags = (
         prop::bool::weighted(0.2),
@@ -36,7 +39,7 @@ fn ask() -> impl Strategy<Value = Event> {
     (lengths, kinds, flags, logprobs).prop_map(|(lengths, kinds, flags, logprobs)| {
         let (drafts, stops, strings, whole) = flags;
         let (family, common, own, max_tokens, min_tokens) = lengths;
-        let (samples, salt, priority, routing_key, session, deadline) = kinds;
+        let (samples, salt, priority, routing_key, session, (deadline, admit_by)) = kinds;
         Event::Submit(Box::new(Ask {
             family,
             common,
@@ -49,6 +52,7 @@ fn ask() -> impl Strategy<Value = Event> {
             routing_key,
             session,
             deadline,
+            admit_by,
             drafts,
             stops,
             strings,
@@ -102,11 +106,12 @@ fn config() -> impl Strategy<Value = Config> {
         any::<bool>(),
         prop::option::of(0_i32..2),
         0_u32..5,
+        prop_oneof![4 => Just(0_u64), 1 => 1_u64..3000],
     );
     (sizes, kinds, order, any::<u64>()).prop_map(|(sizes, kinds, order, seed)| {
         let (chunk_tokens, max_running, max_queued) = sizes;
         let (policy, conservativeness, prefix_cache, eviction, (gap_us, step_us)) = kinds;
-        let (priority, low_priority_first, preemption_threshold, max_overtakes) = order;
+        let (priority, low_priority_first, preemption_threshold, max_overtakes, limit) = order;
         Config {
             policy,
             conservativeness,
@@ -121,6 +126,7 @@ fn config() -> impl Strategy<Value = Config> {
             low_priority_first,
             preemption_threshold,
             max_overtakes,
+            running_limit_us: limit,
             seed,
         }
     })

@@ -113,7 +113,7 @@ pub(super) fn lock(lines: &Mutex<VecDeque<String>>) -> MutexGuard<'_, VecDeque<S
     lines.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-pub(super) fn seconds(name: &str, value: f64) -> PyResult<Duration> {
+pub(crate) fn seconds(name: &str, value: f64) -> PyResult<Duration> {
     Duration::try_from_secs_f64(value)
         .map_err(|error| PyValueError::new_err(format!("{name} is {value}: {error}")))
 }

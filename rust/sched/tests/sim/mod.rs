@@ -62,6 +62,7 @@ pub struct Ask {
     pub routing_key: Option<u8>,
     pub session: Option<u8>,
     pub deadline: Option<u16>,
+    pub admit_by: Option<u16>,
     pub drafts: bool,
     pub stops: bool,
     pub strings: bool,
@@ -111,6 +112,7 @@ impl Ask {
         arrival.routing_key = self.routing_key.map(|key| key.to_string().into());
         arrival.session = self.session.map(Into::into);
         arrival.deadline = self.deadline.map(|after| now + u64::from(after));
+        arrival.admit_by = self.admit_by.map(|after| now + u64::from(after));
         arrival.drafts = self.drafts;
         arrival.streams = !self.whole;
         let (words, prompt_from) = self.logprobs;
@@ -170,6 +172,7 @@ pub struct Sim {
     pub scheduler: Scheduler<u64>,
     pub now: u64,
     limits: Limits,
+    running_limit_us: u64,
     driver: Driver,
     flights: VecDeque<Flight>,
     /// Requests of the rows of the step that was laid out last, and tokens that it computes.
@@ -193,11 +196,13 @@ impl Sim {
     pub fn new(config: Config, limits: Limits, seed: u64) -> Self {
         let text = rule::text();
         let shared: Arc<dyn TokenBytes> = Arc::new(text.clone());
+        let running_limit_us = config.running_limit_us;
         Self {
             tally: Tally::default(),
             scheduler: Scheduler::new(config, limits, Some(shared)).expect("valid settings"),
             now: 0,
             limits,
+            running_limit_us,
             driver: Driver::new(limits, seed),
             flights: VecDeque::new(),
             laid: Vec::new(),
@@ -480,11 +485,27 @@ impl Sim {
             expected.hear_prompt(output.prompt_logprobs);
             let all = scored || !output.tokens.is_empty();
             assert!(!all || expected.prompt_logprobs.is_empty(), "{expected:?}");
+            assert!(output.loaded_tokens <= output.cached_tokens, "{output:?}");
+            assert!(
+                output.tokens.is_empty() || output.admitted.is_some(),
+                "{output:?}"
+            );
             if let Some(finish) = output.finish {
                 self.tally.add(name(finish), 1);
                 self.tally.add("retractions", output.retractions.into());
                 self.tally.add("cached tokens", output.cached_tokens.into());
-                expected.end(finish, self.now);
+                if finish == Finish::Deadline {
+                    let limit = self.running_limit_us;
+                    let ran = output.admitted.map(|at| at + limit).filter(|_| limit > 0);
+                    let waited = expected
+                        .arrival
+                        .admit_by
+                        .filter(|_| output.admitted.is_none());
+                    let due = [expected.arrival.deadline, ran, waited];
+                    let due = due.into_iter().flatten().min();
+                    assert!(due.is_some_and(|due| due <= self.now), "{output:?}");
+                }
+                expected.end(finish);
                 self.expected.remove(&key);
                 self.ended.push(Ended {
                     id: key.0,
@@ -585,7 +606,7 @@ impl Expected {
         [2, 0, 1].into_iter().find(matches)
     }
 
-    fn end(&self, finish: Finish, now: u64) {
+    fn end(&self, finish: Finish) {
         match finish {
             Finish::Length => assert_eq!(self.tokens.len(), self.most),
             Finish::StopToken(token) => assert_eq!(self.stop_token(), Some(token)),
@@ -597,14 +618,7 @@ impl Expected {
                 assert!(index == 2 || self.stop_string().is_none());
             }
             Finish::Failed => assert!(self.hurt, "{self:?}"),
-            Finish::Deadline => {
-                assert!(
-                    self.arrival
-                        .deadline
-                        .is_some_and(|deadline| deadline <= now)
-                );
-            }
-            Finish::Aborted | Finish::Unready | Finish::Displaced => {}
+            Finish::Aborted | Finish::Deadline | Finish::Unready | Finish::Displaced => {}
             Finish::Constraint => panic!("nothing is bound"),
         }
     }
