@@ -40,10 +40,11 @@ pub use frame::{Extended, FrameBuilder, Gap, Outline, Turn, fill};
 pub use handshake::Capabilities;
 pub use link::{Exchange, Flight, Link, Prepared, Room};
 pub use log::LogSink;
-pub use outbox::{Delta, End};
+pub use outbox::{Batch, Delta, End};
 pub use pie_grammar::{Compiler, Grammar, GrammarError, Limits as GrammarLimits, Vocabulary};
 pub use pie_sched::{
-    Arrival, Config, Constrain, Ends, Eviction, Policy, Refusal, Stats, TokenBytes,
+    Arrival, Config, Constrain, Ends, Eviction, KvEvent, KvMedium, Policy, Refusal, Stats,
+    TokenBytes,
 };
 pub use pie_wire::{Penalties, RequestExtension, Sampler};
 pub use replica::Pause;

@@ -82,7 +82,7 @@ pub use constraint::{Begun, Constrain, Constraint};
 pub use copies::Copies;
 pub use error::{Refusal, SchedError};
 pub use output::{Finish, Output, Outputs};
-pub use pie_radix::{Move, Policy as Eviction};
+pub use pie_radix::{Event as KvEvent, Medium as KvMedium, Move, Policy as Eviction};
 pub use scheduler::Scheduler;
 pub use stats::Stats;
 pub use step::{Row, Step};
