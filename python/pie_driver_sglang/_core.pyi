@@ -8,7 +8,7 @@ from os import PathLike
 from typing import Any, Final, SupportsFloat, SupportsIndex, final
 from typing_extensions import Buffer
 
-__all__ = ["REHEARSAL_ADAPTER", "STEP_EXTRA_WORDS", "AttentionMask", "Batch", "Broadcast", "CacheEvent", "Client", "Copy", "Counts", "Drafter", "Evicted", "ExitGuard", "Extension", "Follower", "Front", "GraphPath", "Image", "ImageSpan", "Inserted", "LayerPatterns", "Load", "Match", "NodeInfo", "Output", "PagePool", "Pass", "PassImages", "Planner", "PoolStats", "RadixIndex", "Reply", "Request", "Runtime", "Sampler", "Server", "SlotGroup", "Step", "Wake", "build_info", "die_with_parent", "encode_forward", "graph_layout", "region_bytes"]
+__all__ = ["REHEARSAL_ADAPTER", "STEP_EXTRA_WORDS", "AttentionMask", "Batch", "Broadcast", "CacheEvent", "Client", "Copy", "Counts", "Drafter", "Evicted", "ExitGuard", "Extension", "Follower", "Front", "Gateway", "GraphPath", "Image", "ImageSpan", "Inserted", "LayerPatterns", "Load", "Match", "NodeInfo", "Output", "PagePool", "Pass", "PassImages", "Planner", "PoolStats", "RadixIndex", "Reply", "Request", "Runtime", "Sampler", "Server", "SlotGroup", "Step", "Wake", "build_info", "die_with_parent", "encode_forward", "graph_layout", "region_bytes"]
 
 REHEARSAL_ADAPTER: Final[int]
 """
@@ -643,6 +643,62 @@ class Front:
     def set_paused(self, /, paused: bool) -> None:
         """
         Whether nothing is computed for now; health probes are answered all the same.
+        """
+
+@final
+class Gateway:
+    """
+    The gRPC services that the gateway smg calls, for a runtime whose drivers are ready: one thread without Python serves them.
+
+    Nothing else may call `poll` of the runtime. Use it as a context manager, or call `close`, before the runtime is shut down.
+    """
+    def __enter__(self, /) -> Gateway: ...
+    def __exit__(self, /, _kind: Any | None = None, _error: Any | None = None, _traceback: Any | None = None) -> None: ...
+    def __new__(cls, /, runtime: Runtime, *, contract: str = "vllm", host: str = "127.0.0.1", port: SupportsIndex = 0, model_path: str = ..., tokenizer_path: str = ..., served_model_name: str = ..., model_type: str = ..., architectures: SupportsGetItem[int, str] = ..., eos_token_ids: SupportsGetItem[int, SupportsIndex] = ..., bos_token_id: SupportsIndex | None = None, pad_token_id: SupportsIndex | None = None, context_length: SupportsIndex | None = None, default_sampling: str = ..., weight_version: str = ..., version: str = ..., max_running_requests: SupportsIndex | None = None, speculate: bool = False, event_history: SupportsIndex = 10000) -> Gateway:
+        """
+        Opens the door.
+
+        Args:
+            runtime: What computes.
+            contract: `vllm` for `vllm.grpc.engine.VllmEngine`, `sglang` for `sglang.grpc.scheduler.SglangScheduler`.
+            host: An address of this machine.
+            port: 0 for any that is free.
+            model_path: The folder, which a gateway on this machine reads tokenizer and template from.
+            tokenizer_path: The folder of the tokenizer, if it is another one.
+            served_model_name: What clients call the model.
+            model_type: As `config.json` says it.
+            architectures: As `config.json` says them.
+            eos_token_ids: They end a request, unless it ignores them.
+            bos_token_id: Begins texts.
+            pad_token_id: Fills batches.
+            context_length: Most tokens of prompt and output together; the driver may allow fewer.
+            default_sampling: Sampling parameters for what a client leaves out, as a JSON object.
+            weight_version: Names the weights.
+            version: Of this program.
+            max_running_requests: As the runtime has it.
+            speculate: The driver may draft for requests.
+            event_history: Batches of changes of the prefix index that are kept; 0 to publish none. The runtime must record them
+                (`kv_events`).
+
+        Raises:
+            OSError: The address cannot be listened at.
+            RuntimeError: The drivers are not ready.
+            ValueError: The contract or the host is none.
+        """
+    @property
+    def address(self, /) -> str:
+        """
+        Where it listens, as `host:port`.
+        """
+    def close(self, /, timeout_s: SupportsFloat | SupportsIndex = 0.0) -> None:
+        """
+        Takes no more requests, lets those that run end, but no longer than `timeout_s`, and closes every connection. A second
+        call does nothing.
+        """
+    @property
+    def open_requests(self, /) -> int:
+        """
+        Requests that have not ended.
         """
 
 @final
@@ -1602,7 +1658,7 @@ class Runtime:
     """
     def __enter__(self, /) -> Runtime: ...
     def __exit__(self, /, _kind: Any | None = None, _error: Any | None = None, _traceback: Any | None = None) -> None: ...
-    def __new__(cls, /, model: str | PathLike[str], *, python: str | PathLike[str], devices: SupportsGetItem[int, str] = ..., replicas: SupportsIndex = 1, tensor_parallel_size: SupportsIndex = 1, dtype: str | None = None, seed: SupportsIndex = 42, spin_budget_us: SupportsIndex = 1000, options: dict | None = None, schedule_policy: str = "fcfs", schedule_conservativeness: SupportsFloat | SupportsIndex = 1.0, max_running_requests: SupportsIndex | None = None, max_queued_requests: SupportsIndex | None = None, chunked_prefill_size: SupportsIndex = 8192, max_token_gap_ms: SupportsFloat | SupportsIndex = 6.0, radix_eviction_policy: str = "lru", disable_radix_cache: bool = False, enable_priority_scheduling: bool = False, schedule_low_priority_values_first: bool = False, priority_scheduling_preemption_threshold: SupportsIndex | None = None, max_total_pages: SupportsIndex | None = None, eos_token_ids: SupportsGetItem[int, SupportsIndex] = ..., vocabulary: SupportsGetItem[int, SupportsGetItem[int, SupportsIndex]] | None = None, special_tokens: SupportsGetItem[int, tuple[SupportsIndex, str]] = ..., max_restarts: SupportsIndex = 3, ready_timeout_s: SupportsFloat | SupportsIndex = 1200.0, step_timeout_s: SupportsFloat | SupportsIndex = 60.0, stop_timeout_s: SupportsFloat | SupportsIndex = 5.0, log_file: str | PathLike[str] | None = None) -> Runtime:
+    def __new__(cls, /, model: str | PathLike[str], *, python: str | PathLike[str], devices: SupportsGetItem[int, str] = ..., replicas: SupportsIndex = 1, tensor_parallel_size: SupportsIndex = 1, dtype: str | None = None, seed: SupportsIndex = 42, spin_budget_us: SupportsIndex = 1000, options: dict | None = None, schedule_policy: str = "fcfs", schedule_conservativeness: SupportsFloat | SupportsIndex = 1.0, max_running_requests: SupportsIndex | None = None, max_queued_requests: SupportsIndex | None = None, chunked_prefill_size: SupportsIndex = 8192, max_token_gap_ms: SupportsFloat | SupportsIndex = 6.0, radix_eviction_policy: str = "lru", disable_radix_cache: bool = False, kv_events: bool = False, enable_priority_scheduling: bool = False, schedule_low_priority_values_first: bool = False, priority_scheduling_preemption_threshold: SupportsIndex | None = None, max_total_pages: SupportsIndex | None = None, eos_token_ids: SupportsGetItem[int, SupportsIndex] = ..., vocabulary: SupportsGetItem[int, SupportsGetItem[int, SupportsIndex]] | None = None, special_tokens: SupportsGetItem[int, tuple[SupportsIndex, str]] = ..., max_restarts: SupportsIndex = 3, ready_timeout_s: SupportsFloat | SupportsIndex = 1200.0, step_timeout_s: SupportsFloat | SupportsIndex = 60.0, stop_timeout_s: SupportsFloat | SupportsIndex = 5.0, log_file: str | PathLike[str] | None = None) -> Runtime:
         """
         Starts the drivers.
 
@@ -1625,6 +1681,7 @@ class Runtime:
                 limit.
             radix_eviction_policy: `lru`, `lfu`, `fifo`, `filo`, `mru`, `slru` or `priority`.
             disable_radix_cache: Share no prefixes.
+            kv_events: Record changes of the prefix index, for a `Gateway`; they cost a SHA-256 per page.
             enable_priority_scheduling: `priority` of requests comes before the policy.
             schedule_low_priority_values_first: The lowest value comes first.
             priority_scheduling_preemption_threshold: A request whose priority is better by more takes the pages of running

@@ -101,7 +101,7 @@ impl Front {
         py: Python<'py>,
         messages: Vec<Bound<'py, PyBytes>>,
     ) -> PyResult<Messages<'py>> {
-        let service = &self.runtime.get().service;
+        let service = &*self.runtime.get().service;
         let bytes = messages.iter().map(PyBytesMethods::as_bytes);
         let outgoing = self.front.receive(service, bytes);
         let outgoing = outgoing.map_err(|error| from_front(&error))?;

@@ -20,12 +20,11 @@ use toml::Table;
 
 use self::grammars::Grammars;
 use self::outputs::{Stats, dict};
-use self::settings::{
-    Prompt, at_least_one, lock, log, seconds, share, table, token_bytes, value_error,
-};
+use self::settings::{Prompt, at_least_one, lock, log, share, table, token_bytes};
 use crate::error::from_runtime;
 
 pub(crate) use self::outputs::Output;
+pub(crate) use self::settings::{seconds, value_error};
 
 /// How often a wait looks for Ctrl-C.
 const SIGNALS: Duration = Duration::from_millis(100);
@@ -37,10 +36,10 @@ const SIGNALS: Duration = Duration::from_millis(100);
 /// they were. Use it as a context manager, or call `shutdown`.
 #[pyclass(frozen, module = "pie_driver_sglang._core")]
 pub(crate) struct Runtime {
-    pub(crate) service: Service,
+    pub(crate) service: Arc<Service>,
     lines: Arc<Mutex<VecDeque<String>>>,
     stop_tokens: Vec<u32>,
-    grammars: Option<Grammars>,
+    pub(crate) grammars: Option<Arc<Grammars>>,
 }
 
 #[pymethods]
@@ -66,6 +65,7 @@ impl Runtime {
     ///         limit.
     ///     radix_eviction_policy: `lru`, `lfu`, `fifo`, `filo`, `mru`, `slru` or `priority`.
     ///     disable_radix_cache: Share no prefixes.
+    ///     kv_events: Record changes of the prefix index, for a `Gateway`; they cost a SHA-256 per page.
     ///     enable_priority_scheduling: `priority` of requests comes before the policy.
     ///     schedule_low_priority_values_first: The lowest value comes first.
     ///     priority_scheduling_preemption_threshold: A request whose priority is better by more takes the pages of running
@@ -89,7 +89,7 @@ impl Runtime {
         model, *, python, devices = vec!["cuda:0".to_owned()], replicas = 1, tensor_parallel_size = 1, dtype = None,
         seed = 42, spin_budget_us = 1000, options = None, schedule_policy = "fcfs", schedule_conservativeness = 1.0,
         max_running_requests = None, max_queued_requests = None, chunked_prefill_size = 8192, max_token_gap_ms = 6.0,
-        radix_eviction_policy = "lru", disable_radix_cache = false, enable_priority_scheduling = false,
+        radix_eviction_policy = "lru", disable_radix_cache = false, kv_events = false, enable_priority_scheduling = false,
         schedule_low_priority_values_first = false, priority_scheduling_preemption_threshold = None,
         max_total_pages = None, eos_token_ids = Vec::new(), vocabulary = None, special_tokens = Vec::new(), max_restarts = 3,
         ready_timeout_s = 1200.0, step_timeout_s = 60.0, stop_timeout_s = 5.0, log_file = None
@@ -118,6 +118,7 @@ impl Runtime {
         max_token_gap_ms: f64,
         radix_eviction_policy: &str,
         disable_radix_cache: bool,
+        kv_events: bool,
         enable_priority_scheduling: bool,
         schedule_low_priority_values_first: bool,
         priority_scheduling_preemption_threshold: Option<i32>,
@@ -152,6 +153,7 @@ impl Runtime {
             gap_us: gap.as_micros() as u64,
             prefix_cache: !disable_radix_cache,
             eviction: radix_eviction_policy.parse().map_err(value_error)?,
+            kv_events,
             priority: enable_priority_scheduling,
             low_priority_first: schedule_low_priority_values_first,
             preemption_threshold: priority_scheduling_preemption_threshold,
@@ -172,9 +174,10 @@ impl Runtime {
             .detach(|| Service::start(&settings))
             .map_err(|error| from_runtime(&error))?;
         Ok(Self {
-            service,
+            service: Arc::new(service),
             lines,
-            grammars: text.map(|bytes| Grammars::new(bytes, special_tokens, &eos_token_ids)),
+            grammars: text
+                .map(|bytes| Arc::new(Grammars::new(bytes, special_tokens, &eos_token_ids))),
             stop_tokens: eos_token_ids,
         })
     }

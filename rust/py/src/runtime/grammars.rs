@@ -8,7 +8,7 @@ use pyo3::prelude::*;
 use super::settings::value_error;
 
 /// What grammars are compiled with. The compiler is made by the first one: it copies every token.
-pub(super) struct Grammars {
+pub(crate) struct Grammars {
     tokens: Arc<Vec<Box<[u8]>>>,
     special: Vec<(u32, String)>,
     ends: Vec<u32>,
@@ -44,17 +44,25 @@ impl Grammars {
                 )));
             }
         };
-        let compiler = self.compiler()?;
-        Ok(Arc::new(GrammarConstraint::new(&compiler, &grammar)))
+        self.constrain(&grammar).map_err(value_error)
     }
 
-    fn compiler(&self) -> PyResult<Compiler> {
+    /// Asks for a grammar and returns at once.
+    pub(crate) fn constrain(
+        &self,
+        grammar: &Grammar,
+    ) -> Result<Arc<dyn Constrain>, Box<dyn std::error::Error>> {
+        let compiler = self.compiler()?;
+        Ok(Arc::new(GrammarConstraint::new(&compiler, grammar)))
+    }
+
+    fn compiler(&self) -> Result<Compiler, Box<dyn std::error::Error>> {
         let mut compiler = self.compiler.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(compiler) = &*compiler {
             return Ok(compiler.clone());
         }
         let vocabulary = Vocabulary::new(&self.tokens, &self.special, &self.ends);
-        let made = Compiler::new(vocabulary.map_err(value_error)?, GrammarLimits::default())?;
+        let made = Compiler::new(vocabulary?, GrammarLimits::default())?;
         Ok(compiler.insert(made).clone())
     }
 }

@@ -1,0 +1,20 @@
+"""`python -m pie_driver_sglang.gateway.smg_process PARENT WORDS`: smg, ending with its parent."""
+
+from __future__ import annotations
+
+import sys
+
+
+def main(words: list[str]) -> None:
+    """Runs smg's command line."""
+    from pie_driver_sglang import _core
+
+    _core.die_with_parent(int(words[0]))
+    sys.argv = ["smg", *words[1:]]
+    from smg.cli import main as smg_main
+
+    smg_main()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
