@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shlex
 import signal
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from threading import Event
 from types import FrameType
@@ -40,13 +42,21 @@ def main(words: Sequence[str]) -> int:
     plan = parse_arguments(engine)
     # What is wrong with the gateway's flags is said before a model is loaded.
     smg.smg_words(arguments, (), plan.model)
-    with _signals() as (ending, at_once):
+    with _temporary_folder(), _signals() as (ending, at_once):
         try:
             with Replicas(plan, arguments) as replicas:
                 _serve(plan, arguments, replicas, ending, at_once)
         except OSError as error:
             raise StartError(str(error).split("\n")[0], "take another `--grpc-port`") from error
     return 0
+
+
+@contextlib.contextmanager
+def _temporary_folder() -> Iterator[None]:
+    """A folder for what drivers leave when they are killed; it goes with this command."""
+    with tempfile.TemporaryDirectory(prefix="pie-sglang-", ignore_cleanup_errors=True) as folder:
+        os.environ["TMPDIR"] = folder
+        yield
 
 
 def _serve(

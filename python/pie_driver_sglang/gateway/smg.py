@@ -117,6 +117,7 @@ class GatewayProcess:
         self._url = url
         self._process = subprocess.Popen(
             [sys.executable, "-m", f"{__package__}.smg_process", str(os.getpid()), *words],
+            env=os.environ if sys.stderr.isatty() else {**os.environ, "NO_COLOR": "1"},
             # Ctrl-C comes to this process alone.
             start_new_session=True,
         )

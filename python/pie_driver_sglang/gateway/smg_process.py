@@ -11,8 +11,11 @@ def main(words: list[str]) -> None:
 
     _core.die_with_parent(int(words[0]))
     sys.argv = ["smg", *words[1:]]
+    import smg.launch_router
     from smg.cli import main as smg_main
 
+    # It fills a screen, and says nothing that this command does not say.
+    smg.launch_router.print_banner = lambda *_: None
     smg_main()
 
 
