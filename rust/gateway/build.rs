@@ -1,21 +1,20 @@
 //! Generates the services from the definitions that the package `smg-grpc-client` publishes.
 //!
-//! Cargo has its sources by `Cargo.lock`, with their checksum, and says where they lie. Nothing of the package is compiled: it would
-//! need a `protoc` and a hundred crates for what two files of text say.
+//! `definitions/Cargo.toml` names the package, cargo fetches its sources by the lock next to it, and says where they lie. Nothing of the
+//! package is compiled: it would need a `protoc` and a hundred crates for what three files of text say.
 
 use std::env;
 use std::error::Error;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// As `Cargo.toml` has it.
+/// As `definitions/Cargo.toml` has it.
 const PACKAGE: &str = "smg-grpc-client";
-const FLAG: &str = "pie_contract";
 const COMMON: &str = ".smg.grpc.common";
 
 fn main() -> Result<(), Box<dyn Error>> {
     println!("cargo::rerun-if-changed=build.rs");
-    println!("cargo::rerun-if-changed=Cargo.toml");
+    println!("cargo::rerun-if-changed=definitions/Cargo.lock");
     let folder = find_definitions()?;
     let client = env::var_os("CARGO_FEATURE_CLIENT").is_some();
     let generate = |name: &str, extern_common: bool| -> Result<(), Box<dyn Error>> {
@@ -36,21 +35,23 @@ fn main() -> Result<(), Box<dyn Error>> {
 
 /// The folder with the definitions, in the sources that cargo has of the package.
 fn find_definitions() -> Result<PathBuf, Box<dyn Error>> {
-    let here = env::var("CARGO_MANIFEST_DIR")?;
+    let manifest = format!("{}/definitions/Cargo.toml", env::var("CARGO_MANIFEST_DIR")?);
     let mut command = Command::new(env::var("CARGO")?);
     command.args(["metadata", "--format-version=1", "--locked"]);
-    command.args(["--filter-platform", &env::var("TARGET")?]);
-    command.args(["--manifest-path", &format!("{here}/Cargo.toml")]);
-    // The flag makes cargo look at the package; these variables are for the build around this one.
-    command.env("CARGO_ENCODED_RUSTFLAGS", format!("--cfg={FLAG}"));
-    command.env_remove("RUSTFLAGS");
+    command.args([
+        "--filter-platform",
+        &env::var("HOST")?,
+        "--manifest-path",
+        &manifest,
+    ]);
     let output = command.output()?;
     if !output.status.success() {
         let error = String::from_utf8_lossy(&output.stderr);
-        return Err(format!(
-            "cargo cannot find the sources of {PACKAGE}: {error}\nhint: run `cargo fetch`"
-        )
-        .into());
+        let hint =
+            format!("without a network, run `cargo fetch --manifest-path {manifest}` before");
+        return Err(
+            format!("cargo cannot find the sources of {PACKAGE}: {error}\nhint: {hint}").into(),
+        );
     }
     let metadata: serde_json::Value = serde_json::from_slice(&output.stdout)?;
     let packages = metadata["packages"]

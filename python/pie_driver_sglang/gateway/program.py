@@ -28,13 +28,14 @@ with --front gateway:
   --grpc-port PORT     of the first replica's service, the others have the next ones; 0 for any
   --prometheus-port N  of the gateway's metrics; 0 for any
   --gateway-arg WORD   goes to smg as it is; may be given several times
+  --dp-size N          replicas of the model, each with a service of its own
   --no-gateway         open the doors only, and print the line that starts smg
 """
 _LOOK_S: Final = 0.2
 
 
 def main(words: Sequence[str]) -> int:
-    """Serves until it is told to end, or cannot serve."""
+    """Serves until a signal ends it, or until it cannot serve."""
     arguments = parse_words(words)
     engine = {**arguments.engine}
     if "preferred_sampling_params" in arguments.front:
@@ -100,7 +101,7 @@ def _serve(
 
 
 class _Ended(Exception):
-    """The process was told to end before it served."""
+    """A signal came before the gateway was ready."""
 
 
 def _look(replicas: Replicas, ending: Event | None = None) -> None:

@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from types import TracebackType
 from typing import Any, Final
 
-from pie_driver_sglang import _core
+from pie_driver_sglang._core import Gateway, Runtime
 from pie_driver_sglang.config.hf_config import load_hf_config
 from pie_driver_sglang.gateway.flags import GatewayArguments
 from pie_driver_sglang.offline.arguments import EngineArguments
@@ -40,7 +40,7 @@ class Replicas:
         self._plan, self._arguments = plan, arguments
         self._facts = _facts(plan, arguments, sorted(ends))
         self._stack = contextlib.ExitStack()
-        self._doors: list[_core.Gateway] = []
+        self._doors: list[Gateway] = []
         keywords = dict(plan.runtime)
         keywords |= {
             "vocabulary": tokenizer.vocabulary(),
@@ -54,10 +54,10 @@ class Replicas:
         count, ranks = plan.runtime["replicas"], plan.runtime["tensor_parallel_size"]
         devices = plan.runtime["devices"]
         shares = [devices[first * ranks : (first + 1) * ranks] for first in range(count)]
-        self.runtimes: list[_core.Runtime] = []
+        self.runtimes: list[Runtime] = []
         try:
             for share in shares:
-                runtime = _core.Runtime(**{**keywords, "devices": share})
+                runtime = Runtime(**{**keywords, "devices": share})
                 self.runtimes.append(self._stack.enter_context(runtime))
         except BaseException:
             self._stack.close()
@@ -88,7 +88,7 @@ class Replicas:
         arguments = self._arguments
         for number, runtime in enumerate(self.runtimes):
             port = arguments.grpc_port + number if arguments.grpc_port else 0
-            door = _core.Gateway(
+            door = Gateway(
                 runtime,
                 contract=arguments.contract,
                 host=arguments.grpc_host,

@@ -23,7 +23,7 @@ from pie_driver_sglang.gateway.parsers import reasoning_parser, tool_parser
 INSTALL: Final = "pip install 'pie-driver-sglang[gateway]'"
 _READY_S: Final = 120.0
 _DRAIN_S: Final = 30
-"""How long requests that run may take when the gateway is told to end."""
+"""How long requests that run may take after the signal to end."""
 _LEVELS: Final[Mapping[str, str]] = {
     "debug": "debug",
     "info": "info",

@@ -7,9 +7,9 @@ import sys
 
 def main(words: list[str]) -> None:
     """Runs smg's command line."""
-    from pie_driver_sglang import _core
+    from pie_driver_sglang._core import die_with_parent
 
-    _core.die_with_parent(int(words[0]))
+    die_with_parent(int(words[0]))
     sys.argv = ["smg", *words[1:]]
     import smg.launch_router
     from smg.cli import main as smg_main

@@ -16,7 +16,6 @@ use crate::loads::{Loads, Throughput};
 use crate::mailbox::{Mailbox, Pace};
 use crate::settings::{GatewaySettings, ModelFacts};
 use crate::status::{SHUTTING_DOWN, one_line, rejected, shut_down};
-use crate::ticket::Ticket;
 use crate::times;
 
 /// What a request asks for, in the words of neither contract.
@@ -32,6 +31,21 @@ pub(crate) struct Asked {
     pub(crate) samples: u32,
     pub(crate) pace: Pace,
     pub(crate) grammar: Option<Grammar>,
+}
+
+/// A request that was handed in.
+#[derive(Debug)]
+pub(crate) struct Entered {
+    /// The service's name of it.
+    pub(crate) id: u64,
+    /// The gateway's.
+    pub(crate) name: String,
+    pub(crate) mailbox: Arc<Mailbox>,
+    pub(crate) prompt_tokens: u32,
+    /// Its stop strings.
+    pub(crate) stops: Vec<Box<[u8]>>,
+    /// Whether a grammar binds it.
+    pub(crate) is_bound: bool,
 }
 
 /// What all calls share.
@@ -77,8 +91,8 @@ impl Core {
         })
     }
 
-    /// Hands a request in. Whoever drops the ticket ends the request.
-    pub(crate) fn submit(self: &Arc<Self>, asked: Asked) -> Result<Ticket, Status> {
+    /// Hands a request in. It stays until [`close`](Self::close).
+    pub(crate) fn submit(&self, asked: Asked) -> Result<Entered, Status> {
         if self.is_closing() {
             return Err(shut_down());
         }
@@ -128,15 +142,14 @@ impl Core {
             .fetch_add(prompt_tokens.into(), Ordering::Relaxed);
         let now = self.started.elapsed().as_micros() as u64;
         self.last_request.store(now, Ordering::Relaxed);
-        Ok(Ticket::new(
-            Arc::clone(self),
+        Ok(Entered {
             id,
             name,
             mailbox,
             prompt_tokens,
             stops,
             is_bound,
-        ))
+        })
     }
 
     /// What the scheduler would not notice.
@@ -229,7 +242,7 @@ impl Core {
         }
     }
 
-    /// No request is taken from now on; those that end without an answer are told so.
+    /// No request is taken from now on; those that end without an answer learn why.
     pub(crate) fn begin_close(&self) {
         self.is_closing.store(true, Ordering::Relaxed);
         self.journal.close();

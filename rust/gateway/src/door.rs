@@ -25,10 +25,6 @@ use crate::error::GatewayError;
 use crate::settings::{Contract, GatewaySettings};
 use crate::{sglang, vllm};
 
-/// What both contracts say to a request for an embedding.
-pub(crate) const NO_EMBEDDINGS: &str =
-    "embeddings are not served: the driver serves causal language models";
-
 /// Most bytes of a message: a prompt of a million tokens has some 3 MB.
 const MESSAGE_BYTES: usize = 64 << 20;
 /// Streams that a client may have reset before they are looked at. Gateways reset many at once, when their clients go.
@@ -43,7 +39,7 @@ const PING_EVERY: Duration = Duration::from_secs(30);
 /// An open door: a thread that serves one contract on one port.
 ///
 /// It is the only caller of the service's [`poll_batch`](Service::poll_batch); no one else may fetch outputs. Close it before the
-/// service is shut down, so that what still runs is told why it ends. Dropped, it closes at once.
+/// service is shut down, so that what still runs learns why it ends. Dropped, it closes at once.
 pub struct Gateway {
     address: SocketAddr,
     core: Arc<Core>,

@@ -27,7 +27,7 @@ pub struct GatewaySettings {
     pub contract: Contract,
     /// What it says of the model.
     pub model: ModelFacts,
-    /// Requests that run at once, where the scheduler was told so; else as many as the driver takes.
+    /// Requests that run at once, where the scheduler has that limit; else as many as the driver takes.
     pub max_running: Option<u32>,
     /// The driver may draft for requests.
     pub speculates: bool,
@@ -62,7 +62,7 @@ impl GatewaySettings {
     }
 }
 
-/// What the gateway is told of a model. Sizes come from the driver.
+/// What the gateway learns of a model. Sizes come from the driver.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ModelFacts {
     /// The folder, which the gateway reads the tokenizer and the template from, if it has it.

@@ -29,7 +29,7 @@ pub(crate) enum Matched {
 
 /// What is known of the request that ended.
 #[derive(Clone, Copy)]
-pub(crate) struct Asked<'a> {
+pub(crate) struct Request<'a> {
     /// Its stop strings.
     pub(crate) stops: &'a [Box<[u8]>],
     /// Whether a grammar binds it.
@@ -39,7 +39,7 @@ pub(crate) struct Asked<'a> {
 }
 
 /// What an end is for the client. `tokens`: whether it had any.
-pub(crate) fn outcome(end: &End, tokens: bool, asked: Asked<'_>) -> Outcome {
+pub(crate) fn outcome(end: &End, tokens: bool, request: Request<'_>) -> Outcome {
     let stop = |matched| Outcome::Finished {
         reason: "stop",
         matched,
@@ -51,11 +51,11 @@ pub(crate) fn outcome(end: &End, tokens: bool, asked: Asked<'_>) -> Outcome {
         },
         End::StopToken(token) => stop(Matched::Token(*token)),
         End::StopString { index, .. } => {
-            let text = asked.stops.get(*index as usize);
+            let text = request.stops.get(*index as usize);
             let text = text.map(|text| String::from_utf8_lossy(text).into_owned());
             stop(text.map_or(Matched::Nothing, Matched::Text))
         }
-        End::Aborted if (asked.is_over)() => Outcome::Failed(shut_down()),
+        End::Aborted if (request.is_over)() => Outcome::Failed(shut_down()),
         End::Aborted => Outcome::Finished {
             reason: "abort",
             matched: Matched::Nothing,
@@ -67,10 +67,10 @@ pub(crate) fn outcome(end: &End, tokens: bool, asked: Asked<'_>) -> Outcome {
             Outcome::Failed(Status::resource_exhausted(one_line(&reason)))
         }
         // A grammar that cannot be used fails before its first token.
-        End::Failed(reason) if asked.is_bound && !tokens && !(asked.is_over)() => {
+        End::Failed(reason) if request.is_bound && !tokens && !(request.is_over)() => {
             Outcome::Failed(Status::invalid_argument(one_line(reason)))
         }
-        End::Failed(reason) if (asked.is_over)() => {
+        End::Failed(reason) if (request.is_over)() => {
             Outcome::Failed(Status::unavailable(one_line(reason)))
         }
         End::Failed(reason) => Outcome::Failed(Status::internal(one_line(reason))),

@@ -7,9 +7,9 @@ use std::task::{Context, Poll};
 use futures_core::Stream;
 use tonic::Status;
 
-use crate::core::Core;
-use crate::mailbox::{Counts, Mailbox, Part};
-use crate::status::{self, Asked, Matched, Outcome, shut_down};
+use crate::core::{Asked, Core, Entered};
+use crate::mailbox::{Counts, Part};
+use crate::status::{self, Matched, Outcome, shut_down};
 
 /// What one message of an answer says.
 #[derive(Debug)]
@@ -35,12 +35,7 @@ pub(crate) enum Answer {
 #[derive(Debug)]
 pub(crate) struct Ticket {
     core: Arc<Core>,
-    id: u64,
-    name: String,
-    mailbox: Arc<Mailbox>,
-    pub(crate) prompt_tokens: u32,
-    stops: Vec<Box<[u8]>>,
-    is_bound: bool,
+    request: Entered,
     /// Whether something has come of it.
     has_begun: bool,
     /// Whether nothing more comes of it.
@@ -48,26 +43,14 @@ pub(crate) struct Ticket {
 }
 
 impl Ticket {
-    pub(crate) fn new(
-        core: Arc<Core>,
-        id: u64,
-        name: String,
-        mailbox: Arc<Mailbox>,
-        prompt_tokens: u32,
-        stops: Vec<Box<[u8]>>,
-        is_bound: bool,
-    ) -> Self {
-        Self {
-            core,
-            id,
-            name,
-            mailbox,
-            prompt_tokens,
-            stops,
-            is_bound,
+    /// Hands a request in.
+    pub(crate) fn new(core: &Arc<Core>, asked: Asked) -> Result<Self, Status> {
+        Ok(Self {
+            request: core.submit(asked)?,
+            core: Arc::clone(core),
             has_begun: false,
             has_ended: false,
-        }
+        })
     }
 
     /// The next message; `None` after the last one. After an error there is no other.
@@ -78,7 +61,7 @@ impl Ticket {
         if self.has_ended {
             return Poll::Ready(None);
         }
-        let part = match self.mailbox.take(context) {
+        let part = match self.request.mailbox.take(context) {
             Poll::Pending => return Poll::Pending,
             Poll::Ready(part) => part,
         };
@@ -103,12 +86,12 @@ impl Ticket {
                 counts,
                 end,
             }) => {
-                let asked = Asked {
-                    stops: &self.stops,
-                    is_bound: self.is_bound,
+                let request = status::Request {
+                    stops: &self.request.stops,
+                    is_bound: self.request.is_bound,
                     is_over: &|| self.core.trouble().is_some(),
                 };
-                match status::outcome(&end, counts.tokens > 0, asked) {
+                match status::outcome(&end, counts.tokens > 0, request) {
                     Outcome::Finished { reason, matched } => Some(Ok(Answer::End {
                         sample,
                         tokens,
@@ -124,14 +107,14 @@ impl Ticket {
 
     /// An answer cannot be had in parts: the other sequences end, too.
     fn fail(&mut self, status: Status) -> Status {
-        self.core.close(self.id, &self.name, false);
+        self.core.close(self.request.id, &self.request.name, false);
         self.has_ended = true;
         status
     }
 
     fn begin(&mut self) {
         if !std::mem::replace(&mut self.has_begun, true) {
-            self.core.begun(self.prompt_tokens);
+            self.core.begun(self.request.prompt_tokens);
         }
     }
 }
@@ -139,7 +122,8 @@ impl Ticket {
 impl Drop for Ticket {
     fn drop(&mut self) {
         self.begin();
-        self.core.close(self.id, &self.name, self.has_ended);
+        self.core
+            .close(self.request.id, &self.request.name, self.has_ended);
     }
 }
 
@@ -180,7 +164,7 @@ impl<W: Wording> Stream for Answers<W> {
         context: &mut Context<'_>,
     ) -> Poll<Option<Self::Item>> {
         let this = self.get_mut();
-        let tokens = this.ticket.prompt_tokens;
+        let tokens = this.ticket.request.prompt_tokens;
         if let Some(first) = this.first.take() {
             return Poll::Ready(Some(Ok(W::say(first, tokens))));
         }

@@ -25,10 +25,10 @@ use crate::grammars;
 use crate::loads::Loads;
 use crate::mailbox::Pace;
 use crate::status::Matched;
-use crate::ticket::{Answer, Answers, Wording};
+use crate::ticket::{Answer, Answers, Ticket, Wording};
 use crate::times;
 use crate::tokenizer::{self, Bundle};
-use crate::unserved::{IMAGES, LOGPROBS, SPLIT, or_one, refuse};
+use crate::unserved::{IMAGES, LOGPROBS, NO_EMBEDDINGS, SPLIT, or_one, refuse};
 
 /// The service over a core.
 pub(crate) fn service(core: Arc<Core>, message_bytes: usize) -> VllmEngineServer<Engine> {
@@ -238,12 +238,12 @@ impl VllmEngine for Engine {
         &self,
         request: Request<GenerateRequest>,
     ) -> Result<Response<Self::GenerateStream>, Status> {
-        let ticket = self.0.submit(asked(request.into_inner())?)?;
+        let ticket = Ticket::new(&self.0, asked(request.into_inner())?)?;
         Ok(Response::new(Answers::begin(ticket).await?))
     }
 
     async fn embed(&self, _: Request<EmbedRequest>) -> Result<Response<EmbedResponse>, Status> {
-        Err(Status::unimplemented(crate::door::NO_EMBEDDINGS))
+        Err(Status::unimplemented(NO_EMBEDDINGS))
     }
 
     async fn health_check(

@@ -95,6 +95,7 @@ impl Runtime {
         ready_timeout_s = 1200.0, step_timeout_s = 60.0, stop_timeout_s = 5.0, log_file = None
     ))]
     #[expect(
+        clippy::fn_params_excessive_bools,
         clippy::too_many_arguments,
         clippy::needless_pass_by_value,
         reason = "keywords of Python"
