@@ -706,6 +706,62 @@ class Front:
         """
 
 @final
+class Gateway:
+    """
+    The gRPC services that the gateway smg calls, for a runtime whose drivers are ready: one thread without Python serves them.
+
+    Nothing else may call `poll` of the runtime. Use it as a context manager, or call `close`, before the runtime is shut down.
+    """
+    def __enter__(self, /) -> Gateway: ...
+    def __exit__(self, /, _kind: Any | None = None, _error: Any | None = None, _traceback: Any | None = None) -> None: ...
+    def __new__(cls, /, runtime: Runtime, *, contract: str = "vllm", host: str = "127.0.0.1", port: SupportsIndex = 0, model_path: str = ..., tokenizer_path: str = ..., served_model_name: str = ..., model_type: str = ..., architectures: SupportsGetItem[int, str] = ..., eos_token_ids: SupportsGetItem[int, SupportsIndex] = ..., bos_token_id: SupportsIndex | None = None, pad_token_id: SupportsIndex | None = None, context_length: SupportsIndex | None = None, default_sampling: str = ..., weight_version: str = ..., version: str = ..., max_running_requests: SupportsIndex | None = None, speculate: bool = False, event_history: SupportsIndex = 10000) -> Gateway:
+        """
+        Opens the door.
+
+        Args:
+            runtime: What computes.
+            contract: `vllm` for `vllm.grpc.engine.VllmEngine`, `sglang` for `sglang.grpc.scheduler.SglangScheduler`.
+            host: An address of this machine.
+            port: 0 for any that is free.
+            model_path: The folder, which a gateway on this machine reads tokenizer and template from.
+            tokenizer_path: The folder of the tokenizer, if it is another one.
+            served_model_name: What clients call the model.
+            model_type: As `config.json` says it.
+            architectures: As `config.json` says them.
+            eos_token_ids: They end a request, unless it ignores them.
+            bos_token_id: Begins texts.
+            pad_token_id: Fills batches.
+            context_length: Most tokens of prompt and output together; the driver may allow fewer.
+            default_sampling: Sampling parameters for what a client leaves out, as a JSON object.
+            weight_version: Names the weights.
+            version: Of this program.
+            max_running_requests: As the runtime has it.
+            speculate: The driver may draft for requests.
+            event_history: Batches of changes of the prefix index that are kept; 0 to publish none. The runtime must record them
+                (`kv_events`).
+
+        Raises:
+            OSError: The address cannot be listened at.
+            RuntimeError: The drivers are not ready.
+            ValueError: The contract or the host is none.
+        """
+    @property
+    def address(self, /) -> str:
+        """
+        Where it listens, as `host:port`.
+        """
+    def close(self, /, timeout_s: SupportsFloat | SupportsIndex = 0.0) -> None:
+        """
+        Takes no more requests, lets those that run end, but no longer than `timeout_s`, and closes every connection. A second
+        call does nothing.
+        """
+    @property
+    def open_requests(self, /) -> int:
+        """
+        Requests that have not ended.
+        """
+
+@final
 class GraphPath:
     """
     Captured graphs, and the memory that they share with the host. Give it to `Server.serve`.
@@ -1728,6 +1784,7 @@ class Runtime:
                 `chunked_prefill_size`; 0 for no more than these.
             radix_eviction_policy: `lru`, `lfu`, `fifo`, `filo`, `mru`, `slru` or `priority`.
             disable_radix_cache: Share no prefixes.
+            kv_events: Record changes of the prefix index, for a `Gateway`; they cost a SHA-256 per page.
             enable_priority_scheduling: `priority` of requests comes before the policy.
             schedule_low_priority_values_first: The lowest value comes first.
             priority_scheduling_preemption_threshold: A request whose priority is better by more takes the pages of running

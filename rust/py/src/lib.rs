@@ -13,6 +13,7 @@ mod drafter;
 mod error;
 mod extension;
 mod front;
+mod gateway;
 mod graph_path;
 mod guard;
 mod images;
@@ -67,6 +68,8 @@ mod _core {
     use crate::extension::Extension;
     #[pymodule_export]
     use crate::front::Front;
+    #[pymodule_export]
+    use crate::gateway::Gateway;
     #[pymodule_export]
     use crate::graph_path::GraphPath;
     #[pymodule_export]

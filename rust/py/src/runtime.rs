@@ -23,15 +23,13 @@ use toml::Table;
 
 use self::grammars::grammar_of;
 use self::outputs::{Shown, Stats, dict, shown};
-use self::settings::{
-    Prompt, at_least_one, lock, log, share, table, token_bytes, value_error, with_special,
-};
+use self::settings::{Prompt, at_least_one, lock, log, share, table, token_bytes, with_special};
 use crate::error::from_runtime;
 
 pub(crate) use self::help::wait;
 pub(crate) use self::outputs::Output;
 pub(crate) use self::requests::Requests;
-pub(crate) use self::settings::seconds;
+pub(crate) use self::settings::{seconds, value_error};
 
 /// Drivers with a scheduler for each: requests in, tokens out.
 ///
@@ -40,7 +38,7 @@ pub(crate) use self::settings::seconds;
 /// they were. Use it as a context manager, or call `shutdown`.
 #[pyclass(frozen, module = "pie_driver_sglang._core")]
 pub(crate) struct Runtime {
-    pub(crate) service: Service,
+    pub(crate) service: Arc<Service>,
     /// One for each replica.
     figures: Mutex<Vec<FigureReader>>,
     lines: Arc<Mutex<VecDeque<String>>>,
@@ -72,6 +70,7 @@ impl Runtime {
     ///         `chunked_prefill_size`; 0 for no more than these.
     ///     radix_eviction_policy: `lru`, `lfu`, `fifo`, `filo`, `mru`, `slru` or `priority`.
     ///     disable_radix_cache: Share no prefixes.
+    ///     kv_events: Record changes of the prefix index, for a `Gateway`; they cost a SHA-256 per page.
     ///     enable_priority_scheduling: `priority` of requests comes before the policy.
     ///     schedule_low_priority_values_first: The lowest value comes first.
     ///     priority_scheduling_preemption_threshold: A request whose priority is better by more takes the pages of running
@@ -100,8 +99,8 @@ impl Runtime {
         model, *, python, devices = vec!["cuda:0".to_owned()], replicas = 1, tensor_parallel_size = 1, dtype = None,
         seed = 42, spin_budget_us = 1000, options = None, schedule_policy = "fcfs", schedule_conservativeness = 1.0,
         max_running_requests = None, max_queued_requests = None, chunked_prefill_size = 8192, max_token_gap_ms = 6.0,
-        max_step_ms = 250.0,
-        radix_eviction_policy = "lru", disable_radix_cache = false, enable_priority_scheduling = false,
+        max_step_ms = 250.0, radix_eviction_policy = "lru", disable_radix_cache = false, kv_events = false,
+        enable_priority_scheduling = false,
         schedule_low_priority_values_first = false, priority_scheduling_preemption_threshold = None,
         max_total_pages = None, eos_token_ids = Vec::new(), vocabulary = None, special_tokens = Vec::new(),
         constrained_json_whitespace_pattern = None, constrained_json_disable_any_whitespace = false, waiting_limit_s = None,
@@ -134,6 +133,7 @@ impl Runtime {
         max_step_ms: f64,
         radix_eviction_policy: &str,
         disable_radix_cache: bool,
+        kv_events: bool,
         enable_priority_scheduling: bool,
         schedule_low_priority_values_first: bool,
         priority_scheduling_preemption_threshold: Option<i32>,
@@ -176,6 +176,7 @@ impl Runtime {
             step_us: step.as_micros() as u64,
             prefix_cache: !disable_radix_cache,
             eviction: radix_eviction_policy.parse().map_err(value_error)?,
+            kv_events,
             priority: enable_priority_scheduling,
             low_priority_first: schedule_low_priority_values_first,
             preemption_threshold: priority_scheduling_preemption_threshold,
@@ -212,7 +213,7 @@ impl Runtime {
         let now = Instant::now();
         let readers = settings.drivers.iter().map(|_| FigureReader::new(now));
         Ok(Self {
-            service,
+            service: Arc::new(service),
             figures: Mutex::new(readers.collect()),
             lines,
             stop_tokens: eos_token_ids,

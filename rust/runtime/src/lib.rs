@@ -49,13 +49,13 @@ pub use handshake::Capabilities;
 pub use link::{Exchange, Flight, Link, Prepared, Room};
 pub use log::LogSink;
 pub use logprobs::LogprobParams;
-pub use outbox::{Delta, End};
+pub use outbox::{Batch, Delta, End};
 pub use pie_grammar::{
     Compiler, Grammar, GrammarError, JsonSpace, Limits as GrammarLimits, Vocabulary,
 };
 pub use pie_sched::{
-    Arrival, Config, Constrain, Ends, Eviction, Policy, Refusal, Stats, StopRegexError,
-    StopRegexes, TokenBytes,
+    Arrival, Config, Constrain, Ends, Eviction, KvEvent, KvMedium, Policy, Refusal, Stats,
+    StopRegexError, StopRegexes, TokenBytes,
 };
 pub use pie_wire::{Logprobs, Penalties, PlaceShape, RequestExtension, Sampler};
 pub use replica::Pause;

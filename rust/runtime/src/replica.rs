@@ -319,6 +319,10 @@ impl Replica {
             return;
         };
         scheduler.outputs(&mut self.outputs);
+        let events = scheduler.take_kv_events();
+        if !events.is_empty() {
+            self.shared.outbox.record(self.number, events);
+        }
         if !self.outputs.is_empty() {
             for output in self.outputs.iter().filter(|output| output.finish.is_some()) {
                 if self.sequences.remove(&(output.id, output.sample)) {

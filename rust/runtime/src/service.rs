@@ -3,6 +3,7 @@
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::{self, Sender};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::task::{Context, Poll};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
@@ -14,7 +15,7 @@ use crate::error::RuntimeError;
 use crate::grammars::{Grammars, Unbindable};
 use crate::handshake::Capabilities;
 use crate::link;
-use crate::outbox::Delta;
+use crate::outbox::{Batch, Delta};
 use crate::replica::{Command, Pause, Replica};
 use crate::sampling::Draw;
 use crate::shared::{ReplicaStats, ServiceSettings, Shared};
@@ -393,6 +394,14 @@ impl Service {
     /// sequence that were not fetched yet are one.
     pub fn poll(&self, limit: Duration) -> Vec<Delta> {
         self.shared.outbox.take(limit)
+    }
+
+    /// As [`poll`](Self::poll), for a task: moves everything there is into `batch`, whose content is dropped, with the changes of
+    /// the prefix indices. While there is nothing, the task of the last call is woken by what comes. False after a shutdown, when
+    /// nothing is left. Only one caller gets an output, so a program has one task that calls this, or one thread that calls
+    /// `poll`.
+    pub fn poll_batch(&self, context: &mut Context<'_>, batch: &mut Batch) -> Poll<bool> {
+        self.shared.outbox.poll(context, batch)
     }
 
     /// Whether it was shut down.

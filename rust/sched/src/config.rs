@@ -45,6 +45,10 @@ impl FromStr for Policy {
 
 /// What the operator wants. Where `SGLang` has a setting of the same meaning, its name is given.
 #[derive(Debug, Clone, PartialEq)]
+#[expect(
+    clippy::struct_excessive_bools,
+    reason = "each is a setting of its own"
+)]
 pub struct Config {
     /// `schedule_policy`.
     pub policy: Policy,
@@ -70,6 +74,9 @@ pub struct Config {
     pub prefix_cache: bool,
     /// `radix_eviction_policy`.
     pub eviction: pie_radix::Policy,
+    /// Whether changes of what is cached are recorded, for [`Scheduler::take_kv_events`](crate::Scheduler::take_kv_events). They
+    /// cost a SHA-256 per page.
+    pub kv_events: bool,
     /// `enable_priority_scheduling`: [`Arrival::priority`](crate::Arrival::priority) comes before the policy, which must
     /// be `fcfs` or `lof`.
     pub priority: bool,
@@ -99,6 +106,7 @@ impl Default for Config {
             gap_us: 6000,
             prefix_cache: true,
             eviction: pie_radix::Policy::Lru,
+            kv_events: false,
             priority: false,
             low_priority_first: false,
             preemption_threshold: None,

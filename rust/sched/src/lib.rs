@@ -91,7 +91,7 @@ pub use copies::Copies;
 pub use error::{Refusal, SchedError};
 pub use logprobs::Logprobs;
 pub use output::{Finish, Output, Outputs};
-pub use pie_radix::{Move, Policy as Eviction};
+pub use pie_radix::{Event as KvEvent, Medium as KvMedium, Move, Policy as Eviction};
 pub use regex::{StopRegexError, StopRegexes};
 pub use scheduler::Scheduler;
 pub use stats::Stats;

@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::fmt;
 use std::sync::Arc;
 
-use pie_radix::Insertion;
+use pie_radix::{Event as KvEvent, Insertion};
 use rustc_hash::FxHashMap;
 use slab::Slab;
 
@@ -426,6 +426,11 @@ impl<S> Scheduler<S> {
     pub fn flush(&mut self) -> usize {
         self.full_until = 0;
         self.memory.flush()
+    }
+
+    /// Changes of what is cached since the last call, in their order; none unless [`Config::kv_events`].
+    pub fn take_kv_events(&mut self) -> Vec<KvEvent> {
+        self.memory.take_events()
     }
 
     /// Counts.

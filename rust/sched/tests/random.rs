@@ -122,6 +122,7 @@ fn config() -> impl Strategy<Value = Config> {
             step_us,
             prefix_cache,
             eviction,
+            kv_events: false,
             priority: priority && matches!(policy, Policy::Fcfs | Policy::Lof),
             low_priority_first,
             preemption_threshold,

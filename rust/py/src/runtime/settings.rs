@@ -128,7 +128,7 @@ pub(super) fn at_least_one(name: &str, value: Option<u32>) -> PyResult<Option<u3
 }
 
 #[expect(clippy::needless_pass_by_value, reason = "the form that map_err takes")]
-pub(super) fn value_error(error: impl ToString) -> PyErr {
+pub(crate) fn value_error(error: impl ToString) -> PyErr {
     PyValueError::new_err(error.to_string())
 }
 

@@ -4,7 +4,8 @@
 use std::collections::{HashMap, HashSet};
 use std::fs::{self, OpenOptions};
 use std::io::Write;
-use std::path::Path;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
 use std::process;
 use std::thread;
 use std::time::Duration;
@@ -24,6 +25,23 @@ const HOST_PAGES: u32 = 12;
 const MOST_REQUESTS: u32 = 8;
 const MOST_TOKENS: u32 = 64;
 const MOST_PAGE_REFS: u32 = 120;
+
+/// What `python` is: it becomes this test program.
+pub(crate) fn script(folder: &Path, behaviour: &str) -> PathBuf {
+    let path = folder.join("python");
+    let this = std::env::current_exe().unwrap();
+    let text = format!(
+        "#!/bin/sh\n\
+         [ \"$#:$1:$2:$3:$5:$6\" = 6:-m:pie_driver_sglang:--config:--handshake-fd:3 ] || exit 64\n\
+         PIE_TEST_BEHAVIOUR='{behaviour}' PIE_TEST_STARTS='{}' PIE_TEST_CONFIG=\"$4\" \\\n\
+         exec '{}' --exact stand_in --nocapture\n",
+        folder.join("starts").display(),
+        this.display()
+    );
+    fs::write(&path, text).unwrap();
+    fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
+    path
+}
 
 /// What follows a text.
 pub(crate) fn next(text: &[u32]) -> u32 {

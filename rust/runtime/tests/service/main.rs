@@ -4,8 +4,7 @@ mod driver;
 
 use std::collections::HashMap;
 use std::fs;
-use std::os::unix::fs::PermissionsExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::Command;
 use std::sync::{Arc, Mutex};
 use std::thread;
@@ -56,7 +55,8 @@ impl Bench {
     fn start(behaviour: &str, change: impl FnOnce(&mut ServiceSettings)) -> Self {
         let folder = TempDir::new().unwrap();
         let lines = Arc::<Mutex<Vec<String>>>::default();
-        let mut driver = DriverSettings::new(script(&folder, behaviour), folder.path());
+        let mut driver =
+            DriverSettings::new(driver::script(folder.path(), behaviour), folder.path());
         driver.devices = vec!["cpu".to_owned()];
         driver.ready_timeout = WATCHDOG;
         let log = Arc::clone(&lines);
@@ -137,23 +137,6 @@ fn add(stories: &mut Stories, delta: Delta) {
     story.logprobs.extend(delta.logprobs);
     story.end = delta.end;
     story.cached = delta.cached_tokens;
-}
-
-/// What `python` is: it becomes this test program.
-fn script(folder: &TempDir, behaviour: &str) -> PathBuf {
-    let path = folder.path().join("python");
-    let this = std::env::current_exe().unwrap();
-    let text = format!(
-        "#!/bin/sh\n\
-         [ \"$#:$1:$2:$3:$5:$6\" = 6:-m:pie_driver_sglang:--config:--handshake-fd:3 ] || exit 64\n\
-         PIE_TEST_BEHAVIOUR='{behaviour}' PIE_TEST_STARTS='{}' PIE_TEST_CONFIG=\"$4\" \\\n\
-         exec '{}' --exact stand_in --nocapture\n",
-        folder.path().join("starts").display(),
-        this.display()
-    );
-    fs::write(&path, text).unwrap();
-    fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
-    path
 }
 
 /// What a request must bring.
