@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final, SupportsFloat, SupportsIndex, final
 from typing_extensions import Buffer
 
-__all__ = ["REHEARSAL_ADAPTER", "STEP_EXTRA_WORDS", "STEP_PLACE_WORDS", "STEP_TOP", "AttentionMask", "Batch", "Broadcast", "CacheEvent", "Client", "Copy", "Counts", "Drafter", "Evicted", "ExitGuard", "Extension", "Follower", "Front", "GraphPath", "Image", "ImageSpan", "Inserted", "LayerPatterns", "Load", "Match", "NodeInfo", "Output", "PagePool", "Pass", "PassImages", "Planner", "PoolStats", "RadixIndex", "Reply", "Request", "Runtime", "Sampler", "Server", "SlotGroup", "Step", "Wake", "build_info", "die_with_parent", "encode_forward", "graph_layout", "region_bytes"]
+__all__ = ["REHEARSAL_ADAPTER", "STEP_EXTRA_WORDS", "STEP_PLACE_WORDS", "STEP_TOP", "AttentionMask", "Batch", "Broadcast", "CacheEvent", "Client", "Copy", "Counts", "Drafter", "Evicted", "ExitGuard", "Extension", "Follower", "Front", "Gateway", "GraphPath", "Image", "ImageSpan", "Inserted", "LayerPatterns", "Load", "Match", "NodeInfo", "Output", "PagePool", "Pass", "PassImages", "Planner", "PoolStats", "RadixIndex", "Reply", "Request", "Requests", "Runtime", "Sampler", "Server", "SlotGroup", "Step", "Wake", "build_info", "die_with_parent", "encode_forward", "graph_layout", "region_bytes"]
 
 REHEARSAL_ADAPTER: Final[int]
 """
@@ -1075,6 +1075,11 @@ class Output:
         Which of the request's `n` sequences, from 0.
         """
     @property
+    def stop_regex(self, /) -> int | None:
+        """
+        Index of the stop expression that ended it.
+        """
+    @property
     def stop_string(self, /) -> int | None:
         """
         Index of the stop string that ended it.
@@ -1759,7 +1764,7 @@ class Runtime:
     """
     def __enter__(self, /) -> Runtime: ...
     def __exit__(self, /, _kind: Any | None = None, _error: Any | None = None, _traceback: Any | None = None) -> None: ...
-    def __new__(cls, /, model: str | PathLike[str], *, python: str | PathLike[str], devices: SupportsGetItem[int, str] = ..., replicas: SupportsIndex = 1, tensor_parallel_size: SupportsIndex = 1, dtype: str | None = None, seed: SupportsIndex = 42, spin_budget_us: SupportsIndex = 1000, options: dict | None = None, schedule_policy: str = "fcfs", schedule_conservativeness: SupportsFloat | SupportsIndex = 1.0, max_running_requests: SupportsIndex | None = None, max_queued_requests: SupportsIndex | None = None, chunked_prefill_size: SupportsIndex = 8192, max_token_gap_ms: SupportsFloat | SupportsIndex = 6.0, radix_eviction_policy: str = "lru", disable_radix_cache: bool = False, enable_priority_scheduling: bool = False, schedule_low_priority_values_first: bool = False, priority_scheduling_preemption_threshold: SupportsIndex | None = None, max_total_pages: SupportsIndex | None = None, eos_token_ids: SupportsGetItem[int, SupportsIndex] = ..., vocabulary: SupportsGetItem[int, SupportsGetItem[int, SupportsIndex]] | None = None, special_tokens: SupportsGetItem[int, tuple[SupportsIndex, str]] = ..., waiting_limit_s: SupportsFloat | SupportsIndex | None = None, running_limit_s: SupportsFloat | SupportsIndex | None = None, max_restarts: SupportsIndex = 3, ready_timeout_s: SupportsFloat | SupportsIndex = 1200.0, step_timeout_s: SupportsFloat | SupportsIndex = 60.0, stop_timeout_s: SupportsFloat | SupportsIndex = 5.0, log_file: str | PathLike[str] | None = None) -> Runtime:
+    def __new__(cls, /, model: str | PathLike[str], *, python: str | PathLike[str], devices: SupportsGetItem[int, str] = ..., replicas: SupportsIndex = 1, tensor_parallel_size: SupportsIndex = 1, dtype: str | None = None, seed: SupportsIndex = 42, spin_budget_us: SupportsIndex = 1000, options: dict | None = None, schedule_policy: str = "fcfs", schedule_conservativeness: SupportsFloat | SupportsIndex = 1.0, max_running_requests: SupportsIndex | None = None, max_queued_requests: SupportsIndex | None = None, chunked_prefill_size: SupportsIndex = 8192, max_token_gap_ms: SupportsFloat | SupportsIndex = 6.0, max_step_ms: SupportsFloat | SupportsIndex = 250.0, radix_eviction_policy: str = "lru", disable_radix_cache: bool = False, kv_events: bool = False, enable_priority_scheduling: bool = False, schedule_low_priority_values_first: bool = False, priority_scheduling_preemption_threshold: SupportsIndex | None = None, max_total_pages: SupportsIndex | None = None, eos_token_ids: SupportsGetItem[int, SupportsIndex] = ..., vocabulary: SupportsGetItem[int, SupportsGetItem[int, SupportsIndex]] | None = None, special_tokens: SupportsGetItem[int, tuple[SupportsIndex, str]] = ..., constrained_json_whitespace_pattern: str | None = None, constrained_json_disable_any_whitespace: bool = False, waiting_limit_s: SupportsFloat | SupportsIndex | None = None, running_limit_s: SupportsFloat | SupportsIndex | None = None, max_restarts: SupportsIndex = 3, ready_timeout_s: SupportsFloat | SupportsIndex = 1200.0, step_timeout_s: SupportsFloat | SupportsIndex = 60.0, stop_timeout_s: SupportsFloat | SupportsIndex = 5.0, log_file: str | PathLike[str] | None = None) -> Runtime:
         """
         Starts the drivers.
 
@@ -1793,6 +1798,8 @@ class Runtime:
             eos_token_ids: They end a request, unless it ignores them.
             vocabulary: What each token adds to a text, as bytes; needed for stop strings.
             special_tokens: Tokens without text, with their names, which grammars may use.
+            constrained_json_whitespace_pattern: What white space between the parts of JSON must match, under a schema.
+            constrained_json_disable_any_whitespace: There is none.
             waiting_limit_s: A request that is not admitted so long after it came ends with the reason `deadline`; None for no
                 limit.
             running_limit_s: The same from its admission to its end.
@@ -1895,7 +1902,7 @@ class Runtime:
         `rows`. `driver_s` are the seconds that drivers took for them, from request to answer; `host_s` those from answer to
         request, when devices wait for this side, with `gap_us_p50` and `gap_us_p99` of a step.
         """
-    def submit(self, /, token_ids: Buffer | ndarray | list[int], *, max_new_tokens: SupportsIndex = 128, min_new_tokens: SupportsIndex = 0, temperature: SupportsFloat | SupportsIndex = 1.0, top_k: SupportsIndex = ..., top_p: SupportsFloat | SupportsIndex = 1.0, min_p: SupportsFloat | SupportsIndex = 0.0, seed: SupportsIndex | None = None, frequency_penalty: SupportsFloat | SupportsIndex = 0.0, presence_penalty: SupportsFloat | SupportsIndex = 0.0, repetition_penalty: SupportsFloat | SupportsIndex = 1.0, logit_bias: SupportsGetItem[int, tuple[SupportsIndex, SupportsFloat | SupportsIndex]] = ..., stop_token_ids: SupportsGetItem[int, SupportsIndex] = ..., stop: SupportsGetItem[int, str] = ..., ignore_eos: bool = False, n: SupportsIndex = 1, priority: SupportsIndex | None = None, routing_key: str | None = None, session: SupportsIndex | None = None, namespace: str | None = None, adapter_id: SupportsIndex | None = None, grammar: tuple[str, str] | None = None, logprobs: tuple[SupportsIndex, SupportsGetItem[int, SupportsIndex], SupportsIndex | None] | None = None, logprobs_original: bool = False, speculate: bool = False, deadline_s: SupportsFloat | SupportsIndex | None = None, streams: bool = True) -> int:
+    def submit(self, /, token_ids: Buffer | ndarray | list[int], *, max_new_tokens: SupportsIndex = 128, min_new_tokens: SupportsIndex = 0, temperature: SupportsFloat | SupportsIndex = 1.0, top_k: SupportsIndex = ..., top_p: SupportsFloat | SupportsIndex = 1.0, min_p: SupportsFloat | SupportsIndex = 0.0, seed: SupportsIndex | None = None, frequency_penalty: SupportsFloat | SupportsIndex = 0.0, presence_penalty: SupportsFloat | SupportsIndex = 0.0, repetition_penalty: SupportsFloat | SupportsIndex = 1.0, logit_bias: SupportsGetItem[int, tuple[SupportsIndex, SupportsFloat | SupportsIndex]] = ..., stop_token_ids: SupportsGetItem[int, SupportsIndex] = ..., stop: SupportsGetItem[int, str] = ..., stop_regex: SupportsGetItem[int, str] = ..., ignore_eos: bool = False, n: SupportsIndex = 1, priority: SupportsIndex | None = None, routing_key: str | None = None, session: SupportsIndex | None = None, namespace: str | None = None, adapter_id: SupportsIndex | None = None, grammar: tuple[str, str] | None = None, grammar_after: SupportsGetItem[int, SupportsIndex] = ..., logprobs: tuple[SupportsIndex, SupportsGetItem[int, SupportsIndex], SupportsIndex | None] | None = None, logprobs_original: bool = False, speculate: bool = False, deadline_s: SupportsFloat | SupportsIndex | None = None, streams: bool = True, into: Requests | None = None) -> int:
         """
         Hands a request in and returns its id at once. What comes of it is for `poll`; one that cannot be served, because its
         prompt is too long, for example, ends with the reason `error`.
@@ -1915,6 +1922,7 @@ class Runtime:
             logit_bias: Tokens, and what is added to their logits.
             stop_token_ids: They end it, besides the model's own.
             stop: Texts that end it.
+            stop_regex: Expressions that end it where they match, in the syntax of Rust's `regex`.
             ignore_eos: The model's own do not end it.
             n: Sequences that go on from the prompt.
             priority: Higher comes first.
@@ -1924,6 +1932,7 @@ class Runtime:
             adapter_id: What `load_adapter` loaded; None for the model alone. Different ones share no prefix.
             grammar: What binds the output: `json_schema`, `regex`, `ebnf`, `lark` or `structural_tag`, and its text. It is compiled
                 while the request waits; a wrong one ends it with the reason `error`.
+            grammar_after: The tokens after which the grammar binds, as those that end a model's thinking; none for the start.
             logprobs: Log-probabilities of its tokens, None for none: how many most probable tokens of each place, tokens whose
                 log-probabilities are wanted at each place, and the index of a token of the prompt, those after which are wanted,
                 too, or None.
@@ -1938,6 +1947,15 @@ class Runtime:
             ValueError: A parameter is out of range, or the driver cannot do what is asked for.
             TypeError: `token_ids` is neither.
             OverflowError: A token does not fit into uint32.
+            StartError: No driver is left.
+            RuntimeError: The drivers are not ready, or the runtime is shut down.
+        """
+    def submit_all(self, /, requests: Requests) -> list[int]:
+        """
+        Hands requests in and returns their ids, in order. No step is laid out between them: those that do not stream fill steps as
+        large as can be. Afterwards `requests` is empty.
+
+        Raises:
             StartError: No driver is left.
             RuntimeError: The drivers are not ready, or the runtime is shut down.
         """

@@ -308,6 +308,7 @@ impl Runtime {
     ))]
     #[expect(
         clippy::too_many_arguments,
+        clippy::fn_params_excessive_bools,
         clippy::needless_pass_by_value,
         reason = "keywords of Python"
     )]
