@@ -36,12 +36,15 @@ CHUNK = 48
 """Tokens of a step: most prompts are cut."""
 TOKENS = 24
 GREEDY = {"temperature": 0, "ignore_eos": True, "max_new_tokens": TOKENS}
+OF_DRIVERS = ("HF_HUB_OFFLINE", "TORCH_COMPILE_DISABLE", "NCCL_CUMEM_ENABLE", "OMP_WAIT_POLICY")
+"""Of the environment: set for the libraries of a driver, in its own process alone."""
 WORDS = (POCKET / "README.md").read_text().split()
 
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
     lines: list[tuple[float, str]] = []
+    before = {name: os.environ.get(name) for name in OF_DRIVERS}
     found = Engine(
         model_path=str(POCKET),
         device="cpu",
@@ -56,6 +59,7 @@ def engine() -> Iterator[Engine]:
         assert [seconds for seconds, _ in lines] == sorted(seconds for seconds, _ in lines)
         assert any("loading" in line for _, line in lines)
         yield found
+        assert {name: os.environ.get(name) for name in OF_DRIVERS} == before
     pids = found.get_server_info()["internal_states"][0]["driver_pids"]
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 

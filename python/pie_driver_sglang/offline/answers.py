@@ -46,7 +46,7 @@ class Answer:
         self._finish: dict[str, Any] | None = None
         skip = sampling.skip_special_tokens
         self._stream = tokenizer.stream(prompt, skip) if tokenizer and streams else None
-        self._stops = StopFilter(sampling.stop if not sampling.no_stop_trim else ())
+        self._stops = StopFilter(sampling.trimmed, keep=sampling.no_stop_trim)
 
     @property
     def is_over(self) -> bool:
@@ -166,6 +166,8 @@ def _finish_reason(output: Any, sampling: SamplingParameters, count: int) -> dic
         matched = output.stop_token
         if output.stop_string is not None:
             matched = sampling.stop[output.stop_string]
+        if output.stop_regex is not None:
+            matched = sampling.stop_regex[output.stop_regex]
         return {"type": "stop", "matched": matched}
     message = {"abort": "it was aborted", "deadline": "its time was over"}.get(kind)
     return {"type": "abort", "message": output.error or message or str(kind)}

@@ -13,6 +13,7 @@ from typing import Any, Final, NamedTuple, NoReturn, Self, TypeVar
 
 from pie_driver_sglang import __version__, _core
 from pie_driver_sglang.config.hf_config import load_hf_config
+from pie_driver_sglang.config.thinking import think_end_of
 from pie_driver_sglang.errors import ConfigError, DriverError, nearest, quoted
 from pie_driver_sglang.offline.adapters import AdapterUpdate, EngineAdapters, parse_paths
 from pie_driver_sglang.offline.answers import CallAnswers
@@ -49,7 +50,6 @@ REFUSED_ARGUMENTS: Final[Mapping[str, str]] = MappingProxyType(
         "image_data": "the offline engine takes text and tokens",
         "logprob_start_len": "log-probabilities are not served yet",
         "mm_hashes": "the offline engine takes text and tokens",
-        "require_reasoning": "grammars are not served yet",
         "return_hidden_states": "hidden states stay in the driver",
         "return_logprob": "log-probabilities are not served yet",
         "return_routed_experts": "the driver does not return them",
@@ -148,6 +148,7 @@ class Engine:
         session_id: str | None = None,
         extra_key: str | None = None,
         lora_path: str | Sequence[str | None] | None = None,
+        require_reasoning: bool = False,
         **others: Any,
     ) -> Any:
         """Generate from one prompt or several.
@@ -163,6 +164,8 @@ class Engine:
             extra_key: Requests with different keys share no prefix.
             lora_path: Name of the loaded adapter to use, for all prompts or a list with that of
                 each; None for the model alone.
+            require_reasoning: A grammar binds what comes after the model's thinking; needs
+                `reasoning_parser`.
             others: Arguments of SGLang's `generate` that must be empty here.
 
         Returns:
@@ -175,7 +178,7 @@ class Engine:
             StartError: The drivers are gone.
         """
         prompts = self._prompts(prompt, sampling_params, input_ids, rid, others, lora_path)
-        extra = self._extra(priority, session_id, extra_key)
+        extra = self._extra(priority, session_id, extra_key, require_reasoning)
         if stream:
             return self._streamed(prompts, extra)
         return self._collected(prompts, extra)
@@ -209,11 +212,12 @@ class Engine:
         session_id: str | None = None,
         extra_key: str | None = None,
         lora_path: str | Sequence[str | None] | None = None,
+        require_reasoning: bool = False,
         **others: Any,
     ) -> Any:
         """Do as :meth:`generate` without blocking the loop; `stream` gives an async iterator."""
         prompts = self._prompts(prompt, sampling_params, input_ids, rid, others, lora_path)
-        extra = self._extra(priority, session_id, extra_key)
+        extra = self._extra(priority, session_id, extra_key, require_reasoning)
         if stream:
             return self._async_streamed(prompts, extra)
         answers = CallAnswers(self.tokenizer, prompts.is_list, streams=False)
@@ -408,13 +412,14 @@ class Engine:
     def _sampling(self, given: Mapping[str, Any] | None) -> SamplingParameters:
         merged = {**self._arguments.sampling, **(given or {})}
         sampling: SamplingParameters = _with_hint(parse_sampling, merged)
-        if sampling.stop and self.tokenizer is None:
-            raise _noted(
-                ConfigError(
-                    "`stop` needs a tokenizer, and `skip_tokenizer_init` is set",
-                    "use `stop_token_ids`",
+        for name in ("stop", "stop_regex"):
+            if getattr(sampling, name) and self.tokenizer is None:
+                raise _noted(
+                    ConfigError(
+                        f"`{name}` needs a tokenizer, and `skip_tokenizer_init` is set",
+                        "use `stop_token_ids`",
+                    )
                 )
-            )
         if sampling.grammar is not None and self.tokenizer is None:
             raise _noted(
                 ConfigError(
@@ -438,14 +443,31 @@ class Engine:
             )
 
     def _extra(
-        self, priority: int | None, session_id: str | None, extra_key: str | None
+        self,
+        priority: int | None,
+        session_id: str | None,
+        extra_key: str | None,
+        require_reasoning: bool = False,
     ) -> dict[str, Any]:
         session = None
         if session_id is not None:
             session = self._sessions.setdefault(session_id, len(self._sessions) + 1)
         speculates = self._arguments.speculates
         named = {"priority": priority, "session": session, "namespace": extra_key}
-        return {**named, "speculate": speculates}
+        after = self._end_of_thinking() if require_reasoning else []
+        return {**named, "speculate": speculates, "grammar_after": after}
+
+    def _end_of_thinking(self) -> list[int]:
+        """The tokens that end the model's thinking."""
+        parser = self._arguments.reasoning_parser
+        if parser is None or self.tokenizer is None:
+            raise _noted(
+                ConfigError(
+                    "`require_reasoning` is set, but how the model ends its thinking is not known",
+                    'name its parser, as `Engine(reasoning_parser="qwen3")`, or remove it',
+                )
+            )
+        return list(self.tokenizer.encode_plain(think_end_of(parser)))
 
     def _submitted(
         self, prompts: _Prompts, extra: Mapping[str, Any], answers: CallAnswers, *, streams: bool

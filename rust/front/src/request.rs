@@ -1,9 +1,12 @@
 //! A request as the tokenizer manager sends it.
 
-use pie_runtime::Sampling;
+use std::sync::Arc;
+
+use pie_runtime::{Grammar, Sampling, StopRegexes};
 use rmpv::{Utf8StringRef, ValueRef};
 
-use crate::error::FrontError;
+use crate::error::{FrontError, one_line};
+use crate::session::SessionParams;
 use crate::table::{Fields, MessageClass, find};
 use crate::unserved::{REQUEST, Refusals, SAMPLING, number};
 
@@ -24,6 +27,10 @@ pub struct GenerateRequest {
     pub routing_key: Option<String>,
     /// Requests of different ones share no prefix.
     pub extra_key: Option<String>,
+    /// The tokenizer manager's name of the adapter.
+    pub adapter: Option<String>,
+    /// The session in which it goes on.
+    pub session: Option<SessionParams>,
     /// Whether the model thinks first: tokens up to the end of it are counted.
     pub reasons: bool,
     /// Whether the front end looks for log-probabilities in its outputs.
@@ -45,6 +52,10 @@ pub struct Params {
     pub stop_token_ids: Vec<u32>,
     /// Texts that end it.
     pub stop_strs: Vec<String>,
+    /// Expressions that end it.
+    pub stop_regexes: Option<Arc<StopRegexes>>,
+    /// What its text must be.
+    pub grammar: Option<Grammar>,
     /// No token ends it.
     pub ignore_eos: bool,
     /// How tokens are drawn.
@@ -101,13 +112,14 @@ places! {
     /// Where the fields of a request stand.
     RequestPlaces of "TokenizedGenerateReqInput" {
         rid, http_worker_ipc, input_ids, sampling_params, stream, priority, routing_key, extra_key, require_reasoning,
-        return_logprob,
+        return_logprob, lora_id, session_params,
     }
 }
+places! { SessionPlaces of "SessionParams" { id, rid, offset, replace, drop_previous_output } }
 places! {
     ParamPlaces of "SamplingParams" {
-        max_new_tokens, min_new_tokens, stop_token_ids, stop_strs, ignore_eos, temperature, top_p, top_k, min_p, sampling_seed,
-        frequency_penalty, presence_penalty, repetition_penalty, logit_bias,
+        max_new_tokens, min_new_tokens, stop_token_ids, stop_strs, stop_regex_strs, ignore_eos, temperature, top_p, top_k, min_p, sampling_seed,
+        frequency_penalty, presence_penalty, repetition_penalty, logit_bias, json_schema, regex, ebnf, structural_tag,
         skip_special_tokens, spaces_between_special_tokens, no_stop_trim, stream_interval,
     }
 }
@@ -119,6 +131,7 @@ places! { AbortPlaces of "AbortReq" { rid, abort_all } }
 pub struct Decoder {
     request: RequestPlaces,
     params: ParamPlaces,
+    session: SessionPlaces,
     batch: BatchPlaces,
     abort: AbortPlaces,
     refused_requests: Refusals,
@@ -136,6 +149,7 @@ impl Decoder {
         Ok(Self {
             request: RequestPlaces::new(classes)?,
             params: ParamPlaces::new(classes)?,
+            session: SessionPlaces::new(classes)?,
             batch: BatchPlaces::new(classes)?,
             abort: AbortPlaces::new(classes)?,
             refused_requests: Refusals::new(REQUEST, place("TokenizedGenerateReqInput")?),
@@ -213,6 +227,8 @@ impl Decoder {
                 .map(|value| value.clamp(i32::MIN.into(), i32::MAX.into()) as i32),
             routing_key: optional_text("routing_key", fields.get(at.routing_key))?,
             extra_key: optional_text("extra_key", fields.get(at.extra_key))?,
+            adapter: optional_text("lora_id", fields.get(at.lora_id))?,
+            session: self.session(fields.get(at.session_params))?,
             reasons: flag("require_reasoning", fields.get(at.require_reasoning))?,
             logprobs: flag("return_logprob", fields.get(at.return_logprob))?,
             params: self.params(params, &mut refusal)?,
@@ -251,6 +267,8 @@ impl Decoder {
             min_new_tokens: count("min_new_tokens", at.min_new_tokens)?.unwrap_or(0),
             stop_token_ids: stop_tokens(fields.get(at.stop_token_ids), refusal)?,
             stop_strs: texts("stop_strs", fields.get(at.stop_strs))?,
+            stop_regexes: self.stop_regexes(fields, refusal)?,
+            grammar: self.grammar(fields, refusal)?,
             ignore_eos: flag("ignore_eos", fields.get(at.ignore_eos))?,
             sampling,
             text: self.text(fields)?,
@@ -260,6 +278,73 @@ impl Decoder {
 }
 
 impl Decoder {
+    fn stop_regexes(
+        &self,
+        fields: Fields<'_, '_>,
+        refusal: &mut Option<String>,
+    ) -> Result<Option<Arc<StopRegexes>>, FrontError> {
+        let patterns = texts("stop_regex_strs", fields.get(self.params.stop_regex_strs))?;
+        if patterns.is_empty() {
+            return Ok(None);
+        }
+        match StopRegexes::new(&patterns) {
+            Ok(regexes) => Ok(Some(Arc::new(regexes))),
+            Err(error) => {
+                refusal.get_or_insert(one_line(&error.to_string()));
+                Ok(None)
+            }
+        }
+    }
+
+    /// The one grammar that there is.
+    fn grammar(
+        &self,
+        fields: Fields<'_, '_>,
+        refusal: &mut Option<String>,
+    ) -> Result<Option<Grammar>, FrontError> {
+        type Kind = fn(Box<str>) -> Grammar;
+        let at = &self.params;
+        let kinds: [(&'static str, usize, Kind); 4] = [
+            ("json_schema", at.json_schema, Grammar::JsonSchema),
+            ("regex", at.regex, Grammar::Regex),
+            ("ebnf", at.ebnf, Grammar::Ebnf),
+            ("structural_tag", at.structural_tag, Grammar::StructuralTag),
+        ];
+        let mut found = None;
+        for (name, place, kind) in kinds {
+            let text = optional_text(name, fields.get(place))?;
+            let Some(text) = text.filter(|text| !text.is_empty()) else {
+                continue;
+            };
+            if found.is_some() {
+                refusal.get_or_insert(format!(
+                    "`{name}` is set, and another grammar is, too: keep one of json_schema, regex, ebnf and structural_tag"
+                ));
+            }
+            found = Some(kind(text.into()));
+        }
+        Ok(found)
+    }
+
+    fn session(&self, value: &ValueRef<'_>) -> Result<Option<SessionParams>, FrontError> {
+        let fields = match value {
+            ValueRef::Nil => return Ok(None),
+            ValueRef::Array(fields) => Fields(fields),
+            other => return Err(wrong("session_params", other, "a list")),
+        };
+        let at = &self.session;
+        let Some(id) = optional_text("id", fields.get(at.id))? else {
+            return Ok(None);
+        };
+        Ok(Some(SessionParams {
+            id,
+            rid: optional_text("rid", fields.get(at.rid))?,
+            offset: integer("offset", fields.get(at.offset))?.unwrap_or(0),
+            replace: flag("replace", fields.get(at.replace))?,
+            drops_output: flag("drop_previous_output", fields.get(at.drop_previous_output))?,
+        }))
+    }
+
     fn text(&self, fields: Fields<'_, '_>) -> Result<TextParams, FrontError> {
         let at = &self.params;
         let spaces = fields.get(at.spaces_between_special_tokens);

@@ -109,6 +109,12 @@ impl<'c, 'a> Relay<'c, 'a> {
         if exchange.client_ns > 0 {
             replica.gaps.add(exchange.client_ns);
         }
+        let number = replica.number;
+        if let Some(trace) = &mut replica.trace
+            && !trace.step(number, &exchange)
+        {
+            replica.end_trace();
+        }
         let answer = Answer {
             copies_us,
             ..self.link.answer().as_sched()
@@ -253,6 +259,8 @@ pub(crate) fn turn<'a>(row: &Row<'a, Draw>) -> Turn<'a> {
         asked,
         prompt: row.prompt,
         history: row.history,
+        prompt_logprobs: row.prompt_logprobs,
+        next: row.next,
     });
     Turn {
         context_id: row.context,

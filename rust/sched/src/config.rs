@@ -45,6 +45,10 @@ impl FromStr for Policy {
 
 /// What the operator wants. Where `SGLang` has a setting of the same meaning, its name is given.
 #[derive(Debug, Clone, PartialEq)]
+#[expect(
+    clippy::struct_excessive_bools,
+    reason = "each is a setting of its own"
+)]
 pub struct Config {
     /// `schedule_policy`.
     pub policy: Policy,
@@ -70,6 +74,9 @@ pub struct Config {
     pub prefix_cache: bool,
     /// `radix_eviction_policy`.
     pub eviction: pie_radix::Policy,
+    /// Whether changes of what is cached are recorded, for [`Scheduler::take_kv_events`](crate::Scheduler::take_kv_events). They
+    /// cost a SHA-256 per page.
+    pub kv_events: bool,
     /// `enable_priority_scheduling`: [`Arrival::priority`](crate::Arrival::priority) comes before the policy, which must
     /// be `fcfs` or `lof`.
     pub priority: bool,
@@ -80,6 +87,9 @@ pub struct Config {
     pub preemption_threshold: Option<i32>,
     /// How often others that came later may be admitted before a waiting request. Then none is, until it is admitted.
     pub max_overtakes: u32,
+    /// How long a sequence may take from its first admission to its end, in µs; then it ends as
+    /// [`Finish::Deadline`](crate::Finish::Deadline). 0: no limit.
+    pub running_limit_us: u64,
     /// For [`Policy::Random`].
     pub seed: u64,
 }
@@ -96,10 +106,12 @@ impl Default for Config {
             gap_us: 6000,
             prefix_cache: true,
             eviction: pie_radix::Policy::Lru,
+            kv_events: false,
             priority: false,
             low_priority_first: false,
             preemption_threshold: None,
             max_overtakes: 256,
+            running_limit_us: 0,
             seed: 0,
         }
     }
@@ -124,6 +136,8 @@ pub struct Limits {
     pub max_model_len: u32,
     /// Token ids are below it.
     pub vocab_size: u32,
+    /// Words of log-probabilities of an answer.
+    pub max_logprob_words: u32,
 }
 
 impl Config {

@@ -20,6 +20,8 @@ pub(crate) struct Plan {
     pub(crate) rows: u32,
     tokens: u32,
     pages: u32,
+    /// Words of log-probabilities that still fit its answer.
+    words: u64,
     /// Tokens of prompts that still fit.
     pub(crate) prompt: u32,
     /// Pages that decodes without drafts will need.
@@ -102,6 +104,7 @@ impl<S> Scheduler<S> {
             rows: self.limits.max_forward_requests,
             tokens: self.limits.max_forward_tokens,
             pages: self.limits.max_page_refs,
+            words: self.limits.max_logprob_words.into(),
             prompt: 0,
             reserved: 0,
         }
@@ -271,7 +274,12 @@ impl<S> Scheduler<S> {
     pub(crate) fn place_chunk(&mut self, plan: &mut Plan, slot: usize) -> bool {
         let sequence = &self.sequences[slot];
         let (start, size) = (sequence.scheduled, self.limits.page_size);
-        let wanted = sequence.len().min(start.saturating_add(plan.prompt));
+        let mut wanted = sequence.len().min(start.saturating_add(plan.prompt));
+        if let Some(logprobs) = &sequence.logprobs {
+            let places = plan.words / u64::from(logprobs.words());
+            let places = u32::try_from(places).unwrap_or(u32::MAX);
+            wanted = wanted.min(logprobs.end_of_row(start, places));
+        }
         let held = sequence.held.pages.len();
         let missing = (wanted.div_ceil(size) as usize).saturating_sub(held);
         // As much of it as there is room for.
@@ -297,7 +305,9 @@ impl<S> Scheduler<S> {
         };
         let (start, end) = (sequence.scheduled, sequence.scheduled + tokens);
         let pages = (end + drafts).div_ceil(self.limits.page_size);
+        let (words, prompt_logprobs) = sequence.logprob_words(start, end, drafts);
         if !plan.fits(tokens + drafts, pages)
+            || words > plan.words
             || !self.memory.extend(&mut sequence.held, pages as usize)
         {
             return false;
@@ -305,6 +315,7 @@ impl<S> Scheduler<S> {
         plan.rows -= 1;
         plan.tokens -= tokens + drafts;
         plan.pages -= pages;
+        plan.words -= words;
         let row = Planned {
             slot,
             order: sequence.order,
@@ -316,6 +327,7 @@ impl<S> Scheduler<S> {
             awaits: (sequence.pending > 0).then_some(sequence.last_row),
             draws: sequence.draws(end),
             wants_drafts: sequence.wants_drafts(end),
+            prompt_logprobs,
         };
         sequence.scheduled = end;
         sequence.step = self.plans;
@@ -364,6 +376,8 @@ impl<S> Scheduler<S> {
             asked: &arrival.sampling,
             prompt: sequence.prompt_len,
             history: sequence.skipped(row.start),
+            prompt_logprobs: row.prompt_logprobs,
+            next: sequence.tokens.get(row.end as usize).copied(),
             forbidden: if row.draws && sequence.forbids(row.end) {
                 &arrival.ends.stop_tokens
             } else {

@@ -4,16 +4,18 @@ use std::collections::VecDeque;
 use std::fmt;
 use std::sync::Arc;
 
-use pie_radix::Insertion;
+use pie_radix::{Event as KvEvent, Insertion};
 use rustc_hash::FxHashMap;
 use slab::Slab;
 
-use crate::arrival::Arrival;
+use crate::arrival::{Arrival, Ends};
 use crate::config::{Config, Limits, Policy};
+use crate::constraint::Bond;
 use crate::copies::Copies;
 use crate::ends::Patterns;
 use crate::error::{Refusal, SchedError};
 use crate::flight::{Flight, Planned};
+use crate::logprobs::Kept;
 use crate::memory::{Held, Memory};
 use crate::output::{Entry, Finish, Outputs};
 use crate::pace::Pace;
@@ -80,7 +82,7 @@ pub struct Scheduler<S> {
     ended: Vec<usize>,
     orders: u64,
     contexts: u64,
-    deadline: Option<u64>,
+    pub(crate) deadline: Option<u64>,
 }
 
 impl<S> fmt::Debug for Scheduler<S> {
@@ -149,7 +151,7 @@ impl<S> Scheduler<S> {
         let rank = self.rank(arrival.priority);
         self.make_place(arrival.samples, rank)?;
         let shared = Arc::new(Shared {
-            patterns: Patterns::new(&arrival.ends.stop_strings),
+            patterns: Patterns::new(&arrival.ends),
             prompt_len: arrival.prompt.len() as u32,
             max_tokens: arrival.ends.max_tokens.min(longest),
             rank,
@@ -161,7 +163,8 @@ impl<S> Scheduler<S> {
         let live = slots.len() as u32;
         self.requests
             .insert(shared.arrival.id, Request { slots, live });
-        if let Some(deadline) = shared.arrival.deadline {
+        let deadlines = [shared.arrival.deadline, shared.arrival.admit_by];
+        if let Some(deadline) = deadlines.into_iter().flatten().min() {
             self.deadline = Some(self.deadline.map_or(deadline, |first| first.min(deadline)));
         }
         // The new request may fit where what waits does not, if it may go first.
@@ -211,7 +214,12 @@ impl<S> Scheduler<S> {
         if min > max {
             return Err(Refusal::MinTokens { min, max });
         }
-        self.check_stop_strings(&ends.stop_strings)?;
+        self.check_texts(ends)?;
+        let limit = self.limits.max_logprob_words;
+        match arrival.logprobs.map(|wanted| wanted.words) {
+            Some(words) if words > limit => return Err(Refusal::Logprobs { words, limit }),
+            _ => {}
+        }
         let (limit, reason) = self.limits.longest();
         if prompt.len() > limit as usize {
             let tokens = prompt.len();
@@ -225,10 +233,12 @@ impl<S> Scheduler<S> {
         Ok(limit - prompt.len() as u32 + 1)
     }
 
-    fn check_stop_strings(&self, strings: &[Box<[u8]>]) -> Result<(), Refusal> {
+    fn check_texts(&self, ends: &Ends) -> Result<(), Refusal> {
+        let strings = &ends.stop_strings;
+        let any = !strings.is_empty() || ends.stop_regexes.is_some();
         let why = if strings.iter().any(|string| string.is_empty()) {
             "one is empty"
-        } else if !strings.is_empty() && self.text.is_none() {
+        } else if any && self.text.is_none() {
             "this scheduler was made without them"
         } else {
             return Ok(());
@@ -278,7 +288,7 @@ impl<S> Scheduler<S> {
         };
         for slot in request.slots.clone() {
             if self.sequences.get(slot).is_some_and(|s| s.id() == id) {
-                self.finish(slot, 0, Finish::Aborted);
+                self.end_by_abort(slot);
             }
         }
         self.sweep();
@@ -290,9 +300,20 @@ impl<S> Scheduler<S> {
         let mut slots: Vec<usize> = self.sequences.iter().map(|(slot, _)| slot).collect();
         slots.sort_unstable_by_key(|&slot| self.sequences[slot].order);
         for slot in slots {
-            self.finish(slot, 0, Finish::Aborted);
+            self.end_by_abort(slot);
         }
         self.sweep();
+    }
+
+    fn end_by_abort(&mut self, slot: usize) {
+        let sequence = &self.sequences[slot];
+        let constraint = sequence.shared.arrival.constraint.as_ref();
+        let asked = matches!(sequence.bond, Bond::Asked);
+        let finish = match constraint {
+            Some(constraint) if asked && constraint.is_waiting() => Finish::Unready,
+            _ => Finish::Aborted,
+        };
+        self.finish(slot, 0, finish);
     }
 
     /// The driver answered the older step with an error, and its KV is what it was before that. A step that was laid out
@@ -377,7 +398,7 @@ impl<S> Scheduler<S> {
         let mut late = Vec::new();
         self.deadline = None;
         for (slot, sequence) in &self.sequences {
-            match sequence.shared.arrival.deadline {
+            match sequence.deadline(self.config.running_limit_us) {
                 Some(deadline) if deadline <= now => late.push((sequence.order, slot)),
                 other => self.deadline = self.deadline.into_iter().chain(other).min(),
             }
@@ -407,13 +428,24 @@ impl<S> Scheduler<S> {
         self.memory.flush()
     }
 
+    /// Changes of what is cached since the last call, in their order; none unless [`Config::kv_events`].
+    pub fn take_kv_events(&mut self) -> Vec<KvEvent> {
+        self.memory.take_events()
+    }
+
     /// Counts.
     pub fn stats(&self) -> Stats {
-        let retracted = |slot: &&usize| self.sequences[**slot].cached_tokens.is_some();
+        let waiting = || self.waiting.iter().map(|&slot| &self.sequences[slot]);
+        let asks = |sequence: &&Sequence<S>| matches!(sequence.bond, Bond::Asked);
+        let running = self.running.iter().map(|&slot| &self.sequences[slot]);
         Stats {
             waiting: self.waiting.len(),
-            retracted: self.waiting.iter().filter(retracted).count(),
+            retracted: waiting()
+                .filter(|waiting| waiting.admitted.is_some())
+                .count(),
+            unbound: waiting().filter(asks).count(),
             running: self.running.len(),
+            running_tokens: running.map(|running| u64::from(running.known())).sum(),
             free_pages: self.memory.free_pages(),
             cached_pages: self.memory.cached_pages(),
             host_pages: self.memory.host_pages(),
@@ -459,7 +491,7 @@ impl<S> Scheduler<S> {
     /// Gives out the last `new` tokens of a sequence; of one that does not stream all of them, at its end.
     pub(crate) fn give_out(&mut self, slot: usize, new: usize, finish: Option<Finish>) {
         self.counts.output_tokens += new as u64;
-        let sequence = &self.sequences[slot];
+        let sequence = &mut self.sequences[slot];
         if !sequence.streams && finish.is_none() {
             return;
         }
@@ -470,8 +502,13 @@ impl<S> Scheduler<S> {
             sequence.prompt_len as usize
         };
         let tokens = &sequence.tokens[first..known];
+        let logprobs = sequence.logprobs.as_deref();
+        let (prompt_logprobs, logprobs) = logprobs.map_or((&[][..], &[][..]), Kept::pending);
+        let (prompt_logprobs, logprobs) = self.outputs.push_logprobs(prompt_logprobs, logprobs);
         self.outputs.push(
             Entry {
+                prompt_logprobs,
+                logprobs,
                 id: sequence.id(),
                 sample: sequence.sample,
                 tokens: 0..0,
@@ -481,12 +518,15 @@ impl<S> Scheduler<S> {
                     sequence.found.held()
                 },
                 finish,
-                cached_tokens: sequence.cached_tokens.unwrap_or(0),
+                admitted: sequence.admitted,
                 retractions: sequence.epoch,
             },
             tokens,
             sequence.reason.as_ref(),
         );
+        if let Some(logprobs) = &mut sequence.logprobs {
+            logprobs.clear();
+        }
     }
 
     /// Ends a sequence, whose last `new` tokens were not given out. [`sweep`](Self::sweep) removes it.

@@ -15,6 +15,7 @@ const LIMITS: Limits = Limits {
     max_page_refs: 4096,
     max_model_len: 4096,
     vocab_size: sim::rule::VOCAB,
+    max_logprob_words: 1 << 16,
 };
 
 fn sim(config: Config, limits: Limits) -> Sim {

@@ -23,7 +23,10 @@ fn ask() -> impl Strategy<Value = Event> {
         prop::option::of(-2_i8..3),
         prop::option::of(0_u8..3),
         prop::option::weighted(0.2, 0_u8..3),
-        prop::option::weighted(0.1, 0_u16..3000),
+        (
+            prop::option::weighted(0.1, 0_u16..3000),
+            prop::option::weighted(0.1, 0_u16..3000),
+        ),
     );
     let flags = (
         prop::bool::weighted(0.2),
@@ -31,9 +34,12 @@ fn ask() -> impl Strategy<Value = Event> {
         prop::bool::weighted(0.3),
         prop::bool::weighted(0.3),
     );
-    (lengths, kinds, flags).prop_map(|(lengths, kinds, (drafts, stops, strings, whole))| {
+    let logprobs = (0_u8..5, prop::option::of(0_u8..30));
+    let logprobs = prop_oneof![3 => Just((0, None)), 1 => logprobs];
+    (lengths, kinds, flags, logprobs).prop_map(|(lengths, kinds, flags, logprobs)| {
+        let (drafts, stops, strings, whole) = flags;
         let (family, common, own, max_tokens, min_tokens) = lengths;
-        let (samples, salt, priority, routing_key, session, deadline) = kinds;
+        let (samples, salt, priority, routing_key, session, (deadline, admit_by)) = kinds;
         Event::Submit(Box::new(Ask {
             family,
             common,
@@ -46,10 +52,12 @@ fn ask() -> impl Strategy<Value = Event> {
             routing_key,
             session,
             deadline,
+            admit_by,
             drafts,
             stops,
             strings,
             whole,
+            logprobs,
         }))
     })
 }
@@ -98,11 +106,12 @@ fn config() -> impl Strategy<Value = Config> {
         any::<bool>(),
         prop::option::of(0_i32..2),
         0_u32..5,
+        prop_oneof![4 => Just(0_u64), 1 => 1_u64..3000],
     );
     (sizes, kinds, order, any::<u64>()).prop_map(|(sizes, kinds, order, seed)| {
         let (chunk_tokens, max_running, max_queued) = sizes;
         let (policy, conservativeness, prefix_cache, eviction, (gap_us, step_us)) = kinds;
-        let (priority, low_priority_first, preemption_threshold, max_overtakes) = order;
+        let (priority, low_priority_first, preemption_threshold, max_overtakes, limit) = order;
         Config {
             policy,
             conservativeness,
@@ -113,10 +122,12 @@ fn config() -> impl Strategy<Value = Config> {
             step_us,
             prefix_cache,
             eviction,
+            kv_events: false,
             priority: priority && matches!(policy, Policy::Fcfs | Policy::Lof),
             low_priority_first,
             preemption_threshold,
             max_overtakes,
+            running_limit_us: limit,
             seed,
         }
     })
@@ -125,19 +136,23 @@ fn config() -> impl Strategy<Value = Config> {
 fn limits() -> impl Strategy<Value = Limits> {
     let pages = (4_u32..40, prop_oneof![Just(0_u32), 1_u32..30], 1_u32..6);
     let frame = (1_u32..40, 1_u32..8, 4_u32..80, 20_u32..80);
-    (pages, frame).prop_map(|((total_pages, host_pages, page_size), frame)| {
-        let (max_forward_tokens, max_forward_requests, max_page_refs, max_model_len) = frame;
-        Limits {
-            total_pages,
-            host_pages,
-            page_size,
-            max_forward_tokens,
-            max_forward_requests,
-            max_page_refs,
-            max_model_len,
-            vocab_size: sim::rule::VOCAB,
-        }
-    })
+    let words = prop_oneof![Just(1 << 16), 3_u32..60];
+    (pages, frame, words).prop_map(
+        |((total_pages, host_pages, page_size), frame, max_logprob_words)| {
+            let (max_forward_tokens, max_forward_requests, max_page_refs, max_model_len) = frame;
+            Limits {
+                total_pages,
+                host_pages,
+                page_size,
+                max_forward_tokens,
+                max_forward_requests,
+                max_page_refs,
+                max_model_len,
+                vocab_size: sim::rule::VOCAB,
+                max_logprob_words,
+            }
+        },
+    )
 }
 
 fn case(events: usize) -> impl Strategy<Value = Case> {
@@ -206,7 +221,7 @@ fn long() {
     let tally = tally.into_inner();
     eprintln!("{} requests: {:#?}", requests.get(), tally.0);
     // What never happens proves nothing.
-    assert_eq!(tally.0.len(), 17);
+    assert_eq!(tally.0.len(), 20);
     assert!(tally.0.values().all(|&count| count >= wanted as u64 / 1000));
 }
 
