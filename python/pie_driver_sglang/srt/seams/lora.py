@@ -152,9 +152,7 @@ def prepare_adapter(
     return Prepared(ref, own.configs[uid], weights, parts)
 
 
-def _own_parts(
-    manager: LoRAManager, weights: LoRAAdapter, pins: bool
-) -> list[dict[str, _OwnPart]]:
+def _own_parts(manager: LoRAManager, weights: LoRAAdapter, pins: bool) -> list[dict[str, _OwnPart]]:
     """This rank's part of each layer's weights; the weights themselves where it has all."""
     targets = manager.memory_pool.target_modules
 
