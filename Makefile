@@ -14,16 +14,8 @@ WHEELS := target/wheels
 BUILDER := target/builder
 MATURIN := $(if $(wildcard $(BIN)/maturin),$(BIN)/maturin,$(BUILDER)/bin/maturin)
 CHECKED := python/pie_driver_sglang tests tools benches/gpu benches/ngram_replay benches/peers benches/pie_load
-# Workspaces of their own. They build where the product does, so what comes from a registry is built once.
-# Runs the ring's sources under loom.
+# Runs the ring's sources under loom: a workspace of its own, which builds where the product does.
 MODEL := --manifest-path rust/ring/model/Cargo.toml --target-dir target
-# The load generator.
-LOAD_MANIFEST := --manifest-path benches/pie_load/Cargo.toml
-LOAD := $(LOAD_MANIFEST) --target-dir target
-# What the gateway's services cost.
-COST_MANIFEST := --manifest-path benches/gateway_cost/Cargo.toml
-# What the fuzzer runs, over its corpus.
-FUZZ := --manifest-path fuzz/Cargo.toml --target-dir target
 
 .DEFAULT_GOAL := help
 .PHONY: help preflight demo serve test test-rust test-python quick bench replay load gateway-cost counts fuzz lint workflows format stubs docs fetch wheel
@@ -51,9 +43,7 @@ test: test-rust test-python ## Run every test
 
 test-rust:
 	cargo test --workspace --quiet
-	cargo test $(FUZZ) --quiet
 	cargo test $(MODEL) --quiet
-	cargo test $(LOAD) --quiet
 
 # Processes that share the tests; each has a driver to fork from, which imports SGLang. `tests/conftest.py` says what stays together.
 WORKERS ?= 2
@@ -79,10 +69,10 @@ replay: $(STREAMS) ## Replay token streams through the n-gram drafter and its pe
 	@$(BIN)/python benches/ngram_replay/replay.py $(STREAMS) target/release/ngram_replay
 
 load: ## Build target/load/release/pie_load, which plays the runtime against a driver; see benches/README.md
-	cargo build $(LOAD_MANIFEST) --target-dir target/load --release --quiet
+	cargo build --package pie-load --target-dir target/load --release --quiet
 
 gateway-cost: ## Measure the CPU time of a streamed token in the runtime and its gRPC service; ARGS="--streams 16"
-	@cargo run $(COST_MANIFEST) --target-dir target/load --release --quiet -- $(ARGS)
+	@cargo run --package gateway_cost --target-dir target/load --release --quiet -- $(ARGS)
 
 counts: ## Count the instructions of the hot paths and hold them to benches/counts.json (needs valgrind)
 	@cargo run --quiet --release --manifest-path benches/Cargo.toml --no-default-features --bin counts -- $(ARGS)
@@ -95,14 +85,8 @@ lint: $(VENV)/.installed workflows ## Check format, lints, types, docs, workflow
 	cargo fmt --all --check
 	cargo fmt --manifest-path benches/Cargo.toml --check
 	cargo clippy --workspace --all-targets --quiet -- -D warnings
-	cargo fmt --manifest-path fuzz/Cargo.toml --check
-	cargo clippy $(FUZZ) --all-targets --quiet -- -D warnings
 	cargo fmt --manifest-path rust/ring/model/Cargo.toml --check
 	cargo clippy $(MODEL) --lib --test models --quiet -- -D warnings
-	cargo fmt $(LOAD_MANIFEST) --check
-	cargo clippy $(LOAD) --all-targets --quiet -- -D warnings
-	cargo fmt $(COST_MANIFEST) --check
-	cargo clippy $(COST_MANIFEST) --target-dir target --all-targets --quiet -- -D warnings
 	RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps --quiet
 	$(BIN)/ruff check $(CHECKED)
 	$(BIN)/ruff format --check $(CHECKED)
@@ -121,10 +105,7 @@ workflows: $(VENV)/.dependencies ## Check what GitHub runs: its schema, its secu
 format: $(VENV)/.installed ## Format the sources
 	cargo fmt --all
 	cargo fmt --manifest-path benches/Cargo.toml
-	cargo fmt --manifest-path fuzz/Cargo.toml
 	cargo fmt --manifest-path rust/ring/model/Cargo.toml
-	cargo fmt $(LOAD_MANIFEST)
-	cargo fmt $(COST_MANIFEST)
 	$(BIN)/ruff check --fix-only $(CHECKED)
 	$(BIN)/ruff format $(CHECKED)
 
