@@ -50,7 +50,7 @@ from pie_driver_sglang.kernels.paged_splits import (
     split_tuning,
 )
 from pie_driver_sglang.kernels.quantize import FP8, QuantizedRows, QuantizedWeights
-from pie_driver_sglang.sampling.groups import SlotParams
+from pie_driver_sglang.kernels.types import STEP_RECORD_WORDS, SlotParams
 
 FEW = 3
 """Rows of a step."""
@@ -443,7 +443,7 @@ def check_sampling(dtype: torch.dtype) -> None:
     words = torch.zeros(64, dtype=torch.int32)
     rows = torch.zeros(40, 2, dtype=torch.int32)
     assert recorded(lambda: sampler.mask_logits(logits, rows, words))
-    records = torch.zeros(40, places.RECORD_WORDS, dtype=torch.int32)
+    records = torch.zeros(40, STEP_RECORD_WORDS, dtype=torch.int32)
     find = functools.partial(places.find, logits, results, records, words, words.clone(), 32)
     assert [kernel.name for kernel in recorded(find)] == ["_survey", "_write"]
 
