@@ -39,7 +39,10 @@ PORT ?= 30000
 serve: $(VENV)/.installed ## Serve the embedded model over HTTP on the CPU; PORT=30000, ARGS="--stream-interval 2" for SGLang's flags
 	@$(BIN)/pie-sglang serve --model-path models/pocket --served-model-name pocket --device cpu --port $(PORT) $(ARGS)
 
-test: test-rust test-python ## Run every test
+# The environment is installed while the crates are built: that waits for the network, this does not.
+test: ## Run every test
+	@$(MAKE) --no-print-directory --jobs=2 test-rust $(VENV)/.dependencies
+	@$(MAKE) --no-print-directory test-python
 
 test-rust:
 	cargo test --workspace --quiet
@@ -131,14 +134,14 @@ $(WHEELS)/.built: $(SOURCES) | $(MATURIN)
 
 # Disk space in GiB of the environment, with the build's.
 GIB := 14
-# Where Python writes no bytecode by itself, every start would compile 7,000 modules again.
-BYTECODE := $(if $(PYTHONDONTWRITEBYTECODE),--compile-bytecode)
+# Where Python is told to write no bytecode, every start would compile 7,000 modules again: what is started from here writes it.
+unexport PYTHONDONTWRITEBYTECODE
 
 # uv's cache makes a second environment cheap.
 $(VENV)/.dependencies: pyproject.toml
 	@test -e $@ || tools/preflight "$(PYTHON)" . $(GIB)
 	@test -x $(BIN)/uv || { echo "making $(VENV); its packages take 9 GB"; $(PYTHON) -m venv $(VENV) && $(BIN)/python -m pip install --quiet uv; }
-	$(BIN)/uv pip install $(BYTECODE) --python $(BIN)/python -r pyproject.toml --extra demo --group dev
+	$(BIN)/uv pip install --python $(BIN)/python -r pyproject.toml --extra demo --group dev
 	@touch $@
 
 $(BUILDER)/bin/maturin:
