@@ -18,7 +18,7 @@ CHECKED := python/pie_driver_sglang tests tools benches/gpu benches/ngram_replay
 MODEL := --manifest-path rust/ring/model/Cargo.toml --target-dir target
 
 .DEFAULT_GOAL := help
-.PHONY: help preflight demo serve test test-rust test-python quick bench replay load gateway-cost counts fuzz lint workflows format stubs docs fetch wheel
+.PHONY: help preflight demo serve test build-rust test-rust test-python quick bench replay load gateway-cost counts fuzz lint workflows format stubs docs fetch wheel
 
 # The second half of the demo: the same model without Pie.
 SAID := def mean(values):
@@ -39,10 +39,14 @@ PORT ?= 30000
 serve: $(VENV)/.installed ## Serve the embedded model over HTTP on the CPU; PORT=30000, ARGS="--stream-interval 2" for SGLang's flags
 	@$(BIN)/pie-sglang serve --model-path models/pocket --served-model-name pocket --device cpu --port $(PORT) $(ARGS)
 
-# The environment is installed while the crates are built: that waits for the network, this does not.
+# The environment, which waits for the network, and the wheel, whose end is one long link, come while the tests are built.
 test: ## Run every test
-	@$(MAKE) --no-print-directory --jobs=2 test-rust $(VENV)/.dependencies
-	@$(MAKE) --no-print-directory test-python
+	@$(MAKE) --no-print-directory --jobs=2 build-rust $(VENV)/.compiled
+	@$(MAKE) --no-print-directory test-rust test-python
+
+build-rust:
+	cargo test --workspace --quiet --no-run
+	cargo test $(MODEL) --quiet --no-run
 
 test-rust:
 	cargo test --workspace --quiet
