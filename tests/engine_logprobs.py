@@ -91,9 +91,7 @@ class TestLogprobs:
         answer = engine.generate(input_ids=prompt, sampling_params=sampling, **asked.arguments())
         check_answer(answer, asked, prompt, reference)
 
-    def test_the_command_writes_them_with_texts(
-        self, engine: Engine, reference: Reference
-    ) -> None:
+    def test_the_command_writes_them_with_texts(self, engine: Engine, reference: Reference) -> None:
         assert engine.tokenizer is not None
         output = io.StringIO()
         options = generate._parser().parse_args(["--logprobs", "2", "--prompt-logprobs"])

@@ -55,9 +55,7 @@ class TestLogprobs:
             else:
                 check_answer(answer, Asked(0, 2), prompt, reference)
 
-    def test_texts(
-        self, server: Server, reference: Reference, tokenizer: ModelTokenizer
-    ) -> None:
+    def test_texts(self, server: Server, reference: Reference, tokenizer: ModelTokenizer) -> None:
         kind = Asked(0, 2)
         body = {"text": PROMPT, "return_text_in_logprobs": True, **kind.arguments()}
         body["sampling_params"] = {"temperature": 0, "max_new_tokens": 3}
@@ -123,3 +121,18 @@ class TestLogprobs:
             # It is greedy.
             assert top[0] == entry.logprob
             assert math.fsum(map(math.exp, top)) <= 1 + 1e-4
+
+    @pytest.mark.filterwarnings("ignore")
+    def test_choices(self, server: Server, reference: Reference, tokenizer: ModelTokenizer) -> None:
+        """SGLang's frontend language asks for log-probabilities of prompts."""
+        import sglang
+
+        [prompt] = tokenizer.encode([PROMPT])
+        likely = tokenizer.decode(reference.greedy(prompt, 4)[0])
+
+        def choose(state: Any) -> None:
+            state += PROMPT
+            state += sglang.gen("answer", choices=[" zebra zebra", likely], temperature=0)
+
+        backend = sglang.RuntimeEndpoint(server.url)
+        assert sglang.function(choose).run(backend=backend)["answer"] == likely

@@ -90,7 +90,9 @@ def _count_coarse(
     largest = _largest(tops, row, parts, PARTS)
     pivots = _coarse_keys(largest, temperature, SHIFT)
     x = load_block(logits + row * stride, part * BLOCK, vocab)
-    counts, weights = _count(x, part * BLOCK, vocab, pivots, largest, temperature, cap, CAPPED, SHIFT)
+    counts, weights = _count(
+        x, part * BLOCK, vocab, pivots, largest, temperature, cap, CAPPED, SHIFT
+    )
     out = coarse + (row * parts + part) * 2 * _PIVOTS + tl.arange(0, _PIVOTS)
     tl.store(out, counts)
     tl.store(out + _PIVOTS, weights)
@@ -376,7 +378,7 @@ def _edge(
 
 @triton.jit
 def _gathered(base, vocab, room, low, high, SHIFT: tl.constexpr):
-    """The keys from `low` to `high`, of which there are no more than candidates, and smaller ones."""
+    """The keys from `low` to `high`, no more than there are candidates, and smaller ones."""
     written = 0
     # What an earlier search has left there was read.
     tl.debug_barrier()

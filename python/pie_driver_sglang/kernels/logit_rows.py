@@ -18,6 +18,7 @@ def ordered(x):
 
 @triton.jit
 def load_block(base, first, vocab):
+    """A block of a row in float32; -inf beyond its end."""
     offsets = first + tl.arange(0, BLOCK)
     x = tl.load(base + offsets, mask=offsets < vocab, other=float("-inf"))
     return x.to(tl.float32)
@@ -32,6 +33,7 @@ def weight_of(x, largest, scale, cap, CAPPED: tl.constexpr):
 
 @triton.jit
 def capped(x, cap, CAPPED: tl.constexpr):
+    """Logits after the soft cap, where there is one."""
     if CAPPED:
         # tanh by the exponential of a negative number, which cannot overflow; -inf stays.
         e = tl.exp(-2.0 * tl.abs(x) / cap)

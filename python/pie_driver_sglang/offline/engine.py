@@ -460,9 +460,7 @@ class Engine:
             for part in self._tokenized(prompts):
                 asked = []
                 for request in part:
-                    answers.add(
-                        request.name, request.tokens, request.sampling, request.logprobs
-                    )
+                    answers.add(request.name, request.tokens, request.sampling, request.logprobs)
                     room = self.context_length - len(request.tokens)
                     parameters = {**request.sampling.submitted(room), **extra}
                     if request.adapter is not None:

@@ -1,4 +1,4 @@
-"""Log-probabilities of an offline engine: what a call asks for, and the form of SGLang's answers."""
+"""Log-probabilities of an offline engine: what a call asks for, and SGLang's form of them."""
 
 from __future__ import annotations
 

@@ -55,6 +55,4 @@ def _refuse(name: str, value: Any) -> None:
             nearest(name, (*DEFAULTS, *REFUSED_ARGUMENTS)),
         )
     if value is not None and value is not False and value != 0:
-        raise ConfigError(
-            f"`{name}` is not served: {REFUSED_ARGUMENTS[name]}", f"remove `{name}`"
-        )
+        raise ConfigError(f"`{name}` is not served: {REFUSED_ARGUMENTS[name]}", f"remove `{name}`")

@@ -66,7 +66,9 @@ pub(crate) struct OpenLogprobs {
 
 impl OpenLogprobs {
     pub(crate) fn new(params: LogprobParams, prompt: &[u32]) -> Self {
-        let start = params.logprob_start_len.map_or(prompt.len(), |start| start as usize);
+        let start = params
+            .logprob_start_len
+            .map_or(prompt.len(), |start| start as usize);
         Self {
             prompt: prompt[start.min(prompt.len())..].to_vec(),
             params,
@@ -138,7 +140,10 @@ impl OpenLogprobs {
                 (Part::Own, false) => float(bytes, f32::from_bits(place[0])),
                 (Part::Top, true) => ids(bytes, &place[1..][..shape.top as usize]),
                 (Part::Given, true) => ids(bytes, &self.params.token_ids_logprob),
-                (Part::Top, false) => floats(bytes, &place[1 + shape.top as usize..][..shape.top as usize]),
+                (Part::Top, false) => floats(
+                    bytes,
+                    &place[1 + shape.top as usize..][..shape.top as usize],
+                ),
                 (Part::Given, false) => floats(bytes, &place[1 + 2 * shape.top as usize..]),
             }
         }

@@ -2,14 +2,12 @@
 
 mod support;
 
-use pie_front::{Front, MessageField};
-use pie_runtime::{End, Grammar, Refusal, Rejected, Sampler};
+use pie_front::{Front, FrontSettings, MessageClass, MessageField};
+use pie_runtime::{Delta, End, Grammar, Refusal, Sampler};
 use proptest::prelude::*;
 use rmpv::Value;
 
-use support::{
-    Kept, OUTPUT, PARAMS, REQUEST, class, classes, delta, encoded, field, front, generate, ids, message, settings,
-};
+use support::{Kept, classes, delta, encoded, field, front, generate, ids, message, settings};
 
 #[test]
 fn a_request_goes_in_and_its_tokens_come_out() {

@@ -21,6 +21,10 @@ fn floats(values: impl IntoIterator<Item = u32>) -> Value {
     Value::Array(values.into_iter().map(float).collect())
 }
 
+fn numbers(ids: impl IntoIterator<Item = u32>) -> Value {
+    Value::Array(ids.into_iter().map(Value::from).collect())
+}
+
 proptest! {
     /// Columns are what a naive reading of the words gives, whatever parts they come in; those of the prompt are sent once.
     #[test]
@@ -91,7 +95,7 @@ proptest! {
                 prop_assert_eq!(column(&named("top_logprobs_val"))?, each(1 + top, top));
                 prop_assert_eq!(column(&named("token_ids_logprobs_val"))?, each(1 + 2 * top, given.len()));
                 let ids = if none { Vec::new() } else { ids };
-                prop_assert_eq!(column(&named("token_logprobs_idx"))?, Value::from(ids));
+                prop_assert_eq!(column(&named("token_logprobs_idx"))?, numbers(ids));
             }
             next += (count * width) as u32;
         }
@@ -119,7 +123,7 @@ fn a_request_for_no_token_has_one_log_probability() {
     let column = |name| field(&outgoing.to_detokenizer[0], name).remove(0);
     assert_eq!(column("completion_tokens"), Value::from(0));
     assert_eq!(column("output_token_logprobs_val"), floats([4]));
-    assert_eq!(column("output_token_logprobs_idx"), Value::from(vec![77]));
+    assert_eq!(column("output_token_logprobs_idx"), numbers([77]));
     let given = column("output_token_ids_logprobs_val");
     assert_eq!(given, Value::Array(vec![floats([5])]));
     for name in ["input_token_logprobs_val", "output_top_logprobs_idx"] {
@@ -131,9 +135,21 @@ fn a_request_for_no_token_has_one_log_probability() {
 fn log_probabilities_that_there_are_not_are_refused() {
     let (front, kept) = (front(), Kept::default());
     for (field_name, value, text) in [
-        ("logprob_start_len", Value::from(3), "logprob_start_len is 3"),
-        ("logprob_start_len", Value::from(-2), "`logprob_start_len` is -2"),
-        ("top_logprobs_num", Value::from(1001), "top_logprobs_num is 1001"),
+        (
+            "logprob_start_len",
+            Value::from(3),
+            "logprob_start_len is 3",
+        ),
+        (
+            "logprob_start_len",
+            Value::from(-2),
+            "`logprob_start_len` is -2",
+        ),
+        (
+            "top_logprobs_num",
+            Value::from(1001),
+            "top_logprobs_num is 1001",
+        ),
         (
             "token_ids_logprob",
             Value::Array(vec![1000.into()]),
@@ -151,7 +167,10 @@ fn log_probabilities_that_there_are_not_are_refused() {
         let answer = &outgoing.to_detokenizer[0];
         let reason = field(answer, "finished_reasons").remove(0).to_string();
         assert!(reason.contains(text), "{reason}");
-        assert_eq!(field(answer, "input_top_logprobs_val"), [Value::Array(Vec::new())]);
+        assert_eq!(
+            field(answer, "input_top_logprobs_val"),
+            [Value::Array(Vec::new())]
+        );
     }
     assert!(kept.arrivals.borrow().is_empty());
 }

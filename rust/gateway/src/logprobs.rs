@@ -181,7 +181,10 @@ mod tests {
         };
         assert_eq!(found.input, Some(input));
         let output = found.output.unwrap();
-        assert_eq!((&output.ids[..], &output.values[..]), (&[50, 51][..], &[20.0, 30.0][..]));
+        assert_eq!(
+            (&output.ids[..], &output.values[..]),
+            (&[50, 51][..], &[20.0, 30.0][..])
+        );
         assert_eq!(output.top[1], row(&[7, 8], &[31.0, 32.0]));
         assert_eq!(output.given[1], row(&[9], &[33.0]));
         // Later parts have nothing of the prompt.

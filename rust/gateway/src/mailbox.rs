@@ -111,7 +111,9 @@ impl Mailbox {
             sample.tokens.extend_from_slice(&delta.tokens);
         }
         sample.words.extend_from_slice(&delta.logprobs);
-        sample.prompt_words.extend_from_slice(&delta.prompt_logprobs);
+        sample
+            .prompt_words
+            .extend_from_slice(&delta.prompt_logprobs);
         sample.scored = delta.scored;
         sample.cached = delta.cached_tokens;
         sample.end = delta.end;

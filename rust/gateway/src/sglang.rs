@@ -21,9 +21,10 @@ use crate::contract::sglang::{
     AbortRequest, AbortResponse, AggregateMetrics, EmbedRequest, EmbedResponse, GenerateComplete,
     GenerateRequest, GenerateResponse, GenerateStreamChunk, GetLoadsRequest, GetLoadsResponse,
     GetModelInfoRequest, GetModelInfoResponse, GetServerInfoRequest, GetServerInfoResponse,
-    HealthCheckRequest, HealthCheckResponse, InputLogProbs, InputTokenLogProb, ListLoadedLoRaAdaptersRequest,
-    ListLoadedLoRaAdaptersResponse, LoadLoRaAdapterRequest, LoadLoRaAdapterResponse, MemoryMetrics,
-    OutputLogProbs, QueueMetrics, SamplingParams, SchedulerLoad, SpeculativeMetrics, TopLogProbs, UnloadLoRaAdapterRequest,
+    HealthCheckRequest, HealthCheckResponse, InputLogProbs, InputTokenLogProb,
+    ListLoadedLoRaAdaptersRequest, ListLoadedLoRaAdaptersResponse, LoadLoRaAdapterRequest,
+    LoadLoRaAdapterResponse, MemoryMetrics, OutputLogProbs, QueueMetrics, SamplingParams,
+    SchedulerLoad, SpeculativeMetrics, TopLogProbs, UnloadLoRaAdapterRequest,
     UnloadLoRaAdapterResponse,
 };
 use crate::core::{Asked, Core};

@@ -18,7 +18,8 @@ use crate::contract::vllm::{
     AbortRequest, AbortResponse, EmbedRequest, EmbedResponse, GenerateComplete, GenerateRequest,
     GenerateResponse, GenerateStreamChunk, GetLoadsRequest, GetLoadsResponse, GetModelInfoRequest,
     GetModelInfoResponse, GetServerInfoRequest, GetServerInfoResponse, HealthCheckRequest,
-    HealthCheckResponse, InputLogProbs, InputTokenLogProb, OutputLogProbs, SamplingParams, SchedulerLoad, TopLogProbs,
+    HealthCheckResponse, InputLogProbs, InputTokenLogProb, OutputLogProbs, SamplingParams,
+    SchedulerLoad, TopLogProbs,
 };
 use crate::core::{Asked, Core};
 use crate::events::Subscription;
@@ -191,7 +192,8 @@ fn asked(request: GenerateRequest) -> Result<Asked, Status> {
 
 /// As vLLM has them: before the temperature.
 fn logprobs(params: &SamplingParams) -> Result<Option<AskedLogprobs>, Status> {
-    let top = |field, value: Option<i32>| value.map(|value| logprobs::top(field, value)).transpose();
+    let top =
+        |field, value: Option<i32>| value.map(|value| logprobs::top(field, value)).transpose();
     let of_output = top("logprobs", params.logprobs)?;
     let of_prompt = top("prompt_logprobs", params.prompt_logprobs)?;
     if of_output.is_none() && of_prompt.is_none() {

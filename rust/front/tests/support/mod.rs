@@ -9,11 +9,11 @@ use rmpv::Value;
 
 /// A runtime that keeps what it is given.
 #[derive(Default)]
-pub struct Kept {
-    pub arrivals: RefCell<Vec<Arrival<Draw>>>,
-    pub aborted: RefCell<Vec<u64>>,
-    pub bound: RefCell<Vec<(Grammar, Vec<u32>)>>,
-    pub ended_sessions: RefCell<Vec<u64>>,
+pub(crate) struct Kept {
+    pub(crate) arrivals: RefCell<Vec<Arrival<Draw>>>,
+    pub(crate) aborted: RefCell<Vec<u64>>,
+    pub(crate) bound: RefCell<Vec<(Grammar, Vec<u32>)>>,
+    pub(crate) ended_sessions: RefCell<Vec<u64>>,
 }
 
 impl Backend for Kept {
@@ -38,7 +38,7 @@ impl Backend for Kept {
     }
 }
 
-pub const REQUEST: &[&str] = &[
+pub(crate) const REQUEST: &[&str] = &[
     "rid",
     "http_worker_ipc",
     "input_text",
@@ -58,7 +58,7 @@ pub const REQUEST: &[&str] = &[
     "extra_key",
     "time_stats",
 ];
-pub const PARAMS: &[&str] = &[
+pub(crate) const PARAMS: &[&str] = &[
     "max_new_tokens",
     "stop",
     "stop_token_ids",
@@ -84,8 +84,8 @@ pub const PARAMS: &[&str] = &[
     "sampling_seed",
     "stop_strs",
 ];
-pub const SESSION: &[&str] = &["id", "rid", "offset", "replace", "drop_previous_output"];
-pub const OUTPUT: &[&str] = &[
+pub(crate) const SESSION: &[&str] = &["id", "rid", "offset", "replace", "drop_previous_output"];
+pub(crate) const OUTPUT: &[&str] = &[
     "rids",
     "http_worker_ipcs",
     "finished_reasons",
@@ -123,7 +123,7 @@ pub const OUTPUT: &[&str] = &[
     "retraction_counts",
 ];
 
-pub fn class(name: &str, fields: &[&str], optional: &[&str]) -> MessageClass {
+pub(crate) fn class(name: &str, fields: &[&str], optional: &[&str]) -> MessageClass {
     let field = |&name: &&str| MessageField {
         name: name.to_owned(),
         default: optional.contains(&name).then(|| vec![0xc0]),
@@ -134,7 +134,7 @@ pub fn class(name: &str, fields: &[&str], optional: &[&str]) -> MessageClass {
     }
 }
 
-pub fn classes() -> Vec<MessageClass> {
+pub(crate) fn classes() -> Vec<MessageClass> {
     vec![
         class("TokenizedGenerateReqInput", REQUEST, REQUEST),
         class("SamplingParams", PARAMS, PARAMS),
@@ -158,7 +158,7 @@ pub fn classes() -> Vec<MessageClass> {
     ]
 }
 
-pub fn settings() -> FrontSettings {
+pub(crate) fn settings() -> FrontSettings {
     FrontSettings {
         eos_tokens: vec![2],
         think_end: Vec::new(),
@@ -177,17 +177,17 @@ pub fn settings() -> FrontSettings {
     }
 }
 
-pub fn front() -> Front {
+pub(crate) fn front() -> Front {
     Front::new(&classes(), settings()).unwrap()
 }
 
-pub fn encoded(value: &Value) -> Vec<u8> {
+pub(crate) fn encoded(value: &Value) -> Vec<u8> {
     let mut bytes = Vec::new();
     rmpv::encode::write_value(&mut bytes, value).unwrap();
     bytes
 }
 
-pub fn message(tag: &str, fields: &[&str], set: &[(&str, Value)]) -> Value {
+pub(crate) fn message(tag: &str, fields: &[&str], set: &[(&str, Value)]) -> Value {
     let mut values = vec![Value::from(tag)];
     values.extend(fields.iter().map(|name| {
         let found = set.iter().find(|(known, _)| known == name);
@@ -196,7 +196,7 @@ pub fn message(tag: &str, fields: &[&str], set: &[(&str, Value)]) -> Value {
     Value::Array(values)
 }
 
-pub fn ids(tokens: &[i64]) -> Value {
+pub(crate) fn ids(tokens: &[i64]) -> Value {
     let bytes: Vec<u8> = tokens
         .iter()
         .flat_map(|token| token.to_le_bytes())
@@ -204,7 +204,12 @@ pub fn ids(tokens: &[i64]) -> Value {
     Value::Array(vec![Value::from("q"), Value::Binary(bytes)])
 }
 
-pub fn generate(rid: &str, prompt: &[i64], more: &[(&str, Value)], params: &[(&str, Value)]) -> Value {
+pub(crate) fn generate(
+    rid: &str,
+    prompt: &[i64],
+    more: &[(&str, Value)],
+    params: &[(&str, Value)],
+) -> Value {
     let Value::Array(mut params) = message("", PARAMS, params) else {
         unreachable!()
     };
@@ -217,7 +222,7 @@ pub fn generate(rid: &str, prompt: &[i64], more: &[(&str, Value)], params: &[(&s
 }
 
 /// Field of a message for the detokenizer, as it reads it.
-pub fn field(bytes: &[u8], name: &str) -> Vec<Value> {
+pub(crate) fn field(bytes: &[u8], name: &str) -> Vec<Value> {
     let value = rmpv::decode::read_value(&mut &*bytes).unwrap();
     let values = value.as_array().unwrap();
     assert_eq!(values[0].as_str(), Some("BatchTokenIDOutput"));
@@ -226,7 +231,7 @@ pub fn field(bytes: &[u8], name: &str) -> Vec<Value> {
     values[at + 1].as_array().unwrap().clone()
 }
 
-pub fn delta(request: u64, tokens: &[u32], end: Option<End>) -> Delta {
+pub(crate) fn delta(request: u64, tokens: &[u32], end: Option<End>) -> Delta {
     Delta {
         request,
         sample: 0,
