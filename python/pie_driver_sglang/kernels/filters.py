@@ -220,7 +220,8 @@ def _bracket(values, counts, keys, goal, low, high, above, held, passed):
         counts: How many there are from each key on.
         keys: They fall.
         goal: What the edge's value must be, at least.
-        low, high: The edge is one of the keys from `low` to `high`.
+        low: The edge is one of the keys from here on.
+        high: And not above this one.
         above: The value above `high`.
         held: How many there are from `low` on.
         passed: How many there are above `high`.
