@@ -104,6 +104,7 @@ class Parts:
             vocab_size=int(self.able["vocab_size"]),
             speculate=self._plan.speculates,
             refuse_priority=refuses_priority(settings),
+            original_logprobs=messages.original_logprobs(),
             probe_prefix=messages.PROBE_PREFIX,
             bos_token_id=None if tokenizer is None else tokenizer.begin_token,
             dp_rank=self._given.replica,
