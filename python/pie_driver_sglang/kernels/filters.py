@@ -32,7 +32,12 @@ _CANDIDATES = tl.constexpr(4096)
 """Logits that the last part of the search holds."""
 _DEPTH = tl.constexpr(0.32)
 """How far below the largest logit the first of the keys is, in temperatures."""
-_WARPS = 8
+_TILE = tl.constexpr(4096)
+"""Comparisons that a program of the first two parts makes at once."""
+_WRITTEN = tl.constexpr(2048)
+"""Logits that it looks through at once for candidates."""
+_WARPS = 4
+"""Few, so that several programs run at once on a multiprocessor, and idle ones end soon."""
 
 
 class Search(NamedTuple):
@@ -91,9 +96,18 @@ def _count_coarse(
     parts = tl.num_programs(1)
     largest = _largest(tops, row, parts, PARTS)
     pivots = _coarse_keys(largest, temperature, SHIFT)
-    x = load_block(logits + row * stride, part * BLOCK, vocab)
     counts, weights = _count(
-        x, part * BLOCK, vocab, pivots, largest, temperature, cap, _COARSE, True, CAPPED, SHIFT
+        logits + row * stride,
+        part * BLOCK,
+        vocab,
+        pivots,
+        largest,
+        temperature,
+        cap,
+        _COARSE,
+        True,
+        CAPPED,
+        SHIFT,
     )
     out = coarse + (row * parts + part) * 2 * _COARSE + tl.arange(0, _COARSE)
     tl.store(out, counts)
@@ -119,7 +133,8 @@ def _refine(
     largest = _largest(tops, row, parts, PARTS)
     if tl.abs(largest) == float("inf"):
         return
-    x = load_block(logits + row * stride, part * BLOCK, vocab)
+    base = logits + row * stride
+    first = part * BLOCK
     out = fine + (row * parts + part) * 3 * _FINE + tl.arange(0, _FINE)
     room = candidates + row * 2 * _CANDIDATES
     if top_k < vocab:
@@ -127,10 +142,10 @@ def _refine(
             coarse, row, part, parts, vocab, largest, temperature, top_k, False, PARTS, SHIFT
         )
         if held - passed <= _CANDIDATES:
-            _keep(x, part * BLOCK, vocab, low, high, room, offset, SHIFT)
+            _keep(base, first, first + BLOCK, vocab, low, high, room, offset, SHIFT)
         else:
             counts, _ = _count(
-                x, part * BLOCK, vocab, _fine_keys(low, high), largest, temperature, cap,
+                base, first, vocab, _fine_keys(low, high), largest, temperature, cap,
                 _FINE, False, CAPPED, SHIFT,
             )  # fmt: skip
             tl.store(out, counts)
@@ -141,10 +156,10 @@ def _refine(
             coarse, row, part, parts, vocab, largest, temperature, goal, True, PARTS, SHIFT
         )
         if held - passed <= _CANDIDATES:
-            _keep(x, part * BLOCK, vocab, low, high, room + _CANDIDATES, offset, SHIFT)
+            _keep(base, first, first + BLOCK, vocab, low, high, room + _CANDIDATES, offset, SHIFT)
         else:
             counts, weights = _count(
-                x, part * BLOCK, vocab, _fine_keys(low, high), largest, temperature, cap,
+                base, first, vocab, _fine_keys(low, high), largest, temperature, cap,
                 _FINE, True, CAPPED, SHIFT,
             )  # fmt: skip
             tl.store(out + _FINE, counts)
@@ -194,35 +209,42 @@ def _fine_keys(low, high):
 
 @triton.jit
 def _count(
-    x, first, vocab, pivots, largest, temperature, cap,
+    base, first, vocab, pivots, largest, temperature, cap,
     COUNT: tl.constexpr, WEIGHED: tl.constexpr, CAPPED: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
     """Of a block, for each pivot how many keys there are from it on, and their weight."""
-    keys = ordered(x) >> SHIFT
-    inside = first + tl.arange(0, BLOCK) < vocab
+    width: tl.constexpr = _TILE // COUNT
     scale = 1.4426950408889634 / temperature
-    weights = weight_of(x, capped(largest, cap, CAPPED), scale, cap, CAPPED)
-    lanes = tl.arange(0, COUNT)
-    counts = tl.zeros([COUNT], tl.float32)
-    masses = tl.zeros([COUNT], tl.float32)
-    for number in tl.static_range(COUNT):
-        pivot = tl.sum(tl.where(lanes == number, pivots, 0), 0)
-        kept = (keys >= pivot) & inside
-        count = tl.sum(kept.to(tl.int32), 0).to(tl.float32)
-        counts = tl.where(lanes == number, count, counts)
+    largest = capped(largest, cap, CAPPED)
+    counts = tl.zeros([COUNT, width], tl.float32)
+    masses = tl.zeros([COUNT, width], tl.float32)
+    for start in range(first, first + BLOCK, width):
+        offsets = start + tl.arange(0, width)
+        inside = offsets < vocab
+        x = tl.load(base + offsets, mask=inside, other=float("-inf")).to(tl.float32)
+        keys = ordered(x) >> SHIFT
+        kept = (keys[None, :] >= pivots[:, None]) & inside[None, :]
+        counts += kept.to(tl.float32)
         if WEIGHED:
-            mass = tl.sum(tl.where(kept, weights, 0.0), 0)
-            masses = tl.where(lanes == number, mass, masses)
-    return counts, masses
+            weights = weight_of(x, largest, scale, cap, CAPPED)
+            masses += tl.where(kept, weights[None, :], 0.0)
+    return tl.sum(counts, 1), tl.sum(masses, 1)
 
 
 @triton.jit
-def _keep(x, first, vocab, low, high, room, offset, SHIFT: tl.constexpr):
-    """Writes the keys of a block from `low` to `high`, from place `offset` on."""
-    keys = ordered(x) >> SHIFT
-    wanted = (keys >= low) & (keys <= high) & (first + tl.arange(0, BLOCK) < vocab)
-    places = offset + tl.cumsum(wanted.to(tl.int32), 0) - 1
-    tl.store(room + places, keys, mask=wanted & (places < _CANDIDATES))
+def _keep(base, first, end, vocab, low, high, room, offset, SHIFT: tl.constexpr):
+    """Writes the keys from `low` to `high` of a part of a row, from place `offset` on."""
+    for start in range(first, tl.minimum(end, vocab), _WRITTEN):
+        offsets = start + tl.arange(0, _WRITTEN)
+        inside = offsets < vocab
+        x = tl.load(base + offsets, mask=inside, other=float("-inf")).to(tl.float32)
+        keys = ordered(x) >> SHIFT
+        wanted = (keys >= low) & (keys <= high) & inside
+        found = tl.sum(wanted.to(tl.int32), 0)
+        if found > 0:
+            places = offset + tl.cumsum(wanted.to(tl.int32), 0) - 1
+            tl.store(room + places, keys, mask=wanted & (places < _CANDIDATES))
+            offset += found
 
 
 @triton.jit
@@ -396,7 +418,9 @@ def _edge(
         passed = tl.where(enough, passed, count)
     if low < high:
         if not is_written:
-            _gather(base, vocab, room, low, high, SHIFT)
+            _keep(base, 0, vocab, vocab, low, high, room, 0, SHIFT)
+            # The program's other threads read it.
+            tl.debug_barrier()
         lanes = tl.arange(0, _CANDIDATES)
         keys = tl.load(room + lanes, mask=lanes < (held - passed).to(tl.int32), other=-0x80000000)
         shares = (keys >= low).to(tl.float32)
@@ -412,20 +436,6 @@ def _edge(
             high = tl.where(enough, high, middle - 1)
             above = tl.where(enough, above, total)
     return low, above
-
-
-@triton.jit
-def _gather(base, vocab, room, low, high, SHIFT: tl.constexpr):
-    """Writes the keys from `low` to `high`, of which there are no more than candidates."""
-    written = 0
-    for first in range(0, vocab, BLOCK):
-        x = load_block(base, first, vocab)
-        keys = ordered(x) >> SHIFT
-        wanted = (keys >= low) & (keys <= high) & (first + tl.arange(0, BLOCK) < vocab)
-        _keep(x, first, vocab, low, high, room, written, SHIFT)
-        written += tl.sum(wanted.to(tl.int32), 0)
-    # The program's other threads read it.
-    tl.debug_barrier()
 
 
 @triton.jit
@@ -514,6 +524,9 @@ def _kept(
     tied = tl.sum(at_edge, 0)
     kept = (keys > edge) & inside
     if tied > 0:
-        kept |= (at_edge > 0) & (tl.cumsum(at_edge, 0) <= ties)
+        if tied <= ties:
+            kept |= at_edge > 0
+        elif ties > 0:
+            kept |= (at_edge > 0) & (tl.cumsum(at_edge, 0) <= ties)
     weights = weight_of(x, largest, scale, cap, CAPPED)
     return tl.where(kept & (weights >= min_p), weights, 0.0), tied
