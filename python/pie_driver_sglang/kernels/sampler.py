@@ -172,7 +172,7 @@ def _survey(
 @triton.jit
 def _sample_rows(
     logits, stride, vocab, tops, ids, masses, parts,
-    temperatures, top_ks, top_ps, min_ps, uniforms, coarse, fine, scratch, results, step, cap,
+    temperatures, top_ks, top_ps, min_ps, uniforms, coarse, fine, candidates, results, step, cap,
     PARTS: tl.constexpr, CAPPED: tl.constexpr, SHIFT: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     if CHAINED:
@@ -208,7 +208,7 @@ def _sample_rows(
                         )
                         token = draw(
                             base, vocab, row, parts, largest, temperature, top_k, top_p, min_p,
-                            uniform, whole, coarse, fine, scratch, cap, PARTS, CAPPED, SHIFT,
+                            uniform, whole, coarse, fine, candidates, cap, PARTS, CAPPED, SHIFT,
                         )  # fmt: skip
             else:
                 token = vocab
