@@ -3,8 +3,9 @@
 Such a step reads the weights of the chosen experts once, and little else. Its kernels are the
 router's, which normalizes rows and chooses experts, two products, and a weighted sum. A pair is a
 row and one of its experts. With few pairs, each program of the first product computes one pair, and
-each of the second sums some outputs of all pairs of a row. With more, a program belongs to an expert: it looks for the expert's pairs itself,
-so that nothing needs to be sorted, and ends at once where there are none.
+each of the second sums some outputs of all pairs of a row. With more, a program belongs to an
+expert: it looks for the expert's pairs itself, so that nothing needs to be sorted, and ends at once
+where there are none.
 """
 
 from __future__ import annotations

@@ -37,11 +37,18 @@ class LoneTuning:
     """Tokens per iteration of a program's loop; the first ones are loaded ahead."""
     warps: int
     """Warps of a program."""
+    programs: int
+    """Programs of a KV head, at most."""
+    registers: int
+    """Registers of a thread, at most: what the products around it leave."""
+    merged: int
+    """Elements of partial results that are merged at once, about."""
 
 
-def tuning_of(dim: int) -> LoneTuning:
-    """The best on an H200 for a head size."""
-    return LoneTuning(max(16, min(64, 8192 // dim)), 4)
+def tuning_of(heads: Heads) -> LoneTuning:
+    """The best on an H200 for some heads."""
+    _, kv_heads, dim = heads.keys.shape
+    return LoneTuning(max(16, min(32, 4096 // dim)), 4, max(1, 128 // kv_heads), 128, 4096)
 
 
 class LoneRow(NamedTuple):
@@ -82,7 +89,8 @@ def attend_lone(
         qkv: ``[1, heads]``, contiguous: queries, keys and values of the row.
         heads: Heads for which :func:`takes` says so, with KV of the row's dtype.
         row: The row.
-        arrived: ``[kv_heads, programs]`` int32, zeros between layers.
+        arrived: ``[kv_heads, programs]`` int32, zeros between layers; as many programs as there
+            are, or fewer than `tuning` says.
         scale: Of scores.
         tuning: How its KV is divided.
 
@@ -90,7 +98,7 @@ def attend_lone(
         ``[1, queries * dim]``.
     """
     _, kv_heads, dim = heads.keys.shape
-    programs = arrived.shape[1]
+    programs = min(arrived.shape[1], tuning.programs)
     out = qkv.new_empty(1, heads.queries * dim)
     group = heads.queries // kv_heads
     parts, sums = alloc_partials(2 * programs, out.view(1, heads.queries, dim), dim)
@@ -103,8 +111,8 @@ def attend_lone(
         heads.rotations.stride(0), row.table.stride(0),
         heads.keys.stride(0), heads.keys.stride(1), heads.values.stride(0), heads.values.stride(1),
         GROUP=group, DIM=dim, BLOCK=tuning.block, HEAD_BLOCK=triton.next_power_of_2(group),
-        GROUP_BLOCK=_MOST_HEADS, NORMED=heads.query_norm is not None,
-        num_warps=tuning.warps, **chained(qkv.device),
+        GROUP_BLOCK=_MOST_HEADS, NORMED=heads.query_norm is not None, MERGED=tuning.merged,
+        num_warps=tuning.warps, num_stages=3, maxnreg=tuning.registers, **chained(qkv.device),
     )  # fmt: skip
     return out
 
@@ -116,29 +124,29 @@ def _attend_lone(
     rotation_stride, table_stride,
     key_stride, key_head_stride, value_stride, value_head_stride,
     GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, HEAD_BLOCK: tl.constexpr,
-    GROUP_BLOCK: tl.constexpr, NORMED: tl.constexpr, CHAINED: tl.constexpr,
+    GROUP_BLOCK: tl.constexpr, NORMED: tl.constexpr, MERGED: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """A program's range of tokens, for the query heads of one KV head."""
     HALF: tl.constexpr = DIM // 2
     kv_head = tl.program_id(0)
     program = tl.program_id(1)
-    length = tl.maximum(tl.load(kv_len).to(tl.int32), 1)
-    seen_slots = table + tl.load(table_row).to(tl.int64) * table_stride
-    blocks = tl.cdiv(length, BLOCK)
-    share = tl.cdiv(blocks, tl.num_programs(1)) * BLOCK
-    final = (length - 1) // share
+    stored = tl.maximum(tl.load(kv_len).to(tl.int32), 1) - 1
+    slots = table + tl.load(table_row).to(tl.int64) * table_stride
+    blocks = tl.cdiv(stored, BLOCK)
+    share = tl.maximum(tl.cdiv(blocks, tl.num_programs(1)), 1) * BLOCK
+    final = tl.maximum(stored - 1, 0) // share
     begin = program * share
-    end = tl.minimum(begin + share, length)
+    end = tl.minimum(begin + share, stored)
     pair = tl.arange(0, HALF)
     dims = tl.arange(0, DIM)
     head_keys = keys + kv_head * key_head_stride
     head_values = values + kv_head * value_head_stride
     # What other kernels of this step do not write is loaded before the one in front has ended.
-    stored = tl.minimum(end, length - 1)
     kx, ky, v = _load_block(
-        head_keys, head_values, seen_slots, begin, stored, key_stride, value_stride, pair, dims,
-        BLOCK, HALF,
+        head_keys, head_values, _places(slots, begin, end, BLOCK), begin, end,
+        key_stride, value_stride, pair, dims, BLOCK, HALF,
     )  # fmt: skip
+    places = _places(slots, begin + BLOCK, end, BLOCK)
     turn = rotations + tl.load(position).to(tl.int64) * rotation_stride + pair
     cosine = tl.load(turn).to(tl.float32)[None, :]
     sine = tl.load(turn + HALF).to(tl.float32)[None, :]
@@ -152,47 +160,40 @@ def _attend_lone(
     qx, qy = _turned(
         qkv + heads * DIM, asks, query_weight, query_epsilon, cosine, sine, pair, DIM, HALF, NORMED
     )
-    # All of its rows are the same key.
     own_key = qkv + (tl.num_programs(0) * GROUP + kv_head + group * 0) * DIM
     new_kx, new_ky = _turned(
-        own_key, group == 0, key_weight, key_epsilon, cosine, sine, pair, DIM, HALF, NORMED
+        own_key, asks, key_weight, key_epsilon, cosine, sine, pair, DIM, HALF, NORMED
     )
-    # The first of them, exactly: the others are zeros.
-    new_kx = tl.sum(new_kx.to(tl.float32), 0).to(kx.dtype)
-    new_ky = tl.sum(new_ky.to(tl.float32), 0).to(kx.dtype)
     new_v = tl.load(qkv + (tl.num_programs(0) * (GROUP + 1) + kv_head) * DIM + dims)
-    if program == final:
-        own_key_place = head_keys + own_slot * key_stride
-        tl.store(own_key_place + pair, new_kx)
-        tl.store(own_key_place + HALF + pair, new_ky)
-        tl.store(head_values + own_slot * value_stride + dims, new_v)
+    # The new key is in the first row of several.
+    stores = (program == final) & (group == 0)[:, None]
+    own_places = head_keys + own_slot * key_stride + pair[None, :] + group[:, None] * 0
+    tl.store(own_places, new_kx, mask=stores)
+    tl.store(own_places + HALF, new_ky, mask=stores)
+    last = (program == final) & (dims >= 0)
+    tl.store(head_values + own_slot * value_stride + dims, new_v, mask=last)
+    # The new token is seen by the last program, and not from storage.
+    new_scores = tl.sum(qx.to(tl.float32) * new_kx.to(tl.float32), 1)
+    new_scores = (new_scores + tl.sum(qy.to(tl.float32) * new_ky.to(tl.float32), 1)) * scale
+    new_scores = tl.where(program == final, new_scores, float("-inf"))
     best = tl.full([GROUP_BLOCK], float("-inf"), tl.float32)
     totals = tl.zeros([GROUP_BLOCK, BLOCK], tl.float32)
     mixed = tl.zeros([GROUP_BLOCK, DIM], tl.float32)
-    for token in tl.range(begin, end, BLOCK, num_stages=1):
-        next_kx, next_ky, next_v = _load_block(
-            head_keys, head_values, seen_slots, token + BLOCK, stored, key_stride, value_stride,
-            pair, dims, BLOCK, HALF,
+    mixed, best, totals = _seen(
+        qx, qy, kx, ky, v, begin, end, scale, mixed, new_scores, best, totals, BLOCK
+    )
+    for token in tl.range(begin + BLOCK, end, BLOCK):
+        kx, ky, v = _load_block(
+            head_keys, head_values, places, token, end, key_stride, value_stride, pair, dims,
+            BLOCK, HALF,
         )  # fmt: skip
-        tokens = token + tl.arange(0, BLOCK)
-        is_new = (tokens == length - 1)[:, None]
-        kx = tl.where(is_new, new_kx[None, :], kx)
-        ky = tl.where(is_new, new_ky[None, :], ky)
-        v = tl.where(is_new, new_v[None, :], v)
-        scores = tl.dot(qx, tl.trans(kx), input_precision="ieee")
-        scores = tl.dot(qy, tl.trans(ky), scores, input_precision="ieee") * scale
-        scores = tl.where((tokens < end)[None, :], scores, float("-inf"))
-        largest = tl.maximum(best, tl.max(scores, 1))
-        shrink = tl.exp2(best - largest)
-        weights = tl.exp2(scores - largest[:, None])
-        totals = totals * shrink[:, None] + weights
-        mixed = mixed * shrink[:, None]
-        mixed = tl.dot(weights.to(v.dtype), v, mixed, input_precision="ieee")
-        best = largest
-        kx = next_kx
-        ky = next_ky
-        v = next_v
-    total = tl.sum(totals, 1)
+        places = _places(slots, token + BLOCK, end, BLOCK)
+        mixed, best, totals = _seen(
+            qx, qy, kx, ky, v, token, end, scale, mixed, best, best, totals, BLOCK
+        )
+    weight = tl.exp2(new_scores - tl.where(best == float("-inf"), 0.0, best))
+    mixed += weight[:, None] * new_v.to(tl.float32)[None, :]
+    total = tl.sum(totals, 1) + weight
     if final == 0:
         if program == 0:
             merge_or_store(
@@ -201,27 +202,48 @@ def _attend_lone(
             )  # fmt: skip
     elif program <= final:
         store_partial(
-            mixed, best, total, out, parts, sums, out, arrived, program, 0, final,
+            mixed, best, total, out, parts, sums, out, arrived, program, program * 0, final,
             out, 0, 0, number, kv_head, 0, out, out, out, 1, 0,
-            GROUP, DIM, GROUP_BLOCK, HEAD_BLOCK, DIM, False, False, 1,
+            GROUP, DIM, GROUP_BLOCK, HEAD_BLOCK, DIM, False, False, 1, MERGED,
         )  # fmt: skip
 
 
 @triton.jit
+def _places(slots, token, end, BLOCK: tl.constexpr):
+    """The storage slots of a block of tokens, ``[BLOCK]`` int64."""
+    tokens = token + tl.arange(0, BLOCK)
+    return tl.load(slots + tokens, mask=tokens < end, other=0).to(tl.int64)
+
+
+@triton.jit
 def _load_block(
-    head_keys, head_values, slots, token, end, key_stride, value_stride, pair, dims,
+    head_keys, head_values, places, token, end, key_stride, value_stride, pair, dims,
     BLOCK: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     """Halves of stored keys, and values, from `token` to `end`; zeros behind it."""
-    tokens = token + tl.arange(0, BLOCK)
-    there = tokens < end
-    places = tl.load(slots + tokens, mask=there, other=0).to(tl.int64)[:, None]
-    own = there[:, None]
-    keys = head_keys + places * key_stride + pair[None, :]
+    own = (token + tl.arange(0, BLOCK) < end)[:, None]
+    keys = head_keys + places[:, None] * key_stride + pair[None, :]
     kx = tl.load(keys, mask=own, other=0.0)
     ky = tl.load(keys + HALF, mask=own, other=0.0)
-    v = tl.load(head_values + places * value_stride + dims[None, :], mask=own, other=0.0)
+    v = tl.load(head_values + places[:, None] * value_stride + dims[None, :], mask=own, other=0.0)
     return kx, ky, v
+
+
+@triton.jit
+def _seen(qx, qy, kx, ky, v, token, end, scale, mixed, least, best, totals, BLOCK: tl.constexpr):
+    """Attends to a block; weights are relative to the largest score, which is `least` or more."""
+    tokens = token + tl.arange(0, BLOCK)
+    scores = tl.dot(qx, tl.trans(kx), input_precision="ieee")
+    scores = tl.dot(qy, tl.trans(ky), scores, input_precision="ieee") * scale
+    scores = tl.where((tokens < end)[None, :], scores, float("-inf"))
+    largest = tl.maximum(least, tl.max(scores, 1))
+    # A program that sees nothing has weights of 0.
+    level = tl.where(largest == float("-inf"), 0.0, largest)
+    shrink = tl.exp2(best - level)
+    weights = tl.exp2(scores - level[:, None])
+    totals = totals * shrink[:, None] + weights
+    mixed = tl.dot(weights.to(v.dtype), v, mixed * shrink[:, None], input_precision="ieee")
+    return mixed, largest, totals
 
 
 @triton.jit

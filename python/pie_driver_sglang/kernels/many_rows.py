@@ -249,10 +249,10 @@ def _tiled_product(
     first = part * part_inputs
     if CHAINED:
         if AHEAD > 0:
-            own = (unit + tl.arange(0, OUTPUTS)).to(tl.int64) * inputs + first
-            prefetch(weight + own, AHEAD)
+            begins = (unit + tl.arange(0, OUTPUTS)).to(tl.int64) * inputs + first
+            prefetch(weight + begins, AHEAD)
             if GATED:
-                prefetch(weight + outputs.to(tl.int64) * inputs + own, AHEAD)
+                prefetch(weight + outputs.to(tl.int64) * inputs + begins, AHEAD)
         lead()
     numbers = first_row + tl.arange(0, ROWS)
     inside = numbers < row_count

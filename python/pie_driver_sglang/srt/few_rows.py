@@ -217,14 +217,10 @@ def attend(
         forward_batch: SGLang's.
     """
     if len(qkv) == 1:
-        alone = attention.attend_lone(
-            qkv, layer.heads, positions, layer.attention, forward_batch
-        )
+        alone = attention.attend_lone(qkv, layer.heads, positions, layer.attention, forward_batch)
         if alone is not None:
             return alone
-    queries = dense_layers.norm_rope_store(
-        qkv, layer.heads, positions, forward_batch.out_cache_loc
-    )
+    queries = dense_layers.norm_rope_store(qkv, layer.heads, positions, forward_batch.out_cache_loc)
     seen: torch.Tensor = layer.attention(queries, None, None, forward_batch, save_kv_cache=False)
     return seen
 

@@ -166,7 +166,7 @@ class PagedDecode(AttentionBackend):
                       forward_batch.out_cache_loc)  # fmt: skip
         return lone_attend.attend_lone(
             qkv, heads, row, shares[self._cut(layer, 1)].arrived, layer.scaling,
-            lone_attend.tuning_of(layer.qk_head_dim),
+            lone_attend.tuning_of(heads),
         )  # fmt: skip
 
     def _cut(self, layer: RadixAttention, rows: int) -> SplitPlan:
