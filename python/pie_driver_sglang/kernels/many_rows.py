@@ -30,6 +30,9 @@ _SHARED_BYTES = 227 << 10
 
 _FEWEST_FILLED = 0.65
 """Share of the places for programs that a product must have programs for."""
+_NEARLY_FULL = 112
+"""Rows above which a tile of 128 pays, of bfloat16: it takes as long for fewer, and a library does
+not."""
 _LONG = 8192
 """Inputs from which on a library's product of 65 rows and more is the faster one, of bfloat16."""
 
@@ -127,7 +130,7 @@ def find_tile(
         None where a library's product is as fast, or no tile fits.
     """
     kind = "gated" if gated else "adds" if adds else "plain"
-    if itemsize > 1 and rows > 64 and inputs >= _LONG:
+    if itemsize > 1 and rows > 64 and (rows <= _NEARLY_FULL or inputs >= _LONG):
         return None
     for bucket in (16, 64, 128):
         tiles = _TILES.get((kind, itemsize, bucket), ()) if rows <= bucket else ()
