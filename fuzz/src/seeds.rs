@@ -53,10 +53,10 @@ fn extensions() -> Vec<Vec<u8>> {
     let mut answer = AnswerRows::default();
     let shape = PlaceShape { top: 1, given: 1 };
     let place = [
-        -1.0_f32.to_bits(),
+        (-1.0_f32).to_bits(),
         3,
-        -0.5_f32.to_bits(),
-        -2.0_f32.to_bits(),
+        (-0.5_f32).to_bits(),
+        (-2.0_f32).to_bits(),
     ];
     answer.push(1, shape, (1, 2), [place; 3].into_iter().flatten());
     let rows = [(0, &row), (2, &row)];
