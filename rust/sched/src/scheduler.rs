@@ -408,10 +408,12 @@ impl<S> Scheduler<S> {
         let logprobs = sequence.logprobs.as_deref();
         let (prompt_logprobs, logprobs) = logprobs.map_or((&[][..], &[][..]), Kept::pending);
         let (prompt_logprobs, logprobs) = self.outputs.push_logprobs(prompt_logprobs, logprobs);
+        let scored = sequence.logprobs.as_deref().and_then(|kept| kept.scored);
         self.outputs.push(
             Entry {
                 prompt_logprobs,
                 logprobs,
+                scored,
                 id: sequence.id(),
                 sample: sequence.sample,
                 tokens: 0..0,
