@@ -41,6 +41,7 @@ serve: $(VENV)/.installed ## Serve the embedded model over HTTP on the CPU; PORT
 
 # The environment, which waits for the network, and the wheel, whose end is one long link, come while the tests are built.
 test: ## Run every test
+	@test -e $(VENV)/.dependencies || tools/preflight "$(PYTHON)" . $(GIB)
 	@$(MAKE) --no-print-directory --jobs=2 build-rust $(VENV)/.compiled
 	@$(MAKE) --no-print-directory test-rust test-python
 
