@@ -51,7 +51,7 @@ from pie_driver_sglang.kernels.paged_splits import (
     split_tuning,
 )
 from pie_driver_sglang.kernels.quantize import FP8, QuantizedRows, QuantizedWeights
-from pie_driver_sglang.sampling.groups import SlotParams
+from pie_driver_sglang.kernels.types import STEP_RECORD_WORDS, SlotParams
 
 FEW = 3
 """Rows of a step."""
@@ -458,7 +458,8 @@ def check_sampling(dtype: torch.dtype) -> None:
     for cap in (None, 30.0):
         sample = functools.partial(sampler.sample_step, logits, params, results, step, cap)
         kernels = recorded(sample)
-        assert [kernel.name for kernel in kernels] == ["_survey", "_sample_rows"]
+        names = ["_survey", "_count_coarse", "_refine", "_sample_rows"]
+        assert [kernel.name for kernel in kernels] == names
         for kernel in kernels:
             check_order(kernel)
     with mock.patch.object(torch.Tensor, "is_cuda", True):
@@ -468,7 +469,7 @@ def check_sampling(dtype: torch.dtype) -> None:
     words = torch.zeros(64, dtype=torch.int32)
     rows = torch.zeros(40, 2, dtype=torch.int32)
     assert recorded(lambda: sampler.mask_logits(logits, rows, words))
-    records = torch.zeros(40, places.RECORD_WORDS, dtype=torch.int32)
+    records = torch.zeros(40, STEP_RECORD_WORDS, dtype=torch.int32)
     find = functools.partial(places.find, logits, results, records, words, words.clone(), 32)
     assert [kernel.name for kernel in recorded(find)] == ["_survey", "_write"]
 
