@@ -444,7 +444,7 @@ def check_sampling(dtype: torch.dtype) -> None:
     words = torch.zeros(64, dtype=torch.int32)
     rows = torch.zeros(40, 2, dtype=torch.int32)
     assert recorded(lambda: sampler.mask_logits(logits, rows, words))
-    records = torch.zeros(40, places.RECORD_WORDS, dtype=torch.int32)
+    records = torch.zeros(40, places.PLACE_RECORD_WORDS, dtype=torch.int32)
     find = functools.partial(places.find, logits, results, records, words, words.clone(), 32)
     assert [kernel.name for kernel in recorded(find)] == ["_survey", "_write"]
 

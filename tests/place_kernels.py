@@ -33,7 +33,7 @@ class Case(NamedTuple):
     def records(self) -> tuple[torch.Tensor, torch.Tensor, int]:
         """The records of the slots, their words, and how many words are answered."""
         words = [5, 5]
-        records, end = torch.zeros(SLOTS, kernels.RECORD_WORDS, dtype=torch.int32), 3
+        records, end = torch.zeros(SLOTS, kernels.PLACE_RECORD_WORDS, dtype=torch.int32), 3
         bits = self.divisors.view(torch.int32).tolist()
         for slot in range(SLOTS):
             if self.asked[slot]:

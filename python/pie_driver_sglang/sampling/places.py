@@ -102,7 +102,7 @@ def _find(logits: torch.Tensor, places: Places, own: torch.Tensor, out: torch.Te
         places.divisors.view(torch.int32),
     )
     records = torch.zeros(
-        len(logits), kernels.RECORD_WORDS, dtype=torch.int32, device=logits.device
+        len(logits), kernels.PLACE_RECORD_WORDS, dtype=torch.int32, device=logits.device
     )
     records[places.slots] = torch.stack([column.to(torch.int32) for column in columns], dim=1)
     tokens = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)

@@ -227,7 +227,7 @@ block! {
         /// `[slots, 8]` int32: what is asked of each slot's logits, see [`RECORD_WORDS`](crate::RECORD_WORDS); biases lie
         /// outside of the block. Empty, unless the graph is an extended one.
         Records = records: [Record; extended];
-        /// `[slots, 6]` int32: 1 for a slot whose log-probabilities are asked for, else 0; first one of the words that it writes;
+        /// `[slots, 6]` int32. 1 for a slot whose log-probabilities are asked for, else 0; first one of the words that it writes;
         /// most probable tokens; given tokens; where these begin outside of the block; what its logits are divided by (bits of
         /// float32). Empty, unless the graph is an extended one.
         Places = places: [StepPlace; extended];
