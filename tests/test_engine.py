@@ -345,6 +345,11 @@ def test_what_is_wrong_is_refused_before_anything_runs(engine: Engine) -> None:
     engine.generate("a", {"max_new_tokens": 1}, image_data=None, return_logprob=False)
 
 
+def test_thinking_needs_its_end(engine: Engine) -> None:
+    with pytest.raises(ConfigError, match="how the model ends its thinking is not known"):
+        engine.generate("x", {"regex": "a"}, require_reasoning=True)
+
+
 def test_a_token_outside_of_the_vocabulary_costs_its_request_alone(engine: Engine) -> None:
     good, bad = engine.generate(input_ids=[[5, 6], [10**6]], sampling_params=GREEDY)
     assert len(good["output_ids"]) == TOKENS

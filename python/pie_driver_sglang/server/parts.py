@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from pie_driver_sglang import _core
 from pie_driver_sglang.errors import StartError
-from pie_driver_sglang.offline.arguments import EngineArguments
 from pie_driver_sglang.offline.tokenizer import ModelTokenizer
+from pie_driver_sglang.offline.types import EngineArguments
 from pie_driver_sglang.server.driver_log import DriverLog
 
 if TYPE_CHECKING:

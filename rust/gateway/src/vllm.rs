@@ -64,7 +64,6 @@ impl Wording for Words {
                 index: sample,
                 output_logprobs: scores.output.map(output),
                 input_logprobs: scores.input.map(input),
-                ..GenerateStreamChunk::default()
             }),
             Answer::End {
                 sample,

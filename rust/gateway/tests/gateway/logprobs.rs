@@ -43,7 +43,7 @@ fn the_contract_of_vllm_has_its_numbers_for_each_side() {
         let wanted = places(&text, prompt.len(), 3, &[]);
         assert_eq!(found.token_ids, story.tokens);
         for (at, (own, ids, values, _)) in wanted.iter().enumerate() {
-            assert_eq!(found.token_logprobs[at], *own);
+            assert_eq!(found.token_logprobs[at].to_bits(), own.to_bits());
             assert_eq!(found.top_logprobs[at].token_ids, *ids);
             assert_eq!(found.top_logprobs[at].values, *values);
         }
