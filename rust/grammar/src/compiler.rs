@@ -15,11 +15,16 @@ use crate::grammar::{Grammar, JsonSpace};
 use crate::matcher::{Matcher, first_line};
 use crate::vocabulary::Vocabulary;
 
+/// Most matchers of one grammar that are kept for other texts.
+const USED: usize = 16;
+
 /// What compiling may cost.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
-    /// Threads that compile, and as many that compute masks ahead.
+    /// Threads that compile.
     pub threads: NonZeroUsize,
+    /// Threads that compute masks ahead.
+    pub mask_threads: NonZeroUsize,
     /// Grammars that are kept; the one used longest ago gives way.
     pub kept: NonZeroUsize,
     /// Grammars that may wait to be compiled.
@@ -34,8 +39,10 @@ impl Default for Limits {
     fn default() -> Self {
         let cores = thread::available_parallelism().unwrap_or(NonZeroUsize::MIN);
         let four = NonZeroUsize::MIN.saturating_add(3);
+        let eight = NonZeroUsize::MIN.saturating_add(7);
         Self {
             threads: cores.min(four),
+            mask_threads: cores.min(eight),
             kept: NonZeroUsize::MIN.saturating_add(255),
             waiting: 1024,
             bytes: 1 << 20,
@@ -60,6 +67,8 @@ pub enum Progress {
 pub struct Ready {
     /// Locked for the time of a clone.
     matcher: Mutex<Matcher>,
+    /// Matchers at the start again, which know more states of the grammar than a new one.
+    used: Mutex<Vec<Matcher>>,
     /// The first mask.
     pub(crate) mask: Box<[u32]>,
 }
@@ -67,7 +76,18 @@ pub struct Ready {
 impl Ready {
     /// A matcher at the start of a text.
     pub fn matcher(&self) -> Matcher {
-        lock(&self.matcher).clone()
+        let used = lock(&self.used).pop();
+        used.unwrap_or_else(|| lock(&self.matcher).clone())
+    }
+
+    /// Keeps a matcher for another text.
+    pub(crate) fn give_back(&self, mut matcher: Matcher) {
+        if matcher.reset() {
+            let mut used = lock(&self.used);
+            if used.len() < USED {
+                used.push(matcher);
+            }
+        }
     }
 }
 
@@ -191,7 +211,7 @@ impl Compiler {
         let (compile, tasks) = mpsc::sync_channel(limits.waiting);
         start("pie-grammar", limits.threads, tasks)?;
         let (ahead, tasks) = mpsc::channel();
-        start("pie-masks", limits.threads, tasks)?;
+        start("pie-masks", limits.mask_threads, tasks)?;
         Ok(Self(Arc::new(Inner {
             vocabulary,
             space,
@@ -318,7 +338,12 @@ fn compile(
         return Err(wrong("it allows no text".to_owned()));
     }
     let matcher = Mutex::new(matcher);
-    Ok(Ready { matcher, mask })
+    let used = Mutex::default();
+    Ok(Ready {
+        matcher,
+        used,
+        mask,
+    })
 }
 
 pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
