@@ -59,6 +59,16 @@ def make(model: str, name: str, folder: Path, seed: int = 0) -> Made:
     return made
 
 
+def make_for(snapshot: Path, name: str, folder: Path, seed: int = 0) -> Made:
+    """Makes the adapter `name` of :data:`CONFIGS` for any model, in a folder of its own."""
+    target = folder / f"{name.replace(' ', '-')}-{seed}"
+    made = Made(target / "adapter", target / "merged")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        _make(snapshot, CONFIGS[name], made, seed)
+    return made
+
+
 def edit(folder: Path, changed: Path, **settings: Any) -> Path:
     """A copy of an adapter with other settings; None removes one."""
     changed.mkdir(parents=True)

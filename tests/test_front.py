@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from array import array
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -39,13 +41,19 @@ def seams() -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def front(seams: Any) -> Iterator[_core.Front]:
-    """A front end whose driver has ended at once: it answers every request with an error."""
+def gone() -> Iterator[_core.Runtime]:
+    """A runtime whose driver has ended at once."""
     runtime = _core.Runtime(str(POCKET), python="/bin/false", devices=["cpu"], max_restarts=0)
     with pytest.raises(Exception, match=r"ended|exit"):
         runtime.wait_ready(60)
-    yield make(runtime, seams)
+    yield runtime
     runtime.shutdown()
+
+
+@pytest.fixture(scope="module")
+def front(gone: _core.Runtime, seams: Any) -> _core.Front:
+    """Its requests: every one is answered with an error."""
+    return make(gone, seams)
 
 
 def make(runtime: _core.Runtime, seams: Any, **changed: Any) -> _core.Front:
@@ -144,7 +152,7 @@ def test_outputs_are_messages_of_sglang(
         ({"params": {"min_p": 1.5, "top_k": 5}}, "min_p"),
         ({"fields": {"return_logprob": True}}, "`return_logprob`"),
         ({"fields": {"return_hidden_states": "last"}}, "`return_hidden_states`"),
-        ({"fields": {"lora_id": "ab"}}, "`lora_id`"),
+        ({"fields": {"lora_id": "ab"}}, "the adapter `ab` is not loaded"),
         ({"fields": {"input_ids": None, "input_embeds": [[0.5]]}}, "`input_embeds`"),
         ({"fields": {"input_ids": array("q", [1000])}}, "token 1000"),
         ({"fields": {"input_ids": array("q", range(101))}}, "101 tokens"),
@@ -162,6 +170,27 @@ def test_one_message_answers_a_batch(front: _core.Front, seams: Any) -> None:
     batch = BatchTokenizedGenerateReqInput(batch=[request(rid="a"), request(rid="b", worker="w")])
     found = answer(front, seams, batch, request(rid="c"))
     assert (found.rids, found.http_worker_ipcs) == (["a", "b", "c"], [None, "w", None])
+
+
+def test_times_are_objects_of_sglang(gone: _core.Runtime, seams: Any) -> None:
+    from sglang.srt.managers.io_struct import unwrap_from_pickle
+
+    from pie_driver_sglang.server.seams.metrics import clock_s, times_template
+
+    pickle, places = times_template()
+    began = clock_s()
+    timed = make(gone, seams, times=(began, pickle, places))
+    found = answer(timed, seams, request(rid="a"), request(rid="b", params={"min_p": 2.0}))
+    stats = unwrap_from_pickle(found.time_stats)
+    assert [type(each).__name__ for each in stats] == ["SchedulerReqTimeStats"] * 2
+    for each in stats:
+        # On the clock of the process that reads them; nothing was computed.
+        assert began - 1 < each.wait_queue_entry_time < clock_s() + 1
+        assert each.get_queueing_time() == 0
+        assert "prefill_finished_time" not in each.convert_to_output_meta_info()
+    assert timed.take_waits() == []
+    with pytest.raises(ValueError, match="not all inside of the pickle"):
+        make(gone, seams, times=(began, pickle, (0, 0, len(pickle) - 7)))
 
 
 def test_messages_about_other_things_come_back(front: _core.Front, seams: Any) -> None:
@@ -199,32 +228,103 @@ def test_classes_of_another_version_are_refused(front: _core.Front, seams: Any) 
         runtime.shutdown()
 
 
-def test_every_message_has_an_answer(seams: Any) -> None:
+#: Messages that are served, each with what must be in it here.
+SERVED = {
+    "FlushCacheReqInput": {},
+    "GetInternalStateReq": {},
+    "LoadLoRAAdapterReqInput": {"lora_name": "a", "lora_path": "/nowhere", "lora_id": "x"},
+    "LoadLoRAAdapterFromTensorsReqInput": {
+        "lora_name": "a",
+        "lora_id": "x",
+        "config_dict": {},
+        "serialized_named_tensors": [b""],
+    },
+    "OpenSessionReqInput": {"session_id": "s", "capacity_of_str_len": 1},
+    "ProfileReq": {"profile_id": "p"},
+    "UnloadLoRAAdapterReqInput": {"lora_name": "a", "lora_id": "x"},
+}
+
+
+def test_every_message_has_an_answer(seams: Any, tmp_path: Path) -> None:
     """SGLang waits for answers without a limit."""
     from sglang.srt.managers import io_struct
 
+    from pie_driver_sglang.server.adapters import ServerAdapters
     from pie_driver_sglang.server.control import Control
+    from pie_driver_sglang.server.profile import Profiler
+    from pie_driver_sglang.server.refusals import MESSAGES
 
-    control = Control(Idle(), Idle(), {"page_size": 16, "max_running_requests": 4})
+    idle: Any = Idle()
+    facts = {"page_size": 16, "max_running_requests": 4}
+    control = Control(idle, idle, facts, ServerAdapters(idle, idle, idle), Profiler(idle, None))
+    asked = set()
     for cls in io_struct.BaseReq.__subclasses__():
-        wanted = seams._answer_class(cls.__name__)
-        if wanted is None or cls.__name__.endswith("Output"):
+        name = cls.__name__
+        wanted = seams._answer_class(name)
+        if wanted is None or name.endswith("Output"):
             continue
+        asked.add(name)
         required = [field.name for field in msgspec.structs.fields(cls) if field.required]
-        [data] = control.answer(cls(**dict.fromkeys(required)))
+        message = cls(**{**dict.fromkeys(required), **SERVED.get(name, {})})
+        answers = control.answer(message)
+        until = time.monotonic() + 10
+        while not answers and time.monotonic() < until:
+            time.sleep(0.01)
+            answers = control.due()
+        [data] = answers
         found = seams.decode_message(data)
-        assert type(found) is wanted, cls.__name__
-        if cls.__name__ != "FlushCacheReqInput":
-            assert getattr(found, "success", False) is False, cls.__name__
+        assert type(found) is wanted, name
+        if name in SERVED:
+            assert name not in MESSAGES
+            continue
+        assert getattr(found, "success", False) is False, name
+        reason = getattr(found, "message", MESSAGES[name])
+        assert MESSAGES[name] in reason, name
+    # A row for a message that there is not is a mistake.
+    assert asked | {"RpcReqInput"} >= {*MESSAGES, *SERVED}
+
+
+def test_a_request_for_embeddings_is_refused(seams: Any) -> None:
+    from sglang.srt.managers.io_struct import (
+        BatchTokenizedEmbeddingReqInput,
+        TokenizedEmbeddingReqInput,
+    )
+    from sglang.srt.sampling.sampling_params import SamplingParams
+
+    from pie_driver_sglang.server.adapters import ServerAdapters
+    from pie_driver_sglang.server.control import Control
+    from pie_driver_sglang.server.profile import Profiler
+
+    idle: Any = Idle()
+    control = Control(idle, idle, {}, ServerAdapters(idle, idle, idle), Profiler(idle, None))
+    required = msgspec.structs.fields(TokenizedEmbeddingReqInput)
+    values = {field.name: None for field in required if field.required}
+    request = TokenizedEmbeddingReqInput(**{**values, "sampling_params": SamplingParams()})
+    request.rid, request.http_worker_ipc = "r", "w"
+    batch = BatchTokenizedEmbeddingReqInput(batch=[request, request])
+    for message, count in ((request, 1), (batch, 2)):
+        ends = [seams.decode_message(data) for data in control.answer(message)]
+        assert [(end.rid, end.http_worker_ipc) for end in ends] == [("r", "w")] * count
+        assert ends[0].finished_reason["status_code"] == 400
+        assert "no embeddings" in ends[0].finished_reason["message"]
 
 
 class Idle:
-    """A runtime without requests."""
+    """A runtime without requests, its front end and its log."""
 
     def flush_cache(self) -> bool:
         return True
 
+    def open_session(self, *_: Any, **__: Any) -> bool:
+        return True
+
+    def start_trace(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def lines(self) -> list[str]:
+        return []
+
     def stats(self) -> dict[str, Any]:
-        names = ("running", "waiting", "pages_total", "pages_free", "pages_cached")
+        names = ("running", "waiting", "pages_total", "pages_free", "pages_cached", "steps")
         more = ("prompt_tokens", "cached_tokens", "output_tokens")
         return dict.fromkeys((*names, *more), 0)

@@ -3,93 +3,38 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
-import re
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
-import urllib.error
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
-import psutil
 import pytest
 
 from pie_driver_sglang import Engine
-from sglang_server import Server, free_ports
+from pie_server import PROMPT, generate, refusal, running, state, wait_until
+from serve_control import TestProfile as TestProfile
+from serve_control import TestRefusals as TestRefusals
+from serve_control import (
+    test_server_info_has_the_resolved_arguments as test_server_info_has_the_resolved_arguments,
+)
+from serve_metrics import TestDashboard as TestDashboard
+from serve_metrics import TestMetrics as TestMetrics
+from serve_sessions import TestSessions as TestSessions
+from sglang_server import Server
 from tiny_models import POCKET
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
-START_S: Final = 400.0
-PROMPT: Final = "def f(x):"
-
-
-def wait_until(done: Callable[[], bool], seconds: float, what: str) -> None:
-    until = time.monotonic() + seconds
-    while not done():
-        assert time.monotonic() < until, what
-        time.sleep(0.1)
-
-
-def shared_memory() -> set[str]:
-    return {path.name for path in Path("/dev/shm").iterdir()}
-
-
-@contextlib.contextmanager
-def running(folder: Path, *flags: str) -> Iterator[tuple[Server, subprocess.Popen[bytes]]]:
-    """A server by the command, as a user starts it; ended by SIGTERM, with nothing left."""
-    [port] = free_ports(1)
-    log = folder / "log"
-    command = [sys.executable, "-m", "pie_driver_sglang", "serve", "--model-path", str(POCKET)]
-    command += ["--device", "cpu", "--port", str(port), *flags]
-    environment = {**os.environ, "TMPDIR": str(folder), "OMP_NUM_THREADS": "1"}
-    with log.open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=output, env=environment)
-    server = Server(f"http://127.0.0.1:{port}", log)
-    try:
-        wait_until(
-            lambda: b"curl" in log.read_bytes() or process.poll() is not None, START_S, "start"
-        )
-        assert process.poll() is None
-        family = psutil.Process(process.pid).children(recursive=True)
-        assert any(word in " ".join(p.cmdline()) for p in family for word in ("--config",))
-        yield server, process
-        family += psutil.Process(process.pid).children(recursive=True)
-        names = regions(folder)
-        assert names & shared_memory(), "the driver's region is there while it serves"
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 0
-        assert psutil.wait_procs(family, 10)[1] == []
-        assert not names & shared_memory()
-        assert [path.name for path in folder.iterdir()] == ["log"]
-    except BaseException:
-        sys.stderr.write(log.read_text(errors="replace")[-6000:])
-        raise
-    finally:
-        if process.poll() is None:
-            process.send_signal(signal.SIGTERM)
-            time.sleep(0.5)
-            process.send_signal(signal.SIGTERM)
-            process.wait(30)
-
-
-def regions(folder: Path) -> set[str]:
-    """The regions of the drivers whose configurations are in a folder."""
-    found = [re.findall(r"group_id = (\d+)", path.read_text()) for path in folder.rglob("*.toml")]
-    return {f"pie_shmem_g{group}" for groups in found for group in groups}
-
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with running(tmp_path_factory.mktemp("serve"), "--scheduler", "pie") as (server, _):
+    flags = ("--scheduler", "pie", "--enable-metrics", "--enable-streaming-session")
+    with running(tmp_path_factory.mktemp("serve"), *flags) as (server, _):
         yield server
 
 
@@ -97,25 +42,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 def client(server: Server) -> Any:
     openai = pytest.importorskip("openai")
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120)
-
-
-def generate(server: Server, text: str = PROMPT, **params: Any) -> dict[str, Any]:
-    params = {"temperature": 0, "max_new_tokens": 12, **params}
-    found: dict[str, Any] = json.loads(
-        server.ask("/generate", {"text": text, "sampling_params": params})
-    )
-    return found
-
-
-def state(server: Server) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(server.ask("/server_info"))["internal_states"][0]
-    return found
-
-
-def refusal(server: Server, body: dict[str, Any], path: str = "/generate") -> tuple[int, str]:
-    with pytest.raises(urllib.error.HTTPError) as error:
-        server.ask(path, body)
-    return error.value.code, error.value.read().decode()
 
 
 def test_our_scheduler_serves(server: Server) -> None:

@@ -33,23 +33,24 @@ def test_every_flag_of_sglang_is_served_or_has_a_reason() -> None:
                 "media",
                 "disaggregation",
             ) or name in (
-                "tp_size",
+                "dp_size",
+                "load_balance_method",
                 "nccl_port",
+                "tp_size",
             )
 
 
 @pytest.mark.parametrize(
     ("name", "value", "words"),
     [
-        ("dp_size", 2, "replicas"),
         ("enable_custom_logit_processor", True, "Python object"),
         ("enable_hierarchical_cache", True, "prefix index of its own"),
-        ("enable_lora", True, "adapters"),
+        ("enable_lora_overlap_loading", True, "adapters"),
         ("enable_return_hidden_states", True, "hidden states"),
         ("ep_size", 2, "--tp-size"),
         ("grammar_backend", "outlines", "by llguidance"),
         ("is_embedding", True, "causal language models"),
-        ("lora_paths", ["a=b"], "adapters"),
+        ("lora_paths", ["a=/nowhere"], "adapter 'a' is not at"),
         ("nnodes", 2, "--tp-size"),
         ("disaggregation_mode", "prefill", "one driver"),
         ("speculative_algorithm", "EAGLE", "n-grams only"),
@@ -97,8 +98,8 @@ def test_the_words_of_this_command_are_taken_out() -> None:
 
 
 def test_an_option_is_for_our_scheduler_alone() -> None:
-    with pytest.raises(ConfigError, match="--enable-lora"):
-        choose("--option", "page_size=32", enable_lora=True)
+    with pytest.raises(ConfigError, match="--enable-memory-saver"):
+        choose("--option", "page_size=32", enable_memory_saver=True)
 
 
 def test_help_and_a_missing_model() -> None:

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import itertools
+import json
 import re
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from pie_driver_sglang.checkpoint.hub_cache import cached_snapshot
+from pie_driver_sglang.checkpoint.regular_file import RegularFile
 from pie_driver_sglang.errors import ConfigError, StartError, nearest, quoted
 
 _REASON_S: Final = 2.0
 """How long the driver's log may take to say why it refused an adapter."""
 _LOOK_S: Final = 0.05
+_MOST_CONFIG_BYTES: Final = 1 << 20
 
 
 class AdapterPath(NamedTuple):
@@ -87,6 +90,25 @@ def _adapter(name: Any, path: Any) -> AdapterPath:
     return AdapterPath(name, str(found))
 
 
+def largest_rank(adapters: Sequence[AdapterPath]) -> int:
+    """The largest rank that the adapters' configurations name; 0 where they name none."""
+    return max((_rank(Path(adapter.path)) for adapter in adapters), default=0)
+
+
+def _rank(path: Path) -> int:
+    """Whatever is wrong with a configuration is said when the driver reads it."""
+    folder = path if path.is_dir() else path.parent
+    try:
+        with RegularFile(folder / "adapter_config.json") as file:
+            if file.size > _MOST_CONFIG_BYTES:
+                return 0
+            config = json.loads(b"".join(file.chunks()))
+        named = [config.get("r"), *dict(config.get("rank_pattern") or {}).values()]
+    except (OSError, ValueError, TypeError, AttributeError):
+        return 0
+    return max((rank for rank in named if isinstance(rank, int)), default=0)
+
+
 class EngineAdapters:
     """The adapters of an engine, which stay loaded: never more than the drivers keep in memory.
 
@@ -134,7 +156,7 @@ class EngineAdapters:
             try:
                 self._runtime.load_adapter(number, adapter.path)
             except StartError as error:
-                raise self._explained(error, number) from None
+                raise explained(error, number, self._runtime.log_lines) from None
             self._loaded[adapter.name] = (number, adapter.path)
 
     def number(self, name: Any) -> int | None:
@@ -165,14 +187,21 @@ class EngineAdapters:
             )
         return [self.number(name) for name in listed]
 
-    def _explained(self, error: StartError, number: int) -> StartError:
-        """With the reason from the driver's log, which another thread brings."""
-        wanted = re.compile(rf"adapter {number} cannot be loaded from .*")
-        until = time.monotonic() + _REASON_S
-        while time.monotonic() < until:
-            for line in self._runtime.log_lines():
-                if found := wanted.search(line):
-                    message, _, hint = found[0].rpartition("; ")
-                    return StartError(message, hint)
-            time.sleep(_LOOK_S)
-        return error
+
+def explained(error: StartError, number: int, lines: Callable[[], Iterable[str]]) -> StartError:
+    """A driver's refusal of an adapter, with the reason from its log, which another thread brings.
+
+    Args:
+        error: What the runtime said.
+        number: Of the adapter.
+        lines: New lines of the log, or its last ones.
+    """
+    wanted = re.compile(rf"adapter {number} cannot be loaded from .*")
+    until = time.monotonic() + _REASON_S
+    while time.monotonic() < until:
+        for line in lines():
+            if found := wanted.search(line):
+                message, _, hint = found[0].rpartition("; ")
+                return StartError(message, hint)
+        time.sleep(_LOOK_S)
+    return error

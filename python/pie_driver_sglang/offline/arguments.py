@@ -17,7 +17,7 @@ from pie_driver_sglang.config.server_args import SERVER_ARGS
 from pie_driver_sglang.config.thinking import think_end_of
 from pie_driver_sglang.errors import ConfigError, nearest, quoted
 from pie_driver_sglang.memory.limits import LARGE_CHUNK_TOKENS
-from pie_driver_sglang.offline.adapters import AdapterPath, parse_paths
+from pie_driver_sglang.offline.adapters import AdapterPath, largest_rank, parse_paths
 
 #: Arguments that the native runtime takes under SGLang's names.
 SCHEDULER: Final = (
@@ -57,7 +57,14 @@ READ: Final = (
     "tp_size",
 )
 #: Arguments of the engine itself, which SGLang does not have.
-OWN: Final = ("devices", "log_file", "max_restarts", "max_token_gap_ms", "ready_timeout_s")
+OWN: Final = (
+    "devices",
+    "log_file",
+    "max_restarts",
+    "max_step_ms",
+    "max_token_gap_ms",
+    "ready_timeout_s",
+)
 #: Names that SGLang's command line and other engines have for the same.
 OTHER_NAMES: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -230,6 +237,10 @@ def _options(values: Mapping[str, Any]) -> dict[str, Any]:
     if values.get("lora_paths"):
         # As SGLang does, unless adapters are turned off by name.
         options.setdefault("enable_lora", True)
+        # As SGLang does, too; smaller ones keep the default, for adapters that come later.
+        largest = largest_rank(parse_paths(values["lora_paths"]))
+        if largest > parse_options({}, "cpu").max_lora_rank:
+            options.setdefault("max_lora_rank", largest)
     algorithm = values.get("speculative_algorithm")
     if algorithm is not None:
         if str(algorithm).upper() != "NGRAM":

@@ -42,7 +42,7 @@ class ModelTokenizer:
             raise ConfigError(f"cannot read {quoted(str(path))}: {error}", _DOWNLOAD) from error
         self._inner.no_truncation()
         self._inner.no_padding()
-        self._config = _read_json(folder / "tokenizer_config.json")
+        self._config = read_json(folder / "tokenizer_config.json")
         self._template = _chat_template(folder, self._config)
         self.end_tokens = _end_tokens(folder, self)
 
@@ -102,6 +102,12 @@ class ModelTokenizer:
         names = ("bos_token", "eos_token", "pad_token", "unk_token")
         special = {name: _token_text(self._config.get(name)) for name in names}
         return render(self._template, messages=messages, add_generation_prompt=generate, **special)
+
+    @property
+    def begin_token(self) -> int | None:
+        """The token that begins a text, by the model's configuration."""
+        text = _token_text(self._config.get("bos_token"))
+        return self.token(text) if text else None
 
     @property
     def can_chat(self) -> bool:
@@ -260,15 +266,20 @@ def _end_tokens(folder: Path, tokenizer: ModelTokenizer) -> frozenset[int]:
     """Those of the model's configurations, and the tokenizer's own, as SGLang collects them."""
     ends: set[int] = set()
     for name in ("config.json", "generation_config.json"):
-        listed = _read_json(folder / name).get("eos_token_id")
+        listed = read_json(folder / name).get("eos_token_id")
         tokens = listed if isinstance(listed, list) else [listed]
         ends.update(token for token in tokens if isinstance(token, int))
-    config = _read_json(folder / "tokenizer_config.json")
+    config = read_json(folder / "tokenizer_config.json")
     named = tokenizer.token(_token_text(config.get("eos_token")))
     return frozenset(ends if named is None else {*ends, named})
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the object in a file of a snapshot; an empty one where there is no such file.
+
+    Raises:
+        ConfigError: The file cannot be read.
+    """
     try:
         value = json.loads(path.read_bytes())
     except FileNotFoundError:

@@ -6,27 +6,26 @@ does not serve is answered with the reason.
 
 from __future__ import annotations
 
+import functools
+import queue
+import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple
 
 from pie_driver_sglang import _core
-from pie_driver_sglang.server.seams import messages
+from pie_driver_sglang.errors import ConfigError
+from pie_driver_sglang.server.adapters import ServerAdapters
+from pie_driver_sglang.server.profile import Profiler
+from pie_driver_sglang.server.refusals import EMBEDDING, INSTEAD, why_not_served
+from pie_driver_sglang.server.seams import messages, tensors
 
-#: What is not served, and why, by the name of the message.
-REFUSED_MESSAGES: Final[Mapping[str, str]] = {
-    "ProfileReq": "profiles are not taken here; `--option trace_file=PATH` traces the steps",
-    "LoadLoRAAdapterReqInput": "adapters are not served yet",
-    "LoadLoRAAdapterFromTensorsReqInput": "adapters are not served yet",
-    "UnloadLoRAAdapterReqInput": "adapters are not served yet",
-    "OpenSessionReqInput": "sessions are not served; prefixes are kept by themselves",
-    "SetInternalStateReq": "settings do not change while it serves",
-}
-_NOT_SERVED: Final = "this scheduler does not serve it; start the server with `--scheduler sglang`"
 #: Messages that the detokenizer obeys, too.
 _FORWARDED: Final = frozenset({"FreezeGCReq", "ConfigureLoggingReq"})
-#: The longest wait of a flush for requests to end, in seconds, where the client sets none.
-_FLUSH_STEP_S: Final = 0.05
+_LOOK_S: Final = 0.05
+"""How often what takes its time is looked at: a flush that waits for requests, a load."""
+_IDLE_S: Final = 0.5
+"""How long the next message is waited for otherwise."""
 
 
 class Reply(NamedTuple):
@@ -49,7 +48,12 @@ class Control:
     """
 
     def __init__(
-        self, runtime: _core.Runtime, front: _core.Front, facts: Mapping[str, Any]
+        self,
+        runtime: _core.Runtime,
+        front: _core.Front,
+        facts: Mapping[str, Any],
+        adapters: ServerAdapters,
+        profiler: Profiler,
     ) -> None:
         """Answers for a runtime.
 
@@ -57,8 +61,13 @@ class Control:
             runtime: What computes.
             front: Its requests.
             facts: What `/server_info` shows besides counts.
+            adapters: Those that requests may name.
+            profiler: What writes profiles.
         """
         self._runtime, self._front, self._facts = runtime, front, facts
+        self._adapters, self._profiler = adapters, profiler
+        self._working = 0
+        self._done: queue.SimpleQueue[tuple[Any, dict[str, Any]]] = queue.SimpleQueue()
         self._throughput = Throughput()
         self.is_stopping = False
         self._flush_until: list[tuple[float, Any]] = []
@@ -68,6 +77,12 @@ class Control:
             "GetInternalStateReq": self._state,
             "PauseGenerationReqInput": self._pause,
             "ContinueGenerationReqInput": self._resume,
+            "OpenSessionReqInput": self._open_session,
+            "CloseSessionReqInput": self._close_session,
+            "LoadLoRAAdapterReqInput": self._load_adapter,
+            "LoadLoRAAdapterFromTensorsReqInput": self._load_tensors,
+            "UnloadLoRAAdapterReqInput": self._unload_adapter,
+            "ProfileReq": self._profile,
         }
 
     def obey(self, data: bytes) -> Reply:
@@ -81,8 +96,10 @@ class Control:
         """The answer to a message, if it has one, and if it has one now."""
         name = type(message).__name__
         handler = self._handlers.get(name)
+        if refused := messages.refused_embeddings(message, f"not served: {EMBEDDING}; {INSTEAD}"):
+            return [messages.encode_message(end) for end in refused]
         if handler is None:
-            reason = REFUSED_MESSAGES.get(name, _NOT_SERVED)
+            reason = why_not_served(name)
             said: dict[str, Any] | None = {
                 "success": False,
                 "message": reason,
@@ -95,20 +112,24 @@ class Control:
         return [] if answer is None else [messages.encode_message(answer)]
 
     def due(self) -> list[bytes]:
-        """Answers to flushes that have waited for requests to end."""
+        """Answers that took their time: to loads, and to flushes that waited for requests."""
         answers = []
         for until, message in list(self._flush_until):
             flushed = self._runtime.flush_cache()
             if flushed or time.monotonic() >= until:
                 self._flush_until.remove((until, message))
-                answer = messages.answer_to(message, _flushed(flushed))
-                answers.append(messages.encode_message(answer))
-        return answers
+                answers.append((message, _flushed(flushed)))
+        while not self._done.empty():
+            self._working -= 1
+            answers.append(self._done.get())
+        found = (messages.answer_to(message, said) for message, said in answers)
+        return [messages.encode_message(answer) for answer in found if answer is not None]
 
     @property
     def wait_ms(self) -> int:
         """How long the next message may be waited for."""
-        return int(_FLUSH_STEP_S * 1000) if self._flush_until else 500
+        is_busy = self._flush_until or self._working
+        return int((_LOOK_S if is_busy else _IDLE_S) * 1000)
 
     def counts(self) -> dict[str, Any]:
         """How busy the runtime is, by the names of SGLang's load snapshots."""
@@ -153,6 +174,52 @@ class Control:
             **self._runtime.stats(),
         }
         return {"internal_state": state}
+
+    def _open_session(self, message: Any) -> dict[str, Any]:
+        name = message.session_id
+        opened = name is not None and self._front.open_session(
+            name, streaming=bool(message.streaming), timeout_s=message.timeout
+        )
+        return {"success": opened, "session_id": name}
+
+    def _close_session(self, message: Any) -> None:
+        self._front.close_session(message.session_id)
+
+    def _load_adapter(self, message: Any) -> None:
+        given = (message.lora_id, message.lora_name, message.lora_path)
+        self._aside(message, lambda: self._adapters.load(*given))
+
+    def _load_tensors(self, message: Any) -> None:
+        write = functools.partial(tensors.write_adapter, message)
+        given = (message.lora_id, message.lora_name, write)
+        self._aside(message, lambda: self._adapters.load_tensors(*given))
+
+    def _unload_adapter(self, message: Any) -> None:
+        given = (message.lora_id, message.lora_name)
+        self._aside(message, lambda: self._adapters.unload(*given))
+
+    def _profile(self, message: Any) -> dict[str, Any]:
+        starts = messages.starts_profile(message)
+        try:
+            text = self._profiler.start(message) if starts else self._profiler.stop()
+        except ConfigError as error:
+            return {"success": False, "message": f"{error}; {error.hint}"}
+        return {"success": True, "message": text}
+
+    def _aside(self, message: Any, work: Callable[[], dict[str, Any]]) -> None:
+        """Has a thread do what takes its time; `due` has the answer."""
+
+        def run() -> None:
+            try:
+                said = work()
+            except BaseException as error:
+                said = {"success": False, "error_message": f"{type(error).__name__}: {error}"}
+                self._done.put((message, said))
+                raise
+            self._done.put((message, said))
+
+        self._working += 1
+        threading.Thread(target=run, name="aside", daemon=True).start()
 
     def _pause(self, message: Any) -> None:
         self._runtime.pause(retract=message.mode == "retract")

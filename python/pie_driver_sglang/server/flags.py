@@ -23,7 +23,15 @@ WATCHDOG: Final = "watchdog_timeout"
 _FRONT_OWNERS: Final = frozenset({"server", "tokenizer", "observability"})
 #: Flags of other owners that say nothing to a scheduler.
 _FRONT: Final = frozenset(
-    {"default_priority_value", "gc_threshold", "nccl_port", "sleep_on_idle", WATCHDOG}
+    {
+        "abort_on_priority_when_disabled",
+        "default_priority_value",
+        "gc_threshold",
+        "load_balance_method",
+        "nccl_port",
+        "sleep_on_idle",
+        WATCHDOG,
+    }
 )
 #: Flags of SGLang that have another name here.
 RENAMED: Final[Mapping[str, str]] = MappingProxyType(
@@ -32,25 +40,21 @@ RENAMED: Final[Mapping[str, str]] = MappingProxyType(
 
 
 _OUTPUTS: Final = "the driver does not return them"
-_ADAPTERS: Final = "adapters are not served yet"
+_ADAPTERS: Final = "the driver loads and applies adapters by its own means"
 #: Flags that ask a scheduler for more than ours has, and the reason.
 _REASONS: Final[Mapping[str, str]] = MappingProxyType(
     {
-        "abort_on_priority_when_disabled": "priorities without their flag are ignored",
         "checkpoint_engine_wait_weights_before_ready": "weights are not updated while it serves",
         "disable_outlines_disk_cache": "grammars are followed by llguidance",
-        "dp_size": "several replicas of one server are not served yet",
         "enable_custom_logit_processor": "it is a Python object in the sampler",
         "enable_draft_weights_cpu_backup": "there is no draft model",
         "enable_forward_pass_metrics": "the driver's passes are not published",
-        "enable_lora": _ADAPTERS,
         "enable_memory_saver": "weights and KV are not released while it serves",
         "enable_mfu_metrics": "it counts no floating-point operations",
         "enable_mis": "scoring of several items in one prompt is not served",
         "enable_return_hidden_states": "hidden states stay in the driver",
         "enable_return_indexer_topk": _OUTPUTS,
         "enable_return_routed_experts": _OUTPUTS,
-        "enable_streaming_session": "sessions of SGLang's kind are not served",
         "enable_strict_thinking": "a model thinks as it likes until it ends its thinking",
         "enable_trace": "the scheduler's spans are not traced",
         "enable_weights_cpu_backup": "weights are not released while it serves",
@@ -61,14 +65,8 @@ _REASONS: Final[Mapping[str, str]] = MappingProxyType(
         "is_embedding": "the driver serves causal language models",
         "kv_canary": "it looks into SGLang's own pool",
         "kv_events_config": "events of the prefix index are not published yet",
-        "lora_backend": _ADAPTERS,
-        "lora_eviction_policy": _ADAPTERS,
-        "lora_paths": _ADAPTERS,
-        "lora_target_modules": _ADAPTERS,
-        "max_loaded_loras": _ADAPTERS,
+        "lora_eviction_policy": "slots go to the adapter that was not used for longest",
         "max_lora_chunk_size": _ADAPTERS,
-        "max_lora_rank": _ADAPTERS,
-        "max_loras_per_batch": _ADAPTERS,
         "msprobe_dump_config": "it hooks into SGLang's own runner",
         "return_hidden_states_mode": "hidden states stay in the driver",
         "sidecar": "it takes another front end",

@@ -111,7 +111,8 @@ def _serve(own: OwnArguments) -> None:
 
         arguments = launching.parse_flags(own.words)
         scheduler = functools.partial(run_scheduler, plan)
-    launching.launch(arguments, scheduler, functools.partial(_ready, arguments))
+    ready = functools.partial(_ready, arguments)
+    launching.launch(arguments, scheduler, ready, is_ours=plan is not None)
 
 
 def _cache_of(words: Sequence[str], given: Sequence[str]) -> str:

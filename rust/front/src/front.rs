@@ -4,6 +4,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::mem;
 use std::ops::Bound;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
 
 use pie_runtime::{
     Arrival, Constrain, Delta, Draw, End, Ends, Grammar, Refusal, Rejected, Service, Unbindable,
@@ -13,7 +14,9 @@ use crate::error::{FrontError, one_line};
 use crate::open::{Open, Pace};
 use crate::output::{Entry, Finish, OutputEncoder};
 use crate::request::{Decoder, GenerateRequest, Incoming};
+use crate::session::{Begun, Sessions};
 use crate::table::{MessageClass, Template};
+use crate::times::TimeStats;
 
 /// Who computes the requests.
 pub trait Backend {
@@ -29,6 +32,8 @@ pub trait Backend {
     fn bind(&self, grammar: &Grammar, after: &[u32]) -> Result<Arc<dyn Constrain>, Unbindable>;
     /// Ends a request; one that has ended is ignored.
     fn abort(&self, request: u64);
+    /// Lets go of what it keeps for a session, by [`Arrival::session`].
+    fn end_session(&self, session: u64);
 }
 
 impl Backend for Service {
@@ -42,6 +47,10 @@ impl Backend for Service {
 
     fn abort(&self, request: u64) {
         Self::abort(self, request);
+    }
+
+    fn end_session(&self, session: u64) {
+        Self::end_session(self, session);
     }
 }
 
@@ -62,12 +71,18 @@ pub struct FrontSettings {
     pub truncates: bool,
     /// Token ids are below it.
     pub vocab_size: u32,
+    /// The token that begins a text, which a turn of a session does not.
+    pub bos_token: Option<u32>,
     /// Whether the driver may draft for requests.
     pub speculates: bool,
+    /// Refuse requests that have a priority: the scheduler does not look at it.
+    pub refuses_priority: bool,
     /// How the names of probes begin.
     pub probe_prefix: String,
     /// Among several replicas, which one this is.
     pub dp_rank: Option<u32>,
+    /// Where the front end makes metrics of the times of requests.
+    pub times: Option<TimeStats>,
 }
 
 /// Messages to send, in their order for each receiver.
@@ -79,7 +94,15 @@ pub struct Outgoing {
     pub to_tokenizer: Vec<Vec<u8>>,
     /// Of the messages that came, the places of those that are not about requests.
     pub others: Vec<usize>,
+    /// Sessions that the backend is to end: they were closed, and their last request has ended.
+    pub ended_sessions: Vec<u64>,
 }
+
+const NO_PRIORITY: &str =
+    "Using priority is disabled for this server. Please send a new request without a priority.";
+
+/// Waits that are kept until they are asked for.
+const MOST_WAITS: usize = 1 << 16;
 
 /// The requests of one front end. Two threads may call it at once: one that receives, one that sends outputs.
 #[derive(Debug)]
@@ -95,9 +118,14 @@ pub struct Front {
 struct State {
     open: HashMap<u64, Open>,
     names: BTreeMap<String, u64>,
+    /// The backend's ids of adapters, by the tokenizer manager's names of them.
+    adapters: HashMap<String, u64>,
+    sessions: Sessions,
     /// Probes that the next outputs answer, by their workers.
     probes: usize,
     paused: bool,
+    /// Seconds that requests waited, and that their prompts took, since they were asked for.
+    waits: Vec<(f64, f64)>,
 }
 
 impl Front {
@@ -106,7 +134,12 @@ impl Front {
     pub fn new(classes: &[MessageClass], settings: FrontSettings) -> Result<Self, FrontError> {
         Ok(Self {
             decoder: Decoder::new(classes)?,
-            outputs: OutputEncoder::new(classes, settings.dp_rank, settings.speculates)?,
+            outputs: OutputEncoder::new(
+                classes,
+                settings.dp_rank,
+                settings.speculates,
+                settings.times.clone(),
+            )?,
             probed: Template::new(classes, "HealthCheckOutput", &[])?,
             settings,
             state: Mutex::default(),
@@ -166,10 +199,19 @@ impl Front {
             let Some(open) = state.open.get_mut(&delta.request) else {
                 continue;
             };
+            let is_first = open.computed.is_none();
             let due = open.take(delta, &self.settings.think_end);
+            let waited = self.settings.times.as_ref().filter(|_| is_first);
+            let waited = waited.and_then(|times| times.waited(open));
+            if open.session.is_some() {
+                outgoing.ended_sessions.extend(state.go_on(delta));
+            }
+            if state.waits.len() < MOST_WAITS {
+                state.waits.extend(waited);
+            }
             if let Some(end) = &delta.end {
-                let finish = finish(open, end);
                 if let Some(open) = state.close(delta.request) {
+                    let finish = finish(&open, end);
                     ended.push((open, finish));
                 }
             } else if due {
@@ -199,6 +241,52 @@ impl Front {
     /// Requests that have not ended.
     pub fn open_requests(&self) -> usize {
         self.lock().open.len()
+    }
+
+    /// Of each request that had its first token since the last call: seconds from its arrival to its admission, and from there
+    /// to the token. None are kept without [`FrontSettings::times`].
+    pub fn take_waits(&self) -> Vec<(f64, f64)> {
+        mem::take(&mut self.lock().waits)
+    }
+
+    /// Has requests that name an adapter computed with the one that the backend calls `id`; with none they are refused.
+    pub fn set_adapter(&self, name: &str, id: Option<u64>) {
+        let mut state = self.lock();
+        match id {
+            Some(id) => state.adapters.insert(name.to_owned(), id),
+            None => state.adapters.remove(name),
+        };
+    }
+
+    /// Opens a session, whose requests go on from each other's tokens; false if there is one of that name.
+    ///
+    /// One that `streams` has one request at a time, which goes on from the last that ended well. One that is not used for
+    /// longer than `patience` is closed.
+    pub fn open_session(&self, id: &str, streams: bool, patience: Option<Duration>) -> bool {
+        self.lock()
+            .sessions
+            .open(id, streams, patience, Instant::now())
+    }
+
+    /// Closes a session. Its requests that run go on; one that is not open is ignored.
+    pub fn close_session(&self, backend: &impl Backend, id: &str) {
+        let closed = self.lock().sessions.close(id);
+        if let Some(number) = closed {
+            backend.end_session(number);
+        }
+    }
+
+    /// Closes the sessions that were not used for too long.
+    pub fn reap_sessions(&self, backend: &impl Backend) {
+        let closed = self.lock().sessions.reap(Instant::now());
+        for number in closed {
+            backend.end_session(number);
+        }
+    }
+
+    /// Sessions that are open.
+    pub fn open_sessions(&self) -> usize {
+        self.lock().sessions.len()
     }
 
     /// While nothing is computed, probes are answered at once.
@@ -232,17 +320,20 @@ impl Front {
         mut request: GenerateRequest,
     ) -> Option<(Open, Finish)> {
         let settings = &self.settings;
-        let longest = settings.max_prompt_tokens as usize;
+        let known = self.look_up(&mut request);
         if settings.truncates {
+            let longest = settings.max_prompt_tokens as usize;
             request.prompt.truncate(longest);
         }
         let refusal = request.refusal.take().or_else(|| self.unfit(&request));
+        let unwanted = settings.refuses_priority && request.priority.is_some();
         let ends = self.ends(&request);
         let (priority, routing_key) = (request.priority, request.routing_key.take());
         let (namespace, sampling) = (
             request.extra_key.take(),
             mem::take(&mut request.params.sampling),
         );
+        let session = request.session.take();
         let constraint = match &refusal {
             None => self.bind(backend, &mut request),
             Some(_) => Ok(None),
@@ -251,7 +342,10 @@ impl Front {
             stream: settings.stream_interval,
             other: settings.other_interval,
         };
-        let (open, prompt) = Open::new(request, pace, !settings.think_end.is_empty());
+        let (mut open, prompt) = Open::new(request, pace, !settings.think_end.is_empty());
+        if unwanted {
+            return Some((open, Finish::Abort(NO_PRIORITY.to_owned(), Some(503))));
+        }
         let wrong = |reason: &str| Finish::Abort(one_line(reason), Some(400));
         let (draw, constraint) = match (refusal, sampling.draw(), constraint) {
             (None, Ok(draw), Ok(constraint)) => (draw, constraint),
@@ -260,9 +354,14 @@ impl Front {
             (.., Err(error)) => return Some((open, wrong(&error.to_string()))),
         };
         let max_tokens = ends.max_tokens;
+        let turn = session
+            .zip(known.turn)
+            .map(|(session, turn)| (session.id, turn, prompt.clone()));
         let arrival = Arrival {
             ends,
             namespace: namespace.map(String::into_boxed_str),
+            adapter: known.adapter,
+            session: turn.as_ref().map(|(_, turn, _)| turn.number),
             priority,
             routing_key: routing_key.map(String::into_boxed_str),
             drafts: settings.speculates,
@@ -273,6 +372,13 @@ impl Front {
         let mut state = self.lock();
         match backend.submit(arrival) {
             Ok(id) => {
+                if let Some((name, turn, prompt)) = turn {
+                    open.session = Some((name.clone(), turn.number));
+                    let replaced = state.sessions.start(&name, &open.rid, turn, (prompt, id));
+                    for request in replaced {
+                        backend.abort(request);
+                    }
+                }
                 state.names.insert(open.rid.clone(), id);
                 state.open.insert(id, open);
                 None
@@ -299,6 +405,34 @@ impl Front {
             &[]
         };
         backend.bind(&grammar, thinks).map(Some)
+    }
+
+    /// Finds what a request names: its adapter, and the session whose tokens come before its own. What there is not is a
+    /// refusal.
+    fn look_up(&self, request: &mut GenerateRequest) -> Known {
+        let mut known = Known::default();
+        let mut state = self.lock();
+        if let Some(params) = &request.session {
+            let (own, bos) = (&request.prompt, self.settings.bos_token);
+            match state.sessions.begin(params, own, bos, Instant::now()) {
+                Ok((prompt, turn)) => {
+                    request.prompt = prompt;
+                    known.turn = Some(turn);
+                }
+                Err(reason) => {
+                    request.refusal.get_or_insert(reason);
+                }
+            }
+        }
+        if let Some(name) = &request.adapter {
+            known.adapter = state.adapters.get(name).copied();
+            if known.adapter.is_none() {
+                request.refusal.get_or_insert_with(|| {
+                    format!("the adapter `{name}` is not loaded: load it by `/load_lora_adapter`")
+                });
+            }
+        }
+        known
     }
 
     /// What is wrong with a prompt, or with tokens that are named.
@@ -375,7 +509,31 @@ impl Front {
     }
 }
 
+/// What the names of a request stand for.
+#[derive(Debug, Default)]
+struct Known {
+    /// The backend's id.
+    adapter: Option<u64>,
+    turn: Option<Begun>,
+}
+
 impl State {
+    /// Tells a session what is new of one of its requests. Returns the session's number if nothing is left of it.
+    fn go_on(&mut self, delta: &Delta) -> Option<u64> {
+        let open = self.open.get(&delta.request)?;
+        let (name, number) = open.session.as_ref()?;
+        let sessions = &mut self.sessions;
+        sessions.take(name, &open.rid, delta.request, &delta.tokens);
+        let end = delta.end.as_ref()?;
+        let well = matches!(
+            end,
+            End::Length | End::StopToken(_) | End::StopString { .. }
+        );
+        let closed = sessions.end(name, &open.rid, delta.request, well);
+        // Its pages were kept just now, whether the session still is or not.
+        closed.or_else(|| (!sessions.has(name, *number)).then_some(*number))
+    }
+
     fn close(&mut self, request: u64) -> Option<Open> {
         let open = self.open.remove(&request)?;
         if self.names.get(&open.rid) == Some(&request) {
@@ -401,7 +559,14 @@ fn finish(open: &Open, end: &End) -> Finish {
         End::Aborted => Finish::Abort("Aborted".to_owned(), None),
         // As SGLang says it.
         End::Unready => Finish::Abort("Aborted by AbortReq.".to_owned(), Some(400)),
-        End::Deadline => Finish::Abort("its time was over".to_owned(), Some(503)),
+        End::Deadline => {
+            let what = if open.admitted.is_some() {
+                "running"
+            } else {
+                "waiting"
+            };
+            Finish::Abort(format!("Request {what} timeout reached."), Some(503))
+        }
         End::Refused(refusal) => {
             let status = match refusal {
                 Refusal::QueueFull { .. } => 503,

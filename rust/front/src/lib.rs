@@ -4,7 +4,9 @@
 //! |---|---|
 //! | `table` | where each field stands, by the installed classes; writing messages |
 //! | `request`, `unserved` | a request as it comes, and what is refused of it |
+//! | `session` | conversations that a client opens, turn by turn |
 //! | `open`, `output` | what is known of a request, and what the detokenizer gets of it |
+//! | `times` | when a request was admitted and computed, for the metrics of `SGLang`'s front end |
 //! | `front` | all requests of a front end, over a [`Backend`] |
 
 mod error;
@@ -12,10 +14,14 @@ mod front;
 mod open;
 mod output;
 mod request;
+mod session;
 mod table;
+mod times;
 mod unserved;
 
 pub use error::FrontError;
 pub use front::{Backend, Front, FrontSettings, Outgoing};
 pub use request::{Decoder, GenerateRequest, Incoming, Params, TextParams};
+pub use session::SessionParams;
 pub use table::{MessageClass, MessageField};
+pub use times::{TimeStats, TimesTemplate};

@@ -1,5 +1,7 @@
 //! What is known of a request that has not ended: what was sent of it, and what is due.
 
+use std::time::Instant;
+
 use pie_runtime::Delta;
 
 use crate::request::{GenerateRequest, Params};
@@ -12,6 +14,8 @@ const SURROUNDING: usize = 5;
 pub(crate) struct Open {
     pub(crate) rid: String,
     pub(crate) worker: Option<String>,
+    /// The session in which it goes on, and the backend's number of it.
+    pub(crate) session: Option<(String, u64)>,
     /// Whether the front end looks for log-probabilities in its outputs.
     pub(crate) logprobs: bool,
     pub(crate) params: Params,
@@ -21,6 +25,13 @@ pub(crate) struct Open {
     pub(crate) surrounding: u32,
     pub(crate) prompt_tokens: u32,
     pub(crate) cached_tokens: u32,
+    /// Those of them that came from the host.
+    pub(crate) loaded_tokens: u32,
+    pub(crate) received: Instant,
+    /// When it was admitted, in µs since the backend began.
+    pub(crate) admitted: Option<u64>,
+    /// When its first token came.
+    pub(crate) computed: Option<Instant>,
     pub(crate) retractions: u32,
     /// Tokens that were not sent yet.
     pub(crate) pending: Vec<u32>,
@@ -74,11 +85,16 @@ impl Open {
         let open = Self {
             rid,
             worker,
+            session: None,
             logprobs,
             surrounding: window.len() as u32,
             window,
             prompt_tokens: prompt.len() as u32,
             cached_tokens: 0,
+            loaded_tokens: 0,
+            received: Instant::now(),
+            admitted: None,
+            computed: None,
             retractions: 0,
             pending: Vec::new(),
             tokens: 0,
@@ -101,6 +117,11 @@ impl Open {
         self.pending.extend_from_slice(&delta.tokens);
         self.tokens += delta.tokens.len() as u32;
         self.cached_tokens = delta.cached_tokens;
+        self.loaded_tokens = delta.loaded_tokens;
+        self.admitted = delta.admitted;
+        if !delta.tokens.is_empty() {
+            self.computed.get_or_insert_with(Instant::now);
+        }
         self.retractions = delta.retractions;
         delta.end.is_some() || self.is_due(delta.held_bytes)
     }
@@ -164,6 +185,8 @@ mod tests {
             priority: None,
             routing_key: None,
             extra_key: None,
+            adapter: None,
+            session: None,
             reasons: true,
             logprobs: false,
             params: Params {
@@ -191,9 +214,13 @@ mod tests {
             request: 1,
             sample: 0,
             tokens: tokens.to_vec(),
+            prompt_logprobs: Vec::new(),
+            logprobs: Vec::new(),
             held_bytes,
             end: None,
             cached_tokens: 0,
+            loaded_tokens: 0,
+            admitted: None,
             retractions: 0,
         }
     }

@@ -3,8 +3,9 @@
 use crate::error::FrontError;
 use crate::open::Open;
 use crate::table::{
-    MessageClass, Template, array, boolean, map, nil, optional_text, text, tokens, uint,
+    MessageClass, Template, array, binary, boolean, map, nil, optional_text, text, tokens, uint,
 };
+use crate::times::TimeStats;
 
 /// Why a request ended, in `SGLang`'s words.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -33,6 +34,8 @@ pub(crate) struct OutputEncoder {
     dp_rank: Option<u32>,
     /// With drafts the front end wants lists in their fields.
     speculates: bool,
+    /// Writes the times of requests, where the front end makes metrics of them.
+    times: Option<TimeStats>,
 }
 
 /// Fields that the front end cannot do without.
@@ -94,6 +97,7 @@ impl OutputEncoder {
         classes: &[MessageClass],
         dp_rank: Option<u32>,
         speculates: bool,
+        times: Option<TimeStats>,
     ) -> Result<Self, FrontError> {
         let set: Vec<&'static str> = LISTS
             .iter()
@@ -105,6 +109,7 @@ impl OutputEncoder {
             template: Template::new(classes, "BatchTokenIDOutput", &set)?,
             dp_rank,
             speculates,
+            times,
         })
     }
 
@@ -155,6 +160,23 @@ impl OutputEncoder {
                 Some(rank) => uint(bytes, rank.into()),
                 None => nil(bytes),
             }),
+            "cached_tokens_details" => list(&|entry, bytes| {
+                // For the first and the last answer: the others would say the same.
+                let told = entry.finish.is_none() && entry.open.window.is_empty();
+                if told {
+                    nil(bytes);
+                } else {
+                    tiers(bytes, entry.open);
+                }
+            }),
+            "time_stats" => match &self.times {
+                Some(times) => {
+                    array(bytes, 2);
+                    text(bytes, "PickleWrapper");
+                    binary(bytes, &times.encode(entries.iter().map(|entry| entry.open)));
+                }
+                None => return false,
+            },
             field if self.speculates && SPECULATION.contains(&field) => {
                 let histogram = field.ends_with("histogram");
                 list(&|_, bytes| {
@@ -211,6 +233,24 @@ fn finish(bytes: &mut Vec<u8>, finish: Option<&Finish>) {
             text(bytes, "err_type");
             optional_text(bytes, status.map(error_type));
         }
+    }
+}
+
+/// Where the cached tokens of a prompt were; nothing where there were none.
+fn tiers(bytes: &mut Vec<u8>, open: &Open) {
+    if open.cached_tokens == 0 {
+        return nil(bytes);
+    }
+    map(bytes, 2);
+    for (tier, tokens) in [
+        (
+            "device",
+            open.cached_tokens.saturating_sub(open.loaded_tokens),
+        ),
+        ("host", open.loaded_tokens),
+    ] {
+        text(bytes, tier);
+        uint(bytes, tokens.into());
     }
 }
 

@@ -6,6 +6,7 @@ use pie_runtime::{Grammar, Sampling, StopRegexes};
 use rmpv::{Utf8StringRef, ValueRef};
 
 use crate::error::{FrontError, one_line};
+use crate::session::SessionParams;
 use crate::table::{Fields, MessageClass, find};
 use crate::unserved::{REQUEST, Refusals, SAMPLING, number};
 
@@ -26,6 +27,10 @@ pub struct GenerateRequest {
     pub routing_key: Option<String>,
     /// Requests of different ones share no prefix.
     pub extra_key: Option<String>,
+    /// The tokenizer manager's name of the adapter.
+    pub adapter: Option<String>,
+    /// The session in which it goes on.
+    pub session: Option<SessionParams>,
     /// Whether the model thinks first: tokens up to the end of it are counted.
     pub reasons: bool,
     /// Whether the front end looks for log-probabilities in its outputs.
@@ -107,9 +112,10 @@ places! {
     /// Where the fields of a request stand.
     RequestPlaces of "TokenizedGenerateReqInput" {
         rid, http_worker_ipc, input_ids, sampling_params, stream, priority, routing_key, extra_key, require_reasoning,
-        return_logprob,
+        return_logprob, lora_id, session_params,
     }
 }
+places! { SessionPlaces of "SessionParams" { id, rid, offset, replace, drop_previous_output } }
 places! {
     ParamPlaces of "SamplingParams" {
         max_new_tokens, min_new_tokens, stop_token_ids, stop_strs, stop_regex_strs, ignore_eos, temperature, top_p, top_k, min_p, sampling_seed,
@@ -125,6 +131,7 @@ places! { AbortPlaces of "AbortReq" { rid, abort_all } }
 pub struct Decoder {
     request: RequestPlaces,
     params: ParamPlaces,
+    session: SessionPlaces,
     batch: BatchPlaces,
     abort: AbortPlaces,
     refused_requests: Refusals,
@@ -142,6 +149,7 @@ impl Decoder {
         Ok(Self {
             request: RequestPlaces::new(classes)?,
             params: ParamPlaces::new(classes)?,
+            session: SessionPlaces::new(classes)?,
             batch: BatchPlaces::new(classes)?,
             abort: AbortPlaces::new(classes)?,
             refused_requests: Refusals::new(REQUEST, place("TokenizedGenerateReqInput")?),
@@ -219,6 +227,8 @@ impl Decoder {
                 .map(|value| value.clamp(i32::MIN.into(), i32::MAX.into()) as i32),
             routing_key: optional_text("routing_key", fields.get(at.routing_key))?,
             extra_key: optional_text("extra_key", fields.get(at.extra_key))?,
+            adapter: optional_text("lora_id", fields.get(at.lora_id))?,
+            session: self.session(fields.get(at.session_params))?,
             reasons: flag("require_reasoning", fields.get(at.require_reasoning))?,
             logprobs: flag("return_logprob", fields.get(at.return_logprob))?,
             params: self.params(params, &mut refusal)?,
@@ -314,6 +324,25 @@ impl Decoder {
             found = Some(kind(text.into()));
         }
         Ok(found)
+    }
+
+    fn session(&self, value: &ValueRef<'_>) -> Result<Option<SessionParams>, FrontError> {
+        let fields = match value {
+            ValueRef::Nil => return Ok(None),
+            ValueRef::Array(fields) => Fields(fields),
+            other => return Err(wrong("session_params", other, "a list")),
+        };
+        let at = &self.session;
+        let Some(id) = optional_text("id", fields.get(at.id))? else {
+            return Ok(None);
+        };
+        Ok(Some(SessionParams {
+            id,
+            rid: optional_text("rid", fields.get(at.rid))?,
+            offset: integer("offset", fields.get(at.offset))?.unwrap_or(0),
+            replace: flag("replace", fields.get(at.replace))?,
+            drops_output: flag("drop_previous_output", fields.get(at.drop_previous_output))?,
+        }))
     }
 
     fn text(&self, fields: Fields<'_, '_>) -> Result<TextParams, FrontError> {

@@ -139,6 +139,10 @@ pub(crate) fn boolean(bytes: &mut Vec<u8>, value: bool) {
     encode::write_bool(bytes, value).expect(WRITTEN);
 }
 
+pub(crate) fn binary(bytes: &mut Vec<u8>, data: &[u8]) {
+    encode::write_bin(bytes, data).expect(WRITTEN);
+}
+
 /// A text, or nothing.
 pub(crate) fn optional_text(bytes: &mut Vec<u8>, value: Option<&str>) {
     match value {

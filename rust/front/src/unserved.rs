@@ -13,8 +13,6 @@ pub(crate) const REQUEST: &[(&str, &str)] = &[
     ("return_hidden_states", "hidden states stay in the driver"),
     ("return_routed_experts", "the driver does not return them"),
     ("return_indexer_topk", "the driver does not return it"),
-    ("session_params", "name a conversation by `session_id`"),
-    ("lora_id", "adapters are not served yet"),
     ("custom_logit_processor", "it is a Python object"),
     (
         "positional_embed_overrides",
@@ -28,7 +26,10 @@ pub(crate) const REQUEST: &[(&str, &str)] = &[
 ];
 
 /// Fields of `SamplingParams`.
-pub(crate) const SAMPLING: &[(&str, &str)] = &[];
+pub(crate) const SAMPLING: &[(&str, &str)] = &[(
+    "custom_params",
+    "it is for logit processors, which are Python objects",
+)];
 
 /// Fields of one class that must be neutral, by place. Those that the installed class does not have cannot be asked for.
 #[derive(Debug, Clone)]

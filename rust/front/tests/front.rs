@@ -16,6 +16,7 @@ struct Kept {
     arrivals: RefCell<Vec<Arrival<Draw>>>,
     aborted: RefCell<Vec<u64>>,
     bound: RefCell<Vec<(Grammar, Vec<u32>)>>,
+    ended_sessions: RefCell<Vec<u64>>,
 }
 
 impl Backend for Kept {
@@ -34,6 +35,10 @@ impl Backend for Kept {
     fn abort(&self, request: u64) {
         self.aborted.borrow_mut().push(request);
     }
+
+    fn end_session(&self, session: u64) {
+        self.ended_sessions.borrow_mut().push(session);
+    }
 }
 
 const REQUEST: &[&str] = &[
@@ -45,6 +50,7 @@ const REQUEST: &[&str] = &[
     "return_logprob",
     "stream",
     "lora_id",
+    "session_params",
     "routing_key",
     "require_reasoning",
     "priority",
@@ -77,6 +83,7 @@ const PARAMS: &[&str] = &[
     "sampling_seed",
     "stop_strs",
 ];
+const SESSION: &[&str] = &["id", "rid", "offset", "replace", "drop_previous_output"];
 const OUTPUT: &[&str] = &[
     "rids",
     "http_worker_ipcs",
@@ -146,6 +153,7 @@ fn classes() -> Vec<MessageClass> {
             &["rid", "http_worker_ipc"],
             &["rid", "http_worker_ipc"],
         ),
+        class("SessionParams", SESSION, SESSION),
     ]
 }
 
@@ -158,9 +166,12 @@ fn settings() -> FrontSettings {
         max_prompt_tokens: 20,
         truncates: false,
         vocab_size: 1000,
+        bos_token: Some(1),
         speculates: false,
+        refuses_priority: false,
         probe_prefix: "HEALTH_CHECK".to_owned(),
         dp_rank: None,
+        times: None,
     }
 }
 
@@ -218,9 +229,13 @@ fn delta(request: u64, tokens: &[u32], end: Option<End>) -> Delta {
         request,
         sample: 0,
         tokens: tokens.to_vec(),
+        prompt_logprobs: Vec::new(),
+        logprobs: Vec::new(),
         held_bytes: 0,
         end,
         cached_tokens: 1,
+        loaded_tokens: 0,
+        admitted: None,
         retractions: 0,
     }
 }
@@ -358,10 +373,6 @@ fn what_is_not_served_is_refused_by_name() {
             generate("a", &[1], &[("return_logprob", true.into())], &[]),
             "`return_logprob`",
         ),
-        (
-            generate("a", &[1], &[("lora_id", "x".into())], &[]),
-            "`lora_id`",
-        ),
         (generate("a", &[], &[], &[]), "the prompt is empty"),
         (generate("a", &[1, 1000], &[], &[]), "token 1000 at 1"),
         (generate("a", &[1, -5], &[], &[]), "token -5 at 1"),
@@ -421,6 +432,68 @@ fn penalties_and_biases_reach_the_runtime() {
         (5, 0.25, Some(i64::MAX as u64))
     );
     assert_eq!(extension.biases, [(7, 1.0), (8, -2.5)]);
+}
+
+/// Why a request was refused, from the message to the detokenizer.
+fn reason(bytes: &[u8]) -> String {
+    let reason = field(bytes, "finished_reasons").remove(0);
+    let entries = reason.as_map().unwrap();
+    let found = entries
+        .iter()
+        .find(|(key, _)| key.as_str() == Some("message"));
+    found.unwrap().1.as_str().unwrap().to_owned()
+}
+
+#[test]
+fn an_adapter_is_found_by_the_tokenizer_managers_name() {
+    let (front, kept) = (front(), Kept::default());
+    front.set_adapter("ab12", Some(3));
+    let ask = |rid, lora: &str| {
+        let request = generate(rid, &[1], &[("lora_id", lora.into())], &[]);
+        front.receive(&kept, [&encoded(&request)[..]]).unwrap()
+    };
+    assert_eq!(ask("a", "ab12"), pie_front::Outgoing::default());
+    assert_eq!(kept.arrivals.borrow()[0].adapter, Some(3));
+    front.set_adapter("ab12", None);
+    let refused = reason(&ask("b", "ab12").to_detokenizer[0]);
+    assert!(
+        refused.contains("adapter `ab12` is not loaded"),
+        "{refused}"
+    );
+    assert_eq!(kept.arrivals.borrow().len(), 1);
+}
+
+#[test]
+fn a_session_goes_on_with_all_tokens() {
+    let (front, kept) = (front(), Kept::default());
+    assert!(front.open_session("s", false, None));
+    let ask = |rid: &str, prompt: &[i64], parent: Option<&str>| {
+        let parent = parent.map_or(Value::Nil, Value::from);
+        let params = Value::Array(vec!["s".into(), parent]);
+        let request = generate(rid, prompt, &[("session_params", params)], &[]);
+        front.receive(&kept, [&encoded(&request)[..]]).unwrap()
+    };
+    ask("a", &[1, 30], None);
+    front.outputs(&[delta(0, &[40], None)]);
+    let early = reason(&ask("b", &[31], Some("a")).to_detokenizer[0]);
+    assert!(early.contains("hasn't finished"), "{early}");
+    front.outputs(&[delta(0, &[41], Some(End::Length))]);
+    ask("b", &[1, 31], Some("a"));
+    let arrivals = kept.arrivals.borrow();
+    assert_eq!(arrivals[1].prompt, [1, 30, 40, 41, 31]);
+    assert_eq!(
+        (arrivals[0].session, arrivals[1].session),
+        (Some(1), Some(1))
+    );
+    // A session that is closed while a request runs keeps nothing after it.
+    front.close_session(&kept, "s");
+    assert_eq!(
+        (front.open_sessions(), kept.ended_sessions.take()),
+        (0, vec![1])
+    );
+    let ended = front.outputs(&[delta(1, &[50], Some(End::Length))]);
+    assert_eq!(field(&ended.to_detokenizer[0], "prompt_tokens"), [5.into()]);
+    assert_eq!(ended.ended_sessions, [1]);
 }
 
 #[test]
@@ -531,7 +604,13 @@ fn other_classes_are_refused_at_the_start() {
             .unwrap_err()
             .to_string()
     };
-    assert!(start(&|classes| classes.truncate(5)).contains("no message class `HealthCheckOutput`"));
+    let lacks = start(&|classes| {
+        classes.remove(5);
+    });
+    assert!(
+        lacks.contains("no message class `HealthCheckOutput`"),
+        "{lacks}"
+    );
     assert!(
         start(&|classes| {
             classes[0].fields.remove(0);

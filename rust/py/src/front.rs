@@ -1,14 +1,19 @@
 //! SGLang's messages for a runtime.
 
-use pie_front::{FrontSettings, MessageClass, MessageField, Outgoing};
+use std::time::Instant;
+
+use pie_front::{FrontSettings, MessageClass, MessageField, Outgoing, TimeStats, TimesTemplate};
+use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
 use crate::error::from_front;
-use crate::runtime::{Runtime, wait};
+use crate::runtime::{Runtime, seconds, wait};
 
 /// A field of a message class: its name, and its default as msgpack.
 type Field = (String, Option<Vec<u8>>);
+/// A clock, a pickle, and three places in it.
+type Times = (f64, Vec<u8>, (usize, usize, usize));
 /// Messages by receiver: for the detokenizer, for the tokenizer manager, and those that came and are not about requests.
 type Messages<'py> = (
     Vec<Bound<'py, PyBytes>>,
@@ -41,15 +46,20 @@ impl Front {
     ///     truncate: Cut longer prompts instead of refusing them.
     ///     vocab_size: Token ids are below it.
     ///     speculate: The driver may draft for requests.
+    ///     bos_token_id: The token that begins a text, which turns of a session leave out.
+    ///     refuse_priority: Refuse requests that have a priority.
     ///     probe_prefix: How the names of SGLang's health probes begin.
     ///     dp_rank: Which of several replicas this is.
+    ///     times: Where the front end makes metrics of the times of requests: `time.perf_counter()` now, a pickled
+    ///         `SchedulerReqTimeStats` without the opcodes around it, and where the times lie in it at which a request began to
+    ///         wait, was admitted, and had its first token.
     ///
     /// Raises:
     ///     FrontEndError: The classes are not those of a version of SGLang that is served.
     #[new]
     #[pyo3(signature = (
         runtime, classes, *, eos_token_ids, think_end_ids, stream_interval, other_interval, max_prompt_tokens, truncate,
-        vocab_size, speculate, probe_prefix, dp_rank = None
+        vocab_size, speculate, probe_prefix, refuse_priority = false, bos_token_id = None, dp_rank = None, times = None
     ))]
     #[expect(clippy::too_many_arguments, reason = "keywords of Python")]
     fn new(
@@ -64,7 +74,10 @@ impl Front {
         vocab_size: u32,
         speculate: bool,
         probe_prefix: String,
+        refuse_priority: bool,
+        bos_token_id: Option<u32>,
         dp_rank: Option<u32>,
+        times: Option<Times>,
     ) -> PyResult<Self> {
         let field = |(name, default): Field| MessageField { name, default };
         let class = |(name, fields): (String, Vec<Field>)| MessageClass {
@@ -80,9 +93,14 @@ impl Front {
             max_prompt_tokens,
             truncates: truncate,
             vocab_size,
+            bos_token: bos_token_id,
             speculates: speculate,
+            refuses_priority: refuse_priority,
             probe_prefix,
             dp_rank,
+            times: times
+                .map(|times| time_stats(times, runtime.get().service.began()))
+                .transpose()?,
         };
         let front = pie_front::Front::new(&classes, settings).map_err(|e| from_front(&e))?;
         Ok(Self { front, runtime })
@@ -101,7 +119,7 @@ impl Front {
         py: Python<'py>,
         messages: Vec<Bound<'py, PyBytes>>,
     ) -> PyResult<Messages<'py>> {
-        let service = &self.runtime.get().service;
+        let service = &*self.runtime.get().service;
         let bytes = messages.iter().map(PyBytesMethods::as_bytes);
         let outgoing = self.front.receive(service, bytes);
         let outgoing = outgoing.map_err(|error| from_front(&error))?;
@@ -120,7 +138,63 @@ impl Front {
             let found = self.front.outputs(&deltas);
             (!deltas.is_empty() || service.is_stopped()).then_some(found)
         })?;
-        Ok(lists(py, &outgoing.unwrap_or_default()))
+        let outgoing = outgoing.unwrap_or_default();
+        for &session in &outgoing.ended_sessions {
+            service.end_session(session);
+        }
+        Ok(lists(py, &outgoing))
+    }
+
+    /// Has requests that name an adapter computed with the one that the runtime has loaded as `adapter_id`; with None they are
+    /// refused.
+    ///
+    /// Args:
+    ///     name: The tokenizer manager's `lora_id`.
+    ///     adapter_id: Of `Runtime.load_adapter`.
+    fn set_adapter(&self, name: &str, adapter_id: Option<u64>) {
+        self.front.set_adapter(name, adapter_id);
+    }
+
+    /// Opens a session, whose requests go on from each other's tokens. False if there is one of that name.
+    ///
+    /// Args:
+    ///     session_id: Its name.
+    ///     streaming: It has one request at a time, which goes on from the last that ended well.
+    ///     timeout_s: Seconds without a request after which `reap_sessions` closes it; None for never.
+    #[pyo3(signature = (session_id, *, streaming = false, timeout_s = None))]
+    fn open_session(
+        &self,
+        session_id: &str,
+        streaming: bool,
+        timeout_s: Option<f64>,
+    ) -> PyResult<bool> {
+        let patience = timeout_s.map(|limit| seconds("timeout_s", limit));
+        Ok(self
+            .front
+            .open_session(session_id, streaming, patience.transpose()?))
+    }
+
+    /// Closes a session and lets its pages go. Its requests that run go on; one that is not open is ignored.
+    fn close_session(&self, session_id: &str) {
+        self.front
+            .close_session(&*self.runtime.get().service, session_id);
+    }
+
+    /// Closes the sessions that had no request for longer than they allow.
+    fn reap_sessions(&self) {
+        self.front.reap_sessions(&*self.runtime.get().service);
+    }
+
+    /// Sessions that are open.
+    #[getter]
+    fn open_sessions(&self) -> usize {
+        self.front.open_sessions()
+    }
+
+    /// Of each request that had its first token since the last call: seconds from its arrival to its admission, and from there
+    /// to the token; nothing without `times`.
+    fn take_waits(&self) -> Vec<(f64, f64)> {
+        self.front.take_waits()
     }
 
     /// Requests that have not ended.
@@ -133,6 +207,27 @@ impl Front {
     fn set_paused(&self, paused: bool) {
         self.front.set_paused(paused);
     }
+}
+
+fn time_stats((now_s, pickle, places): Times, began: Instant) -> PyResult<TimeStats> {
+    let (queued, admitted, computed) = places;
+    let template = TimesTemplate {
+        pickle,
+        queued,
+        admitted,
+        computed,
+    };
+    if !template.is_whole() {
+        return Err(PyValueError::new_err(format!(
+            "the places {places:?} are not all inside of the pickle, which has {} bytes",
+            template.pickle.len()
+        )));
+    }
+    Ok(TimeStats {
+        began,
+        began_s: now_s - began.elapsed().as_secs_f64(),
+        template,
+    })
 }
 
 fn lists<'py>(py: Python<'py>, outgoing: &Outgoing) -> Messages<'py> {

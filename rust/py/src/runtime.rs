@@ -1,34 +1,35 @@
 //! Drivers with schedulers: the native half of the public engine.
 
 mod grammars;
+mod help;
 mod outputs;
+mod requests;
 mod settings;
 
 use std::collections::VecDeque;
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use pie_runtime::{
-    Arrival, Config, DriverSettings, Ends, GrammarLimits, GrammarSettings, JsonSpace, Pause,
-    Rejected, Sampling, Service, ServiceSettings, StopRegexes,
+    Arrival, Config, DriverSettings, Ends, FigureReader, GrammarLimits, GrammarSettings, JsonSpace,
+    LogprobParams, Pause, Rejected, Sampling, Service, ServiceSettings, StopRegexes, TraceEnd,
+    TraceSettings,
 };
-use pyo3::exceptions::{PyRuntimeError, PyValueError};
+use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use toml::Table;
 
 use self::grammars::grammar_of;
-use self::outputs::{Stats, dict};
-use self::settings::{
-    Prompt, at_least_one, lock, log, seconds, share, table, token_bytes, value_error, with_special,
-};
+use self::outputs::{Shown, Stats, dict, shown};
+use self::settings::{Prompt, at_least_one, lock, log, share, table, token_bytes, with_special};
 use crate::error::from_runtime;
 
+pub(crate) use self::help::wait;
 pub(crate) use self::outputs::Output;
-
-/// How often a wait looks for Ctrl-C.
-const SIGNALS: Duration = Duration::from_millis(100);
+pub(crate) use self::requests::Requests;
+pub(crate) use self::settings::{seconds, value_error};
 
 /// Drivers with a scheduler for each: requests in, tokens out.
 ///
@@ -37,7 +38,9 @@ const SIGNALS: Duration = Duration::from_millis(100);
 /// they were. Use it as a context manager, or call `shutdown`.
 #[pyclass(frozen, module = "pie_driver_sglang._core")]
 pub(crate) struct Runtime {
-    pub(crate) service: Service,
+    pub(crate) service: Arc<Service>,
+    /// One for each replica.
+    figures: Mutex<Vec<FigureReader>>,
     lines: Arc<Mutex<VecDeque<String>>>,
     stop_tokens: Vec<u32>,
 }
@@ -63,8 +66,11 @@ impl Runtime {
     ///     chunked_prefill_size: Most tokens of a step.
     ///     max_token_gap_ms: The longest time between two tokens of a stream that prompts of others may cause; 0 for no
     ///         limit.
+    ///     max_step_ms: While no request streams, a step has as many tokens of prompts as take about so long, at least
+    ///         `chunked_prefill_size`; 0 for no more than these.
     ///     radix_eviction_policy: `lru`, `lfu`, `fifo`, `filo`, `mru`, `slru` or `priority`.
     ///     disable_radix_cache: Share no prefixes.
+    ///     kv_events: Record changes of the prefix index, for a `Gateway`; they cost a SHA-256 per page.
     ///     enable_priority_scheduling: `priority` of requests comes before the policy.
     ///     schedule_low_priority_values_first: The lowest value comes first.
     ///     priority_scheduling_preemption_threshold: A request whose priority is better by more takes the pages of running
@@ -75,6 +81,9 @@ impl Runtime {
     ///     special_tokens: Tokens without text, with their names, which grammars may use.
     ///     constrained_json_whitespace_pattern: What white space between the parts of JSON must match, under a schema.
     ///     constrained_json_disable_any_whitespace: There is none.
+    ///     waiting_limit_s: A request that is not admitted so long after it came ends with the reason `deadline`; None for no
+    ///         limit.
+    ///     running_limit_s: The same from its admission to its end.
     ///     max_restarts: How often in a row a driver is started again, without an answer in between.
     ///     ready_timeout_s: Limit for one start.
     ///     step_timeout_s: A driver that does not answer so long is killed and started again.
@@ -90,10 +99,12 @@ impl Runtime {
         model, *, python, devices = vec!["cuda:0".to_owned()], replicas = 1, tensor_parallel_size = 1, dtype = None,
         seed = 42, spin_budget_us = 1000, options = None, schedule_policy = "fcfs", schedule_conservativeness = 1.0,
         max_running_requests = None, max_queued_requests = None, chunked_prefill_size = 8192, max_token_gap_ms = 6.0,
-        radix_eviction_policy = "lru", disable_radix_cache = false, enable_priority_scheduling = false,
+        max_step_ms = 250.0, radix_eviction_policy = "lru", disable_radix_cache = false, kv_events = false,
+        enable_priority_scheduling = false,
         schedule_low_priority_values_first = false, priority_scheduling_preemption_threshold = None,
         max_total_pages = None, eos_token_ids = Vec::new(), vocabulary = None, special_tokens = Vec::new(),
-        constrained_json_whitespace_pattern = None, constrained_json_disable_any_whitespace = false, max_restarts = 3,
+        constrained_json_whitespace_pattern = None, constrained_json_disable_any_whitespace = false, waiting_limit_s = None,
+        running_limit_s = None, max_restarts = 3,
         ready_timeout_s = 1200.0, step_timeout_s = 60.0, stop_timeout_s = 5.0, log_file = None
     ))]
     #[expect(
@@ -119,8 +130,10 @@ impl Runtime {
         max_queued_requests: Option<u32>,
         chunked_prefill_size: u32,
         max_token_gap_ms: f64,
+        max_step_ms: f64,
         radix_eviction_policy: &str,
         disable_radix_cache: bool,
+        kv_events: bool,
         enable_priority_scheduling: bool,
         schedule_low_priority_values_first: bool,
         priority_scheduling_preemption_threshold: Option<i32>,
@@ -130,6 +143,8 @@ impl Runtime {
         special_tokens: Vec<(u32, String)>,
         constrained_json_whitespace_pattern: Option<String>,
         constrained_json_disable_any_whitespace: bool,
+        waiting_limit_s: Option<f64>,
+        running_limit_s: Option<f64>,
         max_restarts: u32,
         ready_timeout_s: f64,
         step_timeout_s: f64,
@@ -147,7 +162,10 @@ impl Runtime {
             ..DriverSettings::new(python, model)
         };
         let drivers = share(&driver, &devices, replicas, tensor_parallel_size)?;
+        let limit = |name, value: Option<f64>| value.map(|value| seconds(name, value)).transpose();
+        let running_limit = limit("running_limit_s", running_limit_s)?;
         let gap = seconds("max_token_gap_ms", max_token_gap_ms / 1e3)?;
+        let step = seconds("max_step_ms", max_step_ms / 1e3)?;
         let scheduler = Config {
             policy: schedule_policy.parse().map_err(value_error)?,
             conservativeness: schedule_conservativeness,
@@ -155,11 +173,14 @@ impl Runtime {
             max_running: at_least_one("max_running_requests", max_running_requests)?.unwrap_or(0),
             max_queued: max_queued_requests,
             gap_us: gap.as_micros() as u64,
+            step_us: step.as_micros() as u64,
             prefix_cache: !disable_radix_cache,
             eviction: radix_eviction_policy.parse().map_err(value_error)?,
+            kv_events,
             priority: enable_priority_scheduling,
             low_priority_first: schedule_low_priority_values_first,
             preemption_threshold: priority_scheduling_preemption_threshold,
+            running_limit_us: running_limit.map_or(0, |limit| limit.as_micros().max(1) as u64),
             seed: seed.cast_unsigned(),
             ..Config::default()
         };
@@ -182,14 +203,18 @@ impl Runtime {
                 },
                 limits: GrammarLimits::default(),
             }),
+            waiting_limit: limit("waiting_limit_s", waiting_limit_s)?,
             max_restarts,
             log: log(Arc::clone(&lines), replicas, log_file)?,
         };
         let service = py
             .detach(|| Service::start(&settings))
             .map_err(|error| from_runtime(&error))?;
+        let now = Instant::now();
+        let readers = settings.drivers.iter().map(|_| FigureReader::new(now));
         Ok(Self {
-            service,
+            service: Arc::new(service),
+            figures: Mutex::new(readers.collect()),
             lines,
             stop_tokens: eos_token_ids,
         })
@@ -258,10 +283,15 @@ impl Runtime {
     ///     grammar: What binds the output: `json_schema`, `regex`, `ebnf`, `lark` or `structural_tag`, and its text. It is compiled
     ///         while the request waits; a wrong one ends it with the reason `error`.
     ///     grammar_after: The tokens after which the grammar binds, as those that end a model's thinking; none for the start.
+    ///     logprobs: Log-probabilities of its tokens, None for none: how many most probable tokens of each place, tokens whose
+    ///         log-probabilities are wanted at each place, and the index of a token of the prompt, those after which are wanted,
+    ///         too, or None.
+    ///     logprobs_original: They are those before the temperature.
     ///     speculate: The driver may draft for it.
     ///     deadline_s: Seconds after which it ends, finished or not.
     ///     streams: Outputs come with every step, and `max_token_gap_ms` holds between them. Else each sequence has one
     ///         output, at its end.
+    ///     into: Where the request is put instead, to be handed in with others by `submit_all`; then its place there is returned.
     ///
     /// Raises:
     ///     ValueError: A parameter is out of range, or the driver cannot do what is asked for.
@@ -273,11 +303,12 @@ impl Runtime {
         token_ids, *, max_new_tokens = 128, min_new_tokens = 0, temperature = 1.0, top_k = -1, top_p = 1.0, min_p = 0.0,
         seed = None, frequency_penalty = 0.0, presence_penalty = 0.0, repetition_penalty = 1.0, logit_bias = Vec::new(),
         stop_token_ids = Vec::new(), stop = Vec::new(), stop_regex = Vec::new(), ignore_eos = false, n = 1, priority = None,
-        routing_key = None, session = None, namespace = None, adapter_id = None, grammar = None, grammar_after = Vec::new(), speculate = false,
-        deadline_s = None, streams = true
+        routing_key = None, session = None, namespace = None, adapter_id = None, grammar = None, grammar_after = Vec::new(),
+        logprobs = None, logprobs_original = false, speculate = false, deadline_s = None, streams = true, into = None
     ))]
     #[expect(
         clippy::too_many_arguments,
+        clippy::fn_params_excessive_bools,
         clippy::needless_pass_by_value,
         reason = "keywords of Python"
     )]
@@ -307,9 +338,12 @@ impl Runtime {
         adapter_id: Option<u64>,
         grammar: Option<(String, String)>,
         grammar_after: Vec<u32>,
+        logprobs: Option<(u32, Vec<u32>, Option<u32>)>,
+        logprobs_original: bool,
         speculate: bool,
         deadline_s: Option<f64>,
         streams: bool,
+        into: Option<PyRef<'_, Requests>>,
     ) -> PyResult<u64> {
         let sampling = Sampling {
             temperature,
@@ -338,7 +372,7 @@ impl Runtime {
         let constraint = grammar.map(bind).transpose()?;
         let regexes = (!stop_regex.is_empty()).then(|| StopRegexes::new(&stop_regex));
         let regexes = regexes.transpose().map_err(value_error)?;
-        let arrival = Arrival {
+        let mut arrival = Arrival {
             ends: Ends {
                 max_tokens: max_new_tokens,
                 min_tokens: min_new_tokens,
@@ -357,12 +391,36 @@ impl Runtime {
             streams,
             ..Arrival::new(0, token_ids.0, draw, max_new_tokens)
         };
+        if let Some((top_logprobs_num, token_ids_logprob, logprob_start_len)) = logprobs {
+            let params = LogprobParams {
+                top_logprobs_num,
+                token_ids_logprob,
+                logprob_start_len,
+                original: logprobs_original,
+            };
+            self.check_logprobs(&params, arrival.prompt.len())?;
+            params.ask(&mut arrival);
+        }
+        let deadline = deadline.transpose()?;
+        match into {
+            Some(requests) => Ok(requests.add(arrival, deadline)),
+            None => self
+                .service
+                .submit(arrival, deadline)
+                .map_err(|rejected| from_rejected(&rejected)),
+        }
+    }
+
+    /// Hands requests in and returns their ids, in order. No step is laid out between them: those that do not stream fill steps as
+    /// large as can be. Afterwards `requests` is empty.
+    ///
+    /// Raises:
+    ///     StartError: No driver is left.
+    ///     RuntimeError: The drivers are not ready, or the runtime is shut down.
+    fn submit_all(&self, requests: &Requests) -> PyResult<Vec<u64>> {
         self.service
-            .submit(arrival, deadline.transpose()?)
-            .map_err(|rejected| match &rejected {
-                Rejected::Gone(error) => from_runtime(error),
-                _ => PyRuntimeError::new_err(rejected.to_string()),
-            })
+            .submit_all(requests.take())
+            .map_err(|rejected| from_rejected(&rejected))
     }
 
     /// Has every driver read a LoRA adapter, without Python's lock; requests of others go on meanwhile. A driver that is
@@ -377,6 +435,12 @@ impl Runtime {
     fn load_adapter(&self, py: Python<'_>, adapter_id: u64, path: &str) -> PyResult<()> {
         py.detach(|| self.service.load_adapter(adapter_id, path))
             .map_err(|error| from_runtime(&error))
+    }
+
+    /// Forgets an adapter that no request has: a driver that is started again does not read it, and one that has it drops it
+    /// when it needs the room. An id that is not loaded is ignored.
+    fn unload_adapter(&self, adapter_id: u64) {
+        self.service.unload_adapter(adapter_id);
     }
 
     /// Ends a request, with the reason `abort`. One that has ended, or never was, is ignored.
@@ -435,6 +499,45 @@ impl Runtime {
         dict(py, &Stats::of(&self.service.stats()))
     }
 
+    /// Metrics of each replica. Those that are rates are about the time since the last call.
+    ///
+    /// Returns:
+    ///     For each replica a list of name, whether it is a counter, what it counts, a label with its value or None, and the
+    ///     value.
+    fn figures(&self) -> Vec<Vec<Shown>> {
+        let (stats, now) = (self.service.stats(), Instant::now());
+        let mut readers = self.figures.lock().unwrap_or_else(PoisonError::into_inner);
+        let replicas = readers.iter_mut().zip(&stats);
+        replicas
+            .map(|(reader, stats)| reader.read(stats, now).iter().map(shown).collect())
+            .collect()
+    }
+
+    /// Writes each step from now on into a file of Chrome trace events: how long the driver took, and how long it waited for
+    /// this side.
+    ///
+    /// Args:
+    ///     path: The file; of several replicas `.N` follows for each after the first.
+    ///     skip: Steps before the first that is written.
+    ///     steps: Steps that are written; None until `end_trace`.
+    ///
+    /// Raises:
+    ///     StartError: Steps are traced already, or the file cannot be made.
+    #[pyo3(signature = (path, *, skip = 0, steps = None))]
+    fn start_trace(&self, path: PathBuf, skip: u64, steps: Option<u64>) -> PyResult<()> {
+        let settings = TraceSettings { path, skip, steps };
+        let started = self.service.start_trace(&settings);
+        started.map_err(|error| from_runtime(&error))
+    }
+
+    /// Ends a trace, or tells of one that ended by itself: for each replica its file, the steps in it, and why it ended early.
+    /// Nothing where there was no trace.
+    fn end_trace(&self, py: Python<'_>) -> Vec<(PathBuf, u64, Option<String>)> {
+        let ends = py.detach(|| self.service.end_trace(Duration::from_secs(10)));
+        let shown = |end: TraceEnd| (end.path, end.steps, end.failure);
+        ends.into_iter().map(shown).collect()
+    }
+
     /// Ends every request, with the reason `abort`, and stops the drivers. A second call does nothing.
     fn shutdown(&self, py: Python<'_>) {
         py.detach(|| self.service.shutdown());
@@ -456,40 +559,9 @@ impl Runtime {
     }
 }
 
-impl Runtime {
-    /// Biases must be of tokens that the model has.
-    fn check_biases(&self, sampling: &Sampling) -> PyResult<()> {
-        let Some(&largest) = sampling.logit_bias.iter().map(|(token, _)| token).max() else {
-            return Ok(());
-        };
-        let limit = self.service.capabilities().map(|caps| caps.vocab_size);
-        match limit.filter(|&limit| largest >= limit) {
-            None => Ok(()),
-            Some(limit) => Err(PyValueError::new_err(format!(
-                "logit_bias has token {largest}, it must be below {limit}"
-            ))),
-        }
-    }
-}
-
-/// Calls `poll` without Python's lock, for a short time each, until it has something or the time is over. Ctrl-C ends it.
-pub(crate) fn wait<R: Send>(
-    py: Python<'_>,
-    timeout_s: Option<f64>,
-    poll: impl Fn(Duration) -> Option<R> + Sync,
-) -> PyResult<Option<R>> {
-    let limit = timeout_s.map(|limit| seconds("timeout_s", limit));
-    let until = limit
-        .transpose()?
-        .and_then(|limit| Instant::now().checked_add(limit));
-    loop {
-        let left = until.map_or(Duration::MAX, |until| {
-            until.saturating_duration_since(Instant::now())
-        });
-        let found = py.detach(|| poll(left.min(SIGNALS)));
-        if found.is_some() || left.is_zero() {
-            return Ok(found);
-        }
-        py.check_signals()?;
+fn from_rejected(rejected: &Rejected) -> PyErr {
+    match rejected {
+        Rejected::Gone(error) => from_runtime(error),
+        _ => PyRuntimeError::new_err(rejected.to_string()),
     }
 }

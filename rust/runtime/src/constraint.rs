@@ -29,7 +29,7 @@ impl GrammarConstraint {
 }
 
 impl Constrain for GrammarConstraint {
-    fn begin(&self, most: u32) -> Begun {
+    fn begin(&self, most: u32, jumps: bool) -> Begun {
         let ready = match self.pending.progress() {
             Progress::Compiling => return Begun::Waiting,
             Progress::Failed(error) => return Begun::Failed(error.to_string().into()),
@@ -38,6 +38,7 @@ impl Constrain for GrammarConstraint {
         let follow = Follow {
             compiler: self.compiler.clone(),
             ready,
+            jumps,
         };
         Begun::Ready(if self.after.is_empty() {
             Box::new(follow.from(most))
@@ -61,6 +62,8 @@ impl Constrain for GrammarConstraint {
 struct Follow {
     compiler: Compiler,
     ready: Arc<Ready>,
+    /// Whether tokens without alternative are not drawn.
+    jumps: bool,
 }
 
 impl Follow {
@@ -68,7 +71,7 @@ impl Follow {
         Following(Follower::new(
             &self.compiler,
             &self.ready,
-            true,
+            self.jumps,
             most as usize,
         ))
     }

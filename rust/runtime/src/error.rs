@@ -83,6 +83,10 @@ pub enum RuntimeError {
         found: u32,
     },
 
+    /// There is a trace already.
+    #[error("steps are traced already\n\nhint: end the trace first")]
+    Tracing,
+
     /// A bug of this crate, or of the scheduler.
     #[error(
         "a thread of the runtime has failed\n\nhint: its own message is on standard error; please report it"
@@ -217,4 +221,7 @@ pub enum AnswerError {
         /// How many there are.
         drafts: usize,
     },
+    /// Log-probabilities that a request did not ask for.
+    #[error("answered request {0} with other log-probabilities than it asked for")]
+    Logprobs(usize),
 }

@@ -11,11 +11,13 @@ use pie_sched::{Arrival, Config, Finish, Limits, Outputs, Scheduler, TokenBytes}
 use crate::error::RuntimeError;
 use crate::handshake::Capabilities;
 use crate::log::LogSink;
+use crate::logprobs;
 use crate::outbox::{Delta, End};
 use crate::sampling::Draw;
 use crate::settings::DriverSettings;
 use crate::shared::{ServiceLog, ServiceSettings, Shared};
 use crate::times::Times;
+use crate::trace::{StepTrace, TraceEnd};
 
 /// How often a driver that starts, or has nothing to do, is looked at.
 pub(crate) const WATCH: Duration = Duration::from_millis(50);
@@ -27,11 +29,15 @@ const STATS: Duration = Duration::from_millis(20);
 /// A message to a replica.
 pub(crate) enum Command {
     Submit(Box<Arrival<Draw>>),
+    SubmitAll(Vec<Arrival<Draw>>),
     Abort(u64),
     EndSession(u64),
     /// Answered with whether the prefix index was emptied.
     Flush(Sender<bool>),
     Pause(Option<Pause>),
+    Trace(Box<StepTrace>),
+    /// Answered with what became of the trace, if there was one.
+    EndTrace(Sender<Option<TraceEnd>>),
     Stop,
 }
 
@@ -70,6 +76,9 @@ pub(crate) struct Replica {
     /// From a request made to its answer seen, of all steps.
     pub(crate) driver_ns: u64,
     counted: Instant,
+    pub(crate) trace: Option<Box<StepTrace>>,
+    /// Of a trace that ended by itself.
+    traced: Option<TraceEnd>,
 }
 
 /// Why a replica does not go on as it did.
@@ -114,15 +123,21 @@ impl Replica {
             gaps: Times::default(),
             driver_ns: 0,
             counted: begin,
+            trace: None,
+            traced: None,
         }
     }
 
-    /// Makes the scheduler by what the first driver can, and holds every later one to it.
-    pub(crate) fn prepare(&mut self, caps: &Capabilities) -> Result<(), RuntimeError> {
-        let limits = self.limits(caps);
+    /// Makes the scheduler by what the first driver can, whose answers have so many bytes, and holds every later one to it.
+    pub(crate) fn prepare(
+        &mut self,
+        caps: &Capabilities,
+        answer_bytes: usize,
+    ) -> Result<(), RuntimeError> {
+        let limits = self.limits(caps, answer_bytes);
         if self.scheduler.is_some() {
             let first = self.shared.update(self.number, |state| state.caps.clone());
-            let first = first.map(|caps| self.limits(&caps));
+            let first = first.map(|caps| self.limits(&caps, answer_bytes));
             return match first.and_then(|first| shortfall(&first, &limits)) {
                 None => Ok(()),
                 Some((what, needed, found)) => Err(RuntimeError::Shrunk {
@@ -136,15 +151,20 @@ impl Replica {
         if config.max_running == 0 {
             config.max_running = limits.max_forward_requests;
         }
+        let max_running = config.max_running;
         let scheduler = Scheduler::new(config, limits, self.text.clone())?;
         self.scheduler = Some(scheduler);
         self.shared.update(self.number, |state| {
             state.stats.total_pages = limits.total_pages;
+            state.stats.host_pages = limits.host_pages;
+            state.stats.page_size = limits.page_size;
+            state.stats.max_running = max_running;
+            state.stats.max_model_len = limits.max_model_len;
         });
         Ok(())
     }
 
-    fn limits(&self, caps: &Capabilities) -> Limits {
+    fn limits(&self, caps: &Capabilities, answer_bytes: usize) -> Limits {
         Limits {
             total_pages: caps.total_pages.min(self.max_pages.unwrap_or(u32::MAX)),
             host_pages: caps.swap_pool_size,
@@ -154,6 +174,7 @@ impl Replica {
             max_page_refs: caps.max_page_refs,
             max_model_len: caps.max_model_len,
             vocab_size: caps.vocab_size,
+            max_logprob_words: logprobs::room(caps, answer_bytes),
         }
     }
 
@@ -191,20 +212,8 @@ impl Replica {
     fn obey(&mut self, command: Command) -> Result<(), Halt> {
         match (command, &mut self.scheduler) {
             (Command::Stop, _) => return Err(Halt::Stop),
-            (Command::Submit(arrival), Some(scheduler)) => {
-                let (id, samples) = (arrival.id, arrival.samples);
-                match scheduler.submit(*arrival) {
-                    Ok(()) => self
-                        .sequences
-                        .extend((0..samples).map(|sample| (id, sample))),
-                    Err(refusal) => {
-                        self.refuse(id, samples, &End::Refused(refusal));
-                    }
-                }
-            }
-            (Command::Submit(arrival), None) => {
-                self.refuse(arrival.id, arrival.samples, &End::Aborted);
-            }
+            (Command::Submit(arrival), _) => self.submit(*arrival),
+            (Command::SubmitAll(arrivals), _) => self.submit_all(arrivals),
             (Command::Abort(request), Some(scheduler)) => {
                 scheduler.abort(request);
             }
@@ -220,9 +229,53 @@ impl Replica {
                 let _ = sender.send(idle);
             }
             (Command::Pause(pause), _) => self.pause = pause,
+            (Command::Trace(trace), _) => {
+                self.traced = None;
+                self.trace = Some(trace);
+            }
+            (Command::EndTrace(sender), _) => {
+                self.end_trace();
+                // The caller may have gone.
+                let _ = sender.send(self.traced.take());
+            }
             (Command::Abort(_) | Command::EndSession(_) | Command::Flush(_), None) => {}
         }
         Ok(())
+    }
+
+    fn submit_all(&mut self, arrivals: Vec<Arrival<Draw>>) {
+        for arrival in arrivals {
+            self.submit(arrival);
+        }
+    }
+
+    fn submit(&mut self, arrival: Arrival<Draw>) {
+        let (id, samples) = (arrival.id, arrival.samples);
+        let Some(scheduler) = &mut self.scheduler else {
+            return self.refuse(id, samples, &End::Aborted);
+        };
+        match scheduler.submit(arrival) {
+            Ok(()) => self
+                .sequences
+                .extend((0..samples).map(|sample| (id, sample))),
+            Err(refusal) => self.refuse(id, samples, &End::Refused(refusal)),
+        }
+    }
+
+    /// Closes the trace, if there is one.
+    pub(crate) fn end_trace(&mut self) {
+        if let Some(trace) = self.trace.take() {
+            let end = trace.close();
+            if let Some(failure) = &end.failure {
+                self.note(&format!(
+                    "pie-runtime: the trace {} ends early: {failure}",
+                    end.path.display()
+                ));
+            }
+            self.traced = Some(end);
+        }
+        self.shared
+            .update(self.number, |state| state.tracing = false);
     }
 
     /// Ends what is too late; for the time in which there is no driver, and so no step.
@@ -266,6 +319,10 @@ impl Replica {
             return;
         };
         scheduler.outputs(&mut self.outputs);
+        let events = scheduler.take_kv_events();
+        if !events.is_empty() {
+            self.shared.outbox.record(self.number, events);
+        }
         if !self.outputs.is_empty() {
             for output in self.outputs.iter().filter(|output| output.finish.is_some()) {
                 if self.sequences.remove(&(output.id, output.sample)) {
@@ -318,9 +375,16 @@ impl Replica {
             match command {
                 Command::Stop => return,
                 Command::Submit(arrival) => self.refuse(arrival.id, arrival.samples, &failed),
+                Command::SubmitAll(arrivals) => {
+                    for arrival in arrivals {
+                        self.refuse(arrival.id, arrival.samples, &failed);
+                    }
+                }
                 Command::Abort(_)
                 | Command::EndSession(_)
                 | Command::Flush(_)
+                | Command::Trace(_)
+                | Command::EndTrace(_)
                 | Command::Pause(_) => {}
             }
         }
@@ -331,11 +395,16 @@ impl Replica {
         if let Some(scheduler) = &mut self.scheduler {
             scheduler.abort_all();
         }
+        self.end_trace();
         self.publish();
         self.count();
+        // A request that is handed in now is answered like those that came before.
+        self.scheduler = None;
         while let Ok(command) = self.inbox.try_recv() {
-            if let Command::Submit(arrival) = command {
-                self.refuse(arrival.id, arrival.samples, &End::Aborted);
+            match command {
+                Command::Submit(arrival) => self.submit(*arrival),
+                Command::SubmitAll(arrivals) => self.submit_all(arrivals),
+                _ => {}
             }
         }
     }

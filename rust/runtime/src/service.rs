@@ -3,6 +3,7 @@
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::{self, Sender};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::task::{Context, Poll};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
@@ -14,10 +15,11 @@ use crate::error::RuntimeError;
 use crate::grammars::{Grammars, Unbindable};
 use crate::handshake::Capabilities;
 use crate::link;
-use crate::outbox::Delta;
+use crate::outbox::{Batch, Delta};
 use crate::replica::{Command, Pause, Replica};
 use crate::sampling::Draw;
 use crate::shared::{ReplicaStats, ServiceSettings, Shared};
+use crate::trace::{StepTrace, TraceEnd, TraceSettings};
 
 /// Why a request was not taken.
 #[derive(Clone, Debug, thiserror::Error)]
@@ -59,6 +61,7 @@ pub struct Service {
     /// Requests so far.
     requests: AtomicU64,
     begin: Instant,
+    waiting_limit: Option<Duration>,
     /// A forked child has no threads, and no drivers of its own.
     process: u32,
 }
@@ -87,6 +90,7 @@ impl Service {
             grammars: Grammars::new(settings.grammars.clone()),
             requests: AtomicU64::new(0),
             begin,
+            waiting_limit: settings.waiting_limit,
             process: std::process::id(),
         };
         for number in 0..settings.drivers.len() {
@@ -158,20 +162,62 @@ impl Service {
         arrival: Arrival<impl Into<Draw>>,
         deadline: Option<Duration>,
     ) -> Result<u64, Rejected> {
-        let mut arrival = arrival.map(Into::into);
         let alive = self.check_alive()?;
-        let replica = self.choose(&arrival, &alive);
-        let number = self.requests.fetch_add(1, Ordering::Relaxed);
-        arrival.id = number * self.replicas.len() as u64 + replica as u64;
-        let deadline = deadline.map(|limit| (self.begin.elapsed() + limit).as_micros() as u64);
-        arrival.deadline = deadline;
-        arrival.namespace = namespace(arrival.adapter, arrival.namespace);
-        let (id, handle) = (arrival.id, &self.replicas[replica]);
-        let samples = arrival.samples as usize;
-        handle.open.fetch_add(samples, Ordering::Relaxed);
-        let sent = handle.commands.send(Command::Submit(Box::new(arrival)));
+        let (replica, arrival) = self.accept(arrival, deadline, &alive);
+        let id = arrival.id;
+        let sent = self.replicas[replica]
+            .commands
+            .send(Command::Submit(Box::new(arrival)));
         sent.map_err(|_| Rejected::Stopped)?;
         Ok(id)
+    }
+
+    /// Hands several requests in, each with its deadline, so that no step is laid out between them: those of a call that do not
+    /// stream then fill steps as large as can be. Returns their ids in order; see [`submit`](Self::submit).
+    ///
+    /// # Errors
+    /// [`Rejected`].
+    pub fn submit_all<S: Into<Draw>>(
+        &self,
+        arrivals: impl IntoIterator<Item = (Arrival<S>, Option<Duration>)>,
+    ) -> Result<Vec<u64>, Rejected> {
+        let alive = self.check_alive()?;
+        let mut shares = vec![Vec::new(); self.replicas.len()];
+        let mut ids = Vec::new();
+        for (arrival, deadline) in arrivals {
+            let (replica, arrival) = self.accept(arrival, deadline, &alive);
+            ids.push(arrival.id);
+            shares[replica].push(arrival);
+        }
+        for (handle, share) in self.replicas.iter().zip(shares) {
+            if !share.is_empty() {
+                let sent = handle.commands.send(Command::SubmitAll(share));
+                sent.map_err(|_| Rejected::Stopped)?;
+            }
+        }
+        Ok(ids)
+    }
+
+    /// Names a request, and chooses the replica that gets it, whose it is from here on.
+    fn accept(
+        &self,
+        arrival: Arrival<impl Into<Draw>>,
+        deadline: Option<Duration>,
+        alive: &[bool],
+    ) -> (usize, Arrival<Draw>) {
+        let mut arrival = arrival.map(Into::into);
+        let replica = self.choose(&arrival, alive);
+        let number = self.requests.fetch_add(1, Ordering::Relaxed);
+        arrival.id = number * self.replicas.len() as u64 + replica as u64;
+        let after = |limit| (self.begin.elapsed() + limit).as_micros() as u64;
+        arrival.deadline = deadline.map(after);
+        arrival.admit_by = self.waiting_limit.map(after);
+        arrival.namespace = namespace(arrival.adapter, arrival.namespace);
+        let samples = arrival.samples as usize;
+        self.replicas[replica]
+            .open
+            .fetch_add(samples, Ordering::Relaxed);
+        (replica, arrival)
     }
 
     /// Asks for a grammar and returns at once what binds requests to it, as [`Arrival::constraint`]: from their start on, or after
@@ -229,22 +275,28 @@ impl Service {
     /// # Errors
     /// [`RuntimeError::Adapter`] if a driver does not take it; then it counts as not loaded. Others, if there is no driver.
     pub fn load_adapter(&self, id: u64, path: &str) -> Result<(), Arc<RuntimeError>> {
-        let replicas = 0..self.replicas.len();
+        let mut replicas = 0..self.replicas.len();
         for replica in replicas.clone() {
             self.shared
                 .update(replica, |state| state.adapters.insert(id, path.to_owned()));
         }
-        let loaded = replicas.clone().try_for_each(|replica| {
+        let loaded = replicas.try_for_each(|replica| {
             let client = self.wait_client(replica)?;
             Ok(link::load_adapter(&client, id, path)?)
         });
         if loaded.is_err() {
-            for replica in replicas {
-                self.shared
-                    .update(replica, |state| state.adapters.remove(&id));
-            }
+            self.unload_adapter(id);
         }
         loaded
+    }
+
+    /// Forgets an adapter: a driver that is started again does not read it. One that has it drops it when it needs the room.
+    /// Only do so while no request has it; an id that is not loaded is ignored.
+    pub fn unload_adapter(&self, id: u64) {
+        for replica in 0..self.replicas.len() {
+            self.shared
+                .update(replica, |state| state.adapters.remove(&id));
+        }
     }
 
     /// By which a driver is called; waits for one that is being started again.
@@ -287,6 +339,39 @@ impl Service {
         }
     }
 
+    /// Writes each step from now on into a file, for a trace viewer.
+    ///
+    /// # Errors
+    /// [`RuntimeError::Tracing`] if steps are traced already, [`RuntimeError::File`] if a file cannot be made.
+    pub fn start_trace(&self, settings: &TraceSettings) -> Result<(), RuntimeError> {
+        let mut states = self.shared.lock();
+        if states.iter().any(|state| state.tracing) {
+            return Err(RuntimeError::Tracing);
+        }
+        let traces = (0..self.replicas.len()).map(|replica| StepTrace::create(settings, replica));
+        let traces: Vec<StepTrace> = traces.collect::<Result<_, _>>()?;
+        for (replica, trace) in traces.into_iter().enumerate() {
+            states[replica].tracing = true;
+            self.tell(replica, || Command::Trace(Box::new(trace)));
+        }
+        Ok(())
+    }
+
+    /// Ends a trace and returns what became of it, also of one that ended by itself; one entry for each replica. None where
+    /// there was no trace, or when the time is over.
+    pub fn end_trace(&self, limit: Duration) -> Vec<TraceEnd> {
+        let ask = |replica| {
+            let (sender, answer) = mpsc::channel();
+            self.tell(replica, || Command::EndTrace(sender));
+            answer
+        };
+        let answers: Vec<_> = (0..self.replicas.len()).map(ask).collect();
+        let ends = answers
+            .iter()
+            .filter_map(|answer| answer.recv_timeout(limit).ok());
+        ends.flatten().collect()
+    }
+
     /// Empties the prefix indices. False, with nothing done where requests run or wait, or when the time is over.
     pub fn flush(&self, limit: Duration) -> bool {
         let (sender, answers) = mpsc::channel();
@@ -311,9 +396,22 @@ impl Service {
         self.shared.outbox.take(limit)
     }
 
+    /// As [`poll`](Self::poll), for a task: moves everything there is into `batch`, whose content is dropped, with the changes of
+    /// the prefix indices. While there is nothing, the task of the last call is woken by what comes. False after a shutdown, when
+    /// nothing is left. Only one caller gets an output, so a program has one task that calls this, or one thread that calls
+    /// `poll`.
+    pub fn poll_batch(&self, context: &mut Context<'_>, batch: &mut Batch) -> Poll<bool> {
+        self.shared.outbox.poll(context, batch)
+    }
+
     /// Whether it was shut down.
     pub fn is_stopped(&self) -> bool {
         self.shared.outbox.is_closed()
+    }
+
+    /// The moment from which [`Delta::admitted`] counts.
+    pub const fn began(&self) -> Instant {
+        self.begin
     }
 
     /// How the replicas stand.

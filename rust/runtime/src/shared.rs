@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use pie_ring::Client;
 use pie_sched::{Config, Stats, TokenBytes};
@@ -30,6 +31,8 @@ pub struct ServiceSettings {
     pub text: Option<Arc<dyn TokenBytes>>,
     /// What grammars are compiled with; without it requests cannot be bound.
     pub grammars: Option<GrammarSettings>,
+    /// How long a request may wait for its admission; then it ends as [`End::Deadline`](crate::End::Deadline).
+    pub waiting_limit: Option<Duration>,
     /// How often in a row a driver may end or be stuck, without an answer in between, and is started again.
     pub max_restarts: u32,
     /// Takes the drivers' logs, and notes of the service's own.
@@ -57,6 +60,7 @@ impl ServiceSettings {
             max_pages: None,
             text: None,
             grammars: None,
+            waiting_limit: None,
             max_restarts: 3,
             log: Arc::new(|_, _| ()),
         }
@@ -72,6 +76,14 @@ pub struct ReplicaStats {
     pub restarts: u64,
     /// Pages that its scheduler uses.
     pub total_pages: u32,
+    /// Pages that it has on the host.
+    pub host_pages: u32,
+    /// Tokens of a page.
+    pub page_size: u32,
+    /// Sequences that may hold pages at once.
+    pub max_running: u32,
+    /// Positions of a sequence.
+    pub max_model_len: u32,
     /// From the answer to a step seen to the next one's request made, in ns: the median, and what one in a hundred exceeds. The
     /// device waits so long for this side.
     pub gaps_ns: [u64; 2],
@@ -101,6 +113,8 @@ pub(crate) struct State {
     /// Why there will be no driver any more.
     pub(crate) failed: Option<Arc<RuntimeError>>,
     pub(crate) stopping: bool,
+    /// Whether its steps are traced.
+    pub(crate) tracing: bool,
     /// Adapters that its driver has, or has to read when it starts again.
     pub(crate) adapters: BTreeMap<u64, String>,
 }

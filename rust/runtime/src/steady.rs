@@ -17,6 +17,7 @@ const LIMITS: Limits = Limits {
     max_page_refs: 100_000,
     max_model_len: 4096,
     vocab_size: 1000,
+    max_logprob_words: 1 << 16,
 };
 
 const SAMPLER: Sampler = Sampler::TopP {

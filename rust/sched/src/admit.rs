@@ -3,6 +3,7 @@
 use crate::constraint::Bond;
 use crate::layout::Plan;
 use crate::memory::Held;
+use crate::output::Admitted;
 use crate::pace::LOOK_AGAIN;
 use crate::scheduler::Scheduler;
 use crate::sequence::{Awaited, Sequence, State};
@@ -28,7 +29,7 @@ impl<S> Scheduler<S> {
         if self.waiting.is_empty() || self.running.len() >= may_run {
             return;
         }
-        if self.counts.steps < self.full_until && !self.running.is_empty() {
+        if self.plans < self.full_until && !self.running.is_empty() {
             return;
         }
         if plan.rows == 0 || plan.prompt == 0 {
@@ -51,7 +52,7 @@ impl<S> Scheduler<S> {
             match self.admit_one(plan, slot, &mut promised, now) {
                 Admission::Done => newest.push(self.sequences[slot].order),
                 Admission::Full => {
-                    self.full_until = self.counts.steps + LOOK_AGAIN;
+                    self.full_until = self.plans + LOOK_AGAIN;
                     break;
                 }
                 Admission::NoRoom => {
@@ -114,11 +115,17 @@ impl<S> Scheduler<S> {
             self.give_back(held);
             return Admission::NoRoom;
         }
+        let on_the_device = held.pages.len();
         if host_pages > 0 {
             self.memory
                 .load(&mut held, sequence.cacheable(), host_pages, now);
         }
         let cached = held.pages.len() as u32 * size;
+        let admitted = Admitted {
+            at: now,
+            cached_tokens: cached,
+            loaded_tokens: cached - on_the_device as u32 * size,
+        };
         let sequence = &mut self.sequences[slot];
         let longest = (sequence.len() + sequence.expected()).div_ceil(size) as usize;
         held.pages.reserve(longest.saturating_sub(held.pages.len()));
@@ -133,16 +140,19 @@ impl<S> Scheduler<S> {
             return Admission::NoRoom;
         }
         *promised += wanted;
-        self.note_admission(slot, cached);
+        self.note_admission(slot, admitted);
         Admission::Done
     }
 
-    fn note_admission(&mut self, slot: usize, cached: u32) {
+    fn note_admission(&mut self, slot: usize, admitted: Admitted) {
         let sequence = &mut self.sequences[slot];
-        if sequence.cached_tokens.is_none() {
-            sequence.cached_tokens = Some(cached);
+        if sequence.admitted.is_none() {
+            sequence.admitted = Some(admitted);
+            let deadline = sequence.deadline(self.config.running_limit_us);
+            self.deadline = self.deadline.into_iter().chain(deadline).min();
             self.counts.prompt_tokens += u64::from(sequence.shared.prompt_len);
-            self.counts.cached_tokens += u64::from(cached);
+            self.counts.cached_tokens += u64::from(admitted.cached_tokens);
+            self.counts.loaded_tokens += u64::from(admitted.loaded_tokens);
         }
     }
 

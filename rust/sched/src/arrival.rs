@@ -3,12 +3,14 @@
 use std::sync::Arc;
 
 use crate::constraint::Constrain;
+use crate::logprobs::Logprobs;
 use crate::regex::StopRegexes;
 
 /// When a sequence ends, besides its deadline.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Ends {
-    /// Most tokens to produce; cut to what model and pool have room for. 0: the prompt is computed, and kept for others.
+    /// Most tokens to produce; cut to what model and pool have room for. 0: the prompt is computed, and kept for others. If
+    /// log-probabilities are wanted, those of one token are given out then, and not the token.
     pub max_tokens: u32,
     /// Tokens before which no stop token may come. Rows forbid them so long: [`Row::forbidden`](crate::Row::forbidden).
     pub min_tokens: u32,
@@ -47,8 +49,12 @@ pub struct Arrival<S> {
     pub session: Option<u64>,
     /// When it ends, finished or not, in µs.
     pub deadline: Option<u64>,
+    /// When it ends if it was not admitted by then, in µs.
+    pub admit_by: Option<u64>,
     /// Whether the driver may draft for it.
     pub drafts: bool,
+    /// Which log-probabilities it wants.
+    pub logprobs: Option<Logprobs>,
     /// What binds its tokens. Nothing is drafted for a bound sequence.
     pub constraint: Option<Arc<dyn Constrain>>,
     /// Whether its tokens are wanted as they come: there is an output for each step, and [`Config::gap_us`](crate::Config::gap_us)
@@ -74,7 +80,9 @@ impl<S> Arrival<S> {
             routing_key: None,
             session: None,
             deadline: None,
+            admit_by: None,
             drafts: false,
+            logprobs: None,
             constraint: None,
             streams: true,
         }
@@ -94,8 +102,10 @@ impl<S> Arrival<S> {
             routing_key: self.routing_key,
             session: self.session,
             deadline: self.deadline,
+            admit_by: self.admit_by,
             constraint: self.constraint,
             drafts: self.drafts,
+            logprobs: self.logprobs,
             streams: self.streams,
         }
     }

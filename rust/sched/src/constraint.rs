@@ -6,8 +6,8 @@ use std::sync::Arc;
 /// Binds the sequences of a request. The request stays in the queue until it is ready, and others go past it.
 pub trait Constrain: Debug + Send + Sync {
     /// Begins a sequence of at most `most` tokens. Called again in later steps as long as it is [`Begun::Waiting`]; it must return
-    /// at once.
-    fn begin(&self, most: u32) -> Begun;
+    /// at once. Without `jumps` it forces no tokens: each one is drawn, for the log-probabilities that only the driver knows.
+    fn begin(&self, most: u32, jumps: bool) -> Begun;
 
     /// Whether [`begin`](Self::begin) would say [`Begun::Waiting`].
     fn is_waiting(&self) -> bool;

@@ -101,6 +101,16 @@ pub enum Refusal {
         /// What is wrong.
         why: &'static str,
     },
+    /// More log-probabilities of a token than an answer has room for.
+    #[error(
+        "the log-probabilities of one token take {words} words, and an answer has room for {limit}: ask for fewer tokens of each"
+    )]
+    Logprobs {
+        /// Words of one token.
+        words: u32,
+        /// Most of an answer.
+        limit: u32,
+    },
     /// Fewer tokens at most than at least.
     #[error(
         "at least {min} tokens and at most {max} are asked for: min_new_tokens must not exceed max_new_tokens"

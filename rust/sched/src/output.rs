@@ -45,6 +45,10 @@ pub struct Output<'a> {
     pub sample: u32,
     /// Tokens that follow those of earlier outputs. With a stop string they end with the token that completed it.
     pub tokens: &'a [u32],
+    /// Log-probabilities of tokens of the prompt, as their words; each once, in an output that follows their computation.
+    pub prompt_logprobs: &'a [u32],
+    /// Those of `tokens`. Of a sequence that may have no token, those of the one that would come first.
+    pub logprobs: &'a [u32],
     /// Bytes at the end of its text that may be the start of a stop string: keep them back until they are not.
     pub held_bytes: u32,
     /// Set in its last output.
@@ -53,8 +57,23 @@ pub struct Output<'a> {
     pub reason: Option<&'a str>,
     /// Tokens of the prompt whose KV was there when it was first admitted.
     pub cached_tokens: u32,
+    /// Those of them that were loaded from the host.
+    pub loaded_tokens: u32,
+    /// When it was first admitted, in µs.
+    pub admitted: Option<u64>,
     /// How often its pages were taken from it and computed, or loaded, again.
     pub retractions: u32,
+}
+
+/// What a sequence found when it was first admitted.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Admitted {
+    /// When that was, in µs.
+    pub(crate) at: u64,
+    /// Tokens of the prompt whose KV was there.
+    pub(crate) cached_tokens: u32,
+    /// Those of them that were loaded from the host.
+    pub(crate) loaded_tokens: u32,
 }
 
 /// One output without its tokens.
@@ -63,9 +82,11 @@ pub(crate) struct Entry {
     pub(crate) id: u64,
     pub(crate) sample: u32,
     pub(crate) tokens: Range<u32>,
+    pub(crate) prompt_logprobs: Range<u32>,
+    pub(crate) logprobs: Range<u32>,
     pub(crate) held_bytes: u32,
     pub(crate) finish: Option<Finish>,
-    pub(crate) cached_tokens: u32,
+    pub(crate) admitted: Option<Admitted>,
     pub(crate) retractions: u32,
 }
 
@@ -74,6 +95,7 @@ pub(crate) struct Entry {
 pub struct Outputs {
     pub(crate) entries: Vec<Entry>,
     pub(crate) tokens: Vec<u32>,
+    logprobs: Vec<u32>,
     /// Of the entries that have one, by index; few, and apart, so that entries need no drop.
     reasons: Vec<(usize, Arc<str>)>,
 }
@@ -85,13 +107,17 @@ impl Outputs {
             id: entry.id,
             sample: entry.sample,
             tokens: &self.tokens[entry.tokens.start as usize..entry.tokens.end as usize],
+            prompt_logprobs: self.words(&entry.prompt_logprobs),
+            logprobs: self.words(&entry.logprobs),
             held_bytes: entry.held_bytes,
             finish: entry.finish,
             reason: match entry.finish {
                 Some(Finish::Constraint) => self.reason(at),
                 _ => None,
             },
-            cached_tokens: entry.cached_tokens,
+            cached_tokens: entry.admitted.map_or(0, |admitted| admitted.cached_tokens),
+            loaded_tokens: entry.admitted.map_or(0, |admitted| admitted.loaded_tokens),
+            admitted: entry.admitted.map(|admitted| admitted.at),
             retractions: entry.retractions,
         })
     }
@@ -109,7 +135,26 @@ impl Outputs {
     pub(crate) fn clear(&mut self) {
         self.entries.clear();
         self.tokens.clear();
+        self.logprobs.clear();
         self.reasons.clear();
+    }
+
+    fn words(&self, range: &Range<u32>) -> &[u32] {
+        &self.logprobs[range.start as usize..range.end as usize]
+    }
+
+    /// Keeps the log-probabilities of an entry, of its prompt and of its tokens, and returns where they are.
+    pub(crate) fn push_logprobs(
+        &mut self,
+        prompt: &[u32],
+        tokens: &[u32],
+    ) -> (Range<u32>, Range<u32>) {
+        let mut push = |words: &[u32]| {
+            let start = self.logprobs.len() as u32;
+            self.logprobs.extend_from_slice(words);
+            start..self.logprobs.len() as u32
+        };
+        (push(prompt), push(tokens))
     }
 
     pub(crate) fn push(&mut self, mut entry: Entry, tokens: &[u32], reason: Option<&Arc<str>>) {

@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::fmt;
 use std::sync::Arc;
 
-use pie_radix::Insertion;
+use pie_radix::{Event as KvEvent, Insertion};
 use rustc_hash::FxHashMap;
 use slab::Slab;
 
@@ -15,6 +15,7 @@ use crate::copies::Copies;
 use crate::ends::Patterns;
 use crate::error::{Refusal, SchedError};
 use crate::flight::{Flight, Planned};
+use crate::logprobs::Kept;
 use crate::memory::{Held, Memory};
 use crate::output::{Entry, Finish, Outputs};
 use crate::pace::Pace;
@@ -58,7 +59,9 @@ pub struct Scheduler<S> {
     /// Of the last step.
     pub(crate) copies: Copies,
     outputs: Outputs,
-    /// Before this step nothing more fits, unless something ends.
+    /// Steps planned, those among them that had nothing to compute.
+    pub(crate) plans: u64,
+    /// Before this plan nothing more fits, unless something ends.
     pub(crate) full_until: u64,
     /// Prompts got nothing of the last step.
     pub(crate) starved: bool,
@@ -71,13 +74,15 @@ pub struct Scheduler<S> {
     pub(crate) spare_pages: Vec<u32>,
     /// Sequences with a constraint.
     pub(crate) constrained: usize,
+    /// Sequences that stream.
+    pub(crate) streaming: usize,
     /// Room for tokens without alternative.
     pub(crate) forced: Vec<u32>,
     /// Sequences that have ended since [`sweep`](Self::sweep).
     ended: Vec<usize>,
     orders: u64,
     contexts: u64,
-    deadline: Option<u64>,
+    pub(crate) deadline: Option<u64>,
 }
 
 impl<S> fmt::Debug for Scheduler<S> {
@@ -103,7 +108,7 @@ impl<S> Scheduler<S> {
         let chunk = config.chunk_tokens.min(limits.max_forward_tokens);
         Ok(Self {
             memory: Memory::new(&config, &limits)?,
-            pace: Pace::new(config.gap_us, chunk),
+            pace: Pace::new(config.gap_us, config.step_us, chunk),
             ratio: Ratio::new(config.conservativeness),
             random: fastrand::Rng::with_seed(config.seed),
             config,
@@ -117,6 +122,7 @@ impl<S> Scheduler<S> {
             spare: Vec::new(),
             copies: Copies::default(),
             outputs: Outputs::default(),
+            plans: 0,
             full_until: 0,
             starved: false,
             last_answer: 0,
@@ -125,6 +131,7 @@ impl<S> Scheduler<S> {
             candidates: Vec::new(),
             spare_pages: Vec::new(),
             constrained: 0,
+            streaming: 0,
             forced: Vec::new(),
             ended: Vec::new(),
             orders: 0,
@@ -156,7 +163,8 @@ impl<S> Scheduler<S> {
         let live = slots.len() as u32;
         self.requests
             .insert(shared.arrival.id, Request { slots, live });
-        if let Some(deadline) = shared.arrival.deadline {
+        let deadlines = [shared.arrival.deadline, shared.arrival.admit_by];
+        if let Some(deadline) = deadlines.into_iter().flatten().min() {
             self.deadline = Some(self.deadline.map_or(deadline, |first| first.min(deadline)));
         }
         // The new request may fit where what waits does not, if it may go first.
@@ -177,6 +185,7 @@ impl<S> Scheduler<S> {
         });
         self.orders += 1;
         self.constrained += usize::from(shared.arrival.constraint.is_some());
+        self.streaming += usize::from(shared.arrival.streams);
         let sequence = Sequence::new(shared.clone(), sample, context, self.orders);
         self.sequences.insert(sequence)
     }
@@ -206,6 +215,11 @@ impl<S> Scheduler<S> {
             return Err(Refusal::MinTokens { min, max });
         }
         self.check_texts(ends)?;
+        let limit = self.limits.max_logprob_words;
+        match arrival.logprobs.map(|wanted| wanted.words) {
+            Some(words) if words > limit => return Err(Refusal::Logprobs { words, limit }),
+            _ => {}
+        }
         let (limit, reason) = self.limits.longest();
         if prompt.len() > limit as usize {
             let tokens = prompt.len();
@@ -363,6 +377,13 @@ impl<S> Scheduler<S> {
         self.outputs.clear();
     }
 
+    /// What the step that was laid out last takes, in µs, by what steps like it took; rather less than more. `None` while that is
+    /// not known. A caller that lays the next one out shortly before the answer has every request in it that came until then.
+    pub fn expected_us(&self) -> Option<u64> {
+        let expected = self.pace.expect(self.flights.back()?.load)?;
+        Some(expected as u64)
+    }
+
     /// The earliest deadline. [`step`](Self::step) and [`expire`](Self::expire) end requests whose deadline has passed.
     pub fn next_deadline(&self) -> Option<u64> {
         self.deadline
@@ -377,7 +398,7 @@ impl<S> Scheduler<S> {
         let mut late = Vec::new();
         self.deadline = None;
         for (slot, sequence) in &self.sequences {
-            match sequence.shared.arrival.deadline {
+            match sequence.deadline(self.config.running_limit_us) {
                 Some(deadline) if deadline <= now => late.push((sequence.order, slot)),
                 other => self.deadline = self.deadline.into_iter().chain(other).min(),
             }
@@ -407,13 +428,24 @@ impl<S> Scheduler<S> {
         self.memory.flush()
     }
 
+    /// Changes of what is cached since the last call, in their order; none unless [`Config::kv_events`].
+    pub fn take_kv_events(&mut self) -> Vec<KvEvent> {
+        self.memory.take_events()
+    }
+
     /// Counts.
     pub fn stats(&self) -> Stats {
-        let retracted = |slot: &&usize| self.sequences[**slot].cached_tokens.is_some();
+        let waiting = || self.waiting.iter().map(|&slot| &self.sequences[slot]);
+        let asks = |sequence: &&Sequence<S>| matches!(sequence.bond, Bond::Asked);
+        let running = self.running.iter().map(|&slot| &self.sequences[slot]);
         Stats {
             waiting: self.waiting.len(),
-            retracted: self.waiting.iter().filter(retracted).count(),
+            retracted: waiting()
+                .filter(|waiting| waiting.admitted.is_some())
+                .count(),
+            unbound: waiting().filter(asks).count(),
             running: self.running.len(),
+            running_tokens: running.map(|running| u64::from(running.known())).sum(),
             free_pages: self.memory.free_pages(),
             cached_pages: self.memory.cached_pages(),
             host_pages: self.memory.host_pages(),
@@ -459,7 +491,7 @@ impl<S> Scheduler<S> {
     /// Gives out the last `new` tokens of a sequence; of one that does not stream all of them, at its end.
     pub(crate) fn give_out(&mut self, slot: usize, new: usize, finish: Option<Finish>) {
         self.counts.output_tokens += new as u64;
-        let sequence = &self.sequences[slot];
+        let sequence = &mut self.sequences[slot];
         if !sequence.streams && finish.is_none() {
             return;
         }
@@ -470,8 +502,13 @@ impl<S> Scheduler<S> {
             sequence.prompt_len as usize
         };
         let tokens = &sequence.tokens[first..known];
+        let logprobs = sequence.logprobs.as_deref();
+        let (prompt_logprobs, logprobs) = logprobs.map_or((&[][..], &[][..]), Kept::pending);
+        let (prompt_logprobs, logprobs) = self.outputs.push_logprobs(prompt_logprobs, logprobs);
         self.outputs.push(
             Entry {
+                prompt_logprobs,
+                logprobs,
                 id: sequence.id(),
                 sample: sequence.sample,
                 tokens: 0..0,
@@ -481,12 +518,15 @@ impl<S> Scheduler<S> {
                     sequence.found.held()
                 },
                 finish,
-                cached_tokens: sequence.cached_tokens.unwrap_or(0),
+                admitted: sequence.admitted,
                 retractions: sequence.epoch,
             },
             tokens,
             sequence.reason.as_ref(),
         );
+        if let Some(logprobs) = &mut sequence.logprobs {
+            logprobs.clear();
+        }
     }
 
     /// Ends a sequence, whose last `new` tokens were not given out. [`sweep`](Self::sweep) removes it.
@@ -542,6 +582,7 @@ impl<S> Scheduler<S> {
         for slot in self.ended.drain(..) {
             let sequence = self.sequences.remove(slot);
             self.constrained -= usize::from(sequence.shared.arrival.constraint.is_some());
+            self.streaming -= usize::from(sequence.streams);
             self.counts.finished += 1;
             if let Some(request) = self.requests.get_mut(&sequence.id()) {
                 request.live -= 1;

@@ -7,8 +7,9 @@ use pie_radix::Key;
 use crate::arrival::Arrival;
 use crate::constraint::Bond;
 use crate::ends::{Found, Patterns};
+use crate::logprobs::Kept;
 use crate::memory::Held;
-use crate::output::Finish;
+use crate::output::{Admitted, Finish};
 use crate::text::TokenBytes;
 
 /// Keeps the place of a token that is not known yet.
@@ -73,7 +74,7 @@ pub(crate) struct Sequence<S> {
     resumed: u32,
     /// Tokens whose KV is stored when the steps that are out are answered.
     pub(crate) scheduled: u32,
-    /// The last step that it was laid out in.
+    /// The last plan that it was laid out in.
     pub(crate) step: u64,
     /// Counts how often its pages were taken: rows of an earlier time say nothing of what is stored.
     pub(crate) epoch: u32,
@@ -81,10 +82,12 @@ pub(crate) struct Sequence<S> {
     pub(crate) failures: u8,
     pub(crate) found: Found,
     pub(crate) bond: Bond,
+    /// Log-probabilities, if it wants some.
+    pub(crate) logprobs: Option<Box<Kept>>,
     /// Why its constraint ended it.
     pub(crate) reason: Option<Arc<str>>,
-    /// Of the prompt, when it was first admitted.
-    pub(crate) cached_tokens: Option<u32>,
+    /// How it was first admitted.
+    pub(crate) admitted: Option<Admitted>,
     pub(crate) overtaken: u32,
     pub(crate) awaited: Option<Awaited>,
 }
@@ -98,6 +101,8 @@ impl<S> Sequence<S> {
         let found = Found::new(&shared.patterns, &shared.arrival.ends);
         let constraint = &shared.arrival.constraint;
         let bond = constraint.as_ref().map_or(Bond::Free, |_| Bond::Asked);
+        let wanted = shared.arrival.logprobs;
+        let logprobs = wanted.map(|wanted| Box::new(Kept::new(wanted, shared.prompt_len)));
         Self {
             prompt_len: shared.prompt_len,
             max_tokens: shared.max_tokens,
@@ -122,11 +127,23 @@ impl<S> Sequence<S> {
             failures: 0,
             found,
             bond,
+            logprobs,
             reason: None,
-            cached_tokens: None,
+            admitted: None,
             overtaken: 0,
             awaited: None,
         }
+    }
+
+    /// When it ends, finished or not.
+    pub(crate) fn deadline(&self, running_limit_us: u64) -> Option<u64> {
+        let arrival = &self.shared.arrival;
+        let own = match self.admitted {
+            None => arrival.admit_by,
+            Some(_) if running_limit_us == 0 => None,
+            Some(admitted) => Some(admitted.at.saturating_add(running_limit_us)),
+        };
+        arrival.deadline.into_iter().chain(own).min()
     }
 
     pub(crate) fn id(&self) -> u64 {
@@ -175,7 +192,24 @@ impl<S> Sequence<S> {
 
     /// Whether a row that ends with token `end` draws one.
     pub(crate) fn draws(&self, end: u32) -> bool {
-        end == self.len() && self.remaining() > 0
+        end == self.len() && (self.remaining() > 0 || self.only_scores())
+    }
+
+    /// Whether it may have no token, but wants the log-probabilities of the one that would come first.
+    pub(crate) fn only_scores(&self) -> bool {
+        self.max_tokens == 0 && self.logprobs.is_some()
+    }
+
+    /// Words of log-probabilities that a row of the tokens `start..end` with so many drafts brings, and the tokens of the
+    /// prompt that they are of.
+    pub(crate) fn logprob_words(&self, start: u32, end: u32, drafts: u32) -> (u64, (u32, u32)) {
+        let Some(kept) = &self.logprobs else {
+            return (0, (0, 0));
+        };
+        let prompt = kept.of_row(start, end);
+        let drawn = if self.draws(end) { 1 + drafts } else { 0 };
+        let places = prompt.len() as u64 + u64::from(drawn);
+        (places * u64::from(kept.words()), (prompt.start, prompt.end))
     }
 
     /// Tokens produced whose KV was there when it was admitted, for the row that begins after them.
@@ -205,9 +239,14 @@ impl<S> Sequence<S> {
         }
     }
 
-    /// What may be taken from the cache: all that is known but the last token, which must be computed.
+    /// What may be taken from the cache: all that is known but the last token, which must be computed, and what is needed for
+    /// log-probabilities of the prompt.
     pub(crate) fn cacheable(&self) -> Key<'_> {
-        self.key(self.known() - 1)
+        let needed = self
+            .logprobs
+            .as_ref()
+            .map_or(u32::MAX, |kept| kept.cacheable());
+        self.key((self.known() - 1).min(needed))
     }
 
     /// A row of it was laid out that ends with token `end` and draws one.

@@ -7,8 +7,12 @@ pub struct Stats {
     pub waiting: usize,
     /// Those of them that were retracted.
     pub retracted: usize,
+    /// Sequences that wait for their constraint.
+    pub unbound: usize,
     /// Sequences that hold pages.
     pub running: usize,
+    /// Their tokens, prompts and outputs.
+    pub running_tokens: u64,
     /// Sequences of the last step.
     pub rows: usize,
     /// Device pages that nothing holds.
@@ -27,6 +31,8 @@ pub struct Stats {
     pub prompt_tokens: u64,
     /// Those of them whose KV was there.
     pub cached_tokens: u64,
+    /// Those of them that were loaded from the host.
+    pub loaded_tokens: u64,
     /// Tokens given out.
     pub output_tokens: u64,
     /// Tokens of constraints that were not drawn, because they had no alternative.

@@ -45,7 +45,7 @@ struct Walker {
 struct Shared(Arc<Path>);
 
 impl Constrain for Shared {
-    fn begin(&self, most: u32) -> Begun {
+    fn begin(&self, most: u32, _: bool) -> Begun {
         if !self.0.ready.load(Ordering::Relaxed) {
             return Begun::Waiting;
         }
@@ -157,6 +157,7 @@ impl World {
             max_page_refs: 400,
             max_model_len: 200,
             vocab_size: VOCAB,
+            max_logprob_words: 1 << 16,
         };
         let config = Config {
             max_running: 8,

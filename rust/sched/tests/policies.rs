@@ -17,6 +17,7 @@ const LIMITS: Limits = Limits {
     max_page_refs: 1 << 20,
     max_model_len: 1 << 20,
     vocab_size: 1 << 20,
+    max_logprob_words: 1 << 16,
 };
 
 /// A request that waits.

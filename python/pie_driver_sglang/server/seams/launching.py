@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from http import HTTPStatus
 from typing import Any
 
+from fastapi import HTTPException
 from sglang.srt.entrypoints.engine import init_tokenizer_manager
 from sglang.srt.entrypoints.http_server import launch_server
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
@@ -16,6 +17,8 @@ from sglang.srt.plugins import load_plugins
 from sglang.srt.server_args import ServerArgs, prepare_server_args
 from sglang.srt.server_args_config_parser import ConfigArgumentMerger
 from sglang.srt.utils import kill_process_tree
+
+from pie_driver_sglang.server import refusals
 
 Scheduler = Callable[..., None]
 """What runs in a scheduler's process, with the arguments of SGLang's ``run_scheduler_process``."""
@@ -42,15 +45,19 @@ def parse_flags(words: Sequence[str]) -> ServerArgs:
     return prepare_server_args(list(words))
 
 
-def launch(arguments: ServerArgs, scheduler: Scheduler, ready: Callable[[], None]) -> None:
+def launch(
+    arguments: ServerArgs, scheduler: Scheduler, ready: Callable[[], None], *, is_ours: bool
+) -> None:
     """Serves until the process is ended.
 
     Args:
         arguments: SGLang's settings.
         scheduler: What runs in the scheduler's process; it can be pickled.
         ready: Called when the server has answered its first request.
+        is_ours: Whether the scheduler is this package's.
     """
-    manager = functools.partial(init_tokenizer_manager, TokenizerManagerClass=StatusManager)
+    kind = PieManager if is_ours else StatusManager
+    manager = functools.partial(init_tokenizer_manager, TokenizerManagerClass=kind)
     try:
         launch_server(
             arguments,
@@ -77,6 +84,29 @@ class StatusManager(TokenizerManager):
     def _handle_abort_req(self, recv_obj: Any) -> None:
         _name_status(recv_obj.finished_reason)
         super()._handle_abort_req(recv_obj)
+
+
+class PieManager(StatusManager):
+    """The tokenizer manager in front of our scheduler: it refuses what no answer could refuse."""
+
+    async def _execute_profile(self, req: Any) -> Any:
+        result = (await self.profile_communicator(req))[0]
+        if not result.success:
+            raise HTTPException(HTTPStatus.BAD_REQUEST, result.message)
+        return result
+
+
+def _refuse(reason: str) -> Callable[..., Any]:
+    async def refuse(*_: Any, **__: Any) -> None:
+        raise HTTPException(HTTPStatus.BAD_REQUEST, f"not served: {reason}; {refusals.INSTEAD}")
+
+    return refuse
+
+
+for _name, _reason in refusals.CALLS.items():
+    # A name that SGLang does not have would refuse nothing.
+    getattr(TokenizerManager, _name)
+    setattr(PieManager, _name, _refuse(_reason))
 
 
 def _name_status(reason: dict[str, Any] | None) -> None:

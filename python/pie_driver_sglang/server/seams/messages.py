@@ -25,6 +25,7 @@ _NEEDED: Final = (
     io_struct.BatchTokenIDOutput,
     io_struct.HealthCheckOutput,
     SamplingParams,
+    io_struct.SessionParams,
 )
 _LORA_ANSWERS: Final = ("LoadLoRA", "UnloadLoRA")
 
@@ -92,6 +93,28 @@ def _answer_class(name: str) -> Any | None:
     if name.startswith(_LORA_ANSWERS):
         return io_struct.LoRAUpdateOutput
     return getattr(io_struct, name.removesuffix("Input") + "Output", None)
+
+
+def refused_embeddings(message: Any, reason: str) -> list[Any]:
+    """The ends of requests for embeddings, which no detokenizer has; none for other messages."""
+    if isinstance(message, io_struct.BatchTokenizedEmbeddingReqInput):
+        return [end for each in message.batch for end in refused_embeddings(each, reason)]
+    if not isinstance(message, io_struct.TokenizedEmbeddingReqInput):
+        return []
+    finish = {
+        "type": "abort",
+        "message": reason,
+        "status_code": 400,
+        "err_type": "BadRequestError",
+    }
+    end = io_struct.AbortReq(rid=message.rid, finished_reason=finish)
+    end.http_worker_ipc = message.http_worker_ipc
+    return [end]
+
+
+def starts_profile(message: Any) -> bool:
+    """Whether a ``ProfileReq`` starts a profile; else it ends one."""
+    return bool(message.req_type == io_struct.ProfileReqType.START_PROFILE)
 
 
 def end_of_thinking(parser: str) -> str:

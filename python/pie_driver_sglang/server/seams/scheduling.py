@@ -9,6 +9,7 @@ import psutil
 import setproctitle
 import zmq
 from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.environ import envs
 from sglang.srt.plugins import load_plugins
 from sglang.srt.runtime_context import publish
 from sglang.srt.utils import configure_logger, kill_itself_when_parent_died
@@ -44,6 +45,21 @@ class SchedulerArguments:
         self.settings, self.ports = arguments[0], arguments[1]
         self.rank, self.replica = int(arguments[3]), arguments[8]
         self.pipe = arguments[place]
+
+    @property
+    def adapters(self) -> list[tuple[str, str, str]]:
+        """Those of `--lora-paths`, each with SGLang's id of it, its name and its path."""
+        refs = self.settings.lora_paths if self.settings.enable_lora else None
+        return [(ref.lora_id, ref.lora_name, ref.lora_path) for ref in refs or ()]
+
+    @property
+    def limits(self) -> dict[str, float]:
+        """How long requests may wait and run, in seconds, as SGLang's variables say."""
+        limits = {
+            "waiting_limit_s": float(envs.SGLANG_REQ_WAITING_TIMEOUT.get()),
+            "running_limit_s": float(envs.SGLANG_REQ_RUNNING_TIMEOUT.get()),
+        }
+        return {name: limit for name, limit in limits.items() if limit > 0}
 
 
 def begin_process(settings: Any, *, leads: bool) -> psutil.Process:
@@ -127,3 +143,8 @@ class SocketSender:
 def front_context_length(settings: Any) -> int:
     """Positions of a context, as SGLang's front end checks requests by it."""
     return int(ModelConfig.from_server_args(settings).context_len)
+
+
+def refuses_priority(settings: Any) -> bool:
+    """Whether requests with a priority are refused, because the scheduler does not look at it."""
+    return settings.abort_on_priority_when_disabled and not settings.enable_priority_scheduling

@@ -2,12 +2,13 @@
 
 use std::borrow::Cow;
 
-use pie_runtime::{Delta, End, ReplicaStats};
+use pie_runtime::{Delta, End, Figure, FigureKind, PlaceShape, ReplicaStats};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use serde::Serialize;
 
 use super::settings::value_error;
+use crate::places::{Place, places};
 
 /// New tokens of one sequence of a request, or its end, or both.
 #[pyclass(frozen, get_all, module = "pie_driver_sglang._core")]
@@ -18,6 +19,10 @@ pub(crate) struct Output {
     sample: u32,
     /// New since the last output; a new list at every access. A stop token is the last one.
     token_ids: Vec<u32>,
+    /// Log-probabilities of tokens of the prompt, as `prompt_places` reads them; they come once.
+    prompt_words: Vec<u32>,
+    /// Those of `token_ids`, as `places` reads them; of a request for no tokens those of the one that would come first.
+    words: Vec<u32>,
     /// `stop`, `length`, `abort`, `deadline` or `error` in the last output, else None.
     finish_reason: Option<&'static str>,
     /// The stop token that ended it.
@@ -38,6 +43,21 @@ pub(crate) struct Output {
 
 #[pymethods]
 impl Output {
+    /// Log-probabilities of the tokens: of each its own, those of the most probable tokens with their ids, best first, and those
+    /// of given tokens.
+    ///
+    /// Args:
+    ///     top: Most probable tokens that the request asks for.
+    ///     given: Tokens that it gives.
+    fn places(&self, top: u32, given: u32) -> Vec<Place> {
+        places(&self.words, PlaceShape { top, given }).collect()
+    }
+
+    /// The same of tokens of the prompt, the first of which is the one after `logprob_start_len`.
+    fn prompt_places(&self, top: u32, given: u32) -> Vec<Place> {
+        places(&self.prompt_words, PlaceShape { top, given }).collect()
+    }
+
     fn __repr__(&self) -> String {
         format!(
             "Output(request={}, sample={}, token_ids={:?}, finish_reason={:?})",
@@ -52,6 +72,8 @@ impl From<Delta> for Output {
             request: delta.request,
             sample: delta.sample,
             token_ids: delta.tokens,
+            prompt_words: delta.prompt_logprobs,
+            words: delta.logprobs,
             finish_reason: None,
             stop_token: None,
             stop_string: None,
@@ -89,6 +111,26 @@ impl From<Delta> for Output {
     }
 }
 
+/// A figure: name, whether it is a counter, what it counts, a label with its value, and the value.
+pub(super) type Shown = (
+    &'static str,
+    bool,
+    &'static str,
+    Option<(&'static str, &'static str)>,
+    f64,
+);
+
+pub(super) fn shown(figure: &Figure) -> Shown {
+    let is_counter = figure.kind == FigureKind::Counter;
+    (
+        figure.name,
+        is_counter,
+        figure.help,
+        figure.label,
+        figure.value,
+    )
+}
+
 /// What `Runtime.stats` shows.
 #[derive(Default, Serialize)]
 pub(super) struct Stats {
@@ -101,11 +143,18 @@ pub(super) struct Stats {
 struct Counts {
     running: usize,
     waiting: usize,
+    /// Of those that wait: retracted ones, and ones that wait for their grammar.
+    retracted: usize,
+    unbound: usize,
+    /// Tokens of those that run.
+    running_tokens: u64,
     steps: u64,
     prompt_steps: u64,
     rows: u64,
     prompt_tokens: u64,
     cached_tokens: u64,
+    /// Of the cached ones, those that were loaded from the host.
+    loaded_tokens: u64,
     output_tokens: u64,
     retractions: u64,
     finished: u64,
@@ -116,6 +165,9 @@ struct Counts {
     pages_total: u64,
     pages_free: u64,
     pages_cached: u64,
+    host_pages_total: u64,
+    host_pages_used: u64,
+    new_token_ratio: f32,
     /// Of all replicas the longest.
     gap_us_p50: f64,
     gap_us_p99: f64,
@@ -139,11 +191,15 @@ impl Counts {
         Self {
             running: counts.running,
             waiting: counts.waiting,
+            retracted: counts.retracted,
+            unbound: counts.unbound,
+            running_tokens: counts.running_tokens,
             steps: counts.steps,
             prompt_steps: counts.prompt_steps,
             rows: counts.total_rows,
             prompt_tokens: counts.prompt_tokens,
             cached_tokens: counts.cached_tokens,
+            loaded_tokens: counts.loaded_tokens,
             output_tokens: counts.output_tokens,
             retractions: counts.retractions,
             finished: counts.finished,
@@ -154,6 +210,9 @@ impl Counts {
             pages_total: stats.total_pages.into(),
             pages_free: counts.free_pages as u64,
             pages_cached: counts.cached_pages as u64,
+            host_pages_total: stats.host_pages.into(),
+            host_pages_used: counts.host_pages as u64,
+            new_token_ratio: counts.new_token_ratio,
             gap_us_p50: stats.gaps_ns[0] as f64 / 1e3,
             gap_us_p99: stats.gaps_ns[1] as f64 / 1e3,
             host_s: stats.host_ns as f64 / 1e9,
@@ -165,6 +224,9 @@ impl Counts {
     fn plus(mut self, other: &Self) -> Self {
         self.running += other.running;
         self.waiting += other.waiting;
+        self.retracted += other.retracted;
+        self.unbound += other.unbound;
+        self.new_token_ratio = self.new_token_ratio.max(other.new_token_ratio);
         self.driver_pids.extend(&other.driver_pids);
         self.gap_us_p50 = self.gap_us_p50.max(other.gap_us_p50);
         self.gap_us_p99 = self.gap_us_p99.max(other.gap_us_p99);
@@ -176,6 +238,10 @@ impl Counts {
             (&mut self.rows, other.rows),
             (&mut self.prompt_tokens, other.prompt_tokens),
             (&mut self.cached_tokens, other.cached_tokens),
+            (&mut self.loaded_tokens, other.loaded_tokens),
+            (&mut self.running_tokens, other.running_tokens),
+            (&mut self.host_pages_total, other.host_pages_total),
+            (&mut self.host_pages_used, other.host_pages_used),
             (&mut self.output_tokens, other.output_tokens),
             (&mut self.retractions, other.retractions),
             (&mut self.finished, other.finished),

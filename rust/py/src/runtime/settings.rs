@@ -113,7 +113,7 @@ pub(super) fn lock(lines: &Mutex<VecDeque<String>>) -> MutexGuard<'_, VecDeque<S
     lines.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-pub(super) fn seconds(name: &str, value: f64) -> PyResult<Duration> {
+pub(crate) fn seconds(name: &str, value: f64) -> PyResult<Duration> {
     Duration::try_from_secs_f64(value)
         .map_err(|error| PyValueError::new_err(format!("{name} is {value}: {error}")))
 }
@@ -128,7 +128,7 @@ pub(super) fn at_least_one(name: &str, value: Option<u32>) -> PyResult<Option<u3
 }
 
 #[expect(clippy::needless_pass_by_value, reason = "the form that map_err takes")]
-pub(super) fn value_error(error: impl ToString) -> PyErr {
+pub(crate) fn value_error(error: impl ToString) -> PyErr {
     PyValueError::new_err(error.to_string())
 }
 

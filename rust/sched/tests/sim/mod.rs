@@ -9,8 +9,8 @@ use std::sync::Arc;
 
 use driver::{Driver, Frame, Reply};
 use pie_sched::{
-    Answer, Arrival, Config, Copies, Finish, Limits, Outputs, Refusal, Scheduler, StopRegexes,
-    TokenBytes,
+    Answer, Arrival, Config, Copies, Finish, Limits, Logprobs, Outputs, Refusal, Scheduler,
+    StopRegexes, TokenBytes,
 };
 use regex::Regex;
 use rule::{Mind, VOCAB};
@@ -62,11 +62,14 @@ pub struct Ask {
     pub routing_key: Option<u8>,
     pub session: Option<u8>,
     pub deadline: Option<u16>,
+    pub admit_by: Option<u16>,
     pub drafts: bool,
     pub stops: bool,
     pub strings: bool,
     /// It does not stream.
     pub whole: bool,
+    /// Words of log-probabilities of a token, 0 for none, and the first token of the prompt that they are wanted of.
+    pub logprobs: (u8, Option<u8>),
 }
 
 impl Ask {
@@ -109,8 +112,14 @@ impl Ask {
         arrival.routing_key = self.routing_key.map(|key| key.to_string().into());
         arrival.session = self.session.map(Into::into);
         arrival.deadline = self.deadline.map(|after| now + u64::from(after));
+        arrival.admit_by = self.admit_by.map(|after| now + u64::from(after));
         arrival.drafts = self.drafts;
         arrival.streams = !self.whole;
+        let (words, prompt_from) = self.logprobs;
+        arrival.logprobs = (words > 0).then(|| Logprobs {
+            words: words.into(),
+            prompt_from: prompt_from.map(Into::into),
+        });
         arrival
     }
 }
@@ -126,6 +135,8 @@ struct Expected {
     most: usize,
     /// A row of it got nothing, or its step failed.
     hurt: bool,
+    /// Log-probabilities of the prompt that are still to come.
+    prompt_logprobs: Vec<u32>,
 }
 
 /// A step that is out.
@@ -161,6 +172,7 @@ pub struct Sim {
     pub scheduler: Scheduler<u64>,
     pub now: u64,
     limits: Limits,
+    running_limit_us: u64,
     driver: Driver,
     flights: VecDeque<Flight>,
     /// Requests of the rows of the step that was laid out last, and tokens that it computes.
@@ -169,6 +181,8 @@ pub struct Sim {
     answered: Vec<Option<u32>>,
     expected: BTreeMap<(u64, u32), Expected>,
     salts: HashMap<u64, u64>,
+    /// Words of log-probabilities of each request's places.
+    words: HashMap<u64, u32>,
     ids: u64,
     /// Sequences in the order of their ends.
     pub ended: Vec<Ended>,
@@ -182,17 +196,20 @@ impl Sim {
     pub fn new(config: Config, limits: Limits, seed: u64) -> Self {
         let text = rule::text();
         let shared: Arc<dyn TokenBytes> = Arc::new(text.clone());
+        let running_limit_us = config.running_limit_us;
         Self {
             tally: Tally::default(),
             scheduler: Scheduler::new(config, limits, Some(shared)).expect("valid settings"),
             now: 0,
             limits,
+            running_limit_us,
             driver: Driver::new(limits, seed),
             flights: VecDeque::new(),
             laid: Vec::new(),
             answered: Vec::new(),
             expected: BTreeMap::new(),
             salts: HashMap::new(),
+            words: HashMap::new(),
             ids: 0,
             ended: Vec::new(),
             outputs: Outputs::default(),
@@ -283,12 +300,23 @@ impl Sim {
                 return id;
             }
             Err(Refusal::QueueFull { .. }) => return id,
+            Err(Refusal::Logprobs { words, limit }) => {
+                assert!(words > limit && limit == limits.max_logprob_words);
+                return id;
+            }
             Err(error) => panic!("{error}"),
         }
         self.salts.insert(id, arrival.sampling);
+        let words = arrival.logprobs.map_or(0, |wanted| wanted.words);
+        self.words.insert(id, words);
+        let from = arrival.logprobs.and_then(|wanted| wanted.prompt_from);
         for sample in 0..arrival.samples {
             let mut mind = Mind::new(arrival.sampling);
-            for &token in &arrival.prompt {
+            let mut prompt_logprobs = Vec::new();
+            for (at, &token) in arrival.prompt.iter().enumerate() {
+                if at > 0 && from.is_some_and(|from| at >= from as usize) {
+                    prompt_logprobs.extend(mind.score(token, words));
+                }
                 mind.read(token);
             }
             let most = (longest + 1 - arrival.prompt.len()).min(arrival.ends.max_tokens as usize);
@@ -299,6 +327,7 @@ impl Sim {
                 text: Vec::new(),
                 most,
                 hurt: false,
+                prompt_logprobs,
             };
             self.expected.insert((id, sample), expected);
         }
@@ -310,10 +339,10 @@ impl Sim {
             return;
         };
         assert!(self.flights.len() < 2);
-        let salts = &self.salts;
+        let (salts, words) = (&self.salts, &self.words);
         let frames: Vec<Frame> = step
             .rows()
-            .map(|row| Frame::new(&row, salts[&row.id]))
+            .map(|row| Frame::new(&row, salts[&row.id], words[&row.id]))
             .collect();
         let copies = step.copies.clone();
         self.laid = frames
@@ -326,6 +355,9 @@ impl Sim {
         self.tally
             .add("rows laid out ahead", count(&|f| f.awaits.is_some()));
         self.tally.add("parts of prompts", count(&|f| !f.draws));
+        let scored = count(&|f| f.prompt_logprobs.0 < f.prompt_logprobs.1);
+        self.tally
+            .add("rows with log-probabilities of prompts", scored);
         self.tally
             .add("rows with drafts", count(&|f| !f.drafts.is_empty()));
         self.tally
@@ -388,7 +420,14 @@ impl Sim {
         self.now += STEP_US + TOKEN_US * tokens as u64 + copies_us;
         let [tokens, token_ends] = flatten(replies.iter().map(|reply| &reply.tokens));
         let [drafts, draft_ends] = flatten(replies.iter().map(|reply| &reply.drafts));
+        let [logprobs, logprob_ends] = flatten(replies.iter().map(|reply| &reply.logprobs));
         let answer = Answer {
+            logprobs: &logprobs,
+            logprob_ends: if logprobs.is_empty() {
+                &[]
+            } else {
+                &logprob_ends
+            },
             tokens: &tokens,
             token_ends: &token_ends,
             drafts: &drafts,
@@ -430,14 +469,43 @@ impl Sim {
             let key = (output.id, output.sample);
             let expected = self.expected.get_mut(&key);
             let expected = expected.unwrap_or_else(|| panic!("{output:?} after its end"));
+            let words = self.words[&key.0];
+            let mut logprobs = Vec::new();
             for &token in output.tokens {
+                logprobs.extend(expected.mind.score(token, words));
                 expected.say(token, key.1, &self.text);
             }
+            let scored = expected.only_scores() && output.finish == Some(Finish::Length);
+            if scored {
+                let token = expected.mind.next(key.1, expected.forbidden());
+                logprobs.extend(expected.mind.score(token, words));
+                self.tally.add("prompts that are only scored", 1);
+            }
+            assert_eq!(output.logprobs, logprobs, "of {expected:?}");
+            expected.hear_prompt(output.prompt_logprobs);
+            let all = scored || !output.tokens.is_empty();
+            assert!(!all || expected.prompt_logprobs.is_empty(), "{expected:?}");
+            assert!(output.loaded_tokens <= output.cached_tokens, "{output:?}");
+            assert!(
+                output.tokens.is_empty() || output.admitted.is_some(),
+                "{output:?}"
+            );
             if let Some(finish) = output.finish {
                 self.tally.add(name(finish), 1);
                 self.tally.add("retractions", output.retractions.into());
                 self.tally.add("cached tokens", output.cached_tokens.into());
-                expected.end(finish, self.now);
+                if finish == Finish::Deadline {
+                    let limit = self.running_limit_us;
+                    let ran = output.admitted.map(|at| at + limit).filter(|_| limit > 0);
+                    let waited = expected
+                        .arrival
+                        .admit_by
+                        .filter(|_| output.admitted.is_none());
+                    let due = [expected.arrival.deadline, ran, waited];
+                    let due = due.into_iter().flatten().min();
+                    assert!(due.is_some_and(|due| due <= self.now), "{output:?}");
+                }
+                expected.end(finish);
                 self.expected.remove(&key);
                 self.ended.push(Ended {
                     id: key.0,
@@ -480,12 +548,26 @@ fn flatten<'a>(lists: impl Iterator<Item = &'a Vec<u32>>) -> [Vec<u32>; 2] {
 }
 
 impl Expected {
-    fn say(&mut self, token: u32, sample: u32, text: &[Box<[u8]>]) {
-        assert!(!self.has_ended(), "a token after the end of {self:?}");
+    fn only_scores(&self) -> bool {
+        self.most == 0 && self.arrival.logprobs.is_some()
+    }
+
+    /// Takes log-probabilities of the prompt, which come in their order, each once.
+    fn hear_prompt(&mut self, words: &[u32]) {
+        assert!(self.prompt_logprobs.starts_with(words), "of {self:?}");
+        self.prompt_logprobs.drain(..words.len());
+    }
+
+    fn forbidden(&self) -> &[u32] {
         let ends = &self.arrival.ends;
         let early = self.tokens.len() < ends.min_tokens as usize;
-        let forbidden = if early { &ends.stop_tokens[..] } else { &[] };
-        assert_eq!(token, self.mind.next(sample, forbidden), "of {self:?}");
+        if early { &ends.stop_tokens } else { &[] }
+    }
+
+    fn say(&mut self, token: u32, sample: u32, text: &[Box<[u8]>]) {
+        assert!(!self.has_ended(), "a token after the end of {self:?}");
+        let expected = self.mind.next(sample, self.forbidden());
+        assert_eq!(token, expected, "of {self:?}");
         self.mind.read(token);
         self.tokens.push(token);
         self.text.extend_from_slice(&text[token as usize]);
@@ -524,7 +606,7 @@ impl Expected {
         [2, 0, 1].into_iter().find(matches)
     }
 
-    fn end(&self, finish: Finish, now: u64) {
+    fn end(&self, finish: Finish) {
         match finish {
             Finish::Length => assert_eq!(self.tokens.len(), self.most),
             Finish::StopToken(token) => assert_eq!(self.stop_token(), Some(token)),
@@ -536,14 +618,7 @@ impl Expected {
                 assert!(index == 2 || self.stop_string().is_none());
             }
             Finish::Failed => assert!(self.hurt, "{self:?}"),
-            Finish::Deadline => {
-                assert!(
-                    self.arrival
-                        .deadline
-                        .is_some_and(|deadline| deadline <= now)
-                );
-            }
-            Finish::Aborted | Finish::Unready | Finish::Displaced => {}
+            Finish::Aborted | Finish::Deadline | Finish::Unready | Finish::Displaced => {}
             Finish::Constraint => panic!("nothing is bound"),
         }
     }

@@ -1,0 +1,65 @@
+"""What a client may ask of SGLang's server and our scheduler does not do, each with the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Final
+
+_WEIGHTS: Final = "the driver keeps the weights that it started with"
+_MEMORY: Final = "weights and KV stay where they are while it serves"
+_EXPERTS: Final = "which experts were used is not recorded"
+_DUMPS: Final = "tensors are not dumped"
+_STORAGE: Final = "the prefix index has no storage after the host"
+_CORPUS: Final = "drafts come from the texts of requests alone"
+INSTEAD: Final = "start the server with `--scheduler sglang`"
+
+#: By the message's name.
+MESSAGES: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "AddExternalCorpusReqInput": _CORPUS,
+        "AttachHiCacheStorageReqInput": _STORAGE,
+        "CheckWeightsReqInput": "weights are not looked at while it serves",
+        "ClearHiCacheReqInput": _STORAGE,
+        "DestroyWeightsUpdateGroupReqInput": _WEIGHTS,
+        "DetachHiCacheStorageReqInput": _STORAGE,
+        "DumperControlReqInput": _DUMPS,
+        "ExpertDistributionReq": _EXPERTS,
+        "GetWeightsByNameReqInput": "weights are not looked at while it serves",
+        "InitWeightsSendGroupForRemoteInstanceReqInput": _WEIGHTS,
+        "InitWeightsUpdateGroupReqInput": _WEIGHTS,
+        "LazyDumpTensorsReqInput": _DUMPS,
+        "ListExternalCorporaReqInput": _CORPUS,
+        "ReleaseMemoryOccupationReqInput": _MEMORY,
+        "RemoveExternalCorpusReqInput": _CORPUS,
+        "ResumeMemoryOccupationReqInput": _MEMORY,
+        "RpcReqInput": "its methods are those of SGLang's scheduler",
+        "ScaleElasticEPReqInput": "there are no experts on other hosts",
+        "SendWeightsToRemoteInstanceReqInput": _WEIGHTS,
+        "SetInternalStateReq": "settings do not change while it serves",
+        "SlowDownReqInput": "it is as fast as it can be; `/pause_generation` stops it",
+        "UpdateWeightFromDiskReqInput": _WEIGHTS,
+        "UpdateWeightsFromDistributedReqInput": _WEIGHTS,
+        "UpdateWeightsFromIPCReqInput": _WEIGHTS,
+        "UpdateWeightsFromTensorReqInput": _WEIGHTS,
+    }
+)
+EMBEDDING: Final = "the driver serves causal language models, which have no embeddings to return"
+_OTHER: Final = "this scheduler does not know the message"
+
+#: Methods of the tokenizer manager whose messages have answers that cannot say no.
+CALLS: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "dump_expert_distribution_record": _EXPERTS,
+        "release_memory_occupation": _MEMORY,
+        "resume_memory_occupation": _MEMORY,
+        "slow_down": MESSAGES["SlowDownReqInput"],
+        "start_expert_distribution_record": _EXPERTS,
+        "stop_expert_distribution_record": _EXPERTS,
+    }
+)
+
+
+def why_not_served(message: str) -> str:
+    """Why a message is not served, for the client."""
+    return f"not served: {MESSAGES.get(message, _OTHER)}; {INSTEAD}"

@@ -1,0 +1,124 @@
+"""SGLang's metrics of a scheduler, and the times of requests that its front end shows."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import struct
+import time
+from collections.abc import Iterable
+from types import SimpleNamespace
+from typing import Any, Final
+
+from sglang.srt.observability import req_time_stats
+from sglang.srt.observability.metrics_collector import SchedulerMetricsCollector
+
+FIGURE_PREFIX: Final = "sglang:"
+"""How the names of the scheduler's metrics begin."""
+
+TimesTemplate = tuple[bytes, tuple[int, int, int]]
+"""A pickled object without the opcodes around it, and where its three times lie."""
+
+_HEAD: Final = 2
+"""Bytes of a pickle in front of its object: the protocol."""
+_FIELDS: Final = ("wait_queue_entry_time", "forward_entry_time", "prefill_finished_time")
+
+
+class SchedulerMetrics:
+    """SGLang's metrics of one scheduler, in the files that its front end merges."""
+
+    def __init__(self, settings: Any, *, rank: int, replica: int | None) -> None:
+        """Registers them.
+
+        Args:
+            settings: ``ServerArgs``.
+            rank: Of tensor parallelism.
+            replica: Of data parallelism; None without.
+        """
+        leader = SimpleNamespace(pp_rank=0, attn_tp_rank=0, attn_cp_rank=0, moe_ep_rank=0)
+        context = SchedulerMetricsCollector.init_new(
+            server_args=settings,
+            ps=leader,
+            tp_rank=rank,
+            pp_rank=0,
+            dp_rank=replica,
+            enable_priority_scheduling=settings.enable_priority_scheduling,
+            enable_lora=bool(settings.enable_lora),
+            # Its gauges are of the host's tier, which ours has without that flag, too.
+            enable_hierarchical_cache=True,
+        )
+        self._collector = context.collector
+        self.labels: dict[str, Any] = dict(self._collector.labels)
+
+    def put(self, name: str, label: tuple[str, str] | None, value: float, grown: float) -> bool:
+        """Sets a metric; False if SGLang has none of that name.
+
+        Args:
+            name: The whole name.
+            label: A label besides those of all metrics, and its value.
+            value: Of a gauge.
+            grown: By how much a counter has grown.
+        """
+        metric = self._metric(name)
+        if metric is None:
+            return False
+        labels = {**self.labels, **dict([label] if label else ())}
+        child = metric.labels(**labels)
+        if hasattr(child, "set"):
+            child.set(value)
+        elif grown > 0:
+            child.inc(grown)
+        return True
+
+    def observe(self, waits: Iterable[tuple[float, float]]) -> None:
+        """Adds requests to the histograms: seconds until they were admitted, and computed."""
+        for queued, computed in waits:
+            self._collector.observe_queue_time(queued)
+            self._collector.observe_per_stage_req_latency("prefill_forward", computed)
+
+    def put_sessions(self, count: int) -> None:
+        """Sets the number of open sessions, where the server takes sessions that stream."""
+        if self._collector.enable_streaming_session:
+            self._collector.num_streaming_sessions.labels(**self.labels).set(count)
+
+    def _metric(self, name: str) -> Any | None:
+        # Some attributes have the name in the plural.
+        word = name.removeprefix(FIGURE_PREFIX)
+        for attribute in (word, word.replace("_requests_total", "_reqs_total")):
+            found = getattr(self._collector, attribute, None)
+            if found is not None:
+                return found
+        return None
+
+
+def times_template() -> TimesTemplate:
+    """A pickled ``SchedulerReqTimeStats`` with times that are to be overwritten.
+
+    Raises:
+        RuntimeError: It is pickled otherwise than this version of SGLang does.
+    """
+    marks = (1.5e9, 2.5e9, 3.5e9)
+    stats = req_time_stats.SchedulerReqTimeStats(has_timing_data=True)
+    for field, mark in zip(_FIELDS, marks, strict=True):
+        setattr(stats, field, mark)
+    buffer = io.BytesIO()
+    pickler = pickle.Pickler(buffer, protocol=2)
+    # Without a memo, so that copies of its opcodes can follow each other.
+    pickler.fast = True
+    pickler.dump(stats)
+    data = buffer.getvalue()
+    # In front the protocol, at the end the opcode that ends a pickle.
+    body = data[_HEAD:-1]
+    numbers = [struct.pack(">d", mark) for mark in marks]
+    if any(body.count(number) != 1 for number in numbers):
+        raise RuntimeError(
+            "SGLang's SchedulerReqTimeStats is not pickled with one number for each time: install "
+            "the version that this package names"
+        )
+    first, second, third = (body.index(number) for number in numbers)
+    return body, (first, second, third)
+
+
+def clock_s() -> float:
+    """The clock of these times, in seconds."""
+    return time.perf_counter()

@@ -1,0 +1,82 @@
+"""Messages to the server that are not about requests. Run by `test_serve.py`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pie_server import generate, refusal, state
+from sglang_server import Server
+
+
+class TestProfile:
+    def test_a_profile_has_the_steps_that_were_asked_for(
+        self, server: Server, tmp_path: Path
+    ) -> None:
+        asked = {"output_dir": str(tmp_path), "profile_prefix": "mine", "profile_id": "p"}
+        server.ask("/start_profile", asked)
+        status, text = refusal(server, asked, "/start_profile")
+        assert (status, "traced already" in text) == (400, True)
+        generate(server, max_new_tokens=6, ignore_eos=True)
+        server.ask("/stop_profile", {})
+        [file] = tmp_path.iterdir()
+        assert file.name == "mine-p-TP-0.trace.json"
+        steps = _steps(file)
+        assert [step["name"] for step in steps] == ["prompt", *["decode"] * 5]
+        assert steps[0]["args"]["tokens"] == 4
+        assert all(step["dur"] > 0 for step in steps)
+        status, text = refusal(server, {}, "/stop_profile")
+        assert (status, "no profile is under way" in text) == (400, True)
+
+    def test_a_number_of_steps_ends_it(self, server: Server, tmp_path: Path) -> None:
+        server.ask("/start_profile", {"output_dir": str(tmp_path), "num_steps": 3})
+        generate(server, max_new_tokens=8, ignore_eos=True)
+        server.ask("/start_profile", {"output_dir": str(tmp_path / "next"), "num_steps": 1})
+        server.ask("/stop_profile", {})
+        [file] = [path for path in tmp_path.iterdir() if path.is_file()]
+        assert len(_steps(file)) == 3
+
+    def test_what_steps_do_not_show_is_refused(self, server: Server, tmp_path: Path) -> None:
+        asked = {"output_dir": str(tmp_path), "activities": ["MEM"]}
+        status, text = refusal(server, asked, "/start_profile")
+        assert (status, "activity MEM" in text) == (400, True)
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("path", "body", "words"),
+        [
+            ("/update_weights_from_disk", {"model_path": "x"}, "the weights that it started with"),
+            ("/release_memory_occupation", {}, "weights and KV stay"),
+            ("/resume_memory_occupation", {}, "weights and KV stay"),
+            ("/slow_down", {"forward_sleep_time": 0.1}, "as fast as it can be"),
+            ("/start_expert_distribution_record", {}, "experts"),
+            ("/v1/embeddings", {"model": "m", "input": "x"}, "embedding"),
+        ],
+    )
+    def test_an_endpoint_that_is_not_served_says_why(
+        self, server: Server, path: str, body: dict[str, Any], words: str
+    ) -> None:
+        status, text = refusal(server, body, path)
+        assert (status, words in text) == (400, True), text
+
+    def test_hidden_states_and_parameters_of_processors(self, server: Server) -> None:
+        params = {"custom_params": {"a": 1}}
+        status, text = refusal(server, {"text": "x", "sampling_params": params})
+        assert (status, "`custom_params`" in text) == (400, True)
+        status, text = refusal(server, {"text": "x", "return_hidden_states": True})
+        assert (status, "hidden states" in text) == (400, True), text
+
+
+def test_server_info_has_the_resolved_arguments(server: Server) -> None:
+    found = state(server)
+    assert found["resolved"]["devices"] == ["cpu"]
+    assert found["capabilities"]["kv_page_size"] == found["page_size"]
+
+
+def _steps(file: Path) -> list[dict[str, Any]]:
+    events = json.loads(file.read_text())
+    return [event for event in events if event["ph"] == "X" and event["tid"] == 1]

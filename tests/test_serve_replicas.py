@@ -1,0 +1,101 @@
+"""The server over several drivers: replicas behind SGLang's controller, and ranks of one model."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from pie_server import running, wait_until
+from serve_metrics import total
+from sglang_server import Server
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+
+PROMPTS = [[20 + number, 7, 300 + 11 * number] for number in range(16)]
+
+
+@pytest.fixture(scope="module")
+def replicas(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    flags = ("--scheduler", "pie", "--dp-size", "2", "--enable-metrics")
+    with running(tmp_path_factory.mktemp("replicas"), *flags) as (server, _):
+        yield server
+
+
+def states(server: Server) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads(server.ask("/server_info"))["internal_states"]
+    return sorted(found, key=lambda state: int(state["dp_rank"]))
+
+
+def ask_all(server: Server) -> list[list[int]]:
+    with ThreadPoolExecutor(16) as pool:
+        answers = pool.map(lambda prompt: server.generate(prompt, 16), PROMPTS)
+        return [tokens for tokens, _ in answers]
+
+
+def test_two_replicas_share_the_requests(replicas: Server) -> None:
+    before = [state["finished"] for state in states(replicas)]
+    found = ask_all(replicas)
+    # Each replica says the same.
+    assert found == ask_all(replicas)
+    after = [state["finished"] for state in states(replicas)]
+    assert [now - then for now, then in zip(after, before, strict=True)] == [16, 16]
+    pids = [pid for state in states(replicas) for pid in state["driver_pids"]]
+    assert len(set(pids)) == 2
+    loads = json.loads(replicas.ask("/v1/loads"))["loads"]
+    assert [load["dp_rank"] for load in loads] == [0, 1]
+
+
+def test_a_request_may_name_its_replica(replicas: Server) -> None:
+    before = [state["finished"] for state in states(replicas)]
+    for _ in range(3):
+        answer = json.loads(replicas.ask("/generate", replicas.body([5, 6], 2, routed_dp_rank=1)))
+        assert answer["meta_info"]["dp_rank"] == 1
+    after = [state["finished"] for state in states(replicas)]
+    assert [now - then for now, then in zip(after, before, strict=True)] == [0, 3]
+
+
+def test_control_reaches_all_replicas(replicas: Server) -> None:
+    ask_all(replicas)
+    assert all(state["pages_cached"] or state["finished"] for state in states(replicas))
+    replicas.flush()
+    for state in states(replicas):
+        assert state["pages_free"] == state["pages_total"]
+    for rank in ("0", "1"):
+        wait_until(
+            lambda rank=rank: total(replicas, "pie_runtime:steps_total", dp_rank=rank) > 0,
+            20,
+            "each has metrics",
+        )
+
+
+def test_a_driver_that_is_killed_loses_nothing(replicas: Server) -> None:
+    expected, _ = replicas.generate([31, 32, 33], 150)
+    streams: list[list[list[int]]] = [[], []]
+
+    def stream(rank: int) -> None:
+        streams[rank].extend(replicas.stream([31, 32, 33], 150, routed_dp_rank=rank))
+
+    with ThreadPoolExecutor(2) as pool:
+        answers = [pool.submit(stream, rank) for rank in (0, 1)]
+        wait_until(lambda: min(len(found) for found in streams) > 5, 60, "both stream")
+        os.kill(states(replicas)[1]["driver_pids"][0], signal.SIGKILL)
+        for answer in answers:
+            answer.result(400)
+    assert [found[-1] for found in streams] == [expected, expected]
+    assert [state["restarts"] for state in states(replicas)] == [0, 1]
+
+
+def test_two_ranks_of_one_model(replicas: Server, tmp_path_factory: pytest.TempPathFactory) -> None:
+    expected = ask_all(replicas)
+    flags = ("--scheduler", "pie", "--tp-size", "2")
+    with running(tmp_path_factory.mktemp("ranks"), *flags) as (server, _):
+        assert ask_all(server) == expected
+        [state] = states(server)
+        assert state["resolved"]["devices"] == ["cpu", "cpu:1"]
+        assert state["resolved"]["tensor_parallel_size"] == 2
