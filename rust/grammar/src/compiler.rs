@@ -1,7 +1,9 @@
 //! Grammars compiled in the background, once for each text.
 
 use std::fmt;
+use std::fs;
 use std::num::NonZeroUsize;
+use std::path::PathBuf;
 use std::sync::mpsc::{Receiver, Sender, TrySendError};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, mpsc};
 use std::thread;
@@ -13,6 +15,7 @@ use lru::LruCache;
 use crate::error::GrammarError;
 use crate::grammar::{Grammar, JsonSpace};
 use crate::matcher::{Matcher, first_line};
+use crate::tokenizer::Tokenizer;
 use crate::vocabulary::Vocabulary;
 
 /// Most matchers of one grammar that are kept for other texts.
@@ -49,6 +52,18 @@ impl Default for Limits {
             time: Duration::from_secs(30),
         }
     }
+}
+
+/// How a [`Compiler`] does its work.
+#[derive(Clone, Debug, Default)]
+pub struct Settings {
+    /// What compiling may cost.
+    pub limits: Limits,
+    /// White space of JSON.
+    pub space: JsonSpace,
+    /// The model's `tokenizer.json`. It is read in the background, before the first grammar is compiled. One that
+    /// [cannot be used](Tokenizer::from_json) is as none: then only single tokens without alternative are jumped over.
+    pub tokenizer: Option<PathBuf>,
 }
 
 /// How far a grammar is.
@@ -169,12 +184,17 @@ type Task = Box<dyn FnOnce() + Send>;
 #[derive(Clone)]
 pub struct Compiler(Arc<Inner>);
 
+/// A model's tokens, ready to be followed.
+struct Model {
+    factory: ParserFactory,
+    vocabulary: Vocabulary,
+}
+
 struct Inner {
     vocabulary: Vocabulary,
-    space: JsonSpace,
-    limits: Limits,
+    settings: Arc<Settings>,
     /// Made by the first grammar: it looks at every token.
-    factory: Arc<OnceLock<Result<ParserFactory, String>>>,
+    model: Arc<OnceLock<Result<Model, String>>>,
     kept: Arc<Mutex<LruCache<Grammar, Pending>>>,
     compile: mpsc::SyncSender<Task>,
     ahead: Mutex<Sender<Task>>,
@@ -184,7 +204,7 @@ impl fmt::Debug for Compiler {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Compiler")
             .field("vocabulary", &self.0.vocabulary)
-            .field("limits", &self.0.limits)
+            .field("settings", &self.0.settings)
             .finish_non_exhaustive()
     }
 }
@@ -195,18 +215,19 @@ impl Compiler {
     /// # Errors
     /// An I/O error if a thread cannot be started.
     pub fn new(vocabulary: Vocabulary, limits: Limits) -> std::io::Result<Self> {
-        Self::with_space(vocabulary, limits, JsonSpace::default())
+        let settings = Settings {
+            limits,
+            ..Settings::default()
+        };
+        Self::with_settings(vocabulary, settings)
     }
 
-    /// The same, for JSON with this white space.
+    /// The same with all settings.
     ///
     /// # Errors
     /// As [`new`](Self::new).
-    pub fn with_space(
-        vocabulary: Vocabulary,
-        limits: Limits,
-        space: JsonSpace,
-    ) -> std::io::Result<Self> {
+    pub fn with_settings(vocabulary: Vocabulary, settings: Settings) -> std::io::Result<Self> {
+        let limits = settings.limits;
         // No more than may wait are sent, so that sending never waits.
         let (compile, tasks) = mpsc::sync_channel(limits.waiting);
         start("pie-grammar", limits.threads, tasks)?;
@@ -214,9 +235,8 @@ impl Compiler {
         start("pie-masks", limits.mask_threads, tasks)?;
         Ok(Self(Arc::new(Inner {
             vocabulary,
-            space,
-            limits,
-            factory: Arc::default(),
+            settings: Arc::new(settings),
+            model: Arc::default(),
             kept: Arc::new(Mutex::new(LruCache::new(limits.kept))),
             compile,
             ahead: Mutex::new(ahead),
@@ -237,10 +257,11 @@ impl Compiler {
         {
             return pending.clone();
         }
-        let limit = inner.limits.time;
+        let limits = inner.settings.limits;
+        let limit = limits.time;
         let (kind, bytes) = (grammar.kind(), grammar.bytes());
-        if bytes > inner.limits.bytes {
-            let limit_bytes = inner.limits.bytes;
+        if bytes > limits.bytes {
+            let limit_bytes = limits.bytes;
             let error = GrammarError::TooLong {
                 kind,
                 bytes,
@@ -249,12 +270,13 @@ impl Compiler {
             return Pending::new(grammar, limit, Progress::Failed(Arc::new(error)));
         }
         let pending = Pending::new(grammar, limit, Progress::Compiling);
-        let (factory, vocabulary) = (Arc::clone(&inner.factory), inner.vocabulary.clone());
-        let space = inner.space.clone();
+        let (model, vocabulary) = (Arc::clone(&inner.model), inner.vocabulary.clone());
+        let settings = Arc::clone(&inner.settings);
         let (text, own, all) = (grammar.clone(), pending.clone(), Arc::clone(&inner.kept));
         let task = Box::new(move || {
             if !is_abandoned(&own, &text, &all) {
-                own.settle(compile(&factory, &vocabulary, &space, &text));
+                let model = model.get_or_init(|| Model::new(vocabulary, &settings));
+                own.settle(compile(model, &settings.space, &text));
             }
         });
         match inner.compile.try_send(task) {
@@ -262,7 +284,7 @@ impl Compiler {
                 kept.put(grammar.clone(), pending.clone());
             }
             Err(TrySendError::Full(_) | TrySendError::Disconnected(_)) => {
-                let limit = inner.limits.waiting;
+                let limit = limits.waiting;
                 let waiting = limit;
                 pending.settle(Err(GrammarError::Busy { waiting, limit }));
             }
@@ -308,22 +330,37 @@ fn start(name: &str, threads: NonZeroUsize, tasks: Receiver<Task>) -> std::io::R
     Ok(())
 }
 
+impl Model {
+    fn new(vocabulary: Vocabulary, settings: &Settings) -> Result<Self, String> {
+        let read = |path: &PathBuf| Tokenizer::from_json(&fs::read(path).ok()?).ok();
+        let tokenizer = settings.tokenizer.as_ref().and_then(read);
+        let vocabulary = match tokenizer {
+            Some(tokenizer) => vocabulary.with_tokenizer(tokenizer),
+            None => vocabulary,
+        };
+        let mut factory = ParserFactory::new_simple(vocabulary.env())
+            .map_err(|error| first_line(&error.to_string()))?;
+        factory.quiet();
+        factory.limits_mut().verbose_errors = false;
+        Ok(Self {
+            factory,
+            vocabulary,
+        })
+    }
+}
+
 fn compile(
-    factory: &OnceLock<Result<ParserFactory, String>>,
-    vocabulary: &Vocabulary,
+    model: &Result<Model, String>,
     space: &JsonSpace,
     grammar: &Grammar,
 ) -> Result<Ready, GrammarError> {
     let kind = grammar.kind();
     let wrong = |reason| GrammarError::Wrong { kind, reason };
-    let made = factory.get_or_init(|| {
-        let mut factory = ParserFactory::new_simple(vocabulary.env())
-            .map_err(|error| first_line(&error.to_string()))?;
-        factory.quiet();
-        factory.limits_mut().verbose_errors = false;
-        Ok(factory)
-    });
-    let factory = made.as_ref().map_err(|error| wrong(error.clone()))?;
+    let model = model.as_ref().map_err(|error| wrong(error.clone()))?;
+    let Model {
+        factory,
+        vocabulary,
+    } = model;
     let parser = factory.create_parser(grammar.parse(vocabulary, space)?);
     let inner = llguidance::Matcher::new(parser);
     if let Some(error) = inner.get_error() {

@@ -10,23 +10,19 @@ use crate::compiler::{Compiler, Ready, lock};
 use crate::error::GrammarError;
 use crate::matcher::{Matcher, only};
 
-/// What masks become for the caller, by the thread that computes them: it fills a `T` from the words of a mask.
-pub type Shape<T> = fn(&mut T, &[u32]);
-
 /// Follows one sequence. [`take`](Self::take) returns at once, and one of the compiler's threads goes on by the token and computes
 /// the mask after it. [`following`](Self::following) gives that mask; where no thread has come to it yet, the caller's does the work.
-pub struct Follower<T> {
+pub struct Follower {
     compiler: Compiler,
     /// Tokens that have no alternative are taken by themselves.
     jumps: bool,
-    shared: Arc<Shared<T>>,
+    shared: Arc<Shared>,
     forced: Vec<u32>,
 }
 
-struct Shared<T> {
+struct Shared {
     ready: Arc<Ready>,
-    shape: Shape<T>,
-    state: Mutex<State<T>>,
+    state: Mutex<State>,
     /// The work on a token is over.
     done: Condvar,
 }
@@ -42,14 +38,13 @@ enum Stage {
     Busy,
 }
 
-struct State<T> {
+struct State {
     stage: Stage,
     /// None while a thread has it, and before the first token.
     matcher: Option<Matcher>,
-    mask: Arc<T>,
+    mask: Arc<Vec<u32>>,
     /// Room for the next one.
-    spare: Arc<T>,
-    words: Vec<u32>,
+    spare: Arc<Vec<u32>>,
     /// Tokens that were taken, but not followed.
     taken: Vec<u32>,
     /// Tokens that the matcher has jumped over since the caller was given some.
@@ -63,14 +58,14 @@ struct State<T> {
 
 /// What may come next.
 #[derive(Debug, PartialEq, Eq)]
-pub struct Next<'a, T> {
+pub struct Next<'a> {
     /// Tokens that come first, because they have no alternative.
     pub forced: &'a [u32],
-    /// Which tokens may come after these, as the [`Shape`] makes it of [`Matcher::mask_into`]'s words.
-    pub mask: Arc<T>,
+    /// Which tokens may come after these, as [`Matcher::mask_into`] has it.
+    pub mask: Arc<Vec<u32>>,
 }
 
-impl<T> fmt::Debug for Follower<T> {
+impl fmt::Debug for Follower {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Follower")
             .field("jumps", &self.jumps)
@@ -78,17 +73,10 @@ impl<T> fmt::Debug for Follower<T> {
     }
 }
 
-impl<T: Default + Send + Sync + 'static> Follower<T> {
+impl Follower {
     /// At the start of a text of at most `most` tokens. With `jumps` it goes on over tokens without alternative.
-    pub fn new(
-        compiler: &Compiler,
-        ready: &Arc<Ready>,
-        jumps: bool,
-        most: usize,
-        shape: Shape<T>,
-    ) -> Self {
-        let mut mask = T::default();
-        shape(&mut mask, &ready.mask);
+    pub fn new(compiler: &Compiler, ready: &Arc<Ready>, jumps: bool, most: usize) -> Self {
+        let mask = ready.mask.to_vec();
         // The first mask is there; what it forces is not.
         let jumps_first = jumps && only(&ready.mask).is_some();
         let state = State {
@@ -100,7 +88,6 @@ impl<T: Default + Send + Sync + 'static> Follower<T> {
             matcher: None,
             mask: Arc::new(mask),
             spare: Arc::default(),
-            words: Vec::new(),
             taken: Vec::new(),
             forced: Vec::new(),
             most: if jumps { most } else { 0 },
@@ -112,7 +99,6 @@ impl<T: Default + Send + Sync + 'static> Follower<T> {
             jumps,
             shared: Arc::new(Shared {
                 ready: Arc::clone(ready),
-                shape,
                 state: Mutex::new(state),
                 done: Condvar::new(),
             }),
@@ -153,7 +139,7 @@ impl<T: Default + Send + Sync + 'static> Follower<T> {
     ///
     /// # Errors
     /// Why the grammar cannot be followed; again by every later call.
-    pub fn following(&mut self) -> Result<Next<'_, T>, GrammarError> {
+    pub fn following(&mut self) -> Result<Next<'_>, GrammarError> {
         self.shared.work();
         let mut state = self.shared.idle();
         if let Some(error) = &state.error {
@@ -168,7 +154,7 @@ impl<T: Default + Send + Sync + 'static> Follower<T> {
     }
 }
 
-impl<T> Drop for Follower<T> {
+impl Drop for Follower {
     /// Its matcher has met states that others will meet, too.
     fn drop(&mut self) {
         let mut state = lock(&self.shared.state);
@@ -180,9 +166,9 @@ impl<T> Drop for Follower<T> {
     }
 }
 
-impl<T> Shared<T> {
+impl Shared {
     /// The state while no thread is at it.
-    fn idle(&self) -> MutexGuard<'_, State<T>> {
+    fn idle(&self) -> MutexGuard<'_, State> {
         let mut state = lock(&self.state);
         while state.stage == Stage::Busy {
             let waited = self.done.wait(state);
@@ -192,7 +178,7 @@ impl<T> Shared<T> {
     }
 }
 
-impl<T: Default> Shared<T> {
+impl Shared {
     /// Follows what was taken, unless another thread does.
     fn work(&self) {
         let mut state = lock(&self.state);
@@ -208,25 +194,19 @@ impl<T: Default> Shared<T> {
         let mut matcher = state.matcher.take();
         let mut taken = mem::take(&mut state.taken);
         let mut forced = mem::take(&mut state.forced);
-        let mut words = mem::take(&mut state.words);
         let mut mask = mem::take(&mut state.spare);
         drop(state);
 
         let begin = Instant::now();
         let follow = || {
             let matcher = matcher.get_or_insert_with(|| self.ready.matcher());
-            words.resize(matcher.vocabulary().mask_words(), 0);
             for &token in &taken {
                 matcher.advance(token)?;
             }
-            matcher.jump(most, &mut words, &mut forced)?;
-            let room = match Arc::get_mut(&mut mask) {
-                Some(room) => room,
-                // The caller still has it.
-                None => Arc::get_mut(mask_anew(&mut mask)).ok_or(GrammarError::Broken)?,
-            };
-            (self.shape)(room, &words);
-            Ok(())
+            // Where the caller still has it, this makes another one.
+            let room = Arc::make_mut(&mut mask);
+            room.resize(matcher.vocabulary().mask_words(), 0);
+            matcher.jump(most, room, &mut forced)
         };
         let result = panic::catch_unwind(AssertUnwindSafe(follow));
         let result = result.unwrap_or(Err(GrammarError::Broken));
@@ -234,7 +214,7 @@ impl<T: Default> Shared<T> {
 
         let mut state = lock(&self.state);
         state.matcher = matcher;
-        (state.taken, state.forced, state.words) = (taken, forced, words);
+        (state.taken, state.forced) = (taken, forced);
         state.spare = mem::replace(&mut state.mask, mask);
         state.took = begin.elapsed();
         state.error = result.err();
@@ -242,9 +222,4 @@ impl<T: Default> Shared<T> {
         drop(state);
         self.done.notify_all();
     }
-}
-
-fn mask_anew<T: Default>(mask: &mut Arc<T>) -> &mut Arc<T> {
-    *mask = Arc::default();
-    mask
 }

@@ -22,9 +22,9 @@ mod tags;
 mod tokenizer;
 mod vocabulary;
 
-pub use compiler::{Compiler, Limits, Pending, Progress, Ready};
+pub use compiler::{Compiler, Limits, Pending, Progress, Ready, Settings};
 pub use error::GrammarError;
-pub use follower::{Follower, Next, Shape};
+pub use follower::{Follower, Next};
 pub use grammar::{Grammar, JsonSpace};
 pub use matcher::Matcher;
 pub use tokenizer::Tokenizer;

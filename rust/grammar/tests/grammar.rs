@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use pie_grammar::{
     Compiler, Follower, Grammar, GrammarError, JsonSpace, Limits, Matcher, Next, Progress,
-    Vocabulary,
+    Settings, Vocabulary,
 };
 use proptest::prelude::*;
 
@@ -208,7 +208,7 @@ proptest! {
         // The later ones may get matchers of those before.
         for _ in 0..3 {
             let mut matcher = ready.matcher();
-            let mut follower = Follower::new(&compiler, &ready, jumps, 100, copy);
+            let mut follower = Follower::new(&compiler, &ready, jumps, 100);
             for _ in 0..40 {
                 match random.u8(..3) {
                     0 => std::thread::sleep(Duration::from_micros(random.u64(..300))),
@@ -231,11 +231,6 @@ proptest! {
             }
         }
     }
-}
-
-fn copy(mask: &mut Vec<u32>, words: &[u32]) {
-    mask.clear();
-    mask.extend_from_slice(words);
 }
 
 #[test]
@@ -496,7 +491,11 @@ fn white_space_of_json_is_what_was_chosen() {
     let compiler = |fixed, pattern: Option<&str>| {
         let pattern = pattern.map(str::to_owned);
         let space = JsonSpace { fixed, pattern };
-        Compiler::with_space(vocabulary(), Limits::default(), space).unwrap()
+        let settings = Settings {
+            space,
+            ..Settings::default()
+        };
+        Compiler::with_settings(vocabulary(), settings).unwrap()
     };
     for (fixed, pattern, fitting, others) in [
         (false, None, &["[1,2]", "[ 1,\n2]"][..], &["[1,3]"][..]),

@@ -90,7 +90,7 @@ impl Constraint for Following {
         let next = self.0.following().map_err(|error| error.to_string())?;
         forced.extend_from_slice(next.forced);
         mask.clear();
-        mask.extend_from_slice(next.mask);
+        mask.extend_from_slice(&next.mask);
         Ok(())
     }
 }
