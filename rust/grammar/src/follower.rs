@@ -122,17 +122,28 @@ impl Follower {
         ended
     }
 
-    /// Whether [`following`](Self::following) has its answer. Where no thread has come to it, and the last mask took no longer than
-    /// `spare`, the caller's thread computes it.
-    pub fn prepare(&mut self, spare: Duration) -> bool {
-        let state = lock(&self.shared.state);
-        let (stage, took) = (state.stage, state.took);
-        drop(state);
-        if stage == Stage::Queued && took <= spare {
+    /// Whether [`following`](Self::following) has its answer, or gets it within the budget, of which the time is taken off. Where no
+    /// thread has come to it yet, and the last mask took no longer, the caller's thread computes it.
+    pub fn prepare(&mut self, budget: &mut Duration) -> bool {
+        let begin = Instant::now();
+        let mut state = lock(&self.shared.state);
+        if state.stage == Stage::Queued && state.took <= *budget {
+            drop(state);
             self.shared.work();
-            return true;
+            state = lock(&self.shared.state);
         }
-        stage == Stage::Fresh
+        while state.stage == Stage::Busy {
+            let left = budget.saturating_sub(begin.elapsed());
+            if left.is_zero() {
+                break;
+            }
+            let waited = self.shared.done.wait_timeout(state, left);
+            state = waited.unwrap_or_else(PoisonError::into_inner).0;
+        }
+        let fresh = state.stage == Stage::Fresh;
+        drop(state);
+        *budget = budget.saturating_sub(begin.elapsed());
+        fresh
     }
 
     /// What may come next; waits for it. Forced tokens are given out once; do not [`take`](Self::take) them.

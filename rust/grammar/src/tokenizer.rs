@@ -79,6 +79,8 @@ impl TokenizerEnv for Canonical {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::LazyLock;
+
     use proptest::prelude::*;
     use toktrie::TokRxInfo;
 
@@ -86,16 +88,16 @@ mod tests {
 
     const POCKET: &[u8] = include_bytes!("../../../models/pocket/tokenizer.json");
 
-    fn canonical() -> Canonical {
+    static CANONICAL: LazyLock<Canonical> = LazyLock::new(|| {
         let tokenizer = Tokenizer::from_json(POCKET).unwrap();
         let words = tokenizer.0.token_bytes();
         let trie = TokTrie::from(&TokRxInfo::new(words.len() as u32, 0), &words);
         Canonical { trie, tokenizer }
-    }
+    });
 
     #[test]
     fn a_text_is_written_as_the_model_writes_it() {
-        let env = canonical();
+        let env = &*CANONICAL;
         let tokens = env.tokenize_bytes(b"def name(self):\n    return");
         assert!(tokens.len() < 12);
         let inner = &env.tokenizer.0.hf_tokenizer;
@@ -123,7 +125,7 @@ mod tests {
         /// Whatever the text, its tokens are its bytes.
         #[test]
         fn tokens_are_the_text(text in prop::collection::vec(any::<u8>(), 0..40), words in "[a-z <|>é😀\n]{0,40}") {
-            let env = canonical();
+            let env = &*CANONICAL;
             for text in [&text[..], words.as_bytes()] {
                 let tokens = env.tokenize_bytes(text);
                 let bytes: Vec<u8> = tokens.iter().flat_map(|&token| env.trie.token(token).to_vec()).collect();

@@ -212,7 +212,7 @@ proptest! {
             for _ in 0..40 {
                 match random.u8(..3) {
                     0 => std::thread::sleep(Duration::from_micros(random.u64(..300))),
-                    1 => while !follower.prepare(Duration::ZERO) { std::thread::yield_now() },
+                    1 => while !follower.prepare(&mut Duration::from_micros(50)) { std::thread::yield_now() },
                     _ => {}
                 }
                 let Next { forced, mask: found } = follower.following().unwrap();
