@@ -8,7 +8,7 @@ use pie_radix::{Event as KvEvent, Insertion};
 use rustc_hash::FxHashMap;
 use slab::Slab;
 
-use crate::arrival::{Arrival, Ends};
+use crate::arrival::Arrival;
 use crate::config::{Config, Limits, Policy};
 use crate::constraint::Bond;
 use crate::copies::Copies;
@@ -24,15 +24,9 @@ use crate::sequence::{Sequence, Shared, State};
 use crate::stats::Stats;
 use crate::text::TokenBytes;
 
-/// Most sequences of one request.
-const MAX_SAMPLES: u32 = 1024;
-
-/// The rank of a request without a priority: after all others.
-const LAST: i64 = i64::MAX / 2;
-
 /// A request that has not ended.
 #[derive(Debug)]
-struct Request {
+pub(crate) struct Request {
     /// Where its sequences are, those that have ended among them.
     slots: Box<[usize]>,
     /// Sequences that have not ended.
@@ -45,7 +39,7 @@ pub struct Scheduler<S> {
     pub(crate) limits: Limits,
     pub(crate) text: Option<Arc<dyn TokenBytes>>,
     pub(crate) sequences: Slab<Sequence<S>>,
-    requests: FxHashMap<u64, Request>,
+    pub(crate) requests: FxHashMap<u64, Request>,
     /// In the order of arrival.
     pub(crate) waiting: Vec<usize>,
     /// Running sequences: what was left out of the last step comes first.
@@ -188,97 +182,6 @@ impl<S> Scheduler<S> {
         self.streaming += usize::from(shared.arrival.streams);
         let sequence = Sequence::new(shared.clone(), sample, context, self.orders);
         self.sequences.insert(sequence)
-    }
-
-    /// Whether a request can be served at all. Returns how many tokens it may produce at most.
-    fn check(&self, arrival: &Arrival<S>) -> Result<u32, Refusal> {
-        let (id, prompt, ends) = (arrival.id, &arrival.prompt, &arrival.ends);
-        if self.requests.contains_key(&id) {
-            return Err(Refusal::Known { id });
-        }
-        if prompt.is_empty() {
-            return Err(Refusal::Empty);
-        }
-        let vocab = self.limits.vocab_size;
-        if let Some(at) = prompt.iter().position(|&token| token >= vocab) {
-            let token = prompt[at];
-            return Err(Refusal::Token { token, at, vocab });
-        }
-        if !(1..=MAX_SAMPLES).contains(&arrival.samples) {
-            return Err(Refusal::Samples {
-                samples: arrival.samples,
-                limit: MAX_SAMPLES,
-            });
-        }
-        let (min, max) = (ends.min_tokens, ends.max_tokens);
-        if min > max {
-            return Err(Refusal::MinTokens { min, max });
-        }
-        self.check_texts(ends)?;
-        let limit = self.limits.max_logprob_words;
-        match arrival.logprobs.map(|wanted| wanted.words) {
-            Some(words) if words > limit => return Err(Refusal::Logprobs { words, limit }),
-            _ => {}
-        }
-        let (limit, reason) = self.limits.longest();
-        if prompt.len() > limit as usize {
-            let tokens = prompt.len();
-            return Err(Refusal::TooLong {
-                tokens,
-                limit,
-                reason,
-            });
-        }
-        // The last token is given out and not stored.
-        Ok(limit - prompt.len() as u32 + 1)
-    }
-
-    fn check_texts(&self, ends: &Ends) -> Result<(), Refusal> {
-        let strings = &ends.stop_strings;
-        let any = !strings.is_empty() || ends.stop_regexes.is_some();
-        let why = if strings.iter().any(|string| string.is_empty()) {
-            "one is empty"
-        } else if any && self.text.is_none() {
-            "this scheduler was made without them"
-        } else {
-            return Ok(());
-        };
-        Err(Refusal::StopString { why })
-    }
-
-    fn rank(&self, priority: Option<i32>) -> i64 {
-        match priority {
-            _ if !self.config.priority => 0,
-            None => LAST,
-            Some(value) if self.config.low_priority_first => value.into(),
-            Some(value) => -i64::from(value),
-        }
-    }
-
-    /// Looks for room in the queue, and makes it where a sequence that waits has a worse rank.
-    fn make_place(&mut self, samples: u32, rank: i64) -> Result<(), Refusal> {
-        let Some(limit) = self.config.max_queued else {
-            return Ok(());
-        };
-        let waiting = self.waiting.len();
-        let excess = (waiting + samples as usize).saturating_sub(limit as usize);
-        let mut worse: Vec<(i64, u64, usize)> = Vec::new();
-        if excess > 0 {
-            let ranks = self.waiting.iter().map(|&slot| {
-                let sequence = &self.sequences[slot];
-                (sequence.shared.rank, sequence.order, slot)
-            });
-            worse.extend(ranks.filter(|(other, ..)| *other > rank));
-            worse.sort_unstable();
-        }
-        if worse.len() < excess {
-            return Err(Refusal::QueueFull { waiting, limit });
-        }
-        for (.., slot) in worse.into_iter().rev().take(excess) {
-            self.finish(slot, 0, Finish::Displaced);
-        }
-        self.sweep();
-        Ok(())
     }
 
     /// Ends all sequences of a request, wherever they are. Whether there was one.
@@ -505,10 +408,12 @@ impl<S> Scheduler<S> {
         let logprobs = sequence.logprobs.as_deref();
         let (prompt_logprobs, logprobs) = logprobs.map_or((&[][..], &[][..]), Kept::pending);
         let (prompt_logprobs, logprobs) = self.outputs.push_logprobs(prompt_logprobs, logprobs);
+        let scored = sequence.logprobs.as_deref().and_then(|kept| kept.scored);
         self.outputs.push(
             Entry {
                 prompt_logprobs,
                 logprobs,
+                scored,
                 id: sequence.id(),
                 sample: sequence.sample,
                 tokens: 0..0,

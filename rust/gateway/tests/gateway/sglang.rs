@@ -14,7 +14,7 @@ use tonic::{Code, Streaming};
 use crate::bench::{Bench, expected, prompt, run};
 use crate::driver;
 
-fn request(name: &str, prompt: &[u32], output: u32) -> proto::GenerateRequest {
+pub(crate) fn request(name: &str, prompt: &[u32], output: u32) -> proto::GenerateRequest {
     proto::GenerateRequest {
         request_id: name.to_owned(),
         tokenized: Some(proto::TokenizedInput {
@@ -39,7 +39,7 @@ fn params(request: &mut proto::GenerateRequest) -> &mut proto::SamplingParams {
     request.sampling_params.as_mut().unwrap()
 }
 
-async fn client(bench: &Bench) -> SglangSchedulerClient<Channel> {
+pub(crate) async fn client(bench: &Bench) -> SglangSchedulerClient<Channel> {
     SglangSchedulerClient::new(bench.channel().await)
 }
 
@@ -131,7 +131,7 @@ fn what_cannot_be_served_is_refused_by_name() {
         ("token 97 of `logit_bias`", |of| {
             params(of).logit_bias.insert("97".to_owned(), 1.0);
         }),
-        ("(EBNF grammar) needs the bytes", |of| {
+        ("EBNF grammar: grammars need the text of tokens", |of| {
             params(of).constraint = Some(Constraint::EbnfGrammar("x".to_owned()));
         }),
     ];
