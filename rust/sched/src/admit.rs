@@ -100,7 +100,17 @@ impl<S> Scheduler<S> {
             pages: std::mem::take(&mut self.spare_pages),
             ..Held::default()
         };
-        let host_pages = self.memory.claim(&mut held, sequence.cacheable(), now);
+        let mut limit = sequence.known() - 1;
+        let host_pages = loop {
+            let found = self.memory.claim(&mut held, sequence.key(limit), now);
+            let cached = (held.pages.len() + found) as u32 * size;
+            // The rest of an image would need what the whole of it needs.
+            let Some(image) = sequence.cut_image(cached) else {
+                break found;
+            };
+            limit = image.start;
+            self.memory.release(&mut held);
+        };
         let missing = sequence.known() - held.pages.len() as u32 * size;
         let wanted = f64::from(missing + sequence.expected() + size);
         if wanted >= self.unpromised(*promised) && !self.running.is_empty() {
@@ -118,7 +128,7 @@ impl<S> Scheduler<S> {
         let on_the_device = held.pages.len();
         if host_pages > 0 {
             self.memory
-                .load(&mut held, sequence.cacheable(), host_pages, now);
+                .load(&mut held, sequence.key(limit), host_pages, now);
         }
         let cached = held.pages.len() as u32 * size;
         let admitted = Admitted {

@@ -22,6 +22,9 @@ pub(crate) struct Plan {
     pages: u32,
     /// Tokens of prompts that still fit.
     pub(crate) prompt: u32,
+    /// Bytes of images in the step, and those that still fit.
+    image_bytes: u32,
+    image_bytes_left: u32,
     /// Pages that decodes without drafts will need.
     reserved: usize,
 }
@@ -102,6 +105,8 @@ impl<S> Scheduler<S> {
             tokens: self.limits.max_forward_tokens,
             pages: self.limits.max_page_refs,
             prompt: 0,
+            image_bytes: 0,
+            image_bytes_left: self.limits.max_image_bytes,
             reserved: 0,
         }
     }
@@ -274,10 +279,15 @@ impl<S> Scheduler<S> {
         if end < sequence.len() && end - end % size > start {
             end -= end % size;
         }
+        let left = plan.image_bytes_left;
+        let (end, bytes) = self.sequences[slot].row_end(start, end, left, plan.image_bytes);
         let tokens = end.saturating_sub(start);
         let placed = tokens > 0 && self.place(plan, slot, tokens, 0);
         if placed {
-            plan.prompt -= tokens;
+            plan.image_bytes += bytes;
+            plan.image_bytes_left = left.saturating_sub(bytes);
+            // An image may have more than its share.
+            plan.prompt = plan.prompt.saturating_sub(tokens);
             plan.flight.load.prompt_tokens += tokens;
         }
         placed

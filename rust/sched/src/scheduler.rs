@@ -24,7 +24,7 @@ use crate::stats::Stats;
 use crate::text::TokenBytes;
 
 /// Most sequences of one request.
-const MAX_SAMPLES: u32 = 1024;
+pub(crate) const MAX_SAMPLES: u32 = 1024;
 
 /// The rank of a request without a priority: after all others.
 const LAST: i64 = i64::MAX / 2;
@@ -182,55 +182,6 @@ impl<S> Scheduler<S> {
         self.sequences.insert(sequence)
     }
 
-    /// Whether a request can be served at all. Returns how many tokens it may produce at most.
-    fn check(&self, arrival: &Arrival<S>) -> Result<u32, Refusal> {
-        let (id, prompt, ends) = (arrival.id, &arrival.prompt, &arrival.ends);
-        if self.requests.contains_key(&id) {
-            return Err(Refusal::Known { id });
-        }
-        if prompt.is_empty() {
-            return Err(Refusal::Empty);
-        }
-        let vocab = self.limits.vocab_size;
-        if let Some(at) = prompt.iter().position(|&token| token >= vocab) {
-            let token = prompt[at];
-            return Err(Refusal::Token { token, at, vocab });
-        }
-        if !(1..=MAX_SAMPLES).contains(&arrival.samples) {
-            return Err(Refusal::Samples {
-                samples: arrival.samples,
-                limit: MAX_SAMPLES,
-            });
-        }
-        let (min, max) = (ends.min_tokens, ends.max_tokens);
-        if min > max {
-            return Err(Refusal::MinTokens { min, max });
-        }
-        self.check_stop_strings(&ends.stop_strings)?;
-        let (limit, reason) = self.limits.longest();
-        if prompt.len() > limit as usize {
-            let tokens = prompt.len();
-            return Err(Refusal::TooLong {
-                tokens,
-                limit,
-                reason,
-            });
-        }
-        // The last token is given out and not stored.
-        Ok(limit - prompt.len() as u32 + 1)
-    }
-
-    fn check_stop_strings(&self, strings: &[Box<[u8]>]) -> Result<(), Refusal> {
-        let why = if strings.iter().any(|string| string.is_empty()) {
-            "one is empty"
-        } else if !strings.is_empty() && self.text.is_none() {
-            "this scheduler was made without them"
-        } else {
-            return Ok(());
-        };
-        Err(Refusal::StopString { why })
-    }
-
     fn rank(&self, priority: Option<i32>) -> i64 {
         match priority {
             _ if !self.config.priority => 0,
@@ -264,6 +215,11 @@ impl<S> Scheduler<S> {
         }
         self.sweep();
         Ok(())
+    }
+
+    /// Whether there is a request of this name.
+    pub(crate) fn knows(&self, id: u64) -> bool {
+        self.requests.contains_key(&id)
     }
 
     /// Ends all sequences of a request, wherever they are. Whether there was one.

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use pie_radix::Key;
 
-use crate::arrival::Arrival;
+use crate::arrival::{Arrival, Image};
 use crate::constraint::Bond;
 use crate::ends::{Found, Patterns};
 use crate::memory::Held;
@@ -182,6 +182,39 @@ impl<S> Sequence<S> {
     /// Whether there is more than its last token to compute.
     pub(crate) fn prefills(&self) -> bool {
         self.uncomputed() > 1
+    }
+
+    /// The image that a step would cut which ends with token `end`.
+    pub(crate) fn cut_image(&self, end: u32) -> Option<&Image> {
+        let images = &self.shared.arrival.images;
+        let next = images.partition_point(|image| image.end() <= end);
+        images.get(next).filter(|image| image.start < end)
+    }
+
+    /// Where a row ends that begins at `start`, which cuts no image, and should end at `end`: before an image that this would
+    /// cut, or after it if the row begins with it. Its images have so many bytes at most; 0 of `taken` means that they may be
+    /// as many as one image has.
+    pub(crate) fn row_end(&self, start: u32, end: u32, left: u32, taken: u32) -> (u32, u32) {
+        let images = &self.shared.arrival.images;
+        if images.is_empty() {
+            return (end, 0);
+        }
+        let mut end = match self.cut_image(end) {
+            Some(image) if image.start > start => image.start,
+            Some(image) => image.end(),
+            None => end,
+        };
+        let first = images.partition_point(|image| image.start < start);
+        let mut bytes = 0;
+        for image in images[first..].iter().take_while(|image| image.start < end) {
+            let fits = bytes + image.bytes <= left || (bytes == 0 && taken == 0);
+            if !fits {
+                end = image.start;
+                break;
+            }
+            bytes += image.bytes;
+        }
+        (end, bytes)
     }
 
     /// Whether a row that ends with token `end` draws one.

@@ -10,6 +10,7 @@ const LIMITS: Limits = Limits {
     max_forward_tokens: 8192,
     max_forward_requests: 256,
     max_page_refs: 100_000,
+    max_image_bytes: 0,
     max_model_len: 4096,
     vocab_size: 1000,
 };
