@@ -20,11 +20,13 @@ MODEL := --manifest-path rust/ring/model/Cargo.toml --target-dir target
 # The load generator.
 LOAD_MANIFEST := --manifest-path benches/pie_load/Cargo.toml
 LOAD := $(LOAD_MANIFEST) --target-dir target
+# What the gateway's services cost.
+COST_MANIFEST := --manifest-path benches/gateway_cost/Cargo.toml
 # What the fuzzer runs, over its corpus.
 FUZZ := --manifest-path fuzz/Cargo.toml --target-dir target
 
 .DEFAULT_GOAL := help
-.PHONY: help preflight demo serve test test-rust test-python quick bench replay load counts fuzz lint format stubs docs wheel
+.PHONY: help preflight demo serve test test-rust test-python quick bench replay load gateway-cost counts fuzz lint workflows format stubs docs fetch wheel
 
 # The second half of the demo: the same model without Pie.
 SAID := def mean(values):
@@ -79,6 +81,9 @@ replay: $(STREAMS) ## Replay token streams through the n-gram drafter and its pe
 load: ## Build target/load/release/pie_load, which plays the runtime against a driver; see benches/README.md
 	cargo build $(LOAD_MANIFEST) --target-dir target/load --release --quiet
 
+gateway-cost: ## Measure the CPU time of a streamed token in the runtime and its gRPC service; ARGS="--streams 16"
+	@cargo run $(COST_MANIFEST) --target-dir target/load --release --quiet -- $(ARGS)
+
 counts: ## Count the instructions of the hot paths and hold them to benches/counts.json (needs valgrind)
 	@cargo run --quiet --release --manifest-path benches/Cargo.toml --no-default-features --bin counts -- $(ARGS)
 
@@ -86,8 +91,7 @@ TARGET ?= plan_frames
 fuzz: ## Fuzz TARGET=plan_frames for a minute; ARGS=-max_total_time=600 for longer, fuzz/README.md for more
 	@fuzz/run $(TARGET) -max_total_time=60 $(ARGS)
 
-lint: $(VENV)/.installed ## Check format, lints, types, docs and the native module's stub
-	@if command -v actionlint >/dev/null; then actionlint; else echo "actionlint is not in PATH: workflows are checked by CI"; fi
+lint: $(VENV)/.installed workflows ## Check format, lints, types, docs, workflows and the native module's stub
 	cargo fmt --all --check
 	cargo fmt --manifest-path benches/Cargo.toml --check
 	cargo clippy --workspace --all-targets --quiet -- -D warnings
@@ -97,6 +101,8 @@ lint: $(VENV)/.installed ## Check format, lints, types, docs and the native modu
 	cargo clippy $(MODEL) --lib --test models --quiet -- -D warnings
 	cargo fmt $(LOAD_MANIFEST) --check
 	cargo clippy $(LOAD) --all-targets --quiet -- -D warnings
+	cargo fmt $(COST_MANIFEST) --check
+	cargo clippy $(COST_MANIFEST) --target-dir target --all-targets --quiet -- -D warnings
 	RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps --quiet
 	$(BIN)/ruff check $(CHECKED)
 	$(BIN)/ruff format --check $(CHECKED)
@@ -105,12 +111,20 @@ lint: $(VENV)/.installed ## Check format, lints, types, docs and the native modu
 	diff -u python/pie_driver_sglang/_core.pyi target/stubs/pie_driver_sglang/_core.pyi
 	$(BIN)/stubtest pie_driver_sglang._core
 
+# The schema and the audit need no network. `actionlint`, which also reads expressions and scripts, is no Python package; CI has it.
+workflows: $(VENV)/.dependencies ## Check what GitHub runs: its schema, its security, and with actionlint, if that is in PATH
+	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.dependabot .github/dependabot.yml
+	$(BIN)/zizmor --offline --no-progress --quiet .github
+	@if command -v actionlint >/dev/null; then actionlint; else echo "actionlint is not in PATH: CI runs it"; fi
+
 format: $(VENV)/.installed ## Format the sources
 	cargo fmt --all
 	cargo fmt --manifest-path benches/Cargo.toml
 	cargo fmt --manifest-path fuzz/Cargo.toml
 	cargo fmt --manifest-path rust/ring/model/Cargo.toml
 	cargo fmt $(LOAD_MANIFEST)
+	cargo fmt $(COST_MANIFEST)
 	$(BIN)/ruff check --fix-only $(CHECKED)
 	$(BIN)/ruff format $(CHECKED)
 
@@ -121,6 +135,10 @@ stubs: $(VENV)/.dependencies ## Generate the native module's stub
 docs: $(VENV)/.dependencies ## Generate docs/options.md from the options, docs/benchmarks.md from benches/results
 	@PYTHONPATH=python $(BIN)/python tools/generate_options.py
 	@$(BIN)/python tools/generate_benchmarks.py
+
+fetch: ## Fetch the crates, for builds without a network
+	cargo fetch --locked
+	cargo fetch --locked --manifest-path rust/gateway/definitions/Cargo.toml
 
 wheel: $(WHEELS)/.built ## Build the abi3 wheel into target/wheels
 

@@ -17,6 +17,7 @@ from pie_driver_sglang.kernels.dense_layers import (
     Scale,
     Tiling,
     add_norm,
+    find_scale,
     gate,
     gated,
     linear,
@@ -75,8 +76,10 @@ def check_gate() -> None:
         if scaled:
             exact *= torch.rsqrt(given.double().square().mean(-1, keepdim=True) + EPSILON)
         first, second = exact.chunk(2, dim=-1)
-        found = gate(rows, Scale(given, EPSILON) if scaled else None)
-        close(found, torch.nn.functional.silu(first) * second)
+        exact = torch.nn.functional.silu(first) * second
+        close(gate(rows, Scale(given, EPSILON) if scaled else None), exact)
+        if scaled:
+            close(gate(rows, find_scale(given, EPSILON)), exact)
 
 
 def check_add_norm() -> None:
@@ -126,6 +129,21 @@ def check_prepare() -> None:
         given = rows.clone()
         apart = norm_rope_store(rows, heads, positions, slots, scale=scale, out_of_place=True)
         assert torch.equal(rows, given)
+        if scale is not None:
+            found_once = find_scale(*scale)
+            again = norm_rope_store(
+                rows, heads, positions, slots, scale=found_once, out_of_place=True
+            )
+            close(again, apart.double())
+            # Products of FP8 weights have a scale for each output, too.
+            outputs = torch.rand(rows.shape[1]) + 0.5
+            apart_keys = keys.clone()
+            again = norm_rope_store(
+                rows / outputs, heads, positions, slots, scale=found_once, of_outputs=outputs,
+                out_of_place=True,
+            )  # fmt: skip
+            close(again, apart.double())
+            close(keys[slots], apart_keys[slots].double())
         found = norm_rope_store(rows, heads, positions, slots, scale=scale)
         assert torch.equal(found, apart)
         assert apart.is_contiguous()

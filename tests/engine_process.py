@@ -86,6 +86,36 @@ def record_waits(config_path: str, connection: Connection, stderr: str) -> None:
         connection.send(found)
 
 
+def stage_graphs(config_path: str, connection: Connection, stderr: str) -> None:
+    """Stages the smallest graph, then the largest, and asks each time for which a block is staged.
+
+    Args:
+        config_path: `driver.toml` of a model on the CPU.
+        connection: Sends for each of both the refusals, by rows of the graph that is asked for.
+        stderr: Where to log.
+    """
+    from pie_driver_sglang.srt import steps
+
+    _, engine = _start(config_path, stderr)
+    small, large = (
+        engine.steps._plain(rows) for rows in (8, engine.steps.padded(200, with_lora=False))
+    )
+
+    def refusal(graph: Any) -> str:
+        try:
+            engine.steps.require_staged(graph)
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    found = []
+    for staged in (small, large):
+        steps._blank(staged)
+        found.append({graph.rows: refusal(graph) for graph in (small, large)})
+    with connection:
+        connection.send(found)
+
+
 def _start(config_path: str, stderr: str) -> tuple[Any, Any]:
     """A server without a region, and its engine."""
     from pie_driver_sglang import _core

@@ -69,10 +69,10 @@ def check_products() -> None:
         wider = torch.cat([rows, rows], 1)[:, :128]
         close(product(wider, matrix, cut, scratch), exact)
         scaled = normalized(rows) @ matrix.weight.double().T
-        found = product(rows, matrix, cut, scratch, given=stream, epsilon=EPSILON)
+        found = product(rows, matrix, cut, scratch, stream=stream, epsilon=EPSILON)
         close(found, scaled)
         gate, up = scaled.chunk(2, dim=-1)
-        found = product(rows, matrix, cut, scratch, given=stream, epsilon=EPSILON, gated=True)
+        found = product(rows, matrix, cut, scratch, stream=stream, epsilon=EPSILON, gated=True)
         close(found, torch.nn.functional.silu(gate) * up)
         before = torch.randn(count, 96)
         into = Stream(before.clone(), torch.full((count, 6), torch.nan))

@@ -22,14 +22,18 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from pie_driver_sglang.kernels import (
     all_reduce_norm,
     dense_layers,
     experts,
     few_rows,
+    many_rows,
     paged_attend,
     paged_splits,
+    places,
+    quantize,
     sampler,
 )
 from pie_driver_sglang.kernels.all_reduce_norm import TUNINGS, LamportAllReduceNorm, PeerMemory
@@ -45,6 +49,7 @@ from pie_driver_sglang.kernels.paged_splits import (
     plan_splits,
     split_tuning,
 )
+from pie_driver_sglang.kernels.quantize import FP8, QuantizedRows, QuantizedWeights
 from pie_driver_sglang.sampling.groups import SlotParams
 
 FEW = 3
@@ -72,6 +77,10 @@ def compile_launch(kernel: JITFunction[Any], *args: Any, **options: Any) -> Any:
         if name in constants:
             signature[name] = "constexpr"
             continue
+        if isinstance(value, TensorDescriptor):
+            block = list(value.block_shape)
+            signature[name] = f"tensordesc<{TYPES[value.base.dtype]}{block}>"
+            continue
         if isinstance(value, tuple):
             signature[name] = tuple("*" + TYPES[each.dtype] for each in value)
             for index in range(len(value)):
@@ -98,8 +107,8 @@ def recorded(launch: Callable[[], object]) -> list[Any]:
     early = {"CHAINED": True, "launch_pdl": True}
     with contextlib.ExitStack() as patches:
         patches.enter_context(mock.patch.object(JITFunction, "run", record))
-        modules = (paged_splits, paged_attend, dense_layers, few_rows, experts)
-        for module in (*modules, all_reduce_norm, sampler):
+        modules = (paged_splits, paged_attend, dense_layers, few_rows, many_rows, quantize)
+        for module in (*modules, experts, all_reduce_norm, sampler):
             patches.enter_context(mock.patch.object(module, "chained", lambda _: early))
         launch()
     return compiled
@@ -232,6 +241,21 @@ def check_dense(dtype: torch.dtype) -> None:
         check_order(kernel, early=4 if scale is None else 0)
         [kernel] = recorded(functools.partial(dense_layers.gate, zeros(40, width), scale))
         check_order(kernel)
+    [kernel] = recorded(lambda: dense_layers.find_scale(zeros(40, width), 1e-6))
+    check_order(kernel)
+    # Products of FP8 weights, whose scales are applied here.
+    once, outputs = Scale(torch.ones(40, 1), 0.0), torch.ones(width)
+    prepare = functools.partial(
+        dense_layers.norm_rope_store, zeros(40, width), heads, places, places, scale=once,
+        of_outputs=outputs,
+    )  # fmt: skip
+    [kernel] = recorded(prepare)
+    check_order(kernel)
+    scales = (torch.ones(40, 1), torch.ones(128))
+    [kernel] = recorded(
+        lambda: dense_layers.add_norm(zeros(1, 40, 128), zeros(40, 128), norm, scales)
+    )
+    check_order(kernel, early=2)
 
 
 def check_few_rows(dtype: torch.dtype) -> None:
@@ -256,7 +280,7 @@ def check_few_rows(dtype: torch.dtype) -> None:
         matrix = LinearWeights(zeros(1).expand((1 + gated) * outputs, inputs))
         [kernel] = recorded(
             functools.partial(
-                few_rows.product, rows, matrix, cut, scratch, given=None if adds else stream,
+                few_rows.product, rows, matrix, cut, scratch, stream=None if adds else stream,
                 into=into, gated=gated,
             )
         )  # fmt: skip
@@ -271,6 +295,67 @@ def check_few_rows(dtype: torch.dtype) -> None:
             assert "ld.global.cg" in after
     [kernel] = recorded(lambda: few_rows.begin(zeros(3, 4096), 512))
     check_order(kernel, leads=True)
+
+
+def check_tiles() -> None:
+    """Tiles come by the copy engine, and every one that may be chosen fits shared memory."""
+    floats = torch.zeros(64)
+    scratch = Scratch(floats, torch.zeros(64, dtype=torch.int32))
+    for (kind, itemsize, count), tiles in many_rows._TILES.items():
+        dtype = FP8 if itemsize == 1 else torch.bfloat16
+        for tile, grouped in itertools.product(tiles, (False, True)):
+            if grouped and itemsize > 1:
+                continue
+            height, inputs, gated = 4096, 4096, kind == "gated"
+            weight = torch.empty((1 + gated) * height, inputs, dtype=dtype)
+            rows = torch.empty(count, inputs, dtype=dtype)
+            size = (len(weight) // 128, inputs // 128) if grouped else (len(weight),)
+            given: Any = rows
+            matrix: Any = LinearWeights(weight)
+            stream = into = None
+            if itemsize == 1:
+                given = QuantizedRows(rows, torch.empty(count, inputs // 128 if grouped else 1))
+                matrix = QuantizedWeights(weight, torch.empty(size))
+            elif kind != "adds":
+                stream = Stream(rows, torch.zeros(count, 64))
+            out = torch.empty(count, height, dtype=torch.bfloat16)
+            if kind == "adds":
+                squares = torch.empty(count, height // tile.outputs)
+                into = out if itemsize == 1 else Stream(out, squares)
+            [kernel] = recorded(
+                functools.partial(
+                    many_rows.tiled_product, given, matrix, tile, scratch, stream=stream,
+                    into=into, gated=gated, dtype=torch.bfloat16,
+                )
+            )  # fmt: skip
+            check_order(kernel, leads=True)
+            code = kernel.asm["ptx"]
+            assert "cp.async.bulk.tensor" in code, tile
+            assert "wgmma.mma_async" in code, tile
+            assert kernel.metadata.shared <= many_rows._SHARED_BYTES, (tile, kernel.metadata.shared)
+
+
+def check_quantized() -> None:
+    """Before the wait nothing is loaded but weights, of a norm or of a product of one row."""
+    norm = Norm(torch.zeros(4096, dtype=torch.bfloat16), 1e-6)
+    rows = torch.zeros(3, 4096, dtype=torch.bfloat16)
+    named: dict[str, Any]
+    for named, early in (
+        ({"norm": norm, "residual": rows.clone()}, None),
+        ({"grouped": True}, 0),
+        ({"gated": True, "scale": torch.ones(1)}, 0),
+    ):
+        make = functools.partial(quantize.quantize, rows, **named)
+        [kernel] = recorded(make)
+        check_order(kernel, early=early)
+        assert "cvt.rn.satfinite.e4m3x2" in kernel.asm["ptx"]
+    products = torch.zeros(3, 4096, dtype=torch.bfloat16)
+    unscaled = quantize.UnscaledRows(products, torch.ones(3, 1), torch.ones(4096))
+    for named in ({"gated": True}, {"norm": norm}):
+        residual = None if "gated" in named else rows.clone()
+        make = functools.partial(quantize.quantize, unscaled, residual=residual, **named)
+        [kernel] = recorded(make)
+        check_order(kernel, early=None)
 
 
 def check_experts(dtype: torch.dtype) -> None:
@@ -351,12 +436,16 @@ def check_sampling(dtype: torch.dtype) -> None:
         assert [kernel.name for kernel in kernels] == ["_survey", "_sample_rows"]
         for kernel in kernels:
             check_order(kernel)
-    [kernel] = recorded(lambda: sampler.publish(results, results.clone()))
-    # Each result at once.
-    assert re.search(r"st\.global(\.v2)?\.b64", kernel.asm["ptx"])
+    with mock.patch.object(torch.Tensor, "is_cuda", True):
+        [kernel] = recorded(lambda: sampler.publish(results, results.clone()))
+    # Each result at once, and after what earlier kernels have written.
+    assert re.search(r"fence\.acq_rel\.sys.*st\.global(\.v2)?\.b64", kernel.asm["ptx"], re.DOTALL)
     words = torch.zeros(64, dtype=torch.int32)
     rows = torch.zeros(40, 2, dtype=torch.int32)
     assert recorded(lambda: sampler.mask_logits(logits, rows, words))
+    records = torch.zeros(40, places.RECORD_WORDS, dtype=torch.int32)
+    find = functools.partial(places.find, logits, results, records, words, words.clone(), 32)
+    assert [kernel.name for kernel in recorded(find)] == ["_survey", "_write"]
 
 
 def check_staging() -> None:
@@ -391,6 +480,8 @@ if __name__ == "__main__":
     check_attention()
     check_dense(torch.bfloat16)
     check_few_rows(torch.bfloat16)
+    check_tiles()
+    check_quantized()
     check_experts(torch.bfloat16)
     for ranks in (2, 4):
         for dtype in (torch.bfloat16, torch.float32):

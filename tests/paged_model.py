@@ -27,7 +27,7 @@ from pie_driver_sglang.srt import environment
 LENGTHS = (1, 16, 17, 45, 100)
 STEPS = 3
 TOLERANCE = 1e-4
-DENSE = ("llama", "qwen2", "qwen3", "qwen3_moe")
+DENSE = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral")
 """Of which model types decodes are few kernels."""
 MULTIPROCESSORS = 4
 """Of the device that Triton's interpreter is."""
@@ -130,6 +130,7 @@ def differences(config: DriverConfig) -> list[float]:
             with mock.patch.object(few, "run", wraps=few.run) as run:
                 found.append(decode(server, engine, Contexts(128, page_size, vocab), dense.applied))
             assert run.call_count == STEPS
+            found += by_tiles(server, engine, dense, few)
         with (
             mock.patch.object(dense_layers, "tiling", small_tiling),
             mock.patch.object(dense, "_few", None),
@@ -169,6 +170,33 @@ def differences(config: DriverConfig) -> list[float]:
     check_prefills(runner)
     check_choice(runner)
     return [float((logits - expected).abs().max()) for logits in found]
+
+
+def by_tiles(server: Any, engine: Any, dense: Any, few: Any) -> Iterator[Any]:
+    """Logits of steps whose products go by tiles, all of them or two of a layer."""
+    from pie_driver_sglang.kernels import many_rows
+
+    page_size, vocab = engine.facts.page_size, engine.facts.vocab_size
+    layers = len(engine.runner.model.model.layers)
+    middle = engine.runner.model.config.intermediate_size
+    for whole in (True, False):
+
+        def small(
+            rows: int, outputs: int, inputs: int, itemsize: int, *, adds: bool, gated: bool,
+            whole: bool = whole,
+        ) -> Any:  # fmt: skip
+            # Of those that add, that of attention.
+            own = whole or gated or (adds and inputs != middle)
+            return many_rows.Tile(16, 16, 16, parts=1 if gated else 2) if own else None
+
+        product = mock.Mock(wraps=many_rows.tiled_product)
+        with (
+            mock.patch.object(few, "_most_cut", 0),
+            mock.patch.object(many_rows, "find_tile", small),
+            mock.patch.object(many_rows, "tiled_product", product),
+        ):
+            yield decode(server, engine, Contexts(384, page_size, vocab), dense.applied)
+        assert product.call_count == STEPS * layers * (4 if whole else 2)
 
 
 @contextlib.contextmanager
@@ -280,7 +308,8 @@ def check_experts(runner: Any) -> None:
 
     from pie_driver_sglang.srt.dense import DenseLayers
 
-    block = runner.model.model.layers[-1].mlp
+    layer = runner.model.model.layers[-1]
+    block = getattr(layer, "block_sparse_moe", None) or layer.mlp
     experts = block.experts
     for owner, name, value in (
         (block.topk.topk_config, "scoring_func", "sigmoid"),

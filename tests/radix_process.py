@@ -19,7 +19,7 @@ from sglang.srt.mem_cache.base_prefix_cache import DecLockRefResult, InsertParam
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 
 from pie_driver_sglang.srt.plugins.radix_cache import RadixCache as Ours
-from radix_worlds import DifferentError, Setting, World, hash_in_python, play
+from radix_worlds import DifferentError, Moves, Setting, World, hash_in_python, play
 
 POLICIES = ("lru", "lfu", "fifo", "filo", "mru", "slru", "priority")
 MOVES = 80
@@ -100,10 +100,38 @@ def dfs_orders() -> list[list[str]]:
     return orders
 
 
+class Declines(Ours):
+    """Uses no prefix below six tokens."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, min_hit=6)
+
+
+def declined() -> dict[str, Any]:
+    """Matches of a cache that declines short ones, and slots that it has lost after a game."""
+    world = World(Declines, Setting())
+    text = array("q", range(1, 21))
+    world.insert(text, None, {})
+    matches = [len(world.match(text[:length], None, None)) for length in (5, 6, 20)]
+    lost = []
+    for seed in range(3):
+        world, mover = World(Declines, Setting()), Moves(Setting(), seed)
+        for _ in range(200):
+            mover([world])
+        for number in list(world.kv_lens):
+            world.finish(number, True)
+        while world.held:
+            world.drop(0)
+        world.evict(Setting().pages)
+        lost.append(Setting().pages - len(world.state()["free"]))
+    return {"matches": matches, "lost": lost}
+
+
 def main() -> None:
     """Prints what was found."""
     hash_in_python()
-    print(json.dumps({"moves": agree(), "faults": faults(), "dfs": dfs_orders()}))
+    found = {"moves": agree(), "faults": faults(), "dfs": dfs_orders(), "declined": declined()}
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -30,6 +30,11 @@ def test_the_kernels_of_few_rows_and_of_experts_compute_what_float64_does(interp
     assert "all close" in interpreted
 
 
+@pytest.mark.interpreted("tests/quantized_kernels.py")
+def test_the_kernels_of_many_rows_and_of_fp8_compute_what_float64_does(interpreted: str) -> None:
+    assert "all close" in interpreted
+
+
 SHAPES = {
     "0.6B": ((4096, 1024), (1024, 2048), (3072, 1024), (1024, 3072)),
     "8B": ((6144, 4096), (4096, 4096), (14336, 4096), (4096, 14336)),

@@ -154,6 +154,25 @@ def test_a_group_without_outputs_is_waited_for(llama_snapshot: Path, tmp_path: P
         assert "synchronize" in behind[behind.index("record") :], calls
 
 
+@pytest.mark.engine
+def test_a_block_is_not_taken_for_another_graphs(llama_snapshot: Path, tmp_path: Path) -> None:
+    """A GPU would read an illegal address, and crash in the launches after it."""
+    config, log = drivers.write_config(tmp_path, llama_snapshot), tmp_path / "stderr"
+    ours, theirs = multiprocessing.Pipe()
+    arguments = (str(config), theirs, str(log))
+    process = drivers.fork_call(engine_process.stage_graphs, arguments)
+    theirs.close()
+    with ours:
+        small, large = ours.recv()
+    assert process.wait(drivers.STOP_TIMEOUT_S) == 0
+    few, many = sorted(small)
+    assert small[few] == large[many] == ""
+    text = (
+        rf"the block is not staged for the graph of {many} rows: \w+ has -\d+, outside 0 to \d+; .+"
+    )
+    assert re.fullmatch(text, small[many])
+
+
 def capture_on_a_host(enabled: bool) -> None:
     """Runs in a fork: makes graphs of nothing, and looks at the garbage collector meanwhile."""
     import gc

@@ -23,6 +23,7 @@ from pie_driver_sglang.cli import generate, shell
 from pie_driver_sglang.cli.conversation import Conversation
 from pie_driver_sglang.cli.generate import Prompt
 from pie_driver_sglang.errors import ConfigError, StartError
+from pie_driver_sglang.offline import engine as engine_module
 from pie_driver_sglang.offline.engine import Engine
 from reference import Reference
 from tiny_models import POCKET
@@ -35,17 +36,22 @@ CHUNK = 48
 """Tokens of a step: most prompts are cut."""
 TOKENS = 24
 GREEDY = {"temperature": 0, "ignore_eos": True, "max_new_tokens": TOKENS}
+OF_DRIVERS = ("HF_HUB_OFFLINE", "TORCH_COMPILE_DISABLE", "NCCL_CUMEM_ENABLE", "OMP_WAIT_POLICY")
+"""Of the environment: set for the libraries of a driver, in its own process alone."""
 WORDS = (POCKET / "README.md").read_text().split()
 
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
     lines: list[tuple[float, str]] = []
+    before = {name: os.environ.get(name) for name in OF_DRIVERS}
     found = Engine(
         model_path=str(POCKET),
         device="cpu",
         max_total_tokens=16 * PAGES,
         chunked_prefill_size=CHUNK,
+        # No step is larger.
+        max_step_ms=0,
         schedule_conservativeness=0.0,
         on_start=lambda seconds, line: lines.append((seconds, line)),
     )
@@ -53,6 +59,7 @@ def engine() -> Iterator[Engine]:
         assert [seconds for seconds, _ in lines] == sorted(seconds for seconds, _ in lines)
         assert any("loading" in line for _, line in lines)
         yield found
+        assert {name: os.environ.get(name) for name in OF_DRIVERS} == before
     pids = found.get_server_info()["internal_states"][0]["driver_pids"]
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
@@ -173,6 +180,56 @@ def test_coroutines_wait_side_by_side(engine: Engine) -> None:
 
     found = asyncio.run(ask())
     assert [answer["text"] for answer in found] == [answer["text"] for answer in whole]
+
+
+def test_texts_are_tokenized_and_handed_in_part_by_part(
+    engine: Engine, reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = prompts(12, seed=8)
+    assert engine.tokenizer is not None
+    encode, parts = engine.tokenizer.encode, []
+
+    def noted(part: Sequence[str]) -> list[list[int]]:
+        parts.append((len(part), engine._runtime.stats()["running"]))
+        return encode(part)
+
+    monkeypatch.setattr(engine_module, "PART_CHARACTERS", max(len(text) for text in texts))
+    monkeypatch.setattr(engine.tokenizer, "encode", noted)
+    check(reference, engine.generate(texts, GREEDY), texts)
+    assert sum(count for count, _ in parts) == len(texts)
+    assert len(parts) > 3
+    # What cannot be served is found in the last part, and nothing of the others is left.
+    long = "word " * 3000
+    with pytest.raises(ConfigError, match="shorten the prompt"):
+        engine.generate([*texts, long], GREEDY)
+    wait_for(lambda: engine.get_server_info()["internal_states"][0]["running"] == 0)
+
+
+def test_a_coroutine_that_is_cancelled_leaves_nothing(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert engine.tokenizer is not None
+    encode = engine.tokenizer.encode
+
+    def slow(part: Sequence[str]) -> list[list[int]]:
+        time.sleep(0.3)
+        return encode(part)
+
+    monkeypatch.setattr(engine.tokenizer, "encode", slow)
+
+    async def leave() -> None:
+        asked = asyncio.ensure_future(engine.async_generate("a", {**GREEDY, "max_new_tokens": 900}))
+        await asyncio.sleep(0.1)
+        asked.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+        # Its thread hands the request in all the same.
+        await asyncio.sleep(0.5)
+
+    asyncio.run(leave())
+    wait_for(lambda: engine.get_server_info()["internal_states"][0]["running"] == 0)
+    assert not engine._requests._calls
+    assert engine.flush_cache()
 
 
 def test_a_stop_string_ends_the_text_before_it(engine: Engine) -> None:

@@ -15,6 +15,7 @@ def graph_path(results: int, grouped: list[int]) -> _core.GraphPath:
         bytearray(1 << 20),
         array.array("i", [0]),
         array.array("Q", [0] * results),
+        array.array("i", [0]),
         [8],
         64,
         8,

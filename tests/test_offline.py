@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import itertools
 import json
 import queue
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +24,7 @@ from pie_driver_sglang.errors import ConfigError, StartError
 from pie_driver_sglang.offline import arguments as engine_arguments
 from pie_driver_sglang.offline.answers import Answer
 from pie_driver_sglang.offline.arguments import parse_arguments
-from pie_driver_sglang.offline.requests import Call, OpenRequests
+from pie_driver_sglang.offline.requests import Asked, Call, OpenRequests, in_parts
 from pie_driver_sglang.offline.sampling import (
     REFUSED_PARAMETERS,
     SERVED_PARAMETERS,
@@ -390,6 +391,7 @@ def output(request: int, tokens: Sequence[int], finish: str | None = None, **mor
         "finish_reason": finish,
         "stop_token": None,
         "stop_string": None,
+        "stop_regex": None,
         "error": None,
         "cached_tokens": 0,
     }
@@ -449,7 +451,7 @@ class TestAnswer:
         answer.take(output(1, tokens[-1:], "stop", stop_string=1))
         answer.finish_text()
         found = answer.as_dict()
-        assert found["text"] == ("return self.value" if no_stop_trim else "return se")
+        assert found["text"] == ("return self.v" if no_stop_trim else "return se")
         assert found["meta_info"]["finish_reason"] == {"type": "stop", "matched": "lf.v"}
 
     def test_an_error_is_told(self, tokenizer: ModelTokenizer) -> None:
@@ -476,7 +478,11 @@ class FakeRuntime:
 
     def submit(self, tokens: Any, **parameters: Any) -> int:
         self.submitted.append((tokens, parameters))
-        return len(self.submitted)
+        return 0
+
+    def submit_all(self, requests: Any) -> list[int]:
+        placed = [parameters["into"] is requests for _, parameters in self.submitted]
+        return [number for number, here in enumerate(placed, 1) if here]
 
     def abort(self, number: int) -> None:
         self.aborted.append(number)
@@ -492,14 +498,15 @@ class FakeRuntime:
 
 
 class TestRequests:
-    PARAMETERS: Mapping[str, Any] = {"n": 1}
+    ONE = Asked([1], 1, {"n": 1})
+    TWO = Asked([2], 2, {"n": 2})
 
     def test_outputs_reach_their_calls(self) -> None:
         runtime = FakeRuntime()
         requests = OpenRequests(runtime)
         one, other = Call(requests), Call(requests)
-        one.submit(0, [1], 1, self.PARAMETERS)
-        other.submit(0, [2], 2, self.PARAMETERS)
+        one.submit([self.ONE])
+        other.submit([self.TWO])
         runtime.outputs.put(
             [
                 output(2, [7], "length", sample=1),
@@ -520,24 +527,44 @@ class TestRequests:
         runtime = FakeRuntime()
         requests = OpenRequests(runtime)
         with Call(requests) as call:
-            call.submit(0, [1], 1, self.PARAMETERS)
-            call.submit(1, [1], 1, self.PARAMETERS)
+            call.submit([self.ONE, self.ONE])
             runtime.outputs.put([output(1, [5], "length")])
             next(call.events())
         assert runtime.aborted == [2]
+        requests.close()
+
+    def test_requests_are_numbered_through_over_several_parts(self) -> None:
+        runtime = FakeRuntime()
+        requests = OpenRequests(runtime)
+        call = Call(requests)
+        call.submit([self.ONE, self.TWO])
+        call.submit([self.ONE])
+        runtime.outputs.put([output(3, [7], "length"), output(2, [8])])
+        events = call.events()
+        assert [next(events).request for _ in range(2)] == [2, 1]
+        call.abort()
+        assert runtime.aborted == [1, 2]
         requests.close()
 
     def test_a_shutdown_ends_calls_with_an_error(self) -> None:
         runtime = FakeRuntime()
         requests = OpenRequests(runtime)
         call = Call(requests)
-        call.submit(0, [1], 1, self.PARAMETERS)
+        call.submit([self.ONE])
         threading.Timer(0.1, requests.close).start()
         with pytest.raises(StartError, match="the engine has ended"):
             next(call.events())
         with pytest.raises(StartError, match="is shut down"):
-            call.submit(1, [1], 1, self.PARAMETERS)
+            call.submit([self.ONE])
         requests.close()
+
+
+@given(sizes=st.lists(st.integers(0, 9), max_size=30), most=st.integers(1, 20))
+def test_parts_are_as_large_as_can_be_and_keep_the_order(sizes: list[int], most: int) -> None:
+    parts = list(in_parts(sizes, int, most))
+    assert [size for part in parts for size in part] == sizes
+    assert all(part and (sum(part) <= most or len(part) == 1) for part in parts)
+    assert all(sum(part) + later[0] > most for part, later in itertools.pairwise(parts))
 
 
 def test_the_engine_is_the_packages_own() -> None:

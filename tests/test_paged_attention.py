@@ -26,7 +26,14 @@ def test_the_kernels_compile_for_a_gpu() -> None:
 
 @pytest.mark.parametrize(
     ("name", "adapters"),
-    [("gemma3", False), ("qwen2", False), ("qwen3", False), ("qwen3", True), ("Qwen3-MoE", False)],
+    [
+        ("gemma3", False),
+        ("qwen2", False),
+        ("qwen3", False),
+        ("qwen3", True),
+        ("Qwen3-MoE", False),
+        ("Mixtral", False),
+    ],
 )
 def test_a_model_decodes_the_same_logits(
     name: str,
@@ -41,6 +48,16 @@ def test_a_model_decodes_the_same_logits(
     options = {"page_size": 16, "enable_lora": adapters}
     config = drivers.write_config(tmp_path, snapshot, options=options)
     interpreter.run("tests/paged_model.py", str(config))
+
+
+@pytest.mark.parametrize("kind", ["channel", "tensor", "block"])
+def test_a_quantized_model_decodes_what_its_layers_say(
+    kind: str, interpreter: scripts.Interpreter, models_folder: Path, tmp_path: Path
+) -> None:
+    """FP8 weights with a scale for each output, for all of a matrix, or for each block of it."""
+    snapshot = architectures.build("Llama", models_folder / "wide", wide=True)
+    config = drivers.write_config(tmp_path, snapshot, options={"page_size": 16})
+    interpreter.run("tests/quantized_model.py", str(config), kind)
 
 
 def test_steps_with_groups_decode_the_same_logits(

@@ -188,6 +188,35 @@ def test_a_workflow_is_whole(path: Path) -> None:
                 assert re.search(rf"^{target}:", makefile(), re.MULTILINE), target
 
 
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        (None, None),
+        ("runs-on:", "run-on:"),
+        ("- run: make counts", "- rum: make counts"),
+        ("run: make counts", "run: echo ${{ github.event.pull_request.title }}"),
+    ],
+)
+def test_a_fault_in_a_workflow_is_found(
+    right: str | None, wrong: str | None, tmp_path: Path
+) -> None:
+    """What `make workflows` runs, over a copy."""
+    shutil.copytree(REPOSITORY / ".github", tmp_path / ".github")
+    (tmp_path / "Makefile").write_text(
+        makefile().replace("$(BIN)", str(Path(sys.executable).parent))
+    )
+    path = tmp_path / ".github" / "workflows" / "ci.yml"
+    text = path.read_text()
+    if right is not None and wrong is not None:
+        assert right in text
+        path.write_text(text.replace(right, wrong))
+    (tmp_path / ".venv").mkdir()
+    (tmp_path / ".venv" / ".dependencies").touch()
+    command = ["make", "--old-file", ".venv/.dependencies", "workflows", "PYTHON=python3"]
+    found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert (found.returncode == 0) == (right is None), found.stdout + found.stderr
+
+
 def makefile() -> str:
     return (REPOSITORY / "Makefile").read_text()
 
@@ -229,6 +258,33 @@ def test_a_wheel_needs_maturin_alone(tmp_path: Path) -> None:
     assert ".venv" not in plan.replace("target/builder", "")
     (installed,) = re.findall(r"pip install .*", plan)
     assert installed.endswith("'maturin>=1.16,<2'")
+
+
+def test_urls_are_those_of_one_repository() -> None:
+    """The release checks that it is the one that publishes, and all links of the page need it."""
+    urls = PYPROJECT["project"]["urls"]
+    source = urls.pop("Source")
+    assert all(url.startswith(f"{source}/") for name, url in urls.items() if name != "Homepage")
+    text = (REPOSITORY / ".github" / "workflows" / "release.yml").read_text()
+    (check,) = re.findall(r"test \"\$\((.*)\)\" \\\n +(= .*)", text)
+    assert check[1] == '= "$GITHUB_SERVER_URL/$GITHUB_REPOSITORY"'
+    server, owner, name = source.rsplit("/", 2)
+    for repository, status in ((f"{owner}/{name}", 0), (f"{owner}/fork", 1)):
+        place = {"GITHUB_SERVER_URL": server, "GITHUB_REPOSITORY": repository}
+        command = ["bash", "-c", f'test "$({check[0]})" {check[1]}']
+        found = subprocess.run(command, cwd=REPOSITORY, env={**os.environ, **place}, timeout=60)
+        assert found.returncode == status
+
+
+def test_the_page_of_the_package_has_no_relative_links() -> None:
+    for name in ("wheel.yml", "release.yml"):
+        text = (REPOSITORY / ".github" / "workflows" / name).read_text()
+        assert 'tools/absolute_links.py README.md "$GITHUB_SHA"' in text, name
+    command = [sys.executable, "tools/absolute_links.py", "README.md", "v1"]
+    page = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    links = re.findall(r"\]\(([^)]+)\)|(?:src|srcset|href)=\"([^\"]+)\"", page.stdout)
+    assert links
+    assert all("".join(link).startswith(("https://", "#")) for link in links)
 
 
 def test_versions_agree() -> None:

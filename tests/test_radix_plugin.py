@@ -64,6 +64,15 @@ class TestRefused:
             radix.make(context(**{what: True}))
         assert "\n" not in str(error.value)
 
+    def test_the_shortest_prefix_is_a_number(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert radix.min_hit() == 1
+        monkeypatch.setenv(radix.MIN_HIT, "500")
+        assert radix.min_hit() == 500
+        for text in ("", "0", "-3", "many"):
+            monkeypatch.setenv(radix.MIN_HIT, text)
+            with pytest.raises(ValueError, match=r"PIE_RADIX_MIN_HIT is .*; set it from 1"):
+                radix.min_hit()
+
     def test_others_are_left_alone(self) -> None:
         radix.check_settings(settings(radix_cache_backend=None, enable_hierarchical_cache=True))
 
@@ -88,6 +97,8 @@ class TestInSglang:
         ]
         theirs, ours = found["dfs"]
         assert ours == theirs
+        # Short prefixes are computed again, and what is there twice is freed.
+        assert found["declined"] == {"matches": [0, 6, 20], "lost": [0, 0, 0]}
 
     def test_a_flag_is_refused_at_start(self) -> None:
         flags = (*FLAGS, "--radix-cache-backend", "pie", "--disable-radix-cache")

@@ -28,7 +28,7 @@ import drivers
 import runtime_client as rc
 import tiny_models
 from pie_driver_sglang import _core
-from pie_driver_sglang._core import Request, Sampler
+from pie_driver_sglang._core import Extension, Request, Sampler
 from pie_driver_sglang.errors import AdapterError, DriverError, RingError
 from pie_driver_sglang.ranks import worker
 from pie_driver_sglang.ranks.commands import CopyPages, FinishLoad, Forward, pack, unpack
@@ -592,14 +592,19 @@ class TestSlots:
         with rc.forked(spread, with_counted_samples) as start, drivers.fork(whole) as alone:
             start.wait_until_ready()
             clients = (start.client(), alone.client())
-            warmed_up = len(start.log())
+            placed = []
             for batch in slot_batches(alone.caps["vocab_size"]):
-                ours, theirs = (client.forward(batch).tokens for client in clients)
-                assert ours == theirs
-                assert len({token for [token] in ours}) > len(ours) // 3
+                ours, theirs = (client.forward(batch) for client in clients)
+                assert ours.tokens == theirs.tokens
+                assert len({token for [token] in ours.tokens}) > len(batch) // 3
+                placed.append(len(ours.places))
+                for own, other in zip(ours.places, theirs.places, strict=True):
+                    assert flat(own) == pytest.approx(flat(other), abs=1e-4)
             # The leader has waited for what its worker has sampled.
-            counts = re.findall(r"sampled (\d+) slots", start.log()[warmed_up:])
-            assert counts == ["56", "32", "32", "32"]
+            counts = re.findall(r"sampled (\d+) slots", start.log())
+            # What it warms up with comes first.
+            assert counts[-5:] == ["56", "32", "32", "32", "32"]
+            assert placed == [0, 0, 0, 0, 42]
 
 
 def slot_batches(vocab: int) -> Iterator[list[Request]]:
@@ -622,6 +627,24 @@ def slot_batches(vocab: int) -> Iterator[list[Request]]:
             context.request(samplers[number % 5], logit_mask=masks[number % 3])
             for number, context in enumerate(contexts)
         ]
+    # Each rank has log-probabilities of its own slots, of some of them none.
+    asked = [
+        Extension(logprobs=4, logprobs_of=[page], presence_penalty=1.5) if page % 3 else None
+        for page in range(64)
+    ]
+    yield [
+        rc.Context([page], [page], context_id=1 + page).request(
+            samplers[page % 5], extension=extension
+        )
+        for page, extension in enumerate(asked)
+    ]
+
+
+def flat(values: Any) -> list[Any]:
+    """The numbers in nested lists and tuples."""
+    if not isinstance(values, (list, tuple)):
+        return [values]
+    return [number for value in values for number in flat(value)]
 
 
 def with_counted_samples(_: str, arguments: Sequence[str]) -> list[str]:

@@ -38,6 +38,7 @@ ROOMS: Final[Mapping[str, frozenset[str]]] = {
     "memory": frozenset({"config", "psutil"}),
     "checkpoint": frozenset({"memory", "numpy"}),
     "observe": frozenset({"_core", "config", "prometheus_client"}),
+    "gateway": frozenset({"_core", "cli", "config", "offline", "smg"}),
     "kernels": frozenset({"torch", "triton"}),
     "sampling": frozenset({"kernels", "torch"}),
 }

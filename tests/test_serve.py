@@ -182,7 +182,6 @@ class TestGenerate:
     @pytest.mark.parametrize(
         ("body", "words"),
         [
-            ({"text": PROMPT, "sampling_params": {"regex": "a+"}}, "`regex`"),
             ({"text": PROMPT, "return_logprob": True}, "`return_logprob`"),
             ({"input_ids": [5, 999_999]}, "token 999999 at 1"),
             ({"text": PROMPT, "sampling_params": {"min_p": 1.5, "top_k": 3}}, "min_p"),

@@ -48,7 +48,7 @@ def test_every_flag_of_sglang_is_served_or_has_a_reason() -> None:
         ("enable_lora_overlap_loading", True, "adapters"),
         ("enable_return_hidden_states", True, "hidden states"),
         ("ep_size", 2, "--tp-size"),
-        ("grammar_backend", "xgrammar", "grammars"),
+        ("grammar_backend", "outlines", "by llguidance"),
         ("is_embedding", True, "causal language models"),
         ("lora_paths", ["a=/nowhere"], "adapter 'a' is not at"),
         ("nnodes", 2, "--tp-size"),

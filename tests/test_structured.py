@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -14,7 +15,9 @@ import jsonschema
 import pytest
 
 from pie_driver_sglang.cli import engine_options
+from pie_driver_sglang.config.thinking import THINK_ENDS
 from pie_driver_sglang.errors import ConfigError
+from pie_driver_sglang.offline.arguments import parse_arguments
 from pie_driver_sglang.offline.engine import Engine
 from pie_driver_sglang.offline.sampling import parse_sampling
 from tiny_models import POCKET
@@ -151,6 +154,129 @@ def test_a_killed_driver_keeps_what_binds(engine: Engine) -> None:
     for answer in [*found, *list(streamed)[-1:]]:
         jsonschema.validate(json.loads(answer["text"]), schema)
     assert engine.get_server_info()["internal_states"][0]["restarts"] == 1
+
+
+WORDS = ["日本", "😀😎", "é!", "👩‍👩‍👧", "ok "]
+"""Of characters that several tokens share, and one of several characters."""
+
+
+SAID = {"regex": f"({'|'.join(WORDS)}){{6}}", "max_new_tokens": 120, "temperature": 6.0}
+SEEDS = range(16)
+
+
+def say(engine: Engine, stream: bool = False, **more: Any) -> list[list[dict[str, Any]]]:
+    """What is said with each seed: all answers as they grew, the whole one last."""
+    asked = [{**SAID, "sampling_seed": seed, **more} for seed in SEEDS]
+    answers = engine.generate(["Say:"] * len(asked), asked, stream=stream)
+    found: list[list[dict[str, Any]]] = [[] for _ in asked]
+    for place, answer in enumerate(answers):
+        found[answer.get("index", place)].append(answer)
+    return found
+
+
+@pytest.fixture(scope="module")
+def said(engine: Engine) -> list[dict[str, Any]]:
+    """What is said without a stop."""
+    found = [answers[-1] for answers in say(engine)]
+    assert all(re.fullmatch(SAID["regex"], answer["text"]) for answer in found)
+    return found
+
+
+@pytest.mark.parametrize("stop", ["本", "😎", "é", "\u200d", "k é", "!ok"])
+def test_a_character_is_never_cut(engine: Engine, said: list[dict[str, Any]], stop: str) -> None:
+    for more in ({}, {"stream": True}, {"no_stop_trim": True}):
+        ended = 0
+        for whole, parts in zip(said, say(engine, **more, stop=["zz", stop]), strict=True):
+            before, found, _ = whole["text"].partition(stop)
+            ended += bool(found)
+            kept = found if "no_stop_trim" in more else ""
+            assert parts[-1]["text"] == before + kept
+            matched = parts[-1]["meta_info"]["finish_reason"].get("matched")
+            assert (matched == stop) == bool(found)
+            texts = ["", *(part["text"] for part in parts)]
+            for earlier, later in itertools.pairwise(texts):
+                assert later.startswith(earlier)
+                assert "\ufffd" not in later
+        assert ended > 0
+
+
+def text_of(engine: Engine, tokens: list[int]) -> str | None:
+    """The text of tokens, or None where it ends within a character."""
+    vocabulary = engine.tokenizer.vocabulary()
+    try:
+        return b"".join(vocabulary[token] for token in tokens).decode()
+    except UnicodeDecodeError:
+        return None
+
+
+@pytest.mark.parametrize(
+    "pattern", [r"[本é]", r"(?i)OK 日", r"\bok\b \S", "😎|\u200d", r"!\s*$", "[^o]{5}ok", "é!"]
+)
+def test_an_expression_ends_an_answer(
+    engine: Engine, said: list[dict[str, Any]], pattern: str
+) -> None:
+    streamed = say(engine, stream=True, stop_regex=["zz+", pattern])
+    collected = say(engine, stop_regex=["zz+", pattern])
+    ended = 0
+    for whole, parts, (found,) in zip(said, streamed, collected, strict=True):
+        assert parts[-1]["text"] == found["text"]
+        tokens, finish = found["output_ids"], found["meta_info"]["finish_reason"]
+        assert whole["output_ids"][: len(tokens)] == tokens
+        # It ends with the first token after which the text has a match and no cut character.
+        texts = [text_of(engine, tokens[:count]) for count in range(1, len(tokens) + 1)]
+        matches = [text is not None and bool(re.search(pattern, text)) for text in texts]
+        assert not any(matches[:-1])
+        assert matches[-1] == (finish.get("matched") == pattern)
+        if matches[-1]:
+            ended += 1
+            # A plain text is cut off, as a stop string is; what an expression matches is not.
+            text = texts[-1] or ""
+            assert found["text"] == (text.partition("é!")[0] if pattern == "é!" else text)
+    assert ended > 0
+
+
+def test_a_grammar_waits_for_the_end_of_thinking() -> None:
+    with Engine(
+        model_path=str(POCKET), device="cpu", max_total_tokens=16 * 96, reasoning_parser="qwen3"
+    ) as engine:
+        end = engine.tokenizer.token("</think>")
+        asked = {
+            "regex": "[0-9]{4}",
+            "temperature": 1.0,
+            "logit_bias": {end: 12.0},
+            "max_new_tokens": 300,
+            "skip_special_tokens": False,
+            "n": 4,
+        }
+        for answer in engine.generate("Think:", asked, require_reasoning=True):
+            tokens = answer["output_ids"]
+            _thought, _, said = answer["text"].partition("</think>")
+            assert tokens.count(end) == 1
+            assert len(tokens) == tokens.index(end) + 1 + 5
+            assert re.fullmatch("[0-9]{4}", said.removesuffix("<|im_end|>"))
+        bound = engine.generate("Think:", asked)
+        assert all(re.match("[0-9]{4}", answer["text"]) for answer in bound)
+        # Thinking that takes all tokens, and thinking that the model ends its answer with.
+        short = {**asked, "logit_bias": {end: -100.0}, "max_new_tokens": 5}
+        for answer in engine.generate("Think:", short, require_reasoning=True):
+            assert answer["meta_info"]["finish_reason"] == {"type": "length", "length": 5}
+
+
+def test_thinking_needs_its_end(engine: Engine) -> None:
+    with pytest.raises(ConfigError, match="how the model ends its thinking is not known"):
+        engine.generate("x", {"regex": "a"}, require_reasoning=True)
+    with pytest.raises(ConfigError, match="there is no reasoning parser 'qwen4'"):
+        parse_arguments({"model_path": str(POCKET), "device": "cpu", "reasoning_parser": "qwen4"})
+
+
+def test_the_ends_of_thinking_are_those_of_sglang() -> None:
+    from sglang.srt.parser.reasoning_parser import ReasoningParser
+
+    found = {
+        name: ReasoningParser(model_type=name, stream_reasoning=False).detector.think_end_token
+        for name in ReasoningParser.DetectorMap
+    }
+    assert found == THINK_ENDS
 
 
 def test_one_grammar_of_one_kind() -> None:

@@ -1,15 +1,17 @@
 """Makes the links of a document absolute, for the page of the package.
 
-    python tools/absolute_links.py README.md https://github.com/OWNER/NAME v0.1.0
+    python tools/absolute_links.py README.md v0.1.0
 
-prints README.md with links into the tree of that tag, and pictures as raw files. A package index
-shows the README outside of the repository, where relative links lead nowhere.
+prints README.md with links into the tree of that tag or commit, and pictures as raw files. A
+package index shows the README outside of the repository, where relative links lead nowhere. The
+address of the repository is `Source` in `pyproject.toml`.
 """
 
 from __future__ import annotations
 
 import re
 import sys
+import tomllib
 from pathlib import Path, PurePosixPath
 
 LINK = re.compile(r"(!?)(\[(?:[^\[\]]|\[[^\]]*\])*\])\((?!\w+:|#)([^()\s]+)\)")
@@ -40,22 +42,29 @@ def absolute(text: str, path: str, repository: str, tag: str) -> str:
         kind = "raw" if match[1] else "blob"
         return f"{match[1]}{match[2]}({address(match[3], kind)})"
 
-    def source(match: re.Match[str]) -> str:
+    def quoted(match: re.Match[str]) -> str:
         kind = "blob" if match[1] == "href" else "raw"
         return f'{match[1]}="{address(match[2], kind)}"'
 
     # Code stays as it is.
     parts = re.split(r"(^```.*?^```|`[^`\n]*`(?!\]))", text, flags=re.DOTALL | re.MULTILINE)
     return "".join(
-        part if number % 2 else SOURCE.sub(source, LINK.sub(link, part))
+        part if number % 2 else SOURCE.sub(quoted, LINK.sub(link, part))
         for number, part in enumerate(parts)
     )
 
 
+def source() -> str:
+    """The address of the repository."""
+    pyproject = Path(__file__).resolve().parents[1] / "pyproject.toml"
+    address: str = tomllib.loads(pyproject.read_text())["project"]["urls"]["Source"]
+    return address
+
+
 def main() -> None:
     """Prints the document."""
-    path, repository, tag = sys.argv[1:]
-    print(absolute(Path(path).read_text(encoding="utf-8"), path, repository, tag), end="")
+    path, tag = sys.argv[1:]
+    print(absolute(Path(path).read_text(encoding="utf-8"), path, source(), tag), end="")
 
 
 if __name__ == "__main__":

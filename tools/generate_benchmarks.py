@@ -35,7 +35,7 @@ What these figures are:
   cycles, and on text without repetitions.
 - **Peers** run on the same machine in the same call, and contenders take turns where possible.
   They are SGLang's `Engine`, its `ModelRunner` and its attention backends fa3, flashinfer and
-  triton. On a GPU the versions are VERSIONS.
+  triton, and Mini-SGLang. On a GPU the versions are VERSIONS.
 - **One machine and one date for each table.** Figures of different tables may come from different
   machines, which differ by up to 10 to 20 %.
 - **Misses are shown.** A bar that was not met says so.
@@ -43,12 +43,13 @@ What these figures are:
 What is not here:
 
 - **Pie's own driver.** It was not measured: it needs native parts of a Pie build. Its host path is
-  numpy and numba, with index tables that are built anew in each step. The closest peer here is
-  `numpy_full_table` ([host path](#host-path)), which builds our arrays in vectorised numpy and
-  leaves out part of the work. It shows the order of such a path, and is not a measurement of that
-  driver. Times that others reported for its Python, 0.56, 1.35 and 4.4 ms for 1, 64 and 256
-  contexts, were not rerun here.
-- **Mini-SGLang and vLLM.** There is no record yet.
+  numpy and numba: index tables are built anew in each step and copied from the device to the host
+  and back, and replies go through Python lists. The closest peers here are `numpy_full_table` and
+  `numpy_rebuilt` ([host path](#host-path)). They build our arrays in vectorised numpy and leave out
+  part of the work, the copies among it. They show the order of such a path, and are not a
+  measurement of that driver. Times that others reported for its Python, 0.56, 1.35 and 4.4 ms for
+  1, 64 and 256 contexts, were not rerun here.
+- **vLLM.** There is no record yet.
 - **Trained weights, end to end through Pie.** There is no record yet.
 
 [The method](../benches/README.md) has the conditions of a valid run.
@@ -115,13 +116,26 @@ def throughput(results: Results) -> list[str]:
             for name, speed in speeds["sglang"].items()
         ),
     ]
+    peer = results.get("mini-sglang")
+    beside = [] if peer is None else ["Mini-SGLang on the same workload:", *mini_sglang(peer)]
     return [
         "256 requests at once, prompts and outputs of 100 to 1,024 tokens, 133,966 output tokens, "
         "temperature 0.6, shape of Qwen3-0.6B.",
         table(["engine", "output tokens/s", "ours / theirs"], rows),
         picture("load", "Output tokens per second"),
         source(record, whole),
+        *beside,
     ]
+
+
+def mini_sglang(record: Results) -> list[str]:
+    """Three engines on one machine in one call."""
+    ours = record["tokens_per_s"]["this driver"]
+    rows = [
+        [name, speed, "" if speed == ours else ours / speed]
+        for name, speed in record["tokens_per_s"].items()
+    ]
+    return [table(["engine", "output tokens/s", "ours / theirs"], rows), source(record)]
 
 
 def shapes(results: Results) -> list[str]:
@@ -378,13 +392,15 @@ def host_path(results: Results) -> list[str]:
     for row in record["rows"]:
         if row["bench"].startswith("plan/"):
             sides.setdefault(row["bench"], {})[row["side"]] = row["p50"] / 1000
-    peers = ("numpy_delta", "numpy_full_table")
+    # A record from before there was one of them has no column for it.
+    known = ("numpy_delta", "numpy_full_table", "numpy_rebuilt")
+    peers = [peer for peer in known if all(peer in row for row in sides.values())]
     rows = [
         [
             name.removeprefix("plan/"),
             row["ours"],
             *(row[peer] for peer in peers),
-            row[peers[1]] / row["ours"],
+            row["numpy_full_table"] / row["ours"],
         ]
         for name, row in sides.items()
     ]

@@ -87,11 +87,14 @@ With `fuse_layers` a Llama-like model runs with few kernels of the driver's own 
 
 - on one GPU in CUDA graphs, and in `fa3` prefills of bfloat16 models without biases;
 - on two or four GPUs that NVLink connects, in CUDA graphs of up to 256 rows;
-- mixtures of experts (Qwen3-MoE) without adapters and without quantization, on one GPU in CUDA
-  graphs of up to 64 rows.
+- with FP8 weights (`quantization = "fp8"`, checkpoints of that method or of compressed-tensors,
+  scaled by tensor, channel or blocks of 128 by 128) without adapters, on one GPU in CUDA graphs and
+  in `fa3` prefills;
+- mixtures of experts (Qwen3-MoE, Mixtral) without adapters and without quantization, on one GPU in
+  CUDA graphs of up to 64 rows.
 
-The driver folds the weights of the norms into the matrices, so the weights cannot be updated
-afterwards. `false` keeps SGLang's layers.
+The driver folds the weights of the norms into matrices that are not FP8, so the weights cannot be
+updated afterwards. `false` keeps SGLang's layers.
 
 ## LoRA layers
 

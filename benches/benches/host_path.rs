@@ -14,6 +14,8 @@ use pie_wire::{ForwardResponse, Reply, ResponseFrame, ResponsePayload};
 const CONTEXT: u32 = 2048;
 /// Steps of the same contexts in a row; every sixteenth adds a page to each.
 const STEPS: u32 = 32;
+/// Variants of `peers/numpy_plan.py`.
+const PEERS: [&str; 3] = ["numpy_delta", "numpy_full_table", "numpy_rebuilt"];
 
 /// Validating the decode frame of the largest batch, and of smaller ones.
 fn access(criterion: &mut Criterion) {
@@ -108,7 +110,7 @@ fn race(
     }
     let case = Case::write(name, &frames);
     // Started when they are first asked, so that a filtered run starts none.
-    let [delta, full] = ["numpy_delta", "numpy_full_table"].map(|variant| {
+    let [delta, full, rebuilt] = PEERS.map(|variant| {
         let peer = RefCell::new(None);
         let case = &case;
         move |operations, samples: &mut timing::Samples| {
@@ -124,8 +126,9 @@ fn race(
         path.run(frames[step].as_slice()).len()
     };
     Race::new(name, Unit::Ns, ours)
-        .peer_turns("numpy_delta", delta)
-        .peer_turns("numpy_full_table", full)
+        .peer_turns(PEERS[0], delta)
+        .peer_turns(PEERS[1], full)
+        .peer_turns(PEERS[2], rebuilt)
         .run(criterion);
 }
 

@@ -28,8 +28,9 @@ from typing import Any, NamedTuple
 import frame
 import torch
 from frame import Report
+from tiled_products import TiledProduct, randn
 
-from pie_driver_sglang.kernels import dense_layers, few_rows
+from pie_driver_sglang.kernels import dense_layers, few_rows, many_rows
 from pie_driver_sglang.kernels.dense_layers import Heads, LinearWeights, Norm, Scale, Tiling
 
 ROWS = (1, 8, 16, 32, 64, 128, 256)
@@ -69,12 +70,6 @@ SHAPES = (
     Shape("14B", 5120, 40, 8, 128, 17408),
 )
 TINY = Shape("tiny", 64, 4, 2, 16, 96)
-
-
-def randn(*size: int, device: torch.device, scale: float = 1.0) -> torch.Tensor:
-    """In bfloat16, or in float32 for the interpreter."""
-    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    return (torch.randn(*size, device=device) * scale).to(dtype)
 
 
 class Layer:
@@ -134,7 +129,7 @@ class Layer:
             parts = few_rows.begin(residual, tiles["down"]).squares
         given, into = few_rows.Stream(residual, parts), self.matrices
         qkv = few_rows.product(
-            residual, into["qkv"], cuts["qkv"], scratch, given=given, epsilon=EPSILON
+            residual, into["qkv"], cuts["qkv"], scratch, stream=given, epsilon=EPSILON
         )
         seen = dense_layers.norm_rope_store(qkv, self.heads, slots, slots).flatten(1)
         middle = few_rows.Stream(residual, parts.new_empty(count, tiles["out"]))
@@ -260,6 +255,7 @@ def check_parity(device: torch.device, tiny: bool, report: Report) -> None:
                         name, dense_layers.linear(rows, LinearWeights(weight), cut).sum(0), exact
                     )
         check_few_parity(layer, count, device, compare)
+    check_tiles(TINY if tiny else SHAPES[1], device, compare)
     for name, error in worst.items():
         print(f"parity {name}: {error:.1e}")
     held = [report.hold(f"error of {n}", error, at_most=TOLERANCE) for n, error in worst.items()]
@@ -292,7 +288,7 @@ def check_few_parity(
         else:
             given = few_rows.begin(rows, 4)
             found = few_rows.product(
-                rows, matrix, cut, scratch, given=given, epsilon=EPSILON, gated=is_gated
+                rows, matrix, cut, scratch, stream=given, epsilon=EPSILON, gated=is_gated
             )
             exact = rows.double()
             exact *= torch.rsqrt(exact.square().mean(-1, keepdim=True) + EPSILON)
@@ -301,6 +297,22 @@ def check_few_parity(
                 gate, up = exact.chunk(2, dim=-1)
                 exact = torch.nn.functional.silu(gate) * up
         compare(f"{name} of few rows", found, exact)
+
+
+def check_tiles(
+    shape: Shape, device: torch.device, compare: Callable[[str, torch.Tensor, torch.Tensor], None]
+) -> None:
+    """Compares products by tiles, of the type that weights have and of FP8."""
+    for (kind, itemsize, most), tiles in many_rows._TILES.items():
+        for count in (1, most - 3, most):
+            for name, (outputs, inputs, _, gated) in shape.products().items():
+                if kind != {"out": "adds", "down": "adds", "gate_up": "gated"}.get(name, "plain"):
+                    continue
+                fitting = [tile for tile in tiles if tile.fits(outputs, inputs)]
+                for tile in [many_rows.Tile(16, 16, 16)] if device.type == "cpu" else fitting:
+                    product = TiledProduct(count, outputs, inputs, device, itemsize, gated=gated)
+                    found = product.run(tile, adds=kind == "adds")
+                    compare(f"{name} by tiles of {itemsize} bytes", found, product.exact)
 
 
 def cuts(rows: int, inputs: int, most_parts: int, gated: bool) -> Iterator[Tiling]:

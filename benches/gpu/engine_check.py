@@ -8,12 +8,15 @@ ids, temperature 0.6, no end before the asked length. Weights are random. `text`
 texts in and out, by a tokenizer of the model's size. `ring` is the load generator, which plays a
 runtime without a scheduler. Parts are processes, one after the other; the third repeat of each
 counts, of SGLang's that of the best backend. Ours and the load generator say how many steps a
-repeat took, how many rows they had, and how long the driver was waited for; ours also how long the
-driver waited for the next step.
+repeat took, how many rows they had, and how long the driver was waited for. Ours also says how long
+the driver waited for the next step, and `text` how long tokenizing takes by itself.
+
+`engine` plays `chat` as well, after the standard workload, with the same engine.
 
 `chat`: 64 conversations of 8 turns that share a prompt of 2,000 tokens; a turn has 40 to 120 tokens
 of question and 64 of answer. Every conversation asks its next question when it is answered. Both
-engines keep prefixes. What counts is the mean time to the first token, and the time of all.
+engines keep prefixes. What counts is the mean time to the first token, and the time of all, of the
+third repeat. The part `chat` is SGLang's.
 """
 
 from __future__ import annotations
@@ -72,33 +75,50 @@ def engine_of(side: str, shapes: Path, backend: str, tokenizer: Path | None = No
     )
 
 
-def standard(shapes: Path, tokenizer: Path | None) -> None:
+def standard(engine: Any, has_texts: bool) -> None:
     """Prints the tokens per second of each repeat, and what the steps were."""
     lengths, draw = json.loads(LENGTHS.read_text()), random.Random(0)
     sampling = [
         {"temperature": 0.6, "ignore_eos": True, "max_new_tokens": count}
         for count in lengths["outputs"]
     ]
-    kind = "engine" if tokenizer is None else "text"
-    with engine_of("ours", shapes, "", tokenizer) as engine:
-        before = counts(engine)
-        for repeat in range(REPEATS):
-            prompts: dict[str, Any]
-            if tokenizer is None:
-                drawn = [draw.choices(range(VOCABULARY), k=count) for count in lengths["prompts"]]
-                prompts = {"input_ids": drawn}
-            else:
-                prompts = {"prompt": texts.make_texts(lengths["prompts"], repeat)}
-            begin = time.perf_counter()
-            answers = engine.generate(**prompts, sampling_params=sampling)
-            seconds = time.perf_counter() - begin
-            said = sum(len(answer["output_ids"]) for answer in answers)
-            assert said == sum(lengths["outputs"])
-            assert tokenizer is None or all(answer["text"] for answer in answers)
-            print(f"{kind} repeat {repeat}: {said / seconds:.0f} tokens/s", flush=True)
-            after = counts(engine)
-            print(f"{kind} repeat {repeat} {explain(before, after, seconds)}", flush=True)
-            before = after
+    kind = "text" if has_texts else "engine"
+    before = counts(engine)
+    for repeat in range(REPEATS):
+        prompts: dict[str, Any]
+        if has_texts:
+            prompts = {"prompt": texts.make_texts(lengths["prompts"], repeat)}
+        else:
+            drawn = [draw.choices(range(VOCABULARY), k=count) for count in lengths["prompts"]]
+            prompts = {"input_ids": drawn}
+        begin = time.perf_counter()
+        answers = engine.generate(**prompts, sampling_params=sampling)
+        seconds = time.perf_counter() - begin
+        said = sum(len(answer["output_ids"]) for answer in answers)
+        assert said == sum(lengths["outputs"])
+        assert not has_texts or all(answer["text"] for answer in answers)
+        print(f"{kind} repeat {repeat}: {said / seconds:.0f} tokens/s", flush=True)
+        after = counts(engine)
+        print(f"{kind} repeat {repeat} {explain(before, after, seconds)}", flush=True)
+        before = after
+
+
+def tokenizing(engine: Any) -> None:
+    """Prints what tokenizing and decoding the workload's texts take, without any step."""
+    lengths = json.loads(LENGTHS.read_text())
+    for repeat in range(2):
+        prompts = texts.make_texts(lengths["prompts"], 10 + repeat)
+        begin, used = time.perf_counter(), time.process_time()
+        tokens = engine.tokenizer.encode(prompts)
+        wall, used = time.perf_counter() - begin, time.process_time() - used
+        begin = time.perf_counter()
+        for each in tokens:
+            engine.tokenizer.decode(each)
+        print(
+            f"tokenizing {sum(map(len, prompts))} characters: {1e3 * wall:.0f} ms, "
+            f"{1e3 * used:.0f} ms of CPU; decoding: {1e3 * (time.perf_counter() - begin):.0f} ms",
+            flush=True,
+        )
 
 
 def counts(engine: Any) -> dict[str, float]:
@@ -118,7 +138,8 @@ def explain(before: dict[str, float], after: dict[str, float], seconds: float) -
     return (
         f"steps: {steps}, {with_prompts} of them with {prompt} tokens of prompts ({cached} "
         f"cached, {retractions} retractions), {rows / max(1, steps):.1f} rows a step; driver "
-        f"{driver_s:.3f} s, host {1e6 * host_s / max(1, steps):.1f} us a step, before and after "
+        f"{driver_s:.3f} s, host {1e6 * host_s / max(1, steps):.1f} us a step (so far p50 "
+        f"{after['gap_us_p50']:.1f}, p99 {after['gap_us_p99']:.1f}), before and after "
         f"{rest_ms:.1f} ms"
     )
 
@@ -148,16 +169,33 @@ async def chat(engine: Any, seed: int) -> tuple[float, float]:
     return statistics.mean(first), time.perf_counter() - begin
 
 
-def chats(side: str, shapes: Path, backend: str) -> None:
+def chats(side: str, engine: Any) -> None:
     """Prints the times of each repeat."""
-    engine = engine_of(side, shapes, backend)
     loop = getattr(engine, "loop", None) or asyncio.new_event_loop()
     for repeat in range(REPEATS):
+        engine.flush_cache()
         first, whole = loop.run_until_complete(chat(engine, repeat + 1))
         text = f"first {first * 1e3:.1f} ms, all {whole:.2f} s"
         print(f"chat {side} repeat {repeat}: {text}", flush=True)
-        engine.flush_cache()
-    engine.shutdown()
+
+
+def play(arguments: argparse.Namespace) -> None:
+    """One part, in a process of its own."""
+    shapes, kind = arguments.shapes, arguments.play
+    if kind == "sglang":
+        engine = engine_of("sglang", shapes, arguments.backends.split(",")[0])
+        chats("sglang", engine)
+        engine.shutdown()
+        return
+    tokenizer = None
+    if kind == "text":
+        tokenizer = texts.make_tokenizer(arguments.out / "tokenizer", MODEL_VOCABULARY)
+    with engine_of("ours", shapes, "", tokenizer) as engine:
+        if tokenizer is not None:
+            tokenizing(engine)
+        standard(engine, tokenizer is not None)
+        if tokenizer is None:
+            chats("ours", engine)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -168,8 +206,7 @@ def parser() -> argparse.ArgumentParser:
         "--backends", default="flashinfer", help="SGLang's attention_backend, one or several"
     )
     made.add_argument("--budget-s", type=float, default=550.0, help="seconds for all parts")
-    kinds = ("engine", "text", "ours", "sglang")
-    made.add_argument("--play", choices=kinds, help=argparse.SUPPRESS)
+    made.add_argument("--play", choices=("engine", "text", "sglang"), help=argparse.SUPPRESS)
     return made
 
 
@@ -178,13 +215,8 @@ def main() -> None:
     arguments = parser().parse_args()
     shapes: Path = arguments.shapes
     backends = arguments.backends.split(",")
-    if arguments.play in ("engine", "text"):
-        folder = arguments.out / "tokenizer"
-        is_text = arguments.play == "text"
-        standard(shapes, texts.make_tokenizer(folder, MODEL_VOCABULARY) if is_text else None)
-        return
     if arguments.play:
-        chats(arguments.play, shapes, backends[0])
+        play(arguments)
         return
     with Report(__file__, arguments) as report:
         runner = Runner(arguments.out / "engine_check.log", arguments.budget_s)
@@ -193,24 +225,31 @@ def main() -> None:
         load = [arguments.pie_load, "throughput", "--python", sys.executable, "--model", shapes]
         load += ["--device", "cuda:0", "--profile", "latency", "--option", 'load_format="dummy"']
         peer = [sys.executable, PEERS / "sglang_engine.py", shapes]
-        commands: dict[str, tuple[list[object], str]] = {
-            "engine": ([*again, "engine"], r"engine repeat \d+: (\d+)()"),
-            "text": ([*again, "text"], r"text repeat \d+: (\d+)()"),
-            "ring": (load, r"output tokens in [\d.]+ s = (\d+)()"),
+        speed, times = r"repeat \d+: (\d+)()", r"first ([\d.]+) ms, all ([\d.]+) s"
+        commands: dict[str, tuple[list[object], dict[str, str]]] = {
+            "ring": (load, {"ring": r"output tokens in [\d.]+ s = (\d+)()"}),
+            "engine": ([*again, "engine"], {"engine": f"engine {speed}", "chat ours": times}),
+            "text": ([*again, "text"], {"text": f"text {speed}"}),
             **{
-                f"sglang {backend}": ([*peer, backend], r"repeat \d+: .* = (\d+)()")
+                f"sglang {backend}": (
+                    [*peer, backend],
+                    {f"sglang {backend}": r"repeat \d+: .* = (\d+)()"},
+                )
                 for backend in backends
             },
-            "chat ours": ([*again, "ours"], r"first ([\d.]+) ms, all ([\d.]+) s"),
-            "chat sglang": ([*again, "sglang"], r"first ([\d.]+) ms, all ([\d.]+) s"),
+            "chat sglang": ([*again, "sglang"], {"chat sglang": times}),
         }
         found: dict[str, list[float]] = {}
-        for name, (command, pattern) in commands.items():
-            if name.split()[0] in arguments.parts.split(","):
-                output = runner.run(name, command, LIMIT_S)
+        for name, (command, patterns) in commands.items():
+            if name.split()[0] not in arguments.parts.split(","):
+                continue
+            output = runner.run(name, command, LIMIT_S)
+            for what, pattern in patterns.items():
                 matches = re.findall(pattern, output)
-                found[name] = [float(each) for each in matches[-1] if each] if matches else []
-                report.add(part=name, repeats=matches)
+                # The third repeat: what fewer say was measured while something was compiled.
+                last = matches[-1] if len(matches) == REPEATS else ()
+                found[what] = [float(each) for each in last if each]
+                report.add(part=what, repeats=matches)
         report.hold("parts that failed", len(runner.failed), at_most=0)
         compare(found, report)
 

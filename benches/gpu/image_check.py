@@ -1,6 +1,7 @@
 """Serves a Qwen3-VL with images and compares its logits with transformers' own model.
 
-    python benches/gpu/image_check.py [--device cuda:0] [--model DIR] [--backends A,B] [--json FILE]
+    python benches/gpu/image_check.py [--device cuda:0] [--model DIR] [--backends A,B]
+        [--dtypes A,B] [--json FILE]
 
 Without `--model` the weights are random, in a small shape with the head sizes of the real models.
 The reference runs in float32 on the CPU, eagerly. In float32 (only on the CPU) every logit must be
@@ -238,6 +239,7 @@ def parser() -> argparse.ArgumentParser:
     made = frame.parser(__doc__, "device")
     made.add_argument("--model", type=Path, help="a Qwen3-VL snapshot; by default random weights")
     made.add_argument("--backends", help="by default those that suit the device")
+    made.add_argument("--dtypes", help="by default those that suit the device")
     return made
 
 
@@ -246,6 +248,8 @@ def main() -> None:
     arguments = parser().parse_args()
     on_cpu = arguments.device == "cpu"
     backends = arguments.backends or ("torch_native" if on_cpu else "triton,flashinfer")
+    # SGLang's norms on a GPU take no float32.
+    dtypes = arguments.dtypes or ("float32,bfloat16" if on_cpu else "float16,bfloat16")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from transformers import Qwen3VLForConditionalGeneration
@@ -255,8 +259,7 @@ def main() -> None:
             snapshot, attn_implementation="eager", dtype=torch.float32
         ).eval()
         for backend in backends.split(","):
-            # SGLang's norms on a GPU take no float32.
-            for dtype in ("float32", "bfloat16") if on_cpu else ("float16", "bfloat16"):
+            for dtype in dtypes.split(","):
                 check(model, snapshot, arguments.device, backend, dtype, report)
 
 

@@ -1,7 +1,8 @@
 """Plays the runtime's load against a driver on a CUDA GPU, compared with a prototype and SGLang.
 
     python benches/gpu/load_check.py --shapes CONFIG --pie-load BINARY --out DIR \
-        [--onegraph SCRIPT] [--bench-sgl SCRIPT] [--graph-times FILE] [--parts A,B]
+        [--onegraph SCRIPT] [--bench-sgl SCRIPT] [--graph-times FILE] [--parts A,B] \
+        [--peer-mini CHECKOUT]
 
 Parts, each in processes of its own; one that fails costs the others nothing:
 
@@ -9,7 +10,8 @@ Parts, each in processes of its own; one that fails costs the others nothing:
    512.
 2. `steps`, `throughput`: round trips of decode steps, and tokens per second of the standard
    workload, on one driver.
-3. `peers`: SGLang's own tokens per second, by attention backend.
+3. `peers`: SGLang's own tokens per second, by attention backend, and with `--peer-mini` those of
+   Mini-SGLang.
 4. `runner`, only when named: the same steps by SGLang's `ModelRunner` with its own graphs, by
    attention backend, and how long the memory takes to move what a step must read (the roofline).
 5. `trace`, only when named: the driver's own split of a step. Writing it costs time in every step.
@@ -28,6 +30,7 @@ import re
 import sys
 import tempfile
 import time
+import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -47,7 +50,8 @@ PART_S = {"prototype": 120.0, "load": 240.0, "trace": 120.0, "peers": 150.0, "ru
 _PROTOTYPE_LINE = re.compile(r"batch (\d+): gpu (\d+) us, .* overhead (-?\d+) us")
 _RUNNER_LINE = re.compile(r"runner \S+ (\d+x\d+): (\d+) us")
 _BYTES_LINE = re.compile(r"runner bytes: weights (\d+), a token (\d+)")
-_PEER_LINE = re.compile(r"sglang (\S+) repeat \d+: .* = (\d+) tok/s")
+_MINI_LINE = re.compile(r"^mini-sglang (.*?): \{", re.MULTILINE)
+_PEER_LINE = re.compile(r"(?:mini-)?sglang (\S+) repeat \d+: .* = (\d+) tok/s")
 
 
 def prototype_figures(output: str) -> dict[str, dict[str, float]]:
@@ -110,7 +114,7 @@ class Check:
         self._figures: dict[str, Any] = {
             "host_overhead_us": {},
             "prototype_overhead_us": {},
-            "tokens_per_s": {"ours": None, "sglang": {}},
+            "tokens_per_s": {"ours": None, "sglang": {}, "mini_sglang": {}},
             "steps": None,
             "detail": {},
         }
@@ -126,6 +130,8 @@ class Check:
         if "peers" in parts:
             for backend in self._arguments.peer_backends.split(","):
                 self._part(f"peer {backend}", lambda backend=backend: self._peer(backend))
+            if self._arguments.peer_mini:
+                self._part("peer mini", self._mini_peer)
         if "runner" in parts:
             for backend in self._arguments.peer_backends.split(","):
                 self._part(f"runner {backend}", lambda backend=backend: self._model_runner(backend))
@@ -196,7 +202,7 @@ class Check:
         command += ["--model", self._model, "--device", arguments.device, "--json", path]
         command += ["--profile", arguments.profile, "--log", self._out / f"{name}.driver.log"]
         command += ["--batch", arguments.batch, "--context", arguments.context]
-        command += ["--commit", frame.commit()]
+        command += ["--repeats", arguments.repeats, "--commit", frame.commit()]
         if arguments.lengths:
             command += ["--lengths", arguments.lengths]
         for option in arguments.option:
@@ -211,12 +217,30 @@ class Check:
             return
         arguments = self._arguments
         command = [sys.executable, arguments.bench_sgl, self._model, backend]
-        if arguments.lengths and arguments.bench_sgl == PEER:
-            command += ["--lengths", arguments.lengths]
+        if arguments.bench_sgl == PEER:
+            command += ["--repeats", arguments.repeats]
+            command += ["--lengths", arguments.lengths] if arguments.lengths else []
+        method = quantization(arguments.option)
+        if method is not None:
+            command += ["--quantization", method]
         speeds = peer_figures(self._runner.run(f"peer {backend}", command, PART_S["peers"]))
         self._figures["detail"].setdefault("sglang_repeats", {})[backend] = speeds
         if speeds:
             self._figures["tokens_per_s"]["sglang"][backend] = speeds[-1]
+
+    def _mini_peer(self) -> None:
+        arguments, backend = self._arguments, self._arguments.peer_mini_backend
+        name, _, page_size = backend.partition(":")
+        command = [sys.executable, PEERS / "mini_sglang.py", arguments.peer_mini, self._model, name]
+        command += ["--page-size", page_size or "1"]
+        if arguments.lengths:
+            command += ["--lengths", arguments.lengths]
+        output = self._runner.run("peer mini", command, PART_S["peers"])
+        speeds, detail = peer_figures(output), self._figures["detail"]
+        detail["mini_sglang_repeats"] = {backend: speeds}
+        detail["mini_sglang_version"] = next(iter(_MINI_LINE.findall(output)), "unknown")
+        if speeds:
+            self._figures["tokens_per_s"]["mini_sglang"][backend] = speeds[-1]
 
     def _model_runner(self, backend: str) -> None:
         if backend == "fa3" and not _has_fa3():
@@ -236,6 +260,12 @@ class Check:
         return times
 
 
+def quantization(options: Sequence[str]) -> str | None:
+    """The method by which lines of [driver.options] have weights quantized, for the peers, too."""
+    method: str | None = tomllib.loads("\n".join(options)).get("quantization")
+    return method
+
+
 def _has_fa3() -> bool:
     spec = importlib.util.find_spec("sgl_kernel")
     folders = spec.submodule_search_locations if spec else None
@@ -253,10 +283,13 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--graph-times", type=Path, help='{"<batch>x<context>": µs on the GPU}')
     made.add_argument("--parts", default=DEFAULT_PARTS)
     made.add_argument("--peer-backends", default="fa3,flashinfer,triton")
+    made.add_argument("--peer-mini", type=Path, help="a clone of Mini-SGLang")
+    made.add_argument("--peer-mini-backend", default="fi", help="fi, or fa:256 with its page size")
     made.add_argument("--batch", default="1,8,64,256")
     made.add_argument("--context", default="512,2048")
     made.add_argument("--lengths", type=Path, help="another workload, for a try on the CPU")
     made.add_argument("--profile", default="latency")
+    made.add_argument("--repeats", type=int, default=3, help="of the workload; the last one counts")
     made.add_argument("--budget-s", type=float, default=520.0, help="seconds for all parts")
     return made
 

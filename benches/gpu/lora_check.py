@@ -1,18 +1,18 @@
 """Checks LoRA adapters on a CUDA GPU against merged weights, and times decode steps with them.
 
     python benches/gpu/lora_check.py [--pocket DIR] [--shapes CONFIG_DIR] [--backends A,B]
-        [--device cuda:0] [--json FILE]
+        [--parts tokens,times] [--device cuda:0] [--json FILE]
 
 For each of SGLang's LoRA backends:
 
-1. `pocket` in bfloat16 under adapters of several ranks and layers, one of them with an LM head.
-   A batch mixes all of them and none, and a prompt comes in one pass and in chunks. Logits are
+1. `tokens`: `pocket` in bfloat16 under adapters of several ranks and layers, one with an LM
+   head. A batch mixes all of them and none; a prompt comes in one pass and in chunks. Logits are
    compared with `transformers` (float32, CPU) on weights merged by hand. Greedy tokens must agree
    wherever the reference's two best logits are more than `MIN_GAP` apart. More adapters are loaded
    than a pass holds.
-2. Decode steps of 61 contexts, and batches of prompts, as the client sees them (round trip, p50):
-   adapters off, on but unused, one for all requests, eight for as many requests each. With
-   `pocket`, or with random weights in the shape of CONFIG_DIR.
+2. `times`: decode steps of 61 contexts, and batches of prompts, as the client sees them (round
+   trip, p50): adapters off, on but unused, one for all requests, eight for as many requests each.
+   With `pocket`, or with random weights in the shape of CONFIG_DIR.
 
 `--device cpu --backends torch_native` tries the script out.
 """
@@ -276,6 +276,7 @@ def parser() -> argparse.ArgumentParser:
     """The check's arguments."""
     made = frame.parser(__doc__, "pocket", "shapes", "device")
     made.add_argument("--backends", default="triton,csgmv")
+    made.add_argument("--parts", default="tokens,times")
     return made
 
 
@@ -286,9 +287,12 @@ def main() -> None:
     timed = arguments.shapes or pocket
     dummy: dict[str, object] = {"load_format": "dummy"} if arguments.shapes else {}
     with Report(__file__, arguments) as report:
-        for backend in arguments.backends.split(","):
+        parts = arguments.parts.split(",")
+        for backend in arguments.backends.split(",") if "tokens" in parts else ():
             print(f"pocket, bfloat16, {backend}")
             check_pocket(pocket, backend, device, report)
+        if "times" not in parts:
+            return
         print(f"{timed.name}, {SIZE} contexts of {CONTEXT}, adapters of rank 16 in all layers")
         time_steps(timed, {**dummy, "enable_lora": False}, device, report)
         for backend in arguments.backends.split(","):

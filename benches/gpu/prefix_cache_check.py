@@ -6,7 +6,8 @@ The engines are processes on one GPU, with random weights in the shape of CONFIG
 turns: each answers the same requests while the others are idle. Groups of eight requests begin with
 a common prefix of 200 to 600 tokens; each goes on with 30 to 100 tokens of its own, and asks for 32
 tokens. `--at-once` says how many requests run at a time; a turn has four times as many, and new
-prefixes. One row with another backend: `--at-once 8 --attention-backend triton`.
+prefixes. One row with another backend: `--at-once 8 --attention-backend triton`. The engine
+`declines` is ours, and uses no prefix: what keeping the books costs by itself.
 
 The status is 1 if an engine failed or found no prefix, and if ours makes fewer tokens a second than
 SGLang's tree or none, by the medians over the turns.
@@ -33,8 +34,11 @@ ENGINES: dict[str, dict[str, Any]] = {
     "off": {"disable_radix_cache": True},
     "sglang": {},
     "pie": {"radix_cache_backend": "pie"},
+    "declines": {"radix_cache_backend": "pie"},
 }
-"""Arguments of each engine, in addition to those of all."""
+"""Arguments of each engine, in addition to those of all. The last one has `PIE_RADIX_MIN_HIT`."""
+DECLINED = 1000
+"""Tokens of a prefix from which on the last engine uses it: more than any here has."""
 SHARING = 8
 PREFIX = (200, 600)
 OWN = (30, 100)
@@ -113,7 +117,10 @@ class Engine:
         """Starts it."""
         command = [sys.executable, __file__, "--shapes", arguments.shapes, "--serve", name]
         command += ["--backend", arguments.backend, "--out", arguments.out]
-        environment = {**os.environ, "SGLANG_PLUGINS": "pie_radix" if name == "pie" else ""}
+        ours = "radix_cache_backend" in ENGINES[name]
+        environment = {**os.environ, "SGLANG_PLUGINS": "pie_radix" if ours else ""}
+        if name == "declines":
+            environment["PIE_RADIX_MIN_HIT"] = str(DECLINED)
         self._process = subprocess.Popen(
             list(map(str, command)),
             stdin=subprocess.PIPE,
@@ -146,7 +153,7 @@ class Engine:
 def parser() -> argparse.ArgumentParser:
     """The check's arguments."""
     made = frame.parser(__doc__, "out", "shapes")
-    made.add_argument("--engines", default=",".join(ENGINES))
+    made.add_argument("--engines", default="off,sglang,pie")
     made.add_argument(
         "--backend",
         "--attention-backend",
@@ -176,7 +183,8 @@ def compare(engines: dict[str, Engine], at_once: int, turns: int, report: Report
         text = f"{row['tokens_per_s']:.0f} tokens/s, {row['latency_ms']:.1f} ms a request"
         print(f"{at_once:>4} at once, {name:>6}: {text}, {row['cached']:.0%} cached")
         cached = row["cached"] > 0
-        report.hold(f"{name} caches at {at_once}", cached == (name != "off"), at_least=1)
+        uses = name not in ("off", "declines")
+        report.hold(f"{name} caches at {at_once}", cached == uses, at_least=1)
     ours = rows.pop("pie", None)
     for name, row in rows.items():
         if ours:

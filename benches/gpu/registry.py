@@ -78,6 +78,16 @@ CHECKS: Final[Mapping[str, Check]] = {
         "2e-2 of the largest value", 5,
         "--parity --times --shapes 0.6B,8B,14B --json {record}",
     ),
+    "accuracy": Check(
+        "accuracy_check.py", "a checkpoint's perplexity and best tokens are those of transformers, "
+        "by few kernels, by SGLang's layers and attention, and in FP8",
+        "1 % of the perplexity, 5 % in FP8; 999 of 1,000 decided tokens", 5,
+        "--ways fused,unfused,sglang,fp8,fp8-unfused --json {record}",
+    ),
+    "prefill": Check(
+        "prefill_check.py", "long passes by the driver's layers, against SGLang's",
+        "hidden states differ by 3 %", 5, "--shapes {small} --json {record}", alone=True,
+    ),
     "adapters": Check(
         "lora_check.py", "LoRA adapters give what merged weights give; what they cost a step",
         "no decided token differs, logits by 0.5", 5,
@@ -159,6 +169,11 @@ CHECKS: Final[Mapping[str, Check]] = {
     "faults": Check(
         "fault_check.py", "faults end a start or the driver with one line; loads stall no decode",
         "no part fails", 10, "--pocket {pocket} --shapes {small} --json {record}", usual=False,
+    ),
+    "launch faults": Check(
+        "launch_fault_check.py", "what a graph does over a block that is staged for a smaller one",
+        "the right block runs", 2, "--shapes {small} --limit-s {limit} --json {record}",
+        usual=False,
     ),
     "prefix caches": Check(
         "prefix_cache_check.py", "SGLang's engine without a prefix cache, with its tree, with ours",

@@ -1,7 +1,7 @@
 """Shapes that people run: steps, compared with the time to move their bytes, and tokens per second.
 
     python benches/gpu/shapes_check.py --out DIR --pie-load BINARY [--names 8b,14b] \
-        [--parts steps,throughput] [--peer-backends fa3,flashinfer] [--results FILE]
+        [--parts steps,throughput] [--peer-backends fa3,flashinfer] [--repeats N] [--results FILE]
 
 Every shape has random weights, and processes of its own: `step_check.py` for the parts of `steps`,
 `load_check.py` for those of `throughput`. FILE, `benches/results/shapes.json` unless it is named,
@@ -169,9 +169,9 @@ class Check:
         out = self._out / name
         out.mkdir(exist_ok=True)
         command: list[object] = [sys.executable, FOLDER / "load_check.py", "--shapes", folder]
-        # SGLang's engine would run the matrices as they are.
-        parts = "throughput" if shape.options else "throughput,peers"
-        command += ["--parts", parts, "--peer-backends", self._arguments.peer_backends]
+        command += ["--parts", "throughput,peers"]
+        command += ["--peer-backends", self._arguments.peer_backends]
+        command += ["--repeats", self._arguments.repeats]
         command += ["--pie-load", self._arguments.pie_load, "--out", out]
         command += ["--option", "mem_fraction_static = 0.8"]
         path = out / "load_check.json"
@@ -217,6 +217,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--names", type=names, default=",".join(SHAPES))
     made.add_argument("--parts", default="steps,throughput")
     made.add_argument("--peer-backends", default="fa3,flashinfer")
+    made.add_argument("--repeats", type=int, default=3, help="of the load; the last one counts")
     made.add_argument("--results", type=Path, default=RESULTS)
     made.add_argument("--budget-s", type=float, default=1800.0, help="seconds for all shapes")
     return made

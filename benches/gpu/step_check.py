@@ -3,10 +3,10 @@
     python benches/gpu/step_check.py --shapes CONFIG_DIR [--rows 64,128,256] [--lengths 512,1024]
         [--way "stages=4" --way "few_rows=16" ...] [--option KEY=VALUE] [--json FILE]
 
-Random weights in the shape of CONFIG_DIR, greedy samplers, scattered pages; each graph is launched
-back to back. A way changes fields of the attention's `SplitTuning`, or the rows from which on
-products are a library's (`few_rows`). The driver's own choice is always the first and the last one,
-which shows how much the machine drifts.
+Random weights, tokens and KV in the shape of CONFIG_DIR, greedy samplers, scattered pages; each
+graph is launched back to back. A way changes fields of the attention's `SplitTuning`, or the rows
+from which on products are a library's (`few_rows`). The driver's own choice is always the first and
+the last one, which shows how much the machine drifts.
 """
 
 from __future__ import annotations
@@ -43,8 +43,14 @@ class Steps:
         import pie_driver_sglang.srt.load as load
 
         # The graph path's own graphs would only take time.
+        from pie_driver_sglang.srt.seams.pools import storage
+
         with mock.patch.object(load, "_steps", lambda *_: None):
             _, self.engine = load.load_engine(config)
+        for stored in storage(self.engine.runner.token_to_kv_pool)[0]:
+            # There are no random numbers in FP8.
+            if stored.dtype.itemsize > 1:
+                stored.normal_(std=0.05)
 
     def time(
         self, rows: list[int], lengths: list[int], way: dict[str, Any], report: Report
@@ -91,6 +97,8 @@ class Steps:
         fields["positions"].fill_(length - 1)
         fields["req_pool_indices"][:] = torch.arange(1, rows + 1)
         fields["out_cache_loc"][:] = slots[:rows, length - 1].cpu()
+        # Rows of the same text would take the same experts.
+        fields["input_ids"][:] = torch.randint(self.engine.facts.vocab_size, (rows,))
         torch.cuda.synchronize()
         return min(steps.time(rows, REPEATS) for _ in range(ROUNDS))
 

@@ -1,13 +1,17 @@
 """The host path of a decode step in numpy: request bytes to staged arrays to reply bytes.
 
 Started by the bench with a variant and a folder that holds frames and what the Rust planner makes
-of them. Both variants check the frame, fill the arrays that the engine needs and write the reply;
-they differ in the block table:
+of them. All variants check the frame, fill the arrays that the engine needs and write the reply;
+they differ in the block table and the reply:
 
 - `numpy_delta` keeps a mirror and stages what changed,
-- `numpy_full_table` stages the whole table in every step.
+- `numpy_full_table` stages the whole table in every step, and keeps the places of its entries,
+- `numpy_rebuilt` keeps nothing from one step to the next, and answers through Python lists.
 
-They are spared what the planner also does: storage slots named twice, masks, drafts, adapters,
+The last has two habits of Pie's own driver, and is no measurement of it. There, index tables also
+go to the host and back to the device, and a reply is tried with several sizes of buffers.
+
+All are spared what the planner also does: storage slots named twice, masks, drafts, adapters,
 media, seeds, contexts that change places.
 """
 
@@ -228,6 +232,29 @@ class FullTable(HostPath):
         self.table.reshape(-1)[self.entries] = (pages + np.int64(1)) * self.page_size
 
 
+class Rebuilt(FullTable):
+    """Makes the tables anew in each step, and the reply of Python lists."""
+
+    def place(self, contexts: Array) -> None:
+        """Gives each context its row; nothing is known of the step before."""
+        self.contexts = np.empty(0, np.uint64)
+        super().place(contexts)
+        self.table = np.full_like(self.table, -1)
+
+    def reply(self, tokens: Array, order: Array, requests: int) -> Array:
+        """Writes the fast token reply of a list for each request."""
+        answers: list[list[int]] = [[] for _ in range(requests)]
+        for request, token in zip(order.tolist(), tokens[:requests].tolist(), strict=True):
+            answers[request].append(token)
+        flat = [token for answer in answers for token in answer]
+        body = REPLY.pack(b"PIETFWD1", 0, len(answers), len(flat))
+        body += struct.pack(f"<{len(flat)}I", *flat)
+        return np.frombuffer(body, np.uint8)
+
+
+VARIANTS = {"numpy_delta": Delta, "numpy_full_table": FullTable, "numpy_rebuilt": Rebuilt}
+
+
 def compare(path: HostPath, data: Array, frame: dict[str, Any], tokens: Array) -> None:
     """Stages a frame and compares everything with what the planner made of it."""
 
@@ -255,7 +282,7 @@ def main(variant: str, folder: Path) -> None:
     """Checks every frame, then runs as many as each line of stdin says and writes their times."""
     case = json.loads((folder / "case.json").read_text())
     data = np.fromfile(folder / "data.bin", np.uint8)
-    path = {"numpy_delta": Delta, "numpy_full_table": FullTable}[variant](case)
+    path = VARIANTS[variant](case)
     tokens = np.full(case["max_requests"], case["token"], np.int64)
     for frame in case["frames"]:
         compare(path, data, frame, tokens)

@@ -1,6 +1,7 @@
 """SGLang's own engine on the standard workload: output tokens per second.
 
     sglang_engine.py MODEL BACKEND [--repeats N] [--lengths FILE] [--mem-fraction F]
+        [--quantization METHOD]
 
 256 requests, handed over all at once: prompt and output lengths uniform in 100..1024, as
 `pie_load/lengths.json` has them, random prompts, temperature 0.6, no end before the asked length.
@@ -21,13 +22,16 @@ from typing import Any
 LENGTHS = Path(__file__).parents[1] / "pie_load" / "lengths.json"
 
 
-def settings(model: Path, backend: str, mem_fraction: float, requests: int) -> dict[str, Any]:
+def settings(
+    model: Path, backend: str, mem_fraction: float, requests: int, quantization: str | None = None
+) -> dict[str, Any]:
     """The engine's arguments. Prefixes are all different, so that a radix cache is only work."""
     weights = any(model.glob("*.safetensors"))
     return {
         "model_path": str(model),
         "attention_backend": backend,
         "load_format": "auto" if weights else "dummy",
+        "quantization": quantization,
         "mem_fraction_static": mem_fraction,
         "max_running_requests": requests,
         "cuda_graph_max_bs_decode": requests,
@@ -52,6 +56,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--lengths", type=Path, default=LENGTHS)
     parser.add_argument("--mem-fraction", type=float, default=0.85)
+    parser.add_argument("--quantization", help="of a model that is loaded as it is otherwise")
     arguments = parser.parse_args()
 
     import sglang
@@ -63,9 +68,11 @@ def main() -> None:
         for count in lengths["outputs"]
     ]
     asked = sum(lengths["outputs"])
-    engine = sglang.Engine(
-        **settings(arguments.model, arguments.backend, arguments.mem_fraction, len(sampling))
-    )
+    chosen = settings(
+        arguments.model, arguments.backend, arguments.mem_fraction, len(sampling),
+        arguments.quantization,
+    )  # fmt: skip
+    engine = sglang.Engine(**chosen)
     for repeat in range(arguments.repeats):
         prompts = [draw.choices(range(vocab), k=count) for count in lengths["prompts"]]
         begin = time.perf_counter()

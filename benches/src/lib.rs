@@ -354,6 +354,7 @@ impl HostPath {
                     logits: &[],
                     logprobs: &self.numbers[..staged.labels().len()],
                     entropies: &self.numbers[..group.count(SlotClass::Entropy)],
+                    ..Outputs::default()
                 };
                 let put = staged.put_outputs(&outputs).map_err(|(_, error)| error);
                 pass = put.expect("one token per slot");

@@ -39,6 +39,7 @@ impl Decodes {
             max_page_refs: pages,
             max_model_len: 1 << 20,
             vocab_size: 151_936,
+            max_logprob_words: 1 << 16,
         };
         let config = Config {
             max_running: requests,

@@ -1,6 +1,6 @@
 //! Extensions: whatever is accepted is within the payload, and written again gives the same bytes.
 
-use pie_wire::{RequestExtension, append_answer, append_extension, split_answer, split_request};
+use pie_wire::{AnswerRows, RequestExtension, append_extension, split_answer, split_request};
 
 use crate::{memory, wire::exact};
 
@@ -50,13 +50,19 @@ fn answer(bytes: &[u8]) {
     let Ok((reply, extension)) = split else {
         return;
     };
-    let rows: Vec<_> = extension.rows().map(|row| row.to_owned()).collect();
+    let mut rows = AnswerRows::default();
+    for row in extension.rows() {
+        let places = row.shape().places(&row.words().collect::<Vec<_>>()).len();
+        let (prompt, tokens) = row.places();
+        assert_eq!(places as u64, u64::from(prompt) + u64::from(tokens));
+        rows.push(row.request(), row.shape(), (prompt, tokens), row.words());
+    }
+    if rows.bytes() == 0 {
+        return;
+    }
     let mut again = vec![0xEE; bytes.len()];
     again[..reply.len()].copy_from_slice(reply);
-    let len = append_answer(&rows, &mut again, reply.len()).expect("no longer than the original");
-    if len > reply.len() {
-        let (_, copy) = split_answer(&again[..len]).expect("it was just written");
-        let copied: Vec<_> = copy.rows().map(|row| row.to_owned()).collect();
-        assert_eq!(format!("{rows:?}"), format!("{copied:?}"));
-    }
+    let len = rows.append(&mut again, reply.len());
+    assert_eq!(len.expect("as long as the original"), bytes.len());
+    assert_eq!(again, bytes);
 }

@@ -240,7 +240,8 @@ impl Trial {
                 let group = *open.group();
                 self.staged().check_group(&pass, &group);
                 slots += group.len();
-                let outputs = Blank::of(&self.staged(), &group, open.labels().len());
+                let labels = open.labels().len();
+                let outputs = Blank::of(&self.staged(), &group, labels, open.places());
                 staged = outputs.with(|outputs| put(open, outputs));
             };
             assert_eq!(slots, pass.slots);

@@ -2,7 +2,10 @@
 
 use pie_batch::Limits;
 use pie_ring::RegionLayout;
-use pie_wire::{AnswerRow, ForwardRequest, Logprobs, RequestExtension, SCHEMA_HASH};
+use pie_wire::{
+    AnswerRows, ForwardRequest, LogprobsAsked, PlaceShape, PromptLogprobs, RequestExtension,
+    SCHEMA_HASH,
+};
 use proptest::strategy::{Strategy, ValueTree};
 use proptest::test_runner::TestRunner;
 
@@ -47,21 +50,15 @@ fn extensions() -> Vec<Vec<u8>> {
         mask: vec![u32::MAX; 2],
         ..RequestExtension::default()
     };
-    let place = Logprobs {
-        token: -1.0,
-        top: vec![(3, -0.5)],
-        given: vec![-2.0],
-    };
-    let answer = AnswerRow {
-        request: 1,
-        prompt: vec![place.clone()],
-        tokens: vec![place; 2],
-    };
+    let mut answer = AnswerRows::default();
+    let shape = PlaceShape { top: 1, given: 1 };
+    let place = [-1.0_f32.to_bits(), 3, -0.5_f32.to_bits(), -2.0_f32.to_bits()];
+    answer.push(1, shape, (1, 2), [place; 3].into_iter().flatten());
     let rows = [(0, &row), (2, &row)];
     let mut request = vec![0; pie_wire::extension_len(rows)];
-    let mut reply = vec![0; pie_wire::answer_len(std::slice::from_ref(&answer))];
+    let mut reply = vec![0; answer.bytes()];
     let wrote = pie_wire::append_extension(rows, &mut request, 0).is_ok()
-        && pie_wire::append_answer(&[answer], &mut reply, 0).is_ok();
+        && answer.append(&mut reply, 0).is_ok();
     assert!(wrote, "the buffers are as long as needed");
     for bytes in [&mut request, &mut reply] {
         bytes.truncate(bytes.len() - pie_wire::EXTENSION_MAGIC.len());
@@ -106,11 +103,36 @@ fn header() -> Vec<u8> {
     bytes
 }
 
+/// A request, and after it what its first requests ask of log-probabilities.
+fn asked(payload: &[u8]) -> Vec<u8> {
+    let row = RequestExtension {
+        logprobs: Some(LogprobsAsked {
+            scaled: true,
+            top: 2,
+            token_ids: vec![3, 4],
+            prompt: Some(PromptLogprobs {
+                from: 1,
+                end: 40,
+                next: 5,
+            }),
+        }),
+        ..RequestExtension::default()
+    };
+    let rows = [(0, &row), (1, &row)];
+    let mut bytes = payload.to_vec();
+    bytes.resize(payload.len() + pie_wire::extension_len(rows), 0);
+    let written = pie_wire::append_extension(rows, &mut bytes, payload.len());
+    assert!(written.is_ok(), "the buffer is as long as needed");
+    bytes
+}
+
 fn serve_seeds() -> Vec<Vec<u8>> {
     let frames = random()
         .into_iter()
         .filter_map(|(_, frames)| frames.into_iter().next());
-    let payloads = payloads(true).chain(frames).enumerate();
+    let payloads: Vec<_> = payloads(true).chain(frames).collect();
+    let asked: Vec<_> = payloads.iter().map(|payload| asked(payload)).collect();
+    let payloads = payloads.into_iter().chain(asked).enumerate();
     payloads
         .map(|(number, payload)| serve::join(number as u8, &payload))
         .collect()

@@ -379,7 +379,7 @@ fn run(batch: &mut Batch, block: &mut [u64]) {
                 layout: &layout,
                 block,
             };
-            let outputs = Blank::of(&staged, &group, labels);
+            let outputs = Blank::of(&staged, &group, labels, batch.group_places());
             let taken = outputs.with(|outputs| batch.put_outputs(outputs));
             taken.expect("as many as asked for");
         }

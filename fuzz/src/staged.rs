@@ -1,7 +1,7 @@
 //! What is staged for a pass, held to what any engine relies on, and outputs to match.
 
 use bytemuck::Pod;
-use pie_batch::{FieldId, Layout, Limits, Outputs, Pass, SlotClass, SlotGroup};
+use pie_batch::{FieldId, Layout, Limits, Outputs, Pass, Place, SlotClass, SlotGroup};
 
 use crate::common::generate::VOCAB;
 
@@ -11,10 +11,17 @@ pub(crate) struct Blank {
     dist_ids: Vec<i64>,
     /// Probabilities, logits, log-probabilities, entropies.
     values: [Vec<f32>; 4],
+    place_words: Vec<i32>,
 }
 
 impl Blank {
-    pub(crate) fn of(staged: &Staged<'_>, group: &SlotGroup, labels: usize) -> Self {
+    /// For a group with so many labels, and these places with the tokens that are given for them.
+    pub(crate) fn of(
+        staged: &Staged<'_>,
+        group: &SlotGroup,
+        labels: usize,
+        (places, given): (&[Place], &[[i64; 2]]),
+    ) -> Self {
         let count = |class| group.count(class);
         let classes = [SlotClass::Greedy, SlotClass::Plain, SlotClass::Filtered];
         let tokens: usize = classes.into_iter().map(count).sum();
@@ -29,6 +36,7 @@ impl Blank {
                 .collect(),
             dist_ids: vec![3; listed],
             values: lengths.map(|length| vec![0.25; length]),
+            place_words: vec![7; Self::check_places(staged, group, places, given)],
         }
     }
 
@@ -41,7 +49,30 @@ impl Blank {
             logits,
             logprobs,
             entropies,
+            place_words: &self.place_words,
         })
+    }
+
+    /// Checks all that an engine relies on, and counts the words of the places.
+    fn check_places(
+        staged: &Staged<'_>,
+        group: &SlotGroup,
+        places: &[Place],
+        given: &[[i64; 2]],
+    ) -> usize {
+        let vocab = i64::from(staged.limits.vocab_size);
+        assert!(places.is_sorted_by(|place, next| place[0] < next[0]));
+        for &[slot, token, top, scaled] in places {
+            assert!((0..group.len() as i64).contains(&slot));
+            assert!((-1..vocab).contains(&token) && (0..=vocab).contains(&top));
+            assert!((0..=1).contains(&scaled));
+        }
+        assert!(given.is_sorted_by_key(|given| given[0]));
+        for &[place, token] in given {
+            assert!((0..places.len() as i64).contains(&place) && (0..vocab).contains(&token));
+        }
+        let listed: i64 = places.iter().map(|place| 1 + 2 * place[2]).sum();
+        listed as usize + given.len()
     }
 }
 

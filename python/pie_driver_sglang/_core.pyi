@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final, SupportsFloat, SupportsIndex, final
 from typing_extensions import Buffer
 
-__all__ = ["REHEARSAL_ADAPTER", "STEP_EXTRA_WORDS", "AttentionMask", "Batch", "Broadcast", "CacheEvent", "Client", "Copy", "Counts", "Drafter", "Evicted", "ExitGuard", "Extension", "Follower", "Front", "GraphPath", "Image", "ImageSpan", "Inserted", "LayerPatterns", "Load", "Match", "NodeInfo", "Output", "PagePool", "Pass", "PassImages", "Planner", "PoolStats", "RadixIndex", "Reply", "Request", "Runtime", "Sampler", "Server", "SlotGroup", "Step", "Wake", "build_info", "die_with_parent", "encode_forward", "graph_layout", "region_bytes"]
+__all__ = ["REHEARSAL_ADAPTER", "STEP_EXTRA_WORDS", "STEP_PLACE_WORDS", "STEP_TOP", "AttentionMask", "Batch", "Broadcast", "CacheEvent", "Client", "Copy", "Counts", "Drafter", "Evicted", "ExitGuard", "Extension", "Follower", "Front", "Gateway", "GraphPath", "Image", "ImageSpan", "Inserted", "LayerPatterns", "Load", "Match", "NodeInfo", "Output", "PagePool", "Pass", "PassImages", "Planner", "PoolStats", "RadixIndex", "Reply", "Request", "Requests", "Runtime", "Sampler", "Server", "SlotGroup", "Step", "Wake", "build_info", "die_with_parent", "encode_forward", "graph_layout", "region_bytes"]
 
 REHEARSAL_ADAPTER: Final[int]
 """
@@ -19,6 +19,16 @@ The adapter that a rehearsal may bind without loading one.
 STEP_EXTRA_WORDS: Final[int]
 """
 Words outside of the block of a step that its extension may take.
+"""
+
+STEP_PLACE_WORDS: Final[int]
+"""
+Words of log-probabilities that an extended graph writes at most.
+"""
+
+STEP_TOP: Final[int]
+"""
+Most probable tokens that such a graph finds for a slot.
 """
 
 @final
@@ -86,7 +96,7 @@ class Batch:
         """
         Does what can be done for drafts before tokens are known; call it while the device computes.
         """
-    def put_outputs(self, /, tokens: Buffer, dist_ids: Buffer | None = None, dist_probs: Buffer | None = None, logits: Buffer | None = None, logprobs: Buffer | None = None, entropies: Buffer | None = None) -> None:
+    def put_outputs(self, /, tokens: Buffer, dist_ids: Buffer | None = None, dist_probs: Buffer | None = None, logits: Buffer | None = None, logprobs: Buffer | None = None, entropies: Buffer | None = None, place_words: Buffer | None = None) -> None:
         """
         Takes what the last staged slot group yields: for each class its slots' values one after the other.
 
@@ -97,6 +107,8 @@ class Batch:
             logits: `[raw slots * vocabulary]` float32.
             logprobs: `[labels]` float32.
             entropies: `[entropy slots]` float32.
+            place_words: `[words]` int32: of each place the log-probability of its token, the most probable tokens, best first,
+                their log-probabilities, those of tokens that are given for it; floats as their bits.
 
         Raises:
             StageError: The group asks for another number of values, or there is none.
@@ -543,7 +555,7 @@ class Extension:
     """
     What one request asks for beyond the Pie protocol; `docs/wire-extension.md` has the bytes.
     """
-    def __new__(cls, /, *, temperature: SupportsFloat | SupportsIndex | None = None, top_k: SupportsIndex = 0, top_p: SupportsFloat | SupportsIndex = 1.0, min_p: SupportsFloat | SupportsIndex = 0.0, seed: SupportsIndex | None = None, frequency_penalty: SupportsFloat | SupportsIndex = 0.0, presence_penalty: SupportsFloat | SupportsIndex = 0.0, repetition_penalty: SupportsFloat | SupportsIndex = 1.0, counted_from: SupportsIndex = 0, history: SupportsGetItem[int, SupportsIndex] = ..., logit_bias: SupportsGetItem[int, tuple[SupportsIndex, SupportsFloat | SupportsIndex]] = ..., suppressed: SupportsGetItem[int, SupportsIndex] = ..., suppressed_until: SupportsIndex = 0, mask: SupportsGetItem[int, SupportsIndex] = ...) -> Extension:
+    def __new__(cls, /, *, temperature: SupportsFloat | SupportsIndex | None = None, top_k: SupportsIndex = 0, top_p: SupportsFloat | SupportsIndex = 1.0, min_p: SupportsFloat | SupportsIndex = 0.0, seed: SupportsIndex | None = None, frequency_penalty: SupportsFloat | SupportsIndex = 0.0, presence_penalty: SupportsFloat | SupportsIndex = 0.0, repetition_penalty: SupportsFloat | SupportsIndex = 1.0, counted_from: SupportsIndex = 0, history: SupportsGetItem[int, SupportsIndex] = ..., logit_bias: SupportsGetItem[int, tuple[SupportsIndex, SupportsFloat | SupportsIndex]] = ..., suppressed: SupportsGetItem[int, SupportsIndex] = ..., suppressed_until: SupportsIndex = 0, mask: SupportsGetItem[int, SupportsIndex] = ..., logprobs: SupportsIndex | None = None, logprobs_scaled: bool = False, logprobs_of: SupportsGetItem[int, SupportsIndex] = ..., prompt_logprobs: tuple[SupportsIndex, SupportsIndex, SupportsIndex] | None = None) -> Extension:
         """
         Describes it. What is left out changes nothing.
 
@@ -563,6 +575,12 @@ class Extension:
             suppressed: Tokens that must not be drawn for a place before `suppressed_until`.
             suppressed_until: KV index of the first place for which they may.
             mask: Bit `i` of word `w` allows token `32 w + i`; empty for all.
+            logprobs: Most probable tokens whose log-probabilities are wanted besides that of each token drawn; None for no
+                log-probabilities at all.
+            logprobs_scaled: After the temperature.
+            logprobs_of: Tokens whose log-probabilities are wanted.
+            prompt_logprobs: KV indices of the first token of the prompt whose log-probabilities are wanted and after the last
+                one, and the token after the input, if that is one of them.
         """
 
 @final
@@ -688,17 +706,73 @@ class Front:
         """
 
 @final
+class Gateway:
+    """
+    The gRPC services that the gateway smg calls, for a runtime whose drivers are ready: one thread without Python serves them.
+
+    Nothing else may call `poll` of the runtime. Use it as a context manager, or call `close`, before the runtime is shut down.
+    """
+    def __enter__(self, /) -> Gateway: ...
+    def __exit__(self, /, _kind: Any | None = None, _error: Any | None = None, _traceback: Any | None = None) -> None: ...
+    def __new__(cls, /, runtime: Runtime, *, contract: str = "vllm", host: str = "127.0.0.1", port: SupportsIndex = 0, model_path: str = ..., tokenizer_path: str = ..., served_model_name: str = ..., model_type: str = ..., architectures: SupportsGetItem[int, str] = ..., eos_token_ids: SupportsGetItem[int, SupportsIndex] = ..., bos_token_id: SupportsIndex | None = None, pad_token_id: SupportsIndex | None = None, context_length: SupportsIndex | None = None, default_sampling: str = ..., weight_version: str = ..., version: str = ..., max_running_requests: SupportsIndex | None = None, speculate: bool = False, event_history: SupportsIndex = 10000) -> Gateway:
+        """
+        Opens the door.
+
+        Args:
+            runtime: What computes.
+            contract: `vllm` for `vllm.grpc.engine.VllmEngine`, `sglang` for `sglang.grpc.scheduler.SglangScheduler`.
+            host: An address of this machine.
+            port: 0 for any that is free.
+            model_path: The folder, which a gateway on this machine reads tokenizer and template from.
+            tokenizer_path: The folder of the tokenizer, if it is another one.
+            served_model_name: What clients call the model.
+            model_type: As `config.json` says it.
+            architectures: As `config.json` says them.
+            eos_token_ids: They end a request, unless it ignores them.
+            bos_token_id: Begins texts.
+            pad_token_id: Fills batches.
+            context_length: Most tokens of prompt and output together; the driver may allow fewer.
+            default_sampling: Sampling parameters for what a client leaves out, as a JSON object.
+            weight_version: Names the weights.
+            version: Of this program.
+            max_running_requests: As the runtime has it.
+            speculate: The driver may draft for requests.
+            event_history: Batches of changes of the prefix index that are kept; 0 to publish none. The runtime must record them
+                (`kv_events`).
+
+        Raises:
+            OSError: The address cannot be listened at.
+            RuntimeError: The drivers are not ready.
+            ValueError: The contract or the host is none.
+        """
+    @property
+    def address(self, /) -> str:
+        """
+        Where it listens, as `host:port`.
+        """
+    def close(self, /, timeout_s: SupportsFloat | SupportsIndex = 0.0) -> None:
+        """
+        Takes no more requests, lets those that run end, but no longer than `timeout_s`, and closes every connection. A second
+        call does nothing.
+        """
+    @property
+    def open_requests(self, /) -> int:
+        """
+        Requests that have not ended.
+        """
+
+@final
 class GraphPath:
     """
     Captured graphs, and the memory that they share with the host. Give it to `Server.serve`.
     """
     @staticmethod
-    def call(block: Buffer, mask_words: Buffer, results: Buffer, rows: SupportsGetItem[int, SupportsIndex], slots: SupportsIndex, most: SupportsIndex, run: Any, grouped: SupportsGetItem[int, SupportsIndex] = ..., extended: SupportsGetItem[int, SupportsIndex] = ...) -> GraphPath:
+    def call(block: Buffer, mask_words: Buffer, results: Buffer, places: Buffer, rows: SupportsGetItem[int, SupportsIndex], slots: SupportsIndex, most: SupportsIndex, run: Any, grouped: SupportsGetItem[int, SupportsIndex] = ..., extended: SupportsGetItem[int, SupportsIndex] = ...) -> GraphPath:
         """
         Calls of a Python function in place of graphs, for a device that has none.
 
         Args:
-            block, mask_words, results: As for `cuda`.
+            block, mask_words, results, places: As for `cuda`.
             rows: Rows of each graph, fewest first.
             slots, most: As for `cuda`.
             run: Called as `run(graph)` with its number; the results are there when it returns.
@@ -708,7 +782,7 @@ class GraphPath:
             ValueError: As for `cuda`.
         """
     @staticmethod
-    def cuda(block: Buffer, mask_words: Buffer, results: Buffer, graphs: SupportsGetItem[int, tuple[SupportsIndex, SupportsIndex]], slots: SupportsIndex, stream: SupportsIndex, most: SupportsIndex, owner: Any, grouped: SupportsGetItem[int, tuple[SupportsIndex, SupportsIndex]] = ..., extended: SupportsGetItem[int, tuple[SupportsIndex, SupportsIndex]] = ...) -> GraphPath:
+    def cuda(block: Buffer, mask_words: Buffer, results: Buffer, places: Buffer, graphs: SupportsGetItem[int, tuple[SupportsIndex, SupportsIndex]], slots: SupportsIndex, stream: SupportsIndex, most: SupportsIndex, owner: Any, grouped: SupportsGetItem[int, tuple[SupportsIndex, SupportsIndex]] = ..., extended: SupportsGetItem[int, tuple[SupportsIndex, SupportsIndex]] = ...) -> GraphPath:
         """
         CUDA graphs, launched by their raw handles on the current device.
 
@@ -717,6 +791,8 @@ class GraphPath:
             mask_words: `[slots * ceil(vocabulary / 32) + 2 * row_pages]` int32 that graphs read, with extended graphs
                 `STEP_EXTRA_WORDS` more: block-table changes for which the block has no room, logit masks, tokens to note, biases.
             results: `[slots]` uint64 that graphs write: for each slot `step << 32 | token`, at once.
+            places: `[words]` int32 that extended graphs write before the results: log-probabilities. Without such graphs it may
+                be empty, else it has `STEP_PLACE_WORDS`.
             graphs: Rows and `cudaGraphExec_t` of each graph, fewest rows first.
             slots: Most slots of a graph; it has as many as rows, if these are fewer.
             stream: The `cudaStream_t` that they run on.
@@ -970,6 +1046,24 @@ class Output:
         """
         Bytes at the end of the text so far that may be the start of a stop string: keep them back.
         """
+    def places(self, /, top: SupportsIndex, given: SupportsIndex) -> list[tuple[float, list[tuple[float, int]], list[float]]]:
+        """
+        Log-probabilities of the tokens: of each its own, those of the most probable tokens with their ids, best first, and those
+        of given tokens.
+
+        Args:
+            top: Most probable tokens that the request asks for.
+            given: Tokens that it gives.
+        """
+    def prompt_places(self, /, top: SupportsIndex, given: SupportsIndex) -> list[tuple[float, list[tuple[float, int]], list[float]]]:
+        """
+        The same of tokens of the prompt, the first of which is the one after `logprob_start_len`.
+        """
+    @property
+    def prompt_words(self, /) -> list[int]:
+        """
+        Log-probabilities of tokens of the prompt, as `prompt_places` reads them; they come once.
+        """
     @property
     def request(self, /) -> int:
         """
@@ -979,6 +1073,11 @@ class Output:
     def sample(self, /) -> int:
         """
         Which of the request's `n` sequences, from 0.
+        """
+    @property
+    def stop_regex(self, /) -> int | None:
+        """
+        Index of the stop expression that ended it.
         """
     @property
     def stop_string(self, /) -> int | None:
@@ -999,6 +1098,11 @@ class Output:
     def token_ids(self, /) -> list[int]:
         """
         New since the last output; a new list at every access. A stop token is the last one.
+        """
+    @property
+    def words(self, /) -> list[int]:
+        """
+        Those of `token_ids`, as `places` reads them; of a request for no tokens those of the one that would come first.
         """
 
 @final
@@ -1588,6 +1692,13 @@ class Reply:
         Log-probability entries of each request.
         """
     @property
+    def places(self, /) -> list[tuple[int, list[tuple[float, list[tuple[float, int]], list[float]]], list[tuple[float, list[tuple[float, int]], list[float]]]]]:
+        """
+        Log-probabilities that extensions asked for, of each request that has some: its number, those of its prompt, those of
+        its tokens. Each place has the log-probability of its token, the most probable tokens with theirs, best first, and those
+        of tokens that were given.
+        """
+    @property
     def probes(self, /) -> tuple[int, int, int, int, int, int]:
         """
         Driver-side microseconds: parse, plan, host-to-device, launch, sync, response.
@@ -1634,6 +1745,15 @@ class Request:
         """
 
 @final
+class Requests:
+    """
+    Requests for `Runtime.submit_all`, which `Runtime.submit` puts here by its argument `into`.
+    """
+    def __len__(self, /) -> int: ...
+    def __new__(cls, /) -> Requests: ...
+    def __repr__(self, /) -> str: ...
+
+@final
 class Runtime:
     """
     Drivers with a scheduler for each: requests in, tokens out.
@@ -1644,7 +1764,7 @@ class Runtime:
     """
     def __enter__(self, /) -> Runtime: ...
     def __exit__(self, /, _kind: Any | None = None, _error: Any | None = None, _traceback: Any | None = None) -> None: ...
-    def __new__(cls, /, model: str | PathLike[str], *, python: str | PathLike[str], devices: SupportsGetItem[int, str] = ..., replicas: SupportsIndex = 1, tensor_parallel_size: SupportsIndex = 1, dtype: str | None = None, seed: SupportsIndex = 42, spin_budget_us: SupportsIndex = 1000, options: dict | None = None, schedule_policy: str = "fcfs", schedule_conservativeness: SupportsFloat | SupportsIndex = 1.0, max_running_requests: SupportsIndex | None = None, max_queued_requests: SupportsIndex | None = None, chunked_prefill_size: SupportsIndex = 8192, max_token_gap_ms: SupportsFloat | SupportsIndex = 6.0, radix_eviction_policy: str = "lru", disable_radix_cache: bool = False, enable_priority_scheduling: bool = False, schedule_low_priority_values_first: bool = False, priority_scheduling_preemption_threshold: SupportsIndex | None = None, max_total_pages: SupportsIndex | None = None, eos_token_ids: SupportsGetItem[int, SupportsIndex] = ..., vocabulary: SupportsGetItem[int, SupportsGetItem[int, SupportsIndex]] | None = None, special_tokens: SupportsGetItem[int, tuple[SupportsIndex, str]] = ..., waiting_limit_s: SupportsFloat | SupportsIndex | None = None, running_limit_s: SupportsFloat | SupportsIndex | None = None, max_restarts: SupportsIndex = 3, ready_timeout_s: SupportsFloat | SupportsIndex = 1200.0, step_timeout_s: SupportsFloat | SupportsIndex = 60.0, stop_timeout_s: SupportsFloat | SupportsIndex = 5.0, log_file: str | PathLike[str] | None = None) -> Runtime:
+    def __new__(cls, /, model: str | PathLike[str], *, python: str | PathLike[str], devices: SupportsGetItem[int, str] = ..., replicas: SupportsIndex = 1, tensor_parallel_size: SupportsIndex = 1, dtype: str | None = None, seed: SupportsIndex = 42, spin_budget_us: SupportsIndex = 1000, options: dict | None = None, schedule_policy: str = "fcfs", schedule_conservativeness: SupportsFloat | SupportsIndex = 1.0, max_running_requests: SupportsIndex | None = None, max_queued_requests: SupportsIndex | None = None, chunked_prefill_size: SupportsIndex = 8192, max_token_gap_ms: SupportsFloat | SupportsIndex = 6.0, max_step_ms: SupportsFloat | SupportsIndex = 250.0, radix_eviction_policy: str = "lru", disable_radix_cache: bool = False, kv_events: bool = False, enable_priority_scheduling: bool = False, schedule_low_priority_values_first: bool = False, priority_scheduling_preemption_threshold: SupportsIndex | None = None, max_total_pages: SupportsIndex | None = None, eos_token_ids: SupportsGetItem[int, SupportsIndex] = ..., vocabulary: SupportsGetItem[int, SupportsGetItem[int, SupportsIndex]] | None = None, special_tokens: SupportsGetItem[int, tuple[SupportsIndex, str]] = ..., constrained_json_whitespace_pattern: str | None = None, constrained_json_disable_any_whitespace: bool = False, waiting_limit_s: SupportsFloat | SupportsIndex | None = None, running_limit_s: SupportsFloat | SupportsIndex | None = None, max_restarts: SupportsIndex = 3, ready_timeout_s: SupportsFloat | SupportsIndex = 1200.0, step_timeout_s: SupportsFloat | SupportsIndex = 60.0, stop_timeout_s: SupportsFloat | SupportsIndex = 5.0, log_file: str | PathLike[str] | None = None) -> Runtime:
         """
         Starts the drivers.
 
@@ -1665,8 +1785,11 @@ class Runtime:
             chunked_prefill_size: Most tokens of a step.
             max_token_gap_ms: The longest time between two tokens of a stream that prompts of others may cause; 0 for no
                 limit.
+            max_step_ms: While no request streams, a step has as many tokens of prompts as take about so long, at least
+                `chunked_prefill_size`; 0 for no more than these.
             radix_eviction_policy: `lru`, `lfu`, `fifo`, `filo`, `mru`, `slru` or `priority`.
             disable_radix_cache: Share no prefixes.
+            kv_events: Record changes of the prefix index, for a `Gateway`; they cost a SHA-256 per page.
             enable_priority_scheduling: `priority` of requests comes before the policy.
             schedule_low_priority_values_first: The lowest value comes first.
             priority_scheduling_preemption_threshold: A request whose priority is better by more takes the pages of running
@@ -1675,6 +1798,8 @@ class Runtime:
             eos_token_ids: They end a request, unless it ignores them.
             vocabulary: What each token adds to a text, as bytes; needed for stop strings.
             special_tokens: Tokens without text, with their names, which grammars may use.
+            constrained_json_whitespace_pattern: What white space between the parts of JSON must match, under a schema.
+            constrained_json_disable_any_whitespace: There is none.
             waiting_limit_s: A request that is not admitted so long after it came ends with the reason `deadline`; None for no
                 limit.
             running_limit_s: The same from its admission to its end.
@@ -1777,7 +1902,7 @@ class Runtime:
         `rows`. `driver_s` are the seconds that drivers took for them, from request to answer; `host_s` those from answer to
         request, when devices wait for this side, with `gap_us_p50` and `gap_us_p99` of a step.
         """
-    def submit(self, /, token_ids: Buffer | ndarray | list[int], *, max_new_tokens: SupportsIndex = 128, min_new_tokens: SupportsIndex = 0, temperature: SupportsFloat | SupportsIndex = 1.0, top_k: SupportsIndex = ..., top_p: SupportsFloat | SupportsIndex = 1.0, min_p: SupportsFloat | SupportsIndex = 0.0, seed: SupportsIndex | None = None, frequency_penalty: SupportsFloat | SupportsIndex = 0.0, presence_penalty: SupportsFloat | SupportsIndex = 0.0, repetition_penalty: SupportsFloat | SupportsIndex = 1.0, logit_bias: SupportsGetItem[int, tuple[SupportsIndex, SupportsFloat | SupportsIndex]] = ..., stop_token_ids: SupportsGetItem[int, SupportsIndex] = ..., stop: SupportsGetItem[int, str] = ..., ignore_eos: bool = False, n: SupportsIndex = 1, priority: SupportsIndex | None = None, routing_key: str | None = None, session: SupportsIndex | None = None, namespace: str | None = None, adapter_id: SupportsIndex | None = None, grammar: tuple[str, str] | None = None, speculate: bool = False, deadline_s: SupportsFloat | SupportsIndex | None = None, streams: bool = True) -> int:
+    def submit(self, /, token_ids: Buffer | ndarray | list[int], *, max_new_tokens: SupportsIndex = 128, min_new_tokens: SupportsIndex = 0, temperature: SupportsFloat | SupportsIndex = 1.0, top_k: SupportsIndex = ..., top_p: SupportsFloat | SupportsIndex = 1.0, min_p: SupportsFloat | SupportsIndex = 0.0, seed: SupportsIndex | None = None, frequency_penalty: SupportsFloat | SupportsIndex = 0.0, presence_penalty: SupportsFloat | SupportsIndex = 0.0, repetition_penalty: SupportsFloat | SupportsIndex = 1.0, logit_bias: SupportsGetItem[int, tuple[SupportsIndex, SupportsFloat | SupportsIndex]] = ..., stop_token_ids: SupportsGetItem[int, SupportsIndex] = ..., stop: SupportsGetItem[int, str] = ..., stop_regex: SupportsGetItem[int, str] = ..., ignore_eos: bool = False, n: SupportsIndex = 1, priority: SupportsIndex | None = None, routing_key: str | None = None, session: SupportsIndex | None = None, namespace: str | None = None, adapter_id: SupportsIndex | None = None, grammar: tuple[str, str] | None = None, grammar_after: SupportsGetItem[int, SupportsIndex] = ..., logprobs: tuple[SupportsIndex, SupportsGetItem[int, SupportsIndex], SupportsIndex | None] | None = None, logprobs_original: bool = False, speculate: bool = False, deadline_s: SupportsFloat | SupportsIndex | None = None, streams: bool = True, into: Requests | None = None) -> int:
         """
         Hands a request in and returns its id at once. What comes of it is for `poll`; one that cannot be served, because its
         prompt is too long, for example, ends with the reason `error`.
@@ -1797,6 +1922,7 @@ class Runtime:
             logit_bias: Tokens, and what is added to their logits.
             stop_token_ids: They end it, besides the model's own.
             stop: Texts that end it.
+            stop_regex: Expressions that end it where they match, in the syntax of Rust's `regex`.
             ignore_eos: The model's own do not end it.
             n: Sequences that go on from the prompt.
             priority: Higher comes first.
@@ -1806,15 +1932,30 @@ class Runtime:
             adapter_id: What `load_adapter` loaded; None for the model alone. Different ones share no prefix.
             grammar: What binds the output: `json_schema`, `regex`, `ebnf`, `lark` or `structural_tag`, and its text. It is compiled
                 while the request waits; a wrong one ends it with the reason `error`.
+            grammar_after: The tokens after which the grammar binds, as those that end a model's thinking; none for the start.
+            logprobs: Log-probabilities of its tokens, None for none: how many most probable tokens of each place, tokens whose
+                log-probabilities are wanted at each place, and the index of a token of the prompt, those after which are wanted,
+                too, or None.
+            logprobs_original: They are those before the temperature.
             speculate: The driver may draft for it.
             deadline_s: Seconds after which it ends, finished or not.
             streams: Outputs come with every step, and `max_token_gap_ms` holds between them. Else each sequence has one
                 output, at its end.
+            into: Where the request is put instead, to be handed in with others by `submit_all`; then its place there is returned.
 
         Raises:
             ValueError: A parameter is out of range, or the driver cannot do what is asked for.
             TypeError: `token_ids` is neither.
             OverflowError: A token does not fit into uint32.
+            StartError: No driver is left.
+            RuntimeError: The drivers are not ready, or the runtime is shut down.
+        """
+    def submit_all(self, /, requests: Requests) -> list[int]:
+        """
+        Hands requests in and returns their ids, in order. No step is laid out between them: those that do not stream fill steps as
+        large as can be. Afterwards `requests` is empty.
+
+        Raises:
             StartError: No driver is left.
             RuntimeError: The drivers are not ready, or the runtime is shut down.
         """
@@ -2005,7 +2146,7 @@ class SlotGroup:
     Staged slots, class by class in the order of the attributes.
     """
     def __len__(self, /) -> int: ...
-    def __new__(cls, /, greedy: SupportsIndex = 0, plain: SupportsIndex = 0, filtered: SupportsIndex = 0, dists: SupportsIndex = 0, logits: SupportsIndex = 0, logprobs: SupportsIndex = 0, entropies: SupportsIndex = 0) -> SlotGroup:
+    def __new__(cls, /, greedy: SupportsIndex = 0, plain: SupportsIndex = 0, filtered: SupportsIndex = 0, dists: SupportsIndex = 0, logits: SupportsIndex = 0, logprobs: SupportsIndex = 0, entropies: SupportsIndex = 0, prompts: SupportsIndex = 0) -> SlotGroup:
         """
         A group of the given sizes; the planner makes them, tests may.
         """
@@ -2028,6 +2169,11 @@ class SlotGroup:
     def filtered(self, /) -> int:
         """
         Slots with top-k, top-p or min-p.
+        """
+    @property
+    def given(self, /) -> bytes:
+        """
+        Tokens that are given for places; `[tokens, 2]` int64: number of the place, and token.
         """
     @property
     def greedy(self, /) -> int:
@@ -2056,9 +2202,21 @@ class SlotGroup:
         Words of the staged logit masks.
         """
     @property
+    def places(self, /) -> bytes:
+        """
+        The slots whose log-probabilities the extension asks for, in the group's order; `[places, 4]` int64. Number of the slot
+        in the group; its token, or -1 for the one that is drawn; most probable tokens that are wanted; 1 for log-probabilities
+        after the temperature.
+        """
+    @property
     def plain(self, /) -> int:
         """
         Slots that sample the whole distribution.
+        """
+    @property
+    def prompts(self, /) -> int:
+        """
+        Slots for the log-probabilities of a prompt's tokens.
         """
     @property
     def records(self, /) -> bytes:

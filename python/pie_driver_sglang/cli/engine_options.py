@@ -31,6 +31,7 @@ _SAMPLING: Final = (
     "repetition_penalty",
     "logit_bias",
     "stop",
+    "stop_regex",
 )
 
 
@@ -75,6 +76,12 @@ def add_engine_options(parser: argparse.ArgumentParser, *, samples: bool = True)
     )
     add(
         "--stop", action="append", metavar="TEXT", help="ends an answer; may be given several times"
+    )
+    add(
+        "--stop-regex",
+        action="append",
+        metavar="REGEX",
+        help="ends an answer where it matches; may be given several times",
     )
     bound = sampling.add_mutually_exclusive_group()
     bound.add_argument(

@@ -60,10 +60,9 @@ def answer(
     samplings = [{**defaults, **prompt.sampling} for prompt in prompts]
     counts = [sampling.get("n") or 1 for sampling in samplings]
     owners = [index for index, count in enumerate(counts) for _ in range(count)]
-    tokens = _tokenized(engine, prompts)
     begun = time.monotonic()
     progress = Progress(len(owners), begun)
-    for found in engine.as_completed(input_ids=tokens, sampling_params=samplings):
+    for found in engine.as_completed(**_inputs(engine, prompts), sampling_params=samplings):
         index = owners[found["index"]]
         sample = found["index"] - owners.index(index)
         line = _line(index, sample if counts[index] > 1 else None, prompts[index], found)
@@ -179,10 +178,13 @@ def _as_chat(engine: Engine, prompt: Prompt) -> Prompt:
     return Prompt(None, engine.tokenizer.encode_plain(text), prompt.sampling, others)
 
 
-def _tokenized(engine: Engine, prompts: Sequence[Prompt]) -> list[list[int]]:
+def _inputs(engine: Engine, prompts: Sequence[Prompt]) -> dict[str, Any]:
+    """Texts, which the engine tokenizes while it computes; tokens where some prompts are."""
     texts = [prompt.text for prompt in prompts if prompt.text is not None]
+    if len(texts) == len(prompts):
+        return {"prompt": texts}
     encoded = iter(engine.tokenizer.encode(texts) if engine.tokenizer and texts else ())
-    return [prompt.tokens if prompt.text is None else next(encoded) for prompt in prompts]  # type: ignore[misc]
+    return {"input_ids": [p.tokens if p.text is None else next(encoded) for p in prompts]}
 
 
 def _line(index: int, sample: int | None, prompt: Prompt, found: dict[str, Any]) -> dict[str, Any]:

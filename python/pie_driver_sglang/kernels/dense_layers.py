@@ -133,7 +133,8 @@ class Scale(NamedTuple):
     """An RMS scale that is still to be applied to a GEMM's output: the rows were not normalized."""
 
     rows: torch.Tensor
-    """``[rows, width]``, width contiguous."""
+    """``[rows, width]``, width contiguous: the rows; or ``[rows, 1]`` float32: what each row's
+    outputs are to be multiplied by, as :func:`find_scale` gives it."""
     epsilon: float
 
 
@@ -204,8 +205,19 @@ def gate(rows: torch.Tensor, scale: Scale | None = None) -> torch.Tensor:
     return out
 
 
+def find_scale(rows: torch.Tensor, epsilon: float) -> Scale:
+    """The RMS scale of rows, ``[rows, width]``, computed once for all that apply it."""
+    out = torch.empty(len(rows), 1, dtype=torch.float32, device=rows.device)
+    block = triton.next_power_of_2(rows.shape[1])
+    _find_scale[(len(rows),)](
+        rows, out, rows.stride(0), rows.shape[1], epsilon, BLOCK=block,
+        num_warps=max(1, min(8, block // 512)), **chained(rows.device),
+    )  # fmt: skip
+    return Scale(out, epsilon)
+
+
 def _scaling(rows: torch.Tensor, scale: Scale | None) -> dict[str, Any]:
-    """Kernel arguments for an optional RMS scale."""
+    """Kernel arguments for an optional RMS scale; a block of 1 has what is to be applied."""
     given, epsilon = (rows, 0.0) if scale is None else scale
     width = given.shape[1]
     return {
@@ -218,7 +230,10 @@ def _scaling(rows: torch.Tensor, scale: Scale | None) -> dict[str, Any]:
 
 
 def add_norm(
-    parts: torch.Tensor, residual: torch.Tensor | None, norm: Norm
+    parts: torch.Tensor,
+    residual: torch.Tensor | None,
+    norm: Norm,
+    scales: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Adds a layer's output to the residual, and normalizes the sum. Can be captured.
 
@@ -226,6 +241,7 @@ def add_norm(
         parts: ``[parts, rows, width]`` partial sums of the output.
         residual: ``[rows, width]``, overwritten by the sum; None in front of the first layer.
         norm: Of the residual's dtype.
+        scales: ``[rows, 1]`` and ``[width]`` float32: what the parts are to be multiplied by.
 
     Returns:
         ``[rows, width]`` normalized sums, and the sums.
@@ -236,9 +252,10 @@ def add_norm(
         total = norm.weight.new_empty(rows, width)
     out = torch.empty_like(total)
     block = triton.next_power_of_2(width)
+    of_rows, of_columns = (parts, parts) if scales is None else scales
     _add_norm[(rows,)](
-        parts, total, norm.weight, out, rows, width, norm.epsilon,
-        PARTS=count, ADDS=residual is not None, BLOCK=block,
+        parts, total, norm.weight, out, of_rows, of_columns, rows, width, norm.epsilon,
+        PARTS=count, ADDS=residual is not None, SCALED=scales is not None, BLOCK=block,
         num_warps=max(4, min(16, block // 512)), **chained(parts.device),
     )  # fmt: skip
     return out, total
@@ -251,6 +268,7 @@ def norm_rope_store(
     slots: torch.Tensor,
     *,
     scale: Scale | None = None,
+    of_outputs: torch.Tensor | None = None,
     out_of_place: bool = False,
 ) -> torch.Tensor:
     """Applies head norms and rotary embedding, and stores keys and values. Can be captured.
@@ -260,7 +278,9 @@ def norm_rope_store(
         heads: Their layout, norms and storage.
         positions: ``[rows]`` int64.
         slots: ``[rows]`` int64: the KV slot of each row.
-        scale: The RMS scale that is still to be applied to queries, keys and values.
+        scale: The scale of rows that is still to be applied to queries, keys and values.
+        of_outputs: ``[heads]`` float32, of as many numbers as a row: what else they are to be
+            multiplied by; only with `scale`.
         out_of_place: Whether the queries get contiguous storage of their own.
 
     Returns:
@@ -277,10 +297,10 @@ def norm_rope_store(
     _norm_rope_store[grid](
         rows, out, *weights, *epsilons, heads.rotations, positions, slots, heads.keys, heads.values,
         rows.stride(0), out.stride(0), heads.rotations.stride(0), heads.keys.stride(0),
-        heads.values.stride(0),
+        heads.values.stride(0), rows if of_outputs is None else of_outputs,
         QUERIES=heads.queries, KV_HEADS=kv_heads, DIM=dim, HEADS=_HEADS,
         HALF_BLOCK=triton.next_power_of_2(dim // 2), HALVES=heads.halves,
-        NORMED=heads.query_norm is not None, num_warps=4,
+        NORMED=heads.query_norm is not None, SCALED=of_outputs is not None, num_warps=4,
         **_scaling(rows, scale), **chained(rows.device),
     )  # fmt: skip
     return out.view(len(rows), heads.queries, dim)
@@ -348,11 +368,24 @@ def silu(gate, up):
 
 
 @triton.jit
+def _find_scale(rows, out, stride, width, epsilon, BLOCK: tl.constexpr, CHAINED: tl.constexpr):
+    if CHAINED:
+        follow()
+    row = tl.program_id(0).to(tl.int64)
+    tl.store(out + row, _spread(rows, stride, row, width, epsilon, BLOCK))
+
+
+@triton.jit
 def _spread(given, given_stride, row, width, epsilon, WIDTH_BLOCK: tl.constexpr):
-    """The reciprocal RMS of a row."""
-    lanes = tl.arange(0, WIDTH_BLOCK)
-    x = tl.load(given + row * given_stride + lanes, mask=lanes < width, other=0.0).to(tl.float32)
-    return tl.rsqrt(tl.sum(x * x, 0) / width + epsilon)
+    """The reciprocal RMS of a row, which is given or to be computed."""
+    if WIDTH_BLOCK == 1:
+        spread = tl.load(given + row)
+    else:
+        lanes = tl.arange(0, WIDTH_BLOCK)
+        x = tl.load(given + row * given_stride + lanes, mask=lanes < width, other=0.0)
+        x = x.to(tl.float32)
+        spread = tl.rsqrt(tl.sum(x * x, 0) / width + epsilon)
+    return spread
 
 
 @triton.jit
@@ -377,8 +410,9 @@ def _gate(
 
 @triton.jit(do_not_specialize=["row_count"])
 def _add_norm(
-    parts, residual, weight, out, row_count, width, epsilon,
-    PARTS: tl.constexpr, ADDS: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr,
+    parts, residual, weight, out, of_rows, of_columns, row_count, width, epsilon,
+    PARTS: tl.constexpr, ADDS: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):  # fmt: skip
     lanes = tl.arange(0, BLOCK)
     inside = lanes < width
@@ -394,6 +428,9 @@ def _add_norm(
     for part in tl.static_range(PARTS):
         before = tl.cast(part, tl.int64) * row_count * width
         added += tl.load(parts + before + place, mask=inside, other=0.0).to(tl.float32)
+    if SCALED:
+        of_row = tl.load(of_rows + tl.program_id(0))
+        added *= of_row * tl.load(of_columns + lanes, mask=inside, other=0.0)
     total = added + total
     tl.store(residual + place, total, mask=inside)
     spread = tl.rsqrt(tl.sum(total * total, 0) / width + epsilon)
@@ -403,9 +440,9 @@ def _add_norm(
 @triton.jit
 def _norm_rope_store(
     rows, out, query_weight, key_weight, query_epsilon, key_epsilon, rotations, positions, slots,
-    keys, values, row_stride, out_stride, rotation_stride, key_stride, value_stride,
+    keys, values, row_stride, out_stride, rotation_stride, key_stride, value_stride, of_outputs,
     QUERIES: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HEADS: tl.constexpr,
-    HALF_BLOCK: tl.constexpr, HALVES: tl.constexpr, NORMED: tl.constexpr,
+    HALF_BLOCK: tl.constexpr, HALVES: tl.constexpr, NORMED: tl.constexpr, SCALED: tl.constexpr,
     given, given_stride, width, epsilon, WIDTH_BLOCK: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Some query and key heads of a row, and the values that belong to these keys."""
@@ -439,6 +476,9 @@ def _norm_rope_store(
         scale = _spread(given, given_stride, row, width, epsilon, WIDTH_BLOCK)
         x *= scale
         y *= scale
+    if SCALED:
+        x *= tl.load(of_outputs + head * DIM + first[None, :], mask=known, other=0.0)
+        y *= tl.load(of_outputs + head * DIM + second[None, :], mask=known, other=0.0)
     if NORMED:
         squares = tl.sum(x * x + y * y, 1)[:, None]
         spread = tl.rsqrt(squares / DIM + tl.where(is_key, key_epsilon, query_epsilon))
@@ -459,8 +499,14 @@ def _norm_rope_store(
     tl.store(key + second[None, :], turned_y, mask=stored)
     own_value = place + KV_HEADS * DIM + pair[None, :]
     value = values + slot * value_stride + (head - QUERIES) * DIM + pair[None, :]
-    tl.store(value, tl.load(own_value, mask=stored) * scale, mask=stored)
-    tl.store(value + HALF, tl.load(own_value + HALF, mask=stored) * scale, mask=stored)
+    first_values = tl.load(own_value, mask=stored) * scale
+    second_values = tl.load(own_value + HALF, mask=stored) * scale
+    if SCALED:
+        of_values = of_outputs + (head + KV_HEADS) * DIM + pair[None, :]
+        first_values *= tl.load(of_values, mask=stored, other=0.0)
+        second_values *= tl.load(of_values + HALF, mask=stored, other=0.0)
+    tl.store(value, first_values, mask=stored)
+    tl.store(value + HALF, second_values, mask=stored)
 
 
 @triton.jit

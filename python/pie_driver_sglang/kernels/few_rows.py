@@ -145,7 +145,7 @@ def product(
     cut: Cut,
     scratch: Scratch,
     *,
-    given: Stream | None = None,
+    stream: Stream | None = None,
     epsilon: float = 0.0,
     into: Stream | None = None,
     gated: bool = False,
@@ -157,7 +157,7 @@ def product(
         matrix: Of the rows' dtype; without a bias.
         cut: One that fits the matrix, or half of it if `gated`.
         scratch: For parts.
-        given: The stream that the rows are, whose RMS norm is to be applied; None for plain rows.
+        stream: The stream that the rows are, whose RMS norm is to be applied; None for plain rows.
         epsilon: Of that norm.
         into: The stream to add to, in place, instead of an output.
         gated: Whether the matrix is that of a gate, then that of an up projection.
@@ -170,17 +170,17 @@ def product(
     outputs = len(matrix.weight) // (2 if gated else 1)
     out = rows.new_empty(count, outputs) if into is None else into.rows
     tiles = outputs // cut.outputs
-    squares = scratch.parts if given is None else given.squares
+    squares = scratch.parts if stream is None else stream.squares
     left = scratch.parts if into is None else into.squares
     if into is not None and into.squares.shape[1] != tiles:
         raise ValueError(f"{into.squares.shape[1]} sums of squares for {tiles} tiles")
     _product[(tiles, cut.parts)](
         rows, matrix.weight, out, squares, left, scratch.parts, scratch.arrived,
         count, rows.stride(0), outputs, inputs, inputs // cut.parts, epsilon,
-        0 if given is None else squares.shape[1],
+        0 if stream is None else squares.shape[1],
         ROWS=1 if count == 1 else max(16, triton.next_power_of_2(count)),
         OUTPUTS=cut.outputs, INPUTS=cut.inputs, PARTS=cut.parts, STAGES=cut.stages,
-        SQUARES=0 if given is None else triton.next_power_of_2(squares.shape[1]),
+        SQUARES=0 if stream is None else triton.next_power_of_2(squares.shape[1]),
         GATED=gated, ADDS=into is not None,
         num_warps=cut.warps, **chained(rows.device),
     )  # fmt: skip

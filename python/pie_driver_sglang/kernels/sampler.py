@@ -104,13 +104,15 @@ def fetch(source: torch.Tensor, target: torch.Tensor, count: torch.Tensor) -> No
 def publish(results: torch.Tensor, target: torch.Tensor) -> None:
     """Writes results to memory that the host polls, each in one store; can be captured.
 
+    Who sees a result sees all that earlier kernels have written to the host's memory, too.
+
     Args:
         results: ``[rows]`` int64.
         target: ``[rows]`` int64, may be pinned memory of the host.
     """
     count = len(results)
     grid = (triton.cdiv(count, _PUBLISH_BLOCK.value),)
-    _publish[grid](results, target, count)
+    _publish[grid](results, target, count, FENCED=results.is_cuda)
 
 
 def update_table(
@@ -535,10 +537,17 @@ def _fetch(source, target, count):
 
 
 @triton.jit
-def _publish(results, target, count):
+def _publish(results, target, count, FENCED: tl.constexpr):
     places = tl.program_id(0) * _PUBLISH_BLOCK + tl.arange(0, _PUBLISH_BLOCK)
     known = places < count
-    tl.store(target + places, tl.load(results + places, mask=known), mask=known)
+    values = tl.load(results + places, mask=known)
+    if FENCED:
+        # In front of each store: its value passes through.
+        values = tl.inline_asm_elementwise(
+            "fence.acq_rel.sys; mov.b64 $0, $1;", "=l,l", [values],
+            dtype=tl.int64, is_pure=False, pack=1,
+        )  # fmt: skip
+    tl.store(target + places, values, mask=known)
 
 
 @triton.jit

@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from pie_driver_sglang.offline.requests import Event
 from pie_driver_sglang.offline.sampling import SamplingParameters
 from pie_driver_sglang.offline.tokenizer import ModelTokenizer, StopFilter
 
@@ -45,7 +46,7 @@ class Answer:
         self._finish: dict[str, Any] | None = None
         skip = sampling.skip_special_tokens
         self._stream = tokenizer.stream(prompt, skip) if tokenizer and streams else None
-        self._stops = StopFilter(sampling.stop if not sampling.no_stop_trim else ())
+        self._stops = StopFilter(sampling.trimmed, keep=sampling.no_stop_trim)
 
     @property
     def is_over(self) -> bool:
@@ -113,6 +114,49 @@ class Answer:
         return self._finish is not None and isinstance(self._finish.get("matched"), int)
 
 
+class CallAnswers:
+    """All sequences of a call, those of a prompt side by side."""
+
+    def __init__(self, tokenizer: ModelTokenizer | None, is_list: bool, *, streams: bool) -> None:
+        """Answers of no request yet.
+
+        Args:
+            tokenizer: None for answers with tokens only.
+            is_list: Several sequences were asked for: the result is a list.
+            streams: Keep the texts up to date.
+        """
+        self._tokenizer = tokenizer
+        self._is_list = is_list
+        self._streams = streams
+        self._first: list[int] = []
+        self._answers: list[Answer] = []
+
+    def add(self, name: str, tokens: Sequence[int], sampling: SamplingParameters) -> None:
+        """Make room for the sequences of the next request, whose time begins now."""
+        self._first.append(len(self._answers))
+        parts = (name, tokens, sampling, self._tokenizer, self._streams)
+        self._answers += [Answer(*parts) for _ in range(sampling.n)]
+
+    def take(self, event: Event) -> int:
+        """Add an output, and return the number of its sequence."""
+        index: int = self._first[event.request] + event.output.sample
+        answer = self._answers[index]
+        answer.take(event.output)
+        if answer.is_over:
+            answer.finish_text()
+        return index
+
+    def shown(self, index: int) -> dict[str, Any]:
+        """Return a sequence as far as it has come."""
+        found = self._answers[index].as_dict()
+        return {**found, "index": index} if self._is_list else found
+
+    def result(self) -> Any:
+        """Return all answers, as a list where several were asked for."""
+        found = [answer.as_dict() for answer in self._answers]
+        return found if self._is_list else found[0]
+
+
 def _finish_reason(output: Any, sampling: SamplingParameters, count: int) -> dict[str, Any]:
     """In SGLang's words."""
     kind = output.finish_reason
@@ -122,6 +166,8 @@ def _finish_reason(output: Any, sampling: SamplingParameters, count: int) -> dic
         matched = output.stop_token
         if output.stop_string is not None:
             matched = sampling.stop[output.stop_string]
+        if output.stop_regex is not None:
+            matched = sampling.stop_regex[output.stop_regex]
         return {"type": "stop", "matched": matched}
     message = {"abort": "it was aborted", "deadline": "its time was over"}.get(kind)
     return {"type": "abort", "message": output.error or message or str(kind)}

@@ -14,6 +14,7 @@ from pie_driver_sglang.config.file import ACTIVATION_DTYPES
 from pie_driver_sglang.config.hf_config import check_hf_config, load_hf_config
 from pie_driver_sglang.config.option_checks import parse_options, valid_names
 from pie_driver_sglang.config.server_args import SERVER_ARGS
+from pie_driver_sglang.config.thinking import think_end_of
 from pie_driver_sglang.errors import ConfigError, nearest, quoted
 from pie_driver_sglang.memory.limits import LARGE_CHUNK_TOKENS
 from pie_driver_sglang.offline.adapters import AdapterPath, largest_rank, parse_paths
@@ -21,6 +22,8 @@ from pie_driver_sglang.offline.adapters import AdapterPath, largest_rank, parse_
 #: Arguments that the native runtime takes under SGLang's names.
 SCHEDULER: Final = (
     "chunked_prefill_size",
+    "constrained_json_disable_any_whitespace",
+    "constrained_json_whitespace_pattern",
     "disable_radix_cache",
     "enable_priority_scheduling",
     "max_queued_requests",
@@ -38,12 +41,14 @@ READ: Final = (
     "dp_size",
     "dtype",
     "gpu_id_step",
+    "grammar_backend",
     "log_level",
     "lora_paths",
     "max_total_tokens",
     "model_path",
     "preferred_sampling_params",
     "random_seed",
+    "reasoning_parser",
     "served_model_name",
     "skip_tokenizer_init",
     "speculative_algorithm",
@@ -52,7 +57,14 @@ READ: Final = (
     "tp_size",
 )
 #: Arguments of the engine itself, which SGLang does not have.
-OWN: Final = ("devices", "log_file", "max_restarts", "max_token_gap_ms", "ready_timeout_s")
+OWN: Final = (
+    "devices",
+    "log_file",
+    "max_restarts",
+    "max_step_ms",
+    "max_token_gap_ms",
+    "ready_timeout_s",
+)
 #: Names that SGLang's command line and other engines have for the same.
 OTHER_NAMES: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -109,6 +121,7 @@ class EngineArguments(NamedTuple):
         context_length: That the user set; None for the model's.
         adapters: What to load at the start.
         max_adapters: How many may be loaded; 0 where adapters are off.
+        reasoning_parser: SGLang's name of the parser of the model's thinking.
     """
 
     model: Path
@@ -120,6 +133,7 @@ class EngineArguments(NamedTuple):
     context_length: int | None
     adapters: tuple[AdapterPath, ...] = ()
     max_adapters: int = 0
+    reasoning_parser: str | None = None
 
 
 def parse_arguments(given: Mapping[str, Any]) -> EngineArguments:
@@ -130,6 +144,7 @@ def parse_arguments(given: Mapping[str, Any]) -> EngineArguments:
     """
     values = {name: value for name, value in given.items() if value is not None}
     _refuse_unserved(values)
+    _check_grammar_backend(values.get("grammar_backend", "llguidance"))
     model = find_snapshot(values.get("model_path"))
     devices = _devices(values)
     kind = devices[0]
@@ -167,6 +182,7 @@ def parse_arguments(given: Mapping[str, Any]) -> EngineArguments:
         context_length=checked.context_length,
         adapters=parse_paths(values.get("lora_paths", ())),
         max_adapters=checked.max_loaded_loras if checked.enable_lora else 0,
+        reasoning_parser=_reasoning_parser(values.get("reasoning_parser")),
     )
 
 
@@ -304,6 +320,23 @@ def _dtype(name: Any, hf_config: Mapping[str, Any], device: str) -> str:
 
 def _tokenizer(values: Mapping[str, Any], model: Path) -> Path:
     return find_snapshot(values["tokenizer_path"]) if "tokenizer_path" in values else model
+
+
+def _check_grammar_backend(name: Any) -> None:
+    if name != "llguidance":
+        raise ConfigError(
+            f"the argument `grammar_backend` = {quoted(name)} is not served: grammars are followed "
+            "in Rust, by llguidance",
+            "remove `grammar_backend`",
+        )
+
+
+def _reasoning_parser(name: Any) -> str | None:
+    """Checks the name. With `auto` SGLang's server finds it out."""
+    if name in (None, "auto"):
+        return None
+    think_end_of(str(name))
+    return str(name)
 
 
 def _preferred(text: Any) -> Mapping[str, Any]:

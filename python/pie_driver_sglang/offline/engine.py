@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import time
 import uuid
@@ -12,11 +13,12 @@ from typing import Any, Final, NamedTuple, NoReturn, Self, TypeVar
 
 from pie_driver_sglang import __version__, _core
 from pie_driver_sglang.config.hf_config import load_hf_config
+from pie_driver_sglang.config.thinking import think_end_of
 from pie_driver_sglang.errors import ConfigError, DriverError, nearest, quoted
 from pie_driver_sglang.offline.adapters import AdapterUpdate, EngineAdapters, parse_paths
-from pie_driver_sglang.offline.answers import Answer
+from pie_driver_sglang.offline.answers import CallAnswers
 from pie_driver_sglang.offline.arguments import EngineArguments, parse_arguments
-from pie_driver_sglang.offline.requests import Call, Event, OpenRequests
+from pie_driver_sglang.offline.requests import Asked, Call, OpenRequests, async_events, in_parts
 from pie_driver_sglang.offline.sampling import SamplingParameters, parse_sampling
 from pie_driver_sglang.offline.tokenizer import ModelTokenizer
 
@@ -26,6 +28,13 @@ _Error = TypeVar("_Error", bound=DriverError)
 
 _WAIT_S: Final = 0.1
 """How often a start looks for new lines of the drivers' log."""
+
+MAX_STEP_MS: Final = 2000.0
+"""Of a step while nothing streams: only calls of the same process wait for it."""
+
+PART_CHARACTERS: Final = 1 << 16
+"""Of the texts that are tokenized at once, at most, unless one is longer. Requests with the first
+ones are computed while the others are tokenized."""
 
 #: Arguments of SGLang's `generate` that are refused unless they are empty, and why.
 REFUSED_ARGUMENTS: Final[Mapping[str, str]] = MappingProxyType(
@@ -41,7 +50,6 @@ REFUSED_ARGUMENTS: Final[Mapping[str, str]] = MappingProxyType(
         "image_data": "the offline engine takes text and tokens",
         "logprob_start_len": "log-probabilities are not served yet",
         "mm_hashes": "the offline engine takes text and tokens",
-        "require_reasoning": "grammars are not served yet",
         "return_hidden_states": "hidden states stay in the driver",
         "return_logprob": "log-probabilities are not served yet",
         "return_routed_experts": "the driver does not return them",
@@ -58,7 +66,10 @@ REFUSED_ARGUMENTS: Final[Mapping[str, str]] = MappingProxyType(
 class _Request(NamedTuple):
     """One prompt of a call."""
 
+    text: str
+    """Empty where the caller gave tokens."""
     tokens: Sequence[int]
+    """None yet where there is a text."""
     sampling: SamplingParameters
     name: str
     adapter: int | None
@@ -69,8 +80,9 @@ class _Prompts(NamedTuple):
     """All prompts of a call."""
 
     requests: list[_Request]
-    is_batch: bool
+    is_list: bool
     """Whether the answer is a list."""
+    has_texts: bool
 
 
 class Engine:
@@ -97,7 +109,8 @@ class Engine:
             on_start: Called at least ten times a second while they load, with the seconds so far
                 and a new line of their log; an empty one where there is none.
             arguments: Those of SGLang's `ServerArgs`, of which `model_path` is needed, and
-                `devices`, `log_file`, `max_restarts`, `max_token_gap_ms` and `ready_timeout_s`.
+                `devices`, `log_file`, `max_restarts`, `max_step_ms`, `max_token_gap_ms` and
+                `ready_timeout_s`.
 
         Raises:
             ConfigError: An argument is unknown, not served or wrong.
@@ -135,6 +148,7 @@ class Engine:
         session_id: str | None = None,
         extra_key: str | None = None,
         lora_path: str | Sequence[str | None] | None = None,
+        require_reasoning: bool = False,
         **others: Any,
     ) -> Any:
         """Generate from one prompt or several.
@@ -150,6 +164,8 @@ class Engine:
             extra_key: Requests with different keys share no prefix.
             lora_path: Name of the loaded adapter to use, for all prompts or a list with that of
                 each; None for the model alone.
+            require_reasoning: A grammar binds what comes after the model's thinking; needs
+                `reasoning_parser`.
             others: Arguments of SGLang's `generate` that must be empty here.
 
         Returns:
@@ -162,7 +178,7 @@ class Engine:
             StartError: The drivers are gone.
         """
         prompts = self._prompts(prompt, sampling_params, input_ids, rid, others, lora_path)
-        extra = self._extra(priority, session_id, extra_key)
+        extra = self._extra(priority, session_id, extra_key, require_reasoning)
         if stream:
             return self._streamed(prompts, extra)
         return self._collected(prompts, extra)
@@ -178,7 +194,7 @@ class Engine:
         """Generate from many prompts, and yield each answer when it has ended, with its `index`.
 
         Raises:
-            ConfigError: As :meth:`generate`; before anything is computed.
+            ConfigError: As :meth:`generate`, before the first answer.
             StartError: The drivers are gone.
         """
         prompts = self._prompts(prompt, sampling_params, input_ids, None, {})
@@ -196,18 +212,17 @@ class Engine:
         session_id: str | None = None,
         extra_key: str | None = None,
         lora_path: str | Sequence[str | None] | None = None,
+        require_reasoning: bool = False,
         **others: Any,
     ) -> Any:
         """Do as :meth:`generate` without blocking the loop; `stream` gives an async iterator."""
-        prompts = await asyncio.to_thread(
-            self._prompts, prompt, sampling_params, input_ids, rid, others, lora_path
-        )
-        extra = self._extra(priority, session_id, extra_key)
+        prompts = self._prompts(prompt, sampling_params, input_ids, rid, others, lora_path)
+        extra = self._extra(priority, session_id, extra_key, require_reasoning)
         if stream:
             return self._async_streamed(prompts, extra)
-        answers = _Answers(self, prompts, streams=False)
-        with self._submitted(prompts, extra) as call:
-            async for event in _async_events(call):
+        answers = CallAnswers(self.tokenizer, prompts.is_list, streams=False)
+        with await self._async_submitted(prompts, extra, answers, streams=False) as call:
+            async for event in async_events(call):
                 answers.take(event)
         return answers.result()
 
@@ -294,7 +309,7 @@ class Engine:
 
     def _make_runtime(self, parsed: EngineArguments) -> Any:
         tokenizer = self.tokenizer
-        keywords = dict(parsed.runtime)
+        keywords = {"max_step_ms": MAX_STEP_MS, **parsed.runtime}
         if tokenizer is not None:
             keywords["eos_token_ids"] = sorted(tokenizer.end_tokens)
             keywords["vocabulary"] = tokenizer.vocabulary()
@@ -329,9 +344,9 @@ class Engine:
         others: Mapping[str, Any],
         lora_path: Any = None,
     ) -> _Prompts:
-        """Checks the arguments of a call, and tokenizes."""
+        """Checks the arguments of a call, except for the tokens of texts."""
         _refuse(others)
-        tokens, is_batch = self._tokens(prompt, input_ids)
+        texts, tokens, is_batch = self._inputs(prompt, input_ids)
         count = len(tokens)
         if isinstance(sampling_params, Mapping) or sampling_params is None:
             samplings = [self._sampling(sampling_params)] * count
@@ -347,20 +362,26 @@ class Engine:
                     )
                 )
         adapters = _with_hint(lambda given: self._adapters.numbers(given, count), lora_path)
-        parts = zip(tokens, samplings, names, adapters, strict=True)
+        parts = zip(texts, tokens, samplings, names, adapters, strict=True)
         requests = [_Request(*one) for one in parts]
-        for request in requests:
-            self._check_length(request)
-        return _Prompts(requests, is_batch)
+        has_texts = prompt is not None
+        if not has_texts:
+            for request in requests:
+                self._check_length(request)
+        is_list = is_batch or any(sampling.n > 1 for sampling in samplings)
+        return _Prompts(requests, is_list, has_texts)
 
-    def _tokens(self, prompt: Any, input_ids: Any) -> tuple[list[Sequence[int]], bool]:
+    def _inputs(self, prompt: Any, input_ids: Any) -> tuple[list[str], list[Sequence[int]], bool]:
+        """The texts or the tokens of a call, nothing for the others, and whether it is a batch."""
         if (prompt is None) == (input_ids is None):
             raise _noted(
                 ConfigError("a call needs `prompt` or `input_ids`", "give exactly one of them")
             )
         if prompt is None:
             is_batch = bool(len(input_ids)) and not _is_number(input_ids[0])
-            return [list(ids) for ids in input_ids] if is_batch else [list(input_ids)], is_batch
+            listed = input_ids if is_batch else [input_ids]
+            tokens: list[Sequence[int]] = [list(ids) for ids in listed]
+            return [""] * len(tokens), tokens, is_batch
         is_batch = not isinstance(prompt, str)
         texts = list(prompt) if is_batch else [prompt]
         if not all(isinstance(text, str) for text in texts):
@@ -373,18 +394,32 @@ class Engine:
                     "there is no tokenizer: `skip_tokenizer_init` is set", "give `input_ids`"
                 )
             )
-        return list(self.tokenizer.encode(texts)), is_batch
+        return texts, [()] * len(texts), is_batch
+
+    def _tokenized(self, prompts: _Prompts) -> Iterator[list[_Request]]:
+        """All requests with their tokens, in parts where they have texts."""
+        if self.tokenizer is None or not prompts.has_texts:
+            yield prompts.requests
+            return
+        for part in in_parts(prompts.requests, lambda request: len(request.text), PART_CHARACTERS):
+            found = self.tokenizer.encode([request.text for request in part])
+            pairs = zip(part, found, strict=True)
+            part = [request._replace(tokens=tokens) for request, tokens in pairs]
+            for request in part:
+                self._check_length(request)
+            yield part
 
     def _sampling(self, given: Mapping[str, Any] | None) -> SamplingParameters:
         merged = {**self._arguments.sampling, **(given or {})}
         sampling: SamplingParameters = _with_hint(parse_sampling, merged)
-        if sampling.stop and self.tokenizer is None:
-            raise _noted(
-                ConfigError(
-                    "`stop` needs a tokenizer, and `skip_tokenizer_init` is set",
-                    "use `stop_token_ids`",
+        for name in ("stop", "stop_regex"):
+            if getattr(sampling, name) and self.tokenizer is None:
+                raise _noted(
+                    ConfigError(
+                        f"`{name}` needs a tokenizer, and `skip_tokenizer_init` is set",
+                        "use `stop_token_ids`",
+                    )
                 )
-            )
         if sampling.grammar is not None and self.tokenizer is None:
             raise _noted(
                 ConfigError(
@@ -408,26 +443,48 @@ class Engine:
             )
 
     def _extra(
-        self, priority: int | None, session_id: str | None, extra_key: str | None
+        self,
+        priority: int | None,
+        session_id: str | None,
+        extra_key: str | None,
+        require_reasoning: bool = False,
     ) -> dict[str, Any]:
         session = None
         if session_id is not None:
             session = self._sessions.setdefault(session_id, len(self._sessions) + 1)
         speculates = self._arguments.speculates
         named = {"priority": priority, "session": session, "namespace": extra_key}
-        return {**named, "speculate": speculates}
+        after = self._end_of_thinking() if require_reasoning else []
+        return {**named, "speculate": speculates, "grammar_after": after}
+
+    def _end_of_thinking(self) -> list[int]:
+        """The tokens that end the model's thinking."""
+        parser = self._arguments.reasoning_parser
+        if parser is None or self.tokenizer is None:
+            raise _noted(
+                ConfigError(
+                    "`require_reasoning` is set, but how the model ends its thinking is not known",
+                    'name its parser, as `Engine(reasoning_parser="qwen3")`, or remove it',
+                )
+            )
+        return list(self.tokenizer.encode_plain(think_end_of(parser)))
 
     def _submitted(
-        self, prompts: _Prompts, extra: Mapping[str, Any], *, streams: bool = False
+        self, prompts: _Prompts, extra: Mapping[str, Any], answers: CallAnswers, *, streams: bool
     ) -> Call:
+        """Hands the requests in, those of texts part by part, and makes room for their answers."""
         call = Call(self._requests, streams=streams)
         try:
-            for index, request in enumerate(prompts.requests):
-                room = self.context_length - len(request.tokens)
-                parameters = {**request.sampling.submitted(room), **extra}
-                if request.adapter is not None:
-                    parameters["adapter_id"] = request.adapter
-                call.submit(index, request.tokens, request.sampling.n, parameters)
+            for part in self._tokenized(prompts):
+                asked = []
+                for request in part:
+                    answers.add(request.name, request.tokens, request.sampling)
+                    room = self.context_length - len(request.tokens)
+                    parameters = {**request.sampling.submitted(room), **extra}
+                    if request.adapter is not None:
+                        parameters["adapter_id"] = request.adapter
+                    asked.append(Asked(request.tokens, request.sampling.n, parameters))
+                call.submit(asked)
         except (ValueError, OverflowError) as error:
             call.abort()
             raise _noted(_native(error)) from error
@@ -436,83 +493,52 @@ class Engine:
             raise
         return call
 
+    async def _async_submitted(
+        self, prompts: _Prompts, extra: Mapping[str, Any], answers: CallAnswers, *, streams: bool
+    ) -> Call:
+        """Does the same in a thread. Of a caller that does not wait for it nothing is left."""
+        submit = functools.partial(self._submitted, prompts, extra, answers, streams=streams)
+        submitting = asyncio.ensure_future(asyncio.to_thread(submit))
+        try:
+            return await asyncio.shield(submitting)
+        except asyncio.CancelledError:
+            submitting.add_done_callback(_abort)
+            raise
+
     def _collected(self, prompts: _Prompts, extra: Mapping[str, Any]) -> Any:
-        answers = _Answers(self, prompts, streams=False)
-        with self._submitted(prompts, extra) as call:
+        answers = CallAnswers(self.tokenizer, prompts.is_list, streams=False)
+        with self._submitted(prompts, extra, answers, streams=False) as call:
             for event in call.events():
                 answers.take(event)
         return answers.result()
 
     def _completed(self, prompts: _Prompts, extra: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        answers = _Answers(self, prompts, streams=False)
-        with self._submitted(prompts, extra) as call:
+        answers = CallAnswers(self.tokenizer, prompts.is_list, streams=False)
+        with self._submitted(prompts, extra, answers, streams=False) as call:
             for event in call.events():
                 index = answers.take(event)
                 if event.output.finish_reason is not None:
                     yield {**answers.shown(index), "index": index}
 
     def _streamed(self, prompts: _Prompts, extra: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        answers = _Answers(self, prompts, streams=True)
-        with self._submitted(prompts, extra, streams=True) as call:
+        answers = CallAnswers(self.tokenizer, prompts.is_list, streams=True)
+        with self._submitted(prompts, extra, answers, streams=True) as call:
             for event in call.events():
                 yield answers.shown(answers.take(event))
 
     async def _async_streamed(
         self, prompts: _Prompts, extra: Mapping[str, Any]
     ) -> AsyncIterator[dict[str, Any]]:
-        answers = _Answers(self, prompts, streams=True)
-        with self._submitted(prompts, extra, streams=True) as call:
-            async for event in _async_events(call):
+        answers = CallAnswers(self.tokenizer, prompts.is_list, streams=True)
+        with await self._async_submitted(prompts, extra, answers, streams=True) as call:
+            async for event in async_events(call):
                 yield answers.shown(answers.take(event))
 
 
-class _Answers:
-    """All sequences of a call, those of a prompt side by side."""
-
-    def __init__(self, engine: Engine, prompts: _Prompts, *, streams: bool) -> None:
-        self._is_list = prompts.is_batch or any(r.sampling.n > 1 for r in prompts.requests)
-        self._first: list[int] = []
-        self._answers: list[Answer] = []
-        for request in prompts.requests:
-            self._first.append(len(self._answers))
-            parts = (request.tokens, request.sampling, engine.tokenizer, streams)
-            self._answers += [Answer(request.name, *parts) for _ in range(request.sampling.n)]
-
-    def take(self, event: Event) -> int:
-        """Adds an output, and returns the number of its sequence."""
-        index: int = self._first[event.request] + event.output.sample
-        answer = self._answers[index]
-        answer.take(event.output)
-        if answer.is_over:
-            answer.finish_text()
-        return index
-
-    def shown(self, index: int) -> dict[str, Any]:
-        """A sequence as far as it has come."""
-        found = self._answers[index].as_dict()
-        return {**found, "index": index} if self._is_list else found
-
-    def result(self) -> Any:
-        """All answers, as a list where several were asked for."""
-        found = [answer.as_dict() for answer in self._answers]
-        return found if self._is_list else found[0]
-
-
-async def _async_events(call: Call) -> AsyncIterator[Event]:
-    """The events of a call, waited for by the running loop."""
-    loop, arrived = asyncio.get_running_loop(), asyncio.Event()
-
-    def wake() -> None:
-        # A loop that is closed waits for nothing any more.
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(arrived.set)
-
-    call.notify(wake)
-    while not call.is_over:
-        await arrived.wait()
-        arrived.clear()
-        for event in call.ready():
-            yield event
+def _abort(submitting: asyncio.Future[Call]) -> None:
+    """Ends the requests of a caller that has gone."""
+    if not submitting.cancelled() and submitting.exception() is None:
+        submitting.result().abort()
 
 
 def _refuse(others: Mapping[str, Any]) -> None:

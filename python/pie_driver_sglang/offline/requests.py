@@ -1,14 +1,18 @@
-"""OpenRequests under way: what the native runtime gives out reaches the call that waits for it."""
+"""Requests under way: what the native runtime gives out reaches the call that waits for it."""
 
 from __future__ import annotations
 
+import asyncio
 import queue
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Final, NamedTuple, Self
+from typing import Any, Final, NamedTuple, Self, TypeVar
 
+from pie_driver_sglang import _core
 from pie_driver_sglang.errors import StartError
+
+_Item = TypeVar("_Item")
 
 _POLL_S: Final = 0.5
 """How often the thread looks whether it should end."""
@@ -21,6 +25,17 @@ class Event(NamedTuple):
     """Its place among the requests of its call."""
     output: Any
     """A `_core.Output`; None where the runtime has ended."""
+
+
+class Asked(NamedTuple):
+    """A request to hand in."""
+
+    tokens: Any
+    """The prompt."""
+    samples: int
+    """Sequences that it ends with."""
+    parameters: Mapping[str, Any]
+    """Of `_core.Runtime.submit`."""
 
 
 class Call:
@@ -36,23 +51,18 @@ class Call:
         self._streams = streams
         self._requests = requests
         self._open: dict[int, int] = {}
+        self._count = 0
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._wake: Callable[[], None] | None = None
         self._left: dict[int, int] = {}
 
-    def submit(self, index: int, tokens: Any, samples: int, parameters: Mapping[str, Any]) -> None:
-        """Hand in a request.
-
-        Args:
-            index: What its events are to be called.
-            tokens: The prompt.
-            samples: Sequences that it ends with.
-            parameters: Of `_core.Runtime.submit`.
-        """
-        given = {**parameters, "streams": self._streams}
-        number = self._requests.submit(self, tokens, given)
-        self._open[number] = index
-        self._left[number] = samples
+    def submit(self, asked: Sequence[Asked]) -> None:
+        """Hand requests in. They are numbered through, from 0, over all calls of this method."""
+        numbers = self._requests.submit(self, asked, streams=self._streams)
+        for number, request in zip(numbers, asked, strict=True):
+            self._open[number] = self._count
+            self._left[number] = request.samples
+            self._count += 1
 
     def events(self) -> Iterator[Event]:
         """All events until every request has ended; waits for them.
@@ -137,15 +147,19 @@ class OpenRequests:
         self._thread = threading.Thread(target=self._run, name="pie-outputs", daemon=True)
         self._thread.start()
 
-    def submit(self, call: Call, tokens: Any, parameters: Mapping[str, Any]) -> int:
-        """Hand a request in and return its number; its outputs go to `call`."""
+    def submit(self, call: Call, asked: Iterable[Asked], *, streams: bool) -> list[int]:
+        """Hand requests in together and return their numbers; their outputs go to `call`."""
+        requests = _core.Requests()
+        for request in asked:
+            parameters = {**request.parameters, "streams": streams, "into": requests}
+            self._runtime.submit(request.tokens, **parameters)
         # An output may be fetched before this returns: it waits for the lock.
         with self._lock:
             if self._stopping:
                 raise StartError("the engine is shut down", "make a new one")
-            number: int = self._runtime.submit(tokens, **parameters)
-            self._calls[number] = call
-        return number
+            numbers: list[int] = self._runtime.submit_all(requests)
+            self._calls.update(dict.fromkeys(numbers, call))
+        return numbers
 
     def forget(self, numbers: Iterable[int], abort: bool = True) -> None:
         """Drop requests: their outputs are for nothing any more.
@@ -187,3 +201,36 @@ class OpenRequests:
         for call, output in found:
             if call is not None:
                 call.put(output.request, output)
+
+
+async def async_events(call: Call) -> AsyncIterator[Event]:
+    """Yield the events of a call; the running loop waits for them."""
+    loop, arrived = asyncio.get_running_loop(), asyncio.Event()
+
+    def wake() -> None:
+        # A loop that is closed waits for nothing any more.
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(arrived.set)
+
+    call.notify(wake)
+    while not call.is_over:
+        await arrived.wait()
+        arrived.clear()
+        for event in call.ready():
+            yield event
+
+
+def in_parts(
+    items: Iterable[_Item], size: Callable[[_Item], int], most: int
+) -> Iterator[list[_Item]]:
+    """Cut a sequence into parts of `most` together, or of one item that is larger."""
+    part: list[_Item] = []
+    total = 0
+    for item in items:
+        if part and total + size(item) > most:
+            yield part
+            part, total = [], 0
+        part.append(item)
+        total += size(item)
+    if part:
+        yield part

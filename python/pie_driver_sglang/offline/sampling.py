@@ -12,6 +12,9 @@ from pie_driver_sglang.errors import ConfigError, nearest, quoted
 GREEDY_BELOW: Final = 1e-6
 """A lower temperature is greedy, as in SGLang."""
 
+_META: Final = frozenset(".^$*+?{}[]\\|()")
+"""What gives a character of an expression another meaning than itself."""
+
 GRAMMARS: Final = ("json_schema", "regex", "ebnf", "structural_tag")
 """Parameters that bind the answer; at most one of them."""
 
@@ -20,7 +23,6 @@ REFUSED_PARAMETERS: Final[Mapping[str, tuple[Any, str]]] = MappingProxyType(
     {
         "custom_params": (None, "there are no custom logit processors"),
         "spaces_between_special_tokens": (True, "tokenizers of tokenizer.json decide it"),
-        "stop_regex": (None, "stop strings are plain text"),
         "stream_interval": (None, "tokens are streamed as they come"),
     }
 )
@@ -42,6 +44,7 @@ SERVED_PARAMETERS: Final = frozenset(
         "sampling_seed",
         "skip_special_tokens",
         "stop",
+        "stop_regex",
         "stop_token_ids",
         "temperature",
         "top_k",
@@ -59,6 +62,7 @@ class SamplingParameters(NamedTuple):
         top_k: -1 for all.
         logit_bias: Tokens, and what is added to their logits.
         stop: Texts that end the answer.
+        stop_regex: Expressions that end it where they match.
         grammar: What binds the answer, one of `GRAMMARS`, and its text.
         no_stop_trim: Leave what ended the answer in its text.
     """
@@ -76,11 +80,20 @@ class SamplingParameters(NamedTuple):
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     stop: tuple[str, ...] = ()
+    stop_regex: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     no_stop_trim: bool = False
     grammar: tuple[str, str] | None = None
+
+    @property
+    def trimmed(self) -> tuple[str, ...]:
+        """The texts that are cut off where they end the answer.
+
+        As with SGLang, an expression leaves what it matches, unless it is a plain text.
+        """
+        return self.stop + tuple(text for text in self.stop_regex if _META.isdisjoint(text))
 
     def submitted(self, room: int) -> dict[str, Any]:
         """The keyword arguments of `_core.Runtime.submit`.
@@ -102,6 +115,7 @@ class SamplingParameters(NamedTuple):
             "repetition_penalty": self.repetition_penalty,
             "logit_bias": list(self.logit_bias),
             "stop": list(self.stop),
+            "stop_regex": list(self.stop_regex),
             "stop_token_ids": list(self.stop_token_ids),
             "ignore_eos": self.ignore_eos,
             "n": self.n,
@@ -143,7 +157,8 @@ def parse_sampling(given: Mapping[str, Any] | None) -> SamplingParameters:
         presence_penalty=_number(values, "presence_penalty", 0.0, -2.0, 2.0),
         repetition_penalty=_number(values, "repetition_penalty", 1.0, 0.0, 2.0),
         logit_bias=_biases(values.get("logit_bias", {})),
-        stop=_texts(values.get("stop", ())),
+        stop=_texts("stop", values.get("stop", ())),
+        stop_regex=_texts("stop_regex", values.get("stop_regex", ())),
         stop_token_ids=_tokens(values.get("stop_token_ids", ())),
         **{name: _flag(values, name) for name in ("ignore_eos", "no_stop_trim")},
         grammar=_grammar(values),
@@ -228,10 +243,10 @@ def _biases(value: Any) -> tuple[tuple[int, float], ...]:
     return tuple(biases.items())
 
 
-def _texts(value: Any) -> tuple[str, ...]:
+def _texts(name: str, value: Any) -> tuple[str, ...]:
     listed = [value] if isinstance(value, str) else value
     if not isinstance(listed, Sequence) or not all(isinstance(text, str) for text in listed):
-        raise _wrong("stop", value, "a string or a list of strings")
+        raise _wrong(name, value, "a string or a list of strings")
     return tuple(text for text in listed if text)
 
 

@@ -42,7 +42,7 @@ class ModelTokenizer:
             raise ConfigError(f"cannot read {quoted(str(path))}: {error}", _DOWNLOAD) from error
         self._inner.no_truncation()
         self._inner.no_padding()
-        self._config = _read_json(folder / "tokenizer_config.json")
+        self._config = read_json(folder / "tokenizer_config.json")
         self._template = _chat_template(folder, self._config)
         self.end_tokens = _end_tokens(folder, self)
 
@@ -164,9 +164,15 @@ class TextStream:
 class StopFilter:
     """Holds back text that may be the beginning of a stop string."""
 
-    def __init__(self, stops: Sequence[str]) -> None:
-        """Look for any of `stops`."""
+    def __init__(self, stops: Sequence[str], keep: bool = False) -> None:
+        """Look for any of `stops`.
+
+        Args:
+            stops: Texts.
+            keep: Leave the one that ends the text, but nothing after it.
+        """
         self._stops = [stop for stop in stops if stop]
+        self._keep = keep
         self._held = ""
 
     def push(self, text: str) -> str:
@@ -181,11 +187,13 @@ class StopFilter:
         """Return the rest.
 
         Args:
-            matched: The stop string that ended the text, and is cut off; None where none did.
+            matched: What ended the text; it is cut off if it is a stop string.
         """
         text, self._held = self._held, ""
-        place = text.find(matched) if matched else -1
-        return text if place < 0 else text[:place]
+        place = text.find(matched) if matched in self._stops else -1
+        if place < 0 or matched is None:
+            return text
+        return text[: place + len(matched) if self._keep else place]
 
 
 def overlap(text: str, stop: str) -> int:
@@ -258,15 +266,20 @@ def _end_tokens(folder: Path, tokenizer: ModelTokenizer) -> frozenset[int]:
     """Those of the model's configurations, and the tokenizer's own, as SGLang collects them."""
     ends: set[int] = set()
     for name in ("config.json", "generation_config.json"):
-        listed = _read_json(folder / name).get("eos_token_id")
+        listed = read_json(folder / name).get("eos_token_id")
         tokens = listed if isinstance(listed, list) else [listed]
         ends.update(token for token in tokens if isinstance(token, int))
-    config = _read_json(folder / "tokenizer_config.json")
+    config = read_json(folder / "tokenizer_config.json")
     named = tokenizer.token(_token_text(config.get("eos_token")))
     return frozenset(ends if named is None else {*ends, named})
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the object in a file of a snapshot; an empty one where there is no such file.
+
+    Raises:
+        ConfigError: The file cannot be read.
+    """
     try:
         value = json.loads(path.read_bytes())
     except FileNotFoundError:

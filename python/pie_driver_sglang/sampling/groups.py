@@ -23,6 +23,8 @@ def run_group(
 ) -> Outputs:
     """Computes a slot group: tokens, then distributions, logits, log-probabilities, entropies.
 
+    The slots of a prompt's tokens come last; nothing is computed of them here.
+
     Args:
         logits: ``[slots, vocabulary]`` float32, masked.
         group: how many slots of each class there are, in this order.
@@ -45,7 +47,8 @@ def run_group(
     if labels is not None:
         logprobs = log_probabilities(logits[logits_end:logprobs_end], labels)
     if group.entropies:
-        entropies = torch.special.entr(logits[logprobs_end:].softmax(dim=-1)).sum(dim=-1)
+        probs = logits[logprobs_end : logprobs_end + group.entropies].softmax(dim=-1)
+        entropies = torch.special.entr(probs).sum(dim=-1)
     return Outputs(tokens, dist_ids, dist_probs, raw, logprobs, entropies)
 
 

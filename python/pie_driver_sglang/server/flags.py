@@ -39,16 +39,13 @@ RENAMED: Final[Mapping[str, str]] = MappingProxyType(
 )
 
 
-_GRAMMAR: Final = "grammars are not served yet"
 _OUTPUTS: Final = "the driver does not return them"
 _ADAPTERS: Final = "the driver loads and applies adapters by its own means"
 #: Flags that ask a scheduler for more than ours has, and the reason.
 _REASONS: Final[Mapping[str, str]] = MappingProxyType(
     {
         "checkpoint_engine_wait_weights_before_ready": "weights are not updated while it serves",
-        "constrained_json_disable_any_whitespace": _GRAMMAR,
-        "constrained_json_whitespace_pattern": _GRAMMAR,
-        "disable_outlines_disk_cache": _GRAMMAR,
+        "disable_outlines_disk_cache": "grammars are followed by llguidance",
         "enable_custom_logit_processor": "it is a Python object in the sampler",
         "enable_draft_weights_cpu_backup": "there is no draft model",
         "enable_forward_pass_metrics": "the driver's passes are not published",
@@ -58,12 +55,11 @@ _REASONS: Final[Mapping[str, str]] = MappingProxyType(
         "enable_return_hidden_states": "hidden states stay in the driver",
         "enable_return_indexer_topk": _OUTPUTS,
         "enable_return_routed_experts": _OUTPUTS,
-        "enable_strict_thinking": _GRAMMAR,
+        "enable_strict_thinking": "a model thinks as it likes until it ends its thinking",
         "enable_trace": "the scheduler's spans are not traced",
         "enable_weights_cpu_backup": "weights are not released while it serves",
         "forward_pass_metrics_ipc_name": "the driver's passes are not published",
         "forward_pass_metrics_worker_id": "the driver's passes are not published",
-        "grammar_backend": _GRAMMAR,
         "grpc_mode": "it takes another front end",
         "grpc_port": "it takes another front end",
         "is_embedding": "the driver serves causal language models",

@@ -46,6 +46,8 @@ class Parts:
         keywords = {**_of_replica(plan.runtime, given.replica), **given.limits}
         if self._tokenizer is not None:
             keywords["vocabulary"] = self._tokenizer.vocabulary()
+            keywords["special_tokens"] = self._tokenizer.special_tokens()
+            keywords["eos_token_ids"] = sorted(_end_tokens(plan, self._tokenizer))
         self.runtime = _core.Runtime(**keywords)
         self.log = DriverLog(self.runtime)
 

@@ -18,6 +18,7 @@ from types import FrameType
 from typing import Final
 
 from pie_driver_sglang.errors import ConfigError
+from pie_driver_sglang.gateway import program as gateway
 from pie_driver_sglang.server.flags import OWN_FLAGS
 
 HELP: Final = f"""\
@@ -26,9 +27,10 @@ usage: pie-sglang serve --model-path MODEL [options]
 Serve a model with SGLang's HTTP server (OpenAI's API and SGLang's own) on this package's runtime.
 
 options of this command:
-{OWN_FLAGS}
+{OWN_FLAGS}{gateway.FLAGS}
 all others are those of SGLang's server: `python -m sglang.launch_server --help` lists them
 """
+FRONTS: Final = ("sglang", "gateway")
 _SHARED_MEMORY: Final = Path("/dev/shm")
 
 
@@ -40,6 +42,9 @@ def main(arguments: Sequence[str]) -> int:
         raise SystemExit(0 if words else 2)
     if not any(word.split("=")[0] in ("--model-path", "--model", "--config") for word in words):
         raise ConfigError("`--model-path` is missing", "name a folder or a repository")
+    front, words = _take_front(words)
+    if front == "gateway":
+        return gateway.main(words)
     before = _load_files()
     with tempfile.TemporaryDirectory(prefix="pie-sglang-", ignore_cleanup_errors=True) as folder:
         process = subprocess.Popen(
@@ -55,6 +60,22 @@ def main(arguments: Sequence[str]) -> int:
             process.wait()
             _remove_load_files(before)
     return status
+
+
+def _take_front(words: list[str]) -> tuple[str, list[str]]:
+    """The value of `--front`, and the other words."""
+    front, rest, queue = "sglang", [], list(words)
+    while queue:
+        name, equals, value = (word := queue.pop(0)).partition("=")
+        if name != "--front":
+            rest.append(word)
+        elif equals or queue:
+            front = value if equals else queue.pop(0)
+        else:
+            front = ""
+    if front not in FRONTS:
+        raise ConfigError(f"`--front` is {front!r}", f"expected one of {', '.join(FRONTS)}")
+    return front, rest
 
 
 def _watch(process: subprocess.Popen[bytes]) -> int:

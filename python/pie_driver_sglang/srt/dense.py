@@ -16,14 +16,22 @@ import torch
 
 from pie_driver_sglang.kernels import all_reduce_norm, dense_layers
 from pie_driver_sglang.kernels.all_reduce_norm import LamportAllReduceNorm
-from pie_driver_sglang.kernels.dense_layers import LinearWeights, Norm, Scale
+from pie_driver_sglang.kernels.dense_layers import LinearWeights, Norm
 from pie_driver_sglang.srt import groups
-from pie_driver_sglang.srt.few_rows import NARROW, ExpertLayers, FewRows
+from pie_driver_sglang.srt.few_rows import (
+    NARROW,
+    ExpertLayers,
+    FewRows,
+    attend_unscaled,
+    gate_unscaled,
+)
 from pie_driver_sglang.srt.paged_attention import PagedDecode
+from pie_driver_sglang.srt.quantized import QuantizedLayers
 from pie_driver_sglang.srt.seams.attention import decode_backend
 from pie_driver_sglang.srt.seams.layers import (
     ExpertLayer,
     Layer,
+    QuantizedLayer,
     UnknownLayer,
     expect,
     find_decoder,
@@ -44,8 +52,9 @@ logger = logging.getLogger(__name__)
 
 _WIDEST = 16384
 """Hidden states of which one program normalizes a row."""
-_FEW_ROWS = 64
-"""Of more rows products are a library's, which adds to what there is, and parts do not pay."""
+_FEW_ROWS, _NARROW_FEW_ROWS = 128, 64
+"""Of more rows products are a library's, which adds to what there is, and parts do not pay; the
+second for layers that are narrow."""
 _STORED = ("fa3",)
 """SGLang's backends whose prefills attend to nothing but what is stored."""
 FROZEN = (
@@ -53,6 +62,11 @@ FROZEN = (
     "start with `fuse_layers = false` to update weights"
 )
 """Why SGLang refuses to update weights."""
+FROZEN_SCALES = (
+    "weights cannot be updated: the layers have read the scales of FP8 weights; start with "
+    "`fuse_layers = false` to update weights"
+)
+"""The same of weights in FP8."""
 
 
 class DenseLayers:
@@ -88,7 +102,7 @@ class DenseLayers:
         self._norms = [*(layer.before for layer in layers[1:]), norm]
 
     @classmethod
-    def of(cls, runner: ModelRunner) -> DenseLayers | ExpertLayers | None:
+    def of(cls, runner: ModelRunner) -> FusedLayers | None:
         """A model's layers; None for a model that these kernels do not know."""
         try:
             by_pages = isinstance(decode_backend(runner), PagedDecode)
@@ -101,6 +115,12 @@ class DenseLayers:
             expect(pool.store_dtype == norm.weight.dtype, f"its KV is {pool.store_dtype}")
             expect(len(norm.weight) <= _WIDEST, f"its rows have {len(norm.weight)} numbers")
             layers = read_layers(model, pool)
+            prefills = resolved(runner).attention_backends[0] in _STORED
+            if isinstance(layers[0], QuantizedLayer):
+                expect(place_of(runner).size == 1, "its FP8 matrices are on several devices")
+                expect(not resolved(runner).enable_lora, "adapters are added to its FP8 matrices")
+                refuse_updates(runner, FROZEN_SCALES)
+                return QuantizedLayers(model, layers, norm, prefills=prefills)
             _expect_plain(layers)
             sums = _all_reduce(runner, norm)
             # Adapters want rows to which the norms' weights were applied. Between ranks a kernel
@@ -115,9 +135,8 @@ class DenseLayers:
         except UnknownLayer as reason:
             logger.info("layers run as SGLang has them: %s", reason)
             return None
-        prefills, _ = resolved(runner).attention_backends
         folded = folds and _fold(runner, layers)
-        return cls(model, layers, norm, sums, prefills=prefills in _STORED, folded=folded)
+        return cls(model, layers, norm, sums, prefills=prefills, folded=folded)
 
     @contextlib.contextmanager
     def prefilling(self) -> Iterator[None]:
@@ -165,8 +184,9 @@ class DenseLayers:
 
     def _most_few_rows(self) -> int:
         """Of more rows a library's products are the faster ones; later where layers are small."""
-        wide = len(self._norms[-1].weight) >= NARROW
-        return min(_FEW_ROWS, self._few.most_rows) if self._few and wide else _FEW_ROWS
+        if self._few is not None and len(self._norms[-1].weight) >= NARROW:
+            return min(_FEW_ROWS, self._few.most_rows)
+        return min(_FEW_ROWS, _NARROW_FEW_ROWS)
 
     def _add(
         self,
@@ -197,10 +217,12 @@ class DenseLayers:
         residual = self._model.embed_tokens(input_ids)
         for layer in self._layers:
             # Nothing keeps what was used: such a pass is what the memory is planned for.
-            seen = _seen(layer, residual, positions, forward_batch, out_of_place=out_of_place)
+            seen = attend_unscaled(
+                layer, residual, positions, forward_batch, out_of_place=out_of_place
+            )
             residual.addmm_(seen, layer.out.weight.t())
             del seen
-            residual.addmm_(_middle(layer, residual), layer.down.weight.t())
+            residual.addmm_(gate_unscaled(layer, residual), layer.down.weight.t())
         return dense_layers.add_norm(residual[None], None, self._norms[-1])[0]
 
 
@@ -240,37 +262,6 @@ def _fold(runner: ModelRunner, layers: list[Layer] | list[ExpertLayer]) -> bool:
             norm.weight.fill_(1.0)
     refuse_updates(runner, FROZEN)
     return True
-
-
-def _seen(
-    layer: Layer,
-    residual: torch.Tensor,
-    positions: torch.Tensor,
-    forward_batch: ForwardBatch,
-    *,
-    out_of_place: bool,
-) -> torch.Tensor:
-    """What many rows see."""
-    queries = dense_layers.norm_rope_store(
-        torch.nn.functional.linear(residual, layer.qkv.weight),
-        layer.heads,
-        positions,
-        forward_batch.out_cache_loc,
-        scale=Scale(residual, layer.before.epsilon),
-        out_of_place=out_of_place,
-    )
-    if out_of_place:
-        queries = queries.flatten(1)
-    seen: torch.Tensor = layer.attention(queries, None, None, forward_batch, save_kv_cache=False)
-    return seen
-
-
-def _middle(layer: Layer, residual: torch.Tensor) -> torch.Tensor:
-    """What an MLP has of many rows between its products."""
-    return dense_layers.gate(
-        torch.nn.functional.linear(residual, layer.gate_up.weight),
-        Scale(residual, layer.between.epsilon),
-    )
 
 
 def _linear(rows: torch.Tensor, matrix: LinearWeights, most_parts: int = 1) -> torch.Tensor:
@@ -328,3 +319,7 @@ def _has_room(runner: ModelRunner) -> bool:
         return True
     properties: Any = torch.cuda.get_device_properties(runner.gpu_id)
     return int(properties.shared_memory_per_block_optin) >= dense_layers.SHARED_BYTES
+
+
+FusedLayers = DenseLayers | QuantizedLayers | ExpertLayers
+"""The layers of a model that few kernels can run."""

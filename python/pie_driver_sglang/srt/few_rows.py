@@ -1,7 +1,8 @@
 """Decodes of few rows: the layers of a model as kernels that read weights and little else.
 
-See ``kernels/few_rows.py`` and ``kernels/experts.py``. They want norms that were folded into the
-matrices after them, so they run what can be folded.
+See ``kernels/few_rows.py``, ``kernels/many_rows.py`` for what it calls few rows of large matrices,
+and ``kernels/experts.py``. They want norms that were folded into the matrices after them, so they
+run what can be folded.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pie_driver_sglang.kernels import dense_layers, experts, few_rows
-from pie_driver_sglang.kernels.dense_layers import LinearWeights, Norm
+from pie_driver_sglang.kernels import dense_layers, experts, few_rows, many_rows
+from pie_driver_sglang.kernels.dense_layers import LinearWeights, Norm, Scale
 from pie_driver_sglang.kernels.few_rows import Cut, Scratch, Stream
+from pie_driver_sglang.kernels.many_rows import Tile
 from pie_driver_sglang.srt.seams.layers import ExpertLayer, Layer
 from pie_driver_sglang.srt.seams.model import run_instead
 
@@ -23,23 +25,44 @@ if TYPE_CHECKING:
 
 NARROW, _WIDEST = 2048, 4096
 """Widths of hidden states between which the kernels are the fastest up to 32 rows, not 16."""
-_MOST_PARTS = 4
-"""Largest split-K factor of a cut."""
+_TILED = (64, 128)
+"""Rows up to which products of large matrices may go by tiles."""
+_RESCALED_ROWS = 512
+"""Of more rows it takes less time to compute their scale in a kernel of its own."""
+_Cuts = tuple[Cut | Tile | None, ...]
+"""Of the products of a layer, the experts' last; None for those that are a library's."""
 
 
 class FewRows:
     """The layers of a model whose norms are folded into the matrices after them."""
 
-    def __init__(self, layers: Sequence[Layer | ExpertLayer], norm: Norm, most_rows: int) -> None:
-        """Takes layers for which :meth:`of` finds cuts, and the norm after the last one."""
-        self.most_rows = most_rows
+    def __init__(
+        self,
+        layers: Sequence[Layer | ExpertLayer],
+        norm: Norm,
+        most_rows: int,
+        *,
+        most_tiled: int = 0,
+    ) -> None:
+        """Takes layers for which :meth:`of` finds cuts, and the norm after the last one.
+
+        Args:
+            layers: The model's.
+            norm: After the last one.
+            most_rows: Of a step whose products are those of few rows.
+            most_tiled: Of a step whose products go by tiles.
+        """
+        self.most_rows = max(most_rows, most_tiled)
         """Most rows of a step."""
+        self._most_cut = most_rows
         self._layers = layers
         self._norm = norm
         [width], device = norm.weight.shape, norm.weight.device
+        highest = max(width, *(len(layer.qkv.weight) for layer in layers))
+        parts, tiles = many_rows.scratch_sizes(self.most_rows, highest)
         self._scratch = Scratch(
-            torch.zeros(_MOST_PARTS * most_rows * width, device=device),
-            torch.zeros(width + most_rows, dtype=torch.int32, device=device),
+            torch.zeros(parts, device=device),
+            torch.zeros(tiles + most_rows, dtype=torch.int32, device=device),
         )
 
     @classmethod
@@ -55,7 +78,10 @@ class FewRows:
         steps = [rows for rows in (1, 2, 16, 32, 64) if rows <= most_rows]
         if any(_cuts(rows, layer) is None for rows in steps for layer in layers):
             return None
-        return cls(layers, norm, most_rows)
+        most_tiled = 0
+        if width >= NARROW and weight.itemsize == 2:
+            most_tiled = max((rows for rows in _TILED if _tiled(rows, layers)), default=0)
+        return cls(layers, norm, most_rows, most_tiled=most_tiled)
 
     def run(
         self, embedded: torch.Tensor, positions: torch.Tensor, forward_batch: ForwardBatch
@@ -71,12 +97,13 @@ class FewRows:
             ``[rows, width]``: normalized hidden states.
         """
         stream: Stream | None = None
+        find = _cuts if len(embedded) <= self._most_cut else _tiles
         for layer in self._layers:
-            cuts = _cuts(len(embedded), layer)
+            cuts = find(len(embedded), layer)
             if cuts is None:
                 raise ValueError(f"no cuts for a step of {len(embedded)} rows")
             if stream is None:
-                stream = few_rows.begin(embedded, _tiles(embedded, cuts[-1]))
+                stream = _begin(embedded, cuts)
             stream = self._attend(layer, stream, cuts, positions, forward_batch)
             stream = self._transform(layer, stream, cuts)
         return dense_layers.add_norm(embedded[None], None, self._norm)[0]
@@ -85,38 +112,53 @@ class FewRows:
         self,
         layer: Layer | ExpertLayer,
         stream: Stream,
-        cuts: tuple[Cut, ...],
+        cuts: _Cuts,
         positions: torch.Tensor,
         forward_batch: ForwardBatch,
     ) -> Stream:
         """The first half of a layer."""
-        qkv = few_rows.product(
-            stream.rows, layer.qkv, cuts[0], self._scratch, given=stream,
-            epsilon=layer.before.epsilon,
-        )  # fmt: skip
-        queries = dense_layers.norm_rope_store(
-            qkv, layer.heads, positions, forward_batch.out_cache_loc
-        )
-        seen = layer.attention(queries, None, None, forward_batch, save_kv_cache=False)
+        if cuts[0] is None:
+            assert isinstance(layer, Layer)
+            seen = attend_unscaled(layer, stream.rows, positions, forward_batch, out_of_place=False)
+        else:
+            qkv = self._multiply(
+                stream.rows, layer.qkv, cuts[0], stream=stream, epsilon=layer.before.epsilon
+            )
+            queries = dense_layers.norm_rope_store(
+                qkv, layer.heads, positions, forward_batch.out_cache_loc
+            )
+            seen = layer.attention(queries, None, None, forward_batch, save_kv_cache=False)
         return self._add(seen, layer.out, cuts[1], stream)
 
-    def _transform(
-        self, layer: Layer | ExpertLayer, stream: Stream, cuts: tuple[Cut, ...]
-    ) -> Stream:
+    def _transform(self, layer: Layer | ExpertLayer, stream: Stream, cuts: _Cuts) -> Stream:
         """The second half of a layer."""
         if isinstance(layer, ExpertLayer):
             return experts.add_chosen(stream, layer.between, layer.experts, self._scratch)
-        middle = few_rows.product(
-            stream.rows, layer.gate_up, cuts[2], self._scratch, given=stream,
-            epsilon=layer.between.epsilon, gated=True,
-        )  # fmt: skip
+        if cuts[2] is None:
+            middle = gate_unscaled(layer, stream.rows)
+        else:
+            middle = self._multiply(
+                stream.rows, layer.gate_up, cuts[2], stream=stream,
+                epsilon=layer.between.epsilon, gated=True,
+            )  # fmt: skip
         return self._add(middle, layer.down, cuts[3], stream)
 
-    def _add(self, rows: torch.Tensor, matrix: LinearWeights, cut: Cut, stream: Stream) -> Stream:
-        squares = stream.squares.new_empty(len(rows), _tiles(stream.rows, cut))
+    def _add(
+        self, rows: torch.Tensor, matrix: LinearWeights, cut: Cut | Tile | None, stream: Stream
+    ) -> Stream:
+        if cut is None:
+            return _unknown(stream.rows.addmm_(rows, matrix.weight.t()))
+        squares = stream.squares.new_empty(len(rows), _squares(stream.rows, cut))
         into = Stream(stream.rows, squares)
-        few_rows.product(rows, matrix, cut, self._scratch, into=into)
+        self._multiply(rows, matrix, cut, into=into)
         return into
+
+    def _multiply(
+        self, rows: torch.Tensor, matrix: LinearWeights, cut: Cut | Tile, **named: Any
+    ) -> torch.Tensor:
+        if isinstance(cut, Cut):
+            return few_rows.product(rows, matrix, cut, self._scratch, **named)
+        return many_rows.tiled_product(rows, matrix, cut, self._scratch, **named)
 
 
 class ExpertLayers:
@@ -155,13 +197,100 @@ class ExpertLayers:
         return self._layers.run(self._model.embed_tokens(input_ids), positions, forward_batch)
 
 
-def _tiles(stream: torch.Tensor, cut: Cut) -> int:
+def attend_unscaled(
+    layer: Layer,
+    rows: torch.Tensor,
+    positions: torch.Tensor,
+    forward_batch: ForwardBatch,
+    *,
+    out_of_place: bool,
+) -> torch.Tensor:
+    """What rows see, whose norm is applied to queries, keys and values.
+
+    Args:
+        layer: One whose norms are folded.
+        rows: ``[rows, width]``: the residual.
+        positions: ``[rows]`` int64.
+        forward_batch: SGLang's.
+        out_of_place: Whether queries get storage of their own.
+    """
+    queries = dense_layers.norm_rope_store(
+        torch.nn.functional.linear(rows, layer.qkv.weight),
+        layer.heads,
+        positions,
+        forward_batch.out_cache_loc,
+        scale=_scale(rows, layer.before.epsilon),
+        out_of_place=out_of_place,
+    )
+    if out_of_place:
+        queries = queries.flatten(1)
+    seen: torch.Tensor = layer.attention(queries, None, None, forward_batch, save_kv_cache=False)
+    return seen
+
+
+def gate_unscaled(layer: Layer, rows: torch.Tensor) -> torch.Tensor:
+    """What an MLP has between its products of the residual, ``[rows, width]``."""
+    return dense_layers.gate(
+        torch.nn.functional.linear(rows, layer.gate_up.weight),
+        _scale(rows, layer.between.epsilon),
+    )
+
+
+def _scale(rows: torch.Tensor, epsilon: float) -> Scale:
+    """The RMS scale of rows, which every program computes again where rows are few."""
+    if len(rows) > _RESCALED_ROWS:
+        return dense_layers.find_scale(rows, epsilon)
+    return Scale(rows, epsilon)
+
+
+def _begin(embedded: torch.Tensor, cuts: _Cuts) -> Stream:
+    """The stream of embeddings, with sums of squares as the last product of a layer leaves them."""
+    first, *_, last = cuts
+    if first is None or last is None:
+        return _unknown(embedded)
+    return few_rows.begin(embedded, _squares(embedded, last))
+
+
+def _unknown(rows: torch.Tensor) -> Stream:
+    """A stream whose sums of squares nothing knows."""
+    return Stream(rows, rows.new_empty(len(rows), 0, dtype=torch.float32))
+
+
+def _squares(stream: torch.Tensor, cut: Cut | Tile) -> int:
     """Sums of squares of a row that a product with this cut leaves."""
     return stream.shape[1] // cut.outputs
 
 
-def _cuts(rows: int, layer: Layer | ExpertLayer) -> tuple[Cut, ...] | None:
-    """Of the products of a layer, the experts' last; None where one has none."""
+def _tiled(rows: int, layers: Sequence[Layer | ExpertLayer]) -> bool:
+    """Whether some products of steps of so many rows go by tiles, in all layers."""
+    found = [_tiles(rows, layer) for layer in layers]
+    return all(tiles is not None and any(tiles) for tiles in found)
+
+
+def _tiles(rows: int, layer: Layer | ExpertLayer) -> _Cuts | None:
+    """The tiles of the products of a layer.
+
+    A product that applies a norm takes the sums of squares that a product by tiles has left.
+    """
+    if isinstance(layer, ExpertLayer):
+        return None
+    qkv, out, gate_up, down = (
+        many_rows.find_tile(
+            rows, len(matrix.weight) // (2 if gated else 1), matrix.weight.shape[1],
+            matrix.weight.itemsize, adds=adds, gated=gated,
+        )
+        for matrix, adds, gated in (
+            (layer.qkv, False, False),
+            (layer.out, True, False),
+            (layer.gate_up, False, True),
+            (layer.down, True, False),
+        )
+    )  # fmt: skip
+    return (None if down is None else qkv, out, None if out is None else gate_up, down)
+
+
+def _cuts(rows: int, layer: Layer | ExpertLayer) -> _Cuts | None:
+    """The cuts of the products of a layer, the experts' last; None where one has none."""
     found = [
         few_rows.find_cut(rows, *layer.qkv.weight.shape),
         few_rows.find_cut(rows, *layer.out.weight.shape, adds=True),

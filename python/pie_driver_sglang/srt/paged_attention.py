@@ -120,13 +120,14 @@ class PagedDecode(AttentionBackend):
             raise RuntimeError("a decode whose metadata was not made")
         scales: tuple[torch.Tensor, ...] = ()
         floats = (1.0, 1.0)
-        if layer.k_scale is not None and layer.v_scale is not None:
+        keys, values = stored_kv(self.token_to_kv_pool, layer)
+        # A checkpoint's scales are for KV in FP8: other KV is stored as it is.
+        if keys.dtype.itemsize == 1 and layer.k_scale is not None and layer.v_scale is not None:
             scales = (layer.k_scale, layer.v_scale)
             floats = (layer.k_scale_float, layer.v_scale_float)
         if save_kv_cache and k is not None and v is not None:
             store_kv(self.token_to_kv_pool, layer, forward_batch.out_cache_loc, k, v, *scales)
         queries = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
-        keys, values = stored_kv(self.token_to_kv_pool, layer)
         out = queries.new_empty(len(queries), layer.tp_q_head_num, layer.v_head_dim)
         rule = Rule(layer.scaling * floats[0], layer.logit_cap or 0.0, sinks=sinks)
         rows, shares = self._step

@@ -27,6 +27,8 @@ class RankSlots(abc.ABC):
 
     own: slice
     """Of the step's slots."""
+    divided: bool
+    """Whether other ranks sample others."""
 
     @abc.abstractmethod
     def join(self, part: torch.Tensor) -> torch.Tensor:
@@ -62,6 +64,28 @@ class RankSlots(abc.ABC):
         """
 
 
+    @abc.abstractmethod
+    def join_words(self, own: torch.Tensor) -> torch.Tensor:
+        """Puts together words that ranks have found for their slots. Can be captured.
+
+        Args:
+            own: ``[words]`` int32, the same on all ranks but for the words of each rank's slots,
+                with zeros for those of other ranks.
+
+        Returns:
+            ``[words]`` int32
+        """
+
+    def publish(self, own: torch.Tensor, results: torch.Tensor) -> None:
+        """As :meth:`share`, of results that are not where they are wanted.
+
+        Args:
+            own: ``[own slots]`` int64 on the device that sampled.
+            results: As for :meth:`share`.
+        """
+        self.share(own, results)
+
+
 def rank_slots(slots: int, ranks: GroupCoordinator | None) -> RankSlots:
     """Which rank samples what of a step, the same on all ranks.
 
@@ -79,6 +103,7 @@ class _AllSlots(RankSlots):
 
     def __init__(self, slots: int, ranks: GroupCoordinator | None) -> None:
         self.own = slice(0, slots)
+        self.divided = False
         self._ranks = ranks
 
     def join(self, part: torch.Tensor) -> torch.Tensor:
@@ -93,6 +118,12 @@ class _AllSlots(RankSlots):
     def share(self, own: torch.Tensor, results: torch.Tensor) -> None:
         """Nothing is missing."""
 
+    def join_words(self, own: torch.Tensor) -> torch.Tensor:
+        return own
+
+    def publish(self, own: torch.Tensor, results: torch.Tensor) -> None:
+        sampler.publish(own, results)
+
 
 class _SomeSlots(RankSlots):
     """Every rank samples as many slots, in the order of the ranks."""
@@ -102,6 +133,7 @@ class _SomeSlots(RankSlots):
         self._count = slots // ranks.world_size
         start = ranks.rank_in_group * self._count
         self.own = slice(start, start + self._count)
+        self.divided = True
 
     def join(self, part: torch.Tensor) -> torch.Tensor:
         # What goes to a rank lies in one piece, and so does what comes from it.
@@ -120,3 +152,9 @@ class _SomeSlots(RankSlots):
             sampler.publish(every, results)
         else:
             results.copy_(every)
+
+    def join_words(self, own: torch.Tensor) -> torch.Tensor:
+        every = self._ranks.all_gather(own, dim=0)
+        # Of each word all ranks but one have zero.
+        joined: torch.Tensor = every.view(self._ranks.world_size, -1).sum(0, dtype=own.dtype)
+        return joined

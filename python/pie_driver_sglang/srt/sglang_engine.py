@@ -17,6 +17,7 @@ from pie_driver_sglang.kernels.types import SlotParams
 from pie_driver_sglang.memory.types import Loaded
 from pie_driver_sglang.sampling.groups import apply_masks, run_group
 from pie_driver_sglang.sampling.history import RECORD_WORDS, Records, TokenHistory
+from pie_driver_sglang.sampling.places import PLACE_WORDS, Places, place_words
 from pie_driver_sglang.sampling.types import Outputs
 from pie_driver_sglang.srt.block import views
 from pie_driver_sglang.srt.device import find_loss
@@ -44,8 +45,7 @@ if TYPE_CHECKING:
     from pie_driver_sglang.ranks.commands import Forward
     from pie_driver_sglang.srt.adapters import Adapters
     from pie_driver_sglang.srt.boot import Booted
-    from pie_driver_sglang.srt.dense import DenseLayers
-    from pie_driver_sglang.srt.few_rows import ExpertLayers
+    from pie_driver_sglang.srt.dense import FusedLayers
     from pie_driver_sglang.srt.pool import PagePools
     from pie_driver_sglang.srt.state import StatePool
     from pie_driver_sglang.srt.steps import GraphRunner
@@ -111,7 +111,7 @@ class SglangEngine:
         chunk_tokens = layout["input_ids"][2]
         self._images = ImageInputs(self.runner, chunk_tokens, placeholder=facts.vocab_size)
         self.steps: GraphRunner | None = None
-        self.dense: DenseLayers | ExpertLayers | None = None
+        self.dense: FusedLayers | None = None
         """Of a model that few kernels can run."""
         self._hidden: Hidden | None = None
         self._h2d_ns = self._sync_ns = 0
@@ -228,6 +228,10 @@ class SglangEngine:
             pairs = np.frombuffer(group.labels, np.int64).reshape(-1, 2).copy()
             labels = torch.from_numpy(pairs).to(logits.device)
         outputs = run_group(logits, group, params, labels)
+        if group.places:
+            places = _places(group, params.temperatures)
+            words = place_words(logits, places, outputs.tokens)
+            outputs = outputs._replace(place_words=words)
         started = time.perf_counter_ns()
         outputs = Outputs._make(part if part is None else part.cpu() for part in outputs)
         if self._copied is not None:
@@ -431,6 +435,19 @@ def _records(group: SlotGroup, device: torch.device) -> Records:
         for part in (group.records, group.bias_words)
     )
     return Records(slots.view(-1, RECORD_WORDS), words)
+
+
+def _places(group: SlotGroup, temperatures: torch.Tensor) -> Places:
+    """The places of a group, whose slots have these temperatures."""
+    device = temperatures.device
+    columns, given = (
+        torch.from_numpy(np.frombuffer(part, np.int64).reshape(-1, width).copy()).to(device)
+        for part, width in ((group.places, PLACE_WORDS), (group.given, 2))
+    )
+    slots, tokens, tops, scaled = columns.unbind(1)
+    # Of slots that are greedy it is 1.
+    divisors = torch.where(scaled > 0, temperatures[slots], 1.0)
+    return Places(slots, tokens, tops, divisors, given)
 
 
 def _numbers(adapter_ids: bytes) -> npt.NDArray[np.int64]:

@@ -18,14 +18,21 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
-from pie_driver_sglang._core import STEP_EXTRA_WORDS, GraphPath, graph_layout
+from pie_driver_sglang._core import (
+    STEP_EXTRA_WORDS,
+    STEP_PLACE_WORDS,
+    STEP_TOP,
+    GraphPath,
+    graph_layout,
+)
 from pie_driver_sglang.kernels.types import SlotParams
 from pie_driver_sglang.memory.limits import lora_batch_sizes
 from pie_driver_sglang.sampling.groups import apply_masks, sample_rows
 from pie_driver_sglang.sampling.history import RECORD_WORDS, Records
+from pie_driver_sglang.sampling.places import STEP_RECORD_WORDS, Places, place_words
 from pie_driver_sglang.srt.block import views
 from pie_driver_sglang.srt.progress import progress_type
-from pie_driver_sglang.srt.rank_slots import rank_slots
+from pie_driver_sglang.srt.rank_slots import RankSlots, rank_slots
 from pie_driver_sglang.srt.seams.attention import attending, decode_backend
 from pie_driver_sglang.srt.seams.passes import ForwardBatch, PassInputs, capturing, make_batch
 from pie_driver_sglang.srt.seams.ranks import place_of
@@ -49,7 +56,7 @@ class _Kind(Enum):
     GROUPED = 1
     """Rows that begin with the same KV read that together."""
     EXTENDED = 2
-    """Logits are changed before they are sampled, and tokens noted."""
+    """Logits are changed before they are sampled, tokens noted, log-probabilities written."""
 
 
 class _Graph(NamedTuple):
@@ -125,6 +132,8 @@ class GraphRunner(abc.ABC):
         words = slots * -(-vocab // 32) + 2 * pages + (STEP_EXTRA_WORDS if extended else 0)
         self._mask_words = torch.empty(words, dtype=torch.int32, pin_memory=on_cuda)
         self._results = torch.zeros(slots, dtype=torch.int64, pin_memory=on_cuda)
+        words = STEP_PLACE_WORDS if extended else 1
+        self._places = torch.zeros(words, dtype=torch.int32, pin_memory=on_cuda)
         self._graphs = [
             _Graph(
                 count,
@@ -165,6 +174,25 @@ class GraphRunner(abc.ABC):
             graph.host[name][:rows] = staged[name][:rows]
         return graph
 
+    def require_staged(self, graph: _Graph) -> None:
+        """Raises `ValueError` where the block cannot have been staged for `graph`.
+
+        Graphs of different sizes have their fields at different places. A kernel that takes another
+        field for a length reads an illegal address, and launches that follow before this is noticed
+        crash in CUDA's own code (``benches/gpu/launch_fault_check.py``).
+        """
+        table = self._engine.runner.req_to_token_pool.req_to_token
+        vocab = self._engine.facts.vocab_size
+        ends = {"input_ids": vocab, "req_pool_indices": len(table), "seq_lens": table.shape[1] + 1}
+        for name, end in ends.items():
+            field = graph.host[name]
+            outside = field[(field < 0) | (field >= end)]
+            if len(outside):
+                raise ValueError(
+                    f"the block is not staged for the graph of {graph.rows} rows: {name} has "
+                    f"{int(outside[0])}, outside 0 to {end - 1}; run a step of that size first"
+                )
+
     def _plain(self, rows: int) -> _Graph:
         """The plain graph of so many rows."""
         return next(graph for graph in self._of(_Kind.PLAIN) if graph.rows == rows)
@@ -172,9 +200,10 @@ class GraphRunner(abc.ABC):
     def _of(self, kind: _Kind) -> list[_Graph]:
         return [graph for graph in self._graphs if graph.kind is kind]
 
-    def _graph_path_memory(self) -> tuple[Any, Any, Any]:
+    def _graph_path_memory(self) -> tuple[Any, Any, Any, Any]:
         words, results = self._mask_words.numpy(), self._results.numpy()
-        return self._host.numpy().data, words.data, results.view("uint64").data
+        places = self._places.numpy().data
+        return self._host.numpy().data, words.data, results.view("uint64").data, places
 
     def _cut(self, logits: torch.Tensor) -> torch.Tensor:
         """Without what pads the vocabulary."""
@@ -245,6 +274,8 @@ class CpuSteps(GraphRunner):
             self._engine.history.adjust(logits, _records(fields, slots.own, self._mask_words))
         apply_masks(logits, _masks(fields, slots.own), self._mask_words)
         tokens = sample_rows(logits, _params(fields, slots.own))
+        if graph.extended:
+            self._look_up_places(fields, logits, tokens, slots)
         results = self._results[: graph.slots]
         own = slots.own_results(results, logits.device)
         own.copy_((step << 32) | tokens)
@@ -265,6 +296,25 @@ class CpuSteps(GraphRunner):
         pairs = self._mask_words[first : first + 2 * count].view(-1, 2).long()
         history.note(pairs[:, 0], pairs[:, 1])
         history.note(fields["out_cache_loc"][:rows], fields["input_ids"][:rows])
+
+    def _look_up_places(
+        self,
+        fields: dict[str, torch.Tensor],
+        logits: torch.Tensor,
+        tokens: torch.Tensor,
+        slots: RankSlots,
+    ) -> None:
+        """Writes the words of the places of this rank's slots, and those of other ranks."""
+        records = fields["places"].view(-1, STEP_RECORD_WORDS)
+        if not bool(records[:, 0].any()):
+            return
+        own = Places.of_step(records[slots.own], self._mask_words)
+        found = torch.zeros_like(self._places)
+        if len(own.slots):
+            first = int(records[slots.own][own.slots[0], 1])
+            words = place_words(logits, own, tokens)
+            found[first : first + len(words)] = words
+        self._places.copy_(slots.join_words(found))
 
     def _run_model(self, graph: _Graph) -> None:
         batch = self._forward_batch(graph)
@@ -335,11 +385,15 @@ class CudaSteps(GraphRunner):
             rows: Of the step.
             repeats: Launches.
             extended: Whether it changed logits.
+
+        Raises:
+            ValueError: The block is staged for a graph of another size.
         """
         # The header is the same in all blocks: whether there are groups says which graph ran.
         kind = _Kind.GROUPED if self._graphs[0].host["header"][4] else _Kind.PLAIN
         kind = _Kind.EXTENDED if extended else kind
         graph = next(graph for graph in self._of(kind) if graph.rows >= rows)
+        self.require_staged(graph)
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         replay = self._captured[graph.rows, kind].replay
         with torch.cuda.stream(self._stream):
@@ -456,9 +510,17 @@ class CudaSteps(GraphRunner):
         masks, params = _masks(fields, slots.own), _params(fields, slots.own)
         sampler.mask_logits(logits, masks, self._device_mask_words)
         results = self._results[: graph.slots]
-        own = slots.own_results(results, logits.device)
+        if graph.extended:
+            # Log-probabilities are of the tokens, and must be there before these are seen.
+            own = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+        else:
+            own = slots.own_results(results, logits.device)
         sampler.sample_step(logits, params, own, fields["header"][:1], softcap)
-        slots.share(own, results)
+        if graph.extended:
+            self._find_places(fields, logits, own, slots)
+            slots.publish(own, results)
+        else:
+            slots.share(own, results)
 
     def _adjusted(
         self,
@@ -478,6 +540,25 @@ class CudaSteps(GraphRunner):
             logits = softcap * torch.tanh(logits / softcap)
         history.adjust(logits, _records(fields, own, words))
         return logits
+
+    def _find_places(
+        self,
+        fields: Mapping[str, torch.Tensor],
+        logits: torch.Tensor,
+        tokens: torch.Tensor,
+        slots: RankSlots,
+    ) -> None:
+        """Writes the words of the places of this rank's slots, and those of other ranks."""
+        from pie_driver_sglang.kernels import places
+
+        records = fields["places"].view(-1, STEP_RECORD_WORDS)[slots.own]
+        words = self._device_mask_words
+        if not slots.divided:
+            places.find(logits, tokens, records, words, self._places, STEP_TOP)
+            return
+        found = torch.zeros_like(self._places, device=logits.device)
+        places.find(logits, tokens, records, words, found, STEP_TOP)
+        self._places.copy_(slots.join_words(found), non_blocking=True)
 
     def padded(self, rows: int, *, with_lora: bool) -> int:
         """Rows of a step; see :meth:`GraphRunner.padded`."""

@@ -1,6 +1,6 @@
 //! What the extension of a frame asks of logits, beyond the samplers of the Pie protocol.
 
-use pie_wire::{ExtensionRow, Penalties};
+use pie_wire::{ExtensionRow, Penalties, PlaceShape};
 
 use crate::extent::Extent;
 use crate::fault::RequestFault;
@@ -33,9 +33,21 @@ pub(crate) struct KvPlace<'a> {
     pub(crate) samples: bool,
 }
 
+/// Which log-probabilities a request asks for.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Asked {
+    /// Of each place.
+    pub(crate) shape: PlaceShape,
+    /// After the temperature.
+    pub(crate) scaled: bool,
+    /// Tokens in [`Extras::given`].
+    given: Extent,
+}
+
 /// What one request asks for.
 #[derive(Debug, Clone)]
 struct Extra {
+    logprobs: Option<Asked>,
     penalties: Penalties,
     biases: Extent,
     suppressed: Extent,
@@ -53,6 +65,8 @@ pub(crate) struct Extras {
     suppressed: Vec<i32>,
     /// Storage slots and the tokens whose KV they have.
     history: Vec<[i64; 2]>,
+    /// Tokens whose log-probabilities are asked for.
+    given: Vec<i32>,
     counts: bool,
     adjusts: bool,
 }
@@ -63,6 +77,7 @@ impl Extras {
         self.biases.clear();
         self.suppressed.clear();
         self.history.clear();
+        self.given.clear();
         (self.counts, self.adjusts) = (false, false);
     }
 
@@ -81,7 +96,22 @@ impl Extras {
         &self.history
     }
 
-    /// Most words that a step needs for all of it, with so many slots.
+    /// The log-probabilities that are asked for by that number.
+    pub(crate) fn asked(&self, extra: u32) -> Option<&Asked> {
+        self.all.get(extra as usize)?.logprobs.as_ref()
+    }
+
+    /// The tokens of some log-probabilities that are asked for.
+    pub(crate) fn given(&self, asked: &Asked) -> &[i32] {
+        &self.given[asked.given.range()]
+    }
+
+    /// Tokens whose log-probabilities some request of the frame asks for.
+    pub(crate) const fn given_words(&self) -> usize {
+        self.given.len()
+    }
+
+    /// Most words that a step needs for its history and biases, with so many slots.
     pub(crate) fn words(&self, slots: impl Iterator<Item = u32>) -> usize {
         let biases = |extra: u32| {
             let extra = self.all.get(extra as usize);
@@ -125,7 +155,20 @@ impl Extras {
             && (counts
                 || !biases.is_empty()
                 || (!suppressed.is_empty() && place.prefix < row.suppressed_until()));
+        let logprobs = row.wants_logprobs().then(|| {
+            let first = self.given.len();
+            self.given.extend(row.token_ids.iter().map(|id| id as i32));
+            Asked {
+                shape: PlaceShape {
+                    top: row.top_logprobs(),
+                    given: row.token_ids.len() as u32,
+                },
+                scaled: row.scaled(),
+                given: Extent::new(first, self.given.len()),
+            }
+        });
         self.all.push(Extra {
+            logprobs,
             penalties,
             biases,
             suppressed,
@@ -236,14 +279,20 @@ fn check(row: &ExtensionRow<'_>, limits: &Limits, prefix: u32) -> Result<(), Req
             "one bit for each token, in whole words",
         ));
     }
-    if row.wants_logprobs() {
-        return Err(wrong(
-            "logprobs",
-            &"wanted",
-            "left out: they are not served yet",
-        ));
+    check_logprobs(row, vocab_size)
+}
+
+fn check_logprobs(row: &ExtensionRow<'_>, vocab_size: u32) -> Result<(), RequestFault> {
+    let top = row.top_logprobs();
+    if row.wants_logprobs() && top > vocab_size {
+        let wanted = "at most the number of tokens in the vocabulary";
+        return Err(wrong("top_logprobs_num", &top, wanted));
     }
-    Ok(())
+    let next = row.prompt_logprobs().map(|prompt| prompt.next);
+    match next.filter(|&next| next >= vocab_size) {
+        Some(next) => Err(wrong("next_token", &next, "an id of the vocabulary")),
+        None => Ok(()),
+    }
 }
 
 fn check_numbers(row: &ExtensionRow<'_>) -> Result<(), RequestFault> {

@@ -2,7 +2,7 @@
 
 use std::cmp::Reverse;
 
-use pie_wire::RESPONSE_ROOT_LEN;
+use pie_wire::{AnswerRows, RESPONSE_ROOT_LEN};
 
 use crate::limits::Limits;
 use crate::request::Request;
@@ -20,13 +20,18 @@ pub(crate) fn oversize_requests(
     let limit = limits.reply_bytes as usize;
     let empty = empty_bytes(requests.len(), slots);
     // The usual batch: no output is so large that they need be counted one by one.
-    if empty + WORD * slots.all().len() + slots.probe_bytes() <= limit {
+    let places = match slots.place_bytes() {
+        0 => 0,
+        bytes => bytes + AnswerRows::END_BYTES,
+    };
+    if empty + WORD * slots.all().len() + slots.probe_bytes() + places <= limit {
         return Vec::new();
     }
     let size = |request: &Request| output_bytes(request, slots, limits.vocab_size);
     let outputs: usize = requests.iter().map(size).sum();
-    let excess = (empty + outputs).saturating_sub(limit);
-    if excess == 0 || is_fast(requests, slots, limit) {
+    let end = if places > 0 { AnswerRows::END_BYTES } else { 0 };
+    let excess = (empty + outputs + end).saturating_sub(limit);
+    if excess == 0 || is_fast(requests, slots, limit.saturating_sub(places)) {
         return Vec::new();
     }
     let mut largest: Vec<_> = requests.iter().map(size).zip(0..).collect();
@@ -47,19 +52,26 @@ fn is_fast(requests: &[Request], slots: &Slots, limit: usize) -> bool {
         request.drafts() == 0 && request.slots().len() == 1 && request.adapter().is_none()
     };
     !slots.has_probes()
+        && slots.count(SlotClass::Prompt) == 0
         && requests.iter().all(one_token)
         && pie_wire::fast_tokens_len(requests.len()) <= limit
 }
 
 /// Bytes that the outputs of a request take, besides the offsets that every request has.
 fn output_bytes(request: &Request, slots: &Slots, vocab_size: u32) -> usize {
-    let slots = slots.of(request.slots());
+    let own = slots.of(request.slots());
     let tokens = match request.drafts() {
-        0 => WORD * slots.iter().filter(|slot| slot.class().is_token()).count(),
-        drafts => WORD * slots.len().min(drafts + 1),
+        0 => WORD * own.iter().filter(|slot| slot.class().is_token()).count(),
+        drafts => WORD * own.len().min(drafts + 1),
     };
-    let probes = slots.iter().map(|slot| slot.probe_bytes(vocab_size));
-    tokens + probes.sum::<usize>()
+    let probes = own.iter().map(|slot| slot.probe_bytes(vocab_size));
+    let places = WORD
+        * own
+            .iter()
+            .map(|slot| slots.place_words(slot))
+            .sum::<usize>();
+    let row = if places > 0 { AnswerRows::ROW_BYTES } else { 0 };
+    tokens + probes.sum::<usize>() + places + row
 }
 
 /// Bytes of the response without any output.

@@ -4,6 +4,8 @@
 //! a draft, is a decode with its own KV length over its request's block-table row. One graph per number of rows serves
 //! decodes, drafts and short prompts in any mix.
 
+use pie_wire::PlaceShape;
+
 use crate::block::{STEP_UPDATES, StepBlock, StepSize};
 use crate::extra::{EMPTY, STEP_EXTRA_WORDS};
 use crate::layout::Layout;
@@ -15,6 +17,15 @@ use crate::slot::Slot;
 use crate::stage_error::StageError;
 use crate::storage::Storage;
 use crate::table::BlockTable;
+
+/// Words of log-probabilities that a step writes at most.
+pub const STEP_PLACE_WORDS: usize = 1 << 15;
+/// Most probable tokens that a graph finds for a slot.
+pub const STEP_TOP: u32 = 32;
+/// What a step's block says of a slot's place.
+pub(crate) type StepPlace = [i32; 6];
+/// Of a slot without one.
+const NO_PLACE: StepPlace = [0; 6];
 
 /// Temperature of a row that is not sampled.
 const UNSAMPLED: f32 = -1.0;
@@ -40,6 +51,8 @@ pub(crate) struct WrittenStep {
     pub(crate) results: usize,
     /// Whether the graph counts slots, and not their rows.
     pub(crate) numbered: bool,
+    /// Words of log-probabilities that it will write.
+    pub(crate) place_words: usize,
 }
 
 impl Plan {
@@ -61,7 +74,7 @@ impl Plan {
                 .requests()
                 .iter()
                 .all(|request| short(request) && unbound(request));
-        let fits = fits && self.extra_words() <= STEP_EXTRA_WORDS;
+        let fits = fits && self.extra_words() <= STEP_EXTRA_WORDS && self.places_fit();
         let tokens = || self.asked_slots().all(|slot| slot.class().is_token());
         // The rows of consecutive slots rise, except in requests with several samplers in another order.
         let one_each = || {
@@ -80,7 +93,20 @@ impl Plan {
         if !self.is_extended() {
             return 0;
         }
-        extras.words(self.asked_slots().map(Slot::extra))
+        extras.words(self.asked_slots().map(Slot::extra)) + extras.given_words()
+    }
+
+    /// Whether a graph can find the log-probabilities that are asked for, and has room for them.
+    fn places_fit(&self) -> bool {
+        if self.slots().place_bytes() == 0 {
+            return true;
+        }
+        let shapes = || {
+            self.asked_slots()
+                .filter_map(|slot| self.slots().shape(slot))
+        };
+        let words: usize = shapes().map(PlaceShape::words).sum();
+        words <= STEP_PLACE_WORDS && shapes().all(|shape| shape.top <= STEP_TOP)
     }
 
     /// The slots of all requests, without those of requests that were emptied.
@@ -163,6 +189,8 @@ fn write_extension(
     }
     block.header[5..7].copy_from_slice(&[first as i32, history.len() as i32]);
     block.records.fill(EMPTY);
+    block.places.fill(NO_PLACE);
+    used = write_places(plan, block, words, (used, written))?;
     for slot in plan.asked_slots() {
         let place = (&mut *words, used);
         let put = extras.put(slot.extra(), slot.row(), place);
@@ -173,6 +201,47 @@ fn write_extension(
     block.header[3] = used as i32;
     written.mask_words = used;
     Ok(())
+}
+
+/// Writes what the slots of places want, and the tokens that are given for them after the `used` words, those of a request
+/// once. Returns how many words are used then.
+fn write_places(
+    plan: &Plan,
+    block: &mut StepBlock<'_>,
+    words: &mut [i32],
+    (mut used, written): (usize, &mut WrittenStep),
+) -> Result<usize, StageError> {
+    let slots = plan.slots();
+    let found = 4 * words.len();
+    let (mut last, mut first_given) = (None, used);
+    for slot in plan.asked_slots().filter(|slot| slot.is_place()) {
+        let Some(asked) = slots.extras().asked(slot.extra()) else {
+            continue;
+        };
+        if last != Some(slot.extra()) {
+            let given = slots.extras().given(asked);
+            (last, first_given) = (Some(slot.extra()), used);
+            used += given.len();
+            let needed = 4 * used;
+            let out = words.get_mut(first_given..used);
+            out.ok_or(StageError::BlockSize { found, needed })?
+                .copy_from_slice(given);
+        }
+        let divisor = match slot.class() {
+            SlotClass::Plain | SlotClass::Filtered if asked.scaled => slot.temperature(),
+            _ => 1.0,
+        };
+        block.places[slot.row()] = [
+            1,
+            written.place_words as i32,
+            asked.shape.top as i32,
+            asked.shape.given as i32,
+            first_given as i32,
+            divisor.to_bits().cast_signed(),
+        ];
+        written.place_words += asked.shape.words();
+    }
+    Ok(used)
 }
 
 /// Writes the block-table changes, those for which the block has no room as words; returns how many words these are.
@@ -249,7 +318,7 @@ fn write_slots(
             let (found, needed) = (4 * mask_words.len(), 4 * (used + width));
             let out = mask_words.get_mut(used..used + width);
             let out = out.ok_or(StageError::BlockSize { found, needed })?;
-            let (words, edges) = plan.slots().put_mask(mask, out);
+            let (words, edges) = plan.slots().masks().put(mask, out);
             place = [used as i32, edges];
             (used, last) = (used + words, Some(mask));
         }
@@ -266,5 +335,6 @@ fn write_slots(
         mask_words: used,
         results,
         numbered,
+        place_words: 0,
     })
 }

@@ -18,6 +18,9 @@ pub struct Outputs<'a> {
     pub logprobs: &'a [f32],
     /// One entropy of each entropy slot, in nats.
     pub entropies: &'a [f32],
+    /// The words of each [place](crate::Place), whatever the class of its slot, as
+    /// [`PlaceShape::words`](pie_wire::PlaceShape::words) says.
+    pub place_words: &'a [i32],
 }
 
 /// The probes' outputs of a frame so far, by class.
@@ -28,6 +31,8 @@ pub(crate) struct ProbeOutputs {
     logits: Vec<u8>,
     logprobs: Vec<f32>,
     entropies: Vec<f32>,
+    /// Words of places.
+    places: Vec<u32>,
 }
 
 impl ProbeOutputs {
@@ -37,6 +42,7 @@ impl ProbeOutputs {
         self.logits.clear();
         self.logprobs.clear();
         self.entropies.clear();
+        self.places.clear();
     }
 
     /// Values of each class: distributions, logits, log-probabilities, entropies.
@@ -49,7 +55,22 @@ impl ProbeOutputs {
         ]
     }
 
-    /// Appends those of a group.
+    /// Words of places.
+    pub(crate) const fn place_words(&self) -> usize {
+        self.places.len()
+    }
+
+    /// Appends a place.
+    pub(crate) fn push_words(&mut self, words: impl Iterator<Item = u32>) {
+        self.places.extend(words);
+    }
+
+    /// The words of a place.
+    pub(crate) fn place(&self, words: Range<usize>) -> &[u32] {
+        &self.places[words]
+    }
+
+    /// Appends the probes of a group.
     pub(crate) fn extend(&mut self, outputs: &Outputs<'_>) {
         // Ids come from arg-sorting a row of the vocabulary's length.
         let ids = outputs.dist_ids.iter().map(|&id| id as u32);

@@ -313,12 +313,18 @@ impl Plan {
         Ok(())
     }
 
-    /// Takes the token of each slot of a graph, by its number if slots are `numbered`, else by its row.
-    pub(crate) fn put_tokens(&mut self, numbered: bool, token: impl Fn(usize) -> u32) {
+    /// Takes the token of each slot of a graph, by its number if slots are `numbered`, else by its row, and the words of
+    /// places, which are in the order of their slots.
+    pub(crate) fn put_tokens(
+        &mut self,
+        numbered: bool,
+        token: impl Fn(usize) -> u32,
+        place_word: impl Fn(usize) -> u32,
+    ) {
         let parts = &mut *self.0;
         let vocab_size = parts.limits.vocab_size;
         let mut valid = true;
-        let mut number = 0;
+        let (mut number, mut word) = (0, 0);
         for request in &parts.requests {
             for slot in request.slots().range() {
                 let place = if numbered {
@@ -328,6 +334,12 @@ impl Plan {
                 };
                 number += 1;
                 valid &= parts.slots.put_token(slot, token(place), vocab_size);
+                let words = parts.slots.place_words(&parts.slots.all()[slot]);
+                if words > 0 {
+                    let own = (word..word + words).map(&place_word);
+                    parts.slots.put_place(slot, own);
+                    word += words;
+                }
             }
         }
         if !valid {
@@ -409,10 +421,12 @@ impl Plan {
         &self.0.faults
     }
 
-    /// Whether some request asks for other logits than the model's: penalties, biases, suppressed tokens.
+    /// Whether some request asks for other logits than the model's, by penalties, biases or suppressed tokens, or for
+    /// log-probabilities.
     #[must_use]
     pub const fn is_extended(&self) -> bool {
-        self.0.slots.extras().adjusts() || self.0.slots.extras().counts()
+        let slots = &self.0.slots;
+        slots.extras().adjusts() || slots.extras().counts() || slots.place_bytes() > 0
     }
 
     /// What the next pass is to note for requests whose tokens count: first, before the frame's first pass, storage slots
@@ -537,6 +551,11 @@ impl Parts {
             positions,
             extended.as_ref(),
         );
+        if let (Some(extended), Ok(())) = (&extended, &added) {
+            let tokens = &self.rows.token_ids()[request.inputs()];
+            self.slots
+                .add_prompt(extended, geometry, rows.start(), tokens);
+        }
         request.set_slots(Extent::new(first_slot, self.slots.len()));
         added
     }

@@ -3,10 +3,14 @@
 use std::mem;
 use std::time::Instant;
 
-use pie_wire::{ForwardResponse, ResponseFrame, ResponsePayload, ResponseRule, WireError};
+use pie_wire::{
+    AnswerRows, ForwardResponse, PlaceShape, ResponseFrame, ResponsePayload, ResponseRule,
+    WireError,
+};
 use thiserror::Error;
 
 use crate::plan::Plan;
+use crate::request::Request;
 use crate::sampler::SlotClass;
 use crate::slot::{Slot, Slots};
 use crate::verify::token_count;
@@ -49,11 +53,11 @@ pub struct Answered {
 }
 
 impl Answered {
-    /// Notes a request with drafts that has `slots` slots and returns `tokens` tokens: those accepted, and one more.
-    const fn verified(&mut self, drafts: usize, slots: usize, tokens: usize) {
-        if slots > 0 {
+    /// Notes a request with drafts that returns `tokens` tokens: those accepted, and one more; none if nothing verifies.
+    const fn verified(&mut self, drafts: usize, tokens: usize) {
+        if tokens > 0 {
             self.drafts += drafts;
-            self.accepted += tokens.saturating_sub(1);
+            self.accepted += tokens - 1;
         }
     }
 }
@@ -62,6 +66,7 @@ impl Answered {
 #[derive(Debug, Default)]
 pub(crate) struct Reply {
     response: ForwardResponse,
+    places: AnswerRows,
     answered: Answered,
 }
 
@@ -82,18 +87,49 @@ impl Reply {
     ) -> Result<usize, ReplyError> {
         if self.gather_fast(plan) {
             let tokens = &self.response.tokens;
-            return Ok(pie_wire::encode_fast_tokens(
-                plan.driver_id(),
-                tokens,
-                buffer,
-            )?);
+            let length = pie_wire::encode_fast_tokens(plan.driver_id(), tokens, buffer)?;
+            return self.append_places(plan, buffer, length);
         }
         self.gather(plan);
         self.response.check()?;
         let length = self.encode(plan.driver_id(), probes, buffer)?;
         let micros = u32::try_from(started.elapsed().as_micros()).unwrap_or(u32::MAX);
         pie_wire::set_response_build_us(&mut buffer[..length], micros);
-        Ok(length)
+        self.append_places(plan, buffer, length)
+    }
+
+    /// Writes the log-probabilities of all places after the answer, which has `length` bytes; returns the length of both.
+    fn append_places(
+        &mut self,
+        plan: &Plan,
+        buffer: &mut [u8],
+        length: usize,
+    ) -> Result<usize, ReplyError> {
+        let slots = plan.slots();
+        if slots.place_bytes() == 0 {
+            return Ok(length);
+        }
+        self.places.clear();
+        for (index, request) in plan.requests().iter().enumerate() {
+            let own = slots.of(request.slots());
+            let Some(shape) = own.iter().find_map(|slot| slots.shape(slot)) else {
+                continue;
+            };
+            self.add_places(plan, (index, request), shape);
+        }
+        Ok(self.places.append(buffer, length)?)
+    }
+
+    fn add_places(&mut self, plan: &Plan, (index, request): (usize, &Request), shape: PlaceShape) {
+        let slots = plan.slots();
+        let own = slots.of(request.slots());
+        let prompt = || own.iter().filter(|slot| slot.class() == SlotClass::Prompt);
+        let tokens = token_count(request, own, plan.rows().token_ids());
+        let drawn = own.iter().filter(|slot| slot.class().is_token());
+        let places = prompt().chain(drawn.take(tokens));
+        let words = places.flat_map(|slot| slots.place(slot).iter().copied());
+        let counts = (prompt().count() as u32, tokens as u32);
+        self.places.push(index as u32, shape, counts, words);
     }
 
     /// Lists one token for each request; `false` when some request has more or fewer.
@@ -108,9 +144,14 @@ impl Reply {
         let mut answered = Answered::default();
         for request in requests {
             match (request.drafts(), slots.of(request.slots())) {
-                (0, [slot]) => tokens.push(slot.token()),
+                (0, [slot]) if slot.class().is_token() => tokens.push(slot.token()),
+                (0, [slot, next, ..])
+                    if slot.class().is_token() && next.class() == SlotClass::Prompt =>
+                {
+                    tokens.push(slot.token());
+                }
                 (drafts @ 1.., slots) if token_count(request, slots, token_ids) == 1 => {
-                    answered.verified(drafts, slots.len(), 1);
+                    answered.verified(drafts, 1);
                     tokens.push(slots[0].token());
                 }
                 _ => return false,
@@ -133,7 +174,7 @@ impl Reply {
                 0 => own.len(),
                 drafts => {
                     let tokens = token_count(request, own, plan.rows().token_ids());
-                    answered.verified(drafts, own.len(), tokens);
+                    answered.verified(drafts, tokens);
                     tokens
                 }
             };
@@ -247,7 +288,7 @@ impl Reply {
         let r = &mut self.response;
         let values = slot.output(vocab_size);
         match slot.class() {
-            SlotClass::Greedy | SlotClass::Plain | SlotClass::Filtered => {}
+            SlotClass::Greedy | SlotClass::Plain | SlotClass::Filtered | SlotClass::Prompt => {}
             SlotClass::Dist => {
                 let (ids, probs) = slots.outputs().dists(values);
                 r.dists_ids.extend_from_slice(ids);

@@ -20,13 +20,15 @@ pub enum SlotClass {
     Logprobs,
     /// The distribution's entropy.
     Entropy,
+    /// Log-probabilities that the extension asks for of a token of the prompt, from the row before it.
+    Prompt,
 }
 
 impl SlotClass {
     /// Number of classes.
-    pub const COUNT: usize = 7;
+    pub const COUNT: usize = 8;
 
-    /// Whether the slot yields a token; otherwise it is a probe.
+    /// Whether the slot yields a token.
     #[must_use]
     pub const fn is_token(self) -> bool {
         matches!(self, Self::Greedy | Self::Plain | Self::Filtered)

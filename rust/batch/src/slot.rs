@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use pie_wire::{ArchivedBrle, ExtensionRow, NativeSlice, SamplerView};
+use pie_wire::{AnswerRows, ExtensionRow, PlaceShape, SamplerView};
 
 use crate::check::Geometry;
 use crate::extent::Extent;
@@ -10,7 +10,7 @@ use crate::extra::{Extras, KvPlace, combined};
 use crate::fault::RequestFault;
 use crate::frame::{Frame, range};
 use crate::limits::Limits;
-use crate::mask::{push_edges, set_bits};
+use crate::logit_mask::LogitMasks;
 use crate::outputs::{Outputs, ProbeOutputs};
 use crate::random::uniform;
 use crate::sampler::{SamplerParams, SlotClass};
@@ -34,11 +34,13 @@ pub(crate) struct Slot {
     mask: u32,
     /// What its request's extension asks for in [`Slots::extras`], or [`UNEXTENDED`].
     extra: u32,
-    /// Its tokens in [`Slots::labels`], of a log-probability slot.
+    /// Whether it is a place whose log-probabilities its request's extension asks for.
+    is_place: bool,
+    /// Its tokens in [`Slots::labels`], of a log-probability slot; the token of a prompt's place.
     labels: Extent,
     /// The token, once sampled, or [`INVALID_TOKEN`].
     token: u32,
-    /// Where its output begins among those of its class, once computed.
+    /// Where its output begins among those of its class, or its words among those of places, once computed.
     output: u32,
 }
 
@@ -48,8 +50,6 @@ const UNMASKED: u32 = u32::MAX;
 const UNEXTENDED: u32 = u32::MAX;
 /// In a slot whose logits were no numbers.
 const INVALID_TOKEN: u32 = u32::MAX;
-/// Edges of a mask whose bits are staged.
-const BITS: i32 = -1;
 
 impl Slot {
     /// Row of the plan.
@@ -98,6 +98,20 @@ impl Slot {
         self.extra
     }
 
+    /// The same, as far as its logits are to be changed: a prompt's are the model's own.
+    pub(crate) fn changes(&self) -> u32 {
+        if self.class == SlotClass::Prompt {
+            UNEXTENDED
+        } else {
+            self.extra
+        }
+    }
+
+    /// Whether its request's extension asks for log-probabilities of its place.
+    pub(crate) const fn is_place(&self) -> bool {
+        self.is_place
+    }
+
     /// Its request's mask in [`Slots::masks`].
     pub(crate) fn mask(&self) -> Option<usize> {
         (self.mask != UNMASKED).then_some(self.mask as usize)
@@ -110,7 +124,7 @@ impl Slot {
             SlotClass::Logits => vocab_size as usize,
             SlotClass::Logprobs => self.labels.len(),
             SlotClass::Entropy => 1,
-            SlotClass::Greedy | SlotClass::Plain | SlotClass::Filtered => 0,
+            SlotClass::Greedy | SlotClass::Plain | SlotClass::Filtered | SlotClass::Prompt => 0,
         }
     }
 
@@ -123,21 +137,12 @@ impl Slot {
     pub(crate) fn probe_bytes(&self, vocab_size: u32) -> usize {
         let values = self.len(vocab_size);
         match self.class {
-            SlotClass::Greedy | SlotClass::Plain | SlotClass::Filtered => 0,
+            SlotClass::Greedy | SlotClass::Plain | SlotClass::Filtered | SlotClass::Prompt => 0,
             SlotClass::Dist => WORD + 2 * WORD * values,
             SlotClass::Logits | SlotClass::Logprobs => WORD + WORD * values,
             SlotClass::Entropy => WORD,
         }
     }
-}
-
-/// Where a logit mask lies.
-#[derive(Debug, Clone, Copy)]
-enum Mask {
-    /// Its edges in [`Slots::edges`].
-    Edges(Extent),
-    /// Its words in [`Slots::bits`].
-    Bits(Extent),
 }
 
 /// What holds for all slots of a frame.
@@ -157,14 +162,10 @@ pub(crate) struct Slots {
     all: Vec<Slot>,
     counts: [usize; SlotClass::COUNT],
     probe_bytes: usize,
-    masks: Vec<Mask>,
-    /// Where a mask begins to allow tokens, and where it ends to, in turn.
-    edges: Vec<i32>,
-    /// Masks that came as bits.
-    bits: Vec<i32>,
+    /// Bytes that the places take in an answer, each with its request's row.
+    place_bytes: usize,
+    masks: LogitMasks,
     extras: Extras,
-    /// Which of the frame's masks the last one of `masks` is.
-    last_mask: usize,
     /// Tokens whose log-probabilities are asked for.
     labels: Vec<u32>,
     outputs: ProbeOutputs,
@@ -177,10 +178,8 @@ impl Slots {
         self.sampling = sampling;
         self.all.clear();
         self.counts = [0; SlotClass::COUNT];
-        self.probe_bytes = 0;
+        (self.probe_bytes, self.place_bytes) = (0, 0);
         self.masks.clear();
-        self.edges.clear();
-        self.bits.clear();
         self.extras.clear();
         self.labels.clear();
         self.outputs.clear();
@@ -213,7 +212,7 @@ impl Slots {
 
     /// Whether some slot is a probe.
     pub(crate) fn has_probes(&self) -> bool {
-        self.counts[SlotClass::Dist as usize..] != [0; 4]
+        self.counts[SlotClass::Dist as usize..SlotClass::Prompt as usize] != [0; 4]
     }
 
     /// Sum of [`Slot::probe_bytes`].
@@ -221,9 +220,31 @@ impl Slots {
         self.probe_bytes
     }
 
-    /// Number of logit masks.
-    pub(crate) const fn mask_count(&self) -> usize {
-        self.masks.len()
+    /// Most bytes that places take in an answer; 0 when no log-probabilities are asked for.
+    pub(crate) const fn place_bytes(&self) -> usize {
+        self.place_bytes
+    }
+
+    /// What each place of a slot's request has; `None` where it asks for no log-probabilities.
+    pub(crate) fn shape(&self, slot: &Slot) -> Option<PlaceShape> {
+        let asked = self.extras.asked(slot.extra);
+        asked.filter(|_| slot.is_place).map(|asked| asked.shape)
+    }
+
+    /// Words of the place of a slot.
+    pub(crate) fn place_words(&self, slot: &Slot) -> usize {
+        self.shape(slot).map_or(0, PlaceShape::words)
+    }
+
+    /// The computed words of the place of a slot.
+    pub(crate) fn place(&self, slot: &Slot) -> &[u32] {
+        let start = slot.output as usize;
+        self.outputs.place(start..start + self.place_words(slot))
+    }
+
+    /// The logit masks.
+    pub(crate) const fn masks(&self) -> &LogitMasks {
+        &self.masks
     }
 
     /// What the frame's extension asks for.
@@ -248,6 +269,12 @@ impl Slots {
         valid
     }
 
+    /// Gives the place of a slot its words, as many as [`place_words`](Self::place_words).
+    pub(crate) fn put_place(&mut self, slot: usize, words: impl Iterator<Item = u32>) {
+        self.all[slot].output = self.outputs.place_words() as u32;
+        self.outputs.push_words(words);
+    }
+
     /// Hands each slot of a group its output; `false` when a token is outside the vocabulary.
     pub(crate) fn put_outputs(
         &mut self,
@@ -257,15 +284,26 @@ impl Slots {
     ) -> bool {
         let mut tokens = outputs.tokens.iter();
         let mut next = self.outputs.lens();
+        let mut place_words = outputs.place_words.iter().map(|word| word.cast_unsigned());
         let mut valid = true;
-        let all = &mut self.all[..];
+        let (all, extras) = (&mut self.all[..], &self.extras);
         for &index in group {
             let slot = &mut all[index as usize];
+            if slot.is_place
+                && let Some(asked) = extras.asked(slot.extra)
+            {
+                slot.output = self.outputs.place_words() as u32;
+                let words = place_words.by_ref().take(asked.shape.words());
+                self.outputs.push_words(words);
+            }
             if slot.class.is_token() {
                 let token = tokens.next().and_then(|&token| u32::try_from(token).ok());
                 let token = token.filter(|&token| token < vocab_size);
                 slot.token = token.unwrap_or(INVALID_TOKEN);
                 valid &= token.is_some();
+                continue;
+            }
+            if slot.class == SlotClass::Prompt {
                 continue;
             }
             let next = &mut next[slot.class as usize - SlotClass::Dist as usize];
@@ -274,47 +312,6 @@ impl Slots {
         }
         self.outputs.extend(outputs);
         valid
-    }
-
-    /// Writes a planned mask into [`mask_words`](crate::Limits::mask_words) words: its edges, or its bits where they take
-    /// less room. Returns the words in use and what [`FieldId::SlotMasks`](crate::FieldId::SlotMasks) says of its edges.
-    pub(crate) fn put_mask(&self, mask: usize, words: &mut [i32]) -> (usize, i32) {
-        let edges = match self.masks[mask] {
-            Mask::Edges(edges) => &self.edges[edges.range()],
-            Mask::Bits(bits) => {
-                words.copy_from_slice(&self.bits[bits.range()]);
-                return (words.len(), BITS);
-            }
-        };
-        if let Some(words) = words.get_mut(..edges.len()) {
-            words.copy_from_slice(edges);
-            return (edges.len(), edges.len() as i32);
-        }
-        words.fill(0);
-        for allowed in edges.chunks_exact(2) {
-            set_bits(words, allowed[0] as u64..allowed[1] as u64);
-        }
-        (words.len(), BITS)
-    }
-
-    /// Plans the mask of a request, number `index` of the frame's; `None` when it forbids everything.
-    fn add_mask(&mut self, masks: &[ArchivedBrle], index: usize, vocab_size: u32) -> Option<usize> {
-        let runs = masks[index].buffer.native();
-        let last = self.masks.len().checked_sub(1);
-        let listed = |&last: &usize| matches!(self.masks[last], Mask::Edges(_));
-        let same = |last: &usize| listed(last) && *masks[self.last_mask].buffer.native() == *runs;
-        if let Some(last) = last.filter(same) {
-            return Some(last);
-        }
-        let first = self.edges.len();
-        push_edges(runs, vocab_size, &mut self.edges);
-        let edges = Extent::new(first, self.edges.len());
-        if edges.is_empty() {
-            return None;
-        }
-        self.masks.push(Mask::Edges(edges));
-        self.last_mask = index;
-        Some(self.masks.len() - 1)
     }
 
     /// Plans the tokens of a log-probability sampler.
@@ -338,6 +335,18 @@ struct Common {
     forbidden: bool,
     /// See [`Slot::extra`].
     extra: u32,
+    /// Bytes of each of its places in an answer; 0 when it asks for no log-probabilities.
+    place_bytes: usize,
+}
+
+impl Common {
+    /// Nothing is asked for.
+    const PLAIN: Self = Self {
+        mask: UNMASKED,
+        forbidden: false,
+        extra: UNEXTENDED,
+        place_bytes: 0,
+    };
 }
 
 /// A request's row of the extension, and its number in [`Slots::extras`].
@@ -373,23 +382,9 @@ impl Slots {
         if common.forbidden || common.mask != UNMASKED {
             return Err(RequestFault::LogitMasks { masks: 2 });
         }
-        let last = self.sampling.vocab_size as usize % 32;
-        let tail = u32::MAX >> ((32 - last) % 32);
-        let first = self.bits.len();
-        let words = row.mask.iter().map(u32::cast_signed);
-        self.bits.extend(words);
-        if let Some(word) = self.bits.last_mut() {
-            // Bits after the vocabulary allow nothing.
-            *word &= tail.cast_signed();
-        }
-        common.forbidden = self.bits[first..].iter().all(|&word| word == 0);
-        if common.forbidden {
-            self.bits.truncate(first);
-        } else {
-            common.mask = self.masks.len() as u32;
-            let bits = Extent::new(first, self.bits.len());
-            self.masks.push(Mask::Bits(bits));
-        }
+        let mask = self.masks.add_bits(row.mask, self.sampling.vocab_size);
+        common.forbidden = mask.is_none();
+        common.mask = mask.map_or(UNMASKED, |mask| mask as u32);
         Ok(())
     }
 
@@ -423,6 +418,8 @@ impl Slots {
         let mut own = None;
         if let Some(extended) = extended {
             common.extra = extended.number;
+            let asked = self.extras.asked(extended.number);
+            common.place_bytes = asked.map_or(0, |asked| WORD * asked.shape.words());
             own = combined(&extended.row, vocab_size);
             self.add_bits(&extended.row, &mut common)?;
         }
@@ -459,12 +456,44 @@ impl Slots {
         Ok(())
     }
 
-    fn common(&mut self, frame: &Frame<'_>, index: usize) -> Result<Common, RequestFault> {
-        let mut common = Common {
-            mask: UNMASKED,
-            forbidden: false,
-            extra: UNEXTENDED,
+    /// Plans the places of a prompt, of `tokens` on the rows from `first_row` on, whose log-probabilities its extension asks
+    /// for. That of a token comes from the row before it.
+    pub(crate) fn add_prompt(
+        &mut self,
+        extended: &Extended<'_>,
+        geometry: Geometry,
+        first_row: usize,
+        tokens: &[u32],
+    ) {
+        let (asked, prompt) = (
+            self.extras.asked(extended.number),
+            extended.row.prompt_logprobs(),
+        );
+        let (Some(asked), Some(prompt)) = (asked, prompt) else {
+            return;
         };
+        let common = Common {
+            extra: extended.number,
+            place_bytes: WORD * asked.shape.words(),
+            ..Common::PLAIN
+        };
+        let params = SamplerParams::greedy(self.sampling.vocab_size);
+        let prefix = geometry.prefix();
+        for index in prompt.from.max(prefix + 1)..prompt.end.min(geometry.kv_end + 1) {
+            let token = tokens
+                .get((index - prefix) as usize)
+                .unwrap_or(&prompt.next);
+            // Of an image's row there is no such token.
+            let token = (*token).min(self.sampling.vocab_size - 1);
+            let labels = Extent::new(self.labels.len(), self.labels.len() + 1);
+            self.labels.push(token);
+            let row = first_row + (index - 1 - prefix) as usize;
+            self.add_slot(common, (row, 0, &[]), SlotClass::Prompt, params, labels);
+        }
+    }
+
+    fn common(&mut self, frame: &Frame<'_>, index: usize) -> Result<Common, RequestFault> {
+        let mut common = Common::PLAIN;
         if frame.logit_masks.is_empty() {
             return Ok(common);
         }
@@ -475,7 +504,7 @@ impl Slots {
         let given = masks.start;
         if !masks.is_empty() && !frame.logit_masks[given].buffer.is_empty() {
             let vocab_size = self.sampling.vocab_size;
-            let mask = self.add_mask(frame.logit_masks, given, vocab_size);
+            let mask = self.masks.add_runs(frame.logit_masks, given, vocab_size);
             common.forbidden = mask.is_none();
             common.mask = mask.map_or(UNMASKED, |mask| mask as u32);
         }
@@ -513,6 +542,10 @@ impl Slots {
             ),
             _ => 0.0,
         };
+        let is_place = common.place_bytes > 0 && (class.is_token() || class == SlotClass::Prompt);
+        if is_place {
+            self.place_bytes += common.place_bytes + AnswerRows::ROW_BYTES;
+        }
         let slot = Slot {
             row: row as u32,
             class,
@@ -523,6 +556,7 @@ impl Slots {
             uniform,
             mask: common.mask,
             extra: common.extra,
+            is_place,
             labels,
             token: 0,
             output: 0,

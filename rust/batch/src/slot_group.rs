@@ -42,6 +42,12 @@ impl SlotGroup {
     }
 }
 
+/// A slot of a group whose extension asks for log-probabilities, as words: number of the slot in the group; its token, of a
+/// place in a prompt, or -1 for the one that is drawn; most probable tokens; 1 for after the temperature.
+pub type Place = [i64; PLACE_WORDS];
+/// Words of a [`Place`].
+pub const PLACE_WORDS: usize = 4;
+
 /// What the staged array says of a slot without a mask.
 const UNMASKED: [i32; 2] = [0; 2];
 
@@ -53,6 +59,9 @@ pub(crate) struct PassSlots {
     group: Range<usize>,
     /// Of its log-probability slots: `[number among them, token]` of each label.
     labels: Vec<[i64; 2]>,
+    places: Vec<Place>,
+    /// `[number of the place, token]` of each token that is given for one.
+    given: Vec<[i64; 2]>,
     /// For each mask where it lies in the staged group, as [`FieldId::SlotMasks`](crate::FieldId::SlotMasks) says it.
     masks: Vec<[i32; 2]>,
     /// A group as it was before it was ordered.
@@ -72,6 +81,11 @@ impl PassSlots {
     /// Labels of the staged group.
     pub(crate) fn labels(&self) -> &[[i64; 2]] {
         &self.labels
+    }
+
+    /// The places of the staged group, and the tokens that are given for them: number of the place and token.
+    pub(crate) fn places(&self) -> (&[Place], &[[i64; 2]]) {
+        (&self.places, &self.given)
     }
 
     /// What the staged group asks of its slots' logits, and the words that the records refer to.
@@ -132,6 +146,8 @@ impl PassSlots {
         let start = self.group.end;
         self.group = start..self.slots.len().min(start + limits.max_slots as usize);
         self.labels.clear();
+        self.places.clear();
+        self.given.clear();
         let group = &self.slots[self.group.clone()];
         if group.is_empty() {
             return None;
@@ -139,7 +155,7 @@ impl PassSlots {
         self.records.clear();
         self.bias_words.clear();
         self.masks.clear();
-        self.masks.resize(slots.mask_count(), UNMASKED);
+        self.masks.resize(slots.masks().len(), UNMASKED);
         let mut staged = SlotGroup::default();
         let width = limits.mask_words();
         let mut arrays = block.slots(group.len());
@@ -151,8 +167,8 @@ impl PassSlots {
                 None => UNMASKED,
                 Some(mask) if self.masks[mask] == UNMASKED => {
                     let first = staged.mask_words;
-                    let (words, edges) =
-                        slots.put_mask(mask, &mut arrays.mask_words[first..][..width]);
+                    let room = &mut arrays.mask_words[first..][..width];
+                    let (words, edges) = slots.masks().put(mask, room);
                     staged.masks += 1;
                     staged.mask_words += words;
                     self.masks[mask] = [first as i32, edges];
@@ -169,6 +185,7 @@ impl PassSlots {
             staged.counts[slot.class() as usize] += 1;
         }
         self.note_records(slots);
+        self.note_places(slots);
         Some(staged)
     }
 
@@ -179,7 +196,7 @@ impl PassSlots {
             return;
         }
         let group = &self.slots[self.group.clone()];
-        let of = |&slot: &u32| all[slot as usize].extra();
+        let of = |&slot: &u32| all[slot as usize].changes();
         self.bias_words
             .resize(extras.words(group.iter().map(of)), 0);
         let mut used = 0;
@@ -187,12 +204,39 @@ impl PassSlots {
             let slot = &all[slot as usize];
             let place = (&mut self.bias_words[..], used);
             let (record, end) = extras
-                .put(slot.extra(), slot.row(), place)
+                .put(slot.changes(), slot.row(), place)
                 .unwrap_or((EMPTY, used));
             self.records.push(record);
             used = end;
         }
         self.bias_words.truncate(used);
+    }
+
+    /// Notes the group's places.
+    fn note_places(&mut self, slots: &Slots) {
+        if slots.place_bytes() == 0 {
+            return;
+        }
+        let group = self.slots[self.group.clone()].iter();
+        for (entry, &slot) in group.enumerate() {
+            let slot = &slots.all()[slot as usize];
+            let asked = slots.extras().asked(slot.extra());
+            let Some(asked) = asked.filter(|_| slot.is_place()) else {
+                continue;
+            };
+            let is_prompt = slot.class() == SlotClass::Prompt;
+            let token = slots.labels(slot).first().filter(|_| is_prompt);
+            let given = slots.extras().given(asked).iter();
+            let number = self.places.len() as i64;
+            self.given
+                .extend(given.map(|&token| [number, i64::from(token)]));
+            self.places.push([
+                entry as i64,
+                token.map_or(-1, |&token| i64::from(token)),
+                i64::from(asked.shape.top),
+                i64::from(asked.scaled && !is_prompt),
+            ]);
+        }
     }
 
     /// Gives the slots of the staged group their outputs; `false` when a token is outside the vocabulary.
@@ -238,16 +282,27 @@ fn check_outputs(
     vocab_size: u32,
 ) -> Result<(), StageError> {
     let mut values = [0; SlotClass::COUNT];
+    let mut place_words = 0;
     let all = slots.all();
     for &slot in group {
         let slot = &all[slot as usize];
+        place_words += slots.place_words(slot);
         values[slot.class() as usize] += if slot.class().is_token() {
             1
         } else {
             slot.len(vocab_size)
         };
     }
-    let [greedy, plain, filtered, dists, logits, logprobs, entropies] = values;
+    let [
+        greedy,
+        plain,
+        filtered,
+        dists,
+        logits,
+        logprobs,
+        entropies,
+        _,
+    ] = values;
     for (array, found, expected) in [
         ("tokens", outputs.tokens.len(), greedy + plain + filtered),
         ("dist_ids", outputs.dist_ids.len(), dists),
@@ -255,6 +310,7 @@ fn check_outputs(
         ("logits", outputs.logits.len(), logits),
         ("logprobs", outputs.logprobs.len(), logprobs),
         ("entropies", outputs.entropies.len(), entropies),
+        ("place_words", outputs.place_words.len(), place_words),
     ] {
         if found != expected {
             return Err(StageError::OutputCount {

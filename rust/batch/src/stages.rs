@@ -16,7 +16,7 @@ use crate::graph::WrittenStep;
 use crate::image::PassImages;
 use crate::outputs::Outputs;
 use crate::plan::Plan;
-use crate::slot_group::SlotGroup;
+use crate::slot_group::{Place, SlotGroup};
 use crate::stage::Pass;
 use crate::stage_error::StageError;
 
@@ -123,6 +123,13 @@ impl StagedGroup {
         self.pass.plan.pass_slots().labels()
     }
 
+    /// The slots whose log-probabilities are asked for, in the order of the group, and the tokens that are given for them:
+    /// number of the place and token.
+    #[must_use]
+    pub fn places(&self) -> (&[Place], &[[i64; 2]]) {
+        self.pass.plan.pass_slots().places()
+    }
+
     /// What the group asks of its slots' logits before they are sampled: a record of each slot, in the order of the block,
     /// and the words that records refer to; both empty when nothing is asked. See [`RECORD_WORDS`](crate::RECORD_WORDS).
     #[must_use]
@@ -171,10 +178,21 @@ impl StagedStep {
         self.step.results
     }
 
-    /// Takes the token of each slot; one outside the vocabulary says that the logits are NaN.
+    /// Words of log-probabilities that the step writes, from the first on.
     #[must_use]
-    pub fn put_tokens(mut self, token: impl Fn(usize) -> u32) -> Computed {
-        self.plan.put_tokens(self.step.numbered, token);
+    pub const fn place_words(&self) -> usize {
+        self.step.place_words
+    }
+
+    /// Takes the token of each slot, and each of the step's [words](Self::place_words) of log-probabilities. A token outside
+    /// the vocabulary says that the logits are NaN.
+    #[must_use]
+    pub fn put_tokens(
+        mut self,
+        token: impl Fn(usize) -> u32,
+        place_word: impl Fn(usize) -> u32,
+    ) -> Computed {
+        self.plan.put_tokens(self.step.numbered, token, place_word);
         Computed(self.plan)
     }
 }

@@ -16,7 +16,9 @@ pub(crate) fn token_count(request: &Request, slots: &[Slot], token_ids: &[u32]) 
 /// and one more.
 fn verified(request: &Request, slots: &[Slot], token_ids: &[u32]) -> usize {
     let drafts = &token_ids[request.inputs().end..request.rows().end()];
-    let slots = &slots[..slots.len().min(drafts.len() + 1)];
+    // What verifies comes first; without samplers there is nothing of it.
+    let tokens = slots.iter().take_while(|slot| slot.class().is_token());
+    let slots = &slots[..tokens.count().min(drafts.len() + 1)];
     let matching = slots
         .iter()
         .zip(drafts)

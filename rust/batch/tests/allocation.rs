@@ -63,7 +63,7 @@ impl Driver {
             .stage_graph(plan, &self.graphs[graph], memory, 1);
         let mut computed = staged
             .expect("the memory fits")
-            .put_tokens(|row| row as u32);
+            .put_tokens(|row| row as u32, |_| 0);
         let buffer: &mut [u8] = bytemuck::cast_slice_mut(&mut self.buffer);
         let reply = self.planner.reply(&mut computed, Probes::default(), buffer);
         if let Some(time) = took {

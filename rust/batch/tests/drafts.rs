@@ -125,7 +125,7 @@ impl<F: Fn(u32) -> u32> Server<F> {
             self.planner.prepare_drafts(&mut staged);
         }
         let text = &self.text;
-        staged.put_tokens(|row| text(positions[row] + 1))
+        staged.put_tokens(|row| text(positions[row] + 1), |_| 0)
     }
 }
 

@@ -10,8 +10,8 @@ use pie_batch::{
     StepMemory, StepSize,
 };
 use pie_wire::{
-    CombinedSampler, LogprobsAsked, Penalties, RequestExtension, append_extension, extension_len,
-    split_request,
+    CombinedSampler, LogprobsAsked, Penalties, PromptLogprobs, RequestExtension, append_extension,
+    extension_len, split_request,
 };
 
 type Record = [i32; RECORD_WORDS];
@@ -275,10 +275,8 @@ fn parts_of_a_prompt_are_noted_and_history_once() {
 
 #[test]
 fn what_has_no_meaning_is_refused_by_name() {
-    let changed = |change: fn(&mut RequestExtension)| {
+    let refused = |row: RequestExtension| {
         let mut planner = Planner::new(ROOMY, 1);
-        let mut row = RequestExtension::default();
-        change(&mut row);
         let requests = [decode(31, 5, &[1, 2]), decode(31, 5, &[3, 4])];
         let plan = plan(&mut planner, &requests, &[(1, row)]);
         let [(1, fault)] = plan.faults() else {
@@ -290,14 +288,47 @@ fn what_has_no_meaning_is_refused_by_name() {
             other => other.kind().to_owned(),
         }
     };
+    let changed = |change: fn(&mut RequestExtension)| {
+        let mut row = RequestExtension::default();
+        change(&mut row);
+        refused(row)
+    };
     assert_eq!(changed(|row| row.suppressed = vec![1000]), "stop_token_ids");
     assert_eq!(changed(|row| row.history = vec![1; 32]), "history");
     assert_eq!(changed(|row| row.history = vec![1000]), "history");
     assert_eq!(changed(|row| row.mask = vec![1; 31]), "mask");
-    assert_eq!(
-        changed(|row| row.logprobs = Some(LogprobsAsked::default())),
-        "logprobs"
-    );
+    let asks = |asked: LogprobsAsked| RequestExtension {
+        logprobs: Some(asked),
+        ..RequestExtension::default()
+    };
+    for (asked, parameter) in [
+        (
+            LogprobsAsked {
+                top: 1001,
+                ..LogprobsAsked::default()
+            },
+            "top_logprobs_num",
+        ),
+        (
+            LogprobsAsked {
+                token_ids: vec![1000],
+                ..LogprobsAsked::default()
+            },
+            "token_ids_logprob",
+        ),
+        (
+            LogprobsAsked {
+                prompt: Some(PromptLogprobs {
+                    next: 1000,
+                    ..PromptLogprobs::default()
+                }),
+                ..LogprobsAsked::default()
+            },
+            "next_token",
+        ),
+    ] {
+        assert_eq!(refused(asks(asked)), parameter);
+    }
     assert_eq!(
         changed(|row| row.penalties.presence = f32::INFINITY),
         "presence_penalty"

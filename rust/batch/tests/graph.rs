@@ -301,10 +301,12 @@ fn differ(
         pass.tokens
     };
     assert_eq!(step.results(), awaited);
-    let mut answered = step.put_tokens(|slot| {
+    assert_eq!(step.place_words(), 0);
+    let sampled = |slot: usize| {
         assert!(slot < awaited);
         token(salt, rows[slot].expect("a sampled slot"))
-    });
+    };
+    let mut answered = step.put_tokens(sampled, |_| 0);
     let mut buffer = vec![0_u64; limits.reply_bytes as usize / 8 + 1];
     let bytes: &mut [u8] = bytemuck::cast_slice_mut(&mut buffer);
     if let Ok(length) = general.reply(&mut computed, Probes::default(), bytes) {

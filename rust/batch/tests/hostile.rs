@@ -12,6 +12,9 @@ use pie_wire::{
 };
 use proptest::collection::vec;
 use proptest::prelude::*;
+use rustix::time::{ClockId, clock_gettime};
+use std::num::NonZeroUsize;
+use std::time::Duration;
 
 /// Takes whatever the bytes say; returns whether they were planned.
 fn feed(planner: &mut Planner, encoded: &Encoded) -> bool {
@@ -221,4 +224,39 @@ fn every_truncation() {
         );
     }
     serves_honest_frames(&mut device);
+}
+
+/// What this thread has run so far; that others run meanwhile does not count.
+fn cpu_time() -> Duration {
+    let time = clock_gettime(ClockId::ThreadCPUTime);
+    Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
+}
+
+/// CPU time to plan a frame in which each request binds an adapter that is not there, and every third has another fault, too.
+fn refusal_time(requests: u32) -> Duration {
+    let rows: Vec<Req> = (0..requests)
+        .map(|index| Req {
+            adapter: i64::from(index) + 1,
+            ..decode(if index % 3 == 0 { 50_000 } else { 3 }, 1, &[0])
+        })
+        .collect();
+    let encoded = Encoded::new(DRIVER, &frame(&rows));
+    let slots = NonZeroUsize::new(2).expect("two");
+    let mut planner = Planner::new(ROOMY, 0).with_adapters(slots);
+    let once = |_| {
+        let started = cpu_time();
+        let plan = planner.plan(DRIVER, encoded.forward());
+        let took = cpu_time().saturating_sub(started);
+        let plan = plan.expect("a sound frame");
+        assert_eq!(plan.faults().len(), requests as usize);
+        took
+    };
+    (0..7).map(once).min().expect("seven")
+}
+
+/// Refusing took time that grew with the square of the refused requests.
+#[test]
+fn many_unknown_adapters_take_time_in_proportion() {
+    let (few, many) = (refusal_time(2_000), refusal_time(32_000));
+    assert!(many < few * 64, "{few:?} for 2,000 and {many:?} for 32,000");
 }

@@ -47,7 +47,7 @@ fn stage(planner: &mut Planner, rows: usize, request: &ForwardRequest) -> Prefix
         mask_words: &mut vec![0; rows * LIMITS.mask_words()],
     };
     let step = planner.stage_graph(plan, &layout, memory, 1).unwrap();
-    planner.recycle(step.put_tokens(|_| 0));
+    planner.recycle(step.put_tokens(|_| 0, |_| 0));
     let array = |name: &str| {
         let field = layout.fields().iter().find(|field| field.name == name);
         let field = field.expect("a field of the layout");

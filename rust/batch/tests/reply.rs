@@ -512,6 +512,7 @@ const RIGHT: Outputs<'static> = Outputs {
     logits: &[0.25; 1000],
     logprobs: &[-1.0; 3],
     entropies: &[0.5],
+    place_words: &[],
 };
 
 #[test]

@@ -412,7 +412,7 @@ fn the_worked_mixed_batch_is_answered_byte_for_byte() {
     let pass = next_pass(&mut planner, plan, block).expect("a pass");
     let group = next_group(&planner, pass, block).expect("a group");
     // A greedy and a top-p token, one distribution, no raw logits, two log-probability entries, one entropy.
-    let counts = [1, 0, 1, 1, 0, 2, 1];
+    let counts = [1, 0, 1, 1, 0, 2, 1, 0];
     let expected = SlotGroup {
         counts,
         ..SlotGroup::default()
@@ -426,6 +426,7 @@ fn the_worked_mixed_batch_is_answered_byte_for_byte() {
         logits: &[],
         logprobs: &[-1.5, -2.0, -3.0],
         entropies: &[2.0],
+        ..Outputs::default()
     };
     let plan = next_group(&planner, put(group, &outputs), block).expect_err("one group");
     let mut computed = plan.computed().expect("one pass");

@@ -45,3 +45,8 @@ pub enum FrontError {
         wanted: &'static str,
     },
 }
+
+/// Clients get one line: the message and its hint.
+pub(crate) fn one_line(text: &str) -> String {
+    text.replace("\n\nhint: ", ". ").replace('\n', " ")
+}

@@ -3,12 +3,14 @@
 use std::collections::{BTreeMap, HashMap};
 use std::mem;
 use std::ops::Bound;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use pie_runtime::{Arrival, Delta, Draw, End, Ends, Refusal, Rejected, Service};
+use pie_runtime::{
+    Arrival, Constrain, Delta, Draw, End, Ends, Grammar, Refusal, Rejected, Service, Unbindable,
+};
 
-use crate::error::FrontError;
+use crate::error::{FrontError, one_line};
 use crate::open::{Open, Pace};
 use crate::output::{Entry, Finish, OutputEncoder};
 use crate::request::{Decoder, GenerateRequest, Incoming};
@@ -23,6 +25,11 @@ pub trait Backend {
     /// # Errors
     /// [`Rejected`].
     fn submit(&self, arrival: Arrival<Draw>) -> Result<u64, Rejected>;
+    /// What binds a request to a grammar, from its start on or after some tokens.
+    ///
+    /// # Errors
+    /// [`Unbindable`].
+    fn bind(&self, grammar: &Grammar, after: &[u32]) -> Result<Arc<dyn Constrain>, Unbindable>;
     /// Ends a request; one that has ended is ignored.
     fn abort(&self, request: u64);
     /// Lets go of what it keeps for a session, by [`Arrival::session`].
@@ -32,6 +39,10 @@ pub trait Backend {
 impl Backend for Service {
     fn submit(&self, arrival: Arrival<Draw>) -> Result<u64, Rejected> {
         Self::submit(self, arrival, None)
+    }
+
+    fn bind(&self, grammar: &Grammar, after: &[u32]) -> Result<Arc<dyn Constrain>, Unbindable> {
+        Self::bind(self, grammar, after)
     }
 
     fn abort(&self, request: u64) {
@@ -48,7 +59,7 @@ impl Backend for Service {
 pub struct FrontSettings {
     /// The tokens that end a request, unless it ignores them.
     pub eos_tokens: Vec<u32>,
-    /// The tokens that end the model's thinking; empty where it is not counted.
+    /// The tokens that end the model's thinking; empty where there is none.
     pub think_end: Vec<u32>,
     /// Tokens from one output of a stream to the next.
     pub stream_interval: u32,
@@ -323,6 +334,10 @@ impl Front {
             mem::take(&mut request.params.sampling),
         );
         let session = request.session.take();
+        let constraint = match &refusal {
+            None => self.bind(backend, &mut request),
+            Some(_) => Ok(None),
+        };
         let pace = Pace {
             stream: settings.stream_interval,
             other: settings.other_interval,
@@ -331,12 +346,12 @@ impl Front {
         if unwanted {
             return Some((open, Finish::Abort(NO_PRIORITY.to_owned(), Some(503))));
         }
-        let draw = match (refusal, sampling.draw()) {
-            (Some(reason), _) => return Some((open, Finish::Abort(reason, Some(400)))),
-            (None, Err(error)) => {
-                return Some((open, Finish::Abort(one_line(&error.to_string()), Some(400))));
-            }
-            (None, Ok(draw)) => draw,
+        let wrong = |reason: &str| Finish::Abort(one_line(reason), Some(400));
+        let (draw, constraint) = match (refusal, sampling.draw(), constraint) {
+            (None, Ok(draw), Ok(constraint)) => (draw, constraint),
+            (Some(reason), ..) => return Some((open, wrong(&reason))),
+            (_, Err(error), _) => return Some((open, wrong(&error.to_string()))),
+            (.., Err(error)) => return Some((open, wrong(&error.to_string()))),
         };
         let max_tokens = ends.max_tokens;
         let turn = session
@@ -350,6 +365,7 @@ impl Front {
             priority,
             routing_key: routing_key.map(String::into_boxed_str),
             drafts: settings.speculates,
+            constraint,
             ..Arrival::new(0, prompt, draw, max_tokens)
         };
         // Its first output may come before `submit` returns; it waits for the lock.
@@ -372,6 +388,23 @@ impl Front {
                 Some((open, Finish::Abort(reason, Some(503))))
             }
         }
+    }
+
+    /// What binds a request that has a grammar.
+    fn bind(
+        &self,
+        backend: &impl Backend,
+        request: &mut GenerateRequest,
+    ) -> Result<Option<Arc<dyn Constrain>>, Unbindable> {
+        let Some(grammar) = request.params.grammar.take() else {
+            return Ok(None);
+        };
+        let thinks = if request.reasons {
+            &self.settings.think_end[..]
+        } else {
+            &[]
+        };
+        backend.bind(&grammar, thinks).map(Some)
     }
 
     /// Finds what a request names: its adapter, and the session whose tokens come before its own. What there is not is a
@@ -447,6 +480,7 @@ impl Front {
                 .iter()
                 .map(|text| text.as_bytes().into())
                 .collect(),
+            stop_regexes: params.stop_regexes.clone(),
         }
     }
 
@@ -517,7 +551,14 @@ fn finish(open: &Open, end: &End) -> Finish {
         End::StopString { index, .. } => {
             Finish::StopText(texts.get(*index as usize).cloned().unwrap_or_default())
         }
+        End::StopRegex { index } => {
+            let regexes = open.params.stop_regexes.as_deref();
+            let pattern = regexes.and_then(|regexes| regexes.patterns().nth(*index as usize));
+            Finish::StopText(pattern.unwrap_or_default().to_owned())
+        }
         End::Aborted => Finish::Abort("Aborted".to_owned(), None),
+        // As SGLang says it.
+        End::Unready => Finish::Abort("Aborted by AbortReq.".to_owned(), Some(400)),
         End::Deadline => {
             let what = if open.admitted.is_some() {
                 "running"
@@ -534,11 +575,7 @@ fn finish(open: &Open, end: &End) -> Finish {
             Finish::Abort(one_line(&refusal.to_string()), Some(status))
         }
         End::Displaced => Finish::Abort(one_line(&end.reason().unwrap_or_default()), Some(503)),
+        End::Grammar(reason) => Finish::Abort(one_line(reason), Some(400)),
         End::Failed(reason) => Finish::Abort(one_line(reason), Some(500)),
     }
-}
-
-/// Clients get one line: the message and its hint.
-fn one_line(text: &str) -> String {
-    text.replace("\n\nhint: ", ". ").replace('\n', " ")
 }

@@ -194,6 +194,8 @@ mod tests {
                 min_new_tokens: 0,
                 stop_token_ids: Vec::new(),
                 stop_strs: Vec::new(),
+                stop_regexes: None,
+                grammar: None,
                 ignore_eos: false,
                 sampling: Sampling::default(),
                 text: TextParams {
@@ -212,6 +214,8 @@ mod tests {
             request: 1,
             sample: 0,
             tokens: tokens.to_vec(),
+            prompt_logprobs: Vec::new(),
+            logprobs: Vec::new(),
             held_bytes,
             end: None,
             cached_tokens: 0,

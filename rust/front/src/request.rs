@@ -1,9 +1,11 @@
 //! A request as the tokenizer manager sends it.
 
-use pie_runtime::Sampling;
+use std::sync::Arc;
+
+use pie_runtime::{Grammar, Sampling, StopRegexes};
 use rmpv::{Utf8StringRef, ValueRef};
 
-use crate::error::FrontError;
+use crate::error::{FrontError, one_line};
 use crate::session::SessionParams;
 use crate::table::{Fields, MessageClass, find};
 use crate::unserved::{REQUEST, Refusals, SAMPLING, number};
@@ -50,6 +52,10 @@ pub struct Params {
     pub stop_token_ids: Vec<u32>,
     /// Texts that end it.
     pub stop_strs: Vec<String>,
+    /// Expressions that end it.
+    pub stop_regexes: Option<Arc<StopRegexes>>,
+    /// What its text must be.
+    pub grammar: Option<Grammar>,
     /// No token ends it.
     pub ignore_eos: bool,
     /// How tokens are drawn.
@@ -112,8 +118,8 @@ places! {
 places! { SessionPlaces of "SessionParams" { id, rid, offset, replace, drop_previous_output } }
 places! {
     ParamPlaces of "SamplingParams" {
-        max_new_tokens, min_new_tokens, stop_token_ids, stop_strs, ignore_eos, temperature, top_p, top_k, min_p, sampling_seed,
-        frequency_penalty, presence_penalty, repetition_penalty, logit_bias,
+        max_new_tokens, min_new_tokens, stop_token_ids, stop_strs, stop_regex_strs, ignore_eos, temperature, top_p, top_k, min_p, sampling_seed,
+        frequency_penalty, presence_penalty, repetition_penalty, logit_bias, json_schema, regex, ebnf, structural_tag,
         skip_special_tokens, spaces_between_special_tokens, no_stop_trim, stream_interval,
     }
 }
@@ -261,6 +267,8 @@ impl Decoder {
             min_new_tokens: count("min_new_tokens", at.min_new_tokens)?.unwrap_or(0),
             stop_token_ids: stop_tokens(fields.get(at.stop_token_ids), refusal)?,
             stop_strs: texts("stop_strs", fields.get(at.stop_strs))?,
+            stop_regexes: self.stop_regexes(fields, refusal)?,
+            grammar: self.grammar(fields, refusal)?,
             ignore_eos: flag("ignore_eos", fields.get(at.ignore_eos))?,
             sampling,
             text: self.text(fields)?,
@@ -270,6 +278,54 @@ impl Decoder {
 }
 
 impl Decoder {
+    fn stop_regexes(
+        &self,
+        fields: Fields<'_, '_>,
+        refusal: &mut Option<String>,
+    ) -> Result<Option<Arc<StopRegexes>>, FrontError> {
+        let patterns = texts("stop_regex_strs", fields.get(self.params.stop_regex_strs))?;
+        if patterns.is_empty() {
+            return Ok(None);
+        }
+        match StopRegexes::new(&patterns) {
+            Ok(regexes) => Ok(Some(Arc::new(regexes))),
+            Err(error) => {
+                refusal.get_or_insert(one_line(&error.to_string()));
+                Ok(None)
+            }
+        }
+    }
+
+    /// The one grammar that there is.
+    fn grammar(
+        &self,
+        fields: Fields<'_, '_>,
+        refusal: &mut Option<String>,
+    ) -> Result<Option<Grammar>, FrontError> {
+        type Kind = fn(Box<str>) -> Grammar;
+        let at = &self.params;
+        let kinds: [(&'static str, usize, Kind); 4] = [
+            ("json_schema", at.json_schema, Grammar::JsonSchema),
+            ("regex", at.regex, Grammar::Regex),
+            ("ebnf", at.ebnf, Grammar::Ebnf),
+            ("structural_tag", at.structural_tag, Grammar::StructuralTag),
+        ];
+        let mut found = None;
+        for (name, place, kind) in kinds {
+            let text = optional_text(name, fields.get(place))?;
+            let Some(text) = text.filter(|text| !text.is_empty()) else {
+                continue;
+            };
+            if found.is_some() {
+                refusal.get_or_insert(format!(
+                    "`{name}` is set, and another grammar is, too: keep one of json_schema, regex, ebnf and structural_tag"
+                ));
+            }
+            found = Some(kind(text.into()));
+        }
+        Ok(found)
+    }
+
     fn session(&self, value: &ValueRef<'_>) -> Result<Option<SessionParams>, FrontError> {
         let fields = match value {
             ValueRef::Nil => return Ok(None),

@@ -26,17 +26,10 @@ pub(crate) const REQUEST: &[(&str, &str)] = &[
 ];
 
 /// Fields of `SamplingParams`.
-pub(crate) const SAMPLING: &[(&str, &str)] = &[
-    ("json_schema", "grammars are not served yet"),
-    ("regex", "grammars are not served yet"),
-    ("ebnf", "grammars are not served yet"),
-    ("structural_tag", "grammars are not served yet"),
-    (
-        "custom_params",
-        "it is for logit processors, which are Python objects",
-    ),
-    ("stop_regex_strs", "use `stop`"),
-];
+pub(crate) const SAMPLING: &[(&str, &str)] = &[(
+    "custom_params",
+    "it is for logit processors, which are Python objects",
+)];
 
 /// Fields of one class that must be neutral, by place. Those that the installed class does not have cannot be asked for.
 #[derive(Debug, Clone)]

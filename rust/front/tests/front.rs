@@ -1,9 +1,12 @@
 //! Messages in and out of a front end whose requests nothing computes.
 
 use std::cell::RefCell;
+use std::sync::Arc;
 
 use pie_front::{Backend, Front, FrontSettings, MessageClass, MessageField};
-use pie_runtime::{Arrival, Delta, Draw, End, Refusal, Rejected, Sampler};
+use pie_runtime::{
+    Arrival, Constrain, Delta, Draw, End, Grammar, Refusal, Rejected, Sampler, Unbindable,
+};
 use proptest::prelude::*;
 use rmpv::Value;
 
@@ -12,6 +15,7 @@ use rmpv::Value;
 struct Kept {
     arrivals: RefCell<Vec<Arrival<Draw>>>,
     aborted: RefCell<Vec<u64>>,
+    bound: RefCell<Vec<(Grammar, Vec<u32>)>>,
     ended_sessions: RefCell<Vec<u64>>,
 }
 
@@ -20,6 +24,12 @@ impl Backend for Kept {
         let mut arrivals = self.arrivals.borrow_mut();
         arrivals.push(arrival);
         Ok(arrivals.len() as u64 - 1)
+    }
+
+    fn bind(&self, grammar: &Grammar, after: &[u32]) -> Result<Arc<dyn Constrain>, Unbindable> {
+        let mut bound = self.bound.borrow_mut();
+        bound.push((grammar.clone(), after.to_vec()));
+        Err(Unbindable::NoTokenizer)
     }
 
     fn abort(&self, request: u64) {
@@ -59,6 +69,10 @@ const PARAMS: &[&str] = &[
     "presence_penalty",
     "repetition_penalty",
     "json_schema",
+    "regex",
+    "ebnf",
+    "structural_tag",
+    "stop_regex_strs",
     "min_new_tokens",
     "ignore_eos",
     "skip_special_tokens",
@@ -215,6 +229,8 @@ fn delta(request: u64, tokens: &[u32], end: Option<End>) -> Delta {
         request,
         sample: 0,
         tokens: tokens.to_vec(),
+        prompt_logprobs: Vec::new(),
+        logprobs: Vec::new(),
         held_bytes: 0,
         end,
         cached_tokens: 1,
@@ -337,7 +353,18 @@ fn what_is_not_served_is_refused_by_name() {
             plain(&[("logit_bias", Value::Map(vec![("x".into(), 1.0.into())]))]),
             "`logit_bias` has",
         ),
-        (plain(&[("json_schema", "{}".into())]), "`json_schema`"),
+        (
+            plain(&[("json_schema", "{}".into()), ("ebnf", "a".into())]),
+            "`ebnf` is set, and another grammar is, too",
+        ),
+        (
+            plain(&[("regex", "a+".into())]),
+            "this server has no tokenizer",
+        ),
+        (
+            plain(&[("stop_regex_strs", Value::Array(vec!["(".into()]))]),
+            "the stop_regex \"(\" is not served: unclosed group",
+        ),
         (
             plain(&[("stop_token_ids", Value::Array(vec![Value::from(-1)]))]),
             "`stop_token_ids` has -1",
@@ -708,4 +735,64 @@ proptest! {
         front.outputs(&ends).to_detokenizer.iter().for_each(|message| take(message));
         prop_assert_eq!(found, expected);
     }
+}
+
+/// The reason of the only request's end.
+fn end_of(params: &[(&str, Value)], end: End) -> Value {
+    let (front, kept) = (front(), Kept::default());
+    let request = encoded(&generate("a", &[10], &[], params));
+    front.receive(&kept, [&request[..]]).unwrap();
+    let sent = front.outputs(&[delta(0, &[7], Some(end))]);
+    field(&sent.to_detokenizer[0], "finished_reasons").remove(0)
+}
+
+#[test]
+fn a_stop_expression_is_named_by_its_text() {
+    let regexes = Value::Array(vec!["a+".into(), "[0-9]{3}".into()]);
+    let reason = end_of(&[("stop_regex_strs", regexes)], End::StopRegex { index: 1 });
+    let expected = [("type", "stop"), ("matched", "[0-9]{3}")];
+    assert_eq!(
+        reason,
+        Value::Map(expected.map(|(k, v)| (k.into(), v.into())).into())
+    );
+}
+
+#[test]
+fn a_wrong_grammar_and_an_abort_before_it_is_compiled_are_bad_requests() {
+    for (end, words) in [
+        (
+            End::Grammar("the JSON schema is wrong: x".into()),
+            "the JSON schema is wrong: x",
+        ),
+        (End::Unready, "Aborted by AbortReq."),
+    ] {
+        let reason = end_of(&[], end);
+        let expected = [
+            ("type", "abort".into()),
+            ("message", words.into()),
+            ("status_code", 400.into()),
+            ("err_type", "BadRequestError".into()),
+        ];
+        assert_eq!(
+            reason,
+            Value::Map(expected.map(|(k, v)| (k.into(), v)).into())
+        );
+    }
+}
+
+#[test]
+fn a_grammar_binds_after_the_thinking_of_requests_that_think() {
+    let settings = FrontSettings {
+        think_end: vec![60, 61],
+        ..settings()
+    };
+    let (front, kept) = (Front::new(&classes(), settings).unwrap(), Kept::default());
+    let schema = [("json_schema", Value::from("{}"))];
+    for more in [&[][..], &[("require_reasoning", true.into())]] {
+        let request = encoded(&generate("a", &[10], more, &schema));
+        front.receive(&kept, [&request[..]]).unwrap();
+    }
+    let grammar = Grammar::JsonSchema("{}".into());
+    let expected = [(grammar.clone(), vec![]), (grammar, vec![60, 61])];
+    assert_eq!(*kept.bound.borrow(), expected);
 }

@@ -11,7 +11,7 @@ use llguidance::ParserFactory;
 use lru::LruCache;
 
 use crate::error::GrammarError;
-use crate::grammar::Grammar;
+use crate::grammar::{Grammar, JsonSpace};
 use crate::matcher::{Matcher, first_line};
 use crate::vocabulary::Vocabulary;
 
@@ -151,10 +151,11 @@ pub struct Compiler(Arc<Inner>);
 
 struct Inner {
     vocabulary: Vocabulary,
+    space: JsonSpace,
     limits: Limits,
     /// Made by the first grammar: it looks at every token.
     factory: Arc<OnceLock<Result<ParserFactory, String>>>,
-    kept: Mutex<LruCache<Grammar, Pending>>,
+    kept: Arc<Mutex<LruCache<Grammar, Pending>>>,
     compile: mpsc::SyncSender<Task>,
     ahead: Mutex<Sender<Task>>,
 }
@@ -174,6 +175,18 @@ impl Compiler {
     /// # Errors
     /// An I/O error if a thread cannot be started.
     pub fn new(vocabulary: Vocabulary, limits: Limits) -> std::io::Result<Self> {
+        Self::with_space(vocabulary, limits, JsonSpace::default())
+    }
+
+    /// The same, for JSON with this white space.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new).
+    pub fn with_space(
+        vocabulary: Vocabulary,
+        limits: Limits,
+        space: JsonSpace,
+    ) -> std::io::Result<Self> {
         // No more than may wait are sent, so that sending never waits.
         let (compile, tasks) = mpsc::sync_channel(limits.waiting);
         start("pie-grammar", limits.threads, tasks)?;
@@ -181,9 +194,10 @@ impl Compiler {
         start("pie-masks", limits.threads, tasks)?;
         Ok(Self(Arc::new(Inner {
             vocabulary,
+            space,
             limits,
             factory: Arc::default(),
-            kept: Mutex::new(LruCache::new(limits.kept)),
+            kept: Arc::new(Mutex::new(LruCache::new(limits.kept))),
             compile,
             ahead: Mutex::new(ahead),
         })))
@@ -216,8 +230,13 @@ impl Compiler {
         }
         let pending = Pending::new(grammar, limit, Progress::Compiling);
         let (factory, vocabulary) = (Arc::clone(&inner.factory), inner.vocabulary.clone());
-        let (text, own) = (grammar.clone(), pending.clone());
-        let task = Box::new(move || own.settle(compile(&factory, &vocabulary, &text)));
+        let space = inner.space.clone();
+        let (text, own, all) = (grammar.clone(), pending.clone(), Arc::clone(&inner.kept));
+        let task = Box::new(move || {
+            if !is_abandoned(&own, &text, &all) {
+                own.settle(compile(&factory, &vocabulary, &space, &text));
+            }
+        });
         match inner.compile.try_send(task) {
             Ok(()) => {
                 kept.put(grammar.clone(), pending.clone());
@@ -236,6 +255,18 @@ impl Compiler {
         // Threads that are gone leave the work to the one that needs it.
         let _ = lock(&self.0.ahead).send(Box::new(task));
     }
+}
+
+/// Whether nothing waits for a grammar any more, as when its request was aborted. Then it is forgotten.
+fn is_abandoned(own: &Pending, text: &Grammar, all: &Mutex<LruCache<Grammar, Pending>>) -> bool {
+    // Who asks for it now waits for this lock.
+    let mut all = lock(all);
+    let is_kept = all.peek(text).is_some_and(|it| Arc::ptr_eq(&it.0, &own.0));
+    let alone = Arc::strong_count(&own.0) == 1 + usize::from(is_kept);
+    if alone && is_kept {
+        all.pop(text);
+    }
+    alone
 }
 
 /// Threads that do what is sent until the sender is dropped.
@@ -260,6 +291,7 @@ fn start(name: &str, threads: NonZeroUsize, tasks: Receiver<Task>) -> std::io::R
 fn compile(
     factory: &OnceLock<Result<ParserFactory, String>>,
     vocabulary: &Vocabulary,
+    space: &JsonSpace,
     grammar: &Grammar,
 ) -> Result<Ready, GrammarError> {
     let kind = grammar.kind();
@@ -272,7 +304,7 @@ fn compile(
         Ok(factory)
     });
     let factory = made.as_ref().map_err(|error| wrong(error.clone()))?;
-    let parser = factory.create_parser(grammar.parse(vocabulary)?);
+    let parser = factory.create_parser(grammar.parse(vocabulary, space)?);
     let inner = llguidance::Matcher::new(parser);
     if let Some(error) = inner.get_error() {
         return Err(wrong(first_line(&error)));

@@ -7,6 +7,9 @@ use crate::error::GrammarError;
 use crate::vocabulary::Vocabulary;
 use crate::{gbnf, tags};
 
+/// In place of a schema: any JSON, as `SGLang` has it.
+const ANY_JSON: &str = "$$ANY$$";
+
 /// A grammar in one of the formats, by its text.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum Grammar {
@@ -22,6 +25,35 @@ pub enum Grammar {
     Ebnf(Box<str>),
     /// Free text, and after certain triggers structured parts: JSON with `triggers`, and `structures` of `begin`, `schema`, `end`.
     StructuralTag(Box<str>),
+}
+
+/// White space between the parts of JSON, where a schema says nothing of it by `x-guidance`.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct JsonSpace {
+    /// None; else as much as a text likes.
+    pub fixed: bool,
+    /// What it must match instead.
+    pub pattern: Option<String>,
+}
+
+impl JsonSpace {
+    fn apply(&self, schema: &mut Value) {
+        let Value::Object(fields) = schema else {
+            return;
+        };
+        if !self.fixed && self.pattern.is_none() {
+            return;
+        }
+        let options = fields.entry("x-guidance").or_insert_with(|| json!({}));
+        if let Value::Object(options) = options {
+            let flexible = options.entry("whitespace_flexible");
+            flexible.or_insert(Value::Bool(!self.fixed));
+            if let Some(pattern) = &self.pattern {
+                let own = options.entry("whitespace_pattern");
+                own.or_insert_with(|| pattern.clone().into());
+            }
+        }
+    }
 }
 
 impl Grammar {
@@ -49,18 +81,27 @@ impl Grammar {
         }
     }
 
-    pub(crate) fn parse(&self, vocabulary: &Vocabulary) -> Result<TopLevelGrammar, GrammarError> {
+    pub(crate) fn parse(
+        &self,
+        vocabulary: &Vocabulary,
+        space: &JsonSpace,
+    ) -> Result<TopLevelGrammar, GrammarError> {
+        let fitting = |mut schema: Value| {
+            space.apply(&mut schema);
+            TopLevelGrammar::from_json_schema(schema)
+        };
         let wrong = |reason: String| GrammarError::Wrong {
             kind: self.kind(),
             reason,
         };
         let grammar = match self {
+            Self::JsonSchema(text) if **text == *ANY_JSON => fitting(json!({})),
             Self::JsonSchema(text) => {
                 let schema: Value = serde_json::from_str(text)
                     .map_err(|error| wrong(format!("it is not JSON: {error}")))?;
-                TopLevelGrammar::from_json_schema(schema)
+                fitting(schema)
             }
-            Self::JsonObject => TopLevelGrammar::from_json_schema(json!({"type": "object"})),
+            Self::JsonObject => fitting(json!({"type": "object"})),
             Self::Regex(text) => TopLevelGrammar::from_regex(text),
             Self::Ebnf(text) if text.contains("::=") => {
                 TopLevelGrammar::from_lark(gbnf::to_lark(text).map_err(wrong)?)

@@ -24,7 +24,7 @@ mod vocabulary;
 pub use compiler::{Compiler, Limits, Pending, Progress, Ready};
 pub use error::GrammarError;
 pub use follower::{Follower, Next};
-pub use grammar::Grammar;
+pub use grammar::{Grammar, JsonSpace};
 pub use matcher::Matcher;
 pub use vocabulary::Vocabulary;
 

@@ -16,7 +16,8 @@ struct Tag<'a> {
 }
 
 /// Reads `{"triggers": […], "structures": [{"begin", "schema", "end"}, …]}` and makes a grammar of it. Each structure has the first
-/// trigger that its `begin` starts with. A schema is an object, or a text: JSON, or a Lark grammar.
+/// trigger that its `begin` starts with. A schema is an object, or a text: JSON, or a Lark grammar. With `"at_least_one": true` the
+/// text begins with a structure.
 pub(crate) fn parse(text: &str, vocabulary: &Vocabulary) -> Result<TopLevelGrammar, String> {
     let value: Value =
         serde_json::from_str(text).map_err(|error| format!("it is not JSON: {error}"))?;
@@ -35,7 +36,8 @@ pub(crate) fn parse(text: &str, vocabulary: &Vocabulary) -> Result<TopLevelGramm
         .iter()
         .map(|structure| tag(structure, &triggers))
         .collect::<Result<Vec<_>, _>>()?;
-    grammar(&tags, vocabulary)
+    let begins = value.get("at_least_one").and_then(Value::as_bool) == Some(true);
+    grammar(&tags, begins, vocabulary)
 }
 
 fn list<'a>(value: &'a Value, name: &str) -> Result<&'a Vec<Value>, String> {
@@ -62,10 +64,20 @@ fn tag<'a>(structure: &'a Value, triggers: &[&'a str]) -> Result<Tag<'a>, String
     })
 }
 
-fn grammar(tags: &[Tag<'_>], vocabulary: &Vocabulary) -> Result<TopLevelGrammar, String> {
+fn grammar(
+    tags: &[Tag<'_>],
+    begins: bool,
+    vocabulary: &Vocabulary,
+) -> Result<TopLevelGrammar, String> {
     let names: Vec<String> = (0..tags.len()).map(|tag| format!("tag_{tag}")).collect();
+    let firsts: Vec<String> = names.iter().map(|name| format!("first_{name}")).collect();
     let mut lark = format!(
-        "start: ({})* rest\nrest: TEXT\nTEXT: /(.|\\n)*/\n",
+        "start: {}({})* rest\nrest: TEXT\nTEXT: /(.|\\n)*/\n",
+        if begins {
+            format!("({}) ", firsts.join(" | "))
+        } else {
+            String::new()
+        },
         names.join(" | ")
     );
     let mut sides = Vec::new();
@@ -84,23 +96,51 @@ fn grammar(tags: &[Tag<'_>], vocabulary: &Vocabulary) -> Result<TopLevelGrammar,
             schema => format!("%json {schema}"),
         };
         let (begin, end) = (&tag.begin[tag.trigger.len()..], tag.end);
-        let body = format!("{} {body} {}", quoted(begin), quoted(end));
-        // A special token has no text.
-        let trigger = tag.trigger;
-        let line = if vocabulary.has_special(trigger) {
-            writeln!(lark, "{name}: TEXT {trigger} {body}")
+        let body = format!(
+            "{} {body} {}",
+            spelled(begin, vocabulary),
+            spelled(end, vocabulary)
+        );
+        let trigger = spelled(tag.trigger, vocabulary);
+        let mut add = |line: String| writeln!(lark, "{line}").map_err(|error| error.to_string());
+        // A special token has no text, so that it cannot be the end of one.
+        if vocabulary.has_special(tag.trigger) {
+            add(format!("{name}: TEXT {trigger} {name}_rest"))?;
         } else {
-            let trigger = quoted(trigger);
-            writeln!(
-                lark,
-                "{name}_head[lazy]: TEXT {trigger}\n{name}: {name}_head {body}"
-            )
-        };
-        line.map_err(|error| error.to_string())?;
+            let trigger = quoted(tag.trigger);
+            add(format!(
+                "{name}_head[lazy]: TEXT {trigger}\n{name}: {name}_head {name}_rest"
+            ))?;
+        }
+        add(format!("{name}_rest: {body}"))?;
+        if begins {
+            add(format!("first_{name}: {trigger} {name}_rest"))?;
+        }
     }
     let mut top = TopLevelGrammar::from_lark(lark);
     top.grammars.extend(sides);
     Ok(top)
+}
+
+/// A text as Lark writes it, with the special tokens in it by their names.
+fn spelled(text: &str, vocabulary: &Vocabulary) -> String {
+    let mut parts = Vec::new();
+    let (mut from, mut at) = (0, 0);
+    while let Some(open) = text[at..].find('<').map(|open| at + open) {
+        let mut closes = text[open..]
+            .match_indices('>')
+            .map(|(close, _)| open + close + 1);
+        match closes.find(|&close| vocabulary.has_special(&text[open..close])) {
+            Some(close) => {
+                parts.extend([quoted(&text[from..open]), text[open..close].to_owned()]);
+                (from, at) = (close, close);
+            }
+            None => at = open + 1,
+        }
+    }
+    parts.push(quoted(&text[from..]));
+    parts.retain(|part| !part.is_empty());
+    parts.join(" ")
 }
 
 /// A text as Lark writes it; nothing for an empty one.

@@ -4,7 +4,7 @@ use std::num::NonZeroUsize;
 use std::time::Duration;
 
 use pie_grammar::{
-    Compiler, Follower, Grammar, GrammarError, Limits, Matcher, Progress, Vocabulary,
+    Compiler, Follower, Grammar, GrammarError, JsonSpace, Limits, Matcher, Progress, Vocabulary,
 };
 use proptest::prelude::*;
 
@@ -252,6 +252,41 @@ fn a_wrong_grammar_fails_by_itself_and_says_why() {
     }
 }
 
+/// A grammar that takes a while to compile.
+fn large(number: usize) -> Grammar {
+    let property = |at: usize| format!("\"p{number}_{at}\": {{\"enum\": [{at}, \"x{at}\"]}}");
+    let properties: Vec<String> = (0..400).map(property).collect();
+    Grammar::JsonSchema(format!("{{\"properties\": {{{}}}}}", properties.join(",")).into())
+}
+
+#[test]
+fn what_nothing_waits_for_is_not_compiled() {
+    let limits = Limits {
+        threads: NonZeroUsize::MIN,
+        ..Limits::default()
+    };
+    let compiler = Compiler::new(vocabulary(), limits).unwrap();
+    let first = std::time::Instant::now();
+    compiler.compile(&large(0)).wait().unwrap();
+    let one = first.elapsed();
+    let kept: Vec<_> = (1..60)
+        .map(|number| compiler.compile(&large(number)))
+        .collect();
+    drop(kept);
+    let then = std::time::Instant::now();
+    compiler
+        .compile(&Grammar::Regex("a".into()))
+        .wait()
+        .unwrap();
+    // At most the one that had begun comes first, and not all of them.
+    assert!(
+        then.elapsed() < 30 * one,
+        "{:?} after {one:?}",
+        then.elapsed()
+    );
+    compiler.compile(&large(30)).wait().unwrap();
+}
+
 #[test]
 fn limits_are_errors_that_name_them() {
     let limits = Limits {
@@ -368,6 +403,52 @@ fn structural_tags_bind_what_follows_their_trigger() {
 }
 
 #[test]
+fn a_text_that_needs_a_structure_begins_with_one() {
+    let compiler = compiler();
+    let tag = Grammar::StructuralTag(
+        r#"{"triggers": ["(call"], "at_least_one": true, "structures": [
+            {"begin": "(call add)", "schema": {"type": "integer"}, "end": "(end)"},
+            {"begin": "(call say)", "schema": {"const": "a"}, "end": ""}]}"#
+            .into(),
+    );
+    for text in [
+        "(call add)12(end)",
+        "(call say)\"a\" and (call add)1(end) so",
+    ] {
+        assert!(fits(&compiler, &tag, text), "{text}");
+    }
+    for text in ["", "so (call add)12(end)", "(call add)12"] {
+        assert!(!fits(&compiler, &tag, text), "{text}");
+    }
+}
+
+#[test]
+fn special_tokens_of_a_structure_are_written_as_such() {
+    let mut tokens: Vec<Vec<u8>> = (0..=255).map(|byte| vec![byte]).collect();
+    tokens.extend([vec![], vec![], vec![]]);
+    let special = [(257, "<|call|>".to_owned()), (258, "</call>".to_owned())];
+    let vocabulary = Vocabulary::new(&tokens, &special, &[256]).unwrap();
+    let compiler = Compiler::new(vocabulary, Limits::default()).unwrap();
+    let tag = Grammar::StructuralTag(
+        r#"{"triggers": ["<|call|>"], "at_least_one": true, "structures": [
+            {"begin": "<|call|>{", "schema": {"const": 1}, "end": "}\n</call>"}]}"#
+            .into(),
+    );
+    let mut matcher = compiler.compile(&tag).wait().unwrap();
+    let mut mask = vec![0; matcher.vocabulary().mask_words()];
+    let mut forced = Vec::new();
+    matcher.jump(100, &mut mask, &mut forced).unwrap();
+    let text = b"{1}\n".iter().map(|&byte| u32::from(byte));
+    let expected: Vec<u32> = [257].into_iter().chain(text).chain([258]).collect();
+    assert_eq!(forced, expected);
+    // Free text may follow, and another call.
+    for token in [u32::from(b'x'), 257] {
+        matcher.commit(token).unwrap();
+    }
+    assert!(matcher.commit(u32::from(b'x')).is_err());
+}
+
+#[test]
 fn an_end_is_taken_back_like_any_token() {
     let mut matcher = compiler()
         .compile(&Grammar::Regex("ab?".into()))
@@ -394,4 +475,37 @@ fn an_end_is_taken_back_like_any_token() {
     let mut ends = matcher.vocabulary().ends().to_vec();
     ends.sort_unstable();
     assert_eq!(allowed(&mask(&mut matcher)), ends);
+}
+
+#[test]
+fn white_space_of_json_is_what_was_chosen() {
+    let schema = Grammar::JsonSchema(r#"{"enum": [[1, 2]]}"#.into());
+    let own = r#"{"x-guidance": {"whitespace_flexible": true, "whitespace_pattern": null}, "enum": [[1, 2]]}"#;
+    let compiler = |fixed, pattern: Option<&str>| {
+        let pattern = pattern.map(str::to_owned);
+        let space = JsonSpace { fixed, pattern };
+        Compiler::with_space(vocabulary(), Limits::default(), space).unwrap()
+    };
+    for (fixed, pattern, fitting, others) in [
+        (false, None, &["[1,2]", "[ 1,\n2]"][..], &["[1,3]"][..]),
+        (true, None, &["[1,2]"], &["[1, 2]"]),
+        (
+            false,
+            Some(" ?"),
+            &["[1,2]", "[1, 2]", "[ 1 ,2]"],
+            &["[1,\n2]", "[1,  2]"],
+        ),
+    ] {
+        let compiler = compiler(fixed, pattern);
+        for text in fitting {
+            assert!(fits(&compiler, &schema, text), "{text}");
+        }
+        for text in others {
+            assert!(!fits(&compiler, &schema, text), "{text}");
+        }
+        // A schema may say it itself.
+        assert!(fits(&compiler, &Grammar::JsonSchema(own.into()), "[1,\n2]"));
+    }
+    let any = Grammar::JsonSchema("$$ANY$$".into());
+    assert!(fits(&compiler(false, None), &any, "[{\"a\": null}]"));
 }

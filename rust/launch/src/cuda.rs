@@ -112,7 +112,9 @@ impl Launch for CudaGraphs {
         // SAFETY: a context that lives as long as the process uses CUDA.
         let code = unsafe { (self.driver.set_context)(self.context) };
         self.driver.check("cuCtxSetCurrent", code)?;
-        // SAFETY: by the contract of `new` both handles are valid, and in no other use.
+        // SAFETY: by the contract of `new` both handles are valid, and in no other use. After a fault on the device the driver
+        // reports an error here, but it is known to crash if launches that it was given before have not ended. Callers have
+        // one launch in flight, whose end or error they await.
         let code = unsafe { (self.driver.launch_graph)(self.graphs[graph], self.stream) };
         self.driver.check("cuGraphLaunch", code)
     }

@@ -12,6 +12,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
 use crate::error::{WireError, from_ring};
+use crate::places::{Place, places};
 use crate::request::{Request, encode, encode_batch};
 
 /// Sends requests to a driver as the Pie runtime does. Calls from several threads run on several slots.
@@ -44,6 +45,10 @@ pub(crate) struct Reply {
     drafts: Vec<Vec<u32>>,
     /// Their positions.
     draft_positions: Vec<Vec<u32>>,
+    /// Log-probabilities that extensions asked for, of each request that has some: its number, those of its prompt, those of
+    /// its tokens. Each place has the log-probability of its token, the most probable tokens with theirs, best first, and those
+    /// of tokens that were given.
+    places: Vec<(u32, Vec<Place>, Vec<Place>)>,
     /// Driver-side microseconds: parse, plan, host-to-device, launch, sync, response.
     probes: (u32, u32, u32, u32, u32, u32),
 }
@@ -225,6 +230,8 @@ fn decode(bytes: &[u8]) -> Result<Reply, String> {
         reply.aborted = true;
         return Ok(reply);
     }
+    let (bytes, extension) = pie_wire::split_answer(bytes).map_err(text)?;
+    reply.places = extension.rows().map(row_places).collect();
     if let pie_wire::Reply::Tokens(tokens) = pie_wire::decode_reply(bytes).map_err(text)? {
         reply.fast = true;
         reply.tokens = tokens.iter().map(|token| vec![token]).collect();
@@ -240,6 +247,13 @@ fn decode(bytes: &[u8]) -> Result<Reply, String> {
         }
     }
     Ok(reply)
+}
+
+fn row_places(row: pie_wire::LogprobRow<'_>) -> (u32, Vec<Place>, Vec<Place>) {
+    let words: Vec<u32> = row.words().collect();
+    let mut places = places(&words, row.shape());
+    let prompt = places.by_ref().take(row.places().0 as usize).collect();
+    (row.request(), prompt, places.collect())
 }
 
 #[expect(clippy::needless_pass_by_value, reason = "the form that map_err takes")]

@@ -1,6 +1,6 @@
 //! What a request asks for beyond the Pie protocol, as Python builds it.
 
-use pie_wire::{CombinedSampler, Penalties, RequestExtension};
+use pie_wire::{CombinedSampler, LogprobsAsked, Penalties, PromptLogprobs, RequestExtension};
 use pyo3::prelude::*;
 
 /// What one request asks for beyond the Pie protocol; `docs/wire-extension.md` has the bytes.
@@ -34,8 +34,14 @@ impl Extension {
     ///     suppressed: Tokens that must not be drawn for a place before `suppressed_until`.
     ///     suppressed_until: KV index of the first place for which they may.
     ///     mask: Bit `i` of word `w` allows token `32 w + i`; empty for all.
+    ///     logprobs: Most probable tokens whose log-probabilities are wanted besides that of each token drawn; None for no
+    ///         log-probabilities at all.
+    ///     logprobs_scaled: After the temperature.
+    ///     logprobs_of: Tokens whose log-probabilities are wanted.
+    ///     prompt_logprobs: KV indices of the first token of the prompt whose log-probabilities are wanted and after the last
+    ///         one, and the token after the input, if that is one of them.
     #[new]
-    #[pyo3(signature = (*, temperature = None, top_k = 0, top_p = 1.0, min_p = 0.0, seed = None, frequency_penalty = 0.0, presence_penalty = 0.0, repetition_penalty = 1.0, counted_from = 0, history = Vec::new(), logit_bias = Vec::new(), suppressed = Vec::new(), suppressed_until = 0, mask = Vec::new()))]
+    #[pyo3(signature = (*, temperature = None, top_k = 0, top_p = 1.0, min_p = 0.0, seed = None, frequency_penalty = 0.0, presence_penalty = 0.0, repetition_penalty = 1.0, counted_from = 0, history = Vec::new(), logit_bias = Vec::new(), suppressed = Vec::new(), suppressed_until = 0, mask = Vec::new(), logprobs = None, logprobs_scaled = false, logprobs_of = Vec::new(), prompt_logprobs = None))]
     #[expect(clippy::too_many_arguments, reason = "keyword-only parameters")]
     fn new(
         temperature: Option<f32>,
@@ -52,6 +58,10 @@ impl Extension {
         suppressed: Vec<u32>,
         suppressed_until: u32,
         mask: Vec<u32>,
+        logprobs: Option<u32>,
+        logprobs_scaled: bool,
+        logprobs_of: Vec<u32>,
+        prompt_logprobs: Option<(u32, u32, u32)>,
     ) -> Self {
         Self(RequestExtension {
             sampler: temperature.map(|temperature| CombinedSampler {
@@ -71,7 +81,12 @@ impl Extension {
             biases: logit_bias,
             suppressed,
             suppressed_until,
-            logprobs: None,
+            logprobs: logprobs.map(|top| LogprobsAsked {
+                scaled: logprobs_scaled,
+                top,
+                token_ids: logprobs_of,
+                prompt: prompt_logprobs.map(|(from, end, next)| PromptLogprobs { from, end, next }),
+            }),
             mask,
         })
     }

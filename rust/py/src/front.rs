@@ -119,7 +119,7 @@ impl Front {
         py: Python<'py>,
         messages: Vec<Bound<'py, PyBytes>>,
     ) -> PyResult<Messages<'py>> {
-        let service = &self.runtime.get().service;
+        let service = &*self.runtime.get().service;
         let bytes = messages.iter().map(PyBytesMethods::as_bytes);
         let outgoing = self.front.receive(service, bytes);
         let outgoing = outgoing.map_err(|error| from_front(&error))?;
@@ -177,12 +177,12 @@ impl Front {
     /// Closes a session and lets its pages go. Its requests that run go on; one that is not open is ignored.
     fn close_session(&self, session_id: &str) {
         self.front
-            .close_session(&self.runtime.get().service, session_id);
+            .close_session(&*self.runtime.get().service, session_id);
     }
 
     /// Closes the sessions that had no request for longer than they allow.
     fn reap_sessions(&self) {
-        self.front.reap_sessions(&self.runtime.get().service);
+        self.front.reap_sessions(&*self.runtime.get().service);
     }
 
     /// Sessions that are open.

@@ -13,6 +13,7 @@ mod drafter;
 mod error;
 mod extension;
 mod front;
+mod gateway;
 mod graph_path;
 mod guard;
 mod images;
@@ -20,6 +21,7 @@ mod load;
 mod pages;
 mod pass;
 mod patterns;
+mod places;
 mod planner;
 mod radix;
 mod radix_results;
@@ -42,6 +44,12 @@ mod _core {
     /// Words outside of the block of a step that its extension may take.
     #[pymodule_export]
     const STEP_EXTRA_WORDS: usize = pie_batch::STEP_EXTRA_WORDS;
+    /// Words of log-probabilities that an extended graph writes at most.
+    #[pymodule_export]
+    const STEP_PLACE_WORDS: usize = pie_batch::STEP_PLACE_WORDS;
+    /// Most probable tokens that such a graph finds for a slot.
+    #[pymodule_export]
+    const STEP_TOP: u32 = pie_batch::STEP_TOP;
     #[pymodule_export]
     use super::build_info;
     #[pymodule_export]
@@ -60,6 +68,8 @@ mod _core {
     use crate::extension::Extension;
     #[pymodule_export]
     use crate::front::Front;
+    #[pymodule_export]
+    use crate::gateway::Gateway;
     #[pymodule_export]
     use crate::graph_path::GraphPath;
     #[pymodule_export]
@@ -85,7 +95,7 @@ mod _core {
     #[pymodule_export]
     use crate::request::{Image, Request, Sampler, encode_forward};
     #[pymodule_export]
-    use crate::runtime::{Output, Runtime};
+    use crate::runtime::{Output, Requests, Runtime};
     #[pymodule_export]
     use crate::server::{Server, region_bytes};
     #[pymodule_export]

@@ -3,6 +3,7 @@
 mod grammars;
 mod help;
 mod outputs;
+mod requests;
 mod settings;
 
 use std::collections::VecDeque;
@@ -11,22 +12,24 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use pie_runtime::{
-    Arrival, Config, DriverSettings, Ends, FigureReader, Pause, Rejected, Sampling, Service,
-    ServiceSettings, TraceEnd, TraceSettings,
+    Arrival, Config, DriverSettings, Ends, FigureReader, GrammarLimits, GrammarSettings, JsonSpace,
+    LogprobParams, Pause, Rejected, Sampling, Service, ServiceSettings, StopRegexes, TraceEnd,
+    TraceSettings,
 };
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use toml::Table;
 
-use self::grammars::Grammars;
+use self::grammars::grammar_of;
 use self::outputs::{Shown, Stats, dict, shown};
-use self::settings::{Prompt, at_least_one, lock, log, share, table, token_bytes, value_error};
+use self::settings::{Prompt, at_least_one, lock, log, share, table, token_bytes, with_special};
 use crate::error::from_runtime;
 
 pub(crate) use self::help::wait;
 pub(crate) use self::outputs::Output;
-pub(crate) use self::settings::seconds;
+pub(crate) use self::requests::Requests;
+pub(crate) use self::settings::{seconds, value_error};
 
 /// Drivers with a scheduler for each: requests in, tokens out.
 ///
@@ -35,12 +38,11 @@ pub(crate) use self::settings::seconds;
 /// they were. Use it as a context manager, or call `shutdown`.
 #[pyclass(frozen, module = "pie_driver_sglang._core")]
 pub(crate) struct Runtime {
-    pub(crate) service: Service,
+    pub(crate) service: Arc<Service>,
     /// One for each replica.
     figures: Mutex<Vec<FigureReader>>,
     lines: Arc<Mutex<VecDeque<String>>>,
     stop_tokens: Vec<u32>,
-    grammars: Option<Grammars>,
 }
 
 #[pymethods]
@@ -64,8 +66,11 @@ impl Runtime {
     ///     chunked_prefill_size: Most tokens of a step.
     ///     max_token_gap_ms: The longest time between two tokens of a stream that prompts of others may cause; 0 for no
     ///         limit.
+    ///     max_step_ms: While no request streams, a step has as many tokens of prompts as take about so long, at least
+    ///         `chunked_prefill_size`; 0 for no more than these.
     ///     radix_eviction_policy: `lru`, `lfu`, `fifo`, `filo`, `mru`, `slru` or `priority`.
     ///     disable_radix_cache: Share no prefixes.
+    ///     kv_events: Record changes of the prefix index, for a `Gateway`; they cost a SHA-256 per page.
     ///     enable_priority_scheduling: `priority` of requests comes before the policy.
     ///     schedule_low_priority_values_first: The lowest value comes first.
     ///     priority_scheduling_preemption_threshold: A request whose priority is better by more takes the pages of running
@@ -74,6 +79,8 @@ impl Runtime {
     ///     eos_token_ids: They end a request, unless it ignores them.
     ///     vocabulary: What each token adds to a text, as bytes; needed for stop strings.
     ///     special_tokens: Tokens without text, with their names, which grammars may use.
+    ///     constrained_json_whitespace_pattern: What white space between the parts of JSON must match, under a schema.
+    ///     constrained_json_disable_any_whitespace: There is none.
     ///     waiting_limit_s: A request that is not admitted so long after it came ends with the reason `deadline`; None for no
     ///         limit.
     ///     running_limit_s: The same from its admission to its end.
@@ -92,13 +99,16 @@ impl Runtime {
         model, *, python, devices = vec!["cuda:0".to_owned()], replicas = 1, tensor_parallel_size = 1, dtype = None,
         seed = 42, spin_budget_us = 1000, options = None, schedule_policy = "fcfs", schedule_conservativeness = 1.0,
         max_running_requests = None, max_queued_requests = None, chunked_prefill_size = 8192, max_token_gap_ms = 6.0,
-        radix_eviction_policy = "lru", disable_radix_cache = false, enable_priority_scheduling = false,
+        max_step_ms = 250.0, radix_eviction_policy = "lru", disable_radix_cache = false, kv_events = false,
+        enable_priority_scheduling = false,
         schedule_low_priority_values_first = false, priority_scheduling_preemption_threshold = None,
-        max_total_pages = None, eos_token_ids = Vec::new(), vocabulary = None, special_tokens = Vec::new(), waiting_limit_s = None,
+        max_total_pages = None, eos_token_ids = Vec::new(), vocabulary = None, special_tokens = Vec::new(),
+        constrained_json_whitespace_pattern = None, constrained_json_disable_any_whitespace = false, waiting_limit_s = None,
         running_limit_s = None, max_restarts = 3,
         ready_timeout_s = 1200.0, step_timeout_s = 60.0, stop_timeout_s = 5.0, log_file = None
     ))]
     #[expect(
+        clippy::fn_params_excessive_bools,
         clippy::too_many_arguments,
         clippy::needless_pass_by_value,
         reason = "keywords of Python"
@@ -120,8 +130,10 @@ impl Runtime {
         max_queued_requests: Option<u32>,
         chunked_prefill_size: u32,
         max_token_gap_ms: f64,
+        max_step_ms: f64,
         radix_eviction_policy: &str,
         disable_radix_cache: bool,
+        kv_events: bool,
         enable_priority_scheduling: bool,
         schedule_low_priority_values_first: bool,
         priority_scheduling_preemption_threshold: Option<i32>,
@@ -129,6 +141,8 @@ impl Runtime {
         eos_token_ids: Vec<u32>,
         vocabulary: Option<Vec<Vec<u8>>>,
         special_tokens: Vec<(u32, String)>,
+        constrained_json_whitespace_pattern: Option<String>,
+        constrained_json_disable_any_whitespace: bool,
         waiting_limit_s: Option<f64>,
         running_limit_s: Option<f64>,
         max_restarts: u32,
@@ -151,6 +165,7 @@ impl Runtime {
         let limit = |name, value: Option<f64>| value.map(|value| seconds(name, value)).transpose();
         let running_limit = limit("running_limit_s", running_limit_s)?;
         let gap = seconds("max_token_gap_ms", max_token_gap_ms / 1e3)?;
+        let step = seconds("max_step_ms", max_step_ms / 1e3)?;
         let scheduler = Config {
             policy: schedule_policy.parse().map_err(value_error)?,
             conservativeness: schedule_conservativeness,
@@ -158,8 +173,10 @@ impl Runtime {
             max_running: at_least_one("max_running_requests", max_running_requests)?.unwrap_or(0),
             max_queued: max_queued_requests,
             gap_us: gap.as_micros() as u64,
+            step_us: step.as_micros() as u64,
             prefix_cache: !disable_radix_cache,
             eviction: radix_eviction_policy.parse().map_err(value_error)?,
+            kv_events,
             priority: enable_priority_scheduling,
             low_priority_first: schedule_low_priority_values_first,
             preemption_threshold: priority_scheduling_preemption_threshold,
@@ -173,7 +190,19 @@ impl Runtime {
             drivers,
             scheduler,
             max_pages: at_least_one("max_total_pages", max_total_pages)?,
-            text: text.clone().map(|bytes| bytes as _),
+            text: text
+                .as_ref()
+                .map(|bytes| with_special(bytes, &special_tokens) as _),
+            grammars: text.map(|tokens| GrammarSettings {
+                tokens,
+                special: special_tokens,
+                ends: eos_token_ids.clone(),
+                space: JsonSpace {
+                    fixed: constrained_json_disable_any_whitespace,
+                    pattern: constrained_json_whitespace_pattern,
+                },
+                limits: GrammarLimits::default(),
+            }),
             waiting_limit: limit("waiting_limit_s", waiting_limit_s)?,
             max_restarts,
             log: log(Arc::clone(&lines), replicas, log_file)?,
@@ -184,10 +213,9 @@ impl Runtime {
         let now = Instant::now();
         let readers = settings.drivers.iter().map(|_| FigureReader::new(now));
         Ok(Self {
-            service,
+            service: Arc::new(service),
             figures: Mutex::new(readers.collect()),
             lines,
-            grammars: text.map(|bytes| Grammars::new(bytes, special_tokens, &eos_token_ids)),
             stop_tokens: eos_token_ids,
         })
     }
@@ -244,6 +272,7 @@ impl Runtime {
     ///     logit_bias: Tokens, and what is added to their logits.
     ///     stop_token_ids: They end it, besides the model's own.
     ///     stop: Texts that end it.
+    ///     stop_regex: Expressions that end it where they match, in the syntax of Rust's `regex`.
     ///     ignore_eos: The model's own do not end it.
     ///     n: Sequences that go on from the prompt.
     ///     priority: Higher comes first.
@@ -253,10 +282,16 @@ impl Runtime {
     ///     adapter_id: What `load_adapter` loaded; None for the model alone. Different ones share no prefix.
     ///     grammar: What binds the output: `json_schema`, `regex`, `ebnf`, `lark` or `structural_tag`, and its text. It is compiled
     ///         while the request waits; a wrong one ends it with the reason `error`.
+    ///     grammar_after: The tokens after which the grammar binds, as those that end a model's thinking; none for the start.
+    ///     logprobs: Log-probabilities of its tokens, None for none: how many most probable tokens of each place, tokens whose
+    ///         log-probabilities are wanted at each place, and the index of a token of the prompt, those after which are wanted,
+    ///         too, or None.
+    ///     logprobs_original: They are those before the temperature.
     ///     speculate: The driver may draft for it.
     ///     deadline_s: Seconds after which it ends, finished or not.
     ///     streams: Outputs come with every step, and `max_token_gap_ms` holds between them. Else each sequence has one
     ///         output, at its end.
+    ///     into: Where the request is put instead, to be handed in with others by `submit_all`; then its place there is returned.
     ///
     /// Raises:
     ///     ValueError: A parameter is out of range, or the driver cannot do what is asked for.
@@ -267,12 +302,13 @@ impl Runtime {
     #[pyo3(signature = (
         token_ids, *, max_new_tokens = 128, min_new_tokens = 0, temperature = 1.0, top_k = -1, top_p = 1.0, min_p = 0.0,
         seed = None, frequency_penalty = 0.0, presence_penalty = 0.0, repetition_penalty = 1.0, logit_bias = Vec::new(),
-        stop_token_ids = Vec::new(), stop = Vec::new(), ignore_eos = false, n = 1, priority = None,
-        routing_key = None, session = None, namespace = None, adapter_id = None, grammar = None, speculate = false,
-        deadline_s = None, streams = true
+        stop_token_ids = Vec::new(), stop = Vec::new(), stop_regex = Vec::new(), ignore_eos = false, n = 1, priority = None,
+        routing_key = None, session = None, namespace = None, adapter_id = None, grammar = None, grammar_after = Vec::new(),
+        logprobs = None, logprobs_original = false, speculate = false, deadline_s = None, streams = true, into = None
     ))]
     #[expect(
         clippy::too_many_arguments,
+        clippy::fn_params_excessive_bools,
         clippy::needless_pass_by_value,
         reason = "keywords of Python"
     )]
@@ -292,6 +328,7 @@ impl Runtime {
         logit_bias: Vec<(u32, f32)>,
         stop_token_ids: Vec<u32>,
         stop: Vec<String>,
+        stop_regex: Vec<String>,
         ignore_eos: bool,
         n: u32,
         priority: Option<i32>,
@@ -300,9 +337,13 @@ impl Runtime {
         namespace: Option<String>,
         adapter_id: Option<u64>,
         grammar: Option<(String, String)>,
+        grammar_after: Vec<u32>,
+        logprobs: Option<(u32, Vec<u32>, Option<u32>)>,
+        logprobs_original: bool,
         speculate: bool,
         deadline_s: Option<f64>,
         streams: bool,
+        into: Option<PyRef<'_, Requests>>,
     ) -> PyResult<u64> {
         let sampling = Sampling {
             temperature,
@@ -322,14 +363,22 @@ impl Runtime {
         let deadline = deadline_s.map(|limit| seconds("deadline_s", limit));
         self.check_biases(&sampling)?;
         let draw = sampling.draw().map_err(value_error)?;
-        let bind = |(kind, text): (String, String)| self.bind(&kind, text);
+        let bind = |(kind, text): (String, String)| {
+            let grammar = grammar_of(&kind, text)?;
+            self.service
+                .bind(&grammar, &grammar_after)
+                .map_err(value_error)
+        };
         let constraint = grammar.map(bind).transpose()?;
-        let arrival = Arrival {
+        let regexes = (!stop_regex.is_empty()).then(|| StopRegexes::new(&stop_regex));
+        let regexes = regexes.transpose().map_err(value_error)?;
+        let mut arrival = Arrival {
             ends: Ends {
                 max_tokens: max_new_tokens,
                 min_tokens: min_new_tokens,
                 stop_tokens,
                 stop_strings: stop.iter().map(|text| text.as_bytes().into()).collect(),
+                stop_regexes: regexes.map(Arc::new),
             },
             samples: n,
             namespace: namespace.map(String::into_boxed_str),
@@ -342,12 +391,36 @@ impl Runtime {
             streams,
             ..Arrival::new(0, token_ids.0, draw, max_new_tokens)
         };
+        if let Some((top_logprobs_num, token_ids_logprob, logprob_start_len)) = logprobs {
+            let params = LogprobParams {
+                top_logprobs_num,
+                token_ids_logprob,
+                logprob_start_len,
+                original: logprobs_original,
+            };
+            self.check_logprobs(&params, arrival.prompt.len())?;
+            params.ask(&mut arrival);
+        }
+        let deadline = deadline.transpose()?;
+        match into {
+            Some(requests) => Ok(requests.add(arrival, deadline)),
+            None => self
+                .service
+                .submit(arrival, deadline)
+                .map_err(|rejected| from_rejected(&rejected)),
+        }
+    }
+
+    /// Hands requests in and returns their ids, in order. No step is laid out between them: those that do not stream fill steps as
+    /// large as can be. Afterwards `requests` is empty.
+    ///
+    /// Raises:
+    ///     StartError: No driver is left.
+    ///     RuntimeError: The drivers are not ready, or the runtime is shut down.
+    fn submit_all(&self, requests: &Requests) -> PyResult<Vec<u64>> {
         self.service
-            .submit(arrival, deadline.transpose()?)
-            .map_err(|rejected| match &rejected {
-                Rejected::Gone(error) => from_runtime(error),
-                _ => PyRuntimeError::new_err(rejected.to_string()),
-            })
+            .submit_all(requests.take())
+            .map_err(|rejected| from_rejected(&rejected))
     }
 
     /// Has every driver read a LoRA adapter, without Python's lock; requests of others go on meanwhile. A driver that is
@@ -483,5 +556,12 @@ impl Runtime {
         _traceback: Option<&Bound<'_, PyAny>>,
     ) {
         self.shutdown(py);
+    }
+}
+
+fn from_rejected(rejected: &Rejected) -> PyErr {
+    match rejected {
+        Rejected::Gone(error) => from_runtime(error),
+        _ => PyRuntimeError::new_err(rejected.to_string()),
     }
 }

@@ -1,6 +1,6 @@
 //! A staged slot group.
 
-use pie_batch::{RECORD_WORDS, SlotClass};
+use pie_batch::{Place, RECORD_WORDS, SlotClass};
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
@@ -11,6 +11,8 @@ pub(crate) struct SlotGroup {
     labels: Vec<[i64; 2]>,
     records: Vec<[i32; RECORD_WORDS]>,
     bias_words: Vec<i32>,
+    places: Vec<Place>,
+    given: Vec<[i64; 2]>,
 }
 
 impl SlotGroup {
@@ -18,11 +20,14 @@ impl SlotGroup {
     pub(crate) fn of(inner: pie_batch::SlotGroup, batch: &pie_serve::Batch) -> Self {
         let labels = batch.group_labels().to_vec();
         let (records, bias_words) = batch.group_records();
+        let (places, given) = batch.group_places();
         Self {
             inner,
             labels,
             records: records.to_vec(),
             bias_words: bias_words.to_vec(),
+            places: places.to_vec(),
+            given: given.to_vec(),
         }
     }
 }
@@ -31,7 +36,8 @@ impl SlotGroup {
 impl SlotGroup {
     /// A group of the given sizes; the planner makes them, tests may.
     #[new]
-    #[pyo3(signature = (greedy = 0, plain = 0, filtered = 0, dists = 0, logits = 0, logprobs = 0, entropies = 0))]
+    #[pyo3(signature = (greedy = 0, plain = 0, filtered = 0, dists = 0, logits = 0, logprobs = 0, entropies = 0, prompts = 0))]
+    #[expect(clippy::too_many_arguments, reason = "one argument per class")]
     fn new(
         greedy: usize,
         plain: usize,
@@ -40,8 +46,11 @@ impl SlotGroup {
         logits: usize,
         logprobs: usize,
         entropies: usize,
+        prompts: usize,
     ) -> Self {
-        let counts = [greedy, plain, filtered, dists, logits, logprobs, entropies];
+        let counts = [
+            greedy, plain, filtered, dists, logits, logprobs, entropies, prompts,
+        ];
         let inner = pie_batch::SlotGroup {
             counts,
             ..pie_batch::SlotGroup::default()
@@ -51,6 +60,8 @@ impl SlotGroup {
             labels: Vec::new(),
             records: Vec::new(),
             bias_words: Vec::new(),
+            places: Vec::new(),
+            given: Vec::new(),
         }
     }
 
@@ -98,6 +109,26 @@ impl SlotGroup {
     #[getter]
     const fn entropies(&self) -> usize {
         self.inner.count(SlotClass::Entropy)
+    }
+
+    /// Slots for the log-probabilities of a prompt's tokens.
+    #[getter]
+    const fn prompts(&self) -> usize {
+        self.inner.count(SlotClass::Prompt)
+    }
+
+    /// The slots whose log-probabilities the extension asks for, in the group's order; `[places, 4]` int64. Number of the slot
+    /// in the group; its token, or -1 for the one that is drawn; most probable tokens that are wanted; 1 for log-probabilities
+    /// after the temperature.
+    #[getter]
+    fn places<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
+        PyBytes::new(py, bytemuck::cast_slice(&self.places))
+    }
+
+    /// Tokens that are given for places; `[tokens, 2]` int64: number of the place, and token.
+    #[getter]
+    fn given<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
+        PyBytes::new(py, bytemuck::cast_slice(&self.given))
     }
 
     /// Words of the staged logit masks.

@@ -2,8 +2,13 @@
 
 use std::sync::Arc;
 
+use prefetch_index::prefetch_index;
+
 /// Tokens that are compared at once.
 const LANES: usize = 32;
+/// Words of a cache line, and of what is prefetched of each part of a buffer.
+const LINE: usize = 16;
+const PREFETCHED: usize = 8 * LINE;
 /// Bits of a buffer's first word that say how tokens are stored.
 const WIDTH_SHIFT: u32 = 30;
 
@@ -18,15 +23,28 @@ enum High {
     Half,
 }
 
-/// Pages of a buffer. A buffer is `capacity | width`, the page ids, the lower 16 bits of all tokens, their upper bits:
-/// planes, so that a comparison is a few vector operations and tokens below 2²⁴ take 3 bytes.
-#[derive(Debug, Clone, Default)]
+/// Pages of a buffer, or a single page of one token, which needs none. A buffer is `capacity | width`, the page ids, the lower 16
+/// bits of all tokens, their upper bits: planes, so that a comparison is a few vector operations and tokens below 2²⁴ take 3 bytes.
+#[derive(Debug, Clone)]
 pub(crate) struct Edge {
-    words: Arc<[u32]>,
-    /// First page.
+    words: Option<Arc<[u32]>>,
+    /// First page; without a buffer the token.
     start: u32,
-    /// Number of pages.
+    /// Number of pages; without a buffer the page's id, or [`NO_PAGE`] of an edge that is empty.
     len: u32,
+}
+
+/// Not the id of a page without a buffer.
+const NO_PAGE: u32 = u32::MAX;
+
+impl Default for Edge {
+    fn default() -> Self {
+        Self {
+            words: None,
+            start: 0,
+            len: NO_PAGE,
+        }
+    }
 }
 
 /// Tokens of a buffer, in planes.
@@ -46,6 +64,15 @@ impl Edge {
     ///
     /// There are as many tokens as pages have room for.
     pub(crate) fn new(tokens: &[u32], pages: &[u32], scratch: &mut Vec<u32>) -> Self {
+        if let (&[token], &[page]) = (tokens, pages)
+            && page != NO_PAGE
+        {
+            return Self {
+                words: None,
+                start: token,
+                len: page,
+            };
+        }
         let union = tokens.iter().fold(0, |union, token| union | token);
         let high = match union >> 16 {
             0 => High::None,
@@ -72,24 +99,62 @@ impl Edge {
             }
         }
         Self {
-            words: Arc::from(&scratch[..]),
+            words: Some(Arc::from(&scratch[..])),
             start: 0,
             len,
         }
     }
 
     /// Number of pages.
+    #[inline]
     pub(crate) fn len(&self) -> usize {
-        self.len as usize
+        match self.words {
+            Some(_) => self.len as usize,
+            None => usize::from(self.len != NO_PAGE),
+        }
     }
 
     /// Ids of the pages.
+    #[inline]
     pub(crate) fn pages(&self) -> &[u32] {
-        &self.words[1 + self.start as usize..][..self.len()]
+        match &self.words {
+            Some(words) => &words[1 + self.start as usize..][..self.len as usize],
+            None => &std::slice::from_ref(&self.len)[..self.len()],
+        }
+    }
+
+    /// The token of an edge without a buffer.
+    fn single(&self) -> Option<&[u32]> {
+        let single = std::slice::from_ref(&self.start);
+        self.words.is_none().then(|| &single[..self.len()])
+    }
+
+    /// Has its memory come: the page ids and both planes, as much as is needed before the processor sees that it goes on.
+    #[inline]
+    pub(crate) fn prefetch(&self, size: usize) {
+        let Some(words) = &self.words else {
+            return;
+        };
+        let (capacity, start, len) = (self.capacity(), self.start as usize, self.len as usize);
+        let low = 1 + capacity;
+        let high = low + (capacity * size).div_ceil(2);
+        for (first, count) in [
+            (1 + start, len),
+            (low + start * size / 2, len * size / 2),
+            (high + start * size / 4, len * size / 4),
+        ] {
+            for at in (0..count.clamp(1, PREFETCHED)).step_by(LINE) {
+                prefetch_index(words, first + at);
+            }
+        }
     }
 
     /// How many leading tokens agree with `tokens`; `size` tokens are a page.
+    #[inline]
     pub(crate) fn common(&self, size: usize, tokens: &[u32]) -> usize {
+        if let Some(single) = self.single() {
+            return usize::from(!single.is_empty() && tokens.first() == single.first());
+        }
         let count = tokens.len().min(self.len() * size);
         let tokens = &tokens[..count];
         let planes = self.planes(size, count);
@@ -102,6 +167,9 @@ impl Edge {
 
     /// Appends the first `count` tokens to `tokens`.
     pub(crate) fn tokens(&self, size: usize, count: usize, tokens: &mut Vec<u32>) {
+        if let Some(single) = self.single() {
+            return tokens.extend_from_slice(&single[..count]);
+        }
         let planes = self.planes(size, count);
         let low = planes.low.iter().copied().map(u32::from);
         match planes.high {
@@ -123,6 +191,9 @@ impl Edge {
 
     /// The last token.
     pub(crate) fn last_token(&self, size: usize) -> u32 {
+        if self.words.is_none() {
+            return self.start;
+        }
         let mut tail = self.clone();
         tail.start += tail.len - 1;
         tail.len = 1;
@@ -133,8 +204,16 @@ impl Edge {
 
     /// Cuts the first `at` pages off and returns them. Nothing is copied.
     pub(crate) fn split(&mut self, at: usize) -> Self {
+        if self.words.is_none() {
+            // There is nothing in between.
+            return if at == 0 {
+                Self::default()
+            } else {
+                std::mem::take(self)
+            };
+        }
         let upper = Self {
-            words: Arc::clone(&self.words),
+            words: self.words.clone(),
             start: self.start,
             len: at as u32,
         };
@@ -155,18 +234,22 @@ impl Edge {
 
     /// Whether both are ranges of one buffer.
     pub(crate) fn shares(&self, other: &Self) -> bool {
-        Arc::ptr_eq(&self.words, &other.words)
+        matches!((&self.words, &other.words), (Some(own), Some(others)) if Arc::ptr_eq(own, others))
     }
 
     /// Whether no other edge is a range of this buffer.
     pub(crate) fn is_only(&self) -> bool {
-        Arc::strong_count(&self.words) == 1
+        self.words
+            .as_ref()
+            .is_none_or(|words| Arc::strong_count(words) == 1)
     }
 
     /// Heap bytes of the buffer.
     pub(crate) fn bytes(&self) -> usize {
         // Two counts precede the words.
-        size_of_val(&*self.words) + 2 * size_of::<usize>()
+        self.words
+            .as_ref()
+            .map_or(0, |words| size_of_val(&**words) + 2 * size_of::<usize>())
     }
 
     /// Pages of the buffer up to the end of this range, and all of them.
@@ -176,13 +259,13 @@ impl Edge {
 
     /// First page within the buffer.
     pub(crate) fn start(&self) -> usize {
-        self.start as usize
+        self.words.as_ref().map_or(0, |_| self.start as usize)
     }
 
     /// All pages of the buffer up to `end`, as an edge.
     pub(crate) fn head(&self, end: usize) -> Self {
         Self {
-            words: Arc::clone(&self.words),
+            words: self.words.clone(),
             start: 0,
             len: end as u32,
         }
@@ -190,9 +273,13 @@ impl Edge {
 
     /// The range of the same numbers in another buffer.
     pub(crate) fn moved_to(&self, other: &Self) -> Self {
-        Self {
-            words: Arc::clone(&other.words),
-            ..*self
+        match &other.words {
+            Some(words) => Self {
+                words: Some(Arc::clone(words)),
+                ..*self
+            },
+            // Its one page is all there is.
+            None => other.clone(),
         }
     }
 
@@ -207,7 +294,7 @@ impl Edge {
     ) -> Option<Self> {
         let (start, len) = (self.start as usize, self.len());
         if len == self.capacity()
-            && let Some(words) = Arc::get_mut(&mut self.words)
+            && let Some(words) = self.words.as_mut().and_then(Arc::get_mut)
         {
             words[1 + start..][..len].copy_from_slice(pages);
             return None;
@@ -217,8 +304,12 @@ impl Edge {
         Some(std::mem::replace(self, Self::new(&tokens, pages, scratch)))
     }
 
+    fn words(&self) -> &[u32] {
+        self.words.as_deref().unwrap_or_default()
+    }
+
     fn capacity(&self) -> usize {
-        self.words
+        self.words()
             .first()
             .map_or(0, |word| (word & ((1 << WIDTH_SHIFT) - 1)) as usize)
     }
@@ -226,9 +317,10 @@ impl Edge {
     /// The first `count` tokens.
     fn planes(&self, size: usize, count: usize) -> Planes<'_> {
         let (capacity, start) = (self.capacity(), self.start as usize * size);
-        let (low, above) = self.words[1 + capacity..].split_at((capacity * size).div_ceil(2));
+        let words = self.words();
+        let (low, above) = words[1 + capacity..].split_at((capacity * size).div_ceil(2));
         let half = |plane| -> &[u16] { &bytemuck::cast_slice(plane)[start..][..count] };
-        let high = match self.words[0] >> WIDTH_SHIFT {
+        let high = match words[0] >> WIDTH_SHIFT {
             0 => HighPlane::None,
             1 => HighPlane::Byte(&bytemuck::cast_slice(above)[start..][..count]),
             _ => HighPlane::Half(half(above)),
@@ -308,6 +400,35 @@ mod tests {
 
     fn token() -> impl Strategy<Value = u32> {
         prop_oneof![0_u32..4, 0_u32..70_000, 0_u32..1 << 25, any::<u32>()]
+    }
+
+    #[test]
+    fn a_page_of_one_token_has_no_buffer() {
+        let mut scratch = Vec::new();
+        for (token, page, bytes) in [(7, 9, 0), (u32::MAX, 0, 0), (3, u32::MAX, 28)] {
+            let mut edge = Edge::new(&[token], &[page], &mut scratch);
+            assert_eq!(
+                (edge.len(), edge.pages(), edge.bytes()),
+                (1, &[page][..], bytes)
+            );
+            assert_eq!(
+                [&[token, 1][..], &[token ^ 1], &[]].map(|text| edge.common(1, text)),
+                [1, 0, 0]
+            );
+            assert_eq!(edge.last_token(1), token);
+            let mut tokens = Vec::new();
+            edge.tokens(1, 1, &mut tokens);
+            assert_eq!(tokens, [token]);
+            edge.set_pages(1, &[5], &mut scratch);
+            assert_eq!(edge.pages(), [5]);
+            assert!(!edge.shares(&edge.clone()) || bytes > 0);
+            let upper = edge.split(1);
+            assert_eq!((upper.pages(), edge.len()), (&[5][..], 0));
+            assert_eq!(edge.common(1, &[token]), 0);
+        }
+        let none = Edge::default();
+        assert_eq!((none.len(), none.pages(), none.bytes()), (0, &[][..], 0));
+        assert!(none.is_only());
     }
 
     proptest! {

@@ -6,8 +6,8 @@ use crate::events::Medium;
 use crate::index::{RadixIndex, spread};
 use crate::node::{Kind, NONE, Queue};
 
-/// Leaves whose surroundings are read before they are evicted.
-const READ_AHEAD: usize = 32;
+/// Most leaves that are taken from their order at once, and whose surroundings are read before they are evicted.
+const BATCH: usize = 48;
 
 /// A page to copy.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -44,6 +44,15 @@ struct Supply<'a> {
     freed: Vec<u32>,
     /// Nodes that came to the host in this call.
     arrived: Vec<u32>,
+}
+
+/// The first leaves of the device's order, taken from it at once.
+struct Batch {
+    ranks: Vec<u128>,
+    /// How many of them are done.
+    done: usize,
+    /// Leaves in the order after they were taken. More means that others came to be, which may come before the rest.
+    left: usize,
 }
 
 impl RadixIndex {
@@ -94,46 +103,76 @@ impl RadixIndex {
         mut supply: Option<&mut Supply>,
         out: &mut Evicted,
     ) -> usize {
-        let mut ahead = 0;
+        let mut batch = Batch {
+            ranks: Vec::with_capacity(BATCH.min(pages)),
+            done: 0,
+            left: 0,
+        };
         while out.device.len() < pages {
-            if ahead == 0 {
-                ahead = READ_AHEAD;
-                self.read_ahead();
-            }
-            ahead -= 1;
-            let Some(rank) = self.device_leaves.pop_first() else {
+            let Some(at) = self.next_leaf(&mut batch, pages - out.device.len()) else {
                 break;
             };
-            let at = rank as u32;
-            self.nodes[at as usize].queue = Queue::None;
-            out.device
-                .extend_from_slice(self.nodes[at as usize].edge.pages());
-            self.evictable -= self.nodes[at as usize].edge.len();
-            if let Some(copy) = self.copies.remove(&at) {
+            let node = &mut self.nodes[at as usize];
+            node.queue = Queue::None;
+            out.device.extend_from_slice(node.edge.pages());
+            self.evictable -= node.edge.len();
+            if let Some(copy) = self.take_copy(at) {
                 self.demote(at, &copy);
                 self.settle(at);
             } else if !self.move_out(at, supply.as_deref_mut(), out) {
                 self.drop_subtree(at, &mut out.host);
             }
         }
+        self.device_leaves.extend(&batch.ranks[batch.done..]);
         out.device.len()
+    }
+
+    /// The next leaf of the device, when `wanted` pages are still to go.
+    fn next_leaf(&mut self, batch: &mut Batch, wanted: usize) -> Option<u32> {
+        if batch.done == batch.ranks.len() {
+            self.refill(batch, wanted);
+        }
+        let next = batch.ranks.get(batch.done);
+        // A node becomes a leaf when its last child goes.
+        let is_late = self.device_leaves.len() != batch.left
+            && next.is_none_or(|next| self.device_leaves.first() < Some(next));
+        if is_late {
+            return self.device_leaves.pop_first().map(|rank| rank as u32);
+        }
+        let next = *next?;
+        batch.done += 1;
+        Some(next as u32)
+    }
+
+    /// Takes as many leaves as have so many pages, if they are like the others.
+    fn refill(&mut self, batch: &mut Batch, wanted: usize) {
+        let leaves = self.device_leaves.len();
+        let wanted = wanted.min(self.evictable);
+        let count = wanted * leaves / self.evictable.max(1);
+        batch.ranks.clear();
+        batch.done = 0;
+        let after = || self.device_leaves.iter().nth(count.min(BATCH)).copied();
+        if count <= 1 {
+            batch.ranks.extend(self.device_leaves.pop_first());
+        } else if let Some(after) = after() {
+            let rest = self.device_leaves.split_off(&after);
+            let first = std::mem::replace(&mut self.device_leaves, rest);
+            batch.ranks.extend(first);
+        } else {
+            batch.ranks.extend(std::mem::take(&mut self.device_leaves));
+        }
+        batch.left = self.device_leaves.len();
+        self.read_ahead(&batch.ranks);
     }
 
     /// Reads the memory that the next evictions will need. Their nodes are scattered, so each costs a few cache misses; reads
     /// that do not depend on each other overlap.
-    fn read_ahead(&self) {
-        let next = || {
-            self.device_leaves
-                .iter()
-                .take(READ_AHEAD)
-                .map(|rank| *rank as u32)
-        };
+    fn read_ahead(&self, ranks: &[u128]) {
         let node = |at: u32| self.nodes.get(at as usize);
-        let nodes = next()
-            .filter_map(node)
-            .fold(0, |sum, node| sum ^ node.hash ^ node.parent);
+        let next = || ranks.iter().filter_map(|rank| node(*rank as u32));
+        let nodes = next().fold(0, |sum, node| sum ^ node.hash ^ node.parent);
         black_box(nodes);
-        let around = next().filter_map(node).fold(0, |sum, leaf| {
+        let around = next().fold(0, |sum, leaf| {
             let around = [leaf.next, leaf.previous].map(|at| node(at).map_or(0, |node| node.next));
             let page = leaf.edge.pages().first().copied().unwrap_or(0);
             let found = self
@@ -142,6 +181,14 @@ impl RadixIndex {
             sum ^ around[0] ^ around[1] ^ page ^ found.map_or(0, |entry| entry.node)
         });
         black_box(around);
+    }
+
+    /// Takes a node's copy on the host out of the books, if it has one.
+    fn take_copy(&mut self, at: u32) -> Option<Box<[u32]>> {
+        // Without a host tier there are none.
+        (!self.copies.is_empty())
+            .then(|| self.copies.remove(&at))
+            .flatten()
     }
 
     /// Moves a node to the host, if there is room.

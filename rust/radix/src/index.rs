@@ -5,6 +5,7 @@ use std::hash::{BuildHasher, Hasher};
 
 use foldhash::fast::RandomState;
 use hashbrown::HashTable;
+use prefetch_index::prefetch_index;
 use rustc_hash::FxHashMap;
 
 use crate::config::{Config, Key};
@@ -210,6 +211,7 @@ impl RadixIndex {
             return found;
         };
         while let Some(child) = self.child(at, rest) {
+            self.prefetch_below(child);
             let agreed = self.use_child(child, rest);
             at = self.cut(child, agreed);
             let node = &self.nodes[at as usize];
@@ -227,6 +229,19 @@ impl RadixIndex {
             rest = &rest[agreed * self.size..];
         }
         found
+    }
+
+    /// Has the memory come that a walk needs if it goes on below a node: the tokens of its first child, and the node after that. In a
+    /// conversation each turn has one, and what is far apart comes while the node's own tokens are compared.
+    #[inline]
+    fn prefetch_below(&self, at: u32) {
+        let below = self.nodes[at as usize].first_child;
+        if let Some(below) = self.nodes.get(below as usize) {
+            // Its begin, and its end, which is the begin of its neighbour.
+            prefetch_index(&self.nodes, below.first_child as usize);
+            prefetch_index(&self.nodes, below.first_child as usize + 1);
+            below.edge.prefetch(self.size);
+        }
     }
 
     /// Marks a child as used now, and takes it out of its order. Returns how many pages of it agree.

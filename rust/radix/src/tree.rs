@@ -65,13 +65,14 @@ impl RadixIndex {
 
     /// Frees a node's place; its id is never valid again.
     pub(crate) fn free_place(&mut self, at: u32) {
-        let generation = self.nodes[at as usize].generation.wrapping_add(1);
-        self.generation = self.generation.max(generation);
-        self.nodes[at as usize] = Node {
-            generation,
-            next: self.free,
-            ..Node::default()
-        };
+        // The rest is written when the place is used again.
+        let node = &mut self.nodes[at as usize];
+        node.edge = Edge::default();
+        node.kind = Kind::Free;
+        node.queue = Queue::None;
+        node.generation = node.generation.wrapping_add(1);
+        node.next = self.free;
+        self.generation = self.generation.max(node.generation);
         self.free = at;
     }
 
@@ -143,8 +144,12 @@ impl RadixIndex {
     #[inline]
     pub(crate) fn leave_queue(&mut self, at: u32) {
         let node = &mut self.nodes[at as usize];
+        let queue = std::mem::take(&mut node.queue);
+        if queue == Queue::None {
+            return;
+        }
         let rank = node.rank(self.config.policy, at);
-        match std::mem::take(&mut node.queue) {
+        match queue {
             Queue::None => {}
             Queue::Device => {
                 self.device_leaves.remove(&rank);

@@ -175,15 +175,7 @@ impl Client {
                 self.wake_server();
             }
         };
-        let ready = || {
-            // SYNC: pairs with the release store in `Lease::publish`. The distance decides, because
-            // numbers wrap around; apart from that it is the protocol's `resp_seq >= seq`.
-            let ahead = words.resp_seq.load(Ordering::Acquire).wrapping_sub(seq);
-            if ahead.cast_signed() >= 0 {
-                return Some(Ok(()));
-            }
-            self.is_aborted().then_some(Err(CallError::Aborted))
-        };
+        let ready = || self.look(slot, seq);
         let after = config.timeout;
         let result = wait::until(
             config.wait,
@@ -201,6 +193,26 @@ impl Client {
             return Err(CallError::OtherClient { slot });
         }
         result
+    }
+
+    /// Sleeps until the answer is there, or the client was aborted, or `limit` is over.
+    fn sleep(&self, slot: usize, seq: u64, limit: Duration) -> Result<bool, CallError> {
+        let word = &self.mapping.slot(slot).resp_wake;
+        let ready = || self.look(slot, seq);
+        let found = wait::until(Wait::Park, word, Some(limit), ready, || ())?;
+        Ok(found.transpose()?.is_some())
+    }
+
+    /// Whether the answer is there.
+    fn look(&self, slot: usize, seq: u64) -> Option<Result<(), CallError>> {
+        let words = self.mapping.slot(slot);
+        // SYNC: pairs with the release store in `Lease::publish`. The distance decides, because
+        // numbers wrap around; apart from that it is the protocol's `resp_seq >= seq`.
+        let ahead = words.resp_seq.load(Ordering::Acquire).wrapping_sub(seq);
+        if ahead.cast_signed() >= 0 {
+            return Some(Ok(()));
+        }
+        self.is_aborted().then_some(Err(CallError::Aborted))
     }
 
     fn wake_server(&self) {
@@ -322,6 +334,18 @@ pub struct Sent<'c> {
 }
 
 impl Sent<'_> {
+    /// Sleeps until the response is there, or for `limit`. Whether it is there. For a caller that has something to do shortly before
+    /// it expects the response, and uses no core until then.
+    ///
+    /// # Errors
+    /// [`CallError::Aborted`].
+    pub fn sleep(&mut self, limit: Duration) -> Result<bool, CallError> {
+        if std::mem::take(&mut self.deferred) {
+            self.held.client.wake_server();
+        }
+        self.held.client.sleep(self.held.slot, self.seq, limit)
+    }
+
     /// Waits for the response and passes a copy of it to `read`.
     ///
     /// # Errors

@@ -91,6 +91,46 @@ fn the_next_request_is_made_while_one_is_on_its_way() {
     }
 }
 
+/// A sleep ends with its limit, with the answer, which is still to be received, or with an abort. It wakes a server that sleeps.
+#[test]
+fn a_caller_may_sleep_before_it_waits() {
+    for wait in STRATEGIES {
+        let name = Name::new();
+        let mut server = create(&name).unwrap();
+        let client = open(&name, wait, LIMIT);
+        let send = |byte: u8| {
+            let mut request = client.request();
+            request.write(0, &[byte]).unwrap();
+            request.send(1).unwrap()
+        };
+        let mut sent = send(5);
+        let begin = Instant::now();
+        assert!(!sent.sleep(Duration::from_millis(20)).unwrap());
+        assert!(begin.elapsed() >= Duration::from_millis(20));
+        thread::scope(|scope| {
+            scope.spawn(move || {
+                thread::sleep(Duration::from_millis(20));
+                let lease = server.wait(wait).unwrap().unwrap();
+                assert!(lease.reply(&[6]).is_ok());
+                // One that spins wakes others when it comes back, or ends.
+            });
+            assert!(sent.sleep(LIMIT).unwrap(), "{wait:?}");
+        });
+        assert!(begin.elapsed() < LIMIT);
+        assert!(sent.sleep(Duration::ZERO).unwrap());
+        assert_eq!(sent.receive(<[u8]>::to_vec).unwrap(), [6]);
+
+        let mut sent = send(7);
+        thread::scope(|scope| {
+            scope.spawn(|| {
+                thread::sleep(Duration::from_millis(20));
+                client.abort();
+            });
+            assert!(matches!(sent.sleep(LIMIT), Err(CallError::Aborted)));
+        });
+    }
+}
+
 #[test]
 fn a_request_whose_answer_nobody_wants_wakes_a_server_that_sleeps() {
     let name = Name::new();

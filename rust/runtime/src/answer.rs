@@ -2,7 +2,10 @@
 
 use std::ops::Range;
 
-use pie_wire::{ArchivedForwardResponse, ArchivedResponsePayload, NativeSlice, Reply};
+use pie_wire::{
+    AnswerExtension, ArchivedForwardResponse, ArchivedResponsePayload, NativeSlice, PlaceShape,
+    Reply, RequestExtension, WireError,
+};
 use serde::Serialize;
 
 use crate::error::{AnswerError, RuntimeError};
@@ -35,6 +38,33 @@ pub struct Asked<'a> {
     pub wants_drafts: bool,
     /// Position after its last token.
     pub end: u32,
+    /// Which log-probabilities it wants.
+    pub scored: Scored,
+}
+
+/// Log-probabilities that a request wants.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Scored {
+    /// Of each token; `None`: it wants none.
+    shape: Option<PlaceShape>,
+    /// Tokens of the prompt.
+    prompt: u32,
+}
+
+impl Scored {
+    /// What is answered to an extension, if that wants some.
+    pub(crate) fn of(extension: &RequestExtension) -> Option<Self> {
+        let asked = extension.logprobs.as_ref()?;
+        let shape = PlaceShape {
+            top: asked.top,
+            given: asked.token_ids.len() as u32,
+        };
+        let prompt = asked.prompt.map_or(0, |prompt| prompt.end - prompt.from);
+        Some(Self {
+            shape: Some(shape),
+            prompt,
+        })
+    }
 }
 
 impl Asked<'_> {
@@ -45,6 +75,10 @@ impl Asked<'_> {
             drafts: &[],
             wants_drafts: false,
             end: 0,
+            scored: Scored {
+                shape: None,
+                prompt: 0,
+            },
         }
     }
 }
@@ -58,6 +92,10 @@ pub struct Answer {
     drafts: Vec<u32>,
     /// Empty when no request has drafts.
     draft_ends: Vec<u32>,
+    /// Words of log-probabilities.
+    logprobs: Vec<u32>,
+    /// Empty when no request has some.
+    logprob_ends: Vec<u32>,
 }
 
 impl Answer {
@@ -74,6 +112,8 @@ impl Answer {
             token_ends: &self.token_ends,
             drafts: &self.drafts[..part(&self.draft_ends)],
             draft_ends: &self.draft_ends,
+            logprobs: &self.logprobs,
+            logprob_ends: &self.logprob_ends,
             copies_us: 0,
         }
     }
@@ -119,16 +159,20 @@ impl Answer {
             &mut self.token_ends,
             &mut self.drafts,
             &mut self.draft_ends,
+            &mut self.logprobs,
+            &mut self.logprob_ends,
         ] {
             array.clear();
         }
+        let (bytes, extension) = pie_wire::split_answer(bytes).map_err(WireError::from)?;
         let requests = asked.clone().count();
         match pie_wire::decode_reply(bytes)? {
             Reply::Tokens(reply) => {
                 check_requests(reply.len(), requests)?;
                 self.tokens.extend(reply.iter());
                 self.token_ends.extend(0..=requests as u32);
-                self.check_tokens(asked)?;
+                self.check_tokens(asked.clone())?;
+                self.read_logprobs(&extension, asked)?;
                 Ok(None)
             }
             Reply::Frame(frame) if frame.aborted => Err(AnswerError::Aborted.into()),
@@ -140,6 +184,7 @@ impl Answer {
                     check_requests(forward.num_requests.to_native() as usize, requests)?;
                     self.read_tokens(forward, requests)?;
                     self.check_tokens(asked.clone())?;
+                    self.read_logprobs(&extension, asked.clone())?;
                     self.read_drafts(forward, asked)?;
                     Ok(Some(probes(forward)))
                 }
@@ -188,6 +233,33 @@ impl Answer {
             }
         }
         Ok(())
+    }
+
+    /// Those of each request are as many as it wants, or none if it could not be served.
+    fn read_logprobs<'a>(
+        &mut self,
+        extension: &AnswerExtension<'_>,
+        asked: impl Iterator<Item = Asked<'a>>,
+    ) -> Result<(), AnswerError> {
+        let mut rows = extension.rows().peekable();
+        if rows.peek().is_none() {
+            return Ok(());
+        }
+        self.logprob_ends.push(0);
+        for (request, asked) in asked.enumerate() {
+            if let Some(row) = rows.next_if(|row| row.request() as usize == request) {
+                let places = (asked.scored.prompt, self.tokens_of(request).len() as u32);
+                if Some(row.shape()) != asked.scored.shape || row.places() != places {
+                    return Err(AnswerError::Logprobs(request));
+                }
+                self.logprobs.extend(row.words());
+            }
+            self.logprob_ends.push(self.logprobs.len() as u32);
+        }
+        match rows.next() {
+            Some(row) => Err(AnswerError::Logprobs(row.request() as usize)),
+            None => Ok(()),
+        }
     }
 
     fn read_drafts<'a>(
@@ -278,6 +350,10 @@ mod tests {
         drafts: &[],
         wants_drafts: false,
         end: 10,
+        scored: Scored {
+            shape: None,
+            prompt: 0,
+        },
     };
 
     fn asked(requests: usize, sampled: usize) -> impl Iterator<Item = Asked<'static>> + Clone {

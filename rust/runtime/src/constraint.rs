@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use pie_grammar::{Compiler, Follower, Grammar, Pending, Progress};
+use pie_grammar::{Compiler, Follower, Grammar, Pending, Progress, Ready};
 use pie_sched::{Begun, Constrain, Constraint};
 
 /// A grammar for the sequences of requests: [`Arrival::constraint`](crate::Arrival::constraint).
@@ -13,31 +13,71 @@ use pie_sched::{Begun, Constrain, Constraint};
 pub struct GrammarConstraint {
     compiler: Compiler,
     pending: Pending,
+    /// The tokens after which it binds; none for the start.
+    after: Arc<[u32]>,
 }
 
 impl GrammarConstraint {
-    /// Asks for a grammar and returns at once.
-    pub fn new(compiler: &Compiler, grammar: &Grammar) -> Self {
+    /// Asks for the grammar, which binds what follows the first place that has the tokens `after`, and returns at once.
+    pub fn new(compiler: &Compiler, grammar: &Grammar, after: &[u32]) -> Self {
         Self {
             compiler: compiler.clone(),
             pending: compiler.compile(grammar),
+            after: after.into(),
         }
     }
 }
 
 impl Constrain for GrammarConstraint {
-    fn begin(&self, most: u32) -> Begun {
-        match self.pending.progress() {
-            Progress::Compiling => Begun::Waiting,
-            Progress::Failed(error) => Begun::Failed(error.to_string().into()),
-            Progress::Ready(ready) => {
-                let follower = Follower::new(&self.compiler, &ready, true, most as usize);
-                Begun::Ready(Box::new(Following(follower)))
-            }
-        }
+    fn begin(&self, most: u32, jumps: bool) -> Begun {
+        let ready = match self.pending.progress() {
+            Progress::Compiling => return Begun::Waiting,
+            Progress::Failed(error) => return Begun::Failed(error.to_string().into()),
+            Progress::Ready(ready) => ready,
+        };
+        let follow = Follow {
+            compiler: self.compiler.clone(),
+            ready,
+            jumps,
+        };
+        Begun::Ready(if self.after.is_empty() {
+            Box::new(follow.from(most))
+        } else {
+            Box::new(Thinking {
+                follow,
+                end: Arc::clone(&self.after),
+                last: Vec::new(),
+                binds: None,
+            })
+        })
+    }
+
+    fn is_waiting(&self) -> bool {
+        matches!(self.pending.progress(), Progress::Compiling)
     }
 }
 
+/// Begins to follow.
+#[derive(Debug)]
+struct Follow {
+    compiler: Compiler,
+    ready: Arc<Ready>,
+    /// Whether tokens without alternative are not drawn.
+    jumps: bool,
+}
+
+impl Follow {
+    fn from(&self, most: u32) -> Following {
+        Following(Follower::new(
+            &self.compiler,
+            &self.ready,
+            self.jumps,
+            most as usize,
+        ))
+    }
+}
+
+/// A sequence that the grammar binds.
 #[derive(Debug)]
 struct Following(Follower);
 
@@ -51,6 +91,39 @@ impl Constraint for Following {
         forced.extend_from_slice(next.forced);
         mask.clear();
         mask.extend_from_slice(next.mask);
+        Ok(())
+    }
+}
+
+/// A sequence that says what it likes until it has said the tokens of `end`, as models do that think before they answer.
+#[derive(Debug)]
+struct Thinking {
+    follow: Follow,
+    end: Arc<[u32]>,
+    /// The last tokens, one fewer than `end` has.
+    last: Vec<u32>,
+    binds: Option<Following>,
+}
+
+impl Constraint for Thinking {
+    fn take(&mut self, token: u32, most: u32) -> bool {
+        if let Some(binds) = &mut self.binds {
+            return binds.take(token, most);
+        }
+        self.last.push(token);
+        if *self.last == *self.end {
+            self.binds = Some(self.follow.from(most));
+        } else if self.last.len() == self.end.len() {
+            self.last.remove(0);
+        }
+        false
+    }
+
+    fn next(&mut self, forced: &mut Vec<u32>, mask: &mut Vec<u32>) -> Result<(), Arc<str>> {
+        if let Some(binds) = &mut self.binds {
+            return binds.next(forced, mask);
+        }
+        mask.clear();
         Ok(())
     }
 }

@@ -221,4 +221,7 @@ pub enum AnswerError {
         /// How many there are.
         drafts: usize,
     },
+    /// Log-probabilities that a request did not ask for.
+    #[error("answered request {0} with other log-probabilities than it asked for")]
+    Logprobs(usize),
 }

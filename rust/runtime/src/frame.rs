@@ -3,11 +3,11 @@
 use std::convert::Infallible;
 
 use pie_wire::{
-    AdapterBinding, Brle, ForwardRequest, Frame, Payload, RequestExtension, Sampler, Scratch,
-    WireError,
+    AdapterBinding, Brle, ForwardRequest, Frame, Payload, PromptLogprobs, RequestExtension,
+    Sampler, Scratch, WireError,
 };
 
-use crate::answer::Asked;
+use crate::answer::{Asked, Scored};
 use crate::mask::{all_but, only};
 
 /// What one context brings to a frame.
@@ -48,6 +48,10 @@ pub struct Extended<'a> {
     pub prompt: u32,
     /// Tokens that count and lie right before the turn's, where these do not follow a turn before.
     pub history: &'a [u32],
+    /// Tokens of the prompt whose log-probabilities it wants, by their indices `start..end`; the one after the turn's may be the last.
+    pub prompt_logprobs: (u32, u32),
+    /// The token after the turn's, if it is known.
+    pub next: Option<u32>,
 }
 
 impl Turn<'_> {
@@ -123,6 +127,8 @@ pub struct Outline {
     /// Of each request, its drafts and what follows them; empty when no request has drafts or asks for some.
     drafting: Vec<Drafting>,
     drafts: Vec<u32>,
+    /// The log-probabilities of the first requests; others want none.
+    scored: Vec<Scored>,
 }
 
 /// What one request has to do with drafts.
@@ -140,8 +146,12 @@ impl Outline {
     pub fn asked(&self) -> impl Iterator<Item = Asked<'_>> + Clone {
         (0..self.requests).map(|request| {
             let samples = request < self.sampled;
+            let scored = self.scored.get(request).copied().unwrap_or_default();
             let Some(drafting) = self.drafting.get(request) else {
-                return Asked::plainly(samples);
+                return Asked {
+                    scored,
+                    ..Asked::plainly(samples)
+                };
             };
             let before = request.checked_sub(1);
             let start = before.map_or(0, |before| self.drafting[before].drafts_end);
@@ -150,8 +160,17 @@ impl Outline {
                 drafts: &self.drafts[start..drafting.drafts_end],
                 wants_drafts: drafting.wants,
                 end: drafting.end,
+                scored,
             }
         })
+    }
+
+    /// Notes what a request with this extension is to be answered.
+    fn note_scored(&mut self, request: usize, extension: &RequestExtension) {
+        if let Some(scored) = Scored::of(extension) {
+            self.scored.resize(request, Scored::default());
+            self.scored.push(scored);
+        }
     }
 
     fn note_drafts<'a>(&mut self, turns: impl Iterator<Item = Turn<'a>> + Clone) {
@@ -249,6 +268,7 @@ impl FrameBuilder {
         let plain = body.single_token_mode && turns.clone().all(|turn| turn.drafts.is_empty());
         let with_masks = self.as_pie && !plain;
         outline.gaps.clear();
+        outline.scored.clear();
         outline.note_drafts(turns.clone());
         for turn in turns {
             let place = body.token_ids.len();
@@ -256,8 +276,10 @@ impl FrameBuilder {
             outline.gaps.extend(gap);
             let request = body.context_ids.len() as u32;
             let extension = turn.extension.and_then(|extended| extended.row(&turn));
-            self.extensions
-                .extend(extension.map(|extension| (request, extension)));
+            if let Some(extension) = extension {
+                outline.note_scored(request as usize, &extension);
+                self.extensions.push((request, extension));
+            }
             append(body, &turn, self.page_size, with_masks);
         }
         outline.requests = body.context_ids.len();
@@ -270,11 +292,19 @@ impl Extended<'_> {
     /// The row of a turn's frame; `None` where it would change nothing.
     fn row(&self, turn: &Turn<'_>) -> Option<RequestExtension> {
         let counts = self.asked.penalties.any();
-        if !counts && turn.sampler.is_none() {
+        let (from, end) = self.prompt_logprobs;
+        let next = self.next.unwrap_or(0);
+        let prompt = (from < end).then_some(PromptLogprobs { from, end, next });
+        let scores = self.asked.logprobs.is_some() && prompt.is_some();
+        if !counts && !scores && turn.sampler.is_none() {
             return None;
         }
         let mut row = self.asked.clone();
         row.penalties.counted_from = self.prompt;
+        match &mut row.logprobs {
+            Some(logprobs) if scores || turn.sampler.is_some() => logprobs.prompt = prompt,
+            logprobs => *logprobs = None,
+        }
         if counts {
             row.history.extend(self.history);
         }
@@ -369,252 +399,4 @@ fn indptrs(body: &mut ForwardRequest) -> [&mut Vec<u32>; 9] {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn encoded(builder: &mut FrameBuilder, turns: &[Turn<'_>]) -> Vec<u8> {
-        let mut buffer = vec![0; 1 << 16];
-        builder.lay_out(turns.iter().copied());
-        let length = builder.encode(&mut buffer).unwrap();
-        buffer.truncate(length);
-        buffer
-    }
-
-    /// An archive is read in place and must start at a multiple of 8.
-    #[repr(align(8))]
-    struct Aligned([u8; 2048]);
-
-    fn decoded(bytes: &[u8]) -> ForwardRequest {
-        let mut aligned = Aligned([0; 2048]);
-        aligned.0[..bytes.len()].copy_from_slice(bytes);
-        let frame = pie_wire::decode_request(&aligned.0[..bytes.len()]).unwrap();
-        match frame.payload {
-            Payload::Forward(body) => body,
-            other => panic!("{other:?}"),
-        }
-    }
-
-    /// The golden decode frame of the protocol's vectors, taken apart and made again, in a builder that has made a
-    /// larger frame before.
-    #[test]
-    fn a_decode_frame_has_the_golden_bytes() {
-        let golden = include_bytes!("../../../tests/data/wire/forward_decode.bin");
-        let body = decoded(golden);
-        let turns: Vec<Turn<'_>> = (0..body.context_ids.len())
-            .map(|request| Turn {
-                context_id: body.context_ids[request],
-                tokens: &body.token_ids[request..=request],
-                awaits: None,
-                start: body.position_ids[request],
-                drafts: &[],
-                wants_drafts: false,
-                pages: &body.kv_page_indices[2 * request..2 * request + 2],
-                sampler: Some(&body.samplers[request]),
-                ..Turn::EMPTY
-            })
-            .collect();
-        let mut builder = FrameBuilder::as_pie(16);
-        let prompt = Turn {
-            tokens: &[1; 40],
-            start: 0,
-            pages: &[9, 8, 7],
-            ..turns[0]
-        };
-        encoded(&mut builder, &[prompt, turns[0]]);
-        assert_eq!(encoded(&mut builder, &turns), golden);
-    }
-
-    #[test]
-    fn one_prompt_brings_the_mask_rows_back() {
-        let sampler = Sampler::RawLogits;
-        let decode = Turn {
-            context_id: 5,
-            tokens: &[30],
-            start: 4,
-            pages: &[2, 6],
-            sampler: Some(&sampler),
-            ..Turn::EMPTY
-        };
-        let prompt = Turn {
-            context_id: 6,
-            tokens: &[10, 11, 12],
-            start: 0,
-            pages: &[3],
-            sampler: Some(&sampler),
-            ..Turn::EMPTY
-        };
-        let body = decoded(&encoded(
-            &mut FrameBuilder::as_pie(4),
-            &[decode, prompt, Turn::EMPTY],
-        ));
-        let rows: Vec<&[u32]> = body.masks.iter().map(|row| &row.buffer[..]).collect();
-        assert_eq!(rows, [&[0, 5][..], &[0, 1], &[0, 2], &[0, 3]]);
-        assert_eq!(body.mask_indptr, [0, 1, 4, 4]);
-        assert!(!body.single_token_mode && !body.has_user_mask);
-        assert_eq!(body.position_ids, [4, 0, 1, 2]);
-        assert_eq!(body.kv_page_indices, [2, 6, 3]);
-        assert_eq!(body.kv_page_indptr, [0, 2, 3, 3]);
-        assert_eq!(body.kv_last_page_lens, [1, 3, 1]);
-        assert_eq!(body.sampling_indices, [0, 2]);
-        assert_eq!(body.sampler_indptr, [0, 1, 2, 2]);
-        assert_eq!(body.sampling_indptr, body.sampler_indptr);
-        assert_eq!(body.context_ids, [5, 6, 0]);
-
-        let pair = Turn {
-            tokens: &[10, 11],
-            ..prompt
-        };
-        let body = decoded(&encoded(&mut FrameBuilder::as_pie(4), &[pair]));
-        assert!(!body.single_token_mode && body.masks.len() == 2);
-    }
-
-    #[test]
-    fn a_lean_frame_is_the_same_without_its_masks() {
-        let sampler = Sampler::RawLogits;
-        let prompt = Turn {
-            context_id: 6,
-            tokens: &[10, 11, 12],
-            start: 0,
-            pages: &[3],
-            sampler: Some(&sampler),
-            ..Turn::EMPTY
-        };
-        let body = decoded(&encoded(&mut FrameBuilder::new(4), &[prompt, prompt]));
-        assert!(body.masks.is_empty() && !body.has_user_mask);
-        assert_eq!(body.mask_indptr, [0, 0, 0]);
-        let like_pie = decoded(&encoded(&mut FrameBuilder::as_pie(4), &[prompt, prompt]));
-        let expected = ForwardRequest {
-            masks: Vec::new(),
-            mask_indptr: vec![0; 3],
-            ..like_pie
-        };
-        assert_eq!(body, expected);
-    }
-
-    #[test]
-    fn forbidden_tokens_are_masked() {
-        for forbidden in [
-            &[7][..],
-            &[0],
-            &[3, 2, 9, 2],
-            &[0, 1, 5],
-            &[u32::MAX - 1, 4],
-        ] {
-            let mask = all_but(forbidden);
-            assert_eq!(
-                mask.buffer.iter().map(|&run| u64::from(run)).sum::<u64>(),
-                mask.total_size
-            );
-            let allowed: Vec<_> = pie_wire::brle::true_ranges(&mask.buffer, 12).collect();
-            for token in 0..12 {
-                let found = allowed.iter().any(|range| range.contains(&token));
-                assert_eq!(found, !forbidden.contains(&(token as u32)), "{forbidden:?}");
-            }
-        }
-        let sampler = Sampler::RawLogits;
-        let plain = Turn {
-            context_id: 5,
-            tokens: &[30],
-            start: 4,
-            pages: &[2, 6],
-            sampler: Some(&sampler),
-            ..Turn::EMPTY
-        };
-        let masked = Turn {
-            forbidden: &[2],
-            ..plain
-        };
-        let mut builder = FrameBuilder::new(4);
-        let body = decoded(&encoded(&mut builder, &[plain, masked, plain]));
-        assert_eq!(body.logit_mask_indptr, [0, 0, 1, 1]);
-        assert_eq!(body.logit_masks, [all_but(&[2])]);
-        assert!(
-            decoded(&encoded(&mut builder, &[plain]))
-                .logit_masks
-                .is_empty()
-        );
-    }
-
-    #[test]
-    fn a_frame_is_made_before_its_tokens_are_known() {
-        let prompt = Turn {
-            context_id: 5,
-            tokens: &[10, 11, 12],
-            start: 0,
-            pages: &[3],
-            sampler: Some(&Sampler::RawLogits),
-            ..Turn::EMPTY
-        };
-        let decode = |token: &'static [u32], awaits| Turn {
-            tokens: token,
-            awaits,
-            start: 7,
-            ..prompt
-        };
-        let known = [decode(&[91], None), prompt, decode(&[92], None)];
-        let awaiting = [decode(&[0], Some(3)), prompt, decode(&[0], Some(1))];
-        let mut builder = FrameBuilder::as_pie(4);
-        let mut frame = encoded(&mut builder, &awaiting);
-        let Outline {
-            requests,
-            sampled,
-            tokens,
-            gaps,
-            ..
-        } = builder.lay_out(awaiting.into_iter().chain([Turn::EMPTY]));
-        assert_eq!((requests, sampled, tokens), (4, 3, 5));
-        fill(&mut frame, &gaps, &[90, 92, 90, 91]);
-        assert_eq!(frame, encoded(&mut builder, &known));
-        assert_eq!(builder.lay_out(known.into_iter()).gaps, []);
-    }
-
-    /// The worked example of the protocol, with a request that has no drafts.
-    #[test]
-    fn drafts_lie_behind_the_last_page_length() {
-        let sampler = Sampler::RawLogits;
-        let verifies = Turn {
-            context_id: 5,
-            tokens: &[30],
-            awaits: None,
-            start: 13,
-            drafts: &[40, 41, 42, 43],
-            wants_drafts: true,
-            pages: &[2, 6],
-            sampler: Some(&sampler),
-            ..Turn::EMPTY
-        };
-        let plain = Turn {
-            context_id: 6,
-            start: 15,
-            drafts: &[],
-            wants_drafts: false,
-            pages: &[3],
-            ..verifies
-        };
-        let mut builder = FrameBuilder::as_pie(16);
-        let body = decoded(&encoded(&mut builder, &[verifies, plain]));
-        assert_eq!(body.spec_token_ids, [40, 41, 42, 43]);
-        assert_eq!(body.spec_position_ids, [14, 15, 16, 17]);
-        assert_eq!(body.spec_indptr, [0, 4, 4]);
-        assert_eq!(body.output_spec_flags, [true, false]);
-        assert_eq!(body.kv_last_page_lens, [14, 16]);
-        assert_eq!(
-            (&body.token_ids[..], &body.sampling_indices[..]),
-            (&[30, 30][..], &[0, 0][..])
-        );
-        let rows: Vec<&[u32]> = body.masks.iter().map(|row| &row.buffer[..]).collect();
-        assert_eq!(rows, [[0, 14], [0, 16]]);
-        assert!(body.single_token_mode);
-
-        let outline = builder.lay_out([verifies, plain].into_iter());
-        let asked: Vec<_> = outline.asked().collect();
-        assert_eq!(asked[0].drafts, [40, 41, 42, 43]);
-        assert!(asked[0].wants_drafts && asked[0].samples && asked[0].end == 14);
-        assert!(asked[1].drafts.is_empty() && !asked[1].wants_drafts);
-        assert_eq!(asked.len(), 2);
-
-        let body = decoded(&encoded(&mut builder, &[plain]));
-        assert!(body.masks.is_empty() && body.spec_token_ids.is_empty());
-        assert_eq!(body.spec_indptr, [0, 0]);
-    }
-}
+mod tests;

@@ -5,7 +5,7 @@
 //! | `settings`, `group` | what a driver is started with, and the number that names its region |
 //! | `driver`, `process`, `log`, `handshake` | the process: spawned, watched, stopped; what it logs and announces |
 //! | `frame`, `answer`, `link` | one frame there, the next one laid out meanwhile, one answer back |
-//! | `constraint` | grammars as the scheduler's constraints |
+//! | `constraint`, `grammars` | grammars as the scheduler's constraints |
 //! | `sampling` | from the parameters that users know to the samplers that the driver has |
 //! | `trace` | steps as a file for a trace viewer, on request |
 //! | `figures` | how a replica stands, as named metrics |
@@ -17,10 +17,12 @@ mod driver;
 mod error;
 mod figures;
 mod frame;
+mod grammars;
 mod group;
 mod handshake;
 mod link;
 mod log;
+mod logprobs;
 mod mask;
 mod outbox;
 mod process;
@@ -42,15 +44,20 @@ pub use driver::{Driver, Exit};
 pub use error::{AnswerError, RuntimeError};
 pub use figures::{Figure, FigureKind, FigureReader};
 pub use frame::{Extended, FrameBuilder, Gap, Outline, Turn, fill};
+pub use grammars::{GrammarSettings, Unbindable};
 pub use handshake::Capabilities;
 pub use link::{Exchange, Flight, Link, Prepared, Room};
 pub use log::LogSink;
-pub use outbox::{Delta, End};
-pub use pie_grammar::{Compiler, Grammar, GrammarError, Limits as GrammarLimits, Vocabulary};
-pub use pie_sched::{
-    Arrival, Config, Constrain, Ends, Eviction, Policy, Refusal, Stats, TokenBytes,
+pub use logprobs::LogprobParams;
+pub use outbox::{Batch, Delta, End};
+pub use pie_grammar::{
+    Compiler, Grammar, GrammarError, JsonSpace, Limits as GrammarLimits, Vocabulary,
 };
-pub use pie_wire::{Penalties, RequestExtension, Sampler};
+pub use pie_sched::{
+    Arrival, Config, Constrain, Ends, Eviction, KvEvent, KvMedium, Policy, Refusal, Stats,
+    StopRegexError, StopRegexes, TokenBytes,
+};
+pub use pie_wire::{Logprobs, Penalties, PlaceShape, RequestExtension, Sampler};
 pub use replica::Pause;
 pub use sampling::{Draw, Sampling, SamplingError};
 pub use service::{Rejected, Service};

@@ -1,6 +1,6 @@
 //! Frames over the ring, with their times.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use pie_ring::{CallError, Client, Request, Sent};
 use pie_wire::{
@@ -66,6 +66,17 @@ pub struct Flight<'c> {
     at: Instant,
     client_ns: u64,
     request_bytes: usize,
+}
+
+impl Flight<'_> {
+    /// Sleeps until the answer is there, or for `limit`.
+    ///
+    /// # Errors
+    /// [`RuntimeError::Call`] if the client was aborted.
+    pub fn sleep(&mut self, limit: Duration) -> Result<(), RuntimeError> {
+        self.sent.sleep(limit)?;
+        Ok(())
+    }
 }
 
 impl<'c> Link<'c> {

@@ -4,9 +4,10 @@ use std::borrow::Cow;
 use std::collections::HashMap;
 use std::mem;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
-use pie_sched::{Finish, Output, Refusal};
+use pie_sched::{Finish, KvEvent, Output, Refusal};
 
 /// Why a sequence ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -22,14 +23,23 @@ pub enum End {
         /// Bytes of the output's text before it begins.
         text_bytes: u64,
     },
+    /// Its text has a match of a stop expression.
+    StopRegex {
+        /// Which of the request's.
+        index: u32,
+    },
     /// By [`Service::abort`](crate::Service::abort), or because the service was shut down.
     Aborted,
+    /// The same, while its grammar was being compiled.
+    Unready,
     /// Its deadline passed.
     Deadline,
     /// It cannot be served as it is, or not now.
     Refused(Refusal),
     /// The queue was full, and a request of better priority took its place.
     Displaced,
+    /// Its grammar cannot be used, or cannot be followed any further.
+    Grammar(Arc<str>),
     /// It can be served no longer.
     Failed(Arc<str>),
 }
@@ -44,7 +54,7 @@ impl End {
                  hint: raise max_queued_requests"
                     .into(),
             ),
-            Self::Failed(reason) => Some((&**reason).into()),
+            Self::Failed(reason) | Self::Grammar(reason) => Some((&**reason).into()),
             _ => None,
         }
     }
@@ -59,6 +69,10 @@ pub struct Delta {
     pub sample: u32,
     /// Tokens that follow those of earlier outputs.
     pub tokens: Vec<u32>,
+    /// Log-probabilities of tokens of the prompt, which come once, as [`PlaceShape`](pie_wire::PlaceShape) reads them.
+    pub prompt_logprobs: Vec<u32>,
+    /// Those of `tokens`; of a request for no token those of the one that would come first.
+    pub logprobs: Vec<u32>,
     /// Bytes at the end of its text that may be the start of a stop string.
     pub held_bytes: u32,
     /// Set in its last output.
@@ -75,11 +89,13 @@ pub struct Delta {
 
 impl Delta {
     /// A sequence that ends without any token.
-    pub(crate) const fn ended(request: u64, sample: u32, end: End) -> Self {
+    pub const fn ended(request: u64, sample: u32, end: End) -> Self {
         Self {
             request,
             sample,
             tokens: Vec::new(),
+            prompt_logprobs: Vec::new(),
+            logprobs: Vec::new(),
             held_bytes: 0,
             end: Some(end),
             cached_tokens: 0,
@@ -88,6 +104,16 @@ impl Delta {
             retractions: 0,
         }
     }
+}
+
+/// What came of the requests, and of the prefix indices, since the last one. Reuse one, so that its room is used again.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Batch {
+    /// What is new of sequences, each once.
+    pub deltas: Vec<Delta>,
+    /// The number of a replica, and what changed in its prefix index; in their order. None unless
+    /// [`Config::kv_events`](crate::Config::kv_events).
+    pub events: Vec<(usize, KvEvent)>,
 }
 
 /// A queue in which outputs of one sequence become one: it is never longer than there are sequences.
@@ -100,9 +126,12 @@ pub(crate) struct Outbox {
 #[derive(Debug, Default)]
 struct Queue {
     deltas: Vec<Delta>,
+    events: Vec<(usize, KvEvent)>,
     places: HashMap<(u64, u32), usize>,
     /// Threads that wait for outputs.
     waiting: usize,
+    /// A task that waits for them.
+    waker: Option<Waker>,
     closed: bool,
 }
 
@@ -117,6 +146,9 @@ impl Outbox {
         for output in outputs {
             let delta = queue.at(output.id, output.sample);
             delta.tokens.extend_from_slice(output.tokens);
+            let words = output.prompt_logprobs;
+            delta.prompt_logprobs.extend_from_slice(words);
+            delta.logprobs.extend_from_slice(output.logprobs);
             delta.held_bytes = output.held_bytes;
             delta.end = output.finish.map(|finish| end(finish, output.reason));
             delta.cached_tokens = output.cached_tokens;
@@ -124,7 +156,15 @@ impl Outbox {
             delta.admitted = output.admitted;
             delta.retractions = output.retractions;
         }
-        self.wake(&queue);
+        self.wake(queue);
+    }
+
+    /// Adds changes of a replica's prefix index.
+    pub(crate) fn record(&self, replica: usize, events: Vec<KvEvent>) {
+        let mut queue = self.lock();
+        let events = events.into_iter().map(|event| (replica, event));
+        queue.events.extend(events);
+        self.wake(queue);
     }
 
     /// Adds the end of a sequence that no scheduler has.
@@ -132,7 +172,7 @@ impl Outbox {
         let mut queue = self.lock();
         let end = ended.end;
         queue.at(ended.request, ended.sample).end = end;
-        self.wake(&queue);
+        self.wake(queue);
     }
 
     /// Everything there is, once there is something; nothing after `limit`, or when the outbox is closed.
@@ -155,23 +195,60 @@ impl Outbox {
             queue.waiting -= 1;
         }
         queue.places.clear();
+        queue.events.clear();
         mem::take(&mut queue.deltas)
+    }
+
+    /// Moves everything there is into `batch`, whose content is dropped, once there is something. False when the outbox is
+    /// closed and nothing is left.
+    pub(crate) fn poll(&self, context: &mut Context<'_>, batch: &mut Batch) -> Poll<bool> {
+        let mut queue = self.lock();
+        if queue.deltas.is_empty() && queue.events.is_empty() {
+            if queue.closed {
+                return Poll::Ready(false);
+            }
+            match &mut queue.waker {
+                Some(waker) => waker.clone_from(context.waker()),
+                none => *none = Some(context.waker().clone()),
+            }
+            return Poll::Pending;
+        }
+        queue.places.clear();
+        batch.deltas.clear();
+        batch.events.clear();
+        mem::swap(&mut queue.deltas, &mut batch.deltas);
+        mem::swap(&mut queue.events, &mut batch.events);
+        Poll::Ready(true)
     }
 
     /// Ends every wait, from now on.
     pub(crate) fn close(&self) {
-        self.lock().closed = true;
+        let mut queue = self.lock();
+        queue.closed = true;
+        let waker = queue.waker.take();
+        drop(queue);
         self.filled.notify_all();
+        if let Some(waker) = waker {
+            waker.wake();
+        }
     }
 
     pub(crate) fn is_closed(&self) -> bool {
         self.lock().closed
     }
 
-    fn wake(&self, queue: &Queue) {
+    fn wake(&self, mut queue: MutexGuard<'_, Queue>) {
+        let filled = !queue.deltas.is_empty();
         // To notify takes a system call, even if no thread waits.
-        if queue.waiting > 0 && !queue.deltas.is_empty() {
+        if queue.waiting > 0 && filled {
             self.filled.notify_all();
+        }
+        if filled || !queue.events.is_empty() {
+            let waker = queue.waker.take();
+            drop(queue);
+            if let Some(waker) = waker {
+                waker.wake();
+            }
         }
     }
 
@@ -196,6 +273,8 @@ impl Queue {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::{AtomicUsize, Ordering};
+    use std::task::Wake;
     use std::thread;
 
     use super::*;
@@ -211,6 +290,8 @@ mod tests {
             id,
             sample,
             tokens,
+            prompt_logprobs: &[],
+            logprobs: &[],
             held_bytes: 2,
             finish,
             reason: None,
@@ -261,5 +342,46 @@ mod tests {
         // What comes after the end is still there on request.
         outbox.push(failed(5));
         assert_eq!(outbox.take(Duration::MAX), [failed(5)]);
+    }
+
+    /// Counts how often it was woken.
+    #[derive(Default)]
+    struct Bell(AtomicUsize);
+
+    impl Wake for Bell {
+        fn wake(self: Arc<Self>) {
+            self.0.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
+    #[test]
+    fn a_waiting_task_is_woken_once_by_whatever_comes() {
+        let outbox = Outbox::default();
+        let bell = Arc::<Bell>::default();
+        let waker = Waker::from(Arc::clone(&bell));
+        let mut context = Context::from_waker(&waker);
+        let mut batch = Batch::default();
+        let rings = || bell.0.load(Ordering::Relaxed);
+        assert_eq!(outbox.poll(&mut context, &mut batch), Poll::Pending);
+        assert_eq!(outbox.poll(&mut context, &mut batch), Poll::Pending);
+        outbox.push(failed(1));
+        outbox.push(failed(2));
+        assert_eq!(rings(), 1);
+        assert_eq!(outbox.poll(&mut context, &mut batch), Poll::Ready(true));
+        assert_eq!(batch.deltas, [failed(1), failed(2)]);
+        assert_eq!(outbox.poll(&mut context, &mut batch), Poll::Pending);
+        outbox.record(3, vec![KvEvent::Cleared]);
+        assert_eq!(rings(), 2);
+        assert_eq!(outbox.poll(&mut context, &mut batch), Poll::Ready(true));
+        let events = vec![(3, KvEvent::Cleared)];
+        let deltas = Vec::new();
+        assert_eq!(batch, Batch { deltas, events });
+        assert_eq!(outbox.poll(&mut context, &mut batch), Poll::Pending);
+        outbox.close();
+        assert_eq!(rings(), 3);
+        // What comes after the end is still there on request.
+        outbox.push(failed(4));
+        assert_eq!(outbox.poll(&mut context, &mut batch), Poll::Ready(true));
+        assert_eq!(outbox.poll(&mut context, &mut batch), Poll::Ready(false));
     }
 }

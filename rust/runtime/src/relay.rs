@@ -1,6 +1,6 @@
 //! The loop between a scheduler and a driver: one frame is computed while the next one is laid out.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use pie_ring::{CallError, Client};
 use pie_sched::{Answer, Copies, Move, Row, SchedError, Scheduler};
@@ -12,6 +12,10 @@ use crate::frame::{Extended, FrameBuilder, Turn};
 use crate::link::{Flight, Link, Prepared};
 use crate::replica::{Halt, Pause, Replica};
 use crate::sampling::Draw;
+
+/// How long before the answer that is expected the next step is laid out, at least and at most: time enough for that, and for an
+/// answer that comes early.
+const EARLY: [Duration; 2] = [Duration::from_micros(300), Duration::from_micros(800)];
 
 /// The frames of one driver.
 pub(crate) struct Relay<'c, 'a> {
@@ -26,6 +30,8 @@ struct Sent<'c> {
     frame: Flight<'c>,
     /// What the copies before it took.
     copies_us: u64,
+    /// When the next one is to be laid out; what comes until then is in it.
+    until: Instant,
 }
 
 /// A step that was laid out, and waits for the answer to the one before.
@@ -35,6 +41,8 @@ struct Laid<'c> {
     copies: Option<Copies>,
     /// What those took that were made already.
     copies_us: u64,
+    /// What it takes, as far as former steps tell.
+    expected: Duration,
 }
 
 impl<'c, 'a> Relay<'c, 'a> {
@@ -49,6 +57,7 @@ impl<'c, 'a> Relay<'c, 'a> {
     /// Serves until the replica has to stop, or the driver cannot go on.
     pub(crate) fn serve(mut self, replica: &mut Replica, driver: &Driver) -> Result<(), Halt> {
         loop {
+            self.rest()?;
             replica.take_commands()?;
             if let Err(error) = self.turn(replica, driver) {
                 self.recover(replica, error)?;
@@ -57,13 +66,28 @@ impl<'c, 'a> Relay<'c, 'a> {
         }
     }
 
+    /// Sleeps until the answer is near.
+    fn rest(&mut self) -> Result<(), RuntimeError> {
+        let Some(sent) = &mut self.flight else {
+            return Ok(());
+        };
+        let left = sent.until.saturating_duration_since(Instant::now());
+        if !left.is_zero() {
+            sent.frame.sleep(left)?;
+        }
+        Ok(())
+    }
+
     /// Lays the next step out, and takes the answer to the one before.
     fn turn(&mut self, replica: &mut Replica, driver: &Driver) -> Result<(), Failure> {
         let laid = match replica.pause {
             None => self.lay_out(replica)?,
             Some(_) => None,
         };
-        let Some(Sent { frame, copies_us }) = self.flight.take() else {
+        let Some(Sent {
+            frame, copies_us, ..
+        }) = self.flight.take()
+        else {
             let Some(laid) = laid else {
                 // What comes next is another series.
                 self.link.rest();
@@ -113,10 +137,13 @@ impl<'c, 'a> Relay<'c, 'a> {
             copies_us = copy(&mut self.link, &copies)?;
         }
         let turns = step.rows().map(|row| turn(&row));
+        let frame = self.link.prepare(turns);
+        let expected = scheduler(replica)?.expected_us();
         Ok(Some(Laid {
-            frame: self.link.prepare(turns),
+            frame,
             copies,
             copies_us,
+            expected: Duration::from_micros(expected.unwrap_or(0)),
         }))
     }
 
@@ -127,7 +154,12 @@ impl<'c, 'a> Relay<'c, 'a> {
             None => laid.copies_us,
         };
         let frame = self.link.send(laid.frame?)?;
-        self.flight = Some(Sent { frame, copies_us });
+        let early = (laid.expected / 4).clamp(EARLY[0], EARLY[1]);
+        self.flight = Some(Sent {
+            frame,
+            copies_us,
+            until: Instant::now() + laid.expected.saturating_sub(early),
+        });
         Ok(())
     }
 
@@ -227,6 +259,8 @@ pub(crate) fn turn<'a>(row: &Row<'a, Draw>) -> Turn<'a> {
         asked,
         prompt: row.prompt,
         history: row.history,
+        prompt_logprobs: row.prompt_logprobs,
+        next: row.next,
     });
     Turn {
         context_id: row.context,

@@ -11,6 +11,7 @@ use pie_sched::{Arrival, Config, Finish, Limits, Outputs, Scheduler, TokenBytes}
 use crate::error::RuntimeError;
 use crate::handshake::Capabilities;
 use crate::log::LogSink;
+use crate::logprobs;
 use crate::outbox::{Delta, End};
 use crate::sampling::Draw;
 use crate::settings::DriverSettings;
@@ -28,6 +29,7 @@ const STATS: Duration = Duration::from_millis(20);
 /// A message to a replica.
 pub(crate) enum Command {
     Submit(Box<Arrival<Draw>>),
+    SubmitAll(Vec<Arrival<Draw>>),
     Abort(u64),
     EndSession(u64),
     /// Answered with whether the prefix index was emptied.
@@ -126,12 +128,16 @@ impl Replica {
         }
     }
 
-    /// Makes the scheduler by what the first driver can, and holds every later one to it.
-    pub(crate) fn prepare(&mut self, caps: &Capabilities) -> Result<(), RuntimeError> {
-        let limits = self.limits(caps);
+    /// Makes the scheduler by what the first driver can, whose answers have so many bytes, and holds every later one to it.
+    pub(crate) fn prepare(
+        &mut self,
+        caps: &Capabilities,
+        answer_bytes: usize,
+    ) -> Result<(), RuntimeError> {
+        let limits = self.limits(caps, answer_bytes);
         if self.scheduler.is_some() {
             let first = self.shared.update(self.number, |state| state.caps.clone());
-            let first = first.map(|caps| self.limits(&caps));
+            let first = first.map(|caps| self.limits(&caps, answer_bytes));
             return match first.and_then(|first| shortfall(&first, &limits)) {
                 None => Ok(()),
                 Some((what, needed, found)) => Err(RuntimeError::Shrunk {
@@ -158,7 +164,7 @@ impl Replica {
         Ok(())
     }
 
-    fn limits(&self, caps: &Capabilities) -> Limits {
+    fn limits(&self, caps: &Capabilities, answer_bytes: usize) -> Limits {
         Limits {
             total_pages: caps.total_pages.min(self.max_pages.unwrap_or(u32::MAX)),
             host_pages: caps.swap_pool_size,
@@ -166,8 +172,10 @@ impl Replica {
             max_forward_tokens: caps.max_forward_tokens,
             max_forward_requests: caps.max_forward_requests,
             max_page_refs: caps.max_page_refs,
+            max_image_bytes: 0,
             max_model_len: caps.max_model_len,
             vocab_size: caps.vocab_size,
+            max_logprob_words: logprobs::room(caps, answer_bytes),
         }
     }
 
@@ -205,20 +213,8 @@ impl Replica {
     fn obey(&mut self, command: Command) -> Result<(), Halt> {
         match (command, &mut self.scheduler) {
             (Command::Stop, _) => return Err(Halt::Stop),
-            (Command::Submit(arrival), Some(scheduler)) => {
-                let (id, samples) = (arrival.id, arrival.samples);
-                match scheduler.submit(*arrival) {
-                    Ok(()) => self
-                        .sequences
-                        .extend((0..samples).map(|sample| (id, sample))),
-                    Err(refusal) => {
-                        self.refuse(id, samples, &End::Refused(refusal));
-                    }
-                }
-            }
-            (Command::Submit(arrival), None) => {
-                self.refuse(arrival.id, arrival.samples, &End::Aborted);
-            }
+            (Command::Submit(arrival), _) => self.submit(*arrival),
+            (Command::SubmitAll(arrivals), _) => self.submit_all(arrivals),
             (Command::Abort(request), Some(scheduler)) => {
                 scheduler.abort(request);
             }
@@ -246,6 +242,25 @@ impl Replica {
             (Command::Abort(_) | Command::EndSession(_) | Command::Flush(_), None) => {}
         }
         Ok(())
+    }
+
+    fn submit_all(&mut self, arrivals: Vec<Arrival<Draw>>) {
+        for arrival in arrivals {
+            self.submit(arrival);
+        }
+    }
+
+    fn submit(&mut self, arrival: Arrival<Draw>) {
+        let (id, samples) = (arrival.id, arrival.samples);
+        let Some(scheduler) = &mut self.scheduler else {
+            return self.refuse(id, samples, &End::Aborted);
+        };
+        match scheduler.submit(arrival) {
+            Ok(()) => self
+                .sequences
+                .extend((0..samples).map(|sample| (id, sample))),
+            Err(refusal) => self.refuse(id, samples, &End::Refused(refusal)),
+        }
     }
 
     /// Closes the trace, if there is one.
@@ -288,10 +303,12 @@ impl Replica {
             Finish::Length => End::Length,
             Finish::StopToken(token) => End::StopToken(token),
             Finish::StopString { index, text_bytes } => End::StopString { index, text_bytes },
+            Finish::StopRegex { index } => End::StopRegex { index },
             Finish::Aborted => End::Aborted,
+            Finish::Unready => End::Unready,
             Finish::Deadline => End::Deadline,
             Finish::Displaced => End::Displaced,
-            Finish::Constraint => End::Failed(reason.unwrap_or_default().into()),
+            Finish::Constraint => End::Grammar(reason.unwrap_or_default().into()),
             Finish::Failed => {
                 End::Failed("the driver gave it no token\n\nhint: its log says why".into())
             }
@@ -303,6 +320,10 @@ impl Replica {
             return;
         };
         scheduler.outputs(&mut self.outputs);
+        let events = scheduler.take_kv_events();
+        if !events.is_empty() {
+            self.shared.outbox.record(self.number, events);
+        }
         if !self.outputs.is_empty() {
             for output in self.outputs.iter().filter(|output| output.finish.is_some()) {
                 if self.sequences.remove(&(output.id, output.sample)) {
@@ -355,6 +376,11 @@ impl Replica {
             match command {
                 Command::Stop => return,
                 Command::Submit(arrival) => self.refuse(arrival.id, arrival.samples, &failed),
+                Command::SubmitAll(arrivals) => {
+                    for arrival in arrivals {
+                        self.refuse(arrival.id, arrival.samples, &failed);
+                    }
+                }
                 Command::Abort(_)
                 | Command::EndSession(_)
                 | Command::Flush(_)
@@ -373,9 +399,13 @@ impl Replica {
         self.end_trace();
         self.publish();
         self.count();
+        // A request that is handed in now is answered like those that came before.
+        self.scheduler = None;
         while let Ok(command) = self.inbox.try_recv() {
-            if let Command::Submit(arrival) = command {
-                self.refuse(arrival.id, arrival.samples, &End::Aborted);
+            match command {
+                Command::Submit(arrival) => self.submit(*arrival),
+                Command::SubmitAll(arrivals) => self.submit_all(arrivals),
+                _ => {}
             }
         }
     }

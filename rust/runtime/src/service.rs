@@ -3,16 +3,19 @@
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::{self, Sender};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::task::{Context, Poll};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
+use pie_grammar::Grammar;
 use pie_ring::{CallError, Client};
-use pie_sched::Arrival;
+use pie_sched::{Arrival, Constrain};
 
 use crate::error::RuntimeError;
+use crate::grammars::{Grammars, Unbindable};
 use crate::handshake::Capabilities;
 use crate::link;
-use crate::outbox::Delta;
+use crate::outbox::{Batch, Delta};
 use crate::replica::{Command, Pause, Replica};
 use crate::sampling::Draw;
 use crate::shared::{ReplicaStats, ServiceSettings, Shared};
@@ -54,6 +57,7 @@ pub struct Service {
     shared: Arc<Shared>,
     replicas: Vec<Handle>,
     threads: Mutex<Vec<JoinHandle<()>>>,
+    grammars: Grammars,
     /// Requests so far.
     requests: AtomicU64,
     begin: Instant,
@@ -83,6 +87,7 @@ impl Service {
             shared: Arc::clone(&shared),
             replicas: Vec::new(),
             threads: Mutex::default(),
+            grammars: Grammars::new(settings.grammars.clone()),
             requests: AtomicU64::new(0),
             begin,
             waiting_limit: settings.waiting_limit,
@@ -157,21 +162,72 @@ impl Service {
         arrival: Arrival<impl Into<Draw>>,
         deadline: Option<Duration>,
     ) -> Result<u64, Rejected> {
-        let mut arrival = arrival.map(Into::into);
         let alive = self.check_alive()?;
-        let replica = self.choose(&arrival, &alive);
+        let (replica, arrival) = self.accept(arrival, deadline, &alive);
+        let id = arrival.id;
+        let sent = self.replicas[replica]
+            .commands
+            .send(Command::Submit(Box::new(arrival)));
+        sent.map_err(|_| Rejected::Stopped)?;
+        Ok(id)
+    }
+
+    /// Hands several requests in, each with its deadline, so that no step is laid out between them: those of a call that do not
+    /// stream then fill steps as large as can be. Returns their ids in order; see [`submit`](Self::submit).
+    ///
+    /// # Errors
+    /// [`Rejected`].
+    pub fn submit_all<S: Into<Draw>>(
+        &self,
+        arrivals: impl IntoIterator<Item = (Arrival<S>, Option<Duration>)>,
+    ) -> Result<Vec<u64>, Rejected> {
+        let alive = self.check_alive()?;
+        let mut shares = vec![Vec::new(); self.replicas.len()];
+        let mut ids = Vec::new();
+        for (arrival, deadline) in arrivals {
+            let (replica, arrival) = self.accept(arrival, deadline, &alive);
+            ids.push(arrival.id);
+            shares[replica].push(arrival);
+        }
+        for (handle, share) in self.replicas.iter().zip(shares) {
+            if !share.is_empty() {
+                let sent = handle.commands.send(Command::SubmitAll(share));
+                sent.map_err(|_| Rejected::Stopped)?;
+            }
+        }
+        Ok(ids)
+    }
+
+    /// Names a request, and chooses the replica that gets it, whose it is from here on.
+    fn accept(
+        &self,
+        arrival: Arrival<impl Into<Draw>>,
+        deadline: Option<Duration>,
+        alive: &[bool],
+    ) -> (usize, Arrival<Draw>) {
+        let mut arrival = arrival.map(Into::into);
+        let replica = self.choose(&arrival, alive);
         let number = self.requests.fetch_add(1, Ordering::Relaxed);
         arrival.id = number * self.replicas.len() as u64 + replica as u64;
         let after = |limit| (self.begin.elapsed() + limit).as_micros() as u64;
         arrival.deadline = deadline.map(after);
         arrival.admit_by = self.waiting_limit.map(after);
         arrival.namespace = namespace(arrival.adapter, arrival.namespace);
-        let (id, handle) = (arrival.id, &self.replicas[replica]);
         let samples = arrival.samples as usize;
-        handle.open.fetch_add(samples, Ordering::Relaxed);
-        let sent = handle.commands.send(Command::Submit(Box::new(arrival)));
-        sent.map_err(|_| Rejected::Stopped)?;
-        Ok(id)
+        self.replicas[replica]
+            .open
+            .fetch_add(samples, Ordering::Relaxed);
+        (replica, arrival)
+    }
+
+    /// Asks for a grammar and returns at once what binds requests to it, as [`Arrival::constraint`]: from their start on, or after
+    /// the tokens `after`, where a model thinks before it answers. A wrong grammar ends its requests as
+    /// [`End::Grammar`](crate::End::Grammar).
+    ///
+    /// # Errors
+    /// [`Unbindable`].
+    pub fn bind(&self, grammar: &Grammar, after: &[u32]) -> Result<Arc<dyn Constrain>, Unbindable> {
+        self.grammars.bind(grammar, after)
     }
 
     /// Which replicas can take requests.
@@ -338,6 +394,14 @@ impl Service {
     /// sequence that were not fetched yet are one.
     pub fn poll(&self, limit: Duration) -> Vec<Delta> {
         self.shared.outbox.take(limit)
+    }
+
+    /// As [`poll`](Self::poll), for a task: moves everything there is into `batch`, whose content is dropped, with the changes of
+    /// the prefix indices. While there is nothing, the task of the last call is woken by what comes. False after a shutdown, when
+    /// nothing is left. Only one caller gets an output, so a program has one task that calls this, or one thread that calls
+    /// `poll`.
+    pub fn poll_batch(&self, context: &mut Context<'_>, batch: &mut Batch) -> Poll<bool> {
+        self.shared.outbox.poll(context, batch)
     }
 
     /// Whether it was shut down.

@@ -9,6 +9,7 @@ use pie_ring::Client;
 use pie_sched::{Config, Stats, TokenBytes};
 
 use crate::error::RuntimeError;
+use crate::grammars::GrammarSettings;
 use crate::handshake::Capabilities;
 use crate::outbox::Outbox;
 use crate::settings::DriverSettings;
@@ -28,6 +29,8 @@ pub struct ServiceSettings {
     pub max_pages: Option<u32>,
     /// The bytes of tokens, for stop strings.
     pub text: Option<Arc<dyn TokenBytes>>,
+    /// What grammars are compiled with; without it requests cannot be bound.
+    pub grammars: Option<GrammarSettings>,
     /// How long a request may wait for its admission; then it ends as [`End::Deadline`](crate::End::Deadline).
     pub waiting_limit: Option<Duration>,
     /// How often in a row a driver may end or be stuck, without an answer in between, and is started again.
@@ -56,6 +59,7 @@ impl ServiceSettings {
             },
             max_pages: None,
             text: None,
+            grammars: None,
             waiting_limit: None,
             max_restarts: 3,
             log: Arc::new(|_, _| ()),

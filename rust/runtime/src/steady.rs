@@ -18,6 +18,7 @@ const LIMITS: Limits = Limits {
     max_image_bytes: 0,
     max_model_len: 4096,
     vocab_size: 1000,
+    max_logprob_words: 1 << 16,
 };
 
 const SAMPLER: Sampler = Sampler::TopP {

@@ -95,8 +95,8 @@ impl Replica {
             self.expire();
             self.publish();
         };
-        self.prepare(&caps)?;
         let client = driver.connect()?;
+        self.prepare(&caps, client.layout().response_capacity())?;
         self.load_adapters(&client)?;
         self.shared.update(self.number, |state| {
             state.client = Some(ClientHandle(Arc::clone(&client)));

@@ -20,6 +20,7 @@ const LIMITS: Limits = Limits {
     max_image_bytes: 0,
     max_model_len: 2048,
     vocab_size: 1000,
+    max_logprob_words: 1 << 16,
 };
 
 fn main() -> Result<(), Box<dyn Error>> {

@@ -14,6 +14,10 @@ pub struct Answer<'a> {
     pub drafts: &'a [u32],
     /// As `token_ends`; empty when no row has drafts.
     pub draft_ends: &'a [u32],
+    /// Log-probabilities of all rows that want some: of each those of the prompt's tokens first, then those of its own.
+    pub logprobs: &'a [u32],
+    /// As `token_ends`; empty when no row wants some.
+    pub logprob_ends: &'a [u32],
     /// What the copies before the step took, in µs; 0 when there were none.
     pub copies_us: u64,
 }
@@ -28,6 +32,7 @@ impl<'a> Answer<'a> {
         let lists = [
             ("tokens", self.tokens, self.token_ends),
             ("drafts", self.drafts, self.draft_ends),
+            ("logprobs", self.logprobs, self.logprob_ends),
         ];
         for (name, values, ends) in lists {
             let whole = ends.first().is_none_or(|&first| first == 0)
@@ -42,6 +47,10 @@ impl<'a> Answer<'a> {
 
     pub(crate) fn tokens_of(&self, row: usize) -> &'a [u32] {
         slice(self.tokens, self.token_ends, row)
+    }
+
+    pub(crate) fn logprobs_of(&self, row: usize) -> &'a [u32] {
+        slice(self.logprobs, self.logprob_ends, row)
     }
 
     pub(crate) fn drafts_of(&self, row: usize) -> &'a [u32] {

@@ -3,11 +3,14 @@
 use std::sync::Arc;
 
 use crate::constraint::Constrain;
+use crate::logprobs::Logprobs;
+use crate::regex::StopRegexes;
 
 /// When a sequence ends, besides its deadline.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Ends {
-    /// Most tokens to produce; cut to what model and pool have room for. 0: the prompt is computed, and kept for others.
+    /// Most tokens to produce; cut to what model and pool have room for. 0: the prompt is computed, and kept for others. If
+    /// log-probabilities are wanted, those of one token are given out then, and not the token.
     pub max_tokens: u32,
     /// Tokens before which no stop token may come. Rows forbid them so long: [`Row::forbidden`](crate::Row::forbidden).
     pub min_tokens: u32,
@@ -15,6 +18,8 @@ pub struct Ends {
     pub stop_tokens: Vec<u32>,
     /// Texts that end it, found across tokens' borders by [`TokenBytes`](crate::TokenBytes).
     pub stop_strings: Vec<Box<[u8]>>,
+    /// Expressions that end it, searched in the same text; `None` for none.
+    pub stop_regexes: Option<Arc<StopRegexes>>,
 }
 
 /// A part of a prompt that one row of a step has whole: an image. Its tokens are names of what it shows, different for
@@ -69,6 +74,8 @@ pub struct Arrival<S> {
     pub admit_by: Option<u64>,
     /// Whether the driver may draft for it.
     pub drafts: bool,
+    /// Which log-probabilities it wants.
+    pub logprobs: Option<Logprobs>,
     /// What binds its tokens. Nothing is drafted for a bound sequence.
     pub constraint: Option<Arc<dyn Constrain>>,
     /// Whether its tokens are wanted as they come: there is an output for each step, and [`Config::gap_us`](crate::Config::gap_us)
@@ -97,6 +104,7 @@ impl<S> Arrival<S> {
             deadline: None,
             admit_by: None,
             drafts: false,
+            logprobs: None,
             constraint: None,
             streams: true,
         }
@@ -120,6 +128,7 @@ impl<S> Arrival<S> {
             admit_by: self.admit_by,
             constraint: self.constraint,
             drafts: self.drafts,
+            logprobs: self.logprobs,
             streams: self.streams,
         }
     }

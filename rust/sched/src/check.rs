@@ -1,6 +1,6 @@
 //! Whether a request can be served at all.
 
-use crate::arrival::{Arrival, Image};
+use crate::arrival::{Arrival, Ends, Image};
 use crate::error::Refusal;
 use crate::scheduler::{MAX_SAMPLES, Scheduler};
 
@@ -26,7 +26,12 @@ impl<S> Scheduler<S> {
         if min > max {
             return Err(Refusal::MinTokens { min, max });
         }
-        self.check_stop_strings(&ends.stop_strings)?;
+        self.check_texts(ends)?;
+        let limit = self.limits.max_logprob_words;
+        match arrival.logprobs.map(|wanted| wanted.words) {
+            Some(words) if words > limit => return Err(Refusal::Logprobs { words, limit }),
+            _ => {}
+        }
         let (limit, reason) = self.limits.longest();
         if prompt.len() > limit as usize {
             let tokens = prompt.len();
@@ -82,13 +87,19 @@ impl<S> Scheduler<S> {
             }
             free = image.end();
         }
-        Ok(())
+        let from = arrival.logprobs.and_then(|wanted| wanted.prompt_from);
+        match from {
+            Some(from) if from < free => Err(Refusal::ImageLogprobs { from, first: free }),
+            _ => Ok(()),
+        }
     }
 
-    fn check_stop_strings(&self, strings: &[Box<[u8]>]) -> Result<(), Refusal> {
+    fn check_texts(&self, ends: &Ends) -> Result<(), Refusal> {
+        let strings = &ends.stop_strings;
+        let any = !strings.is_empty() || ends.stop_regexes.is_some();
         let why = if strings.iter().any(|string| string.is_empty()) {
             "one is empty"
-        } else if !strings.is_empty() && self.text.is_none() {
+        } else if any && self.text.is_none() {
             "this scheduler was made without them"
         } else {
             return Ok(());

@@ -45,14 +45,22 @@ impl FromStr for Policy {
 
 /// What the operator wants. Where `SGLang` has a setting of the same meaning, its name is given.
 #[derive(Debug, Clone, PartialEq)]
+#[expect(
+    clippy::struct_excessive_bools,
+    reason = "each is a setting of its own"
+)]
 pub struct Config {
     /// `schedule_policy`.
     pub policy: Policy,
     /// `schedule_conservativeness`: how much of the output that running requests may still produce is taken for
     /// certain when another is admitted. Larger is more cautious.
     pub conservativeness: f32,
-    /// `chunked_prefill_size`: most tokens of a step, prompts and decodes together.
+    /// `chunked_prefill_size`: most tokens of a step, prompts and decodes together; while no request
+    /// [`streams`](crate::Arrival::streams), steps may have more, see [`step_us`](Self::step_us).
     pub chunk_tokens: u32,
+    /// While no request streams, a step has as many tokens of prompts as take about so long, in µs, by what steps took; at least
+    /// `chunk_tokens` all the same. 0: no more than these.
+    pub step_us: u64,
     /// `max_running_requests`: sequences that hold pages at once. It may exceed [`Limits::max_forward_requests`]: then
     /// they take turns.
     pub max_running: u32,
@@ -66,6 +74,9 @@ pub struct Config {
     pub prefix_cache: bool,
     /// `radix_eviction_policy`.
     pub eviction: pie_radix::Policy,
+    /// Whether changes of what is cached are recorded, for [`Scheduler::take_kv_events`](crate::Scheduler::take_kv_events). They
+    /// cost a SHA-256 per page.
+    pub kv_events: bool,
     /// `enable_priority_scheduling`: [`Arrival::priority`](crate::Arrival::priority) comes before the policy, which must
     /// be `fcfs` or `lof`.
     pub priority: bool,
@@ -89,11 +100,13 @@ impl Default for Config {
             policy: Policy::Fcfs,
             conservativeness: 1.0,
             chunk_tokens: 8192,
+            step_us: 250_000,
             max_running: 256,
             max_queued: None,
             gap_us: 6000,
             prefix_cache: true,
             eviction: pie_radix::Policy::Lru,
+            kv_events: false,
             priority: false,
             low_priority_first: false,
             preemption_threshold: None,
@@ -125,6 +138,8 @@ pub struct Limits {
     pub max_model_len: u32,
     /// Token ids are below it.
     pub vocab_size: u32,
+    /// Words of log-probabilities of an answer.
+    pub max_logprob_words: u32,
 }
 
 impl Config {

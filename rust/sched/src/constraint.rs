@@ -6,8 +6,11 @@ use std::sync::Arc;
 /// Binds the sequences of a request. The request stays in the queue until it is ready, and others go past it.
 pub trait Constrain: Debug + Send + Sync {
     /// Begins a sequence of at most `most` tokens. Called again in later steps as long as it is [`Begun::Waiting`]; it must return
-    /// at once.
-    fn begin(&self, most: u32) -> Begun;
+    /// at once. Without `jumps` it forces no tokens: each one is drawn, for the log-probabilities that only the driver knows.
+    fn begin(&self, most: u32, jumps: bool) -> Begun;
+
+    /// Whether [`begin`](Self::begin) would say [`Begun::Waiting`].
+    fn is_waiting(&self) -> bool;
 }
 
 /// What came of [`Constrain::begin`].
@@ -27,8 +30,8 @@ pub trait Constraint: Debug + Send {
     fn take(&mut self, token: u32, most: u32) -> bool;
 
     /// Adds the tokens that come next because they have no alternative to `forced`, and goes on by them. Then writes which tokens may
-    /// be drawn: bit `i` of word `w` allows token `32 w + i`, and what is beyond the words is not allowed. Called once after each
-    /// drawn token.
+    /// be drawn: bit `i` of word `w` allows token `32 w + i`, and what is beyond the words is not allowed; no words allow every
+    /// token. Called once after each drawn token.
     ///
     /// # Errors
     /// Why it cannot go on; the sequence ends as [`Finish::Constraint`](crate::Finish::Constraint).
@@ -58,8 +61,8 @@ impl Bond {
 
     pub(crate) fn mask(&self) -> Option<&[u32]> {
         match self {
-            Self::Bound { mask, .. } => Some(mask),
-            Self::Free | Self::Asked => None,
+            Self::Bound { mask, .. } if !mask.is_empty() => Some(mask),
+            Self::Free | Self::Asked | Self::Bound { .. } => None,
         }
     }
 

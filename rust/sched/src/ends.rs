@@ -1,5 +1,9 @@
 //! When a sequence ends by what it says.
 
+use crate::arrival::Ends;
+use crate::output::Finish;
+use crate::regex::{Search, StopRegexes};
+
 /// A text to be found in a stream of bytes, by Knuth, Morris and Pratt.
 #[derive(Debug)]
 struct Pattern {
@@ -34,42 +38,84 @@ impl Pattern {
     }
 }
 
-/// The stop strings of a request.
+/// The texts and expressions that end a request.
 #[derive(Debug, Default)]
-pub(crate) struct Patterns(Vec<Pattern>);
+pub(crate) struct Patterns {
+    /// Stop strings, then the expressions that are plain texts.
+    texts: Vec<Pattern>,
+    /// The numbers of these expressions.
+    plain: Vec<u32>,
+    strings: usize,
+}
 
 impl Patterns {
     /// Of strings that are not empty.
-    pub(crate) fn new(strings: &[Box<[u8]>]) -> Self {
-        Self(strings.iter().map(|bytes| Pattern::new(bytes)).collect())
-    }
-
-    pub(crate) fn is_empty(&self) -> bool {
-        self.0.is_empty()
+    pub(crate) fn new(ends: &Ends) -> Self {
+        let regexes = ends.stop_regexes.as_deref();
+        let (plain, texts): (Vec<u32>, Vec<&str>) =
+            regexes.into_iter().flat_map(StopRegexes::plain).unzip();
+        let strings = ends.stop_strings.iter().map(|bytes| Pattern::new(bytes));
+        let texts = texts.into_iter().map(|text| Pattern::new(text.as_bytes()));
+        Self {
+            texts: strings.chain(texts).collect(),
+            plain,
+            strings: ends.stop_strings.len(),
+        }
     }
 }
 
-/// How far each stop string agrees with the end of a sequence's text.
+/// How far each pattern agrees with the end of a sequence's text.
 #[derive(Debug, Default)]
 pub(crate) struct Found {
     agreed: Vec<u32>,
     /// Bytes of the text.
     length: u64,
+    search: Option<Box<Search>>,
 }
 
 impl Found {
-    pub(crate) fn new(patterns: &Patterns) -> Self {
+    pub(crate) fn new(patterns: &Patterns, ends: &Ends) -> Self {
+        let search = ends.stop_regexes.as_deref().and_then(Search::new);
         Self {
-            agreed: vec![0; patterns.0.len()],
+            agreed: vec![0; patterns.texts.len()],
             length: 0,
+            search: search.map(Box::new),
         }
     }
 
-    /// Goes on by the bytes of a token. Returns the stop string that is complete first, and the bytes before it.
-    pub(crate) fn advance(&mut self, patterns: &Patterns, bytes: &[u8]) -> Option<(u32, u64)> {
+    /// Whether there is nothing to look for.
+    pub(crate) fn is_idle(&self) -> bool {
+        self.agreed.is_empty() && self.search.is_none()
+    }
+
+    /// Goes on by the bytes of a token. Returns what ends the text by it: the text that is complete first, else the first of the
+    /// expressions that match.
+    pub(crate) fn advance(
+        &mut self,
+        patterns: &Patterns,
+        ends: &Ends,
+        bytes: &[u8],
+    ) -> Option<Finish> {
+        if let Some((index, text_bytes)) = self.complete(patterns, bytes) {
+            let plain = (index as usize).checked_sub(patterns.strings);
+            return Some(match plain {
+                Some(plain) => Finish::StopRegex {
+                    index: patterns.plain[plain],
+                },
+                None => Finish::StopString { index, text_bytes },
+            });
+        }
+        let (search, regexes) = (self.search.as_mut()?, ends.stop_regexes.as_deref()?);
+        let index = search.advance(regexes, bytes)?;
+        Some(Finish::StopRegex { index })
+    }
+
+    /// The text that is complete first, and the bytes before it.
+    fn complete(&mut self, patterns: &Patterns, bytes: &[u8]) -> Option<(u32, u64)> {
         for &byte in bytes {
             self.length += 1;
-            for (index, (pattern, agreed)) in (0..).zip(patterns.0.iter().zip(&mut self.agreed)) {
+            for (index, (pattern, agreed)) in (0..).zip(patterns.texts.iter().zip(&mut self.agreed))
+            {
                 *agreed = pattern.advance(*agreed, byte);
                 let length = pattern.bytes.len();
                 if *agreed as usize == length {
@@ -91,6 +137,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::{Found, Patterns};
+    use crate::arrival::Ends;
 
     /// The first end of a pattern in a text, by looking everywhere.
     fn naive(strings: &[Box<[u8]>], text: &[u8]) -> Option<(u32, u64)> {
@@ -116,12 +163,13 @@ mod tests {
             tokens in prop::collection::vec(prop::collection::vec(0_u8..3, 0..4), 0..20),
         ) {
             let strings: Vec<Box<[u8]>> = strings.into_iter().map(Into::into).collect();
-            let patterns = Patterns::new(&strings);
-            let mut found = Found::new(&patterns);
+            let ends = Ends { stop_strings: strings.clone(), ..Ends::default() };
+            let patterns = Patterns::new(&ends);
+            let mut found = Found::new(&patterns, &ends);
             let mut text = Vec::new();
             for token in tokens {
                 text.extend_from_slice(&token);
-                let hit = found.advance(&patterns, &token);
+                let hit = found.complete(&patterns, &token);
                 prop_assert_eq!(hit, naive(&strings, &text));
                 if hit.is_some() {
                     break;

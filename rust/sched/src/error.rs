@@ -110,6 +110,17 @@ pub enum Refusal {
         /// Which one.
         index: usize,
     },
+    /// Log-probabilities of what an image shows.
+    #[error(
+        "log-probabilities of the prompt are asked for from token {from} on: with images they begin after the last of \
+         them, at token {first} or later"
+    )]
+    ImageLogprobs {
+        /// From which token on.
+        from: u32,
+        /// The first that may be.
+        first: u32,
+    },
     /// A number of samples out of range.
     #[error("{samples} samples are asked for: it must be from 1 to {limit}")]
     Samples {
@@ -123,6 +134,16 @@ pub enum Refusal {
     StopString {
         /// What is wrong.
         why: &'static str,
+    },
+    /// More log-probabilities of a token than an answer has room for.
+    #[error(
+        "the log-probabilities of one token take {words} words, and an answer has room for {limit}: ask for fewer tokens of each"
+    )]
+    Logprobs {
+        /// Words of one token.
+        words: u32,
+        /// Most of an answer.
+        limit: u32,
     },
     /// Fewer tokens at most than at least.
     #[error(

@@ -16,6 +16,8 @@ pub(crate) struct Planned {
     pub(crate) awaits: Option<u32>,
     pub(crate) draws: bool,
     pub(crate) wants_drafts: bool,
+    /// Tokens of the prompt whose log-probabilities it brings.
+    pub(crate) prompt_logprobs: (u32, u32),
 }
 
 /// A step that is out.

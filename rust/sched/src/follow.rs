@@ -58,7 +58,8 @@ impl<S> Scheduler<S> {
         if let (Bond::Asked, Some(constrain)) =
             (&sequence.bond, &sequence.shared.arrival.constraint)
         {
-            sequence.bond = match constrain.begin(sequence.remaining()) {
+            let jumps = sequence.logprobs.is_none();
+            sequence.bond = match constrain.begin(sequence.remaining(), jumps) {
                 Begun::Waiting => return Err(Obstacle::Waits),
                 Begun::Failed(reason) => return Err(Obstacle::Failed(reason)),
                 Begun::Ready(constraint) => Bond::Bound {

@@ -20,6 +20,8 @@ pub(crate) struct Plan {
     pub(crate) rows: u32,
     tokens: u32,
     pages: u32,
+    /// Words of log-probabilities that still fit its answer.
+    words: u64,
     /// Tokens of prompts that still fit.
     pub(crate) prompt: u32,
     /// Bytes of images in the step, and those that still fit.
@@ -77,6 +79,7 @@ impl<S> Scheduler<S> {
         std::mem::swap(&mut self.copies, &mut self.memory.copies);
         self.memory.copies.clear();
         flight.load.copied_pages = self.copies.len() as u32;
+        self.counts.steps += 1;
         self.counts.rows = flight.rows.len();
         self.counts.total_rows += flight.rows.len() as u64;
         self.counts.prompt_steps += u64::from(flight.load.prompt_tokens > 0);
@@ -90,7 +93,7 @@ impl<S> Scheduler<S> {
 
     /// An empty step.
     fn plan(&mut self, now: u64) -> Plan {
-        self.counts.steps += 1;
+        self.plans += 1;
         let mut rest = std::mem::take(&mut self.rest);
         rest.clear();
         let flight = self.spare.pop().unwrap_or_default();
@@ -104,6 +107,7 @@ impl<S> Scheduler<S> {
             rows: self.limits.max_forward_requests,
             tokens: self.limits.max_forward_tokens,
             pages: self.limits.max_page_refs,
+            words: self.limits.max_logprob_words.into(),
             prompt: 0,
             image_bytes: 0,
             image_bytes_left: self.limits.max_image_bytes,
@@ -136,6 +140,12 @@ impl<S> Scheduler<S> {
     /// How many tokens of prompts the step may have, besides decodes that have come or will come.
     fn give_prompt_budget(&mut self, plan: &mut Plan, decodes_follow: bool) {
         let decodes = self.limits.max_forward_tokens - plan.tokens;
+        if self.streaming == 0 {
+            let most = self.pace.without_streams();
+            let beside = most.saturating_sub(decodes).max(MIN_PROMPT);
+            plan.prompt = most.min(beside).min(plan.tokens);
+            return;
+        }
         let beside = self.config.chunk_tokens.saturating_sub(decodes);
         let streams = |&slot: &usize| {
             let sequence = &self.sequences[slot];
@@ -165,7 +175,7 @@ impl<S> Scheduler<S> {
             let produced = self.running.iter().map(produced).sum();
             let most = self.running.iter().map(most).sum();
             self.ratio.retracted(self.running.len(), produced, most);
-            self.full_until = self.counts.steps + LOOK_AGAIN;
+            self.full_until = self.plans + LOOK_AGAIN;
         } else {
             self.ratio.decay();
         }
@@ -219,7 +229,7 @@ impl<S> Scheduler<S> {
         for at in 0..self.running.len() {
             let slot = self.running[at];
             let sequence = &self.sequences[slot];
-            if sequence.step == self.counts.steps || !sequence.decodes() {
+            if sequence.step == self.plans || !sequence.decodes() {
                 continue;
             }
             let needs = |drafts| sequence.pages(drafts, self.memory.page_size);
@@ -246,7 +256,7 @@ impl<S> Scheduler<S> {
 
     /// What was left out comes first in the next step.
     fn take_turns(&mut self) {
-        let (step, sequences) = (self.counts.steps, &self.sequences);
+        let (step, sequences) = (self.plans, &self.sequences);
         self.running
             .sort_by_key(|&slot| sequences[slot].step == step);
     }
@@ -256,7 +266,7 @@ impl<S> Scheduler<S> {
         for at in 0..self.running.len() {
             let slot = self.running[at];
             let sequence = &self.sequences[slot];
-            if sequence.step == self.counts.steps || !sequence.prefills() {
+            if sequence.step == self.plans || !sequence.prefills() {
                 continue;
             }
             let placed = self.place_chunk(plan, slot);
@@ -269,7 +279,13 @@ impl<S> Scheduler<S> {
     pub(crate) fn place_chunk(&mut self, plan: &mut Plan, slot: usize) -> bool {
         let sequence = &self.sequences[slot];
         let (start, size) = (sequence.scheduled, self.limits.page_size);
-        let wanted = sequence.len().min(start.saturating_add(plan.prompt));
+        let mut most = sequence.len();
+        if let Some(logprobs) = &sequence.logprobs {
+            let places = plan.words / u64::from(logprobs.words());
+            let places = u32::try_from(places).unwrap_or(u32::MAX);
+            most = most.min(logprobs.end_of_row(start, places));
+        }
+        let wanted = most.min(start.saturating_add(plan.prompt));
         let held = sequence.held.pages.len();
         let missing = (wanted.div_ceil(size) as usize).saturating_sub(held);
         // As much of it as there is room for.
@@ -282,7 +298,7 @@ impl<S> Scheduler<S> {
         let left = plan.image_bytes_left;
         let (end, bytes) = self.sequences[slot].row_end(start, end, left, plan.image_bytes);
         let tokens = end.saturating_sub(start);
-        let placed = tokens > 0 && self.place(plan, slot, tokens, 0);
+        let placed = tokens > 0 && end <= most && self.place(plan, slot, tokens, 0);
         if placed {
             plan.image_bytes += bytes;
             plan.image_bytes_left = left.saturating_sub(bytes);
@@ -300,7 +316,9 @@ impl<S> Scheduler<S> {
         };
         let (start, end) = (sequence.scheduled, sequence.scheduled + tokens);
         let pages = (end + drafts).div_ceil(self.limits.page_size);
+        let (words, prompt_logprobs) = sequence.logprob_words(start, end, drafts);
         if !plan.fits(tokens + drafts, pages)
+            || words > plan.words
             || !self.memory.extend(&mut sequence.held, pages as usize)
         {
             return false;
@@ -308,6 +326,7 @@ impl<S> Scheduler<S> {
         plan.rows -= 1;
         plan.tokens -= tokens + drafts;
         plan.pages -= pages;
+        plan.words -= words;
         let row = Planned {
             slot,
             order: sequence.order,
@@ -319,9 +338,10 @@ impl<S> Scheduler<S> {
             awaits: (sequence.pending > 0).then_some(sequence.last_row),
             draws: sequence.draws(end),
             wants_drafts: sequence.wants_drafts(end),
+            prompt_logprobs,
         };
         sequence.scheduled = end;
-        sequence.step = self.counts.steps;
+        sequence.step = self.plans;
         plan.flight.binding |= row.draws && !sequence.bond.is_free();
         plan.flight.drafting |= drafts > 0 || row.draws && row.wants_drafts;
         if row.draws {
@@ -367,6 +387,8 @@ impl<S> Scheduler<S> {
             asked: &arrival.sampling,
             prompt: sequence.prompt_len,
             history: sequence.skipped(row.start),
+            prompt_logprobs: row.prompt_logprobs,
+            next: sequence.tokens.get(row.end as usize).copied(),
             forbidden: if row.draws && sequence.forbids(row.end) {
                 &arrival.ends.stop_tokens
             } else {

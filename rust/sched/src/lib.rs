@@ -46,6 +46,12 @@
 //! that draws for a bound sequence is out, `step` gives nothing. A request whose constraint is not ready stays in the queue, and all
 //! others go past it.
 //!
+//! ## Log-probabilities
+//!
+//! An [`Arrival`] may want those of its tokens, and of its prompt's. They come with the [`Answer`], as many words for each token as the
+//! arrival says, and go out with the tokens. [`Row::prompt_logprobs`] says of which tokens of the prompt a row is to bring them: each
+//! once, whatever is computed again. What must be computed for them is not taken from the cache.
+//!
 //! ## What the driver must do
 //!
 //! Steps and copies are executed in the order in which they were given, each after the former has taken effect: pages that a step
@@ -63,11 +69,13 @@ mod error;
 mod flight;
 mod follow;
 mod layout;
+mod logprobs;
 mod memory;
 mod order;
 mod output;
 mod pace;
 mod ratio;
+mod regex;
 mod scheduler;
 mod sequence;
 mod sessions;
@@ -82,8 +90,10 @@ pub use config::{Config, Limits, Policy};
 pub use constraint::{Begun, Constrain, Constraint};
 pub use copies::Copies;
 pub use error::{Refusal, SchedError};
+pub use logprobs::Logprobs;
 pub use output::{Finish, Output, Outputs};
-pub use pie_radix::{Move, Policy as Eviction};
+pub use pie_radix::{Event as KvEvent, Medium as KvMedium, Move, Policy as Eviction};
+pub use regex::{StopRegexError, StopRegexes};
 pub use scheduler::Scheduler;
 pub use stats::Stats;
 pub use step::{Row, Step};

@@ -3,7 +3,7 @@
 use std::fmt::Display;
 
 use pie_pages::{Order, Pool};
-use pie_radix::{Config as IndexConfig, Evicted, Insertion, Key, NodeId, RadixIndex};
+use pie_radix::{Config as IndexConfig, Event, Evicted, Insertion, Key, NodeId, RadixIndex};
 
 use crate::config::{Config, Limits};
 use crate::copies::Copies;
@@ -48,6 +48,7 @@ impl Memory {
         let index = RadixIndex::new(IndexConfig {
             page_size: limits.page_size,
             policy: config.eviction,
+            events: config.kv_events,
             ..IndexConfig::default()
         });
         let index = index.map_err(|_| SchedError::Setting {
@@ -264,6 +265,11 @@ impl Memory {
         self.index.evict_host(usize::MAX, &mut self.evicted);
         self.settle_eviction();
         self.device.available() - free
+    }
+
+    /// Changes of what is cached since the last call.
+    pub(crate) fn take_events(&mut self) -> Vec<Event> {
+        self.index.take_events()
     }
 
     /// Makes so many pages free by evictions, and lets sessions go when these do not suffice.

@@ -17,8 +17,15 @@ pub enum Finish {
         /// Bytes of the output's text before it begins.
         text_bytes: u64,
     },
+    /// Its text has a match of this expression.
+    StopRegex {
+        /// Which of [`Ends::stop_regexes`](crate::Ends::stop_regexes).
+        index: u32,
+    },
     /// By [`Scheduler::abort`](crate::Scheduler::abort).
     Aborted,
+    /// The same, before its constraint was ready.
+    Unready,
     /// Its deadline passed.
     Deadline,
     /// A request of better priority took its place in the queue, which was full.
@@ -38,6 +45,10 @@ pub struct Output<'a> {
     pub sample: u32,
     /// Tokens that follow those of earlier outputs. With a stop string they end with the token that completed it.
     pub tokens: &'a [u32],
+    /// Log-probabilities of tokens of the prompt, as their words; each once, in an output that follows their computation.
+    pub prompt_logprobs: &'a [u32],
+    /// Those of `tokens`. Of a sequence that may have no token, those of the one that would come first.
+    pub logprobs: &'a [u32],
     /// Bytes at the end of its text that may be the start of a stop string: keep them back until they are not.
     pub held_bytes: u32,
     /// Set in its last output.
@@ -71,6 +82,8 @@ pub(crate) struct Entry {
     pub(crate) id: u64,
     pub(crate) sample: u32,
     pub(crate) tokens: Range<u32>,
+    pub(crate) prompt_logprobs: Range<u32>,
+    pub(crate) logprobs: Range<u32>,
     pub(crate) held_bytes: u32,
     pub(crate) finish: Option<Finish>,
     pub(crate) admitted: Option<Admitted>,
@@ -82,6 +95,7 @@ pub(crate) struct Entry {
 pub struct Outputs {
     pub(crate) entries: Vec<Entry>,
     pub(crate) tokens: Vec<u32>,
+    logprobs: Vec<u32>,
     /// Of the entries that have one, by index; few, and apart, so that entries need no drop.
     reasons: Vec<(usize, Arc<str>)>,
 }
@@ -93,6 +107,8 @@ impl Outputs {
             id: entry.id,
             sample: entry.sample,
             tokens: &self.tokens[entry.tokens.start as usize..entry.tokens.end as usize],
+            prompt_logprobs: self.words(&entry.prompt_logprobs),
+            logprobs: self.words(&entry.logprobs),
             held_bytes: entry.held_bytes,
             finish: entry.finish,
             reason: match entry.finish {
@@ -119,7 +135,26 @@ impl Outputs {
     pub(crate) fn clear(&mut self) {
         self.entries.clear();
         self.tokens.clear();
+        self.logprobs.clear();
         self.reasons.clear();
+    }
+
+    fn words(&self, range: &Range<u32>) -> &[u32] {
+        &self.logprobs[range.start as usize..range.end as usize]
+    }
+
+    /// Keeps the log-probabilities of an entry, of its prompt and of its tokens, and returns where they are.
+    pub(crate) fn push_logprobs(
+        &mut self,
+        prompt: &[u32],
+        tokens: &[u32],
+    ) -> (Range<u32>, Range<u32>) {
+        let mut push = |words: &[u32]| {
+            let start = self.logprobs.len() as u32;
+            self.logprobs.extend_from_slice(words);
+            start..self.logprobs.len() as u32
+        };
+        (push(prompt), push(tokens))
     }
 
     pub(crate) fn push(&mut self, mut entry: Entry, tokens: &[u32], reason: Option<&Arc<str>>) {

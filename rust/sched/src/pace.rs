@@ -13,6 +13,9 @@ const FIRST_BUDGET: f32 = 512.0;
 /// How much of an average the latest value is.
 const WEIGHT: f32 = 0.2;
 
+/// Steps full of prompts that tell what a token of one costs at best.
+const FULL_STEPS: usize = 4;
+
 /// An average that forgets.
 #[derive(Debug, Clone, Copy, Default)]
 struct Average(Option<f32>);
@@ -69,12 +72,34 @@ impl Decodes {
     }
 }
 
+/// What a token of a prompt took in the last steps that were full of them. One that was slow, as the first of a driver is, says
+/// little, so the least counts.
+#[derive(Debug, Clone, Copy, Default)]
+struct Full {
+    token_us: [Option<f32>; FULL_STEPS],
+    next: usize,
+}
+
+impl Full {
+    fn add(&mut self, token_us: f32) {
+        self.token_us[self.next] = Some(token_us);
+        self.next = (self.next + 1) % FULL_STEPS;
+    }
+
+    fn least(&self) -> Option<f32> {
+        self.token_us.into_iter().flatten().min_by(f32::total_cmp)
+    }
+}
+
 /// Learnt costs.
 #[derive(Debug)]
 pub(crate) struct Pace {
     /// 0: no limit.
     gap_us: f32,
+    /// Of a step without streams.
+    step_us: f32,
     chunk: f32,
+    full: Full,
     decodes: Decodes,
     /// Of a token of a prompt, in µs.
     token: Average,
@@ -99,11 +124,13 @@ pub(crate) struct Load {
 }
 
 impl Pace {
-    pub(crate) fn new(gap_us: u64, chunk_tokens: u32) -> Self {
+    pub(crate) fn new(gap_us: u64, step_us: u64, chunk_tokens: u32) -> Self {
         let chunk = chunk_tokens as f32;
         Self {
             gap_us: gap_us as f32,
+            step_us: step_us as f32,
             chunk,
+            full: Full::default(),
             decodes: Decodes::new(),
             token: Average::default(),
             page: Average::default(),
@@ -116,6 +143,26 @@ impl Pace {
     pub(crate) fn budget(&self, streams: bool) -> u32 {
         let limited = streams && self.gap_us > 0.0;
         (if limited { self.budget } else { self.chunk }) as u32
+    }
+
+    /// Most tokens of a step, prompts and decodes together, while no request streams. What a step costs besides its tokens is
+    /// paid once, so larger ones are cheaper; a request that comes meanwhile waits for the whole step.
+    pub(crate) fn without_streams(&self) -> u32 {
+        let fits = self.full.least().map_or(0.0, |token| self.step_us / token);
+        fits.max(self.chunk) as u32
+    }
+
+    /// What a step takes in µs, rather less than more; `None` before anything is known.
+    pub(crate) fn expect(&self, load: Load) -> Option<f32> {
+        let decode = match load.decodes {
+            0 => 0.0,
+            _ => self.decodes.at(load.context)?,
+        };
+        match load.prompt_tokens {
+            0 => Some(decode),
+            // What a token costs is least in long prompts.
+            tokens => Some(decode + tokens as f32 * self.full.least().or(self.token.0)?),
+        }
     }
 
     /// The least that [`budget`](Self::budget) may be.
@@ -153,6 +200,10 @@ impl Pace {
         let prompts = (took - decode).max(1.0);
         if load.prompt_tokens >= MIN_PROMPT {
             self.token.add(prompts / tokens);
+        }
+        // Next to decodes a step of this size has fewer tokens of prompts.
+        if tokens >= self.chunk / 2.0 {
+            self.full.add(prompts / tokens);
         }
         let alone = if load.decodes > 0 {
             decode
@@ -220,7 +271,7 @@ mod tests {
             (6000, 9000, 20.0, 440),
             (6000, 9000, 900.0, 64),
         ] {
-            let mut pace = Pace::new(gap_us, 8192);
+            let mut pace = Pace::new(gap_us, 0, 8192);
             let found = settle(&mut pace, decode_us, token_us);
             assert!(
                 found.abs_diff(expected) <= expected / 5,
@@ -229,10 +280,10 @@ mod tests {
             assert_eq!(pace.budget(false), 8192);
         }
         // Prompts alone tell something already: 2 µs a token.
-        let mut pace = Pace::new(6000, 8192);
+        let mut pace = Pace::new(6000, 0, 8192);
         pace.learn(load(0, 8000), 16_000, 0);
         assert_eq!(pace.budget(true), 3000);
-        let mut free = Pace::new(0, 8192);
+        let mut free = Pace::new(0, 0, 8192);
         assert_eq!(settle(&mut free, 2000, 50.0), 8192);
     }
 
@@ -240,7 +291,7 @@ mod tests {
     #[test]
     fn what_decodes_take_follows_from_what_they_read() {
         let step = |context: u64| 900 + context / 40;
-        let mut pace = Pace::new(6000, 8192);
+        let mut pace = Pace::new(6000, 0, 8192);
         for requests in (1..=256).rev() {
             let context = requests * 1000;
             let load = Load {
@@ -266,7 +317,7 @@ mod tests {
     /// Without streams there is no limit, and what was found for streams stays.
     #[test]
     fn steps_without_streams_do_not_change_what_streams_need() {
-        let mut pace = Pace::new(6000, 8192);
+        let mut pace = Pace::new(6000, 0, 8192);
         let found = settle(&mut pace, 2000, 10.0);
         for _ in 0..20 {
             let load = Load {
@@ -279,9 +330,40 @@ mod tests {
         assert_eq!(pace.budget(false), 8192);
     }
 
+    /// Without streams as much as fits into the time of a step, but never less than a chunk. A slow first step is forgotten soon.
+    #[test]
+    fn a_step_without_streams_may_be_larger_than_a_chunk() {
+        let step = |tokens: u32| 20_000 + u64::from(tokens) * 3;
+        let play = |step_us| {
+            let mut pace = Pace::new(6000, step_us, 16_384);
+            assert_eq!(pace.without_streams(), 16_384);
+            pace.learn(load(0, 16_384), 5_000_000, 0);
+            let sizes = (0..4).map(|_| {
+                let tokens = pace.without_streams().min(120_000);
+                pace.learn(load(0, tokens), step(tokens), 0);
+                tokens
+            });
+            let sizes: Vec<u32> = sizes.collect();
+            (sizes, pace)
+        };
+        let (sizes, mut pace) = play(500_000);
+        assert_eq!(sizes[0], 16_384);
+        assert!(sizes[1] > 100_000, "{sizes:?}");
+        assert_eq!(sizes[2..], [120_000, 120_000]);
+        // What streams need is not found from these.
+        assert!(pace.budget(true) < 2000);
+        // Short prompts say nothing of long ones.
+        for _ in 0..8 {
+            pace.learn(load(0, 100), 20_300, 0);
+        }
+        assert!(pace.without_streams() > 120_000);
+        assert_eq!(play(20_000).0, [16_384; 4]);
+        assert_eq!(play(0).0, [16_384; 4]);
+    }
+
     #[test]
     fn the_host_pays_as_long_as_copies_are_cheaper() {
-        let mut pace = Pace::new(0, 8192);
+        let mut pace = Pace::new(0, 0, 8192);
         assert!(pace.host_pays(16));
         pace.learn(load(0, 1000), 10_000, 0);
         let copies = |copied_pages| Load {

@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::fmt;
 use std::sync::Arc;
 
-use pie_radix::Insertion;
+use pie_radix::{Event as KvEvent, Insertion};
 use rustc_hash::FxHashMap;
 use slab::Slab;
 
@@ -15,6 +15,7 @@ use crate::copies::Copies;
 use crate::ends::Patterns;
 use crate::error::{Refusal, SchedError};
 use crate::flight::{Flight, Planned};
+use crate::logprobs::Kept;
 use crate::memory::{Held, Memory};
 use crate::output::{Entry, Finish, Outputs};
 use crate::pace::Pace;
@@ -58,7 +59,9 @@ pub struct Scheduler<S> {
     /// Of the last step.
     pub(crate) copies: Copies,
     outputs: Outputs,
-    /// Before this step nothing more fits, unless something ends.
+    /// Steps planned, those among them that had nothing to compute.
+    pub(crate) plans: u64,
+    /// Before this plan nothing more fits, unless something ends.
     pub(crate) full_until: u64,
     /// Prompts got nothing of the last step.
     pub(crate) starved: bool,
@@ -71,6 +74,8 @@ pub struct Scheduler<S> {
     pub(crate) spare_pages: Vec<u32>,
     /// Sequences with a constraint.
     pub(crate) constrained: usize,
+    /// Sequences that stream.
+    pub(crate) streaming: usize,
     /// Room for tokens without alternative.
     pub(crate) forced: Vec<u32>,
     /// Sequences that have ended since [`sweep`](Self::sweep).
@@ -103,7 +108,7 @@ impl<S> Scheduler<S> {
         let chunk = config.chunk_tokens.min(limits.max_forward_tokens);
         Ok(Self {
             memory: Memory::new(&config, &limits)?,
-            pace: Pace::new(config.gap_us, chunk),
+            pace: Pace::new(config.gap_us, config.step_us, chunk),
             ratio: Ratio::new(config.conservativeness),
             random: fastrand::Rng::with_seed(config.seed),
             config,
@@ -117,6 +122,7 @@ impl<S> Scheduler<S> {
             spare: Vec::new(),
             copies: Copies::default(),
             outputs: Outputs::default(),
+            plans: 0,
             full_until: 0,
             starved: false,
             last_answer: 0,
@@ -125,6 +131,7 @@ impl<S> Scheduler<S> {
             candidates: Vec::new(),
             spare_pages: Vec::new(),
             constrained: 0,
+            streaming: 0,
             forced: Vec::new(),
             ended: Vec::new(),
             orders: 0,
@@ -144,7 +151,7 @@ impl<S> Scheduler<S> {
         let rank = self.rank(arrival.priority);
         self.make_place(arrival.samples, rank)?;
         let shared = Arc::new(Shared {
-            patterns: Patterns::new(&arrival.ends.stop_strings),
+            patterns: Patterns::new(&arrival.ends),
             prompt_len: arrival.prompt.len() as u32,
             max_tokens: arrival.ends.max_tokens.min(longest),
             rank,
@@ -178,6 +185,7 @@ impl<S> Scheduler<S> {
         });
         self.orders += 1;
         self.constrained += usize::from(shared.arrival.constraint.is_some());
+        self.streaming += usize::from(shared.arrival.streams);
         let sequence = Sequence::new(shared.clone(), sample, context, self.orders);
         self.sequences.insert(sequence)
     }
@@ -229,7 +237,7 @@ impl<S> Scheduler<S> {
         };
         for slot in request.slots.clone() {
             if self.sequences.get(slot).is_some_and(|s| s.id() == id) {
-                self.finish(slot, 0, Finish::Aborted);
+                self.end_by_abort(slot);
             }
         }
         self.sweep();
@@ -241,9 +249,20 @@ impl<S> Scheduler<S> {
         let mut slots: Vec<usize> = self.sequences.iter().map(|(slot, _)| slot).collect();
         slots.sort_unstable_by_key(|&slot| self.sequences[slot].order);
         for slot in slots {
-            self.finish(slot, 0, Finish::Aborted);
+            self.end_by_abort(slot);
         }
         self.sweep();
+    }
+
+    fn end_by_abort(&mut self, slot: usize) {
+        let sequence = &self.sequences[slot];
+        let constraint = sequence.shared.arrival.constraint.as_ref();
+        let asked = matches!(sequence.bond, Bond::Asked);
+        let finish = match constraint {
+            Some(constraint) if asked && constraint.is_waiting() => Finish::Unready,
+            _ => Finish::Aborted,
+        };
+        self.finish(slot, 0, finish);
     }
 
     /// The driver answered the older step with an error, and its KV is what it was before that. A step that was laid out
@@ -307,6 +326,13 @@ impl<S> Scheduler<S> {
         self.outputs.clear();
     }
 
+    /// What the step that was laid out last takes, in µs, by what steps like it took; rather less than more. `None` while that is
+    /// not known. A caller that lays the next one out shortly before the answer has every request in it that came until then.
+    pub fn expected_us(&self) -> Option<u64> {
+        let expected = self.pace.expect(self.flights.back()?.load)?;
+        Some(expected as u64)
+    }
+
     /// The earliest deadline. [`step`](Self::step) and [`expire`](Self::expire) end requests whose deadline has passed.
     pub fn next_deadline(&self) -> Option<u64> {
         self.deadline
@@ -349,6 +375,11 @@ impl<S> Scheduler<S> {
     pub fn flush(&mut self) -> usize {
         self.full_until = 0;
         self.memory.flush()
+    }
+
+    /// Changes of what is cached since the last call, in their order; none unless [`Config::kv_events`].
+    pub fn take_kv_events(&mut self) -> Vec<KvEvent> {
+        self.memory.take_events()
     }
 
     /// Counts.
@@ -409,7 +440,7 @@ impl<S> Scheduler<S> {
     /// Gives out the last `new` tokens of a sequence; of one that does not stream all of them, at its end.
     pub(crate) fn give_out(&mut self, slot: usize, new: usize, finish: Option<Finish>) {
         self.counts.output_tokens += new as u64;
-        let sequence = &self.sequences[slot];
+        let sequence = &mut self.sequences[slot];
         if !sequence.streams && finish.is_none() {
             return;
         }
@@ -420,8 +451,13 @@ impl<S> Scheduler<S> {
             sequence.prompt_len as usize
         };
         let tokens = &sequence.tokens[first..known];
+        let logprobs = sequence.logprobs.as_deref();
+        let (prompt_logprobs, logprobs) = logprobs.map_or((&[][..], &[][..]), Kept::pending);
+        let (prompt_logprobs, logprobs) = self.outputs.push_logprobs(prompt_logprobs, logprobs);
         self.outputs.push(
             Entry {
+                prompt_logprobs,
+                logprobs,
                 id: sequence.id(),
                 sample: sequence.sample,
                 tokens: 0..0,
@@ -437,6 +473,9 @@ impl<S> Scheduler<S> {
             tokens,
             sequence.reason.as_ref(),
         );
+        if let Some(logprobs) = &mut sequence.logprobs {
+            logprobs.clear();
+        }
     }
 
     /// Ends a sequence, whose last `new` tokens were not given out. [`sweep`](Self::sweep) removes it.
@@ -492,6 +531,7 @@ impl<S> Scheduler<S> {
         for slot in self.ended.drain(..) {
             let sequence = self.sequences.remove(slot);
             self.constrained -= usize::from(sequence.shared.arrival.constraint.is_some());
+            self.streaming -= usize::from(sequence.streams);
             self.counts.finished += 1;
             if let Some(request) = self.requests.get_mut(&sequence.id()) {
                 request.live -= 1;

@@ -7,6 +7,7 @@ use pie_radix::Key;
 use crate::arrival::{Arrival, Image};
 use crate::constraint::Bond;
 use crate::ends::{Found, Patterns};
+use crate::logprobs::Kept;
 use crate::memory::Held;
 use crate::output::{Admitted, Finish};
 use crate::text::TokenBytes;
@@ -73,7 +74,7 @@ pub(crate) struct Sequence<S> {
     resumed: u32,
     /// Tokens whose KV is stored when the steps that are out are answered.
     pub(crate) scheduled: u32,
-    /// The last step that it was laid out in.
+    /// The last plan that it was laid out in.
     pub(crate) step: u64,
     /// Counts how often its pages were taken: rows of an earlier time say nothing of what is stored.
     pub(crate) epoch: u32,
@@ -81,6 +82,8 @@ pub(crate) struct Sequence<S> {
     pub(crate) failures: u8,
     pub(crate) found: Found,
     pub(crate) bond: Bond,
+    /// Log-probabilities, if it wants some.
+    pub(crate) logprobs: Option<Box<Kept>>,
     /// Why its constraint ended it.
     pub(crate) reason: Option<Arc<str>>,
     /// How it was first admitted.
@@ -95,9 +98,11 @@ impl<S> Sequence<S> {
         let longest = shared.prompt_len + shared.max_tokens.min(EXPECTED) + 2;
         let mut tokens = Vec::with_capacity(longest as usize);
         tokens.extend_from_slice(&shared.arrival.prompt);
-        let found = Found::new(&shared.patterns);
+        let found = Found::new(&shared.patterns, &shared.arrival.ends);
         let constraint = &shared.arrival.constraint;
         let bond = constraint.as_ref().map_or(Bond::Free, |_| Bond::Asked);
+        let wanted = shared.arrival.logprobs;
+        let logprobs = wanted.map(|wanted| Box::new(Kept::new(wanted, shared.prompt_len)));
         Self {
             prompt_len: shared.prompt_len,
             max_tokens: shared.max_tokens,
@@ -122,6 +127,7 @@ impl<S> Sequence<S> {
             failures: 0,
             found,
             bond,
+            logprobs,
             reason: None,
             admitted: None,
             overtaken: 0,
@@ -219,7 +225,24 @@ impl<S> Sequence<S> {
 
     /// Whether a row that ends with token `end` draws one.
     pub(crate) fn draws(&self, end: u32) -> bool {
-        end == self.len() && self.remaining() > 0
+        end == self.len() && (self.remaining() > 0 || self.only_scores())
+    }
+
+    /// Whether it may have no token, but wants the log-probabilities of the one that would come first.
+    pub(crate) fn only_scores(&self) -> bool {
+        self.max_tokens == 0 && self.logprobs.is_some()
+    }
+
+    /// Words of log-probabilities that a row of the tokens `start..end` with so many drafts brings, and the tokens of the
+    /// prompt that they are of.
+    pub(crate) fn logprob_words(&self, start: u32, end: u32, drafts: u32) -> (u64, (u32, u32)) {
+        let Some(kept) = &self.logprobs else {
+            return (0, (0, 0));
+        };
+        let prompt = kept.of_row(start, end);
+        let drawn = if self.draws(end) { 1 + drafts } else { 0 };
+        let places = prompt.len() as u64 + u64::from(drawn);
+        (places * u64::from(kept.words()), (prompt.start, prompt.end))
     }
 
     /// Tokens produced whose KV was there when it was admitted, for the row that begins after them.
@@ -249,9 +272,19 @@ impl<S> Sequence<S> {
         }
     }
 
-    /// What may be taken from the cache: all that is known but the last token, which must be computed.
+    /// What may be taken from the cache.
     pub(crate) fn cacheable(&self) -> Key<'_> {
-        self.key(self.known() - 1)
+        self.key(self.cacheable_len())
+    }
+
+    /// How many tokens may be taken from the cache: all that is known but the last one, which must be computed, and what is
+    /// needed for log-probabilities of the prompt.
+    pub(crate) fn cacheable_len(&self) -> u32 {
+        let needed = self
+            .logprobs
+            .as_ref()
+            .map_or(u32::MAX, |kept| kept.cacheable());
+        (self.known() - 1).min(needed)
     }
 
     /// A row of it was laid out that ends with token `end` and draws one.
@@ -349,19 +382,20 @@ impl<S> Sequence<S> {
     /// Whether the last token ends it, in `SGLang`'s order: by length, by text, by itself.
     fn end_by(&mut self, token: u32, text: Option<&dyn TokenBytes>) -> Option<Finish> {
         let shared = &self.shared;
+        let ends = &shared.arrival.ends;
         let hit = match text {
-            Some(text) if !shared.patterns.is_empty() => {
-                self.found.advance(&shared.patterns, text.bytes(token))
+            Some(text) if !self.found.is_idle() => {
+                self.found
+                    .advance(&shared.patterns, ends, text.bytes(token))
             }
             _ => None,
         };
         let produced = self.len() - self.prompt_len;
-        let ends = &shared.arrival.ends;
         if produced >= self.max_tokens {
             return Some(Finish::Length);
         }
-        if let Some((index, text_bytes)) = hit {
-            return Some(Finish::StopString { index, text_bytes });
+        if hit.is_some() {
+            return hit;
         }
         let stops = produced > ends.min_tokens && ends.stop_tokens.contains(&token);
         stops.then_some(Finish::StopToken(token))

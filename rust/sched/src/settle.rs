@@ -5,7 +5,24 @@ use crate::error::SchedError;
 use crate::flight::Planned;
 use crate::output::Finish;
 use crate::scheduler::Scheduler;
-use crate::sequence::State;
+use crate::sequence::{Sequence, State};
+
+impl<S> Sequence<S> {
+    /// Takes the log-probabilities that a row has brought: of so many tokens, as many of which it keeps. Whether they are those
+    /// that it wants.
+    fn take_logprobs(
+        &mut self,
+        row: &Planned,
+        (drawn, kept): (usize, usize),
+        words: &[u32],
+    ) -> bool {
+        let (start, end) = row.prompt_logprobs;
+        match &mut self.logprobs {
+            Some(logprobs) => logprobs.take(start..end, drawn, kept, words),
+            None => true,
+        }
+    }
+}
 
 impl<S> Scheduler<S> {
     /// Takes the answer to the older of the steps that are out, which has just come.
@@ -46,6 +63,10 @@ impl<S> Scheduler<S> {
         if row.draws {
             return self.settle_draw(row, answer, at, current);
         }
+        if !sequence.take_logprobs(row, (0, 0), answer.logprobs_of(at)) {
+            sequence.forget_steps();
+            return self.finish(row.slot, 0, Finish::Failed);
+        }
         if current {
             sequence.stored = row.end;
             let ends = sequence.shared.max_tokens == 0 && row.end == sequence.len();
@@ -65,9 +86,26 @@ impl<S> Scheduler<S> {
             sequence.forget_steps();
             return self.finish(row.slot, 0, Finish::Failed);
         }
+        let words = answer.logprobs_of(at);
+        if sequence.only_scores() {
+            if current {
+                sequence.stored = row.end;
+            }
+            sequence.forget_steps();
+            let scored = sequence.take_logprobs(row, (tokens.len(), 1), words);
+            let finish = if scored {
+                Finish::Length
+            } else {
+                Finish::Failed
+            };
+            return self.finish(row.slot, 0, finish);
+        }
         let text = self.text.as_deref();
-        let finish = sequence.take(row.end, tokens, text, self.limits.vocab_size);
+        let mut finish = sequence.take(row.end, tokens, text, self.limits.vocab_size);
         let new = (sequence.known() - known) as usize;
+        if !sequence.take_logprobs(row, (tokens.len(), new), words) {
+            finish = Some(Finish::Failed);
+        }
         let first = known == sequence.prompt_len;
         if current {
             sequence.stored = row.end + accepted;

@@ -35,6 +35,11 @@ pub struct Row<'a, S> {
     /// Tokens produced that lie right before `tokens` and whose KV comes from the cache: of the first row since the sequence
     /// was admitted.
     pub history: &'a [u32],
+    /// Tokens of the prompt, by their indices, whose log-probabilities the answer must have; those of a token come from the row
+    /// of the one before. Empty for none.
+    pub prompt_logprobs: (u32, u32),
+    /// The token after `tokens`, where it is known.
+    pub next: Option<u32>,
     /// Tokens that must not be drawn.
     pub forbidden: &'a [u32],
     /// Which tokens may be drawn, a bit for each, as [`Constraint::next`](crate::Constraint::next) writes them; `None`: all.

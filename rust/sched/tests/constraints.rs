@@ -45,7 +45,7 @@ struct Walker {
 struct Shared(Arc<Path>);
 
 impl Constrain for Shared {
-    fn begin(&self, most: u32) -> Begun {
+    fn begin(&self, most: u32, _: bool) -> Begun {
         if !self.0.ready.load(Ordering::Relaxed) {
             return Begun::Waiting;
         }
@@ -59,6 +59,10 @@ impl Constrain for Shared {
             most: most as usize,
             asked: false,
         }))
+    }
+
+    fn is_waiting(&self) -> bool {
+        !self.0.ready.load(Ordering::Relaxed)
     }
 }
 
@@ -154,6 +158,7 @@ impl World {
             max_image_bytes: 0,
             max_model_len: 200,
             vocab_size: VOCAB,
+            max_logprob_words: 1 << 16,
         };
         let config = Config {
             max_running: 8,
@@ -377,6 +382,10 @@ fn a_request_whose_constraint_is_not_ready_lets_others_pass() {
     assert!(world.scheduler.awaits_constraint());
     assert_eq!(world.said[&(2, 0)].0.len(), 5);
     assert!(!world.said.contains_key(&(1, 0)));
+    world.scheduler.submit(bound(3, vec![1], &path, 1)).unwrap();
+    assert!(world.scheduler.abort(3));
+    world.run();
+    assert_eq!(world.said[&(3, 0)].1, Some((Finish::Unready, None)));
     path.ready.store(true, Ordering::Relaxed);
     world.run();
     assert!(!world.scheduler.awaits_constraint());

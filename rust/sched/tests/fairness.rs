@@ -16,6 +16,7 @@ const LIMITS: Limits = Limits {
     max_image_bytes: 0,
     max_model_len: 4096,
     vocab_size: sim::rule::VOCAB,
+    max_logprob_words: 1 << 16,
 };
 
 fn sim(config: Config, limits: Limits) -> Sim {
@@ -139,6 +140,48 @@ fn the_gap_between_tokens_keeps_to_its_limit() {
     let (least, most) = (parts.iter().min(), parts.iter().max());
     assert!(most <= Some(&(300 * 5 / 4)), "{parts:?}");
     assert!(least >= Some(&180), "{parts:?}");
+    sim.drain();
+}
+
+/// Without streams a step has as many prompts as its time allows; as soon as one streams, a chunk, and less next to decodes.
+#[test]
+fn steps_without_streams_are_as_large_as_their_time_allows() {
+    let config = Config {
+        chunk_tokens: 100,
+        step_us: 1000 * TOKEN_US,
+        prefix_cache: false,
+        ..Config::default()
+    };
+    let limits = Limits {
+        total_pages: 100_000,
+        max_page_refs: 100_000,
+        ..LIMITS
+    };
+    let mut sim = sim(config, limits);
+    let whole = Ask {
+        whole: true,
+        ..Ask::plain(0, 200, 1)
+    };
+    let fill = |sim: &mut Sim| {
+        for _ in 0..20 {
+            sim.submit(&whole);
+        }
+    };
+    let prompts = |sim: &mut Sim| step(sim).iter().map(|row| row.1).sum::<usize>();
+    fill(&mut sim);
+    assert_eq!(prompts(&mut sim), 100);
+    let learnt = prompts(&mut sim);
+    assert!((600..=1000).contains(&learnt), "{learnt}");
+    let more = prompts(&mut sim);
+    assert!((learnt..=1000).contains(&more), "{more}");
+    fill(&mut sim);
+    let stream = sim.submit(&Ask::plain(0, 5, 9));
+    while sim.ended.iter().all(|ended| ended.id != stream) {
+        let tokens = prompts(&mut sim);
+        assert!(tokens <= 100, "{tokens}");
+    }
+    fill(&mut sim);
+    assert!(prompts(&mut sim) >= 600);
     sim.drain();
 }
 

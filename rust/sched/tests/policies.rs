@@ -18,6 +18,7 @@ const LIMITS: Limits = Limits {
     max_image_bytes: 0,
     max_model_len: 1 << 20,
     vocab_size: 1 << 20,
+    max_logprob_words: 1 << 16,
 };
 
 /// A request that waits.

@@ -1,15 +1,18 @@
 //! Random requests and events on a scheduler with a simulated driver.
 //!
-//! `PIE_SCHED_REQUESTS=1000000 cargo test --release -p pie-sched --test random -- --nocapture long` plays as many requests.
+//! `PIE_SCHED_REQUESTS=1000000 cargo test --release -p pie-sched --test random -- --nocapture long` plays as many requests, with
+//! `PIE_SCHED_SEED=8` others. A case that fails is shrunk and shown.
 
 #[allow(dead_code, unreachable_pub, reason = "other tests use it, too")]
 mod sim;
+
+use std::cell::{Cell, RefCell};
 
 use pie_radix::Policy as Eviction;
 use pie_sched::{Config, Limits, Policy};
 use proptest::prelude::*;
 use proptest::strategy::ValueTree;
-use proptest::test_runner::{RngAlgorithm, TestRng, TestRunner};
+use proptest::test_runner::{RngAlgorithm, TestCaseError, TestError, TestRng, TestRunner};
 use sim::{Ask, Event, Sim};
 
 fn ask() -> impl Strategy<Value = Event> {
@@ -35,30 +38,35 @@ fn ask() -> impl Strategy<Value = Event> {
         prop::bool::weighted(0.3),
         prop::bool::weighted(0.3),
     );
-    (lengths, kinds, flags, images).prop_map(|(lengths, kinds, flags, images)| {
-        let (drafts, stops, strings, whole) = flags;
-        let (family, common, own, max_tokens, min_tokens) = lengths;
-        let (samples, salt, priority, routing_key, session, (deadline, admit_by)) = kinds;
-        Event::Submit(Box::new(Ask {
-            family,
-            common,
-            own,
-            max_tokens,
-            min_tokens: min_tokens.min(max_tokens),
-            samples,
-            salt,
-            priority,
-            routing_key,
-            session,
-            deadline,
-            admit_by,
-            images,
-            drafts,
-            stops,
-            strings,
-            whole,
-        }))
-    })
+    let logprobs = (0_u8..5, prop::option::of(0_u8..30));
+    let logprobs = prop_oneof![3 => Just((0, None)), 1 => logprobs];
+    (lengths, kinds, flags, images, logprobs).prop_map(
+        |(lengths, kinds, flags, images, logprobs)| {
+            let (drafts, stops, strings, whole) = flags;
+            let (family, common, own, max_tokens, min_tokens) = lengths;
+            let (samples, salt, priority, routing_key, session, (deadline, admit_by)) = kinds;
+            Event::Submit(Box::new(Ask {
+                family,
+                common,
+                own,
+                max_tokens,
+                min_tokens: min_tokens.min(max_tokens),
+                samples,
+                salt,
+                priority,
+                routing_key,
+                session,
+                deadline,
+                admit_by,
+                images,
+                drafts,
+                stops,
+                strings,
+                whole,
+                logprobs,
+            }))
+        },
+    )
 }
 
 fn event() -> impl Strategy<Value = Event> {
@@ -98,7 +106,7 @@ fn config() -> impl Strategy<Value = Config> {
             Just(Eviction::Lfu),
             Just(Eviction::Priority)
         ],
-        0_u64..300,
+        (0_u64..300, 0_u64..600),
     );
     let order = (
         prop::bool::weighted(0.4),
@@ -109,7 +117,7 @@ fn config() -> impl Strategy<Value = Config> {
     );
     (sizes, kinds, order, any::<u64>()).prop_map(|(sizes, kinds, order, seed)| {
         let (chunk_tokens, max_running, max_queued) = sizes;
-        let (policy, conservativeness, prefix_cache, eviction, gap_us) = kinds;
+        let (policy, conservativeness, prefix_cache, eviction, (gap_us, step_us)) = kinds;
         let (priority, low_priority_first, preemption_threshold, max_overtakes, limit) = order;
         Config {
             policy,
@@ -118,8 +126,10 @@ fn config() -> impl Strategy<Value = Config> {
             max_running,
             max_queued,
             gap_us,
+            step_us,
             prefix_cache,
             eviction,
+            kv_events: false,
             priority: priority && matches!(policy, Policy::Fcfs | Policy::Lof),
             low_priority_first,
             preemption_threshold,
@@ -133,23 +143,27 @@ fn config() -> impl Strategy<Value = Config> {
 fn limits() -> impl Strategy<Value = Limits> {
     let pages = (4_u32..40, prop_oneof![Just(0_u32), 1_u32..30], 1_u32..6);
     let frame = (1_u32..40, 1_u32..8, 4_u32..80, 20_u32..80);
-    (pages, frame).prop_map(|((total_pages, host_pages, page_size), frame)| {
-        let (max_forward_tokens, max_forward_requests, max_page_refs, max_model_len) = frame;
-        Limits {
-            total_pages,
-            host_pages,
-            page_size,
-            max_forward_tokens,
-            max_forward_requests,
-            max_page_refs,
-            max_image_bytes: 40,
-            max_model_len,
-            vocab_size: sim::rule::VOCAB,
-        }
-    })
+    let words = prop_oneof![Just(1 << 16), 3_u32..60];
+    (pages, frame, words).prop_map(
+        |((total_pages, host_pages, page_size), frame, max_logprob_words)| {
+            let (max_forward_tokens, max_forward_requests, max_page_refs, max_model_len) = frame;
+            Limits {
+                total_pages,
+                host_pages,
+                page_size,
+                max_forward_tokens,
+                max_forward_requests,
+                max_page_refs,
+                max_image_bytes: 40,
+                max_model_len,
+                vocab_size: sim::rule::VOCAB,
+                max_logprob_words,
+            }
+        },
+    )
 }
 
-fn case(events: usize) -> impl Strategy<Value = (Config, Limits, u64, Vec<Event>)> {
+fn case(events: usize) -> impl Strategy<Value = Case> {
     let events = prop::collection::vec(event(), 1..events);
     (config(), limits(), any::<u64>(), events)
 }
@@ -163,30 +177,80 @@ proptest! {
     }
 }
 
-/// `PIE_SCHED_REQUESTS` requests, ten thousand by default.
+type Case = (Config, Limits, u64, Vec<Event>);
+
+/// Plays a case. One that fails is made as small as it can be, and told.
+fn play<T: ValueTree<Value = Case>>(
+    runner: &mut TestRunner,
+    case: T,
+    play: impl Fn(Case) -> Result<(), TestCaseError>,
+) -> Result<(), Box<TestError<Case>>> {
+    runner.run_one(case, play)?;
+    Ok(())
+}
+
+fn runner(seed: u8) -> TestRunner {
+    let rng = TestRng::from_seed(RngAlgorithm::ChaCha, &[seed; 32]);
+    let config = ProptestConfig {
+        max_shrink_iters: 20_000,
+        ..ProptestConfig::default()
+    };
+    TestRunner::new_with_rng(config, rng)
+}
+
+/// `PIE_SCHED_REQUESTS` requests, ten thousand by default, of `PIE_SCHED_SEED`.
 #[test]
 fn long() {
-    let asked = std::env::var("PIE_SCHED_REQUESTS").ok();
-    let wanted: usize = asked.map_or(10_000, |count| count.parse().expect("a number of requests"));
-    let rng = TestRng::from_seed(RngAlgorithm::ChaCha, &[11; 32]);
-    let mut runner = TestRunner::new_with_rng(ProptestConfig::default(), rng);
-    let (mut requests, mut tally) = (0, sim::Tally::default());
-    while requests < wanted {
-        let case = case(3000).new_tree(&mut runner).expect("a case");
-        let (config, limits, seed, events) = case.current();
-        let mut sim = Sim::new(config, limits, seed % 1000);
-        sim.play(&events);
-        requests += events
-            .iter()
-            .filter(|event| matches!(event, Event::Submit(_)))
-            .count();
-        let counts = sim.tally.0.iter();
-        counts.for_each(|(name, count)| tally.add(name, *count));
-        let stats = sim.scheduler.stats();
-        tally.add("accepted drafts", stats.accepted);
+    let number = |name: &str, default: usize| {
+        let asked = std::env::var(name).ok();
+        asked.map_or(default, |count| count.parse().expect("a number"))
+    };
+    let wanted = number("PIE_SCHED_REQUESTS", 10_000);
+    let mut runner = runner(number("PIE_SCHED_SEED", 7) as u8);
+    let requests = Cell::new(0);
+    let tally = RefCell::new(sim::Tally::default());
+    while requests.get() < wanted {
+        let case = case(1000).new_tree(&mut runner).expect("a case");
+        let played = play(&mut runner, case, |(config, limits, seed, events)| {
+            let mut sim = Sim::new(config, limits, seed % 1000);
+            sim.play(&events);
+            let submits = events.iter().filter(|e| matches!(e, Event::Submit(_)));
+            requests.set(requests.get() + submits.count());
+            let mut tally = tally.borrow_mut();
+            let counts = sim.tally.0.iter();
+            counts.for_each(|(name, count)| tally.add(name, *count));
+            tally.add("accepted drafts", sim.scheduler.stats().accepted);
+            Ok(())
+        });
+        if let Err(error) = played {
+            panic!("after {} requests: {error}", requests.get());
+        }
     }
-    eprintln!("{requests} requests: {:#?}", tally.0);
+    let tally = tally.into_inner();
+    eprintln!("{} requests: {:#?}", requests.get(), tally.0);
     // What never happens proves nothing.
-    assert_eq!(tally.0.len(), 18);
+    assert_eq!(tally.0.len(), 21);
     assert!(tally.0.values().all(|&count| count >= wanted as u64 / 1000));
+}
+
+/// With a rule that no abort may break, of hundreds of events one is left.
+#[test]
+fn a_case_that_fails_is_shrunk() {
+    let mut runner = runner(1);
+    let aborts = |events: &[Event]| events.iter().any(|e| matches!(e, Event::Abort(_)));
+    let case = loop {
+        let case = case(300).new_tree(&mut runner).expect("a case");
+        if aborts(&case.current().3) {
+            break case;
+        }
+    };
+    let played = play(&mut runner, case, |(.., events)| {
+        prop_assert!(!aborts(&events));
+        Ok(())
+    });
+    let failed = played.map_err(|error| *error);
+    let Err(TestError::Fail(_, (.., events))) = failed else {
+        panic!("{failed:?}");
+    };
+    assert!(matches!(events[..], [Event::Abort(0)]), "{events:?}");
 }

@@ -4,8 +4,8 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use pie_batch::{
-    AttentionMask, Computed, Outputs, Pass, PassImages, Plan, Planner, RECORD_WORDS, SlotGroup,
-    StageError, Staged, StagedGroup, StagedPass, StagedSlots,
+    AttentionMask, Computed, Outputs, Pass, PassImages, Place, Plan, Planner, RECORD_WORDS,
+    SlotGroup, StageError, Staged, StagedGroup, StagedPass, StagedSlots,
 };
 use pie_ring::{Lease, Publish};
 use thiserror::Error;
@@ -281,6 +281,15 @@ impl Batch {
     #[must_use]
     pub fn pass_noted(&self) -> Option<&[[i64; 2]]> {
         self.staged_pass()?.noted()
+    }
+
+    /// The places of the staged slot group; see [`StagedGroup::places`].
+    #[must_use]
+    pub fn group_places(&self) -> (&[Place], &[[i64; 2]]) {
+        match &self.stage {
+            Some(Stage::Group(group)) => group.places(),
+            _ => (&[], &[]),
+        }
     }
 
     /// What the staged slot group asks of its logits; see [`StagedGroup::records`].

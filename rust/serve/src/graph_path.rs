@@ -2,7 +2,7 @@
 //! them. No Python runs in between.
 
 use std::ops::Range;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use pie_batch::{Computed, Layout, Plan, Planner, StageError, StagedStep, StepMemory, StepSize};
@@ -21,6 +21,9 @@ pub trait Memory: Send {
     /// What they write, one word for each slot: the step's number in the upper half, the token in the lower one. Each word
     /// is written at once, so the number says that the token is there.
     fn results(&self) -> &[AtomicU64];
+
+    /// Log-probabilities that the step's extended graph writes, before the results: the words of all places, as the step says.
+    fn places(&self) -> &[AtomicU32];
 }
 
 /// Why the graph path did not answer a batch that it accepted.
@@ -397,9 +400,12 @@ impl<'l> RunningStep<'l> {
         if !self.graph_path.poll(&mut self.watch)? {
             return Ok(Polled::Running(self));
         }
-        let results = self.graph_path.memory.results();
+        let memory = &self.graph_path.memory;
+        let (results, places) = (memory.results(), memory.places());
         let token = |slot: usize| results[slot].load(Ordering::Relaxed) as u32;
-        Ok(Polled::Computed(self.staged.put_tokens(token)))
+        // They were written before the results, which have all been seen.
+        let place_word = |word: usize| places[word].load(Ordering::Relaxed);
+        Ok(Polled::Computed(self.staged.put_tokens(token, place_word)))
     }
 }
 

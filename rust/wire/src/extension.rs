@@ -9,9 +9,7 @@ mod answer;
 mod read;
 mod write;
 
-pub use answer::{
-    AnswerExtension, AnswerRow, LogprobRow, Logprobs, answer_len, append_answer, split_answer,
-};
+pub use answer::{AnswerExtension, AnswerRows, LogprobRow, Logprobs, PlaceShape, split_answer};
 pub use read::{Extension, ExtensionRow, ExtensionRows, Words, split_request};
 pub use write::{append_extension, extension_len};
 
@@ -25,7 +23,7 @@ pub const ANSWER_MAGIC: [u8; 8] = *b"PIEXTRP1";
 /// Bytes of a word.
 const WORD: usize = 4;
 /// Words of a request's row.
-const ROW: usize = 20;
+const ROW: usize = 22;
 /// Words at the end: rows, words after the rows, magic number.
 const TRAILER: usize = 4;
 
@@ -39,7 +37,7 @@ const HAS_LOGPROBS: u32 = 4;
 const SCALED: u32 = 8;
 const FLAGS: u32 = HAS_SAMPLER | HAS_SEED | HAS_LOGPROBS | SCALED;
 
-/// In place of [`LogprobsAsked::prompt_from`]: none of the prompt.
+/// In place of [`PromptLogprobs::from`]: none of the prompt.
 const NO_PROMPT: u32 = u32::MAX;
 
 /// Why an extension cannot be read.
@@ -162,8 +160,20 @@ pub struct LogprobsAsked {
     pub top: u32,
     /// Tokens by their ids.
     pub token_ids: Vec<u32>,
-    /// Of the prompt's tokens, too, from the one at this KV index on.
-    pub prompt_from: Option<u32>,
+    /// Of tokens of the prompt, too.
+    pub prompt: Option<PromptLogprobs>,
+}
+
+/// Tokens of a prompt whose log-probabilities are wanted, by the KV indices `from..end`. Those of a token come from the row
+/// before it, and never from after the temperature. A request answers as many of them as it computes the rows of.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct PromptLogprobs {
+    /// The first one; below 2^32 - 1.
+    pub from: u32,
+    /// After the last one.
+    pub end: u32,
+    /// The token after the request's input, which is not among its tokens, if it is one of them.
+    pub next: u32,
 }
 
 /// What one request asks for beyond the Pie protocol.

@@ -12,7 +12,7 @@
 //! | read into owned values | [`decode_request`], [`decode_response`] |
 //! | write a response into the ring | [`encode_response`], [`status_frame`], [`encode_fast_tokens`] |
 //! | write a request | [`encode_request`]; one after the other: [`encode_request_with`] |
-//! | carry what the protocol has no place for | [`append_extension`], [`split_request`], [`append_answer`], [`split_answer`] |
+//! | carry what the protocol has no place for | [`append_extension`], [`split_request`], [`AnswerRows`], [`split_answer`] |
 //! | see archived numbers as native slices | [`NativeSlice::native`] |
 //! | read and write attention and logit masks | [`brle`] |
 //!
@@ -63,9 +63,9 @@ pub use encode::{
 };
 pub use error::{PayloadKind, WireError};
 pub use extension::{
-    ANSWER_MAGIC, AnswerExtension, AnswerRow, CombinedSampler, EXTENSION_MAGIC, Extension,
+    ANSWER_MAGIC, AnswerExtension, AnswerRows, CombinedSampler, EXTENSION_MAGIC, Extension,
     ExtensionError, ExtensionRow, ExtensionRows, LogprobRow, Logprobs, LogprobsAsked, Penalties,
-    RequestExtension, Words, answer_len, append_answer, append_extension, extension_len,
+    PlaceShape, PromptLogprobs, RequestExtension, Words, append_extension, extension_len,
     split_answer, split_request,
 };
 pub use fast::{FAST_TOKENS_MAGIC, FastTokens, encode_fast_tokens, fast_tokens_len};

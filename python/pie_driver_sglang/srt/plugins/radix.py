@@ -6,16 +6,21 @@ SGLang loads what is installed as ``sglang.srt.plugins``; this one does nothing 
 
 Plugins that the variable does not name are not loaded, platforms among them: where others are
 installed, add this one to the list of theirs.
+
+``PIE_RADIX_MIN_HIT=N`` has it decline prefixes of fewer than N tokens: they are computed again.
 """
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 NAME = "pie_radix"
 """The plugin's name, in ``SGLANG_PLUGINS`` and among the entry points."""
 BACKEND = "pie"
 """The backend's name, for ``--radix-cache-backend``."""
+MIN_HIT = "PIE_RADIX_MIN_HIT"
+"""The environment variable with the least tokens of a prefix that is used."""
 
 REFUSED_SETTINGS = {
     "disable_radix_cache": "it is a radix cache",
@@ -77,7 +82,21 @@ def make(context: Any) -> Any:
         raise ValueError(f"SGLang takes no prefix cache for this model; {drop}")
     from pie_driver_sglang.srt.plugins.radix_cache import RadixCache
 
-    return RadixCache(context.params)
+    return RadixCache(context.params, min_hit=min_hit())
+
+
+def min_hit() -> int:
+    """The least tokens of a prefix that is used, from the environment; 1 where it says nothing.
+
+    Raises:
+        ValueError: It is not a number from 1.
+    """
+    text = os.environ.get(MIN_HIT, "1")
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError(
+            f"{MIN_HIT} is {text!r}, not a number of tokens; set it from 1, or unset it"
+        )
+    return int(text)
 
 
 def _check_server_args(_: None, settings: Any) -> None:

@@ -60,10 +60,13 @@ class RadixCache(BasePrefixCache):
 
     Args:
         params: Whose pools, page size, policy and events.
+        min_hit: Shorter prefixes are not used, and computed again: where a pass of few tokens waits
+            for the host, and a prefix costs kernels of its own, that may be faster.
     """
 
-    def __init__(self, params: CacheInitParams) -> None:
+    def __init__(self, params: CacheInitParams, min_hit: int = 1) -> None:
         self.disable = False
+        self._min_hit = min_hit
         self.req_to_token_pool = params.req_to_token_pool
         self.token_to_kv_pool_allocator = params.token_to_kv_pool_allocator
         self.page_size: int = params.page_size
@@ -105,7 +108,7 @@ class RadixCache(BasePrefixCache):
         self._view.clear()
         found = self._index.match_prefix(key.token_ids, namespace=key.extra_key, limit=key.limit)
         node = found.node
-        if node == _ROOT:
+        if node == _ROOT or len(found.pages) * self.page_size < self._min_hit:
             return self._no_match
         return MatchResult(self._gather(found.pages), node, node, node)
 

@@ -20,11 +20,16 @@ from sglang.srt.layers.quantization.unquant import (
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.layers.rotary_embedding import RotaryEmbedding
 from sglang.srt.lora.layers import BaseLayerWithLoRA
-from sglang.srt.models import llama, qwen2, qwen3, qwen3_moe
+from sglang.srt.models import llama, mixtral, qwen2, qwen3, qwen3_moe
 
 from pie_driver_sglang.kernels.dense_layers import Heads, LinearWeights, Norm
 from pie_driver_sglang.kernels.experts import Experts
 from pie_driver_sglang.srt.seams.pools import MHATokenToKVPool, stored_kv
+from pie_driver_sglang.srt.seams.quantized import (
+    QuantizedLinear,
+    UnknownQuantization,
+    read_quantized,
+)
 
 _BUILDS = {
     llama.LlamaModel: (llama.LlamaDecoderLayer, llama.LlamaAttention, llama.LlamaMLP),
@@ -35,8 +40,16 @@ _BUILDS = {
         qwen3_moe.Qwen3MoeAttention,
         qwen3_moe.Qwen3MoeSparseMoeBlock,
     ),
+    mixtral.MixtralModel: (
+        mixtral.MixtralDecoderLayer,
+        mixtral.MixtralAttention,
+        mixtral.MixtralMoE,
+    ),
 }
 """Models and the classes that their layers, attention and MLPs are of."""
+_MIXTURES = (qwen3_moe.Qwen3MoeSparseMoeBlock, mixtral.MixtralMoE)
+"""Of MLPs, those that are mixtures of experts."""
+_Matrix = LinearWeights | QuantizedLinear
 
 
 class Layer(NamedTuple):
@@ -50,6 +63,19 @@ class Layer(NamedTuple):
     between: Norm
     gate_up: LinearWeights
     down: LinearWeights
+
+
+class QuantizedLayer(NamedTuple):
+    """One layer whose matrices are FP8."""
+
+    before: Norm
+    qkv: QuantizedLinear
+    heads: Heads
+    attention: RadixAttention
+    out: QuantizedLinear
+    between: Norm
+    gate_up: QuantizedLinear
+    down: QuantizedLinear
 
 
 class ExpertLayer(NamedTuple):
@@ -86,8 +112,9 @@ def find_decoder(causal: Any) -> Any:
     """
     model: Any = getattr(causal, "model", None)
     expect(type(model) in _BUILDS, f"it is a {type(model).__name__}")
-    expect(not model.layers_to_capture, "hidden states of some layers are wanted")
-    expect(not hasattr(model.config, "scale_emb"), "its embeddings are scaled")
+    # Mixtral's class has no such list.
+    expect(not getattr(model, "layers_to_capture", None), "hidden states of some layers are wanted")
+    expect(not hasattr(causal.config, "scale_emb"), "its embeddings are scaled")
     return model
 
 
@@ -109,8 +136,10 @@ def read_norm(norm: RMSNorm) -> Norm:
     return Norm(norm.weight.data, norm.variance_epsilon)
 
 
-def read_layers(model: Any, pool: MHATokenToKVPool) -> list[Layer] | list[ExpertLayer]:
-    """The layers of a model in their order, all with experts or all without.
+def read_layers(
+    model: Any, pool: MHATokenToKVPool
+) -> list[Layer] | list[QuantizedLayer] | list[ExpertLayer]:
+    """The layers of a model in their order, all of one kind.
 
     Args:
         model: As :func:`find_decoder` gives it.
@@ -120,22 +149,32 @@ def read_layers(model: Any, pool: MHATokenToKVPool) -> list[Layer] | list[Expert
         UnknownLayer: One of them is not known.
     """
     build = _BUILDS[type(model)]
-    if build[-1] is qwen3_moe.Qwen3MoeSparseMoeBlock:
-        return [
-            ExpertLayer(*_read_half(layer, build, pool), _read_experts(layer.mlp))
-            for layer in model.layers
+    if build[-1] in _MIXTURES:
+        halves = [
+            (*_read_half(layer, build, pool), _read_experts(_mlp(layer))) for layer in model.layers
         ]
-    return [Layer(*_read_half(layer, build, pool), *_read_mlp(layer.mlp)) for layer in model.layers]
+        return [ExpertLayer(*_plain(parts)) for parts in halves]
+    read = [(*_read_half(layer, build, pool), *_read_mlp(_mlp(layer))) for layer in model.layers]
+    if any(isinstance(part, QuantizedLinear) for part in read[0]):
+        return [QuantizedLayer(*_plain(parts, QuantizedLinear)) for parts in read]
+    return [Layer(*_plain(parts)) for parts in read]
+
+
+def _plain(parts: tuple[Any, ...], kind: type = LinearWeights) -> tuple[Any, ...]:
+    """The parts of a layer whose matrices must all be of one kind."""
+    matrices = [part for part in parts if isinstance(part, LinearWeights | QuantizedLinear)]
+    expect(all(type(part) is kind for part in matrices), "some of its matrices are quantized")
+    return parts
 
 
 def _read_half(
     layer: Any, build: Any, pool: MHATokenToKVPool
-) -> tuple[Norm, LinearWeights, Heads, RadixAttention, LinearWeights, Norm]:
+) -> tuple[Norm, _Matrix, Heads, RadixAttention, _Matrix, Norm]:
     """A layer up to the norm before its MLP."""
     of_layer, of_attention, of_mlp = build
     expect(type(layer) is of_layer, f"one of its layers is a {type(layer).__name__}")
     attention = layer.self_attn
-    for part, kind in ((attention, of_attention), (layer.mlp, of_mlp)):
+    for part, kind in ((attention, of_attention), (_mlp(layer), of_mlp)):
         expect(type(part) is kind, f"it has a {type(part).__name__}")
     return (
         read_norm(layer.input_layernorm),
@@ -147,7 +186,12 @@ def _read_half(
     )
 
 
-def _read_mlp(mlp: Any) -> tuple[LinearWeights, LinearWeights]:
+def _mlp(layer: Any) -> Any:
+    """What follows the attention of a layer; Mixtral calls it otherwise."""
+    return getattr(layer, "block_sparse_moe", None) or layer.mlp
+
+
+def _read_mlp(mlp: Any) -> tuple[_Matrix, _Matrix]:
     expect(type(mlp.act_fn) is SiluAndMul, f"it has a {type(mlp.act_fn).__name__}")
     return (
         _read_matrix(mlp.gate_up_proj, MergedColumnParallelLinear),
@@ -166,7 +210,8 @@ def _read_experts(block: Any) -> Experts:
         or getattr(experts, "use_intel_amx_backend", False)
     )
     expect(plain, f"it has experts with {type(method).__name__} in another order")
-    expect(block.tp_size == block.ep_size == 1, "its experts are on several devices")
+    places = (block.tp_size, getattr(block, "ep_size", 1), experts.moe_ep_size)
+    expect(set(places) == {1}, "its experts are on several devices")
     plain_choice = (
         config.scoring_func == "softmax"
         and not config.use_grouped_topk
@@ -185,19 +230,29 @@ def _read_experts(block: Any) -> Experts:
         and all(change is None for change in (*changes, runs.swiglu_limit))
     )  # fmt: skip
     expect(usual_runs, "its experts compute in another way")
-    router = _read_matrix(block.gate, ReplicatedLinear).weight
+    router = _read_matrix(block.gate, ReplicatedLinear)
+    if isinstance(router, QuantizedLinear):
+        raise UnknownLayer("its router is quantized")
     gate_up, down = experts.w13_weight.data, experts.w2_weight.data
     total, height, width = gate_up.shape
-    shapes = (router.shape, down.shape) == ((total, width), (total, width, height // 2))
+    chooses, down_shape = router.weight.shape, down.shape
+    shapes = (chooses, down_shape) == ((total, width), (total, width, height // 2))
     expect(shapes, f"its experts are {tuple(gate_up.shape)} and {tuple(down.shape)}")
     expect(gate_up.is_contiguous() and down.is_contiguous(), "its experts lie in another order")
-    return Experts(router, gate_up, down, config.top_k, config.renormalize)
+    return Experts(router.weight, gate_up, down, config.top_k, config.renormalize)
 
 
-def _read_matrix(linear: Any, kind: type) -> LinearWeights:
+def _read_matrix(linear: Any, kind: type) -> _Matrix:
     if isinstance(linear, BaseLayerWithLoRA):
         linear = linear.base_layer
     expect(type(linear) is kind, f"it has a {type(linear).__name__}")
+    try:
+        quantized = read_quantized(linear)
+    except UnknownQuantization as reason:
+        raise UnknownLayer(str(reason)) from reason
+    if quantized is not None:
+        expect(linear.bias is None, f"a quantized {kind.__name__} of it has a bias")
+        return quantized
     method = type(linear.quant_method)
     expect(method is UnquantizedLinearMethod, f"it has a linear layer with {method.__name__}")
     weight, bias = linear.weight.data, linear.bias
@@ -220,12 +275,14 @@ def _read_heads(attention: Any, pool: MHATokenToKVPool) -> Heads:
     expect(rotary.rotary_dim == dim, f"{rotary.rotary_dim} of {dim} dimensions turn")
     expect(type(layer) is RadixAttention, f"it attends by a {type(layer).__name__}")
     expect(layer.v_head_dim == dim, f"values of {layer.v_head_dim} with keys of {dim}")
-    expect(layer.k_scale is None, "its KV is scaled")
     query_norm, key_norm = (
         None if norm is None else read_norm(norm)
         for norm in (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
     )
     keys, values = stored_kv(pool, layer)
+    # Of KV that is stored as it is computed scales are not applied.
+    scaled = layer.k_scale is not None and keys.dtype.itemsize == 1
+    expect(not scaled, "its KV is scaled")
     for stored in (keys, values):
         expect(stored.dim() == 3 and stored[0].is_contiguous(), "its KV lies in another order")
     return Heads(

@@ -9,11 +9,15 @@ use pie_batch::{
     Computed, DraftOptions, FieldId, Limits, NgramConfig, Outputs, Planner, Probes, ReplyError,
     RequestFault, SlotClass, SlotGroup, StagedGroup, StagedPass,
 };
-use pie_wire::{ForwardRequest, ForwardResponse, Reply, ResponsePayload, Sampler, decode_reply};
+use pie_wire::{
+    ForwardRequest, ForwardResponse, Reply, ResponsePayload, Sampler, decode_reply, split_answer,
+    split_request,
+};
 
 use crate::common::builder::{Encoded, GREEDY, Req, frame};
 use crate::common::engine::{next_group, next_pass, put};
 use crate::common::naive::{self, Adapters, Plan, Segment, Slot};
+use crate::common::places::{self, Answered, Places};
 
 /// The driver that all test frames address.
 pub(crate) const DRIVER: u32 = 7;
@@ -167,6 +171,10 @@ pub(crate) struct Device {
     /// What the last frame's slots were given, by request, kind and number.
     given: BTreeMap<(usize, Option<SlotClass>, usize), Given>,
     noise: Noise,
+    /// Log-probabilities that the next frame asks for, and what the last one was given.
+    pub(crate) places: Places,
+    /// Those of the last reply, by request.
+    pub(crate) answered_places: BTreeMap<u32, Answered>,
     expected: Option<Plan>,
     /// The last frame.
     pub(crate) computed: Option<Computed>,
@@ -194,6 +202,8 @@ impl Device {
             last_updates: Vec::new(),
             given: BTreeMap::new(),
             noise: Noise(random_seed),
+            places: Places::default(),
+            answered_places: BTreeMap::new(),
             expected: None,
             computed: None,
             reply_len: 0,
@@ -242,15 +252,19 @@ impl Device {
         if let Some(last) = self.computed.take() {
             self.planner.recycle(last);
         }
-        let encoded = Encoded::new(DRIVER, frame);
-        let planned = self.planner.plan(DRIVER, encoded.forward());
+        let bytes = places::encode(frame, &self.places.asked);
+        let (archive, extension) = split_request(&bytes).expect("it was just written");
+        let encoded = Encoded::from_bytes(archive);
+        let forward = encoded.forward();
+        let planned = self.planner.plan_extended(DRIVER, forward, &extension);
         let mut planned = planned.expect("the frame's arrays agree");
         drop(encoded);
-        let mut plan = naive::plan(&self.limits, &self.adapters, frame);
+        let mut plan = naive::plan(&self.limits, &self.adapters, frame, &self.places.asked);
         check_faults(&planned, &plan);
         self.uniforms.clear();
         self.last_updates.clear();
         self.given.clear();
+        self.places.clear();
         for pass in 0..plan.passes.len() {
             self.lose_adapters(&mut planned, &mut plan, pass);
             let mut staged = self.stage(planned).expect("a pass is left");
@@ -259,6 +273,7 @@ impl Device {
                 let open = self.stage_group(staged).expect("a group is left");
                 self.check_group(&open, &plan, &group);
                 let mut spoilt = BTreeSet::new();
+                let place_words = self.places.give(&open, &plan, &group);
                 for (_, slot) in &group {
                     let given = if slot.class.is_token() {
                         Given::Token(choose(&plan, slot))
@@ -270,7 +285,7 @@ impl Device {
                     }
                     self.given.insert(key(slot), given);
                 }
-                staged = self.put(open, &group);
+                staged = self.put(open, &group, &place_words);
                 // Later passes know of it.
                 plan.spoil(&self.limits, &spoilt);
             }
@@ -329,7 +344,7 @@ impl Device {
     }
 
     /// Hands over what the slots of a group were given.
-    fn put(&self, open: StagedGroup, group: &[(usize, Slot)]) -> StagedPass {
+    fn put(&self, open: StagedGroup, group: &[(usize, Slot)], place_words: &[i32]) -> StagedPass {
         let given = |class: SlotClass| -> (Vec<i64>, Vec<f32>) {
             let (mut ids, mut floats) = (Vec::new(), Vec::new());
             for (_, slot) in group.iter().filter(|(_, slot)| slot.class == class) {
@@ -353,6 +368,7 @@ impl Device {
             logits: &given(SlotClass::Logits).1,
             logprobs: &given(SlotClass::Logprobs).1,
             entropies: &given(SlotClass::Entropy).1,
+            place_words,
         };
         put(open, &outputs)
     }
@@ -364,7 +380,10 @@ impl Device {
         let buffer = &mut bytemuck::cast_slice_mut(&mut words)[..capacity];
         let computed = self.computed.as_mut().expect("a frame was computed");
         self.reply_len = self.planner.reply(computed, probes, buffer)?;
-        Ok(answer(&buffer[..self.reply_len]))
+        let (reply, extension) = split_answer(&buffer[..self.reply_len]).expect("it is whole");
+        let plan = self.expected.as_ref().expect("a frame was computed");
+        self.answered_places = places::read(&extension, plan);
+        Ok(answer(reply))
     }
 
     /// Runs a frame from bytes to reply and compares the reply with what the protocol asks for.
@@ -393,6 +412,8 @@ impl Device {
         let expected = self.expected();
         assert!(plan.fits);
         assert_eq!(answer.outputs(), expected);
+        let places = self.places.expected(&plan, &answer.tokens());
+        assert_eq!(self.answered_places, places);
         let fast = !expected.is_empty() && expected.iter().all(Returned::is_one_token);
         let drafts = answer.drafts();
         assert_eq!(answer.is_fast(), fast && drafts == 0, "{expected:?}");
@@ -417,6 +438,7 @@ impl Device {
                     (Given::Probe(ids, bits), SlotClass::Dist) => returned.dists.push((ids, bits)),
                     (Given::Probe(_, bits), SlotClass::Logits) => returned.logits.push(bits),
                     (Given::Probe(_, bits), SlotClass::Logprobs) => returned.logprobs.push(bits),
+                    (_, SlotClass::Prompt) => {}
                     (Given::Probe(_, bits), _) => returned.entropies.extend(bits),
                 }
             }
@@ -609,7 +631,9 @@ impl Device {
         let mut of_request = HashMap::new();
         let mut used = HashSet::new();
         for ((_, slot), place) in group.iter().zip(slot_masks.as_chunks().0) {
-            let Some(mask) = &plan.requests[slot.request].mask else {
+            // What comes next in a prompt is known, whatever may be drawn.
+            let mask = plan.requests[slot.request].mask.as_ref();
+            let Some(mask) = mask.filter(|_| slot.class != SlotClass::Prompt) else {
                 assert_eq!(*place, [0, 0], "{slot:?}");
                 continue;
             };
@@ -721,6 +745,7 @@ const CLASSES: [SlotClass; SlotClass::COUNT] = [
     SlotClass::Logits,
     SlotClass::Logprobs,
     SlotClass::Entropy,
+    SlotClass::Prompt,
 ];
 
 /// The rules that the runtime relies on without checking.

@@ -151,6 +151,7 @@ impl Engine {
             logits: &self.floats[..logits],
             logprobs: &self.floats[..logprobs],
             entropies: &self.floats[..entropies],
+            ..Outputs::default()
         };
         put(staged, &outputs)
     }

@@ -7,3 +7,4 @@ pub(crate) mod device;
 pub(crate) mod engine;
 pub(crate) mod generate;
 pub(crate) mod naive;
+pub(crate) mod places;

@@ -4,7 +4,7 @@ use std::collections::{BTreeSet, HashMap};
 use std::ops::Range;
 
 use pie_batch::{Limits, SlotClass};
-use pie_wire::{ForwardRequest, RESPONSE_ROOT_LEN, Sampler, fast_tokens_len};
+use pie_wire::{ForwardRequest, LogprobsAsked, RESPONSE_ROOT_LEN, Sampler, fast_tokens_len};
 
 /// One token to compute.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -37,6 +37,11 @@ pub(crate) struct Slot {
 }
 
 impl Slot {
+    /// Whether log-probabilities are asked for of its place, by a request that asks for some.
+    fn is_place(&self) -> bool {
+        self.class.is_token() || self.class == SlotClass::Prompt
+    }
+
     /// Numbers that a probe returns.
     pub(crate) fn values(&self, vocab_size: u32) -> usize {
         match self.class {
@@ -67,6 +72,8 @@ pub(crate) struct Request {
     pub(crate) adapter: Option<i64>,
     /// Computed in vain, its adapter was lost.
     pub(crate) dropped: bool,
+    /// The log-probabilities that it asks for.
+    pub(crate) asked: Option<LogprobsAsked>,
 }
 
 impl Request {
@@ -103,38 +110,54 @@ pub(crate) struct Plan {
     pub(crate) passes: Vec<Vec<Segment>>,
     /// Classes of the slots that the frame asks for.
     asked: BTreeSet<SlotClass>,
+    /// Whether log-probabilities are asked for.
+    places: bool,
     /// Whether the reply fits.
     pub(crate) fits: bool,
 }
 
-/// Plans a frame whose arrays agree with each other.
-pub(crate) fn plan(limits: &Limits, adapters: &Adapters, frame: &ForwardRequest) -> Plan {
+/// Plans a frame whose arrays agree with each other, and some of whose requests ask for log-probabilities.
+pub(crate) fn plan(
+    limits: &Limits,
+    adapters: &Adapters,
+    frame: &ForwardRequest,
+    asked: &HashMap<usize, LogprobsAsked>,
+) -> Plan {
     let count = frame.qo_indptr.len().saturating_sub(1);
     let mut requests: Vec<_> = (0..count)
-        .map(|r| request(limits, adapters, frame, r))
+        .map(|r| request(limits, adapters, frame, r, asked.get(&r)))
         .collect();
     let slots = requests.iter().flat_map(|request| &request.slots);
     let asked = slots.map(|slot| slot.class).collect();
-    let fits = empty_largest(limits, &mut requests, &asked);
+    let places = requests.iter().any(|request| place_words(request) > 0);
+    let fits = empty_largest(limits, &mut requests, &asked, places);
     let passes = cut(limits, adapters, &requests);
     Plan {
         requests,
         passes,
         asked,
+        places,
         fits,
     }
 }
 
 /// Empties the largest request, of several the last one, until the longest reply fits; `false` when it never does.
-fn empty_largest(limits: &Limits, requests: &mut [Request], asked: &BTreeSet<SlotClass>) -> bool {
-    let limit = limits.reply_bytes as usize;
+fn empty_largest(
+    limits: &Limits,
+    requests: &mut [Request],
+    asked: &BTreeSet<SlotClass>,
+    places: bool,
+) -> bool {
+    // The end of the log-probabilities stays, whatever goes.
+    let limit = (limits.reply_bytes as usize).saturating_sub(if places { 16 } else { 0 });
     let one_token = |request: &Request| {
         request.drafts.is_empty()
             && request.adapter.is_none()
             && request.slots.len() == 1
             && request.slots[0].class.is_token()
     };
-    if requests.iter().all(one_token) && fast_tokens_len(requests.len()) <= limit {
+    let places = 4 * requests.iter().map(place_words).sum::<usize>();
+    if requests.iter().all(one_token) && fast_tokens_len(requests.len()) + places <= limit {
         return !requests.is_empty() || archive_bytes(limits, requests, asked) <= limit;
     }
     while archive_bytes(limits, requests, asked) > limit {
@@ -143,7 +166,8 @@ fn empty_largest(limits: &Limits, requests: &mut [Request], asked: &BTreeSet<Slo
             return false;
         };
         if size(&largest) == 0 {
-            return false;
+            // Without log-probabilities there is no end to them either.
+            return archive_bytes(limits, requests, asked) <= limits.reply_bytes as usize;
         }
         requests[largest].slots.clear();
         requests[largest].muted.insert("oversize");
@@ -156,7 +180,8 @@ fn archive_bytes(limits: &Limits, requests: &[Request], asked: &BTreeSet<SlotCla
     if requests.is_empty() {
         return RESPONSE_ROOT_LEN;
     }
-    let probes = asked.iter().filter(|class| !class.is_token());
+    let is_probe = |class: &&SlotClass| !class.is_token() && **class != SlotClass::Prompt;
+    let probes = asked.iter().filter(is_probe);
     // A kind whose outputs have lengths of their own has a second array of offsets, which starts with 0.
     let nested = probes.clone().filter(|&&class| class != SlotClass::Entropy);
     let offsets = (1 + probes.count()) * (requests.len() + 1) + nested.count();
@@ -171,10 +196,21 @@ fn own_words(limits: &Limits, request: &Request) -> usize {
         match slot.class {
             SlotClass::Dist => 1 + 2 * values,
             SlotClass::Logits | SlotClass::Logprobs => 1 + values,
+            SlotClass::Prompt => 0,
             _ => 1,
         }
     };
-    request.slots.iter().map(word).sum()
+    request.slots.iter().map(word).sum::<usize>() + place_words(request)
+}
+
+/// Words that the log-probabilities of a request take at most, with its row.
+fn place_words(request: &Request) -> usize {
+    let Some(asked) = &request.asked else {
+        return 0;
+    };
+    let places = request.slots.iter().filter(|slot| slot.is_place()).count();
+    let words = places * (1 + 2 * asked.top as usize + asked.token_ids.len());
+    if places > 0 { words + 5 } else { 0 }
 }
 
 /// The elements of request `r`; absent offsets count as zeros.
@@ -193,7 +229,13 @@ fn spans(indptr: &[u32], r: usize) -> u32 {
     }
 }
 
-fn request(limits: &Limits, adapters: &Adapters, frame: &ForwardRequest, r: usize) -> Request {
+fn request(
+    limits: &Limits,
+    adapters: &Adapters,
+    frame: &ForwardRequest,
+    r: usize,
+    asked: Option<&LogprobsAsked>,
+) -> Request {
     let tokens = part(&frame.token_ids, &frame.qo_indptr, r);
     let samplers = part(&frame.samplers, &frame.sampler_indptr, r);
     let drafts = part(&frame.spec_token_ids, &frame.spec_indptr, r);
@@ -249,7 +291,33 @@ fn request(limits: &Limits, adapters: &Adapters, frame: &ForwardRequest, r: usiz
         })
         .collect();
     outputs(limits, frame, r, &mut request);
+    if let Some(asked) = asked.filter(|_| request.muted.is_empty()) {
+        ask(limits, asked, r, tokens, &mut request);
+    }
     request
+}
+
+/// Adds a place for each token of the prompt whose log-probabilities are asked for, on the row before it.
+fn ask(limits: &Limits, asked: &LogprobsAsked, r: usize, tokens: &[u32], request: &mut Request) {
+    request.asked = Some(asked.clone());
+    let Some(prompt) = asked.prompt else { return };
+    for row in 0..tokens.len() {
+        let index = request.rows[row].index + 1;
+        if !(u64::from(prompt.from)..u64::from(prompt.end)).contains(&index) {
+            continue;
+        }
+        let token = tokens.get(row + 1).copied().unwrap_or(prompt.next);
+        let number = |slot: &&Slot| slot.class == SlotClass::Prompt;
+        let slot = Slot {
+            request: r,
+            number: request.slots.iter().filter(number).count(),
+            row,
+            class: SlotClass::Prompt,
+            labels: vec![token],
+            ..sampled(limits, None)
+        };
+        request.slots.push(slot);
+    }
 }
 
 fn refuse(faults: &mut BTreeSet<&'static str>, broken: bool, kind: &'static str) {
@@ -529,6 +597,12 @@ fn cut(limits: &Limits, adapters: &Adapters, requests: &[Request]) -> Vec<Vec<Se
 }
 
 impl Plan {
+    /// The log-probabilities that are asked for of the place of a slot.
+    pub(crate) fn asked_of(&self, slot: &Slot) -> Option<&LogprobsAsked> {
+        let asked = self.requests[slot.request].asked.as_ref();
+        asked.filter(|_| slot.is_place())
+    }
+
     /// The different adapters of a pass.
     pub(crate) fn pass_adapters(&self, pass: usize) -> BTreeSet<i64> {
         let segments = self.passes[pass].iter();
@@ -562,7 +636,7 @@ impl Plan {
             self.requests[index].muted.insert("logits");
         }
         if !spoilt.is_empty() {
-            self.fits = empty_largest(limits, &mut self.requests, &self.asked);
+            self.fits = empty_largest(limits, &mut self.requests, &self.asked, self.places);
         }
     }
 

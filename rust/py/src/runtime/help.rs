@@ -1,9 +1,8 @@
 //! What methods of a runtime have in common.
 
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use pie_runtime::{Constrain, Sampling};
+use pie_runtime::{LogprobParams, Sampling};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
@@ -14,11 +13,11 @@ use super::settings::{seconds, value_error};
 const SIGNALS: Duration = Duration::from_millis(100);
 
 impl Runtime {
-    pub(super) fn bind(&self, kind: &str, text: String) -> PyResult<Arc<dyn Constrain>> {
-        let grammars = self.grammars.as_ref().ok_or_else(|| {
-            value_error("a grammar needs the bytes of tokens: give the runtime a `vocabulary`")
-        })?;
-        grammars.bind(kind, text)
+    /// Log-probabilities must be of tokens that the model has.
+    pub(super) fn check_logprobs(&self, params: &LogprobParams, prompt: usize) -> PyResult<()> {
+        let caps = self.service.capabilities();
+        let vocab_size = caps.map_or(u32::MAX, |caps| caps.vocab_size);
+        params.check(prompt, vocab_size).map_err(value_error)
     }
 
     /// Biases must be of tokens that the model has.

@@ -2,12 +2,13 @@
 
 use std::borrow::Cow;
 
-use pie_runtime::{Delta, End, Figure, FigureKind, ReplicaStats};
+use pie_runtime::{Delta, End, Figure, FigureKind, PlaceShape, ReplicaStats};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use serde::Serialize;
 
 use super::settings::value_error;
+use crate::places::{Place, places};
 
 /// New tokens of one sequence of a request, or its end, or both.
 #[pyclass(frozen, get_all, module = "pie_driver_sglang._core")]
@@ -18,12 +19,18 @@ pub(crate) struct Output {
     sample: u32,
     /// New since the last output; a new list at every access. A stop token is the last one.
     token_ids: Vec<u32>,
+    /// Log-probabilities of tokens of the prompt, as `prompt_places` reads them; they come once.
+    prompt_words: Vec<u32>,
+    /// Those of `token_ids`, as `places` reads them; of a request for no tokens those of the one that would come first.
+    words: Vec<u32>,
     /// `stop`, `length`, `abort`, `deadline` or `error` in the last output, else None.
     finish_reason: Option<&'static str>,
     /// The stop token that ended it.
     stop_token: Option<u32>,
     /// Index of the stop string that ended it.
     stop_string: Option<u32>,
+    /// Index of the stop expression that ended it.
+    stop_regex: Option<u32>,
     /// With a stop string, the bytes of the output's text before it begins.
     text_bytes: Option<u64>,
     /// Bytes at the end of the text so far that may be the start of a stop string: keep them back.
@@ -36,6 +43,21 @@ pub(crate) struct Output {
 
 #[pymethods]
 impl Output {
+    /// Log-probabilities of the tokens: of each its own, those of the most probable tokens with their ids, best first, and those
+    /// of given tokens.
+    ///
+    /// Args:
+    ///     top: Most probable tokens that the request asks for.
+    ///     given: Tokens that it gives.
+    fn places(&self, top: u32, given: u32) -> Vec<Place> {
+        places(&self.words, PlaceShape { top, given }).collect()
+    }
+
+    /// The same of tokens of the prompt, the first of which is the one after `logprob_start_len`.
+    fn prompt_places(&self, top: u32, given: u32) -> Vec<Place> {
+        places(&self.prompt_words, PlaceShape { top, given }).collect()
+    }
+
     fn __repr__(&self) -> String {
         format!(
             "Output(request={}, sample={}, token_ids={:?}, finish_reason={:?})",
@@ -50,9 +72,12 @@ impl From<Delta> for Output {
             request: delta.request,
             sample: delta.sample,
             token_ids: delta.tokens,
+            prompt_words: delta.prompt_logprobs,
+            words: delta.logprobs,
             finish_reason: None,
             stop_token: None,
             stop_string: None,
+            stop_regex: None,
             text_bytes: None,
             held_bytes: delta.held_bytes,
             error: None,
@@ -74,9 +99,13 @@ impl From<Delta> for Output {
                 output.text_bytes = Some(text_bytes);
                 "stop"
             }
-            End::Aborted => "abort",
+            End::StopRegex { index } => {
+                output.stop_regex = Some(index);
+                "stop"
+            }
+            End::Aborted | End::Unready => "abort",
             End::Deadline => "deadline",
-            End::Refused(_) | End::Displaced | End::Failed(_) => "error",
+            End::Refused(_) | End::Displaced | End::Grammar(_) | End::Failed(_) => "error",
         });
         output
     }

@@ -98,6 +98,17 @@ pub(super) fn token_bytes(vocabulary: Vec<Vec<u8>>) -> Arc<Vec<Box<[u8]>>> {
     Arc::new(bytes.collect())
 }
 
+/// The same with the names of tokens without text, in which stop strings and expressions are searched, as SGLang does.
+pub(super) fn with_special(bytes: &[Box<[u8]>], special: &[(u32, String)]) -> Arc<Vec<Box<[u8]>>> {
+    let mut bytes = bytes.to_vec();
+    for (token, name) in special {
+        if let Some(place) = bytes.get_mut(*token as usize) {
+            *place = name.as_bytes().into();
+        }
+    }
+    Arc::new(bytes)
+}
+
 pub(super) fn lock(lines: &Mutex<VecDeque<String>>) -> MutexGuard<'_, VecDeque<String>> {
     lines.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -117,7 +128,7 @@ pub(super) fn at_least_one(name: &str, value: Option<u32>) -> PyResult<Option<u3
 }
 
 #[expect(clippy::needless_pass_by_value, reason = "the form that map_err takes")]
-pub(super) fn value_error(error: impl ToString) -> PyErr {
+pub(crate) fn value_error(error: impl ToString) -> PyErr {
     PyValueError::new_err(error.to_string())
 }
 

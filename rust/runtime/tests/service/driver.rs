@@ -4,15 +4,16 @@
 use std::collections::{HashMap, HashSet};
 use std::fs::{self, OpenOptions};
 use std::io::Write;
-use std::path::Path;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
 use std::process;
 use std::thread;
 use std::time::Duration;
 
 use pie_ring::{ExitGuard, RegionLayout, Server, ServerConfig, Wait};
 use pie_wire::{
-    CopyDirection, CopyRequest, ForwardRequest, ForwardResponse, Frame, Payload, ResponseFrame,
-    ResponsePayload,
+    AnswerRows, CopyDirection, CopyRequest, Extension, ForwardRequest, ForwardResponse, Frame,
+    LogprobsAsked, Payload, PlaceShape, ResponseFrame, ResponsePayload,
 };
 use serde_json::json;
 
@@ -25,6 +26,23 @@ const MOST_REQUESTS: u32 = 8;
 const MOST_TOKENS: u32 = 64;
 const MOST_PAGE_REFS: u32 = 120;
 
+/// What `python` is: it becomes this test program.
+pub(crate) fn script(folder: &Path, behaviour: &str) -> PathBuf {
+    let path = folder.join("python");
+    let this = std::env::current_exe().unwrap();
+    let text = format!(
+        "#!/bin/sh\n\
+         [ \"$#:$1:$2:$3:$5:$6\" = 6:-m:pie_driver_sglang:--config:--handshake-fd:3 ] || exit 64\n\
+         PIE_TEST_BEHAVIOUR='{behaviour}' PIE_TEST_STARTS='{}' PIE_TEST_CONFIG=\"$4\" \\\n\
+         exec '{}' --exact stand_in --nocapture\n",
+        folder.join("starts").display(),
+        this.display()
+    );
+    fs::write(&path, text).unwrap();
+    fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
+    path
+}
+
 /// What follows a text.
 pub(crate) fn next(text: &[u32]) -> u32 {
     next_by(-1, text)
@@ -34,6 +52,16 @@ pub(crate) fn next(text: &[u32]) -> u32 {
 pub(crate) fn next_by(adapter: i64, text: &[u32]) -> u32 {
     let mix = |sum: u32, &token: &u32| (sum * 31 + token + 1) % VOCABULARY;
     text.iter().fold((8 + adapter) as u32, mix)
+}
+
+/// The words of a token's log-probabilities after a text: its own, those of as many most probable ones with their ids, and those
+/// of given tokens.
+pub(crate) fn place(text: &[u32], token: u32, top: u32, given: &[u32]) -> Vec<u32> {
+    let word = |token: u32| next(text) * 1000 + token;
+    let ids = (0..top).map(|rank| (next(text) + rank) % VOCABULARY);
+    let others = given.iter().map(|&token| word(token));
+    let values = ids.clone().map(word).chain(others);
+    [word(token)].into_iter().chain(ids).chain(values).collect()
 }
 
 /// What a test has the driver do besides serving. Events happen once in the life of a test, unless they say otherwise.
@@ -142,7 +170,8 @@ fn serve(group: i64, behaviour: Behaviour, start: u32) {
     let first = start == 1;
     while let Some(lease) = server.wait(Wait::Park).unwrap() {
         let bytes = lease.copy_request(&mut words).unwrap();
-        let frame: Frame = pie_wire::decode_request(bytes).unwrap();
+        let (archive, extension) = pie_wire::split_request(bytes).unwrap();
+        let frame: Frame = pie_wire::decode_request(archive).unwrap();
         thread::sleep(Duration::from_millis(behaviour.slow));
         let length = match frame.payload {
             Payload::Copy(copy) => {
@@ -164,13 +193,13 @@ fn serve(group: i64, behaviour: Behaviour, start: u32) {
                     eprintln!("this frame is not for me");
                     status(3, &mut answer)
                 } else {
-                    let response = account
-                        .take(&body, behaviour.empty)
-                        .unwrap_or_else(|problem| {
-                            eprintln!("frame {frames} is wrong: {problem}");
-                            process::exit(70);
-                        });
-                    reply(response, &mut answer)
+                    let taken = account.take(&body, &extension, behaviour.empty);
+                    let (response, scores) = taken.unwrap_or_else(|problem| {
+                        eprintln!("frame {frames} is wrong: {problem}");
+                        process::exit(70);
+                    });
+                    let length = reply(response, &mut answer);
+                    scores.append(&mut answer, length).unwrap()
                 }
             }
             Payload::Adapter(load) => {
@@ -216,8 +245,9 @@ impl Account {
     fn take(
         &mut self,
         body: &ForwardRequest,
+        extension: &Extension<'_>,
         empty: Option<u32>,
-    ) -> Result<ForwardResponse, String> {
+    ) -> Result<(ForwardResponse, AnswerRows), String> {
         check_limits(body)?;
         let requests = body.context_ids.len();
         (0..requests).for_each(|request| self.store(body, request));
@@ -227,18 +257,28 @@ impl Account {
             spec_indptr: vec![0],
             ..ForwardResponse::default()
         };
+        let mut scores = AnswerRows::default();
+        let mut rows = extension.rows();
         for request in 0..requests {
-            let text = self.look(body, request)?;
+            let mut text = self.look(body, request)?;
+            let before = response.tokens.len();
             let adapter = body.adapter_bindings[request].adapter_id;
             let lost = adapter >= 0 && !self.adapters.contains(&adapter);
             let emptied = lost || empty.is_some() && text.first().copied() == empty;
             if !range(&body.sampler_indptr, request).is_empty() && !emptied {
-                answer(body, request, text, &mut response)?;
+                answer(body, request, text.clone(), &mut response)?;
+            }
+            let row = rows.of(request).map(|row| row.to_owned());
+            if let Some(asked) = row.and_then(|row| row.logprobs)
+                && !emptied
+            {
+                let tokens = &response.tokens[before..];
+                score(body, request, &asked, (&mut text, tokens), &mut scores);
             }
             response.spec_indptr.push(response.spec_tokens.len() as u32);
             response.tokens_indptr.push(response.tokens.len() as u32);
         }
-        Ok(response)
+        Ok((response, scores))
     }
 
     /// Stores the tokens of a request in its pages, and its drafts after them.
@@ -281,6 +321,37 @@ impl Account {
         });
         text.collect()
     }
+}
+
+/// Writes the log-probabilities of a request whose text was answered with tokens.
+fn score(
+    body: &ForwardRequest,
+    request: usize,
+    asked: &LogprobsAsked,
+    (text, tokens): (&mut Vec<u32>, &[u32]),
+    scores: &mut AnswerRows,
+) {
+    let rows = range(&body.qo_indptr, request);
+    let shape = PlaceShape {
+        top: asked.top,
+        given: asked.token_ids.len() as u32,
+    };
+    let place = |text: &[u32], token| place(text, token, asked.top, &asked.token_ids);
+    let mut words = Vec::new();
+    let (mut prompt, end) = (0, text.len());
+    if let Some(wanted) = asked.prompt {
+        let first = body.position_ids[rows.start] + 1;
+        for index in wanted.from.max(first)..wanted.end.min(end as u32 + 1) {
+            let (before, after) = text.split_at(index as usize);
+            words.extend(place(before, after.first().copied().unwrap_or(wanted.next)));
+            prompt += 1;
+        }
+    }
+    for &token in tokens {
+        words.extend(place(text, token));
+        text.push(token);
+    }
+    scores.push(request as u32, shape, (prompt, tokens.len() as u32), words);
 }
 
 /// Verifies drafts, draws a token, and drafts what may come next: not all of it is right.

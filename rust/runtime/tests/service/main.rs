@@ -4,16 +4,15 @@ mod driver;
 
 use std::collections::HashMap;
 use std::fs;
-use std::os::unix::fs::PermissionsExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::Command;
 use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use pie_runtime::{
-    Arrival, Delta, DriverSettings, End, Ends, Pause, Policy, Rejected, Sampler, Service,
-    ServiceSettings,
+    Arrival, Delta, DriverSettings, End, Ends, LogprobParams, Pause, Policy, Rejected, Sampler,
+    Service, ServiceSettings,
 };
 use tempfile::TempDir;
 
@@ -46,6 +45,8 @@ struct Story {
     tokens: Vec<u32>,
     end: Option<End>,
     cached: u32,
+    prompt_logprobs: Vec<u32>,
+    logprobs: Vec<u32>,
 }
 
 type Stories = HashMap<(u64, u32), Story>;
@@ -54,7 +55,8 @@ impl Bench {
     fn start(behaviour: &str, change: impl FnOnce(&mut ServiceSettings)) -> Self {
         let folder = TempDir::new().unwrap();
         let lines = Arc::<Mutex<Vec<String>>>::default();
-        let mut driver = DriverSettings::new(script(&folder, behaviour), folder.path());
+        let mut driver =
+            DriverSettings::new(driver::script(folder.path(), behaviour), folder.path());
         driver.devices = vec!["cpu".to_owned()];
         driver.ready_timeout = WATCHDOG;
         let log = Arc::clone(&lines);
@@ -131,25 +133,10 @@ fn add(stories: &mut Stories, delta: Delta) {
     let story = stories.entry((delta.request, delta.sample)).or_default();
     assert_eq!(story.end, None, "an output comes after the end");
     story.tokens.extend(delta.tokens);
+    story.prompt_logprobs.extend(delta.prompt_logprobs);
+    story.logprobs.extend(delta.logprobs);
     story.end = delta.end;
     story.cached = delta.cached_tokens;
-}
-
-/// What `python` is: it becomes this test program.
-fn script(folder: &TempDir, behaviour: &str) -> PathBuf {
-    let path = folder.path().join("python");
-    let this = std::env::current_exe().unwrap();
-    let text = format!(
-        "#!/bin/sh\n\
-         [ \"$#:$1:$2:$3:$5:$6\" = 6:-m:pie_driver_sglang:--config:--handshake-fd:3 ] || exit 64\n\
-         PIE_TEST_BEHAVIOUR='{behaviour}' PIE_TEST_STARTS='{}' PIE_TEST_CONFIG=\"$4\" \\\n\
-         exec '{}' --exact stand_in --nocapture\n",
-        folder.path().join("starts").display(),
-        this.display()
-    );
-    fs::write(&path, text).unwrap();
-    fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
-    path
 }
 
 /// What a request must bring.
@@ -189,6 +176,65 @@ fn serve(bench: &Bench, prompts: &[(Vec<u32>, u32)]) -> Stories {
         assert_eq!(story.tokens, expected(prompt, *output), "of {prompt:?}");
     }
     stories
+}
+
+/// No step is laid out between requests that are handed in together.
+#[test]
+fn requests_of_one_call_begin_in_one_step() {
+    let bench = Bench::ready("serve");
+    let prompts: Vec<Vec<u32>> = (0..4).map(|at| vec![at, at + 1, at * 3, 7, 8]).collect();
+    let arrivals = prompts.iter().map(|prompt| Arrival {
+        streams: false,
+        ..Arrival::new(0, prompt.clone(), GREEDY, 3)
+    });
+    let ids = bench
+        .service
+        .submit_all(arrivals.map(|arrival| (arrival, None)))
+        .unwrap();
+    let stories = bench.collect(4);
+    for (id, prompt) in ids.iter().zip(&prompts) {
+        assert_eq!(stories[&(*id, 0)].tokens, expected(prompt, 3));
+    }
+    assert_eq!(bench.service.stats()[0].scheduler.steps, 3);
+    bench.service.shutdown();
+    let late = bench
+        .service
+        .submit_all([(Arrival::new(0, vec![1], GREEDY, 1), None)]);
+    assert!(matches!(late, Err(Rejected::Stopped)));
+}
+
+/// A step is laid out shortly before the answer to the one in front of it, so that it has what came meanwhile.
+#[test]
+fn a_request_is_in_the_step_after_the_one_that_runs() {
+    let bench = Bench::ready("slow=100");
+    bench.submit(&[1, 2, 3], 60);
+    let mut running = 0;
+    while running < 6 {
+        running += bench
+            .service
+            .poll(WATCHDOG)
+            .iter()
+            .map(|delta| delta.tokens.len())
+            .sum::<usize>();
+    }
+    // The machine may be too slow for once.
+    let found = (0..5).any(|_| {
+        let late = bench.submit(&[4, 5], 1);
+        let mut others = 0;
+        loop {
+            let deltas = bench.service.poll(WATCHDOG);
+            let of = |late_one| {
+                deltas
+                    .iter()
+                    .filter(move |delta| (delta.request == late) == late_one)
+            };
+            others += of(false).map(|delta| delta.tokens.len()).sum::<usize>();
+            if of(true).next().is_some() {
+                return others <= 2;
+            }
+        }
+    });
+    assert!(found);
 }
 
 fn is_running(pid: u32) -> bool {
@@ -599,6 +645,59 @@ fn drafts_change_no_token() {
         stats.accepted > 0 && stats.accepted < stats.drafts,
         "{stats:?}"
     );
+}
+
+/// Every token has its log-probabilities, and every one of the prompt that is asked for, each once: with prompts in parts, drafts,
+/// prefixes that are cached, and when drivers die.
+#[test]
+fn log_probabilities_belong_to_their_tokens() {
+    for behaviour in ["serve", "die-at=9"] {
+        let bench = Bench::ready(behaviour);
+        let given = [3, 40];
+        let submit = |(index, (prompt, output)): (usize, &(Vec<u32>, u32))| {
+            let mut arrival = Arrival {
+                drafts: index.is_multiple_of(3),
+                streams: !index.is_multiple_of(2),
+                ..Arrival::new(0, prompt.clone(), GREEDY.into(), *output)
+            };
+            if index.is_multiple_of(5) {
+                arrival.ends.max_tokens = 0;
+            }
+            let params = LogprobParams {
+                top_logprobs_num: index as u32 % 3,
+                token_ids_logprob: given[..index % 2].to_vec(),
+                logprob_start_len: (!index.is_multiple_of(4)).then_some(index as u32 % 7),
+                original: false,
+            };
+            params.ask(&mut arrival);
+            bench.service.submit(arrival, None).unwrap()
+        };
+        let all = prompts(40);
+        let ids: Vec<u64> = all.iter().enumerate().map(submit).collect();
+        let stories = bench.collect(ids.len());
+        for (index, (id, (prompt, output))) in ids.iter().zip(&all).enumerate() {
+            let story = &stories[&(*id, 0)];
+            assert_eq!(story.end, Some(End::Length), "{}", bench.log());
+            let text = [&prompt[..], &expected(prompt, *output)].concat();
+            let places = |range: std::ops::Range<usize>| {
+                let (top, given) = (index as u32 % 3, &given[..index % 2]);
+                let place = |at: usize| driver::place(&text[..at], text[at], top, given);
+                range.flat_map(place).collect::<Vec<u32>>()
+            };
+            let only_scores = index.is_multiple_of(5);
+            let produced = if only_scores { 0 } else { *output as usize };
+            assert_eq!(story.tokens, text[prompt.len()..][..produced]);
+            let scored = produced.max(1);
+            assert_eq!(story.logprobs, places(prompt.len()..prompt.len() + scored));
+            let from = match index % 4 {
+                0 => prompt.len(),
+                _ => (index % 7 + 1).min(prompt.len()),
+            };
+            assert_eq!(story.prompt_logprobs, places(from..prompt.len()), "{index}");
+        }
+        let stats = bench.service.stats()[0].scheduler;
+        assert!(stats.accepted > 0 && stats.cached_tokens > 0, "{stats:?}");
+    }
 }
 
 #[test]

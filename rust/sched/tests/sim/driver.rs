@@ -23,10 +23,14 @@ pub struct Frame {
     pub forbidden: Vec<u32>,
     pub prompt: u32,
     pub history: Vec<u32>,
+    pub prompt_logprobs: (u32, u32),
+    pub next: Option<u32>,
+    /// Words of log-probabilities of a place; 0 for none.
+    pub words: u32,
 }
 
 impl Frame {
-    pub fn new(row: &Row<'_, u64>, salt: u64) -> Self {
+    pub fn new(row: &Row<'_, u64>, salt: u64, words: u32) -> Self {
         assert!(*row.asked == salt && row.sampling.is_none_or(|&given| given == salt));
         Self {
             id: row.id,
@@ -43,7 +47,17 @@ impl Frame {
             forbidden: row.forbidden.to_vec(),
             prompt: row.prompt,
             history: row.history.to_vec(),
+            prompt_logprobs: row.prompt_logprobs,
+            next: row.next,
+            words,
         }
+    }
+
+    /// Words of log-probabilities of its answer at most.
+    fn logprob_words(&self) -> usize {
+        let (from, end) = self.prompt_logprobs;
+        let drawn = if self.draws { 1 + self.drafts.len() } else { 0 };
+        self.words as usize * ((end - from) as usize + drawn)
     }
 
     fn end(&self) -> usize {
@@ -56,6 +70,7 @@ impl Frame {
 pub struct Reply {
     pub tokens: Vec<u32>,
     pub drafts: Vec<u32>,
+    pub logprobs: Vec<u32>,
 }
 
 type Page = Vec<Option<u64>>;
@@ -107,6 +122,8 @@ impl Driver {
             frames.is_sorted_by_key(|f| !f.draws),
             "rows that draw come first"
         );
+        let words: usize = frames.iter().map(Frame::logprob_words).sum();
+        assert!(words <= limits.max_logprob_words as usize, "{words} words");
         let mut contexts = HashSet::new();
         let mut written = HashSet::new();
         for frame in frames {
@@ -161,13 +178,25 @@ impl Driver {
             let kv = *self.slot(frame, at);
             mind.recall(kv.unwrap_or_else(|| panic!("KV {at} of {frame:?} was never stored")));
         }
-        for (at, &token) in (frame.start as usize..).zip(&frame.tokens) {
-            *self.slot(frame, at) = Some(mind.read(token));
+        let mut logprobs = Vec::new();
+        let (from, end) = frame.prompt_logprobs;
+        assert!(from >= end || from > frame.start && end as usize <= frame.end() + 1);
+        let followers = frame.tokens[1..].iter().copied().map(Some);
+        let followers = followers.chain([frame.next]);
+        for ((at, &token), next) in (frame.start..).zip(&frame.tokens).zip(followers) {
+            *self.slot(frame, at as usize) = Some(mind.read(token));
+            if (from..end).contains(&(at + 1)) {
+                logprobs.extend(mind.score(next.expect("it is known"), frame.words));
+            }
         }
         if !frame.draws {
-            return Reply::default();
+            return Reply {
+                logprobs,
+                ..Reply::default()
+            };
         }
         let mut tokens = vec![mind.next(frame.sample, &frame.forbidden)];
+        logprobs.extend(mind.score(tokens[0], frame.words));
         let mut agrees = true;
         let mut verified = mind;
         for (at, &draft) in (frame.end()..).zip(&frame.drafts) {
@@ -176,7 +205,9 @@ impl Driver {
             agrees &= tokens.last() == Some(&draft);
             if agrees {
                 mind = verified;
-                tokens.push(mind.next(frame.sample, &frame.forbidden));
+                let token = mind.next(frame.sample, &frame.forbidden);
+                tokens.push(token);
+                logprobs.extend(mind.score(token, frame.words));
             }
         }
         let drafts = if frame.wants_drafts {
@@ -186,7 +217,11 @@ impl Driver {
         } else {
             Vec::new()
         };
-        Reply { tokens, drafts }
+        Reply {
+            tokens,
+            drafts,
+            logprobs,
+        }
     }
 
     /// Some drafts, most of them right.

@@ -9,13 +9,18 @@ use std::sync::Arc;
 
 use driver::{Driver, Frame, Reply};
 use pie_sched::{
-    Answer, Arrival, Config, Copies, Finish, Image, Limits, Outputs, Refusal, Scheduler, TokenBytes,
+    Answer, Arrival, Config, Copies, Finish, Image, Limits, Logprobs, Outputs, Refusal, Scheduler,
+    StopRegexes, TokenBytes,
 };
+use regex::Regex;
 use rule::{Mind, VOCAB};
 
 /// What a step takes, and what each of its tokens takes in addition.
 pub const STEP_US: u64 = 50;
 pub const TOKEN_US: u64 = 3;
+
+/// Expressions that end a request; one of them is a plain text.
+const REGEXES: [&str; 3] = ["b[ab]{2}c", "a+bb$", "bab"];
 
 /// Something that happens.
 #[derive(Debug, Clone)]
@@ -65,6 +70,8 @@ pub struct Ask {
     pub strings: bool,
     /// It does not stream.
     pub whole: bool,
+    /// Words of log-probabilities of a token, 0 for none, and the first token of the prompt that they are wanted of.
+    pub logprobs: (u8, Option<u8>),
 }
 
 impl Ask {
@@ -98,6 +105,9 @@ impl Ask {
         if self.strings {
             arrival.ends.stop_strings = vec![b"abca"[..].into(), b"cc".as_slice().into()];
         }
+        if self.strings && self.stops {
+            arrival.ends.stop_regexes = Some(Arc::new(StopRegexes::new(&REGEXES).expect("valid")));
+        }
         arrival.samples = self.samples.into();
         arrival.namespace = self.salt.then(|| "salt".into());
         arrival.priority = self.priority.map(Into::into);
@@ -119,6 +129,11 @@ impl Ask {
         arrival.images = images.take_while(|image| image.end() <= len).collect();
         arrival.drafts = self.drafts;
         arrival.streams = !self.whole;
+        let (words, prompt_from) = self.logprobs;
+        arrival.logprobs = (words > 0).then(|| Logprobs {
+            words: words.into(),
+            prompt_from: prompt_from.map(Into::into),
+        });
         arrival
     }
 }
@@ -134,6 +149,8 @@ struct Expected {
     most: usize,
     /// A row of it got nothing, or its step failed.
     hurt: bool,
+    /// Log-probabilities of the prompt that are still to come.
+    prompt_logprobs: Vec<u32>,
 }
 
 /// A step that is out.
@@ -178,6 +195,8 @@ pub struct Sim {
     answered: Vec<Option<u32>>,
     expected: BTreeMap<(u64, u32), Expected>,
     salts: HashMap<u64, u64>,
+    /// Words of log-probabilities of each request's places.
+    words: HashMap<u64, u32>,
     ids: u64,
     /// Sequences in the order of their ends.
     pub ended: Vec<Ended>,
@@ -204,6 +223,7 @@ impl Sim {
             answered: Vec::new(),
             expected: BTreeMap::new(),
             salts: HashMap::new(),
+            words: HashMap::new(),
             ids: 0,
             ended: Vec::new(),
             outputs: Outputs::default(),
@@ -300,12 +320,27 @@ impl Sim {
                 assert!(i64::from(tokens) > most.max(0) || bytes > limits.max_image_bytes);
                 return id;
             }
+            Err(Refusal::ImageLogprobs { from, first }) => {
+                assert!(from < first && arrival.images.iter().any(|image| image.end() == first));
+                return id;
+            }
+            Err(Refusal::Logprobs { words, limit }) => {
+                assert!(words > limit && limit == limits.max_logprob_words);
+                return id;
+            }
             Err(error) => panic!("{error}"),
         }
         self.salts.insert(id, arrival.sampling);
+        let words = arrival.logprobs.map_or(0, |wanted| wanted.words);
+        self.words.insert(id, words);
+        let from = arrival.logprobs.and_then(|wanted| wanted.prompt_from);
         for sample in 0..arrival.samples {
             let mut mind = Mind::new(arrival.sampling);
-            for &token in &arrival.prompt {
+            let mut prompt_logprobs = Vec::new();
+            for (at, &token) in arrival.prompt.iter().enumerate() {
+                if at > 0 && from.is_some_and(|from| at >= from as usize) {
+                    prompt_logprobs.extend(mind.score(token, words));
+                }
                 mind.read(token);
             }
             let most = (longest + 1 - arrival.prompt.len()).min(arrival.ends.max_tokens as usize);
@@ -316,6 +351,7 @@ impl Sim {
                 text: Vec::new(),
                 most,
                 hurt: false,
+                prompt_logprobs,
             };
             self.expected.insert((id, sample), expected);
         }
@@ -349,10 +385,10 @@ impl Sim {
             return;
         };
         assert!(self.flights.len() < 2);
-        let salts = &self.salts;
+        let (salts, words) = (&self.salts, &self.words);
         let frames: Vec<Frame> = step
             .rows()
-            .map(|row| Frame::new(&row, salts[&row.id]))
+            .map(|row| Frame::new(&row, salts[&row.id], words[&row.id]))
             .collect();
         let copies = step.copies.clone();
         self.laid = frames
@@ -366,6 +402,9 @@ impl Sim {
         self.tally
             .add("rows laid out ahead", count(&|f| f.awaits.is_some()));
         self.tally.add("parts of prompts", count(&|f| !f.draws));
+        let scored = count(&|f| f.prompt_logprobs.0 < f.prompt_logprobs.1);
+        self.tally
+            .add("rows with log-probabilities of prompts", scored);
         self.tally
             .add("rows with drafts", count(&|f| !f.drafts.is_empty()));
         self.tally
@@ -428,7 +467,14 @@ impl Sim {
         self.now += STEP_US + TOKEN_US * tokens as u64 + copies_us;
         let [tokens, token_ends] = flatten(replies.iter().map(|reply| &reply.tokens));
         let [drafts, draft_ends] = flatten(replies.iter().map(|reply| &reply.drafts));
+        let [logprobs, logprob_ends] = flatten(replies.iter().map(|reply| &reply.logprobs));
         let answer = Answer {
+            logprobs: &logprobs,
+            logprob_ends: if logprobs.is_empty() {
+                &[]
+            } else {
+                &logprob_ends
+            },
             tokens: &tokens,
             token_ends: &token_ends,
             drafts: &drafts,
@@ -470,9 +516,22 @@ impl Sim {
             let key = (output.id, output.sample);
             let expected = self.expected.get_mut(&key);
             let expected = expected.unwrap_or_else(|| panic!("{output:?} after its end"));
+            let words = self.words[&key.0];
+            let mut logprobs = Vec::new();
             for &token in output.tokens {
+                logprobs.extend(expected.mind.score(token, words));
                 expected.say(token, key.1, &self.text);
             }
+            let scored = expected.only_scores() && output.finish == Some(Finish::Length);
+            if scored {
+                let token = expected.mind.next(key.1, expected.forbidden());
+                logprobs.extend(expected.mind.score(token, words));
+                self.tally.add("prompts that are only scored", 1);
+            }
+            assert_eq!(output.logprobs, logprobs, "of {expected:?}");
+            expected.hear_prompt(output.prompt_logprobs);
+            let all = scored || !output.tokens.is_empty();
+            assert!(!all || expected.prompt_logprobs.is_empty(), "{expected:?}");
             assert!(output.loaded_tokens <= output.cached_tokens, "{output:?}");
             assert!(
                 output.tokens.is_empty() || output.admitted.is_some(),
@@ -517,7 +576,8 @@ fn name(finish: Finish) -> &'static str {
         Finish::Length => "ended by length",
         Finish::StopToken(_) => "ended by a token",
         Finish::StopString { .. } => "ended by text",
-        Finish::Aborted => "aborted",
+        Finish::StopRegex { .. } => "ended by an expression",
+        Finish::Aborted | Finish::Unready => "aborted",
         Finish::Deadline => "late",
         Finish::Displaced => "displaced",
         Finish::Constraint => "ended by its constraint",
@@ -535,12 +595,26 @@ fn flatten<'a>(lists: impl Iterator<Item = &'a Vec<u32>>) -> [Vec<u32>; 2] {
 }
 
 impl Expected {
-    fn say(&mut self, token: u32, sample: u32, text: &[Box<[u8]>]) {
-        assert!(!self.has_ended(), "a token after the end of {self:?}");
+    fn only_scores(&self) -> bool {
+        self.most == 0 && self.arrival.logprobs.is_some()
+    }
+
+    /// Takes log-probabilities of the prompt, which come in their order, each once.
+    fn hear_prompt(&mut self, words: &[u32]) {
+        assert!(self.prompt_logprobs.starts_with(words), "of {self:?}");
+        self.prompt_logprobs.drain(..words.len());
+    }
+
+    fn forbidden(&self) -> &[u32] {
         let ends = &self.arrival.ends;
         let early = self.tokens.len() < ends.min_tokens as usize;
-        let forbidden = if early { &ends.stop_tokens[..] } else { &[] };
-        assert_eq!(token, self.mind.next(sample, forbidden), "of {self:?}");
+        if early { &ends.stop_tokens } else { &[] }
+    }
+
+    fn say(&mut self, token: u32, sample: u32, text: &[Box<[u8]>]) {
+        assert!(!self.has_ended(), "a token after the end of {self:?}");
+        let expected = self.mind.next(sample, self.forbidden());
+        assert_eq!(token, expected, "of {self:?}");
         self.mind.read(token);
         self.tokens.push(token);
         self.text.extend_from_slice(&text[token as usize]);
@@ -568,6 +642,15 @@ impl Expected {
         self.tokens.len() >= self.most
             || self.stop_token().is_some()
             || self.stop_string().is_some()
+            || self.stop_regex().is_some()
+    }
+
+    /// The first expression that matches; the one that is a plain text comes before the others.
+    fn stop_regex(&self) -> Option<u32> {
+        self.arrival.ends.stop_regexes.as_ref()?;
+        let text = std::str::from_utf8(&self.text).expect("letters");
+        let matches = |&index: &u32| Regex::new(REGEXES[index as usize]).unwrap().is_match(text);
+        [2, 0, 1].into_iter().find(matches)
     }
 
     fn end(&self, finish: Finish) {
@@ -577,14 +660,20 @@ impl Expected {
             Finish::StopString { index, text_bytes } => {
                 assert_eq!(self.stop_string(), Some((index, text_bytes)));
             }
+            Finish::StopRegex { index } => {
+                assert_eq!(self.stop_regex(), Some(index));
+                assert!(index == 2 || self.stop_string().is_none());
+            }
             Finish::Failed => assert!(self.hurt, "{self:?}"),
-            Finish::Aborted | Finish::Deadline | Finish::Displaced => {}
+            Finish::Aborted | Finish::Deadline | Finish::Unready | Finish::Displaced => {}
             Finish::Constraint => panic!("nothing is bound"),
         }
     }
 
     fn check_held(&self, held: u32) {
-        let strings = &self.arrival.ends.stop_strings;
+        let ends = &self.arrival.ends;
+        let mut strings: Vec<&[u8]> = ends.stop_strings.iter().map(|it| &**it).collect();
+        strings.extend(ends.stop_regexes.as_ref().map(|_| REGEXES[2].as_bytes()));
         let starts = |&length: &usize| {
             let end = &self.text[self.text.len() - length..];
             strings.iter().any(|string| string.starts_with(end))

@@ -41,6 +41,12 @@ impl Mind {
         self.sum = self.sum.wrapping_add(mix(kv ^ 0xA77E));
     }
 
+    /// Words of log-probabilities that it has of a token that may come next.
+    pub fn score(self, token: u32, words: u32) -> impl Iterator<Item = u32> {
+        let key = mix(self.sum ^ u64::from(token) << 24);
+        (0..u64::from(words)).map(move |word| mix(key ^ word) as u32)
+    }
+
     /// The next token of a sample, which is none of the forbidden ones.
     pub fn next(self, sample: u32, forbidden: &[u32]) -> u32 {
         let drawn = (mix(self.sum ^ u64::from(sample) << 32) % u64::from(VOCAB)) as u32;

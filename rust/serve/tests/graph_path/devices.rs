@@ -1,6 +1,6 @@
 //! Devices that answer as a test says, graph paths over them, and frames for these.
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::Duration;
@@ -73,6 +73,10 @@ impl Memory for Host {
 
     fn results(&self) -> &[AtomicU64] {
         &self.shared.results[..]
+    }
+
+    fn places(&self) -> &[AtomicU32] {
+        &[]
     }
 }
 

@@ -2,13 +2,47 @@
 
 use super::read::split;
 use super::write::Pen;
-use super::{ANSWER_MAGIC, ExtensionError, WORD, float, word};
+use super::{ANSWER_MAGIC, ExtensionError, WORD, word};
 use crate::error::WireError;
 
 /// Words of a row: request, places of the prompt, tokens, most probable ones of each, given ones of each.
 const ROW: usize = 5;
 /// Words at the end.
 const TRAILER: usize = super::TRAILER;
+
+/// What each place of a request has besides its own token.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct PlaceShape {
+    /// Most probable tokens.
+    pub top: u32,
+    /// Tokens that were given.
+    pub given: u32,
+}
+
+impl PlaceShape {
+    /// Words of a place: the log-probability of its token; the most probable tokens, best first; theirs; those of given tokens.
+    #[must_use]
+    pub const fn words(self) -> usize {
+        1 + 2 * self.top as usize + self.given as usize
+    }
+
+    /// The places that words hold, one after the other; what is left of a place at the end is ignored.
+    pub fn places(self, words: &[u32]) -> impl ExactSizeIterator<Item = Logprobs> {
+        let top = self.top as usize;
+        words.chunks_exact(self.words()).map(move |place| {
+            let (ids, values) = place[1..=2 * top].split_at(top);
+            let values = values.iter().map(|&value| f32::from_bits(value));
+            Logprobs {
+                token: f32::from_bits(place[0]),
+                top: ids.iter().copied().zip(values).collect(),
+                given: place[1 + 2 * top..]
+                    .iter()
+                    .map(|&value| f32::from_bits(value))
+                    .collect(),
+            }
+        })
+    }
+}
 
 /// The log-probabilities of one place in owned values.
 #[derive(Debug, Clone, PartialEq, Default)]
@@ -21,76 +55,66 @@ pub struct Logprobs {
     pub given: Vec<f32>,
 }
 
-/// The log-probabilities of one request in owned values. All places have as many of each kind.
-#[derive(Debug, Clone, PartialEq, Default)]
-pub struct AnswerRow {
-    /// Index of the request in its frame.
-    pub request: u32,
-    /// Of tokens of the prompt.
-    pub prompt: Vec<Logprobs>,
-    /// Of the tokens that it was answered.
-    pub tokens: Vec<Logprobs>,
+/// The log-probabilities of a frame, in memory that is used again.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct AnswerRows {
+    rows: Vec<[u32; ROW]>,
+    words: Vec<u32>,
 }
 
-impl AnswerRow {
-    /// Most probable and given tokens of each place.
-    fn widths(&self) -> (usize, usize) {
-        let first = self.prompt.first().or(self.tokens.first());
-        first.map_or((0, 0), |place| (place.top.len(), place.given.len()))
+impl AnswerRows {
+    /// Bytes of a request's row without its places.
+    pub const ROW_BYTES: usize = WORD * ROW;
+    /// Bytes at the end, where there is a row.
+    pub const END_BYTES: usize = WORD * TRAILER;
+
+    /// Begins another frame.
+    pub fn clear(&mut self) {
+        self.rows.clear();
+        self.words.clear();
     }
 
-    fn words(&self) -> usize {
-        let (top, given) = self.widths();
-        (self.prompt.len() + self.tokens.len()) * (1 + 2 * top + given)
+    /// Adds the row of a request, a later one than before. Its places, `prompt` ones of the prompt first, lie in `words`.
+    pub fn push(
+        &mut self,
+        request: u32,
+        shape: PlaceShape,
+        (prompt, tokens): (u32, u32),
+        words: impl IntoIterator<Item = u32>,
+    ) {
+        let [start, places] = [self.words.len(), (prompt + tokens) as usize];
+        self.words.extend(words);
+        debug_assert_eq!(self.words.len(), start + places * shape.words());
+        self.rows
+            .push([request, prompt, tokens, shape.top, shape.given]);
     }
-}
 
-/// Bytes that [`append_answer`] adds; 0 without rows.
-pub fn answer_len(rows: &[AnswerRow]) -> usize {
-    let words: usize = rows.iter().map(|row| ROW + row.words()).sum();
-    if words == 0 {
-        0
-    } else {
-        WORD * (words + TRAILER)
+    /// Bytes that [`append`](Self::append) adds; 0 without rows.
+    #[must_use]
+    pub const fn bytes(&self) -> usize {
+        if self.rows.is_empty() {
+            0
+        } else {
+            Self::ROW_BYTES * self.rows.len() + WORD * self.words.len() + Self::END_BYTES
+        }
     }
-}
 
-/// Writes rows, whose requests rise, after an answer of `len` bytes at the start of `buffer`; returns the length of both.
-/// Without rows nothing is written.
-///
-/// # Errors
-/// [`WireError::BufferTooSmall`], found out before anything is written.
-pub fn append_answer(
-    rows: &[AnswerRow],
-    buffer: &mut [u8],
-    len: usize,
-) -> Result<usize, WireError> {
-    let needed = answer_len(rows);
-    if needed == 0 {
-        return Ok(len);
+    /// Writes the rows after an answer of `len` bytes at the start of `buffer`; returns the length of both. Without rows
+    /// nothing is written.
+    ///
+    /// # Errors
+    /// [`WireError::BufferTooSmall`], found out before anything is written.
+    pub fn append(&self, buffer: &mut [u8], len: usize) -> Result<usize, WireError> {
+        let needed = self.bytes();
+        if needed == 0 {
+            return Ok(len);
+        }
+        let mut pen = Pen::new(buffer, len, needed)?;
+        pen.put(self.rows.as_flattened().iter().copied());
+        pen.put(self.words.iter().copied());
+        pen.end(self.rows.len(), self.words.len(), ANSWER_MAGIC);
+        Ok(len + needed)
     }
-    let mut pen = Pen::new(buffer, len, needed)?;
-    for row in rows {
-        let (top, given) = row.widths();
-        let counts = [row.prompt.len(), row.tokens.len(), top, given];
-        pen.put(
-            [row.request]
-                .into_iter()
-                .chain(counts.map(|count| count as u32)),
-        );
-    }
-    for place in rows
-        .iter()
-        .flat_map(|row| row.prompt.iter().chain(&row.tokens))
-    {
-        pen.put([place.token.to_bits()]);
-        pen.put(place.top.iter().map(|&(id, _)| id));
-        pen.put(place.top.iter().map(|&(_, value)| value.to_bits()));
-        pen.put(place.given.iter().map(|value| value.to_bits()));
-    }
-    let words = rows.iter().map(AnswerRow::words).sum();
-    pen.end(rows.len(), words, ANSWER_MAGIC);
-    Ok(len + needed)
 }
 
 /// A checked answer's log-probabilities: rows rise by their requests, and their places lie within it.
@@ -106,7 +130,7 @@ impl<'a> AnswerExtension<'a> {
         let mut words = self.words;
         self.rows.chunks_exact(ROW).map(move |row| {
             let [prompt, tokens] = [1, 2].map(|at| word(row, at) as usize);
-            let (own, rest) = words.split_at((prompt + tokens) * width(row) as usize);
+            let (own, rest) = words.split_at((prompt + tokens) * shape(row).words());
             words = rest;
             LogprobRow { row, words: own }
         })
@@ -125,7 +149,7 @@ impl<'a> AnswerExtension<'a> {
             }
             last = Some(request);
             let places = u64::from(word(row, 1)) + u64::from(word(row, 2));
-            claimed = claimed.saturating_add(places.saturating_mul(width(row)));
+            claimed = claimed.saturating_add(places.saturating_mul(shape(row).words() as u64));
         }
         let words = self.words.len();
         if claimed != words as u64 {
@@ -135,9 +159,11 @@ impl<'a> AnswerExtension<'a> {
     }
 }
 
-/// Words of each place of a row.
-fn width(row: &[[u8; WORD]]) -> u64 {
-    1 + 2 * u64::from(word(row, 3)) + u64::from(word(row, 4))
+fn shape(row: &[[u8; WORD]]) -> PlaceShape {
+    PlaceShape {
+        top: word(row, 3),
+        given: word(row, 4),
+    }
 }
 
 /// The log-probabilities of one request.
@@ -153,24 +179,19 @@ impl<'a> LogprobRow<'a> {
         word(self.row, 0)
     }
 
-    /// In owned values.
-    pub fn to_owned(&self) -> AnswerRow {
-        let mut places = self.words.chunks_exact(width(self.row) as usize);
-        let (top, prompt) = (word(self.row, 3) as usize, word(self.row, 1) as usize);
-        let place = |words: &'a [[u8; WORD]]| Logprobs {
-            token: float(words, 0),
-            top: (1..=top)
-                .map(|at| (word(words, at), float(words, at + top)))
-                .collect(),
-            given: (1 + 2 * top..words.len())
-                .map(|at| float(words, at))
-                .collect(),
-        };
-        AnswerRow {
-            request: self.request(),
-            prompt: places.by_ref().take(prompt).map(place).collect(),
-            tokens: places.map(place).collect(),
-        }
+    /// What each of its places has.
+    pub fn shape(&self) -> PlaceShape {
+        shape(self.row)
+    }
+
+    /// How many of its places are of the prompt, which come first, and how many of tokens that it was answered.
+    pub fn places(&self) -> (u32, u32) {
+        (word(self.row, 1), word(self.row, 2))
+    }
+
+    /// The words of its places; see [`PlaceShape::words`].
+    pub fn words(&self) -> impl ExactSizeIterator<Item = u32> + use<'a> {
+        self.words.iter().map(|word| u32::from_le_bytes(*word))
     }
 }
 

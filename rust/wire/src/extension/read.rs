@@ -2,7 +2,8 @@
 
 use super::{
     CombinedSampler, EXTENSION_MAGIC, ExtensionError, FLAGS, HAS_LOGPROBS, HAS_SAMPLER, HAS_SEED,
-    LogprobsAsked, NO_PROMPT, Penalties, ROW, RequestExtension, SCALED, TRAILER, WORD, float, word,
+    LogprobsAsked, NO_PROMPT, Penalties, PromptLogprobs, ROW, RequestExtension, SCALED, TRAILER,
+    WORD, float, word,
 };
 
 /// Numbers of an extension, wherever they lie.
@@ -212,9 +213,10 @@ impl<'a> ExtensionRow<'a> {
         word(self.row, 13)
     }
 
-    /// KV index of the first token of the prompt whose log-probability is wanted.
-    pub fn prompt_from(&self) -> Option<u32> {
-        Some(word(self.row, 14)).filter(|&from| from != NO_PROMPT)
+    /// The tokens of the prompt whose log-probabilities are wanted.
+    pub fn prompt_logprobs(&self) -> Option<PromptLogprobs> {
+        let [from, end, next] = [14, 20, 21].map(|at| word(self.row, at));
+        (from != NO_PROMPT).then_some(PromptLogprobs { from, end, next })
     }
 
     /// Ids, and what is added to their logits.
@@ -236,7 +238,7 @@ impl<'a> ExtensionRow<'a> {
                 scaled: self.scaled(),
                 top: self.top_logprobs(),
                 token_ids: self.token_ids.iter().collect(),
-                prompt_from: self.prompt_from(),
+                prompt: self.prompt_logprobs(),
             }),
             mask: self.mask.iter().collect(),
         }

@@ -98,6 +98,7 @@ where
 
 fn row_words(request: u32, row: &RequestExtension) -> [u32; ROW] {
     let (sampler, asked) = (row.sampler.as_ref(), row.logprobs.as_ref());
+    let prompt = asked.and_then(|asked| asked.prompt);
     let seed = sampler.and_then(|sampler| sampler.seed);
     let flag = |set: bool, flag: u32| if set { flag } else { 0 };
     let flags = flag(sampler.is_some(), HAS_SAMPLER)
@@ -121,13 +122,13 @@ fn row_words(request: u32, row: &RequestExtension) -> [u32; ROW] {
         penalties.counted_from,
         row.suppressed_until,
         asked.map_or(0, |asked| asked.top),
-        asked
-            .and_then(|asked| asked.prompt_from)
-            .unwrap_or(NO_PROMPT),
+        prompt.map_or(NO_PROMPT, |prompt| prompt.from),
         row.biases.len() as u32,
         row.suppressed.len() as u32,
         asked.map_or(0, |asked| asked.token_ids.len() as u32),
         row.history.len() as u32,
         row.mask.len() as u32,
+        prompt.map_or(0, |prompt| prompt.end),
+        prompt.map_or(0, |prompt| prompt.next),
     ]
 }

@@ -1,8 +1,8 @@
 //! Extensions: round trips, hostile bytes, and Pie's payloads as they were.
 
 use pie_wire::{
-    AnswerRow, CombinedSampler, EXTENSION_MAGIC, ExtensionError, Logprobs, LogprobsAsked,
-    Penalties, RequestExtension, answer_len, append_answer, append_extension, extension_len,
+    AnswerRows, CombinedSampler, EXTENSION_MAGIC, ExtensionError, Logprobs, LogprobsAsked,
+    Penalties, PlaceShape, PromptLogprobs, RequestExtension, append_extension, extension_len,
     split_answer, split_request,
 };
 use proptest::collection::vec;
@@ -28,8 +28,14 @@ prop_compose! {
 }
 
 prop_compose! {
-    fn asked()(scaled: bool, top: u32, token_ids in words(), prompt_from in proptest::option::of(0..u32::MAX)) -> LogprobsAsked {
-        LogprobsAsked { scaled, top, token_ids, prompt_from }
+    fn prompt()(from in 0..u32::MAX, end: u32, next: u32) -> PromptLogprobs {
+        PromptLogprobs { from, end, next }
+    }
+}
+
+prop_compose! {
+    fn asked()(scaled: bool, top: u32, token_ids in words(), prompt in proptest::option::of(prompt())) -> LogprobsAsked {
+        LogprobsAsked { scaled, top, token_ids, prompt }
     }
 }
 
@@ -104,7 +110,11 @@ fn full() -> RequestExtension {
             scaled: true,
             top: 5,
             token_ids: vec![40],
-            prompt_from: Some(3),
+            prompt: Some(PromptLogprobs {
+                from: 3,
+                end: 6,
+                next: 44,
+            }),
         }),
         mask: vec![0xFFFF_FFFE],
     }
@@ -140,6 +150,8 @@ fn the_bytes_are_as_documented() {
         1,
         2,
         1,
+        6,
+        44,
     ];
     let lists = [9, 0xC080_0000, 2, 40, 30, 31, 0xFFFF_FFFE];
     let end = [1, 7, 0x5845_4950, 0x3151_5254];
@@ -208,7 +220,7 @@ fn what_contradicts_itself_is_refused() {
         claims(14 - 2 + 2 * u64::from(u32::MAX))
     );
     let order = ExtensionError::Order { row: 1, request: 3 };
-    assert_eq!(refused(20, 3), order);
+    assert_eq!(refused(22, 3), order);
     assert_eq!(refused(1, 16), ExtensionError::Flags { row: 0, flags: 16 });
     assert!(matches!(
         refused(1, 3),
@@ -233,7 +245,57 @@ fn a_buffer_that_is_too_small_is_refused_before_it_is_written() {
     assert!(buffer.iter().all(|&byte| byte == 7));
 }
 
-fn answer_rows() -> impl Strategy<Value = Vec<AnswerRow>> {
+/// A request's places, of its prompt and of its tokens, in owned values.
+#[derive(Debug, Clone, PartialEq)]
+struct Row {
+    request: u32,
+    shape: PlaceShape,
+    prompt: Vec<Logprobs>,
+    tokens: Vec<Logprobs>,
+}
+
+impl Row {
+    fn words(&self) -> Vec<u32> {
+        let places = self.prompt.iter().chain(&self.tokens);
+        let words = places.flat_map(|place| {
+            let ids = place.top.iter().map(|&(id, _)| id);
+            let values = place.top.iter().map(|&(_, value)| value);
+            let values = values.chain(place.given.iter().copied());
+            let bits = values.map(f32::to_bits);
+            [place.token.to_bits()].into_iter().chain(ids).chain(bits)
+        });
+        words.collect()
+    }
+}
+
+fn written(rows: &[Row]) -> AnswerRows {
+    let mut written = AnswerRows::default();
+    for row in rows {
+        let places = (row.prompt.len() as u32, row.tokens.len() as u32);
+        written.push(row.request, row.shape, places, row.words());
+    }
+    written
+}
+
+fn read(extension: &pie_wire::AnswerExtension<'_>) -> Vec<Row> {
+    let rows = extension.rows();
+    rows.map(|row| {
+        let words: Vec<u32> = row.words().collect();
+        let mut places = row.shape().places(&words);
+        let (prompt, tokens) = row.places();
+        let prompt = places.by_ref().take(prompt as usize).collect();
+        assert_eq!(places.len(), tokens as usize);
+        Row {
+            request: row.request(),
+            shape: row.shape(),
+            prompt,
+            tokens: places.collect(),
+        }
+    })
+    .collect()
+}
+
+fn answer_rows() -> impl Strategy<Value = Vec<Row>> {
     let place = |top, given| {
         (
             float(),
@@ -244,7 +306,12 @@ fn answer_rows() -> impl Strategy<Value = Vec<AnswerRow>> {
     };
     let row = (0..4_usize, 0..4_usize, 0..3_usize, 0..3_usize).prop_flat_map(
         move |(top, given, prompt, tokens)| {
+            let shape = PlaceShape {
+                top: top as u32,
+                given: given as u32,
+            };
             (
+                Just(shape),
                 vec(place(top, given), prompt),
                 vec(place(top, given), tokens),
             )
@@ -252,16 +319,42 @@ fn answer_rows() -> impl Strategy<Value = Vec<AnswerRow>> {
     );
     vec((1..9_u32, row), 0..4).prop_map(|rows| {
         let mut request = 0;
-        let row = |(more, (prompt, tokens))| {
+        let row = |(more, (shape, prompt, tokens))| {
             request += more;
-            AnswerRow {
+            Row {
                 request,
+                shape,
                 prompt,
                 tokens,
             }
         };
         rows.into_iter().map(row).collect()
     })
+}
+
+#[test]
+fn the_bytes_of_an_answer_are_as_documented() {
+    let row = Row {
+        request: 2,
+        shape: PlaceShape { top: 1, given: 2 },
+        prompt: Vec::new(),
+        tokens: vec![Logprobs {
+            token: -0.5,
+            top: vec![(9, -0.25)],
+            given: vec![-1.0, -2.0],
+        }],
+    };
+    let mut bytes = vec![0; written(std::slice::from_ref(&row)).bytes()];
+    let length = written(&[row]).append(&mut bytes, 0).unwrap();
+    let (words, _) = bytes[..length].as_chunks();
+    let words: Vec<u32> = words.iter().map(|&word| u32::from_le_bytes(word)).collect();
+    let values = [0xBF00_0000, 9, 0xBE80_0000, 0xBF80_0000, 0xC000_0000];
+    let expected = [
+        &[2, 0, 1, 1, 2],
+        &values[..],
+        &[1, 5, 0x5845_4950, 0x3150_5254],
+    ];
+    assert_eq!(words, expected.concat());
 }
 
 proptest! {
@@ -294,7 +387,8 @@ proptest! {
                 prop_assert!(archive.len() + extension.bytes() == bytes.len() || read.is_empty());
             }
             if let Ok((_, extension)) = split_answer(&bytes) {
-                extension.rows().for_each(|row| drop(row.to_owned()));
+                let rows = read(&extension);
+                prop_assert!(rows.is_sorted_by_key(|row| row.request));
             }
         }
     }
@@ -302,12 +396,12 @@ proptest! {
     #[test]
     fn answers_survive_a_round_trip(rows in answer_rows(), tokens in vec(any::<u32>(), 0..5)) {
         let reply = Message::Fast { driver_id: 3, tokens }.encode();
+        let written = written(&rows);
         let mut bytes = reply.to_vec();
-        bytes.resize(reply.len() + answer_len(&rows), 0);
-        prop_assert_eq!(append_answer(&rows, &mut bytes, reply.len()).unwrap(), bytes.len());
+        bytes.resize(reply.len() + written.bytes(), 0);
+        prop_assert_eq!(written.append(&mut bytes, reply.len()).unwrap(), bytes.len());
         let (inner, extension) = split_answer(&bytes).unwrap();
         prop_assert_eq!(inner, &reply[..]);
-        let read: Vec<AnswerRow> = extension.rows().map(|row| row.to_owned()).collect();
-        prop_assert_eq!(read, rows);
+        prop_assert_eq!(read(&extension), rows);
     }
 }

@@ -1,0 +1,169 @@
+"""Prefills on a GPU: milliseconds of a pass by the driver's layers and by SGLang's.
+
+    python benches/gpu/prefill_check.py --shapes CONFIG_DIR [--tokens 2048,4096,8192,16384]
+        [--prompt 562] [--option KEY=VALUE] [--json FILE]
+
+Random weights in the shape of CONFIG_DIR and random tokens. A pass has so many tokens, as one
+prompt and as prompts of `--prompt` tokens. Both ways attend by the same backend, whose kernels are
+those of SGLang's engine without its prefill graphs, and take turns. Before they are timed their
+hidden states are compared. `--profile` prints where the time of the longest pass goes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import itertools
+import os
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import frame
+import torch
+from frame import Report
+from serving import PAGE
+from step_check import Steps
+
+ROUNDS, SETTLE = 5, 2
+TOLERANCE: Final = 0.03
+"""Of the hidden states' norm, by which bfloat16 may have the ways differ."""
+SHOWN = 12
+"""Kernels of a profile."""
+
+
+class Prefill:
+    """Prompts in scattered pages, as one pass."""
+
+    def __init__(self, engine: Any, lengths: list[int]) -> None:
+        from pie_driver_sglang.srt.seams.passes import Extends, PassInputs
+
+        runner, device = engine.runner, "cuda"
+        table = runner.req_to_token_pool.req_to_token
+        if len(lengths) >= len(table):
+            raise ValueError(f"{len(lengths)} prompts, and the table has {len(table)} rows")
+        pages = [-(-length // PAGE) for length in lengths]
+        free = torch.randperm(runner.max_total_num_tokens // PAGE - 1)[: sum(pages)] + 1
+        places = []
+        for row, (length, own) in enumerate(zip(lengths, free.split(pages), strict=True), 1):
+            slots = (own[:, None] * PAGE + torch.arange(PAGE)).flatten()
+            table[row, : len(slots)] = slots.to(table)
+            places.append(slots[:length])
+        total, sizes = sum(lengths), torch.tensor(lengths)
+        on_device = sizes.to(device)
+        vocabulary = engine.facts.vocab_size
+        self._engine = engine
+        self._inputs = PassInputs(
+            input_ids=torch.randint(vocabulary, (total,), device=device),
+            positions=torch.cat([torch.arange(length) for length in lengths]).to(device),
+            mrope_positions=None,
+            out_cache_loc=torch.cat(places).to(device),
+            req_pool_indices=torch.arange(1, len(lengths) + 1, device=device),
+            seq_lens=on_device,
+            seq_lens_cpu=sizes,
+            seq_lens_sum=total,
+        )
+        starts = on_device.cumsum(0) - on_device
+        none = [0] * len(lengths)
+        self._extends = Extends(
+            on_device.int(), torch.zeros_like(on_device).int(), starts.int(), lengths, none
+        )
+
+    def run(self, layers: Any) -> torch.Tensor:
+        """Runs it by the driver's layers, or by SGLang's (None); ``[tokens, width]`` states."""
+        from pie_driver_sglang.srt.seams.passes import make_batch
+
+        batch = make_batch(self._inputs, self._extends)
+        with contextlib.nullcontext() if layers is None else layers.prefilling():
+            self._engine.runner.forward(batch)
+        states: torch.Tensor = self._engine.hidden.states
+        return states
+
+    def milliseconds(self, layers: Any) -> float:
+        """Of a run, launches included."""
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        self.run(layers)
+        torch.cuda.synchronize()
+        return (time.perf_counter() - started) * 1e3
+
+
+def show_kernels(what: str, run: Callable[[], object]) -> dict[str, tuple[int, float]]:
+    """Prints and returns launches and microseconds of each kernel of a run."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        run()
+        torch.cuda.synchronize()
+    found: dict[str, tuple[int, float]] = defaultdict(lambda: (0, 0.0))
+    for event in profiled.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            count, total = found[event.name]
+            found[event.name] = (count + 1, total + event.device_time_total)
+    print(f"{what}: {sum(took for _, took in found.values()):.0f} us of kernels")
+    for name, (count, took) in itertools.islice(
+        sorted(found.items(), key=lambda pair: -pair[1][1]), SHOWN
+    ):
+        print(f"    {took:9.1f} us {count:5d} x {took / count:8.2f}  {name[:100]}", flush=True)
+    return dict(found)
+
+
+def prompts(tokens: int, each: int) -> list[int]:
+    """Lengths of prompts that make a pass of so many tokens."""
+    whole, rest = divmod(tokens, each)
+    return [each] * whole + [rest] * (rest > 0)
+
+
+def check(engine: Any, arguments: argparse.Namespace, report: Report) -> None:
+    """Every pass in both ways."""
+    ways = {"driver": engine.dense, "sglang": None}
+    print(f"layers: {type(engine.dense).__name__}", flush=True)
+    for tokens in map(int, arguments.tokens.split(",")):
+        for each in sorted({tokens, min(tokens, arguments.prompt)}):
+            one = Prefill(engine, prompts(tokens, each))
+            states = {way: one.run(layers).clone() for way, layers in ways.items()}
+            own, other = (states[way].double() for way in ways)
+            off = float((own - other).norm() / other.norm())
+            report.hold(f"{tokens} tokens in prompts of {each}", off, at_most=TOLERANCE)
+            calls = {
+                way: functools.partial(one.milliseconds, layers) for way, layers in ways.items()
+            }
+            times = frame.in_turns(calls, ROUNDS, settle=SETTLE)
+            found = {way: statistics.median(took) for way, took in times.items()}
+            report.add(tokens=tokens, prompt=each, ms=found, off=off)
+            figures = ", ".join(f"{way} {took:.1f} ms" for way, took in found.items())
+            ratio = found["sglang"] / found["driver"]
+            print(f"{tokens} tokens in prompts of {each}: {figures}, {ratio:.3f}", flush=True)
+    if arguments.profile:
+        for way, layers in ways.items():
+            show_kernels(way, functools.partial(one.run, layers))
+
+
+def parser() -> argparse.ArgumentParser:
+    """The check's arguments."""
+    made = frame.parser(__doc__, "option")
+    made.add_argument("--shapes", required=True, **frame.SHAPES)
+    made.add_argument("--tokens", default="2048,4096,8192,16384", help="of a pass, with comma")
+    made.add_argument("--prompt", type=int, default=562, help="tokens of a prompt")
+    made.add_argument("--profile", action="store_true", help="print kernels of the last pass")
+    return made
+
+
+def main() -> None:
+    """Every pass of one shape."""
+    arguments = parser().parse_args()
+    with Report(__file__, arguments) as report, tempfile.TemporaryDirectory() as folder:
+        steps = Steps(Path(folder), arguments.shapes, arguments.option)
+        with torch.inference_mode():
+            check(steps.engine, arguments, report)
+    # The interpreter's end would wait for SGLang's threads.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

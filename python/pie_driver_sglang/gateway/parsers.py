@@ -1,0 +1,98 @@
+"""SGLang's names of tool and reasoning parsers, and the gateway's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Final
+
+from pie_driver_sglang.errors import ConfigError, quoted
+
+#: The gateway's parser for the format of SGLang's. Names that both have are not listed.
+TOOL_PARSERS: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "cohere_command4": "cohere",
+        "deepseekv3": "deepseek",
+        "deepseekv31": "deepseek31",
+        "deepseekv32": "deepseek32",
+        "deepseekv4": "deepseek_v4",
+        "glm": "glm45_moe",
+        "glm45": "glm45_moe",
+        "glm47": "glm47_moe",
+        "hermes": "qwen",
+        "kimi_k2": "kimik2",
+        "llama3": "llama",
+        "minimax-m2": "minimax_m2",
+        "minimax-m3": "minimax_m3",
+        "qwen25": "qwen",
+        "qwen3_coder": "qwen_coder",
+    }
+)
+REASONING_PARSERS: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "cohere_command4": "cohere_cmd",
+        "deepseek-r1": "deepseek_r1",
+        "deepseek-v3": "deepseek_v31",
+        "deepseek-v4": "deepseek_v4",
+        "minimax-m3": "minimax_m3",
+        "nemotron_3": "nano_v3",
+        "qwen3-thinking": "qwen3_thinking",
+    }
+)
+#: Parsers of SGLang whose format the gateway does not know.
+MISSING_TOOL_PARSERS: Final = frozenset(
+    {
+        "apertus2509",
+        "gigachat3",
+        "gpt-oss",
+        "hunyuan",
+        "interns1",
+        "lfm2",
+        "mimo",
+        "poolside_v1",
+        "step3p5",
+        "trinity",
+    }
+)
+MISSING_REASONING_PARSERS: Final = frozenset(
+    {
+        "apertus2509",
+        "gpt-oss",
+        "hunyuan",
+        "interns1",
+        "kimi_k2",
+        "mimo",
+        "minimax-append-think",
+        "mistral",
+        "poolside_v1",
+        "step3p5",
+    }
+)
+
+
+def tool_parser(name: str) -> str:
+    """The gateway's name of a tool parser.
+
+    Raises:
+        ConfigError: It has none for this format.
+    """
+    return _find("tool_call_parser", name, TOOL_PARSERS, MISSING_TOOL_PARSERS)
+
+
+def reasoning_parser(name: str) -> str:
+    """The gateway's name of a reasoning parser.
+
+    Raises:
+        ConfigError: It has none for this format.
+    """
+    return _find("reasoning_parser", name, REASONING_PARSERS, MISSING_REASONING_PARSERS)
+
+
+def _find(flag: str, name: str, names: Mapping[str, str], missing: frozenset[str]) -> str:
+    if name in missing or name == "auto":
+        raise ConfigError(
+            f"`--{flag.replace('_', '-')}` is {quoted(name)}, for which the gateway has no parser",
+            "name one of its own (`smg launch --help`), or start without `--front gateway`",
+        )
+    # The gateway's own names go on as they are; it refuses others itself.
+    return names.get(name, name)

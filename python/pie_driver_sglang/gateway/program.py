@@ -1,0 +1,156 @@
+"""`pie-sglang serve --front gateway`: drivers, doors and the gateway, from start to end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from threading import Event
+from types import FrameType
+from typing import Final
+
+from pie_driver_sglang.errors import StartError
+from pie_driver_sglang.gateway import smg
+from pie_driver_sglang.gateway.flags import GatewayArguments, parse_words
+from pie_driver_sglang.gateway.replicas import Replicas
+from pie_driver_sglang.offline.arguments import EngineArguments, parse_arguments
+
+FLAGS: Final = """\
+  --front NAME         sglang (default): SGLang's HTTP server; gateway: the gateway smg, which is
+                       faster and serves less (docs/gateway.md)
+with --front gateway:
+  --grpc-contract NAME vllm (default) or sglang: the service that the gateway calls
+  --grpc-host HOST     where the services listen; 127.0.0.1
+  --grpc-port PORT     of the first replica's service, the others have the next ones; 0 for any
+  --prometheus-port N  of the gateway's metrics; 0 for any
+  --gateway-arg WORD   goes to smg as it is; may be given several times
+  --dp-size N          replicas of the model, each with a service of its own
+  --no-gateway         open the doors only, and print the line that starts smg
+"""
+_LOOK_S: Final = 0.2
+
+
+def main(words: Sequence[str]) -> int:
+    """Serves until a signal ends it, or until it cannot serve."""
+    arguments = parse_words(words)
+    engine = {**arguments.engine}
+    if "preferred_sampling_params" in arguments.front:
+        engine["preferred_sampling_params"] = arguments.front["preferred_sampling_params"]
+    plan = parse_arguments(engine)
+    # What is wrong with the gateway's flags is said before a model is loaded.
+    smg.smg_words(arguments, (), plan.model)
+    with _temporary_folder(), _signals() as (ending, at_once):
+        try:
+            with Replicas(plan, arguments) as replicas:
+                _serve(plan, arguments, replicas, ending, at_once)
+        except OSError as error:
+            raise StartError(str(error).split("\n")[0], "take another `--grpc-port`") from error
+    return 0
+
+
+@contextlib.contextmanager
+def _temporary_folder() -> Iterator[None]:
+    """A folder for what drivers leave when they are killed; it goes with this command."""
+    with tempfile.TemporaryDirectory(prefix="pie-sglang-", ignore_cleanup_errors=True) as folder:
+        os.environ["TMPDIR"] = folder
+        yield
+
+
+def _serve(
+    plan: EngineArguments,
+    arguments: GatewayArguments,
+    replicas: Replicas,
+    ending: Event,
+    at_once: Event,
+) -> None:
+    while not replicas.wait_ready(_LOOK_S):
+        _pass_on(replicas)
+        if ending.is_set():
+            return
+    urls = replicas.open()
+    assert plan.tokenizer is not None
+    words = smg.smg_words(arguments, urls, plan.tokenizer)
+    if not arguments.starts_gateway or not smg.is_installed():
+        _explain(arguments, words)
+        while not ending.wait(_LOOK_S):
+            _look(replicas)
+        return
+    scheme = "https" if "ssl_certfile" in arguments.front else "http"
+    host, port = arguments.front.get("host", "127.0.0.1"), arguments.front.get("port", 30000)
+    reached = "127.0.0.1" if host in ("0.0.0.0", "::") else host
+    url = f"{scheme}://{reached}:{port}"
+    gateway = smg.GatewayProcess(words, url)
+    try:
+        gateway.wait_ready(lambda: _look(replicas, ending))
+        _ready(arguments, plan, url)
+        while not ending.wait(_LOOK_S):
+            _look(replicas)
+            if (status := gateway.poll()) is not None:
+                raise StartError(f"the gateway ended with status {status}", "its log says why")
+        gateway.drain()
+        while gateway.poll() is None and not at_once.wait(_LOOK_S):
+            _pass_on(replicas)
+    except _Ended:
+        pass
+    finally:
+        gateway.stop()
+
+
+class _Ended(Exception):
+    """A signal came before the gateway was ready."""
+
+
+def _look(replicas: Replicas, ending: Event | None = None) -> None:
+    """Passes the drivers' log on, and sees whether they live."""
+    _pass_on(replicas)
+    replicas.wait_ready(0.0)
+    if ending is not None and ending.is_set():
+        raise _Ended
+
+
+def _pass_on(replicas: Replicas) -> None:
+    for line in replicas.log_lines():
+        sys.stderr.write(f"{line}\n")
+
+
+def _explain(arguments: GatewayArguments, words: Sequence[str]) -> None:
+    why = "`--no-gateway` was given"
+    if arguments.starts_gateway:
+        why = f"the gateway is not installed (`{smg.INSTALL}`)"
+    _say(f"the services are open; {why}. Start it by\n\n  smg {shlex.join(words)}\n")
+
+
+def _ready(arguments: GatewayArguments, plan: EngineArguments, url: str) -> None:
+    """Says how to try the server out."""
+    name = arguments.front.get("served_model_name") or str(plan.model)
+    body = f'{{"model": "{name}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
+    key = " -H 'Authorization: Bearer …'" if "api_key" in arguments.front else ""
+    _say(
+        f"serving at {url}\n\n  curl {url}/v1/chat/completions -H 'Content-Type: application/json'"
+        f"{key} -d '{body}'\n"
+    )
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[tuple[Event, Event]]:
+    """Events for the first SIGTERM or Ctrl-C, and for the second one."""
+    ending, at_once = Event(), Event()
+
+    def note(_number: int, _frame: FrameType | None) -> None:
+        (at_once if ending.is_set() else ending).set()
+
+    previous = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield ending, at_once
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"pie-sglang: {text}\n")
+    sys.stderr.flush()

@@ -1,0 +1,23 @@
+"""`python -m pie_driver_sglang.gateway.smg_process PARENT WORDS`: smg, ending with its parent."""
+
+from __future__ import annotations
+
+import sys
+
+
+def main(words: list[str]) -> None:
+    """Runs smg's command line."""
+    from pie_driver_sglang._core import die_with_parent
+
+    die_with_parent(int(words[0]))
+    sys.argv = ["smg", *words[1:]]
+    import smg.launch_router
+    from smg.cli import main as smg_main
+
+    # It fills a screen, and says nothing that this command does not say.
+    smg.launch_router.print_banner = lambda *_: None
+    smg_main()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,197 @@
+"""The layers of dense models whose weights are FP8, in few kernels.
+
+Norms, gates and sums are parts of the kernels that quantize the rows of a product, and scales are
+applied by the kernels after it. Of few rows the products are the driver's own, which add to the
+residual themselves; of more they are cuBLAS's, and SGLang's where blocks have scales.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pie_driver_sglang.kernels import dense_layers, many_rows
+from pie_driver_sglang.kernels.dense_layers import Norm, Scale
+from pie_driver_sglang.kernels.few_rows import Scratch
+from pie_driver_sglang.kernels.many_rows import Tile
+from pie_driver_sglang.kernels.quantize import UnscaledRows, multiply_unscaled, quantize
+from pie_driver_sglang.srt.seams.model import run_instead
+from pie_driver_sglang.srt.seams.passes import is_decode
+from pie_driver_sglang.srt.seams.quantized import QuantizedLinear
+
+if TYPE_CHECKING:
+    from pie_driver_sglang.srt.seams.layers import QuantizedLayer
+    from pie_driver_sglang.srt.seams.passes import ForwardBatch
+
+_MOST_ROWS = 128
+"""Rows up to which products may be the driver's own."""
+_MULTIPLE = 16
+"""Of outputs and of inputs, as cuBLAS wants FP8."""
+_Rows = torch.Tensor | UnscaledRows
+
+
+class QuantizedLayers:
+    """The layers of a model whose matrices are FP8."""
+
+    def __init__(
+        self, model: Any, layers: Sequence[QuantizedLayer], norm: Norm, *, prefills: bool
+    ) -> None:
+        """Takes a model apart.
+
+        Args:
+            model: SGLang's, without its LM head.
+            layers: Its layers.
+            norm: After the last layer.
+            prefills: Whether prefills attend to nothing but what is stored.
+        """
+        self._model = model
+        self._layers = layers
+        self._norm = norm
+        self._prefills = prefills
+        device = norm.weight.device
+        self._one = torch.ones((), device=device)
+        [first, *_] = layers
+        matrices = (first.qkv, first.out, first.down)
+        highest = max(len(matrix.weights.weight) for matrix in matrices)
+        parts, tiles = many_rows.scratch_sizes(_MOST_ROWS, highest)
+        self._scratch = Scratch(
+            torch.empty(parts, device=device),
+            torch.zeros(tiles, dtype=torch.int32, device=device),
+        )
+
+    def takes(self, rows: int) -> bool:
+        """Whether it runs steps of so many rows."""
+        return rows > 0
+
+    @contextlib.contextmanager
+    def prefilling(self) -> Iterator[None]:
+        """Within, the model runs as these kernels, if they can; its input is a prefill."""
+        with self.applied() if self._prefills else contextlib.nullcontext():
+            yield
+
+    @contextlib.contextmanager
+    def applied(self) -> Iterator[None]:
+        """Within, the model runs as these kernels; its input is a decode of rows that it takes."""
+        with run_instead(self._model, self._run):
+            yield
+
+    def _run(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        forward_batch: ForwardBatch,
+        *others: None,
+        **named: None,
+    ) -> torch.Tensor:
+        if any(other is not None for other in (*others, *named.values())):
+            raise ValueError("a pass has tokens and nothing else")
+        residual = self._model.embed_tokens(input_ids)
+        added: _Rows | None = None
+        for layer in self._layers:
+            qkv = self._project(residual, added, layer.before, layer.qkv)
+            seen = _seen(layer, qkv, positions, forward_batch)
+            del qkv
+            added = self._add(seen, layer.out, residual)
+            middle = self._project(residual, added, layer.between, layer.gate_up, gated=True)
+            added = self._add(middle, layer.down, residual, gated=True)
+        rows, residual, scales = _apart(residual, added)
+        return dense_layers.add_norm(rows[None], residual, self._norm, scales)[0]
+
+    def _project(
+        self,
+        residual: torch.Tensor,
+        added: _Rows | None,
+        norm: Norm,
+        linear: QuantizedLinear,
+        *,
+        gated: bool = False,
+    ) -> _Rows:
+        """The product of the residual, normalized, after what is to be added to it in place.
+
+        The product is that of a gate and an up projection if `gated`; the driver's own one has
+        joined them.
+        """
+        weights, tile = linear.weights, _find_tile(residual, linear, gated=gated)
+        if tile is None and not _multiplies(linear):
+            rows, before, scales = _apart(residual, added)
+            return linear.apply(dense_layers.add_norm(rows[None], before, norm, scales)[0])
+        given = quantize(
+            residual if added is None else added, residual=None if added is None else residual,
+            norm=norm, grouped=weights.grouped, scale=weights.row_scale,
+        )  # fmt: skip
+        if tile is None:
+            return multiply_unscaled(given, weights, self._one, residual.dtype)
+        return many_rows.tiled_product(
+            given, weights, tile, self._scratch, gated=gated, dtype=residual.dtype
+        )
+
+    def _add(
+        self, rows: _Rows, linear: QuantizedLinear, residual: torch.Tensor, *, gated: bool = False
+    ) -> _Rows | None:
+        """Adds the product of rows to the residual; returns what is to be added later instead.
+
+        Rows are still to be joined if `gated`, unless they are as wide as the matrix.
+        """
+        weights, tile = linear.weights, _find_tile(residual, linear, adds=True)
+        width = (rows.rows if isinstance(rows, UnscaledRows) else rows).shape[1]
+        gated = gated and width != weights.weight.shape[1]
+        if tile is None and not _multiplies(linear):
+            if isinstance(rows, UnscaledRows):
+                raise ValueError("some matrices of a layer have blocks, others have not")
+            return linear.apply(dense_layers.gate(rows) if gated else rows)
+        given = quantize(rows, gated=gated, grouped=weights.grouped, scale=weights.row_scale)
+        if tile is None:
+            return multiply_unscaled(given, weights, self._one, residual.dtype)
+        many_rows.tiled_product(given, weights, tile, self._scratch, into=residual)
+        return None
+
+
+def _seen(
+    layer: QuantizedLayer, qkv: _Rows, positions: torch.Tensor, forward_batch: ForwardBatch
+) -> torch.Tensor:
+    """What attention says of queries, keys and values."""
+    out_of_place = not is_decode(forward_batch)
+    scale = of_outputs = None
+    if isinstance(qkv, UnscaledRows):
+        qkv, of_rows, of_outputs = qkv
+        scale = Scale(of_rows, 0.0)
+    queries = dense_layers.norm_rope_store(
+        qkv, layer.heads, positions, forward_batch.out_cache_loc,
+        scale=scale, of_outputs=of_outputs, out_of_place=out_of_place,
+    )  # fmt: skip
+    if out_of_place:
+        queries = queries.flatten(1)
+    seen: torch.Tensor = layer.attention(queries, None, None, forward_batch, save_kv_cache=False)
+    return seen
+
+
+def _apart(
+    residual: torch.Tensor, added: _Rows | None
+) -> tuple[torch.Tensor, torch.Tensor | None, tuple[torch.Tensor, torch.Tensor] | None]:
+    """What is to be added, to what, and its scales, as a norm takes them."""
+    if added is None:
+        return residual, None, None
+    if isinstance(added, UnscaledRows):
+        return added.rows, residual, (added.of_rows, added.of_outputs)
+    return added, residual, None
+
+
+def _find_tile(
+    rows: torch.Tensor, linear: QuantizedLinear, *, adds: bool = False, gated: bool = False
+) -> Tile | None:
+    """How the driver's own product of so many rows is cut; None where it is another's."""
+    count, (outputs, inputs) = len(rows), linear.weights.weight.shape
+    if count > _MOST_ROWS:
+        return None
+    height = outputs // 2 if gated else outputs
+    return many_rows.find_tile(count, height, inputs, 1, adds=adds, gated=gated)
+
+
+def _multiplies(linear: QuantizedLinear) -> bool:
+    """Whether cuBLAS takes rows that are quantized already."""
+    weight = linear.weights.weight
+    sizes = all(size % _MULTIPLE == 0 for size in weight.shape)
+    return weight.device.type == "cuda" and sizes and not linear.weights.grouped

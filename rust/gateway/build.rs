@@ -1,0 +1,66 @@
+//! Generates the services from the definitions that the package `smg-grpc-client` publishes.
+//!
+//! `definitions/Cargo.toml` names the package, cargo fetches its sources by the lock next to it, and says where they lie. Nothing of the
+//! package is compiled: it would need a `protoc` and a hundred crates for what three files of text say.
+
+use std::env;
+use std::error::Error;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+/// As `definitions/Cargo.toml` has it.
+const PACKAGE: &str = "smg-grpc-client";
+const COMMON: &str = ".smg.grpc.common";
+
+fn main() -> Result<(), Box<dyn Error>> {
+    println!("cargo::rerun-if-changed=build.rs");
+    println!("cargo::rerun-if-changed=definitions/Cargo.lock");
+    let folder = find_definitions()?;
+    let client = env::var_os("CARGO_FEATURE_CLIENT").is_some();
+    let generate = |name: &str, extern_common: bool| -> Result<(), Box<dyn Error>> {
+        let definitions = protox::compile([name], [&folder])?;
+        let mut builder = tonic_prost_build::configure()
+            .build_client(client)
+            // They are the definitions' own, and not written for rustdoc.
+            .disable_comments(["."]);
+        if extern_common {
+            builder = builder.extern_path(COMMON, "crate::contract::common");
+        }
+        Ok(builder.compile_fds(definitions)?)
+    };
+    generate("common.proto", false)?;
+    generate("vllm_engine.proto", true)?;
+    generate("sglang_scheduler.proto", true)
+}
+
+/// The folder with the definitions, in the sources that cargo has of the package.
+fn find_definitions() -> Result<PathBuf, Box<dyn Error>> {
+    let manifest = format!("{}/definitions/Cargo.toml", env::var("CARGO_MANIFEST_DIR")?);
+    let mut command = Command::new(env::var("CARGO")?);
+    command.args(["metadata", "--format-version=1", "--locked"]);
+    command.args([
+        "--filter-platform",
+        &env::var("HOST")?,
+        "--manifest-path",
+        &manifest,
+    ]);
+    let output = command.output()?;
+    if !output.status.success() {
+        let error = String::from_utf8_lossy(&output.stderr);
+        let hint =
+            format!("without a network, run `cargo fetch --manifest-path {manifest}` before");
+        return Err(
+            format!("cargo cannot find the sources of {PACKAGE}: {error}\nhint: {hint}").into(),
+        );
+    }
+    let metadata: serde_json::Value = serde_json::from_slice(&output.stdout)?;
+    let packages = metadata["packages"]
+        .as_array()
+        .map_or(&[][..], Vec::as_slice);
+    let found = packages.iter().find(|package| package["name"] == PACKAGE);
+    let manifest = found.and_then(|package| package["manifest_path"].as_str());
+    let manifest = manifest.ok_or_else(|| format!("cargo's metadata has no {PACKAGE}"))?;
+    let folder = Path::new(manifest).with_file_name("proto");
+    println!("cargo::rerun-if-changed={}", folder.display());
+    Ok(folder)
+}

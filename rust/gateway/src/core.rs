@@ -1,0 +1,348 @@
+//! Requests that have not ended, whichever contract they came by.
+
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use pie_runtime::{
+    Arrival, Batch, Capabilities, Constrain, Delta, End, Ends, Grammar, Sampling, Service,
+};
+use rustc_hash::FxHashMap;
+use tonic::Status;
+
+use crate::error::GatewayError;
+use crate::events::{Journal, Subscription};
+use crate::loads::{Loads, Throughput};
+use crate::mailbox::{Mailbox, Pace};
+use crate::settings::{GatewaySettings, ModelFacts};
+use crate::status::{SHUTTING_DOWN, one_line, rejected, shut_down};
+use crate::times;
+
+/// What a request asks for, in the words of neither contract.
+#[derive(Debug)]
+pub(crate) struct Asked {
+    /// The gateway's name of it.
+    pub(crate) name: String,
+    pub(crate) prompt: Vec<u32>,
+    pub(crate) sampling: Sampling,
+    /// The model's own stop tokens are not among them.
+    pub(crate) ends: Ends,
+    pub(crate) ignores_eos: bool,
+    pub(crate) samples: u32,
+    pub(crate) pace: Pace,
+    pub(crate) grammar: Option<Grammar>,
+}
+
+/// A request that was handed in.
+#[derive(Debug)]
+pub(crate) struct Entered {
+    /// The service's name of it.
+    pub(crate) id: u64,
+    /// The gateway's.
+    pub(crate) name: String,
+    pub(crate) mailbox: Arc<Mailbox>,
+    pub(crate) prompt_tokens: u32,
+    /// Its stop strings.
+    pub(crate) stops: Vec<Box<[u8]>>,
+}
+
+/// What all calls share.
+#[derive(Debug)]
+pub(crate) struct Core {
+    service: Arc<Service>,
+    settings: GatewaySettings,
+    able: Capabilities,
+    open: Mutex<Open>,
+    journal: Arc<Journal>,
+    throughput: Mutex<Throughput>,
+    is_closing: AtomicBool,
+    /// Tokens of the prompts of requests that have no output yet.
+    pending: AtomicU64,
+    started: Instant,
+    /// µs from then to the last request.
+    last_request: AtomicU64,
+}
+
+#[derive(Debug, Default)]
+struct Open {
+    mailboxes: FxHashMap<u64, Arc<Mailbox>>,
+    names: FxHashMap<String, u64>,
+}
+
+impl Core {
+    pub(crate) fn new(
+        service: Arc<Service>,
+        settings: GatewaySettings,
+    ) -> Result<Self, GatewayError> {
+        let able = service.capabilities().ok_or(GatewayError::NotReady)?;
+        Ok(Self {
+            journal: Arc::new(Journal::new(settings.event_history, able.kv_page_size)),
+            service,
+            settings,
+            able,
+            open: Mutex::default(),
+            throughput: Mutex::default(),
+            is_closing: AtomicBool::new(false),
+            pending: AtomicU64::new(0),
+            started: Instant::now(),
+            last_request: AtomicU64::new(0),
+        })
+    }
+
+    /// Hands a request in. It stays until [`close`](Self::close).
+    pub(crate) fn submit(&self, asked: Asked) -> Result<Entered, Status> {
+        if self.is_closing() {
+            return Err(shut_down());
+        }
+        self.check(&asked)?;
+        let draw = asked.sampling.draw();
+        let draw = draw.map_err(|error| Status::invalid_argument(error.to_string()))?;
+        let constraint = asked
+            .grammar
+            .as_ref()
+            .map(|grammar| self.bind(grammar))
+            .transpose()?;
+        let Asked {
+            name,
+            prompt,
+            mut ends,
+            samples,
+            pace,
+            ..
+        } = asked;
+        if !asked.ignores_eos {
+            ends.stop_tokens.extend(&self.settings.model.eos_tokens);
+        }
+        let prompt_tokens = prompt.len() as u32;
+        let stops = ends.stop_strings.clone();
+        let arrival = Arrival {
+            samples,
+            drafts: self.settings.speculates,
+            constraint,
+            streams: pace.streams,
+            ..Arrival::new(0, prompt, draw, ends.max_tokens)
+        };
+        let arrival = Arrival { ends, ..arrival };
+        let mailbox = Arc::new(Mailbox::new(samples, pace));
+        // Its first output may come before `submit` returns; it waits for the lock.
+        let mut open = self.lock();
+        if open.names.contains_key(&name) {
+            return Err(Status::already_exists(format!(
+                "a request {name} has not ended: give each request another request_id"
+            )));
+        }
+        let submitted = self.service.submit(arrival, None);
+        let id = submitted.map_err(|error| rejected(&error))?;
+        open.mailboxes.insert(id, Arc::clone(&mailbox));
+        open.names.insert(name.clone(), id);
+        drop(open);
+        self.pending
+            .fetch_add(prompt_tokens.into(), Ordering::Relaxed);
+        let now = self.started.elapsed().as_micros() as u64;
+        self.last_request.store(now, Ordering::Relaxed);
+        Ok(Entered {
+            id,
+            name,
+            mailbox,
+            prompt_tokens,
+            stops,
+        })
+    }
+
+    /// What the scheduler would not notice.
+    fn check(&self, asked: &Asked) -> Result<(), Status> {
+        if asked.name.is_empty() {
+            return Err(Status::invalid_argument(
+                "`request_id` is empty: name the request, so that it can be aborted",
+            ));
+        }
+        let vocab = self.able.vocab_size;
+        let biases = asked.sampling.logit_bias.iter();
+        if let Some((token, _)) = biases.into_iter().find(|(token, _)| *token >= vocab) {
+            return Err(Status::invalid_argument(format!(
+                "token {token} of `logit_bias` is not in the vocabulary, which has {vocab}"
+            )));
+        }
+        Ok(())
+    }
+
+    fn bind(&self, grammar: &Grammar) -> Result<Arc<dyn Constrain>, Status> {
+        let bound = self.service.bind(grammar, &[]);
+        bound.map_err(|error| Status::invalid_argument(format!("{}: {error}", grammar.kind())))
+    }
+
+    /// Ends a request by its name. Whether there was one.
+    pub(crate) fn abort(&self, name: &str) -> bool {
+        let found = self.lock().names.get(name).copied();
+        if let Some(id) = found {
+            self.service.abort(id);
+        }
+        found.is_some()
+    }
+
+    /// Forgets a request, which ends if it has not.
+    pub(crate) fn close(&self, id: u64, name: &str, has_ended: bool) {
+        let mut open = self.lock();
+        open.mailboxes.remove(&id);
+        // Another request may have the name by now.
+        if open.names.get(name) == Some(&id) {
+            open.names.remove(name);
+        }
+        drop(open);
+        if !has_ended {
+            self.service.abort(id);
+        }
+    }
+
+    /// Its first output has come, or it has ended without one.
+    pub(crate) fn begun(&self, prompt_tokens: u32) {
+        self.pending
+            .fetch_sub(prompt_tokens.into(), Ordering::Relaxed);
+    }
+
+    /// Puts outputs where their clients find them, until the service is shut down.
+    pub(crate) async fn deliver(&self) {
+        let mut batch = Batch::default();
+        while std::future::poll_fn(|context| self.service.poll_batch(context, &mut batch)).await {
+            let open = self.lock();
+            for delta in batch.deltas.drain(..) {
+                let Some(mailbox) = open.mailboxes.get(&delta.request) else {
+                    continue;
+                };
+                if let Some(waker) = mailbox.put(delta) {
+                    waker.wake();
+                }
+            }
+            drop(open);
+            self.journal.append(batch.events.drain(..));
+        }
+        // Every request has got its end by now, unless a replica has failed to give it.
+        self.end_all();
+    }
+
+    /// Ends every request, and tells its client at once.
+    pub(crate) fn end_all(&self) {
+        let open = self.lock();
+        for (&id, mailbox) in &open.mailboxes {
+            self.service.abort(id);
+            for sample in 0..mailbox.samples() {
+                if let Some(waker) = mailbox.put(Delta::ended(id, sample, End::Aborted)) {
+                    waker.wake();
+                }
+            }
+        }
+    }
+
+    /// No request is taken from now on; those that end without an answer learn why.
+    pub(crate) fn begin_close(&self) {
+        self.is_closing.store(true, Ordering::Relaxed);
+        self.journal.close();
+    }
+
+    pub(crate) fn is_closing(&self) -> bool {
+        self.is_closing.load(Ordering::Relaxed) || self.service.is_stopped()
+    }
+
+    /// Why no request can be served, if that is so.
+    pub(crate) fn trouble(&self) -> Option<String> {
+        if self.is_closing() {
+            return Some(SHUTTING_DOWN.to_owned());
+        }
+        match self.service.wait_ready(Duration::ZERO) {
+            Ok(true) => None,
+            // It was ready once.
+            Ok(false) => Some(SHUTTING_DOWN.to_owned()),
+            Err(error) => Some(one_line(&error.to_string())),
+        }
+    }
+
+    /// Empties the prefix index, once nothing runs or waits, or the time is over. Whether it was.
+    pub(crate) async fn flush(self: &Arc<Self>, limit: Duration) -> bool {
+        const STEP: Duration = Duration::from_millis(20);
+        let until = Instant::now() + limit;
+        loop {
+            let core = Arc::clone(self);
+            let flush = move || core.service.flush(Duration::from_mins(1));
+            let flushed = tokio::task::spawn_blocking(flush).await.unwrap_or(false);
+            if flushed || Instant::now() >= until || self.is_closing() {
+                return flushed;
+            }
+            tokio::time::sleep(STEP).await;
+        }
+    }
+
+    /// How busy each replica is.
+    pub(crate) fn loads(&self) -> Vec<Loads> {
+        let replicas = self.service.stats();
+        let tokens: Vec<u64> = replicas
+            .iter()
+            .map(|stats| stats.scheduler.output_tokens)
+            .collect();
+        let mut throughput = self
+            .throughput
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        let rates = throughput.rates(&tokens);
+        let pending = self.pending.load(Ordering::Relaxed) / replicas.len().max(1) as u64;
+        let all = replicas.iter().zip(rates);
+        all.map(|(stats, rate)| Loads::new(stats, &self.able, self.max_running(), rate, pending))
+            .collect()
+    }
+
+    /// Requests that have not ended.
+    pub(crate) fn open_requests(&self) -> usize {
+        self.lock().mailboxes.len()
+    }
+
+    /// Requests of one step at most.
+    pub(crate) fn max_running(&self) -> u32 {
+        let asked = self.settings.max_running;
+        let able = self.able.max_forward_requests;
+        asked.map_or(able, |asked| asked.max(1))
+    }
+
+    pub(crate) fn able(&self) -> &Capabilities {
+        &self.able
+    }
+
+    pub(crate) fn model(&self) -> &ModelFacts {
+        &self.settings.model
+    }
+
+    pub(crate) fn replicas(&self) -> usize {
+        self.service.stats().len()
+    }
+
+    /// Most tokens of a prompt and its output together.
+    pub(crate) fn context_length(&self) -> u32 {
+        let stats = self.service.stats();
+        let pages = stats.iter().map(|stats| stats.total_pages).min();
+        let pool = pages.unwrap_or(0).saturating_mul(self.able.kv_page_size);
+        let limit = self.settings.model.context_length.unwrap_or(u32::MAX);
+        self.able.max_model_len.min(pool).min(limit)
+    }
+
+    pub(crate) fn uptime(&self) -> Duration {
+        self.started.elapsed()
+    }
+
+    /// When the last request came, or the door was opened, in seconds since 1970.
+    pub(crate) fn last_request(&self) -> f64 {
+        let after = Duration::from_micros(self.last_request.load(Ordering::Relaxed));
+        times::ago(self.started.elapsed().saturating_sub(after))
+    }
+
+    /// Changes of the prefix index after batch number `cursor`.
+    pub(crate) fn subscribe(&self, cursor: u64) -> Result<Subscription, Status> {
+        if self.replicas() != 1 {
+            return Err(Status::unimplemented(
+                "events of the prefix index are published where each replica has a port of its own",
+            ));
+        }
+        self.journal.subscribe(cursor)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Open> {
+        self.open.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}

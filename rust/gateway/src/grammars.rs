@@ -1,0 +1,21 @@
+//! Grammars that the contracts name and [`Grammar`] does not.
+
+use pie_runtime::Grammar;
+
+/// Any JSON object.
+pub(crate) fn any_object() -> Grammar {
+    Grammar::JsonSchema(r#"{"type": "object"}"#.into())
+}
+
+/// One of these texts.
+pub(crate) fn one_of(texts: &[String]) -> Grammar {
+    let escaped: Vec<String> = texts
+        .iter()
+        .map(|text| regex_syntax::escape(text))
+        .collect();
+    Grammar::Regex(format!("(?:{})", escaped.join("|")).into())
+}
+
+pub(crate) fn bytes(text: String) -> Box<[u8]> {
+    text.into_bytes().into_boxed_slice()
+}

@@ -1,0 +1,40 @@
+//! The gRPC services that the gateway `smg` calls, over a [`Service`](pie_runtime::Service): requests as tokens in, tokens out, and
+//! no Python between them.
+//!
+//! | module | what it is |
+//! |---|---|
+//! | [`contract`] | messages and services, generated from the published definitions |
+//! | `settings`, `facts` | what a door is made of, and what it says of its model |
+//! | `core`, `ticket` | requests that have not ended, whichever contract they came by |
+//! | `mailbox` | what a request has brought forth and its client has not fetched |
+//! | `status` | from ends to finish reasons and statuses |
+//! | `vllm`, `sglang` | the two contracts |
+//! | `loads`, `events` | how busy the runtime is, and what its prefix index holds, for the gateway's routing |
+//! | `tokenizer` | its files, for a gateway on another machine |
+//! | `door` | the thread, the socket, the connections |
+
+pub mod contract;
+mod core;
+mod door;
+mod error;
+mod events;
+mod grammars;
+mod loads;
+mod mailbox;
+mod settings;
+mod sglang;
+mod status;
+mod ticket;
+mod times;
+mod tokenizer;
+mod unserved;
+mod vllm;
+
+pub use door::Gateway;
+pub use error::GatewayError;
+pub use settings::{Contract, GatewaySettings, ModelFacts};
+
+/// The README's example is a test.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+pub struct Readme;

@@ -1,0 +1,72 @@
+//! What a door is made of.
+
+use std::net::SocketAddr;
+
+/// Which service a door offers. The gateway finds out by itself.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Contract {
+    /// `vllm.grpc.engine.VllmEngine`: the gateway passes stop strings and seeds on.
+    Vllm,
+    /// `sglang.grpc.scheduler.SglangScheduler`.
+    Sglang,
+}
+
+/// What a door is made of.
+#[derive(Clone, Debug)]
+pub struct GatewaySettings {
+    /// Where it listens; with port 0 on any that is free.
+    pub address: SocketAddr,
+    /// What it offers.
+    pub contract: Contract,
+    /// What it says of the model.
+    pub model: ModelFacts,
+    /// Requests that run at once, where the scheduler has that limit; else as many as the driver takes.
+    pub max_running: Option<u32>,
+    /// The driver may draft for requests.
+    pub speculates: bool,
+    /// How many batches of changes of the prefix index are kept for a gateway that lost its connection; 0 to publish none.
+    pub event_history: usize,
+}
+
+impl GatewaySettings {
+    /// A door on the loopback, on any port that is free.
+    pub fn new(contract: Contract, model: ModelFacts) -> Self {
+        Self {
+            address: SocketAddr::from(([127, 0, 0, 1], 0)),
+            contract,
+            model,
+            max_running: None,
+            speculates: false,
+            event_history: 10_000,
+        }
+    }
+}
+
+/// What the gateway learns of a model. Sizes come from the driver.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct ModelFacts {
+    /// The folder, which the gateway reads the tokenizer and the template from, if it has it.
+    pub model_path: String,
+    /// The folder of the tokenizer, if it is another one.
+    pub tokenizer_path: String,
+    /// What clients call the model.
+    pub served_name: String,
+    /// As `config.json` says it.
+    pub model_type: String,
+    /// As `config.json` says it.
+    pub architectures: Vec<String>,
+    /// The tokens that end a request, unless it ignores them.
+    pub eos_tokens: Vec<u32>,
+    /// Begins texts.
+    pub bos_token: Option<u32>,
+    /// Fills batches.
+    pub pad_token: Option<u32>,
+    /// Most tokens of prompt and output together; the driver may allow fewer.
+    pub context_length: Option<u32>,
+    /// Sampling parameters for what a client leaves out, as a JSON object; empty for none.
+    pub default_sampling: String,
+    /// Names the weights.
+    pub weight_version: String,
+    /// The program's version.
+    pub version: String,
+}

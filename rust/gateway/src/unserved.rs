@@ -1,0 +1,25 @@
+//! What a request may ask for and is not served here, by the field's name.
+
+use tonic::Status;
+
+/// Refuses the first field that asks for something.
+pub(crate) fn refuse(fields: &[(&str, bool, &str)]) -> Result<(), Status> {
+    let asked = fields.iter().find(|(_, asked, _)| *asked);
+    asked.map_or(Ok(()), |(name, _, why)| {
+        Err(Status::invalid_argument(format!(
+            "`{name}` is not served by this server: {why}. Remove it from the request"
+        )))
+    })
+}
+
+pub(crate) const IMAGES: &str = "it takes tokens, not images, audio or video";
+pub(crate) const SPLIT: &str = "prefill and decode run in one driver";
+pub(crate) const LOGPROBS: &str = "log-probabilities are not served yet";
+/// What both contracts say to a request for an embedding.
+pub(crate) const NO_EMBEDDINGS: &str =
+    "embeddings are not served: the driver serves causal language models";
+
+/// The value of a field in which 0 says that there is none.
+pub(crate) fn or_one(value: f32) -> f32 {
+    if value == 0.0 { 1.0 } else { value }
+}

@@ -1,0 +1,364 @@
+//! `vllm.grpc.engine.VllmEngine`.
+
+use std::sync::Arc;
+
+use pie_runtime::{Ends, Grammar, Sampling};
+use tonic::{Request, Response, Status};
+
+use crate::contract::common::{
+    FlushCacheRequest, FlushCacheResponse, GetTokenizerRequest, SubscribeKvEventsRequest,
+};
+use crate::contract::vllm::generate_complete::MatchedStop;
+use crate::contract::vllm::generate_request::Input;
+use crate::contract::vllm::generate_response::Response as Message;
+use crate::contract::vllm::sampling_params::Constraint;
+use crate::contract::vllm::vllm_engine_server::{VllmEngine, VllmEngineServer};
+use crate::contract::vllm::{
+    AbortRequest, AbortResponse, EmbedRequest, EmbedResponse, GenerateComplete, GenerateRequest,
+    GenerateResponse, GenerateStreamChunk, GetLoadsRequest, GetLoadsResponse, GetModelInfoRequest,
+    GetModelInfoResponse, GetServerInfoRequest, GetServerInfoResponse, HealthCheckRequest,
+    HealthCheckResponse, SamplingParams, SchedulerLoad,
+};
+use crate::core::{Asked, Core};
+use crate::events::Subscription;
+use crate::grammars;
+use crate::loads::Loads;
+use crate::mailbox::Pace;
+use crate::status::Matched;
+use crate::ticket::{Answer, Answers, Ticket, Wording};
+use crate::times;
+use crate::tokenizer::{self, Bundle};
+use crate::unserved::{IMAGES, LOGPROBS, NO_EMBEDDINGS, SPLIT, or_one, refuse};
+
+/// The service over a core.
+pub(crate) fn service(core: Arc<Core>, message_bytes: usize) -> VllmEngineServer<Engine> {
+    VllmEngineServer::new(Engine(core))
+        .max_decoding_message_size(message_bytes)
+        .max_encoding_message_size(message_bytes)
+}
+
+#[derive(Debug)]
+pub(crate) struct Engine(Arc<Core>);
+
+#[derive(Debug)]
+pub(crate) struct Words;
+
+impl Wording for Words {
+    type Message = GenerateResponse;
+
+    fn say(answer: Answer, prompt_tokens: u32) -> GenerateResponse {
+        let response = match answer {
+            Answer::Tokens {
+                sample,
+                tokens,
+                counts,
+            } => Message::Chunk(GenerateStreamChunk {
+                token_ids: tokens,
+                prompt_tokens,
+                completion_tokens: counts.tokens,
+                cached_tokens: counts.cached,
+                index: sample,
+                ..GenerateStreamChunk::default()
+            }),
+            Answer::End {
+                sample,
+                tokens,
+                counts,
+                reason,
+                matched,
+            } => Message::Complete(GenerateComplete {
+                output_ids: tokens,
+                finish_reason: reason.to_owned(),
+                prompt_tokens,
+                completion_tokens: counts.tokens,
+                cached_tokens: counts.cached,
+                index: sample,
+                matched_stop: match matched {
+                    Matched::Nothing => None,
+                    Matched::Token(token) => Some(MatchedStop::MatchedTokenId(token)),
+                    Matched::Text(text) => Some(MatchedStop::MatchedStopStr(text)),
+                },
+                ..GenerateComplete::default()
+            }),
+        };
+        GenerateResponse {
+            response: Some(response),
+        }
+    }
+}
+
+fn asked(request: GenerateRequest) -> Result<Asked, Status> {
+    let params = request.sampling_params.unwrap_or_default();
+    refuse(&[
+        ("mm_inputs", request.mm_inputs.is_some(), IMAGES),
+        (
+            "extra_mm_inputs",
+            !request.extra_mm_inputs.is_empty(),
+            IMAGES,
+        ),
+        ("media_refs", request.media_refs.is_some(), IMAGES),
+        (
+            "kv_transfer_params",
+            request.kv_transfer_params.is_some(),
+            SPLIT,
+        ),
+        (
+            "kv_transfer_params_json",
+            request.kv_transfer_params_json.is_some(),
+            SPLIT,
+        ),
+        (
+            "data_parallel_rank",
+            request.data_parallel_rank.is_some_and(|rank| rank > 0),
+            "each replica has a port of its own",
+        ),
+        ("logprobs", params.logprobs.is_some(), LOGPROBS),
+        (
+            "prompt_logprobs",
+            params.prompt_logprobs.is_some(),
+            LOGPROBS,
+        ),
+    ])?;
+    let mut prompt = match request.input {
+        Some(Input::Tokenized(tokenized)) => tokenized.input_ids,
+        Some(Input::Text(_)) => {
+            return Err(Status::invalid_argument(
+                "`text` is not served: send tokens, as `tokenized.input_ids`",
+            ));
+        }
+        None => Vec::new(),
+    };
+    if let Some(most) = params.truncate_prompt_tokens {
+        truncate(&mut prompt, most)?;
+    }
+    let grammar = params.constraint.as_ref().and_then(grammar);
+    Ok(Asked {
+        name: request.request_id,
+        prompt,
+        sampling: sampling(&params)?,
+        ignores_eos: params.ignore_eos,
+        samples: params.n.max(1),
+        pace: Pace {
+            streams: request.stream,
+            interval: 1,
+        },
+        grammar,
+        ends: Ends {
+            // The scheduler cuts it to what there is room for.
+            max_tokens: params.max_tokens.unwrap_or(u32::MAX >> 1),
+            min_tokens: params.min_tokens,
+            stop_tokens: params.stop_token_ids,
+            stop_strings: params.stop.into_iter().map(grammars::bytes).collect(),
+            stop_regexes: None,
+        },
+    })
+}
+
+/// Keeps the last tokens of a prompt; -1 for as many as fit, which is left to the scheduler.
+fn truncate(prompt: &mut Vec<u32>, most: i32) -> Result<(), Status> {
+    match usize::try_from(most) {
+        Ok(most) if most > 0 => {
+            prompt.drain(..prompt.len().saturating_sub(most));
+            Ok(())
+        }
+        _ if most == -1 => Ok(()),
+        _ => Err(Status::invalid_argument(format!(
+            "`truncate_prompt_tokens` is {most}, it must be 1 or more, or -1"
+        ))),
+    }
+}
+
+/// Fields without a value are 0, which stands for the neutral value where it has no meaning of its own.
+fn sampling(params: &SamplingParams) -> Result<Sampling, Status> {
+    let bias = |(&token, &bias): (&i32, &f32)| match u32::try_from(token) {
+        Ok(token) => Ok((token, bias)),
+        Err(_) => Err(Status::invalid_argument(format!(
+            "token {token} of `logit_bias` is not in the vocabulary"
+        ))),
+    };
+    let mut logit_bias = params
+        .logit_bias
+        .iter()
+        .map(bias)
+        .collect::<Result<Vec<_>, _>>()?;
+    logit_bias.sort_unstable_by_key(|&(token, _)| token);
+    Ok(Sampling {
+        temperature: params.temperature.unwrap_or(1.0),
+        top_k: if params.top_k == 0 {
+            -1
+        } else {
+            params.top_k.into()
+        },
+        top_p: or_one(params.top_p),
+        min_p: params.min_p,
+        // Seeds of the driver are not negative; the same one stays the same.
+        seed: params.seed.map(|seed| u64::from(seed.cast_unsigned())),
+        frequency_penalty: params.frequency_penalty,
+        presence_penalty: params.presence_penalty,
+        repetition_penalty: or_one(params.repetition_penalty),
+        logit_bias,
+    })
+}
+
+fn grammar(constraint: &Constraint) -> Option<Grammar> {
+    Some(match constraint {
+        Constraint::JsonSchema(text) => Grammar::JsonSchema(text.as_str().into()),
+        Constraint::Regex(text) => Grammar::Regex(text.as_str().into()),
+        Constraint::Grammar(text) => Grammar::Ebnf(text.as_str().into()),
+        Constraint::StructuralTag(text) => Grammar::StructuralTag(text.as_str().into()),
+        Constraint::JsonObject(true) => grammars::any_object(),
+        Constraint::JsonObject(false) => return None,
+        Constraint::Choice(choice) => grammars::one_of(&choice.choices),
+    })
+}
+
+fn load(rank: usize, loads: &Loads) -> SchedulerLoad {
+    SchedulerLoad {
+        dp_rank: rank as i32,
+        num_running_reqs: loads.running as i32,
+        num_waiting_reqs: loads.waiting as i32,
+        num_total_reqs: (loads.running + loads.waiting) as i32,
+        num_used_tokens: loads.used_tokens as i32,
+        max_total_num_tokens: loads.total_tokens as i32,
+        token_usage: loads.usage(),
+        gen_throughput: loads.throughput,
+        cache_hit_rate: loads.hit_rate,
+        utilization: loads.utilization(),
+        max_running_requests: loads.max_running as i32,
+        num_waiting_uncached_tokens: loads.pending_tokens as i32,
+    }
+}
+
+#[tonic::async_trait]
+impl VllmEngine for Engine {
+    type GenerateStream = Answers<Words>;
+    type GetTokenizerStream = Bundle;
+    type SubscribeKvEventsStream = Subscription;
+
+    async fn generate(
+        &self,
+        request: Request<GenerateRequest>,
+    ) -> Result<Response<Self::GenerateStream>, Status> {
+        let ticket = Ticket::new(&self.0, asked(request.into_inner())?)?;
+        Ok(Response::new(Answers::begin(ticket).await?))
+    }
+
+    async fn embed(&self, _: Request<EmbedRequest>) -> Result<Response<EmbedResponse>, Status> {
+        Err(Status::unimplemented(NO_EMBEDDINGS))
+    }
+
+    async fn health_check(
+        &self,
+        _: Request<HealthCheckRequest>,
+    ) -> Result<Response<HealthCheckResponse>, Status> {
+        let trouble = self.0.trouble();
+        Ok(Response::new(HealthCheckResponse {
+            healthy: trouble.is_none(),
+            message: trouble.unwrap_or_else(|| "healthy".to_owned()),
+        }))
+    }
+
+    async fn flush_cache(
+        &self,
+        request: Request<FlushCacheRequest>,
+    ) -> Result<Response<FlushCacheResponse>, Status> {
+        let limit = times::seconds(request.into_inner().timeout_s)?;
+        Ok(Response::new(flushed(self.0.flush(limit).await)))
+    }
+
+    async fn abort(
+        &self,
+        request: Request<AbortRequest>,
+    ) -> Result<Response<AbortResponse>, Status> {
+        for name in request.into_inner().request_ids {
+            self.0.abort(&name);
+        }
+        Ok(Response::new(AbortResponse {}))
+    }
+
+    async fn get_model_info(
+        &self,
+        _: Request<GetModelInfoRequest>,
+    ) -> Result<Response<GetModelInfoResponse>, Status> {
+        let (model, able) = (self.0.model(), self.0.able());
+        let length = self.0.context_length();
+        let token = |token: Option<u32>| token.map_or(-1, |token| token as i32);
+        Ok(Response::new(GetModelInfoResponse {
+            model_path: model.model_path.clone(),
+            is_generation: true,
+            max_context_length: length,
+            vocab_size: able.vocab_size,
+            supports_vision: false,
+            served_model_name: model.served_name.clone(),
+            tokenizer_path: model.tokenizer_path.clone(),
+            model_type: model.model_type.clone(),
+            architectures: model.architectures.clone(),
+            eos_token_ids: model.eos_tokens.iter().map(|&token| token as i32).collect(),
+            pad_token_id: token(model.pad_token),
+            bos_token_id: token(model.bos_token),
+            max_req_input_len: length as i32,
+            default_sampling_params_json: model.default_sampling.clone(),
+        }))
+    }
+
+    async fn get_server_info(
+        &self,
+        _: Request<GetServerInfoRequest>,
+    ) -> Result<Response<GetServerInfoResponse>, Status> {
+        Ok(Response::new(GetServerInfoResponse {
+            active_requests: self.0.open_requests() as u32,
+            last_receive_timestamp: self.0.last_request(),
+            uptime_seconds: self.0.uptime().as_secs_f64(),
+            server_type: "pie-gateway".to_owned(),
+            data_parallel_size: self.0.replicas() as i32,
+            block_size: self.0.able().kv_page_size as i32,
+            model_dtype: self.0.able().activation_dtype.clone(),
+            max_num_seqs: self.0.max_running() as i32,
+            ..GetServerInfoResponse::default()
+        }))
+    }
+
+    async fn get_loads(
+        &self,
+        request: Request<GetLoadsRequest>,
+    ) -> Result<Response<GetLoadsResponse>, Status> {
+        let wanted = request.into_inner().dp_rank;
+        let all = self.0.loads();
+        let loads = all.iter().enumerate();
+        let loads = loads.filter(|(rank, _)| wanted.is_none_or(|wanted| *rank as i32 == wanted));
+        Ok(Response::new(GetLoadsResponse {
+            timestamp: times::now(),
+            version: self.0.model().version.clone(),
+            dp_rank_count: all.len() as i32,
+            loads: loads.map(|(rank, loads)| load(rank, loads)).collect(),
+        }))
+    }
+
+    async fn get_tokenizer(
+        &self,
+        _: Request<GetTokenizerRequest>,
+    ) -> Result<Response<Self::GetTokenizerStream>, Status> {
+        Ok(Response::new(tokenizer::read(self.0.model()).await?))
+    }
+
+    async fn subscribe_kv_events(
+        &self,
+        request: Request<SubscribeKvEventsRequest>,
+    ) -> Result<Response<Self::SubscribeKvEventsStream>, Status> {
+        let cursor = request.into_inner().start_sequence_number;
+        Ok(Response::new(self.0.subscribe(cursor)?))
+    }
+}
+
+/// What a flush says.
+pub(crate) fn flushed(success: bool) -> FlushCacheResponse {
+    let message = if success {
+        "the prefix index is empty"
+    } else {
+        "requests run or wait: try again later"
+    };
+    FlushCacheResponse {
+        success,
+        message: message.to_owned(),
+    }
+}

@@ -1,0 +1,19 @@
+//! The services by their generated clients, over drivers that keep account of every KV slot, and over drivers that fail.
+
+mod bench;
+mod crowd;
+#[path = "../../../runtime/tests/service/driver.rs"]
+mod driver;
+mod events;
+mod facts;
+mod failures;
+mod sglang;
+mod vllm;
+
+/// Runs as the driver when a test's script says so; for the test runner it is a test that passes.
+#[test]
+fn stand_in() {
+    if let Ok(config) = std::env::var("PIE_TEST_CONFIG") {
+        driver::main(&config);
+    }
+}

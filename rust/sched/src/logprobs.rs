@@ -1,0 +1,171 @@
+//! Log-probabilities: they come with answers, and go out with the tokens that they belong to. What their words mean, the
+//! scheduler does not know.
+
+use std::ops::Range;
+
+/// Which log-probabilities a request wants.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Logprobs {
+    /// Words of those of one token, at least one.
+    pub words: u32,
+    /// Of the prompt's tokens, too, from the one at this index on, which is at least 1: nothing comes before the first token.
+    /// What comes before `prompt_from - 1` may be cached. `None`: only of tokens that are produced.
+    pub prompt_from: Option<u32>,
+}
+
+/// Those of a sequence that have come, and were not given out yet.
+#[derive(Debug)]
+pub(crate) struct Kept {
+    words: u32,
+    /// Index of the prompt's next token whose log-probabilities are wanted; the prompt's length when all have come.
+    next: u32,
+    prompt_len: u32,
+    prompt: Vec<u32>,
+    tokens: Vec<u32>,
+}
+
+impl Kept {
+    pub(crate) fn new(wanted: Logprobs, prompt_len: u32) -> Self {
+        let from = wanted.prompt_from.unwrap_or(prompt_len);
+        Self {
+            words: wanted.words,
+            next: from.clamp(1, prompt_len),
+            prompt_len,
+            prompt: Vec::new(),
+            tokens: Vec::new(),
+        }
+    }
+
+    /// Words of those of one token.
+    pub(crate) const fn words(&self) -> u32 {
+        self.words
+    }
+
+    /// Tokens at the start whose KV need not be computed: the next log-probabilities come from the row after them.
+    pub(crate) const fn cacheable(&self) -> u32 {
+        if self.next < self.prompt_len {
+            self.next - 1
+        } else {
+            u32::MAX
+        }
+    }
+
+    /// The tokens of the prompt whose log-probabilities a row of the tokens `start..end` has to bring; a token's come from the
+    /// row of the one before.
+    pub(crate) fn of_row(&self, start: u32, end: u32) -> Range<u32> {
+        let from = self.next.max(start + 1);
+        from..self.prompt_len.min(end + 1).max(from)
+    }
+
+    /// The end of a row from `start` on that brings at most so many places, the one of a token that it draws among them.
+    pub(crate) fn end_of_row(&self, start: u32, places: u32) -> u32 {
+        let from = self.next.max(start + 1);
+        if self.prompt_len.saturating_sub(from) < places {
+            return u32::MAX;
+        }
+        (from - 1).saturating_add(places)
+    }
+
+    /// Takes what a row has brought: the words of `prompt` tokens, then those of produced ones, of which `kept` were. Whether
+    /// there were as many as that.
+    pub(crate) fn take(
+        &mut self,
+        prompt: Range<u32>,
+        drawn: usize,
+        kept: usize,
+        words: &[u32],
+    ) -> bool {
+        let width = self.words as usize;
+        let Some((of_prompt, others)) = words.split_at_checked(prompt.len() * width) else {
+            return false;
+        };
+        if others.len() != drawn * width {
+            return false;
+        }
+        // A row that was computed again has brought some before.
+        let known = self.next.clamp(prompt.start, prompt.end) - prompt.start;
+        if prompt.start <= self.next {
+            self.prompt
+                .extend_from_slice(&of_prompt[known as usize * width..]);
+            self.next = self.next.max(prompt.end);
+        }
+        self.tokens.extend_from_slice(&others[..kept * width]);
+        true
+    }
+
+    /// What was not given out yet: of the prompt, and of tokens.
+    pub(crate) fn pending(&self) -> (&[u32], &[u32]) {
+        (&self.prompt, &self.tokens)
+    }
+
+    /// All of it was given out.
+    pub(crate) fn clear(&mut self) {
+        self.prompt.clear();
+        self.tokens.clear();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const WANTED: Logprobs = Logprobs {
+        words: 2,
+        prompt_from: Some(3),
+    };
+
+    fn words(range: Range<u32>) -> Vec<u32> {
+        range.flat_map(|token| [token, 100 + token]).collect()
+    }
+
+    #[test]
+    fn rows_bring_each_token_of_the_prompt_once() {
+        let mut kept = Kept::new(WANTED, 10);
+        assert_eq!(kept.cacheable(), 2);
+        assert_eq!(kept.of_row(0, 2), 3..3);
+        assert_eq!(kept.of_row(2, 5), 3..6);
+        assert_eq!(kept.of_row(9, 10), 10..10);
+        assert!(kept.take(3..6, 0, 0, &words(3..6)));
+        assert_eq!(kept.cacheable(), 5);
+        // Computed again, from an earlier place on.
+        assert_eq!(kept.of_row(2, 8), 6..9);
+        assert!(kept.take(3..8, 0, 0, &words(3..8)));
+        assert_eq!(kept.pending().0, words(3..8));
+        // What does not follow is not kept.
+        assert!(kept.take(9..10, 0, 0, &words(9..10)));
+        assert_eq!((kept.pending().0.len(), kept.cacheable()), (10, 7));
+        assert!(kept.take(8..10, 2, 1, &words(8..12)));
+        assert_eq!(kept.pending(), (&words(3..10)[..], &words(10..11)[..]));
+        assert_eq!((kept.cacheable(), kept.of_row(0, 12)), (u32::MAX, 10..10));
+        kept.clear();
+        assert_eq!(kept.pending(), (&[][..], &[][..]));
+    }
+
+    #[test]
+    fn another_number_of_words_is_found() {
+        let mut kept = Kept::new(WANTED, 10);
+        assert!(!kept.take(3..5, 0, 0, &words(3..4)));
+        assert!(!kept.take(3..4, 1, 1, &words(3..4)));
+        assert!(!kept.take(3..4, 0, 0, &words(3..5)));
+        let none = Logprobs {
+            prompt_from: None,
+            ..WANTED
+        };
+        let kept = Kept::new(none, 10);
+        assert_eq!((kept.cacheable(), kept.of_row(0, 10)), (u32::MAX, 10..10));
+    }
+
+    #[test]
+    fn rows_are_as_long_as_their_places_allow() {
+        let kept = Kept::new(WANTED, 10);
+        assert_eq!(kept.end_of_row(0, 3), 5);
+        assert_eq!(kept.of_row(0, 5).len(), 3);
+        assert_eq!(kept.end_of_row(4, 3), 7);
+        assert_eq!(kept.of_row(4, 7).len(), 3);
+        // The last row of the prompt brings the place of the token that it draws.
+        assert_eq!(kept.end_of_row(7, 3), u32::MAX);
+        assert_eq!(kept.of_row(7, 10).len() + 1, 3);
+        assert_eq!(kept.end_of_row(7, 2), 9);
+        assert_eq!(kept.end_of_row(40, 1), u32::MAX);
+    }
+}

@@ -1,0 +1,163 @@
+"""A model's layers in FP8 by few kernels, and as SGLang would compute them; compares logits.
+
+    TRITON_INTERPRET=1 python tests/quantized_model.py CONFIG KIND
+
+CONFIG is a `driver.toml` of a Llama in float32 on the CPU, whose linear layers get FP8 weights of
+SGLang's class for them. KIND is what has a scale: `channel`, `tensor` (rows have one, too) or
+`block`. SGLang has no FP8 kernels on this device: torch computes what they do.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import fp8_rounding
+from paged_model import MULTIPROCESSORS, STEPS, Contexts, decode
+from pie_driver_sglang import _core
+from pie_driver_sglang.config.file import load_config
+from pie_driver_sglang.srt import environment
+
+TOLERANCE = 0.02
+"""Of the largest logit: a number that float32 rounds to the other side is an FP8 step off."""
+BLOCK = 128
+ROW_SCALE = 0.02
+
+
+def quantize_layers(runner: Any, kind: str) -> None:
+    """Gives every linear layer of a decoder FP8 weights, as SGLang's loader leaves them."""
+    import torch
+    from sglang.srt.layers.linear import LinearBase
+    from sglang.srt.layers.quantization.fp8 import Fp8Config, Fp8LinearMethod
+
+    from pie_driver_sglang.srt.seams.attention import attention_layers
+
+    blocks = [BLOCK, BLOCK] if kind == "block" else None
+    config = Fp8Config(
+        is_checkpoint_fp8_serialized=True,
+        activation_scheme="static" if kind == "tensor" else "dynamic",
+        weight_block_size=blocks,
+    )
+    for module in runner.model.model.layers.modules():
+        if not isinstance(module, LinearBase):
+            continue
+        weight = module.weight.data
+        outputs, inputs = weight.shape
+        parts = weight.view(outputs, 1, 1, inputs)
+        if kind == "block":
+            parts = weight.view(outputs // BLOCK, BLOCK, inputs // BLOCK, BLOCK)
+        largest = parts.abs().amax((1, 3), keepdim=True)
+        if kind == "tensor":
+            largest = largest.max().expand_as(largest)
+        scales = largest / 448
+        rounded = (parts / scales).to(torch.float8_e4m3fn).view(outputs, inputs)
+        module.input_scale = None
+        method = Fp8LinearMethod(config)
+        if kind == "block":
+            module.weight = torch.nn.Parameter(rounded, requires_grad=False)
+            module.weight_scale_inv = torch.nn.Parameter(scales[:, 0, :, 0], requires_grad=False)
+        else:
+            module.weight = torch.nn.Parameter(rounded.t(), requires_grad=False)
+            scale = scales.reshape(-1, 1)
+            scale = scale[:1, 0] if kind == "tensor" else scale
+            module.weight_scale = torch.nn.Parameter(scale.clone(), requires_grad=False)
+        if kind == "tensor":
+            module.input_scale = torch.nn.Parameter(torch.tensor(ROW_SCALE), requires_grad=False)
+        module.quant_method = method
+    # A checkpoint's scales of KV in FP8, which this pool does not keep.
+    for layer in attention_layers(runner):
+        layer.k_scale = layer.v_scale = torch.tensor(0.5)
+        layer.k_scale_float = layer.v_scale_float = 0.5
+
+
+def apply_by_torch(method: Any, module: Any, rows: Any, bias: Any = None) -> Any:
+    """In place of `Fp8LinearMethod.apply`: the same numbers by torch."""
+    import torch
+
+    assert bias is None
+    width = BLOCK if method.block_quant else rows.shape[1]
+    parts = rows.unflatten(1, (-1, width))
+    scales = parts.abs().amax(-1, keepdim=True).clamp(min=1e-10) / 448
+    if module.input_scale is not None:
+        scales = module.input_scale
+    rounded = (parts / scales).clamp(-448, 448).to(torch.float8_e4m3fn)
+    given = (rounded.float() * scales).flatten(1)
+    if method.block_quant:
+        scale = module.weight_scale_inv.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
+        weight = module.weight.float() * scale
+    else:
+        weight = module.weight.float().t() * module.weight_scale.reshape(-1, 1)
+    return given @ weight.t()
+
+
+def small_tile(rows: int, outputs: int, inputs: int, *_: int, **__: bool) -> Any:
+    """A tile for every product of up to eight rows, whose prompts have more."""
+    from pie_driver_sglang.kernels.many_rows import Tile
+
+    return Tile(16, 64, 128, parts=2 if inputs % 256 == 0 else 1) if rows <= 8 else None
+
+
+def main() -> None:
+    """Prefills and decodes, fused and not."""
+    config, kind = load_config(Path(sys.argv[1])), sys.argv[2]
+    environment.prepare("cpu", config.model.hf_config["architectures"], spins=False)
+    from sglang.srt.layers.quantization.fp8 import Fp8LinearMethod
+
+    from pie_driver_sglang.kernels import many_rows
+    from pie_driver_sglang.srt import paged_attention, quantized
+    from pie_driver_sglang.srt.dense import FROZEN_SCALES, DenseLayers
+    from pie_driver_sglang.srt.load import load_engine
+    from pie_driver_sglang.srt.quantized import QuantizedLayers
+
+    fp8_rounding.correct()
+    name = f"/pie_shmem_g{config.driver.group_id}"
+    server = _core.Server(name, _core.ExitGuard.inert(), spin_budget_us=0)
+    # The region has no client: only its planner is used.
+    server.unlink()
+    planner, engine = load_engine(config)
+    server.serve(planner, engine.block, print)
+    runner = engine.runner
+    quantize_layers(runner, kind)
+    page_size, vocab = engine.facts.page_size, engine.facts.vocab_size
+    with mock.patch.object(Fp8LinearMethod, "apply", apply_by_torch):
+        expected = decode(server, engine, Contexts(0, page_size, vocab))
+        paged_attention.install(runner)
+        device = SimpleNamespace(multi_processor_count=MULTIPROCESSORS)
+        with mock.patch("torch.cuda.get_device_properties", return_value=device):
+            runner.init_attention_backends()
+        layers = DenseLayers.of(runner)
+        assert isinstance(layers, QuantizedLayers)
+        accepted, reason = runner.weight_updater.update_weights_from_tensor([], "direct")
+        assert (accepted, reason) == (False, FROZEN_SCALES)
+        # By SGLang's products, by those without scales, then by the driver's where rows are few.
+        ways = [decode(server, engine, Contexts(64, page_size, vocab), layers.applied)]
+        unscaled = mock.Mock(wraps=quantized.multiply_unscaled)
+        with (
+            mock.patch.object(quantized, "_multiplies", lambda linear: kind != "block"),
+            mock.patch.object(quantized, "multiply_unscaled", unscaled),
+        ):
+            ways.append(decode(server, engine, Contexts(192, page_size, vocab), layers.applied))
+        matrices = 4 * len(runner.model.model.layers)
+        assert unscaled.call_count == (STEPS * matrices if kind != "block" else 0)
+        tiled = mock.Mock(wraps=many_rows.tiled_product)
+        with (
+            mock.patch.object(many_rows, "find_tile", small_tile),
+            mock.patch.object(many_rows, "tiled_product", tiled),
+            mock.patch.object(layers, "_prefills", True),
+        ):
+            engine.dense = layers
+            ways.append(decode(server, engine, Contexts(128, page_size, vocab), layers.applied))
+            engine.dense = None
+        assert tiled.call_count == STEPS * matrices
+    for found in ways:
+        error = float((found - expected).abs().max() / expected.abs().max())
+        print(f"{kind}: off by {error:.1e}")
+        assert error < TOLERANCE, error
+    print("quantized model: close")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,449 @@
+"""`pie-sglang serve --front gateway`: the real gateway over our runtime, asked by real clients."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Final
+
+import jsonschema
+import psutil
+import pytest
+
+from pie_driver_sglang.offline.tokenizer import ModelTokenizer
+from reference import GAP, Reference
+from sglang_server import Server, free_ports
+from tiny_models import POCKET
+
+openai: Any = pytest.importorskip("openai")
+pytest.importorskip("smg")
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+
+START_S: Final = 400.0
+PROMPT: Final = "def f(x):"
+SCHEMA: Final = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "count": {"type": "integer", "minimum": 0, "maximum": 99},
+    },
+    "required": ["name", "count"],
+    "additionalProperties": False,
+}
+TOOL: Final = {
+    "type": "function",
+    "function": {
+        "name": "count",
+        "description": "Counts things.",
+        "parameters": SCHEMA,
+    },
+}
+NO_THOUGHT: Final = {"chat_template_kwargs": {"enable_thinking": False}}
+
+
+def wait_until(done: Callable[[], bool], seconds: float, what: str) -> None:
+    until = time.monotonic() + seconds
+    while not done():
+        assert time.monotonic() < until, what
+        time.sleep(0.05)
+
+
+class Door(Server):
+    """A running server.
+
+    Attributes:
+        process: The command.
+        metrics: The port of the gateway's metrics.
+    """
+
+    process: psutil.Process
+    metrics: int
+
+    def drivers(self) -> list[psutil.Process]:
+        """The processes that compute."""
+        family = self.process.children(recursive=True)
+        return [process for process in family if "--config" in process.cmdline()]
+
+    def loads(self) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = json.loads(self.ask("/loads"))["loads"]
+        return found
+
+    def metric(self, name: str) -> float:
+        """The sum of a metric's values."""
+        other = Server(f"http://127.0.0.1:{self.metrics}", self.log)
+        lines = re.findall(rf"^{name}(?:{{.*?}})? (\S+)$", other.ask("/metrics"), re.MULTILINE)
+        return sum(map(float, lines))
+
+
+@contextlib.contextmanager
+def running(folder: Path, *flags: str) -> Iterator[Door]:
+    """A server by the command, as a user starts it; ended by SIGTERM, with nothing left."""
+    port, metrics = free_ports(2)
+    log = folder / "log"
+    command = [sys.executable, "-m", "pie_driver_sglang", "serve", "--front", "gateway"]
+    command += ["--model-path", str(POCKET), "--served-model-name", "pocket", "--device", "cpu"]
+    command += ["--port", str(port), "--prometheus-port", str(metrics), *flags]
+    environment = {**os.environ, "TMPDIR": str(folder), "OMP_NUM_THREADS": "1"}
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=output, env=environment)
+    door = Door(f"http://127.0.0.1:{port}", log)
+    door.process, door.metrics = psutil.Process(process.pid), metrics
+    try:
+        wait_until(
+            lambda: b"curl" in log.read_bytes() or process.poll() is not None, START_S, "start"
+        )
+        assert process.poll() is None
+        family = door.process.children(recursive=True)
+        regions = {path.name for path in Path("/dev/shm").iterdir()} & names(folder)
+        assert regions, "the drivers' regions are there while they serve"
+        yield door
+        family += door.process.children(recursive=True)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(90) == 0
+        assert psutil.wait_procs(family, 10)[1] == []
+        assert not {path.name for path in Path("/dev/shm").iterdir()} & regions
+        assert [path.name for path in folder.iterdir()] == ["log"]
+    except BaseException:
+        sys.stderr.write(log.read_text(errors="replace")[-6000:])
+        raise
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+            time.sleep(0.5)
+            process.send_signal(signal.SIGTERM)
+            process.wait(30)
+
+
+def names(folder: Path) -> set[str]:
+    """The regions of the drivers whose configurations are in a folder."""
+    found = [re.findall(r"group_id = (\d+)", path.read_text()) for path in folder.rglob("*.toml")]
+    return {f"pie_shmem_g{group}" for groups in found for group in groups}
+
+
+@pytest.fixture(scope="module")
+def door(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Door]:
+    flags = ["--tool-call-parser", "qwen25", "--reasoning-parser", "qwen3"]
+    flags += ["--gateway-arg=--load-monitor-interval", "--gateway-arg=1"]
+    with running(tmp_path_factory.mktemp("gateway"), *flags) as door:
+        yield door
+
+
+@pytest.fixture(scope="module")
+def client(door: Door) -> Iterator[Any]:
+    with asking(door.url) as client:
+        yield client
+
+
+@contextlib.contextmanager
+def asking(url: str, key: str = "none") -> Iterator[Any]:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=120) as client:
+        yield client
+
+
+def complete(client: Any, prompt: str = PROMPT, tokens: int = 12, **more: Any) -> Any:
+    return client.completions.create(
+        model="pocket", prompt=prompt, temperature=0, max_tokens=tokens, **more
+    )
+
+
+def chat(client: Any, text: str, tokens: int = 48, **more: Any) -> Any:
+    messages = [{"role": "user", "content": text}]
+    more = {"temperature": 0, "max_tokens": tokens, **more}
+    return client.chat.completions.create(model="pocket", messages=messages, **more)
+
+
+def refusal(call: Callable[[], Any]) -> tuple[int, str]:
+    with pytest.raises(openai.APIStatusError) as error:
+        call()
+    return error.value.status_code, str(error.value)
+
+
+class TestText:
+    def test_a_completion_is_that_of_the_model(self, client: Any) -> None:
+        tokenizer = ModelTokenizer(POCKET)
+        [prompt] = tokenizer.encode([PROMPT])
+        tokens, gap = Reference(POCKET).greedy(prompt, 12)
+        assert gap > GAP
+        expected = tokenizer.decode(tokens)
+        answer = complete(client)
+        assert answer.choices[0].text == expected
+        assert answer.choices[0].finish_reason == "length"
+        usage = (answer.usage.prompt_tokens, answer.usage.completion_tokens)
+        assert usage == (len(prompt), 12)
+        streamed = list(complete(client, stream=True))
+        assert "".join(chunk.choices[0].text for chunk in streamed) == expected
+        assert len(streamed) > 6
+        assert streamed[-1].choices[0].finish_reason == "length"
+
+    def test_several_prompts_and_samples(self, client: Any) -> None:
+        prompts = [PROMPT, "class A:"]
+        answer = client.completions.create(
+            model="pocket", prompt=prompts, temperature=0, max_tokens=6, n=2
+        )
+        single = [complete(client, prompt, 6).choices[0].text for prompt in prompts]
+        texts = {choice.index: choice.text for choice in answer.choices}
+        assert [texts[index] for index in range(4)] == [single[0]] * 2 + [single[1]] * 2
+
+    def test_chat_with_a_thought_that_is_split_off(self, client: Any) -> None:
+        answer = chat(client, "Hello", extra_body=NO_THOUGHT)
+        message = answer.choices[0].message
+        assert message.content and "<think>" not in message.content
+        chunks = list(chat(client, "Hello", extra_body=NO_THOUGHT, stream=True))
+        streamed = "".join(
+            chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices
+        )
+        assert streamed == message.content
+        thinking = chat(client, "Hello")
+        assert thinking.choices[0].message.reasoning_content is not None or (
+            thinking.choices[0].message.content
+        )
+        assert thinking.usage.completion_tokens <= 48
+
+    def test_usage_of_a_stream(self, client: Any) -> None:
+        chunks = list(chat(client, "Hello", 5, stream=True, stream_options={"include_usage": True}))
+        assert chunks[-1].usage.completion_tokens == 5
+
+    def test_a_stop_string_ends_the_engine_too(self, client: Any) -> None:
+        text = complete(client, tokens=40).choices[0].text
+        stop = text[6:9]
+        answer = complete(client, tokens=40, stop=[stop])
+        assert answer.choices[0].text == text[: text.index(stop)]
+        assert answer.choices[0].finish_reason == "stop"
+        assert answer.usage.completion_tokens < 40
+        streamed = list(complete(client, tokens=40, stop=[stop], stream=True))
+        assert "".join(chunk.choices[0].text for chunk in streamed) == text[: text.index(stop)]
+
+    def test_a_seed_fixes_what_is_drawn(self, client: Any) -> None:
+        def draw(seed: int) -> str:
+            answer = client.completions.create(
+                model="pocket", prompt=PROMPT, temperature=1, max_tokens=16, seed=seed
+            )
+            text: str = answer.choices[0].text
+            return text
+
+        first = draw(1)
+        assert draw(1) == first
+        assert any(draw(seed) != first for seed in (2, 3, 4))
+
+    def test_penalties_reach_the_sampler(self, client: Any) -> None:
+        plain = complete(client, tokens=24).choices[0].text
+        answer = complete(client, tokens=24, frequency_penalty=2.0)
+        assert answer.choices[0].text != plain
+
+    def test_responses(self, client: Any) -> None:
+        answer = client.responses.create(
+            model="pocket", input="Hello", max_output_tokens=16, temperature=0
+        )
+        assert answer.usage.output_tokens <= 16
+        events = client.responses.create(
+            model="pocket", input="Hello", max_output_tokens=16, temperature=0, stream=True
+        )
+        kinds = {event.type for event in events}
+        assert any(kind.endswith(("completed", "incomplete")) for kind in kinds)
+
+
+class TestGrammar:
+    def test_a_schema_binds_the_answer(self, client: Any) -> None:
+        form = {"type": "json_schema", "json_schema": {"name": "c", "schema": SCHEMA}}
+        answer = chat(client, "Count.", 120, response_format=form, extra_body=NO_THOUGHT)
+        jsonschema.validate(json.loads(answer.choices[0].message.content), SCHEMA)
+        chunks = list(
+            chat(client, "Count.", 120, response_format=form, extra_body=NO_THOUGHT, stream=True)
+        )
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+        jsonschema.validate(json.loads(text), SCHEMA)
+
+    def test_a_regular_expression(self, client: Any) -> None:
+        answer = chat(client, "When?", 16, extra_body={"regex": "[0-9]{4}-[01][0-9]", **NO_THOUGHT})
+        assert re.fullmatch("[0-9]{4}-[01][0-9]", answer.choices[0].message.content)
+
+    def test_a_wrong_grammar_is_refused_with_the_reason(self, client: Any) -> None:
+        status, message = refusal(lambda: chat(client, "When?", 16, extra_body={"regex": "[0-9"}))
+        assert status == 400, message
+        assert "regular expression" in message or "regex" in message
+
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_a_required_tool_is_called(self, client: Any, stream: bool) -> None:
+        answer = chat(
+            client,
+            "Count three pears.",
+            120,
+            tools=[TOOL],
+            tool_choice="required",
+            extra_body=NO_THOUGHT,
+            stream=stream,
+        )
+        if stream:
+            calls = [
+                call
+                for chunk in answer
+                if chunk.choices
+                for call in chunk.choices[0].delta.tool_calls or ()
+            ]
+            name = "".join(call.function.name or "" for call in calls)
+            arguments = "".join(call.function.arguments or "" for call in calls)
+        else:
+            [call] = answer.choices[0].message.tool_calls
+            name, arguments = call.function.name, call.function.arguments
+            assert answer.choices[0].finish_reason == "tool_calls"
+        assert name == "count"
+        jsonschema.validate(json.loads(arguments), SCHEMA)
+
+
+class TestRefusals:
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_a_prompt_that_is_too_long(self, client: Any, stream: bool) -> None:
+        status, message = refusal(lambda: complete(client, "x " * 4000, stream=stream))
+        assert status == 400
+        assert "2048" in message
+
+    def test_a_parameter_out_of_range(self, client: Any) -> None:
+        status, message = refusal(lambda: complete(client, top_p=1.5))
+        assert status == 400
+        assert "top_p" in message
+
+    def test_log_probabilities_are_refused_by_name(self, client: Any) -> None:
+        status, message = refusal(lambda: chat(client, "Hello", 4, logprobs=True))
+        assert status == 400
+        assert "`logprobs` is not served" in message
+
+    def test_a_model_that_is_not_there(self, client: Any) -> None:
+        messages = [{"role": "user", "content": "Hello"}]
+        create = client.chat.completions.create
+        status, _ = refusal(lambda: create(model="other", messages=messages))
+        assert status == 404
+
+
+class TestEnds:
+    def test_a_client_that_goes_leaves_nothing_behind(self, door: Door, client: Any) -> None:
+        stream = complete(client, tokens=1500, stream=True)
+        next(iter(stream))
+        wait_until(lambda: requests(door) == 1, 30, "it runs")
+        stream.close()
+        wait_until(lambda: requests(door) == 0, 30, "it ends")
+
+    def test_many_streams_with_one_that_is_slow(self, door: Door, client: Any) -> None:
+        expected = complete(client, tokens=200).choices[0].text
+        slow = complete(client, tokens=200, stream=True)
+        first = next(iter(slow)).choices[0].text
+        with ThreadPoolExecutor(16) as pool:
+            texts = pool.map(lambda _: streamed(client, 40), range(32))
+        assert set(texts) == {complete(client, tokens=40).choices[0].text}
+        rest = "".join(chunk.choices[0].text for chunk in slow)
+        assert first + rest == expected
+        wait_until(lambda: requests(door) == 0, 30, "all have ended")
+
+    def test_a_driver_that_is_killed_loses_nothing(self, door: Door, client: Any) -> None:
+        expected = complete(client, tokens=300).choices[0].text
+        with ThreadPoolExecutor(8) as pool:
+            texts = [pool.submit(streamed, client, 300) for _ in range(8)]
+            wait_until(lambda: requests(door) == 8, 30, "they run")
+            [driver] = door.drivers()
+            driver.kill()
+            assert {text.result(200) for text in texts} == {expected}
+        [other] = door.drivers()
+        assert other.pid != driver.pid
+
+    def test_the_door_says_how_it_is(self, door: Door) -> None:
+        door.ask("/health")
+        door.ask("/readiness")
+        wait_until(lambda: not any(used(load) for load in door.loads()), 30, "a cache is left only")
+        [worker] = json.loads(door.ask("/workers"))["workers"]
+        assert worker["runtime_type"] == "vllm"
+
+
+def requests(door: Door) -> int:
+    """Requests that the runtime has, by its own word."""
+    return int(sum(load["num_total_reqs"] for load in door.loads()))
+
+
+def used(load: dict[str, Any]) -> float:
+    return float(load["token_usage"] + load["num_used_tokens"])
+
+
+def streamed(client: Any, tokens: int) -> str:
+    chunks = complete(client, tokens=tokens, stream=True)
+    return "".join(chunk.choices[0].text for chunk in chunks)
+
+
+def test_two_replicas_share_the_work_by_what_they_have_cached(tmp_path: Path) -> None:
+    """Each family of prompts stays with the replica that has its beginning; one may die.
+
+    The gateway is started by the line that the command prints.
+    """
+    log, gateway_log = tmp_path / "log", tmp_path / "gateway.log"
+    [port] = free_ports(1)
+    command = [sys.executable, "-m", "pie_driver_sglang", "serve", "--front=gateway"]
+    command += ["--model-path", str(POCKET), "--served-model-name", "pocket", "--device", "cpu"]
+    command += ["--dp-size", "2", "--grpc-contract", "sglang", "--no-gateway"]
+    command += ["--port", str(port), "--api-key", "secret"]
+    with contextlib.ExitStack() as stack:
+        process = stack.enter_context(started(command, log))
+        wait_until(
+            lambda: b"smg launch" in log.read_bytes() or process.poll() is not None,
+            START_S,
+            "start",
+        )
+        [line] = re.findall(r"^  smg (launch .+)$", log.read_text(), re.MULTILINE)
+        words = shlex.split(line)
+        assert len([word for word in words if word.startswith("grpc://")]) == 2
+        gateway = [sys.executable, "-m", "smg", *words]
+        url = f"http://127.0.0.1:{port}"
+        smg = stack.enter_context(started(gateway, gateway_log))
+        wait_until(lambda: is_ready(url) or smg.poll() is not None, 60, "the gateway starts")
+        stranger = stack.enter_context(asking(url, "wrong"))
+        assert refusal(lambda: complete(stranger))[0] == 401
+        client = stack.enter_context(asking(url, "secret"))
+        families = [f"{word} " * 60 for word in ("alpha", "beta", "gamma", "delta")]
+        places = [Counter[str]() for _ in families]
+        for turn in range(5):
+            for prompt, seen in zip(families, places, strict=True):
+                answer = client.completions.with_raw_response.create(
+                    model="pocket", prompt=f"{prompt}{turn}", max_tokens=4, temperature=0
+                )
+                seen[answer.headers["x-smg-routed-worker-id"]] += 1
+        assert all(max(seen.values()) >= 4 for seen in places), places
+        assert len({worker for seen in places for worker in seen}) == 2, places
+        family = psutil.Process(process.pid).children(recursive=True)
+        drivers = [child for child in family if "--config" in child.cmdline()]
+        assert len(drivers) == 2
+        drivers[0].kill()
+        assert all(complete(client, prompt, 4).choices[0].text for prompt in families)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 0
+        assert psutil.wait_procs(family, 10)[1] == []
+
+
+@contextlib.contextmanager
+def started(command: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=output)
+    try:
+        yield process
+    except BaseException:
+        sys.stderr.write(log.read_text(errors="replace")[-4000:])
+        raise
+    finally:
+        process.kill()
+        process.wait()
+
+
+def is_ready(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/readiness", timeout=2) as answer:
+            return bool(answer.status == 200)
+    except OSError:
+        return False

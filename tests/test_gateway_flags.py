@@ -1,0 +1,218 @@
+"""Which flags `pie-sglang serve --front gateway` takes, and what becomes of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pie_driver_sglang.cli.program import main
+from pie_driver_sglang.config.server_args import SERVER_ARGS
+from pie_driver_sglang.errors import ConfigError
+from pie_driver_sglang.gateway import flags, parsers, smg
+from pie_driver_sglang.gateway.flags import parse_words
+from pie_driver_sglang.offline.arguments import parse_arguments
+from tiny_models import POCKET
+
+
+def refusal(*words: str) -> str:
+    with pytest.raises(ConfigError) as error:
+        parse_words(words)
+    return f"{error.value} {error.value.hint}"
+
+
+def test_words_are_read_by_the_types_of_sglang() -> None:
+    found = parse_words(
+        [
+            *("--model", "m", "--tp=2", "--dp-size", "3", "--schedule-conservativeness", "0.5"),
+            *("--disable-radix-cache", "--served-model-name", "x", "--watchdog-timeout=9"),
+            *("--option", "max_restarts=1", "--grpc-port=5001", "--grpc-contract", "sglang"),
+            *("--gateway-arg=--queue-size", "--gateway-arg", "5", "--no-gateway"),
+        ]
+    )
+    assert found.engine == {
+        "model_path": "m",
+        "tp_size": 2,
+        "dp_size": 3,
+        "schedule_conservativeness": 0.5,
+        "disable_radix_cache": True,
+        "max_restarts": 1,
+    }
+    assert found.front == {"served_model_name": "x", "watchdog_timeout": 9.0}
+    assert (found.contract, found.grpc_port, found.starts_gateway) == ("sglang", 5001, False)
+    assert found.words == ("--queue-size", "5")
+
+
+@pytest.mark.engine
+@pytest.mark.filterwarnings("ignore")
+def test_sglang_reads_the_same_words_alike() -> None:
+    """Of every flag that this door takes: a value that SGLang's own parser accepts."""
+    from pie_driver_sglang.server.seams import environment
+
+    environment.prepare_server((), on_cpu=True)
+    with environment.importing_server():
+        from pie_driver_sglang.server.seams import launching
+    tried = 0
+    for name, field in SERVER_ARGS.items():
+        if "table" in field.type or field.type == "any":
+            continue  # SGLang keeps the text, and the engine takes a table.
+        words = [f"--{name.replace('_', '-')}", *sample(field)]
+        try:
+            theirs = launching.given_flags(["--model-path", "m", *words])
+        except SystemExit:
+            continue  # Its parser has no such flag, or another kind of value.
+        try:
+            found = parse_words(["--model-path", "m", *words])
+        except ConfigError as error:
+            assert "honoured" in str(error), name
+            continue
+        ours = {**found.engine, **found.front}
+        for key in theirs.keys() & ours.keys():
+            # A few of its lists are one number on its command line.
+            alike = ours[key] if isinstance(ours[key], list) else []
+            assert theirs[key] in (ours[key], *alike), name
+            tried += 1
+    assert tried > 60
+
+
+def sample(field: Any) -> list[str]:
+    if field.type.startswith("bool"):
+        return []
+    if field.choices:
+        return [field.choices[-1]]
+    kinds = {"int": "3", "float": "0.25", "str": "word"}
+    inner = field.type.removeprefix("list[").split("]")[0].split("|")[0].strip()
+    return [kinds.get(inner, "{}")]
+
+
+@pytest.mark.parametrize(
+    ("words", "names"),
+    [
+        (
+            ["--lora-paths", "a=b"],
+            "`--lora-paths` is not honoured by the gateway: the gateway pass",
+        ),
+        (["--enable-priority-scheduling"], "passes no priority on"),
+        (["--tokenizer-worker-num", "2"], "`--tokenizer-worker-num`"),
+        (["--enable-metrics"], "always has metrics"),
+        (["--log-requests"], "the gateway logs and measures by itself"),
+        (["--skip-tokenizer-init"], "the gateway tokenizes"),
+        (["--kv-events-config", "{}"], "by themselves"),
+        (["--no-such-flag"], "there is no flag `--no-such-flag`"),
+        (["--grcp-port", "1"], "did you mean `--grpc-port`"),
+        (["--grpc-contract", "x"], "expected one of vllm, sglang"),
+        (["--grpc-port", "x"], "`--grpc-port` is 'x' expected an integer"),
+        (["--tp", "x"], "`--tp-size` is 'x' expected an integer"),
+        (["--model-path"], "`--model-path` has no value"),
+        (["--no-gateway=1"], "takes no value"),
+        (["--disable-radix-cache=maybe"], "expected true or false"),
+        (["--config", "x"], "is not read by this door"),
+        (["word"], "'word' belongs to no flag"),
+    ],
+)
+def test_what_is_not_honoured_is_refused_by_name(words: list[str], names: str) -> None:
+    assert names in refusal(*words)
+
+
+def test_what_the_engine_does_not_serve_it_refuses_itself() -> None:
+    arguments = parse_words(["--model-path", str(POCKET), "--device", "cpu", "--pp-size", "2"])
+    with pytest.raises(ConfigError, match="`pp_size` = 2 is not served"):
+        parse_arguments(arguments.engine)
+
+
+def test_the_gateways_command_line(tmp_path: Path) -> None:
+    template = tmp_path / "t.jinja"
+    template.write_text("{{ messages }}")
+    given = ["--host", "0.0.0.0", "--port", "8000", "--api-key", "k", "--log-level", "error"]
+    given += ["--tool-call-parser", "qwen25", "--reasoning-parser", "deepseek-r1"]
+    given += ["--chat-template", str(template), "--ssl-certfile", "c", "--ssl-keyfile", "f"]
+    given += ["--prometheus-port", "9000", "--enable-trace", "--gateway-arg=--queue-size=3"]
+    arguments = parse_words(["--model-path", "m", *given])
+    words = smg.smg_words(arguments, ["grpc://a", "grpc://b"], Path("folder"))
+    line = " ".join(words)
+    for part in (
+        "launch --host 0.0.0.0 --port 8000 --prometheus-host 127.0.0.1 --prometheus-port 9000",
+        "--model-path folder --log-level error",
+        "--policy cache_aware --worker-urls grpc://a grpc://b",
+        "--api-key k",
+        "--reasoning-parser deepseek_r1",
+        "--tool-call-parser qwen",
+        f"--chat-template {template}",
+        "--tls-cert-path c --tls-key-path f",
+        "--enable-trace",
+    ):
+        assert part in line
+    assert words[-1] == "--queue-size=3"
+    single = smg.smg_words(parse_words(["--model-path", "m"]), ["grpc://a"], Path("folder"))
+    assert "--policy round_robin" in " ".join(single)
+    assert "--host 127.0.0.1 --port 30000" in " ".join(single)
+
+
+@pytest.mark.parametrize(
+    ("words", "names"),
+    [
+        (["--chat-template", "chatml"], "`--chat-template` is 'chatml', which is not a file"),
+        (["--tool-call-parser", "gpt-oss"], "for which the gateway has no parser"),
+        (["--reasoning-parser", "auto"], "for which the gateway has no parser"),
+        (["--log-level", "loud"], "`--log-level` is 'loud'"),
+    ],
+)
+def test_wrong_values_are_refused_before_a_model_is_loaded(words: list[str], names: str) -> None:
+    arguments = parse_words(["--model-path", "m", *words])
+    with pytest.raises(ConfigError) as error:
+        smg.smg_words(arguments, (), Path("m"))
+    assert names in str(error.value)
+
+
+def choices(name: str) -> set[str]:
+    """The names that the installed gateway takes for a flag."""
+    import argparse
+
+    router_args: Any = pytest.importorskip("smg.router_args")
+    parser = argparse.ArgumentParser()
+    router_args.RouterArgs.add_cli_args(parser, use_router_prefix=False)
+    [action] = [action for action in parser._actions if f"--{name}" in action.option_strings]
+    return set(action.choices or ())
+
+
+@pytest.mark.engine
+def test_every_parser_of_sglang_has_a_name_of_the_gateways_or_none() -> None:
+    from sglang.srt.function_call.function_call_parser import FunctionCallParser
+    from sglang.srt.parser.reasoning_parser import ReasoningParser
+
+    for flag, theirs, names, missing in (
+        (
+            "tool-call-parser",
+            FunctionCallParser.ToolCallParserEnum,
+            parsers.TOOL_PARSERS,
+            parsers.MISSING_TOOL_PARSERS,
+        ),
+        (
+            "reasoning-parser",
+            ReasoningParser.DetectorMap,
+            parsers.REASONING_PARSERS,
+            parsers.MISSING_REASONING_PARSERS,
+        ),
+    ):
+        known = choices(flag)
+        assert set(names.values()) <= known
+        assert not missing & known
+        for name in theirs:
+            assert (name in missing) != (names.get(name, name) in known), name
+
+
+def test_front_is_taken_out_of_the_words(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--model-path", "m", "--front", "side"]) == 1
+    assert "`--front` is 'side'" in capsys.readouterr().err
+    assert main(["serve", "--model-path", "m", "--front=gateway", "--lora-paths", "x"]) == 1
+    assert "`--lora-paths` is not honoured" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["serve", "--help"])
+    assert "--grpc-contract" in capsys.readouterr().out
+
+
+def test_every_refused_flag_is_one_of_sglangs() -> None:
+    assert not (flags.REFUSED.keys() | flags.FRONT) - SERVER_ARGS.keys()
+    assert not flags.REFUSED.keys() & flags.FRONT
+    assert set(flags.ALIASES.values()) <= SERVER_ARGS.keys()
