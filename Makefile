@@ -26,7 +26,7 @@ COST_MANIFEST := --manifest-path benches/gateway_cost/Cargo.toml
 FUZZ := --manifest-path fuzz/Cargo.toml --target-dir target
 
 .DEFAULT_GOAL := help
-.PHONY: help preflight demo serve test test-rust test-python quick bench replay load gateway-cost counts fuzz lint workflows format stubs docs fetch wheel
+.PHONY: help preflight demo serve test test-rust test-python quick conformance bench replay load gateway-cost counts fuzz lint workflows format stubs docs fetch wheel
 
 # The second half of the demo: the same model without Pie.
 SAID := def mean(values):
@@ -65,6 +65,9 @@ test-python: $(VENV)/.installed $(VENV)/.compiled
 quick: $(VENV)/.installed ## Run what needs no SGLang: the crates' own tests, and Python's that import neither it nor a model
 	cargo test --workspace --quiet
 	$(PYTEST) -m "not engine"
+
+conformance: $(VENV)/.installed $(VENV)/.compiled ## Run SGLang's test kits, two clients and schemathesis against the server, whole; fetches packages
+	PIE_CONFORMANCE=1 $(BIN)/python -m pytest -q tests/test_conformance.py $(ARGS)
 
 bench: $(VENV)/.installed ## Run the benchmarks and print their table; ARGS=ring/ for some of them, ARGS=--quick to try them out
 	cargo bench --manifest-path benches/Cargo.toml -- $(ARGS)
