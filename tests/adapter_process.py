@@ -219,7 +219,8 @@ def pin_loaded(config_path: str, good: str, connection: Connection, stderr: str)
     Args:
         config_path: `driver.toml`.
         good: An adapter that fits.
-        connection: Sends the device and the thread of each move into pinned memory.
+        connection: Sends the device and the thread of each move into pinned memory, and the threads
+            that took a rank's part of the weights.
         stderr: Where to log.
     """
     import torch
@@ -233,6 +234,7 @@ def pin_loaded(config_path: str, good: str, connection: Connection, stderr: str)
     engine.runner.lora_manager.device = torch.device("cuda:1")
     current: list[str] = []
     pinned: list[tuple[str, str]] = []
+    slicing: set[str] = set()
 
     @contextlib.contextmanager
     def on(device: torch.device) -> Iterator[None]:
@@ -243,12 +245,26 @@ def pin_loaded(config_path: str, good: str, connection: Connection, stderr: str)
     def pin(_adapter: LoRAAdapter) -> None:
         pinned.append((current[-1], threading.current_thread().name))
 
+    for modules in engine.runner.lora_manager.lora_modules:
+        for module in modules.values():
+            for name in ("slice_lora_a_weights", "slice_lora_b_weights"):
+                _note_threads(module, name, slicing)
     device = mock.patch.object(torch.cuda, "device", on)
     with device, mock.patch.object(LoRAAdapter, "pin_weights_in_cpu", pin):
         load(engine, 1, good)
         assert engine.fetch_adapters([1]) == {}
     with connection:
-        connection.send(pinned)
+        connection.send((pinned, slicing))
+
+
+def _note_threads(module: Any, name: str, threads: set[str]) -> None:
+    own = getattr(module, name)
+
+    def noted(weights: Any) -> Any:
+        threads.add(threading.current_thread().name)
+        return own(weights)
+
+    setattr(module, name, noted)
 
 
 class Load(NamedTuple):

@@ -762,7 +762,7 @@ def test_host_memory_is_bounded(
 def test_the_loading_thread_pins_for_a_gpu(
     models_folder: Path, made: lora_adapters.Made, tmp_path: Path
 ) -> None:
-    """Its copy into a slot is all that steps wait for then."""
+    """And takes its rank's part: the copy into a slot is all that steps wait for then."""
     snapshot = tiny_models.build("llama", models_folder)
     config = drivers.write_config(tmp_path, snapshot, options=OPTIONS)
     receiver, sender = multiprocessing.Pipe()
@@ -771,7 +771,7 @@ def test_the_loading_thread_pins_for_a_gpu(
     sender.close()
     with receiver:
         assert receiver.poll(60.0)
-        assert receiver.recv() == [("cuda:1", "adapters")]
+        assert receiver.recv() == ([("cuda:1", "adapters")], {"adapters"})
     assert process.wait(30.0) == 0
 
 

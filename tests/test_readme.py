@@ -50,6 +50,13 @@ def test_its_programs_use_what_is_public() -> None:
     assert set(names.split(", ")) <= set(pie_driver_sglang.__all__)
 
 
+def test_the_books_of_the_cache_are_kept_as_it_says() -> None:
+    """What of its program needs no model."""
+    [program] = blocks("python")
+    imports, _, books = program.split("\n\n")
+    exec(compile(f"{imports}\n{books}", "README.md", "exec"), {})
+
+
 def test_the_first_screen_says_what_the_figures_are() -> None:
     first = "\n".join(TEXT.splitlines()[:30])
     assert "Weights are\nrandom" in first or "Weights are random" in first

@@ -239,7 +239,6 @@ class Rebuilt(FullTable):
         """Gives each context its row; nothing is known of the step before."""
         self.contexts = np.empty(0, np.uint64)
         super().place(contexts)
-        self.table = np.full_like(self.table, -1)
 
     def reply(self, tokens: Array, order: Array, requests: int) -> Array:
         """Writes the fast token reply of a list for each request."""

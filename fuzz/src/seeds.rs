@@ -52,7 +52,12 @@ fn extensions() -> Vec<Vec<u8>> {
     };
     let mut answer = AnswerRows::default();
     let shape = PlaceShape { top: 1, given: 1 };
-    let place = [-1.0_f32.to_bits(), 3, -0.5_f32.to_bits(), -2.0_f32.to_bits()];
+    let place = [
+        (-1.0_f32).to_bits(),
+        3,
+        (-0.5_f32).to_bits(),
+        (-2.0_f32).to_bits(),
+    ];
     answer.push(1, shape, (1, 2), [place; 3].into_iter().flatten());
     let rows = [(0, &row), (2, &row)];
     let mut request = vec![0; pie_wire::extension_len(rows)];

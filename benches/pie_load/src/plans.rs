@@ -114,6 +114,7 @@ impl Runtime {
             max_page_refs: CAPS.max_page_refs,
             max_model_len: CAPS.max_model_len,
             vocab_size: CAPS.vocab_size,
+            max_logprob_words: 1 << 16,
         };
         Self {
             scheduler: Scheduler::new(config, limits, None).unwrap(),

@@ -63,7 +63,6 @@ class RankSlots(abc.ABC):
                 the host.
         """
 
-
     @abc.abstractmethod
     def join_words(self, own: torch.Tensor) -> torch.Tensor:
         """Puts together words that ranks have found for their slots. Can be captured.

@@ -4,6 +4,7 @@
     unreachable_pub,
     clippy::large_enum_variant,
     clippy::pedantic,
+    rustdoc::all,
     reason = "generated, by the names of their authors"
 )]
 

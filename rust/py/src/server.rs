@@ -228,7 +228,7 @@ impl Server {
     }
 
     /// Makes the iteration give a `Wake` soon, after at most one request; may be called from any thread. Several calls may
-    /// give one.
+    /// give one. After a `Wake` a request that waits comes before the next one.
     fn wake(&self) {
         self.waker.wake();
     }

@@ -25,6 +25,8 @@ pub(crate) struct Dispatcher {
     queue: Queue,
     /// Wakes may be deferred, because the server spins and comes back to make them.
     deferring: bool,
+    /// The last wait ended without a request, so that a pending one comes before the next call.
+    yields: bool,
 }
 
 impl Dispatcher {
@@ -34,6 +36,7 @@ impl Dispatcher {
             shared: Arc::new(Shared::new(mapping, abort_reply)),
             queue: Queue { slots, count: 0 },
             deferring: false,
+            yields: false,
         }
     }
 
@@ -41,9 +44,17 @@ impl Dispatcher {
         &self.shared
     }
 
-    /// Waits for the next request; `None` once stopped, or when a waker has called.
+    /// Waits for the next request; `None` once stopped, or when a waker has called. Calls and requests take turns while
+    /// there are both.
     pub(crate) fn wait(&mut self, wait: Wait) -> Result<Option<Lease>, SystemError> {
         self.allow_deferring(wait == Wait::Spin);
+        if self.yields
+            && !self.shared.is_stopped()
+            && let Some(lease) = self.queue.take(&self.shared)
+        {
+            self.yields = false;
+            return Ok(Some(lease));
+        }
         let Self { shared, queue, .. } = self;
         let ready = || {
             if shared.has_event() {
@@ -54,6 +65,7 @@ impl Dispatcher {
         };
         let word = &shared.mapping.header().req_wake;
         let lease = wait::until(wait, word, None, ready, || shared.wake_all_deferred())?.flatten();
+        self.yields = lease.is_none();
         if lease.is_none() {
             self.allow_deferring(false);
         }

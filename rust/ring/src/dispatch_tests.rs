@@ -15,7 +15,7 @@ use crate::error::LeaseError;
 use crate::futex;
 use crate::layout::RegionLayout;
 use crate::lease::Publish;
-use crate::shared::Stop;
+use crate::shared::{Stop, Waker};
 
 const ABORT: &[u8] = b"abort reply";
 
@@ -234,6 +234,36 @@ fn a_stale_lease_publishes_nothing_and_the_new_request_follows_it() {
         assert_eq!(new.id, 2);
         assert_eq!(new.reply(b"new").unwrap(), Publish::Delivered);
         assert_eq!(response(&server, 0).1, b"new");
+    }
+}
+
+/// Work in parts has a thread call itself for the next one: requests come in between, and a stop before them.
+#[test]
+fn calls_and_requests_take_turns() {
+    for wait in [Wait::Park, Wait::Spin] {
+        let mut server = server(2);
+        let waker = Waker(Arc::clone(server.shared()));
+        let answer = |server: &mut Dispatcher| {
+            let lease = server.wait(wait).unwrap().expect("a request");
+            assert_eq!(lease.reply(b"ok").unwrap(), Publish::Delivered);
+        };
+        let called = |server: &mut Dispatcher| {
+            waker.wake();
+            assert!(server.wait(wait).unwrap().is_none() && server.shared.take_call());
+        };
+        for id in [1, 3, 5] {
+            called(&mut server);
+            send(&server, 0, id);
+            send(&server, 1, id + 1);
+            for _ in 0..2 {
+                waker.wake();
+                answer(&mut server);
+                called(&mut server);
+            }
+        }
+        send(&server, 0, 9);
+        stop_handle(&server).stop();
+        assert!(server.wait(wait).unwrap().is_none() && !server.shared.take_call());
     }
 }
 

@@ -151,6 +151,11 @@ impl Shared {
         self.events.load(Ordering::Relaxed) != 0
     }
 
+    /// Whether the server was stopped.
+    pub(crate) fn is_stopped(&self) -> bool {
+        self.events.load(Ordering::Relaxed) & STOPPED != 0
+    }
+
     /// Whether a thread has called since the last time.
     pub(crate) fn take_call(&self) -> bool {
         // SYNC: pairs with the release in `Waker::wake`: writes before the call are visible after this.
@@ -202,7 +207,8 @@ impl Stop {
 pub struct Waker(pub(crate) Arc<Shared>);
 
 impl Waker {
-    /// Makes the running or the next [`Server::wait`](crate::Server::wait) return `None`; at most one request comes first.
+    /// Makes the running or the next [`Server::wait`](crate::Server::wait) return `None`; at most one request comes first. A
+    /// request that is pending when such a wait has ended comes before the next call ends one.
     /// Several calls before the server [takes](crate::Server::take_call) one count as one.
     pub fn wake(&self) {
         // SYNC: pairs with the acquire in `Shared::take_call`.

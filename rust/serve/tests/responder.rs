@@ -443,6 +443,9 @@ fn a_call_comes_between_requests() {
         });
         assert!(matches!(responder.next(&mut ring).unwrap(), Event::Called));
         assert_eq!(caller.join().unwrap(), Answer::Status(status::OK));
+        let before = call(&client, encode(Payload::Forward(forward(&[1]))));
+        drop(next_batch(&mut ring, &responder));
+        before.join().unwrap();
         // It comes before the requests that wait, and once.
         waker.wake();
         waker.wake();

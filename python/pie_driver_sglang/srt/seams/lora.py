@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -35,6 +35,7 @@ from sglang.srt.lora.utils import (
     auto_detect_lora_target_modules,
     generate_sequence_lengths,
     get_normalized_target_modules,
+    get_target_module_name,
 )
 from sglang.srt.model_executor.model_runner import ModelRunner
 from torch.overrides import TorchFunctionMode
@@ -44,12 +45,29 @@ from pie_driver_sglang.srt.seams.passes import ForwardBatch, make_row_batch
 __all__ = ["LoRAManager"]
 
 
+class _OwnPart(NamedTuple):
+    """What SGLang asks a wrapped layer for while it copies weights into a slot, known before."""
+
+    down: torch.Tensor | None
+    up: torch.Tensor | None
+
+    def slice_lora_a_weights(self, _: torch.Tensor) -> torch.Tensor | None:
+        """This rank's part of ``[rank, inputs]``."""
+        return self.down
+
+    def slice_lora_b_weights(self, _: torch.Tensor) -> torch.Tensor | None:
+        """This rank's part of ``[outputs, rank]``."""
+        return self.up
+
+
 class Prepared(NamedTuple):
     """An adapter as SGLang keeps it, without its manager's tables."""
 
     ref: LoRARef
     config: LoRAConfig
     weights: LoRAAdapter
+    parts: list[dict[str, _OwnPart]]
+    """Of each layer this rank's part of the weights, by the names of the wrapped layers."""
 
     @property
     def uid(self) -> str:
@@ -104,7 +122,8 @@ def prepare_adapter(
 ) -> Prepared:
     """Has SGLang join the weights of fused layers, on any thread: in tables of a manager's copy.
 
-    For a GPU they are moved into pinned memory.
+    It also takes this rank's part of them, which SGLang would copy while steps wait. For a GPU all
+    are moved into pinned memory.
 
     Args:
         manager: The model's; its own tables stay as they are.
@@ -124,11 +143,41 @@ def prepare_adapter(
     if not result.success:
         raise ValueError(result.error_message)
     weights = own.loras[uid]
-    if manager.device.type == "cuda":
-        # SGLang would pin with each copy into a slot, while steps wait. A thread starts on GPU 0.
-        with torch.cuda.device(manager.device):
+    pins = manager.device.type == "cuda"
+    # SGLang would pin with each copy into a slot, while steps wait. A thread starts on GPU 0.
+    with torch.cuda.device(manager.device) if pins else nullcontext():
+        if pins:
             weights.pin_weights_in_cpu()
-    return Prepared(ref, own.configs[uid], weights)
+        parts = _own_parts(manager, weights, pins)
+    return Prepared(ref, own.configs[uid], weights, parts)
+
+
+def _own_parts(manager: LoRAManager, weights: LoRAAdapter, pins: bool) -> list[dict[str, _OwnPart]]:
+    """This rank's part of each layer's weights; the weights themselves where it has all."""
+    targets = manager.memory_pool.target_modules
+
+    def part(whole: torch.Tensor | None, take: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+        if whole is None:
+            return None
+        own = take(whole)
+        if own.shape == whole.shape:
+            return whole
+        return own.pin_memory() if pins else own
+
+    parts = []
+    for layer, modules in zip(weights.layers, manager.lora_modules, strict=True):
+        found = {
+            (get_target_module_name(name, targets), "lora_A" in name): weight
+            for name, weight in layer.weights.items()
+        }
+        own = {}
+        for name, module in modules.items():
+            target = get_target_module_name(name, targets)
+            down = part(found.get((target, True)), module.slice_lora_a_weights)
+            up = part(found.get((target, False)), module.slice_lora_b_weights)
+            own[name] = _OwnPart(down, up)
+        parts.append(own)
+    return parts
 
 
 def put(manager: LoRAManager, prepared: Prepared) -> None:
@@ -190,7 +239,7 @@ class SlotCopy:
         """Has SGLang copy one layer, in a pool that has no others over the same memory."""
         pool, weights = copy.copy(self._pool), copy.copy(self._prepared.weights)
         ends = layer == pool.num_layer
-        modules = [] if ends else [self._manager.lora_modules[layer]]
+        modules = [] if ends else [self._prepared.parts[layer]]
         weights.__dict__["layers"] = [] if ends else [weights.layers[layer]]
         pool.num_layer = len(modules)
         if not ends:

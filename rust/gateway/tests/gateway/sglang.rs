@@ -131,7 +131,7 @@ fn what_cannot_be_served_is_refused_by_name() {
         ("token 97 of `logit_bias`", |of| {
             params(of).logit_bias.insert("97".to_owned(), 1.0);
         }),
-        ("(EBNF grammar) needs the bytes", |of| {
+        ("EBNF grammar: grammars need the text of tokens", |of| {
             params(of).constraint = Some(Constraint::EbnfGrammar("x".to_owned()));
         }),
     ];

@@ -33,7 +33,8 @@ async fn refused(bench: &Bench, request: proto::GenerateRequest) -> Status {
 #[test]
 fn tokens_come_as_deltas_and_then_all_of_them() {
     run(async {
-        let bench = Bench::new("serve", Contract::Vllm);
+        // Tokens that come faster than they are sent become one chunk.
+        let bench = Bench::new("serve slow=5", Contract::Vllm);
         let text = prompt(3);
         let story = one(&bench, request("a", &text, 20)).await;
         assert_eq!(story.tokens, expected(&text, 20));
@@ -211,7 +212,7 @@ fn what_cannot_be_served_is_refused_by_name() {
             params(of).stop = vec![String::new()];
         }),
         (
-            "(regular expression) needs the bytes",
+            "regular expression: grammars need the text of tokens",
             Code::InvalidArgument,
             |of| {
                 params(of).constraint = Some(Constraint::Regex("a".to_owned()));
