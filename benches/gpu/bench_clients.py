@@ -76,6 +76,9 @@ class Load(msgspec.Struct, frozen=True):
         words: list[object] = ["--backend", self.backend, "--base-url", self.url, "--model", "m"]
         words += ["--tokenizer", self.tokenizer, "--seed", self.seed * 100 + client]
         words += ["--disable-tqdm", "--warmup-requests", 1, "--output-file", record]
+        if self.backend == "sglang-oai":
+            # The gateway refuses streams with it, whatever its value.
+            words += ["--extra-request-body", '{"best_of": null}']
         if self.name == "prefix":
             words += ["--dataset-name", "generated-shared-prefix", "--gsp-num-groups", GROUPS]
             words += ["--gsp-prompts-per-group", max(1, count // GROUPS)]

@@ -74,15 +74,14 @@ def main() -> None:
     arguments = parser().parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     begin = time.monotonic()
-    # The servers are in sessions of their own: they end as this one does.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
     for side in SIDES:
         if is_ready(f"http://127.0.0.1:{PORTS[side]}"):
             raise SystemExit(f"something serves at port {PORTS[side]} already")
     with Report(__file__, arguments) as report, contextlib.ExitStack() as stack:
         model = model_folder(arguments)
         sides = arguments.sides.split(",")
-        started = {}
+        started: dict[str, Served] = {}
+        signal.signal(signal.SIGTERM, lambda *_: give_up(started))
         for number, side in enumerate(sides):
             log = arguments.out / f"{side}.log"
             # Of what those before have left.
@@ -142,6 +141,14 @@ class Served(NamedTuple):
     url: str
     process: subprocess.Popen[bytes]
     log: Path
+
+
+def give_up(started: Mapping[str, Served]) -> None:
+    """Ends the servers, which are in sessions of their own, and this process."""
+    for served in started.values():
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(served.process.pid, signal.SIGKILL)
+    sys.exit("ended by SIGTERM")
 
 
 @contextlib.contextmanager
