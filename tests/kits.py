@@ -104,7 +104,11 @@ KITS: Final = (
         "abort_timeout_kit",
         "AbortAllMixin",
         quick=("test_abort_all",),
-        settings={"abort_all_num_requests": 12, "abort_all_sleep": 1.0},
+        settings={
+            "abort_all_num_requests": 12,
+            "abort_all_max_new_tokens": 1500,
+            "abort_all_sleep": 1.0,
+        },
     ),
     Kit(
         "abort_timeout_kit",
@@ -126,7 +130,7 @@ KITS: Final = (
         "pause_generation_kit",
         "PauseResumeInPlaceMixin",
         quick=("test_pause_resume_in_place",),
-        settings={"pause_num_requests": 8, "pause_duration": 1.0, "pause_max_new_tokens": 1500},
+        settings={"pause_num_requests": 8, "pause_duration": 1.0, "pause_max_new_tokens": 800},
     ),
     Kit(
         "streaming_session_kit",

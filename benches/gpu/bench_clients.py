@@ -25,7 +25,7 @@ import msgspec
 
 INPUT, OUTPUT = 128, 256
 COUNTS: Final[Mapping[str, int]] = {
-    "1": 8,
+    "1": 6,
     "16": 64,
     "64": 256,
     "256": 768,

@@ -1,10 +1,10 @@
 """Compares `pie-sglang serve`, by both of its doors, with SGLang's own server.
 
     python benches/gpu/server_check.py --shapes CONFIG_DIR --out DIR
-        [--loads 1,64,256,all,prefix] [--repeats 2] [--bars small|large|none] [--device cuda|cpu]
+        [--loads 256,1,64,all,prefix] [--repeats 2] [--bars small|large|none] [--device cuda|cpu]
         [--sides sglang,ours,gateway]
 
-The servers have the same flags and run at once on one GPU, each with its share of the memory. The
+The servers have the same flags and run at once on one GPU, each with a part of its memory. The
 loads of `sglang.bench_serving` alternate between them, so that a drift of the machine meets all.
 Weights are random, the tokenizer has a text for every token (`texts.py`). First some prompts are
 asked of each: greedy answers must have all tokens, and begin alike alone and at once.
@@ -45,7 +45,8 @@ from processes import Runner
 SIDES: Final = ("sglang", "ours", "gateway")
 """SGLang's starts first: it takes longest."""
 PORTS: Final = {"ours": 31811, "sglang": 31911, "gateway": 31711}
-START_S: Final = 240.0
+POOL: Final = 200_000
+"""Tokens of SGLang's pool: two times what the largest load needs."""
 MANY: Final = ("256", "all")
 """Loads of several clients."""
 FIGURES: Final = ("output_throughput", "median_itl_ms", "median_ttft_ms", "p99_itl_ms")
@@ -82,18 +83,14 @@ def main() -> None:
         sides = arguments.sides.split(",")
         started: dict[str, Served] = {}
         signal.signal(signal.SIGTERM, lambda *_: give_up(started))
-        for number, side in enumerate(sides):
+        for side in sides:
             log = arguments.out / f"{side}.log"
-            # Of what those before have left.
-            share = arguments.share / (1 - number * arguments.share)
-            used = memory_used()
-            started[side] = stack.enter_context(server(side, arguments, model, log, share))
-            if number < len(sides) - 1:
-                wait_memory(used, started[side])
+            started[side] = stack.enter_context(server(side, arguments, model, log))
+        until = begin + arguments.start_s
         urls = {}
         for side, served in started.items():
             try:
-                wait_ready(served)
+                wait_ready(served, until)
                 differ = differing(side, served.url)
             except (OSError, ValueError) as error:
                 # The others are compared without it.
@@ -102,8 +99,10 @@ def main() -> None:
                 continue
             report.hold(f"{side}: answers that differ", differ, at_most=0)
             urls[side] = served.url
-        report.add(part="start", took_s=round(time.monotonic() - begin, 1))
-        runner = Runner(arguments.out / "server_check.log", arguments.budget_s)
+        took_s = time.monotonic() - begin
+        report.add(part="start", took_s=round(took_s, 1))
+        left_s = arguments.budget_s - took_s
+        runner = Runner(arguments.out / "server_check.log", left_s)
         found = alternate(arguments, urls, model, runner, report)
         report.hold("loads that failed", len(runner.failed), at_most=0)
         compare(found, report, LIMITS.get(arguments.bars))
@@ -112,16 +111,17 @@ def main() -> None:
 def parser() -> argparse.ArgumentParser:
     """The check's arguments."""
     made = frame.parser(__doc__ or "", "out", "shapes", "device")
-    made.add_argument("--loads", default="1,64,256,all,prefix")
+    made.add_argument("--loads", default="256,1,64,all,prefix", help="the first ones count most")
     made.add_argument("--repeats", type=int, default=2)
     made.add_argument("--bars", choices=[*LIMITS, "none"], default="small")
     made.add_argument("--sides", default=",".join(SIDES), help="servers, in the order of starts")
     made.add_argument("--backend", default="flashinfer", help="SGLang's attention backend")
-    made.add_argument("--share", type=float, default=0.28, help="of the memory for each server")
+    made.add_argument("--share", type=float, default=0.25, help="of the memory for each of ours")
     made.add_argument("--clients", type=int, default=4, help="of loads of 256 streams and more")
     made.add_argument("--scale", type=float, default=1.0, help="requests, as a share of the usual")
     made.add_argument("--flag", action="append", default=[], help="a flag for both, as one word")
-    made.add_argument("--budget-s", type=float, default=500.0, help="seconds for all loads")
+    made.add_argument("--budget-s", type=float, default=500.0, help="seconds for all of it")
+    made.add_argument("--start-s", type=float, default=240.0, help="seconds for the starts")
     return made
 
 
@@ -152,9 +152,7 @@ def give_up(started: Mapping[str, Served]) -> None:
 
 
 @contextlib.contextmanager
-def server(
-    side: str, arguments: argparse.Namespace, model: Path, log: Path, share: float
-) -> Iterator[Served]:
+def server(side: str, arguments: argparse.Namespace, model: Path, log: Path) -> Iterator[Served]:
     """A server that starts, in a session of its own."""
     on_cpu = str(arguments.device) == "cpu"
     port = PORTS[side]
@@ -163,8 +161,10 @@ def server(
     if not (model / "model.safetensors").is_file():
         flags += ["--load-format", "dummy"]
     if not on_cpu:
-        flags += ["--mem-fraction-static", round(share, 3)]
-        flags += ["--max-running-requests", 256]
+        # SGLang's share is of what is free once its weights are there, ours of what is free before:
+        # so each finds room, in whatever order they come to it.
+        share = 1 - arguments.share if side == "sglang" else arguments.share
+        flags += ["--mem-fraction-static", share, "--max-running-requests", 256]
     flags += [word for flag in arguments.flag for word in flag.split()]
     if side == "gateway":
         command = [sys.executable, "-m", "pie_driver_sglang", "serve", "--front", "gateway"]
@@ -174,6 +174,7 @@ def server(
     else:
         command = [sys.executable, "-m", "sglang.launch_server"]
         flags += ["--attention-backend", arguments.backend, "--log-level", "warning"]
+        flags += ["--max-total-tokens", POOL]
         flags += ["--cuda-graph-max-bs-decode", 256, "--disable-prefill-cuda-graph"]
     words = [str(word) for word in (*command, *flags)]
     print(f"--- {side}: {' '.join(words)}", flush=True)
@@ -191,30 +192,6 @@ def server(
             time.sleep(patience)
 
 
-def memory_used() -> int:
-    """MiB in use on the first GPU; 0 without one."""
-    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-    try:
-        listed = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
-        return int(listed.stdout.split()[0])
-    except (OSError, subprocess.SubprocessError, IndexError, ValueError):
-        return 0
-
-
-def wait_memory(used: int, served: Served) -> None:
-    """Waits until a server has its pool: what the next one takes is a share of the rest."""
-    until = time.monotonic() + START_S
-    most = last = used
-    while time.monotonic() < until and served.process.poll() is None:
-        if is_ready(served.url):
-            return
-        time.sleep(0.5)
-        now = memory_used()
-        if most > used + 8192 and now <= last + 256:
-            return
-        most, last = max(most, now), now
-
-
 def is_ready(url: str) -> bool:
     """Whether a server answers."""
     with contextlib.suppress(urllib.error.URLError, OSError):
@@ -223,13 +200,12 @@ def is_ready(url: str) -> bool:
     return False
 
 
-def wait_ready(served: Served) -> None:
-    """Waits until a server answers.
+def wait_ready(served: Served, until: float) -> None:
+    """Waits until a server answers, but not for longer than to a time.
 
     Raises:
         TimeoutError: It does not, or has ended; with the end of its log.
     """
-    until = time.monotonic() + START_S
     while time.monotonic() < until and served.process.poll() is None:
         if is_ready(served.url):
             return
